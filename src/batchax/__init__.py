@@ -1,0 +1,23 @@
+"""batchax: write a function for one example, run it over any batch, in JAX."""
+
+from batchax import rules as rules
+from batchax.batch_jaxpr import batch_jaxpr as batch_jaxpr
+from batchax.engine.axis import Axis as Axis
+from batchax.engine.axis import axis_to_front as axis_to_front
+from batchax.engine.axis import match_axis as match_axis
+from batchax.engine.axis import move_axis as move_axis
+from batchax.engine.containers import register_container as register_container
+from batchax.engine.outputs import AUTO as AUTO
+from batchax.engine.outputs import Reduce as Reduce
+from batchax.engine.registry import register_rule as register_rule
+from batchax.engine.rule_makers import broadcasting as broadcasting
+from batchax.engine.rule_makers import reducing as reducing
+from batchax.engine.rule_makers import vectorized as vectorized
+from batchax.errors import ArgumentTypeError as ArgumentTypeError
+from batchax.errors import AxisError as AxisError
+from batchax.errors import BatchaxError as BatchaxError
+from batchax.errors import SequentialFallbackWarning as SequentialFallbackWarning
+from batchax.errors import UnsupportedError as UnsupportedError
+from batchax.vmap import vmap as vmap
+
+__version__ = "0.1.0"

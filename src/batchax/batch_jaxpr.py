@@ -1,0 +1,65 @@
+"""`batch_jaxpr`: the engine without a front door, for authors of interpreters and rules."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from batchax import _compat
+from batchax.engine.arguments import check_axis_size, is_position
+from batchax.engine.axis import Axis
+from batchax.engine.inner import ANYWHERE, batch_inner
+from batchax.engine.outputs import AUTO
+from batchax.errors import ArgumentTypeError, AxisError
+
+
+def batch_jaxpr(
+    closed_jaxpr: _compat.ClosedJaxpr,
+    axis_size: int,
+    in_axes: Sequence[int | None],
+    out_axes: Any = AUTO,
+    axis_name: Hashable | None = None,
+) -> tuple[_compat.ClosedJaxpr, tuple[int | None, ...]]:
+    """Batches a closed jaxpr.
+
+    Args:
+      closed_jaxpr: a per-example program, as ``jax.make_jaxpr`` returns it.
+      axis_size: number of lanes.
+      in_axes: for each input the non-negative position of its batch axis, or
+        None for an input that is the same in every lane.
+      out_axes: ``batchax.AUTO``, or for each output an int or ``batchax.AUTO``.
+        AUTO leaves an output where the program makes it: unbatched if it does
+        not depend on the batch, and at any position otherwise.
+      axis_name: the name that collectives in the program use for the axis.
+
+    Returns:
+      The batched program, and where each of its outputs carries the batch axis
+      (None for an output that does not depend on the batch).
+
+    Raises:
+      ArgumentTypeError: the first argument is not a closed jaxpr.
+      AxisError: `in_axes` or `out_axes` does not fit the program.
+    """
+    if not isinstance(closed_jaxpr, _compat.ClosedJaxpr):
+        raise ArgumentTypeError(
+            "batch_jaxpr expects a closed jaxpr, as jax.make_jaxpr(f)(*args) returns it, got "
+            f"{type(closed_jaxpr).__name__}."
+        )
+    check_axis_size(axis_size)
+    positions = [out_axes] * len(closed_jaxpr.out_avals) if out_axes is AUTO else list(out_axes)
+    for what, given, avals, extra in (
+        ("in_axes", list(in_axes), closed_jaxpr.in_avals, [None]),
+        ("out_axes", positions, closed_jaxpr.out_avals, [AUTO]),
+    ):
+        if len(given) != len(avals):
+            raise AxisError(f"{what} has {len(given)} entries for {len(avals)} values.")
+        for i, (position, aval) in enumerate(zip(given, avals, strict=True)):
+            if position not in extra and not (
+                is_position(position) and 0 <= position <= len(aval.shape)
+            ):
+                raise AxisError(
+                    f"{what}[{i}] is {position!r}: give an int in [0, {len(aval.shape)}] for a "
+                    f"value that has shape {aval.shape} per example, or {extra[0]!r}."
+                )
+    wanted = [ANYWHERE if p is AUTO else p for p in positions]
+    return batch_inner(Axis(axis_size, axis_name), closed_jaxpr, tuple(in_axes), wanted)

@@ -1,0 +1,1 @@
+"""The engine: axes, staging, the interpreter and the table of rules."""

@@ -1,0 +1,303 @@
+"""From a user's call to flat values, each with its batch axis.
+
+`flatten_arguments` spreads `in_axes` over the arguments, checks every mapped
+leaf, finds the size of the axis, and knows how to rebuild the arguments that
+one example sees. Every check happens before any work is done.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from batchax.engine.axis import AxisPosition
+from batchax.engine.containers import find_container, is_container_spec
+from batchax.engine.prefixes import SpecifiedLeaf, spread
+from batchax.errors import ArgumentTypeError, AxisError
+
+
+@dataclass
+class Mapped:
+    """One array that is batched: where it came from, its value and its axis."""
+
+    path: str
+    value: Any
+    axis: AxisPosition
+
+
+@dataclass
+class FlatArguments:
+    """A call's mapped arrays, and how to rebuild the arguments of one example."""
+
+    mapped: list[Mapped]
+    rebuild: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def check_in_axes(fun: Callable[..., Any], in_axes: Any) -> None:
+    """Refuses, when `vmap` is called, an `in_axes` that no call could satisfy."""
+    if isinstance(in_axes, dict):
+        _check_parameter_names(fun, in_axes)
+    elif not (
+        in_axes is None
+        or is_input_spec(in_axes)
+        or isinstance(in_axes, (tuple, list))
+        or is_container_spec(in_axes)
+    ):
+        raise ArgumentTypeError(
+            "in_axes must be an int, None, a tuple or list with an entry for each positional "
+            f"argument, a dict by parameter name, or a callable; got {_show(in_axes)}."
+        )
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(in_axes)[0]:
+        if not (is_input_spec(leaf) or is_container_spec(leaf)):
+            raise ArgumentTypeError(
+                f"in_axes{jax.tree_util.keystr(keys)} must be an int, None or a callable from "
+                f"leaves to those; got {_show(leaf)}."
+            )
+
+
+def is_input_spec(spec: Any) -> bool:
+    """Whether `spec` gives an axis by itself: an int, or a rule for leaves."""
+    return is_position(spec) or (callable(spec) and jax.tree_util.all_leaves([spec]))
+
+
+def is_position(spec: Any) -> bool:
+    """Whether `spec` is an int, of Python or NumPy, and not a bool."""
+    return isinstance(spec, (int, np.integer)) and not isinstance(spec, bool)
+
+
+def flatten_arguments(
+    fun: Callable[..., Any], in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> FlatArguments:
+    """Spreads `in_axes` over the arguments of one call.
+
+    Raises:
+      AxisError: `in_axes` does not fit the arguments, or an axis is out of range.
+      ArgumentTypeError: a leaf that is to be mapped is not an array.
+    """
+    specs, keyword_specs = _by_argument(fun, in_axes, args, kwargs)
+    leaves: list[SpecifiedLeaf] = []
+    rebuilds = []
+    for i, (arg, spec) in enumerate(zip(args, specs, strict=True)):
+        arg_leaves, rebuild = spread(spec, arg, f"args[{i}]", "in_axes", is_input_spec, True)
+        leaves += arg_leaves
+        rebuilds.append(rebuild)
+    for name, arg in kwargs.items():
+        arg_leaves, rebuild = spread(
+            keyword_specs.get(name, 0), arg, f"kwargs[{name!r}]", "in_axes", is_input_spec, True
+        )
+        leaves += arg_leaves
+        rebuilds.append(rebuild)
+
+    mapped: list[Mapped] = []
+    parts = [_leaf_parts(leaf, mapped) for leaf in leaves]
+    _check_ranges(mapped)
+
+    def rebuild_all(examples: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        values = iter([part(examples) for part in parts])
+        rebuilt = [rebuild(values) for rebuild in rebuilds]
+        return tuple(rebuilt[: len(args)]), dict(zip(kwargs, rebuilt[len(args) :], strict=True))
+
+    return FlatArguments(mapped, rebuild_all)
+
+
+def find_axis_size(mapped: Sequence[Mapped], axis_size: Any) -> Any:
+    """The one size that all mapped axes have.
+
+    Raises:
+      AxisError: sizes disagree, with each other or with `axis_size`, or there
+        is no mapped argument and no `axis_size`.
+    """
+    sized = [m for m in mapped if m.axis is not None]
+    if not sized:
+        if axis_size is None:
+            raise AxisError(
+                "nothing is mapped: every in_axes entry is None or covers no array, so the "
+                "number of lanes is unknown. Map at least one argument, or pass axis_size."
+            )
+        return axis_size
+    sizes = [m.value.shape[m.axis] for m in sized]
+    if all(s == sizes[0] for s in sizes) and axis_size in (None, sizes[0]):
+        return sizes[0]
+    usual = axis_size if axis_size is not None else Counter(sizes).most_common(1)[0][0]
+    tie = axis_size is None and list(Counter(sizes).values()).count(sizes.count(usual)) > 1
+    lines = [
+        f"  {m.path}: shape {_shape(m.value)}, axis {m.axis}, size {s}"
+        + ("" if tie or s == usual else f"   <- not {usual}")
+        for m, s in zip(sized, sizes, strict=True)
+    ]
+    given = "" if axis_size is None else f" axis_size={axis_size} was given."
+    raise AxisError(
+        f"the mapped axes must have one size, but they have {_listed(sorted(set(sizes)))}.{given}\n"
+        + "\n".join(lines)
+        + "\nGive None in in_axes for an argument that is the same for all lanes."
+    )
+
+
+def check_axis_size(axis_size: Any) -> None:
+    """Refuses an `axis_size` that is no non-negative int."""
+    if axis_size is None or jax.export.is_symbolic_dim(axis_size):
+        return
+    try:
+        if isinstance(axis_size, bool) or operator.index(axis_size) < 0:
+            raise TypeError
+    except TypeError:
+        raise ArgumentTypeError(
+            f"axis_size must be a non-negative int, got {_show(axis_size)}."
+        ) from None
+
+
+def _by_argument(
+    fun: Callable[..., Any], in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The specification of each positional argument, and those of keywords by name."""
+    if isinstance(in_axes, dict):
+        return _by_name(fun, in_axes, args)
+    if isinstance(in_axes, (tuple, list)):
+        if len(in_axes) != len(args):
+            raise AxisError(
+                f"in_axes has {len(in_axes)} entries, but the function was called with "
+                f"{len(args)} positional arguments. Give one entry for each positional argument; "
+                "arguments passed by keyword are mapped over axis 0 (use a dict by parameter "
+                "name for another axis)."
+            )
+        return in_axes, {}
+    return [in_axes] * len(args), {}
+
+
+def _by_name(
+    fun: Callable[..., Any], in_axes: dict[str, Any], args: tuple[Any, ...]
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    kinds = inspect.Parameter
+    parameters = list(inspect.signature(fun).parameters.values())
+    specs: list[Any] = []
+    for parameter in parameters:
+        if len(specs) == len(args):
+            break
+        if parameter.kind is kinds.VAR_POSITIONAL:
+            rest = len(args) - len(specs)
+            spec = in_axes.get(parameter.name, 0)
+            if not isinstance(spec, (tuple, list)):
+                spec = [spec] * rest
+            elif len(spec) != rest:
+                raise AxisError(
+                    f"in_axes[{parameter.name!r}] has {len(spec)} entries, but {rest} arguments "
+                    f"were passed for *{parameter.name}."
+                )
+            specs += spec
+        elif parameter.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD):
+            specs.append(in_axes.get(parameter.name, 0))
+    specs += [0] * (len(args) - len(specs))  # too many: the call itself will say so
+    return specs, in_axes
+
+
+def _check_parameter_names(fun: Callable[..., Any], in_axes: dict[str, Any]) -> None:
+    try:
+        parameters = inspect.signature(fun).parameters
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(
+            "in_axes is a dict by parameter name, but the parameters of "
+            f"{getattr(fun, '__name__', fun)!r} cannot be read; give a tuple by position."
+        ) from None
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    unknown = [name for name in in_axes if name not in parameters]
+    if unknown:
+        raise AxisError(
+            f"in_axes names {_listed(map(repr, unknown))}, but the parameters of "
+            f"{getattr(fun, '__name__', 'the function')!r} are {_listed(map(repr, parameters))}. "
+            "A dict given as in_axes goes by parameter name; to describe a dict argument write "
+            "in_axes=({...},)."
+        )
+
+
+def _leaf_parts(leaf: SpecifiedLeaf, mapped: list[Mapped]) -> Callable[[Sequence[Any]], Any]:
+    """Adds the arrays of one leaf to `mapped`; returns how an example sees the leaf."""
+    value, spec = leaf.value, leaf.spec
+    if spec is not None and not is_container_spec(spec) and callable(spec):
+        spec = _from_callable(leaf)
+    if spec is None:
+        return lambda _: value
+    container = find_container(value)
+    if container is not None and isinstance(spec, container.spec_type):
+        arrays, axes = container.to_arrays(value, spec)
+        start = len(mapped)
+        mapped += [
+            Mapped(f"{leaf.path} (array {i})", _as_array(x, leaf.path), a)
+            for i, (x, a) in enumerate(zip(arrays, axes, strict=True))
+        ]
+        stop = len(mapped)
+        return lambda examples: container.to_example(value, spec, examples[start:stop])
+    if not is_position(spec):
+        raise ArgumentTypeError(
+            f"in_axes gives {_show(spec)} for {leaf.path}, which is "
+            f"{type(value).__name__}: that kind of axis is for another registered container."
+        )
+    index = len(mapped)
+    mapped.append(Mapped(leaf.path, _as_array(value, leaf.path), int(spec)))
+    return lambda examples: examples[index]
+
+
+def _from_callable(leaf: SpecifiedLeaf) -> Any:
+    axis = leaf.spec(leaf.value)
+    if axis is None or is_position(axis) or is_container_spec(axis):
+        return axis
+    raise ArgumentTypeError(
+        f"the callable given in in_axes must return an int or None, but for {leaf.path} it "
+        f"returned {_show(axis)}."
+    )
+
+
+def _as_array(value: Any, path: str) -> Any:
+    if isinstance(value, jax.Array):
+        return value
+    try:
+        if isinstance(value, (np.ndarray, np.generic, bool, int, float, complex)) or hasattr(
+            value, "__jax_array__"
+        ):
+            return jnp.asarray(value)
+        jax.typeof(value)  # references and other values that JAX knows stay as they are
+        return value
+    except TypeError:
+        raise ArgumentTypeError(
+            f"{path} is to be mapped, but it is of type {type(value).__name__}, not an array. "
+            "Give it None in in_axes: then it reaches the function as it is."
+        ) from None
+
+
+def _check_ranges(mapped: list[Mapped]) -> None:
+    """Makes axes non-negative; lists every axis that its array does not have."""
+    wrong = []
+    for m in mapped:
+        if m.axis is None:
+            continue
+        ndim = len(m.value.shape)
+        if not -ndim <= m.axis < ndim:
+            wrong.append(f"  {m.path}: shape {_shape(m.value)}, axis {m.axis}")
+        else:
+            m.axis %= ndim
+    if wrong:
+        raise AxisError(
+            "in_axes names an axis that the argument does not have:\n"
+            + "\n".join(wrong)
+            + "\nAn axis must be in [-ndim, ndim); give None for an argument without a batch axis."
+        )
+
+
+def _shape(x: Any) -> str:
+    return "(" + ", ".join(map(str, x.shape)) + ("," if len(x.shape) == 1 else "") + ")"
+
+
+def _listed(items: Any) -> str:
+    return ", ".join(str(item) for item in items)
+
+
+def _show(value: Any) -> str:
+    return f"{value!r} of type {type(value).__name__}"

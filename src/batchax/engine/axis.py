@@ -1,0 +1,79 @@
+"""The batch axis, and moving it about.
+
+A batched value is an array together with the position of its batch axis; a
+value that does not depend on the batch has position ``None``. Rules receive
+both, as `args` and `axes`, and emit ordinary JAX operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+
+AxisPosition = int | None
+"""Where the batch axis of a value is: a position, or None for "not batched"."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The axis a function is being mapped over.
+
+    Attributes:
+      size: number of lanes.
+      name: the name collectives use, or None.
+      spmd_name: mesh axis names that sharding annotations inside gain, or None.
+    """
+
+    size: int
+    name: Hashable | None = None
+    spmd_name: tuple[str, ...] | None = None
+
+
+def move_axis(x: Any, source: int, destination: int) -> Any:
+    """`x` with axis `source` at `destination`; both may be negative.
+
+    Emits nothing when the axis is there already.
+    """
+    ndim = x.ndim
+    source, destination = source % ndim, destination % ndim
+    if source == destination:
+        return x
+    order = [i for i in range(ndim) if i != source]
+    order.insert(destination, source)
+    return lax.transpose(x, order)
+
+
+def broadcast_axis(axis: Axis, x: Any, destination: int) -> Any:
+    """An unbatched `x` repeated for every lane, batch axis at `destination`."""
+    ndim = jax.numpy.ndim(x)
+    destination %= ndim + 1
+    shape = list(jax.numpy.shape(x))
+    shape.insert(destination, axis.size)
+    kept = [i for i in range(ndim + 1) if i != destination]
+    return lax.broadcast_in_dim(x, shape, kept)
+
+
+def expand_axis(x: Any, destination: int) -> Any:
+    """An unbatched `x` with a batch axis of size one, for broadcasting later."""
+    return lax.expand_dims(x, (destination % (x.ndim + 1),))
+
+
+def match_axis(axis: Axis, x: Any, source: AxisPosition, destination: int) -> Any:
+    """`x` with its batch axis at `destination`, repeated if it had none."""
+    if source is None:
+        return broadcast_axis(axis, x, destination)
+    return move_axis(x, source, destination)
+
+
+def axis_to_front(axis: Axis, x: Any, source: AxisPosition) -> Any:
+    """`x` with its batch axis first, repeated if it had none."""
+    return match_axis(axis, x, source, 0)
+
+
+def shift_dims(dims: Any, position: int) -> tuple[int, ...]:
+    """Per-example dimension numbers as they are once an axis sits at `position`."""
+    return tuple(d + (d >= position) for d in dims)

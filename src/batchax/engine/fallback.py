@@ -1,0 +1,69 @@
+"""What happens to a primitive that batchax has no rule for.
+
+First JAX's own rule, reached through ``jax.vmap`` of that one equation; where
+JAX has none either, one lane after another, with a warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from batchax import _compat
+from batchax.engine.axis import Axis, AxisPosition, move_axis
+from batchax.errors import SequentialFallbackWarning
+
+
+def run_without_rule(
+    axis: Axis, eqn: Any, operands: list[Any], operand_axes: list[AxisPosition]
+) -> tuple[Sequence[Any], Sequence[AxisPosition]]:
+    """Outputs of an equation whose primitive has no rule here."""
+    primitive = eqn.primitive
+
+    def one_lane(*xs: Any) -> list[Any]:
+        out = primitive.bind(*xs, **primitive.get_bind_params(eqn.params))
+        return list(out) if primitive.multiple_results else [out]
+
+    if _compat.jax_has_rule(primitive):
+        outs = jax.vmap(
+            one_lane,
+            in_axes=tuple(operand_axes),
+            axis_name=axis.name,
+            axis_size=axis.size,
+            spmd_axis_name=axis.spmd_name,
+        )(*operands)
+        return outs, [0] * len(outs)
+
+    warnings.warn(
+        f"the primitive `{primitive}` at {_compat.user_line(eqn.source_info)} has no batching "
+        f"rule: it runs for the {axis.size} lanes one after another. Give it a rule with "
+        "@batchax.register_rule to run them together.",
+        SequentialFallbackWarning,
+        stacklevel=2,
+    )
+    outs = one_after_another(axis, one_lane, operands, operand_axes)
+    return outs, [0] * len(outs)
+
+
+def one_after_another(
+    axis: Axis, one_lane: Any, operands: Sequence[Any], operand_axes: Sequence[AxisPosition]
+) -> list[Any]:
+    """`one_lane` applied to each lane in order; outputs have the lanes first.
+
+    Lanes run in order of their index, which keeps ordered effects in order.
+    """
+    batched = [
+        move_axis(x, a, 0) for x, a in zip(operands, operand_axes, strict=True) if a is not None
+    ]
+
+    def step(carry: None, lane: list[Any]) -> tuple[None, list[Any]]:
+        mine = iter(lane)
+        xs = [x if a is None else next(mine) for x, a in zip(operands, operand_axes, strict=True)]
+        return carry, one_lane(*xs)
+
+    _, outs = lax.scan(step, None, batched, length=axis.size)
+    return outs

@@ -1,0 +1,115 @@
+"""Batching the programs inside a program: of calls, loops and branches.
+
+A call or loop holds its body as a closed jaxpr. The batched body is built once
+for each distinct body, axis and pattern of batched inputs, and remembered, so
+that a function called many times is batched (and compiled) once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import mapped_aval, unmapped_aval
+
+from batchax import _compat
+from batchax.engine.axis import Axis, AxisPosition, match_axis
+from batchax.engine.interpreter import interpret
+
+
+class _Anywhere:
+    """Says that an output may keep its batch axis where it is, or have none."""
+
+    def __repr__(self) -> str:
+        return "ANYWHERE"
+
+
+ANYWHERE: Any = _Anywhere()
+
+# Weak in the body, so that arrays a body holds are freed with it; bounded, for
+# bodies whose batched form refers back to them.
+_batched: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+_MOST_BODIES = 4096
+
+
+def batch_inner(
+    axis: Axis,
+    body: _compat.ClosedJaxpr,
+    in_axes: Sequence[AxisPosition],
+    out_axes: Sequence[Any] | Any = ANYWHERE,
+) -> tuple[_compat.ClosedJaxpr, tuple[AxisPosition, ...]]:
+    """The closed jaxpr `body` for all lanes of `axis`.
+
+    Args:
+      axis: the axis being mapped.
+      body: a closed jaxpr over examples.
+      in_axes: for each input the position of its batch axis, or None.
+      out_axes: for each output (or one for all) `ANYWHERE`, or the position
+        its batch axis must have, repeated if the output does not depend on the
+        batch.
+
+    Returns:
+      A closed jaxpr over batches, and where its outputs carry the batch axis.
+    """
+    in_axes = tuple(in_axes)
+    n_out = len(body.out_avals)
+    wanted = (out_axes,) * n_out if out_axes is ANYWHERE else tuple(out_axes)
+    key = (axis, in_axes, wanted, jax.config.jax_enable_x64)
+    known = _batched.setdefault(body, {})
+    if key not in known:
+        if len(_batched) > _MOST_BODIES:
+            del _batched[next(iter(_batched))]
+        known[key] = _batch_inner(axis, body, in_axes, wanted)
+    return known[key]
+
+
+def _batch_inner(
+    axis: Axis,
+    body: _compat.ClosedJaxpr,
+    in_axes: tuple[AxisPosition, ...],
+    wanted: tuple[Any, ...],
+) -> tuple[_compat.ClosedJaxpr, tuple[AxisPosition, ...]]:
+    placed: list[AxisPosition] = []
+
+    def run(*args: Any) -> list[Any]:
+        outs, axes = interpret(axis, body.jaxpr, body.consts, args, in_axes)
+        placed[:] = [a if w is ANYWHERE else w for a, w in zip(axes, wanted, strict=True)]
+        return [
+            x if w is ANYWHERE else match_axis(axis, x, a, w)
+            for x, a, w in zip(outs, axes, wanted, strict=True)
+        ]
+
+    avals = [batched_aval(axis, aval, a) for aval, a in zip(body.in_avals, in_axes, strict=True)]
+    return jax.make_jaxpr(run)(*avals), tuple(placed)
+
+
+def batched_aval(axis: Axis, aval: Any, position: AxisPosition) -> Any:
+    """The type of a value with the batch axis at `position`, from that of one example."""
+    return aval if position is None else unmapped_aval(axis.size, position, aval)
+
+
+def example_aval(axis: Axis, aval: Any, position: AxisPosition) -> Any:
+    """The type of one example of a value whose batch axis is at `position`."""
+    return aval if position is None else mapped_aval(axis.size, position, aval)
+
+
+def stage_function(
+    axis: Axis, fun: Callable[..., Any], avals: Sequence[Any]
+) -> _compat.ClosedJaxpr:
+    """Stages a flat per-example function, with the name of `axis` in scope."""
+    named = [] if axis.name is None else [(axis.name, axis.size)]
+    return jax.make_jaxpr(fun, axis_env=named)(*avals)
+
+
+def batch_function(
+    axis: Axis,
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    axes: Sequence[AxisPosition],
+) -> tuple[list[Any], list[AxisPosition]]:
+    """A flat per-example function applied to batched values, from inside a rule."""
+    avals = [example_aval(axis, jax.typeof(x), a) for x, a in zip(args, axes, strict=True)]
+    staged = stage_function(axis, fun, avals)
+    return interpret(axis, staged.jaxpr, staged.consts, args, axes)

@@ -1,0 +1,107 @@
+"""The interpreter: walks a staged program and batches it equation by equation.
+
+Each value carries the position of its batch axis, or None while it does not
+depend on the batch. An equation whose operands are all unbatched, and which
+does not use the name of the axis, is emitted once as it is; any other goes to
+the rule of its primitive. Rules emit ordinary JAX operations into whatever
+trace surrounds the call, so every JAX transformation composes from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+
+from batchax import _compat
+from batchax.engine.axis import Axis, AxisPosition
+from batchax.engine.fallback import run_without_rule
+from batchax.engine.registry import find_rule
+
+
+def interpret(
+    axis: Axis,
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    axes: Sequence[AxisPosition],
+) -> tuple[list[Any], list[AxisPosition]]:
+    """Runs the per-example program `jaxpr` for all lanes of `axis`.
+
+    Args:
+      axis: the axis being mapped.
+      jaxpr: a jaxpr over examples; `consts` are its constants, unbatched.
+      args: the operands; one whose entry in `axes` is an int carries the batch
+        axis at that position, one whose entry is None is the same in each lane.
+
+    Returns:
+      The outputs and the position of the batch axis in each, None for an
+      output that does not depend on the batch.
+    """
+    steps = _plan(jaxpr)
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    positions: dict[Any, AxisPosition] = dict.fromkeys(jaxpr.constvars)
+    values.update(zip(jaxpr.invars, args, strict=True))
+    positions.update(zip(jaxpr.invars, axes, strict=True))
+    outer_names = _compat.current_name_stack()
+
+    for eqn, dead in steps:
+        operands, operand_axes = [], []
+        for v in eqn.invars:
+            if isinstance(v, Literal):
+                operands.append(v.val)
+                operand_axes.append(None)
+            else:
+                operands.append(values[v])
+                operand_axes.append(positions[v])
+        with _compat.user_source(eqn.source_info, outer_names), eqn.ctx.manager:
+            outs, out_axes = batch_equation(axis, eqn, operands, operand_axes)
+        values.update(zip(eqn.outvars, outs, strict=True))
+        positions.update(zip(eqn.outvars, out_axes, strict=True))
+        for v in dead:
+            del values[v]
+        del operands, outs  # the loop's own references would keep dead values alive
+
+    outputs = [
+        (v.val, None) if isinstance(v, Literal) else (values[v], positions[v])
+        for v in jaxpr.outvars
+    ]
+    return [value for value, _ in outputs], [position for _, position in outputs]
+
+
+def batch_equation(
+    axis: Axis, eqn: Any, operands: list[Any], operand_axes: list[AxisPosition]
+) -> tuple[Sequence[Any], Sequence[AxisPosition]]:
+    """Outputs of one equation for all lanes, always as sequences."""
+    primitive = eqn.primitive
+    if all(a is None for a in operand_axes) and not (
+        axis.name is not None and eqn.effects and axis.name in _compat.named_axes(eqn.effects)
+    ):
+        out = primitive.bind(*operands, **primitive.get_bind_params(eqn.params))
+        out_axes = [None] * len(eqn.outvars)
+        return (out if primitive.multiple_results else [out]), out_axes
+    rule = find_rule(primitive)
+    if rule is None:
+        return run_without_rule(axis, eqn, operands, operand_axes)
+    out, out_axes = rule(axis, operands, operand_axes, **eqn.params)
+    if primitive.multiple_results:
+        return out, out_axes
+    return [out], [out_axes]
+
+
+def _plan(jaxpr: Any) -> list[tuple[Any, set[Any]]]:
+    """The equations that are needed, each with the variables that are dead after it.
+
+    Dropping a value after its last use keeps eager runs within the memory that
+    ordinary Python code would have needed.
+    """
+    live = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    steps = []
+    for eqn in reversed(jaxpr.eqns):
+        if not eqn.effects and live.isdisjoint(eqn.outvars):
+            continue
+        used = {v for v in eqn.invars if not isinstance(v, Literal)}
+        steps.append((eqn, (used | set(eqn.outvars)) - live))
+        live |= used
+    return steps[::-1]

@@ -1,0 +1,168 @@
+"""From batched outputs to what the user asked for in `out_axes`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from batchax.engine.arguments import is_position
+from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
+from batchax.engine.containers import find_container, is_container_spec
+from batchax.engine.prefixes import spread
+from batchax.errors import ArgumentTypeError, AxisError
+
+
+class _Auto:
+    """The type of `AUTO`."""
+
+    def __repr__(self) -> str:
+        return "batchax.AUTO"
+
+
+AUTO = _Auto()
+"""In `out_axes`: batch axis at 0 where an output depends on the batch, else none."""
+
+_REDUCTIONS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], Any]]] = {
+    # kind: (over the batch axis, for a value that is the same in all lanes)
+    "sum": (jnp.sum, lambda x, n: jnp.sum(x[None], axis=0) * n),
+    "mean": (jnp.mean, lambda x, n: jnp.mean(x[None], axis=0)),
+    "max": (jnp.max, lambda x, n: x),
+    "min": (jnp.min, lambda x, n: x),
+    "prod": (jnp.prod, lambda x, n: jnp.prod(x[None], axis=0) ** n),
+}
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """In `out_axes`: the output is reduced over the batch.
+
+    Attributes:
+      kind: "sum", "mean", "max", "min" or "prod". Dtypes follow ``jnp.sum`` and
+        its siblings: small integers and booleans are summed as integers of the
+        default width, a mean of integers is a float.
+
+    Raises:
+      AxisError: `kind` is none of these.
+    """
+
+    kind: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in _REDUCTIONS:
+            raise AxisError(
+                f"Reduce({self.kind!r}): the reductions are {', '.join(map(repr, _REDUCTIONS))}."
+            )
+
+
+@dataclass
+class OutputArray:
+    """One array the per-example function returned."""
+
+    path: str
+    spec: Any
+
+
+@dataclass
+class FlatOutputs:
+    """What the per-example function returned, flat, and how to rebuild it batched."""
+
+    arrays: list[Any]
+    described: list[OutputArray]
+    rebuild: Callable[[Sequence[Any]], Any]
+
+
+def check_out_axes(out_axes: Any) -> None:
+    """Refuses, when `vmap` is called, an `out_axes` that no output could satisfy."""
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(out_axes)[0]:
+        if not (is_output_spec(leaf) or is_container_spec(leaf)):
+            raise ArgumentTypeError(
+                f"out_axes{jax.tree_util.keystr(keys)} must be an int, None, batchax.AUTO or "
+                f"batchax.Reduce(...); got {leaf!r} of type {type(leaf).__name__}."
+            )
+
+
+def is_output_spec(spec: Any) -> bool:
+    """Whether `spec` places one output by itself."""
+    return is_position(spec) or isinstance(spec, (_Auto, Reduce))
+
+
+def flatten_outputs(out: Any, out_axes: Any) -> FlatOutputs:
+    """Spreads `out_axes` over what the per-example function returned.
+
+    Raises:
+      AxisError: `out_axes` does not fit the outputs.
+      ArgumentTypeError: an output is not an array.
+    """
+    leaves, rebuild_tree = spread(out_axes, out, "out", "out_axes", is_output_spec)
+    arrays: list[Any] = []
+    described: list[OutputArray] = []
+    parts = []
+    for leaf in leaves:
+        value, spec = leaf.value, leaf.spec
+        container = find_container(value)
+        start = len(arrays)
+        if container is None:
+            arrays.append(_checked(value, leaf.path))
+            described.append(OutputArray(leaf.path, spec))
+            parts.append(lambda outs, i=start: outs[i])
+            continue
+        made_of = container.from_example(value, spec)
+        arrays += [_checked(x, leaf.path) for x in made_of]
+        # A container says itself where its batch axis goes, from axes at the front.
+        described += [OutputArray(leaf.path, None if spec is None else 0) for _ in made_of]
+        parts.append(
+            lambda outs, c=container, v=value, s=spec, i=start, j=len(arrays): c.to_batch(
+                v, s, outs[i:j]
+            )
+        )
+    return FlatOutputs(
+        arrays, described, lambda outs: rebuild_tree(iter([part(outs) for part in parts]))
+    )
+
+
+def _checked(value: Any, path: str) -> Any:
+    try:
+        jax.typeof(value)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"the function returned {path} of type {type(value).__name__}, which is not an "
+            "array. Every output of a batched function must be an array or a number."
+        ) from None
+    return value
+
+
+def place(axis: Axis, output: OutputArray, value: Any, position: AxisPosition) -> Any:
+    """One batched output, where `out_axes` wants it.
+
+    Raises:
+      AxisError: the output depends on the batch, but `out_axes` says None; or
+        the output has no such axis.
+    """
+    spec = output.spec
+    if isinstance(spec, Reduce):
+        over_batch, for_all = _REDUCTIONS[spec.kind]
+        if position is None:
+            return for_all(jnp.asarray(value), axis.size)
+        return over_batch(value, axis=position)
+    if isinstance(spec, _Auto):
+        return value if position is None else move_axis(value, position, 0)
+    if spec is None:
+        if position is None:
+            return value
+        named = "" if axis.name is None else f" (axis {axis.name!r})"
+        raise AxisError(
+            f"{output.path} depends on the batch{named}, but out_axes says None for it. Give the "
+            "position its batch axis should have, or batchax.AUTO; or reduce it with "
+            "batchax.Reduce('mean') or a collective."
+        )
+    ndim = jnp.ndim(value) + (position is None)
+    if not -ndim <= spec < ndim:
+        raise AxisError(
+            f"out_axes gives {spec} for {output.path}, which has {ndim} axes with the batch "
+            f"axis: give an int in [{-ndim}, {ndim})."
+        )
+    return match_axis(axis, value, position, int(spec))

@@ -1,0 +1,108 @@
+"""Axis specifications as prefixes of a tree of arguments or outputs.
+
+`in_axes=0`, `in_axes=({"w": None}, 1)` and `out_axes=(0, None)` all say where
+the batch axis of each leaf is; this module spreads such a specification over
+the leaves it covers, and says exactly where it does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from batchax.engine.containers import is_container, is_container_spec
+from batchax.errors import AxisError
+
+
+@dataclass
+class SpecifiedLeaf:
+    """One leaf and what the specification says of it."""
+
+    path: str
+    value: Any
+    spec: Any
+
+
+Rebuild = Callable[[Iterator[Any]], Any]
+"""Puts a tree together again from replacements for its leaves, in order."""
+
+
+def spread(
+    spec: Any,
+    tree: Any,
+    path: str,
+    what: str,
+    is_spec: Callable[[Any], bool],
+    opaque_none: bool = False,
+) -> tuple[list[SpecifiedLeaf], Rebuild]:
+    """Spreads the prefix `spec` over the leaves of `tree`.
+
+    Args:
+      spec: an axis specification, or a tree of them that is a prefix of `tree`.
+      tree: the arguments or outputs.
+      path: how the user would write `tree`, for messages.
+      what: "in_axes" or "out_axes", for messages.
+      is_spec: tells a specification from a tree of them.
+      opaque_none: whether a part with specification None stays whole, whatever
+        it is, instead of being taken apart into leaves.
+
+    Returns:
+      The leaves with their specifications, and how to rebuild the tree.
+
+    Raises:
+      AxisError: `spec` is not a prefix of `tree`.
+    """
+    if spec is None and opaque_none:
+        return [SpecifiedLeaf(path, tree, None)], next
+    if spec is None or is_spec(spec) or is_container_spec(spec):
+        pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_container)
+        leaves = [
+            SpecifiedLeaf(path + jax.tree_util.keystr(keys), value, spec) for keys, value in pairs
+        ]
+        count = len(leaves)
+        return leaves, lambda values: jax.tree_util.tree_unflatten(
+            treedef, [next(values) for _ in range(count)]
+        )
+
+    children, treedef = _one_level(tree)
+    spec_children, spec_treedef = _one_level(spec)
+    if treedef != spec_treedef:
+        raise AxisError(_mismatch(spec, tree, path, what))
+    leaves, rebuilds = [], []
+    for (keys, child), (_, child_spec) in zip(children, spec_children, strict=True):
+        child_leaves, rebuild = spread(
+            child_spec, child, path + jax.tree_util.keystr(keys), what, is_spec, opaque_none
+        )
+        leaves += child_leaves
+        rebuilds.append(rebuild)
+    return leaves, lambda values: jax.tree_util.tree_unflatten(
+        treedef, [rebuild(values) for rebuild in rebuilds]
+    )
+
+
+def _one_level(tree: Any) -> tuple[Sequence[Any], Any]:
+    return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+
+
+def _mismatch(spec: Any, tree: Any, path: str, what: str) -> str:
+    return (
+        f"{what} does not match {path}: it gives {_describe(spec)} there, but {path} is "
+        f"{_describe(tree)}. Give one axis for the whole of {path}, or {what} of the same "
+        "structure."
+    )
+
+
+def _describe(tree: Any) -> str:
+    if isinstance(tree, dict):
+        return f"a {type(tree).__name__} with keys {sorted(map(repr, tree))}".replace('"', "")
+    if isinstance(tree, (tuple, list)):
+        return f"a {type(tree).__name__} of length {len(tree)}"
+    if jax.tree_util.all_leaves([tree]):
+        shape = getattr(tree, "shape", None)
+        return f"a leaf of type {type(tree).__name__}" + (
+            f" and shape {tuple(shape)}" if shape is not None else ""
+        )
+    return f"a {type(tree).__name__}"

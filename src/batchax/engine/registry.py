@@ -1,0 +1,65 @@
+"""Which batching rule serves which primitive.
+
+A rule is a function ``rule(axis, args, axes, **params) -> (out, out_axis)``,
+or ``(outs, out_axes)`` for a primitive with several results. `axis` is the
+`Axis` being mapped, `args` the operands (batched ones carry an extra axis),
+`axes` the position of that axis in each operand or None, `params` the
+primitive's own parameters, which describe one example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from batchax import _compat
+from batchax.errors import ArgumentTypeError
+
+Rule = Callable[..., tuple[Any, Any]]
+
+# Keyed by the primitive, or by name for primitives JAX defines but does not
+# export until the module that owns them is imported.
+_rules: dict[_compat.Primitive | str, Rule] = {}
+_origins: dict[_compat.Primitive | str, str] = {}
+
+
+def register_rule(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
+    """Decorator that makes a function the batching rule of `primitive`.
+
+    Args:
+      primitive: a ``jax.extend.core.Primitive``, or the name of one.
+
+    Returns:
+      A decorator that registers its argument and returns it unchanged. A later
+      registration for the same primitive replaces an earlier one.
+
+    Example:
+      A primitive whose per-example operand is a vector::
+
+        @bx.register_rule(my_norm_p)
+        def _(axis, args, axes):
+            x = bx.axis_to_front(axis, args[0], axes[0])
+            return my_batched_norm_p.bind(x), 0
+    """
+    if not isinstance(primitive, (_compat.Primitive, str)):
+        raise ArgumentTypeError(
+            "register_rule expects a primitive (jax.extend.core.Primitive) or the name of "
+            f"one, got {type(primitive).__name__}: write @register_rule(my_primitive)."
+        )
+
+    def decorate(rule: Rule) -> Rule:
+        _rules[primitive] = rule
+        _origins[primitive] = getattr(rule, "__module__", "") or ""
+        return rule
+
+    return decorate
+
+
+def find_rule(primitive: _compat.Primitive) -> Rule | None:
+    """The rule registered for `primitive`, or None."""
+    return _rules.get(primitive) or _rules.get(primitive.name)
+
+
+def rule_origin(primitive: _compat.Primitive) -> str | None:
+    """The module whose rule serves `primitive`, or None when there is no rule."""
+    return _origins.get(primitive) or _origins.get(primitive.name)

@@ -1,0 +1,27 @@
+"""The exceptions batchax raises, one family with `BatchaxError` at its root.
+
+Each derives from the built-in type that ``jax.vmap`` raises for the same
+mistake, so code that catches ``ValueError`` or ``TypeError`` keeps working.
+"""
+
+from __future__ import annotations
+
+
+class BatchaxError(Exception):
+    """Root of every exception that batchax raises on purpose."""
+
+
+class AxisError(BatchaxError, ValueError):
+    """An axis, an axis size or an axis specification that does not fit."""
+
+
+class ArgumentTypeError(BatchaxError, TypeError):
+    """An argument, option or output of the wrong type."""
+
+
+class UnsupportedError(BatchaxError, NotImplementedError):
+    """A program that batchax cannot run correctly and therefore refuses."""
+
+
+class SequentialFallbackWarning(UserWarning):
+    """A primitive without a batching rule runs one lane after another."""

@@ -1,0 +1,109 @@
+"""`vmap`: a function of one example becomes a function of a batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+
+from batchax import _compat
+from batchax.engine.arguments import (
+    Mapped,
+    check_axis_size,
+    check_in_axes,
+    find_axis_size,
+    flatten_arguments,
+)
+from batchax.engine.axis import Axis
+from batchax.engine.inner import example_aval, stage_function
+from batchax.engine.interpreter import interpret
+from batchax.engine.outputs import FlatOutputs, check_out_axes, flatten_outputs, place
+from batchax.errors import ArgumentTypeError
+
+
+def vmap(
+    fun: Callable[..., Any],
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    axis_name: Hashable | None = None,
+    axis_size: int | None = None,
+    spmd_axis_name: Hashable | tuple[Hashable, ...] | None = None,
+) -> Callable[..., Any]:
+    """Batches `fun`, a function of one example, over an axis of its arguments.
+
+    A drop-in for ``jax.vmap``: ``vmap(fun)(xs)[i] == fun(xs[i])`` for each lane
+    `i`, computed for all lanes at once.
+
+    Args:
+      fun: the per-example function. Its arguments and results are pytrees of
+        arrays; an argument with axis None may be any Python object.
+      in_axes: where the batch axis of each argument is. An int for all of them;
+        None for "the same for every lane"; a tuple or list with an entry for
+        each positional argument, which may be a tree that is a prefix of the
+        argument; a dict by parameter name, which also reaches keyword arguments
+        (those not named: 0); or, in place of an int, a callable
+        ``leaf -> int | None`` that is asked for each leaf below. Negative axes
+        count from the end of the batched array. Keyword arguments: 0.
+      out_axes: where the batch axis of each output goes: an int, None for an
+        output that does not depend on the batch, ``batchax.AUTO``,
+        ``batchax.Reduce("mean")``, or a tree of those that is a prefix of the
+        output.
+      axis_name: a name for the axis, for collectives such as ``jax.lax.psum``.
+      axis_size: number of lanes; needed only when no argument is mapped.
+      spmd_axis_name: name, or names, of the mesh axis that the batch axis is
+        sharded over: it is added to the sharding annotations inside `fun`.
+
+    Returns:
+      A function of the same parameters as `fun`, over batches.
+
+    Raises:
+      AxisError: (a ValueError) sizes that disagree, an axis out of range, a
+        specification that does not fit its argument or output, an unknown
+        parameter name, nothing mapped and no `axis_size`, or an output that
+        depends on the batch where `out_axes` says None.
+      ArgumentTypeError: (a TypeError) `fun` is not callable, an argument to be
+        mapped or an output is not an array, or an option has the wrong type.
+    """
+    if not callable(fun):
+        raise ArgumentTypeError(
+            f"vmap expects a function of one example, got {fun!r} of type {type(fun).__name__}."
+        )
+    check_in_axes(fun, in_axes)
+    check_out_axes(out_axes)
+    check_axis_size(axis_size)
+    if spmd_axis_name is not None and not isinstance(spmd_axis_name, tuple):
+        spmd_axis_name = (spmd_axis_name,)
+
+    @functools.wraps(fun)
+    def batched(*args: Any, **kwargs: Any) -> Any:
+        flat = flatten_arguments(fun, in_axes, args, kwargs)
+        axis = Axis(find_axis_size(flat.mapped, axis_size), axis_name, spmd_axis_name)
+        outputs: list[FlatOutputs] = []
+
+        def one_example(*examples: Any) -> list[Any]:
+            example_args, example_kwargs = flat.rebuild(examples)
+            outputs[:] = [flatten_outputs(fun(*example_args, **example_kwargs), out_axes)]
+            return outputs[0].arrays
+
+        outs = _run(axis, one_example, flat.mapped, outputs)
+        return outputs[0].rebuild(outs)
+
+    return batched
+
+
+def _run(
+    axis: Axis, one_example: Callable[..., Any], mapped: list[Mapped], outputs: list[FlatOutputs]
+) -> list[Any]:
+    """Stages the per-example function, batches it and places its outputs."""
+    with _compat.name_stack_extended("vmap"):
+        values = [m.value for m in mapped]
+        axes = [m.axis for m in mapped]
+        avals = [example_aval(axis, jax.typeof(x), a) for x, a in zip(values, axes, strict=True)]
+        staged = stage_function(axis, one_example, avals)
+        outs, out_axes = interpret(axis, staged.jaxpr, staged.consts, values, axes)
+        return [
+            place(axis, output, x, a)
+            for output, x, a in zip(outputs[0].described, outs, out_axes, strict=True)
+        ]
