@@ -55,7 +55,7 @@ def batch_jaxpr(
             raise AxisError(f"{what} has {len(given)} entries for {len(avals)} values.")
         for i, (position, aval) in enumerate(zip(given, avals, strict=True)):
             if position not in extra and not (
-                is_position(position) and 0 <= position <= len(aval.shape)
+                is_position(position) and int(position) in range(len(aval.shape) + 1)
             ):
                 raise AxisError(
                     f"{what}[{i}] is {position!r}: give an int in [0, {len(aval.shape)}] for a "

@@ -30,7 +30,7 @@ class Axis:
 
     size: int
     name: Hashable | None = None
-    spmd_name: tuple[str, ...] | None = None
+    spmd_name: tuple[Hashable, ...] | None = None
 
 
 def move_axis(x: Any, source: int, destination: int) -> Any:

@@ -56,7 +56,7 @@ def batch_inner(
     in_axes = tuple(in_axes)
     n_out = len(body.out_avals)
     wanted = (out_axes,) * n_out if out_axes is ANYWHERE else tuple(out_axes)
-    key = (axis, in_axes, wanted, jax.config.jax_enable_x64)
+    key = (axis, in_axes, wanted, jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
     known = _batched.setdefault(body, {})
     if key not in known:
         if len(_batched) > _MOST_BODIES:

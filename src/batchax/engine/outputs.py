@@ -114,10 +114,9 @@ def flatten_outputs(out: Any, out_axes: Any) -> FlatOutputs:
         arrays += [_checked(x, leaf.path) for x in made_of]
         # A container says itself where its batch axis goes, from axes at the front.
         described += [OutputArray(leaf.path, None if spec is None else 0) for _ in made_of]
+        stop = len(arrays)
         parts.append(
-            lambda outs, c=container, v=value, s=spec, i=start, j=len(arrays): c.to_batch(
-                v, s, outs[i:j]
-            )
+            lambda outs, c=container, v=value, s=spec, i=start, j=stop: c.to_batch(v, s, outs[i:j])
         )
     return FlatOutputs(
         arrays, described, lambda outs: rebuild_tree(iter([part(outs) for part in parts]))

@@ -1,0 +1,1 @@
+"""Callbacks to the host: pure, with effects, and for debugging."""

@@ -1,0 +1,1 @@
+"""Calls: jit, checkpoint and functions with derivatives or batching of their own."""

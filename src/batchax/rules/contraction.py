@@ -1,0 +1,1 @@
+"""Contractions: dot products, convolutions and Fourier transforms."""

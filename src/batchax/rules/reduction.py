@@ -1,0 +1,1 @@
+"""Reductions, cumulative operations and windows."""

@@ -1,0 +1,1 @@
+"""Primitives that arrange elements without computing on them."""

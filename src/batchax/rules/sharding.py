@@ -1,0 +1,1 @@
+"""Sharding annotations and shard_map."""
