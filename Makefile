@@ -1,0 +1,64 @@
+# Only Python 3.11 or newer, with pip, is needed: the first run of a target makes
+# the environment it runs in, later runs use it again.
+#
+#   make demo       per-example gradients on real data, with a picture
+#   make test       lint, types and the whole test suite
+#   make test-all   the same, and the suite on Python 3.12 with JAX 0.12
+#   make lint       lint and types alone
+#   make docs       the generated pages in docs/
+
+JOBS ?= 2
+PYTEST = -m pytest -q -n $(JOBS)
+
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: demo test test-all lint docs constraints clean
+
+demo: .venv/ready
+	.venv/bin/python examples/digits.py
+
+test: lint
+	.venv/bin/python $(PYTEST)
+
+test-all: test
+	@if sh tools/find_python.sh 3.12 >/dev/null; then \
+	    $(MAKE) --no-print-directory .venv312/ready && \
+	    echo "The suite on Python 3.12:" && .venv312/bin/python $(PYTEST); \
+	else \
+	    echo "No working Python 3.12 on this machine: the suite ran on one version only."; \
+	fi
+
+lint: .venv/ready
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/pyright --pythonpath .venv/bin/python
+
+docs: .venv/ready
+	.venv/bin/python docs/generate_primitives.py
+
+# An environment is ready when everything in it has the version that the
+# constraints name. The build backend is installed with the rest, under the same
+# constraints, and so the package is built without isolation.
+.venv/ready: VERSION =
+.venv312/ready: VERSION = 3.12
+.venv/ready .venv312/ready: pyproject.toml constraints/py311.txt constraints/py312.txt
+	@python=$$(sh tools/find_python.sh $(VERSION)) || \
+	    { echo "batchax needs Python 3.11 or newer, and found none that works." >&2; exit 1; }; \
+	echo "Making $(@D) with $$python (a minute or so, once)" && \
+	rm -rf $(@D) && \
+	{ "$$python" -m venv $(@D) || \
+	  { "$$python" -m venv --clear --without-pip $(@D) && \
+	    "$$python" -m pip --python $(@D)/bin/python install --quiet pip; }; } && \
+	pins=$$($(@D)/bin/python -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")') && \
+	$(@D)/bin/python -m pip install --quiet -c constraints/$$pins.txt hatchling editables && \
+	$(@D)/bin/python -m pip install --quiet --no-build-isolation -c constraints/$$pins.txt \
+	    -e '.[demo,test]' && \
+	touch $@
+
+# The newest versions that work together, written down. Run the suite afterwards.
+constraints:
+	sh tools/freeze.sh 3.11 > constraints/py311.new && mv constraints/py311.new constraints/py311.txt
+	sh tools/freeze.sh 3.12 > constraints/py312.new && mv constraints/py312.new constraints/py312.txt
+
+clean:
+	rm -rf .venv .venv312 out .pytest_cache .ruff_cache .hypothesis
