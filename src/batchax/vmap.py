@@ -82,10 +82,12 @@ def vmap(
         axis = Axis(find_axis_size(flat.mapped, axis_size), axis_name, spmd_axis_name)
         outputs: list[FlatOutputs] = []
 
+        @functools.wraps(fun)  # JAX's messages name the user's function
         def one_example(*examples: Any) -> list[Any]:
             example_args, example_kwargs = flat.rebuild(examples)
-            outputs[:] = [flatten_outputs(fun(*example_args, **example_kwargs), out_axes)]
-            return outputs[0].arrays
+            arrays, described = flatten_outputs(fun(*example_args, **example_kwargs), out_axes)
+            outputs[:] = [described]
+            return arrays
 
         outs = _run(axis, one_example, flat.mapped, outputs)
         return outputs[0].rebuild(outs)

@@ -7,6 +7,7 @@ that a function called many times is batched (and compiled) once.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -98,9 +99,35 @@ def example_aval(axis: Axis, aval: Any, position: AxisPosition) -> Any:
 def stage_function(
     axis: Axis, fun: Callable[..., Any], avals: Sequence[Any]
 ) -> _compat.ClosedJaxpr:
-    """Stages a flat per-example function, with the name of `axis` in scope."""
+    """Stages a flat per-example function, with the name of `axis` in scope.
+
+    Staging makes tracers of everything the function computes. A function that
+    branches in Python on something it computes from unbatched arguments alone
+    is staged again with such values computed at once.
+    """
     named = [] if axis.name is None else [(axis.name, axis.size)]
-    return jax.make_jaxpr(fun, axis_env=named)(*avals)
+    try:
+        return jax.make_jaxpr(fun, axis_env=named)(*avals)
+    except _NEEDS_VALUES as error:
+
+        @functools.wraps(fun)
+        def unbatched_at_once(*args: Any) -> Any:
+            with jax.ensure_compile_time_eval():
+                return fun(*args)
+
+        try:
+            return jax.make_jaxpr(unbatched_at_once, axis_env=named)(*avals)
+        except Exception:
+            # The first error names the value the function needed: a batched one,
+            # or one computed from the index or size of the axis.
+            raise error from None
+
+
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 def batch_function(

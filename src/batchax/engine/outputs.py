@@ -68,9 +68,8 @@ class OutputArray:
 
 @dataclass
 class FlatOutputs:
-    """What the per-example function returned, flat, and how to rebuild it batched."""
+    """How to rebuild batched what the per-example function returned flat."""
 
-    arrays: list[Any]
     described: list[OutputArray]
     rebuild: Callable[[Sequence[Any]], Any]
 
@@ -90,8 +89,11 @@ def is_output_spec(spec: Any) -> bool:
     return is_position(spec) or isinstance(spec, (_Auto, Reduce))
 
 
-def flatten_outputs(out: Any, out_axes: Any) -> FlatOutputs:
+def flatten_outputs(out: Any, out_axes: Any) -> tuple[list[Any], FlatOutputs]:
     """Spreads `out_axes` over what the per-example function returned.
+
+    Returns:
+      The arrays it is made of, and what to do with them once batched.
 
     Raises:
       AxisError: `out_axes` does not fit the outputs.
@@ -106,24 +108,30 @@ def flatten_outputs(out: Any, out_axes: Any) -> FlatOutputs:
         container = find_container(value)
         start = len(arrays)
         if container is None:
-            arrays.append(_checked(value, leaf.path))
+            _check_array(value, leaf.path)
+            if spec is None and not isinstance(value, jax.core.Tracer):
+                parts.append(lambda _, v=value: v)  # a constant comes back as it is
+                continue
+            arrays.append(value)
             described.append(OutputArray(leaf.path, spec))
             parts.append(lambda outs, i=start: outs[i])
             continue
         made_of = container.from_example(value, spec)
-        arrays += [_checked(x, leaf.path) for x in made_of]
+        for x in made_of:
+            _check_array(x, leaf.path)
+        arrays += made_of
         # A container says itself where its batch axis goes, from axes at the front.
         described += [OutputArray(leaf.path, None if spec is None else 0) for _ in made_of]
         stop = len(arrays)
         parts.append(
             lambda outs, c=container, v=value, s=spec, i=start, j=stop: c.to_batch(v, s, outs[i:j])
         )
-    return FlatOutputs(
-        arrays, described, lambda outs: rebuild_tree(iter([part(outs) for part in parts]))
+    return arrays, FlatOutputs(
+        described, lambda outs: rebuild_tree(iter([part(outs) for part in parts]))
     )
 
 
-def _checked(value: Any, path: str) -> Any:
+def _check_array(value: Any, path: str) -> None:
     try:
         jax.typeof(value)
     except TypeError:
@@ -131,7 +139,6 @@ def _checked(value: Any, path: str) -> Any:
             f"the function returned {path} of type {type(value).__name__}, which is not an "
             "array. Every output of a batched function must be an array or a number."
         ) from None
-    return value
 
 
 def place(axis: Axis, output: OutputArray, value: Any, position: AxisPosition) -> Any:

@@ -100,9 +100,8 @@ def _describe(tree: Any) -> str:
         return f"a {type(tree).__name__} with keys {sorted(map(repr, tree))}".replace('"', "")
     if isinstance(tree, (tuple, list)):
         return f"a {type(tree).__name__} of length {len(tree)}"
-    if jax.tree_util.all_leaves([tree]):
-        shape = getattr(tree, "shape", None)
-        return f"a leaf of type {type(tree).__name__}" + (
-            f" and shape {tuple(shape)}" if shape is not None else ""
-        )
+    if tree is None:
+        return "None"
+    if hasattr(tree, "shape") and hasattr(tree, "dtype"):
+        return f"an array of shape {tuple(tree.shape)}"
     return f"a {type(tree).__name__}"

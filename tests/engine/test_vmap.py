@@ -1,0 +1,326 @@
+"""The front door: every way of saying which axes, and what comes back."""
+
+import dataclasses
+import functools
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+
+import batchax as bx
+
+from support.oracle import example, same, same_type
+
+
+def agrees_with_jax(fun, *args, **options):
+    got = bx.vmap(fun, **options)(*args)
+    expected = jax.vmap(fun, **options)(*args)
+    same(got, expected)
+    jax.tree.map(same_type, got, expected)
+    return got
+
+
+@given(
+    axes=st.tuples(st.sampled_from([None, 0, 1, 2, -1, -3]), st.sampled_from([None, 0, 1, -2])),
+    out=st.integers(-3, 2),
+)
+def test_every_input_and_output_axis(axes, out):
+    if axes == (None, None):
+        axes = (0, None)
+    x, y = (
+        example(tuple(np.insert((3, 2), a % 3, 4)) if a is not None else (3, 2), seed=i)
+        for i, a in enumerate(axes)
+    )
+    agrees_with_jax(lambda x, y: jnp.sin(x) * y + 1, x, y, in_axes=axes, out_axes=out)
+
+
+def test_one_axis_for_all_arguments_and_lists():
+    x, y = example((2, 3)), example((4, 3), seed=1)
+    agrees_with_jax(jnp.dot, x, y[:2], in_axes=0, out_axes=0)
+    agrees_with_jax(lambda x, y: (x, y.sum()), x, y, in_axes=[1, 1], out_axes=(0, 0))
+
+
+def test_prefix_trees():
+    tree = {"a": example((4, 3)), "b": (example((3, 4)), example((2,)))}
+
+    def f(tree, scale):
+        a, (b, c) = tree["a"], tree["b"]
+        return {"sum": a + b, "c": c * scale}
+
+    in_axes = ({"a": 0, "b": (1, None)}, None)
+    agrees_with_jax(f, tree, 2.0, in_axes=in_axes, out_axes={"sum": 1, "c": None})
+
+
+def test_none_leaves_in_arguments():
+    def f(tree):
+        assert tree["none"] is None
+        return {"x": tree["x"] * 2, "none": None}
+
+    got = bx.vmap(f)({"x": jnp.arange(3.0), "none": None})
+    assert got["none"] is None
+    same(got["x"], jnp.arange(3.0) * 2)
+
+
+def test_axes_by_parameter_name():
+    def f(x, w, *, bias, scale=1.0):
+        return (x * w + bias) * scale
+
+    x, w, bias = example((3, 4)), example((3,), seed=1), example((4,), seed=2)
+    axes = {"x": 1, "w": None}
+    expected = jnp.stack([f(x[:, i], w, bias=bias[i]) for i in range(4)])
+    same(bx.vmap(f, in_axes=axes)(x, w, bias=bias), expected)
+    same(bx.vmap(f, in_axes=axes)(x, w=w, bias=bias), expected)
+    same(
+        bx.vmap(f, in_axes=axes | {"bias": None})(x, w, bias=1.0),
+        bx.vmap(f, axes)(x, w, bias=jnp.ones(4)),
+    )
+    same(bx.vmap(f, in_axes=axes)(w=w, x=x, bias=bias, scale=jnp.full(4, 2.0)), 2 * expected)
+
+
+def test_axes_by_parameter_name_of_methods_varargs_and_partials():
+    class Model:
+        def __init__(self):
+            self.w = jnp.arange(3.0)
+
+        def apply(self, x, flag):
+            return self.w * x if flag else x
+
+        def __call__(self, x, flag):
+            return self.apply(x, flag)
+
+    model, x = Model(), example((3, 4))
+    expected = jnp.stack([model.w * x[:, i] for i in range(4)])
+    for fun in (model.apply, model):
+        same(bx.vmap(fun, in_axes={"x": 1, "flag": None})(x, True), expected)
+    partial = functools.partial(lambda k, x, *, p: k * x**p, 2.0, p=3)
+    same(bx.vmap(partial, in_axes={"x": 1})(x), jnp.stack([2.0 * x[:, i] ** 3 for i in range(4)]))
+
+    def many(first, *rest, **named):
+        return first + sum(rest) + sum(named.values())
+
+    same(
+        bx.vmap(many, {"rest": (None, 0), "k": None})(jnp.arange(3.0), 1.0, jnp.ones(3), k=2.0),
+        jnp.arange(3.0) + 4,
+    )
+
+
+def test_axes_by_callable():
+    tree = {"w": example((2, 3)), "b": example((5,), seed=1), "x": example((4, 2, 3), seed=2)}
+    rule = lambda leaf: 0 if leaf.ndim == 3 else None
+    got = bx.vmap(lambda t: t["x"] @ t["w"].T + t["b"].sum(), in_axes=(rule,))(tree)
+    same(got, jnp.stack([x @ tree["w"].T + tree["b"].sum() for x in tree["x"]]))
+    same(bx.vmap(lambda t: t["x"] * 2, in_axes=rule)(tree), tree["x"] * 2)
+
+
+def test_unmapped_arguments_stay_what_they_are():
+    seen = []
+
+    def f(x, mode, config, n, fn):
+        seen.extend([mode, config, n, fn])
+        return fn(x) * n if mode == "double" and config["on"] else x
+
+    config = {"on": True}
+    got = bx.vmap(f, in_axes=(0, None, None, None, None))(jnp.ones(3), "double", config, 2, jnp.sin)
+    assert seen[0] == "double"
+    assert seen[1] is config
+    assert seen[2] == 2
+    assert seen[3] is jnp.sin
+    same(got, jnp.sin(jnp.ones(3)) * 2)
+
+
+def test_branching_in_python_on_unmapped_values():
+    def f(x, w, n):
+        for _ in range(n):
+            x = x + 1
+        return x * 2 if jnp.sum(w) > 1 else x
+
+    x = example((4,))
+    same(bx.vmap(f, (0, None, None))(x, jnp.ones(3), 2), (x + 2) * 2)
+    same(bx.vmap(f, (0, None, None))(x, jnp.zeros(3), 1), x + 1)
+
+
+def test_branching_in_python_on_a_mapped_value_is_refused_as_under_jit():
+    with pytest.raises(jax.errors.TracerBoolConversionError, match="argument x"):
+        bx.vmap(lambda x: x if x > 0 else -x)(jnp.arange(3.0))
+
+
+def test_auto_output_axes():
+    def f(x, w):
+        return {"lane": x * w, "shared": w * 2, "none": None}
+
+    got = bx.vmap(f, in_axes=(1, None), out_axes=bx.AUTO)(example((3, 4)), jnp.ones(3))
+    assert got["lane"].shape == (4, 3)
+    assert got["shared"].shape == (3,)
+
+
+@pytest.mark.parametrize("kind", ["sum", "mean", "max", "min", "prod"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32, jnp.bfloat16])
+def test_reduced_outputs(kind, dtype):
+    x = example((3, 5), dtype, low=1, high=4)
+    reduction = getattr(jnp, kind)
+
+    def f(x, w):
+        return (x, w)
+
+    got = bx.vmap(f, (1, None), (bx.Reduce(kind), bx.Reduce(kind)))(x, x[:, 0])
+    same(got[0], reduction(x, axis=1))
+    same(got[1], reduction(jnp.repeat(x[:, :1], 5, 1), axis=1))
+
+
+def test_reduced_gradient_is_the_full_batch_gradient():
+    xs, w = example((6, 3)), example((3,), seed=1)
+    loss = lambda w, x: jnp.tanh(w @ x) ** 2
+    got = bx.vmap(jax.grad(loss), (None, 0), bx.Reduce("mean"))(w, xs)
+    same(got, jax.grad(lambda w: jax.vmap(loss, (None, 0))(w, xs).mean())(w))
+
+
+def test_constant_and_unbatched_outputs():
+    constant = np.arange(2.0)
+    got = bx.vmap(lambda x: (x, 3.0, constant), out_axes=(0, None, None))(jnp.ones(4))
+    assert got[1] == 3.0
+    assert got[2] is constant
+    agrees_with_jax(lambda x: (x, 3.0, True, 1), jnp.ones(4))
+    agrees_with_jax(lambda x, y: (y * 2, x), jnp.ones(4), 3, in_axes=(0, None), out_axes=(None, 0))
+
+
+def test_axis_size_alone():
+    agrees_with_jax(lambda: jnp.arange(3), axis_size=4)
+    agrees_with_jax(lambda: lax.axis_index("i"), axis_size=4, axis_name="i")
+    agrees_with_jax(lambda x: x, jnp.ones(2), in_axes=None, axis_size=4, out_axes=None)
+
+
+def test_positional_order_of_options_is_that_of_jax():
+    f = lambda x: x + lax.axis_index("i")
+    x = example((3, 4))
+    same(bx.vmap(f, 1, 1, "i", 4, None)(x), jax.vmap(f, 1, 1, "i", 4, None)(x))
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float16", "float8_e4m3fn", "int4", "uint8", "bool", "complex64"]
+)
+def test_dtypes(dtype):
+    x = example((4, 3)).astype(dtype) if dtype != "bool" else example((4, 3)) > 0
+    agrees_with_jax(lambda x: (x, x.reshape(3, 1), x == x), x)
+
+
+def test_numpy_inputs_and_typed_keys():
+    agrees_with_jax(lambda x: x * 2, np.arange(6).reshape(2, 3), in_axes=1)
+    agrees_with_jax(lambda x: x * 2, np.arange(3.0, dtype=np.float16))
+    agrees_with_jax(lambda k: k, jax.random.split(jax.random.key(0), (3, 2)), in_axes=1)
+
+
+def test_batches_without_lanes():
+    agrees_with_jax(lambda x, w: (jnp.sin(x) @ w, w), jnp.zeros((0, 3)), jnp.ones((3, 2)),
+                    in_axes=(0, None), out_axes=(0, None))  # fmt: skip
+
+
+def test_dataclass_pytrees():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Point:
+        x: jax.Array
+        y: jax.Array
+        name: str = dataclasses.field(metadata={"static": True}, default="p")
+
+    points = Point(example((4,)), example((3,)), "q")
+    got = bx.vmap(lambda p: Point(p.x * p.y.sum(), p.y, p.name), (Point(0, None, "q"),),
+                  Point(0, None, "q"))(points)  # fmt: skip
+    assert got.name == "q"
+    same(got.x, points.x * points.y.sum())
+    same(got.y, points.y)
+
+
+def test_as_decorator():
+    @bx.vmap
+    def double(x):
+        """Doubles."""
+        return 2 * x
+
+    @functools.partial(bx.vmap, in_axes=(None, 0))
+    def scale(a, x):
+        return a * x
+
+    assert double.__name__ == "double"
+    assert double.__doc__ == "Doubles."
+    same(double(jnp.arange(3.0)), 2 * jnp.arange(3.0))
+    same(scale(3.0, jnp.arange(3.0)), 3 * jnp.arange(3.0))
+
+
+def test_under_every_transformation():
+    x = example((4, 3))
+    f = lambda x: jnp.sum(jnp.tanh(x) ** 2)
+    b, r = bx.vmap(f), jax.vmap(f)
+    assert jax.eval_shape(b, x) == jax.eval_shape(r, x)
+    same(jax.jacfwd(jax.jacrev(b))(x), jax.jacfwd(jax.jacrev(r))(x))
+    same(jax.linearize(b, x)[1](x), jax.linearize(r, x)[1](x))
+    same(jax.vmap(b)(x[None]), r(x)[None])
+    same(bx.vmap(jax.grad(f))(x), jax.vmap(jax.grad(f))(x))
+    same(bx.vmap(jax.hessian(f))(x), jax.vmap(jax.hessian(f))(x))
+    same(lax.map(b, x[None]), r(x)[None])
+
+
+def test_closing_over_tracers_of_every_kind():
+    x = example((4, 3))
+
+    def outer(w, s):
+        return bx.vmap(lambda x: (x * w).sum() * s)(x)
+
+    w = example((3,), seed=1)
+    expected = (x * w).sum(1) * 2.0
+    same(jax.jit(outer)(w, 2.0), expected)
+    same(jax.jvp(outer, (w, 2.0), (w, 1.0))[0], expected)
+    same(jax.vmap(outer, (0, None))(w[None], 2.0), expected[None])
+    same(bx.vmap(outer, (0, None))(w[None], 2.0), expected[None])
+    same(jax.grad(lambda w: outer(w, 2.0).sum())(w), 2.0 * x.sum(0))
+
+
+def test_work_that_does_not_depend_on_the_batch_is_done_once():
+    program = jax.make_jaxpr(bx.vmap(lambda x, w: x @ jnp.sin(w), (0, None)))(
+        jnp.ones((5, 3)), jnp.ones((3, 3))
+    )
+    (sine,) = [e for e in program.eqns if e.primitive.name == "sin"]
+    assert sine.outvars[0].aval.shape == (3, 3)
+
+
+def test_unused_equations_are_not_run():
+    program = jax.make_jaxpr(bx.vmap(lambda x: (jnp.exp(x), jnp.sin(x))[1]))(jnp.ones(3))
+    assert [e.primitive.name for e in program.eqns] == ["sin"]
+
+
+def test_users_line_and_names_survive():
+    def named(x):
+        with jax.named_scope("my_scope"):
+            return jnp.sin(x)
+
+    text = jax.jit(bx.vmap(named)).lower(jnp.ones(3)).as_text(debug_info=True)
+    assert "vmap(my_scope)" in text or "my_scope" in text
+    assert "test_vmap.py" in text
+
+
+def test_no_tracer_or_array_is_kept_after_a_call():
+    x = jnp.ones((3, 2))
+    kept = weakref.ref(x)
+    bx.vmap(lambda x: jax.jit(lambda y: y * 2)(x))(x)
+    with jax.checking_leaks():
+        jax.jit(lambda x: bx.vmap(lambda x: jnp.sin(x) * 2)(x))(jnp.ones(3))
+    del x
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_failed_call_leaves_arguments_alone():
+    tree = {"x": np.ones((3, 2))}
+
+    def fail(tree):
+        tree["x"] = None
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        bx.vmap(fail)(tree)
+    assert tree["x"].shape == (3, 2)
