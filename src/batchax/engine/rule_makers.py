@@ -1,20 +1,22 @@
 """Rules for whole families of primitives, made from a few words about each.
 
-`vectorized`, `broadcasting` and `reducing` register the rule of a primitive
-that acts on each element, on elements of several operands that broadcast, or
-that removes dimensions. They are what most primitives need, JAX's own and
-those of users.
+`vectorized`, `broadcasting`, `reducing` and `leading` register the rule of a
+primitive that acts on each element, on elements of several operands that
+broadcast, that removes dimensions, or that takes leading batch dimensions.
+They are what most primitives need, JAX's own and those of users.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jax import lax
 
 from batchax._compat import Primitive
-from batchax.engine.axis import Axis, AxisPosition, expand_axis, move_axis
+from batchax.engine.axis import Axis, expand_axis, match_axis, move_axis
 from batchax.engine.registry import register_rule
 
 
@@ -56,35 +58,59 @@ def reducing(primitive: Primitive) -> None:
         return out, position - sum(d < position for d in dims)
 
 
-def aligned(args: Any, axes: Any) -> tuple[list[Any], AxisPosition]:
+def leading(primitive: Primitive, ranks: Sequence[int]) -> None:
+    """Registers `primitive` as taking leading batch dimensions, alike in all operands.
+
+    `ranks` is how many trailing dimensions of each operand the primitive works
+    on: 2 for a matrix. Results have the leading dimensions of the operands.
+    """
+
+    @register_rule(primitive)
+    def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+        in_place = range(np.ndim(args[0]) - (axes[0] is not None) - ranks[0] + 1)
+        target = next((a for a in axes if a in in_place), 0)
+        args = [match_axis(axis, x, a, target) for x, a in zip(args, axes, strict=True)]
+        out = primitive.bind(*args, **params)
+        if primitive.multiple_results:
+            return out, [target] * len(out)
+        return out, target
+
+
+def aligned(args: Any, axes: Any) -> tuple[list[Any], int]:
     """Operands whose batch axes are in one place and broadcast against each other.
 
-    The place is that of the largest batched operand, which is then not moved.
     Unbatched operands get an axis of size one; unbatched scalars stay scalars.
     """
-    first = next(a for a in axes if a is not None)
-    rank = max(np.ndim(x) - (a is not None) for x, a in zip(args, axes, strict=True))
-    if all(
-        a == first and np.ndim(x) == rank + 1 if a is not None else np.ndim(x) == 0
-        for x, a in zip(args, axes, strict=True)
-    ):
-        return list(args), first
-    target = max(
-        (
-            (np.size(x), -i, a)
-            for i, (x, a) in enumerate(zip(args, axes, strict=True))
-            if a is not None and np.ndim(x) == rank + 1
-        ),
-        default=(0, 0, 0),
-    )[2]
+    rank = example_rank(args, axes)
+    target = common_position(args, axes)
     out = []
     for x, a in zip(args, axes, strict=True):
-        if a is not None and np.ndim(x) < rank + 1:  # one number per lane
-            dims = [d for d in range(rank + 1) if d != target]
-            x = lax.expand_dims(x, dims) if dims else x
-        elif a is not None:
-            x = move_axis(x, a, target)
-        elif np.ndim(x):
-            x = expand_axis(x, target)
-        out.append(x)
+        if a is None:
+            out.append(expand_axis(x, target) if np.ndim(x) else x)
+        elif x.ndim == rank + 1:
+            out.append(move_axis(x, a, target))
+        else:  # one number per lane
+            out.append(lax.expand_dims(x, [d for d in range(rank + 1) if d != target]))
     return out, target
+
+
+def example_rank(args: Any, axes: Any) -> int:
+    """The largest rank of the operands without their batch axes."""
+    return max(np.ndim(x) - (a is not None) for x, a in zip(args, axes, strict=True))
+
+
+def common_position(args: Any, axes: Any) -> int:
+    """Where to align batch axes so that the least has to be moved.
+
+    Only operands of the largest rank count; the others fit anywhere.
+    """
+    ndim = example_rank(args, axes) + 1
+    full = [(x, a) for x, a in zip(args, axes, strict=True) if a is not None and x.ndim == ndim]
+    positions = {a for _, a in full}
+    if len(positions) <= 1:
+        return positions.pop() if positions else 0
+    # Counted in dimensions that are not of size one, as sizes may be symbolic.
+    weight = Counter()
+    for x, a in full:
+        weight[a] += sum(d != 1 for d in x.shape)
+    return weight.most_common(1)[0][0]
