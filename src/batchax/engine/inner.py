@@ -83,7 +83,7 @@ def _batch_inner(
         ]
 
     avals = [batched_aval(axis, aval, a) for aval, a in zip(body.in_avals, in_axes, strict=True)]
-    return jax.make_jaxpr(run)(*avals), tuple(placed)
+    return _compat.stage(run, avals), tuple(placed)
 
 
 def batched_aval(axis: Axis, aval: Any, position: AxisPosition) -> Any:
@@ -107,7 +107,7 @@ def stage_function(
     """
     named = [] if axis.name is None else [(axis.name, axis.size)]
     try:
-        return jax.make_jaxpr(fun, axis_env=named)(*avals)
+        return _compat.stage(fun, avals, named)
     except _NEEDS_VALUES as error:
 
         @functools.wraps(fun)
@@ -116,7 +116,7 @@ def stage_function(
                 return fun(*args)
 
         try:
-            return jax.make_jaxpr(unbatched_at_once, axis_env=named)(*avals)
+            return _compat.stage(unbatched_at_once, avals, named)
         except Exception:
             # The first error names the value the function needed: a batched one,
             # or one computed from the index or size of the axis.
