@@ -7,7 +7,7 @@ both, as `args` and `axes`, and emit ordinary JAX operations.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,4 +76,31 @@ def axis_to_front(axis: Axis, x: Any, source: AxisPosition) -> Any:
 
 def shift_dims(dims: Any, position: int) -> tuple[int, ...]:
     """Per-example dimension numbers as they are once an axis sits at `position`."""
-    return tuple(d + (d >= position) for d in dims)
+    return tuple(int(d + (d >= position)) for d in dims)  # NumPy ints occur
+
+
+def sharding_with_axis(sharding: Any, position: int, args: Any, axes: Any) -> Any:
+    """An ``out_sharding`` of one example as it is with the batch axis at `position`.
+
+    The batch axis of a result is sharded as those of the operands `args` are.
+    """
+    if sharding is None:
+        return None
+    entries = (
+        jax.typeof(x).sharding.spec[a] for x, a in zip(args, axes, strict=True) if a is not None
+    )
+    batch_entry = next((entry for entry in entries if entry is not None), None)
+    spec = list(sharding.spec)
+    spec += [None] * (position - len(spec))
+    spec.insert(position, batch_entry)
+    return sharding.update(spec=sharding.spec.update(partitions=tuple(spec)))
+
+
+def inserted(entries: Sequence[Any], position: int, entry: Any) -> tuple[Any, ...]:
+    """A per-dimension parameter of one example, with an entry for the batch axis."""
+    return (*entries[:position], entry, *entries[position:])
+
+
+def slot_after(dims: Sequence[int], count: int) -> int:
+    """The first position that comes after `count` of the sorted `dims`."""
+    return dims[count - 1] + 1 if count else 0
