@@ -81,6 +81,11 @@ def close(jaxpr: Any, consts: Any = ()) -> ClosedJaxpr:
     return ClosedJaxpr(jaxpr, list(consts))
 
 
+def is_reference(x: Any) -> bool:
+    """Whether `x` is a mutable reference; the class of their types is private."""
+    return hasattr(jax.typeof(x), "inner_aval")
+
+
 def find_primitive(name: str) -> Primitive | None:
     """The primitive JAX calls `name`, from any of the tables that JAX exports.
 

@@ -1,1 +1,190 @@
-"""Primitives that arrange elements without computing on them."""
+"""Primitives that arrange elements without computing on them.
+
+The batch axis stays where it is wherever the operation allows it, so most of
+these rules only renumber the dimensions that a parameter names.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+from jax import lax
+
+from batchax import _compat
+from batchax.engine.axis import (
+    Axis,
+    AxisPosition,
+    inserted,
+    match_axis,
+    sharding_with_axis,
+    shift_dims,
+)
+from batchax.engine.registry import register_rule
+from batchax.engine.rule_makers import common_position, vectorized
+
+# Each passes its operand on as it is, with something said about it.
+for _name in "stage with_memory_space_constraint xla_metadata_value".split():
+    _primitive = _compat.find_primitive(_name)
+    if _primitive is not None:  # one exists in newer JAX only
+        vectorized(_primitive)
+
+
+@register_rule(lax.broadcast_in_dim_p)
+def broadcast_in_dim(
+    axis: Axis, args: Any, axes: Any, /, *, shape: Any, broadcast_dimensions: Any, sharding: Any
+) -> tuple[Any, Any]:
+    (x,), (position,) = args, axes
+    out_position = 1 + max(broadcast_dimensions[:position], default=-1)
+    dims = shift_dims(broadcast_dimensions, out_position)
+    out = lax.broadcast_in_dim_p.bind(
+        x,
+        shape=inserted(shape, out_position, x.shape[position]),
+        broadcast_dimensions=inserted(dims, position, out_position),
+        sharding=sharding_with_axis(sharding, out_position, args, axes),
+    )
+    return out, out_position
+
+
+@register_rule(lax.reshape_p)
+def reshape(
+    axis: Axis, args: Any, axes: Any, /, *, new_sizes: Any, dimensions: Any, sharding: Any
+) -> tuple[Any, Any]:
+    (x,), (position,) = args, axes
+    out_position = None
+    if dimensions is None:
+        # Where as many elements as before vary slower than the batch axis, the
+        # order of all elements is the same and nothing has to move.
+        slower = math.prod(x.shape[:position])
+        splits = range(len(new_sizes) + 1)
+        out_position = next((i for i in splits if math.prod(new_sizes[:i]) == slower), None)
+    if out_position is None:
+        out_position = 0
+        per_example = range(x.ndim - 1) if dimensions is None else dimensions
+        dimensions = (position, *shift_dims(per_example, position))
+    out = lax.reshape_p.bind(
+        x,
+        new_sizes=inserted(new_sizes, out_position, x.shape[position]),
+        dimensions=dimensions,
+        sharding=sharding_with_axis(sharding, out_position, args, axes),
+    )
+    return out, out_position
+
+
+@register_rule(lax.transpose_p)
+def transpose(axis: Axis, args: Any, axes: Any, /, *, permutation: Any) -> tuple[Any, Any]:
+    (x,), (position,) = args, axes
+    # Elements move in any case; in front the batch axis serves most rules best.
+    out = lax.transpose_p.bind(x, permutation=(position, *shift_dims(permutation, position)))
+    return out, 0
+
+
+@register_rule(lax.squeeze_p)
+def squeeze(axis: Axis, args: Any, axes: Any, /, *, dimensions: Any) -> tuple[Any, Any]:
+    (x,), (position,) = args, axes
+    out = lax.squeeze_p.bind(x, dimensions=shift_dims(dimensions, position))
+    return out, position - sum(d < position for d in dimensions)
+
+
+@register_rule(lax.rev_p)
+def rev(axis: Axis, args: Any, axes: Any, /, *, dimensions: Any) -> tuple[Any, Any]:
+    (x,), (position,) = args, axes
+    return lax.rev_p.bind(x, dimensions=shift_dims(dimensions, position)), position
+
+
+@register_rule(lax.tile_p)
+def tile(axis: Axis, args: Any, axes: Any, /, *, reps: Any) -> tuple[Any, Any]:
+    (x,), (position,) = args, axes
+    return lax.tile_p.bind(x, reps=inserted(reps, position, 1)), position
+
+
+@register_rule(lax.pad_p)
+def pad(axis: Axis, args: Any, axes: Any, /, *, padding_config: Any) -> tuple[Any, Any]:
+    (x, value), (position, value_position) = args, axes
+    if position is None:
+        x, position = match_axis(axis, x, None, 0), 0
+    padding_config = inserted(padding_config, position, (0, 0, 0))
+    if value_position is None:
+        return lax.pad_p.bind(x, value, padding_config=padding_config), position
+    # Padding takes a single number, so a number for each lane is selected in.
+    padded = lax.pad(x, lax.full_like(x, 0, shape=()), padding_config)
+    inside = lax.pad(lax.full_like(x, True, dtype=bool), False, padding_config)
+    padding = lax.broadcast_in_dim(
+        value, padded.shape, (position,), out_sharding=jax.typeof(padded).sharding
+    )
+    return lax.select_n(inside, padding, padded), position
+
+
+@register_rule(lax.concatenate_p)
+def concatenate(axis: Axis, args: Any, axes: Any, /, *, dimension: int) -> tuple[Any, Any]:
+    position = common_position(args, axes)
+    args = [match_axis(axis, x, a, position) for x, a in zip(args, axes, strict=True)]
+    return lax.concatenate_p.bind(*args, dimension=dimension + (dimension >= position)), position
+
+
+@register_rule(lax.split_p)
+def split(
+    batch: Axis, args: Any, positions: Any, /, *, sizes: Any, axis: int
+) -> tuple[list[Any], list[AxisPosition]]:
+    (x,), (position,) = args, positions
+    outs = lax.split_p.bind(x, sizes=sizes, axis=axis + (axis >= position))
+    return outs, [position] * len(outs)
+
+
+@register_rule(lax.stack_p)
+def stack(batch: Axis, args: Any, positions: Any, /, *, axis: int) -> tuple[Any, Any]:
+    position = common_position(args, positions)
+    args = [match_axis(batch, x, a, position) for x, a in zip(args, positions, strict=True)]
+    if axis <= position:
+        return lax.stack_p.bind(*args, axis=axis), position + 1
+    return lax.stack_p.bind(*args, axis=axis + 1), position
+
+
+@register_rule(lax.unstack_p)
+def unstack(
+    batch: Axis, args: Any, positions: Any, /, *, axis: int
+) -> tuple[list[Any], list[AxisPosition]]:
+    (x,), (position,) = args, positions
+    outs = lax.unstack_p.bind(x, axis=axis + (axis >= position))
+    return outs, [position - (axis < position)] * len(outs)
+
+
+_tie_p: Any = _compat.find_primitive("tie")
+_dce_sink_p: Any = _compat.find_primitive("dce_sink")
+
+
+@register_rule(_tie_p)
+def tie(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, Any]:
+    return _tie_p.bind(*args), axes[1]  # the second operand, to be used after the first
+
+
+@register_rule(_dce_sink_p)
+def dce_sink(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[list[Any], list[Any]]:
+    return _dce_sink_p.bind(*args, **params), []
+
+
+@register_rule(lax.optimization_barrier_p)
+def optimization_barrier(axis: Axis, args: Any, axes: Any, /) -> tuple[list[Any], list[Any]]:
+    outs = lax.optimization_barrier_p.bind(*args)
+    if len(outs) < len(args):  # references pass the barrier but are no results
+        axes = [a for x, a in zip(args, axes, strict=True) if not _compat.is_reference(x)]
+    return outs, list(axes)
+
+
+@register_rule(lax.device_put_p)
+def device_put(
+    axis: Axis, args: Any, axes: Any, /, *, devices: Any, srcs: Any, copy_semantics: Any
+) -> tuple[list[Any], list[Any]]:
+    def batched(places: Any) -> tuple[Any, ...]:
+        return tuple(
+            sharding_with_axis(place, a, [x], [a])
+            if a is not None and isinstance(place, jax.sharding.NamedSharding)
+            else place
+            for place, x, a in zip(places, args, axes, strict=True)
+        )
+
+    outs = lax.device_put_p.bind(
+        *args, devices=batched(devices), srcs=batched(srcs), copy_semantics=copy_semantics
+    )
+    return outs, list(axes)
