@@ -16,7 +16,15 @@ import numpy as np
 from jax import lax
 
 from batchax._compat import Primitive
-from batchax.engine.axis import Axis, expand_axis, match_axis, move_axis
+from batchax.engine.axis import (
+    Axis,
+    AxisPosition,
+    expand_axis,
+    match_axis,
+    move_axis,
+    sharding_with_axis,
+    shift_dims,
+)
 from batchax.engine.registry import register_rule
 
 
@@ -53,9 +61,12 @@ def reducing(primitive: Primitive) -> None:
     @register_rule(primitive)
     def rule(axis: Axis, args: Any, axes_: Any, /, *, axes: Any, **params: Any) -> tuple[Any, Any]:
         (x,), (position,) = args, axes_
-        dims = tuple(d + (d >= position) for d in axes)
-        out = primitive.bind(x, axes=dims, **params)
-        return out, position - sum(d < position for d in dims)
+        dims = shift_dims(axes, position)
+        out_axis = position - sum(d < position for d in dims)
+        if "out_sharding" in params:
+            sharding = params["out_sharding"]
+            params["out_sharding"] = sharding_with_axis(sharding, out_axis, args, axes_)
+        return primitive.bind(x, axes=dims, **params), out_axis
 
 
 def leading(primitive: Primitive, ranks: Sequence[int]) -> None:
@@ -67,13 +78,20 @@ def leading(primitive: Primitive, ranks: Sequence[int]) -> None:
 
     @register_rule(primitive)
     def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
-        in_place = range(np.ndim(args[0]) - (axes[0] is not None) - ranks[0] + 1)
-        target = next((a for a in axes if a in in_place), 0)
-        args = [match_axis(axis, x, a, target) for x, a in zip(args, axes, strict=True)]
-        out = primitive.bind(*args, **params)
-        if primitive.multiple_results:
-            return out, [target] * len(out)
-        return out, target
+        return leading_rule(primitive, ranks, axis, args, axes, **params)
+
+
+def leading_rule(
+    primitive: Primitive, ranks: Sequence[int], axis: Axis, args: Any, axes: Any, /, **params: Any
+) -> tuple[Any, Any]:
+    """The rule that `leading` registers, for primitives that need it in some cases only."""
+    in_place = range(np.ndim(args[0]) - (axes[0] is not None) - ranks[0] + 1)
+    target = next((a for a in axes if a in in_place), 0)
+    args = [match_axis(axis, x, a, target) for x, a in zip(args, axes, strict=True)]
+    out = primitive.bind(*args, **params)
+    if primitive.multiple_results:
+        return out, [target] * len(out)
+    return out, target
 
 
 def aligned(args: Any, axes: Any) -> tuple[list[Any], int]:
@@ -92,6 +110,18 @@ def aligned(args: Any, axes: Any) -> tuple[list[Any], int]:
         else:  # one number per lane
             out.append(lax.expand_dims(x, [d for d in range(rank + 1) if d != target]))
     return out, target
+
+
+def matched(axis: Axis, args: Any, axes: Any) -> tuple[list[Any], int]:
+    """Operands of one shape with their batch axes in one place, repeated where there is none."""
+    target = common_position(args, axes)
+    return [match_axis(axis, x, a, target) for x, a in zip(args, axes, strict=True)], target
+
+
+def example_shape(x: Any, position: AxisPosition) -> tuple[int, ...]:
+    """The shape of one example of an operand."""
+    shape = np.shape(x)
+    return shape if position is None else shape[:position] + shape[position + 1 :]
 
 
 def example_rank(args: Any, axes: Any) -> int:

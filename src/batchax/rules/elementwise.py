@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
 from batchax import _compat
-from batchax.engine.rule_makers import broadcasting, vectorized
+from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
+from batchax.engine.registry import register_rule
+from batchax.engine.rule_makers import (
+    broadcasting,
+    common_position,
+    example_shape,
+    vectorized,
+)
 
 UNARY = """
     abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz conj
-    convert_element_type copy copy_p cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor imag
-    integer_pow is_finite lgamma log log1p log2 logistic neg not one_minus_square
-    polynomial population_count real reduce_precision round rsqrt sign sin sinh sqrt
-    square stop_gradient tan tanh
+    convert_element_type copy cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor
+    from_edtype imag integer_pow is_finite lgamma log log1p log2 logistic name neg not
+    one_minus_square population_count real reduce_precision round rsqrt sign sin sinh sqrt
+    square stop_gradient tan tanh to_edtype
 """.split()
 
 NARY = """
-    add add_any and atan2 complex div eq eq_to ge gt igamma igamma_grad_a igammac le le_to lt
-    lt_to max min mul mulhi ne nextafter or polygamma pow regularized_incomplete_beta rem
+    add and atan2 complex div eq eq_to ge gt igamma igamma_grad_a igammac le le_to lt lt_to
+    max min mul mulhi ne nextafter or polygamma polynomial pow regularized_incomplete_beta rem
     shift_left shift_right_arithmetic shift_right_logical sub xor zeta
 """.split()
 
@@ -24,3 +38,60 @@ for _names, _make in ((UNARY, vectorized), (NARY, broadcasting)):
         _primitive = _compat.find_primitive(_name)
         if _primitive is not None:  # a few exist in newer JAX only
             _make(_primitive)
+
+
+_add_any_p: Any = _compat.find_primitive("add_any")
+
+
+@register_rule(_add_any_p)
+def _add_any(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, Any]:
+    # The sum of cotangents: unlike `add` it does not broadcast.
+    target = common_position(args, axes)
+    args = [match_axis(axis, x, a, target) for x, a in zip(args, axes, strict=True)]
+    return _add_any_p.bind(*args), target
+
+
+@register_rule(lax.clamp_p)
+def _clamp(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, Any]:
+    return _with_scalars(lax.clamp_p, axis, args, axes, scalars=(0, 2))
+
+
+@register_rule(lax.select_n_p)
+def _select_n(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, Any]:
+    return _with_scalars(lax.select_n_p, axis, args, axes, scalars=(0,))
+
+
+def _with_scalars(
+    primitive: _compat.Primitive, axis: Axis, args: Any, axes: Any, scalars: tuple[int, ...]
+) -> tuple[Any, Any]:
+    """Binds a primitive whose operands have one shape, but for `scalars`, which may be scalars."""
+    target = common_position(args, axes)
+    shape = max((example_shape(x, a) for x, a in zip(args, axes, strict=True)), key=len)
+    shape = (*shape[:target], axis.size, *shape[target:])
+    args = [
+        x if i in scalars and a is None and np.ndim(x) == 0 else _filled(x, a, target, shape)
+        for i, (x, a) in enumerate(zip(args, axes, strict=True))
+    ]
+    return primitive.bind(*args), target
+
+
+def _filled(x: Any, position: AxisPosition, target: int, shape: tuple[int, ...]) -> Any:
+    """`x` repeated to `shape`, whose batch axis is `target`."""
+    ndim = len(shape)
+    if position is not None and x.ndim == ndim:
+        return move_axis(x, position, target)
+    if position is not None or np.ndim(x) == 0:  # a number, for each lane or for all
+        return lax.broadcast_in_dim(x, shape, [target] * np.ndim(x))
+    return lax.broadcast_in_dim(x, shape, [d for d in range(ndim) if d != target])
+
+
+@register_rule(lax.bitcast_convert_type_p)
+def _bitcast_convert_type(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+    (x,), (position,) = args, axes
+    cast = partial(lax.bitcast_convert_type_p.bind, **params)
+    if position == x.ndim - 1 > 0:
+        example = jax.ShapeDtypeStruct(example_shape(x, position), x.dtype)
+        if len(jax.eval_shape(cast, example).shape) < len(example.shape):
+            # A cast to a wider type consumes the last dimension, which must not be the batch.
+            x, position = move_axis(x, position, 0), 0
+    return cast(x), position

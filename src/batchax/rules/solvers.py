@@ -1,0 +1,69 @@
+"""Linear solves with implicit derivatives (`jax.lax.custom_linear_solve`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import lax
+
+from batchax.engine.axis import Axis, match_axis
+from batchax.engine.inner import batch_inner
+from batchax.engine.registry import register_rule
+
+
+@register_rule(lax.linear_solve_p)
+def _custom_linear_solve(
+    axis: Axis, args: Any, axes: Any, /, *, const_lengths: Any, jaxprs: Any
+) -> tuple[Any, Any]:
+    # The operands are the constants of each program (matvec, vecmat, solve,
+    # transpose_solve), one program after the other, and then `b`.
+    ends = [sum(const_lengths[: i + 1]) for i in range(len(const_lengths))]
+    const_axes = [axes[end - n : end] for end, n in zip(ends, const_lengths, strict=True)]
+    start = ends[-1]
+    b_axes, aux_axes = _solution_axes(
+        axis, jaxprs, const_axes, axes[start:], len(jaxprs.solve.out_avals)
+    )
+
+    def for_all_lanes(program: Any, its_axes: Any) -> Any:
+        if program is None:
+            return None
+        wanted = [*b_axes, *aux_axes][: len(program.out_avals)]  # two of the four have no aux
+        return batch_inner(axis, program, [*its_axes, *b_axes], wanted)[0]
+
+    b = [
+        x if wanted is None else match_axis(axis, x, a, wanted)
+        for x, a, wanted in zip(args[start:], axes[start:], b_axes, strict=True)
+    ]
+    outs = lax.linear_solve_p.bind(
+        *args[:start],
+        *b,
+        const_lengths=const_lengths,
+        jaxprs=type(jaxprs)(*map(for_all_lanes, jaxprs, const_axes)),
+    )
+    return outs, [*b_axes, *aux_axes]
+
+
+def _solution_axes(
+    axis: Axis, programs: Any, const_axes: Any, given: Any, n_out: int
+) -> tuple[list[int | None], list[int | None]]:
+    """Which leaves of the solution, and which of the auxiliary data, carry the batch axis.
+
+    The solution has the type of `b`, and so have the arguments and results of
+    all programs, those of derivatives included: leaf by leaf all of these carry
+    the batch axis, at the front, or none does. Found by adding what some
+    program makes batched until nothing is added.
+    """
+    n = len(given)
+    wanted: list[int | None] = [None if a is None else 0 for a in given] + [None] * (n_out - n)
+    while None in wanted:
+        found = list(wanted)
+        for program, its_axes in zip(programs, const_axes, strict=True):
+            if program is None:
+                continue
+            _, out_axes = batch_inner(axis, program, [*its_axes, *wanted[:n]])
+            for i, a in enumerate(out_axes):
+                found[i] = found[i] if a is None else 0
+        if found == wanted:
+            break
+        wanted = found
+    return wanted[:n], wanted[n:]
