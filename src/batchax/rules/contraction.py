@@ -1,1 +1,139 @@
-"""Contractions: dot products, convolutions and Fourier transforms."""
+"""`dot_general` and its scaled form: sums of products over contracted dimensions.
+
+An operand's dimensions are of three kinds: contracted, batch (paired with one
+of the other operand) and free (of this operand alone). Where both operands are
+batched the batch axis is one more batch dimension; where one is, it is one
+more free dimension, and the other operand is not repeated: a matrix times a
+batch of vectors is one product of matrices. Nothing is ever transposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from batchax import _compat
+from batchax.engine.axis import (
+    Axis,
+    AxisPosition,
+    expand_axis,
+    sharding_with_axis,
+    shift_dims,
+)
+from batchax.engine.registry import register_rule
+from batchax.engine.rule_makers import matched
+
+Dimensions = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+
+
+@register_rule(lax.dot_general_p)
+def _dot_general(
+    axis: Axis,
+    args: Any,
+    axes: Any,
+    /,
+    *,
+    dimension_numbers: Dimensions,
+    precision: Any,
+    out_sharding: Any,
+    **params: Any,
+) -> tuple[Any, Any]:
+    (lhs, rhs), (lhs_axis, rhs_axis) = args, axes
+    if lhs_axis is None and rhs_axis == 0 and _symmetric(precision):
+        # A matrix times vectors that are rows stays rows if the vectors come first.
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+        if len(rhs_contract) + len(rhs_batch) == np.ndim(rhs) - 1:
+            lhs, rhs, lhs_axis, rhs_axis = rhs, lhs, rhs_axis, lhs_axis
+            dimension_numbers = ((rhs_contract, lhs_contract), (rhs_batch, lhs_batch))
+            precision = precision if precision is None else precision[::-1]
+    dimension_numbers, position = batched_dimensions(
+        dimension_numbers, (np.ndim(lhs), np.ndim(rhs)), (lhs_axis, rhs_axis)
+    )
+    out = lax.dot_general_p.bind(
+        lhs,
+        rhs,
+        dimension_numbers=dimension_numbers,
+        precision=precision,
+        out_sharding=sharding_with_axis(out_sharding, position, args, axes),
+        **params,
+    )
+    return out, position
+
+
+def _symmetric(precision: Any) -> bool:
+    """Whether the operands may change places; an algorithm names each of them."""
+    return precision is None or isinstance(precision, tuple)
+
+
+def batched_dimensions(
+    dimension_numbers: Dimensions,
+    ndims: tuple[int, int],
+    axes: tuple[AxisPosition, AxisPosition],
+    grouped: Sequence[int] = (),
+) -> tuple[Dimensions, int]:
+    """Dimension numbers of a contraction with batch axes at `axes`, one of them not None.
+
+    Args:
+      dimension_numbers: those of one example.
+      ndims: ranks of the operands, their batch axes counted.
+      axes: the position of the batch axis in each operand, or None.
+      grouped: dimensions of the second operand, in one example, that are of
+        none of the three kinds and not in the result.
+
+    Returns:
+      The dimension numbers, and the position of the batch axis in the result.
+    """
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    lhs_axis, rhs_axis = axes
+    if lhs_axis is not None:
+        lhs_contract, lhs_batch = (
+            shift_dims(lhs_contract, lhs_axis),
+            shift_dims(lhs_batch, lhs_axis),
+        )
+    if rhs_axis is not None:
+        rhs_contract, rhs_batch = (
+            shift_dims(rhs_contract, rhs_axis),
+            shift_dims(rhs_batch, rhs_axis),
+        )
+        grouped = shift_dims(grouped, rhs_axis)
+    contract = lhs_contract, rhs_contract
+    if lhs_axis is not None and rhs_axis is not None:
+        return (contract, ((lhs_axis, *lhs_batch), (rhs_axis, *rhs_batch))), 0
+    lhs_free = [d for d in range(ndims[0]) if d not in {*lhs_contract, *lhs_batch}]
+    rhs_free = [d for d in range(ndims[1]) if d not in {*rhs_contract, *rhs_batch, *grouped}]
+    free: list[tuple[int, Any]] = [(0, d) for d in lhs_free] + [(1, d) for d in rhs_free]
+    position = free.index((0, lhs_axis) if lhs_axis is not None else (1, rhs_axis))
+    return (contract, (lhs_batch, rhs_batch)), len(lhs_batch) + position
+
+
+_scaled_dot_p: Any = _compat.find_primitive("scaled_dot")
+
+
+@register_rule(_scaled_dot_p)
+def _scaled_dot(
+    axis: Axis, args: Any, axes: Any, /, *, dimension_numbers: Dimensions, **params: Any
+) -> tuple[Any, Any]:
+    # Each operand goes with its scale. All four must have one rank, so a side that
+    # is not batched gets a free dimension of size one, which the result then loses.
+    (lhs, lhs_scale), lhs_axis, lhs_batched = _with_scale(axis, args[::2], axes[::2])
+    (rhs, rhs_scale), rhs_axis, rhs_batched = _with_scale(axis, args[1::2], axes[1::2])
+    ndims = lhs.ndim, rhs.ndim
+    lose: tuple[int, ...] = ()
+    if lhs_batched and rhs_batched:
+        dims, position = batched_dimensions(dimension_numbers, ndims, (lhs_axis, rhs_axis))
+    else:
+        dims, from_lhs = batched_dimensions(dimension_numbers, ndims, (lhs_axis, None))
+        dims, from_rhs = batched_dimensions(dims, ndims, (None, rhs_axis))
+        position, lose = (from_lhs, (from_rhs,)) if lhs_batched else (from_rhs - 1, (from_lhs,))
+    out = _scaled_dot_p.bind(lhs, rhs, lhs_scale, rhs_scale, dimension_numbers=dims, **params)
+    return lax.squeeze(out, lose) if lose else out, position
+
+
+def _with_scale(axis: Axis, args: Any, axes: Any) -> tuple[Sequence[Any], int, bool]:
+    """An operand and its scale with an axis in one place, and whether that is the batch's."""
+    if all(a is None for a in axes):
+        return [expand_axis(x, 0) for x in args], 0, False
+    return *matched(axis, args, axes), True

@@ -1,1 +1,86 @@
-"""Sorting and selecting the largest."""
+"""Primitives that order the elements along a dimension: sort and the largest few."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from batchax import _compat
+from batchax.engine.axis import Axis, shift_dims
+from batchax.engine.registry import register_rule
+from batchax.engine.rule_makers import matched
+
+
+@register_rule(lax.sort_p)
+def _sort(
+    axis: Axis, args: Any, axes: Any, /, *, dimension: int, num_keys: int, **params: Any
+) -> tuple[Any, Any]:
+    if all(a is None for a in axes[:num_keys]):
+        return _sort_by_shared_keys(args, axes, dimension, num_keys, **params)
+    operands, position = matched(axis, args, axes)
+    (dim,) = shift_dims((dimension,), position)
+    outs = lax.sort_p.bind(*operands, dimension=dim, num_keys=num_keys, **params)
+    return outs, [position] * len(outs)
+
+
+def _sort_by_shared_keys(
+    args: Sequence[Any], axes: Sequence[Any], dimension: int, num_keys: int, **params: Any
+) -> tuple[list[Any], list[Any]]:
+    """Sorts once what is the same in every lane, and looks the rest up in that order."""
+    shared = [x for x, a in zip(args, axes, strict=True) if a is None]
+    places = lax.broadcasted_iota(jnp.int32, shared[0].shape, dimension)
+    *in_order, order = lax.sort_p.bind(
+        *shared, places, dimension=dimension, num_keys=num_keys, **params
+    )
+    sorted_once = iter(in_order)
+    outs = [
+        next(sorted_once) if a is None else _reorder(x, a, order, dimension)
+        for x, a in zip(args, axes, strict=True)
+    ]
+    return outs, list(axes)
+
+
+def _reorder(x: Any, position: int, order: Any, dimension: int) -> Any:
+    """`x`, its elements along per-example `dimension` in the given order."""
+    (dim,) = shift_dims((dimension,), position)
+    others = tuple(d for d in range(order.ndim) if d != dimension)
+    sizes = [1] * x.ndim
+    sizes[position] = x.shape[position]
+    return lax.gather(
+        x,
+        lax.expand_dims(order, (order.ndim,)),
+        lax.GatherDimensionNumbers(
+            offset_dims=(position,),
+            collapsed_slice_dims=(dim,),
+            start_index_map=(dim,),
+            operand_batching_dims=shift_dims(others, position),
+            start_indices_batching_dims=others,
+        ),
+        sizes,
+        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+    )
+
+
+@register_rule(lax.top_k_p)
+def _top_k(
+    batch: Axis, args: Any, positions: Any, /, *, axis: int, **params: Any
+) -> tuple[Any, Any]:
+    (x,), (position,) = args, positions
+    (dim,) = shift_dims((axis,), position)
+    return lax.top_k_p.bind(x, axis=dim, **params), [position] * 2
+
+
+_approx_top_k_p: Any = _compat.find_primitive("approx_top_k")
+
+
+@register_rule(_approx_top_k_p)
+def _approx_top_k(
+    axis: Axis, args: Any, axes: Any, /, *, reduction_dimension: int, **params: Any
+) -> tuple[Any, Any]:
+    (x,), (position,) = args, axes
+    # The dimension may be counted from the end, where the batch axis may come to be.
+    (dim,) = shift_dims((reduction_dimension % (x.ndim - 1),), position)
+    return _approx_top_k_p.bind(x, reduction_dimension=dim, **params), [position] * 2

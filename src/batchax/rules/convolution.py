@@ -1,0 +1,93 @@
+"""Convolution, whose batch axis is merged into a dimension that the primitive has.
+
+Images that differ from lane to lane are more images; kernels that differ are
+more output channels; where both differ each lane is a group of channels (or of
+images, where the convolution has those groups). Groups are the slow part of
+the dimension they divide, so the lanes go inside the groups of an operand that
+the other operand shares, and outside them where every lane has its own groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import lax
+
+from batchax.engine.axis import Axis, move_axis, sharding_with_axis
+from batchax.engine.inner import example_aval
+from batchax.engine.registry import register_rule
+
+
+@register_rule(lax.conv_general_dilated_p)
+def _conv_general_dilated(
+    axis: Axis,
+    args: Any,
+    axes: Any,
+    /,
+    *,
+    dimension_numbers: Any,
+    feature_group_count: int,
+    batch_group_count: int,
+    out_sharding: Any,
+    **params: Any,
+) -> tuple[Any, Any]:
+    (lhs, rhs), (lhs_axis, rhs_axis) = args, axes
+    images, channels = dimension_numbers.lhs_spec[:2]
+    out_channels = dimension_numbers.rhs_spec[0]
+    result_images, result_channels = dimension_numbers.out_spec[:2]
+    params["dimension_numbers"] = dimension_numbers
+    groups = {"feature_group_count": feature_group_count, "batch_group_count": batch_group_count}
+    if axis.size == 0:  # no dimension may be cut into no groups
+        return _empty(args, axes, {**params, **groups, "out_sharding": None}), 0
+
+    # The lanes go outside the dimension they join, unless they follow it already.
+    lhs_dim, result_dim, outside = images, result_channels, True
+    if lhs_axis is not None and rhs_axis is not None:
+        by_channels = batch_group_count == 1
+        groups["feature_group_count" if by_channels else "batch_group_count"] *= axis.size
+        lhs_dim = channels if by_channels else images
+    elif lhs_axis is not None:
+        outside = batch_group_count == 1 and lhs_axis != images + 1
+        result_dim = result_images
+    else:
+        outside = max(groups.values()) == 1 and rhs_axis != out_channels + 1
+    if lhs_axis is not None:
+        lhs = _merge(lhs, lhs_axis, lhs_dim, outside)
+    if rhs_axis is not None:
+        rhs = _merge(rhs, rhs_axis, out_channels, outside)
+    position = result_dim + (not outside)
+    sharding = sharding_with_axis(out_sharding, position, args, axes)
+    merged_sharding = _merged_sharding(out_sharding, sharding, result_dim, position)
+    out = lax.conv_general_dilated_p.bind(
+        lhs, rhs, out_sharding=merged_sharding, **groups, **params
+    )
+    lanes_and_rest = (axis.size, out.shape[result_dim] // axis.size)
+    shape = list(out.shape)
+    shape[result_dim : result_dim + 1] = lanes_and_rest if outside else lanes_and_rest[::-1]
+    return lax.reshape(out, shape, out_sharding=sharding), position
+
+
+def _merge(x: Any, position: int, dim: int, outside: bool) -> Any:
+    """`x` with its batch axis made part of per-example dimension `dim`.
+
+    `outside`: whether the lanes are the slow part of the dimension or the fast.
+    """
+    x = move_axis(x, position, dim if outside else dim + 1)
+    return lax.reshape(x, (*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :]))
+
+
+def _merged_sharding(example: Any, batched: Any, dim: int, position: int) -> Any:
+    """The sharding of a result whose dimension `dim` holds the lanes as well."""
+    if example is None or batched.spec[position] is None:
+        return example
+    spec = [*example.spec, *[None] * (dim + 1 - len(example.spec))]
+    spec[dim] = batched.spec[position]
+    return example.update(spec=example.spec.update(partitions=tuple(spec)))
+
+
+def _empty(args: Any, axes: Any, params: dict[str, Any]) -> Any:
+    """The result for a batch of no lanes."""
+    avals = [example_aval(Axis(0), jax.typeof(x), a) for x, a in zip(args, axes, strict=True)]
+    one = jax.eval_shape(lambda *xs: lax.conv_general_dilated_p.bind(*xs, **params), *avals)
+    return lax.full((0, *one.shape), 0, one.dtype)
