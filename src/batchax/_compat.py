@@ -23,11 +23,15 @@ from jax._src.core import extend_axis_env_nd
 # equation. Re-emitting an equation under it has no public spelling other than
 # ``jax.core.eval_jaxpr`` of a whole jaxpr, which cannot batch.
 from jax._src import source_info_util
+
+# Exported nowhere, and absent from every table, as it has no operands to batch.
+from jax._src.lax.control_flow.conditionals import platform_index_p
 from jax.extend import linear_util
 from jax.interpreters import batching, partial_eval
 
 Primitive = jex_core.Primitive
 ClosedJaxpr = jex_core.ClosedJaxpr
+JAXPR_TYPES = (jex_core.Jaxpr, jex_core.ClosedJaxpr)  # one class since JAX 0.12
 
 current_name_stack = source_info_util.current_name_stack
 name_stack_extended = source_info_util.transform_name_stack
@@ -54,7 +58,10 @@ def named_axes(effects: Any) -> set[Hashable]:
 
 
 def stage(
-    fun: Callable[..., Any], avals: Sequence[Any], axis_env: Sequence[tuple[Hashable, Any]] = ()
+    fun: Callable[..., Any],
+    avals: Sequence[Any],
+    axis_env: Sequence[tuple[Hashable, Any]] = (),
+    arg_names: Sequence[str] | None = None,
 ) -> ClosedJaxpr:
     """What ``jax.make_jaxpr(fun, axis_env=axis_env)(*avals)`` returns, in half the time.
 
@@ -62,8 +69,11 @@ def stage(
       fun: a function of flat arguments that returns a list.
       avals: the types of the arguments.
       axis_env: names and sizes of the mapped axes that `fun` may use.
+      arg_names: what JAX's messages call the arguments.
     """
     debug_info = jax.api_util.debug_info("vmap", fun, tuple(avals), {})
+    if arg_names is not None:
+        debug_info = debug_info._replace(arg_names=tuple(arg_names))
     with extend_axis_env_nd(list(axis_env)):
         jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(
             linear_util.wrap_init(fun, debug_info=debug_info), list(avals)
@@ -84,6 +94,60 @@ def close(jaxpr: Any, consts: Any = ()) -> ClosedJaxpr:
 def is_reference(x: Any) -> bool:
     """Whether `x` is a mutable reference; the class of their types is private."""
     return hasattr(jax.typeof(x), "inner_aval")
+
+
+def scan_counts(params: Any) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many are its carry.
+
+    Since JAX 0.12 the parameters hold trees with a leaf for each operand.
+    """
+    if "ft_in" in params:
+        consts, carry, _ = map(len, params["ft_in"].unpack())
+        return consts, carry
+    return params["num_consts"], params["num_carry"]
+
+
+def platform_index(platforms: Any) -> Any:
+    """The number of the platform that a program is compiled for.
+
+    Only ``jax.lax.platform_dependent`` spells it, together with the branches.
+    """
+    return platform_index_p.bind(platforms=platforms)
+
+
+def ordered_by_lane(effects: Any) -> bool:
+    """Whether a program with these effects must run for one lane after another.
+
+    So do input and output in a program that some lanes do not run, and whatever
+    is to happen in order. The effect types are private; they are recognised by
+    class name.
+    """
+    ordered = {"IOEffect", "OrderedIOEffect", "OrderedDebugEffect"}
+    return any(type(e).__name__ in ordered for e in effects)
+
+
+def written_inputs(jaxpr: Any) -> set[int]:
+    """Which inputs of `jaxpr` are references that it writes to.
+
+    The effect types are private; they are recognised by class name.
+    """
+    writes = [e.input for e in jaxpr.effects if type(e).__name__ in {"WriteEffect", "AccumEffect"}]
+    return {i for i, v in enumerate(jaxpr.invars) if v in writes}
+
+
+def is_reference(aval: Any) -> bool:
+    """Whether a value of this type is a mutable reference."""
+    return isinstance(aval, jax.ref.AbstractRef)
+
+
+def varying_as(x: Any, aval: Any) -> Any:
+    """`x`, cast to vary over the axes of a ``shard_map`` mesh that `aval` varies over.
+
+    Operations of JAX insert this cast themselves, primitives of our own do not. Types
+    do not say publicly what they vary over.
+    """
+    missing = aval.mat.varying - jax.typeof(x).mat.varying
+    return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
 
 
 def find_primitive(name: str) -> Primitive | None:
@@ -113,3 +177,58 @@ def _primitives_by_name() -> dict[str, Primitive]:
     for primitive in batching.fancy_primitive_batchers:
         found[primitive.name] = primitive
     return found
+
+
+def hoist_constants(body: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
+    """`body` with its constants as leading inputs, and the constants.
+
+    Some primitives (remat, calls) take a body without constants only. Neither
+    version exports a way to do this; the two hold constants differently.
+    """
+    consts = list(body.consts)
+    if not consts:
+        return body, consts
+    n = len(consts)
+    inner = body.jaxpr
+
+    def fun(*args: Any) -> list[Any]:
+        return jax.core.eval_jaxpr(inner, args[:n], *args[n:])
+
+    return stage(fun, [*map(jax.typeof, consts), *body.in_avals]), consts
+
+
+def staged_variable(x: Any) -> Any:
+    """The variable that `x` stands for in the program it was staged in, or None.
+
+    Tracers say so only through a private attribute.
+    """
+    return getattr(x, "val", None) if type(x).__name__ == "DynamicJaxprTracer" else None
+
+
+def wrapped_parts(x: Any) -> list[Any]:
+    """What a wrapped function of JAX holds; its class has no public accessors."""
+    if not isinstance(x, linear_util.WrappedFun):
+        return []
+    return [x.f, x.transforms, x.params]
+
+
+def rewrapped(fun: Callable[..., Any], like: Any) -> Any:
+    """`fun` as primitives that take functions want it, known by the name of `like`."""
+    return linear_util.wrap_init(fun, debug_info=like.debug_info)
+
+
+def named_scope(name: Hashable | None, size: Any) -> AbstractContextManager[None]:
+    """Context in which collectives over `name` may be traced; see `stage`."""
+    return extend_axis_env_nd([] if name is None else [(name, size)])
+
+
+def cotangents_and_logs(result: Any) -> tuple[list[Any], Any]:
+    """What the reverse rule of a custom_vjp returned: JAX 0.12 adds logs to it."""
+    if isinstance(result, tuple) and len(result) == 2:
+        return list(result[0]), result[1]
+    return list(result), None
+
+
+def with_logs(cotangents: list[Any], logs: Any, like: Any) -> Any:
+    """The reverse of `cotangents_and_logs`."""
+    return (cotangents, logs) if isinstance(like, tuple) else cotangents

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 
@@ -23,14 +23,17 @@ from batchax.engine.outputs import FlatOutputs, check_out_axes, flatten_outputs,
 from batchax.errors import ArgumentTypeError
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
 def vmap(
-    fun: Callable[..., Any],
+    fun: F,
     in_axes: Any = 0,
     out_axes: Any = 0,
     axis_name: Hashable | None = None,
     axis_size: int | None = None,
     spmd_axis_name: Hashable | tuple[Hashable, ...] | None = None,
-) -> Callable[..., Any]:
+) -> F:
     """Batches `fun`, a function of one example, over an axis of its arguments.
 
     A drop-in for ``jax.vmap``: ``vmap(fun)(xs)[i] == fun(xs[i])`` for each lane
@@ -92,7 +95,7 @@ def vmap(
         outs = _run(axis, one_example, flat.mapped, outputs)
         return outputs[0].rebuild(outs)
 
-    return batched
+    return cast(F, batched)
 
 
 def _run(
@@ -103,7 +106,7 @@ def _run(
         values = [m.value for m in mapped]
         axes = [m.axis for m in mapped]
         avals = [example_aval(axis, jax.typeof(x), a) for x, a in zip(values, axes, strict=True)]
-        staged = stage_function(axis, one_example, avals)
+        staged = stage_function(axis, one_example, avals, [m.path for m in mapped])
         outs, out_axes = interpret(axis, staged.jaxpr, staged.consts, values, axes)
         return [
             place(axis, output, x, a)

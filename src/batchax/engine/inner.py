@@ -31,7 +31,7 @@ ANYWHERE: Any = _Anywhere()
 
 # Weak in the body, so that arrays a body holds are freed with it; bounded, for
 # bodies whose batched form refers back to them.
-_batched: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+_built: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 _MOST_BODIES = 4096
 
 
@@ -57,12 +57,18 @@ def batch_inner(
     in_axes = tuple(in_axes)
     n_out = len(body.out_avals)
     wanted = (out_axes,) * n_out if out_axes is ANYWHERE else tuple(out_axes)
-    key = (axis, in_axes, wanted, jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
-    known = _batched.setdefault(body, {})
+    key = (axis, in_axes, wanted)
+    return remembered(body, key, lambda: _batch_inner(axis, body, in_axes, wanted))
+
+
+def remembered(body: _compat.ClosedJaxpr, key: Any, build: Callable[[], Any]) -> Any:
+    """What `build` returns, built once for each `key` for as long as `body` lives."""
+    key = (key, jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+    known = _built.setdefault(body, {})
     if key not in known:
-        if len(_batched) > _MOST_BODIES:
-            del _batched[next(iter(_batched))]
-        known[key] = _batch_inner(axis, body, in_axes, wanted)
+        if len(_built) > _MOST_BODIES:
+            del _built[next(iter(_built))]
+        known[key] = build()
     return known[key]
 
 
@@ -97,9 +103,14 @@ def example_aval(axis: Axis, aval: Any, position: AxisPosition) -> Any:
 
 
 def stage_function(
-    axis: Axis, fun: Callable[..., Any], avals: Sequence[Any]
+    axis: Axis,
+    fun: Callable[..., Any],
+    avals: Sequence[Any],
+    arg_names: Sequence[str] | None = None,
 ) -> _compat.ClosedJaxpr:
     """Stages a flat per-example function, with the name of `axis` in scope.
+
+    `arg_names` is what messages call its arguments.
 
     Staging makes tracers of everything the function computes. A function that
     branches in Python on something it computes from unbatched arguments alone
@@ -107,7 +118,7 @@ def stage_function(
     """
     named = [] if axis.name is None else [(axis.name, axis.size)]
     try:
-        return _compat.stage(fun, avals, named)
+        return _compat.stage(fun, avals, named, arg_names)
     except _NEEDS_VALUES as error:
 
         @functools.wraps(fun)
@@ -116,7 +127,7 @@ def stage_function(
                 return fun(*args)
 
         try:
-            return _compat.stage(unbatched_at_once, avals, named)
+            return _compat.stage(unbatched_at_once, avals, named, arg_names)
         except Exception:
             # The first error names the value the function needed: a batched one,
             # or one computed from the index or size of the axis.
