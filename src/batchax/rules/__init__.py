@@ -3,18 +3,21 @@
 Importing this package registers them all.
 """
 
+from batchax.rules import branches as branches
 from batchax.rules import callbacks as callbacks
 from batchax.rules import calls as calls
 from batchax.rules import collectives as collectives
 from batchax.rules import contraction as contraction
-from batchax.rules import control_flow as control_flow
 from batchax.rules import convolution as convolution
 from batchax.rules import elementwise as elementwise
+from batchax.rules import exchanges as exchanges
 from batchax.rules import fft as fft
 from batchax.rules import gather_scatter as gather_scatter
 from batchax.rules import indexing as indexing
 from batchax.rules import linalg as linalg
 from batchax.rules import ragged_contraction as ragged_contraction
+from batchax.rules import loops as loops
+from batchax.rules import masking as masking
 from batchax.rules import random as random
 from batchax.rules import reduction as reduction
 from batchax.rules import references as references

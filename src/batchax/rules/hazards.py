@@ -1,0 +1,121 @@
+"""What a program could do to lanes that it was not meant for.
+
+Protecting masked lanes costs operations. Most small branches need none, and this
+module says which do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from batchax import _compat
+
+# Operations whose derivative does not depend on their operands: a zero cotangent
+# stays zero whatever a masked lane holds.
+_LINEAR = frozenset(
+    """
+    add add_any broadcast_in_dim clamp complex concatenate conj convert_element_type copy copy_p
+    cumsum dynamic_slice dynamic_update_slice expand_dims gather imag max min neg pad real
+    reduce_precision reduce_sum reshape rev safe_lanes scatter-add select_n slice split squeeze
+    sub transpose
+    """.split()
+)
+
+# Linear where one operand is a number written in the program: which operand may vary.
+_LINEAR_IN = {"mul": (0, 1), "div": (0,)}
+
+# Programs inside these are looked at by themselves.
+_TRANSPARENT = frozenset("jit pjit closed_call core_call cond eval_jaxpr checkpoint scan".split())
+
+_LOOPS = frozenset({"scan", "while"})
+_CALLBACKS = frozenset({"pure_callback", "io_callback"})
+_COLLECTIVES_WITHOUT_EFFECT = frozenset({"ppermute", "pbroadcast", "pbroadcast_dynamic"})
+
+
+@dataclass(frozen=True)
+class Hazards:
+    """What may go wrong in masked lanes.
+
+    Attributes:
+      nonlinear: a derivative depends on values: NaN or inf may reach gradients.
+      endless: a loop that ends on values, or a callback: it must not see operands
+        of lanes that do not run it.
+      costly: a loop or a callback: worth skipping when no lane runs it.
+      collective: lanes see each other. A collective counts all lanes of its
+        axis, those that drop the result too, as in ``jax.vmap``: their operands
+        stay as they are, and the program runs even if no lane needs it.
+    """
+
+    nonlinear: bool
+    endless: bool
+    costly: bool
+    collective: bool
+
+
+_known: weakref.WeakKeyDictionary[Any, Hazards] = weakref.WeakKeyDictionary()
+
+
+def hazards(jaxpr: Any) -> Hazards:
+    """The hazards of `jaxpr`, programs inside it included."""
+    if jaxpr not in _known:
+        eqns = list(_equations(jaxpr))
+        names = {eqn.primitive.name for eqn in eqns}
+        _known[jaxpr] = Hazards(
+            nonlinear=not all(map(_is_linear, eqns)),
+            endless="while" in names or not names.isdisjoint(_CALLBACKS),
+            costly=not names.isdisjoint(_LOOPS | _CALLBACKS),
+            collective=any(map(_is_collective, eqns)),
+        )
+    return _known[jaxpr]
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for program in _programs(tuple(eqn.params.values())):
+            yield from _equations(program)
+
+
+def _programs(value: Any) -> Iterator[Any]:
+    """The jaxprs in a parameter: itself, or in tuples of any type."""
+    if isinstance(value, _compat.JAXPR_TYPES):
+        yield value.jaxpr if isinstance(value, _compat.ClosedJaxpr) else value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _programs(item)
+
+
+def _is_linear(eqn: Any) -> bool:
+    name = eqn.primitive.name
+    if name in _LINEAR or name in _TRANSPARENT:
+        return True
+    varying = [i for i, v in enumerate(eqn.invars) if not _is_number(v)]
+    if not any(_is_inexact(eqn.invars[i]) for i in varying):
+        return True
+    if not any(map(_is_inexact, eqn.outvars)):
+        return True
+    return len(varying) == 1 and varying[0] in _LINEAR_IN.get(name, ())
+
+
+def _is_number(v: Any) -> bool:
+    return isinstance(v, Literal) and bool(np.all(np.isfinite(v.val)))
+
+
+def _is_inexact(v: Any) -> bool:
+    dtype = getattr(v.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _is_collective(eqn: Any) -> bool:
+    name = eqn.primitive.name
+    if name in _COLLECTIVES_WITHOUT_EFFECT:
+        return True
+    inside = any(True for _ in _programs(tuple(eqn.params.values())))
+    return not inside and name != "axis_index" and bool(_compat.named_axes(eqn.effects))

@@ -1,0 +1,206 @@
+"""`scan` and `while`.
+
+What of a carry is batched is found by running the body: a carry starts as its
+initial value is, and becomes batched only if some iteration makes it so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core.primitives import scan_p, while_p
+
+from batchax import _compat
+from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
+from batchax.engine.inner import ANYWHERE, batch_inner, batched_aval, remembered
+from batchax.engine.interpreter import interpret
+from batchax.engine.registry import register_rule
+from batchax.errors import UnsupportedError
+from batchax.rules.hazards import hazards
+from batchax.rules.in_order import run_in_order
+from batchax.rules.masking import run_masked, select_lanes
+
+Placed = tuple[list[Any], list[AxisPosition]]
+"""Values, and where each carries the batch axis."""
+
+
+@register_rule(scan_p)
+def _scan(axis: Axis, args: Any, axes: Any, /, *, jaxpr: Any, **params: Any) -> Placed:
+    n_consts, n_carry = _compat.scan_counts(params)
+    args, axes = list(args), list(axes)
+    for i in range(n_consts + n_carry, len(args)):
+        if axes[i] == 0:  # where the axis of the scan has to be
+            if _compat.is_reference(jax.typeof(args[i])):
+                raise UnsupportedError(
+                    "a scan runs over a reference (jax.new_ref) whose batch axis is 0, which is "
+                    "where the axis of the scan must be, and a reference cannot be transposed. "
+                    "Batch the reference along another axis, or scan over an array."
+                )
+            args[i], axes[i] = move_axis(args[i], 0, 1), 1
+    consts, carry, xs = _split(args, n_consts, n_carry)
+    consts_at, carry_at, xs_at = _split(axes, n_consts, n_carry)
+
+    inside = [None if a is None else a - 1 for a in xs_at]
+    body, settled, ys_at = _settle(axis, jaxpr, consts_at, carry_at, inside)
+    carry = _matched(axis, carry, carry_at, settled)
+    outs = scan_p.bind(*consts, *carry, *xs, jaxpr=body, **params)
+    return outs, [*settled, *(None if a is None else a + 1 for a in ys_at)]
+
+
+@register_rule(while_p)
+def _while(
+    axis: Axis,
+    args: Any,
+    axes: Any,
+    /,
+    *,
+    cond_nconsts: int,
+    cond_jaxpr: Any,
+    body_nconsts: int,
+    body_jaxpr: Any,
+) -> Placed:
+    counts = {"cond_nconsts": cond_nconsts, "body_nconsts": body_nconsts}
+    test_consts, body_consts, carry = _split(args, cond_nconsts, body_nconsts)
+    test_at, body_at, carry_at = _split(axes, cond_nconsts, body_nconsts)
+
+    # A predicate may itself be an array (of an inner vmap); its axes lead each carry.
+    lowest = len(cond_jaxpr.out_avals[0].shape)
+    body, settled, _ = _settle(axis, body_jaxpr, body_at, carry_at, (), lowest)
+    test, (predicate_at,) = batch_inner(axis, cond_jaxpr, (*test_at, *settled))
+    if predicate_at is None:
+        carry = _matched(axis, carry, carry_at, settled)
+        operands = (*test_consts, *body_consts, *carry)
+        return while_p.bind(*operands, cond_jaxpr=test, body_jaxpr=body, **counts), settled
+
+    if _compat.ordered_by_lane(cond_jaxpr.effects | body_jaxpr.effects):
+        programs = {"cond_jaxpr": cond_jaxpr, "body_jaxpr": body_jaxpr}
+        return run_in_order(axis, while_p, args, axes, {**programs, **counts})
+
+    # Lanes end at different steps. What the body computes for finished lanes is
+    # dropped, so every carry depends on the lane.
+    front = [0] * len(carry)
+    carry = _matched(axis, carry, carry_at, front)
+    hazard = hazards(body_jaxpr.jaxpr)
+    protected = hazard.endless and not hazard.collective
+    if not protected and not _holds_references(body_jaxpr, cond_jaxpr):
+        # The loop of JAX does just this where the predicate is an array.
+        if settled != front:
+            body, _ = batch_inner(axis, body_jaxpr, (*body_at, *front), front)
+        test, _ = batch_inner(axis, cond_jaxpr, (*test_at, *front), (0,))
+        operands = (*test_consts, *body_consts, *carry)
+        return while_p.bind(*operands, cond_jaxpr=test, body_jaxpr=body, **counts), front
+
+    operands = (*test_consts, *body_consts)
+    live = _test(axis, cond_jaxpr, [*test_consts, *carry], [*test_at, *front])
+    any_live, step = _masked_loop(axis, cond_jaxpr, body_jaxpr, test_at, body_at, protected)
+    _, *outs = while_p.bind(
+        *operands,
+        live,
+        *carry,
+        cond_nconsts=0,
+        cond_jaxpr=any_live,
+        body_nconsts=len(operands),
+        body_jaxpr=step,
+    )
+    return outs, front
+
+
+def _masked_loop(
+    axis: Axis, cond_jaxpr: Any, body_jaxpr: Any, test_at: Any, body_at: Any, protected: bool
+) -> tuple[Any, Any]:
+    """Predicate and body of a loop whose carry begins with the lanes still running.
+
+    In the body finished lanes hold operands of a running lane: a loop in it ends
+    when that of the running lanes does. And references keep their contents.
+    """
+    front = [0] * len(body_jaxpr.out_avals)
+    positions = [*body_at, *front]
+    replaced = range(len(positions)) if protected else ()
+    written = _compat.written_inputs(body_jaxpr.jaxpr)
+
+    def run(operands: list[Any], positions: list[AxisPosition]) -> Placed:
+        return interpret(axis, body_jaxpr.jaxpr, body_jaxpr.consts, operands, positions)
+
+    def step(*operands: Any) -> list[Any]:
+        test_consts, body_consts, (live, *carry) = _split(operands, len(test_at), len(body_at))
+        new, at = run_masked(live, run, [*body_consts, *carry], positions, replaced, written)
+        new = _matched(axis, new, at, front)
+        carry = [select_lanes(live, 0, x, old) for x, old in zip(new, carry, strict=True)]
+        return [live & _test(axis, cond_jaxpr, [*test_consts, *carry], [*test_at, *front]), *carry]
+
+    def any_live(live: Any, *_: Any) -> list[Any]:
+        return [lax.reduce_or(live, tuple(range(live.ndim)))]
+
+    def build() -> tuple[Any, Any]:
+        tests = [batched_aval(axis, a, p) for a, p in zip(cond_jaxpr.in_avals, test_at)]  # noqa: B905
+        types = [
+            batched_aval(axis, a, p) for a, p in zip(body_jaxpr.in_avals, positions, strict=True)
+        ]
+        consts, carry = types[: len(body_at)], types[len(body_at) :]
+        live = batched_aval(axis, cond_jaxpr.out_avals[0], 0)
+        return (
+            _compat.stage(any_live, [live, *carry]),
+            _compat.stage(step, [*tests, *consts, live, *carry]),
+        )
+
+    key = (axis, cond_jaxpr, tuple(test_at), tuple(body_at))
+    return remembered(body_jaxpr, key, build)
+
+
+def _test(axis: Axis, cond_jaxpr: Any, operands: Any, positions: Any) -> Any:
+    """The predicate of each lane, lanes first."""
+    (live,), (at,) = interpret(axis, cond_jaxpr.jaxpr, cond_jaxpr.consts, operands, positions)
+    return match_axis(axis, live, at, 0)
+
+
+def _settle(
+    axis: Axis, body: Any, consts_at: Any, carry_at: Any, xs_at: Any, lowest: int = 0
+) -> tuple[Any, list[AxisPosition], list[AxisPosition]]:
+    """The batched body, and where it receives and returns the batch axis of each carry.
+
+    A carry that is batched stays so. Its axis goes where the body leaves it, but
+    never before dimension `lowest`, so that it is moved once and not in each
+    iteration.
+    """
+
+    def allowed(a: AxisPosition) -> AxisPosition:
+        return a if a is None else max(a, lowest)
+
+    carry_at = [allowed(a) for a in carry_at]
+    n = len(carry_at)
+    for attempt in range(n + 2):
+        batched, out = batch_inner(axis, body, (*consts_at, *carry_at, *xs_at))
+        if list(out[:n]) == carry_at:
+            return batched, carry_at, list(out[n:])
+        found = [
+            allowed(new) if old is None or (attempt == 0 and new is not None) else old
+            for old, new in zip(carry_at, out[:n], strict=True)
+        ]
+        if found == carry_at:
+            break
+        carry_at = found
+    wanted = [*(ANYWHERE if a is None else a for a in carry_at), *[ANYWHERE] * (len(out) - n)]
+    batched, out = batch_inner(axis, body, (*consts_at, *carry_at, *xs_at), wanted)
+    return batched, carry_at, list(out[n:])
+
+
+def _matched(
+    axis: Axis, values: Sequence[Any], sources: Any, destinations: Any
+) -> list[Any]:
+    """Values with their batch axes where they are to be; None is left as it is."""
+    return [
+        x if to is None else match_axis(axis, x, a, to)
+        for x, a, to in zip(values, sources, destinations, strict=True)
+    ]
+
+
+def _holds_references(*programs: Any) -> bool:
+    return any(_compat.is_reference(a) for program in programs for a in program.in_avals)
+
+
+def _split(items: Any, n_first: int, n_second: int) -> tuple[list[Any], list[Any], list[Any]]:
+    items = list(items)
+    return items[:n_first], items[n_first : n_first + n_second], items[n_first + n_second :]

@@ -1,0 +1,179 @@
+"""Safe values for lanes that are masked out: branches not taken, loops finished.
+
+Under a predicate that differs between lanes a program runs for all of them, and
+for some its results are dropped. What it computes there must do no harm: a NaN
+would reach the gradient of an operand that all lanes share (``0 * nan``), a loop
+might never end, a callback might see what it was never written for. So, before
+the program runs, the operands of a masked lane are replaced by those of the first
+live lane: all lanes then compute what some real lane computes.
+
+The replacement is a primitive of its own, `safe_lanes`, because of its
+derivative: nothing flows into or out of a masked lane. With
+``jax.lax.stop_gradient`` in its place, which cannot be transposed, a branch inside
+a ``custom_jvp`` rule could not be differentiated in reverse mode.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import ad, batching, mlir
+
+from batchax import _compat
+from batchax.engine.axis import Axis, AxisPosition, axis_to_front, move_axis
+from batchax.engine.registry import register_rule
+from batchax.errors import UnsupportedError
+
+safe_lanes_p = _compat.Primitive("safe_lanes")
+
+
+def safe_lanes(live: Any, x: Any, depth: int) -> Any:
+    """`x` with its masked lanes replaced by the first live one.
+
+    Args:
+      live: a boolean array; each of its elements is a lane.
+      x: an operand. Its first `depth` axes are the first of `live`; it is the
+        same along the others.
+      depth: 0 for an operand that all lanes share. Its value stays, and no
+        derivative reaches it unless some lane is live.
+
+    Returns:
+      An array of the type of `x`. Without a live lane it is `x`.
+    """
+    return safe_lanes_p.bind(live, _compat.varying_as(x, jax.typeof(live)), depth=depth, fill="donor")
+
+
+@functools.partial(jax.jit, static_argnames=("depth", "fill"))
+def _values(live: Any, x: Any, *, depth: int, fill: str) -> Any:
+    """What `safe_lanes_p` computes; masked lanes get the `fill` "donor" or "zero"."""
+    if (fill == "donor" and depth == 0) or any(isinstance(n, int) and n == 0 for n in live.shape):
+        return x
+    if depth < live.ndim:
+        live = lax.reduce_or(live, tuple(range(depth, live.ndim)))
+    if fill == "zero":
+        other = lax.full_like(x, 0)
+    else:
+        lanes = live.shape
+        first = lax.argmax(lax.reshape(live, (math.prod(lanes),)), 0, np.int32)
+        start = [*jnp.unravel_index(first, lanes), *[0] * (x.ndim - depth)]
+        donor = lax.dynamic_slice(x, start, [1] * depth + list(x.shape[depth:]))
+        kept = tuple(range(depth, x.ndim))
+        other = lax.broadcast_in_dim(lax.squeeze(donor, range(depth)), x.shape, kept)
+    if live.ndim and live.ndim < x.ndim:
+        live = lax.broadcast_in_dim(live, x.shape, tuple(range(depth)))
+    return lax.select(live, x, other)
+
+
+def _jvp(primals: Any, tangents: Any, *, depth: int, fill: str) -> tuple[Any, Any]:
+    live, x = primals
+    out = safe_lanes_p.bind(live, x, depth=depth, fill=fill)
+    return out, _cut(tangents[1], live, depth)
+
+
+def _transpose(cotangent: Any, live: Any, x: Any, *, depth: int, fill: str) -> list[Any]:
+    return [None, _cut(cotangent, live, depth)]
+
+
+def _cut(tangent: Any, live: Any, depth: int) -> Any:
+    if type(tangent) is ad.Zero:
+        return tangent
+    return safe_lanes_p.bind(live, tangent, depth=depth, fill="zero")
+
+
+@register_rule(safe_lanes_p)
+def _batched(
+    axis: Axis, args: Any, axes: Any, /, *, depth: int, fill: str
+) -> tuple[Any, AxisPosition]:
+    (live, x), (live_at, x_at) = args, axes
+    if live_at is None:  # one more axis of what a lane holds
+        if x_at < depth:
+            x = move_axis(x, x_at, depth)
+        return safe_lanes_p.bind(live, x, depth=depth, fill=fill), max(x_at, depth)
+    # The lanes of both axes form one set: where a whole row of lanes is masked, it
+    # borrows from another row.
+    live = move_axis(live, live_at, 0)
+    if x_at is None and depth == 0:
+        return safe_lanes_p.bind(live, x, depth=0, fill=fill), None
+    x = axis_to_front(axis, x, x_at)
+    return safe_lanes_p.bind(live, x, depth=depth + 1, fill=fill), 0
+
+
+def _batched_by_jax(args: Any, axes: Any, **params: Any) -> tuple[Any, Any]:
+    size = next(x.shape[a] for x, a in zip(args, axes, strict=True) if a is not None)
+    return _batched(Axis(size), args, axes, **params)
+
+
+safe_lanes_p.def_impl(_values)
+safe_lanes_p.def_abstract_eval(lambda live, x, **params: x)
+mlir.register_lowering(safe_lanes_p, mlir.lower_fun(_values, multiple_results=False))
+ad.primitive_jvps[safe_lanes_p] = _jvp
+ad.primitive_transposes[safe_lanes_p] = _transpose
+batching.primitive_batchers[safe_lanes_p] = _batched_by_jax
+
+
+def run_masked(
+    live: Any,
+    run: Callable[[list[Any], list[AxisPosition]], tuple[list[Any], list[AxisPosition]]],
+    operands: Sequence[Any],
+    positions: Sequence[AxisPosition],
+    replaced: Collection[int],
+    written: Collection[int],
+) -> tuple[list[Any], list[AxisPosition]]:
+    """Runs a program for all lanes so that masked lanes do no harm.
+
+    Args:
+      live: for each lane (along axis 0) whether its results count.
+      run: the program: operands and positions to results and positions.
+      operands: its operands.
+      positions: where each carries the batch axis.
+      replaced: which operands masked lanes must not see as they are.
+      written: which operands are references the program writes to: masked lanes
+        of those are restored.
+
+    Raises:
+      UnsupportedError: the program writes to a reference that all lanes share.
+    """
+    operands, positions, saved = list(operands), list(positions), []
+    for i, (x, position) in enumerate(zip(operands, positions, strict=True)):
+        if _compat.is_reference(jax.typeof(x)):
+            if position is None and i in written:
+                raise UnsupportedError(
+                    "a reference (jax.new_ref) that all lanes share is written to where lanes "
+                    "diverge: in a branch that not every lane takes, or in a loop that ends at a "
+                    "different step in each lane. Create the reference inside the function, or "
+                    "pass it with a batch axis, so that each lane has its own."
+                )
+            if position is not None and (i in written or i in replaced):
+                saved.append((x, position, x[...]))
+            if position is not None and i in replaced:
+                safe = safe_lanes(live, move_axis(x[...], position, 0), 1)
+                x[...] = move_axis(safe, 0, position)
+        elif i in replaced and position is not None:
+            operands[i], positions[i] = safe_lanes(live, move_axis(x, position, 0), 1), 0
+        elif i in replaced and isinstance(x, jax.Array) and _is_inexact(x):
+            operands[i] = safe_lanes(live, x, 0)
+    results = run(operands, positions)
+    for reference, position, before in saved:
+        reference[...] = select_lanes(live, position, reference[...], before)
+    return results
+
+
+def select_lanes(live: Any, position: int, new: Any, old: Any) -> Any:
+    """`new` in live lanes and `old` in the others; both have their lanes at `position`."""
+    if new is old:
+        return old
+    dims = tuple(range(position, position + live.ndim))
+    if live.ndim < new.ndim:
+        live = lax.broadcast_in_dim(live, new.shape, dims)
+    return lax.select(live, new, old)
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
