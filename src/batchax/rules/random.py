@@ -1,1 +1,86 @@
-"""Random keys and bits."""
+"""Random keys and bits.
+
+Each lane gets exactly what it would get alone. For counter-based generators
+(threefry, philox) that is one call over all keys. The generators that XLA
+provides (`rbg`, `unsafe_rbg`, `jax.lax.rng_bit_generator`) give one stream for
+a whole array of keys, which is what ``jax.vmap`` returns: other bits than each
+key gives alone, and lanes that share them. Here their lanes run one after
+another.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+
+from batchax import _compat
+from batchax.engine.axis import Axis, axis_to_front
+from batchax.engine.fallback import one_after_another
+from batchax.engine.registry import find_rule, register_rule
+from batchax.engine.rule_makers import broadcasting, leading_rule, vectorized
+
+COUNTER_BASED = {"philox2x32", "philox4x32", "threefry2x32", "threefry4x32"}
+
+# The key implementations for which a primitive, given many keys, does for each
+# what it does for one. A user's own implementation may be anything.
+TOGETHER = {
+    "random_bits": COUNTER_BASED,
+    "random_fold_in": COUNTER_BASED | {"rbg"},
+    "random_gamma": COUNTER_BASED | {"rbg"},
+    "random_seed": COUNTER_BASED | {"rbg", "unsafe_rbg"},
+    "random_split": COUNTER_BASED | {"rbg"},
+}
+
+
+def _lane_by_lane(
+    primitive: Any, axis: Axis, args: Any, axes: Any, /, **params: Any
+) -> tuple[Any, Any]:
+    def one_lane(*xs: Any) -> list[Any]:
+        out = primitive.bind(*xs, **params)
+        return out if primitive.multiple_results else [out]
+
+    outs = one_after_another(axis, one_lane, args, axes)
+    return (outs, [0] * len(outs)) if primitive.multiple_results else (outs[0], 0)
+
+
+for _name in ("random_bits", "random_clone", "random_seed", "random_split", "random_unwrap"):
+    vectorized(_compat.find_primitive(_name))
+for _name in ("random_fold_in", *COUNTER_BASED):
+    broadcasting(_compat.find_primitive(_name))
+for _primitive in (lax.rng_bit_generator_p, lax.rng_uniform_p):
+    register_rule(_primitive)(partial(_lane_by_lane, _primitive))
+
+
+_wrap_p: Any = _compat.find_primitive("random_wrap")
+_gamma_p: Any = _compat.find_primitive("random_gamma")
+
+
+@register_rule(_wrap_p)
+def _wrap(axis: Axis, args: Any, axes: Any, /, *, impl: Any) -> tuple[Any, Any]:
+    return leading_rule(_wrap_p, (len(impl.key_shape),), axis, args, axes, impl=impl)
+
+
+@register_rule(_gamma_p)
+def _gamma(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+    # The shape of the keys must be a prefix of that of the parameter.
+    args = [axis_to_front(axis, x, a) for x, a in zip(args, axes, strict=True)]
+    return _gamma_p.bind(*args, **params), 0
+
+
+def _only_together(primitive: Any, implementations: set[str]) -> None:
+    """Keeps the rule of `primitive` to keys of `implementations`; others run alone."""
+    together: Any = find_rule(primitive)
+
+    @register_rule(primitive)
+    def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+        impl = params["impl"].name if "impl" in params else jax.random.key_impl(args[0])
+        if isinstance(impl, str) and impl in implementations:
+            return together(axis, args, axes, **params)
+        return _lane_by_lane(primitive, axis, args, axes, **params)
+
+
+for _name, _implementations in TOGETHER.items():
+    _only_together(_compat.find_primitive(_name), _implementations)
