@@ -6,13 +6,14 @@
 #   make test-all   the same, and the suite on Python 3.12 with JAX 0.12
 #   make lint       lint and types alone
 #   make docs       the generated pages in docs/
+#   make bench      bx.vmap against jax.vmap: a table and a plot in docs/ (minutes)
 
 JOBS ?= 2
 PYTEST = -m pytest -q -n $(JOBS)
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-all lint docs constraints clean
+.PHONY: demo test test-all lint docs bench constraints clean
 
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
@@ -35,6 +36,9 @@ lint: .venv/ready
 
 docs: .venv/ready
 	.venv/bin/python docs/generate_primitives.py
+
+bench: .venv/ready
+	.venv/bin/python -m benchmarks
 
 # An environment is ready when everything in it has the version that the
 # constraints name. The build backend is installed with the rest, under the same

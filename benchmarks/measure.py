@@ -1,0 +1,173 @@
+"""Measuring one workload under both vmaps.
+
+Both sides run in turns, so that whatever else the machine does meets both
+alike, and are compared by the ratio of their medians. The interval given with
+a ratio is a 95% bootstrap interval over the turns.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+import batchax as bx
+from benchmarks.programs import counts, normalised_hlo, operations, primitives
+from benchmarks.workload import Workload
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much work goes into one measurement."""
+
+    traces: int
+    runs: int
+    seconds_per_run: float
+    most_lanes: int | None = None
+
+
+FULL = Effort(traces=31, runs=31, seconds_per_run=0.01)
+QUICK = Effort(traces=5, runs=5, seconds_per_run=0.001, most_lanes=16)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """batchax's median over that of jax.vmap, with its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Side:
+    """One vmap on one workload."""
+
+    trace_seconds: float
+    run_seconds: float
+    primitives: Counter[str]
+    counts: dict[str, int]
+    operations: Counter[str]
+    temporary_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """Both vmaps on one workload."""
+
+    name: str
+    family: str
+    ours: Side
+    jax: Side
+    trace: Ratio
+    run: Ratio
+    hlo: str
+    """"same", "same operations" (in another order or layout) or "differs"."""
+
+    def more(self, kind: str) -> int:
+        """How many more equations of a kind batchax emits than jax.vmap."""
+        return self.ours.counts[kind] - self.jax.counts[kind]
+
+
+def measure(workload: Workload, effort: Effort) -> Result:
+    """Traces, compiles and runs `workload` under ``bx.vmap`` and ``jax.vmap``."""
+    lanes = min(workload.lanes, effort.most_lanes or workload.lanes)
+    args = jax.block_until_ready(workload.data(lanes))
+
+    def tracing(vmap: Callable[..., Any]) -> Callable[[], Any]:
+        return lambda: jax.make_jaxpr(workload.batched_by(vmap))(*args)
+
+    vmaps = (bx.vmap, jax.vmap)
+    jaxprs = [tracing(vmap)() for vmap in vmaps]  # the first time also fills JAX's caches
+    # Tracing is work of one thread, whose own clock leaves other programs out.
+    trace_times = in_turns(*map(tracing, vmaps), effort.traces, time.thread_time)
+
+    compiled = [jax.jit(workload.batched_by(vmap)).lower(*args).compile() for vmap in vmaps]
+    run_times = in_turns(
+        *(_repeated(c, args, effort.seconds_per_run) for c in compiled),
+        effort.runs,
+        time.perf_counter,
+    )
+    hlo = [normalised_hlo(c.as_text()) for c in compiled]
+    ours, theirs = (
+        _side(jaxpr, text, c.memory_analysis(), np.median(traces), np.median(runs))
+        for jaxpr, text, c, traces, runs in zip(
+            jaxprs, hlo, compiled, trace_times, run_times, strict=True
+        )
+    )
+    return Result(
+        workload.name,
+        workload.family,
+        ours,
+        theirs,
+        ratio_of_medians(*trace_times),
+        ratio_of_medians(*run_times),
+        "same"
+        if hlo[0] == hlo[1]
+        else "same operations"
+        if ours.operations == theirs.operations
+        else "differs",
+    )
+
+
+def in_turns(
+    first: Callable[[], Any], second: Callable[[], Any], turns: int, clock: Callable[[], float]
+) -> tuple[list[float], list[float]]:
+    """Seconds of each of `turns` calls of both functions, who begins alternating.
+
+    A function that returns a number says how often it did its work.
+    """
+    times: tuple[list[float], list[float]] = ([], [])
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(turns):
+            for which in (0, 1) if turn % 2 else (1, 0):
+                start = clock()
+                done = (first, second)[which]()
+                seconds = clock() - start
+                times[which].append(seconds / (done if isinstance(done, int) else 1))
+    finally:
+        gc.enable()
+    return times
+
+
+def ratio_of_medians(a: list[float], b: list[float]) -> Ratio:
+    """The ratio of the medians; its interval resamples turns, which pair `a` and `b`."""
+    drawn = np.random.default_rng(0).integers(len(a), size=(2000, len(a)))
+    ratios = np.median(np.asarray(a)[drawn], axis=1) / np.median(np.asarray(b)[drawn], axis=1)
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    return Ratio(float(np.median(a) / np.median(b)), float(low), float(high))
+
+
+def _repeated(compiled: Any, args: Any, seconds: float) -> Callable[[], int]:
+    """Runs a program often enough to take about `seconds`; returns how often."""
+    jax.block_until_ready(compiled(*args))
+    start = time.perf_counter()
+    jax.block_until_ready(compiled(*args))
+    once = time.perf_counter() - start
+    times = max(1, min(1000, round(seconds / once)))
+
+    def run() -> int:
+        for _ in range(times):
+            out = compiled(*args)
+            jax.block_until_ready(out)
+        return times
+
+    return run
+
+
+def _side(jaxpr: Any, hlo: str, memory: Any, trace: Any, run: Any) -> Side:
+    histogram = Counter(primitives(jaxpr.jaxpr))
+    temporary = memory.temp_size_in_bytes
+    total = temporary + memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return Side(
+        float(trace), float(run), histogram, counts(histogram), operations(hlo), temporary, total
+    )

@@ -1,0 +1,235 @@
+"""What was measured, in words, as a table and as a picture."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.measure import Ratio, Result
+from benchmarks.programs import KINDS
+
+TITLE = "bx.vmap against jax.vmap"
+TRACING_GOAL = 1.1
+
+
+def line(result: Result) -> str:
+    """One workload on one line of a terminal."""
+    return (
+        f"{result.name:41} tracing {_interval(result.trace)}  running {_interval(result.run)}  "
+        f"HLO {result.hlo:15}"
+    )
+
+
+def summary(results: Sequence[Result]) -> str:
+    """What the numbers say, the worst cases by name, as a Markdown list."""
+    same = [r for r in results if r.hlo == "same"]
+    points = [
+        f"{len(results)} workloads; the optimised HLO is the same on {len(same)}"
+        + _named((r for r in results if r.hlo != "same"), lambda r: _hlo_change(r), "; not on"),
+        f"Tracing takes {_median(r.trace for r in results)} times as long as `jax.vmap` at the "
+        "median; longest"
+        + _named(
+            sorted(results, key=lambda r: -r.trace.value)[:5], lambda r: f"{r.trace.value:.2f}"
+        ),
+        f"Running takes {_median(r.run for r in results)} times as long at the median; slower "
+        "beyond the interval"
+        + _named(
+            sorted((r for r in results if r.run.low > 1), key=lambda r: -r.run.value),
+            lambda r: _interval(r.run),
+        )
+        + "; faster beyond it"
+        + _named(
+            sorted((r for r in results if r.run.high < 1), key=lambda r: r.run.value),
+            lambda r: _interval(r.run),
+        ),
+    ]
+    if same:
+        points.append(
+            "Where the HLO is the same, the ratio of run times would be 1 on a quiet machine; it "
+            f"went from {min(r.run.value for r in same):.2f} to "
+            f"{max(r.run.value for r in same):.2f}: that is the noise of these measurements."
+        )
+    for kind in KINDS:
+        ours, theirs = (sum(s.counts[kind] for s in side) for side in _sides(results))
+        points.append(
+            f"{kind.capitalize()}: {ours} against {theirs} in all; more than `jax.vmap`"
+            + _named(
+                (r for r in results if r.more(kind) > 0),
+                lambda r, kind=kind: f"{r.ours.counts[kind]} against {r.jax.counts[kind]}",
+            )
+        )
+    points.append(
+        "More memory than `jax.vmap` (arguments, outputs and temporaries)"
+        + _named(
+            (r for r in results if r.ours.total_bytes > r.jax.total_bytes),
+            lambda r: f"{_size(r.ours.total_bytes)} against {_size(r.jax.total_bytes)}",
+        )
+    )
+    return "\n".join(f"- {p}" if p.endswith(".") else f"- {p}." for p in points)
+
+
+def write(results: Sequence[Result], folder: Path) -> None:
+    """Writes `benchmarks.md` and `benchmarks.png` into `folder`."""
+    plot(results, folder / "benchmarks.png")
+    (folder / "benchmarks.md").write_text(_page(results))
+
+
+def _page(results: Sequence[Result]) -> str:
+    return f"""# {TITLE}
+
+Made by `make bench` (`python -m benchmarks`) with JAX {jax.__version__}, Python
+{platform.python_version()}, on {os.cpu_count()} {jax.default_backend().upper()} \
+{"cores" if jax.default_backend() == "cpu" else "host cores"} ({platform.machine()}).
+
+{summary(results)}
+
+![Ratios of tracing and run time for each workload](benchmarks.png)
+
+Both vmaps batch the same per-example function in one process, in turns. Ratios are batchax's
+median over that of `jax.vmap`, below 1 where batchax is faster, with a 95% bootstrap interval.
+*Tracing* is `jax.make_jaxpr` of the batched function, traced anew each time, in processor time of
+its thread. *Running* is the compiled program, on the clock. Counts are of equations in the jaxpr
+and all programs inside it, batchax's first where they differ. *HLO* compares the optimised
+programs without names and source lines; "same operations" have another order or layout.
+*Temporaries* is what the compiled program allocates beside arguments and outputs.
+
+{_table(results)}
+"""
+
+
+def _table(results: Sequence[Result]) -> str:
+    heads = ["workload", "tracing", "running", "HLO", *KINDS, "temporaries"]
+    rows = [heads, ["---"] + ["---:"] * 2 + ["---"] + ["---:"] * (len(KINDS) + 1)]
+    family = None
+    for r in results:
+        if r.family != family:
+            family = r.family
+            rows.append([f"**{family}**"] + [""] * (len(heads) - 1))
+        rows.append(
+            [
+                r.name,
+                _interval(r.trace),
+                _interval(r.run),
+                r.hlo,
+                *(_pair(r.ours.counts[kind], r.jax.counts[kind]) for kind in KINDS),
+                _pair(_size(r.ours.temporary_bytes), _size(r.jax.temporary_bytes)),
+            ]
+        )
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def plot(results: Sequence[Result], path: Path) -> None:
+    """Draws the ratios of all workloads, with their intervals."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, (tracing, running) = plt.subplots(
+        1, 2, sharey=True, figsize=(12, 2 + 0.2 * len(results)), layout="constrained"
+    )
+    same = np.array([r.hlo == "same" for r in results])
+    _ratios(tracing, [r.trace for r in results], {None: ("tab:blue", same | ~same)})
+    tracing.axvline(TRACING_GOAL, color="tab:green", linestyle="--", linewidth=1, label="goal 1.1")
+    tracing.set_title("time to trace, batchax / jax.vmap (log scale)", fontsize=10)
+    tracing.set_yticks(range(len(results)), [r.name for r in results], fontsize=8)
+    tracing.set_ylim(len(results) - 0.5, -0.5)
+    _ratios(
+        running,
+        [r.run for r in results],
+        {"same optimised HLO": ("0.45", same), "another HLO": ("tab:orange", ~same)},
+    )
+    running.set_title("time to run, batchax / jax.vmap (log scale)", fontsize=10)
+    families = [r.family for r in results]
+    for i, family in enumerate(families):
+        if i == 0 or family != families[i - 1]:
+            tracing.axhline(i - 0.5, color="0.8", linewidth=0.8)
+            running.axhline(i - 0.5, color="0.8", linewidth=0.8)
+            running.annotate(
+                family, (1.01, i), xycoords=("axes fraction", "data"), va="center", fontsize=8
+            )
+    for ax in (tracing, running):
+        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -1.5 / len(results)), ncols=3)
+    fig.suptitle(f"{TITLE}: medians with 95% intervals; left of 1 is faster", fontsize=11)
+    fig.savefig(path, dpi=110)
+    plt.close(fig)
+
+
+def _ratios(ax: Any, ratios: Sequence[Ratio], styles: dict[str | None, tuple[str, Any]]) -> None:
+    """One point with its interval for each row; `styles`: label to colour and which rows."""
+    value, low, high = np.array([(x.value, x.low, x.high) for x in ratios]).T
+    rows = np.arange(len(ratios))
+    for label, (colour, chosen) in styles.items():
+        ax.errorbar(
+            value[chosen],
+            rows[chosen],
+            xerr=[(value - low)[chosen], (high - value)[chosen]],
+            fmt="o",
+            markersize=4,
+            linewidth=1.2,
+            color=colour,
+            label=label if chosen.any() else None,
+        )
+    median = float(np.median(value))
+    ax.axvline(1, color="black", linewidth=0.8)
+    ax.axvline(median, color="tab:red", linestyle=":", label=f"median {median:.2f}")
+    # Intervals of a noisy machine may leave the picture, medians never do.
+    left = min(0.8, max(low.min(), 0.25), value.min()) / 1.05
+    right = max(1.25, min(high.max(), 4.0), value.max()) * 1.05
+    ax.set_xscale("log")
+    ax.set_xlim(left, right)
+    wide = right / left > 3
+    ticks = (0.125, 0.25, 0.5, 1, 2, 4, 8) if wide else (0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2)
+    ax.set_xticks([t for t in ticks if left <= t <= right])
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.minorticks_off()
+    ax.tick_params(axis="x", labelsize=8)
+    ax.grid(axis="x", color="0.9")
+
+
+def _named(results: Iterable[Result], say: Callable[[Result], str], before: str = "") -> str:
+    listed = [f"{r.name} ({say(r)})" for r in results]
+    if not listed and before:
+        return ""
+    return f"{before}: " + ("; ".join(listed) if listed else "none")
+
+
+def _hlo_change(result: Result) -> str:
+    if result.hlo == "same operations":
+        return "the same operations, arranged otherwise"
+    more = result.ours.operations - result.jax.operations
+    fewer = result.jax.operations - result.ours.operations
+    return ", ".join(
+        [f"+{n} {name}" for name, n in sorted(more.items())]
+        + [f"-{n} {name}" for name, n in sorted(fewer.items())]
+    )
+
+
+def _sides(results: Sequence[Result]) -> tuple[list, list]:
+    return [r.ours for r in results], [r.jax for r in results]
+
+
+def _median(ratios: Iterable[Ratio]) -> str:
+    return f"{np.median([r.value for r in ratios]):.2f}"
+
+
+def _interval(ratio: Ratio) -> str:
+    return f"{ratio.value:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
+
+
+def _pair(ours: object, theirs: object) -> str:
+    return f"{ours}" if ours == theirs else f"{ours} / {theirs}"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
