@@ -17,6 +17,7 @@ from jax.extend.core import Literal
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition
 from batchax.engine.fallback import run_without_rule
+from batchax.engine.named_axes import uses_name
 from batchax.engine.registry import find_rule
 
 
@@ -76,7 +77,7 @@ def batch_equation(
     """Outputs of one equation for all lanes, always as sequences."""
     primitive = eqn.primitive
     if all(a is None for a in operand_axes) and not (
-        axis.name is not None and eqn.effects and axis.name in _compat.named_axes(eqn.effects)
+        axis.name is not None and uses_name(eqn, axis.name)
     ):
         out = primitive.bind(*operands, **primitive.get_bind_params(eqn.params))
         out_axes = [None] * len(eqn.outvars)

@@ -1,0 +1,55 @@
+"""Which equations use the name of the axis being mapped.
+
+An equation whose operands are all unbatched runs once, unless it is a
+collective over our axis, or a call, loop or branch with one inside.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from typing import Any
+
+from jax.extend.core import jaxprs_in_params
+
+from batchax import _compat
+
+# Collectives over named axes that JAX does not mark with an effect, and where
+# each keeps its names.
+_UNMARKED = {
+    "ppermute": "axis_name",
+    "pbroadcast": "axis_name",
+    "pbroadcast_dynamic": "axis_name",
+    "pvary": "axes",
+    "preduced": "axes",
+    "reduced_vary_cast": "axes",
+    "vary_unreduced_cast": "axes",
+}
+
+_known: weakref.WeakKeyDictionary[Any, frozenset[Hashable]] = weakref.WeakKeyDictionary()
+
+
+def as_names(axis_name: Any) -> tuple[Hashable, ...]:
+    """The names a collective was given, which may be one or several."""
+    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+
+
+def uses_name(eqn: Any, name: Hashable) -> bool:
+    """Whether `eqn`, or an equation inside it, is a collective over `name`."""
+    return bool(eqn.effects and name in _compat.named_axes(eqn.effects)) or name in _unmarked(eqn)
+
+
+def _unmarked(eqn: Any) -> frozenset[Hashable]:
+    """Names that `eqn` uses without an effect that says so."""
+    if eqn.primitive.name in _UNMARKED:
+        return frozenset(as_names(eqn.params[_UNMARKED[eqn.primitive.name]]))
+    inner = frozenset().union(*map(_unmarked_inside, jaxprs_in_params(eqn.params)))
+    if inner and "mesh" in eqn.params:  # shard_map binds the names of its mesh itself
+        inner -= frozenset(eqn.params["mesh"].axis_names)
+    return inner
+
+
+def _unmarked_inside(jaxpr: Any) -> frozenset[Hashable]:
+    if jaxpr not in _known:
+        _known[jaxpr] = frozenset().union(*map(_unmarked, jaxpr.eqns))
+    return _known[jaxpr]

@@ -1,0 +1,274 @@
+"""Collectives that move values between lanes.
+
+Over the axis being mapped they rearrange the batch axis. A collective over
+several names is taken apart into ours, done here, and the primitive over the
+names before and after it; where that cannot be, all lanes are gathered first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from batchax import _compat
+from batchax.engine.axis import Axis, AxisPosition, broadcast_axis, move_axis
+from batchax.engine.fallback import one_after_another
+from batchax.engine.named_axes import as_names
+from batchax.engine.registry import register_rule
+from batchax.errors import AxisError, UnsupportedError
+from batchax.rules.lanes import Groups, axis_size, over_all_lanes, split_names, take, times
+
+
+def _gathering(primitive: _compat.Primitive) -> None:
+    @register_rule(primitive)
+    def rule(axis: Axis, args: Any, positions: Any, /, **params: Any) -> tuple[Any, Any]:
+        (x,), (position,) = args, positions
+        names, dim = as_names(params["axis_name"]), params["all_gather_dimension"]
+        tiled = params["tiled"]
+        if axis.name not in names:
+            if position is None:
+                return primitive.bind(x, **params), None
+            if position <= dim:
+                dim += 1
+            elif not tiled:
+                position += 1
+            return primitive.bind(x, **{**params, "all_gather_dimension": dim}), position
+
+        before, after = split_names(axis, names)
+        groups = params.get("axis_index_groups")
+        if groups is not None and (before or after):
+            return over_all_lanes(axis, x, position, names, rule, params, "axis_name")
+        if groups is not None and position is not None:
+            return _gather_groups(x, position, Groups(groups), dim, tiled)
+        if position is not None:
+            out = move_axis(x, position, dim)
+        else:
+            size = params["axis_size"] if groups is not None else axis.size
+            out = broadcast_axis(Axis(size), x, dim)
+        for others, place in ((after, dim + 1), (before, dim)):
+            if others:
+                changed = dict(axis_name=others, all_gather_dimension=place, tiled=False)
+                out = primitive.bind(out, **{**params, **changed, "axis_size": axis_size(others)})
+        gathered = 1 + bool(before) + bool(after) + tiled
+        return _folded(out, dim, gathered), None
+
+
+def _gather_groups(
+    x: Any, position: int, groups: Groups, dim: int, tiled: bool
+) -> tuple[Any, AxisPosition]:
+    """Each lane receives the values of its own group."""
+    members = np.array(groups.lanes, np.int32)[groups.of_lane]
+    out = jnp.moveaxis(take(x, members, position), (position, position + 1), (0, dim + 1))
+    return _folded(out, dim + 1, 1 + tiled), 0
+
+
+def _scattering(primitive: _compat.Primitive) -> None:
+    @register_rule(primitive)
+    def rule(axis: Axis, args: Any, positions: Any, /, **params: Any) -> tuple[Any, Any]:
+        (x,), (position,) = args, positions
+        names, dim = as_names(params["axis_name"]), params["scatter_dimension"]
+        tiled = params["tiled"]
+        if axis.name not in names:
+            if position is not None and position <= dim:
+                params["scatter_dimension"] = dim + 1
+            elif position is not None and not tiled:
+                position -= 1
+            return primitive.bind(x, **params), position
+
+        before, after = split_names(axis, names)
+        groups = params.get("axis_index_groups")
+        if groups is not None and (before or after):
+            return over_all_lanes(axis, x, position, names, rule, params, "axis_name")
+        if groups is not None:
+            return _scatter_groups(x, position, Groups(groups), dim, tiled)
+        x = times(x, axis.size) if position is None else lax.reduce_sum(x, (position,))
+        if not (before or after):
+            return (_unfolded(x, dim, (axis.size,)) if tiled else x), dim
+        sizes = (axis_size(before), axis.size, axis_size(after))
+        x = move_axis(_unfolded(x, dim, sizes, rest=tiled), dim + 1, 0)
+        x = _folded(x, dim + 1, 2 + tiled)
+        changed = dict(axis_name=before + after, scatter_dimension=dim + 1)
+        return primitive.bind(x, **{**params, **changed, "axis_size": sizes[0] * sizes[2]}), 0
+
+
+def _scatter_groups(
+    x: Any, position: AxisPosition, groups: Groups, dim: int, tiled: bool
+) -> tuple[Any, AxisPosition]:
+    """Each lane receives its part of the sum over its group."""
+    size = groups.sizes[0]
+    if position is None:
+        x = times(x, size)
+    else:
+        x = lax.reduce_sum(groups.split(move_axis(x, position, 0), 0), (1,))
+        dim += 1
+    x = _unfolded(x, dim, (size,)) if tiled else x
+    if position is None:
+        return take(move_axis(x, dim, 0), groups.place_of_lane, 0), 0
+    return groups.merge(move_axis(x, dim, 1), 0), 0
+
+
+for _names, _make in (
+    ("all_gather all_gather_invariant all_gather_reduced", _gathering),
+    ("reduce_scatter unreduced_reduce_scatter", _scattering),
+):
+    for _name in _names.split():
+        if (_primitive := _compat.find_primitive(_name)) is not None:
+            _make(_primitive)
+
+
+@register_rule(lax.all_to_all_p)
+def _all_to_all(axis: Axis, args: Any, positions: Any, /, **params: Any) -> tuple[Any, Any]:
+    (x,), (position,) = args, positions
+    names = as_names(params["axis_name"])
+    split, concat = params["split_axis"], params["concat_axis"]
+    if axis.name not in names:
+        if position is not None:
+            params["split_axis"] = split + (position <= split)
+            params["concat_axis"] = concat + (position <= concat)
+        return lax.all_to_all_p.bind(x, **params), position
+
+    before, after = split_names(axis, names)
+    groups = params["axis_index_groups"]
+    if groups is not None and (before or after):
+        return over_all_lanes(axis, x, position, names, _all_to_all, params, "axis_name")
+    if position is None:
+        x, position = broadcast_axis(axis, x, split), split
+    if groups is None:
+        return _exchange(x, position, split, concat, before, axis.size, after)
+    groups = Groups(groups)
+    x = groups.split(x, position)
+    # The groups are one more axis, which takes no part in the exchange within each.
+    x = move_axis(x, position, 0)
+    out, place = _exchange(x, position + 1, split + 1, concat + 1, (), groups.sizes[0], ())
+    return groups.merge(move_axis(out, place, 1), 0), 0
+
+
+def _exchange(
+    x: Any, position: int, split: int, concat: int, before: Any, size: Any, after: Any
+) -> tuple[Any, int]:
+    """The part of each lane from every lane, over our axis and those around it.
+
+    The dimension that is split counts the receivers (over the axes before ours,
+    ours, and those after) and then what each receives. Our receivers become the
+    batch axis; the batch axis there was, the senders, joins `concat`.
+    """
+    sizes = [axis_size(before)] * bool(before) + [size] + [axis_size(after)] * bool(after)
+    first = split + (position <= split)
+    own = first + bool(before)
+    x = _unfolded(x, first, sizes)
+    senders = position + len(sizes) * (position > first)
+    for others, dim in ((before, first), (after, own + 1)):
+        if others:  # part j goes to lane j, and what comes from lane j takes its place
+            x = lax.all_to_all(x, others, dim, dim, tiled=True)
+    receivers = range(first, first + len(sizes))
+    joining = [*receivers[: own - first], senders, *receivers[own - first + 1 :]]
+    order = [dim for dim in range(x.ndim) if dim not in (senders, *receivers)]
+    order[concat:concat] = joining
+    # Where ours is moved least: in place of the senders, or else where it is.
+    out_axis = position if split == concat else split
+    at = out_axis + len(joining) * (out_axis > concat)
+    order.insert(at, own)
+    if order != list(range(x.ndim)):
+        x = lax.transpose(x, order)
+    return _folded(x, concat + (out_axis <= concat), len(joining) + 1), out_axis
+
+
+@register_rule(lax.ppermute_p)
+def _ppermute(axis: Axis, args: Any, positions: Any, /, **params: Any) -> tuple[Any, Any]:
+    (x,), (position,) = args, positions
+    names = as_names(params["axis_name"])
+    if axis.name not in names:
+        return lax.ppermute_p.bind(x, **params), position
+    if len(names) > 1:
+        return over_all_lanes(axis, x, position, names, _ppermute, params, "axis_name")
+    sources = np.full(axis.size, -1, np.int32)
+    for source, destination in params["perm"]:
+        sources[destination % axis.size] = source % axis.size
+    used = sources[sources >= 0]
+    if len(set(used.tolist())) != len(params["perm"]):
+        raise AxisError(
+            f"ppermute over axis {axis.name!r}: each lane may send once and receive once, but "
+            f"perm is {params['perm']}."
+        )
+    receives = sources >= 0
+    if position is None:
+        if receives.all():
+            return x, None
+        position, out = 0, broadcast_axis(axis, x, 0)
+    else:
+        out = take(x, np.maximum(sources, 0), position)
+    if not receives.all():  # lanes that nothing is sent to receive zeros
+        mask = lax.broadcast_in_dim(receives, out.shape, (position,))
+        out = lax.select(mask, out, jnp.zeros_like(out))
+    return out, position
+
+
+@register_rule("pbroadcast")
+def _from_source(axis: Axis, args: Any, positions: Any, /, **params: Any) -> tuple[Any, Any]:
+    """Every lane receives the value of one lane."""
+    (x,), (position,) = args, positions
+    names, source = as_names(params["axis_name"]), params["source"]
+    if axis.name not in names:
+        return lax.pbroadcast(x, names, source), position
+    if len(names) > 1:
+        return over_all_lanes(axis, x, position, names, _from_source, params, "axis_name")
+    if position is None:
+        return x, None
+    return lax.index_in_dim(x, source, position, keepdims=False), None
+
+
+@register_rule("pbroadcast_dynamic")
+def _from_dynamic_source(
+    axis: Axis, args: Any, positions: Any, /, *, axis_name: Any
+) -> tuple[Any, Any]:
+    """The same, where the index of that lane is an operand."""
+    (x, source), (position, source_position) = args, positions
+    names = as_names(axis_name)
+    if axis.name not in names and source_position is None:
+        return lax.pbroadcast(x, names, source), position
+    if axis.name not in names:
+        one_lane = lambda *xs: [lax.pbroadcast(xs[0], names, xs[1])]
+        return one_after_another(axis, one_lane, args, positions)[0], 0
+    if len(names) > 1:
+        raise UnsupportedError(
+            f"pbroadcast over the axes {names} at once, from a source that is computed: "
+            "broadcast over one axis at a time."
+        )
+    if position is None:
+        return x, None
+    if source_position is None:
+        return lax.dynamic_index_in_dim(x, source, position, keepdims=False), None
+    return jnp.take(x, source, axis=position, mode="clip"), position
+
+
+def _one_sided(name: str) -> None:
+    @register_rule(name)
+    def rule(axis: Axis, args: Any, positions: Any, /, **params: Any) -> tuple[Any, Any]:
+        raise UnsupportedError(
+            f"{name} of batched values: the token does not say how many lanes were sent. Use "
+            "jax.lax.ppermute, which sends and receives in one."
+        )
+
+
+for _name in ("psend", "precv"):
+    _one_sided(_name)
+
+
+def _folded(x: Any, dim: int, count: int) -> Any:
+    """`x` with the `count` dimensions from `dim` on as one."""
+    if count == 1:
+        return x
+    shape = list(x.shape)
+    shape[dim : dim + count] = [int(np.prod(shape[dim : dim + count]))]
+    return lax.reshape(x, shape)
+
+
+def _unfolded(x: Any, dim: int, sizes: Any, rest: bool = True) -> Any:
+    """`x` with its dimension `dim` as several of `sizes`, and what is left over."""
+    shape = list(x.shape)
+    left = [shape[dim] // max(int(np.prod(sizes)), 1)] if rest else []
+    shape[dim : dim + 1] = [*sizes, *left]
+    return lax.reshape(x, shape)

@@ -1,0 +1,348 @@
+"""Collectives over the mapped axis, against the same collectives over devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+import batchax as bx
+from batchax import _compat
+from batchax.engine.registry import find_rule
+
+from support.oracle import example, same, same_type
+
+LANES = 4
+PERM = [(0, 2), (2, 1), (1, 3), (3, 0)]
+GROUPS = [[0, 3], [2, 1]]
+UNEVEN = [[2], [0, 3, 1]]
+
+# Each takes an example of shape (4, 8) and the names to communicate over.
+COLLECTIVES = {
+    "psum": lax.psum,
+    "pmean": lax.pmean,
+    "pmax": lax.pmax,
+    "pmin": lax.pmin,
+    "psum of a tree": lambda x, i: lax.psum({"a": x, "b": 2.0 * x[0]}, i),
+    "all_gather": lax.all_gather,
+    "all_gather axis 1": lambda x, i: lax.all_gather(x, i, axis=1),
+    "all_gather axis -1": lambda x, i: lax.all_gather(x, i, axis=-1),
+    "all_gather tiled": lambda x, i: lax.all_gather(x, i, tiled=True),
+    "all_gather tiled axis 1": lambda x, i: lax.all_gather(x, i, axis=1, tiled=True),
+    "psum_scatter": lax.psum_scatter,
+    "psum_scatter dimension 1": lambda x, i: lax.psum_scatter(x[:, :4], i, scatter_dimension=1),
+    "psum_scatter tiled": lambda x, i: lax.psum_scatter(x, i, tiled=True),
+    "psum_scatter tiled dimension 1": lambda x, i: lax.psum_scatter(
+        x, i, scatter_dimension=1, tiled=True
+    ),
+    "all_to_all 0 0": lambda x, i: lax.all_to_all(x, i, 0, 0),
+    "all_to_all 0 1": lambda x, i: lax.all_to_all(x, i, 0, 1),
+    "all_to_all 1 0": lambda x, i: lax.all_to_all(x[:, :4], i, 1, 0),
+    "all_to_all tiled 0 1": lambda x, i: lax.all_to_all(x, i, 0, 1, tiled=True),
+    "all_to_all tiled 1 0": lambda x, i: lax.all_to_all(x, i, 1, 0, tiled=True),
+    "all_to_all tiled 1 1": lambda x, i: lax.all_to_all(x, i, 1, 1, tiled=True),
+    "ppermute": lambda x, i: lax.ppermute(x, i, PERM),
+    "ppermute, some receive nothing": lambda x, i: lax.ppermute(x, i, PERM[:2]),
+    "pshuffle": lambda x, i: lax.pshuffle(x, i, [3, 1, 0, 2]),
+    "axis_index": lambda x, i: x[0, 0] + lax.axis_index(i),
+    "axis_size": lambda x, i: x * lax.axis_size(i),
+}
+WITH_GROUPS = {
+    "psum": lambda x, i, g: lax.psum(x, i, axis_index_groups=g),
+    "pmean": lambda x, i, g: lax.pmean(x, i, axis_index_groups=g),
+    "pmax": lambda x, i, g: lax.pmax(x, i, axis_index_groups=g),
+    "pmin": lambda x, i, g: lax.pmin(x, i, axis_index_groups=g),
+    "all_gather": lambda x, i, g: lax.all_gather(x, i, axis_index_groups=g, axis=1),
+    "all_gather tiled": lambda x, i, g: lax.all_gather(x, i, axis_index_groups=g, tiled=True),
+    "psum_scatter": lambda x, i, g: lax.psum_scatter(
+        x[:, :2], i, scatter_dimension=1, axis_index_groups=g
+    ),
+    "psum_scatter tiled": lambda x, i, g: lax.psum_scatter(x, i, tiled=True, axis_index_groups=g),
+    "all_to_all": lambda x, i, g: lax.all_to_all(x[:2], i, 0, 1, axis_index_groups=g),
+    "all_to_all tiled": lambda x, i, g: lax.all_to_all(x, i, 1, 0, tiled=True, axis_index_groups=g),
+}
+UNSUPPORTED_BY_JAX = ("ppermute, some receive nothing",)
+
+
+def on_devices(fun, x, names, sizes):
+    """`fun` of one example on each device: what a collective means."""
+    mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+    spec = PartitionSpec(*names)
+    ones = (1,) * len(names)
+
+    def per_device(x):
+        out = fun(x.reshape(x.shape[len(names) :]))
+        return jax.tree.map(lambda y: y.reshape(ones + y.shape), out)
+
+    mapped = jax.shard_map(per_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.tree.map(np.asarray, jax.jit(mapped)(x))
+
+
+def test_rules_are_ours():
+    names = """
+        psum psum_invariant unreduced_psum pmax pmin all_gather all_gather_invariant
+        all_gather_reduced reduce_scatter unreduced_reduce_scatter all_to_all ppermute pbroadcast
+        axis_index pvary preduced reduced_vary_cast vary_unreduced_cast psend precv
+    """
+    for primitive in map(_compat.find_primitive, names.split()):
+        assert primitive is None or find_rule(primitive) is not None, primitive
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_as_over_devices(name):
+    fun, x = COLLECTIVES[name], example((LANES, 4, 8))
+    one = lambda x: fun(x, "i")
+    expected = on_devices(one, x, ("i",), (LANES,))
+    for in_axis, out_axis in ((0, 0), (1, -1), (-1, 0)):
+        moved = jnp.moveaxis(x, 0, in_axis)
+        batched = bx.vmap(one, in_axis, out_axis, axis_name="i")
+        got = jax.jit(batched)(moved)
+        same(jax.tree.map(lambda y: np.moveaxis(y, out_axis, 0), got), expected)
+        if name not in UNSUPPORTED_BY_JAX:
+            reference = jax.vmap(one, in_axis, out_axis, axis_name="i")
+            types = jax.eval_shape(batched, moved), jax.eval_shape(reference, moved)
+            jax.tree.map(same_type, *types)
+    same(bx.vmap(one, axis_name="i")(x), expected)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_of_a_value_that_is_not_batched(name):
+    fun, x = COLLECTIVES[name], example((4, 8))
+    one = lambda x: fun(x, "i")
+    expected = on_devices(one, jnp.stack([x] * LANES), ("i",), (LANES,))
+    for f in (one, jax.jit(one)):
+        batched = bx.vmap(f, None, axis_name="i", axis_size=LANES)
+        same(jax.jit(batched)(x), expected)
+    same(batched(x), expected)
+
+
+@pytest.mark.parametrize("groups", [GROUPS, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("name", WITH_GROUPS)
+def test_groups(name, groups):
+    if groups is UNEVEN and name not in ("psum", "pmax", "pmin"):
+        return  # these need groups of one size
+    x = example((LANES, 4, 8))
+    one = lambda x: WITH_GROUPS[name](x, "i", groups)
+    expected = on_devices(one, x, ("i",), (LANES,))
+    for in_axis, out_axis in ((0, 0), (1, -1), (2, 1)):
+        got = jax.jit(bx.vmap(one, in_axis, out_axis, axis_name="i"))(jnp.moveaxis(x, 0, in_axis))
+        same(np.moveaxis(got, out_axis, 0), expected)
+    expected = on_devices(one, jnp.stack([x[0]] * LANES), ("i",), (LANES,))
+    same(jax.jit(bx.vmap(one, None, axis_name="i", axis_size=LANES))(x[0]), expected)
+
+
+IN_JAX_OVER_TWO_AXES = ("psum", "pmean", "pmax", "pmin", "axis_index", "axis_size")
+
+
+@pytest.mark.parametrize("names", [("i", "j"), ("j", "i")], ids="".join)
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_over_two_axes(name, names):
+    """Ours and ours, ours inside jax.vmap and around it, ours inside shard_map."""
+    fun, x = COLLECTIVES[name], example((2, 2, 4, 8))
+    one = lambda x: fun(x, names)
+    # The mesh has its axes in the order of `names`: ppermute counts devices in that of the mesh.
+    swap = lambda x: x if names == ("i", "j") else jnp.swapaxes(x, 0, 1)
+    expected = jax.tree.map(swap, on_devices(one, swap(x), names, (2, 2)))
+    ours = bx.vmap(one, axis_name="j")
+    programs = {"ours": bx.vmap(ours, axis_name="i")}
+    if "ppermute" not in name and name != "pshuffle":
+        programs["ours inside"] = jax.vmap(ours, axis_name="i")
+    if name in IN_JAX_OVER_TWO_AXES:
+        programs["ours outside"] = bx.vmap(jax.vmap(one, axis_name="j"), axis_name="i")
+    got = jax.jit(lambda x: {k: program(x) for k, program in programs.items()})(x)
+    for k in programs:
+        same(got[k], expected, where=k)
+    elsewhere = bx.vmap(bx.vmap(one, 1, axis_name="j"), 2, axis_name="i")
+    same(jax.jit(elsewhere)(x.transpose(2, 1, 0, 3)), expected)
+    same(on_devices(ours, x, ("i",), (2,)), expected)
+
+
+@pytest.mark.parametrize("name", WITH_GROUPS)
+def test_groups_over_two_axes(name):
+    x = example((2, 2, 4, 8))
+    one = lambda x: WITH_GROUPS[name](x, ("i", "j"), GROUPS)
+    expected = on_devices(one, x, ("i", "j"), (2, 2))
+    same(jax.jit(bx.vmap(bx.vmap(one, axis_name="j"), axis_name="i"))(x), expected)
+    same(on_devices(bx.vmap(one, axis_name="j"), x, ("i",), (2,)), expected)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_over_another_axis(name):
+    """A collective over an outer axis, of values that are batched over ours too."""
+    fun, x = COLLECTIVES[name], example((LANES, 2, 4, 8))
+    one = lambda x: fun(x, "i")
+    expected = [on_devices(one, x[:, k], ("i",), (LANES,)) for k in range(2)]
+    expected = jax.tree.map(lambda *ys: np.stack(ys, 1), *expected)
+    inner = bx.vmap(one, axis_name="k")
+    same(on_devices(inner, x, ("i",), (LANES,)), expected)
+    last = bx.vmap(one, 2, axis_name="k")
+    same(on_devices(last, jnp.moveaxis(x, 1, 3), ("i",), (LANES,)), expected)
+    same(jax.jit(bx.vmap(inner, axis_name="i"))(x), expected)
+
+
+WITH_DERIVATIVES = [n for n in COLLECTIVES if n not in ("pmax", "pmin", *UNSUPPORTED_BY_JAX)]
+
+
+@pytest.mark.parametrize("name", WITH_DERIVATIVES)
+def test_derivatives(name):
+    x = example((LANES, 4, 4) if name.startswith("all_to_all") else (LANES, 4, 8))
+
+    def total(x):
+        return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(COLLECTIVES[name](x**2, "i")))
+
+    def derivatives(x, vmap):
+        batched = vmap(total, axis_name="i")
+        whole = lambda x: batched(x).sum()
+        transposes = name not in ("all_to_all 0 1", "all_to_all 1 0")  # in JAX, not yet batched
+        return {
+            "grad inside": vmap(jax.grad(total), axis_name="i")(x) if transposes else x,
+            "jvp inside": vmap(lambda x: jax.jvp(total, (x,), (x,)), axis_name="i")(x),
+            "grad": jax.grad(whole)(x),
+            "jvp of grad": jax.jvp(jax.grad(whole), (x,), (x,)),
+        }
+
+    got, expected = jax.jit(lambda x: [derivatives(x, v) for v in (bx.vmap, jax.vmap)])(x)
+    same(got, expected)
+
+
+def test_derivative_of_pmax():
+    x = example((LANES, 3))
+    for f in (lax.pmax, lax.pmin):
+        got = jax.grad(lambda x: bx.vmap(lambda x: f(x, "i"), axis_name="i")(x).sum())(x)
+        reduce = jnp.max if f is lax.pmax else jnp.min
+        same(got, jax.grad(lambda x: LANES * reduce(x, 0).sum())(x))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "bool", "bfloat16", "complex64"])
+@pytest.mark.parametrize("axis", [0, None])
+def test_dtypes(dtype, axis):
+    x = example((300,), dtype, high=100) if axis == 0 else example((), dtype, high=100)
+    every = x if axis == 0 else jnp.stack([x] * 300)
+    for fun in (lax.psum, lax.pmax):
+        if fun is lax.pmax and dtype == "complex64":
+            continue  # no order
+        got = jax.jit(bx.vmap(lambda x: fun(x, "i"), axis, axis_name="i", axis_size=300))(x)
+        expected = jax.vmap(lambda x: fun(x, "i"), axis_name="i")(every)
+        same(got, expected, dict(rtol=2e-2, atol=1e-2))
+
+
+def test_weak_types_and_constants():
+    def fun(x):
+        weak = lax.psum(jnp.sin(1.0) * x, "i")
+        return weak, lax.psum(2, "i"), lax.psum(np.float32(2), "i"), lax.psum(jnp.ones(2), "i")
+
+    for x, axis in ((1.5, None), (jnp.arange(3.0), 0)):
+        options = dict(in_axes=axis, out_axes=None, axis_name="i", axis_size=3)
+        got, expected = bx.vmap(fun, **options)(x), jax.vmap(fun, **options)(x)
+        same(got, expected)
+        jax.tree.map(same_type, got, expected)
+    size = []
+    bx.vmap(lambda x: size.append(lax.axis_size("i")), axis_name="i")(jnp.ones(5))
+    assert size == [5]
+
+
+def test_result_is_unbatched():
+    """Reduced values are the same in each lane, which out_axes=None may rely on."""
+    x = example((LANES, 4, 8))
+    for name in ("psum", "pmean", "pmax", "pmin", "all_gather", "all_gather tiled"):
+        out = bx.vmap(lambda x: COLLECTIVES[name](x, "i"), 0, None, axis_name="i")(x)
+        same(out, jax.vmap(lambda x: COLLECTIVES[name](x, "i"), 0, None, axis_name="i")(x))
+
+
+def test_positional_and_named():
+    x = example((LANES, 3, 5))
+    for axes in ((0, "i"), ("i", 1), (1, "i", 0)):
+        for in_axis in (0, 1, 2):
+            moved = jnp.moveaxis(x, 0, in_axis)
+            got = bx.vmap(lambda x: lax.psum(x, axes), in_axis, axis_name="i")(moved)
+            same(got, jax.vmap(lambda x: lax.psum(x, axes), in_axis, axis_name="i")(moved))
+    unbatched = bx.vmap(lambda x: lax.psum(x, (0, "i")), None, axis_name="i", axis_size=2)
+    same(jax.jit(unbatched)(x[0]), jnp.stack([2 * x[0].sum(0)] * 2))
+    over_outer = bx.vmap(bx.vmap(lambda x: lax.psum(x, (0, "o")), 1), axis_name="o")
+    same(over_outer(x), jnp.stack([x.sum((0, 1))] * LANES))
+
+
+def test_innermost_name_wins():
+    x = example((2, 3, 4))
+    nested = bx.vmap(bx.vmap(lambda x: lax.psum(x, "i"), axis_name="i"), axis_name="i")
+    same(nested(x), jnp.broadcast_to(x.sum(1, keepdims=True), x.shape))
+    for outer, inner in ((bx, jax), (jax, bx)):
+        f = outer.vmap(inner.vmap(lambda x: lax.psum(x, "i"), axis_name="i"), axis_name="i")
+        same(f(x), nested(x))
+    outer_name = bx.vmap(bx.vmap(lambda x: lax.psum(x, "i"), axis_name="k"), axis_name="i")
+    same(outer_name(x), jnp.broadcast_to(x.sum(0), x.shape))
+    no_name = bx.vmap(bx.vmap(lambda x: lax.psum(x, "i")), axis_name="i")
+    same(no_name(x), outer_name(x))
+
+
+class Token:
+    """A name that is no string."""
+
+
+@pytest.mark.parametrize("name", ["i", Token(), frozenset({1}), 2.5], ids=repr)
+def test_names_may_be_any_hashable(name):
+    x = example((LANES, 3))
+    f = lambda x: (lax.psum(x, name), lax.axis_index(name), lax.all_gather(x, name))
+    same(bx.vmap(f, axis_name=name)(x), jax.vmap(f, axis_name=name)(x))
+
+
+def test_unknown_name():
+    with pytest.raises(NameError, match="nowhere"):
+        bx.vmap(lambda x: lax.psum(x, "nowhere"), axis_name="i")(jnp.ones(3))
+
+
+def test_lane_that_would_receive_twice():
+    with pytest.raises(bx.AxisError, match="once"):
+        bx.vmap(lambda x: lax.ppermute(x, "i", [(0, 1), (2, 1)]), axis_name="i")(jnp.ones(3))
+
+
+def test_no_lanes():
+    x = jnp.ones((0, 3))
+    f = lambda x: (lax.psum(x, "i"), lax.axis_index("i"), lax.ppermute(x, "i", []))
+    got = bx.vmap(f, (0,), axis_name="i")(x)
+    assert [y.shape for y in got] == [(0, 3), (0,), (0, 3)]
+
+
+@pytest.mark.parametrize("source", [1, 2])
+def test_pbroadcast(source):
+    x = example((LANES, 3))
+    f = lambda x: lax.pbroadcast(x, "i", source)
+    same(bx.vmap(f, 0, None, axis_name="i")(x), x[source])
+    same(bx.vmap(f, None, axis_name="i", axis_size=2)(x[0]), jnp.stack([x[0]] * 2))
+    y = x.reshape(2, 2, 3)
+    both = bx.vmap(
+        bx.vmap(lambda x: lax.pbroadcast(x, ("i", "j"), source), axis_name="j"), axis_name="i"
+    )
+    same(both(y), jnp.broadcast_to(x[source], (2, 2, 3)))
+    if _compat.find_primitive("pbroadcast_dynamic") is not None:
+        f = lambda x, s: lax.pbroadcast(x, "i", s)
+        s = jnp.asarray(source, jnp.int32)
+        same(bx.vmap(f, (0, None), None, axis_name="i")(x, s), x[source])
+        same(bx.vmap(f, axis_name="i")(x, jnp.full(LANES, s)), jnp.stack([x[source]] * LANES))
+
+
+def test_inside_control_flow():
+    x = example((LANES, 3))
+
+    def fun(x):
+        y, _ = lax.scan(lambda c, _: (jnp.sin(lax.psum(c, "i")), c), x, None, length=3)
+        z = lax.cond(lax.axis_size("i") > 2, lambda x: lax.pmean(x, "i"), lambda x: x, x)
+        w = lax.while_loop(lambda c: lax.pmax(c, "i").sum() < 50.0, lambda c: c * c + 1, x)
+        return y, z, w
+
+    same(bx.vmap(fun, axis_name="i")(x), jax.vmap(fun, axis_name="i")(x))
+
+
+def test_operations():
+    """No more operations than jax.vmap emits."""
+    x = example((LANES, 4, 8))
+    for name in COLLECTIVES:
+        if name in UNSUPPORTED_BY_JAX:
+            continue
+        one = lambda x: COLLECTIVES[name](x, "i")
+        for in_axis in (0, 2):
+            moved = jnp.moveaxis(x, 0, in_axis)
+            ours = jax.make_jaxpr(bx.vmap(one, in_axis, axis_name="i"))(moved)
+            jaxs = jax.make_jaxpr(jax.vmap(one, in_axis, axis_name="i"))(moved)
+            assert len(ours.eqns) <= len(jaxs.eqns), (name, in_axis, ours, jaxs)
