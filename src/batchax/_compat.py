@@ -179,22 +179,22 @@ def _primitives_by_name() -> dict[str, Primitive]:
     return found
 
 
+def constants_as_inputs(jaxpr: Any) -> Any:
+    """`jaxpr`, open or closed, with its constants as leading inputs and none left.
+
+    JAX 0.12 does so already for the rules of custom derivatives.
+    """
+    if not jaxpr.constvars:
+        return jaxpr
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+
+
 def hoist_constants(body: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
     """`body` with its constants as leading inputs, and the constants.
 
-    Some primitives (remat, calls) take a body without constants only. Neither
-    version exports a way to do this; the two hold constants differently.
+    Some primitives (remat, calls) take a body without constants only.
     """
-    consts = list(body.consts)
-    if not consts:
-        return body, consts
-    n = len(consts)
-    inner = body.jaxpr
-
-    def fun(*args: Any) -> list[Any]:
-        return jax.core.eval_jaxpr(inner, args[:n], *args[n:])
-
-    return stage(fun, [*map(jax.typeof, consts), *body.in_avals]), consts
+    return close(constants_as_inputs(body.jaxpr)), list(body.consts)
 
 
 def staged_variable(x: Any) -> Any:
@@ -229,6 +229,16 @@ def cotangents_and_logs(result: Any) -> tuple[list[Any], Any]:
     return list(result), None
 
 
-def with_logs(cotangents: list[Any], logs: Any, like: Any) -> Any:
-    """The reverse of `cotangents_and_logs`."""
-    return (cotangents, logs) if isinstance(like, tuple) else cotangents
+def opened(body: ClosedJaxpr) -> tuple[Any, list[Any]]:
+    """An open jaxpr and its constants, where JAX wants the two apart."""
+    return body.jaxpr, list(body.consts)
+
+
+def axis_data(name: Hashable, size: Any, spmd_name: Any) -> Any:
+    """What the batching methods of JAX's extensible operations take for an axis.
+
+    The operations are public in JAX 0.12, the class their methods expect is not.
+    """
+    from jax._src.interpreters.batching import AxisData
+
+    return AxisData(name, size, spmd_name, None)

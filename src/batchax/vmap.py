@@ -20,6 +20,7 @@ from batchax.engine.axis import Axis
 from batchax.engine.inner import example_aval, stage_function
 from batchax.engine.interpreter import interpret
 from batchax.engine.outputs import FlatOutputs, check_out_axes, flatten_outputs, place
+from batchax.engine.replay import Program, running
 from batchax.errors import ArgumentTypeError
 
 
@@ -107,7 +108,8 @@ def _run(
         axes = [m.axis for m in mapped]
         avals = [example_aval(axis, jax.typeof(x), a) for x, a in zip(values, axes, strict=True)]
         staged = stage_function(axis, one_example, avals, [m.path for m in mapped])
-        outs, out_axes = interpret(axis, staged.jaxpr, staged.consts, values, axes)
+        with running(Program(axis, staged, values, axes)):
+            outs, out_axes = interpret(axis, staged.jaxpr, staged.consts, values, axes)
         return [
             place(axis, output, x, a)
             for output, x, a in zip(outputs[0].described, outs, out_axes, strict=True)

@@ -9,6 +9,7 @@ from batchax.rules import calls as calls
 from batchax.rules import collectives as collectives
 from batchax.rules import contraction as contraction
 from batchax.rules import convolution as convolution
+from batchax.rules import custom_derivatives as custom_derivatives
 from batchax.rules import elementwise as elementwise
 from batchax.rules import exchanges as exchanges
 from batchax.rules import fft as fft
@@ -22,6 +23,7 @@ from batchax.rules import random as random
 from batchax.rules import reduction as reduction
 from batchax.rules import references as references
 from batchax.rules import shape as shape
+from batchax.rules import shard_map as shard_map
 from batchax.rules import sharding as sharding
 from batchax.rules import solvers as solvers
 from batchax.rules import sorting as sorting

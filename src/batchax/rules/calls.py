@@ -1,1 +1,206 @@
-"""Calls: jit, checkpoint and functions with derivatives or batching of their own."""
+"""Calls: equations that hold another program as a parameter.
+
+A call stays a call: its body is batched once and the call made again around the
+batched body, so that what it stands for (a compilation unit, a program to compute
+again in reverse mode, a place to run) still holds.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from batchax import _compat
+from batchax.engine.axis import Axis, AxisPosition, move_axis
+from batchax.engine.inner import ANYWHERE, batch_inner
+from batchax.engine.interpreter import interpret
+from batchax.engine.registry import register_rule
+from batchax.engine.replay import program_behind, resolve
+from batchax.errors import AxisError, UnsupportedError
+from batchax.rules.pullback import pull_back
+from batchax.rules.sharding import batched_layout, batched_sharding
+
+Batched = tuple[list[Any], Sequence[AxisPosition]]
+
+# The parameter that holds the body of each kind of call. Most of these primitives are
+# not exported, or exist only once the module that owns them is imported.
+BODIES = {
+    "call": ("call_jaxpr",),
+    "closed_call": ("call_jaxpr",),
+    "compute_on": ("jaxpr",),
+    "core_call": ("call_jaxpr",),
+    "eval_jaxpr": ("call_jaxpr", "jaxpr"),
+    "program_order": ("call_jaxpr",),
+    "remat2": ("jaxpr",),
+    "xla_metadata_call": ("jaxpr",),
+}
+
+
+def _call(name: str, holders: tuple[str, ...]) -> None:
+    @register_rule(name)
+    def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> Batched:
+        primitive = _compat.find_primitive(name)
+        assert primitive is not None
+        holder = next(h for h in holders if h in params)
+        body, out_axes = batch_inner(axis, _compat.close(params[holder]), axes)
+        body, consts = _compat.hoist_constants(body)
+        body = body if isinstance(params[holder], _compat.ClosedJaxpr) else body.jaxpr
+        bound = primitive.get_bind_params({**params, holder: body})
+        return primitive.bind(*consts, *args, **bound), out_axes
+
+
+for _name, _holders in BODIES.items():
+    _call(_name, _holders)
+
+
+@register_rule("jit")
+def _jit(axis: Axis, args: Any, axes: Any, /, *, jaxpr: Any, **params: Any) -> Batched:
+    body, out_axes = batch_inner(axis, jaxpr, axes)
+    for which, positions in (("in", axes), ("out", out_axes)):
+        shardings, layouts = f"{which}_shardings", f"{which}_layouts"
+        params[shardings] = tuple(
+            batched_sharding(axis, s, position)
+            for s, position in zip(params[shardings], positions, strict=True)
+        )
+        params[layouts] = tuple(map(batched_layout, params[layouts], positions))
+    return _jit_p.bind(*args, jaxpr=body, **params), out_axes
+
+
+_jit_p: Any = _compat.find_primitive("jit")
+
+
+@register_rule("composite")
+def _composite(axis: Axis, args: Any, axes: Any, /, **params: Any) -> Batched:
+    # A composite promises a compiler that its body is the operation of that name, for
+    # arrays of these ranks. With one more axis that is no longer so: what remains is
+    # the body.
+    body = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+    return interpret(axis, body.jaxpr, body.consts, args, axes)
+
+
+@register_rule("custom_vmap_call")
+def _custom_vmap(
+    axis: Axis, args: Any, axes: Any, /, *, call: Any, rule: Any, in_tree: Any, out_tree: Any
+) -> Batched:
+    in_batched = jax.tree.unflatten(in_tree, [a is not None for a in axes])
+    if any(jax.tree.leaves(_closed_over(in_batched))):
+        # The function closes over a batched value, of which its rule knows nothing.
+        return interpret(axis, call.jaxpr, call.consts, args, axes)
+    front = [x if a is None else move_axis(x, a, 0) for x, a in zip(args, axes, strict=True)]
+    out, out_batched = rule(axis.size, list(in_batched), *jax.tree.unflatten(in_tree, front))
+    outs, tree = jax.tree.flatten(out)
+    flags, flags_tree = jax.tree.flatten(out_batched)
+    if tree != out_tree or flags_tree != out_tree:
+        raise AxisError(
+            "a rule given to custom_vmap must return `out, out_batched`, each of the structure "
+            f"of what the function returns, {out_tree}; it returned {tree} and {flags_tree}."
+        )
+    return outs, [0 if batched else None for batched in flags]
+
+
+def _closed_over(inputs: Any) -> Any:
+    """What of `inputs` the function closes over: (closed_over, arguments) is their form.
+
+    Of a differentiated function it is (primals, tangents), each of that form.
+    """
+    first, second = inputs
+    return first if isinstance(first, list) else [_closed_over(first), _closed_over(second)]
+
+
+@register_rule("linear_call")
+def _linear_call(
+    axis: Axis,
+    args: Any,
+    axes: Any,
+    /,
+    *,
+    callee: Any,
+    transpose_thunk: Any,
+    num_callee_consts: int,
+    num_res: int,
+) -> Batched:
+    first_linear = num_callee_consts + num_res
+    linear_axes = axes[first_linear:]
+    program = program_behind(transpose_thunk)
+    out_axes: list[AxisPosition] = []
+
+    def forward(residuals: Any, linear: Any) -> list[Any]:
+        outs, out_axes[:] = interpret(
+            axis, callee.jaxpr, callee.consts, [*residuals, *linear], axes
+        )
+        return outs
+
+    def transpose(residuals: Any, cotangents: Any) -> list[Any]:
+        with _compat.named_scope(axis.name, axis.size):
+            body, consts = transpose_thunk()
+        consts, const_axes = resolve(program, consts)
+        residuals = residuals[num_callee_consts:]
+        residual_axes = axes[num_callee_consts:first_linear]
+        first = len(consts) + num_res
+        return pull_back(
+            axis,
+            body.jaxpr,
+            [*consts, *residuals, *cotangents],
+            [*const_axes, *residual_axes, *out_axes],
+            range(first, first + len(cotangents)),
+            linear_axes,
+        )
+
+    outs = jax.custom_derivatives.linear_call(
+        forward, transpose, list(args[:first_linear]), list(args[first_linear:])
+    )
+    return outs, out_axes
+
+
+@register_rule("remat_opt")
+def _remat_opt(
+    axis: Axis,
+    args: Any,
+    axes: Any,
+    /,
+    *,
+    num_consts: int,
+    num_res: int,
+    fwd_jaxpr: Any,
+    fun_jaxpr_thunk: Any,
+) -> Batched:
+    forward, out_axes = batch_inner(axis, fwd_jaxpr, axes)
+    forward, consts = _compat.hoist_constants(forward)
+
+    @functools.cache
+    def function() -> tuple[Any, Sequence[Any]]:
+        body = _compat.close(*fun_jaxpr_thunk())
+        wanted = [ANYWHERE if a is None else a for a in out_axes[num_res:]]
+        body, got = batch_inner(axis, body, axes[num_consts:], wanted)
+        if tuple(got) != tuple(out_axes[num_res:]):
+            raise UnsupportedError(
+                "the forward rule of a custom_vjp function (optimize_remat=True) returns an "
+                "output that is the same for all lanes, where the function itself returns one "
+                "that is not."
+            )
+        return _compat.opened(body)
+
+    outs = _remat_opt_p.bind(
+        *consts,
+        *args,
+        num_consts=num_consts + len(consts),
+        num_res=num_res,
+        fwd_jaxpr=forward,
+        fun_jaxpr_thunk=function,
+    )
+    return outs, out_axes
+
+
+_remat_opt_p: Any = _compat.find_primitive("remat_opt")
+
+
+@register_rule("call_hi_primitive")
+def _call_hi_primitive(axis: Axis, args: Any, axes: Any, /, *, _prim: Any) -> Batched:
+    # An operation that its author describes by an object, batching included.
+    args = jax.tree.unflatten(_prim.in_tree, args)
+    axes = jax.tree.unflatten(_prim.in_tree, axes)
+    out, out_axes = _prim.batch(_compat.axis_data(axis.name, axis.size, axis.spmd_name), args, axes)
+    return jax.tree.leaves(out), _prim.out_tree.flatten_up_to(out_axes)

@@ -1,1 +1,111 @@
-"""Sharding annotations and shard_map."""
+"""Sharding and layout annotations: each gains an entry for the batch axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.experimental.layout import Layout
+from jax.sharding import NamedSharding, PartitionSpec
+
+from batchax import _compat
+from batchax.engine.axis import Axis, AxisPosition, inserted, sharding_with_axis
+from batchax.engine.registry import register_rule
+from batchax.errors import AxisError, UnsupportedError
+
+
+@register_rule("sharding_constraint")
+def _sharding_constraint(
+    axis: Axis, args: Any, axes: Any, /, *, unconstrained_dims: Any, **params: Any
+) -> tuple[Any, Any]:
+    (x,), (position,) = args, axes
+    free = {d + (d >= position) for d in unconstrained_dims}
+    if axis.spmd_name is None:
+        free.add(position)  # where the lanes are, the annotation does not say
+    sharding = batched_sharding(axis, params["sharding"], position)
+    if free and isinstance(sharding, NamedSharding):
+        entries = _entries(sharding, x.ndim)
+        for d in free:
+            entries[d] = PartitionSpec.UNCONSTRAINED
+        sharding = _with_entries(sharding, entries)
+    params["sharding"] = sharding
+    params["layout"] = batched_layout(params["layout"], position)
+    return _constraint_p.bind(x, unconstrained_dims=frozenset(free), **params), position
+
+
+_constraint_p: Any = _compat.find_primitive("sharding_constraint")
+
+
+@register_rule("reshard")
+def _reshard(
+    axis: Axis, args: Any, axes: Any, /, *, dst_sharding: Any, **params: Any
+) -> tuple[Any, Any]:
+    sharding = sharding_with_axis(dst_sharding, axes[0], args, axes)
+    return _reshard_p.bind(*args, dst_sharding=sharding, **params), axes[0]
+
+
+_reshard_p: Any = _compat.find_primitive("reshard")
+
+
+@register_rule("layout_constraint")
+def _layout_constraint(axis: Axis, args: Any, axes: Any, /, *, layout: Any) -> tuple[Any, Any]:
+    return _layout_p.bind(*args, layout=batched_layout(layout, axes[0])), axes[0]
+
+
+_layout_p: Any = _compat.find_primitive("layout_constraint")
+
+
+@register_rule("inspect_sharding")
+def _inspect_sharding(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+    return _inspect_p.bind(*args, **params), []
+
+
+_inspect_p: Any = _compat.find_primitive("inspect_sharding")
+
+
+def batched_sharding(axis: Axis, sharding: Any, position: AxisPosition) -> Any:
+    """A sharding of one example as it is with the batch axis at `position`.
+
+    The batch axis is sharded over `spmd_axis_name`, and not sharded without that.
+    """
+    if position is None or not isinstance(sharding, jax.sharding.Sharding):
+        return sharding
+    if isinstance(sharding, NamedSharding):
+        names = axis.spmd_name or ()
+        check_unused(axis, sharding.spec, "a sharding")
+        entries = _entries(sharding, position)
+        return _with_entries(sharding, inserted(entries, position, names or None))
+    if sharding.is_fully_replicated:  # on one device, or whole on each: whatever the rank
+        return sharding
+    raise UnsupportedError(
+        f"a sharding of type {type(sharding).__name__} inside a batched function cannot be "
+        "given a batch axis; use jax.sharding.NamedSharding."
+    )
+
+
+def check_unused(axis: Axis, spec: Any, what: str) -> None:
+    """Refuses a specification that shards an example over the axis that shards the batch."""
+    used = {n for entry in spec for n in (entry if isinstance(entry, tuple) else (entry,))}
+    twice = used & set(axis.spmd_name or ())
+    if twice:
+        raise AxisError(
+            f"spmd_axis_name {axis.spmd_name} shards the batch, but {what} inside the batched "
+            f"function, {spec}, uses {', '.join(map(repr, sorted(map(str, twice))))} for one "
+            "example."
+        )
+
+
+def batched_layout(layout: Any, position: AxisPosition) -> Any:
+    """A layout of one example as it is with the batch axis, major to all others."""
+    if position is None or not isinstance(layout, Layout):
+        return layout
+    order = [d + (d >= position) for d in layout.major_to_minor]
+    return layout.update(major_to_minor=(position, *order))
+
+
+def _entries(sharding: NamedSharding, ndim: int) -> list[Any]:
+    return [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
+
+
+def _with_entries(sharding: NamedSharding, entries: Any) -> NamedSharding:
+    return sharding.update(spec=sharding.spec.update(partitions=tuple(entries)))

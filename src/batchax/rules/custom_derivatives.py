@@ -1,0 +1,312 @@
+"""Functions with derivative rules of their own: the rules are batched with them.
+
+Both kinds of call are made again with batched functions and rules, by the same
+primitive. Which of them JAX runs, and when, depends on what surrounds the call: the
+function where it is not differentiated; the rule at once where it is; the function at
+once and the rule much later where the call is staged and differentiated after that.
+Whichever runs first decides where the outputs have their batch axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
+
+from batchax import _compat
+from batchax.engine.axis import Axis, AxisPosition
+from batchax.engine.inner import batched_aval, example_aval, stage_function
+from batchax.engine.interpreter import interpret
+from batchax.engine.registry import register_rule
+from batchax.engine.replay import program_behind, resolve
+from batchax.errors import ArgumentTypeError, UnsupportedError
+from batchax.rules.pullback import match_or_zeros, multiplies, pull_back, reached
+
+Axes = Sequence[AxisPosition]
+
+
+class _Outputs:
+    """Where the outputs of a call have their batch axis, once that is known."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self.axes: list[AxisPosition] = []
+        self.known = False
+
+    def settle(self, axes: Axes, also: Callable[[], Axes]) -> None:
+        """Decides the axes: those of `axes`, and where it has None those of `also`.
+
+        `also` says which outputs must have the axis although their values do not
+        depend on the batch, because their derivatives do. It is asked only where
+        there is a doubt, and may fail where a function cannot be differentiated.
+        """
+        if self.known:
+            return
+        if None in axes:
+            axes = _union(axes, also())
+        self.axes, self.known = list(axes), True
+
+    def place(self, values: Sequence[Any], axes: Axes) -> list[Any]:
+        """Values of outputs, or tangents of outputs, where the outputs are."""
+        for position, wanted in zip(axes, self.axes, strict=True):
+            if wanted is None and position is not None:
+                raise UnsupportedError(
+                    "a derivative rule makes an output depend on the batch that does not "
+                    "depend on it where the function is not differentiated. Let the function "
+                    "return a value for each example there: add zero times a mapped argument."
+                )
+        return [
+            match_or_zeros(self.axis, x, a, w)
+            for x, a, w in zip(values, axes, self.axes, strict=True)
+        ]
+
+
+def _union(first: Axes, second: Axes) -> list[AxisPosition]:
+    return [b if a is None else a for a, b in zip(first, second, strict=True)]
+
+
+def _if_differentiable(find: Callable[[], Axes], n_out: int) -> Axes:
+    try:
+        return find()
+    except Exception:
+        # A rule that refuses to run must not fail a call that is not differentiated.
+        return [None] * n_out
+
+
+@register_rule("custom_jvp_call")
+def _custom_jvp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[list[Any], Axes]:
+    body, trace_rule = params["call_jaxpr"], params["jvp_jaxpr_fun"]
+    bound = _custom_jvp_p.get_bind_params(params)
+    fun, jvp = bound.pop("subfuns")
+    skip, n_out = params["num_consts"], len(body.out_avals)
+    outputs = _Outputs(axis)
+    program = program_behind(trace_rule)
+
+    def differentiate(zeros: Sequence[bool], primals: Any, tangents: Any) -> Any:
+        """The rule on primals and those tangents that are not symbolic zeros."""
+        with _compat.named_scope(axis.name, axis.size):
+            jaxpr, consts, out_zeros = trace_rule.call_wrapped(*zeros)
+        consts, const_axes = resolve(program, consts)
+        own_axes = axes[skip:]
+        tangent_axes = [a for a, zero in zip(own_axes, zeros, strict=True) if not zero]
+        outs, out_axes = interpret(
+            axis,
+            _compat.constants_as_inputs(jaxpr),
+            (),
+            [*consts, *primals, *tangents],
+            [*const_axes, *own_axes, *tangent_axes],
+        )
+        given, given_axes = iter(outs[n_out:]), iter(out_axes[n_out:])
+        tangents = [None if zero else next(given) for zero in out_zeros]
+        tangent_axes = [None if zero else next(given_axes) for zero in out_zeros]
+        return outs[:n_out], out_axes[:n_out], tangents, tangent_axes
+
+    def axes_from_rule() -> Axes:
+        inexact = [jax.numpy.issubdtype(a.dtype, jax.numpy.inexact) for a in body.out_avals]
+        if not any(inexact):
+            return [None] * n_out
+        found: list[AxisPosition] = []
+        avals = [jax.typeof(x) for x in args[skip:]]
+
+        def run(*xs: Any) -> list[Any]:
+            zeros = [False] * len(avals)
+            _, out_axes, _, tangent_axes = differentiate(zeros, xs[: len(avals)], xs[len(avals) :])
+            found[:] = _union(out_axes, tangent_axes)
+            return []
+
+        _compat.stage(run, [*avals, *(a.to_tangent_aval() for a in avals)])
+        return found
+
+    def call(*xs: Any) -> list[Any]:
+        outs, out_axes = interpret(axis, body.jaxpr, body.consts, xs, axes)
+        outputs.settle(out_axes, lambda: _if_differentiable(axes_from_rule, n_out))
+        return outputs.place(outs, out_axes)
+
+    def rule(*xs: Any) -> list[Any]:
+        n = len(xs) // 2
+        primals, tangents = xs[skip:n], xs[n + skip :]
+        zeros = [isinstance(t, SymbolicZero) for t in tangents]
+        given = [t for t, zero in zip(tangents, zeros, strict=True) if not zero]
+        outs, out_axes, out_tangents, tangent_axes = differentiate(zeros, primals, given)
+        outputs.settle(out_axes, lambda: tangent_axes)
+        outs = outputs.place(outs, out_axes)
+        placed = [
+            SymbolicZero(jax.typeof(x).to_tangent_aval())
+            if t is None
+            else match_or_zeros(axis, t, a, wanted)
+            for x, t, a, wanted in zip(outs, out_tangents, tangent_axes, outputs.axes, strict=True)
+        ]
+        return [*outs, *placed]
+
+    subfuns = (_compat.rewrapped(call, fun), _compat.rewrapped(rule, jvp))
+    outs = _custom_jvp_p.bind(*args, subfuns=subfuns, **bound)
+    return outs, outputs.axes
+
+
+@register_rule("custom_vjp_call")
+def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[list[Any], Axes]:
+    body, trace_forward = params["call_jaxpr"], params["fwd_jaxpr_thunk"]
+    skip, out_trees = params["num_consts"], params["out_trees"]
+    bound = _custom_vjp_p.get_bind_params(params)
+    fun, fwd, bwd = bound.pop("subfuns")
+    n_out = len(body.out_avals)
+    outputs = _Outputs(axis)
+    program = program_behind(trace_forward, params["bwd"])
+    reverse = _Reverse(axis, bwd, program, axes)
+    kept_axes: list[AxisPosition] = []  # of the residuals, after the latest forward run
+
+    def run_forward(perturbed: Sequence[bool], primals: Any) -> tuple[list[Any], Axes]:
+        with _compat.named_scope(axis.name, axis.size):
+            jaxpr, consts = trace_forward.call_wrapped(*perturbed)
+        consts, const_axes = resolve(program, consts)
+        jaxpr = _compat.constants_as_inputs(jaxpr)
+        return interpret(axis, jaxpr, (), [*consts, *primals], [*const_axes, *axes[skip:]])
+
+    def residual_axes(pruned: Axes) -> list[AxisPosition]:
+        rest = iter(pruned)
+        return [next(rest) if f is None else axes[f] for f in out_trees()[2]]
+
+    def call(*xs: Any) -> list[Any]:
+        outs, out_axes = interpret(axis, body.jaxpr, body.consts, xs, axes)
+        outputs.settle(out_axes, lambda: _if_differentiable(axes_from_rules, n_out))
+        return outputs.place(outs, out_axes)
+
+    def axes_from_rules() -> Axes:
+        found: list[AxisPosition] = []
+
+        def run(*xs: Any) -> list[Any]:
+            outs, out_axes = run_forward([True] * len(xs), xs)
+            n = len(outs) - n_out
+            pruned = iter(outs[:n])
+            given = [*args[:skip], *xs]
+            residuals = [next(pruned) if f is None else given[f] for f in out_trees()[2]]
+            need = reverse.axes_needed(
+                residuals, residual_axes(out_axes[:n]), outs[n:], out_axes[n:]
+            )
+            found[:] = _union(out_axes[n:], need)
+            return []
+
+        _compat.stage(run, [jax.typeof(x) for x in args[skip:]])
+        return found
+
+    def forward(*xs: Any) -> list[Any]:
+        primals, perturbed = xs[::2], xs[1::2]
+        if any(perturbed[:skip]):
+            fwd.call_wrapped(*xs)  # says that what is closed over cannot be differentiated
+        outs, out_axes = run_forward(perturbed[skip:], primals[skip:])
+        n = len(outs) - n_out
+        kept_axes[:] = residual_axes(out_axes[:n])
+        outputs.settle(out_axes[n:], lambda: _if_differentiable(axes_from_rules, n_out))
+        return [*outs[:n], *outputs.place(outs[n:], out_axes[n:])]
+
+    def backward(*xs: Any) -> Any:
+        return reverse(xs[: len(kept_axes)], kept_axes, xs[len(kept_axes) :], outputs.axes)
+
+    subfuns = tuple(map(_compat.rewrapped, (call, forward, backward), (fun, fwd, bwd)))
+    outs = _custom_vjp_p.bind(*args, subfuns=subfuns, **bound)
+    return outs, outputs.axes
+
+
+class _Reverse:
+    """The reverse rule of a ``custom_vjp`` function, for all lanes."""
+
+    def __init__(self, axis: Axis, bwd: Any, program: Any, in_axes: Axes) -> None:
+        self.axis, self.bwd, self.program, self.in_axes = axis, bwd, program, in_axes
+
+    def __call__(self, residuals: Any, residual_axes: Axes, cotangents: Any, ct_axes: Axes) -> Any:
+        axis = self.axis
+        values, positions = [*residuals, *cotangents], [*residual_axes, *ct_axes]
+        staged, zeros, logs, has_logs = self._stage(map(_type, values), positions)
+        consts, const_axes = resolve(self.program, staged.consts)
+        given = [(c, a) for c, a in zip(cotangents, ct_axes, strict=True) if not _is_zero(c)]
+        first = len(consts) + len(residuals)
+        wanted = [a for a, zero in zip(self.in_axes, zeros, strict=True) if zero is None]
+        wanted += [0] * logs.num_leaves
+        outs = pull_back(
+            axis,
+            _compat.constants_as_inputs(staged.jaxpr),
+            [*consts, *residuals, *(c for c, _ in given)],
+            [*const_axes, *residual_axes, *(a for _, a in given)],
+            range(first, first + len(given)),
+            wanted,
+        )
+        rest = iter(outs)
+        results = [
+            next(rest) if zero is None else ad.Zero(batched_aval(axis, zero.aval, a))
+            for zero, a in zip(zeros, self.in_axes, strict=True)
+        ]
+        return (results, jax.tree.unflatten(logs, list(rest))) if has_logs else results
+
+    def axes_needed(self, residuals: Any, residual_axes: Axes, outs: Any, out_axes: Axes) -> Axes:
+        """0 for each unbatched output whose cotangent must be known lane by lane.
+
+        One that reaches the cotangent of a batched input must be, and one that is
+        multiplied with something that differs by lane.
+        """
+        types = [*map(_type, residuals), *(jax.typeof(x).to_tangent_aval() for x in outs)]
+        staged, zeros, _, _ = self._stage(types, [*residual_axes, *out_axes])
+        jaxpr = _compat.constants_as_inputs(staged.jaxpr)
+        _, const_axes = resolve(self.program, staged.consts)
+        positions = [*const_axes, *residual_axes, *out_axes]
+        batched = [a is not None for a in positions]
+        in_axes = [a for a, zero in zip(self.in_axes, zeros, strict=True) if zero is None]
+        needed: list[AxisPosition] = []
+        for k, out_axis in enumerate(out_axes):
+            one = [i == len(positions) - len(out_axes) + k for i in range(len(positions))]
+            hits = zip(reached(jaxpr, one), in_axes, strict=False)  # logs follow
+            by_lane = any(hit and a is not None for hit, a in hits)
+            by_lane = by_lane or multiplies(jaxpr, one, batched)
+            needed.append(0 if out_axis is None and by_lane else None)
+        return needed
+
+    def _stage(self, types: Iterable[Any], axes: Axes) -> Any:
+        """The rule for one example, and which cotangents it returns are symbolic zeros.
+
+        Returns:
+          The staged rule, for those inputs and outputs that are no symbolic zeros; the
+          zeros among its cotangents (None for others); the structure of its logs; and
+          whether it returns any.
+        """
+        inputs = [
+            SymbolicZero(example_aval(self.axis, t.aval, a))
+            if _is_zero(t)
+            else example_aval(self.axis, t, a)
+            for t, a in zip(types, axes, strict=True)
+        ]
+        zeros: list[Any] = []
+        rest: list[Any] = []
+
+        def one_example(*xs: Any) -> list[Any]:
+            given = iter(xs)
+            result = self.bwd.call_wrapped(*(x if _is_zero(x) else next(given) for x in inputs))
+            cotangents, logs = _compat.cotangents_and_logs(result)
+            zeros[:] = [c if isinstance(c, (ad.Zero, SymbolicZero)) else None for c in cotangents]
+            leaves, structure = jax.tree.flatten(logs)
+            rest[:] = [structure, isinstance(result, tuple)]
+            return [c for c, z in zip(cotangents, zeros, strict=True) if z is None] + leaves
+
+        given = [x for x in inputs if not _is_zero(x)]
+        return stage_function(self.axis, one_example, given), zeros, *rest
+
+
+def _type(x: Any) -> Any:
+    return x if _is_zero(x) else jax.typeof(x)
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, SymbolicZero)
+
+
+@register_rule("custom_lin")
+def _custom_lin(axis: Axis, args: Any, axes: Any, /, **params: Any) -> Any:
+    raise ArgumentTypeError(
+        "a function with a custom_vjp rule has no forward-mode derivative: its rule gives "
+        "cotangents only. Use reverse mode (jax.grad, jax.vjp), or jax.custom_jvp for both."
+    )
+
+
+_custom_jvp_p: Any = _compat.find_primitive("custom_jvp_call")
+_custom_vjp_p: Any = _compat.find_primitive("custom_vjp_call")

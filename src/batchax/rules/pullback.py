@@ -1,0 +1,122 @@
+"""Cotangents: running a reverse rule written for one example on a whole batch.
+
+Of what a reverse rule gives back for each example, the cotangent of an input that
+all lanes share is the sum over the lanes. An output that all lanes share has a single
+cotangent, which must then enter that sum once, not once for each lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+from batchax.engine.axis import Axis, AxisPosition, match_axis
+from batchax.engine.interpreter import interpret
+
+ADDITIVE = {
+    "add",
+    "add_any",
+    "sub",
+    "neg",
+    "convert_element_type",
+    "broadcast_in_dim",
+    "reduce_sum",
+}
+
+
+def pull_back(
+    axis: Axis,
+    jaxpr: Any,
+    args: Sequence[Any],
+    axes: Sequence[AxisPosition],
+    cotangents: range,
+    in_axes: Sequence[AxisPosition],
+) -> list[Any]:
+    """Runs a per-example reverse rule for all lanes.
+
+    Args:
+      axis: the axis being mapped.
+      jaxpr: the rule; it has no constants.
+      args: what it is applied to, with batch axes at `axes`.
+      cotangents: which of `args` are cotangents; the others are residuals.
+      in_axes: where the primal input of each cotangent that the rule returns has its
+        batch axis, None for an input that all lanes share.
+    """
+    shared = [axes[i] is None and i in cotangents for i in range(len(args))]
+    from_shared = reached(jaxpr, shared)
+    from_lanes = reached(jaxpr, [a is not None for a in axes])
+    summed = [a is None for a in in_axes]
+    if any(map(all, zip(from_shared, from_lanes, summed, strict=True))):
+        args = [_in_first_lane(axis, x) if s else x for x, s in zip(args, shared, strict=True)]
+        axes = [0 if s else a for a, s in zip(axes, shared, strict=True)]
+    outs, out_axes = interpret(axis, jaxpr, (), args, axes)
+    return [
+        _sum_or_match(axis, x, a, wanted)
+        for x, a, wanted in zip(outs, out_axes, in_axes, strict=True)
+    ]
+
+
+def reached(jaxpr: Any, marked: Sequence[bool]) -> list[bool]:
+    """Which outputs of `jaxpr` depend on the `marked` inputs."""
+    marks = {v for v, m in zip(jaxpr.invars, marked, strict=True) if m}
+    for eqn in jaxpr.eqns:
+        if any(_is_in(marks, v) for v in eqn.invars):
+            marks.update(eqn.outvars)
+    return [_is_in(marks, v) for v in jaxpr.outvars]
+
+
+def multiplies(jaxpr: Any, cotangents: Sequence[bool], batched: Sequence[bool]) -> bool:
+    """Whether what a reverse rule computes from some cotangents differs by lane.
+
+    It does if, other than by addition, a value computed from those `cotangents`
+    meets another that is computed from the `batched` inputs.
+    """
+    linear = {v for v, m in zip(jaxpr.invars, cotangents, strict=True) if m}
+    varying = {v for v, m in zip(jaxpr.invars, batched, strict=True) if m}
+    for eqn in jaxpr.eqns:
+        by = [i for i, v in enumerate(eqn.invars) if _is_in(linear, v)]
+        over = [i for i, v in enumerate(eqn.invars) if _is_in(varying, v)]
+        if eqn.primitive.name not in ADDITIVE and any(i != j for i in by for j in over):
+            return True
+        if by:
+            linear.update(eqn.outvars)
+        if over:
+            varying.update(eqn.outvars)
+    return False
+
+
+def match_or_zeros(axis: Axis, x: Any, source: AxisPosition, destination: AxisPosition) -> Any:
+    """`x` with its batch axis at `destination`, also where it is of the type float0."""
+    if source == destination:
+        return x
+    assert destination is not None
+    if jax.typeof(x).dtype != jax.dtypes.float0:
+        return match_axis(axis, x, source, destination)
+    shape = [n for d, n in enumerate(np.shape(x)) if d != source]
+    shape.insert(destination, axis.size)
+    return np.zeros(shape, jax.dtypes.float0)
+
+
+def _sum_or_match(axis: Axis, x: Any, source: AxisPosition, destination: AxisPosition) -> Any:
+    if destination is None and source is not None:
+        return jnp.sum(x, axis=source)
+    return match_or_zeros(axis, x, source, destination)
+
+
+def _in_first_lane(axis: Axis, x: Any) -> Any:
+    """A batch, at axis 0, whose first lane is `x` and whose other lanes are zero."""
+    if jax.typeof(x).dtype == jax.dtypes.float0:
+        return match_or_zeros(axis, x, None, 0)
+    others = (0, axis.size - 1, 0)
+    zero = jnp.zeros((), x.dtype)
+    return lax.pad(lax.expand_dims(x, (0,)), zero, [others] + [(0, 0, 0)] * x.ndim)
+
+
+def _is_in(marks: set[Any], v: Any) -> bool:
+    return not isinstance(v, Literal) and v in marks

@@ -1,0 +1,574 @@
+"""Functions with derivative rules of their own."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+import batchax as bx
+from batchax.engine.registry import find_rule
+
+from support.oracle import check, example, loop, same
+
+X = example((3, 2), seed=1)
+Y = example((2, 3), seed=2)
+W = example((2,), seed=3)
+K = jnp.arange(3)
+
+
+def scaled_sine():
+    """sin(x) * y with a JVP rule that is three times the true one, so that its use shows."""
+
+    @jax.custom_jvp
+    def f(x, y):
+        return jnp.sin(x) * y
+
+    @f.defjvp
+    def rule(primals, tangents):
+        (x, y), (tx, ty) = primals, tangents
+        return f(x, y), 3 * (jnp.cos(x) * tx * y + jnp.sin(x) * ty)
+
+    return f
+
+
+def scaled_product():
+    """x * y * w with a VJP rule that is three times the true one."""
+
+    @jax.custom_vjp
+    def f(x, y, w):
+        return x * y * w, w.sum()
+
+    def fwd(x, y, w):
+        return f(x, y, w), (x, y, w)
+
+    def bwd(residuals, cotangents):
+        x, y, w = residuals
+        c, s = cotangents
+        return 3 * c * y * w, 3 * c * x * w, 3 * (c * x * y + s)
+
+    f.defvjp(fwd, bwd)
+    return f
+
+
+def check_reverse(fun, *args, in_axes=0, **options):
+    """`check` for functions that have reverse mode only."""
+    check(fun, *args, in_axes=in_axes, derivatives=False, **options)
+
+    def pull(v, wrap=lambda h: h):
+        batched = wrap(v(fun, in_axes))
+
+        def total(*a):
+            return sum(jnp.sin(t).sum() for t in jax.tree.leaves(batched(*a)))
+
+        return jax.grad(total, tuple(range(len(args))))
+
+    expected = pull(jax.vmap)(*args)
+    same(pull(bx.vmap)(*args), expected)
+    same(jax.jit(pull(bx.vmap))(*args), expected)
+    same(pull(bx.vmap, jax.jit)(*args), expected)
+
+
+def test_rules_are_ours():
+    def f(x):
+        return scaled_sine()(x, x) + scaled_product()(x, x, x)[0]
+
+    names = set()
+    for eqn in jax.make_jaxpr(f)(W).eqns:
+        assert find_rule(eqn.primitive) is not None, eqn.primitive
+        names.add(eqn.primitive.name)
+    assert {"custom_jvp_call", "custom_vjp_call"} <= names
+
+
+@pytest.mark.parametrize("in_axes", [(0, 1), (0, None), (None, 1), (1, 0)])
+@pytest.mark.parametrize("out_axes", [0, 1])
+def test_custom_jvp(in_axes, out_axes):
+    x, y = [
+        W if a is None else example((3, 2) if a == 0 else (2, 3), seed=i)
+        for i, a in enumerate(in_axes)
+    ]
+    check(scaled_sine(), x, y, in_axes=in_axes, out_axes=out_axes, second=True)
+
+
+def test_custom_jvp_nested():
+    check(scaled_sine(), X, X, nested=True, second=True)
+
+
+@pytest.mark.parametrize("in_axes", [(0, 0, None), (0, None, 0), (None, 0, None)])
+def test_custom_vjp(in_axes):
+    args = [X if a == 0 else W for a in in_axes]
+    f, g = (bx.vmap(scaled_product(), in_axes), jax.vmap(scaled_product(), in_axes))
+    same(f(*args), g(*args))
+
+    def loss(h):
+        return lambda *a: (jnp.sin(h(*a)[0]) * X).sum()
+
+    argnums = (0, 1, 2)
+    same(jax.grad(loss(f), argnums)(*args), jax.grad(loss(g), argnums)(*args))
+    same(jax.jit(jax.grad(loss(f), argnums))(*args), jax.grad(loss(g), argnums)(*args))
+    same(jax.grad(jax.jit(loss(f)), argnums)(*args), jax.grad(loss(g), argnums)(*args))
+
+
+def test_custom_vjp_values_and_nesting():
+    def f(x, y):
+        return scaled_product()(x, y, x)[0]
+
+    for out_axes in (0, 1):
+        check_reverse(f, X, X, out_axes=out_axes, nested=True)
+    check_reverse(f, X, W, in_axes=(0, None))
+
+
+@pytest.mark.parametrize("outer", [bx.vmap, jax.vmap])
+def test_gradients_on_both_sides_of_vmap(outer):
+    f, g = scaled_sine(), scaled_product()
+
+    def both(x, y):
+        return (f(x, y) + g(x, y, y)[0]).sum()
+
+    per_example = [jax.grad(both, (0, 1))(x, y) for x, y in zip(X, X + 1, strict=True)]
+    expected = jax.tree.map(lambda *xs: jnp.stack(xs), *per_example)
+    same(bx.vmap(jax.grad(both, (0, 1)))(X, X + 1), expected)
+    same(jax.grad(lambda x, y: bx.vmap(both)(x, y).sum(), (0, 1))(X, X + 1), expected)
+    same(
+        outer(lambda x, y: jax.grad(lambda x, y: bx.vmap(both)(x, y).sum(), (0, 1))(x, y))(
+            X[None], X[None] + 1
+        ),
+        jax.tree.map(lambda t: t[None], expected),
+    )
+
+
+def test_hessians_both_ways():
+    f = scaled_sine()
+
+    def energy(x):
+        return f(x, jnp.flip(x)).sum()
+
+    expected = jnp.stack([jax.hessian(energy)(x) for x in X])
+    same(bx.vmap(jax.hessian(energy))(X), expected)
+    same(bx.vmap(jax.jit(jax.hessian(energy)))(X), expected)
+    full = jax.hessian(lambda xs: bx.vmap(energy)(xs).sum())(X)
+    same(jnp.stack([full[i, :, i] for i in range(3)]), expected)
+    same(jax.jit(jax.hessian(lambda xs: bx.vmap(energy)(xs).sum()))(X), full)
+
+
+def test_reverse_over_reverse_of_custom_vjp():
+    @jax.custom_vjp
+    def f(x):
+        return jnp.sin(x)
+
+    f.defvjp(lambda x: (f(x), x), lambda x, c: (2 * c * jnp.cos(x),))
+
+    def second(x):
+        return jax.grad(jax.grad(f))(x)
+
+    same(bx.vmap(second)(W), jnp.stack([second(w) for w in W]))
+    got = jax.grad(lambda w: jax.grad(lambda v: bx.vmap(f)(v).sum())(w).sum())(W)
+    same(got, jnp.stack([second(w) for w in W]))
+
+
+@pytest.mark.parametrize("make", [scaled_sine, scaled_product])
+def test_inside_loop_bodies(make):
+    f = make()
+
+    def g(x, y):
+        def step(c, _):
+            out = f(c, y) if make is scaled_sine else f(c, y, y)[0]
+            return out, out.sum()
+
+        return lax.scan(step, x, None, length=3)
+
+    def branch(x, y):
+        call = f if make is scaled_sine else lambda a, b: f(a, b, b)[0]
+        return lax.cond(x.sum() > 0, call, lambda a, b: a - b, x, y)
+
+    for h in (g, branch):
+        args = (X, W)
+        batched, reference = bx.vmap(h, (0, None)), jax.vmap(h, (0, None))
+        same(batched(*args), reference(*args))
+
+        def pull(v):
+            return jax.grad(
+                lambda *a: sum(jnp.sin(t).sum() for t in jax.tree.leaves(v(*a))), (0, 1)
+            )
+
+        same(pull(batched)(*args), pull(reference)(*args))
+        same(jax.jit(pull(batched))(*args), pull(reference)(*args))
+
+
+def test_symbolic_zeros_reach_a_jvp_rule():
+    seen = []
+
+    @jax.custom_jvp
+    def f(x, y):
+        return x * y, y
+
+    def rule(primals, tangents):
+        seen.append([type(t) is SymbolicZero for t in tangents])
+        (x, y), (tx, ty) = primals, tangents
+        tangent = 0.0 if type(tx) is SymbolicZero else tx * y
+        if type(ty) is not SymbolicZero:
+            tangent = tangent + x * ty
+        return f(x, y), (tangent, ty)
+
+    f.defjvp(rule, symbolic_zeros=True)
+    g = bx.vmap(f)
+    same(
+        jax.grad(lambda x: g(x, X)[0].sum())(X),
+        jax.grad(lambda x: jax.vmap(f)(x, X)[0].sum())(X),
+    )
+    assert seen == [[False, True]] * 2
+    for wrap in (lambda h: h, jax.jit):
+        same(
+            wrap(lambda t: jax.jvp(lambda y: g(X, y), (X,), (t,)))(X),
+            jax.jvp(lambda y: jax.vmap(f)(X, y), (X,), (X,)),
+        )
+
+
+def test_symbolic_zeros_reach_a_vjp_rule():
+    flags, zeros = [], []
+
+    @jax.custom_vjp
+    def f(x, y):
+        return x * y, x + y
+
+    def fwd(x, y):
+        flags.append((x.perturbed, y.perturbed))
+        return f(x.value, y.value), (x.value, y.value)
+
+    def bwd(residuals, cotangents):
+        _, y = residuals
+        zeros.append([type(c) is SymbolicZero for c in cotangents])
+        shapes = [jnp.shape(c) if type(c) is not SymbolicZero else c.aval.shape for c in cotangents]
+        assert shapes == [(2,), (2,)]
+        c = cotangents[0]
+        return 2 * c * y, None
+
+    f.defvjp(fwd, bwd, symbolic_zeros=True)
+    for wrap in (lambda h: h, jax.jit):
+        flags.clear(), zeros.clear()
+        got = wrap(jax.grad(lambda x: bx.vmap(f)(x, X)[0].sum()))(X)
+        same(got, 2 * X)
+        assert flags == [(True, False)]
+        assert zeros == [[False, True]]
+
+
+def test_integers_keys_and_booleans():
+    key = jax.random.split(jax.random.key(0), 3)
+
+    @jax.custom_jvp
+    def f(x, k, key):
+        return x * k, k + 1, k > 1, jax.random.fold_in(key, 1)
+
+    @f.defjvp
+    def rule(primals, tangents):
+        x, k, key = primals
+        out = f(x, k, key)
+        zero = [np.zeros(o.shape, jax.dtypes.float0) for o in out[1:]]
+        return out, (2 * tangents[0] * k, *zero)
+
+    @jax.custom_vjp
+    def g(x, k, key):
+        return x * k, k + 1, jax.random.fold_in(key, 1)
+
+    def bwd(k, c):
+        return 2 * c[0] * k, np.zeros((), jax.dtypes.float0), None
+
+    g.defvjp(lambda x, k, key: (g(x, k, key), k), bwd)
+    for h in (f, g):
+        same(bx.vmap(h)(X, K, key), jax.vmap(h)(X, K, key))
+
+        def total(v):
+            return jax.grad(lambda x: jnp.sin(v(h)(x, K, key)[0]).sum())
+
+        same(total(bx.vmap)(X), total(jax.vmap)(X))
+        same(jax.jit(total(bx.vmap))(X), total(jax.vmap)(X))
+        one = jax.tree.leaves(bx.vmap(h, (None, 0, None))(W, K, key[0]))
+        same(one, jax.tree.leaves(jax.vmap(h, (None, 0, None))(W, K, key[0])))
+
+
+def test_nondifferentiable_arguments():
+    @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 2))
+    def f(fun, x, n):
+        return fun(x) * n
+
+    @f.defjvp
+    def rule(fun, n, primals, tangents):
+        return f(fun, *primals, n), 3 * tangents[0] * n
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def g(fun, x):
+        return fun(x)
+
+    g.defvjp(lambda fun, x: (fun(x), x), lambda fun, x, c: (3 * c * fun(x),))
+    check(lambda x: f(jnp.sin, x, 2.0), X, second=True, nested=True)
+    check_reverse(lambda x: g(jnp.sin, x), X, nested=True)
+
+
+def test_cotangents_of_shared_inputs_are_summed_once():
+    f = scaled_product()
+
+    def loss(vmap, out_axes):
+        # The second output does not depend on the batch: its cotangent counts once.
+        def total(x, w):
+            out, shared = vmap(f, (0, None, None), out_axes)(x, w, w)
+            return jnp.sin(out).sum() + jnp.sum(shared * 2.0)
+
+        return jax.grad(total, (0, 1))
+
+    def by_hand(x, w, lanes):
+        outs = [f(row, w, w) for row in x]
+        shared = sum(s for _, s in outs) if lanes else outs[0][1]
+        return sum(jnp.sin(o).sum() for o, _ in outs) + shared * 2.0
+
+    for wrap in (lambda h: h, jax.jit):
+        for out_axes, lanes in (((0, None), False), ((0, 0), True)):
+            got = wrap(loss(bx.vmap, out_axes))(X, W)
+            same(got, jax.grad(functools.partial(by_hand, lanes=lanes), (0, 1))(X, W))
+
+
+def test_a_rule_that_makes_a_constant_depend_on_the_batch():
+    @jax.custom_vjp
+    def inject(x, w):
+        return jnp.float32(0)
+
+    inject.defvjp(lambda x, w: (inject(x, w), (x, w)), lambda r, c: (c * r[0], c * r[0] * r[1]))
+
+    @jax.custom_jvp
+    def inject_forward(x, w):
+        return jnp.float32(0)
+
+    inject_forward.defjvp(
+        lambda p, t: (inject_forward(*p), (t[0] * p[0]).sum() + (t[1] * p[0] * p[1]).sum())
+    )
+    for f in (inject, inject_forward):
+        scales = jnp.arange(1.0, 4.0)
+
+        def total(x, w):
+            return (bx.vmap(f, (0, None))(x, w) * scales).sum()
+
+        def expected(x, w):
+            return sum(f(row, w) * s for row, s in zip(x, scales, strict=True))
+
+        for grad in (jax.grad(total, (0, 1)), jax.grad(jax.jit(total), (0, 1))):
+            same(grad(X, W), jax.grad(expected, (0, 1))(X, W))
+
+
+def test_a_rule_that_refuses_does_not_stop_the_function():
+    @jax.custom_jvp
+    def f(x, w):
+        return w
+
+    @f.defjvp
+    def rule(primals, tangents):
+        raise NotImplementedError("not differentiable")
+
+    same(bx.vmap(f, (0, None), None)(X, W), W)
+    with pytest.raises(NotImplementedError, match="not differentiable"):
+        jax.grad(lambda x: bx.vmap(f, (0, None), None)(x, W).sum())(X)
+
+
+def test_tangents_and_outputs_batched_differently():
+    @jax.custom_jvp
+    def f(x, w):
+        return x * w, w * 2
+
+    @f.defjvp
+    def rule(primals, tangents):
+        (x, w), (tx, tw) = primals, tangents
+        return f(x, w), (tw, 2 * tw + 0 * tx)
+
+    def g(v):
+        def total(x, w):
+            a, b = v(f, in_axes=(0, None))(x, w)
+            return a, b
+
+        return total
+
+    tangents = (X + 1, W + 1)
+    expected = jax.jvp(lambda x, w: loop(f, (x, w), (0, None)), (X, W), tangents)
+    same(jax.jvp(g(bx.vmap), (X, W), tangents), expected)
+    same(jax.jvp(jax.jit(g(bx.vmap)), (X, W), tangents), expected)
+    same(bx.vmap(f, (0, None), (0, 0))(X, W), loop(f, (X, W), (0, None)))
+
+
+@pytest.mark.parametrize("kind", ["jvp", "vjp"])
+@pytest.mark.parametrize("where", ["rule only", "both"])
+def test_rules_that_close_over_values_of_the_example(kind, where):
+    def per_example(x, p):
+        y = jnp.sin(p) + 1
+
+        if kind == "jvp":
+
+            @jax.custom_jvp
+            def g(z):
+                return z * y if where == "both" else z * 2
+
+            g.defjvp(lambda primals, tangents: (g(*primals), tangents[0] * y * 3))
+        else:
+
+            @jax.custom_vjp
+            def g(z):
+                return z * y if where == "both" else z * 2
+
+            g.defvjp(lambda z: (g(z), z * y), lambda r, c: (c * (r + y),))
+        return g(x).sum()
+
+    expected = jnp.stack([jax.grad(per_example)(x, p) for x, p in zip(X, X + 1, strict=True)])
+    v = bx.vmap(per_example)
+    same(jax.grad(lambda x: v(x, X + 1).sum())(X), expected)
+    same(jax.jit(jax.grad(lambda x: v(x, X + 1).sum()))(X), expected)
+    same(bx.vmap(jax.grad(per_example))(X, X + 1), expected)
+    # jax.vmap itself refuses a reverse rule that closes over values of its example.
+    for outer in (bx.vmap, jax.vmap)[: 2 if kind == "jvp" else 1]:
+        nested = outer(bx.vmap(per_example))
+        same(jax.grad(lambda x: nested(x, X[None] + 1).sum())(X[None]), expected[None])
+    shared = bx.vmap(per_example, (0, None))
+    same(
+        jax.grad(lambda x: shared(x, W).sum())(X),
+        jnp.stack([jax.grad(per_example)(x, W) for x in X]),
+    )
+
+
+def test_collectives_inside_rules():
+    def per_example(x):
+        @jax.custom_jvp
+        def f(x):
+            return x - lax.pmean(x, "i")
+
+        f.defjvp(lambda p, t: (f(*p), t[0] - 2 * lax.pmean(t[0], "i")))
+
+        @jax.custom_vjp
+        def g(x):
+            return x * lax.psum(x, "i")
+
+        g.defvjp(lambda x: (g(x), x), lambda x, c: (c * 2 + lax.psum(c * x, "i"),))
+        return f(x) + g(x) + lax.axis_index("i")
+
+    def total(v):
+        return lambda x: (v(per_example, axis_name="i")(x) * X).sum()
+
+    same(total(bx.vmap)(X), total(jax.vmap)(X))
+    expected = jax.grad(total(jax.vmap))(X)
+    same(jax.grad(total(bx.vmap))(X), expected)
+    same(jax.jit(jax.grad(total(bx.vmap)))(X), expected)
+    same(jax.grad(jax.jit(total(bx.vmap)))(X), expected)
+    mixed = jax.grad(lambda x: (bx.vmap(per_example, axis_name="i")(x) * X).sum())
+    same(bx.vmap(mixed)(X[None]), expected[None])
+    same(jax.vmap(mixed)(X[None]), expected[None])
+
+
+def test_none_cotangents_and_trees():
+    @jax.custom_vjp
+    def f(tree, n):
+        return {"out": tree["a"] * tree["b"][0] * n}
+
+    def bwd(r, c):
+        _, n = r
+        return {"a": 2 * c["out"] * n, "b": None}, None
+
+    f.defvjp(lambda tree, n: (f(tree, n), (tree, n)), bwd)
+
+    def total(v):
+        def h(x, w):
+            return v(f, in_axes=({"a": 0, "b": [None]}, None))({"a": x, "b": [w]}, 3)["out"].sum()
+
+        return jax.grad(h, (0, 1))
+
+    same(total(bx.vmap)(X, W), total(jax.vmap)(X, W))
+    same(jax.jit(total(bx.vmap))(X, W), total(jax.vmap)(X, W))
+
+
+def test_optimize_remat():
+    @jax.custom_vjp
+    def f(x, w):
+        return jnp.sin(x) * w
+
+    f.defvjp(
+        lambda x, w: (f(x, w), (jnp.cos(x), x, w)),
+        lambda r, c: (3 * c * r[0] * r[2], c * jnp.sin(r[1])),
+        optimize_remat=True,
+    )
+    in_axes = (0, None)
+    same(bx.vmap(f, in_axes)(X, W), jax.vmap(f, in_axes)(X, W))
+
+    def total(v, wrap):
+        return lambda x, w: wrap(v(f, in_axes))(x, w).sum()
+
+    for wrap in (lambda h: h, jax.jit, jax.checkpoint):
+        expected = jax.grad(total(jax.vmap, lambda h: h), (0, 1))(X, W)
+        same(jax.grad(total(bx.vmap, wrap), (0, 1))(X, W), expected)
+        same(jax.jit(jax.grad(total(bx.vmap, wrap), (0, 1)))(X, W), expected)
+    per_example = jax.grad(lambda x, w: jax.checkpoint(f)(x, w).sum(), (0, 1))
+    same(bx.vmap(per_example, in_axes)(X, W), jax.vmap(per_example, in_axes)(X, W))
+
+
+def test_custom_gradient_and_closure_convert():
+    @jax.custom_gradient
+    def f(x):
+        return jnp.sin(x), lambda c: 3 * c * x
+
+    check_reverse(f, X)
+
+    def g(x, y):
+        def inner(z):
+            return (z * jnp.cos(y)).sum()
+
+        converted, consts = jax.closure_convert(inner, x)
+
+        @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+        def call(h, z, *consts):
+            return h(z, *consts)
+
+        def bwd(h, r, c):
+            z, *consts = r
+            return jax.tree.map(lambda t: 2 * t, jax.vjp(h, z, *consts)[1](c))
+
+        call.defvjp(lambda h, z, *consts: (h(z, *consts), (z, *consts)), bwd)
+        return call(converted, x, *consts)
+
+    check_reverse(g, X, X)
+    check_reverse(g, X, W, in_axes=(0, None))
+
+
+def test_forward_mode_of_custom_vjp_is_refused():
+    f = scaled_product()
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(lambda x: bx.vmap(f)(x, X, X)[0], (X,), (X,))
+
+    def linear(x):
+        return jax.linearize(lambda z: f(z, x, x)[0], x)[1](x)
+
+    with pytest.raises(TypeError, match="custom_vjp"):
+        bx.vmap(linear)(X)
+
+
+def test_the_functions_of_jax_that_have_rules():
+    def f(x):
+        return (
+            jax.nn.relu(x) + jax.nn.softplus(x) + jax.nn.relu6(x) + jax.nn.logsumexp(x)
+        ) * jax.nn.silu(x) + jax.scipy.special.xlogy(jnp.abs(x), jnp.abs(x) + 1)
+
+    check(f, X, second=True, nested=True)
+
+
+def test_empty_batches():
+    empty = jnp.zeros((0, 2))
+
+    def total(x, w):
+        a, _ = bx.vmap(scaled_product(), (0, None, None), (0, None))(x, w, w)
+        return bx.vmap(scaled_sine())(x, a).sum()
+
+    same(jax.grad(total, (0, 1))(empty, W), (empty, jnp.zeros(2)))
+
+
+def test_nothing_more_is_computed_than_under_jax():
+    f = scaled_sine()
+
+    def count(v):
+        text = str(jax.make_jaxpr(jax.grad(lambda x: v(f, (0, None))(x, W).sum()))(X))
+        return text.count(" = ")
+
+    assert count(bx.vmap) <= count(jax.vmap)
