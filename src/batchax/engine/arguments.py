@@ -12,7 +12,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ def is_input_spec(spec: Any) -> bool:
     return is_position(spec) or (callable(spec) and jax.tree_util.all_leaves([spec]))
 
 
-def is_position(spec: Any) -> bool:
+def is_position(spec: Any) -> TypeGuard[int]:
     """Whether `spec` is an int, of Python or NumPy, and not a bool."""
     return isinstance(spec, (int, np.integer)) and not isinstance(spec, bool)
 
