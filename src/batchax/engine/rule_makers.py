@@ -143,4 +143,4 @@ def common_position(args: Any, axes: Any) -> int:
     weight = Counter()
     for x, a in full:
         weight[a] += sum(d != 1 for d in x.shape)
-    return weight.most_common(1)[0][0]
+    return min(weight, key=lambda a: (-weight[a], a))  # results are mostly wanted in front

@@ -30,7 +30,7 @@ def slice_(
     out = lax.slice_p.bind(
         x,
         start_indices=inserted(start_indices, position, 0),
-        limit_indices=inserted(limit_indices, position, x.shape[position]),
+        limit_indices=inserted(limit_indices, position, axis.size),
         strides=None if strides is None else inserted(strides, position, 1),
     )
     return out, position

@@ -18,6 +18,7 @@ from batchax.engine.axis import (
     AxisPosition,
     inserted,
     match_axis,
+    move_axis,
     sharding_with_axis,
     shift_dims,
 )
@@ -40,7 +41,7 @@ def broadcast_in_dim(
     dims = shift_dims(broadcast_dimensions, out_position)
     out = lax.broadcast_in_dim_p.bind(
         x,
-        shape=inserted(shape, out_position, x.shape[position]),
+        shape=inserted(shape, out_position, axis.size),
         broadcast_dimensions=inserted(dims, position, out_position),
         sharding=sharding_with_axis(sharding, out_position, args, axes),
     )
@@ -52,20 +53,19 @@ def reshape(
     axis: Axis, args: Any, axes: Any, /, *, new_sizes: Any, dimensions: Any, sharding: Any
 ) -> tuple[Any, Any]:
     (x,), (position,) = args, axes
-    out_position = None
-    if dimensions is None:
-        # Where as many elements as before vary slower than the batch axis, the
-        # order of all elements is the same and nothing has to move.
-        slower = math.prod(x.shape[:position])
-        splits = range(len(new_sizes) + 1)
-        out_position = next((i for i in splits if math.prod(new_sizes[:i]) == slower), None)
-    if out_position is None:
-        out_position = 0
-        per_example = range(x.ndim - 1) if dimensions is None else dimensions
-        dimensions = (position, *shift_dims(per_example, position))
+    # Where as many elements as before vary slower than the batch axis, the order
+    # of all elements is the same and nothing has to move.
+    slower = math.prod(x.shape[:position])
+    splits = [i for i in range(len(new_sizes) + 1) if math.prod(new_sizes[:i]) == slower]
+    if dimensions is not None:
+        dimensions, out_position = (position, *shift_dims(dimensions, position)), 0
+    elif splits:
+        out_position = splits[0]
+    else:
+        x, out_position = move_axis(x, position, 0), 0
     out = lax.reshape_p.bind(
         x,
-        new_sizes=inserted(new_sizes, out_position, x.shape[position]),
+        new_sizes=inserted(new_sizes, out_position, axis.size),
         dimensions=dimensions,
         sharding=sharding_with_axis(sharding, out_position, args, axes),
     )
@@ -136,7 +136,7 @@ def split(
 def stack(batch: Axis, args: Any, positions: Any, /, *, axis: int) -> tuple[Any, Any]:
     position = common_position(args, positions)
     args = [match_axis(batch, x, a, position) for x, a in zip(args, positions, strict=True)]
-    if axis <= position:
+    if axis < position:
         return lax.stack_p.bind(*args, axis=axis), position + 1
     return lax.stack_p.bind(*args, axis=axis + 1), position
 

@@ -1,0 +1,242 @@
+"""Slices at fixed and computed places, against the loop over examples."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import batchax as bx
+from batchax import _compat
+from batchax.engine.registry import rule_origin
+
+from support.operations import no_more_operations, operations
+from support.oracle import check, example, same, same_type
+
+STARTS = jnp.array([0, 1, -1, 7])  # the last two out of range: slices are moved to fit
+
+
+def quickly(fun, *args, **options):
+    """`check` of the compiled function: far fewer operations to compile one by one."""
+    check(jax.jit(fun), *args, jit=False, **options)
+
+
+def on_axes(shape, position, **options):
+    """A batch of four examples of `shape`, the batch axis at `position` or absent."""
+    if position is None:
+        return example(shape, **options)
+    return example((*shape[:position], 4, *shape[position:]), **options)
+
+
+def subsets(*choices):
+    """Every combination of positions of the batch axis but the one with none."""
+    return [c for c in itertools.product(*choices) if any(a is not None for a in c)]
+
+
+@pytest.mark.parametrize("name", ["slice", "dynamic_slice", "dynamic_update_slice"])
+def test_served_by_our_own_rule(name):
+    assert rule_origin(_compat.find_primitive(name)) == "batchax.rules.indexing"
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_slice(position):
+    def fun(x):
+        return x[1:], x[:, ::2], lax.slice(x, (0, 1), (2, 3), (1, 2)), x[-1:, :0]
+
+    x = on_axes((2, 3), position)
+    quickly(fun, x, in_axes=position, out_axes=1, nested=position == 0)
+    no_more_operations(fun, x, in_axes=position)
+
+
+@pytest.mark.parametrize("in_axes", subsets((None, 0, 2), (None, 0), (None, 0)))
+def test_dynamic_slice(in_axes):
+    x = on_axes((3, 4), in_axes[0])
+    i, j = (STARTS if a == 0 else jnp.array(1) for a in in_axes[1:])
+
+    def fun(x, i, j):
+        return lax.dynamic_slice(x, (i, j), (2, 3))
+
+    full = in_axes == (2, 0, None)
+    quickly(fun, x, i, j, in_axes=in_axes, derivatives=full, second=full, nested=full)
+    no_more_operations(fun, x, i, j, in_axes=in_axes)
+
+
+def test_dynamic_slice_of_whole_dimensions_needs_no_index():
+    def fun(x, i, j):
+        return lax.dynamic_slice(x, (i, j), (3, 4)), lax.dynamic_slice(x, (i, 0), (2, 4))
+
+    x = example((3, 4))
+    axes = {"in_axes": (None, 0, 0), "out_axes": (None, 0)}
+    check(fun, x, STARTS, STARTS, against_jax=False, derivatives=False, jit=False, **axes)
+    indices = jax.make_jaxpr(bx.vmap(fun, **axes))(x, STARTS, STARTS).eqns
+    (gather,) = [e for e in indices if e.primitive is lax.gather_p]
+    assert gather.params["dimension_numbers"].start_index_map == (0,)
+
+
+def test_start_shared_by_lanes_stays_a_dynamic_slice():
+    def fun(x, i):
+        return lax.dynamic_slice(x, (i, 0), (2, 2)), lax.dynamic_update_slice(x, x[:1], (i, 1))
+
+    counts = operations(bx.vmap(fun, in_axes=(1, None)), example((3, 5, 4)), 1)
+    assert counts["dynamic_slice"] == counts["dynamic_update_slice"] == 1
+    assert counts["gather"] == counts["scatter"] == 0
+
+
+@pytest.mark.parametrize("in_axes", subsets((None, 0, 1), (None, 0, 1), (None, 0)))
+def test_dynamic_update_slice(in_axes):
+    x, u = on_axes((4, 3), in_axes[0]), on_axes((2, 3), in_axes[1], seed=1)
+    i = STARTS if in_axes[2] == 0 else jnp.array(1)
+
+    def fun(x, u, i):
+        return lax.dynamic_update_slice(x, u, (i, 0)), lax.dynamic_update_slice(x, u[:, :2], (i, i))
+
+    full = in_axes in {(1, 0, 0), (0, None, None)}
+    quickly(fun, x, u, i, in_axes=in_axes, derivatives=full, nested=full)
+    no_more_operations(fun, x, u, i, in_axes=in_axes)
+
+
+def test_whole_update_at_a_place_of_each_lane():
+    def fun(x, i, u):
+        return lax.dynamic_update_slice(x, u, (i, i))
+
+    quickly(fun, example((4, 2, 3)), STARTS, example((4, 2, 3), seed=1))
+    quickly(fun, example((2, 3)), STARTS, example((2, 3), seed=1), in_axes=(None, 0, None))
+
+
+def test_index_dtypes():
+    for dtype in (jnp.int8, jnp.uint32):
+
+        def fun(x, i, k):
+            y = lax.dynamic_slice(x, (i, i), (2, 2))
+            return y, lax.dynamic_update_slice(x, y, (k, k))
+
+        i, k = jnp.array([0, 1, 2, 9], dtype), jnp.array(1, dtype)
+        quickly(fun, example((4, 3, 3)), i, k, in_axes=(0, 0, None), derivatives=False)
+
+
+def test_numbers():
+    def fun(x, y):
+        return lax.dynamic_slice(x, (), ()), lax.dynamic_update_slice(x, y, ())
+
+    check(fun, example((4,)), example((4,), seed=1))
+    check(fun, example(()), example((4,)), in_axes=(None, 0), out_axes=(None, 0), jit=False)
+
+
+@pytest.mark.parametrize("dtype", [bool, jnp.int8, jnp.bfloat16, jnp.complex64])
+def test_dtypes(dtype):
+    def fun(x, i):
+        y = lax.dynamic_slice(x, (i, 0), (2, 2))
+        return y, lax.dynamic_update_slice(x, y, (i, 1)), x[1:, ::2], x[i]
+
+    quickly(fun, on_axes((3, 3), 1, dtype=dtype), STARTS, in_axes=(1, 0), derivatives=False)
+
+
+def test_typed_keys():
+    def fun(k, i, n):
+        y = lax.dynamic_slice(k, (i,), (2,))
+        z = lax.dynamic_slice(k, (n,), (2,))
+        return y, lax.dynamic_update_slice(k, z, (i,)), lax.dynamic_update_slice(k, y, (n,)), k[1:]
+
+    k = jax.random.split(jax.random.key(0), (3, 4))
+    quickly(fun, k, STARTS, jnp.array(1), in_axes=(1, 0, None))
+    quickly(fun, k[:, 0], STARTS, jnp.array(1), in_axes=(None, 0, None), out_axes=(0, 0, 0, None))
+
+
+def test_weak_types_are_kept():
+    # As in one example: JAX's own rule makes the first result weakly typed.
+    def fun(x, i):
+        weak, strong = i * jnp.arange(3) * 1.0, x.astype(weak_free)
+        return lax.dynamic_update_slice(weak, strong, (i,)), lax.dynamic_slice(weak, (i,), (2,))
+
+    weak_free = jnp.float32
+    x, i = example((4, 2)), jnp.arange(4)
+    staged = jax.make_jaxpr(fun)(x[0], i[0]).out_avals
+    assert [a.weak_type for a in staged] == [False, True]
+    assert [y.weak_type for y in bx.vmap(fun)(x, i)] == [False, True]
+
+
+def test_updates_in_a_loop():
+    def fun(x, start):
+        def body(i, y):
+            return y.at[i].set(y[i] * 2 + y[start])
+
+        return lax.fori_loop(0, 3, body, x)
+
+    quickly(fun, example((4, 3)), jnp.array([0, 1, 2, 0]), nested=True)
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_empty_batch_and_batch_of_one(size):
+    def fun(x, u, i, k):
+        return (
+            x[1:],
+            lax.dynamic_slice(x, (i, 0), (2, 2)),
+            lax.dynamic_slice(x, (k, 0), (2, 2)),
+            lax.dynamic_update_slice(x, u, (i, 0)),
+            lax.dynamic_update_slice(x, u, (k, k)),
+        )
+
+    x, u, i = jnp.zeros((3, size, 2)), jnp.ones((size, 2, 2)), jnp.zeros(size, int)
+    axes = (1, 0, 0, None)
+    got, expected = (v(fun, in_axes=axes)(x, u, i, 1) for v in (bx.vmap, jax.vmap))
+    same(got, expected)
+    jax.tree.map(same_type, got, expected)
+
+
+def test_empty_arrays():
+    def fun(x, i):
+        return lax.dynamic_slice(x, (i, 0), (2, 0)), lax.dynamic_update_slice(x, x[:1], (i, 0))
+
+    check(fun, jnp.zeros((4, 3, 0)), STARTS)
+
+
+BASIC = {
+    "number": lambda x, i: x[i],
+    "number, later dimension": lambda x, i: x[:, i],
+    "two numbers": lambda x, i: x[i, -i],
+    "number and slice": lambda x, i: x[i, 1:],
+    "slice of computed start": lambda x, i: lax.dynamic_slice_in_dim(x, i, 2, axis=1),
+    "set row": lambda x, i: x.at[i].set(1.0),
+    "set column": lambda x, i: x.at[:, i].set(x[:, 0]),
+    "add element": lambda x, i: x.at[i, i].add(2.0),
+    "set computed slice": lambda x, i: lax.dynamic_update_slice_in_dim(x, x[:, :1], i, 1),
+    "index_in_dim": lambda x, i: lax.dynamic_index_in_dim(x, i, 0, keepdims=False),
+    "roll": lambda x, i: jnp.roll(x, i, axis=1),
+}
+
+
+@pytest.mark.parametrize("name", BASIC)
+def test_typical_indexing(name):
+    fun = BASIC[name]
+    x = example((4, 3, 3))
+    quickly(fun, x, STARTS)
+    quickly(fun, x[0], STARTS, in_axes=(None, 0), derivatives=False)
+    for in_axes, i in (((0, 0), STARTS), ((1, None), 1), ((None, 0), STARTS)):
+        operand = {0: x, 1: x.swapaxes(0, 1), None: x[0]}[in_axes[0]]
+        no_more_operations(fun, operand, i, in_axes=in_axes)
+
+
+@settings(max_examples=12)
+@given(st.data())
+def test_any_slice(data):
+    shape = data.draw(st.sampled_from([(3,), (2, 3), (3, 2, 2)]))
+    sizes = [data.draw(st.integers(0, n)) for n in shape]
+    starts = [data.draw(st.integers(-4, 4)) for _ in shape]
+    batched = [data.draw(st.booleans()) for _ in shape]
+    position = data.draw(st.sampled_from([None, *range(len(shape) + 1)]))
+    if position is None and not any(batched):
+        batched[0] = True
+    x = on_axes(shape, position)
+    offsets = np.array([0, 1, -1, 2])
+    args = [jnp.asarray(s + offsets if b else s) for s, b in zip(starts, batched, strict=True)]
+
+    def fun(x, *starts):
+        y = lax.dynamic_slice(x, starts, sizes)
+        return y, lax.dynamic_update_slice(x, y + 1, starts[::-1])
+
+    in_axes = (position, *(0 if b else None for b in batched))
+    quickly(fun, x, *args, in_axes=in_axes, derivatives=False)

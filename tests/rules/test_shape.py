@@ -1,0 +1,315 @@
+"""Primitives that arrange elements, against the loop over examples."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import batchax as bx
+from batchax import _compat
+from batchax.engine.registry import rule_origin
+
+from support.operations import no_more_operations, operations
+from support.oracle import check, example, same, same_type
+
+PRIMITIVES = """
+    broadcast_in_dim reshape transpose squeeze rev tile pad concatenate split stack unstack
+    select_n clamp bitcast_convert_type tie dce_sink optimization_barrier device_put stage name
+    to_edtype from_edtype copy with_memory_space_constraint xla_metadata_value
+""".split()
+
+# Functions of one array of shape (2, 3).
+ONE_ARRAY = {
+    "broadcast leading": lambda x: lax.broadcast(x, (4,)),
+    "broadcast inside": lambda x: lax.broadcast_in_dim(x, (2, 4, 3), (0, 2)),
+    "broadcast trailing": lambda x: lax.broadcast_in_dim(x, (2, 3, 4), (0, 1)),
+    "broadcast size one": lambda x: lax.broadcast_in_dim(x[:, :1], (4, 2, 5), (1, 2)),
+    "broadcast number": lambda x: jnp.broadcast_to(x[0, 0], (2, 4)),
+    "expand_dims": lambda x: lax.expand_dims(x, (0, 2, 4)),
+    "None index": lambda x: x[None, :, None],
+    "reshape flat": lambda x: x.reshape(6),
+    "reshape other": lambda x: x.reshape(3, 2),
+    "reshape split": lambda x: lax.reshape(x, (2, 1, 3, 1)),
+    "reshape permuting": lambda x: lax.reshape(x, (3, 2), dimensions=(1, 0)),
+    "reshape permuting flat": lambda x: lax.reshape(x, (6,), dimensions=(1, 0)),
+    "ravel, Fortran order": lambda x: jnp.ravel(x, order="F"),
+    "transpose": lambda x: x.T,
+    "transpose of three": lambda x: jnp.transpose(x[None], (2, 0, 1)),
+    "moveaxis": lambda x: jnp.moveaxis(x[:, None], 0, -1),
+    "squeeze": lambda x: lax.squeeze(x[None, :, None], (0, 2)),
+    "squeeze all": lambda x: jnp.squeeze(x[:1, :1]),
+    "rev": lambda x: lax.rev(x, (0,)),
+    "rev both": lambda x: x[::-1, ::-1],
+    "flip and roll": lambda x: jnp.roll(jnp.flip(x, 1), 1, axis=0),
+    "tile": lambda x: lax.tile(x, (2, 3)),
+    "jnp.tile": lambda x: jnp.tile(x, (2, 1, 2)),
+    "repeat": lambda x: jnp.repeat(x, 2, axis=1),
+    "split": lambda x: lax.split(x, (1, 2), axis=1),
+    "split leading": lambda x: lax.split(x, (1, 1), axis=0),
+    "unstack": lambda x: jnp.unstack(x, axis=0),
+    "unstack trailing": lambda x: jnp.unstack(x, axis=1),
+    "pad": lambda x: lax.pad(x, np.array(1, x.dtype), [(1, 0, 0), (0, 2, 1)]),
+    "pad cutting": lambda x: lax.pad(x, np.array(1, x.dtype), [(-1, 1, 0), (2, -1, 0)]),
+    "concatenate with itself": lambda x: jnp.concatenate([x, x[:1]], axis=0),
+    "concatenate with a constant": lambda x: jnp.concatenate([jnp.ones((2, 1), x.dtype), x], 1),
+    "stack with itself": lambda x: jnp.stack([x, x[::-1]], axis=1),
+    "barrier": lambda x: lax.optimization_barrier((x, x[0])),
+    "name": lambda x: checkpoint_name(x, "here"),
+    "copy": lambda x: jnp.array(x, copy=True),
+    "device_put": lambda x: jax.device_put(x),
+}
+
+
+def on_axes(shape, position, **options):
+    """A batch of four examples of `shape`, the batch axis at `position` or absent."""
+    if position is None:
+        return example(shape, **options)
+    shape = list(shape)
+    shape.insert(position % (len(shape) + 1), 4)
+    return example(tuple(shape), **options)
+
+
+def quickly(fun, *args, **options):
+    """`check` of the compiled function: far fewer operations to compile one by one."""
+    check(jax.jit(fun), *args, jit=False, **options)
+
+
+def keys(shape):
+    return jax.random.split(jax.random.key(0), shape)
+
+
+def subsets(*choices):
+    """Every combination of positions of the batch axis but the one with none."""
+    return [c for c in itertools.product(*choices) if any(a is not None for a in c)]
+
+
+@pytest.mark.parametrize("name", PRIMITIVES)
+def test_served_by_our_own_rule(name):
+    primitive = _compat.find_primitive(name)
+    if primitive is None:
+        assert name in {"with_memory_space_constraint", "xla_metadata_value"}  # newer JAX only
+    else:
+        assert rule_origin(primitive).startswith("batchax.")
+
+
+@pytest.mark.parametrize("name", ONE_ARRAY)
+def test_one_array(name):
+    fun = ONE_ARRAY[name]
+    quickly(fun, on_axes((2, 3), 1), in_axes=1, nested=True)
+    quickly(fun, on_axes((2, 3), -1), in_axes=-1, out_axes=-1, derivatives=False)
+
+
+def test_broadcast_that_permutes():
+    # JAX cannot transpose this form for reverse mode, batched or not.
+    def fun(x):
+        return lax.broadcast_in_dim(x, (3, 4, 2), (2, 0))
+
+    for position in (0, 1, 2):
+        x = on_axes((2, 3), position)
+        quickly(fun, x, in_axes=position, derivatives=False)
+
+
+@pytest.mark.parametrize("name", ONE_ARRAY)
+def test_no_more_operations_than_jax(name):
+    for in_axis in (0, 1, 2):
+        no_more_operations(ONE_ARRAY[name], on_axes((2, 3), in_axis), in_axes=in_axis)
+
+
+@pytest.mark.parametrize("dtype", [bool, jnp.uint8, jnp.bfloat16, jnp.complex64, jnp.int4])
+def test_dtypes(dtype):
+    def fun(x):
+        y = jnp.concatenate([x, x[::-1]], axis=1)
+        a, b = jnp.unstack(lax.rev(y, (1,)), axis=0)
+        c = jnp.stack([a.reshape(2, 3), jnp.tile(b[:3], (2, 1)), x.T.reshape(2, 3)])
+        return jnp.where(x[0, 0] == x[0, 1], c, c[:, ::-1]), jnp.squeeze(x[:1], 0)
+
+    quickly(fun, on_axes((2, 3), 1, dtype=dtype), in_axes=1, out_axes=1, derivatives=False)
+
+
+def test_typed_keys():
+    def fun(k, p):
+        a = lax.expand_dims(k, (1,)).reshape(3, 2)
+        b = jnp.concatenate([a, lax.rev(a, (0,))], axis=1).T
+        c = jnp.stack([b[0], b[1]])
+        first, second = lax.split(jnp.broadcast_to(c, (2, 2, 3)), (1, 1), axis=0)
+        chosen = jnp.where(p, first, second)
+        return chosen, lax.squeeze(first, (0,)), lax.optimization_barrier(second), k[:, 1:]
+
+    flags = jnp.array([True, False, True, False])
+    quickly(fun, keys((4, 2, 3)), flags, in_axes=(0, 0))
+    quickly(fun, keys((2, 4, 3)), flags, in_axes=(1, 0), out_axes=1)
+    quickly(fun, keys((2, 3)), flags, in_axes=(None, 0), out_axes=(0, None, None, None))
+
+
+WEAK = {
+    "pad": lambda v: lax.pad(lax.full_like(v, 1.0, shape=(2,)), v, [(1, 1, 0)]),
+    "stack": lambda v: jnp.stack([v, 2.0]),
+    "concatenate": lambda v: lax.concatenate([lax.expand_dims(v, (0,)), lax.full((1,), 2.0)], 0),
+    "broadcast": lambda v: lax.broadcast(v, (3,)),
+    "select": lambda v: lax.select(v > 1, v, 2.0),
+    "clamp": lambda v: lax.clamp(1.0, v, 2.0),
+    "reshape": lambda v: lax.reshape(v, (1,)),
+}
+
+
+@pytest.mark.parametrize("name", WEAK)
+def test_weak_types_are_kept(name):
+    def fun(i):
+        return WEAK[name](i * 1.0)
+
+    assert bx.vmap(fun)(jnp.arange(4)).weak_type
+    same_type(bx.vmap(fun)(jnp.arange(4)), jax.vmap(fun)(jnp.arange(4)))
+
+
+@pytest.mark.parametrize("in_axes", subsets((None, 0, 2), (None, 0, 1)))
+@pytest.mark.parametrize("axis", [0, 1])
+def test_concatenate_and_stack(in_axes, axis):
+    x, y = (on_axes((2, 3), a, seed=i) for i, a in enumerate(in_axes))
+
+    def fun(x, y):
+        return jnp.concatenate([x, y, x], axis), jnp.stack([y, x], axis)
+
+    quickly(fun, x, y, in_axes=in_axes, out_axes=1, derivatives=in_axes == (0, None))
+    no_more_operations(fun, x, y, in_axes=in_axes)
+
+
+@pytest.mark.parametrize("in_axes", subsets((None, 0, 1), (None, 0)))
+def test_padding_value_for_each_lane(in_axes):
+    x, value = on_axes((3,), in_axes[0]), on_axes((), in_axes[1], seed=1)
+
+    def fun(x, v):
+        return lax.pad(x, v, [(1, 2, 1)]), lax.pad(x, v, [(-1, 1, 0)])
+
+    quickly(fun, x, value, in_axes=in_axes, second=in_axes == (0, 0), nested=in_axes == (0, 0))
+    no_more_operations(fun, x, value, in_axes=in_axes)
+
+
+def test_padding_with_infinity_reaches_no_gradient():
+    def fun(x, v):
+        return lax.pad(x, v, [(1, 1, 0)])[1:-1].sum()
+
+    values = jnp.array([jnp.inf, jnp.nan, 1.0, 0.0])
+    got = jax.grad(lambda x, v: bx.vmap(fun)(x, v).sum(), (0, 1))(example((4, 3)), values)
+    same(got, (jnp.ones((4, 3)), jnp.zeros(4)))
+
+
+@pytest.mark.parametrize("in_axes", subsets((None, 0), (None, 0, 1), (None, 1)))
+def test_select_by_one_number(in_axes):
+    which = on_axes((), in_axes[0], dtype=jnp.int32, high=3)
+    x, y = (on_axes((3,), a, seed=i) for i, a in enumerate(in_axes[1:]))
+
+    def fun(which, x, y):
+        return lax.select_n(which, x, y, -x), lax.select_n(which > 1, x, y)
+
+    quickly(fun, which, x, y, in_axes=in_axes, derivatives=in_axes == (0, 0, None))
+    no_more_operations(fun, which, x, y, in_axes=in_axes)
+
+
+@pytest.mark.parametrize("in_axes", subsets((None, 0, 1), (None, 0), (None, 1)))
+def test_select_by_element(in_axes):
+    which = on_axes((3,), in_axes[0], dtype=bool)
+    x, y = (on_axes((3,), a, seed=i) for i, a in enumerate(in_axes[1:]))
+    for fun in (lax.select_n, jnp.where):
+        quickly(fun, which, x, y, in_axes=in_axes, derivatives=in_axes == (0, 0, None))
+    no_more_operations(lax.select_n, which, x, y, in_axes=in_axes)
+
+
+def test_select_against_a_number():
+    def fun(p, x):
+        return jnp.where(p, x, 0.0), jnp.where(x > 0, p, x), jnp.where(p, 1.0, 2.0)
+
+    p, x = jnp.array([True, False, True, True]), example((4, 3))
+    quickly(fun, p, x, nested=True)
+    quickly(fun, p, example((3,)), in_axes=(0, None))
+    quickly(fun, jnp.array(True), x, in_axes=(None, 0), out_axes=(0, 0, None))
+
+
+@pytest.mark.parametrize("in_axes", subsets((None, 0), (None, 0, 1), (None, 0)))
+@pytest.mark.parametrize("ranks", [(0, 0), (1, 0), (1, 1)])
+def test_clamp(in_axes, ranks):
+    ranks = (ranks[0], 1, ranks[1])
+    low, x, high = (on_axes((3,) * ranks[i], in_axes[i], seed=i) for i in range(3))
+    full = in_axes == (0, 1, 0)
+    quickly(lax.clamp, low - 1, x, high + 1, in_axes=in_axes, derivatives=full)
+    no_more_operations(lax.clamp, low, x, high, in_axes=in_axes)
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int32, jnp.bfloat16])
+def test_bitcast_to_another_width(position, dtype):
+    width = 16 // jax.dtypes.itemsize_bits(dtype)
+    shape = (3, width) if width > 1 else (3, 2)
+    x = on_axes(shape, position, dtype=dtype)
+
+    def fun(x):
+        return lax.bitcast_convert_type(x, jnp.float16), lax.bitcast_convert_type(x, jnp.uint8)
+
+    # JAX takes the batch axis for the dimension that a wider type consumes.
+    quickly(fun, x, in_axes=position, against_jax=position < 2, derivatives=False)
+
+
+def test_barrier_keeps_unbatched_unbatched():
+    def fun(x, w):
+        return lax.optimization_barrier((x, w))
+
+    check(fun, example((4, 3)), example((3,)), in_axes=(0, None), out_axes=(0, None))
+
+
+def test_device_put_of_several():
+    def fun(x, w):
+        return jax.device_put((x, x[0], w), jax.devices()[0])
+
+    # JAX wants the batch axis at one position in all operands.
+    axes = {"in_axes": (1, None), "out_axes": (1, 0, None)}
+    check(fun, example((3, 4)), example((3,)), against_jax=False, **axes)
+
+
+def test_device_put_of_a_sharded_example():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    place = NamedSharding(mesh, P("d"))
+    out = bx.vmap(lambda x: jax.device_put(x * 2, place))(example((4, 3)))
+    same(out, example((4, 3)) * 2)
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "d")), 2)
+
+
+def test_sharding_in_types():
+    mesh = jax.make_mesh((1, 1), ("b", "d"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(example((4, 6)), P("b", None))
+        flags = jax.device_put(jnp.arange(4) > 1, P("b"))
+
+        def fun(x, p):
+            wide = jnp.broadcast_to(x, (3, 6), out_sharding=P("d", None))
+            folded = lax.reshape(x, (2, 3), out_sharding=P(None, "d"))
+            return wide, folded, lax.clamp(p * 1.0, x, 2.0)
+
+        got, expected = bx.vmap(fun)(x, flags), jax.vmap(fun)(x, flags)
+        same(got, expected)
+        jax.tree.map(same_type, got, expected)
+
+
+@pytest.mark.parametrize("in_axis", [0, 1])
+def test_empty_batch_and_empty_arrays(in_axis):
+    def fun(x):
+        y = jnp.concatenate([x, x])
+        return y, y.reshape(-1, 2), x.T, jnp.stack([x, x], 1), lax.pad(x, 0.0, [(1, 0, 0)] * 2)
+
+    for shape, position in (((3, 2), in_axis), ((0, 2), in_axis)):
+        for size in (0, 4):
+            full = (*shape[:position], size, *shape[position:])
+            got = bx.vmap(fun, in_axis)(jnp.zeros(full))
+            expected = jax.vmap(fun, in_axis)(jnp.zeros(full))
+            same(got, expected)
+
+
+def test_layout_changes_move_nothing():
+    x = example((2, 3, 4))  # the batch axis last
+    counts = operations(bx.vmap(lambda x: x.reshape(6)[None, ::-1], in_axes=2, out_axes=2), x)
+    assert counts["transpose"] == 0
+    assert counts["reshape"] == 1
