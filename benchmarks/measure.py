@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,18 +84,15 @@ def measure(workload: Workload, effort: Effort) -> Result:
     def tracing(vmap: Callable[..., Any]) -> Callable[[], Any]:
         return lambda: jax.make_jaxpr(workload.batched_by(vmap))(*args)
 
-    vmaps = (bx.vmap, jax.vmap)
+    vmaps: tuple[Callable[..., Any], ...] = (bx.vmap, jax.vmap)
     jaxprs = [tracing(vmap)() for vmap in vmaps]  # the first time also fills JAX's caches
     # Tracing is work of one thread, whose own clock leaves other programs out.
-    trace_times = in_turns(*map(tracing, vmaps), effort.traces, time.thread_time)
+    trace_times = in_turns([tracing(v) for v in vmaps], effort.traces, time.thread_time)
 
     compiled = [jax.jit(workload.batched_by(vmap)).lower(*args).compile() for vmap in vmaps]
-    run_times = in_turns(
-        *(_repeated(c, args, effort.seconds_per_run) for c in compiled),
-        effort.runs,
-        time.perf_counter,
-    )
-    hlo = [normalised_hlo(c.as_text()) for c in compiled]
+    programs = [_repeated(c, args, effort.seconds_per_run) for c in compiled]
+    run_times = in_turns(programs, effort.runs, time.perf_counter)
+    hlo = [normalised_hlo(c.as_text() or "") for c in compiled]
     ours, theirs = (
         _side(jaxpr, text, c.memory_analysis(), np.median(traces), np.median(runs))
         for jaxpr, text, c, traces, runs in zip(
@@ -118,22 +115,24 @@ def measure(workload: Workload, effort: Effort) -> Result:
 
 
 def in_turns(
-    first: Callable[[], Any], second: Callable[[], Any], turns: int, clock: Callable[[], float]
-) -> tuple[list[float], list[float]]:
-    """Seconds of each of `turns` calls of both functions, who begins alternating.
+    functions: Sequence[Callable[[], Any]], turns: int, clock: Callable[[], float]
+) -> list[list[float]]:
+    """Seconds of each of `turns` calls of each function, who begins alternating.
 
     A function that returns a number says how often it did its work.
     """
-    times: tuple[list[float], list[float]] = ([], [])
+    times: list[list[float]] = [[] for _ in functions]
+    order = list(enumerate(functions))
     gc.collect()
     gc.disable()
     try:
-        for turn in range(turns):
-            for which in (0, 1) if turn % 2 else (1, 0):
+        for _ in range(turns):
+            for which, function in order:
                 start = clock()
-                done = (first, second)[which]()
+                done = function()
                 seconds = clock() - start
                 times[which].append(seconds / (done if isinstance(done, int) else 1))
+            order.reverse()
     finally:
         gc.enable()
     return times

@@ -61,7 +61,7 @@ def normalised_hlo(text: str) -> str:
     text = re.sub(r',? ?metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}', "", text)
     # Before the first computation: the module's name, and tables of source lines.
     lines = text.splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith(("%", "ENTRY")))
+    first = next((i for i, x in enumerate(lines) if x.startswith(("%", "ENTRY"))), 0)
     lines = [re.sub(r"[\w.\-]+: ", "", x) if x.endswith("{") else x for x in lines[first:]]
     names: dict[str, str] = {}
     return re.sub(

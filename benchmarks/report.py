@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.measure import Ratio, Result
+from benchmarks.measure import Ratio, Result, Side
 from benchmarks.programs import KINDS
 
 TITLE = "bx.vmap against jax.vmap"
@@ -96,7 +96,8 @@ median over that of `jax.vmap`, below 1 where batchax is faster, with a 95% boot
 *Tracing* is `jax.make_jaxpr` of the batched function, traced anew each time, in processor time of
 its thread. *Running* is the compiled program, on the clock. Counts are of equations in the jaxpr
 and all programs inside it, batchax's first where they differ. *HLO* compares the optimised
-programs without names and source lines; "same operations" have another order or layout.
+programs without names and source lines; "same operations" have another order or layout, and
+where the programs differ, the number of instructions follows.
 *Temporaries* is what the compiled program allocates beside arguments and outputs.
 
 {_table(results)}
@@ -116,7 +117,7 @@ def _table(results: Sequence[Result]) -> str:
                 r.name,
                 _interval(r.trace),
                 _interval(r.run),
-                r.hlo,
+                r.hlo + (f", {_total(r.ours)} / {_total(r.jax)}" if r.hlo == "differs" else ""),
                 *(_pair(r.ours.counts[kind], r.jax.counts[kind]) for kind in KINDS),
                 _pair(_size(r.ours.temporary_bytes), _size(r.jax.temporary_bytes)),
             ]
@@ -209,6 +210,10 @@ def _hlo_change(result: Result) -> str:
         [f"+{n} {name}" for name, n in sorted(more.items())]
         + [f"-{n} {name}" for name, n in sorted(fewer.items())]
     )
+
+
+def _total(side: Side) -> int:
+    return sum(side.operations.values())
 
 
 def _sides(results: Sequence[Result]) -> tuple[list, list]:

@@ -9,7 +9,6 @@ from jax import lax
 from benchmarks.workload import normal, workload
 
 FAMILY = "networks"
-ONE_NETWORK = dict(in_axes=(None, 0))
 
 
 def mlp_parameters(*sizes):
@@ -55,7 +54,10 @@ def layer_norm(x, gain, bias):
 
 
 @workload(
-    FAMILY, lambda n: (mlp_parameters(64, 128, 128, 10), normal(n, 64)), lanes=1024, **ONE_NETWORK
+    FAMILY,
+    lambda n: (mlp_parameters(64, 128, 128, 10), normal(n, 64)),
+    lanes=1024,
+    in_axes=(None, 0),
 )
 def mlp_forward(parameters, x):
     return mlp(parameters, x)
@@ -74,12 +76,14 @@ def ensemble_of_mlps(parameters, xs):
     return mlp(parameters, xs)
 
 
-@workload(FAMILY, lambda n: (attention_parameters(64), normal(n, 32, 64)), lanes=64, **ONE_NETWORK)
+@workload(
+    FAMILY, lambda n: (attention_parameters(64), normal(n, 32, 64)), lanes=64, in_axes=(None, 0)
+)
 def attention_block(parameters, x):
     return x + self_attention(parameters, normalised(x))
 
 
-@workload(FAMILY, lambda n: (normal(3, 3, 3, 8), normal(n, 32, 32, 3)), lanes=32, **ONE_NETWORK)
+@workload(FAMILY, lambda n: (normal(3, 3, 3, 8), normal(n, 32, 32, 3)), lanes=32, in_axes=(None, 0))
 def convolution_of_images(kernel, image):
     return convolve(image[None], kernel)[0]
 
@@ -106,7 +110,7 @@ def convolve(images, kernel):
     FAMILY,
     lambda n: ((normal(32, 32), normal(16, 32)), normal(n, 20, 16)),
     lanes=256,
-    **ONE_NETWORK,
+    in_axes=(None, 0),
 )
 def recurrent_network(parameters, xs):
     w, u = parameters
