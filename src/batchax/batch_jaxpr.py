@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from batchax import _compat
-from batchax.engine.arguments import check_axis_size, is_position
+from batchax.engine.arguments import check_axis_size, count, is_position
 from batchax.engine.axis import Axis
 from batchax.engine.inner import ANYWHERE, batch_inner
 from batchax.engine.outputs import AUTO
@@ -37,7 +37,8 @@ def batch_jaxpr(
       (None for an output that does not depend on the batch).
 
     Raises:
-      ArgumentTypeError: the first argument is not a closed jaxpr.
+      ArgumentTypeError: the first argument is not a closed jaxpr, or `axis_size`
+        is not a size.
       AxisError: `in_axes` or `out_axes` does not fit the program.
     """
     if not isinstance(closed_jaxpr, _compat.ClosedJaxpr):
@@ -45,14 +46,17 @@ def batch_jaxpr(
             "batch_jaxpr expects a closed jaxpr, as jax.make_jaxpr(f)(*args) returns it, got "
             f"{type(closed_jaxpr).__name__}."
         )
-    check_axis_size(axis_size)
+    check_axis_size(axis_size, required=True)
     positions = [out_axes] * len(closed_jaxpr.out_avals) if out_axes is AUTO else list(out_axes)
     for what, given, avals, extra in (
         ("in_axes", list(in_axes), closed_jaxpr.in_avals, [None]),
         ("out_axes", positions, closed_jaxpr.out_avals, [AUTO]),
     ):
         if len(given) != len(avals):
-            raise AxisError(f"{what} has {len(given)} entries for {len(avals)} values.")
+            raise AxisError(
+                f"{what} has {count(len(given), 'entry', 'entries')} for "
+                f"{count(len(avals), 'value')}: give one for each."
+            )
         for i, (position, aval) in enumerate(zip(given, avals, strict=True)):
             if position not in extra and not (
                 is_position(position) and int(position) in range(len(aval.shape) + 1)

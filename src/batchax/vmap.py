@@ -11,6 +11,7 @@ import jax
 from batchax import _compat
 from batchax.engine.arguments import (
     Mapped,
+    check_axis_name,
     check_axis_size,
     check_in_axes,
     find_axis_size,
@@ -76,6 +77,7 @@ def vmap(
         )
     check_in_axes(fun, in_axes)
     check_out_axes(out_axes)
+    check_axis_name(axis_name)
     check_axis_size(axis_size)
     if spmd_axis_name is not None and not isinstance(spmd_axis_name, tuple):
         spmd_axis_name = (spmd_axis_name,)

@@ -133,17 +133,17 @@ def find_axis_size(mapped: Sequence[Mapped], axis_size: Any) -> Any:
         + ("" if tie or s == usual else f"   <- not {usual}")
         for m, s in zip(sized, sizes, strict=True)
     ]
-    given = "" if axis_size is None else f" axis_size={axis_size} was given."
+    wanted = "one size" if axis_size is None else f"the size given as axis_size, {axis_size}"
     raise AxisError(
-        f"the mapped axes must have one size, but they have {_listed(sorted(set(sizes)))}.{given}\n"
+        f"the mapped axes must have {wanted}, but they have {_listed(sorted(set(sizes)))}:\n"
         + "\n".join(lines)
         + "\nGive None in in_axes for an argument that is the same for all lanes."
     )
 
 
-def check_axis_size(axis_size: Any) -> None:
+def check_axis_size(axis_size: Any, required: bool = False) -> None:
     """Refuses an `axis_size` that is no non-negative int."""
-    if axis_size is None or jax.export.is_symbolic_dim(axis_size):
+    if (axis_size is None and not required) or jax.export.is_symbolic_dim(axis_size):
         return
     try:
         if isinstance(axis_size, bool) or operator.index(axis_size) < 0:
@@ -151,6 +151,16 @@ def check_axis_size(axis_size: Any) -> None:
     except TypeError:
         raise ArgumentTypeError(
             f"axis_size must be a non-negative int, got {_show(axis_size)}."
+        ) from None
+
+
+def check_axis_name(axis_name: Any) -> None:
+    """Refuses, when `vmap` is called, an axis name that no collective could look up."""
+    try:
+        hash(axis_name)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"axis_name must be hashable, such as a string, got {_show(axis_name)}."
         ) from None
 
 
@@ -163,10 +173,10 @@ def _by_argument(
     if isinstance(in_axes, (tuple, list)):
         if len(in_axes) != len(args):
             raise AxisError(
-                f"in_axes has {len(in_axes)} entries, but the function was called with "
-                f"{len(args)} positional arguments. Give one entry for each positional argument; "
-                "arguments passed by keyword are mapped over axis 0 (use a dict by parameter "
-                "name for another axis)."
+                f"in_axes has {count(len(in_axes), 'entry', 'entries')}, but the function was "
+                f"called with {count(len(args), 'positional argument')}. Give one entry for each "
+                "positional argument; arguments passed by keyword are mapped over axis 0 (use a "
+                "dict by parameter name for another axis)."
             )
         return in_axes, {}
     return [in_axes] * len(args), {}
@@ -266,8 +276,13 @@ def _as_array(value: Any, path: str) -> Any:
         jax.typeof(value)  # references and other values that JAX knows stay as they are
         return value
     except TypeError:
+        kind = (
+            f"an array of dtype {value.dtype}, which JAX does not have"
+            if isinstance(value, (np.ndarray, np.generic))
+            else f"of type {type(value).__name__}, not an array"
+        )
         raise ArgumentTypeError(
-            f"{path} is to be mapped, but it is of type {type(value).__name__}, not an array. "
+            f"{path} is to be mapped, but it is {kind}. "
             "Give it None in in_axes: then it reaches the function as it is."
         ) from None
 
@@ -297,6 +312,11 @@ def _shape(x: Any) -> str:
 
 def _listed(items: Any) -> str:
     return ", ".join(str(item) for item in items)
+
+
+def count(n: int, one: str, several: str | None = None) -> str:
+    """`n` and what is counted, for messages: "1 entry", "2 values"."""
+    return f"{n} {one if n == 1 else several or one + 's'}"
 
 
 def _show(value: Any) -> str:

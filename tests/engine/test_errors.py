@@ -1,0 +1,315 @@
+"""What a user who makes a mistake is told, and what they can catch.
+
+Each mistake is refused before the function is called; the exception is one of
+batchax's own family and also of the built-in type that `jax.vmap` raises.
+"""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+
+X = jnp.ones((3, 2))
+Y = jnp.ones((4, 2))
+Pair = collections.namedtuple("Pair", "left right")
+
+
+def fails(call, error, *fragments):
+    """`call(vmap)` raises `error`, and its message has each of `fragments`."""
+    with pytest.raises(error) as caught:
+        call(bx.vmap)
+    assert isinstance(caught.value, bx.BatchaxError)
+    assert isinstance(caught.value, ValueError if error is bx.AxisError else TypeError)
+    message = str(caught.value)
+    for fragment in fragments:
+        assert fragment in message, message
+    return message
+
+
+def fails_as_in_jax(call, error, *fragments):
+    """The same; and what `jax.vmap` raises for it would catch ours."""
+    fails(call, error, *fragments)
+    with pytest.raises((ValueError, TypeError)) as caught:
+        call(jax.vmap)
+    assert issubclass(error, ValueError if isinstance(caught.value, ValueError) else TypeError)
+
+
+def never(*args, **kwargs):
+    raise AssertionError("the function was called")
+
+
+# Sizes.
+
+
+def test_sizes_that_disagree_are_all_listed_with_the_odd_one_out():
+    fails_as_in_jax(
+        lambda vmap: vmap(never, in_axes=(0, 1))(X, {"w": [Y.T, X.T], "v": X.T}),
+        bx.AxisError,
+        "the mapped axes must have one size, but they have 3, 4",
+        "args[0]: shape (3, 2), axis 0, size 3\n",
+        "args[1]['v']: shape (2, 3), axis 1, size 3\n",
+        "args[1]['w'][0]: shape (2, 4), axis 1, size 4   <- not 3\n",
+        "args[1]['w'][1]: shape (2, 3), axis 1, size 3\n",
+        "None in in_axes",
+    )
+
+
+def test_sizes_that_disagree_in_keyword_arguments_and_containers():
+    fails_as_in_jax(
+        lambda vmap: vmap(never)(X, scale=X, pair=Pair(X, Y)),
+        bx.AxisError,
+        "kwargs['scale']: shape (3, 2), axis 0, size 3\n",
+        "kwargs['pair'].right: shape (4, 2), axis 0, size 4   <- not 3\n",
+    )
+
+
+def test_two_sizes_that_disagree_have_no_odd_one_out():
+    message = fails(lambda vmap: vmap(never)(X, Y), bx.AxisError, "size 3", "size 4")
+    assert "<-" not in message
+
+
+def test_sizes_that_disagree_with_axis_size():
+    fails_as_in_jax(
+        lambda vmap: vmap(never, axis_size=4)(X, Y),
+        bx.AxisError,
+        "the size given as axis_size, 4",
+        "args[0]: shape (3, 2), axis 0, size 3   <- not 4\n",
+        "args[1]: shape (4, 2), axis 0, size 4\n",
+    )
+
+
+def test_nothing_mapped():
+    for in_axes, args in ((None, (X,)), ((None,), (X,)), (0, ()), (0, ({},))):
+        fails_as_in_jax(
+            lambda vmap: vmap(never, in_axes=in_axes)(*args),
+            bx.AxisError,
+            "nothing is mapped",
+            "axis_size",
+        )
+
+
+@pytest.mark.parametrize("size", [-1, 2.5, "3", True, (3,)])
+def test_axis_size_that_is_no_size(size):
+    fails(lambda vmap: vmap(never, axis_size=size), bx.ArgumentTypeError, "axis_size", repr(size))
+
+
+# Axes of arguments.
+
+
+@pytest.mark.parametrize("axis", [2, -3, 7])
+def test_axis_out_of_range_lists_every_argument_that_has_no_such_axis(axis):
+    fails_as_in_jax(
+        lambda vmap: vmap(never, in_axes=(0, axis))(X, {"a": X, "b": jnp.ones(3)}),
+        bx.AxisError,
+        f"args[1]['a']: shape (3, 2), axis {axis}\n",
+        f"args[1]['b']: shape (3,), axis {axis}\n",
+    )
+
+
+def test_numbers_have_no_axis():
+    fails_as_in_jax(
+        lambda vmap: vmap(never)(X, 1.0), bx.AxisError, "args[1]: shape (), axis 0", "give None"
+    )
+
+
+@pytest.mark.parametrize(
+    ("in_axes", "arg", "fragments"),
+    [
+        ({"a": 0}, X, ["args[1]", "a dict with keys ['a']", "an array of shape (3, 2)"]),
+        ({"a": 0}, {"a": X, "b": X}, ["keys ['a']", "keys ['a', 'b']"]),
+        ([0, None], [X, X, X], ["a list of length 2", "a list of length 3"]),
+        ((0, 0), [X, X], ["a tuple of length 2", "a list of length 2"]),
+        ((0, 0), Pair(X, X), ["a tuple of length 2", "a Pair"]),
+        ({"a": [0, (0, 0)]}, {"a": [X, (X,)]}, ["args[1]['a'][1]", "length 2", "length 1"]),
+    ],
+)
+def test_prefix_that_does_not_match(in_axes, arg, fragments):
+    fails_as_in_jax(
+        lambda vmap: vmap(never, in_axes=(0, in_axes))(X, arg),
+        bx.AxisError,
+        "in_axes does not match args[1]",
+        *fragments,
+    )
+
+
+def test_number_of_positional_arguments():
+    for in_axes, count in (((), "0 entries"), ((0,), "1 entry"), ([0, 0, 0], "3 entries")):
+        fails_as_in_jax(
+            lambda vmap: vmap(never, in_axes=in_axes)(X, X),
+            bx.AxisError,
+            f"in_axes has {count}",
+            "2 positional arguments",
+        )
+
+
+def test_unknown_parameter_names():
+    fails(
+        lambda vmap: vmap(lambda a, b: never(), in_axes={"a": 0, "z": 1, "q": 0}),
+        bx.AxisError,
+        "in_axes names 'z', 'q'",
+        "are 'a', 'b'",
+        "in_axes=({...},)",
+    )
+
+
+def test_parameter_names_that_cannot_be_read():
+    fails(lambda vmap: vmap(max, in_axes={"a": 0}), bx.ArgumentTypeError, "'max'", "by position")
+
+
+def test_number_of_axes_for_variable_arguments():
+    fails(
+        lambda vmap: vmap(lambda *xs: never(), in_axes={"xs": (0, 1)})(X, X, X),
+        bx.AxisError,
+        "in_axes['xs'] has 2 entries, but 3 arguments were passed for *xs",
+    )
+
+
+@pytest.mark.parametrize("in_axes", ["0", 0.5, True, X])
+def test_in_axes_of_the_wrong_type(in_axes):
+    fails(lambda vmap: vmap(never, in_axes=in_axes), bx.ArgumentTypeError, "in_axes must be an int")
+
+
+@pytest.mark.parametrize("leaf", ["0", 0.5, True, np.ones(2)])
+def test_in_axes_entry_of_the_wrong_type(leaf):
+    fails(
+        lambda vmap: vmap(never, in_axes=(0, {"a": leaf})),
+        bx.ArgumentTypeError,
+        "in_axes[1]['a']",
+        repr(leaf),
+    )
+
+
+def test_callable_in_axes_that_returns_no_axis():
+    fails(
+        lambda vmap: vmap(never, in_axes=lambda leaf: "first")({"a": X}),
+        bx.ArgumentTypeError,
+        "args[0]['a']",
+        "'first'",
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "description"),
+    [
+        ("text", "of type str, not an array"),
+        (object(), "of type object, not an array"),
+        (print, "of type builtin_function_or_method, not an array"),
+        (np.array(["a", "b", "c"]), "an array of dtype <U1, which JAX does not have"),
+    ],
+)
+def test_mapped_argument_that_is_no_array(value, description):
+    fails_as_in_jax(
+        lambda vmap: vmap(never)(X, [value]),
+        bx.ArgumentTypeError,
+        f"args[1][0] is to be mapped, but it is {description}",
+        "None in in_axes",
+    )
+
+
+# Options.
+
+
+def test_function_that_is_not_callable():
+    fails_as_in_jax(lambda vmap: vmap(3), bx.ArgumentTypeError, "function of one example", "3")
+
+
+def test_axis_name_that_cannot_be_looked_up():
+    fails(lambda vmap: vmap(never, axis_name=["i"]), bx.ArgumentTypeError, "axis_name", "['i']")
+
+
+@pytest.mark.parametrize("out_axes", ["x", 0.5, True, bx.Reduce])
+def test_out_axes_of_the_wrong_type(out_axes):
+    fails(
+        lambda vmap: vmap(never, out_axes=out_axes), bx.ArgumentTypeError, "out_axes must be an int"
+    )
+
+
+def test_out_axes_entry_of_the_wrong_type():
+    fails(
+        lambda vmap: vmap(never, out_axes=(0, {"a": 0.5})), bx.ArgumentTypeError, "out_axes[1]['a']"
+    )
+
+
+def test_unknown_reduction():
+    with pytest.raises(bx.AxisError, match=r"Reduce\('median'\).*'sum', 'mean'"):
+        bx.Reduce("median")
+
+
+# Outputs. What a function returns is known only once it has been called.
+
+
+def test_mapped_output_where_out_axes_says_none():
+    fails_as_in_jax(
+        lambda vmap: vmap(
+            lambda x: {"mean": X.mean(), "all": [x, x.sum()]},
+            out_axes={"mean": None, "all": [0, None]},
+            axis_name="batch",
+        )(X),
+        bx.AxisError,
+        "out['all'][1] depends on the batch (axis 'batch')",
+        "batchax.AUTO",
+        "batchax.Reduce",
+    )
+
+
+def test_out_axes_that_does_not_match():
+    fails_as_in_jax(
+        lambda vmap: vmap(lambda x: (x, {"k": x}), out_axes=(0, [0]))(X),
+        bx.AxisError,
+        "out_axes does not match out[1]",
+        "a list of length 1",
+        "a dict with keys ['k']",
+    )
+
+
+@pytest.mark.parametrize("axis", [2, -3])
+def test_output_axis_out_of_range(axis):
+    fails_as_in_jax(
+        lambda vmap: vmap(lambda x: (x, [x]), out_axes=(0, axis))(X),
+        bx.AxisError,
+        f"out_axes gives {axis} for out[1][0]",
+        "2 axes with the batch axis",
+        "[-2, 2)",
+    )
+
+
+@pytest.mark.parametrize("value", ["text", object(), print])
+def test_output_that_is_no_array(value):
+    fails_as_in_jax(
+        lambda vmap: vmap(lambda x: (x, [value]))(X),
+        bx.ArgumentTypeError,
+        f"out[1][0] of type {type(value).__name__}, which is not an array",
+    )
+
+
+# The other functions a user calls.
+
+
+def test_batch_jaxpr():
+    jaxpr = jax.make_jaxpr(lambda x, y: x + y)(X, X)
+    for call, error, fragment in (
+        (lambda: bx.batch_jaxpr(never, 3, (0, 0)), bx.ArgumentTypeError, "closed jaxpr"),
+        (lambda: bx.batch_jaxpr(jaxpr, 3, (0,)), bx.AxisError, "in_axes has 1 entry for 2"),
+        (lambda: bx.batch_jaxpr(jaxpr, 3, (0, 3)), bx.AxisError, "in_axes[1] is 3"),
+        (lambda: bx.batch_jaxpr(jaxpr, 3, (0, -1)), bx.AxisError, "in_axes[1] is -1"),
+        (lambda: bx.batch_jaxpr(jaxpr, 3, (0, 0), (9,)), bx.AxisError, "out_axes[0] is 9"),
+        (lambda: bx.batch_jaxpr(jaxpr, -3, (0, 0)), bx.ArgumentTypeError, "axis_size"),
+        (lambda: bx.batch_jaxpr(jaxpr, None, (0, 0)), bx.ArgumentTypeError, "axis_size"),
+    ):
+        with pytest.raises(error, match=re.escape(fragment)):
+            call()
+
+
+def test_register_rule_and_register_container():
+    with pytest.raises(bx.ArgumentTypeError, match="expects a primitive"):
+        bx.register_rule(jnp.sin)
+    ways = dict.fromkeys(["to_arrays", "to_example", "from_example", "to_batch"], never)
+    with pytest.raises(bx.ArgumentTypeError, match="`type` must be a type, got 'Pair'"):
+        bx.register_container("Pair", **ways)
+    with pytest.raises(bx.ArgumentTypeError, match="`spec_type` must be a type, got 3"):
+        bx.register_container(Pair, spec_type=3, **ways)
