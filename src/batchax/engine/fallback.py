@@ -7,7 +7,7 @@ JAX has none either, one lane after another, with a warning.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -50,7 +50,11 @@ def run_without_rule(
 
 
 def one_after_another(
-    axis: Axis, one_lane: Any, operands: Sequence[Any], operand_axes: Sequence[AxisPosition]
+    axis: Axis,
+    one_lane: Callable[..., Any],
+    operands: Sequence[Any],
+    operand_axes: Sequence[AxisPosition],
+    unroll: bool = False,
 ) -> list[Any]:
     """`one_lane` applied to each lane in order; outputs have the lanes first.
 
@@ -65,5 +69,5 @@ def one_after_another(
         xs = [x if a is None else next(mine) for x, a in zip(operands, operand_axes, strict=True)]
         return carry, one_lane(*xs)
 
-    _, outs = lax.scan(step, None, batched, length=axis.size)
+    _, outs = lax.scan(step, None, batched, length=axis.size, unroll=unroll)
     return outs

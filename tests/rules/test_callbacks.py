@@ -1,0 +1,334 @@
+"""Calls of Python and of foreign functions, and runtime checks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import checkify, io_callback
+
+import batchax as bx
+from batchax import _compat
+from batchax.engine.registry import find_rule
+
+from support.oracle import check, example, same
+
+METHODS = ["sequential", "sequential_unrolled", "expand_dims", "broadcast_all"]
+
+
+def test_rules_are_ours():
+    names = "pure_callback io_callback debug_callback debug_print ffi_call inspect_sharding check"
+    for name in names.split():
+        assert find_rule(_compat.find_primitive(name)) is not None, name
+
+
+def calling(seen, method):
+    """A function of an example that adds in Python, and records what shapes it was given."""
+
+    def add(x, y):
+        seen.append((np.shape(x), np.shape(y)))
+        return np.asarray(x) + np.asarray(y)[..., None], np.asarray(y) * np.asarray(x)[..., 0]
+
+    def fun(x, y):
+        results = (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((), y.dtype))
+        return jax.pure_callback(add, results, x, y, vmap_method=method)
+
+    return fun
+
+
+@pytest.mark.parametrize("method", [*METHODS, "legacy_vectorized"])
+@pytest.mark.parametrize("in_axes", [(0, 0), (1, 0), (0, None), (None, 0)])
+def test_pure_callback(method, in_axes):
+    if method == "legacy_vectorized" and None in in_axes:
+        return  # that method leaves unbatched operands as they are: see below
+    shapes = {0: ((4, 3), (4,)), 1: ((3, 4), (4,)), None: ((3,), ())}
+    args = [example(shapes[a][i], seed=i) for i, a in enumerate(in_axes)]
+    ours, theirs = [], []
+    check(calling([], method), *args, in_axes=in_axes, derivatives=False)
+    same(
+        bx.vmap(calling(ours, method), in_axes)(*args),
+        jax.vmap(calling(theirs, method), in_axes)(*args),
+    )
+    assert sorted(ours) == sorted(theirs)
+    if method == "expand_dims":
+        x_lanes, y_lanes = (1 if a is None else 4 for a in in_axes)
+        assert ours == [((x_lanes, 3), (y_lanes,))]
+
+
+def test_legacy_vectorized_leaves_unbatched_operands():
+    seen = []
+
+    def fun(x, y):
+        def call(x, y):
+            seen.append((x.shape, y.shape))
+            return np.asarray(x) + np.asarray(y)
+
+        return jax.pure_callback(
+            call, jax.ShapeDtypeStruct((3,), x.dtype), x, y, vmap_method="legacy_vectorized"
+        )
+
+    x, y = example((4, 3)), example((3,))
+    same(bx.vmap(fun, (0, None))(x, y), x + y)
+    assert seen == [((4, 3), (3,))]
+
+
+def test_pure_callback_of_unbatched_values_runs_once():
+    seen = []
+    out = bx.vmap(calling(seen, None), None, None, axis_size=4)(jnp.ones(3), jnp.ones(()))
+    same(out[0], 2 * jnp.ones(3))
+    assert len(seen) == 1
+
+
+def test_pure_callback_that_does_not_say_how():
+    fun = calling([], None)
+    with pytest.raises(bx.UnsupportedError, match=r"'add'.*vmap_method='sequential'"):
+        bx.vmap(fun)(jnp.ones((4, 3)), jnp.ones(4))
+    with pytest.raises(NotImplementedError):
+        jax.vmap(fun)(jnp.ones((4, 3)), jnp.ones(4))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_pure_callback_without_lanes(method):
+    out = bx.vmap(calling([], method))(jnp.ones((0, 3)), jnp.ones(0))
+    assert [y.shape for y in out] == [(0, 3), (0,)]
+
+
+def test_pure_callback_within():
+    """In a nested batch, a loop, and a function with a derivative of its own."""
+    fun = calling([], "broadcast_all")
+    x, y = example((2, 4, 3)), example((2, 4), seed=1)
+    for outer, inner in ((bx, bx), (bx, jax), (jax, bx)):
+        same(outer.vmap(inner.vmap(fun))(x, y)[0], x + y[..., None])
+
+    def sine(x):
+        type_ = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(np.sin, type_, x, vmap_method="expand_dims")
+
+    with_derivative = jax.custom_jvp(sine)
+    with_derivative.defjvps(lambda t, out, x: t * jnp.cos(x))
+    check(lambda x: lax.fori_loop(0, 3, lambda _, x: with_derivative(x), x), x[0])
+    with pytest.raises(ValueError, match="custom_jvp"):
+        jax.grad(lambda x: bx.vmap(sine)(x).sum())(x)
+    with pytest.raises(ValueError, match="custom_jvp"):
+        bx.vmap(jax.grad(sine))(y[0])
+
+
+class Log:
+    """Lists what a callback was called with; returns their sum, or nothing."""
+
+    def __init__(self, returns=True):
+        self.calls = []
+        self.returns = returns
+
+    def __call__(self, *args):
+        self.calls.append(tuple(np.asarray(x).tolist() for x in args))
+        return np.float32(sum(np.sum(x) for x in args)) if self.returns else None
+
+
+SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("jit", [False, True])
+def test_io_callback(ordered, jit):
+    log = Log()
+    fun = lambda x, y: io_callback(log, SCALAR, x, y, ordered=ordered)
+    batched = bx.vmap(fun, (1, None))
+    x = jnp.arange(8.0).reshape(2, 4)
+    out = (jax.jit(batched) if jit else batched)(x, 1.0)
+    jax.effects_barrier()
+    same(out, x.sum(0) + 1.0)
+    assert log.calls == [([i, i + 4.0], 1.0) for i in range(4)]
+    if ordered:
+        with pytest.raises(ValueError, match="ordered"):
+            jax.vmap(fun, (1, None))(x, 1.0)
+
+
+def test_ordered_io_callbacks_follow_the_program_and_then_the_lanes():
+    log = Log(returns=False)
+
+    def fun(x):
+        io_callback(log, None, x, ordered=True)
+
+        def body(i, y):
+            io_callback(log, None, x + 10, ordered=True)
+            return y + 1
+
+        y = lax.fori_loop(0, 2, body, x)
+        io_callback(log, None, 99.0, ordered=True)  # the same for all lanes: once
+        return y
+
+    jax.jit(bx.vmap(fun))(jnp.arange(2.0))
+    jax.effects_barrier()
+    assert log.calls == [(0.0,), (1.0,), *[(10.0,), (11.0,)] * 2, (99.0,)]
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap])
+def test_debug_callback(ordered, vmap):
+    log = Log()
+
+    def fun(x, y):
+        jax.debug.callback(log, y, ordered=ordered)
+        jax.debug.callback(log, x, y, ordered=ordered)
+        return x
+
+    vmap(fun, (1, None))(jnp.arange(6.0).reshape(2, 3), 7.0)
+    jax.effects_barrier()
+    assert log.calls == [(7.0,), *[([i, i + 3.0], 7.0) for i in range(3)]]
+
+
+@pytest.mark.parametrize("options", [{}, {"ordered": True}, {"partitioned": True}], ids=str)
+def test_debug_print(options, capsys):
+    def fun(x):
+        jax.debug.print("x={x:.1f} {}", 5, x=x, **options)
+        jax.debug.print("once", **options)
+        return x
+
+    for f in (bx.vmap(fun), jax.jit(bx.vmap(fun)), bx.vmap(jax.jit(fun))):
+        f(jnp.arange(3.0))
+        jax.effects_barrier()
+        lines = capsys.readouterr().out.splitlines()
+        assert sorted(lines) == ["once", "x=0.0 5", "x=1.0 5", "x=2.0 5"]
+        assert [line for line in lines if line != "once"] == ["x=0.0 5", "x=1.0 5", "x=2.0 5"]
+
+
+def test_debug_callback_under_derivatives_and_another_batch():
+    log = Log()
+
+    def fun(x):
+        jax.debug.callback(log, x)
+        return x**2
+
+    x = jnp.arange(4.0)
+    same(bx.vmap(jax.grad(fun))(x), 2 * x)
+    same(jax.grad(lambda x: bx.vmap(fun)(x).sum())(x), 2 * x)
+    jax.effects_barrier()
+    assert log.calls == [(0.0,), (1.0,), (2.0,), (3.0,)] * 2
+    log.calls.clear()
+    jax.vmap(bx.vmap(fun))(x.reshape(2, 2))
+    jax.effects_barrier()
+    assert sorted(log.calls) == [(0.0,), (1.0,), (2.0,), (3.0,)]
+
+
+def test_inspect_sharding():
+    seen = []
+
+    def fun(x):
+        jax.debug.inspect_array_sharding(x, callback=seen.append)
+        return x
+
+    bx.vmap(fun)(jnp.ones((4, 3)))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_checks(jit):
+    def fun(x, y):
+        checkify.check(jnp.all(x > 0), "x is {x}, y is {y}", x=x, y=y)
+        checkify.check(y < 5, "y is {}", y)
+        return x * y
+
+    batched = checkify.checkify(bx.vmap(fun, (0, None)))
+    batched = jax.jit(batched) if jit else batched
+    error, out = batched(jnp.array([1.0, 2.0, 3.0]), jnp.float32(2.0))
+    assert error.get() is None
+    same(out, jnp.array([2.0, 4.0, 6.0]))
+    error, _ = batched(jnp.array([1.0, -2.0, -3.0]), jnp.float32(2.0))
+    assert "x is -2.0, y is 2.0" in error.get()  # that of the first lane that fails
+    error, _ = batched(jnp.array([1.0, 2.0, 3.0]), jnp.float32(7.0))
+    assert "y is 7.0" in error.get()
+
+
+def test_checks_where_only_the_message_is_batched():
+    def fun(x, ok):
+        checkify.check(ok, "x is {}", x)
+        return x
+
+    batched = checkify.checkify(bx.vmap(fun, (0, None)))
+    assert "x is 4.0" in batched(jnp.array([4.0, 5.0]), jnp.bool_(False))[0].get()
+    assert batched(jnp.array([4.0, 5.0]), jnp.bool_(True))[0].get() is None
+
+
+def test_checks_made_by_checkify():
+    errors = checkify.index_checks | checkify.float_checks
+    fun = lambda x, i: jnp.log(x)[i]
+    batched = checkify.checkify(bx.vmap(fun), errors=errors)
+    x = jnp.ones((3, 4))
+    assert batched(x, jnp.array([0, 1, 2]))[0].get() is None
+    assert "out-of-bounds" in batched(x, jnp.array([0, 9, 2]))[0].get()
+    assert "nan" in batched(x.at[1].set(-1.0), jnp.array([0, 1, 2]))[0].get()
+
+
+def test_error_for_each_lane():
+    def fun(x):
+        checkify.check(x > 0, "x is {}", x)
+        return x
+
+    error, _ = bx.vmap(checkify.checkify(fun))(jnp.array([1.0, -1.0]))
+    assert "x is -1.0" in error.get()
+    assert "mapped index 1" in error.get()
+
+
+def cholesky_call(method, **options):
+    """LAPACK's factorization through the foreign function interface."""
+
+    def fun(x):
+        results = (
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            jax.ShapeDtypeStruct(x.shape[:-2], jnp.int32),
+        )
+        layout = (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2)  # columns, as LAPACK has them
+        info_layout = tuple(range(x.ndim - 2))
+        call = jax.ffi.ffi_call(
+            "lapack_spotrf_ffi",
+            results,
+            vmap_method=method,
+            input_layouts=[layout],
+            output_layouts=[layout, info_layout],
+            **options,
+        )
+        return jnp.tril(call(x, uplo=np.uint8(ord("L")))[0])
+
+    return fun
+
+
+@pytest.mark.parametrize("aliased", [False, True])
+@pytest.mark.parametrize("method", [*METHODS, "legacy_vectorized"])
+def test_ffi_call(method, aliased):
+    x = example((4, 3, 3))
+    x = x @ x.swapaxes(1, 2) + 3 * jnp.eye(3)
+    jax.block_until_ready(jnp.linalg.eigh(x))  # loads LAPACK
+    fun = cholesky_call(method, input_output_aliases={0: 0} if aliased else None)
+    for in_axis in (0, 1, 2):
+        moved = jnp.moveaxis(x, 0, in_axis)
+        got = jax.jit(bx.vmap(fun, in_axis))(moved)
+        same(got, jnp.linalg.cholesky(x))
+    same(bx.vmap(bx.vmap(fun))(x[None])[0], jnp.linalg.cholesky(x))
+
+
+@pytest.mark.parametrize("method", [*METHODS, "legacy_vectorized"])
+def test_ffi_call_is_staged_as_jax_does(method):
+    """Shapes and layouts of a call with a batched and an unbatched operand."""
+    call = jax.ffi.ffi_call(
+        "unknown", jax.ShapeDtypeStruct((3, 2), jnp.float32), vmap_method=method
+    )
+    fun = functools.partial(lambda x, y: call(x, y, constant=1.0))
+    args = jnp.ones((4, 2)), jnp.ones((2, 3))
+    ours, theirs = (jax.make_jaxpr(v(fun, (0, None)))(*args) for v in (bx.vmap, jax.vmap))
+    if "sequential" in method:
+        assert [e.primitive.name for e in ours.eqns] == [e.primitive.name for e in theirs.eqns]
+        ours, theirs = (jaxpr.eqns[-1].params["jaxpr"] for jaxpr in (ours, theirs))
+    (ours,), (theirs,) = (
+        [e for e in jaxpr.eqns if e.primitive.name == "ffi_call"] for jaxpr in (ours, theirs)
+    )
+    assert [v.aval for v in ours.invars] == [v.aval for v in theirs.invars]
+    assert ours.params == theirs.params
+
+
+def test_ffi_call_that_does_not_say_how():
+    call = jax.ffi.ffi_call("unknown", jax.ShapeDtypeStruct((), jnp.float32))
+    with pytest.raises(bx.UnsupportedError, match="foreign function 'unknown'"):
+        bx.vmap(call)(jnp.ones(3))
