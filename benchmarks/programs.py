@@ -30,9 +30,14 @@ KINDS = {
 
 
 def primitives(jaxpr: Any) -> Iterator[str]:
-    """The name of each equation's primitive, in `jaxpr` and the programs inside it."""
+    """The name of each equation's primitive, in `jaxpr` and the programs inside it.
+
+    A reshape that reads its operand in another order is a transpose and a reshape.
+    """
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name
+        if eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None:
+            yield "transpose"
         for inner in _inner_programs(list(eqn.params.values())):
             yield from primitives(inner)
 

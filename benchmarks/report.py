@@ -95,7 +95,8 @@ Both vmaps batch the same per-example function in one process, in turns. Ratios 
 median over that of `jax.vmap`, below 1 where batchax is faster, with a 95% bootstrap interval.
 *Tracing* is `jax.make_jaxpr` of the batched function, traced anew each time, in processor time of
 its thread. *Running* is the compiled program, on the clock. Counts are of equations in the jaxpr
-and all programs inside it, batchax's first where they differ. *HLO* compares the optimised
+and all programs inside it, batchax's first where they differ; a reshape with `dimensions` counts
+as a transpose and a reshape. *HLO* compares the optimised
 programs without names and source lines; "same operations" have another order or layout, and
 where the programs differ, the number of instructions follows.
 *Temporaries* is what the compiled program allocates beside arguments and outputs.

@@ -62,7 +62,7 @@ def softmax_and_logsumexp(x):
     return jax.nn.softmax(x), jax.nn.logsumexp(x), jax.nn.log_softmax(x)[0]
 
 
-@workload("reductions", lambda n: (normal(n, 64, 64),), lanes=256)
+@workload("reductions", lambda n: (normal(n, 64, 64),), lanes=32)
 def running_totals(x):
     return (
         jnp.cumsum(x, axis=0),

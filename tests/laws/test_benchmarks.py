@@ -62,6 +62,11 @@ def test_counts_reach_inner_programs():
     assert counted["transposes"] == counted["broadcasts"] == counted["contractions"] == 1
 
 
+def test_a_transpose_inside_a_reshape_counts():
+    jaxpr = jax.make_jaxpr(lambda x: jax.lax.reshape(x, (6,), (1, 0)))(jax.numpy.ones((2, 3)))
+    assert list(primitives(jaxpr.jaxpr)) == ["reshape", "transpose"]
+
+
 def test_hlo_is_compared_without_names_but_with_operations():
     x = jax.numpy.ones((4, 4))
 
