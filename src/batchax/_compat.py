@@ -19,6 +19,9 @@ import jax.extend.core.primitives as jex_primitives
 # small function does. This is the one piece of it that cannot be had otherwise.
 from jax._src.core import extend_axis_env_nd
 
+# What a third party's batching rule did is known only to the tracer it returned.
+from jax._src.interpreters.batching import BatchTracer
+
 # The user's line and the profiler's names live in the source info of each
 # equation. Re-emitting an equation under it has no public spelling other than
 # ``jax.core.eval_jaxpr`` of a whole jaxpr, which cannot batch.
@@ -157,6 +160,18 @@ def find_primitive(name: str) -> Primitive | None:
     nowhere by themselves but are keys of the public table of batching rules.
     """
     return _primitives_by_name().get(name)
+
+
+def batched_by_jax(x: Any) -> tuple[Any, int | None]:
+    """A value inside a function under ``jax.vmap``, and where its batch axis is.
+
+    Returned from that function it could only be placed at an axis: whether it is
+    batched at all, which rules of third parties decide, would be lost.
+    """
+    with jex_core.take_current_trace() as trace:
+        if isinstance(x, BatchTracer) and x._trace is trace:
+            return x.val, x.batch_dim
+    return x, None
 
 
 def jax_has_rule(primitive: Primitive) -> bool:

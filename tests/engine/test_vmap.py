@@ -128,10 +128,24 @@ def test_unmapped_arguments_stay_what_they_are():
     config = {"on": True}
     got = bx.vmap(f, in_axes=(0, None, None, None, None))(jnp.ones(3), "double", config, 2, jnp.sin)
     assert seen[0] == "double"
-    assert seen[1] is config
+    assert seen[1] == config
     assert seen[2] == 2
     assert seen[3] is jnp.sin
     same(got, jnp.sin(jnp.ones(3)) * 2)
+
+
+def test_what_the_function_does_to_unmapped_containers_stays_inside():
+    cache = {"seen": [1]}
+
+    def remember(cache, x):
+        cache["seen"].append(x)
+        return x * len(cache["seen"])
+
+    for _ in range(2):
+        np.testing.assert_array_equal(bx.vmap(remember, in_axes=(None, 0))(cache, np.ones(3)), 2)
+    assert cache == {"seen": [1]}
+    unordered = {1: "a", "b": 2}  # not a tree for JAX: passed as it is
+    assert bx.vmap(lambda d, x: x * d["b"], in_axes=(None, 0))(unordered, np.ones(3))[0] == 2
 
 
 def test_branching_in_python_on_unmapped_values():

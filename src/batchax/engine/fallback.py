@@ -29,14 +29,19 @@ def run_without_rule(
         return list(out) if primitive.multiple_results else [out]
 
     if _compat.jax_has_rule(primitive):
-        outs = jax.vmap(
-            one_lane,
+        found: list[tuple[Any, AxisPosition]] = []
+
+        def look(*xs: Any) -> None:
+            found[:] = map(_compat.batched_by_jax, one_lane(*xs))
+
+        jax.vmap(
+            look,
             in_axes=tuple(operand_axes),
             axis_name=axis.name,
             axis_size=axis.size,
             spmd_axis_name=axis.spmd_name,
         )(*operands)
-        return outs, [0] * len(outs)
+        return [x for x, _ in found], [position for _, position in found]
 
     warnings.warn(
         f"the primitive `{primitive}` at {_compat.user_line(eqn.source_info)} has no batching "

@@ -46,7 +46,7 @@ def spread(
       path: how the user would write `tree`, for messages.
       what: "in_axes" or "out_axes", for messages.
       is_spec: tells a specification from a tree of them.
-      opaque_none: whether a part with specification None stays whole, whatever
+      opaque_none: whether a part with specification None is one leaf, whatever
         it is, instead of being taken apart into leaves.
 
     Returns:
@@ -56,7 +56,7 @@ def spread(
       AxisError: `spec` is not a prefix of `tree`.
     """
     if spec is None and opaque_none:
-        return [SpecifiedLeaf(path, tree, None)], next
+        return [SpecifiedLeaf(path, _with_new_containers(tree), None)], next
     if spec is None or is_spec(spec) or is_container_spec(spec):
         pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_container)
         leaves = [
@@ -81,6 +81,18 @@ def spread(
     return leaves, lambda values: jax.tree_util.tree_unflatten(
         treedef, [rebuild(values) for rebuild in rebuilds]
     )
+
+
+def _with_new_containers(tree: Any) -> Any:
+    """`tree` with the same leaves in new containers, as a function under vmap sees it.
+
+    What the function does to a list or dict it was given stays inside. Something
+    that cannot be taken apart, such as a dict without an order, is passed as it is.
+    """
+    try:
+        return jax.tree.map(lambda leaf: leaf, tree, is_leaf=is_container)
+    except (TypeError, ValueError):
+        return tree
 
 
 def _one_level(tree: Any) -> tuple[Sequence[Any], Any]:
