@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from batchax.engine.axis import Axis, move_axis, sharding_with_axis
+from batchax.engine.axis import Axis, sharding_with_axis
 from batchax.engine.inner import example_aval
 from batchax.engine.registry import register_rule
 
@@ -73,8 +73,12 @@ def _merge(x: Any, position: int, dim: int, outside: bool) -> Any:
 
     `outside`: whether the lanes are the slow part of the dimension or the fast.
     """
-    x = move_axis(x, position, dim if outside else dim + 1)
-    return lax.reshape(x, (*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :]))
+    order = [d for d in range(x.ndim) if d != position]
+    order.insert(dim if outside else dim + 1, position)
+    shape = [x.shape[d] for d in order]
+    shape[dim : dim + 2] = [shape[dim] * shape[dim + 1]]
+    # One equation moves and merges.
+    return lax.reshape(x, shape, dimensions=None if order == sorted(order) else order)
 
 
 def _merged_sharding(example: Any, batched: Any, dim: int, position: int) -> Any:

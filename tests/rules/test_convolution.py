@@ -1,0 +1,169 @@
+"""Convolution with images, kernels or both batched, against the loop over examples."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import batchax as bx
+
+from support.batches import SIZE, assert_own_rule, batch
+from support.oracle import check, same
+
+SIDES = [(0, None), (None, 0), (0, 0)]
+PLACES = [(1, None), (4, None), (None, 1), (None, 3), (None, 4), (1, 3), (2, 4)]
+VALUES_ONLY = dict(derivatives=False, jit=False)
+GROUPS = {
+    # name: (images, kernel, options); layout NCHW and OIHW
+    "plain": ((2, 4, 5, 5), (4, 4, 3, 3), {}),
+    "channel groups": ((2, 4, 5, 5), (6, 2, 3, 3), {"feature_group_count": 2}),
+    "depthwise": ((2, 4, 5, 5), (4, 1, 3, 3), {"feature_group_count": 4}),
+    "image groups": ((4, 3, 5, 5), (6, 3, 3, 3), {"batch_group_count": 2}),
+}
+LAYOUTS = {
+    "last": (("NHWC", "HWIO", "NHWC"), (2, 5, 5, 4), (3, 3, 4, 2)),
+    "mixed": (("CHWN", "IHWO", "HNWC"), (4, 5, 5, 2), (4, 3, 3, 2)),
+}
+
+
+def convolution(strides=(1, 1), padding="SAME", **options):
+    return lambda x, w: lax.conv_general_dilated(x, w, strides, padding, **options)
+
+
+def no_more_operations(fun, *args, in_axes):
+    """Counted once lowered: in a jaxpr JAX's `reshape` may hide a transpose."""
+    ours, theirs = (
+        jax.jit(vmap(fun, in_axes)).lower(*args).as_text().count("stablehlo.")
+        for vmap in (bx.vmap, jax.vmap)
+    )
+    assert ours <= theirs
+
+
+def test_served_by_our_own_rule():
+    assert_own_rule(lax.conv_general_dilated_p)
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+@pytest.mark.parametrize("in_axes", SIDES)
+def test_groups(kind, in_axes):
+    images, kernel, options = GROUPS[kind]
+    args = batch(images, in_axes[0]), batch(kernel, in_axes[1], seed=1)
+    fun = jax.jit(convolution(**options))
+    check(fun, *args, in_axes=in_axes, jit=False, derivatives=kind == "channel groups")
+    no_more_operations(fun, *args, in_axes=in_axes)
+
+
+@pytest.mark.parametrize("kind", ["plain", "channel groups", "image groups"])
+@pytest.mark.parametrize("in_axes", PLACES)
+def test_places_of_the_batch_axis(kind, in_axes):
+    images, kernel, options = GROUPS[kind]
+    args = batch(images, in_axes[0]), batch(kernel, in_axes[1], seed=1)
+    fun = convolution(**options)
+    check(fun, *args, in_axes=in_axes, out_axes=-1, **VALUES_ONLY)
+    no_more_operations(fun, *args, in_axes=in_axes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("in_axes", [*SIDES, (1, 2)])
+def test_layouts(layout, in_axes):
+    names, images, kernel = LAYOUTS[layout]
+    args = batch(images, in_axes[0]), batch(kernel, in_axes[1], seed=1)
+    fun = convolution(dimension_numbers=names)
+    check(fun, *args, in_axes=in_axes, **VALUES_ONLY)
+    no_more_operations(fun, *args, in_axes=in_axes)
+
+
+@pytest.mark.parametrize("in_axes", SIDES)
+def test_strides_padding_and_dilation(in_axes):
+    images, kernel, options = GROUPS["channel groups"]
+    args = batch(images, in_axes[0]), batch(kernel, in_axes[1], seed=1)
+    fun = convolution((2, 1), ((1, 2), (0, 3)), lhs_dilation=(1, 2), rhs_dilation=(2, 1), **options)
+    check(fun, *args, in_axes=in_axes, **VALUES_ONLY)
+
+
+@pytest.mark.parametrize("n_spatial", [1, 3])
+@pytest.mark.parametrize("in_axes", SIDES)
+def test_numbers_of_spatial_dimensions(n_spatial, in_axes):
+    images, kernel = (2, 4) + (4,) * n_spatial, (3, 4) + (2,) * n_spatial
+    args = batch(images, in_axes[0]), batch(kernel, in_axes[1], seed=1)
+    check(convolution((1,) * n_spatial, "VALID"), *args, in_axes=in_axes, **VALUES_ONLY)
+
+
+@pytest.mark.parametrize("in_axes", SIDES)
+def test_dtypes(in_axes):
+    for dtype, options in (
+        (jnp.bfloat16, {"preferred_element_type": jnp.float32}),
+        (jnp.complex64, {}),
+        (jnp.int8, {"preferred_element_type": jnp.int32}),
+    ):
+        images, kernel, _ = GROUPS["plain"]
+        args = batch(images, in_axes[0], dtype), batch(kernel, in_axes[1], dtype, seed=1)
+        check(convolution(**options), *args, in_axes=in_axes, **VALUES_ONLY)
+
+
+def test_images_and_kernels_at_the_front_are_not_transposed():
+    images, kernel, _ = GROUPS["plain"]
+    for in_axes in ((0, None), (None, 0)):
+        args = batch(images, in_axes[0]), batch(kernel, in_axes[1])
+        jaxpr = jax.make_jaxpr(bx.vmap(convolution(), in_axes, in_axes.index(0)))(*args)
+        assert "transpose" not in str(jaxpr)
+
+
+def test_per_example_gradients():
+    # What training with per-example gradients asks for: kernels shared, their gradients not.
+    names, images, kernel = LAYOUTS["last"]
+
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(convolution(dimension_numbers=names)(x, w)) ** 2)
+
+    args = batch(kernel, None), batch(images, 0)
+    check(jax.jit(jax.grad(loss)), *args, in_axes=(None, 0), jit=False, derivatives=False)
+    hessian_row = jax.jit(lambda w, x: jax.jvp(lambda w: jax.grad(loss)(w, x), [w], [w])[1])
+    check(hessian_row, *args, in_axes=(None, 0), jit=False, derivatives=False)
+
+
+@pytest.mark.parametrize("kind", ["plain", "image groups"])
+@pytest.mark.parametrize("in_axes", SIDES)
+def test_no_lanes(kind, in_axes):
+    images, kernel, options = GROUPS[kind]
+    args = [
+        jnp.ones(s if a is None else (0, *s))
+        for s, a in zip((images, kernel), in_axes, strict=True)
+    ]
+    fun = convolution(**options)
+    got = bx.vmap(fun, in_axes)(*args)
+    same(got, jax.vmap(fun, in_axes)(*args))
+    total = jax.grad(lambda x, w: bx.vmap(fun, in_axes)(x, w).sum(), (0, 1))(*args)
+    same(total, tuple(map(jnp.zeros_like, args)))
+
+
+def test_convolve_and_correlate():
+    signal, taps = batch((7,), 1), batch((3,), 0, seed=1)
+    for in_axes in ((1, 0), (1, None), (None, 0)):
+        args = signal if in_axes[0] == 1 else signal[:, 0], taps if in_axes[1] == 0 else taps[0]
+        for fun in (jnp.convolve, lambda x, w: jnp.correlate(x, w, mode="same")):
+            check(jax.jit(fun), *args, in_axes=in_axes, **VALUES_ONLY)
+
+
+def test_patches_and_transposed_convolution():
+    images = batch((2, 4, 5, 5), 1)
+    patches = lambda x: lax.conv_general_dilated_patches(x, (2, 2), (1, 1), "VALID")
+    check(jax.jit(patches), images, in_axes=1, **VALUES_ONLY)
+    kernel = batch((3, 3, 4, 2), 0)
+    upscale = lambda x, w: lax.conv_transpose(jnp.moveaxis(x, 1, -1), w, (2, 2), "SAME")
+    check(jax.jit(upscale), images, kernel, in_axes=(1, 0), **VALUES_ONLY)
+
+
+def test_out_sharding_gains_the_batch_axis():
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    spec = jax.sharding.PartitionSpec
+    names, images, kernel = LAYOUTS["last"]
+    x, w = batch(images, 0), batch(kernel, None)
+    expected = jax.vmap(convolution(dimension_numbers=names), (0, None))(x, w)
+    with jax.set_mesh(mesh):
+        fun = convolution(dimension_numbers=names, out_sharding=jax.NamedSharding(mesh, spec()))
+        sharded = jax.device_put(x, jax.NamedSharding(mesh, spec("x")))
+        got = bx.vmap(fun, (0, None))(sharded, jax.device_put(w, jax.NamedSharding(mesh, spec())))
+        assert jax.typeof(got).sharding.spec[0] == "x"
+        assert got.shape[0] == SIZE
+        same(jax.device_get(got), jax.device_get(expected))

@@ -1,0 +1,205 @@
+"""Reductions and running reductions, against the loop over examples."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import batchax as bx
+from batchax import _compat
+from batchax.rules.reduction import CUMULATIVE, REDUCTIONS
+
+from support.batches import SIZE, assert_own_rule, batch
+from support.operations import no_more_operations
+from support.oracle import check, example, same
+
+SHAPE = (2, 4)
+VALUES_ONLY = dict(derivatives=False, jit=False)
+LOGICAL = ("reduce_and", "reduce_or", "reduce_xor")
+INEXACT = (jnp.float32, jnp.bfloat16, jnp.complex64)
+DTYPES = {
+    **dict.fromkeys(LOGICAL, (jnp.bool_, jnp.int32, jnp.uint8)),
+    **dict.fromkeys(("reduce_sum", "reduce_prod"), (*INEXACT, jnp.int32)),
+    **dict.fromkeys(("reduce_max", "reduce_min"), (*INEXACT, jnp.int32, jnp.bool_)),
+    **dict.fromkeys(("argmax", "argmin"), (jnp.float32, jnp.bfloat16, jnp.int32, jnp.bool_)),
+    **dict.fromkeys(("cumsum", "cumprod"), (*INEXACT, jnp.int32)),
+    **dict.fromkeys(("cummax", "cummin"), (jnp.float32, jnp.bfloat16, jnp.int32)),
+    "cumlogsumexp": (jnp.float32, jnp.bfloat16),
+}
+
+
+def reduction(name, axes, index_dtype=np.int32):
+    """The primitive `name` as a function of one example."""
+    primitive = _compat.find_primitive(name)
+    # A sharding is a parameter of some of these, in some versions of JAX.
+    params = {"axes": tuple(axes)}
+    if name in ("argmax", "argmin"):
+        params["index_dtype"] = np.dtype(index_dtype)
+    elif "reduce_" in name and not name.endswith(("and", "or", "xor")):
+        call = {"reduce_sum": jnp.sum, "reduce_prod": jnp.prod, "reduce_max": jnp.max}
+        fun = call.get(name, jnp.min)
+        return lambda x: fun(x, tuple(axes))
+    return lambda x: primitive.bind(x, **params)
+
+
+def cumulative(name, axis, reverse=False):
+    return lambda x: getattr(lax, name)(x, axis, reverse)
+
+
+@pytest.mark.parametrize("name", [*REDUCTIONS, *CUMULATIVE, "reduce"])
+def test_served_by_our_own_rules(name):
+    assert_own_rule(_compat.find_primitive(name))
+
+
+@pytest.mark.parametrize("name", [*REDUCTIONS, *CUMULATIVE])
+def test_dtypes(name):
+    for dtype in DTYPES[name]:
+        fun = cumulative(name, 1) if name in CUMULATIVE else reduction(name, (1,))
+        check(fun, batch(SHAPE, 1, dtype), in_axes=1, **VALUES_ONLY)
+
+
+@pytest.mark.parametrize("name", ["reduce_sum", "reduce_max", "reduce_prod"])
+def test_derivatives_of_reductions(name):
+    fun = jax.jit(reduction(name, (0,)))
+    check(fun, batch(SHAPE, 1), in_axes=1, out_axes=-1, second=True, nested=True, jit=False)
+
+
+@pytest.mark.parametrize("name", ["cumsum", "cumprod", "cummax"])
+def test_derivatives_of_running_reductions(name):
+    check(jax.jit(cumulative(name, 0, True)), batch(SHAPE, 1), in_axes=1, jit=False)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_running_along_every_dimension_both_ways(axis):
+    for along, reverse in ((0, False), (1, True)):
+        fun = cumulative("cumsum", along, reverse)
+        check(fun, batch(SHAPE, axis), in_axes=axis, **VALUES_ONLY)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint16"])
+def test_dtype_of_an_index(dtype):
+    check(reduction("argmax", (1,), dtype), batch(SHAPE, 1), in_axes=1, **VALUES_ONLY)
+
+
+def test_ties_and_nan_take_the_first_place():
+    x = jnp.array([[1.0, 1.0, 0.0], [jnp.nan, 5.0, jnp.nan], [-0.0, 0.0, -1.0]])
+    check(jnp.argmax, x)
+    check(jnp.nanargmin, x)
+    check(jnp.max, x, derivatives=False)
+
+
+def test_weak_type_is_kept():
+    def fun(i):
+        weak = jnp.broadcast_to(2.0 * i, (2,))
+        return jnp.sum(weak), lax.reduce(weak, 0.0, lax.max, (0,)), lax.cumsum(weak, 0)
+
+    check(fun, jnp.arange(3), **VALUES_ONLY)
+
+
+FUNCTIONS = {
+    "logsumexp": jax.nn.logsumexp,
+    "softmax": jax.nn.softmax,
+    "log_softmax": lambda x: jax.nn.log_softmax(x, axis=0),
+    "mean": lambda x: jnp.mean(x, axis=0),
+    "var": lambda x: jnp.var(x, axis=1, ddof=1),
+    "std": jnp.std,
+    "median": lambda x: jnp.median(x, axis=1),
+    "norm": jnp.linalg.norm,
+    "ptp": lambda x: jnp.ptp(x, axis=0),
+    "nansum": lambda x: jnp.nansum(jnp.where(x > 1, jnp.nan, x), axis=1),
+    "cumulative trapezoid": lambda x: jnp.cumsum((x[:, 1:] + x[:, :-1]) / 2, axis=-1),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function(name):
+    check(jax.jit(FUNCTIONS[name]), batch(SHAPE, 1), in_axes=1, **VALUES_ONLY)
+
+
+@pytest.mark.parametrize("name", ["logsumexp", "std"])
+def test_derivatives_of_a_function(name):
+    check(jax.jit(FUNCTIONS[name]), batch(SHAPE, 1), in_axes=1, second=True, jit=False)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, 3])
+@pytest.mark.parametrize("axes", [(0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2), ()])
+def test_every_position(axis, axes):
+    x = batch((2, 1, 4), axis)
+    fun = reduction("reduce_max", axes)
+    check(fun, x, in_axes=axis, out_axes=-1, **VALUES_ONLY)
+    no_more_operations(fun, x, in_axes=axis)
+
+
+def largest_and_place(a, b):
+    """A computation on pairs: the larger value, and where it is."""
+    (x, i), (y, j) = a, b
+    return lax.select(x >= y, x, y), lax.select(x >= y, i, j)
+
+
+@pytest.mark.parametrize("in_axes", [(0, 0), (1, 0), (None, 2), (2, None), (2, 2)])
+def test_reduce_of_several_operands(in_axes):
+    x = batch(SHAPE, in_axes[0])
+    i = batch(SHAPE, in_axes[1], jnp.int32)
+
+    def fun(x, i):
+        return lax.reduce((x, i), (-jnp.inf, np.int32(-1)), largest_and_place, (1,))
+
+    check(fun, x, i, in_axes=in_axes, **VALUES_ONLY)
+
+
+def test_derivative_of_reduce():
+    fun = jax.jit(lambda x: lax.reduce(x, 1.0, lambda a, b: a * b, (0,)))
+    check(fun, batch(SHAPE, 2), in_axes=2, jit=False)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 5])
+@pytest.mark.parametrize("axis", [0, 1, 2, None])
+def test_reduce_from_an_initial_value_for_each_lane(length, axis):
+    # Not against the loop: JAX ignores the initial value when there is one element.
+    x, start = batch((2, length), axis), batch((), 0, seed=1)
+    batched = bx.vmap(lambda x, start: lax.reduce(x, start, lax.add, (1,)), in_axes=(axis, 0))
+    got = jax.jit(batched)(x, start)
+    rows = jnp.broadcast_to(x, (SIZE, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+    same(got, rows.sum(-1) + start[:, None])
+
+
+def test_reduce_of_several_operands_from_initial_values_for_each_lane():
+    def fun(x, i, start):
+        return lax.reduce((x, i), (start, np.int32(-1)), largest_and_place, (0, 2))
+
+    x, i, start = batch((2, 3, 4), 1), batch((2, 3, 4), None, jnp.int32), batch((), 0, seed=2)
+    check(fun, x, i, start, in_axes=(1, None, 0), against_jax=False, **VALUES_ONLY)
+
+
+def test_reduce_from_an_initial_value_for_each_lane_is_differentiable():
+    x, start = batch(SHAPE, 1), batch((), 0, seed=1)
+    batched = bx.vmap(
+        lambda x, start: lax.reduce(x, start, lambda a, b: a * b, (1,)), in_axes=(1, 0)
+    )
+    got = jax.jit(jax.jacrev(batched, (0, 1)))(x, start)
+    by_hand = lambda x, start: jnp.prod(x, axis=2).T * start[:, None]
+    same(got, jax.jit(jax.jacfwd(by_hand, (0, 1)))(x, start))
+
+
+def test_a_result_that_does_not_depend_on_the_batch_stays_unbatched():
+    x = example(SHAPE)
+    out = bx.vmap(lambda y: (jnp.sum(x), y), out_axes=(None, 0))(jnp.arange(3.0))[0]
+    assert out.shape == ()
+
+
+def test_no_lanes_and_no_elements():
+    for fun in (jnp.sum, jnp.prod, lambda x: jnp.max(x, initial=0.0), lambda x: lax.cumsum(x, 1)):
+        got = bx.vmap(fun)(jnp.zeros((0, *SHAPE)))
+        same(got, jax.vmap(fun)(jnp.zeros((0, *SHAPE))))
+        same(bx.vmap(fun)(jnp.zeros((SIZE, 2, 0))), jax.vmap(fun)(jnp.zeros((SIZE, 2, 0))))
+
+
+def test_out_sharding_gains_the_batch_axis():
+    mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    spec = jax.sharding.PartitionSpec
+    with jax.set_mesh(mesh):
+        x = jax.device_put(batch(SHAPE, 0), jax.NamedSharding(mesh, spec("x", None, "y")))
+        got = bx.vmap(lambda x: lax.reduce_sum(x, (1,), out_sharding=spec(None)))(x)
+        assert jax.typeof(got).sharding.spec[0] == "x"
+        same(jax.device_get(got), batch(SHAPE, 0).sum(axis=2))

@@ -1,0 +1,141 @@
+"""Sorting and the largest few, against the loop over examples."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import batchax as bx
+from batchax import _compat
+
+from support.batches import assert_own_rule, batch, positions
+from support.operations import no_more_operations, operations
+from support.oracle import check, example, same
+
+SHAPE = (2, 4)
+VALUES_ONLY = dict(derivatives=False, jit=False)
+
+
+@pytest.mark.parametrize("name", ["sort", "top_k", "approx_top_k"])
+def test_served_by_our_own_rules(name):
+    assert_own_rule(_compat.find_primitive(name))
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_sort(axis, dimension):
+    fun = lambda x: lax.sort(x, dimension)
+    x = batch(SHAPE, axis)
+    check(fun, x, in_axes=axis, out_axes=-1, **VALUES_ONLY)
+    no_more_operations(fun, x, in_axes=axis)
+
+
+def test_derivatives_of_sort():
+    check(jax.jit(jnp.sort), batch(SHAPE, 1), in_axes=1, second=True, nested=True, jit=False)
+
+
+def test_dtypes():
+    for dtype in (jnp.bfloat16, jnp.int8, jnp.uint32, jnp.bool_, jnp.complex64):
+        check(lax.sort, batch(SHAPE, 0, dtype), **VALUES_ONLY)
+
+
+def test_nan_and_signed_zeros():
+    x = jnp.array([[jnp.nan, 1.0, -jnp.inf, 0.0], [0.0, -0.0, jnp.nan, -1.0]])
+    check(lambda x: (jnp.sort(x), jnp.argsort(x)), x, **VALUES_ONLY)
+
+
+@pytest.mark.parametrize("num_keys", [1, 2])
+@pytest.mark.parametrize("in_axes", positions(1, 1, 1)[::2])
+def test_sort_of_several_operands(num_keys, in_axes):
+    # Keys with ties, so that the second key and stability show.
+    args = [
+        batch((4,), in_axes[0], jnp.int32, high=2),
+        batch((4,), in_axes[1], jnp.int32, seed=1, high=3),
+        batch((4,), in_axes[2], seed=2),
+    ]
+
+    def fun(*xs):
+        return lax.sort(xs, num_keys=num_keys, is_stable=True)
+
+    check(fun, *args, in_axes=in_axes, **VALUES_ONLY)
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_keys_that_all_lanes_share_are_sorted_once(position, dimension):
+    keys = example(SHAPE)
+
+    def fun(x):
+        return lax.sort((keys, x), dimension, num_keys=1)
+
+    x = batch(SHAPE, position, seed=1)
+    check(fun, x, in_axes=position, out_axes=(None, 0), against_jax=False, **VALUES_ONLY)
+    check(lambda x: fun(x)[1], x, in_axes=position, **VALUES_ONLY)
+    jaxpr = jax.make_jaxpr(bx.vmap(fun, in_axes=position, out_axes=(None, position)))(x)
+    (sort,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "sort")
+    assert all(v.aval.shape == SHAPE for v in sort.invars)
+
+
+def test_derivatives_of_values_sorted_by_shared_keys():
+    keys = example(SHAPE)
+    check(jax.jit(lambda x: lax.sort_key_val(keys, x)[1]), batch(SHAPE, 1), in_axes=1, jit=False)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("along", [0, 1])
+def test_top_k(axis, along):
+    fun = lambda x: lax.top_k(x, 2, axis=along)
+    check(fun, batch(SHAPE, axis), in_axes=axis, **VALUES_ONLY)
+
+
+def test_derivatives_of_top_k():
+    check(jax.jit(lambda x: lax.top_k(x, 2)), batch(SHAPE, 1), in_axes=1, nested=True, jit=False)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("along", [0, 1, -1, -2])
+def test_approx_top_k(axis, along):
+    fun = lambda x: lax.approx_max_k(x, 2, reduction_dimension=along)
+    check(fun, batch(SHAPE, axis), in_axes=axis, **VALUES_ONLY)
+
+
+def test_derivatives_of_approx_top_k():
+    fun = jax.jit(lambda x: lax.approx_min_k(x, 2)[0])
+    check(fun, batch(SHAPE, 1), in_axes=1, jit=False)
+
+
+FUNCTIONS = {
+    "sort descending": lambda x: jnp.sort(x, axis=0, descending=True),
+    "argsort": lambda x: jnp.argsort(x, axis=-1),
+    "lexsort": lambda x: jnp.lexsort((jnp.round(x[0]), x[1])),
+    "partition": lambda x: jnp.partition(x, 2),
+    "quantile": lambda x: jnp.quantile(x, jnp.array([0.2, 0.5]), axis=1),
+    "median": jnp.median,
+    "percentile": lambda x: jnp.percentile(x, 30.0, method="nearest"),
+    "unique": lambda x: jnp.unique(jnp.round(x), size=3, return_counts=True),
+    "searchsorted": lambda x: jnp.searchsorted(jnp.sort(x[0]), x[1]),
+    "searchsorted by sorting": lambda x: jnp.searchsorted(jnp.sort(x[0]), x[1], method="sort"),
+    "digitize": lambda x: jnp.digitize(x, jnp.array([-1.0, 0.0, 1.0])),
+    "rank": lambda x: jax.scipy.stats.rankdata(x[0]),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function(name):
+    check(jax.jit(FUNCTIONS[name]), batch(SHAPE, 1), in_axes=1, **VALUES_ONLY)
+
+
+def test_derivatives_of_a_quantile():
+    check(jax.jit(FUNCTIONS["quantile"]), batch(SHAPE, 1), in_axes=1, jit=False)
+
+
+def test_argsort_costs_no_more_than_under_jax():
+    x = batch(SHAPE, 0)
+    assert operations(bx.vmap(jnp.argsort), x)["sort"] == 1
+    no_more_operations(jnp.argsort, x)
+
+
+def test_no_lanes_and_no_elements():
+    for shape in ((0, 2, 4), (3, 2, 0)):
+        x = jnp.zeros(shape)
+        same(bx.vmap(jnp.argsort)(x), jax.vmap(jnp.argsort)(x))

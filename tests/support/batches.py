@@ -1,0 +1,30 @@
+"""Batches of examples with the batch axis anywhere."""
+
+import itertools
+
+import jax.numpy as jnp
+
+from batchax.engine.registry import find_rule
+
+from support.oracle import example
+
+SIZE = 3
+
+
+def batch(shape, axis, dtype=jnp.float32, seed=0, **kwargs):
+    """A batch of `SIZE` examples of `shape` along `axis`, or one example for None."""
+    if axis is not None:
+        shape = (*shape[:axis], SIZE, *shape[axis:])
+    return example(shape, dtype, seed, **kwargs)
+
+
+def positions(*ranks):
+    """Every combination of batch axes, or None, for examples of these ranks."""
+    choices = [[*range(rank + 1), None] for rank in ranks]
+    return [axes for axes in itertools.product(*choices) if any(a is not None for a in axes)]
+
+
+def assert_own_rule(primitive):
+    """`primitive` exists and batchax itself has a rule for it."""
+    assert primitive is not None
+    assert find_rule(primitive) is not None, primitive
