@@ -1,5 +1,12 @@
 """Settings every test runs under."""
 
+import os
+
+# Before JAX is imported: what shards a batch needs several devices to be seen.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+)
+
 import jax
 from hypothesis import HealthCheck, settings
 

@@ -29,6 +29,9 @@ from jax._src import source_info_util
 
 # Exported nowhere, and absent from every table, as it has no operands to batch.
 from jax._src.lax.control_flow.conditionals import platform_index_p
+
+# The primitive of ``jax.shard_map`` is in none of the tables that JAX exports.
+from jax._src.shard_map import shard_map_p
 from jax.extend import linear_util
 from jax.interpreters import batching, partial_eval
 
@@ -189,7 +192,7 @@ def _primitives_by_name() -> dict[str, Primitive]:
         for value in vars(module).values():
             if isinstance(value, Primitive):
                 found[value.name] = value
-    for primitive in batching.fancy_primitive_batchers:
+    for primitive in (*batching.fancy_primitive_batchers, shard_map_p):
         found[primitive.name] = primitive
     return found
 

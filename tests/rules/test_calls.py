@@ -1,0 +1,371 @@
+"""Calls: jit, checkpoint, and functions with a transposition or a batching rule of their own."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import batchax as bx
+from batchax import _compat
+from batchax.engine.registry import find_rule
+
+from support.oracle import check, example, loop, same
+
+X = example((3, 2), seed=1)
+W = example((2,), seed=2)
+
+
+def equations(jaxpr):
+    """Every equation of a jaxpr, those of its calls and loops included."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+def names(fun, *args):
+    return [eqn.primitive.name for eqn in equations(jax.make_jaxpr(fun)(*args).jaxpr)]
+
+
+def test_rules_are_ours():
+    ours = """call_hi_primitive closed_call composite compute_on custom_lin custom_vmap_call
+        eval_jaxpr jit linear_call program_order remat2 remat_opt xla_metadata_call""".split()
+    for name in ours:
+        primitive = _compat.find_primitive(name)
+        assert primitive is None or find_rule(primitive) is not None, name
+
+
+# jit
+
+
+@pytest.mark.parametrize("in_axes", [(0, 0), (1, None), (None, 0)])
+@pytest.mark.parametrize("out_axes", [0, -1])
+def test_jit(in_axes, out_axes):
+    def f(x, y):
+        return jnp.sin(x) * y
+
+    args = [{0: X, 1: X.T, None: W}[a] for a in in_axes]
+    check(jax.jit(f), *args, in_axes=in_axes, out_axes=out_axes, second=True)
+
+
+def test_jit_nested_and_unbatched_outputs():
+    inner = jax.jit(lambda x, w: (x * w, w + 1))
+    check(lambda x: inner(x, x)[0], X, nested=True)
+    out, shared = bx.vmap(inner, (0, None), (0, None))(X, W)
+    same((out, shared), (X * W, W + 1))
+
+
+def test_jit_keeps_its_parameters():
+    @functools.partial(jax.jit, keep_unused=True, donate_argnums=1)
+    def named(x, unused):
+        return x * 2
+
+    (eqn,) = jax.make_jaxpr(bx.vmap(named))(X, X).eqns
+    assert eqn.primitive.name == "jit"
+    assert eqn.params["name"] == "named"
+    assert eqn.params["keep_unused"]
+    assert eqn.params["donated_invars"] == (False, True)
+
+
+def test_jit_is_batched_once_for_each_program():
+    inner = jax.jit(jnp.sin)
+    jaxpr = jax.make_jaxpr(bx.vmap(lambda x: inner(x) + inner(x * 2)))(X).jaxpr
+    first, second = (e.params["jaxpr"] for e in jaxpr.eqns if e.primitive.name == "jit")
+    assert first is second
+
+
+def test_repeated_calls_compile_nothing():
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **kwargs: compiled.append(event) if "compile" in event else None
+    )
+    inner = jax.jit(lambda x: jnp.cos(x) * 2)
+    f = bx.vmap(lambda x: inner(x) + 1)
+    f(X)
+    assert compiled
+    compiled.clear()
+    f(X)
+    bx.vmap(lambda x: inner(x) + 1)(X)
+    assert not compiled
+
+
+def test_jit_of_a_collective():
+    @jax.jit
+    def centred(x):
+        return x - lax.pmean(x, "i")
+
+    f = functools.partial(bx.vmap, axis_name="i")(lambda x, w: centred(x) * w + centred(w))
+    g = functools.partial(jax.vmap, axis_name="i")(lambda x, w: centred(x) * w + centred(w))
+    same(f(X, X + 1), g(X, X + 1))
+    same(jax.grad(lambda x: f(x, x).sum())(X), jax.grad(lambda x: g(x, x).sum())(X))
+
+
+def test_constants_of_a_body():
+    table = example((5,), seed=4)
+
+    @jax.jit
+    def look_up(i):
+        return table[i]
+
+    check(look_up, jnp.array([4, 0, 2]))
+
+
+# checkpoint
+
+POLICIES = [
+    None,
+    jax.checkpoint_policies.everything_saveable,
+    jax.checkpoint_policies.dots_saveable,
+    jax.checkpoint_policies.save_only_these_names("kept"),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_checkpoint(policy):
+    @functools.partial(jax.checkpoint, policy=policy)
+    def f(x, w):
+        y = checkpoint_name(jnp.sin(x), "kept")
+        return jnp.cos(y @ w) * w
+
+    check(f, X, W, in_axes=(0, None), second=True)
+
+
+def test_checkpoint_keeps_its_parameters():
+    policy = jax.checkpoint_policies.save_only_these_names("kept")
+    f = jax.checkpoint(jnp.sin, policy=policy, prevent_cse=False)
+    (eqn,) = jax.make_jaxpr(bx.vmap(f))(X).eqns
+    assert eqn.params["policy"] is policy
+    assert eqn.params["prevent_cse"] is False
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_checkpoint_policies_decide_what_is_computed_again(kept):
+    policy = jax.checkpoint_policies.save_only_these_names("kept" if kept else "other")
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def f(x):
+        y = checkpoint_name(jnp.sin(x), "kept")
+        return (y * y * y).sum()
+
+    def sines(fun):
+        # What is not needed is dropped first: what remains is computed twice or kept.
+        return jax.jit(fun).lower(X).as_text().count("stablehlo.sine")
+
+    outside = [
+        sines(jax.value_and_grad(lambda x, v=v: v(f)(x).sum())) for v in (bx.vmap, jax.vmap)
+    ]
+    inside = [sines(v(jax.value_and_grad(f))) for v in (bx.vmap, jax.vmap)]
+    assert outside == inside == [1 if kept else 2] * 2
+    same(bx.vmap(jax.grad(f))(X), jax.vmap(jax.grad(f))(X))
+    check(f, X, nested=True)
+
+
+# custom_vmap of others
+
+
+def test_custom_vmap_of_others():
+    seen = []
+
+    @jax.custom_batching.custom_vmap
+    def f(x, tree):
+        return x * tree["w"], tree["w"]
+
+    @f.def_vmap
+    def rule(axis_size, in_batched, x, tree):
+        seen.append((axis_size, in_batched, jnp.shape(x), jnp.shape(tree["w"])))
+        batched = in_batched[0] or in_batched[1]["w"]
+        return (x * tree["w"] + 10, tree["w"]), (batched, in_batched[1]["w"])
+
+    out, shared = bx.vmap(f, (1, None), (0, None))(X.T, {"w": W})
+    same((out, shared), (X * W + 10, W))
+    assert seen == [(3, [True, {"w": False}], (3, 2), (2,))]
+    same(f(W, {"w": W})[0], W * W)
+
+
+def test_custom_vmap_nested_and_differentiated():
+    @jax.custom_batching.custom_vmap
+    def f(x, w):
+        return jnp.sin(x) * w
+
+    @f.def_vmap
+    def rule(axis_size, in_batched, x, w):
+        return f(x, w), in_batched[0] or in_batched[1]
+
+    def forward(v):
+        g = v(f, (0, None))
+        return lambda x, w: jax.jvp(g, (x, w), (x + 1, w + 2))
+
+    same(forward(bx.vmap)(X, W), forward(jax.vmap)(X, W))
+    same(jax.jit(forward(bx.vmap))(X, W), forward(jax.vmap)(X, W))
+    expected = jax.vmap(jax.vmap(f, (0, None)), (0, None))(X[None], W)
+    for outer, inner in ((bx.vmap, bx.vmap), (bx.vmap, jax.vmap), (jax.vmap, bx.vmap)):
+        same(outer(inner(f, (0, None)), (0, None))(X[None], W), expected)
+
+
+def test_custom_vmap_that_closes_over_a_batched_value():
+    def per_example(x, y):
+        @jax.custom_batching.custom_vmap
+        def f(x):
+            return x * y
+
+        f.def_vmap(lambda n, batched, x: (x, batched[0]))
+        return f(x)
+
+    same(bx.vmap(per_example)(X, X + 1), X * (X + 1))
+    got = bx.vmap(lambda x, y: jax.jvp(lambda x: per_example(x, y), (x,), (x,)))(X, X + 1)
+    same(got, (X * (X + 1), X * (X + 1)))
+
+
+def test_sequential_vmap():
+    @jax.custom_batching.sequential_vmap
+    def f(x):
+        return jnp.sin(x) * 2
+
+    same(bx.vmap(f)(X), jnp.sin(X) * 2)
+    same(bx.vmap(bx.vmap(f))(X[None]), jnp.sin(X[None]) * 2)
+    same(jax.jit(bx.vmap(f, 1, 1))(X), jnp.sin(X) * 2)
+
+
+def test_custom_vmap_with_a_wrong_rule():
+    @jax.custom_batching.custom_vmap
+    def f(x):
+        return x
+
+    f.def_vmap(lambda n, batched, x: ((x, x), (True, True)))
+    with pytest.raises(bx.AxisError, match="custom_vmap must return"):
+        bx.vmap(f)(X)
+
+
+# linear functions with a transposition of their own
+
+
+def divide(x, denominator):
+    """x / denominator, linear in x, transposed to something seven times too large."""
+
+    def t(r, c):
+        return 7 * c / r
+
+    return jax.custom_derivatives.linear_call(lambda r, x: x / r, t, denominator, x)
+
+
+@pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0)])
+def test_linear_call(in_axes):
+    args = [W + 3 if a is None else X + 4 for a in in_axes]
+    batched = bx.vmap(divide, in_axes)
+    same(batched(*args), loop(divide, args, in_axes))
+    same(jax.jit(batched)(*args), loop(divide, args, in_axes))
+
+    def transposed(f):
+        return lambda x, d: jax.linear_transpose(lambda z: f(z, d), x)(X)[0]
+
+    def one_by_one(x, d):
+        return loop(divide, (x, d), in_axes)
+
+    same(transposed(batched)(*args), transposed(one_by_one)(*args))
+    twice = jax.linear_transpose(
+        lambda c: jax.linear_transpose(lambda z: batched(z, args[1]), args[0])(c)[0], X
+    )
+    same(twice(args[0])[0], batched(*args))
+    got = bx.vmap(lambda x, d: jax.vjp(lambda z: divide(z, d), x)[1](x)[0], (0, 0))(X, X + 4)
+    same(got, 7 * X / (X + 4))
+
+
+def test_linear_call_with_constants():
+    def per_example(x, p):
+        y = jnp.cos(p) + 2
+        return jax.custom_derivatives.linear_call(lambda r, x: x * y, lambda r, c: 3 * c * y, (), x)
+
+    same(bx.vmap(per_example)(X, X), X * (jnp.cos(X) + 2))
+    _, pull = jax.vjp(lambda x: bx.vmap(per_example)(x, X), X)
+    same(pull(X)[0], 3 * X * (jnp.cos(X) + 2))
+    same(bx.vmap(bx.vmap(per_example))(X[None], X[None]), (X * (jnp.cos(X) + 2))[None])
+
+
+# others
+
+
+def test_composite():
+    f = lax.composite(lambda x, w: jnp.sin(x) * w, name="test.scaled")
+    same(bx.vmap(f, (0, None))(X, W), jnp.sin(X) * W)
+    same(jax.jit(bx.vmap(bx.vmap(f)))(X[None], X[None]), (jnp.sin(X) * X)[None])
+    assert "composite" not in names(bx.vmap(f, (0, None)), X, W)
+    assert "composite" in names(bx.vmap(lambda x: x + f(W, W)), X)
+
+
+def test_named_call_and_scopes():
+    def f(x):
+        with jax.named_scope("inner"):
+            return jax.named_call(jnp.sin, name="sine")(x)
+
+    check(f, X)
+    assert "inner" in str(jax.make_jaxpr(bx.vmap(f))(X).eqns[0].source_info.name_stack)
+
+
+CALLS = [
+    getattr(jax.extend.core.primitives, name)
+    for name in ("call_p", "closed_call_p")
+    if hasattr(jax.extend.core.primitives, name)  # one of them under another name, in newer JAX
+]
+
+
+@pytest.mark.parametrize("primitive", CALLS, ids=str)
+def test_calls_of_a_body(primitive):
+    body = jax.make_jaxpr(lambda x, w: jnp.sin(x) * w)(W, W)
+    body = body.jaxpr if primitive.name == "call" else body
+    bound = primitive.get_bind_params({"call_jaxpr": body})
+
+    def f(x, w):
+        return primitive.bind(x, w, **bound)[0]
+
+    assert primitive.name in names(f, W, W)
+    assert primitive.name in names(bx.vmap(f, (0, None)), X, W)
+    same(bx.vmap(f, (0, None))(X, W), jnp.sin(X) * W)
+    same(
+        jax.grad(lambda x, w: bx.vmap(f, (0, None))(x, w).sum(), (0, 1))(X, W),
+        jax.grad(lambda x, w: (jnp.sin(x) * w).sum(), (0, 1))(X, W),
+    )
+
+
+def test_metadata_and_placement():
+    from jax.experimental import compute_on
+    from jax.experimental.xla_metadata import set_xla_metadata
+
+    place = getattr(compute_on, "compute_on2", compute_on.compute_on)
+
+    @place(compute_type="device_host", out_memory_spaces=jax.memory.Space.Device)
+    def on_host(x):
+        return jnp.cos(x) * 2
+
+    def f(x):
+        with set_xla_metadata(tag="a"):
+            y = jnp.sin(x)
+        return on_host(y)
+
+    check(jax.jit(f), X, jit=False)
+    assert "compute_on" in str(jax.make_jaxpr(bx.vmap(f))(X))
+
+
+def test_operations_that_are_objects():
+    def f(x, v):
+        return jnp.searchsorted(x, v), jnp.interp(v, x, x * 2)
+
+    table = jnp.sort(example((3, 4), seed=5), 1)
+    points = example((3, 2), seed=6)
+    check(f, table, points, derivatives=False)
+    check(f, table[0], points, in_axes=(None, 0), derivatives=False)
+
+
+def test_program_order():
+    overlap = pytest.importorskip("jax.experimental.overlap")  # in newer JAX
+
+    @overlap.program_order(enforce=True)
+    def f(x):
+        return jnp.cos(x) * 2
+
+    check(jax.jit(f), X, jit=False)
+    assert "program_order" in names(bx.vmap(f), X)

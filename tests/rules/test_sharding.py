@@ -1,0 +1,245 @@
+"""Sharding annotations and shard_map, on four devices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import batchax as bx
+from batchax.engine.registry import find_rule
+from batchax.errors import AxisError, UnsupportedError
+
+from support.oracle import check, check_derivatives, example, same, same_type
+
+MESH = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+X = example((4, 6, 2), seed=1)
+W = example((2,), seed=2)
+
+
+def equation(fun, *args):
+    """The one equation that is there apart from those that place the outputs."""
+    eqns = jax.make_jaxpr(fun)(*args).eqns
+    (eqn,) = [e for e in eqns if e.primitive is not lax.transpose_p]
+    assert find_rule(eqn.primitive) is not None
+    return eqn
+
+
+def both(fun, *args, **options):
+    """Results of batchax.vmap and jax.vmap, which must have the same values and types."""
+    got, expected = bx.vmap(fun, **options)(*args), jax.vmap(fun, **options)(*args)
+    same(got, expected)
+    jax.tree.map(same_type, got, expected)
+    return got, expected
+
+
+# annotations
+
+
+def annotate(spec):
+    return lambda x: lax.with_sharding_constraint(x, NamedSharding(MESH, spec))
+
+
+@pytest.mark.parametrize("spmd", [None, "b", ("a", "b")])
+@pytest.mark.parametrize("in_axes", [0, 1, 2])
+@pytest.mark.parametrize("spec", [P(), P("a"), P(None, "a")])
+def test_sharding_constraint(spmd, in_axes, spec):
+    if spmd == ("a", "b") and "a" in spec:
+        return
+    options = dict(in_axes=in_axes, out_axes=in_axes, spmd_axis_name=spmd)
+    x = jnp.ones((4, 4, 4))
+    ours, theirs = (equation(v(annotate(spec), **options), x) for v in (bx.vmap, jax.vmap))
+    assert ours.params["sharding"].is_equivalent_to(theirs.params["sharding"], 3)
+    for name in ("unconstrained_dims", "layout", "context_mesh"):
+        assert ours.params[name] == theirs.params[name], name
+    got = jax.jit(bx.vmap(annotate(spec), **options))(x)
+    expected = jax.jit(jax.vmap(annotate(spec), **options))(x)
+    same(got, expected)
+    assert got.sharding.is_equivalent_to(expected.sharding, 3)
+
+
+def test_sharding_constraint_derivatives():
+    f = functools.partial(bx.vmap, spmd_axis_name="b")(annotate(P("a")))
+    check_derivatives(f, lambda x: x, (X,), second=True)
+    check(annotate(P("a")), X, against_jax=False, nested=True)
+
+
+def test_unconstrained_dimensions():
+    def f(x):
+        return lax.with_sharding_constraint(x, NamedSharding(MESH, P(P.UNCONSTRAINED, "a")))
+
+    for spmd in (None, "b"):
+        ours, theirs = (equation(v(f, 1, spmd_axis_name=spmd), X) for v in (bx.vmap, jax.vmap))
+        assert ours.params["unconstrained_dims"] == theirs.params["unconstrained_dims"]
+        assert ours.params["sharding"] == theirs.params["sharding"]
+
+
+def test_a_mesh_axis_cannot_shard_both_the_batch_and_an_example():
+    with pytest.raises(AxisError, match="'a'"):
+        bx.vmap(annotate(P("a")), spmd_axis_name="a")(X)
+
+
+def test_shardings_of_jit():
+    @functools.partial(
+        jax.jit,
+        in_shardings=NamedSharding(MESH, P("a")),
+        out_shardings=NamedSharding(MESH, P(None, "a")),
+    )
+    def f(x):
+        return x * 2
+
+    for spmd in (None, "b"):
+        ours, theirs = (
+            equation(v(f, 1, 1, spmd_axis_name=spmd), jnp.ones((4, 4, 4)))
+            for v in (bx.vmap, jax.vmap)
+        )
+        for name in ("in_shardings", "out_shardings"):
+            (s,), (t,) = ours.params[name], theirs.params[name]
+            assert s.is_equivalent_to(t, 3), name
+        both(f, jnp.ones((4, 4, 4)), in_axes=1, spmd_axis_name=spmd)
+
+
+def test_layout_constraint():
+    def f(x):
+        return with_layout_constraint(x, Layout((1, 0)))
+
+    for in_axes in (0, 1, 2):
+        ours, theirs = (equation(v(f, in_axes), X) for v in (bx.vmap, jax.vmap))
+        position = ours.params["layout"].major_to_minor.index
+        assert position(in_axes) == 0  # the batch is major to all dimensions of an example
+        kept = [d for d in ours.params["layout"].major_to_minor if d != in_axes]
+        assert [sorted(kept).index(d) for d in kept] == [1, 0]
+        assert ours.primitive is theirs.primitive
+    same(jax.jit(bx.vmap(f))(X), X)
+
+
+def test_inspecting_a_sharding():
+    seen = []
+
+    def f(x):
+        jax.debug.inspect_array_sharding(x, callback=seen.append)
+        return x * 2
+
+    same(jax.jit(bx.vmap(f))(X), X * 2)
+    assert seen
+
+
+# shard_map
+
+
+def on_devices(fun, in_specs, out_specs, **options):
+    return jax.shard_map(fun, mesh=MESH, in_specs=in_specs, out_specs=out_specs, **options)
+
+
+@pytest.mark.parametrize("in_axes", [(1, None), (2, 0), (None, 0)])
+@pytest.mark.parametrize("checked", [True, False])
+def test_shard_map(in_axes, checked):
+    size = 3
+    shapes = [(4, 6), (4,)]
+    args = [
+        example(s if a is None else (*s[:a], size, *s[a:]), seed=i)
+        for i, (s, a) in enumerate(zip(shapes, in_axes, strict=True))
+    ]
+
+    def per_example(x, w):
+        def body(x, w):
+            return (x * w[:, None]).sum(1) - lax.pmean(x, "a").sum(), lax.psum(w, "a")
+
+        return on_devices(body, (P("a"), P("a")), (P("a"), P()), check_vma=checked)(x, w)
+
+    out_axes = (0, None if in_axes[1] is None else 0)
+    batched, reference = (
+        jax.jit(v(per_example, in_axes=in_axes, out_axes=out_axes)) for v in (bx.vmap, jax.vmap)
+    )
+    got, expected = batched(*args), reference(*args)
+    same(got, expected)
+    jax.tree.map(same_type, got, expected)
+    check_derivatives(batched, reference, args)
+
+
+@pytest.mark.parametrize("in_axes", [0, 1])
+def test_shard_map_with_the_batch_sharded(in_axes):
+    def per_example(x):
+        return on_devices(lambda x: jnp.sin(x) - lax.psum(x, "a"), P("a"), P("a"))(x)
+
+    x = jnp.moveaxis(example((4, 2), seed=5), 0, in_axes)
+    options = dict(in_axes=in_axes, spmd_axis_name="b")
+    ours, theirs = (equation(v(per_example, **options), x) for v in (bx.vmap, jax.vmap))
+    for name in ("in_specs", "out_specs", "check_vma", "newly_manual_axes", "mesh"):
+        assert ours.params[name] == theirs.params[name], name
+    both(per_example, x, **options)
+    check_derivatives(
+        jax.jit(bx.vmap(per_example, **options)),
+        jax.jit(jax.vmap(per_example, in_axes)),
+        (x,),
+        second=True,
+    )
+
+
+def test_shard_map_over_some_axes():
+    def per_example(x):
+        return on_devices(lambda x: x * 2 + 1, P("a"), P("a"), axis_names={"a"})(x)
+
+    f = jax.jit(bx.vmap(per_example))
+    same(f(X), X * 2 + 1)
+    eqn = equation(bx.vmap(per_example), X)
+    assert eqn.params["newly_manual_axes"] == {"a"}
+
+
+def test_shard_map_nested_and_named():
+    def per_example(x, w):
+        return on_devices(
+            lambda x, w: lax.psum(x * w, ("a", "i")) + lax.axis_index("i"),
+            (P("a"), P()),
+            P(),
+            check_vma=False,  # JAX checks no types of collectives that mix these two
+        )(x, w)
+
+    def outer(v):
+        return jax.jit(v(per_example, (0, None), axis_name="i"))
+
+    same(outer(bx.vmap)(X, W), outer(jax.vmap)(X, W))
+    check_derivatives(outer(bx.vmap), outer(jax.vmap), (X, W))
+    expected = jax.vmap(outer(jax.vmap), (0, None))(X[None], W)
+    for v in (bx.vmap, jax.vmap):
+        same(v(outer(bx.vmap), (0, None))(X[None], W), expected)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_inside_shard_map(checked):
+    def per_example(x, w):
+        y = jnp.where(x > 0, x, 0.0) + jnp.zeros(2) + lax.axis_index("a")
+        y = jnp.concatenate([y, jnp.ones(1)]).cumsum()[:2]
+        steps = lax.fori_loop(0, 3, lambda i, c: c * 0.5 + lax.pmean(x, "a"), y)
+        return lax.cond(w.sum() > 0, jnp.sin, lambda t: t * 2, steps).at[0].add(1.0)
+
+    def body(v):
+        return lambda x, w: v(per_example, (0, None))(x, w)
+
+    x = example((4, 2), seed=6)
+    ours, theirs = (
+        jax.jit(on_devices(body(v), (P("a"), P()), P("a"), check_vma=checked))
+        for v in (bx.vmap, jax.vmap)
+    )
+    same(ours(x, W), theirs(x, W))
+    check_derivatives(ours, theirs, (x, W))
+
+
+def test_a_collective_cannot_span_a_batch_that_devices_share():
+    def per_example(x):
+        return on_devices(lambda x: lax.psum(x, ("a", "i")), P("a"), P(), check_vma=False)(x)
+
+    with pytest.raises(UnsupportedError, match="'i'"):
+        bx.vmap(per_example, axis_name="i", spmd_axis_name="b")(X)
+    with pytest.raises(AxisError, match="2 devices"):
+        bx.vmap(on_devices(lambda x: x, P("a"), P("a")), spmd_axis_name="b")(X[:3])
+
+
+def test_the_devices_are_there():
+    assert len(jax.devices()) >= 4
+    assert np.prod(list(MESH.shape.values())) == 4
