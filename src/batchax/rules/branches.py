@@ -79,9 +79,7 @@ def _one_branch(
     differentiable = any(
         isinstance(operands[k], jax.Array) and _is_inexact(operands[k].dtype) for k in used
     )
-    protected = not hazard.collective and (
-        hazard.endless or (hazard.nonlinear and differentiable)
-    )
+    protected = not hazard.collective and (hazard.endless or (hazard.nonlinear and differentiable))
     skippable = hazard.costly and not hazard.collective
 
     def run(operands: list[Any], positions: list[AxisPosition]) -> Placed:
@@ -92,9 +90,7 @@ def _one_branch(
     if not (protected or skippable or written):
         return run(operands, positions)
     live = lax.eq(index, np.asarray(i, index.dtype))
-    outs, out_axes = run_masked(
-        live, run, operands, positions, used if protected else (), written
-    )
+    outs, out_axes = run_masked(live, run, operands, positions, used if protected else (), written)
     # An operand that a branch hands on as it is need be neither protected nor computed.
     inputs = dict(zip(jaxpr.invars, zip(operands, positions, strict=True), strict=True))
     placed = [

@@ -93,23 +93,38 @@ def _while(
         operands = (*test_consts, *body_consts, *carry)
         return while_p.bind(*operands, cond_jaxpr=test, body_jaxpr=body, **counts), front
 
-    operands = (*test_consts, *body_consts)
+    # A reference may be an operand only once, so what both programs use is shared.
+    consts, consts_at = list(body_consts), list(body_at)
+    places = []  # of the predicate's constants among those of the loop
+    for x, a in zip(test_consts, test_at, strict=True):
+        place = next((i for i, y in enumerate(consts) if x is y), len(consts))
+        if place == len(consts):
+            consts.append(x)
+            consts_at.append(a)
+        places.append(place)
+    any_live, step = _masked_loop(
+        axis, cond_jaxpr, body_jaxpr, tuple(consts_at), tuple(places), protected
+    )
     live = _test(axis, cond_jaxpr, [*test_consts, *carry], [*test_at, *front])
-    any_live, step = _masked_loop(axis, cond_jaxpr, body_jaxpr, test_at, body_at, protected)
     _, *outs = while_p.bind(
-        *operands,
+        *consts,
         live,
         *carry,
         cond_nconsts=0,
         cond_jaxpr=any_live,
-        body_nconsts=len(operands),
+        body_nconsts=len(consts),
         body_jaxpr=step,
     )
     return outs, front
 
 
 def _masked_loop(
-    axis: Axis, cond_jaxpr: Any, body_jaxpr: Any, test_at: Any, body_at: Any, protected: bool
+    axis: Axis,
+    cond_jaxpr: Any,
+    body_jaxpr: Any,
+    consts_at: tuple[AxisPosition, ...],
+    places: tuple[int, ...],
+    protected: bool,
 ) -> tuple[Any, Any]:
     """Predicate and body of a loop whose carry begins with the lanes still running.
 
@@ -117,7 +132,8 @@ def _masked_loop(
     when that of the running lanes does. And references keep their contents.
     """
     front = [0] * len(body_jaxpr.out_avals)
-    positions = [*body_at, *front]
+    n_body = len(body_jaxpr.in_avals) - len(front)
+    positions = [*consts_at[:n_body], *front]
     replaced = range(len(positions)) if protected else ()
     written = _compat.written_inputs(body_jaxpr.jaxpr)
 
@@ -125,29 +141,30 @@ def _masked_loop(
         return interpret(axis, body_jaxpr.jaxpr, body_jaxpr.consts, operands, positions)
 
     def step(*operands: Any) -> list[Any]:
-        test_consts, body_consts, (live, *carry) = _split(operands, len(test_at), len(body_at))
-        new, at = run_masked(live, run, [*body_consts, *carry], positions, replaced, written)
+        consts, (live,), carry = _split(operands, len(consts_at), 1)
+        operands = [*consts[:n_body], *carry]
+        new, at = run_masked(live, run, operands, positions, replaced, written)
         new = _matched(axis, new, at, front)
         carry = [select_lanes(live, 0, x, old) for x, old in zip(new, carry, strict=True)]
-        return [live & _test(axis, cond_jaxpr, [*test_consts, *carry], [*test_at, *front]), *carry]
+        tested = [*(consts[i] for i in places), *carry]
+        tested_at = [*(consts_at[i] for i in places), *front]
+        return [live & _test(axis, cond_jaxpr, tested, tested_at), *carry]
 
     def any_live(live: Any, *_: Any) -> list[Any]:
         return [lax.reduce_or(live, tuple(range(live.ndim)))]
 
     def build() -> tuple[Any, Any]:
-        tests = [batched_aval(axis, a, p) for a, p in zip(cond_jaxpr.in_avals, test_at)]  # noqa: B905
-        types = [
-            batched_aval(axis, a, p) for a, p in zip(body_jaxpr.in_avals, positions, strict=True)
-        ]
-        consts, carry = types[: len(body_at)], types[len(body_at) :]
+        types = dict(zip(places, cond_jaxpr.in_avals, strict=False))
+        types.update(enumerate(body_jaxpr.in_avals[:n_body]))
+        consts = [batched_aval(axis, types[i], a) for i, a in enumerate(consts_at)]
+        carry = [batched_aval(axis, a, 0) for a in body_jaxpr.out_avals]
         live = batched_aval(axis, cond_jaxpr.out_avals[0], 0)
         return (
             _compat.stage(any_live, [live, *carry]),
-            _compat.stage(step, [*tests, *consts, live, *carry]),
+            _compat.stage(step, [*consts, live, *carry]),
         )
 
-    key = (axis, cond_jaxpr, tuple(test_at), tuple(body_at))
-    return remembered(body_jaxpr, key, build)
+    return remembered(body_jaxpr, (axis, cond_jaxpr, consts_at, places), build)
 
 
 def _test(axis: Axis, cond_jaxpr: Any, operands: Any, positions: Any) -> Any:
@@ -187,9 +204,7 @@ def _settle(
     return batched, carry_at, list(out[n:])
 
 
-def _matched(
-    axis: Axis, values: Sequence[Any], sources: Any, destinations: Any
-) -> list[Any]:
+def _matched(axis: Axis, values: Sequence[Any], sources: Any, destinations: Any) -> list[Any]:
     """Values with their batch axes where they are to be; None is left as it is."""
     return [
         x if to is None else match_axis(axis, x, a, to)

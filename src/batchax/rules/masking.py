@@ -45,9 +45,11 @@ def safe_lanes(live: Any, x: Any, depth: int) -> Any:
         derivative reaches it unless some lane is live.
 
     Returns:
-      An array of the type of `x`. Without a live lane it is `x`.
+      An array of the type of `x`. Without a live lane all hold what the very first does.
     """
-    return safe_lanes_p.bind(live, _compat.varying_as(x, jax.typeof(live)), depth=depth, fill="donor")
+    return safe_lanes_p.bind(
+        live, _compat.varying_as(x, jax.typeof(live)), depth=depth, fill="donor"
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("depth", "fill"))

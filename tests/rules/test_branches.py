@@ -1,0 +1,345 @@
+"""`cond` and `switch`, against the loop over examples."""
+
+import functools
+
+import jax
+import jax.experimental
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.extend.core import jaxprs_in_params
+from jax.extend.core.primitives import cond_p
+
+import batchax as bx
+from batchax.engine.registry import find_rule
+from batchax.errors import UnsupportedError
+
+from support.compiled import check_compiled
+from support.oracle import check, example, loop_function, same, same_type
+
+P = jnp.array([True, False, True, True])
+X = example((4, 3))
+W = example((3, 3), seed=3)
+
+
+def equations(f, *args):
+    """How many equations `f` stages to, those of programs inside it included."""
+
+    def count(jaxpr):
+        return sum(1 + sum(map(count, jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns)
+
+    return count(jax.make_jaxpr(f)(*args).jaxpr)
+
+
+def primitives(f, *args):
+    """The names of the primitives `f` stages to, in order."""
+    return [eqn.primitive.name for eqn in jax.make_jaxpr(f)(*args).jaxpr.eqns]
+
+
+def test_rule_is_ours():
+    assert find_rule(cond_p).__module__ == "batchax.rules.branches"
+
+
+@pytest.mark.parametrize("in_axes", [(0, 0, None), (0, 1, None), (0, None, 0), (None, 0, 0)])
+def test_cond(in_axes):
+    def f(p, x, w):
+        return lax.cond(p, lambda x: (jnp.tanh(w @ x), x[0]), lambda x: (x * 2, x[1] ** 2), x)
+
+    shapes = {0: (4, 3), 1: (3, 4), None: (3,)}
+    p = P if in_axes[0] == 0 else jnp.array(True)
+    w = W if in_axes[2] is None else example((4, 3, 3), seed=4)
+    check_compiled(f, p, example(shapes[in_axes[1]]), w, in_axes=in_axes)
+
+
+def test_cond_in_every_way():
+    def f(p, x, w):
+        return lax.cond(p, lambda x: (jnp.tanh(w @ x), x[0]), lambda x: (x * 2, x[1] ** 2), x)
+
+    check(jax.jit(f), P, X, W, in_axes=(0, 0, None), second=True)
+    check(jax.jit(lambda p, x: f(p, x, W)), P, X, nested=True, derivatives=False)
+
+
+@pytest.mark.parametrize("out_axes", [0, -1, 1])
+def test_output_positions(out_axes):
+    f = lambda p, x: lax.cond(p, lambda x: x.T, lambda x: x + 1, x)
+    check(f, P, example((3, 4, 3)), in_axes=(0, 1), out_axes=out_axes, derivatives=False)
+    check(f, P[0], example((3, 4, 3)), in_axes=(None, 1), out_axes=out_axes, derivatives=False)
+
+
+@settings(max_examples=6)
+@given(
+    st.lists(st.integers(-2, 5), min_size=4, max_size=4),
+    st.sampled_from([(0, 0, 0), (0, None, 0), (0, 0, None), (0, None, None)]),
+)
+def test_switch_with_an_index_out_of_range(indices, in_axes):
+    branches = [
+        lambda x, y: (jnp.sin(x) + y, y),
+        lambda x, y: (x * y, x),
+        lambda x, y: (y, jnp.zeros(3)),
+        lambda x, y: (jnp.log(jnp.abs(y)), x),
+    ]
+    f = lambda i, x, y: lax.switch(i, branches, x, y)
+    args = [jnp.array(indices), *(X + i if a == 0 else X[0] + i for i, a in enumerate(in_axes[1:]))]
+    check_compiled(f, *args, in_axes=in_axes)
+
+
+def test_one_branch_and_none_of_the_lanes():
+    check(lambda i, x: lax.switch(i, [jnp.sin], x), jnp.array([0, 3, -1, 0]), X)
+    f = lambda p, x: lax.cond(p, jnp.sin, jnp.cos, x)
+    got = bx.vmap(f)(P[:0], X[:0])
+    assert got.shape == (0, 3)
+    assert jax.grad(lambda x: bx.vmap(f)(P[:0], x).sum())(X[:0]).shape == (0, 3)
+    loops = lambda p, x: lax.cond(
+        p, lambda x: lax.fori_loop(0, 2, lambda _, x: x * x, x), jnp.sin, x
+    )
+    assert bx.vmap(loops)(P[:0], X[:0]).shape == (0, 3)
+
+
+def test_types_are_kept():
+    f = lambda p, x: lax.cond(p, lambda: (1.0, x, 2, True), lambda: (0.0, x + 1, 3, False))
+    for dtype in ("float16", "bfloat16", "int8", "uint32", "complex64", "bool"):
+        x = example((4,), dtype)
+        if dtype == "bool":
+            f = lambda p, x: lax.cond(p, lambda: (x, 1.0), lambda: (~x, 2.0))
+        same(bx.vmap(f)(P, x), jax.vmap(f)(P, x))
+        jax.tree.map(same_type, bx.vmap(f)(P, x), jax.vmap(f)(P, x))
+    keys = jax.random.split(jax.random.key(0), 4)
+    same(
+        *(
+            v(lambda p, k: lax.cond(p, lambda: k, lambda: jax.random.fold_in(k, 1)))(P, keys)
+            for v in (bx.vmap, jax.vmap)
+        )
+    )
+    looping = lambda p, k: lax.cond(
+        p, lambda: k, lambda: lax.fori_loop(0, 2, lambda i, k: jax.random.fold_in(k, i), k)
+    )
+    same(bx.vmap(looping)(P, keys), loop_function(looping, (0, 0), 0)(P, keys))
+
+
+def test_unbatched_stays_unbatched():
+    def f(p, x, y):
+        return lax.cond(p, lambda: (y, 3, x), lambda: (y, 3, -x))
+
+    out_axes = (None, None, 0)
+    got = bx.vmap(f, (0, 0, None), out_axes)(P, X, 2.0)
+    same(got, (jnp.float32(2.0), jnp.int32(3), jnp.where(P[:, None], X, -X)))
+    g = lambda p, x, y: lax.cond(p, lambda: (y, y, x), lambda: (y * 2, y, -x))
+    check_compiled(g, True, X, 2.0, in_axes=(None, 0, None), out_axes=(None, None, 0))
+
+
+# How many operations.
+
+SIMPLE = {
+    "linear": lambda p, x: lax.cond(p, lambda x: x + 1, lambda x: -x, x),
+    "curved": lambda p, x: lax.cond(p, jnp.sin, jnp.cos, x),
+    "constant": lambda p, x: lax.cond(p, jnp.sin, lambda x: jnp.zeros(3), x),
+    "passed on": lambda p, x: lax.cond(p, lambda x: x, lambda x: x * 2.0, x),
+    "swap": lambda p, x: lax.cond(p, lambda x: (x, x + 1), lambda x: (x + 1, x), x),
+    "shared": lambda p, x: lax.cond(p, lambda x: jnp.tanh(W @ x), lambda x: W @ x, x),
+    "switch": lambda p, x: lax.switch(p * 2, [jnp.sin, jnp.cos, jnp.tanh], x),
+    "common": lambda p, x: lax.cond(W[0, 0] > 0, jnp.sin, jnp.cos, x),
+}
+
+
+@pytest.mark.parametrize("name", SIMPLE)
+def test_no_more_equations_than_jax(name):
+    ours, theirs = (equations(v(SIMPLE[name]), P, X) for v in (bx.vmap, jax.vmap))
+    assert ours <= theirs
+
+
+def test_linear_branches_are_not_protected():
+    assert "safe_lanes" not in primitives(bx.vmap(SIMPLE["linear"]), P, X)
+    assert "safe_lanes" in primitives(bx.vmap(SIMPLE["curved"]), P, X)
+
+
+def test_common_branch_stays_a_branch():
+    names = primitives(bx.vmap(SIMPLE["common"]), P, X)
+    assert "cond" in names
+    assert "select_n" not in names
+
+
+# Inside and around other things.
+
+
+def test_platform_dependent():
+    f = lambda x: lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
+    check_compiled(f, X)
+    # A residual carries the number of the platform out of a branch.
+    g = lambda p, x: lax.cond(p, f, lambda x: x**3, x)
+    same(bx.vmap(jax.grad(g, 1))(P, X[:, 0]), jax.vmap(jax.grad(g, 1))(P, X[:, 0]))
+    same(jax.grad(lambda x: bx.vmap(g)(P, x).sum())(X[:, 0]), jax.vmap(jax.grad(g, 1))(P, X[:, 0]))
+
+
+def test_branch_in_loop_in_branch():
+    def f(n, x):
+        def body(i, c):
+            return lax.cond(c[0] > i, lambda c: jnp.sin(c) * 2, lambda c: c + x, c)
+
+        return lax.cond(n > 0, lambda: lax.fori_loop(0, 3, body, x), lambda: x * n)
+
+    check_compiled(f, jnp.array([1.0, 0.0, -1.0, 2.0]), X)
+
+
+def test_cond_in_scan_in_vmap_in_grad():
+    def loss(w, x):
+        def step(c, x):
+            c = lax.cond(x > c.sum(), lambda c: jnp.tanh(w @ c) + x, lambda c: c * x, c)
+            return c, c.sum()
+
+        return lax.scan(step, jnp.ones(3) * 0.1, x)[1].sum()
+
+    batch = lambda v: jax.jit(jax.value_and_grad(lambda w: v(loss, in_axes=(None, 0))(w, X).sum()))(
+        W
+    )
+    same(batch(bx.vmap), batch(jax.vmap))
+    same(
+        jax.jit(bx.vmap(jax.grad(loss), in_axes=(None, 0)))(W, X),
+        loop_function(jax.jit(jax.grad(loss)), (None, 0), 0)(W, X),
+    )
+
+
+@pytest.mark.parametrize("vmaps", [(bx.vmap, bx.vmap), (bx.vmap, jax.vmap), (jax.vmap, bx.vmap)])
+def test_predicate_of_each_axis(vmaps):
+    def f(p, q, x, w):
+        return lax.cond(p, lambda: jnp.log(x) @ w, lambda: lax.cond(q, lambda: x, lambda: x * x))
+
+    outer, inner = vmaps
+    p, q = jnp.array([False, True]), jnp.array([True, False, False])
+    x = jnp.abs(example((2, 3, 3))) + 0.1
+
+    def batched(outer, inner):
+        g = inner(f, in_axes=(None, 0, 0, None))
+        return outer(g, in_axes=(0, None, 0, None))
+
+    def everything(h):
+        return jax.jit(lambda x, w: (h(p, q, x, w), jax.vjp(h, p, q, x, w)[1](x)[2:]))(x, W)
+
+    same(everything(batched(outer, inner)), everything(batched(jax.vmap, jax.vmap)))
+
+
+def test_collective_in_a_branch_counts_all_lanes():
+    f = lambda p, x: lax.cond(p, lambda: jnp.exp(x) + lax.psum(x, "i"), lambda: x)
+    options = dict(axis_name="i")
+    same(bx.vmap(f, **options)(P, X), jax.vmap(f, **options)(P, X))
+    common = lambda p, x: lax.cond(p, lambda: lax.psum(x, "i"), lambda: lax.axis_index("i") * x)
+    for p in (True, False):
+        g = functools.partial(common, p)
+        check_compiled(g, X, axis_name="i")
+
+
+def test_names_of_axes_in_a_branch_that_lanes_choose():
+    f = lambda p, x: lax.cond(p, lambda: jnp.log(x) * lax.axis_index("i"), lambda: 0.0)
+    got = jax.grad(lambda x: bx.vmap(f, axis_name="i")(P, x).sum())(jnp.array([1.0, 0, 2, 4]))
+    same(got, jnp.array([0.0, 0.0, 1.0, 0.75]))
+
+
+def test_shard_map_outside():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    for branch in (jnp.log, lambda x: lax.fori_loop(0, 2, lambda _, x: x * x, x)):
+        f = lambda p, x: lax.cond(p, branch, lambda x: x, x)
+        # The predicate varies over the mesh, the operand does not, and the other way round.
+        for specs in ((spec("d"), spec()), (spec(), spec("d")), (spec("d"), spec("d"))):
+            g = jax.shard_map(bx.vmap(f), mesh=mesh, in_specs=specs, out_specs=spec("d"))
+            same(jax.jit(g)(P, jnp.abs(X)), jax.vmap(f)(P, jnp.abs(X)))
+
+
+# Effects.
+
+
+def test_ordered_effects_run_lane_after_lane():
+    seen = []
+
+    def f(x):
+        tell = lambda x: jax.experimental.io_callback(
+            lambda v: seen.append(float(v)), None, x, ordered=True
+        )
+        return lax.cond(x > 0, lambda: (tell(x), x * 2)[1], lambda: (tell(x - 10), x)[1])
+
+    x = jnp.array([1.0, -1.0, 2.0, -3.0])
+    same(bx.vmap(f)(x), jnp.array([2.0, -1.0, 4.0, -3.0]))
+    jax.effects_barrier()
+    assert seen == [1.0, -11.0, 2.0, -13.0]
+
+
+def test_effects_that_need_no_order_happen_for_lanes_that_take_the_branch():
+    seen = []
+
+    def f(x):
+        tell = lambda: jax.experimental.io_callback(lambda v: seen.append(float(v)), None, x)
+        return lax.cond(x > 0, tell, lambda: None)
+
+    jax.jit(bx.vmap(f))(jnp.array([1.0, -1.0, 2.0]))
+    jax.effects_barrier()
+    assert sorted(seen) == [1.0, 2.0]
+
+
+def test_ordered_prints(capfd):
+    def f(x):
+        lax.cond(x > 0, lambda: jax.debug.print("positive {}", x, ordered=True), lambda: None)
+        return x
+
+    bx.vmap(f)(jnp.array([1, -1, 2]))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.split("\n")[:-1] == ["positive 1", "positive 2"]
+
+
+def test_order_and_collective_together_are_refused():
+    def f(x):
+        def branch():
+            jax.experimental.io_callback(lambda _: None, None, x, ordered=True)
+            return lax.psum(x, "i")
+
+        return lax.cond(x > 0, branch, lambda: x)
+
+    with pytest.raises(UnsupportedError, match="effects and a collective"):
+        bx.vmap(f, axis_name="i")(X[:, 0])
+
+
+# References.
+
+
+def test_reference_of_each_lane_is_written_where_the_branch_is_taken():
+    def f(p, x):
+        r = jax.new_ref(x)
+
+        def write():
+            r[...] = r[...] * 2
+            r[0] = jnp.log(x[1])
+
+        lax.cond(p, write, lambda: r.__setitem__(1, 7.0))
+        return r[...]
+
+    x = jnp.abs(X) + 1
+    same(bx.vmap(f)(P, x), loop_function(f, (0, 0), 0)(P, x))
+    same(jax.jit(bx.vmap(f))(P, x), loop_function(f, (0, 0), 0)(P, x))
+
+
+def test_reference_in_a_loop_in_a_branch():
+    def f(n):
+        r = jax.new_ref(n)
+
+        def halve():
+            def body(c):
+                r[...] = r[...] // 2
+                return c + 1
+
+            return lax.while_loop(lambda c: (r[...] != 1) & (c < 1000), body, 0)
+
+        return lax.cond(n > 0, halve, lambda: -1), r[...]
+
+    n = jnp.array([0, 9, 4, -3])
+    got = jax.jit(bx.vmap(f))(n)
+    same(got, (jnp.array([-1, 3, 2, -1]), jnp.array([0, 1, 1, -3])))
+
+
+def test_reference_all_lanes_share():
+    def f(p, r):
+        lax.cond(p, lambda: r.__setitem__(..., 1.0), lambda: None)
+
+    with pytest.raises(UnsupportedError, match="all lanes share"):
+        bx.vmap(f, in_axes=(0, None), out_axes=None)(P, jax.new_ref(0.0))
+    read = lambda p, r: lax.cond(p, lambda: r[...], lambda: 1.0)
+    same(bx.vmap(read, in_axes=(0, None))(P, jax.new_ref(3.0)), jnp.where(P, 3.0, 1.0))

@@ -1,0 +1,345 @@
+"""`scan`, `while_loop` and what is made of them, against the loop over examples."""
+
+import logging
+
+import jax
+import jax.experimental
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.extend.core.primitives import scan_p, while_p
+
+import batchax as bx
+from batchax.engine.registry import find_rule
+from batchax.errors import UnsupportedError
+
+from support.compiled import check_compiled
+from support.oracle import check, example, loop_function, same, same_type
+
+X = example((4, 3))
+W = example((3, 3), seed=3)
+
+
+def equation(f, *args, name):
+    """The one equation of primitive `name` that `f` stages to."""
+    (eqn,) = [e for e in jax.make_jaxpr(f)(*args).jaxpr.eqns if e.primitive.name == name]
+    return eqn
+
+
+def test_rules_are_ours():
+    assert find_rule(scan_p).__module__ == "batchax.rules.loops"
+    assert find_rule(while_p).__module__ == "batchax.rules.loops"
+
+
+# scan
+
+
+@settings(max_examples=8)
+@given(
+    axes=st.tuples(*[st.sampled_from([None, 0, 1])] * 2, st.sampled_from([None, 0, 1, 2])),
+    reverse=st.booleans(),
+    out_axes=st.sampled_from([0, -1]),
+)
+def test_scan_of_batched_subsets(axes, reverse, out_axes):
+    """The constant, the carry and the sequence each batched anywhere or not at all."""
+
+    def f(w, c, xs):
+        def step(carry, x):
+            c, n = carry
+            c = jnp.tanh(w * c) + x
+            return (c, n + 1), (c * w, n, x.sum())
+
+        return lax.scan(step, (c, 0), xs, reverse=reverse)
+
+    if axes == (None, None, None):
+        axes = (None, None, 0)
+    shapes = [(3,), (3,), (5, 3)]
+    args = [
+        example(shape if a is None else (*shape[:a], 4, *shape[a:]), seed=i)
+        for i, (shape, a) in enumerate(zip(shapes, axes, strict=True))
+    ]
+    sequence = None if axes[2] is None else 0
+    out_axes = ((out_axes, None), (out_axes, None, sequence))
+    check_compiled(f, *args, in_axes=axes, out_axes=out_axes, types=False)
+
+
+def test_scan_in_every_way():
+    def f(w, xs):
+        return lax.scan(lambda c, x: (jnp.sin(c + w @ x), c * x), jnp.zeros(3), xs)
+
+    xs = example((4, 5, 3))
+    check(jax.jit(f), W, xs, in_axes=(None, 0), second=True, jit=False)
+    check(jax.jit(lambda xs: f(W, xs)), xs, nested=True, derivatives=False)
+
+
+def test_unroll_length_and_no_sequence():
+    for options in (dict(unroll=2), dict(unroll=True), dict(length=5), dict(_split_transpose=True)):
+        f = lambda xs: lax.scan(lambda c, x: (c + x, c), 0.0, xs, **options)
+        check_compiled(f, example((4, 5)))
+    for length in (3, 0):
+        check_compiled(lambda x: lax.scan(lambda c, _: (c * x, c), x, None, length=length), X)
+    check_compiled(lambda x: lax.scan(lambda c, y: (c + y, c), 1.0, x), example((4, 0)))
+    assert bx.vmap(lambda x: lax.scan(lambda c, y: (c + y, c), 1.0, x))(X[:0])[1].shape == (0, 3)
+
+
+def test_params_of_scan_are_kept():
+    f = lambda xs: lax.scan(lambda c, x: (c + x, c), 0.0, xs, reverse=True, unroll=3)
+    before, after = (equation(g, x, name="scan") for g, x in ((f, X[0]), (bx.vmap(f), X)))
+    changed = [k for k in before.params if k != "jaxpr" and before.params[k] != after.params[k]]
+    assert changed == []
+
+
+def test_carry_is_batched_only_if_an_iteration_makes_it_so():
+    def f(x):
+        def step(carry, _):
+            count, a, b, c = carry  # a becomes batched, then b, then c
+            return (count + 1, a + x, b + a, c + b), count
+
+        return lax.scan(step, (0, 0.0, 0.0, 0.0), None, length=4)
+
+    check_compiled(f, X[:, 0], out_axes=((None, 0, 0, 0), None))
+    carried = [v.aval.shape for v in equation(bx.vmap(f), X[:, 0], name="scan").outvars]
+    assert carried == [(), (4,), (4,), (4,), (4,)]
+
+    loop = lambda x, n: lax.fori_loop(0, n, lambda i, c: (c[0] + 1, c[1] + x), (0, x))
+    loop = bx.vmap(loop, in_axes=(0, None))
+    carried = [v.aval.shape for v in equation(loop, X[:, 0], 3, name="while").outvars]
+    assert sorted(carried) == [(), (), (), (4,)]  # index, bound, count, sum
+
+
+def test_batched_carry_that_the_body_forgets():
+    check_compiled(lambda x: lax.scan(lambda c, y: (jnp.ones(3), c), x, None, length=2), X)
+    check_compiled(
+        lambda x: lax.fori_loop(0, x[0].astype(int), lambda i, c: jnp.ones(3), x), X, reverse=False
+    )
+
+
+def test_axis_of_a_carry_is_moved_outside_the_loop_only():
+    def f(c):
+        return lax.scan(lambda c, _: (c @ W, None), c, None, length=3)[0]
+
+    x = example((2, 4, 3))
+    check_compiled(f, x, in_axes=1)
+    for in_axes in (0, 1):
+        body = equation(bx.vmap(f, in_axes=in_axes), x, name="scan").params["jaxpr"]
+        assert "transpose" not in [e.primitive.name for e in body.jaxpr.eqns]
+    swap = lambda a, b: lax.scan(lambda c, _: ((c[1], c[0]), None), (a, b), None, length=3)[0]
+    check_compiled(swap, X, X.T, in_axes=(0, 1))
+
+
+def test_sequence_is_moved_only_where_its_batch_axis_leads():
+    f = lambda xs: lax.scan(lambda c, x: (c + x.sum(), x), 0.0, xs)
+    count = lambda in_axes, shape: str(
+        jax.make_jaxpr(bx.vmap(f, in_axes=in_axes, out_axes=(0, -1)))(example(shape))
+    ).count("transpose")
+    assert count(2, (5, 3, 4)) == 0
+    assert count(1, (5, 4, 3)) == 1  # of the output, to where out_axes wants it
+
+
+def test_built_on_scan():
+    x = example((4, 6))
+    functions = [
+        lambda x: lax.fori_loop(0, 4, lambda i, c: c * x[i] + i, x),
+        lambda x: lax.map(jnp.sin, x),
+        lambda x: lax.map(lambda y: y * x.sum(), x, batch_size=4),
+        lambda x: lax.associative_scan(jnp.add, x),
+        lambda x: lax.associative_scan(lambda a, b: a * b, x, reverse=True),
+        lambda x: lax.scan(jax.checkpoint(lambda c, y: (jnp.sin(c * y), c)), 1.0, x),
+        lambda x: jax.checkpoint(lambda x: lax.scan(lambda c, y: (c * y, c), 1.0, x))(x),
+    ]
+    for f in functions:
+        check_compiled(f, x)
+
+
+def test_types_are_kept():
+    def f(x):
+        return lax.scan(lambda c, y: ((c[0] + 1, c[1]), (y, 1, 2.0)), (0, x[0]), x)
+
+    for dtype in ("float16", "bfloat16", "int8", "bool", "complex64"):
+        x = example((4, 3), dtype)
+        jax.tree.map(same_type, bx.vmap(f)(x), jax.vmap(f)(x))
+        same(bx.vmap(f)(x), jax.vmap(f)(x))
+    keys = jax.random.split(jax.random.key(0), 4)
+    g = lambda k, n: lax.fori_loop(0, n, lambda i, k: jax.random.fold_in(k, i), k)
+    same(bx.vmap(g)(keys, jnp.arange(4)), loop_function(g, (0, 0), 0)(keys, jnp.arange(4)))
+
+
+def test_collectives_in_a_loop():
+    f = lambda x: lax.scan(lambda c, y: (c + lax.psum(y, "i"), lax.axis_index("i")), 0.0, x)
+    check_compiled(f, X, axis_name="i", out_axes=(None, 0))
+    # The value in each iteration depends on the lane only through its index.
+    g = lambda n: lax.fori_loop(0, n, lambda i, c: c + lax.axis_index("i"), 0)
+    for n in (3, jnp.array(3)):
+        same(bx.vmap(lambda _: g(n), axis_name="i")(X), 3 * jnp.arange(4))
+    until = lambda x: lax.while_loop(lambda c: lax.pmax(c, "i") < 9, lambda c: c * 2, x)
+    check_compiled(until, jnp.array([1.0, 2.0, 3.0, 0.5]), axis_name="i", reverse=False)
+
+
+# while
+
+
+@settings(max_examples=8)
+@given(
+    counts=st.lists(st.integers(0, 6), min_size=4, max_size=4),
+    axes=st.tuples(*[st.sampled_from([None, 0, 1])] * 2, st.sampled_from([None, 0])),
+)
+def test_while_with_a_count_for_each_lane(counts, axes):
+    """Trip counts equal, uneven and zero; constants and carry batched or not."""
+
+    def f(w, x, n):
+        return lax.while_loop(
+            lambda c: (c[0] < n) & (c[1][0] < 50.0),
+            lambda c: (c[0] + 1, jnp.sin(c[1]) + c[1] * w),
+            (0, x),
+        )
+
+    if axes == (None, None, None):
+        axes = (None, None, 0)
+    shape = {None: (3,), 0: (4, 3), 1: (3, 4)}
+    n = jnp.array(counts)
+    args = [example(shape[axes[0]]), example(shape[axes[1]], seed=1), n if axes[2] == 0 else n[0]]
+    check_compiled(f, *args, in_axes=axes, reverse=False)
+
+
+def test_predicate_all_lanes_share_stays_one():
+    f = lambda x, n: lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] * x), (0, x))
+    eqn = equation(bx.vmap(f, in_axes=(0, None)), X, 3, name="while")
+    assert eqn.params["cond_jaxpr"].out_avals[0].shape == ()
+    for x, a in ((X, 0), (X.T, 1)):
+        check_compiled(f, x, 3, in_axes=(a, None), out_axes=(None, a), reverse=False)
+
+
+@pytest.mark.parametrize("vmaps", [(bx.vmap, bx.vmap), (bx.vmap, jax.vmap), (jax.vmap, bx.vmap)])
+def test_predicate_of_each_axis(vmaps):
+    def f(n, m, x):
+        """Loops in a loop, on numbers of both axes."""
+        inner = lambda c: lax.fori_loop(0, m, lambda i, c: c * x + i, c)
+        return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, inner(c[1])), (0, x))
+
+    outer, inner = vmaps
+    n, m, x = jnp.array([0, 3]), jnp.array([2, 0, 1]), example((2, 3)) / 2
+    for axes in (
+        ((0, None, 0), (None, 0, 0)),
+        ((0, 0, 0), (None, None, 0)),
+        ((None, None, 0), (None, None, 0)),
+        ((None, None, 0), (None, 0, 0)),
+    ):
+        args = [n if axes[0][0] == 0 else n[1], m if axes[1][1] == 0 else m[:2], x]
+        if axes[0][1] is None and axes[1][1] is None:
+            args[1] = m[0]
+        batched = outer(inner(f, in_axes=axes[1]), in_axes=axes[0])
+        expected = jax.vmap(jax.vmap(f, in_axes=axes[1]), in_axes=axes[0])
+        same(jax.jit(batched)(*args), jax.jit(expected)(*args))
+
+
+def test_loops_in_loops_with_all_kinds_of_counts():
+    def f(n, m, x):
+        def body(i, c):
+            return (
+                lax.fori_loop(i, m, lambda j, c: jnp.sin(c) + j, c)
+                + lax.scan(lambda c, y: (c * y, None), c, x)[0]
+            )
+
+        return lax.fori_loop(0, n, body, x[0])
+
+    n, m = jnp.array([0, 3, 1, 2]), jnp.array([2, 0, 5, 3])
+    same(jax.jit(bx.vmap(f))(n, m, X), loop_function(jax.jit(f), (0, 0, 0), 0)(n, m, X))
+
+
+def test_zero_lanes():
+    f = lambda n, x: lax.fori_loop(
+        0, n, lambda i, c: c + lax.while_loop(lambda c: c < 3, lambda c: c + 1, c), x
+    )
+    assert bx.vmap(f)(jnp.zeros(0, int), jnp.zeros(0)).shape == (0,)
+
+
+def test_ordered_effects_run_lane_after_lane():
+    seen = []
+
+    def f(n):
+        def body(c):
+            jax.experimental.io_callback(lambda v: seen.append(int(v)), None, c, ordered=True)
+            return c - 1
+
+        return lax.while_loop(lambda c: c % 10 > 0, body, n)
+
+    same(bx.vmap(f)(jnp.array([13, 20, 32])), jnp.array([10, 20, 30]))
+    jax.effects_barrier()
+    assert seen == [13, 12, 11, 32, 31]
+
+
+def test_reference_in_a_loop():
+    def f(x, n):
+        total, trace = jax.new_ref(x), jax.new_ref(jnp.zeros(5) * x)
+
+        def body(i, c):
+            total[...] += c
+            trace[i] = c
+            return c * 2
+
+        return lax.fori_loop(0, n, body, x), total[...], trace[...]
+
+    x, n = X[:, 0], jnp.array([0, 3, 1, 5])
+    same(bx.vmap(f)(x, n), loop_function(f, (0, 0), 0)(x, n))
+    same(jax.jit(bx.vmap(f, in_axes=(0, None)))(x, 3), jax.vmap(lambda x: f(x, 3))(x))
+
+
+def test_reference_that_predicate_and_body_read():
+    def f(n):
+        r = jax.new_ref(n)
+
+        def body(c):
+            r[...] = r[...] // 2
+            return c + 1
+
+        return lax.while_loop(lambda c: (r[...] != 1) & (c < 1000), body, 0), r[...]
+
+    # JAX itself does not end this loop for one lane.
+    same(jax.jit(bx.vmap(f))(jnp.array([9, 4, 1])), (jnp.array([3, 2, 0]), jnp.array([1, 1, 1])))
+
+
+def test_sequence_that_is_a_reference():
+    def f(r):
+        lax.scan(lambda c, x: (x.__setitem__(..., x[...] * 2), None), None, r)
+        return r[...]
+
+    r = jax.new_ref(X)
+    bx.vmap(f, in_axes=1, out_axes=1)(r)
+    same(r[...], X * 2)
+    with pytest.raises(UnsupportedError, match="batch axis is 0"):
+        bx.vmap(f)(jax.new_ref(X))
+
+
+# Compiling once.
+
+
+def step(c, x):
+    return jnp.sin(c) * x, c
+
+
+def scanning(x):
+    return lax.scan(step, x[0], x)
+
+
+def keep_going(c):
+    return c < 4
+
+
+def double(c):
+    return c * 2 + 1
+
+
+def doubling(x):
+    return lax.while_loop(keep_going, double, x)
+
+
+@pytest.mark.parametrize("f", [scanning, doubling])
+def test_eager_calls_compile_once(f, caplog):
+    x = example((4, 3)) if f is scanning else jnp.arange(5)
+    bx.vmap(f)(x)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            bx.vmap(f)(x)
+    assert [r.message for r in caplog.records if "ompil" in r.message] == []

@@ -1,0 +1,355 @@
+"""Lanes that are masked out: no values, no gradients, no waiting, no callbacks of theirs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+
+import batchax as bx
+from batchax.engine.registry import find_rule
+from batchax.rules.masking import safe_lanes, safe_lanes_p
+
+from support.compiled import check_compiled
+from support.oracle import example, loop_function, same
+
+# Each function is fine where x > 0; for other lanes it or its derivative is NaN or inf.
+TRAPS = {
+    "log": jnp.log,
+    "sqrt": jnp.sqrt,
+    "power": lambda x: x**1.5,
+    "reciprocal": lambda x: 1 / x,
+    "xlogx": lambda x: x * jnp.log(x),
+    "norm": lambda x: jnp.linalg.norm(x * jnp.ones(2)),
+    "arcsine": lambda x: jnp.arcsin(x / (1 + x)),
+    "nan": lambda x: x * jnp.where(x > 0, 1.0, jnp.nan),
+    "inner jit": lambda x: jax.jit(jnp.log)(x) * x,
+    "inner scan": lambda x: lax.scan(
+        lambda c, y: (c * y, c), jnp.sqrt(x), jnp.log(x) * jnp.ones(2)
+    )[0],
+}
+POINTS = {
+    "mixed": [0.5, 0.0, -1.0, 2.0],
+    "first masked": [-jnp.inf, 2.0, 0.0, 0.25],
+    "none": [0.0, -1.0, -jnp.inf, -0.5],
+    "all": [0.5, 1.0, 2.0, 0.25],
+}
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_traps_reach_no_gradient(name):
+    """Neither of the operand nor of a weight all lanes share, of first and second order."""
+    trap = TRAPS[name]
+
+    def f(x, w):
+        return lax.cond(x > 0, lambda: jnp.sum(trap(x) * w @ w), lambda: -x)
+
+    def total(x, w, live):
+        return jnp.where(jnp.isinf(x), 0.0, bx.vmap(f, in_axes=(0, None))(x, w)).sum()
+
+    def untrapped(x, w, live):
+        safe = jnp.where(live, x, 1.0)
+        taken = jax.vmap(lambda x: jnp.sum(trap(x) * w @ w))(safe)
+        return jnp.where(live, taken, jnp.where(jnp.isinf(x), 0.0, -x)).sum()
+
+    w = example((2, 2))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def everything(f, x, live):
+        tangents = (x * 0 + 1.0, w)
+        point = lambda x, w: f(x, w, live)
+        gradient = jax.grad(point, (0, 1))
+        return jax.jvp(point, (x, w), tangents), jax.jvp(gradient, (x, w), tangents)
+
+    for points in POINTS.values():
+        x = jnp.array(points)
+        got = everything(total, x, x > 0)
+        assert all(jnp.isfinite(y).all() for y in jax.tree.leaves(got[1])), points
+        same(got, everything(untrapped, x, x > 0), dict(rtol=1e-4, atol=1e-4), str(points))
+    same(bx.vmap(f, in_axes=(0, None))(x, w), loop_function(f, (0, None), 0)(x, w))
+
+
+def test_shared_operand_alone_is_untouched_unless_some_lane_takes_the_branch():
+    def f(p, w):
+        return lax.cond(p, lambda: jnp.log(w), lambda: 0.0)
+
+    def gradient(p):
+        return jax.grad(lambda w: bx.vmap(f, in_axes=(0, None))(p, w).sum())(0.0)
+
+    assert gradient(jnp.zeros(3, bool)) == 0.0
+    assert gradient(jnp.array([True, False, False])) == jnp.inf
+
+
+def test_shared_weight_stays_one_matrix():
+    def f(x, w):
+        return lax.cond(x[0] > 0, lambda: jnp.tanh(w @ x), lambda: x)
+
+    x, w = example((4, 3)), example((3, 3))
+    text = str(jax.make_jaxpr(bx.vmap(f, in_axes=(0, None)))(x, w))
+    assert "4,3,3" not in text
+    check_compiled(f, x, w, in_axes=(0, None))
+
+
+def test_eager_run_makes_no_nan():
+    f = lambda x: lax.cond(x > 0, jnp.log, lambda x: x, x)
+    with jax.debug_nans(True):
+        same(bx.vmap(f)(jnp.array([1.0, -1.0, 0.0])), jnp.array([0.0, -1.0, 0.0]))
+
+
+def test_hessian_and_jacrev_through_a_trap():
+    f = lambda x: lax.cond(x[0] > 0, lambda x: jnp.sum(jnp.sqrt(x) * x[0]), lambda x: x[1] ** 2, x)
+    x = jnp.array([[0.5, 2.0], [-1.0, 3.0], [0.0, -2.0], [4.0, 0.25]])
+    one = jax.jit(jax.hessian(f))
+    reference = jnp.stack([one(row) for row in x])
+    same(jax.jit(bx.vmap(jax.hessian(f)))(x), reference)
+    diagonal = jax.jit(jax.jacfwd(jax.jacrev(lambda x: bx.vmap(f)(x).sum())))(x)
+    same(jnp.stack([diagonal[i, :, i] for i in range(4)]), reference)
+
+
+def test_reverse_mode_through_a_branch_inside_a_custom_jvp_rule():
+    @jax.custom_jvp
+    def f(x, w):
+        return x * w
+
+    @f.defjvp
+    def _(primals, tangents):
+        (x, w), (tx, tw) = primals, tangents
+        out = lax.cond(
+            x > 0,
+            lambda: w * tx / jnp.sqrt(x) + jnp.log(x) * tw,
+            lambda: 2 * w * tx + x * tw,
+        )
+        return x * w, out
+
+    x, w = jnp.array([1.0, -2.0, 0.0, 4.0]), 3.0
+    dx = jnp.array([3.0, 6.0, 6.0, 1.5])
+    got = jax.grad(lambda x, w: bx.vmap(f, in_axes=(0, None))(x, w).sum(), (0, 1))(x, w)
+    same(got, (dx, jnp.sum(jnp.array([0.0, -2.0, 0.0, np.log(4.0)]))))
+    same(bx.vmap(jax.grad(f), in_axes=(0, None))(x, w), dx)
+    same(
+        jax.vmap(bx.vmap(jax.grad(f), in_axes=(0, None)), in_axes=(None, 0))(x, jnp.ones(2) * w),
+        jnp.stack([dx, dx]),
+    )
+
+
+class Visits:
+    """Counts how often a program gets to a place, `lanes` of them together."""
+
+    def __init__(self, lanes):
+        self.lanes = lanes
+        self._seen = 0
+
+    def __call__(self, x):
+        def host(x):
+            self._seen += np.size(x)
+
+        jax.debug.callback(host, x)
+        return x
+
+    @property
+    def count(self):
+        jax.effects_barrier()
+        return self._seen / self.lanes
+
+
+# Numbers to halve down to 1, and how many steps the longest takes.
+LANES = [([3, 0, 1, 2], 1), ([0, 9, 0, 1], 3), ([0, 0, 0, 0], 0), ([4, 5, 6, 7], 2)]
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_loop_in_a_branch_does_not_wait_for_lanes_that_did_not_take_it(jit):
+    # From 0 the loop would never end (JAX issue 2947); here it gives up after 1000.
+    visits = Visits(4)
+
+    def f(n):
+        def halve(n):
+            return lax.while_loop(
+                lambda c: (c[0] != 1) & (c[1] < 1000),
+                lambda c: (visits(c[0]) // 2, c[1] + 1),
+                (n, 0),
+            )[1]
+
+        return lax.cond(n > 0, halve, lambda n: -1, n)
+
+    batched = jax.jit(bx.vmap(f)) if jit else bx.vmap(f)
+    for lanes, steps in LANES:
+        n = jnp.array(lanes)
+        before = visits.count
+        got = batched(n)
+        assert visits.count - before == max(steps, 0)
+        same(got, jnp.array([f(n) for n in lanes]))
+
+
+@pytest.mark.parametrize("outer", [bx.vmap, jax.vmap])
+def test_loop_in_a_branch_under_a_second_axis(outer):
+    def f(n):
+        def halve(n):
+            return lax.while_loop(
+                lambda c: (c[0] != 1) & (c[1] < 1000), lambda c: (c[0] // 2, c[1] + 1), (n, 0)
+            )
+
+        return lax.cond(n > 0, halve, lambda n: (n, -1), n)
+
+    n = jnp.array([[0, 0], [4, 0], [0, 7]])
+    got = jax.jit(outer(bx.vmap(f)))(n)
+    same(got, loop_function(lambda row: loop_function(f, (0,), 0)(row), (0,), 0)(n))
+
+
+def test_branch_no_lane_takes_calls_nothing_back():
+    calls = []
+
+    def host(x):
+        calls.append(np.asarray(x))
+        assert (x > 0).all()
+        return np.sqrt(x)
+
+    def f(x):
+        root = lambda x: jax.pure_callback(host, jax.typeof(x), x, vmap_method="sequential")
+        return lax.cond(x > 0, root, lambda x: x, x)
+
+    same(jax.jit(bx.vmap(f))(jnp.array([-1.0, 0.0])), jnp.array([-1.0, 0.0]))
+    assert calls == []
+    same(jax.jit(bx.vmap(f))(jnp.array([-1.0, 4.0])), jnp.array([-1.0, 2.0]))
+    assert all(x == 4.0 for x in calls)
+
+
+def test_scan_in_a_branch_no_lane_takes_does_not_run():
+    visits = Visits(2)
+
+    def f(x):
+        sums = lambda x: lax.scan(lambda c, _: (c + visits(c), None), x, None, length=3)[0]
+        return lax.cond(x > 0, sums, lambda x: x, x)
+
+    bx.vmap(f)(jnp.array([-1.0, -2.0])).block_until_ready()
+    assert visits.count == 0
+    same(bx.vmap(f)(jnp.array([-1.0, 2.0])), jnp.array([-1.0, 16.0]))
+    assert visits.count == 3
+
+
+def test_loop_in_the_body_of_a_loop_that_some_lanes_have_finished():
+    # Halving reaches 0 in a finished lane, and from 0 the inner loop gives up after 1000.
+    visits = Visits(5)
+
+    def inner(n):
+        return lax.while_loop(
+            lambda c: (c[0] % 2 == 0) & (c[1] < 1000),
+            lambda c: (visits(c[0]) // 2, c[1] + 1),
+            (n, 0),
+        )[0]
+
+    def f(n):
+        return lax.while_loop(lambda c: c[0] > 1, lambda c: (inner(c[0]) // 2, c[1] + 1), (n, 0))
+
+    n = jnp.array([0, 12, 40, 1, 7])
+    same(jax.jit(bx.vmap(f))(n), loop_function(f, (0,), 0)(n))
+    before = visits.count
+    jax.block_until_ready(jax.jit(bx.vmap(f))(n))
+    assert visits.count - before < 10
+
+
+def test_callback_in_a_loop_sees_running_lanes_only():
+    def host(x):
+        assert (x > 1).all()
+        return x / 2
+
+    def f(x):
+        halve = lambda x: jax.pure_callback(host, jax.typeof(x), x, vmap_method="sequential")
+        return lax.while_loop(lambda x: x > 1, halve, x)
+
+    x = jnp.array([0.5, 3.0, 9.0])
+    same(bx.vmap(f)(x), jnp.array([0.5, 0.75, 0.5625]))
+
+
+def test_finished_lane_leaks_no_nan_into_tangents():
+    f = lambda x: lax.while_loop(lambda c: c > 1.0, lambda c: jnp.sqrt(c - 1.0), x)
+    x = jnp.array([0.5, 3.0, 1.0, 30.0])
+    tangents = jnp.ones(4)
+    same(
+        jax.jvp(bx.vmap(f), (x,), (tangents,)),
+        loop_function(lambda x: jax.jvp(f, (x,), (1.0,)), (0,), 0)(x),
+    )
+
+
+# The primitive by itself.
+
+
+def safe_lanes_plainly(live, x, depth):
+    live = np.asarray(live).any(axis=tuple(range(depth, np.ndim(live))))
+    if depth == 0:
+        return x
+    first = np.unravel_index(int(np.argmax(live)), live.shape)
+    return jnp.where(live.reshape(live.shape + (1,) * (x.ndim - depth)), x, x[first])
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "int32", "bool", "bfloat16", "complex64"])
+def test_values(depth, dtype):
+    x = example((2, 3, 2), dtype)
+    for live in ([[0, 0, 0], [0, 1, 0]], [[0] * 3] * 2, [[1] * 3] * 2):
+        live = jnp.array(live, bool)
+        same(safe_lanes(live, x, depth), safe_lanes_plainly(live, x, depth))
+        assert jax.typeof(safe_lanes(live, x, depth)) == jax.typeof(x)
+
+
+def test_values_of_keys():
+    keys = jax.random.split(jax.random.key(0), 3)
+    got = safe_lanes(jnp.array([False, True, False]), keys, 1)
+    same(got, keys[jnp.array([1, 1, 1])])
+
+
+@pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap])
+@pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0), (None, 1), (1, 2)])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_lanes_of_two_axes_are_one_set(vmap, in_axes, depth):
+    live = jnp.array([[False, False], [False, True], [True, False]])
+    sizes = {
+        (0, 0): (3, 2, 4),
+        (0, None): (2, 4),
+        (None, 0): (3, 2, 4),
+        (None, 1): (2, 3, 4),
+        (1, 2): (2, 4, 3),
+    }
+    x = example(sizes[in_axes])
+    mask = {0: live, 1: live.T, None: live[1]}[in_axes[0]]
+    got = vmap(functools.partial(safe_lanes, depth=depth), in_axes=in_axes)(mask, x)
+    moved = x if in_axes[1] is None else jnp.moveaxis(x, in_axes[1], 0)
+    if in_axes[1] is None:
+        moved = jnp.broadcast_to(x, (3, 2, 4))
+    if depth == 0:
+        first = live.any(1)[:, None, None] if in_axes[0] is not None else True
+        donor = moved[1] if in_axes[1] is not None else moved
+        expected = jnp.where(first, moved, donor)
+    else:
+        both = live if in_axes[0] is not None else jnp.broadcast_to(live[1], (3, 2))
+        donor = moved[1, 1] if in_axes[0] is not None else moved[:, 1:2]
+        expected = jnp.where(both[:, :, None], moved, donor)
+    same(got, expected)
+
+
+def test_no_derivative_flows_through_masked_lanes():
+    live, x = jnp.array([False, True, False]), example((3, 2))
+    f = lambda x: safe_lanes(live, x, 1)
+    g = lambda x: jnp.where(live[:, None], x, lax.stop_gradient(x[1]))
+    t = example((3, 2), seed=1)
+    for h in (f, jax.jit(f), jax.checkpoint(f)):
+        same(jax.jvp(h, (x,), (t,)), jax.jvp(g, (x,), (t,)))
+        same(jax.vjp(h, x)[1](t), jax.vjp(g, x)[1](t))
+    # A linear operand can be transposed, which stop_gradient cannot.
+    same(jax.linear_transpose(f, x)(t), (jnp.where(live[:, None], t, 0),))
+    shared = lambda w: safe_lanes(jnp.zeros(3, bool), w, 0)
+    same(jax.grad(shared)(2.0), 0.0)
+
+
+@given(st.lists(st.booleans(), min_size=0, max_size=4), st.integers(0, 1))
+def test_lowered_and_eager_agree(live, depth):
+    live = jnp.array(live, bool)
+    x = example((len(live), 2)) if depth else example((2,))
+    same(jax.jit(safe_lanes, static_argnums=2)(live, x, depth), safe_lanes(live, x, depth))
+
+
+def test_rule_is_ours():
+    assert find_rule(safe_lanes_p) is not None

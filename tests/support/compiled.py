@@ -1,0 +1,51 @@
+"""The oracle for programs of many operations: everything compiled, a few programs in all."""
+
+import jax
+
+import batchax as bx
+
+from support.oracle import direction, is_inexact, loop_function, same, same_type
+
+
+def check_compiled(fun, *args, in_axes=0, out_axes=0, axis_name=None, reverse=True, types=True):
+    """Compares `bx.vmap(fun)` with the loop over examples and with `jax.vmap`.
+
+    Values and types; derivatives of both modes (`reverse`: of the second, too)
+    with respect to every inexact argument.
+    """
+    if not isinstance(in_axes, tuple):
+        in_axes = (in_axes,) * len(args)
+    options = dict(in_axes=in_axes, out_axes=out_axes, axis_name=axis_name)
+
+    def everything(vmap):
+        f = vmap(fun, **options)
+        inexact = [i for i, x in enumerate(args) if is_inexact(x)]
+
+        def only(*xs):
+            full = list(args)
+            for i, x in zip(inexact, xs, strict=True):
+                full[i] = x
+            out = f(*full)
+            return [y for y in jax.tree.leaves(out) if is_inexact(y)], out
+
+        def run(*points):
+            tangents = tuple(direction(x, 1) for x in points)
+            ys, tangents, out = jax.jvp(only, points, tangents, has_aux=True)
+            if not reverse:
+                return out, tangents
+            return (
+                out,
+                tangents,
+                jax.vjp(only, *points, has_aux=True)[1]([direction(y, 2) for y in ys]),
+            )
+
+        return jax.jit(run)(*(args[i] for i in inexact))
+
+    got, expected = everything(bx.vmap), everything(jax.vmap)
+    same(got, expected, where="jax.vmap")
+    if axis_name is None:
+        same(got[0], loop_function(jax.jit(fun), in_axes, out_axes)(*args), where="loop")
+    if types:
+        jax.tree.map(
+            same_type, *(jax.eval_shape(v(fun, **options), *args) for v in (bx.vmap, jax.vmap))
+        )
