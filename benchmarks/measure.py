@@ -33,6 +33,7 @@ class Effort:
 
 
 FULL = Effort(traces=31, runs=31, seconds_per_run=0.01)
+LONGEST = 5.0  # seconds for one set of turns, so that a run of everything takes minutes
 QUICK = Effort(traces=5, runs=5, seconds_per_run=0.001, most_lanes=16)
 
 
@@ -90,7 +91,11 @@ def measure(workload: Workload, effort: Effort) -> Result:
     trace_times = in_turns([tracing(v) for v in vmaps], effort.traces, time.thread_time)
 
     compiled = [jax.jit(workload.batched_by(vmap)).lower(*args).compile() for vmap in vmaps]
-    programs = [_repeated(c, args, effort.seconds_per_run) for c in compiled]
+    programs = [_repeated(c, args, 1) for c in compiled]
+    once = np.median(in_turns(programs, 5, time.perf_counter))
+    # As often for both: the first call after the other program's is slower than the next.
+    often = max(1, min(1000, round(effort.seconds_per_run / once)))
+    programs = [_repeated(c, args, often) for c in compiled]
     run_times = in_turns(programs, effort.runs, time.perf_counter)
     hlo = [normalised_hlo(c.as_text() or "") for c in compiled]
     ours, theirs = (
@@ -119,14 +124,17 @@ def in_turns(
 ) -> list[list[float]]:
     """Seconds of each of `turns` calls of each function, who begins alternating.
 
-    A function that returns a number says how often it did its work.
+    There are fewer turns, but five, where they would take longer than `LONGEST`. A function that returns a number says how often it did its work.
     """
     times: list[list[float]] = [[] for _ in functions]
     order = list(enumerate(functions))
+    deadline = time.monotonic() + LONGEST
     gc.collect()
     gc.disable()
     try:
-        for _ in range(turns):
+        for turn in range(turns):
+            if turn >= 5 and time.monotonic() > deadline:
+                break
             for which, function in order:
                 start = clock()
                 done = function()
@@ -146,19 +154,13 @@ def ratio_of_medians(a: list[float], b: list[float]) -> Ratio:
     return Ratio(float(np.median(a) / np.median(b)), float(low), float(high))
 
 
-def _repeated(compiled: Any, args: Any, seconds: float) -> Callable[[], int]:
-    """Runs a program often enough to take about `seconds`; returns how often."""
-    jax.block_until_ready(compiled(*args))
-    start = time.perf_counter()
-    jax.block_until_ready(compiled(*args))
-    once = time.perf_counter() - start
-    times = max(1, min(1000, round(seconds / once)))
+def _repeated(compiled: Any, args: Any, often: int) -> Callable[[], int]:
+    """Runs a program `often` times and waits for each; returns how often."""
 
     def run() -> int:
-        for _ in range(times):
-            out = compiled(*args)
-            jax.block_until_ready(out)
-        return times
+        for _ in range(often):
+            jax.block_until_ready(compiled(*args))
+        return often
 
     return run
 
