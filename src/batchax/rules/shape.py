@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from batchax import _compat
@@ -108,7 +109,8 @@ def pad(axis: Axis, args: Any, axes: Any, /, *, padding_config: Any) -> tuple[An
     if value_position is None:
         return lax.pad_p.bind(x, value, padding_config=padding_config), position
     # Padding takes a single number, so a number for each lane is selected in.
-    padded = lax.pad(x, lax.full_like(x, 0, shape=()), padding_config)
+    zero = np.zeros((), x.dtype)
+    padded = lax.pad(x, zero.item() if x.weak_type else zero, padding_config)
     inside = lax.pad(lax.full_like(x, True, dtype=bool), False, padding_config)
     padding = lax.broadcast_in_dim(
         value, padded.shape, (position,), out_sharding=jax.typeof(padded).sharding

@@ -1,0 +1,288 @@
+"""Gathers and scatters in every pattern of batched operands, against the loop over examples."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import batchax as bx
+from batchax import _compat
+from batchax.engine.registry import rule_origin
+
+from support.operations import no_more_operations, operations
+from support.oracle import check, example, same, same_type
+
+PRIMITIVES = "gather scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split()
+MODES = ["clip", "fill", "promise_in_bounds"]
+METHODS = ["set", "add", "subtract", "mul", "min", "max"]
+
+# Indices of each lane: negative ones count from the end, large ones are out of range.
+INDICES = jnp.array([[0, 2], [-1, 1], [7, 0], [1, -9]])
+WITHIN = jnp.array([[0, 2], [2, 1], [1, 0], [1, 2]])
+
+
+def quickly(fun, *args, **options):
+    """`check` of the compiled function: far fewer operations to compile one by one."""
+    check(jax.jit(fun), *args, jit=False, **options)
+
+
+def on_axes(shape, position, **options):
+    """A batch of four examples of `shape`, the batch axis at `position` or absent."""
+    if position is None:
+        return example(shape, **options)
+    return example((*shape[:position], 4, *shape[position:]), **options)
+
+
+def put(indices, position):
+    """Indices of four lanes with the batch axis at `position`, or those of one lane."""
+    return indices[0] if position is None else jnp.moveaxis(indices, 0, position)
+
+
+def subsets(*choices):
+    """Every combination of positions of the batch axis but the one with none."""
+    return [c for c in itertools.product(*choices) if any(a is not None for a in c)]
+
+
+@pytest.mark.parametrize("name", PRIMITIVES)
+def test_served_by_our_own_rule(name):
+    assert rule_origin(_compat.find_primitive(name)) == "batchax.rules.gather_scatter"
+
+
+@pytest.mark.parametrize("in_axes", subsets((None, 0, 1, 2), (None, 0, 1)))
+def test_gather(in_axes):
+    x, i = on_axes((3, 3), in_axes[0]), put(INDICES, in_axes[1])
+
+    def fun(x, i):
+        return [
+            x.at[i].get(mode="fill", fill_value=7.0),
+            x.at[:, i].get(mode="clip", wrap_negative_indices=False),
+            x.at[i, i[::-1]].get(mode="fill"),
+            x.at[i[:, None], i].get(mode="clip"),
+            x.at[:, abs(i) % 3].get(mode="promise_in_bounds"),
+        ]
+
+    full = in_axes in {(2, 1), (None, 0), (1, None)}
+    quickly(fun, x, i, in_axes=in_axes, derivatives=full, nested=in_axes == (2, 1))
+    no_more_operations(fun, x, i, in_axes=in_axes)
+
+
+@pytest.mark.parametrize("in_axes", subsets((None, 0, 1), (None, 0, 1), (None, 0)))
+def test_scatter(in_axes):
+    x, i, u = on_axes((3,), in_axes[0]), put(INDICES, in_axes[1]), on_axes((2,), in_axes[2], seed=1)
+
+    def fun(x, i, u):
+        return [getattr(x.at[i], method)(u) for method in METHODS]
+
+    quickly(fun, x, i, u, in_axes=in_axes, derivatives=False)
+    no_more_operations(fun, x, i, u, in_axes=in_axes)
+
+
+@pytest.mark.parametrize("in_axes", [(0, 0, 0), (2, 1, None), (None, 0, 1), (1, None, 0)])
+def test_scatter_of_windows(in_axes):
+    x, u = on_axes((3, 2), in_axes[0]), on_axes((2, 2), in_axes[2], seed=1)
+    i = put(WITHIN, in_axes[1])
+
+    def fun(x, i, u):
+        methods = METHODS if in_axes == (0, 0, 0) else METHODS[:2]
+        rows = [getattr(x.at[i], m)(u, unique_indices=True) for m in methods]
+        return rows, x.T.at[:, i].set(u.T), x.T.at[:, i].add(u.T, mode="clip")
+
+    quickly(fun, x, i, u, in_axes=in_axes, nested=in_axes == (2, 1, None))
+    no_more_operations(fun, x, i, u, in_axes=in_axes)
+
+
+@pytest.mark.parametrize("in_axes", [(0, 0, 0), (1, 1, 1), (None, 0, None), (0, None, 0)])
+def test_scatter_modes(in_axes):
+    x, u = on_axes((3, 2), in_axes[0]), on_axes((2, 2), in_axes[2], seed=1)
+    i = put(INDICES, in_axes[1])
+
+    def fun(x, i, u):
+        outside = [(x.at[i].add(u, mode=m), x.at[i[::-1]].max(u[0], mode=m)) for m in MODES[:2]]
+        return outside, x.at[abs(i) % 3].add(u, mode="promise_in_bounds")
+
+    quickly(fun, x, i, u, in_axes=in_axes, derivatives=in_axes == (1, 1, 1))
+
+
+def test_second_derivatives_of_gathers():
+    def fun(x, i):
+        return jnp.sin(x[i]) * x[i[0]]
+
+    quickly(fun, example((3, 4, 3)), INDICES, in_axes=(1, 0), second=True)
+
+
+def test_promises_survive_where_they_hold():
+    def fun(x, i, u):
+        y = x.at[i].get(unique_indices=True, indices_are_sorted=True)
+        return y, x.at[i].add(u, unique_indices=True, indices_are_sorted=True)
+
+    def promises(in_axes, *args):
+        staged = jax.make_jaxpr(bx.vmap(fun, in_axes=in_axes))(*args)
+        found = {}
+        for eqn in staged.eqns:
+            if eqn.primitive in (lax.gather_p, lax.scatter_add_p):
+                found[eqn.primitive] = (
+                    eqn.params["unique_indices"],
+                    eqn.params["indices_are_sorted"],
+                )
+        return found[lax.gather_p], found[lax.scatter_add_p]
+
+    x, i, u = example((4, 3)), jnp.array([[0, 2]] * 4), example((4, 2))
+    assert promises((0, None, 0), x, i[0], u) == ((True, True), (True, True))
+    assert promises((0, 0, 0), x, i, u) == ((True, True), (True, True))
+    # Lanes that index one array may read the same element, and not in order.
+    assert promises((None, 0, 0), x[0], i, u) == ((False, False), (True, True))
+    # With lanes in another order than the operand's, pairs are not sorted.
+    assert promises((1, 0, 0), x.T, i, u) == ((True, False), (True, False))
+
+
+def test_function_applied_at_indices():
+    def fun(x, i):
+        return x.at[i].apply(jnp.square), x.at[i[0]].apply(lambda v: v * 3)
+
+    for in_axes in ((0, 0), (1, None), (None, 0)):
+        x, i = on_axes((3,), in_axes[0]), put(WITHIN, in_axes[1])
+        quickly(fun, x, i, in_axes=in_axes, derivatives=False)
+
+
+@pytest.mark.parametrize("dtype", [bool, jnp.uint8, jnp.bfloat16, jnp.complex64])
+def test_dtypes(dtype):
+    def fun(x, i, u):
+        return x.at[i].get(mode="fill"), x[i], x.at[i].set(u), x.at[i].set(u[0], mode="clip")
+
+    x, u = on_axes((3,), 1, dtype=dtype), on_axes((2,), 0, dtype=dtype, seed=1)
+    quickly(fun, x, INDICES, u, in_axes=(1, 0, 0), derivatives=False)
+
+
+def test_typed_keys():
+    def fun(k, i, u):
+        return k[i], k.at[i].get(mode="clip"), k.at[i].set(u), k[i][:, None], jnp.take(k, i)
+
+    k, u = (jax.random.split(jax.random.key(seed), (4, 3)) for seed in (0, 1))
+    quickly(fun, k, WITHIN, u[:, :2])
+    quickly(fun, k.T, WITHIN[0], u[:, :2], in_axes=(1, None, 0), out_axes=1)
+    quickly(fun, k[0], WITHIN, u[0, :2], in_axes=(None, 0, None))
+
+
+NUMPY = {
+    "take": lambda x, i: jnp.take(x, i, axis=1),
+    "take, wrapping": lambda x, i: jnp.take(x, i, axis=0, mode="wrap"),
+    "take, filling": lambda x, i: jnp.take(x, i, mode="fill", fill_value=-1.0),
+    "take_along_axis": lambda x, i: jnp.take_along_axis(x, i[None], 1, mode="clip"),
+    "put_along_axis": lambda x, i: jnp.put_along_axis(x, i[None] % 3, 5.0, 1, inplace=False),
+    "sorted by a column": lambda x, i: x[jnp.argsort(x[:, i[0] % 3])],
+    "two index arrays apart": lambda x, i: x[None][i[:1], :, i],
+    "index arrays and slices": lambda x, i: x[None, ::-1][:, i, 1:],
+    "boolean where": lambda x, i: jnp.where(jnp.arange(3) == i[0], x, x[:, i[:1]]),
+    "boolean select": lambda x, i: jnp.select([x > 1, x > 0], [x, 2 * x[i[0]]], 0.0),
+    "nonzero": lambda x, i: x[jnp.nonzero(x[0] > 0, size=2, fill_value=1)[0]],
+    "one hot": lambda x, i: jax.nn.one_hot(i, 3) @ x,
+    "segment sum": lambda x, i: jax.ops.segment_sum(x[:2], i, num_segments=3),
+    "bincount": lambda x, i: jnp.bincount(jnp.abs(i) % 3, length=3) + x,
+    "diagonal": lambda x, i: (jnp.diagonal(x), x[jnp.diag_indices(3)], x[jnp.tril_indices(3)]),
+    "set diagonal": lambda x, i: x.at[jnp.diag_indices(3)].set(i[0] * 1.0),
+    "searchsorted": lambda x, i: x[jnp.searchsorted(jnp.arange(3), i, side="right") % 3],
+    "choose": lambda x, i: jnp.choose(i % 3, [x[0, :2], x[1, :2], x[2, :2]], mode="clip"),
+}
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_numpy_indexing(name):
+    fun = NUMPY[name]
+    x = example((4, 3, 3))
+    smooth = name not in {"sorted by a column", "put_along_axis"}
+    quickly(fun, x, INDICES, derivatives=smooth)
+    no_more_operations(fun, x, INDICES)
+    no_more_operations(fun, x.swapaxes(0, 1), INDICES[0], in_axes=(1, None))
+
+
+def test_nothing_is_transposed_where_the_order_permits():
+    def fun(x, i, u):
+        return x[:, i].sum(), x.at[i].add(u)
+
+    x, i, u = example((3, 3, 4)), INDICES.T, example((2, 3, 4))
+    for in_axes in ((2, None, 2), (2, 0, 2), (2, 0, None)):
+        args = (x, i[:, 0] if in_axes[1] is None else i.T, u[..., 0] if in_axes[2] is None else u)
+        batched = bx.vmap(fun, in_axes=in_axes, out_axes=(0, 2))
+        counts = operations(batched, *args)
+        assert counts["transpose"] == (in_axes == (2, 0, 2)), (in_axes, counts)
+
+
+def test_only_what_a_scatter_needs_is_broadcast():
+    def fun(x, i, u):
+        return x.at[i].add(u)
+
+    x, i, u = example((4, 3)), INDICES, example((4, 2))
+    counts = operations(bx.vmap(fun, in_axes=(0, None, 0)), x, i[0], u)
+    jaxs = operations(jax.vmap(fun, in_axes=(0, None, 0)), x, i[0], u)
+    assert counts == jaxs
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_empty_batch_and_batch_of_one(size):
+    def fun(x, i, u):
+        return x[i], x[:, i], x.at[i].set(u), x.at[i].add(u, mode="clip")
+
+    x, i, u = jnp.ones((3, size, 2)), jnp.ones((size, 2), int), jnp.ones((size, 2, 2))
+    for in_axes in subsets((None, 1), (None, 0), (None, 0)):
+        args = [
+            v if a is not None else jnp.ones(np.delete(v.shape, b), v.dtype)
+            for v, a, b in zip((x, i, u), in_axes, (1, 0, 0), strict=True)
+        ]
+        got, expected = (v(fun, in_axes=in_axes)(*args) for v in (bx.vmap, jax.vmap))
+        same(got, expected)
+        jax.tree.map(same_type, got, expected)
+
+
+def test_no_indices_and_no_elements():
+    def fun(x, i, u):
+        return x[i], x.at[i].set(u[:0]), x[:0][i], u.at[i].add(1.0)
+
+    quickly(fun, example((4, 3)), jnp.zeros((4, 0), int), example((4, 2)))
+
+
+@settings(max_examples=10)
+@given(st.data())
+def test_any_gather_and_scatter(data):
+    """Dimension numbers of every form, paired dimensions included, as nested vmaps make them."""
+    rank = data.draw(st.integers(1, 3))
+    kinds = [data.draw(st.sampled_from(["window", "removed", "paired"])) for _ in range(rank)]
+    paired = [d for d, kind in enumerate(kinds) if kind == "paired"]
+    removed = tuple(d for d, kind in enumerate(kinds) if kind == "removed")
+    indexed = tuple(d for d, kind in enumerate(kinds) if kind != "paired")
+    index_paired = tuple(data.draw(st.permutations(range(len(paired)))))
+    lanes = [2] * len(paired) + [3]
+    windows = kinds.count("window")
+    window_dims = sorted(data.draw(st.permutations(range(windows + len(lanes))))[:windows])
+    shape = tuple(2 if kind == "paired" else 3 for kind in kinds)
+    sizes = tuple(2 if kind == "window" else 1 for kind in kinds)
+    dims = lax.GatherDimensionNumbers(
+        tuple(window_dims), removed, indexed, tuple(paired), index_paired
+    )
+    positions = data.draw(
+        st.tuples(
+            st.sampled_from([None, *range(rank + 1)]),
+            st.sampled_from([None, *range(len(lanes) + 2)]),
+            st.sampled_from([None, *range(windows + len(lanes) + 1)]),
+        ).filter(lambda p: p != (None, None, None))
+    )
+    update_shape = iter(lanes)
+    update_shape = tuple(
+        2 if d in window_dims else next(update_shape) for d in range(windows + len(lanes))
+    )
+    x, u = on_axes(shape, positions[0]), on_axes(update_shape, positions[2], seed=1)
+    i = on_axes((*lanes, len(indexed)), positions[1], dtype=jnp.int32, high=4, seed=2)
+    mode = data.draw(
+        st.sampled_from([lax.GatherScatterMode.CLIP, lax.GatherScatterMode.FILL_OR_DROP])
+    )
+
+    def fun(x, i, u):
+        read = lax.gather(x, i, dims, sizes, mode=mode)
+        written = lax.scatter_add(x, i, u, lax.ScatterDimensionNumbers(*dims), mode=mode)
+        return read + u, written
+
+    quickly(fun, x, i, u, in_axes=positions, derivatives=False)
