@@ -33,8 +33,8 @@ class Effort:
 
 
 FULL = Effort(traces=31, runs=31, seconds_per_run=0.01)
-LONGEST = 5.0  # seconds for one set of turns, so that a run of everything takes minutes
 QUICK = Effort(traces=5, runs=5, seconds_per_run=0.001, most_lanes=16)
+LONGEST = 5.0  # seconds for one set of turns, so that a run of everything takes minutes
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,8 @@ def in_turns(
 ) -> list[list[float]]:
     """Seconds of each of `turns` calls of each function, who begins alternating.
 
-    There are fewer turns, but five, where they would take longer than `LONGEST`. A function that returns a number says how often it did its work.
+    There are fewer turns, but at least five, where they would take longer than
+    `LONGEST`. A function that returns a number says how often it did its work.
     """
     times: list[list[float]] = [[] for _ in functions]
     order = list(enumerate(functions))
