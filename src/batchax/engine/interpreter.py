@@ -18,6 +18,7 @@ from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition
 from batchax.engine.fallback import run_without_rule
 from batchax.engine.named_axes import uses_name
+from batchax.engine.reference_axes import create_batched, references_to_batch
 from batchax.engine.registry import find_rule
 
 
@@ -46,6 +47,7 @@ def interpret(
     values.update(zip(jaxpr.invars, args, strict=True))
     positions.update(zip(jaxpr.invars, axes, strict=True))
     outer_names = _compat.current_name_stack()
+    one_for_each_lane = references_to_batch(axis, jaxpr, axes)
 
     for eqn, dead in steps:
         operands, operand_axes = [], []
@@ -57,7 +59,10 @@ def interpret(
                 operands.append(values[v])
                 operand_axes.append(positions[v])
         with _compat.user_source(eqn.source_info, outer_names), eqn.ctx.manager:
-            outs, out_axes = batch_equation(axis, eqn, operands, operand_axes)
+            if one_for_each_lane and not one_for_each_lane.isdisjoint(eqn.outvars):
+                outs, out_axes = create_batched(axis, eqn, operands, operand_axes)
+            else:
+                outs, out_axes = batch_equation(axis, eqn, operands, operand_axes)
         values.update(zip(eqn.outvars, outs, strict=True))
         positions.update(zip(eqn.outvars, out_axes, strict=True))
         for v in dead:

@@ -1,1 +1,231 @@
-"""Mutable references."""
+"""Mutable references: reading, writing and adding in place.
+
+The batch axis of a reference is one more dimension to index. Where the indices
+are the same for all lanes that dimension is taken whole; where they are not, it
+is indexed by the number of the lane, together with all the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.ref
+import numpy as np
+from jax import lax
+
+from batchax import _compat
+from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
+from batchax.engine.registry import register_rule
+from batchax.engine.rule_makers import vectorized
+from batchax.errors import AxisError, UnsupportedError
+
+for _name in ("new_ref", "freeze"):
+    if (_primitive := _compat.find_primitive(_name)) is not None:
+        vectorized(_primitive)
+
+
+@dataclass(frozen=True)
+class _Index:
+    """A dynamic index of an indexer, with the position of its batch axis."""
+
+    value: Any
+    axis: AxisPosition
+
+
+BATCH = "batch"
+"""The name of the batch axis among the dimensions of what is read or written."""
+
+
+@register_rule("get")
+def _get(axis: Axis, args: Any, axes: Any, /, *, tree: Any) -> tuple[Any, Any]:
+    indices = _indices(tree, args[1:], axes[1:])
+    if indices is None:
+        return jax.ref.get(args[0]), axes[0]
+    batched, found, wanted = _batched_indices(axis, args[0], axes[0], indices)
+    return _as_example(jax.ref.get(args[0], batched), found, wanted)
+
+
+@register_rule("swap")
+def _swap(axis: Axis, args: Any, axes: Any, /, *, tree: Any) -> tuple[Any, Any]:
+    (ref, value, *_), (position, value_axis, *_) = args, axes
+    _check_batched(position)
+    indices = _indices(tree, args[2:], axes[2:])
+    if indices is None:
+        return jax.ref.swap(ref, ..., match_axis(axis, value, value_axis, position)), position
+    batched, found, wanted = _batched_indices(axis, ref, position, indices)
+    value = _as_found(axis, value, value_axis, found, wanted)
+    return _as_example(jax.ref.swap(ref, batched, value), found, wanted)
+
+
+@register_rule("addupdate")
+def _addupdate(axis: Axis, args: Any, axes: Any, /, *, tree: Any) -> tuple[Any, Any]:
+    (ref, value, *_), (position, value_axis, *_) = args, axes
+    _check_batched(position)
+    indices = _indices(tree, args[2:], axes[2:])
+    if indices is None:
+        jax.ref.addupdate(ref, ..., match_axis(axis, value, value_axis, position))
+    else:
+        batched, found, wanted = _batched_indices(axis, ref, position, indices)
+        jax.ref.addupdate(ref, batched, _as_found(axis, value, value_axis, found, wanted))
+    return [], []
+
+
+@register_rule("broadcast_to")
+def _broadcast_to(axis: Axis, args: Any, axes: Any, /, *, shape: Any) -> tuple[Any, Any]:
+    """Indices of a reference, made to have one shape."""
+    (x,), (position,) = args, axes
+    x = move_axis(x, position, 0)
+    dims = range(1 + len(shape) - (x.ndim - 1), 1 + len(shape))
+    return lax.broadcast_in_dim(x, (axis.size, *shape), (0, *dims)), 0
+
+
+def _check_batched(position: AxisPosition) -> None:
+    if position is None:
+        raise AxisError(
+            "the function writes a value that depends on the batch, or writes at an index that "
+            "does, to a mutable reference that all lanes share, so the lanes would overwrite each "
+            "other. Create the reference inside the function, or pass it as an argument with an "
+            "axis in in_axes, so that each lane has a part of its own."
+        )
+
+
+def _indices(tree: Any, values: Any, axes: Any) -> tuple[Any, ...] | None:
+    """The indices of one example, `_Index` for a dynamic one; None for the whole."""
+    leaves = [_Index(x, a) for x, a in zip(values, axes, strict=True)]
+    transforms = jax.tree.unflatten(tree, leaves)
+    if not transforms:
+        return None
+    if len(transforms) > 1 or not hasattr(transforms[0], "indices"):
+        raise UnsupportedError(
+            "the function reads or writes a reference through a view of it (ref.at[...], or a "
+            "reshaped or reinterpreted reference), which cannot be batched: index the reference "
+            "itself, with all indices at once."
+        )
+    return transforms[0].indices
+
+
+def _batched_indices(
+    axis: Axis, ref: Any, position: AxisPosition, indices: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], list[Any], list[Any]]:
+    """Indices into all lanes of `ref`.
+
+    Returns:
+      The indices, and the names of the dimensions that they select: in the order
+      in which they are found, and in that of one example.
+    """
+    rank = max((np.ndim(i.value) - (i.axis is not None) for i in _arrays(indices)), default=0)
+    block = [("array", d) for d in range(rank)]
+    names: list[Any] = [None if isinstance(i, _Index) else d for d, i in enumerate(indices)]
+    wanted = _selected(names, block)
+    sizes = list(ref.shape)
+    if position is not None:
+        names.insert(position, BATCH)
+        sizes.pop(position)
+
+    moving = [d for d, i in enumerate(indices) if _start_axis(i) is not None]
+    if not moving and all(i.axis is None for i in _arrays(indices)):
+        out = [i.value if isinstance(i, _Index) else _with_value(i) for i in indices]
+        if position is not None:
+            out.insert(position, slice(None))
+        return tuple(out), _selected(names, block), wanted
+
+    # One array of indices for each dimension whose index varies: over the lanes,
+    # over the index arrays of one example, and along slices that start anywhere.
+    block = [BATCH, *block, *moving]
+    shape = [axis.size, *_block_shape(indices, rank), *(indices[d].size for d in moving)]
+    names = [None if name == BATCH or name in moving else name for name in names]
+    out = []
+    for d, (index, size) in enumerate(zip(indices, sizes, strict=True)):
+        if isinstance(index, _Index):
+            lanes = _number(index, size) if rank == 0 else index.value
+            out.append(_spread(lanes, index.axis, 1, shape))
+        elif d in moving:
+            places = np.arange(index.size, dtype=np.int32) * index.stride
+            start = jnp.clip(_number(index.start, size), 0, size - 1 - places.max(initial=0))
+            starts = _spread(start, index.start.axis, 1, shape)
+            along = lax.broadcast_in_dim(places, shape, (block.index(d),))
+            out.append(starts + along.astype(starts.dtype))
+        else:
+            out.append(_with_value(index))
+    if position is not None:
+        out.insert(position, lax.broadcasted_iota(np.int32, shape, 0))
+    return tuple(out), _selected(names, block), wanted
+
+
+def _arrays(indices: Any) -> list[_Index]:
+    return [index for index in indices if isinstance(index, _Index)]
+
+
+def _block_shape(indices: Any, rank: int) -> tuple[int, ...]:
+    """The shape of the index arrays of one example, which all have one."""
+    shapes = [
+        np.shape(i.value) if i.axis is None else np.delete(np.shape(i.value), i.axis)
+        for i in _arrays(indices)
+    ]
+    return tuple(map(int, next((s for s in shapes if len(s) == rank), ())))
+
+
+def _start_axis(index: Any) -> AxisPosition:
+    """Where the start of a slice has its batch axis, if it does."""
+    start = getattr(index, "start", None)
+    return start.axis if isinstance(start, _Index) else None
+
+
+def _with_value(index: Any) -> Any:
+    """A slice of which the start is the same for all lanes."""
+    start = index.start.value if isinstance(index.start, _Index) else index.start
+    return type(index)(start, index.size, index.stride)
+
+
+def _number(index: _Index, size: int) -> Any:
+    """An index that is a number, as one example takes it: counted from the end, clamped."""
+    i = index.value
+    if isinstance(i, (int, np.integer)):
+        return i
+    return jnp.clip(jnp.where(i < 0, i + size, i), 0, size - 1)
+
+
+def _spread(x: Any, position: AxisPosition, start: int, shape: Any) -> Any:
+    """Indices broadcast to the shape of all of them, batch axis first."""
+    if position is not None:
+        x = move_axis(x, position, 0)
+    rank = np.ndim(x) - (position is not None)
+    dims = [0] * (position is not None) + list(range(start, start + rank))
+    return lax.broadcast_in_dim(x, shape, dims)
+
+
+def _selected(names: list[Any], block: list[Any]) -> list[Any]:
+    """The dimensions an indexer selects, in order, as NumPy has it.
+
+    `names` has a name for each dimension that is sliced, and None for one that
+    is indexed by an array. The dimensions of the arrays, `block`, are where the
+    first of them is, or in front if they are not next to each other.
+    """
+    arrays = [d for d, name in enumerate(names) if name is None]
+    slices = [name for name in names if name is not None]
+    if not arrays:
+        return slices
+    apart = arrays[-1] - arrays[0] >= len(arrays)
+    at = 0 if apart else arrays[0]
+    return [*slices[:at], *block, *slices[at:]]
+
+
+def _as_example(x: Any, found: list[Any], wanted: list[Any]) -> tuple[Any, int]:
+    """What was read, in the order of one example, and where its batch axis is."""
+    if [name for name in found if name != BATCH] == wanted:
+        return x, found.index(BATCH)
+    return lax.transpose(x, [found.index(name) for name in (BATCH, *wanted)]), 0
+
+
+def _as_found(
+    axis: Axis, x: Any, position: AxisPosition, found: list[Any], wanted: list[Any]
+) -> Any:
+    """What is to be written, in the order in which the indices of all lanes find it."""
+    if position is None:
+        x, position = match_axis(axis, x, None, 0), 0
+    given = [*wanted[:position], BATCH, *wanted[position:]]
+    order = [given.index(name) for name in found]
+    return x if order == list(range(x.ndim)) else lax.transpose(x, order)

@@ -1,0 +1,314 @@
+"""Mutable references inside batched functions, against the loop over examples."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+
+import batchax as bx
+from batchax import _compat
+from batchax.engine.registry import find_rule
+
+from support.oracle import check, example, same
+
+SHAPE = (4, 3, 5)
+
+
+def test_rules_are_ours():
+    for name in "new_ref freeze get swap addupdate".split():
+        assert find_rule(_compat.find_primitive(name)) is not None, name
+
+
+# Indexers of a (4, 3, 5) reference; i and j are numbers, k is a vector of two.
+INDEXERS = {
+    "all": lambda i, j, k: ...,
+    "number": lambda i, j, k: i,
+    "two numbers": lambda i, j, k: (i, j),
+    "numbers apart": lambda i, j, k: (i, slice(None), j),
+    "all numbers": lambda i, j, k: (i, j, i),
+    "last number": lambda i, j, k: (Ellipsis, i),
+    "number and slice": lambda i, j, k: (slice(1, 3), i, slice(0, 5, 2)),
+    "array": lambda i, j, k: k,
+    "array between": lambda i, j, k: (slice(None), k),
+    "array last": lambda i, j, k: (slice(0, 2), slice(None), k),
+    "arrays together": lambda i, j, k: (slice(None), k, k),
+    "arrays apart": lambda i, j, k: (k, slice(None), k),
+    "array and number": lambda i, j, k: (k, j),
+    "number and array apart": lambda i, j, k: (j, slice(1, 3), k),
+    "matrix": lambda i, j, k: (slice(None), k[:, None]),
+    "slice that starts anywhere": lambda i, j, k: (pl.ds(i, 2), slice(None), j),
+    "slices that start anywhere": lambda i, j, k: (pl.ds(j, 2), i, pl.ds(i, 3)),
+    "slice that starts anywhere and array": lambda i, j, k: (k, pl.ds(j, 2)),
+    "static": lambda i, j, k: (1, slice(2), -1),
+}
+INDICES = jnp.array([1, 0, 2]), jnp.array([0, 1, 1]), jnp.array([[0, 2], [1, 2], [2, 0]])
+
+
+def lanes(args, in_axes):
+    """The arguments of each of three lanes."""
+    for b in range(3):
+        yield [x if a is None else jnp.take(x, b, a) for x, a in zip(args, in_axes, strict=True)]
+
+
+def in_each_lane(fun, args, in_axes):
+    """What `bx.vmap(fun)` must return, repeated where it is not batched."""
+    outs = [jax.jit(fun)(*one) for one in lanes(args, in_axes)]
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *outs)
+
+
+@pytest.mark.parametrize("batched", ["reference", "indices", "all"])
+@pytest.mark.parametrize("name", INDEXERS)
+def test_read(name, batched):
+    fun = lambda x, *ijk: jax.new_ref(x)[INDEXERS[name](*ijk)]
+    axis = {"reference": 1, "indices": None, "all": 2}[batched]
+    in_axes = (axis, *[None if batched == "reference" else 0] * 3)
+    shape = list(SHAPE)
+    if axis is not None:
+        shape.insert(axis, 3)
+    args = (example(shape), *(i[0] if batched == "reference" else i for i in INDICES))
+    same(jax.jit(bx.vmap(fun, in_axes))(*args), in_each_lane(fun, args, in_axes))
+
+
+@pytest.mark.parametrize("batched", ["reference", "indices", "value", "all"])
+@pytest.mark.parametrize("name", INDEXERS)
+def test_write(name, batched):
+    """`swap` and `addupdate`: what is read, and what the reference holds after."""
+
+    def fun(x, values, *ijk):
+        ref = jax.new_ref(x)
+        at = INDEXERS[name](*ijk)
+        before = ref[at]
+        value = values[: before.size].reshape(before.shape)
+        old = jax.ref.swap(ref, at, value)
+        jax.ref.addupdate(ref, at, 2 * value)
+        return before, old, jax.ref.freeze(ref)
+
+    in_axes = (1 if batched in ("reference", "all") else None,)
+    in_axes += (1 if batched in ("value", "all") else None,)
+    in_axes += (0 if batched in ("indices", "all") else None,) * 3
+    x = example(SHAPE if in_axes[0] is None else (4, 3, 3, 5))
+    values = example((60,) if in_axes[1] is None else (60, 3), seed=1)
+    args = (x, values, *(i[0] if in_axes[2] is None else i for i in INDICES))
+    same(jax.jit(bx.vmap(fun, in_axes))(*args), in_each_lane(fun, args, in_axes))
+
+
+@pytest.mark.parametrize("i", [-1, -9, 3, 7])
+def test_numbers_out_of_range_are_taken_as_in_one_example(i):
+    def fun(x, i):
+        ref = jax.new_ref(x)
+        read = ref[i]
+        ref[i] = read + 1.0
+        jax.ref.addupdate(ref, (i, pl.ds(i, 2)), jnp.ones(2))
+        return read, ref[...]
+
+    x, i = example((3, 3, 4)), jnp.array([i, 0, i])
+    loop = [jax.jit(fun)(x[b], i[b]) for b in range(3)]
+    same(jax.jit(bx.vmap(fun))(x, i), tuple(map(jnp.stack, zip(*loop, strict=True))))
+
+
+def counter(x):
+    """Makes a reference that is the same for all lanes, and writes what is not."""
+    ref = jax.new_ref(jnp.zeros(3))
+    ref[0] = x
+    return ref[...]
+
+
+def test_unbatched_reference_that_becomes_batched():
+    check(counter, example((4,)), nested=True, derivatives=False)
+    check(counter, example((4,)))
+
+
+def test_reference_stays_unbatched_where_nothing_batched_is_written():
+    def fun(x, y):
+        shared, own = jax.new_ref(jnp.zeros(3)), jax.new_ref(jnp.zeros(3))
+        shared[1] = y
+        jax.jit(lambda: jax.ref.addupdate(shared, 2, 1.0))()
+        own[0] = x + shared[1]
+        return shared[...], own[...]
+
+    shared, own = bx.vmap(fun, (0, None), (None, 0))(jnp.arange(4.0), 2.0)
+    same(shared, jnp.array([0.0, 2.0, 1.0]))
+    same(own, jnp.zeros((4, 3)).at[:, 0].set(jnp.arange(4.0) + 2))
+
+
+def test_what_is_batched_may_come_through_other_references():
+    def fun(x):
+        a, b = jax.new_ref(jnp.float32(0)), jax.new_ref(jnp.float32(0))
+
+        def body(_, carry):
+            b[...] = a[...] + 1  # unbatched at first, batched in the second turn
+            a[...] = b[...] * x
+            return carry
+
+        lax.fori_loop(0, 3, body, 0)
+        return a[...], b[...]
+
+    check(fun, example((4,)), derivatives=False)
+
+
+def test_named_axis_makes_a_reference_batched():
+    def fun(x):
+        ref = jax.new_ref(jnp.zeros(2))
+        ref[1] = lax.axis_index("i").astype(jnp.float32)
+        return x + ref[...].sum()
+
+    same(bx.vmap(fun, axis_name="i")(jnp.ones(3)), jnp.array([1.0, 2.0, 3.0]))
+
+
+@pytest.mark.parametrize("kind", ["scan", "while", "cond", "jit", "switch by lane"])
+def test_inside_control_flow(kind):
+    def fun(x, y):
+        ref = jax.new_ref(jnp.zeros(3))
+        if kind == "scan":
+
+            def step(carry, z):
+                ref[1] += z * x
+                return carry + ref[1], ref[0]
+
+            return lax.scan(step, y, jnp.arange(3.0)), ref[...]
+        if kind == "while":
+
+            def body(i):
+                jax.ref.addupdate(ref, i, x)
+                return i + 1
+
+            return lax.while_loop(lambda i: i < 3, body, 0), ref[...]
+        if kind == "cond":
+            lax.cond(y.sum() > 0, lambda: jax.ref.set(ref, 0, x), lambda: None)
+        if kind == "jit":
+            jax.jit(lambda ref, x: jax.ref.set(ref, 1, x))(ref, x)
+        if kind == "switch by lane":
+            z = lax.switch(jnp.int32(x > 0), [lambda: 2.0 * ref[0], lambda: x])
+            ref[2] = z
+        return ref[...]
+
+    x, y = example((4,)), jnp.float32(1)
+    args, axes = (x, y), (0, None)
+    loop = [jax.jit(fun)(x[i], y) for i in range(4)]
+    loop = jax.tree.map(lambda *xs: jnp.stack(xs), *loop)
+    same(bx.vmap(fun, axes)(*args), loop)
+    same(jax.jit(bx.vmap(fun, axes))(*args), loop)
+
+
+def test_reference_as_a_mapped_argument():
+    def fun(ref, x):
+        old = ref[0]
+        ref[0] = x
+        jax.ref.addupdate(ref, slice(1, 3), old + jnp.ones(2))
+        return ref[...] * 2
+
+    for axis in (0, 1, -1):
+        values = example((4, 3))
+        ref = jax.new_ref(jnp.moveaxis(values, 0, axis))
+        x = jnp.arange(4.0)
+        out = bx.vmap(fun, (axis, 0))(ref, x)
+        after = jnp.column_stack([x, values[:, 1:] + values[:, :1] + 1])
+        same(jnp.moveaxis(ref[...], axis, 0), after)
+        same(out, after * 2)
+
+
+def test_shared_reference():
+    """Read freely, written only with what is the same for all lanes."""
+    ref = jax.new_ref(jnp.arange(3.0))
+
+    def reads(i, x):
+        return ref[i] * x
+
+    same(bx.vmap(reads)(jnp.array([2, 0]), jnp.array([1.0, 5.0])), jnp.array([2.0, 0.0]))
+    same(jax.jit(bx.vmap(reads))(jnp.array([2, 0]), jnp.ones(2)), jnp.array([2.0, 0.0]))
+
+    def writes(x, y):
+        ref[1] = y
+        return x + ref[1]
+
+    same(bx.vmap(writes, (0, None))(jnp.ones(2), jnp.float32(7)), jnp.array([8.0, 8.0]))
+    same(ref[...], jnp.array([0.0, 7.0, 2.0]))
+
+    def swaps(x):
+        ref[1] = x
+
+    def adds(x):
+        jax.ref.addupdate(ref, 1, x)
+
+    def at_index(i):
+        ref[i] = 1.0
+
+    def in_a_loop(x):
+        lax.fori_loop(0, 2, lambda i, _: jax.ref.set(ref, i, x), None)
+
+    for f, x in ((swaps, jnp.ones(2)), (adds, jnp.ones(2)), (at_index, jnp.array([0, 1]))):
+        with pytest.raises(bx.AxisError, match="all lanes share"):
+            bx.vmap(f)(x)
+    with pytest.raises(bx.AxisError, match="all lanes share"):
+        bx.vmap(in_a_loop)(jnp.ones(2))
+    with pytest.raises(bx.AxisError, match="all lanes share"):
+        bx.vmap(lambda ref, x: jax.ref.set(ref, 0, x), (None, 0))(ref, jnp.ones(2))
+
+
+def test_derivatives():
+    def fun(x, w):
+        ref = jax.new_ref(jnp.zeros(3))
+        ref[0] = jnp.sin(x) * w
+        jax.ref.addupdate(ref, 1, x**2)
+        ref[2] = ref[0] * ref[1]
+        return jax.ref.freeze(ref).sum()
+
+    x, w = example((4,)), jnp.float32(1.5)
+    check(fun, x, w, in_axes=(0, None))
+    same(
+        bx.vmap(jax.grad(fun, (0, 1)), (0, None))(x, w),
+        jax.vmap(jax.grad(fun, (0, 1)), (0, None))(x, w),
+    )
+
+
+def test_nested():
+    def fun(x, i):
+        ref = jax.new_ref(x)
+        ref[i] = ref[0] + 1.0
+        return ref[1:]
+
+    x, i = example((2, 4, 3)), jnp.array([[0, 1, 2, 0], [2, 1, 0, 1]])
+    one = jax.jit(fun)
+    loop = jnp.stack([jnp.stack([one(x[a, b], i[a, b]) for b in range(4)]) for a in range(2)])
+    for outer, inner in ((bx, bx), (bx, jax), (jax, bx)):
+        same(jax.jit(outer.vmap(inner.vmap(fun)))(x, i), loop)
+
+
+def test_no_lanes():
+    out = jax.jit(bx.vmap(lambda x, i: jax.new_ref(x)[i]))(jnp.ones((0, 3)), jnp.ones(0, int))
+    assert out.shape == (0,)
+
+
+def test_empty_reference():
+    def fun(x):
+        ref = jax.ref.empty_ref(jax.ShapeDtypeStruct((3,), jnp.float32))
+        ref[...] = x
+        ref[0] = 1.0
+        return jax.ref.freeze(ref)
+
+    same(jax.jit(bx.vmap(fun))(jnp.zeros((2, 3))), jnp.zeros((2, 3)).at[:, 0].set(1.0))
+
+
+def test_views_are_refused():
+    def fun(x):
+        ref = jax.new_ref(jnp.zeros((3, 4)))
+        ref.at[1][2] = x
+        return ref[...]
+
+    with pytest.raises(bx.UnsupportedError, match="index the reference itself"):
+        bx.vmap(fun)(jnp.ones(2))
+
+
+def test_operations():
+    """A read or write at the same place in each lane costs one operation, as for one example."""
+
+    def fun(x, y):
+        ref = jax.new_ref(x)
+        ref[1] = y
+        return ref[0]
+
+    jaxpr = jax.make_jaxpr(bx.vmap(fun))(jnp.ones((4, 3)), jnp.ones(4))
+    assert [e.primitive.name for e in jaxpr.eqns] == ["new_ref", "swap", "get"]
+    assert np.all(bx.vmap(fun)(jnp.ones((4, 3)), jnp.ones(4)) == 1)
