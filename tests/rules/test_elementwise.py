@@ -1,31 +1,368 @@
 """Primitives that act on elements, against the loop over examples."""
 
+import operator
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import batchax as bx
+from batchax._compat import find_primitive
+from batchax.engine.registry import rule_origin
+from batchax.engine.rule_makers import aligned
+from batchax.rules import elementwise
 
 from support.oracle import check, example
 
+F32, BF16, I32, U8, BOOL, C64 = map(
+    jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64)
+)
+REAL, NUMBERS, BITS = (F32, BF16), (F32, I32, C64), (I32, U8, BOOL)
+B = 2
+
+
+def bind(name, **params):
+    """The primitive itself, for those that no function of `jax.lax` gives directly."""
+    primitive = find_primitive(name)
+    return lambda *args: primitive.bind(*args, **params)
+
+
+# name: (function, dtypes, low, high, smooth)
 UNARY = {
-    "abs": lax.abs,
-    "exp": lax.exp,
-    "tanh": lax.tanh,
-    "neg": lax.neg,
+    "abs": (lax.abs, NUMBERS, 0.5, 2.0, True),
+    "acos": (lax.acos, REAL, -0.8, 0.8, True),
+    "acosh": (lax.acosh, REAL, 1.2, 3.0, True),
+    "asin": (lax.asin, REAL, -0.8, 0.8, True),
+    "asinh": (lax.asinh, (F32, C64), -2.0, 2.0, True),
+    "atan": (lax.atan, REAL, -2.0, 2.0, True),
+    "atanh": (lax.atanh, REAL, -0.8, 0.8, True),
+    "bessel_i0e": (lax.bessel_i0e, REAL, 0.5, 2.0, True),
+    "bessel_i1e": (lax.bessel_i1e, REAL, 0.5, 2.0, True),
+    "cbrt": (lax.cbrt, REAL, 0.5, 2.0, True),
+    "ceil": (lax.ceil, REAL, -2.0, 2.0, False),
+    "clz": (lax.clz, (I32, U8), 0, 9, False),
+    "conj": (lax.conj, (F32, C64), -1.0, 1.0, True),
+    "convert_element_type": (
+        lambda x: lax.convert_element_type(x, F32),
+        (BF16, I32, BOOL),
+        0,
+        9,
+        False,
+    ),
+    "copy": (lax.copy_p.bind, (F32, BOOL), -1.0, 1.0, True),
+    "cos": (lax.cos, (F32, BF16, C64), -2.0, 2.0, True),
+    "cosh": (lax.cosh, REAL, -2.0, 2.0, True),
+    "digamma": (lax.digamma, REAL, 0.5, 3.0, True),
+    "erf": (lax.erf, REAL, -2.0, 2.0, True),
+    "erf_inv": (lax.erf_inv, REAL, -0.8, 0.8, True),
+    "erfc": (lax.erfc, REAL, -2.0, 2.0, True),
+    "exp": (lax.exp, (F32, BF16, C64), -2.0, 2.0, True),
+    "exp2": (lax.exp2, REAL, -2.0, 2.0, True),
+    "expm1": (lax.expm1, REAL, -2.0, 2.0, True),
+    "floor": (lax.floor, REAL, -2.0, 2.0, False),
+    "imag": (lax.imag, (C64,), -1.0, 1.0, True),
+    "integer_pow": (lambda x: lax.integer_pow(x, 3), NUMBERS, 0.5, 2.0, True),
+    "is_finite": (lambda x: lax.is_finite(1 / x), REAL, -1.0, 1.0, False),
+    "lgamma": (lax.lgamma, REAL, 0.5, 3.0, True),
+    "log": (lax.log, (F32, BF16, C64), 0.5, 3.0, True),
+    "log1p": (lax.log1p, REAL, -0.5, 2.0, True),
+    "log2": (bind("log2", accuracy=None), REAL, 0.5, 3.0, True),
+    "logistic": (lax.logistic, REAL, -2.0, 2.0, True),
+    "name": (lambda x: checkpoint_name(x, "kept"), (F32, I32), -1.0, 1.0, True),
+    "neg": (lax.neg, (F32, I32, C64), -1.0, 1.0, True),
+    "not": (lax.bitwise_not, BITS, 0, 9, False),
+    "one_minus_square": (bind("one_minus_square"), (F32, I32), -1.0, 1.0, True),
+    "population_count": (lax.population_count, (I32, U8), 0, 9, False),
+    "real": (lax.real, (C64,), -1.0, 1.0, True),
+    "reduce_precision": (lambda x: lax.reduce_precision(x, 5, 7), (F32,), -2.0, 2.0, True),
+    "round": (lambda x: lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN), REAL, -2.0, 2.0, False),
+    "rsqrt": (lax.rsqrt, REAL, 0.5, 2.0, True),
+    "sign": (lax.sign, NUMBERS, 0.5, 2.0, False),
+    "sin": (lax.sin, (F32, BF16, C64), -2.0, 2.0, True),
+    "sinh": (lax.sinh, REAL, -2.0, 2.0, True),
+    "sqrt": (lax.sqrt, (F32, BF16, C64), 0.5, 2.0, True),
+    "square": (lax.square, NUMBERS, -2.0, 2.0, True),
+    "stop_gradient": (lax.stop_gradient, (F32, I32), -1.0, 1.0, False),
+    "tan": (lax.tan, REAL, -1.0, 1.0, True),
+    "tanh": (lax.tanh, (F32, BF16, C64), -2.0, 2.0, True),
 }
 
+NARY = {
+    "add": (lax.add, (*NUMBERS, BF16), -2.0, 2.0, True),
+    "add_any": (bind("add_any"), NUMBERS, -2.0, 2.0, True),
+    "and": (lax.bitwise_and, BITS, 0, 9, False),
+    "atan2": (lax.atan2, REAL, 0.5, 2.0, True),
+    "clamp": (lax.clamp, (F32, I32), -2.0, 2.0, False),
+    "complex": (lax.complex, (F32,), -2.0, 2.0, True),
+    "div": (lax.div, NUMBERS, 0.5, 2.0, True),
+    "eq": (lax.eq, (*NUMBERS, BOOL), 0, 2, False),
+    "eq_to": (bind("eq_to"), REAL, -1.0, 1.0, False),
+    "ge": (lax.ge, (F32, I32, BOOL), 0, 2, False),
+    "gt": (lax.gt, (F32, I32, BOOL), 0, 2, False),
+    "igamma": (lax.igamma, (F32,), 0.5, 2.0, False),
+    "igamma_grad_a": (lax.igamma_grad_a, (F32,), 0.5, 2.0, False),
+    "igammac": (lax.igammac, (F32,), 0.5, 2.0, False),
+    "le": (lax.le, (F32, I32, BOOL), 0, 2, False),
+    "le_to": (bind("le_to"), REAL, -1.0, 1.0, False),
+    "lt": (lax.lt, (F32, I32, BOOL), 0, 2, False),
+    "lt_to": (bind("lt_to"), REAL, -1.0, 1.0, False),
+    "max": (lax.max, (F32, I32, BOOL), -2.0, 2.0, False),
+    "min": (lax.min, (F32, I32, BOOL), -2.0, 2.0, False),
+    "mul": (lax.mul, NUMBERS, -2.0, 2.0, True),
+    "mulhi": (bind("mulhi"), (I32,), 0, 1 << 20, False),
+    "ne": (lax.ne, (*NUMBERS, BOOL), 0, 2, False),
+    "nextafter": (lax.nextafter, REAL, -2.0, 2.0, False),
+    "or": (lax.bitwise_or, BITS, 0, 9, False),
+    "polygamma": (lambda m, x: lax.polygamma(lax.round(m), x), (F32,), 1.0, 3.0, False),
+    "polynomial": (bind("polynomial"), (F32, I32), -2.0, 2.0, True),
+    "pow": (lax.pow, (F32, BF16, C64), 0.5, 2.0, True),
+    "regularized_incomplete_beta": (lax.betainc, (F32,), 0.2, 0.8, False),
+    "rem": (lax.rem, (F32, I32), 0.5, 2.0, True),
+    "select_n": (lambda i, x, y: lax.select_n(i > 0, x, y), (F32, I32), -2.0, 2.0, False),
+    "shift_left": (lax.shift_left, (I32, U8), 0, 7, False),
+    "shift_right_arithmetic": (lax.shift_right_arithmetic, (I32, U8), 0, 7, False),
+    "shift_right_logical": (lax.shift_right_logical, (I32, U8), 0, 7, False),
+    "sub": (lax.sub, NUMBERS, -2.0, 2.0, True),
+    "xor": (lax.bitwise_xor, BITS, 0, 9, False),
+    "zeta": (lax.zeta, (F32,), 1.5, 3.0, False),
+}
 
-@pytest.mark.parametrize("name", UNARY)
-@pytest.mark.parametrize(("in_axes", "out_axes"), [(0, 0), (1, 0), (-1, -1)])
-def test_unary(name, in_axes, out_axes):
-    check(UNARY[name], example((4, 3)), in_axes=in_axes, out_axes=out_axes, nested=True)
+COUNT = {"clamp": 3, "polynomial": 3, "regularized_incomplete_beta": 3, "select_n": 3}
+SLOW_TO_COMPILE = {"igamma", "igammac", "igamma_grad_a", "regularized_incomplete_beta"}
+SAME_SHAPE_ONLY = {"add_any", "clamp", "select_n"}
 
 
-@pytest.mark.parametrize("in_axes", [(0, 0), (0, 1), (None, 0), (1, None)])
-def test_binary(in_axes):
-    shape = {0: (4, 3), 1: (3, 4), None: (3,)}
-    args = [example(shape[a], seed=i) for i, a in enumerate(in_axes)]
-    check(lax.add, *args, in_axes=in_axes, nested=True, second=True)
+def present(table):
+    """The primitives of `table` that this version of JAX has."""
+    return [name for name in table if find_primitive(name) is not None]
 
 
-def test_number_per_lane_against_vector():
-    check(lambda s, v: jnp.add(s, v), example((4,)), example((3,)), in_axes=(0, None))
+def draw(entry, dtype, shape, seed=0):
+    _, _, low, high, _ = entry
+    if jnp.issubdtype(dtype, jnp.integer):
+        low, high = max(1, int(low)), max(2, int(high), 3)
+    return example(shape, dtype, seed, low, high)
+
+
+def batch_of(entry, dtype, shape, axis, seed=0):
+    """A batch of examples of `shape` with the batch axis at `axis`; one example if None."""
+    shape = shape if axis is None else (*shape[:axis], B, *shape[axis:])
+    return draw(entry, dtype, shape, seed)
+
+
+def loose(dtype):
+    """bfloat16 lanes may be computed with more precision when they are fused."""
+    return dict(rtol=0.05, atol=0.05) if dtype == BF16 else None
+
+
+@pytest.mark.parametrize("name", present(UNARY))
+def test_unary(name):
+    fun, dtypes, *_ = entry = UNARY[name]
+    for dtype, axis in zip(dtypes, (1, 0, 0, 0), strict=False):
+        x = batch_of(entry, dtype, (3,), axis)
+        check(fun, x, in_axes=axis, derivatives=False, jit=False, tolerance=loose(dtype))
+
+
+@pytest.mark.parametrize("name", [n for n in present(UNARY) if UNARY[n][-1]])
+def test_unary_derivatives(name):
+    fun, dtypes, *_ = entry = UNARY[name]
+    x = draw(entry, dtypes[0], (B,))
+    check(jax.jit(fun), x, jit=False, second=True, tolerance=dict(rtol=1e-4, atol=1e-4))
+
+
+def patterns(name):
+    """Example shapes and axes of all operands: subsets batched, numbers beside arrays."""
+    n = COUNT.get(name, 2)
+    full, number = (3,), ()
+    yield [full] * n, (None, *(1,) * (n - 1))
+    if name in SLOW_TO_COMPILE:
+        return
+    yield [full] * n, (0,) * n
+    yield [full] * n, (1, *(0,) * (n - 1))
+    yield [full] * n, (0, *(None,) * (n - 1))
+    if name not in SAME_SHAPE_ONLY:
+        yield [number, *[full] * (n - 1)], (0, *(None,) * (n - 1))
+        yield [*[full] * (n - 1), number], (*(1,) * (n - 1), None)
+        yield [*[full] * (n - 1), number], (*(None,) * (n - 1), 0)
+
+
+@pytest.mark.parametrize("name", present(NARY))
+def test_nary(name):
+    fun, dtypes, *_ = entry = NARY[name]
+    for shapes, axes in patterns(name):
+        args = [
+            batch_of(entry, dtypes[0], s, a, i)
+            for i, (s, a) in enumerate(zip(shapes, axes, strict=True))
+        ]
+        check(fun, *args, in_axes=axes, derivatives=False, jit=False, tolerance=loose(dtypes[0]))
+    for dtype in dtypes[1:]:
+        args = [batch_of(entry, dtype, (3,), 0, i) for i in range(COUNT.get(name, 2))]
+        check(fun, *args, derivatives=False, jit=False, tolerance=loose(dtype))
+
+
+@pytest.mark.parametrize("name", [n for n in present(NARY) if NARY[n][-1]])
+def test_nary_derivatives(name):
+    fun, dtypes, *_ = entry = NARY[name]
+    n = COUNT.get(name, 2)
+    for axes in ((0,) * n, (None, *(0,) * (n - 1))):
+        args = [batch_of(entry, dtypes[0], (3,), a, i) for i, a in enumerate(axes)]
+        tolerance = dict(rtol=1e-4, atol=1e-4)
+        check(jax.jit(fun), *args, in_axes=axes, jit=False, second=True, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("name", ["add", "mul", "max", "pow", "div", "lt"])
+@pytest.mark.parametrize("scalar", [2, 2.0, True])
+def test_weak_types_of_python_scalars(name, scalar):
+    ops = dict(add=operator.add, mul=operator.mul, max=jnp.maximum, pow=operator.pow,
+               div=operator.truediv, lt=operator.lt)  # fmt: skip
+    for x in (jnp.arange(1.0, 4.0), jnp.arange(1, 4), jnp.arange(1, 4).astype(BF16)):
+        for fun in (lambda x: ops[name](x, scalar), lambda x: ops[name](scalar, x)):
+            check(fun, x, derivatives=False, jit=False)
+
+
+def test_weakly_typed_operands_stay_weak():
+    x = jnp.broadcast_to(jnp.asarray(2.0), (3,))
+    assert jax.typeof(x).weak_type
+    for fun in (
+        jnp.sin,
+        lambda x: x + 1,
+        lambda x: lax.select(x > 0, x, x),
+        lambda x: lax.clamp(1.0, x, 3.0),
+    ):
+        out = bx.vmap(fun)(x)
+        assert jax.typeof(out) == jax.typeof(jax.vmap(fun)(x))
+        assert jax.typeof(out).weak_type
+
+
+SHAPES = [(), (3,), (1,), (2, 3), (1, 3), (2, 1), (1, 1)]
+
+
+@st.composite
+def operands(draw_, n=2):
+    """Example shapes that broadcast together (equal rank or numbers), and their axes."""
+    rank = draw_(st.sampled_from([0, 1, 2, 2]))
+    legal = [s for s in SHAPES if len(s) in (0, rank)]
+    shapes = draw_(st.lists(st.sampled_from(legal), min_size=n, max_size=n))
+    axes = [draw_(st.sampled_from([None, *range(len(s) + 1)])) for s in shapes]
+    if all(a is None for a in axes):
+        axes[0] = 0
+    return shapes, tuple(axes)
+
+
+@given(operands(3))
+@settings(max_examples=25)
+def test_broadcasting_of_any_shapes_and_axes(drawn):
+    shapes, axes = drawn
+    entry = NARY["add"]
+    args = [
+        batch_of(entry, F32, s, a, i) for i, (s, a) in enumerate(zip(shapes, axes, strict=True))
+    ]
+    fun = lambda x, y, z: lax.atan2(lax.mul(x, y), z)
+    check(fun, *args, in_axes=axes, derivatives=False, jit=False)
+
+
+SELECTED = [((3,), (3,)), ((), (3,)), ((), ()), ((), (2, 3)), ((2, 3), (2, 3))]
+
+
+@given(shapes=st.sampled_from(SELECTED), data=st.data())
+@settings(max_examples=20)
+def test_select_and_clamp_of_any_axes(shapes, data):
+    which, case = shapes
+    axes = tuple(
+        data.draw(st.sampled_from([None, *range(len(s) + 1)])) for s in (which, case, case, which)
+    )
+    axes = axes if any(a is not None for a in axes) else (0, *axes[1:])
+    entry = NARY["add"]
+    args = [
+        batch_of(entry, F32, s, a, i)
+        for i, (s, a) in enumerate(zip((which, case, case, which), axes, strict=True))
+    ]
+
+    def fun(i, x, y, high):
+        chosen = lax.select_n(lax.convert_element_type(i, BOOL), x, y)
+        return lax.clamp(i, chosen, high), lax.select_n(lax.gt(high, i), x, y)
+
+    check(fun, *args, in_axes=axes, derivatives=False, jit=False)
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, 1), (None, 1, 0), (None, None, 0)])
+def test_select_and_clamp_derivatives(axes):
+    args = [batch_of(NARY["add"], F32, (3,), a, i) for i, a in enumerate(axes)]
+
+    @jax.jit
+    def fun(i, x, y):
+        return lax.select_n(i > 0, x, y) * lax.clamp(jnp.float32(-1), x, y)
+
+    check(fun, *args, in_axes=axes, jit=False, second=True)
+
+
+CASTS = [("float32", "int8"), ("int8", "float32"), ("float32", "int32"), ("uint16", "uint32")]
+
+
+@pytest.mark.parametrize(("old", "new"), CASTS)
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_bitcast(old, new, axis):
+    width = jnp.dtype(new).itemsize // jnp.dtype(old).itemsize
+    example_shape = (3, width) if width > 1 else (3, 2)
+    x = example((*example_shape[:axis], B, *example_shape[axis:]), jnp.dtype(old), high=99)
+    fun = partial(lax.bitcast_convert_type, new_dtype=jnp.dtype(new))
+    check(fun, x, in_axes=axis, derivatives=False, against_jax=axis < 2 or width <= 1)
+
+
+def test_bitcast_to_the_same_width_emits_one_operation():
+    jaxpr = jax.make_jaxpr(
+        bx.vmap(partial(lax.bitcast_convert_type, new_dtype=I32), in_axes=1, out_axes=1)
+    )(jnp.ones((3, B)))
+    assert [e.primitive.name for e in jaxpr.eqns] == ["bitcast_convert_type"]
+
+
+def test_sum_of_cotangents_of_which_one_is_shared():
+    def fun(x, w):
+        return jax.vjp(lambda w: (w * x, jnp.sin(w)), w)[1]((x, jnp.ones_like(w)))
+
+    check(fun, example((B, 3)), example((3,), seed=1), in_axes=(0, None), nested=True)
+
+
+def test_nested_with_different_axes():
+    check(lambda x, y: lax.atan2(x, y) * x, example((3, B)), example((B, 3)), in_axes=(1, 0),
+          nested=True)  # fmt: skip
+
+
+def test_aligning_moves_the_fewest_elements():
+    x, y, z = jnp.ones((B, 3)), jnp.ones((3, B)), jnp.ones((3, B))
+    out, position = aligned([x, y, z], [0, 1, 1])
+    assert position == 1
+    assert out[1] is y
+    assert out[2] is z
+    large, small = jnp.ones((3, B, 4)), jnp.ones((B, 1, 1))
+    out, position = aligned([small, large], [0, 1])
+    assert position == 1
+    assert out[1] is large
+
+
+def test_shared_operands_are_not_repeated():
+    jaxpr = jax.make_jaxpr(bx.vmap(lax.add, (0, None)))(jnp.ones((5, 3)), jnp.ones(3))
+    *_, add = jaxpr.eqns
+    assert sorted(v.aval.shape for v in add.invars) == [(1, 3), (5, 3)]
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (B, 0)])
+def test_empty(shape):
+    x = jnp.ones(shape)
+    assert bx.vmap(lambda x: lax.max(lax.sin(x), 2 * x))(x).shape == shape
+    assert bx.vmap(lambda x, y: x + y, (0, None))(x, jnp.ones(shape[1:])).shape == shape
+
+
+def test_every_primitive_of_the_tables_is_tried():
+    assert set(elementwise.UNARY) - {"to_edtype", "from_edtype"} == set(UNARY)
+    assert set(elementwise.NARY) | SAME_SHAPE_ONLY == set(NARY)
+
+
+@pytest.mark.parametrize("name", present([*UNARY, *NARY, "bitcast_convert_type"]))
+def test_served_by_rules_of_our_own(name):
+    assert (rule_origin(find_primitive(name)) or "").startswith("batchax.")

@@ -2,15 +2,13 @@
 
 Each lane gets exactly what it would get alone. For counter-based generators
 (threefry, philox) that is one call over all keys. The generators that XLA
-provides (`rbg`, `unsafe_rbg`, `jax.lax.rng_bit_generator`) give one stream for
-a whole array of keys, which is what ``jax.vmap`` returns: other bits than each
-key gives alone, and lanes that share them. Here their lanes run one after
-another.
+provides (`rbg`, `unsafe_rbg`, `jax.lax.rng_bit_generator`) take one key:
+``jax.vmap`` draws for all lanes from the first key, which gives other bits than
+each key gives alone. Here their lanes run one after another.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +17,7 @@ from jax import lax
 from batchax import _compat
 from batchax.engine.axis import Axis, axis_to_front
 from batchax.engine.fallback import one_after_another
-from batchax.engine.registry import find_rule, register_rule
+from batchax.engine.registry import Rule, find_rule, register_rule
 from batchax.engine.rule_makers import broadcasting, leading_rule, vectorized
 
 COUNTER_BASED = {"philox2x32", "philox4x32", "threefry2x32", "threefry4x32"}
@@ -35,15 +33,25 @@ TOGETHER = {
 }
 
 
-def _lane_by_lane(
-    primitive: Any, axis: Axis, args: Any, axes: Any, /, **params: Any
-) -> tuple[Any, Any]:
-    def one_lane(*xs: Any) -> list[Any]:
-        out = primitive.bind(*xs, **params)
-        return out if primitive.multiple_results else [out]
+def _alone(primitive: Any, others: Rule | None = None, implementations: Any = ()) -> None:
+    """Registers `primitive` as run one lane after another.
 
-    outs = one_after_another(axis, one_lane, args, axes)
-    return (outs, [0] * len(outs)) if primitive.multiple_results else (outs[0], 0)
+    Keys of `implementations` are served by the rule `others` instead.
+    """
+
+    @register_rule(primitive)
+    def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+        if others is not None:
+            impl = params["impl"].name if "impl" in params else jax.random.key_impl(args[0])
+            if isinstance(impl, str) and impl in implementations:
+                return others(axis, args, axes, **params)
+
+        def one_lane(*xs: Any) -> list[Any]:
+            out = primitive.bind(*xs, **params)
+            return out if primitive.multiple_results else [out]
+
+        outs = one_after_another(axis, one_lane, args, axes)
+        return (outs, [0] * len(outs)) if primitive.multiple_results else (outs[0], 0)
 
 
 for _name in ("random_bits", "random_clone", "random_seed", "random_split", "random_unwrap"):
@@ -51,7 +59,7 @@ for _name in ("random_bits", "random_clone", "random_seed", "random_split", "ran
 for _name in ("random_fold_in", *COUNTER_BASED):
     broadcasting(_compat.find_primitive(_name))
 for _primitive in (lax.rng_bit_generator_p, lax.rng_uniform_p):
-    register_rule(_primitive)(partial(_lane_by_lane, _primitive))
+    _alone(_primitive)
 
 
 _wrap_p: Any = _compat.find_primitive("random_wrap")
@@ -70,17 +78,6 @@ def _gamma(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any
     return _gamma_p.bind(*args, **params), 0
 
 
-def _only_together(primitive: Any, implementations: set[str]) -> None:
-    """Keeps the rule of `primitive` to keys of `implementations`; others run alone."""
-    together: Any = find_rule(primitive)
-
-    @register_rule(primitive)
-    def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
-        impl = params["impl"].name if "impl" in params else jax.random.key_impl(args[0])
-        if isinstance(impl, str) and impl in implementations:
-            return together(axis, args, axes, **params)
-        return _lane_by_lane(primitive, axis, args, axes, **params)
-
-
 for _name, _implementations in TOGETHER.items():
-    _only_together(_compat.find_primitive(_name), _implementations)
+    _primitive: Any = _compat.find_primitive(_name)
+    _alone(_primitive, find_rule(_primitive), _implementations)

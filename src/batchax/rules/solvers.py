@@ -7,7 +7,7 @@ from typing import Any
 from jax import lax
 
 from batchax.engine.axis import Axis, match_axis
-from batchax.engine.inner import batch_inner
+from batchax.engine.inner import ANYWHERE, batch_inner
 from batchax.engine.registry import register_rule
 
 
@@ -27,7 +27,9 @@ def _custom_linear_solve(
     def for_all_lanes(program: Any, its_axes: Any) -> Any:
         if program is None:
             return None
-        wanted = [*b_axes, *aux_axes][: len(program.out_avals)]  # two of the four have no aux
+        # Where no batch axis is wanted, none turns up. Two of the four have no auxiliary data.
+        wanted = [ANYWHERE if a is None else a for a in (*b_axes, *aux_axes)]
+        wanted = wanted[: len(program.out_avals)]
         return batch_inner(axis, program, [*its_axes, *b_axes], wanted)[0]
 
     b = [

@@ -1,0 +1,240 @@
+"""Linear algebra, against the loop over examples."""
+
+import jax
+import jax.numpy as jnp
+import jax.scipy.linalg as jsl
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.lax import linalg as ll
+
+import batchax as bx
+from batchax._compat import find_primitive
+from batchax.engine.registry import rule_origin
+from batchax.rules.linalg import RANKS
+
+from support.oracle import check, example, loop, same
+
+LOOSE = dict(rtol=2e-3, atol=2e-3)
+N = 3
+
+
+def matrices(*lead, seed=0, dtype=jnp.float32):
+    """Well conditioned square matrices with well separated eigenvalues."""
+    x = 0.3 * example((*lead, N, N), dtype, seed)
+    return x + jnp.diag(jnp.arange(1.0, N + 1)).astype(dtype)
+
+
+def placed(x, axis):
+    return jnp.moveaxis(x, 0, axis)
+
+
+def positive(x):
+    return x @ jnp.swapaxes(x, -1, -2).conj() + jnp.eye(N, dtype=x.dtype)
+
+
+def symmetric(x):
+    return (x + jnp.swapaxes(x, -1, -2).conj()) / 2
+
+
+def bind(name, **params):
+    """The primitive itself, as a function of its operands."""
+    primitive = find_primitive(name)
+    return lambda *args: primitive.bind(*args, **params)
+
+
+def reflectors(x):
+    return bind("geqrf")(x)
+
+
+# Each of one matrix. Vectors that LAPACK leaves free up to a phase enter by their moduli.
+DIFFERENTIABLE = {
+    "cholesky": lambda x: ll.cholesky(positive(x)),
+    "cholesky_of_triangle": lambda x: ll.cholesky(positive(x), symmetrize_input=False),
+    "lu": lambda x: ll.lu(x)[0],
+    "qr": lambda x: ll.qr(x, full_matrices=False),
+    "eigh": lambda x: (lambda v, w: (abs(v), w))(*ll.eigh(symmetric(x))),
+    "svd": lambda x: (lambda u, s, v: (abs(u), s, abs(v)))(*ll.svd(x)),
+    "eigvals": lambda x: jnp.linalg.eigvals(x).real.sum(),
+    "solve": lambda x: jnp.linalg.solve(x, jnp.arange(1.0, N + 1)),
+    "inv": jnp.linalg.inv,
+    "slogdet": jnp.linalg.slogdet,
+    "det": jnp.linalg.det,
+    "pinv": jnp.linalg.pinv,
+    "lstsq": lambda x: jnp.linalg.lstsq(x, jnp.ones(N))[0],
+    "norm_2": lambda x: jnp.linalg.norm(x, 2),
+    "cho_solve": lambda x: jsl.cho_solve(jsl.cho_factor(positive(x)), x),
+    "block_diag": lambda x: jsl.block_diag(x, 2 * x),
+    "solve_triangular": lambda x: jsl.solve_triangular(x, x.T, lower=True, trans=1),
+}
+
+VALUES_ONLY = {
+    "lu_pivots": lambda x: ll.lu(x)[1:],
+    "pivots_to_permutation": lambda x: ll.lu_pivots_to_permutation(ll.lu(x)[1], N + 1),
+    "eig": lambda x: [abs(y) for y in bind_eig(x)],
+    "hessenberg": lambda x: ll.hessenberg(x),
+    "householder_product": lambda x: ll.householder_product(*reflectors(x)),
+    "schur": lambda x: ll.schur(symmetric(x))[0],
+    "tridiagonal": lambda x: ll.tridiagonal(symmetric(x))[1:3],
+    "symmetric_product": lambda x: jnp.tril(ll.symmetric_product(x, symmetric(x))),
+    "qr_pivoting": lambda x: ll.qr(x, pivoting=True),
+    "expm": jsl.expm,
+    "sqrtm": lambda x: jsl.sqrtm(positive(x)).real,
+    "matrix_rank": jnp.linalg.matrix_rank,
+    "cond": jnp.linalg.cond,
+    "polar": lambda x: jsl.polar(x, method="svd"),
+}
+
+
+def bind_eig(x):
+    return ll.eig(x, compute_left_eigenvectors=True, compute_right_eigenvectors=True)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_of_a_matrix_with_derivatives(name):
+    check(jax.jit(DIFFERENTIABLE[name]), matrices(2), jit=False, tolerance=LOOSE)
+
+
+@pytest.mark.parametrize("name", VALUES_ONLY)
+def test_of_a_matrix(name):
+    check(jax.jit(VALUES_ONLY[name]), matrices(2), jit=False, derivatives=False, tolerance=LOOSE)
+
+
+@pytest.mark.parametrize("name", ["cholesky", "lu", "svd", "eig", "qr", "schur"])
+def test_complex(name):
+    fun = {**DIFFERENTIABLE, **VALUES_ONLY}[name]
+    x = matrices(2, dtype=jnp.complex64)
+    check(jax.jit(fun), x, jit=False, derivatives=False, tolerance=LOOSE)
+
+
+@pytest.mark.parametrize(("in_axis", "out_axis"), [(1, 0), (2, 1), (0, 2)])
+def test_every_axis(in_axis, out_axis):
+    x = placed(matrices(2), in_axis)
+    fun = jax.jit(DIFFERENTIABLE["cholesky"])
+    check(fun, x, in_axes=in_axis, out_axes=out_axis, nested=in_axis == 2, jit=False)
+
+
+def test_second_derivatives():
+    check(jax.jit(jnp.linalg.inv), matrices(2), jit=False, second=True, tolerance=LOOSE)
+
+
+def test_leading_dimensions_of_the_example_are_left_where_they_are():
+    """A batch axis among leading dimensions is not moved."""
+    x = positive(matrices(2, 4))
+    jaxpr = jax.make_jaxpr(bx.vmap(bind("cholesky"), in_axes=1, out_axes=1))(x)
+    assert [e.primitive.name for e in jaxpr.eqns] == ["cholesky"]
+
+
+SOLVES = [
+    dict(left_side=left, lower=lower, transpose_a=transposed, unit_diagonal=not lower)
+    for left in (True, False)
+    for lower in (True, False)
+    for transposed in (True, False)
+]
+
+
+@given(
+    params=st.sampled_from(SOLVES),
+    in_axes=st.sampled_from([None, 0, 1, 2])
+    .flatmap(lambda a: st.tuples(st.just(a), st.sampled_from([None, 0, 1, 2])))
+    .filter(lambda axes: axes != (None, None)),
+)
+@settings(max_examples=16)
+def test_triangular_solve(params, in_axes):
+    a = matrices(2) if in_axes[0] is not None else matrices()
+    b = example((2, N, N), seed=5) if in_axes[1] is not None else example((N, N), seed=5)
+    args = [x if i is None else placed(x, i) for x, i in zip((a, b), in_axes, strict=True)]
+    fun = jax.jit(lambda a, b: ll.triangular_solve(a, b, **params))
+    check(fun, *args, in_axes=in_axes, jit=False, derivatives=False, tolerance=LOOSE)
+
+
+@pytest.mark.parametrize("left_side", [True, False])
+@pytest.mark.parametrize("in_axes", [(0, 0), (None, 0), (0, None)])
+def test_triangular_solve_derivatives(left_side, in_axes):
+    args = [matrices(2, seed=i) if a == 0 else matrices(seed=i) for i, a in enumerate(in_axes)]
+    fun = jax.jit(lambda a, b: ll.triangular_solve(a, b, left_side=left_side, lower=True))
+    check(fun, *args, in_axes=in_axes, jit=False, second=in_axes == (None, 0), tolerance=LOOSE)
+
+
+def test_shared_matrix_is_not_repeated():
+    """One triangular matrix for all lanes: their right-hand sides become columns of one solve."""
+    solve = bx.vmap(lambda a, b: ll.triangular_solve(a, b, lower=True), (None, 0))
+    jaxpr = jax.make_jaxpr(solve)(matrices(), example((5, 2, N)))
+    (eqn,) = [e for e in jaxpr.eqns if e.primitive.name == "triangular_solve"]
+    assert eqn.invars[0].aval.shape == (N, N)
+    assert "transpose" not in str(jaxpr).replace("transpose_a", "")
+
+
+@pytest.mark.parametrize(
+    "in_axes",
+    [
+        (0, 0, 0, 0),
+        (None, None, None, 2),
+        (None, None, None, 0),
+        (None, 1, None, 0),
+        (0,) * 3 + (None,),
+    ],
+)
+def test_tridiagonal_solve(in_axes):
+    def args_of(size):
+        rows = (size, N) if size else (N,)
+        diagonals = [example(rows, seed=i) * 0.3 + (i == 1) * 2 for i in range(3)]
+        return [*diagonals, example((*rows, 2), seed=9)]
+
+    one, many = args_of(None), args_of(2)
+    args = [o if a is None else placed(m, a) for o, m, a in zip(one, many, in_axes, strict=True)]
+    fun = jax.jit(ll.tridiagonal_solve)
+    derivatives = in_axes[0] == 0
+    check(fun, *args, in_axes=in_axes, jit=False, derivatives=derivatives, tolerance=LOOSE)
+
+
+@pytest.mark.parametrize("in_axes", [(0, 0, 0), (None, None, 0), (0, 0, None), (1, 1, 2)])
+def test_ormqr(in_axes):
+    a, taus = bind("geqrf")(matrices(2))
+    values = [a, taus, example((2, N, N), seed=4)]
+    args = [x[0] if i is None else placed(x, i) for x, i in zip(values, in_axes, strict=True)]
+    fun = jax.jit(lambda a, t, c: ll.ormqr(a, t, c, left=True))
+    check(fun, *args, in_axes=in_axes, jit=False, derivatives=False, tolerance=LOOSE)
+
+
+@pytest.mark.parametrize("in_axes", [(0, 0), (None, 0), (2, None), (1, 1)])
+def test_cholesky_update(in_axes):
+    r = jnp.swapaxes(ll.cholesky(positive(matrices(2))), 1, 2)
+    w = example((2, N), seed=3).at[0, 1].set(0)
+    args = [x[0] if i is None else placed(x, i) for x, i in zip((r, w), in_axes, strict=True)]
+    check(
+        jax.jit(ll.cholesky_update),
+        *args,
+        in_axes=in_axes,
+        against_jax=False,
+        derivatives=False,
+        jit=False,
+        tolerance=LOOSE,
+    )
+
+
+def test_geqp3_operands_batched_in_part():
+    x, pivots = matrices(2), jnp.zeros(N, jnp.int32)
+    fun = jax.jit(bind("geqp3", use_magma=None))
+    same(bx.vmap(fun, (0, None))(x, pivots), loop(fun, (x, pivots), (0, None)), LOOSE)
+
+
+def test_a_singular_lane_leaves_the_others_alone():
+    x = jnp.stack([-jnp.eye(N), jnp.eye(N)])
+    got = bx.vmap(lambda x: ll.cholesky(x))(x)
+    assert np.isnan(got[0]).any()
+    same(got[1], jnp.eye(N))
+
+
+@pytest.mark.parametrize("shape", [(0, N, N), (2, 0, 0)])
+def test_empty(shape):
+    x = jnp.ones(shape)
+    assert bx.vmap(jnp.linalg.inv)(x).shape == shape
+    assert bx.vmap(lambda x: ll.triangular_solve(jnp.eye(shape[1]), x))(x).shape == shape
+
+
+@pytest.mark.parametrize("name", [*RANKS, "triangular_solve", "tridiagonal_solve"])
+def test_served_by_rules_of_our_own(name):
+    assert (rule_origin(find_primitive(name)) or "").startswith("batchax.")
+    assert (rule_origin(ll.cholesky_update_p) or "").startswith("batchax.")
