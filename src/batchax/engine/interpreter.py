@@ -42,10 +42,11 @@ def interpret(
       output that does not depend on the batch.
     """
     steps = _plan(jaxpr)
-    values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    positions: dict[Any, AxisPosition] = dict.fromkeys(jaxpr.constvars)
-    values.update(zip(jaxpr.invars, args, strict=True))
-    positions.update(zip(jaxpr.invars, axes, strict=True))
+    # Each variable's value and where that carries the batch axis.
+    env: dict[Any, tuple[Any, AxisPosition]] = {
+        v: (x, None) for v, x in zip(jaxpr.constvars, consts, strict=True)
+    }
+    env.update(zip(jaxpr.invars, zip(args, axes, strict=True), strict=True))
     outer_names = _compat.current_name_stack()
     one_for_each_lane = references_to_batch(axis, jaxpr, axes)
 
@@ -56,23 +57,20 @@ def interpret(
                 operands.append(v.val)
                 operand_axes.append(None)
             else:
-                operands.append(values[v])
-                operand_axes.append(positions[v])
+                value, position = env[v]
+                operands.append(value)
+                operand_axes.append(position)
         with _compat.user_source(eqn.source_info, outer_names), eqn.ctx.manager:
             if one_for_each_lane and not one_for_each_lane.isdisjoint(eqn.outvars):
                 outs, out_axes = create_batched(axis, eqn, operands, operand_axes)
             else:
                 outs, out_axes = batch_equation(axis, eqn, operands, operand_axes)
-        values.update(zip(eqn.outvars, outs, strict=True))
-        positions.update(zip(eqn.outvars, out_axes, strict=True))
+        env.update(zip(eqn.outvars, zip(outs, out_axes, strict=True), strict=True))
         for v in dead:
-            del values[v]
-        del operands, outs  # the loop's own references would keep dead values alive
+            del env[v]
+        value = operands = outs = None  # these would keep dead values alive
 
-    outputs = [
-        (v.val, None) if isinstance(v, Literal) else (values[v], positions[v])
-        for v in jaxpr.outvars
-    ]
+    outputs = [(v.val, None) if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
     return [value for value, _ in outputs], [position for _, position in outputs]
 
 
@@ -81,7 +79,7 @@ def batch_equation(
 ) -> tuple[Sequence[Any], Sequence[AxisPosition]]:
     """Outputs of one equation for all lanes, always as sequences."""
     primitive = eqn.primitive
-    if all(a is None for a in operand_axes) and not (
+    if operand_axes.count(None) == len(operand_axes) and not (
         axis.name is not None and uses_name(eqn, axis.name)
     ):
         out = primitive.bind(*operands, **primitive.get_bind_params(eqn.params))
