@@ -55,9 +55,11 @@ def _alone(primitive: Any, others: Rule | None = None, implementations: Any = ()
 
 
 for _name in ("random_bits", "random_clone", "random_seed", "random_split", "random_unwrap"):
-    vectorized(_compat.find_primitive(_name))
+    _primitive: Any = _compat.find_primitive(_name)
+    vectorized(_primitive)
 for _name in ("random_fold_in", *COUNTER_BASED):
-    broadcasting(_compat.find_primitive(_name))
+    _primitive = _compat.find_primitive(_name)
+    broadcasting(_primitive)
 for _primitive in (lax.rng_bit_generator_p, lax.rng_uniform_p):
     _alone(_primitive)
 
@@ -79,5 +81,5 @@ def _gamma(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any
 
 
 for _name, _implementations in TOGETHER.items():
-    _primitive: Any = _compat.find_primitive(_name)
+    _primitive = _compat.find_primitive(_name)
     _alone(_primitive, find_rule(_primitive), _implementations)
