@@ -55,6 +55,12 @@ def user_line(source_info: Any) -> str:
     return source_info_util.summarize(source_info)
 
 
+def user_file_and_line(source_info: Any) -> tuple[str, int]:
+    """File and line of the user's code that made an equation, as warnings are filed under."""
+    frame = source_info_util.user_frame(source_info.traceback)
+    return ("<unknown>", 0) if frame is None else (frame.file_name, frame.start_line)
+
+
 def named_axes(effects: Any) -> set[Hashable]:
     """Names of the mapped axes that an equation with these effects uses.
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from batchax.engine.axis import AxisPosition
-from batchax.engine.containers import find_container, is_container_spec
+from batchax.engine.containers import batch_arrays, find_container, is_container_spec
 from batchax.engine.prefixes import SpecifiedLeaf, spread
 from batchax.errors import ArgumentTypeError, AxisError
 
@@ -236,8 +236,9 @@ def _leaf_parts(leaf: SpecifiedLeaf, mapped: list[Mapped]) -> Callable[[Sequence
     if spec is None:
         return lambda _: value
     container = find_container(value)
-    if container is not None and isinstance(spec, container.spec_type):
-        arrays, axes = container.to_arrays(value, spec)
+    if container is not None:
+        spec = int(spec) if is_position(spec) else spec
+        arrays, axes = batch_arrays(container, value, spec, leaf.path)
         start = len(mapped)
         mapped += [
             Mapped(f"{leaf.path} (array {i})", _as_array(x, leaf.path), a)

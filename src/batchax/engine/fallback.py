@@ -17,6 +17,9 @@ from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition, move_axis
 from batchax.errors import SequentialFallbackWarning
 
+# Where the warning was given: by default once for each line of the user's.
+_warned: dict[Any, Any] = {}
+
 
 def run_without_rule(
     axis: Axis, eqn: Any, operands: list[Any], operand_axes: list[AxisPosition]
@@ -43,12 +46,13 @@ def run_without_rule(
         )(*operands)
         return [x for x, _ in found], [position for _, position in found]
 
-    warnings.warn(
+    warnings.warn_explicit(
         f"the primitive `{primitive}` at {_compat.user_line(eqn.source_info)} has no batching "
         f"rule: it runs for the {axis.size} lanes one after another. Give it a rule with "
         "@batchax.register_rule to run them together.",
         SequentialFallbackWarning,
-        stacklevel=2,
+        *_compat.user_file_and_line(eqn.source_info),
+        registry=_warned,
     )
     outs = one_after_another(axis, one_lane, operands, operand_axes)
     return outs, [0] * len(outs)

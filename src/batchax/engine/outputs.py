@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from batchax.engine.arguments import is_position
 from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
-from batchax.engine.containers import find_container, is_container_spec
+from batchax.engine.containers import example_arrays, find_container, is_container_spec
 from batchax.engine.prefixes import spread
 from batchax.errors import ArgumentTypeError, AxisError
 
@@ -116,7 +116,8 @@ def flatten_outputs(out: Any, out_axes: Any) -> tuple[list[Any], FlatOutputs]:
             described.append(OutputArray(leaf.path, spec))
             parts.append(lambda outs, i=start: outs[i])
             continue
-        made_of = container.from_example(value, spec)
+        spec = int(spec) if is_position(spec) else spec
+        made_of = example_arrays(container, value, spec, leaf.path)
         for x in made_of:
             _check_array(x, leaf.path)
         arrays += made_of
