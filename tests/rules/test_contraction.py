@@ -1,0 +1,209 @@
+"""Contractions in every pattern of batched sides, against the loop over examples."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import batchax as bx
+from batchax import _compat
+
+from support.batches import SIZE, assert_own_rule, batch, positions
+from support.operations import no_more_operations, operations
+from support.oracle import check, same
+
+VALUES_ONLY = dict(derivatives=False, jit=False)
+DIMENSIONS = {
+    # name: (lhs, rhs, dimension numbers)
+    "matrix vector": ((2, 4), (4,), (((1,), (0,)), ((), ()))),
+    "matrix matrix": ((2, 4), (4, 5), (((1,), (0,)), ((), ()))),
+    "with a batch dimension": ((5, 2, 4), (4, 5), (((2,), (0,)), ((0,), (1,)))),
+    "two of each": ((4, 2, 5, 2), (5, 4, 2, 2), (((0, 2), (1, 0)), ((1, 3), (3, 2)))),
+    "outer": ((2,), (4,), (((), ()), ((), ()))),
+    "inner": ((4,), (4,), (((0,), (0,)), ((), ()))),
+    "scalars": ((), (), (((), ()), ((), ()))),
+}
+
+
+def contraction(name, **options):
+    return lambda x, y: lax.dot_general(x, y, DIMENSIONS[name][2], **options)
+
+
+def operands(name, in_axes, dtypes=(jnp.float32, jnp.float32)):
+    shapes = DIMENSIONS[name][:2]
+    return [
+        batch(s, a, d, i) for i, (s, a, d) in enumerate(zip(shapes, in_axes, dtypes, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("primitive", ["dot_general", "scaled_dot"])
+def test_served_by_our_own_rules(primitive):
+    assert_own_rule(_compat.find_primitive(primitive))
+
+
+@pytest.mark.parametrize(
+    ("name", "in_axes"),
+    [
+        (name, in_axes)
+        for name, step in (("matrix vector", 1), ("with a batch dimension", 3), ("scalars", 1))
+        for in_axes in positions(*(len(shape) for shape in DIMENSIONS[name][:2]))[::step]
+    ],
+)
+def test_every_position(name, in_axes):
+    args = operands(name, in_axes)
+    check(contraction(name), *args, in_axes=in_axes, **VALUES_ONLY)
+    no_more_operations(contraction(name), *args, in_axes=in_axes)
+
+
+@settings(max_examples=10)
+@given(st.sampled_from(positions(4, 4)), st.integers(0, 2))
+def test_several_batch_and_contracted_dimensions(in_axes, out_axis):
+    args = operands("two of each", in_axes)
+    got = bx.vmap(contraction("two of each"), in_axes, out_axis)(*args)
+    same(got, jax.vmap(contraction("two of each"), in_axes, out_axis)(*args))
+
+
+@pytest.mark.parametrize("name", ["matrix vector", "with a batch dimension"])
+@pytest.mark.parametrize("in_axes", [(0, 0), (1, None), (None, 0)])
+def test_derivatives(name, in_axes):
+    args = operands(name, in_axes)
+    nested = name == "matrix vector"
+    check(jax.jit(contraction(name)), *args, in_axes=in_axes, nested=nested, jit=False)
+
+
+DTYPES = {
+    "bfloat16": (jnp.bfloat16, jnp.bfloat16, {"preferred_element_type": jnp.float32}),
+    "float16": (jnp.float16, jnp.float16, {}),
+    "complex": (jnp.complex64, jnp.complex64, {}),
+    "complex and real": (jnp.complex64, jnp.float32, {}),
+    "integers": (jnp.int8, jnp.int8, {"preferred_element_type": jnp.int32}),
+    "unsigned": (jnp.uint32, jnp.uint32, {}),
+    "int4": (jnp.int4, jnp.int4, {}),
+    "booleans": (jnp.bool_, jnp.bool_, {}),
+    "float8": (jnp.float8_e4m3fn, jnp.float8_e5m2, {"preferred_element_type": jnp.float32}),
+    "precision": (jnp.float32, jnp.float32, {"precision": ("high", "default")}),
+    "algorithm": (jnp.float32, jnp.float32, {"precision": lax.DotAlgorithmPreset.F32_F32_F32}),
+}
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_dtypes_and_precision(kind):
+    lhs, rhs, options = DTYPES[kind]
+    fun = contraction("matrix vector", **options)
+    for in_axes in ((0, 0), (None, 0)):
+        args = operands("matrix vector", in_axes, (lhs, rhs))
+        check(fun, *args, in_axes=in_axes, **VALUES_ONLY)
+
+
+def test_precisions_stay_with_their_operands():
+    high, default = lax.Precision.HIGH, lax.Precision.DEFAULT
+    fun = contraction("matrix vector", precision=(high, default))
+    for in_axes, expected in (((0, None), (high, default)), ((None, 0), (default, high))):
+        args = operands("matrix vector", in_axes)
+        (eqn,) = jax.make_jaxpr(bx.vmap(fun, in_axes))(*args).eqns
+        assert eqn.params["precision"] == expected
+        shapes = [v.aval.shape for v in eqn.invars]
+        assert shapes == [x.shape for x in args][:: 1 if in_axes[1] is None else -1]
+
+
+def test_a_matrix_times_a_batch_of_vectors_is_one_product_of_matrices():
+    weights, vectors = batch((2, 4), None), batch((4,), 0)
+    counts = operations(bx.vmap(jnp.matmul, in_axes=(None, 0)), weights, vectors)
+    assert counts == {"dot_general": 1}
+    assert operations(bx.vmap(jnp.matmul, in_axes=(0, None)), vectors, weights.T) == counts
+
+
+def test_layers_keep_the_batch_in_front():
+    w1, w2, b = batch((5, 4), None), batch((2, 5), None), batch((5,), None)
+
+    def network(x):
+        return w2 @ jnp.tanh(w1 @ x + b)
+
+    x = batch((4,), 0)
+    check(jax.jit(network), x, second=True, jit=False)
+    assert operations(bx.vmap(network), x)["transpose"] == 0
+    gradient = jax.grad(lambda x: network(x).sum())
+    assert operations(bx.vmap(gradient), x)["transpose"] == 0
+
+
+def test_weak_type_is_kept():
+    def fun(i):
+        weak = jnp.broadcast_to(2.0 * i, (2,))
+        return lax.dot(weak, weak), lax.dot(weak, jnp.ones(2))
+
+    check(fun, jnp.arange(3), **VALUES_ONLY)
+
+
+FUNCTIONS = {
+    "matmul": jnp.matmul,
+    "dot": jnp.dot,
+    "vdot": lambda x, y: jnp.vdot(x[0], y[:, 0]),
+    "inner": lambda x, y: jnp.inner(x, y.T),
+    "outer": lambda x, y: jnp.outer(x[0], y[0]),
+    "kron": jnp.kron,
+    "tensordot": lambda x, y: jnp.tensordot(x, y, ((1,), (0,))),
+    "einsum": lambda x, y: jnp.einsum("ij,jk,kl->il", x, y, y.T),
+    "einsum with a trace": lambda x, y: jnp.einsum("ij,jk,ji->k", x, y, x.T),
+    "matrix_power": lambda x, y: jnp.linalg.matrix_power(y @ y.T, 3) @ x.T,
+    "multi_dot": lambda x, y: jnp.linalg.multi_dot([x, y, y.T]),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function(name):
+    fun = jax.jit(FUNCTIONS[name])
+    for in_axes in ((0, 1), (None, 2)):
+        check(fun, *operands("matrix matrix", in_axes), in_axes=in_axes, **VALUES_ONLY)
+
+
+@pytest.mark.parametrize("in_axes", [(0, 0), (None, 0), (0, None)])
+def test_no_lanes_and_no_elements(in_axes):
+    for size, inner in ((0, 4), (3, 0)):
+        args = [
+            jnp.ones(s if a is None else (size, *s))
+            for s, a in zip(((2, inner), (inner,)), in_axes, strict=True)
+        ]
+        same(bx.vmap(jnp.matmul, in_axes)(*args), jax.vmap(jnp.matmul, in_axes)(*args))
+
+
+@pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0)])
+def test_out_sharding_gains_the_batch_axis(in_axes):
+    mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    spec = jax.sharding.PartitionSpec
+    args = operands("matrix vector", in_axes)
+    expected = jax.device_get(jax.vmap(jnp.matmul, in_axes)(*args))
+    with jax.set_mesh(mesh):
+        sharded = [
+            jax.device_put(x, jax.NamedSharding(mesh, spec() if a is None else spec("x")))
+            for x, a in zip(args, in_axes, strict=True)
+        ]
+        out = jax.NamedSharding(mesh, spec("y"))
+        got = bx.vmap(contraction("matrix vector", out_sharding=out), in_axes)(*sharded)
+        assert tuple(jax.typeof(got).sharding.spec) == ("x", "y")
+        same(jax.device_get(got), expected)
+
+
+# Operands in blocks, with a scale for each block of the contracted dimension.
+SCALED = (((2,), (2,)), ((0,), (0,)))
+
+
+@pytest.mark.parametrize(
+    "in_axes",
+    [(0, 0, 0, 0), (1, None, 0, None), (None, 0, None, None), (None, None, None, 2), (3, 0, 1, 2)],
+)
+def test_scaled_dot(in_axes):
+    dtypes = (jnp.float8_e4m3fn,) * 2 + (jnp.float8_e8m0fnu,) * 2
+    shapes = (2, 4, 8), (2, 5, 8), (2, 4, 2), (2, 5, 2)
+    args = [
+        batch(s, a, jnp.float32, seed=i, low=0.5, high=2.0).astype(d)
+        for i, (s, a, d) in enumerate(zip(shapes, in_axes, dtypes, strict=True))
+    ]
+
+    def fun(x, y, x_scale, y_scale):
+        return lax.scaled_dot(x, y, lhs_scale=x_scale, rhs_scale=y_scale, dimension_numbers=SCALED)
+
+    check(jax.jit(fun), *args, in_axes=in_axes, **VALUES_ONLY)
+    out = jax.eval_shape(bx.vmap(fun, in_axes), *args)
+    assert out.shape == (SIZE, 2, 4, 5)
