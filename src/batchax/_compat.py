@@ -139,7 +139,7 @@ def ordered_by_lane(effects: Any) -> bool:
 
 
 def written_inputs(jaxpr: Any) -> set[int]:
-    """Which inputs of `jaxpr` are references that it writes to.
+    """Which inputs of `jaxpr`, or of an equation, are references that it writes to.
 
     The effect types are private; they are recognised by class name.
     """
@@ -147,19 +147,21 @@ def written_inputs(jaxpr: Any) -> set[int]:
     return {i for i, v in enumerate(jaxpr.invars) if v in writes}
 
 
-def is_reference(aval: Any) -> bool:
-    """Whether a value of this type is a mutable reference."""
-    return isinstance(aval, jax.ref.AbstractRef)
-
-
 def varying_as(x: Any, aval: Any) -> Any:
     """`x`, cast to vary over the axes of a ``shard_map`` mesh that `aval` varies over.
 
-    Operations of JAX insert this cast themselves, primitives of our own do not. Types
-    do not say publicly what they vary over.
+    Operations of JAX insert this cast themselves, primitives of our own do not.
     """
-    missing = aval.mat.varying - jax.typeof(x).mat.varying
+    missing = varying_axes(aval) - varying_axes(jax.typeof(x))
     return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+
+def varying_axes(aval: Any) -> frozenset[Hashable]:
+    """The axes of a ``shard_map`` mesh that a value of this type varies over.
+
+    Types do not say so publicly.
+    """
+    return aval.mat.varying if hasattr(aval, "mat") else frozenset()
 
 
 def find_primitive(name: str) -> Primitive | None:

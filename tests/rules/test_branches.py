@@ -245,6 +245,20 @@ def test_shard_map_outside():
             g = jax.shard_map(bx.vmap(f), mesh=mesh, in_specs=specs, out_specs=spec("d"))
             same(jax.jit(g)(P, jnp.abs(X)), jax.vmap(f)(P, jnp.abs(X)))
 
+    def loss(vmap, x, w):
+        f = lambda p, x, w: lax.cond(p, lambda: jnp.log(x) * w, lambda: x)
+        return vmap(f, in_axes=(0, 0, None))(P, x, w).sum()
+
+    # Data parallel: the weight is the same on all devices. (JAX refuses this one.)
+    g = jax.shard_map(
+        lambda x, w: lax.psum(loss(bx.vmap, x, w), "d"),
+        mesh=mesh,
+        in_specs=(spec("d"), spec()),
+        out_specs=spec(),
+    )
+    x = jnp.array([1.0, 0.0, 2.0, 3.0])
+    same(jax.jit(jax.grad(g, (0, 1)))(x, 3.0), jax.grad(loss, (1, 2))(jax.vmap, x, 3.0))
+
 
 # Effects.
 

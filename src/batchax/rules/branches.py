@@ -24,7 +24,7 @@ from batchax.engine.interpreter import interpret
 from batchax.engine.registry import register_rule
 from batchax.rules.hazards import hazards
 from batchax.rules.in_order import run_in_order
-from batchax.rules.masking import run_masked
+from batchax.rules.masking import run_masked, spread
 
 Placed = tuple[list[Any], list[AxisPosition]]
 """Values, and where each carries the batch axis."""
@@ -90,6 +90,9 @@ def _one_branch(
     if not (protected or skippable or written):
         return run(operands, positions)
     live = lax.eq(index, np.asarray(i, index.dtype))
+    if hazard.cast:
+        mesh_axes = _compat.varying_axes(jax.typeof(live))
+        used = {k for k in used if mesh_axes <= _compat.varying_axes(jax.typeof(operands[k]))}
     outs, out_axes = run_masked(live, run, operands, positions, used if protected else (), written)
     # An operand that a branch hands on as it is need be neither protected nor computed.
     inputs = dict(zip(jaxpr.invars, zip(operands, positions, strict=True), strict=True))
@@ -112,8 +115,12 @@ def _if_any(axis: Axis, live: Any, branch: Any, operands: Any, positions: Any) -
 def _zeros(in_avals: tuple[Any, ...], out_avals: tuple[Any, ...]) -> _compat.ClosedJaxpr:
     """A program of these types that returns zeros."""
 
+    def zero(aval: Any) -> Any:
+        sharding = None if aval.sharding.mesh.empty else aval.sharding
+        return _compat.varying_as(lax.full(aval.shape, 0, aval.dtype, sharding=sharding), aval)
+
     def zeros(*_: Any) -> list[Any]:
-        return [_compat.varying_as(lax.full(a.shape, 0, a.dtype), a) for a in out_avals]
+        return [zero(aval) for aval in out_avals]
 
     return _compat.stage(zeros, in_avals)
 
@@ -127,13 +134,10 @@ def _select(axis: Axis, index: Any, results: Sequence[Placed]) -> Placed:
             return cases[0]
         position = next((a for _, a in cases if a is not None), 0)
         values = [match_axis(axis, x, a, position) for x, a in cases]
-        shape = values[0].shape
-        if (shape, position) not in indices:
-            one_per_lane = len(shape) == 1
-            indices[shape, position] = (
-                index if one_per_lane else lax.broadcast_in_dim(index, shape, (position,))
-            )
-        return lax.select_n(indices[shape, position], *values), position
+        key = (values[0].shape, position)
+        if key not in indices:
+            indices[key] = spread(index, position, values[0])
+        return lax.select_n(indices[key], *values), position
 
     outputs = zip(*(zip(*placed, strict=True) for placed in results), strict=True)
     selected = [select(cases) for cases in outputs]

@@ -36,6 +36,7 @@ _TRANSPARENT = frozenset("jit pjit closed_call core_call cond eval_jaxpr checkpo
 
 _LOOPS = frozenset({"scan", "while"})
 _CALLBACKS = frozenset({"pure_callback", "io_callback"})
+_CASTS = frozenset({"pvary", "reduced_vary_cast"})
 _COLLECTIVES_WITHOUT_EFFECT = frozenset({"ppermute", "pbroadcast", "pbroadcast_dynamic"})
 
 
@@ -51,12 +52,15 @@ class Hazards:
       collective: lanes see each other. A collective counts all lanes of its
         axis, those that drop the result too, as in ``jax.vmap``: their operands
         stay as they are, and the program runs even if no lane needs it.
+      cast: an operand that is the same on all devices of a mesh is cast to vary,
+        which cannot be done if it varies already.
     """
 
     nonlinear: bool
     endless: bool
     costly: bool
     collective: bool
+    cast: bool
 
 
 _known: weakref.WeakKeyDictionary[Any, Hazards] = weakref.WeakKeyDictionary()
@@ -72,6 +76,7 @@ def hazards(jaxpr: Any) -> Hazards:
             endless="while" in names or not names.isdisjoint(_CALLBACKS),
             costly=not names.isdisjoint(_LOOPS | _CALLBACKS),
             collective=any(map(_is_collective, eqns)),
+            cast=not names.isdisjoint(_CASTS),
         )
     return _known[jaxpr]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition
 from batchax.engine.fallback import one_after_another
@@ -30,10 +28,7 @@ def run_in_order(
             "lanes would have to run one after another, to keep the effects in order, and "
             "together, for the collective. Move one of the two out of it."
         )
-    if any(
-        _compat.is_reference(jax.typeof(x)) and a is not None
-        for x, a in zip(args, axes, strict=True)
-    ):
+    if any(_compat.is_reference(x) and a is not None for x, a in zip(args, axes, strict=True)):
         raise UnsupportedError(
             f"{where} holds both a callback with effects and a reference (jax.new_ref) with a "
             "batch axis: its lanes run one after another, and a reference cannot be taken apart "

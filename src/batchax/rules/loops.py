@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax import lax
 from jax.extend.core.primitives import scan_p, while_p
 
@@ -33,7 +32,7 @@ def _scan(axis: Axis, args: Any, axes: Any, /, *, jaxpr: Any, **params: Any) -> 
     args, axes = list(args), list(axes)
     for i in range(n_consts + n_carry, len(args)):
         if axes[i] == 0:  # where the axis of the scan has to be
-            if _compat.is_reference(jax.typeof(args[i])):
+            if _compat.is_reference(args[i]):
                 raise UnsupportedError(
                     "a scan runs over a reference (jax.new_ref) whose batch axis is 0, which is "
                     "where the axis of the scan must be, and a reference cannot be transposed. "
@@ -81,11 +80,11 @@ def _while(
 
     # Lanes end at different steps. What the body computes for finished lanes is
     # dropped, so every carry depends on the lane.
-    front = [0] * len(carry)
+    front: list[AxisPosition] = [0] * len(carry)
     carry = _matched(axis, carry, carry_at, front)
     hazard = hazards(body_jaxpr.jaxpr)
     protected = hazard.endless and not hazard.collective
-    if not protected and not _holds_references(body_jaxpr, cond_jaxpr):
+    if not protected and not any(map(_compat.is_reference, args)):
         # The loop of JAX does just this where the predicate is an array.
         if settled != front:
             body, _ = batch_inner(axis, body_jaxpr, (*body_at, *front), front)
@@ -131,7 +130,7 @@ def _masked_loop(
     In the body finished lanes hold operands of a running lane: a loop in it ends
     when that of the running lanes does. And references keep their contents.
     """
-    front = [0] * len(body_jaxpr.out_avals)
+    front: list[AxisPosition] = [0] * len(body_jaxpr.out_avals)
     n_body = len(body_jaxpr.in_avals) - len(front)
     positions = [*consts_at[:n_body], *front]
     replaced = range(len(positions)) if protected else ()
@@ -142,8 +141,8 @@ def _masked_loop(
 
     def step(*operands: Any) -> list[Any]:
         consts, (live,), carry = _split(operands, len(consts_at), 1)
-        operands = [*consts[:n_body], *carry]
-        new, at = run_masked(live, run, operands, positions, replaced, written)
+        inputs = [*consts[:n_body], *carry]
+        new, at = run_masked(live, run, inputs, positions, replaced, written)
         new = _matched(axis, new, at, front)
         carry = [select_lanes(live, 0, x, old) for x, old in zip(new, carry, strict=True)]
         tested = [*(consts[i] for i in places), *carry]
@@ -187,18 +186,18 @@ def _settle(
         return a if a is None else max(a, lowest)
 
     carry_at = [allowed(a) for a in carry_at]
-    n = len(carry_at)
-    for attempt in range(n + 2):
+    n, first = len(carry_at), True
+    while True:
         batched, out = batch_inner(axis, body, (*consts_at, *carry_at, *xs_at))
         if list(out[:n]) == carry_at:
             return batched, carry_at, list(out[n:])
         found = [
-            allowed(new) if old is None or (attempt == 0 and new is not None) else old
+            allowed(new) if old is None or (first and new is not None) else old
             for old, new in zip(carry_at, out[:n], strict=True)
         ]
         if found == carry_at:
             break
-        carry_at = found
+        carry_at, first = found, False
     wanted = [*(ANYWHERE if a is None else a for a in carry_at), *[ANYWHERE] * (len(out) - n)]
     batched, out = batch_inner(axis, body, (*consts_at, *carry_at, *xs_at), wanted)
     return batched, carry_at, list(out[n:])
@@ -210,10 +209,6 @@ def _matched(axis: Axis, values: Sequence[Any], sources: Any, destinations: Any)
         x if to is None else match_axis(axis, x, a, to)
         for x, a, to in zip(values, sources, destinations, strict=True)
     ]
-
-
-def _holds_references(*programs: Any) -> bool:
-    return any(_compat.is_reference(a) for program in programs for a in program.in_avals)
 
 
 def _split(items: Any, n_first: int, n_second: int) -> tuple[list[Any], list[Any], list[Any]]:

@@ -66,11 +66,8 @@ def _values(live: Any, x: Any, *, depth: int, fill: str) -> Any:
         first = lax.argmax(lax.reshape(live, (math.prod(lanes),)), 0, np.int32)
         start = [*jnp.unravel_index(first, lanes), *[0] * (x.ndim - depth)]
         donor = lax.dynamic_slice(x, start, [1] * depth + list(x.shape[depth:]))
-        kept = tuple(range(depth, x.ndim))
-        other = lax.broadcast_in_dim(lax.squeeze(donor, range(depth)), x.shape, kept)
-    if live.ndim and live.ndim < x.ndim:
-        live = lax.broadcast_in_dim(live, x.shape, tuple(range(depth)))
-    return lax.select(live, x, other)
+        other = spread(lax.squeeze(donor, range(depth)), depth, x)
+    return lax.select(spread(live, 0, x) if depth else live, x, other)
 
 
 def _jvp(primals: Any, tangents: Any, *, depth: int, fill: str) -> tuple[Any, Any]:
@@ -144,7 +141,7 @@ def run_masked(
     """
     operands, positions, saved = list(operands), list(positions), []
     for i, (x, position) in enumerate(zip(operands, positions, strict=True)):
-        if _compat.is_reference(jax.typeof(x)):
+        if _compat.is_reference(x):
             if position is None and i in written:
                 raise UnsupportedError(
                     "a reference (jax.new_ref) that all lanes share is written to where lanes "
@@ -169,12 +166,15 @@ def run_masked(
 
 def select_lanes(live: Any, position: int, new: Any, old: Any) -> Any:
     """`new` in live lanes and `old` in the others; both have their lanes at `position`."""
-    if new is old:
-        return old
-    dims = tuple(range(position, position + live.ndim))
-    if live.ndim < new.ndim:
-        live = lax.broadcast_in_dim(live, new.shape, dims)
-    return lax.select(live, new, old)
+    return old if new is old else lax.select(spread(live, position, new), new, old)
+
+
+def spread(x: Any, position: int, like: Any) -> Any:
+    """`x`, whose axes are those of `like` from `position` on, repeated to its shape."""
+    if np.ndim(x) == np.ndim(like):
+        return x
+    dims = tuple(range(position, position + x.ndim))
+    return lax.broadcast_in_dim(x, like.shape, dims, out_sharding=jax.typeof(like).sharding)
 
 
 def _is_inexact(x: Any) -> bool:
