@@ -16,7 +16,7 @@ from batchax.errors import ArgumentTypeError, AxisError
 def batch_jaxpr(
     closed_jaxpr: _compat.ClosedJaxpr,
     axis_size: int,
-    in_axes: Sequence[int | None],
+    in_axes: Sequence[int | None] | int | None,
     out_axes: Any = AUTO,
     axis_name: Hashable | None = None,
 ) -> tuple[_compat.ClosedJaxpr, tuple[int | None, ...]]:
@@ -25,10 +25,10 @@ def batch_jaxpr(
     Args:
       closed_jaxpr: a per-example program, as ``jax.make_jaxpr`` returns it.
       axis_size: number of lanes.
-      in_axes: for each input the non-negative position of its batch axis, or
-        None for an input that is the same in every lane.
-      out_axes: ``batchax.AUTO``, or for each output an int or ``batchax.AUTO``.
-        AUTO leaves an output where the program makes it: unbatched if it does
+      in_axes: for each input, or one for all, the non-negative position of its
+        batch axis, or None for an input that is the same in every lane.
+      out_axes: for each output, or one for all, an int or ``batchax.AUTO``. AUTO
+        leaves an output where the program makes it: unbatched if it does
         not depend on the batch, and at any position otherwise.
       axis_name: the name that collectives in the program use for the axis.
 
@@ -47,23 +47,32 @@ def batch_jaxpr(
             f"{type(closed_jaxpr).__name__}."
         )
     check_axis_size(axis_size, required=True)
-    positions = [out_axes] * len(closed_jaxpr.out_avals) if out_axes is AUTO else list(out_axes)
-    for what, given, avals, extra in (
-        ("in_axes", list(in_axes), closed_jaxpr.in_avals, [None]),
-        ("out_axes", positions, closed_jaxpr.out_avals, [AUTO]),
-    ):
-        if len(given) != len(avals):
+    in_axes = _positions("in_axes", in_axes, closed_jaxpr.in_avals, None)
+    out_axes = _positions("out_axes", out_axes, closed_jaxpr.out_avals, AUTO)
+    wanted = [ANYWHERE if p is AUTO else p for p in out_axes]
+    return batch_inner(Axis(axis_size, axis_name), closed_jaxpr, in_axes, wanted)
+
+
+def _positions(what: str, given: Any, avals: Sequence[Any], unplaced: Any) -> list[Any]:
+    """A position, or `unplaced`, for each value."""
+    if given is unplaced or is_position(given):
+        given = [given] * len(avals)
+    elif not isinstance(given, (tuple, list)):
+        raise ArgumentTypeError(
+            f"{what} must be an int, {unplaced!r}, or a tuple or list of those; got {given!r}."
+        )
+    if len(given) != len(avals):
+        raise AxisError(
+            f"{what} has {count(len(given), 'entry', 'entries')} for "
+            f"{count(len(avals), 'value')}: give one for each."
+        )
+    positions = []
+    for i, (position, aval) in enumerate(zip(given, avals, strict=True)):
+        ndim = len(aval.shape)
+        if position is not unplaced and not (is_position(position) and 0 <= position <= ndim):
             raise AxisError(
-                f"{what} has {count(len(given), 'entry', 'entries')} for "
-                f"{count(len(avals), 'value')}: give one for each."
+                f"{what}[{i}] is {position!r}: give an int in [0, {ndim}] for a value that has "
+                f"shape {aval.shape} per example, or {unplaced!r}."
             )
-        for i, (position, aval) in enumerate(zip(given, avals, strict=True)):
-            if position not in extra and not (
-                is_position(position) and int(position) in range(len(aval.shape) + 1)
-            ):
-                raise AxisError(
-                    f"{what}[{i}] is {position!r}: give an int in [0, {len(aval.shape)}] for a "
-                    f"value that has shape {aval.shape} per example, or {extra[0]!r}."
-                )
-    wanted = [ANYWHERE if p is AUTO else p for p in positions]
-    return batch_inner(Axis(axis_size, axis_name), closed_jaxpr, tuple(in_axes), wanted)
+        positions.append(position if position is unplaced else int(position))
+    return positions

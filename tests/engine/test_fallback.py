@@ -1,11 +1,14 @@
 """Primitives without a rule here: what JAX knows of them, or one lane after another."""
 
+import warnings
+
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import batching
+from jax.interpreters import ad, batching, mlir
 
 import batchax as bx
 
@@ -50,12 +53,91 @@ def test_equinox_unvmapped_predicate_stays_unbatched():
     assert jnp.array_equal(x, jnp.full(3, 5.0))
 
 
+def test_jax_rule_sees_the_axis_name():
+    p = primitive("named")
+
+    def rule(axis_data, args, dims, **params):
+        assert (axis_data.name, axis_data.size) == ("i", 3)
+        return args[0] * axis_data.size, dims[0]
+
+    batching.fancy_primitive_batchers[p] = rule
+    got = bx.vmap(lambda x: p.bind(x), axis_name="i")(X)
+    assert jnp.array_equal(got, 3 * X)
+
+
+def test_jax_rule_of_several_results_and_without_lanes():
+    p = Primitive("halves")
+    p.multiple_results = True
+    p.def_impl(lambda x, y: [x / 2, y / 2])
+    p.def_abstract_eval(lambda x, y: [x, y])
+    batching.primitive_batchers[p] = lambda args, dims: (p.bind(*args), dims)
+    half, shared = bx.vmap(lambda x, y: tuple(p.bind(x, y)), (1, None), (0, None))(X.T, 4.0)
+    assert jnp.array_equal(half, X / 2)
+    assert shared == 2.0
+    half, _ = bx.vmap(lambda x, y: tuple(p.bind(x, y)), (0, None), (0, None))(X[:0], 4.0)
+    assert half.shape == (0, 2)
+
+
+def without_rule(name):
+    """A primitive that doubles, of which neither batchax nor JAX knows how to batch it."""
+    p = primitive(name)
+    mlir.register_lowering(p, mlir.lower_fun(lambda x: 2 * x, multiple_results=False))
+    ad.deflinear(p, lambda ct: [p.bind(ct)])
+    return p
+
+
+plain_p = without_rule("plain")
+
+
+def doubled(x):
+    return plain_p.bind(x)
+
+
+DOUBLED_AT = doubled.__code__.co_firstlineno + 1
+
+
 def test_no_rule_anywhere_runs_lane_after_lane_and_warns_with_the_users_line():
-    plain_p = primitive("plain")
-    plain_p.def_impl(lambda x: 2 * x)
-    jax.interpreters.mlir.register_lowering(
-        plain_p, jax.interpreters.mlir.lower_fun(lambda x: 2 * x, multiple_results=False)
-    )
-    with pytest.warns(bx.SequentialFallbackWarning, match=r"`plain` at .*test_fallback.py:\d+"):
-        got = bx.vmap(lambda x: plain_p.bind(x))(X)
+    with pytest.warns(
+        bx.SequentialFallbackWarning, match=rf"`plain` at .*test_fallback.py:{DOUBLED_AT}"
+    ) as seen:
+        got = bx.vmap(doubled, 1)(X.T)
     assert jnp.array_equal(got, 2 * X)
+    assert (seen[0].filename, seen[0].lineno) == (__file__, DOUBLED_AT)
+
+
+def test_one_warning_for_each_place():
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            bx.vmap(doubled)(X)
+            jax.jit(bx.vmap(doubled))(X)
+        assert len(seen) == 1
+        bx.vmap(lambda x: plain_p.bind(x))(X)
+        assert len(seen) == 2
+
+
+@pytest.mark.filterwarnings("ignore::batchax.SequentialFallbackWarning")
+def test_no_rule_anywhere_composes():
+    expected = 2 * X
+    assert jnp.array_equal(jax.jit(bx.vmap(jax.jit(doubled)))(X), expected)
+    assert jnp.array_equal(bx.vmap(bx.vmap(doubled))(X), expected)
+    assert bx.vmap(doubled)(X[:0]).shape == (0, 2)
+    shared = bx.vmap(lambda x, y: (x + 1, doubled(y)), (0, None), (0, None))(X, 3.0)
+    assert shared[1] == 6.0
+    total = lambda x: bx.vmap(doubled)(x).sum()
+    assert jnp.array_equal(jax.grad(total)(X), jnp.full_like(X, 2))
+    inside = bx.vmap(jax.grad(lambda x: doubled(x).sum()))(X)
+    assert jnp.array_equal(inside, jnp.full_like(X, 2))
+
+
+def test_no_rule_is_needed_where_nothing_is_batched():
+    got = bx.vmap(lambda x, y: x + doubled(y), (0, None))(X, 1.0)
+    assert jnp.array_equal(got, X + 2)
+
+
+@pytest.mark.filterwarnings("ignore::batchax.SequentialFallbackWarning")
+def test_a_collective_without_rule_uses_other_axes():
+    """A lane alone has no other lanes, but outer axes are still there."""
+    inner = bx.vmap(lambda x: doubled(lax.psum(x, "o")))
+    got = bx.vmap(inner, axis_name="o")(jnp.stack([X, X]))
+    assert jnp.array_equal(got, jnp.stack([4 * X] * 2))

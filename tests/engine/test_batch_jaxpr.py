@@ -1,0 +1,76 @@
+"""`batch_jaxpr`: a staged program in, its batched form out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+import batchax as bx
+
+from support.oracle import example, same
+
+TABLE = jnp.arange(3.0)
+
+
+def program(x, y):
+    """Results that depend on both arguments, on one of them, and on none."""
+    return jnp.sin(x) * y + TABLE, y * 2, TABLE.sum()
+
+
+STAGED = jax.make_jaxpr(program)(jnp.ones(3), 1.0)
+
+
+def run(batched, *args):
+    closed, _ = batched
+    return jaxpr_as_fun(closed)(*args)
+
+
+def test_axes_of_the_wrong_kind():
+    for axes in ((1.5,), ("0", bx.AUTO), (0, {})):
+        with pytest.raises(bx.ArgumentTypeError, match="tuple or list"):
+            bx.batch_jaxpr(STAGED, 4, *axes)
+
+
+@pytest.mark.parametrize("in_axes", [(0, 0), (1, None), (None, 0), (None, None)])
+def test_results_stay_where_they_are_made(in_axes):
+    x = example({0: (4, 3), 1: (3, 4), None: (3,)}[in_axes[0]])
+    y = example((4,) if in_axes[1] == 0 else ())
+    batched = bx.batch_jaxpr(STAGED, 4, in_axes)
+    closed, out_axes = batched
+    assert [a is not None for a in out_axes] == [in_axes != (None, None), in_axes[1] == 0, False]
+    assert [v.shape for v in closed.in_avals] == [x.shape, y.shape]
+    outs = run(batched, x, y)
+    assert [out.shape for out in outs] == [v.shape for v in closed.out_avals]
+    if in_axes != (None, None):
+        expected = jax.vmap(program, in_axes)(x, y)
+        for got, axis, e in zip(outs, out_axes, expected, strict=True):
+            same(got if axis is not None else jnp.stack([got] * 4), jnp.moveaxis(e, 0, axis or 0))
+
+
+def test_results_where_they_are_wanted():
+    x, y = example((4, 3)), example((4,))
+    batched = bx.batch_jaxpr(STAGED, 4, (0, 0), (1, bx.AUTO, 0))
+    assert batched[1] == (1, 0, 0)
+    same(tuple(run(batched, x, y)), jax.vmap(program, out_axes=(1, 0, 0))(x, y))
+    numpys = bx.batch_jaxpr(STAGED, 4, [np.int64(0), np.int64(0)], [np.int64(1), bx.AUTO, 0])
+    assert numpys[1] == (1, 0, 0)
+
+
+def test_collectives_and_inner_programs():
+    def fun(x):
+        return lax.scan(lambda c, _: (lax.psum(c, "i"), lax.axis_index("i")), x, None, length=2)
+
+    staged = jax.make_jaxpr(fun, axis_env=[("i", 4)])(1.0)
+    batched = bx.batch_jaxpr(staged, 4, (0,), 0, axis_name="i")
+    total, indices = run(batched, jnp.arange(4.0))
+    same(total, jnp.full(4, 24.0))
+    same(indices, jnp.stack([jnp.arange(4, dtype=jnp.int32)] * 2, 1))
+
+
+def test_of_its_own_result():
+    once, _ = bx.batch_jaxpr(STAGED, 4, 0, 0)
+    twice = bx.batch_jaxpr(once, 2, (0, 0), 0)
+    x, y = example((2, 4, 3)), example((2, 4))
+    same(tuple(run(twice, x, y)), jax.vmap(jax.vmap(program))(x, y))

@@ -1,0 +1,150 @@
+"""Rules of the user's: for a new primitive, made by hand and by the rule makers."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+
+import batchax as bx
+from batchax.engine.registry import find_rule, rule_origin
+
+from support.oracle import check, example, same
+
+
+def new_primitive(name, fun, abstract, multiple_results=False):
+    """A primitive that computes `fun`, with a derivative, and without any batching rule."""
+    p = Primitive(name)
+    p.multiple_results = multiple_results
+    p.def_impl(fun)
+    p.def_abstract_eval(abstract)
+    mlir.register_lowering(p, mlir.lower_fun(fun, multiple_results=multiple_results))
+    ad.primitive_jvps[p] = lambda xs, ts, **params: jax.jvp(
+        lambda *xs: fun(*xs, **params), tuple(xs), tuple(map(ad.instantiate_zeros, ts))
+    )
+    return p
+
+
+like = jax.core.ShapedArray
+
+
+def unit(x, *, power):
+    """A vector scaled to norm one, along the last dimension."""
+    return x / (jnp.abs(x) ** power).sum(-1, keepdims=True) ** (1 / power)
+
+
+unit_p = new_primitive("unit", unit, lambda x, power: like(x.shape, x.dtype))
+
+
+@bx.register_rule(unit_p)
+def _(axis, args, axes, *, power):
+    x = bx.axis_to_front(axis, args[0], axes[0])
+    return unit_p.bind(x, power=power), 0
+
+
+@pytest.mark.parametrize(("in_axes", "out_axes"), [(0, 0), (1, 0), (-1, 1)])
+def test_rule_written_by_hand(in_axes, out_axes):
+    shape = (4, 3) if in_axes == 0 else (3, 4)
+    fun = lambda x: unit_p.bind(2 * x, power=2)
+    check(fun, example(shape), in_axes=in_axes, out_axes=out_axes, against_jax=False)
+
+
+def test_rule_is_found_inside_calls_and_loops():
+    fun = lambda x: lax.fori_loop(
+        0, 2, lambda _, x: jax.jit(lambda x: unit_p.bind(x, power=2))(x), x
+    )
+    check(fun, example((4, 3)), against_jax=False, derivatives=False)
+    same(bx.vmap(bx.vmap(fun))(example((2, 4, 3))), unit(example((2, 4, 3)), power=2))
+
+
+def test_rule_for_several_results():
+    p = new_primitive(
+        "sum_and_max",
+        lambda x: [x.sum(-1), x.max(-1)],
+        lambda x: [like(x.shape[:-1], x.dtype)] * 2,
+        multiple_results=True,
+    )
+
+    @bx.register_rule(p)
+    def rule(axis, args, axes):
+        return p.bind(bx.move_axis(args[0], axes[0], 0)), [0, 0]
+
+    check(lambda x: p.bind(x), example((3, 4)), in_axes=1, against_jax=False, derivatives=False)
+
+
+def test_rule_receives_the_axis_and_what_is_batched():
+    p = new_primitive("first", lambda x, y: x, lambda x, y: like(x.shape, x.dtype))
+    calls = []
+
+    @bx.register_rule(p)
+    def rule(axis, args, axes):
+        calls.append((axis.size, axis.name, [jnp.shape(x) for x in args], list(axes)))
+        return args[0], axes[0]
+
+    x, y = example((3, 4)), example((5,))
+    same(bx.vmap(lambda x, y: p.bind(x, y), (1, None), axis_name="i")(x, y), x.T)
+    assert calls == [(4, "i", [(3, 4), (5,)], [1, None])]
+
+
+def test_the_latest_rule_is_used():
+    p = new_primitive("same", lambda x: x, lambda x: like(x.shape, x.dtype))
+    for factor in (2, 3):
+        bx.register_rule(p)(lambda axis, args, axes, f=factor: (f * args[0], axes[0]))
+        same(bx.vmap(lambda x: p.bind(x))(jnp.ones(2)), jnp.full(2, float(factor)))
+
+
+def test_rule_by_name():
+    p = new_primitive("called_this", lambda x: x, lambda x: like(x.shape, x.dtype))
+
+    @bx.register_rule("called_this")
+    def rule(axis, args, axes):
+        return args[0] + 1, axes[0]
+
+    same(bx.vmap(lambda x: p.bind(x))(jnp.ones(2)), jnp.full(2, 2.0))
+    assert find_rule(p) is rule
+    assert rule_origin(p) == __name__
+    assert rule_origin(lax.axis_index_p) == "batchax.rules.collectives"
+
+
+def test_register_rule_returns_the_rule():
+    def rule(axis, args, axes):
+        return args[0], axes[0]
+
+    assert bx.register_rule("never bound")(rule) is rule
+
+
+def test_vectorized():
+    p = new_primitive("cubed", lambda x: x**3, lambda x: like(x.shape, x.dtype))
+    bx.vectorized(p)
+    for axis in (0, 1):
+        check(lambda x: p.bind(x), example((4, 3)), in_axes=axis, out_axes=axis, against_jax=False)
+
+
+def test_broadcasting():
+    p = new_primitive(
+        "hypot", lambda x, y: jnp.sqrt(x * x + y * y), lambda x, y: lax.add_p.abstract_eval(x, y)[0]
+    )
+    bx.broadcasting(p)
+    fun = lambda x, y: p.bind(x, y)
+    for axes in ((0, 0), (1, 0), (None, 0), (0, None), (1, 1)):
+        shapes = {0: (4, 3), 1: (3, 4), None: (3,)}
+        args = [example(shapes[a], seed=i) for i, a in enumerate(axes)]
+        check(fun, *args, in_axes=axes, against_jax=False, derivatives=axes == (1, 0))
+
+
+def test_reducing():
+    p = new_primitive(
+        "norm",
+        lambda x, *, axes: jnp.sqrt((x * x).sum(axes)),
+        lambda x, axes: like([n for d, n in enumerate(x.shape) if d not in axes], x.dtype),
+    )
+    bx.reducing(p)
+    for axes in ((0,), (1,), (0, 1)):
+        for position in (0, 1, 2):
+            shape = [2, 3]
+            shape.insert(position, 4)
+            fun = lambda x: p.bind(x, axes=axes)
+            derivatives = axes == (position,)
+            options = dict(in_axes=position, against_jax=False, derivatives=derivatives)
+            check(fun, example(shape), **options)
