@@ -170,7 +170,7 @@ def find_primitive(name: str) -> Primitive | None:
     Some primitives (``pure_callback``, ``random_wrap``, ...) are exported
     nowhere by themselves but are keys of the public table of batching rules.
     """
-    return _primitives_by_name().get(name)
+    return primitives_by_name().get(name)
 
 
 def batched_by_jax(x: Any) -> tuple[Any, int | None]:
@@ -194,7 +194,8 @@ def jax_has_rule(primitive: Primitive) -> bool:
     }
 
 
-def _primitives_by_name() -> dict[str, Primitive]:
+def primitives_by_name() -> dict[str, Primitive]:
+    """The primitives in the tables that JAX exports, by the names JAX gives them."""
     found: dict[str, Primitive] = {}
     for module in (jex_primitives, jax.lax):
         for value in vars(module).values():

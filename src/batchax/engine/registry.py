@@ -9,6 +9,7 @@ primitive's own parameters, which describe one example.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -49,10 +50,18 @@ def register_rule(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
 
     def decorate(rule: Rule) -> Rule:
         _rules[primitive] = rule
-        _origins[primitive] = getattr(rule, "__module__", "") or ""
+        _origins[primitive] = _module_outside_the_engine()
         return rule
 
     return decorate
+
+
+def _module_outside_the_engine() -> str:
+    """The module that asked for a rule, be it by itself or through a maker of rules."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("batchax.engine."):
+        frame = frame.f_back
+    return frame.f_globals.get("__name__", "")
 
 
 def find_rule(primitive: _compat.Primitive) -> Rule | None:

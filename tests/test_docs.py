@@ -1,0 +1,80 @@
+"""What the documentation says is what happens: its code runs, its output is real.
+
+The ``python`` blocks of a page run in order in one namespace. A ``text`` block
+directly after one is what it prints.
+"""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from batchax.engine import containers, registry
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
+
+
+def blocks(page):
+    """The fenced blocks of a page: language, text, line, and whether one follows directly."""
+    text = page.read_text()
+    end = None
+    for match in FENCE.finditer(text):
+        adjacent = end is not None and not text[end : match.start()].strip()
+        end = match.end()
+        yield match[2].strip(), match[3], text[: match.start()].count("\n") + 2, adjacent
+
+
+@pytest.fixture(autouse=True)
+def own_registrations(monkeypatch):
+    """What an example registers is gone after it."""
+    for module, name in ((registry, "_rules"), (registry, "_origins"), (containers, "_containers")):
+        monkeypatch.setattr(module, name, getattr(module, name).copy())
+
+
+def pages_with_code():
+    return [
+        page
+        for page in PAGES
+        if any(language.startswith("python") for language, *_ in blocks(page))
+    ]
+
+
+@pytest.mark.parametrize("page", pages_with_code(), ids=lambda page: page.name)
+def test_code_runs_and_prints_what_is_shown(page):
+    namespace = {"__name__": page.stem}
+    printed = None
+    for language, text, line, adjacent in blocks(page):
+        where = f"{page.name}:{line}"
+        if language.startswith("python"):
+            assert language == "python", f"{where}: a block that would not be run"
+            output = io.StringIO()
+            with contextlib.redirect_stdout(output):
+                exec(compile("\n" * (line - 1) + text, page, "exec"), namespace)
+            printed = output.getvalue()
+        elif language == "text" and adjacent and printed is not None:
+            assert printed.rstrip() == text.rstrip(), f"{where}: printed otherwise"
+            printed = None
+
+
+def test_the_code_that_prints_shows_what():
+    """Output that nobody compares could say anything."""
+    for page in pages_with_code():
+        found = list(blocks(page))
+        following = [*found[1:], ("", "", 0, False)]
+        for (language, text, line, _), (after, _, _, adjacent) in zip(
+            found, following, strict=True
+        ):
+            if language == "python" and re.search(r"^print\(", text, re.MULTILINE):
+                assert after == "text", f"{page.name}:{line}: the output is not shown"
+                assert adjacent, f"{page.name}:{line}: the output is not shown"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in LINK.findall(page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -1,0 +1,62 @@
+"""Every primitive of JAX has a rule here, but for a few that are named and why."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+ROOT = Path(__file__).parents[1]
+GENERATOR = ROOT / "docs" / "generate_primitives.py"
+PAGE = ROOT / "docs" / "primitives.md"
+
+# Batched by JAX's own rule.
+JAX_ONLY = {
+    # Calls of cuDNN, which come with a layout that their own rules know.
+    "dot_product_attention_bwd_wrapper",
+    "dot_product_attention_fp8_bwd_wrapper",
+    "dot_product_attention_fp8_fwd_wrapper",
+    "dot_product_attention_fwd_wrapper",
+    "scaled_matmul",
+    "scaled_matmul_wrapper",
+    # JAX refuses to batch these as well.
+    "call_hi_primitive_linearized",
+    "ragged_all_to_all",
+    "reduced_vary_cast_p",
+    "vary_unreduced_cast_p",
+}
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory):
+    """The page made anew, in a process where no other library has added primitives."""
+    target = tmp_path_factory.mktemp("docs") / "primitives.md"
+    subprocess.run([sys.executable, str(GENERATOR), str(target)], check=True)
+    return target.read_text()
+
+
+def rows(page):
+    """What the table of the page says of each primitive."""
+    cells = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `")]
+    return {name.strip().strip("`"): rule.strip() for name, rule in cells}
+
+
+def test_few_primitives_are_left_to_jax(generated):
+    table = rows(generated)
+    assert len(table) > 200
+    left = {name for name, rule in table.items() if rule.startswith("JAX's")}
+    assert left <= JAX_ONLY
+    assert not [name for name, rule in table.items() if rule == "one lane after another"]
+
+
+def test_rules_are_of_the_family_that_asked_for_them(generated):
+    table = rows(generated)
+    assert table["sin"] == table["add"] == "`batchax.rules.elementwise`"
+    assert table["reduce_max"] == "`batchax.rules.reduction`"
+
+
+def test_page_is_up_to_date(generated):
+    if f"JAX {jax.__version__} " not in PAGE.read_text():
+        pytest.skip("the page is of another version of JAX")
+    assert PAGE.read_text() == generated, "run `make docs`"
