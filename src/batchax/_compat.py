@@ -7,7 +7,7 @@ package imports from ``jax._src`` or asks which version of JAX is running.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -17,7 +17,8 @@ import jax.extend.core.primitives as jex_primitives
 # ``jax.make_jaxpr`` is the only public way to stage with a named axis in scope; it
 # wraps its argument in a new ``jit`` at each call, which costs more than staging a
 # small function does. This is the one piece of it that cannot be had otherwise.
-from jax._src.core import extend_axis_env_nd
+# The other tells ``jax.shard_map`` which axis of the mesh the batch is sharded over.
+from jax._src.core import add_explicit_mesh_axis_names, extend_axis_env_nd
 
 # What a third party's batching rule did is known only to the tracer it returned.
 from jax._src.interpreters.batching import BatchTracer
@@ -247,6 +248,13 @@ def rewrapped(fun: Callable[..., Any], like: Any) -> Any:
 def named_scope(name: Hashable | None, size: Any) -> AbstractContextManager[None]:
     """Context in which collectives over `name` may be traced; see `stage`."""
     return extend_axis_env_nd([] if name is None else [(name, size)])
+
+
+def mesh_axis_taken(mesh_axis: Any) -> AbstractContextManager[None]:
+    """Context in which what is staged cannot itself be sharded over `mesh_axis`."""
+    if mesh_axis is None:
+        return nullcontext()
+    return add_explicit_mesh_axis_names(mesh_axis if isinstance(mesh_axis, tuple) else (mesh_axis,))
 
 
 def cotangents_and_logs(result: Any) -> tuple[list[Any], Any]:

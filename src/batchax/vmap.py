@@ -15,6 +15,7 @@ from batchax.engine.arguments import (
     check_axis_size,
     check_in_axes,
     find_axis_size,
+    find_mesh_axis,
     flatten_arguments,
 )
 from batchax.engine.axis import Axis
@@ -23,7 +24,6 @@ from batchax.engine.interpreter import interpret
 from batchax.engine.outputs import FlatOutputs, check_out_axes, flatten_outputs, place
 from batchax.engine.replay import Program, running
 from batchax.errors import ArgumentTypeError
-
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -85,7 +85,10 @@ def vmap(
     @functools.wraps(fun)
     def batched(*args: Any, **kwargs: Any) -> Any:
         flat = flatten_arguments(fun, in_axes, args, kwargs)
-        axis = Axis(find_axis_size(flat.mapped, axis_size), axis_name, spmd_axis_name)
+        size = find_axis_size(flat.mapped, axis_size)
+        mesh_axis = find_mesh_axis(flat.mapped, spmd_axis_name)
+        spmd = None if mesh_axis is not None else spmd_axis_name
+        axis = Axis(size, axis_name, spmd, mesh_axis)
         outputs: list[FlatOutputs] = []
 
         @functools.wraps(fun)  # JAX's messages name the user's function

@@ -243,3 +243,66 @@ def test_a_collective_cannot_span_a_batch_that_devices_share():
 def test_the_devices_are_there():
     assert len(jax.devices()) >= 4
     assert np.prod(list(MESH.shape.values())) == 4
+
+
+# meshes with axes of type Explicit: types of arrays say how they are sharded
+
+EXPLICIT = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+
+
+def explicit(shape, spec):
+    return jax.device_put(example(shape, seed=7), NamedSharding(EXPLICIT, spec))
+
+
+PROGRAMS = {
+    "elementwise": lambda x, w: jnp.sin(x) * 2 + 1,
+    "select": lambda x, w: jnp.where(x > 0, x, 0.0),
+    "contraction": lambda x, w: x @ w,
+    "shapes": lambda x, w: jnp.concatenate([x.reshape(2, 2).T.ravel(), jnp.zeros(2)]),
+    "unbatched": lambda x, w: w.sum(),
+    "jit": lambda x, w: jax.jit(jnp.sin)(x),
+    "checkpoint": lambda x, w: jax.checkpoint(jnp.sin)(x),
+    "custom rule": lambda x, w: jax.nn.relu(x),
+    "scan": lambda x, w: lax.scan(lambda c, _: (c + x.sum(), c), jnp.zeros(4), None, length=2),
+    "while": lambda x, w: lax.while_loop(lambda c: c.sum() < 10, lambda c: c + 1, x),
+    "index": lambda x, w: x[1] + jnp.sort(x),
+    "gradient": lambda x, w: jax.grad(lambda x: jnp.sin(x @ w).sum())(x),
+    "collective": lambda x, w: lax.psum(x, "i") + lax.axis_index("i"),
+    "reshard": lambda x, w: jax.sharding.reshard(x, P(None)),
+    "nested": lambda x, w: bx.vmap(lambda y: y * 2 + w.sum())(x),
+    "shard_map": lambda x, w: jax.shard_map(
+        lambda y: y * 2, mesh=EXPLICIT, in_specs=P(None), out_specs=P(None)
+    )(x),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_shardings_in_types(name):
+    with jax.set_mesh(EXPLICIT):
+        w = example((4, 3), seed=8)
+        for spec in (P("a", None), P(None, None)):
+            x = explicit((4, 4), spec)
+            both(PROGRAMS[name], x, w, in_axes=(0, None), axis_name="i")
+
+
+def test_shardings_in_types_of_examples():
+    with jax.set_mesh(EXPLICIT):
+        x = explicit((4, 4), P("a", "b"))
+        both(lambda x: jnp.sin(x) + 1, x, in_axes=1, out_axes=1)
+        both(lambda x, y: x * y, x, x)
+        both(jnp.sin, x, spmd_axis_name="a")
+
+        def gradient(v):
+            return jax.grad(lambda x: v(lambda x: jnp.tanh(x).sum())(x).sum())
+
+        same(gradient(bx.vmap)(x), gradient(jax.vmap)(x))
+        assert jax.typeof(gradient(bx.vmap)(x)) == jax.typeof(x)
+
+
+def test_shardings_in_types_that_disagree():
+    with jax.set_mesh(EXPLICIT):
+        x, y = explicit((4, 4), P("a", None)), explicit((4, 4), P("b", None))
+        with pytest.raises(AxisError, match=r"args\[1\]: 'b'"):
+            bx.vmap(jnp.add)(x, y)
+        with pytest.raises(AxisError, match="spmd_axis_name"):
+            bx.vmap(jnp.sin, spmd_axis_name="b")(x)

@@ -141,6 +141,33 @@ def find_axis_size(mapped: Sequence[Mapped], axis_size: Any) -> Any:
     )
 
 
+def find_mesh_axis(mapped: Sequence[Mapped], spmd_axis_name: Any) -> Any:
+    """The mesh axis that the types of the arguments say the mapped axis is sharded over.
+
+    Raises:
+      AxisError: the arguments say different things, or not what `spmd_axis_name` says.
+    """
+    entries = {}
+    for m in mapped:
+        spec = getattr(getattr(jax.typeof(m.value), "sharding", None), "spec", ())
+        if m.axis is not None:
+            entries[m.path] = spec[m.axis] if m.axis < len(spec) else None
+    found = set(entries.values())
+    if len(found) > 1:
+        raise AxisError(
+            "the mapped axes must be sharded over one mesh axis, but they are sharded as\n"
+            + "\n".join(f"  {path}: {entry!r}" for path, entry in entries.items())
+            + "\nUse jax.sharding.reshard on the arguments that differ."
+        )
+    mesh_axis = next(iter(found), None)
+    if None not in (mesh_axis, spmd_axis_name) and spmd_axis_name not in (mesh_axis, (mesh_axis,)):
+        raise AxisError(
+            f"spmd_axis_name {spmd_axis_name} was given, but the mapped axes are sharded over "
+            f"{mesh_axis!r} by their types. Leave spmd_axis_name out."
+        )
+    return mesh_axis
+
+
 def check_axis_size(axis_size: Any, required: bool = False) -> None:
     """Refuses an `axis_size` that is no non-negative int."""
     if (axis_size is None and not required) or jax.export.is_symbolic_dim(axis_size):

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import PartitionSpec
 
 AxisPosition = int | None
 """Where the batch axis of a value is: a position, or None for "not batched"."""
@@ -26,11 +27,14 @@ class Axis:
       size: number of lanes.
       name: the name collectives use, or None.
       spmd_name: mesh axis names that sharding annotations inside gain, or None.
+      mesh_axis: mesh axis names that the types of batched values say the axis is
+        sharded over (meshes with axes of type Explicit), or None.
     """
 
     size: int
     name: Hashable | None = None
     spmd_name: tuple[Hashable, ...] | None = None
+    mesh_axis: Hashable | None = None
 
 
 def move_axis(x: Any, source: int, destination: int) -> Any:
@@ -54,7 +58,8 @@ def broadcast_axis(axis: Axis, x: Any, destination: int) -> Any:
     shape = list(jax.numpy.shape(x))
     shape.insert(destination, axis.size)
     kept = [i for i in range(ndim + 1) if i != destination]
-    return lax.broadcast_in_dim(x, shape, kept)
+    sharding = batch_sharding(axis, x, None, destination)
+    return lax.broadcast_in_dim(x, shape, kept, out_sharding=sharding)
 
 
 def expand_axis(x: Any, destination: int) -> Any:
@@ -77,6 +82,20 @@ def axis_to_front(axis: Axis, x: Any, source: AxisPosition) -> Any:
 def shift_dims(dims: Any, position: int) -> tuple[int, ...]:
     """Per-example dimension numbers as they are once an axis sits at `position`."""
     return tuple(int(d + (d >= position)) for d in dims)  # NumPy ints occur
+
+
+def batch_sharding(axis: Axis, x: Any, source: AxisPosition, destination: int) -> Any:
+    """How the type of `x` is sharded once its batch axis is at `destination`.
+
+    None where types do not say how arrays are sharded.
+    """
+    if axis.mesh_axis is None or jax.typeof(x).sharding.mesh.empty:
+        return None
+    sharding = jax.typeof(x).sharding
+    entries = [*sharding.spec, *[None] * (jax.numpy.ndim(x) - len(sharding.spec))]
+    if source is not None:
+        del entries[source]
+    return sharding.update(spec=PartitionSpec(*inserted(entries, destination, axis.mesh_axis)))
 
 
 def sharding_with_axis(sharding: Any, position: int, args: Any, axes: Any) -> Any:

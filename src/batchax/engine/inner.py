@@ -94,7 +94,7 @@ def _batch_inner(
 
 def batched_aval(axis: Axis, aval: Any, position: AxisPosition) -> Any:
     """The type of a value with the batch axis at `position`, from that of one example."""
-    return aval if position is None else unmapped_aval(axis.size, position, aval)
+    return aval if position is None else unmapped_aval(axis.size, position, aval, axis.mesh_axis)
 
 
 def example_aval(axis: Axis, aval: Any, position: AxisPosition) -> Any:
@@ -118,7 +118,8 @@ def stage_function(
     """
     named = [] if axis.name is None else [(axis.name, axis.size)]
     try:
-        return _compat.stage(fun, avals, named, arg_names)
+        with _compat.mesh_axis_taken(axis.mesh_axis):
+            return _compat.stage(fun, avals, named, arg_names)
     except _NEEDS_VALUES as error:
 
         @functools.wraps(fun)

@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition, shift_dims
@@ -104,5 +105,6 @@ def _axis_index(
     axis: Axis, args: Any, positions: Any, /, *, axis_name: Any
 ) -> tuple[Any, AxisPosition]:
     if axis.name in as_names(axis_name):
-        return lax.iota(np.int32, axis.size), 0
+        sharding = None if axis.mesh_axis is None else PartitionSpec(axis.mesh_axis)
+        return lax.broadcasted_iota(np.int32, (axis.size,), 0, out_sharding=sharding), 0
     return lax.axis_index_p.bind(axis_name=axis_name), None

@@ -10,7 +10,14 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
+from batchax.engine.axis import (
+    Axis,
+    AxisPosition,
+    batch_sharding,
+    inserted,
+    match_axis,
+    move_axis,
+)
 from batchax.engine.registry import register_rule
 from batchax.engine.rule_makers import (
     broadcasting,
@@ -66,23 +73,29 @@ def _with_scalars(
 ) -> tuple[Any, Any]:
     """Binds a primitive whose operands have one shape, but for `scalars`, which may be scalars."""
     target = common_position(args, axes)
-    shape = max((example_shape(x, a) for x, a in zip(args, axes, strict=True)), key=len)
-    shape = (*shape[:target], axis.size, *shape[target:])
+    whole, position = max(zip(args, axes, strict=True), key=lambda pair: len(example_shape(*pair)))
+    shape = inserted(example_shape(whole, position), target, axis.size)
+    sharding = batch_sharding(axis, whole, position, target)
     args = [
-        x if i in scalars and a is None and np.ndim(x) == 0 else _filled(x, a, target, shape)
+        x
+        if i in scalars and a is None and np.ndim(x) == 0
+        else _filled(x, a, target, shape, sharding)
         for i, (x, a) in enumerate(zip(args, axes, strict=True))
     ]
     return primitive.bind(*args), target
 
 
-def _filled(x: Any, position: AxisPosition, target: int, shape: tuple[int, ...]) -> Any:
+def _filled(
+    x: Any, position: AxisPosition, target: int, shape: tuple[int, ...], sharding: Any
+) -> Any:
     """`x` repeated to `shape`, whose batch axis is `target`."""
     ndim = len(shape)
     if position is not None and x.ndim == ndim:
         return move_axis(x, position, target)
+    kept = [d for d in range(ndim) if d != target]
     if position is not None or np.ndim(x) == 0:  # a number, for each lane or for all
-        return lax.broadcast_in_dim(x, shape, [target] * np.ndim(x))
-    return lax.broadcast_in_dim(x, shape, [d for d in range(ndim) if d != target])
+        kept = [target] * np.ndim(x)
+    return lax.broadcast_in_dim(x, shape, kept, out_sharding=sharding)
 
 
 @register_rule(lax.bitcast_convert_type_p)
