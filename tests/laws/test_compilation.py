@@ -1,0 +1,147 @@
+"""What jax.jit, ahead-of-time compilation and export make of a batched function."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export, lax
+
+import batchax as bx
+
+from support.oracle import example, same
+
+X = example((3, 4), seed=1)
+W = example((4, 2), seed=2)
+
+
+def layer(x, w):
+    """Calls, a loop, a branch and a custom rule, for one example."""
+    y = jax.nn.relu(x @ w)
+    y, _ = lax.scan(lambda c, _: (jnp.sin(c) + y, None), y, None, length=3)
+    return jax.checkpoint(jnp.tanh)(y), jnp.where(y.sum() > 0, x.max(), 0.0)
+
+
+BATCHED = bx.vmap(layer, (0, None))
+EXPECTED = jax.vmap(layer, (0, None))
+
+
+def test_donation():
+    @functools.partial(jax.jit, donate_argnums=0)
+    @functools.partial(bx.vmap, in_axes=(0, None))
+    def f(x, b):
+        return x * 2 + b
+
+    lowered = f.lower(X, W[:, 0])
+    assert "jax.buffer_donor" in lowered.as_text() or "tf.aliasing_output" in lowered.as_text()
+    x = jnp.array(X)
+    same(f(x, W[:, 0]), X * 2 + W[:, 0])
+    assert x.is_deleted()
+
+
+def test_donation_inside():
+    inner = jax.jit(lambda x: x * 2, donate_argnums=0)
+    x = jnp.array(X)
+    same(bx.vmap(inner)(x), X * 2)
+
+
+def test_lowering_and_compiling_ahead_of_time():
+    lowered = jax.jit(BATCHED).lower(jax.ShapeDtypeStruct((3, 4), jnp.float32), W)
+    compiled = lowered.compile()
+    same(compiled(X, W), EXPECTED(X, W))
+    theirs = jax.jit(EXPECTED).lower(jax.ShapeDtypeStruct((3, 4), jnp.float32), W)
+    ours, theirs = (c.compile().cost_analysis() for c in (lowered, theirs))
+    assert ours["flops"] <= theirs["flops"]
+
+
+def test_static_arguments():
+    @functools.partial(jax.jit, static_argnums=1)
+    def f(x, n):
+        return bx.vmap(lambda row: row[:n])(x)
+
+    same(f(X, 2), X[:, :2])
+    same(bx.vmap(jax.jit(lambda x, n: x[:n], static_argnums=1), (0, None))(X, 2), X[:, :2])
+
+
+def test_shapes_without_values():
+    out = jax.eval_shape(BATCHED, jax.ShapeDtypeStruct((3, 4), jnp.float32), W)
+    expected = jax.eval_shape(EXPECTED, jax.ShapeDtypeStruct((3, 4), jnp.float32), W)
+    assert jax.tree.map(str, out) == jax.tree.map(str, expected)
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_export(differentiated):
+    def f(v):
+        if not differentiated:
+            return v
+        return jax.grad(lambda x, w: sum(t.sum() for t in v(x, w)), (0, 1))
+
+    exported = export.export(jax.jit(f(BATCHED)))(X, W)
+    same(jax.tree.leaves(exported.call(X, W)), jax.tree.leaves(f(EXPECTED)(X, W)))
+
+
+def test_export_with_derivatives():
+    exported = export.export(jax.jit(BATCHED))(X, W)
+
+    def total(f):
+        return jax.grad(lambda x, w: sum(jnp.sin(t).sum() for t in f(x, w)), (0, 1))
+
+    same(total(exported.call)(X, W), total(EXPECTED)(X, W))
+
+
+@pytest.mark.parametrize("given", ["argument", "axis_size"])
+def test_export_for_any_batch_size(given):
+    (n,) = export.symbolic_shape("n")
+    if given == "argument":
+        f = BATCHED
+    else:
+
+        def f(x, w):
+            return bx.vmap(layer, (0, None), axis_size=x.shape[0])(x, w)
+
+    exported = export.export(jax.jit(f))(jax.ShapeDtypeStruct((n, 4), jnp.float32), W)
+    assert exported.in_avals[0].shape == (n, 4)
+    for size in (1, 3, 5):
+        x = example((size, 4), seed=size)
+        same(exported.call(x, W), EXPECTED(x, W))
+
+
+def test_export_of_a_collective_for_any_batch_size():
+    def f(x):
+        return x - lax.psum(x, "i") + lax.axis_index("i")
+
+    (n,) = export.symbolic_shape("n")
+    exported = export.export(jax.jit(bx.vmap(f, axis_name="i")))(
+        jax.ShapeDtypeStruct((n, 4), jnp.float32)
+    )
+    same(exported.call(X), jax.vmap(f, axis_name="i")(X))
+
+
+def test_a_function_batched_again_after_jit_is_compiled_once():
+    traced = []
+
+    @jax.jit
+    def inner(x):
+        traced.append(x)
+        return jnp.sin(x) * 2
+
+    f = bx.vmap(inner)
+    for _ in range(3):
+        same(f(X), jnp.sin(X) * 2)
+    assert len(traced) == 1
+
+
+def test_names_reach_the_compiled_program():
+    def scaled(x):
+        with jax.named_scope("marked"):
+            return jnp.sin(x) * 2
+
+    text = jax.jit(bx.vmap(scaled)).lower(X).as_text(debug_info=True)
+    assert "marked" in text
+    assert "vmap(" in text
+
+
+def test_numpy_and_scalars():
+    same(BATCHED(np.asarray(X), np.asarray(W)), EXPECTED(X, W))
+    same(jax.jit(bx.vmap(lambda x, s: x * s, (0, None)))(X, 2.0), X * 2.0)
