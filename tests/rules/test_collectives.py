@@ -158,6 +158,35 @@ def test_over_two_axes(name, names):
     same(on_devices(ours, x, ("i",), (2,)), expected)
 
 
+SOME = (
+    "psum",
+    "pmax",
+    "all_gather tiled",
+    "psum_scatter tiled",
+    "all_to_all tiled 0 1",
+    "ppermute",
+)
+
+
+@pytest.mark.parametrize("names", [("i", "j"), ("j", "i"), ("i",), ("j",)], ids="".join)
+@pytest.mark.parametrize("name", SOME)
+def test_around_shard_map(name, names):
+    """Ours and a mesh axis, where ours is outside."""
+    if name == "ppermute" and len(names) == 1:
+        return  # that permutation is of four lanes
+    fun, x = COLLECTIVES[name], example((2, 2, 4, 8))
+    one = lambda x: fun(x, names)
+    swap = lambda x: x if names[0] == "i" else jnp.swapaxes(x, 0, 1)
+    order = names if len(names) == 2 else (*names, "i" if names == ("j",) else "j")
+    expected = swap(on_devices(one, swap(x), order, (2, 2)))
+    mesh = jax.make_mesh((2,), ("j",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("j")
+    mapped = jax.shard_map(
+        lambda x: one(x[0])[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    same(jax.jit(bx.vmap(mapped, axis_name="i"))(x), expected)
+
+
 @pytest.mark.parametrize("name", WITH_GROUPS)
 def test_groups_over_two_axes(name):
     x = example((2, 2, 4, 8))
@@ -332,6 +361,26 @@ def test_inside_control_flow():
         return y, z, w
 
     same(bx.vmap(fun, axis_name="i")(x), jax.vmap(fun, axis_name="i")(x))
+
+
+def test_inside_rules_of_derivatives_and_checkpoints():
+    """Where the name is used only when a derivative is taken, after the batching."""
+    doubled = jax.custom_vjp(lambda x: 2 * x)
+    doubled.defvjp(lambda x: (2 * x, None), lambda _, g: (lax.psum(g, "i"),))
+    tripled = jax.custom_jvp(lambda x: 3 * x)
+    tripled.defjvp(lambda x, t: (3 * x[0], lax.pmean(t[0], "i")))
+    again = jax.checkpoint(lambda x: jnp.sin(lax.psum(jnp.sin(x), "i")))
+    x = example((LANES,))
+    for fun in (doubled, tripled, again):
+        grads = [
+            [
+                jax.grad(lambda x: (v(fun, axis_name="i")(x) * x).sum())(x)
+                for v in (bx.vmap, jax.vmap)
+            ],
+            [v(jax.grad(fun), axis_name="i")(x) for v in (bx.vmap, jax.vmap)],
+        ]
+        for ours, theirs in grads:
+            same(ours, theirs)
 
 
 def test_operations():
