@@ -335,7 +335,35 @@ def doubling(x):
     return lax.while_loop(keep_going, double, x)
 
 
-@pytest.mark.parametrize("f", [scanning, doubling])
+def halve_twice(c):
+    return lax.while_loop(is_even, halve, c) - 1
+
+
+def is_even(c):
+    return c % 2 == 0
+
+
+def halve(c):
+    return c // 2
+
+
+def is_positive(c):
+    return c > 0
+
+
+def loop_in_loop(x):
+    return lax.while_loop(is_positive, halve_twice, x)
+
+
+def keep(x):
+    return x
+
+
+def loop_in_branch(x):
+    return lax.cond(x > 1, loop_in_loop, keep, x)
+
+
+@pytest.mark.parametrize("f", [scanning, doubling, loop_in_loop, loop_in_branch])
 def test_eager_calls_compile_once(f, caplog):
     x = example((4, 3)) if f is scanning else jnp.arange(5)
     bx.vmap(f)(x)

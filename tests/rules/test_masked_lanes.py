@@ -94,6 +94,47 @@ def test_shared_weight_stays_one_matrix():
     check_compiled(f, x, w, in_axes=(0, None))
 
 
+# Functions whose derivative is the same everywhere: they need no protection.
+LINEAR = [
+    lambda x, w: x + w - 2 * x,
+    lambda x, w: (x * 3.0 + w / 4.0).sum(),
+    lambda x, w: jnp.maximum(x, w) - jnp.minimum(w, x),
+    lambda x, w: lax.clamp(-1.0, x, 1.0) + jnp.clip(w, 0.0),
+    lambda x, w: jnp.concatenate([x[::-1], w[1:], jnp.pad(x, 1)]),
+    lambda x, w: jnp.cumsum(x) + w[jnp.array([2, 0, 0])],
+    lambda x, w: w.at[jnp.array([1, 1])].add(x[:2]),
+    lambda x, w: lax.dynamic_update_slice(w, lax.dynamic_slice(x, (1,), (2,)), (0,)),
+    lambda x, w: jnp.where(x > 0, x, w) + jnp.where(w > x, 1.0, 2.0),
+    lambda x, w: lax.complex(x, w).conj().real + lax.complex(w, x).imag,
+    lambda x, w: lax.reduce_precision(x, 8, 7) + w.astype(jnp.bfloat16).astype(jnp.float32),
+    lambda x, w: jax.jit(lambda x: jnp.stack([x, w]).reshape(3, 2).T)(x),
+]
+
+
+def test_linear_branches_are_safe_as_they_are():
+    x = jnp.array([[1.0, -2.0, 0.5], [jnp.nan] * 3, [jnp.inf] * 3, [-jnp.inf, 0.0, jnp.nan]])
+    p = jnp.array([True, False, False, False])
+
+    def total(f):
+        return lambda x, w: jnp.nansum(
+            bx.vmap(lambda p, x, w: lax.cond(p, f, lambda x, w: 0 * f(w, w), x, w), (0, 0, None))(
+                p, x, w
+            )
+        )
+
+    w = jnp.array([0.25, -1.0, 3.0])
+    programs = jax.make_jaxpr(lambda x, w: [total(f)(x, w) for f in LINEAR])(x, w)
+    assert "safe_lanes" not in str(programs)
+
+    def gradients(x, w):
+        return [jax.grad(total(f), (0, 1))(x, w) for f in LINEAR]
+
+    def of_taken(x, w):
+        return [jax.grad(lambda x, w: f(x[0], w).sum(), (0, 1))(x, w) for f in LINEAR]
+
+    same(jax.jit(gradients)(x, w), jax.jit(of_taken)(x, w))
+
+
 def test_eager_run_makes_no_nan():
     f = lambda x: lax.cond(x > 0, jnp.log, lambda x: x, x)
     with jax.debug_nans(True):

@@ -24,7 +24,7 @@ _LINEAR = frozenset(
     add add_any broadcast_in_dim clamp complex concatenate conj convert_element_type copy copy_p
     cumsum dynamic_slice dynamic_update_slice expand_dims gather imag max min neg pad real
     reduce_precision reduce_sum reshape rev safe_lanes scatter-add select_n slice split squeeze
-    sub transpose
+    stack sub tile transpose unstack
     """.split()
 )
 
