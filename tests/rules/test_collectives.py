@@ -83,7 +83,7 @@ def test_rules_are_ours():
     names = """
         psum psum_invariant unreduced_psum pmax pmin all_gather all_gather_invariant
         all_gather_reduced reduce_scatter unreduced_reduce_scatter all_to_all ppermute pbroadcast
-        axis_index pvary preduced reduced_vary_cast vary_unreduced_cast psend precv
+        axis_index ragged_all_to_all pvary preduced reduced_vary_cast vary_unreduced_cast psend precv
     """
     for primitive in map(_compat.find_primitive, names.split()):
         assert primitive is None or find_rule(primitive) is not None, primitive
@@ -349,6 +349,44 @@ def test_pbroadcast(source):
         s = jnp.asarray(source, jnp.int32)
         same(bx.vmap(f, (0, None), None, axis_name="i")(x, s), x[source])
         same(bx.vmap(f, axis_name="i")(x, jnp.full(LANES, s)), jnp.stack([x[source]] * LANES))
+
+
+def ragged_exchange(lanes=3, parts=1, seed=0):
+    """Random parts of rows for each pair of lanes, where they go, and what must come out."""
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(lanes, 6, 2)).astype(np.float32)
+    out = rng.normal(size=(lanes, 20, 2)).astype(np.float32)
+    sizes = rng.integers(0, 3, (lanes, lanes * parts)).astype(np.int32)
+    starts = rng.integers(0, 4, sizes.shape).astype(np.int32)
+    targets, received, expected = np.zeros_like(sizes), np.zeros_like(sizes), out.copy()
+    for receiver in range(lanes):
+        at = 0
+        for sender in range(lanes):
+            for part in range(parts):
+                sent = receiver * parts + part
+                start, size = starts[sender, sent], sizes[sender, sent]
+                targets[sender, sent] = at
+                received[receiver, sender * parts + part] = size
+                expected[receiver, at : at + size] = rows[sender, start : start + size]
+                at += size
+    return (rows, out, starts, sizes, targets, received), expected
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_ragged_all_to_all(parts):
+    args, expected = ragged_exchange(parts=parts)
+    fun = lambda *args: lax.ragged_all_to_all(*args, axis_name="i")
+    same(bx.vmap(fun, axis_name="i")(*args), expected)
+    swapped = [np.swapaxes(x, 0, 1) for x in args]
+    same(jax.jit(bx.vmap(fun, 1, 1, axis_name="i"))(*swapped), np.swapaxes(expected, 0, 1))
+    shared = (args[0][0], args[1][0], *args[2:])  # the same rows in each lane
+    repeated = [np.stack([x] * 3) for x in shared[:2]]
+    got = bx.vmap(fun, (None, None, 0, 0, 0, 0), axis_name="i")(*shared)
+    same(got, bx.vmap(fun, axis_name="i")(*repeated, *shared[2:]))
+    inner = bx.vmap(bx.vmap(fun), 1, axis_name="i")  # over an outer axis, of two lanes each
+    other, other_expected = ragged_exchange(parts=parts, seed=1)
+    both = [np.stack(pair) for pair in zip(args, other, strict=True)]
+    same(inner(*both), np.stack([expected, other_expected], 1))
 
 
 def test_inside_control_flow():

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition, broadcast_axis, move_axis
+from batchax.engine.axis import Axis, AxisPosition, axis_to_front, broadcast_axis, move_axis
 from batchax.engine.fallback import one_after_another
 from batchax.engine.named_axes import as_names
 from batchax.engine.registry import register_rule
@@ -242,6 +242,50 @@ def _from_dynamic_source(
     if source_position is None:
         return lax.dynamic_index_in_dim(x, source, position, keepdims=False), None
     return jnp.take(x, source, axis=position, mode="clip"), position
+
+
+@register_rule(lax.ragged_all_to_all_p)
+def _ragged_all_to_all(axis: Axis, args: Any, positions: Any, /, **params: Any) -> tuple[Any, Any]:
+    names, groups = as_names(params["axis_name"]), params["axis_index_groups"]
+    args = [axis_to_front(axis, x, a) for x, a in zip(args, positions, strict=True)]
+    operand, output, *places = args
+    if axis.name not in names:
+        # The lanes of each device as one: rows one lane after another, and for each
+        # receiver the parts that the lanes send to it.
+        lanes = lax.iota(places[0].dtype, axis.size)[:, None]
+        places[0] += lanes * operand.shape[1]
+        places[2] += (lanes * output.shape[1]).astype(places[2].dtype)
+        places = [_folded(x.T, 0, 2) for x in places]
+        out = lax.ragged_all_to_all_p.bind(
+            _folded(operand, 0, 2), _folded(output, 0, 2), *places, **params
+        )
+        return lax.reshape(out, output.shape), 0
+    if len(names) > 1 or groups is not None:
+        raise UnsupportedError(
+            f"ragged_all_to_all over axis {axis.name!r} together with other axes, or in groups: "
+            "exchange over one whole axis at a time."
+        )
+    return _take_ragged(operand, output, *places[:3]), 0
+
+
+def _take_ragged(operand: Any, output: Any, starts: Any, sizes: Any, targets: Any) -> Any:
+    """Each row of `output` replaced by the row that some lane sends to it, if one does.
+
+    `starts`, `sizes` and `targets` have, for each sender, the parts it sends, those
+    to the first receiver first.
+    """
+    lanes, rows = operand.shape[:2]
+    if lanes * rows == 0:
+        return output
+    by_receiver = lambda x: jnp.swapaxes(x.reshape(lanes, lanes, -1, 1), 0, 1)  # noqa: E731
+    starts, sizes, targets = map(by_receiver, (starts, sizes, targets))
+    within = lax.iota(targets.dtype, output.shape[1]) - targets
+    senders = lax.iota(targets.dtype, lanes)[:, None, None]
+    sent = (within >= 0) & (within < sizes)
+    source = jnp.where(sent, senders * rows + starts + within, -1).max((1, 2))
+    found = _folded(operand, 0, 2)[jnp.maximum(source, 0)]
+    received = lax.broadcast_in_dim(source >= 0, output.shape, (0, 1))
+    return lax.select(received, found, output)
 
 
 def _one_sided(name: str) -> None:
