@@ -83,7 +83,8 @@ def test_rules_are_ours():
     names = """
         psum psum_invariant unreduced_psum pmax pmin all_gather all_gather_invariant
         all_gather_reduced reduce_scatter unreduced_reduce_scatter all_to_all ppermute pbroadcast
-        axis_index ragged_all_to_all pvary preduced reduced_vary_cast vary_unreduced_cast psend precv
+        axis_index ragged_all_to_all pvary preduced reduced_vary_cast vary_unreduced_cast psend
+        precv
     """
     for primitive in map(_compat.find_primitive, names.split()):
         assert primitive is None or find_rule(primitive) is not None, primitive

@@ -277,7 +277,7 @@ def _take_ragged(operand: Any, output: Any, starts: Any, sizes: Any, targets: An
     lanes, rows = operand.shape[:2]
     if lanes * rows == 0:
         return output
-    by_receiver = lambda x: jnp.swapaxes(x.reshape(lanes, lanes, -1, 1), 0, 1)  # noqa: E731
+    by_receiver = lambda x: jnp.swapaxes(x.reshape(lanes, lanes, -1, 1), 0, 1)
     starts, sizes, targets = map(by_receiver, (starts, sizes, targets))
     within = lax.iota(targets.dtype, output.shape[1]) - targets
     senders = lax.iota(targets.dtype, lanes)[:, None, None]
