@@ -33,8 +33,9 @@ def names(fun, *args):
 
 
 def test_rules_are_ours():
-    ours = """call_hi_primitive closed_call composite compute_on custom_lin custom_vmap_call
-        eval_jaxpr jit linear_call program_order remat2 remat_opt xla_metadata_call""".split()
+    ours = """call_hi_primitive call_hi_primitive_linearized closed_call composite compute_on
+        custom_lin custom_vmap_call eval_jaxpr jit linear_call program_order remat2 remat_opt
+        xla_metadata_call""".split()
     for name in ours:
         primitive = _compat.find_primitive(name)
         assert primitive is None or find_rule(primitive) is not None, name
@@ -156,9 +157,7 @@ def test_checkpoint_policies_decide_what_is_computed_again(kept):
         # What is not needed is dropped first: what remains is computed twice or kept.
         return jax.jit(fun).lower(X).as_text().count("stablehlo.sine")
 
-    outside = [
-        sines(jax.value_and_grad(lambda x, v=v: v(f)(x).sum())) for v in (bx.vmap, jax.vmap)
-    ]
+    outside = [sines(jax.value_and_grad(lambda x, v=v: v(f)(x).sum())) for v in (bx.vmap, jax.vmap)]
     inside = [sines(v(jax.value_and_grad(f))) for v in (bx.vmap, jax.vmap)]
     assert outside == inside == [1 if kept else 2] * 2
     same(bx.vmap(jax.grad(f))(X), jax.vmap(jax.grad(f))(X))
@@ -369,3 +368,27 @@ def test_program_order():
 
     check(jax.jit(f), X, jit=False)
     assert "program_order" in names(bx.vmap(f), X)
+
+
+def test_programs_over_references():
+    from jax.experimental.pallas import run_state
+
+    def f(x, w):
+        def body(refs):
+            a, b = refs
+            a[0] = a[0] * 2 + b[...].sum()
+
+        return run_state(body)((x, w))
+
+    (eqn,) = jax.make_jaxpr(f)(W, W).eqns
+    assert find_rule(eqn.primitive) is not None
+    out_axes = (0, None)
+    got = bx.vmap(f, (0, None), out_axes)(X, W)
+    same(got, loop(f, (X, W), (0, None), out_axes))
+    same(jax.jit(bx.vmap(f))(X, X), loop(f, (X, X), (0, 0)))
+    same(bx.vmap(lambda x: f(W, x))(X), loop(lambda x: f(W, x), (X,), (0,)))
+
+    def forward(g):
+        return jax.jvp(lambda x, w: g(x, w)[0], (X, W), (X + 1, W + 1))
+
+    same(forward(bx.vmap(f, (0, None))), forward(lambda x, w: loop(f, (x, w), (0, None))))

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition, move_axis
-from batchax.engine.inner import ANYWHERE, batch_inner
+from batchax.engine.inner import ANYWHERE, batch_function, batch_inner
 from batchax.engine.interpreter import interpret
 from batchax.engine.registry import register_rule
 from batchax.engine.replay import program_behind, resolve
@@ -79,6 +80,18 @@ def _composite(axis: Axis, args: Any, axes: Any, /, **params: Any) -> Batched:
     # the body.
     body = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
     return interpret(axis, body.jaxpr, body.consts, args, axes)
+
+
+@register_rule("run_state")
+def _run_state(axis: Axis, args: Any, axes: Any, /, *, jaxpr: Any, **params: Any) -> Batched:
+    # A loop over references that it makes itself: they are made here, and the engine
+    # settles which of them need a part for each lane.
+    def one_example(*xs: Any) -> list[Any]:
+        refs = [x if _compat.is_reference(x) else jax.new_ref(x) for x in xs]
+        eval_jaxpr(jaxpr, (), *refs)
+        return [r if r is x else jax.freeze(r) for r, x in zip(refs, xs, strict=True)]
+
+    return batch_function(axis, one_example, args, axes)
 
 
 @register_rule("custom_vmap_call")

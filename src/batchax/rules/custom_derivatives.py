@@ -301,6 +301,7 @@ def _is_zero(x: Any) -> bool:
 
 
 @register_rule("custom_lin")
+@register_rule("call_hi_primitive_linearized")
 def _custom_lin(axis: Axis, args: Any, axes: Any, /, **params: Any) -> Any:
     raise ArgumentTypeError(
         "a function with a custom_vjp rule has no forward-mode derivative: its rule gives "
