@@ -170,15 +170,17 @@ def find_mesh_axis(mapped: Sequence[Mapped], spmd_axis_name: Any) -> Any:
 
 def check_axis_size(axis_size: Any, required: bool = False) -> None:
     """Refuses an `axis_size` that is no non-negative int."""
-    if (axis_size is None and not required) or jax.export.is_symbolic_dim(axis_size):
-        return
+    if not (_is_size(axis_size) or (axis_size is None and not required)):
+        raise ArgumentTypeError(f"axis_size must be a non-negative int, got {_show(axis_size)}.")
+
+
+def _is_size(x: Any) -> bool:
+    if jax.export.is_symbolic_dim(x):
+        return True
     try:
-        if isinstance(axis_size, bool) or operator.index(axis_size) < 0:
-            raise TypeError
+        return not isinstance(x, bool) and operator.index(x) >= 0
     except TypeError:
-        raise ArgumentTypeError(
-            f"axis_size must be a non-negative int, got {_show(axis_size)}."
-        ) from None
+        return False
 
 
 def check_axis_name(axis_name: Any) -> None:

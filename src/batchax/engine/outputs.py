@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from batchax.engine.arguments import is_position
 from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
@@ -109,7 +110,7 @@ def flatten_outputs(out: Any, out_axes: Any) -> tuple[list[Any], FlatOutputs]:
         start = len(arrays)
         if container is None:
             _check_array(value, leaf.path)
-            if spec is None and not isinstance(value, jax.core.Tracer):
+            if spec is None and not isinstance(value, Tracer):
                 parts.append(lambda _, v=value: v)  # a constant comes back as it is
                 continue
             arrays.append(value)

@@ -16,9 +16,9 @@ from batchax.rules import fft as fft
 from batchax.rules import gather_scatter as gather_scatter
 from batchax.rules import indexing as indexing
 from batchax.rules import linalg as linalg
-from batchax.rules import ragged_contraction as ragged_contraction
 from batchax.rules import loops as loops
 from batchax.rules import masking as masking
+from batchax.rules import ragged_contraction as ragged_contraction
 from batchax.rules import random as random
 from batchax.rules import reduction as reduction
 from batchax.rules import references as references
