@@ -141,6 +141,16 @@ def test_eager_run_makes_no_nan():
         same(bx.vmap(f)(jnp.array([1.0, -1.0, 0.0])), jnp.array([0.0, -1.0, 0.0]))
 
 
+def test_a_harmless_branch_costs_nothing_unless_differentiated():
+    f = lambda x: lax.cond(x > 0, jnp.sin, lambda x: x * x, x)
+    x = jnp.array([1.0, -1.0, jnp.inf, jnp.nan])
+    text = jax.jit(bx.vmap(f)).lower(x).as_text()
+    assert "dynamic_slice" not in text
+    same(bx.vmap(f)(x), jnp.array([jnp.sin(1.0), 1.0, jnp.nan, jnp.nan]))
+    same(bx.vmap(jax.grad(f))(x[:2]), jnp.array([jnp.cos(1.0), -2.0]))
+    same(jax.grad(lambda x: bx.vmap(f)(x)[:2].sum())(x)[:2], jnp.array([jnp.cos(1.0), -2.0]))
+
+
 def test_hessian_and_jacrev_through_a_trap():
     f = lambda x: lax.cond(x[0] > 0, lambda x: jnp.sum(jnp.sqrt(x) * x[0]), lambda x: x[1] ** 2, x)
     x = jnp.array([[0.5, 2.0], [-1.0, 3.0], [0.0, -2.0], [4.0, 0.25]])

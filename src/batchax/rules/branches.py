@@ -76,9 +76,12 @@ def _one_branch(
     written = _compat.written_inputs(jaxpr)
     used = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
     used = {k for k, v in enumerate(jaxpr.invars) if v in used}
-    differentiable = any(
-        isinstance(operands[k], jax.Array) and _is_inexact(operands[k].dtype) for k in used
-    )
+    inexact = [
+        positions[k]
+        for k in used
+        if isinstance(operands[k], jax.Array) and _is_inexact(operands[k].dtype)
+    ]
+    differentiable = bool(inexact)
     protected = not hazard.collective and (hazard.endless or (hazard.nonlinear and differentiable))
     skippable = hazard.costly and not hazard.collective
 
@@ -93,7 +96,11 @@ def _one_branch(
     if hazard.cast:
         mesh_axes = _compat.varying_axes(jax.typeof(live))
         used = {k for k in used if mesh_axes <= _compat.varying_axes(jax.typeof(operands[k]))}
-    outs, out_axes = run_masked(live, run, operands, positions, used if protected else (), written)
+    # Lanes meet in the gradient of an operand they share. Without one, what a masked
+    # lane computes stays in that lane, and does no harm where it is sure to be a number.
+    fill = "donor" if hazard.endless or hazard.partial or None in inexact else "keep"
+    replaced = used if protected else ()
+    outs, out_axes = run_masked(live, run, operands, positions, replaced, written, fill)
     # An operand that a branch hands on as it is need be neither protected nor computed.
     inputs = dict(zip(jaxpr.invars, zip(operands, positions, strict=True), strict=True))
     placed = [

@@ -28,6 +28,16 @@ _LINEAR = frozenset(
     """.split()
 )
 
+# Besides those, operations that make a finite number or infinity of finite numbers:
+# masked lanes can run them as they are without making a NaN.
+_TOTAL = frozenset(
+    """
+    abs argmax argmin asinh atan cbrt ceil cos cosh cummax cummin dot_general eq erf erfc exp
+    exp2 expm1 floor ge gt integer_pow is_finite le logistic lt mul ne reduce_and reduce_max
+    reduce_min reduce_or reduce_prod round sign sin sinh sort square stop_gradient tan tanh
+    """.split()
+)
+
 # Linear where one operand is a number written in the program: which operand may vary.
 _LINEAR_IN = {"mul": (0, 1), "div": (0,)}
 
@@ -46,6 +56,7 @@ class Hazards:
 
     Attributes:
       nonlinear: a derivative depends on values: NaN or inf may reach gradients.
+      partial: an operation without a value for some operands, such as a logarithm.
       endless: a loop that ends on values, or a callback: it must not see operands
         of lanes that do not run it.
       costly: a loop or a callback: worth skipping when no lane runs it.
@@ -57,6 +68,7 @@ class Hazards:
     """
 
     nonlinear: bool
+    partial: bool
     endless: bool
     costly: bool
     collective: bool
@@ -73,6 +85,7 @@ def hazards(jaxpr: Any) -> Hazards:
         names = {eqn.primitive.name for eqn in eqns}
         _known[jaxpr] = Hazards(
             nonlinear=not all(map(_is_linear, eqns)),
+            partial=not all(map(_is_total, eqns)),
             endless="while" in names or not names.isdisjoint(_CALLBACKS),
             costly=not names.isdisjoint(_LOOPS | _CALLBACKS),
             collective=any(map(_is_collective, eqns)),
@@ -107,6 +120,12 @@ def _is_linear(eqn: Any) -> bool:
     if not any(map(_is_inexact, eqn.outvars)):
         return True
     return len(varying) == 1 and varying[0] in _LINEAR_IN.get(name, ())
+
+
+def _is_total(eqn: Any) -> bool:
+    if eqn.primitive.name == "integer_pow":
+        return eqn.params["y"] >= 0
+    return eqn.primitive.name in _TOTAL or _is_linear(eqn)
 
 
 def _is_number(v: Any) -> bool:

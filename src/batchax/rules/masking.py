@@ -11,6 +11,9 @@ The replacement is a primitive of its own, `safe_lanes`, because of its
 derivative: nothing flows into or out of a masked lane. With
 ``jax.lax.stop_gradient`` in its place, which cannot be transposed, a branch inside
 a ``custom_jvp`` rule could not be differentiated in reverse mode.
+
+Where a program can only hurt the gradients of its own lanes, cutting derivatives is
+enough, and values stay as they are: undifferentiated, such a branch costs nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from batchax.errors import UnsupportedError
 safe_lanes_p = _compat.Primitive("safe_lanes")
 
 
-def safe_lanes(live: Any, x: Any, depth: int) -> Any:
+def safe_lanes(live: Any, x: Any, depth: int, fill: str = "donor") -> Any:
     """`x` with its masked lanes replaced by the first live one.
 
     Args:
@@ -43,30 +46,32 @@ def safe_lanes(live: Any, x: Any, depth: int) -> Any:
         same along the others.
       depth: 0 for an operand that all lanes share. Its value stays, and no
         derivative reaches it unless some lane is live.
+      fill: "keep" leaves values as they are, and cuts derivatives only.
 
     Returns:
       An array of the type of `x`. Without a live lane all hold what the very first does.
     """
-    return safe_lanes_p.bind(
-        live, _compat.varying_as(x, jax.typeof(live)), depth=depth, fill="donor"
-    )
+    x = _compat.varying_as(x, jax.typeof(live))
+    return safe_lanes_p.bind(live, x, depth=depth, fill=fill)
 
 
 @functools.partial(jax.jit, static_argnames=("depth", "fill"))
 def _values(live: Any, x: Any, *, depth: int, fill: str) -> Any:
     """What `safe_lanes_p` computes; masked lanes get the `fill` "donor" or "zero"."""
-    if (fill == "donor" and depth == 0) or any(isinstance(n, int) and n == 0 for n in live.shape):
+    no_lanes = any(isinstance(n, int) and n == 0 for n in live.shape)
+    if fill == "keep" or (fill == "donor" and depth == 0) or no_lanes:
         return x
     if depth < live.ndim:
         live = lax.reduce_or(live, tuple(range(depth, live.ndim)))
     if fill == "zero":
         other = lax.full_like(x, 0)
     else:
-        lanes = live.shape
-        first = lax.argmax(lax.reshape(live, (math.prod(lanes),)), 0, np.int32)
-        start = [*jnp.unravel_index(first, lanes), *[0] * (x.ndim - depth)]
-        donor = lax.dynamic_slice(x, start, [1] * depth + list(x.shape[depth:]))
-        other = spread(lax.squeeze(donor, range(depth)), depth, x)
+        # All lanes in one row: an index into it is cheaper than one into each axis.
+        lanes = math.prod(live.shape)
+        first = lax.argmax(lax.reshape(live, (lanes,)), 0, np.int32)
+        row = x if depth == 1 else lax.reshape(x, (lanes, *x.shape[depth:]))
+        donor = lax.dynamic_index_in_dim(row, first, 0, False, allow_negative_indices=False)
+        other = spread(donor, depth, x)
     return lax.select(spread(live, 0, x) if depth else live, x, other)
 
 
@@ -124,6 +129,7 @@ def run_masked(
     positions: Sequence[AxisPosition],
     replaced: Collection[int],
     written: Collection[int],
+    fill: str = "donor",
 ) -> tuple[list[Any], list[AxisPosition]]:
     """Runs a program for all lanes so that masked lanes do no harm.
 
@@ -135,6 +141,7 @@ def run_masked(
       replaced: which operands masked lanes must not see as they are.
       written: which operands are references the program writes to: masked lanes
         of those are restored.
+      fill: as for `safe_lanes`.
 
     Raises:
       UnsupportedError: the program writes to a reference that all lanes share.
@@ -155,9 +162,11 @@ def run_masked(
                 safe = safe_lanes(live, move_axis(x[...], position, 0), 1)
                 x[...] = move_axis(safe, 0, position)
         elif i in replaced and position is not None:
-            operands[i], positions[i] = safe_lanes(live, move_axis(x, position, 0), 1), 0
+            if fill == "donor" or _is_inexact(x):
+                operands[i] = safe_lanes(live, move_axis(x, position, 0), 1, fill)
+                positions[i] = 0
         elif i in replaced and isinstance(x, jax.Array) and _is_inexact(x):
-            operands[i] = safe_lanes(live, x, 0)
+            operands[i] = safe_lanes(live, x, 0, fill)
     results = run(operands, positions)
     for reference, position, before in saved:
         reference[...] = select_lanes(live, position, reference[...], before)
