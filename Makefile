@@ -6,7 +6,6 @@
 #   make test-all   the same, and the suite on Python 3.12 with JAX 0.12
 #   make lint       lint and types alone
 #   make docs       the generated pages in docs/
-#   make bench      bx.vmap against jax.vmap: a table and a plot in docs/
 #   make bench      bx.vmap against jax.vmap: a table and a plot in docs/ (minutes)
 
 JOBS ?= 2
@@ -37,9 +36,6 @@ lint: .venv/ready
 
 docs: .venv/ready
 	.venv/bin/python docs/generate_primitives.py
-
-bench: .venv/ready
-	.venv/bin/python -m benchmarks
 
 bench: .venv/ready
 	.venv/bin/python -m benchmarks
