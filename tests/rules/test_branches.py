@@ -68,7 +68,7 @@ def test_output_positions(out_axes):
     check(f, P[0], example((3, 4, 3)), in_axes=(None, 1), out_axes=out_axes, derivatives=False)
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(
     st.lists(st.integers(-2, 5), min_size=4, max_size=4),
     st.sampled_from([(0, 0, 0), (0, None, 0), (0, 0, None), (0, None, None)]),
@@ -99,7 +99,7 @@ def test_one_branch_and_none_of_the_lanes():
 
 def test_types_are_kept():
     f = lambda p, x: lax.cond(p, lambda: (1.0, x, 2, True), lambda: (0.0, x + 1, 3, False))
-    for dtype in ("float16", "bfloat16", "int8", "uint32", "complex64", "bool"):
+    for dtype in ("bfloat16", "int8", "complex64", "bool"):
         x = example((4,), dtype)
         if dtype == "bool":
             f = lambda p, x: lax.cond(p, lambda: (x, 1.0), lambda: (~x, 2.0))
