@@ -572,3 +572,15 @@ def test_nothing_more_is_computed_than_under_jax():
         return text.count(" = ")
 
     assert count(bx.vmap) <= count(jax.vmap)
+
+
+def test_rules_that_wait_hold_no_values():
+    f, g = scaled_sine(), scaled_product()
+
+    def total(x, w):
+        return (bx.vmap(f, (0, None))(x, w) + bx.vmap(g, (0, None, None))(x, w, w)[0]).sum()
+
+    with jax.checking_leaks():
+        for grad in (jax.jit(jax.grad(total, (0, 1))), jax.grad(jax.jit(total), (0, 1))):
+            grad(X, W)
+        bx.vmap(jax.jit(jax.grad(total, (0, 1))), (0, None))(X[None], W)

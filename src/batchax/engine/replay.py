@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import Literal
 
 from batchax import _compat
@@ -98,7 +98,6 @@ def _slice(jaxpr: Any, needed: Sequence[Any]) -> list[Any]:
     return eqns[::-1]
 
 
-_LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType, jax.Array)
 _MOST_OBJECTS = 10_000  # a rule bound to something larger is taken to hold a tracer
 
 
@@ -109,33 +108,42 @@ def _holds_tracer(unseen: list[Any]) -> bool:
         x = unseen.pop()
         if isinstance(x, Tracer):
             return True
-        if isinstance(x, _LEAVES) or id(x) in seen:
+        if type(x) in _LEAVES or id(x) in seen:
             continue
         seen.add(id(x))
         if len(seen) > _MOST_OBJECTS:
             return True
-        unseen += _parts(x)
+        find_parts = _PARTS.get(type(x)) or _parts_of_object
+        unseen.extend(find_parts(x))
     return False
 
 
-def _parts(x: Any) -> list[Any]:
-    if isinstance(x, types.FunctionType):
-        cells = [c.cell_contents for c in x.__closure__ or () if _is_filled(c)]
-        return [*cells, *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
-    if isinstance(x, types.MethodType):
-        return [x.__self__, x.__func__]
-    if isinstance(x, functools.partial):
-        return [x.func, *x.args, *x.keywords.values()]
+def _parts_of_function(f: types.FunctionType) -> Iterator[Any]:
+    for cell in f.__closure__ or ():
+        with suppress(ValueError):  # one that is not filled yet
+            yield cell.cell_contents
+    yield from f.__defaults__ or ()
+    yield from (f.__kwdefaults__ or {}).values()
+
+
+def _parts_of_object(x: Any) -> Iterable[Any]:
+    if isinstance(x, (tuple, list)):
+        return x
     if isinstance(x, dict):
-        return list(x.values())
-    if isinstance(x, (list, tuple, set, frozenset)):
-        return list(x)
-    return [*getattr(x, "__dict__", {}).values(), *_compat.wrapped_parts(x)]
+        return x.values()
+    if isinstance(x, (type, types.ModuleType, jax.Array)):
+        return ()
+    return (*getattr(x, "__dict__", {}).values(), *_compat.wrapped_parts(x))
 
 
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
+_LEAVES = frozenset({str, bytes, bool, int, float, complex, type(None), object, ShapedArray})
+_PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
+    types.FunctionType: _parts_of_function,
+    types.MethodType: lambda m: (m.__self__, m.__func__),
+    functools.partial: lambda p: (p.func, *p.args, *p.keywords.values()),
+    dict: dict.values,
+    list: iter,
+    tuple: iter,
+    set: iter,
+    frozenset: iter,
+}

@@ -82,6 +82,7 @@ def _custom_jvp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
     bound = _custom_jvp_p.get_bind_params(params)
     fun, jvp = bound.pop("subfuns")
     skip, n_out = params["num_consts"], len(body.out_avals)
+    types = [jax.typeof(x) for x in args[skip:]]  # rules that live on must not hold values
     outputs = _Outputs(axis)
     program = program_behind(trace_rule)
 
@@ -109,15 +110,14 @@ def _custom_jvp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
         if not any(inexact):
             return [None] * n_out
         found: list[AxisPosition] = []
-        avals = [jax.typeof(x) for x in args[skip:]]
 
         def run(*xs: Any) -> list[Any]:
-            zeros = [False] * len(avals)
-            _, out_axes, _, tangent_axes = differentiate(zeros, xs[: len(avals)], xs[len(avals) :])
+            n = len(types)
+            _, out_axes, _, tangent_axes = differentiate([False] * n, xs[:n], xs[n:])
             found[:] = _union(out_axes, tangent_axes)
             return []
 
-        _compat.stage(run, [*avals, *(a.to_tangent_aval() for a in avals)])
+        _compat.stage(run, [*types, *(a.to_tangent_aval() for a in types)])
         return found
 
     def call(*xs: Any) -> list[Any]:
@@ -153,6 +153,7 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
     bound = _custom_vjp_p.get_bind_params(params)
     fun, fwd, bwd = bound.pop("subfuns")
     n_out = len(body.out_avals)
+    types = [jax.typeof(x) for x in args]
     outputs = _Outputs(axis)
     program = program_behind(trace_forward, params["bwd"])
     reverse = _Reverse(axis, bwd, program, axes)
@@ -178,18 +179,17 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
         found: list[AxisPosition] = []
 
         def run(*xs: Any) -> list[Any]:
-            outs, out_axes = run_forward([True] * len(xs), xs)
+            outs, out_axes = run_forward([True] * (len(xs) - skip), xs[skip:])
             n = len(outs) - n_out
             pruned = iter(outs[:n])
-            given = [*args[:skip], *xs]
-            residuals = [next(pruned) if f is None else given[f] for f in out_trees()[2]]
+            residuals = [next(pruned) if f is None else xs[f] for f in out_trees()[2]]
             need = reverse.axes_needed(
                 residuals, residual_axes(out_axes[:n]), outs[n:], out_axes[n:]
             )
             found[:] = _union(out_axes[n:], need)
             return []
 
-        _compat.stage(run, [jax.typeof(x) for x in args[skip:]])
+        _compat.stage(run, types)
         return found
 
     def forward(*xs: Any) -> list[Any]:
