@@ -14,6 +14,11 @@ import jax
 import jax.extend.core as jex_core
 import jax.extend.core.primitives as jex_primitives
 
+# The user's line and the profiler's names live in the source info of each
+# equation. Re-emitting an equation under it has no public spelling other than
+# ``jax.core.eval_jaxpr`` of a whole jaxpr, which cannot batch.
+from jax._src import source_info_util
+
 # ``jax.make_jaxpr`` is the only public way to stage with a named axis in scope; it
 # wraps its argument in a new ``jit`` at each call, which costs more than staging a
 # small function does. This is the one piece of it that cannot be had otherwise.
@@ -22,11 +27,6 @@ from jax._src.core import add_explicit_mesh_axis_names, extend_axis_env_nd
 
 # What a third party's batching rule did is known only to the tracer it returned.
 from jax._src.interpreters.batching import BatchTracer
-
-# The user's line and the profiler's names live in the source info of each
-# equation. Re-emitting an equation under it has no public spelling other than
-# ``jax.core.eval_jaxpr`` of a whole jaxpr, which cannot batch.
-from jax._src import source_info_util
 
 # Exported nowhere, and absent from every table, as it has no operands to batch.
 from jax._src.lax.control_flow.conditionals import platform_index_p
@@ -198,7 +198,7 @@ def jax_has_rule(primitive: Primitive) -> bool:
 def primitives_by_name() -> dict[str, Primitive]:
     """The primitives in the tables that JAX exports, by the names JAX gives them."""
     found: dict[str, Primitive] = {}
-    for module in (jex_primitives, jax.lax):
+    for module in (jex_primitives, jax.lax, jax.lax.linalg):
         for value in vars(module).values():
             if isinstance(value, Primitive):
                 found[value.name] = value

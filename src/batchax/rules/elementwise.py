@@ -31,7 +31,7 @@ UNARY = """
     convert_element_type copy cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor
     from_edtype imag integer_pow is_finite lgamma log log1p log2 logistic name neg not
     one_minus_square population_count real reduce_precision round rsqrt sign sin sinh sqrt
-    square stop_gradient tan tanh to_edtype
+    square stop_gradient tan tanh
 """.split()
 
 NARY = """

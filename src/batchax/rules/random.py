@@ -15,7 +15,7 @@ import jax
 from jax import lax
 
 from batchax import _compat
-from batchax.engine.axis import Axis, axis_to_front
+from batchax.engine.axis import Axis, axis_to_front, move_axis
 from batchax.engine.fallback import one_after_another
 from batchax.engine.registry import Rule, find_rule, register_rule
 from batchax.engine.rule_makers import broadcasting, leading_rule, vectorized
@@ -66,11 +66,18 @@ for _primitive in (lax.rng_bit_generator_p, lax.rng_uniform_p):
 
 _wrap_p: Any = _compat.find_primitive("random_wrap")
 _gamma_p: Any = _compat.find_primitive("random_gamma")
+_to_edtype_p: Any = _compat.find_primitive("to_edtype")
 
 
 @register_rule(_wrap_p)
 def _wrap(axis: Axis, args: Any, axes: Any, /, *, impl: Any) -> tuple[Any, Any]:
     return leading_rule(_wrap_p, (len(impl.key_shape),), axis, args, axes, impl=impl)
+
+
+@register_rule("to_edtype")
+def _to_edtype(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+    # The last dimensions become one element: the batch axis must not be among them.
+    return _to_edtype_p.bind(move_axis(args[0], axes[0], 0), **params), 0
 
 
 @register_rule(_gamma_p)
