@@ -9,7 +9,8 @@
 #   make bench      bx.vmap against jax.vmap: a table and a plot in docs/ (minutes)
 
 JOBS ?= 2
-PYTEST = -m pytest -q -n $(JOBS)
+# A file stays on one worker: what it compiled once it need not compile again.
+PYTEST = -m pytest -q -n $(JOBS) --dist loadfile
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 

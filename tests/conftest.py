@@ -8,6 +8,7 @@ os.environ["XLA_FLAGS"] = (
 )
 
 import jax
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -19,3 +20,10 @@ settings.register_profile(
 )
 settings.load_profile("batchax")
 jax.config.update("jax_platforms", "cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_programs_go_with_their_file():
+    """Thousands of small compiled programs would fill the memory of a small machine."""
+    yield
+    jax.clear_caches()
