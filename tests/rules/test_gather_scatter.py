@@ -14,8 +14,9 @@ import batchax as bx
 from batchax import _compat
 from batchax.engine.registry import rule_origin
 
+from support.batches import on_axes
 from support.operations import no_more_operations, operations
-from support.oracle import check, example, same, same_type
+from support.oracle import example, quickly, same, same_type
 
 PRIMITIVES = "gather scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split()
 MODES = ["clip", "fill", "promise_in_bounds"]
@@ -24,18 +25,6 @@ METHODS = ["set", "add", "subtract", "mul", "min", "max"]
 # Indices of each lane: negative ones count from the end, large ones are out of range.
 INDICES = jnp.array([[0, 2], [-1, 1], [7, 0], [1, -9]])
 WITHIN = jnp.array([[0, 2], [2, 1], [1, 0], [1, 2]])
-
-
-def quickly(fun, *args, **options):
-    """`check` of the compiled function: far fewer operations to compile one by one."""
-    check(jax.jit(fun), *args, jit=False, **options)
-
-
-def on_axes(shape, position, **options):
-    """A batch of four examples of `shape`, the batch axis at `position` or absent."""
-    if position is None:
-        return example(shape, **options)
-    return example((*shape[:position], 4, *shape[position:]), **options)
 
 
 def put(indices, position):

@@ -14,22 +14,11 @@ import batchax as bx
 from batchax import _compat
 from batchax.engine.registry import rule_origin
 
+from support.batches import on_axes
 from support.operations import no_more_operations, operations
-from support.oracle import check, example, same, same_type
+from support.oracle import check, example, quickly, same, same_type
 
 STARTS = jnp.array([0, 1, -1, 7])  # the last two out of range: slices are moved to fit
-
-
-def quickly(fun, *args, **options):
-    """`check` of the compiled function: far fewer operations to compile one by one."""
-    check(jax.jit(fun), *args, jit=False, **options)
-
-
-def on_axes(shape, position, **options):
-    """A batch of four examples of `shape`, the batch axis at `position` or absent."""
-    if position is None:
-        return example(shape, **options)
-    return example((*shape[:position], 4, *shape[position:]), **options)
 
 
 def subsets(*choices):

@@ -11,11 +11,16 @@ from support.oracle import example
 SIZE = 3
 
 
-def batch(shape, axis, dtype=jnp.float32, seed=0, **kwargs):
-    """A batch of `SIZE` examples of `shape` along `axis`, or one example for None."""
+def batch(shape, axis, dtype=jnp.float32, seed=0, size=SIZE, **kwargs):
+    """A batch of `size` examples of `shape` along `axis`, or one example for None."""
     if axis is not None:
-        shape = (*shape[:axis], SIZE, *shape[axis:])
+        shape = (*shape[:axis], size, *shape[axis:])
     return example(shape, dtype, seed, **kwargs)
+
+
+def on_axes(shape, position, **options):
+    """A batch of four examples of `shape`, the batch axis at `position` or absent."""
+    return batch(shape, position, size=4, **options)
 
 
 def positions(*ranks):

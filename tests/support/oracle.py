@@ -57,6 +57,11 @@ def check(
         check_nested(fun, args, options, tolerance)
 
 
+def quickly(fun, *args, **options):
+    """`check` of the compiled function: far fewer operations to compile one by one."""
+    check(jax.jit(fun), *args, jit=False, **options)
+
+
 def loop_function(fun, in_axes, out_axes):
     """The Python loop over examples as a function of batches."""
     return lambda *args: loop(fun, args, in_axes, out_axes)
