@@ -21,8 +21,6 @@ JAX_ONLY = {
     "scaled_matmul",
     "scaled_matmul_wrapper",
     # JAX refuses to batch these as well.
-    "call_hi_primitive_linearized",
-    "ragged_all_to_all",
     "reduced_vary_cast_p",
     "vary_unreduced_cast_p",
 }
