@@ -21,7 +21,13 @@ from batchax.engine.arguments import (
 from batchax.engine.axis import Axis
 from batchax.engine.inner import example_aval, stage_function
 from batchax.engine.interpreter import interpret
-from batchax.engine.outputs import FlatOutputs, check_out_axes, flatten_outputs, place
+from batchax.engine.outputs import (
+    FlatOutputs,
+    check_out_axes,
+    check_unbatched,
+    flatten_outputs,
+    place,
+)
 from batchax.engine.replay import Program, running
 from batchax.errors import ArgumentTypeError
 
@@ -113,9 +119,16 @@ def _run(
         axes = [m.axis for m in mapped]
         avals = [example_aval(axis, jax.typeof(x), a) for x, a in zip(values, axes, strict=True)]
         staged = stage_function(axis, one_example, avals, [m.path for m in mapped])
-        with running(Program(axis, staged, values, axes)):
+        described = outputs[0].described
+        program = Program(axis, staged, values, axes)
+        with running(program):
+            if any(output.spec is None for output in described) and not program.traced:
+                # The batch axis of an output is known only after its last operation. Where
+                # those are run as they are met, they are first gone through without running.
+                check_unbatched(axis, described, program.out_axes())
             outs, out_axes = interpret(axis, staged.jaxpr, staged.consts, values, axes)
+        check_unbatched(axis, described, out_axes)
         return [
             place(axis, output, x, a)
-            for output, x, a in zip(outputs[0].described, outs, out_axes, strict=True)
+            for output, x, a in zip(described, outs, out_axes, strict=True)
         ]

@@ -313,3 +313,24 @@ def test_register_rule_and_register_container():
         bx.register_container("Pair", **ways)
     with pytest.raises(bx.ArgumentTypeError, match="`spec_type` must be a type, got 3"):
         bx.register_container(Pair, spec_type=3, **ways)
+
+
+def test_outputs_that_do_not_fit_are_refused_before_anything_runs():
+    ran = []
+
+    def f(x):
+        y = jax.pure_callback(
+            lambda v: (ran.append(v), v)[1],
+            jax.ShapeDtypeStruct((), jnp.float32),
+            x,
+            vmap_method="sequential",
+        )
+        return y, {"a": x}
+
+    with pytest.raises(bx.AxisError, match=r"out\[0\], out\[1\]\['a'\] depend on the batch"):
+        bx.vmap(f, out_axes=None)(jnp.ones(3))
+    with pytest.raises(bx.AxisError, match=r"out_axes gives 1 for out\[1\]\['a'\]"):
+        bx.vmap(f, out_axes=(0, 1))(jnp.ones(3))
+    assert not ran
+    shared = bx.vmap(lambda x: jax.lax.psum(x, "i"), axis_name="i", out_axes=None)
+    assert shared(jnp.ones(3)) == 3

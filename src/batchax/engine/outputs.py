@@ -110,6 +110,7 @@ def flatten_outputs(out: Any, out_axes: Any) -> tuple[list[Any], FlatOutputs]:
         start = len(arrays)
         if container is None:
             _check_array(value, leaf.path)
+            _check_position(value, leaf.path, spec)
             if spec is None and not isinstance(value, Tracer):
                 parts.append(lambda _, v=value: v)  # a constant comes back as it is
                 continue
@@ -143,34 +144,49 @@ def _check_array(value: Any, path: str) -> None:
         ) from None
 
 
-def place(axis: Axis, output: OutputArray, value: Any, position: AxisPosition) -> Any:
-    """One batched output, where `out_axes` wants it.
+def _check_position(value: Any, path: str, spec: Any) -> None:
+    ndim = jnp.ndim(value) + 1
+    if is_position(spec) and not -ndim <= spec < ndim:
+        raise AxisError(
+            f"out_axes gives {spec} for {path}, which has {ndim} axes with the batch axis: give "
+            f"an int in [{-ndim}, {ndim})."
+        )
+
+
+def check_unbatched(
+    axis: Axis, described: Sequence[OutputArray], positions: Sequence[AxisPosition]
+) -> None:
+    """Refuses outputs that depend on the batch where `out_axes` says None.
 
     Raises:
-      AxisError: the output depends on the batch, but `out_axes` says None; or
-        the output has no such axis.
+      AxisError: names each of them.
     """
+    wrong = [
+        output.path
+        for output, position in zip(described, positions, strict=True)
+        if output.spec is None and position is not None
+    ]
+    if wrong:
+        named = "" if axis.name is None else f" (axis {axis.name!r})"
+        one = len(wrong) == 1
+        raise AxisError(
+            f"{', '.join(wrong)} {'depends' if one else 'depend'} on the batch{named}, but "
+            f"out_axes says None for {'it' if one else 'them'}. Give the position the batch axis "
+            "should have, or batchax.AUTO; or reduce over the batch with batchax.Reduce('mean') "
+            "or a collective."
+        )
+
+
+def place(axis: Axis, output: OutputArray, value: Any, position: AxisPosition) -> Any:
+    """One batched output, where `out_axes` wants it."""
     spec = output.spec
     if isinstance(spec, Reduce):
         over_batch, for_all = _REDUCTIONS[spec.kind]
         if position is None:
             return for_all(jnp.asarray(value), axis.size)
         return over_batch(value, axis=position)
+    if spec is None:
+        return value
     if isinstance(spec, _Auto):
         return value if position is None else move_axis(value, position, 0)
-    if spec is None:
-        if position is None:
-            return value
-        named = "" if axis.name is None else f" (axis {axis.name!r})"
-        raise AxisError(
-            f"{output.path} depends on the batch{named}, but out_axes says None for it. Give the "
-            "position its batch axis should have, or batchax.AUTO; or reduce it with "
-            "batchax.Reduce('mean') or a collective."
-        )
-    ndim = jnp.ndim(value) + (position is None)
-    if not -ndim <= spec < ndim:
-        raise AxisError(
-            f"out_axes gives {spec} for {output.path}, which has {ndim} axes with the batch "
-            f"axis: give an int in [{-ndim}, {ndim})."
-        )
     return match_axis(axis, value, position, int(spec))

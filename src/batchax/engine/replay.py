@@ -44,6 +44,23 @@ class Program:
     args: Sequence[Any]
     axes: Sequence[AxisPosition]
 
+    @property
+    def traced(self) -> bool:
+        """Whether running it traces operations, rather than computing them at once."""
+        return any(isinstance(x, Tracer) for x in (*self.args, *self.staged.consts))
+
+    def out_axes(self) -> list[AxisPosition]:
+        """Where its outputs carry the batch axis, found without computing them."""
+        found: list[AxisPosition] = []
+
+        def run(*args: Any) -> list[Any]:
+            jaxpr, consts = self.staged.jaxpr, self.staged.consts
+            _, found[:] = interpret(self.axis, jaxpr, consts, args, self.axes)
+            return []
+
+        _compat.stage(run, [jax.typeof(x) for x in self.args])
+        return found
+
     def resolve(self, values: Sequence[Any]) -> tuple[list[Any], list[AxisPosition]]:
         """`values` with placeholders of this program replaced, and their axes."""
         variables = [_compat.staged_variable(x) for x in values]
