@@ -171,7 +171,12 @@ def find_primitive(name: str) -> Primitive | None:
     Some primitives (``pure_callback``, ``random_wrap``, ...) are exported
     nowhere by themselves but are keys of the public table of batching rules.
     """
-    return primitives_by_name().get(name)
+    if name not in _found:  # a module imported since may have brought it
+        _found.update(primitives_by_name())
+    return _found.get(name)
+
+
+_found: dict[str, Primitive] = {}
 
 
 def batched_by_jax(x: Any) -> tuple[Any, int | None]:

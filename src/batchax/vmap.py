@@ -20,7 +20,6 @@ from batchax.engine.arguments import (
 )
 from batchax.engine.axis import Axis
 from batchax.engine.inner import example_aval, stage_function
-from batchax.engine.interpreter import interpret
 from batchax.engine.outputs import (
     FlatOutputs,
     check_out_axes,
@@ -121,13 +120,15 @@ def _run(
         staged = stage_function(axis, one_example, avals, [m.path for m in mapped])
         described = outputs[0].described
         program = Program(axis, staged, values, axes)
+        check = functools.partial(check_unbatched, axis, described)
         with running(program):
+            # The batch axis of an output is known only after its last operation. Where
+            # operations are computed as they are met, a mistake must be found before.
             if any(output.spec is None for output in described) and not program.traced:
-                # The batch axis of an output is known only after its last operation. Where
-                # those are run as they are met, they are first gone through without running.
-                check_unbatched(axis, described, program.out_axes())
-            outs, out_axes = interpret(axis, staged.jaxpr, staged.consts, values, axes)
-        check_unbatched(axis, described, out_axes)
+                outs, out_axes = program.run_if(check)
+            else:
+                outs, out_axes = program.run()
+        check(out_axes)
         return [
             place(axis, output, x, a)
             for output, x, a in zip(described, outs, out_axes, strict=True)

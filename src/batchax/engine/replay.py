@@ -1,4 +1,4 @@
-"""Values that a custom derivative rule closes over.
+"""A staged program that runs, and the values that a custom derivative rule closes over.
 
 JAX traces the derivative rules of ``custom_jvp`` and ``custom_vjp`` when they are
 first needed, which may be long after the per-example function was staged::
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.core import ShapedArray, Tracer
+from jax.core import ShapedArray, Tracer, eval_jaxpr
 from jax.extend.core import Literal
 
 from batchax import _compat
@@ -49,17 +49,25 @@ class Program:
         """Whether running it traces operations, rather than computing them at once."""
         return any(isinstance(x, Tracer) for x in (*self.args, *self.staged.consts))
 
-    def out_axes(self) -> list[AxisPosition]:
-        """Where its outputs carry the batch axis, found without computing them."""
+    def run(self) -> tuple[list[Any], list[AxisPosition]]:
+        """Its outputs for all lanes, and where they carry the batch axis."""
+        jaxpr, consts = self.staged.jaxpr, self.staged.consts
+        return interpret(self.axis, jaxpr, consts, self.args, self.axes)
+
+    def run_if(
+        self, check: Callable[[Sequence[AxisPosition]], None]
+    ) -> tuple[list[Any], list[AxisPosition]]:
+        """As `run`, but `check` sees where the outputs will be before any is computed."""
         found: list[AxisPosition] = []
 
-        def run(*args: Any) -> list[Any]:
+        def batched(*args: Any) -> list[Any]:
             jaxpr, consts = self.staged.jaxpr, self.staged.consts
-            _, found[:] = interpret(self.axis, jaxpr, consts, args, self.axes)
-            return []
+            outs, found[:] = interpret(self.axis, jaxpr, consts, args, self.axes)
+            return outs
 
-        _compat.stage(run, [jax.typeof(x) for x in self.args])
-        return found
+        staged = _compat.stage(batched, [jax.typeof(x) for x in self.args])
+        check(found)
+        return eval_jaxpr(staged.jaxpr, staged.consts, *self.args), found
 
     def resolve(self, values: Sequence[Any]) -> tuple[list[Any], list[AxisPosition]]:
         """`values` with placeholders of this program replaced, and their axes."""
