@@ -24,13 +24,21 @@ from batchax.engine.axis import (
     shift_dims,
 )
 from batchax.engine.registry import register_rule
-from batchax.engine.rule_makers import common_position, vectorized
+from batchax.engine.rule_makers import common_position
+
+
+def _pass_on(name: str) -> None:
+    """By name: some of these exist once the module that owns them is imported."""
+
+    @register_rule(name)
+    def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+        primitive: Any = _compat.find_primitive(name)
+        return primitive.bind(*args, **params), axes[0]
+
 
 # Each passes its operand on as it is, with something said about it.
 for _name in "stage with_memory_space_constraint xla_metadata_value".split():
-    _primitive = _compat.find_primitive(_name)
-    if _primitive is not None:  # one exists in newer JAX only
-        vectorized(_primitive)
+    _pass_on(_name)
 
 
 @register_rule(lax.broadcast_in_dim_p)
