@@ -128,7 +128,7 @@ def _run(
                 outs, out_axes = program.run_if(check)
             else:
                 outs, out_axes = program.run()
-        check(out_axes)
+                check(out_axes)
         return [
             place(axis, output, x, a)
             for output, x, a in zip(described, outs, out_axes, strict=True)

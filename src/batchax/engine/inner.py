@@ -117,9 +117,13 @@ def stage_function(
     is staged again with such values computed at once.
     """
     named = [] if axis.name is None else [(axis.name, axis.size)]
-    try:
+
+    def stage(f: Callable[..., Any]) -> _compat.ClosedJaxpr:
         with _compat.mesh_axis_taken(axis.mesh_axis):
-            return _compat.stage(fun, avals, named, arg_names)
+            return _compat.stage(f, avals, named, arg_names)
+
+    try:
+        return stage(fun)
     except _NEEDS_VALUES as error:
 
         @functools.wraps(fun)
@@ -128,7 +132,7 @@ def stage_function(
                 return fun(*args)
 
         try:
-            return _compat.stage(unbatched_at_once, avals, named, arg_names)
+            return stage(unbatched_at_once)
         except Exception:
             # The first error names the value the function needed: a batched one,
             # or one computed from the index or size of the axis.

@@ -23,7 +23,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -61,8 +61,7 @@ class Program:
         found: list[AxisPosition] = []
 
         def batched(*args: Any) -> list[Any]:
-            jaxpr, consts = self.staged.jaxpr, self.staged.consts
-            outs, found[:] = interpret(self.axis, jaxpr, consts, args, self.axes)
+            outs, found[:] = replace(self, args=args).run()
             return outs
 
         staged = _compat.stage(batched, [jax.typeof(x) for x in self.args])

@@ -24,7 +24,7 @@ from batchax.engine.interpreter import interpret
 from batchax.engine.registry import register_rule
 from batchax.rules.hazards import hazards
 from batchax.rules.in_order import run_in_order
-from batchax.rules.masking import run_masked, spread
+from batchax.rules.masking import is_inexact, run_masked, spread
 
 Placed = tuple[list[Any], list[AxisPosition]]
 """Values, and where each carries the batch axis."""
@@ -77,9 +77,7 @@ def _one_branch(
     used = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
     used = {k for k, v in enumerate(jaxpr.invars) if v in used}
     inexact = [
-        positions[k]
-        for k in used
-        if isinstance(operands[k], jax.Array) and _is_inexact(operands[k].dtype)
+        positions[k] for k in used if isinstance(operands[k], jax.Array) and is_inexact(operands[k])
     ]
     differentiable = bool(inexact)
     protected = not hazard.collective and (hazard.endless or (hazard.nonlinear and differentiable))
@@ -158,7 +156,3 @@ def _same(x: Any, y: Any) -> bool:
     if not all(isinstance(v, (bool, int, float, complex, np.generic)) for v in (x, y)):
         return False
     return np.asarray(x).tobytes() == np.asarray(y).tobytes()
-
-
-def _is_inexact(dtype: Any) -> bool:
-    return jax.numpy.issubdtype(dtype, jax.numpy.inexact)

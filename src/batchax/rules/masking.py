@@ -162,10 +162,10 @@ def run_masked(
                 safe = safe_lanes(live, move_axis(x[...], position, 0), 1)
                 x[...] = move_axis(safe, 0, position)
         elif i in replaced and position is not None:
-            if fill == "donor" or _is_inexact(x):
+            if fill == "donor" or is_inexact(x):
                 operands[i] = safe_lanes(live, move_axis(x, position, 0), 1, fill)
                 positions[i] = 0
-        elif i in replaced and isinstance(x, jax.Array) and _is_inexact(x):
+        elif i in replaced and isinstance(x, jax.Array) and is_inexact(x):
             operands[i] = safe_lanes(live, x, 0, fill)
     results = run(operands, positions)
     for reference, position, before in saved:
@@ -186,5 +186,6 @@ def spread(x: Any, position: int, like: Any) -> Any:
     return lax.broadcast_in_dim(x, like.shape, dims, out_sharding=jax.typeof(like).sharding)
 
 
-def _is_inexact(x: Any) -> bool:
+def is_inexact(x: Any) -> bool:
+    """Whether an array has derivatives: floats and complex numbers do."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
