@@ -1,5 +1,6 @@
 """batchax: write a function for one example, run it over any batch, in JAX."""
 
+from batchax import execution as execution
 from batchax import rules as rules
 from batchax.batch_jaxpr import batch_jaxpr as batch_jaxpr
 from batchax.engine.axis import Axis as Axis
@@ -16,7 +17,9 @@ from batchax.engine.rule_makers import vectorized as vectorized
 from batchax.errors import ArgumentTypeError as ArgumentTypeError
 from batchax.errors import AxisError as AxisError
 from batchax.errors import BatchaxError as BatchaxError
+from batchax.errors import MemoryLimitError as MemoryLimitError
 from batchax.errors import SequentialFallbackWarning as SequentialFallbackWarning
+from batchax.errors import SmallerChunksWarning as SmallerChunksWarning
 from batchax.errors import UnsupportedError as UnsupportedError
 from batchax.vmap import vmap as vmap
 

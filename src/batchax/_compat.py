@@ -23,7 +23,8 @@ from jax._src import source_info_util
 # wraps its argument in a new ``jit`` at each call, which costs more than staging a
 # small function does. This is the one piece of it that cannot be had otherwise.
 # The other tells ``jax.shard_map`` which axis of the mesh the batch is sharded over.
-from jax._src.core import add_explicit_mesh_axis_names, extend_axis_env_nd
+# The third says which named axes there are, for what is staged later than now.
+from jax._src.core import add_explicit_mesh_axis_names, extend_axis_env_nd, get_axis_env
 
 # What a third party's batching rule did is known only to the tracer it returned.
 from jax._src.interpreters.batching import BatchTracer
@@ -109,6 +110,13 @@ def is_reference(x: Any) -> bool:
     return hasattr(jax.typeof(x), "inner_aval")
 
 
+def weakly(x: Any) -> Any:
+    """`x` with the weak type of a Python scalar, which no public function gives an array."""
+    return jax.lax.convert_element_type_p.bind(
+        x, new_dtype=x.dtype, weak_type=True, sharding=jax.typeof(x).sharding
+    )
+
+
 def scan_counts(params: Any) -> tuple[int, int]:
     """How many of a scan's operands are constants, and how many are its carry.
 
@@ -153,7 +161,17 @@ def varying_as(x: Any, aval: Any) -> Any:
 
     Operations of JAX insert this cast themselves, primitives of our own do not.
     """
-    missing = varying_axes(aval) - varying_axes(jax.typeof(x))
+    return _varying_over(x, varying_axes(aval))
+
+
+def varying_alike(xs: Sequence[Any], like: Sequence[Any] = ()) -> list[Any]:
+    """`xs`, cast to vary over every mesh axis that any of them, or of `like`, varies over."""
+    axes = frozenset().union(*(varying_axes(jax.typeof(x)) for x in (*xs, *like)))
+    return [_varying_over(x, axes) for x in xs]
+
+
+def _varying_over(x: Any, axes: frozenset[Hashable]) -> Any:
+    missing = axes - varying_axes(jax.typeof(x))
     return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
 
 
@@ -250,6 +268,11 @@ def rewrapped(fun: Callable[..., Any], like: Any) -> Any:
     return linear_util.wrap_init(fun, debug_info=like.debug_info)
 
 
+def names_in_scope() -> list[tuple[Hashable, Any]]:
+    """Names and sizes of the mapped axes that collectives may use here; see `stage`."""
+    return list(get_axis_env().axis_sizes.items())
+
+
 def named_scope(name: Hashable | None, size: Any) -> AbstractContextManager[None]:
     """Context in which collectives over `name` may be traced; see `stage`."""
     return extend_axis_env_nd([] if name is None else [(name, size)])
@@ -272,6 +295,15 @@ def cotangents_and_logs(result: Any) -> tuple[list[Any], Any]:
 def opened(body: ClosedJaxpr) -> tuple[Any, list[Any]]:
     """An open jaxpr and its constants, where JAX wants the two apart."""
     return body.jaxpr, list(body.consts)
+
+
+def axis_from(data: Any, axis_type: Any) -> Any:
+    """An `Axis` from what JAX tells a batching rule about the axis being mapped.
+
+    Where ``jax.vmap`` was given no name JAX makes one up, of a private class.
+    """
+    name = None if type(data.name).__name__ == "_TempAxisName" else data.name
+    return axis_type(data.size, name, data.spmd_name, data.explicit_mesh_axis)
 
 
 def axis_data(name: Hashable, size: Any, spmd_name: Any) -> Any:

@@ -23,5 +23,13 @@ class UnsupportedError(BatchaxError, NotImplementedError):
     """A program that batchax cannot run correctly and therefore refuses."""
 
 
+class MemoryLimitError(BatchaxError, ValueError):
+    """Not even one lane at a time fits the memory allowed."""
+
+
 class SequentialFallbackWarning(UserWarning):
     """A primitive without a batching rule runs one lane after another."""
+
+
+class SmallerChunksWarning(UserWarning):
+    """Memory ran out and a batch goes on in chunks smaller than asked for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import jax
 
@@ -29,6 +29,7 @@ from batchax.engine.outputs import (
 )
 from batchax.engine.replay import Program, running
 from batchax.errors import ArgumentTypeError
+from batchax.execution.chunked import Chunking, find_chunking, run_in_chunks
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -40,6 +41,10 @@ def vmap(
     axis_name: Hashable | None = None,
     axis_size: int | None = None,
     spmd_axis_name: Hashable | tuple[Hashable, ...] | None = None,
+    *,
+    batch_size: int | Literal["auto"] | None = None,
+    memory_limit: int | str | None = None,
+    residuals: Literal["recompute", "keep"] = "recompute",
 ) -> F:
     """Batches `fun`, a function of one example, over an axis of its arguments.
 
@@ -64,6 +69,15 @@ def vmap(
       axis_size: number of lanes; needed only when no argument is mapped.
       spmd_axis_name: name, or names, of the mesh axis that the batch axis is
         sharded over: it is added to the sharding annotations inside `fun`.
+      batch_size: how many lanes run at a time. None: all. An int: at most so many,
+        in a loop that needs memory for the intermediate values of one chunk, in
+        reverse mode too. "auto": as many as fit `memory_limit`, by the compiler's
+        account, for the program as it is used: forward or as a derivative.
+      memory_limit: bytes, or a string such as "2GiB", for "auto"; if not given, what
+        the device has free.
+      residuals: what reverse mode does in chunks. "recompute" computes each chunk
+        again when its cotangents are known; "keep" stores what all chunks computed,
+        which takes less time and as much memory as without chunks.
 
     Returns:
       A function of the same parameters as `fun`, over batches.
@@ -75,6 +89,13 @@ def vmap(
         depends on the batch where `out_axes` says None.
       ArgumentTypeError: (a TypeError) `fun` is not callable, an argument to be
         mapped or an output is not an array, or an option has the wrong type.
+      MemoryLimitError: (a ValueError) `memory_limit` is too little for one lane.
+      UnsupportedError: (a NotImplementedError) the function cannot be batched, or
+        not in chunks: the message says what of it.
+
+    Warns:
+      SmallerChunksWarning: memory ran out, outside of `jit`, with chunks of `batch_size`
+        lanes, and the call goes on with fewer.
     """
     if not callable(fun):
         raise ArgumentTypeError(
@@ -86,6 +107,7 @@ def vmap(
     check_axis_size(axis_size)
     if spmd_axis_name is not None and not isinstance(spmd_axis_name, tuple):
         spmd_axis_name = (spmd_axis_name,)
+    chunking = find_chunking(batch_size, memory_limit, residuals)
 
     @functools.wraps(fun)
     def batched(*args: Any, **kwargs: Any) -> Any:
@@ -103,14 +125,18 @@ def vmap(
             outputs[:] = [described]
             return arrays
 
-        outs = _run(axis, one_example, flat.mapped, outputs)
+        outs = _run(axis, one_example, flat.mapped, outputs, chunking)
         return outputs[0].rebuild(outs)
 
     return cast(F, batched)
 
 
 def _run(
-    axis: Axis, one_example: Callable[..., Any], mapped: list[Mapped], outputs: list[FlatOutputs]
+    axis: Axis,
+    one_example: Callable[..., Any],
+    mapped: list[Mapped],
+    outputs: list[FlatOutputs],
+    chunking: Chunking | None,
 ) -> list[Any]:
     """Stages the per-example function, batches it and places its outputs."""
     with _compat.name_stack_extended("vmap"):
@@ -120,6 +146,8 @@ def _run(
         staged = stage_function(axis, one_example, avals, [m.path for m in mapped])
         described = outputs[0].described
         program = Program(axis, staged, values, axes)
+        if chunking is not None and chunking.applies_to(axis.size):
+            return run_in_chunks(chunking, program, described)
         check = functools.partial(check_unbatched, axis, described)
         with running(program):
             # The batch axis of an output is known only after its last operation. Where

@@ -177,14 +177,20 @@ def check_unbatched(
         )
 
 
+def reduce_batch(kind: str, x: Any, position: int) -> Any:
+    """What `Reduce(kind)` makes of a batch whose lanes are along axis `position`."""
+    over_batch, _ = _REDUCTIONS[kind]
+    return over_batch(x, axis=position)
+
+
 def place(axis: Axis, output: OutputArray, value: Any, position: AxisPosition) -> Any:
     """One batched output, where `out_axes` wants it."""
     spec = output.spec
     if isinstance(spec, Reduce):
-        over_batch, for_all = _REDUCTIONS[spec.kind]
         if position is None:
+            _, for_all = _REDUCTIONS[spec.kind]
             return for_all(jnp.asarray(value), axis.size)
-        return over_batch(value, axis=position)
+        return reduce_batch(spec.kind, value, position)
     if spec is None:
         return value
     if isinstance(spec, _Auto):

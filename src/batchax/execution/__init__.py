@@ -1,0 +1,7 @@
+"""How an axis is run: in chunks, a few lanes at a time.
+
+Importing this package registers the derivatives of the chunk loop, and how it is batched.
+"""
+
+from batchax.execution import chunk_batching as chunk_batching
+from batchax.execution import chunk_derivatives as chunk_derivatives

@@ -1,0 +1,65 @@
+"""A chunk loop under an outer vmap, of batchax or of JAX: each lane of that in each chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jax.interpreters import batching
+
+from batchax import _compat
+from batchax.engine.axis import Axis, AxisPosition, match_axis
+from batchax.engine.inner import batch_function
+from batchax.engine.registry import register_rule
+from batchax.execution.chunk_loop import (
+    Body,
+    Loop,
+    Sum,
+    Whole,
+    chunk_loop,
+    chunk_loop_p,
+)
+from batchax.rules.pullback import reached
+
+
+@register_rule(chunk_loop_p)
+def _batched(
+    axis: Axis, args: Sequence[Any], axes: Sequence[AxisPosition], /, *, loop: Loop, program: Any
+) -> tuple[list[Any], list[AxisPosition]]:
+    marked = [False, *(a is not None for a in axes)]
+    named = axis.name is not None and bool(program.effects)
+    hits = [named or hit for hit in reached(program.jaxpr, marked)]
+
+    def of_width(width: int) -> Any:
+        one_example = loop.body.function(width)
+
+        def run(start: Any, *xs: Any) -> list[Any]:
+            outs, out_axes = batch_function(axis, one_example, [start, *xs], [None, *axes])
+            return [
+                match_axis(axis, x, a, 0) if hit else x
+                for x, a, hit in zip(outs, out_axes, hits, strict=True)
+            ]
+
+        return run
+
+    operands = tuple(map(_shifted, loop.operands, axes))
+    results = tuple(
+        _shifted(kind, 0 if hit else None) for kind, hit in zip(loop.results, hits, strict=True)
+    )
+    outer = replace(loop, body=Body(of_width), operands=operands, results=results)
+    return chunk_loop(outer, args), [0 if hit else None for hit in hits]
+
+
+def _shifted(kind: Any, position: AxisPosition) -> Any:
+    """The kind of a value with one more axis, at `position`."""
+    if position is None or isinstance(kind, (Whole, Sum)):
+        return kind
+    return replace(kind, axis=kind.axis + (position <= kind.axis))
+
+
+def _batched_by_jax(axis_data: Any, args: Any, axes: Any, **params: Any) -> Any:
+    return _batched(_compat.axis_from(axis_data, Axis), args, axes, **params)
+
+
+batching.fancy_primitive_batchers[chunk_loop_p] = _batched_by_jax

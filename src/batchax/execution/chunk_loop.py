@@ -1,0 +1,320 @@
+"""The chunk loop: a function of a few lanes, applied to all lanes chunk by chunk.
+
+An operand is whole, the same for each chunk, or has lanes along one of its axes, of
+which each chunk sees its own slice. A result has lanes along an axis, written where
+they belong, or is a sum over the chunks, or the largest or smallest of all. That set
+is closed under differentiation: a tangent is of the kind of its value, and in reverse
+whole operands turn into sums, sums into whole operands, and lanes stay lanes. So the
+loop is one primitive whose derivatives are chunk loops again, each of which holds the
+intermediate values of one chunk only: what reverse mode needs is computed again,
+chunk by chunk (Griewank and Walther, "Revolve", 2000, call it checkpointing).
+
+Written with ``lax.scan`` and ``jax.checkpoint`` instead, the gradient of an array
+that is sliced in the loop would be added up as one full array for each chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import eval_jaxpr
+from jax.extend.core import mapped_aval, unmapped_aval
+from jax.interpreters import mlir
+
+from batchax import _compat
+from batchax.execution.eager import run_eagerly
+from batchax.execution.memory import Auto, fitting_chunk
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An operand that each chunk sees as it is."""
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """A value with all lanes along `axis`, of which each chunk has its own."""
+
+    axis: int
+
+
+@dataclass(frozen=True)
+class PerChunk:
+    """A value with one entry for each chunk along `axis`."""
+
+    axis: int
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A result added up over the chunks, in float32 if it has less precision."""
+
+
+@dataclass(frozen=True)
+class Extreme:
+    """The "max" or "min" over all lanes, which are along `axis` of each chunk's result."""
+
+    kind: str
+    axis: int
+
+
+Operand = Whole | Lanes | PerChunk
+Result = Lanes | PerChunk | Sum | Extreme
+
+WHOLE, SUM = Whole(), Sum()
+
+
+class Body:
+    """What is done for one chunk, whatever its width.
+
+    ``function(width)`` is a function of the index of the chunk's first lane and of the
+    operands, which returns a list of results. It is kept as a function and staged for
+    each use: derivative rules inside it may close over values of the trace they are in.
+    """
+
+    def __init__(self, function: Callable[[int], Callable[..., list[Any]]]) -> None:
+        self.function = function
+        self._names = _compat.names_in_scope()
+        self._staged: dict[Any, _compat.ClosedJaxpr] = {}
+
+    def staged(self, width: int, operands: Sequence[Any]) -> _compat.ClosedJaxpr:
+        """Its program for a chunk of `width` lanes and operands of these types."""
+        key = (width, tuple(operands))
+        if key not in self._staged:
+            avals = [jax.typeof(np.int32(0)), *operands]
+            self._staged[key] = _compat.stage(self.function(width), avals, self._names)
+        return self._staged[key]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What a chunk loop does.
+
+    Attributes:
+      body: what is done for one chunk.
+      operands: of which kind each operand is.
+      results: of which kind each result is.
+      size: number of lanes.
+      chunk: number of lanes in a chunk (the last may have fewer), or `Auto`.
+    """
+
+    body: Body
+    operands: tuple[Operand, ...]
+    results: tuple[Result, ...]
+    size: int
+    chunk: int | Auto
+
+    @property
+    def width(self) -> int:
+        """A width to look at the program for."""
+        return self.chunk if isinstance(self.chunk, int) else 1
+
+    def program(self, avals: Sequence[Any], width: int) -> _compat.ClosedJaxpr:
+        """The program of a chunk of `width` lanes, from the types of the operands."""
+        return self.body.staged(width, self.of_chunk(avals, width))
+
+    def of_chunk(self, avals: Sequence[Any], width: int) -> list[Any]:
+        """The types of the operands as a chunk of `width` lanes sees them."""
+        sizes = {Lanes: width, PerChunk: 1}
+        return [
+            aval if isinstance(kind, Whole) else resized(aval, kind.axis, sizes[type(kind)])
+            for aval, kind in zip(avals, self.operands, strict=True)
+        ]
+
+    def result_aval(self, aval: Any, kind: Result) -> Any:
+        """The type of a result, from that of a chunk's."""
+        aval = aval.strip_weak_type()
+        match kind:
+            case Lanes(axis):
+                return resized(aval, axis, self.size)
+            case PerChunk(axis):
+                assert isinstance(self.chunk, int)
+                return resized(aval, axis, -(-self.size // self.chunk))
+            case Extreme(_, axis):
+                return mapped_aval(aval.shape[axis], axis, aval)
+            case Sum():
+                return aval
+
+
+def resized(aval: Any, axis: int, size: int) -> Any:
+    """An array type with another size along `axis`, which is then not sharded."""
+    return unmapped_aval(size, axis, mapped_aval(aval.shape[axis], axis, aval))
+
+
+chunk_loop_p = _compat.Primitive("chunk_loop")
+chunk_loop_p.multiple_results = True
+
+
+def chunk_loop(loop: Loop, operands: Sequence[Any]) -> list[Any]:
+    """Runs a chunk loop; it may be differentiated and batched.
+
+    Returns:
+      A result of each of the kinds `loop.results`, none of them weakly typed.
+    """
+    operands = _compat.varying_alike(operands)
+    avals = [jax.typeof(x) for x in operands]
+    if isinstance(loop.chunk, int) and loop.size % loop.chunk:
+        loop.program(avals, loop.size % loop.chunk)  # staged while its surroundings hold
+    program = loop.program(avals, loop.width)
+    return chunk_loop_p.bind(*operands, loop=loop, program=program)
+
+
+def run(loop: Loop, operands: Sequence[Any]) -> list[Any]:
+    """The chunk loop as ordinary operations of JAX."""
+    avals = [jax.typeof(x) for x in operands]
+    chunk = loop.chunk
+    if isinstance(chunk, Auto):
+        chunk = chosen_chunk(loop, avals)
+        loop = replace(loop, chunk=chunk)
+
+    def run_chunk(index: Any, width: int) -> list[Any]:
+        program = loop.program(avals, width)
+        start = index * np.int32(chunk)
+        parts = [
+            _part(x, kind, start, index, width)
+            for x, kind in zip(operands, loop.operands, strict=True)
+        ]
+        return eval_jaxpr(program.jaxpr, program.consts, start, *parts)
+
+    if loop.size <= chunk:
+        return list(map(_of_only_chunk, run_chunk(jnp.int32(0), loop.size), loop.results))
+
+    def step(index: Any, width: int, results: Sequence[Any]) -> list[Any]:
+        outs = run_chunk(index, width)
+        start = index * np.int32(chunk)
+        return [
+            collect(kind, result, out, start, index)
+            for kind, result, out in zip(loop.results, results, outs, strict=True)
+        ]
+
+    types = loop.program(avals, chunk).out_avals
+    results = [empty_result(loop, t, kind) for t, kind in zip(types, loop.results, strict=True)]
+    results = _compat.varying_alike(results, like=operands)
+    full, rest = divmod(loop.size, chunk)
+    results = lax.fori_loop(
+        np.int32(0), np.int32(full), lambda i, results: step(i, chunk, results), results
+    )
+    if rest:
+        results = step(jnp.int32(full), rest, results)
+    return [lax.convert_element_type(x, t.dtype) if isinstance(kind, Sum) else x
+            for x, t, kind in zip(results, types, loop.results, strict=True)]
+
+
+def chosen_chunk(loop: Loop, avals: Sequence[Any]) -> int:
+    """The size of the chunks that `batch_size="auto"` means for this loop."""
+    assert isinstance(loop.chunk, Auto)
+
+    def compiled(chunk: int) -> Any:
+        candidate = functools.partial(run_flat, replace(loop, chunk=chunk))
+        return jax.jit(candidate).lower(*avals).compile()
+
+    text = f"{loop.operands} {loop.results} {loop.program(avals, 1)}"
+    return fitting_chunk(loop.chunk, loop.size, text, avals, compiled)
+
+
+def run_flat(loop: Loop, *operands: Any) -> list[Any]:
+    """`run` with operands as arguments, as compilers want them."""
+    return run(loop, operands)
+
+
+def _part(x: Any, kind: Operand, start: Any, index: Any, width: int) -> Any:
+    """What of an operand one chunk sees."""
+    match kind:
+        case Whole():
+            return x
+        case Lanes(axis):
+            return lax.dynamic_slice_in_dim(x, start, width, axis, allow_negative_indices=False)
+        case PerChunk(axis):
+            return lax.dynamic_slice_in_dim(x, index, 1, axis, allow_negative_indices=False)
+
+
+def empty_result(
+    loop: Loop, aval: Any, kind: Result, blank: Callable[..., Any] = lax.empty
+) -> Any:
+    """A result before the first chunk; `blank` makes an array that is written over."""
+    whole = loop.result_aval(aval, kind)
+    match kind:
+        case Sum():
+            return lax.full(whole.shape, 0, _accumulator(whole.dtype))
+        case Extreme("max"):
+            return lax.full(whole.shape, _lowest(whole.dtype), whole.dtype)
+        case Extreme():
+            return lax.full(whole.shape, _highest(whole.dtype), whole.dtype)
+        case _:
+            return blank(whole.shape, whole.dtype)
+
+
+def collect(kind: Result, result: Any, out: Any, start: Any, index: Any) -> Any:
+    """A result with that of one more chunk."""
+    match kind:
+        case Lanes(axis):
+            return _write(result, out, start, axis)
+        case PerChunk(axis):
+            return _write(result, out, index, axis)
+        case Sum():
+            return lax.add(result, lax.convert_element_type(out, result.dtype))
+        case Extreme():
+            return _COMPARE[kind.kind](result, _of_only_chunk(out, kind))
+
+
+def _write(result: Any, out: Any, start: Any, axis: int) -> Any:
+    return lax.dynamic_update_slice_in_dim(result, out, start, axis, allow_negative_indices=False)
+
+
+def _of_only_chunk(out: Any, kind: Result) -> Any:
+    if isinstance(kind, Extreme):
+        return _REDUCE[kind.kind](out, axis=kind.axis)
+    return out
+
+
+_COMPARE = {"max": lax.max, "min": lax.min}
+_REDUCE = {"max": jnp.max, "min": jnp.min}
+
+
+def _accumulator(dtype: Any) -> Any:
+    small = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return np.dtype(np.float32) if small else dtype
+
+
+def _lowest(dtype: Any) -> Any:
+    if dtype == np.bool_:
+        return False
+    return jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else -np.inf
+
+
+def _highest(dtype: Any) -> Any:
+    if dtype == np.bool_:
+        return True
+    return jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.integer) else np.inf
+
+
+@chunk_loop_p.def_impl
+def _impl(*operands: Any, loop: Loop, program: Any) -> list[Any]:
+    avals = [jax.typeof(x) for x in operands]
+    chunk = loop.chunk if isinstance(loop.chunk, int) else chosen_chunk(loop, avals)
+
+    def with_chunk(chunk: int) -> Callable[..., list[Any]]:
+        return functools.partial(run_flat, replace(loop, chunk=chunk))
+
+    # An entry for each chunk is of one size only.
+    may_change = not (program.effects or PerChunk in map(type, (*loop.operands, *loop.results)))
+    return run_eagerly(with_chunk, chunk, operands, may_change)
+
+
+@chunk_loop_p.def_effectful_abstract_eval
+def _abstract_eval(*avals: Any, loop: Loop, program: Any) -> Any:
+    outs = [loop.result_aval(a, k) for a, k in zip(program.out_avals, loop.results, strict=True)]
+    return outs, program.effects
+
+
+mlir.register_lowering(
+    chunk_loop_p,
+    mlir.lower_fun(lambda *operands, loop, program: run(loop, operands), multiple_results=True),
+)

@@ -1,0 +1,361 @@
+"""A staged program run for all lanes, a chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import eval_jaxpr
+from jax.extend.core import Literal
+
+from batchax import _compat
+from batchax.engine.arguments import is_position
+from batchax.engine.axis import Axis, AxisPosition, move_axis
+from batchax.engine.named_axes import uses_name
+from batchax.engine.interpreter import needed_equations
+from batchax.engine.outputs import AUTO, OutputArray, Reduce, check_unbatched, place
+from batchax.engine.replay import Program, running
+from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.execution.chunk_loop import WHOLE, Body, Lanes, Loop
+from batchax.execution.memory import Auto, parse_limit
+from batchax.execution.names import expose_names
+from batchax.execution.placement import run_loop
+from batchax.execution.sections import (
+    Env,
+    bytes_per_lane,
+    crossing,
+    find_cuts,
+    run_shared,
+    run_whole,
+    section_for,
+    variables,
+)
+from batchax.execution.streaming import finish, partial_result, reduced_type
+from batchax.rules.collectives import REDUCTIONS
+
+
+@dataclass(frozen=True)
+class Chunking:
+    """How lanes are to be run.
+
+    Attributes:
+      batch_size: at most that many at a time.
+      keep: whether reverse mode keeps what each chunk computed, rather than compute it
+        again.
+    """
+
+    batch_size: int | Auto
+    keep: bool
+
+    def applies_to(self, size: Any) -> bool:
+        """Whether a batch of that size has more than one chunk, or may have."""
+        if not isinstance(size, int):
+            raise UnsupportedError(
+                f"batch_size was given, but the number of lanes is {size}, a symbolic size. "
+                "Export the function for a known size, or leave batch_size out."
+            )
+        return size > 1 if isinstance(self.batch_size, Auto) else size > self.batch_size
+
+
+class Found(NamedTuple):
+    """A value for all lanes; of no `position` if it is the same for all."""
+
+    value: Any
+    position: AxisPosition
+
+
+@dataclass(frozen=True)
+class Target:
+    """A variable wanted of a section: `how` it is wanted is a position or a `Reduce`."""
+
+    variable: Any
+    how: Any
+
+
+def find_chunking(batch_size: Any, memory_limit: Any, residuals: Any) -> Chunking | None:
+    """What the options of `vmap` ask for; None if all lanes are to run at once.
+
+    Raises:
+      ArgumentTypeError: an option has the wrong type.
+      AxisError: `batch_size` is less than one.
+    """
+    if residuals not in ("recompute", "keep"):
+        raise ArgumentTypeError(f'residuals must be "recompute" or "keep", got {residuals!r}.')
+    if memory_limit is not None and batch_size != "auto":
+        raise ArgumentTypeError(
+            f'memory_limit goes with batch_size="auto"; batch_size is {batch_size!r}.'
+        )
+    if batch_size is None:
+        return None
+    if batch_size == "auto":
+        return Chunking(Auto(parse_limit(memory_limit)), residuals == "keep")
+    if not is_position(batch_size):
+        raise ArgumentTypeError(
+            f'batch_size must be a positive int, "auto" or None, got {batch_size!r} of type '
+            f"{type(batch_size).__name__}."
+        )
+    if batch_size < 1:
+        raise AxisError(
+            f"batch_size is {batch_size}, but at least one lane must run at a time. Give a "
+            "positive int; None runs all lanes at once."
+        )
+    return Chunking(int(batch_size), residuals == "keep")
+
+
+def run_in_chunks(
+    chunking: Chunking, program: Program, described: Sequence[OutputArray]
+) -> list[Any]:
+    """The outputs of a staged program for all lanes, where they are wanted.
+
+    Raises:
+      AxisError: an output depends on the batch where it must not.
+      UnsupportedError: the program cannot run in chunks.
+    """
+    axis, staged = program.axis, program.staged
+    if any(map(_compat.is_reference, (*staged.consts, *program.args))):
+        raise UnsupportedError(
+            "batch_size was given, but the function is given, or closes over, a reference "
+            "(jax.new_ref). Create it inside the function, or leave batch_size out."
+        )
+    positions = list(program.axes)
+    lane = None
+    if axis.name is not None and any(uses_name(eqn, axis.name) for eqn in staged.jaxpr.eqns):
+        staged = expose_names(axis, staged)
+        lane = staged.jaxpr.invars[0]
+
+    def run(*args: Any) -> list[Any]:
+        jaxpr = staged.jaxpr
+        values = list(zip(args, positions, strict=True))
+        if lane is not None:
+            values.insert(0, (None, 0))  # each chunk counts its own lanes
+        env: Env = {v: (c, None) for v, c in zip(jaxpr.constvars, staged.consts, strict=True)}
+        env.update(zip(jaxpr.invars, values, strict=True))
+        runner = _Runner(axis, chunking, env, lane)
+        return runner.outputs(needed_equations(jaxpr), jaxpr.outvars, described)
+
+    if program.traced:
+        return run(*program.args)
+    # Outside of `jit` operations are computed as they are met. Whatever is wrong must be
+    # found before.
+    whole = _compat.stage(run, [jax.typeof(x) for x in program.args])
+    return eval_jaxpr(whole.jaxpr, whole.consts, *program.args)
+
+
+class _Runner:
+    """Runs a program section by section; `env` holds what is known of it."""
+
+    def __init__(self, axis: Axis, chunking: Chunking, env: Env, lane: Any) -> None:
+        self.axis, self.chunking, self.env, self.lane = axis, chunking, env, lane
+        self.batch_bytes = bytes_per_lane(
+            v for v, (_, a) in env.items() if a is not None and v is not lane
+        )
+
+    def outputs(
+        self, eqns: Sequence[Any], outvars: Sequence[Any], described: Sequence[OutputArray]
+    ) -> list[Any]:
+        """What the program returns."""
+        outs: dict[int, Any] = {}
+        while True:
+            eqns = run_shared(self.axis, eqns, self.env)
+            cuts, blocked, free = find_cuts(self.axis, eqns)
+            targets: dict[int, Target] = {}
+            for i, (v, output) in enumerate(zip(outvars, described, strict=True)):
+                if i in outs or (not isinstance(v, Literal) and v in blocked):
+                    continue
+                if self._is_placed(v, output):
+                    outs[i] = place(self.axis, output, *self._read(v))
+                else:
+                    targets[i] = Target(v, _how(v, output.spec))
+            collected = self._collected(cuts)
+            kept = [Target(v, 0) for v in self._kept(eqns, free, cuts)]
+            found = self._run(free, [*targets.values(), *collected.values(), *kept])
+
+            of_outputs = [described[i] for i in targets]
+            check_unbatched(self.axis, of_outputs, [found[t].position for t in targets.values()])
+            for i, target in targets.items():
+                x = found[target]
+                final = x.position is not None
+                outs[i] = x.value if final else place(self.axis, described[i], x.value, None)
+            if not cuts:
+                return [outs[i] for i in range(len(outvars))]
+            for target in kept:
+                self.env[target.variable] = found[target].value, found[target].position
+            self._cut(cuts, collected, found)
+            done = {id(eqn) for eqn in (*cuts, *(e for e in free if e.effects))}
+            eqns = [eqn for eqn in eqns if id(eqn) not in done]
+
+    def _read(self, v: Any) -> tuple[Any, AxisPosition]:
+        return (v.val, None) if isinstance(v, Literal) else self.env[v]
+
+    def _is_placed(self, v: Any, output: OutputArray) -> bool:
+        """Whether an output is known, and is not to be moved as one whole array."""
+        if not isinstance(v, Literal) and (v not in self.env or v is self.lane):
+            return False
+        _, position = self._read(v)
+        return position is None or isinstance(output.spec, Reduce) or _how(v, output.spec) == position
+
+    def _collected(self, cuts: Sequence[Any]) -> dict[Any, Target]:
+        """What the collectives `cuts` need of each chunk, by operand variable."""
+        collected = {}
+        for eqn in cuts:
+            for v in variables(eqn):
+                if v is self.lane or v not in self.env:
+                    streams = _streams(self.axis, eqn)
+                    how = Reduce(_STREAMED[eqn.primitive.name]) if streams else 0
+                    collected[id(eqn), v] = Target(v, how)
+        return collected
+
+    def _kept(self, eqns: Sequence[Any], free: Sequence[Any], cuts: Sequence[Any]) -> list[Any]:
+        """Values from before a cut that are kept for after it, not computed again."""
+        if not cuts:
+            return []
+        needed = crossing(eqns, free, cuts)
+        if bytes_per_lane(needed) <= self.batch_bytes:
+            return needed
+        # Input and output are not done twice.
+        effects = {v for eqn in free if eqn.effects for v in eqn.outvars}
+        return [v for v in needed if v in effects]
+
+    def _cut(
+        self, cuts: Sequence[Any], collected: dict[Any, Target], found: dict[Target, Found]
+    ) -> None:
+        """Runs collectives over all lanes."""
+        whole = []
+        for eqn in cuts:
+            streamed = None
+            for v in variables(eqn):
+                target = collected.get((id(eqn), v))
+                if target is None:
+                    continue
+                x = found[target]
+                if isinstance(target.how, Reduce) and x.position is not None:
+                    streamed = lax.convert_element_type(x.value, v.aval.dtype)
+                else:
+                    self.env[v] = x.value, x.position
+            if streamed is None:
+                whole.append(eqn)
+            else:
+                others = tuple(a for a in eqn.params["axes"] if a != self.axis.name)
+                if others:
+                    streamed = eqn.primitive.bind(streamed, **{**eqn.params, "axes": others})
+                self.env[eqn.outvars[0]] = streamed, None
+        run_whole(self.axis, whole, self.env)
+
+    def _run(self, eqns: Sequence[Any], targets: Sequence[Target]) -> dict[Target, Found]:
+        """Runs equations chunk by chunk, for what is wanted of them."""
+        targets = list(dict.fromkeys(targets))
+        section = _SectionBody(self, eqns, targets)
+        if not section.section.eqns and not targets:
+            return {}
+        found = {}
+        if section.shared:  # a rule found that all lanes have the same
+            found = _SectionBody(self, eqns, section.shared, effects=False).of_first_lane()
+            section = _SectionBody(self, eqns, [t for t in targets if t not in found])
+        loop = replace(section.loop, results=tuple(section.kinds.values()))
+        outs = run_loop(self.axis, loop, section.operands, self.chunking.keep)
+        for target, out, aval in zip(section.kinds, outs, section.types, strict=True):
+            if isinstance(target.how, Reduce):
+                aval = section.reduced[target]
+                out = finish(target.how.kind, out, self.axis.size, aval)
+            found[target] = Found(_compat.weakly(out) if aval.weak_type else out, 0)
+        return found
+
+
+class _SectionBody:
+    """What one chunk does of a program, and of which kind its results are."""
+
+    def __init__(
+        self, runner: _Runner, eqns: Sequence[Any], targets: Sequence[Target], effects: bool = True
+    ) -> None:
+        self.runner, self.targets = runner, targets
+        env = runner.env
+        self.section = section_for(eqns, [t.variable for t in targets], env, effects)
+        known = [env[v] for v in self.section.invars if v is not runner.lane]
+        self.operands = [x for x, _ in known]
+        self.positions = [a for _, a in known]
+        self.kinds: dict[Target, Any] = {}
+        self.reduced: dict[Target, Any] = {}
+
+        operand_kinds = tuple(WHOLE if a is None else Lanes(a) for a in self.positions)
+        self.loop = Loop(
+            Body(self._of_width), operand_kinds, (), runner.axis.size, runner.chunking.batch_size
+        )
+        program = self.loop.program(list(map(jax.typeof, self.operands)), self.loop.width)
+        self.types = program.out_avals
+
+    @property
+    def shared(self) -> list[Target]:
+        """The targets that turned out not to depend on the batch."""
+        return [t for t, kind in self.kinds.items() if kind is None]
+
+    def of_first_lane(self) -> dict[Target, Found]:
+        """The targets, which are the same in all lanes, from the first."""
+        parts = [
+            x if a is None else lax.slice_in_dim(x, 0, 1, axis=a)
+            for x, a in zip(self.operands, self.positions, strict=True)
+        ]
+        outs, _ = self._interpret(1, jnp.int32(0), parts)
+        return {t: Found(x, None) for t, x in zip(self.targets, outs, strict=True)}
+
+    def _of_width(self, width: int) -> Callable[..., list[Any]]:
+        def run(start: Any, *xs: Any) -> list[Any]:
+            outs, positions = self._interpret(width, start, xs)
+            return list(map(self._result, self.targets, outs, positions))
+
+        return run
+
+    def _interpret(
+        self, width: int, start: Any, xs: Sequence[Any]
+    ) -> tuple[list[Any], list[AxisPosition]]:
+        axis = replace(self.runner.axis, size=width, name=None, mesh_axis=None)
+        values, positions = list(xs), list(self.positions)
+        if self.runner.lane in self.section.invars:
+            place_of_lane = self.section.invars.index(self.runner.lane)
+            values.insert(place_of_lane, start + lax.iota(np.int32, width))
+            positions.insert(place_of_lane, 0)
+        program = Program(axis, self.section, values, positions)
+        with running(program):
+            return program.run()
+
+    def _result(self, target: Target, x: Any, position: AxisPosition) -> Any:
+        """What a chunk returns for one target; notes of which kind that is."""
+        if position is None:
+            self.kinds[target] = None
+            return x
+        if isinstance(target.how, Reduce):
+            kind = target.how.kind
+            self.reduced[target] = reduced_type(kind, x, position)
+            x, self.kinds[target] = partial_result(kind, x, position)
+            return x
+        self.kinds[target] = Lanes(target.how)
+        return move_axis(x, position, target.how)
+
+
+def _how(v: Any, spec: Any) -> Any:
+    """How an output with this specification is wanted, should it depend on the batch."""
+    if isinstance(spec, Reduce):
+        return spec
+    return 0 if spec is None or spec is AUTO else int(spec) % (len(v.aval.shape) + 1)
+
+
+def _streams(axis: Axis, eqn: Any) -> bool:
+    """Whether a collective is a reduction over all lanes, which each chunk can add to."""
+    params = eqn.params
+    return (
+        eqn.primitive.name in _STREAMED
+        and axis.name in params["axes"]
+        and not any(isinstance(a, int) for a in params["axes"])
+        and params.get("axis_index_groups") is None
+    )
+
+
+_STREAMED = {
+    name: kind
+    for names, kind in zip(REDUCTIONS, ("sum", "max", "min"), strict=True)
+    for name in names.split()
+}

@@ -1,0 +1,62 @@
+"""Running a compiled program outside ``jit``: compiled once, and in smaller chunks if need be."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from batchax.errors import SmallerChunksWarning
+
+# Programs by their text. A call outside `jit` stages its function anew, and what was
+# staged anew JAX would compile anew.
+_compiled: OrderedDict[Any, Any] = OrderedDict()
+_MOST_PROGRAMS = 128
+
+
+def run_eagerly(
+    with_chunk: Callable[[int], Callable[..., list[Any]]],
+    chunk: int,
+    operands: Sequence[Any],
+    may_change: bool,
+) -> list[Any]:
+    """Compiles and runs a program; where memory runs out, with half the chunk size.
+
+    Args:
+      with_chunk: gives the program for a chunk size.
+      chunk: the first to try.
+      operands: what to run it on; they are not donated, so it can be run again.
+      may_change: whether another chunk size may be tried.
+    """
+    while True:
+        try:
+            outs = _compile(with_chunk(chunk), operands)(*operands)
+            return jax.block_until_ready(outs) if may_change else outs
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error) or not may_change or chunk == 1:
+                raise
+            reason = str(error).splitlines()[0]
+        warnings.warn(
+            f"out of memory with {chunk} lanes at a time ({reason}): going on with "
+            f"{chunk // 2}. Pass batch_size={chunk // 2} or less to start there.",
+            SmallerChunksWarning,
+            stacklevel=2,
+        )
+        chunk //= 2
+
+
+def _compile(program: Callable[..., list[Any]], operands: Sequence[Any]) -> Callable[..., Any]:
+    lowered = jax.jit(program).lower(*operands)
+    text = lowered.as_text()
+    if "callback" in text:  # which function is called back, the text does not say
+        return lowered.compile()
+    key = (text, tuple(getattr(x, "sharding", None) for x in operands), jax.default_backend())
+    if key not in _compiled:
+        _compiled[key] = lowered.compile()
+    _compiled.move_to_end(key)
+    if len(_compiled) > _MOST_PROGRAMS:
+        _compiled.popitem(last=False)
+    return _compiled[key]

@@ -1,0 +1,144 @@
+"""A program in which the mapped axis is named by collectives at its top level only.
+
+In chunks a lane's index is not its place in the chunk, and a collective must see
+the lanes of all chunks. So calls that contain either are opened, and the index
+becomes an input of the program, which loops and branches receive as any other value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+from batchax import _compat
+from batchax.engine.axis import Axis
+from batchax.engine.named_axes import as_names, uses_name
+from batchax.errors import UnsupportedError
+from batchax.rules.collectives import CASTS
+
+_OPENED = {
+    # calls that compute what their body does, and where they hold it
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+}
+
+
+def expose_names(axis: Axis, staged: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
+    """`staged` with the index of the lane as its first input and calls opened.
+
+    Raises:
+      UnsupportedError: a loop, a branch or a function with a derivative rule contains
+        a collective over the axis.
+    """
+
+    def run(lane: Any, *args: Any) -> list[Any]:
+        return _evaluate(axis, staged.jaxpr, staged.consts, args, lane, top=True)
+
+    avals = [jax.typeof(np.int32(0)), *staged.in_avals]
+    return _compat.stage(run, avals, [(axis.name, axis.size)])
+
+
+def _evaluate(
+    axis: Axis, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], lane: Any, top: bool
+) -> list[Any]:
+    env = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    outer_names = _compat.current_name_stack()
+
+    def read(v: Any) -> Any:
+        return v.val if isinstance(v, Literal) else env[v]
+
+    for eqn in jaxpr.eqns:
+        xs = list(map(read, eqn.invars))
+        with _compat.user_source(eqn.source_info, outer_names), eqn.ctx.manager:
+            if uses_name(eqn, axis.name):
+                outs = _use(axis, eqn, xs, lane, top)
+            else:
+                outs = _bind(eqn, xs)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def _use(axis: Axis, eqn: Any, xs: list[Any], lane: Any, top: bool) -> Sequence[Any]:
+    """An equation that uses the name of the axis."""
+    name = eqn.primitive.name
+
+    def inner(body: Any, at_top: bool = False) -> Callable[..., list[Any]]:
+        body = _compat.close(body)
+        return lambda *args: _evaluate(axis, body.jaxpr, body.consts, args, lane, at_top)
+
+    if name == "axis_index":
+        return [_index(axis, eqn.params["axis_name"], lane)]
+    if name in CASTS.split():
+        others = tuple(n for n in eqn.params["axes"] if n != axis.name)
+        return _bind(eqn, xs, axes=others) if others else xs
+    if name in _OPENED:
+        return inner(eqn.params[_OPENED[name]], top)(*xs)
+    if name == "scan":
+        return _scan(eqn, xs, inner(eqn.params["jaxpr"]))
+    if name == "while":
+        return _while(eqn, xs, inner(eqn.params["cond_jaxpr"]), inner(eqn.params["body_jaxpr"]))
+    if name == "cond":
+        index, *operands = xs
+        branches = [inner(branch) for branch in eqn.params["branches"]]
+        return lax.switch(index, branches, *operands)
+    if top and not any(True for _ in _bodies(eqn)):
+        return _bind(eqn, xs)
+    where = "inside a loop or branch" if not top else f"inside `{name}`"
+    raise UnsupportedError(
+        f"{_compat.user_line(eqn.source_info)}: `{name}` over the batch axis {axis.name!r} "
+        f"{where} needs all lanes at once, which chunks do not have. Move the collective out of "
+        "it, or leave batch_size out."
+    )
+
+
+def _bodies(eqn: Any) -> Any:
+    return (p for p in eqn.params.values() if isinstance(p, _compat.JAXPR_TYPES))
+
+
+def _bind(eqn: Any, xs: Sequence[Any], **changes: Any) -> Sequence[Any]:
+    out = eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params({**eqn.params, **changes}))
+    return out if eqn.primitive.multiple_results else [out]
+
+
+def _index(axis: Axis, names: Any, lane: Any) -> Any:
+    """The index of a lane over several axes, of which the first counts slowest."""
+    index = jnp.int32(0)
+    for n in as_names(names):
+        mine = lane if n == axis.name else lax.axis_index(n)
+        index = index * np.int32(axis.size if n == axis.name else lax.axis_size(n)) + mine
+    return index
+
+
+def _scan(eqn: Any, xs: list[Any], body: Callable[..., list[Any]]) -> list[Any]:
+    n_consts, n_carry = _compat.scan_counts(eqn.params)
+    consts, init = xs[:n_consts], xs[n_consts : n_consts + n_carry]
+
+    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = body(*consts, *carry, *x)
+        return outs[:n_carry], outs[n_carry:]
+
+    options = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}
+    carry, ys = lax.scan(step, init, xs[n_consts + n_carry :], **options)
+    return [*carry, *ys]
+
+
+def _while(
+    eqn: Any, xs: list[Any], test: Callable[..., list[Any]], body: Callable[..., list[Any]]
+) -> list[Any]:
+    n_test, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    test_consts, body_consts = xs[:n_test], xs[n_test : n_test + n_body]
+    return lax.while_loop(
+        lambda carry: test(*test_consts, *carry)[0],
+        lambda carry: body(*body_consts, *carry),
+        xs[n_test + n_body :],
+    )

@@ -1,0 +1,102 @@
+"""Where and how a chunk loop runs: in one piece, on each shard, or keeping its residuals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from batchax.engine.axis import Axis
+from batchax.execution.chunk_loop import (
+    Body,
+    Extreme,
+    Lanes,
+    Loop,
+    PerChunk,
+    chosen_chunk,
+    chunk_loop,
+    collect,
+    empty_result,
+)
+from batchax.execution.memory import Auto
+from batchax.execution.slices import scan_slices
+
+
+def run_loop(axis: Axis, loop: Loop, operands: Sequence[Any], keep: bool) -> list[Any]:
+    """Runs a chunk loop over the lanes of `axis`.
+
+    `keep`: whether reverse mode keeps what every chunk computed.
+    """
+    if isinstance(loop.chunk, Auto) and any(isinstance(k, PerChunk) for k in loop.results):
+        loop = replace(loop, chunk=chosen_chunk(loop, list(map(jax.typeof, operands))))
+    if not keep:
+        return chunk_loop(loop, operands)
+    # The derivative of an extreme value needs a second loop, whatever is kept.
+    extreme = [k for k, kind in enumerate(loop.results) if isinstance(kind, Extreme)]
+    others = [k for k in range(len(loop.results)) if k not in extreme]
+    outs = dict(zip(others, _run_keeping(_selected(loop, others), operands), strict=True))
+    if extreme:
+        outs |= zip(extreme, chunk_loop(_selected(loop, extreme), operands), strict=True)
+    return [outs[k] for k in range(len(loop.results))]
+
+
+def _selected(loop: Loop, which: Sequence[int]) -> Loop:
+    """A loop with some of the results of another."""
+
+    def of_width(width: int) -> Any:
+        function = loop.body.function(width)
+
+        def run(start: Any, *xs: Any) -> list[Any]:
+            outs = function(start, *xs)
+            return [outs[k] for k in which]
+
+        return run
+
+    return replace(loop, body=Body(of_width), results=tuple(loop.results[k] for k in which))
+
+
+def _run_keeping(loop: Loop, operands: Sequence[Any]) -> list[Any]:
+    """A chunk loop as a scan, whose residuals JAX keeps for each chunk."""
+    avals = [jax.typeof(x) for x in operands]
+    if isinstance(loop.chunk, Auto):
+        loop = replace(loop, chunk=chosen_chunk(loop, avals))
+    chunk = loop.chunk
+    assert isinstance(chunk, int)
+    types = loop.program(avals, chunk).out_avals
+    axes = [kind.axis if isinstance(kind, Lanes) else None for kind in loop.operands]
+
+    def step(index: Any, results: list[Any], parts: Sequence[Any], width: int) -> list[Any]:
+        start = index * np.int32(chunk)
+        outs = loop.body.function(width)(start, *parts)
+        return [
+            collect(kind, result, out, start, index)
+            for kind, result, out in zip(loop.results, results, outs, strict=True)
+        ]
+
+    results = [
+        empty_result(loop, t, kind, _blank) for t, kind in zip(types, loop.results, strict=True)
+    ]
+    full, rest = divmod(loop.size, chunk)
+    results, _ = scan_slices(
+        lambda i, results, parts: (step(i, results, parts, chunk), None),
+        results, operands, axes, chunk, full,
+    )
+    if rest:
+        parts = [
+            x if a is None else lax.slice_in_dim(x, full * chunk, loop.size, axis=a)
+            for x, a in zip(operands, axes, strict=True)
+        ]
+        results = step(jnp.int32(full), results, parts, rest)
+    return [lax.convert_element_type(x, t.dtype) for x, t in zip(results, types, strict=True)]
+
+
+def _blank(shape: Any, dtype: Any) -> Any:
+    """An array to be written over, which can be differentiated."""
+    # JAX 0.10 takes a derivative of lax.empty to be batched where it is not.
+    inexact = jnp.issubdtype(dtype, jnp.inexact)
+    return lax.full(shape, 0, dtype) if inexact else lax.empty(shape, dtype)

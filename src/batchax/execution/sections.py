@@ -1,0 +1,140 @@
+"""Parts of a staged program: what must run for all lanes before the rest can.
+
+A program whose lanes never meet is one section. A collective over the mapped axis
+needs a value of every lane, so it cuts the program: what comes before runs chunk by
+chunk, then the collective, then what comes after.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.extend.core import Literal
+
+from batchax.engine.axis import Axis, AxisPosition
+from batchax.engine.interpreter import interpret
+from batchax.engine.named_axes import uses_name
+from batchax.errors import UnsupportedError
+
+Env = dict[Any, tuple[Any, AxisPosition]]
+"""Variables whose values for all lanes are known, and where their batch axes are."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Equations of a program with their inputs and outputs; looks like a jaxpr."""
+
+    eqns: Sequence[Any]
+    invars: Sequence[Any]
+    outvars: Sequence[Any]
+    constvars: Sequence[Any] = ()
+    consts: Sequence[Any] = ()
+
+    @property
+    def jaxpr(self) -> Section:
+        """Itself: sections are closed."""
+        return self
+
+    def replace(self, **changes: Any) -> Section:
+        """A section with other equations or outputs."""
+        return replace(self, **changes)
+
+
+def section_for(
+    eqns: Sequence[Any], outvars: Sequence[Any], known: Collection[Any], effects: bool = True
+) -> Section:
+    """The section that computes `outvars` from variables that are `known`.
+
+    It has every one of `eqns` with effects, unless `effects` is false.
+    """
+    live = {v for v in outvars if not isinstance(v, Literal) and v not in known}
+    used = {v for v in outvars if not isinstance(v, Literal) and v in known}
+    taken = []
+    for eqn in reversed(eqns):
+        if not live.isdisjoint(eqn.outvars) or (effects and eqn.effects):
+            taken.append(eqn)
+            for v in variables(eqn):
+                (used if v in known else live).add(v)
+    order = [v for v in known if v in used]
+    return Section(taken[::-1], order, list(outvars))
+
+
+def run_shared(axis: Axis, eqns: Sequence[Any], env: Env) -> list[Any]:
+    """Runs, once, the equations that do not depend on the batch; returns the others."""
+    shared, rest, defined = [], [], set()
+
+    def is_shared(v: Any) -> bool:
+        return v in defined or (v in env and env[v][1] is None)
+
+    for eqn in eqns:
+        if all(map(is_shared, variables(eqn))) and not _touches(axis, eqn) and not _has_refs(eqn):
+            shared.append(eqn)
+            defined.update(eqn.outvars)
+        else:
+            rest.append(eqn)
+    run_whole(axis, shared, env)
+    return rest
+
+
+def run_whole(axis: Axis, eqns: Sequence[Any], env: Env) -> None:
+    """Runs equations for all lanes at once, and adds what they compute to `env`."""
+    if not eqns:
+        return
+    outvars = [v for eqn in eqns for v in eqn.outvars]
+    section = section_for(eqns, outvars, env)
+    values = [env[v] for v in section.invars]
+    outs, axes = interpret(axis, section, (), [x for x, _ in values], [a for _, a in values])
+    env.update(zip(outvars, zip(outs, axes, strict=True), strict=True))
+
+
+def find_cuts(axis: Axis, eqns: Sequence[Any]) -> tuple[list[Any], set[Any], list[Any]]:
+    """The collectives over `axis` that come first, what waits for them, and what does not.
+
+    Returns:
+      Those collectives; the variables that cannot be computed before they have run;
+      and the equations that can.
+    """
+    cuts, blocked, free = [], set(), []
+    for eqn in eqns:
+        if not blocked.isdisjoint(variables(eqn)):
+            blocked.update(eqn.outvars)
+        elif _touches(axis, eqn):
+            cuts.append(eqn)
+            blocked.update(eqn.outvars)
+        else:
+            free.append(eqn)
+    if cuts and any(map(_has_refs, eqns)):
+        raise UnsupportedError(
+            "a function that uses references (jax.new_ref) and collectives over its batch axis "
+            f"{axis.name!r} cannot run in chunks. Leave batch_size out, or use neither."
+        )
+    return cuts, blocked, free
+
+
+def crossing(eqns: Sequence[Any], free: Sequence[Any], cuts: Sequence[Any]) -> list[Any]:
+    """The variables computed by `free` equations that are needed after the `cuts`."""
+    computed = {v for eqn in free for v in eqn.outvars}
+    before = {id(eqn) for eqn in (*free, *cuts)}
+    later = dict.fromkeys(v for eqn in eqns if id(eqn) not in before for v in variables(eqn))
+    return [v for v in later if v in computed]
+
+
+def variables(eqn: Any) -> list[Any]:
+    """The variables that an equation reads."""
+    return [v for v in eqn.invars if not isinstance(v, Literal)]
+
+
+def bytes_per_lane(vs: Iterable[Any]) -> int:
+    """What the values of some variables take for one lane."""
+    return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in vs)
+
+
+def _touches(axis: Axis, eqn: Any) -> bool:
+    return axis.name is not None and uses_name(eqn, axis.name)
+
+
+def _has_refs(eqn: Any) -> bool:
+    return any(hasattr(v.aval, "inner_aval") for v in (*variables(eqn), *eqn.outvars))

@@ -1,0 +1,53 @@
+"""Reducing over the batch chunk by chunk, without a result for each lane.
+
+Sums, and the means made of them, add one partial sum for each chunk. Floats of less
+than 32 bits are added up in float32; a mean is the sum over all lanes divided once,
+so that a last chunk with fewer lanes counts for what it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from batchax.engine.outputs import reduce_batch
+from batchax.execution.chunk_loop import SUM, Extreme, PerChunk, Result
+
+
+def partial_result(kind: str, x: Any, axis: int) -> tuple[Any, Result]:
+    """What one chunk adds to a reduction of `x`, whose lanes are along `axis`."""
+    match kind:
+        case "sum" | "mean":
+            return jnp.sum(x, axis=axis, dtype=_dtype(kind, x, axis)), SUM
+        case "prod":
+            # The product of the others is needed for each: kept, for their derivatives.
+            return jnp.prod(x, axis=axis, dtype=_dtype(kind, x, axis))[None], PerChunk(0)
+        case _:
+            return x, Extreme(kind, axis)
+
+
+def finish(kind: str, result: Any, size: int, like: Any) -> Any:
+    """The reduction over all lanes, from what a chunk loop collected.
+
+    `like` is the type that the reduction has when done all at once.
+    """
+    if kind == "mean":
+        result = result / size
+    elif kind == "prod":
+        result = jnp.prod(result, axis=0)
+    return result.astype(like.dtype)
+
+
+def reduced_type(kind: str, x: Any, axis: int) -> Any:
+    """The type that a reduction of lanes like those of `x` has."""
+    return jax.eval_shape(lambda x: reduce_batch(kind, x, axis), x)
+
+
+def _dtype(kind: str, x: Any, axis: int) -> Any:
+    """In what a reduction is computed."""
+    result = reduced_type(kind, x, axis).dtype
+    small = jnp.issubdtype(result, jnp.floating) and result.itemsize < 4
+    return np.dtype(np.float32) if small else result
