@@ -6,8 +6,9 @@ package imports from ``jax._src`` or asks which version of JAX is running.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -32,6 +33,10 @@ from jax._src.interpreters.batching import BatchTracer
 # Exported nowhere, and absent from every table, as it has no operands to batch.
 from jax._src.lax.control_flow.conditionals import platform_index_p
 
+# JAX turns references into values where it lowers a program, and has no public spelling
+# for it. What a primitive of our own runs, or is cut into parts, must be free of them before.
+from jax._src.state.discharge import discharge_state
+
 # The primitive of ``jax.shard_map`` is in none of the tables that JAX exports.
 from jax._src.shard_map import shard_map_p
 from jax.extend import linear_util
@@ -50,6 +55,34 @@ def user_source(source_info: Any, outer_name_stack: Any) -> AbstractContextManag
     return source_info_util.user_context(
         source_info.traceback, name_stack=outer_name_stack + source_info.name_stack
     )
+
+
+_replaced_mesh: ContextVar[tuple[Any, Any] | None] = ContextVar("replaced_mesh", default=None)
+
+
+@contextmanager
+def mesh_replaced(old: Any, new: Any) -> Iterator[None]:
+    """Within it, equations staged under the mesh `old` are emitted under `new`."""
+    token = _replaced_mesh.set((old, new))
+    try:
+        yield
+    finally:
+        _replaced_mesh.reset(token)
+
+
+def equation_context(eqn: Any) -> AbstractContextManager[None]:
+    """Context under which `eqn` is emitted again with the options it was staged with.
+
+    The mesh is one of these. Inside a ``shard_map`` that was not there at the time it
+    has another type, which no public function tells an equation.
+    """
+    replaced = _replaced_mesh.get()
+    if replaced is None or eqn.ctx.cur_abstract_mesh != replaced[0]:
+        return eqn.ctx.manager
+    stack = ExitStack()
+    stack.enter_context(eqn.ctx.manager)
+    stack.enter_context(jax.sharding.use_abstract_mesh(replaced[1]))
+    return stack
 
 
 def user_line(source_info: Any) -> str:
@@ -76,6 +109,7 @@ def stage(
     avals: Sequence[Any],
     axis_env: Sequence[tuple[Hashable, Any]] = (),
     arg_names: Sequence[str] | None = None,
+    transformation: str = "vmap",
 ) -> ClosedJaxpr:
     """What ``jax.make_jaxpr(fun, axis_env=axis_env)(*avals)`` returns, in half the time.
 
@@ -84,8 +118,9 @@ def stage(
       avals: the types of the arguments.
       axis_env: names and sizes of the mapped axes that `fun` may use.
       arg_names: what JAX's messages call the arguments.
+      transformation: what they say the function is staged for.
     """
-    debug_info = jax.api_util.debug_info("vmap", fun, tuple(avals), {})
+    debug_info = jax.api_util.debug_info(transformation, fun, tuple(avals), {})
     if arg_names is not None:
         debug_info = debug_info._replace(arg_names=tuple(arg_names))
     with extend_axis_env_nd(list(axis_env)):
@@ -108,6 +143,17 @@ def close(jaxpr: Any, consts: Any = ()) -> ClosedJaxpr:
 def is_reference(x: Any) -> bool:
     """Whether `x` is a mutable reference; the class of their types is private."""
     return hasattr(jax.typeof(x), "inner_aval")
+
+
+def without_references(program: ClosedJaxpr, name: Hashable | None, size: Any) -> ClosedJaxpr:
+    """`program`, which may use the axis `name`, with references it creates turned into values.
+
+    Its effects say whether there are any; their type is private and recognised by name.
+    """
+    if not any(type(e).__name__ == "InternalMutableArrayEffect" for e in program.effects):
+        return program
+    with named_scope(name, size):
+        return discharge_state(program)
 
 
 def weakly(x: Any) -> Any:
@@ -173,6 +219,13 @@ def varying_alike(xs: Sequence[Any], like: Sequence[Any] = ()) -> list[Any]:
 def _varying_over(x: Any, axes: frozenset[Hashable]) -> Any:
     missing = axes - varying_axes(jax.typeof(x))
     return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+
+def scalar_like(aval: Any, dtype: Any) -> Any:
+    """The type of a scalar that varies over the same mesh axes as values of type `aval`."""
+    for size in aval.shape:
+        aval = jex_core.mapped_aval(size, 0, aval)
+    return aval.update(dtype=dtype, weak_type=False)
 
 
 def varying_axes(aval: Any) -> frozenset[Hashable]:

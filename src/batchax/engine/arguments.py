@@ -41,8 +41,33 @@ class FlatArguments:
     rebuild: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
+@dataclass(frozen=True)
+class Terms:
+    """How messages speak of what is mapped.
+
+    Attributes:
+      lanes: what the mapped axes count.
+      size: the option that gives their number.
+      each: when an argument is the same for each of them.
+      axis: what the new axis of an output is called.
+      outputs: what the mapped outputs are called.
+      first: number of the first positional argument that `in_axes` covers.
+    """
+
+    lanes: str
+    size: str
+    each: str
+    axis: str
+    outputs: str
+    first: int
+
+
+LANES = Terms("lanes", "axis_size", "for all lanes", "batch axis", "out", 0)
+STEPS = Terms("steps", "length", "at every step", "axis of the steps", "ys", 1)
+
+
 def check_in_axes(fun: Callable[..., Any], in_axes: Any) -> None:
-    """Refuses, when `vmap` is called, an `in_axes` that no call could satisfy."""
+    """Refuses, before any call, an `in_axes` that no call could satisfy."""
     if isinstance(in_axes, dict):
         _check_parameter_names(fun, in_axes)
     elif not (
@@ -74,7 +99,11 @@ def is_position(spec: Any) -> TypeGuard[int]:
 
 
 def flatten_arguments(
-    fun: Callable[..., Any], in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    fun: Callable[..., Any],
+    in_axes: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    terms: Terms = LANES,
 ) -> FlatArguments:
     """Spreads `in_axes` over the arguments of one call.
 
@@ -82,10 +111,10 @@ def flatten_arguments(
       AxisError: `in_axes` does not fit the arguments, or an axis is out of range.
       ArgumentTypeError: a leaf that is to be mapped is not an array.
     """
-    specs, keyword_specs = _by_argument(fun, in_axes, args, kwargs)
+    specs, keyword_specs = _by_argument(fun, in_axes, args, terms)
     leaves: list[SpecifiedLeaf] = []
     rebuilds = []
-    for i, (arg, spec) in enumerate(zip(args, specs, strict=True)):
+    for i, (arg, spec) in enumerate(zip(args, specs, strict=True), terms.first):
         arg_leaves, rebuild = spread(spec, arg, f"args[{i}]", "in_axes", is_input_spec, True)
         leaves += arg_leaves
         rebuilds.append(rebuild)
@@ -108,7 +137,7 @@ def flatten_arguments(
     return FlatArguments(mapped, rebuild_all)
 
 
-def find_axis_size(mapped: Sequence[Mapped], axis_size: Any) -> Any:
+def find_axis_size(mapped: Sequence[Mapped], axis_size: Any, terms: Terms = LANES) -> Any:
     """The one size that all mapped axes have.
 
     Raises:
@@ -120,7 +149,8 @@ def find_axis_size(mapped: Sequence[Mapped], axis_size: Any) -> Any:
         if axis_size is None:
             raise AxisError(
                 "nothing is mapped: every in_axes entry is None or covers no array, so the "
-                "number of lanes is unknown. Map at least one argument, or pass axis_size."
+                f"number of {terms.lanes} is unknown. Map at least one argument, or pass "
+                f"{terms.size}."
             )
         return axis_size
     sizes = [m.value.shape[m.axis] for m in sized]
@@ -133,11 +163,11 @@ def find_axis_size(mapped: Sequence[Mapped], axis_size: Any) -> Any:
         + ("" if tie or s == usual else f"   <- not {usual}")
         for m, s in zip(sized, sizes, strict=True)
     ]
-    wanted = "one size" if axis_size is None else f"the size given as axis_size, {axis_size}"
+    wanted = "one size" if axis_size is None else f"the size given as {terms.size}, {axis_size}"
     raise AxisError(
         f"the mapped axes must have {wanted}, but they have {_listed(sorted(set(sizes)))}:\n"
         + "\n".join(lines)
-        + "\nGive None in in_axes for an argument that is the same for all lanes."
+        + f"\nGive None in in_axes for an argument that is the same {terms.each}."
     )
 
 
@@ -168,10 +198,10 @@ def find_mesh_axis(mapped: Sequence[Mapped], spmd_axis_name: Any) -> Any:
     return mesh_axis
 
 
-def check_axis_size(axis_size: Any, required: bool = False) -> None:
-    """Refuses an `axis_size` that is no non-negative int."""
+def check_axis_size(axis_size: Any, required: bool = False, terms: Terms = LANES) -> None:
+    """Refuses a number of lanes that is no non-negative int."""
     if not (_is_size(axis_size) or (axis_size is None and not required)):
-        raise ArgumentTypeError(f"axis_size must be a non-negative int, got {_show(axis_size)}.")
+        raise ArgumentTypeError(f"{terms.size} must be a non-negative int, got {_show(axis_size)}.")
 
 
 def _is_size(x: Any) -> bool:
@@ -194,16 +224,17 @@ def check_axis_name(axis_name: Any) -> None:
 
 
 def _by_argument(
-    fun: Callable[..., Any], in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    fun: Callable[..., Any], in_axes: Any, args: tuple[Any, ...], terms: Terms
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     """The specification of each positional argument, and those of keywords by name."""
     if isinstance(in_axes, dict):
         return _by_name(fun, in_axes, args)
     if isinstance(in_axes, (tuple, list)):
         if len(in_axes) != len(args):
+            carry = " after the carry" if terms.first else ""
             raise AxisError(
                 f"in_axes has {count(len(in_axes), 'entry', 'entries')}, but the function was "
-                f"called with {count(len(args), 'positional argument')}. Give one entry for each "
+                f"called with {count(len(args), 'positional argument')}{carry}. Give one entry for each "
                 "positional argument; arguments passed by keyword are mapped over axis 0 (use a "
                 "dict by parameter name for another axis)."
             )

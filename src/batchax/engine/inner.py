@@ -107,10 +107,11 @@ def stage_function(
     fun: Callable[..., Any],
     avals: Sequence[Any],
     arg_names: Sequence[str] | None = None,
+    transformation: str = "vmap",
 ) -> _compat.ClosedJaxpr:
     """Stages a flat per-example function, with the name of `axis` in scope.
 
-    `arg_names` is what messages call its arguments.
+    `arg_names` is what messages call its arguments, `transformation` what it is staged for.
 
     Staging makes tracers of everything the function computes. A function that
     branches in Python on something it computes from unbatched arguments alone
@@ -120,7 +121,7 @@ def stage_function(
 
     def stage(f: Callable[..., Any]) -> _compat.ClosedJaxpr:
         with _compat.mesh_axis_taken(axis.mesh_axis):
-            return _compat.stage(f, avals, named, arg_names)
+            return _compat.stage(f, avals, named, arg_names, transformation)
 
     try:
         return stage(fun)

@@ -60,7 +60,7 @@ def interpret(
                 value, position = env[v]
                 operands.append(value)
                 operand_axes.append(position)
-        with _compat.user_source(eqn.source_info, outer_names), eqn.ctx.manager:
+        with _compat.user_source(eqn.source_info, outer_names), _compat.equation_context(eqn):
             if one_for_each_lane and not one_for_each_lane.isdisjoint(eqn.outvars):
                 outs, out_axes = create_batched(axis, eqn, operands, operand_axes)
             else:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from batchax.engine.arguments import is_position
+from batchax.engine.arguments import LANES, Terms, is_position
 from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
 from batchax.engine.containers import example_arrays, find_container, is_container_spec
 from batchax.engine.prefixes import spread
@@ -90,7 +90,7 @@ def is_output_spec(spec: Any) -> bool:
     return is_position(spec) or isinstance(spec, (_Auto, Reduce))
 
 
-def flatten_outputs(out: Any, out_axes: Any) -> tuple[list[Any], FlatOutputs]:
+def flatten_outputs(out: Any, out_axes: Any, terms: Terms = LANES) -> tuple[list[Any], FlatOutputs]:
     """Spreads `out_axes` over what the per-example function returned.
 
     Returns:
@@ -100,7 +100,7 @@ def flatten_outputs(out: Any, out_axes: Any) -> tuple[list[Any], FlatOutputs]:
       AxisError: `out_axes` does not fit the outputs.
       ArgumentTypeError: an output is not an array.
     """
-    leaves, rebuild_tree = spread(out_axes, out, "out", "out_axes", is_output_spec)
+    leaves, rebuild_tree = spread(out_axes, out, terms.outputs, "out_axes", is_output_spec)
     arrays: list[Any] = []
     described: list[OutputArray] = []
     parts = []
@@ -110,7 +110,7 @@ def flatten_outputs(out: Any, out_axes: Any) -> tuple[list[Any], FlatOutputs]:
         start = len(arrays)
         if container is None:
             _check_array(value, leaf.path)
-            _check_position(value, leaf.path, spec)
+            _check_position(value, leaf.path, spec, terms)
             if spec is None and not isinstance(value, Tracer):
                 parts.append(lambda _, v=value: v)  # a constant comes back as it is
                 continue
@@ -144,12 +144,12 @@ def _check_array(value: Any, path: str) -> None:
         ) from None
 
 
-def _check_position(value: Any, path: str, spec: Any) -> None:
+def _check_position(value: Any, path: str, spec: Any, terms: Terms) -> None:
     ndim = jnp.ndim(value) + 1
     if is_position(spec) and not -ndim <= spec < ndim:
         raise AxisError(
-            f"out_axes gives {spec} for {path}, which has {ndim} axes with the batch axis: give "
-            f"an int in [{-ndim}, {ndim})."
+            f"out_axes gives {spec} for {path}, which has {ndim} axes with the {terms.axis}: "
+            f"give an int in [{-ndim}, {ndim})."
         )
 
 

@@ -47,7 +47,7 @@ def _batched(
     results = tuple(
         _shifted(kind, 0 if hit else None) for kind, hit in zip(loop.results, hits, strict=True)
     )
-    outer = replace(loop, body=Body(of_width), operands=operands, results=results)
+    outer = replace(loop, body=Body(of_width, of=loop.body), operands=operands, results=results)
     return chunk_loop(outer, args), [0 if hit else None for hit in hits]
 
 

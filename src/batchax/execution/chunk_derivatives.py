@@ -94,7 +94,7 @@ def _tangent_body(
 
         return run
 
-    return Body(of_width)
+    return Body(of_width, of=loop.body)
 
 
 def _of_extreme(kind: Any, x: Any, tangent: Any, best: Any) -> Any:
@@ -126,7 +126,7 @@ def _counts(
 
     operands = (*loop.operands, *[WHOLE] * len(extremes))
     results = (SUM,) * len(extremes)
-    counting = replace(loop, body=Body(of_width), operands=operands, results=results)
+    counting = replace(loop, body=Body(of_width, of=loop.body), operands=operands, results=results)
     return chunk_loop(counting, [*map(lax.stop_gradient, primals), *best])
 
 
@@ -159,21 +159,17 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, loop: Loop, program: A
                 outs = forward(start, *(full[i] for i in range(len(operands))))
                 return [outs[k] for k in given]
 
-            pull = jax.linear_transpose(of_linear, *(_struct(types[i]) for i in linear))
+            pull = jax.linear_transpose(of_linear, *(types[i] for i in linear))
             return list(pull(list(cts)))
 
         return run
 
     kinds = (*(loop.operands[i] for i in others), *(_as_operand(loop.results[k]) for k in given))
     results = tuple(_as_result(loop.operands[i]) for i in linear)
-    reverse = replace(loop, body=Body(of_width), operands=kinds, results=results)
+    reverse = replace(loop, body=Body(of_width, of=loop.body), operands=kinds, results=results)
     outs = chunk_loop(reverse, [*(operands[i] for i in others), *(cotangents[k] for k in given)])
     by_operand = dict(zip(linear, outs, strict=True))
     return [by_operand.get(i) for i in range(len(operands))]
-
-
-def _struct(aval: Any) -> Any:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def _as_operand(kind: Result) -> Operand:

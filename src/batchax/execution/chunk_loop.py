@@ -77,19 +77,28 @@ class Body:
     ``function(width)`` is a function of the index of the chunk's first lane and of the
     operands, which returns a list of results. It is kept as a function and staged for
     each use: derivative rules inside it may close over values of the trace they are in.
+    Wherever that happens, the named axes and the mesh around it are those it was made
+    under, or those of the body it is made `of`.
     """
 
-    def __init__(self, function: Callable[[int], Callable[..., list[Any]]]) -> None:
+    def __init__(
+        self, function: Callable[[int], Callable[..., list[Any]]], of: Body | None = None
+    ) -> None:
         self.function = function
-        self._names = _compat.names_in_scope()
+        self._names = _compat.names_in_scope() if of is None else of._names
+        self._mesh = jax.sharding.get_abstract_mesh() if of is None else of._mesh
         self._staged: dict[Any, _compat.ClosedJaxpr] = {}
 
     def staged(self, width: int, operands: Sequence[Any]) -> _compat.ClosedJaxpr:
         """Its program for a chunk of `width` lanes and operands of these types."""
         key = (width, tuple(operands))
         if key not in self._staged:
-            avals = [jax.typeof(np.int32(0)), *operands]
-            self._staged[key] = _compat.stage(self.function(width), avals, self._names)
+            start = jax.typeof(np.int32(0))
+            if operands:  # inside `shard_map` all that meets varies alike
+                start = _compat.scalar_like(operands[0], start.dtype)
+            avals = [start, *operands]
+            with jax.sharding.use_abstract_mesh(self._mesh):
+                self._staged[key] = _compat.stage(self.function(width), avals, self._names)
         return self._staged[key]
 
 
@@ -176,7 +185,7 @@ def run(loop: Loop, operands: Sequence[Any]) -> list[Any]:
 
     def run_chunk(index: Any, width: int) -> list[Any]:
         program = loop.program(avals, width)
-        start = index * np.int32(chunk)
+        (start,) = _compat.varying_alike([index * np.int32(chunk)], like=operands)
         parts = [
             _part(x, kind, start, index, width)
             for x, kind in zip(operands, loop.operands, strict=True)
@@ -203,8 +212,10 @@ def run(loop: Loop, operands: Sequence[Any]) -> list[Any]:
     )
     if rest:
         results = step(jnp.int32(full), rest, results)
-    return [lax.convert_element_type(x, t.dtype) if isinstance(kind, Sum) else x
-            for x, t, kind in zip(results, types, loop.results, strict=True)]
+    return [
+        lax.convert_element_type(x, t.dtype) if isinstance(kind, Sum) else x
+        for x, t, kind in zip(results, types, loop.results, strict=True)
+    ]
 
 
 def chosen_chunk(loop: Loop, avals: Sequence[Any]) -> int:
@@ -235,9 +246,7 @@ def _part(x: Any, kind: Operand, start: Any, index: Any, width: int) -> Any:
             return lax.dynamic_slice_in_dim(x, index, 1, axis, allow_negative_indices=False)
 
 
-def empty_result(
-    loop: Loop, aval: Any, kind: Result, blank: Callable[..., Any] = lax.empty
-) -> Any:
+def empty_result(loop: Loop, aval: Any, kind: Result, blank: Callable[..., Any] = lax.empty) -> Any:
     """A result before the first chunk; `blank` makes an array that is written over."""
     whole = loop.result_aval(aval, kind)
     match kind:

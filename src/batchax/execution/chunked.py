@@ -35,6 +35,7 @@ from batchax.execution.sections import (
     section_for,
     variables,
 )
+from batchax.execution.shards import Shards, find_shards
 from batchax.execution.streaming import finish, partial_result, reduced_type
 from batchax.rules.collectives import REDUCTIONS
 
@@ -122,7 +123,9 @@ def run_in_chunks(
             "batch_size was given, but the function is given, or closes over, a reference "
             "(jax.new_ref). Create it inside the function, or leave batch_size out."
         )
+    staged = _compat.without_references(staged, axis.name, axis.size)
     positions = list(program.axes)
+    shards = find_shards(axis, program.args, positions)
     lane = None
     if axis.name is not None and any(uses_name(eqn, axis.name) for eqn in staged.jaxpr.eqns):
         staged = expose_names(axis, staged)
@@ -135,7 +138,7 @@ def run_in_chunks(
             values.insert(0, (None, 0))  # each chunk counts its own lanes
         env: Env = {v: (c, None) for v, c in zip(jaxpr.constvars, staged.consts, strict=True)}
         env.update(zip(jaxpr.invars, values, strict=True))
-        runner = _Runner(axis, chunking, env, lane)
+        runner = _Runner(axis, chunking, env, lane, shards)
         return runner.outputs(needed_equations(jaxpr), jaxpr.outvars, described)
 
     if program.traced:
@@ -149,8 +152,11 @@ def run_in_chunks(
 class _Runner:
     """Runs a program section by section; `env` holds what is known of it."""
 
-    def __init__(self, axis: Axis, chunking: Chunking, env: Env, lane: Any) -> None:
+    def __init__(
+        self, axis: Axis, chunking: Chunking, env: Env, lane: Any, shards: Shards | None
+    ) -> None:
         self.axis, self.chunking, self.env, self.lane = axis, chunking, env, lane
+        self.shards = shards
         self.batch_bytes = bytes_per_lane(
             v for v, (_, a) in env.items() if a is not None and v is not lane
         )
@@ -197,7 +203,9 @@ class _Runner:
         if not isinstance(v, Literal) and (v not in self.env or v is self.lane):
             return False
         _, position = self._read(v)
-        return position is None or isinstance(output.spec, Reduce) or _how(v, output.spec) == position
+        return (
+            position is None or isinstance(output.spec, Reduce) or _how(v, output.spec) == position
+        )
 
     def _collected(self, cuts: Sequence[Any]) -> dict[Any, Target]:
         """What the collectives `cuts` need of each chunk, by operand variable."""
@@ -257,7 +265,7 @@ class _Runner:
             found = _SectionBody(self, eqns, section.shared, effects=False).of_first_lane()
             section = _SectionBody(self, eqns, [t for t in targets if t not in found])
         loop = replace(section.loop, results=tuple(section.kinds.values()))
-        outs = run_loop(self.axis, loop, section.operands, self.chunking.keep)
+        outs = run_loop(loop, section.operands, self.chunking.keep, self.shards)
         for target, out, aval in zip(section.kinds, outs, section.types, strict=True):
             if isinstance(target.how, Reduce):
                 aval = section.reduced[target]

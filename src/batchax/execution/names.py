@@ -59,7 +59,7 @@ def _evaluate(
 
     for eqn in jaxpr.eqns:
         xs = list(map(read, eqn.invars))
-        with _compat.user_source(eqn.source_info, outer_names), eqn.ctx.manager:
+        with _compat.user_source(eqn.source_info, outer_names), _compat.equation_context(eqn):
             if uses_name(eqn, axis.name):
                 outs = _use(axis, eqn, xs, lane, top)
             else:

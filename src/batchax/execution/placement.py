@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.engine.axis import Axis
 from batchax.execution.chunk_loop import (
     Body,
     Extreme,
@@ -24,14 +23,23 @@ from batchax.execution.chunk_loop import (
     empty_result,
 )
 from batchax.execution.memory import Auto
+from batchax.execution.shards import Shards, on_shards
 from batchax.execution.slices import scan_slices
 
 
-def run_loop(axis: Axis, loop: Loop, operands: Sequence[Any], keep: bool) -> list[Any]:
-    """Runs a chunk loop over the lanes of `axis`.
+def run_loop(
+    loop: Loop, operands: Sequence[Any], keep: bool, shards: Shards | None = None
+) -> list[Any]:
+    """Runs a chunk loop.
 
-    `keep`: whether reverse mode keeps what every chunk computed.
+    Args:
+      loop: what to do.
+      operands: its operands.
+      keep: whether reverse mode keeps what every chunk computed.
+      shards: what the lanes are sharded over.
     """
+    if shards is not None:
+        return on_shards(shards, loop, operands, lambda loop, xs: run_loop(loop, xs, keep))
     if isinstance(loop.chunk, Auto) and any(isinstance(k, PerChunk) for k in loop.results):
         loop = replace(loop, chunk=chosen_chunk(loop, list(map(jax.typeof, operands))))
     if not keep:
@@ -57,7 +65,9 @@ def _selected(loop: Loop, which: Sequence[int]) -> Loop:
 
         return run
 
-    return replace(loop, body=Body(of_width), results=tuple(loop.results[k] for k in which))
+    return replace(
+        loop, body=Body(of_width, of=loop.body), results=tuple(loop.results[k] for k in which)
+    )
 
 
 def _run_keeping(loop: Loop, operands: Sequence[Any]) -> list[Any]:
@@ -84,7 +94,11 @@ def _run_keeping(loop: Loop, operands: Sequence[Any]) -> list[Any]:
     full, rest = divmod(loop.size, chunk)
     results, _ = scan_slices(
         lambda i, results, parts: (step(i, results, parts, chunk), None),
-        results, operands, axes, chunk, full,
+        results,
+        operands,
+        axes,
+        chunk,
+        full,
     )
     if rest:
         parts = [

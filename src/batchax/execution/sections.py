@@ -17,7 +17,6 @@ from jax.extend.core import Literal
 from batchax.engine.axis import Axis, AxisPosition
 from batchax.engine.interpreter import interpret
 from batchax.engine.named_axes import uses_name
-from batchax.errors import UnsupportedError
 
 Env = dict[Any, tuple[Any, AxisPosition]]
 """Variables whose values for all lanes are known, and where their batch axes are."""
@@ -70,7 +69,7 @@ def run_shared(axis: Axis, eqns: Sequence[Any], env: Env) -> list[Any]:
         return v in defined or (v in env and env[v][1] is None)
 
     for eqn in eqns:
-        if all(map(is_shared, variables(eqn))) and not _touches(axis, eqn) and not _has_refs(eqn):
+        if all(map(is_shared, variables(eqn))) and not _touches(axis, eqn):
             shared.append(eqn)
             defined.update(eqn.outvars)
         else:
@@ -106,11 +105,6 @@ def find_cuts(axis: Axis, eqns: Sequence[Any]) -> tuple[list[Any], set[Any], lis
             blocked.update(eqn.outvars)
         else:
             free.append(eqn)
-    if cuts and any(map(_has_refs, eqns)):
-        raise UnsupportedError(
-            "a function that uses references (jax.new_ref) and collectives over its batch axis "
-            f"{axis.name!r} cannot run in chunks. Leave batch_size out, or use neither."
-        )
     return cuts, blocked, free
 
 
@@ -134,7 +128,3 @@ def bytes_per_lane(vs: Iterable[Any]) -> int:
 
 def _touches(axis: Axis, eqn: Any) -> bool:
     return axis.name is not None and uses_name(eqn, axis.name)
-
-
-def _has_refs(eqn: Any) -> bool:
-    return any(hasattr(v.aval, "inner_aval") for v in (*variables(eqn), *eqn.outvars))
