@@ -169,24 +169,25 @@ class _Runner:
         while True:
             eqns = run_shared(self.axis, eqns, self.env)
             cuts, blocked, free = find_cuts(self.axis, eqns)
+            known: dict[int, Found] = {}
             targets: dict[int, Target] = {}
             for i, (v, output) in enumerate(zip(outvars, described, strict=True)):
                 if i in outs or (not isinstance(v, Literal) and v in blocked):
                     continue
                 if self._is_placed(v, output):
-                    outs[i] = place(self.axis, output, *self._read(v))
+                    known[i] = Found(*self._read(v))
                 else:
                     targets[i] = Target(v, _how(v, output.spec))
             collected = self._collected(cuts)
             kept = [Target(v, 0) for v in self._kept(eqns, free, cuts)]
             found = self._run(free, [*targets.values(), *collected.values(), *kept])
 
-            of_outputs = [described[i] for i in targets]
-            check_unbatched(self.axis, of_outputs, [found[t].position for t in targets.values()])
-            for i, target in targets.items():
-                x = found[target]
-                final = x.position is not None
-                outs[i] = x.value if final else place(self.axis, described[i], x.value, None)
+            ready = dict(sorted((known | {i: found[t] for i, t in targets.items()}).items()))
+            of_outputs = [described[i] for i in ready]
+            check_unbatched(self.axis, of_outputs, [x.position for x in ready.values()])
+            for i, x in ready.items():
+                final = i in targets and x.position is not None
+                outs[i] = x.value if final else place(self.axis, described[i], *x)
             if not cuts:
                 return [outs[i] for i in range(len(outvars))]
             for target in kept:
@@ -226,8 +227,9 @@ class _Runner:
         if bytes_per_lane(needed) <= self.batch_bytes:
             return needed
         # Input and output are not done twice.
-        effects = {v for eqn in free if eqn.effects for v in eqn.outvars}
-        return [v for v in needed if v in effects]
+        effects = [v for eqn in free if eqn.effects for v in eqn.outvars]
+        read = {v for eqn in eqns for v in variables(eqn)}
+        return [v for v in effects if v in read]
 
     def _cut(
         self, cuts: Sequence[Any], collected: dict[Any, Target], found: dict[Target, Found]

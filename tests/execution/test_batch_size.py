@@ -1,0 +1,433 @@
+"""`batch_size`: the same results, with at most so many lanes at a time."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+
+from support.chunks import check_chunks
+from support.oracle import example, same, same_type
+
+LANES = 5
+X = example((LANES, 3), seed=1)
+W = example((3,), seed=2)
+
+
+def loops(fun, *args):
+    """How many loops the staged program of `fun` has, chunk loops included."""
+    return str(jax.make_jaxpr(fun)(*args)).count("chunk_loop[")
+
+
+# --- sizes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 4])
+def test_sizes_with_and_without_remainder(batch_size):
+    check_chunks(
+        lambda x, w: (jnp.sin(x) * w).sum(),
+        X,
+        W,
+        in_axes=(0, None),
+        batch_size=batch_size,
+        second=True,
+        against_loop=True,
+    )
+    check_chunks(
+        lambda x: jnp.cos(x), X[:4], batch_size=batch_size, against_loop=True, derivatives=False
+    )
+
+
+@pytest.mark.parametrize("batch_size", [LANES, LANES + 1, 10**9])
+@pytest.mark.parametrize("residuals", ["recompute", "keep"])
+def test_at_or_over_the_number_of_lanes_it_is_the_plain_program(batch_size, residuals):
+    def f(x, w):
+        return jnp.tanh(x @ w), w * 2, x
+
+    options = dict(in_axes=(0, None), out_axes=(0, None, 1), axis_name="i")
+    chunked = bx.vmap(f, **options, batch_size=batch_size, residuals=residuals)
+    args = X, W
+    plain = jax.make_jaxpr(bx.vmap(f, **options))(*args)
+    assert str(jax.make_jaxpr(chunked)(*args)) == str(plain)
+
+
+def test_fewer_lanes_at_a_time_is_a_loop():
+    for batch_size in range(1, LANES):
+        assert loops(bx.vmap(jnp.sin, batch_size=batch_size), X) == 1
+    assert loops(bx.vmap(jnp.sin, batch_size=LANES), X) == 0
+
+
+def test_no_more_lanes_than_asked_for_are_run_at_once():
+    widths = []
+
+    def record(x):
+        widths.append(len(x))
+        return x
+
+    def f(x):
+        kind = jax.ShapeDtypeStruct((), x.dtype)
+        return jax.pure_callback(record, kind, x, vmap_method="broadcast_all")
+
+    x = jnp.arange(7.0)
+    for batch_size, expected in ((1, [1] * 7), (3, [3, 3, 1]), (6, [6, 1]), (7, [7])):
+        widths.clear()
+        same(jax.jit(bx.vmap(f, batch_size=batch_size))(x), x)
+        assert sorted(widths, reverse=True) == expected  # JAX may reorder pure callbacks
+
+
+def test_lanes_of_size_zero():
+    empty = jnp.zeros((0, 3))
+    for batch_size in (1, 4):
+        check_chunks(lambda x: (jnp.sin(x), x.sum()), empty, batch_size=batch_size)
+    # Examples without elements, but with lanes.
+    check_chunks(lambda x: (x.sum(), x * 2), jnp.zeros((LANES, 0)), batch_size=2)
+
+
+def test_numpy_integers_are_sizes():
+    for batch_size in (np.int64(2), np.int8(2), np.uint32(2)):
+        same(bx.vmap(jnp.sin, batch_size=batch_size)(X), jnp.sin(X))
+    same(bx.vmap(jnp.sin, batch_size=2)(np.asarray(X)), jnp.sin(X))
+
+
+# --- axes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_axis", [0, 1, 2, -1, -3])
+@pytest.mark.parametrize("out_axis", [0, 1, -1])
+def test_axes(in_axis, out_axis):
+    x = jnp.moveaxis(example((LANES, 2, 3)), 0, in_axis)
+    check_chunks(
+        lambda x, w: jnp.sin(x) * w,
+        x,
+        W,
+        in_axes=(in_axis, None),
+        out_axes=out_axis,
+        against_loop=out_axis >= 0,
+    )
+
+
+def test_several_arguments_along_different_axes():
+    args = (X, example((3, LANES, 2), seed=3), W, example((4, LANES), seed=4))
+
+    def f(x, y, w, z):
+        return {"a": x @ y, "b": (z, w * x), "c": [z.sum() * y]}
+
+    check_chunks(
+        f, *args, in_axes=(0, 1, None, 1), out_axes={"a": -1, "b": (1, 0), "c": 2}, batch_size=2
+    )
+
+
+def test_trees_lists_and_prefixes():
+    tree = {"x": X, "pair": (X.T, [W, jnp.float32(2)])}
+
+    def f(tree, scale):
+        x, (y, (w, c)) = tree["x"], tree["pair"]
+        return (x * y + w * c * scale,)
+
+    in_axes = [{"x": 0, "pair": (1, None)}, None]
+    check_chunks(f, tree, 3.0, in_axes=in_axes, out_axes=(1,))
+    check_chunks(lambda *xs: sum(xs), X, X + 1, in_axes=[0, 0])
+
+
+def test_axes_by_name_and_keyword_arguments():
+    def f(x, w=None, *, scale=1.0, shift):
+        return x * (1 if w is None else w) * scale + shift
+
+    scales, shift = example((LANES,), seed=5), example((3, LANES), seed=6)
+    by_name = {"x": 0, "w": None, "scale": 0, "shift": 1}
+    for batch_size in (2, LANES):
+        got = bx.vmap(f, by_name, batch_size=batch_size)(X, W, scale=scales, shift=shift)
+        same(got, jnp.stack([f(*(X[i], W), scale=scales[i], shift=shift[:, i]) for i in range(5)]))
+        # Keyword arguments that nothing is said of: axis 0.
+        got = bx.vmap(f, 0, batch_size=batch_size)(X, shift=scales)
+        same(got, X + scales[:, None])
+
+
+def test_a_callable_as_axis():
+    where = lambda leaf: None if leaf.ndim == 1 else leaf.ndim - 1
+    args = {"x": X.T, "w": W}, X.T
+    check_chunks(lambda t, y: t["x"] * t["w"] + y, *args, in_axes=(where, where), out_axes=1)
+
+
+def test_arguments_that_are_the_same_for_all_may_be_anything():
+    def f(x, power, fun, options):
+        return fun(x) ** power if options["on"] else x
+
+    batched = bx.vmap(f, (0, None, None, None), batch_size=2)
+    same(batched(X, 2, jnp.cos, {"on": True}), jnp.cos(X) ** 2)
+    same(batched(X, 2, "not called", {"on": False}), X)
+
+
+def test_no_mapped_argument():
+    batched = bx.vmap(
+        lambda w: (w, w[0] * jax.lax.axis_index("i")),
+        in_axes=None,
+        out_axes=(0, -1),
+        axis_name="i",
+        axis_size=LANES,
+        batch_size=2,
+    )
+    same(batched(W), (jnp.stack([W] * LANES), W[0] * jnp.arange(LANES)))
+    same(jax.jit(batched)(W), batched(W))
+    same(bx.vmap(lambda: 3.0, axis_size=LANES, batch_size=2)(), jnp.full(LANES, 3.0))
+
+
+def test_as_decorator_through_partial_and_on_methods():
+    @functools.partial(bx.vmap, in_axes=[0, None], batch_size=2)
+    def f(x, flag: bool):
+        return x + 1 if flag else x
+
+    same(f(X, True), X + 1)
+    assert f.__name__ == "f"
+
+    class Model:
+        scale = 2.0
+
+        def apply(self, x):
+            return x * self.scale
+
+        __call__ = apply
+
+    for fun in (Model().apply, Model(), functools.partial(Model.apply, Model())):
+        same(bx.vmap(fun, batch_size=3)(X), X * 2)
+
+
+# --- outputs ---------------------------------------------------------------------------------
+
+
+def test_outputs_that_do_not_depend_on_the_batch():
+    def f(x, w):
+        return x * 2, w * 2, jnp.ones(2), 5, w
+
+    for out_axes in ((0, None, None, None, None), (0, bx.AUTO, bx.AUTO, bx.AUTO, 1), bx.AUTO, 0):
+        if out_axes == 0:
+            check_chunks(f, X, W, in_axes=(0, None), out_axes=out_axes)
+            continue
+        options = dict(in_axes=(0, None), out_axes=out_axes)
+        chunked, plain = bx.vmap(f, **options, batch_size=2), bx.vmap(f, **options)
+        same(chunked(X, W), plain(X, W))
+        same(jax.jit(chunked)(X, W), plain(X, W))
+        jax.tree.map(same_type, chunked(X, W), plain(X, W))
+
+
+def test_work_that_does_not_depend_on_the_batch_is_done_once():
+    calls = []
+
+    def heavy(w):
+        calls.append(None)
+        return w
+
+    def f(x, w):
+        w = jax.pure_callback(heavy, jax.typeof(w), w, vmap_method="sequential")
+        return x * w
+
+    same(jax.jit(bx.vmap(f, (0, None), batch_size=1))(X, W), X * W)
+    assert len(calls) == 1
+
+
+def test_what_a_rule_finds_to_be_the_same_in_all_lanes():
+    def f(x, w):
+        return jnp.zeros_like(x) + w, x.shape[0] * w, jax.lax.stop_gradient(w)
+
+    check_chunks(f, X, W, in_axes=(0, None), out_axes=(0, None, None))
+    check_chunks(f, X, W, in_axes=(0, None), out_axes=(0, bx.AUTO, 0))
+
+
+def test_inputs_that_are_passed_through():
+    def f(x, n, w):
+        return x, n, w, x, (n, x)
+
+    n = jnp.arange(LANES)
+    for out_axes in (0, (1, 0, 0, 0, (0, 1)), (-1, 0, 1, 1, 0)):
+        check_chunks(f, X, n, W, in_axes=(0, 0, None), out_axes=out_axes)
+
+
+def test_one_value_returned_along_several_axes():
+    def f(x):
+        y = jnp.sin(x)
+        return y, y, y, y + 1, y
+
+    out_axes = (0, 1, -1, 0, bx.Reduce("sum"))
+    check_chunks(f, X, out_axes=out_axes, second=True)
+
+
+def test_literals_and_constants_as_outputs():
+    table = jnp.arange(6.0)
+
+    def f(x):
+        return 1, 2.5, True, table, np.float32(3), jnp.int8(4), 1j
+
+    out_axes = (0, 0, 0, 1, 0, 0, 0)
+    chunked, plain = (bx.vmap(f, 0, out_axes, batch_size=b) for b in (2, None))
+    same(chunked(X), plain(X))
+    jax.tree.map(same_type, chunked(X), plain(X))
+    unbatched = bx.vmap(f, 0, None, batch_size=2)(X)
+    assert unbatched[:3] == (1, 2.5, True)
+
+
+def test_no_outputs():
+    assert bx.vmap(lambda x: (), batch_size=2)(X) == ()
+    assert bx.vmap(lambda x: {"a": None}, batch_size=2)(X) == {"a": None}
+
+
+def test_closed_over_values():
+    def total(w):
+        return bx.vmap(lambda x: jnp.sin(x * w), batch_size=2)(X).sum()
+
+    same(jax.grad(total)(W), jax.grad(lambda w: jnp.sin(X * w).sum())(W))
+
+
+class Pair(NamedTuple):
+    first: jax.Array
+    second: jax.Array
+
+
+def test_containers():
+    check_chunks(lambda p: Pair(p.second, p.first * 2), Pair(X, X + 1), in_axes=0, out_axes=1)
+
+
+# --- dtypes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype", "int8 uint8 int32 uint32 bool float16 bfloat16 float32 complex64".split()
+)
+def test_dtypes(dtype):
+    x = example((LANES, 3), jnp.dtype(dtype), high=4)
+    w = example((3,), jnp.dtype(dtype), seed=2, high=4)
+
+    def f(x, w):
+        product = x & w if x.dtype == bool else x * w
+        return product, x == w, x.astype(jnp.float32)
+
+    check_chunks(f, x, w, in_axes=(0, None), out_axes=(0, 1, 1), against_loop=True)
+
+
+def test_weak_types():
+    def f(x, n):
+        return x * 2.0, n * 1, 1.0, x + n
+
+    weak = jax.jit(lambda: jnp.broadcast_to(2.0, (LANES,)))()
+    assert jax.typeof(weak).weak_type
+    check_chunks(f, weak, jnp.arange(LANES), derivatives=False)
+    check_chunks(f, jnp.ones(LANES, jnp.bfloat16), weak, derivatives=False)
+
+
+def test_keys():
+    keys = jax.random.split(jax.random.key(0), (3, LANES))
+
+    def f(ks, x):
+        return jax.random.split(ks[0]), ks, jax.random.normal(ks[1], (2,)) * x
+
+    check_chunks(f, keys, X[:, 0], in_axes=(1, 0), out_axes=(1, 0, 0))
+    check_chunks(jax.random.normal, jax.random.split(jax.random.PRNGKey(1), 5), batch_size=2)
+    check_chunks(lambda k: k, keys[0], out_axes=0)
+    check_chunks(lambda k, x: k, keys[0, 0], X, in_axes=(None, 0), derivatives=False)
+
+
+def test_in_double_precision():
+    with jax.enable_x64(True):
+        x, n = jnp.arange(5.0), jnp.arange(5)
+        assert (x.dtype, n.dtype) == (jnp.float64, jnp.int64)
+        check_chunks(lambda x, n: (jnp.sin(x) * n, n * 2), x, n)
+        check_chunks(lambda x, n: (x * n, n), x, n, out_axes=bx.Reduce("mean"))
+
+
+# --- mistakes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (dict(batch_size=0), ValueError, r"batch_size is 0, but at least one lane"),
+        (dict(batch_size=-3), ValueError, r"batch_size is -3"),
+        (dict(batch_size=2.0), TypeError, r"batch_size must be .* got 2.0 of type float"),
+        (dict(batch_size=True), TypeError, r"batch_size must be .* got True of type bool"),
+        (dict(batch_size="large"), TypeError, r"batch_size must be .* got 'large' of type str"),
+        (dict(batch_size=(2,)), TypeError, r"batch_size must be .* got \(2,\) of type tuple"),
+        (dict(batch_size=jnp.arange(3)), TypeError, r"batch_size must be .* of type ArrayImpl"),
+        (dict(batch_size=2, memory_limit="1GB"), TypeError, r"memory_limit goes with .*auto"),
+        (dict(memory_limit=100), TypeError, r"memory_limit goes with .* batch_size is None"),
+        (dict(batch_size="auto", memory_limit="much"), TypeError, r"memory_limit must be .*'much'"),
+        (dict(batch_size="auto", memory_limit=-1), TypeError, r"memory_limit must be .*-1"),
+        (dict(batch_size=2, residuals="some"), TypeError, r"residuals must be .* got 'some'"),
+        (dict(residuals=None), TypeError, r"residuals must be .* got None"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused_before_the_function_is_called(options, error, message):
+    with pytest.raises(error, match=message) as caught:
+        bx.vmap(jnp.sin, **options)
+    assert isinstance(caught.value, bx.errors.BatchaxError)
+
+
+def test_mistakes_are_found_before_any_work():
+    calls = []
+
+    def f(x):
+        jax.debug.callback(lambda _: calls.append(None), x)
+        return x, x.sum()
+
+    batched = bx.vmap(f, 0, (0, None), batch_size=2)
+    for call in (batched, jax.jit(batched)):
+        with pytest.raises(bx.errors.AxisError, match=r"out\[1\] depends on the batch"):
+            call(X)
+    with pytest.raises(bx.errors.AxisError, match="out_axes gives 3"):
+        bx.vmap(f, 0, 3, batch_size=2)(X)
+    with pytest.raises(bx.errors.AxisError, match="lanes|sizes|size"):
+        bx.vmap(lambda x, y: f(x), batch_size=2)(X, X[:3])
+    jax.effects_barrier()
+    assert not calls
+
+
+def test_the_same_errors_as_without_chunks():
+    def message(batch_size, *args, **options):
+        with pytest.raises(bx.errors.BatchaxError) as caught:
+            bx.vmap(lambda x, w: (x, w), batch_size=batch_size, **options)(*args)
+        return str(caught.value)
+
+    for args, options in (
+        ((X, X[:3]), dict()),
+        ((X, W), dict(in_axes=(5, None))),
+        ((X, W), dict(in_axes=None)),
+        ((X, "text"), dict()),
+        ((X, W), dict(in_axes=(0, None), out_axes=(None, 0))),
+        ((X, W), dict(in_axes=(0, None), out_axes=(0, 9))),
+        ((X, W), dict(in_axes=(0, None), out_axes=(0, 0, 0))),
+    ):
+        assert message(2, *args, **options) == message(None, *args, **options)
+
+
+def test_references_are_refused_by_name():
+    ref = jax.new_ref(jnp.zeros(3))
+
+    def f(x):
+        ref[...] += x
+
+    with pytest.raises(bx.errors.UnsupportedError, match=r"reference \(jax.new_ref\)"):
+        bx.vmap(f, batch_size=2)(X)
+
+
+@pytest.mark.parametrize("residuals", ["recompute", "keep"])
+def test_a_reference_of_the_function_itself(residuals):
+    def f(x, w):
+        ref = jax.new_ref(jnp.zeros_like(x))
+
+        def body(i, _):
+            ref[...] = jnp.sin(ref[...] + x) * w
+
+        jax.lax.fori_loop(0, 3, body, None)
+        return ref[...], ref[...] - jax.lax.pmean(ref[...], "i")
+
+    check_chunks(f, X, W, in_axes=(0, None), axis_name="i", residuals=residuals)
+
+
+def test_a_symbolic_number_of_lanes_is_refused():
+    (n,) = jax.export.symbolic_shape("n")
+    x = jax.ShapeDtypeStruct((n, 3), jnp.float32)
+    with pytest.raises(bx.errors.UnsupportedError, match="symbolic size"):
+        jax.export.export(jax.jit(bx.vmap(jnp.sin, batch_size=2)))(x)

@@ -1,0 +1,78 @@
+"""The oracle for chunks: a chunked vmap equals the same vmap with all lanes at once."""
+
+import jax
+
+import batchax as bx
+
+from support.oracle import direction, is_inexact, loop_function, same, same_type
+
+
+def check_chunks(
+    fun,
+    *args,
+    batch_size=2,
+    in_axes=0,
+    out_axes=0,
+    derivatives=True,
+    second=False,
+    residuals="recompute",
+    eager=True,
+    against_loop=None,
+    tolerance=None,
+    **options,
+):
+    """Compares `bx.vmap(fun, batch_size=...)` with `bx.vmap(fun)`.
+
+    Values, types, and derivatives of both modes with respect to every inexact argument;
+    `second`: forward over reverse, too. `against_loop`: also with the Python loop, for
+    integer `in_axes` and `out_axes` (if not said: where those are ints and `fun` has
+    positional arguments only).
+    """
+    if isinstance(in_axes, int):
+        in_axes = (in_axes,) * len(args)
+    options = dict(options, in_axes=in_axes, out_axes=out_axes)
+    chunked = bx.vmap(fun, batch_size=batch_size, residuals=residuals, **options)
+    plain = bx.vmap(fun, **options)
+    jax.tree.map(same_type, jax.eval_shape(chunked, *args), jax.eval_shape(plain, *args))
+
+    got = _everything(chunked, args, derivatives, second)
+    expected = _everything(plain, args, derivatives, second)
+    same(got, expected, tolerance, "all at once")
+    if eager:
+        out = chunked(*args)
+        same(out, expected["out"], tolerance, "outside jit")
+        jax.tree.map(same_type, out, jax.eval_shape(plain, *args))
+    if against_loop:
+        looped = loop_function(jax.jit(fun), in_axes, out_axes)(*args)
+        same(got["out"], looped, tolerance, "loop")
+
+
+def _everything(f, args, derivatives, second):
+    """Outputs and derivatives of `f`, from a single compiled program."""
+    leaves, structure = jax.tree.flatten(args)
+    inexact = [i for i, x in enumerate(leaves) if is_inexact(x)] if derivatives else []
+
+    def only(*xs):
+        full = list(leaves)
+        for i, x in zip(inexact, xs, strict=True):
+            full[i] = x
+        out = f(*jax.tree.unflatten(structure, full))
+        return [y for y in jax.tree.leaves(out) if is_inexact(y)], out
+
+    def run(*points):
+        ys, pull, out = jax.vjp(only, *points, has_aux=True)
+        found = {"out": out}
+        if points and ys:
+            tangents = tuple(direction(x, 1) for x in points)
+            cotangents = [direction(y, 2) for y in ys]
+            found["jvp"] = jax.jvp(only, points, tangents, has_aux=True)[1]
+            found["vjp"] = pull(cotangents)
+            if second:
+
+                def gradient(*points):
+                    return jax.vjp(only, *points, has_aux=True)[1](cotangents)
+
+                found["jvp of vjp"] = jax.jvp(gradient, points, tangents)[1]
+        return found
+
+    return jax.jit(run)(*(leaves[i] for i in inexact))
