@@ -378,7 +378,7 @@ def test_mistakes_are_found_before_any_work():
             call(X)
     with pytest.raises(bx.errors.AxisError, match="out_axes gives 3"):
         bx.vmap(f, 0, 3, batch_size=2)(X)
-    with pytest.raises(bx.errors.AxisError, match="lanes|sizes|size"):
+    with pytest.raises(bx.errors.AxisError, match="must have one size"):
         bx.vmap(lambda x, y: f(x), batch_size=2)(X, X[:3])
     jax.effects_barrier()
     assert not calls

@@ -16,8 +16,8 @@ from jax.extend.core import Literal
 from batchax import _compat
 from batchax.engine.arguments import is_position
 from batchax.engine.axis import Axis, AxisPosition, move_axis
-from batchax.engine.named_axes import uses_name
 from batchax.engine.interpreter import needed_equations
+from batchax.engine.named_axes import uses_name
 from batchax.engine.outputs import AUTO, OutputArray, Reduce, check_unbatched, place
 from batchax.engine.replay import Program, running
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
@@ -78,7 +78,9 @@ class Target:
     how: Any
 
 
-def find_chunking(batch_size: Any, memory_limit: Any, residuals: Any) -> Chunking | None:
+def find_chunking(
+    fun: Callable[..., Any], batch_size: Any, memory_limit: Any, residuals: Any
+) -> Chunking | None:
     """What the options of `vmap` ask for; None if all lanes are to run at once.
 
     Raises:
@@ -94,7 +96,8 @@ def find_chunking(batch_size: Any, memory_limit: Any, residuals: Any) -> Chunkin
     if batch_size is None:
         return None
     if batch_size == "auto":
-        return Chunking(Auto(parse_limit(memory_limit)), residuals == "keep")
+        name = getattr(fun, "__name__", type(fun).__name__)
+        return Chunking(Auto(parse_limit(memory_limit), name), residuals == "keep")
     if not is_position(batch_size):
         raise ArgumentTypeError(
             f'batch_size must be a positive int, "auto" or None, got {batch_size!r} of type '
