@@ -21,6 +21,7 @@ from batchax.errors import MemoryLimitError as MemoryLimitError
 from batchax.errors import SequentialFallbackWarning as SequentialFallbackWarning
 from batchax.errors import SmallerChunksWarning as SmallerChunksWarning
 from batchax.errors import UnsupportedError as UnsupportedError
+from batchax.scan import scan as scan
 from batchax.vmap import vmap as vmap
 
 __version__ = "0.1.0"

@@ -231,12 +231,12 @@ def _by_argument(
         return _by_name(fun, in_axes, args)
     if isinstance(in_axes, (tuple, list)):
         if len(in_axes) != len(args):
-            carry = " after the carry" if terms.first else ""
+            which = " after the carry" if terms.first else ""
             raise AxisError(
                 f"in_axes has {count(len(in_axes), 'entry', 'entries')}, but the function was "
-                f"called with {count(len(args), 'positional argument')}{carry}. Give one entry for each "
-                "positional argument; arguments passed by keyword are mapped over axis 0 (use a "
-                "dict by parameter name for another axis)."
+                f"called with {count(len(args), 'positional argument')}{which}. Give one entry for "
+                "each positional argument; arguments passed by keyword are mapped over axis 0 "
+                "(use a dict by parameter name for another axis)."
             )
         return in_axes, {}
     return [in_axes] * len(args), {}
@@ -327,7 +327,7 @@ def _from_callable(leaf: SpecifiedLeaf) -> Any:
 
 
 def _as_array(value: Any, path: str) -> Any:
-    if isinstance(value, jax.Array):
+    if isinstance(value, (jax.Array, jax.core.Tracer)):  # a reference is no jax.Array
         return value
     try:
         if isinstance(value, (np.ndarray, np.generic, bool, int, float, complex)) or hasattr(

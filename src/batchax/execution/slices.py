@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -28,7 +27,7 @@ def scan_slices(
     carry: Any,
     xs: Sequence[Any],
     axes: Sequence[int | None],
-    width: int,
+    width: int | None,
     count: int,
     *,
     reverse: bool = False,
@@ -41,34 +40,58 @@ def scan_slices(
       carry: what it starts from.
       xs: the arrays.
       axes: along which axis each is sliced; None for "the same at each step".
-      width: how many entries a slice has.
+      width: how many entries a slice has; None for one, without the axis.
       count: how many slices are taken, from the first entry on.
       reverse: whether the last slice comes first.
       unroll: as for ``lax.scan``.
 
     Returns:
-      The last carry, and the stacked `ys`.
+      The last carry, and the `ys` stacked along axis 0.
     """
-    followed = [a is not None and jnp.issubdtype(x.dtype, jnp.inexact) for x, a in zip(xs, axes, strict=True)]
-    fixed = [lax.stop_gradient(x) if f else x for x, f in zip(xs, followed, strict=True)]
-    ways = [_slices_first(x, a, width, count) if f else None for x, a, f in zip(xs, axes, followed, strict=True)]
+    operands = [_operand(x, a, width, count) for x, a in zip(xs, axes, strict=True)]
 
     def body(carry: Any, scanned: Any) -> Any:
         index, ways = scanned
-        parts = []
-        for x, a, way in zip(fixed, axes, ways, strict=True):
-            if a is not None:
-                start = index * np.int32(width)
-                x = lax.dynamic_slice_in_dim(x, start, width, a, allow_negative_indices=False)
-            parts.append(x if way is None else _with_derivative_of(x, jnp.moveaxis(way, 0, a)))
+        parts = [part(index, way) for (_, part), way in zip(operands, ways, strict=True)]
         return step(index, carry, parts)
 
-    indices = lax.iota(np.int32, count)
-    return lax.scan(body, carry, (indices, ways), length=count, reverse=reverse, unroll=unroll)
+    scanned = lax.iota(np.int32, count), [way for way, _ in operands]
+    return lax.scan(body, carry, scanned, length=count, reverse=reverse, unroll=unroll)
 
 
-def _slices_first(x: Any, axis: int, width: int, count: int) -> Any:
+def _operand(
+    x: Any, axis: int | None, width: int | None, count: int
+) -> tuple[Any, Callable[[Any, Any], Any]]:
+    """What of an operand ``lax.scan`` slices, if anything, and how a step gets its part.
+
+    That is a function of the index and of the slice by ``lax.scan``.
+    """
+    if axis is None:
+        return None, lambda index, way: x
+
+    def as_part(way: Any) -> Any:
+        return way if width is None else jnp.moveaxis(way, 0, axis)
+
+    if count == 0 or (axis == 0 and x.shape[0] == count * (width or 1)):
+        return _slices_first(x, axis, width, count), lambda index, way: as_part(way)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return None, lambda index, way: _cut(x, index, axis, width)
+    fixed = lax.stop_gradient(x)
+    return _slices_first(x, axis, width, count), lambda index, way: _with_derivative_of(
+        _cut(fixed, index, axis, width), as_part(way)
+    )
+
+
+def _cut(x: Any, index: Any, axis: int, width: int | None) -> Any:
+    start = index if width is None else index * np.int32(width)
+    part = lax.dynamic_slice_in_dim(x, start, width or 1, axis, allow_negative_indices=False)
+    return lax.squeeze(part, [axis]) if width is None else part
+
+
+def _slices_first(x: Any, axis: int, width: int | None, count: int) -> Any:
     """The slices of `x` stacked, with the sliced axis first in each."""
+    if width is None:
+        return x if axis == 0 else jnp.moveaxis(x, axis, 0)  # references cannot be moved
     x = jnp.moveaxis(lax.slice_in_dim(x, 0, width * count, axis=axis), axis, 0)
     return x.reshape(count, width, *x.shape[1:])
 

@@ -1,0 +1,92 @@
+"""Running the steps of a scan whose arrays have the axis of the steps anywhere."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import eval_jaxpr
+from jax.extend.core import unmapped_aval
+
+from batchax import _compat
+from batchax.engine.axis import AxisPosition, expand_axis
+from batchax.execution.slices import scan_slices
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """What a scan does.
+
+    Attributes:
+      body: the program of one step, from the carry and one entry of each of the xs to
+        the carry and the ys. Its constants are operands of the scan.
+      n_carry: number of values in the carry.
+      in_axes: where each of the xs has the axis of the steps; None: the same at each.
+      out_axes: where each of the ys gets it, counted from the front.
+      length: number of steps.
+      reverse: whether the last step comes first.
+      unroll: as for ``lax.scan``.
+    """
+
+    body: _compat.ClosedJaxpr
+    n_carry: int
+    in_axes: tuple[AxisPosition, ...]
+    out_axes: tuple[int, ...]
+    length: Any
+    reverse: bool
+    unroll: int | bool
+
+    def run(self, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+        """The last carry and the stacked ys."""
+        return _run(self, list(consts), list(carry), list(xs))
+
+
+# Compiled as one program: outside of `jit`, what only derivatives need would be computed.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _run(steps: Steps, consts: list[Any], carry: list[Any], xs: list[Any]) -> list[Any]:
+    types = steps.body.out_avals[steps.n_carry :]
+    axes = steps.out_axes
+    # lax.scan stacks along axis 0. Along another one, each step writes its entry where it
+    # belongs in an array that is part of the carry.
+    written = [k for k, a in enumerate(axes) if a != 0 and steps.length != 0]
+    arrays = [_blank(types[k], axes[k], steps.length) for k in written]
+
+    def step(index: Any, carry: Any, parts: list[Any]) -> Any:
+        values, arrays = carry
+        outs = eval_jaxpr(steps.body.jaxpr, consts, *values, *parts)
+        values, ys = outs[: steps.n_carry], outs[steps.n_carry :]
+        arrays = [
+            lax.dynamic_update_slice_in_dim(
+                array, expand_axis(ys[k], axes[k]), index, axes[k], allow_negative_indices=False
+            )
+            for array, k in zip(arrays, written, strict=True)
+        ]
+        return (values, arrays), [None if k in written else y for k, y in enumerate(ys)]
+
+    (carry, arrays), ys = scan_slices(
+        step, (carry, arrays), xs, steps.in_axes, None, steps.length,
+        reverse=steps.reverse, unroll=steps.unroll,
+    )  # fmt: skip
+    for array, k in zip(arrays, written, strict=True):
+        ys[k] = _compat.weakly(array) if types[k].weak_type else array
+    if steps.length == 0:
+        ys = [y if a == 0 else jnp.moveaxis(y, 0, a) for y, a in zip(ys, axes, strict=True)]
+    return [*carry, *ys]
+
+
+def _blank(aval: Any, axis: int, length: int) -> Any:
+    """An array for an entry of type `aval` from each step, along `axis`."""
+    whole: Any = unmapped_aval(length, axis, aval)
+    sharding = None if whole.sharding.mesh.empty else whole.sharding
+    if not jnp.issubdtype(whole.dtype, jnp.inexact):
+        array = lax.empty(whole.shape, whole.dtype, out_sharding=sharding)
+    else:
+        # JAX 0.10 takes a derivative of lax.empty to be batched where it is not.
+        zero = jnp.zeros((), whole.dtype)
+        array = lax.broadcast_in_dim(zero, whole.shape, (), out_sharding=sharding)
+    return _compat.varying_as(array, aval)

@@ -1,0 +1,273 @@
+"""`scan`: a function of one step becomes a loop over any axis of its arguments."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from batchax import _compat
+from batchax.engine.arguments import (
+    STEPS,
+    check_axis_size,
+    check_in_axes,
+    find_axis_size,
+    flatten_arguments,
+    is_position,
+)
+from batchax.engine.axis import Axis
+from batchax.engine.containers import is_container_spec
+from batchax.engine.inner import example_aval, stage_function
+from batchax.engine.outputs import FlatOutputs, flatten_outputs, is_output_spec
+from batchax.engine.prefixes import spread
+from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.execution.steps import Steps
+
+
+def scan(
+    fun: Callable[..., tuple[Any, Any]],
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    *,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+) -> Callable[..., tuple[Any, Any]]:
+    """Loops `fun`, a function of one step, over an axis of its arguments.
+
+    ``lax.scan`` as a transformation in the manner of `vmap`::
+
+        def step(carry, x, params):
+            carry = jnp.tanh(params["w"] @ carry + x)
+            return carry, carry
+
+        carry, ys = bx.scan(step, in_axes=(1, None), out_axes=1)(init, xs, params)
+
+    runs ``carry, ys[:, t] = step(carry, xs[:, t], params)`` for each `t` in turn. Prefer
+    it to ``lax.scan`` where the axis of the steps is not the first one (the arrays are
+    read and written where they are, without a transposed copy), where some arguments are
+    the same at every step, or are no arrays, or where a step takes several arguments.
+    With everything along axis 0 it is ``lax.scan``.
+
+    Args:
+      fun: the function of one step: ``(carry, *xs) -> (carry, ys)``. The carry is a
+        pytree of arrays whose structure, shapes and dtypes stay the same from step to
+        step; `ys` is a pytree of arrays, or None.
+      in_axes: where the axis of the steps is in each of the arguments after the carry.
+        An int for all of them; None for "the same at every step" (which may be any
+        Python object, and may be branched on); a tuple or list with an entry for each
+        positional argument after the carry, which may be a tree that is a prefix of the
+        argument; a dict by parameter name, which also reaches keyword arguments (those
+        not named: 0); or, in place of an int, a callable ``leaf -> int | None`` that is
+        asked for each leaf below. Negative axes count from the end of the whole array.
+        Keyword arguments: 0.
+      out_axes: where the axis of the steps goes in each of the `ys`: an int (a negative
+        one counts from the end of the stacked array), or a tree of ints that is a prefix
+        of `ys`.
+      length: number of steps; needed only when no argument is mapped.
+      reverse: whether the steps run from the last entry to the first. Each step's `ys`
+        are stored at the same entry that its arguments were read from.
+      unroll: how many steps to write out in each iteration of the compiled loop, or
+        whether to write out all of them; as for ``lax.scan``.
+
+    Returns:
+      A function ``(init, *xs, **kwargs) -> (carry, ys)``: from the first carry and the
+      whole arrays to the last carry and the stacked `ys`. An `x` of shape
+      ``(*before, length, *after)`` mapped over axis ``len(before)`` reaches `fun` with
+      shape ``(*before, *after)``; an output of `fun` of shape ``(*before, *after)`` comes
+      back with shape ``(*before, length, *after)``.
+
+    Raises:
+      AxisError: (a ValueError) sizes that disagree, with each other or with `length`, an
+        axis out of range, a specification that does not fit its argument or output, an
+        unknown parameter name, or nothing mapped and no `length`.
+      ArgumentTypeError: (a TypeError) `fun` is not callable or does not return a pair,
+        its carry does not keep its structure, shapes and dtypes, an argument to be mapped
+        or an output is not an array, or an option has the wrong type.
+      UnsupportedError: (a NotImplementedError) a reference (``jax.new_ref``) is mapped
+        over another axis than its first.
+    """
+    if not callable(fun):
+        raise ArgumentTypeError(
+            f"scan expects a function of one step, got {fun!r} of type {type(fun).__name__}."
+        )
+    check_in_axes(_after_carry(fun, None), in_axes)
+    _check_out_axes(out_axes)
+    check_axis_size(length, terms=STEPS)
+    _check_unroll(unroll)
+
+    @functools.wraps(fun)
+    def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        flat = flatten_arguments(_after_carry(fun, init), in_axes, args, kwargs, STEPS)
+        steps = find_axis_size(flat.mapped, length, STEPS)
+        axis = Axis(steps)
+        carry, structure = _flatten_carry(init)
+        n_carry = len(carry)
+        outputs: list[FlatOutputs] = []
+
+        @functools.wraps(fun)  # JAX's messages name the user's function
+        def one_step(*values: Any) -> list[Any]:
+            example_args, example_kwargs = flat.rebuild(values[n_carry:])
+            old = jax.tree.unflatten(structure, values[:n_carry])
+            new, ys = _pair(fun, fun(old, *example_args, **example_kwargs))
+            _check_structure(fun, old, new)
+            _check_stacked(ys, out_axes)
+            arrays, described = flatten_outputs(ys, out_axes, STEPS)
+            outputs[:] = [described]
+            return [*jax.tree.leaves(new), *arrays]
+
+        def stage(carry: Sequence[Any]) -> _compat.ClosedJaxpr:
+            entries = [example_aval(axis, jax.typeof(m.value), m.axis) for m in flat.mapped]
+            avals = [*map(jax.typeof, carry), *entries]
+            names = [*_carry_paths(init), *(m.path for m in flat.mapped)]
+            return stage_function(axis, one_step, avals, names, "scan")
+
+        for m in flat.mapped:
+            if m.axis != 0 and _compat.is_reference(m.value):
+                raise UnsupportedError(
+                    f"{m.path} is a reference (jax.new_ref) that is mapped over axis {m.axis}, but "
+                    "scan reads references along axis 0 only. Give it None in in_axes, and index "
+                    "it in the step."
+                )
+        with _compat.name_stack_extended("scan"):
+            staged, carry = _settle(stage, carry)
+            _check_types(fun, _carry_paths(init), carry, staged.out_avals)
+            described = outputs[0].described
+            types = staged.out_avals[n_carry:]
+            program = Steps(
+                staged,
+                n_carry,
+                tuple(m.axis for m in flat.mapped),
+                tuple(
+                    int(o.spec) % (len(t.shape) + 1) for o, t in zip(described, types, strict=True)
+                ),
+                steps,
+                bool(reverse),
+                unroll,
+            )
+            outs = program.run(staged.consts, carry, [m.value for m in flat.mapped])
+        return jax.tree.unflatten(structure, outs[:n_carry]), outputs[0].rebuild(outs[n_carry:])
+
+    return scanned
+
+
+def _after_carry(fun: Callable[..., Any], init: Any) -> Callable[..., Any]:
+    """`fun` as a function of what `in_axes` covers."""
+    rest = functools.partial(fun, init)
+    rest.__name__ = getattr(fun, "__name__", "the function")  # pyright: ignore
+    return rest
+
+
+def _flatten_carry(init: Any) -> tuple[list[Any], Any]:
+    leaves, structure = jax.tree.flatten(init)
+    for path, leaf in zip(_carry_paths(init), leaves, strict=True):
+        try:
+            jax.typeof(leaf)
+        except TypeError:
+            raise ArgumentTypeError(
+                f"{path}, of the first carry, is of type {type(leaf).__name__}, which is not an "
+                "array. The carry of a scan must be a pytree of arrays and numbers; pass other "
+                "objects as arguments with None in in_axes."
+            ) from None
+    return leaves, structure
+
+
+def _carry_paths(init: Any) -> list[str]:
+    leaves = jax.tree_util.tree_flatten_with_path(init)[0]
+    return [f"args[0]{jax.tree_util.keystr(keys)}" for keys, _ in leaves]
+
+
+def _settle(
+    stage: Callable[[Sequence[Any]], _compat.ClosedJaxpr], carry: Sequence[Any]
+) -> tuple[_compat.ClosedJaxpr, Sequence[Any]]:
+    """The staged step and the first carry, with Python scalars of the types steps return."""
+    while True:
+        staged = stage(carry)
+        promoted = list(map(_promoted, carry, staged.out_avals))
+        if all(new is old for new, old in zip(promoted, carry, strict=True)):
+            return staged, carry
+        carry = promoted
+
+
+def _promoted(x: Any, new: Any) -> Any:
+    """As in ``lax.scan``: a weakly typed `x` takes part in promotion with its next value."""
+    old = jax.typeof(x)
+    if not getattr(old, "weak_type", False) or _same_type(old, new):
+        return x
+    struct = jax.ShapeDtypeStruct(new.shape, new.dtype, weak_type=new.weak_type)
+    return lax.convert_element_type(x, jax.dtypes.result_type(x, struct))
+
+
+def _same_type(a: Any, b: Any) -> bool:
+    return (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def _name(fun: Callable[..., Any]) -> str:
+    return repr(getattr(fun, "__name__", fun))
+
+
+def _pair(fun: Callable[..., Any], out: Any) -> tuple[Any, Any]:
+    if isinstance(out, (tuple, list)) and len(out) == 2:
+        return out[0], out[1]
+    what = type(out).__name__
+    if isinstance(out, (tuple, list)):
+        what += f" of length {len(out)}"
+    raise ArgumentTypeError(
+        f"{_name(fun)} must return a pair (carry, ys), but it returned a {what}. Return None "
+        "for ys if there is nothing to stack."
+    )
+
+
+def _check_structure(fun: Callable[..., Any], old: Any, new: Any) -> None:
+    first, then = jax.tree.structure(old), jax.tree.structure(new)
+    if first != then:
+        shown = [str(tree).removeprefix("PyTreeDef(").removesuffix(")") for tree in (first, then)]
+        raise ArgumentTypeError(
+            f"the carry that {_name(fun)} returns must have the structure of the one it is given, "
+            "but (each * an array)\n  {}\nbecame\n  {}".format(*shown)
+        )
+
+
+def _check_types(
+    fun: Callable[..., Any], paths: Sequence[str], carry: Sequence[Any], outs: Sequence[Any]
+) -> None:
+    wrong = [
+        f"  carry{path.removeprefix('args[0]')}: {old.str_short()} became {new.str_short()}"
+        for path, old, new in zip(paths, map(jax.typeof, carry), outs, strict=False)
+        if not _same_type(old, new)
+    ]
+    if wrong:
+        raise ArgumentTypeError(
+            f"the carry that {_name(fun)} returns must have the shapes and dtypes of the one it is "
+            "given, but\n" + "\n".join(wrong) + "\nGive a first carry of the type that each step "
+            "returns, or convert the carry in the step."
+        )
+
+
+def _check_out_axes(out_axes: Any) -> None:
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(out_axes)[0]:
+        if not (is_position(leaf) or is_container_spec(leaf)):
+            raise ArgumentTypeError(_not_stacked(f"out_axes{jax.tree_util.keystr(keys)}", leaf))
+
+
+def _check_stacked(ys: Any, out_axes: Any) -> None:
+    leaves, _ = spread(out_axes, ys, "ys", "out_axes", is_output_spec)
+    missing = [leaf.path for leaf in leaves if leaf.spec is None]
+    if missing:
+        raise AxisError(_not_stacked(f"out_axes for {', '.join(missing)}", None))
+
+
+def _not_stacked(where: str, spec: Any) -> str:
+    return (
+        f"{where} must be an int, got {spec!r}: scan stacks what each step returns as ys along "
+        "an axis. Put a value of which only the last, or a sum over the steps, is wanted into "
+        "the carry."
+    )
+
+
+def _check_unroll(unroll: Any) -> None:
+    if not isinstance(unroll, bool) and not (is_position(unroll) and unroll >= 0):
+        raise ArgumentTypeError(f"unroll must be a bool or a non-negative int, got {unroll!r}.")

@@ -1,0 +1,601 @@
+"""`bx.scan` against a Python loop and against `lax.scan` over transposed arrays."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import batchax as bx
+
+from support.oracle import check_derivatives, example, lane, same, same_type
+
+
+def spread_axes(axes, tree):
+    """The axis of each leaf, as a list; None covers a whole subtree."""
+    if axes is None or isinstance(axes, int):
+        return [axes] * len(jax.tree.leaves(tree))
+    is_none = lambda x: x is None
+    return jax.tree.leaves(
+        jax.tree.map(lambda a, t: spread_axes(a, t), axes, tree, is_leaf=is_none),
+        is_leaf=is_none,
+    )
+
+
+def with_lax(fun, in_axes, out_axes=0, length=None, reverse=False, unroll=1):
+    """`lax.scan` over arrays whose axes were moved before and after."""
+
+    def scanned(init, *args):
+        per_arg = in_axes if isinstance(in_axes, (tuple, list)) else [in_axes] * len(args)
+        leaves, structure = jax.tree.flatten(args)
+        axes = [a for spec, arg in zip(per_arg, args, strict=True) for a in spread_axes(spec, arg)]
+        pairs = list(zip(leaves, axes, strict=True))
+        moved = [None if a is None else jnp.moveaxis(x, a, 0) for x, a in pairs]
+
+        def step(carry, xs):
+            full = [x if a is None else e for (x, a), e in zip(pairs, xs, strict=True)]
+            return fun(carry, *jax.tree.unflatten(structure, full))
+
+        carry, ys = lax.scan(step, init, moved, length, reverse, unroll)
+        places = spread_axes(out_axes, ys)
+        leaves_out = [
+            jnp.moveaxis(y, 0, a) for y, a in zip(jax.tree.leaves(ys), places, strict=True)
+        ]
+        return carry, jax.tree.unflatten(jax.tree.structure(ys), leaves_out)
+
+    return scanned
+
+
+def in_python(fun, in_axes, out_axes, length, reverse=False):
+    """A loop of calls."""
+
+    def scanned(carry, *args):
+        ys = [None] * length
+        for t in reversed(range(length)) if reverse else range(length):
+            entries = [
+                arg if a is None else jax.tree.map(lambda x, a=a: lane(x, t, a), arg)
+                for arg, a in zip(args, in_axes, strict=True)
+            ]
+            carry, ys[t] = fun(carry, *entries)
+        places = spread_axes(out_axes, ys[0])
+        stacks = zip(places, zip(*map(jax.tree.leaves, ys), strict=True), strict=True)
+        leaves = [jnp.stack(y, a) for a, y in stacks]
+        return carry, jax.tree.unflatten(jax.tree.structure(ys[0]), leaves)
+
+    return scanned
+
+
+def check(fun, *args, in_axes, out_axes, second=False, **options):
+    got = bx.scan(fun, in_axes, out_axes, **options)
+    expected = with_lax(fun, in_axes, out_axes, **options)
+    same(got(*args), expected(*args))
+    same(jax.jit(got)(*args), expected(*args), where="jit")
+    jax.tree.map(same_type, jax.eval_shape(got, *args), jax.eval_shape(expected, *args))
+    check_derivatives(jax.jit(got), jax.jit(expected), args, second)
+
+
+def recur(carry, x, params):
+    """A step with a carry, a mapped argument and parameters."""
+    carry = jnp.tanh(params["w"] @ carry + x)
+    return carry, {"all": carry * x, "sum": jnp.sum(carry)}
+
+
+INIT = example((3,), seed=1)
+PARAMS = {"w": example((3, 3), seed=2)}
+XS = example((3, 5), seed=3)
+
+
+def both(fun, in_axes=0, out_axes=0, **options):
+    return bx.scan(fun, in_axes, out_axes, **options), with_lax(fun, in_axes, out_axes, **options)
+
+
+def total(fun):
+    """A scalar of all outputs of `fun`."""
+    return lambda *args: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(fun(*args)))
+
+
+# Values, types and derivatives
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_equals_a_loop_of_calls(reverse):
+    args = (INIT, XS, PARAMS)
+    f = bx.scan(recur, in_axes=(1, None), out_axes={"all": 1, "sum": 0}, reverse=reverse)
+    expected = in_python(recur, (1, None), {"all": 1, "sum": 0}, 5, reverse)
+    same(f(*args), expected(*args))
+    check_derivatives(jax.jit(f), expected, args, second=not reverse)
+
+
+@pytest.mark.parametrize("unroll", [1, 2, True])
+def test_unroll(unroll):
+    out_axes = {"all": -1, "sum": 0}
+    check(recur, INIT, XS, PARAMS, in_axes=(-1, None), out_axes=out_axes, unroll=unroll)
+
+
+def step_of_many(carry, x, y):
+    """Works for every dtype: entries are stored, and what is inexact moves the carry."""
+    return carry + jnp.sum(x).astype(carry.dtype), {"x": x, "pair": (x[..., None], y * 2)}
+
+
+@settings(max_examples=15)
+@given(
+    st.integers(0, 5),
+    st.integers(-3, 2),
+    st.integers(-3, 2),
+    st.integers(-4, 3),
+    st.sampled_from([0, 1, 3]),
+    st.booleans(),
+    st.sampled_from(["float32", "int32", "bool", "complex64", "bfloat16"]),
+)
+def test_any_axes_lengths_and_dtypes(seed, a, b, c, length, reverse, dtype):
+    shape = [2, 2]
+    shape.insert(a % 3, length)
+    x = example(tuple(shape), dtype, seed=seed)
+    y = example((length,), seed=4)
+    carry = example((), "complex64" if dtype == "complex64" else "float32")
+    options = dict(in_axes=(a, 0), out_axes={"x": b, "pair": (c, 0)}, reverse=reverse)
+    got = jax.jit(bx.scan(step_of_many, **options))(carry, x, y)
+    same(got, jax.jit(with_lax(step_of_many, **options))(carry, x, y))
+
+
+@pytest.mark.parametrize("in_axis", [0, 1])
+@pytest.mark.parametrize("out_axis", [0, 1])
+def test_random_keys(in_axis, out_axis):
+    def draw(key, other):
+        key, used = jax.random.split(key)
+        return key, (other, jax.random.normal(used, (2,)))
+
+    keys = jax.random.split(jax.random.key(1), (4, 4))
+    out_axes = (out_axis, 0)
+    f, g = both(draw, in_axis, out_axes)
+    same(f(jax.random.key(0), keys), g(jax.random.key(0), keys))
+
+
+@pytest.mark.parametrize("out_axis", [0, 1])
+def test_weak_types_are_those_of_lax_scan(out_axis):
+    def step(carry, x):
+        count, scale, moved = carry
+        return (count + 1, scale * 2.0, moved + x), (jnp.ones((2,)) * x, x[None], jnp.full((1,), 2))
+
+    init = (0, 1.0, 0)  # the last is promoted by what is added to it
+    xs = jnp.arange(3.0)
+    f, g = both(step, 0, out_axis)
+    same(f(init, xs), g(init, xs))
+    jax.tree.map(same_type, jax.eval_shape(f, init, xs), jax.eval_shape(g, init, xs))
+
+
+def test_constant_outputs_and_outputs_without_arrays():
+    f, g = both(lambda c, x: (c, (1.0, np.arange(3), None)), out_axes=(0, 1, 0))
+    jax.tree.map(same_type, f(0.0, jnp.ones(4)), g(0.0, jnp.ones(4)))
+    same(f(0.0, jnp.ones(4)), g(0.0, jnp.ones(4)))
+    same(bx.scan(lambda c, x: (c + x, None))(0.0, jnp.ones(4)), (jnp.float32(4), None))
+    same(bx.scan(lambda c, x: (c + x, None), out_axes=None)(0.0, jnp.ones(4))[0], jnp.float32(4))
+
+
+def test_length_alone():
+    f = bx.scan(lambda c: (c * 2, c), length=4)
+    same(f(jnp.float32(1)), (jnp.float32(16), jnp.array([1.0, 2, 4, 8])))
+    f = bx.scan(lambda c, s: (c * s, c), None, length=0)
+    same(f(jnp.float32(1), 3.0), (jnp.float32(1), jnp.zeros(0)))
+
+
+def test_no_steps_along_any_axis():
+    xs = jnp.zeros((2, 0, 3))
+    check(lambda c, x: (c + x.sum(), x[0]), 1.0, xs, in_axes=1, out_axes=-1)
+
+
+# What reaches the step
+
+
+def test_arguments_that_stay_the_same_may_be_any_object():
+    seen = []
+
+    def step(carry, x, activation, options, table):
+        seen.append(options)
+        carry = activation(carry + x) if options["squash"] else carry + x
+        if table.sum() > 2:  # a value: it may be branched on
+            carry = carry * 2
+        return carry, carry
+
+    xs = example((2, 4))
+    table = jnp.ones(3)
+    f = bx.scan(step, (1, None, None, None), 1)
+    got = f(jnp.zeros(2), xs, jnp.tanh, {"squash": True}, table)
+    expected = with_lax(lambda c, x: (jnp.tanh(c + x) * 2,) * 2, 1, 1)(jnp.zeros(2), xs)
+    same(got, expected)
+    assert seen[0] == {"squash": True}
+
+
+def test_axes_by_name_reach_keyword_arguments():
+    def step(carry, x, *, scale, params):
+        carry = carry + x * scale * params
+        return carry, carry
+
+    xs, scale = example((2, 4)), example((4,), seed=5)
+    f = bx.scan(step, {"x": -1, "params": None}, 1)
+    expected = with_lax(lambda c, x, s: (c + x * s * 3.0,) * 2, (1, 0), 1)
+    same(f(jnp.zeros(2), xs, scale=scale, params=3.0), expected(jnp.zeros(2), xs, scale))
+    g = bx.scan(lambda carry, *xs: (carry + sum(xs), None), {"xs": (0, 1)})
+    same(g(jnp.zeros(2), xs.T, xs)[0], 2 * xs.sum(1))
+
+
+def test_prefixes_and_rules_for_leaves():
+    def step(carry, batch):
+        carry = carry + batch["x"] @ batch["w"] + batch["b"]
+        return carry, (carry, {"x": batch["x"], "b": batch["b"]})
+
+    batch = {"x": example((2, 4)), "w": example((2, 2)), "b": example((4,))}
+    expected = with_lax(step, ({"x": 1, "w": None, "b": 0},), (1, {"x": 1, "b": 0}))
+    out_axes = (1, {"x": -1, "b": 0})
+    same(
+        bx.scan(step, ({"x": 1, "w": None, "b": 0},), out_axes)(jnp.zeros(2), batch),
+        expected(jnp.zeros(2), batch),
+    )
+
+    def rule(leaf):
+        return {(2, 4): 1, (2, 2): None, (4,): -1}[leaf.shape]
+
+    same(bx.scan(step, rule, out_axes)(jnp.zeros(2), batch), expected(jnp.zeros(2), batch))
+
+
+def test_as_decorator_and_on_methods():
+    @functools.partial(bx.scan, in_axes=(1,), out_axes=1)
+    def double(carry, x):
+        return carry + x, 2 * x
+
+    class Cell:
+        def __init__(self, w):
+            self.w = w
+
+        def step(self, carry, x):
+            return self.w * carry + x, carry
+
+    xs = example((2, 4))
+    same(double(jnp.zeros(2), xs), (xs.sum(1), 2 * xs))
+    f = bx.scan(Cell(2.0).step, 1, 1)
+    same(f(jnp.zeros(2), xs), with_lax(Cell(2.0).step, 1, 1)(jnp.zeros(2), xs))
+    assert f.__name__ == "step"
+
+
+def test_registered_containers():
+    class Series:
+        def __init__(self, values):
+            self.values = values
+
+    bx.register_container(
+        Series,
+        to_arrays=lambda s, axis: ([s.values], [axis]),
+        to_example=lambda s, axis, arrays: Series(arrays[0]),
+        from_example=lambda s, axis: [s.values],
+        to_batch=lambda s, axis, arrays: Series(jnp.moveaxis(arrays[0], 0, axis)),
+    )
+    xs = example((2, 4))
+    carry, ys = bx.scan(lambda c, s: (c + s.values, Series(c * s.values)), 1, 1)(
+        jnp.zeros(2), Series(xs)
+    )
+    expected = with_lax(lambda c, x: (c + x, c * x), 1, 1)(jnp.zeros(2), xs)
+    same((carry, ys.values), expected)
+
+
+# Compositions
+
+
+@pytest.mark.parametrize("vmap", [jax.vmap, bx.vmap])
+@pytest.mark.parametrize("lanes", [(0, 0, None), (1, 1, 0), (None, 2, 1)])
+def test_batched(vmap, lanes):
+    f, g = both(recur, (1, None), {"all": 1, "sum": 0})
+    args = [
+        jax.tree.map(lambda x: x if a is None else jnp.stack([x, 2 * x], a), arg)
+        for arg, a in zip((INIT, XS, PARAMS), lanes, strict=True)
+    ]
+    expected = jax.vmap(g, lanes, -1)
+    same(vmap(f, lanes, -1)(*args), expected(*args))
+    check_derivatives(jax.jit(vmap(f, lanes, -1)), jax.jit(expected), args)
+
+
+def test_vmap_of_the_gradient():
+    f, g = both(recur, (1, None), {"all": 1, "sum": 0})
+    xs = jnp.stack([XS, -XS])
+    grads = [jax.grad(total(scanned), (0, 1, 2)) for scanned in (f, g)]
+    expected = jax.jit(jax.vmap(grads[1], (None, 0, None)))(INIT, xs, PARAMS)
+    for vmap in (jax.vmap, bx.vmap):
+        same(jax.jit(vmap(grads[0], (None, 0, None)))(INIT, xs, PARAMS), expected)
+
+
+def test_scan_of_scan():
+    def nested(scan):
+        def outer(carry, rows, scale):
+            inner = scan(lambda c, x: (jnp.sin(c + scale * x), c * x), 1, 1)
+            return inner(carry, rows)
+
+        return scan(outer, (2, None), 0)
+
+    f, g = nested(bx.scan), nested(with_lax)
+    args = (example((2,)), example((2, 3, 4)), jnp.float32(0.5))
+    same(f(*args), g(*args))
+    check_derivatives(jax.jit(f), jax.jit(g), args, second=True)
+
+
+def test_vmap_in_the_step_and_steps_in_checkpoint():
+    def step(carry, x, w):
+        carry = bx.vmap(lambda c, e: jnp.tanh(w @ c + e))(carry, x)
+        return carry, carry
+
+    args = (example((2, 3)), example((2, 4, 3)), example((3, 3)))
+    check(jax.checkpoint(step), *args, in_axes=(1, None), out_axes=1)
+
+
+def test_closed_over_values_are_differentiated():
+    def loss(w, scan):
+        return total(scan(lambda c, x: (jnp.sin(w * c + x), c * w), 1, 1))(jnp.zeros(3), XS)
+
+    expected = jax.grad(loss)(0.3, with_lax)
+    same(jax.grad(loss)(0.3, bx.scan), expected)
+    same(jax.jit(jax.grad(loss), static_argnums=1)(0.3, bx.scan), expected)
+
+
+def test_gradient_without_jit():
+    f, g = both(recur, (1, None), {"all": 1, "sum": 0})
+    args = (INIT, XS, PARAMS)
+    same(jax.grad(total(f), (0, 1, 2))(*args), jax.jit(jax.grad(total(g), (0, 1, 2)))(*args))
+    same(jax.hessian(total(f))(*args), jax.jit(jax.hessian(total(g)))(*args))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_effects_happen_in_the_order_of_the_steps(jit, reverse):
+    seen = []
+
+    def step(carry, x):
+        from jax.experimental import io_callback
+
+        io_callback(lambda v: seen.append(("io", int(v))), None, x, ordered=True)
+        jax.debug.callback(lambda v: seen.append(("debug", int(v))), x * 10, ordered=True)
+        return carry + x, x
+
+    f = bx.scan(step, 0, 0, reverse=reverse)
+    (jax.jit(f) if jit else f)(0, jnp.arange(3))
+    jax.effects_barrier()
+    steps = [2, 1, 0] if reverse else [0, 1, 2]
+    assert [v for kind, v in seen if kind == "io"] == steps
+    assert [v for kind, v in seen if kind == "debug"] == [10 * t for t in steps]
+
+
+def test_references():
+    def step(carry, x, total):
+        total[...] += x
+        return carry, total[...]
+
+    @jax.jit
+    def run(xs):
+        total = jax.new_ref(jnp.zeros(2))
+        _, ys = bx.scan(step, (1, None), 1)(0, xs, total)
+        return total[...], ys
+
+    xs = example((2, 4))
+    same(run(xs), (xs.sum(1), jnp.cumsum(xs, 1)))
+
+
+def test_inside_shard_map():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+
+    def step(c, x):
+        return jnp.sin(c) + x, c * x
+
+    f, g = both(step, 1, 1)
+    shards = spec("d")
+    sharded = jax.jit(
+        jax.shard_map(f, mesh=mesh, in_specs=(shards, shards), out_specs=(shards, shards))
+    )
+    args = (example((4,)), example((4, 3)))
+    same(sharded(*args), g(*args))
+    same(jax.grad(total(sharded), (0, 1))(*args), jax.grad(total(g), (0, 1))(*args))
+
+
+def test_explicitly_sharded_arrays():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    f, g = both(lambda c, x: (jnp.sin(c) + x, c * x), 1, 1)
+    args = (example((4,)), example((4, 3)))
+    expected = g(*args)
+    with jax.set_mesh(mesh):
+        sharded = [jax.device_put(x, jax.P("d")) for x in args]
+        got = jax.jit(f)(*sharded)
+        assert jax.typeof(got[1]).sharding.spec[0] == "d"
+        same(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, expected))
+
+
+# Memory
+
+
+def hlo(fun, *args):
+    return jax.jit(fun).lower(*args).compile()
+
+
+def arrays_moved(text, shape):
+    """Instructions of a compiled program that copy or transpose arrays of some size."""
+    size = int(np.prod(shape))
+    found = []
+    for line in text.splitlines():
+        words = line.split(" = ")
+        if len(words) == 2 and (" transpose(" in line or " copy(" in line):
+            dims = words[1].split("[")[1].split("]")[0]
+            if dims and np.prod([int(d) for d in dims.split(",")]) >= size:
+                found.append(line.strip())
+    return found
+
+
+def test_stacked_arrays_are_neither_copied_nor_transposed():
+    xs = example((8, 64, 16))
+
+    def step(c, x, w):
+        c = jnp.tanh(c @ w + x)
+        return c, (c, c * x)
+
+    args = (jnp.zeros((8, 16)), xs, jnp.ones((16, 16)))
+    f, g = both(step, (1, None), (1, 2))
+    compiled = hlo(f, *args)
+    assert not arrays_moved(compiled.as_text(), xs.shape)
+    assert arrays_moved(hlo(g, *args).as_text(), xs.shape)  # the test can fail
+    assert compiled.memory_analysis().temp_size_in_bytes < xs.nbytes / 2
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_memory_of_the_gradient_grows_with_the_steps_not_their_square(axis):
+    def needed(length):
+        shape = [8, 16]
+        shape.insert(axis, length)
+        f = bx.scan(lambda c, x: (jnp.sin(c) + x * x, c * x), axis, axis)
+        g = jax.grad(total(f), (0, 1))
+        return hlo(g, jnp.zeros((8, 16)), jnp.zeros(shape)).memory_analysis().temp_size_in_bytes
+
+    few, many = needed(64), needed(128)
+    assert many < 2.2 * few
+    assert many < 12 * 128 * 8 * 16 * 4
+
+
+# Mistakes
+
+
+def fails(call, error, *parts):
+    with pytest.raises(error) as info:
+        call()
+    for part in parts:
+        assert part in str(info.value), (part, str(info.value))
+
+
+def keep(carry, *xs):
+    return carry, xs
+
+
+MISTAKES = {
+    "no function": (lambda: bx.scan(3), bx.ArgumentTypeError, ["scan expects", "int"]),
+    "sizes": (
+        lambda: bx.scan(keep, (1, 0))(0, jnp.zeros((2, 3)), jnp.zeros(4)),
+        bx.AxisError,
+        ["args[1]: shape (2, 3), axis 1, size 3", "args[2]: shape (4,)", "at every step"],
+    ),
+    "length": (
+        lambda: bx.scan(keep, length=5)(0, jnp.zeros(4)),
+        bx.AxisError,
+        ["given as length, 5", "args[1]"],
+    ),
+    "no length": (
+        lambda: bx.scan(keep, None)(0, jnp.zeros(4)),
+        bx.AxisError,
+        ["number of steps is unknown", "pass length"],
+    ),
+    "bad length": (lambda: bx.scan(keep, length=-1), bx.ArgumentTypeError, ["length must be"]),
+    "range": (
+        lambda: bx.scan(keep, 2)(0, jnp.zeros((3, 4))),
+        bx.AxisError,
+        ["args[1]: shape (3, 4), axis 2"],
+    ),
+    "entries": (
+        lambda: bx.scan(keep, (0, 1))(0, jnp.zeros(3)),
+        bx.AxisError,
+        ["in_axes has 2 entries", "1 positional argument after the carry"],
+    ),
+    "structure": (
+        lambda: bx.scan(keep, ({"a": 0},))(0, {"b": jnp.zeros(3)}),
+        bx.AxisError,
+        ["in_axes does not match args[1]"],
+    ),
+    "name": (
+        lambda: bx.scan(lambda carry, x: (carry, x), {"y": 0}),
+        bx.AxisError,
+        ["in_axes names 'y'", "are 'x'"],
+    ),
+    "name of the carry": (
+        lambda: bx.scan(lambda carry, x: (carry, x), {"carry": 0}),
+        bx.AxisError,
+        ["in_axes names 'carry'"],
+    ),
+    "type of in_axes": (lambda: bx.scan(keep, "0"), bx.ArgumentTypeError, ["in_axes must be"]),
+    "no array": (
+        lambda: bx.scan(keep)(0, "text"),
+        bx.ArgumentTypeError,
+        ["args[1]", "of type str, not an array", "None in in_axes"],
+    ),
+    "out_axes AUTO": (
+        lambda: bx.scan(keep, out_axes=bx.AUTO),
+        bx.ArgumentTypeError,
+        ["out_axes must be an int, got batchax.AUTO", "carry"],
+    ),
+    "out_axes Reduce": (
+        lambda: bx.scan(keep, out_axes=(0, bx.Reduce("sum"))),
+        bx.ArgumentTypeError,
+        ["out_axes[1] must be an int", "a sum over the steps"],
+    ),
+    "out_axes None": (
+        lambda: bx.scan(keep, out_axes=(0, None))(0, jnp.zeros(3), jnp.zeros(3)),
+        bx.AxisError,
+        ["out_axes for ys[1] must be an int, got None"],
+    ),
+    "out_axes range": (
+        lambda: bx.scan(keep, out_axes=2)(0, jnp.zeros((3, 4))),
+        bx.AxisError,
+        ["out_axes gives 2 for ys[0], which has 2 axes with the axis of the steps"],
+    ),
+    "out_axes structure": (
+        lambda: bx.scan(keep, out_axes=(0, 1))(0, jnp.zeros(3)),
+        bx.AxisError,
+        ["out_axes does not match ys"],
+    ),
+    "unroll": (lambda: bx.scan(keep, unroll=-1), bx.ArgumentTypeError, ["unroll must be"]),
+    "no pair": (
+        lambda: bx.scan(lambda carry, x: carry)(0, jnp.zeros(3)),
+        bx.ArgumentTypeError,
+        ["must return a pair (carry, ys)", "'<lambda>'"],
+    ),
+    "carry structure": (
+        lambda: bx.scan(lambda carry, x: ((carry,), x))(0, jnp.zeros(3)),
+        bx.ArgumentTypeError,
+        ["must have the structure", "  *\nbecame\n  (*,)"],
+    ),
+    "carry type": (
+        lambda: bx.scan(lambda c, x: ({"a": x, "b": c["b"]}, x))(
+            {"a": jnp.int32(0), "b": 0}, jnp.zeros(3)
+        ),
+        bx.ArgumentTypeError,
+        ["carry['a']: int32[] became float32[]", "convert the carry"],
+    ),
+    "carry no array": (
+        lambda: bx.scan(keep)({"a": "text"}, jnp.zeros(3)),
+        bx.ArgumentTypeError,
+        ["args[0]['a']", "of type str", "carry"],
+    ),
+    "output no array": (
+        lambda: bx.scan(lambda c, x: (c, "text"))(0, jnp.zeros(3)),
+        bx.ArgumentTypeError,
+        ["the function returned ys of type str"],
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(mistake):
+    fails(*MISTAKES[mistake][:2], *MISTAKES[mistake][2])
+
+
+def test_branching_on_a_computed_value_names_the_argument():
+    def step(carry, x):
+        return (carry if x > 0 else -carry), None
+
+    fails(
+        lambda: bx.scan(step)(0.0, jnp.zeros(3)),
+        jax.errors.TracerBoolConversionError,
+        "for scan",
+        "args[1]",
+    )
+
+
+def test_a_reference_along_another_axis_is_refused():
+    def run(xs):
+        return bx.scan(lambda c, x: (c, x[...]), 1)(0, jax.new_ref(xs))
+
+    fails(lambda: jax.jit(run)(jnp.zeros((2, 3))), bx.UnsupportedError, "args[1]", "axis 0")
