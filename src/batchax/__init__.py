@@ -22,6 +22,8 @@ from batchax.errors import SequentialFallbackWarning as SequentialFallbackWarnin
 from batchax.errors import SmallerChunksWarning as SmallerChunksWarning
 from batchax.errors import UnsupportedError as UnsupportedError
 from batchax.scan import scan as scan
+from batchax.execution.memory import BatchSizeChoice as BatchSizeChoice
+from batchax.execution.memory import batch_size_choices as batch_size_choices
 from batchax.vmap import vmap as vmap
 
 __version__ = "0.1.0"

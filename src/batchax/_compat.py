@@ -6,6 +6,7 @@ package imports from ``jax._src`` or asks which version of JAX is running.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -14,11 +15,6 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 import jax.extend.core.primitives as jex_primitives
-
-# The user's line and the profiler's names live in the source info of each
-# equation. Re-emitting an equation under it has no public spelling other than
-# ``jax.core.eval_jaxpr`` of a whole jaxpr, which cannot batch.
-from jax._src import source_info_util
 
 # ``jax.make_jaxpr`` is the only public way to stage with a named axis in scope; it
 # wraps its argument in a new ``jit`` at each call, which costs more than staging a
@@ -33,13 +29,16 @@ from jax._src.interpreters.batching import BatchTracer
 # Exported nowhere, and absent from every table, as it has no operands to batch.
 from jax._src.lax.control_flow.conditionals import platform_index_p
 
+# The primitive of ``jax.shard_map`` is in none of the tables that JAX exports.
+from jax._src.shard_map import shard_map_p
+
+# A warning is filed under the user's line; publicly it can be had as text only.
+from jax._src.source_info_util import user_frame
+
 # JAX turns references into values where it lowers a program, and has no public spelling
 # for it. What a primitive of our own runs, or is cut into parts, must be free of them before.
 from jax._src.state.discharge import discharge_state
-
-# The primitive of ``jax.shard_map`` is in none of the tables that JAX exports.
-from jax._src.shard_map import shard_map_p
-from jax.extend import linear_util
+from jax.extend import linear_util, source_info_util
 from jax.interpreters import batching, partial_eval
 
 Primitive = jex_core.Primitive
@@ -48,6 +47,9 @@ JAXPR_TYPES = (jex_core.Jaxpr, jex_core.ClosedJaxpr)  # one class since JAX 0.12
 
 current_name_stack = source_info_util.current_name_stack
 name_stack_extended = source_info_util.transform_name_stack
+
+# What JAX reports as the user's line is not to be one of ours.
+source_info_util.register_exclusion(os.path.dirname(__file__))
 
 
 def user_source(source_info: Any, outer_name_stack: Any) -> AbstractContextManager[None]:
@@ -92,7 +94,7 @@ def user_line(source_info: Any) -> str:
 
 def user_file_and_line(source_info: Any) -> tuple[str, int]:
     """File and line of the user's code that made an equation, as warnings are filed under."""
-    frame = source_info_util.user_frame(source_info.traceback)
+    frame = user_frame(source_info.traceback)
     return ("<unknown>", 0) if frame is None else (frame.file_name, frame.start_line)
 
 
@@ -314,6 +316,15 @@ def wrapped_parts(x: Any) -> list[Any]:
     if not isinstance(x, linear_util.WrappedFun):
         return []
     return [x.f, x.transforms, x.params]
+
+
+def is_tracing_state(x: Any) -> bool:
+    """Whether `x` is what JAX keeps, with a derivative rule, of the trace it was staged in.
+
+    It has no say in what the rule does. The types are private; they are recognised by name.
+    """
+    states = {"DynamicJaxprTrace", "Store", "EqualStore", "InitialResultPaths"}
+    return type(x) is object or type(x).__name__ in states
 
 
 def rewrapped(fun: Callable[..., Any], like: Any) -> Any:

@@ -74,7 +74,7 @@ def vmap(
         reverse mode too. "auto": as many as fit `memory_limit`, by the compiler's
         account, for the program as it is used: forward or as a derivative.
       memory_limit: bytes, or a string such as "2GiB", for "auto"; if not given, what
-        the device has free.
+        the device has free. `batch_size_choices` says what was chosen and why.
       residuals: what reverse mode does in chunks. "recompute" computes each chunk
         again when its cotangents are known; "keep" stores what all chunks computed,
         which takes less time and as much memory as without chunks.
@@ -107,7 +107,7 @@ def vmap(
     check_axis_size(axis_size)
     if spmd_axis_name is not None and not isinstance(spmd_axis_name, tuple):
         spmd_axis_name = (spmd_axis_name,)
-    chunking = find_chunking(batch_size, memory_limit, residuals)
+    chunking = find_chunking(fun, batch_size, memory_limit, residuals)
 
     @functools.wraps(fun)
     def batched(*args: Any, **kwargs: Any) -> Any:

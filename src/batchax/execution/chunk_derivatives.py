@@ -49,7 +49,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop, program
     body = _tangent_body(loop, moving, found, extremes)
     result_kinds = tuple(SUM if k in extremes else loop.results[k] for k in found)
     operands = (*loop.operands, *(loop.operands[i] for i in moving), *[WHOLE] * len(extremes))
-    tangent_loop = replace(loop, body=body, operands=operands, results=result_kinds)
+    tangent_loop = loop.derivative("tangents", body=body, operands=operands, results=result_kinds)
     best = [lax.stop_gradient(outs[k]) for k in extremes]
     found_tangents = dict(
         zip(
@@ -166,7 +166,9 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, loop: Loop, program: A
 
     kinds = (*(loop.operands[i] for i in others), *(_as_operand(loop.results[k]) for k in given))
     results = tuple(_as_result(loop.operands[i]) for i in linear)
-    reverse = replace(loop, body=Body(of_width, of=loop.body), operands=kinds, results=results)
+    reverse = loop.derivative(
+        "cotangents", body=Body(of_width, of=loop.body), operands=kinds, results=results
+    )
     outs = chunk_loop(reverse, [*(operands[i] for i in others), *(cotangents[k] for k in given)])
     by_operand = dict(zip(linear, outs, strict=True))
     return [by_operand.get(i) for i in range(len(operands))]

@@ -120,6 +120,16 @@ class Loop:
     size: int
     chunk: int | Auto
 
+    def derivative(self, name: str, **changes: Any) -> Loop:
+        """A loop over the same lanes that computes a derivative of this one."""
+        chunk = self.chunk
+        if isinstance(chunk, Auto):  # which needs other memory, and chooses for itself
+            program = chunk.program
+            if name == "cotangents":  # these are of what was linear: of tangents
+                program = program.removeprefix("tangents of ")
+            chunk = replace(chunk, program=f"{name} of {program}")
+        return replace(self, chunk=chunk, **changes)
+
     @property
     def width(self) -> int:
         """A width to look at the program for."""
@@ -226,8 +236,8 @@ def chosen_chunk(loop: Loop, avals: Sequence[Any]) -> int:
         candidate = functools.partial(run_flat, replace(loop, chunk=chunk))
         return jax.jit(candidate).lower(*avals).compile()
 
-    text = f"{loop.operands} {loop.results} {loop.program(avals, 1)}"
-    return fitting_chunk(loop.chunk, loop.size, text, avals, compiled)
+    text = f"{loop.operands} {loop.results} {avals} {loop.program(avals, 1)}"
+    return fitting_chunk(loop.chunk, loop.size, text, compiled)
 
 
 def run_flat(loop: Loop, *operands: Any) -> list[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -39,11 +41,11 @@ def run_eagerly(
             if "RESOURCE_EXHAUSTED" not in str(error) or not may_change or chunk == 1:
                 raise
             reason = str(error).splitlines()[0]
-        warnings.warn(
+        warnings.warn_explicit(
             f"out of memory with {chunk} lanes at a time ({reason}): going on with "
             f"{chunk // 2}. Pass batch_size={chunk // 2} or less to start there.",
             SmallerChunksWarning,
-            stacklevel=2,
+            *_calling_line(),
         )
         chunk //= 2
 
@@ -60,3 +62,14 @@ def _compile(program: Callable[..., list[Any]], operands: Sequence[Any]) -> Call
     if len(_compiled) > _MOST_PROGRAMS:
         _compiled.popitem(last=False)
     return _compiled[key]
+
+
+_LIBRARIES = tuple(os.path.dirname(m.__file__ or "") for m in (jax, sys.modules["batchax"]))
+
+
+def _calling_line() -> tuple[str, int]:
+    """File and line of the user's code that is running."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno

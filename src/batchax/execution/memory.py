@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,38 +25,42 @@ _FORMAT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
 class Auto:
     """A chunk size still to be chosen: the largest that fits `limit` bytes.
 
-    None stands for what the device has free when the choice is made.
+    A `limit` of None stands for what the device has free when the choice is made.
+    `program` says for people what the choice is for.
     """
 
     limit: int | None
+    program: str
 
 
 @dataclass(frozen=True)
-class Choice:
-    """How a chunk size was chosen.
+class BatchSizeChoice:
+    """What ``batch_size="auto"`` chose, and why.
 
     Attributes:
-      chunk: lanes at a time.
+      program: what it was chosen for, such as "loss" or "cotangents of loss".
+      batch_size: lanes at a time.
       size: number of lanes.
       limit: bytes that were allowed.
-      tried: the bytes that the compiled program needs for each chunk size tried.
+      tried: for each batch size that was tried the bytes that the compiled program
+        needs for temporaries, arguments and outputs.
     """
 
-    chunk: int
+    program: str
+    batch_size: int
     size: int
     limit: int
     tried: dict[int, int] = field(hash=False)
 
     def __str__(self) -> str:
         lines = [
-            f"{self.chunk} of {self.size} lanes at a time: {show_bytes(self.tried[self.chunk])} "
-            f"of the {show_bytes(self.limit)} allowed. The compiler's account (temporaries, "
-            "arguments and outputs) of the sizes tried:"
+            f"{self.program}: {self.batch_size} of {self.size} lanes at a time, which need "
+            f"{show_bytes(self.tried[self.batch_size])} of the {show_bytes(self.limit)} allowed"
         ]
-        for chunk, needed in sorted(self.tried.items()):
+        for tried, needed in sorted(self.tried.items()):
             verdict = "fits" if needed <= self.limit else "too large"
-            mark = "  <- chosen" if chunk == self.chunk else ""
-            lines.append(f"  {chunk:>8} lanes: {show_bytes(needed):>10}  {verdict}{mark}")
+            mark = " <- chosen" if tried == self.batch_size else ""
+            lines.append(f"  {tried:>8} lanes: {show_bytes(needed):>10}  {verdict}{mark}")
         return "\n".join(lines)
 
 
@@ -90,17 +95,26 @@ def show_bytes(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{value:.4g} {unit}"
 
 
-_chosen: dict[Any, Choice] = {}
+_chosen: dict[Any, BatchSizeChoice] = {}
+
+
+def batch_size_choices() -> list[BatchSizeChoice]:
+    """What ``batch_size="auto"`` has chosen so far, and why; the newest choice last.
+
+    A choice is made when a program is compiled: one for a function that runs forward,
+    another for its derivative. The same are logged, at level INFO, by the logger
+    "batchax". `str` of a choice is a table for people.
+    """
+    return list(_chosen.values())
 
 
 def fitting_chunk(
     auto: Auto,
     size: int,
-    program: str,
-    avals: Sequence[Any],
+    text: str,
     compile_for: Callable[[int], Any],
 ) -> int:
-    """The largest chunk whose program fits, to within about a twentieth.
+    """The largest chunk whose program fits, to within about a tenth.
 
     What a program needs grows about linearly with the chunk, so that few sizes have to
     be compiled: all lanes, one, and those where a line through what is known meets the
@@ -109,45 +123,61 @@ def fitting_chunk(
     Args:
       auto: the limit.
       size: number of lanes.
-      program: text of the program for one lane, to know it again.
-      avals: types of its operands.
+      text: the program and the types of its operands, to know it again.
       compile_for: compiles the program for a chunk size.
 
     Raises:
       MemoryLimitError: one lane at a time needs more.
     """
-    limit = free_memory() if auto.limit is None else auto.limit
-    key = (program, tuple(map(str, avals)), size, auto, jax.default_backend())
+    key = (text, size, auto, jax.default_backend())
     if key not in _chosen:
-        _chosen[key] = _search(limit, size, lambda chunk: needed_bytes(compile_for(chunk)))
+        limit = free_memory() if auto.limit is None else auto.limit
+
+        def needed(chunk: int) -> int:
+            return needed_bytes(compile_for(chunk))
+
+        _chosen[key] = _search(auto.program, limit, size, needed)
         logger.info("batch_size='auto': %s", _chosen[key])
-    return _chosen[key].chunk
+    return _chosen[key].batch_size
 
 
-def _search(limit: int, size: int, needed: Callable[[int], int]) -> Choice:
+_MOST_COMPILATIONS = 8
+
+
+def _search(program: str, limit: int, size: int, needed: Callable[[int], int]) -> BatchSizeChoice:
     tried = {size: needed(size)}
-    if tried[size] <= limit:
-        return Choice(size, size, limit, tried)
     low, high = 1, size
+    if tried[size] <= limit:
+        return BatchSizeChoice(program, size, size, limit, tried)
     tried[low] = needed(low)
     if tried[low] > limit:
         raise MemoryLimitError(
-            f"memory_limit is {show_bytes(limit)}, but one lane at a time needs "
-            f"{show_bytes(tried[low])} by the compiler's account of temporaries, arguments and "
-            f"outputs. Allow at least that, or make the arguments smaller."
+            f"memory_limit is {show_bytes(limit)}, but {program} needs "
+            f"{show_bytes(tried[low])} for one lane at a time, by the compiler's account of "
+            "temporaries, arguments and outputs. Allow at least that, or make the arguments "
+            "smaller."
         )
-    while high - low > max(1, low // 20) and len(tried) < 10:
-        slope = (tried[high] - tried[low]) / (high - low)
-        guess = low + int((limit - tried[low]) / slope) if slope > 0 else (low + high) // 2
-        # A guess at the edge of what is left would shrink it by one lane only.
-        margin = max(1, (high - low) // 16)
-        guess = min(max(guess, low + margin), high - margin)
-        tried[guess] = needed(guess)
-        if tried[guess] <= limit:
-            low = guess
+    bisect = False
+    while high - low > max(1, low // 10) and len(tried) < _MOST_COMPILATIONS:
+        gap, slope = high - low, (tried[high] - tried[low]) / (high - low)
+        if bisect or slope <= 0:  # not linear after all
+            guess = math.isqrt(low * high)
         else:
-            high = guess
-    return Choice(low, size, limit, tried)
+            guess = low + int((limit - tried[low]) / slope)
+        guess = _without_rest(size, low, min(max(guess, low + 1), high - 1))
+        tried[guess] = needed(guess)
+        low, high = (guess, high) if tried[guess] <= limit else (low, guess)
+        bisect = high - low > gap // 2
+    return BatchSizeChoice(program, low, size, limit, tried)
+
+
+def _without_rest(size: int, low: int, guess: int) -> int:
+    """The largest chunk up to `guess`, and near it, of which a whole number makes `size`.
+
+    A last chunk of another width would be a second program, with memory of its own.
+    """
+    fewest = max(low + 1, guess * 3 // 4)
+    return next((c for c in range(guess, fewest - 1, -1) if size % c == 0), guess)
 
 
 def needed_bytes(compiled: Any) -> int:
