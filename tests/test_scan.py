@@ -409,6 +409,70 @@ def test_explicitly_sharded_arrays():
         same(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, expected))
 
 
+# Compiling once
+
+
+def compilations(call):
+    """What JAX compiles during a call."""
+    found = []
+
+    def listen(name, duration, **details):
+        if name == "/jax/core/compile/backend_compile_duration":
+            found.append(details)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        call()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    return found
+
+
+def test_calls_outside_jit_compile_once():
+    def step(carry, x, scale, squash):
+        carry = jax.nn.relu(carry * scale + x) if squash else carry + x
+        return carry, carry
+
+    def call(scale, squash=True):
+        f = bx.scan(step, (1, None, None), 1)
+        return lambda: jax.block_until_ready(f(jnp.zeros(2), xs, scale, squash))
+
+    xs = example((2, 4))
+    scales = [jnp.float32(s) for s in (1, 2)]
+    assert compilations(call(scales[0]))
+    assert not compilations(call(scales[1]))
+    assert compilations(call(scales[1], squash=False))
+    expected = with_lax(lambda c, x: (jax.nn.relu(c * 2 + x),) * 2, 1, 1)(jnp.zeros(2), xs)
+    same(call(scales[1])(), expected)
+
+
+def test_programs_that_differ_in_what_they_close_over_are_not_confused():
+    def scanned(number, table, seen):
+        @jax.custom_jvp
+        def double(x):
+            return 2 * x
+
+        double.defjvp(lambda primals, tangents: (double(*primals), number * tangents[0]))
+
+        def step(carry, x):
+            jax.debug.callback(seen.append, x)
+            jax.debug.callback(lambda v: seen.append(v), x)
+            return carry + double(x) * table.sum(), jnp.where(x > 0, number, 0.0)
+
+        return lambda x: bx.scan(step)(0.0, x)
+
+    x = jnp.ones(1)
+    for number, table in ((1.0, [1.0]), (-0.0, [1.0]), (0.0, [2.0])):
+        seen = []
+        f = scanned(number, jnp.array(table), seen)
+        carry, ys = f(x)
+        jax.effects_barrier()
+        assert len(seen) == 2
+        same((carry, ys), (jnp.float32(2 * table[0]), jnp.full(1, number, jnp.float32)))
+        assert jnp.signbit(ys[0]) == np.signbit(number)
+        same(jax.grad(lambda x: f(x)[0])(x), jnp.full(1, number * table[0], jnp.float32))
+
+
 # Memory
 
 

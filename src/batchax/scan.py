@@ -137,8 +137,9 @@ def scan(
             _check_types(fun, _carry_paths(init), carry, staged.out_avals)
             described = outputs[0].described
             types = staged.out_avals[n_carry:]
+            body, consts = _compat.hoist_constants(staged)
             program = Steps(
-                staged,
+                body,
                 n_carry,
                 tuple(m.axis for m in flat.mapped),
                 tuple(
@@ -148,7 +149,7 @@ def scan(
                 bool(reverse),
                 unroll,
             )
-            outs = program.run(staged.consts, carry, [m.value for m in flat.mapped])
+            outs = program.run(consts, carry, [m.value for m in flat.mapped])
         return jax.tree.unflatten(structure, outs[:n_carry]), outputs[0].rebuild(outs[n_carry:])
 
     return scanned

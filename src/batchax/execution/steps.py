@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -15,16 +15,17 @@ from jax.extend.core import unmapped_aval
 
 from batchax import _compat
 from batchax.engine.axis import AxisPosition, expand_axis
+from batchax.engine.program_key import program_key
 from batchax.execution.slices import scan_slices
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Steps:
-    """What a scan does.
+    """What a scan does. Equal to another one that does the same.
 
     Attributes:
-      body: the program of one step, from the carry and one entry of each of the xs to
-        the carry and the ys. Its constants are operands of the scan.
+      body: the program of one step, without constants: from values that are the same at
+        each step, the carry and one entry of each of the xs to the carry and the ys.
       n_carry: number of values in the carry.
       in_axes: where each of the xs has the axis of the steps; None: the same at each.
       out_axes: where each of the ys gets it, counted from the front.
@@ -33,13 +34,17 @@ class Steps:
       unroll: as for ``lax.scan``.
     """
 
-    body: _compat.ClosedJaxpr
+    body: _compat.ClosedJaxpr = field(compare=False)
     n_carry: int
     in_axes: tuple[AxisPosition, ...]
     out_axes: tuple[int, ...]
     length: Any
     reverse: bool
     unroll: int | bool
+    key: Hashable = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", program_key(self.body))
 
     def run(self, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
         """The last carry and the stacked ys."""
@@ -58,7 +63,7 @@ def _run(steps: Steps, consts: list[Any], carry: list[Any], xs: list[Any]) -> li
 
     def step(index: Any, carry: Any, parts: list[Any]) -> Any:
         values, arrays = carry
-        outs = eval_jaxpr(steps.body.jaxpr, consts, *values, *parts)
+        outs = eval_jaxpr(steps.body.jaxpr, (), *consts, *values, *parts)
         values, ys = outs[: steps.n_carry], outs[steps.n_carry :]
         arrays = [
             lax.dynamic_update_slice_in_dim(

@@ -1,0 +1,111 @@
+"""Whether two staged programs do the same, so that one compiled program serves both.
+
+A call outside ``jit`` stages its function anew, and JAX knows programs by identity: it
+would compile each time. Two programs with equal keys have the same operations, with the
+same parameters, wired alike, and the same functions of the user's behind callbacks and
+derivative rules. What cannot be compared counts as different.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import Literal
+
+from batchax import _compat
+
+
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """Equal to what holds the same object; it keeps the object alive, unlike its ``id``."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def program_key(program: _compat.ClosedJaxpr) -> Hashable:
+    """A value that is equal for programs that do the same."""
+    return _key(program, ())
+
+
+def _key(x: Any, inside: tuple[int, ...]) -> Hashable:
+    if id(x) in inside:
+        return inside.index(id(x))
+    make = next((m for kind, m in _KEYS if isinstance(x, kind)), None)
+    if make is not None:
+        return type(x), make(x, (*inside, id(x)))
+    if _compat.is_tracing_state(x):
+        return type(x)
+    parts = _compat.wrapped_parts(x)
+    if parts:
+        return type(x), _of_items(parts, (*inside, id(x)))
+    try:
+        hash(x)
+    except TypeError:
+        return _Same(x)
+    return type(x), x
+
+
+def _of_program(program: Any, inside: tuple[int, ...]) -> Hashable:
+    jaxpr = getattr(program, "jaxpr", program)
+    numbers: dict[Any, int] = {}
+
+    def number(v: Any) -> Hashable:
+        if isinstance(v, Literal):
+            return v.aval, np.asarray(v.val).tobytes()
+        return numbers.setdefault(v, len(numbers))
+
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    return (
+        *((number(v), v.aval) for v in inputs),
+        *map(_Same, getattr(program, "consts", ())),
+        *(
+            (
+                eqn.primitive,
+                tuple(map(number, eqn.invars)),
+                tuple(map(number, eqn.outvars)),
+                _of_items(eqn.params.items(), inside),
+                _Same(eqn.ctx),
+            )
+            for eqn in jaxpr.eqns
+        ),
+        *map(number, jaxpr.outvars),
+    )
+
+
+def _of_items(items: Any, inside: tuple[int, ...]) -> Hashable:
+    return tuple(_key(x, inside) for x in items)
+
+
+def _of_function(f: types.FunctionType, inside: tuple[int, ...]) -> Hashable:
+    # JAX wraps a function of the user's anew each time. That function itself is known by
+    # identity: what it closes over, a list for example, it may change.
+    if not (f.__module__ or "").startswith("jax."):
+        return _Same(f)
+    try:
+        values = [cell.cell_contents for cell in f.__closure__ or ()]
+    except ValueError:  # one that is not filled yet
+        return _Same(f)
+    defaults = (f.__defaults__, f.__kwdefaults__)
+    return f.__code__, _of_items([*values, *defaults], inside)
+
+
+_Parts = Callable[[Any, tuple[int, ...]], Hashable]
+_KEYS: Sequence[tuple[type | tuple[type, ...], _Parts]] = (
+    (_compat.JAXPR_TYPES, _of_program),
+    (Tracer, lambda x, inside: _Same(x)),
+    (types.FunctionType, _of_function),
+    (dict, lambda d, inside: _of_items(d.items(), inside)),
+    ((tuple, list), _of_items),
+    (float, lambda x, inside: repr(x)),  # of zeros the sign, too
+)
