@@ -1,19 +1,71 @@
-"""The command: measure workloads, show progress, write the report."""
+"""The command: measure workloads, show progress, write the reports."""
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks import report
-from benchmarks.measure import FULL, QUICK, Result, measure
+from benchmarks.chunks import report as chunks_report
+from benchmarks.chunks.measure import measured as measured_in_chunks
+from benchmarks.chunks.workloads import CURVE
+from benchmarks.chunks.workloads import WORKLOADS as CHUNKED
+from benchmarks.measure import FULL, QUICK, measure
 from benchmarks.workloads import WORKLOADS
 
 
-def main(arguments: list[str] | None = None) -> list[Result]:
+@dataclass(frozen=True)
+class Part:
+    """One of the benchmarks.
+
+    Attributes:
+      title: what it compares.
+      workloads: what is measured, by the name that --only looks at.
+      measure: ``(workload, quick) -> results``.
+      line: one result on one line.
+      summary: all results in words.
+      write: ``(results, folder) -> files``.
+    """
+
+    title: str
+    workloads: dict[str, Any]
+    measure: Callable[[Any, bool], Iterable[Any]]
+    line: Callable[[Any], str]
+    summary: Callable[[Sequence[Any]], str]
+    write: Callable[[Sequence[Any], Path], Sequence[Path]]
+
+
+PARTS = {
+    "vmap": Part(
+        report.TITLE,
+        {f"{w.family}: {w.name}": w for w in WORKLOADS.values()},
+        lambda w, quick: [measure(w, QUICK if quick else FULL)],
+        report.line,
+        report.summary,
+        report.write,
+    ),
+    "chunks": Part(
+        chunks_report.TITLE,
+        {f"chunks: {name}": w for name, w in (CHUNKED | CURVE).items()},
+        measured_in_chunks,
+        chunks_report.line,
+        chunks_report.summary,
+        chunks_report.write,
+    ),
+}
+
+
+def main(arguments: list[str] | None = None) -> list[Any]:
     """Runs the benchmarks as the command line asks; returns what was measured."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=report.TITLE)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="; ".join(f"{name}: {part.title}" for name, part in PARTS.items()) + ".",
+    )
+    parser.add_argument("part", nargs="?", choices=list(PARTS), help="default: all of them")
     parser.add_argument("--quick", action="store_true", help="few lanes, few repetitions")
     parser.add_argument(
         "--only", metavar="NAME", action="append", help="workloads whose name or family has this"
@@ -22,34 +74,45 @@ def main(arguments: list[str] | None = None) -> list[Result]:
         "--out",
         metavar="DIR",
         type=Path,
-        help="where benchmarks.md and benchmarks.png go (default: docs for a run of everything, "
-        "nowhere for --quick and --only)",
+        help="where the pages and pictures go (default: docs for a run of everything, nowhere for "
+        "--quick and --only)",
     )
     options = parser.parse_args(arguments)
-    chosen = [
-        w
-        for w in WORKLOADS.values()
-        if not options.only or any(part in f"{w.family}: {w.name}" for part in options.only)
-    ]
-    if not chosen:
-        parser.error("no workload has that in its name. There are: " + ", ".join(WORKLOADS))
-
-    start = time.monotonic()
-    results = []
-    for i, workload in enumerate(chosen, 1):
-        began = time.monotonic()
-        result = measure(workload, QUICK if options.quick else FULL)
-        results.append(result)
-        print(f"[{i:2}/{len(chosen)}] {report.line(result)} {time.monotonic() - began:6.1f} s")
-    print(f"\n{report.summary(results)}\nTook {time.monotonic() - start:.0f} s.")
-
     out = options.out
     if out is None and not options.quick and not options.only:
         out = Path("docs")
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        report.write(results, out)
-        print(f"Wrote {out / 'benchmarks.md'} and {out / 'benchmarks.png'}.")
+
+    results, known = [], []
+    for name in [options.part] if options.part else PARTS:
+        part = PARTS[name]
+        known += part.workloads
+        chosen = {
+            label: work
+            for label, work in part.workloads.items()
+            if not options.only or any(text in label for text in options.only)
+        }
+        if chosen:
+            found = _run(part, list(chosen.values()), options.quick)
+            results += found
+            if out is not None:
+                out.mkdir(parents=True, exist_ok=True)
+                print(f"Wrote {' and '.join(map(str, part.write(found, out)))}.")
+    if not results:
+        parser.error("no workload has that in its name. There are: " + ", ".join(known))
+    return results
+
+
+def _run(part: Part, chosen: Sequence[Any], quick: bool) -> list[Any]:
+    start = time.monotonic()
+    results = []
+    print(f"{part.title}:")
+    for i, work in enumerate(chosen, 1):
+        began = time.monotonic()
+        for result in part.measure(work, quick):
+            results.append(result)
+            print(f"[{i:2}/{len(chosen)}] {part.line(result)} {time.monotonic() - began:6.1f} s")
+            began = time.monotonic()
+    print(f"\n{part.summary(results)}\nTook {time.monotonic() - start:.0f} s.")
     return results
 
 

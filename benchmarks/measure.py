@@ -91,11 +91,11 @@ def measure(workload: Workload, effort: Effort) -> Result:
     trace_times = in_turns([tracing(v) for v in vmaps], effort.traces, time.thread_time)
 
     compiled = [jax.jit(workload.batched_by(vmap)).lower(*args).compile() for vmap in vmaps]
-    programs = [_repeated(c, args, 1) for c in compiled]
+    programs = [repeated(c, args, 1) for c in compiled]
     once = np.median(in_turns(programs, 5, time.perf_counter))
     # As often for both: the first call after the other program's is slower than the next.
     often = max(1, min(1000, round(effort.seconds_per_run / once)))
-    programs = [_repeated(c, args, often) for c in compiled]
+    programs = [repeated(c, args, often) for c in compiled]
     run_times = in_turns(programs, effort.runs, time.perf_counter)
     hlo = [normalised_hlo(c.as_text() or "") for c in compiled]
     ours, theirs = (
@@ -155,7 +155,7 @@ def ratio_of_medians(a: list[float], b: list[float]) -> Ratio:
     return Ratio(float(np.median(a) / np.median(b)), float(low), float(high))
 
 
-def _repeated(compiled: Any, args: Any, often: int) -> Callable[[], int]:
+def repeated(compiled: Any, args: Any, often: int) -> Callable[[], int]:
     """Runs a program `often` times and waits for each; returns how often."""
 
     def run() -> int:

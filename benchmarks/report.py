@@ -21,7 +21,7 @@ TRACING_GOAL = 1.1
 def line(result: Result) -> str:
     """One workload on one line of a terminal."""
     return (
-        f"{result.name:41} tracing {_interval(result.trace)}  running {_interval(result.run)}  "
+        f"{result.name:41} tracing {interval(result.trace)}  running {interval(result.run)}  "
         f"HLO {result.hlo:15}"
     )
 
@@ -31,22 +31,22 @@ def summary(results: Sequence[Result]) -> str:
     same = [r for r in results if r.hlo == "same"]
     points = [
         f"{len(results)} workloads; the optimised HLO is the same on {len(same)}"
-        + _named((r for r in results if r.hlo != "same"), lambda r: _hlo_change(r), "; not on"),
+        + named((r for r in results if r.hlo != "same"), lambda r: _hlo_change(r), "; not on"),
         f"Tracing takes {_median(r.trace for r in results)} times as long as `jax.vmap` at the "
         "median; longest"
-        + _named(
+        + named(
             sorted(results, key=lambda r: -r.trace.value)[:5], lambda r: f"{r.trace.value:.2f}"
         ),
         f"Running takes {_median(r.run for r in results)} times as long at the median; slower "
         "beyond the interval"
-        + _named(
+        + named(
             sorted((r for r in results if r.run.low > 1), key=lambda r: -r.run.value),
-            lambda r: _interval(r.run),
+            lambda r: interval(r.run),
         )
         + "; faster beyond it"
-        + _named(
+        + named(
             sorted((r for r in results if r.run.high < 1), key=lambda r: r.run.value),
-            lambda r: _interval(r.run),
+            lambda r: interval(r.run),
         ),
     ]
     if same:
@@ -59,33 +59,42 @@ def summary(results: Sequence[Result]) -> str:
         ours, theirs = (sum(s.counts[kind] for s in side) for side in _sides(results))
         points.append(
             f"{kind.capitalize()}: {ours} against {theirs} in all; more than `jax.vmap`"
-            + _named(
+            + named(
                 (r for r in results if r.more(kind) > 0),
                 lambda r, kind=kind: f"{r.ours.counts[kind]} against {r.jax.counts[kind]}",
             )
         )
     points.append(
         "More memory than `jax.vmap` (arguments, outputs and temporaries)"
-        + _named(
+        + named(
             (r for r in results if r.ours.total_bytes > r.jax.total_bytes),
-            lambda r: f"{_size(r.ours.total_bytes)} against {_size(r.jax.total_bytes)}",
+            lambda r: f"{size(r.ours.total_bytes)} against {size(r.jax.total_bytes)}",
         )
     )
     return "\n".join(f"- {p}" if p.endswith(".") else f"- {p}." for p in points)
 
 
-def write(results: Sequence[Result], folder: Path) -> None:
+def write(results: Sequence[Result], folder: Path) -> list[Path]:
     """Writes `benchmarks.md` and `benchmarks.png` into `folder`."""
-    plot(results, folder / "benchmarks.png")
-    (folder / "benchmarks.md").write_text(_page(results))
+    page, picture = folder / "benchmarks.md", folder / "benchmarks.png"
+    plot(results, picture)
+    page.write_text(_page(results))
+    return [page, picture]
+
+
+def made_with() -> str:
+    """How, with what and where the numbers of a report were made."""
+    cores = "cores" if jax.default_backend() == "cpu" else "host cores"
+    return f"""\
+Made by `make bench` (`python -m benchmarks`) with JAX {jax.__version__}, Python
+{platform.python_version()}, on {os.cpu_count()} {jax.default_backend().upper()} {cores} \
+({platform.machine()})."""
 
 
 def _page(results: Sequence[Result]) -> str:
     return f"""# {TITLE}
 
-Made by `make bench` (`python -m benchmarks`) with JAX {jax.__version__}, Python
-{platform.python_version()}, on {os.cpu_count()} {jax.default_backend().upper()} \
-{"cores" if jax.default_backend() == "cpu" else "host cores"} ({platform.machine()}).
+{made_with()}
 
 {summary(results)}
 
@@ -116,11 +125,11 @@ def _table(results: Sequence[Result]) -> str:
         rows.append(
             [
                 r.name,
-                _interval(r.trace),
-                _interval(r.run),
+                interval(r.trace),
+                interval(r.run),
                 r.hlo + (f", {_total(r.ours)} / {_total(r.jax)}" if r.hlo == "differs" else ""),
                 *(_pair(r.ours.counts[kind], r.jax.counts[kind]) for kind in KINDS),
-                _pair(_size(r.ours.temporary_bytes), _size(r.jax.temporary_bytes)),
+                _pair(size(r.ours.temporary_bytes), size(r.jax.temporary_bytes)),
             ]
         )
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
@@ -195,7 +204,8 @@ def _ratios(ax: Any, ratios: Sequence[Ratio], styles: dict[str | None, tuple[str
     ax.grid(axis="x", color="0.9")
 
 
-def _named(results: Iterable[Result], say: Callable[[Result], str], before: str = "") -> str:
+def named(results: Iterable[Any], say: Callable[[Any], str], before: str = "") -> str:
+    """Results by name with what there is to say of each, after a colon."""
     listed = [f"{r.name} ({say(r)})" for r in results]
     if not listed and before:
         return ""
@@ -225,7 +235,8 @@ def _median(ratios: Iterable[Ratio]) -> str:
     return f"{np.median([r.value for r in ratios]):.2f}"
 
 
-def _interval(ratio: Ratio) -> str:
+def interval(ratio: Ratio) -> str:
+    """A ratio with its interval."""
     return f"{ratio.value:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
 
 
@@ -233,7 +244,8 @@ def _pair(ours: object, theirs: object) -> str:
     return f"{ours}" if ours == theirs else f"{ours} / {theirs}"
 
 
-def _size(count: float) -> str:
+def size(count: float) -> str:
+    """A number of bytes in words."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
