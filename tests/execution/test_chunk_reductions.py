@@ -229,7 +229,9 @@ def test_temporaries_do_not_grow_with_the_number_of_lanes(kind):
 
     w = example((256,), seed=1)
     needed = [compiled_bytes(gradient, example((n, 256)), w) for n in (32, 64)]
-    assert needed[1] <= needed[0] + 64
+    # The derivative of an extreme needs to know which chunks hold it.
+    entries = 8 * 256 * 4 if kind in ("max", "min") else 0
+    assert needed[1] <= needed[0] + entries + 64
     assert needed[1] < 64 * 256 * 256 * 4 / 4  # of a quarter of all the intermediate values
 
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
+import numpy as np
+from jax.extend.core import unmapped_aval
 from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
+from batchax.execution.chunk_extremes import extreme_tangent, shares
 from batchax.execution.chunk_loop import (
     SUM,
     WHOLE,
@@ -25,9 +26,11 @@ from batchax.execution.chunk_loop import (
     Result,
     Sum,
     Whole,
+    chosen_chunk,
     chunk_loop,
     chunk_loop_p,
 )
+from batchax.execution.memory import Auto
 from batchax.rules.pullback import reached
 
 
@@ -46,37 +49,31 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop, program
     _refuse_effects(program)
 
     extremes = [k for k in found if isinstance(loop.results[k], Extreme)]
-    body = _tangent_body(loop, moving, found, extremes)
-    result_kinds = tuple(SUM if k in extremes else loop.results[k] for k in found)
-    operands = (*loop.operands, *(loop.operands[i] for i in moving), *[WHOLE] * len(extremes))
-    tangent_loop = loop.derivative("tangents", body=body, operands=operands, results=result_kinds)
-    best = [lax.stop_gradient(outs[k]) for k in extremes]
-    found_tangents = dict(
-        zip(
-            found,
-            chunk_loop(tangent_loop, [*primals, *(tangents[i] for i in moving), *best]),
-            strict=True,
-        )
-    )
-    # Lanes that share the largest value share its derivative, as in jnp.max.
-    counts = _counts(loop, extremes, primals, best)
-    for k, n in zip(extremes, counts, strict=True):
-        t = found_tangents[k]
-        found_tangents[k] = lax.div(t, lax.convert_element_type(n, t.dtype))
+    if extremes and isinstance(loop.chunk, Auto):
+        # They need an entry for each chunk, and so the number of chunks.
+        loop = replace(loop, chunk=_chunk_of_reverse(loop, moving, found, primals, outs))
+    parts = shares(loop, extremes, primals)
+    tangent_loop = _tangent_loop(loop, moving, found, [PerChunk(0)] * len(parts))
+    dots = chunk_loop(tangent_loop, [*primals, *(tangents[i] for i in moving), *parts])
+    found_tangents = dict(zip(found, dots, strict=True))
     return outs, [found_tangents.get(k, zero) for k, zero in enumerate(zeros)]
 
 
-def _tangent_body(
-    loop: Loop, moving: Sequence[int], found: Sequence[int], extremes: Sequence[int]
-) -> Body:
-    """The tangents `found` of one chunk, from operands, their tangents and extremes."""
+def _tangent_loop(
+    loop: Loop, moving: Sequence[int], found: Sequence[int], share_kinds: Sequence[Operand]
+) -> Loop:
+    """The loop for the tangents `found`.
+
+    Its operands are those of `loop`, the tangents of those that are `moving`, and the
+    `shares` of the extremes among its results.
+    """
     n = len(loop.operands)
 
     def of_width(width: int) -> Any:
         primal = loop.body.function(width)
 
         def run(start: Any, *xs: Any) -> list[Any]:
-            primals, tangents, best = xs[:n], xs[n : n + len(moving)], xs[n + len(moving) :]
+            primals, tangents, parts = xs[:n], xs[n : n + len(moving)], xs[n + len(moving) :]
 
             def of_moving(*values: Any) -> list[Any]:
                 full = list(primals)
@@ -86,48 +83,41 @@ def _tangent_body(
                 return [outs[k] for k in found]
 
             outs, dots = jax.jvp(of_moving, tuple(primals[i] for i in moving), tuple(tangents))
-            bests = dict(zip(extremes, best, strict=True))
-            return [
-                _of_extreme(loop.results[k], x, t, bests[k]) if k in bests else t
-                for k, x, t in zip(found, outs, dots, strict=True)
-            ]
+            share = iter(parts)
+            results = []
+            for k, x, t in zip(found, outs, dots, strict=True):
+                kind = loop.results[k]
+                extreme = isinstance(kind, Extreme)
+                results.append(extreme_tangent(kind, x, t, next(share)) if extreme else t)
+            return results
 
         return run
 
-    return Body(of_width, of=loop.body)
+    kinds = (loop.results[k] for k in found)
+    return loop.derivative(
+        "tangents",
+        body=Body(of_width, of=loop.body),
+        operands=(*loop.operands, *(loop.operands[i] for i in moving), *share_kinds),
+        results=tuple(SUM if isinstance(kind, Extreme) else kind for kind in kinds),
+    )
 
 
-def _of_extreme(kind: Any, x: Any, tangent: Any, best: Any) -> Any:
-    """Of a chunk: the summed tangents of the lanes that hold the extreme value."""
-    hit = lax.eq(x, jnp.broadcast_to(jnp.expand_dims(best, kind.axis), x.shape))
-    return jnp.sum(lax.select(hit, tangent, lax.full_like(tangent, 0)), axis=kind.axis)
-
-
-def _counts(
-    loop: Loop, extremes: Sequence[int], primals: Sequence[Any], best: Sequence[Any]
-) -> list[Any]:
-    """How many lanes hold the extreme value, for each of the results `extremes`."""
-    if not extremes:
-        return []
-    n = len(loop.operands)
-
-    def of_width(width: int) -> Any:
-        primal = loop.body.function(width)
-
-        def run(start: Any, *xs: Any) -> list[Any]:
-            outs = primal(start, *xs[:n])
-            counts = []
-            for k, m in zip(extremes, xs[n:], strict=True):
-                axis = loop.results[k].axis
-                counts.append(jnp.sum(outs[k] == jnp.expand_dims(m, axis), axis, dtype=jnp.int32))
-            return counts
-
-        return run
-
-    operands = (*loop.operands, *[WHOLE] * len(extremes))
-    results = (SUM,) * len(extremes)
-    counting = replace(loop, body=Body(of_width, of=loop.body), operands=operands, results=results)
-    return chunk_loop(counting, [*map(lax.stop_gradient, primals), *best])
+def _chunk_of_reverse(
+    loop: Loop, moving: Sequence[int], found: Sequence[int], primals: Any, outs: Any
+) -> int:
+    """The chunk size that fits the reverse pass of a loop with extremes."""
+    types = [jax.typeof(x) for x in primals]
+    parts = [
+        unmapped_aval(1, 0, jax.typeof(outs[k]).update(dtype=np.dtype(np.float32)))
+        for k in found
+        if isinstance(loop.results[k], Extreme)
+    ]
+    tangent_loop = _tangent_loop(loop, moving, found, [WHOLE] * len(parts))
+    linear = range(len(types), len(types) + len(moving))
+    avals = [*types, *(types[i].to_tangent_aval() for i in moving), *parts]
+    reverse, others = _reverse_loop(tangent_loop, linear, range(len(found)), avals)
+    cotangents = [jax.typeof(outs[k]).to_tangent_aval() for k in found]
+    return chosen_chunk(reverse, [*(avals[i] for i in others), *cotangents])
 
 
 def _refuse_effects(program: Any) -> None:
@@ -144,8 +134,25 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, loop: Loop, program: A
     given = [k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
     if not given:
         return [ad.Zero(x.aval) if i in linear else None for i, x in enumerate(operands)]
-    others = [i for i in range(len(operands)) if i not in linear]
-    avals = [operands[i].aval if i in linear else jax.typeof(x) for i, x in enumerate(operands)]
+    avals = [x.aval if i in linear else jax.typeof(x) for i, x in enumerate(operands)]
+    reverse, others = _reverse_loop(loop, linear, given, avals)
+    outs = chunk_loop(reverse, [*(operands[i] for i in others), *(cotangents[k] for k in given)])
+    by_operand = dict(zip(linear, outs, strict=True))
+    return [by_operand.get(i) for i in range(len(operands))]
+
+
+def _reverse_loop(
+    loop: Loop, linear: Sequence[int], given: Sequence[int], avals: Sequence[Any]
+) -> tuple[Loop, list[int]]:
+    """The transpose of a loop, and which of its operands it takes, before cotangents.
+
+    Args:
+      loop: a loop that is linear in some operands.
+      linear: those operands.
+      given: the results whose cotangents are not zero.
+      avals: the types of its operands.
+    """
+    others = [i for i in range(len(avals)) if i not in linear]
 
     def of_width(width: int) -> Any:
         forward = loop.body.function(width)
@@ -156,7 +163,7 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, loop: Loop, program: A
 
             def of_linear(*values: Any) -> list[Any]:
                 full = dict(zip([*others, *linear], [*residuals, *values], strict=True))
-                outs = forward(start, *(full[i] for i in range(len(operands))))
+                outs = forward(start, *(full[i] for i in range(len(avals))))
                 return [outs[k] for k in given]
 
             pull = jax.linear_transpose(of_linear, *(types[i] for i in linear))
@@ -164,14 +171,14 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, loop: Loop, program: A
 
         return run
 
-    kinds = (*(loop.operands[i] for i in others), *(_as_operand(loop.results[k]) for k in given))
-    results = tuple(_as_result(loop.operands[i]) for i in linear)
+    cotangent_kinds = (_as_operand(loop.results[k]) for k in given)
     reverse = loop.derivative(
-        "cotangents", body=Body(of_width, of=loop.body), operands=kinds, results=results
+        "cotangents",
+        body=Body(of_width, of=loop.body),
+        operands=(*(loop.operands[i] for i in others), *cotangent_kinds),
+        results=tuple(_as_result(loop.operands[i]) for i in linear),
     )
-    outs = chunk_loop(reverse, [*(operands[i] for i in others), *(cotangents[k] for k in given)])
-    by_operand = dict(zip(linear, outs, strict=True))
-    return [by_operand.get(i) for i in range(len(operands))]
+    return reverse, others
 
 
 def _as_operand(kind: Result) -> Operand:

@@ -203,7 +203,7 @@ def run(loop: Loop, operands: Sequence[Any]) -> list[Any]:
         return eval_jaxpr(program.jaxpr, program.consts, start, *parts)
 
     if loop.size <= chunk:
-        return list(map(_of_only_chunk, run_chunk(jnp.int32(0), loop.size), loop.results))
+        return list(map(of_only_chunk, run_chunk(jnp.int32(0), loop.size), loop.results))
 
     def step(index: Any, width: int, results: Sequence[Any]) -> list[Any]:
         outs = run_chunk(index, width)
@@ -280,14 +280,15 @@ def collect(kind: Result, result: Any, out: Any, start: Any, index: Any) -> Any:
         case Sum():
             return lax.add(result, lax.convert_element_type(out, result.dtype))
         case Extreme():
-            return _COMPARE[kind.kind](result, _of_only_chunk(out, kind))
+            return _COMPARE[kind.kind](result, of_only_chunk(out, kind))
 
 
 def _write(result: Any, out: Any, start: Any, axis: int) -> Any:
     return lax.dynamic_update_slice_in_dim(result, out, start, axis, allow_negative_indices=False)
 
 
-def _of_only_chunk(out: Any, kind: Result) -> Any:
+def of_only_chunk(out: Any, kind: Result) -> Any:
+    """A result, if there were no other chunk."""
     if isinstance(kind, Extreme):
         return _REDUCE[kind.kind](out, axis=kind.axis)
     return out

@@ -35,7 +35,7 @@ def run_eagerly(
     """
     while True:
         try:
-            outs = _compile(with_chunk(chunk), operands)(*operands)
+            outs = compile_program(with_chunk(chunk), operands)(*operands)
             return jax.block_until_ready(outs) if may_change else outs
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error) or not may_change or chunk == 1:
@@ -50,7 +50,10 @@ def run_eagerly(
         chunk //= 2
 
 
-def _compile(program: Callable[..., list[Any]], operands: Sequence[Any]) -> Callable[..., Any]:
+def compile_program(
+    program: Callable[..., list[Any]], operands: Sequence[Any]
+) -> Callable[..., Any]:
+    """Compiles a program, unless one of the same text has been compiled before."""
     lowered = jax.jit(program).lower(*operands)
     text = lowered.as_text()
     if "callback" in text:  # which function is called back, the text does not say

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from batchax import _compat
 from batchax.execution.chunk_loop import (
     Body,
     Extreme,
@@ -72,6 +73,7 @@ def _selected(loop: Loop, which: Sequence[int]) -> Loop:
 
 def _run_keeping(loop: Loop, operands: Sequence[Any]) -> list[Any]:
     """A chunk loop as a scan, whose residuals JAX keeps for each chunk."""
+    operands = _compat.varying_alike(operands)
     avals = [jax.typeof(x) for x in operands]
     if isinstance(loop.chunk, Auto):
         loop = replace(loop, chunk=chosen_chunk(loop, avals))
@@ -81,7 +83,7 @@ def _run_keeping(loop: Loop, operands: Sequence[Any]) -> list[Any]:
     axes = [kind.axis if isinstance(kind, Lanes) else None for kind in loop.operands]
 
     def step(index: Any, results: list[Any], parts: Sequence[Any], width: int) -> list[Any]:
-        start = index * np.int32(chunk)
+        (start,) = _compat.varying_alike([index * np.int32(chunk)], like=operands)
         outs = loop.body.function(width)(start, *parts)
         return [
             collect(kind, result, out, start, index)
@@ -91,6 +93,7 @@ def _run_keeping(loop: Loop, operands: Sequence[Any]) -> list[Any]:
     results = [
         empty_result(loop, t, kind, _blank) for t, kind in zip(types, loop.results, strict=True)
     ]
+    results = _compat.varying_alike(results, like=operands)
     full, rest = divmod(loop.size, chunk)
     results, _ = scan_slices(
         lambda i, results, parts: (step(i, results, parts, chunk), None),

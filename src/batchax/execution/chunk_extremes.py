@@ -1,0 +1,80 @@
+"""The derivative of a maximum or minimum over all lanes, chunk by chunk.
+
+As in ``jnp.max``, the lanes that hold the extreme value share its derivative evenly.
+Which lanes these are is found twice: once to count them, once where the derivative is
+added up. Values computed again, in another program, may differ in their last bit, so
+none is ever compared with one of another program: the first time says which chunks hold
+the extreme value, and in how many lanes; the second, which lanes of a chunk do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from batchax.execution.chunk_loop import Body, Extreme, Loop, PerChunk, chunk_loop, of_only_chunk
+
+
+def shares(loop: Loop, extremes: Sequence[int], operands: Sequence[Any]) -> list[Any]:
+    """For each of the results `extremes`: what part each holder of it has, by chunk.
+
+    Zero in chunks that do not hold the extreme value.
+    """
+    if not extremes:
+        return []
+
+    def of_width(width: int) -> Any:
+        primal = loop.body.function(width)
+
+        def run(start: Any, *xs: Any) -> list[Any]:
+            outs = primal(start, *xs)
+            found = []
+            for k in extremes:
+                kind = _extreme(loop, k)
+                best = of_only_chunk(outs[k], kind)
+                count = jnp.sum(_holders(kind, outs[k], best), kind.axis, dtype=jnp.float32)
+                found += [best[None], count[None]]
+            return found
+
+        return run
+
+    body = Body(of_width, of=loop.body)
+    counting = replace(loop, body=body, results=(PerChunk(0),) * (2 * len(extremes)))
+    found = chunk_loop(counting, list(map(lax.stop_gradient, operands)))
+    return [
+        _shares(_extreme(loop, k).kind, best, count)
+        for k, best, count in zip(extremes, found[::2], found[1::2], strict=True)
+    ]
+
+
+def _shares(kind: str, best: Any, count: Any) -> Any:
+    holds = (best == of_only_chunk(best, Extreme(kind, 0))).astype(count.dtype)
+    return holds / jnp.sum(holds * count, axis=0)
+
+
+def extreme_tangent(kind: Extreme, x: Any, tangent: Any, share: Any) -> Any:
+    """What one chunk adds to the tangent of an extreme value.
+
+    Args:
+      kind: which extreme, and where the lanes are in `x`.
+      x: the chunk's values.
+      tangent: their tangents.
+      share: the chunk's entry in `shares`.
+    """
+    hit = _holders(kind, x, of_only_chunk(x, kind))
+    held = jnp.sum(lax.select(hit, tangent, lax.full_like(tangent, 0)), axis=kind.axis)
+    return held * share[0].astype(held.dtype)
+
+
+def _holders(kind: Extreme, x: Any, best: Any) -> Any:
+    return lax.eq(x, jnp.broadcast_to(jnp.expand_dims(best, kind.axis), x.shape))
+
+
+def _extreme(loop: Loop, k: int) -> Extreme:
+    kind = loop.results[k]
+    assert isinstance(kind, Extreme)
+    return kind

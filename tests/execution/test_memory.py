@@ -1,0 +1,271 @@
+"""`batch_size="auto"`, `memory_limit`, and what happens when memory runs out."""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import batchax as bx
+from batchax.execution import eager
+from batchax.execution.memory import needed_bytes, parse_limit, show_bytes
+
+from support.oracle import example, same
+
+LANES = 240
+X = example((LANES, 8), seed=1)
+W = example((8, 300), seed=2)
+
+
+def wide(w, x):
+    """About 10 kB of temporaries for each lane, forward."""
+    return jnp.sum(jnp.sort(jnp.sin(x[:, None] * w), axis=0)[::2])
+
+
+def auto(limit, **options):
+    return bx.vmap(wide, (None, 0), batch_size="auto", memory_limit=limit, **options)
+
+
+def mean_square(limit, w, x):
+    return jnp.mean(auto(limit)(w, x) ** 2)
+
+
+def compiled(f, *args):
+    return jax.jit(f).lower(*args).compile()
+
+
+def last_choice(program):
+    return next(c for c in reversed(bx.batch_size_choices()) if c.program == program)
+
+
+@pytest.mark.parametrize("limit", [300_000, "600kB", "1 MiB"])
+def test_what_was_chosen_fits_and_more_would_not(limit):
+    f = auto(limit)
+    program = compiled(f, W, X)
+    allowed = parse_limit(limit)
+    assert needed_bytes(program) <= allowed
+    same(program(W, X), bx.vmap(wide, (None, 0))(W, X))
+    choice = last_choice("wide")
+    assert choice.limit == allowed
+    assert choice.size == LANES
+    assert 1 < choice.batch_size < LANES
+    assert choice.tried[choice.batch_size] <= allowed
+    more = bx.vmap(wide, (None, 0), batch_size=2 * choice.batch_size)
+    assert needed_bytes(compiled(more, W, X)) > allowed
+
+
+def test_a_derivative_chooses_for_itself():
+    limit = 1_000_000
+    loss = functools.partial(mean_square, limit)
+    args = W, X
+    expected = jax.grad(lambda w, x: jnp.mean(bx.vmap(wide, (None, 0))(w, x) ** 2), (0, 1))(*args)
+    for gradient in (jax.grad(loss, (0, 1)), jax.grad(jax.jit(loss), (0, 1))):
+        program = compiled(gradient, *args)
+        same(program(*args), expected, dict(rtol=1e-3, atol=1e-5))
+        backward, forward = last_choice("cotangents of wide"), last_choice("wide")
+        assert backward.tried[backward.batch_size] <= limit
+        assert backward.batch_size < forward.batch_size
+    same(jax.grad(loss, (0, 1))(*args), expected, dict(rtol=1e-3, atol=1e-5))
+
+
+def test_what_fits_as_a_whole_runs_as_a_whole():
+    program = compiled(auto("1GiB"), W, X)
+    assert last_choice("wide").batch_size == LANES
+    assert " while(" not in program.as_text()
+    assert " while(" in compiled(auto("600kB"), W, X).as_text()
+
+
+def test_without_a_limit_what_the_device_has_free():
+    same(auto(None)(W, X), bx.vmap(wide, (None, 0))(W, X))
+    assert last_choice("wide").batch_size == LANES
+    assert last_choice("wide").limit > 2**20
+
+
+def test_a_limit_too_small_for_one_lane_says_how_much_one_needs():
+    # Messages give sizes for people; what they say is what is asked for here.
+    with pytest.raises(bx.MemoryLimitError, match="wide needs .* for one lane") as caught:
+        auto("1kB")(W, X)
+    with pytest.raises(bx.MemoryLimitError, match="wide needs .* for one lane"):
+        jax.jit(auto("1kB"))(W, X)
+    smallest = str(caught.value).split("wide needs ")[1].split(" for one lane")[0]
+    number, unit = smallest.split()
+    enough = f"{float(number) * 1.001}{unit}"
+    same(auto(enough)(W, X), bx.vmap(wide, (None, 0))(W, X))
+
+
+def test_choices_take_few_compilations_and_are_remembered(monkeypatch, caplog):
+    seen = []
+    real = needed_bytes
+    monkeypatch.setattr(
+        "batchax.execution.memory.needed_bytes", lambda c: seen.append(c) or real(c)
+    )
+    with caplog.at_level(logging.INFO, logger="batchax"):
+        auto("555kB")(W, X)
+        first = len(seen)
+        auto("555kB")(W, X + 1)
+        jax.jit(auto("555kB"))(W, X)
+    assert 2 <= first <= 8
+    assert len(seen) == first
+    (record,) = (r for r in caplog.records if r.name == "batchax")
+    assert "lanes at a time" in record.getMessage()
+
+
+def test_a_choice_reads_as_a_table():
+    auto("600kB")(W, X)
+    text = str(last_choice("wide"))
+    assert text.startswith("wide: ")
+    assert text.count("<- chosen") == 1
+    assert "too large" in text
+    assert f"{LANES} lanes" in text
+
+
+@pytest.mark.parametrize("kind", ["sum", "max", "prod"])
+def test_with_reductions(kind):
+    f = bx.vmap(
+        lambda x: jnp.sum(jnp.sort(jnp.outer(x, W[0]), axis=0)[2]) / 300,
+        out_axes=bx.Reduce(kind),
+        batch_size="auto",
+        memory_limit="600kB",
+    )
+    plain = bx.vmap(
+        lambda x: jnp.sum(jnp.sort(jnp.outer(x, W[0]), axis=0)[2]) / 300, out_axes=bx.Reduce(kind)
+    )
+    x = X[:40]
+    same(f(x), plain(x), dict(rtol=1e-4, atol=1e-5))
+    same(jax.grad(f)(x), jax.grad(plain)(x), dict(rtol=1e-3, atol=1e-4))
+
+
+def test_under_an_outer_vmap_the_choice_counts_all_its_lanes():
+    xs = jnp.stack([X, -X, 2 * X])
+    alone = compiled(auto("1MiB"), W, X)
+    assert needed_bytes(alone) <= 2**20
+    one = last_choice("wide").batch_size
+    program = compiled(jax.vmap(auto("1MiB"), (None, 0)), W, xs)
+    assert needed_bytes(program) <= 2**20
+    assert last_choice("wide").batch_size < one
+    same(program(W, xs), bx.vmap(bx.vmap(wide, (None, 0)), (None, 0))(W, xs))
+
+
+def test_inside_a_collective_program_each_section_fits():
+    def centred(x):
+        y = jnp.sort(jnp.outer(x, W[0]), axis=0)[1].sum()
+        return y - jax.lax.pmean(y, "i")
+
+    options = dict(axis_name="i")
+    f = bx.vmap(centred, batch_size="auto", memory_limit="600kB", **options)
+    same(f(X), bx.vmap(centred, **options)(X), dict(rtol=1e-4, atol=1e-3))
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("2GiB", 2 * 2**30),
+        ("1.5 kB", 1500),
+        ("3MB", 3_000_000),
+        ("7", 7),
+        (12, 12),
+        ("1tib", 2**40),
+        ("10 B", 10),
+    ],
+)
+def test_limits_are_bytes_or_text(text, count):
+    assert parse_limit(text) == count
+
+
+@pytest.mark.parametrize("limit", ["much", "2 XB", "", 0, -5, True, [1], "-1GB"])
+def test_other_limits_are_refused_when_vmap_is_called(limit):
+    with pytest.raises(bx.ArgumentTypeError, match='memory_limit .* "2GiB"'):
+        auto(limit)
+
+
+def test_a_limit_goes_with_auto():
+    for batch_size in (None, 10):
+        with pytest.raises(bx.ArgumentTypeError, match='batch_size="auto"'):
+            bx.vmap(wide, batch_size=batch_size, memory_limit="1GB")
+
+
+def test_bytes_for_people():
+    assert show_bytes(512) == "512 B"
+    assert show_bytes(1536) == "1.5 KiB"
+    assert show_bytes(3 * 2**40) == "3 TiB"
+
+
+# --- running out of memory ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def scarce(monkeypatch):
+    """Memory for at most 15 lanes, which is noticed when a program runs."""
+    real = eager.compile_program
+    ran = []
+
+    def limited(program, operands):
+        chunk = program.args[0].chunk
+
+        def run(*operands):
+            ran.append(chunk)
+            if chunk > 15:
+                raise jax.errors.JaxRuntimeError(
+                    "RESOURCE_EXHAUSTED: Out of memory allocating 2147483648 bytes."
+                )
+            return real(program, operands)(*operands)
+
+        return run
+
+    monkeypatch.setattr(eager, "compile_program", limited)
+    return ran
+
+
+def test_out_of_memory_outside_jit_goes_on_with_half_the_lanes(scarce):
+    with pytest.warns(bx.SmallerChunksWarning) as caught:
+        got = bx.vmap(jnp.sin, batch_size=63)(X)
+    same(got, jnp.sin(X))
+    assert scarce == [63, 31, 15]
+    assert "63 lanes at a time" in str(caught[0].message)
+    assert "batch_size=31" in str(caught[0].message)
+    assert "batch_size=15" in str(caught[-1].message)
+    assert caught[0].filename == __file__
+
+
+def test_out_of_memory_in_a_derivative(scarce):
+    with pytest.warns(bx.SmallerChunksWarning):
+        got = jax.grad(lambda x: jnp.sum(bx.vmap(jnp.sin, batch_size=20)(x)))(X)
+    same(got, jnp.cos(X))
+    assert scarce == [20, 10, 20, 10]  # forward, and in reverse
+
+
+def test_effects_are_not_done_twice(scarce):
+    seen = []
+
+    def f(x):
+        jax.debug.callback(lambda x: seen.append(x), x)
+        return x
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        bx.vmap(f, batch_size=20)(X)
+    assert not seen
+
+
+def test_other_errors_are_passed_on(monkeypatch):
+    def broken(program, operands):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no")
+
+    monkeypatch.setattr(eager, "compile_program", broken)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        bx.vmap(jnp.sin, batch_size=20)(X)
+
+
+def test_calls_outside_jit_compile_a_program_once(monkeypatch):
+    def f(x, w):
+        return jnp.sin(x) * w
+
+    def call(w):
+        return bx.vmap(lambda x: f(x, w), batch_size=7)(X)
+
+    same(call(2.0), jnp.sin(X) * 2)
+    before = len(eager._compiled)
+    same(call(2.0), jnp.sin(X) * 2)
+    assert len(eager._compiled) == before
+    same(call(3.0), jnp.sin(X) * 3)  # another constant, another program
+    assert len(eager._compiled) > before
