@@ -1,6 +1,7 @@
 """`bx.scan` against a Python loop and against `lax.scan` over transposed arrays."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -506,6 +507,23 @@ def test_stacked_arrays_are_neither_copied_nor_transposed():
     assert not arrays_moved(compiled.as_text(), xs.shape)
     assert arrays_moved(hlo(g, *args).as_text(), xs.shape)  # the test can fail
     assert compiled.memory_analysis().temp_size_in_bytes < xs.nbytes / 2
+
+
+def loop_bodies(text):
+    """The text of the computations that are bodies of loops."""
+    names = set(re.findall(r"body=(%[\w.-]+)", text))
+    parts = re.split(r"\n(?=(?:ENTRY )?%[\w.-]+ \()", text)
+    return "\n".join(part for part in parts if part.split(" ")[0] in names)
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_no_step_of_the_gradient_copies_stacked_arrays(axis):
+    xs = example((8, 16, 16))
+    f = bx.scan(lambda c, x: (jnp.sin(c) + x * x, c * x), axis, axis)
+    text = hlo(jax.grad(total(f), (0, 1)), jnp.zeros((8, 16)), xs).as_text()
+    bodies = loop_bodies(text)
+    assert bodies.count("ROOT") == 2  # forward and back
+    assert not arrays_moved(bodies, xs.shape)
 
 
 @pytest.mark.parametrize("axis", [1, 2])

@@ -74,10 +74,10 @@ def _operand(
 
     if count == 0 or (axis == 0 and x.shape[0] == count * (width or 1)):
         return _slices_first(x, axis, width, count), lambda index, way: as_part(way)
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
+    if not is_inexact(x):
         return None, lambda index, way: _cut(x, index, axis, width)
     fixed = lax.stop_gradient(x)
-    return _slices_first(x, axis, width, count), lambda index, way: _with_derivative_of(
+    return _slices_first(x, axis, width, count), lambda index, way: with_derivative_of(
         _cut(fixed, index, axis, width), as_part(way)
     )
 
@@ -96,7 +96,12 @@ def _slices_first(x: Any, axis: int, width: int | None, count: int) -> Any:
     return x.reshape(count, width, *x.shape[1:])
 
 
-def _with_derivative_of(value: Any, other: Any) -> Any:
+def is_inexact(x: Any) -> bool:
+    """Whether `x`, a value or a type, may have derivatives."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def with_derivative_of(value: Any, other: Any) -> Any:
     """`value`, which equals `other`, with the derivatives of `other`, to all orders.
 
     A ``jax.custom_jvp`` function would lose those of second order: JAX drops its rule
@@ -115,6 +120,11 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
     return follow_p.bind(*primals), tangents[1]
 
 
+def _transpose(cotangent: Any, value: Any, other: Any) -> list[Any]:
+    # Both are linear only where nothing was differentiated (`jax.linear_transpose`).
+    return [ad.Zero(value.aval) if ad.is_undefined_primal(value) else None, cotangent]
+
+
 @register_rule(follow_p)
 def _batched(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, AxisPosition]:
     position = next(a for a in axes if a is not None)
@@ -129,4 +139,5 @@ def _batched_by_jax(args: Any, axes: Any) -> tuple[Any, AxisPosition]:
 
 
 ad.primitive_jvps[follow_p] = _jvp
+ad.primitive_transposes[follow_p] = _transpose
 batching.primitive_batchers[follow_p] = _batched_by_jax

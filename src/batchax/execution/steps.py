@@ -16,7 +16,7 @@ from jax.extend.core import unmapped_aval
 from batchax import _compat
 from batchax.engine.axis import AxisPosition, expand_axis
 from batchax.engine.program_key import program_key
-from batchax.execution.slices import scan_slices
+from batchax.execution.slices import is_inexact, scan_slices, with_derivative_of
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ def _run(steps: Steps, consts: list[Any], carry: list[Any], xs: list[Any]) -> li
     # lax.scan stacks along axis 0. Along another one, each step writes its entry where it
     # belongs in an array that is part of the carry.
     written = [k for k, a in enumerate(axes) if a != 0 and steps.length != 0]
+    # Their derivatives are those of what lax.scan stacks, which nobody looks at otherwise.
+    stacked = [k for k, t in enumerate(types) if k not in written or is_inexact(t)]
     arrays = [_blank(types[k], axes[k], steps.length) for k in written]
 
     def step(index: Any, carry: Any, parts: list[Any]) -> Any:
@@ -67,28 +69,34 @@ def _run(steps: Steps, consts: list[Any], carry: list[Any], xs: list[Any]) -> li
         values, ys = outs[: steps.n_carry], outs[steps.n_carry :]
         arrays = [
             lax.dynamic_update_slice_in_dim(
-                array, expand_axis(ys[k], axes[k]), index, axes[k], allow_negative_indices=False
+                array, _fixed_entry(ys[k], axes[k]), index, axes[k], allow_negative_indices=False
             )
             for array, k in zip(arrays, written, strict=True)
         ]
-        return (values, arrays), [None if k in written else y for k, y in enumerate(ys)]
+        return (values, arrays), [y if k in stacked else None for k, y in enumerate(ys)]
 
     (carry, arrays), ys = scan_slices(
         step, (carry, arrays), xs, steps.in_axes, None, steps.length,
         reverse=steps.reverse, unroll=steps.unroll,
     )  # fmt: skip
+    ys = [
+        y if a == 0 or y is None else jnp.moveaxis(y, 0, a) for y, a in zip(ys, axes, strict=True)
+    ]
     for array, k in zip(arrays, written, strict=True):
-        ys[k] = _compat.weakly(array) if types[k].weak_type else array
-    if steps.length == 0:
-        ys = [y if a == 0 else jnp.moveaxis(y, 0, a) for y, a in zip(ys, axes, strict=True)]
+        array = _compat.weakly(array) if types[k].weak_type else array
+        ys[k] = with_derivative_of(array, ys[k]) if k in stacked else array
     return [*carry, *ys]
+
+
+def _fixed_entry(y: Any, axis: int) -> Any:
+    return expand_axis(lax.stop_gradient(y) if is_inexact(y) else y, axis)
 
 
 def _blank(aval: Any, axis: int, length: int) -> Any:
     """An array for an entry of type `aval` from each step, along `axis`."""
     whole: Any = unmapped_aval(length, axis, aval)
     sharding = None if whole.sharding.mesh.empty else whole.sharding
-    if not jnp.issubdtype(whole.dtype, jnp.inexact):
+    if not is_inexact(whole):
         array = lax.empty(whole.shape, whole.dtype, out_sharding=sharding)
     else:
         # JAX 0.10 takes a derivative of lax.empty to be batched where it is not.
