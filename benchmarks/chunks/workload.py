@@ -36,7 +36,7 @@ class _Work:
     data: Callable[[int], tuple[Any, ...]]
     lanes: int
     chunk: int
-    in_axes: tuple[int | None, ...]
+    in_axes: tuple[Any, ...]
     out_axes: int = 0
     wrt: tuple[int, ...] = ()
     both: bool = True

@@ -134,8 +134,8 @@ WORKLOADS = {
         ChunkedWorkload(
             "rows of a kernel matrix",
             kernel_row,
-            lambda n: (normal(n, 16), normal(2048, 16, seed=1), normal(2048, seed=2) / 2048),
-            lanes=2048,
+            lambda n: (normal(n, 16), normal(1024, 16, seed=1), normal(1024, seed=2) / 1024),
+            lanes=1024,
             chunk=64,
             in_axes=(0, None, None),
             wrt=(0, 1, 2),
