@@ -21,9 +21,9 @@ from batchax.errors import MemoryLimitError as MemoryLimitError
 from batchax.errors import SequentialFallbackWarning as SequentialFallbackWarning
 from batchax.errors import SmallerChunksWarning as SmallerChunksWarning
 from batchax.errors import UnsupportedError as UnsupportedError
-from batchax.scan import scan as scan
 from batchax.execution.memory import BatchSizeChoice as BatchSizeChoice
 from batchax.execution.memory import batch_size_choices as batch_size_choices
+from batchax.scan import scan as scan
 from batchax.vmap import vmap as vmap
 
 __version__ = "0.1.0"

@@ -111,7 +111,7 @@ def vmap(
 
     @functools.wraps(fun)
     def batched(*args: Any, **kwargs: Any) -> Any:
-        flat = flatten_arguments(fun, in_axes, args, kwargs)
+        flat = flatten_arguments(fun, in_axes, args, kwargs, on_mesh=chunking is not None)
         size = find_axis_size(flat.mapped, axis_size)
         mesh_axis = find_mesh_axis(flat.mapped, spmd_axis_name)
         spmd = None if mesh_axis is not None else spmd_axis_name
@@ -143,11 +143,13 @@ def _run(
         values = [m.value for m in mapped]
         axes = [m.axis for m in mapped]
         avals = [example_aval(axis, jax.typeof(x), a) for x, a in zip(values, axes, strict=True)]
-        staged = stage_function(axis, one_example, avals, [m.path for m in mapped])
+        names = [m.path for m in mapped]
+        staged = stage_function(axis, one_example, avals, names)
         described = outputs[0].described
         program = Program(axis, staged, values, axes)
         if chunking is not None and chunking.applies_to(axis.size):
-            return run_in_chunks(chunking, program, described)
+            stage = functools.partial(stage_function, axis, one_example, arg_names=names)
+            return run_in_chunks(chunking, program, described, stage)
         check = functools.partial(check_unbatched, axis, described)
         with running(program):
             # The batch axis of an output is known only after its last operation. Where

@@ -104,8 +104,12 @@ def flatten_arguments(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     terms: Terms = LANES,
+    on_mesh: bool = False,
 ) -> FlatArguments:
     """Spreads `in_axes` over the arguments of one call.
+
+    Arguments that are not mapped are left alone; `on_mesh`: but for arrays whose types tell
+    of a mesh. Where the call goes on inside a ``shard_map`` their types must change.
 
     Raises:
       AxisError: `in_axes` does not fit the arguments, or an axis is out of range.
@@ -126,7 +130,7 @@ def flatten_arguments(
         rebuilds.append(rebuild)
 
     mapped: list[Mapped] = []
-    parts = [_leaf_parts(leaf, mapped) for leaf in leaves]
+    parts = [_leaf_parts(leaf, mapped, on_mesh) for leaf in leaves]
     _check_ranges(mapped)
 
     def rebuild_all(examples: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -288,13 +292,15 @@ def _check_parameter_names(fun: Callable[..., Any], in_axes: dict[str, Any]) -> 
         )
 
 
-def _leaf_parts(leaf: SpecifiedLeaf, mapped: list[Mapped]) -> Callable[[Sequence[Any]], Any]:
+def _leaf_parts(
+    leaf: SpecifiedLeaf, mapped: list[Mapped], on_mesh: bool
+) -> Callable[[Sequence[Any]], Any]:
     """Adds the arrays of one leaf to `mapped`; returns how an example sees the leaf."""
     value, spec = leaf.value, leaf.spec
     if spec is not None and not is_container_spec(spec) and callable(spec):
         spec = _from_callable(leaf)
     if spec is None:
-        return lambda _: value
+        return _parts_on_mesh(leaf, mapped) if on_mesh else lambda _: value
     container = find_container(value)
     if container is not None:
         spec = int(spec) if is_position(spec) else spec
@@ -314,6 +320,21 @@ def _leaf_parts(leaf: SpecifiedLeaf, mapped: list[Mapped]) -> Callable[[Sequence
     index = len(mapped)
     mapped.append(Mapped(leaf.path, _as_array(value, leaf.path), int(spec)))
     return lambda examples: examples[index]
+
+
+def _parts_on_mesh(leaf: SpecifiedLeaf, mapped: list[Mapped]) -> Callable[[Sequence[Any]], Any]:
+    """Adds the arrays of an unmapped leaf whose types tell of a mesh, without an axis."""
+    values, structure = jax.tree.flatten(leaf.value)
+    found = {}
+    for i, x in enumerate(values):
+        if isinstance(x, jax.Array) and not jax.typeof(x).sharding.mesh.empty:
+            found[i] = len(mapped)
+            mapped.append(Mapped(leaf.path, x, None))
+    if not found:
+        return lambda _: leaf.value
+    return lambda examples: jax.tree.unflatten(
+        structure, [examples[found[i]] if i in found else x for i, x in enumerate(values)]
+    )
 
 
 def _from_callable(leaf: SpecifiedLeaf) -> Any:

@@ -16,6 +16,7 @@ from jax.extend.core import Literal
 from batchax import _compat
 from batchax.engine.arguments import is_position
 from batchax.engine.axis import Axis, AxisPosition, move_axis
+from batchax.engine.inner import example_aval
 from batchax.engine.interpreter import needed_equations
 from batchax.engine.named_axes import uses_name
 from batchax.engine.outputs import AUTO, OutputArray, Reduce, check_unbatched, place
@@ -35,7 +36,12 @@ from batchax.execution.sections import (
     section_for,
     variables,
 )
-from batchax.execution.shards import Shards, find_shards
+from batchax.execution.shards import (
+    Shards,
+    check_shared,
+    find_shards,
+    on_shards,
+)
 from batchax.execution.streaming import finish, partial_result, reduced_type
 from batchax.rules.collectives import REDUCTIONS
 
@@ -112,37 +118,46 @@ def find_chunking(
 
 
 def run_in_chunks(
-    chunking: Chunking, program: Program, described: Sequence[OutputArray]
+    chunking: Chunking,
+    program: Program,
+    described: Sequence[OutputArray],
+    stage: Callable[[Sequence[Any]], _compat.ClosedJaxpr],
 ) -> list[Any]:
     """The outputs of a staged program for all lanes, where they are wanted.
+
+    Args:
+      chunking: how lanes are to be run.
+      program: the program and its arguments.
+      described: its outputs.
+      stage: stages the program again, for examples of these types.
 
     Raises:
       AxisError: an output depends on the batch where it must not.
       UnsupportedError: the program cannot run in chunks.
     """
-    axis, staged = program.axis, program.staged
-    if any(map(_compat.is_reference, (*staged.consts, *program.args))):
+    axis, positions = program.axis, program.axes
+    if any(map(_compat.is_reference, (*program.staged.consts, *program.args))):
         raise UnsupportedError(
             "batch_size was given, but the function is given, or closes over, a reference "
             "(jax.new_ref). Create it inside the function, or leave batch_size out."
         )
-    staged = _compat.without_references(staged, axis.name, axis.size)
-    positions = list(program.axes)
     shards = find_shards(axis, program.args, positions)
-    lane = None
-    if axis.name is not None and any(uses_name(eqn, axis.name) for eqn in staged.jaxpr.eqns):
-        staged = expose_names(axis, staged)
-        lane = staged.jaxpr.invars[0]
 
     def run(*args: Any) -> list[Any]:
-        jaxpr = staged.jaxpr
-        values = list(zip(args, positions, strict=True))
-        if lane is not None:
-            values.insert(0, (None, 0))  # each chunk counts its own lanes
-        env: Env = {v: (c, None) for v, c in zip(jaxpr.constvars, staged.consts, strict=True)}
-        env.update(zip(jaxpr.invars, values, strict=True))
-        runner = _Runner(axis, chunking, env, lane, shards)
-        return runner.outputs(needed_equations(jaxpr), jaxpr.outvars, described)
+        if shards is None:
+            return _Runner(axis, chunking, program.staged, args, positions).outputs(described)[0]
+        shared = [x for x, a in zip(args, positions, strict=True) if a is None]
+        check_shared(shared, program.staged.consts)
+        inner = replace(axis, spmd_name=None, mesh_axis=None)
+        local = replace(inner, size=axis.size // shards.count)
+
+        def run_shard(xs: Sequence[Any]) -> tuple[list[Any], list[AxisPosition]]:
+            staged = stage(
+                [example_aval(local, jax.typeof(x), a) for x, a in zip(xs, positions, strict=True)]
+            )
+            return _Runner(inner, chunking, staged, xs, positions, shards).outputs(described)
+
+        return on_shards(shards, run_shard, args, positions)
 
     if program.traced:
         return run(*program.args)
@@ -153,22 +168,44 @@ def run_in_chunks(
 
 
 class _Runner:
-    """Runs a program section by section; `env` holds what is known of it."""
+    """Runs a program section by section; `env` holds what is known of it.
+
+    On one of several `shards` `axis` has the lanes of all, and `local` those of the shard.
+    """
 
     def __init__(
-        self, axis: Axis, chunking: Chunking, env: Env, lane: Any, shards: Shards | None
+        self,
+        axis: Axis,
+        chunking: Chunking,
+        staged: _compat.ClosedJaxpr,
+        args: Sequence[Any],
+        positions: Sequence[AxisPosition],
+        shards: Shards | None = None,
     ) -> None:
-        self.axis, self.chunking, self.env, self.lane = axis, chunking, env, lane
-        self.shards = shards
+        self.axis, self.chunking, self.shards = axis, chunking, shards
+        self.local = axis if shards is None else replace(axis, size=axis.size // shards.count)
+        staged = _compat.without_references(staged, axis.name, axis.size)
+        self.lane, values = None, list(zip(args, positions, strict=True))
+        if axis.name is not None and any(uses_name(eqn, axis.name) for eqn in staged.jaxpr.eqns):
+            staged = expose_names(axis, staged)
+            self.lane = staged.jaxpr.invars[0]
+            # Each chunk counts its lanes from the first.
+            first = np.int32(0) if shards is None else shards.first_lane(self.local.size)
+            values.insert(0, (first, 0))
+        self.jaxpr = staged.jaxpr
+        self.env: Env = {
+            v: (c, None) for v, c in zip(self.jaxpr.constvars, staged.consts, strict=True)
+        }
+        self.env.update(zip(self.jaxpr.invars, values, strict=True))
         self.batch_bytes = bytes_per_lane(
-            v for v, (_, a) in env.items() if a is not None and v is not lane
+            v for v, (_, a) in self.env.items() if a is not None and v is not self.lane
         )
 
-    def outputs(
-        self, eqns: Sequence[Any], outvars: Sequence[Any], described: Sequence[OutputArray]
-    ) -> list[Any]:
-        """What the program returns."""
+    def outputs(self, described: Sequence[OutputArray]) -> tuple[list[Any], list[AxisPosition]]:
+        """What the program returns, placed, and where it carries the batch axis."""
+        eqns, outvars = needed_equations(self.jaxpr), self.jaxpr.outvars
         outs: dict[int, Any] = {}
+        positions: dict[int, AxisPosition] = {}
         while True:
             eqns = run_shared(self.axis, eqns, self.env)
             cuts, blocked, free = find_cuts(self.axis, eqns)
@@ -190,14 +227,21 @@ class _Runner:
             check_unbatched(self.axis, of_outputs, [x.position for x in ready.values()])
             for i, x in ready.items():
                 final = i in targets and x.position is not None
-                outs[i] = x.value if final else place(self.axis, described[i], *x)
+                outs[i] = x.value if final else self._placed(described[i], x)
+                positions[i] = _placed_at(outvars[i], described[i].spec, x.position)
             if not cuts:
-                return [outs[i] for i in range(len(outvars))]
+                order = range(len(outvars))
+                return [outs[i] for i in order], [positions[i] for i in order]
             for target in kept:
                 self.env[target.variable] = found[target].value, found[target].position
             self._cut(cuts, collected, found)
             done = {id(eqn) for eqn in (*cuts, *(e for e in free if e.effects))}
             eqns = [eqn for eqn in eqns if id(eqn) not in done]
+
+    def _placed(self, output: OutputArray, x: Found) -> Any:
+        # What all lanes share is reduced over all of them, but repeated for those here.
+        axis = self.axis if isinstance(output.spec, Reduce) else self.local
+        return place(axis, output, x.value, x.position)
 
     def _read(self, v: Any) -> tuple[Any, AxisPosition]:
         return (v.val, None) if isinstance(v, Literal) else self.env[v]
@@ -207,17 +251,19 @@ class _Runner:
         if not isinstance(v, Literal) and (v not in self.env or v is self.lane):
             return False
         _, position = self._read(v)
-        return (
-            position is None or isinstance(output.spec, Reduce) or _how(v, output.spec) == position
-        )
+        if position is None:
+            return True
+        reduces = isinstance(output.spec, Reduce)
+        return self.shards is None if reduces else _how(v, output.spec) == position
 
     def _collected(self, cuts: Sequence[Any]) -> dict[Any, Target]:
         """What the collectives `cuts` need of each chunk, by operand variable."""
         collected = {}
         for eqn in cuts:
             for v in variables(eqn):
-                if v is self.lane or v not in self.env:
-                    streams = _streams(self.axis, eqn)
+                streams = _streams(self.axis, eqn)
+                known = v in self.env and v is not self.lane
+                if not known or (streams and self.shards and self.env[v][1] is not None):
                     how = Reduce(_STREAMED[eqn.primitive.name]) if streams else 0
                     collected[id(eqn), v] = Target(v, how)
         return collected
@@ -257,7 +303,24 @@ class _Runner:
                 if others:
                     streamed = eqn.primitive.bind(streamed, **{**eqn.params, "axes": others})
                 self.env[eqn.outvars[0]] = streamed, None
-        run_whole(self.axis, whole, self.env)
+        if self.shards is None:
+            run_whole(self.axis, whole, self.env)
+        else:
+            self._run_gathered(self.shards, whole)
+
+    def _run_gathered(self, shards: Shards, eqns: Sequence[Any]) -> None:
+        """Runs equations for the lanes of all shards, on each of them."""
+        env: Env = {}
+        for v in {v for eqn in eqns for v in variables(eqn)}:
+            x, position = self.env[v]
+            env[v] = (x if position is None else shards.gathered(x, position)), position
+        run_whole(self.axis, eqns, env)
+        first = shards.first_lane(self.local.size)
+        for v in (v for eqn in eqns for v in eqn.outvars):
+            x, position = env[v]
+            if position is not None:
+                x = lax.dynamic_slice_in_dim(x, first, self.local.size, position)
+            self.env[v] = x, position
 
     def _run(self, eqns: Sequence[Any], targets: Sequence[Target]) -> dict[Target, Found]:
         """Runs equations chunk by chunk, for what is wanted of them."""
@@ -270,7 +333,9 @@ class _Runner:
             found = _SectionBody(self, eqns, section.shared, effects=False).of_first_lane()
             section = _SectionBody(self, eqns, [t for t in targets if t not in found])
         loop = replace(section.loop, results=tuple(section.kinds.values()))
-        outs = run_loop(loop, section.operands, self.chunking.keep, self.shards)
+        outs = run_loop(loop, section.operands, self.chunking.keep)
+        if self.shards is not None:
+            outs = map(self.shards.combined, loop.results, outs)
         for target, out, aval in zip(section.kinds, outs, section.types, strict=True):
             if isinstance(target.how, Reduce):
                 aval = section.reduced[target]
@@ -288,15 +353,17 @@ class _SectionBody:
         self.runner, self.targets = runner, targets
         env = runner.env
         self.section = section_for(eqns, [t.variable for t in targets], env, effects)
-        known = [env[v] for v in self.section.invars if v is not runner.lane]
-        self.operands = [x for x, _ in known]
-        self.positions = [a for _, a in known]
+        self.operands = [env[v][0] for v in self.section.invars]
+        self.positions = [env[v][1] for v in self.section.invars]
         self.kinds: dict[Target, Any] = {}
         self.reduced: dict[Target, Any] = {}
 
-        operand_kinds = tuple(WHOLE if a is None else Lanes(a) for a in self.positions)
+        operand_kinds = tuple(
+            WHOLE if a is None or v is runner.lane else Lanes(a)
+            for v, a in zip(self.section.invars, self.positions, strict=True)
+        )
         self.loop = Loop(
-            Body(self._of_width), operand_kinds, (), runner.axis.size, runner.chunking.batch_size
+            Body(self._of_width), operand_kinds, (), runner.local.size, runner.chunking.batch_size
         )
         program = self.loop.program(list(map(jax.typeof, self.operands)), self.loop.width)
         self.types = program.out_avals
@@ -309,8 +376,8 @@ class _SectionBody:
     def of_first_lane(self) -> dict[Target, Found]:
         """The targets, which are the same in all lanes, from the first."""
         parts = [
-            x if a is None else lax.slice_in_dim(x, 0, 1, axis=a)
-            for x, a in zip(self.operands, self.positions, strict=True)
+            lax.slice_in_dim(x, 0, 1, axis=kind.axis) if isinstance(kind, Lanes) else x
+            for x, kind in zip(self.operands, self.loop.operands, strict=True)
         ]
         outs, _ = self._interpret(1, jnp.int32(0), parts)
         return {t: Found(x, None) for t, x in zip(self.targets, outs, strict=True)}
@@ -326,12 +393,11 @@ class _SectionBody:
         self, width: int, start: Any, xs: Sequence[Any]
     ) -> tuple[list[Any], list[AxisPosition]]:
         axis = replace(self.runner.axis, size=width, name=None, mesh_axis=None)
-        values, positions = list(xs), list(self.positions)
-        if self.runner.lane in self.section.invars:
-            place_of_lane = self.section.invars.index(self.runner.lane)
-            values.insert(place_of_lane, start + lax.iota(np.int32, width))
-            positions.insert(place_of_lane, 0)
-        program = Program(axis, self.section, values, positions)
+        values = [
+            x + start + lax.iota(np.int32, width) if v is self.runner.lane else x
+            for v, x in zip(self.section.invars, xs, strict=True)
+        ]
+        program = Program(axis, self.section, values, self.positions)
         with running(program):
             return program.run()
 
@@ -354,6 +420,13 @@ def _how(v: Any, spec: Any) -> Any:
     if isinstance(spec, Reduce):
         return spec
     return 0 if spec is None or spec is AUTO else int(spec) % (len(v.aval.shape) + 1)
+
+
+def _placed_at(v: Any, spec: Any, position: AxisPosition) -> AxisPosition:
+    """Where an output carries the batch axis once it is placed."""
+    if isinstance(spec, Reduce) or spec is None or (spec is AUTO and position is None):
+        return None
+    return _how(v, spec)
 
 
 def _streams(axis: Axis, eqn: Any) -> bool:

@@ -24,23 +24,17 @@ from batchax.execution.chunk_loop import (
     empty_result,
 )
 from batchax.execution.memory import Auto
-from batchax.execution.shards import Shards, on_shards
 from batchax.execution.slices import scan_slices
 
 
-def run_loop(
-    loop: Loop, operands: Sequence[Any], keep: bool, shards: Shards | None = None
-) -> list[Any]:
+def run_loop(loop: Loop, operands: Sequence[Any], keep: bool) -> list[Any]:
     """Runs a chunk loop.
 
     Args:
       loop: what to do.
       operands: its operands.
       keep: whether reverse mode keeps what every chunk computed.
-      shards: what the lanes are sharded over.
     """
-    if shards is not None:
-        return on_shards(shards, loop, operands, lambda loop, xs: run_loop(loop, xs, keep))
     if isinstance(loop.chunk, Auto) and any(isinstance(k, PerChunk) for k in loop.results):
         loop = replace(loop, chunk=chosen_chunk(loop, list(map(jax.typeof, operands))))
     if not keep:

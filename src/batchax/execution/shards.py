@@ -1,9 +1,9 @@
 """Chunks within each device's shard, where the batch axis is sharded over a mesh.
 
 A chunk of consecutive lanes lies on one device. To take such chunks from an axis that
-is spread over several, each chunk would have to be sent to all of them. So each device
-runs the loop over the lanes it has, inside ``jax.shard_map``, and what is reduced over
-the batch is reduced over the devices once, at the end.
+is spread over several, each chunk would have to be sent to all of them. So the function
+is staged and batched inside ``jax.shard_map``: each device runs the loop over the lanes
+it has, and what is reduced over the batch is reduced over the devices once, at the end.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition, inserted
-from batchax.execution.chunk_loop import WHOLE, Body, Extreme, Loop, Result, Sum, Whole
+from batchax.errors import UnsupportedError
+from batchax.execution.chunk_loop import Extreme, PerChunk, Result, Sum, of_only_chunk
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,26 @@ class Shards:
     def count(self) -> int:
         """Number of shards."""
         return math.prod(self.mesh.shape[name] for name in self.names)
+
+    def first_lane(self, size: int) -> Any:
+        """Inside: the index of this shard's first lane, of shards of `size` lanes."""
+        return lax.axis_index(self.names) * np.int32(size)
+
+    def combined(self, kind: Result, x: Any) -> Any:
+        """Inside: a result of a chunk loop for all lanes, from that for each shard's."""
+        match kind:
+            case Sum():
+                return lax.psum(x, self.names)
+            case Extreme():
+                return of_only_chunk(self.gathered(x[None], 0), replace(kind, axis=0))
+            case PerChunk(axis):
+                return self.gathered(x, axis)
+            case _:
+                return x
+
+    def gathered(self, x: Any, axis: int) -> Any:
+        """Inside: the lanes of all shards, on each."""
+        return lax.all_gather(x, self.names, axis=axis, tiled=True)
 
 
 def find_shards(
@@ -80,62 +99,66 @@ def _counted(mesh: Any, names: tuple[Any, ...], size: int) -> Shards | None:
 
 def on_shards(
     shards: Shards,
-    loop: Loop,
-    operands: Sequence[Any],
-    run: Callable[[Loop, Sequence[Any]], list[Any]],
+    run: Callable[[Sequence[Any]], tuple[list[Any], list[AxisPosition]]],
+    args: Sequence[Any],
+    positions: Sequence[AxisPosition],
 ) -> list[Any]:
-    """Runs a chunk loop on each shard of its lanes.
+    """Runs a function on each shard of its arguments.
 
-    `run` runs a loop over the lanes of one shard.
+    Args:
+      shards: what lanes are sharded over.
+      run: from one shard of each argument to those of the outputs, and where the outputs
+        carry the batch axis; one that carries none is the same on all shards.
+      args: the arguments.
+      positions: where they carry the batch axis.
     """
-    size = loop.size // shards.count
-    outside = jax.sharding.get_abstract_mesh()
+    found: list[AxisPosition] = []
 
-    def of_width(width: int) -> Any:
-        function = loop.body.function(width)
+    def one_shard(*xs: Any) -> list[Any]:
+        outs, found[:] = run(xs)
+        return outs
 
-        def run_chunk(start: Any, first: Any, *xs: Any) -> list[Any]:
-            with _compat.mesh_replaced(outside, jax.sharding.get_abstract_mesh()):
-                return function(start + first, *xs)
+    def mapped(out_specs: Any) -> Callable[..., list[Any]]:
+        return jax.shard_map(
+            one_shard,
+            mesh=shards.mesh,
+            in_specs=tuple(_spec(shards, a) for a in positions),
+            out_specs=out_specs,
+            axis_names=set(shards.names),
+            check_vma=False,  # what is gathered is the same everywhere, which JAX cannot see
+        )
 
-        return run_chunk
-
-    def on_one(*xs: Any) -> list[Any]:
-        # Made in here, under the mesh that one shard sees.
-        local = replace(loop, body=Body(of_width), operands=(WHOLE, *loop.operands), size=size)
-        first = lax.axis_index(shards.names) * np.int32(size)
-        outs = run(local, [first, *xs])
-        return [_entry(x, kind) for x, kind in zip(outs, loop.results, strict=True)]
-
-    outs = jax.shard_map(
-        on_one,
-        mesh=shards.mesh,
-        in_specs=tuple(_spec(shards, kind) for kind in loop.operands),
-        out_specs=[_spec(shards, kind) for kind in loop.results],
-        axis_names=set(shards.names),
-    )(*operands)
-    return [_of_all(x, kind) for x, kind in zip(outs, loop.results, strict=True)]
+    jax.eval_shape(mapped(PartitionSpec()), *args)
+    return mapped([_spec(shards, a) for a in found])(*args)
 
 
-def _spec(shards: Shards, kind: Any) -> PartitionSpec:
-    if isinstance(kind, Whole):
+def _spec(shards: Shards, position: AxisPosition) -> PartitionSpec:
+    if position is None:
         return PartitionSpec()
-    axis = 0 if isinstance(kind, (Sum, Extreme)) else kind.axis
-    return PartitionSpec(*inserted((None,) * axis, axis, shards.names))
+    return PartitionSpec(*inserted((None,) * position, position, shards.names))
 
 
-def _entry(x: Any, kind: Result) -> Any:
-    """What one shard contributes to a result: of a reduction, one entry of all."""
-    return x[None] if isinstance(kind, (Sum, Extreme)) else x
+def check_shared(args: Sequence[Any], consts: Sequence[Any]) -> None:
+    """Refuses what the function uses for every lane and a shard cannot be given.
 
-
-def _of_all(x: Any, kind: Result) -> Any:
-    match kind:
-        case Sum():
-            return jnp.sum(x, axis=0, dtype=x.dtype)
-        case Extreme("max"):
-            return jnp.max(x, axis=0)
-        case Extreme():
-            return jnp.min(x, axis=0)
-        case _:
-            return x
+    Args:
+      args: arguments that are not mapped.
+      consts: what the function closes over.
+    """
+    for x in (*args, *consts):
+        sharding = getattr(jax.typeof(x), "sharding", None)
+        if any(entry is not None for entry in getattr(sharding, "spec", ())):
+            raise UnsupportedError(
+                "batch_size was given for a batch that is sharded over a mesh, and the function "
+                f"uses an array of shape {x.shape} that is the same for every lane but sharded "
+                f"too, as {sharding.spec}. Put it on every device before, with "
+                "jax.sharding.reshard(array, jax.P()), or leave batch_size out."
+            )
+    for x in consts:
+        sharding = getattr(jax.typeof(x), "sharding", None)
+        if sharding is not None and not sharding.mesh.empty:
+            raise UnsupportedError(
+                "batch_size was given for a batch that is sharded over a mesh, and the function "
+                f"closes over an array of shape {x.shape} whose type tells of that mesh. Pass it "
+                "as an argument, with None in in_axes."
+            )
