@@ -225,9 +225,8 @@ def _varying_over(x: Any, axes: frozenset[Hashable]) -> Any:
 
 def scalar_like(aval: Any, dtype: Any) -> Any:
     """The type of a scalar that varies over the same mesh axes as values of type `aval`."""
-    for size in aval.shape:
-        aval = jex_core.mapped_aval(size, 0, aval)
-    return aval.update(dtype=dtype, weak_type=False)
+    sharding = aval.sharding.update(spec=jax.sharding.PartitionSpec())
+    return aval.update(shape=(), dtype=dtype, weak_type=False, sharding=sharding)
 
 
 def varying_axes(aval: Any) -> frozenset[Hashable]:

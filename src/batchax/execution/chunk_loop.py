@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import eval_jaxpr
+from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import mapped_aval, unmapped_aval
 from jax.interpreters import mlir
 
@@ -182,7 +182,25 @@ def chunk_loop(loop: Loop, operands: Sequence[Any]) -> list[Any]:
     if isinstance(loop.chunk, int) and loop.size % loop.chunk:
         loop.program(avals, loop.size % loop.chunk)  # staged while its surroundings hold
     program = loop.program(avals, loop.width)
+    if any(isinstance(c, Tracer) for c in program.consts):
+        # Closed over by a derivative rule: to be differentiated and batched, it must be seen.
+        return chunk_loop(_with_constants(loop, len(program.consts)), [*operands, *program.consts])
     return chunk_loop_p.bind(*operands, loop=loop, program=program)
+
+
+def _with_constants(loop: Loop, count: int) -> Loop:
+    """`loop` with the constants of its program as more operands, the same for each chunk."""
+
+    def of_width(width: int) -> Callable[..., list[Any]]:
+        def run(start: Any, *xs: Any) -> list[Any]:
+            own, consts = xs[:-count], xs[-count:]
+            program = loop.body.staged(width, list(map(jax.typeof, own)))
+            return eval_jaxpr(program.jaxpr, consts, start, *own)
+
+        return run
+
+    operands = (*loop.operands, *[WHOLE] * count)
+    return replace(loop, body=Body(of_width, of=loop.body), operands=operands)
 
 
 def run(loop: Loop, operands: Sequence[Any]) -> list[Any]:
@@ -259,15 +277,16 @@ def _part(x: Any, kind: Operand, start: Any, index: Any, width: int) -> Any:
 def empty_result(loop: Loop, aval: Any, kind: Result, blank: Callable[..., Any] = lax.empty) -> Any:
     """A result before the first chunk; `blank` makes an array that is written over."""
     whole = loop.result_aval(aval, kind)
+    sharding = None if whole.sharding.mesh.empty else whole.sharding
     match kind:
         case Sum():
-            return lax.full(whole.shape, 0, _accumulator(whole.dtype))
+            return lax.full(whole.shape, 0, _accumulator(whole.dtype), sharding=sharding)
         case Extreme("max"):
-            return lax.full(whole.shape, _lowest(whole.dtype), whole.dtype)
+            return lax.full(whole.shape, _lowest(whole.dtype), whole.dtype, sharding=sharding)
         case Extreme():
-            return lax.full(whole.shape, _highest(whole.dtype), whole.dtype)
+            return lax.full(whole.shape, _highest(whole.dtype), whole.dtype, sharding=sharding)
         case _:
-            return blank(whole.shape, whole.dtype)
+            return blank(whole.shape, whole.dtype, out_sharding=sharding)
 
 
 def collect(kind: Result, result: Any, out: Any, start: Any, index: Any) -> Any:

@@ -106,8 +106,9 @@ def _run_keeping(loop: Loop, operands: Sequence[Any]) -> list[Any]:
     return [lax.convert_element_type(x, t.dtype) for x, t in zip(results, types, strict=True)]
 
 
-def _blank(shape: Any, dtype: Any) -> Any:
+def _blank(shape: Any, dtype: Any, out_sharding: Any) -> Any:
     """An array to be written over, which can be differentiated."""
     # JAX 0.10 takes a derivative of lax.empty to be batched where it is not.
-    inexact = jnp.issubdtype(dtype, jnp.inexact)
-    return lax.full(shape, 0, dtype) if inexact else lax.empty(shape, dtype)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return lax.full(shape, 0, dtype, sharding=out_sharding)
+    return lax.empty(shape, dtype, out_sharding=out_sharding)

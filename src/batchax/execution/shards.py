@@ -129,7 +129,8 @@ def on_shards(
         )
 
     jax.eval_shape(mapped(PartitionSpec()), *args)
-    return mapped([_spec(shards, a) for a in found])(*args)
+    # Compiled: operation by operation, JAX refuses meshes that have other axes as well.
+    return jax.jit(mapped([_spec(shards, a) for a in found]))(*args)
 
 
 def _spec(shards: Shards, position: AxisPosition) -> PartitionSpec:
