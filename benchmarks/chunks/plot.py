@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.chunks.measure import ChunkedResult
+from benchmarks.chunks.ways import OURS
 from benchmarks.chunks.workloads import EXAMPLE
 
 STYLES = {
@@ -40,6 +41,7 @@ def plot(results: Sequence[ChunkedResult], path: Path) -> None:
                 continue
             sizes = [chunk for chunk, _ in found]
             style = dict(color=colour, linestyle=dashes, marker=marker, markersize=5, label=name)
+            style["zorder"] = 3 if name == OURS else 2  # lines that coincide hide one another
             time.plot(sizes, [1e3 * m.seconds for _, m in found], **style)
             memory.plot(sizes, [m.temporary_bytes / 1e6 for _, m in found], **style)
         time.set_title(use, fontsize=11)

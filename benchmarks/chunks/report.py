@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.chunks.measure import ChunkedResult, Measured
 from benchmarks.chunks.plot import plot
-from benchmarks.chunks.ways import KEEPING, LAX_MAP, OF_CHUNKS
+from benchmarks.chunks.ways import KEEPING, LAX_MAP, OF_CHUNKS, OF_STEPS
 from benchmarks.chunks.workload import GRADIENT, ScanWorkload
 from benchmarks.chunks.workloads import CURVE, EXAMPLE
 from benchmarks.report import interval, made_with, named, size
@@ -133,7 +133,7 @@ with twice the lanes if they differ.
 - *gradient*: the cotangents of the arguments, given those of the outputs (`jax.vjp`);
 - *value and gradient*: both, as a step of training takes them. `lax.map` stores what the forward
   pass computed for the backward pass; batchax, and `lax.map` with `jax.checkpoint`, compute it
-  again. `optax` and NetKet compute both at once, as they are told the cotangents beforehand.
+  again. optax and NetKet compute both at once, as they are told the cotangents beforehand.
 
 The ways: `bx.vmap` with `batch_size`; the same with `{KEEPING.split(", ")[1]}`; `lax.map` with
 `batch_size`, shared arguments closed over, other axes than the leading one moved there and back;
@@ -156,9 +156,9 @@ and back.
 def _curve_section(curve: Sequence[ChunkedResult]) -> str:
     if not curve:
         return ""
-    head = ["use", "chunk", *dict.fromkeys(name for r in curve for name in r.ways)]
+    head = ["use", "chunk", *_way_names(curve)]
     rows = [head, ["---", *["---:"] * (len(head) - 1)]]
-    for r in curve:
+    for r in sorted(curve, key=lambda r: (r.workload.uses.index(r.use), r.workload.chunk)):
         cells = [r.ways.get(name) for name in head[2:]]
         rows.append(
             [
@@ -179,7 +179,7 @@ The {EXAMPLE.name}, {EXAMPLE.lanes} lanes: median time and temporaries.
 
 
 def _table(results: Sequence[ChunkedResult]) -> str:
-    names = list(dict.fromkeys(name for r in results for name in r.ways))
+    names = _way_names(results)
     rows = [["workload", *names], ["---", *["---:"] * len(names)]]
     last = None
     for r in results:
@@ -191,6 +191,12 @@ def _table(results: Sequence[ChunkedResult]) -> str:
             rows.append([f"**{w.name}** ({batch}, {axes})", *[""] * len(names)])
         rows.append([r.use, _own_cell(r), *(_cell(r.ways.get(n)) for n in names[1:])])
     return _as_markdown(rows) if results else "Nothing was measured."
+
+
+def _way_names(results: Sequence[ChunkedResult]) -> list[str]:
+    """The ways that took part in any of the results, in the order of the tables of ways."""
+    found = {name for r in results for name in r.ways}
+    return [way.name for way in (*OF_CHUNKS, *OF_STEPS) if way.name in found]
 
 
 def _own_cell(result: ChunkedResult) -> str:
