@@ -29,6 +29,7 @@ from jax.extend.core import mapped_aval, unmapped_aval
 from jax.interpreters import mlir
 
 from batchax import _compat
+from batchax.execution.buffers import blank
 from batchax.execution.eager import run_eagerly
 from batchax.execution.memory import Auto, fitting_chunk
 
@@ -231,8 +232,8 @@ def run(loop: Loop, operands: Sequence[Any]) -> list[Any]:
             for kind, result, out in zip(loop.results, results, outs, strict=True)
         ]
 
-    types = loop.program(avals, chunk).out_avals
-    results = [empty_result(loop, t, kind) for t, kind in zip(types, loop.results, strict=True)]
+    program = loop.program(avals, chunk)
+    types, results = program.out_avals, results_before(loop, program)
     results = _compat.varying_alike(results, like=operands)
     full, rest = divmod(loop.size, chunk)
     results = lax.fori_loop(
@@ -274,8 +275,16 @@ def _part(x: Any, kind: Operand, start: Any, index: Any, width: int) -> Any:
             return lax.dynamic_slice_in_dim(x, index, 1, axis, allow_negative_indices=False)
 
 
-def empty_result(loop: Loop, aval: Any, kind: Result, blank: Callable[..., Any] = lax.empty) -> Any:
-    """A result before the first chunk; `blank` makes an array that is written over."""
+def results_before(loop: Loop, program: _compat.ClosedJaxpr) -> list[Any]:
+    """The results before the first chunk, of a loop whose chunks do `program`."""
+    first = len(program.jaxpr.eqns)  # so that loops in a row have blanks of their own
+    return [
+        _before(loop, aval, kind, first + k)
+        for k, (aval, kind) in enumerate(zip(program.out_avals, loop.results, strict=True))
+    ]
+
+
+def _before(loop: Loop, aval: Any, kind: Result, number: int) -> Any:
     whole = loop.result_aval(aval, kind)
     sharding = None if whole.sharding.mesh.empty else whole.sharding
     match kind:
@@ -286,7 +295,7 @@ def empty_result(loop: Loop, aval: Any, kind: Result, blank: Callable[..., Any] 
         case Extreme():
             return lax.full(whole.shape, _highest(whole.dtype), whole.dtype, sharding=sharding)
         case _:
-            return blank(whole.shape, whole.dtype, out_sharding=sharding)
+            return blank(whole, number)
 
 
 def collect(kind: Result, result: Any, out: Any, start: Any, index: Any) -> Any:

@@ -21,7 +21,7 @@ from batchax.execution.chunk_loop import (
     chosen_chunk,
     chunk_loop,
     collect,
-    empty_result,
+    results_before,
 )
 from batchax.execution.memory import Auto
 from batchax.execution.slices import scan_slices
@@ -73,7 +73,8 @@ def _run_keeping(loop: Loop, operands: Sequence[Any]) -> list[Any]:
         loop = replace(loop, chunk=chosen_chunk(loop, avals))
     chunk = loop.chunk
     assert isinstance(chunk, int)
-    types = loop.program(avals, chunk).out_avals
+    program = loop.program(avals, chunk)
+    types = program.out_avals
     axes = [kind.axis if isinstance(kind, Lanes) else None for kind in loop.operands]
 
     def step(index: Any, results: list[Any], parts: Sequence[Any], width: int) -> list[Any]:
@@ -84,10 +85,7 @@ def _run_keeping(loop: Loop, operands: Sequence[Any]) -> list[Any]:
             for kind, result, out in zip(loop.results, results, outs, strict=True)
         ]
 
-    results = [
-        empty_result(loop, t, kind, _blank) for t, kind in zip(types, loop.results, strict=True)
-    ]
-    results = _compat.varying_alike(results, like=operands)
+    results = _compat.varying_alike(results_before(loop, program), like=operands)
     full, rest = divmod(loop.size, chunk)
     results, _ = scan_slices(
         lambda i, results, parts: (step(i, results, parts, chunk), None),
@@ -104,11 +102,3 @@ def _run_keeping(loop: Loop, operands: Sequence[Any]) -> list[Any]:
         ]
         results = step(jnp.int32(full), results, parts, rest)
     return [lax.convert_element_type(x, t.dtype) for x, t in zip(results, types, strict=True)]
-
-
-def _blank(shape: Any, dtype: Any, out_sharding: Any) -> Any:
-    """An array to be written over, which can be differentiated."""
-    # JAX 0.10 takes a derivative of lax.empty to be batched where it is not.
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return lax.full(shape, 0, dtype, sharding=out_sharding)
-    return lax.empty(shape, dtype, out_sharding=out_sharding)

@@ -16,6 +16,7 @@ from jax.extend.core import unmapped_aval
 from batchax import _compat
 from batchax.engine.axis import AxisPosition, expand_axis
 from batchax.engine.program_key import program_key
+from batchax.execution.buffers import blank
 from batchax.execution.slices import is_inexact, scan_slices, with_derivative_of
 
 
@@ -61,7 +62,11 @@ def _run(steps: Steps, consts: list[Any], carry: list[Any], xs: list[Any]) -> li
     written = [k for k, a in enumerate(axes) if a != 0 and steps.length != 0]
     # Their derivatives are those of what lax.scan stacks, which nobody looks at otherwise.
     stacked = [k for k, t in enumerate(types) if k not in written or is_inexact(t)]
-    arrays = [_blank(types[k], axes[k], steps.length) for k in written]
+    first = len(steps.body.jaxpr.eqns)
+    arrays = []
+    for k in written:
+        array = blank(unmapped_aval(steps.length, axes[k], types[k]), first + k)
+        arrays.append(_compat.varying_as(array, types[k]))
 
     def step(index: Any, carry: Any, parts: list[Any]) -> Any:
         values, arrays = carry
@@ -90,16 +95,3 @@ def _run(steps: Steps, consts: list[Any], carry: list[Any], xs: list[Any]) -> li
 
 def _fixed_entry(y: Any, axis: int) -> Any:
     return expand_axis(lax.stop_gradient(y) if is_inexact(y) else y, axis)
-
-
-def _blank(aval: Any, axis: int, length: int) -> Any:
-    """An array for an entry of type `aval` from each step, along `axis`."""
-    whole: Any = unmapped_aval(length, axis, aval)
-    sharding = None if whole.sharding.mesh.empty else whole.sharding
-    if not is_inexact(whole):
-        array = lax.empty(whole.shape, whole.dtype, out_sharding=sharding)
-    else:
-        # JAX 0.10 takes a derivative of lax.empty to be batched where it is not.
-        zero = jnp.zeros((), whole.dtype)
-        array = lax.broadcast_in_dim(zero, whole.shape, (), out_sharding=sharding)
-    return _compat.varying_as(array, aval)
