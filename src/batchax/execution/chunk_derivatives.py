@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -30,20 +31,29 @@ from batchax.execution.chunk_loop import (
     chunk_loop,
     chunk_loop_p,
 )
+from batchax.execution.chunk_scalar import inner_product, is_loss, with_gradient
 from batchax.execution.memory import Auto
 from batchax.rules.pullback import reached
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop, program: Any) -> Any:
-    outs = chunk_loop_p.bind(*primals, loop=loop, program=program)
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
     marked = [False, *(i in moving for i in range(len(primals)))]
-    zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
+    types = [loop.result_aval(a, k) for a, k in zip(program.out_avals, loop.results, strict=True)]
+    zeros = [ad.Zero(aval.to_tangent_aval()) for aval in types]
     found = [
         k
         for k, (hit, zero) in enumerate(zip(reached(program.jaxpr, marked), zeros, strict=True))
         if hit and zero.aval.dtype != jax.dtypes.float0
     ]
+    if is_loss(loop, found, types, [primals[i] for i in moving]):
+        # What has no reverse mode, such as a loop of unknown length, goes forward below.
+        with suppress(Exception):
+            (k,) = found
+            outs, gradient = with_gradient(loop, k, moving, primals)
+            zeros[k] = inner_product(gradient, [tangents[i] for i in moving])
+            return outs, zeros
+    outs = chunk_loop_p.bind(*primals, loop=loop, program=program)
     if not found:
         return outs, zeros
     _refuse_effects(program)

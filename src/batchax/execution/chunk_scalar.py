@@ -1,0 +1,62 @@
+"""The derivative of a chunk loop with one scalar result that is differentiated: a loss.
+
+Its cotangent is a single number, by which the gradient is multiplied. So the gradient can
+be computed together with the loss, before that number is known, and no chunk is computed
+twice: one loop, whose results are the loss and its gradient. The tangent is the inner
+product of the gradient with the tangents of the operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from batchax.execution.chunk_loop import SUM, Body, Loop, Sum, Whole, chunk_loop
+
+
+def is_loss(loop: Loop, found: Sequence[int], outs: Sequence[Any], operands: Sequence[Any]) -> bool:
+    """Whether the results `found` are one scalar, summed over real operands."""
+    return (
+        len(found) == 1
+        and isinstance(loop.results[found[0]], Sum)
+        and outs[found[0]].shape == ()
+        and all(jnp.issubdtype(x.dtype, jnp.floating) for x in (*operands, outs[found[0]]))
+    )
+
+
+def with_gradient(
+    loop: Loop, which: int, moving: Sequence[int], primals: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The results of a loop, and the gradient of one with respect to the `moving` operands."""
+
+    def of_width(width: int) -> Any:
+        primal = loop.body.function(width)
+
+        def run(start: Any, *xs: Any) -> list[Any]:
+            def of_moving(*values: Any) -> tuple[Any, list[Any]]:
+                full = list(xs)
+                for i, x in zip(moving, values, strict=True):
+                    full[i] = x
+                outs = primal(start, *full)
+                return outs[which], outs
+
+            value, pull, outs = jax.vjp(of_moving, *(xs[i] for i in moving), has_aux=True)
+            return [*outs, *pull(lax.full_like(value, 1))]
+
+        return run
+
+    kinds = (loop.operands[i] for i in moving)
+    results = (*loop.results, *(SUM if isinstance(kind, Whole) else kind for kind in kinds))
+    body = Body(of_width, of=loop.body)
+    outs = chunk_loop(loop.derivative("gradient", body=body, results=results), primals)
+    return outs[: len(loop.results)], outs[len(loop.results) :]
+
+
+def inner_product(gradient: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """The sum of the products of corresponding entries."""
+    products = [jnp.sum(g * t) for g, t in zip(gradient, tangents, strict=True)]
+    return sum(products[1:], start=products[0])
