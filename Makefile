@@ -6,7 +6,8 @@
 #   make test-all   the same, and the suite on Python 3.12 with JAX 0.12
 #   make lint       lint and types alone
 #   make docs       the generated pages in docs/
-#   make bench      bx.vmap against jax.vmap: a table and a plot in docs/ (minutes)
+#   make bench      against jax.vmap, and in chunks against lax.map and others: tables
+#                   and plots in docs/ (a quarter of an hour)
 
 JOBS ?= 2
 # A file stays on one worker: what it compiled once it need not compile again.
