@@ -69,16 +69,13 @@ def _operand(
     if axis is None:
         return None, lambda index, way: x
 
-    def as_part(way: Any) -> Any:
-        return way if width is None else jnp.moveaxis(way, 0, axis)
-
     if count == 0 or (axis == 0 and x.shape[0] == count * (width or 1)):
-        return _slices_first(x, axis, width, count), lambda index, way: as_part(way)
+        return _slices_first(x, axis, width, count), lambda index, way: way
     if not is_inexact(x):
         return None, lambda index, way: _cut(x, index, axis, width)
     fixed = lax.stop_gradient(x)
     return _slices_first(x, axis, width, count), lambda index, way: with_derivative_of(
-        _cut(fixed, index, axis, width), as_part(way)
+        _cut(fixed, index, axis, width), way
     )
 
 
@@ -89,11 +86,11 @@ def _cut(x: Any, index: Any, axis: int, width: int | None) -> Any:
 
 
 def _slices_first(x: Any, axis: int, width: int | None, count: int) -> Any:
-    """The slices of `x` stacked, with the sliced axis first in each."""
-    if width is None:
-        return x if axis == 0 else jnp.moveaxis(x, axis, 0)  # references cannot be moved
-    x = jnp.moveaxis(lax.slice_in_dim(x, 0, width * count, axis=axis), axis, 0)
-    return x.reshape(count, width, *x.shape[1:])
+    """The slices of `x`, stacked."""
+    if width is not None:
+        x = lax.slice_in_dim(x, 0, width * count, axis=axis)
+        x = x.reshape(*x.shape[:axis], count, width, *x.shape[axis + 1 :])
+    return x if axis == 0 else jnp.moveaxis(x, axis, 0)  # references cannot be moved
 
 
 def is_inexact(x: Any) -> bool:
