@@ -72,7 +72,7 @@ def mesh_replaced(old: Any, new: Any) -> Iterator[None]:
         _replaced_mesh.reset(token)
 
 
-def equation_context(eqn: Any) -> AbstractContextManager[None]:
+def equation_context(eqn: Any) -> AbstractContextManager[Any]:
     """Context under which `eqn` is emitted again with the options it was staged with.
 
     The mesh is one of these. Inside a ``shard_map`` that was not there at the time it
@@ -193,6 +193,11 @@ def ordered_by_lane(effects: Any) -> bool:
     """
     ordered = {"IOEffect", "OrderedIOEffect", "OrderedDebugEffect"}
     return any(type(e).__name__ in ordered for e in effects)
+
+
+def calls_back(effects: Any) -> bool:
+    """Whether a program with these effects calls Python where it can be seen; see above."""
+    return ordered_by_lane(effects) or any(type(e).__name__ == "DebugEffect" for e in effects)
 
 
 def written_inputs(jaxpr: Any) -> set[int]:

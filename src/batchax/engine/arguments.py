@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from batchax.engine.axis import AxisPosition
 from batchax.engine.containers import batch_arrays, find_container, is_container_spec
@@ -348,7 +349,7 @@ def _from_callable(leaf: SpecifiedLeaf) -> Any:
 
 
 def _as_array(value: Any, path: str) -> Any:
-    if isinstance(value, (jax.Array, jax.core.Tracer)):  # a reference is no jax.Array
+    if isinstance(value, (jax.Array, Tracer)):  # a reference is no jax.Array
         return value
     try:
         if isinstance(value, (np.ndarray, np.generic, bool, int, float, complex)) or hasattr(

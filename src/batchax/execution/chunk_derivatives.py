@@ -40,7 +40,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop, program
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
     marked = [False, *(i in moving for i in range(len(primals)))]
     types = [loop.result_aval(a, k) for a, k in zip(program.out_avals, loop.results, strict=True)]
-    zeros = [ad.Zero(aval.to_tangent_aval()) for aval in types]
+    zeros: list[Any] = [ad.Zero(aval.to_tangent_aval()) for aval in types]
     found = [
         k
         for k, (hit, zero) in enumerate(zip(reached(program.jaxpr, marked), zeros, strict=True))

@@ -147,7 +147,7 @@ def check_shared(args: Sequence[Any], consts: Sequence[Any]) -> None:
       consts: what the function closes over.
     """
     for x in (*args, *consts):
-        sharding = getattr(jax.typeof(x), "sharding", None)
+        sharding: Any = getattr(jax.typeof(x), "sharding", None)
         if any(entry is not None for entry in getattr(sharding, "spec", ())):
             raise UnsupportedError(
                 "batch_size was given for a batch that is sharded over a mesh, and the function "
