@@ -84,9 +84,9 @@ def test_without_a_limit_what_the_device_has_free():
 
 def test_a_limit_too_small_for_one_lane_says_how_much_one_needs():
     # Messages give sizes for people; what they say is what is asked for here.
-    with pytest.raises(bx.MemoryLimitError, match="wide needs .* for one lane") as caught:
+    with pytest.raises(bx.MemoryLimitError, match=r"wide needs .* for one lane") as caught:
         auto("1kB")(W, X)
-    with pytest.raises(bx.MemoryLimitError, match="wide needs .* for one lane"):
+    with pytest.raises(bx.MemoryLimitError, match=r"wide needs .* for one lane"):
         jax.jit(auto("1kB"))(W, X)
     smallest = str(caught.value).split("wide needs ")[1].split(" for one lane")[0]
     number, unit = smallest.split()
@@ -175,7 +175,7 @@ def test_limits_are_bytes_or_text(text, count):
 
 @pytest.mark.parametrize("limit", ["much", "2 XB", "", 0, -5, True, [1], "-1GB"])
 def test_other_limits_are_refused_when_vmap_is_called(limit):
-    with pytest.raises(bx.ArgumentTypeError, match='memory_limit .* "2GiB"'):
+    with pytest.raises(bx.ArgumentTypeError, match=r'memory_limit .* "2GiB"'):
         auto(limit)
 
 
