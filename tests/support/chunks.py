@@ -14,19 +14,19 @@ def check_chunks(
     in_axes=0,
     out_axes=0,
     derivatives=True,
+    forward=True,
     second=False,
     residuals="recompute",
     eager=True,
-    against_loop=None,
+    against_loop=False,
     tolerance=None,
     **options,
 ):
     """Compares `bx.vmap(fun, batch_size=...)` with `bx.vmap(fun)`.
 
-    Values, types, and derivatives of both modes with respect to every inexact argument;
-    `second`: forward over reverse, too. `against_loop`: also with the Python loop, for
-    integer `in_axes` and `out_axes` (if not said: where those are ints and `fun` has
-    positional arguments only).
+    Values, types, and derivatives of both modes (not `forward`: of one) with respect to
+    every inexact argument; `second`: forward over reverse, too. `eager`: also outside jit.
+    `against_loop`: also with the Python loop over examples.
     """
     if isinstance(in_axes, int):
         in_axes = (in_axes,) * len(args)
@@ -35,8 +35,8 @@ def check_chunks(
     plain = bx.vmap(fun, **options)
     jax.tree.map(same_type, jax.eval_shape(chunked, *args), jax.eval_shape(plain, *args))
 
-    got = _everything(chunked, args, derivatives, second)
-    expected = _everything(plain, args, derivatives, second)
+    got = _everything(chunked, args, derivatives, forward, second)
+    expected = _everything(plain, args, derivatives, forward, second)
     same(got, expected, tolerance, "all at once")
     if eager:
         out = chunked(*args)
@@ -47,7 +47,7 @@ def check_chunks(
         same(got["out"], looped, tolerance, "loop")
 
 
-def _everything(f, args, derivatives, second):
+def _everything(f, args, derivatives, forward, second):
     """Outputs and derivatives of `f`, from a single compiled program."""
     leaves, structure = jax.tree.flatten(args)
     inexact = [i for i, x in enumerate(leaves) if is_inexact(x)] if derivatives else []
@@ -65,7 +65,8 @@ def _everything(f, args, derivatives, second):
         if points and ys:
             tangents = tuple(direction(x, 1) for x in points)
             cotangents = [direction(y, 2) for y in ys]
-            found["jvp"] = jax.jvp(only, points, tangents, has_aux=True)[1]
+            if forward:
+                found["jvp"] = jax.jvp(only, points, tangents, has_aux=True)[1]
             found["vjp"] = pull(cotangents)
             if second:
 

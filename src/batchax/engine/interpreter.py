@@ -109,8 +109,3 @@ def _plan(jaxpr: Any) -> list[tuple[Any, set[Any]]]:
         steps.append((eqn, (used | set(eqn.outvars)) - live))
         live |= used
     return steps[::-1]
-
-
-def needed_equations(jaxpr: Any) -> list[Any]:
-    """The equations of `jaxpr` that an output, or an effect, needs."""
-    return [eqn for eqn, _ in _plan(jaxpr)]

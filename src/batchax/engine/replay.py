@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -28,7 +29,7 @@ from typing import Any
 
 import jax
 from jax.core import ShapedArray, Tracer, eval_jaxpr
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxprs_in_params
 
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition
@@ -102,7 +103,28 @@ def program_behind(*rules: Any) -> Program | None:
     A rule that needs no program must not hold one: it may live in a cache for long.
     """
     program = _running.get()
-    return program if program is not None and _holds_tracer(list(rules)) else None
+    return program if program is not None and any(True for _ in _tracers(list(rules))) else None
+
+
+_RULES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd")
+
+
+def closed_over(eqn: Any) -> list[Any]:
+    """The variables that derivative rules in `eqn` close over."""
+    rules = [rule for name, rule in eqn.params.items() if name in _RULES]
+    found = list(map(_compat.staged_variable, _tracers(rules))) if rules else []
+    for inner in jaxprs_in_params(eqn.params):
+        found += _closed_over_inside(inner)
+    return [v for v in dict.fromkeys(found) if v is not None]
+
+
+_known: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def _closed_over_inside(jaxpr: Any) -> list[Any]:
+    if jaxpr not in _known:
+        _known[jaxpr] = [v for eqn in jaxpr.eqns for v in closed_over(eqn)]
+    return _known[jaxpr]
 
 
 def resolve(program: Program | None, values: Sequence[Any]) -> tuple[list[Any], list[AxisPosition]]:
@@ -125,21 +147,25 @@ def _slice(jaxpr: Any, needed: Sequence[Any]) -> list[Any]:
 _MOST_OBJECTS = 10_000  # a rule bound to something larger is taken to hold a tracer
 
 
-def _holds_tracer(unseen: list[Any]) -> bool:
-    """Whether a tracer can be reached from functions, their closures and containers."""
+def _tracers(unseen: list[Any]) -> Iterator[Any]:
+    """The tracers that can be reached from functions, their closures and containers.
+
+    Ends with None where there is more to search than is reasonable.
+    """
     seen: set[int] = set()
     while unseen:
         x = unseen.pop()
-        if isinstance(x, Tracer):
-            return True
         if type(x) in _LEAVES or id(x) in seen:
             continue
         seen.add(id(x))
+        if isinstance(x, Tracer):
+            yield x
+            continue
         if len(seen) > _MOST_OBJECTS:
-            return True
+            yield None
+            return
         find_parts = _PARTS.get(type(x)) or _parts_of_object
         unseen.extend(find_parts(x))
-    return False
 
 
 def _parts_of_function(f: types.FunctionType) -> Iterator[Any]:

@@ -236,11 +236,21 @@ def run(loop: Loop, operands: Sequence[Any]) -> list[Any]:
     types, results = program.out_avals, results_before(loop, program)
     results = _compat.varying_alike(results, like=operands)
     full, rest = divmod(loop.size, chunk)
-    results = lax.fori_loop(
-        np.int32(0), np.int32(full), lambda i, results: step(i, chunk, results), results
-    )
-    if rest:
-        results = step(jnp.int32(full), rest, results)
+    if rest and _compat.calls_back(program.effects):
+        # Outside of the loop nothing would keep the last chunk from running first.
+        def either(i: Any, results: list[Any]) -> list[Any]:
+            def last(results: list[Any]) -> list[Any]:
+                return step(i, rest, results)
+
+            return lax.cond(i < full, lambda results: step(i, chunk, results), last, results)
+
+        results = lax.fori_loop(np.int32(0), np.int32(full + 1), either, results)
+    else:
+        results = lax.fori_loop(
+            np.int32(0), np.int32(full), lambda i, results: step(i, chunk, results), results
+        )
+        if rest:
+            results = step(jnp.int32(full), rest, results)
     return [
         lax.convert_element_type(x, t.dtype) if isinstance(kind, Sum) else x
         for x, t, kind in zip(results, types, loop.results, strict=True)
@@ -361,6 +371,14 @@ def _abstract_eval(*avals: Any, loop: Loop, program: Any) -> Any:
     outs = [loop.result_aval(a, k) for a, k in zip(program.out_avals, loop.results, strict=True)]
     return outs, program.effects
 
+
+def _to_lojax(*operands: Any, loop: Loop, program: Any) -> list[Any]:
+    """Where the program has primitives that JAX, from 0.12 on, lowers before all others."""
+    traced = any(isinstance(x, Tracer) for x in operands)
+    return run(loop, operands) if traced else _impl(*operands, loop=loop, program=program)
+
+
+chunk_loop_p.to_lojax = _to_lojax
 
 mlir.register_lowering(
     chunk_loop_p,

@@ -17,10 +17,9 @@ from batchax import _compat
 from batchax.engine.arguments import is_position
 from batchax.engine.axis import Axis, AxisPosition, move_axis
 from batchax.engine.inner import example_aval
-from batchax.engine.interpreter import needed_equations
 from batchax.engine.named_axes import uses_name
 from batchax.engine.outputs import AUTO, OutputArray, Reduce, check_unbatched, place
-from batchax.engine.replay import Program, running
+from batchax.engine.replay import Program, closed_over, running
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.execution.chunk_loop import WHOLE, Body, Lanes, Loop
 from batchax.execution.memory import Auto, parse_limit
@@ -203,7 +202,8 @@ class _Runner:
 
     def outputs(self, described: Sequence[OutputArray]) -> tuple[list[Any], list[AxisPosition]]:
         """What the program returns, placed, and where it carries the batch axis."""
-        eqns, outvars = needed_equations(self.jaxpr), self.jaxpr.outvars
+        outvars = self.jaxpr.outvars
+        eqns: Sequence[Any] = section_for(self.jaxpr.eqns, outvars, ()).eqns
         outs: dict[int, Any] = {}
         positions: dict[int, AxisPosition] = {}
         while True:
@@ -333,7 +333,9 @@ class _Runner:
             found = _SectionBody(self, eqns, section.shared, effects=False).of_first_lane()
             section = _SectionBody(self, eqns, [t for t in targets if t not in found])
         loop = replace(section.loop, results=tuple(section.kinds.values()))
-        outs = run_loop(loop, section.operands, self.chunking.keep)
+        # JAX runs rules of what it scans when the values they close over are gone.
+        keep = self.chunking.keep and not any(map(closed_over, section.section.eqns))
+        outs = run_loop(loop, section.operands, keep)
         if self.shards is not None:
             outs = map(self.shards.combined, loop.results, outs)
         for target, out, aval in zip(section.kinds, outs, section.types, strict=True):

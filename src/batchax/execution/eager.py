@@ -58,7 +58,9 @@ def compile_program(
     text = lowered.as_text()
     if "callback" in text:  # which function is called back, the text does not say
         return lowered.compile()
-    key = (text, tuple(getattr(x, "sharding", None) for x in operands), jax.default_backend())
+    # Operands that nothing reads are not in the text, but have to be of these types.
+    types = tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in operands)
+    key = (text, types, jax.default_backend())
     if key not in _compiled:
         _compiled[key] = lowered.compile()
     _compiled.move_to_end(key)

@@ -7,19 +7,23 @@ becomes an input of the program, which loops and branches receive as any other v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.extend.core import Literal
+from jax.extend.core.primitives import copy_p
 
 from batchax import _compat
 from batchax.engine.axis import Axis
 from batchax.engine.named_axes import as_names, uses_name
 from batchax.errors import UnsupportedError
+from batchax.execution.sections import Section
 from batchax.rules.collectives import CASTS
 
 _OPENED = {
@@ -32,19 +36,57 @@ _OPENED = {
 }
 
 
-def expose_names(axis: Axis, staged: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
+def expose_names(axis: Axis, staged: _compat.ClosedJaxpr) -> Section:
     """`staged` with the index of the lane as its first input and calls opened.
+
+    Variables keep their identity: derivative rules may have closed over them.
 
     Raises:
       UnsupportedError: a loop, a branch or a function with a derivative rule contains
         a collective over the axis.
     """
+    index = jax.typeof(np.int32(0))
+    lane = _compat.stage(lambda i: [i], [index]).jaxpr.invars[0]
+    eqns, constvars, consts = [], [*staged.jaxpr.constvars], [*staged.consts]
+    for eqn in staged.jaxpr.eqns:
+        if not uses_name(eqn, axis.name):
+            eqns.append(eqn)
+            continue
 
-    def run(lane: Any, *args: Any) -> list[Any]:
-        return _evaluate(axis, staged.jaxpr, staged.consts, args, lane, top=True)
+        def run(lane: Any, *xs: Any, eqn: Any = eqn) -> list[Any]:
+            with _as_staged(eqn, _compat.current_name_stack()):
+                return _distinct(_use(axis, eqn, list(xs), lane, True), [lane, *xs])
 
-    avals = [jax.typeof(np.int32(0)), *staged.in_avals]
-    return _compat.stage(run, avals, [(axis.name, axis.size)])
+        types = [index, *(v.aval for v in eqn.invars)]
+        part = _compat.stage(run, types, [(axis.name, axis.size)])
+        renamed = dict(zip(part.jaxpr.invars, [lane, *eqn.invars], strict=True))
+        renamed |= zip(part.jaxpr.outvars, eqn.outvars, strict=True)
+        constvars += part.jaxpr.constvars
+        consts += part.consts
+        for e in part.jaxpr.eqns:
+            read = [v if isinstance(v, Literal) else renamed.get(v, v) for v in e.invars]
+            eqns.append(e.replace(invars=read, outvars=[renamed.get(v, v) for v in e.outvars]))
+    jaxpr = staged.jaxpr
+    return Section(eqns, [lane, *jaxpr.invars], jaxpr.outvars, constvars, consts)
+
+
+def _distinct(outs: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+    """`outs`, none of which is an input, a constant, or the same as another."""
+    seen = set(map(id, xs))
+    distinct = []
+    for x in outs:
+        if id(x) in seen or not isinstance(x, Tracer):
+            x = copy_p.bind(x)
+        seen.add(id(x))
+        distinct.append(x)
+    return distinct
+
+
+@contextmanager
+def _as_staged(eqn: Any, outer_names: Any) -> Iterator[None]:
+    """Emits operations as of the line of the user that made `eqn`."""
+    with _compat.user_source(eqn.source_info, outer_names), _compat.equation_context(eqn):
+        yield
 
 
 def _evaluate(
@@ -59,11 +101,9 @@ def _evaluate(
 
     for eqn in jaxpr.eqns:
         xs = list(map(read, eqn.invars))
-        with _compat.user_source(eqn.source_info, outer_names), _compat.equation_context(eqn):
-            if uses_name(eqn, axis.name):
-                outs = _use(axis, eqn, xs, lane, top)
-            else:
-                outs = _bind(eqn, xs)
+        with _as_staged(eqn, outer_names):
+            used = uses_name(eqn, axis.name)
+            outs = _use(axis, eqn, xs, lane, top) if used else _bind(eqn, xs)
         env.update(zip(eqn.outvars, outs, strict=True))
     return list(map(read, jaxpr.outvars))
 

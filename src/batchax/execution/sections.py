@@ -17,6 +17,7 @@ from jax.extend.core import Literal
 from batchax.engine.axis import Axis, AxisPosition
 from batchax.engine.interpreter import interpret
 from batchax.engine.named_axes import uses_name
+from batchax.engine.replay import closed_over
 
 Env = dict[Any, tuple[Any, AxisPosition]]
 """Variables whose values for all lanes are known, and where their batch axes are."""
@@ -117,8 +118,8 @@ def crossing(eqns: Sequence[Any], free: Sequence[Any], cuts: Sequence[Any]) -> l
 
 
 def variables(eqn: Any) -> list[Any]:
-    """The variables that an equation reads."""
-    return [v for v in eqn.invars if not isinstance(v, Literal)]
+    """The variables that an equation reads, or a derivative rule in it when its time comes."""
+    return [v for v in eqn.invars if not isinstance(v, Literal)] + closed_over(eqn)
 
 
 def bytes_per_lane(vs: Iterable[Any]) -> int:

@@ -1,0 +1,313 @@
+"""Collectives in chunks span the whole batch, as without chunks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import batchax as bx
+
+from support.chunks import check_chunks
+from support.oracle import example, same
+
+LANES = 4
+PERM = [(0, 2), (2, 1), (1, 3), (3, 0)]
+GROUPS = [[0, 3], [2, 1]]
+UNEVEN = [[2], [0, 3, 1]]
+X = example((LANES, 4, 8))
+W = example((8,), seed=2)
+
+# Each takes an example of shape (4, 8) and the names to communicate over.
+COLLECTIVES = {
+    "psum": lax.psum,
+    "pmean": lax.pmean,
+    "pmax": lax.pmax,
+    "pmin": lax.pmin,
+    "psum of a tree": lambda x, i: lax.psum({"a": jnp.sin(x), "b": 2.0 * x[0]}, i),
+    "all_gather": lax.all_gather,
+    "all_gather tiled axis 1": lambda x, i: lax.all_gather(x, i, axis=1, tiled=True),
+    "psum_scatter": lax.psum_scatter,
+    "psum_scatter tiled": lambda x, i: lax.psum_scatter(x, i, scatter_dimension=1, tiled=True),
+    "all_to_all": lambda x, i: lax.all_to_all(x, i, 0, 0),
+    "all_to_all tiled": lambda x, i: lax.all_to_all(x, i, 1, 0, tiled=True),
+    "ppermute": lambda x, i: lax.ppermute(x, i, PERM),
+    "pshuffle": lambda x, i: lax.pshuffle(x, i, [3, 1, 0, 2]),
+    "axis_index": lambda x, i: x * lax.axis_index(i),
+    "axis_size": lambda x, i: x * lax.axis_size(i),
+}
+WITH_GROUPS = {
+    "psum": lambda x, i, g: lax.psum(x, i, axis_index_groups=g),
+    "pmean": lambda x, i, g: lax.pmean(x, i, axis_index_groups=g),
+    "pmax": lambda x, i, g: lax.pmax(x, i, axis_index_groups=g),
+    "all_gather": lambda x, i, g: lax.all_gather(x, i, axis_index_groups=g, axis=1),
+    "all_to_all": lambda x, i, g: lax.all_to_all(x[:2], i, 0, 1, axis_index_groups=g),
+}
+
+
+def around(collective):
+    """A collective with work before and after it, and values that cross."""
+
+    def fun(x, w):
+        y = jnp.sin(x * w)
+        out = collective(y, "i")
+        return jax.tree.map(lambda z: z * 2 + y.sum(), out), y
+
+    return fun
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_alone_and_within_a_program(name):
+    options = dict(axis_name="i", batch_size=3, eager=False)
+    check_chunks(lambda x: COLLECTIVES[name](x, "i"), X, **options)
+    moved = jnp.moveaxis(X, 0, 1)
+    fun = around(COLLECTIVES[name])
+    check_chunks(fun, moved, W, in_axes=(1, None), out_axes=(0, 2), **options)
+
+
+@pytest.mark.parametrize("groups", [GROUPS, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("name", WITH_GROUPS)
+def test_groups(name, groups):
+    if groups is UNEVEN and name not in ("psum", "pmax"):
+        return  # these need groups of one size
+    fun = around(lambda x, i: WITH_GROUPS[name](x, i, groups))
+    derivatives = (name, groups) not in (("pmax", GROUPS), ("pmax", UNEVEN))
+    options = dict(in_axes=(0, None), axis_name="i", batch_size=3, eager=False)
+    check_chunks(fun, X, W, derivatives=derivatives, **options)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+@pytest.mark.parametrize("residuals", ["recompute", "keep"])
+def test_batch_normalisation(batch_size, residuals):
+    """Two levels of statistics, each of which needs the level below for all lanes."""
+
+    def layer(x, w):
+        mean = lax.pmean(x, "i")
+        variance = lax.pmean((x - mean) ** 2, "i")
+        return jnp.tanh((x - mean) / jnp.sqrt(variance + 1e-3) * w)
+
+    def network(x, w):
+        for k in range(2):
+            x = layer(x @ w, w[k])
+        return x, lax.pmax(x.sum(), "i")
+
+    x, w = example((5, 3), seed=1), example((3, 3), seed=2)
+    check_chunks(
+        network,
+        x,
+        w,
+        in_axes=(0, None),
+        out_axes=(1, None),
+        axis_name="i",
+        batch_size=batch_size,
+        residuals=residuals,
+        second=batch_size == 2,
+        eager=batch_size == 2,
+    )
+
+
+def test_what_crosses_is_kept_or_computed_again():
+    """Little is kept; much (here: more than the inputs of a lane) is computed again."""
+    counts = []
+
+    def counted(x):
+        counts.append(None)
+        return x
+
+    def call(x):
+        return jax.pure_callback(counted, jax.typeof(x), x, vmap_method="sequential")
+
+    def small(x):
+        y = call(x)
+        return y - lax.pmean(y, "i")
+
+    def large(x):
+        y = call(jnp.broadcast_to(x, (3, *x.shape)))
+        return (y - lax.pmean(y.sum(0), "i")).sum(0)
+
+    x = example((5, 2))
+    for fun, times in ((small, 5), (large, 10)):
+        counts.clear()
+        got = jax.jit(bx.vmap(fun, axis_name="i", batch_size=2))(x)
+        assert len(counts) == times
+        same(got, bx.vmap(fun, axis_name="i")(x))
+
+
+def test_inside_jit_and_checkpoint():
+    @jax.jit
+    def centred(x):
+        return x - lax.pmean(jnp.sin(x), "i")
+
+    def fun(x, w):
+        x = jax.checkpoint(lambda x: jax.jit(centred)(x * w))(x)
+        return centred(jnp.cos(x)) + lax.axis_index("i")
+
+    x = example((5, 3))
+    check_chunks(fun, x, W[:3], in_axes=(0, None), axis_name="i", second=True)
+    check_chunks(jax.checkpoint(lambda x: lax.psum(x, "i") + x), x, axis_name="i", residuals="keep")
+
+
+def test_of_values_that_are_not_batched():
+    def fun(x, w):
+        total = lax.psum(w, "i")
+        return total, lax.pmax(w, "i"), lax.all_gather(w, "i"), x * total, lax.psum(1, "i")
+
+    x = example((5, 3))
+    out_axes = (None, None, None, 0, None)
+    options = dict(in_axes=(0, None), axis_name="i")
+    check_chunks(fun, x, W[:3], out_axes=out_axes, **options)
+    check_chunks(fun, x, W[:3], **options)
+
+
+def test_of_inputs_as_they_are():
+    def fun(x, n):
+        return lax.psum(x, "i"), lax.psum(n, "i"), lax.pmax(x, "i"), lax.pmean(n > 1, "i")
+
+    check_chunks(fun, example((5, 3)), jnp.arange(5), out_axes=None, axis_name="i")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "bool", "complex64"])
+def test_dtypes(dtype):
+    x = example((5, 3), jnp.dtype(dtype), high=3)
+
+    def fun(x):
+        x = x if x.dtype == bool else x * 2
+        out = [lax.psum(x, "i")]
+        return out if dtype == "complex64" else [*out, lax.pmax(x, "i"), lax.pmin(x, "i")]
+
+    loose = dict(rtol=2e-2, atol=2e-2) if "16" in dtype else None
+    options = dict(axis_name="i", derivatives=False, eager=False, tolerance=loose)
+    check_chunks(fun, x, out_axes=None, **options)
+
+
+@pytest.mark.parametrize("names", [("i", "j"), ("j", "i")], ids="".join)
+@pytest.mark.parametrize("name", ["psum", "pmean", "pmax", "axis_index", "axis_size", "all_gather"])
+def test_several_names(name, names):
+    x = example((3, 5, 2), seed=3)
+    fun = lambda x: COLLECTIVES[name](jnp.sin(x), names)
+    both = lambda outer, inner: outer(inner(fun, axis_name="j"), axis_name="i")
+    chunked = functools.partial(bx.vmap, batch_size=2)
+    expected = jax.jit(both(bx.vmap, bx.vmap))(x)
+    for outer, inner in ((bx.vmap, chunked), (chunked, bx.vmap), (chunked, chunked)):
+        same(jax.jit(both(outer, inner))(x), expected)
+    if name != "all_gather":  # jax.vmap gathers over one name
+        for outer, inner in ((jax.vmap, chunked), (chunked, jax.vmap)):
+            same(jax.jit(both(outer, inner))(x), expected)
+    if name not in ("all_gather", "pmax"):  # JAX cannot differentiate pmax of an outer axis
+        total = lambda outer: lambda x: (jnp.sin(both(outer, chunked)(x)) * x).sum()
+        same(jax.jit(jax.grad(total(chunked)))(x), jax.jit(jax.grad(total(jax.vmap)))(x))
+
+
+def test_a_shadowed_name_is_that_of_the_inner_axis():
+    fun = lambda x: bx.vmap(lambda y: y - lax.pmean(y, "i"), axis_name="i", batch_size=2)(x)
+    x = example((5, 3))
+    same(bx.vmap(fun, axis_name="i", batch_size=2)(x), x - x.mean(1, keepdims=True))
+
+
+def test_index_of_the_lane_in_loops_and_branches():
+    def fun(x, n):
+        i = lax.axis_index("i")
+        counted = lax.fori_loop(0, 3, lambda _, c: c + lax.axis_index("i"), 0)
+        _, scanned = lax.scan(lambda c, y: (c, y * lax.axis_index("i")), 0, x)
+        waited = lax.while_loop(
+            lambda c: c < lax.axis_index("i"), lambda c: c + 1 + lax.axis_index("i") * 0, 0
+        )
+        chosen = lax.cond(
+            n > 1, lambda x: x * lax.axis_index("i"), lambda x: x + lax.axis_index("i"), x
+        )
+        switched = lax.switch(i % 2, [jnp.sin, lambda x: x * lax.axis_index("i")], x)
+        return i, counted, scanned, waited, chosen, switched
+
+    x, n = example((5, 3)), jnp.arange(5)
+    check_chunks(fun, x, n, axis_name="i", forward=False)
+    for batch_size in (1, 4):
+        got = jax.jit(bx.vmap(fun, axis_name="i", batch_size=batch_size))(x, n)
+        same(got[0], jnp.arange(5))
+        same(got[1], 3 * jnp.arange(5))
+
+
+IN_LOOPS = {
+    "scan": lambda x: lax.scan(lambda c, _: (lax.psum(c, "i"), None), x, None, length=2)[0],
+    "while": lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: c + lax.psum(c, "i"), x),
+    "fori_loop": lambda x: lax.fori_loop(0, 2, lambda _, c: c - lax.pmean(c, "i"), x),
+    "cond": lambda x: lax.cond(x[0] > 0, lambda x: lax.psum(x, "i"), lambda x: x, x),
+    "jit in scan": lambda x: lax.scan(
+        lambda c, _: (jax.jit(lambda y: lax.all_gather(y, "i")[0])(c), None), x, None, length=2
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", IN_LOOPS)
+def test_a_collective_in_a_loop_is_refused_before_any_work(name):
+    calls = []
+
+    def fun(x):
+        jax.debug.callback(lambda: calls.append("debug"))
+        x = jax.experimental.io_callback(
+            lambda x: calls.append("io") or x, jax.typeof(x), x, ordered=True
+        )
+        x = jax.pure_callback(
+            lambda x: calls.append("pure") or x, jax.typeof(x), x, vmap_method="sequential"
+        )
+        return IN_LOOPS[name](x - lax.pmean(x, "i"))
+
+    x = example((5, 3))
+    batched = bx.vmap(fun, axis_name="i", batch_size=2)
+    for call in (batched, jax.jit(batched), jax.grad(lambda x: batched(x).sum())):
+        with pytest.raises(bx.errors.UnsupportedError) as caught:
+            call(x)
+        message = str(caught.value)
+        assert "inside a loop or branch" in message
+        assert "batch axis 'i'" in message
+        assert f"{__file__.rsplit('/', 1)[-1]}:" in message  # the user's line
+        assert "leave batch_size out" in message
+    jax.effects_barrier()
+    assert not calls
+    # It runs where all lanes are there at once.
+    jax.eval_shape(bx.vmap(fun, axis_name="i", batch_size=5), x)
+
+
+def test_a_collective_in_a_function_with_a_derivative_rule_is_refused():
+    @jax.custom_jvp
+    def f(x):
+        return x - lax.pmean(x, "i")
+
+    f.defjvp(lambda p, t: (f(*p), t[0]))
+    with pytest.raises(bx.errors.UnsupportedError, match=r"inside `custom_jvp_call`"):
+        bx.vmap(f, axis_name="i", batch_size=2)(example((5, 3)))
+
+
+def test_collectives_over_an_outer_axis_run_anywhere():
+    """Only the chunked axis is in pieces: others have all their lanes in each chunk."""
+
+    def fun(x):
+        def step(c, y):
+            return c + lax.psum(y, "outer"), c
+
+        total, _ = lax.scan(step, 0.0, x)
+        return total - lax.pmean(total, "inner")
+
+    x = example((3, 5, 2))
+    nested = lambda inner: bx.vmap(inner(fun, axis_name="inner"), axis_name="outer")
+    chunked = functools.partial(bx.vmap, batch_size=2)
+    same(jax.jit(nested(chunked))(x), jax.jit(nested(bx.vmap))(x))
+    gradient = lambda inner: jax.grad(lambda x: jnp.sin(nested(inner)(x)).sum())
+    same(jax.jit(gradient(chunked))(x), jax.jit(gradient(bx.vmap))(x))
+
+
+def test_memory_of_a_reducing_collective_is_that_of_a_chunk():
+    def fun(x, w):
+        y = jnp.tanh(jnp.outer(x, w))
+        return y.sum() - lax.psum(y, "i").sum()
+
+    w = jax.ShapeDtypeStruct((256,), jnp.float32)
+    needed = []
+    for lanes in (32, 64):
+        x = jax.ShapeDtypeStruct((lanes, 256), jnp.float32)
+        chunked = bx.vmap(fun, (0, None), axis_name="i", batch_size=4)
+        compiled = jax.jit(chunked).lower(x, w).compile()
+        needed.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert needed[1] <= needed[0] + 32 * 8  # a number for each lane crosses
+    assert np.prod((64, 256, 256)) * 4 > 4 * needed[1]

@@ -1,0 +1,470 @@
+"""Derivatives in chunks: right in every mode and order, in the memory of one chunk."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import batchax as bx
+
+from support.chunks import check_chunks
+from support.oracle import example, same
+from support.programs import random_program
+
+LANES = 5
+X = example((LANES, 3), seed=1)
+Y = example((LANES, 3), seed=4)
+W = example((3,), seed=2)
+RESIDUALS = ("recompute", "keep")
+LOOSE = {"rtol": 2e-3, "atol": 2e-3}
+
+
+def model(x, w):
+    return jnp.tanh(jnp.outer(x, w)) @ w
+
+
+@pytest.fixture(params=RESIDUALS)
+def chunked(request):
+    """`bx.vmap` in chunks of two lanes, keeping residuals or not."""
+    return functools.partial(bx.vmap, batch_size=2, residuals=request.param)
+
+
+TRANSFORMATIONS = {
+    "grad": lambda f: jax.grad(lambda *a: jnp.sin(f(*a)).sum(), (0, 1)),
+    "value_and_grad": lambda f: jax.value_and_grad(lambda *a: jnp.sin(f(*a)).sum(), (0, 1)),
+    "jacrev": lambda f: jax.jacrev(f, (0, 1)),
+    "jacfwd": lambda f: jax.jacfwd(f, (0, 1)),
+    "hessian": lambda f: jax.hessian(f, (0, 1)),
+    "jacrev of jacrev": lambda f: jax.jacrev(jax.jacrev(f, 1), (0, 1)),
+    "jacrev of jacfwd": lambda f: jax.jacrev(jax.jacfwd(f, 1), (0, 1)),
+    "grad of grad": lambda f: jax.grad(
+        lambda *a: jax.grad(lambda *b: jnp.sin(f(*b)).sum())(*a).sum(), (0, 1)
+    ),
+    "vjp": lambda f: lambda *a: jax.vjp(f, *a)[1](jnp.ones((3, LANES))),
+    "jvp": lambda f: lambda *a: jax.jvp(f, a, a),
+    "linearize": lambda f: lambda *a: jax.linearize(f, *a)[1](*a),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_transformations(name, chunked):
+    options = dict(in_axes=(0, None), out_axes=1)
+    ours, plain = (v(model, **options) for v in (chunked, bx.vmap))
+    transformation = TRANSFORMATIONS[name]
+    same(
+        jax.jit(transformation(ours))(X, W),
+        jax.jit(transformation(plain))(X, W),
+        dict(rtol=1e-4, atol=1e-5),
+    )
+
+
+@pytest.mark.parametrize("name", ["grad", "jacrev", "jvp"])
+def test_outside_jit(name, chunked):
+    ours, plain = (v(model, in_axes=(0, None)) for v in (chunked, bx.vmap))
+    transformation = TRANSFORMATIONS[name]
+    if name == "jvp":
+        same(transformation(ours)(X, W), jax.jit(transformation(plain))(X, W))
+        return
+    for argument in (0, 1):
+        f, g = (lambda z, h=h: h(*((z, W), (X, z))[argument]).sum() for h in (ours, plain))
+        same(getattr(jax, name)(f)((X, W)[argument]), jax.jit(jax.grad(g))((X, W)[argument]))
+
+
+def test_linear_functions_are_transposed():
+    chunked = functools.partial(bx.vmap, batch_size=2)
+    f = chunked(lambda x, w: jnp.outer(x, w).sum(0) * 2, (0, None), 1)
+    g = bx.vmap(lambda x, w: jnp.outer(x, w).sum(0) * 2, (0, None), 1)
+    ct = example((3, LANES), seed=5)
+    for i, point in enumerate((X, W)):
+        other = W if i == 0 else X
+
+        def only(h, z):
+            return h(z, other) if i == 0 else h(other, z)
+
+        got = jax.jit(jax.linear_transpose(functools.partial(only, f), point))(ct)
+        same(got, jax.linear_transpose(functools.partial(only, g), point)(ct))
+
+
+def test_auxiliary_outputs(chunked):
+    def loss(v):
+        def total(w):
+            values, aux = v(lambda x, w: (model(x, w).sum(), (x > 0, w * x)), (0, None))(X, w)
+            return values.sum(), aux
+
+        return jax.value_and_grad(total, has_aux=True)
+
+    same(jax.jit(loss(chunked))(W), loss(bx.vmap)(W))
+
+
+def test_per_example_derivatives_inside(chunked):
+    for transformation in (jax.grad, jax.hessian):
+        one = transformation(lambda w, x: model(x, w).sum())
+        f, g = (v(one, (None, 0)) for v in (chunked, bx.vmap))
+        same(jax.jit(f)(W, X), g(W, X))
+        # And differentiated again from outside.
+        outer = [jax.grad(lambda w: h(w, X).sum()) for h in (f, g)]
+        same(jax.jit(outer[0])(W), outer[1](W))
+
+
+@pytest.mark.parametrize("where", ["inside", "outside", "both"])
+def test_checkpoint(where, chunked):
+    inner = jax.checkpoint(model) if where != "outside" else model
+    f = chunked(inner, (0, None))
+    if where != "inside":
+        f = jax.checkpoint(f)
+    same(
+        jax.jit(jax.grad(lambda *a: f(*a).sum(), (0, 1)))(X, W),
+        jax.grad(lambda *a: bx.vmap(model, (0, None))(*a).sum(), (0, 1))(X, W),
+    )
+
+
+def test_nested_chunks(chunked):
+    pairs = example((4, LANES), seed=3)
+
+    def total(outer, inner):
+        def rows(row, w):
+            return inner(lambda p, w: jnp.sin(p * w).sum(), (0, None))(row, w)
+
+        return jax.value_and_grad(lambda p, w: outer(rows, (0, None), 1)(p, w).sum(), (0, 1))
+
+    expected = total(jax.vmap, jax.vmap)(pairs, W)
+    for outer, inner in ((chunked, chunked), (chunked, jax.vmap), (jax.vmap, chunked)):
+        same(jax.jit(total(outer, inner))(pairs, W), expected)
+    same(jax.jit(total(bx.vmap, chunked))(pairs, W), expected)
+
+
+@pytest.mark.parametrize("outer", [jax.vmap, bx.vmap])
+def test_under_an_outer_vmap(outer, chunked):
+    out_axes = (1, *map(bx.Reduce, ("mean", "max", "prod")))
+    xs, ws = example((LANES, 2, 3), seed=6), example((3, 2), seed=7)
+    which = ((1, 1), (None, 1), (1, None))
+
+    def gradients(v):
+        h = v(lambda x, w: (model(x, w),) * 4, (0, None), out_axes)
+        return jax.value_and_grad(lambda x, w: sum(jnp.sin(y).sum() for y in h(x, w)), (0, 1))
+
+    def everything(v):
+        return lambda: [
+            outer(gradients(v), axes)(xs if axes[0] else X, ws if axes[1] else W) for axes in which
+        ]
+
+    same(jax.jit(everything(chunked))(), jax.jit(everything(bx.vmap))())
+
+
+def test_inside_loops_and_branches(chunked):
+    def program(v):
+        f = v(model, (0, None))
+
+        def scanned(x, w):
+            return lax.scan(lambda c, _: (jnp.sin(f(c, w)), c.sum()), x, None, length=3)
+
+        def branched(x, w):
+            return lax.cond(w.sum() > -100, f, lambda x, w: x * 2, x, w)
+
+        def counted(x, w):
+            return lax.fori_loop(0, 2, lambda i, c: f(c, w) + i, x)
+
+        def total(x, w):
+            parts = scanned(x, w), branched(x, w), counted(x, w)
+            return sum(p.sum() for p in jax.tree.leaves(parts))
+
+        return jax.value_and_grad(total, (0, 1))
+
+    same(jax.jit(program(chunked))(X, W), jax.jit(program(bx.vmap))(X, W))
+
+    def until(v):
+        f = v(model, (0, None))
+        return lambda x: lax.while_loop(lambda c: c.sum() < 30, lambda c: c + f(c, W) ** 2 + 1, x)
+
+    push = lambda v: jax.jvp(until(v), (X,), (Y,))
+    same(jax.jit(lambda: push(chunked))(), push(bx.vmap))
+
+
+def test_loops_and_branches_inside(chunked):
+    def per_example(x, w, n):
+        scanned, _ = lax.scan(lambda c, _: (jnp.sin(c * w), None), x, None, length=3)
+        branch = lax.cond(n > 2, lambda x: jnp.log(jnp.abs(x) + 1), jnp.cos, x)
+        return scanned + branch, lax.while_loop(lambda s: s < n, lambda s: s + 2, 0)
+
+    n = jnp.arange(LANES)
+
+    def program(v):
+        def total(x, w):
+            values, counts = v(per_example, (0, None, 0))(x, w, n)
+            return jnp.sin(values).sum(), counts
+
+        return jax.value_and_grad(total, (0, 1), has_aux=True)
+
+    same(jax.jit(program(chunked))(X, W), program(bx.vmap)(X, W))
+
+
+def test_integers_and_keys_have_no_derivative(chunked):
+    keys, n = jax.random.split(jax.random.key(0), LANES), jnp.arange(LANES)
+
+    def f(key, n, x):
+        return jax.random.normal(key, (3,)) * x * n, n + 1, key
+
+    def total(v):
+        return lambda x: v(f)(keys, n, x)[0].sum()
+
+    same(jax.grad(total(chunked))(X), jax.grad(total(bx.vmap))(X))
+    g = lambda v: jax.grad(lambda n, x: v(f)(keys, n, x)[0].sum(), (0, 1), allow_int=True)
+    same(g(chunked)(n, X), g(bx.vmap)(n, X))
+    same(
+        jax.jvp(lambda x: chunked(f)(keys, n, x), (X,), (Y,))[1][0],
+        jax.jvp(lambda x: bx.vmap(f)(keys, n, x), (X,), (Y,))[1][0],
+    )
+
+
+def test_stopped_gradients_and_unused_arguments(chunked):
+    def f(x, y, w):
+        return lax.stop_gradient(x) * w + x, w
+
+    def total(v):
+        return lambda *a: sum(t.sum() for t in v(f, (0, 0, None), (0, None))(*a))
+
+    got = jax.jit(jax.grad(total(chunked), (0, 1, 2)))(X, Y, W)
+    same(got, jax.grad(total(bx.vmap), (0, 1, 2))(X, Y, W))
+
+
+def test_complex_numbers(chunked):
+    z = example((LANES, 3), jnp.complex64, seed=3)
+
+    def total(v):
+        def loss(z, w):
+            return jnp.abs(v(lambda z, w: jnp.exp(1j * z) * w, (0, None))(z, w)).sum()
+
+        return jax.grad(loss, (0, 1))
+
+    same(jax.jit(total(chunked))(z, W), total(bx.vmap)(z, W))
+
+
+# --- functions with derivative rules of their own ----------------------------------------------
+
+
+def tripled_jvp(closed=None):
+    @jax.custom_jvp
+    def f(x, y):
+        return jnp.sin(x) * y
+
+    @f.defjvp
+    def rule(primals, tangents):
+        (x, y), (tx, ty) = primals, tangents
+        scale = 3 if closed is None else closed
+        return f(x, y), scale * (jnp.cos(x) * tx * y + jnp.sin(x) * ty)
+
+    return f
+
+
+def tripled_vjp(closed=None):
+    @jax.custom_vjp
+    def f(x, y):
+        return jnp.sin(x) * y
+
+    def bwd(residuals, c):
+        x, y = residuals
+        scale = 3 if closed is None else closed
+        return scale * c * jnp.cos(x) * y, scale * c * jnp.sin(x)
+
+    f.defvjp(lambda x, y: (f(x, y), (x, y)), bwd)
+    return f
+
+
+@pytest.mark.parametrize("make", [tripled_jvp, tripled_vjp])
+def test_custom_rules(make, chunked):
+    f = make()
+
+    def gradient(v):
+        return jax.value_and_grad(lambda *a: jnp.sin(v(f, (0, None))(*a)).sum(), (0, 1))
+
+    same(jax.jit(gradient(chunked))(X, W), gradient(jax.vmap)(X, W))
+    if make is tripled_jvp:
+        second = lambda v: jax.hessian(lambda w: v(f, (0, None))(X, w).sum())
+        same(jax.jit(second(chunked))(W), second(jax.vmap)(W))
+    else:
+        second = lambda v: jax.grad(lambda w: gradient(v)(X, w)[1][1].sum())
+        same(jax.jit(second(chunked))(W), second(jax.vmap)(W))
+
+
+@pytest.mark.parametrize("make", [tripled_jvp, tripled_vjp])
+def test_rules_that_close_over_values_of_the_example(make, chunked):
+    def per_example(x, p):
+        return make(jnp.cos(p) + 2)(x, x).sum()
+
+    expected = jnp.stack([jax.grad(per_example)(x, p) for x, p in zip(X, Y, strict=True)])
+    f = chunked(per_example)
+    same(jax.jit(jax.grad(lambda x: f(x, Y).sum()))(X), expected)
+    same(jax.grad(lambda x: jax.jit(f)(x, Y).sum())(X), expected)
+    shared = chunked(per_example, (0, None))
+    expected = jnp.stack([jax.grad(per_example)(x, W) for x in X])
+    same(jax.jit(jax.grad(lambda x: shared(x, W).sum()))(X), expected)
+    same(jax.jit(chunked(jax.grad(per_example), (0, None)))(X, W), expected)
+
+
+@pytest.mark.parametrize("make", [tripled_jvp, tripled_vjp])
+def test_rules_that_close_over_values_from_before_a_collective(make, chunked):
+    def per_example(x, p):
+        q = jnp.cos(p) + 2
+        mean = lax.pmean(x, "i")
+        r = q * 2  # known before the collective, needed after it
+        return make(q + r)(x - mean, x).sum()
+
+    def gradient(v):
+        return jax.grad(lambda x: v(per_example, axis_name="i")(x, Y).sum())
+
+    same(jax.jit(gradient(chunked))(X), gradient(bx.vmap)(X))
+
+
+@pytest.mark.parametrize("make", [tripled_jvp, tripled_vjp])
+def test_rules_that_close_over_values_that_the_batch_shares(make, chunked):
+    def per_example(x, w):
+        return make(jnp.cos(w) + 2)(x, x * w).sum()
+
+    expected = jnp.stack([jax.grad(per_example)(x, W) for x in X])
+    f = chunked(per_example, (0, None))
+    same(jax.jit(jax.grad(lambda x: f(x, W).sum()))(X), expected)
+
+
+def test_rules_that_close_over_values_of_different_sizes(chunked):
+    # Outside of jit one compiled program must not serve for both.
+    for size in (2, 4):
+
+        def per_example(x, p):
+            return tripled_jvp(jnp.cos(p).sum() + 2)(x, x).sum()
+
+        p = example((LANES, size))
+        gradient = lambda v: jax.grad(lambda x: v(per_example)(x, p).sum())
+        same(gradient(chunked)(X), gradient(bx.vmap)(X))
+
+
+def test_rules_that_close_over_what_surrounds_vmap(chunked):
+    def total(v):
+        def loss(x, s):
+            scale = jnp.exp(s)  # a tracer of whatever surrounds the call
+            return v(lambda x: tripled_jvp(scale)(x, x).sum())(x).sum()
+
+        return jax.grad(loss)
+
+    same(jax.jit(total(chunked))(X, 0.3), total(jax.vmap)(X, 0.3))
+
+
+@pytest.mark.parametrize("outer", [jax.vmap, bx.vmap])
+def test_custom_rules_under_an_outer_vmap(outer, chunked):
+    f = tripled_vjp()
+    xs = jnp.stack([X, Y])
+    gradient = lambda v: jax.grad(lambda x, w: v(f, (0, None))(x, w).sum(), (0, 1))
+    same(outer(gradient(chunked), (0, None))(xs, W), jax.vmap(gradient(jax.vmap), (0, None))(xs, W))
+
+
+def test_custom_root_and_solve(chunked):
+    def per_example(x, w):
+        matrix = jnp.eye(3) * 4 + jnp.outer(w, x)
+        solution = jnp.linalg.solve(matrix, x)
+        root = lax.custom_root(
+            lambda y: y**3 - x[0] ** 2 - 1,
+            1.0,
+            lambda f, y: lax.fori_loop(0, 20, lambda _, y: y - f(y) / jax.grad(f)(y), y),
+            lambda g, y: y / g(1.0),
+        )
+        return solution.sum() + root
+
+    gradient = lambda v: jax.grad(lambda *a: v(per_example, (0, None))(*a).sum(), (0, 1))
+    same(jax.jit(gradient(chunked))(X, W), gradient(bx.vmap)(X, W), dict(rtol=1e-4, atol=1e-5))
+
+
+# --- programs nobody wrote ----------------------------------------------------------------------
+
+
+@settings(max_examples=6)
+@given(
+    seed=st.integers(0, 10**6),
+    batch_size=st.integers(1, 4),
+    in_axes=st.sampled_from([(1, 0, 0, None), (0, 2, 0, 0), (None, 1, 0, 1), (0, None, None, 2)]),
+    out_axis=st.sampled_from([0, -1]),
+    residuals=st.sampled_from(RESIDUALS),
+)
+def test_random_programs(seed, batch_size, in_axes, out_axis, residuals):
+    shapes = ((3,), jnp.float32), ((2, 3), jnp.float32), ((), jnp.int32), ((3, 3), jnp.float32)
+    args = [
+        example(s if a is None else (*s[:a], LANES, *s[a:]), t, seed=seed + i, low=-1, high=4)
+        if t == jnp.int32
+        else example(s if a is None else (*s[:a], LANES, *s[a:]), t, seed=seed + i)
+        for i, ((s, t), a) in enumerate(zip(shapes, in_axes, strict=True))
+    ]
+    check_chunks(
+        random_program(seed, steps=5),
+        *args,
+        in_axes=in_axes,
+        out_axes=out_axis,
+        batch_size=batch_size,
+        residuals=residuals,
+        eager=False,
+        forward=False,  # some have functions with reverse mode only
+        tolerance=LOOSE,
+    )
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+def temporaries(fun, *args):
+    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def wide(x, w):
+    """A 256 x 64 intermediate value for each lane; what the design measures."""
+    h = jnp.tanh(jnp.outer(x, jnp.arange(1.0, 65.0)) / 64)
+    h = jnp.sin(h @ w)
+    return (h**2).sum()
+
+
+def gradient(batch_size, **options):
+    def total(x, w):
+        return bx.vmap(wide, (0, None), batch_size=batch_size, **options)(x, w).sum()
+
+    return jax.grad(total, (0, 1))
+
+
+def test_temporaries_of_a_gradient_do_not_grow_with_the_number_of_lanes():
+    w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    x = [jax.ShapeDtypeStruct((n, 256), jnp.float32) for n in (256, 512)]
+    few, many = (temporaries(gradient(32), xs, w) for xs in x)
+    assert many <= few + 64
+    second = lambda x, w: jax.jvp(lambda w: gradient(32)(x, w)[1], (w,), (w,))[1]
+    few, many = (temporaries(second, xs, w) for xs in x)
+    assert many <= few + 64
+
+
+def test_the_example_of_the_design_needs_less_than_40_megabytes():
+    w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    x = jax.ShapeDtypeStruct((2048, 256), jnp.float32)
+    chunked = temporaries(gradient(32), x, w)
+    assert chunked < 40e6
+    assert temporaries(gradient(None), x, w) > 300e6
+    assert temporaries(gradient(32, residuals="keep"), x, w) > 10 * chunked
+
+
+def test_temporaries_of_several_loops_one_after_another():
+    """With a collective, each section has the memory of a chunk, plus what crosses."""
+
+    def normalised(x, w):
+        h = jnp.tanh(jnp.outer(x, jnp.arange(1.0, 65.0)) / 64)
+        mean = lax.pmean(h.mean(0), "i")
+        return jnp.sin((h - mean) @ w).sum()
+
+    def total(x, w):
+        f = bx.vmap(normalised, (0, None), axis_name="i", batch_size=16)
+        return f(x, w).sum()
+
+    w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    few, many = (
+        temporaries(jax.grad(total, (0, 1)), jax.ShapeDtypeStruct((n, 256), jnp.float32), w)
+        for n in (64, 128)
+    )
+    assert many - few <= 64 * 256 * 4 * 3  # what is added is of the size of the input
+    assert np.isfinite(many)
