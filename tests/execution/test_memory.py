@@ -200,7 +200,7 @@ def scarce(monkeypatch):
     real = eager.compile_program
     ran = []
 
-    def limited(program, operands):
+    def limited(key, program, operands):
         chunk = program.args[0].chunk
 
         def run(*operands):
@@ -209,7 +209,7 @@ def scarce(monkeypatch):
                 raise jax.errors.JaxRuntimeError(
                     "RESOURCE_EXHAUSTED: Out of memory allocating 2147483648 bytes."
                 )
-            return real(program, operands)(*operands)
+            return real(key, program, operands)(*operands)
 
         return run
 
@@ -248,7 +248,7 @@ def test_effects_are_not_done_twice(scarce):
 
 
 def test_other_errors_are_passed_on(monkeypatch):
-    def broken(program, operands):
+    def broken(key, program, operands):
         raise jax.errors.JaxRuntimeError("INTERNAL: no")
 
     monkeypatch.setattr(eager, "compile_program", broken)
@@ -256,16 +256,19 @@ def test_other_errors_are_passed_on(monkeypatch):
         bx.vmap(jnp.sin, batch_size=20)(X)
 
 
-def test_calls_outside_jit_compile_a_program_once(monkeypatch):
+def test_calls_outside_jit_compile_a_program_once():
     def f(x, w):
         return jnp.sin(x) * w
 
     def call(w):
         return bx.vmap(lambda x: f(x, w), batch_size=7)(X)
 
+    w = jnp.float32(5.0)
     same(call(2.0), jnp.sin(X) * 2)
+    same(call(w), jnp.sin(X) * 5)
     before = len(eager._compiled)
     same(call(2.0), jnp.sin(X) * 2)
+    same(call(w + 1), jnp.sin(X) * 6)  # an operand
     assert len(eager._compiled) == before
     same(call(3.0), jnp.sin(X) * 3)  # another constant, another program
     assert len(eager._compiled) > before

@@ -16,7 +16,7 @@ that is sliced in the loop would be added up as one full array for each chunk.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from jax.extend.core import mapped_aval, unmapped_aval
 from jax.interpreters import mlir
 
 from batchax import _compat
+from batchax.engine.program_key import program_key
 from batchax.execution.buffers import blank
 from batchax.execution.eager import run_eagerly
 from batchax.execution.memory import Auto, fitting_chunk
@@ -265,8 +266,14 @@ def chosen_chunk(loop: Loop, avals: Sequence[Any]) -> int:
         candidate = functools.partial(run_flat, replace(loop, chunk=chunk))
         return jax.jit(candidate).lower(*avals).compile()
 
-    text = f"{loop.operands} {loop.results} {avals} {loop.program(avals, 1)}"
-    return fitting_chunk(loop.chunk, loop.size, text, compiled)
+    return fitting_chunk(loop.chunk, loop.size, _key(loop, avals, 1), compiled)
+
+
+def _key(loop: Loop, avals: Sequence[Any], chunk: int) -> Hashable:
+    """The same for loops that do the same in chunks of that size."""
+    widths = {min(chunk, loop.size), loop.size % chunk} - {0}
+    programs = (program_key(loop.program(avals, width)) for width in sorted(widths))
+    return chunk, loop.size, loop.operands, loop.results, tuple(avals), *programs
 
 
 def run_flat(loop: Loop, *operands: Any) -> list[Any]:
@@ -358,8 +365,9 @@ def _impl(*operands: Any, loop: Loop, program: Any) -> list[Any]:
     avals = [jax.typeof(x) for x in operands]
     chunk = loop.chunk if isinstance(loop.chunk, int) else chosen_chunk(loop, avals)
 
-    def with_chunk(chunk: int) -> Callable[..., list[Any]]:
-        return functools.partial(run_flat, replace(loop, chunk=chunk))
+    def with_chunk(chunk: int) -> tuple[Hashable, Callable[..., list[Any]]]:
+        run_in_such = functools.partial(run_flat, replace(loop, chunk=chunk))
+        return _key(loop, avals, chunk), run_in_such
 
     # An entry for each chunk is of one size only.
     may_change = not (program.effects or PerChunk in map(type, (*loop.operands, *loop.results)))

@@ -6,21 +6,21 @@ import os
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 
 from batchax.errors import SmallerChunksWarning
 
-# Programs by their text. A call outside `jit` stages its function anew, and what was
-# staged anew JAX would compile anew.
+# A call outside `jit` stages its function anew, and what was staged anew JAX would
+# compile anew. These are known by what they do.
 _compiled: OrderedDict[Any, Any] = OrderedDict()
 _MOST_PROGRAMS = 128
 
 
 def run_eagerly(
-    with_chunk: Callable[[int], Callable[..., list[Any]]],
+    with_chunk: Callable[[int], tuple[Hashable, Callable[..., list[Any]]]],
     chunk: int,
     operands: Sequence[Any],
     may_change: bool,
@@ -28,14 +28,15 @@ def run_eagerly(
     """Compiles and runs a program; where memory runs out, with half the chunk size.
 
     Args:
-      with_chunk: gives the program for a chunk size.
+      with_chunk: gives, for a chunk size, the program and a key: the same for programs
+        that do the same.
       chunk: the first to try.
       operands: what to run it on; they are not donated, so it can be run again.
       may_change: whether another chunk size may be tried.
     """
     while True:
         try:
-            outs = compile_program(with_chunk(chunk), operands)(*operands)
+            outs = compile_program(*with_chunk(chunk), operands)(*operands)
             return jax.block_until_ready(outs) if may_change else outs
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error) or not may_change or chunk == 1:
@@ -51,18 +52,13 @@ def run_eagerly(
 
 
 def compile_program(
-    program: Callable[..., list[Any]], operands: Sequence[Any]
+    key: Hashable, program: Callable[..., list[Any]], operands: Sequence[Any]
 ) -> Callable[..., Any]:
-    """Compiles a program, unless one of the same text has been compiled before."""
-    lowered = jax.jit(program).lower(*operands)
-    text = lowered.as_text()
-    if "callback" in text:  # which function is called back, the text does not say
-        return lowered.compile()
-    # Operands that nothing reads are not in the text, but have to be of these types.
+    """Compiles a program, unless one of the same key has been compiled for such operands."""
     types = tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in operands)
-    key = (text, types, jax.default_backend())
+    key = (key, types, jax.default_backend())
     if key not in _compiled:
-        _compiled[key] = lowered.compile()
+        _compiled[key] = jax.jit(program).lower(*operands).compile()
     _compiled.move_to_end(key)
     if len(_compiled) > _MOST_PROGRAMS:
         _compiled.popitem(last=False)

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,7 +111,7 @@ def batch_size_choices() -> list[BatchSizeChoice]:
 def fitting_chunk(
     auto: Auto,
     size: int,
-    text: str,
+    key: Hashable,
     compile_for: Callable[[int], Any],
 ) -> int:
     """The largest chunk whose program fits, to within about a tenth.
@@ -123,13 +123,13 @@ def fitting_chunk(
     Args:
       auto: the limit.
       size: number of lanes.
-      text: the program and the types of its operands, to know it again.
+      key: the same for programs that do the same, to know them again.
       compile_for: compiles the program for a chunk size.
 
     Raises:
       MemoryLimitError: one lane at a time needs more.
     """
-    key = (text, size, auto, jax.default_backend())
+    key = (key, auto, jax.default_backend())
     if key not in _chosen:
         limit = free_memory() if auto.limit is None else auto.limit
 
