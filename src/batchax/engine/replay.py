@@ -41,7 +41,7 @@ class Program:
     """A staged program and what it was run on."""
 
     axis: Axis
-    staged: _compat.ClosedJaxpr
+    staged: Any  # a closed jaxpr, or a part of one that looks like it
     args: Sequence[Any]
     axes: Sequence[AxisPosition]
 

@@ -1,0 +1,124 @@
+"""What one chunk does of a program, and of which kind its results are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from batchax.engine.axis import Axis, AxisPosition, move_axis
+from batchax.engine.outputs import Reduce
+from batchax.engine.replay import Program, running
+from batchax.execution.chunk_loop import WHOLE, Body, Lanes, Loop
+from batchax.execution.memory import Auto
+from batchax.execution.sections import Env, section_for
+from batchax.execution.streaming import partial_result, reduced_type
+
+
+@dataclass(frozen=True, eq=False)
+class LanesToRun:
+    """The lanes that chunks are taken from.
+
+    Attributes:
+      axis: their axis.
+      batch_size: how many make a chunk.
+      index: the variable that holds the index of a lane, or None if nothing uses it. Its
+        value for all lanes is that of the first; each chunk counts from there.
+    """
+
+    axis: Axis
+    batch_size: int | Auto
+    index: Any
+
+
+class Found(NamedTuple):
+    """A value for all lanes; of no `position` if it is the same for all."""
+
+    value: Any
+    position: AxisPosition
+
+
+@dataclass(frozen=True)
+class Target:
+    """A variable wanted of a section: `how` it is wanted is a position or a `Reduce`."""
+
+    variable: Any
+    how: Any
+
+
+class SectionBody:
+    """What one chunk does of a program, and of which kind its results are."""
+
+    def __init__(
+        self,
+        lanes: LanesToRun,
+        env: Env,
+        eqns: Sequence[Any],
+        targets: Sequence[Target],
+        effects: bool = True,
+    ) -> None:
+        self.lanes, self.targets = lanes, targets
+        self.section = section_for(eqns, [t.variable for t in targets], env, effects)
+        self.operands = [env[v][0] for v in self.section.invars]
+        self.positions = [env[v][1] for v in self.section.invars]
+        self.kinds: dict[Target, Any] = {}
+        self.reduced: dict[Target, Any] = {}
+
+        operand_kinds = tuple(
+            WHOLE if a is None or v is lanes.index else Lanes(a)
+            for v, a in zip(self.section.invars, self.positions, strict=True)
+        )
+        self.loop = Loop(Body(self._of_width), operand_kinds, (), lanes.axis.size, lanes.batch_size)
+        program = self.loop.program(list(map(jax.typeof, self.operands)), self.loop.width)
+        self.types = program.out_avals
+
+    @property
+    def shared(self) -> list[Target]:
+        """The targets that turned out not to depend on the batch."""
+        return [t for t, kind in self.kinds.items() if kind is None]
+
+    def of_first_lane(self) -> dict[Target, Found]:
+        """The targets, which are the same in all lanes, from the first."""
+        parts = [
+            lax.slice_in_dim(x, 0, 1, axis=kind.axis) if isinstance(kind, Lanes) else x
+            for x, kind in zip(self.operands, self.loop.operands, strict=True)
+        ]
+        outs, _ = self._interpret(1, jnp.int32(0), parts)
+        return {t: Found(x, None) for t, x in zip(self.targets, outs, strict=True)}
+
+    def _of_width(self, width: int) -> Callable[..., list[Any]]:
+        def run(start: Any, *xs: Any) -> list[Any]:
+            outs, positions = self._interpret(width, start, xs)
+            return list(map(self._result, self.targets, outs, positions))
+
+        return run
+
+    def _interpret(
+        self, width: int, start: Any, xs: Sequence[Any]
+    ) -> tuple[list[Any], list[AxisPosition]]:
+        axis = replace(self.lanes.axis, size=width, name=None, mesh_axis=None)
+        values = [
+            x + start + lax.iota(np.int32, width) if v is self.lanes.index else x
+            for v, x in zip(self.section.invars, xs, strict=True)
+        ]
+        program = Program(axis, self.section, values, self.positions)
+        with running(program):
+            return program.run()
+
+    def _result(self, target: Target, x: Any, position: AxisPosition) -> Any:
+        """What a chunk returns for one target; notes of which kind that is."""
+        if position is None:
+            self.kinds[target] = None
+            return x
+        if isinstance(target.how, Reduce):
+            kind = target.how.kind
+            self.reduced[target] = reduced_type(kind, x, position)
+            x, self.kinds[target] = partial_result(kind, x, position)
+            return x
+        self.kinds[target] = Lanes(target.how)
+        return move_axis(x, position, target.how)

@@ -1,0 +1,252 @@
+"""Running a staged program section by section, for all lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+from batchax import _compat
+from batchax.engine.axis import Axis, AxisPosition
+from batchax.engine.named_axes import uses_name
+from batchax.engine.outputs import AUTO, OutputArray, Reduce, check_unbatched, place
+from batchax.engine.replay import closed_over
+from batchax.execution.memory import Auto
+from batchax.execution.names import expose_names
+from batchax.execution.placement import run_loop
+from batchax.execution.section_body import Found, LanesToRun, SectionBody, Target
+from batchax.execution.sections import (
+    Env,
+    bytes_per_lane,
+    crossing,
+    find_cuts,
+    run_shared,
+    run_whole,
+    section_for,
+    variables,
+)
+from batchax.execution.shards import Shards
+from batchax.execution.streaming import finish
+from batchax.rules.collectives import REDUCTIONS
+
+
+class SectionRunner:
+    """Runs a program section by section; `env` holds what is known of it.
+
+    On one of several `shards` `axis` has the lanes of all, and `local` those of the shard.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        batch_size: int | Auto,
+        keep: bool,
+        staged: Any,
+        args: Sequence[Any],
+        positions: Sequence[AxisPosition],
+        shards: Shards | None = None,
+    ) -> None:
+        self.axis, self.keep, self.shards = axis, keep, shards
+        self.local = axis if shards is None else replace(axis, size=axis.size // shards.count)
+        staged = _compat.without_references(staged, axis.name, axis.size)
+        self.lane, values = None, list(zip(args, positions, strict=True))
+        if axis.name is not None and any(uses_name(eqn, axis.name) for eqn in staged.jaxpr.eqns):
+            staged = expose_names(axis, staged)
+            self.lane = staged.jaxpr.invars[0]
+            # Each chunk counts its lanes from the first.
+            first = np.int32(0) if shards is None else shards.first_lane(self.local.size)
+            values.insert(0, (first, 0))
+        self.jaxpr = staged.jaxpr
+        self.env: Env = {
+            v: (c, None) for v, c in zip(self.jaxpr.constvars, staged.consts, strict=True)
+        }
+        self.env.update(zip(self.jaxpr.invars, values, strict=True))
+        self.lanes = LanesToRun(self.local, batch_size, self.lane)
+        self.batch_bytes = bytes_per_lane(
+            v for v, (_, a) in self.env.items() if a is not None and v is not self.lane
+        )
+
+    def outputs(self, described: Sequence[OutputArray]) -> tuple[list[Any], list[AxisPosition]]:
+        """What the program returns, placed, and where it carries the batch axis."""
+        outvars = self.jaxpr.outvars
+        eqns: Sequence[Any] = section_for(self.jaxpr.eqns, outvars, ()).eqns
+        outs: dict[int, Any] = {}
+        positions: dict[int, AxisPosition] = {}
+        while True:
+            eqns = run_shared(self.axis, eqns, self.env)
+            cuts, blocked, free = find_cuts(self.axis, eqns)
+            known: dict[int, Found] = {}
+            targets: dict[int, Target] = {}
+            for i, (v, output) in enumerate(zip(outvars, described, strict=True)):
+                if i in outs or (not isinstance(v, Literal) and v in blocked):
+                    continue
+                if self._is_placed(v, output):
+                    known[i] = Found(*self._read(v))
+                else:
+                    targets[i] = Target(v, _how(v, output.spec))
+            collected = self._collected(cuts)
+            kept = [Target(v, 0) for v in self._kept(eqns, free, cuts)]
+            found = self._run(free, [*targets.values(), *collected.values(), *kept])
+
+            ready = dict(sorted((known | {i: found[t] for i, t in targets.items()}).items()))
+            of_outputs = [described[i] for i in ready]
+            check_unbatched(self.axis, of_outputs, [x.position for x in ready.values()])
+            for i, x in ready.items():
+                final = i in targets and x.position is not None
+                outs[i] = x.value if final else self._placed(described[i], x)
+                positions[i] = _placed_at(outvars[i], described[i].spec, x.position)
+            if not cuts:
+                order = range(len(outvars))
+                return [outs[i] for i in order], [positions[i] for i in order]
+            for target in kept:
+                self.env[target.variable] = found[target].value, found[target].position
+            self._cut(cuts, collected, found)
+            done = {id(eqn) for eqn in (*cuts, *(e for e in free if e.effects))}
+            eqns = [eqn for eqn in eqns if id(eqn) not in done]
+
+    def _placed(self, output: OutputArray, x: Found) -> Any:
+        # What all lanes share is reduced over all of them, but repeated for those here.
+        axis = self.axis if isinstance(output.spec, Reduce) else self.local
+        return place(axis, output, x.value, x.position)
+
+    def _read(self, v: Any) -> tuple[Any, AxisPosition]:
+        return (v.val, None) if isinstance(v, Literal) else self.env[v]
+
+    def _is_placed(self, v: Any, output: OutputArray) -> bool:
+        """Whether an output is known, and is not to be moved as one whole array."""
+        if not isinstance(v, Literal) and (v not in self.env or v is self.lane):
+            return False
+        _, position = self._read(v)
+        if position is None:
+            return True
+        reduces = isinstance(output.spec, Reduce)
+        return self.shards is None if reduces else _how(v, output.spec) == position
+
+    def _collected(self, cuts: Sequence[Any]) -> dict[Any, Target]:
+        """What the collectives `cuts` need of each chunk, by operand variable."""
+        collected = {}
+        for eqn in cuts:
+            for v in variables(eqn):
+                streams = _streams(self.axis, eqn)
+                known = v in self.env and v is not self.lane
+                if not known or (streams and self.shards and self.env[v][1] is not None):
+                    how = Reduce(_STREAMED[eqn.primitive.name]) if streams else 0
+                    collected[id(eqn), v] = Target(v, how)
+        return collected
+
+    def _kept(self, eqns: Sequence[Any], free: Sequence[Any], cuts: Sequence[Any]) -> list[Any]:
+        """Values from before a cut that are kept for after it, not computed again."""
+        if not cuts:
+            return []
+        needed = crossing(eqns, free, cuts)
+        if bytes_per_lane(needed) <= self.batch_bytes:
+            return needed
+        # Input and output are not done twice.
+        effects = [v for eqn in free if eqn.effects for v in eqn.outvars]
+        read = {v for eqn in eqns for v in variables(eqn)}
+        return [v for v in effects if v in read]
+
+    def _cut(
+        self, cuts: Sequence[Any], collected: dict[Any, Target], found: dict[Target, Found]
+    ) -> None:
+        """Runs collectives over all lanes."""
+        whole = []
+        for eqn in cuts:
+            streamed = None
+            for v in variables(eqn):
+                target = collected.get((id(eqn), v))
+                if target is None:
+                    continue
+                x = found[target]
+                if isinstance(target.how, Reduce) and x.position is not None:
+                    streamed = lax.convert_element_type(x.value, v.aval.dtype)
+                else:
+                    self.env[v] = x.value, x.position
+            if streamed is None:
+                whole.append(eqn)
+            else:
+                others = tuple(a for a in eqn.params["axes"] if a != self.axis.name)
+                if others:
+                    streamed = eqn.primitive.bind(streamed, **{**eqn.params, "axes": others})
+                self.env[eqn.outvars[0]] = streamed, None
+        if self.shards is None:
+            run_whole(self.axis, whole, self.env)
+        else:
+            self._run_gathered(self.shards, whole)
+
+    def _run_gathered(self, shards: Shards, eqns: Sequence[Any]) -> None:
+        """Runs equations for the lanes of all shards, on each of them."""
+        env: Env = {}
+        for v in {v for eqn in eqns for v in variables(eqn)}:
+            x, position = self.env[v]
+            env[v] = (x if position is None else shards.gathered(x, position)), position
+        run_whole(self.axis, eqns, env)
+        first = shards.first_lane(self.local.size)
+        for v in (v for eqn in eqns for v in eqn.outvars):
+            x, position = env[v]
+            if position is not None:
+                x = lax.dynamic_slice_in_dim(x, first, self.local.size, position)
+            self.env[v] = x, position
+
+    def _run(self, eqns: Sequence[Any], targets: Sequence[Target]) -> dict[Target, Found]:
+        """Runs equations chunk by chunk, for what is wanted of them."""
+        targets = list(dict.fromkeys(targets))
+        section = SectionBody(self.lanes, self.env, eqns, targets)
+        if not section.section.eqns and not targets:
+            return {}
+        found = {}
+        if section.shared:  # a rule found that all lanes have the same
+            found = SectionBody(
+                self.lanes, self.env, eqns, section.shared, effects=False
+            ).of_first_lane()
+            section = SectionBody(
+                self.lanes, self.env, eqns, [t for t in targets if t not in found]
+            )
+        loop = replace(section.loop, results=tuple(section.kinds.values()))
+        # JAX runs rules of what it scans when the values they close over are gone.
+        keep = self.keep and not any(map(closed_over, section.section.eqns))
+        outs = run_loop(loop, section.operands, keep)
+        if self.shards is not None:
+            outs = map(self.shards.combined, loop.results, outs)
+        for target, out, aval in zip(section.kinds, outs, section.types, strict=True):
+            if isinstance(target.how, Reduce):
+                aval = section.reduced[target]
+                out = finish(target.how.kind, out, self.axis.size, aval)
+            found[target] = Found(_compat.weakly(out) if aval.weak_type else out, 0)
+        return found
+
+
+def _how(v: Any, spec: Any) -> Any:
+    """How an output with this specification is wanted, should it depend on the batch."""
+    if isinstance(spec, Reduce):
+        return spec
+    return 0 if spec is None or spec is AUTO else int(spec) % (len(v.aval.shape) + 1)
+
+
+def _placed_at(v: Any, spec: Any, position: AxisPosition) -> AxisPosition:
+    """Where an output carries the batch axis once it is placed."""
+    if isinstance(spec, Reduce) or spec is None or (spec is AUTO and position is None):
+        return None
+    return _how(v, spec)
+
+
+def _streams(axis: Axis, eqn: Any) -> bool:
+    """Whether a collective is a reduction over all lanes, which each chunk can add to."""
+    params = eqn.params
+    return (
+        eqn.primitive.name in _STREAMED
+        and axis.name in params["axes"]
+        and not any(isinstance(a, int) for a in params["axes"])
+        and params.get("axis_index_groups") is None
+    )
+
+
+_STREAMED = {
+    name: kind
+    for names, kind in zip(REDUCTIONS, ("sum", "max", "min"), strict=True)
+    for name in names.split()
+}
