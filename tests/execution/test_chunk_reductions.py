@@ -25,8 +25,9 @@ def compiled_bytes(fun, *args):
     return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 6])
-@pytest.mark.parametrize("residuals", ["recompute", "keep"])
+@pytest.mark.parametrize(
+    ("batch_size", "residuals"), [(1, "recompute"), (3, "recompute"), (6, "keep")]
+)
 def test_every_reduction_with_derivatives(batch_size, residuals):
     def f(x, w):
         y = jnp.sin(x) * w

@@ -78,8 +78,9 @@ def test_groups(name, groups):
     check_chunks(fun, X, W, derivatives=derivatives, **options)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3])
-@pytest.mark.parametrize("residuals", ["recompute", "keep"])
+@pytest.mark.parametrize(
+    ("batch_size", "residuals"), [(1, "recompute"), (2, "recompute"), (2, "keep"), (3, "keep")]
+)
 def test_batch_normalisation(batch_size, residuals):
     """Two levels of statistics, each of which needs the level below for all lanes."""
 
@@ -103,8 +104,8 @@ def test_batch_normalisation(batch_size, residuals):
         axis_name="i",
         batch_size=batch_size,
         residuals=residuals,
-        second=batch_size == 2,
-        eager=batch_size == 2,
+        second=(batch_size, residuals) == (2, "recompute"),
+        eager=batch_size == 1,
     )
 
 

@@ -19,7 +19,7 @@ def wrap(request):
     return request.param
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 4])
+@pytest.mark.parametrize("batch_size", [1, 2])
 @pytest.mark.parametrize("residuals", ["recompute", "keep"])
 @pytest.mark.parametrize("ordered", [True, False])
 def test_callbacks_run_once_for_each_lane_in_order(batch_size, residuals, ordered, wrap):
@@ -146,7 +146,7 @@ def test_a_lane_does_not_depend_on_the_size_of_its_chunk():
         return noise, jax.random.permutation(second, 4), jax.random.bits(second), second
 
     expected = jax.jit(jax.vmap(f))(keys, X)
-    for batch_size in (1, 2, 3, 5):
+    for batch_size in (1, 2):
         same(jax.jit(bx.vmap(f, batch_size=batch_size))(keys, X), expected)
 
 
