@@ -632,7 +632,7 @@ MISTAKES = {
     "no pair": (
         lambda: bx.scan(lambda carry, x: carry)(0, jnp.zeros(3)),
         bx.ArgumentTypeError,
-        ["must return a pair (carry, ys)", "'<lambda>'"],
+        ["must return a pair (carry, ys)", "'<lambda>'", "returned one array of shape ("],
     ),
     "carry structure": (
         lambda: bx.scan(lambda carry, x: ((carry,), x))(0, jnp.zeros(3)),

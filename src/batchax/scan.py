@@ -213,11 +213,13 @@ def _name(fun: Callable[..., Any]) -> str:
 def _pair(fun: Callable[..., Any], out: Any) -> tuple[Any, Any]:
     if isinstance(out, (tuple, list)) and len(out) == 2:
         return out[0], out[1]
-    what = type(out).__name__
-    if isinstance(out, (tuple, list)):
+    what = f"a {type(out).__name__}"
+    if isinstance(out, jax.Array):
+        what = f"one array of shape {out.shape}"
+    elif isinstance(out, (tuple, list)):
         what += f" of length {len(out)}"
     raise ArgumentTypeError(
-        f"{_name(fun)} must return a pair (carry, ys), but it returned a {what}. Return None "
+        f"{_name(fun)} must return a pair (carry, ys), but it returned {what}. Return None "
         "for ys if there is nothing to stack."
     )
 
