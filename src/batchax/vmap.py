@@ -76,8 +76,8 @@ def vmap(
       memory_limit: bytes, or a string such as "2GiB", for "auto"; if not given, what
         the device has free. `batch_size_choices` says what was chosen and why.
       residuals: what reverse mode does in chunks. "recompute" computes each chunk
-        again when its cotangents are known; "keep" stores what all chunks computed,
-        which takes less time and as much memory as without chunks.
+        again when its cotangents are known; "keep" stores what all chunks computed, which
+        can take less time, and takes at least as much memory as without chunks.
 
     Returns:
       A function of the same parameters as `fun`, over batches.
