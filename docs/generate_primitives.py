@@ -14,6 +14,8 @@ import jax
 
 from batchax import _compat
 from batchax.engine.registry import find_rule, rule_origin
+from batchax.execution.chunk_loop import chunk_loop_p
+from batchax.execution.slices import follow_p
 from batchax.rules.masking import safe_lanes_p
 
 PAGE = Path(__file__).with_name("primitives.md")
@@ -31,7 +33,8 @@ NEVER_BATCHED = {
 def of_jax():
     """JAX's primitives by name, without the one that batchax adds for masked lanes."""
     found = sorted(_compat.primitives_by_name().items())
-    return {name: primitive for name, primitive in found if primitive is not safe_lanes_p}
+    ours = (safe_lanes_p, chunk_loop_p, follow_p)
+    return {name: primitive for name, primitive in found if primitive not in ours}
 
 
 def served_by(primitive):
