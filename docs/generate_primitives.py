@@ -31,7 +31,7 @@ NEVER_BATCHED = {
 
 
 def of_jax():
-    """JAX's primitives by name, without the one that batchax adds for masked lanes."""
+    """JAX's primitives by name, without those that batchax adds."""
     found = sorted(_compat.primitives_by_name().items())
     ours = (safe_lanes_p, chunk_loop_p, follow_p)
     return {name: primitive for name, primitive in found if primitive not in ours}
