@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +30,7 @@ from batchax.execution.chunk_loop import (
     chunk_loop,
     chunk_loop_p,
 )
-from batchax.execution.chunk_scalar import inner_product, is_loss, with_gradient
+from batchax.execution.chunk_scalar import can_run, inner_product, is_loss, loop_with_gradient
 from batchax.execution.memory import Auto
 from batchax.rules.pullback import reached
 
@@ -47,10 +46,11 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop, program
         if hit and zero.aval.dtype != jax.dtypes.float0
     ]
     if is_loss(loop, found, types, [primals[i] for i in moving]):
-        # What has no reverse mode, such as a loop of unknown length, goes forward below.
-        with suppress(Exception):
-            (k,) = found
-            outs, gradient = with_gradient(loop, k, moving, primals)
+        (k,) = found
+        with_gradient = loop_with_gradient(loop, k, moving)
+        if can_run(with_gradient, primals):
+            outs = chunk_loop(with_gradient, primals)
+            outs, gradient = outs[: len(types)], outs[len(types) :]
             zeros[k] = inner_product(gradient, [tangents[i] for i in moving])
             return outs, zeros
     outs = chunk_loop_p.bind(*primals, loop=loop, program=program)

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from batchax.execution.chunk_loop import SUM, Body, Loop, Sum, Whole, chunk_loop
+from batchax import _compat
+from batchax.execution.chunk_loop import SUM, Body, Loop, Sum, Whole
 
 
 def is_loss(loop: Loop, found: Sequence[int], outs: Sequence[Any], operands: Sequence[Any]) -> bool:
@@ -28,10 +29,11 @@ def is_loss(loop: Loop, found: Sequence[int], outs: Sequence[Any], operands: Seq
     )
 
 
-def with_gradient(
-    loop: Loop, which: int, moving: Sequence[int], primals: Sequence[Any]
-) -> tuple[list[Any], list[Any]]:
-    """The results of a loop, and the gradient of one with respect to the `moving` operands."""
+def loop_with_gradient(loop: Loop, which: int, moving: Sequence[int]) -> Loop:
+    """A loop whose results are those of `loop`, and behind them the gradient of one.
+
+    The gradient is with respect to the `moving` operands.
+    """
 
     def of_width(width: int) -> Any:
         primal = loop.body.function(width)
@@ -52,8 +54,21 @@ def with_gradient(
     kinds = (loop.operands[i] for i in moving)
     results = (*loop.results, *(SUM if isinstance(kind, Whole) else kind for kind in kinds))
     body = Body(of_width, of=loop.body)
-    outs = chunk_loop(loop.derivative("gradient", body=body, results=results), primals)
-    return outs[: len(loop.results)], outs[len(loop.results) :]
+    return loop.derivative("gradient", body=body, results=results)
+
+
+def can_run(loop: Loop, operands: Sequence[Any]) -> bool:
+    """Whether the program of a loop can be staged.
+
+    That with a gradient cannot where something has no reverse mode, such as a loop of
+    unknown length.
+    """
+    avals = [jax.typeof(x) for x in _compat.varying_alike(operands)]
+    try:
+        loop.program(avals, loop.width)
+    except Exception:
+        return False
+    return True
 
 
 def inner_product(gradient: Sequence[Any], tangents: Sequence[Any]) -> Any:
