@@ -7,9 +7,8 @@ package imports from ``jax._src`` or asks which version of JAX is running.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -57,34 +56,6 @@ def user_source(source_info: Any, outer_name_stack: Any) -> AbstractContextManag
     return source_info_util.user_context(
         source_info.traceback, name_stack=outer_name_stack + source_info.name_stack
     )
-
-
-_replaced_mesh: ContextVar[tuple[Any, Any] | None] = ContextVar("replaced_mesh", default=None)
-
-
-@contextmanager
-def mesh_replaced(old: Any, new: Any) -> Iterator[None]:
-    """Within it, equations staged under the mesh `old` are emitted under `new`."""
-    token = _replaced_mesh.set((old, new))
-    try:
-        yield
-    finally:
-        _replaced_mesh.reset(token)
-
-
-def equation_context(eqn: Any) -> AbstractContextManager[Any]:
-    """Context under which `eqn` is emitted again with the options it was staged with.
-
-    The mesh is one of these. Inside a ``shard_map`` that was not there at the time it
-    has another type, which no public function tells an equation.
-    """
-    replaced = _replaced_mesh.get()
-    if replaced is None or eqn.ctx.cur_abstract_mesh != replaced[0]:
-        return eqn.ctx.manager
-    stack = ExitStack()
-    stack.enter_context(eqn.ctx.manager)
-    stack.enter_context(jax.sharding.use_abstract_mesh(replaced[1]))
-    return stack
 
 
 def user_line(source_info: Any) -> str:

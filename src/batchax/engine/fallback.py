@@ -21,6 +21,13 @@ from batchax.errors import SequentialFallbackWarning
 _warned: dict[Any, Any] = {}
 
 
+def bind_equation(eqn: Any, operands: Sequence[Any], **changes: Any) -> Sequence[Any]:
+    """Emits an equation again, on other operands and with `changes` to its parameters."""
+    primitive, params = eqn.primitive, {**eqn.params, **changes} if changes else eqn.params
+    out = primitive.bind(*operands, **primitive.get_bind_params(params))
+    return out if primitive.multiple_results else [out]
+
+
 def run_without_rule(
     axis: Axis, eqn: Any, operands: list[Any], operand_axes: list[AxisPosition]
 ) -> tuple[Sequence[Any], Sequence[AxisPosition]]:
@@ -28,8 +35,7 @@ def run_without_rule(
     primitive = eqn.primitive
 
     def one_lane(*xs: Any) -> list[Any]:
-        out = primitive.bind(*xs, **primitive.get_bind_params(eqn.params))
-        return list(out) if primitive.multiple_results else [out]
+        return list(bind_equation(eqn, xs))
 
     if _compat.jax_has_rule(primitive):
         found: list[tuple[Any, AxisPosition]] = []

@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition
-from batchax.engine.fallback import run_without_rule
+from batchax.engine.fallback import bind_equation, run_without_rule
 from batchax.engine.named_axes import uses_name
 from batchax.engine.reference_axes import create_batched, references_to_batch
 from batchax.engine.registry import find_rule
@@ -60,7 +60,7 @@ def interpret(
                 value, position = env[v]
                 operands.append(value)
                 operand_axes.append(position)
-        with _compat.user_source(eqn.source_info, outer_names), _compat.equation_context(eqn):
+        with _compat.user_source(eqn.source_info, outer_names), eqn.ctx.manager:
             if one_for_each_lane and not one_for_each_lane.isdisjoint(eqn.outvars):
                 outs, out_axes = create_batched(axis, eqn, operands, operand_axes)
             else:
@@ -82,9 +82,7 @@ def batch_equation(
     if operand_axes.count(None) == len(operand_axes) and not (
         axis.name is not None and uses_name(eqn, axis.name)
     ):
-        out = primitive.bind(*operands, **primitive.get_bind_params(eqn.params))
-        out_axes = [None] * len(eqn.outvars)
-        return (out if primitive.multiple_results else [out]), out_axes
+        return bind_equation(eqn, operands), [None] * len(eqn.outvars)
     rule = find_rule(primitive)
     if rule is None:
         return run_without_rule(axis, eqn, operands, operand_axes)

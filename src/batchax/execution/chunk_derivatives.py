@@ -25,10 +25,11 @@ from batchax.execution.chunk_loop import (
     PerChunk,
     Result,
     Sum,
-    Whole,
     chosen_chunk,
     chunk_loop,
     chunk_loop_p,
+    cotangent_kind,
+    with_values,
 )
 from batchax.execution.chunk_scalar import can_run, inner_product, is_loss, loop_with_gradient
 from batchax.execution.memory import Auto
@@ -86,10 +87,7 @@ def _tangent_loop(
             primals, tangents, parts = xs[:n], xs[n : n + len(moving)], xs[n + len(moving) :]
 
             def of_moving(*values: Any) -> list[Any]:
-                full = list(primals)
-                for i, x in zip(moving, values, strict=True):
-                    full[i] = x
-                outs = primal(start, *full)
+                outs = primal(start, *with_values(primals, moving, values))
                 return [outs[k] for k in found]
 
             outs, dots = jax.jvp(of_moving, tuple(primals[i] for i in moving), tuple(tangents))
@@ -186,7 +184,7 @@ def _reverse_loop(
         "cotangents",
         body=Body(of_width, of=loop.body),
         operands=(*(loop.operands[i] for i in others), *cotangent_kinds),
-        results=tuple(_as_result(loop.operands[i]) for i in linear),
+        results=tuple(cotangent_kind(loop.operands[i]) for i in linear),
     )
     return reverse, others
 
@@ -195,11 +193,6 @@ def _as_operand(kind: Result) -> Operand:
     """The kind of the cotangent of a result."""
     assert isinstance(kind, (Lanes, PerChunk, Sum))
     return WHOLE if isinstance(kind, Sum) else kind
-
-
-def _as_result(kind: Operand) -> Result:
-    """The kind of the cotangent of an operand."""
-    return SUM if isinstance(kind, Whole) else kind
 
 
 ad.primitive_jvps[chunk_loop_p] = _jvp

@@ -164,6 +164,19 @@ class Loop:
                 return aval
 
 
+def cotangent_kind(kind: Operand) -> Result:
+    """The kind of the cotangent of an operand."""
+    return SUM if isinstance(kind, Whole) else kind
+
+
+def with_values(xs: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """`xs` with `values` at `places`."""
+    full = list(xs)
+    for i, x in zip(places, values, strict=True):
+        full[i] = x
+    return full
+
+
 def resized(aval: Any, axis: int, size: int) -> Any:
     """An array type with another size along `axis`, which is then not sharded."""
     return unmapped_aval(size, axis, mapped_aval(aval.shape[axis], axis, aval))
@@ -226,12 +239,7 @@ def run(loop: Loop, operands: Sequence[Any]) -> list[Any]:
         return list(map(of_only_chunk, run_chunk(jnp.int32(0), loop.size), loop.results))
 
     def step(index: Any, width: int, results: Sequence[Any]) -> list[Any]:
-        outs = run_chunk(index, width)
-        start = index * np.int32(chunk)
-        return [
-            collect(kind, result, out, start, index)
-            for kind, result, out in zip(loop.results, results, outs, strict=True)
-        ]
+        return collect(loop, results, run_chunk(index, width), index)
 
     program = loop.program(avals, chunk)
     types, results = program.out_avals, results_before(loop, program)
@@ -306,7 +314,7 @@ def _before(loop: Loop, aval: Any, kind: Result, number: int) -> Any:
     sharding = None if whole.sharding.mesh.empty else whole.sharding
     match kind:
         case Sum():
-            return lax.full(whole.shape, 0, _accumulator(whole.dtype), sharding=sharding)
+            return lax.full(whole.shape, 0, accumulator(whole.dtype), sharding=sharding)
         case Extreme("max"):
             return lax.full(whole.shape, _lowest(whole.dtype), whole.dtype, sharding=sharding)
         case Extreme():
@@ -315,8 +323,17 @@ def _before(loop: Loop, aval: Any, kind: Result, number: int) -> Any:
             return blank(whole, number)
 
 
-def collect(kind: Result, result: Any, out: Any, start: Any, index: Any) -> Any:
-    """A result with that of one more chunk."""
+def collect(loop: Loop, results: Sequence[Any], outs: Sequence[Any], index: Any) -> list[Any]:
+    """The results with those, `outs`, of one more chunk."""
+    assert isinstance(loop.chunk, int)
+    start = index * np.int32(loop.chunk)
+    return [
+        _collect(kind, result, out, start, index)
+        for kind, result, out in zip(loop.results, results, outs, strict=True)
+    ]
+
+
+def _collect(kind: Result, result: Any, out: Any, start: Any, index: Any) -> Any:
     match kind:
         case Lanes(axis):
             return _write(result, out, start, axis)
@@ -343,7 +360,8 @@ _COMPARE = {"max": lax.max, "min": lax.min}
 _REDUCE = {"max": jnp.max, "min": jnp.min}
 
 
-def _accumulator(dtype: Any) -> Any:
+def accumulator(dtype: Any) -> Any:
+    """The dtype in which values of `dtype` are added up: float32 for smaller floats."""
     small = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     return np.dtype(np.float32) if small else dtype
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from batchax import _compat
-from batchax.execution.chunk_loop import SUM, Body, Loop, Sum, Whole
+from batchax.execution.chunk_loop import Body, Loop, Sum, cotangent_kind, with_values
 
 
 def is_loss(loop: Loop, found: Sequence[int], outs: Sequence[Any], operands: Sequence[Any]) -> bool:
@@ -40,10 +40,7 @@ def loop_with_gradient(loop: Loop, which: int, moving: Sequence[int]) -> Loop:
 
         def run(start: Any, *xs: Any) -> list[Any]:
             def of_moving(*values: Any) -> tuple[Any, list[Any]]:
-                full = list(xs)
-                for i, x in zip(moving, values, strict=True):
-                    full[i] = x
-                outs = primal(start, *full)
+                outs = primal(start, *with_values(xs, moving, values))
                 return outs[which], outs
 
             value, pull, outs = jax.vjp(of_moving, *(xs[i] for i in moving), has_aux=True)
@@ -51,8 +48,7 @@ def loop_with_gradient(loop: Loop, which: int, moving: Sequence[int]) -> Loop:
 
         return run
 
-    kinds = (loop.operands[i] for i in moving)
-    results = (*loop.results, *(SUM if isinstance(kind, Whole) else kind for kind in kinds))
+    results = (*loop.results, *(cotangent_kind(loop.operands[i]) for i in moving))
     body = Body(of_width, of=loop.body)
     return loop.derivative("gradient", body=body, results=results)
 

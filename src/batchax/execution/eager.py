@@ -65,7 +65,7 @@ def compile_program(
     return _compiled[key]
 
 
-_LIBRARIES = tuple(os.path.dirname(m.__file__ or "") for m in (jax, sys.modules["batchax"]))
+_LIBRARIES = (os.path.dirname(jax.__file__), os.path.dirname(os.path.dirname(__file__)))
 
 
 def _calling_line() -> tuple[str, int]:

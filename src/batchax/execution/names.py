@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxprs_in_params
 from jax.extend.core.primitives import copy_p
 
 from batchax import _compat
 from batchax.engine.axis import Axis
+from batchax.engine.fallback import bind_equation
 from batchax.engine.named_axes import as_names, uses_name
 from batchax.errors import UnsupportedError
 from batchax.execution.sections import Section
@@ -85,7 +86,7 @@ def _distinct(outs: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
 @contextmanager
 def _as_staged(eqn: Any, outer_names: Any) -> Iterator[None]:
     """Emits operations as of the line of the user that made `eqn`."""
-    with _compat.user_source(eqn.source_info, outer_names), _compat.equation_context(eqn):
+    with _compat.user_source(eqn.source_info, outer_names), eqn.ctx.manager:
         yield
 
 
@@ -103,7 +104,7 @@ def _evaluate(
         xs = list(map(read, eqn.invars))
         with _as_staged(eqn, outer_names):
             used = uses_name(eqn, axis.name)
-            outs = _use(axis, eqn, xs, lane, top) if used else _bind(eqn, xs)
+            outs = _use(axis, eqn, xs, lane, top) if used else bind_equation(eqn, xs)
         env.update(zip(eqn.outvars, outs, strict=True))
     return list(map(read, jaxpr.outvars))
 
@@ -120,7 +121,7 @@ def _use(axis: Axis, eqn: Any, xs: list[Any], lane: Any, top: bool) -> Sequence[
         return [_index(axis, eqn.params["axis_name"], lane)]
     if name in CASTS.split():
         others = tuple(n for n in eqn.params["axes"] if n != axis.name)
-        return _bind(eqn, xs, axes=others) if others else xs
+        return bind_equation(eqn, xs, axes=others) if others else xs
     if name in _OPENED:
         return inner(eqn.params[_OPENED[name]], top)(*xs)
     if name == "scan":
@@ -131,23 +132,14 @@ def _use(axis: Axis, eqn: Any, xs: list[Any], lane: Any, top: bool) -> Sequence[
         index, *operands = xs
         branches = [inner(branch) for branch in eqn.params["branches"]]
         return lax.switch(index, branches, *operands)
-    if top and not any(True for _ in _bodies(eqn)):
-        return _bind(eqn, xs)
+    if top and not any(True for _ in jaxprs_in_params(eqn.params)):
+        return bind_equation(eqn, xs)
     where = "inside a loop or branch" if not top else f"inside `{name}`"
     raise UnsupportedError(
         f"{_compat.user_line(eqn.source_info)}: `{name}` over the batch axis {axis.name!r} "
         f"{where} needs all lanes at once, which chunks do not have. Move the collective out of "
         "it, or leave batch_size out."
     )
-
-
-def _bodies(eqn: Any) -> Any:
-    return (p for p in eqn.params.values() if isinstance(p, _compat.JAXPR_TYPES))
-
-
-def _bind(eqn: Any, xs: Sequence[Any], **changes: Any) -> Sequence[Any]:
-    out = eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params({**eqn.params, **changes}))
-    return out if eqn.primitive.multiple_results else [out]
 
 
 def _index(axis: Axis, names: Any, lane: Any) -> Any:

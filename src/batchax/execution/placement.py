@@ -80,10 +80,7 @@ def _run_keeping(loop: Loop, operands: Sequence[Any]) -> list[Any]:
     def step(index: Any, results: list[Any], parts: Sequence[Any], width: int) -> list[Any]:
         (start,) = _compat.varying_alike([index * np.int32(chunk)], like=operands)
         outs = loop.body.function(width)(start, *parts)
-        return [
-            collect(kind, result, out, start, index)
-            for kind, result, out in zip(loop.results, results, outs, strict=True)
-        ]
+        return collect(loop, results, outs, index)
 
     results = _compat.varying_alike(results_before(loop, program), like=operands)
     full, rest = divmod(loop.size, chunk)

@@ -20,6 +20,7 @@ from jax.interpreters import ad, batching, mlir
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition, match_axis
 from batchax.engine.registry import register_rule
+from batchax.rules.masking import is_inexact
 
 
 def scan_slices(
@@ -91,11 +92,6 @@ def _slices_first(x: Any, axis: int, width: int | None, count: int) -> Any:
         x = lax.slice_in_dim(x, 0, width * count, axis=axis)
         x = x.reshape(*x.shape[:axis], count, width, *x.shape[axis + 1 :])
     return x if axis == 0 else jnp.moveaxis(x, axis, 0)  # references cannot be moved
-
-
-def is_inexact(x: Any) -> bool:
-    """Whether `x`, a value or a type, may have derivatives."""
-    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def with_derivative_of(value: Any, other: Any) -> Any:

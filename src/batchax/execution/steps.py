@@ -17,7 +17,8 @@ from batchax import _compat
 from batchax.engine.axis import AxisPosition, expand_axis
 from batchax.engine.program_key import program_key
 from batchax.execution.buffers import blank
-from batchax.execution.slices import is_inexact, scan_slices, with_derivative_of
+from batchax.execution.slices import scan_slices, with_derivative_of
+from batchax.rules.masking import is_inexact
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from batchax.engine.outputs import reduce_batch
-from batchax.execution.chunk_loop import SUM, Extreme, PerChunk, Result
+from batchax.execution.chunk_loop import SUM, Extreme, PerChunk, Result, accumulator
 
 
 def partial_result(kind: str, x: Any, axis: int) -> tuple[Any, Result]:
@@ -48,6 +47,4 @@ def reduced_type(kind: str, x: Any, axis: int) -> Any:
 
 def _dtype(kind: str, x: Any, axis: int) -> Any:
     """In what a reduction is computed."""
-    result = reduced_type(kind, x, axis).dtype
-    small = jnp.issubdtype(result, jnp.floating) and result.itemsize < 4
-    return np.dtype(np.float32) if small else result
+    return accumulator(reduced_type(kind, x, axis).dtype)

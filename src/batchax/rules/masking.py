@@ -187,5 +187,5 @@ def spread(x: Any, position: int, like: Any) -> Any:
 
 
 def is_inexact(x: Any) -> bool:
-    """Whether an array has derivatives: floats and complex numbers do."""
+    """Whether a value, or a type, may have derivatives: floats and complex numbers do."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
