@@ -13,6 +13,7 @@ from jax import lax
 import batchax as bx
 
 from support.chunks import check_chunks
+from support.derivative_rules import tripled_jvp
 from support.oracle import example, same
 from support.programs import random_program
 
@@ -245,20 +246,6 @@ def test_complex_numbers(chunked):
 
 
 # --- functions with derivative rules of their own ----------------------------------------------
-
-
-def tripled_jvp(closed=None):
-    @jax.custom_jvp
-    def f(x, y):
-        return jnp.sin(x) * y
-
-    @f.defjvp
-    def rule(primals, tangents):
-        (x, y), (tx, ty) = primals, tangents
-        scale = 3 if closed is None else closed
-        return f(x, y), scale * (jnp.cos(x) * tx * y + jnp.sin(x) * ty)
-
-    return f
 
 
 def tripled_vjp(closed=None):

@@ -15,27 +15,13 @@ from jax.extend.core import jaxpr_as_fun
 import batchax as bx
 from batchax.engine.registry import find_rule
 
+from support.derivative_rules import tripled_jvp
 from support.oracle import check, example, loop, same
 
 X = example((3, 2), seed=1)
 Y = example((2, 3), seed=2)
 W = example((2,), seed=3)
 K = jnp.arange(3)
-
-
-def scaled_sine():
-    """sin(x) * y with a JVP rule that is three times the true one, so that its use shows."""
-
-    @jax.custom_jvp
-    def f(x, y):
-        return jnp.sin(x) * y
-
-    @f.defjvp
-    def rule(primals, tangents):
-        (x, y), (tx, ty) = primals, tangents
-        return f(x, y), 3 * (jnp.cos(x) * tx * y + jnp.sin(x) * ty)
-
-    return f
 
 
 def scaled_product():
@@ -77,7 +63,7 @@ def check_reverse(fun, *args, in_axes=0, **options):
 
 def test_rules_are_ours():
     def f(x):
-        return scaled_sine()(x, x) + scaled_product()(x, x, x)[0]
+        return tripled_jvp()(x, x) + scaled_product()(x, x, x)[0]
 
     names = set()
     for eqn in jax.make_jaxpr(f)(W).eqns:
@@ -94,11 +80,11 @@ def test_custom_jvp(in_axes, out_axes):
         W if a is None else example((3, 2) if a == 0 else (2, 3), seed=i)
         for i, a in enumerate(in_axes)
     ]
-    check(scaled_sine(), x, y, in_axes=in_axes, out_axes=out_axes, second=True)
+    check(tripled_jvp(), x, y, in_axes=in_axes, out_axes=out_axes, second=True)
 
 
 def test_custom_jvp_nested():
-    check(scaled_sine(), X, X, nested=True, second=True)
+    check(tripled_jvp(), X, X, nested=True, second=True)
 
 
 @pytest.mark.parametrize("in_axes", [(0, 0, None), (0, None, 0), (None, 0, None)])
@@ -127,7 +113,7 @@ def test_custom_vjp_values_and_nesting():
 
 @pytest.mark.parametrize("outer", [bx.vmap, jax.vmap])
 def test_gradients_on_both_sides_of_vmap(outer):
-    f, g = scaled_sine(), scaled_product()
+    f, g = tripled_jvp(), scaled_product()
 
     def both(x, y):
         return (f(x, y) + g(x, y, y)[0]).sum()
@@ -145,7 +131,7 @@ def test_gradients_on_both_sides_of_vmap(outer):
 
 
 def test_hessians_both_ways():
-    f = scaled_sine()
+    f = tripled_jvp()
 
     def energy(x):
         return f(x, jnp.flip(x)).sum()
@@ -173,19 +159,19 @@ def test_reverse_over_reverse_of_custom_vjp():
     same(got, jnp.stack([second(w) for w in W]))
 
 
-@pytest.mark.parametrize("make", [scaled_sine, scaled_product])
+@pytest.mark.parametrize("make", [tripled_jvp, scaled_product])
 def test_inside_loop_bodies(make):
     f = make()
 
     def g(x, y):
         def step(c, _):
-            out = f(c, y) if make is scaled_sine else f(c, y, y)[0]
+            out = f(c, y) if make is tripled_jvp else f(c, y, y)[0]
             return out, out.sum()
 
         return lax.scan(step, x, None, length=3)
 
     def branch(x, y):
-        call = f if make is scaled_sine else lambda a, b: f(a, b, b)[0]
+        call = f if make is tripled_jvp else lambda a, b: f(a, b, b)[0]
         return lax.cond(x.sum() > 0, call, lambda a, b: a - b, x, y)
 
     for h in (g, branch):
@@ -563,13 +549,13 @@ def test_empty_batches():
 
     def total(x, w):
         a, _ = bx.vmap(scaled_product(), (0, None, None), (0, None))(x, w, w)
-        return bx.vmap(scaled_sine())(x, a).sum()
+        return bx.vmap(tripled_jvp())(x, a).sum()
 
     same(jax.grad(total, (0, 1))(empty, W), (empty, jnp.zeros(2)))
 
 
 def test_nothing_more_is_computed_than_under_jax():
-    f = scaled_sine()
+    f = tripled_jvp()
 
     def count(v):
         text = str(jax.make_jaxpr(jax.grad(lambda x: v(f, (0, None))(x, W).sum()))(X))
@@ -579,7 +565,7 @@ def test_nothing_more_is_computed_than_under_jax():
 
 
 def test_rules_that_wait_hold_no_values():
-    f, g = scaled_sine(), scaled_product()
+    f, g = tripled_jvp(), scaled_product()
     traced = []
 
     def total(x, w):
