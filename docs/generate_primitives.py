@@ -13,10 +13,7 @@ from pathlib import Path
 import jax
 
 from batchax import _compat
-from batchax.engine.registry import find_rule, rule_origin
-from batchax.execution.chunk_loop import chunk_loop_p
-from batchax.execution.slices import follow_p
-from batchax.rules.masking import safe_lanes_p
+from batchax.engine.registry import find_rule, is_own, rule_origin
 
 PAGE = Path(__file__).with_name("primitives.md")
 
@@ -33,8 +30,7 @@ NEVER_BATCHED = {
 def of_jax():
     """JAX's primitives by name, without those that batchax adds."""
     found = sorted(_compat.primitives_by_name().items())
-    ours = (safe_lanes_p, chunk_loop_p, follow_p)
-    return {name: primitive for name, primitive in found if primitive not in ours}
+    return {name: primitive for name, primitive in found if not is_own(primitive)}
 
 
 def served_by(primitive):

@@ -339,9 +339,9 @@ def opened(body: ClosedJaxpr) -> tuple[Any, list[Any]]:
 def axis_from(data: Any, axis_type: Any) -> Any:
     """An `Axis` from what JAX tells a batching rule about the axis being mapped.
 
-    Where ``jax.vmap`` was given no name JAX makes one up, of a private class.
+    Where ``jax.vmap`` was given no name JAX has a bare object in its place.
     """
-    name = None if type(data.name).__name__ == "_TempAxisName" else data.name
+    name = None if type(data.name) is object else data.name
     return axis_type(data.size, name, data.spmd_name, data.explicit_mesh_axis)
 
 

@@ -13,7 +13,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from jax.interpreters import batching
+
 from batchax import _compat
+from batchax.engine.axis import Axis
 from batchax.errors import ArgumentTypeError
 
 Rule = Callable[..., tuple[Any, Any]]
@@ -22,6 +25,7 @@ Rule = Callable[..., tuple[Any, Any]]
 # export until the module that owns them is imported.
 _rules: dict[_compat.Primitive | str, Rule] = {}
 _origins: dict[_compat.Primitive | str, str] = {}
+_own: set[_compat.Primitive] = set()
 
 
 def register_rule(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
@@ -54,6 +58,37 @@ def register_rule(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
         return rule
 
     return decorate
+
+
+def register_own_rule(
+    primitive: _compat.Primitive, may_name_axis: bool = False
+) -> Callable[[Rule], Rule]:
+    """As `register_rule`, for a primitive of batchax's own: ``jax.vmap`` has the rule, too.
+
+    Args:
+      primitive: a primitive of batchax's own.
+      may_name_axis: whether it may contain a collective over the axis being mapped, and
+        have the rule called for it, too, where no operand is batched.
+    """
+
+    def decorate(rule: Rule) -> Rule:
+        def for_jax(axis_data: Any, args: Any, axes: Any, **params: Any) -> Any:
+            axis = _compat.axis_from(axis_data, Axis)
+            if all(a is None for a in axes) and (axis.name is None or not may_name_axis):
+                out = primitive.bind(*args, **params)  # JAX asks of each equation, batched or not
+                return out, [None] * len(out) if primitive.multiple_results else None
+            return rule(axis, args, axes, **params)
+
+        batching.fancy_primitive_batchers[primitive] = for_jax
+        _own.add(primitive)
+        return register_rule(primitive)(rule)
+
+    return decorate
+
+
+def is_own(primitive: _compat.Primitive) -> bool:
+    """Whether `primitive` is one of batchax's own."""
+    return primitive in _own
 
 
 def _module_outside_the_engine() -> str:

@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax.interpreters import batching
-
-from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition, match_axis
 from batchax.engine.inner import batch_function
-from batchax.engine.registry import register_rule
+from batchax.engine.registry import register_own_rule
 from batchax.execution.chunk_loop import (
     Body,
     Loop,
@@ -23,7 +20,7 @@ from batchax.execution.chunk_loop import (
 from batchax.rules.pullback import reached
 
 
-@register_rule(chunk_loop_p)
+@register_own_rule(chunk_loop_p, may_name_axis=True)
 def _batched(
     axis: Axis, args: Sequence[Any], axes: Sequence[AxisPosition], /, *, loop: Loop, program: Any
 ) -> tuple[list[Any], list[AxisPosition]]:
@@ -56,10 +53,3 @@ def _shifted(kind: Any, position: AxisPosition) -> Any:
     if position is None or isinstance(kind, (Whole, Sum)):
         return kind
     return replace(kind, axis=kind.axis + (position <= kind.axis))
-
-
-def _batched_by_jax(axis_data: Any, args: Any, axes: Any, **params: Any) -> Any:
-    return _batched(_compat.axis_from(axis_data, Axis), args, axes, **params)
-
-
-batching.fancy_primitive_batchers[chunk_loop_p] = _batched_by_jax

@@ -15,11 +15,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition, match_axis
-from batchax.engine.registry import register_rule
+from batchax.engine.registry import register_own_rule
 from batchax.rules.masking import is_inexact
 
 
@@ -118,7 +118,7 @@ def _transpose(cotangent: Any, value: Any, other: Any) -> list[Any]:
     return [ad.Zero(value.aval) if ad.is_undefined_primal(value) else None, cotangent]
 
 
-@register_rule(follow_p)
+@register_own_rule(follow_p)
 def _batched(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, AxisPosition]:
     position = next(a for a in axes if a is not None)
     return follow_p.bind(
@@ -126,11 +126,5 @@ def _batched(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, AxisPosition]:
     ), position
 
 
-def _batched_by_jax(args: Any, axes: Any) -> tuple[Any, AxisPosition]:
-    size = next(x.shape[a] for x, a in zip(args, axes, strict=True) if a is not None)
-    return _batched(Axis(size), args, axes)
-
-
 ad.primitive_jvps[follow_p] = _jvp
 ad.primitive_transposes[follow_p] = _transpose
-batching.primitive_batchers[follow_p] = _batched_by_jax

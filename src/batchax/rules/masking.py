@@ -27,11 +27,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition, axis_to_front, move_axis
-from batchax.engine.registry import register_rule
+from batchax.engine.registry import register_own_rule
 from batchax.errors import UnsupportedError
 
 safe_lanes_p = _compat.Primitive("safe_lanes")
@@ -91,7 +91,7 @@ def _cut(tangent: Any, live: Any, depth: int) -> Any:
     return safe_lanes_p.bind(live, tangent, depth=depth, fill="zero")
 
 
-@register_rule(safe_lanes_p)
+@register_own_rule(safe_lanes_p)
 def _batched(
     axis: Axis, args: Any, axes: Any, /, *, depth: int, fill: str
 ) -> tuple[Any, AxisPosition]:
@@ -109,17 +109,11 @@ def _batched(
     return safe_lanes_p.bind(live, x, depth=depth + 1, fill=fill), 0
 
 
-def _batched_by_jax(args: Any, axes: Any, **params: Any) -> tuple[Any, Any]:
-    size = next(x.shape[a] for x, a in zip(args, axes, strict=True) if a is not None)
-    return _batched(Axis(size), args, axes, **params)
-
-
 safe_lanes_p.def_impl(_values)
 safe_lanes_p.def_abstract_eval(lambda live, x, **params: x)
 mlir.register_lowering(safe_lanes_p, mlir.lower_fun(_values, multiple_results=False))
 ad.primitive_jvps[safe_lanes_p] = _jvp
 ad.primitive_transposes[safe_lanes_p] = _transpose
-batching.primitive_batchers[safe_lanes_p] = _batched_by_jax
 
 
 def run_masked(
