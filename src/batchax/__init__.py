@@ -2,7 +2,9 @@
 
 from batchax import execution as execution
 from batchax import rules as rules
+from batchax import user_rules as user_rules
 from batchax.batch_jaxpr import batch_jaxpr as batch_jaxpr
+from batchax.custom_vmap import custom_vmap as custom_vmap
 from batchax.engine.axis import Axis as Axis
 from batchax.engine.axis import axis_to_front as axis_to_front
 from batchax.engine.axis import match_axis as match_axis
@@ -23,7 +25,9 @@ from batchax.errors import SmallerChunksWarning as SmallerChunksWarning
 from batchax.errors import UnsupportedError as UnsupportedError
 from batchax.execution.memory import BatchSizeChoice as BatchSizeChoice
 from batchax.execution.memory import batch_size_choices as batch_size_choices
+from batchax.host_function import host_function as host_function
 from batchax.scan import scan as scan
+from batchax.sequential_vmap import sequential_vmap as sequential_vmap
 from batchax.vmap import vmap as vmap
 
 __version__ = "0.1.0"

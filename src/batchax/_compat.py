@@ -69,6 +69,20 @@ def user_file_and_line(source_info: Any) -> tuple[str, int]:
     return ("<unknown>", 0) if frame is None else (frame.file_name, frame.start_line)
 
 
+def called_from() -> str:
+    """`file:line (function)` of the user's code that is running."""
+    return source_info_util.summarize(source_info_util.current())
+
+
+def tracing() -> bool:
+    """Whether operations are being traced here, whatever their operands.
+
+    The class of the trace that computes operations at once is private.
+    """
+    with jex_core.take_current_trace() as trace:
+        return type(trace).__name__ != "EvalTrace"
+
+
 def named_axes(effects: Any) -> set[Hashable]:
     """Names of the mapped axes that an equation with these effects uses.
 

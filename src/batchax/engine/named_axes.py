@@ -26,6 +26,9 @@ _UNMARKED = {
     "vary_unreduced_cast": "axes",
 }
 
+# What a call uses whose batching rule, of the user's, is told the name of the axis.
+ANY_NAME = object()
+
 _known: weakref.WeakKeyDictionary[Any, frozenset[Hashable]] = weakref.WeakKeyDictionary()
 
 
@@ -36,13 +39,18 @@ def as_names(axis_name: Any) -> tuple[Hashable, ...]:
 
 def uses_name(eqn: Any, name: Hashable) -> bool:
     """Whether `eqn`, or an equation inside it, is a collective over `name`."""
-    return bool(eqn.effects and name in _compat.named_axes(eqn.effects)) or name in _unmarked(eqn)
+    if eqn.effects and name in _compat.named_axes(eqn.effects):
+        return True
+    unmarked = _unmarked(eqn)
+    return name in unmarked or ANY_NAME in unmarked
 
 
 def _unmarked(eqn: Any) -> frozenset[Hashable]:
     """Names that `eqn` uses without an effect that says so."""
     if eqn.primitive.name in _UNMARKED:
         return frozenset(as_names(eqn.params[_UNMARKED[eqn.primitive.name]]))
+    if getattr(eqn.params.get("rule"), "told_name", False):
+        return frozenset([ANY_NAME])
     inner = frozenset().union(*map(_unmarked_inside, jaxprs_in_params(eqn.params)))
     if inner and "mesh" in eqn.params:  # shard_map binds the names of its mesh itself
         inner -= frozenset(eqn.params["mesh"].axis_names)

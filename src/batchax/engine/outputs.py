@@ -109,7 +109,7 @@ def flatten_outputs(out: Any, out_axes: Any, terms: Terms = LANES) -> tuple[list
         container = find_container(value)
         start = len(arrays)
         if container is None:
-            _check_array(value, leaf.path)
+            check_array(value, leaf.path)
             _check_position(value, leaf.path, spec, terms)
             if spec is None and not isinstance(value, Tracer):
                 parts.append(lambda _, v=value: v)  # a constant comes back as it is
@@ -121,7 +121,7 @@ def flatten_outputs(out: Any, out_axes: Any, terms: Terms = LANES) -> tuple[list
         spec = int(spec) if is_position(spec) else spec
         made_of = example_arrays(container, value, spec, leaf.path)
         for x in made_of:
-            _check_array(x, leaf.path)
+            check_array(x, leaf.path)
         arrays += made_of
         # A container says itself where its batch axis goes, from axes at the front.
         described += [OutputArray(leaf.path, None if spec is None else 0) for _ in made_of]
@@ -134,7 +134,12 @@ def flatten_outputs(out: Any, out_axes: Any, terms: Terms = LANES) -> tuple[list
     )
 
 
-def _check_array(value: Any, path: str) -> None:
+def check_array(value: Any, path: str) -> None:
+    """Refuses an output that is not an array.
+
+    Raises:
+      ArgumentTypeError: it is not.
+    """
     try:
         jax.typeof(value)
     except TypeError:

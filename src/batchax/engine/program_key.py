@@ -35,7 +35,12 @@ class _Same:
 
 def program_key(program: _compat.ClosedJaxpr) -> Hashable:
     """A value that is equal for programs that do the same."""
-    return _key(program, ())
+    return value_key(program)
+
+
+def value_key(x: Any) -> Hashable:
+    """A value that is equal for Python objects that mean the same in a program."""
+    return _key(x, ())
 
 
 def _key(x: Any, inside: tuple[int, ...]) -> Hashable:

@@ -77,7 +77,7 @@ class Program:
         needed = [v for v in variables if v is not None and v in own]
         if not needed:
             return list(values), [None] * len(values)
-        jaxpr = jaxpr.replace(eqns=_slice(jaxpr, needed), outvars=needed)
+        jaxpr = jaxpr.replace(eqns=equations_for(jaxpr, needed), outvars=needed)
         outs, axes = interpret(self.axis, jaxpr, self.staged.consts, self.args, self.axes)
         found = dict(zip(needed, zip(outs, axes, strict=True), strict=True))
         pairs = [found.get(v, (x, None)) for v, x in zip(variables, values, strict=True)]
@@ -103,10 +103,15 @@ def program_behind(*rules: Any) -> Program | None:
     A rule that needs no program must not hold one: it may live in a cache for long.
     """
     program = _running.get()
-    return program if program is not None and any(True for _ in _tracers(list(rules))) else None
+    return program if program is not None and closes_over_tracers(rules) else None
 
 
-_RULES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd")
+def closes_over_tracers(rule: Any) -> bool:
+    """Whether a function closes over a placeholder of some program, or may do so."""
+    return any(True for _ in _tracers([rule]))
+
+
+_RULES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "rule")
 
 
 def closed_over(eqn: Any) -> list[Any]:
@@ -134,7 +139,7 @@ def resolve(program: Program | None, values: Sequence[Any]) -> tuple[list[Any], 
     return program.resolve(values)
 
 
-def _slice(jaxpr: Any, needed: Sequence[Any]) -> list[Any]:
+def equations_for(jaxpr: Any, needed: Iterable[Any]) -> list[Any]:
     """The equations that the variables `needed` depend on."""
     live, eqns = set(needed), []
     for eqn in reversed(jaxpr.eqns):

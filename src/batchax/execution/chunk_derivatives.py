@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from jax.extend.core import unmapped_aval
 from jax.interpreters import ad
 
 from batchax import _compat
+from batchax.engine.derivatives import cotangents_of, tangents_of
 from batchax.errors import UnsupportedError
 from batchax.execution.chunk_extremes import extreme_tangent, shares
 from batchax.execution.chunk_loop import (
@@ -29,7 +31,6 @@ from batchax.execution.chunk_loop import (
     chunk_loop,
     chunk_loop_p,
     cotangent_kind,
-    with_values,
 )
 from batchax.execution.chunk_scalar import can_run, inner_product, is_loss, loop_with_gradient
 from batchax.execution.memory import Auto
@@ -86,11 +87,8 @@ def _tangent_loop(
         def run(start: Any, *xs: Any) -> list[Any]:
             primals, tangents, parts = xs[:n], xs[n : n + len(moving)], xs[n + len(moving) :]
 
-            def of_moving(*values: Any) -> list[Any]:
-                outs = primal(start, *with_values(primals, moving, values))
-                return [outs[k] for k in found]
-
-            outs, dots = jax.jvp(of_moving, tuple(primals[i] for i in moving), tuple(tangents))
+            of_chunk = functools.partial(primal, start)
+            outs, dots = tangents_of(of_chunk, primals, moving, tangents, found)
             share = iter(parts)
             results = []
             for k, x, t in zip(found, outs, dots, strict=True):
@@ -168,14 +166,8 @@ def _reverse_loop(
 
         def run(start: Any, *xs: Any) -> list[Any]:
             residuals, cts = xs[: len(others)], xs[len(others) :]
-
-            def of_linear(*values: Any) -> list[Any]:
-                full = dict(zip([*others, *linear], [*residuals, *values], strict=True))
-                outs = forward(start, *(full[i] for i in range(len(avals))))
-                return [outs[k] for k in given]
-
-            pull = jax.linear_transpose(of_linear, *(types[i] for i in linear))
-            return list(pull(list(cts)))
+            of_chunk, of_linear = functools.partial(forward, start), [types[i] for i in linear]
+            return cotangents_of(of_chunk, residuals, linear, of_linear, lambda: cts, given)
 
         return run
 

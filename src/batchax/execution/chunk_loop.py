@@ -169,14 +169,6 @@ def cotangent_kind(kind: Operand) -> Result:
     return SUM if isinstance(kind, Whole) else kind
 
 
-def with_values(xs: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    """`xs` with `values` at `places`."""
-    full = list(xs)
-    for i, x in zip(places, values, strict=True):
-        full[i] = x
-    return full
-
-
 def resized(aval: Any, axis: int, size: int) -> Any:
     """An array type with another size along `axis`, which is then not sharded."""
     return unmapped_aval(size, axis, mapped_aval(aval.shape[axis], axis, aval))

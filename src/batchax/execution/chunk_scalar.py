@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from batchax import _compat
-from batchax.execution.chunk_loop import Body, Loop, Sum, cotangent_kind, with_values
+from batchax.engine.derivatives import with_values
+from batchax.execution.chunk_loop import Body, Loop, Sum, cotangent_kind
 
 
 def is_loss(loop: Loop, found: Sequence[int], outs: Sequence[Any], operands: Sequence[Any]) -> bool:

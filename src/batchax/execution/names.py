@@ -26,6 +26,7 @@ from batchax.engine.named_axes import as_names, uses_name
 from batchax.errors import UnsupportedError
 from batchax.execution.sections import Section
 from batchax.rules.collectives import CASTS
+from batchax.user_rules.call import custom_call_p
 
 _OPENED = {
     # calls that compute what their body does, and where they hold it
@@ -132,11 +133,13 @@ def _use(axis: Axis, eqn: Any, xs: list[Any], lane: Any, top: bool) -> Sequence[
         index, *operands = xs
         branches = [inner(branch) for branch in eqn.params["branches"]]
         return lax.switch(index, branches, *operands)
-    if top and not any(True for _ in jaxprs_in_params(eqn.params)):
+    user_rule = eqn.primitive is custom_call_p  # which serves all lanes at once
+    if top and (user_rule or not any(True for _ in jaxprs_in_params(eqn.params))):
         return bind_equation(eqn, xs)
-    where = "inside a loop or branch" if not top else f"inside `{name}`"
+    name = f"the batching rule of {eqn.params['rule'].name}" if user_rule else f"`{name}`"
+    where = "inside a loop or branch" if not top else f"inside {name}"
     raise UnsupportedError(
-        f"{_compat.user_line(eqn.source_info)}: `{name}` over the batch axis {axis.name!r} "
+        f"{_compat.user_line(eqn.source_info)}: {name} over the batch axis {axis.name!r} "
         f"{where} needs all lanes at once, which chunks do not have. Move the collective out of "
         "it, or leave batch_size out."
     )

@@ -1,0 +1,192 @@
+"""`custom_vmap`: a function with a batching rule of the user's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import jax
+
+from batchax import _compat
+from batchax.engine.outputs import check_array
+from batchax.errors import ArgumentTypeError
+from batchax.user_rules.arguments import split_arguments
+from batchax.user_rules.call import call
+from batchax.user_rules.own_derivatives import DerivativeRules, call_with_derivatives
+from batchax.user_rules.rule import UserRule
+
+P = ParamSpec("P")
+R = TypeVar("R")
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+
+
+class custom_vmap(Generic[P, R]):
+    """Gives `fun`, a function of one example, a batching rule.
+
+    Wherever the function meets a batch, of `batchax.vmap` or ``jax.vmap``, the rule
+    computes all lanes at once::
+
+        @bx.custom_vmap
+        def solve(a, b):
+            return jnp.linalg.solve(a, b)
+
+        @solve.def_vmap
+        def solve_batch(axis_size, in_batched, a, b):
+            a_batched, b_batched = in_batched
+            if not a_batched:  # one matrix: factor it once
+                return jnp.linalg.solve(a, b.T).T, True
+            b = b if b_batched else jnp.broadcast_to(b, (axis_size, *b.shape))
+            return jnp.linalg.solve(a, b[..., None])[..., 0], True
+
+    The rule is all there is to write: derivatives of a batch are those of the rule, in
+    every order of `vmap`, ``jvp``, ``grad``, ``linearize``, ``jit``, ``checkpoint`` and
+    ``scan``. Under two vmaps the rule serves the inner one, and the outer one batches the
+    operations of the rule, where it comes to further functions with rules if the rule
+    calls any.
+
+    A derivative computes the function again from its arguments, as ``jax.checkpoint``
+    does: a rule does not say what its batched form would keep. Operations that occur
+    twice under ``jit`` are compiled once, loops are not.
+
+    Values that are known when the function is called (Python numbers, strings, functions,
+    NumPy arrays, and arrays outside of transformations) reach the function and its rules
+    as they are.
+
+    The function may close over arrays, differentiated or not. Of a batch of what it
+    closes over a rule knows nothing: then the function is batched as if it had no rule.
+
+    Attributes:
+      fun: the function.
+
+    Raises:
+      ArgumentTypeError: (a TypeError) `fun`, or a rule, is not callable, a rule does not
+        return a pair or not flags, or the arguments of a call do not fit.
+      AxisError: (a ValueError) a rule returns results of another structure, shape or dtype
+        than the function implies.
+      UnsupportedError: (a NotImplementedError) the function is batched and has no rule, or
+        is differentiated and does input or output.
+
+    JAX's ``custom_vmap`` (proposed in JAX #9073) has no reverse mode.
+    """
+
+    fun: Callable[P, R]
+
+    def __init__(self, fun: Callable[P, R]) -> None:
+        _check_callable("custom_vmap", "a function of one example", fun)
+        functools.update_wrapper(self, fun)
+        self.fun = fun
+        self._rule: Callable[..., Any] | None = None
+        self._derivatives = DerivativeRules()
+
+    def def_vmap(self, rule: AnyFunction) -> AnyFunction:
+        """Sets the batching rule; a decorator.
+
+        Args:
+          rule: ``rule(axis_size, in_batched, *args) -> (out, out_batched)``. `in_batched`
+            has, for each argument, a tree like it with True for leaves that are batched,
+            which have the `axis_size` lanes along axis 0, and False for those that are the
+            same for all lanes. At least one is True. `out` is what the function returns,
+            for all lanes; `out_batched` says which of its leaves have the lanes along axis
+            0, by a tree of bools that may be a prefix of `out`.
+
+            Arguments come by position, defaults included. Those that can only be given by
+            keyword come by keyword, and last in `in_batched`. A keyword-only parameter
+            `axis_name` of the rule receives the name of the axis (None if it has none), one
+            `spmd_axis_name` the names of mesh axes that `vmap` was given. A collective over
+            the lanes is written with a vmap in the rule that has that `axis_name`. Where
+            `batch_size` runs lanes in chunks a rule receives the lanes of one chunk; one with
+            a parameter `axis_name` receives all of them, if the axis has a name.
+
+        Returns:
+          `rule`.
+        """
+        _check_callable("def_vmap", "a batching rule", rule)
+        self._rule = rule
+        return rule
+
+    def def_jvp(self, rule: AnyFunction) -> AnyFunction:
+        """Sets the forward-mode derivative; a decorator.
+
+        Args:
+          rule: ``rule(primals, tangents) -> (out, out_tangent)``, as for
+            ``jax.custom_jvp``. Under vmap it is batched by the engine, and a call of the
+            function in it by the batching rule.
+
+        Returns:
+          `rule`.
+        """
+        _check_callable("def_jvp", "a rule `rule(primals, tangents)`", rule)
+        self._derivatives = self._derivatives.replace(jvp=rule)
+        return rule
+
+    def def_vjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+        """Sets the reverse-mode derivative.
+
+        Both rules are batched by the engine under vmap, and calls of the function in them
+        by the batching rule. With `def_jvp` as well, forward mode uses that and reverse
+        mode these.
+
+        Args:
+          fwd: ``fwd(*args) -> (out, residuals)``, as for ``jax.custom_vjp``; residuals may
+            have leaves that are no arrays.
+          bwd: ``bwd(residuals, cotangent) -> cotangents``, a tuple with one for each
+            argument, or None in place of zeros.
+        """
+        _check_callable("def_vjp", "a rule `fwd(*args)`", fwd)
+        _check_callable("def_vjp", "a rule `bwd(residuals, cotangent)`", bwd)
+        self._derivatives = self._derivatives.replace(fwd=fwd, bwd=bwd)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Calls the function; see the class."""
+        arguments, operands = split_arguments(self.fun, args, kwargs)
+        if not operands and not _compat.tracing():
+            return self.fun(*args, **kwargs)
+        if self._derivatives.any and operands:
+            rules, name = self._derivatives, self._name
+            return call_with_derivatives(rules, name, self._bind, arguments, operands)
+        return self._bind(arguments, operands)
+
+    def _bind(self, arguments: Any, operands: Any) -> R:
+        out_tree: list[Any] = []
+
+        @functools.wraps(self.fun)  # JAX's messages name the user's function
+        def one_example(*xs: Any) -> list[Any]:
+            args, kwargs = arguments.rebuild(xs)
+            out = self.fun(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+            leaves, structure = jax.tree_util.tree_flatten_with_path(out)
+            out_tree[:] = [structure]
+            for keys, leaf in leaves:
+                check_array(leaf, f"out{jax.tree_util.keystr(keys)}")
+            return [leaf for _, leaf in leaves]
+
+        types = list(map(jax.typeof, operands))
+        staged = _compat.stage(one_example, types, transformation="custom_vmap")
+        closed = tuple(staged.consts)
+        rule = UserRule(
+            self._name,
+            self._rule,
+            arguments,
+            out_tree[0],
+            tuple(staged.out_avals),
+            closed,
+            _compat.called_from(),
+        )
+        jaxpr, _ = _compat.hoist_constants(staged)
+        outs = call(jaxpr, rule, [*closed, *operands])
+        return jax.tree.unflatten(out_tree[0], outs)
+
+    @property
+    def _name(self) -> str:
+        return getattr(self.fun, "__name__", type(self.fun).__name__)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As a method: the instance is the first argument."""
+        return self if instance is None else functools.partial(self, instance)
+
+
+def _check_callable(where: str, what: str, fun: Any) -> None:
+    if not callable(fun):
+        raise ArgumentTypeError(
+            f"{where} expects {what}, got {fun!r} of type {type(fun).__name__}."
+        )

@@ -1,0 +1,65 @@
+"""Derivatives of flat functions, as functions: what primitives that hold functions need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+Flat = Callable[..., list[Any]]
+"""A function of arrays that returns a list of arrays."""
+
+
+def with_values(xs: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """`xs` with `values` at `places`."""
+    full = list(xs)
+    for i, x in zip(places, values, strict=True):
+        full[i] = x
+    return full
+
+
+def tangents_of(
+    function: Flat,
+    primals: Sequence[Any],
+    moving: Sequence[int],
+    tangents: Sequence[Any],
+    of: Sequence[int],
+) -> tuple[list[Any], list[Any]]:
+    """The results `of` of `function`, and their tangents, where the `moving` operands move."""
+
+    def of_moving(*values: Any) -> list[Any]:
+        outs = function(*with_values(primals, moving, values))
+        return [outs[k] for k in of]
+
+    return jax.jvp(of_moving, tuple(primals[i] for i in moving), tuple(tangents))
+
+
+def cotangents_of(
+    function: Flat,
+    others: Sequence[Any],
+    linear: Sequence[int],
+    types: Sequence[Any],
+    cotangents: Callable[[], Sequence[Any]],
+    of: Sequence[int],
+) -> list[Any]:
+    """The cotangents of the `linear` operands of `function`.
+
+    Args:
+      function: a function that is linear in some operands.
+      others: the values of its other operands, in order.
+      linear: those it is linear in.
+      types: their types.
+      cotangents: returns the cotangents of the results `of`; it is called once the
+        function has been traced.
+      of: the results whose cotangents are not zero.
+    """
+    rest = iter(others)
+    blank = [None if i in linear else next(rest) for i in range(len(others) + len(linear))]
+
+    def of_linear(*values: Any) -> list[Any]:
+        outs = function(*with_values(blank, linear, values))
+        return [outs[k] for k in of]
+
+    pull = jax.linear_transpose(of_linear, *types)
+    return list(pull(list(cotangents())))

@@ -1,0 +1,126 @@
+"""`host_function`: a Python function that runs on the host, for one lane or many."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from batchax.errors import ArgumentTypeError, AxisError
+
+
+def host_function(
+    fun: Callable[..., Any], out_type: Any, *, threads: int = 1
+) -> Callable[..., Any]:
+    """Makes a Python function of one example callable from JAX, over any batch.
+
+    For libraries that compute outside of JAX (NumPy, SciPy, a simulator)::
+
+        quad = bx.host_function(integrate, jax.ShapeDtypeStruct((), jnp.float32), threads=4)
+        bx.vmap(quad)(xs)
+
+    For a batch the host is called once (``jax.pure_callback``), and `fun` for each lane:
+    one after another, in order, or several at a time in threads. Threads help where `fun`
+    waits or lets go of Python's lock, as NumPy, SciPy and most compiled libraries do
+    (the wish of JAX #24756).
+
+    Args:
+      fun: takes arguments of one example, whose arrays are NumPy arrays, and returns
+        arrays or numbers of `out_type`. It must be pure: it may be called more than once,
+        or not at all if its results are not needed.
+      out_type: a pytree of ``jax.ShapeDtypeStruct``, or of arrays like the results; or a
+        function that returns one from the arguments.
+      threads: how many lanes run at a time.
+
+    Returns:
+      A function of pytrees of arrays. It has no derivative; give it one with
+      ``custom_vmap(...).def_jvp`` or `def_vjp`, or ``jax.custom_jvp``.
+
+    Raises:
+      ArgumentTypeError: (a TypeError) `fun` is not callable or `threads` is not an int.
+      AxisError: (a ValueError) `threads` is less than one; or, when it runs, a result of
+        another structure or shape than `out_type` (JAX reports it with its own type).
+    """
+    if not callable(fun):
+        raise ArgumentTypeError(
+            f"host_function expects a function of one example, got {fun!r} of type "
+            f"{type(fun).__name__}."
+        )
+    if isinstance(threads, bool) or not isinstance(threads, int):
+        raise ArgumentTypeError(f"threads must be a positive int, got {threads!r}.")
+    if threads < 1:
+        raise AxisError(f"threads is {threads}, but at least one lane must run at a time.")
+
+    @functools.wraps(fun)
+    def on_host(*args: Any) -> Any:
+        wanted = out_type(*args) if callable(out_type) else out_type
+        wanted = jax.tree.map(_type, wanted)
+        ranks = [np.ndim(x) for x in jax.tree.leaves(args)]
+        on_batch = functools.partial(_on_lanes, fun, threads, ranks, wanted)
+        return jax.pure_callback(on_batch, wanted, *args, vmap_method="expand_dims")
+
+    return on_host
+
+
+def _type(x: Any) -> Any:
+    t = x if hasattr(x, "dtype") else jax.typeof(x)
+    return jax.ShapeDtypeStruct(t.shape, t.dtype)
+
+
+def _on_lanes(
+    fun: Callable[..., Any], threads: int, ranks: Sequence[int], wanted: Any, *args: Any
+) -> Any:
+    """`fun` for each lane of arguments with any number of batch axes in front."""
+    leaves, structure = jax.tree.flatten(args)
+    leaves = [np.asarray(x) for x in leaves]
+    fronts = [x.shape[: x.ndim - rank] for x, rank in zip(leaves, ranks, strict=True)]
+    batch = np.broadcast_shapes(*fronts)
+    leaves = [
+        np.broadcast_to(x, batch + x.shape[len(front) :])
+        for x, front in zip(leaves, fronts, strict=True)
+    ]
+    types, out_structure = jax.tree.flatten(wanted)
+    outs = [np.empty(batch + t.shape, t.dtype) for t in types]
+
+    def run(lane: tuple[int, ...]) -> None:
+        try:
+            result = fun(*jax.tree.unflatten(structure, [x[lane] for x in leaves]))
+            _store(fun, outs, lane, result, out_structure)
+        except Exception as error:
+            if lane:
+                error.add_note(f"batchax: raised for lane {lane[0] if len(lane) == 1 else lane}.")
+            raise
+
+    if threads == 1:
+        for lane in np.ndindex(batch):
+            run(lane)
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            _finish(pool.map(run, np.ndindex(batch)))
+    return jax.tree.unflatten(out_structure, outs)
+
+
+def _store(
+    fun: Callable[..., Any], outs: Sequence[Any], lane: tuple[int, ...], result: Any, structure: Any
+) -> None:
+    name = getattr(fun, "__name__", "the function")
+    leaves, got = jax.tree.flatten(result)
+    if got != structure:
+        raise AxisError(f"{name} must return what has the structure {structure}, but it was {got}.")
+    for out, x in zip(outs, leaves, strict=True):
+        expected = out.shape[len(lane) :]
+        if np.shape(x) != expected:
+            raise AxisError(
+                f"{name} must return an array of shape {expected}, but it was {np.shape(x)}. "
+                "Is out_type what it returns for one example?"
+            )
+        out[lane] = x
+
+
+def _finish(results: Iterator[Any]) -> None:
+    for _ in results:  # raises what a lane raised
+        pass

@@ -1,0 +1,60 @@
+"""`sequential_vmap`: a function that runs for one lane after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+
+from batchax.custom_vmap import custom_vmap
+from batchax.scan import scan
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def sequential_vmap(fun: Callable[P, R]) -> custom_vmap[P, R]:
+    """Makes `fun` run for one lane after another wherever it is batched.
+
+    For a function that needs too much memory for several lanes at once, whose lanes are
+    to have their effects in order, or that does less for one lane than for many (a
+    branch not taken, a loop that ends early)::
+
+        @bx.sequential_vmap
+        def simulate(parameters):
+            ...
+
+        results = bx.vmap(simulate)(all_parameters)
+
+    Under several vmaps the loops are nested. Effects (prints, ``io_callback``) come in
+    order of the lanes. It may be differentiated, in reverse mode too (that of JAX,
+    ``jax.custom_batching.sequential_vmap``, may not): a derivative keeps the arguments of
+    all lanes and computes each lane again.
+
+    Args:
+      fun: a function of one example. Its arguments are as for `custom_vmap`.
+
+    Returns:
+      A `custom_vmap` function whose batching rule is a loop.
+
+    Raises:
+      ArgumentTypeError: (a TypeError) `fun` is not callable.
+    """
+    sequential = custom_vmap(fun)
+
+    @sequential.def_vmap
+    def loop_over_lanes(axis_size: int, in_batched: list[Any], *args: Any, **kwargs: Any) -> Any:
+        values = [*args, *kwargs.values()]
+        axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched)
+
+        def step(carry: None, values: list[Any]) -> tuple[None, Any]:
+            own, by_name = values[: len(args)], values[len(args) :]
+            named = dict(zip(kwargs, by_name, strict=True))
+            return carry, sequential(*own, **named)  # pyright: ignore[reportCallIssue]
+
+        # Within the step it is called for one lane, and loops again over an axis outside.
+        _, out = scan(step, in_axes=(axes,), length=axis_size)(None, values)
+        return out, True
+
+    return sequential

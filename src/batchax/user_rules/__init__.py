@@ -1,0 +1,7 @@
+"""Functions with rules of the user's: how such a call is differentiated and batched.
+
+Importing this package registers both.
+"""
+
+from batchax.user_rules import batching as batching
+from batchax.user_rules import derivatives as derivatives

@@ -1,0 +1,263 @@
+"""A call of a function that has a batching rule of the user's, as a primitive.
+
+The call holds the program of the function for one example, and the rule. Derivatives of
+the call are calls again: of the same program and rule, with one more derivative to take.
+So the rule is at hand whenever a batch axis turns up, however often the call has been
+differentiated before: the function is batched by the rule first, and the derivatives are
+then taken of that. What reverse mode needs of the function is computed again from its
+operands, because a rule says nothing of what its batched form would keep.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from jax.core import eval_jaxpr
+from jax.extend.core import Literal
+from jax.interpreters import mlir
+
+from batchax import _compat
+from batchax.engine.axis import Axis, match_axis
+from batchax.engine.derivatives import Flat, cotangents_of, tangents_of
+from batchax.engine.inner import batch_function, batched_aval
+from batchax.engine.replay import equations_for
+
+Flags = Sequence[bool]
+"""For each of some values whether it is batched; the batch axis is then the first."""
+
+
+@dataclass(frozen=True)
+class Tangents:
+    """A step of differentiation: to the tangents of the results `of`.
+
+    Operands are those of the function before, then tangents of those that are `moving`.
+    """
+
+    moving: tuple[int, ...]
+    of: tuple[int, ...]
+
+    def function(self, before: Flat) -> Flat:
+        """The derivative of the function `before` this step."""
+
+        def run(*xs: Any) -> list[Any]:
+            primals, tangents = xs[: -len(self.moving)], xs[-len(self.moving) :]
+            return tangents_of(before, primals, self.moving, tangents, self.of)[1]
+
+        return run
+
+    def types(self, before: Sequence[Any]) -> list[Any]:
+        """The types of its results, from those of the function before."""
+        return [before[k].to_tangent_aval() for k in self.of]
+
+    def values_before(self, flags: Flags) -> list[bool]:
+        """Which operands of the function before are batched themselves."""
+        return list(flags[: -len(self.moving)])
+
+    def flags_before(self, flags: Flags) -> list[bool]:
+        """Which of them must be, for these to be."""
+        before = self.values_before(flags)
+        for i, batched in zip(self.moving, flags[-len(self.moving) :], strict=True):
+            before[i] |= batched
+        return before
+
+    def batched(self, axis: Axis, before: Flat, flags: Flags, out_flags: list[bool]) -> Flat:
+        """The derivative of `before`, a function of batches.
+
+        Args:
+          axis: the axis being mapped.
+          before: the function before this step, for operands of `flags_before`; each run
+            puts into `out_flags` which of its results are batched.
+          flags: which operands are batched.
+          out_flags: each run puts here which of its own results are.
+        """
+        together = self.flags_before(flags)
+        wanted = [*together, *(together[i] for i in self.moving)]
+        derivative = self.function(before)
+
+        def run(*xs: Any) -> list[Any]:
+            outs = derivative(*map(functools.partial(_spread, axis), xs, flags, wanted))
+            out_flags[:] = [out_flags[k] for k in self.of]
+            return outs
+
+        return run
+
+
+@dataclass(frozen=True)
+class Cotangents:
+    """A step of differentiation: to the cotangents of the `linear` operands.
+
+    Operands are the others of the function before, then cotangents of its results `of`.
+    `linear_types` are the types of the linear operands.
+    """
+
+    linear: tuple[int, ...]
+    linear_types: tuple[Any, ...]
+    of: tuple[int, ...]
+
+    def function(self, before: Flat) -> Flat:
+        """The transpose of the function `before` this step."""
+
+        def run(*xs: Any) -> list[Any]:
+            others, cotangents = xs[: -len(self.of)], xs[-len(self.of) :]
+            types = self.linear_types
+            return cotangents_of(before, others, self.linear, types, lambda: cotangents, self.of)
+
+        return run
+
+    def types(self, before: Sequence[Any]) -> list[Any]:
+        """The types of its results."""
+        return list(self.linear_types)
+
+    def values_before(self, flags: Flags) -> list[bool]:
+        """Which operands of the function before are batched themselves."""
+        others = iter(flags[: -len(self.of)])
+        count = len(flags) - len(self.of) + len(self.linear)
+        return [False if i in self.linear else next(others) for i in range(count)]
+
+    def flags_before(self, flags: Flags) -> list[bool]:
+        """Which of them must be: each lane has cotangents of its own."""
+        return [f or i in self.linear for i, f in enumerate(self.values_before(flags))]
+
+    def batched(self, axis: Axis, before: Flat, flags: Flags, out_flags: list[bool]) -> Flat:
+        """The transpose of `before`, a function of batches; see `Tangents.batched`."""
+        types = [batched_aval(axis, aval, 0) for aval in self.linear_types]
+
+        def run(*xs: Any) -> list[Any]:
+            others, cotangents = xs[: -len(self.of)], xs[-len(self.of) :]
+
+            def as_results_are() -> list[Any]:
+                wanted = [out_flags[k] for k in self.of]
+                return list(
+                    map(
+                        functools.partial(_spread, axis), cotangents, flags[-len(self.of) :], wanted
+                    )
+                )
+
+            outs = cotangents_of(before, others, self.linear, types, as_results_are, self.of)
+            out_flags[:] = [True] * len(self.linear)
+            return outs
+
+        return run
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A step to many directions at once, of derivatives of one example.
+
+    Operands are those of the function before; the `mapped` ones have the directions along
+    axis 0, as do all results. What the function is called on is the same for all.
+    """
+
+    axis: Axis
+    mapped: tuple[bool, ...]
+
+    def function(self, before: Flat) -> Flat:
+        """The function `before` this step, for all directions."""
+        return self._over([0 if m else None for m in self.mapped], before, lambda: ())
+
+    def _over(self, axes: Sequence[Any], before: Flat, out_flags: Callable[[], Flags]) -> Flat:
+        """`before` for all directions, which go behind the lanes of results that have them."""
+
+        def run(*xs: Any) -> list[Any]:
+            outs, found = batch_function(self.axis, before, xs, axes)
+            places = map(int, out_flags() or [False] * len(outs))
+            return list(map(functools.partial(match_axis, self.axis), outs, found, places))
+
+        return run
+
+    def types(self, before: Sequence[Any]) -> list[Any]:
+        """The types of its results, from those of the function before."""
+        return [batched_aval(self.axis, aval, 0) for aval in before]
+
+    def values_before(self, flags: Flags) -> Flags:
+        """Which operands of the function before are batched themselves."""
+        return flags
+
+    def flags_before(self, flags: Flags) -> Flags:
+        """Which of them must be, for these to be."""
+        return flags
+
+    def batched(self, axis: Axis, before: Flat, flags: Flags, out_flags: list[bool]) -> Flat:
+        """`before`, a function of batches, for all directions; see `Tangents.batched`."""
+        axes = [int(f) if m else None for m, f in zip(self.mapped, flags, strict=True)]
+        return self._over(axes, before, lambda: out_flags)
+
+
+Step = Tangents | Cotangents | Mapped
+
+
+def _spread(axis: Axis, x: Any, batched: bool, wanted: bool) -> Any:
+    """A value as batched as is wanted.
+
+    Cotangents of a result that is the same for all lanes add up.
+    """
+    if wanted and not batched:
+        return match_axis(axis, x, None, 0)
+    return x.sum(0) if batched and not wanted else x
+
+
+custom_call_p = _compat.Primitive("custom_batched_call")
+custom_call_p.multiple_results = True
+
+
+def per_example(jaxpr: _compat.ClosedJaxpr, steps: Sequence[Step]) -> Flat:
+    """What a call computes for one example."""
+
+    def program(*xs: Any) -> list[Any]:
+        return eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *xs)
+
+    return functools.reduce(lambda before, step: step.function(before), steps, program)
+
+
+def result_types(jaxpr: _compat.ClosedJaxpr, steps: Sequence[Step]) -> list[Any]:
+    """The types of what a call computes for one example."""
+    return functools.reduce(lambda before, step: step.types(before), steps, list(jaxpr.out_avals))
+
+
+_effects_had: ContextVar[bool] = ContextVar("batchax_effects_had", default=False)
+
+
+@contextmanager
+def effects_had(had: bool) -> Iterator[None]:
+    """While a derivative computes a rule again: `had` says that calls in it have had effects."""
+    token = _effects_had.set(had or _effects_had.get())
+    try:
+        yield
+    finally:
+        _effects_had.reset(token)
+
+
+def call(jaxpr: _compat.ClosedJaxpr, rule: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results, for one example, of a program with a batching rule of the user's."""
+    if _effects_had.get():
+        jaxpr = without_effects(jaxpr)
+    return custom_call_p.bind(*operands, jaxpr=jaxpr, steps=(), rule=rule)
+
+
+def without_effects(jaxpr: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
+    """A program with the equations only that its results need."""
+    live = {v for v in jaxpr.jaxpr.outvars if not isinstance(v, Literal)}
+    eqns = equations_for(jaxpr.jaxpr, live)
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    return _compat.close(jaxpr.jaxpr.replace(eqns=eqns, effects=effects), jaxpr.consts)
+
+
+@custom_call_p.def_impl
+def _run(*operands: Any, jaxpr: Any, steps: Any, rule: Any) -> Sequence[Any]:
+    return per_example(jaxpr, steps)(*operands)
+
+
+@custom_call_p.def_effectful_abstract_eval
+def _types(*avals: Any, jaxpr: Any, steps: Any, rule: Any) -> Any:
+    return result_types(jaxpr, steps), jaxpr.effects
+
+
+# For programs with primitives that JAX, from 0.12 on, lowers before all others.
+custom_call_p.to_lojax = _run
+
+mlir.register_lowering(custom_call_p, mlir.lower_fun(_run, multiple_results=True))

@@ -1,0 +1,123 @@
+"""A linear function whose transpose is given, as a primitive.
+
+What ``jax.custom_derivatives.linear_call`` is, but that can be batched by ``jax.vmap`` and
+differentiated with respect to what it is not linear in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.core import eval_jaxpr
+from jax.interpreters import ad, mlir
+
+from batchax import _compat
+from batchax.engine.axis import Axis, AxisPosition
+from batchax.engine.derivatives import tangents_of
+from batchax.engine.inner import batch_inner
+from batchax.engine.registry import register_own_rule
+from batchax.rules.pullback import pull_back
+
+Linear = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+"""A function of residuals, and of values it is linear in."""
+
+linear_p = _compat.Primitive("linear_with_transpose")
+linear_p.multiple_results = True
+
+
+def linear_with_transpose(
+    forward: Linear, transpose: Linear, residuals: Sequence[Any], operands: Sequence[Any]
+) -> list[Any]:
+    """``forward(residuals, operands)``, whose transpose is ``transpose(residuals, cts)``."""
+    count = len(residuals)
+
+    def stage(function: Linear, linear: Sequence[Any]) -> _compat.ClosedJaxpr:
+        types = [*map(jax.typeof, residuals), *linear]
+        return _compat.stage(lambda *xs: function(xs[:count], xs[count:]), types)
+
+    ahead = stage(forward, [jax.typeof(x).to_tangent_aval() for x in operands])
+    back = stage(transpose, list(ahead.out_avals))
+    return _bind(ahead, back, residuals, operands)
+
+
+def _bind(
+    ahead: _compat.ClosedJaxpr,
+    back: _compat.ClosedJaxpr,
+    residuals: Sequence[Any],
+    operands: Sequence[Any],
+) -> list[Any]:
+    """The call, with the constants of both programs as residuals of either."""
+    consts = [*ahead.consts, *back.consts]
+    slots = [*ahead.jaxpr.constvars, *back.jaxpr.constvars]
+
+    def without_constants(body: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
+        jaxpr = body.jaxpr
+        return _compat.close(jaxpr.replace(constvars=[], invars=[*slots, *jaxpr.invars]))
+
+    return linear_p.bind(
+        *consts,
+        *residuals,
+        *operands,
+        forward=without_constants(ahead),
+        transpose=without_constants(back),
+        count=len(consts) + len(residuals),
+    )
+
+
+@linear_p.def_impl
+def _run(*operands: Any, forward: Any, transpose: Any, count: int) -> list[Any]:
+    return eval_jaxpr(forward.jaxpr, forward.consts, *operands)
+
+
+@linear_p.def_effectful_abstract_eval
+def _types(*avals: Any, forward: Any, transpose: Any, count: int) -> Any:
+    return list(forward.out_avals), forward.effects
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[list[Any], list[Any]]:
+    count = params["count"]
+    outs = linear_p.bind(*primals, **params)
+    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    if all(i >= count for i in moving):
+        linear = map(ad.instantiate_zeros, tangents[count:])
+        return outs, linear_p.bind(*primals[:count], *linear, **params)
+    # What it is not linear in has the derivative that its operations have.
+    given = [tangents[i] for i in moving]
+
+    def function(*xs: Any) -> list[Any]:
+        return _run(*xs, **params)
+
+    return outs, tangents_of(function, primals, moving, given, range(len(outs)))[1]
+
+
+def _transpose(cotangents: Any, *operands: Any, forward: Any, transpose: Any, count: int) -> Any:
+    others = operands[:count]
+    given = map(ad.instantiate_zeros, cotangents)
+    outs = linear_p.bind(*others, *given, forward=transpose, transpose=forward, count=count)
+    return [
+        out if ad.is_undefined_primal(x) else None
+        for x, out in zip(operands, [*others, *outs], strict=True)
+    ]
+
+
+@register_own_rule(linear_p, may_name_axis=True)
+def _batched(
+    axis: Axis, args: Any, axes: Any, /, *, forward: Any, transpose: Any, count: int
+) -> tuple[list[Any], Sequence[AxisPosition]]:
+    ahead, out_axes = batch_inner(axis, forward, axes)
+
+    def back(*xs: Any) -> list[Any]:
+        positions = [*axes[:count], *out_axes]
+        cotangents = range(count, len(xs))
+        return pull_back(axis, transpose.jaxpr, xs, positions, cotangents, axes[count:])
+
+    back_program = _compat.stage(back, [*map(jax.typeof, args[:count]), *ahead.out_avals])
+    return _bind(ahead, back_program, args[:count], args[count:]), out_axes
+
+
+ad.primitive_jvps[linear_p] = _jvp
+ad.primitive_transposes[linear_p] = _transpose
+linear_p.to_lojax = _run
+mlir.register_lowering(linear_p, mlir.lower_fun(_run, multiple_results=True))

@@ -1,0 +1,234 @@
+"""Running a batching rule of the user's, and checking what it returns."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import eval_jaxpr
+
+from batchax import _compat
+from batchax.engine.axis import Axis
+from batchax.engine.replay import closes_over_tracers, program_behind, resolve
+from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.user_rules.arguments import Arguments
+
+Rule = Callable[..., tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class UserRule:
+    """The batching rule of one call: what the user gave, and how to call it.
+
+    Equal for calls that do the same, so that programs with such calls can be compared.
+
+    Attributes:
+      name: what messages call the function the rule is for.
+      rule: the user's function; None if there is none.
+      arguments: the arguments of the call, of which tracers are operands.
+      out_tree: the structure of what the function returns.
+      out_types: the types of what it returns for one example.
+      closed: the tracers that the function closes over, which are the first operands.
+      line: where the function is called.
+    """
+
+    name: str
+    rule: Rule | None
+    arguments: Arguments
+    out_tree: Any
+    out_types: tuple[Any, ...]
+    closed: tuple[Hashable, ...] = field(compare=False)
+    line: str = field(compare=False)
+
+    @property
+    def told_name(self) -> bool:
+        """Whether the rule asks for the name of the axis."""
+        return "axis_name" in _asked_for(self.rule)
+
+    def run(
+        self, axis: Axis, flags: Sequence[bool], closed: Sequence[Any], operands: Sequence[Any]
+    ) -> tuple[list[Any], list[bool]]:
+        """The results for all lanes, and which of them are batched, at axis 0.
+
+        Args:
+          axis: the axis being mapped.
+          flags: which operands are batched, at axis 0.
+          closed: the values of the tracers that the function closes over.
+          operands: the operands of the call.
+        """
+        out_flags: list[bool] = []
+
+        def call(*xs: Any) -> list[Any]:
+            outs, out_flags[:] = self._call(axis, flags, xs)
+            return outs
+
+        if not closes_over_tracers(self.rule):
+            return call(*operands), out_flags
+        # Those may be of a trace that is over, and are then values of the function's, too.
+        staged = _compat.stage(call, list(map(jax.typeof, operands)), transformation="custom_vmap")
+        consts = self._resolved(staged.consts, closed)
+        return eval_jaxpr(staged.jaxpr, consts, *operands), out_flags
+
+    def _resolved(self, consts: Sequence[Any], closed: Sequence[Any]) -> list[Any]:
+        known = dict(zip(map(id, self.closed), closed, strict=True))
+        values, positions = resolve(program_behind(self.rule), consts)
+        if any(
+            a is not None and id(c) not in known for c, a in zip(consts, positions, strict=True)
+        ):
+            raise UnsupportedError(
+                f"{_describe(self.rule)}, the batching rule of {self.name}, closes over a value "
+                f"that is batched, which {self.name} itself does not use. Pass the value as an "
+                f"argument of {self.name}."
+            )
+        return [known.get(id(c), x) for c, x in zip(consts, values, strict=True)]
+
+    def _call(
+        self, axis: Axis, flags: Sequence[bool], operands: Sequence[Any]
+    ) -> tuple[list[Any], list[bool]]:
+        if self.rule is None:
+            raise UnsupportedError(
+                f"{self.name} is a custom_vmap function without a batching rule, and is batched. "
+                f"Give it one: @{self.name}.def_vmap, or leave @custom_vmap out."
+            )
+        args, kwargs = self.arguments.rebuild(operands)
+        in_batched = self.arguments.flags(flags)
+        spmd = axis.spmd_name
+        told = {
+            "axis_name": axis.name,
+            "spmd_axis_name": spmd[0] if spmd is not None and len(spmd) == 1 else spmd,
+        }
+        kwargs |= {name: told[name] for name in _asked_for(self.rule)}
+        with _naming(self, axis):
+            result = self.rule(axis.size, in_batched, *args, **kwargs)
+        return self._checked(axis, result)
+
+    def _checked(self, axis: Axis, result: Any) -> tuple[list[Any], list[bool]]:
+        """What the rule returned, flat, if it is what it has to be."""
+        where = f"{_describe(self.rule)}, the batching rule of {self.name} (called at {self.line}),"
+        if not (isinstance(result, (tuple, list)) and len(result) == 2):
+            what = f"a {type(result).__name__}"
+            if isinstance(result, (tuple, list)):
+                what += f" of length {len(result)}"
+            raise ArgumentTypeError(
+                f"{where} must return a pair `out, out_batched`, but it returned {what}. "
+                "out_batched is True where a result has the lanes along axis 0, and False where "
+                "it is the same for all lanes."
+            )
+        out, out_batched = result
+        if isinstance(out, list) and self.out_tree == jax.tree.structure(0) and len(out) == 1:
+            (out,) = out  # the form of the proposal (JAX #9073): lists, of one each
+            if isinstance(out_batched, list) and len(out_batched) == 1:
+                (out_batched,) = out_batched
+        leaves, tree = jax.tree.flatten(out)
+        if tree != self.out_tree:
+            raise AxisError(
+                f"{where} must return `out` of the structure of what {self.name} returns, but "
+                f"(each * an array)\n  {_shown(self.out_tree)}\nbecame\n  {_shown(tree)}"
+            )
+        flags = self._out_flags(where, out, out_batched)
+        paths = [jax.tree_util.keystr(k) for k, _ in jax.tree_util.tree_flatten_with_path(out)[0]]
+        wrong, outs = [], []
+        for path, leaf, flag, aval in zip(paths, leaves, flags, self.out_types, strict=True):
+            x, problem = _matched(axis, leaf, flag, aval)
+            outs.append(x)
+            if problem:
+                wrong.append(f"  out{path}: {problem}")
+        if wrong:
+            raise AxisError(
+                f"{where} returned what does not fit what {self.name} returns for one example:\n"
+                + "\n".join(wrong)
+                + "\nA result with out_batched True has the lanes along axis 0; one with False "
+                "is the same for all lanes, and has the shape it has for one example."
+            )
+        return outs, flags
+
+    def _out_flags(self, where: str, out: Any, out_batched: Any) -> list[bool]:
+        """A flag for each result, from a tree of flags that is a prefix of the results."""
+        wrong = [
+            f"  out_batched{jax.tree_util.keystr(keys)}: {flag!r}"
+            for keys, flag in jax.tree_util.tree_flatten_with_path(out_batched)[0]
+            if not (isinstance(flag, bool) or type(flag).__name__ in ("bool_", "bool"))
+        ]
+        if wrong:
+            raise ArgumentTypeError(
+                f"{where} must return True or False for each result in out_batched, but it "
+                "returned\n" + "\n".join(wrong)
+            )
+        try:
+            return jax.tree.leaves(jax.tree.broadcast(out_batched, out))
+        except ValueError:
+            raise AxisError(
+                f"{where} must return out_batched of the structure of `out`, or a prefix of it, "
+                f"but (each * a leaf) `out` is\n  {_shown(jax.tree.structure(out))}\nand "
+                f"out_batched is\n  {_shown(jax.tree.structure(out_batched))}"
+            ) from None
+
+
+def _matched(axis: Axis, leaf: Any, flag: bool, aval: Any) -> tuple[Any, str]:
+    """A result of a rule with the type it must have, and what is wrong with it."""
+    try:
+        x = leaf if hasattr(leaf, "aval") else jnp.asarray(leaf)
+    except TypeError:
+        return leaf, f"a {type(leaf).__name__}, which is not an array"
+    got = jax.typeof(x)
+    shape = (axis.size, *aval.shape) if flag else aval.shape
+    if got.shape != shape:
+        batched = f"with out_batched {bool(flag)} "
+        return x, f"{batched}expected shape {shape}, got {got.shape}"
+    if got.dtype != aval.dtype and not (isinstance(leaf, (int, float, complex))):
+        return x, f"expected dtype {aval.dtype}, got {got.dtype}"
+    if got.dtype != aval.dtype or got.weak_type != aval.weak_type:
+        x = lax.convert_element_type(x, aval.dtype)
+        x = _compat.weakly(x) if aval.weak_type else x
+    return x, ""
+
+
+@functools.lru_cache(maxsize=256)
+def _asked_for(rule: Rule | None) -> tuple[str, ...]:
+    """Which of the names of the axis the rule has keyword-only parameters for."""
+    if rule is None:
+        return ()
+    try:
+        parameters = inspect.signature(rule).parameters
+    except (TypeError, ValueError):  # some callables written in C
+        return ()
+    names = ("axis_name", "spmd_axis_name")
+    return tuple(
+        n for n in names if n in parameters and parameters[n].kind is inspect.Parameter.KEYWORD_ONLY
+    )
+
+
+@contextmanager
+def _naming(user_rule: UserRule, axis: Axis) -> Iterator[None]:
+    """Adds to an exception which rule it comes from."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            f"batchax: raised in {_describe(user_rule.rule)}, the batching rule of "
+            f"{user_rule.name}, which is called at {user_rule.line}."
+        )
+        if isinstance(error, NameError) and axis.name is not None and str(axis.name) in str(error):
+            error.add_note(
+                "A rule works on the lanes as arrays; for a collective over their axis map a "
+                f"function in the rule: batchax.vmap(..., axis_name={axis.name!r})."
+            )
+        raise
+
+
+def _describe(rule: Any) -> str:
+    """A rule as messages name it: with the file and line it was written at."""
+    name = getattr(rule, "__qualname__", type(rule).__name__)
+    code = getattr(inspect.unwrap(rule), "__code__", None)
+    return f"`{name}`" if code is None else f"`{name}` ({code.co_filename}:{code.co_firstlineno})"
+
+
+def _shown(tree: Any) -> str:
+    return str(tree).removeprefix("PyTreeDef(").removesuffix(")")
