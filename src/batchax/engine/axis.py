@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -64,12 +65,12 @@ def broadcast_axis(axis: Axis, x: Any, destination: int) -> Any:
 
 def expand_axis(x: Any, destination: int) -> Any:
     """An unbatched `x` with a batch axis of size one, for broadcasting later."""
-    ndim = x.ndim
+    ndim = np.ndim(x)  # also of a literal, which is a Python number
     destination %= ndim + 1
     # What lax.expand_dims emits, without the time it takes: most mixed operands come here.
     return lax.broadcast_in_dim_p.bind(
         x,
-        shape=inserted(x.shape, destination, 1),
+        shape=inserted(np.shape(x), destination, 1),
         broadcast_dimensions=tuple(i + (i >= destination) for i in range(ndim)),
         sharding=None,
     )
