@@ -4,6 +4,7 @@ from batchax import execution as execution
 from batchax import rules as rules
 from batchax import user_rules as user_rules
 from batchax.batch_jaxpr import batch_jaxpr as batch_jaxpr
+from batchax.check_rule import check_rule as check_rule
 from batchax.custom_vmap import custom_vmap as custom_vmap
 from batchax.engine.axis import Axis as Axis
 from batchax.engine.axis import axis_to_front as axis_to_front
@@ -20,6 +21,7 @@ from batchax.errors import ArgumentTypeError as ArgumentTypeError
 from batchax.errors import AxisError as AxisError
 from batchax.errors import BatchaxError as BatchaxError
 from batchax.errors import MemoryLimitError as MemoryLimitError
+from batchax.errors import RuleMismatchError as RuleMismatchError
 from batchax.errors import SequentialFallbackWarning as SequentialFallbackWarning
 from batchax.errors import SmallerChunksWarning as SmallerChunksWarning
 from batchax.errors import UnsupportedError as UnsupportedError

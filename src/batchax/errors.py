@@ -33,3 +33,7 @@ class SequentialFallbackWarning(UserWarning):
 
 class SmallerChunksWarning(UserWarning):
     """Memory ran out and a batch goes on in chunks smaller than asked for."""
+
+
+class RuleMismatchError(BatchaxError, AssertionError):
+    """A batching rule does not compute what a loop over the examples computes."""

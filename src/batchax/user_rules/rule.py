@@ -36,7 +36,7 @@ class UserRule:
       out_tree: the structure of what the function returns.
       out_types: the types of what it returns for one example.
       closed: the tracers that the function closes over, which are the first operands.
-      line: where the function is called.
+      line: where the function is called; empty if that is not known.
     """
 
     name: str
@@ -46,6 +46,11 @@ class UserRule:
     out_types: tuple[Any, ...]
     closed: tuple[Hashable, ...] = field(compare=False)
     line: str = field(compare=False)
+
+    @property
+    def called(self) -> str:
+        """Where the function is called, if that is known, as part of a message."""
+        return f" (called at {self.line})" if self.line else ""
 
     @property
     def told_name(self) -> bool:
@@ -111,7 +116,7 @@ class UserRule:
 
     def _checked(self, axis: Axis, result: Any) -> tuple[list[Any], list[bool]]:
         """What the rule returned, flat, if it is what it has to be."""
-        where = f"{_describe(self.rule)}, the batching rule of {self.name} (called at {self.line}),"
+        where = f"{_describe(self.rule)}, the batching rule of {self.name}{self.called},"
         if not (isinstance(result, (tuple, list)) and len(result) == 2):
             what = f"a {type(result).__name__}"
             if isinstance(result, (tuple, list)):
@@ -213,7 +218,7 @@ def _naming(user_rule: UserRule, axis: Axis) -> Iterator[None]:
     except Exception as error:
         error.add_note(
             f"batchax: raised in {_describe(user_rule.rule)}, the batching rule of "
-            f"{user_rule.name}, which is called at {user_rule.line}."
+            f"{user_rule.name}{user_rule.called}."
         )
         if isinstance(error, NameError) and axis.name is not None and str(axis.name) in str(error):
             error.add_note(

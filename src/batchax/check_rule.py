@@ -1,0 +1,342 @@
+"""`check_rule`: whether a batching rule computes what a loop over examples would."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from batchax.engine.axis import move_axis
+from batchax.engine.derivatives import with_values
+from batchax.errors import ArgumentTypeError, RuleMismatchError
+from batchax.rules.masking import is_inexact
+from batchax.vmap import vmap
+
+_MOST_SUBSETS = 32
+
+
+def check_rule(
+    fun: Callable[..., Any],
+    *example_args: Any,
+    others: Sequence[Sequence[Any]] = (),
+    derivatives: bool = True,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> None:
+    """Compares the batching rule of `fun` with a plain Python loop over examples.
+
+    For test suites: it tries the rule with every combination of arguments batched, along
+    the first and the last axis, compiled and not, under a second vmap, and with
+    derivatives of both modes and of second order, and raises at the first difference::
+
+        def test_solve_batch():
+            bx.check_rule(solve, jnp.eye(3) + 0.1, jnp.ones(3))
+
+    Args:
+      fun: a `custom_vmap` function, or any function that `vmap` can batch.
+      example_args: arguments for one example. Arrays among them are batched; Python
+        numbers, strings and other objects are the same for all lanes.
+      others: arguments for further lanes, two sequences or more like `example_args`. If not
+        given, there are three lanes: the example, and two that differ from it. Floats are
+        changed by up to a tenth of themselves, arrays of integers and bools are shifted
+        along their first axis, keys are folded. Give `others` if the function does not take
+        such arguments (a matrix that must be symmetric), or to vary scalar integers.
+      derivatives: whether to compare derivatives. Those that `fun` does not have for one
+        example are left out.
+      rtol: relative tolerance; by default 1,000 times the rounding of the dtype.
+      atol: absolute tolerance, relative to the largest value of the array; likewise.
+
+    Raises:
+      RuleMismatchError: (an AssertionError) the rule differs from the loop, or raises: the
+        message says under which transformation, with which arguments batched, in which
+        entry of which output, what came and what was expected.
+      ArgumentTypeError: (a TypeError) no argument is an array, or `others` do not have the
+        structure of `example_args`.
+    """
+    examples = _Examples(example_args, others)
+    check = _Comparison(getattr(fun, "__name__", repr(fun)), rtol, atol)
+    for subset in examples.subsets():
+        case = _Case(fun, examples, subset)
+        loop, one = case.over(_loop_over), case.one_example
+        check("vmap", case, case.over(vmap), loop)
+        at_last = _Case(fun, examples, subset, last=True)
+        if at_last.axes != case.axes:
+            check("vmap", at_last, at_last.over(vmap), at_last.over(_loop_over))
+        check("jit of vmap", case, jax.jit(case.over(vmap)), loop)
+        check("vmap of vmap", case, jax.jit(case.twice(vmap)), case.twice(_loop_over))
+        if not (derivatives and case.smooth):
+            continue
+        for name, derivative in (("jvp", _jvp), ("vjp", _vjp), ("jvp of vjp", _jvp_of_vjp)):
+            of_batch = jax.jit(derivative(case.over(vmap), case))  # compiled in one piece
+            check(f"{name} of vmap", case, of_batch, derivative(loop, case), optional=True)
+        of_batch, of_loop = (over(_vjp(one, case), case.axes) for over in (vmap, _loop_over))
+        check("vmap of vjp", case, jax.jit(of_batch), of_loop, optional=True)
+
+
+class _Examples:
+    """Arguments for each lane."""
+
+    def __init__(self, example: Sequence[Any], others: Sequence[Sequence[Any]]) -> None:
+        leaves, self.structure = jax.tree.flatten(tuple(example))
+        paths = jax.tree_util.tree_flatten_with_path(tuple(example))[0]
+        self.arrays = [i for i, x in enumerate(leaves) if isinstance(x, (jax.Array, np.ndarray))]
+        self.leaves = leaves
+        self.paths = [_path(keys) for keys, _ in paths]
+        self.argument = [keys[0].idx for keys, _ in paths]
+        if not self.arrays:
+            raise ArgumentTypeError(
+                "check_rule expects at least one array among the arguments for one example; "
+                "Python numbers are the same for all lanes. Write jnp.float32(2.0) for 2.0."
+            )
+        lanes = [leaves]
+        for k, other in enumerate(others):
+            more, structure = jax.tree.flatten(tuple(other))
+            if structure != self.structure:
+                raise ArgumentTypeError(
+                    f"others[{k}] must have the structure of the arguments for one example, "
+                    f"{self.structure}, but it has {structure}."
+                )
+            lanes.append(more)
+        if not others:
+            lanes += [[_varied(x, k) for x in leaves] for k in (1, 2)]
+        self.lanes = lanes
+
+    def subsets(self) -> Iterator[tuple[int, ...]]:
+        """The sets of leaves to batch: all, if they are not too many."""
+        units = [(i,) for i in self.arrays]
+        if 2 ** len(units) > _MOST_SUBSETS:  # then of whole arguments
+            found = {self.argument[i] for i in self.arrays}
+            units = [tuple(i for i in self.arrays if self.argument[i] == a) for a in sorted(found)]
+        sizes = range(1, len(units) + 1)
+        every = itertools.chain.from_iterable(itertools.combinations(units, n) for n in sizes)
+        for chosen in itertools.islice(every, _MOST_SUBSETS):
+            yield tuple(itertools.chain.from_iterable(chosen))
+        if 2 ** len(units) > _MOST_SUBSETS:
+            yield tuple(self.arrays)
+
+
+class _Case:
+    """The function with some of its arguments batched, as a function of arrays."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        examples: _Examples,
+        subset: Sequence[int],
+        last: bool = False,
+    ) -> None:
+        arrays = examples.arrays
+        self.paths = [examples.paths[i] for i in arrays]
+        self.axes = tuple(
+            None if i not in subset else np.ndim(examples.leaves[i]) if last else 0 for i in arrays
+        )
+        self.values = [
+            jnp.asarray(examples.leaves[i])
+            if a is None
+            else move_axis(jnp.stack([jnp.asarray(lane[i]) for lane in examples.lanes]), 0, a)
+            for i, a in zip(arrays, self.axes, strict=True)
+        ]
+        self.smooth = [k for k, x in enumerate(self.values) if is_inexact(x)]
+
+        def one_example(*xs: Any) -> dict[str, Any]:
+            leaves = with_values(examples.leaves, arrays, xs)
+            return {"out": fun(*jax.tree.unflatten(examples.structure, leaves))}
+
+        self.one_example = one_example
+
+    def over(self, transformation: Callable[..., Any]) -> Callable[..., Any]:
+        """The function for all lanes."""
+        return transformation(self.one_example, self.axes)
+
+    def twice(self, transformation: Callable[..., Any]) -> Callable[..., Any]:
+        """The same for two batches, of which the second has the lanes in another order."""
+        outer = tuple(None if a is None else 0 for a in self.axes)
+        of_batches = transformation(self.over(transformation), outer)
+
+        def run(*xs: Any) -> Any:
+            pairs = [
+                x if a is None else jnp.stack([x, jnp.roll(x, 1, a) if _is_plain(x) else x])
+                for x, a in zip(xs, self.axes, strict=True)
+            ]
+            return of_batches(*pairs)
+
+        return run
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{path} " + ("not" if a is None else f"along axis {a}")
+            for path, a in zip(self.paths, self.axes, strict=True)
+        )
+
+
+def _loop_over(fun: Callable[..., Any], axes: Sequence[int | None]) -> Callable[..., Any]:
+    """What ``vmap(fun, axes)`` is to compute, as a Python loop."""
+
+    def run(*xs: Any) -> Any:
+        pairs = list(zip(xs, axes, strict=True))
+        size = next(x.shape[a] for x, a in pairs if a is not None)
+        outs = []
+        for lane in range(size):
+            examples = (x if a is None else x[(slice(None),) * a + (lane,)] for x, a in pairs)
+            outs.append(fun(*examples))
+        return jax.tree.map(lambda *lanes: jnp.stack(list(map(jnp.asarray, lanes))), *outs)
+
+    return run
+
+
+def _of_smooth(fun: Callable[..., Any], case: _Case, xs: Sequence[Any]) -> Callable[..., list[Any]]:
+    """Those outputs of `fun` that may have derivatives, from arguments that may."""
+
+    def run(*points: Any) -> list[Any]:
+        outs = fun(*with_values(xs, case.smooth, points))
+        return [y for y in jax.tree.leaves(outs) if is_inexact(jnp.asarray(y))]
+
+    return run
+
+
+def _jvp(fun: Callable[..., Any], case: _Case) -> Callable[..., Any]:
+    def run(*xs: Any) -> dict[str, Any]:
+        points = [xs[k] for k in case.smooth]
+        outs, dots = jax.jvp(_of_smooth(fun, case, xs), points, _directions(points, 1))
+        return {"out": outs, "tangent of out": dots}
+
+    return run
+
+
+def _vjp(fun: Callable[..., Any], case: _Case) -> Callable[..., Any]:
+    def run(*xs: Any) -> dict[str, Any]:
+        outs, pull = jax.vjp(_of_smooth(fun, case, xs), *(xs[k] for k in case.smooth))
+        names = (f"cotangent of {case.paths[k]}" for k in case.smooth)
+        return dict(zip(names, pull(_directions(outs, 2)), strict=True))
+
+    return run
+
+
+def _jvp_of_vjp(fun: Callable[..., Any], case: _Case) -> Callable[..., Any]:
+    def run(*xs: Any) -> dict[str, Any]:
+        def pull(*points: Any) -> dict[str, Any]:
+            return _vjp(fun, case)(*with_values(xs, case.smooth, points))
+
+        points = [xs[k] for k in case.smooth]
+        dots = jax.jvp(pull, points, _directions(points, 1))[1]
+        return {f"tangent of the {name}": dot for name, dot in dots.items()}
+
+    return run
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    name: str
+    rtol: float | None
+    atol: float | None
+
+    def __call__(
+        self,
+        transformation: str,
+        case: _Case,
+        batched: Callable[..., dict[str, Any]],
+        loop: Callable[..., dict[str, Any]],
+        optional: bool = False,
+    ) -> None:
+        """Raises if what `batched` and `loop` compute is not the same.
+
+        If `optional`, and `loop` raises, there is nothing to compare.
+        """
+        try:
+            expected = loop(*case.values)
+        except Exception:
+            if optional:
+                return
+            raise
+        where = (
+            f"the batching rule of {self.name} differs from a loop over the examples:\n"
+            f"  transformation: {transformation}\n  batched: {case}\n  "
+        )
+        try:
+            got = batched(*case.values)
+        except Exception as error:
+            raise RuleMismatchError(f"{where}it raised {type(error).__name__}: {error}") from error
+        problem = self._difference(got, expected)
+        if problem:
+            raise RuleMismatchError(where + problem)
+
+    def _difference(self, got: dict[str, Any], expected: dict[str, Any]) -> str:
+        trees = [jax.tree.structure(x) for x in (got, expected)]
+        if trees[0] != trees[1]:
+            return f"the structure of the output is {trees[0]}, expected {trees[1]}"
+        leaves = jax.tree_util.tree_flatten_with_path(got)[0]
+        for (keys, g), e in zip(leaves, jax.tree.leaves(expected), strict=True):
+            g, e = jnp.asarray(g), jnp.asarray(e)
+            path = f"{keys[0].key}{jax.tree_util.keystr(keys[1:])}"
+            if (g.shape, g.dtype) != (e.shape, e.dtype):
+                return f"{path} is {g.dtype}{list(g.shape)}, expected {e.dtype}{list(e.shape)}"
+            problem = self._values_differ(_comparable(g), _comparable(e))
+            if problem:
+                return path + problem
+        return ""
+
+    def _values_differ(self, got: np.ndarray, expected: np.ndarray) -> str:
+        if is_inexact(got):
+            rounding = 1000 * float(jnp.finfo(got.dtype).eps)
+            finite = np.abs(expected[np.isfinite(expected)])
+            rtol = rounding if self.rtol is None else self.rtol
+            atol = rounding if self.atol is None else self.atol
+            atol *= float(finite.max()) if finite.size else 1.0
+            close = np.isclose(got, expected, rtol, atol, equal_nan=True)
+        else:
+            close = np.asarray(got == expected)
+        if close.all():
+            return ""
+        index = tuple(map(int, np.argwhere(~close)[0]))
+        entry = f", entry {index}" if index else ""
+        return (
+            f"{entry}: {got[index]}, expected {expected[index]} "
+            f"({close.size - np.count_nonzero(close)} of {close.size} entries differ)"
+        )
+
+
+def _comparable(x: Any) -> np.ndarray:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return np.asarray(jax.random.key_data(x))
+    if x.dtype == jax.dtypes.float0:
+        return np.zeros(x.shape, bool)
+    small = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return np.asarray(x.astype(jnp.float32) if small else x)
+
+
+def _varied(x: Any, lane: int) -> Any:
+    """An argument for another lane; one that is no array is the same."""
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        return x
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        folded = jax.vmap(lambda key: jax.random.fold_in(key, lane))(x.reshape(-1))
+        return folded.reshape(x.shape)
+    if is_inexact(x):
+        change = 1 + 0.1 * np.random.default_rng(lane).uniform(-1, 1, x.shape)
+        return (x * change).astype(x.dtype)
+    if x.dtype == bool and not x.ndim:
+        return x ^ bool(lane % 2)
+    return jnp.roll(x, lane, 0) if x.ndim else x
+
+
+def _directions(xs: Sequence[Any], seed: int) -> Any:
+    def one(x: Any) -> Any:
+        values = np.random.default_rng(seed).normal(size=np.shape(x))
+        return jnp.asarray(values).astype(jnp.result_type(x))
+
+    return [one(x) for x in xs]
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether `x` is of numbers, not of keys."""
+    return not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _path(keys: Any) -> str:
+    return f"args{jax.tree_util.keystr(keys)}"
