@@ -91,10 +91,12 @@ class custom_vmap(Generic[P, R]):
             0, by a tree of bools that may be a prefix of `out`.
 
             Arguments come by position, defaults included. Those that can only be given by
-            keyword come by keyword, and last in `in_batched`. A keyword-only parameter
-            `axis_name` of the rule receives the name of the axis (None if it has none), one
-            `spmd_axis_name` the names of mesh axes that `vmap` was given. A collective over
-            the lanes is written with a vmap in the rule that has that `axis_name`. Where
+            keyword come by keyword, if they are given, and last in `in_batched`.
+
+            A keyword-only parameter `axis_name` of the rule receives the name of the axis
+            (None if it has none), one `spmd_axis_name` the names of mesh axes that `vmap` was
+            given. With the former the rule may use collectives: ``lax.psum(x, axis_name)`` of
+            an array with the lanes along axis 0 has each lane's result along axis 0. Where
             `batch_size` runs lanes in chunks a rule receives the lanes of one chunk; one with
             a parameter `axis_name` receives all of them, if the axis has a name.
 
@@ -110,8 +112,9 @@ class custom_vmap(Generic[P, R]):
 
         Args:
           rule: ``rule(primals, tangents) -> (out, out_tangent)``, as for
-            ``jax.custom_jvp``. Under vmap it is batched by the engine, and a call of the
-            function in it by the batching rule.
+            ``jax.custom_jvp``; arguments given by keyword only come last. The tangent of
+            an argument that is no array is None. Under vmap the rule is batched by the
+            engine, and a call of the function in it by the batching rule.
 
         Returns:
           `rule`.

@@ -63,6 +63,7 @@ def host_function(
         on_batch = functools.partial(_on_lanes, fun, threads, ranks, wanted)
         return jax.pure_callback(on_batch, wanted, *args, vmap_method="expand_dims")
 
+    del on_host.__wrapped__  # parameters that are not given are up to the function alone
     return on_host
 
 

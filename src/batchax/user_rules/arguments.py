@@ -120,5 +120,8 @@ def _by_position(
     except TypeError as error:
         name = getattr(fun, "__name__", type(fun).__name__)
         raise ArgumentTypeError(f"{name}(): {error}") from None
+    # A rule finds its arguments by position, so none may be left out. It need not have
+    # parameters for keywords that are not given.
+    by_keyword = bound.kwargs
     bound.apply_defaults()
-    return bound.args, bound.kwargs
+    return bound.args, by_keyword

@@ -19,6 +19,7 @@ from batchax.engine.axis import Axis
 from batchax.engine.replay import closes_over_tracers, program_behind, resolve
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.user_rules.arguments import Arguments
+from batchax.user_rules.collectives import run_with_collectives
 
 Rule = Callable[..., tuple[Any, Any]]
 
@@ -74,12 +75,19 @@ class UserRule:
             outs, out_flags[:] = self._call(axis, flags, xs)
             return outs
 
-        if not closes_over_tracers(self.rule):
+        named = self.told_name and axis.name is not None
+        if not (named or closes_over_tracers(self.rule)):
             return call(*operands), out_flags
-        # Those may be of a trace that is over, and are then values of the function's, too.
-        staged = _compat.stage(call, list(map(jax.typeof, operands)), transformation="custom_vmap")
+        types = list(map(jax.typeof, operands))
+        names = [(axis.name, axis.size)] if named else []
+        staged = _compat.stage(call, types, names, transformation="custom_vmap")
+        # Tracers may be of a trace that is over, and are then values of the function's, too.
         consts = self._resolved(staged.consts, closed)
-        return eval_jaxpr(staged.jaxpr, consts, *operands), out_flags
+        if named:
+            outs = run_with_collectives(axis, staged.jaxpr, consts, operands, flags)
+        else:
+            outs = eval_jaxpr(staged.jaxpr, consts, *operands)
+        return outs, out_flags
 
     def _resolved(self, consts: Sequence[Any], closed: Sequence[Any]) -> list[Any]:
         known = dict(zip(map(id, self.closed), closed, strict=True))
@@ -110,7 +118,7 @@ class UserRule:
             "spmd_axis_name": spmd[0] if spmd is not None and len(spmd) == 1 else spmd,
         }
         kwargs |= {name: told[name] for name in _asked_for(self.rule)}
-        with _naming(self, axis):
+        with _naming(self):
             result = self.rule(axis.size, in_batched, *args, **kwargs)
         return self._checked(axis, result)
 
@@ -211,7 +219,7 @@ def _asked_for(rule: Rule | None) -> tuple[str, ...]:
 
 
 @contextmanager
-def _naming(user_rule: UserRule, axis: Axis) -> Iterator[None]:
+def _naming(user_rule: UserRule) -> Iterator[None]:
     """Adds to an exception which rule it comes from."""
     try:
         yield
@@ -220,10 +228,10 @@ def _naming(user_rule: UserRule, axis: Axis) -> Iterator[None]:
             f"batchax: raised in {_describe(user_rule.rule)}, the batching rule of "
             f"{user_rule.name}{user_rule.called}."
         )
-        if isinstance(error, NameError) and axis.name is not None and str(axis.name) in str(error):
+        if isinstance(error, NameError) and not user_rule.told_name:
             error.add_note(
-                "A rule works on the lanes as arrays; for a collective over their axis map a "
-                f"function in the rule: batchax.vmap(..., axis_name={axis.name!r})."
+                "A rule may use collectives over the axis being mapped if it has a keyword-only "
+                "parameter `axis_name`."
             )
         raise
 

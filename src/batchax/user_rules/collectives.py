@@ -1,0 +1,85 @@
+"""Collectives over the axis being mapped, in a batching rule of the user's.
+
+A rule works on whole batches, with the lanes along axis 0. There a collective means what
+it means in the function: of an array with the lanes in front each lane contributes its
+entry, and has the result at its own; of what is the same for all lanes each has the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal, jaxprs_in_params
+
+from batchax import _compat
+from batchax.engine.axis import Axis, match_axis
+from batchax.engine.fallback import bind_equation
+from batchax.engine.interpreter import batch_equation
+from batchax.engine.named_axes import uses_name
+from batchax.errors import UnsupportedError
+from batchax.user_rules.call import custom_call_p
+
+
+def run_with_collectives(
+    axis: Axis, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], batched: Sequence[bool]
+) -> list[Any]:
+    """Runs the program of a rule whose collectives over `axis` are of its lanes.
+
+    Args:
+      axis: the axis being mapped.
+      jaxpr: the program of the rule, with its constants `consts`.
+      args: its operands; the `batched` ones have the lanes along axis 0.
+
+    Raises:
+      UnsupportedError: a collective in a loop or branch of the rule, or one whose result
+        for a lane cannot be had for all of them.
+    """
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    by_lane = {v for v, b in zip(jaxpr.invars, batched, strict=True) if b}
+
+    for eqn in jaxpr.eqns:
+        operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+        dependent = [not isinstance(v, Literal) and v in by_lane for v in eqn.invars]
+        with _compat.user_source(eqn.source_info, _compat.current_name_stack()), eqn.ctx.manager:
+            if not _is_collective(axis, eqn):
+                outs = bind_equation(eqn, operands)
+            elif eqn.primitive.name == "jit":
+                body = eqn.params["jaxpr"]
+                outs = run_with_collectives(axis, body.jaxpr, body.consts, operands, dependent)
+            else:
+                outs = _of_lanes(axis, eqn, operands, dependent)
+        env.update(zip(eqn.outvars, outs, strict=True))
+        if any(dependent):
+            by_lane.update(eqn.outvars)
+    return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
+
+
+def _is_collective(axis: Axis, eqn: Any) -> bool:
+    # A call with a rule of its own is not batched here.
+    return eqn.primitive is not custom_call_p and uses_name(eqn, axis.name)
+
+
+def _of_lanes(axis: Axis, eqn: Any, operands: list[Any], dependent: Sequence[bool]) -> list[Any]:
+    """The results of a collective, with the lanes along axis 0 if an operand has them."""
+    positions = [
+        0 if d and np.shape(x)[:1] == (axis.size,) else None
+        for x, d in zip(operands, dependent, strict=True)
+    ]
+    hint = f"Map a function in the rule: batchax.vmap(..., axis_name={axis.name!r})."
+    where = f"{_compat.user_line(eqn.source_info)}: `{eqn.primitive}` over {axis.name!r}"
+    if any(True for _ in jaxprs_in_params(eqn.params)):
+        raise UnsupportedError(f"{where} contains a collective over the lanes of a rule. {hint}")
+    outs, out_axes = batch_equation(axis, eqn, operands, positions)
+    in_front = any(a is not None for a in positions)
+    placed = [
+        match_axis(axis, x, a, 0) if in_front else x for x, a in zip(outs, out_axes, strict=True)
+    ]
+    for x, v, a in zip(placed, eqn.outvars, out_axes, strict=True):
+        if np.shape(x) != v.aval.shape or (a is not None and not in_front):
+            raise UnsupportedError(
+                f"{where} has another result for each lane, which in a rule has no place. {hint}"
+            )
+    return placed

@@ -1,0 +1,224 @@
+"""What arguments of a function with a batching rule may be, and how its rules get them."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+
+from support.oracle import example, same
+
+VMAPS = pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap], ids=["bx", "jax"])
+
+
+def seen_by(fun):
+    """`fun` with a rule that notes what it is given, and what it noted."""
+    noted = []
+    wrapped = bx.custom_vmap(fun)
+
+    @wrapped.def_vmap
+    def rule(axis_size, in_batched, *args, **kwargs):
+        noted.append((in_batched, args, kwargs))
+        axes = jax.tree.map(lambda b: 0 if b else None, in_batched)
+
+        def one(values):
+            return fun(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+
+        return bx.vmap(one, in_axes=(axes,))([*args, *kwargs.values()]), True
+
+    return wrapped, noted
+
+
+@VMAPS
+def test_defaults_come_by_position_and_keyword_only_arguments_by_name(vmap):
+    def f(x, y=2.0, *, scale, mode="plain"):
+        return x * y * scale if mode == "plain" else x
+
+    g, noted = seen_by(f)
+    xs = example((3,))
+    same(vmap(lambda x, s: g(x, scale=s))(xs, xs), xs * 2.0 * xs)
+    in_batched, args, kwargs = noted.pop()
+    assert in_batched == [True, False, True]
+    assert len(args) == 2 and args[1] == 2.0
+    assert list(kwargs) == ["scale"]  # a rule need not know what is not given
+    same(vmap(lambda x, s: g(x, mode="other", scale=s))(xs, xs), xs)
+    in_batched, args, kwargs = noted.pop()
+    assert in_batched == [True, False, True, False]
+    assert list(kwargs) == ["scale", "mode"] and kwargs["mode"] == "other"
+
+
+@VMAPS
+def test_arguments_given_by_keyword_come_by_position_where_they_can(vmap):
+    g, noted = seen_by(lambda x, y: x - y)
+    xs = example((3,))
+    same(vmap(lambda x: g(y=x, x=2 * x))(xs), xs)
+    in_batched, args, kwargs = noted[0]
+    assert in_batched == [True, True] and not kwargs
+    same(args[0], 2 * xs)
+
+
+@VMAPS
+def test_any_number_of_arguments(vmap):
+    g, noted = seen_by(lambda *xs, **named: sum(xs) + named["last"])
+    xs = example((3,))
+    same(vmap(lambda x: g(x, 1.0, x, last=x))(xs), 3 * xs + 1)
+    assert noted[0][0] == [True, False, True, True]
+
+
+@VMAPS
+def test_what_is_known_reaches_function_and_rule_as_it_is(vmap):
+    weights, table = np.ones(2, np.float32), jnp.arange(2.0)
+    noted = []
+
+    @bx.custom_vmap
+    def f(x, kind, function, weights, table, count):
+        noted.append((kind, function, weights, table, count))
+        return function(x) * weights.sum() + count
+
+    @f.def_vmap
+    def rule(axis_size, in_batched, x, *known):
+        noted.append(known)
+        assert in_batched == [True, False, False, False, False, False]
+        return f.fun(x, *known), True
+
+    xs = example((3,))
+    axes = (0, None, None, None, None)
+    run = lambda x, weights, table, count, _: f(x, "cosine", jnp.cos, weights, table, count)
+    same(vmap(run, in_axes=axes)(xs, weights, table, 3, 0.0), jnp.cos(xs) * 2 + 3)
+    for kind, function, w, t, count in noted:
+        assert kind == "cosine" and function is jnp.cos and count == 3
+        assert w is weights and t is table
+
+
+@VMAPS
+def test_none_and_empty_trees(vmap):
+    g, noted = seen_by(lambda x, mask, extra: x if mask is None else x * mask)
+    xs = example((3,))
+    same(vmap(lambda x: g(x, None, {}))(xs), xs)
+    assert noted[0][0] == [True, None, {}]
+
+
+@VMAPS
+def test_trees_are_flagged_leaf_by_leaf(vmap):
+    def f(params, x):
+        return {"y": params["w"] @ x["a"] + params["b"][0], "z": (x["n"] + 1,)}
+
+    g, noted = seen_by(f)
+    params = {"w": example((2, 3)), "b": [example(())]}
+    xs = {"a": example((4, 3)), "n": jnp.arange(4)}
+    got = vmap(lambda b, x: g({"w": params["w"], "b": [b]}, x), in_axes=(None, 0))(1.0, xs)
+    want = jax.vmap(lambda x: f({"w": params["w"], "b": [1.0]}, x))(xs)
+    same(got, want)
+    assert noted[0][0] == [{"w": False, "b": [False]}, {"a": True, "n": True}]
+    same(
+        jax.grad(lambda w: vmap(lambda x: g({"w": w, "b": [1.0]}, x)["y"].sum())(xs).sum())(
+            params["w"]
+        ),
+        jax.grad(lambda w: jax.vmap(lambda x: f({"w": w, "b": [1.0]}, x)["y"].sum())(xs).sum())(
+            params["w"]
+        ),
+    )
+
+
+@VMAPS
+def test_keys_and_integers(vmap):
+    g, noted = seen_by(lambda key, n, x: (jax.random.normal(key, (2,)) * x, n + 1, key))
+    keys = jax.random.split(jax.random.key(0), 3)
+    args = keys, jnp.arange(3), example((3,))
+    same(vmap(g)(*args), jax.vmap(g.fun)(*args))
+    of_x = lambda f: jax.grad(lambda x: f(*args[:2], x)[0].sum())
+    same(of_x(vmap(g))(args[2]), of_x(jax.vmap(g.fun))(args[2]))
+    assert all(flags == [True, True, True] for flags, _, _ in noted)
+
+
+@VMAPS
+def test_methods(vmap):
+    @dataclass(frozen=True)
+    class Model:
+        scale: float
+
+        @bx.custom_vmap
+        def predict(self, x):
+            return self.scale * x
+
+        @predict.def_vmap
+        def _(axis_size, in_batched, self, x):
+            return 10 * self.scale * x, True
+
+    xs = example((3,))
+    same(vmap(Model(2.0).predict)(xs), 20 * xs)
+    same(Model(2.0).predict(xs[0]), 2 * xs[0])
+    same(vmap(lambda x: Model.predict(Model(3.0), x))(xs), 30 * xs)
+
+
+def test_partial_functions_and_those_of_jax():
+    g, _ = seen_by(partial(lambda scale, x: scale * x, 3.0))
+    same(bx.vmap(g)(jnp.arange(3.0)), 3 * jnp.arange(3.0))
+    g, _ = seen_by(jnp.sin)
+    same(bx.vmap(g)(jnp.arange(3.0)), jnp.sin(jnp.arange(3.0)))
+
+
+def test_it_looks_like_the_function():
+    @bx.custom_vmap
+    def tidy(x):
+        """Tidies."""
+        return x
+
+    assert tidy.__name__ == "tidy" and tidy.__doc__ == "Tidies."
+    assert tidy.__wrapped__ is tidy.fun
+
+
+def test_outside_of_transformations_it_is_the_function():
+    @bx.custom_vmap
+    def f(x):
+        assert not isinstance(x, jax.core.Tracer)
+        return x if x > 0 else "negative"
+
+    @f.def_vmap
+    def rule(axis_size, in_batched, x):
+        raise AssertionError("not to be called")
+
+    assert f(jnp.float32(-1.0)) == "negative"
+    assert f(2.0) == 2.0
+
+
+@VMAPS
+def test_weak_types_and_results_that_are_numbers(vmap):
+    @bx.custom_vmap
+    def f(x):
+        return x, 1.5, True
+
+    @f.def_vmap
+    def rule(axis_size, in_batched, x):
+        return (x, 1.5, True), (True, False, False)
+
+    xs = example((3,))
+    got = vmap(f)(xs)
+    want = jax.vmap(lambda x: (x, 1.5, True))(xs)
+    same(got, want)
+    assert [jax.typeof(x).weak_type for x in got] == [jax.typeof(x).weak_type for x in want]
+
+
+@VMAPS
+@pytest.mark.parametrize("out_axes", [0, 1, -1])
+def test_axes_that_are_not_the_first(vmap, out_axes):
+    g, noted = seen_by(lambda x, y: x @ y)
+    x, y = example((4, 3, 5)), example((5, 4, 2), seed=1)
+    got = vmap(g, in_axes=(1, None), out_axes=out_axes)(x, y[:, 0])
+    same(got, jax.vmap(jnp.matmul, (1, None), out_axes)(x, y[:, 0]))
+    assert noted[0][1][0].shape == (3, 4, 5)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda f, x: f(x), lambda f, x: f(x, x, x), lambda f, x: f(x, z=x)],
+    ids=["too few", "too many", "unknown"],
+)
+def test_arguments_that_do_not_fit(call):
+    g, _ = seen_by(lambda x, y: x)
+    with pytest.raises(bx.ArgumentTypeError, match="argument"):
+        bx.vmap(lambda x: call(g, x))(jnp.ones(3))

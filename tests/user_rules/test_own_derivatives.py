@@ -1,0 +1,209 @@
+"""Derivative rules on the same object as the batching rule."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+
+from support.oracle import example, same
+
+VMAPS = pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap], ids=["bx", "jax"])
+
+
+def plain(x, y):
+    return jnp.sin(x) * y
+
+
+def make(jvp=False, vjp=False):
+    """sin(x) * y, batched by a rule, with derivatives that are 3 (jvp), 5 (vjp) times the true."""
+    calls = []
+    f = bx.custom_vmap(plain)
+
+    @f.def_vmap
+    def rule(axis_size, in_batched, x, y):
+        calls.append("vmap")
+        return plain(x, y), True
+
+    if jvp:
+
+        @f.def_jvp
+        def of_tangents(primals, tangents):
+            calls.append("jvp")
+            (x, y), (tx, ty) = primals, tangents
+            return f(x, y), 3 * (jnp.cos(x) * tx * y + jnp.sin(x) * ty)
+
+    if vjp:
+        f.def_vjp(
+            lambda x, y: (f(x, y), (x, y, "a name")),
+            lambda kept, ct: (5 * ct * jnp.cos(kept[0]) * kept[1], 5 * ct * jnp.sin(kept[0])),
+        )
+    return f, calls
+
+
+def reference(scale):
+    """sin(x) * y with derivatives that are `scale` times the true ones."""
+
+    @jax.custom_jvp
+    def g(x, y):
+        return plain(x, y)
+
+    @g.defjvp
+    def rule(primals, tangents):
+        (x, y), (tx, ty) = primals, tangents
+        return g(x, y), scale * (jnp.cos(x) * tx * y + jnp.sin(x) * ty)
+
+    return g
+
+
+# transformation of f, given a vmap; which of the rules' factors it shows
+ORDERS = {
+    "vmap": lambda vmap, f: lambda x, y: vmap(f)(x, y),
+    "grad of vmap": lambda vmap, f: jax.grad(lambda x, y: vmap(f)(x, y).sum(), (0, 1)),
+    "vmap of grad": lambda vmap, f: vmap(jax.grad(f, (0, 1))),
+    "jit of vmap of grad": lambda vmap, f: jax.jit(vmap(jax.grad(f))),
+    "vmap of jit of grad": lambda vmap, f: vmap(jax.jit(jax.grad(f, 1))),
+    "jacrev of vmap": lambda vmap, f: jax.jacrev(vmap(f)),
+    "vmap of checkpoint": lambda vmap, f: vmap(jax.grad(jax.checkpoint(f))),
+    "vmap of vmap of grad": lambda vmap, f: (
+        lambda x, y: vmap(vmap(jax.grad(f)))(jnp.stack([x, y]), jnp.stack([y, x]))
+    ),
+    "grad of chunks": lambda vmap, f: jax.grad(
+        lambda x, y: bx.vmap(f, batch_size=2)(x, y).sum(), (0, 1)
+    ),
+    "grad in a scan": lambda vmap, f: vmap(
+        jax.grad(lambda x, y: jax.lax.scan(lambda c, _: (f(c, y), None), x, length=2)[0])
+    ),
+}
+FORWARD = {
+    "jvp of vmap": lambda vmap, f: lambda x, y: jax.jvp(vmap(f), (x, y), (y, x)),
+    "vmap of jvp": lambda vmap, f: vmap(lambda x, y: jax.jvp(f, (x, y), (y, x))),
+    "jacfwd of vmap": lambda vmap, f: jax.jacfwd(vmap(f)),
+    "jacfwd in vmap": lambda vmap, f: vmap(jax.jacfwd(f, 1)),
+}
+
+
+@VMAPS
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("which, scale", [("jvp", 3), ("vjp", 5), ("both", 5)])
+def test_reverse_mode(vmap, order, which, scale):
+    f, calls = make(jvp=which in ("jvp", "both"), vjp=which in ("vjp", "both"))
+    x, y = example((3,)), example((3,), seed=1)
+    same(ORDERS[order](vmap, f)(x, y), ORDERS[order](jax.vmap, reference(scale))(x, y))
+    if order == "grad of vmap":
+        assert "vmap" in calls  # where a derivative rule calls the function
+
+
+@VMAPS
+@pytest.mark.parametrize("order", FORWARD)
+@pytest.mark.parametrize("which", ["jvp", "both"])
+def test_forward_mode(vmap, order, which):
+    f, _ = make(jvp=True, vjp=which == "both")
+    x, y = example((3,)), example((3,), seed=1)
+    same(FORWARD[order](vmap, f)(x, y), FORWARD[order](jax.vmap, reference(3))(x, y))
+
+
+@VMAPS
+@pytest.mark.parametrize("which, scale", [("jvp", 9), ("vjp", 25)])
+def test_second_derivatives(vmap, which, scale):
+    f, _ = make(jvp=which == "jvp", vjp=which == "vjp")
+    x, y = example((3,)), example((3,), seed=1)
+    g = reference(3 if which == "jvp" else 5)
+    twice = lambda f: lambda x, y: jax.grad(jax.grad(f))(x, y)
+    same(vmap(twice(f))(x, y), jax.vmap(twice(g))(x, y))
+    same(
+        jax.grad(lambda x: jax.grad(lambda x: vmap(f)(x, y).sum())(x).sum())(x),
+        jax.vmap(twice(g))(x, y),
+    )
+
+
+@VMAPS
+def test_second_derivatives_with_both(vmap):
+    f, _ = make(jvp=True, vjp=True)
+    x, y = example((3,)), example((3,), seed=1)
+    # The outer derivative is that of what the inner rule computes.
+    forward_over_reverse = lambda f: jax.jacfwd(jax.grad(f))
+    want = -5 * jnp.sin(x) * y
+    same(vmap(forward_over_reverse(f))(x, y), want)
+    same(vmap(jax.grad(jax.grad(f)))(x, y), want)
+    same(jax.jacfwd(lambda x: jax.grad(lambda x: vmap(f)(x, y).sum())(x))(x), jnp.diag(want))
+    # The forward rule is differentiated, too, when all of it is in forward mode.
+    same(vmap(jax.jacfwd(jax.jacfwd(f)))(x, y), -3 * jnp.sin(x) * y)
+
+
+@VMAPS
+def test_integers_keys_constants_and_trees(vmap):
+    seen = []
+
+    @bx.custom_vmap
+    def f(params, key, n, mode):
+        return {"y": params["w"] * n + jax.random.uniform(key), "n": n}
+
+    @f.def_vmap
+    def rule(axis_size, in_batched, params, key, n, mode):
+        axes = jax.tree.map(lambda b: 0 if b else None, in_batched)
+        return bx.vmap(f.fun, in_axes=tuple(axes))(params, key, n, mode), True
+
+    @f.def_jvp
+    def of_tangents(primals, tangents):
+        seen.append(tangents)
+        params, key, n, mode = primals
+        assert mode == "mode" and tangents[3] is None
+        return f(*primals), {
+            "y": 3 * tangents[0]["w"] * n,
+            "n": np.zeros(np.shape(n), jax.dtypes.float0),
+        }
+
+    keys, n = jax.random.split(jax.random.key(0), 3), jnp.arange(3)
+    total = lambda w: vmap(lambda w, key, n: f({"w": w}, key, n, "mode"))(w, keys, n)["y"].sum()
+    same(jax.grad(total)(jnp.ones(3)), 3.0 * n)
+    assert seen
+    f.def_vjp(
+        lambda params, key, n, mode: (f(params, key, n, mode), (n, mode)),
+        lambda kept, ct: ({"w": 5 * ct["y"] * kept[0]}, None, None, None),
+    )
+    same(jax.grad(total)(jnp.ones(3)), 5.0 * n)
+    same(jax.jvp(total, (jnp.ones(3),), (jnp.ones(3),))[1], 9.0)
+
+
+def test_zero_cotangents():
+    f = bx.custom_vmap(lambda x, tree: x * tree["a"] * tree["b"][0])
+    f.def_vmap(lambda n, b, x, tree: (f.fun(x, tree), True))
+    f.def_vjp(lambda x, tree: (f(x, tree), x), lambda x, ct: (ct, {"a": None, "b": [2 * ct]}))
+    tree = {"a": jnp.ones(3), "b": [jnp.ones(3)]}
+    got = bx.vmap(jax.grad(f, (0, 1)))(jnp.ones(3), tree)
+    same(got, (jnp.ones(3), {"a": jnp.zeros(3), "b": [2 * jnp.ones(3)]}))
+
+
+@pytest.mark.parametrize(
+    "set_rule, message",
+    [
+        (lambda f: f.def_jvp(lambda p, t: t[0]), r"f\.def_jvp must return a pair"),
+        (lambda f: f.def_vjp(lambda x: x, lambda kept, ct: (ct,)), r"fwd given to f\.def_vjp"),
+        (
+            lambda f: f.def_vjp(lambda x: (x, x), lambda kept, ct: ct),
+            r"bwd given to f\.def_vjp must return a tuple with a cotangent for each of the 1",
+        ),
+        (
+            lambda f: f.def_vjp(lambda x: (x, x), lambda kept, ct: (ct, ct)),
+            "it returned a tuple of length 2",
+        ),
+    ],
+)
+def test_wrong_rules(set_rule, message):
+    @bx.custom_vmap
+    def f(x):
+        return x
+
+    set_rule(f)
+    with pytest.raises(bx.ArgumentTypeError, match=message):
+        jax.grad(f)(1.0)
+
+
+def test_without_a_batching_rule():
+    f = bx.custom_vmap(plain)
+    f.def_jvp(lambda p, t: (plain(*p), 3 * t[0]))
+    same(jax.grad(f)(1.0, 2.0), jnp.float32(3.0))
+    with pytest.raises(bx.UnsupportedError, match="without a batching rule"):
+        bx.vmap(f)(jnp.ones(3), jnp.ones(3))

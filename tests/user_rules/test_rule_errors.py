@@ -1,0 +1,225 @@
+"""What goes wrong in a rule is said in terms of the rule."""
+
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+
+VMAPS = pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap], ids=["bx", "jax"])
+
+
+def with_rule(rule, fun=lambda x: x):
+    @bx.custom_vmap
+    def my_function(x):
+        return fun(x)
+
+    my_function.def_vmap(rule)
+    return my_function
+
+
+def pair(x):
+    return {"a": x, "b": (x.sum(), 1)}
+
+
+# rule, function, error, what the message says
+WRONG = {
+    "no pair": (
+        lambda n, b, x: x,
+        pair,
+        bx.ArgumentTypeError,
+        "must return a pair `out, out_batched`, but it returned",
+    ),
+    "three": (
+        lambda n, b, x: (x, x, x),
+        pair,
+        bx.ArgumentTypeError,
+        "but it returned a tuple of length 3",
+    ),
+    "structure": (
+        lambda n, b, x: ({"a": x}, True),
+        pair,
+        bx.AxisError,
+        r"\{'a': \*, 'b': \(\*, \*\)\}\nbecame\n  \{'a': \*\}",
+    ),
+    "list of two": (
+        lambda n, b, x: ([x, x], [True, True]),
+        lambda x: x,
+        bx.AxisError,
+        r"\*\nbecame\n  \[\*, \*\]",
+    ),
+    "flags structure": (
+        lambda n, b, x: ({"a": x, "b": (x[:, 0], 1)}, {"a": True}),
+        pair,
+        bx.AxisError,
+        r"out_batched of the structure of `out`, or a prefix of it",
+    ),
+    "flags type": (
+        lambda n, b, x: (x, 0),
+        lambda x: x,
+        bx.ArgumentTypeError,
+        "True or False for each result in out_batched, but it returned\n  out_batched: 0",
+    ),
+    "flags type inside": (
+        lambda n, b, x: ({"a": x, "b": (x[:, 0], 1)}, {"a": True, "b": (None, 1)}),
+        pair,
+        bx.ArgumentTypeError,
+        r"out_batched\['b'\]\[1\]: 1",
+    ),
+    "lanes missing": (
+        lambda n, b, x: (x[0], True),
+        lambda x: x,
+        bx.AxisError,
+        r"out: with out_batched True expected shape \(3, 2\), got \(2,\)",
+    ),
+    "lanes unsaid": (
+        lambda n, b, x: (x, False),
+        lambda x: x,
+        bx.AxisError,
+        r"out: with out_batched False expected shape \(2,\), got \(3, 2\)",
+    ),
+    "lanes elsewhere": (
+        lambda n, b, x: ({"a": x.T, "b": (x[:, 0], 1)}, {"a": True, "b": (True, False)}),
+        pair,
+        bx.AxisError,
+        r"out\['a'\]: with out_batched True expected shape \(3, 2\), got \(2, 3\)",
+    ),
+    "dtype": (
+        lambda n, b, x: (x.astype(jnp.int32), True),
+        lambda x: x,
+        bx.AxisError,
+        "out: expected dtype float32, got int32",
+    ),
+    "no array": (
+        lambda n, b, x: ("text", True),
+        lambda x: x,
+        bx.AxisError,
+        "out: a str, which is not an array",
+    ),
+}
+
+
+@VMAPS
+@pytest.mark.parametrize("case", WRONG)
+def test_what_a_rule_returns(vmap, case):
+    rule, fun, error, message = WRONG[case]
+    with pytest.raises(error, match=message) as caught:
+        vmap(with_rule(rule, fun))(jnp.ones((3, 2)))
+    assert "the batching rule of my_function" in str(caught.value)
+    assert f"{__file__}:{rule.__code__.co_firstlineno}" in str(caught.value)
+    assert isinstance(caught.value, bx.BatchaxError)
+
+
+@VMAPS
+def test_all_wrong_results_are_listed(vmap):
+    rule = lambda n, b, x: ({"a": x.T, "b": (x[:, 0], x)}, True)
+    with pytest.raises(bx.AxisError) as caught:
+        vmap(with_rule(rule, pair))(jnp.ones((3, 2)))
+    assert "out['a']: " in str(caught.value) and "out['b'][1]: " in str(caught.value)
+
+
+@VMAPS
+def test_an_exception_in_a_rule_names_the_rule_and_the_call(vmap):
+    def broken_rule(axis_size, in_batched, x):
+        raise KeyError("mine")
+
+    f = with_rule(broken_rule)
+
+    def calls_it(x):
+        return f(x)
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        vmap(calls_it)(jnp.ones(3))
+    note = next(n for n in caught.value.__notes__ if n.startswith("batchax: "))
+    assert "broken_rule` (" in note and "the batching rule of my_function" in note
+    assert f"{calls_it.__code__.co_firstlineno + 1}" in note and "calls_it" in note
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert any(frame.name == "broken_rule" for frame in frames)
+
+
+def test_a_broken_rule_breaks_nothing_but_batches():
+    def broken_rule(axis_size, in_batched, x):
+        raise AssertionError("not to be run")
+
+    f = with_rule(broken_rule, jnp.sin)
+    x = jnp.float32(0.5)
+    for transform in (
+        lambda f: f,
+        jax.jit,
+        jax.grad,
+        lambda f: jax.jit(jax.grad(f)),
+        lambda f: jax.grad(jax.jit(f)),
+        jax.checkpoint,
+        lambda f: jax.hessian(f),
+        lambda f: jax.jit(jax.hessian(f)),
+        lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), c), x, length=2),
+        lambda f: lambda x: bx.vmap(f, in_axes=None, axis_size=2)(x),
+        lambda f: lambda x: jax.vmap(lambda i: f(x))(jnp.arange(2)),
+    ):
+        jax.tree.map(np.testing.assert_allclose, transform(f)(x), transform(jnp.sin)(x))
+    with pytest.raises(AssertionError, match="not to be run"):
+        bx.vmap(f)(jnp.ones(2))
+
+
+@VMAPS
+def test_no_rule(vmap):
+    @bx.custom_vmap
+    def ruleless(x):
+        return x
+
+    assert ruleless(1.0) == 1.0
+    with pytest.raises(bx.UnsupportedError, match=r"without a batching rule.*@ruleless\.def_vmap"):
+        vmap(ruleless)(jnp.ones(3))
+
+
+@VMAPS
+def test_function_that_returns_no_array(vmap):
+    f = with_rule(lambda n, b, x: (x, True), lambda x: {"y": (x, "text")})
+    with pytest.raises(bx.ArgumentTypeError, match=r"out\['y'\]\[1\] of type str"):
+        vmap(f)(jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: bx.custom_vmap(3),
+        lambda: bx.custom_vmap(jnp.sin).def_vmap(None),
+        lambda: bx.custom_vmap(jnp.sin).def_jvp("rule"),
+        lambda: bx.custom_vmap(jnp.sin).def_vjp(jnp.sin, None),
+        lambda: bx.sequential_vmap(3),
+    ],
+)
+def test_what_is_not_callable(make):
+    with pytest.raises(bx.ArgumentTypeError, match="expects a"):
+        make()
+
+
+def test_collective_in_a_rule_that_does_not_ask_for_the_name():
+    rule = lambda n, b, x: (jax.lax.psum(x, "lanes"), True)
+    with pytest.raises(NameError) as caught:
+        bx.vmap(with_rule(rule), axis_name="lanes")(jnp.ones(3))
+    notes = "".join(caught.value.__notes__)
+    assert "if it has a keyword-only parameter `axis_name`" in notes
+
+
+def test_rule_that_closes_over_a_batched_value_of_its_own():
+    def outer(x, y):
+        twice = 2 * y
+        return with_rule(lambda n, b, x: (x * twice, True))(x)
+
+    with pytest.raises(bx.UnsupportedError, match="closes over a value that is batched"):
+        bx.vmap(outer)(jnp.ones(3), jnp.ones(3))
+
+
+def test_input_and_output_that_results_depend_on_is_not_done_twice():
+    from jax.experimental import io_callback
+
+    def read(x):
+        return x * io_callback(lambda: np.float32(2), jax.ShapeDtypeStruct((), jnp.float32))
+
+    f = with_rule(lambda n, b, x: (2 * x, True), read)
+    with pytest.raises(bx.UnsupportedError, match="depend on input or output"):
+        bx.vmap(jax.grad(f))(jnp.ones(3))

@@ -1,0 +1,133 @@
+"""Functions that run for one lane after another."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+
+import batchax as bx
+
+from support.oracle import check, example, loop_function, same
+from support.programs import random_program
+
+VMAPS = pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap], ids=["bx", "jax"])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_programs(seed):
+    f = bx.sequential_vmap(random_program(seed, steps=5))
+    args = example((3, 3)), example((3, 2, 3), seed=1), jnp.arange(3), example((3, 3), seed=2)
+    axes = (0, 0, 0, None)
+    check(f, *args, in_axes=axes, against_jax=False, jit=False, derivatives=False)
+
+    def cotangents(fun):
+        def of_floats(v, m, w):
+            outs = jax.tree.leaves(fun(v, m, args[2], w))
+            return sum(jnp.sum(y) for y in outs if jnp.issubdtype(y.dtype, jnp.floating))
+
+        return jax.grad(of_floats, (0, 1, 2))(args[0], args[1], args[3])
+
+    same(cotangents(bx.vmap(f, axes)), cotangents(loop_function(f, axes, 0)))
+
+
+@VMAPS
+def test_axes_trees_and_keywords(vmap):
+    @bx.sequential_vmap
+    def f(tree, y, *, scale, mode="plain"):
+        return {"out": tree["a"] * scale + y, "mode": 1 if mode == "plain" else 2}
+
+    a, y, scale = example((2, 3)), example((2,), seed=1), example((3,), seed=2)
+    run = lambda vmap, f: vmap(
+        lambda a, y, s: f({"a": a}, y, scale=s), in_axes=(1, None, 0), out_axes=-1
+    )(a, y, scale)
+    same(run(vmap, f), run(jax.vmap, f.fun))
+
+
+@VMAPS
+def test_it_is_a_loop(vmap):
+    f = bx.sequential_vmap(jnp.tanh)
+    text = str(jax.make_jaxpr(vmap(f))(jnp.ones((5, 3))))
+    assert "scan" in text and "length=5" in text and "tanh" in text
+    assert "f32[5,3] = tanh" not in text
+    text = str(jax.make_jaxpr(vmap(vmap(f)))(jnp.ones((5, 4, 3))))
+    assert "length=5" in text and "length=4" in text
+
+
+def count(f, *args):
+    seen = []
+    jax.effects_barrier()
+    out = f(seen)(*args)
+    jax.effects_barrier()
+    return out, seen
+
+
+ORDERS = {
+    "vmap": lambda vmap, f: vmap(f),
+    "jit of vmap": lambda vmap, f: jax.jit(vmap(f)),
+    "grad of vmap": lambda vmap, f: jax.grad(lambda x: vmap(f)(x).sum()),
+    "vmap of grad": lambda vmap, f: vmap(jax.grad(f)),
+    "jit of vmap of grad": lambda vmap, f: jax.jit(vmap(jax.grad(f))),
+    "vmap of hessian": lambda vmap, f: vmap(jax.hessian(f)),
+    "chunks": lambda vmap, f: bx.vmap(f, batch_size=3),
+}
+
+
+@VMAPS
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("ordered", [True, False])
+def test_effects_happen_once_in_order_of_the_lanes(vmap, order, ordered):
+    xs = jnp.arange(4.0)
+
+    def make(seen):
+        @bx.sequential_vmap
+        def f(x):
+            if ordered:
+                io_callback(lambda v: seen.append(float(v)), None, x, ordered=True)
+            else:
+                jax.debug.callback(lambda v: seen.append(float(v)), x)
+            return jnp.sin(x)
+
+        return ORDERS[order](vmap, f)
+
+    got, seen = count(make, xs)
+    same(got, ORDERS[order](jax.vmap, jnp.sin)(xs))
+    assert seen == [0, 1, 2, 3]
+
+
+def test_a_branch_not_taken_and_a_loop_that_ends_early_are_not_run():
+    seen = []
+
+    @bx.sequential_vmap
+    def f(x):
+        def slow(x):
+            jax.debug.callback(lambda v: seen.append(int(v)), x)
+            return 10 * x
+
+        x = lax.cond(x > 1, slow, lambda x: x, x)
+        return lax.while_loop(lambda c: c[0] < x, lambda c: (c[0] + 1, c[1] + 2), (0, 0))[1]
+
+    same(bx.vmap(f)(jnp.arange(4)), jnp.array([0, 2, 40, 60]))
+    jax.effects_barrier()
+    assert seen == [2, 3]
+
+
+def test_reverse_mode_keeps_arguments_only():
+    def f(x):  # an intermediate value 512 times its size
+        return jnp.sum(jnp.sin(jnp.outer(jnp.arange(512.0), x)) ** 2)
+
+    def temporaries(g, lanes):
+        total = jax.jit(jax.grad(lambda x: bx.vmap(g)(x).sum()))
+        analysis = total.lower(jnp.ones((lanes, 4))).compile().memory_analysis()
+        return analysis.temp_size_in_bytes
+
+    sequential = bx.sequential_vmap(f)
+    small, large = temporaries(sequential, 8), temporaries(sequential, 64)
+    assert large - small < 64 * 4 * 4 * 4  # a few numbers of the size of the arguments
+    assert temporaries(f, 64) > 4 * large
+
+
+@VMAPS
+def test_no_lanes(vmap):
+    f = bx.sequential_vmap(lambda x: 2 * x)
+    same(vmap(f)(jnp.ones((0, 3))), jnp.ones((0, 3)))
