@@ -43,12 +43,14 @@ def test_defaults_come_by_position_and_keyword_only_arguments_by_name(vmap):
     same(vmap(lambda x, s: g(x, scale=s))(xs, xs), xs * 2.0 * xs)
     in_batched, args, kwargs = noted.pop()
     assert in_batched == [True, False, True]
-    assert len(args) == 2 and args[1] == 2.0
+    assert len(args) == 2
+    assert args[1] == 2.0
     assert list(kwargs) == ["scale"]  # a rule need not know what is not given
     same(vmap(lambda x, s: g(x, mode="other", scale=s))(xs, xs), xs)
     in_batched, args, kwargs = noted.pop()
     assert in_batched == [True, False, True, False]
-    assert list(kwargs) == ["scale", "mode"] and kwargs["mode"] == "other"
+    assert list(kwargs) == ["scale", "mode"]
+    assert kwargs["mode"] == "other"
 
 
 @VMAPS
@@ -57,7 +59,8 @@ def test_arguments_given_by_keyword_come_by_position_where_they_can(vmap):
     xs = example((3,))
     same(vmap(lambda x: g(y=x, x=2 * x))(xs), xs)
     in_batched, args, kwargs = noted[0]
-    assert in_batched == [True, True] and not kwargs
+    assert in_batched == [True, True]
+    assert not kwargs
     same(args[0], 2 * xs)
 
 
@@ -90,8 +93,11 @@ def test_what_is_known_reaches_function_and_rule_as_it_is(vmap):
     run = lambda x, weights, table, count, _: f(x, "cosine", jnp.cos, weights, table, count)
     same(vmap(run, in_axes=axes)(xs, weights, table, 3, 0.0), jnp.cos(xs) * 2 + 3)
     for kind, function, w, t, count in noted:
-        assert kind == "cosine" and function is jnp.cos and count == 3
-        assert w is weights and t is table
+        assert kind == "cosine"
+        assert function is jnp.cos
+        assert count == 3
+        assert w is weights
+        assert t is table
 
 
 @VMAPS
@@ -168,7 +174,8 @@ def test_it_looks_like_the_function():
         """Tidies."""
         return x
 
-    assert tidy.__name__ == "tidy" and tidy.__doc__ == "Tidies."
+    assert tidy.__name__ == "tidy"
+    assert tidy.__doc__ == "Tidies."
     assert tidy.__wrapped__ is tidy.fun
 
 

@@ -16,7 +16,8 @@ THREADS = pytest.mark.parametrize("threads", [1, 3])
 
 
 def moments(tree, y):
-    assert isinstance(tree["x"], np.ndarray) and tree["x"].shape == (3,)
+    assert isinstance(tree["x"], np.ndarray)
+    assert tree["x"].shape == (3,)
     return {"dot": tree["x"] @ y, "sorted": np.sort(tree["x"])}
 
 
@@ -106,7 +107,7 @@ def test_an_exception_names_the_lane(threads):
 
 
 @pytest.mark.parametrize(
-    "wrong, message",
+    ("wrong", "message"),
     [
         (lambda x: np.ones(3), r"array of shape \(2,\), but it was \(3,\)"),
         (lambda x: (x, x), "the structure"),
@@ -119,7 +120,7 @@ def test_results_that_do_not_fit(wrong, message):
 
 
 @pytest.mark.parametrize(
-    "make, error, message",
+    ("make", "error", "message"),
     [
         (lambda: bx.host_function(3, None), bx.ArgumentTypeError, "expects a function"),
         (lambda: bx.host_function(abs, 1.0, threads=0), bx.AxisError, "at least one lane"),

@@ -19,7 +19,8 @@ def plain(x):
 
 
 def by_sums(axis_size, in_batched, x, *, axis_name):
-    assert axis_name == "lanes" and in_batched == [True]
+    assert axis_name == "lanes"
+    assert in_batched == [True]
     return jnp.sin(x) - x.mean(0) * x, True
 
 
@@ -105,7 +106,7 @@ def test_in_chunks_not_inside_a_loop():
         bx.vmap(looped, axis_name="lanes")(example((4, 2))),
         jax.vmap(lambda x: plain(plain(x)), axis_name="lanes")(example((4, 2))),
     )
-    with pytest.raises(bx.UnsupportedError, match="the batching rule of plain.*inside a loop"):
+    with pytest.raises(bx.UnsupportedError, match=r"the batching rule of plain.*inside a loop"):
         bx.vmap(looped, axis_name="lanes", batch_size=2)(example((4, 2)))
 
 

@@ -86,7 +86,7 @@ FORWARD = {
 
 @VMAPS
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("which, scale", [("jvp", 3), ("vjp", 5), ("both", 5)])
+@pytest.mark.parametrize(("which", "scale"), [("jvp", 3), ("vjp", 5), ("both", 5)])
 def test_reverse_mode(vmap, order, which, scale):
     f, calls = make(jvp=which in ("jvp", "both"), vjp=which in ("vjp", "both"))
     x, y = example((3,)), example((3,), seed=1)
@@ -105,7 +105,7 @@ def test_forward_mode(vmap, order, which):
 
 
 @VMAPS
-@pytest.mark.parametrize("which, scale", [("jvp", 9), ("vjp", 25)])
+@pytest.mark.parametrize(("which", "scale"), [("jvp", 9), ("vjp", 25)])
 def test_second_derivatives(vmap, which, scale):
     f, _ = make(jvp=which == "jvp", vjp=which == "vjp")
     x, y = example((3,)), example((3,), seed=1)
@@ -148,8 +148,9 @@ def test_integers_keys_constants_and_trees(vmap):
     @f.def_jvp
     def of_tangents(primals, tangents):
         seen.append(tangents)
-        params, key, n, mode = primals
-        assert mode == "mode" and tangents[3] is None
+        _params, _key, n, mode = primals
+        assert mode == "mode"
+        assert tangents[3] is None
         return f(*primals), {
             "y": 3 * tangents[0]["w"] * n,
             "n": np.zeros(np.shape(n), jax.dtypes.float0),
@@ -177,7 +178,7 @@ def test_zero_cotangents():
 
 
 @pytest.mark.parametrize(
-    "set_rule, message",
+    ("set_rule", "message"),
     [
         (lambda f: f.def_jvp(lambda p, t: t[0]), r"f\.def_jvp must return a pair"),
         (lambda f: f.def_vjp(lambda x: x, lambda kept, ct: (ct,)), r"fwd given to f\.def_vjp"),

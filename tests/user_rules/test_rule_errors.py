@@ -118,7 +118,8 @@ def test_all_wrong_results_are_listed(vmap):
     rule = lambda n, b, x: ({"a": x.T, "b": (x[:, 0], x)}, True)
     with pytest.raises(bx.AxisError) as caught:
         vmap(with_rule(rule, pair))(jnp.ones((3, 2)))
-    assert "out['a']: " in str(caught.value) and "out['b'][1]: " in str(caught.value)
+    assert "out['a']: " in str(caught.value)
+    assert "out['b'][1]: " in str(caught.value)
 
 
 @VMAPS
@@ -134,8 +135,10 @@ def test_an_exception_in_a_rule_names_the_rule_and_the_call(vmap):
     with pytest.raises(KeyError, match="mine") as caught:
         vmap(calls_it)(jnp.ones(3))
     note = next(n for n in caught.value.__notes__ if n.startswith("batchax: "))
-    assert "broken_rule` (" in note and "the batching rule of my_function" in note
-    assert f"{calls_it.__code__.co_firstlineno + 1}" in note and "calls_it" in note
+    assert "broken_rule` (" in note
+    assert "the batching rule of my_function" in note
+    assert f"{calls_it.__code__.co_firstlineno + 1}" in note
+    assert "calls_it" in note
     frames = traceback.extract_tb(caught.value.__traceback__)
     assert any(frame.name == "broken_rule" for frame in frames)
 
