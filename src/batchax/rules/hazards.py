@@ -46,6 +46,8 @@ _TRANSPARENT = frozenset("jit pjit closed_call core_call cond eval_jaxpr checkpo
 
 _LOOPS = frozenset({"scan", "while"})
 _CALLBACKS = frozenset({"pure_callback", "io_callback"})
+# What the batching rule of a user's will do is not known: a loop, perhaps.
+_BY_RULE = frozenset({"custom_batched_call", "custom_vmap_call"})
 _CASTS = frozenset({"pvary", "reduced_vary_cast"})
 _COLLECTIVES_WITHOUT_EFFECT = frozenset({"ppermute", "pbroadcast", "pbroadcast_dynamic"})
 
@@ -86,8 +88,8 @@ def hazards(jaxpr: Any) -> Hazards:
         _known[jaxpr] = Hazards(
             nonlinear=not all(map(_is_linear, eqns)),
             partial=not all(map(_is_total, eqns)),
-            endless="while" in names or not names.isdisjoint(_CALLBACKS),
-            costly=not names.isdisjoint(_LOOPS | _CALLBACKS),
+            endless="while" in names or not names.isdisjoint(_CALLBACKS | _BY_RULE),
+            costly=not names.isdisjoint(_LOOPS | _CALLBACKS | _BY_RULE),
             collective=any(map(_is_collective, eqns)),
             cast=not names.isdisjoint(_CASTS),
         )
