@@ -3,6 +3,7 @@
 from batchax import execution as execution
 from batchax import rules as rules
 from batchax import user_rules as user_rules
+from batchax.auto_vmap import auto_vmap as auto_vmap
 from batchax.batch_jaxpr import batch_jaxpr as batch_jaxpr
 from batchax.check_rule import check_rule as check_rule
 from batchax.custom_vmap import custom_vmap as custom_vmap

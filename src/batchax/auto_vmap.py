@@ -1,0 +1,273 @@
+"""`auto_vmap`: declare ranks, and batch dimensions are found and broadcast."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from batchax.engine.outputs import check_array
+from batchax.engine.prefixes import spread
+from batchax.errors import ArgumentTypeError, AxisError
+from batchax.ranks.annotations import annotated_ranks
+from batchax.ranks.core import Core, Sizes, as_cores, is_rank
+from batchax.ranks.dimensions import Argument, check_cores, run
+from batchax.ranks.signature import parse_signature
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_OPTIONS = ("batch_size", "memory_limit", "residuals")
+
+
+def auto_vmap(*ranks: Any, **named: Any) -> Any:
+    """Lets a function of known ranks take any batch dimensions, as NumPy's functions do.
+
+    ::
+
+        @bx.auto_vmap(s=0, v=1, m=2)
+        def f(s, v, m):  # a scalar, a vector, a matrix
+            return v @ m @ v + s * v.size
+
+        f(2.0, jnp.ones((5, 3)), jnp.ones((5, 3, 3)))  # five of them
+        f(jnp.ones((4, 1)), jnp.ones((5, 3)), jnp.eye(3))  # 4 x 5, with one matrix
+
+    What an argument has in front of the declared dimensions is its batch shape. Batch
+    shapes broadcast as in NumPy, but nothing is copied to the full batch: the function is
+    mapped (`vmap`) over each dimension for those arguments that have it, once for each run
+    of dimensions that the same arguments have. Outputs have the batch shape in front.
+
+    Args:
+      ranks: the ranks of the positional parameters, in order (on a method: after `self`);
+        or one string, a signature such as ``"(n),(n,m)->(m)"``; or nothing but the
+        function, as in a bare ``@bx.auto_vmap``, whose annotations of jaxtyping
+        (``x: Float[Array, "n m"]``) then say the ranks. A rank is an int, the number of
+        dimensions of one example, for all leaves of an argument that is a tree; or a tree
+        of ints that is a prefix of the argument; or None for what is not batched.
+      named: ranks by parameter name. Parameters without a rank are not batched, and may be
+        any Python object. The names `batch_size`, `memory_limit` and `residuals` are the
+        options of `vmap`, unless the function has such a parameter: at most `batch_size`
+        lanes, of all batch dimensions together, run at a time.
+
+    Returns:
+      A decorator; or the decorated function, if only a function was given. That takes, for
+      each argument with a rank, arrays with any dimensions in front. A list of numbers is an
+      array, as for NumPy; None stays None.
+
+    Raises:
+      AxisError: (a ValueError) when called: too few dimensions, batch dimensions that do not
+        broadcast, or core dimensions that disagree: all arguments are listed, with the one
+        that does not fit.
+      ArgumentTypeError: (a TypeError) a rank that is none, an unknown parameter, too many
+        ranks, a signature or annotation that cannot be read; when called: an argument with a
+        rank that is not an array.
+    """
+    if len(ranks) == 1 and not named and callable(ranks[0]):
+        return _decorate(ranks[0], (), None, {})
+
+    def decorate(fun: F) -> F:
+        if not callable(fun):
+            raise ArgumentTypeError(
+                f"auto_vmap(...) decorates a function, got {fun!r} of type {type(fun).__name__}."
+            )
+        return _decorate(fun, ranks, named, {})
+
+    return decorate
+
+
+def _decorate(
+    fun: F, ranks: Sequence[Any], named: dict[str, Any] | None, options: dict[str, Any]
+) -> F:
+    signature = _signature(fun)
+    name = getattr(fun, "__name__", type(fun).__name__)
+    outputs: list[Core] | None = None
+    if named is None:
+        specs = annotated_ranks(fun)
+        extra: Sequence[Any] = ()
+    else:
+        known = signature.parameters
+        options = {k: named[k] for k in _OPTIONS if k in named and k not in known}
+        if len(ranks) == 1 and isinstance(ranks[0], str):
+            ranks, outputs = parse_signature(ranks[0])
+        specs, extra = _by_parameter(name, signature, ranks)
+        specs |= _by_name(
+            name, signature, {k: v for k, v in named.items() if k not in options}, specs
+        )
+
+    @functools.wraps(fun)
+    def batched(*args: Any, **kwargs: Any) -> Any:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ArgumentTypeError(f"{name}(): {error}") from None
+        bound.apply_defaults()
+        call = _Call(bound, specs, extra)
+        sizes = Sizes()
+        check_cores(call.arguments, sizes)
+        structure: list[Any] = []
+
+        @functools.wraps(fun)
+        def one_example(*values: Any) -> list[Any]:
+            args, kwargs = call.rebuild(values)
+            out = fun(*args, **kwargs)
+            leaves, tree = jax.tree_util.tree_flatten_with_path(out)
+            structure[:] = [tree]
+            for keys, leaf in leaves:
+                check_array(leaf, f"out{jax.tree_util.keystr(keys)}")
+            if outputs is not None:
+                _check_outputs(name, out, outputs, sizes)
+            return [leaf for _, leaf in leaves]
+
+        outs = run(one_example, call.arguments, options)
+        return jax.tree.unflatten(structure[0], outs)
+
+    return cast(F, batched)
+
+
+def _signature(fun: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(fun)
+    except (TypeError, ValueError):  # some callables written in C
+        any_number = inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)
+        by_name = inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)
+        return inspect.Signature([any_number, by_name])
+
+
+def _by_parameter(
+    name: str, signature: inspect.Signature, ranks: Sequence[Any]
+) -> tuple[dict[str, Any], list[Any]]:
+    """Ranks by the name of the parameter, and those for further positional arguments."""
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in signature.parameters.values() if p.kind in by_position]
+    if names[:1] in (["self"], ["cls"]):
+        names = names[1:]
+    extra = list(ranks[len(names) :])
+    kinds = [p.kind for p in signature.parameters.values()]
+    if extra and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        raise ArgumentTypeError(
+            f"auto_vmap was given {len(ranks)} ranks by position, but {name} has "
+            f"{len(names)} positional parameters: {', '.join(names) or 'none'}."
+        )
+    specs = {p: as_cores(p, spec) for p, spec in zip(names, ranks, strict=False)}
+    return specs, [as_cores(f"args[{len(names) + i}]", spec) for i, spec in enumerate(extra)]
+
+
+def _by_name(
+    name: str, signature: inspect.Signature, named: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    parameters = signature.parameters
+    any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    unknown = [n for n in named if n not in parameters]
+    if unknown and not any_name:
+        raise ArgumentTypeError(
+            f"auto_vmap was given ranks for {', '.join(unknown)}, but {name} has the parameters "
+            f"{', '.join(parameters) or '(none)'}."
+        )
+    twice = [n for n in named if n in given]
+    if twice:
+        raise ArgumentTypeError(
+            f"auto_vmap was given two ranks for {', '.join(twice)}: one by position, one by name."
+        )
+    return {n: as_cores(n, spec) for n, spec in named.items()}
+
+
+class _Call:
+    """The arrays of one call that have a core, and how to rebuild its arguments."""
+
+    def __init__(
+        self, bound: inspect.BoundArguments, specs: Mapping[str, Any], extra: Sequence[Any]
+    ) -> None:
+        self.bound = bound
+        self.arguments: list[Argument] = []
+        self._rebuilds: dict[str, Callable[[Iterator[Any]], Any]] = {}
+        kinds = {n: p.kind for n, p in bound.signature.parameters.items()}
+        for name, value in bound.arguments.items():
+            if kinds[name] is inspect.Parameter.VAR_POSITIONAL:
+                own = specs.get(name, extra)
+                each = own if isinstance(own, (tuple, list)) else [own] * len(value)
+                spec = [*each, *[None] * (len(value) - len(each))][: len(value)]
+                parts = [self._add(f"{name}[{i}]", x, spec[i]) for i, x in enumerate(value)]
+                self._rebuilds[name] = lambda it, p=parts: tuple(part(it) for part in p)
+            elif kinds[name] is inspect.Parameter.VAR_KEYWORD:
+                every = specs.get(name)
+                named = {k: self._add(k, x, specs.get(k, every)) for k, x in value.items()}
+                self._rebuilds[name] = lambda it, p=named: {k: part(it) for k, part in p.items()}
+            else:
+                self._rebuilds[name] = self._add(name, value, specs.get(name))
+
+    def _add(self, path: str, value: Any, spec: Any) -> Callable[[Iterator[Any]], Any]:
+        if spec is None or value is None:
+            return lambda _: value
+        value = _with_arrays_for_lists(value, spec)
+        leaves, rebuild = spread(spec, value, path, "the declared ranks", is_rank, opaque_none=True)
+        parts: list[Callable[[Iterator[Any]], Any]] = []
+        for leaf in leaves:
+            if leaf.spec is None:
+                parts.append(lambda _, v=leaf.value: v)
+                continue
+            _check_is_array(leaf.path, leaf.value)
+            self.arguments.append(Argument(leaf.path, leaf.value, leaf.spec))
+            parts.append(next)
+        return lambda it: rebuild(iter([part(it) for part in parts]))
+
+    def rebuild(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with these arrays."""
+        it = iter(values)
+        full = {name: rebuild(it) for name, rebuild in self._rebuilds.items()}
+        bound = inspect.BoundArguments(self.bound.signature, cast(Any, full))
+        return bound.args, bound.kwargs
+
+
+def _with_arrays_for_lists(value: Any, spec: Any) -> Any:
+    """`value` with lists of numbers as arrays, where `spec` declares one rank for them."""
+    if is_rank(spec):
+        return jax.tree.map(
+            lambda x: jnp.asarray(x) if _is_numbers(x) else x, value, is_leaf=_is_numbers
+        )
+    if isinstance(spec, dict) and isinstance(value, dict):
+        return {k: _with_arrays_for_lists(x, spec.get(k)) for k, x in value.items()}
+    if isinstance(spec, (tuple, list)) and type(value) is type(spec) and len(value) == len(spec):
+        return type(value)(map(_with_arrays_for_lists, value, spec))
+    return value
+
+
+def _is_numbers(x: Any) -> bool:
+    """Whether `x` is a list of numbers, or of such lists."""
+    if not isinstance(x, (list, tuple)) or hasattr(x, "_fields") or not x:
+        return False
+    return all(isinstance(e, (bool, int, float, complex)) or _is_numbers(e) for e in x)
+
+
+def _check_is_array(path: str, value: Any) -> None:
+    try:
+        jax.typeof(value)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"{path} is of type {type(value).__name__}, which is not an array, but a rank was "
+            "declared for it. Declare None for what is not batched."
+        ) from None
+
+
+def _check_outputs(name: str, out: Any, declared: Sequence[Core], sizes: Sizes) -> None:
+    """Refuses outputs of one example that are not what a signature declares."""
+    outs = [out] if len(declared) == 1 and not isinstance(out, (tuple, list)) else out
+    if not isinstance(outs, (tuple, list)) or len(outs) != len(declared):
+        count = len(outs) if isinstance(outs, (tuple, list)) else 1
+        raise AxisError(
+            f"the signature declares {len(declared)} outputs of {name}, but it returned {count}."
+        )
+    for i, (x, core) in enumerate(zip(outs, declared, strict=True)):
+        path = f"out[{i}]" if len(declared) > 1 else "out"
+        for leaf in jax.tree.leaves(x):
+            problem = f"its rank is {np.ndim(leaf)}"
+            if np.ndim(leaf) == core.rank:
+                problem = sizes.problem(path, core, np.shape(leaf))
+            if problem:
+                raise AxisError(
+                    f"the signature declares {core} for {path} of {name}, but it has shape "
+                    f"{np.shape(leaf)} for one example: {problem}."
+                )

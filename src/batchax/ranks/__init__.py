@@ -1,0 +1,1 @@
+"""Functions of known ranks: how ranks are declared, and batch dimensions found."""

@@ -1,0 +1,182 @@
+"""Batch dimensions: what is in front of the core of each array, broadcast together.
+
+No array is broadcast. Each keeps the batch dimensions that it has, and a vmap over a
+dimension maps those that have it. Neighbouring dimensions that the same arrays have are
+one dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from batchax.errors import AxisError
+from batchax.ranks.core import Core, Sizes
+from batchax.vmap import vmap
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An array with a declared core."""
+
+    path: str
+    value: Any
+    core: Core
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of all of it."""
+        return np.shape(self.value)
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """Its batch dimensions."""
+        return self.shape[: len(self.shape) - self.core.rank]
+
+    @property
+    def core_shape(self) -> tuple[int, ...]:
+        """Its core dimensions."""
+        return self.shape[len(self.shape) - self.core.rank :]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Batch dimensions that are mapped by one vmap: how many lanes, and which arrays have it."""
+
+    size: int
+    has: tuple[bool, ...]
+
+
+def check_cores(arguments: Sequence[Argument], sizes: Sizes) -> None:
+    """Refuses arrays whose core is not what was declared.
+
+    Raises:
+      AxisError: one has too few dimensions, or sizes disagree.
+    """
+    short = [a for a in arguments if len(a.shape) < a.core.rank]
+    if short:
+        raise AxisError(
+            "an argument has fewer dimensions than one example was declared to have:\n"
+            + "\n".join(
+                f"  {a.path}: shape {a.shape}, declared {a.core}" + _needs(a) for a in short
+            )
+        )
+    problems = [(a, sizes.problem(a.path, a.core, a.core_shape)) for a in arguments]
+    wrong = [f"  {a.path}: {_split(a)}: {problem}" for a, problem in problems if problem]
+    if wrong:
+        raise AxisError("the core dimensions of the arguments disagree:\n" + "\n".join(wrong))
+
+
+def _needs(a: Argument) -> str:
+    return f": {a.core.rank} dimensions are needed, and {len(a.shape)} are there"
+
+
+def broadcast_batch(arguments: Sequence[Argument]) -> tuple[int, ...]:
+    """The batch shape of all arguments together, by NumPy's rules.
+
+    Raises:
+      AxisError: they do not broadcast.
+    """
+    ndim = max((len(a.batch) for a in arguments), default=0)
+    shape = []
+    for d in range(-ndim, 0):
+        sizes = [a.batch[d] for a in arguments if len(a.batch) >= -d]
+        found = list(dict.fromkeys(n for n in sizes if n != 1))
+        if len(found) > 1:
+            raise AxisError(_clash(arguments, d, sizes))
+        shape.append(found[0] if found else 1)
+    return tuple(shape)
+
+
+def _clash(arguments: Sequence[Argument], d: int, sizes: Sequence[int]) -> str:
+    usual = max((n for n in sizes if n != 1), key=sizes.count)
+    lines = []
+    for a in arguments:
+        odd = len(a.batch) >= -d and a.batch[d] not in (1, usual)
+        mark = (
+            f"   <- {a.batch[d]} in batch dimension {d}, where others have {usual}" if odd else ""
+        )
+        lines.append(f"  {a.path}: {_split(a)}{mark}")
+    return "the batch dimensions of the arguments do not broadcast:\n" + "\n".join(lines)
+
+
+def _split(a: Argument) -> str:
+    return f"shape {a.shape} = batch {a.batch} + core {a.core_shape}"
+
+
+def find_groups(arguments: Sequence[Argument], batch: Sequence[int]) -> list[Group]:
+    """The vmaps that are needed, outermost first."""
+    groups: list[Group] = []
+    for d in range(-len(batch), 0):
+        size = batch[d]
+        if size == 1:
+            continue
+        has = tuple(len(a.batch) >= -d and a.batch[d] != 1 for a in arguments)
+        mergeable = not any(map(_is_sharded, arguments))
+        if groups and groups[-1].has == has and mergeable:
+            groups[-1] = Group(groups[-1].size * size, has)
+        else:
+            groups.append(Group(size, has))
+    return groups
+
+
+def _is_sharded(a: Argument) -> bool:
+    """Whether the type of the array says how it is sharded: then no dimensions are merged."""
+    sharding = getattr(jax.typeof(a.value), "sharding", None)
+    return sharding is not None and any(entry is not None for entry in sharding.spec)
+
+
+def run(
+    one_example: Callable[..., list[Any]],
+    arguments: Sequence[Argument],
+    options: dict[str, Any],
+) -> list[Any]:
+    """The outputs of `one_example`, a function of arrays, for all batch dimensions.
+
+    Args:
+      one_example: takes an array for each argument, returns a list of arrays.
+      arguments: its arguments.
+      options: those of `vmap` that apply to the batch.
+    """
+    batch = broadcast_batch(arguments)
+    groups = find_groups(arguments, batch)
+    values = [
+        _with_shape(a.value, (*(g.size for g in groups if g.has[i]), *a.core_shape))
+        for i, a in enumerate(arguments)
+    ]
+    if not groups:
+        outs = one_example(*values)
+    else:
+        function = one_example
+        for group, own in reversed(list(zip(groups, _by_group(groups, options), strict=True))):
+            axes = tuple(0 if h else None for h in group.has)
+            function = vmap(function, axes, **own)
+        outs = function(*values)
+    kept = len(groups)
+    return [_with_shape(x, (*batch, *np.shape(x)[kept:])) for x in outs]
+
+
+def _by_group(groups: Sequence[Group], options: dict[str, Any]) -> list[dict[str, Any]]:
+    """The options of each vmap, so that together they run at most so many lanes."""
+    lanes = options.get("batch_size")
+    if not isinstance(lanes, int) or isinstance(lanes, bool) or lanes < 1:
+        # "auto" is for the outermost; what is wrong with an option vmap says best.
+        return [options, *[{} for _ in groups[1:]]]
+    own = []
+    for group in reversed(groups):
+        own.append({**options, "batch_size": lanes})
+        lanes = max(lanes // max(group.size, 1), 1)
+    return own[::-1]
+
+
+def _with_shape(x: Any, shape: tuple[int, ...]) -> Any:
+    if np.shape(x) == shape:
+        return x
+    assert math.prod(np.shape(x)) == math.prod(shape)
+    return jnp.reshape(x, shape)
