@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 from batchax.engine.outputs import check_array
 from batchax.engine.prefixes import spread
 from batchax.errors import ArgumentTypeError, AxisError
+from batchax.execution.chunked import find_chunking
 from batchax.ranks.annotations import annotated_ranks
 from batchax.ranks.core import Core, Sizes, as_cores, is_rank
 from batchax.ranks.dimensions import Argument, check_cores, run
@@ -21,7 +23,7 @@ from batchax.ranks.signature import parse_signature
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_OPTIONS = ("batch_size", "memory_limit", "residuals")
+_OPTIONS = {"batch_size": None, "memory_limit": None, "residuals": "recompute"}
 
 
 def auto_vmap(*ranks: Any, **named: Any) -> Any:
@@ -67,36 +69,53 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         rank that is not an array.
     """
     if len(ranks) == 1 and not named and callable(ranks[0]):
-        return _decorate(ranks[0], (), None, {})
+        return _decorate(ranks[0], _Declared(annotated_ranks(ranks[0])))
 
     def decorate(fun: F) -> F:
         if not callable(fun):
             raise ArgumentTypeError(
                 f"auto_vmap(...) decorates a function, got {fun!r} of type {type(fun).__name__}."
             )
-        return _decorate(fun, ranks, named, {})
+        return _decorate(fun, _declared(fun, ranks, named))
 
     return decorate
 
 
-def _decorate(
-    fun: F, ranks: Sequence[Any], named: dict[str, Any] | None, options: dict[str, Any]
-) -> F:
-    signature = _signature(fun)
-    name = getattr(fun, "__name__", type(fun).__name__)
-    outputs: list[Core] | None = None
-    if named is None:
-        specs = annotated_ranks(fun)
-        extra: Sequence[Any] = ()
-    else:
-        known = signature.parameters
-        options = {k: named[k] for k in _OPTIONS if k in named and k not in known}
-        if len(ranks) == 1 and isinstance(ranks[0], str):
-            ranks, outputs = parse_signature(ranks[0])
-        specs, extra = _by_parameter(name, signature, ranks)
-        specs |= _by_name(
-            name, signature, {k: v for k, v in named.items() if k not in options}, specs
-        )
+@dataclass(frozen=True)
+class _Declared:
+    """What was declared of a function.
+
+    Attributes:
+      specs: ranks by the name of the parameter.
+      extra: ranks of positional arguments that have no parameter of their own.
+      outputs: the cores of the outputs, if they were declared.
+      options: those of `vmap`.
+    """
+
+    specs: Mapping[str, Any]
+    extra: Sequence[Any] = ()
+    outputs: Sequence[Core] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _declared(fun: Callable[..., Any], ranks: Sequence[Any], named: Mapping[str, Any]) -> _Declared:
+    signature, outputs = _signature(fun), None
+    options = {k: named[k] for k in _OPTIONS if k in named and k not in signature.parameters}
+    find_chunking(fun, *(options.get(k, default) for k, default in _OPTIONS.items()))  # checks
+    if len(ranks) == 1 and isinstance(ranks[0], str):
+        ranks, outputs = parse_signature(ranks[0])
+    specs, extra = _by_parameter(_name(fun), signature, ranks)
+    rest = {k: v for k, v in named.items() if k not in options}
+    specs |= _by_name(_name(fun), signature, rest, specs)
+    return _Declared(specs, extra, outputs, options)
+
+
+def _name(fun: Callable[..., Any]) -> str:
+    return getattr(fun, "__name__", type(fun).__name__)
+
+
+def _decorate(fun: F, declared: _Declared) -> F:
+    signature, name = _signature(fun), _name(fun)
 
     @functools.wraps(fun)
     def batched(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +124,7 @@ def _decorate(
         except TypeError as error:
             raise ArgumentTypeError(f"{name}(): {error}") from None
         bound.apply_defaults()
-        call = _Call(bound, specs, extra)
+        call = _Call(bound, declared)
         sizes = Sizes()
         check_cores(call.arguments, sizes)
         structure: list[Any] = []
@@ -118,11 +137,11 @@ def _decorate(
             structure[:] = [tree]
             for keys, leaf in leaves:
                 check_array(leaf, f"out{jax.tree_util.keystr(keys)}")
-            if outputs is not None:
-                _check_outputs(name, out, outputs, sizes)
+            if declared.outputs is not None:
+                _check_outputs(name, out, declared.outputs, sizes)
             return [leaf for _, leaf in leaves]
 
-        outs = run(one_example, call.arguments, options)
+        outs = run(one_example, call.arguments, declared.options)
         return jax.tree.unflatten(structure[0], outs)
 
     return cast(F, batched)
@@ -178,9 +197,8 @@ def _by_name(
 class _Call:
     """The arrays of one call that have a core, and how to rebuild its arguments."""
 
-    def __init__(
-        self, bound: inspect.BoundArguments, specs: Mapping[str, Any], extra: Sequence[Any]
-    ) -> None:
+    def __init__(self, bound: inspect.BoundArguments, declared: _Declared) -> None:
+        specs, extra = declared.specs, declared.extra
         self.bound = bound
         self.arguments: list[Argument] = []
         self._rebuilds: dict[str, Callable[[Iterator[Any]], Any]] = {}

@@ -8,7 +8,7 @@ one dimension.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,7 +135,7 @@ def _is_sharded(a: Argument) -> bool:
 def run(
     one_example: Callable[..., list[Any]],
     arguments: Sequence[Argument],
-    options: dict[str, Any],
+    options: Mapping[str, Any],
 ) -> list[Any]:
     """The outputs of `one_example`, a function of arrays, for all batch dimensions.
 
@@ -162,11 +162,10 @@ def run(
     return [_with_shape(x, (*batch, *np.shape(x)[kept:])) for x in outs]
 
 
-def _by_group(groups: Sequence[Group], options: dict[str, Any]) -> list[dict[str, Any]]:
+def _by_group(groups: Sequence[Group], options: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The options of each vmap, so that together they run at most so many lanes."""
     lanes = options.get("batch_size")
-    if not isinstance(lanes, int) or isinstance(lanes, bool) or lanes < 1:
-        # "auto" is for the outermost; what is wrong with an option vmap says best.
+    if not isinstance(lanes, int):  # "auto" is for the outermost
         return [options, *[{} for _ in groups[1:]]]
     own = []
     for group in reversed(groups):
