@@ -7,8 +7,8 @@ package imports from ``jax._src`` or asks which version of JAX is running.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -115,6 +115,24 @@ def stage(
             linear_util.wrap_init(fun, debug_info=debug_info), list(avals)
         )
     return close(jaxpr, consts)
+
+
+@contextmanager
+def usable(values: Iterable[Any]) -> Iterator[None]:
+    """While a function is staged that closes over `values`, of traces that may be over.
+
+    JAX 0.12 refuses to take those of ``linearize`` as constants, and there is no public way to
+    tell it that they will be replaced by values.
+    """
+    tracers = [x for x in values if isinstance(x, jax.core.Tracer)]
+    over = [x._trace for x in tracers if not x._trace.is_valid()]
+    for trace in over:
+        trace._invalidated = False
+    try:
+        yield
+    finally:
+        for trace in over:
+            trace._invalidated = True
 
 
 def close(jaxpr: Any, consts: Any = ()) -> ClosedJaxpr:

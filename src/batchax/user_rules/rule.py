@@ -80,8 +80,9 @@ class UserRule:
             return call(*operands), out_flags
         types = list(map(jax.typeof, operands))
         names = [(axis.name, axis.size)] if named else []
-        staged = _compat.stage(call, types, names, transformation="custom_vmap")
         # Tracers may be of a trace that is over, and are then values of the function's, too.
+        with _compat.usable(self.closed):
+            staged = _compat.stage(call, types, names, transformation="custom_vmap")
         consts = self._resolved(staged.consts, closed)
         if named:
             outs = run_with_collectives(axis, staged.jaxpr, consts, operands, flags)

@@ -1,0 +1,40 @@
+"""Functions with batching rules: the one that changes nothing, and one that tells."""
+
+import jax
+
+import batchax as bx
+
+
+def with_identity_rule(fun, vmap=bx.vmap, keep_unbatched=True):
+    """`fun` as a `custom_vmap` function whose rule does what would be done without it.
+
+    keep_unbatched: results that do not depend on the batch are returned unbatched.
+    """
+    own = bx.custom_vmap(fun)
+
+    @own.def_vmap
+    def identity(axis_size, in_batched, *args, **kwargs):
+        count = len(args)
+        values = [*args, *kwargs.values()]
+        axes = tuple(jax.tree.map(lambda b: 0 if b else None, in_batched))
+
+        def flat(*values):
+            return fun(*values[:count], **dict(zip(kwargs, values[count:], strict=True)))
+
+        def over(function, out_axes):
+            return vmap(function, in_axes=axes, out_axes=out_axes, axis_size=axis_size)
+
+        def batched(k):
+            try:
+                jax.eval_shape(over(lambda *xs: jax.tree.leaves(flat(*xs))[k], None), *values)
+            except ValueError:
+                return True
+            return False
+
+        structure = jax.tree.structure(jax.eval_shape(over(flat, 0), *values))
+        flags = [not keep_unbatched or batched(k) for k in range(structure.num_leaves)]
+        flags = jax.tree.unflatten(structure, flags)
+        out_axes = jax.tree.map(lambda b: 0 if b else None, flags)
+        return over(flat, out_axes)(*values), flags
+
+    return own

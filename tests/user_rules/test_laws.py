@@ -1,0 +1,202 @@
+"""The identity rule changes nothing: every order of transformations is as without it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import batchax as bx
+
+from support.oracle import example, same, same_type
+from support.programs import random_program
+from support.transformations import orders, transformed
+from support.user_rules import with_identity_rule
+
+LOOSE = {"rtol": 2e-3, "atol": 2e-3}
+VECTOR, MATRIX = example((3,), seed=1), example((2, 3), seed=2)
+WEIGHTS, SCALAR = example((3, 3), seed=3), example((), seed=4)
+INTEGER = jnp.int32(1)
+
+
+def several_outputs(wrap):
+    @wrap
+    def f(x, m):
+        y = jnp.tanh(m @ x)
+        return y, jnp.sum(x * x), jnp.argmax(x), m.T
+
+    return f, (VECTOR, MATRIX)
+
+
+def outputs_of_one_argument_each(wrap):
+    @wrap
+    def f(x, y, i):
+        return jnp.sin(x), jnp.cos(y) * 2, i + 1, jnp.ones(2)
+
+    return f, (VECTOR, SCALAR, INTEGER)
+
+
+def integers_and_keys(wrap):
+    @wrap
+    def f(x, i, key):
+        return x[i] * jax.random.normal(key), i * 2, jax.random.fold_in(key, i), x[::-1]
+
+    return f, (VECTOR, INTEGER, jax.random.key(3))
+
+
+def trees(wrap):
+    @wrap
+    def f(p, xs):
+        h = jnp.tanh(p["w"] @ xs[0] + p["b"])
+        return {"h": h, "of": (xs[1] > 0, [h.sum() * xs[1], None])}
+
+    return f, ({"w": MATRIX, "b": SCALAR}, [VECTOR, SCALAR])
+
+
+def keywords(wrap):
+    @wrap
+    def f(x, m=MATRIX, *more, scale, shift=1.0):
+        return sum((m @ x * scale + shift, *more))
+
+    return (
+        lambda x, s, m: (f(x, scale=s), f(x, m, s, scale=s * 2, shift=s), f(m=m, x=x, scale=3)),
+        (VECTOR, SCALAR, MATRIX),
+    )
+
+
+def closing_over(wrap):
+    def whole(x, w):
+        inner = wrap(lambda x: jnp.tanh(w @ x) * 0.5)
+        return inner(x) + inner(inner(x))
+
+    return whole, (VECTOR, WEIGHTS)
+
+
+def one_in_another(wrap):
+    inner = wrap(lambda x, y: (jnp.sin(x) * y, y))
+
+    @wrap
+    def outer(x, w):
+        a, b = inner(w @ x, x)
+        return inner(a, b)[0] + x
+
+    return outer, (VECTOR, WEIGHTS)
+
+
+def in_loops(wrap):
+    f = wrap(lambda x, w: (jnp.tanh(w @ x), x[0]))
+
+    def whole(x, w, i):
+        x, ys = lax.scan(lambda c, _: f(c, w), x, length=3)
+        x = lax.fori_loop(0, 2, lambda k, c: f(c, w)[0], x)
+        return x, ys, lax.switch(i, [lambda x: f(x, w)[0], lambda x: x, lambda x: 2 * x], x)
+
+    return whole, (VECTOR, WEIGHTS, INTEGER)
+
+
+def weak_and_narrow(wrap):
+    @wrap
+    def f(x, h, i):
+        return jnp.where(i > 0, 1.0, 2.0), h * 2, x * 1, i, h.astype(jnp.float32) * x
+
+    return f, (SCALAR, example((2,), jnp.bfloat16), INTEGER)
+
+
+def linear_algebra(wrap):
+    @wrap
+    def f(m, x):
+        a = m @ m.T + 2 * jnp.eye(3)
+        return jnp.linalg.solve(a, x), jnp.linalg.cholesky(a)
+
+    return f, (WEIGHTS, VECTOR)
+
+
+def complex_numbers(wrap):
+    @wrap
+    def f(z, x):
+        return z * jnp.exp(1j * x), jnp.abs(z), jnp.real(z) * x
+
+    return f, (example((2,), jnp.complex64), SCALAR)
+
+
+def own_derivatives(wrap):
+    @jax.custom_vjp
+    def scaled(x, y):
+        return jnp.sin(x) * y
+
+    scaled.defvjp(lambda x, y: (scaled(x, y), (x, y)), lambda r, g: (g * r[1], 3 * g * r[0]))
+    return wrap(lambda x, y: (scaled(x, y), y)), (VECTOR, VECTOR + 1)
+
+
+TABLE = [
+    several_outputs,
+    outputs_of_one_argument_each,
+    integers_and_keys,
+    trees,
+    keywords,
+    closing_over,
+    one_in_another,
+    in_loops,
+    weak_and_narrow,
+    linear_algebra,
+    complex_numbers,
+    own_derivatives,
+]
+
+
+def check_order(make, steps, whose, keep_unbatched, compiled, tolerance):
+    wrap = functools.partial(with_identity_rule, vmap=whose, keep_unbatched=keep_unbatched)
+    f, args = transformed(*make(wrap), steps)
+    plain, _ = transformed(*make(lambda fun: fun), steps, plain=True)
+    try:
+        expected = jax.jit(plain)(*args)
+    except (TypeError, NotImplementedError):  # JAX has no such derivative of the plain function
+        reject()
+    got = jax.jit(f)(*args) if compiled else f(*args)
+    same(got, expected, tolerance, str(steps))
+    jax.tree.map(same_type, got, expected)
+
+
+RULES = {"whose": st.sampled_from([bx.vmap, jax.vmap]), "keep_unbatched": st.booleans()}
+
+
+@settings(max_examples=30)
+@given(
+    make=st.sampled_from(TABLE),
+    steps=orders(),
+    compiled=st.sampled_from([True, True, False]),
+    **RULES,
+)
+def test_every_order(make, steps, whose, keep_unbatched, compiled):
+    near = 0.05 if make is weak_and_narrow else 1e-4
+    check_order(make, steps, whose, keep_unbatched, compiled, {"rtol": near, "atol": near})
+
+
+@settings(max_examples=6)
+@given(seed=st.integers(0, 200), steps=orders(most=3), **RULES)
+def test_random_programs(seed, steps, whose, keep_unbatched):
+    def make(wrap):
+        program = random_program(seed, steps=5, depth=1)
+        return wrap(program), (VECTOR, MATRIX, INTEGER, WEIGHTS)
+
+    check_order(make, steps, whose, keep_unbatched, True, LOOSE)
+
+
+@pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap])
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda f, x, w: jax.linearize(f, x, w)[1](x, w),
+        lambda f, x, w: jax.vjp(f, x, w)[1](x),
+    ],
+)
+def test_derivatives_of_what_function_and_rule_close_over_inside_of_vmap(vmap, derivative):
+    def run(wrap, vmap):
+        f, _ = closing_over(wrap)
+        lanes = jnp.stack([VECTOR, -VECTOR])
+        return vmap(lambda x, w: derivative(f, x, w), (0, None))(lanes, WEIGHTS)
+
+    same(run(with_identity_rule, vmap), run(lambda fun: fun, jax.vmap))
