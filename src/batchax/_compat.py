@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
+import jax.core
 import jax.extend.core as jex_core
 import jax.extend.core.primitives as jex_primitives
 
