@@ -44,7 +44,7 @@ class Core:
 
     def __str__(self) -> str:
         texts = [d.text for d in self.dims]
-        return f"({', '.join(texts)})" if any(texts) else f"rank {self.rank}"
+        return f"({', '.join(texts)})" if all(texts) else f"rank {self.rank}"
 
 
 def is_rank(spec: Any) -> bool:

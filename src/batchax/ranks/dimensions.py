@@ -63,18 +63,12 @@ def check_cores(arguments: Sequence[Argument], sizes: Sizes) -> None:
     if short:
         raise AxisError(
             "an argument has fewer dimensions than one example was declared to have:\n"
-            + "\n".join(
-                f"  {a.path}: shape {a.shape}, declared {a.core}" + _needs(a) for a in short
-            )
+            + "\n".join(f"  {a.path}: shape {a.shape}, declared {a.core}" for a in short)
         )
     problems = [(a, sizes.problem(a.path, a.core, a.core_shape)) for a in arguments]
     wrong = [f"  {a.path}: {_split(a)}: {problem}" for a, problem in problems if problem]
     if wrong:
         raise AxisError("the core dimensions of the arguments disagree:\n" + "\n".join(wrong))
-
-
-def _needs(a: Argument) -> str:
-    return f": {a.core.rank} dimensions are needed, and {len(a.shape)} are there"
 
 
 def broadcast_batch(arguments: Sequence[Argument]) -> tuple[int, ...]:

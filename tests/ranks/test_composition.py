@@ -1,0 +1,138 @@
+"""Functions of declared ranks under transformations, and options of the batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+
+from support.oracle import example, same
+
+
+def plain(w, x):
+    return jnp.tanh(w @ x).sum()
+
+
+def reference(w, x):
+    """`plain` with a batch shape for each argument, by einsum."""
+    return jnp.tanh(jnp.einsum("...ij,...j->...i", w, x)).sum(-1)
+
+
+W, X = example((4, 1, 2, 3)), example((5, 3), seed=1)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 7, 20, 100, "auto"])
+def test_at_most_so_many_lanes_at_a_time(batch_size):
+    f = bx.auto_vmap(2, 1, batch_size=batch_size)(plain)
+    same(f(W, X), reference(W, X))
+    same(f(W[:, 0], X[:4]), reference(W[:, 0], X[:4]))
+    same(f(W[0, 0], X), reference(W[0, 0], X))
+    total = lambda g: lambda w, x: jnp.sum(jnp.cos(g(w, x)))
+    same(jax.grad(total(f), (0, 1))(W, X), jax.grad(total(reference), (0, 1))(W, X))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "batch_size", "most"),
+    [
+        (((6,), (6,)), 4, 4),
+        (((2, 3), (2, 3)), 4, 4),
+        (((4, 1), (5,)), 10, 10),
+        (((4, 1), (5,)), 3, 3),
+        (((4, 1), (1, 5)), 100, 20),
+    ],
+)
+def test_lanes_are_counted_over_all_dimensions(shapes, batch_size, most):
+    """The widest intermediate value has as many lanes as are allowed."""
+    f = bx.auto_vmap(1, 1, batch_size=batch_size)(lambda x, y: jnp.outer(x, y).sum())
+    x, y = (jnp.ones((*s, 3)) for s in shapes)
+    widths = set()
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "reduce_sum":
+                widths.add(int(np.prod(eqn.outvars[0].aval.shape, dtype=int)))
+            for value in eqn.params.values():
+                for part in value if isinstance(value, tuple) else [value]:
+                    if hasattr(part, "jaxpr"):
+                        walk(part.jaxpr)
+
+    walk(jax.jit(f).trace(x, y).jaxpr.jaxpr)
+    text = jax.jit(f).lower(x, y).as_text()
+    assert "stablehlo" in text
+    lowered = {
+        int(np.prod([int(n) for n in shape.split("x")[:-1]] or [1], dtype=int))
+        for shape in _results_of_reductions(text)
+    }
+    assert max(widths | lowered) <= max(most, 1)
+    same(f(x, y), jnp.full(np.broadcast_shapes(*shapes), 9.0))
+
+
+def _results_of_reductions(text):
+    import re
+
+    return [m.group(1) for m in re.finditer(r"stablehlo\.reduce\([^\n]*->\s*tensor<([^>]*)>", text)]
+
+
+def test_memory_of_chunks():
+    wide = lambda x, y: jnp.sum(jnp.tanh(jnp.outer(x, y)) @ y)
+    x, y = jnp.ones((64, 1, 32)), jnp.ones((64, 256))
+
+    def temporaries(**options):
+        f = bx.auto_vmap(1, 1, **options)(wide)
+        return jax.jit(f).lower(x, y).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(batch_size=8) < temporaries() / 20
+
+
+def test_under_other_transformations():
+    f = bx.auto_vmap(2, 1)(plain)
+    same(jax.jit(f)(W, X), reference(W, X))
+    outer = lambda g: jax.vmap(g, (0, None))(jnp.stack([W, 2 * W]), X)
+    same(outer(f), outer(reference))
+    same(bx.vmap(f, (0, None))(jnp.stack([W, 2 * W]), X), outer(reference))
+    same(jax.jacfwd(f, 1)(W, X), jax.jacfwd(reference, 1)(W, X))
+    hessian = lambda g: jax.hessian(lambda x: g(W[:1], x).sum())(X[:2])
+    same(hessian(f), hessian(reference))
+    same(jax.checkpoint(f)(W, X), reference(W, X))
+    carry, _ = jax.lax.scan(lambda c, x: (c + f(W, x), None), jnp.zeros((4, 1)), X[:, None])
+    same(carry, reference(W, X).sum(1, keepdims=True))
+
+
+def test_around_other_transformations():
+    gradients = bx.auto_vmap(2, 1)(jax.grad(plain))
+    want = jax.vmap(jax.vmap(jax.grad(plain), (None, 0)), (0, None))(W[:, 0], X)
+    same(gradients(W, X), want)
+    same(bx.auto_vmap(2, 1)(jax.jit(plain))(W, X), reference(W, X))
+    inner = bx.auto_vmap(1, 1)(jnp.dot)
+    nested = bx.auto_vmap(2, 1)(lambda w, x: jnp.tanh(inner(w, x)).sum())
+    same(nested(W, X), reference(W, X))
+
+
+def test_with_a_batching_rule():
+    seen = []
+    f = bx.custom_vmap(plain)
+
+    @f.def_vmap
+    def rule(axis_size, in_batched, w, x):
+        seen.append((axis_size, in_batched))
+        return reference(w, x), True
+
+    ranked = bx.auto_vmap(2, 1)(f)
+    same(ranked(W[:, 0], X[:4]), reference(W[:, 0], X[:4]))
+    assert seen.pop() == (4, [True, True])
+    assert not seen
+    same(ranked(W[0, 0], jnp.stack([X, X])), reference(W[0, 0], jnp.stack([X, X])))
+    assert seen.pop() == (10, [False, True])  # two dimensions, one batch
+
+
+def test_sharded_batches():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    placed = jax.device_put(X[:4], jax.NamedSharding(mesh, jax.P("data")))
+    f = bx.auto_vmap(2, 1)(plain)
+    same(jax.jit(f)(W, placed), reference(W, X[:4]))
+    explicit = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(explicit):
+        rows = jax.device_put(jnp.ones((4, 5, 3)), jax.P("data"))
+        got = jax.jit(bx.auto_vmap(1)(lambda x: jnp.sin(x).sum()))(rows)
+    same(np.asarray(got), np.asarray(jnp.sin(jnp.ones((4, 5, 3))).sum(-1)))

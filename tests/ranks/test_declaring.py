@@ -1,0 +1,294 @@
+"""The ways to declare ranks, and what arguments may be."""
+# ruff: noqa: F722, F821 - the shapes in annotations are no types
+
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array, Float, Int, Key, PyTree
+
+import batchax as bx
+
+from support.oracle import example, same
+
+
+def foo(s, v, m):
+    return v @ m @ v + s * v.size
+
+
+WEIGHTS = jnp.arange(3.0)
+S, V, M = 2.0, jnp.ones((5, 3)), jnp.ones((5, 3, 3))
+
+DECLARED = {
+    "by name": bx.auto_vmap(s=0, v=1, m=2),
+    "by position": bx.auto_vmap(0, 1, 2),
+    "both": bx.auto_vmap(0, m=2, v=1),
+    "numpy ints": bx.auto_vmap(np.int64(0), np.int32(1), m=2),
+    "signature": bx.auto_vmap("(),(n),(n,n)->()"),
+    "signature with spaces": bx.auto_vmap(" ( ) , (n), ( n , n ) -> () "),
+    "signature with a size": bx.auto_vmap("(),(3),(n,n)->()"),
+}
+
+
+@pytest.mark.parametrize("how", DECLARED)
+def test_the_example(how):
+    f = DECLARED[how](foo)
+    same(f(S, V, M), jnp.full(5, 15.0))
+    same(f(s=S, m=M, v=V), jnp.full(5, 15.0))
+    same(f(S, V[0], M[0]), jnp.float32(15.0))
+    assert f.__name__ == "foo"
+
+
+def test_the_example_with_a_dict():
+    @bx.auto_vmap({"s": 0, "v": 1, "m": 2})
+    def f(values):
+        return foo(**values)
+
+    same(f({"s": S, "v": V, "m": M}), jnp.full(5, 15.0))
+
+
+def test_ranks_that_are_left_out_are_not_batched():
+    seen = []
+
+    @bx.auto_vmap(1, z=0)
+    def f(x, y, z, mode, w=None):
+        seen.append((y, mode, w))
+        return x.sum() * y.shape[0] + z if mode == "sum" else x
+
+    y, w = np.ones((7, 2)), object()
+    same(f(V, y, jnp.zeros((2, 1)), "sum", w), jnp.full((2, 5), 21.0))
+    assert all(a is y and b == "sum" and c is w for a, b, c in seen)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [1, {"a": 1, "b": 1}, {"a": 1, "b": [1, 1]}],
+    ids=["one for all", "prefix", "each leaf"],
+)
+def test_trees(ranks):
+    @bx.auto_vmap(ranks)
+    def f(tree):
+        return {"out": tree["a"] @ tree["b"][0], "all": sum(x.sum() for x in jax.tree.leaves(tree))}
+
+    a, b = example((4, 1, 3)), [example((5, 3), seed=1), example((3,), seed=2)]
+    got = f({"a": a, "b": b})
+    one = lambda a, b0: {"out": a @ b0, "all": a.sum() + b0.sum() + b[1].sum()}
+    same(got, jax.vmap(jax.vmap(one, (None, 0)), (0, None))(a[:, 0], b[0]))
+
+
+def test_none_in_a_tree_of_ranks():
+    @bx.auto_vmap(({"w": 2, "name": None}, 1))
+    def f(pair):
+        parameters, x = pair
+        assert parameters["name"] == "layer"
+        return parameters["w"] @ x
+
+    w, x = example((4, 2, 3)), example((4, 3), seed=1)
+    same(f(({"w": w, "name": "layer"}, x)), jnp.einsum("bij,bj->bi", w, x))
+
+
+def test_arguments_passed_as_none():
+    @bx.auto_vmap(x=1, mask=1, tree=0)
+    def f(x, mask=None, tree=None):
+        y = x if mask is None else x * mask
+        return y.sum() if tree is None else y.sum() + (tree["a"] or 0.0)
+
+    same(f(V), jnp.full(5, 3.0))
+    same(f(V, None), jnp.full(5, 3.0))
+    same(f(V, jnp.ones((2, 1, 3)), {"a": None}), jnp.full((2, 5), 3.0))
+
+
+def test_defaults_have_ranks_too():
+    @bx.auto_vmap(x=1, w=1)
+    def f(x, w=WEIGHTS):
+        return x @ w
+
+    same(f(V), jnp.full(5, 3.0))
+    same(f(V[0], jnp.ones((2, 3))), jnp.full(2, 3.0))
+
+
+def test_keyword_only_positional_only_and_any_number():
+    @bx.auto_vmap(1, y=0, k=1)
+    def f(x, /, *, y, k=None):
+        return x.sum() + y + (0 if k is None else k.sum())
+
+    same(f(V, y=jnp.zeros((2, 1))), jnp.full((2, 5), 3.0))
+    same(f(V, y=0.0, k=V), jnp.full(5, 6.0))
+
+    @bx.auto_vmap(0, 1, None)
+    def g(a, *rest, **named):
+        assert rest[1] == "text"
+        return a + rest[0].sum() + sum(named.values())
+
+    same(g(jnp.zeros((2, 1)), V, "text", last=1.0), jnp.full((2, 5), 4.0))
+
+    @bx.auto_vmap(xs=1, scale=0)
+    def h(*xs, **named):
+        return sum(x.sum() for x in xs) * named["scale"] + named["plain"]
+
+    same(h(V, V[0], scale=jnp.ones((2, 1)), plain=1.0), jnp.full((2, 5), 7.0))
+
+    @bx.auto_vmap(named=1)
+    def every(**named):
+        return sum(x.sum() for x in named.values())
+
+    same(every(a=V, b=V[0]), jnp.full(5, 6.0))
+
+
+def test_methods_and_other_callables():
+    class Model(eqx.Module):
+        scale: jax.Array
+
+        @bx.auto_vmap(1)
+        def by_position(self, x):
+            return self.scale * x.sum()
+
+        @bx.auto_vmap(x=1)
+        def by_name(self, x):
+            return self.scale * x.sum()
+
+        @bx.auto_vmap
+        def annotated(self, x: Float[Array, " n"]):
+            return self.scale * x.sum()
+
+        @bx.auto_vmap("(n)->()")
+        def by_signature(self, x):
+            return self.scale * x.sum()
+
+    model = Model(jnp.float32(2.0))
+    for method in (model.by_position, model.by_name, model.annotated, model.by_signature):
+        same(method(V), jnp.full(5, 6.0))
+    same(bx.auto_vmap(2)(partial(foo, 2.0, V[0]))(M), jnp.full(5, 15.0))
+    same(bx.auto_vmap(1)(jnp.linalg.norm)(2 * V), jnp.full(5, jnp.sqrt(12.0)))
+    same(bx.auto_vmap(0, 0)(jnp.add)(jnp.ones((2, 1)), jnp.ones(3)), jnp.full((2, 3), 2.0))
+
+
+def test_numbers_lists_and_numpy_arrays():
+    @bx.auto_vmap(s=0, v=1)
+    def f(s, v):
+        return s * v.sum()
+
+    same(f(2, [1.0, 2.0]), jnp.float32(6.0))
+    same(f([1.0, 2.0], [[1.0, 2.0], [3.0, 4.0]]), jnp.array([3.0, 14.0]))
+    same(f(np.float32(2), np.ones((4, 2), np.float32)), jnp.full(4, 4.0))
+    same(f((1, 2), np.ones(2, np.float32)), jnp.array([2.0, 4.0]))
+
+    @bx.auto_vmap({"a": 1, "b": [0, 0]})
+    def g(tree):
+        return tree["a"].sum() + tree["b"][0] * tree["b"][1]
+
+    same(g({"a": [[1.0, 2.0], [3.0, 4.0]], "b": [2.0, [1.0, 2.0]]}), jnp.array([5.0, 11.0]))
+
+
+def test_a_list_of_arrays_is_a_tree():
+    f = bx.auto_vmap(1)(lambda xs: xs[0] @ xs[1])
+    same(f([V, V[0]]), jnp.full(5, 3.0))
+
+
+def test_keys():
+    @bx.auto_vmap(key=0, scale=0)
+    def f(key, scale):
+        return scale * jax.random.normal(key, (2,))
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    same(f(keys, 2.0), 2.0 * jax.vmap(lambda k: jax.random.normal(k, (2,)))(keys))
+    both = f(keys, jnp.arange(4.0)[:, None])
+    assert both.shape == (4, 3, 2)
+    same(both[2, 1], 2.0 * jax.random.normal(keys[1], (2,)))
+    old = jax.random.split(jax.random.PRNGKey(0), 3)
+    got = bx.auto_vmap(1)(lambda k: jax.random.uniform(k))(old)
+    same(got, jax.vmap(jax.random.uniform)(old))
+
+
+def test_annotations():
+    @bx.auto_vmap
+    def f(
+        v: Float[Array, "n"],
+        m: Float[Array, "n m"],
+        *,
+        s: Float[Array, ""] | None = None,
+        tree: PyTree[Float[Array, "3"]] = None,
+        key: Key[Array, ""] | None = None,
+        index: Int[Array, "#n n+1 _ 2=2"] | None = None,
+        name: str = "text",
+        plain=4,
+    ) -> Float[Array, "m"]:
+        assert name == "text"
+        out = v @ m
+        return out if s is None else out * s
+
+    v, m = example((4, 1, 2)), example((5, 2, 3), seed=1)
+    want = jnp.einsum("bn,cnm->bcm", v[:, 0], m)
+    same(f(v, m), want)
+    same(f(v, m, s=jnp.float32(2.0)), 2 * want)
+    same(f(v[0, 0], m[0], s=jnp.ones(7)), jnp.broadcast_to(v[0, 0] @ m[0], (7, 3)))
+    assert f(v, m, tree={"a": jnp.ones((6, 1, 1, 3))}).shape == (6, 4, 5, 3)
+    assert f(v, m, key=jax.random.split(jax.random.key(0), 5)).shape == (4, 5, 3)
+    assert f(v, m, index=jnp.ones((8, 1, 1, 2, 3, 7, 2), int)).shape == (8, 4, 5, 3)
+    assert f(v, m, index=jnp.ones((8, 1, 1, 1, 3, 7, 2), int)).shape == (8, 4, 5, 3)
+
+
+def test_annotations_as_strings():
+    source = "def f(v: 'Float[Array, \"n\"]', w: 'Float[Array, \"n\"]'): return v @ w"
+    names = {"Float": Float, "Array": Array}
+    exec(source, names)
+    same(bx.auto_vmap(names["f"])(V, V[0]), jnp.full(5, 3.0))
+
+
+def test_parameters_called_like_options():
+    @bx.auto_vmap(x=1, batch_size=0)
+    def f(x, batch_size):
+        return x.sum() * batch_size
+
+    same(f(V, jnp.arange(5.0)), 3 * jnp.arange(5.0))
+
+
+WRONG = {
+    "unknown name": (lambda: bx.auto_vmap(q=1)(foo), "given ranks for q, but foo has.*s, v, m"),
+    "too many": (lambda: bx.auto_vmap(0, 1, 2, 3)(foo), "4 ranks by position, but foo has 3"),
+    "twice": (lambda: bx.auto_vmap(0, s=1)(foo), "two ranks for s"),
+    "negative": (lambda: bx.auto_vmap(-1)(foo), "the rank given for s must be"),
+    "float": (lambda: bx.auto_vmap(v=1.0)(foo), r"the rank given for v must be.*got 1\.0"),
+    "in a tree": (lambda: bx.auto_vmap(v={"a": [True]})(foo), r"for v\['a'\]\[0\] must be"),
+    "signature": (lambda: bx.auto_vmap("(n->()")(foo), "not a signature of core dimensions"),
+    "signature name": (lambda: bx.auto_vmap("(2n)->()")(foo), "'2n' is neither a name nor"),
+    "signature too long": (lambda: bx.auto_vmap("(),(),(),()->()")(foo), "4 ranks by position"),
+    "no function": (lambda: bx.auto_vmap(1)(3), "decorates a function, got 3"),
+    "no annotations": (lambda: bx.auto_vmap(foo), "no parameter of foo is annotated"),
+    "any rank": (
+        lambda: bx.auto_vmap(annotated(Float[Array, "... n"])),
+        r"annotation of f\(x\) has any number of dimensions \(\.\.\.\)",
+    ),
+    "any rank, named": (
+        lambda: bx.auto_vmap(annotated(Float[Array, "*batch n"])),
+        r"any number of dimensions \(\*batch\)",
+    ),
+    "several ranks": (
+        lambda: bx.auto_vmap(annotated(Float[Array, "n"] | Float[Array, "n m"])),
+        r"allows arrays of several ranks: \(n\), \(n, m\)",
+    ),
+    "unreadable": (
+        lambda: bx.auto_vmap(annotated("Float[Missing, 'n']")),
+        "annotations of f cannot be read",
+    ),
+    "option": (lambda: bx.auto_vmap(1, batch_size=0)(foo), "batch_size is 0"),
+    "option type": (lambda: bx.auto_vmap(1, memory_limit=3)(foo), "goes with batch_size"),
+}
+
+
+def annotated(annotation):
+    def f(x):
+        return x
+
+    f.__annotations__["x"] = annotation
+    return f
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_declarations(case):
+    declare, message = WRONG[case]
+    with pytest.raises(bx.BatchaxError, match=message):
+        declare()

@@ -1,0 +1,146 @@
+"""Arguments that do not fit what was declared."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jaxtyping import Array, Float
+
+import batchax as bx
+
+
+@bx.auto_vmap(s=0, v=1, m=2)
+def foo(s, v, m):
+    return v @ m @ v + s
+
+
+@bx.auto_vmap("(n),(n,m)->(m)")
+def product(v, m):
+    return v @ m
+
+
+def test_batch_dimensions_that_do_not_broadcast():
+    with pytest.raises(bx.AxisError) as caught:
+        foo(jnp.ones((2, 1)), jnp.ones((4, 3)), m=jnp.ones((2, 5, 3, 3)))
+    assert str(caught.value) == (
+        "the batch dimensions of the arguments do not broadcast:\n"
+        "  s: shape (2, 1) = batch (2, 1) + core ()\n"
+        "  v: shape (4, 3) = batch (4,) + core (3,)\n"
+        "  m: shape (2, 5, 3, 3) = batch (2, 5) + core (3, 3)"
+        "   <- 5 in batch dimension -1, where others have 4"
+    )
+
+
+def test_the_odd_one_out_is_marked():
+    with pytest.raises(bx.AxisError) as caught:
+        foo(jnp.ones(4), jnp.ones((5, 3)), jnp.ones((5, 3, 3)))
+    lines = str(caught.value).splitlines()
+    assert "<- 4 in batch dimension -1, where others have 5" in lines[1]
+    assert "<-" not in lines[2]
+    assert "<-" not in lines[3]
+
+
+def test_leaves_are_named():
+    f = bx.auto_vmap({"a": 0, "b": [1, 1]}, x=1)(lambda tree, x: tree["a"])
+    with pytest.raises(bx.AxisError) as caught:
+        f({"a": jnp.ones(3), "b": [jnp.ones(2), jnp.ones((4, 2))]}, x=jnp.ones(2))
+    assert "  tree['a']: shape (3,) = batch (3,) + core ()" in str(caught.value)
+    assert "  tree['b'][1]: shape (4, 2) = batch (4,) + core (2,)" in str(caught.value)
+
+
+def test_too_few_dimensions():
+    with pytest.raises(bx.AxisError) as caught:
+        foo(1.0, 2.0, jnp.ones(3))
+    assert str(caught.value) == (
+        "an argument has fewer dimensions than one example was declared to have:\n"
+        "  v: shape (), declared rank 1\n"
+        "  m: shape (3,), declared rank 2"
+    )
+    with pytest.raises(bx.AxisError, match=r"m: shape \(3,\), declared \(n, m\)"):
+        product(jnp.ones(3), jnp.ones(3))
+
+
+def test_core_sizes_that_disagree():
+    with pytest.raises(bx.AxisError) as caught:
+        product(jnp.ones((7, 2)), jnp.ones((3, 5)))
+    assert str(caught.value) == (
+        "the core dimensions of the arguments disagree:\n"
+        "  m: shape (3, 5) = batch () + core (3, 5): core dimension 0 (n) has size 3, but n is 2, "
+        "as in v"
+    )
+    with pytest.raises(bx.AxisError, match=r"core dimension 0 \(3\) has size 2, but 3 is 3"):
+        bx.auto_vmap("(3)->()")(jnp.sum)(jnp.ones(2))
+
+
+def test_core_sizes_of_annotations():
+    @bx.auto_vmap
+    def f(
+        x: Float[Array, "n"],  # noqa: F821
+        y: Float[Array, "n+1"],  # noqa: F821
+        z: Float[Array, "#n"] | None = None,  # noqa: F722
+    ):
+        return x[0] + y[0]
+
+    f(jnp.ones((4, 2)), jnp.ones(3), jnp.ones(1))
+    with pytest.raises(
+        bx.AxisError, match=r"y: .*core dimension 0 \(n\+1\) has size 2, but n\+1 is 3"
+    ):
+        f(jnp.ones((4, 2)), jnp.ones(2))
+    with pytest.raises(bx.AxisError, match=r"z: .*\(n\) has size 3, but n is 2, as in x"):
+        f(jnp.ones(2), jnp.ones(3), jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("fun", "signature", "message"),
+    [
+        (lambda x: x[:-1], "(n)->(n)", r"declares \(n\) for out.*shape \(2,\).*n is 3, as in x"),
+        (lambda x: x, "(n)->()", r"declares \(\) for out of .*shape \(3,\).*its rank is 1"),
+        (lambda x: (x, x), "(n)->(n)", "declares 1 outputs of .*, but it returned 2"),
+        (lambda x: x, "(n)->(n),(n)", "declares 2 outputs of .*, but it returned 1"),
+        (lambda x: (x, x[0]), "(n)->(n),(n)", r"out\[1\] of .*its rank is 0"),
+    ],
+)
+def test_outputs_that_are_not_as_declared(fun, signature, message):
+    with pytest.raises(bx.AxisError, match=message):
+        bx.auto_vmap(signature)(fun)(jnp.ones((4, 3)))
+
+
+def test_a_new_name_in_the_outputs():
+    f = bx.auto_vmap("(n)->(m),(m)")(lambda x: (x[1:], x[:-1]))
+    assert [y.shape for y in f(jnp.ones((4, 3)))] == [(4, 2), (4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: foo("text", jnp.ones(3), jnp.eye(3)), "s is of type str, which is not an array"),
+        (lambda: foo(1.0, jnp.ones(3)), "foo.*missing a required argument: 'm'"),
+        (lambda: foo(1.0, jnp.ones(3), jnp.eye(3), 4), r"foo\(\): too many"),
+        (lambda: foo(1.0, jnp.ones(3), m=jnp.eye(3), q=4), "unexpected keyword argument 'q'"),
+        (
+            lambda: bx.auto_vmap(0)(lambda x: {"y": "text"})(jnp.ones(3)),
+            r"out\['y'\] of type str",
+        ),
+    ],
+)
+def test_arguments_and_outputs_of_other_types(call, message):
+    with pytest.raises(bx.ArgumentTypeError, match=message):
+        call()
+
+
+def test_ranks_that_are_no_prefix_of_the_argument():
+    f = bx.auto_vmap({"a": 1})(lambda tree: tree["a"])
+    with pytest.raises(bx.AxisError, match="the declared ranks does not match tree"):
+        f({"b": jnp.ones(3)})
+
+
+def test_nothing_is_done_before_the_check():
+    ran = []
+    f = bx.auto_vmap(1, 1)(lambda x, y: ran.append(1))
+    with pytest.raises(bx.AxisError):
+        f(jnp.ones((2, 3)), jnp.ones((4, 3)))
+    assert not ran
+
+
+def test_errors_are_the_same_under_jit():
+    with pytest.raises(bx.AxisError, match="do not broadcast"):
+        jax.jit(foo)(jnp.ones(4), jnp.ones((5, 3)), jnp.ones((5, 3, 3)))
