@@ -7,6 +7,7 @@ one dimension.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,17 +30,17 @@ class Argument:
     value: Any
     core: Core
 
-    @property
+    @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of all of it."""
         return np.shape(self.value)
 
-    @property
+    @functools.cached_property
     def batch(self) -> tuple[int, ...]:
         """Its batch dimensions."""
         return self.shape[: len(self.shape) - self.core.rank]
 
-    @property
+    @functools.cached_property
     def core_shape(self) -> tuple[int, ...]:
         """Its core dimensions."""
         return self.shape[len(self.shape) - self.core.rank :]
@@ -107,12 +108,12 @@ def _split(a: Argument) -> str:
 def find_groups(arguments: Sequence[Argument], batch: Sequence[int]) -> list[Group]:
     """The vmaps that are needed, outermost first."""
     groups: list[Group] = []
+    mergeable = not any(map(_is_sharded, arguments))
     for d in range(-len(batch), 0):
         size = batch[d]
         if size == 1:
             continue
         has = tuple(len(a.batch) >= -d and a.batch[d] != 1 for a in arguments)
-        mergeable = not any(map(_is_sharded, arguments))
         if groups and groups[-1].has == has and mergeable:
             groups[-1] = Group(groups[-1].size * size, has)
         else:
