@@ -15,6 +15,9 @@ from benchmarks.chunks.measure import measured as measured_in_chunks
 from benchmarks.chunks.workloads import CURVE
 from benchmarks.chunks.workloads import WORKLOADS as CHUNKED
 from benchmarks.measure import FULL, QUICK, measure
+from benchmarks.rules import report as rules_report
+from benchmarks.rules.measure import measured as measured_with_rule
+from benchmarks.rules.workloads import WORKLOADS as WITH_RULE
 from benchmarks.workloads import WORKLOADS
 
 
@@ -55,6 +58,14 @@ PARTS = {
         chunks_report.line,
         chunks_report.summary,
         chunks_report.write,
+    ),
+    "rules": Part(
+        rules_report.TITLE,
+        {f"rules: {name}": w for name, w in WITH_RULE.items()},
+        measured_with_rule,
+        report.line,
+        rules_report.summary,
+        rules_report.write,
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Measuring one workload under both vmaps.
+"""Measuring two programs that compute the same: one workload under both vmaps, say.
 
 Both sides run in turns, so that whatever else the machine does meets both
 alike, and are compared by the ratio of their medians. The interval given with
@@ -7,6 +7,7 @@ a ratio is a 95% bootstrap interval over the turns.
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from collections import Counter
@@ -39,7 +40,7 @@ LONGEST = 5.0  # seconds for one set of turns, so that a run of everything takes
 
 @dataclass(frozen=True)
 class Ratio:
-    """batchax's median over that of jax.vmap, with its 95% interval."""
+    """batchax's median over that of the other program, with its 95% interval."""
 
     value: float
     low: float
@@ -48,7 +49,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Side:
-    """One vmap on one workload."""
+    """One of the two programs."""
 
     trace_seconds: float
     run_seconds: float
@@ -61,36 +62,54 @@ class Side:
 
 @dataclass(frozen=True)
 class Result:
-    """Both vmaps on one workload."""
+    """Both programs: batchax's, and what it is compared with."""
 
     name: str
     family: str
     ours: Side
-    jax: Side
+    other: Side
     trace: Ratio
     run: Ratio
     hlo: str
     """"same", "same operations" (in another order or layout) or "differs"."""
 
     def more(self, kind: str) -> int:
-        """How many more equations of a kind batchax emits than jax.vmap."""
-        return self.ours.counts[kind] - self.jax.counts[kind]
+        """How many more equations of a kind batchax emits than the other."""
+        return self.ours.counts[kind] - self.other.counts[kind]
 
 
 def measure(workload: Workload, effort: Effort) -> Result:
     """Traces, compiles and runs `workload` under ``bx.vmap`` and ``jax.vmap``."""
     lanes = min(workload.lanes, effort.most_lanes or workload.lanes)
-    args = jax.block_until_ready(workload.data(lanes))
+    makers = [functools.partial(workload.batched_by, vmap) for vmap in (bx.vmap, jax.vmap)]
+    return compare(workload.name, workload.family, makers, workload.data(lanes), effort)
 
-    def tracing(vmap: Callable[..., Any]) -> Callable[[], Any]:
-        return lambda: jax.make_jaxpr(workload.batched_by(vmap))(*args)
 
-    vmaps: tuple[Callable[..., Any], ...] = (bx.vmap, jax.vmap)
-    jaxprs = [tracing(vmap)() for vmap in vmaps]  # the first time also fills JAX's caches
+def compare(
+    name: str,
+    family: str,
+    makers: Sequence[Callable[[], Any]],
+    args: Any,
+    effort: Effort,
+    staging: Callable[[Any], Callable[..., Any]] = jax.make_jaxpr,
+) -> Result:
+    """Traces, compiles and runs two functions of `args`, ours first.
+
+    Each of the `makers` makes its function anew, so that it is traced anew. `staging` is
+    what is timed as tracing: from a function to one of the same arguments.
+    """
+    args = jax.block_until_ready(args)
+
+    def tracing(make: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: staging(make())(*args)
+
+    jaxprs = [jax.make_jaxpr(make())(*args) for make in makers]
+    for make in makers:
+        tracing(make)()  # the first time fills JAX's caches
     # Tracing is work of one thread, whose own clock leaves other programs out.
-    trace_times = in_turns([tracing(v) for v in vmaps], effort.traces, time.thread_time)
+    trace_times = in_turns(list(map(tracing, makers)), effort.traces, time.thread_time)
 
-    compiled = [jax.jit(workload.batched_by(vmap)).lower(*args).compile() for vmap in vmaps]
+    compiled = [jax.jit(make()).lower(*args).compile() for make in makers]
     programs = [repeated(c, args, 1) for c in compiled]
     once = np.median(in_turns(programs, 5, time.perf_counter))
     # As often for both: the first call after the other program's is slower than the next.
@@ -105,8 +124,8 @@ def measure(workload: Workload, effort: Effort) -> Result:
         )
     )
     return Result(
-        workload.name,
-        workload.family,
+        name,
+        family,
         ours,
         theirs,
         ratio_of_medians(*trace_times),

@@ -61,14 +61,14 @@ def summary(results: Sequence[Result]) -> str:
             f"{kind.capitalize()}: {ours} against {theirs} in all; more than `jax.vmap`"
             + named(
                 (r for r in results if r.more(kind) > 0),
-                lambda r, kind=kind: f"{r.ours.counts[kind]} against {r.jax.counts[kind]}",
+                lambda r, kind=kind: f"{r.ours.counts[kind]} against {r.other.counts[kind]}",
             )
         )
     points.append(
         "More memory than `jax.vmap` (arguments, outputs and temporaries)"
         + named(
-            (r for r in results if r.ours.total_bytes > r.jax.total_bytes),
-            lambda r: f"{size(r.ours.total_bytes)} against {size(r.jax.total_bytes)}",
+            (r for r in results if r.ours.total_bytes > r.other.total_bytes),
+            lambda r: f"{size(r.ours.total_bytes)} against {size(r.other.total_bytes)}",
         )
     )
     return "\n".join(f"- {p}" if p.endswith(".") else f"- {p}." for p in points)
@@ -110,11 +110,12 @@ programs without names and source lines; "same operations" have another order or
 where the programs differ, the number of instructions follows.
 *Temporaries* is what the compiled program allocates beside arguments and outputs.
 
-{_table(results)}
+{table(results)}
 """
 
 
-def _table(results: Sequence[Result]) -> str:
+def table(results: Sequence[Result]) -> str:
+    """Every figure of every workload, in Markdown."""
     heads = ["workload", "tracing", "running", "HLO", *KINDS, "temporaries"]
     rows = [heads, ["---"] + ["---:"] * 2 + ["---"] + ["---:"] * (len(KINDS) + 1)]
     family = None
@@ -127,9 +128,9 @@ def _table(results: Sequence[Result]) -> str:
                 r.name,
                 interval(r.trace),
                 interval(r.run),
-                r.hlo + (f", {_total(r.ours)} / {_total(r.jax)}" if r.hlo == "differs" else ""),
-                *(_pair(r.ours.counts[kind], r.jax.counts[kind]) for kind in KINDS),
-                _pair(size(r.ours.temporary_bytes), size(r.jax.temporary_bytes)),
+                r.hlo + (f", {_total(r.ours)} / {_total(r.other)}" if r.hlo == "differs" else ""),
+                *(_pair(r.ours.counts[kind], r.other.counts[kind]) for kind in KINDS),
+                _pair(size(r.ours.temporary_bytes), size(r.other.temporary_bytes)),
             ]
         )
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
@@ -215,8 +216,8 @@ def named(results: Iterable[Any], say: Callable[[Any], str], before: str = "") -
 def _hlo_change(result: Result) -> str:
     if result.hlo == "same operations":
         return "the same operations, arranged otherwise"
-    more = result.ours.operations - result.jax.operations
-    fewer = result.jax.operations - result.ours.operations
+    more = result.ours.operations - result.other.operations
+    fewer = result.other.operations - result.ours.operations
     return ", ".join(
         [f"+{n} {name}" for name, n in sorted(more.items())]
         + [f"-{n} {name}" for name, n in sorted(fewer.items())]
@@ -228,7 +229,7 @@ def _total(side: Side) -> int:
 
 
 def _sides(results: Sequence[Result]) -> tuple[list, list]:
-    return [r.ours for r in results], [r.jax for r in results]
+    return [r.ours for r in results], [r.other for r in results]
 
 
 def _median(ratios: Iterable[Ratio]) -> str:

@@ -32,7 +32,7 @@ def test_the_command_measures_and_reports(tmp_path, capsys):
     assert [r.name for r in results] == chosen
     for r in results:
         assert r.ours.counts["equations"] > 0
-        assert min(r.ours.total_bytes, r.jax.total_bytes) > 0
+        assert min(r.ours.total_bytes, r.other.total_bytes) > 0
         assert 0 < r.trace.low <= r.trace.value <= r.trace.high
         assert 0 < r.run.low <= r.run.value <= r.run.high
     page = (tmp_path / "benchmarks.md").read_text()
