@@ -1,0 +1,291 @@
+"""A rule is run exactly where its function is batched, and is all there is to the batch."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import batchax as bx
+
+from support.oracle import example, same
+from support.user_rules import Telling
+
+BOTH, FIRST, SECOND = (True, True), (True, False), (False, True)
+XS, WS = example((3, 2), seed=1), example((3, 2), seed=2)
+X, W = XS[0], WS[0]
+VMAPS = pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap])
+
+
+def plain(x, w):
+    return jnp.sin(x) * w
+
+
+def ten(x, w):
+    return 10 * plain(x, w)
+
+
+def total(f):
+    return lambda *args: jnp.sum(f(*args) ** 2)
+
+
+def looped(f):
+    return lambda x, w: lax.scan(lambda c, _: (f(c, w), c), x, length=2)
+
+
+def counted(f):
+    start = lambda x: (0, x)
+    return lambda x, w: lax.while_loop(
+        lambda s: s[0] < 2, lambda s: (s[0] + 1, f(s[1], w)), start(x)
+    )
+
+
+def chosen(f):
+    return lambda x, w: lax.cond(x[0] > -1e9, f, lambda x, w: x, x, w)
+
+
+def pushed(f):
+    return lambda x, w: jax.jvp(f, (x, w), (2 * x, 3 * w))
+
+
+def pulled(f):
+    return lambda x, w: jax.vjp(f, x, w)[1](x)
+
+
+def linearized(f):
+    return lambda x, w: jax.linearize(f, x, w)[1](w, x)
+
+
+def gradient(f):
+    return jax.grad(total(f), (0, 1))
+
+
+INSIDE = {
+    "value": lambda f: f,
+    "jvp": pushed,
+    "linearize": linearized,
+    "vjp": pulled,
+    "grad": gradient,
+    "value_and_grad": lambda f: jax.value_and_grad(total(f)),
+    "jacfwd": jax.jacfwd,
+    "jacrev": jax.jacrev,
+    "hessian": lambda f: jax.hessian(total(f), (0, 1)),
+    "grad of hvp": lambda f: jax.grad(
+        lambda x, w: jnp.sum(jax.jvp(jax.grad(total(f)), (x, w), (w, x))[1])
+    ),
+    "jit": jax.jit,
+    "grad of jit": lambda f: gradient(jax.jit(f)),
+    "grad of checkpoint": lambda f: gradient(jax.checkpoint(f)),
+    "checkpoint of grad": lambda f: jax.checkpoint(gradient(f)),
+    "scan": looped,
+    "grad of scan": lambda f: gradient(lambda x, w: looped(f)(x, w)[0]),
+    "while": counted,
+    "jvp of while": lambda f: pushed(lambda x, w: counted(f)(x, w)[1]),
+    "cond": chosen,
+    "grad of cond": lambda f: gradient(chosen(f)),
+}
+
+
+@VMAPS
+@pytest.mark.parametrize("which", INSIDE)
+def test_a_batch_is_by_the_rule_however_it_is_differentiated_inside(vmap, which):
+    inside, f = INSIDE[which], Telling(plain, ten)
+    same(vmap(inside(f.function))(XS, WS), jax.vmap(inside(ten))(XS, WS))
+    assert f.seen == {(3, BOTH)}
+
+
+OUTSIDE = {
+    name: INSIDE[name]
+    for name in ("jvp", "linearize", "vjp", "grad", "value_and_grad", "jacfwd", "jacrev", "hessian")
+} | {
+    "jit of grad": lambda f: jax.jit(gradient(f)),
+    "grad of checkpoint": lambda f: gradient(jax.checkpoint(f)),
+    "scan": lambda f: lambda x, w: lax.scan(lambda c, _: (f(c, w), c), x, length=2),
+    "directions": lambda f: (
+        lambda x, w: jax.vmap(lambda t: jax.jvp(f, (x, w), (t, t))[1])(jnp.stack([x, w, x]))
+    ),
+}
+
+
+@VMAPS
+@pytest.mark.parametrize("which", OUTSIDE)
+def test_derivatives_of_a_batch_are_those_of_the_rule(vmap, which):
+    outside, f = OUTSIDE[which], Telling(plain, ten)
+    same(outside(vmap(f.function))(XS, WS), outside(jax.vmap(ten))(XS, WS))
+    assert f.seen == {(3, BOTH)}
+
+
+@VMAPS
+@pytest.mark.parametrize(
+    ("axes", "flags"),
+    [((0, None), FIRST), ((None, 0), SECOND), ((-1, 0), BOTH), ((1, None), FIRST)],
+)
+def test_what_a_rule_is_told_of_a_batch(vmap, axes, flags):
+    xs = {None: X, 0: XS, 1: XS.T, -1: XS.T}[axes[0]]
+    ws = {None: W, 0: WS}[axes[1]]
+    for transform in (lambda f: f, gradient, pushed):
+        f = Telling(plain, ten)
+        got = transform(vmap(f.function, axes, -1))(xs, ws)
+        same(got, transform(jax.vmap(ten, axes, -1))(xs, ws))
+        assert f.seen == {(3, flags)}
+
+
+@VMAPS
+def test_what_is_the_same_for_all_lanes_is_batched_where_its_cotangents_are(vmap):
+    for argnums, flags in ((0, FIRST), (1, BOTH), ((0, 1), BOTH)):
+        f = Telling(plain, ten)
+        run = lambda f, vmap, n=argnums: vmap(jax.grad(total(f), n), (0, None))(XS, W)
+        same(run(f.function, vmap), run(ten, jax.vmap))
+        assert {(3, flags)} <= f.seen <= {(3, FIRST), (3, BOTH)}
+
+
+@pytest.mark.parametrize("inside", [lambda f: f, gradient], ids=["value", "grad"])
+def test_in_chunks_a_rule_has_a_chunk(inside):
+    f = Telling(plain, ten)
+    got = bx.vmap(inside(f.function), batch_size=2)(XS, WS)
+    same(got, jax.vmap(inside(ten))(XS, WS))
+    assert {(2, BOTH)} <= f.seen <= {(2, BOTH), (1, BOTH)}
+
+
+ONE_EXAMPLE = INSIDE | {
+    "jit of hessian": lambda f: jax.jit(jax.hessian(total(f))),
+    "jit of jacrev": lambda f: jax.jit(jax.jacrev(f)),
+    "one example after another": lambda f: (
+        lambda x, w: lax.map(lambda a: gradient(f)(*a), (jnp.stack([x, w]), jnp.stack([w, x])))
+    ),
+    "tangents of bx.vmap": lambda f: (
+        lambda x, w: bx.vmap(lambda t: jax.jvp(f, (x, w), (t, 2 * t)))(jnp.stack([x, w]))
+    ),
+    "tangents of jax.vmap": lambda f: (
+        lambda x, w: jax.vmap(jax.linearize(lambda x: f(x, w), x)[1])(jnp.stack([x, w]))
+    ),
+    "cotangents of bx.vmap": lambda f: lambda x, w: bx.vmap(jax.vjp(f, x, w)[1])(jnp.stack([x, w])),
+    "cotangents of jax.vmap": lambda f: (
+        lambda x, w: jax.vmap(jax.vjp(f, x, w)[1])(jnp.stack([x, w]))
+    ),
+    "a vmap of something else": lambda f: lambda x, w: bx.vmap(lambda s: s * f(x, w))(x),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("which", ONE_EXAMPLE)
+def test_one_example_is_by_the_function(which, compiled):
+    f = Telling(plain, ten)
+    run = ONE_EXAMPLE[which](f.function)
+    same((jax.jit(run) if compiled else run)(X, W), ONE_EXAMPLE[which](plain)(X, W))
+    assert f.seen == set()
+
+
+TWICE = {
+    "both axes of both": ((0, 0), (0, 0), BOTH),
+    "one argument each": ((None, 0), (0, None), SECOND),
+    "inner axis of both": ((0, 0), (None, 0), BOTH),
+}
+
+
+@pytest.mark.parametrize("derivative", [lambda f: f, gradient, pushed], ids=["", "grad", "jvp"])
+@pytest.mark.parametrize("which", TWICE)
+@pytest.mark.parametrize("outer", [bx.vmap, jax.vmap])
+@pytest.mark.parametrize("inner", [bx.vmap, jax.vmap])
+def test_of_two_axes_the_rule_has_the_inner_one(outer, inner, which, derivative):
+    inner_axes, outer_axes, flags = TWICE[which]
+    args = [
+        example(((4,) if o == 0 else ()) + ((3,) if i == 0 else ()) + (2,), seed=k)
+        for k, (i, o) in enumerate(zip(inner_axes, outer_axes, strict=True))
+    ]
+    f = Telling(plain, ten)
+    run = lambda f, outer, inner: derivative(outer(inner(f, inner_axes), outer_axes))(*args)
+    same(run(f.function, outer, inner), run(ten, jax.vmap, jax.vmap))
+    assert f.seen == {(3, flags)}
+
+
+@VMAPS
+def test_an_axis_that_reaches_nothing_is_not_told_of(vmap):
+    f = Telling(plain, ten)
+    got = vmap(lambda x, w: vmap(lambda s: s * f.function(x, w))(jnp.ones(5)))(XS, WS)
+    same(got, jnp.broadcast_to(ten(XS, WS)[:, None], (3, 5, 2)))
+    assert f.seen == {(3, BOTH)}
+
+
+@VMAPS
+@pytest.mark.parametrize("derivative", [lambda f: f, gradient], ids=["value", "grad"])
+def test_a_rule_that_calls_a_function_with_a_rule_reaches_that(vmap, derivative):
+    second = Telling(ten, lambda x, w: 7 * ten(x, w))
+    first = Telling(plain, second.function)
+    xss, wss = example((4, 3, 2), seed=5), example((4, 3, 2), seed=6)
+    same(derivative(vmap(first.function))(XS, WS), derivative(ten)(XS, WS))
+    assert (first.seen, second.seen) == ({(3, BOTH)}, set())
+    got = derivative(vmap(vmap(first.function)))(xss, wss)
+    same(got, derivative(lambda x, w: 7 * ten(x, w))(xss, wss))
+    assert (first.seen, second.seen) == ({(3, BOTH)}, {(4, BOTH)})
+    inside = vmap(vmap(derivative(first.function)))(xss, wss)
+    want = jax.vmap(jax.vmap(derivative(lambda x, w: 7 * ten(x, w))))(xss, wss)
+    same(inside, want)
+    assert (first.seen, second.seen) == ({(3, BOTH)}, {(4, BOTH)})
+
+
+@VMAPS
+def test_a_rule_may_be_applied_again_to_the_next_axis(vmap):
+    f = Telling(plain, lambda x, w: 10 * f.function(x, w))
+    xss, wss = example((4, 3, 2), seed=5), example((4, 3, 2), seed=6)
+    same(vmap(vmap(f.function))(xss, wss), 100 * plain(xss, wss))
+    assert f.seen == {(3, BOTH), (4, BOTH)}
+
+
+def closing(w):
+    """A function that closes over `w`, as its rule does; the rule computes ten times it."""
+    return Telling(lambda x: plain(x, w), lambda x: ten(x, w))
+
+
+@VMAPS
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_a_closed_over_value_that_is_differentiated(vmap, compiled):
+    seen = []
+
+    def by_rule(w, xs):
+        f = closing(w)
+        seen.append(f.seen)
+        return vmap(f.function)(xs)
+
+    want = lambda w, xs: ten(xs, w)
+    for transform in (gradient, pushed_by_two, linearized_by_two, lambda f: jax.hessian(total(f))):
+        run = transform(by_rule)
+        same((jax.jit(run) if compiled else run)(W, XS), transform(want)(W, XS))
+        assert seen.pop() == {(3, (True,))}
+
+
+def pushed_by_two(f):
+    return lambda w, xs: jax.jvp(f, (w, xs), (2 * w, xs))
+
+
+def linearized_by_two(f):
+    return lambda w, xs: jax.linearize(f, w, xs)[1](2 * w, xs)
+
+
+@VMAPS
+@pytest.mark.parametrize("derivative", [lambda f: f, gradient], ids=["value", "grad"])
+def test_of_a_batch_of_what_it_closes_over_a_rule_is_not_told(vmap, derivative):
+    seen = []
+
+    def one(x, w):
+        f = closing(w)
+        seen.append(f.seen)
+        return f.function(x)
+
+    same(derivative(vmap(one))(XS, WS), derivative(plain)(XS, WS))
+    same(vmap(derivative(one))(XS, WS), jax.vmap(derivative(plain))(XS, WS))
+    assert len(seen) >= 2
+    assert not any(seen)
+
+
+@VMAPS
+def test_a_gradient_for_each_lane_is_a_batch_of_what_it_closes_over(vmap):
+    f = []
+
+    def one(x, w):
+        f.append(closing(w))
+        return jnp.sum(f[-1].function(x))
+
+    value, got = vmap(jax.value_and_grad(one, 1), (0, None))(XS, W)
+    same(value, ten(XS, W).sum(1))  # of the value it is not
+    same(got, jax.vmap(jax.grad(lambda w, x: plain(x, w).sum()), (None, 0))(W, XS))
+    assert f[-1].seen == {(3, (True,))}
