@@ -15,6 +15,9 @@ from benchmarks.chunks.measure import measured as measured_in_chunks
 from benchmarks.chunks.workloads import CURVE
 from benchmarks.chunks.workloads import WORKLOADS as CHUNKED
 from benchmarks.measure import FULL, QUICK, measure
+from benchmarks.ranks import report as ranks_report
+from benchmarks.ranks.measure import measured as measured_with_ranks
+from benchmarks.ranks.workloads import WORKLOADS as WITH_RANKS
 from benchmarks.rules import report as rules_report
 from benchmarks.rules.measure import measured as measured_with_rule
 from benchmarks.rules.workloads import WORKLOADS as WITH_RULE
@@ -66,6 +69,14 @@ PARTS = {
         report.line,
         rules_report.summary,
         rules_report.write,
+    ),
+    "ranks": Part(
+        ranks_report.TITLE,
+        {f"ranks: {name}": w for name, w in WITH_RANKS.items()},
+        measured_with_ranks,
+        report.line,
+        ranks_report.summary,
+        ranks_report.write,
     ),
 }
 

@@ -31,7 +31,7 @@ def summary(results: Sequence[Result]) -> str:
     same = [r for r in results if r.hlo == "same"]
     points = [
         f"{len(results)} workloads; the optimised HLO is the same on {len(same)}"
-        + named((r for r in results if r.hlo != "same"), lambda r: _hlo_change(r), "; not on"),
+        + named((r for r in results if r.hlo != "same"), lambda r: hlo_change(r), "; not on"),
         f"Tracing takes {_median(r.trace for r in results)} times as long as `jax.vmap` at the "
         "median; longest"
         + named(
@@ -213,7 +213,8 @@ def named(results: Iterable[Any], say: Callable[[Any], str], before: str = "") -
     return f"{before}: " + ("; ".join(listed) if listed else "none")
 
 
-def _hlo_change(result: Result) -> str:
+def hlo_change(result: Result) -> str:
+    """How the instructions of the compiled programs differ."""
     if result.hlo == "same operations":
         return "the same operations, arranged otherwise"
     more = result.ours.operations - result.other.operations
