@@ -6,7 +6,7 @@
 #   make test-all   the same, and the suite on Python 3.12 with JAX 0.12
 #   make lint       lint and types alone
 #   make docs       the generated pages in docs/
-#   make bench      against jax.vmap, and in chunks against lax.map and others: tables
+#   make bench      against jax.vmap, lax.map and others: tables of time and memory
 #                   and plots in docs/ (a quarter of an hour)
 
 JOBS ?= 2
