@@ -26,8 +26,8 @@ def summary(results: Sequence[Result]) -> str:
         more = [1000 * (r.ours.trace_seconds - r.other.trace_seconds) for r in chosen]
         points += [
             f"Against {way}, {len(chosen)} call{'s' * (len(chosen) > 1)}: tracing takes "
-            f"{np.median([r.trace.value for r in chosen]):.2f} times as long at the median, "
-            f"{min(more):.2f} to {max(more):.2f} ms more; the optimised HLO is the same for "
+            f"{np.median([r.trace.value for r in chosen]):.2f} times as long at the median, the "
+            f"difference is {min(more):.2f} to {max(more):.2f} ms; the optimised HLO is the same for "
             f"{same}"
             + named((r for r in chosen if r.hlo != "same"), hlo_change, "; not for")
             + "; more equations"
@@ -38,7 +38,7 @@ def summary(results: Sequence[Result]) -> str:
             + "; slower beyond the interval"
             + named(
                 sorted((r for r in chosen if r.run.low > 1), key=lambda r: -r.run.value),
-                lambda r: interval(r.run),
+                lambda r: f"{interval(r.run)}, HLO {r.hlo}",
             )
             + "; more temporaries"
             + named(
@@ -78,6 +78,7 @@ Both sides run in one process and in turns. Ratios are batchax's median over the
 where batchax is faster, with a 95% bootstrap interval; other programs on the machine meet both
 sides alike, and widen it. *Tracing* is `jax.make_jaxpr`, traced anew each time, in processor time
 of its thread; the decorated function is made once. *Running* is the compiled program, on the clock.
+Where the HLO is the same, a ratio of run times is noise.
 
 Neighbouring batch dimensions that the same arguments have become one, which takes a reshape for
 each argument and each output. The other ways keep them apart, and the compiled programs differ:
