@@ -162,14 +162,16 @@ def _by_parameter(
     """Ranks by the name of the parameter, and those for further positional arguments."""
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [p.name for p in signature.parameters.values() if p.kind in by_position]
+    own = ""
     if names[:1] in (["self"], ["cls"]):
+        own = f" ({names[0]} is not counted)"
         names = names[1:]
     extra = list(ranks[len(names) :])
     kinds = [p.kind for p in signature.parameters.values()]
     if extra and inspect.Parameter.VAR_POSITIONAL not in kinds:
         raise ArgumentTypeError(
             f"auto_vmap was given {len(ranks)} ranks by position, but {name} has "
-            f"{len(names)} positional parameters: {', '.join(names) or 'none'}."
+            f"{len(names)} positional parameters: {', '.join(names) or 'none'}{own}."
         )
     specs = {p: as_cores(p, spec) for p, spec in zip(names, ranks, strict=False)}
     return specs, [as_cores(f"args[{len(names) + i}]", spec) for i, spec in enumerate(extra)]
@@ -221,7 +223,8 @@ class _Call:
         if spec is None or value is None:
             return lambda _: value
         value = _with_arrays_for_lists(value, spec)
-        leaves, rebuild = spread(spec, value, path, "the declared ranks", is_rank, opaque_none=True)
+        what = "a tree of ranks"
+        leaves, rebuild = spread(spec, value, path, what, is_rank, opaque_none=True, unit="rank")
         parts: list[Callable[[Iterator[Any]], Any]] = []
         for leaf in leaves:
             if leaf.spec is None:

@@ -246,9 +246,18 @@ def test_parameters_called_like_options():
     same(f(V, jnp.arange(5.0)), 3 * jnp.arange(5.0))
 
 
+class Counter:
+    def add(self, x):
+        return x
+
+
 WRONG = {
     "unknown name": (lambda: bx.auto_vmap(q=1)(foo), "given ranks for q, but foo has.*s, v, m"),
     "too many": (lambda: bx.auto_vmap(0, 1, 2, 3)(foo), "4 ranks by position, but foo has 3"),
+    "self": (
+        lambda: bx.auto_vmap(None, 1)(Counter.add),
+        r"2 ranks by position, but add has 1 positional parameters: x \(self is not counted\)",
+    ),
     "twice": (lambda: bx.auto_vmap(0, s=1)(foo), "two ranks for s"),
     "negative": (lambda: bx.auto_vmap(-1)(foo), "the rank given for s must be"),
     "float": (lambda: bx.auto_vmap(v=1.0)(foo), r"the rank given for v must be.*got 1\.0"),

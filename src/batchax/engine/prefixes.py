@@ -37,6 +37,7 @@ def spread(
     what: str,
     is_spec: Callable[[Any], bool],
     opaque_none: bool = False,
+    unit: str = "axis",
 ) -> tuple[list[SpecifiedLeaf], Rebuild]:
     """Spreads the prefix `spec` over the leaves of `tree`.
 
@@ -48,6 +49,7 @@ def spread(
       is_spec: tells a specification from a tree of them.
       opaque_none: whether a part with specification None is one leaf, whatever
         it is, instead of being taken apart into leaves.
+      unit: what a single specification is, for messages.
 
     Returns:
       The leaves with their specifications, and how to rebuild the tree.
@@ -70,11 +72,11 @@ def spread(
     children, treedef = _one_level(tree)
     spec_children, spec_treedef = _one_level(spec)
     if treedef != spec_treedef:
-        raise AxisError(_mismatch(spec, tree, path, what))
+        raise AxisError(_mismatch(spec, tree, path, what, unit))
     leaves, rebuilds = [], []
     for (keys, child), (_, child_spec) in zip(children, spec_children, strict=True):
         child_leaves, rebuild = spread(
-            child_spec, child, path + jax.tree_util.keystr(keys), what, is_spec, opaque_none
+            child_spec, child, path + jax.tree_util.keystr(keys), what, is_spec, opaque_none, unit
         )
         leaves += child_leaves
         rebuilds.append(rebuild)
@@ -99,10 +101,10 @@ def _one_level(tree: Any) -> tuple[Sequence[Any], Any]:
     return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
 
 
-def _mismatch(spec: Any, tree: Any, path: str, what: str) -> str:
+def _mismatch(spec: Any, tree: Any, path: str, what: str, unit: str) -> str:
     return (
         f"{what} does not match {path}: it gives {_describe(spec)} there, but {path} is "
-        f"{_describe(tree)}. Give one axis for the whole of {path}, or {what} of the same "
+        f"{_describe(tree)}. Give one {unit} for the whole of {path}, or {what} of the same "
         "structure."
     )
 

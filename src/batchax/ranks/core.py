@@ -89,6 +89,8 @@ class Sizes:
                 if dim.name is not None:
                     self.known[dim.name] = size
                     self._found_at[dim.name] = path
+            elif size != expected and dim.name is None and not dim.formula:
+                return f"core dimension {position} has size {size}, but {expected} was declared"
             elif size != expected:
                 at = self._found_at.get(dim.name or "")
                 source = f", as in {at}" if at else ""

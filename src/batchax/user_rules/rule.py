@@ -229,7 +229,8 @@ def _naming(user_rule: UserRule) -> Iterator[None]:
             f"batchax: raised in {_describe(user_rule.rule)}, the batching rule of "
             f"{user_rule.name}{user_rule.called}."
         )
-        if isinstance(error, NameError) and not user_rule.told_name:
+        unbound = isinstance(error, NameError) and "axis name" in str(error)
+        if unbound and not user_rule.told_name:
             error.add_note(
                 "A rule may use collectives over the axis being mapped if it has a keyword-only "
                 "parameter `axis_name`."

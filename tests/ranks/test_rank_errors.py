@@ -67,7 +67,7 @@ def test_core_sizes_that_disagree():
         "  m: shape (3, 5) = batch () + core (3, 5): core dimension 0 (n) has size 3, but n is 2, "
         "as in v"
     )
-    with pytest.raises(bx.AxisError, match=r"core dimension 0 \(3\) has size 2, but 3 is 3"):
+    with pytest.raises(bx.AxisError, match="core dimension 0 has size 2, but 3 was declared"):
         bx.auto_vmap("(3)->()")(jnp.sum)(jnp.ones(2))
 
 
@@ -129,7 +129,9 @@ def test_arguments_and_outputs_of_other_types(call, message):
 
 def test_ranks_that_are_no_prefix_of_the_argument():
     f = bx.auto_vmap({"a": 1})(lambda tree: tree["a"])
-    with pytest.raises(bx.AxisError, match="the declared ranks does not match tree"):
+    with pytest.raises(
+        bx.AxisError, match=r"a tree of ranks does not match tree.*one rank for"
+    ):
         f({"b": jnp.ones(3)})
 
 
