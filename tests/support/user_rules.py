@@ -1,6 +1,7 @@
 """Functions with batching rules: the one that changes nothing, and one that tells."""
 
 import jax
+import jax.numpy as jnp
 
 import batchax as bx
 
@@ -55,4 +56,9 @@ class Telling:
         @self.function.def_vmap
         def rule(axis_size, in_batched, *args):
             self.seen.add((axis_size, tuple(in_batched)))
-            return by_rule(*args), True
+            ranks = [x.ndim - b for x, b in zip(args, in_batched, strict=True)]
+            aligned = [  # the axes of one example are broadcast, the lanes stay the first
+                jnp.expand_dims(x, tuple(range(1, 1 + max(ranks) - rank))) if b else x
+                for x, b, rank in zip(args, in_batched, ranks, strict=True)
+            ]
+            return by_rule(*aligned), True

@@ -208,6 +208,13 @@ def test_collective_in_a_rule_that_does_not_ask_for_the_name():
     assert "if it has a keyword-only parameter `axis_name`" in notes
 
 
+def test_a_name_that_is_misspelt_is_no_axis():
+    rule = lambda n, b, x: (misspelt(x), True)  # noqa: F821
+    with pytest.raises(NameError, match="misspelt") as caught:
+        bx.vmap(with_rule(rule), axis_name="lanes")(jnp.ones(3))
+    assert not any("axis_name" in note for note in caught.value.__notes__)
+
+
 def test_rule_that_closes_over_a_batched_value_of_its_own():
     def outer(x, y):
         twice = 2 * y
