@@ -118,6 +118,21 @@ def stage(
     return close(jaxpr, consts)
 
 
+def is_live(tracer: Any) -> bool:
+    """Whether `tracer` is of a trace that is going on, around what runs now.
+
+    Neither the trace of a tracer nor the one around another is public.
+    """
+    own = getattr(tracer._trace, "tag", tracer._trace)
+    with jex_core.take_current_trace() as trace:
+        around: Any = trace
+    while around is not None:
+        if getattr(around, "tag", around) is own:
+            return True
+        around = getattr(around, "parent_trace", None)
+    return False
+
+
 @contextmanager
 def usable(values: Iterable[Any]) -> Iterator[None]:
     """While a function is staged that closes over `values`, of traces that may be over.

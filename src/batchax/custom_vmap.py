@@ -12,7 +12,7 @@ from batchax import _compat
 from batchax.engine.outputs import check_array
 from batchax.errors import ArgumentTypeError
 from batchax.user_rules.arguments import split_arguments
-from batchax.user_rules.call import call
+from batchax.user_rules.call import call, with_captured
 from batchax.user_rules.own_derivatives import DerivativeRules, call_with_derivatives
 from batchax.user_rules.rule import UserRule
 
@@ -53,8 +53,11 @@ class custom_vmap(Generic[P, R]):
     NumPy arrays, and arrays outside of transformations) reach the function and its rules
     as they are.
 
-    The function may close over arrays, differentiated or not. Of a batch of what it
-    closes over a rule knows nothing: then the function is batched as if it had no rule.
+    Function and rule may close over arrays, differentiated or not. Of a batch of what they
+    close over a rule knows nothing: where there is one, and where each lane needs a gradient
+    with respect to what is closed over, the function is batched as if it had no rule.
+    A gradient of each lane with respect to an argument that all lanes share runs the rule
+    with that argument batched.
 
     Attributes:
       fun: the function.
@@ -165,17 +168,17 @@ class custom_vmap(Generic[P, R]):
 
         types = list(map(jax.typeof, operands))
         staged = _compat.stage(one_example, types, transformation="custom_vmap")
-        closed = tuple(staged.consts)
+        jaxpr, closed = _compat.hoist_constants(staged)
+        jaxpr, closed = with_captured(jaxpr, closed, self._rule)
         rule = UserRule(
             self._name,
             self._rule,
             arguments,
             out_tree[0],
             tuple(staged.out_avals),
-            closed,
+            tuple(closed),
             _compat.called_from(),
         )
-        jaxpr, _ = _compat.hoist_constants(staged)
         outs = call(jaxpr, rule, [*closed, *operands])
         return jax.tree.unflatten(out_tree[0], outs)
 

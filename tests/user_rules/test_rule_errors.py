@@ -215,13 +215,22 @@ def test_a_name_that_is_misspelt_is_no_axis():
     assert not any("axis_name" in note for note in caught.value.__notes__)
 
 
-def test_rule_that_closes_over_a_batched_value_of_its_own():
-    def outer(x, y):
-        twice = 2 * y
-        return with_rule(lambda n, b, x: (x * twice, True))(x)
+@VMAPS
+def test_a_value_that_only_an_object_in_the_rule_holds(vmap):
+    class Held:
+        pass
 
-    with pytest.raises(bx.UnsupportedError, match="closes over a value that is batched"):
-        bx.vmap(outer)(jnp.ones(3), jnp.ones(3))
+    def outer(x, y):
+        held = Held()
+        held.value = 2 * y
+        return with_rule(lambda n, b, x: (x * held.value, True))(x)
+
+    inside = vmap(jax.jit(outer), in_axes=(0, None))
+    with pytest.raises(bx.UnsupportedError, match=r"that is over\. Pass the value as an argument"):
+        inside(jnp.ones(3), 1.0)
+    if vmap is bx.vmap:
+        with pytest.raises(bx.UnsupportedError, match="uses a value that is batched"):
+            vmap(outer)(jnp.ones(3), jnp.ones(3))
 
 
 def test_input_and_output_that_results_depend_on_is_not_done_twice():

@@ -111,6 +111,12 @@ def closes_over_tracers(rule: Any) -> bool:
     return any(True for _ in _tracers([rule]))
 
 
+def captured_tracers(rule: Any) -> list[Tracer]:
+    """The tracers that a function names: those in its closure, not those in objects there."""
+    found = _tracers([rule], lambda x: ())
+    return list({id(t): t for t in found if t is not None}.values())
+
+
 _RULES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "rule")
 
 
@@ -152,10 +158,13 @@ def equations_for(jaxpr: Any, needed: Iterable[Any]) -> list[Any]:
 _MOST_OBJECTS = 10_000  # a rule bound to something larger is taken to hold a tracer
 
 
-def _tracers(unseen: list[Any]) -> Iterator[Any]:
+def _tracers(
+    unseen: list[Any], of_object: Callable[[Any], Iterable[Any]] | None = None
+) -> Iterator[Any]:
     """The tracers that can be reached from functions, their closures and containers.
 
-    Ends with None where there is more to search than is reasonable.
+    `of_object` finds what other objects hold. Ends with None where there is more to search
+    than is reasonable.
     """
     seen: set[int] = set()
     while unseen:
@@ -169,7 +178,7 @@ def _tracers(unseen: list[Any]) -> Iterator[Any]:
         if len(seen) > _MOST_OBJECTS:
             yield None
             return
-        find_parts = _PARTS.get(type(x)) or _parts_of_object
+        find_parts = _PARTS.get(type(x)) or of_object or _parts_of_object
         unseen.extend(find_parts(x))
 
 

@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax.core import eval_jaxpr
 from jax.extend.core import Literal
 from jax.interpreters import mlir
@@ -25,7 +26,7 @@ from batchax import _compat
 from batchax.engine.axis import Axis, match_axis
 from batchax.engine.derivatives import Flat, cotangents_of, tangents_of
 from batchax.engine.inner import batch_function, batched_aval
-from batchax.engine.replay import equations_for
+from batchax.engine.replay import captured_tracers, equations_for
 
 Flags = Sequence[bool]
 """For each of some values whether it is batched; the batch axis is then the first."""
@@ -237,6 +238,28 @@ def call(jaxpr: _compat.ClosedJaxpr, rule: Any, operands: Sequence[Any]) -> list
     if _effects_had.get():
         jaxpr = without_effects(jaxpr)
     return custom_call_p.bind(*operands, jaxpr=jaxpr, steps=(), rule=rule)
+
+
+def with_captured(
+    jaxpr: _compat.ClosedJaxpr, closed: Sequence[Any], rule: Any
+) -> tuple[_compat.ClosedJaxpr, list[Any]]:
+    """A program that also takes the tracers that only `rule` closes over, and does not use them.
+
+    By the time the rule runs their trace may be over, and their values must be at hand.
+
+    Args:
+      jaxpr: a program whose first operands are what the function closes over.
+      closed: those.
+      rule: the user's rule.
+    """
+    known = set(map(id, closed))
+    more = [t for t in captured_tracers(rule) if id(t) not in known and _compat.is_live(t)]
+    if not more:
+        return jaxpr, list(closed)
+    slots = _compat.stage(lambda *xs: list(xs), list(map(jax.typeof, more))).jaxpr.invars
+    own = jaxpr.jaxpr.invars
+    invars = [*own[: len(closed)], *slots, *own[len(closed) :]]
+    return _compat.close(jaxpr.jaxpr.replace(invars=invars)), [*closed, *more]
 
 
 def without_effects(jaxpr: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import eval_jaxpr
+from jax.core import Tracer, eval_jaxpr
 
 from batchax import _compat
 from batchax.engine.axis import Axis
@@ -36,7 +36,7 @@ class UserRule:
       arguments: the arguments of the call, of which tracers are operands.
       out_tree: the structure of what the function returns.
       out_types: the types of what it returns for one example.
-      closed: the tracers that the function closes over, which are the first operands.
+      closed: what the function and the rule close over, which are the first operands.
       line: where the function is called; empty if that is not known.
     """
 
@@ -81,8 +81,11 @@ class UserRule:
         types = list(map(jax.typeof, operands))
         names = [(axis.name, axis.size)] if named else []
         # Tracers may be of a trace that is over, and are then values of the function's, too.
-        with _compat.usable(self.closed):
-            staged = _compat.stage(call, types, names, transformation="custom_vmap")
+        try:
+            with _compat.usable(self.closed):
+                staged = _compat.stage(call, types, names, transformation="custom_vmap")
+        except jax.errors.UnexpectedTracerError as error:
+            raise self._closes_over("of a transformation that is over") from error
         consts = self._resolved(staged.consts, closed)
         if named:
             outs = run_with_collectives(axis, staged.jaxpr, consts, operands, flags)
@@ -93,15 +96,21 @@ class UserRule:
     def _resolved(self, consts: Sequence[Any], closed: Sequence[Any]) -> list[Any]:
         known = dict(zip(map(id, self.closed), closed, strict=True))
         values, positions = resolve(program_behind(self.rule), consts)
-        if any(
-            a is not None and id(c) not in known for c, a in zip(consts, positions, strict=True)
-        ):
-            raise UnsupportedError(
-                f"{_describe(self.rule)}, the batching rule of {self.name}, closes over a value "
-                f"that is batched, which {self.name} itself does not use. Pass the value as an "
-                f"argument of {self.name}."
-            )
+        for const, x, position in zip(consts, values, positions, strict=True):
+            if id(const) in known:
+                continue
+            if position is not None:
+                raise self._closes_over("that is batched")
+            if isinstance(x, Tracer) and not _compat.is_live(x):
+                raise self._closes_over("of a transformation that is over")
         return [known.get(id(c), x) for c, x in zip(consts, values, strict=True)]
+
+    def _closes_over(self, what: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{_describe(self.rule)}, the batching rule of {self.name}{self.called}, uses a value "
+            f"{what}. Pass the value as an argument of {self.name}, or let the rule close over the "
+            "value itself, not over an object that holds it."
+        )
 
     def _call(
         self, axis: Axis, flags: Sequence[bool], operands: Sequence[Any]
