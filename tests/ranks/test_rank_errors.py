@@ -129,9 +129,7 @@ def test_arguments_and_outputs_of_other_types(call, message):
 
 def test_ranks_that_are_no_prefix_of_the_argument():
     f = bx.auto_vmap({"a": 1})(lambda tree: tree["a"])
-    with pytest.raises(
-        bx.AxisError, match=r"a tree of ranks does not match tree.*one rank for"
-    ):
+    with pytest.raises(bx.AxisError, match=r"a tree of ranks does not match tree.*one rank for"):
         f({"b": jnp.ones(3)})
 
 
