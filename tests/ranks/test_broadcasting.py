@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchax as bx
@@ -76,6 +76,7 @@ def test_values_against_numpy_vectorize(shapes):
     same(got, jnp.asarray(want))
 
 
+@settings(max_examples=12)  # each shape compiles four derivatives
 @given(batches(2))
 def test_types_and_derivatives_against_nested_vmaps(shapes):
     x, y = (example((*b, 2), seed=i) for i, b in enumerate(shapes))
