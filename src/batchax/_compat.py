@@ -47,6 +47,7 @@ JAXPR_TYPES = (jex_core.Jaxpr, jex_core.ClosedJaxpr)  # one class since JAX 0.12
 
 current_name_stack = source_info_util.current_name_stack
 name_stack_extended = source_info_util.transform_name_stack
+current_source = source_info_util.current
 
 # What JAX reports as the user's line is not to be one of ours.
 source_info_util.register_exclusion(os.path.dirname(__file__))
@@ -68,11 +69,6 @@ def user_file_and_line(source_info: Any) -> tuple[str, int]:
     """File and line of the user's code that made an equation, as warnings are filed under."""
     frame = user_frame(source_info.traceback)
     return ("<unknown>", 0) if frame is None else (frame.file_name, frame.start_line)
-
-
-def called_from() -> str:
-    """`file:line (function)` of the user's code that is running."""
-    return source_info_util.summarize(source_info_util.current())
 
 
 def tracing() -> bool:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from batchax.engine.outputs import check_array
+from batchax.engine.outputs import flatten_arrays
 from batchax.engine.prefixes import spread
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.execution.chunked import find_chunking
@@ -133,13 +133,11 @@ def _decorate(fun: F, declared: _Declared) -> F:
         def one_example(*values: Any) -> list[Any]:
             args, kwargs = call.rebuild(values)
             out = fun(*args, **kwargs)
-            leaves, tree = jax.tree_util.tree_flatten_with_path(out)
+            leaves, tree = flatten_arrays(out)
             structure[:] = [tree]
-            for keys, leaf in leaves:
-                check_array(leaf, f"out{jax.tree_util.keystr(keys)}")
             if declared.outputs is not None:
                 _check_outputs(name, out, declared.outputs, sizes)
-            return [leaf for _, leaf in leaves]
+            return leaves
 
         outs = run(one_example, call.arguments, declared.options)
         return jax.tree.unflatten(structure[0], outs)

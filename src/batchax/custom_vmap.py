@@ -9,7 +9,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 
 from batchax import _compat
-from batchax.engine.outputs import check_array
+from batchax.engine.outputs import flatten_arrays
 from batchax.errors import ArgumentTypeError
 from batchax.user_rules.arguments import split_arguments
 from batchax.user_rules.call import call, with_captured
@@ -160,11 +160,9 @@ class custom_vmap(Generic[P, R]):
         def one_example(*xs: Any) -> list[Any]:
             args, kwargs = arguments.rebuild(xs)
             out = self.fun(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-            leaves, structure = jax.tree_util.tree_flatten_with_path(out)
+            leaves, structure = flatten_arrays(out)
             out_tree[:] = [structure]
-            for keys, leaf in leaves:
-                check_array(leaf, f"out{jax.tree_util.keystr(keys)}")
-            return [leaf for _, leaf in leaves]
+            return leaves
 
         types = list(map(jax.typeof, operands))
         staged = _compat.stage(one_example, types, transformation="custom_vmap")
@@ -177,7 +175,7 @@ class custom_vmap(Generic[P, R]):
             out_tree[0],
             tuple(staged.out_avals),
             tuple(closed),
-            _compat.called_from(),
+            _compat.current_source(),
         )
         outs = call(jaxpr, rule, [*closed, *operands])
         return jax.tree.unflatten(out_tree[0], outs)

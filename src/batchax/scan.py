@@ -21,7 +21,12 @@ from batchax.engine.arguments import (
 from batchax.engine.axis import Axis
 from batchax.engine.containers import is_container_spec
 from batchax.engine.inner import example_aval, stage_function
-from batchax.engine.outputs import FlatOutputs, flatten_outputs, is_output_spec
+from batchax.engine.outputs import (
+    FlatOutputs,
+    describe_returned,
+    flatten_outputs,
+    is_output_spec,
+)
 from batchax.engine.prefixes import spread
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.execution.steps import Steps
@@ -213,14 +218,9 @@ def _name(fun: Callable[..., Any]) -> str:
 def _pair(fun: Callable[..., Any], out: Any) -> tuple[Any, Any]:
     if isinstance(out, (tuple, list)) and len(out) == 2:
         return out[0], out[1]
-    what = f"a {type(out).__name__}"
-    if isinstance(out, jax.Array):
-        what = f"one array of shape {out.shape}"
-    elif isinstance(out, (tuple, list)):
-        what += f" of length {len(out)}"
     raise ArgumentTypeError(
-        f"{_name(fun)} must return a pair (carry, ys), but it returned {what}. Return None "
-        "for ys if there is nothing to stack."
+        f"{_name(fun)} must return a pair (carry, ys), but it returned {describe_returned(out)}. "
+        "Return None for ys if there is nothing to stack."
     )
 
 

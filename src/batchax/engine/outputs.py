@@ -134,6 +134,26 @@ def flatten_outputs(out: Any, out_axes: Any, terms: Terms = LANES) -> tuple[list
     )
 
 
+def flatten_arrays(out: Any) -> tuple[list[Any], Any]:
+    """The arrays that a function returned, and their structure.
+
+    Raises:
+      ArgumentTypeError: an output is not an array.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(out)
+    for keys, leaf in leaves:
+        check_array(leaf, f"out{jax.tree_util.keystr(keys)}")
+    return [leaf for _, leaf in leaves], structure
+
+
+def describe_returned(out: Any) -> str:
+    """What a function returned, for messages that expect a tuple."""
+    if isinstance(out, jax.Array):
+        return f"one array of shape {out.shape}"
+    what = f"a {type(out).__name__}"
+    return f"{what} of length {len(out)}" if isinstance(out, (tuple, list)) else what
+
+
 def check_array(value: Any, path: str) -> None:
     """Refuses an output that is not an array.
 

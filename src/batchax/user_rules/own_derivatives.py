@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from batchax.engine.outputs import describe_returned
 from batchax.errors import ArgumentTypeError
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.arguments import Arguments
@@ -84,7 +85,7 @@ class _Call:
         if not (isinstance(result, (tuple, list)) and len(result) == 2):
             raise ArgumentTypeError(
                 f"the rule given to {self.name}.def_jvp must return a pair (out, out_tangent), "
-                f"but it returned a {type(result).__name__}."
+                f"but it returned {describe_returned(result)}."
             )
         return result[0], result[1]
 
@@ -96,7 +97,7 @@ class _Call:
         if not (isinstance(result, (tuple, list)) and len(result) == 2):
             raise ArgumentTypeError(
                 f"the rule fwd given to {self.name}.def_vjp must return a pair (out, residuals), "
-                f"but it returned a {type(result).__name__}."
+                f"but it returned {describe_returned(result)}."
             )
         leaves, structure = jax.tree.flatten(result[1])
         arrays = [_is_array(x) for x in leaves]
@@ -113,13 +114,10 @@ class _Call:
         result = self.rules.bwd(jax.tree.unflatten(structure, leaves), cotangent)
         count = len(self.arguments.trees)
         if not (isinstance(result, (tuple, list)) and len(result) == count):
-            what = f"{type(result).__name__}"
-            if isinstance(result, (tuple, list)):
-                what += f" of length {len(result)}"
             raise ArgumentTypeError(
                 f"the rule bwd given to {self.name}.def_vjp must return a tuple with a cotangent "
-                f"for each of the {count} arguments of {self.name}, but it returned a {what}. "
-                "Give None for an argument whose cotangent is zero."
+                f"for each of the {count} arguments of {self.name}, but it returned "
+                f"{describe_returned(result)}. Give None for an argument whose cotangent is zero."
             )
         return tuple(self.arguments.operands_of(result))
 

@@ -16,6 +16,7 @@ from jax.core import Tracer, eval_jaxpr
 
 from batchax import _compat
 from batchax.engine.axis import Axis
+from batchax.engine.outputs import describe_returned
 from batchax.engine.replay import closes_over_tracers, program_behind, resolve
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.user_rules.arguments import Arguments
@@ -37,7 +38,7 @@ class UserRule:
       out_tree: the structure of what the function returns.
       out_types: the types of what it returns for one example.
       closed: what the function and the rule close over, which are the first operands.
-      line: where the function is called; empty if that is not known.
+      source: where the function is called.
     """
 
     name: str
@@ -46,12 +47,13 @@ class UserRule:
     out_tree: Any
     out_types: tuple[Any, ...]
     closed: tuple[Hashable, ...] = field(compare=False)
-    line: str = field(compare=False)
+    source: Any = field(compare=False)
 
     @property
     def called(self) -> str:
         """Where the function is called, if that is known, as part of a message."""
-        return f" (called at {self.line})" if self.line else ""
+        line = _compat.user_line(self.source)
+        return f" (called at {line})" if line else ""
 
     @property
     def told_name(self) -> bool:
@@ -136,13 +138,10 @@ class UserRule:
         """What the rule returned, flat, if it is what it has to be."""
         where = f"{_describe(self.rule)}, the batching rule of {self.name}{self.called},"
         if not (isinstance(result, (tuple, list)) and len(result) == 2):
-            what = f"a {type(result).__name__}"
-            if isinstance(result, (tuple, list)):
-                what += f" of length {len(result)}"
             raise ArgumentTypeError(
-                f"{where} must return a pair `out, out_batched`, but it returned {what}. "
-                "out_batched is True where a result has the lanes along axis 0, and False where "
-                "it is the same for all lanes."
+                f"{where} must return a pair `out, out_batched`, but it returned "
+                f"{describe_returned(result)}. out_batched is True where a result has the lanes "
+                "along axis 0, and False where it is the same for all lanes."
             )
         out, out_batched = result
         if isinstance(out, list) and self.out_tree == jax.tree.structure(0) and len(out) == 1:
