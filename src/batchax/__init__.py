@@ -1,6 +1,7 @@
 """batchax: write a function for one example, run it over any batch, in JAX."""
 
 from batchax import execution as execution
+from batchax import rows as rows
 from batchax import rules as rules
 from batchax import user_rules as user_rules
 from batchax.auto_vmap import auto_vmap as auto_vmap
@@ -29,6 +30,8 @@ from batchax.errors import UnsupportedError as UnsupportedError
 from batchax.execution.memory import BatchSizeChoice as BatchSizeChoice
 from batchax.execution.memory import batch_size_choices as batch_size_choices
 from batchax.host_function import host_function as host_function
+from batchax.rows.ragged import Ragged as Ragged
+from batchax.rows.ragged import ragged as ragged
 from batchax.scan import scan as scan
 from batchax.sequential_vmap import sequential_vmap as sequential_vmap
 from batchax.vmap import vmap as vmap

@@ -397,3 +397,16 @@ def axis_data(name: Hashable, size: Any, spmd_name: Any) -> Any:
     from jax._src.interpreters.batching import AxisData
 
     return AxisData(name, size, spmd_name, None)
+
+
+def symbols(dim: Any) -> frozenset[str]:
+    """The names in a symbolic size; ``_get_vars`` has no public spelling."""
+    return frozenset(dim._get_vars())
+
+
+def evaluate_size(dim: Any, values: dict[str, Any]) -> Any:
+    """A symbolic size where its names have `values`, which may be arrays or traced.
+
+    JAX does this only for itself, when it lowers an exported program.
+    """
+    return dim._evaluate(values)

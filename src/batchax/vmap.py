@@ -30,6 +30,8 @@ from batchax.engine.outputs import (
 from batchax.engine.replay import Program, running
 from batchax.errors import ArgumentTypeError
 from batchax.execution.chunked import Chunking, find_chunking, run_in_chunks
+from batchax.rows.ragged import Ragged
+from batchax.rows.run import run_rows
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -125,7 +127,11 @@ def vmap(
             outputs[:] = [described]
             return arrays
 
-        outs = _run(axis, one_example, flat.mapped, outputs, chunking)
+        run = functools.partial(_run, chunking=chunking)
+        if any(isinstance(m.value, Ragged) for m in flat.mapped):
+            outs = run_rows(axis, one_example, flat.mapped, outputs, run)
+        else:
+            outs = run(axis, one_example, flat.mapped, outputs)
         return outputs[0].rebuild(outs)
 
     return cast(F, batched)

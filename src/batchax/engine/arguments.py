@@ -20,7 +20,12 @@ import numpy as np
 from jax.core import Tracer
 
 from batchax.engine.axis import AxisPosition
-from batchax.engine.containers import batch_arrays, find_container, is_container_spec
+from batchax.engine.containers import (
+    BatchOfRows,
+    batch_arrays,
+    find_container,
+    is_container_spec,
+)
 from batchax.engine.prefixes import SpecifiedLeaf, spread
 from batchax.errors import ArgumentTypeError, AxisError
 
@@ -32,6 +37,7 @@ class Mapped:
     path: str
     value: Any
     axis: AxisPosition
+    spec: Any = None  # what `in_axes` says of a batch of rows
 
 
 @dataclass
@@ -184,9 +190,10 @@ def find_mesh_axis(mapped: Sequence[Mapped], spmd_axis_name: Any) -> Any:
     """
     entries = {}
     for m in mapped:
+        if m.axis is None or isinstance(m.value, BatchOfRows):
+            continue
         spec = getattr(getattr(jax.typeof(m.value), "sharding", None), "spec", ())
-        if m.axis is not None:
-            entries[m.path] = spec[m.axis] if m.axis < len(spec) else None
+        entries[m.path] = spec[m.axis] if m.axis < len(spec) else None
     found = set(entries.values())
     if len(found) > 1:
         raise AxisError(
@@ -313,6 +320,15 @@ def _leaf_parts(
         ]
         stop = len(mapped)
         return lambda examples: container.to_example(value, spec, examples[start:stop])
+    if isinstance(value, BatchOfRows):
+        if is_position(spec) and spec != 0:
+            raise AxisError(
+                f"in_axes gives {spec} for {leaf.path}, whose rows are along axis 0: give 0, or a "
+                'name for their size, batchax.ragged("n").'
+            )
+        index = len(mapped)
+        mapped.append(Mapped(leaf.path, value, 0, spec))
+        return lambda examples: examples[index]
     if not is_position(spec):
         raise ArgumentTypeError(
             f"in_axes gives {_show(spec)} for {leaf.path}, which is "

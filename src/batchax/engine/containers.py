@@ -27,6 +27,15 @@ class Container:
     to_batch: Callable[[Any, Any, Sequence[Any]], Any]
 
 
+class BatchOfRows:
+    """Base of a batch that is no array, of which `vmap` itself knows how to take examples."""
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """The number of rows, and what is known of the shape of a row."""
+        raise NotImplementedError
+
+
 _containers: dict[type, Container] = {}
 _spec_types: set[type] = set()
 
@@ -149,7 +158,12 @@ def _check_spec(container: Container, spec: Any, path: str, what: str) -> None:
 
 def is_container(value: Any) -> bool:
     """Whether `value` is an instance of a registered container type."""
-    return _type(value) in _containers
+    return _type(value) in _containers or isinstance(value, BatchOfRows)
+
+
+def add_spec_type(type: type) -> None:
+    """Lets instances of `type` stand for axes in ``in_axes``."""
+    _spec_types.add(type)
 
 
 def is_container_spec(spec: Any) -> bool:

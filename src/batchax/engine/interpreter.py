@@ -41,7 +41,7 @@ def interpret(
       The outputs and the position of the batch axis in each, None for an
       output that does not depend on the batch.
     """
-    steps = _plan(jaxpr)
+    steps = plan(jaxpr)
     # Each variable's value and where that carries the batch axis.
     env: dict[Any, tuple[Any, AxisPosition]] = {
         v: (x, None) for v, x in zip(jaxpr.constvars, consts, strict=True)
@@ -92,7 +92,7 @@ def batch_equation(
     return [out], [out_axes]
 
 
-def _plan(jaxpr: Any) -> list[tuple[Any, set[Any]]]:
+def plan(jaxpr: Any) -> list[tuple[Any, set[Any]]]:
     """The equations that are needed, each with the variables that are dead after it.
 
     Dropping a value after its last use keeps eager runs within the memory that

@@ -1,0 +1,3 @@
+"""Ragged batches: rows of different lengths, each computed as if it were alone."""
+
+from batchax.rows import padded_rules as padded_rules

@@ -1,0 +1,181 @@
+"""Rows in padded arrays: a program of one row becomes one of a padded row and its length.
+
+What it computes within the row is what the row alone would give; what it leaves in the padding
+is never seen. The result is an ordinary function of arrays of one size and of the row's
+lengths, which `vmap` batches as it does any other.
+
+Each operation that mixes the elements of a row has its operands' padding filled with what does
+no harm there (zero for a sum), by the tables and rules in `padded_rules`. Derivatives flow the
+other way: what spreads one value over a row, such as a broadcast, collects in reverse what
+padding sends back. That must be nothing, not zero times infinity, and `cut` sees to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+from batchax import _compat
+from batchax.engine.fallback import bind_equation
+from batchax.engine.interpreter import plan
+from batchax.errors import UnsupportedError
+from batchax.rows.sizes import Sizes, depends_on_sizes
+from batchax.rules.masking import is_inexact, safe_lanes
+
+
+@dataclass(frozen=True)
+class Row:
+    """A value of one row.
+
+    Attributes:
+      value: an array whose shape has the bound of each size. A NumPy array where the value is
+        known while the program is staged.
+      shape: the shape of the row's own part, of which sizes may be symbolic.
+      fill: what all of the padding holds, or None for anything.
+    """
+
+    value: Any
+    shape: tuple[Any, ...]
+    fill: Any = None
+
+    @property
+    def known(self) -> bool:
+        return isinstance(self.value, (np.ndarray, np.generic, bool, int, float, complex))
+
+
+Rule = Callable[..., Any]
+"""``rule(op, *rows, **params)`` returns, for each result, an array or a `Row`."""
+
+_rules: dict[str, Rule] = {}
+
+
+def padded_rule(*primitives: str) -> Callable[[Rule], Rule]:
+    """Decorator: how primitives of these names act on padded rows."""
+
+    def decorate(rule: Rule) -> Rule:
+        _rules.update(dict.fromkeys(primitives, rule))
+        return rule
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class Operation:
+    """The equation that a rule is called for, and what its sizes are."""
+
+    eqn: Any
+    sizes: Sizes
+
+    @property
+    def out_shape(self) -> tuple[Any, ...]:
+        """The shape of the first result."""
+        return self.eqn.outvars[0].aval.shape
+
+    def bind(self, *values: Any, **changes: Any) -> Any:
+        """The operation on padded arrays, with the bound of each size; `changes` are parameters."""
+        params = self.sizes.filled_in({**self.eqn.params, **changes})
+        primitive = self.eqn.primitive
+        return primitive.bind(*values, **primitive.get_bind_params(params))
+
+    def filled(self, row: Row, value: Any, axes: Sequence[int] | None = None) -> Any:
+        """The array of `row` with `value` in its padding along `axes` (default: all)."""
+        axes = self.sizes.padded_axes(row.shape) if axes is None else axes
+        if not self.sizes.padded_axes(row.shape) or _same(row.fill, value):
+            return row.value
+        mask = self.sizes.mask(row.shape, axes)
+        if mask is None:
+            return row.value
+        x = jnp.asarray(row.value)
+        return lax.select(mask, x, lax.full_like(x, value))
+
+    def cut(self, value: Any, shape: Sequence[Any]) -> Any:
+        """`value` as it is, through whose padding no derivative passes."""
+        if not is_inexact(value):
+            return value
+        mask = self.sizes.mask(shape, self.sizes.padded_axes(shape))
+        return value if mask is None else safe_lanes(mask, value, value.ndim, "keep")
+
+    def result(self, value: Any, fill: Any = None, index: int = 0) -> Row:
+        """A result, whose padding is known to hold `fill`."""
+        return Row(value, self.eqn.outvars[index].aval.shape, fill)
+
+    def refuse(self, why: str) -> CannotPad:
+        """The error for an operation that padding would make inexact."""
+        return CannotPad(
+            f"the operation `{self.eqn.primitive}` at {_compat.user_line(self.eqn.source_info)} "
+            f"cannot be computed for rows of different lengths at once: {why}"
+        )
+
+
+class CannotPad(UnsupportedError):
+    """A program of which no padded form is exact; rows of one length can still run together."""
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is None or b is None:
+        return False
+    return bool(a == b or (a != a and b != b))
+
+
+def run_padded(sizes: Sizes, jaxpr: Any, consts: Sequence[Any], rows: Sequence[Row]) -> list[Row]:
+    """The results of a program of one row, on padded rows.
+
+    Raises:
+      CannotPad: an operation has no exact padded form; names it and the user's line.
+    """
+    env: dict[Any, Row] = {
+        v: Row(x, v.aval.shape) for v, x in zip(jaxpr.constvars, consts, strict=True)
+    }
+    env.update(zip(jaxpr.invars, rows, strict=True))
+    outer_names = _compat.current_name_stack()
+
+    def read(v: Any) -> Row:
+        return Row(v.val, v.aval.shape) if isinstance(v, Literal) else env[v]
+
+    for eqn, dead in plan(jaxpr):
+        with _compat.user_source(eqn.source_info, outer_names), eqn.ctx.manager:
+            outs = run_equation(sizes, eqn, [read(v) for v in eqn.invars])
+        env.update(zip(eqn.outvars, outs, strict=True))
+        for v in dead:
+            del env[v]
+    return [read(v) for v in jaxpr.outvars]
+
+
+def run_equation(sizes: Sizes, eqn: Any, rows: Sequence[Row]) -> list[Row]:
+    """The results of one equation on padded rows."""
+    shapes = [v.aval.shape for v in eqn.outvars]
+    if not depends_on_sizes(eqn):
+        values = [row.value for row in rows]
+        if all(row.known for row in rows) and _is_small(eqn):
+            # Indices written in the program stay known: a rule may look at them.
+            with jax.ensure_compile_time_eval():
+                outs: Sequence[Any] = [np.asarray(x) for x in bind_equation(eqn, values)]
+        else:
+            outs = bind_equation(eqn, values)
+        return [Row(x, shape) for x, shape in zip(outs, shapes, strict=True)]
+    op = Operation(eqn, sizes)
+    rule = _rules.get(eqn.primitive.name)
+    if rule is None:
+        raise op.refuse("it has no rule for rows.")
+    outs = rule(op, *rows, **eqn.params)
+    outs = outs if isinstance(outs, (list, tuple)) else [outs]
+    return [
+        x if isinstance(x, Row) else Row(x, shape) for x, shape in zip(outs, shapes, strict=True)
+    ]
+
+
+def _is_small(eqn: Any) -> bool:
+    if eqn.effects or any(True for _ in jax.extend.core.jaxprs_in_params(eqn.params)):
+        return False
+    avals = [v.aval for v in eqn.outvars]
+    return all(
+        np.prod(a.shape) <= 16 and jnp.issubdtype(a.dtype, jnp.integer) and not a.weak_type
+        for a in avals
+    )

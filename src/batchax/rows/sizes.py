@@ -1,0 +1,142 @@
+"""Symbolic sizes: how large they may be, and how large they are in each row.
+
+A function of one row is staged with a symbolic leading size such as ``n``. What follows from it
+is an expression, ``n - 1`` or ``2*n``. Arrays that hold a row have the *bound* of the
+expression; how much of that belongs to the row its *size* says, which is known when rows are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import jaxprs_in_params
+
+from batchax import _compat
+from batchax.errors import UnsupportedError
+
+is_symbolic = jax.export.is_symbolic_dim
+
+_MOST_COMBINATIONS = 1 << 22
+
+
+@dataclass
+class Sizes:
+    """What the symbols of a program stand for.
+
+    Attributes:
+      bounds: the greatest value of each symbol.
+      values: its value in the row at hand: an int32 scalar, traced or known.
+      exact: symbols whose value is known to be the bound: nothing is padded along those.
+    """
+
+    bounds: Mapping[str, int]
+    values: Mapping[str, Any]
+    exact: frozenset[str] = frozenset()
+    _bounds: dict[Any, int] = field(default_factory=dict)
+    _sizes: dict[Any, Any] = field(default_factory=dict)
+
+    def bound(self, dim: Any) -> int:
+        """The greatest size that the expression `dim` may have."""
+        if not is_symbolic(dim):
+            return int(dim)
+        if dim not in self._bounds:
+            self._bounds[dim] = self._find_bound(dim)
+        return self._bounds[dim]
+
+    def _find_bound(self, dim: Any) -> int:
+        names = sorted(_compat.symbols(dim))
+        ranges = [np.arange(self.bounds[name] + 1, dtype=np.int64) for name in names]
+        if np.prod([float(len(r)) for r in ranges]) > _MOST_COMBINATIONS:
+            # Expressions of several long sizes: of those that only grow with each.
+            ends = [r[[0, -1]] for r in ranges]
+            if "floordiv" in str(dim) or "mod" in str(dim) or "-" in str(dim):
+                raise UnsupportedError(
+                    f"the size {dim} depends on several ragged sizes of up to "
+                    f"{', '.join(str(self.bounds[name]) for name in names)}: its greatest value "
+                    "cannot be found."
+                )
+            ranges = ends
+        grid = np.meshgrid(*ranges, indexing="ij")
+        values = _compat.evaluate_size(dim, dict(zip(names, grid, strict=True)))
+        return max(int(np.max(values)), 0)
+
+    def size(self, dim: Any) -> Any:
+        """The size of `dim` in the row at hand: an int, or a traced scalar; never negative."""
+        if not is_symbolic(dim):
+            return int(dim)
+        if dim not in self._sizes:
+            value = self.value(dim)
+            self._sizes[dim] = value if str(dim) in self.values else jnp.maximum(value, 0)
+        return self._sizes[dim]
+
+    def value(self, dim: Any) -> Any:
+        """What the expression `dim` comes to in the row at hand, as arithmetic."""
+        if not is_symbolic(dim):
+            return int(dim)
+        return _compat.evaluate_size(dim, dict(self.values))
+
+    def is_exact(self, dim: Any) -> bool:
+        """Whether arrays have no padding along a dimension of that size."""
+        return not is_symbolic(dim) or _compat.symbols(dim) <= self.exact
+
+    def bounds_of(self, shape: Sequence[Any]) -> tuple[int, ...]:
+        """The shape of the array that holds a value of shape `shape`."""
+        return tuple(map(self.bound, shape))
+
+    def padded_axes(self, shape: Sequence[Any]) -> tuple[int, ...]:
+        """The axes along which such an array may have padding."""
+        return tuple(i for i, dim in enumerate(shape) if not self.is_exact(dim))
+
+    def mask(self, shape: Sequence[Any], axes: Sequence[int]) -> Any:
+        """Which elements of such an array are within the row along `axes`; None for all."""
+        bounds = self.bounds_of(shape)
+        mask = None
+        for axis in axes:
+            if self.is_exact(shape[axis]):
+                continue
+            places = lax.iota(np.int32, bounds[axis])
+            valid = lax.lt(places, jnp.asarray(self.size(shape[axis]), np.int32))
+            valid = lax.broadcast_in_dim(valid, bounds, (axis,))
+            mask = valid if mask is None else lax.bitwise_and(mask, valid)
+        return mask
+
+    def filled_in(self, params: Any) -> Any:
+        """Parameters of an equation with each size replaced by its bound."""
+        if isinstance(params, dict):
+            return {k: self.filled_in(v) for k, v in params.items()}
+        if isinstance(params, (tuple, list)) and type(params) in (tuple, list):
+            return type(params)(self.filled_in(v) for v in params)
+        return self.bound(params) if is_symbolic(params) else params
+
+
+def depends_on_sizes(eqn: Any) -> bool:
+    """Whether an equation, or a program inside it, speaks of a symbolic size."""
+    atoms = itertools.chain(eqn.invars, eqn.outvars)
+    if any(has_symbols(getattr(v.aval, "shape", ())) for v in atoms):
+        return True
+    return _in_params(eqn.params) or any(map(_inside, jaxprs_in_params(eqn.params)))
+
+
+def has_symbols(shape: Sequence[Any]) -> bool:
+    """Whether a shape has a symbolic size."""
+    return any(map(is_symbolic, shape))
+
+
+def _in_params(params: Any) -> bool:
+    if isinstance(params, dict):
+        return any(map(_in_params, params.values()))
+    if type(params) in (tuple, list):
+        return any(map(_in_params, params))
+    return is_symbolic(params)
+
+
+def _inside(jaxpr: Any) -> bool:
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return any(map(depends_on_sizes, jaxpr.eqns))
