@@ -30,6 +30,8 @@ from batchax.errors import UnsupportedError as UnsupportedError
 from batchax.execution.memory import BatchSizeChoice as BatchSizeChoice
 from batchax.execution.memory import batch_size_choices as batch_size_choices
 from batchax.host_function import host_function as host_function
+from batchax.rows.buckets import Buckets as Buckets
+from batchax.rows.buckets import bucket as bucket
 from batchax.rows.ragged import Ragged as Ragged
 from batchax.rows.ragged import ragged as ragged
 from batchax.scan import scan as scan

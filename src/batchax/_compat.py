@@ -15,6 +15,7 @@ import jax
 import jax.core
 import jax.extend.core as jex_core
 import jax.extend.core.primitives as jex_primitives
+import numpy as np
 
 # ``jax.make_jaxpr`` is the only public way to stage with a named axis in scope; it
 # wraps its argument in a new ``jit`` at each call, which costs more than staging a
@@ -409,4 +410,9 @@ def evaluate_size(dim: Any, values: dict[str, Any]) -> Any:
 
     JAX does this only for itself, when it lowers an exported program.
     """
-    return dim._evaluate(values)
+    if any(isinstance(value, jax.core.Tracer) for value in values.values()):
+        return dim._evaluate(values)
+    # A maximum of sizes is computed by JAX; the remainder by an empty row's is left undefined.
+    with jax.ensure_compile_time_eval(), np.errstate(divide="ignore"):
+        size = dim._evaluate(values)
+    return np.asarray(size) if isinstance(size, jax.Array) else size

@@ -20,6 +20,7 @@ from batchax.ranks.annotations import annotated_ranks
 from batchax.ranks.core import Core, Sizes, as_cores, is_rank
 from batchax.ranks.dimensions import Argument, check_cores, run
 from batchax.ranks.signature import parse_signature
+from batchax.rows.ragged import Ragged
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -262,6 +263,8 @@ def _is_numbers(x: Any) -> bool:
 
 
 def _check_is_array(path: str, value: Any) -> None:
+    if isinstance(value, Ragged):
+        return
     try:
         jax.typeof(value)
     except TypeError:

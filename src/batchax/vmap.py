@@ -31,7 +31,7 @@ from batchax.engine.replay import Program, running
 from batchax.errors import ArgumentTypeError
 from batchax.execution.chunked import Chunking, find_chunking, run_in_chunks
 from batchax.rows.ragged import Ragged
-from batchax.rows.run import run_rows
+from batchax.rows.run import RowOptions, check_layout, run_rows
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -47,6 +47,7 @@ def vmap(
     batch_size: int | Literal["auto"] | None = None,
     memory_limit: int | str | None = None,
     residuals: Literal["recompute", "keep"] = "recompute",
+    layout: Literal["auto", "packed", "padded", "grouped"] = "auto",
 ) -> F:
     """Batches `fun`, a function of one example, over an axis of its arguments.
 
@@ -81,6 +82,13 @@ def vmap(
         again when its cotangents are known; "keep" stores what all chunks computed, which
         can take less time, and takes at least as much memory as without chunks.
 
+      layout: how rows of `Ragged` arguments are held while they are computed. "packed": one
+        after another, wherever each element of a row is computed by itself, or the row is
+        reduced. "padded": as arrays of one size, in which padding is masked. "grouped": rows of
+        one length together, for which lengths must be known. "auto": packed and padded, for
+        each part of the function what costs less; grouped for a function that cannot be
+        computed exactly otherwise.
+
     Returns:
       A function of the same parameters as `fun`, over batches.
 
@@ -109,6 +117,7 @@ def vmap(
     check_axis_size(axis_size)
     if spmd_axis_name is not None and not isinstance(spmd_axis_name, tuple):
         spmd_axis_name = (spmd_axis_name,)
+    check_layout(layout, batch_size)
     chunking = find_chunking(fun, batch_size, memory_limit, residuals)
 
     @functools.wraps(fun)
@@ -129,7 +138,9 @@ def vmap(
 
         run = functools.partial(_run, chunking=chunking)
         if any(isinstance(m.value, Ragged) for m in flat.mapped):
-            outs = run_rows(axis, one_example, flat.mapped, outputs, run)
+            in_chunks = chunking is not None and chunking.applies_to(size)
+            rows = RowOptions(layout, in_chunks)
+            outs = run_rows(axis, one_example, flat.mapped, outputs, run, rows)
         else:
             outs = run(axis, one_example, flat.mapped, outputs)
         return outputs[0].rebuild(outs)

@@ -83,7 +83,7 @@ class Sizes:
         """What is wrong with the core `shape` of the array at `path`; empty if nothing is."""
         for position, (dim, size) in enumerate(zip(core.dims, shape, strict=True)):
             expected = self._expected(dim)
-            if dim.or_one and size == 1:
+            if size is None or (dim.or_one and size == 1):  # None: each row has its own
                 continue
             if expected is None:
                 if dim.name is not None:

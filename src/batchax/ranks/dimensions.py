@@ -19,6 +19,7 @@ import numpy as np
 
 from batchax.errors import AxisError
 from batchax.ranks.core import Core, Sizes
+from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap
 
 
@@ -32,8 +33,8 @@ class Argument:
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
-        """The shape of all of it."""
-        return np.shape(self.value)
+        """The shape of all of it; None where the rows of a `Ragged` have their own size."""
+        return self.value.shape if isinstance(self.value, Ragged) else np.shape(self.value)
 
     @functools.cached_property
     def batch(self) -> tuple[int, ...]:
@@ -60,7 +61,7 @@ def check_cores(arguments: Sequence[Argument], sizes: Sizes) -> None:
     Raises:
       AxisError: one has too few dimensions, or sizes disagree.
     """
-    short = [a for a in arguments if len(a.shape) < a.core.rank]
+    short = [a for a in arguments if len(a.shape) - isinstance(a.value, Ragged) < a.core.rank]
     if short:
         raise AxisError(
             "an argument has fewer dimensions than one example was declared to have:\n"
@@ -139,6 +140,8 @@ def run(
       arguments: its arguments.
       options: those of `vmap` that apply to the batch.
     """
+    if any(isinstance(a.value, Ragged) for a in arguments):
+        return _run_rows(one_example, arguments, options)
     batch = broadcast_batch(arguments)
     groups = find_groups(arguments, batch)
     values = [
@@ -155,6 +158,44 @@ def run(
         outs = function(*values)
     kept = len(groups)
     return [_with_shape(x, (*batch, *np.shape(x)[kept:])) for x in outs]
+
+
+def _run_rows(
+    one_example: Callable[..., list[Any]],
+    arguments: Sequence[Argument],
+    options: Mapping[str, Any],
+) -> list[Any]:
+    """As `run`, where the outermost batch dimension is that of the rows of a `Ragged`.
+
+    Raises:
+      AxisError: it is not the outermost one for all arguments, or they do not broadcast.
+    """
+    first = next(a for a in arguments if isinstance(a.value, Ragged))
+    ndim, rows = len(first.batch), len(first.value)
+    axes, values, lines = [], [], []
+    for a in arguments:
+        deepest = len(a.batch) == ndim
+        own = a.batch[0] if deepest else 1
+        mark = ""
+        if len(a.batch) > ndim or (isinstance(a.value, Ragged) and not deepest):
+            mark = f"   <- its batch dimensions are {len(a.batch)}, not at most {ndim}"
+        elif own not in (1, rows):
+            mark = f"   <- {own} in batch dimension {-ndim}, where there are {rows} rows"
+        lines.append(f"  {a.path}: {_split(a)}{mark}")
+        mapped = isinstance(a.value, Ragged) or (deepest and own == rows)
+        axes.append(0 if mapped else None)
+        values.append(a.value if mapped or not deepest else a.value[0])
+    if any("<-" in line for line in lines):
+        raise AxisError(
+            f"the rows of {first.path} are the outermost batch dimension, and the batch "
+            "dimensions of the arguments do not broadcast with it:\n" + "\n".join(lines)
+        )
+
+    def one_row(*parts: Any) -> list[Any]:
+        own = [Argument(a.path, x, a.core) for a, x in zip(arguments, parts, strict=True)]
+        return run(one_example, own, {})
+
+    return vmap(one_row, tuple(axes), **options)(*values)
 
 
 def _by_group(groups: Sequence[Group], options: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -7,7 +7,7 @@ to JAX: left to itself it would transpose a gather to a scatter, a hundred times
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -45,7 +45,7 @@ class RowIndex:
             return cls(starts, known, bound, int(known.sum()) == capacity)
         clipped = jnp.clip(lengths.astype(jnp.int32), 0, min(bound, capacity))
         ends = jnp.minimum(jnp.cumsum(clipped), capacity)
-        starts = jnp.concatenate([jnp.zeros((1,), ends.dtype), ends[:-1]])
+        starts = jnp.concatenate([jnp.zeros((1,), ends.dtype), ends])[:-1]
         return cls(starts, ends - starts, bound, False)
 
     def row_of(self, capacity: int) -> Any:
@@ -77,8 +77,8 @@ def pad_rows(data: Any, index: RowIndex, axis: int, fill_value: Any = 0) -> Any:
     rows, bound, capacity = index.starts.shape[0], index.bound, data.shape[axis]
     shape = (rows, *data.shape[:axis], bound, *data.shape[axis + 1 :])
     if capacity == 0 or rows == 0 or bound == 0:
-        if fill_value is None:
-            raise ValueError("random keys of rows that are all empty cannot be padded")
+        if fill_value is None or not jnp.issubdtype(data.dtype, np.generic):
+            return _zeros(shape, data)
         return jnp.full(shape, fill_value, data.dtype)
     filled = _linear_gather(_pad, _pack, index, data, axis, capacity)
     if fill_value is None or not jnp.issubdtype(data.dtype, np.generic):
@@ -99,8 +99,10 @@ def _linear_gather(
 ) -> Any:
     def with_index(gather: Any) -> Any:
         def run(residuals: Any, operands: Any) -> list[Any]:
-            known = RowIndex(*residuals, index.bound, index.exact) if residuals else index
-            return [gather(known, operands[0], axis, capacity)]
+            own = index
+            if residuals:
+                own = replace(index, starts=residuals[0], lengths=residuals[1])
+            return [gather(own, operands[0], axis, capacity)]
 
         return run
 
@@ -113,7 +115,10 @@ def _linear_gather(
 
 
 def _pad(index: RowIndex, data: Any, axis: int, capacity: int) -> Any:
-    places = jnp.arange(index.bound, dtype=jnp.int32)
+    rows, bound = index.starts.shape[0], index.bound
+    if rows == 0 or bound == 0 or capacity == 0:
+        return _zeros((rows, *data.shape[:axis], bound, *data.shape[axis + 1 :]), data)
+    places = jnp.arange(bound, dtype=jnp.int32)
     at = jnp.clip(jnp.asarray(index.starts)[:, None] + places, 0, capacity - 1)
     taken = jnp.moveaxis(_take(data, at, axis), axis, 0) if axis else _take(data, at, 0)
     return _zero_unless(taken, index.mask(), (0, axis + 1))
@@ -123,7 +128,7 @@ def _pack(index: RowIndex, padded: Any, axis: int, capacity: int) -> Any:
     rows, bound = padded.shape[0], index.bound
     shape = (*padded.shape[1 : axis + 1], capacity, *padded.shape[axis + 2 :])
     if rows == 0 or bound == 0 or capacity == 0:
-        return jnp.zeros(shape, padded.dtype)
+        return _zeros(shape, padded)
     row, place = index.row_of(capacity), index.place_of(capacity)
     belongs = jnp.asarray(row < rows)
     row, place = jnp.minimum(jnp.asarray(row), rows - 1), jnp.clip(jnp.asarray(place), 0, bound - 1)
@@ -136,6 +141,14 @@ def _pack(index: RowIndex, padded: Any, axis: int, capacity: int) -> Any:
 def _take(x: Any, at: Any, axis: int) -> Any:
     """As ``jnp.take`` for indices that are known to be in bounds."""
     return jnp.take(x, at, axis=axis, mode="clip")
+
+
+def _zeros(shape: tuple[int, ...], like: Any) -> Any:
+    if jnp.issubdtype(like.dtype, np.generic):
+        return jnp.zeros(shape, like.dtype)
+    numbers = jax.random.key_data(like)  # keys of zeros
+    numbers = jnp.zeros((*shape, *numbers.shape[like.ndim :]), numbers.dtype)
+    return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(like))
 
 
 def _zero_unless(x: Any, belongs: Any, dims: tuple[int, ...]) -> Any:

@@ -13,14 +13,14 @@ padding sends back. That must be nothing, not zero times infinity, and `cut` see
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxprs_in_params
 
 from batchax import _compat
 from batchax.engine.fallback import bind_equation
@@ -30,7 +30,7 @@ from batchax.rows.sizes import Sizes, depends_on_sizes
 from batchax.rules.masking import is_inexact, safe_lanes
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
     """A value of one row.
 
@@ -39,15 +39,19 @@ class Row:
         known while the program is staged.
       shape: the shape of the row's own part, of which sizes may be symbolic.
       fill: what all of the padding holds, or None for anything.
+      dim: the size that an integer is, where it is known to be one.
+      partly: what the padding along some axes holds, and those axes.
     """
 
     value: Any
     shape: tuple[Any, ...]
     fill: Any = None
+    dim: Any = None
+    partly: tuple[Any, tuple[int, ...]] | None = None
 
     @property
     def known(self) -> bool:
-        return isinstance(self.value, (np.ndarray, np.generic, bool, int, float, complex))
+        return _is_known(self.value)
 
 
 Rule = Callable[..., Any]
@@ -86,14 +90,22 @@ class Operation:
 
     def filled(self, row: Row, value: Any, axes: Sequence[int] | None = None) -> Any:
         """The array of `row` with `value` in its padding along `axes` (default: all)."""
-        axes = self.sizes.padded_axes(row.shape) if axes is None else axes
-        if not self.sizes.padded_axes(row.shape) or _same(row.fill, value):
+        padded = self.sizes.padded_axes(row.shape)
+        wanted = {a for a in padded if axes is None or a in axes}
+        if _same(row.fill, value) or not wanted:
             return row.value
-        mask = self.sizes.mask(row.shape, axes)
-        if mask is None:
-            return row.value
-        x = jnp.asarray(row.value)
-        return lax.select(mask, x, lax.full_like(x, value))
+        done: set[int] = set()
+        if row.partly is not None and _same(row.partly[0], value):
+            done = set(row.partly[1])
+        if not wanted <= done:
+            x = jnp.asarray(row.value)
+            mask = self.sizes.mask(row.shape, sorted(wanted - done))
+            # The row stays filled: what uses it next may want the same.
+            row.value = lax.select(mask, x, lax.full_like(x, value))
+            done |= wanted
+            row.fill = value if done == set(padded) else None
+            row.partly = value, tuple(sorted(done))
+        return row.value
 
     def cut(self, value: Any, shape: Sequence[Any]) -> Any:
         """`value` as it is, through whose padding no derivative passes."""
@@ -133,11 +145,11 @@ def run_padded(sizes: Sizes, jaxpr: Any, consts: Sequence[Any], rows: Sequence[R
     env: dict[Any, Row] = {
         v: Row(x, v.aval.shape) for v, x in zip(jaxpr.constvars, consts, strict=True)
     }
-    env.update(zip(jaxpr.invars, rows, strict=True))
+    env.update(zip(jaxpr.invars, map(replace, rows), strict=True))  # filled here, not there
     outer_names = _compat.current_name_stack()
 
     def read(v: Any) -> Row:
-        return Row(v.val, v.aval.shape) if isinstance(v, Literal) else env[v]
+        return Row(v.val, jnp.shape(v.val)) if isinstance(v, Literal) else env[v]
 
     for eqn, dead in plan(jaxpr):
         with _compat.user_source(eqn.source_info, outer_names), eqn.ctx.manager:
@@ -153,12 +165,8 @@ def run_equation(sizes: Sizes, eqn: Any, rows: Sequence[Row]) -> list[Row]:
     shapes = [v.aval.shape for v in eqn.outvars]
     if not depends_on_sizes(eqn):
         values = [row.value for row in rows]
-        if all(row.known for row in rows) and _is_small(eqn):
-            # Indices written in the program stay known: a rule may look at them.
-            with jax.ensure_compile_time_eval():
-                outs: Sequence[Any] = [np.asarray(x) for x in bind_equation(eqn, values)]
-        else:
-            outs = bind_equation(eqn, values)
+        folded = fold_known(eqn, values)
+        outs = bind_equation(eqn, values) if folded is None else folded
         return [Row(x, shape) for x, shape in zip(outs, shapes, strict=True)]
     op = Operation(eqn, sizes)
     rule = _rules.get(eqn.primitive.name)
@@ -171,11 +179,24 @@ def run_equation(sizes: Sizes, eqn: Any, rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _is_small(eqn: Any) -> bool:
-    if eqn.effects or any(True for _ in jax.extend.core.jaxprs_in_params(eqn.params)):
-        return False
+def fold_known(eqn: Any, values: Sequence[Any]) -> list[Any] | None:
+    """Small integers computed from what is written in the program; None for anything else.
+
+    They stay known, so that a rule may look at indices.
+    """
+    if not all(map(_is_known, values)) or eqn.effects:
+        return None
     avals = [v.aval for v in eqn.outvars]
-    return all(
-        np.prod(a.shape) <= 16 and jnp.issubdtype(a.dtype, jnp.integer) and not a.weak_type
-        for a in avals
-    )
+    if any(True for _ in jaxprs_in_params(eqn.params)) or not all(map(_is_index, avals)):
+        return None
+    with jax.ensure_compile_time_eval():
+        return [np.asarray(x) for x in bind_equation(eqn, values)]
+
+
+def _is_index(aval: Any) -> bool:
+    small = np.prod(aval.shape) <= 16
+    return bool(small and jnp.issubdtype(aval.dtype, jnp.integer) and not aval.weak_type)
+
+
+def _is_known(x: Any) -> bool:
+    return isinstance(x, (np.ndarray, np.generic, bool, int, float, complex))

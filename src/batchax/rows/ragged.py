@@ -9,20 +9,41 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+from jax import lax
 
 from batchax.engine.containers import BatchOfRows, add_spec_type
 from batchax.errors import ArgumentTypeError, AxisError
+from batchax.rows.checks import (
+    as_data,
+    as_lengths,
+    check_each,
+    check_lengths,
+    check_max_length,
+    checked_axis,
+    shown_lengths,
+    without,
+)
+from batchax.rows.checks import known_lengths as known_lengths
+from batchax.rows.converters import Converters
 from batchax.rows.index import RowIndex, pack_rows, pad_rows
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Ragged(BatchOfRows):
+class Ragged(Converters, BatchOfRows):
     """Rows of different lengths: their elements one after another in one array.
 
     A pytree with the leaves `data` and `lengths`: it goes through ``jax.jit``, ``jax.grad``,
     ``jax.device_put`` and libraries that save arrays. As an argument of `vmap` it is a batch of
     rows, of which the function sees one, as an array that has the row's own length.
+
+    Derivatives are with respect to `data`. ``jax.grad`` refuses the integers in `lengths` unless
+    told otherwise, and what it then returns is a Ragged whose lengths hold nothing (dtype
+    float0). Both of these give a Ragged of gradients that has lengths::
+
+      g = jax.grad(loss, allow_int=True)(x)
+      g = x.with_data(g.data)
+
+      g = x.with_data(jax.grad(lambda data: loss(x.with_data(data)))(x.data))
 
     Args:
       data: array of any dtype, random keys included. Along `axis` it has the elements of row 0,
@@ -50,25 +71,15 @@ class Ragged(BatchOfRows):
     def __init__(
         self, data: Any, lengths: Any, max_length: int | None = None, *, axis: int = 0
     ) -> None:
-        self.data = _as_data(data)
-        self.lengths = _as_lengths(lengths)
-        self.axis = _checked_axis(axis, self.data)
+        self.data = as_data(data)
+        self.lengths = as_lengths(lengths)
+        self.axis = checked_axis(axis, self.data)
         capacity = self.data.shape[self.axis]
-        if max_length is not None and (
-            not isinstance(max_length, (int, np.integer)) or isinstance(max_length, bool)
-        ):
-            raise ArgumentTypeError(
-                f"Ragged: max_length must be an int, got {max_length!r} of type "
-                f"{type(max_length).__name__}."
-            )
+        check_max_length(max_length)
         known = known_lengths(self.lengths)
         if known is not None:
-            _check_lengths(known, capacity, max_length, self.data, self.axis)
-            greatest = int(known.max(initial=0))
-        else:
-            greatest = capacity
-        if max_length is not None and max_length < 0:
-            raise AxisError(f"Ragged: max_length is {max_length}; give the length of no row less.")
+            check_lengths(known, capacity, max_length, self.data, self.axis)
+        greatest = capacity if known is None else int(known.max(initial=0))
         self.max_length = greatest if max_length is None else int(max_length)
 
     @classmethod
@@ -87,8 +98,8 @@ class Ragged(BatchOfRows):
                 "Ragged.from_rows needs at least one row: without any, neither dtype nor shape "
                 "are known. For a batch of no rows give Ragged(data, lengths) with empty arrays."
             )
-        arrays = [_as_data(row, f"rows[{i}]") for i, row in enumerate(rows)]
-        at = _checked_axis(axis, arrays[0])
+        arrays = [as_data(row, f"rows[{i}]") for i, row in enumerate(rows)]
+        at = checked_axis(axis, arrays[0])
         first = arrays[0]
         for i, x in enumerate(arrays):
             if x.dtype != first.dtype:
@@ -96,7 +107,7 @@ class Ragged(BatchOfRows):
                     f"Ragged.from_rows: rows[{i}] has dtype {x.dtype}, but rows[0] has "
                     f"{first.dtype}. Convert them to one dtype."
                 )
-            if _without(x.shape, at) != _without(first.shape, at) or x.ndim != first.ndim:
+            if without(x.shape, at) != without(first.shape, at) or x.ndim != first.ndim:
                 raise AxisError(
                     f"Ragged.from_rows: rows[{i}] has shape {x.shape} and rows[0] {first.shape}: "
                     f"rows may differ along axis {at} only."
@@ -115,30 +126,37 @@ class Ragged(BatchOfRows):
           padded: shape ``(B, ..., N, ...)``: a row for each entry of `lengths`, with the ragged
             axis at `axis` of a row. What lies beyond a row's length is dropped.
           lengths: shape ``(B,)``. Where they are traced, `data` of the result has room for
-            ``B * N`` elements.
+            ``B * N`` elements, and each length is clipped to what a row has room for.
           max_length: default N.
           axis: the ragged axis of a row.
         """
-        padded, lengths = _as_data(padded, "padded"), _as_lengths(lengths)
+        padded, lengths = as_data(padded, "padded"), as_lengths(lengths)
         if padded.ndim < 2:
             raise AxisError(
                 f"Ragged.from_padded: padded has shape {padded.shape}; it needs an axis for the "
                 "rows and one for the elements of a row."
             )
-        at = _checked_axis(axis, _Row(padded))
+        at = checked_axis(axis, jax.ShapeDtypeStruct(padded.shape[1:], padded.dtype))
         count, size = padded.shape[0], padded.shape[at + 1]
         if lengths.shape != (count,):
             raise AxisError(
                 f"Ragged.from_padded: padded has {count} rows, shape {padded.shape}, but lengths "
                 f"has shape {lengths.shape}. Give one length for each row."
             )
+        check_max_length(max_length)
+        most = size if max_length is None else int(max_length)
         known = known_lengths(lengths)
-        if known is not None:
-            _check_each(known, size, f"the {size} elements that a row of `padded` has")
-        capacity = count * size if known is None else int(known.sum())
-        index = RowIndex.of(lengths, capacity, size)
-        data = pack_rows(padded, index, at, capacity)
-        return cls(data, lengths, size if max_length is None else max_length, axis=at)
+        if known is None:
+            capacity, room = count * size, min(size, most)
+            index = RowIndex.of(lengths, capacity, room)
+            lengths = index.lengths
+            padded = lax.slice_in_dim(padded, 0, room, axis=at + 1)
+        else:
+            check_each(known, size, f"the {size} elements that a row of `padded` has")
+            check_each(known, most, f"max_length, {most}")
+            capacity = int(known.sum())
+            index = RowIndex.of(lengths, capacity, size)
+        return cls(pack_rows(padded, index, at, capacity), lengths, most, axis=at)
 
     @classmethod
     def from_offsets(
@@ -149,27 +167,29 @@ class Ragged(BatchOfRows):
         Args:
           flat: the elements of all rows along `axis`.
           offsets: integers of shape ``(B + 1,)`` that do not decrease: row `i` has the elements
-            ``offsets[i]:offsets[i + 1]``.
+            ``offsets[i]:offsets[i + 1]``. Where they are traced, one that is less than one
+            before it counts as that one, and each is clipped to the elements that `flat` has.
           max_length: as for `Ragged`.
           axis: the ragged axis of a row.
         """
-        flat, offsets = _as_data(flat, "flat"), _as_lengths(offsets, "offsets")
-        at = _checked_axis(axis, flat)
+        flat, offsets = as_data(flat, "flat"), as_lengths(offsets, "offsets")
+        at = checked_axis(axis, flat)
         if offsets.shape[0] < 1:
             raise AxisError(
                 "Ragged.from_offsets: offsets must have one entry more than there are rows; it "
                 "is empty."
             )
-        lengths = offsets[1:] - offsets[:-1]
-        known = known_lengths(offsets)
+        known, size = known_lengths(offsets), flat.shape[at]
         if known is None:
+            offsets = lax.cummax(jnp.clip(offsets.astype(jnp.int32), 0, size))
             flat = jnp.roll(flat, -offsets[0], axis=at)
+            lengths = offsets[1:] - offsets[:-1]
         else:
-            start, size = int(known[0]), flat.shape[at]
-            if start < 0 or (np.diff(known) < 0).any() or known[-1] > size:
+            start, lengths = int(known[0]), np.diff(known)
+            if start < 0 or (lengths < 0).any() or known[-1] > size:
                 raise AxisError(
                     "Ragged.from_offsets: offsets must begin at 0 or later, never decrease, and "
-                    f"end within the {size} elements of flat; got {_shown(known)}."
+                    f"end within the {size} elements of flat; got {shown_lengths(known)}."
                 )
             part = [slice(None)] * flat.ndim
             part[at] = slice(start, None)
@@ -192,11 +212,14 @@ class Ragged(BatchOfRows):
     def offsets(self) -> Any:
         """Where each row begins and the last one ends: int32 of shape ``(B + 1,)``."""
         index = self.index
-        return jnp.concatenate([index.starts, jnp.sum(index.lengths, keepdims=True)])
+        numpy = np if isinstance(index.starts, np.ndarray) else jnp
+        ends = index.starts + index.lengths
+        return numpy.concatenate([numpy.zeros(1, np.int32), ends])
 
     @property
     def index(self) -> RowIndex:
         """Where the elements of each row are."""
+        self._check_has_lengths()
         return RowIndex.of(self.lengths, self.data.shape[self.axis], self.max_length)
 
     def __len__(self) -> int:
@@ -207,8 +230,21 @@ class Ragged(BatchOfRows):
         return iter(self.rows())
 
     def __getitem__(self, i: int) -> Any:
-        """Row `i`, as an array of its own length; lengths must be known."""
-        return self.rows()[i]
+        """Row `i`, as an array of its own length; lengths must be known.
+
+        Raises:
+          IndexError: there is no such row.
+          ArgumentTypeError: `i` is no int, or lengths are traced.
+        """
+        if not isinstance(i, (int, np.integer)) or isinstance(i, bool):
+            raise ArgumentTypeError(
+                f"Ragged: x[i] is row i, for an int; got {i!r} of type {type(i).__name__}. For "
+                "several rows use x.rows(), a list."
+            )
+        ends = self._known_ends()
+        if not -len(ends) <= i < len(ends):
+            raise IndexError(f"Ragged: there is no row {i} of {len(ends)} rows")
+        return self._row(ends, int(i) % len(ends))
 
     def to_padded(self, fill_value: Any = 0) -> Any:
         """An array of shape ``(B, ..., max_length, ...)``, with `fill_value` after each row.
@@ -223,23 +259,38 @@ class Ragged(BatchOfRows):
         Raises:
           ArgumentTypeError: lengths are traced.
         """
+        ends = self._known_ends()
+        return [self._row(ends, i) for i in range(len(ends))]
+
+    def _known_ends(self) -> np.ndarray:
+        self._check_has_lengths()
         known = known_lengths(self.lengths)
         if known is None:
             raise ArgumentTypeError(
-                "Ragged.rows() needs lengths whose values are known, but these are traced: call "
-                "it outside of jit, or use to_padded()."
+                "Ragged: a row has a shape of its own, for which lengths must be known, but these "
+                "are traced: take rows outside of jit, or use to_padded()."
             )
-        ends = np.cumsum(known)
+        return np.cumsum(known)
+
+    def _row(self, ends: np.ndarray, i: int) -> Any:
         part = [slice(None)] * self.data.ndim
-        rows = []
-        for length, end in zip(known, ends, strict=True):
-            part[self.axis] = slice(int(end - length), int(end))
-            rows.append(self.data[tuple(part)])
-        return rows
+        part[self.axis] = slice(int(ends[i - 1]) if i else 0, int(ends[i]))
+        return self.data[tuple(part)]
+
+    def _check_has_lengths(self) -> None:
+        if self.lengths.dtype == jax.dtypes.float0:
+            raise ArgumentTypeError(
+                "Ragged: this is a derivative, whose lengths JAX leaves empty (dtype float0). "
+                "Its rows are those of x.with_data(derivative.data), for the x it belongs to."
+            )
 
     def with_data(self, data: Any) -> Ragged:
         """Rows of the same lengths with other elements, which share the size under `vmap`."""
         return Ragged(data, self.lengths, self.max_length, axis=self.axis)
+
+    def with_max_length(self, max_length: int) -> Ragged:
+        """The same rows with another bound on their lengths."""
+        return Ragged(self.data, self.lengths, max_length, axis=self.axis)
 
     def tree_flatten_with_keys(self) -> Any:
         keys = jax.tree_util.GetAttrKey("data"), jax.tree_util.GetAttrKey("lengths")
@@ -259,12 +310,17 @@ class Ragged(BatchOfRows):
 
     def __repr__(self) -> str:
         shape = getattr(self.data, "shape", None)
-        if shape is None or not hasattr(self.lengths, "shape"):
+        if shape is None or len(shape) <= self.axis or not hasattr(self.lengths, "dtype"):
             return f"Ragged(data={self.data!r}, lengths={self.lengths!r})"
         row = [*map(str, shape)]
         row[self.axis] = "n"
         known = known_lengths(self.lengths)
-        lengths = "traced" if known is None else _shown(known)
+        if self.lengths.dtype == jax.dtypes.float0:
+            lengths = "none, of a derivative"
+        elif known is None:
+            lengths = "traced"
+        else:  # in a tree of shapes there is a shape
+            lengths = shown_lengths(known) if known.ndim == 1 else "unknown"
         comma = "," if len(row) == 1 else ""
         return (
             f"Ragged({len(self)} rows of {self.data.dtype}[{', '.join(row)}{comma}], "
@@ -303,90 +359,3 @@ def ragged(name: str) -> RaggedSize:
 
 
 _OPERATIONS = frozenset({"floordiv", "mod", "max", "min", "non_negative"})
-
-
-def known_lengths(lengths: Any) -> np.ndarray | None:
-    """`lengths` as a NumPy array, or None where their values are not known."""
-    return None if isinstance(lengths, Tracer) else np.asarray(lengths)
-
-
-class _Row:
-    """What a row of a padded array looks like."""
-
-    def __init__(self, padded: Any) -> None:
-        self.shape, self.ndim = padded.shape[1:], padded.ndim - 1
-
-
-def _as_data(data: Any, what: str = "data") -> Any:
-    if isinstance(data, (jax.Array, Tracer)):
-        return data
-    try:
-        return jnp.asarray(data)
-    except (TypeError, ValueError):
-        raise ArgumentTypeError(
-            f"Ragged: {what} must be an array, got {type(data).__name__}. For a list of rows use "
-            "Ragged.from_rows(rows)."
-        ) from None
-
-
-def _as_lengths(lengths: Any, what: str = "lengths") -> Any:
-    if not isinstance(lengths, (jax.Array, Tracer)):
-        try:
-            lengths = np.asarray(lengths)
-        except ValueError:
-            lengths = np.zeros((), object)
-        if lengths.size == 0 and lengths.ndim == 1:
-            lengths = lengths.astype(np.int32)
-        if np.issubdtype(lengths.dtype, np.integer):
-            lengths = lengths.astype(np.int32)
-    if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ArgumentTypeError(
-            f"Ragged: {what} must be integers, one for each row, got dtype {lengths.dtype}."
-        )
-    if lengths.ndim != 1:
-        raise AxisError(
-            f"Ragged: {what} must have one axis, with an entry for each row; its shape is "
-            f"{lengths.shape}."
-        )
-    return lengths
-
-
-def _checked_axis(axis: Any, array: Any) -> int:
-    if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
-        raise ArgumentTypeError(f"Ragged: axis must be an int, got {axis!r}.")
-    if not -array.ndim <= axis < array.ndim:
-        raise AxisError(
-            f"Ragged: axis is {axis}, but a row has {array.ndim} axes; its array has shape "
-            f"{tuple(array.shape)}."
-        )
-    return int(axis) % array.ndim
-
-
-def _check_lengths(known: np.ndarray, capacity: int, most: int | None, data: Any, at: int) -> None:
-    if (known < 0).any():
-        i = int(np.argmax(known < 0))
-        raise AxisError(f"Ragged: lengths[{i}] is {known[i]}; a length cannot be negative.")
-    total = int(known.sum())
-    if total > capacity:
-        raise AxisError(
-            f"Ragged: the lengths add up to {total}, but data, of shape {tuple(data.shape)}, has "
-            f"{capacity} elements along axis {at}. Give the rows one after another, without "
-            "padding; for padded rows use Ragged.from_padded(padded, lengths)."
-        )
-    if most is not None:
-        _check_each(known, int(most), f"max_length, {most}")
-
-
-def _check_each(known: np.ndarray, most: int, what: str) -> None:
-    if (known > most).any():
-        i = int(np.argmax(known > most))
-        raise AxisError(f"Ragged: lengths[{i}] is {known[i]}, more than {what}.")
-
-
-def _without(shape: Sequence[int], axis: int) -> tuple[int, ...]:
-    return (*shape[:axis], *shape[axis + 1 :])
-
-
-def _shown(lengths: np.ndarray) -> str:
-    values = [*map(str, lengths)]
-    return "[" + ", ".join(values if len(values) < 9 else [*values[:6], "...", values[-1]]) + "]"

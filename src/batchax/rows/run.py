@@ -2,53 +2,95 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.core import Tracer, eval_jaxpr
 
 from batchax import _compat
 from batchax.engine.arguments import Mapped
-from batchax.engine.axis import Axis
-from batchax.engine.inner import example_aval, stage_function
-from batchax.engine.outputs import AUTO, FlatOutputs, OutputArray, Reduce
-from batchax.errors import AxisError, UnsupportedError
-from batchax.rows.index import RowIndex, pack_rows, pad_rows
-from batchax.rows.padded import Row, run_padded
-from batchax.rows.ragged import Ragged, RaggedSize, known_lengths
-from batchax.rows.sizes import Sizes, has_symbols, is_symbolic
+from batchax.engine.axis import Axis, AxisPosition
+from batchax.engine.inner import stage_function
+from batchax.engine.outputs import FlatOutputs, OutputArray, check_unbatched, place
+from batchax.errors import ArgumentTypeError, UnsupportedError
+from batchax.rows.arguments import RowSize, capacity_of, find_sizes, is_key, row_aval, with_room
+from batchax.rows.by_length import run_by_length
+from batchax.rows.index import pad_rows
+from batchax.rows.layouts import Costs, choose_layouts
+from batchax.rows.outputs import as_ragged, place_ragged
+from batchax.rows.packed import Packed, PackedRows, Segments
+from batchax.rows.padded import CannotPad, Operation, Row, run_padded
+from batchax.rows.ragged import Ragged, known_lengths
+from batchax.rows.regions import Region, find_regions, run_regions
+from batchax.rows.sizes import Sizes, has_symbols
+from batchax.rows.steps import Steps, flatten
+
+RunDense = Callable[[Axis, Callable[..., Any], list[Mapped], list[FlatOutputs]], list[Any]]
 
 
 @dataclass(frozen=True)
-class RowSize:
-    """A size that rows have, which some of the ragged arguments share.
+class RowOptions:
+    """What `vmap` was asked for where rows are concerned.
 
     Attributes:
-      name: of its symbol.
-      symbol: the symbolic size.
-      batch: the first argument that has it.
-      bound: no row is longer.
+      layout: how rows are held while they are computed.
+      in_chunks: whether there will be several chunks of rows.
     """
 
-    name: str
-    symbol: Any
-    batch: Ragged
-    bound: int
+    layout: Literal["auto", "packed", "padded", "grouped"] = "auto"
+    in_chunks: bool = False
+
+
+def check_layout(layout: Any, batch_size: Any) -> None:
+    """Refuses, when `vmap` is called, a layout that there is not.
+
+    Raises:
+      ArgumentTypeError: it is none of those, or rows are to be packed in chunks.
+    """
+    if layout not in ("auto", "packed", "padded", "grouped"):
+        raise ArgumentTypeError(
+            f'layout must be "auto", "packed", "padded" or "grouped", got {layout!r}.'
+        )
+    if layout == "packed" and batch_size is not None:
+        raise ArgumentTypeError(
+            'layout="packed" does not go with batch_size: chunks hold padded rows. Leave one of '
+            "them out; batchax.bucket helps where padding takes too much memory."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A function of one row, staged, and what it was called with.
+
+    Attributes:
+      axis: the axis being mapped, whose lanes are rows.
+      staged: the function, with a symbol for each size of rows.
+      mapped: its arguments.
+      sizes_of: the size of each, None for those that are not ragged.
+      sizes: all that there are.
+      described: its outputs.
+    """
+
+    axis: Axis
+    staged: _compat.ClosedJaxpr
+    mapped: list[Mapped]
+    sizes_of: list[RowSize | None]
+    sizes: list[RowSize]
+    described: list[OutputArray]
 
     @property
-    def index(self) -> RowIndex:
-        """Where the rows of the first argument are."""
-        return self.index_in(self.batch)
+    def shapes(self) -> list[tuple[Any, ...]]:
+        """The shapes of the outputs for one row."""
+        return [getattr(aval, "shape", ()) for aval in self.staged.out_avals]
 
-    def index_in(self, batch: Ragged) -> RowIndex:
-        """Where the rows of an argument are."""
-        return RowIndex.of(batch.lengths, batch.data.shape[batch.axis], self.bound)
-
-
-RunDense = Callable[[Axis, Callable[..., Any], list[Mapped], list[FlatOutputs]], list[Any]]
+    @property
+    def bounds(self) -> dict[str, int]:
+        """The greatest value of each size."""
+        return {size.name: size.bound for size in self.sizes}
 
 
 def run_rows(
@@ -57,6 +99,7 @@ def run_rows(
     mapped: list[Mapped],
     outputs: list[FlatOutputs],
     run_dense: RunDense,
+    options: RowOptions,
 ) -> list[Any]:
     """The outputs of a function of one row for all rows.
 
@@ -66,172 +109,169 @@ def run_rows(
       mapped: its arguments, some of which are `Ragged`.
       outputs: see `one_row`.
       run_dense: what `vmap` does with a function of arrays of one size.
+      options: how rows are to be run.
     """
+    by_length = functools.partial(run_by_length, axis, one_row, mapped, outputs, run_dense)
+    if options.layout == "grouped":
+        return by_length()
+    known = all(
+        known_lengths(m.value.lengths) is not None for m in mapped if isinstance(m.value, Ragged)
+    )
     sizes_of, sizes = find_sizes(mapped)
-    avals = [_row_aval(axis, m, sizes_of[i]) for i, m in enumerate(mapped)]
-    staged = stage_function(axis, one_row, avals, [m.path for m in mapped])
-    described = outputs[0].described
-    shapes = [aval.shape for aval in staged.out_avals]
-    described = [_placed(output, shape) for output, shape in zip(described, shapes, strict=True)]
-    bounds = {size.name: size.bound for size in sizes}
+    avals = [row_aval(axis, m, size) for m, size in zip(mapped, sizes_of, strict=True)]
+    try:
+        staged = stage_function(axis, one_row, avals, [m.path for m in mapped])
+    except Exception as error:
+        # It may be for known sizes only: `if n > 5`. Or wrong: then it fails again.
+        if known:
+            return by_length()
+        raise _cannot_stage(error, sizes) from error
+    described = list(map(place_ragged, outputs[0].described, [a.shape for a in staged.out_avals]))
+    call = Call(axis, staged, mapped, sizes_of, sizes, described)
+    outputs[0].described[:] = described
+    try:
+        regions = _find_regions(call, options)
+        if regions is None:
+            return _run_padded(call, outputs, run_dense)
+        return _run_regions(call, *regions)
+    except CannotPad as error:
+        if known:
+            return by_length()
+        raise UnsupportedError(
+            f"{error}\nRows of one length could run together, but the lengths are traced here: "
+            "call it outside of jit, or close over the Ragged, so that they are known."
+        ) from None
+
+
+def _cannot_stage(error: Exception, sizes: Sequence[RowSize]) -> Exception:
+    """What to raise where a function fails for symbolic sizes and no others are known."""
+    names = ", ".join(size.name for size in sizes)
+    first_line = str(error).split("\n")[0]
+    if isinstance(error, _NEEDS_A_NUMBER):
+        return UnsupportedError(
+            f"the function needs the length of a row as a number, and here rows have a symbolic "
+            f"size ({names}), because their lengths are traced: {first_line}\nCall it outside of jit, "
+            "or close over the Ragged, so that lengths are known; then rows of one length run "
+            "together."
+        )
+    several = len(sizes) > 1
+    error.add_note(
+        f"Rows have a symbolic size ({names}) in the function, and their lengths are traced."
+        + (
+            " Arguments whose rows have the same lengths share a size if in_axes says so: "
+            'batchax.ragged("n") for each of them.'
+            if several
+            else ""
+        )
+    )
+    return error
+
+
+_NEEDS_A_NUMBER = (
+    jax.errors.InconclusiveDimensionOperation,
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+def _run_padded(call: Call, outputs: list[FlatOutputs], run_dense: RunDense) -> list[Any]:
+    """All of it in padded rows, by what `vmap` does with arrays of one size."""
+    staged, bounds = call.staged, call.bounds
+    shapes = [v.aval.shape for v in staged.jaxpr.invars]
+    zero = [not is_key(m.value) for m in call.mapped]
 
     def padded_row(*values: Any) -> list[Any]:
-        outputs[0].described[:] = described
+        outputs[0].described[:] = call.described
         lengths = dict(zip(bounds, values, strict=False))
         arguments = [
-            Row(x, aval.shape, None if of is None or _is_key(x) else 0)
-            for x, aval, of in zip(values[len(sizes) :], avals, sizes_of, strict=True)
+            Row(x, shape, 0 if size is not None and fill else None)
+            for x, shape, size, fill in zip(
+                values[len(bounds) :], shapes, call.sizes_of, zero, strict=True
+            )
         ]
         rows = run_padded(Sizes(bounds, lengths), staged.jaxpr, staged.consts, arguments)
         return [row.value for row in rows]
 
     arguments = [
-        Mapped(f"the lengths of {size.name}", jnp.asarray(size.index.lengths), 0) for size in sizes
+        Mapped(f"the lengths {size.name}", jnp.asarray(size.index.lengths), 0)
+        for size in call.sizes
     ]
-    for m, size in zip(mapped, sizes_of, strict=True):
+    for m, size, fill in zip(call.mapped, call.sizes_of, zero, strict=True):
         if size is not None:
-            fill = None if _is_key(m.value.data) else 0
-            padded = pad_rows(m.value.data, size.index_in(m.value), m.value.axis, fill)
+            index = size.index_in(m.value)
+            padded = pad_rows(m.value.data, index, m.value.axis, 0 if fill else None)
             m = Mapped(m.path, padded, 0)
         arguments.append(m)
-    outs = run_dense(axis, padded_row, arguments, outputs)
+    outs = run_dense(call.axis, padded_row, arguments, outputs)
     return [
-        _ragged_output(x, shape, sizes) if has_symbols(shape) else x
-        for x, shape in zip(outs, shapes, strict=True)
+        as_ragged(x, shape, call.sizes) if has_symbols(shape) else x
+        for x, shape in zip(outs, call.shapes, strict=True)
     ]
 
 
-def find_sizes(mapped: Sequence[Mapped]) -> tuple[list[RowSize | None], list[RowSize]]:
-    """The size of each argument, None for those that are not ragged; and all that there are.
+def _find_regions(call: Call, options: RowOptions) -> tuple[Steps, list[Region]] | None:
+    """The program in regions of one layout each; None if all of it is to be padded."""
+    if options.layout == "padded" or options.in_chunks:
+        return None
+    program = flatten(call.staged)
+    batched = [m.axis is not None for m in call.mapped]
+    packed = Sizes({size.name: capacity_of(size.batch) for size in call.sizes}, {})
+    costs = Costs(packed, Sizes(call.bounds, {}), len(call.sizes[0].batch))
+    only = "packed" if options.layout == "packed" else None
+    layouts = choose_layouts(program, batched, costs, only)
+    if "packed" not in layouts:
+        return None
+    return program, find_regions(program, layouts)
 
-    Raises:
-      AxisError: arguments whose sizes have one name are known to differ in length.
-    """
-    groups: list[tuple[str | None, list[int]]] = []
-    for i, m in enumerate(mapped):
-        if not isinstance(m.value, Ragged):
-            continue
-        name = m.spec.name if isinstance(m.spec, RaggedSize) else None
-        for known_as, members in groups:
-            first = mapped[members[0]]
-            if name is None and known_as is None and _same_lengths(m.value, first.value):
-                members.append(i)
-                break
-            if name is not None and name == known_as:
-                _check_equal(name, first, m)
-                members.append(i)
-                break
+
+def _run_regions(call: Call, program: Steps, regions: list[Region]) -> list[Any]:
+    """Some or all of it in packed rows."""
+    segments = {size.name: Segments(size.index, capacity_of(size.batch)) for size in call.sizes}
+    axes: list[AxisPosition] = []
+
+    def run(*values: Any) -> list[Any]:
+        rows = PackedRows(call.axis, dict(segments))
+        arguments = []
+        for x, m, size in zip(values, call.mapped, call.sizes_of, strict=True):
+            if size is None:
+                shape = list(jnp.shape(x))
+                if m.axis is not None:
+                    del shape[m.axis]
+                arguments.append(Packed(x, tuple(shape), m.axis))
+                continue
+            x = with_room(x, m.value.axis, capacity_of(size.batch))
+            shape = list(jnp.shape(x))
+            shape[m.value.axis] = size.symbol
+            x = Operation(None, rows.sizes).cut(x, shape)
+            arguments.append(Packed(x, tuple(shape)))
+        outs = run_regions(rows, call.bounds, program, regions, arguments)
+        axes[:] = [out.axis for out in outs]
+        return [
+            Operation(None, rows.sizes).cut(out.value, out.shape)
+            if out.axis is None and has_symbols(out.shape)
+            else out.value
+            for out in outs
+        ]
+
+    values = [m.value.data if isinstance(m.value, Ragged) else m.value for m in call.mapped]
+    traced = any(isinstance(x, Tracer) for x in (*values, *call.staged.consts))
+    lengths_traced = any(isinstance(s.index.lengths, Tracer) for s in segments.values())
+    if traced or lengths_traced:
+        outs = run(*values)
+        check_unbatched(call.axis, call.described, axes)
+    else:  # whatever is wrong must be found before anything is computed
+        whole = _compat.stage(run, list(map(jax.typeof, values)))
+        check_unbatched(call.axis, call.described, axes)
+        outs = eval_jaxpr(whole.jaxpr, whole.consts, *values)
+    results = []
+    for x, shape, axis, output in zip(outs, call.shapes, axes, call.described, strict=True):
+        if not has_symbols(shape):
+            results.append(place(call.axis, output, x, axis))
+        elif axis is not None:
+            results.append(as_ragged(x, shape, call.sizes))
         else:
-            groups.append((name, [i]))
-    taken = {name for name, _ in groups if name is not None}
-    fresh = (s for s in _NAMES if s not in taken)
-    names = [name or next(fresh) for name, _ in groups]
-    symbols = jax.export.symbolic_shape(", ".join(names)) if names else ()
-    sizes_of: list[RowSize | None] = [None] * len(mapped)
-    sizes = []
-    for (_, members), name, symbol in zip(groups, names, symbols, strict=True):
-        bound = min(mapped[i].value.max_length for i in members)
-        size = RowSize(name, symbol, mapped[members[0]].value, bound)
-        sizes.append(size)
-        for i in members:
-            sizes_of[i] = size
-    return sizes_of, sizes
-
-
-_NAMES = ["n", "m", "k", "l", *(f"n{i}" for i in range(1, 1000))]
-
-
-def _same_lengths(a: Ragged, b: Ragged) -> bool:
-    if a.lengths is b.lengths:
-        return True
-    x, y = known_lengths(a.lengths), known_lengths(b.lengths)
-    return x is not None and y is not None and np.array_equal(x, y)
-
-
-def _check_equal(name: str, first: Mapped, second: Mapped) -> None:
-    x, y = known_lengths(first.value.lengths), known_lengths(second.value.lengths)
-    if x is None or y is None or np.array_equal(x, y):
-        return
-    i = int(np.argmax(x != y))
-    raise AxisError(
-        f"in_axes calls the size of the rows of {first.path} and of {second.path} {name!r}, but "
-        f"their lengths differ: row {i} has {x[i]} and {y[i]} elements. Give them different names."
-    )
-
-
-def _row_aval(axis: Axis, m: Mapped, size: RowSize | None) -> Any:
-    if size is None:
-        return example_aval(axis, jax.typeof(m.value), m.axis)
-    aval = jax.typeof(m.value.data)
-    shape = list(aval.shape)
-    shape[m.value.axis] = size.symbol
-    return jax.core.ShapedArray(tuple(shape), aval.dtype, weak_type=False)
-
-
-def _is_key(x: Any) -> bool:
-    return not jnp.issubdtype(x.dtype, np.generic)
-
-
-def _placed(output: OutputArray, shape: Sequence[Any]) -> OutputArray:
-    """Where an output goes before it is packed.
-
-    Raises:
-      AxisError: `out_axes` asks for what a ragged output cannot be.
-      UnsupportedError: it is ragged in more than one axis.
-    """
-    ragged = [i for i, dim in enumerate(shape) if is_symbolic(dim)]
-    if not ragged:
-        return output
-    shown = "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
-    if len(ragged) > 1:
-        raise UnsupportedError(
-            f"{output.path} has the shape {shown} for each row, ragged in {len(ragged)} axes; a "
-            "Ragged has one. Reduce over one of them in the function, or return it together with "
-            "a mask for rows padded to a fixed size, jnp.zeros((size, size)).at[...].set(...)."
-        )
-    if output.spec is AUTO or output.spec == 0:
-        return replace(output, spec=0)
-    if isinstance(output.spec, Reduce):
-        raise AxisError(
-            f"out_axes gives {output.spec} for {output.path}, whose shape for each row is "
-            f"{shown}: rows of different lengths cannot be reduced over the batch. Reduce over "
-            "the row in the function first."
-        )
-    raise AxisError(
-        f"out_axes gives {output.spec} for {output.path}, whose shape for each row is {shown}: a "
-        "ragged output has its rows along axis 0. Give 0 or batchax.AUTO."
-    )
-
-
-def _ragged_output(padded: Any, shape: Sequence[Any], sizes: Sequence[RowSize]) -> Ragged:
-    """Padded rows as a `Ragged`."""
-    at = next(i for i, dim in enumerate(shape) if is_symbolic(dim))
-    dim, bound = shape[at], padded.shape[at + 1]
-    for size in sizes:
-        if dim == size.symbol:
-            lengths, capacity = size.batch.lengths, size.batch.data.shape[size.batch.axis]
-            break
-    else:
-        lengths, capacity = _lengths_of(dim, bound, sizes)
-    index = RowIndex.of(lengths, capacity, bound)
-    return Ragged(pack_rows(padded, index, at, capacity), lengths, bound, axis=at)
-
-
-def _lengths_of(dim: Any, bound: int, sizes: Sequence[RowSize]) -> tuple[Any, int]:
-    """The size `dim` of each row, and room enough for all rows."""
-    used = [size for size in sizes if size.name in _compat.symbols(dim)]
-    lengths = {size.name: size.index.lengths for size in used}
-    known = all(isinstance(x, np.ndarray) for x in lengths.values())
-    numpy = np if known else jnp
-    found = numpy.maximum(_compat.evaluate_size(dim, lengths), 0)
-    if known:
-        found = np.asarray(found, np.int32)
-        return found, int(found.sum())
-    capacity = len(used[0].batch) * bound
-    if len(used) == 1:  # what a linear function of the length comes to for all rows together
-        total = used[0].batch.data.shape[used[0].batch.axis]
-        at = np.arange(used[0].bound + 1)
-        values = np.maximum(_compat.evaluate_size(dim, {used[0].name: at}), 0)
-        slope = max([0, *(-(-(v - values[0]) // i) for i, v in enumerate(values) if i)])
-        capacity = min(capacity, int(len(used[0].batch) * values[0] + slope * total))
-    return found, capacity
+            size = next(s for s in call.sizes if s.symbol in shape)
+            at = shape.index(size.symbol)
+            results.append(Ragged(x, size.batch.lengths, size.bound, axis=at))
+    return results

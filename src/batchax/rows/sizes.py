@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -51,21 +51,28 @@ class Sizes:
         return self._bounds[dim]
 
     def _find_bound(self, dim: Any) -> int:
+        found = self.in_every_row(dim)
+        if found is not None:
+            return max(int(np.max(found[0])), 0)
+        # Expressions of several long sizes: of those that only grow with each.
         names = sorted(_compat.symbols(dim))
+        if "floordiv" in str(dim) or "mod" in str(dim) or "-" in str(dim):
+            raise UnsupportedError(
+                f"the size {dim} depends on several ragged sizes of up to "
+                f"{', '.join(str(self.bounds[name]) for name in names)}: its greatest value "
+                "cannot be found."
+            )
+        return max(int(_compat.evaluate_size(dim, {n: self.bounds[n] for n in names})), 0)
+
+    def in_every_row(self, *dims: Any) -> list[Any] | None:
+        """What `dims` come to in each row there may be; None where those are too many."""
+        symbolic = [dim for dim in dims if is_symbolic(dim)]
+        names = sorted(frozenset().union(*map(_compat.symbols, symbolic)))
         ranges = [np.arange(self.bounds[name] + 1, dtype=np.int64) for name in names]
         if np.prod([float(len(r)) for r in ranges]) > _MOST_COMBINATIONS:
-            # Expressions of several long sizes: of those that only grow with each.
-            ends = [r[[0, -1]] for r in ranges]
-            if "floordiv" in str(dim) or "mod" in str(dim) or "-" in str(dim):
-                raise UnsupportedError(
-                    f"the size {dim} depends on several ragged sizes of up to "
-                    f"{', '.join(str(self.bounds[name]) for name in names)}: its greatest value "
-                    "cannot be found."
-                )
-            ranges = ends
-        grid = np.meshgrid(*ranges, indexing="ij")
-        values = _compat.evaluate_size(dim, dict(zip(names, grid, strict=True)))
-        return max(int(np.max(values)), 0)
+            return None
+        values = dict(zip(names, np.meshgrid(*ranges, indexing="ij"), strict=True))
+        return [_compat.evaluate_size(dim, values) if is_symbolic(dim) else dim for dim in dims]
 
     def size(self, dim: Any) -> Any:
         """The size of `dim` in the row at hand: an int, or a traced scalar; never negative."""
@@ -81,6 +88,11 @@ class Sizes:
         if not is_symbolic(dim):
             return int(dim)
         return _compat.evaluate_size(dim, dict(self.values))
+
+    def inside(self, values: Mapping[str, Any] | None = None) -> Sizes:
+        """These for a program that is staged within another: what it computes stays in it."""
+        known = dict(self._sizes) if values is None else {}
+        return replace(self, values=values or self.values, _sizes=known)
 
     def is_exact(self, dim: Any) -> bool:
         """Whether arrays have no padding along a dimension of that size."""
@@ -132,8 +144,8 @@ def has_symbols(shape: Sequence[Any]) -> bool:
 def _in_params(params: Any) -> bool:
     if isinstance(params, dict):
         return any(map(_in_params, params.values()))
-    if type(params) in (tuple, list):
-        return any(map(_in_params, params))
+    if isinstance(params, (tuple, list)):
+        return type(params) in (tuple, list) and any(map(_in_params, params))
     return is_symbolic(params)
 
 

@@ -4,11 +4,97 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from batchax import _compat
 from batchax.rows.padded import Operation, Row, padded_rule, run_padded
+from batchax.rows.padded_rules.inside import Moving, arrays, as_function, run_inside, staged
+from batchax.rules.calls import BODIES
+from batchax.user_rules.call import per_example
+from batchax.user_rules.linear import linear_with_transpose
 
 
 @padded_rule("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "composite")
 def _call(op: Operation, *rows: Row, **params: Any) -> Any:
     body = _compat.close(params.get("jaxpr") or params["call_jaxpr"])
     return run_padded(op.sizes, body.jaxpr, body.consts, rows)
+
+
+@padded_rule("checkpoint", "remat2", "compute_on", "program_order", "xla_metadata_call")
+def _kept_call(op: Operation, *rows: Row, **params: Any) -> Any:
+    """A call that says something about its program, such as that reverse mode computes it again."""
+    holder = next(h for h in BODIES[op.eqn.primitive.name] if h in params)
+    operands = Moving(rows)
+    body, values = staged(as_function(op, params[holder], operands), operands.values)
+    as_given = body if isinstance(params[holder], _compat.ClosedJaxpr) else body.jaxpr
+    primitive = op.eqn.primitive
+    return primitive.bind(*values, **primitive.get_bind_params({**params, holder: as_given}))
+
+
+@padded_rule("remat_opt")
+def _remat_opt(op: Operation, *rows: Row, fwd_jaxpr: Any, **params: Any) -> Any:
+    # Which of its two programs runs is a matter of speed; this one returns all that is wanted.
+    return run_padded(op.sizes, fwd_jaxpr.jaxpr, fwd_jaxpr.consts, rows)
+
+
+@padded_rule("custom_vmap_call")
+def _custom_vmap(op: Operation, *rows: Row, call: Any, **params: Any) -> Any:
+    # A batching rule is written for arrays of one size. With rows of many, what counts is the
+    # function of one example; where no operand is ragged the call is batched by its rule.
+    return run_padded(op.sizes, call.jaxpr, call.consts, rows)
+
+
+@padded_rule("custom_batched_call")
+def _custom_batched(op: Operation, *rows: Row, jaxpr: Any, steps: Any, **params: Any) -> Any:
+    """As `_custom_vmap`, for `batchax.custom_vmap` and its derivatives."""
+    body = _compat.stage(per_example(jaxpr, steps), [v.aval for v in op.eqn.invars])
+    return run_padded(op.sizes, body.jaxpr, body.consts, rows)
+
+
+@padded_rule("linear_with_transpose")
+def _linear(
+    op: Operation, *rows: Row, forward: Any, transpose: Any, count: int, **params: Any
+) -> Any:
+    residuals = Moving(rows[:count])
+
+    def for_rows(body: Any, shapes: Any) -> Any:
+        def run(values: Any, linear: Any) -> list[Any]:
+            given = [Row(x, v.aval.shape) for x, v in zip(linear, shapes, strict=True)]
+            outs = run_inside(op.sizes, body, [*residuals.filled_in(values), *given])
+            return arrays(outs, body.out_avals)
+
+        return run
+
+    ahead = for_rows(forward, op.eqn.invars[count:])
+    back = for_rows(transpose, op.eqn.outvars)
+    linear = arrays(rows[count:], [v.aval for v in op.eqn.invars[count:]])
+    return linear_with_transpose(ahead, back, residuals.values, linear)
+
+
+@padded_rule("linear_call")
+def _linear_call(
+    op: Operation,
+    *rows: Row,
+    callee: Any,
+    transpose_thunk: Any,
+    num_callee_consts: int,
+    num_res: int,
+) -> Any:
+    first = num_callee_consts + num_res
+    residuals = Moving(rows[:first])
+
+    def ahead(values: Any, linear: Any) -> list[Any]:
+        given = [Row(x, v.aval.shape) for x, v in zip(linear, op.eqn.invars[first:], strict=True)]
+        outs = run_inside(op.sizes, callee, [*residuals.filled_in(values), *given])
+        return arrays(outs, callee.out_avals)
+
+    def back(values: Any, cotangents: Any) -> list[Any]:
+        body = _compat.close(*transpose_thunk())
+        given = [Row(x, v.aval.shape) for x, v in zip(cotangents, op.eqn.outvars, strict=True)]
+        outs = run_inside(
+            op.sizes, body, [*residuals.filled_in(values)[num_callee_consts:], *given]
+        )
+        return arrays(outs, body.out_avals)
+
+    linear = arrays(rows[first:], [v.aval for v in op.eqn.invars[first:]])
+    return jax.custom_derivatives.linear_call(ahead, back, residuals.values, linear)

@@ -25,6 +25,11 @@ def _nary(op: Operation, *rows: Row, **params: Any) -> Any:
     return op.bind(*(spread(op, row) for row in rows))
 
 
+@padded_rule("device_put", "optimization_barrier")
+def _together(op: Operation, *rows: Row, **params: Any) -> Any:
+    return op.bind(*(row.value for row in rows))
+
+
 @padded_rule("bitcast_convert_type")
 def _bitcast(op: Operation, x: Row, **params: Any) -> Any:
     return op.bind(x.value)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from batchax.rows.padded import Operation, Row, padded_rule
 
@@ -63,3 +64,18 @@ def _neutral(op: Operation, kind: str, x: Row) -> Any:
     if kind in ("and", "or", "xor") and dtype != jnp.bool_ and kind == "and":
         return -1 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.iinfo(dtype).max
     return NEUTRAL[kind](dtype)
+
+
+@padded_rule("reduce")
+def _reduce_by_function(op: Operation, *rows: Row, dimensions: Any, **params: Any) -> Any:
+    # The function leaves what it is given together with an initial value as it is.
+    count = len(rows) // 2
+    operands, starts = rows[:count], [row.value for row in rows[count:]]
+    filled = []
+    for x, start in zip(operands, starts, strict=True):
+        mask = op.sizes.mask(x.shape, dimensions)
+        value = jnp.asarray(x.value)
+        filled.append(
+            value if mask is None else lax.select(mask, value, lax.full_like(value, start))
+        )
+    return op.bind(*filled, *starts)

@@ -1,0 +1,132 @@
+"""The ragged arguments of a call, and the sizes that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from batchax.engine.arguments import Mapped
+from batchax.engine.axis import Axis
+from batchax.engine.inner import example_aval
+from batchax.errors import AxisError
+from batchax.rows.index import RowIndex
+from batchax.rows.ragged import Ragged, RaggedSize, known_lengths
+
+
+@dataclass(frozen=True)
+class RowSize:
+    """A size that rows have, which some of the ragged arguments share.
+
+    Attributes:
+      name: of its symbol.
+      symbol: the symbolic size.
+      batch: the first argument that has it.
+      bound: no row is longer.
+    """
+
+    name: str
+    symbol: Any
+    batch: Ragged
+    bound: int
+
+    @property
+    def index(self) -> RowIndex:
+        """Where the rows of the first argument are."""
+        return self.index_in(self.batch)
+
+    def index_in(self, batch: Ragged) -> RowIndex:
+        """Where the rows of an argument are."""
+        return RowIndex.of(batch.lengths, batch.data.shape[batch.axis], self.bound)
+
+
+def find_sizes(mapped: Sequence[Mapped]) -> tuple[list[RowSize | None], list[RowSize]]:
+    """The size of each argument, None for those that are not ragged; and all that there are.
+
+    Raises:
+      AxisError: arguments whose sizes have one name are known to differ in length.
+    """
+    groups: list[tuple[str | None, list[int]]] = []
+    for i, m in enumerate(mapped):
+        if not isinstance(m.value, Ragged):
+            continue
+        name = m.spec.name if isinstance(m.spec, RaggedSize) else None
+        for known_as, members in groups:
+            first = mapped[members[0]]
+            if name is None and known_as is None and _same_lengths(m.value, first.value):
+                members.append(i)
+                break
+            if name is not None and name == known_as:
+                _check_equal(name, first, m)
+                members.append(i)
+                break
+        else:
+            groups.append((name, [i]))
+    taken = {name for name, _ in groups if name is not None}
+    fresh = (s for s in _NAMES if s not in taken)
+    names = [name or next(fresh) for name, _ in groups]
+    symbols = jax.export.symbolic_shape(", ".join(names)) if names else ()
+    sizes_of: list[RowSize | None] = [None] * len(mapped)
+    sizes = []
+    for (_, members), name, symbol in zip(groups, names, symbols, strict=True):
+        bound = min(mapped[i].value.max_length for i in members)
+        size = RowSize(name, symbol, mapped[members[0]].value, bound)
+        sizes.append(size)
+        for i in members:
+            sizes_of[i] = size
+    return sizes_of, sizes
+
+
+_NAMES = ["n", "m", "k", "l", *(f"n{i}" for i in range(1, 1000))]
+
+
+def _same_lengths(a: Ragged, b: Ragged) -> bool:
+    if a.lengths is b.lengths:
+        return True
+    x, y = known_lengths(a.lengths), known_lengths(b.lengths)
+    return x is not None and y is not None and np.array_equal(x, y)
+
+
+def _check_equal(name: str, first: Mapped, second: Mapped) -> None:
+    x, y = known_lengths(first.value.lengths), known_lengths(second.value.lengths)
+    if x is None or y is None or np.array_equal(x, y):
+        return
+    i = int(np.argmax(x != y))
+    raise AxisError(
+        f"in_axes calls the size of the rows of {first.path} and of {second.path} {name!r}, but "
+        f"their lengths differ: row {i} has {x[i]} and {y[i]} elements. Give them different names."
+    )
+
+
+def row_aval(axis: Axis, m: Mapped, size: RowSize | None) -> Any:
+    if size is None:
+        return example_aval(axis, jax.typeof(m.value), m.axis)
+    aval = jax.typeof(m.value.data)
+    shape = list(aval.shape)
+    shape[m.value.axis] = size.symbol
+    return jax.core.ShapedArray(tuple(shape), aval.dtype, weak_type=False)
+
+
+def is_key(x: Any) -> bool:
+    return not jnp.issubdtype(x.dtype, np.generic)
+
+
+def capacity_of(batch: Ragged) -> int:
+    return batch.data.shape[batch.axis]
+
+
+def with_room(data: Any, axis: int, capacity: int) -> Any:
+    """Packed rows in an array of another size."""
+    spare = capacity - data.shape[axis]
+    if spare < 0:
+        return lax.slice_in_dim(data, 0, capacity, axis=axis)
+    if spare:
+        room = [(0, 0)] * data.ndim
+        room[axis] = (0, spare)
+        return jnp.pad(data, room)
+    return data

@@ -1,0 +1,266 @@
+"""Buckets: rows in groups of which each is padded to a size of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from batchax.engine.arguments import is_position
+from batchax.errors import ArgumentTypeError, AxisError
+from batchax.rows.groups import join_lanes, join_rows, split_lanes, split_rows
+from batchax.rows.ragged import Ragged, known_lengths
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Buckets:
+    """Rows in groups, each with a size that its rows are padded to.
+
+    Attributes:
+      lengths: the length of each row.
+      sizes: the size of each bucket, increasing.
+      rows: the indices of the rows in each, increasing. Every row is in one.
+      max_length: what all rows would be padded to without buckets.
+    """
+
+    lengths: np.ndarray
+    sizes: tuple[int, ...]
+    rows: tuple[np.ndarray, ...]
+    max_length: int
+
+    @property
+    def waste(self) -> float:
+        """Elements with padding for each true one: 1.0 is none wasted."""
+        padded = sum(size * len(rows) for size, rows in zip(self.sizes, self.rows, strict=True))
+        return self._waste(padded)
+
+    @property
+    def waste_unbucketed(self) -> float:
+        """The same, if all rows were padded to `max_length`."""
+        return self._waste(self.max_length * len(self.lengths))
+
+    def _waste(self, padded: int) -> float:
+        true = int(self.lengths.sum())
+        return padded / true if true else 1.0 if not padded else float("inf")
+
+    def split(self, x: Any, axis: int = 0) -> list[Any]:
+        """The rows of each bucket.
+
+        Args:
+          x: a `Ragged` with these lengths, or an array with an entry for each row.
+          axis: of an array: where its rows are.
+
+        Returns:
+          A `Ragged` for each bucket, with the size of the bucket as its `max_length`; or arrays.
+
+        Raises:
+          AxisError: `x` has other rows.
+          ArgumentTypeError: its lengths are traced.
+        """
+        if isinstance(x, Ragged):
+            self._check_lengths(x)
+            parts = split_rows(x, self.rows)
+            return [
+                part.with_max_length(size) for part, size in zip(parts, self.sizes, strict=True)
+            ]
+        x = _as_array(x, "Buckets.split: x")
+        axis = _checked(axis, x, len(self.lengths), "Buckets.split: x")
+        return split_lanes(x, self.rows, axis) if self.rows else []
+
+    def join(self, parts: Sequence[Any], axis: int = 0) -> Any:
+        """What `split` took apart, or what was computed from it: rows in their order.
+
+        Args:
+          parts: for each bucket a `Ragged`, or an array, with an entry for each of its rows.
+          axis: of arrays: where their rows are.
+
+        Raises:
+          AxisError: there is not one part for each bucket, or one has another number of rows.
+          ArgumentTypeError: parts are neither all `Ragged` nor all arrays.
+        """
+        parts = list(parts)
+        if len(parts) != len(self.sizes):
+            raise AxisError(
+                f"Buckets.join: there are {len(self.sizes)} buckets, but {len(parts)} parts. Give "
+                "one part for each bucket, in their order."
+            )
+        if not parts:
+            raise AxisError("Buckets.join: there are no rows, and so nothing to join.")
+        ragged = [isinstance(part, Ragged) for part in parts]
+        if any(ragged) and not all(ragged):
+            raise ArgumentTypeError(
+                "Buckets.join: parts must be all Ragged or all arrays; "
+                f"parts[{ragged.index(False)}] is no Ragged and parts[{ragged.index(True)}] is."
+            )
+        for i, (part, rows) in enumerate(zip(parts, self.rows, strict=True)):
+            if ragged[0]:
+                _check_rows(part, len(rows), f"Buckets.join: parts[{i}]")
+                continue
+            parts[i] = _as_array(part, f"Buckets.join: parts[{i}]")
+            _checked(axis, parts[i], len(rows), f"Buckets.join: parts[{i}]")
+        if not ragged[0]:
+            return join_lanes(parts, self.rows, axis % parts[0].ndim)
+        joined = join_rows(parts, self.rows)
+        if np.array_equal(np.asarray(joined.lengths), self.lengths):
+            return Ragged(joined.data, self.lengths, self.max_length, axis=joined.axis)
+        return joined
+
+    def _check_lengths(self, x: Ragged) -> None:
+        _check_rows(x, len(self.lengths), "Buckets.split: x")
+        lengths = np.asarray(x.lengths)
+        if not np.array_equal(lengths, self.lengths):
+            i = int(np.argmax(lengths != self.lengths))
+            raise AxisError(
+                f"Buckets.split: row {i} of x has {lengths[i]} elements, but the buckets were "
+                f"made for one of {self.lengths[i]}. Make buckets for these lengths: bucket(x)."
+            )
+
+    def __repr__(self) -> str:
+        lines = [
+            f"Buckets({len(self.lengths)} rows in {len(self.sizes)} sizes, waste {self.waste:.2f}; "
+            f"{self.waste_unbucketed:.2f} in one size of {self.max_length})"
+        ]
+        table = [("size", "rows", "elements", "waste")]
+        for size, rows in zip(self.sizes, self.rows, strict=True):
+            true = int(self.lengths[rows].sum())
+            waste = f"{size * len(rows) / true:.2f}" if true else "-"
+            table.append((str(size), str(len(rows)), str(true), waste))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines += ["  " + "  ".join(map(str.rjust, row, widths)) for row in table]
+        return "\n".join(lines)
+
+
+def bucket(ragged_or_lengths: Any, max_buckets: int = 8, *, multiple_of: int = 1) -> Buckets:
+    """Groups rows by length into few sizes, with as little padding as possible.
+
+    Runs on the host. Among all ways to give each row one of at most `max_buckets` sizes no less
+    than its length, it finds the one in which rows have the fewest elements in all, and among
+    those one of the fewest sizes.
+
+    Args:
+      ragged_or_lengths: a `Ragged` whose lengths are known, or integers, one for each row.
+      max_buckets: the most sizes; each is compiled for by itself.
+      multiple_of: sizes are multiples of it.
+
+    Raises:
+      ArgumentTypeError: (a TypeError) lengths are traced or no integers, or an option is none.
+      AxisError: (a ValueError) a length is negative, or an option is less than 1.
+
+    Example::
+
+      buckets = bx.bucket(x, 4)
+      out = buckets.join([bx.vmap(f)(part) for part in buckets.split(x)])
+    """
+    for name, value in (("max_buckets", max_buckets), ("multiple_of", multiple_of)):
+        if not is_position(value):
+            raise ArgumentTypeError(
+                f"bucket: {name} must be a positive int, got {value!r} of type "
+                f"{type(value).__name__}."
+            )
+        if value < 1:
+            raise AxisError(f"bucket: {name} must be a positive int, got {value}.")
+    lengths = _lengths_of(ragged_or_lengths)
+    # A row of no elements takes room too: many operations have no meaning for size zero.
+    needed = np.maximum(-(-lengths // multiple_of), 1) * multiple_of
+    candidates, number, counts = np.unique(needed, return_inverse=True, return_counts=True)
+    chosen = _cheapest(candidates, counts, int(max_buckets))
+    of_candidate = np.searchsorted(chosen, np.arange(len(candidates)))
+    of_row = of_candidate[number.reshape(-1)]
+    rows = tuple(np.flatnonzero(of_row == i) for i in range(len(chosen)))
+    if isinstance(ragged_or_lengths, Ragged):
+        most = ragged_or_lengths.max_length
+    else:
+        most = int(lengths.max(initial=0))
+    return Buckets(lengths, tuple(int(candidates[i]) for i in chosen), rows, most)
+
+
+def _lengths_of(x: Any) -> np.ndarray:
+    lengths = x.lengths if isinstance(x, Ragged) else x
+    if isinstance(lengths, Tracer):
+        raise ArgumentTypeError(
+            "bucket: the lengths are traced, and rows are put into buckets by what they are: call "
+            "it outside of jit."
+        )
+    try:
+        lengths = np.asarray(lengths)
+    except ValueError:
+        lengths = np.zeros((), object)
+    if lengths.ndim == 1 and not lengths.size:
+        lengths = lengths.astype(np.int32)
+    if lengths.ndim != 1 or not np.issubdtype(lengths.dtype, np.integer):
+        raise ArgumentTypeError(
+            "bucket: ragged_or_lengths must be a Ragged, or integers with one axis and an entry "
+            f"for each row, got {type(x).__name__} of dtype {lengths.dtype} and shape "
+            f"{lengths.shape}."
+        )
+    if (lengths < 0).any():
+        i = int(np.argmax(lengths < 0))
+        raise AxisError(f"bucket: lengths[{i}] is {lengths[i]}; a length cannot be negative.")
+    return lengths.astype(np.int64)
+
+
+def _cheapest(sizes: np.ndarray, counts: np.ndarray, most: int) -> list[int]:
+    """Which of the increasing `sizes` to use, at most so many, for the least elements in all.
+
+    The dynamic programme for grouping on a line (W. D. Fisher, On grouping for maximum
+    homogeneity, 1958; R. Bellman, 1973): the best use of k sizes for the first j lengths ends in
+    one group after the best use of k - 1 for those before. Where that group begins does not
+    decrease with j, since what a group costs is Monge, which saves looking at earlier ones.
+    """
+    count = len(sizes)
+    before = np.concatenate([[0], np.cumsum(counts)])  # rows among the first j sizes
+    cost = np.concatenate([[0], sizes * before[1:]])  # of the first j sizes in one group
+    totals, begins = [cost[count]], [np.zeros(count + 1, np.int64)]
+    for _ in range(1, min(most, count)):
+        best, begin = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
+        for j in range(1, count + 1):
+            first = begin[j - 1]
+            with_last = cost[first:j] + sizes[j - 1] * (before[j] - before[first:j])
+            at = int(np.argmin(with_last))
+            best[j], begin[j] = with_last[at], first + at
+        cost = best
+        totals.append(cost[count])
+        begins.append(begin)
+    used, end = int(np.argmin(totals)), count
+    chosen = []
+    while end:
+        chosen.append(end - 1)
+        end = int(begins[used][end])
+        used -= 1
+    return chosen[::-1]
+
+
+def _as_array(x: Any, what: str) -> Any:
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(
+            f"{what} must be a Ragged or an array, got {type(x).__name__}."
+        ) from None
+
+
+def _checked(axis: Any, x: Any, rows: int, what: str) -> int:
+    if not is_position(axis):
+        raise ArgumentTypeError(f"{what}: axis must be an int, got {axis!r}.")
+    if not -x.ndim <= axis < x.ndim:
+        raise AxisError(f"{what} has shape {x.shape}, and no axis {axis} for its rows.")
+    if x.shape[axis] != rows:
+        raise AxisError(
+            f"{what} has shape {x.shape}, {x.shape[axis]} rows along axis {axis}; it should have "
+            f"{rows}."
+        )
+    return axis % x.ndim
+
+
+def _check_rows(x: Ragged, rows: int, what: str) -> None:
+    if known_lengths(x.lengths) is None:
+        raise ArgumentTypeError(
+            f"{what} has traced lengths: rows can be moved between buckets only where lengths are "
+            "known, outside of jit or for a Ragged that is closed over."
+        )
+    if len(x) != rows:
+        raise AxisError(f"{what} has {len(x)} rows; it should have {rows}.")

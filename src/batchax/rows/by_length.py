@@ -1,0 +1,217 @@
+"""Rows of equal length together: an ordinary batch for each length that occurs.
+
+For what no padding makes exact, such as a Fourier transform of the row, and for functions that
+cannot be staged for a symbolic length. Lengths must be known, and each distinct one is a program
+of its own to compile.
+
+What kind of output there is must not depend on which lengths a batch happens to have. So the
+function is staged for some lengths more: where the shape of an output changes with the length
+it is ragged, and where what computes it changes it depends on the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from batchax import _compat
+from batchax.engine.arguments import Mapped
+from batchax.engine.axis import Axis, move_axis
+from batchax.engine.inner import stage_function
+from batchax.engine.named_axes import uses_name
+from batchax.engine.outputs import AUTO, FlatOutputs, OutputArray, check_unbatched, place
+from batchax.errors import UnsupportedError
+from batchax.rows.arguments import RowSize, find_sizes, row_aval
+from batchax.rows.groups import Placed, groups_of, in_front, run_in_groups
+from batchax.rows.outputs import place_ragged
+from batchax.rows.ragged import Ragged, known_lengths
+from batchax.rows.recipes import same_recipe
+
+Lengths = tuple[int, ...]
+"""The length of a row, for each of the sizes that rows have."""
+
+RunDense = Callable[[Axis, Callable[..., Any], list[Mapped], list[FlatOutputs]], list[Any]]
+
+
+def run_by_length(
+    axis: Axis,
+    one_row: Callable[..., Any],
+    mapped: list[Mapped],
+    outputs: list[FlatOutputs],
+    run_dense: RunDense,
+) -> list[Any]:
+    """The outputs of a function of one row, by a batch for each length of rows.
+
+    Args:
+      axis: the axis being mapped, whose lanes are rows.
+      one_row: the function; when called it describes what it returned in `outputs`.
+      mapped: its arguments, some of which are `Ragged`.
+      outputs: see `one_row`.
+      run_dense: what `vmap` does with a function of arrays of one size.
+
+    Raises:
+      UnsupportedError: lengths are traced; or the function uses the name of the axis, which
+        stands for all rows; or outputs are of different kinds for different lengths.
+      AxisError: `out_axes` asks for what an output cannot be.
+    """
+    _check_known(mapped)
+    sizes_of, sizes = find_sizes(mapped)
+    groups, lengths = _groups_and_lengths(axis, sizes)
+    names = [m.path for m in mapped]
+
+    def stage(at: Lengths) -> _compat.ClosedJaxpr:
+        of_row = dict(zip(map(id, sizes), at, strict=True))
+        avals = [
+            row_aval(axis, m, size if size is None else replace(size, symbol=of_row[id(size)]))
+            for m, size in zip(mapped, sizes_of, strict=True)
+        ]
+        return stage_function(axis, one_row, avals, names)
+
+    programs = [stage(at) for at in lengths]
+    described = list(outputs[0].described)
+    _check_programs(axis, described, programs, lengths)
+    for at in _more_lengths(lengths):
+        try:
+            more = stage(at)
+        except Exception:  # of a length that no row has, anything may be wrong
+            continue
+        if _kinds(more) == _kinds(programs[0]):
+            programs.append(more)
+    shapes = [_symbolic_shape(kind) for kind in zip(*map(_shapes, programs), strict=True)]
+    wanted = [
+        _place_for_groups(axis, output, i, shape, programs)
+        for i, (output, shape) in enumerate(zip(described, shapes, strict=True))
+    ]
+
+    def one_row_in_group(*values: Any) -> list[Any]:
+        arrays = one_row(*values)
+        outputs[0].described[:] = wanted
+        return arrays
+
+    def run_group(g: int, group: Axis, part: list[Mapped]) -> list[Placed]:
+        outs = run_dense(group, one_row_in_group, list(map(_dense, part)), outputs)
+        return [_of_group(group, x, shape) for x, shape in zip(outs, shapes, strict=True)]
+
+    # What the name of the axis stands for is all rows, in each of the groups.
+    with _compat.named_scope(axis.name, axis.size):
+        nameless = replace(axis, name=None)
+        outs = run_in_groups(nameless, mapped, groups, described, run_group)
+    return [
+        x if isinstance(x, Ragged) else place(axis, output, x, position)
+        for (x, position), output in zip(outs, described, strict=True)
+    ]
+
+
+def _check_known(mapped: Sequence[Mapped]) -> None:
+    ragged = [m.value for m in mapped if isinstance(m.value, Ragged)]
+    if any(known_lengths(x.lengths) is None for x in ragged):
+        raise UnsupportedError(
+            "the function needs rows grouped by their length, and the lengths are traced here: "
+            "call it outside of jit, or close over the Ragged so that its lengths are known."
+        )
+
+
+def _groups_and_lengths(
+    axis: Axis, sizes: Sequence[RowSize]
+) -> tuple[list[np.ndarray], list[Lengths]]:
+    """The rows of each group, and how long they are."""
+    if not axis.size:  # a group of no rows, for what the outputs are
+        return [np.zeros(0, np.int32)], [tuple(size.bound for size in sizes)]
+    known = [np.asarray(size.batch.lengths) for size in sizes]
+    groups = groups_of(*known)
+    return groups, [tuple(int(x[rows[0]]) for x in known) for rows in groups]
+
+
+def _more_lengths(lengths: Sequence[Lengths]) -> Iterator[Lengths]:
+    """Lengths to try for what outputs are like: longer ones, of each size by itself too."""
+    longest = lengths[-1]
+    for i, n in enumerate(longest):
+        for longer in (n + 1, 2 * n + 16):
+            yield (*longest[:i], longer, *longest[i + 1 :])
+
+
+def _shapes(program: _compat.ClosedJaxpr) -> list[tuple[int, ...]]:
+    return [getattr(aval, "shape", ()) for aval in program.out_avals]
+
+
+def _kinds(program: _compat.ClosedJaxpr) -> list[Any]:
+    """What must be the same for rows of all lengths."""
+    return [
+        (getattr(aval, "dtype", None), len(shape))
+        for aval, shape in zip(program.out_avals, _shapes(program), strict=True)
+    ]
+
+
+def _check_programs(
+    axis: Axis,
+    described: Sequence[OutputArray],
+    programs: Sequence[_compat.ClosedJaxpr],
+    lengths: Sequence[Lengths],
+) -> None:
+    for program, at in zip(programs, lengths, strict=True):
+        if _kinds(program) != _kinds(programs[0]):
+            raise UnsupportedError(
+                "the function returns "
+                f"{', '.join(a.str_short() for a in programs[0].out_avals) or 'nothing'} for a row "
+                f"of length {_shown(lengths[0])}, and "
+                f"{', '.join(a.str_short() for a in program.out_avals) or 'nothing'} for one of "
+                f"length {_shown(at)}. Let it return the same number of arrays, of the same dtypes "
+                "and numbers of axes, for each row."
+            )
+        if axis.name is not None and any(uses_name(eqn, axis.name) for eqn in program.jaxpr.eqns):
+            raise UnsupportedError(
+                f"the function uses the axis {axis.name!r}, whose lanes are all rows, but it can "
+                "only run for rows of one length at a time. Compute what rows share outside of "
+                "this vmap, or reduce over them with out_axes=batchax.Reduce(...)."
+            )
+
+
+def _shown(at: Lengths) -> str:
+    return " and ".join(map(str, at))
+
+
+def _symbolic_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
+    """The shape of an output for each row, with a symbol for what differs with the length."""
+    (n,) = jax.export.symbolic_shape("n")
+    return tuple(dims[0] if len(set(dims)) == 1 else n for dims in zip(*shapes, strict=True))
+
+
+def _place_for_groups(
+    axis: Axis,
+    output: OutputArray,
+    i: int,
+    shape: tuple[Any, ...],
+    programs: Sequence[_compat.ClosedJaxpr],
+) -> OutputArray:
+    """Where output `i` goes in each group."""
+    output = in_front(place_ragged(output, shape))
+    shared = output.spec is None or output.spec is AUTO
+    if not shared or all(same_recipe(programs[0], other, i) for other in programs[1:]):
+        return output
+    check_unbatched(axis, [output], [0])
+    return replace(output, spec=0)
+
+
+def _dense(m: Mapped) -> Mapped:
+    """Rows of one length, all at the bound, as an array with the rows in front."""
+    if not isinstance(m.value, Ragged):
+        return m
+    x, at = m.value.data, m.value.axis
+    x = x.reshape(*x.shape[:at], len(m.value), m.value.max_length, *x.shape[at + 1 :])
+    return Mapped(m.path, move_axis(x, at, 0), 0)
+
+
+def _of_group(group: Axis, x: Any, shape: tuple[Any, ...]) -> Placed:
+    """An output of rows of one length."""
+    ragged = [i for i, dim in enumerate(shape) if not isinstance(dim, int)]
+    if not ragged:
+        return x, 0 if np.ndim(x) > len(shape) else None
+    (at,) = ragged
+    length = x.shape[at + 1]
+    x = move_axis(x, 0, at)
+    flat = x.reshape(*x.shape[:at], group.size * length, *x.shape[at + 2 :])
+    return Ragged(flat, np.full(group.size, length, np.int32), length, axis=at), 0

@@ -1,0 +1,214 @@
+"""Ragged batches of other libraries.
+
+None of them is needed: what they hand over is known by its methods, and they are imported where
+one of their own types is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from batchax.errors import ArgumentTypeError, AxisError
+from batchax.rows.checks import known_lengths
+
+R = TypeVar("R", bound="Converters")
+
+
+class Converters:
+    """The methods of `Ragged` for batches of other libraries."""
+
+    data: Any
+    lengths: Any
+    axis: int
+
+    @classmethod
+    def from_torch(cls: type[R], nested: Any, max_length: int | None = None) -> R:
+        """From a nested tensor of PyTorch in the jagged layout.
+
+        Copies to the host; JAX's dtypes, with the values detached from PyTorch's gradients.
+
+        Raises:
+          ArgumentTypeError: it is of another kind.
+        """
+        _check_has("from_torch", nested, "a nested tensor of layout torch.jagged", _TORCH)
+        values, offsets = _from_tensor(nested.values()), _from_tensor(nested.offsets())
+        lengths = nested.lengths() if hasattr(nested, "lengths") else None
+        at = getattr(nested, "_ragged_idx", 1) - 1  # 1 but for transposed tensors
+        if lengths is not None:  # there are gaps between rows
+            count, starts = _from_tensor(lengths), offsets[: len(offsets) - 1]
+            offsets = np.concatenate([[0], np.cumsum(count)])
+            index = np.repeat(starts - offsets[:-1], count) + np.arange(offsets[-1])
+            values = jnp.take(values, index, axis=at)
+        return _from_offsets(cls, values, offsets, max_length, at)
+
+    def to_torch(self) -> Any:
+        """A nested tensor of PyTorch in the jagged layout, on the CPU."""
+        values, offsets = self._parts("to_torch")
+        import torch  # pyright: ignore[reportMissingImports]
+
+        if values.dtype == jnp.bfloat16:  # which NumPy by itself does not have
+            values = torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+        else:
+            values = torch.from_numpy(values)
+        at = {} if self.axis == 0 else {"jagged_dim": self.axis + 1}
+        offsets = torch.from_numpy(offsets)
+        return torch.nested.nested_tensor_from_jagged(values, offsets, **at)
+
+    @classmethod
+    def from_tensorflow(cls: type[R], ragged: Any, max_length: int | None = None) -> R:
+        """From a ``tf.RaggedTensor`` with one ragged axis.
+
+        Raises:
+          ArgumentTypeError: it is no such tensor.
+          AxisError: several of its axes are ragged.
+        """
+        _check_has("from_tensorflow", ragged, "a tf.RaggedTensor", ("flat_values", "row_splits"))
+        rank = getattr(ragged, "ragged_rank", 1)
+        if rank != 1:
+            raise AxisError(
+                f"Ragged.from_tensorflow: the tensor has {rank} ragged axes; a Ragged has one. "
+                "Make the others dense with to_tensor()."
+            )
+        values, splits = np.asarray(ragged.flat_values), np.asarray(ragged.row_splits)
+        return _from_offsets(cls, values, splits, max_length)
+
+    @classmethod
+    def from_arrow(cls: type[R], array: Any, max_length: int | None = None) -> R:
+        """From a ``pyarrow.ListArray``, large or sliced or chunked too.
+
+        Its values may be lists of a fixed size, which are trailing axes of the rows.
+
+        Raises:
+          ArgumentTypeError: it is of another kind, or has nulls.
+        """
+        if hasattr(array, "combine_chunks"):
+            array = array.combine_chunks()
+        _check_has("from_arrow", array, "a pyarrow.ListArray", ("offsets", "values"))
+        _check_no_nulls(array)
+        offsets = _arrow_numbers(array.offsets)
+        first, last = (int(offsets[0]), int(offsets[-1])) if len(offsets) else (0, 0)
+        values = _arrow_dense(array.values.slice(first, last - first))
+        return _from_offsets(cls, values, offsets - first, max_length)
+
+    def to_arrow(self) -> Any:
+        """A ``pyarrow.ListArray``; trailing axes of the rows are lists of a fixed size."""
+        values, offsets = self._parts("to_arrow", axis=0)
+        import pyarrow  # pyright: ignore[reportMissingImports]
+
+        array = pyarrow.array(values.reshape(-1))
+        for i in range(values.ndim - 1, 0, -1):
+            array = pyarrow.FixedSizeListArray.from_arrays(array, values.shape[i])
+        return pyarrow.ListArray.from_arrays(pyarrow.array(offsets.astype(np.int32)), array)
+
+    @classmethod
+    def from_awkward(cls: type[R], array: Any, max_length: int | None = None) -> R:
+        """From an ``awkward.Array`` with one axis of variable size, the second.
+
+        Raises:
+          ArgumentTypeError: it is of another kind, such as one with missing values or records.
+        """
+        _check_has("from_awkward", array, "an awkward.Array", ("layout",))
+        layout = array.layout.to_packed()
+        if not (hasattr(layout, "offsets") and hasattr(layout, "content")):
+            raise ArgumentTypeError(
+                f"Ragged.from_awkward: the array is a {type(layout).__name__}, not a list of "
+                "variable size for each row. Take it apart with awkward's own functions: "
+                "ak.drop_none, ak.from_regular, or one field of a record."
+            )
+        offsets = np.asarray(layout.offsets)
+        values = _awkward_dense(layout.content)
+        return _from_offsets(cls, values, offsets, max_length)
+
+    def to_awkward(self) -> Any:
+        """An ``awkward.Array``; trailing axes of the rows are regular."""
+        values, offsets = self._parts("to_awkward", axis=0)
+        import awkward  # pyright: ignore[reportMissingImports]
+
+        content = awkward.from_numpy(values, regulararray=True).layout
+        index = awkward.index.Index64(offsets)
+        return awkward.Array(awkward.contents.ListOffsetArray(index, content))
+
+    def _parts(self, method: str, axis: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """The elements of all rows, and where rows begin, in arrays of NumPy that are ours."""
+        lengths = known_lengths(self.lengths)
+        if lengths is None:
+            raise ArgumentTypeError(
+                f"Ragged.{method}() needs rows whose values are known, but these are traced: call "
+                "it outside of jit."
+            )
+        if axis is not None and self.axis != axis:
+            raise AxisError(
+                f"Ragged.{method}: rows are ragged along axis {self.axis}, and there only the "
+                f"first axis of a row can be. Build a Ragged from data with the axes moved."
+            )
+        if not jnp.issubdtype(self.data.dtype, np.generic):
+            raise ArgumentTypeError(
+                f"Ragged.{method}: rows of random keys, of dtype {self.data.dtype}, have no form "
+                "outside of JAX. Convert the numbers of the keys: jax.random.key_data(x.data)."
+            )
+        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        part = [slice(None)] * self.data.ndim
+        part[self.axis] = slice(0, int(offsets[-1]))
+        return np.array(self.data[tuple(part)]), offsets
+
+
+_TORCH = ("values", "offsets", "is_nested")
+
+
+def _from_offsets(cls: Any, flat: Any, offsets: Any, max_length: int | None, axis: int = 0) -> Any:
+    return cls.from_offsets(flat, offsets, max_length, axis=axis)
+
+
+def _check_has(method: str, x: Any, what: str, attributes: tuple[str, ...]) -> None:
+    if not all(hasattr(x, name) for name in attributes):
+        raise ArgumentTypeError(
+            f"Ragged.{method} takes {what}, got {type(x).__name__}. For a list of rows use "
+            "Ragged.from_rows(rows)."
+        )
+
+
+def _from_tensor(tensor: Any) -> Any:
+    tensor = tensor.detach().cpu()
+    try:
+        return tensor.numpy()
+    except TypeError:  # a dtype that NumPy by itself does not have, such as bfloat16
+        return jnp.from_dlpack(tensor.contiguous())
+
+
+def _check_no_nulls(array: Any) -> None:
+    if array.null_count:
+        raise ArgumentTypeError(
+            f"Ragged.from_arrow: {array.null_count} entries are null, which a Ragged cannot hold. "
+            "Drop them (drop_null), or fill them (fill_null)."
+        )
+
+
+def _arrow_dense(array: Any) -> np.ndarray:
+    """An array whose elements are numbers, or lists of one size of such elements."""
+    _check_no_nulls(array)
+    size = getattr(array.type, "list_size", None)
+    if size is None:
+        return _arrow_numbers(array)
+    inner = _arrow_dense(array.flatten())
+    return inner.reshape(len(array), size, *inner.shape[1:])
+
+
+def _arrow_numbers(array: Any) -> np.ndarray:
+    return np.asarray(array.to_numpy(zero_copy_only=False))
+
+
+def _awkward_dense(layout: Any) -> np.ndarray:
+    """An array whose elements are numbers, or lists of one size of such elements."""
+    if hasattr(layout, "data"):
+        return np.asarray(layout.data)
+    if not (hasattr(layout, "content") and hasattr(layout, "size")):
+        raise ArgumentTypeError(
+            f"Ragged.from_awkward: elements of the rows are a {type(layout).__name__}, not "
+            "numbers or lists of one size. Make inner lists regular with ak.to_regular, or "
+            "choose one field of a record."
+        )
+    inner = _awkward_dense(layout.content)
+    return inner.reshape(len(layout), layout.size, *inner.shape[1:])

@@ -1,0 +1,255 @@
+"""Rows in groups that run one after another: taken apart by row, put together in row order.
+
+Both ways move whole rows, or the elements of rows, to places that are known while a program is
+staged: one gather, whose transpose is the gather that takes everything back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from batchax import _compat
+from batchax.engine.arguments import Mapped
+from batchax.engine.axis import Axis, AxisPosition, broadcast_axis, move_axis
+from batchax.engine.outputs import AUTO, OutputArray, check_unbatched
+from batchax.errors import UnsupportedError
+from batchax.rows.ragged import Ragged, known_lengths
+from batchax.rules.masking import is_inexact
+from batchax.user_rules.linear import linear_with_transpose
+
+Placed = tuple[Any, AxisPosition]
+"""An output and where it has its rows: 0 for a `Ragged`, None for what all rows share."""
+
+RunGroup = Callable[[int, Axis, list[Mapped]], list[Placed]]
+
+
+def run_in_groups(
+    axis: Axis,
+    mapped: Sequence[Mapped],
+    groups: Sequence[np.ndarray],
+    described: Sequence[OutputArray],
+    run_group: RunGroup,
+) -> list[Placed]:
+    """What `run_group` computes for each group of rows, in the order of the rows.
+
+    Args:
+      axis: the axis being mapped.
+      mapped: the arguments: `Ragged`s whose lengths are known, arrays with an axis for the rows,
+        and arrays that all rows share.
+      groups: the indices of the rows of each group. Each row is in one.
+      described: the outputs, for messages.
+      run_group: runs one group, given its number, axis and arguments. Groups agree in the number of
+        outputs and in their dtypes, and in their shapes but for ragged axes.
+
+    Raises:
+      UnsupportedError: an argument cannot be taken apart by rows, or outputs do not agree.
+    """
+    parts = [_split_argument(axis, m, groups) for m in mapped]
+    results = [
+        run_group(
+            g,
+            replace(axis, size=len(rows)),
+            [replace(m, value=part[g]) for m, part in zip(mapped, parts, strict=True)],
+        )
+        for g, rows in enumerate(groups)
+    ]
+    if len({len(result) for result in results}) > 1:
+        raise UnsupportedError(
+            "the function returns different numbers of arrays for rows of different lengths: "
+            f"{sorted({len(result) for result in results})}. Let it return the same for each row."
+        )
+    ragged = [m.value for m in mapped if isinstance(m.value, Ragged)]
+    return [
+        _joined_output(axis, output, groups, [result[i] for result in results], ragged)
+        for i, output in enumerate(described)
+    ]
+
+
+def in_front(output: OutputArray) -> OutputArray:
+    """`output` with its rows along axis 0, if it has any: for groups, whose rows are joined."""
+    return output if output.spec is None or output.spec is AUTO else replace(output, spec=0)
+
+
+def _split_argument(axis: Axis, m: Mapped, groups: Sequence[np.ndarray]) -> list[Any]:
+    if m.axis is None:
+        return [m.value] * len(groups)
+    if isinstance(m.value, Ragged):
+        return split_rows(m.value, groups)
+    if _compat.is_reference(m.value):
+        raise UnsupportedError(
+            f"{m.path} is a reference (jax.new_ref), and rows are run here in groups by their "
+            "length, for which it would have to be taken apart. Pass an array, and return what is "
+            "to be written."
+        )
+    if axis.mesh_axis is not None:
+        raise UnsupportedError(
+            f"{m.path} is sharded over the mesh axis {axis.mesh_axis!r} by its type, and rows "
+            "are run here in groups by their length, which would have to be sharded each. "
+            "Use jax.sharding.reshard to have all rows on each device."
+        )
+    return split_lanes(m.value, groups, m.axis)
+
+
+def _joined_output(
+    axis: Axis,
+    output: OutputArray,
+    groups: Sequence[np.ndarray],
+    parts: Sequence[Placed],
+    arguments: Sequence[Ragged],
+) -> Placed:
+    values = [value for value, _ in parts]
+    shapes = {_shape_of_row(value, position) for value, position in parts}
+    if len({value.dtype for value in values}) > 1 or len(shapes) > 1:
+        kinds = sorted({f"{v.dtype}{list(_shape_of_row(v, a))}" for v, a in parts})
+        raise UnsupportedError(
+            f"{output.path} is of different types for rows of different lengths: "
+            f"{', '.join(kinds).replace(chr(39), '')}. Let the function return the same for each "
+            "row, but for one axis."
+        )
+    if isinstance(values[0], Ragged):
+        return _with_size_of(join_rows(values, groups), arguments), 0
+    positions = [position for _, position in parts]
+    if all(position is None for position in positions):
+        return values[0], None
+    check_unbatched(axis, [output], [0])
+    in_front = [
+        broadcast_axis(replace(axis, size=len(rows)), x, 0) if a is None else move_axis(x, a, 0)
+        for rows, (x, a) in zip(groups, parts, strict=True)
+    ]
+    return join_lanes(in_front, groups), 0
+
+
+def _shape_of_row(value: Any, position: AxisPosition) -> tuple[Any, ...]:
+    shape = list(value.data.shape if isinstance(value, Ragged) else value.shape)
+    if isinstance(value, Ragged):
+        shape[value.axis] = "n"
+    elif position is not None:
+        del shape[position]
+    return tuple(shape)
+
+
+def _with_size_of(out: Ragged, arguments: Sequence[Ragged]) -> Ragged:
+    """`out`, with the bound of an argument whose rows have the same lengths."""
+    for x in arguments:
+        if np.array_equal(np.asarray(x.lengths), np.asarray(out.lengths)):
+            return Ragged(out.data, x.lengths, x.max_length, axis=out.axis)
+    return out
+
+
+def split_rows(x: Ragged, groups: Sequence[np.ndarray]) -> list[Ragged]:
+    """The rows of each group, whose lengths must be known; its longest gives the bound."""
+    lengths = _known(x)
+    starts = np.cumsum(lengths) - lengths
+    index = [_elements(starts, lengths, rows) for rows in groups]
+    datas = _regroup([x.data], np.concatenate(index), [len(i) for i in index], x.axis)
+    return [
+        Ragged(data, lengths[rows], None if len(rows) else x.max_length, axis=x.axis)
+        for data, rows in zip(datas, groups, strict=True)
+    ]
+
+
+def join_rows(parts: Sequence[Ragged], groups: Sequence[np.ndarray]) -> Ragged:
+    """What `split_rows` took apart."""
+    axis = parts[0].axis
+    capacities = [part.data.shape[axis] for part in parts]
+    lengths = [_known(part) for part in parts]
+    within = [np.cumsum(one) - one for one in lengths]
+    offsets = np.cumsum(capacities) - capacities
+    starts = np.concatenate([at + offset for at, offset in zip(within, offsets, strict=True)])
+    together = np.concatenate(lengths)
+    place = _inverse(np.concatenate(groups), len(together))
+    index = _elements(starts, together, place)
+    (data,) = _regroup([part.data for part in parts], index, [len(index)], axis)
+    return Ragged(data, together[place], max(part.max_length for part in parts), axis=axis)
+
+
+def split_lanes(x: Any, groups: Sequence[np.ndarray], axis: int) -> list[Any]:
+    """The lanes of each group, along `axis` of an array."""
+    return _regroup([x], np.concatenate(groups), [len(rows) for rows in groups], axis)
+
+
+def join_lanes(parts: Sequence[Any], groups: Sequence[np.ndarray], axis: int = 0) -> Any:
+    """What `split_lanes` took apart."""
+    index = np.concatenate(groups)
+    return _regroup(parts, _inverse(index, len(index)), [len(index)], axis)[0]
+
+
+def _known(x: Ragged) -> np.ndarray:
+    lengths = known_lengths(x.lengths)
+    assert lengths is not None, "checked by those who make groups"
+    return lengths
+
+
+def _elements(starts: np.ndarray, lengths: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Where the elements of `rows` are, one row after another."""
+    count = lengths[rows]
+    first = np.cumsum(count) - count
+    return np.repeat(starts[rows] - first, count) + np.arange(count.sum())
+
+
+def _inverse(index: np.ndarray, size: int) -> np.ndarray:
+    """Where in `index` each number below `size` is; -1 for those that are not."""
+    places = np.full(size, -1)
+    places[index] = np.arange(len(index))
+    return places
+
+
+def _regroup(parts: Sequence[Any], index: np.ndarray, sizes: Sequence[int], axis: int) -> list[Any]:
+    """The elements `index` of all parts together, in new parts of these sizes, along `axis`.
+
+    No element is taken twice, and so the transpose is of the same form.
+    """
+    given = [x.shape[axis] for x in parts]
+
+    def forward(residuals: Any, xs: Sequence[Any]) -> list[Any]:
+        return _take_parts(xs, index, sizes, axis)
+
+    def back(residuals: Any, xs: Sequence[Any]) -> list[Any]:
+        return _take_parts(xs, _inverse(index, sum(given)), given, axis)
+
+    if not all(map(is_inexact, parts)):
+        return forward([], parts)
+    return linear_with_transpose(forward, back, [], parts)
+
+
+def _take_parts(xs: Sequence[Any], index: np.ndarray, sizes: Sequence[int], axis: int) -> list[Any]:
+    """As `_regroup`; zeros for each -1 in `index`."""
+    x = xs[0] if len(xs) == 1 else jnp.concatenate(xs, axis)
+    if not np.array_equal(index, np.arange(x.shape[axis])):
+        x = _take(x, index, axis)
+    if len(sizes) == 1:
+        return [x]
+    ends = np.cumsum(sizes)
+    return [
+        lax.slice_in_dim(x, end - size, end, axis=axis)
+        for size, end in zip(sizes, ends.tolist(), strict=True)
+    ]
+
+
+def _take(x: Any, index: np.ndarray, axis: int) -> Any:
+    shape = (*x.shape[:axis], len(index), *x.shape[axis + 1 :])
+    if x.shape[axis] == 0 or len(index) == 0:
+        if not len(index):
+            return lax.slice_in_dim(x, 0, 0, axis=axis)
+        return jnp.zeros(shape, x.dtype)
+    taken = jnp.take(x, jnp.asarray(index, jnp.int32), axis=axis, mode="clip")
+    if (index >= 0).all():
+        return taken
+    belongs = lax.broadcast_in_dim(jnp.asarray(index >= 0), shape, (axis,))
+    return lax.select(belongs, taken, lax.full_like(taken, 0))
+
+
+def groups_of(*lengths: np.ndarray) -> list[np.ndarray]:
+    """The rows in groups of which each has equal lengths, in the order of those."""
+    together = np.stack(lengths, 1)
+    _, number = np.unique(together, axis=0, return_inverse=True)
+    number = number.reshape(-1)
+    order = np.argsort(number, kind="stable")
+    ends = np.flatnonzero(np.diff(number[order])) + 1
+    return np.split(order, ends)

@@ -1,0 +1,119 @@
+"""A function of one row run for the rows of each bucket by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from batchax.engine.arguments import Mapped, is_position
+from batchax.engine.axis import Axis
+from batchax.engine.outputs import FlatOutputs, OutputArray, place
+from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.rows.arguments import find_sizes
+from batchax.rows.buckets import Buckets, bucket
+from batchax.rows.groups import Placed, in_front, run_in_groups
+from batchax.rows.outputs import place_ragged
+from batchax.rows.ragged import Ragged, known_lengths
+
+RunRows = Callable[[Axis, Callable[..., Any], list[Mapped], list[FlatOutputs]], list[Any]]
+
+
+def check_buckets(buckets: Any) -> None:
+    """Refuses, when `vmap` is called, what no call could use as `buckets`."""
+    if buckets is None or isinstance(buckets, Buckets):
+        return
+    if not is_position(buckets):
+        raise ArgumentTypeError(
+            "buckets must be a positive int, the result of batchax.bucket(...), or None; got "
+            f"{buckets!r} of type {type(buckets).__name__}."
+        )
+    if buckets < 1:
+        raise AxisError(f"buckets must be a positive int, got {buckets}.")
+
+
+def run_in_buckets(
+    axis: Axis,
+    one_row: Callable[..., Any],
+    mapped: list[Mapped],
+    outputs: list[FlatOutputs],
+    buckets: int | Buckets,
+    run_rows: RunRows,
+) -> list[Any]:
+    """The outputs of a function of one row, run for the rows of each bucket by itself.
+
+    Args:
+      axis: the axis being mapped, whose lanes are rows.
+      one_row: the function; when called it describes what it returned in `outputs`.
+      mapped: its arguments, some of which are `Ragged`. Buckets are for the lengths of that with
+        the most elements, and of those that have the same; others are as long in each bucket
+        as their longest row there.
+      outputs: see `one_row`.
+      buckets: which rows run together, or how many groups of them there may be.
+      run_rows: what `vmap` does with the rows of one bucket.
+
+    Raises:
+      UnsupportedError: lengths are traced, or the axis has a name.
+      AxisError: the buckets are for other lengths.
+    """
+    ragged = [m.value for m in mapped if isinstance(m.value, Ragged)]
+    if any(known_lengths(x.lengths) is None for x in ragged):
+        raise UnsupportedError(
+            "buckets was given, but the lengths of rows are traced here, and rows are put into "
+            "buckets by what they are: call vmap outside of jit, or close over the Ragged so that "
+            "its lengths are known."
+        )
+    if axis.name is not None:
+        raise UnsupportedError(
+            f"buckets was given, and axis_name {axis.name!r}, whose lanes are all rows, but those "
+            "of one bucket run at a time. Leave one of them out; to reduce over all rows use "
+            "out_axes=batchax.Reduce(...)."
+        )
+    sizes_of, sizes = find_sizes(mapped)
+    leading = max(sizes, key=lambda size: int(np.asarray(size.batch.lengths).sum()))
+    buckets = buckets if isinstance(buckets, Buckets) else bucket(leading.batch, int(buckets))
+    if not np.array_equal(buckets.lengths, np.asarray(leading.batch.lengths)):
+        path = next(m.path for m, size in zip(mapped, sizes_of, strict=True) if size is leading)
+        raise AxisError(
+            f"buckets were made for other lengths than those of {path}, which is {leading.batch}. "
+            "Make them for these lengths: batchax.bucket(x)."
+        )
+    if not axis.size:
+        return run_rows(axis, one_row, mapped, outputs)
+    described: list[OutputArray] = []
+    ndims: list[int] = []
+
+    def one_row_in_bucket(*values: Any) -> list[Any]:
+        arrays = one_row(*values)
+        described[:] = outputs[0].described
+        outputs[0].described[:] = map(in_front, described)
+        ndims[:] = map(jnp.ndim, arrays)
+        return arrays
+
+    def run_group(g: int, group: Axis, part: list[Mapped]) -> list[Placed]:
+        bounded = [
+            replace(m, value=m.value.with_max_length(buckets.sizes[g])) if size is leading else m
+            for m, size in zip(part, sizes_of, strict=True)
+        ]
+        outs = run_rows(group, one_row_in_bucket, bounded, outputs)
+        return [
+            (x, 0 if isinstance(x, Ragged) or np.ndim(x) > ndim else None)
+            for x, ndim in zip(outs, ndims, strict=True)
+        ]
+
+    outs = run_in_groups(axis, mapped, buckets.rows, described, run_group)
+    return [_placed_output(axis, output, *out) for output, out in zip(described, outs, strict=True)]
+
+
+def _placed_output(axis: Axis, output: OutputArray, x: Any, position: int | None) -> Any:
+    if not isinstance(x, Ragged):
+        return place(axis, output, x, position)
+    (n,) = jax.export.symbolic_shape("n")
+    shape = list(x.data.shape)
+    shape[x.axis] = n
+    place_ragged(output, shape)
+    return x

@@ -1,0 +1,219 @@
+"""Functions with derivative rules of their own: function and rules act on padded rows.
+
+The rules are staged for the row, with its symbolic sizes, when they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
+
+from batchax import _compat
+from batchax.rows.padded import Operation, Row, padded_rule
+from batchax.rows.padded_rules.inside import Moving, arrays, as_function, run_inside, typed_rows
+from batchax.rows.sizes import Sizes
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call whose operands are the sizes of the row and the values that are not known.
+
+    Sizes are operands for what the rules run in may be staged elsewhere.
+    """
+
+    op: Operation
+    operands: Moving
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, op: Operation, rows: Sequence[Row]) -> _Call:
+        """For an equation and its operands."""
+        return cls(op, Moving(rows), tuple(op.sizes.values))
+
+    @property
+    def values(self) -> list[Any]:
+        """All operands."""
+        return [*self.op.sizes.values.values(), *self.operands.values]
+
+    def opened(self, values: Sequence[Any]) -> tuple[Operation, list[Row]]:
+        """The equation and its operands, where the call has these `values`."""
+        count = len(self.names)
+        sizes = self.op.sizes.inside(dict(zip(self.names, values[:count], strict=True)))
+        return Operation(self.op.eqn, sizes), self.operands.filled_in(values[count:])
+
+    def for_each(self, values: Sequence[Any], other: Any) -> list[Any]:
+        """Of what there is for each value, what there is for each operand of the equation."""
+        given = dict(zip(self.operands.places, values[len(self.names) :], strict=True))
+        return [given.get(i, other) for i in range(len(self.operands.rows))]
+
+    def for_values(self, given: Sequence[Any], other: Any) -> list[Any]:
+        """The other way round."""
+        return [other] * len(self.names) + [given[i] for i in self.operands.places]
+
+    def run(self, body: Any, *values: Any) -> list[Any]:
+        """The function."""
+        op, rows = self.opened(values)
+        return arrays(run_inside(op.sizes, body, rows), body.out_avals)
+
+    def zeros(self, values: Sequence[Any], types: Sequence[Any], symbolic: bool) -> list[Any]:
+        """Derivatives, those that are zero (or None) as a rule expects them."""
+        return [
+            x
+            if x is not None and not isinstance(x, SymbolicZero)
+            else SymbolicZero(aval)
+            if symbolic
+            else np.zeros(self.op.sizes.bounds_of(aval.shape), aval.dtype)
+            for x, aval in zip(values, types, strict=True)
+        ]
+
+    def constants(self, consts: Iterable[Any]) -> list[Row]:
+        """What a rule closes over, which is to be no part of the row."""
+        for x in consts:
+            if isinstance(x, Tracer) and not _compat.is_live(x):
+                raise self.op.refuse(
+                    "its derivative rule closes over a value that the function of the row "
+                    f"computes, of shape {jax.typeof(x).str_short()}. Pass the value as an "
+                    "argument of the function that has the rule."
+                )
+        return [Row(x, jax.typeof(x).shape) for x in consts]
+
+
+@padded_rule("custom_jvp_call")
+def _custom_jvp(
+    op: Operation,
+    *rows: Row,
+    call_jaxpr: Any,
+    jvp_jaxpr_fun: Any,
+    num_consts: int,
+    symbolic_zeros: bool,
+    **params: Any,
+) -> Any:
+    body = _compat.close(call_jaxpr)
+    call = _Call.of(op, rows)
+
+    @jax.custom_jvp
+    def function(*values: Any) -> list[Any]:
+        return call.run(body, *values)
+
+    def rule(values: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        inner, rows = call.opened(values)
+        types = [v.aval.to_tangent_aval() for v in op.eqn.invars]
+        moving = call.for_each(tangents, None)
+        moving = call.zeros(moving, types, symbolic_zeros)[num_consts:]
+        zeros = [isinstance(t, SymbolicZero) for t in moving]
+        jaxpr, consts, out_zeros = jvp_jaxpr_fun.call_wrapped(*zeros)
+        rule = _compat.close(_compat.constants_as_inputs(jaxpr))
+        rows = rows[num_consts:]
+        given = [
+            Row(t, row.shape) for t, row, zero in zip(moving, rows, zeros, strict=True) if not zero
+        ]
+        found = run_inside(inner.sizes, rule, [*call.constants(consts), *rows, *given])
+        outs = arrays(found, rule.out_avals)
+        count = len(body.out_avals)
+        dots = iter(outs[count:])
+        return outs[:count], [
+            SymbolicZero(jax.typeof(x).to_tangent_aval()) if zero else next(dots)
+            for x, zero in zip(outs, out_zeros, strict=False)
+        ]
+
+    function.defjvp(rule, symbolic_zeros=True)
+    return function(*call.values)
+
+
+@padded_rule("custom_vjp_call", "custom_vjp_call_jaxpr")
+def _custom_vjp(
+    op: Operation,
+    *rows: Row,
+    call_jaxpr: Any,
+    fwd_jaxpr_thunk: Any,
+    num_consts: int,
+    out_trees: Any,
+    symbolic_zeros: bool,
+    **params: Any,
+) -> Any:
+    body = _compat.close(call_jaxpr)
+    call = _Call.of(op, rows)
+    _, perturbs, backward = op.eqn.primitive.get_bind_params(op.eqn.params)["subfuns"]
+
+    @jax.custom_vjp
+    def function(*values: Any) -> list[Any]:
+        return call.run(body, *values)
+
+    def forward(*primals: Any) -> tuple[list[Any], _Residuals]:
+        values = [p.value for p in primals]
+        inner, rows = call.opened(values)
+        perturbed = call.for_each([p.perturbed for p in primals], False)
+        if any(perturbed[:num_consts]):  # says that what is closed over has no derivative
+            perturbs.call_wrapped(*(x for r, p in zip(rows, perturbed) for x in (r.value, p)))
+        jaxpr, consts = fwd_jaxpr_thunk.call_wrapped(*perturbed[num_consts:])
+        rule = _compat.close(_compat.constants_as_inputs(jaxpr))
+        found = run_inside(inner.sizes, rule, [*call.constants(consts), *rows[num_consts:]])
+        outs = arrays(found, rule.out_avals)
+        count = len(outs) - len(body.out_avals)
+        made = iter(zip(outs[:count], rule.out_avals[:count], strict=True))
+        given = [v.aval for v in op.eqn.invars]
+        pairs = [next(made) if i is None else (rows[i].value, given[i]) for i in out_trees()[2]]
+        sizes = list(inner.sizes.values.values())
+        residuals = _Residuals(sizes, [x for x, _ in pairs], tuple(a for _, a in pairs))
+        return outs[count:], residuals
+
+    def reverse(residuals: _Residuals, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        sizes = op.sizes.inside(dict(zip(call.names, residuals.sizes, strict=True)))
+        types = [v.aval.to_tangent_aval() for v in op.eqn.outvars]
+        cotangents = call.zeros(cotangents, types, symbolic_zeros)
+        given = [
+            ct if isinstance(ct, SymbolicZero) else t
+            for ct, t in zip(cotangents, types, strict=True)
+        ]
+        rule, zeros = _staged_reverse(backward, [*residuals.avals, *given])
+        values = [*residuals.values, *(ct for ct in cotangents if not isinstance(ct, SymbolicZero))]
+        inputs = typed_rows(values, rule.in_avals)
+        call.constants(rule.consts)
+        found = iter(arrays(run_inside(sizes, rule, inputs), rule.out_avals))
+        return tuple(call.for_values([None if z else next(found) for z in zeros], None))
+
+    function.defvjp(forward, reverse, symbolic_zeros=True)
+    return function(*call.values)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class _Residuals:
+    """What reverse mode needs of a call: sizes, and values with their types in the row."""
+
+    sizes: list[Any]
+    values: list[Any]
+    avals: tuple[Any, ...]
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], Any]:
+        return (self.sizes, self.values), self.avals
+
+    @classmethod
+    def tree_unflatten(cls, avals: Any, children: tuple[Any, Any]) -> _Residuals:
+        return cls(*children, avals)
+
+
+def _staged_reverse(
+    backward: Any, inputs: Sequence[Any]
+) -> tuple[_compat.ClosedJaxpr, list[bool]]:
+    """The reverse rule for one row, for the inputs and results that are no symbolic zeros."""
+    zeros: list[bool] = []
+
+    def one_row(*xs: Any) -> list[Any]:
+        given = iter(xs)
+        result = backward.call_wrapped(
+            *(x if isinstance(x, SymbolicZero) else next(given) for x in inputs)
+        )
+        cotangents, _ = _compat.cotangents_and_logs(result)
+        zeros[:] = [isinstance(c, (ad.Zero, SymbolicZero)) for c in cotangents]
+        return [c for c, zero in zip(cotangents, zeros, strict=True) if not zero]
+
+    types = [x for x in inputs if not isinstance(x, SymbolicZero)]
+    return _compat.stage(one_row, types), zeros

@@ -1,0 +1,76 @@
+"""Programs inside operations, on padded rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from batchax import _compat
+from batchax.rows.padded import Operation, Row, run_padded
+from batchax.rows.sizes import Sizes
+
+Flat = Callable[..., list[Any]]
+
+
+def run_inside(sizes: Sizes, body: Any, rows: Sequence[Row]) -> list[Row]:
+    """The results of a program within a function that is being staged."""
+    body = _compat.close(body)
+    return run_padded(sizes.inside(), body.jaxpr, body.consts, rows)
+
+
+def arrays(rows: Sequence[Row], avals: Sequence[Any]) -> list[Any]:
+    """The arrays of rows. Programs that stand for one another give arrays of equal types."""
+    return [_array(row.value, aval.dtype) for row, aval in zip(rows, avals, strict=True)]
+
+
+def _array(x: Any, dtype: Any) -> Any:
+    if dtype == jax.dtypes.float0 or not jnp.issubdtype(dtype, np.generic):  # random keys
+        return x
+    return lax.convert_element_type(x, dtype)
+
+
+def typed_rows(values: Sequence[Any], avals: Sequence[Any]) -> list[Row]:
+    """Rows of which nothing but the type is known."""
+    return [Row(x, aval.shape) for x, aval in zip(values, avals, strict=True)]
+
+
+class Moving:
+    """Operands of which those that are known while staging stay known in what is staged."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = list(rows)
+        self.places = [i for i, row in enumerate(rows) if not row.known]
+
+    @property
+    def values(self) -> list[Any]:
+        """The arrays that are not known."""
+        return [self.rows[i].value for i in self.places]
+
+    def filled_in(self, values: Sequence[Any]) -> list[Row]:
+        """All operands, with `values` in place of those."""
+        rows = list(self.rows)
+        for i, x in zip(self.places, values, strict=True):
+            rows[i] = replace(rows[i], value=x)
+        return rows
+
+
+def as_function(op: Operation, body: Any, operands: Moving) -> Flat:
+    """A program as a function of the arrays that `operands` has."""
+    body = _compat.close(body)
+
+    def run(*values: Any) -> list[Any]:
+        return arrays(run_inside(op.sizes, body, operands.filled_in(values)), body.out_avals)
+
+    return run
+
+
+def staged(fun: Flat, values: Sequence[Any]) -> tuple[_compat.ClosedJaxpr, list[Any]]:
+    """A program without constants that computes `fun`, and all of its operands."""
+    program, consts = _compat.hoist_constants(_compat.stage(fun, list(map(jax.typeof, values))))
+    return program, [*consts, *values]

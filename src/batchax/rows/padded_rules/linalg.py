@@ -1,0 +1,191 @@
+"""Linear algebra: a matrix with padding is the row's own beside an identity.
+
+Factors of such a matrix are those of the row's own beside an identity, and solutions those of
+the row's own beside zeros. What mixes all of a row in an order that padding would disturb
+(eigenvalues, singular values) is refused; where a row is many small matrices it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from batchax import _compat
+from batchax.rows.padded import Operation, Row, padded_rule
+from batchax.rows.padded_rules.inside import Moving, arrays, run_inside, staged
+from batchax.rows.sizes import is_symbolic
+from batchax.rules.linalg import RANKS
+
+_BY_LENGTH = "Rows of equal length can be computed together: vmap groups them if lengths are known."
+
+
+def _eye(op: Operation, x: Row) -> Any:
+    """Ones on the diagonal of the last two axes, of the type of `x`."""
+    *_, rows, columns = op.sizes.bounds_of(x.shape)
+    dtype = jnp.result_type(x.value)
+    return lax.broadcast_in_dim(
+        jnp.eye(rows, columns, dtype=dtype),
+        op.sizes.bounds_of(x.shape),
+        (len(x.shape) - 2, len(x.shape) - 1),
+    )
+
+
+def _beside_identity(op: Operation, x: Row) -> Any:
+    """The array of matrices, with an identity in place of padding."""
+    mask = op.sizes.mask(x.shape, op.sizes.padded_axes(x.shape))
+    value = jnp.asarray(x.value)
+    return value if mask is None else lax.select(mask, value, _eye(op, x))
+
+
+def _outputs(op: Operation, outs: Sequence[Any]) -> list[Any]:
+    """Results through whose padding no derivative passes."""
+    avals = [v.aval for v in op.eqn.outvars]
+    return [op.cut(x, aval.shape) for x, aval in zip(outs, avals, strict=True)]
+
+
+def _has_ragged_core(x: Row, rank: int) -> bool:
+    return any(map(is_symbolic, x.shape[len(x.shape) - rank :]))
+
+
+def _check_square(op: Operation, x: Row) -> None:
+    if x.shape[-1] != x.shape[-2]:
+        raise op.refuse(
+            f"its matrix has the shape ({x.shape[-2]}, {x.shape[-1]}), and for one that is ragged "
+            f"and not square padding is not exact. {_BY_LENGTH}"
+        )
+
+
+def _many(name: str, ranks: tuple[int, ...]) -> None:
+    """The rule of a decomposition that is exact only where its matrices have one size."""
+
+    @padded_rule(name)
+    def rule(op: Operation, *rows: Row, **params: Any) -> Any:
+        for x, rank in zip(rows, ranks, strict=True):
+            if _has_ragged_core(x, rank):
+                raise op.refuse(
+                    f"its matrix has the shape ({', '.join(map(str, x.shape[-2:]))}), and what it "
+                    f"computes depends on all of that, in an order that padding would disturb. "
+                    f"{_BY_LENGTH}"
+                )
+        harmless = [
+            _beside_identity(op, x) if rank == 2 else op.filled(x, 0)
+            for x, rank in zip(rows, ranks, strict=True)
+        ]
+        outs = op.bind(*harmless)
+        return _outputs(op, outs if op.eqn.primitive.multiple_results else [outs])
+
+
+for _name, _ranks in RANKS.items():
+    _many(_name, _ranks)
+
+
+@padded_rule("cholesky")
+def _cholesky(op: Operation, x: Row, **params: Any) -> Any:
+    return _outputs(op, [op.bind(_beside_identity(op, x))])
+
+
+@padded_rule("lu")
+def _lu(op: Operation, x: Row, **params: Any) -> Any:
+    # Padding is zero below each pivot of the row's own part and is never chosen for one.
+    if _has_ragged_core(x, 2):
+        _check_square(op, x)
+    return _outputs(op, op.bind(_beside_identity(op, x)))
+
+
+@padded_rule("lu_pivots_to_permutation")
+def _permutation(op: Operation, pivots: Row, **params: Any) -> Any:
+    mask = op.sizes.mask(pivots.shape, op.sizes.padded_axes(pivots.shape))
+    value = jnp.asarray(pivots.value)
+    if mask is not None:  # rows of padding stay where they are
+        own = lax.broadcasted_iota(value.dtype, value.shape, value.ndim - 1)
+        value = lax.select(mask, value, own)
+    return op.bind(value)
+
+
+@padded_rule("qr")
+def _qr(op: Operation, x: Row, *, full_matrices: bool, **params: Any) -> Any:
+    # Rows of zeros change neither the triangular factor nor the rows of the other.
+    ragged = _has_ragged_core(x, 2)
+    if ragged and (full_matrices or params.get("pivoting") or is_symbolic(x.shape[-1])):
+        raise op.refuse(
+            f"its matrix has the shape ({x.shape[-2]}, {x.shape[-1]}); what is exact with padding "
+            "is the reduced decomposition, without pivoting, of a matrix whose number of columns "
+            f"is the same for all rows. {_BY_LENGTH}"
+        )
+    value = op.filled(x, 0, [len(x.shape) - 2]) if ragged else _beside_identity(op, x)
+    return _outputs(op, op.bind(value))
+
+
+@padded_rule("triangular_solve")
+def _triangular_solve(op: Operation, a: Row, b: Row, **params: Any) -> Any:
+    return _outputs(op, [op.bind(_beside_identity(op, a), op.filled(b, 0))])
+
+
+@padded_rule("tridiagonal_solve")
+def _tridiagonal_solve(
+    op: Operation, lower: Row, diagonal: Row, upper: Row, b: Row, **params: Any
+) -> Any:
+    # The last element above the diagonal, which the row does not have, would reach padding.
+    size = diagonal.shape[-1]
+    shape = (*upper.shape[:-1], size - 1)
+    mask = op.sizes.mask(shape, op.sizes.padded_axes(shape))
+    above = jnp.asarray(upper.value)
+    if mask is not None and is_symbolic(size):
+        missing = above.shape[-1] - mask.shape[-1]
+        mask = jnp.pad(mask, [*[(0, 0)] * (mask.ndim - 1), (0, missing)])
+        above = lax.select(mask, above, lax.full_like(above, 0))
+    else:
+        above = op.filled(upper, 0)
+    operands = op.filled(lower, 0), op.filled(diagonal, 1), above, op.filled(b, 0)
+    return _outputs(op, [op.bind(*operands)])
+
+
+@padded_rule("custom_linear_solve")
+def _custom_linear_solve(
+    op: Operation, *rows: Row, const_lengths: Any, jaxprs: Any, **params: Any
+) -> Any:
+    # Operands are the constants of each program, one program after another, and then `b`.
+    start = sum(const_lengths)
+    b_avals = [v.aval for v in op.eqn.invars[start:]]
+    b = arrays(rows[start:], b_avals)
+    programs, constants, first = [], [], 0
+    for body, count in zip(jaxprs, const_lengths, strict=True):
+        own, first = Moving(rows[first : first + count]), first + count
+        if body is None:
+            programs.append(None)
+            constants.append([])
+            continue
+
+        def run(*values: Any, own: Moving = own, body: Any = body) -> list[Any]:
+            count = len(own.places)
+            given = [Row(x, aval.shape) for x, aval in zip(values[count:], b_avals, strict=True)]
+            outs = run_inside(op.sizes, body, [*own.filled_in(values[:count]), *given])
+            return arrays(outs, body.out_avals)
+
+        program, values = staged(run, [*own.values, *b])
+        programs.append(program)
+        constants.append(values[: len(values) - len(b)])
+    return lax.linear_solve_p.bind(
+        *(x for values in constants for x in values),
+        *b,
+        const_lengths=type(const_lengths)(*map(len, constants)),
+        jaxprs=type(jaxprs)(*programs),
+    )
+
+
+@padded_rule("fft")
+def _fft(op: Operation, x: Row, *, fft_lengths: Any, **params: Any) -> Any:
+    if _has_ragged_core(x, len(fft_lengths)):
+        raise op.refuse(
+            "it transforms an axis whose size differs from row to row, and no padding makes that "
+            f"exact. {_BY_LENGTH}"
+        )
+    return op.bind(x.value)
+
+
+@padded_rule("cholesky_update")
+def _cholesky_update(op: Operation, r: Row, w: Row) -> Any:
+    return _outputs(op, [op.bind(_beside_identity(op, r), op.filled(w, 0))])

@@ -1,0 +1,239 @@
+"""Loops over a row: as many steps as the longest row has, of which each row takes its own.
+
+A step that a row does not take must leave everything as it is, in both directions. What it
+computes is dropped; but were it not a number, or infinite, it would reach the gradient of what
+all rows share (zero times infinity). So in these steps a row takes its first step once more,
+which it took anyway, and a row that has none takes that of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+from batchax import _compat
+from batchax.rows.padded import Operation, Row, padded_rule
+from batchax.rows.padded_rules.inside import arrays, run_inside, typed_rows
+from batchax.rows.sizes import Sizes
+from batchax.rules.hazards import hazards
+from batchax.rules.masking import is_inexact, safe_lanes
+
+
+@padded_rule("scan")
+def _scan(
+    op: Operation,
+    *rows: Row,
+    jaxpr: Any,
+    length: Any,
+    reverse: bool,
+    unroll: int,
+    **params: Any,
+) -> list[Any]:
+    n_consts, n_carry = _compat.scan_counts(params)
+    consts, carry, xs = rows[:n_consts], rows[n_consts:][:n_carry], rows[n_consts + n_carry :]
+    options = {"reverse": reverse, "unroll": unroll}
+    return loop(op, jaxpr, length, consts, carry, xs, **options)
+
+
+def loop(
+    op: Operation,
+    body: Any,
+    length: Any,
+    consts: Sequence[Row],
+    carry: Sequence[Row],
+    xs: Sequence[Row] = (),
+    reverse: bool = False,
+    unroll: int = 1,
+) -> list[Any]:
+    """What a scan returns: the carry after the last step, and what steps give out.
+
+    Args:
+      op: the loop, for messages and sizes.
+      body: the program of one step.
+      length: how many steps the row takes.
+      consts: operands that are the same in each step.
+      carry: those that a step hands to the next.
+      xs: those that have a part for each step.
+      reverse: whether the last step comes first.
+      unroll: as for ``jax.lax.scan``.
+    """
+    body = _compat.close(body)
+    carry_avals, y_avals = body.out_avals[: len(carry)], body.out_avals[len(carry) :]
+    first = arrays(carry, carry_avals)
+    parts = [jnp.asarray(x.value) for x in xs]
+    steps, sizes, size = op.sizes.bound(length), op.sizes, None
+    again: _Again | None = None
+    if not op.sizes.is_exact(length):
+        _check(op, body, length)
+        size = op.sizes.size(length)
+        danger = hazards(body.jaxpr)
+        if steps and (danger.nonlinear or danger.endless):
+            again = _Again.of(size, op.sizes, consts, first, parts, reverse)
+            sizes, consts, parts = again.sizes, again.consts, again.parts
+
+    def step(carry: list[Any], given: Any) -> tuple[list[Any], list[Any]]:
+        i, parts = given
+        live = None if size is None else lax.lt(i, jnp.asarray(size, i.dtype))
+        before = carry
+        if again is not None:
+            before = [_keep(live, x, y) for x, y in zip(carry, again.carry, strict=True)]
+        own = [Row(x, row.shape[1:], row.fill) for x, row in zip(parts, xs, strict=True)]
+        inputs = [*consts, *typed_rows(before, carry_avals), *own]
+        outs = arrays(run_inside(sizes, body, inputs), body.out_avals)
+        new, ys = outs[: len(carry)], outs[len(carry) :]
+        if live is None:
+            return new, ys
+        # Nothing comes back to a step that was not taken.
+        ys = [safe_lanes(live, y, 0, "keep") if is_inexact(y) else y for y in ys]
+        return [_keep(live, x, old) for x, old in zip(new, carry, strict=True)], ys
+
+    counted = (jnp.arange(steps, dtype=np.int32), parts)
+    last, ys = lax.scan(step, first, counted, steps, reverse, unroll)
+    assert len(ys) == len(y_avals)
+    return [*last, *ys]
+
+
+def _keep(live: Any, new: Any, old: Any) -> Any:
+    return old if new is old else lax.select(live, new, old)
+
+
+@dataclass(frozen=True)
+class _Again:
+    """Operands of the steps of a row, where those it does not take are its first again."""
+
+    sizes: Sizes
+    consts: list[Row]
+    carry: list[Any]
+    parts: list[Any]
+
+    @classmethod
+    def of(
+        cls,
+        size: Any,
+        sizes: Sizes,
+        consts: Sequence[Row],
+        carry: Sequence[Any],
+        parts: Sequence[Any],
+        reverse: bool,
+    ) -> _Again:
+        """For a row of `size` steps."""
+        some = lax.gt(jnp.asarray(size), 0)
+        start = lax.max(jnp.asarray(size) - 1, 0) if reverse else 0
+        never = np.zeros((), bool)
+
+        def of_a_row_with_steps(x: Any) -> Any:
+            return safe_lanes(some, x, 0)
+
+        def first_part(x: Any) -> Any:
+            x = safe_lanes(never, x, 0, "keep") if is_inexact(x) else x
+            return lax.dynamic_index_in_dim(x, start, 0, False) if reverse else x[0]
+
+        def without_derivative(x: Any) -> Any:
+            x = safe_lanes(never, x, 0, "keep") if is_inexact(x) else x
+            return of_a_row_with_steps(x)
+
+        def filled(x: Any) -> Any:
+            taken = lax.lt(jnp.arange(x.shape[0]), jnp.asarray(size))
+            mask = lax.broadcast_in_dim(taken, x.shape, (0,))
+            other = of_a_row_with_steps(first_part(x))
+            other = lax.broadcast_in_dim(other, x.shape, tuple(range(1, x.ndim)))
+            return lax.select(mask, x, other)
+
+        return cls(
+            sizes.inside(
+                {k: of_a_row_with_steps(jnp.asarray(v)) for k, v in sizes.values.items()}
+            ),
+            [
+                row if row.known else replace(row, value=of_a_row_with_steps(row.value))
+                for row in consts
+            ],
+            list(map(without_derivative, carry)),
+            list(map(filled, parts)),
+        )
+
+
+def _check(op: Operation, body: Any, length: Any) -> None:
+    """Refuses what has effects that a step not taken cannot be kept from."""
+    if hazards(body.jaxpr).collective:
+        raise op.refuse(
+            f"it takes {length} steps, as many as the row has, with a collective in each: rows "
+            "that have ended would have nothing to give. Put the collective outside the loop."
+        )
+    written = any(hasattr(aval, "inner_aval") for aval in body.in_avals)
+    if written or _compat.calls_back(body.effects):
+        raise op.refuse(
+            f"it takes {length} steps, as many as the row has, with an effect in each (a print, "
+            "a callback, a write to a reference), which would come also from rows that have "
+            "ended. Return values instead, or put the effect outside the loop."
+        )
+
+
+@padded_rule("while")
+def _while(
+    op: Operation,
+    *rows: Row,
+    cond_nconsts: int,
+    cond_jaxpr: Any,
+    body_nconsts: int,
+    body_jaxpr: Any,
+) -> list[Any]:
+    tested, consts = rows[:cond_nconsts], rows[cond_nconsts:][:body_nconsts]
+    carry = rows[cond_nconsts + body_nconsts :]
+    length = _count(cond_jaxpr, cond_nconsts, body_jaxpr, body_nconsts, carry)
+    if length is not None:
+        # The row alone knows its size, and runs it as a scan, which has a reverse mode.
+        return loop(op, body_jaxpr, length, consts, carry)
+    avals = _compat.close(body_jaxpr).out_avals
+
+    def run(program: Any, consts: Sequence[Row], values: Sequence[Any]) -> list[Any]:
+        outs = run_inside(op.sizes, program, [*consts, *typed_rows(values, avals)])
+        return arrays(outs, program.out_avals)
+
+    return lax.while_loop(
+        lambda values: run(cond_jaxpr, tested, values)[0],
+        lambda values: run(body_jaxpr, consts, values),
+        arrays(carry, avals),
+    )
+
+
+def _count(
+    cond_jaxpr: Any, cond_nconsts: int, body_jaxpr: Any, body_nconsts: int, carry: Sequence[Row]
+) -> Any:
+    """The number of steps of a loop such as ``fori_loop(0, n, ...)``; None of any other.
+
+    It counts a carry up to another, a size, while it is less.
+    """
+    test, body = cond_jaxpr.jaxpr, body_jaxpr.jaxpr
+    if len(test.eqns) != 1 or test.eqns[0].primitive.name != "lt":
+        return None
+    (less,) = test.eqns
+    places = {v: i - cond_nconsts for i, v in enumerate(test.invars)}
+    at = [None if isinstance(v, Literal) else places[v] for v in less.invars]
+    if test.outvars[0] is not less.outvars[0] or None in at or min(at) < 0:
+        return None
+    index, limit = at
+    before, after = body.invars[body_nconsts:], body.outvars
+    if after[limit] is not before[limit] or not _is_successor(body, after[index], before[index]):
+        return None
+    start, end = _size_of(carry[index]), _size_of(carry[limit])
+    return None if start is None or end is None else end - start
+
+
+def _is_successor(body: Any, after: Any, before: Any) -> bool:
+    made = next((eqn for eqn in body.eqns if after in eqn.outvars), None)
+    if made is None or made.primitive.name != "add" or made.invars[0] is not before:
+        return False
+    one = made.invars[1]
+    return isinstance(one, Literal) and one.val == 1
+
+
+def _size_of(row: Row) -> Any:
+    if row.dim is not None:
+        return row.dim
+    return int(row.value) if row.known and np.ndim(row.value) == 0 else None

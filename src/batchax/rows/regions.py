@@ -1,0 +1,189 @@
+"""A program of one row, run for all rows in regions, each of them in one layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from batchax import _compat
+from batchax.engine.axis import Axis, AxisPosition, move_axis
+from batchax.engine.inner import batch_function
+from batchax.rows.index import pack_rows, pad_rows
+from batchax.rows.layouts import Layout, other_layout
+from batchax.rows.packed import Packed, PackedRows, is_packable, ragged_axis, run_packed
+from batchax.rows.padded import Row, run_equation
+from batchax.rows.sizes import Sizes, has_symbols
+from batchax.rows.steps import Constant, Step, Steps
+
+
+@dataclass(frozen=True)
+class Region:
+    """Steps that run one after another in one layout."""
+
+    layout: Layout
+    steps: list[Step]
+
+
+def find_regions(program: Steps, layouts: Sequence[Layout | None]) -> list[Region]:
+    """The steps in an order that changes between layouts seldom.
+
+    Whatever is ready in the layout at hand is taken before another one begins.
+    """
+    waiting = list(zip(program.steps, layouts, strict=True))
+    done = set(program.shapes) - {v for step in program.steps for v in step.outputs}
+    regions: list[Region] = []
+    layout: Layout = next(filter(None, layouts), "packed")
+    while waiting:
+        taken: list[Step] = []
+        left = []
+        for step, wanted in waiting:
+            if wanted in (None, layout) and done.issuperset(step.used):
+                taken.append(step)
+                done.update(step.outputs)
+            else:
+                left.append((step, wanted))
+        if taken:
+            regions.append(Region(layout, taken))
+        waiting = left
+        layout = other_layout(layout)
+    return regions
+
+
+def run_regions(
+    rows: PackedRows,
+    bounds: Mapping[str, int],
+    program: Steps,
+    regions: Sequence[Region],
+    arguments: Sequence[Packed],
+) -> list[Packed]:
+    """The results of a program for all rows.
+
+    Ragged ones are packed if they have the size of a row, others, such as ``n - 1``, padded.
+    """
+    values = _Values(rows, bounds)
+    for number, value in [*enumerate(arguments), *_constants(program)]:
+        values.put(number, value, "packed")
+    last_use = _last_uses(program, regions)
+    for k, region in enumerate(regions):
+        wanted = {v for v, last in last_use.items() if last > k}
+        if region.layout == "packed":
+            _run_packed(values, region)
+        else:
+            _run_padded(values, region, wanted, program)
+        values.keep_only(wanted)
+    return [
+        Packed(v.value, v.shape)
+        if isinstance(v, Constant)
+        else values.get(v, "packed" if is_packable(program.shapes[v]) else "padded")
+        for v in program.outputs
+    ]
+
+
+def _constants(program: Steps) -> list[tuple[int, Packed]]:
+    return [(i, Packed(x, program.shapes[i])) for i, x in program.consts.items()]
+
+
+def _last_uses(program: Steps, regions: Sequence[Region]) -> dict[int, int]:
+    """The last region that uses each value; beyond the last for what is returned."""
+    last = {v: k for k, region in enumerate(regions) for step in region.steps for v in step.used}
+    last.update((v, len(regions)) for v in program.outputs if isinstance(v, int))
+    return last
+
+
+class _Values:
+    """Values by number, in the layouts that they have been needed in."""
+
+    def __init__(self, rows: PackedRows, bounds: Mapping[str, int]) -> None:
+        self.rows, self.bounds = rows, bounds
+        self.left_padded: set[int] = set()  # by a region: their padding may hold anything
+        self._found: dict[tuple[int, Layout], Packed] = {}
+
+    def put(self, number: int, value: Packed, layout: Layout) -> None:
+        self._found[number, layout] = value
+
+    def get(self, number: int, layout: Layout) -> Packed:
+        """A value; if it is ragged, in that layout: padded ones have the rows in front."""
+        found = self._found.get((number, layout))
+        if found is None:
+            found = self._found[number, other_layout(layout)]
+            if has_symbols(found.shape):
+                found = self._moved(found, layout)
+            self._found[number, layout] = found
+        return found
+
+    def keep_only(self, numbers: set[int]) -> None:
+        """Forgets what will not be used, so that its memory is free."""
+        self._found = {k: v for k, v in self._found.items() if k[0] in numbers}
+
+    def _moved(self, x: Packed, layout: Layout) -> Packed:
+        at = ragged_axis(x.shape)
+        assert at is not None
+        segments = self.rows.segments[str(x.shape[at])]
+        if layout == "packed":
+            value = pack_rows(x.value, segments.index, at, segments.capacity)
+            return Packed(value, x.shape)
+        fill = 0 if jnp.issubdtype(x.value.dtype, np.generic) else None
+        return Packed(pad_rows(x.value, segments.index, at, fill), x.shape, 0)
+
+
+def _run_packed(values: _Values, region: Region) -> None:
+    outer_names = _compat.current_name_stack()
+    for step in region.steps:
+        eqn = step.eqn
+        operands = [
+            Packed(v.value, v.shape) if isinstance(v, Constant) else values.get(v, "packed")
+            for v in step.inputs
+        ]
+        with _compat.user_source(eqn.source_info, outer_names), eqn.ctx.manager:
+            outs = run_packed(values.rows, eqn, operands)
+        for number, out in zip(step.outputs, outs, strict=True):
+            values.put(number, out, "packed")
+
+
+def _run_padded(values: _Values, region: Region, wanted: set[int], program: Steps) -> None:
+    """A region as a function of one padded row, batched as any function is."""
+    made = {v for step in region.steps for v in step.outputs}
+    needed = sorted({v for step in region.steps for v in step.used} - made)
+    results = sorted(made & wanted)
+    inputs = [values.get(v, "padded") for v in needed]
+    known = {v: x for v, x in zip(needed, inputs, strict=True) if isinstance(x.value, np.ndarray)}
+    needed = [v for v in needed if v not in known]
+    inputs = [x for x in inputs if not isinstance(x.value, np.ndarray)]
+    names = list(values.bounds)
+    lengths = [jnp.asarray(values.rows.segments[name].index.lengths) for name in names]
+
+    def one_row(*args: Any) -> list[Any]:
+        sizes = Sizes(values.bounds, dict(zip(names, args, strict=False)))
+        env = {v: Row(x.value, x.shape) for v, x in known.items()}
+        for v, x, given in zip(needed, args[len(names) :], inputs, strict=True):
+            packed = has_symbols(given.shape) and jnp.issubdtype(x.dtype, np.generic)
+            env[v] = Row(x, given.shape, 0 if packed and v not in values.left_padded else None)
+        outer_names = _compat.current_name_stack()
+        for step in region.steps:
+            operands = [
+                Row(v.value, v.shape) if isinstance(v, Constant) else env[v] for v in step.inputs
+            ]
+            with _compat.user_source(step.eqn.source_info, outer_names), step.eqn.ctx.manager:
+                outs = run_equation(sizes, step.eqn, operands)
+            env.update(zip(step.outputs, outs, strict=True))
+        return [env[v].value for v in results]
+
+    axes: list[AxisPosition] = [*[0] * len(names), *(x.axis for x in inputs)]
+    arrays = [*lengths, *(x.value for x in inputs)]
+    outs, out_axes = batch_function(values.rows.axis, one_row, arrays, axes)
+    for v, x, axis in zip(results, outs, out_axes, strict=True):
+        shape = program.shapes[v]
+        if has_symbols(shape):
+            x, axis = _rows_in_front(values.rows.axis, x, axis), 0
+            values.left_padded.add(v)
+        values.put(v, Packed(x, shape, axis), "padded")
+
+
+def _rows_in_front(axis: Axis, x: Any, position: AxisPosition) -> Any:
+    if position is None:
+        return jnp.broadcast_to(x, (axis.size, *jnp.shape(x)))
+    return move_axis(x, position, 0)

@@ -1,0 +1,94 @@
+"""A program of one row as a flat list of steps, each of which may run in a layout of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal
+
+from batchax import _compat
+from batchax.engine.interpreter import plan
+
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+
+
+@dataclass(frozen=True)
+class Constant:
+    """An operand that is written in the program."""
+
+    value: Any
+    shape: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One equation, between values that have numbers.
+
+    Attributes:
+      eqn: the equation.
+      inputs: for each operand the number of its value, or a `Constant`.
+      outputs: the numbers of its results.
+    """
+
+    eqn: Any
+    inputs: tuple[int | Constant, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def used(self) -> tuple[int, ...]:
+        """The numbers of the values it uses."""
+        return tuple(i for i in self.inputs if not isinstance(i, Constant))
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A program: its arguments are the values 0, 1, ...
+
+    Attributes:
+      steps: in order.
+      shapes: the shape of each value, by number.
+      consts: values that the program holds, by number.
+      outputs: what it returns: numbers, or constants.
+    """
+
+    steps: list[Step]
+    shapes: dict[int, tuple[Any, ...]]
+    consts: dict[int, Any]
+    outputs: list[int | Constant]
+
+
+def flatten(program: _compat.ClosedJaxpr) -> Steps:
+    """The steps of `program`, with those of the programs it calls in place of calls."""
+    shapes: dict[int, tuple[Any, ...]] = {}
+    consts: dict[int, Any] = {}
+    steps: list[Step] = []
+
+    def number(shape: Any) -> int:
+        shapes[len(shapes)] = tuple(shape)
+        return len(shapes) - 1
+
+    def walk(body: Any, arguments: Sequence[int | Constant]) -> list[int | Constant]:
+        env: dict[Any, int | Constant] = dict(zip(body.jaxpr.invars, arguments, strict=True))
+        for v, x in zip(body.jaxpr.constvars, body.consts, strict=True):
+            env[v] = number(v.aval.shape)
+            consts[env[v]] = x  # pyright: ignore[reportArgumentType]
+
+        def read(v: Any) -> int | Constant:
+            return Constant(v.val, np.shape(v.val)) if isinstance(v, Literal) else env[v]
+
+        for eqn, _ in plan(body.jaxpr):
+            inputs = tuple(map(read, eqn.invars))
+            if eqn.primitive.name in CALLS:
+                inner = _compat.close(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"])
+                env.update(zip(eqn.outvars, walk(inner, inputs), strict=True))
+                continue
+            outputs = tuple(number(v.aval.shape) for v in eqn.outvars)
+            env.update(zip(eqn.outvars, outputs, strict=True))
+            steps.append(Step(eqn, inputs, outputs))
+        return [read(v) for v in body.jaxpr.outvars]
+
+    outputs = walk(program, [number(v.aval.shape) for v in program.jaxpr.invars])
+    return Steps(steps, shapes, consts, outputs)
