@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.rows.checks import known_lengths
@@ -28,7 +30,7 @@ class Converters:
     def from_torch(cls: type[R], nested: Any, max_length: int | None = None) -> R:
         """From a nested tensor of PyTorch in the jagged layout.
 
-        Copies to the host; JAX's dtypes, with the values detached from PyTorch's gradients.
+        Its values are copied from the host's memory, without PyTorch's gradients.
 
         Raises:
           ArgumentTypeError: it is of another kind.
@@ -134,7 +136,7 @@ class Converters:
     def _parts(self, method: str, axis: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """The elements of all rows, and where rows begin, in arrays of NumPy that are ours."""
         lengths = known_lengths(self.lengths)
-        if lengths is None:
+        if lengths is None or isinstance(self.data, Tracer):
             raise ArgumentTypeError(
                 f"Ragged.{method}() needs rows whose values are known, but these are traced: call "
                 "it outside of jit."
@@ -144,7 +146,7 @@ class Converters:
                 f"Ragged.{method}: rows are ragged along axis {self.axis}, and there only the "
                 f"first axis of a row can be. Build a Ragged from data with the axes moved."
             )
-        if not jnp.issubdtype(self.data.dtype, np.generic):
+        if jnp.issubdtype(self.data.dtype, jax.dtypes.prng_key):
             raise ArgumentTypeError(
                 f"Ragged.{method}: rows of random keys, of dtype {self.data.dtype}, have no form "
                 "outside of JAX. Convert the numbers of the keys: jax.random.key_data(x.data)."

@@ -76,13 +76,11 @@ def pad_rows(data: Any, index: RowIndex, axis: int, fill_value: Any = 0) -> Any:
     """Packed rows, along `axis` of `data`, as an array of padded rows with the rows in front."""
     rows, bound, capacity = index.starts.shape[0], index.bound, data.shape[axis]
     shape = (rows, *data.shape[:axis], bound, *data.shape[axis + 1 :])
+    if fill_value is None or jnp.issubdtype(data.dtype, jax.dtypes.prng_key):
+        fill_value = 0
     if capacity == 0 or rows == 0 or bound == 0:
-        if fill_value is None or not jnp.issubdtype(data.dtype, np.generic):
-            return _zeros(shape, data)
         return jnp.full(shape, fill_value, data.dtype)
     filled = _linear_gather(_pad, _pack, index, data, axis, capacity)
-    if fill_value is None or not jnp.issubdtype(data.dtype, np.generic):
-        return filled
     if isinstance(fill_value, (int, float)) and fill_value == 0:
         return filled  # as it is
     mask = lax.broadcast_in_dim(index.mask(), filled.shape, (0, axis + 1))
@@ -117,7 +115,7 @@ def _linear_gather(
 def _pad(index: RowIndex, data: Any, axis: int, capacity: int) -> Any:
     rows, bound = index.starts.shape[0], index.bound
     if rows == 0 or bound == 0 or capacity == 0:
-        return _zeros((rows, *data.shape[:axis], bound, *data.shape[axis + 1 :]), data)
+        return jnp.zeros((rows, *data.shape[:axis], bound, *data.shape[axis + 1 :]), data.dtype)
     places = jnp.arange(bound, dtype=jnp.int32)
     at = jnp.clip(jnp.asarray(index.starts)[:, None] + places, 0, capacity - 1)
     taken = jnp.moveaxis(_take(data, at, axis), axis, 0) if axis else _take(data, at, 0)
@@ -128,7 +126,7 @@ def _pack(index: RowIndex, padded: Any, axis: int, capacity: int) -> Any:
     rows, bound = padded.shape[0], index.bound
     shape = (*padded.shape[1 : axis + 1], capacity, *padded.shape[axis + 2 :])
     if rows == 0 or bound == 0 or capacity == 0:
-        return _zeros(shape, padded)
+        return jnp.zeros(shape, padded.dtype)
     row, place = index.row_of(capacity), index.place_of(capacity)
     belongs = jnp.asarray(row < rows)
     row, place = jnp.minimum(jnp.asarray(row), rows - 1), jnp.clip(jnp.asarray(place), 0, bound - 1)
@@ -143,16 +141,6 @@ def _take(x: Any, at: Any, axis: int) -> Any:
     return jnp.take(x, at, axis=axis, mode="clip")
 
 
-def _zeros(shape: tuple[int, ...], like: Any) -> Any:
-    if jnp.issubdtype(like.dtype, np.generic):
-        return jnp.zeros(shape, like.dtype)
-    numbers = jax.random.key_data(like)  # keys of zeros
-    numbers = jnp.zeros((*shape, *numbers.shape[like.ndim :]), numbers.dtype)
-    return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(like))
-
-
 def _zero_unless(x: Any, belongs: Any, dims: tuple[int, ...]) -> Any:
-    if not jnp.issubdtype(x.dtype, np.generic):  # random keys have no zero
-        return x
     belongs = lax.broadcast_in_dim(belongs, x.shape, dims)
     return lax.select(belongs, x, lax.full_like(x, 0))

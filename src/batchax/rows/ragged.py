@@ -249,7 +249,7 @@ class Ragged(Converters, BatchOfRows):
     def to_padded(self, fill_value: Any = 0) -> Any:
         """An array of shape ``(B, ..., max_length, ...)``, with `fill_value` after each row.
 
-        Random keys have no such value: pass None, and padding holds keys of some row.
+        What comes after rows of random keys are keys of zeros, whatever `fill_value` is.
         """
         return pad_rows(self.data, self.index, self.axis, fill_value)
 

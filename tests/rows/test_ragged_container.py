@@ -1,0 +1,551 @@
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import batchax as bx
+
+LENGTHS = [2, 0, 3, 1]
+
+
+def values(shape, dtype=np.float32):
+    generator = np.random.default_rng(0)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return (generator.normal(size=shape) + 1j * generator.normal(size=shape)).astype(dtype)
+    if jnp.issubdtype(dtype, jnp.floating):
+        return generator.normal(size=shape).astype(dtype)
+    return generator.integers(0, 2, size=shape).astype(dtype)
+
+
+def example(*trailing, dtype=np.float32, axis=0, lengths=LENGTHS, **options):
+    shape = list(trailing)
+    shape.insert(axis, sum(lengths))
+    return bx.Ragged(values(shape, dtype), lengths, axis=axis, **options)
+
+
+def rows_of(x):
+    """The rows of a Ragged by NumPy, from what it is documented to hold."""
+    data, ends = np.asarray(x.data), np.cumsum(np.asarray(x.lengths))
+    return np.split(data, ends, axis=x.axis)[: len(ends)]
+
+
+def same_ragged(got, expected):
+    assert isinstance(got, bx.Ragged)
+    assert (got.max_length, got.axis) == (expected.max_length, expected.axis)
+    assert got.data.dtype == expected.data.dtype
+    np.testing.assert_array_equal(got.lengths, expected.lengths)
+    np.testing.assert_array_equal(got.data, expected.data)
+
+
+KINDS = {
+    "vectors": example(),
+    "trailing axes": example(3, 2),
+    "along axis 1": example(3, axis=1),
+    "along the last axis": example(2, 3, axis=2),
+    "bool": example(2, dtype=bool),
+    "int8": example(dtype=np.int8),
+    "bfloat16": example(2, dtype=ml_dtypes.bfloat16),
+    "complex": example(2, dtype=np.complex64),
+    "spare room": bx.Ragged(values((9, 2)), LENGTHS, 5),
+    "no rows": bx.Ragged(values((0, 2)), []),
+    "all empty": bx.Ragged(values((0, 2)), [0, 0]),
+    "all empty, with a bound": bx.Ragged(values((0, 2)), [0, 0], 3),
+    "one row": example(2, lengths=[4]),
+    "rows without width": example(0),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_are_the_parts_of_the_data(name):
+    x = KINDS[name]
+    expected = rows_of(x)
+    assert len(x) == len(expected) == len(x.rows())
+    for i, row in enumerate(expected):
+        for mine in (x[i], x[i - len(x)], x.rows()[i], list(x)[i]):
+            assert mine.dtype == x.dtype
+            np.testing.assert_array_equal(mine, row)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("traced", [False, True])
+def test_padded_rows_hold_each_row_and_then_the_fill_value(name, traced):
+    x = KINDS[name]
+    pad = lambda x: x.to_padded(1)
+    padded = np.asarray(jax.jit(pad)(x) if traced else pad(x))
+    shape = list(x.data.shape)
+    shape[x.axis] = x.max_length
+    expected = np.ones((len(x), *shape), x.dtype)
+    for i, row in enumerate(rows_of(x)):
+        part = [i, *[slice(None)] * row.ndim]
+        part[x.axis + 1] = slice(0, row.shape[x.axis])
+        expected[tuple(part)] = row
+    assert padded.dtype == x.dtype
+    np.testing.assert_array_equal(padded, expected)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("traced", [False, True])
+def test_padded_rows_and_their_lengths_make_the_same_rows_again(name, traced):
+    x = KINDS[name]
+    again = lambda x: bx.Ragged.from_padded(x.to_padded(), x.lengths, axis=x.axis)
+    got = jax.jit(again)(x) if traced else again(x)
+    assert (got.max_length, got.axis) == (x.max_length, x.axis)
+    for mine, row in zip(got.rows(), rows_of(x), strict=True):
+        assert mine.dtype == x.dtype
+        np.testing.assert_array_equal(mine, row)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("traced", [False, True])
+def test_offsets_and_the_flat_array_make_the_same_rows_again(name, traced):
+    x = KINDS[name]
+    again = lambda x: bx.Ragged.from_offsets(x.data, x.offsets, x.max_length, axis=x.axis)
+    got = jax.jit(again)(x) if traced else again(x)
+    np.testing.assert_array_equal(x.offsets, [0, *np.cumsum(np.asarray(x.lengths))])
+    assert x.offsets.dtype == np.int32
+    for mine, row in zip(got.rows(), rows_of(x), strict=True):
+        np.testing.assert_array_equal(mine, row)
+
+
+@pytest.mark.parametrize("name", [k for k, x in KINDS.items() if len(x)])
+def test_rows_make_the_same_ragged_again(name):
+    x = KINDS[name]
+    for rows in (x.rows(), rows_of(x)):
+        got = bx.Ragged.from_rows(rows, x.max_length, axis=x.axis)
+        assert got.lengths.dtype == np.int32
+        for mine, row in zip(got.rows(), rows_of(x), strict=True):
+            assert mine.dtype == x.dtype
+            np.testing.assert_array_equal(mine, row)
+
+
+def test_rows_may_be_lists():
+    x = bx.Ragged.from_rows([[1.0, 2.0], [], [3.0]])
+    np.testing.assert_array_equal(x.lengths, [2, 0, 1])
+    np.testing.assert_array_equal(x.data, [1, 2, 3])
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_offsets_may_begin_after_the_start_and_end_before_the_end(traced):
+    flat, offsets = jnp.arange(10.0), jnp.array([2, 4, 4, 7])
+    make = bx.Ragged.from_offsets
+    x = jax.jit(make)(flat, offsets) if traced else make(flat, offsets)
+    for row, expected in zip(x.rows(), [[2, 3], [], [4, 5, 6]], strict=True):
+        np.testing.assert_array_equal(row, expected)
+
+
+def test_random_keys_are_rows_too():
+    keys = jax.random.split(jax.random.key(0), 6)
+    x = bx.Ragged(keys, LENGTHS)
+    numbers = jax.random.key_data
+    np.testing.assert_array_equal(numbers(x[2]), numbers(keys[2:5]))
+    padded = x.to_padded()
+    assert padded.shape == (4, 3)
+    assert not numbers(padded[1]).any()
+    np.testing.assert_array_equal(numbers(x.to_padded(1)), numbers(padded))
+    np.testing.assert_array_equal(numbers(padded[2]), numbers(keys[2:5]))
+    again = bx.Ragged.from_padded(padded, LENGTHS)
+    np.testing.assert_array_equal(numbers(again.data), numbers(keys))
+    again = bx.Ragged.from_rows(x.rows())
+    np.testing.assert_array_equal(numbers(again.data), numbers(keys))
+    again = jax.jit(lambda x: bx.Ragged.from_padded(x.to_padded(), x.lengths))(x)
+    np.testing.assert_array_equal(numbers(again[2]), numbers(keys[2:5]))
+
+
+def test_keys_of_rows_that_are_all_empty_are_rows_too():
+    x = bx.Ragged(jax.random.split(jax.random.key(0), 2)[:0], [0, 0], 3)
+    assert x.to_padded().shape == (2, 3)
+    assert x.to_padded().dtype == x.dtype
+    again = bx.Ragged.from_padded(x.to_padded(), x.lengths)
+    assert (again.data.shape, again.dtype) == ((0,), x.dtype)
+
+
+def test_a_bound_is_the_longest_row_or_what_data_has_room_for_where_lengths_are_traced():
+    data = values((9,))
+    assert bx.Ragged(data, LENGTHS).max_length == 3
+    assert bx.Ragged(data, jnp.array(LENGTHS)).max_length == 3
+    assert bx.Ragged(data, LENGTHS, 5).max_length == 5
+    assert jax.jit(bx.Ragged)(data, jnp.array(LENGTHS)).max_length == 9
+    assert bx.Ragged(data, LENGTHS).with_max_length(7).max_length == 7
+
+
+# What a Ragged goes through as a tree of arrays.
+
+
+def through_npz(x, path):
+    leaves, structure = jax.tree_util.tree_flatten_with_path(x)
+    np.savez(path, **{jax.tree_util.keystr(keys): leaf for keys, leaf in leaves})
+    with np.load(path) as saved:
+        names = [jax.tree_util.keystr(keys) for keys, _ in leaves]
+        assert names == [".data", ".lengths"]
+        return jax.tree.unflatten(structure, [saved[name] for name in names])
+
+
+WAYS = {
+    "jit": lambda x: jax.jit(lambda x: x)(x),
+    "an inner jit with known lengths": lambda x: jax.jit(lambda: x)(),
+    "donation": lambda x: jax.jit(lambda x: x, donate_argnums=0)(jax.tree.map(jnp.array, x)),
+    "device_put": lambda x: jax.device_put(x, jax.devices()[0]),
+    "tree.map": lambda x: jax.tree.map(lambda leaf: leaf, x),
+    "flatten": lambda x: jax.tree.unflatten(jax.tree.structure(x), jax.tree.leaves(x)),
+    "scan": lambda x: jax.lax.scan(lambda c, _: (c, None), jax.tree.map(jnp.array, x), length=2)[0],
+    "cond": lambda x: jax.lax.cond(True, lambda x: x, lambda x: x, jax.tree.map(jnp.array, x)),
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "checkpoint": jax.checkpoint(lambda x: x),
+    "with_data": lambda x: x.with_data(x.data),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_ragged_is_the_same_after(name, axis):
+    x = example(2, axis=axis, max_length=4)
+    same_ragged(WAYS[name](x), x)
+
+
+def test_a_ragged_is_the_same_after_a_file_of_its_leaves_by_name(tmp_path):
+    x = example(2, max_length=4)
+    same_ragged(through_npz(x, tmp_path / "saved.npz"), x)
+
+
+def test_calls_with_the_same_bound_compile_once_whatever_the_lengths():
+    traces = []
+
+    @jax.jit
+    def total(x):
+        traces.append(x)
+        return x.to_padded().sum()
+
+    for lengths in ([2, 0, 3, 1], [0, 3, 3, 0]):
+        total(example(lengths=lengths, max_length=4))
+    assert len(traces) == 1
+
+
+def test_trees_may_hold_placeholders_in_place_of_arrays():
+    x = example(2)
+    for leaf in (object(), None, "a", 1):
+        same = jax.tree.unflatten(jax.tree.structure(x), [leaf, leaf])
+        assert repr(leaf) in repr(same)
+    shapes = jax.eval_shape(lambda x: x, x)
+    assert shapes.data.shape == (6, 2)
+    assert repr(shapes) == "Ragged(4 rows of float32[n, 2], lengths=unknown, max_length=3)"
+
+
+def test_known_lengths_stay_known_where_a_ragged_is_closed_over():
+    for lengths in (np.array(LENGTHS), jnp.array(LENGTHS)):
+        x = bx.Ragged(jnp.arange(6.0), lengths)
+
+        @jax.jit
+        def of_rows(x=x):
+            again = bx.Ragged.from_offsets(x.data, x.offsets)
+            padded = bx.Ragged.from_padded(x.to_padded(), x.lengths)
+            made = bx.Ragged(x.data, jnp.array(x.lengths))  # traced: an operation on lengths
+            assert isinstance(made.lengths, jax.core.Tracer)
+            return [r.sum() for r in (*again.rows(), *padded.rows(), x[2])]
+
+        got = of_rows()
+        np.testing.assert_array_equal(got, [1, 0, 9, 5, 1, 0, 9, 5, 9])
+
+
+# Derivatives.
+
+
+def test_gradients_of_a_ragged_are_ragged():
+    x = example(2)
+    weights = values((4, 3, 2))
+    loss = lambda x: (x.to_padded() * weights).sum()
+    expected = np.concatenate([w[:n] for w, n in zip(weights, LENGTHS, strict=True)])
+    g = jax.grad(loss, allow_int=True)(x)
+    assert isinstance(g, bx.Ragged)
+    assert len(g) == 4
+    assert "lengths=none, of a derivative" in repr(g)
+    same_ragged(x.with_data(g.data), x.with_data(expected))
+    g = x.with_data(jax.grad(lambda data: loss(x.with_data(data)))(x.data))
+    same_ragged(g, x.with_data(expected))
+    g = jax.jit(jax.grad(loss, allow_int=True))(x)
+    same_ragged(x.with_data(g.data), x.with_data(expected))
+
+
+@pytest.mark.parametrize("use", [lambda g: g.rows(), lambda g: g[0], lambda g: g.to_padded()])
+def test_what_needs_the_lengths_of_a_derivative_says_that_it_has_none(use):
+    g = jax.grad(lambda x: x.data.sum(), allow_int=True)(example())
+    with pytest.raises(bx.ArgumentTypeError, match=r"derivative.*x\.with_data\(derivative\.data\)"):
+        use(g)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_making_and_padding_rows_have_the_derivatives_of_moving_elements(traced):
+    padded = jnp.asarray(values((4, 3, 2)))
+
+    def loss(padded, lengths):
+        x = bx.Ragged.from_padded(padded, lengths)
+        return (x.data**2).sum() + (x.to_padded(np.inf)[:, :0] ** 2).sum()
+
+    gradient = jax.grad(loss)
+    lengths = jnp.array(LENGTHS)
+    got = jax.jit(gradient)(padded, lengths) if traced else gradient(padded, LENGTHS)
+    mask = np.arange(3)[None, :, None] < np.array(LENGTHS)[:, None, None]
+    np.testing.assert_allclose(got, np.where(mask, 2 * padded, 0), rtol=1e-6)
+
+
+# Lengths that are wrong: where they are traced, what happens is documented.
+
+BAD = {
+    "negative": ([2, -3, 3, 1], 6, None, [2, 0, 3, 1]),
+    "over the bound": ([2, 9, 1, 0], 9, 3, [2, 3, 1, 0]),
+    "more than there are": ([2, 3, 4, 5], 6, None, [2, 3, 1, 0]),
+    "all of them": ([-1, 9, 9, 9], 6, 4, [0, 4, 2, 0]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_lengths_that_are_traced_are_clipped(name):
+    lengths, capacity, bound, meant = BAD[name]
+    data = jnp.arange(1.0, capacity + 1)
+    meant = bx.Ragged(data, meant, capacity if bound is None else bound)
+
+    @jax.jit
+    def of_rows(data, lengths):
+        x = bx.Ragged(data, lengths, bound)
+        return x.to_padded(), x.offsets, bx.vmap(lambda row: (row.sum(), row.shape[0] * 1.0))(x)
+
+    padded, offsets, (sums, counts) = of_rows(data, jnp.array(lengths))
+    np.testing.assert_array_equal(padded, meant.to_padded())
+    np.testing.assert_array_equal(offsets, meant.offsets)
+    np.testing.assert_array_equal(sums, [row.sum() for row in meant])
+    np.testing.assert_array_equal(counts, [len(row) for row in meant])
+
+
+@pytest.mark.parametrize("bound", [None, 2, 7])
+def test_bad_lengths_of_padded_rows_that_are_traced_are_clipped(bound):
+    padded = jnp.arange(1.0, 13.0).reshape(4, 3)
+    lengths = jnp.array([9, -1, 2, 3])
+    make = jax.jit(lambda p, n: bx.Ragged.from_padded(p, n, bound))
+    x = make(padded, lengths)
+    most = min(3, bound or 3)
+    for row, whole, n in zip(x.rows(), padded, np.clip(lengths, 0, most), strict=True):
+        np.testing.assert_array_equal(row, whole[:n])
+
+
+def test_bad_offsets_that_are_traced_never_go_back_nor_past_the_end():
+    flat = jnp.arange(6.0)
+    x = jax.jit(bx.Ragged.from_offsets)(flat, jnp.array([1, 3, 2, 5, 9]))
+    for row, expected in zip(x.rows(), [[1, 2], [], [3, 4], [5]], strict=True):
+        np.testing.assert_array_equal(row, expected)
+
+
+# Messages.
+
+TWO = np.zeros((2, 3), np.float32)
+MISTAKES = {
+    "a list of rows as data": (
+        lambda: bx.Ragged([[1.0], [1.0, 2.0]], [1, 2]),
+        bx.ArgumentTypeError,
+        r"data must be an array, got list.*from_rows",
+    ),
+    "data without axes": (
+        lambda: bx.Ragged(1.0, [1]),
+        bx.AxisError,
+        "axis is 0, but a row has 0 axes",
+    ),
+    "float lengths": (
+        lambda: bx.Ragged(np.zeros(3), [1.0, 2.0]),
+        bx.ArgumentTypeError,
+        "lengths must be integers.*float",
+    ),
+    "bool lengths": (
+        lambda: bx.Ragged(np.zeros(3), [True, False]),
+        bx.ArgumentTypeError,
+        "lengths must be integers.*bool",
+    ),
+    "nested lengths": (
+        lambda: bx.Ragged(np.zeros(3), [[1, 2]]),
+        bx.AxisError,
+        r"lengths must have one axis.*\(1, 2\)",
+    ),
+    "a number as lengths": (
+        lambda: bx.Ragged(np.zeros(3), 3),
+        bx.AxisError,
+        r"lengths must have one axis.*\(\)",
+    ),
+    "lengths that are no array": (
+        lambda: bx.Ragged(np.zeros(3), [[1], [1, 2]]),
+        bx.ArgumentTypeError,
+        "lengths must be integers",
+    ),
+    "a negative length": (
+        lambda: bx.Ragged(np.zeros(3), [1, -2]),
+        bx.AxisError,
+        r"lengths\[1\] is -2",
+    ),
+    "more than data has": (
+        lambda: bx.Ragged(np.zeros(3), [2, 2]),
+        bx.AxisError,
+        r"add up to 4, but data, of shape \(3,\), has 3 elements along axis 0",
+    ),
+    "more than any data has": (
+        lambda: bx.Ragged(np.zeros(3), [2**40]),
+        bx.AxisError,
+        "add up to",
+    ),
+    "padded rows in place of packed ones": (
+        lambda: bx.Ragged(TWO, [3, 1]),
+        bx.AxisError,
+        r"from_padded\(padded, lengths\)",
+    ),
+    "a length over the bound": (
+        lambda: bx.Ragged(np.zeros(3), [0, 3], 2),
+        bx.AxisError,
+        r"lengths\[1\] is 3, more than max_length, 2",
+    ),
+    "a negative bound": (
+        lambda: bx.Ragged(np.zeros(3), [0, 3], -1),
+        bx.AxisError,
+        "max_length is -1",
+    ),
+    "a bound that is no int": (
+        lambda: bx.Ragged(np.zeros(3), [0, 3], 3.0),
+        bx.ArgumentTypeError,
+        r"max_length must be an int, got 3\.0",
+    ),
+    "an axis out of range": (
+        lambda: bx.Ragged(np.zeros(3), [3], axis=1),
+        bx.AxisError,
+        "axis is 1, but a row has 1 axes",
+    ),
+    "an axis that is no int": (
+        lambda: bx.Ragged(np.zeros(3), [3], axis="n"),
+        bx.ArgumentTypeError,
+        "axis must be an int, got 'n'",
+    ),
+    "no rows to make it from": (
+        lambda: bx.Ragged.from_rows([]),
+        bx.AxisError,
+        "needs at least one row",
+    ),
+    "rows of different dtypes": (
+        lambda: bx.Ragged.from_rows([np.zeros(2, np.int32), np.zeros(2, np.float32)]),
+        bx.ArgumentTypeError,
+        r"rows\[1\] has dtype float32, but rows\[0\] has int32",
+    ),
+    "rows of different widths": (
+        lambda: bx.Ragged.from_rows([np.zeros((1, 2)), np.zeros((1, 3))]),
+        bx.AxisError,
+        r"rows\[1\] has shape \(1, 3\) and rows\[0\] \(1, 2\).*axis 0 only",
+    ),
+    "rows of different ranks": (
+        lambda: bx.Ragged.from_rows([np.zeros(2), np.zeros((2, 1))]),
+        bx.AxisError,
+        r"rows\[1\] has shape \(2, 1\)",
+    ),
+    "a row that is no array": (
+        lambda: bx.Ragged.from_rows(["a"]),
+        bx.ArgumentTypeError,
+        r"rows\[0\] must be an array, got str",
+    ),
+    "padded rows of one axis": (
+        lambda: bx.Ragged.from_padded(np.zeros(3), [1]),
+        bx.AxisError,
+        r"padded has shape \(3,\)",
+    ),
+    "a length for each padded row": (
+        lambda: bx.Ragged.from_padded(TWO, [1]),
+        bx.AxisError,
+        r"padded has 2 rows.*lengths has shape \(1,\)",
+    ),
+    "a length over a padded row": (
+        lambda: bx.Ragged.from_padded(TWO, [1, 4]),
+        bx.AxisError,
+        r"lengths\[1\] is 4, more than the 3 elements",
+    ),
+    "a length of padded rows over the bound": (
+        lambda: bx.Ragged.from_padded(TWO, [1, 3], 2),
+        bx.AxisError,
+        r"lengths\[1\] is 3, more than max_length, 2",
+    ),
+    "offsets that go back": (
+        lambda: bx.Ragged.from_offsets(np.zeros(3), [0, 2, 1]),
+        bx.AxisError,
+        r"never decrease.*\[0, 2, 1\]",
+    ),
+    "offsets past the end": (
+        lambda: bx.Ragged.from_offsets(np.zeros(3), [0, 4]),
+        bx.AxisError,
+        "within the 3 elements",
+    ),
+    "negative offsets": (
+        lambda: bx.Ragged.from_offsets(np.zeros(3), [-1, 2]),
+        bx.AxisError,
+        "begin at 0 or later",
+    ),
+    "no offsets": (
+        lambda: bx.Ragged.from_offsets(np.zeros(3), []),
+        bx.AxisError,
+        "one entry more than there are rows",
+    ),
+    "float offsets": (
+        lambda: bx.Ragged.from_offsets(np.zeros(3), [0.0, 3.0]),
+        bx.ArgumentTypeError,
+        "offsets must be integers",
+    ),
+    "a row that there is not": (lambda: example()[4], IndexError, "no row 4 of 4 rows"),
+    "a row before the first": (lambda: example()[-5], IndexError, "no row -5 of 4 rows"),
+    "several rows": (
+        lambda: example()[1:3],
+        bx.ArgumentTypeError,
+        r"for an int; got slice\(1, 3, None\)",
+    ),
+    "a row of traced lengths": (
+        lambda: jax.jit(lambda x: x[0])(example()),
+        bx.ArgumentTypeError,
+        r"lengths must be known.*traced.*to_padded\(\)",
+    ),
+    "rows of traced lengths": (
+        lambda: jax.jit(lambda x: x.rows())(example()),
+        bx.ArgumentTypeError,
+        r"lengths must be known.*traced.*to_padded\(\)",
+    ),
+    "other data that is too short": (
+        lambda: example().with_data(np.zeros(5)),
+        bx.AxisError,
+        "add up to 6",
+    ),
+    "a name that is none": (lambda: bx.ragged("2n"), bx.ArgumentTypeError, "got '2n'"),
+    "an operation as a name": (lambda: bx.ragged("mod"), bx.ArgumentTypeError, "got 'mod'"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named(name):
+    make, error, match = MISTAKES[name]
+    with pytest.raises(error, match=f"(?s){match}"):
+        make()
+
+
+REPRS = {
+    "Ragged(4 rows of float32[n, 2], lengths=[2, 0, 3, 1], max_length=3)": example(2),
+    "Ragged(4 rows of float32[n,], lengths=[2, 0, 3, 1], max_length=3)": example(),
+    "Ragged(4 rows of int8[2, n], lengths=[2, 0, 3, 1], max_length=7)": example(
+        2, axis=1, dtype=np.int8, max_length=7
+    ),
+    "Ragged(0 rows of float32[n,], lengths=[], max_length=0)": bx.Ragged(values((0,)), []),
+    "Ragged(20 rows of float32[n,], lengths=[1, 1, 1, 1, 1, 1, ..., 1], max_length=1)": example(
+        lengths=[1] * 20
+    ),
+}
+
+
+@pytest.mark.parametrize("text", REPRS)
+def test_it_is_shown_by_what_a_row_is(text):
+    assert repr(REPRS[text]) == text
+
+
+def test_traced_lengths_are_shown_as_traced():
+    shown = []
+    jax.jit(lambda x: shown.append(repr(x)))(example(2))
+    assert shown == ["Ragged(4 rows of float32[n, 2], lengths=traced, max_length=3)"]

@@ -1,0 +1,285 @@
+"""Batches of other libraries: stand-ins with their methods, and the libraries where installed."""
+
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+
+ROWS = [np.arange(2.0), np.arange(0.0), np.arange(5.0, 8.0)]
+WIDE = [np.arange(n * 6, dtype=np.float32).reshape(n, 2, 3) for n in (2, 0, 3)]
+DTYPES = [np.float32, np.int32, np.int8, bool]
+
+
+def same_rows(x, rows, dtype=None):
+    assert len(x) == len(rows)
+    for mine, row in zip(x.rows(), rows, strict=True):
+        assert mine.shape == np.shape(row)
+        assert dtype is None or mine.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(mine, np.float32), np.asarray(row, np.float32))
+
+
+# Stand-ins.
+
+
+class Tensor:
+    """What is used of a torch.Tensor."""
+
+    def __init__(self, array):
+        self.array = np.asarray(array)
+
+    def detach(self):
+        return self
+
+    def cpu(self):
+        return self
+
+    def numpy(self):
+        return self.array
+
+
+class Nested(Tensor):
+    is_nested = True
+
+    def __init__(self, values, offsets, lengths=None):
+        self.parts = Tensor(values), Tensor(offsets), lengths and Tensor(lengths)
+
+    def values(self):
+        return self.parts[0]
+
+    def offsets(self):
+        return self.parts[1]
+
+    def lengths(self):
+        return self.parts[2]
+
+
+def test_a_jagged_tensor_is_its_values_and_offsets():
+    x = bx.Ragged.from_torch(Nested(np.concatenate(ROWS), [0, 2, 2, 5]))
+    same_rows(x, ROWS)
+    x = bx.Ragged.from_torch(Nested(np.concatenate(WIDE), [0, 2, 2, 5]), 7)
+    same_rows(x, WIDE, np.float32)
+    assert x.max_length == 7
+
+
+def test_a_jagged_tensor_may_have_gaps_between_rows():
+    x = bx.Ragged.from_torch(Nested(np.arange(9.0), [0, 3, 6, 9], [2, 0, 3]))
+    same_rows(x, [[0, 1], [], [6, 7, 8]])
+
+
+def test_a_transposed_jagged_tensor_is_ragged_along_another_axis():
+    nested = Nested(np.concatenate(ROWS)[None], [0, 2, 2, 5])
+    nested._ragged_idx = 2
+    same_rows(bx.Ragged.from_torch(nested), [row[None] for row in ROWS])
+
+
+def test_a_tensorflow_tensor_is_its_values_and_row_splits():
+    values = np.concatenate(WIDE)
+    tensor = SimpleNamespace(flat_values=values, row_splits=np.array([0, 2, 2, 5]), ragged_rank=1)
+    same_rows(bx.Ragged.from_tensorflow(tensor), WIDE, np.float32)
+    tensor.ragged_rank = 2
+    with pytest.raises(bx.AxisError, match="2 ragged axes; a Ragged has one"):
+        bx.Ragged.from_tensorflow(tensor)
+
+
+class Arrow:
+    """What is used of arrays of pyarrow: of numbers, of lists, and of lists of a fixed size."""
+
+    null_count = 0
+    type = SimpleNamespace()
+
+    def __init__(self, values):
+        self.array = np.asarray(values)
+
+    def __len__(self):
+        return len(self.array)
+
+    def to_numpy(self, zero_copy_only=True):
+        assert not zero_copy_only
+        return self.array
+
+    def slice(self, start, count):
+        return Arrow(self.array[start : start + count])
+
+
+class ArrowFixed(Arrow):
+    def __init__(self, values):
+        super().__init__(values)
+        self.type = SimpleNamespace(list_size=self.array.shape[1])
+
+    def slice(self, start, count):
+        return ArrowFixed(self.array[start : start + count])
+
+    def flatten(self):
+        inner = self.array.reshape(-1, *self.array.shape[2:])
+        return Arrow(inner) if inner.ndim == 1 else ArrowFixed(inner)
+
+
+def arrow_lists(values, offsets):
+    return SimpleNamespace(values=values, offsets=Arrow(offsets), null_count=0)
+
+
+def test_an_arrow_array_is_its_values_and_offsets():
+    array = arrow_lists(Arrow(np.concatenate(ROWS)), [0, 2, 2, 5])
+    same_rows(bx.Ragged.from_arrow(array), ROWS)
+    chunked = SimpleNamespace(combine_chunks=lambda: array)
+    same_rows(bx.Ragged.from_arrow(chunked), ROWS)
+    sliced = arrow_lists(Arrow(np.concatenate(ROWS)), [2, 2, 5])
+    same_rows(bx.Ragged.from_arrow(sliced), ROWS[1:])
+    wide = arrow_lists(ArrowFixed(np.concatenate(WIDE)), [0, 2, 2, 5])
+    same_rows(bx.Ragged.from_arrow(wide), WIDE, np.float32)
+
+
+def test_an_arrow_array_with_nulls_is_refused():
+    array = arrow_lists(Arrow(np.concatenate(ROWS)), [0, 2, 2, 5])
+    array.null_count = 2
+    with pytest.raises(bx.ArgumentTypeError, match="2 entries are null"):
+        bx.Ragged.from_arrow(array)
+    array.null_count, array.values.null_count = 0, 1
+    array.values.slice = lambda start, count: array.values
+    with pytest.raises(bx.ArgumentTypeError, match="1 entries are null"):
+        bx.Ragged.from_arrow(array)
+
+
+def awkward_array(content, offsets):
+    layout = SimpleNamespace(offsets=np.array(offsets), content=content)
+    layout.to_packed = lambda: layout
+    return SimpleNamespace(layout=layout)
+
+
+class Regular:
+    def __init__(self, content, size, length):
+        self.content, self.size, self.length = content, size, length
+
+    def __len__(self):
+        return self.length
+
+
+def test_an_awkward_array_is_its_content_and_offsets():
+    numbers = lambda rows: SimpleNamespace(data=np.concatenate(rows).reshape(-1))
+    array = awkward_array(numbers(ROWS), [0, 2, 2, 5])
+    same_rows(bx.Ragged.from_awkward(array), ROWS)
+    content = Regular(Regular(numbers(WIDE), 3, 10), 2, 5)
+    same_rows(bx.Ragged.from_awkward(awkward_array(content, [0, 2, 2, 5])), WIDE, np.float32)
+    array.layout.content = SimpleNamespace(contents=[])
+    with pytest.raises(bx.ArgumentTypeError, match="choose one field of a record"):
+        bx.Ragged.from_awkward(array)
+    del array.layout.offsets
+    with pytest.raises(bx.ArgumentTypeError, match="not a list of variable size"):
+        bx.Ragged.from_awkward(array)
+
+
+@pytest.mark.parametrize("name", ["torch", "tensorflow", "arrow", "awkward"])
+def test_what_is_of_another_kind_is_refused(name):
+    with pytest.raises(bx.ArgumentTypeError, match=rf"from_{name} takes .*, got list.*from_rows"):
+        getattr(bx.Ragged, f"from_{name}")([[1.0], [2.0, 3.0]])
+
+
+@pytest.mark.parametrize("name", ["torch", "arrow", "awkward"])
+def test_what_cannot_leave_jax_says_so(name):
+    method = f"to_{name}"
+    x = bx.Ragged.from_rows(ROWS)
+    with pytest.raises(bx.ArgumentTypeError, match=rf"{method}\(\) needs rows whose values"):
+        jax.jit(lambda x: getattr(x, method)())(x)
+    with pytest.raises(bx.ArgumentTypeError, match=rf"{method}\(\) needs rows whose values"):
+        jax.jit(lambda data: getattr(x.with_data(data), method)())(x.data)
+    keys = bx.Ragged(jax.random.split(jax.random.key(0), 5), [2, 3])
+    with pytest.raises(bx.ArgumentTypeError, match=r"random keys.*jax\.random\.key_data"):
+        getattr(keys, method)()
+    if name != "torch":
+        with pytest.raises(bx.AxisError, match="ragged along axis 1"):
+            getattr(bx.Ragged(np.ones((2, 5)), [2, 3], axis=1), method)()
+
+
+def test_a_jagged_tensor_is_made_of_the_values_and_offsets_of_rows(monkeypatch):
+    made = lambda *args, **options: (args, options)
+    torch = SimpleNamespace(
+        from_numpy=lambda array: array,
+        nested=SimpleNamespace(nested_tensor_from_jagged=made),
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    spare = bx.Ragged(np.arange(9.0), [2, 0, 3])
+    (values, offsets), options = spare.to_torch()
+    np.testing.assert_array_equal(values, np.arange(5.0))
+    np.testing.assert_array_equal(offsets, [0, 2, 2, 5])
+    assert offsets.dtype == np.int64
+    assert values.flags.writeable
+    assert options == {}
+    assert bx.Ragged(np.ones((2, 5)), [2, 3], axis=1).to_torch()[1] == {"jagged_dim": 2}
+
+
+# The libraries themselves.
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, jnp.bfloat16, np.complex64], ids=str)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_torch_and_back(dtype, axis):
+    torch = pytest.importorskip("torch")
+    x = bx.Ragged(np.ones((2, 2)).cumsum(axis).astype(dtype), [2, 0], axis=axis)
+    nested = x.to_torch()
+    assert nested.layout == torch.jagged
+    for mine, row in zip(x.rows(), nested.unbind(), strict=True):
+        assert mine.shape == tuple(row.shape)
+    again = bx.Ragged.from_torch(nested)
+    same_rows(again, [np.real(row) for row in x.rows()], x.dtype)
+
+
+def test_torch_tensors_of_rows():
+    torch = pytest.importorskip("torch")
+    make = torch.nested.nested_tensor
+    nested = make(list(map(torch.from_numpy, WIDE)), layout=torch.jagged, requires_grad=True)
+    same_rows(bx.Ragged.from_torch(nested), WIDE, np.float32)
+    padded = torch.arange(12.0).reshape(3, 4)
+    start, length = torch.tensor([1, 0, 2]), torch.tensor([2, 0, 1])
+    narrowed = torch.nested.narrow(padded, 1, start, length, layout=torch.jagged)
+    same_rows(bx.Ragged.from_torch(narrowed), [[1, 2], [], [10]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [ROWS, WIDE], ids=["vectors", "trailing axes"])
+def test_arrow_and_back(dtype, rows):
+    arrow = pytest.importorskip("pyarrow")
+    rows = [row.astype(dtype) for row in rows]
+    x = bx.Ragged.from_rows(rows)
+    array = x.to_arrow()
+    assert array.to_pylist() == [row.tolist() for row in rows]
+    same_rows(bx.Ragged.from_arrow(array), rows, x.dtype)
+    same_rows(bx.Ragged.from_arrow(array[1:]), rows[1:], x.dtype)
+    same_rows(bx.Ragged.from_arrow(array[:1]), rows[:1], x.dtype)
+    same_rows(bx.Ragged.from_arrow(array[3:]), [], x.dtype)
+    same_rows(bx.Ragged.from_arrow(arrow.chunked_array([array, array[2:]])), [*rows, rows[2]])
+
+
+def test_arrow_arrays_of_lists():
+    arrow = pytest.importorskip("pyarrow")
+    lists = [row.tolist() for row in ROWS]
+    for kind in (arrow.list_, arrow.large_list):
+        same_rows(bx.Ragged.from_arrow(arrow.array(lists, kind(arrow.float32()))), ROWS, np.float32)
+    with pytest.raises(bx.ArgumentTypeError, match="1 entries are null"):
+        bx.Ragged.from_arrow(arrow.array([[1.0], None, [2.0]]))
+    with pytest.raises(bx.ArgumentTypeError, match="1 entries are null"):
+        bx.Ragged.from_arrow(arrow.array([[1.0], [None, 2.0]]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [ROWS, WIDE], ids=["vectors", "trailing axes"])
+def test_awkward_and_back(dtype, rows):
+    pytest.importorskip("awkward")
+    rows = [row.astype(dtype) for row in rows]
+    x = bx.Ragged.from_rows(rows)
+    array = x.to_awkward()
+    assert array.to_list() == [row.tolist() for row in rows]
+    same_rows(bx.Ragged.from_awkward(array), rows, x.dtype)
+    same_rows(bx.Ragged.from_awkward(array[1:]), rows[1:], x.dtype)
+    same_rows(bx.Ragged.from_awkward(array[[2, 0]]), [rows[2], rows[0]], x.dtype)
+
+
+def test_awkward_arrays_of_other_kinds_are_refused():
+    awkward = pytest.importorskip("awkward")
+    for rows in ([[1.0, None], [2.0]], [[[1.0], [2.0, 3.0]], []], [{"a": 1.0}], [1.0]):
+        with pytest.raises(bx.ArgumentTypeError, match=r"Ragged\.from_awkward"):
+            bx.Ragged.from_awkward(awkward.Array(rows))
