@@ -1,0 +1,147 @@
+"""Reading and writing at indices, of which the row's own size says what is out of bounds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from support.rows import check_rows, ragged
+
+LENGTHS = (4, 2)
+PLACES = jnp.array([0, -1, 3, -2, 1])  # of which one row has all, the other a few
+TABLE = jnp.asarray(np.random.default_rng(1).normal(size=(5, 2)).astype(np.float32))
+
+
+def bins(x):
+    return (x[:, 0] * 2).astype(int)
+
+
+READS = {
+    "places": lambda x: x[PLACES],
+    "places, NaN where there is none": lambda x: jnp.take(x, PLACES, axis=0),
+    "places, filled": lambda x: x.at[PLACES].get(mode="fill", fill_value=2.0),
+    "places, clipped": lambda x: x.at[PLACES + 1].get(mode="clip"),
+    "a fixed place that some rows lack": lambda x: x.at[3].get(mode="fill", fill_value=0.5),
+    "a place far out": lambda x: x.at[jnp.array(9)].get(),
+    "the greatest": lambda x: x[jnp.argmax(x[:, 0])],
+    "the greatest of each column": lambda x: jnp.take_along_axis(
+        x, jnp.argmax(x, 0, keepdims=True), 0
+    ),
+    "places of the row's own": lambda x: x[jnp.argsort(x[:, 1])],
+    "places in each column": lambda x: jnp.take_along_axis(x, jnp.argsort(x, 0), 0),
+    "places in each element": lambda x: jnp.take_along_axis(x, jnp.argsort(x, 1), 1),
+    "single elements": lambda x: x[jnp.array([0, -1]), jnp.array([1, 2])],
+    "one of each element": lambda x: x[jnp.arange(x.shape[0]), jnp.argmax(x, 1)],
+    "columns": lambda x: (x[:, 1], x[:, ::-1], x[..., :2], x[:, jnp.array([0, 2])]),
+    "small unsigned indices": lambda x: x[jnp.array([0, 3], np.uint8)],
+    "embedding": lambda x: TABLE[bins(x)],
+    "embedding bag": lambda x: TABLE[bins(x)].sum(0),
+    "window that moves": lambda x: lax.dynamic_slice(
+        x, (jnp.argmax(x[:, 0]), 0), (x.shape[0] - 1, 3)
+    ),
+    "window with room in another axis": lambda x: lax.dynamic_slice(
+        x, (0, jnp.argmax(x[0])), (x.shape[0], 2)
+    ),
+    "submatrix": lambda x: (x @ x.T)[jnp.ix_(PLACES[:2], PLACES[:2])],
+    "diagonal": lambda x: jnp.diagonal(x @ x.T),
+}
+
+WRITES = {
+    "set the first": lambda x: x.at[0].set(1.0),
+    "add to the last": lambda x: x.at[-1].add(x[0]),
+    "add at places": lambda x: x.at[PLACES].add(1.5),
+    "set at places": lambda x: x.at[PLACES[:3]].set(x[0]),
+    "set at clipped places": lambda x: x.at[jnp.array([1, 9])].set(1.0, mode="clip"),
+    "set a fixed place that some rows lack": lambda x: x.at[jnp.array([3])].set(1.0),
+    "add to a slice": lambda x: x.at[1:].add(x[:-1]),
+    "set a slice": lambda x: x.at[:-1].set(x[1:] * 2),
+    "set the last two": lambda x: x.at[-2:].set(0.5),
+    "set every second": lambda x: x.at[::2].set(x[::2] * 2),
+    "divide a slice": lambda x: x.at[1:].divide(2.0),
+    "subtract": lambda x: x.at[0].subtract(x[-1]),
+    "least of a slice": lambda x: x.at[:-1].min(0.1),
+    "set a column": lambda x: x.at[:, 1].set(0.0),
+    "set the greatest": lambda x: x.at[jnp.argmax(x[:, 0])].set(0.0),
+    "permuted": lambda x: jnp.zeros_like(x).at[jnp.argsort(x[:, 0])].set(x, unique_indices=True),
+    "set the diagonal": lambda x: (
+        (x @ x.T).at[jnp.arange(x.shape[0]), jnp.arange(x.shape[0])].set(0.0) @ x
+    ),
+    "add to the ends of some columns": lambda x: x.at[1:, jnp.array([0, 2])].add(x[1:, :2]),
+    "sum into bins": lambda x: jax.ops.segment_sum(x, bins(x), num_segments=3),
+    "greatest in bins": lambda x: jax.ops.segment_max(x, jnp.abs(bins(x)), num_segments=3),
+    "updated by a window": lambda x: lax.dynamic_update_slice(x, x[1:] * 2, (1, 0)),
+    "updated where data says": lambda x: lax.dynamic_update_slice(
+        x, jnp.ones((1, 3)), (jnp.argmax(x[:, 0]), 0)
+    ),
+    "one hot": lambda x: jax.nn.one_hot(bins(x), 3) * x,
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_indices_are_those_of_the_row(name):
+    check_rows(READS[name], ragged(3, lengths=LENGTHS))
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_is_within_the_row(name):
+    check_rows(WRITES[name], ragged(3, lengths=LENGTHS))
+
+
+# What JAX has no derivatives of.
+VALUES = {
+    "product in bins": lambda x: jax.ops.segment_prod(x, jnp.abs(bins(x)), num_segments=3),
+    "apply": lambda x: x.at[jnp.array([0, 1, 5])].apply(jnp.sin),
+    "multiply at places": lambda x: x.at[jnp.array([0, 1, 1, 3])].multiply(2.0),
+    "count": lambda x: jnp.bincount(jnp.abs(bins(x)), length=4),
+    "least at places": lambda x: x.at[jnp.array([0, 1, 1, 3])].min(0.1),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_what_has_no_derivative_is_within_the_row_too(name):
+    check_rows(VALUES[name], ragged(3, lengths=LENGTHS), derivatives=False)
+
+
+GRADIENTS = {
+    "reads": lambda x: (jnp.sin(x[PLACES[:2]]) * x[-1]).sum(),
+    "a sorted read": lambda x: (x[jnp.argsort(x[:, 0])] ** 2 * x).sum(),
+    "an embedding": lambda x: (TABLE[bins(x)] * x[:, :2]).sum(),
+    "writes": lambda x: (x.at[1:].add(x[:-1] ** 2).at[0].set(x[-1]) ** 2).sum(),
+    "segments": lambda x: (jax.ops.segment_sum(x**2, bins(x), num_segments=3) ** 2).sum(),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_a_gradient_taken_of_indexing_is_that_of_the_row_alone(name):
+    check_rows(jax.grad(GRADIENTS[name]), ragged(3, lengths=LENGTHS))
+
+
+def test_a_table_that_rows_share_gets_nothing_from_padding():
+    def looked_up(x, table):
+        return jnp.log(table[bins(x)]) * x[:, :2], table.at[bins(x)].add(x[:, :2])
+
+    check_rows(looked_up, ragged(3, lengths=LENGTHS), jnp.abs(TABLE), in_axes=(0, None))
+
+
+def test_indices_that_are_rows_read_and_write_what_rows_share_and_what_they_own():
+    def function(x, at, table):
+        read = table[at], x[at], x.at[at].get(mode="fill", fill_value=0.0)
+        return *read, table.at[at].add(1.0), x.at[at].set(2.0)
+
+    at = ragged(lengths=(3, 2), dtype=np.int32, seed=2)
+    check_rows(function, ragged(3, lengths=LENGTHS), at, TABLE, in_axes=(0, 0, None))
+
+
+EMPTY = {
+    "embedding bag": lambda x: TABLE[bins(x)].sum(0),
+    "sum into bins": lambda x: jax.ops.segment_sum(x, bins(x), num_segments=3),
+    "own places": lambda x: x[jnp.argsort(x[:, 0])],
+    "set a column": lambda x: x.at[:, 1].set(0.0),
+    "add to a slice": lambda x: x.at[1:].add(1.0),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_an_empty_row_is_indexed_as_it_is_alone(name):
+    check_rows(EMPTY[name], ragged(3, lengths=(0, 3)))

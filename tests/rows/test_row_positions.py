@@ -1,0 +1,138 @@
+"""Parts of rows that are moved: slices, joins, pads and reshapes by the row's own size."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import batchax as bx
+
+from support.rows import check_rows, ragged
+
+LENGTHS = (4, 2)
+
+FUNCTIONS = {
+    "difference": lambda x: x[1:] - x[:-1],
+    "last three": lambda x: x[-3:],
+    "all but the ends": lambda x: x[1:-1],
+    "at most the first two": lambda x: x[:2],
+    "between fixed bounds": lambda x: x[2:5],
+    "second half": lambda x: x[x.shape[0] // 2 :],
+    "first half": lambda x: x[: x.shape[0] // 2],
+    "every second": lambda x: x[1::2],
+    "every second from the end": lambda x: x[::-2],
+    "reversed": lambda x: x[::-1] * x,
+    "both axes reversed": lambda x: jnp.flip(x),
+    "slice with a stride": lambda x: lax.slice_in_dim(x, 0, None, 2),
+    "first and last": lambda x: x[0] * x[-1],
+    "roll": lambda x: jnp.roll(x, 1, 0),
+    "roll flat": lambda x: jnp.roll(x, -2),
+    "roll by as much as data says": lambda x: jnp.roll(x, jnp.argmax(x[:, 0]), 0),
+    "with itself": lambda x: jnp.concatenate([x, 2 * x]),
+    "between constants": lambda x: jnp.concatenate([jnp.ones((1, 3)), x, x[1:], jnp.ones((2, 3))]),
+    "after a constant": lambda x: jnp.concatenate([jnp.ones((2, 3)), x]),
+    "side by side": lambda x: jnp.hstack([x, x[:, :1]]),
+    "stacked": lambda x: jnp.stack([x, x[::-1]], 1),
+    "without the first": lambda x: jnp.delete(x, 0, axis=0),
+    "tile": lambda x: jnp.tile(x, (2, 2)),
+    "repeat": lambda x: jnp.repeat(x, 2, 0),
+    "halves of a tile": lambda x: jnp.split(jnp.tile(x, (2, 1)), 2)[1],
+    "columns": lambda x: jnp.split(x, 3, 1)[1] + jnp.unstack(x, axis=1)[0][:, None],
+    "pad": lambda x: jnp.pad(x, ((1, 2), (0, 1)), constant_values=0.5),
+    "pad by the edge": lambda x: jnp.pad(x, ((1, 2), (0, 0)), mode="edge"),
+    "pad by the mean": lambda x: jnp.pad(x, ((1, 1), (0, 0)), mode="mean"),
+    "pad with gaps": lambda x: lax.pad(x, 0.5, ((-1, 2, 2), (0, 0, 0))),
+    "pad by a variable": lambda x: lax.pad(x, x[0, 0], ((2, -1, 0), (0, 0, 0))),
+    "one-sided window": lambda x: lax.pad(x[:1], 0.0, ((x.shape[0] - 1, 0, 0), (0, 0, 0))),
+    "flat": lambda x: x.reshape(-1),
+    "flat by columns": lambda x: x.T.reshape(-1),
+    "as rows of three": lambda x: x.T.reshape(-1, 3),
+    "as three rows": lambda x: jnp.sin(x.reshape(3, -1)) * x.T,
+    "all pairs": lambda x: (x[:, None] - x[None]).reshape(-1, 3),
+    "all pairs, by row": lambda x: (x[:, None] * x[None]).reshape(x.shape[0], -1).sum(1),
+    "pairs to a square": lambda x: (
+        jnp.outer(x[:, 0], x[:, 1]).reshape(-1).reshape(x.shape[0], x.shape[0]) @ x
+    ),
+    "trace": lambda x: jnp.trace(x @ x.T),
+    "as a diagonal": lambda x: jnp.diag(x[:, 0]) @ x,
+    "swapped": lambda x: jnp.swapaxes(x, 0, 1) * 2,
+    "quarter turn": lambda x: jnp.rot90(x),
+    "grid": lambda x: jnp.meshgrid(x[:, 0], x[:, 1])[0].sum(1),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_parts_of_a_row_are_where_its_own_size_puts_them(name):
+    check_rows(FUNCTIONS[name], ragged(3, lengths=LENGTHS))
+
+
+EMPTY = [
+    "difference",
+    "last three",
+    "second half",
+    "every second from the end",
+    "both axes reversed",
+    "roll",
+    "with itself",
+    "tile",
+    "pad",
+    "flat by columns",
+    "all pairs",
+]
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_an_empty_row_among_others_has_the_parts_it_has_alone(name):
+    check_rows(FUNCTIONS[name], ragged(3, lengths=(0, 3)))
+
+
+GRADIENTS = {
+    "slices": lambda x: (x[1:] * x[:-1] ** 2).sum(),
+    "a roll": lambda x: (jnp.roll(x, 1, 0) * x**2).sum(),
+    "joins": lambda x: jnp.sin(jnp.concatenate([x, x[::-1], x[1:] ** 2])).sum(),
+    "edges": lambda x: jnp.sin(jnp.pad(x, ((1, 2), (0, 0)), mode="edge")).sum(),
+    "a reshape": lambda x: jnp.sin(jnp.tile(x.T.reshape(-1), 2) * 2).sum(),
+    "the last": lambda x: jnp.sin(x[-1]).sum() * x[0, 0],
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_a_gradient_taken_of_a_row_is_that_of_the_row_alone(name):
+    check_rows(jax.grad(GRADIENTS[name]), ragged(3, lengths=LENGTHS))
+
+
+SECOND_AXIS = {
+    "difference": lambda x: x[:, 1:] - x[:, :-1],
+    "reversed": lambda x: x[:, ::-1],
+    "last": lambda x: x[:, -1],
+    "flat": lambda x: x.reshape(-1),
+    "roll": lambda x: jnp.roll(x, 2, 1),
+    "joined": lambda x: jnp.concatenate([x, x], 1),
+    "in front of another": lambda x: jnp.concatenate([x, x[:1]], 0),
+}
+
+
+@pytest.mark.parametrize("name", SECOND_AXIS)
+def test_a_row_may_be_ragged_in_another_axis_than_the_first(name):
+    check_rows(SECOND_AXIS[name], ragged(3, lengths=LENGTHS, axis=1))
+
+
+def test_rows_of_two_sizes_are_joined_and_multiplied():
+    def both(x, y):
+        joined = jnp.concatenate([x, y, x])
+        return joined, (x[:, None] * y[None]).reshape(-1, 3), (x @ y.T)[::-1, 1:].sum(0)
+
+    check_rows(both, ragged(3, lengths=LENGTHS), ragged(3, lengths=(1, 3), seed=1))
+
+
+def test_integers_booleans_and_keys_are_moved_as_floats_are():
+    def parts(x, flags, keys):
+        joined = jnp.concatenate([x[1:], x[::-1]])
+        drawn = jax.vmap(jax.random.uniform)(jnp.roll(keys, 1)[::-1][-2:])
+        return joined, jnp.roll(flags, 1, 0), x.T.reshape(-1), drawn
+
+    data = jax.random.split(jax.random.key(0), sum(LENGTHS))
+    keys = bx.Ragged(data, np.array(LENGTHS, np.int32), 6)
+    x = ragged(3, lengths=LENGTHS, dtype=np.int32)
+    check_rows(parts, x, x.with_data(x.data > 1), keys)

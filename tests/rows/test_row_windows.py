@@ -1,0 +1,118 @@
+"""Windows along rows, and convolutions: they reach as far beyond the row as they do alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from support.rows import check_rows, ragged
+
+LENGTHS = (5, 4)
+LOOSE = {"rtol": 1e-4, "atol": 1e-4}  # one over a small number
+KERNEL = np.random.default_rng(5).normal(size=(2, 3, 3)).astype(np.float32)
+
+
+def windows(initial, combine, size, step, padding, **options):
+    def function(x):
+        return lax.reduce_window(x, initial, combine, (size, 1), (step, 1), padding, **options)
+
+    return function
+
+
+POOLS = {
+    "sum": windows(0.0, lax.add, 2, 1, "VALID"),
+    "sum, as long": windows(0.0, lax.add, 3, 1, "SAME"),
+    "sum, every second, as long": windows(0.0, lax.add, 3, 2, "SAME"),
+    "mean": lambda x: lax.reduce_window(x, 0.0, lax.add, (2, 1), (2, 1), "VALID") / 2,
+    "greatest": windows(-jnp.inf, lax.max, 2, 2, "VALID"),
+    "greatest, as long": windows(-jnp.inf, lax.max, 3, 2, "SAME"),
+    "least, one-sided": windows(jnp.inf, lax.min, 2, 1, ((1, 0), (0, 0))),
+    "sum, dilated": windows(
+        0.0, lax.add, 2, 1, "VALID", base_dilation=(2, 1), window_dilation=(2, 1)
+    ),
+    "sum over all": lambda x: lax.reduce_window(x, 0.0, lax.add, x.shape, (1, 1), "VALID"),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_windows_are_those_of_the_row_alone(name):
+    check_rows(POOLS[name], ragged(3, lengths=LENGTHS))
+
+
+OWN = {
+    "product": windows(1.0, lax.mul, 2, 1, ((1, 0), (0, 0))),
+    "logsumexp": windows(-jnp.inf, jnp.logaddexp, 3, 1, "SAME"),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_windows_reduced_by_a_function_of_the_user_are_those_of_the_row(name):
+    check_rows(OWN[name], ragged(3, lengths=LENGTHS), derivatives=False)
+
+
+def convolved(step, padding, **options):
+    def function(x):
+        return lax.conv_general_dilated(x.T[None], KERNEL, (step,), padding, **options)[0]
+
+    return function
+
+
+CONVOLUTIONS = {
+    "valid": convolved(1, "VALID"),
+    "same": convolved(1, "SAME"),
+    "every second, same": convolved(2, "SAME"),
+    "every second, valid": convolved(2, "VALID"),
+    "causal": convolved(1, ((2, 0),)),
+    "dilated": convolved(1, ((2, 2),), lhs_dilation=(2,), rhs_dilation=(2,)),
+    "transposed": lambda x: lax.conv_transpose(
+        x[None], jnp.asarray(KERNEL.transpose(2, 1, 0)), (2,), "SAME"
+    )[0],
+    "of each channel": lambda x: lax.conv_general_dilated(
+        x.T[None], KERNEL[:1].reshape(3, 1, 3), (1,), "SAME", feature_group_count=3
+    ),
+    "of each element": lambda x: lax.conv_general_dilated(
+        x[:, None], KERNEL[:1, :1, :2], (1,), "VALID"
+    ),
+    "by the row": lambda x: lax.conv_general_dilated(
+        jnp.ones((1, 1, 9)), x.T[:1, None], (1,), ((0, 0),)
+    )[0, 0],
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_convolution_over_a_row_sees_nothing_of_its_padding(name):
+    check_rows(CONVOLUTIONS[name], ragged(3, lengths=LENGTHS))
+
+
+def test_a_kernel_that_rows_share_gets_nothing_from_padding():
+    def function(x, kernel):
+        return jnp.log(jnp.abs(lax.conv_general_dilated(x.T[None], kernel, (1,), "SAME")))[0]
+
+    check_rows(function, ragged(3, lengths=LENGTHS), KERNEL, in_axes=(0, None), tolerance=LOOSE)
+
+
+GRADIENTS = {
+    "sums": lambda x: (POOLS["sum, every second, as long"](x) ** 2).sum(),
+    "greatest": lambda x: (POOLS["greatest"](x) ** 2).sum(),
+    "a convolution": lambda x: (CONVOLUTIONS["same"](x) ** 2).sum(),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_a_gradient_taken_of_windows_is_that_of_the_row_alone(name):
+    check_rows(jax.grad(GRADIENTS[name]), ragged(3, lengths=LENGTHS))
+
+
+def test_a_forward_derivative_taken_of_the_greatest_in_windows_is_that_of_the_row_alone():
+    def function(x):
+        return jax.jvp(POOLS["greatest"], (x,), (jnp.cos(x),))[1]
+
+    check_rows(function, ragged(3, lengths=LENGTHS))
+
+
+def test_an_empty_row_has_the_windows_it_has_alone():
+    def function(x):
+        return POOLS["sum, as long"](x), CONVOLUTIONS["same"](x), POOLS["mean"](x)
+
+    check_rows(function, ragged(3, lengths=(0, 4)))
