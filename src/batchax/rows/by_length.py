@@ -24,12 +24,12 @@ from batchax.engine.axis import Axis, move_axis
 from batchax.engine.inner import stage_function
 from batchax.engine.named_axes import uses_name
 from batchax.engine.outputs import AUTO, FlatOutputs, OutputArray, check_unbatched, place
-from batchax.errors import UnsupportedError
+from batchax.errors import AxisError, UnsupportedError
 from batchax.rows.arguments import RowSize, find_sizes, row_aval
 from batchax.rows.groups import Placed, groups_of, in_front, run_in_groups
 from batchax.rows.outputs import place_ragged
 from batchax.rows.ragged import Ragged, known_lengths
-from batchax.rows.recipes import same_recipe
+from batchax.rows.recipes import same_recipe, same_value
 
 Lengths = tuple[int, ...]
 """The length of a row, for each of the sizes that rows have."""
@@ -69,11 +69,15 @@ def run_by_length(
             row_aval(axis, m, size if size is None else replace(size, symbol=of_row[id(size)]))
             for m, size in zip(mapped, sizes_of, strict=True)
         ]
-        return stage_function(axis, one_row, avals, names)
+        program = stage_function(axis, one_row, avals, names)
+        constants.append(_constants(outputs[0]))
+        return program
 
+    constants: list[list[Any]] = []
     programs = [stage(at) for at in lengths]
     described = list(outputs[0].described)
     _check_programs(axis, described, programs, lengths)
+    _check_constants(constants)
     for at in _more_lengths(lengths):
         try:
             more = stage(at)
@@ -168,6 +172,27 @@ def _check_programs(
                 "only run for rows of one length at a time. Compute what rows share outside of "
                 "this vmap, or reduce over them with out_axes=batchax.Reduce(...)."
             )
+
+
+def _constants(outputs: FlatOutputs) -> list[Any]:
+    """What is returned as it is: numbers that are no arrays, where `out_axes` says None."""
+    here = object()
+    try:
+        returned = outputs.rebuild([here] * len(outputs.described))
+    except Exception:  # a container of the user's that wants arrays
+        return []
+    return [leaf for leaf in jax.tree.leaves(returned) if leaf is not here]
+
+
+def _check_constants(constants: Sequence[Sequence[Any]]) -> None:
+    for others in constants[1:]:
+        for x, y in zip(constants[0], others, strict=True):
+            if not same_value(x, y):
+                raise AxisError(
+                    f"the function returns a number that depends on the row, {x} for one length "
+                    f"and {y} for another, but out_axes says None for it. Give the position the "
+                    "batch axis should have, or batchax.AUTO."
+                )
 
 
 def _shown(at: Lengths) -> str:

@@ -19,7 +19,7 @@ from batchax.engine.interpreter import plan
 def same_recipe(a: _compat.ClosedJaxpr, b: _compat.ClosedJaxpr, index: int) -> bool:
     """Whether output `index` of two programs comes of the same operations and constants."""
     steps, other_steps = _recipe(a, index), _recipe(b, index)
-    return len(steps) == len(other_steps) and all(map(_same, steps, other_steps))
+    return len(steps) == len(other_steps) and all(map(same_value, steps, other_steps))
 
 
 def _recipe(program: _compat.ClosedJaxpr, index: int) -> list[Any]:
@@ -54,7 +54,8 @@ def _text(params: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", str(params))
 
 
-def _same(a: Any, b: Any) -> bool:
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two constants are known to be the same."""
     if a is b:
         return True
     if isinstance(a, str) or isinstance(b, str):

@@ -1,0 +1,370 @@
+"""Rows of equal length run together, each as if alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+from batchax.rows.groups import groups_of, join_lanes, join_rows, split_lanes, split_rows
+
+from support.known_lengths import with_known_lengths
+from support.rows import check_rows, ragged
+
+LENGTHS = (3, 5, 1, 3, 5, 3)
+WEIGHTS = np.random.default_rng(3).normal(size=(3, 2)).astype(np.float32)
+
+
+def rows(*trailing, lengths=LENGTHS, **options):
+    return ragged(*trailing, lengths=lengths, **options)
+
+
+def grouped(fun, **options):
+    return with_known_lengths(bx.vmap(fun, layout="grouped", **options))
+
+
+def polynomial(x):
+    """Of a degree that Python chooses by the length."""
+    return x**2 if len(x) > 3 else x @ x.T @ x
+
+
+def windows(x):
+    return jnp.stack([x[i : len(x) - 1 + i].sum(0) for i in range(2)])
+
+
+FUNCTIONS = {
+    "fourier transform": lambda x: jnp.fft.fft(x[:, 0]).real,
+    "real fourier transform": lambda x: jnp.abs(jnp.fft.rfft(x, axis=0)) ** 2,
+    "eigenvalues": lambda x: jnp.linalg.eigvalsh(x @ x.T + jnp.diag(jnp.arange(len(x)) * 1.0)),
+    "the largest": lambda x: jax.lax.top_k(x[:, 0], 1)[0],
+    "associative scan": lambda x: jax.lax.associative_scan(jnp.multiply, x),
+    "a branch on the length": polynomial,
+    "a loop over the length": lambda x: sum((x[i] * i for i in range(len(x))), jnp.zeros(3)),
+    "evenly spaced": lambda x: x[:, 0] * jnp.linspace(0.0, 1.0, len(x)),
+    "static slices": windows,
+    "halves": lambda x: x[: len(x) // 2],
+    "shorter by one": lambda x: x[1:] - x[:-1],
+    "several outputs": lambda x: {"sum": x.sum(), "rows": (x, x.argmax(0))},
+}
+
+
+DIFFERENTIATED = {"fourier transform", "eigenvalues", "a branch on the length", "halves"}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_row_is_computed_as_if_alone(name):
+    derivatives = name in DIFFERENTIATED
+    check_rows(FUNCTIONS[name], rows(3), traced=False, derivatives=derivatives, layout="grouped")
+
+
+def test_arguments_of_other_kinds_go_with_the_rows():
+    x, y = rows(3), rows(2, lengths=(2, 4, 4, 2, 1, 2), seed=1)
+    lanes = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
+
+    def fun(x, y, lane, w):
+        return (x[0] + lane) @ w, y.sum() * len(x), x * len(y)
+
+    check_rows(fun, x, y, lanes, WEIGHTS, in_axes=(0, 0, 0, None), traced=False, layout="grouped")
+
+
+def test_rows_may_be_ragged_along_another_axis():
+    fun = lambda x: (jnp.fft.fft(x).real, x.sum(0))
+    check_rows(fun, rows(2, axis=1), traced=False, derivatives=False, layout="grouped")
+
+
+def test_lanes_may_be_along_another_axis():
+    x, lanes = rows(), jnp.arange(18.0).reshape(3, 6)
+    got = grouped(lambda x, lane: x[0] * lane, in_axes=(0, 1), out_axes=1)(x, lanes)
+    expected = np.stack([x[i][0] * lanes[:, i] for i in range(6)], 1)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_random_keys_and_integers_come_in_groups_too():
+    keys = bx.Ragged(jax.random.split(jax.random.key(0), 20), LENGTHS)
+    draw = lambda keys: jax.random.uniform(keys[-1], (2,))
+    got = grouped(draw)(keys)
+    for i in range(6):
+        np.testing.assert_array_equal(got[i], draw(keys[i]))
+    lanes = jax.random.split(jax.random.key(1), 6)
+    shuffle = lambda key, x: jax.random.permutation(key, x)
+    x = rows(dtype=np.int32)
+    got = grouped(shuffle)(lanes, x)
+    for i in range(6):
+        np.testing.assert_array_equal(got[i], shuffle(lanes[i], x[i]))
+
+
+def test_what_does_not_stage_for_a_symbolic_size_is_grouped_by_itself():
+    x = rows(3)
+    got = bx.vmap(polynomial)(x)
+    for i in range(6):
+        np.testing.assert_allclose(got[i], polynomial(x[i]), rtol=1e-5)
+
+
+def test_a_group_is_run_once_for_each_length():
+    lengths = []
+
+    def fun(x):
+        lengths.append(x.shape[0])
+        return x.sum()
+
+    grouped(fun)(rows())
+    assert {1, 3, 5} <= set(lengths)
+    assert len(lengths) < 12  # each is staged to see what is returned, and run; and a few more
+
+
+@pytest.mark.parametrize("transformation", ["jit", "vmap", "jax.vmap", "grad of grad"])
+def test_groups_are_made_under_other_transformations_where_lengths_are_known(transformation):
+    x = rows(3)
+    loss = lambda data: grouped(lambda r: jnp.sum(jnp.cumsum(r, 0) ** 3))(x.with_data(data)).sum()
+    alone = lambda data: sum(jnp.sum(jnp.cumsum(r, 0) ** 3) for r in x.with_data(data).rows())
+    several = jnp.stack([x.data, 2 * x.data])
+    of, points = {
+        "jit": (jax.jit, x.data),
+        "vmap": (bx.vmap, several),
+        "jax.vmap": (jax.vmap, several),
+        "grad of grad": (lambda f: jax.grad(lambda d: (jax.grad(f)(d)[:20] ** 2).sum()), x.data),
+    }[transformation]
+    expected = {"vmap": jax.vmap}.get(transformation, of)(alone)(points)
+    np.testing.assert_allclose(of(loss)(points), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_derivatives_of_groups_have_no_scatter():
+    x = rows(3)
+    loss = lambda data: (grouped(jnp.sin)(x.with_data(data)).data ** 2).sum()
+    assert "scatter" not in str(jax.make_jaxpr(jax.grad(loss))(x.data))
+
+
+# What outputs are like does not depend on which lengths a batch has.
+
+KINDS = {
+    "several lengths": LENGTHS,
+    "one length": (3, 3),
+    "one row": (4,),
+    "rows of no elements": (0, 2, 0),
+    "all empty": (0, 0),
+    "no rows": (),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_changes_with_the_length_is_ragged_in_any_batch(name):
+    x = rows(3, lengths=KINDS[name])
+
+    def fun(x):
+        n = x.shape[0]
+        return x, x[: n // 2, 0], jnp.arange(n), x.sum(0), jnp.zeros(n, bool), jnp.float32(n)
+
+    outs = grouped(fun)(x)
+    assert [isinstance(out, bx.Ragged) for out in outs] == [True, True, True, False, True, False]
+    assert outs[0].max_length == x.max_length
+    for i in range(len(x)):
+        alone = fun(x[i])
+        for out, expected in zip(outs, alone, strict=True):
+            assert out[i].dtype == expected.dtype
+            np.testing.assert_allclose(out[i], expected, rtol=1e-6)
+    assert outs[3].shape == (len(x), 3)
+
+
+def test_a_ragged_output_shares_its_size_with_the_argument_of_those_lengths():
+    x = rows(3)
+    y = grouped(lambda x: jnp.fft.fft(x[:, 0]).real)(x)
+    assert y.max_length == x.max_length
+    check_rows(lambda x, y: x * y[:, None], x, y, traced=False, derivatives=False)
+
+
+@pytest.mark.parametrize("lengths", KINDS.values(), ids=KINDS)
+def test_auto_gives_an_axis_to_what_depends_on_the_row(lengths):
+    x = rows(3, lengths=lengths)
+    w = jnp.asarray(WEIGHTS)
+
+    def fun(x):
+        return x.sum(), jnp.float32(x.shape[0]), jnp.sin(w).sum(), x[:1] if False else jnp.ones(2)
+
+    total, count, shared, constant = grouped(fun, out_axes=bx.AUTO)(x)
+    assert total.shape == count.shape == (len(x),)
+    np.testing.assert_array_equal(count, lengths)
+    assert (shared.shape, constant.shape) == ((), (2,))
+
+
+def test_none_is_for_what_all_rows_share():
+    x = rows(3)
+    w = jnp.asarray(WEIGHTS)
+    got = grouped(lambda x: (jnp.sin(w), x.sum()), out_axes=(None, 0))(x)[0]
+    np.testing.assert_array_equal(got, jnp.sin(w))
+    for depends in (lambda x: x.sum(), lambda x: w * x.shape[0], lambda x: jnp.sum(w[: len(x)])):
+        with pytest.raises(bx.AxisError, match=r"out depends on the batch.*out_axes says None"):
+            grouped(depends, out_axes=None)(x)
+    assert grouped(lambda x: (x.sum(), 7), out_axes=(0, None))(x)[1] == 7
+    with pytest.raises(bx.AxisError, match=r"1 for one length and 3 for another.*None for it"):
+        grouped(lambda x: (x.sum(), len(x)), out_axes=(0, None))(x)
+
+
+REDUCTIONS = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max, "min": jnp.min, "prod": jnp.prod}
+
+
+@pytest.mark.parametrize("kind", REDUCTIONS)
+def test_reductions_are_over_all_rows(kind):
+    x = rows(3)
+    fun = lambda x: (x.sum(0), jnp.int32(x.shape[0]))
+    got = grouped(fun, out_axes=bx.Reduce(kind))(x)
+    alone = [jnp.stack(out) for out in zip(*[fun(row) for row in x.rows()], strict=True)]
+    for mine, every in zip(got, alone, strict=True):
+        expected = REDUCTIONS[kind](every, 0)
+        assert mine.dtype == expected.dtype
+        np.testing.assert_allclose(mine, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("position", [0, 1, -1])
+def test_the_axis_of_the_rows_goes_where_out_axes_says(position):
+    x = rows(3)
+    got = grouped(lambda x: jnp.outer(x[0], x.sum(0))[:2], out_axes=position)(x)
+    expected = jnp.stack([jnp.outer(r[0], r.sum(0))[:2] for r in x.rows()], position)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def test_the_size_of_the_axis_is_the_number_of_rows():
+    got = grouped(lambda x: x.sum() * jax.lax.psum(1, "rows"), axis_name="rows")(rows())
+    np.testing.assert_allclose(got, [6 * row.sum() for row in rows()], rtol=1e-5)
+
+
+def test_chunks_of_rows_are_those_of_each_group():
+    x = rows(3)
+    fun = lambda x: (jnp.fft.fft(x, axis=0).real, x.sum())
+    whole, parts = grouped(fun)(x), grouped(fun, batch_size=2)(x)
+    np.testing.assert_allclose(whole[0].data, parts[0].data, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(whole[1], parts[1], rtol=1e-5)
+
+
+def longer_for_some(x):
+    return (x, x) if len(x) > 3 else (x,)
+
+
+REFUSED = {
+    "collectives": (
+        lambda x: x.sum() - jax.lax.pmean(x.sum(), "rows"),
+        dict(axis_name="rows"),
+        bx.UnsupportedError,
+        "uses the axis 'rows', whose lanes are all rows",
+    ),
+    "its place in the batch": (
+        lambda x: x.sum() * jax.lax.axis_index("rows"),
+        dict(axis_name="rows"),
+        bx.UnsupportedError,
+        "uses the axis 'rows'",
+    ),
+    "two ragged axes": (
+        lambda x: jnp.outer(x, x),
+        {},
+        bx.UnsupportedError,
+        "ragged in 2 axes",
+    ),
+    "a reduction of rows": (
+        lambda x: x,
+        dict(out_axes=bx.Reduce("sum")),
+        bx.AxisError,
+        r"Reduce\(kind='sum'\) for out",
+    ),
+    "rows along another axis": (lambda x: x, dict(out_axes=1), bx.AxisError, "gives 1 for out"),
+    "rows without a batch axis": (lambda x: x, dict(out_axes=None), bx.AxisError, "for out"),
+    "different numbers of outputs": (
+        longer_for_some,
+        {},
+        bx.UnsupportedError,
+        "same number of arrays",
+    ),
+    "different dtypes": (
+        lambda x: x.sum() if len(x) > 3 else x.argmax(),
+        {},
+        bx.UnsupportedError,
+        r"returns int32\[\] for a row of length 1, and float32\[\] for one of length 5",
+    ),
+    "different ranks": (
+        lambda x: x.sum() if len(x) > 3 else x[:1],
+        {},
+        bx.UnsupportedError,
+        "numbers of axes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_groups_cannot_do_is_refused(name):
+    fun, options, error, match = REFUSED[name]
+    with pytest.raises(error, match=match):
+        grouped(fun, **options)(rows())
+
+
+def test_traced_lengths_are_refused_with_what_to_do():
+    with pytest.raises(bx.UnsupportedError, match=r"lengths are traced here.*outside of jit"):
+        jax.jit(grouped(lambda x: x.sum()))(rows())
+
+
+def test_what_a_function_raises_for_a_length_no_row_has_does_not_matter():
+    def fun(x):
+        assert len(x) <= 5, "too long"
+        return x[:2].sum(), x
+
+    total, same = grouped(fun)(rows())
+    assert total.shape == (6,)
+    np.testing.assert_array_equal(same.data, rows().data[:20])
+
+
+def test_what_a_function_raises_for_a_row_is_raised():
+    def fun(x):
+        if len(x) == 5:
+            raise RuntimeError("not five")
+        return x
+
+    with pytest.raises(RuntimeError, match="not five"):
+        grouped(fun)(rows())
+
+
+# Taking apart and putting together.
+
+
+def test_groups_are_of_equal_lengths_and_hold_each_row_once():
+    groups = groups_of(np.array([3, 1, 3, 0, 1]), np.array([2, 2, 2, 2, 4]))
+    assert [g.tolist() for g in groups] == [[3], [1], [4], [0, 2]]
+
+
+GROUPS = [np.array([4, 0]), np.array([2]), np.array([1, 3, 5])]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("dtype", [np.float32, np.int8, bool, np.complex64], ids=str)
+def test_rows_taken_apart_and_put_together_are_the_same(axis, dtype):
+    x = rows(2, axis=axis, dtype=dtype)
+    parts = split_rows(x, GROUPS)
+    for part, group in zip(parts, GROUPS, strict=True):
+        for row, i in zip(part.rows(), group, strict=True):
+            np.testing.assert_array_equal(row, x[int(i)])
+    joined = join_rows(parts, GROUPS)
+    np.testing.assert_array_equal(joined.lengths, x.lengths)
+    for i in range(6):
+        np.testing.assert_array_equal(joined[i], x[i])
+
+
+def test_parts_may_have_room_to_spare():
+    x = rows(2)
+    parts = [
+        bx.Ragged(jnp.pad(part.data, ((0, 2), (0, 0)), constant_values=np.nan), part.lengths)
+        for part in split_rows(x, GROUPS)
+    ]
+    np.testing.assert_array_equal(join_rows(parts, GROUPS).data, x.data[:20])
+    weights = jnp.arange(20.0)[:, None]
+    gradients = jax.grad(lambda ps: (join_rows(ps, GROUPS).data * weights).sum(), allow_int=True)
+    for part, g in zip(parts, gradients(parts), strict=True):
+        assert not np.isnan(g.data).any()
+        np.testing.assert_array_equal(g.data[-2:], 0)
+        np.testing.assert_array_equal(part.with_data(g.data)[0][:, 0] % 1, 0)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_lanes_taken_apart_and_put_together_are_the_same(axis):
+    x = jnp.moveaxis(jnp.arange(18.0).reshape(6, 3), 0, axis)
+    parts = split_lanes(x, GROUPS, axis)
+    for part, group in zip(parts, GROUPS, strict=True):
+        np.testing.assert_array_equal(part, np.take(np.asarray(x), group, axis))
+    np.testing.assert_array_equal(join_lanes(parts, GROUPS, axis), x)
+    back = jax.vjp(lambda x: split_lanes(x, GROUPS, axis), x)[1]
+    np.testing.assert_array_equal(back(parts)[0], x)
