@@ -1,0 +1,193 @@
+"""What `Ragged` says of arguments that do not fit."""
+
+import jax
+import numpy as np
+import pytest
+
+import batchax as bx
+
+EXAMPLE = bx.Ragged(np.arange(6.0), [2, 0, 3, 1])
+TWO = np.zeros((2, 3), np.float32)
+MISTAKES = {
+    "a list of rows as data": (
+        lambda: bx.Ragged([[1.0], [1.0, 2.0]], [1, 2]),
+        bx.ArgumentTypeError,
+        r"data must be an array, got list.*from_rows",
+    ),
+    "data without axes": (
+        lambda: bx.Ragged(1.0, [1]),
+        bx.AxisError,
+        "axis is 0, but a row has 0 axes",
+    ),
+    "float lengths": (
+        lambda: bx.Ragged(np.zeros(3), [1.0, 2.0]),
+        bx.ArgumentTypeError,
+        "lengths must be integers.*float",
+    ),
+    "bool lengths": (
+        lambda: bx.Ragged(np.zeros(3), [True, False]),
+        bx.ArgumentTypeError,
+        "lengths must be integers.*bool",
+    ),
+    "nested lengths": (
+        lambda: bx.Ragged(np.zeros(3), [[1, 2]]),
+        bx.AxisError,
+        r"lengths must have one axis.*\(1, 2\)",
+    ),
+    "a number as lengths": (
+        lambda: bx.Ragged(np.zeros(3), 3),
+        bx.AxisError,
+        r"lengths must have one axis.*\(\)",
+    ),
+    "lengths that are no array": (
+        lambda: bx.Ragged(np.zeros(3), [[1], [1, 2]]),
+        bx.ArgumentTypeError,
+        "lengths must be integers",
+    ),
+    "a negative length": (
+        lambda: bx.Ragged(np.zeros(3), [1, -2]),
+        bx.AxisError,
+        r"lengths\[1\] is -2",
+    ),
+    "more than data has": (
+        lambda: bx.Ragged(np.zeros(3), [2, 2]),
+        bx.AxisError,
+        r"add up to 4, but data, of shape \(3,\), has 3 elements along axis 0",
+    ),
+    "more than any data has": (
+        lambda: bx.Ragged(np.zeros(3), [2**40]),
+        bx.AxisError,
+        "add up to",
+    ),
+    "padded rows in place of packed ones": (
+        lambda: bx.Ragged(TWO, [3, 1]),
+        bx.AxisError,
+        r"from_padded\(padded, lengths\)",
+    ),
+    "a length over the bound": (
+        lambda: bx.Ragged(np.zeros(3), [0, 3], 2),
+        bx.AxisError,
+        r"lengths\[1\] is 3, more than max_length, 2",
+    ),
+    "a negative bound": (
+        lambda: bx.Ragged(np.zeros(3), [0, 3], -1),
+        bx.AxisError,
+        "max_length is -1",
+    ),
+    "a bound that is no int": (
+        lambda: bx.Ragged(np.zeros(3), [0, 3], 3.0),
+        bx.ArgumentTypeError,
+        r"max_length must be an int, got 3\.0",
+    ),
+    "an axis out of range": (
+        lambda: bx.Ragged(np.zeros(3), [3], axis=1),
+        bx.AxisError,
+        "axis is 1, but a row has 1 axes",
+    ),
+    "an axis that is no int": (
+        lambda: bx.Ragged(np.zeros(3), [3], axis="n"),
+        bx.ArgumentTypeError,
+        "axis must be an int, got 'n'",
+    ),
+    "no rows to make it from": (
+        lambda: bx.Ragged.from_rows([]),
+        bx.AxisError,
+        "needs at least one row",
+    ),
+    "rows of different dtypes": (
+        lambda: bx.Ragged.from_rows([np.zeros(2, np.int32), np.zeros(2, np.float32)]),
+        bx.ArgumentTypeError,
+        r"rows\[1\] has dtype float32, but rows\[0\] has int32",
+    ),
+    "rows of different widths": (
+        lambda: bx.Ragged.from_rows([np.zeros((1, 2)), np.zeros((1, 3))]),
+        bx.AxisError,
+        r"rows\[1\] has shape \(1, 3\) and rows\[0\] \(1, 2\).*axis 0 only",
+    ),
+    "rows of different ranks": (
+        lambda: bx.Ragged.from_rows([np.zeros(2), np.zeros((2, 1))]),
+        bx.AxisError,
+        r"rows\[1\] has shape \(2, 1\)",
+    ),
+    "a row that is no array": (
+        lambda: bx.Ragged.from_rows(["a"]),
+        bx.ArgumentTypeError,
+        r"rows\[0\] must be an array, got str",
+    ),
+    "padded rows of one axis": (
+        lambda: bx.Ragged.from_padded(np.zeros(3), [1]),
+        bx.AxisError,
+        r"padded has shape \(3,\)",
+    ),
+    "a length for each padded row": (
+        lambda: bx.Ragged.from_padded(TWO, [1]),
+        bx.AxisError,
+        r"padded has 2 rows.*lengths has shape \(1,\)",
+    ),
+    "a length over a padded row": (
+        lambda: bx.Ragged.from_padded(TWO, [1, 4]),
+        bx.AxisError,
+        r"lengths\[1\] is 4, more than the 3 elements",
+    ),
+    "a length of padded rows over the bound": (
+        lambda: bx.Ragged.from_padded(TWO, [1, 3], 2),
+        bx.AxisError,
+        r"lengths\[1\] is 3, more than max_length, 2",
+    ),
+    "offsets that go back": (
+        lambda: bx.Ragged.from_offsets(np.zeros(3), [0, 2, 1]),
+        bx.AxisError,
+        r"never decrease.*\[0, 2, 1\]",
+    ),
+    "offsets past the end": (
+        lambda: bx.Ragged.from_offsets(np.zeros(3), [0, 4]),
+        bx.AxisError,
+        "within the 3 elements",
+    ),
+    "negative offsets": (
+        lambda: bx.Ragged.from_offsets(np.zeros(3), [-1, 2]),
+        bx.AxisError,
+        "begin at 0 or later",
+    ),
+    "no offsets": (
+        lambda: bx.Ragged.from_offsets(np.zeros(3), []),
+        bx.AxisError,
+        "one entry more than there are rows",
+    ),
+    "float offsets": (
+        lambda: bx.Ragged.from_offsets(np.zeros(3), [0.0, 3.0]),
+        bx.ArgumentTypeError,
+        "offsets must be integers",
+    ),
+    "a row that there is not": (lambda: EXAMPLE[4], IndexError, "no row 4 of 4 rows"),
+    "a row before the first": (lambda: EXAMPLE[-5], IndexError, "no row -5 of 4 rows"),
+    "several rows": (
+        lambda: EXAMPLE[1:3],
+        bx.ArgumentTypeError,
+        r"for an int; got slice\(1, 3, None\)",
+    ),
+    "a row of traced lengths": (
+        lambda: jax.jit(lambda x: x[0])(EXAMPLE),
+        bx.ArgumentTypeError,
+        r"lengths must be known.*traced.*to_padded\(\)",
+    ),
+    "rows of traced lengths": (
+        lambda: jax.jit(lambda x: x.rows())(EXAMPLE),
+        bx.ArgumentTypeError,
+        r"lengths must be known.*traced.*to_padded\(\)",
+    ),
+    "other data that is too short": (
+        lambda: EXAMPLE.with_data(np.zeros(5)),
+        bx.AxisError,
+        "add up to 6",
+    ),
+    "a name that is none": (lambda: bx.ragged("2n"), bx.ArgumentTypeError, "got '2n'"),
+    "an operation as a name": (lambda: bx.ragged("mod"), bx.ArgumentTypeError, "got 'mod'"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named(name):
+    make, error, match = MISTAKES[name]
+    with pytest.raises(error, match=f"(?s){match}"):
+        make()
