@@ -50,7 +50,9 @@ def _gather(
     else:
         array = jnp.asarray(x.value)
         for axis, room, size in zip(indexed, rooms, sizes, strict=True):
-            array = room_at_end(op, array, axis, room, size)
+            # Where rows are short, a window's bound may exceed theirs.
+            reach = op.sizes.bound(room) + op.sizes.bound(size)
+            array = pad_end(array, axis, reach - array.shape[axis])
         exact = not has_symbols(rooms)
         places = at if exact else _moved_inside(op, at, rooms, mode)
         # What was unique or sorted need not be when moved; nor are indices in the padding.
@@ -114,11 +116,6 @@ def within(op: Operation, start: Any, room: Any, size: Any) -> Any:
     if _fits(op, start, room, size):
         return int(start)
     return jnp.clip(as_index(start), 0, jnp.maximum(op.sizes.value(room), 0))
-
-
-def room_at_end(op: Operation, x: Any, axis: int, room: Any, size: Any) -> Any:
-    """`x` with padding enough for the bound of a window that may be moved by `room`."""
-    return pad_end(x, axis, op.sizes.bound(room) + op.sizes.bound(size) - x.shape[axis])
 
 
 def last_places(op: Operation, rooms: Sequence[Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,12 +16,10 @@ from batchax.rows.padded_rules.indexing import (
     as_index,
     in_bounds,
     last_places,
-    room_at_end,
     within,
 )
 from batchax.rows.padded_rules.moving import overwritten
-from batchax.rows.padded_rules.reduction import highest, lowest
-from batchax.rows.sizes import has_symbols, is_symbolic
+from batchax.rows.sizes import has_symbols
 
 CLIP = lax.GatherScatterMode.CLIP
 
@@ -30,15 +28,15 @@ def _replace(old: Any, new: Any) -> Any:
     return new
 
 
-WRITES: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any] | None]] = {
-    "scatter": (_replace, None),
-    "scatter-add": (lax.add, lambda dtype: 0),
-    "scatter-sub": (lax.sub, lambda dtype: 0),
-    "scatter-mul": (lax.mul, lambda dtype: 1),
-    "scatter-min": (lax.min, highest),
-    "scatter-max": (lax.max, lowest),
+WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "scatter": _replace,
+    "scatter-add": lax.add,
+    "scatter-sub": lax.sub,
+    "scatter-mul": lax.mul,
+    "scatter-min": lax.min,
+    "scatter-max": lax.max,
 }
-"""What each kind writes, and by the dtype what leaves an element as it is; None for nothing."""
+"""What each kind writes, of what is there and the update."""
 
 
 @padded_rule(*WRITES)
@@ -61,52 +59,90 @@ def _scatter(
     for axis, dim in zip(shown, dnums.update_window_dims, strict=True):
         sizes[axis] = updates.shape[dim]
     rooms = [x.shape[axis] - sizes[axis] for axis in indexed]
-    partial = any(
-        own != size and (is_symbolic(own) or is_symbolic(size))
-        for axis, (own, size) in enumerate(zip(x.shape, sizes, strict=True))
-        if axis in shown
-    )
+    partial = [
+        axis
+        for axis in shown
+        if x.shape[axis] != sizes[axis] and has_symbols([x.shape[axis], sizes[axis]])
+    ]
     if not partial and not has_symbols([*indices.shape, *(x.shape[axis] for axis in indexed)]):
         return op.bind(x.value, indices.value, updates.value)
-    applies = name == "scatter" and update_jaxpr is not None  # a function of what is there
-    combine, neutral = WRITES[name]
-    if np.ndim(indices.value) == 1 and not applies:
+    applies = name == "scatter" and update_jaxpr is not None
+    at = as_index(indices.value)
+    if np.ndim(at) == 1 and not applies:  # else a function of what is there
         update = lax.expand_dims(jnp.asarray(updates.value), dnums.inserted_window_dims)
-        at, live = indices.value, None
         starts: list[Any] = [0] * len(x.shape)
         for k, axis in enumerate(indexed):
-            starts[axis] = within(op, at[k], rooms[k], sizes[axis])
+            starts[axis] = within(op, indices.value[k], rooms[k], sizes[axis])
+        live = None
         if mode != CLIP and not all(isinstance(start, int) for start in starts):
-            live = in_bounds(as_index(at), last_places(op, rooms))[0]
-        return overwritten(op, x.value, update, starts, x.shape, sizes, combine, live)
-    array, update = jnp.asarray(x.value), updates.value
-    if partial:
-        if neutral is None:
-            raise op.refuse(
-                "it sets windows whose size depends on the row, at several places. Write each "
-                "element at an index of its own, or set one window after another."
-            )
-        update = op.filled(updates, neutral(update.dtype))
-        for axis in range(array.ndim):
-            array = room_at_end(op, array, axis, x.shape[axis] - sizes[axis], sizes[axis])
-    at = _dropped(op, as_index(indices.value), indices.shape, rooms, mode, array.shape[indexed[0]])
-    out = op.bind(array, at, update, mode=FILL_OR_DROP, indices_are_sorted=False)
-    return lax.slice(out, (0,) * out.ndim, op.sizes.bounds_of(x.shape)) if partial else out
+            live = in_bounds(at, last_places(op, rooms))[0]
+        array = jnp.asarray(x.value)
+        return overwritten(op, array, update, starts, x.shape, sizes, WRITES[name], live)
+    at, live = _targets(op, at, indices.shape, rooms, mode)
+    for axis in partial:
+        at, live, dnums = _by_element(op, at, live, dnums, axis, updates.shape)
+    # Different places out of bounds: it may have been promised that indices are unique.
+    beyond = op.sizes.bound(x.shape[dnums.scatter_dims_to_operand_dims[0]])
+    nowhere = beyond + lax.iota(np.int32, math.prod(live.shape)).reshape(live.shape)
+    at = jnp.where(live, at, nowhere.astype(at.dtype))
+    changes = {"mode": FILL_OR_DROP, "indices_are_sorted": False, "dimension_numbers": dnums}
+    return op.bind(x.value, at, updates.value, **changes)
 
 
-def _dropped(op: Operation, at: Any, shape: Any, rooms: Any, mode: Any, out_of_bounds: int) -> Any:
-    """Indices, where nothing is to be written each another one from `out_of_bounds` on."""
+def _targets(op: Operation, at: Any, shape: Any, rooms: Any, mode: Any) -> tuple[Any, Any]:
+    """Where windows begin; and which are written, as one more dimension of size one."""
     limits = last_places(op, rooms)
     if mode == CLIP:
         at = jnp.clip(at, 0, limits)
     live = in_bounds(at, limits)
     belongs = op.sizes.mask(shape, op.sizes.padded_axes(shape))
-    if belongs is not None:
-        live = live & belongs[..., :1]
-    # Different ones: it may have been promised that indices are unique.
-    count = math.prod(live.shape)
-    nowhere = out_of_bounds + lax.iota(np.int32, count).reshape(live.shape)
-    return jnp.where(live, at, nowhere.astype(at.dtype))
+    return at, live if belongs is None else live & belongs[..., :1]
+
+
+def _by_element(
+    op: Operation, at: Any, live: Any, dnums: Any, axis: int, shape: Sequence[Any]
+) -> tuple[Any, Any, Any]:
+    """Indices of windows as indices of windows that have one element along `axis`.
+
+    Args:
+      op: the operation at hand.
+      at: the indices.
+      live: which of them are written to.
+      dnums: the dimension numbers.
+      axis: a dimension of the operand that windows have.
+      shape: that of the updates in a row.
+
+    Returns:
+      The indices, which are written to, and the dimension numbers.
+    """
+    removed = (*dnums.inserted_window_dims, *dnums.operand_batching_dims)
+    shown = [i for i in range(len(dnums.update_window_dims) + len(removed)) if i not in removed]
+    dim = dnums.update_window_dims[shown.index(axis)]
+    window = tuple(d for d in dnums.update_window_dims if d != dim)
+    new = dim - sum(d < dim for d in window)  # of the dimensions that are not of windows
+    count, size = op.sizes.bound(shape[dim]), op.sizes.size(shape[dim])
+    own = lax.iota(at.dtype, count)
+    along = [1] * (at.ndim + 1)
+    along[new] = count
+    own = own.reshape(along)
+    indexed = tuple(dnums.scatter_dims_to_operand_dims)
+    at, live = jnp.expand_dims(at, new), jnp.expand_dims(live, new)
+    if axis in indexed:
+        step = jnp.asarray([i == axis for i in indexed], at.dtype)
+        at = at + own * step
+    else:
+        indexed = (*indexed, axis)
+        whole = jnp.broadcast_to(own, (*at.shape[:new], count, *at.shape[new + 1 : -1], 1))
+        at = jnp.broadcast_to(at, (*whole.shape[:-1], at.shape[-1]))
+        at = jnp.concatenate([at, whole], -1)
+    paired = tuple(d + (d >= new) for d in dnums.scatter_indices_batching_dims)
+    dnums = dnums._replace(
+        update_window_dims=window,
+        inserted_window_dims=tuple(sorted((*dnums.inserted_window_dims, axis))),
+        scatter_dims_to_operand_dims=indexed,
+        scatter_indices_batching_dims=paired,
+    )
+    return at, live & (own < size), dnums
 
 
 @padded_rule("dynamic_update_slice")

@@ -185,7 +185,7 @@ def _conv(
         config[axis] = (*padding[i], lhs_dilation[i] - 1)
         needed[axis] = (count - 1) * window_strides[i] + extents[i] if count else 0
     bounds = op.sizes.bounds_of(op.out_shape)
-    if 0 in bounds:
+    if 0 in (*bounds, *rhs.shape):
         return jnp.zeros(bounds, op.eqn.outvars[0].aval.dtype)
     ones = (1,) * len(spatial)
     lhs = padded(op, lhs, 0, config, x.shape, needed)
