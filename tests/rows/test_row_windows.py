@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+import batchax as bx
+
 from support.rows import check_rows, ragged
 
 LENGTHS = (5, 4)
@@ -116,3 +118,11 @@ def test_an_empty_row_has_the_windows_it_has_alone():
         return POOLS["sum, as long"](x), CONVOLUTIONS["same"](x), POOLS["mean"](x)
 
     check_rows(function, ragged(3, lengths=(0, 4)))
+
+
+def test_windows_of_a_size_of_the_row_s_own_are_refused_by_name_where_lengths_are_traced():
+    def function(x):
+        return lax.reduce_window(jnp.tile(x, (2, 1)), 0.0, lax.add, x.shape, (1, 1), "VALID")
+
+    with pytest.raises(bx.UnsupportedError, match=r"`reduce_window_sum`.*windows have n "):
+        jax.jit(bx.vmap(function))(ragged(3, lengths=LENGTHS))
