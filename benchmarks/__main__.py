@@ -18,6 +18,9 @@ from benchmarks.measure import FULL, QUICK, measure
 from benchmarks.ranks import report as ranks_report
 from benchmarks.ranks.measure import measured as measured_with_ranks
 from benchmarks.ranks.workloads import WORKLOADS as WITH_RANKS
+from benchmarks.rows import report as rows_report
+from benchmarks.rows.measure import measured as measured_with_rows
+from benchmarks.rows.workloads import WORKLOADS as WITH_ROWS
 from benchmarks.rules import report as rules_report
 from benchmarks.rules.measure import measured as measured_with_rule
 from benchmarks.rules.workloads import WORKLOADS as WITH_RULE
@@ -77,6 +80,14 @@ PARTS = {
         report.line,
         ranks_report.summary,
         ranks_report.write,
+    ),
+    "rows": Part(
+        rows_report.TITLE,
+        {f"rows: {name}": w for name, w in WITH_ROWS.items()},
+        measured_with_rows,
+        rows_report.line,
+        rows_report.summary,
+        rows_report.write,
     ),
 }
 

@@ -416,3 +416,12 @@ def evaluate_size(dim: Any, values: dict[str, Any]) -> Any:
     with jax.ensure_compile_time_eval(), np.errstate(divide="ignore"):
         size = dim._evaluate(values)
     return np.asarray(size) if isinstance(size, jax.Array) else size
+
+
+def name_within_jax(jaxpr: Any) -> str:
+    """The name of the function a program was staged from if JAX defines it, otherwise "".
+
+    Only the description for messages, `jaxpr.debug_info`, says so.
+    """
+    name, _, path = (jaxpr.debug_info.func_src_info or "").partition(" at ")
+    return name if path.startswith(os.path.dirname(jax.__file__)) else ""

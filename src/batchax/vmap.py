@@ -30,8 +30,9 @@ from batchax.engine.outputs import (
 from batchax.engine.replay import Program, running
 from batchax.errors import ArgumentTypeError
 from batchax.execution.chunked import Chunking, find_chunking, run_in_chunks
+from batchax.rows.buckets import Buckets
 from batchax.rows.ragged import Ragged
-from batchax.rows.run import RowOptions, check_layout, run_rows
+from batchax.rows.run import RowOptions, check_row_options, run_rows
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -48,6 +49,7 @@ def vmap(
     memory_limit: int | str | None = None,
     residuals: Literal["recompute", "keep"] = "recompute",
     layout: Literal["auto", "packed", "padded", "grouped"] = "auto",
+    buckets: int | Buckets | None = None,
 ) -> F:
     """Batches `fun`, a function of one example, over an axis of its arguments.
 
@@ -88,6 +90,9 @@ def vmap(
         one length together, for which lengths must be known. "auto": packed and padded, for
         each part of the function what costs less; grouped for a function that cannot be
         computed exactly otherwise.
+      buckets: rows of `Ragged` arguments run in groups of similar length, each padded to its
+        longest only: at most so many groups, or those of ``batchax.bucket(x)``. Lengths must be
+        known.
 
     Returns:
       A function of the same parameters as `fun`, over batches.
@@ -117,8 +122,10 @@ def vmap(
     check_axis_size(axis_size)
     if spmd_axis_name is not None and not isinstance(spmd_axis_name, tuple):
         spmd_axis_name = (spmd_axis_name,)
-    check_layout(layout, batch_size)
+    check_row_options(layout, buckets, batch_size)
     chunking = find_chunking(fun, batch_size, memory_limit, residuals)
+    in_chunks = lambda lanes: chunking is not None and chunking.applies_to(lanes)
+    rows = RowOptions(layout, in_chunks, buckets)
 
     @functools.wraps(fun)
     def batched(*args: Any, **kwargs: Any) -> Any:
@@ -138,8 +145,6 @@ def vmap(
 
         run = functools.partial(_run, chunking=chunking)
         if any(isinstance(m.value, Ragged) for m in flat.mapped):
-            in_chunks = chunking is not None and chunking.applies_to(size)
-            rows = RowOptions(layout, in_chunks)
             outs = run_rows(axis, one_example, flat.mapped, outputs, run, rows)
         else:
             outs = run(axis, one_example, flat.mapped, outputs)

@@ -3,10 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.oracle import same
-from support.rows import ragged
 
 import batchax as bx
+
+from support.oracle import same
+from support.rows import ragged
 
 WEIGHTS = np.random.default_rng(1).normal(size=(3, 2)).astype(np.float32)
 

@@ -1,6 +1,5 @@
 """Rows in buckets of few sizes."""
 
-import importlib
 import itertools
 
 import jax
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.rows.in_buckets import check_buckets, run_in_buckets
 
 from support.known_lengths import with_known_lengths
 from support.rows import ragged
@@ -139,25 +137,6 @@ def test_what_is_computed_in_buckets_by_hand_is_joined_in_row_order():
 # A function run in buckets.
 
 
-def bucketed(fun, buckets, **options):
-    """`bx.vmap(fun)` whose rows run in buckets."""
-    module = importlib.import_module("batchax.vmap")
-    batched = bx.vmap(fun, **options)
-
-    def call(*args):
-        run_rows = module.run_rows
-
-        def run(axis, one_row, mapped, outputs, *rest):
-            of_bucket = lambda *call: run_rows(*call, *rest)
-            return run_in_buckets(axis, one_row, mapped, outputs, buckets, of_bucket)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "run_rows", run)
-            return batched(*args)
-
-    return call
-
-
 def same(got, expected):
     is_rows = lambda leaf: isinstance(leaf, bx.Ragged)
     for mine, theirs in zip(
@@ -189,13 +168,13 @@ LAYOUTS = {"padded": {"layout": "padded"}, "auto": {}, "in chunks": {"batch_size
 def test_rows_in_buckets_are_computed_as_without(name, layout):
     fun, x = FUNCTIONS[name], ragged(2, lengths=LENGTHS)
     compiled = with_known_lengths
-    same(compiled(bucketed(fun, 3, **LAYOUTS[layout]))(x), compiled(bx.vmap(fun))(x))
+    same(compiled(bx.vmap(fun, buckets=3, **LAYOUTS[layout]))(x), compiled(bx.vmap(fun))(x))
 
 
 def test_each_bucket_has_its_own_bound():
     x = ragged(2, lengths=LENGTHS)
     buckets = bx.bucket(x, 3)
-    run = bucketed(lambda x: x.sum(0), buckets, layout="padded")
+    run = bx.vmap(lambda x: x.sum(0), buckets=buckets, layout="padded")
     text = str(jax.make_jaxpr(lambda data: run(x.with_data(data)))(x.data))
     for size, rows in zip(buckets.sizes, buckets.rows, strict=True):
         assert f"f32[{len(rows)},{size},2]" in text
@@ -209,7 +188,7 @@ def test_derivatives_in_buckets_are_those_without():
     def loss(run):
         return lambda data, w: (run(fun, in_axes=(0, None))(x.with_data(data), w) ** 2).sum()
 
-    of_buckets = lambda fun, **options: bucketed(fun, 3, **options)
+    of_buckets = lambda fun, **options: bx.vmap(fun, buckets=3, **options)
     got = jax.jit(jax.grad(loss(of_buckets), (0, 1)))(x.data, w)
     expected = jax.grad(loss(bx.vmap), (0, 1))(x.data, w)
     for mine, theirs in zip(got, expected, strict=True):
@@ -223,7 +202,7 @@ def test_arguments_of_other_kinds_go_with_the_rows():
     lanes, w = jnp.arange(14.0).reshape(2, 7), jnp.arange(2.0)
     fun = lambda x, y, lane, w: (x @ (lane + w), y * 2, y.sum() * x.sum())
     options = dict(in_axes=(0, 0, 1, None))
-    runs = bucketed(fun, 2, **options), bx.vmap(fun, **options)
+    runs = bx.vmap(fun, buckets=2, **options), bx.vmap(fun, **options)
     same(*(with_known_lengths(run)(x, y, lanes, w) for run in runs))
 
 
@@ -232,7 +211,7 @@ def test_outputs_go_where_out_axes_says():
     reductions = tuple(map(bx.Reduce, ["sum", "mean", "max", "min", "prod"]))
     fun = lambda x: (x.sum(0), jnp.sin(w), x, jnp.sin(w), *[x.sum(0)] * len(reductions))
     options = dict(out_axes=(1, None, bx.AUTO, bx.AUTO, *reductions))
-    got, expected = bucketed(fun, 3, **options)(x), bx.vmap(fun, **options)(x)
+    got, expected = bx.vmap(fun, buckets=3, **options)(x), bx.vmap(fun, **options)(x)
     same(got, expected)
     assert got[2].max_length == x.max_length
     assert got[0].shape == (2, 7)
@@ -242,7 +221,7 @@ def test_outputs_go_where_out_axes_says():
 def test_no_rows_are_no_buckets():
     x = ragged(2, lengths=())
     fun = lambda x: (x.sum(0), x * 2)
-    total, same = bucketed(fun, 3)(x)
+    total, same = bx.vmap(fun, buckets=3)(x)
     assert total.shape == (0, 2)
     assert len(same) == 0
 
@@ -315,36 +294,44 @@ MISTAKES = {
         r"parts\[1\] is no Ragged and parts\[0\] is",
     ),
     "nothing to join": (lambda: bx.bucket([]).join([]), bx.AxisError, "nothing to join"),
-    "the option by halves": (lambda: check_buckets(1.5), bx.ArgumentTypeError, "buckets must be"),
-    "the option as bool": (lambda: check_buckets(True), bx.ArgumentTypeError, "buckets must be"),
-    "the option zero": (lambda: check_buckets(0), bx.AxisError, "positive int, got 0"),
+    "the option by halves": (
+        lambda: bx.vmap(jnp.sum, buckets=1.5),
+        bx.ArgumentTypeError,
+        "buckets must be",
+    ),
+    "the option as bool": (
+        lambda: bx.vmap(jnp.sum, buckets=True),
+        bx.ArgumentTypeError,
+        "buckets must be",
+    ),
+    "the option zero": (lambda: bx.vmap(jnp.sum, buckets=0), bx.AxisError, "positive int, got 0"),
     "a call with traced lengths": (
-        lambda: jax.jit(bucketed(lambda x: x.sum(), 2))(X),
+        lambda: jax.jit(bx.vmap(lambda x: x.sum(), buckets=2))(X),
         bx.UnsupportedError,
         "buckets was given, but the lengths of rows are traced",
     ),
     "a call with the name of an axis": (
-        lambda: bucketed(lambda x: x.sum(), 2, axis_name="rows")(X),
+        lambda: bx.vmap(lambda x: x.sum(), buckets=2, axis_name="rows")(X),
         bx.UnsupportedError,
         "buckets was given, and axis_name 'rows'",
     ),
     "a call with buckets of other lengths": (
-        lambda: bucketed(lambda x: x.sum(), bx.bucket([1, 2]))(X),
+        lambda: bx.vmap(lambda x: x.sum(), buckets=bx.bucket([1, 2]))(X),
         bx.AxisError,
         r"made for other lengths than those of args\[0\]",
     ),
     "a reduction of rows": (
-        lambda: bucketed(lambda x: x, 2, out_axes=bx.Reduce("sum"))(X),
+        lambda: bx.vmap(lambda x: x, buckets=2, out_axes=bx.Reduce("sum"))(X),
         bx.AxisError,
         r"Reduce\(kind='sum'\) for out",
     ),
     "rows along another axis": (
-        lambda: bucketed(lambda x: x, 2, out_axes=1)(X),
+        lambda: bx.vmap(lambda x: x, buckets=2, out_axes=1)(X),
         bx.AxisError,
         "gives 1 for out",
     ),
     "what depends on the row without an axis": (
-        lambda: bucketed(lambda x: x.sum(), 2, out_axes=None)(X),
+        lambda: bx.vmap(lambda x: x.sum(), buckets=2, out_axes=None)(X),
         bx.AxisError,
         "out depends on the batch",
     ),

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from support.rows import check_rows, ragged
 
 WEIGHTS = np.random.default_rng(3).normal(size=(3, 2)).astype(np.float32)

@@ -111,7 +111,8 @@ def flatten_outputs(out: Any, out_axes: Any, terms: Terms = LANES) -> tuple[list
         if container is None:
             check_array(value, leaf.path)
             _check_position(value, leaf.path, spec, terms)
-            if spec is None and not isinstance(value, Tracer):
+            known = not isinstance(value, Tracer) and not jax.export.is_symbolic_dim(value)
+            if spec is None and known:
                 parts.append(lambda _, v=value: v)  # a constant comes back as it is
                 continue
             arrays.append(value)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 
 from batchax.engine.arguments import Mapped
 from batchax.engine.axis import Axis
@@ -35,14 +37,16 @@ class RowSize:
     batch: Ragged
     bound: int
 
-    @property
+    @cached_property
     def index(self) -> RowIndex:
         """Where the rows of the first argument are."""
-        return self.index_in(self.batch)
+        return RowIndex.of(self.batch.lengths, capacity_of(self.batch), self.bound)
 
     def index_in(self, batch: Ragged) -> RowIndex:
         """Where the rows of an argument are."""
-        return RowIndex.of(batch.lengths, batch.data.shape[batch.axis], self.bound)
+        if batch.lengths is self.batch.lengths and capacity_of(batch) == capacity_of(self.batch):
+            return self.index
+        return RowIndex.of(batch.lengths, capacity_of(batch), self.bound)
 
 
 def find_sizes(mapped: Sequence[Mapped]) -> tuple[list[RowSize | None], list[RowSize]]:
@@ -109,11 +113,7 @@ def row_aval(axis: Axis, m: Mapped, size: RowSize | None) -> Any:
     aval = jax.typeof(m.value.data)
     shape = list(aval.shape)
     shape[m.value.axis] = size.symbol
-    return jax.core.ShapedArray(tuple(shape), aval.dtype, weak_type=False)
-
-
-def is_key(x: Any) -> bool:
-    return not jnp.issubdtype(x.dtype, np.generic)
+    return ShapedArray(tuple(shape), aval.dtype, weak_type=False)
 
 
 def capacity_of(batch: Ragged) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from batchax.rows.packed import REDUCED, can_pack, is_packable
+from batchax.rows.packing import REDUCED, can_pack, is_packable
 from batchax.rows.sizes import Sizes, depends_on_sizes, has_symbols
 from batchax.rows.steps import Constant, Step, Steps
 

@@ -8,7 +8,7 @@ each element of a row, and reductions over a row become reductions over segments
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,10 +21,10 @@ from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition, move_axis
 from batchax.engine.interpreter import batch_equation
 from batchax.rows.index import RowIndex
+from batchax.rows.packing import REDUCED, ragged_axis
 from batchax.rows.padded import Operation, Row, fold_known, run_equation
-from batchax.rows.segments import REDUCTIONS, reduce_segments
-from batchax.rows.sizes import Sizes, depends_on_sizes, has_symbols, is_symbolic
-from batchax.rules.elementwise import NARY, UNARY
+from batchax.rows.segments import reduce_segments
+from batchax.rows.sizes import Sizes, depends_on_sizes, is_symbolic
 
 
 @dataclass(frozen=True)
@@ -94,19 +94,8 @@ class PackedRows:
         return _compat.evaluate_size(dim, lengths)
 
 
-def ragged_axis(shape: Sequence[Any]) -> int | None:
-    """Where a shape has its ragged size; it must have one at most."""
-    return next((i for i, dim in enumerate(shape) if is_symbolic(dim)), None)
-
-
-def is_packable(shape: Sequence[Any]) -> bool:
-    """Whether values of that shape can be packed: with a row's size, once or not at all."""
-    sizes = [dim for dim in shape if is_symbolic(dim)]
-    return len(sizes) < 2 and all(str(dim).isidentifier() for dim in sizes)
-
-
 def run_packed(rows: PackedRows, eqn: Any, values: Sequence[Packed]) -> list[Packed]:
-    """The results of an equation that `can_pack` accepts, for all rows."""
+    """The results of an equation that `packing.can_pack` accepts, for all rows."""
     shapes = [v.aval.shape for v in eqn.outvars]
     if not depends_on_sizes(eqn):
         operands, axes = [v.value for v in values], [v.axis for v in values]
@@ -138,14 +127,6 @@ def _places(rows: PackedRows, eqn: Any) -> Packed:
     places = jnp.asarray(segments.places, aval.dtype)
     bounds = rows.sizes.bounds_of(aval.shape)
     return Packed(lax.broadcast_in_dim(places, bounds, (at,)), aval.shape)
-
-
-# How segments are reduced for each reduction over a row.
-REDUCED = {
-    **{name: name for name in REDUCTIONS},
-    "reduce_and": "reduce_min",
-    "reduce_or": "reduce_max",
-}
 
 
 def _reduce(rows: PackedRows, eqn: Any, x: Packed, at: int) -> Packed:
@@ -191,114 +172,3 @@ def _for_each_element(rows: PackedRows, eqn: Any, x: Packed, shape: Sequence[Any
     bounds = rows.sizes.bounds_of(shape)
     value = lax.broadcast_in_dim(value, bounds, tuple(range(len(bounds))))
     return Row(Operation(eqn, rows.sizes).cut(value, shape), tuple(shape))
-
-
-# Which equations act on each element of a row alone, by primitive.
-
-
-def _apart(*names: str) -> Callable[[Any, int], bool]:
-    """A check that axes in these parameters are not the ragged one."""
-
-    def check(eqn: Any, at: int) -> bool:
-        for name in names:
-            axes = eqn.params[name]
-            if at in (axes if isinstance(axes, (tuple, list)) else (axes,)):
-                return False
-        return True
-
-    return check
-
-
-def _always(eqn: Any, at: int) -> bool:
-    return True
-
-
-def _whole_slice(eqn: Any, at: int) -> bool:
-    dim = eqn.invars[0].aval.shape[at]
-    params = eqn.params
-    stride = 1 if params["strides"] is None else params["strides"][at]
-    limit = params["limit_indices"][at]
-    return bool(params["start_indices"][at] == 0 and limit == dim and stride == 1)
-
-
-def _plain_reshape(eqn: Any, at: int) -> bool:
-    """Whether elements stay where they are, with other axes within each."""
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    to = ragged_axis(after)
-    if to is None or before[at] != after[to] or eqn.params["dimensions"] is not None:
-        return False
-    return int(np.prod(before[:at])) == int(np.prod(after[:to]))
-
-
-def _free_in_dot(eqn: Any, at: int) -> bool:
-    """Whether a product has the ragged axis of one operand, or the same of both, in its result."""
-    (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
-    places = [ragged_axis(v.aval.shape) for v in eqn.invars]
-    if places[0] in left or places[1] in right:
-        return False
-    if None not in places:
-        return places[0] in left_batch and places[1] in right_batch
-    return True
-
-
-def _looked_up(eqn: Any, at: int) -> bool:
-    """Whether a gather takes, for each element, something from what all rows share."""
-    table, indices = (v.aval.shape for v in eqn.invars)
-    if has_symbols(table):
-        dnums, where = eqn.params["dimension_numbers"], ragged_axis(table)
-        touched = (*dnums.start_index_map, *dnums.collapsed_slice_dims)
-        return not has_symbols(indices) and where not in (*touched, *dnums.operand_batching_dims)
-    return ragged_axis(indices) != len(indices) - 1
-
-
-def _unpadded(eqn: Any, at: int) -> bool:
-    return tuple(eqn.params["padding_config"][at]) == (0, 0, 0)
-
-
-ELEMENTWISE = frozenset(
-    (*UNARY, *NARY, "add_any", "clamp", "copy_p", "random_gamma_grad", "select_n")
-)
-
-_ACTS_ON_ELEMENTS: dict[str, Callable[[Any, int], bool]] = {
-    **dict.fromkeys(ELEMENTWISE, _always),
-    **dict.fromkeys(("broadcast_in_dim", "transpose", "squeeze", "expand_dims", "iota"), _always),
-    **dict.fromkeys((*REDUCED, "reduce_xor", "argmax", "argmin"), _apart("axes")),
-    **dict.fromkeys(
-        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "split"), _apart("axis")
-    ),
-    "concatenate": _apart("dimension"),
-    "dot_general": _free_in_dot,
-    "gather": _looked_up,
-    "pad": _unpadded,
-    "reshape": _plain_reshape,
-    "rev": _apart("dimensions"),
-    "slice": _whole_slice,
-    "sort": _apart("dimension"),
-}
-
-_MAY_DIFFER_BETWEEN_ROWS = ELEMENTWISE | {"broadcast_in_dim"}
-
-
-def can_pack(eqn: Any, batched: Sequence[bool]) -> bool:
-    """Whether `run_packed` computes an equation.
-
-    Args:
-      eqn: an equation of a program of one row.
-      batched: which of its operands without a ragged size differ between rows.
-    """
-    if not depends_on_sizes(eqn):
-        return True
-    name = eqn.primitive.name
-    if name == "dim_as_value":
-        return True
-    shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
-    ragged = {str(d) for shape in shapes for d in shape if is_symbolic(d)}
-    if len(ragged) != 1 or not all(map(is_packable, shapes)):
-        return False
-    check = _ACTS_ON_ELEMENTS.get(name)
-    if check is None or (any(batched) and name not in _MAY_DIFFER_BETWEEN_ROWS):
-        return False
-    places = [at for v in eqn.invars if (at := ragged_axis(v.aval.shape)) is not None]
-    if name in REDUCED and places[0] in eqn.params["axes"]:
-        return eqn.invars[0].aval.dtype == jnp.bool_ or name in REDUCTIONS
-    return all(check(eqn, at) for at in places or [0])

@@ -14,7 +14,8 @@ from batchax.engine.axis import Axis, AxisPosition, move_axis
 from batchax.engine.inner import batch_function
 from batchax.rows.index import pack_rows, pad_rows
 from batchax.rows.layouts import Layout, other_layout
-from batchax.rows.packed import Packed, PackedRows, is_packable, ragged_axis, run_packed
+from batchax.rows.packed import Packed, PackedRows, run_packed
+from batchax.rows.packing import is_packable, ragged_axis
 from batchax.rows.padded import Row, run_equation
 from batchax.rows.sizes import Sizes, has_symbols
 from batchax.rows.steps import Constant, Step, Steps
@@ -36,7 +37,7 @@ def find_regions(program: Steps, layouts: Sequence[Layout | None]) -> list[Regio
     waiting = list(zip(program.steps, layouts, strict=True))
     done = set(program.shapes) - {v for step in program.steps for v in step.outputs}
     regions: list[Region] = []
-    layout: Layout = next(filter(None, layouts), "packed")
+    layout: Layout = "padded" if next(filter(None, layouts), None) == "padded" else "packed"
     while waiting:
         taken: list[Step] = []
         left = []
@@ -126,8 +127,7 @@ class _Values:
         if layout == "packed":
             value = pack_rows(x.value, segments.index, at, segments.capacity)
             return Packed(value, x.shape)
-        fill = 0 if jnp.issubdtype(x.value.dtype, np.generic) else None
-        return Packed(pad_rows(x.value, segments.index, at, fill), x.shape, 0)
+        return Packed(pad_rows(x.value, segments.index, at), x.shape, 0)
 
 
 def _run_packed(values: _Values, region: Region) -> None:
@@ -160,8 +160,8 @@ def _run_padded(values: _Values, region: Region, wanted: set[int], program: Step
         sizes = Sizes(values.bounds, dict(zip(names, args, strict=False)))
         env = {v: Row(x.value, x.shape) for v, x in known.items()}
         for v, x, given in zip(needed, args[len(names) :], inputs, strict=True):
-            packed = has_symbols(given.shape) and jnp.issubdtype(x.dtype, np.generic)
-            env[v] = Row(x, given.shape, 0 if packed and v not in values.left_padded else None)
+            zero = has_symbols(given.shape) and v not in values.left_padded
+            env[v] = Row(x, given.shape, 0 if zero else None)
         outer_names = _compat.current_name_stack()
         for step in region.steps:
             operands = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -17,8 +17,10 @@ from batchax.engine.axis import Axis, AxisPosition
 from batchax.engine.inner import stage_function
 from batchax.engine.outputs import FlatOutputs, OutputArray, check_unbatched, place
 from batchax.errors import ArgumentTypeError, UnsupportedError
-from batchax.rows.arguments import RowSize, capacity_of, find_sizes, is_key, row_aval, with_room
+from batchax.rows.arguments import RowSize, capacity_of, find_sizes, row_aval, with_room
+from batchax.rows.buckets import Buckets
 from batchax.rows.by_length import run_by_length
+from batchax.rows.in_buckets import check_buckets, run_in_buckets
 from batchax.rows.index import pad_rows
 from batchax.rows.layouts import Costs, choose_layouts
 from batchax.rows.outputs import as_ragged, place_ragged
@@ -38,19 +40,23 @@ class RowOptions:
 
     Attributes:
       layout: how rows are held while they are computed.
-      in_chunks: whether there will be several chunks of rows.
+      in_chunks: whether there will be several chunks of that many rows.
+      buckets: which rows run together, or how many groups of them there may be.
     """
 
-    layout: Literal["auto", "packed", "padded", "grouped"] = "auto"
-    in_chunks: bool = False
+    layout: Literal["auto", "packed", "padded", "grouped"]
+    in_chunks: Callable[[Any], bool]
+    buckets: int | Buckets | None = None
 
 
-def check_layout(layout: Any, batch_size: Any) -> None:
-    """Refuses, when `vmap` is called, a layout that there is not.
+def check_row_options(layout: Any, buckets: Any, batch_size: Any) -> None:
+    """Refuses, when `vmap` is called, options for rows that no call could use.
 
     Raises:
-      ArgumentTypeError: it is none of those, or rows are to be packed in chunks.
+      ArgumentTypeError: one is of the wrong type, or they do not go together.
+      AxisError: there are to be fewer than one bucket.
     """
+    check_buckets(buckets)
     if layout not in ("auto", "packed", "padded", "grouped"):
         raise ArgumentTypeError(
             f'layout must be "auto", "packed", "padded" or "grouped", got {layout!r}.'
@@ -58,7 +64,12 @@ def check_layout(layout: Any, batch_size: Any) -> None:
     if layout == "packed" and batch_size is not None:
         raise ArgumentTypeError(
             'layout="packed" does not go with batch_size: chunks hold padded rows. Leave one of '
-            "them out; batchax.bucket helps where padding takes too much memory."
+            "them out; buckets= helps where padding takes too much memory."
+        )
+    if layout == "grouped" and buckets is not None:
+        raise ArgumentTypeError(
+            'layout="grouped" runs rows of one length together, and buckets= rows of similar '
+            "length. Give one of them."
         )
 
 
@@ -111,6 +122,10 @@ def run_rows(
       run_dense: what `vmap` does with a function of arrays of one size.
       options: how rows are to be run.
     """
+    if options.buckets is not None:
+        each = replace(options, buckets=None)
+        run_bucket = functools.partial(run_rows, run_dense=run_dense, options=each)
+        return run_in_buckets(axis, one_row, mapped, outputs, options.buckets, run_bucket)
     by_length = functools.partial(run_by_length, axis, one_row, mapped, outputs, run_dense)
     if options.layout == "grouped":
         return by_length()
@@ -150,13 +165,14 @@ def _cannot_stage(error: Exception, sizes: Sequence[RowSize]) -> Exception:
     if isinstance(error, _NEEDS_A_NUMBER):
         return UnsupportedError(
             f"the function needs the length of a row as a number, and here rows have a symbolic "
-            f"size ({names}), because their lengths are traced: {first_line}\nCall it outside of jit, "
-            "or close over the Ragged, so that lengths are known; then rows of one length run "
+            f"size ({names}), because their lengths are traced: {first_line}\nCall it outside of "
+            "jit, or close over the Ragged, so that lengths are known; then rows of one length run "
             "together."
         )
     several = len(sizes) > 1
     error.add_note(
-        f"Rows have a symbolic size ({names}) in the function, and their lengths are traced."
+        f"Rows have a symbolic size ({names}) in the function, as their lengths are traced. What "
+        "needs them as numbers runs where they are known: outside of jit."
         + (
             " Arguments whose rows have the same lengths share a size if in_axes says so: "
             'batchax.ragged("n") for each of them.'
@@ -179,16 +195,13 @@ def _run_padded(call: Call, outputs: list[FlatOutputs], run_dense: RunDense) -> 
     """All of it in padded rows, by what `vmap` does with arrays of one size."""
     staged, bounds = call.staged, call.bounds
     shapes = [v.aval.shape for v in staged.jaxpr.invars]
-    zero = [not is_key(m.value) for m in call.mapped]
 
     def padded_row(*values: Any) -> list[Any]:
         outputs[0].described[:] = call.described
         lengths = dict(zip(bounds, values, strict=False))
         arguments = [
-            Row(x, shape, 0 if size is not None and fill else None)
-            for x, shape, size, fill in zip(
-                values[len(bounds) :], shapes, call.sizes_of, zero, strict=True
-            )
+            Row(x, shape, None if size is None else 0)
+            for x, shape, size in zip(values[len(bounds) :], shapes, call.sizes_of, strict=True)
         ]
         rows = run_padded(Sizes(bounds, lengths), staged.jaxpr, staged.consts, arguments)
         return [row.value for row in rows]
@@ -197,10 +210,9 @@ def _run_padded(call: Call, outputs: list[FlatOutputs], run_dense: RunDense) -> 
         Mapped(f"the lengths {size.name}", jnp.asarray(size.index.lengths), 0)
         for size in call.sizes
     ]
-    for m, size, fill in zip(call.mapped, call.sizes_of, zero, strict=True):
+    for m, size in zip(call.mapped, call.sizes_of, strict=True):
         if size is not None:
-            index = size.index_in(m.value)
-            padded = pad_rows(m.value.data, index, m.value.axis, 0 if fill else None)
+            padded = pad_rows(m.value.data, size.index_in(m.value), m.value.axis)
             m = Mapped(m.path, padded, 0)
         arguments.append(m)
     outs = run_dense(call.axis, padded_row, arguments, outputs)
@@ -212,7 +224,7 @@ def _run_padded(call: Call, outputs: list[FlatOutputs], run_dense: RunDense) -> 
 
 def _find_regions(call: Call, options: RowOptions) -> tuple[Steps, list[Region]] | None:
     """The program in regions of one layout each; None if all of it is to be padded."""
-    if options.layout == "padded" or options.in_chunks:
+    if options.layout == "padded" or options.in_chunks(call.axis.size):
         return None
     program = flatten(call.staged)
     batched = [m.axis is not None for m in call.mapped]
@@ -267,7 +279,7 @@ def _run_regions(call: Call, program: Steps, regions: list[Region]) -> list[Any]
     results = []
     for x, shape, axis, output in zip(outs, call.shapes, axes, call.described, strict=True):
         if not has_symbols(shape):
-            results.append(place(call.axis, output, x, axis))
+            results.append(place(call.axis, output, jnp.asarray(x), axis))
         elif axis is not None:
             results.append(as_ragged(x, shape, call.sizes))
         else:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 REDUCTIONS = {
     "reduce_sum": jax.ops.segment_sum,
@@ -47,6 +48,7 @@ def _extreme(kind: str, count: int, x: Any, rows: Any) -> Any:
     def _(primals: Any, tangents: Any) -> Any:
         # As of reduce_max: shared between elements that are equal.
         (x,), (dx,) = primals, tangents
+        x = lax.optimization_barrier(x)  # computed twice, rounded otherwise, it equals no extreme
         best = extreme(x)
         at_best = jnp.equal(x, best.at[rows].get(mode="fill", fill_value=0))
         dot = _reduce("reduce_sum", jnp.where(at_best, dx, 0), rows, count)

@@ -144,9 +144,8 @@ def has_symbols(shape: Sequence[Any]) -> bool:
 def _in_params(params: Any) -> bool:
     if isinstance(params, dict):
         return any(map(_in_params, params.values()))
-    if isinstance(params, (tuple, list)):
-        return type(params) in (tuple, list) and any(map(_in_params, params))
-    return is_symbolic(params)
+    parts: Any = params if type(params) in (tuple, list) else ()
+    return any(map(_in_params, parts)) or (parts == () and is_symbolic(params))
 
 
 def _inside(jaxpr: Any) -> bool:

@@ -51,6 +51,16 @@ def _custom_batched(op: Operation, *rows: Row, jaxpr: Any, steps: Any, **params:
     return run_padded(op.sizes, body.jaxpr, body.consts, rows)
 
 
+@padded_rule("call_hi_primitive")
+def _hi_primitive(op: Operation, *rows: Row, _prim: Any) -> Any:
+    # An operation that its author describes by an object: what it stands for is what counts.
+    def expanded(*xs: Any) -> list[Any]:
+        return jax.tree.leaves(_prim.expand(*jax.tree.unflatten(_prim.in_tree, xs)))
+
+    body = _compat.stage(expanded, [v.aval for v in op.eqn.invars])
+    return run_padded(op.sizes, body.jaxpr, body.consts, rows)
+
+
 @padded_rule("linear_with_transpose")
 def _linear(
     op: Operation, *rows: Row, forward: Any, transpose: Any, count: int, **params: Any

@@ -5,7 +5,7 @@ The rules are staged for the row, with its symbolic sizes, when they are needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,24 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
 from batchax import _compat
-from batchax.rows.padded import Operation, Row, padded_rule
-from batchax.rows.padded_rules.inside import Moving, arrays, as_function, run_inside, typed_rows
-from batchax.rows.sizes import Sizes
+from batchax.rows.padded import Operation, Row, Rule, padded_rule
+from batchax.rows.padded_rules.inside import Moving, arrays, run_inside, typed_rows
+
+_by_name: dict[str, Rule] = {}
+
+
+def padded_function(name: str) -> Callable[[Rule], Rule]:
+    """Decorator: how a function of JAX by this name, with a jvp rule, acts on padded rows.
+
+    For one whose rule asks whether a size is 1, which JAX denies of any that is symbolic. It
+    may return None, for operands whose sizes are not.
+    """
+
+    def decorate(rule: Rule) -> Rule:
+        _by_name[name] = rule
+        return rule
+
+    return decorate
 
 
 @dataclass(frozen=True)
@@ -85,6 +100,13 @@ class _Call:
         return [Row(x, jax.typeof(x).shape) for x in consts]
 
 
+def staged_jvp_rule(eqn: Any) -> _compat.ClosedJaxpr:
+    """The derivative rule of a ``custom_jvp``, where every operand has a tangent."""
+    count = len(eqn.invars) - eqn.params["num_consts"]
+    jaxpr, _, _ = eqn.params["jvp_jaxpr_fun"].call_wrapped(*[False] * count)
+    return _compat.close(_compat.constants_as_inputs(jaxpr))
+
+
 @padded_rule("custom_jvp_call")
 def _custom_jvp(
     op: Operation,
@@ -96,6 +118,10 @@ def _custom_jvp(
     **params: Any,
 ) -> Any:
     body = _compat.close(call_jaxpr)
+    own = _by_name.get(_compat.name_within_jax(body.jaxpr))
+    outs = None if own is None else own(op, *rows)
+    if outs is not None:
+        return outs
     call = _Call.of(op, rows)
 
     @jax.custom_jvp
@@ -151,7 +177,8 @@ def _custom_vjp(
         inner, rows = call.opened(values)
         perturbed = call.for_each([p.perturbed for p in primals], False)
         if any(perturbed[:num_consts]):  # says that what is closed over has no derivative
-            perturbs.call_wrapped(*(x for r, p in zip(rows, perturbed) for x in (r.value, p)))
+            pairs = zip(rows, perturbed, strict=True)
+            perturbs.call_wrapped(*(x for row, moves in pairs for x in (row.value, moves)))
         jaxpr, consts = fwd_jaxpr_thunk.call_wrapped(*perturbed[num_consts:])
         rule = _compat.close(_compat.constants_as_inputs(jaxpr))
         found = run_inside(inner.sizes, rule, [*call.constants(consts), *rows[num_consts:]])
@@ -200,9 +227,7 @@ class _Residuals:
         return cls(*children, avals)
 
 
-def _staged_reverse(
-    backward: Any, inputs: Sequence[Any]
-) -> tuple[_compat.ClosedJaxpr, list[bool]]:
+def _staged_reverse(backward: Any, inputs: Sequence[Any]) -> tuple[_compat.ClosedJaxpr, list[bool]]:
     """The reverse rule for one row, for the inputs and results that are no symbolic zeros."""
     zeros: list[bool] = []
 

@@ -10,6 +10,7 @@ from jax import lax
 from batchax.rows.padded import Operation, Row, padded_rule
 from batchax.rows.sizes import is_symbolic
 from batchax.rules.elementwise import NARY, UNARY
+from batchax.rules.masking import is_inexact
 
 _KEEP_FILL = frozenset("convert_element_type copy copy_p neg real stop_gradient abs sign".split())
 
@@ -41,8 +42,10 @@ def spread(op: Operation, row: Row) -> Any:
     JAX repeats those itself. In reverse it would add up what padding sends back.
     """
     shape = op.out_shape
-    if np.ndim(row.value) != len(shape):
-        return row.value  # a scalar for all elements: of `clamp` and `select_n`
+    if np.ndim(row.value) != len(shape):  # a scalar for all elements
+        if row.known or not is_inexact(row.value) or not op.sizes.padded_axes(shape):
+            return row.value
+        return op.cut(lax.broadcast_in_dim(row.value, op.sizes.bounds_of(shape), ()), shape)
     repeated = [
         is_symbolic(dim) and not is_symbolic(own) for dim, own in zip(shape, row.shape, strict=True)
     ]

@@ -13,13 +13,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from batchax import _compat
 from batchax.rows.padded import Operation, Row, padded_rule
+from batchax.rows.padded_rules.custom_derivatives import padded_function
 from batchax.rows.padded_rules.inside import Moving, arrays, run_inside, staged
 from batchax.rows.sizes import is_symbolic
 from batchax.rules.linalg import RANKS
-
-_BY_LENGTH = "Rows of equal length can be computed together: vmap groups them if lengths are known."
 
 
 def _eye(op: Operation, x: Row) -> Any:
@@ -54,7 +52,7 @@ def _check_square(op: Operation, x: Row) -> None:
     if x.shape[-1] != x.shape[-2]:
         raise op.refuse(
             f"its matrix has the shape ({x.shape[-2]}, {x.shape[-1]}), and for one that is ragged "
-            f"and not square padding is not exact. {_BY_LENGTH}"
+            "and not square padding is not exact."
         )
 
 
@@ -67,8 +65,7 @@ def _many(name: str, ranks: tuple[int, ...]) -> None:
             if _has_ragged_core(x, rank):
                 raise op.refuse(
                     f"its matrix has the shape ({', '.join(map(str, x.shape[-2:]))}), and what it "
-                    f"computes depends on all of that, in an order that padding would disturb. "
-                    f"{_BY_LENGTH}"
+                    "computes depends on all of that, in an order that padding would disturb."
                 )
         harmless = [
             _beside_identity(op, x) if rank == 2 else op.filled(x, 0)
@@ -95,6 +92,13 @@ def _lu(op: Operation, x: Row, **params: Any) -> Any:
     return _outputs(op, op.bind(_beside_identity(op, x)))
 
 
+@padded_function("_det")
+def _det(op: Operation, x: Row) -> Any:
+    if not _has_ragged_core(x, 2):
+        return None
+    return _outputs(op, [jnp.linalg.det(_beside_identity(op, x))])
+
+
 @padded_rule("lu_pivots_to_permutation")
 def _permutation(op: Operation, pivots: Row, **params: Any) -> Any:
     mask = op.sizes.mask(pivots.shape, op.sizes.padded_axes(pivots.shape))
@@ -113,10 +117,23 @@ def _qr(op: Operation, x: Row, *, full_matrices: bool, **params: Any) -> Any:
         raise op.refuse(
             f"its matrix has the shape ({x.shape[-2]}, {x.shape[-1]}); what is exact with padding "
             "is the reduced decomposition, without pivoting, of a matrix whose number of columns "
-            f"is the same for all rows. {_BY_LENGTH}"
+            "is the same for all rows."
         )
     value = op.filled(x, 0, [len(x.shape) - 2]) if ragged else _beside_identity(op, x)
     return _outputs(op, op.bind(value))
+
+
+@padded_rule("geqrf")
+def _geqrf(op: Operation, x: Row, **params: Any) -> Any:
+    if _has_ragged_core(x, 2) and is_symbolic(x.shape[-1]):
+        _check_square(op, x)
+        return _outputs(op, op.bind(_beside_identity(op, x)))
+    return _outputs(op, op.bind(op.filled(x, 0)))
+
+
+@padded_rule("householder_product")
+def _householder_product(op: Operation, x: Row, taus: Row, **params: Any) -> Any:
+    return _outputs(op, [op.bind(op.filled(x, 0), op.filled(taus, 0))])
 
 
 @padded_rule("triangular_solve")
@@ -181,7 +198,7 @@ def _fft(op: Operation, x: Row, *, fft_lengths: Any, **params: Any) -> Any:
     if _has_ragged_core(x, len(fft_lengths)):
         raise op.refuse(
             "it transforms an axis whose size differs from row to row, and no padding makes that "
-            f"exact. {_BY_LENGTH}"
+            "exact."
         )
     return op.bind(x.value)
 

@@ -146,9 +146,7 @@ class _Again:
             return lax.select(mask, x, other)
 
         return cls(
-            sizes.inside(
-                {k: of_a_row_with_steps(jnp.asarray(v)) for k, v in sizes.values.items()}
-            ),
+            sizes.inside({k: of_a_row_with_steps(jnp.asarray(v)) for k, v in sizes.values.items()}),
             [
                 row if row.known else replace(row, value=of_a_row_with_steps(row.value))
                 for row in consts

@@ -1,0 +1,132 @@
+"""What ragged batches cost, in words, as a table and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.report import interval, made_with, named, size
+from benchmarks.rows.measure import COUNT, LOOP, PACKED, PADDED, RowResult, waste
+
+TITLE = "bx.vmap of a Ragged against rows padded or packed by hand"
+
+
+def line(result: RowResult) -> str:
+    """One comparison on one line of a terminal."""
+    return f"{result.name:42} {result.way:20} running {interval(result.run)}"
+
+
+def summary(results: Sequence[RowResult]) -> str:
+    """What the numbers say, as a Markdown list."""
+    points = []
+    padded = [r for r in results if r.way == PADDED]
+    token_wise = [r for r in padded if r.workload.token_wise]
+    if token_wise:
+        times = [1 / r.run.value for r in token_wise]
+        points.append(
+            f"Work for each element by itself takes 1/{min(times):.1f} to 1/{max(times):.1f} of "
+            f"the time of rows padded by hand, which hold {waste():.1f} elements for each true one"
+        )
+    others = [r for r in padded if not r.workload.token_wise]
+    if others:
+        points.append(
+            "Other work against rows padded by hand: "
+            + "; ".join(f"{r.name} {interval(r.run)}" for r in others)
+        )
+    packed = [r for r in results if r.way == PACKED]
+    if packed:
+        points.append(
+            "Against rows packed by hand: "
+            + "; ".join(f"{r.name} {interval(r.run)}" for r in packed)
+        )
+    loops = [r for r in results if r.way == LOOP]
+    if loops:
+        median = np.median([r.run.value for r in loops])
+        points.append(
+            f"Against a compiled function called for each row: {median:.2f} at the median; slower "
+            "beyond the interval"
+            + named((r for r in loops if r.run.low > 1), lambda r: interval(r.run))
+        )
+    points.append(
+        "More temporaries"
+        + named(
+            (r for r in results if r.compared and _temporaries(r)[0] > _temporaries(r)[1]),
+            lambda r: f"{r.way}: {' against '.join(map(size, _temporaries(r)))}",
+        )
+    )
+    return "\n".join(f"- {p}." for p in points)
+
+
+def write(results: Sequence[RowResult], folder: Path) -> list[Path]:
+    """Writes `benchmarks_rows.md` and `benchmarks_rows.png` into `folder`."""
+    page, picture = folder / "benchmarks_rows.md", folder / "benchmarks_rows.png"
+    plot(results, picture)
+    page.write_text(_page(results))
+    return [page, picture]
+
+
+def _temporaries(result: RowResult) -> tuple[int, int]:
+    assert result.compared is not None
+    return result.compared.ours.temporary_bytes, result.compared.other.temporary_bytes
+
+
+def _page(results: Sequence[RowResult]) -> str:
+    return f"""# {TITLE}
+
+{made_with()}
+
+{summary(results)}
+
+![Run time of each way, relative to bx.vmap of a Ragged](benchmarks_rows.png)
+
+{COUNT} rows of lognormal lengths: padded to the longest they hold {waste():.1f} elements for each
+true one. A [ragged batch](ragged.md) goes through `bx.vmap` of the function of one row, with
+lengths traced. *Padded by hand* computes on padded rows and masks what needs it; *packed by hand*
+computes on the elements one after another, with `jax.ops.segment_sum` for sums, where there is
+such a way; *a call for each row* is the compiled function called in a Python loop, compiled before
+for each length. Each way is given rows in the form that it takes, and leaves them so. *Gradient*
+is that of a sum of squares with respect to the weights.
+
+All sides run in one process and in turns. Ratios are batchax's median over the other, below 1
+where batchax is faster, with a 95% bootstrap interval. *Temporaries* is what the compiled programs
+allocate beside arguments and outputs, batchax's first.
+
+{_table(results)}
+"""
+
+
+def _table(results: Sequence[RowResult]) -> str:
+    heads = ["workload", "against", "running", "batchax", "other", "temporaries"]
+    lines = [heads, ["---", "---", "---:", "---:", "---:", "---:"]]
+    for r in results:
+        memory = " / ".join(map(size, _temporaries(r))) if r.compared else ""
+        own, other = (f"{1000 * s:.2f} ms" for s in r.seconds)
+        lines.append([r.name, r.way, interval(r.run), own, other, memory])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def plot(results: Sequence[RowResult], path: Path) -> None:
+    """A bar for each way and workload: how many times as long as batchax it takes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(r.name for r in results))
+    figure, axes = plt.subplots(figsize=(9, 0.5 * len(names) + 1.5))
+    for k, (way, colour) in enumerate(((PADDED, "C0"), (PACKED, "C2"), (LOOP, "C7"))):
+        own: dict[str, Any] = {r.name: 1 / r.run.value for r in results if r.way == way}
+        places = [i + 0.27 * (k - 1) for i, name in enumerate(names) if name in own]
+        axes.barh(places, [own[n] for n in names if n in own], 0.25, label=way, color=colour)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("time relative to bx.vmap of a Ragged (above 1: batchax is faster)")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

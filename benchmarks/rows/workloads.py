@@ -1,0 +1,226 @@
+"""Functions of one row, and the same by hand for all rows: padded and masked, or packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import batchax as bx
+
+Weights = Any
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One batch of rows in every form that the programs take.
+
+    Attributes:
+      ragged: for batchax.
+      padded: shape (B, N, ...).
+      segments: the row of each element that `ragged` holds.
+    """
+
+    ragged: bx.Ragged
+    padded: Any
+    segments: Any
+
+    @property
+    def lengths(self) -> Any:
+        """Of the rows."""
+        return self.ragged.lengths
+
+    @property
+    def mask(self) -> Any:
+        """Which elements of `padded` belong to a row."""
+        return jnp.arange(self.padded.shape[1]) < self.lengths[:, None]
+
+
+jax.tree_util.register_dataclass(Rows, ["ragged", "padded", "segments"], [])
+
+
+@dataclass(frozen=True)
+class RowWorkload:
+    """A function of one row and of weights that all rows share.
+
+    Attributes:
+      name: what it does.
+      row: the function of one row.
+      padded: the same for all rows, by hand, on padded rows.
+      packed: the same on packed rows, where there is such a way.
+      width: features of an element of a row; None for scalars, 0 for indices into a table.
+      weights: makes the weights from a random generator.
+      token_wise: whether nearly all of its work is for each element by itself.
+    """
+
+    name: str
+    row: Callable[[Any, Weights], Any]
+    padded: Callable[[Rows, Weights], Any]
+    packed: Callable[[Rows, Weights], Any] | None
+    width: int | None
+    weights: Callable[[np.random.Generator], Weights]
+    token_wise: bool = False
+
+
+TABLE = 5000
+
+
+def lengths(count: int, seed: int = 0) -> np.ndarray:
+    """Lognormal lengths, whose longest is about four times their mean."""
+    drawn = np.random.default_rng(seed).lognormal(3.6, 0.62, count)
+    return np.maximum(1, drawn).astype(np.int32)
+
+
+def data(workload: RowWorkload, count: int) -> tuple[Rows, Weights]:
+    """A batch of `count` rows, and weights."""
+    generator = np.random.default_rng(1)
+    sizes = lengths(count)
+    total = int(sizes.sum())
+    if workload.width == 0:
+        flat = jnp.asarray(generator.integers(0, TABLE, total))
+    else:
+        shape = (total,) if workload.width is None else (total, workload.width)
+        flat = jnp.asarray(generator.normal(size=shape), jnp.float32)
+    ragged = bx.Ragged(flat, jnp.asarray(sizes), int(sizes.max()))
+    segments = jnp.asarray(np.repeat(np.arange(count), sizes))
+    return Rows(ragged, ragged.to_padded(), segments), workload.weights(generator)
+
+
+def _dense(*shapes: tuple[int, ...]) -> Callable[[np.random.Generator], list[Any]]:
+    def make(generator: np.random.Generator) -> list[Any]:
+        return [jnp.asarray(generator.normal(size=s) / np.sqrt(s[0]), jnp.float32) for s in shapes]
+
+    return make
+
+
+def _network(x: Any, weights: Weights) -> Any:
+    first, second = weights
+    return jax.nn.gelu(x @ first) @ second
+
+
+def _pooled_network(x: Any, weights: Weights) -> Any:
+    return _network(x, weights).mean(0)
+
+
+def _pooled_network_padded(rows: Rows, weights: Weights) -> Any:
+    y = jnp.where(rows.mask[..., None], _network(rows.padded, weights), 0)
+    return y.sum(1) / rows.lengths[:, None]
+
+
+def _pooled_network_packed(rows: Rows, weights: Weights) -> Any:
+    y = _network(rows.ragged.data, weights)
+    sums = jax.ops.segment_sum(y, rows.segments, len(rows.ragged), indices_are_sorted=True)
+    return sums / rows.lengths[:, None]
+
+
+def _attention(x: Any, weights: Weights) -> Any:
+    queries, keys, values = (x @ w for w in weights)
+    scores = queries @ keys.T / np.sqrt(queries.shape[-1])
+    return jax.nn.softmax(scores) @ values
+
+
+def _attention_padded(rows: Rows, weights: Weights) -> Any:
+    queries, keys, values = (rows.padded @ w for w in weights)
+    scores = jnp.einsum("bid,bjd->bij", queries, keys) / np.sqrt(queries.shape[-1])
+    scores = jnp.where(rows.mask[:, None, :], scores, -jnp.inf)
+    return jnp.where(rows.mask[..., None], jax.nn.softmax(scores) @ values, 0)
+
+
+def _recurrence(x: Any, weights: Weights) -> Any:
+    inner, outer = weights
+
+    def step(state: Any, x: Any) -> tuple[Any, None]:
+        return jnp.tanh(state @ inner + x @ outer), None
+
+    return lax.scan(step, jnp.zeros(inner.shape[0]), x)[0]
+
+
+def _recurrence_padded(rows: Rows, weights: Weights) -> Any:
+    inner, outer = weights
+
+    def step(state: Any, at: Any) -> tuple[Any, None]:
+        x, mask = at
+        return jnp.where(mask[:, None], jnp.tanh(state @ inner + x @ outer), state), None
+
+    start = jnp.zeros((rows.padded.shape[0], inner.shape[0]))
+    return lax.scan(step, start, (rows.padded.swapaxes(0, 1), rows.mask.T))[0]
+
+
+def _sorted(x: Any, weights: Weights) -> Any:
+    return jnp.sort(x)
+
+
+def _sorted_padded(rows: Rows, weights: Weights) -> Any:
+    return jnp.sort(jnp.where(rows.mask, rows.padded, jnp.inf), axis=1)
+
+
+def _bag(indices: Any, table: Any) -> Any:
+    return table[indices].sum(0)
+
+
+def _bag_padded(rows: Rows, table: Any) -> Any:
+    return jnp.where(rows.mask[..., None], table[rows.padded], 0).sum(1)
+
+
+def _bag_packed(rows: Rows, table: Any) -> Any:
+    found = table[rows.ragged.data]
+    return jax.ops.segment_sum(found, rows.segments, len(rows.ragged), indices_are_sorted=True)
+
+
+def _block(x: Any, weights: Weights) -> Any:
+    x = x + _attention(x, weights[:3])
+    return x + _network(x, weights[3:])
+
+
+def _block_padded(rows: Rows, weights: Weights) -> Any:
+    x = rows.padded + _attention_padded(rows, weights[:3])
+    return jnp.where(rows.mask[..., None], x + _network(x, weights[3:]), 0)
+
+
+_WORKLOADS = [
+    RowWorkload(
+        "network for each element, mean",
+        _pooled_network,
+        _pooled_network_padded,
+        _pooled_network_packed,
+        64,
+        _dense((64, 256), (256, 64)),
+        token_wise=True,
+    ),
+    RowWorkload(
+        "attention",
+        _attention,
+        _attention_padded,
+        None,
+        32,
+        _dense((32, 32), (32, 32), (32, 32)),
+    ),
+    RowWorkload(
+        "attention, then a network",
+        _block,
+        _block_padded,
+        None,
+        32,
+        _dense((32, 32), (32, 32), (32, 32), (32, 128), (128, 32)),
+    ),
+    RowWorkload(
+        "recurrence", _recurrence, _recurrence_padded, None, 64, _dense((64, 64), (64, 64))
+    ),
+    RowWorkload("sort", _sorted, _sorted_padded, None, None, _dense()),
+    RowWorkload(
+        "embedding bag",
+        _bag,
+        _bag_padded,
+        _bag_packed,
+        0,
+        lambda generator: _dense((TABLE, 64))(generator)[0],
+        token_wise=True,
+    ),
+]
+
+WORKLOADS = {w.name: w for w in _WORKLOADS}

@@ -1,0 +1,188 @@
+"""Which operations act on each element of a row alone, or reduce it: those that can be packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from batchax import _compat
+from batchax.rows.padded_rules.custom_derivatives import staged_jvp_rule
+from batchax.rows.segments import REDUCTIONS
+from batchax.rows.sizes import depends_on_sizes, has_symbols, is_symbolic
+from batchax.rows.steps import CALLS
+from batchax.rules.elementwise import NARY, UNARY
+
+# How segments are reduced for each reduction over a row.
+REDUCED = {
+    **{name: name for name in REDUCTIONS},
+    "reduce_and": "reduce_min",
+    "reduce_or": "reduce_max",
+}
+
+
+def ragged_axis(shape: Sequence[Any]) -> int | None:
+    """Where a shape has its ragged size; it must have one at most."""
+    return next((i for i, dim in enumerate(shape) if is_symbolic(dim)), None)
+
+
+def is_packable(shape: Sequence[Any]) -> bool:
+    """Whether values of that shape can be packed: with a row's size, once or not at all."""
+    sizes = [dim for dim in shape if is_symbolic(dim)]
+    return len(sizes) < 2 and all(str(dim).isidentifier() for dim in sizes)
+
+
+def _apart(*names: str) -> Callable[[Any, int], bool]:
+    """A check that axes in these parameters are not the ragged one."""
+
+    def check(eqn: Any, at: int) -> bool:
+        for name in names:
+            axes = eqn.params[name]
+            if at in (axes if isinstance(axes, (tuple, list)) else (axes,)):
+                return False
+        return True
+
+    return check
+
+
+def _always(eqn: Any, at: int) -> bool:
+    return True
+
+
+def _whole_slice(eqn: Any, at: int) -> bool:
+    dim = eqn.invars[0].aval.shape[at]
+    params = eqn.params
+    stride = 1 if params["strides"] is None else params["strides"][at]
+    limit = params["limit_indices"][at]
+    return bool(params["start_indices"][at] == 0 and limit == dim and stride == 1)
+
+
+def _plain_reshape(eqn: Any, at: int) -> bool:
+    """Whether elements stay where they are, with other axes within each."""
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    to = ragged_axis(after)
+    if to is None or before[at] != after[to] or eqn.params["dimensions"] is not None:
+        return False
+    return int(np.prod(before[:at])) == int(np.prod(after[:to]))
+
+
+def _free_in_dot(eqn: Any, at: int) -> bool:
+    """Whether a product has the ragged axis of one operand, or the same of both, in its result."""
+    (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    places = [ragged_axis(v.aval.shape) for v in eqn.invars]
+    if places[0] in left or places[1] in right:
+        return False
+    if None not in places:
+        return places[0] in left_batch and places[1] in right_batch
+    return True
+
+
+def _looked_up(eqn: Any, at: int) -> bool:
+    """Whether a gather takes, for each element, something from what all rows share."""
+    table, indices = (v.aval.shape for v in eqn.invars)
+    if has_symbols(table):
+        dnums, where = eqn.params["dimension_numbers"], ragged_axis(table)
+        touched = (*dnums.start_index_map, *dnums.collapsed_slice_dims)
+        return not has_symbols(indices) and where not in (*touched, *dnums.operand_batching_dims)
+    return ragged_axis(indices) != len(indices) - 1
+
+
+def _unpadded(eqn: Any, at: int) -> bool:
+    return tuple(eqn.params["padding_config"][at]) == (0, 0, 0)
+
+
+ELEMENTWISE = frozenset(
+    (*UNARY, *NARY, "add_any", "clamp", "copy_p", "random_gamma_grad", "select_n")
+)
+
+
+def _acts_inside(body: Any) -> bool:
+    """Whether a program does nothing but act on each element."""
+    body = _compat.close(body)
+    return all(map(_acts_on_elements, body.jaxpr.eqns))
+
+
+def _acts_on_elements(eqn: Any) -> bool:
+    if not depends_on_sizes(eqn):
+        return True
+    name, params = eqn.primitive.name, eqn.params
+    if name in CALLS:
+        return _acts_inside(params.get("jaxpr") or params["call_jaxpr"])
+    if name == "dim_as_value":
+        return False
+    if name == "iota":
+        return not is_symbolic(params["shape"][params["dimension"]])
+    places = [ragged_axis(v.aval.shape) for v in eqn.invars]
+    if name in REDUCED and places[0] in params["axes"]:
+        return False
+    return can_pack(eqn, [False] * len(eqn.invars))
+
+
+def _checkpoint(eqn: Any, at: int) -> bool:
+    return _acts_inside(eqn.params["jaxpr"])
+
+
+def _custom_jvp(eqn: Any, at: int) -> bool:
+    # Its rule may do what it does not: divide by the norm of the row, for instance. And it may
+    # call the function again, whose rule reads as this one does.
+    rule = staged_jvp_rule(eqn)
+    text = str(rule)
+    if text in _rules_seen:
+        return True
+    _rules_seen.append(text)
+    try:
+        return _acts_inside(eqn.params["call_jaxpr"]) and _acts_inside(rule)
+    finally:
+        _rules_seen.pop()
+
+
+_rules_seen: list[str] = []
+
+
+_ACTS_ON_ELEMENTS: dict[str, Callable[[Any, int], bool]] = {
+    **dict.fromkeys(ELEMENTWISE, _always),
+    **dict.fromkeys(("broadcast_in_dim", "transpose", "squeeze", "expand_dims", "iota"), _always),
+    **dict.fromkeys((*REDUCED, "reduce_xor", "argmax", "argmin"), _apart("axes")),
+    **dict.fromkeys(
+        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "split"), _apart("axis")
+    ),
+    **dict.fromkeys(("checkpoint", "remat2"), _checkpoint),
+    "concatenate": _apart("dimension"),
+    "custom_jvp_call": _custom_jvp,
+    "dot_general": _free_in_dot,
+    "gather": _looked_up,
+    "pad": _unpadded,
+    "reshape": _plain_reshape,
+    "rev": _apart("dimensions"),
+    "slice": _whole_slice,
+    "sort": _apart("dimension"),
+}
+
+_MAY_DIFFER_BETWEEN_ROWS = ELEMENTWISE | {"broadcast_in_dim"}
+
+
+def can_pack(eqn: Any, batched: Sequence[bool]) -> bool:
+    """Whether `run_packed` computes an equation.
+
+    Args:
+      eqn: an equation of a program of one row.
+      batched: which of its operands without a ragged size differ between rows.
+    """
+    if not depends_on_sizes(eqn):
+        return True
+    name = eqn.primitive.name
+    if name == "dim_as_value":
+        return True
+    shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
+    ragged = {str(d) for shape in shapes for d in shape if is_symbolic(d)}
+    if len(ragged) != 1 or not all(map(is_packable, shapes)):
+        return False
+    check = _ACTS_ON_ELEMENTS.get(name)
+    if check is None or (any(batched) and name not in _MAY_DIFFER_BETWEEN_ROWS):
+        return False
+    places = [at for v in eqn.invars if (at := ragged_axis(v.aval.shape)) is not None]
+    if name in REDUCED and places[0] in eqn.params["axes"]:
+        return eqn.invars[0].aval.dtype == jnp.bool_ or name in REDUCTIONS
+    return all(check(eqn, at) for at in places or [0])

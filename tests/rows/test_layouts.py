@@ -1,0 +1,144 @@
+"""Packed and padded rows: the same results, and the cheaper layout where there is a choice."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+from batchax.rows.layouts import Costs, choose_layouts
+from batchax.rows.regions import find_regions
+from batchax.rows.sizes import Sizes
+from batchax.rows.steps import flatten
+
+from support.rows import check_rows, ragged
+
+WEIGHTS = jnp.asarray(np.random.default_rng(3).normal(size=(3, 3)), jnp.float32)
+
+
+def attend(x):
+    return jax.nn.softmax(x @ x.T) @ x
+
+
+@jax.custom_jvp
+def norm_in_derivative(x):
+    return 2 * x
+
+
+@norm_in_derivative.defjvp
+def _(primals, tangents):
+    (x,), (dx,) = primals, tangents
+    return norm_in_derivative(x), 2 * dx / (1 + jnp.sum(x**2))  # of the whole row
+
+
+def several(x):
+    y = jnp.tanh(x @ WEIGHTS)
+    return (
+        y.max(0),
+        y.min(),
+        (y > 0).any(),
+        (y > 0).all(0),
+        y.sum(),
+        y * jnp.arange(x.shape[0])[:, None],
+    )
+
+
+FUNCTIONS = {
+    "a network, pooled": lambda x: jax.nn.gelu(x @ WEIGHTS).mean(0),
+    "activations with rules": lambda x: (jax.nn.relu(x) + jax.nn.softplus(x)).sum(0),
+    "a rule that looks at the row": lambda x: norm_in_derivative(x).sum(0),
+    "normalised features": lambda x: (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True),
+    "centred": lambda x: x - x.mean(0),
+    "reductions of all kinds": several,
+    "lookups": lambda x: WEIGHTS[(x[:, 0] > 0).astype(int)] * x,
+    "attention between networks": lambda x: jnp.tanh(attend(jnp.tanh(x @ WEIGHTS)) @ WEIGHTS).sum(
+        0
+    ),
+    "differences of networks": lambda x: jnp.diff(jnp.tanh(x @ WEIGHTS), axis=0) * 2,
+    "a checkpoint": lambda x: jax.checkpoint(lambda x: jnp.sin(x @ WEIGHTS))(x).sum(),
+    "outer axes": lambda x: (x[:, :, None] * WEIGHTS).sum(1).reshape(x.shape[0], 3, 1),
+    "sorted features, logarithms": lambda x: jnp.log(jnp.sort(jnp.abs(x), axis=1)).sum(0),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_packed_rows_give_what_each_row_alone_gives(name):
+    check_rows(FUNCTIONS[name], ragged(3), layout="packed")
+
+
+@pytest.mark.parametrize("layout", ["auto", "padded"])
+@pytest.mark.parametrize("name", ["a network, pooled", "attention between networks"])
+def test_other_layouts_give_the_same(name, layout):
+    check_rows(FUNCTIONS[name], ragged(3), layout=layout)
+
+
+@pytest.mark.parametrize("layout", ["auto", "packed"])
+def test_lengths_that_are_known_fill_the_data_and_need_no_mask(layout):
+    x = ragged(3, poison=False)
+    check_rows(FUNCTIONS["a network, pooled"], x, layout=layout, traced=False)
+    program = jax.make_jaxpr(bx.vmap(FUNCTIONS["a network, pooled"], layout=layout))(x)
+    assert "select_n" in str(program)  # there, lengths are traced
+    fixed = jax.make_jaxpr(lambda d: bx.vmap(lambda x: x.sum(0), layout=layout)(x.with_data(d)))
+    assert "select_n" not in str(fixed(x.data)).replace("jit[name=_where", "")
+
+
+def test_what_differs_between_rows_reaches_each_of_their_elements():
+    def f(x, scale, w):
+        return jnp.tanh(x * scale + w[0] - (x @ w).mean(0)).sum(0)
+
+    each = jnp.arange(1.0, 5.0), jnp.stack([WEIGHTS * k for k in (1, 2, 3, 4)])
+    for layout in ("packed", "padded"):
+        check_rows(f, ragged(3), *each, layout=layout)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_rows_without_elements(layout):
+    x = ragged(3, lengths=(3, 0, 2, 0))
+    check_rows(lambda x: jnp.tanh(x @ WEIGHTS).sum(0), x, layout=layout)
+    check_rows(lambda x: attend(jnp.log(jnp.abs(x))), x, layout=layout)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_two_sizes_pooled_apart(layout):
+    def f(x, y):
+        return jnp.tanh(x @ WEIGHTS).sum(0) * jnp.sin(y).max(0)
+
+    check_rows(f, ragged(3), ragged(3, lengths=(2, 4, 1, 1), seed=1), layout=layout)
+
+
+def test_data_of_other_sizes_with_the_same_lengths():
+    x, y = ragged(3), ragged(3, seed=1, poison=False)
+    named = bx.ragged("n")
+    check_rows(lambda x, y: jnp.sin(x * y).sum(0), x, y, traced=False)
+    check_rows(lambda x, y: jnp.sin(x * y), x, y, in_axes=(named, named))
+
+
+def chosen(fun, *, rows=64, bound=100, total=1000):
+    """The layouts of the regions that a function of a row of shape (n, 3) runs in."""
+    (n,) = jax.export.symbolic_shape("n")
+    staged = jax.make_jaxpr(fun)(jax.ShapeDtypeStruct((n, 3), jnp.float32))
+    program = flatten(staged)
+    costs = Costs(Sizes({"n": total}, {}), Sizes({"n": bound}, {}), rows)
+    layouts = choose_layouts(program, [True], costs)
+    return [region.layout for region in find_regions(program, layouts)]
+
+
+def test_each_part_of_a_function_has_the_layout_that_costs_less():
+    network = lambda x: jnp.tanh(jnp.tanh(x @ WEIGHTS) @ WEIGHTS)
+    assert chosen(network) == ["packed"]
+    assert chosen(lambda x: network(x).sum(0)) == ["packed"]
+    assert chosen(attend) == ["padded"]
+    wide = lambda x: jnp.tanh(x @ jnp.ones((3, 300))) @ jnp.ones((300, 3))
+    assert chosen(lambda x: wide(attend(wide(x)))) == ["packed", "padded", "packed"]
+
+
+def test_moving_between_layouts_must_pay():
+    small = lambda x: attend(attend(x) + 1)
+    assert chosen(small) == ["padded"]
+
+
+def test_a_layout_that_there_is_not():
+    with pytest.raises(bx.ArgumentTypeError, match='must be "auto", "packed"'):
+        bx.vmap(attend, layout="dense")
+    with pytest.raises(bx.ArgumentTypeError, match="does not go with batch_size"):
+        bx.vmap(attend, layout="packed", batch_size=2)
