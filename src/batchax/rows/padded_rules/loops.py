@@ -211,11 +211,13 @@ def _count(
     if len(test.eqns) != 1 or test.eqns[0].primitive.name != "lt":
         return None
     (less,) = test.eqns
-    places = {v: i - cond_nconsts for i, v in enumerate(test.invars)}
-    at = [None if isinstance(v, Literal) else places[v] for v in less.invars]
-    if test.outvars[0] is not less.outvars[0] or None in at or min(at) < 0:
+    places = {v: i for i, v in enumerate(test.invars[cond_nconsts:])}
+    at = [places.get(v) for v in less.invars if not isinstance(v, Literal)]
+    if test.outvars[0] is not less.outvars[0] or len(at) < 2:
         return None
     index, limit = at
+    if index is None or limit is None:
+        return None
     before, after = body.invars[body_nconsts:], body.outvars
     if after[limit] is not before[limit] or not _is_successor(body, after[index], before[index]):
         return None

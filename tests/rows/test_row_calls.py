@@ -1,0 +1,248 @@
+"""Calls of rows in padded arrays: checkpoints, functions with rules of their own."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.custom_derivatives import SymbolicZero, linear_call
+
+import batchax as bx
+from batchax.errors import UnsupportedError
+
+from support.rows import check_rows, ragged
+
+check = partial(check_rows, layout="padded")
+WEIGHTS = np.random.default_rng(3).normal(size=(3, 2)).astype(np.float32)
+
+
+def of_gradient(fun):
+    """The gradient, within the function of a row, of a function of it."""
+
+    def gradient(x):
+        return jax.grad(lambda x: sum(jnp.sin(y).sum() for y in jax.tree.leaves(fun(x))))(x)
+
+    return gradient
+
+
+@jax.custom_jvp
+def scaled_logarithm(x):
+    return jnp.log(jnp.abs(x))
+
+
+@scaled_logarithm.defjvp
+def _(primals, tangents):
+    # Not the derivative: that the rule is used, and takes the mean over its own row, must show.
+    (x,), (t,) = primals, tangents
+    return scaled_logarithm(x), t / x * jnp.mean(x)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def applied(fun, x):
+    return fun(x)
+
+
+@applied.defjvp
+def _(fun, primals, tangents):
+    return fun(primals[0]), 3 * tangents[0] * primals[0].mean(0)
+
+
+@jax.custom_jvp
+def product(x, y):
+    return x * y, x.sum()
+
+
+def _product_jvp(primals, tangents):
+    (x, y), (dx, dy) = primals, tangents
+    dot = jnp.zeros_like(x)
+    dot = dot if isinstance(dx, SymbolicZero) else dot + 2 * dx * y
+    dot = dot if isinstance(dy, SymbolicZero) else dot + 5 * x * dy
+    whole = SymbolicZero(jax.typeof(x.sum())) if isinstance(dx, SymbolicZero) else dx.sum()
+    return product(x, y), (dot, whole)
+
+
+product.defjvp(_product_jvp, symbolic_zeros=True)
+
+
+@jax.custom_vjp
+def total_of_gradient(x):
+    return jnp.sin(x) * x.sum()
+
+
+# A cotangent that is summed over the row, as no derivative is.
+total_of_gradient.defvjp(
+    lambda x: (total_of_gradient(x), x), lambda x, ct: (ct.sum() * jnp.cos(x),)
+)
+
+
+@jax.custom_vjp
+def layer(x, w):
+    return jnp.log(jnp.abs(x)) @ w, x.sum()
+
+
+layer.defvjp(
+    lambda x, w: (layer(x, w), (x, w)),
+    lambda kept, cts: (
+        cts[0] @ kept[1].T / kept[0] + cts[1],
+        2 * jnp.log(jnp.abs(kept[0])).T @ cts[0],
+    ),
+)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def power(x, k):
+    return x**k
+
+
+power.defvjp(lambda x, k: (x**k, (x,)), lambda k, kept, ct: (k * kept[0] ** (k - 1) * ct * 2,))
+
+
+@jax.custom_vjp
+def with_symbolic_zeros(x, y):
+    return x * y.mean(0), y.sum()
+
+
+def _forward(x, y):
+    assert isinstance(x.perturbed, bool)
+    return with_symbolic_zeros(x.value, y.value), (x.value, y.value)
+
+
+def _reverse(kept, cts):
+    x, y = kept
+    ct = jnp.zeros_like(x) if isinstance(cts[0], SymbolicZero) else cts[0]
+    whole = 0.0 if isinstance(cts[1], SymbolicZero) else cts[1]
+    return 7 * ct * y.mean(0), (ct * x).sum(0) / jnp.sqrt(jnp.abs(y)) + whole
+
+
+with_symbolic_zeros.defvjp(_forward, _reverse, symbolic_zeros=True)
+
+BOTH = {
+    "checkpoint": lambda x: jax.checkpoint(lambda x: jnp.sin(x).mean(0) * x)(x),
+    "checkpoint with a policy": jax.checkpoint(
+        lambda x: jnp.sin(x @ WEIGHTS).mean(0), policy=jax.checkpoint_policies.dots_saveable
+    ),
+    "checkpoint, differentiated": of_gradient(jax.checkpoint(lambda x: jnp.sin(x).mean(0) * x)),
+    "jit": lambda x: jax.jit(lambda x, s: x / s)(x, jax.jit(jnp.sum)(x)),
+    "relu": jax.nn.relu,
+    "relu6": jax.nn.relu6,
+    "softplus": jax.nn.softplus,
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "logsumexp": jax.nn.logsumexp,
+    "softmax": lambda x: jax.nn.softmax(x, 0),
+    "log_softmax": lambda x: jax.nn.log_softmax(x, 0),
+    "jvp rule": scaled_logarithm,
+    "jvp rule, differentiated": of_gradient(scaled_logarithm),
+    "jvp rule, summed": lambda x: scaled_logarithm(x).sum(0),
+    "jvp rule for a function": lambda x: applied(jnp.sin, x),
+    "jvp rule with both moving": lambda x: product(x, jnp.sin(x)),
+    "jvp rule, first zero": lambda x: product(jnp.ones((x.shape[0], 3)), x),
+    "jvp rule, second zero": lambda x: product(x, jnp.full((x.shape[0], 3), 0.5)),
+    "vjp rule, differentiated": lambda x: jax.lax.stop_gradient(of_gradient(total_of_gradient)(x)),
+    "sequential_vmap": bx.sequential_vmap(lambda x: jnp.sin(x) * x.sum()),
+    "linear_call": lambda x: linear_call(
+        lambda r, x: x * r, lambda r, ct: 2 * ct * r, jnp.ones(3) * 3, x
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_call_acts_on_a_row_as_if_alone(name):
+    check(BOTH[name], ragged(3, lengths=(3, 0, 2, 3)))
+
+
+REVERSE = {
+    "sums its cotangent": total_of_gradient,
+    "and its result is summed": lambda x: total_of_gradient(x * 2).sum(0),
+    "with an argument that is no array": lambda x: power(jnp.sin(x), 3),
+    "with symbolic zeros": lambda x: with_symbolic_zeros(x, jnp.exp(x)),
+    "with a zero cotangent": lambda x: with_symbolic_zeros(x, jnp.exp(x))[0],
+}
+
+
+@pytest.mark.parametrize("name", REVERSE)
+def test_a_reverse_rule_acts_on_a_row_as_if_alone(name):
+    check(REVERSE[name], ragged(3, lengths=(3, 1, 2, 3)), modes=("vjp",))
+
+
+def test_a_reverse_rule_gives_shared_weights_nothing_from_padding():
+    check(layer, ragged(3, lengths=(3, 0, 2, 3)), WEIGHTS, in_axes=(0, None), modes=("vjp",))
+
+
+def test_a_checkpoint_stays_one():
+    def row(x):
+        return jax.checkpoint(lambda x: jnp.sin(x @ WEIGHTS).sum(0), prevent_cse=False)(x)
+
+    staged = jax.make_jaxpr(bx.vmap(row, layout="padded"))(ragged(3))
+    kept = [eqn for eqn in staged.jaxpr.eqns if eqn.primitive.name in ("remat2", "checkpoint")]
+    assert [eqn.params["prevent_cse"] for eqn in kept] == [False]
+
+
+def test_a_rule_may_use_the_length_of_the_row():
+    @jax.custom_jvp
+    def mean(x):
+        return x.mean(0)
+
+    mean.defjvp(lambda p, t: (mean(p[0]), 4 * t[0].sum(0) / p[0].shape[0]))
+    check(mean, ragged(3))
+
+
+def test_rules_of_derivatives_are_kept_under_grad_of_the_batch():
+    def loss(x):
+        return bx.vmap(scaled_logarithm, layout="padded")(x).data[:3].sum()
+
+    x = ragged(3, poison=False)
+    got = jax.grad(loss, allow_int=True)(x).data[:3]
+    row = x.rows()[0]
+    np.testing.assert_allclose(got, np.mean(row) / np.asarray(row), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["jvp", "vjp"])
+def test_a_rule_that_closes_over_a_value_of_the_row_is_refused_with_the_way_out(kind):
+    def row(x):
+        mean = x.mean(0)
+        if kind == "jvp":
+            double = jax.custom_jvp(lambda y: y * 2)
+            double.defjvp(lambda p, t: (p[0] * 2, t[0] * mean))
+        else:
+            double = jax.custom_vjp(lambda y: y * 2)
+            double.defvjp(lambda y: (y * 2, None), lambda kept, ct: (ct * mean,))
+        return double(x)
+
+    x = ragged(3, poison=False)
+    np.testing.assert_allclose(bx.vmap(row, layout="padded")(x)[0], 2 * x[0])
+    loss = jax.jit(lambda data: bx.vmap(row, layout="padded")(x.with_data(data)).data.sum())
+    with pytest.raises(UnsupportedError, match="Pass the value as an argument"):
+        jax.grad(loss)(x.data)
+
+
+@bx.custom_vmap
+def ours(x):
+    return jnp.sin(x) * x.sum()
+
+
+@ours.def_vmap
+def _(axis_size, in_batched, x):
+    return 7 * x, True
+
+
+@jax.custom_batching.custom_vmap
+def of_jax(x):
+    return jnp.sin(x) * x.sum()
+
+
+@of_jax.def_vmap
+def _(axis_size, in_batched, x):
+    return 7 * x, True
+
+
+def test_a_batching_rule_serves_arrays_of_one_size_and_rows_are_computed_by_the_function():
+    check(ours, ragged(3))
+    check(of_jax, ragged(3), derivatives=False)
+    check(of_gradient(ours), ragged(3))
+    x = ragged(3)
+    for fun in (ours, of_jax):
+        got = bx.vmap(lambda x, fun=fun: fun(x.sum(0)), layout="padded")(x)
+        expected = [7 * np.asarray(row).sum(0) for row in x.rows()]
+        np.testing.assert_allclose(got, expected, rtol=1e-5)

@@ -1,0 +1,247 @@
+"""Loops and branches of rows in padded arrays: each row takes its own steps and branches."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import batchax as bx
+from batchax.errors import UnsupportedError
+
+from support.rows import check_rows, ragged
+
+check = partial(check_rows, layout="padded")
+GENERATOR = np.random.default_rng(3)
+INTO = GENERATOR.normal(size=(3, 4)).astype(np.float32)
+AGAIN = 0.3 * GENERATOR.normal(size=(4, 4)).astype(np.float32)
+
+
+def recurrent(x, into=INTO, again=AGAIN):
+    def step(hidden, row):
+        hidden = jnp.tanh(hidden @ again + row @ into)
+        return hidden, hidden
+
+    return lax.scan(step, jnp.zeros(4), x)
+
+
+def logarithms(x, reverse=False):
+    """A row of zeros, as in padding, would make infinities of the value and the derivative."""
+
+    def step(carry, row):
+        return carry * 0.5 + jnp.log(jnp.abs(row)), 1 / row
+
+    return lax.scan(step, jnp.zeros(3), x, reverse=reverse)
+
+
+def keys_and_counts(x):
+    def step(carry, row):
+        key, count, total = carry
+        key, own = jax.random.split(key)
+        return (key, count + 1, total + row * jax.random.normal(own, row.shape)), count
+
+    (key, count, total), counts = lax.scan(step, (jax.random.key(0), 0, jnp.zeros(3)), x)
+    return count, total, counts, jax.random.key_data(key)
+
+
+def pairs(x):
+    def outer(carry, row):
+        inner, parts = lax.scan(lambda c, r: (jnp.sin(c + r * row), c * r), carry, x)
+        return inner, parts.sum(0)
+
+    return lax.scan(outer, jnp.zeros(3), x)
+
+
+def branches_in_steps(x):
+    def step(carry, row):
+        taken = lax.cond(row.sum() > 0, lambda c: c * 0.5 + row, lambda c: c / row.sum(), carry)
+        return taken, carry
+
+    return lax.scan(step, jnp.ones(3), x)
+
+
+SCANS = {
+    "a recurrence": recurrent,
+    "of shared weights, differentiated": lambda x: jax.grad(
+        lambda into: (recurrent(x, into)[1] ** 2).sum()
+    )(INTO),
+    "differentiated": lambda x: jax.grad(lambda x: recurrent(x)[0].sum())(x),
+    "in reverse": lambda x: lax.scan(lambda c, r: (c + r, c * r), jnp.zeros(3), x, reverse=True),
+    "of logarithms": logarithms,
+    "of logarithms, in reverse": partial(logarithms, reverse=True),
+    "over rows and what else they have": lambda x: lax.scan(
+        lambda c, r: (c + (jnp.log(jnp.abs(r)) * jnp.abs(x).sum(0)), r * c), jnp.zeros(3), x
+    ),
+    "with a ragged carry": lambda x: lax.scan(
+        lambda c, r: (c * 0.5 + r * jnp.sqrt(jnp.abs(c).mean()), (c * r).sum()), x, x
+    ),
+    "of a few steps, with a ragged carry": lambda x: lax.scan(
+        lambda c, _: (jnp.sin(c) + c.mean(0), c.sum()), x, None, length=3
+    ),
+    "of keys and counts": keys_and_counts,
+    "in a scan": pairs,
+    "with branches": branches_in_steps,
+    "unrolled": lambda x: lax.scan(lambda c, r: (jnp.sin(c + r), c), jnp.zeros(3), x, unroll=2),
+    "map": lambda x: lax.map(lambda r: jnp.sin(r).sum(), x),
+    "map of several at once": lambda x: lax.map(lambda r: jnp.sin(r).sum(), x, batch_size=2),
+}
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_a_scan_over_a_row_takes_as_many_steps_as_the_row_has(name):
+    check(SCANS[name], ragged(3, lengths=(3, 0, 2)))
+
+
+def test_a_scan_of_rows_that_are_all_empty_returns_its_initial_carry():
+    check(recurrent, ragged(3, lengths=(0, 0)))
+    check(recurrent, ragged(3, lengths=(0, 0), spare=0, poison=False))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_gradient_of_shared_weights_has_no_nan_from_steps_not_taken(reverse):
+    def shared(x, w):
+        def step(carry, row):
+            return carry + jnp.log(jnp.abs(row @ w)) / jnp.sqrt(jnp.abs(carry) + 1), row @ w
+
+        return lax.scan(step, jnp.zeros(4), x, reverse=reverse)
+
+    check(shared, ragged(3, lengths=(3, 0, 2, 3)), INTO, in_axes=(0, None))
+
+
+def test_what_overflows_in_a_step_not_taken_does_not_reach_the_gradient():
+    # The short row ends with a carry whose exponential is infinite; the long one stays at zero.
+    def growing(x, w):
+        return lax.scan(lambda c, r: (jnp.exp(c * w) + r, c), jnp.ones(()), x)[0]
+
+    short, long = np.full(3, 0.5, np.float32), np.full(6, -1.0, np.float32)
+    long[0] = -np.exp(np.float32(1))
+    x, w = bx.Ragged.from_rows([short, long]), np.float32(1.0)
+    expected = sum(jax.grad(growing, 1)(row, w) for row in x.rows())
+    got = jax.grad(lambda w: bx.vmap(growing, in_axes=(0, None), layout="padded")(x, w).sum())(w)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+COUNTED = {
+    "from 0": lambda x: lax.fori_loop(
+        0, x.shape[0], lambda i, c: jnp.sin(c) + jnp.cos(i * x.sum(0)), jnp.zeros(3)
+    ),
+    "of elements": lambda x: lax.fori_loop(
+        0, x.shape[0], lambda i, c: c * jnp.cos(x[i]) + 1 / x[i], jnp.ones(3)
+    ),
+    "with a ragged carry": lambda x: lax.fori_loop(
+        0, x.shape[0] - 1, lambda i, c: c.at[i + 1].add(jnp.sin(c[i])), x
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_loop_that_counts_to_the_length_has_both_derivatives(name):
+    check(COUNTED[name], ragged(3, lengths=(3, 1, 2, 3)))
+
+
+def test_a_loop_that_starts_at_a_size_and_returns_its_counter():
+    def second_half(x):
+        n = x.shape[0]
+        return lax.fori_loop(n // 2, n, lambda i, c: c * jnp.cos(x[i]) + x[i - 1], jnp.ones(3))
+
+    check(second_half, ragged(3))
+
+
+def test_a_loop_that_counts_under_jit_and_over_several_sizes():
+    def products(x, y):
+        def body(i, c):
+            return c + x[i % x.shape[0]] * y[i // x.shape[0]]
+
+        return jax.jit(lambda: lax.fori_loop(0, x.shape[0] * y.shape[0], body, jnp.zeros(2)))()
+
+    sizes = (bx.ragged("n"), bx.ragged("m"))
+    check(products, ragged(2, lengths=(3, 2)), ragged(2, lengths=(2, 1), seed=1), in_axes=sizes)
+
+
+WHILES = {
+    "until a sum is small": lambda x: lax.while_loop(
+        lambda c: jnp.abs(c).sum() > 0.1, lambda c: c * 0.5, x
+    ),
+    "up to a number of its own": lambda x: lax.fori_loop(
+        0, jnp.sum(x > 0), lambda i, c: jnp.sin(c) + i, x
+    ),
+    "with a limit closed over": lambda x: lax.while_loop(
+        lambda s: s[0] < x.shape[0],
+        lambda s: (s[0] + 1, s[1] + jnp.log(jnp.abs(x[s[0]]))),
+        (0, jnp.zeros(3)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WHILES)
+def test_a_loop_of_a_row_ends_by_its_own_condition(name):
+    check(WHILES[name], ragged(3, lengths=(3, 1, 2, 3)), modes=("jvp",))
+
+
+BRANCHES = {
+    "by value": lambda x: lax.cond(x.sum() > 0, lambda x: x * 2, lambda x: jnp.log(jnp.abs(x)), x),
+    "by length": lambda x: lax.cond(
+        jnp.asarray(x.shape[0]) > 2, lambda: x.mean(0), lambda: x.max(0, initial=-1.0)
+    ),
+    "of three": lambda x: lax.switch(
+        x.shape[0] % 3, [lambda x: x * 2, jnp.sin, lambda x: x - x.mean(0)], x
+    ),
+    "by platform": lambda x: lax.platform_dependent(
+        x, cpu=lambda x: x - x.mean(0), default=jnp.sin
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_a_row_takes_its_own_branch(name):
+    check(BRANCHES[name], ragged(3, lengths=(3, 1, 2, 3)))
+
+
+def test_a_reduction_by_a_function_leaves_padding_out():
+    def reduced(x):
+        return lax.reduce(x, np.float32(0), lambda a, b: a + b + a * b, (0,))
+
+    check(reduced, ragged(3, lengths=(3, 0, 2, 3)), modes=("jvp",))
+
+
+REFUSED = {
+    "collective": (
+        lambda x: lax.scan(lambda c, r: (c + lax.psum(r, "rows"), c), jnp.zeros(3), x),
+        "outside the loop",
+    ),
+    "effect": (
+        lambda x: lax.scan(lambda c, r: (jax.debug.print("{}", c), c)[1:] * 2, jnp.zeros(3), x),
+        "with an effect in each",
+    ),
+    "callback": (lambda x: jax.pure_callback(np.sin, x, x), "hands to Python"),
+    "print": (lambda x: (jax.debug.print("{}", x), x)[1], "hands to Python"),
+    "sum over rows": (lambda x: lax.psum(x, "rows"), "Reduce over the row first"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_rows_cannot_do_together_is_refused(name):
+    fun, why = REFUSED[name]
+    run = jax.jit(bx.vmap(fun, axis_name="rows", layout="padded"))
+    with pytest.raises(UnsupportedError, match=why):
+        run(ragged(3))
+
+
+def test_what_has_the_same_shape_for_all_rows_goes_to_callbacks_and_collectives():
+    def share(x):
+        mine = jax.pure_callback(
+            np.sin, jax.ShapeDtypeStruct((3,), np.float32), x.sum(0), vmap_method="expand_dims"
+        )
+        return mine / lax.psum(jnp.asarray(x.shape[0]), "rows"), x / lax.pmax(
+            jnp.abs(x).max(), "rows"
+        )
+
+    x = ragged(3)
+    got = jax.jit(bx.vmap(share, axis_name="rows", layout="padded"))(x)
+    largest = max(np.abs(row).max() for row in x.rows())
+    for i, row in enumerate(x.rows()):
+        mean = np.sin(np.asarray(row).sum(0)) / sum(x.lengths)
+        np.testing.assert_allclose(got[0][i], mean, rtol=1e-5)
+        np.testing.assert_allclose(got[1][i], row / largest, rtol=1e-5)

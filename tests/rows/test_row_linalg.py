@@ -1,0 +1,118 @@
+"""Linear algebra of rows in padded arrays: what is exact beside an identity, and what is not."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import jax.scipy.linalg as jsl
+import numpy as np
+import pytest
+from jax import lax
+
+import batchax as bx
+from batchax.errors import UnsupportedError
+
+from support.rows import check_rows, ragged
+
+check = partial(check_rows, layout="padded", tolerance=dict(rtol=2e-3, atol=2e-4))
+FIXED = np.eye(3, dtype=np.float32) + 0.2
+
+
+def positive(x):
+    return 0.3 * x @ x.T + 2 * jnp.eye(x.shape[0])
+
+
+def general(x):
+    return x @ jnp.cos(x).T + 3 * jnp.eye(x.shape[0])
+
+
+SQUARE = {
+    "cholesky": lambda x: jnp.linalg.cholesky(positive(x)).sum(0),
+    "upper cholesky": lambda x: jsl.cholesky(positive(x)) @ x,
+    "cho_solve": lambda x: jsl.cho_solve(jsl.cho_factor(positive(x)), x),
+    "lu": lambda x: [factor.sum(0) for factor in jsl.lu(general(x))],
+    "pivots": lambda x: lax.linalg.lu(general(x))[1:],
+    "lu_solve": lambda x: jsl.lu_solve(jsl.lu_factor(general(x)), x),
+    "solve": lambda x: jnp.linalg.solve(general(x), x),
+    "solve a vector": lambda x: jnp.linalg.solve(general(x), x[:, 0]),
+    "inv": lambda x: jnp.linalg.inv(general(x)).sum(1),
+    "det": lambda x: jnp.linalg.det(general(x)),
+    "slogdet": lambda x: jnp.linalg.slogdet(general(x)),
+    "slogdet by qr": lambda x: jnp.linalg.slogdet(general(x), method="qr"),
+    "solve_triangular": lambda x: jsl.solve_triangular(general(x), x, lower=True),
+    "transposed, unit diagonal": lambda x: jsl.solve_triangular(
+        general(x), x, trans=1, unit_diagonal=True
+    ),
+    "from the right": lambda x: lax.linalg.triangular_solve(general(x), x.T, lower=True),
+    "ragged right-hand sides": lambda x: jsl.solve_triangular(FIXED, x.T, lower=True).sum(0),
+    "matrix_power": lambda x: jnp.linalg.matrix_power(general(x), 3) @ x,
+    "differentiated": lambda x: jax.grad(lambda x: jnp.linalg.slogdet(positive(x))[1])(x),
+    "of a Gaussian process": lambda x: jax.scipy.stats.multivariate_normal.logpdf(
+        x[:, 0], jnp.zeros(x.shape[0]), positive(x)
+    ),
+    "cg": lambda x: jax.scipy.sparse.linalg.cg(lambda v: positive(x) @ v, x[:, 0], maxiter=9)[0],
+    "custom_linear_solve": lambda x: lax.custom_linear_solve(
+        lambda v: positive(x) @ v,
+        x[:, 0],
+        lambda matvec, b: jnp.linalg.solve(positive(x), b),
+        symmetric=True,
+    ),
+    "tridiagonal_solve": lambda x: lax.linalg.tridiagonal_solve(x[:, 0], x[:, 1] + 3, x[:, 2], x),
+    "rectangular qr": lambda x: jnp.linalg.qr(jnp.concatenate([jnp.eye(3), x])),
+    "least squares": lambda x: jnp.linalg.solve(x.T @ x + jnp.eye(3), x.T @ x[:, 0]),
+    "fft of another axis": lambda x: jnp.abs(jnp.fft.rfft(x, axis=1)),
+}
+
+
+@pytest.mark.parametrize("name", SQUARE)
+def test_linear_algebra_of_a_row_is_exact(name):
+    check(SQUARE[name], ragged(3, lengths=(3, 1)))
+
+
+@pytest.mark.parametrize("name", ["cholesky", "solve", "slogdet", "inv", "det"])
+def test_a_matrix_without_rows_has_what_numpy_says(name):
+    check(SQUARE[name], ragged(3, lengths=(2, 0, 1)), derivatives=False)
+
+
+def test_expm_of_a_row():
+    check(lambda x: jsl.expm(0.1 * general(x)) @ x, ragged(3, lengths=(3, 1)), derivatives=False)
+
+
+MANY = {
+    "eigh": lambda x: jnp.linalg.eigh(x + x.mT)[0],
+    "singular values": lambda x: jnp.linalg.svd(x, compute_uv=False),
+    "qr": jnp.linalg.qr,
+    "solve": lambda x: jnp.linalg.solve(x, jnp.ones(3)),
+    "inv": jnp.linalg.inv,
+    "det": jnp.linalg.det,
+    "cholesky": lambda x: jnp.linalg.cholesky(x @ x.mT + jnp.eye(3)),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_a_row_of_matrices_has_linear_algebra_of_each(name):
+    check(MANY[name], ragged(3, 3, lengths=(2, 3)))
+
+
+def test_no_nan_from_padding_reaches_shared_weights():
+    def likelihood(x, w):
+        covariance = (x * w) @ x.T + 2 * jnp.eye(x.shape[0])
+        return jnp.linalg.solve(covariance, x @ w), jnp.log(jnp.linalg.det(covariance))
+
+    w = np.array([0.1, 0.2, 0.3], np.float32)
+    check(likelihood, ragged(3, lengths=(3, 1)), w, in_axes=(0, None))
+
+
+REFUSED = {
+    "eigh": lambda x: jnp.linalg.eigh(positive(x))[0],
+    "svd": lambda x: jnp.linalg.svd(x, full_matrices=False)[1],
+    "fft": lambda x: jnp.fft.fft(x, axis=0),
+    "lu of a matrix that is not square": lambda x: lax.linalg.lu(x)[0],
+    "full qr": lambda x: jnp.linalg.qr(x, mode="complete")[1],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_padding_makes_exact_is_refused(name):
+    with pytest.raises(UnsupportedError, match="for rows of different lengths at once"):
+        jax.jit(bx.vmap(REFUSED[name], layout="padded"))(ragged(3))

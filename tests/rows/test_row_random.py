@@ -1,0 +1,138 @@
+"""Random draws of rows in padded arrays: bit for bit what each row would get alone."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+from batchax.errors import UnsupportedError
+
+from support.rows import check_rows, ragged
+
+EXACT = dict(rtol=0, atol=0)
+check = partial(check_rows, layout="padded", tolerance=EXACT)
+KEYS = jax.random.split(jax.random.key(5), 4)
+
+
+def data_of(keys):
+    return jax.random.key_data(keys)
+
+
+SHAPES = {
+    "(n,)": lambda n: (n,),
+    "(n, 3)": lambda n: (n, 3),
+    "(3, n)": lambda n: (3, n),
+    "(n, n)": lambda n: (n, n),
+    "(2, n - 1, 2)": lambda n: (2, n - 1, 2),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+def test_bits_are_those_of_the_row_alone(shape, dtype):
+    def bits(key, x):
+        drawn = jax.random.bits(key, SHAPES[shape](x.shape[0]), dtype)
+        ragged_axis = 0 if shape.startswith("(n") else 1
+        drawn = jnp.moveaxis(drawn, ragged_axis, 0)
+        return drawn.sum(1) if shape == "(n, n)" else drawn
+
+    check(bits, KEYS, ragged(3), derivatives=False)
+
+
+@pytest.mark.parametrize("shape", ["(n,)", "(n, 3)", "(3, n)"])
+def test_keys_split_by_the_row_are_those_of_the_row_alone(shape):
+    def split(key, x):
+        keys = data_of(jax.random.split(key, SHAPES[shape](x.shape[0])))
+        return jnp.moveaxis(keys, 1, 0) if shape == "(3, n)" else keys
+
+    check(split, KEYS, ragged(3), derivatives=False)
+
+
+DRAWS = {
+    "normal": jax.random.normal,
+    "uniform": jax.random.uniform,
+    "bernoulli": lambda key, shape: jax.random.bernoulli(key, 0.3, shape),
+    "gumbel": jax.random.gumbel,
+    "exponential": jax.random.exponential,
+    "laplace": jax.random.laplace,
+    "rademacher": jax.random.rademacher,
+    "randint": lambda key, shape: jax.random.randint(key, shape, 0, 10),
+    "truncated_normal": lambda key, shape: jax.random.truncated_normal(key, -1.0, 1.0, shape),
+    "poisson": lambda key, shape: jax.random.poisson(key, 2.0, shape),
+    "categorical": lambda key, shape: jax.random.categorical(key, jnp.zeros(4), shape=shape),
+    "choice": lambda key, shape: jax.random.choice(key, 7, shape),
+    "choice by weight": lambda key, shape: jax.random.choice(
+        key, 3, shape, p=jnp.array([0.2, 0.3, 0.5])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_of_the_length_of_the_row_are_those_of_the_row_alone(name):
+    # Compiled for another shape, functions of the drawn bits may round otherwise.
+    near = dict(rtol=1e-6, atol=1e-6)
+    run = lambda key, x: DRAWS[name](key, (x.shape[0],))
+    check(run, KEYS, ragged(3), derivatives=False, tolerance=near)
+
+
+OF_ROWS = {
+    "categorical of logits": lambda key, x: jax.random.categorical(key, x[:, 0]),
+    "categorical of each": lambda key, x: jax.random.categorical(key, x),
+    "an element": lambda key, x: jax.random.choice(key, x),
+    "elements": lambda key, x: jax.random.choice(key, x, (2,)),
+    "a key for each element": lambda key, x: jax.vmap(
+        lambda i: jax.random.bits(jax.random.fold_in(key, i), (2,))
+    )(jnp.arange(x.shape[0])),
+    "split keys": lambda key, x: jax.vmap(lambda key: jax.random.bits(key, (2,)))(
+        jax.random.split(key, x.shape[0])
+    ),
+    "raw keys": lambda key, x: jax.random.split(data_of(key), x.shape[0]),
+    "wrapped again": lambda key, x: data_of(
+        jax.random.clone(jax.random.wrap_key_data(data_of(jax.random.split(key, x.shape[0]))))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_draws_by_elements_of_the_row_are_those_of_the_row_alone(name):
+    check(OF_ROWS[name], KEYS, ragged(3), derivatives=False)
+
+
+def test_keys_that_are_ragged_themselves():
+    lengths = np.array([3, 1, 2], np.int32)
+    keys = bx.Ragged(jax.random.split(jax.random.key(1), 6), lengths, 4)
+    got = bx.vmap(lambda keys: jax.vmap(jax.random.bits)(keys), layout="padded")(keys)
+    for i in range(3):
+        np.testing.assert_array_equal(got[i], jax.vmap(jax.random.bits)(keys[i]))
+
+
+def test_noise_and_dropout_have_the_derivatives_of_the_row_alone():
+    def noisy(key, x):
+        kept = jax.random.bernoulli(key, 0.5, x.shape)
+        return x * jax.random.normal(key, x.shape), jnp.where(kept, jnp.log(jnp.abs(x)), 0).sum()
+
+    near = dict(rtol=1e-5, atol=1e-5)
+    check(noisy, KEYS, ragged(3, lengths=(3, 0, 2, 3)), tolerance=near)
+
+
+def test_the_parameters_of_gamma_may_be_ragged():
+    near = dict(rtol=1e-4, atol=1e-5)
+    run = lambda key, x: jax.random.gamma(key, jnp.exp(x))
+    check(run, KEYS[:2], ragged(lengths=(2, 3)), tolerance=near, modes=("vjp",))
+
+
+def test_keys_whose_draws_depend_on_how_much_is_drawn_are_refused():
+    keys = jax.random.split(jax.random.key(5, impl="rbg"), 4)
+    run = jax.jit(bx.vmap(lambda key, x: jax.random.normal(key, x.shape), layout="padded"))
+    with pytest.raises(UnsupportedError, match="implementation rbg"):
+        run(keys, ragged(3))
+
+
+def test_draws_that_are_not_partitionable_are_refused():
+    run = jax.jit(bx.vmap(lambda key, x: jax.random.normal(key, x.shape), layout="padded"))
+    refused = pytest.raises(UnsupportedError, match="jax_threefry_partitionable")
+    with jax.threefry_partitionable(False), refused:
+        run(KEYS, ragged(3))
