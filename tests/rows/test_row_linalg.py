@@ -66,7 +66,12 @@ SQUARE = {
 
 @pytest.mark.parametrize("name", SQUARE)
 def test_linear_algebra_of_a_row_is_exact(name):
-    check(SQUARE[name], ragged(3, lengths=(3, 1)))
+    check(SQUARE[name], ragged(3, lengths=(3, 1)), modes=("vjp",))
+
+
+@pytest.mark.parametrize("name", ["cholesky", "lu", "solve", "det", "rectangular qr"])
+def test_linear_algebra_of_a_row_has_its_derivative_in_forward_mode(name):
+    check(SQUARE[name], ragged(3, lengths=(3, 1)), modes=("jvp",))
 
 
 @pytest.mark.parametrize("name", ["cholesky", "solve", "slogdet", "inv", "det"])
@@ -91,7 +96,7 @@ MANY = {
 
 @pytest.mark.parametrize("name", MANY)
 def test_a_row_of_matrices_has_linear_algebra_of_each(name):
-    check(MANY[name], ragged(3, 3, lengths=(2, 3)))
+    check(MANY[name], ragged(3, 3, lengths=(2, 3)), modes=("vjp",))
 
 
 def test_no_nan_from_padding_reaches_shared_weights():
