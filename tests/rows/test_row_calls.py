@@ -117,6 +117,24 @@ def _reverse(kept, cts):
 
 with_symbolic_zeros.defvjp(_forward, _reverse, symbolic_zeros=True)
 
+
+@jax.custom_jvp
+def running(x):
+    return jax.lax.scan(lambda c, r: (c * 0.5 + jnp.log(jnp.abs(r)), c), jnp.zeros(3), x)
+
+
+@running.defjvp
+def _(primals, tangents):
+    def step(carry, row):
+        value, dot = carry
+        x, t = row
+        new = value * 0.5 + jnp.log(jnp.abs(x)), dot * 0.5 + 3 * t / x
+        return new, carry
+
+    outs, parts = jax.lax.scan(step, (jnp.zeros(3), jnp.zeros(3)), (primals[0], tangents[0]))
+    return (outs[0], parts[0]), (outs[1], parts[1])
+
+
 BOTH = {
     "checkpoint": lambda x: jax.checkpoint(lambda x: jnp.sin(x).mean(0) * x)(x),
     "checkpoint with a policy": jax.checkpoint(
@@ -140,6 +158,11 @@ BOTH = {
     "jvp rule, first zero": lambda x: product(jnp.ones((x.shape[0], 3)), x),
     "jvp rule, second zero": lambda x: product(x, jnp.full((x.shape[0], 3), 0.5)),
     "vjp rule, differentiated": lambda x: jax.lax.stop_gradient(of_gradient(total_of_gradient)(x)),
+    "jvp rule with a loop over the row": running,
+    "jvp rule with a loop, in a checkpoint": jax.checkpoint(lambda x: running(jnp.exp(x))),
+    "a loop in a checkpoint": jax.checkpoint(
+        lambda x: jax.lax.scan(lambda c, r: (c / r, jnp.sqrt(jnp.abs(r))), jnp.ones(3), x)
+    ),
     "sequential_vmap": bx.sequential_vmap(lambda x: jnp.sin(x) * x.sum()),
     "linear_call": lambda x: linear_call(
         lambda r, x: x * r, lambda r, ct: 2 * ct * r, jnp.ones(3) * 3, x

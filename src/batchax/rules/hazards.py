@@ -38,11 +38,26 @@ _TOTAL = frozenset(
     """.split()
 )
 
+# Those that, of numbers that are not enormous, make numbers that are not: what they return,
+# and their derivatives, are bounded, or sums of products of operands. A gather is not one,
+# as it makes a NaN of an index out of bounds.
+_MODERATE = frozenset(
+    """
+    add add_any argmax argmin atan broadcast_in_dim clamp concatenate convert_element_type copy
+    copy_p cos dim_as_value dot_general dynamic_slice dynamic_update_slice eq erf expand_dims ge
+    gt iota is_finite le logistic lt max min mul ne neg not pad reduce_max reduce_min reduce_sum
+    reshape rev select_n sign sin slice split squeeze stack stop_gradient sub tanh tile transpose
+    unstack
+    """.split()
+)
+
 # Linear where one operand is a number written in the program: which operand may vary.
 _LINEAR_IN = {"mul": (0, 1), "div": (0,)}
 
 # Programs inside these are looked at by themselves.
 _TRANSPARENT = frozenset("jit pjit closed_call core_call cond eval_jaxpr checkpoint scan".split())
+
+_CALLS = frozenset("jit pjit closed_call core_call eval_jaxpr checkpoint".split())
 
 _LOOPS = frozenset({"scan", "while"})
 _CALLBACKS = frozenset({"pure_callback", "io_callback"})
@@ -59,6 +74,8 @@ class Hazards:
     Attributes:
       nonlinear: a derivative depends on values: NaN or inf may reach gradients.
       partial: an operation without a value for some operands, such as a logarithm.
+      immoderate: an operation that may make infinity, or a NaN, of numbers that are not
+        enormous.
       endless: a loop that ends on values, or a callback: it must not see operands
         of lanes that do not run it.
       costly: a loop or a callback: worth skipping when no lane runs it.
@@ -71,6 +88,7 @@ class Hazards:
 
     nonlinear: bool
     partial: bool
+    immoderate: bool
     endless: bool
     costly: bool
     collective: bool
@@ -88,6 +106,7 @@ def hazards(jaxpr: Any) -> Hazards:
         _known[jaxpr] = Hazards(
             nonlinear=not all(map(_is_linear, eqns)),
             partial=not all(map(_is_total, eqns)),
+            immoderate=not names <= _MODERATE | _CALLS,
             endless="while" in names or not names.isdisjoint(_CALLBACKS | _BY_RULE),
             costly=not names.isdisjoint(_LOOPS | _CALLBACKS | _BY_RULE),
             collective=any(map(_is_collective, eqns)),

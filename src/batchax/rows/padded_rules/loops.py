@@ -3,7 +3,8 @@
 A step that a row does not take must leave everything as it is, in both directions. What it
 computes is dropped; but were it not a number, or infinite, it would reach the gradient of what
 all rows share (zero times infinity). So in these steps a row takes its first step once more,
-which it took anyway, and a row that has none takes that of another.
+which it took anyway, and a row that has none takes that of another. Where zeros do no harm
+either, as in most recurrences, they need no filling in.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jax.extend.core import Literal
 from batchax import _compat
 from batchax.rows.padded import Operation, Row, padded_rule
 from batchax.rows.padded_rules.inside import arrays, run_inside, typed_rows
-from batchax.rows.sizes import Sizes
+from batchax.rows.sizes import Sizes, has_symbols
 from batchax.rules.hazards import hazards
 from batchax.rules.masking import is_inexact, safe_lanes
 
@@ -68,13 +69,14 @@ def loop(
     first = arrays(carry, carry_avals)
     parts = [jnp.asarray(x.value) for x in xs]
     steps, sizes, size = op.sizes.bound(length), op.sizes, None
-    again: _Again | None = None
+    again: _Harmless | None = None
     if not op.sizes.is_exact(length):
         _check(op, body, length)
         size = op.sizes.size(length)
         danger = hazards(body.jaxpr)
         if steps and (danger.nonlinear or danger.endless):
-            again = _Again.of(size, op.sizes, consts, first, parts, reverse)
+            operands = op, size, consts, first, xs
+            again = _zeros(*operands) if _is_moderate(body) else _first_again(*operands, reverse)
             sizes, consts, parts = again.sizes, again.consts, again.parts
 
     def step(carry: list[Any], given: Any) -> tuple[list[Any], list[Any]]:
@@ -104,56 +106,77 @@ def _keep(live: Any, new: Any, old: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Again:
-    """Operands of the steps of a row, where those it does not take are its first again."""
+class _Harmless:
+    """Operands of steps, such that those a row does not take do no harm.
+
+    Attributes:
+      sizes: the sizes of the row whose step it is.
+      consts: what is the same in each step.
+      carry: the carry of steps not taken.
+      parts: what has a part for each step.
+    """
 
     sizes: Sizes
-    consts: list[Row]
+    consts: Sequence[Row]
     carry: list[Any]
     parts: list[Any]
 
-    @classmethod
-    def of(
-        cls,
-        size: Any,
-        sizes: Sizes,
-        consts: Sequence[Row],
-        carry: Sequence[Any],
-        parts: Sequence[Any],
-        reverse: bool,
-    ) -> _Again:
-        """For a row of `size` steps."""
-        some = lax.gt(jnp.asarray(size), 0)
-        start = lax.max(jnp.asarray(size) - 1, 0) if reverse else 0
-        never = np.zeros((), bool)
 
-        def of_a_row_with_steps(x: Any) -> Any:
-            return safe_lanes(some, x, 0)
+def _first_again(
+    op: Operation,
+    size: Any,
+    consts: Sequence[Row],
+    carry: Sequence[Any],
+    xs: Sequence[Row],
+    reverse: bool,
+) -> _Harmless:
+    """Steps not taken are the first one again, and that of another row where there is none."""
+    some = lax.gt(jnp.asarray(size), 0)
+    start = lax.max(jnp.asarray(size) - 1, 0) if reverse else 0
 
-        def first_part(x: Any) -> Any:
-            x = safe_lanes(never, x, 0, "keep") if is_inexact(x) else x
-            return lax.dynamic_index_in_dim(x, start, 0, False) if reverse else x[0]
+    def of_a_row_with_steps(x: Any) -> Any:
+        return safe_lanes(some, x, 0)
 
-        def without_derivative(x: Any) -> Any:
-            x = safe_lanes(never, x, 0, "keep") if is_inexact(x) else x
-            return of_a_row_with_steps(x)
+    def filled(x: Any) -> Any:
+        constant = _without_derivative(x)
+        first = lax.dynamic_index_in_dim(constant, start, 0, False) if reverse else constant[0]
+        taken = lax.lt(jnp.arange(x.shape[0]), jnp.asarray(size))
+        mask = lax.broadcast_in_dim(taken, x.shape, (0,))
+        other = of_a_row_with_steps(first)
+        return lax.select(mask, x, lax.broadcast_in_dim(other, x.shape, tuple(range(1, x.ndim))))
 
-        def filled(x: Any) -> Any:
-            taken = lax.lt(jnp.arange(x.shape[0]), jnp.asarray(size))
-            mask = lax.broadcast_in_dim(taken, x.shape, (0,))
-            other = of_a_row_with_steps(first_part(x))
-            other = lax.broadcast_in_dim(other, x.shape, tuple(range(1, x.ndim)))
-            return lax.select(mask, x, other)
+    values = {k: of_a_row_with_steps(jnp.asarray(v)) for k, v in op.sizes.values.items()}
+    safe = [
+        row if row.known else replace(row, value=of_a_row_with_steps(row.value)) for row in consts
+    ]
+    first = [of_a_row_with_steps(_without_derivative(x)) for x in carry]
+    return _Harmless(
+        op.sizes.inside(values), safe, first, [filled(jnp.asarray(x.value)) for x in xs]
+    )
 
-        return cls(
-            sizes.inside({k: of_a_row_with_steps(jnp.asarray(v)) for k, v in sizes.values.items()}),
-            [
-                row if row.known else replace(row, value=of_a_row_with_steps(row.value))
-                for row in consts
-            ],
-            list(map(without_derivative, carry)),
-            list(map(filled, parts)),
-        )
+
+def _zeros(
+    op: Operation, size: Any, consts: Sequence[Row], carry: Sequence[Any], xs: Sequence[Row]
+) -> _Harmless:
+    """Steps not taken are of zeros, which padding often holds already, and the first carry."""
+    parts = [op.filled(x, 0, (0,)) if is_inexact(x.value) else x.value for x in xs]
+    first = list(map(_without_derivative, carry))
+    return _Harmless(op.sizes, consts, first, list(map(jnp.asarray, parts)))
+
+
+def _is_moderate(body: Any) -> bool:
+    """Whether a step of zeros does no harm: it cannot make infinity or a NaN.
+
+    Not where something is ragged within a step: an empty row has no element to take.
+    """
+    ranges = [jnp.finfo(a.dtype).maxexp for a in body.in_avals if is_inexact(a)]
+    danger = hazards(body.jaxpr)
+    ragged = any(has_symbols(a.shape) for a in body.in_avals)
+    return not (danger.immoderate or danger.endless or ragged) and min(ranges, default=128) >= 128
+
+
+def _without_derivative(x: Any) -> Any:
+    return safe_lanes(np.zeros((), bool), x, 0, "keep") if is_inexact(x) else x
 
 
 def _check(op: Operation, body: Any, length: Any) -> None:
