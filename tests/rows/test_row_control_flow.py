@@ -126,7 +126,7 @@ def test_what_overflows_in_a_step_not_taken_does_not_reach_the_gradient():
 def test_a_recurrence_in_half_precision_does_not_overflow_where_padding_is_zero():
     # (c + x) ** 2 is small in each step that is taken; of the carry alone it is infinite.
     def squares(x, w):
-        return lax.scan(lambda c, r: (c, ((c + r) * w) * (c + r)), np.float16(300), x)[1]
+        return lax.scan(lambda c, r: (c, ((c + r) * (c + r)) * w), np.float16(300), x)[1]
 
     x = bx.Ragged.from_rows([np.full(n, -299, np.float16) for n in (1, 3)])
     total = lambda w: bx.vmap(squares, in_axes=(0, None), layout="padded")(x, w).data.sum()
