@@ -72,7 +72,7 @@ TABLE = 5000
 
 def lengths(count: int, seed: int = 0) -> np.ndarray:
     """Lognormal lengths, whose longest is about four times their mean."""
-    drawn = np.random.default_rng(seed).lognormal(3.6, 0.62, count)
+    drawn = np.random.default_rng(seed).lognormal(3.5, 0.72, count)
     return np.maximum(1, drawn).astype(np.int32)
 
 

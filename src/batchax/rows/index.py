@@ -7,6 +7,7 @@ to JAX: left to itself it would transpose a gather to a scatter, a hundred times
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,22 +51,30 @@ class RowIndex:
 
     def row_of(self, capacity: int) -> Any:
         """The row of each element of the packed array; B for those that belong to none."""
-        ends = self.starts + self.lengths
-        if not isinstance(ends, (jax.Array, Tracer)):
-            rows = np.repeat(np.arange(len(ends), dtype=np.int32), self.lengths)
-            return np.pad(rows, (0, capacity - len(rows)), constant_values=len(ends))
-        # A row ends at each of `ends`: as many as have ended is the number of the row.
-        marks = jnp.zeros(capacity, jnp.int32).at[ends].add(1, mode="drop")
-        return jnp.cumsum(marks)
+        return self._of_ended_rows(np.int32(1), capacity)
 
     def place_of(self, capacity: int) -> Any:
         """The place within its row of each element of the packed array."""
-        rows = self.row_of(capacity)
-        numpy = np if isinstance(rows, np.ndarray) else jnp
-        if not len(self.starts):
-            return numpy.zeros(capacity, np.int32)
-        at = numpy.minimum(rows, len(self.starts) - 1)
-        return numpy.arange(capacity, dtype=np.int32) - numpy.asarray(self.starts)[at]
+        return np.arange(capacity, dtype=np.int32) - self._of_ended_rows(self.lengths, capacity)
+
+    def place_in_padded(self, capacity: int) -> Any:
+        """The place of each element in padded rows that follow one another."""
+        gaps = self._of_ended_rows(self.bound - self.lengths, capacity)
+        return np.arange(capacity, dtype=np.int32) + gaps
+
+    def belongs(self, capacity: int) -> Any:
+        """Which elements of the packed array belong to a row."""
+        return np.arange(capacity) < self.lengths.sum()
+
+    def _of_ended_rows(self, amounts: Any, capacity: int) -> Any:
+        """For each element of the packed array, the sum of `amounts` of the rows before its own."""
+        ends = self.starts + self.lengths
+        if isinstance(ends, (jax.Array, Tracer)):
+            marks = jnp.zeros(capacity, jnp.int32).at[ends].add(amounts, mode="drop")
+            return _running_sum(marks)
+        marks = np.zeros(capacity + 1, np.int32)
+        np.add.at(marks, ends, amounts)
+        return np.cumsum(marks[:capacity], dtype=np.int32)
 
     def mask(self) -> Any:
         """Which elements of padded rows belong to the row: shape (B, bound)."""
@@ -112,13 +121,29 @@ def _linear_gather(
     return linear_with_transpose(*ways, residuals, [x])[0]
 
 
+def _running_sum(x: Any) -> Any:
+    """As ``jnp.cumsum`` of a vector, which on a CPU goes over it once for each bit of its size."""
+
+    def by_blocks(x: Any) -> Any:
+        count = math.isqrt(x.size - 1) + 1
+        blocks = jnp.pad(x, (0, count * count - x.size)).reshape(count, count)
+        step = lambda total, each: (total + each, total + each)
+        totals, within = lax.scan(step, jnp.zeros(count, x.dtype), blocks.T)
+        before = lax.scan(lambda total, own: (total + own, total), jnp.zeros((), x.dtype), totals)
+        return (within.T + before[1][:, None]).reshape(-1)[: x.size]
+
+    return lax.platform_dependent(x, cpu=by_blocks, default=jnp.cumsum) if x.size else x
+
+
 def _pad(index: RowIndex, data: Any, axis: int, capacity: int) -> Any:
     rows, bound = index.starts.shape[0], index.bound
     if rows == 0 or bound == 0 or capacity == 0:
         return jnp.zeros((rows, *data.shape[:axis], bound, *data.shape[axis + 1 :]), data.dtype)
-    places = jnp.arange(bound, dtype=jnp.int32)
-    at = jnp.clip(jnp.asarray(index.starts)[:, None] + places, 0, capacity - 1)
-    taken = jnp.moveaxis(_take(data, at, axis), axis, 0) if axis else _take(data, at, 0)
+    # Room behind the last row: a window that reached beyond the end would begin earlier.
+    room = jnp.zeros((*data.shape[:axis], bound, *data.shape[axis + 1 :]), data.dtype)
+    data = jnp.concatenate([data, room], axis)
+    window = lambda start: lax.dynamic_slice_in_dim(data, start, bound, axis)
+    taken = jax.vmap(window)(jnp.asarray(index.starts))
     return _zero_unless(taken, index.mask(), (0, axis + 1))
 
 
@@ -127,18 +152,11 @@ def _pack(index: RowIndex, padded: Any, axis: int, capacity: int) -> Any:
     shape = (*padded.shape[1 : axis + 1], capacity, *padded.shape[axis + 2 :])
     if rows == 0 or bound == 0 or capacity == 0:
         return jnp.zeros(shape, padded.dtype)
-    row, place = index.row_of(capacity), index.place_of(capacity)
-    belongs = jnp.asarray(row < rows)
-    row, place = jnp.minimum(jnp.asarray(row), rows - 1), jnp.clip(jnp.asarray(place), 0, bound - 1)
     together = jnp.moveaxis(padded, axis + 1, 1)
     flat = together.reshape(rows * bound, *together.shape[2:])
-    packed = jnp.moveaxis(_take(flat, row * bound + place, 0), 0, axis)
-    return packed if index.exact else _zero_unless(packed, belongs, (axis,))
-
-
-def _take(x: Any, at: Any, axis: int) -> Any:
-    """As ``jnp.take`` for indices that are known to be in bounds."""
-    return jnp.take(x, at, axis=axis, mode="clip")
+    packed = jnp.take(flat, index.place_in_padded(capacity), axis=0, mode="clip")
+    packed = jnp.moveaxis(packed, 0, axis)
+    return packed if index.exact else _zero_unless(packed, index.belongs(capacity), (axis,))
 
 
 def _zero_unless(x: Any, belongs: Any, dims: tuple[int, ...]) -> Any:

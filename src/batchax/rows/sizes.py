@@ -123,8 +123,9 @@ class Sizes:
         """Parameters of an equation with each size replaced by its bound."""
         if isinstance(params, dict):
             return {k: self.filled_in(v) for k, v in params.items()}
-        if isinstance(params, (tuple, list)) and type(params) in (tuple, list):
-            return type(params)(self.filled_in(v) for v in params)
+        if isinstance(params, (tuple, list)):
+            plain = type(params) in (tuple, list)
+            return type(params)(self.filled_in(v) for v in params) if plain else params
         return self.bound(params) if is_symbolic(params) else params
 
 
