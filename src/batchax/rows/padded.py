@@ -120,14 +120,28 @@ class Operation:
 
     def refuse(self, why: str) -> CannotPad:
         """The error for an operation that padding would make inexact."""
-        return CannotPad(
-            f"the operation `{self.eqn.primitive}` at {_compat.user_line(self.eqn.source_info)} "
-            f"cannot be computed for rows of different lengths at once: {why}"
-        )
+        return CannotPad(str(self.eqn.primitive), why).within(self.eqn)
 
 
 class CannotPad(UnsupportedError):
     """A program of which no padded form is exact; rows of one length can still run together."""
+
+    def __init__(self, operation: str, why: str) -> None:
+        super().__init__(operation, why)
+        self._line = ""
+
+    def within(self, eqn: Any) -> CannotPad:
+        """This error, of something inside an equation. What JAX has cached knows no line."""
+        self._line = self._line or _compat.user_line(eqn.source_info)
+        return self
+
+    def __str__(self) -> str:
+        operation, why = self.args
+        where = f" at {self._line}" if self._line else ""
+        return (
+            f"the operation `{operation}`{where} cannot be computed for rows of different lengths "
+            f"at once: {why}"
+        )
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -16,7 +16,7 @@ from batchax.rows.index import pack_rows, pad_rows
 from batchax.rows.layouts import Layout, other_layout
 from batchax.rows.packed import Packed, PackedRows, run_packed
 from batchax.rows.packing import is_packable, ragged_axis
-from batchax.rows.padded import Row, run_equation
+from batchax.rows.padded import CannotPad, Row, run_equation
 from batchax.rows.sizes import Sizes, has_symbols
 from batchax.rows.steps import Constant, Step, Steps
 
@@ -168,7 +168,7 @@ def _run_padded(values: _Values, region: Region, wanted: set[int], program: Step
                 Row(v.value, v.shape) if isinstance(v, Constant) else env[v] for v in step.inputs
             ]
             with _compat.user_source(step.eqn.source_info, outer_names), step.eqn.ctx.manager:
-                outs = run_equation(sizes, step.eqn, operands)
+                outs = _run_step(sizes, step, operands)
             env.update(zip(step.outputs, outs, strict=True))
         return [env[v].value for v in results]
 
@@ -181,6 +181,15 @@ def _run_padded(values: _Values, region: Region, wanted: set[int], program: Step
             x, axis = _rows_in_front(values.rows.axis, x, axis), 0
             values.left_padded.add(v)
         values.put(v, Packed(x, shape, axis), "padded")
+
+
+def _run_step(sizes: Sizes, step: Step, operands: Sequence[Row]) -> list[Row]:
+    try:
+        return run_equation(sizes, step.eqn, operands)
+    except CannotPad as error:
+        for caller in step.callers:
+            error.within(caller)
+        raise
 
 
 def _rows_in_front(axis: Axis, x: Any, position: AxisPosition) -> Any:

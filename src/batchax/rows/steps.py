@@ -31,11 +31,13 @@ class Step:
       eqn: the equation.
       inputs: for each operand the number of its value, or a `Constant`.
       outputs: the numbers of its results.
+      callers: the equations of the calls that it is in, innermost first.
     """
 
     eqn: Any
     inputs: tuple[int | Constant, ...]
     outputs: tuple[int, ...]
+    callers: tuple[Any, ...] = ()
 
     @property
     def used(self) -> tuple[int, ...]:
@@ -70,7 +72,9 @@ def flatten(program: _compat.ClosedJaxpr) -> Steps:
         shapes[len(shapes)] = tuple(shape)
         return len(shapes) - 1
 
-    def walk(body: Any, arguments: Sequence[int | Constant]) -> list[int | Constant]:
+    def walk(
+        body: Any, arguments: Sequence[int | Constant], callers: tuple[Any, ...] = ()
+    ) -> list[int | Constant]:
         env: dict[Any, int | Constant] = dict(zip(body.jaxpr.invars, arguments, strict=True))
         for v, x in zip(body.jaxpr.constvars, body.consts, strict=True):
             env[v] = number(v.aval.shape)
@@ -83,11 +87,12 @@ def flatten(program: _compat.ClosedJaxpr) -> Steps:
             inputs = tuple(map(read, eqn.invars))
             if eqn.primitive.name in CALLS:
                 inner = _compat.close(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"])
-                env.update(zip(eqn.outvars, walk(inner, inputs), strict=True))
+                outs = walk(inner, inputs, (eqn, *callers))
+                env.update(zip(eqn.outvars, outs, strict=True))
                 continue
             outputs = tuple(number(v.aval.shape) for v in eqn.outvars)
             env.update(zip(eqn.outvars, outputs, strict=True))
-            steps.append(Step(eqn, inputs, outputs))
+            steps.append(Step(eqn, inputs, outputs, callers))
         return [read(v) for v in body.jaxpr.outvars]
 
     outputs = walk(program, [number(v.aval.shape) for v in program.jaxpr.invars])

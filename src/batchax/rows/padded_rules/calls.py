@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from batchax import _compat
-from batchax.rows.padded import Operation, Row, padded_rule, run_padded
+from batchax.rows.padded import CannotPad, Operation, Row, padded_rule, run_padded
 from batchax.rows.padded_rules.inside import Moving, arrays, as_function, run_inside, staged
 from batchax.rules.calls import BODIES
 from batchax.user_rules.call import per_example
@@ -17,7 +17,10 @@ from batchax.user_rules.linear import linear_with_transpose
 @padded_rule("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "composite")
 def _call(op: Operation, *rows: Row, **params: Any) -> Any:
     body = _compat.close(params.get("jaxpr") or params["call_jaxpr"])
-    return run_padded(op.sizes, body.jaxpr, body.consts, rows)
+    try:
+        return run_padded(op.sizes, body.jaxpr, body.consts, rows)
+    except CannotPad as error:
+        raise error.within(op.eqn) from None
 
 
 @padded_rule("checkpoint", "remat2", "compute_on", "program_order", "xla_metadata_call")
