@@ -19,7 +19,7 @@ from batchax.engine.outputs import FlatOutputs, OutputArray, check_unbatched, pl
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.rows.arguments import RowSize, capacity_of, find_sizes, row_aval, with_room
 from batchax.rows.buckets import Buckets
-from batchax.rows.by_length import run_by_length
+from batchax.rows.by_length import RunDense, run_by_length
 from batchax.rows.in_buckets import check_buckets, run_in_buckets
 from batchax.rows.index import pad_rows
 from batchax.rows.layouts import Costs, choose_layouts
@@ -30,8 +30,6 @@ from batchax.rows.ragged import Ragged, known_lengths
 from batchax.rows.regions import Region, find_regions, run_regions
 from batchax.rows.sizes import Sizes, has_symbols
 from batchax.rows.steps import Steps, flatten
-
-RunDense = Callable[[Axis, Callable[..., Any], list[Mapped], list[FlatOutputs]], list[Any]]
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from batchax import _compat
@@ -30,9 +28,8 @@ def arrays(rows: Sequence[Row], avals: Sequence[Any]) -> list[Any]:
 
 
 def _array(x: Any, dtype: Any) -> Any:
-    if dtype == jax.dtypes.float0 or not jnp.issubdtype(dtype, np.generic):  # random keys
-        return x
-    return lax.convert_element_type(x, dtype)
+    same = dtype == jax.dtypes.float0 or getattr(x, "dtype", None) == dtype
+    return x if same else lax.convert_element_type(x, dtype)
 
 
 def typed_rows(values: Sequence[Any], avals: Sequence[Any]) -> list[Row]:

@@ -43,13 +43,10 @@ def moved(x: Any, axis: int, source: Any, target: Any) -> Any:
 
 
 def _pick(x: Any, axis: int, places: Any) -> Any:
-    is_key = not jnp.issubdtype(x.dtype, np.generic)
     shape = (*x.shape[:axis], places.shape[0], *x.shape[axis + 1 :])
-    if x.shape[axis] == 0 and not is_key:
+    if x.shape[axis] == 0:
         return jnp.zeros(shape, x.dtype)
     taken = jnp.take(x, places, axis, mode="clip")
-    if is_key:  # has no zero
-        return taken
     return lax.select(_along(places >= 0, shape, axis), taken, lax.full_like(taken, 0))
 
 
@@ -99,8 +96,6 @@ def pad_end(x: Any, axis: int, count: int) -> Any:
     """`x` with `count` more elements along `axis`, which hold anything."""
     if count <= 0:
         return x
-    if not jnp.issubdtype(x.dtype, np.generic):  # random keys have no zero
-        return _pick(x, axis, np.arange(x.shape[axis] + count))
     config = [(0, 0, 0)] * x.ndim
     config[axis] = (0, count, 0)
     return lax.pad(x, jnp.zeros((), x.dtype), config)

@@ -1,0 +1,43 @@
+"""The benchmarks of rows compare programs that compute the same, and say so."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+from benchmarks import __main__ as command
+from benchmarks.rows import measure, report
+from benchmarks.rows.workloads import WORKLOADS, data
+
+from support.oracle import same
+
+COUNT = 5
+TOLERANCE = dict(rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
+def test_all_ways_compute_the_same(workload):
+    rows, weights = data(workload, COUNT)
+    got = jax.jit(measure.ours(workload))(rows, weights)
+    if isinstance(got, bx.Ragged):
+        mask = np.asarray(rows.mask)
+        by_hand = np.asarray(jax.jit(workload.padded)(rows, weights))
+        same(got.data, jnp.asarray(by_hand[mask]), tolerance=TOLERANCE)
+        return
+    for way in filter(None, (workload.padded, workload.packed)):
+        same(got, jax.jit(way)(rows, weights), tolerance=TOLERANCE)
+
+
+def test_the_command_measures_and_reports(tmp_path, capsys):
+    results = command.main(["rows", "--quick", "--only", "bag", "--out", str(tmp_path)])
+    ways = [measure.PADDED, measure.PACKED, measure.LOOP]
+    assert [r.way for r in results] == 2 * ways
+    page = (tmp_path / "benchmarks_rows.md").read_text()
+    printed = capsys.readouterr().out
+    for r in results:
+        assert 0 < r.run.low <= r.run.value <= r.run.high
+        assert f"| {r.name} | {r.way} |" in page
+        assert r.name in printed
+    assert report.summary(results) in page
+    assert (tmp_path / "benchmarks_rows.png").stat().st_size > 1000
