@@ -65,7 +65,8 @@ def vmap(
         argument; a dict by parameter name, which also reaches keyword arguments
         (those not named: 0); or, in place of an int, a callable
         ``leaf -> int | None`` that is asked for each leaf below. Negative axes
-        count from the end of the batched array. Keyword arguments: 0.
+        count from the end of the batched array. Keyword arguments: 0. A `Ragged` is mapped over
+        its rows by 0, or by ``batchax.ragged("n")``, which names the size of a row.
       out_axes: where the batch axis of each output goes: an int, None for an
         output that does not depend on the batch, ``batchax.AUTO``,
         ``batchax.Reduce("mean")``, or a tree of those that is a prefix of the
@@ -95,7 +96,8 @@ def vmap(
         known.
 
     Returns:
-      A function of the same parameters as `fun`, over batches.
+      A function of the same parameters as `fun`, over batches. Outputs whose size depends on the
+      length of a row are `Ragged`.
 
     Raises:
       AxisError: (a ValueError) sizes that disagree, an axis out of range, a
@@ -146,6 +148,11 @@ def vmap(
         run = functools.partial(_run, chunking=chunking)
         if any(isinstance(m.value, Ragged) for m in flat.mapped):
             outs = run_rows(axis, one_example, flat.mapped, outputs, run, rows)
+        elif buckets is not None:
+            raise ArgumentTypeError(
+                "buckets was given, which is for rows of different lengths, but no mapped argument "
+                "is a batchax.Ragged."
+            )
         else:
             outs = run(axis, one_example, flat.mapped, outputs)
         return outputs[0].rebuild(outs)

@@ -304,6 +304,11 @@ MISTAKES = {
         bx.ArgumentTypeError,
         "buckets must be",
     ),
+    "the option without rows": (
+        lambda: bx.vmap(jnp.sum, buckets=2)(jnp.ones((2, 2))),
+        bx.ArgumentTypeError,
+        "no mapped argument is a batchax.Ragged",
+    ),
     "the option zero": (lambda: bx.vmap(jnp.sum, buckets=0), bx.AxisError, "positive int, got 0"),
     "a call with traced lengths": (
         lambda: jax.jit(bx.vmap(lambda x: x.sum(), buckets=2))(X),

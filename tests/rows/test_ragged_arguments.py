@@ -85,6 +85,19 @@ def test_arguments_of_separate_sizes():
     check_rows(lambda x, y: jax.nn.softmax(x @ y.T) @ y, X, y)
 
 
+def test_callbacks_are_called_in_order():
+    seen = []
+
+    def f(x):
+        jax.debug.callback(lambda s: seen.append(("sum", s)), x.sum(), ordered=True)
+        jax.debug.callback(lambda s: seen.append(("best", s)), attend(x).max(), ordered=True)
+        return x @ WEIGHTS
+
+    jax.block_until_ready(jax.jit(bx.vmap(f, batch_size=1))(X).data)
+    jax.effects_barrier()
+    assert [name for name, _ in seen] == ["sum", "best"] * 4
+
+
 def test_vmaps_around_and_inside():
     outer = lambda vmap: vmap(lambda d: bx.vmap(lambda x: jnp.tanh(x).sum(0))(X.with_data(d)))
     data = jnp.stack([X.data, 2 * X.data])

@@ -224,6 +224,8 @@ def _find_regions(call: Call, options: RowOptions) -> tuple[Steps, list[Region]]
     """The program in regions of one layout each; None if all of it is to be padded."""
     if options.layout == "padded" or options.in_chunks(call.axis.size):
         return None
+    if _compat.calls_back(call.staged.effects):  # in the order of the program
+        return None
     program = flatten(call.staged)
     batched = [m.axis is not None for m in call.mapped]
     packed = Sizes({size.name: capacity_of(size.batch) for size in call.sizes}, {})
