@@ -132,6 +132,15 @@ def test_each_part_of_a_function_has_the_layout_that_costs_less():
     assert chosen(lambda x: wide(attend(wide(x)))) == ["packed", "padded", "packed"]
 
 
+def test_a_long_program_has_its_layouts_chosen():
+    def f(x):
+        for _ in range(300):
+            x = x * x + jnp.sin(x @ WEIGHTS)
+        return attend(x * x)
+
+    assert chosen(f) == ["packed", "padded"]
+
+
 def test_moving_between_layouts_must_pay():
     small = lambda x: attend(attend(x) + 1)
     assert chosen(small) == ["padded"]

@@ -124,6 +124,7 @@ def choose_layouts(
     return chosen
 
 
+# Capacities are of 32 bits: all finite ones together stay below what is forbidden.
 _FORBIDDEN = 1 << 30
 
 
@@ -131,7 +132,7 @@ def _minimum_cut(
     program: Steps, possible: Sequence[bool | None], ragged: set[int], costs: Costs
 ) -> list[bool]:
     """For each step whether it is on the packed side."""
-    edges: list[tuple[int, int, float]] = []
+    edges: dict[tuple[int, int], float] = {}
     packed_side, padded_side = 0, 1
     node_of_step = {i: 2 + i for i in range(len(program.steps))}
     nodes = 2 + len(program.steps)
@@ -143,9 +144,8 @@ def _minimum_cut(
         if possible[i] is None:
             continue
         node = node_of_step[i]
-        edges.append((packed_side, node, costs.of(step, "padded")))
-        price = costs.of(step, "packed") if possible[i] else math.inf
-        edges.append((node, padded_side, price))
+        edges[packed_side, node] = costs.of(step, "padded")
+        edges[node, padded_side] = costs.of(step, "packed") if possible[i] else math.inf
         for v in step.used:
             if v in ragged:
                 consumers.setdefault(v, []).append(node)
@@ -157,18 +157,15 @@ def _minimum_cut(
         as_padded, as_packed = nodes, nodes + 1
         nodes += 2
         price = costs.move(program.shapes[v])
-        edges.append((source, as_padded, price))
-        edges.append((as_packed, source, price))
+        edges[source, as_padded] = edges[as_packed, source] = price
         for user in users:
-            edges.append((as_padded, user, math.inf))
-            edges.append((user, as_packed, math.inf))
-    scale = 1e6 / max(1.0, max(c for *_, c in edges if c < math.inf))
-    entries = [
-        (a, b, _FORBIDDEN if c == math.inf else 1 + int(c * scale)) for a, b, c in edges if a != b
-    ]
-    a, b, capacity = (np.array(column, np.int32) for column in zip(*entries, strict=True))
-    graph = coo_array((capacity, (a, b)), shape=(nodes, nodes)).tocsr()
-    graph.sum_duplicates()
+            edges[as_padded, user] = edges[user, as_packed] = math.inf
+    finite = [cost for cost in edges.values() if cost < math.inf]
+    scale = (_FORBIDDEN / 2 - len(finite)) / max(1.0, sum(finite))
+    capacity = [1 + int(c * scale) if c < math.inf else _FORBIDDEN for c in edges.values()]
+    places = np.array(list(edges), np.int32).T
+    entries = np.array(capacity, np.int32), (places[0], places[1])
+    graph = coo_array(entries, shape=(nodes, nodes)).tocsr()
     residual = graph - maximum_flow(graph, packed_side, padded_side).flow
     residual.data[residual.data < 0] = 0
     residual.eliminate_zeros()

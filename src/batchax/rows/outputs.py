@@ -82,6 +82,6 @@ def _lengths_of(dim: Any, bound: int, sizes: Sequence[RowSize]) -> tuple[Any, in
         total = capacity_of(used[0].batch)
         at = np.arange(used[0].bound + 1)
         values = np.maximum(_compat.evaluate_size(dim, {used[0].name: at}), 0)
-        slope = max([0, *(-(-(v - values[0]) // i) for i, v in enumerate(values) if i)])
+        slope = int(np.max(-((values[0] - values[1:]) // at[1:]), initial=0))
         capacity = min(capacity, int(len(used[0].batch) * values[0] + slope * total))
     return found, capacity

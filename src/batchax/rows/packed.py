@@ -162,8 +162,7 @@ def _for_each_element(rows: PackedRows, eqn: Any, x: Packed, shape: Sequence[Any
     spread = [1] * len(shape)
     for d, size in zip(dims, x.shape, strict=True):
         spread[d] = size
-    if spread[at] != 1:
-        raise AssertionError("a dense operand that is as large as a row")
+    assert spread[at] == 1
     del spread[at]
     value = move_axis(lax.reshape(value, (value.shape[0], *spread)), 0, at)
     value = jnp.take(

@@ -51,16 +51,19 @@ class Sizes:
         return self._bounds[dim]
 
     def _find_bound(self, dim: Any) -> int:
+        if str(dim) in self.bounds:
+            return self.bounds[str(dim)]
         found = self.in_every_row(dim)
         if found is not None:
             return max(int(np.max(found[0])), 0)
-        # Expressions of several long sizes: of those that only grow with each.
+        # Expressions of long sizes: of those that only grow with each.
         names = sorted(_compat.symbols(dim))
-        if "floordiv" in str(dim) or "mod" in str(dim) or "-" in str(dim):
+        falls = "-" in str(dim) and len(names) > 1
+        if "floordiv" in str(dim) or "mod" in str(dim) or falls:
             raise UnsupportedError(
-                f"the size {dim} depends on several ragged sizes of up to "
+                f"the size {dim} depends on ragged sizes of up to "
                 f"{', '.join(str(self.bounds[name]) for name in names)}: its greatest value "
-                "cannot be found."
+                "cannot be found. Give the Ragged a smaller max_length."
             )
         return max(int(_compat.evaluate_size(dim, {n: self.bounds[n] for n in names})), 0)
 
