@@ -1,0 +1,88 @@
+"""Functions that people have of graphs, sequences and point clouds, each row as if alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import batchax as bx
+
+from support.rows import check_rows, ragged
+
+WEIGHTS = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)), jnp.float32)
+NODES, EDGES = (3, 5, 2, 4), (4, 6, 0, 5)
+SAME = (bx.ragged("n"), bx.ragged("n"))
+ROUGHLY = dict(rtol=1e-3, atol=1e-3)
+
+
+def ends(seed):
+    """For each edge of each graph, one of the graph's nodes."""
+    generator = np.random.default_rng(seed)
+    drawn = [generator.integers(0, n, e) for n, e in zip(NODES, EDGES, strict=True)]
+    data = jnp.asarray(np.concatenate(drawn), jnp.int32)
+    return bx.Ragged(data, np.array(EDGES, np.int32), 8)
+
+
+def convolution_of_a_graph(nodes, senders, receivers):
+    sums = jax.ops.segment_sum(nodes[senders] @ WEIGHTS, receivers, num_segments=nodes.shape[0])
+    return jnp.tanh(sums + nodes)
+
+
+def attention_of_a_graph(nodes, senders, receivers):
+    count = nodes.shape[0]
+    scores = jnp.exp(jnp.tanh((nodes[senders] * nodes[receivers]).sum(-1)))
+    total = jax.ops.segment_sum(scores, receivers, num_segments=count)
+    shares = scores / total[receivers]
+    return jax.ops.segment_sum(shares[:, None] * nodes[senders], receivers, num_segments=count)
+
+
+@pytest.mark.parametrize("fun", [convolution_of_a_graph, attention_of_a_graph])
+def test_graphs(fun):
+    edges = bx.ragged("e")
+    nodes = ragged(3, lengths=NODES)
+    check_rows(fun, nodes, ends(1), ends(2), in_axes=(bx.ragged("n"), edges, edges))
+
+
+def energy(x):
+    n = x.shape[0]
+    distance = ((x[:, None] - x[None]) ** 2).sum(-1) + jnp.eye(n)
+    return jnp.where(jnp.eye(n, dtype=bool), 0, 1 / distance).sum()
+
+
+def gated_recurrence(x):
+    def step(state, token):
+        return state * jax.nn.sigmoid(token @ WEIGHTS) + jnp.tanh(token), state.sum()
+
+    return lax.scan(step, jnp.zeros(3), x, reverse=True)
+
+
+def likelihood_of_a_process(x, y):
+    kernel = jnp.exp(-((x[:, None] - x[None]) ** 2).sum(-1)) + jnp.eye(x.shape[0])
+    return y @ jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(kernel), y)
+
+
+def cross_entropy(scores, labels):
+    return -jnp.take_along_axis(jax.nn.log_softmax(scores), labels[:, None], 1).mean()
+
+
+OF_ONE_ROW = {
+    "energy of particles": energy,
+    "forces on particles": jax.grad(energy),
+    "covariance": lambda x: jnp.cov(x.T, ddof=0),
+    "standardised": lambda x: (x - x.mean(0)) / (x.std(0) + 1e-3),
+    "a weighted average": lambda x: jnp.average(x, axis=0, weights=jnp.abs(x[:, 0])),
+    "an integral": lambda x: jnp.trapezoid(x, axis=0),
+    "ordered by a feature": lambda x: x[jnp.argsort(-x[:, 0])],
+    "gated recurrence": gated_recurrence,
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_ROW)
+def test_functions_of_one_row(name):
+    check_rows(OF_ONE_ROW[name], ragged(3))
+
+
+def test_functions_of_two():
+    check_rows(likelihood_of_a_process, ragged(3), ragged(seed=2), in_axes=SAME, tolerance=ROUGHLY)
+    check_rows(cross_entropy, ragged(5), ragged(dtype=np.int32), in_axes=SAME)
