@@ -8,7 +8,7 @@ to JAX: left to itself it would transpose a gather to a scatter, a hundred times
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -36,6 +36,7 @@ class RowIndex:
     lengths: Any
     bound: int
     exact: bool
+    _places: dict[int, Any] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, lengths: Any, capacity: int, bound: int) -> RowIndex:
@@ -59,12 +60,10 @@ class RowIndex:
 
     def place_in_padded(self, capacity: int) -> Any:
         """The place of each element in padded rows that follow one another."""
-        gaps = self._of_ended_rows(self.bound - self.lengths, capacity)
-        return np.arange(capacity, dtype=np.int32) + gaps
-
-    def belongs(self, capacity: int) -> Any:
-        """Which elements of the packed array belong to a row."""
-        return np.arange(capacity) < self.lengths.sum()
+        if capacity not in self._places:
+            gaps = self._of_ended_rows(self.bound - self.lengths, capacity)
+            self._places[capacity] = np.arange(capacity, dtype=np.int32) + gaps
+        return self._places[capacity]
 
     def _of_ended_rows(self, amounts: Any, capacity: int) -> Any:
         """For each element of the packed array, the sum of `amounts` of the rows before its own."""
@@ -78,7 +77,7 @@ class RowIndex:
 
     def mask(self) -> Any:
         """Which elements of padded rows belong to the row: shape (B, bound)."""
-        return jnp.asarray(self.lengths)[:, None] > jnp.arange(self.bound, dtype=jnp.int32)
+        return _mask(self.lengths, self.bound)
 
 
 def pad_rows(data: Any, index: RowIndex, axis: int, fill_value: Any = 0) -> Any:
@@ -101,24 +100,17 @@ def pack_rows(padded: Any, index: RowIndex, axis: int, capacity: int) -> Any:
     return _linear_gather(_pack, _pad, index, padded, axis, capacity)
 
 
-def _linear_gather(
-    forward: Any, transpose: Any, index: RowIndex, x: Any, axis: int, capacity: int
-) -> Any:
-    def with_index(gather: Any) -> Any:
-        def run(residuals: Any, operands: Any) -> list[Any]:
-            own = index
-            if residuals:
-                own = replace(index, starts=residuals[0], lengths=residuals[1])
-            return [gather(own, operands[0], axis, capacity)]
+def _linear_gather(forward: Any, transpose: Any, index: RowIndex, x: Any, *how: int) -> Any:
+    axis, capacity = how
+    residuals = [index.starts, index.lengths, index.place_in_padded(capacity)]
 
-        return run
+    def of(gather: Any) -> Any:
+        return lambda known, xs: [gather(xs[0], *known, axis, index.bound, index.exact)]
 
-    known = isinstance(index.starts, np.ndarray)
-    residuals = [] if known else [index.starts, index.lengths]
     if not is_inexact(x):
-        return with_index(forward)(residuals, [x])[0]
-    ways = with_index(forward), with_index(transpose)
-    return linear_with_transpose(*ways, residuals, [x])[0]
+        return of(forward)(residuals, [x])[0]
+    key = forward.__name__, axis, index.bound, index.exact
+    return linear_with_transpose(of(forward), of(transpose), residuals, [x], key)[0]
 
 
 def _running_sum(x: Any) -> Any:
@@ -135,28 +127,37 @@ def _running_sum(x: Any) -> Any:
     return lax.platform_dependent(x, cpu=by_blocks, default=jnp.cumsum) if x.size else x
 
 
-def _pad(index: RowIndex, data: Any, axis: int, capacity: int) -> Any:
-    rows, bound = index.starts.shape[0], index.bound
-    if rows == 0 or bound == 0 or capacity == 0:
-        return jnp.zeros((rows, *data.shape[:axis], bound, *data.shape[axis + 1 :]), data.dtype)
+def _pad(
+    data: Any, starts: Any, lengths: Any, places: Any, axis: int, bound: int, exact: bool
+) -> Any:
+    shape = (*data.shape[:axis], bound, *data.shape[axis + 1 :])
+    rows = starts.shape[0]
+    if rows == 0 or bound == 0 or data.shape[axis] == 0:
+        return jnp.zeros((rows, *shape), data.dtype)
     # Room behind the last row: a window that reached beyond the end would begin earlier.
-    room = jnp.zeros((*data.shape[:axis], bound, *data.shape[axis + 1 :]), data.dtype)
-    data = jnp.concatenate([data, room], axis)
+    data = jnp.concatenate([data, jnp.zeros(shape, data.dtype)], axis)
     window = lambda start: lax.dynamic_slice_in_dim(data, start, bound, axis)
-    taken = jax.vmap(window)(jnp.asarray(index.starts))
-    return _zero_unless(taken, index.mask(), (0, axis + 1))
+    return _zero_unless(jax.vmap(window)(starts), _mask(lengths, bound), (0, axis + 1))
 
 
-def _pack(index: RowIndex, padded: Any, axis: int, capacity: int) -> Any:
-    rows, bound = padded.shape[0], index.bound
-    shape = (*padded.shape[1 : axis + 1], capacity, *padded.shape[axis + 2 :])
+def _pack(
+    padded: Any, starts: Any, lengths: Any, places: Any, axis: int, bound: int, exact: bool
+) -> Any:
+    rows, capacity = padded.shape[0], places.shape[0]
     if rows == 0 or bound == 0 or capacity == 0:
+        shape = (*padded.shape[1 : axis + 1], capacity, *padded.shape[axis + 2 :])
         return jnp.zeros(shape, padded.dtype)
     together = jnp.moveaxis(padded, axis + 1, 1)
     flat = together.reshape(rows * bound, *together.shape[2:])
-    packed = jnp.take(flat, index.place_in_padded(capacity), axis=0, mode="clip")
-    packed = jnp.moveaxis(packed, 0, axis)
-    return packed if index.exact else _zero_unless(packed, index.belongs(capacity), (axis,))
+    packed = jnp.moveaxis(jnp.take(flat, places, axis=0, mode="clip"), 0, axis)
+    if exact:
+        return packed
+    belongs = jnp.arange(capacity, dtype=jnp.int32) < jnp.sum(lengths)
+    return _zero_unless(packed, belongs, (axis,))
+
+
+def _mask(lengths: Any, bound: int) -> Any:
+    return jnp.asarray(lengths)[:, None] > jnp.arange(bound, dtype=jnp.int32)
 
 
 def _zero_unless(x: Any, belongs: Any, dims: tuple[int, ...]) -> Any:

@@ -59,11 +59,11 @@ def as_ragged(padded: Any, shape: Sequence[Any], sizes: Sequence[RowSize]) -> Ra
     dim, bound = shape[at], padded.shape[at + 1]
     for size in sizes:
         if dim == size.symbol:
-            lengths, capacity = size.batch.lengths, capacity_of(size.batch)
+            lengths, capacity, index = size.batch.lengths, capacity_of(size.batch), size.index
             break
     else:
         lengths, capacity = _lengths_of(dim, bound, sizes)
-    index = RowIndex.of(lengths, capacity, bound)
+        index = RowIndex.of(lengths, capacity, bound)
     return Ragged(pack_rows(padded, index, at, capacity), lengths, bound, axis=at)
 
 

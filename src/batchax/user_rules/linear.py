@@ -6,7 +6,7 @@ differentiated with respect to what it is not linear in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -28,18 +28,41 @@ linear_p.multiple_results = True
 
 
 def linear_with_transpose(
-    forward: Linear, transpose: Linear, residuals: Sequence[Any], operands: Sequence[Any]
+    forward: Linear,
+    transpose: Linear,
+    residuals: Sequence[Any],
+    operands: Sequence[Any],
+    key: Hashable | None = None,
 ) -> list[Any]:
-    """``forward(residuals, operands)``, whose transpose is ``transpose(residuals, cts)``."""
-    count = len(residuals)
+    """``forward(residuals, operands)``, whose transpose is ``transpose(residuals, cts)``.
 
-    def stage(function: Linear, linear: Sequence[Any]) -> _compat.ClosedJaxpr:
-        types = [*map(jax.typeof, residuals), *linear]
-        return _compat.stage(lambda *xs: function(xs[:count], xs[count:]), types)
+    Functions given with equal keys do the same to operands of the same types: they are staged
+    once.
+    """
+    known = tuple(map(jax.typeof, residuals))
+    linear = tuple(jax.typeof(x).to_tangent_aval() for x in operands)
 
-    ahead = stage(forward, [jax.typeof(x).to_tangent_aval() for x in operands])
-    back = stage(transpose, list(ahead.out_avals))
-    return _bind(ahead, back, residuals, operands)
+    def stage(function: Linear, types: Sequence[Any]) -> _compat.ClosedJaxpr:
+        count = len(known)
+        run = lambda *xs: function(xs[:count], xs[count:])
+        return _compat.stage(run, [*known, *types])
+
+    def both() -> tuple[_compat.ClosedJaxpr, _compat.ClosedJaxpr]:
+        ahead = stage(forward, linear)
+        return ahead, stage(transpose, list(ahead.out_avals))
+
+    if key is None:
+        return _bind(*both(), residuals, operands)
+    key = key, known, linear
+    if key not in _staged:
+        if len(_staged) >= _MOST_STAGED:
+            del _staged[next(iter(_staged))]
+        _staged[key] = both()
+    return _bind(*_staged[key], residuals, operands)
+
+
+_staged: dict[Hashable, tuple[_compat.ClosedJaxpr, _compat.ClosedJaxpr]] = {}
+_MOST_STAGED = 1024
 
 
 def _bind(
