@@ -12,6 +12,7 @@ from jax import lax
 from batchax import _compat
 from batchax.engine.arguments import (
     STEPS,
+    Mapped,
     check_axis_size,
     check_in_axes,
     find_axis_size,
@@ -19,7 +20,7 @@ from batchax.engine.arguments import (
     is_position,
 )
 from batchax.engine.axis import Axis
-from batchax.engine.containers import is_container_spec
+from batchax.engine.containers import BatchOfRows, is_container_spec
 from batchax.engine.inner import example_aval, stage_function
 from batchax.engine.outputs import (
     FlatOutputs,
@@ -107,6 +108,7 @@ def scan(
     @functools.wraps(fun)
     def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         flat = flatten_arguments(_after_carry(fun, init), in_axes, args, kwargs, STEPS)
+        _check_arrays(flat.mapped)
         steps = find_axis_size(flat.mapped, length, STEPS)
         axis = Axis(steps)
         carry, structure = _flatten_carry(init)
@@ -158,6 +160,21 @@ def scan(
         return jax.tree.unflatten(structure, outs[:n_carry]), outputs[0].rebuild(outs[n_carry:])
 
     return scanned
+
+
+def _check_arrays(mapped: Sequence[Mapped]) -> None:
+    """Refuses a `Ragged` as what is scanned.
+
+    Raises:
+      ArgumentTypeError: an argument is one.
+    """
+    for m in mapped:
+        if isinstance(m.value, BatchOfRows):
+            raise ArgumentTypeError(
+                f"{m.path} is a {type(m.value).__name__}, whose rows differ in length; the steps "
+                "of a scan have one shape. To scan over each row use lax.scan in the function of a "
+                "row, under batchax.vmap; to scan over the rows give to_padded()."
+            )
 
 
 def _after_carry(fun: Callable[..., Any], init: Any) -> Callable[..., Any]:

@@ -180,6 +180,11 @@ MISTAKES = {
         bx.AxisError,
         r"args\[0\]: shape \(4, None, 3\), axis 0, size 4",
     ),
+    "rows as steps": (
+        lambda: bx.scan(lambda carry, x: (carry, x.sum()))(0.0, X),
+        bx.ArgumentTypeError,
+        r"args\[1\] is a Ragged, whose rows differ in length; the steps of a scan",
+    ),
     "no name": (lambda: bx.ragged("n + 1"), bx.ArgumentTypeError, "takes a name for the size"),
     "a number, traced": (
         lambda: jax.jit(bx.vmap(lambda x: x[0] if x.shape[0] > 3 else x[-1]))(X),
