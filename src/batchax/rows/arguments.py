@@ -49,6 +49,12 @@ class RowSize:
         return RowIndex.of(batch.lengths, capacity_of(batch), self.bound)
 
 
+def all_known(mapped: Sequence[Mapped]) -> bool:
+    """Whether the lengths of all ragged arguments are known."""
+    ragged = [m.value for m in mapped if isinstance(m.value, Ragged)]
+    return all(known_lengths(x.lengths) is not None for x in ragged)
+
+
 def find_sizes(mapped: Sequence[Mapped]) -> tuple[list[RowSize | None], list[RowSize]]:
     """The size of each argument, None for those that are not ragged; and all that there are.
 

@@ -25,10 +25,10 @@ from batchax.engine.inner import stage_function
 from batchax.engine.named_axes import uses_name
 from batchax.engine.outputs import AUTO, FlatOutputs, OutputArray, check_unbatched, place
 from batchax.errors import AxisError, UnsupportedError
-from batchax.rows.arguments import RowSize, find_sizes, row_aval
+from batchax.rows.arguments import RowSize, all_known, find_sizes, row_aval
 from batchax.rows.groups import Placed, groups_of, in_front, run_in_groups
 from batchax.rows.outputs import place_ragged
-from batchax.rows.ragged import Ragged, known_lengths
+from batchax.rows.ragged import Ragged
 from batchax.rows.recipes import same_recipe, same_value
 
 Lengths = tuple[int, ...]
@@ -111,8 +111,7 @@ def run_by_length(
 
 
 def _check_known(mapped: Sequence[Mapped]) -> None:
-    ragged = [m.value for m in mapped if isinstance(m.value, Ragged)]
-    if any(known_lengths(x.lengths) is None for x in ragged):
+    if not all_known(mapped):
         raise UnsupportedError(
             "the function needs rows grouped by their length, and the lengths are traced here: "
             "call it outside of jit, or close over the Ragged so that its lengths are known."

@@ -14,11 +14,11 @@ from batchax.engine.arguments import Mapped, is_position
 from batchax.engine.axis import Axis
 from batchax.engine.outputs import FlatOutputs, OutputArray, place
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
-from batchax.rows.arguments import find_sizes
+from batchax.rows.arguments import all_known, find_sizes
 from batchax.rows.buckets import Buckets, bucket
 from batchax.rows.groups import Placed, in_front, run_in_groups
 from batchax.rows.outputs import place_ragged
-from batchax.rows.ragged import Ragged, known_lengths
+from batchax.rows.ragged import Ragged
 
 RunRows = Callable[[Axis, Callable[..., Any], list[Mapped], list[FlatOutputs]], list[Any]]
 
@@ -60,8 +60,7 @@ def run_in_buckets(
       UnsupportedError: lengths are traced, or the axis has a name.
       AxisError: the buckets are for other lengths.
     """
-    ragged = [m.value for m in mapped if isinstance(m.value, Ragged)]
-    if any(known_lengths(x.lengths) is None for x in ragged):
+    if not all_known(mapped):
         raise UnsupportedError(
             "buckets was given, but the lengths of rows are traced here, and rows are put into "
             "buckets by what they are: call vmap outside of jit, or close over the Ragged so that "

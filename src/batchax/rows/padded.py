@@ -98,14 +98,19 @@ class Operation:
         if row.partly is not None and _same(row.partly[0], value):
             done = set(row.partly[1])
         if not wanted <= done:
-            x = jnp.asarray(row.value)
-            mask = self.sizes.mask(row.shape, sorted(wanted - done))
             # The row stays filled: what uses it next may want the same.
-            row.value = lax.select(mask, x, lax.full_like(x, value))
+            row.value = self.masked(row, value, sorted(wanted - done))
             done |= wanted
             row.fill = value if done == set(padded) else None
             row.partly = value, tuple(sorted(done))
         return row.value
+
+    def masked(self, row: Row, value: Any, axes: Sequence[int] | None = None) -> Any:
+        """As `filled`, for a `value` that may be traced: what padding holds is not noted."""
+        axes = self.sizes.padded_axes(row.shape) if axes is None else axes
+        mask = self.sizes.mask(row.shape, axes)
+        x = jnp.asarray(row.value)
+        return x if mask is None else lax.select(mask, x, lax.full_like(x, value))
 
     def cut(self, value: Any, shape: Sequence[Any]) -> Any:
         """`value` as it is, through whose padding no derivative passes."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition, move_axis
+from batchax.engine.axis import AxisPosition, axis_to_front
 from batchax.engine.inner import batch_function
 from batchax.rows.index import pack_rows, pad_rows
 from batchax.rows.layouts import Layout, other_layout
@@ -178,7 +178,7 @@ def _run_padded(values: _Values, region: Region, wanted: set[int], program: Step
     for v, x, axis in zip(results, outs, out_axes, strict=True):
         shape = program.shapes[v]
         if has_symbols(shape):
-            x, axis = _rows_in_front(values.rows.axis, x, axis), 0
+            x, axis = axis_to_front(values.rows.axis, x, axis), 0
             values.left_padded.add(v)
         values.put(v, Packed(x, shape, axis), "padded")
 
@@ -190,9 +190,3 @@ def _run_step(sizes: Sizes, step: Step, operands: Sequence[Row]) -> list[Row]:
         for caller in step.callers:
             error.within(caller)
         raise
-
-
-def _rows_in_front(axis: Axis, x: Any, position: AxisPosition) -> Any:
-    if position is None:
-        return jnp.broadcast_to(x, (axis.size, *jnp.shape(x)))
-    return move_axis(x, position, 0)

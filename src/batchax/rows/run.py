@@ -17,7 +17,7 @@ from batchax.engine.axis import Axis, AxisPosition
 from batchax.engine.inner import stage_function
 from batchax.engine.outputs import FlatOutputs, OutputArray, check_unbatched, place
 from batchax.errors import ArgumentTypeError, UnsupportedError
-from batchax.rows.arguments import RowSize, capacity_of, find_sizes, row_aval, with_room
+from batchax.rows.arguments import RowSize, all_known, capacity_of, find_sizes, row_aval, with_room
 from batchax.rows.buckets import Buckets
 from batchax.rows.by_length import RunDense, run_by_length
 from batchax.rows.in_buckets import check_buckets, run_in_buckets
@@ -26,7 +26,7 @@ from batchax.rows.layouts import Costs, choose_layouts
 from batchax.rows.outputs import as_ragged, place_ragged
 from batchax.rows.packed import Packed, PackedRows, Segments
 from batchax.rows.padded import CannotPad, Operation, Row, run_padded
-from batchax.rows.ragged import Ragged, known_lengths
+from batchax.rows.ragged import Ragged
 from batchax.rows.regions import Region, find_regions, run_regions
 from batchax.rows.sizes import Sizes, has_symbols
 from batchax.rows.steps import Steps, flatten
@@ -127,9 +127,7 @@ def run_rows(
     by_length = functools.partial(run_by_length, axis, one_row, mapped, outputs, run_dense)
     if options.layout == "grouped":
         return by_length()
-    known = all(
-        known_lengths(m.value.lengths) is not None for m in mapped if isinstance(m.value, Ragged)
-    )
+    known = all_known(mapped)
     sizes_of, sizes = find_sizes(mapped)
     avals = [row_aval(axis, m, size) for m, size in zip(mapped, sizes_of, strict=True)]
     try:

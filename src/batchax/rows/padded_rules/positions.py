@@ -103,12 +103,7 @@ def _split(op: Operation, x: Row, *, sizes: Any, axis: int) -> list[Any]:
 @padded_rule("pad")
 def _pad(op: Operation, x: Row, value: Row, *, padding_config: Any) -> Any:
     fill = value.value
-    array = op.filled(x, fill) if value.known else _filled(op, x, fill)
+    array = op.filled(x, fill) if value.known else op.masked(x, fill)
     bounds = op.sizes.bounds_of(op.out_shape)
     out = padded(op, jnp.asarray(array), fill, padding_config, x.shape, bounds)
     return op.cut(out, op.out_shape)
-
-
-def _filled(op: Operation, x: Row, value: Any) -> Any:
-    mask = op.sizes.mask(x.shape, op.sizes.padded_axes(x.shape))
-    return x.value if mask is None else lax.select(mask, x.value, lax.full_like(x.value, value))

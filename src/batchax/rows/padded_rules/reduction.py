@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 
 from batchax.rows.padded import Operation, Row, padded_rule
 
@@ -30,7 +29,7 @@ NEUTRAL: dict[str, Callable[[Any], Any]] = {
     "prod": lambda dtype: 1,
     "max": lowest,
     "min": highest,
-    "and": lambda dtype: True if dtype == jnp.bool_ else -1,
+    "and": lambda dtype: -1 if jnp.issubdtype(dtype, jnp.signedinteger) else highest(dtype),
     "or": lambda dtype: 0,
     "xor": lambda dtype: 0,
     "logsumexp": lowest,
@@ -43,27 +42,24 @@ NEUTRAL: dict[str, Callable[[Any], Any]] = {
 )
 def _reduce(op: Operation, x: Row, *, axes: Any, **params: Any) -> Any:
     kind = op.eqn.primitive.name.removeprefix("reduce_")
-    return op.bind(op.filled(x, _neutral(op, kind, x), axes))
+    return op.bind(op.filled(x, _neutral(op, kind), axes))
 
 
 @padded_rule("argmax", "argmin")
 def _arg(op: Operation, x: Row, *, axes: Any, **params: Any) -> Any:
     # Of equal elements the first counts, and padding is last.
-    return op.bind(op.filled(x, _neutral(op, op.eqn.primitive.name.removeprefix("arg"), x), axes))
+    return op.bind(op.filled(x, _neutral(op, op.eqn.primitive.name.removeprefix("arg")), axes))
 
 
 @padded_rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 def _cumulative(op: Operation, x: Row, *, axis: int, **params: Any) -> Any:
     # In reverse it begins with the padding.
     kind = op.eqn.primitive.name.removeprefix("cum")
-    return op.bind(op.filled(x, _neutral(op, kind, x), (axis,)))
+    return op.bind(op.filled(x, _neutral(op, kind), (axis,)))
 
 
-def _neutral(op: Operation, kind: str, x: Row) -> Any:
-    dtype = op.eqn.invars[0].aval.dtype
-    if kind in ("and", "or", "xor") and dtype != jnp.bool_ and kind == "and":
-        return -1 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.iinfo(dtype).max
-    return NEUTRAL[kind](dtype)
+def _neutral(op: Operation, kind: str) -> Any:
+    return NEUTRAL[kind](op.eqn.invars[0].aval.dtype)
 
 
 @padded_rule("reduce")
@@ -71,11 +67,6 @@ def _reduce_by_function(op: Operation, *rows: Row, dimensions: Any, **params: An
     # The function leaves what it is given together with an initial value as it is.
     count = len(rows) // 2
     operands, starts = rows[:count], [row.value for row in rows[count:]]
-    filled = []
-    for x, start in zip(operands, starts, strict=True):
-        mask = op.sizes.mask(x.shape, dimensions)
-        value = jnp.asarray(x.value)
-        filled.append(
-            value if mask is None else lax.select(mask, value, lax.full_like(value, start))
-        )
+    pairs = zip(operands, starts, strict=True)
+    filled = [op.masked(x, start, dimensions) for x, start in pairs]
     return op.bind(*filled, *starts)
