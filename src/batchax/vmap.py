@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar, cast
 import jax
 
 from batchax import _compat
+from batchax.divergence.compact import Compact, find_divergence
 from batchax.engine.arguments import (
     Mapped,
     check_axis_name,
@@ -48,6 +49,7 @@ def vmap(
     batch_size: int | Literal["auto"] | None = None,
     memory_limit: int | str | None = None,
     residuals: Literal["recompute", "keep"] = "recompute",
+    divergence: Literal["predicate", "compact"] | Compact = "predicate",
     layout: Literal["auto", "packed", "padded", "grouped"] = "auto",
     buckets: int | Buckets | None = None,
 ) -> F:
@@ -84,7 +86,10 @@ def vmap(
       residuals: what reverse mode does in chunks. "recompute" computes each chunk
         again when its cotangents are known; "keep" stores what all chunks computed, which
         can take less time, and takes at least as much memory as without chunks.
-
+      divergence: what lanes do that are done with a loop, or do not take a branch. "predicate":
+        they take part until all are done, masked, as in ``jax.vmap``. "compact": lanes that are
+        done leave a loop, others take their places, and a branch runs for the lanes that take
+        it. `Compact` sets how.
       layout: how rows of `Ragged` arguments are held while they are computed. "packed": one
         after another, wherever each element of a row is computed by itself, or the row is
         reduced. "padded": as arrays of one size, in which padding is masked. "grouped": rows of
@@ -125,6 +130,7 @@ def vmap(
     if spmd_axis_name is not None and not isinstance(spmd_axis_name, tuple):
         spmd_axis_name = (spmd_axis_name,)
     check_row_options(layout, buckets, batch_size)
+    lanes_that_part = find_divergence(divergence)
     chunking = find_chunking(fun, batch_size, memory_limit, residuals)
     in_chunks = lambda lanes: chunking is not None and chunking.applies_to(lanes)
     rows = RowOptions(layout, in_chunks, buckets)
@@ -135,7 +141,7 @@ def vmap(
         size = find_axis_size(flat.mapped, axis_size)
         mesh_axis = find_mesh_axis(flat.mapped, spmd_axis_name)
         spmd = None if mesh_axis is not None else spmd_axis_name
-        axis = Axis(size, axis_name, spmd, mesh_axis)
+        axis = Axis(size, axis_name, spmd, mesh_axis, lanes_that_part)
         outputs: list[FlatOutputs] = []
 
         @functools.wraps(fun)  # JAX's messages name the user's function

@@ -30,12 +30,15 @@ class Axis:
       spmd_name: mesh axis names that sharding annotations inside gain, or None.
       mesh_axis: mesh axis names that the types of batched values say the axis is
         sharded over (meshes with axes of type Explicit), or None.
+      divergence: how lanes that part ways are run (`engine.divergence`), or None to have
+        them masked.
     """
 
     size: int
     name: Hashable | None = None
     spmd_name: tuple[Hashable, ...] | None = None
     mesh_axis: Hashable | None = None
+    divergence: Any = None
 
 
 def move_axis(x: Any, source: int, destination: int) -> Any:

@@ -19,15 +19,13 @@ from jax.extend.core.primitives import cond_p
 
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition, match_axis
+from batchax.engine.divergence import Branches, Placed
 from batchax.engine.inner import ANYWHERE, batch_inner
 from batchax.engine.interpreter import interpret
 from batchax.engine.registry import register_rule
 from batchax.rules.hazards import hazards
 from batchax.rules.in_order import run_in_order
 from batchax.rules.masking import is_inexact, run_masked, spread
-
-Placed = tuple[list[Any], list[AxisPosition]]
-"""Values, and where each carries the batch axis."""
 
 
 @register_rule(cond_p)
@@ -41,6 +39,11 @@ def _cond(axis: Axis, args: Any, axes: Any, /, *, branches: Any, **params: Any) 
         return _common_branch(axis, index, operands, positions, branches, params)
     if any(_compat.ordered_by_lane(branch.effects) for branch in branches):
         return run_in_order(axis, cond_p, args, axes, {"branches": branches, **params})
+    if axis.divergence is not None:
+        parted = Branches(branches, index, operands, positions)
+        placed = axis.divergence.run_branches(axis, parted)
+        if placed is not None:
+            return placed
 
     results = [
         _one_branch(axis, index, i, branch, operands, positions)

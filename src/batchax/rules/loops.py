@@ -14,6 +14,7 @@ from jax.extend.core.primitives import scan_p, while_p
 
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
+from batchax.engine.divergence import Loop, Placed
 from batchax.engine.inner import ANYWHERE, batch_inner, batched_aval, remembered
 from batchax.engine.interpreter import interpret
 from batchax.engine.registry import register_rule
@@ -21,9 +22,6 @@ from batchax.errors import UnsupportedError
 from batchax.rules.hazards import hazards
 from batchax.rules.in_order import run_in_order
 from batchax.rules.masking import run_masked, select_lanes
-
-Placed = tuple[list[Any], list[AxisPosition]]
-"""Values, and where each carries the batch axis."""
 
 
 @register_rule(scan_p)
@@ -82,6 +80,11 @@ def _while(
     # dropped, so every carry depends on the lane.
     front: list[AxisPosition] = [0] * len(carry)
     carry = _matched(axis, carry, carry_at, front)
+    if axis.divergence is not None:
+        consts = test_consts, test_at, body_consts, body_at
+        outs = axis.divergence.run_loop(axis, Loop(cond_jaxpr, body_jaxpr, *consts, carry))
+        if outs is not None:
+            return outs, front
     hazard = hazards(body_jaxpr.jaxpr)
     protected = hazard.endless and not hazard.collective
     if not protected and not any(map(_compat.is_reference, args)):

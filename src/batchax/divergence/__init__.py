@@ -1,0 +1,1 @@
+"""Lanes that part ways: loops that some lanes leave early, branches that some take."""

@@ -1,0 +1,66 @@
+"""What the rules of loops and branches ask where lanes part ways.
+
+The rules know one way to go on: every lane does what some lane does, masked. An axis may
+carry another, which decides for each loop and each set of branches whether to take it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from batchax import _compat
+from batchax.engine.axis import Axis, AxisPosition
+
+Placed = tuple[list[Any], list[AxisPosition]]
+"""Values, and where each carries the batch axis."""
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A ``while`` of one example, whose predicate differs between lanes.
+
+    Attributes:
+      test: the program of the predicate, of `test_consts` and the carry.
+      body: the program of a step, of `body_consts` and the carry.
+      test_consts, test_at: operands of `test`, and where each has the batch axis.
+      body_consts, body_at: those of `body`.
+      carry: the first carry; all of it has the batch axis at the front.
+    """
+
+    test: _compat.ClosedJaxpr
+    body: _compat.ClosedJaxpr
+    test_consts: Sequence[Any]
+    test_at: Sequence[AxisPosition]
+    body_consts: Sequence[Any]
+    body_at: Sequence[AxisPosition]
+    carry: Sequence[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Branches:
+    """A ``cond`` or ``switch`` of one example, whose index differs between lanes.
+
+    Attributes:
+      programs: the branches, all of them programs of `operands`.
+      index: which branch each lane takes; the batch axis is its only one.
+      operands, positions: what branches are given, and where each has the batch axis.
+    """
+
+    programs: Sequence[_compat.ClosedJaxpr]
+    index: Any
+    operands: Sequence[Any]
+    positions: Sequence[AxisPosition]
+
+
+class Divergence(Protocol):
+    """A way to run lanes that part ways. Hashable: programs batched with it are remembered."""
+
+    def run_loop(self, axis: Axis, loop: Loop) -> list[Any] | None:
+        """The last carry of all lanes, at the front; None to have lanes masked."""
+        ...
+
+    def run_branches(self, axis: Axis, branches: Branches) -> Placed | None:
+        """What each lane's branch returns; None to have lanes masked."""
+        ...
