@@ -30,9 +30,7 @@ class Compact:
     threshold: float = 0.25
 
     def __post_init__(self) -> None:
-        if self.width is not None and (
-            isinstance(self.width, bool) or not isinstance(self.width, int)
-        ):
+        if self.width is not None and not is_position(self.width):
             raise ArgumentTypeError(
                 f"width must be a positive int or None, got {self.width!r} of type "
                 f"{type(self.width).__name__}."
