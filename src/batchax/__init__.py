@@ -9,6 +9,7 @@ from batchax.batch_jaxpr import batch_jaxpr as batch_jaxpr
 from batchax.check_rule import check_rule as check_rule
 from batchax.custom_vmap import custom_vmap as custom_vmap
 from batchax.divergence.compact import Compact as Compact
+from batchax.divergence.lane_steps import LaneSteps as LaneSteps
 from batchax.engine.axis import Axis as Axis
 from batchax.engine.axis import axis_to_front as axis_to_front
 from batchax.engine.axis import match_axis as match_axis

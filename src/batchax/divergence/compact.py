@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from batchax.divergence.cost import work
+from batchax.divergence.lane_steps import LaneSteps
+from batchax.divergence.limits import can_move, refuse_collectives
+from batchax.divergence.loops import run_loop
+from batchax.divergence.widths import choose_widths
+from batchax.divergence.window import Plan
 from batchax.engine.arguments import is_position
 from batchax.engine.axis import Axis
 from batchax.engine.divergence import Branches, Loop, Placed
@@ -16,18 +22,21 @@ class Compact:
     """How lanes that part ways are run, for ``vmap(..., divergence=Compact(...))``.
 
     Attributes:
-      width: how many lanes a loop holds at a time, and how many of those that take the same
-        branch run together. None: chosen by the cost of the program.
+      width: how many lanes a loop holds at a time once some are done, and how many of those that
+        take the same branch run together. None: chosen by the cost of the program.
       threshold: the share of the lanes in a loop that must be done before others take their
         places, between 0 and 1. Small: lanes seldom wait, and often move.
+      steps: a `LaneSteps`, to which the lane-steps of loops are added; None to count nothing.
 
     Raises:
-      ArgumentTypeError: (a TypeError) `width` is not an int, or `threshold` not a number.
+      ArgumentTypeError: (a TypeError) an attribute has the wrong type.
       AxisError: (a ValueError) `width` is less than one, or `threshold` not in 0..1.
     """
 
     width: int | None = None
     threshold: float = 0.25
+    steps: LaneSteps | None = None
+    _nesting: int = field(default=0, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.width is not None and not is_position(self.width):
@@ -47,9 +56,32 @@ class Compact:
                 f"threshold is {self.threshold!r}, but it is a share of lanes: give a number "
                 "between 0 and 1."
             )
+        if self.steps is not None and not isinstance(self.steps, LaneSteps):
+            raise ArgumentTypeError(
+                f"steps must be a batchax.LaneSteps or None, got {self.steps!r} of type "
+                f"{type(self.steps).__name__}."
+            )
+
+    def inside(self) -> Compact:
+        """How the loops inside a loop, or a branch, are run."""
+        return replace(self, _nesting=self._nesting + 1)
 
     def run_loop(self, axis: Axis, loop: Loop) -> list[Any] | None:
-        return None
+        """The last carry of all lanes; None where they are to be masked."""
+        programs = loop.test, loop.body
+        refuse_collectives(programs, "a loop that ends at its own step in each lane")
+        given = (*loop.test_consts, *loop.body_consts, *loop.carry)
+        if not can_move(axis, given):
+            return None
+        cost = sum(work(program.jaxpr) for program in programs)
+        widths = choose_widths(axis.size, cost, self.width, self._nesting)
+        if len(widths) == 1 and self.steps is None:
+            return None
+        plan = Plan(widths, self.threshold, self.steps is not None)
+        outs, tallies = run_loop(axis, loop, plan)
+        if self.steps is not None:
+            self.steps.add(widths, tallies)
+        return outs
 
     def run_branches(self, axis: Axis, branches: Branches) -> Placed | None:
         return None

@@ -72,6 +72,16 @@ def expose_names(axis: Axis, staged: _compat.ClosedJaxpr) -> Section:
     return Section(eqns, [lane, *jaxpr.invars], jaxpr.outvars, constvars, consts)
 
 
+def index_as_input(axis: Axis, program: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
+    """`program` with the index of the lane as one more input, the first."""
+
+    def run(lane: Any, *xs: Any) -> list[Any]:
+        return _evaluate(axis, program.jaxpr, program.consts, xs, lane, False)
+
+    types = [jax.typeof(np.int32(0)), *program.in_avals]
+    return _compat.stage(run, types, [(axis.name, axis.size)])
+
+
 def _distinct(outs: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
     """`outs`, none of which is an input, a constant, or the same as another."""
     seen = set(map(id, xs))

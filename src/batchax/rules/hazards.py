@@ -115,6 +115,13 @@ def hazards(jaxpr: Any) -> Hazards:
     return _known[jaxpr]
 
 
+def find_collective(jaxpr: Any) -> Any:
+    """An equation of `jaxpr`, or of a program inside it, in which lanes meet, or None."""
+    if not hazards(jaxpr).collective:
+        return None
+    return next(filter(_is_collective, _equations(jaxpr)))
+
+
 def _equations(jaxpr: Any) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
         yield eqn

@@ -1,0 +1,65 @@
+"""`LaneSteps`: a count of the steps that lanes took in loops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+
+class LaneSteps:
+    """Counts the steps of lanes in the loops of ``vmap(..., divergence=Compact(steps=...))``.
+
+    A loop that holds `w` lanes runs `w` lane-steps in each iteration; those of lanes that are
+    not done are of use. Steps are counted while programs run, compiled ones too, and are added
+    up until `reset`. Reading waits for what has been dispatched.
+
+    Attributes:
+      run: lane-steps that were computed.
+      useful: lane-steps that some lane needed.
+
+    Example::
+
+        steps = bx.LaneSteps()
+        bx.vmap(f, divergence=bx.Compact(steps=steps))(xs)
+        print(steps.utilization)
+    """
+
+    def __init__(self) -> None:
+        self._run = self._useful = 0
+
+    @property
+    def run(self) -> int:
+        jax.effects_barrier()
+        return self._run
+
+    @property
+    def useful(self) -> int:
+        jax.effects_barrier()
+        return self._useful
+
+    @property
+    def utilization(self) -> float:
+        """The share of the lane-steps that were of use; 1 if there were none."""
+        return self.useful / self.run if self.run else 1.0
+
+    def reset(self) -> None:
+        """Starts from zero."""
+        jax.effects_barrier()
+        self._run = self._useful = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"LaneSteps(run={self.run}, useful={self.useful}, utilization={self.utilization:.0%})"
+        )
+
+    def add(self, widths: Sequence[int], tallies: Sequence[Any]) -> None:
+        """Adds what each window of a loop has counted, when the program is run."""
+
+        def count(tallies: Any) -> None:
+            for width, (iterations, high, low) in zip(widths, tallies, strict=True):
+                self._run += width * int(iterations)
+                self._useful += (int(high) << 32) + int(low)
+
+        jax.debug.callback(count, tallies)

@@ -1,0 +1,41 @@
+"""What keeps lanes together where they would part ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from batchax import _compat
+from batchax.engine.axis import Axis
+from batchax.errors import UnsupportedError
+from batchax.rules.hazards import find_collective
+
+
+def can_move(axis: Axis, values: Sequence[Any]) -> bool:
+    """Whether lanes, and these values of theirs, can be taken apart and put together.
+
+    Not where their number is symbolic, where a value is a reference, and where their axis is
+    sharded over the axis of a mesh.
+    """
+    if not isinstance(axis.size, int) or axis.size == 0:
+        return False
+    if axis.mesh_axis is not None or axis.spmd_name is not None:
+        return False
+    return not any(map(_compat.is_reference, values))
+
+
+def refuse_collectives(programs: Iterable[_compat.ClosedJaxpr], where: str) -> None:
+    """Refuses programs in which lanes, or devices, meet.
+
+    Raises:
+      UnsupportedError: there is a collective; the message says where.
+    """
+    for program in programs:
+        eqn = find_collective(program.jaxpr)
+        if eqn is not None:
+            raise UnsupportedError(
+                f"{_compat.user_line(eqn.source_info)}: `{eqn.primitive.name}` over a named axis "
+                f'is inside {where}, and divergence="compact" runs lanes at different times there: '
+                "a collective would meet some of them only. Move it out, or use "
+                'divergence="predicate".'
+            )

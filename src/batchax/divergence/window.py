@@ -1,0 +1,215 @@
+"""Loops that lanes leave when they are done.
+
+First all lanes run, as they do where lanes are masked, until a share of them is done. Those
+that are left wait for a place in a window of fixed width: lanes that are done leave it, and
+waiting ones take their places (refill). When nobody waits, the lanes that are left move to
+narrower and narrower windows (compaction), so that one slow lane does not keep others company.
+
+A window holds the numbers of its lanes: what belongs to a lane is read from, and written to,
+the arrays of all lanes by number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from batchax import _compat
+from batchax.engine.axis import AxisPosition
+from batchax.rules.masking import select_lanes
+
+Step = Callable[[int, Sequence[Any], Any, Sequence[Any]], tuple[Any, list[Any]]]
+"""One step of some lanes: (width, consts, live, carry) -> (live, carry)."""
+
+Tally = tuple[Any, ...]
+"""Iterations, and lanes live in them (high and low half); empty where nobody counts."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the lanes of a loop are run.
+
+    Attributes:
+      widths: the widths of the windows, from that of all lanes down.
+      threshold: the share of the lanes of a window that must be done before it is refilled.
+      counts: whether lane-steps are counted.
+    """
+
+    widths: tuple[int, ...]
+    threshold: float
+    counts: bool
+
+    def left(self, k: int) -> int:
+        """How many lanes window `k` may be left with when nobody waits."""
+        return self.widths[k + 1] if k + 1 < len(self.widths) else 0
+
+    def refilled_at(self, k: int) -> int:
+        """How many live lanes window `k` has when it is refilled, or left."""
+        return self.widths[k] - max(1, round(self.widths[k] * self.threshold))
+
+    @property
+    def blank(self) -> Tally:
+        return (np.uint32(0),) * 3 if self.counts else ()
+
+
+def run_in_windows(
+    plan: Plan,
+    step: Step,
+    consts: Sequence[Any],
+    positions: Sequence[AxisPosition],
+    live: Any,
+    carry: list[Any],
+) -> tuple[list[Any], list[Tally]]:
+    """Runs a loop.
+
+    Args:
+      plan: how.
+      step: one step of some lanes.
+      consts: what it is given beside the carry; `positions` says where each has the batch axis.
+      live: whether each lane takes a first step.
+      carry: the first carry of all lanes, at the front.
+
+    Returns:
+      The last carry, and for each window the count of its lane-steps.
+    """
+    varying = [live, *carry, *consts]
+    everyone = plan.widths[0]
+    left = max(plan.refilled_at(0), plan.left(0)) if len(plan.widths) > 1 else 0
+    state = (live, carry, plan.blank)
+    live, carry, tally = _steps(step, everyone, consts, left, _alike(state, varying))
+    tallies = [tally]
+    waiting, count = _compressed(live, lax.iota(np.int32, everyone), everyone)
+    for k in range(1, len(plan.widths)):
+        window = _Window(plan, k, step, consts, positions, waiting, count)
+        carry, waiting, count, tally = window.run(carry, varying)
+        tallies.append(tally)
+    return carry, tallies
+
+
+def _steps(step: Step, width: int, consts: Sequence[Any], left: Any, state: Any) -> Any:
+    """Steps of `width` lanes until no more than `left` of them are live."""
+
+    def goes_on(state: Any) -> Any:
+        return _count(state[0]) > left
+
+    def once(state: Any) -> Any:
+        live, carry, tally = state
+        tally = _counted(tally, live)
+        return *step(width, consts, live, carry), tally
+
+    return lax.while_loop(goes_on, once, state)
+
+
+class _Window:
+    """The lanes named by `waiting`, of which the first `count` count, in a window."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        k: int,
+        step: Step,
+        consts: Sequence[Any],
+        positions: Sequence[AxisPosition],
+        waiting: Any,
+        count: Any,
+    ) -> None:
+        self.plan, self.k, self.step = plan, k, step
+        self.width = plan.widths[k]
+        self.consts, self.positions = consts, positions
+        self.waiting, self.count = waiting, count
+
+    def run(self, everyone: list[Any], varying: Any) -> tuple[list[Any], Any, Any, Tally]:
+        """From the carries of all lanes to those after this window.
+
+        Also returns the lanes that are left, how many they are, and the count of lane-steps.
+        """
+        width = self.width
+        nobody = jnp.zeros(width, np.int32)  # any lane will do for a place that is free
+        places = (
+            nobody,
+            jnp.zeros(width, np.bool_),
+            [x[nobody] for x in everyone],
+            self._consts_of(nobody),
+        )
+        state = (everyone, np.int32(0), places, self.plan.blank)
+        everyone, _, (lanes, live, _, _), tally = lax.while_loop(
+            lambda state: state[1] < self.count, self._turn, _alike(state, varying)
+        )
+        if not self.plan.left(self.k):
+            return everyone, None, None, tally
+        return everyone, *_compressed(live, lanes, self.plan.left(self.k)), tally
+
+    def _turn(self, state: Any) -> Any:
+        """Fills free places, runs until enough lanes are done, and writes what they hold."""
+        everyone, next_waiting, places, tally = state
+        lanes, live, carry, consts = self._filled(everyone, next_waiting, places)
+        next_waiting = next_waiting + _count(live & ~places[1])
+        some_wait = next_waiting < self.count
+        left = lax.select(some_wait, self.plan.refilled_at(self.k), self.plan.left(self.k))
+
+        given = iter(consts)
+        operands = [
+            x if a is None else next(given)
+            for x, a in zip(self.consts, self.positions, strict=True)
+        ]
+        began = live
+        live, carry, tally = _steps(self.step, self.width, operands, left, (live, carry, tally))
+        leaves = began & ~(live & some_wait)
+        beyond = everyone[0].shape[0] + lax.iota(np.int32, self.width)  # dropped
+        target = lax.select(leaves, lanes, beyond)
+        everyone = [
+            x.at[target].set(row, mode="drop", unique_indices=True)
+            for x, row in zip(everyone, carry, strict=True)
+        ]
+        return everyone, next_waiting, (lanes, live, carry, consts), tally
+
+    def _filled(self, everyone: Sequence[Any], next_waiting: Any, places: Any) -> Any:
+        lanes, live, carry, consts = places
+        place = next_waiting + lax.cumsum(lax.convert_element_type(~live, np.int32)) - 1
+        enters = ~live & (place < self.count)
+        lanes = lax.select(enters, self.waiting.at[place].get(mode="clip"), lanes)
+        rows = [x.at[lanes].get(mode="clip") for x in everyone]
+        carry = [select_lanes(enters, 0, row, old) for row, old in zip(rows, carry, strict=True)]
+        # What does not change is read again; lanes that stay read what they had.
+        consts = self._consts_of(lanes) if consts else consts
+        return lanes, live | enters, carry, consts
+
+    def _consts_of(self, lanes: Any) -> list[Any]:
+        return [
+            x.at[(slice(None),) * a + (lanes,)].get(mode="clip")
+            for x, a in zip(self.consts, self.positions, strict=True)
+            if a is not None
+        ]
+
+
+def _compressed(live: Any, lanes: Any, size: int) -> tuple[Any, Any]:
+    """The `lanes` that are live, one after another in an array of that size, and their number."""
+    places = lax.cumsum(lax.convert_element_type(live, np.int32)) - 1
+    beyond = size + lax.iota(np.int32, live.shape[0])
+    target = lax.select(live, places, beyond)
+    listed = jnp.zeros(size, np.int32).at[target].set(lanes, mode="drop", unique_indices=True)
+    return listed, _count(live)
+
+
+def _count(live: Any) -> Any:
+    return jnp.sum(live, dtype=np.int32)
+
+
+def _counted(tally: Tally, live: Any) -> Tally:
+    if not tally:
+        return tally
+    iterations, high, low = tally
+    total = low + lax.convert_element_type(_count(live), np.uint32)
+    return iterations + np.uint32(1), high + lax.convert_element_type(total < low, np.uint32), total
+
+
+def _alike(state: Any, like: Sequence[Any]) -> Any:
+    """A first carry whose values, inside ``shard_map``, all vary as those of the loop do."""
+    leaves, structure = jax.tree.flatten(state)
+    return jax.tree.unflatten(structure, _compat.varying_alike(leaves, like=like))

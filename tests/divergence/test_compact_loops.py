@@ -1,0 +1,297 @@
+"""Loops that lanes leave when they are done: `vmap(..., divergence="compact")`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import batchax as bx
+
+from support import oracle
+
+N = 23
+COUNTS = jnp.asarray([3, 0, 40, 7, 7, 1, 0, 12, 5, 5, 90, 2, 1, 1, 0, 9, 33, 4, 4, 4, 6, 2, 0])
+POINTS = jnp.asarray(np.random.default_rng(0).normal(size=(N, 3)), jnp.float32)
+NARROW = bx.Compact(width=4)
+
+
+def check(fun, *args, in_axes=0, out_axes=0, divergence=NARROW, derivatives=True, **options):
+    """Values as of the loop over examples; types and tangents as of lanes that are masked."""
+    if not isinstance(in_axes, tuple):
+        in_axes = (in_axes,) * len(args)
+    axes = {"in_axes": in_axes, "out_axes": out_axes, **options}
+    masked = bx.vmap(fun, **axes)
+    compact = bx.vmap(fun, **axes, divergence=divergence)
+    got = jax.jit(compact)(*args)
+    oracle.same(got, jax.jit(masked)(*args), None, "masked")
+    jax.tree.map(oracle.same_type, got, masked(*args))
+    if "axis_name" not in options:
+        oracle.same(got, oracle.loop(jax.jit(fun), args, in_axes, out_axes), None, "loop")
+    moving = [i for i, x in enumerate(args) if oracle.is_inexact(x)]
+    if not (derivatives and moving):
+        return
+
+    def tangents(batched):
+        def of(*xs):
+            given = dict(zip(moving, xs, strict=True))
+            return batched(*[given.get(i, x) for i, x in enumerate(args)])
+
+        xs = [args[i] for i in moving]
+        return jax.jit(lambda: jax.jvp(of, xs, [oracle.direction(x, 1) for x in xs]))()
+
+    ours, theirs = tangents(compact), tangents(masked)
+    ours, theirs = (
+        [x for x in jax.tree.leaves(t) if x.dtype != jax.dtypes.float0] for t in (ours, theirs)
+    )
+    oracle.same(ours, theirs, None, "jvp")
+
+
+def power(count, x, matrix=None):
+    """A matrix applied `count` times."""
+    matrix = jnp.eye(3) * 0.9 if matrix is None else matrix
+    step = lambda c: (c[0] + 1, jnp.tanh(matrix @ c[1]))
+    return lax.while_loop(lambda c: c[0] < count, step, (0, x))
+
+
+MATRICES = jnp.asarray(np.random.default_rng(1).normal(size=(3, 3, N)), jnp.float32)
+
+
+@pytest.mark.parametrize("width", [1, 3, 8, 22, 23, 100, None])
+def test_lanes_leave(width):
+    check(power, COUNTS, POINTS, divergence=bx.Compact(width=width), derivatives=width == 3)
+
+
+@pytest.mark.parametrize("threshold", [0, 0.5, 1])
+def test_threshold(threshold):
+    check(power, COUNTS, POINTS, divergence=bx.Compact(4, threshold))
+
+
+@settings(max_examples=15)
+@given(st.lists(st.integers(0, 30), min_size=N, max_size=N), st.booleans())
+def test_drawn_counts(counts, equal):
+    counts = jnp.asarray([counts[0]] * N if equal else counts)
+    ours, masked = COMPILED
+    oracle.same(ours(counts, POINTS), masked(counts, POINTS), None, "masked")
+
+
+COMPILED = [jax.jit(bx.vmap(power, divergence=d)) for d in (NARROW, "predicate")]
+
+
+def test_operands_along_other_axes():
+    check(power, COUNTS, POINTS.T, MATRICES, in_axes=(0, 1, 2), out_axes=(0, 1))
+
+
+def test_unbatched_operands():
+    check(power, COUNTS, POINTS[0], MATRICES[..., 0], in_axes=(0, None, None))
+
+
+def test_one_lane_and_none():
+    check(power, COUNTS[:1], POINTS[:1])
+    empty = bx.vmap(power, divergence=NARROW)(COUNTS[:0], POINTS[:0])
+    assert [x.shape for x in empty] == [(0,), (0, 3)]
+
+
+def test_equal_counts():
+    check(power, jnp.full(N, 5), POINTS)
+    check(power, jnp.zeros(N, int), POINTS)
+
+
+def test_integers():
+    def gcd(a, b):
+        return lax.while_loop(lambda c: c[1] != 0, lambda c: (c[1], c[0] % c[1]), (a, b))[0]
+
+    a = jnp.asarray(np.random.default_rng(2).integers(1, 10_000, N))
+    check(gcd, a, a[::-1] + 3)
+
+
+def test_many_types_of_carry():
+    def f(n, x):
+        def step(c):
+            i, half, flag, z, key, empty = c
+            return i + 1, half * 2, ~flag, z * 1j, jax.random.fold_in(key, i), empty
+
+        init = 0, jnp.float16(0.25), False, lax.complex(x, x), jax.random.key(3), jnp.ones((0, 2))
+        i, half, flag, z, key, empty = lax.while_loop(lambda c: c[0] < n % 7, step, init)
+        return i, half, flag, z, jax.random.uniform(key), empty
+
+    check(f, COUNTS, POINTS[:, 0])
+
+
+def test_each_lane_has_its_own_random_stream():
+    def f(seed, bound):
+        def step(c):
+            key, total, n = c
+            key, sub = jax.random.split(key)
+            return key, total + jax.random.exponential(sub), n + 1
+
+        return lax.while_loop(lambda c: c[1] < bound, step, (jax.random.key(seed), 0.0, 0))[1:]
+
+    check(f, jnp.arange(N), jnp.linspace(-1, 20, N), derivatives=False)
+
+
+def test_loop_in_loop():
+    def f(n, x):
+        def inner(i, x):
+            return lax.while_loop(
+                lambda c: c[0] < (i * n) % 5, lambda c: (c[0] + 1, c[1] * 1.1), (0, x)
+            )[1]
+
+        return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, inner(*c)), (0, x))[1]
+
+    check(f, COUNTS % 9, POINTS)
+
+
+def test_loop_in_scan_and_in_branch():
+    def f(n, x):
+        def step(x, k):
+            x = lax.cond(k % 2 == n % 2, lambda x: power((n + k) % 5, x)[1], jnp.sin, x)
+            return x, x.sum()
+
+        return lax.scan(step, x, jnp.arange(4))
+
+    check(f, COUNTS, POINTS)
+
+
+def test_scan_in_loop():
+    def f(n, x):
+        total = lambda x: lax.scan(lambda c, v: (c + v, c * v), 0.0, x)[1]
+        return lax.while_loop(lambda c: c[0] < n % 6, lambda c: (c[0] + 1, total(c[1])), (0, x))[1]
+
+    check(f, COUNTS, POINTS)
+
+
+def test_lanes_that_are_done_do_no_harm():
+    """A finished lane would divide by zero; an inner loop would not end for it (#2947)."""
+
+    def f(x):
+        def step(c):
+            i, x, y = c
+            inner = lax.while_loop(lambda z: z > 0, lambda z: z - jnp.abs(x), 3 * jnp.abs(x))
+            return i + 1, x - 1, y + 1 / x + inner
+
+        return lax.while_loop(lambda c: c[1] > 0, step, (0, x, x * 0))[2]
+
+    x = jnp.arange(N, dtype=jnp.float32) - 2
+    check(f, x)
+
+
+def test_predicate_that_reads_operands():
+    def f(x, bound):
+        return lax.while_loop(lambda x: jnp.sum(x) < bound, lambda x: x + jnp.abs(x) + 0.1, x)
+
+    check(f, POINTS, jnp.linspace(-3, 90, N))
+
+
+def test_index_of_the_lane():
+    def f(n):
+        step = lambda c: (c[0] + 1, c[1] + lax.axis_index("lanes"))
+        return lax.while_loop(lambda c: c[0] < n + lax.axis_index("lanes") % 2, step, (0, 0))
+
+    check(f, COUNTS, axis_name="lanes")
+
+
+def test_nested_batches():
+    counts, xs = COUNTS[:20].reshape(4, 5), POINTS[:20].reshape(4, 5, 3)
+    expected = jax.vmap(jax.vmap(power))(counts, xs)
+    for outer in (jax.vmap, bx.vmap, lambda f: bx.vmap(f, divergence=bx.Compact(2))):
+        for inner in (jax.vmap, lambda f: bx.vmap(f, divergence=bx.Compact(2))):
+            got = jax.jit(outer(inner(power)))(counts, xs)
+            oracle.same(got, expected, None, f"{outer} {inner}")
+
+
+def test_eager_calls_compile_once():
+    calls = []
+
+    def f(n, x):
+        calls.append(1)
+        return power(n, x)
+
+    batched = bx.vmap(f, divergence=NARROW)
+    first = batched(COUNTS, POINTS)
+    oracle.same(batched(COUNTS, POINTS), first, None, "again")
+    oracle.same(first, bx.vmap(power)(COUNTS, POINTS), None, "masked")
+
+
+def test_in_chunks():
+    check(power, COUNTS, POINTS, batch_size=10)
+
+
+def test_rows_of_different_lengths():
+    rows = bx.Ragged.from_rows([np.arange(n, dtype=np.float32) for n in (3, 0, 5, 1, 4, 4, 2)])
+
+    def f(row):
+        return lax.while_loop(
+            lambda c: c[0] < row.sum(), lambda c: (c[0] + 1, c[1] + row), (0, row)
+        )
+
+    masked, ours = bx.vmap(f)(rows), bx.vmap(f, divergence=bx.Compact(2))(rows)
+    oracle.same(jax.tree.leaves(ours), jax.tree.leaves(masked), None, "masked")
+
+
+def test_each_shard_compacts_its_own_lanes():
+    mesh = jax.make_mesh((2,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("devices")
+
+    def f(n, x):
+        add = lambda c, v: (c + v, None)
+        total = lambda x: lax.fori_loop(
+            0, n % 3, lambda i, x: x * 1.1, x + lax.scan(add, x, x[None])[0]
+        )
+        return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, total(c[1])), (0, x))
+
+    for fun in (power, f):
+        batched = bx.vmap(fun, divergence=bx.Compact(3))
+        sharded = jax.shard_map(batched, mesh=mesh, in_specs=spec, out_specs=spec)
+        got = jax.jit(sharded)(COUNTS[:22] % 9, POINTS[:22])
+        oracle.same(got, bx.vmap(fun)(COUNTS[:22] % 9, POINTS[:22]), None, "shards")
+
+
+def test_lane_steps_are_counted():
+    steps = bx.LaneSteps()
+    run = jax.jit(bx.vmap(power, divergence=bx.Compact(width=4, steps=steps)))
+    run(COUNTS, POINTS)
+    assert steps.useful == int(COUNTS.sum())
+    assert steps.useful <= steps.run < 90 * N / 2
+    assert steps.utilization == steps.useful / steps.run
+    run(COUNTS, POINTS)
+    assert steps.useful == 2 * int(COUNTS.sum())
+    assert f"useful={steps.useful}" in repr(steps)
+    steps.reset()
+    run(jnp.full(N, 5), POINTS)
+    assert (steps.run, steps.useful, steps.utilization) == (5 * N, 5 * N, 1.0)
+    everyone = bx.LaneSteps()
+    bx.vmap(power, divergence=bx.Compact(width=100, threshold=1, steps=everyone))(COUNTS, POINTS)
+    assert everyone.run > steps.run
+
+
+def test_collectives_are_refused():
+    def f(n):
+        step = lambda c: c + lax.psum(1, "lanes")
+        return lax.while_loop(lambda c: c < n, step, 0)
+
+    def g(n):
+        step = lambda c: c + lax.pmax(c, "lanes")
+        return lax.while_loop(lambda c: c < n, step, n * 0)
+
+    assert bx.vmap(f, axis_name="lanes", divergence=NARROW)(COUNTS).shape == (N,)  # a constant
+    with pytest.raises(bx.UnsupportedError, match=r"pmax.*loop that ends at its own step.*Move"):
+        bx.vmap(g, axis_name="lanes", divergence=NARROW)(COUNTS)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: bx.vmap(power, divergence="pack"), TypeError, "divergence must be .predicate."),
+        (lambda: bx.Compact(width=0), ValueError, "width is 0"),
+        (lambda: bx.Compact(width=2.5), TypeError, "width must be a positive int"),
+        (lambda: bx.Compact(threshold=2), ValueError, "threshold is 2"),
+        (lambda: bx.Compact(threshold="x"), TypeError, "threshold must be a number"),
+        (lambda: bx.Compact(steps=3), TypeError, "steps must be a batchax.LaneSteps"),
+    ],
+)
+def test_mistakes(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
