@@ -219,6 +219,52 @@ def test_in_chunks():
     check(power, COUNTS, POINTS, batch_size=10)
 
 
+def before_and_after(n, x):
+    n, x = n + (x.sum() > 0), jnp.sin(x)
+    n, x = power(n, x)
+    return power(n % 3, jnp.cos(x))[1], n
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 22])
+def test_chunks_share_a_window(batch_size):
+    check(before_and_after, COUNTS, POINTS, batch_size=batch_size, derivatives=batch_size == 5)
+
+
+def test_chunks_share_a_window_in_calls():
+    @jax.jit
+    def f(n, x):
+        return before_and_after(n, x)
+
+    check(f, COUNTS, POINTS, batch_size=5)
+    check(
+        lambda n: power(n + lax.axis_index("i") % 2, POINTS[0]), COUNTS, batch_size=5, axis_name="i"
+    )
+    mean = bx.vmap(f, out_axes=bx.Reduce("mean"), batch_size=5, divergence=NARROW)(COUNTS, POINTS)
+    expected = jax.tree.map(lambda x: x.mean(0), bx.vmap(f)(COUNTS, POINTS))
+    oracle.same(mean[0], expected[0], {"rtol": 1e-5, "atol": 1e-6}, "mean")
+
+
+def test_a_slow_lane_keeps_no_chunk_waiting():
+    slow = jnp.where(jnp.arange(64) % 8 == 0, 100, 1)
+    x = jnp.ones((64, 3))
+    steps = bx.LaneSteps()
+    bx.vmap(power, batch_size=8, divergence=bx.Compact(8, steps=steps))(slow, x)
+    assert steps.useful == int(slow.sum())
+    assert steps.utilization > 0.6  # in each chunk by itself: 0.14
+
+
+def test_loops_that_hold_much_stay_in_their_chunks():
+    def f(n, x):
+        step = lambda c: (c[0] + 1, c[1] * 0.5)
+        wide = jnp.broadcast_to(x, (10_000,)) + jnp.arange(10_000.0)
+        return lax.while_loop(lambda c: c[0] < n, step, (0, wide))[1].sum()
+
+    n, x = jnp.arange(64) % 5, jnp.arange(64.0)
+    batched = jax.jit(bx.vmap(f, batch_size=4, divergence=NARROW)).lower(n, x).compile()
+    oracle.same(batched(n, x), bx.vmap(f)(n, x), {"rtol": 1e-5}, "values")
+    assert batched.memory_analysis().temp_size_in_bytes < 12 * 4 * 40_000
+
+
 def test_rows_of_different_lengths():
     rows = bx.Ragged.from_rows([np.arange(n, dtype=np.float32) for n in (3, 0, 5, 1, 4, 4, 2)])
 

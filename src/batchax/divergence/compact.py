@@ -37,6 +37,7 @@ class Compact:
     threshold: float = 0.25
     steps: LaneSteps | None = None
     _nesting: int = field(default=0, repr=False, kw_only=True)
+    _most: int | None = field(default=None, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.width is not None and not is_position(self.width):
@@ -64,7 +65,11 @@ class Compact:
 
     def inside(self) -> Compact:
         """How the loops inside a loop, or a branch, are run."""
-        return replace(self, _nesting=self._nesting + 1)
+        return replace(self, _nesting=self._nesting + 1, _most=None)
+
+    def at_most(self, width: int) -> Compact:
+        """As this, with no more than so many lanes at a time."""
+        return replace(self, _most=width)
 
     def run_loop(self, axis: Axis, loop: Loop) -> list[Any] | None:
         """The last carry of all lanes; None where they are to be masked."""
@@ -74,8 +79,11 @@ class Compact:
         if not can_move(axis, given):
             return None
         cost = sum(work(program.jaxpr) for program in programs)
-        widths = choose_widths(axis.size, cost, self.width, self._nesting)
-        if len(widths) == 1 and self.steps is None:
+        most = axis.size if self._most is None else min(axis.size, self._most)
+        widths = choose_widths(most, cost, self.width, self._nesting)
+        if most < axis.size and len(widths) > 1:
+            widths = widths[1:]  # a window to begin with
+        if widths == (axis.size,) and self.steps is None:
             return None
         plan = Plan(widths, self.threshold, self.steps is not None)
         outs, tallies = run_loop(axis, loop, plan)

@@ -23,7 +23,7 @@ class _Worth(NamedTuple):
     """of one step of the narrowest window"""
 
 
-_WORTH = {"cpu": _Worth(16_000, 1_000)}
+_WORTH = {"cpu": _Worth(60_000, 1_000)}
 _OTHER_DEVICES = _Worth(30_000_000, 3_000_000)
 
 

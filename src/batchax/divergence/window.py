@@ -36,7 +36,7 @@ class Plan:
     """How the lanes of a loop are run.
 
     Attributes:
-      widths: the widths of the windows, from that of all lanes down.
+      widths: the widths of the windows, from the widest down. One of all lanes is not refilled.
       threshold: the share of the lanes of a window that must be done before it is refilled.
       counts: whether lane-steps are counted.
     """
@@ -79,13 +79,15 @@ def run_in_windows(
       The last carry, and for each window the count of its lane-steps.
     """
     varying = [live, *carry, *consts]
-    everyone = plan.widths[0]
-    left = max(plan.refilled_at(0), plan.left(0)) if len(plan.widths) > 1 else 0
-    state = (live, carry, plan.blank)
-    live, carry, tally = _steps(step, everyone, consts, left, _alike(state, varying))
-    tallies = [tally]
+    everyone, first = live.shape[0], 0
+    tallies = []
+    if plan.widths[0] == everyone:
+        left = max(plan.refilled_at(0), plan.left(0)) if len(plan.widths) > 1 else 0
+        state = (live, carry, plan.blank)
+        live, carry, tally = _steps(step, everyone, consts, left, _alike(state, varying))
+        tallies, first = [tally], 1
     waiting, count = _compressed(live, lax.iota(np.int32, everyone), everyone)
-    for k in range(1, len(plan.widths)):
+    for k in range(first, len(plan.widths)):
         window = _Window(plan, k, step, consts, positions, waiting, count)
         carry, waiting, count, tally = window.run(carry, varying)
         tallies.append(tally)

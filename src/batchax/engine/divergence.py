@@ -61,6 +61,10 @@ class Divergence(Protocol):
         """The last carry of all lanes, at the front; None to have lanes masked."""
         ...
 
+    def at_most(self, width: int) -> Divergence:
+        """As this, with no more than so many lanes at a time."""
+        ...
+
     def run_branches(self, axis: Axis, branches: Branches) -> Placed | None:
         """What each lane's branch returns; None to have lanes masked."""
         ...

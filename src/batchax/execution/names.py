@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.extend.core import Literal, jaxprs_in_params
-from jax.extend.core.primitives import copy_p
+from jax.extend.core.primitives import copy_p, while_p
 
 from batchax import _compat
 from batchax.engine.axis import Axis
@@ -51,7 +51,7 @@ def expose_names(axis: Axis, staged: _compat.ClosedJaxpr) -> Section:
     lane = _compat.stage(lambda i: [i], [index]).jaxpr.invars[0]
     eqns, constvars, consts = [], [*staged.jaxpr.constvars], [*staged.consts]
     for eqn in staged.jaxpr.eqns:
-        if not uses_name(eqn, axis.name):
+        if not is_exposed(axis, eqn):
             eqns.append(eqn)
             continue
 
@@ -60,7 +60,7 @@ def expose_names(axis: Axis, staged: _compat.ClosedJaxpr) -> Section:
                 return _distinct(_use(axis, eqn, list(xs), lane, True), [lane, *xs])
 
         types = [index, *(v.aval for v in eqn.invars)]
-        part = _compat.stage(run, types, [(axis.name, axis.size)])
+        part = _compat.stage(run, types, _names(axis))
         renamed = dict(zip(part.jaxpr.invars, [lane, *eqn.invars], strict=True))
         renamed |= zip(part.jaxpr.outvars, eqn.outvars, strict=True)
         constvars += part.jaxpr.constvars
@@ -79,7 +79,30 @@ def index_as_input(axis: Axis, program: _compat.ClosedJaxpr) -> _compat.ClosedJa
         return _evaluate(axis, program.jaxpr, program.consts, xs, lane, False)
 
     types = [jax.typeof(np.int32(0)), *program.in_avals]
-    return _compat.stage(run, types, [(axis.name, axis.size)])
+    return _compat.stage(run, types, _names(axis))
+
+
+def is_exposed(axis: Axis, eqn: Any) -> bool:
+    """Whether an equation uses the name of the axis, or is a call to be opened for its loops.
+
+    Loops that lanes leave one by one draw lanes from all chunks, if they are at the top level.
+    """
+    if axis.name is not None and uses_name(eqn, axis.name):
+        return True
+    return axis.divergence is not None and _is_call_with_loop(eqn)
+
+
+def _is_call_with_loop(eqn: Any) -> bool:
+    if eqn.primitive.name not in _OPENED:
+        return False
+    jaxpr = _compat.close(eqn.params[_OPENED[eqn.primitive.name]]).jaxpr
+    if _compat.name_within_jax(jaxpr):  # a loop of JAX's own, in a call that may be cached
+        return False
+    return any(e.primitive is while_p or _is_call_with_loop(e) for e in jaxpr.eqns)
+
+
+def _names(axis: Axis) -> list[tuple[Any, Any]]:
+    return [] if axis.name is None else [(axis.name, axis.size)]
 
 
 def _distinct(outs: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
@@ -114,8 +137,8 @@ def _evaluate(
     for eqn in jaxpr.eqns:
         xs = list(map(read, eqn.invars))
         with _as_staged(eqn, outer_names):
-            used = uses_name(eqn, axis.name)
-            outs = _use(axis, eqn, xs, lane, top) if used else bind_equation(eqn, xs)
+            exposed = is_exposed(axis, eqn)
+            outs = _use(axis, eqn, xs, lane, top) if exposed else bind_equation(eqn, xs)
         env.update(zip(eqn.outvars, outs, strict=True))
     return list(map(read, jaxpr.outvars))
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
+from jax.extend.core.primitives import while_p
 
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition
-from batchax.engine.named_axes import uses_name
 from batchax.engine.outputs import AUTO, OutputArray, Reduce, check_unbatched, place
 from batchax.engine.replay import closed_over
 from batchax.execution.memory import Auto
-from batchax.execution.names import expose_names
+from batchax.execution.names import expose_names, is_exposed
 from batchax.execution.placement import run_loop
 from batchax.execution.section_body import Found, LanesToRun, SectionBody, Target
 from batchax.execution.sections import (
@@ -24,6 +24,7 @@ from batchax.execution.sections import (
     bytes_per_lane,
     crossing,
     find_cuts,
+    parting_loops,
     run_shared,
     run_whole,
     section_for,
@@ -32,6 +33,8 @@ from batchax.execution.sections import (
 from batchax.execution.shards import Shards
 from batchax.execution.streaming import finish
 from batchax.rules.collectives import REDUCTIONS
+
+_SMALL = 256  # bytes that a lane may always hold
 
 
 class SectionRunner:
@@ -54,7 +57,7 @@ class SectionRunner:
         self.local = axis if shards is None else replace(axis, size=axis.size // shards.count)
         staged = _compat.without_references(staged, axis.name, axis.size)
         self.lane, values = None, list(zip(args, positions, strict=True))
-        if axis.name is not None and any(uses_name(eqn, axis.name) for eqn in staged.jaxpr.eqns):
+        if any(is_exposed(axis, eqn) for eqn in staged.jaxpr.eqns):
             staged = expose_names(axis, staged)
             self.lane = staged.jaxpr.invars[0]
             # Each chunk counts its lanes from the first.
@@ -78,7 +81,8 @@ class SectionRunner:
         positions: dict[int, AxisPosition] = {}
         while True:
             eqns = run_shared(self.axis, eqns, self.env)
-            cuts, blocked, free = find_cuts(self.axis, eqns)
+            loops = self._loops_to_cut(eqns)
+            cuts, blocked, free = find_cuts(self.axis, eqns, loops)
             known: dict[int, Found] = {}
             targets: dict[int, Target] = {}
             for i, (v, output) in enumerate(zip(outvars, described, strict=True)):
@@ -107,6 +111,15 @@ class SectionRunner:
             self._cut(cuts, collected, found)
             done = {id(eqn) for eqn in (*cuts, *(e for e in free if e.effects))}
             eqns = [eqn for eqn in eqns if id(eqn) not in done]
+
+    def _loops_to_cut(self, eqns: Sequence[Any]) -> set[int]:
+        """The loops that draw their lanes from all chunks.
+
+        What their lanes hold is kept for all lanes: not where that is more than the batch.
+        """
+        if self.axis.divergence is None or isinstance(self.lanes.batch_size, Auto):
+            return set()
+        return parting_loops(eqns, self.env, 2 * self.batch_bytes + _SMALL)
 
     def _placed(self, output: OutputArray, x: Found) -> Any:
         # What all lanes share is reduced over all of them, but repeated for those here.
@@ -154,7 +167,7 @@ class SectionRunner:
         self, cuts: Sequence[Any], collected: dict[Any, Target], found: dict[Target, Found]
     ) -> None:
         """Runs collectives over all lanes."""
-        whole = []
+        whole, loops = [], []
         for eqn in cuts:
             streamed = None
             for v in variables(eqn):
@@ -166,13 +179,18 @@ class SectionRunner:
                     streamed = lax.convert_element_type(x.value, v.aval.dtype)
                 else:
                     self.env[v] = x.value, x.position
-            if streamed is None:
+            if eqn.primitive is while_p:
+                loops.append(eqn)
+            elif streamed is None:
                 whole.append(eqn)
             else:
                 others = tuple(a for a in eqn.params["axes"] if a != self.axis.name)
                 if others:
                     streamed = eqn.primitive.bind(streamed, **{**eqn.params, "axes": others})
                 self.env[eqn.outvars[0]] = streamed, None
+        if loops:
+            narrow = self.axis.divergence.at_most(self.lanes.batch_size)
+            run_whole(replace(self.local, divergence=narrow), loops, self.env)
         if self.shards is None:
             run_whole(self.axis, whole, self.env)
         else:

@@ -13,11 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.extend.core import Literal
+from jax.extend.core.primitives import while_p
 
+from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition
 from batchax.engine.interpreter import interpret
 from batchax.engine.named_axes import uses_name
 from batchax.engine.replay import closed_over
+from batchax.rules.pullback import reached
 
 Env = dict[Any, tuple[Any, AxisPosition]]
 """Variables whose values for all lanes are known, and where their batch axes are."""
@@ -90,23 +93,58 @@ def run_whole(axis: Axis, eqns: Sequence[Any], env: Env) -> None:
     env.update(zip(outvars, zip(outs, axes, strict=True), strict=True))
 
 
-def find_cuts(axis: Axis, eqns: Sequence[Any]) -> tuple[list[Any], set[Any], list[Any]]:
+def find_cuts(
+    axis: Axis, eqns: Sequence[Any], loops: Collection[int]
+) -> tuple[list[Any], set[Any], list[Any]]:
     """The collectives over `axis` that come first, what waits for them, and what does not.
 
+    `loops` has the ids of loops that are cut out as well.
+
     Returns:
-      Those collectives; the variables that cannot be computed before they have run;
-      and the equations that can.
+      Those collectives, and loops; the variables that cannot be computed before they have
+      run; and the equations that can.
     """
     cuts, blocked, free = [], set(), []
     for eqn in eqns:
         if not blocked.isdisjoint(variables(eqn)):
             blocked.update(eqn.outvars)
-        elif _touches(axis, eqn):
+        elif id(eqn) in loops or _touches(axis, eqn):
             cuts.append(eqn)
             blocked.update(eqn.outvars)
         else:
             free.append(eqn)
     return cuts, blocked, free
+
+
+def parting_loops(eqns: Sequence[Any], env: Env, most: int) -> set[int]:
+    """The ids of the ``while`` loops among `eqns` whose lanes end at different steps.
+
+    Args:
+      eqns: equations that depend on the batch.
+      env: what is known.
+      most: how many bytes a lane of a loop may hold.
+    """
+
+    def differs(v: Any) -> bool:
+        return not isinstance(v, Literal) and (v not in env or env[v][1] is not None)
+
+    found = set()
+    for eqn in eqns:
+        if eqn.primitive is not while_p or _compat.ordered_by_lane(eqn.effects):
+            continue
+        if bytes_per_lane(v for v in eqn.invars if differs(v)) > most:
+            continue
+        n_test, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        marks = list(map(differs, eqn.invars))
+        test, body, carry = marks[:n_test], marks[n_test:][:n_body], marks[n_test + n_body :]
+        while True:
+            new = reached(eqn.params["body_jaxpr"].jaxpr, [*body, *carry])
+            if not any(n and not c for n, c in zip(new, carry, strict=True)):
+                break
+            carry = [n or c for n, c in zip(new, carry, strict=True)]
+        if any(reached(eqn.params["cond_jaxpr"].jaxpr, [*test, *carry])):
+            found.add(id(eqn))
+    return found
 
 
 def crossing(eqns: Sequence[Any], free: Sequence[Any], cuts: Sequence[Any]) -> list[Any]:
