@@ -8,15 +8,35 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Literal, jaxprs_in_params
+
+from batchax import _compat
 
 _STEPS_OF_WHILE = 16  # what a loop is taken to do if it does not say
 
-# Multiplications and additions of a contraction run many at a time.
-_CONTRACTION = 0.15
+
+@dataclass(frozen=True)
+class _Prices:
+    """What is paid for an operation on a number."""
+
+    element: float
+    """of most operations"""
+    slow: float
+    """of a sine, say"""
+    contraction: float
+    """of an addition or multiplication in one, which run many at a time"""
+    shared: float
+    """the same, where all lanes share one of the operands"""
+
+
+_ALONE = _Prices(1.0, 10.0, 0.15, 0.15)
+# All lanes at once: operations are fused and fill vector registers, and one matrix that
+# many vectors are multiplied by is read once.
+_TOGETHER = _Prices(0.02, 0.2, 0.15, 0.012)
 
 _FREE = frozenset("broadcast_in_dim reshape squeeze expand_dims convert_element_type".split())
 _SLOW = frozenset(
@@ -32,14 +52,35 @@ _CUBIC = frozenset(
     """.split()
 )
 
-_known: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, dict[Any, float]] = weakref.WeakKeyDictionary()
 
 
-def work(jaxpr: Any) -> float:
-    """Elementary operations of a program, those of the programs inside it included."""
-    if jaxpr not in _known:
-        _known[jaxpr] = sum(map(_of_equation, jaxpr.eqns))
-    return _known[jaxpr]
+def work(jaxpr: Any, lanes_differ: Sequence[bool] | None = None) -> float:
+    """Elementary operations of a program, those of the programs inside it included.
+
+    Args:
+      jaxpr: the program, of one example.
+      lanes_differ: if given, what is meant is the share of one of many lanes that run at
+        once. For each input: whether each lane has its own.
+    """
+    key = None if lanes_differ is None else tuple(lanes_differ)
+    known = _known.setdefault(jaxpr, {})
+    if key not in known:
+        known[key] = _sum(jaxpr, key)
+    return known[key]
+
+
+def _sum(jaxpr: Any, lanes_differ: Sequence[bool] | None) -> float:
+    if lanes_differ is None:
+        return sum(_of_equation(eqn, None) for eqn in jaxpr.eqns)
+    differing = {v for v, differs in zip(jaxpr.invars, lanes_differ, strict=True) if differs}
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        marks = [not isinstance(v, Literal) and v in differing for v in eqn.invars]
+        if any(marks):  # if not, it runs once for all lanes
+            total += _of_equation(eqn, marks)
+            differing.update(eqn.outvars)
+    return total
 
 
 def bytes_of(avals: Any) -> int:
@@ -47,15 +88,22 @@ def bytes_of(avals: Any) -> int:
     return sum(_size(a) * a.dtype.itemsize for a in avals if hasattr(a, "dtype"))
 
 
-def _of_equation(eqn: Any) -> float:
+def _of_equation(eqn: Any, lanes_differ: list[bool] | None) -> float:
     name = eqn.primitive.name
-    inner = [work(getattr(p, "jaxpr", p)) for p in jaxprs_in_params(eqn.params)]
+    prices = _ALONE if lanes_differ is None else _TOGETHER
+    inner = [
+        work(p, _inside(eqn, p, lanes_differ))
+        for p in (getattr(p, "jaxpr", p) for p in jaxprs_in_params(eqn.params))
+    ]
     if name == "scan":
         return sum(inner) * eqn.params["length"]
     if name == "while":
         return sum(inner) * _STEPS_OF_WHILE
     if name == "cond":
         return max(inner)
+    if name == "dot_general":
+        shared = lanes_differ is not None and not all(lanes_differ)
+        return _contraction(eqn) * (prices.shared if shared else prices.contraction)
     if name in _OF_SHAPE:
         return _OF_SHAPE[name](eqn)
     if inner and name not in _ELEMENTS_WITH_PROGRAM:
@@ -65,7 +113,25 @@ def _of_equation(eqn: Any) -> float:
         return 0.0
     if name in _CUBIC:
         return 2.0 * size * math.sqrt(_matrix(eqn)) + 1000.0
-    return size * (10.0 if name in _SLOW else 200.0 if name in _VERY_SLOW else 1.0)
+    if name in _VERY_SLOW:
+        return 200.0 * size
+    return size * (prices.slow if name in _SLOW else prices.element)
+
+
+def _inside(eqn: Any, program: Any, lanes_differ: list[bool] | None) -> list[bool] | None:
+    """For the inputs of a program in an equation, as `lanes_differ` for its operands."""
+    if lanes_differ is None:
+        return None
+    name, unknown = eqn.primitive.name, [True] * len(program.invars)
+    if name == "while":
+        n_test, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        consts = lanes_differ[n_test : n_test + n_body]
+        return [*consts, *unknown[len(consts) :]] if len(consts) < len(unknown) else unknown
+    if name == "scan":
+        consts = lanes_differ[: _compat.scan_counts(eqn.params)[0]]
+        return [*consts, *unknown[len(consts) :]]
+    operands = lanes_differ[1:] if name == "cond" else lanes_differ
+    return operands if len(operands) == len(unknown) else unknown
 
 
 def _matrix(eqn: Any) -> int:
@@ -77,13 +143,13 @@ def _contraction(eqn: Any) -> float:
     (contracted, _), _ = eqn.params["dimension_numbers"]
     shape = eqn.invars[0].aval.shape
     terms = math.prod(shape[d] for d in contracted)
-    return 2.0 * _size(eqn.outvars[0].aval) * terms * _CONTRACTION
+    return 2.0 * _size(eqn.outvars[0].aval) * terms
 
 
 def _convolution(eqn: Any) -> float:
     kernel, out = eqn.invars[1].aval, eqn.outvars[0].aval
     features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-    return 2.0 * _size(out) * _size(kernel) / max(features, 1) * _CONTRACTION
+    return 2.0 * _size(out) * _size(kernel) / max(features, 1) * _ALONE.contraction
 
 
 def _random(eqn: Any) -> float:
@@ -106,7 +172,6 @@ def _updated(eqn: Any) -> float:
 
 
 _OF_SHAPE: dict[str, Callable[[Any], float]] = {
-    "dot_general": _contraction,
     "conv_general_dilated": _convolution,
     "random_bits": _random,
     "random_fold_in": _random,

@@ -11,12 +11,14 @@ from batchax.engine.inner import batch_function
 from batchax.engine.registry import register_own_rule
 from batchax.execution.chunk_loop import (
     Body,
+    Live,
     Loop,
     Sum,
     Whole,
     chunk_loop,
     chunk_loop_p,
 )
+from batchax.execution.picked_batching import batch_picked
 from batchax.rules.pullback import reached
 
 
@@ -26,6 +28,8 @@ def _batched(
 ) -> tuple[list[Any], list[AxisPosition]]:
     marked = [False, *(a is not None for a in axes)]
     named = axis.name is not None and bool(program.effects)
+    if loop.picks and axes[0] is not None:
+        return batch_picked(axis, args, axes, loop, named), [0] * len(loop.results)
     hits = [named or hit for hit in reached(program.jaxpr, marked)]
 
     def of_width(width: int) -> Any:
@@ -50,6 +54,6 @@ def _batched(
 
 def _shifted(kind: Any, position: AxisPosition) -> Any:
     """The kind of a value with one more axis, at `position`."""
-    if position is None or isinstance(kind, (Whole, Sum)):
+    if position is None or isinstance(kind, (Whole, Sum, Live)):
         return kind
     return replace(kind, axis=kind.axis + (position <= kind.axis))

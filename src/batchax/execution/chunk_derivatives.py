@@ -21,10 +21,11 @@ from batchax.execution.chunk_loop import (
     WHOLE,
     Body,
     Extreme,
-    Lanes,
     Loop,
     Operand,
     PerChunk,
+    Picked,
+    PickedOrZero,
     Result,
     Sum,
     chosen_chunk,
@@ -183,8 +184,14 @@ def _reverse_loop(
 
 def _as_operand(kind: Result) -> Operand:
     """The kind of the cotangent of a result."""
-    assert isinstance(kind, (Lanes, PerChunk, Sum))
-    return WHOLE if isinstance(kind, Sum) else kind
+    match kind:
+        case Sum():
+            return WHOLE
+        case Picked(axis):
+            return PickedOrZero(axis)
+        case _:
+            assert not isinstance(kind, Extreme)
+            return kind
 
 
 ad.primitive_jvps[chunk_loop_p] = _jvp

@@ -9,6 +9,9 @@ loop is one primitive whose derivatives are chunk loops again, each of which hol
 intermediate values of one chunk only: what reverse mode needs is computed again,
 chunk by chunk (Griewank and Walther, "Revolve", 2000, call it checkpointing).
 
+The lanes may be those that a mask picks. Then only so many chunks run as they fill, and
+what a chunk sees is gathered, what it returns scattered. Derivatives pick the same lanes.
+
 Written with ``lax.scan`` and ``jax.checkpoint`` instead, the gradient of an array
 that is sliced in the loop would be added up as one full array for each chunk.
 """
@@ -30,6 +33,7 @@ from jax.interpreters import mlir
 
 from batchax import _compat
 from batchax.engine.program_key import program_key
+from batchax.execution import picks
 from batchax.execution.buffers import blank
 from batchax.execution.eager import run_eagerly
 from batchax.execution.memory import Auto, fitting_chunk
@@ -67,8 +71,39 @@ class Extreme:
     axis: int
 
 
-Operand = Whole | Lanes | PerChunk
-Result = Lanes | PerChunk | Sum | Extreme
+@dataclass(frozen=True)
+class Live:
+    """The first operand of a loop over some lanes: for each lane, whether it is one of them.
+
+    A chunk sees which of its lanes count: where there are too few, the first stands in.
+
+    Attributes:
+      most: how many lanes make a chunk where there are plenty; None: always those the loop
+        says.
+    """
+
+    most: int | None = None
+
+
+@dataclass(frozen=True)
+class Picked:
+    """A value with all lanes along `axis`, of which a chunk has those that were picked for it.
+
+    Of a result, entries of lanes that were not picked are zero.
+    """
+
+    axis: int
+
+
+@dataclass(frozen=True)
+class PickedOrZero:
+    """An operand as `Picked`, but zero in the lanes of a chunk that do not count."""
+
+    axis: int
+
+
+Operand = Whole | Lanes | PerChunk | Live | Picked | PickedOrZero
+Result = Lanes | PerChunk | Sum | Extreme | Picked
 
 WHOLE, SUM = Whole(), Sum()
 
@@ -133,6 +168,11 @@ class Loop:
         return replace(self, chunk=chunk, **changes)
 
     @property
+    def picks(self) -> bool:
+        """Whether a mask, its first operand, says which lanes it is over."""
+        return isinstance(next(iter(self.operands), None), Live)
+
+    @property
     def width(self) -> int:
         """A width to look at the program for."""
         return self.chunk if isinstance(self.chunk, int) else 1
@@ -143,17 +183,25 @@ class Loop:
 
     def of_chunk(self, avals: Sequence[Any], width: int) -> list[Any]:
         """The types of the operands as a chunk of `width` lanes sees them."""
-        sizes = {Lanes: width, PerChunk: 1}
-        return [
-            aval if isinstance(kind, Whole) else resized(aval, kind.axis, sizes[type(kind)])
-            for aval, kind in zip(avals, self.operands, strict=True)
-        ]
+
+        def seen(aval: Any, kind: Operand) -> Any:
+            match kind:
+                case Whole():
+                    return aval
+                case Live():
+                    return resized(aval, 0, width)
+                case PerChunk(axis):
+                    return resized(aval, axis, 1)
+                case Lanes(axis) | Picked(axis) | PickedOrZero(axis):
+                    return resized(aval, axis, width)
+
+        return list(map(seen, avals, self.operands))
 
     def result_aval(self, aval: Any, kind: Result) -> Any:
         """The type of a result, from that of a chunk's."""
         aval = aval.strip_weak_type()
         match kind:
-            case Lanes(axis):
+            case Lanes(axis) | Picked(axis):
                 return resized(aval, axis, self.size)
             case PerChunk(axis):
                 assert isinstance(self.chunk, int)
@@ -166,7 +214,14 @@ class Loop:
 
 def cotangent_kind(kind: Operand) -> Result:
     """The kind of the cotangent of an operand."""
-    return SUM if isinstance(kind, Whole) else kind
+    match kind:
+        case Whole():
+            return SUM
+        case PickedOrZero(axis):
+            return Picked(axis)
+        case _:
+            assert not isinstance(kind, Live)
+            return kind
 
 
 def resized(aval: Any, axis: int, size: int) -> Any:
@@ -186,7 +241,7 @@ def chunk_loop(loop: Loop, operands: Sequence[Any]) -> list[Any]:
     """
     operands = _compat.varying_alike(operands)
     avals = [jax.typeof(x) for x in operands]
-    if isinstance(loop.chunk, int) and loop.size % loop.chunk:
+    if isinstance(loop.chunk, int) and loop.size % loop.chunk and not loop.picks:
         loop.program(avals, loop.size % loop.chunk)  # staged while its surroundings hold
     program = loop.program(avals, loop.width)
     if any(isinstance(c, Tracer) for c in program.consts):
@@ -218,26 +273,35 @@ def run(loop: Loop, operands: Sequence[Any]) -> list[Any]:
         chunk = chosen_chunk(loop, avals)
         loop = replace(loop, chunk=chunk)
 
-    def run_chunk(index: Any, width: int) -> list[Any]:
+    found = picks.in_order(operands[0], chunk) if loop.picks else None
+
+    def run_chunk(index: Any, width: int) -> tuple[list[Any], picks.Picks | None]:
         program = loop.program(avals, width)
         (start,) = _compat.varying_alike([index * np.int32(chunk)], like=operands)
+        picked = None if found is None else picks.of_chunk(*found, start, width)
         parts = [
-            _part(x, kind, start, index, width)
+            _part(x, kind, start, index, width, picked)
             for x, kind in zip(operands, loop.operands, strict=True)
         ]
-        return eval_jaxpr(program.jaxpr, program.consts, start, *parts)
+        return eval_jaxpr(program.jaxpr, program.consts, start, *parts), picked
 
-    if loop.size <= chunk:
-        return list(map(of_only_chunk, run_chunk(jnp.int32(0), loop.size), loop.results))
+    if loop.size <= chunk and not loop.picks:
+        return list(map(of_only_chunk, run_chunk(jnp.int32(0), loop.size)[0], loop.results))
 
     def step(index: Any, width: int, results: Sequence[Any]) -> list[Any]:
-        return collect(loop, results, run_chunk(index, width), index)
+        outs, picked = run_chunk(index, width)
+        return collect(loop, results, outs, index, picked)
 
     program = loop.program(avals, chunk)
     types, results = program.out_avals, results_before(loop, program)
     results = _compat.varying_alike(results, like=operands)
     full, rest = divmod(loop.size, chunk)
-    if rest and _compat.calls_back(program.effects):
+    if found is not None:
+        _, count = found
+        chunks = lax.div(count + np.int32(chunk - 1), np.int32(chunk))
+        (first,) = _compat.varying_alike([jnp.int32(0)], like=operands)
+        results = lax.fori_loop(first, chunks, lambda i, results: step(i, chunk, results), results)
+    elif rest and _compat.calls_back(program.effects):
         # Outside of the loop nothing would keep the last chunk from running first.
         def either(i: Any, results: list[Any]) -> list[Any]:
             def last(results: list[Any]) -> list[Any]:
@@ -271,7 +335,7 @@ def chosen_chunk(loop: Loop, avals: Sequence[Any]) -> int:
 
 def _key(loop: Loop, avals: Sequence[Any], chunk: int) -> Hashable:
     """The same for loops that do the same in chunks of that size."""
-    widths = {min(chunk, loop.size), loop.size % chunk} - {0}
+    widths = {chunk} if loop.picks else {min(chunk, loop.size), loop.size % chunk} - {0}
     programs = (program_key(loop.program(avals, width)) for width in sorted(widths))
     return chunk, loop.size, loop.operands, loop.results, tuple(avals), *programs
 
@@ -281,9 +345,17 @@ def run_flat(loop: Loop, *operands: Any) -> list[Any]:
     return run(loop, operands)
 
 
-def _part(x: Any, kind: Operand, start: Any, index: Any, width: int) -> Any:
+def _part(
+    x: Any, kind: Operand, start: Any, index: Any, width: int, picked: picks.Picks | None
+) -> Any:
     """What of an operand one chunk sees."""
     match kind:
+        case Live():
+            assert picked is not None
+            return picked.counts
+        case Picked(axis) | PickedOrZero(axis):
+            assert picked is not None
+            return picks.take(x, picked, axis, isinstance(kind, PickedOrZero))
         case Whole():
             return x
         case Lanes(axis):
@@ -311,22 +383,35 @@ def _before(loop: Loop, aval: Any, kind: Result, number: int) -> Any:
             return lax.full(whole.shape, _lowest(whole.dtype), whole.dtype, sharding=sharding)
         case Extreme():
             return lax.full(whole.shape, _highest(whole.dtype), whole.dtype, sharding=sharding)
+        case Picked() if not jnp.issubdtype(whole.dtype, jax.dtypes.extended):
+            return lax.full(whole.shape, 0, whole.dtype, sharding=sharding)
         case _:
             return blank(whole, number)
 
 
-def collect(loop: Loop, results: Sequence[Any], outs: Sequence[Any], index: Any) -> list[Any]:
+def collect(
+    loop: Loop,
+    results: Sequence[Any],
+    outs: Sequence[Any],
+    index: Any,
+    picked: picks.Picks | None = None,
+) -> list[Any]:
     """The results with those, `outs`, of one more chunk."""
     assert isinstance(loop.chunk, int)
     start = index * np.int32(loop.chunk)
     return [
-        _collect(kind, result, out, start, index)
+        _collect(kind, result, out, start, index, picked)
         for kind, result, out in zip(loop.results, results, outs, strict=True)
     ]
 
 
-def _collect(kind: Result, result: Any, out: Any, start: Any, index: Any) -> Any:
+def _collect(
+    kind: Result, result: Any, out: Any, start: Any, index: Any, picked: picks.Picks | None
+) -> Any:
     match kind:
+        case Picked(axis):
+            assert picked is not None
+            return picks.put(result, out, picked.places, axis)
         case Lanes(axis):
             return _write(result, out, start, axis)
         case PerChunk(axis):

@@ -1,0 +1,180 @@
+"""Branches that run for the lanes that take them.
+
+A branch that costs more than moving its operands and results does is a loop over chunks of
+the lanes that take it (`execution.chunk_loop`): lanes that do not are never computed, and
+no chunk runs where no lane does. Its derivatives run for the same lanes. Other branches run
+for all lanes, masked.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+from batchax import _compat
+from batchax.divergence.cost import work
+from batchax.divergence.limits import can_move, refuse_collectives
+from batchax.engine.axis import Axis, AxisPosition, match_axis
+from batchax.engine.derivatives import with_values
+from batchax.engine.divergence import Branches, Placed
+from batchax.engine.inner import remembered
+from batchax.engine.interpreter import interpret
+from batchax.engine.named_axes import uses_name
+from batchax.engine.replay import closed_over
+from batchax.execution.chunk_loop import WHOLE, Body, Live, Loop, Picked, chunk_loop
+from batchax.execution.names import index_as_input
+from batchax.execution.picks import fitting_width
+from batchax.rules.branches import _one_branch, _select
+from batchax.rules.hazards import hazards
+
+# In the unit of `work`. Results do not depend on these.
+_GAIN = 4.0  # how much more than moving its lanes a branch must cost to be worth it
+_PER_ARRAY = 50.0  # what moving an array of a lane costs, whatever its size
+_PER_NUMBER = 0.5  # and each number in it
+_LEAST = 50_000.0  # what a branch must cost all lanes
+_NARROWEST = 16
+
+
+def run_branches(axis: Axis, branches: Branches, width: int | None) -> Placed | None:
+    """What each lane's branch returns; None if all branches are to be masked.
+
+    Args:
+      axis: the axis being mapped.
+      branches: the branches, and what they are given.
+      width: how many lanes of those that take the same branch run together; None to choose.
+
+    Raises:
+      UnsupportedError: a branch has a collective in it.
+    """
+    refuse_collectives(branches.programs, "a branch that not every lane takes")
+    if not can_move(axis, (branches.index, *branches.operands)):
+        return None
+    parts = [_Part(axis, program, branches, width) for program in branches.programs]
+    if not any(part.apart for part in parts):
+        return None
+    index, operands, positions = branches.index, branches.operands, branches.positions
+    results = [
+        part.run(lax.eq(index, np.asarray(i, index.dtype)))
+        if part.apart
+        else _one_branch(axis, index, i, program, operands, positions)
+        for i, (part, program) in enumerate(zip(parts, branches.programs, strict=True))
+    ]
+    return _select(axis, index, results)
+
+
+class _Part:
+    """One branch."""
+
+    def __init__(
+        self,
+        axis: Axis,
+        program: _compat.ClosedJaxpr,
+        branches: Branches,
+        width: int | None,
+    ) -> None:
+        self.width = width
+        self.axis, self.operands, self.positions = axis, branches.operands, branches.positions
+        self.program = remembered(program, axis, functools.partial(_prepared, axis, program))
+        if len(self.program.in_avals) > len(self.operands):
+            self.operands = [lax.iota(np.int32, axis.size), *self.operands]
+            self.positions = [0, *self.positions]
+        jaxpr = self.program.jaxpr
+        read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
+        self.used = [
+            k
+            for k, (v, x) in enumerate(zip(jaxpr.invars, self.operands, strict=True))
+            if v in read and isinstance(x, jax.Array)
+        ]
+        computed = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+        made = (v for v in jaxpr.outvars if not isinstance(v, Literal) and v in computed)
+        self.made = list(dict.fromkeys(made))
+        self.work = work(jaxpr, [a is not None for a in self.positions])
+        self.apart = self._can_run_apart() and self._is_worth_it()
+
+    def _can_run_apart(self) -> bool:
+        if any(map(closed_over, self.program.jaxpr.eqns)):
+            return False  # its derivative rule would find values of all lanes
+        if any(v.aval.dtype == jax.dtypes.float0 for v in self.made):
+            return False
+        name, eqns = self.axis.name, self.program.jaxpr.eqns
+        # A batching rule of the user's may be told the name, and use it.
+        return name is None or not any(uses_name(eqn, name) for eqn in eqns)
+
+    def _is_worth_it(self) -> bool:
+        if hazards(self.program.jaxpr).endless or _compat.calls_back(self.program.effects):
+            return True
+        moved = [self.program.in_avals[k] for k in self.used if self.positions[k] is not None] + [
+            v.aval for v in self.made
+        ]
+        moving = sum(_PER_ARRAY + _PER_NUMBER * math.prod(a.shape) for a in moved)
+        least = _LEAST if self.width is None else 0.0
+        return self.work >= _GAIN * moving and self.work * self.axis.size >= least
+
+    def run(self, live: Any) -> Placed:
+        """What the branch returns for the lanes that are `live`, and zeros."""
+        size, most = self.axis.size, None
+        if _compat.calls_back(self.program.effects):
+            chunk = 1  # so that nothing is seen of lanes that stand in for others
+        elif self.width is not None:
+            chunk = min(self.width, size)
+        else:
+            most = _chunk(self.work)
+            chunk = fitting_width(most, size)
+        axis = replace(self.axis, name=None, divergence=self.axis.divergence.inside())
+        blank = [None if k in self.used else x for k, x in enumerate(self.operands)]
+        program, positions, used, made = self.program, self.positions, self.used, self.made
+
+        def of_width(width: int) -> Callable[..., list[Any]]:
+            lanes = replace(axis, size=width)
+
+            def run_chunk(start: Any, counts: Any, *xs: Any) -> list[Any]:
+                jaxpr = program.jaxpr.replace(outvars=made)
+                operands = with_values(blank, used, xs)
+                outs, at = interpret(lanes, jaxpr, program.consts, operands, positions)
+                return [match_axis(lanes, x, a, 0) for x, a in zip(outs, at, strict=True)]
+
+            return run_chunk
+
+        kinds = (Live(most), *(_kind(positions[k]) for k in used))
+        loop = Loop(Body(of_width), kinds, (Picked(0),) * len(made), size, chunk)
+        outs = chunk_loop(loop, [live, *(self.operands[k] for k in used)])
+        jaxpr = program.jaxpr
+        found = dict(zip(jaxpr.invars, zip(self.operands, positions, strict=True), strict=True))
+        found |= {v: (_typed(x, v.aval), 0) for v, x in zip(made, outs, strict=True)}
+        found |= {v: (x, None) for v, x in zip(jaxpr.constvars, program.consts, strict=True)}
+        placed = [(v.val, None) if isinstance(v, Literal) else found[v] for v in jaxpr.outvars]
+        return [x for x, _ in placed], [a for _, a in placed]
+
+
+def _prepared(axis: Axis, program: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
+    """`program` without references, and told the index of the lane if it asks for it."""
+    program = _compat.without_references(program, axis.name, axis.size)
+    if axis.name is None or not any(uses_name(eqn, axis.name) for eqn in program.jaxpr.eqns):
+        return program
+    return index_as_input(axis, program)
+
+
+def _chunk(work: float) -> int:
+    """How many lanes of that much work make a chunk."""
+    processor = jax.default_backend() == "cpu"
+    wanted, widest = (500_000.0, 1024) if processor else (50_000_000.0, 16_384)
+    width = _NARROWEST
+    while width < widest and width * work < wanted:
+        width *= 2
+    return width
+
+
+def _kind(position: AxisPosition) -> Any:
+    return WHOLE if position is None else Picked(position)
+
+
+def _typed(x: Any, aval: Any) -> Any:
+    return _compat.weakly(x) if aval.weak_type else x

@@ -1,0 +1,162 @@
+"""A loop over lanes that a mask picks, under an outer vmap with a mask for each of its lanes.
+
+Where there are many inner lanes for each outer one, the outer lanes run in sequence, as
+chunks of one. Where there are few, they would fill no chunk: then the lanes of both axes
+become those of one loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import eval_jaxpr
+
+from batchax import _compat
+from batchax.engine.axis import Axis, AxisPosition, broadcast_axis, match_axis, move_axis
+from batchax.engine.inner import batch_function
+from batchax.execution.chunk_loop import (
+    WHOLE,
+    Body,
+    Lanes,
+    Live,
+    Loop,
+    Picked,
+    Sum,
+    Whole,
+    accumulator,
+    chunk_loop,
+)
+from batchax.execution.names import index_as_input
+from batchax.execution.picks import fitting_width
+
+_CHUNKS_EACH = 4  # of the lanes of one outer lane, from which on a chunk that is not full is rare
+
+
+def batch_picked(
+    axis: Axis, args: Sequence[Any], axes: Sequence[AxisPosition], loop: Loop, named: bool
+) -> list[Any]:
+    """The results of `loop`, whose mask is batched, for all lanes of `axis`, which come first.
+
+    `named` says whether the loop may ask for the index of a lane.
+    """
+    if named:
+        loop = _with_index(axis, loop)
+        args, axes = [*args, lax.iota(np.int32, axis.size)], [*axes, 0]
+    mask = loop.operands[0]
+    assert isinstance(mask, Live)
+    assert isinstance(loop.chunk, int)
+    wide = mask.most or loop.chunk
+    run = _one_by_one if loop.size >= _CHUNKS_EACH * wide else _as_one
+    return run(axis, args, axes, loop)
+
+
+def _with_index(axis: Axis, loop: Loop) -> Loop:
+    """`loop` with the index of the lane of `axis` as one more operand."""
+
+    def of_width(width: int) -> Callable[..., list[Any]]:
+        one_example = loop.body.function(width)
+
+        def run(start: Any, *xs: Any) -> list[Any]:
+            *own, lane = xs
+            types = [jax.typeof(start), *map(jax.typeof, own)]
+            staged = _compat.stage(one_example, types, [(axis.name, axis.size)])
+            program = index_as_input(axis, staged)
+            return eval_jaxpr(program.jaxpr, program.consts, lane, start, *own)
+
+        return run
+
+    return replace(loop, body=Body(of_width, of=loop.body), operands=(*loop.operands, WHOLE))
+
+
+def _one_by_one(
+    axis: Axis, args: Sequence[Any], axes: Sequence[AxisPosition], loop: Loop
+) -> list[Any]:
+    def run(start: Any, *xs: Any) -> list[Any]:
+        lane = [x if a is None else lax.squeeze(x, (a,)) for x, a in zip(xs, axes, strict=True)]
+        return [lax.expand_dims(x, (0,)) for x in chunk_loop(loop, lane)]
+
+    outer = Loop(
+        Body(lambda width: run, of=loop.body),
+        tuple(WHOLE if a is None else Lanes(a) for a in axes),
+        (Lanes(0),) * len(loop.results),
+        axis.size,
+        1,
+    )
+    return chunk_loop(outer, args)
+
+
+def _as_one(axis: Axis, args: Sequence[Any], axes: Sequence[AxisPosition], loop: Loop) -> list[Any]:
+    kinds = tuple(map(_joined_kind, loop.operands, axes))
+    operands = [_joined(axis, loop, *each) for each in zip(args, axes, loop.operands, strict=True)]
+    size = axis.size * loop.size
+    most = kinds[0].most
+    chunk = loop.chunk if most is None else fitting_width(most, size)
+
+    def of_width(width: int) -> Callable[..., list[Any]]:
+        one_lane = loop.body.function(1)
+        lanes = replace(axis, size=width, name=None, spmd_name=None, mesh_axis=None)
+
+        def run(start: Any, *xs: Any) -> list[Any]:
+            # A loop of one lane, batched: each value has the axes of both.
+            pairs = [(start, None), *map(_apart, xs, kinds, loop.operands)]
+            xs_at = [a for _, a in pairs]
+            outs, outs_at = batch_function(lanes, one_lane, [x for x, _ in pairs], xs_at)
+            return [
+                _together(lanes, *each) for each in zip(outs, outs_at, loop.results, strict=True)
+            ]
+
+        return run
+
+    results = tuple(Picked(0) if isinstance(kind, Sum) else kind for kind in loop.results)
+    body = Body(of_width, of=loop.body)
+    outs = chunk_loop(Loop(body, kinds, results, size, chunk), operands)
+    return [_split(axis, loop, *each) for each in zip(outs, loop.results, strict=True)]
+
+
+def _joined_kind(kind: Any, position: AxisPosition) -> Any:
+    return Picked(0) if isinstance(kind, Whole) and position is not None else kind
+
+
+def _joined(axis: Axis, loop: Loop, x: Any, position: AxisPosition, kind: Any) -> Any:
+    """An operand with the lanes of both axes along one."""
+    if isinstance(kind, Whole):
+        if position is None:
+            return x
+        x = move_axis(x, position, 0)
+        x, at = broadcast_axis(Axis(loop.size), x, 1), 0
+    else:
+        at = 0 if isinstance(kind, Live) else kind.axis
+        x = match_axis(axis, x, position, at)
+    return lax.reshape(x, (*x.shape[:at], axis.size * loop.size, *x.shape[at + 2 :]))
+
+
+def _apart(x: Any, kind: Any, before: Any) -> tuple[Any, AxisPosition]:
+    """What a chunk sees of an operand, as one lane each sees it, and where its axis is."""
+    if isinstance(kind, Whole):
+        return x, None
+    if isinstance(before, Whole):
+        return x, 0
+    at = 0 if isinstance(kind, Live) else kind.axis
+    return lax.expand_dims(x, (at + 1,)), at
+
+
+def _together(lanes: Axis, x: Any, position: AxisPosition, kind: Any) -> Any:
+    """The reverse, for a result."""
+    if isinstance(kind, Sum):
+        return match_axis(lanes, x, position, 0)
+    return lax.squeeze(match_axis(lanes, x, position, kind.axis), (kind.axis + 1,))
+
+
+def _split(axis: Axis, loop: Loop, x: Any, kind: Any) -> Any:
+    """A result with an axis each for the outer lanes, at the front, and for the inner."""
+    at = 0 if isinstance(kind, Sum) else kind.axis
+    x = lax.reshape(x, (*x.shape[:at], axis.size, loop.size, *x.shape[at + 1 :]))
+    if isinstance(kind, Sum):
+        return jnp.sum(x, 1, dtype=accumulator(x.dtype)).astype(x.dtype)
+    return move_axis(x, at, 0)

@@ -1,0 +1,122 @@
+"""Lanes that a mask picks: in which order chunks take them, how they are read and written."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import lax
+
+from batchax import _compat
+
+_CHUNKS = 16  # that all lanes make, if need be of fewer lanes than would be best
+_FEWEST = 16
+
+
+def fitting_width(most: int, size: int) -> int:
+    """How many of `size` lanes make a chunk: `most`, unless that were more than a few can use.
+
+    The last chunk is seldom full, and costs as much as if it were.
+    """
+    width = most
+    while width > _FEWEST and width * _CHUNKS > size:
+        width //= 2
+    return max(1, min(width, size))
+
+
+class Picks(NamedTuple):
+    """The lanes of one chunk.
+
+    Attributes:
+      lanes: their numbers. Where there are fewer than the chunk has room for, the first
+        of them stands in for those that are missing: what it computes does no harm.
+      counts: for each whether it is there.
+      places: their numbers once more, but out of bounds for those that are missing.
+    """
+
+    lanes: Any
+    counts: Any
+    places: Any
+
+
+def in_order(live: Any, room: int) -> tuple[Any, Any]:
+    """The numbers of the lanes that are `live`, first come first, and how many there are.
+
+    Behind them the array has `room` entries, and more, that stand for no lane.
+    """
+    # A scatter of single numbers takes a processor longer than a loop over them, and most
+    # other devices can do no worse than such a loop.
+    return lax.platform_dependent(live, cpu=_by_loop(room), default=_by_scatter(room))
+
+
+def _by_loop(room: int) -> Any:
+    def run(live: Any) -> tuple[Any, Any]:
+        def step(i: Any, found: tuple[Any, Any]) -> tuple[Any, Any]:
+            order, count = found
+            (i,) = _compat.varying_alike([i], like=[live])
+            order = lax.dynamic_update_index_in_dim(order, i, count, 0)
+            hit = lax.dynamic_index_in_dim(live, i, 0, keepdims=False)
+            return order, count + lax.convert_element_type(hit, np.int32)
+
+        before = _nothing(live, room)
+        return lax.fori_loop(np.int32(0), np.int32(live.size), step, before)
+
+    return run
+
+
+def _by_scatter(room: int) -> Any:
+    def run(live: Any) -> tuple[Any, Any]:
+        order, _ = _nothing(live, room)
+        rank = lax.cumsum(lax.convert_element_type(live, np.int32))
+        lanes = lax.iota(np.int32, live.size)
+        outside = lanes + np.int32(order.size)
+        places = lax.select(live, rank - np.int32(1), outside)
+        return put(order, lanes, places, 0), rank[-1]
+
+    return run
+
+
+def _nothing(live: Any, room: int) -> tuple[Any, Any]:
+    nothing = [lax.full((live.size + room,), 0, np.int32), lax.full((), 0, np.int32)]
+    order, count = _compat.varying_alike(nothing, like=[live])
+    return order, count
+
+
+def of_chunk(order: Any, count: Any, start: Any, width: int) -> Picks:
+    """The lanes of the chunk that begins with entry `start` of `order`."""
+    entries = start + lax.iota(np.int32, width)
+    counts = lax.lt(entries, lax.broadcast(count, (width,)))
+    lanes = lax.dynamic_slice_in_dim(order, start, width, allow_negative_indices=False)
+    first = lax.broadcast(lanes[0], (width,))
+    outside = entries + np.int32(order.size)
+    return Picks(lax.select(counts, lanes, first), counts, lax.select(counts, lanes, outside))
+
+
+def take(x: Any, picks: Picks, axis: int, or_zero: bool = False) -> Any:
+    """The entries of `x` along `axis` that are picked; zeros for what is missing, if wanted."""
+    (width,) = picks.lanes.shape
+    window = tuple(1 if d == axis else n for d, n in enumerate(x.shape))
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(d for d in range(x.ndim) if d != axis),
+        collapsed_slice_dims=(axis,),
+        start_index_map=(axis,),
+    )
+    indices = lax.reshape(picks.lanes, (width, 1))
+    mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    taken = lax.gather(x, indices, numbers, window, mode=mode)
+    if not or_zero:
+        return taken
+    counts = lax.broadcast_in_dim(picks.counts, taken.shape, (axis,))
+    return lax.select(counts, taken, lax.full_like(taken, 0))
+
+
+def put(x: Any, values: Any, places: Any, axis: int) -> Any:
+    """`x` with `values` at these places along `axis`; those out of bounds are dropped."""
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(d for d in range(x.ndim) if d != axis),
+        inserted_window_dims=(axis,),
+        scatter_dims_to_operand_dims=(axis,),
+    )
+    indices = lax.reshape(places, (places.size, 1))
+    mode = lax.GatherScatterMode.FILL_OR_DROP
+    return lax.scatter(x, indices, values, numbers, unique_indices=True, mode=mode)
