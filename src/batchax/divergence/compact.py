@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from batchax.divergence.branches import run_branches
 from batchax.divergence.cost import work
 from batchax.divergence.lane_steps import LaneSteps
 from batchax.divergence.limits import can_move, refuse_collectives
@@ -92,7 +93,8 @@ class Compact:
         return outs
 
     def run_branches(self, axis: Axis, branches: Branches) -> Placed | None:
-        return None
+        """What each lane's branch returns; None where all branches are to be masked."""
+        return run_branches(axis, branches, self.width)
 
 
 def find_divergence(option: Any) -> Compact | None:
