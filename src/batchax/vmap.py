@@ -30,7 +30,12 @@ from batchax.engine.outputs import (
 )
 from batchax.engine.replay import Program, running
 from batchax.errors import ArgumentTypeError
-from batchax.execution.chunked import Chunking, find_chunking, run_in_chunks
+from batchax.execution.chunked import (
+    Chunking,
+    find_chunking,
+    one_chunk_for_each_shard,
+    run_in_chunks,
+)
 from batchax.rows.buckets import Buckets
 from batchax.rows.ragged import Ragged
 from batchax.rows.run import RowOptions, check_row_options, run_rows
@@ -132,12 +137,13 @@ def vmap(
     check_row_options(layout, buckets, batch_size)
     lanes_that_part = find_divergence(divergence)
     chunking = find_chunking(fun, batch_size, memory_limit, residuals)
+    in_parts = chunking is not None or lanes_that_part is not None
     in_chunks = lambda lanes: chunking is not None and chunking.applies_to(lanes)
     rows = RowOptions(layout, in_chunks, buckets)
 
     @functools.wraps(fun)
     def batched(*args: Any, **kwargs: Any) -> Any:
-        flat = flatten_arguments(fun, in_axes, args, kwargs, on_mesh=chunking is not None)
+        flat = flatten_arguments(fun, in_axes, args, kwargs, on_mesh=in_parts)
         size = find_axis_size(flat.mapped, axis_size)
         mesh_axis = find_mesh_axis(flat.mapped, spmd_axis_name)
         spmd = None if mesh_axis is not None else spmd_axis_name
@@ -182,6 +188,8 @@ def _run(
         staged = stage_function(axis, one_example, avals, names)
         described = outputs[0].described
         program = Program(axis, staged, values, axes)
+        if chunking is None and axis.divergence is not None:
+            chunking = one_chunk_for_each_shard(axis, values, axes)
         if chunking is not None and chunking.applies_to(axis.size):
             stage = functools.partial(stage_function, axis, one_example, arg_names=names)
             return run_in_chunks(chunking, program, described, stage)

@@ -202,6 +202,26 @@ def test_nested_batches():
             oracle.same(got, expected, None, f"{outer} {inner}")
 
 
+def test_lanes_of_nested_batches_share_a_window():
+    steps = bx.LaneSteps()
+    compact = bx.Compact(8, steps=steps)
+    slow = jnp.where(jnp.arange(64) % 8 == 0, 100, 1).reshape(8, 8)
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(3, 8, 8)), jnp.float32)
+
+    def f(n, x, shift):
+        step = lambda c: (c[0] + 1, jnp.tanh(c[1] + shift))
+        return lax.while_loop(lambda c: c[0] < n, step, (0, x))
+
+    axes = (0, 1, None)
+    expected = jax.vmap(jax.vmap(f, axes), axes)(slow.T, x, x[:, 0, 0])
+    for outer in (bx.vmap, jax.vmap):
+        steps.reset()
+        batched = jax.jit(outer(bx.vmap(f, axes, divergence=compact), axes))
+        oracle.same(batched(slow.T, x, x[:, 0, 0]), expected, None, f"{outer}")
+        assert steps.useful == int(slow.sum())
+        assert steps.utilization > 0.6
+
+
 def test_eager_calls_compile_once():
     calls = []
 
@@ -293,6 +313,25 @@ def test_each_shard_compacts_its_own_lanes():
         sharded = jax.shard_map(batched, mesh=mesh, in_specs=spec, out_specs=spec)
         got = jax.jit(sharded)(COUNTS[:22] % 9, POINTS[:22])
         oracle.same(got, bx.vmap(fun)(COUNTS[:22] % 9, POINTS[:22]), None, "shards")
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_sharded_batches(kind):
+    mesh = jax.make_mesh((2,), ("devices",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+    with jax.set_mesh(mesh):
+        counts, xs = (
+            jax.device_put(x[:22], jax.sharding.NamedSharding(mesh, jax.P("devices")))
+            for x in (COUNTS, POINTS)
+        )
+        batched = bx.vmap(power, divergence=bx.Compact(3))
+        got = batched(counts, xs)
+        oracle.same(jax.device_get(got), bx.vmap(power)(COUNTS[:22], POINTS[:22]), None, kind)
+        assert got[1].sharding.spec[0] == "devices"
+        if kind == "Explicit":
+            jax.jit(batched)(counts, xs)
+            text = jax.jit(batched).lower(counts, xs).compile().as_text()
+            assert "all-gather" not in text
+            assert "all-to-all" not in text
 
 
 def test_lane_steps_are_counted():

@@ -9,7 +9,8 @@ from batchax.divergence.branches import run_branches
 from batchax.divergence.cost import work
 from batchax.divergence.lane_steps import LaneSteps
 from batchax.divergence.limits import can_move, refuse_collectives
-from batchax.divergence.loops import run_loop
+from batchax.divergence.loop_primitive import bind
+from batchax.divergence.loops import parting_loop
 from batchax.divergence.widths import choose_widths
 from batchax.divergence.window import Plan
 from batchax.engine.arguments import is_position
@@ -79,18 +80,20 @@ class Compact:
         given = (*loop.test_consts, *loop.body_consts, *loop.carry)
         if not can_move(axis, given):
             return None
-        cost = sum(work(program.jaxpr) for program in programs)
-        most = axis.size if self._most is None else min(axis.size, self._most)
-        widths = choose_widths(most, cost, self.width, self._nesting)
-        if most < axis.size and len(widths) > 1:
-            widths = widths[1:]  # a window to begin with
-        if widths == (axis.size,) and self.steps is None:
+        plan = self.plan(axis.size, *programs)
+        if plan.widths == (axis.size,) and self.steps is None:
             return None
-        plan = Plan(widths, self.threshold, self.steps is not None)
-        outs, tallies = run_loop(axis, loop, plan)
-        if self.steps is not None:
-            self.steps.add(widths, tallies)
-        return outs
+        outs = bind(*parting_loop(axis, loop, plan))
+        return outs[len(outs) - len(loop.carry) :]
+
+    def plan(self, size: int, *programs: Any) -> Plan:
+        """How so many lanes of a loop with these programs are run."""
+        cost = sum(work(program.jaxpr) for program in programs)
+        most = size if self._most is None else min(size, self._most)
+        widths = choose_widths(most, cost, self.width, self._nesting)
+        if most < size and len(widths) > 1:
+            widths = widths[1:]  # a window to begin with
+        return Plan(widths, self.threshold, self.steps is not None)
 
     def run_branches(self, axis: Axis, branches: Branches) -> Placed | None:
         """What each lane's branch returns; None where all branches are to be masked."""

@@ -1,20 +1,19 @@
-"""Whether, and how, the lanes of a loop run in windows."""
+"""The loops of one example as what windows run: lanes, their steps and predicates."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
 from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.divergence.varying import with_varying_values
-from batchax.divergence.window import Plan, Tally, run_in_windows
+from batchax.divergence.window import Plan, run_in_windows
 from batchax.engine.axis import Axis, AxisPosition, match_axis
 from batchax.engine.divergence import Loop
 from batchax.engine.inner import remembered
@@ -25,36 +24,74 @@ from batchax.rules.hazards import hazards
 from batchax.rules.masking import run_masked, select_lanes
 
 
-def run_loop(axis: Axis, loop: Loop, plan: Plan) -> tuple[list[Any], list[Tally]]:
-    """The last carry of all lanes, and what was counted for each window of the plan."""
-    n_carry = len(loop.carry)
+@dataclass(frozen=True)
+class PartingLoop:
+    """What a loop does that lanes leave one by one; equal to another that does the same.
+
+    Attributes:
+      axis: the axis of the lanes. It has no name: what asks for the index of a lane is given it.
+      test, body: the programs of one example, of the predicate and of a step.
+      n_test: how many of the operands besides the carry are those of the predicate.
+      positions: where each operand besides the carry has the batch axis.
+      plan: how the lanes are run.
+    """
+
+    axis: Axis
+    test: _compat.ClosedJaxpr
+    body: _compat.ClosedJaxpr
+    n_test: int
+    positions: tuple[AxisPosition, ...]
+    plan: Plan
+
+    def run(self, *operands: Any) -> list[Any]:
+        """The last carry, from the operands besides the carry and the first carry."""
+        consts, carry = operands[: len(self.positions)], operands[len(self.positions) :]
+        live = self._test(self.axis, consts, carry)
+        outs, tallies = run_in_windows(
+            self.plan, self._step, consts, self.positions, live, list(carry)
+        )
+        steps = self.axis.divergence.steps
+        if steps is not None:
+            steps.add(self.plan.widths, tallies)
+        types = zip(outs, self.body.out_avals, strict=True)
+        return [_compat.weakly(x) if t.weak_type else x for x, t in types]
+
+    def _step(
+        self, width: int, consts: Sequence[Any], live: Any, carry: Sequence[Any]
+    ) -> tuple[Any, list[Any]]:
+        """One step of the lanes that are live; the others keep what they hold."""
+        axis, body = replace(self.axis, size=width), self.body
+        inputs = [*consts[self.n_test :], *carry]
+        inputs_at = [*self.positions[self.n_test :], *[0] * len(carry)]
+        protected = range(len(inputs)) if hazards(body.jaxpr).endless else ()
+        written = _compat.written_inputs(body.jaxpr)
+
+        def run(operands: Any, operands_at: Any) -> Any:
+            return interpret(axis, body.jaxpr, body.consts, operands, operands_at)
+
+        new, at = run_masked(live, run, inputs, inputs_at, protected, written)
+        new = [match_axis(axis, x, a, 0) for x, a in zip(new, at, strict=True)]
+        carry = [select_lanes(live, 0, x, old) for x, old in zip(new, carry, strict=True)]
+        return live & self._test(axis, consts, carry), carry
+
+    def _test(self, axis: Axis, consts: Sequence[Any], carry: Sequence[Any]) -> Any:
+        positions = [*self.positions[: self.n_test], *[0] * len(carry)]
+        return _predicate(axis, self.test, [*consts[: self.n_test], *carry], positions)
+
+
+def parting_loop(axis: Axis, loop: Loop, plan: Plan) -> tuple[PartingLoop, list[Any]]:
+    """A loop as one that lanes leave one by one, and its operands.
+
+    It may have more in its carry than `loop`: before, not after.
+    """
     loop = with_varying_values(_with_index(axis, _with_one_predicate(axis, loop)))
-    axis = replace(axis, name=None, divergence=axis.divergence.inside())
-    consts = [*loop.test_consts, *loop.body_consts]
     positions = (*loop.test_at, *loop.body_at)
-    n_test = len(loop.test_consts)
-    test, body = loop.test, loop.body
-
-    def build() -> Any:
-        # No values of this call: what is built is kept for others.
-        step = functools.partial(_step, axis, test, body, n_test, positions)
-
-        def run(consts: Sequence[Any], carry: list[Any]) -> Any:
-            live = _test(
-                axis, test, [*consts[:n_test], *carry], [*positions[:n_test], *[0] * len(carry)]
-            )
-            outs, tallies = run_in_windows(plan, step, consts, positions, live, carry)
-            types = body.out_avals
-            outs = [
-                _compat.weakly(x) if t.weak_type else x for x, t in zip(outs, types, strict=True)
-            ]
-            return outs, tallies
-
-        return jax.jit(run)
-
-    run = remembered(body, (axis, test, positions, plan), build)
-    outs, tallies = run(consts, list(loop.carry))
-    return outs[len(outs) - n_carry :], tallies
+    inside = replace(axis, name=None, divergence=axis.divergence.inside())
+    operands = [*loop.test_consts, *loop.body_consts, *loop.carry]
+    return (
+        PartingLoop(inside, loop.test, loop.body, len(loop.test_consts), positions, plan),
+        operands,
+    )
 
 
 def _with_one_predicate(axis: Axis, loop: Loop) -> Loop:
@@ -85,7 +122,7 @@ def _with_one_predicate(axis: Axis, loop: Loop) -> Loop:
 
     test, body = remembered(loop.body, ("one predicate", loop.test), build)
     operands = [*loop.test_consts, *loop.carry]
-    live = _test(axis, loop.test, operands, [*loop.test_at, *[0] * len(loop.carry)])
+    live = _predicate(axis, loop.test, operands, [*loop.test_at, *[0] * len(loop.carry)])
     consts, consts_at = [*loop.test_consts, *loop.body_consts], [*loop.test_at, *loop.body_at]
     return Loop(test, body, (), (), consts, consts_at, [live, *loop.carry])
 
@@ -112,35 +149,6 @@ def _with_index(axis: Axis, loop: Loop) -> Loop:
     )
 
 
-def _step(
-    axis: Axis,
-    test: Any,
-    body: Any,
-    n_test: int,
-    positions: Sequence[AxisPosition],
-    width: int,
-    consts: Sequence[Any],
-    live: Any,
-    carry: Sequence[Any],
-) -> tuple[Any, list[Any]]:
-    """One step of the lanes that are live; the others keep what they hold."""
-    window = replace(axis, size=width)
-    front = [0] * len(carry)
-    inputs = [*consts[n_test:], *carry]
-    inputs_at = [*positions[n_test:], *front]
-    protected = range(len(inputs)) if hazards(body.jaxpr).endless else ()
-    written = _compat.written_inputs(body.jaxpr)
-
-    def run(operands: Any, operands_at: Any) -> Any:
-        return interpret(window, body.jaxpr, body.consts, operands, operands_at)
-
-    new, at = run_masked(live, run, inputs, inputs_at, protected, written)
-    new = [match_axis(window, x, a, 0) for x, a in zip(new, at, strict=True)]
-    carry = [select_lanes(live, 0, x, old) for x, old in zip(new, carry, strict=True)]
-    tested = [*consts[:n_test], *carry]
-    return live & _test(window, test, tested, [*positions[:n_test], *front]), carry
-
-
-def _test(axis: Axis, test: Any, operands: Any, positions: Any) -> Any:
+def _predicate(axis: Axis, test: Any, operands: Any, positions: Any) -> Any:
     (live,), (at,) = interpret(axis, test.jaxpr, test.consts, operands, positions)
     return match_axis(axis, live, at, 0)

@@ -77,6 +77,14 @@ def find_chunking(
     return Chunking(int(batch_size), residuals == "keep")
 
 
+def one_chunk_for_each_shard(
+    axis: Axis, args: Sequence[Any], positions: Sequence[AxisPosition]
+) -> Chunking | None:
+    """Where the lanes are sharded over a mesh: each shard runs its own, all at once."""
+    shards = find_shards(axis, args, positions)
+    return None if shards is None else Chunking(axis.size // shards.count, keep=False)
+
+
 def run_in_chunks(
     chunking: Chunking,
     program: Program,

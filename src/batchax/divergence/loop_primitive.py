@@ -1,0 +1,130 @@
+"""The primitive of a loop that lanes leave one by one.
+
+Batched once more, its lanes and those of the outer axis are one set of lanes, which draw on
+one window. Left to the rules of its operations, an outer lane would wait for the slowest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax import lax
+from jax.core import eval_jaxpr
+from jax.interpreters import ad, mlir
+
+from batchax import _compat
+from batchax.divergence.cost import bytes_of
+from batchax.divergence.loops import PartingLoop
+from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
+from batchax.engine.derivatives import tangents_of
+from batchax.engine.inner import batch_inner, remembered
+from batchax.engine.named_axes import uses_name
+from batchax.engine.registry import register_own_rule
+
+_MOST_REPEATED = 4  # times what the lanes hold: what outer lanes may repeat of what is shared
+
+parting_loop_p = _compat.Primitive("parting_loop")
+parting_loop_p.multiple_results = True
+
+
+def bind(loop: PartingLoop, operands: Sequence[Any]) -> list[Any]:
+    """Runs the loop; it may be batched, and differentiated in forward mode."""
+    types = tuple(map(jax.typeof, operands))
+    stage = lambda: _compat.stage(loop.run, types)
+    program = remembered(loop.body, (loop, types), stage)
+    return parting_loop_p.bind(*operands, loop=loop, program=program)
+
+
+@parting_loop_p.def_impl
+def _impl(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
+    compiled = remembered(program, "compiled", lambda: jax.jit(_function(program)))
+    return compiled(*operands)
+
+
+def _function(program: Any) -> Any:
+    jaxpr, consts = program.jaxpr, program.consts  # not the program, which is a weak key
+    return lambda *operands: eval_jaxpr(jaxpr, consts, *operands)
+
+
+@parting_loop_p.def_effectful_abstract_eval
+def _types(*avals: Any, loop: PartingLoop, program: Any) -> Any:
+    return list(program.out_avals), program.effects
+
+
+def _run(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
+    return eval_jaxpr(program.jaxpr, program.consts, *operands)
+
+
+def _jvp(primals: Any, tangents: Any, *, loop: PartingLoop, program: Any) -> Any:
+    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    given = [tangents[i] for i in moving]
+    every = range(len(program.out_avals))
+    outs, dots = tangents_of(_function(program), primals, moving, given, every)
+    zero = jax.dtypes.float0
+    return outs, [
+        ad.Zero(jax.typeof(x).to_tangent_aval()) if jax.typeof(t).dtype == zero else t
+        for x, t in zip(outs, dots, strict=True)
+    ]
+
+
+@register_own_rule(parting_loop_p, may_name_axis=True)
+def _batched(
+    axis: Axis, args: Any, axes: Any, /, *, loop: PartingLoop, program: Any
+) -> tuple[list[Any], Sequence[AxisPosition]]:
+    merged = _merged(axis, loop, args, axes)
+    if merged is None:
+        batched, out_axes = batch_inner(axis, program, axes)
+        return eval_jaxpr(batched.jaxpr, batched.consts, *args), out_axes
+    both = (axis.size, loop.axis.size)
+    outs = bind(*merged)
+    return [lax.reshape(x, (*both, *x.shape[1:])) for x in outs], [0] * len(outs)
+
+
+def _merged(
+    axis: Axis, loop: PartingLoop, args: Any, axes: Any
+) -> tuple[PartingLoop, list[Any]] | None:
+    """The loop of the lanes of both axes; None where it would repeat too much, or cannot be."""
+    together = isinstance(axis.size, int) and axis.mesh_axis is None and axis.spmd_name is None
+    eqns = [*loop.test.jaxpr.eqns, *loop.body.jaxpr.eqns]
+    if not together or (axis.name is not None and any(uses_name(e, axis.name) for e in eqns)):
+        return None
+    count = len(loop.positions)
+    lanes = axis.size * loop.axis.size
+
+    def flat(x: Any, outer: AxisPosition, inner: AxisPosition) -> Any:
+        """All lanes of `x` in a row, inner ones together."""
+        if inner is not None:
+            inner += outer is not None and outer <= inner
+            outer = outer if outer is None else outer + (outer < inner)
+            x = match_axis(axis, move_axis(x, inner, 0), outer, 0)
+        else:
+            x = match_axis(axis, x, outer, 0)
+            x = match_axis(loop.axis, x, None, 1)
+        return lax.reshape(x, (lanes, *x.shape[2:]))
+
+    carry = [flat(x, a, 0) for x, a in zip(args[count:], axes[count:], strict=True)]
+    consts = list(zip(args[:count], axes[:count], loop.positions, strict=True))
+    repeated = sum(
+        bytes_of([jax.typeof(x)]) * (loop.axis.size if inner is None else axis.size)
+        for x, outer, inner in consts
+        if (outer is None) != (inner is None)
+    )
+    if repeated > _MOST_REPEATED * bytes_of(map(jax.typeof, carry)):
+        return None
+    same = [outer is None and inner is None for _, outer, inner in consts]
+    operands = [
+        x if s else flat(x, outer, inner) for s, (x, outer, inner) in zip(same, consts, strict=True)
+    ]
+    plan = loop.plan
+    if plan.widths[0] == loop.axis.size:
+        plan = loop.axis.divergence.plan(lanes, loop.test, loop.body)
+    wide = replace(loop.axis, size=lanes)
+    positions = tuple(None if s else 0 for s in same)
+    return replace(loop, axis=wide, positions=positions, plan=plan), [*operands, *carry]
+
+
+ad.primitive_jvps[parting_loop_p] = _jvp
+mlir.register_lowering(parting_loop_p, mlir.lower_fun(_run, multiple_results=True))
