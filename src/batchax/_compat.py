@@ -163,12 +163,17 @@ def is_reference(x: Any) -> bool:
     return hasattr(jax.typeof(x), "inner_aval")
 
 
-def without_references(program: ClosedJaxpr, name: Hashable | None, size: Any) -> ClosedJaxpr:
-    """`program`, which may use the axis `name`, with references it creates turned into values.
+def makes_references(effects: Any) -> bool:
+    """Whether a program with these effects creates references.
 
-    Its effects say whether there are any; their type is private and recognised by name.
+    The effect type is private; it is recognised by its class name.
     """
-    if not any(type(e).__name__ == "InternalMutableArrayEffect" for e in program.effects):
+    return any(type(e).__name__ == "InternalMutableArrayEffect" for e in effects)
+
+
+def without_references(program: ClosedJaxpr, name: Hashable | None, size: Any) -> ClosedJaxpr:
+    """`program`, which may use the axis `name`, with references it creates turned into values."""
+    if not makes_references(program.effects):
         return program
     with named_scope(name, size):
         return discharge_state(program)
