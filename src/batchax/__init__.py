@@ -6,6 +6,7 @@ from batchax import rules as rules
 from batchax import user_rules as user_rules
 from batchax.auto_vmap import auto_vmap as auto_vmap
 from batchax.batch_jaxpr import batch_jaxpr as batch_jaxpr
+from batchax.bounded_while import bounded_while as bounded_while
 from batchax.check_rule import check_rule as check_rule
 from batchax.custom_vmap import custom_vmap as custom_vmap
 from batchax.divergence.compact import Compact as Compact

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax import lax
+import jax.numpy as jnp
 
 from batchax import _compat
 from batchax.engine.arguments import (
@@ -20,6 +20,15 @@ from batchax.engine.arguments import (
     is_position,
 )
 from batchax.engine.axis import Axis
+from batchax.engine.carries import (
+    carry_keys,
+    check_predicate,
+    check_structure,
+    check_types,
+    flatten_carry,
+    name_of,
+    settle,
+)
 from batchax.engine.containers import BatchOfRows, is_container_spec
 from batchax.engine.inner import example_aval, stage_function
 from batchax.engine.outputs import (
@@ -30,6 +39,7 @@ from batchax.engine.outputs import (
 )
 from batchax.engine.prefixes import spread
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.execution.early_exit import run_until
 from batchax.execution.steps import Steps
 
 
@@ -41,6 +51,7 @@ def scan(
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
+    until: Callable[[Any], Any] | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """Loops `fun`, a function of one step, over an axis of its arguments.
 
@@ -78,6 +89,12 @@ def scan(
         are stored at the same entry that its arguments were read from.
       unroll: how many steps to write out in each iteration of the compiled loop, or
         whether to write out all of them; as for ``lax.scan``.
+      until: a function of the carry that says whether to stop: asked before each step, and
+        once it returns true no further step is taken. The carry is then what it was, and the
+        `ys` of steps not taken are zeros. The time, also of derivatives, follows the steps
+        taken; in reverse about ``2 * sqrt(length)`` carries are kept beside the arrays that
+        are scanned, and steps are computed again from those. Under `vmap` the loop ends with
+        the last lane; the others are masked.
 
     Returns:
       A function ``(init, *xs, **kwargs) -> (carry, ys)``: from the first carry and the
@@ -94,7 +111,9 @@ def scan(
         its carry does not keep its structure, shapes and dtypes, an argument to be mapped
         or an output is not an array, or an option has the wrong type.
       UnsupportedError: (a NotImplementedError) a reference (``jax.new_ref``) is mapped
-        over another axis than its first.
+        over another axis than its first, or is used together with `until`; or there are both
+        `until` and `unroll`; or, with `until`, steps that do input or output are
+        differentiated.
     """
     if not callable(fun):
         raise ArgumentTypeError(
@@ -104,6 +123,7 @@ def scan(
     _check_out_axes(out_axes)
     check_axis_size(length, terms=STEPS)
     _check_unroll(unroll)
+    _check_until(until, unroll)
 
     @functools.wraps(fun)
     def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -111,7 +131,11 @@ def scan(
         _check_arrays(flat.mapped)
         steps = find_axis_size(flat.mapped, length, STEPS)
         axis = Axis(steps)
-        carry, structure = _flatten_carry(init)
+        xs, x_axes = [m.value for m in flat.mapped], tuple(m.axis for m in flat.mapped)
+        carry, structure = flatten_carry(
+            init, "args[0]", "scan", "pass other objects as arguments with None in in_axes"
+        )
+        keys = carry_keys(init)
         n_carry = len(carry)
         outputs: list[FlatOutputs] = []
 
@@ -120,17 +144,32 @@ def scan(
             example_args, example_kwargs = flat.rebuild(values[n_carry:])
             old = jax.tree.unflatten(structure, values[:n_carry])
             new, ys = _pair(fun, fun(old, *example_args, **example_kwargs))
-            _check_structure(fun, old, new)
+            check_structure(fun, old, new)
             _check_stacked(ys, out_axes)
             arrays, described = flatten_outputs(ys, out_axes, STEPS)
             outputs[:] = [described]
             return [*jax.tree.leaves(new), *arrays]
 
+        def go_on(*values: Any) -> list[Any]:
+            assert until is not None
+            stop = until(jax.tree.unflatten(structure, values))
+            return [jnp.logical_not(check_predicate(until, stop))]
+
         def stage(carry: Sequence[Any]) -> _compat.ClosedJaxpr:
-            entries = [example_aval(axis, jax.typeof(m.value), m.axis) for m in flat.mapped]
+            entries = [
+                example_aval(axis, jax.typeof(x), a) for x, a in zip(xs, x_axes, strict=True)
+            ]
             avals = [*map(jax.typeof, carry), *entries]
-            names = [*_carry_paths(init), *(m.path for m in flat.mapped)]
+            names = [*(f"args[0]{path}" for path in keys), *(m.path for m in flat.mapped)]
             return stage_function(axis, one_step, avals, names, "scan")
+
+        def stage_test(carry: Sequence[Any]) -> _compat.ClosedJaxpr:
+            assert until is not None
+            names = [f"carry{path}" for path in keys]
+            tested = stage_function(axis, go_on, list(map(jax.typeof, carry)), names, "scan")
+            # Inside `shard_map` devices may stop at different steps: what they read differs, too.
+            xs[:] = [_compat.varying_as(x, tested.out_avals[0]) for x in xs]
+            return tested
 
         for m in flat.mapped:
             if m.axis != 0 and _compat.is_reference(m.value):
@@ -140,23 +179,19 @@ def scan(
                     "it in the step."
                 )
         with _compat.name_stack_extended("scan"):
-            staged, carry = _settle(stage, carry)
-            _check_types(fun, _carry_paths(init), carry, staged.out_avals)
+            staged, tested, carry = settle(stage, carry, None if until is None else stage_test)
+            check_types(fun, keys, carry, staged.out_avals)
             described = outputs[0].described
             types = staged.out_avals[n_carry:]
-            body, consts = _compat.hoist_constants(staged)
-            program = Steps(
-                body,
-                n_carry,
-                tuple(m.axis for m in flat.mapped),
-                tuple(
-                    int(o.spec) % (len(t.shape) + 1) for o, t in zip(described, types, strict=True)
-                ),
-                steps,
-                bool(reverse),
-                unroll,
+            places = tuple(
+                int(o.spec) % (len(t.shape) + 1) for o, t in zip(described, types, strict=True)
             )
-            outs = program.run(consts, carry, [m.value for m in flat.mapped])
+            if tested is None:
+                body, consts = _compat.hoist_constants(staged)
+                program = Steps(body, n_carry, x_axes, places, steps, bool(reverse), unroll)
+                outs = program.run(consts, carry, xs)
+            else:
+                outs = run_until(tested, staged, carry, xs, x_axes, places, steps, bool(reverse))
         return jax.tree.unflatten(structure, outs[:n_carry]), outputs[0].rebuild(outs[n_carry:])
 
     return scanned
@@ -184,87 +219,13 @@ def _after_carry(fun: Callable[..., Any], init: Any) -> Callable[..., Any]:
     return rest
 
 
-def _flatten_carry(init: Any) -> tuple[list[Any], Any]:
-    leaves, structure = jax.tree.flatten(init)
-    for path, leaf in zip(_carry_paths(init), leaves, strict=True):
-        try:
-            jax.typeof(leaf)
-        except TypeError:
-            raise ArgumentTypeError(
-                f"{path}, of the first carry, is of type {type(leaf).__name__}, which is not an "
-                "array. The carry of a scan must be a pytree of arrays and numbers; pass other "
-                "objects as arguments with None in in_axes."
-            ) from None
-    return leaves, structure
-
-
-def _carry_paths(init: Any) -> list[str]:
-    leaves = jax.tree_util.tree_flatten_with_path(init)[0]
-    return [f"args[0]{jax.tree_util.keystr(keys)}" for keys, _ in leaves]
-
-
-def _settle(
-    stage: Callable[[Sequence[Any]], _compat.ClosedJaxpr], carry: Sequence[Any]
-) -> tuple[_compat.ClosedJaxpr, Sequence[Any]]:
-    """The staged step and the first carry, with Python scalars of the types steps return."""
-    while True:
-        staged = stage(carry)
-        promoted = list(map(_promoted, carry, staged.out_avals))
-        if all(new is old for new, old in zip(promoted, carry, strict=True)):
-            return staged, carry
-        carry = promoted
-
-
-def _promoted(x: Any, new: Any) -> Any:
-    """As in ``lax.scan``: a weakly typed `x` takes part in promotion with its next value."""
-    old = jax.typeof(x)
-    if not getattr(old, "weak_type", False) or _same_type(old, new):
-        return x
-    struct = jax.ShapeDtypeStruct(new.shape, new.dtype, weak_type=new.weak_type)
-    return lax.convert_element_type(x, jax.dtypes.result_type(x, struct))
-
-
-def _same_type(a: Any, b: Any) -> bool:
-    return (a.shape, a.dtype) == (b.shape, b.dtype)
-
-
-def _name(fun: Callable[..., Any]) -> str:
-    return repr(getattr(fun, "__name__", fun))
-
-
 def _pair(fun: Callable[..., Any], out: Any) -> tuple[Any, Any]:
     if isinstance(out, (tuple, list)) and len(out) == 2:
         return out[0], out[1]
     raise ArgumentTypeError(
-        f"{_name(fun)} must return a pair (carry, ys), but it returned {describe_returned(out)}. "
+        f"{name_of(fun)} must return a pair (carry, ys), but it returned {describe_returned(out)}. "
         "Return None for ys if there is nothing to stack."
     )
-
-
-def _check_structure(fun: Callable[..., Any], old: Any, new: Any) -> None:
-    first, then = jax.tree.structure(old), jax.tree.structure(new)
-    if first != then:
-        shown = [str(tree).removeprefix("PyTreeDef(").removesuffix(")") for tree in (first, then)]
-        raise ArgumentTypeError(
-            f"the carry that {_name(fun)} returns must have the structure of the one it is given, "
-            "but (each * an array)\n  {}\nbecame\n  {}".format(*shown)
-        )
-
-
-def _check_types(
-    fun: Callable[..., Any], paths: Sequence[str], carry: Sequence[Any], outs: Sequence[Any]
-) -> None:
-    wrong = [
-        f"  carry{path.removeprefix('args[0]')}: {old.str_short()} became {new.str_short()}"
-        for path, old, new in zip(paths, map(jax.typeof, carry), outs, strict=False)
-        if not _same_type(old, new)
-    ]
-    if wrong:
-        raise ArgumentTypeError(
-            f"the carry that {_name(fun)} returns must have the shapes and dtypes of the one it is "
-            "given, but\n" + "\n".join(wrong) + "\nGive a first carry of the type that each step "
-            "returns, or convert the carry in the step."
-        )
 
 
 def _check_out_axes(out_axes: Any) -> None:
@@ -291,3 +252,17 @@ def _not_stacked(where: str, spec: Any) -> str:
 def _check_unroll(unroll: Any) -> None:
     if not isinstance(unroll, bool) and not (is_position(unroll) and unroll >= 0):
         raise ArgumentTypeError(f"unroll must be a bool or a non-negative int, got {unroll!r}.")
+
+
+def _check_until(until: Any, unroll: Any) -> None:
+    if until is None:
+        return
+    if not callable(until):
+        raise ArgumentTypeError(
+            f"until must be a function of the carry, got {until!r} of type {type(until).__name__}."
+        )
+    if unroll is not False and unroll != 1:
+        raise UnsupportedError(
+            f"unroll is {unroll!r}, but a scan that may end early (until) runs its steps one by "
+            "one. Leave unroll out."
+        )

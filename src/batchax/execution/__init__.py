@@ -3,5 +3,7 @@
 Importing this package registers the derivatives of the chunk loop, and how it is batched.
 """
 
+from batchax.execution import bounded_batching as bounded_batching
+from batchax.execution import bounded_derivatives as bounded_derivatives
 from batchax.execution import chunk_batching as chunk_batching
 from batchax.execution import chunk_derivatives as chunk_derivatives

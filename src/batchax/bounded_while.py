@@ -1,0 +1,113 @@
+"""`bounded_while`: a while loop with a largest number of steps, and derivatives in reverse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from batchax import _compat
+from batchax.engine.arguments import is_position
+from batchax.engine.axis import Axis
+from batchax.engine.carries import (
+    carry_keys,
+    check_predicate,
+    check_structure,
+    check_types,
+    flatten_carry,
+    settle,
+)
+from batchax.engine.inner import stage_function
+from batchax.errors import ArgumentTypeError, AxisError
+from batchax.execution.early_exit import run_until
+
+
+def bounded_while(
+    cond_fun: Callable[[Any], Any],
+    body_fun: Callable[[Any], Any],
+    init_val: Any,
+    max_steps: int,
+) -> Any:
+    """``lax.while_loop`` that takes at most `max_steps` steps, and has derivatives in reverse.
+
+    Does what this does in Python::
+
+        val, steps = init_val, 0
+        while steps < max_steps and cond_fun(val):
+            val, steps = body_fun(val), steps + 1
+        return val
+
+    The time it takes, also that of its derivatives, follows the steps taken and not
+    `max_steps`. Derivatives are those of the steps taken, of any order and in both modes; the
+    number of steps is taken as given. In reverse about ``2 * sqrt(max_steps)`` carries are
+    kept, and steps are computed again from those. Where that is not wanted (nothing is
+    differentiated, or in forward mode only) ``lax.while_loop`` needs no bound.
+
+    Under `vmap` the loop ends with the last lane. A lane that is done keeps its carry, and
+    nothing that is computed meanwhile reaches its results or any gradient, NaN included.
+
+    Whether the loop was stopped by `max_steps` can be seen from ``cond_fun(result)``: it is
+    true then, and false otherwise. A counter in the carry says how many steps were taken.
+
+    Args:
+      cond_fun: the predicate: a function of the carry that returns one truth value.
+      body_fun: what one step does: a function from carry to carry. Both may close over
+        arrays, with respect to which the loop may be differentiated.
+      init_val: the first carry: a pytree of arrays and numbers whose structure, shapes and
+        dtypes stay the same from step to step.
+      max_steps: how many steps are taken at most, a positive int.
+
+    Returns:
+      The carry after the last step.
+
+    Raises:
+      AxisError: (a ValueError) `max_steps` is less than one.
+      ArgumentTypeError: (a TypeError) `cond_fun` or `body_fun` is not callable, `max_steps` is
+        not an int, `cond_fun` does not return a truth value, or `body_fun` does not keep the
+        structure, shapes and dtypes of the carry.
+      UnsupportedError: (a NotImplementedError) the loop is differentiated and does input or
+        output (``io_callback``), which computing steps again would do twice.
+    """
+    for name, fun in (("cond_fun", cond_fun), ("body_fun", body_fun)):
+        if not callable(fun):
+            raise ArgumentTypeError(
+                f"bounded_while expects functions, got {fun!r} of type {type(fun).__name__} as "
+                f"{name}."
+            )
+    _check_max_steps(max_steps)
+    advice = "let cond_fun and body_fun close over other objects"
+    carry, structure = flatten_carry(init_val, "init_val", "bounded_while", advice)
+    keys = carry_keys(init_val)
+    axis = Axis(max_steps)
+
+    def test(*values: Any) -> list[Any]:
+        return [check_predicate(cond_fun, cond_fun(jax.tree.unflatten(structure, values)))]
+
+    def step(*values: Any) -> list[Any]:
+        old = jax.tree.unflatten(structure, values)
+        new = body_fun(old)
+        check_structure(body_fun, old, new)
+        return jax.tree.leaves(new)
+
+    def stage(fun: Callable[..., list[Any]], carry: Sequence[Any]) -> _compat.ClosedJaxpr:
+        names = [f"init_val{path}" for path in keys]
+        return stage_function(axis, fun, list(map(jax.typeof, carry)), names, "bounded_while")
+
+    with _compat.name_stack_extended("bounded_while"):
+        staged, tested, carry = settle(
+            lambda carry: stage(step, carry), carry, lambda carry: stage(test, carry)
+        )
+        check_types(body_fun, keys, carry, staged.out_avals)
+        outs = run_until(tested, staged, carry, [], (), (), int(max_steps))
+    return jax.tree.unflatten(structure, outs)
+
+
+def _check_max_steps(max_steps: Any) -> None:
+    if not is_position(max_steps):
+        raise ArgumentTypeError(
+            f"max_steps must be a positive int, got {max_steps!r} of type "
+            f"{type(max_steps).__name__}."
+        )
+    if max_steps < 1:
+        raise AxisError(f"max_steps must be a positive int, got {max_steps}.")

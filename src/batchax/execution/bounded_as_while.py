@@ -1,0 +1,114 @@
+"""A bounded loop as a plain ``while``, for ways to run lanes that know nothing of its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.core import eval_jaxpr
+from jax.extend.core import unmapped_aval
+
+from batchax import _compat
+from batchax.engine.axis import Axis, match_axis
+from batchax.engine.divergence import Loop, Placed
+from batchax.engine.inner import remembered
+from batchax.execution.bounded_loop import (
+    Form,
+    Values,
+    entry_of,
+    put_entry,
+    result_types,
+    zeros,
+)
+
+
+def as_while(
+    axis: Axis, args: Values, axes: Sequence[Any], /, *, test: Any, body: Any, form: Form
+) -> tuple[Loop, Callable[[Values], Placed]]:
+    """The ``while`` that a bounded loop is in each lane.
+
+    Its carry is the number of steps that lie ahead of the next one (taken already, or yet to
+    take), the carry of the bounded loop, and the ys and checkpoints so far.
+
+    Args:
+      axis: the axis being mapped.
+      args, axes: the operands of the bounded loop, and where each has the batch axis.
+      test, body, form: what it does.
+
+    Returns:
+      The loop, and a function from its last carry to the results of the bounded loop.
+    """
+    count, test_consts, consts, carry, xs = form.split(args)
+    count_at, test_at, consts_at, carry_at, xs_at = form.split(axes)
+    programs = remembered(body, (test, form, "while"), lambda: _programs(test, body, form))
+    counts = lax.clamp(np.int32(0), match_axis(axis, count, count_at, 0), np.int32(form.length))
+    arrays = [match_axis(axis, x, None, 0) for x in map(zeros, _arrays(test, body, form))]
+    going_on, step = programs
+    first = [match_axis(axis, x, a, 0) for x, a in zip(carry, carry_at, strict=True)]
+    loop = Loop(
+        test=going_on,
+        body=step,
+        test_consts=[count, *test_consts],
+        test_at=[count_at, *test_at],
+        body_consts=[count, *consts, *xs],
+        body_at=[count_at, *consts_at, *xs_at],
+        carry=[counts if form.reverse else lax.full_like(counts, 0), *first, *arrays],
+    )
+
+    def finish(last: Values) -> Placed:
+        steps, *outs = last
+        outs = [*outs, counts if form.reverse else steps]
+        return outs, [0] * len(outs)
+
+    return loop, finish
+
+
+def _arrays(test: Any, body: Any, form: Form) -> list[Any]:
+    """The types of the ys and checkpoints."""
+    count = jax.typeof(np.int32(0))
+    return result_types(test, body, form, count)[form.n_carry : -1]
+
+
+def _programs(test: Any, body: Any, form: Form) -> tuple[_compat.ClosedJaxpr, _compat.ClosedJaxpr]:
+    """The predicate and the step of the ``while``, for one example."""
+    n_test, n_consts, n_carry, n_ys = form.n_test, form.n_consts, form.n_carry, len(form.y_axes)
+    number = jax.typeof(np.int32(0))
+    body_types = list(body.in_avals)
+    entries = body_types[n_consts + n_carry :]
+    xs = [unmapped_aval(form.length, a, t) for a, t in zip(form.x_axes, entries, strict=True)]
+    state = [number, *body_types[n_consts : n_consts + n_carry], *_arrays(test, body, form)]
+    test_types = [] if test is None else list(test.in_avals[:n_test])
+
+    def going_on(count: Any, *values: Any) -> list[Any]:
+        consts, (n, *rest) = values[:n_test], values[n_test:]
+        more = n > 0 if form.reverse else n < lax.min(count, np.int32(form.length))
+        if test is None:
+            return [more]
+        return [more & eval_jaxpr(test.jaxpr, test.consts, *consts, *rest[:n_carry])[0]]
+
+    def step(count: Any, *values: Any) -> list[Any]:
+        consts, values = values[:n_consts], values[n_consts:]
+        xs, (n, *rest) = values[: len(entries)], values[len(entries) :]
+        carry, ys, kept = rest[:n_carry], rest[n_carry : n_carry + n_ys], rest[n_carry + n_ys :]
+        t = n - np.int32(1) if form.reverse else n
+        x = [entry_of(x, t, a) for x, a in zip(xs, form.x_axes, strict=True)]
+        outs = eval_jaxpr(body.jaxpr, body.consts, *consts, *carry, *x)
+        new, found = outs[:n_carry], outs[n_carry:]
+        ys = [put_entry(y, e, t, a) for y, e, a in zip(ys, found, form.y_axes, strict=True)]
+        if kept:
+            size = np.int32(form.segment)
+            j, begins = lax.div(t, size), lax.rem(n, size) == 0
+            if form.reverse:
+                begins |= n == lax.min(count, np.int32(form.length))
+            before = (entry_of(all_, j, 0) for all_ in kept)
+            now = [lax.select(begins, x, old) for x, old in zip(carry, before, strict=True)]
+            kept = [put_entry(all_, x, j, 0) for all_, x in zip(kept, now, strict=True)]
+        return [t if form.reverse else n + np.int32(1), *new, *ys, *kept]
+
+    return (
+        _compat.stage(going_on, [number, *test_types, *state]),
+        _compat.stage(step, [number, *body_types[:n_consts], *xs, *state]),
+    )

@@ -1,0 +1,257 @@
+"""A bounded loop under vmap: of batchax or of JAX.
+
+Where lanes take different numbers of steps the loop goes on until the last is done, and the
+others are masked. What says which lanes are live is part of the loop, so the batched loop is
+a bounded loop like any other, with its derivatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+from batchax import _compat
+from batchax.engine.axis import Axis, AxisPosition, match_axis
+from batchax.engine.divergence import Placed
+from batchax.engine.inner import ANYWHERE, batch_inner
+from batchax.engine.interpreter import interpret
+from batchax.engine.registry import register_own_rule
+from batchax.errors import UnsupportedError
+from batchax.execution.bounded_loop import Form, Step, Values, bounded_loop, bounded_loop_p
+from batchax.rules.hazards import hazards
+from batchax.rules.in_order import run_in_order
+from batchax.rules.loops import _settle
+from batchax.rules.masking import is_inexact, run_masked, select_lanes
+
+
+@register_own_rule(bounded_loop_p, may_name_axis=True)
+def _batched(
+    axis: Axis, args: Any, axes: Any, /, *, test: Any, body: Any, guarded: Any, form: Form
+) -> Placed:
+    count_at, test_at, consts_at, carry_at, xs_at = form.split(axes)
+    entries_at = list(map(_entry_axis, xs_at, form.x_axes))
+    lanes = _Lanes(axis, consts_at, entries_at, form)
+    settled, ys_at, *programs = _settled(axis, body, guarded, consts_at, carry_at, entries_at)
+    decided_at, tested = count_at, test
+    if test is not None and count_at is None:
+        tested, (decided_at,) = batch_inner(axis, test, (*test_at, *settled))
+    if decided_at is not None:
+        if _compat.ordered_by_lane(body.effects | (test.effects if test else frozenset())):
+            params = {"test": test, "body": body, "guarded": guarded, "form": form}
+            return run_in_order(axis, bounded_loop_p, args, axes, params)
+        if test is None:
+            return lanes.run_counted(body, guarded, args, axes)
+        return lanes.run_tested(test, body, guarded, args, axes)
+
+    before, carry, xs = _parts(args, 1 + form.n_test + form.n_consts, form.n_carry)
+    carry = [
+        x if to is None else match_axis(axis, x, a, to)
+        for x, a, to in zip(carry, carry_at, settled, strict=True)
+    ]
+    y_axes = tuple(s + (a is not None and a <= s) for a, s in zip(ys_at, form.y_axes, strict=True))
+    outs = bounded_loop_p.bind(
+        *before,
+        *carry,
+        *xs,
+        test=tested,
+        body=programs[0],
+        guarded=programs[1],
+        form=replace(form, x_axes=_steps_axes(xs_at, form.x_axes), y_axes=y_axes),
+    )
+    placed = [a if a is None else a + (s <= a) for a, s in zip(ys_at, y_axes, strict=True)]
+    kept_at = [None if a is None else a + 1 for a in settled if form.record]
+    return outs, [*settled, *placed, *kept_at, None]
+
+
+def _settled(
+    axis: Axis, body: Any, guarded: Any, consts_at: Any, carry_at: Any, entries_at: Any
+) -> tuple[list[AxisPosition], list[AxisPosition], Any, Any]:
+    """Where carry and ys have the batch axis, and both programs batched so."""
+    program, settled, ys_at = _settle(axis, body, consts_at, carry_at, entries_at)
+    if guarded is body:
+        return settled, ys_at, program, program
+    # One of the two may make a value depend on the lane where the other does not.
+    while True:
+        _, more, kept_ys_at = _settle(axis, guarded, consts_at, settled, entries_at)
+        if more == settled:
+            break
+        _, settled, ys_at = _settle(axis, body, consts_at, more, entries_at)
+    ys_at = [b if a is None else a for a, b in zip(ys_at, kept_ys_at, strict=True)]
+    wanted = [ANYWHERE if a is None else a for a in (*settled, *ys_at)]
+    inputs = (*consts_at, *settled, *entries_at)
+    program, _ = batch_inner(axis, body, inputs, wanted)
+    kept, _ = batch_inner(axis, guarded, inputs, wanted)
+    return settled, ys_at, program, kept
+
+
+@dataclass(frozen=True)
+class _Lanes:
+    """Lanes that take different numbers of steps: those that are done are masked.
+
+    Attributes:
+      axis: the axis being mapped.
+      consts_at, entries_at: where constants and entries of the xs have the batch axis.
+      form: of the loop of one lane.
+    """
+
+    axis: Axis
+    consts_at: Sequence[AxisPosition]
+    entries_at: Sequence[AxisPosition]
+    form: Form
+
+    def run_counted(self, body: Any, guarded: Any, args: Any, axes: Any) -> Placed:
+        """A loop whose number of steps is known.
+
+        A step has the same number in all lanes. So back over the steps those that took
+        fewer wait, and all meet again as they met before.
+        """
+        if hazards(body.jaxpr).collective:
+            raise UnsupportedError(
+                "a bounded loop that contains a collective over a batch axis, and that lanes leave "
+                "at different steps, is differentiated one lane at a time (vmap of grad). Have all "
+                "lanes leave at the same step, by a predicate made of collectives, or "
+                "differentiate the batched function (grad of vmap)."
+            )
+        counts, _, consts, carry, xs = self._operands(args, axes)
+
+        def program(step: Any) -> Step:
+            def run(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
+                return step(x[0] < consts[0], consts[1:], carry, x[1:])
+
+            return run
+
+        numbers = lax.iota(np.int32, self.form.length)
+        found = bounded_loop(
+            consts=[counts, *consts],
+            carry=carry,
+            xs=[numbers, *xs],
+            count=lax.reduce_max(counts, (0,)),
+            **self._options(program, body, guarded, axes, [0]),
+        )
+        steps = lax.clamp(np.int32(0), counts, np.int32(self.form.length))
+        return self._placed([*found.carry, *found.ys, *found.checkpoints, steps])
+
+    def run_tested(self, test: Any, body: Any, guarded: Any, args: Any, axes: Any) -> Placed:
+        """A loop with a predicate.
+
+        Its carry begins with the lanes that are live, and with the steps each has taken.
+        """
+        counts, test_consts, consts, carry, xs = self._operands(args, axes)
+        n, test_at = 1 + self.form.n_test, self.form.split(axes)[1]
+
+        def live_lanes(consts: Values, steps: Any, carry: Values) -> Any:
+            operands, positions = [*consts[1:n], *carry], [*test_at, *[0] * len(carry)]
+            (live,), (at,) = interpret(self.axis, test.jaxpr, test.consts, operands, positions)
+            return (steps < consts[0]) & match_axis(self.axis, live, at, 0)
+
+        def program(step: Any) -> Step:
+            def run(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
+                live, steps, *carry = carry
+                new, ys = step(live, consts[n:], carry, x)
+                steps = steps + lax.convert_element_type(live, np.int32)
+                return [live & live_lanes(consts, steps, new), steps, *new], ys
+
+            return run
+
+        consts, none = [counts, *test_consts, *consts], lax.full_like(counts, 0)
+        found = bounded_loop(
+            consts=consts,
+            carry=[live_lanes(consts, none, carry), none, *carry],
+            xs=xs,
+            test=lambda _, carry: lax.reduce_or(carry[0], (0,)),
+            count=np.int32(self.form.length),
+            **self._options(program, body, guarded, axes, []),
+        )
+        _, steps, *carry = found.carry
+        return self._placed([*carry, *found.ys, *found.checkpoints[2:], steps])
+
+    def _operands(self, args: Any, axes: Any) -> tuple[Any, Values, Values, Values, Values]:
+        """The operands of a loop over lanes."""
+        counts, test_consts, consts, carry, xs = self.form.split(args)
+        count_at, _, _, carry_at, _ = self.form.split(axes)
+        carry = [match_axis(self.axis, x, a, 0) for x, a in zip(carry, carry_at, strict=True)]
+        return match_axis(self.axis, counts, count_at, 0), test_consts, consts, carry, xs
+
+    def _options(
+        self, program: Callable[[Any], Step], body: Any, guarded: Any, axes: Any, more: list[int]
+    ) -> dict[str, Any]:
+        """What is done in each step, and where arrays have the axis of the steps."""
+        plain, safe = self._protection(body, False), self._protection(guarded, True)
+        options: dict[str, Any] = {"body": program(self._step(body, *plain))}
+        if guarded is not body or safe != plain:
+            options["guarded"] = program(self._step(guarded, *safe))
+        return options | {
+            "x_axes": (*more, *_steps_axes(self.form.split(axes)[4], self.form.x_axes)),
+            "y_axes": tuple(a + 1 for a in self.form.y_axes),
+            "length": self.form.length,
+            "reverse": self.form.reverse,
+            "record": self.form.record,
+        }
+
+    @property
+    def _positions(self) -> list[AxisPosition]:
+        return [*self.consts_at, *[0] * self.form.n_carry, *self.entries_at]
+
+    def _protection(self, program: Any, differentiated: bool) -> tuple[frozenset[int], str]:
+        """Which operands of a step masked lanes must not see as they are; see `run_masked`."""
+        jaxpr = program.jaxpr
+        hazard = hazards(jaxpr)
+        used = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
+        inputs = list(zip(jaxpr.invars, self._positions, strict=True))
+        inexact = [a for v, a in inputs if v in used and is_inexact(v.aval)]
+        harmful = differentiated and hazard.nonlinear and bool(inexact)
+        if hazard.collective or not (hazard.endless or harmful):
+            return frozenset(), "keep"
+        donor = hazard.endless or hazard.partial or None in inexact
+        replaced = frozenset(i for i, (v, _) in enumerate(inputs) if v in used)
+        return replaced, "donor" if donor else "keep"
+
+    def _step(self, program: Any, replaced: frozenset[int], fill: str) -> Callable[..., Any]:
+        """A step of the live lanes; the others keep their carry, and return zeros."""
+
+        def run(operands: Values, positions: Sequence[AxisPosition]) -> Placed:
+            return interpret(self.axis, program.jaxpr, program.consts, operands, positions)
+
+        def step(
+            live: Any, consts: Values, carry: Values, x: Values
+        ) -> tuple[list[Any], list[Any]]:
+            operands = [*consts, *carry, *x]
+            kept = replaced
+            if replaced and hazards(program.jaxpr).cast:
+                mesh_axes = _compat.varying_axes(jax.typeof(live))
+                types = list(map(jax.typeof, operands))
+                kept = {i for i in replaced if mesh_axes <= _compat.varying_axes(types[i])}
+            outs, at = run_masked(live, run, operands, self._positions, kept, (), fill)
+            outs = [match_axis(self.axis, x, a, 0) for x, a in zip(outs, at, strict=True)]
+            new, ys = outs[: len(carry)], outs[len(carry) :]
+            new = [select_lanes(live, 0, x, old) for x, old in zip(new, carry, strict=True)]
+            return new, [select_lanes(live, 0, y, lax.full_like(y, 0)) for y in ys]
+
+        return step
+
+    def _placed(self, outs: list[Any]) -> Placed:
+        """Results, all of which have the batch axis."""
+        first = self.form.n_carry + len(self.form.y_axes)
+        kept = len(outs) - first - 1
+        return outs, [*[0] * first, *[1] * kept, 0]
+
+
+def _entry_axis(position: AxisPosition, steps_axis: int) -> AxisPosition:
+    """Where an entry of an array has the batch axis, which is at `position` of the array."""
+    return position if position is None or position <= steps_axis else position - 1
+
+
+def _steps_axes(positions: Sequence[AxisPosition], axes: Sequence[int]) -> tuple[int, ...]:
+    """Where arrays with a batch axis have the axis of the steps."""
+    return tuple(s + (a is not None and a <= s) for a, s in zip(positions, axes, strict=True))
+
+
+def _parts(items: Sequence[Any], first: int, second: int) -> tuple[Values, Values, Values]:
+    items = list(items)
+    return items[:first], items[first : first + second], items[first + second :]

@@ -1,0 +1,134 @@
+"""Running steps until a predicate says so, over arrays with the axis of the steps anywhere."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.core import eval_jaxpr
+
+from batchax import _compat
+from batchax.engine.axis import AxisPosition
+from batchax.engine.program_key import program_key
+from batchax.errors import UnsupportedError
+from batchax.execution.bounded_loop import Values, bounded_loop
+
+
+@dataclass(frozen=True)
+class BoundedSteps:
+    """What a loop does that goes on while its predicate is true. Equal to one that does the same.
+
+    Attributes:
+      test: the program of the predicate, without constants: of values that are the same at
+        each step, and of the carry.
+      body: the program of one step, without constants: from values that are the same at each
+        step, the carry and one entry of each of the xs to the carry and the ys.
+      n_carry: number of values in the carry.
+      in_axes: where each of the xs has the axis of the steps; None: the same at each.
+      out_axes: where each of the ys gets it, counted from the front.
+      length: the largest number of steps.
+      reverse: whether the last entry comes first.
+    """
+
+    test: _compat.ClosedJaxpr = field(compare=False)
+    body: _compat.ClosedJaxpr = field(compare=False)
+    n_carry: int
+    in_axes: tuple[AxisPosition, ...]
+    out_axes: tuple[int, ...]
+    length: int
+    reverse: bool = False
+    key: Hashable = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", (program_key(self.test), program_key(self.body)))
+
+    def run(
+        self,
+        test_consts: Sequence[Any],
+        consts: Sequence[Any],
+        carry: Sequence[Any],
+        xs: Sequence[Any],
+    ) -> list[Any]:
+        """The last carry and the stacked ys: zeros where no step was taken."""
+        return _run(self, list(test_consts), list(consts), list(carry), list(xs))
+
+
+# Compiled as one program, and once: outside of `jit` each call stages its functions anew.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _run(
+    steps: BoundedSteps,
+    test_consts: list[Any],
+    consts: list[Any],
+    carry: list[Any],
+    xs: list[Any],
+) -> list[Any]:
+    axes = [a for a in steps.in_axes if a is not None]
+    scanned = [x for x, a in zip(xs, steps.in_axes, strict=True) if a is not None]
+    shared = [x for x, a in zip(xs, steps.in_axes, strict=True) if a is None]
+
+    def turned(arrays: Sequence[Any], axes: Sequence[int]) -> list[Any]:
+        if not steps.reverse:
+            return list(arrays)
+        return [lax.rev(x, [a]) for x, a in zip(arrays, axes, strict=True)]
+
+    def test(consts: Values, carry: Values) -> Any:
+        return eval_jaxpr(steps.test.jaxpr, (), *consts, *carry)[0]
+
+    def step(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
+        entries, same = iter(x), iter(consts[len(consts) - len(shared) :])
+        parts = [next(same) if a is None else next(entries) for a in steps.in_axes]
+        own = consts[: len(consts) - len(shared)]
+        outs = eval_jaxpr(steps.body.jaxpr, (), *own, *carry, *parts)
+        return outs[: steps.n_carry], outs[steps.n_carry :]
+
+    found = bounded_loop(
+        step,
+        [*consts, *shared],
+        carry,
+        turned(scanned, axes),
+        test=test,
+        test_consts=test_consts,
+        count=np.int32(steps.length),
+        length=steps.length,
+        x_axes=axes,
+        y_axes=steps.out_axes,
+    )
+    return [*found.carry, *turned(found.ys, steps.out_axes)]
+
+
+def run_until(
+    test: Any,
+    body: Any,
+    carry: Sequence[Any],
+    xs: Sequence[Any],
+    in_axes: tuple[AxisPosition, ...],
+    out_axes: tuple[int, ...],
+    length: int,
+    reverse: bool = False,
+) -> list[Any]:
+    """Runs staged steps while the staged predicate is true; see `BoundedSteps`.
+
+    Raises:
+      UnsupportedError: a reference is used.
+    """
+    test, test_consts = _without_references(test)
+    body, consts = _without_references(body, xs)
+    steps = BoundedSteps(test, body, len(carry), in_axes, out_axes, length, reverse)
+    return steps.run(test_consts, consts, carry, xs)
+
+
+def _without_references(
+    staged: _compat.ClosedJaxpr, xs: Sequence[Any] = ()
+) -> tuple[_compat.ClosedJaxpr, list[Any]]:
+    """A program with its constants as leading inputs, and the constants."""
+    if any(map(_compat.is_reference, (*staged.consts, *xs))):
+        raise UnsupportedError(
+            "a reference (jax.new_ref) is used in a loop that ends on a value and keeps what its "
+            "derivative needs, which a reference would not hold. Put the array into the carry."
+        )
+    return _compat.hoist_constants(_compat.without_references(staged, None, 0))

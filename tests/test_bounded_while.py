@@ -1,0 +1,562 @@
+"""`bx.bounded_while` against a Python loop, and against `lax.while_loop`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+
+import batchax as bx
+from batchax.engine.axis import Axis
+from batchax.execution.bounded_as_while import as_while
+from batchax.execution.bounded_loop import bounded_loop, bounded_loop_p, segment_length
+
+from support.oracle import check, check_derivatives, direction, example, same, same_type
+
+MOST = 12
+
+
+def in_python(cond, body, init, max_steps):
+    """The loop, with a step that is not taken selected away."""
+    val, going_on = init, True
+    for _ in range(max_steps):
+        going_on = going_on & cond(val)
+        new = body(val)
+        val = jax.tree.map(lambda x, y, go=going_on: jnp.where(go, x, y), new, val)
+    return val
+
+
+def newton(loop, x, w):
+    """A count, a carry that moves, one that only follows, and closed-over values."""
+
+    def body(val):
+        y, n, seen = val["y"], val["n"], val["seen"]
+        return {"y": jnp.sin(w @ y) + x, "n": n + 1, "seen": seen + y[0] * n}
+
+    init = {"y": jnp.ones(2) * x, "n": 0, "seen": jnp.float32(0)}
+    return loop(lambda val: val["n"] < 3 + 7 * x, body, init, MOST)
+
+
+def smooth(loop):
+    """`newton` as a function of arrays, its results without the count."""
+
+    def f(x, w):
+        out = newton(loop, x, w)
+        return out["y"], out["seen"]
+
+    return f
+
+
+def total(f):
+    return lambda *args: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(f(*args)))
+
+
+W = example((2, 2), seed=3)
+XS = jnp.array([-1.0, 0.0, 0.3, 0.7])  # none, 3, 6 and 8 steps
+
+
+# Values, types and derivatives
+
+
+def test_equals_a_python_loop():
+    f, g = (jax.jit(smooth(loop)) for loop in (bx.bounded_while, in_python))
+    derivatives = [jax.jit(derivatives_of(h)) for h in (f, g)]
+    for x, steps in ((-1.0, 0), (0.3, 6), (5.0, MOST)):  # no step, some, and all there may be
+        got = newton(bx.bounded_while, x, W)
+        same(got, newton(in_python, x, W))
+        assert int(got["n"]) == steps
+        x = jnp.float32(x)
+        same(f(x, W), g(x, W))
+        same(derivatives[0](x, W), derivatives[1](x, W))
+
+
+def derivatives_of(f):
+    """Both modes, in one program."""
+
+    def g(*args):
+        out, pull = jax.vjp(f, *args)
+        return jax.jvp(f, args, direction(args, 1))[1], pull(direction(out, 2))
+
+    return g
+
+
+def scalar(loop):
+    """A function of two numbers."""
+
+    def f(x, w):
+        body = lambda c: (c[0] + 1, jnp.sin(w * c[1]) + x)
+        return loop(lambda c: c[0] < 3 + 7 * x, body, (0, x), 9)[1]
+
+    return f
+
+
+# Every way to take derivatives twice.
+TWICE = {
+    "reverse over reverse": lambda f: jax.grad(total(jax.grad(f, (0, 1))), 1),
+    "forward over reverse": lambda f: jax.jacfwd(jax.grad(f)),
+    "reverse over forward": lambda f: jax.grad(jax.jacfwd(f)),
+    "forward over forward": lambda f: jax.jacfwd(jax.jacfwd(f)),
+}
+
+
+@pytest.mark.parametrize("way", TWICE)
+def test_second_derivatives(way):
+    f, g = (jax.jit(TWICE[way](scalar(loop))) for loop in (bx.bounded_while, in_python))
+    same(f(0.3, 1.3), g(0.3, 1.3), LOOSE)
+
+
+LOOSE = dict(rtol=2e-4, atol=2e-4)  # sums of many terms
+
+
+def test_third_derivative():
+    def cube(loop):
+        return lambda x: loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] * x), (0, x), 3)[1]
+
+    thrice = jax.jit(jax.grad(jax.grad(jax.grad(cube(bx.bounded_while)))))
+    same(thrice(2.0), jnp.float32(6))
+
+
+def test_types_are_those_of_while_loop():
+    def loop(while_):
+        init = (0, 1.0, 0, np.float32(1))  # the third is promoted by what is added to it
+        step = lambda c: (c[0] + 1, c[1] * 2.0, c[2] + jnp.ones(()), c[3])
+        return while_(lambda c: c[0] < 3, step, init)
+
+    f = lambda: loop(lambda *args: bx.bounded_while(*args, max_steps=9))
+    g = lambda: loop(lax.while_loop)
+    same(f(), g())
+    jax.tree.map(same_type, f(), g())
+    jax.tree.map(same_type, jax.eval_shape(f), jax.eval_shape(g))
+
+
+def test_keys_and_carries_without_derivatives():
+    """Random keys, booleans and integers go along; the carry that moves is differentiated."""
+
+    def f(loop, x):
+        def body(c):
+            key, used = jax.random.split(c["key"])
+            return {"key": key, "x": c["x"] * jax.random.uniform(used), "odd": ~c["odd"]}
+
+        init = {"key": jax.random.key(1), "x": x, "odd": jnp.bool_(False)}
+        return loop(lambda c: c["x"] > 0.01, body, init, 5)["x"]
+
+    unrolled = lambda cond, body, init, n: functools.reduce(lambda c, _: body(c), range(n), init)
+    x = jnp.float32(1e3)
+    value, grad = jax.value_and_grad(lambda x: f(bx.bounded_while, x))(x)
+    same((value, grad), jax.value_and_grad(lambda x: f(unrolled, x))(x))
+
+
+def test_nothing_to_differentiate():
+    f = lambda x: bx.bounded_while(lambda n: n < 3, lambda n: n + 1, 0, 5) * x
+    same(jax.grad(f)(2.0), jnp.float32(3))
+    g = lambda x: bx.bounded_while(lambda c: c[0] < x, lambda c: (c[0] + 1, c[1]), (0, 1.0), 5)[1]
+    same(jax.grad(g)(2.0), jnp.float32(0))
+
+
+def test_empty_carry_and_a_single_step():
+    assert bx.bounded_while(lambda _: False, lambda c: c, (), 3) == ()
+    f = lambda x: bx.bounded_while(lambda _: True, jnp.sin, x, 1)
+    same(jax.grad(f)(0.5), jnp.cos(jnp.float32(0.5)))
+
+
+@pytest.mark.parametrize("length", [1, 2, 12, 13, 97, 100, 1000, 1024, 10**6])
+def test_segments_are_about_the_square_root(length):
+    size = segment_length(length)
+    assert length**0.5 <= size <= 2 * length**0.5 + 1
+    if length in (12, 100, 1000, 1024, 10**6):
+        assert length % size == 0
+
+
+def test_a_step_that_was_not_taken_contributes_nothing():
+    """It would be NaN."""
+
+    def f(x, w):
+        body = lambda c: jnp.sqrt(c - 1.0) * w
+        return bx.bounded_while(lambda c: c > 1.0, body, x, 6)
+
+    def by_hand(x, w):
+        while x > 1.0:
+            x = jnp.sqrt(x - 1.0) * w
+        return x
+
+    xs, w = jnp.array([0.5, 1.5, 3.0, 9.0]), jnp.float32(1.5)
+    expected = [jax.grad(by_hand, (0, 1))(x, w) for x in xs]
+    same([jax.jit(jax.grad(f, (0, 1)))(x, w) for x in xs], expected)
+    ends = [jnp.stack(e) for e in zip(*expected, strict=True)]
+    for vmap in (jax.vmap, bx.vmap):
+        both = jax.jit(vmap(jax.grad(f, (0, 1)), (0, None)))(xs, w)
+        same(both, tuple(ends))
+        summed = jax.jit(jax.grad(lambda x, w: vmap(f, (0, None))(x, w).sum(), (0, 1)))(xs, w)
+        same(summed, (ends[0], ends[1].sum()))
+
+
+# Batched
+
+
+@pytest.mark.parametrize("vmap", [jax.vmap, bx.vmap])
+def test_lanes_that_leave_at_different_steps(vmap):
+    f, g = smooth(bx.bounded_while), smooth(in_python)
+    got, expected = (v(h, (0, None)) for v, h in ((vmap, f), (jax.vmap, g)))
+    same(got(XS, W), expected(XS, W))
+    same(*(jax.jit(derivatives_of(h))(XS, W) for h in (got, expected)))
+    grads = [
+        jax.jit(v(jax.grad(total(h), (0, 1)), (0, None))) for v, h in ((vmap, f), (jax.vmap, g))
+    ]
+    same(grads[0](XS, W), grads[1](XS, W))
+
+
+def test_second_derivatives_of_a_batch():
+    """The vmap of them, and those of the vmap."""
+    f, g = (scalar(loop) for loop in (bx.bounded_while, in_python))
+    twice = TWICE["forward over reverse"]
+    got, expected = (jax.jit(v(twice(h), (0, None))) for v, h in ((bx.vmap, f), (jax.vmap, g)))
+    same(got(XS, 1.3), expected(XS, 1.3), LOOSE)
+    sums = (total(v(h, (0, None))) for v, h in ((bx.vmap, f), (jax.vmap, g)))
+    got, expected = map(jax.jit, map(twice, sums))
+    same(got(XS, 1.3), expected(XS, 1.3), LOOSE)
+
+
+@pytest.mark.parametrize("batched", range(3))
+def test_oracle(batched):
+    """Where only the carry, only what is closed over, or only the predicate is batched."""
+
+    def f(x, w, limit):
+        cond = lambda c: c[0] < limit
+        body = lambda c: (c[0] + 1, jnp.tanh(w @ c[1]), c[2] * 2)
+        return bx.bounded_while(cond, body, (0, x, 1), 5)
+
+    args = [example((3, 2)), example((3, 2, 2), seed=1), jnp.arange(3)]
+    axes = tuple(0 if i == batched else None for i in range(3))
+    args = [x if a == 0 else x[1] for x, a in zip(args, axes, strict=True)]
+    alike = 0 if batched == 2 else None  # carries that all lanes share stay shared
+    options = dict(against_jax=False, jit=False, derivatives=batched == 1)
+    check(jax.jit(f), *args, in_axes=axes, out_axes=(alike, 0, alike), **options)
+
+
+def test_nested_vmap():
+    f, g = (
+        lambda x, loop=loop: loop(lambda c: c > x, lambda c: c * 0.5 * jnp.cos(x), 4.0, 6)
+        for loop in (bx.bounded_while, in_python)
+    )
+    xs = jnp.linspace(0.1, 5, 6).reshape(2, 3)
+    for outer, inner in ((bx.vmap, bx.vmap), (jax.vmap, bx.vmap)):
+        same(outer(inner(f))(xs), jax.vmap(jax.vmap(g))(xs))
+        grads = [jax.jit(jax.grad(total(h))) for h in (outer(inner(f)), jax.vmap(jax.vmap(g)))]
+        same(grads[0](xs), grads[1](xs))
+
+
+def test_loop_in_a_loop_and_in_a_branch():
+    def f(x, loop):
+        def body(c):
+            inner = loop(lambda d: d > 1.0, lambda d: d * 0.6, c[1] * 2, 4)
+            return c[0] + 1, jnp.sin(inner) + x
+
+        branch = lambda x: loop(lambda c: c[0] < 3, body, (0, x), 5)[1]
+        return lax.cond(x > 0, branch, lambda x: -x, x)
+
+    got, expected = (functools.partial(f, loop=loop) for loop in (bx.bounded_while, in_python))
+    xs = jnp.array([-1.0, 0.5, 2.0])
+    grads = [jax.jit(v(jax.value_and_grad(h))) for v, h in ((bx.vmap, got), (jax.vmap, expected))]
+    same(grads[0](xs), grads[1](xs))
+
+
+def test_in_scan_and_checkpoint():
+    def f(xs, w, loop):
+        def step(c, x):
+            return jax.checkpoint(lambda c, x: loop(lambda c: c > x, lambda c: c * w, c, 4))(
+                c, x
+            ), c
+
+        return lax.scan(step, jnp.float32(3), xs)
+
+    got, expected = (functools.partial(f, loop=loop) for loop in (bx.bounded_while, in_python))
+    args = (jnp.array([2.0, 1.0, 0.5]), jnp.float32(0.8))
+    check_derivatives(jax.jit(got), jax.jit(expected), args)
+
+
+def test_the_loop_ends_with_the_slowest_lane():
+    """In the values and in the derivative; not one step more is taken."""
+    seen = []
+
+    def f(x, limit):
+        def body(c):
+            jax.debug.callback(lambda n: seen.append(int(n)), c[0])
+            return c[0] + 1, jnp.sin(c[1])
+
+        return bx.bounded_while(lambda c: c[0] < limit, body, (0, x), 1000)[1]
+
+    def numbers(call):
+        seen.clear()
+        jax.block_until_ready(call())
+        jax.effects_barrier()
+        return seen[:]
+
+    xs, limits = jnp.ones(3), jnp.array([4, 0, 2])
+    assert numbers(lambda: f(1.0, 3)) == [0, 1, 2]
+    assert len(numbers(lambda: bx.vmap(f)(xs, limits))) <= 4 * 3
+    assert len(numbers(lambda: jax.jit(jax.grad(f))(1.0, 3))) <= 3 * 3
+    assert len(numbers(lambda: jax.jit(bx.vmap(jax.grad(f)))(xs, limits))) <= 3 * 4 * 3
+
+
+# Collectives, devices, effects
+
+
+def mean_of_lanes(x, w):
+    """All lanes leave when their mean is small."""
+
+    def body(c):
+        return c[0] * w - 0.1 * lax.psum(c[0], "i"), c[1] + 1
+
+    return bx.bounded_while(lambda c: lax.pmean(c[0], "i") > 0.2, body, (x, 0), 9)[0]
+
+
+def mean_in_python(xs, ws):
+    for _ in range(9):
+        xs = jnp.where(xs.mean() > 0.2, xs * ws - 0.1 * xs.sum(), xs)
+    return xs
+
+
+def test_collectives_in_the_step_and_in_the_predicate():
+    xs, ws = jnp.array([3.0, 1.0, 0.5]), jnp.array([0.9, 0.8, 0.7])
+    expected = mean_in_python(xs, ws)
+    for vmap in (jax.vmap, bx.vmap):
+        f = vmap(mean_of_lanes, axis_name="i")
+        same(f(xs, ws), expected)
+        weighted = lambda f: lambda *args: (f(*args) * jnp.arange(3)).sum()
+        same(
+            jax.jit(jax.grad(weighted(f), (0, 1)))(xs, ws),
+            jax.grad(weighted(mean_in_python), (0, 1))(xs, ws),
+        )
+    grads = [v(jax.grad(mean_of_lanes, (0, 1)), axis_name="i")(xs, ws) for v in (jax.vmap, bx.vmap)]
+    same(*grads)
+
+
+def test_collectives_where_lanes_leave_at_different_steps():
+    """A lane that is done takes part with what it has, as under `jax.vmap`."""
+
+    def f(while_, x):
+        body = lambda c: (c[0] + 1, c[1] + 0.1 * lax.psum(jnp.sin(c[1]), "i"))
+        return while_(lambda c: c[0] < x, body, (0, x))[1]
+
+    bounded = lambda *args: bx.bounded_while(*args, max_steps=4)
+    got = bx.vmap(functools.partial(f, bounded), axis_name="i")
+    expected = jax.vmap(functools.partial(f, lax.while_loop), axis_name="i")
+    xs = jnp.array([1.0, 3.0, 2.0])
+    same(got(xs), expected(xs))
+    tangents = [jax.jvp(h, (xs,), (jnp.cos(xs),))[1] for h in (got, expected)]
+    same(*tangents)
+    pulled = jax.vjp(got, xs)[1](jnp.sin(xs))[0]
+    same(pulled @ jnp.cos(xs), jnp.sin(xs) @ tangents[1])
+    one_by_one = bx.vmap(jax.grad(functools.partial(f, bounded)), axis_name="i")
+    with pytest.raises(bx.UnsupportedError, match="grad of vmap"):
+        one_by_one(xs)
+
+
+def test_inside_shard_map():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    shards, everywhere = spec("d"), spec()
+
+    def f(x, w):
+        def lane(x):
+            return newton(bx.bounded_while, x, w)["y"]
+
+        w = lax.pcast(w, ("d",), to="varying")
+        return bx.vmap(lane)(x)
+
+    sharded = jax.shard_map(f, mesh=mesh, in_specs=(shards, everywhere), out_specs=shards)
+    expected = jax.vmap(lambda x, w: newton(in_python, x, w)["y"], (0, None))
+    same(jax.jit(sharded)(XS, W), expected(XS, W))
+    same(*(jax.jit(jax.grad(total(h), (0, 1)))(XS, W) for h in (sharded, expected)))
+
+    def shared(x, w):
+        return bx.bounded_while(lambda c: c.sum() > 1, lambda c: c * w, x, 5)
+
+    sharded = jax.shard_map(shared, mesh=mesh, in_specs=(shards, everywhere), out_specs=shards)
+    same(jax.jit(sharded)(jnp.ones(4), 0.7).shape, (4,))
+    with pytest.raises(bx.UnsupportedError, match="pcast"):
+        jax.grad(total(sharded), 1)(jnp.ones(4), 0.7)
+
+
+def test_effects():
+    seen = []
+
+    def body(c):
+        io_callback(lambda n: seen.append(int(n)), None, c[0], ordered=True)
+        return c[0] + 1, c[1] * 2
+
+    f = lambda x, n: bx.bounded_while(lambda c: c[0] < n, body, (0, x), 9)[1]
+    jax.block_until_ready(f(1.0, 3))
+    jax.effects_barrier()
+    assert seen == [0, 1, 2]
+    seen.clear()
+    same(bx.vmap(f)(jnp.ones(2), jnp.array([1, 2])), jnp.array([2.0, 4.0]))
+    jax.effects_barrier()
+    assert seen == [0, 0, 1]
+    with pytest.raises(bx.UnsupportedError, match="do it twice"):
+        jax.grad(f)(1.0, 3)
+
+
+# Compiling, memory
+
+
+def test_calls_outside_jit_compile_once():
+    def listen(name, duration, **details):
+        if name == "/jax/core/compile/backend_compile_duration":
+            found.append(details)
+
+    def call(x):
+        body = lambda c: (c[0] + 1, c[1] * x)
+        return bx.bounded_while(lambda c: c[0] < 3, body, (0, 1.0), 7)[1]
+
+    found, xs = [], [jnp.float32(2), jnp.float32(3)]
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for g in (call, jax.grad(call)):
+            jax.block_until_ready(g(xs[0]))
+            found.clear()
+            jax.block_until_ready(g(xs[1]))
+            assert not found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_memory_of_the_gradient_grows_with_the_square_root():
+    def needed(max_steps, size=1000):
+        f = lambda x: newton_like(x, max_steps).sum()
+        compiled = jax.jit(jax.grad(f)).lower(jnp.ones(size)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes / (4 * size)
+
+    def newton_like(x, max_steps):
+        return bx.bounded_while(lambda c: c.sum() > 1, lambda c: jnp.sin(c) * c, x, max_steps)
+
+    few, many = needed(100), needed(10_000)
+    assert few < 2 * 10 + 10
+    assert many < 2 * 100 + 10
+
+
+# As a plain while
+
+
+@pytest.mark.parametrize("tested", [True, False])
+@pytest.mark.parametrize("record", [True, False])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_as_while(tested, record, reverse):
+    if tested and reverse:
+        return
+    n, length = 3, 7
+    w, carry, xs = example((2,)), example((n, 2), seed=1), example((length, n, 2), seed=2)
+    limits = jnp.array([2.0, 0.0, 9.0])
+    counts = jnp.array([7, 0, 4]) if not tested else jnp.full(n, length)
+
+    def lane(count, limit, carry, xs):
+        step = lambda consts, c, x: ([jnp.sin(c[0] * consts[0]) + x[0]], [c[0] * 2])
+        test = lambda consts, c: c[0].sum() < consts[0]
+        test = dict(test=test, test_consts=[limit]) if tested else {}
+        options = dict(x_axes=[0], y_axes=[1], reverse=reverse, record=record, **test)
+        found = bounded_loop(step, [w], [carry], [xs], count=count, length=length, **options)
+        return [*found.carry, *found.ys, *found.checkpoints, found.steps]
+
+    axes = (0, 0, 0, 1)
+    expected = jax.vmap(lane, axes)(counts, limits, carry, xs)
+    (eqn,) = (
+        e
+        for e in jax.make_jaxpr(lane)(counts[0], limits[0], carry[0], xs[:, 0]).eqns
+        if e.primitive is bounded_loop_p
+    )
+    args, at = [counts, w, carry, xs], [0, None, 0, 1]
+    if tested:
+        args.insert(1, limits)
+        at.insert(1, 0)
+    names = ("test", "body", "form")
+    loop, finish = as_while(Axis(n), args, at, **{k: eqn.params[k] for k in names})
+
+    def run(program, consts, positions, carry):
+        positions = [*positions, *[0] * len(carry)]
+        g = lambda *xs: jax.core.eval_jaxpr(program.jaxpr, program.consts, *xs)
+        return jax.vmap(g, positions)(*consts, *carry)
+
+    live = lambda c: run(loop.test, loop.test_consts, loop.test_at, c)[0]
+
+    def step(c):
+        going_on = live(c)
+        new = run(loop.body, loop.body_consts, loop.body_at, c)
+        keep = lambda a, b: jnp.where(going_on.reshape(-1, *[1] * (a.ndim - 1)), a, b)
+        return list(map(keep, new, c))
+
+    last = lax.while_loop(lambda c: live(c).any(), step, loop.carry)
+    outs, places = finish(last)
+    assert places == [0] * len(outs)
+    if record:  # of segments that were begun
+        begun = jnp.arange(3) * segment_length(length) < expected[-1][:, None]
+        for found in (outs, expected):
+            found[-2] = jnp.where(begun[..., None], found[-2], 0)
+    same(outs, expected)
+
+
+# Mistakes
+
+
+MISTAKES = {
+    "cond_fun": (lambda: bx.bounded_while(1, id, 0, 3), bx.ArgumentTypeError, "as cond_fun"),
+    "max_steps": (
+        lambda: bx.bounded_while(bool, abs, 0, 2.0),
+        bx.ArgumentTypeError,
+        "max_steps must be a positive int, got 2.0 of type float",
+    ),
+    "no steps": (lambda: bx.bounded_while(bool, abs, 0, 0), bx.AxisError, "positive int, got 0"),
+    "no array": (
+        lambda: bx.bounded_while(lambda c: True, lambda c: c, {"a": "text"}, 3),
+        bx.ArgumentTypeError,
+        r"init_val\['a'\], of the first carry, is of type str",
+    ),
+    "predicate": (
+        lambda: bx.bounded_while(lambda c: c, lambda c: c, 0.0, 3),
+        bx.ArgumentTypeError,
+        r"must return one truth value.*returned float32\[\]",
+    ),
+    "predicates": (
+        lambda: bx.bounded_while(lambda c: c > 0, lambda c: c, jnp.ones(2), 3),
+        bx.ArgumentTypeError,
+        r"returned bool\[2\]",
+    ),
+    "structure": (
+        lambda: bx.bounded_while(lambda c: True, lambda c: (c,), 0.0, 3),
+        bx.ArgumentTypeError,
+        r"must have the structure",
+    ),
+    "type": (
+        lambda: bx.bounded_while(lambda c: True, lambda c: (c[0], c[0]), (0.5, jnp.int32(1)), 3),
+        bx.ArgumentTypeError,
+        r"carry\[1\]: int32\[\] became float32\[\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(mistake):
+    call, error, message = MISTAKES[mistake]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_branching_on_the_carry_names_it():
+    with pytest.raises(jax.errors.TracerBoolConversionError, match="for bounded_while"):
+        bx.bounded_while(lambda c: True, lambda c: c if c > 0 else -c, 0.0, 3)
+
+
+def test_references_are_refused():
+    def f(x):
+        ref = jax.new_ref(x)
+
+        def body(c):
+            ref[...] += c
+            return c + 1
+
+        return bx.bounded_while(lambda c: c < 3, body, 0.0, 5), ref[...]
+
+    with pytest.raises(bx.UnsupportedError, match="Put the array into the carry"):
+        jax.jit(f)(1.0)

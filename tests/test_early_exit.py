@@ -1,0 +1,222 @@
+"""`bx.scan` that ends early, against a Python loop."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import batchax as bx
+
+from support.oracle import check_derivatives, example, same
+
+LENGTH = 7
+
+
+def until(carry):
+    return jnp.sum(carry["c"]) > 2.0
+
+
+def step(carry, x, w):
+    c = jnp.tanh(w @ carry["c"]) + x
+    return {"c": c, "n": carry["n"] + 1}, {"c": c * x, "n": carry["n"], "one": 1.0}
+
+
+def in_python(carry, xs, w, in_axis=0, out_axis=0, reverse=False):
+    """The loop over all entries, with a step that is not taken selected away."""
+    ys, going_on, xs = [None] * LENGTH, True, jnp.moveaxis(xs, in_axis, 0)
+    for t in reversed(range(LENGTH)) if reverse else range(LENGTH):
+        going_on = going_on & ~until(carry)
+        new, y = step(carry, xs[t], w)
+        select = lambda x, y, go=going_on: jnp.where(go, x, y)
+        carry = jax.tree.map(select, new, carry)
+        ys[t] = jax.tree.map(lambda y, go=going_on: jnp.where(go, y, jnp.zeros_like(y)), y)
+    stacked = jax.tree.map(lambda *y: jnp.stack(y), *ys)
+    return carry, {**stacked, "c": jnp.moveaxis(stacked["c"], 0, out_axis)}
+
+
+def scanned(carry, xs, w, in_axis=0, out_axis=0, reverse=False):
+    out_axes = {"c": out_axis, "n": 0, "one": 0}
+    f = bx.scan(step, (in_axis, None), out_axes, reverse=reverse, until=until)
+    return f(carry, xs, w)
+
+
+def start(c):
+    return {"c": c, "n": 0}
+
+
+def of_arrays(f, **options):
+    """As a function of what may be differentiated, to what may be."""
+
+    def g(c, xs, w):
+        carry, ys = f(start(c), xs, w, **options)
+        return carry["c"], ys["c"]
+
+    return g
+
+
+C, W = jnp.zeros(2), jnp.abs(example((2, 2), seed=1))
+XS = 0.5 * jnp.abs(example((LENGTH, 2), seed=2))  # stops by itself
+
+
+def total(f):
+    return lambda *args: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(f(*args)))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])
+def test_equals_a_python_loop(scale):
+    args = (start(C), scale * XS, W)
+    got, expected = scanned(*args), in_python(*args)
+    same(got, expected)
+    steps = int(got[0]["n"])
+    assert {0.0: steps == LENGTH, 1.0: 1 < steps < LENGTH, 30.0: steps == 1}[scale]
+    assert not got[1]["c"][steps:].any()
+
+
+@settings(max_examples=4)
+@given(st.sampled_from([0, 1]), st.sampled_from([0, 1, -1]), st.booleans())
+def test_any_axes_and_either_direction(in_axis, out_axis, reverse):
+    options = dict(in_axis=in_axis, out_axis=out_axis, reverse=reverse)
+    args = (C, jnp.moveaxis(XS, 0, in_axis), W)
+    f, g = (jax.jit(of_arrays(h, **options)) for h in (scanned, in_python))
+    same(f(*args), g(*args))
+    same(*(jax.jit(jax.grad(total(h), (0, 1, 2)))(*args) for h in (f, g)))
+
+
+def test_derivatives():
+    f, g = (jax.jit(of_arrays(h, in_axis=0, out_axis=1)) for h in (scanned, in_python))
+    check_derivatives(f, g, (C, XS, W), second=True)
+
+
+@pytest.mark.parametrize(
+    ("vmap", "lanes"),
+    [(bx.vmap, (0, 0, None)), (bx.vmap, (None, 2, 1)), (jax.vmap, (None, 1, None))],
+)
+def test_batched(vmap, lanes):
+    """Lanes that end at different steps; the batch axis before and behind that of the steps."""
+    axes = dict(zip(("c", "xs", "w"), lanes, strict=True))
+    xs = jnp.stack([0.5 * XS, XS, 30 * XS], axes["xs"])
+    c = C if axes["c"] is None else jnp.stack([C, C + 0.1, C], axes["c"])
+    w = W if axes["w"] is None else jnp.stack([W, -W, W], axes["w"])
+    f, g = (of_arrays(h, out_axis=1) for h in (scanned, in_python))
+    got, expected = jax.jit(vmap(f, lanes, -1)), jax.jit(jax.vmap(g, lanes, -1))
+    same(got(c, xs, w), expected(c, xs, w))
+    same(*(jax.jit(jax.grad(total(h), (0, 1, 2)))(c, xs, w) for h in (got, expected)))
+    one_by_one = [jax.grad(total(h), (0, 1, 2)) for h in (f, g)]
+    maps = (vmap, jax.vmap)
+    same(*(jax.jit(v(h, lanes))(c, xs, w) for v, h in zip(maps, one_by_one, strict=True)))
+
+
+def test_a_step_that_was_not_taken_contributes_nothing():
+    """Neither to its own lane nor to what all lanes share, though it would be NaN."""
+
+    def f(x, w):
+        step = lambda c, x: (jnp.log(c) * w, jnp.sqrt(x - 1.0) * w)
+        return bx.scan(step, until=lambda c: c <= 1.0)(x[0], x)
+
+    def by_hand(x, w):
+        c, ys = x[0], []
+        while c > 1.0:
+            c, y = jnp.log(c) * w, jnp.sqrt(x[len(ys)] - 1.0) * w
+            ys.append(y)
+        return c, jnp.stack(ys + [0.0] * (4 - len(ys)))
+
+    xs = jnp.array([[9.0, 2.0, 3.0, 0.0], [3.0, 2.0, 0.0, 0.0], [0.5, 0.0, 0.0, 0.0]])
+    w = jnp.float32(1.5)
+    same([f(x, w) for x in xs], [by_hand(x, w) for x in xs])
+    expected = [jax.grad(total(by_hand), (0, 1))(x, w) for x in xs]
+    stacked, weights = (jnp.stack(e) for e in zip(*expected, strict=True))
+    same(jax.jit(bx.vmap(jax.grad(total(f), (0, 1)), (0, None)))(xs, w), (stacked, weights))
+    got = jax.jit(jax.grad(total(bx.vmap(f, (0, None))), (0, 1)))(xs, w)
+    same(got, (stacked, weights.sum()))
+
+
+def test_keys_are_scanned_and_stacked():
+    def draw(c, key):
+        return c + jax.random.uniform(key), (key, jax.random.bits(key))
+
+    keys = jax.random.split(jax.random.key(1), 5)
+    carry, (used, bits) = bx.scan(draw, until=lambda c: c > 1.0)(0.0, keys)
+    _, (_, all_bits) = lax.scan(draw, 0.0, keys)
+    steps = int((bits != 0).sum())
+    assert carry > 1.0
+    assert 1 < steps < 5
+    same((bits[:steps], used[:steps]), (all_bits[:steps], keys[:steps]))
+    same(jax.random.key_data(used)[steps:], jnp.zeros((5 - steps, 2), jnp.uint32))
+
+
+def test_length_alone_and_no_steps():
+    f = bx.scan(lambda c: (c * 2, c), length=6, until=lambda c: c > 3)
+    same(f(jnp.float32(1)), (jnp.float32(4), jnp.array([1.0, 2, 0, 0, 0, 0])))
+    f = bx.scan(lambda c, x: (c + x, c * x), 1, 1, until=lambda c: c.sum() > 3)
+    xs = jnp.zeros((2, 0))
+    same(f(jnp.ones(2), xs), (jnp.ones(2), xs))
+    same(jax.grad(lambda c: f(c, xs)[0].sum())(jnp.ones(2)), jnp.ones(2))
+    same(
+        bx.vmap(f)(jnp.ones((3, 2)), jnp.zeros((3, 2, 0))), (jnp.ones((3, 2)), jnp.zeros((3, 2, 0)))
+    )
+
+
+def test_inside_shard_map():
+    """Devices stop at different steps, and read an array that is the same on all."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+
+    def f(c, xs):
+        return bx.scan(lambda c, x: (c * x, c + x), 1, 1, until=lambda c: c.sum() > 5.0)(c, xs)
+
+    def alone(c, xs):
+        parts = [f(part, xs) for part in (c[:2], c[2:])]
+        return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+
+    sharded = jax.shard_map(f, mesh=mesh, in_specs=(spec("d"), spec()), out_specs=spec("d"))
+    args = jnp.array([0.5, 0.5, 2.0, 2.0]), jnp.full((2, 4), 1.5)
+    same(jax.jit(sharded)(*args), alone(*args))
+    same(*(jax.jit(jax.grad(total(h), (0, 1)))(*args) for h in (sharded, alone)))
+
+
+def test_memory_of_the_gradient():
+    """Beside the arrays that are scanned, about as many carries as the root of the steps."""
+
+    def f(c, xs):
+        step = lambda c, x: (jnp.sin(c) * c + x, None)
+        return bx.scan(step, until=lambda c: c.sum() < -1)(c, xs)[0].sum()
+
+    args = jnp.ones(1000), jnp.ones(10_000)
+    compiled = jax.jit(jax.grad(f)).lower(*args).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 1000 * (2 * 100 + 10) + 9 * 40_000
+
+
+MISTAKES = {
+    "no function": (lambda: bx.scan(step, until=3), bx.ArgumentTypeError, "until must be a func"),
+    "unroll": (
+        lambda: bx.scan(step, until=until, unroll=2),
+        bx.UnsupportedError,
+        "unroll is 2, but a scan that may end early",
+    ),
+    "predicate": (
+        lambda: bx.scan(lambda c, x: (c, x), until=lambda c: c)(0.0, XS),
+        bx.ArgumentTypeError,
+        r"must return one truth value.*returned float32\[\]",
+    ),
+    "type": (
+        lambda: bx.scan(lambda c, x: (c > 0, x), until=lambda c: True)(jnp.float32(0), XS),
+        bx.ArgumentTypeError,
+        r"carry: float32\[\] became bool\[\]",
+    ),
+    "reference": (
+        lambda: jax.jit(
+            lambda x: bx.scan(lambda c, x: (c, x[...]), until=lambda c: False)(0, jax.new_ref(x))
+        )(XS),
+        bx.UnsupportedError,
+        "Put the array into the carry",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(mistake):
+    call, error, message = MISTAKES[mistake]
+    with pytest.raises(error, match=message):
+        call()
