@@ -59,7 +59,7 @@ _TRANSPARENT = frozenset("jit pjit closed_call core_call cond eval_jaxpr checkpo
 
 _CALLS = frozenset("jit pjit closed_call core_call eval_jaxpr checkpoint".split())
 
-_LOOPS = frozenset({"scan", "while"})
+_LOOPS = frozenset({"scan", "while", "bounded_loop"})
 _CALLBACKS = frozenset({"pure_callback", "io_callback"})
 # What the batching rule of a user's will do is not known: a loop, perhaps.
 _BY_RULE = frozenset({"custom_batched_call", "custom_vmap_call"})
@@ -107,7 +107,7 @@ def hazards(jaxpr: Any) -> Hazards:
             nonlinear=not all(map(_is_linear, eqns)),
             partial=not all(map(_is_total, eqns)),
             immoderate=not names <= _MODERATE | _CALLS,
-            endless="while" in names or not names.isdisjoint(_CALLBACKS | _BY_RULE),
+            endless=not names.isdisjoint({"while", "bounded_loop"} | _CALLBACKS | _BY_RULE),
             costly=not names.isdisjoint(_LOOPS | _CALLBACKS | _BY_RULE),
             collective=any(map(_is_collective, eqns)),
             cast=not names.isdisjoint(_CASTS),
