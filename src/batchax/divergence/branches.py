@@ -80,11 +80,13 @@ class _Part:
         branches: Branches,
         width: int | None,
     ) -> None:
-        self.width = width
+        self.width, self.index = width, branches.index
         self.axis, self.operands, self.positions = axis, branches.operands, branches.positions
         self.program = remembered(program, axis, functools.partial(_prepared, axis, program))
         if len(self.program.in_avals) > len(self.operands):
-            self.operands = [lax.iota(np.int32, axis.size), *self.operands]
+            lanes = lax.iota(np.int32, axis.size)
+            (lanes,) = _compat.varying_alike([lanes], like=[branches.index])
+            self.operands = [lanes, *self.operands]
             self.positions = [0, *self.positions]
         jaxpr = self.program.jaxpr
         read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
@@ -100,9 +102,16 @@ class _Part:
         self.apart = self._can_run_apart() and self._is_worth_it()
 
     def _can_run_apart(self) -> bool:
+        if _compat.makes_references(self.program.effects):
+            return False  # made into values, they would take derivative rules with them
         if any(map(closed_over, self.program.jaxpr.eqns)):
             return False  # its derivative rule would find values of all lanes
         if any(v.aval.dtype == jax.dtypes.float0 for v in self.made):
+            return False
+        # What is the same on all devices of a mesh may be cast to vary, anywhere inside; as an
+        # operand of the loop it would do so already.
+        mesh_axes = _compat.varying_axes(jax.typeof(self.index))
+        if any(_compat.varying_axes(jax.typeof(self.operands[k])) != mesh_axes for k in self.used):
             return False
         name, eqns = self.axis.name, self.program.jaxpr.eqns
         # A batching rule of the user's may be told the name, and use it.
@@ -116,7 +125,7 @@ class _Part:
         ]
         moving = sum(_PER_ARRAY + _PER_NUMBER * math.prod(a.shape) for a in moved)
         least = _LEAST if self.width is None else 0.0
-        return self.work >= _GAIN * moving and self.work * self.axis.size >= least
+        return self.work > _GAIN * moving and self.work * self.axis.size >= least
 
     def run(self, live: Any) -> Placed:
         """What the branch returns for the lanes that are `live`, and zeros."""
@@ -155,8 +164,7 @@ class _Part:
 
 
 def _prepared(axis: Axis, program: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
-    """`program` without references, and told the index of the lane if it asks for it."""
-    program = _compat.without_references(program, axis.name, axis.size)
+    """`program`, told the index of the lane if it asks for it."""
     if axis.name is None or not any(uses_name(eqn, axis.name) for eqn in program.jaxpr.eqns):
         return program
     return index_as_input(axis, program)

@@ -1,0 +1,440 @@
+"""Branches that run for the lanes that take them: `vmap(..., divergence="compact")`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.extend.core import jaxprs_in_params
+
+import batchax as bx
+from batchax.errors import UnsupportedError
+
+from support import oracle
+from support.oracle import example, same
+
+N, D = 11, 8
+NARROW = bx.Compact(width=4)
+compact = functools.partial(bx.vmap, divergence=NARROW)
+X = example((N, D), seed=1)
+W = example((D, D), seed=2) / 3
+WS = example((N, D, D), seed=3) / 3
+P = jnp.asarray([True, False, False, True, True, False, True, True, False, True, False])
+SOME = {"rtol": 1e-3, "atol": 2e-4}
+
+
+def steps(x, w, length=400):
+    """What costs enough to be run for some lanes only."""
+    return lax.scan(lambda x, _: (0.99 * x + 0.02 * jnp.tanh(w @ x), None), x, None, length)[0]
+
+
+def model(p, x, w):
+    return lax.cond(p, lambda x: (steps(x, w), x[0]), lambda x: (x * 2, x[1] ** 2), x)
+
+
+def loops_over_picks(fun, *args):
+    """How many chunk loops over some lanes only `fun` stages to."""
+
+    def count(jaxpr):
+        own = sum(
+            eqn.primitive.name == "chunk_loop" and eqn.params["loop"].picks for eqn in jaxpr.eqns
+        )
+        return own + sum(count(p) for eqn in jaxpr.eqns for p in jaxprs_in_params(eqn.params))
+
+    return count(jax.make_jaxpr(fun)(*args).jaxpr)
+
+
+def check(fun, *args, in_axes=0, vmap=compact, loops=1, derivatives=True, types=True, **options):
+    """As lanes that are masked: values, types, and gradients if wanted."""
+    axes = {"in_axes": in_axes, **options}
+    ours, masked = vmap(fun, **axes), bx.vmap(fun, **axes)
+    assert loops_over_picks(ours, *args) == loops
+    got, expected = jax.jit(ours)(*args), jax.jit(masked)(*args)
+    same(got, expected)
+    if in_axes == 0 and not options and types:
+        of_both = (jax.eval_shape(v, *args) for v in (ours, jax.vmap(fun)))
+        jax.tree.map(oracle.same_type, *of_both)
+    moving = [i for i, x in enumerate(args) if oracle.is_inexact(x)]
+    if derivatives and moving:
+        same(*(jax.jit(jax.grad(total(f), moving))(*args) for f in (ours, masked)), SOME)
+
+
+def total(fun):
+    """A number that depends on all that `fun` returns."""
+
+    def of(*args):
+        outs = [y for y in jax.tree.leaves(fun(*args)) if oracle.is_inexact(y)]
+        return sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in outs)
+
+    return of
+
+
+AXES = [(0, 0, None), (0, 1, 0), (0, None, None), (0, 0, 2)]
+
+
+@pytest.mark.parametrize("in_axes", AXES, ids=str)
+def test_cond(in_axes):
+    x = {0: X, 1: X.T, None: X[0]}[in_axes[1]]
+    w = {None: W, 0: WS, 2: jnp.moveaxis(WS, 0, 2)}[in_axes[2]]
+    # What all lanes share is computed once.
+    loops = 0 if in_axes == (0, None, None) else 1
+    check(model, P, x, w, in_axes=in_axes, out_axes=(1, 0), loops=loops)
+    expected = oracle.loop(jax.jit(model), (P, x, w), in_axes)
+    same(compact(model, in_axes)(P, x, w), expected, SOME)  # outside of jit
+
+
+def test_derivatives_of_every_order():
+    def of(vmap):
+        return lambda x, w: vmap(model, (0, 0, None))(P, x, w)
+
+    ours, masked = of(compact), of(bx.vmap)
+    tangents = (example(X.shape, seed=5), example(W.shape, seed=6))
+    uses = {
+        "jvp": lambda f: jax.jvp(f, (X, W), tangents),
+        "linearize": lambda f: jax.linearize(f, X, W)[1](*tangents),
+        "hvp": lambda f: jax.jvp(jax.grad(total(f), (0, 1)), (X, W), tangents)[1],
+        "grad of grad": lambda f: jax.grad(
+            lambda x, w: jnp.sum(jax.grad(total(f), 1)(x, w) ** 2), (0, 1)
+        )(X, W),
+        "jacrev": lambda f: jax.jacrev(lambda x: f(X, W * x)[0][:, 0])(1.5),
+    }
+    for name, use in uses.items():
+        same(*(jax.jit(functools.partial(use, f))() for f in (ours, masked)), SOME, name)
+    same(*(jax.grad(total(f), 1)(X, W) for f in (ours, jax.jit(masked))), SOME, "eager")
+
+
+SWITCH = [
+    lambda x, w: (steps(x, w), 1.0),
+    lambda x, w: (x + 1, 2.0),
+    lambda x, w: (jnp.log1p(steps(x, w) ** 2), x[0]),
+    lambda x, w: (x, x[1]),
+]
+
+
+@functools.lru_cache
+def switches(width):
+    f = lambda i, x, w: lax.switch(i, SWITCH, x, w)
+    axes = (0, 0, None)
+    made = [compact(f, axes, divergence=bx.Compact(width=width)), bx.vmap(f, axes)]
+    return [
+        jax.jit(lambda i, x, w, f=f: (f(i, x, w), jax.grad(total(f), (1, 2))(i, x, w)))
+        for f in made
+    ]
+
+
+@settings(max_examples=12)
+@given(st.lists(st.integers(-1, 5), min_size=N, max_size=N), st.sampled_from([1, 4]))
+def test_drawn_indices(indices, width):
+    ours, masked = (f(jnp.asarray(indices), X, W) for f in switches(width))
+    same(ours, masked, SOME)
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_all_in_one_branch(index):
+    i = jnp.full(N, index)
+    same(*(f(i, X, W) for f in switches(4)), SOME)
+
+
+@pytest.mark.parametrize("lanes", [0, 1, 4, 9])
+@pytest.mark.parametrize("width", [1, 4, 64])
+def test_sizes(lanes, width):
+    if width == 64 and lanes not in (1, 9):
+        return
+    f = lambda p, x: lax.cond(p, lambda x: steps(x, W), lambda x: x, x)
+    vmap = functools.partial(bx.vmap, divergence=bx.Compact(width=width))
+    check(f, P[:lanes], X[:lanes], vmap=vmap, loops=int(lanes > 0), derivatives=width == 4)
+
+
+def test_width_is_chosen_by_cost():
+    f = lambda p, x, w: lax.cond(p, lambda x: steps(x, w, 4000), lambda x: x, x)
+    chosen = bx.vmap(f, (0, 0, None), divergence="compact")
+    jaxpr = jax.make_jaxpr(chosen)(jnp.tile(P, 40), jnp.tile(X, (40, 1)), W)
+    (loop,) = [e.params["loop"] for e in jaxpr.eqns if e.primitive.name == "chunk_loop"]
+    assert 16 <= loop.chunk < 440
+    assert loops_over_picks(chosen, P, X, W) == 1
+    assert loops_over_picks(bx.vmap(f, (0, 0, None)), P, X, W) == 0
+    cheap = lambda p, x, w: lax.cond(p, lambda x: jnp.tanh(x), lambda x: x, x)
+    assert loops_over_picks(bx.vmap(cheap, (0, 0, None), divergence="compact"), P, X, W) == 0
+
+
+def test_types():
+    w = W.astype(jnp.bfloat16)
+
+    def f(p, x, n, c, k):
+        def heavy():
+            y = steps(x, w, 3000)
+            return y, 1.0, n + 1, c * 2, ~p, jax.random.fold_in(k, 3), 7
+
+        return lax.cond(p, heavy, lambda: (x, 2.0, n, c, p, k, 8))
+
+    args = (
+        P,
+        X.astype(jnp.bfloat16),
+        example((N,), jnp.int8),
+        example((N,), jnp.complex64),
+        jax.random.split(jax.random.key(0), N),
+    )
+    check(f, *args, derivatives=False)
+
+
+def test_draws_are_those_of_the_lane():
+    def f(p, k):
+        normal = lambda k: lax.scan(
+            lambda s, k: (s + jax.random.normal(k, (D,)), None),
+            jnp.zeros(D),
+            jax.random.split(k, 9),
+        )
+        return lax.cond(p, lambda: normal(k)[0], lambda: jax.random.uniform(k, (D,)))
+
+    keys = jax.random.split(jax.random.key(1), N)
+    ours, masked = (jax.jit(v(f))(P, keys) for v in (compact, bx.vmap))
+    assert (ours == masked).all()
+
+
+def test_branches_in_branches():
+    def f(i, x, w):
+        inner = lambda x: lax.cond(x[0] > 0, lambda x: steps(x, w), lambda x: -x, x)
+        outer = lambda x: inner(steps(x, w))
+        return lax.switch(i, [outer, lambda x: x + 1, inner], x)
+
+    check(f, jnp.arange(N) % 3, X, W, in_axes=(0, 0, None), loops=4)
+
+
+def test_in_a_scan():
+    def f(x, w):
+        def step(x, t):
+            return lax.cond(x[0] > t, lambda x: steps(x, w) - 0.1, lambda x: x + 0.1, x), x[1]
+
+        return lax.scan(step, x, jnp.linspace(-1, 1, 3))
+
+    check(f, X, W, in_axes=(0, None))
+
+
+def test_in_a_while_loop():
+    def f(n, x):
+        def body(c):
+            i, x = c
+            return i + 1, lax.cond(x[0] > 0, lambda x: steps(x, W) - 0.3, lambda x: x + 0.1, x)
+
+        return lax.while_loop(lambda c: c[0] < n, body, (0, x))[1]
+
+    n = jnp.arange(N) % 4
+    expected = oracle.loop(f, (n, X), (0, 0))
+    for divergence in (NARROW, "compact"):
+        same(jax.jit(bx.vmap(f, divergence=divergence))(n, X), expected, SOME)
+
+
+OUTER = 3
+PAIRS = example((OUTER, N, D), seed=7)
+MASKS = jnp.asarray(np.random.default_rng(8).random((OUTER, N)) < 0.4)
+MATRICES = example((OUTER, D, D), seed=9) / 3
+
+
+@pytest.mark.parametrize("width", [2, 8])  # many chunks for each outer lane, or one for several
+@pytest.mark.parametrize(
+    ("outer", "axes"),
+    [
+        *(("jax", a) for a in [(0, 0, None), (0, 1, 0), (None, 0, None), (0, None, 0)]),
+        ("masked", (0, 0, None)),
+        ("compact", (0, 0, 0)),
+    ],
+    ids=str,
+)
+def test_under_an_outer_vmap(outer, width, axes):
+    vmaps = {"jax": jax.vmap, "masked": bx.vmap, "compact": compact}
+    p, x, w = MASKS, PAIRS, MATRICES
+    args = (
+        p[0] if axes[0] is None else p,
+        {0: x, 1: x.swapaxes(0, 1), None: x[0]}[axes[1]],
+        w[0] if axes[2] is None else w,
+    )
+
+    def both(inner, outer):
+        f = outer(inner(lambda *a: model(*a)[0], (0, 0, None)), axes)
+        return lambda *args: (f(*args), jax.grad(total(f), (1, 2))(*args))
+
+    inner = functools.partial(bx.vmap, divergence=bx.Compact(width=width))
+    ours, expected = both(inner, vmaps[outer]), both(jax.vmap, jax.vmap)
+    same(jax.jit(ours)(*args), jax.jit(expected)(*args), SOME)
+
+
+def test_gradients_for_each_outer_lane():
+    def of(vmap):
+        inner = lambda p, x, w: total(lambda x, w: vmap(model, (0, 0, None))(p, x, w))(x, w)
+        return jax.jit(jax.vmap(jax.grad(inner, (1, 2)), (0, 0, None)))
+
+    expected = of(bx.vmap)(MASKS, PAIRS, W)
+    for width in (2, 8):
+        ours = of(functools.partial(bx.vmap, divergence=bx.Compact(width=width)))
+        same(ours(MASKS, PAIRS, W), expected, SOME)
+
+
+def test_a_vmap_inside():
+    def f(p, xs):
+        each = jax.vmap(lambda x: steps(x, W))
+        return lax.cond(p, each, lambda xs: xs, xs)
+
+    check(f, P, jnp.stack([X, X + 1], 1))
+    pairs = lambda v: lambda ps, xs: v(model, (0, 0, None))(ps, xs, W)
+    got = jax.jit(compact(pairs(jax.vmap)))(MASKS, PAIRS)
+    same(got, jax.jit(jax.vmap(pairs(jax.vmap)))(MASKS, PAIRS))
+
+
+@pytest.mark.parametrize("residuals", ["recompute", "keep"])
+def test_with_batch_size(residuals):
+    vmap = functools.partial(compact, batch_size=6, residuals=residuals)
+    ours, masked = (v(model, (0, 0, None)) for v in (vmap, bx.vmap))
+    grads = [jax.jit(jax.value_and_grad(total(f), (1, 2))) for f in (ours, masked)]
+    same(*(g(P, X, W) for g in grads), SOME)
+
+
+def test_index_of_the_lane():
+    def f(p, x):
+        heavy = lambda x: steps(x, W) + lax.axis_index("i")
+        return lax.cond(p, heavy, lambda x: x + lax.axis_index("i") * 2, x)
+
+    check(f, P, X, axis_name="i")
+
+    def g(p, x):
+        index = lambda: 100.0 * lax.axis_index("o") + lax.axis_index("i")
+        return lax.cond(p, lambda x: steps(x, W) + index(), lambda x: x, x)
+
+    expected = jax.vmap(jax.vmap(g, axis_name="i"), axis_name="o")(MASKS, PAIRS)
+    for width in (2, 8):
+        inner = bx.vmap(g, axis_name="i", divergence=bx.Compact(width=width))
+        for outer in (jax.vmap, bx.vmap, compact):
+            same(jax.jit(outer(inner, axis_name="o"))(MASKS, PAIRS), expected, SOME)
+    same(jax.jit(compact(bx.vmap(g, axis_name="i"), axis_name="o"))(MASKS, PAIRS), expected, SOME)
+
+
+@pytest.mark.parametrize("name", ["i", "o"])
+def test_collectives_are_refused(name):
+    f = lambda p, x: lax.cond(p, lambda x: lax.psum(steps(x, W), name), lambda x: x, x)
+    inner = compact(f, axis_name="i")
+    with pytest.raises(UnsupportedError, match=r"test_grouped_branches.py.*psum.*predicate"):
+        jax.vmap(inner, axis_name="o")(MASKS, PAIRS)
+
+
+def test_what_no_lane_takes_is_not_run():
+    seen = []
+
+    def f(p, x):
+        def heavy(x):
+            jax.debug.callback(lambda x: seen.append(float(x)), x)
+            return x * 2
+
+        return lax.cond(p, heavy, lambda x: x, x)
+
+    for p in (P, P & False):
+        seen.clear()
+        jax.block_until_ready(jax.jit(compact(f))(p, X[:, 0]))
+        jax.effects_barrier()
+        assert sorted(seen) == sorted(X[p, 0].tolist())
+
+
+def test_an_endless_loop_in_a_branch_not_taken():
+    """JAX's #2947."""
+
+    def f(p, x):
+        endless = lambda x: lax.while_loop(lambda x: x > 0, lambda x: x - 1, x)
+        return lax.cond(p, endless, lambda x: x, x)
+
+    x = jnp.where(P, 5.0, jnp.inf)
+    for p in (P, P & False):
+        same(jax.jit(compact(f))(p, x), jnp.where(p, 0.0, x))
+
+
+def test_nothing_of_a_branch_not_taken_is_seen():
+    def f(p, x, w):
+        return lax.cond(p, lambda x: jnp.sqrt(9 + steps(jnp.log(x), w / x[0])), lambda x: x, x)
+
+    x = jnp.where(P[:, None], 3.0, jnp.where(jnp.arange(D) % 2, 0.0, -jnp.inf))
+    f_of = lambda x, w: compact(f, (0, 0, None))(P, x, w)
+    value, (dx, dw) = jax.jit(jax.value_and_grad(lambda x, w: f_of(x, w)[P].sum(), (0, 1)))(x, W)
+    assert np.isfinite(value)
+    assert np.isfinite(dx).all()
+    assert np.isfinite(dw).all()
+    assert (dx[~P] == 0).all()
+
+
+def test_what_stays_masked():
+    def with_reference(p, x):
+        ref = jax.new_ref(x)
+
+        def heavy(x):
+            ref[...] = steps(x, W)
+            return ref[...]
+
+        return lax.cond(p, heavy, lambda x: x, x)
+
+    check(with_reference, P, X, loops=0, types=False)
+
+    def creates_reference(p, x):
+        def heavy(x):
+            ref = jax.new_ref(steps(x, W))
+            ref[...] += 1
+            return ref[...]
+
+        return lax.cond(p, heavy, lambda x: x, x)
+
+    check(creates_reference, P, X, loops=0, types=False)
+
+    def closes_over(p, x):
+        y = jnp.sin(x)
+
+        @jax.custom_jvp
+        def g(z):
+            return steps(z, W)
+
+        @g.defjvp
+        def rule(primals, tangents):
+            return g(*primals), tangents[0] * y
+
+        return lax.cond(p, g, lambda z: z, x)
+
+    check(closes_over, P, X, loops=0, derivatives=False)
+
+
+def test_derivative_rules_inside():
+    @jax.custom_vjp
+    def g(x):
+        return steps(x, W)
+
+    g.defvjp(lambda x: (steps(x, W), x), lambda x, ct: (ct * x,))
+
+    @jax.custom_jvp
+    def h(x):
+        return steps(x, W)
+
+    h.defjvp(lambda xs, ts: (h(*xs), ts[0] * xs[0]))
+    check(lambda p, x: lax.cond(p, g, lambda x: x, x), P, X)
+    check(lambda p, x: lax.cond(p, h, lambda x: x, x), P, X)
+
+
+def test_in_shard_map():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    masked = bx.vmap(model, (0, 0, None))
+    expected = jax.jit(jax.value_and_grad(total(masked), (1, 2)))(P, X, W)
+    for cast in (True, False):  # before the branch, or wherever something in it needs that
+
+        def on_shard(p, x, w, cast=cast):
+            w = lax.pcast(w, "d", to="varying") if cast else w
+            return compact(model, (0, 0, None))(p, x, w)
+
+        specs = spec("d"), spec("d"), spec()
+        f = jax.shard_map(on_shard, mesh=mesh, in_specs=specs, out_specs=spec("d"))
+        assert loops_over_picks(f, P, X, W) == cast
+        same(jax.jit(jax.value_and_grad(total(f), (1, 2)))(P, X, W), expected, SOME)
+
+
+def test_values_are_the_same_to_the_bit():
+    f = lambda p, x: lax.cond(p, lambda x: lax.fori_loop(0, 900, step, x), lambda x: x * 3, x)
+    step = lambda i, x: x + 0.01 * lax.sin(x * i)
+    ours, masked = (jax.jit(v(f))(P, X) for v in (compact, bx.vmap))
+    assert loops_over_picks(compact(f), P, X) == 1
+    assert (ours == masked).all()
