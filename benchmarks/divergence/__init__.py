@@ -1,0 +1,1 @@
+"""Lanes that part ways: `divergence="compact"` measured against masked lanes and others."""

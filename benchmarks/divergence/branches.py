@@ -1,0 +1,129 @@
+"""Branches that some lanes take: `bx.vmap` in both ways, `jax.vmap`, and grouped by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import batchax as bx
+from benchmarks.workload import normal
+
+SIZE = 64
+BLOCK = 64
+IN_AXES = (0, 0, None)
+
+
+@dataclass(frozen=True)
+class BranchWorkload:
+    """A function of the branch a lane takes, of its example, and of weights that all share.
+
+    Attributes:
+      name: what reports call it.
+      branches: functions of an example and the weights.
+      shares: which part of the lanes takes each branch.
+      lanes: number of lanes in a full measurement.
+    """
+
+    name: str
+    branches: tuple[Callable[[Any, Any], Any], ...]
+    shares: tuple[float, ...]
+    lanes: int = 8192
+
+    def fun(self, index: Any, x: Any, weights: Any) -> Any:
+        """The function of one example."""
+        return lax.switch(index, self.branches, x, weights)
+
+    def arguments(self, lanes: int) -> tuple[Any, Any, Any]:
+        """Indices, examples and weights."""
+        counts = np.round(lanes * np.cumsum(self.shares)).astype(int)
+        index = np.searchsorted(counts, np.arange(lanes), side="right")
+        index = np.random.default_rng(0).permutation(index)
+        weights = normal(2, SIZE, SIZE, seed=1) / 8
+        return jnp.asarray(index, jnp.int32), normal(lanes, SIZE, seed=2), weights
+
+    def by_hand(self, index: Any, x: Any, weights: Any) -> Any:
+        """All lanes, sorted by branch, in blocks of lanes that take the same."""
+        order = jnp.argsort(index)
+        out = jnp.zeros_like(x)
+        start = jnp.int32(0)
+        for i, branch in enumerate(self.branches):
+            count = jnp.sum(index == i, dtype=jnp.int32)
+            out = _in_blocks(jax.vmap(branch, (0, None)), weights, x, out, order, start, count)
+            start += count
+        return out
+
+
+def _in_blocks(
+    batched: Any, weights: Any, x: Any, out: Any, order: Any, start: Any, count: Any
+) -> Any:
+    lanes = x.shape[0]
+
+    def block(i: Any, out: Any) -> Any:
+        entries = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+        places = order[jnp.minimum(start + entries, lanes - 1)]
+        places = jnp.where(entries < count, places, lanes)
+        results = batched(x.at[places].get(mode="clip"), weights)
+        return out.at[places].set(results, mode="drop")
+
+    return lax.fori_loop(0, (count + BLOCK - 1) // BLOCK, block, out)
+
+
+WAYS: dict[str, Callable[[BranchWorkload], Callable[..., Any]]] = {
+    "jax.vmap": lambda w: jax.vmap(w.fun, IN_AXES),
+    "predicate": lambda w: bx.vmap(w.fun, IN_AXES),
+    "compact": lambda w: bx.vmap(w.fun, IN_AXES, divergence="compact"),
+    "by hand": lambda w: w.by_hand,
+}
+
+
+def _gradient(f: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.value_and_grad(lambda index, x, w: jnp.sum(f(index, x, w) ** 2), (1, 2))
+
+
+# A loop of blocks written by hand has no reverse mode.
+USES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "values": lambda f: f,
+    "gradient": _gradient,
+}
+
+
+def layers(which: int) -> Callable[[Any, Any], Any]:
+    """Twenty products with one of the matrices."""
+
+    def branch(x: Any, weights: Any) -> Any:
+        for _ in range(20):
+            x = jnp.tanh(weights[which] @ x)
+        return x
+
+    return branch
+
+
+def layers_in_a_loop(x: Any, weights: Any) -> Any:
+    return lax.fori_loop(0, 20, lambda _, x: jnp.tanh(weights[0] @ x), x)
+
+
+def doubled(x: Any, _: Any) -> Any:
+    return 2 * x
+
+
+WORKLOADS = {
+    w.name: w
+    for w in (
+        BranchWorkload("20 products, 10% of lanes", (doubled, layers(0)), (0.9, 0.1)),
+        BranchWorkload("20 products, no lane", (doubled, layers(0)), (1.0, 0.0)),
+        BranchWorkload("20 products or 20 others, 50% each", (layers(0), layers(1)), (0.5, 0.5)),
+        BranchWorkload("loop of 20, 10% of lanes", (doubled, layers_in_a_loop), (0.9, 0.1)),
+        BranchWorkload("loop of 20, no lane", (doubled, layers_in_a_loop), (1.0, 0.0)),
+        BranchWorkload(
+            "tanh or sine, 50% each",
+            (lambda x, _: jnp.tanh(x), lambda x, _: jnp.sin(x)),
+            (0.5, 0.5),
+        ),
+    )
+}
