@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition, match_axis
+from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
 from batchax.engine.divergence import Placed
 from batchax.engine.inner import ANYWHERE, batch_inner
 from batchax.engine.interpreter import interpret
@@ -145,24 +145,26 @@ class _Lanes:
         counts, test_consts, consts, carry, xs = self._operands(args, axes)
         n, test_at = 1 + self.form.n_test, self.form.split(axes)[1]
 
-        def live_lanes(consts: Values, steps: Any, carry: Values) -> Any:
+        def live_lanes(consts: Values, carry: Values) -> Any:
             operands, positions = [*consts[1:n], *carry], [*test_at, *[0] * len(carry)]
             (live,), (at,) = interpret(self.axis, test.jaxpr, test.consts, operands, positions)
-            return (steps < consts[0]) & match_axis(self.axis, live, at, 0)
+            return match_axis(self.axis, live, at, 0)
 
         def program(step: Any) -> Step:
             def run(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
                 live, steps, *carry = carry
                 new, ys = step(live, consts[n:], carry, x)
                 steps = steps + lax.convert_element_type(live, np.int32)
-                return [live & live_lanes(consts, steps, new), steps, *new], ys
+                live &= live_lanes(consts, new) & (steps < consts[0])
+                return [live, steps, *new], ys
 
             return run
 
-        consts, none = [counts, *test_consts, *consts], lax.full_like(counts, 0)
+        consts = [counts, *test_consts, *consts]
+        live = live_lanes(consts, carry) & (counts > 0)
         found = bounded_loop(
             consts=consts,
-            carry=[live_lanes(consts, none, carry), none, *carry],
+            carry=[live, lax.full_like(live, 0, np.int32), *carry],
             xs=xs,
             test=lambda _, carry: lax.reduce_or(carry[0], (0,)),
             count=np.int32(self.form.length),
@@ -176,7 +178,9 @@ class _Lanes:
         counts, test_consts, consts, carry, xs = self.form.split(args)
         count_at, _, _, carry_at, _ = self.form.split(axes)
         carry = [match_axis(self.axis, x, a, 0) for x, a in zip(carry, carry_at, strict=True)]
-        return match_axis(self.axis, counts, count_at, 0), test_consts, consts, carry, xs
+        if count_at is not None:
+            counts = move_axis(counts, count_at, 0)
+        return counts, test_consts, consts, carry, xs
 
     def _options(
         self, program: Callable[[Any], Step], body: Any, guarded: Any, axes: Any, more: list[int]

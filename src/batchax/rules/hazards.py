@@ -102,7 +102,7 @@ def hazards(jaxpr: Any) -> Hazards:
     """The hazards of `jaxpr`, programs inside it included."""
     if jaxpr not in _known:
         eqns = list(_equations(jaxpr))
-        names = {eqn.primitive.name for eqn in eqns}
+        names = set(map(_name, eqns))
         _known[jaxpr] = Hazards(
             nonlinear=not all(map(_is_linear, eqns)),
             partial=not all(map(_is_total, eqns)),
@@ -138,8 +138,14 @@ def _programs(value: Any) -> Iterator[Any]:
             yield from _programs(item)
 
 
-def _is_linear(eqn: Any) -> bool:
+def _name(eqn: Any) -> str:
+    """The name of its primitive; a bounded loop whose steps are counted is like a scan."""
     name = eqn.primitive.name
+    return "scan" if name == "bounded_loop" and eqn.params["test"] is None else name
+
+
+def _is_linear(eqn: Any) -> bool:
+    name = _name(eqn)
     if name in _LINEAR or name in _TRANSPARENT:
         return True
     varying = [i for i, v in enumerate(eqn.invars) if not _is_number(v)]
@@ -153,7 +159,7 @@ def _is_linear(eqn: Any) -> bool:
 def _is_total(eqn: Any) -> bool:
     if eqn.primitive.name == "integer_pow":
         return eqn.params["y"] >= 0
-    return eqn.primitive.name in _TOTAL or _is_linear(eqn)
+    return _name(eqn) in _TOTAL or _is_linear(eqn)
 
 
 def _is_number(v: Any) -> bool:
