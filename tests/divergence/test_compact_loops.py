@@ -1,5 +1,6 @@
 """Loops that lanes leave when they are done: `vmap(..., divergence="compact")`."""
 
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -220,6 +221,20 @@ def test_lanes_of_nested_batches_share_a_window():
         oracle.same(batched(slow.T, x, x[:, 0, 0]), expected, None, f"{outer}")
         assert steps.useful == int(slow.sum())
         assert steps.utilization > 0.6
+
+
+@pytest.mark.parametrize("kind", ["lax", "checkpointed"])
+def test_loops_of_equinox(kind):
+    """They ask whether any lane goes on: of each lane its own, here."""
+    steps = bx.LaneSteps()
+
+    def f(n, x):
+        step = lambda c: (c[0] + 1, jnp.tanh(c[1]))
+        options = {"max_steps": 100, "kind": kind}
+        return eqxi.while_loop(lambda c: c[0] < n, step, (jnp.int32(0), x), **options)
+
+    check(f, COUNTS, POINTS, derivatives=False, divergence=bx.Compact(4, steps=steps))
+    assert steps.useful == int(COUNTS.sum())
 
 
 def test_eager_calls_compile_once():

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from batchax.divergence.branches import run_branches
-from batchax.divergence.cost import work
+from batchax.divergence.cost import launches, work
 from batchax.divergence.lane_steps import LaneSteps
 from batchax.divergence.limits import can_move, refuse_collectives
 from batchax.divergence.loop_primitive import bind
@@ -88,9 +88,10 @@ class Compact:
 
     def plan(self, size: int, *programs: Any) -> Plan:
         """How so many lanes of a loop with these programs are run."""
-        cost = sum(work(program.jaxpr) for program in programs)
+        jaxprs = [program.jaxpr for program in programs]
+        grain = sum(map(work, jaxprs)) / max(1.0, sum(map(launches, jaxprs)))
         most = size if self._most is None else min(size, self._most)
-        widths = choose_widths(most, cost, self.width, self._nesting)
+        widths = choose_widths(most, grain, self.width, self._nesting)
         if most < size and len(widths) > 1:
             widths = widths[1:]  # a window to begin with
         return Plan(widths, self.threshold, self.steps is not None)

@@ -83,6 +83,23 @@ def _sum(jaxpr: Any, lanes_differ: Sequence[bool] | None) -> float:
     return total
 
 
+def launches(jaxpr: Any) -> float:
+    """How many operations a program runs, whatever they work on: each has its overhead."""
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        inner = [launches(getattr(p, "jaxpr", p)) for p in jaxprs_in_params(eqn.params)]
+        if name == "scan":
+            total += sum(inner) * eqn.params["length"]
+        elif name == "while":
+            total += sum(inner) * _STEPS_OF_WHILE
+        elif inner and name not in _ELEMENTS_WITH_PROGRAM:
+            total += max(inner)
+        else:
+            total += name not in _FREE
+    return total
+
+
 def bytes_of(avals: Any) -> int:
     """The memory that arrays of these types take."""
     return sum(_size(a) * a.dtype.itemsize for a in avals if hasattr(a, "dtype"))

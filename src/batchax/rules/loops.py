@@ -22,6 +22,7 @@ from batchax.errors import UnsupportedError
 from batchax.rules.hazards import hazards
 from batchax.rules.in_order import run_in_order
 from batchax.rules.masking import run_masked, select_lanes
+from batchax.rules.unvmap import asked_of_each_lane
 
 
 @register_rule(scan_p)
@@ -59,6 +60,8 @@ def _while(
     body_nconsts: int,
     body_jaxpr: Any,
 ) -> Placed:
+    if axis.divergence is not None:
+        cond_jaxpr = asked_of_each_lane(cond_jaxpr)
     counts = {"cond_nconsts": cond_nconsts, "body_nconsts": body_nconsts}
     test_consts, body_consts, carry = _split(args, cond_nconsts, body_nconsts)
     test_at, body_at, carry_at = _split(axes, cond_nconsts, body_nconsts)

@@ -1,0 +1,43 @@
+"""Loops of Equinox, and with them of diffrax and optimistix, as loops of one example.
+
+Their predicate asks, by a primitive that looks through the batch axis, whether any lane goes
+on, and their body masks the lanes that do not. Where lanes may part ways each is asked for
+itself, which is what such a loop means for one example.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from batchax import _compat
+from batchax.engine.fallback import bind_equation
+from batchax.engine.inner import remembered
+
+_OF_ONE_LANE = {
+    "unvmap_any": jnp.any,
+    "unvmap_all": jnp.all,
+    "unvmap_max": jnp.max,
+    "nonbatchable": lambda x, **_: x,  # checks that lanes stay together
+}
+
+
+def asked_of_each_lane(test: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
+    """The predicate of a loop, without looking at other lanes."""
+    if not any(eqn.primitive.name in _OF_ONE_LANE for eqn in test.jaxpr.eqns):
+        return test
+    jaxpr, consts = test.jaxpr, test.consts
+
+    def run(*args: Any) -> list[Any]:
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+        read = lambda v: v.val if isinstance(v, Literal) else env[v]
+        for eqn in jaxpr.eqns:
+            operands = list(map(read, eqn.invars))
+            of_one_lane = _OF_ONE_LANE.get(eqn.primitive.name)
+            outs = [of_one_lane(*operands)] if of_one_lane else bind_equation(eqn, operands)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    return remembered(test, "asked of each lane", lambda: _compat.stage(run, test.in_avals))
