@@ -36,7 +36,7 @@ class _Prices:
 _ALONE = _Prices(1.0, 10.0, 0.15, 0.15)
 # All lanes at once: operations are fused and fill vector registers, and one matrix that
 # many vectors are multiplied by is read once.
-_TOGETHER = _Prices(0.02, 0.2, 0.15, 0.012)
+_TOGETHER = _Prices(0.02, 0.1, 0.15, 0.012)
 
 _FREE = frozenset("broadcast_in_dim reshape squeeze expand_dims convert_element_type".split())
 _SLOW = frozenset(
