@@ -82,8 +82,10 @@ class _Part:
     ) -> None:
         self.width, self.index = width, branches.index
         self.axis, self.operands, self.positions = axis, branches.operands, branches.positions
-        self.program = remembered(program, axis, functools.partial(_prepared, axis, program))
-        if len(self.program.in_avals) > len(self.operands):
+        self.program = program
+        if axis.name is not None and any(uses_name(eqn, axis.name) for eqn in program.jaxpr.eqns):
+            told = functools.partial(index_as_input, axis, program)
+            self.program = remembered(program, (axis, "index_as_input"), told)
             lanes = lax.iota(np.int32, axis.size)
             (lanes,) = _compat.varying_alike([lanes], like=[branches.index])
             self.operands = [lanes, *self.operands]
@@ -161,13 +163,6 @@ class _Part:
         found |= {v: (x, None) for v, x in zip(jaxpr.constvars, program.consts, strict=True)}
         placed = [(v.val, None) if isinstance(v, Literal) else found[v] for v in jaxpr.outvars]
         return [x for x, _ in placed], [a for _, a in placed]
-
-
-def _prepared(axis: Axis, program: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
-    """`program`, told the index of the lane if it asks for it."""
-    if axis.name is None or not any(uses_name(eqn, axis.name) for eqn in program.jaxpr.eqns):
-        return program
-    return index_as_input(axis, program)
 
 
 def _chunk(work: float) -> int:
