@@ -399,6 +399,17 @@ def test_what_stays_masked():
     check(closes_over, P, X, loops=0, derivatives=False)
 
 
+def test_a_rule_that_is_told_the_name_is_masked():
+    ruled = bx.custom_vmap(lambda x: steps(x, W))
+
+    @ruled.def_vmap
+    def rule(axis_size, in_batched, x, *, axis_name):
+        return bx.vmap(lambda x: steps(x, W), axis_name=axis_name)(x), True
+
+    f = lambda p, x: lax.cond(p, ruled, lambda x: x, x)
+    check(f, P, X, axis_name="i", loops=0, derivatives=False)
+
+
 def test_derivative_rules_inside():
     @jax.custom_vjp
     def g(x):

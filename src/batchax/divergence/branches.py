@@ -29,6 +29,7 @@ from batchax.engine.inner import remembered
 from batchax.engine.interpreter import interpret
 from batchax.engine.named_axes import uses_name
 from batchax.engine.replay import closed_over
+from batchax.errors import UnsupportedError
 from batchax.execution.chunk_loop import WHOLE, Body, Live, Loop, Picked, chunk_loop
 from batchax.execution.names import index_as_input
 from batchax.execution.picks import fitting_width
@@ -84,12 +85,7 @@ class _Part:
         self.axis, self.operands, self.positions = axis, branches.operands, branches.positions
         self.program = program
         if axis.name is not None and any(uses_name(eqn, axis.name) for eqn in program.jaxpr.eqns):
-            told = functools.partial(index_as_input, axis, program)
-            self.program = remembered(program, (axis, "index_as_input"), told)
-            lanes = lax.iota(np.int32, axis.size)
-            (lanes,) = _compat.varying_alike([lanes], like=[branches.index])
-            self.operands = [lanes, *self.operands]
-            self.positions = [0, *self.positions]
+            self._take_index()
         jaxpr = self.program.jaxpr
         read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
         self.used = [
@@ -102,6 +98,18 @@ class _Part:
         self.made = list(dict.fromkeys(made))
         self.work = work(jaxpr, [a is not None for a in self.positions])
         self.apart = self._can_run_apart() and self._is_worth_it()
+
+    def _take_index(self) -> None:
+        """Makes the index of the lane an operand, if that is all the name is used for."""
+        told = functools.partial(index_as_input, self.axis, self.program)
+        try:
+            program = remembered(self.program, (self.axis, "index_as_input"), told)
+        except UnsupportedError:
+            return
+        lanes = lax.iota(np.int32, self.axis.size)
+        (lanes,) = _compat.varying_alike([lanes], like=[self.index])
+        self.program = program
+        self.operands, self.positions = [lanes, *self.operands], [0, *self.positions]
 
     def _can_run_apart(self) -> bool:
         if _compat.makes_references(self.program.effects):
