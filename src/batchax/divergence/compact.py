@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from batchax.divergence.branches import run_branches
-from batchax.divergence.cost import launches, work
+from batchax.divergence.cost import launches, length, work
 from batchax.divergence.lane_steps import LaneSteps
 from batchax.divergence.limits import can_move, refuse_collectives
 from batchax.divergence.loop_primitive import bind
 from batchax.divergence.loops import parting_loop
-from batchax.divergence.widths import choose_widths
+from batchax.divergence.widths import choose_widths, most_windows
 from batchax.divergence.window import Plan
 from batchax.engine.arguments import is_position
 from batchax.engine.axis import Axis
@@ -90,8 +90,9 @@ class Compact:
         """How so many lanes of a loop with these programs are run."""
         jaxprs = [program.jaxpr for program in programs]
         grain = sum(map(work, jaxprs)) / max(1.0, sum(map(launches, jaxprs)))
+        windows = most_windows(sum(map(length, jaxprs)), self._nesting)
         most = size if self._most is None else min(size, self._most)
-        widths = choose_widths(most, grain, self.width, self._nesting)
+        widths = choose_widths(most, grain, windows, self.width)
         if most < size and len(widths) > 1:
             widths = widths[1:]  # a window to begin with
         return Plan(widths, self.threshold, self.steps is not None)

@@ -100,6 +100,12 @@ def launches(jaxpr: Any) -> float:
     return total
 
 
+def length(jaxpr: Any) -> int:
+    """How many operations a program has, those of the programs inside it included."""
+    inner = (p for eqn in jaxpr.eqns for p in jaxprs_in_params(eqn.params))
+    return len(jaxpr.eqns) + sum(length(getattr(p, "jaxpr", p)) for p in inner)
+
+
 def bytes_of(avals: Any) -> int:
     """The memory that arrays of these types take."""
     return sum(_size(a) * a.dtype.itemsize for a in avals if hasattr(a, "dtype"))

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import jax
 
-_NARROWING = 8  # each window is so much narrower than the one before
-_MOST_NESTED = 2  # loops inside so many loops are masked: each window is a program of its own
+_NARROWING = 8  # a window is so much narrower than the one before
+_LONGEST = 600  # operations in the programs of all windows together, about
+_MOST_WINDOWS = 3
 
 
 class _Worth(NamedTuple):
@@ -27,27 +28,39 @@ _WORTH = {"cpu": _Worth(20_000, 250)}
 _OTHER_DEVICES = _Worth(5_000_000, 500_000)
 
 
-def choose_widths(size: int, grain: float, width: int | None, nesting: int) -> tuple[int, ...]:
+def most_windows(length: int, nesting: int) -> int:
+    """How many windows a loop may have besides that of all lanes: each is compiled by itself.
+
+    Args:
+      length: operations in the program of a step.
+      nesting: in how many such loops this one is.
+    """
+    if nesting:
+        return int(nesting == 1 and 4 * length <= _LONGEST)
+    return min(_MOST_WINDOWS, max(1, _LONGEST // length))
+
+
+def choose_widths(size: int, grain: float, windows: int, width: int | None) -> tuple[int, ...]:
     """The widths of the windows of a loop, from that of all lanes down.
 
     Args:
       size: number of lanes.
       grain: what an operation of a step costs a lane, on average.
-      width: of the first window after all lanes; None to choose.
-      nesting: in how many such loops this one is.
+      windows: how many there may be besides that of all lanes.
+      width: of the first after all lanes; None to choose.
     """
-    if nesting >= _MOST_NESTED:
-        return (size,)
     worth = _WORTH.get(jax.default_backend(), _OTHER_DEVICES)
-    narrowest = _lanes(worth.narrow, grain)
-    widths = [size]
-    w = _lanes(worth.wide, grain) if width is None else width
-    while w >= size:
-        w //= _NARROWING
-    while w >= 1 and (w >= narrowest or (width is not None and len(widths) == 1)):
-        widths.append(w)
-        w //= _NARROWING
-    return tuple(widths[: 2 if nesting else None])
+    wide, narrow = _lanes(worth.wide, grain), _lanes(worth.narrow, grain)
+    if width is not None:
+        wide, narrow = width, min(width, narrow)
+    elif windows < _MOST_WINDOWS:  # neither wide nor narrow
+        wide = max(narrow, wide // _NARROWING)
+    widths = []
+    while wide >= narrow and len(widths) < windows:
+        if wide < size:
+            widths.append(wide)
+        wide //= _NARROWING
+    return (size, *widths)
 
 
 def _lanes(worth: float, grain: float) -> int:

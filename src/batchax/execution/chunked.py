@@ -11,7 +11,7 @@ from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.engine.arguments import is_position
-from batchax.engine.axis import AxisPosition
+from batchax.engine.axis import Axis, AxisPosition
 from batchax.engine.inner import example_aval
 from batchax.engine.outputs import OutputArray
 from batchax.engine.replay import Program

@@ -63,6 +63,7 @@ _LOOPS = frozenset({"scan", "while", "bounded_loop"})
 _CALLBACKS = frozenset({"pure_callback", "io_callback"})
 # What the batching rule of a user's will do is not known: a loop, perhaps.
 _BY_RULE = frozenset({"custom_batched_call", "custom_vmap_call"})
+ENDLESS = frozenset({"while", "bounded_loop"}) | _CALLBACKS | _BY_RULE
 _CASTS = frozenset({"pvary", "reduced_vary_cast"})
 _COLLECTIVES_WITHOUT_EFFECT = frozenset({"ppermute", "pbroadcast", "pbroadcast_dynamic"})
 
@@ -107,7 +108,7 @@ def hazards(jaxpr: Any) -> Hazards:
             nonlinear=not all(map(_is_linear, eqns)),
             partial=not all(map(_is_total, eqns)),
             immoderate=not names <= _MODERATE | _CALLS,
-            endless=not names.isdisjoint({"while", "bounded_loop"} | _CALLBACKS | _BY_RULE),
+            endless=not names.isdisjoint(ENDLESS),
             costly=not names.isdisjoint(_LOOPS | _CALLBACKS | _BY_RULE),
             collective=any(map(_is_collective, eqns)),
             cast=not names.isdisjoint(_CASTS),
