@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from batchax.divergence.bounded import run_bounded_loop
 from batchax.divergence.branches import run_branches
 from batchax.divergence.cost import launches, length, work
 from batchax.divergence.lane_steps import LaneSteps
 from batchax.divergence.limits import can_move, refuse_collectives
 from batchax.divergence.loop_primitive import bind
 from batchax.divergence.loops import parting_loop
-from batchax.divergence.widths import choose_widths, most_windows
+from batchax.divergence.widths import choose_widths, most_windows, worth_moving
 from batchax.divergence.window import Plan
 from batchax.engine.arguments import is_position
 from batchax.engine.axis import Axis
-from batchax.engine.divergence import Branches, Loop, Placed
+from batchax.engine.divergence import BoundedLoop, Branches, Loop, Placed
 from batchax.errors import ArgumentTypeError, AxisError
 
 
@@ -80,6 +81,8 @@ class Compact:
         given = (*loop.test_consts, *loop.body_consts, *loop.carry)
         if not can_move(axis, given):
             return None
+        if self.width is None and not worth_moving(axis, loop, self._nesting):
+            return None
         plan = self.plan(axis.size, *programs)
         if plan.widths == (axis.size,) and self.steps is None:
             return None
@@ -96,6 +99,16 @@ class Compact:
         if most < size and len(widths) > 1:
             widths = widths[1:]  # a window to begin with
         return Plan(widths, self.threshold, self.steps is not None)
+
+    def run_bounded_loop(self, axis: Axis, loop: BoundedLoop) -> Placed | None:
+        """The results of all lanes; None where they are to be masked."""
+        if self._nesting or not can_move(axis, loop.args):
+            return None
+        programs = [p for p in (loop.test, loop.body) if p is not None]
+        refuse_collectives(programs, "a bounded loop that ends at its own step in each lane")
+        widths = self.plan(axis.size, *programs).widths
+        width = widths[1] if len(widths) > 1 else axis.size
+        return run_bounded_loop(axis, loop, width) if width < axis.size else None
 
     def run_branches(self, axis: Axis, branches: Branches) -> Placed | None:
         """What each lane's branch returns; None where all branches are to be masked."""

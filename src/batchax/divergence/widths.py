@@ -10,9 +10,14 @@ from typing import NamedTuple
 
 import jax
 
+from batchax.divergence.cost import bytes_of, work
+from batchax.engine.axis import Axis
+from batchax.engine.divergence import Loop
+
 _NARROWING = 8  # a window is so much narrower than the one before
 _LONGEST = 600  # operations in the programs of all windows together, about
 _MOST_WINDOWS = 3
+_STEPS = 4  # for how many steps a byte that moves is worth an operation
 
 
 class _Worth(NamedTuple):
@@ -61,6 +66,19 @@ def choose_widths(size: int, grain: float, windows: int, width: int | None) -> t
             widths.append(wide)
         wide //= _NARROWING
     return (size, *widths)
+
+
+def worth_moving(axis: Axis, loop: Loop, nesting: int) -> bool:
+    """Whether a lane that waits for others costs more than taking it in and out of a window."""
+    given = zip(
+        (*loop.test_consts, *loop.body_consts, *loop.carry),
+        (*loop.test_at, *loop.body_at, *[0] * len(loop.carry)),
+        strict=True,
+    )
+    held = sum(bytes_of([jax.typeof(x)]) for x, a in given if a is not None) / axis.size
+    step = work(loop.test.jaxpr) + work(loop.body.jaxpr)
+    # Loops inside loops are entered often, and mostly for few steps.
+    return held < (_STEPS if nesting else 16 * _STEPS) * step
 
 
 def _lanes(worth: float, grain: float) -> int:

@@ -54,11 +54,34 @@ class Branches:
     positions: Sequence[AxisPosition]
 
 
+@dataclass(frozen=True, eq=False)
+class BoundedLoop:
+    """A bounded loop of one example, whose number of steps differs between lanes.
+
+    Attributes:
+      test: the program of the predicate, or None if the number of steps is known.
+      body: the program of a step; `guarded`: the same, where it is differentiated.
+      form: what its operands are: an `execution.bounded_loop.Form`.
+      args, axes: the operands, and where each has the batch axis.
+    """
+
+    test: _compat.ClosedJaxpr | None
+    body: _compat.ClosedJaxpr
+    guarded: _compat.ClosedJaxpr
+    form: Any
+    args: Sequence[Any]
+    axes: Sequence[AxisPosition]
+
+
 class Divergence(Protocol):
     """A way to run lanes that part ways. Hashable: programs batched with it are remembered."""
 
     def run_loop(self, axis: Axis, loop: Loop) -> list[Any] | None:
         """The last carry of all lanes, at the front; None to have lanes masked."""
+        ...
+
+    def run_bounded_loop(self, axis: Axis, loop: BoundedLoop) -> Placed | None:
+        """The results of all lanes; None to have lanes masked."""
         ...
 
     def at_most(self, width: int) -> Divergence:

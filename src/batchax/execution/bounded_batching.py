@@ -18,7 +18,7 @@ from jax.extend.core import Literal
 
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
-from batchax.engine.divergence import Placed
+from batchax.engine.divergence import BoundedLoop, Placed
 from batchax.engine.inner import ANYWHERE, batch_inner
 from batchax.engine.interpreter import interpret
 from batchax.engine.registry import register_own_rule
@@ -34,6 +34,13 @@ from batchax.rules.masking import is_inexact, run_masked, select_lanes
 def _batched(
     axis: Axis, args: Any, axes: Any, /, *, test: Any, body: Any, guarded: Any, form: Form
 ) -> Placed:
+    return batch_bounded_loop(axis, BoundedLoop(test, body, guarded, form, args, axes))
+
+
+def batch_bounded_loop(axis: Axis, loop: BoundedLoop) -> Placed:
+    """The results of a bounded loop for all lanes."""
+    test, body, guarded, form = loop.test, loop.body, loop.guarded, loop.form
+    args, axes = loop.args, loop.axes
     count_at, test_at, consts_at, carry_at, xs_at = form.split(axes)
     entries_at = list(map(_entry_axis, xs_at, form.x_axes))
     lanes = _Lanes(axis, consts_at, entries_at, form)
@@ -45,6 +52,10 @@ def _batched(
         if _compat.ordered_by_lane(body.effects | (test.effects if test else frozenset())):
             params = {"test": test, "body": body, "guarded": guarded, "form": form}
             return run_in_order(axis, bounded_loop_p, args, axes, params)
+        if axis.divergence is not None:
+            placed = axis.divergence.run_bounded_loop(axis, loop)
+            if placed is not None:
+                return placed
         if test is None:
             return lanes.run_counted(body, guarded, args, axes)
         return lanes.run_tested(test, body, guarded, args, axes)

@@ -1,0 +1,129 @@
+"""Bounded loops whose lanes take different numbers of steps.
+
+Values are computed as those of any loop that lanes leave when they are done. Their derivatives
+are those of the same loop in blocks of lanes that take about as many steps, which is known by
+then: a block goes on until its last lane is done, and is a bounded loop that can be
+differentiated, in a chunk loop that computes it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from batchax import _compat
+from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
+from batchax.engine.divergence import BoundedLoop, Placed
+from batchax.engine.inner import remembered
+from batchax.engine.named_axes import uses_name
+from batchax.execution.bounded_as_while import as_while
+from batchax.execution.bounded_batching import batch_bounded_loop
+from batchax.execution.chunk_loop import WHOLE, Body, Lanes, chunk_loop
+from batchax.execution.chunk_loop import Loop as ChunkLoop
+from batchax.execution.slices import with_derivative_of
+from batchax.rules.masking import is_inexact
+from batchax.user_rules.linear import linear_with_transpose
+
+
+def run_bounded_loop(axis: Axis, loop: BoundedLoop, width: int) -> Placed | None:
+    """The results of all lanes, at the front; None where lanes are to be masked.
+
+    Args:
+      axis: the axis being mapped.
+      loop: the loop.
+      width: how many lanes make a block.
+    """
+    programs = [p for p in (loop.test, loop.body, loop.guarded) if p is not None]
+    eqns = [eqn for program in programs for eqn in program.jaxpr.eqns]
+    if axis.name is not None and any(uses_name(eqn, axis.name) for eqn in eqns):
+        return None
+    if any(_compat.varying_axes(jax.typeof(x)) for x in loop.args):
+        return None
+    blocks = _Blocks(replace(axis, name=None, divergence=None), replace(loop, args=()), width)
+
+    def build() -> Any:
+        def run(args: Sequence[Any]) -> list[Any] | None:
+            if loop.test is None:
+                return blocks.run(lax.neg(args[0]), args)
+            whole, finish = as_while(
+                axis, args, loop.axes, test=loop.test, body=loop.body, form=loop.form
+            )
+            last = axis.divergence.run_loop(axis, whole)
+            if last is None:
+                return None
+            outs, _ = finish(last)
+            other = blocks.run(lax.neg(outs[-1]), args)
+            return [
+                with_derivative_of(x, y) if is_inexact(x) else x
+                for x, y in zip(outs, other, strict=True)
+            ]
+
+        # Compiled as one: of what only derivatives need, nothing is computed without them.
+        return jax.jit(run)
+
+    key = (axis, loop.test, loop.guarded, loop.form, tuple(loop.axes), width, "bounded")
+    outs = remembered(loop.body, key, build)(list(loop.args))
+    return None if outs is None else (outs, [0] * len(outs))
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """A bounded loop for blocks of lanes that take about as many steps.
+
+    Attributes:
+      axis: the axis of all lanes.
+      loop: what each lane does; it has no operands.
+      width: how many lanes make a block.
+    """
+
+    axis: Axis
+    loop: BoundedLoop
+    width: int
+
+    def run(self, order: Any, args: Sequence[Any]) -> list[Any]:
+        """The results of all lanes, at the front; blocks are formed by `order`."""
+        places = jnp.argsort(order)
+        back = jnp.zeros_like(places).at[places].set(lax.iota(places.dtype, places.shape[0]))
+        axes = self.loop.axes
+        args = [
+            x if a is None else _permuted(move_axis(x, a, 0), places, back)
+            for x, a in zip(args, axes, strict=True)
+        ]
+        kinds = tuple(WHOLE if a is None else Lanes(0) for a in axes)
+        form = self.loop.form
+        count = form.n_carry * (1 + form.record) + len(form.y_axes) + 1
+        body = Body(self._of_width)
+        whole = ChunkLoop(body, kinds, (Lanes(0),) * count, self.axis.size, self.width)
+        return [_permuted(x, back, places) for x in chunk_loop(whole, args)]
+
+    def _of_width(self, width: int) -> Any:
+        axis = replace(self.axis, size=width)
+        positions: list[AxisPosition] = [None if a is None else 0 for a in self.loop.axes]
+
+        def run(start: Any, *xs: Any) -> list[Any]:
+            outs, at = batch_bounded_loop(axis, replace(self.loop, args=xs, axes=positions))
+            return [match_axis(axis, x, a, 0) for x, a in zip(outs, at, strict=True)]
+
+        return run
+
+
+def _permuted(x: Any, places: Any, back: Any) -> Any:
+    """The entries of `x` at `places`; `back` has the place of each, for the transpose.
+
+    Left to JAX, the transpose of this gather would be a scatter.
+    """
+    if not is_inexact(x):
+        return x.at[places].get(mode="promise_in_bounds")
+
+    def take(indices: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+        return [xs[0].at[indices[0]].get(mode="promise_in_bounds")]
+
+    def put_back(indices: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+        return [xs[0].at[indices[1]].get(mode="promise_in_bounds")]
+
+    return linear_with_transpose(take, put_back, [places, back], [x], key="permuted")[0]

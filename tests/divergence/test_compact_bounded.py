@@ -1,0 +1,102 @@
+"""Bounded loops, and scans that end early, whose lanes leave when they are done."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+
+from support import oracle
+
+N = 21
+COUNTS = jnp.asarray([3, 0, 12, 7, 7, 1, 0, 12, 5, 5, 40, 2, 1, 1, 0, 9, 16, 4, 4, 4, 6])
+POINTS = jnp.asarray(np.random.default_rng(0).normal(size=(N, 3)), jnp.float32)
+MATRIX = jnp.asarray(np.random.default_rng(1).normal(size=(3, 3)) / 2, jnp.float32)
+SERIES = jnp.asarray(np.random.default_rng(2).normal(size=(N, 10, 3)), jnp.float32)
+NARROW = bx.Compact(width=4)
+
+
+def settled(count, x, matrix):
+    step = lambda c: (c[0] + 1, jnp.tanh(matrix @ c[1] + x))
+    return bx.bounded_while(lambda c: c[0] < count, step, (0, x), max_steps=15)
+
+
+def followed(series, x, limit):
+    def step(carry, entry):
+        carry = jnp.sin(carry) + entry
+        return carry, carry * 2
+
+    return bx.scan(step, until=lambda c: jnp.sum(c) > limit)(x, series)
+
+
+PROGRAMS = {
+    "bounded_while": (settled, (COUNTS, POINTS, MATRIX), (0, 0, None)),
+    "scan": (followed, (SERIES, POINTS, jnp.linspace(-2, 3, N)), 0),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_and_derivatives(name):
+    fun, args, axes = PROGRAMS[name]
+    ours = bx.vmap(fun, axes, divergence=NARROW)
+    masked = bx.vmap(fun, axes)
+    got = jax.jit(ours)(*args)
+    oracle.same(got, jax.jit(masked)(*args), None, "masked")
+    jax.tree.map(oracle.same_type, got, jax.jit(masked)(*args))
+    in_axes = axes if isinstance(axes, tuple) else (axes,) * len(args)
+    oracle.same(got, oracle.loop(jax.jit(fun), args, in_axes), None, "loop")
+    jitted = (lambda *args: jax.jit(ours)(*args)), (lambda *args: jax.jit(masked)(*args))
+    oracle.check_derivatives(*jitted, args, second=name == "bounded_while")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradient_of_each_lane(name):
+    fun, args, axes = PROGRAMS[name]
+    gradient = jax.grad(lambda *args: jnp.sum(jax.tree.leaves(fun(*args))[1] ** 2), argnums=1)
+    ours, masked = (jax.jit(bx.vmap(gradient, axes, divergence=d)) for d in (NARROW, "predicate"))
+    oracle.same(ours(*args), masked(*args), None, "masked")
+
+
+def test_steps_follow_the_lanes():
+    steps = bx.LaneSteps()
+    compact = bx.Compact(4, steps=steps)
+    jax.jit(bx.vmap(settled, (0, 0, None), divergence=compact))(COUNTS, POINTS, MATRIX)
+    assert steps.useful == int(jnp.minimum(COUNTS, 15).sum())
+    assert steps.run < 15 * N
+
+
+def test_gradients_hold_no_more_than_a_block():
+    counts, xs = jnp.arange(256) % 50, jnp.ones((256, 64))
+
+    def loss(divergence):
+        def f(n, x):
+            step = lambda c: (c[0] + 1, jnp.sin(c[1]))
+            return bx.bounded_while(lambda c: c[0] < n, step, (0, x), max_steps=400)[1]
+
+        gradient = jax.grad(lambda x: bx.vmap(f, divergence=divergence)(counts, x).sum())
+        return jax.jit(gradient).lower(xs).compile().memory_analysis().temp_size_in_bytes
+
+    assert loss(bx.Compact(width=8)) < loss("predicate") / 4
+
+
+def test_nested_and_inside_a_mesh():
+    counts, xs = COUNTS[:20].reshape(4, 5), POINTS[:20].reshape(4, 5, 3)
+    inner = bx.vmap(settled, (0, 0, None), divergence=bx.Compact(2))
+    expected = jax.vmap(bx.vmap(settled, (0, 0, None)), (0, 0, None))(counts, xs, MATRIX)
+    got = jax.jit(jax.vmap(inner, (0, 0, None)))(counts, xs, MATRIX)
+    oracle.same(got, expected, None, "nested")
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = (jax.P("d"), jax.P("d"), jax.P())
+    sharded = jax.shard_map(inner, mesh=mesh, in_specs=specs, out_specs=jax.P("d"))
+    expected = inner(COUNTS[:20], POINTS[:20], MATRIX)
+    oracle.same(jax.jit(sharded)(COUNTS[:20], POINTS[:20], MATRIX), expected, None, "shards")
+
+
+def test_collectives_are_refused():
+    def f(n, x):
+        step = lambda c: c + jax.lax.pmax(x, "lanes")
+        return bx.bounded_while(lambda c: c < n, step, x, max_steps=5)
+
+    with pytest.raises(bx.UnsupportedError, match=r"pmax.*bounded loop"):
+        bx.vmap(f, axis_name="lanes", divergence=NARROW)(POINTS[:, 0], POINTS[:, 1])
