@@ -2,13 +2,16 @@
 
 Where all lanes take the same branch, one branch runs. Where they may differ every
 branch runs for all lanes and each lane selects its own result; the lanes that did
-not take a branch are kept harmless in it (see `masking`).
+not take a branch are kept harmless in it (see `masking`). An array that branches
+update in place goes through one after another, and each updates its own lanes (see
+`in_place`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import types
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,8 +26,9 @@ from batchax.engine.divergence import Branches, Placed
 from batchax.engine.inner import ANYWHERE, batch_inner
 from batchax.engine.interpreter import interpret
 from batchax.engine.registry import register_rule
-from batchax.rules.hazards import hazards
+from batchax.rules.hazards import Hazards, hazards
 from batchax.rules.in_order import run_in_order
+from batchax.rules.in_place import masked, updated_operands
 from batchax.rules.masking import is_inexact, run_masked, spread
 
 
@@ -45,11 +49,27 @@ def _cond(axis: Axis, args: Any, axes: Any, /, *, branches: Any, **params: Any) 
         if placed is not None:
             return placed
 
-    results = [
-        _one_branch(axis, index, i, branch, operands, positions)
-        for i, branch in enumerate(branches)
-    ]
-    return _select(axis, index, results)
+    apart = all(_may_be_told(index, hazards(branch.jaxpr)) for branch in branches)
+    updated = updated_operands(branches) if apart else {}
+    operands, positions, results = list(operands), list(positions), []
+    if updated:
+        # An index read from an array that is written to below has to be read before: XLA would
+        # rather read it again, from a copy.
+        index = lax.optimization_barrier(index)
+    for i, branch in enumerate(branches):
+        placed = _one_branch(axis, index, i, branch, operands, positions, updated)
+        results.append(placed)
+        for k, operand in updated.items():
+            operands[operand], positions[operand] = placed[0][k], placed[1][k]
+    return _select(axis, index, results, updated)
+
+
+def _may_be_told(index: Any, hazard: Hazards) -> bool:
+    """Whether a branch may be told which lanes took it.
+
+    Not where lanes meet in it, or where the index, and then all it computes, varies over a mesh.
+    """
+    return not hazard.collective and not _compat.varying_axes(jax.typeof(index))
 
 
 def _common_branch(
@@ -71,9 +91,18 @@ def _common_branch(
 
 
 def _one_branch(
-    axis: Axis, index: Any, i: int, branch: Any, operands: Any, positions: Any
+    axis: Axis,
+    index: Any,
+    i: int,
+    branch: Any,
+    operands: Sequence[Any],
+    positions: Sequence[AxisPosition],
+    updated: Mapping[int, int] = types.MappingProxyType({}),
 ) -> Placed:
-    """What branch `i` returns, for all lanes; those that did not take it may hold anything."""
+    """What branch `i` returns, for all lanes; those that did not take it may hold anything.
+
+    But in the results `updated` they hold the operand that is named there.
+    """
     jaxpr = branch.jaxpr
     hazard = hazards(jaxpr)
     written = _compat.written_inputs(jaxpr)
@@ -83,24 +112,33 @@ def _one_branch(
         positions[k] for k in used if isinstance(operands[k], jax.Array) and is_inexact(operands[k])
     ]
     differentiable = bool(inexact)
-    protected = not hazard.collective and (hazard.endless or (hazard.nonlinear and differentiable))
+    guarded = _may_be_told(index, hazard) and (hazard.endless or bool(updated))
+    endless = hazard.endless and not guarded
+    protected = not hazard.collective and (endless or (hazard.nonlinear and differentiable))
     skippable = hazard.costly and not hazard.collective
-
-    def run(operands: list[Any], positions: list[AxisPosition]) -> Placed:
-        if skippable:
-            return _if_any(axis, live, branch, operands, positions)
+    if not (protected or skippable or guarded or written):
         return interpret(axis, jaxpr, branch.consts, operands, positions)
 
-    if not (protected or skippable or written):
-        return run(operands, positions)
     live = lax.eq(index, np.asarray(i, index.dtype))
     if hazard.cast:
         mesh_axes = _compat.varying_axes(jax.typeof(live))
         used = {k for k in used if mesh_axes <= _compat.varying_axes(jax.typeof(operands[k]))}
     # Lanes meet in the gradient of an operand they share. Without one, what a masked
     # lane computes stays in that lane, and does no harm where it is sure to be a number.
-    fill = "donor" if hazard.endless or hazard.partial or None in inexact else "keep"
-    replaced = used if protected else ()
+    fill = "donor" if endless or hazard.partial or None in inexact else "keep"
+    # Arrays updated in place stay those of their lane; what is read from them is replaced.
+    own = frozenset(updated.values())
+    replaced = used - own if protected else ()
+    program = masked(axis, branch, own, fill if protected else None) if guarded else branch
+
+    def run(operands: list[Any], positions: list[AxisPosition]) -> Placed:
+        if guarded:
+            operands, positions = [live, *operands], [0, *positions]
+        if skippable:
+            kept = {k: operand + 1 for k, operand in updated.items()}
+            return _if_any(axis, live, program, operands, positions, kept)
+        return interpret(axis, program.jaxpr, program.consts, operands, positions)
+
     outs, out_axes = run_masked(live, run, operands, positions, replaced, written, fill)
     # An operand that a branch hands on as it is need be neither protected nor computed.
     inputs = dict(zip(jaxpr.invars, zip(operands, positions, strict=True), strict=True))
@@ -111,30 +149,53 @@ def _one_branch(
     return [x for x, _ in placed], [a for _, a in placed]
 
 
-def _if_any(axis: Axis, live: Any, branch: Any, operands: Any, positions: Any) -> Placed:
-    """The branch if some lane takes it; zeros, which no lane will select, if none does."""
-    program, out_axes = batch_inner(axis, branch, positions)
-    nothing = _zeros(tuple(program.in_avals), tuple(program.out_avals))
+def _if_any(
+    axis: Axis,
+    live: Any,
+    branch: Any,
+    operands: list[Any],
+    positions: list[AxisPosition],
+    kept: Mapping[int, int],
+) -> Placed:
+    """The branch if some lane takes it; zeros, which no lane will select, if none does.
+
+    Results in `kept` are then the operands named there.
+    """
+    operands, positions = list(operands), list(positions)
+    for operand in kept.values():
+        x, position = operands[operand], positions[operand]
+        operands[operand], positions[operand] = match_axis(axis, x, position, 0), 0
+    wanted = [0 if k in kept else ANYWHERE for k in range(len(branch.out_avals))]
+    program, out_axes = batch_inner(axis, branch, positions, wanted)
+    nothing = _zeros(tuple(program.in_avals), tuple(program.out_avals), tuple(kept.items()))
     taken = lax.convert_element_type(lax.reduce_or(live, (0,)), np.int32)
     return cond_p.bind(taken, *operands, branches=(nothing, program)), list(out_axes)
 
 
 @functools.lru_cache(maxsize=1024)
-def _zeros(in_avals: tuple[Any, ...], out_avals: tuple[Any, ...]) -> _compat.ClosedJaxpr:
-    """A program of these types that returns zeros."""
+def _zeros(
+    in_avals: tuple[Any, ...], out_avals: tuple[Any, ...], kept: tuple[tuple[int, int], ...]
+) -> _compat.ClosedJaxpr:
+    """A program of these types that returns zeros, and an operand for each result in `kept`."""
+    handed_on = dict(kept)
 
     def zero(aval: Any) -> Any:
         sharding = None if aval.sharding.mesh.empty else aval.sharding
         return _compat.varying_as(lax.full(aval.shape, 0, aval.dtype, sharding=sharding), aval)
 
-    def zeros(*_: Any) -> list[Any]:
-        return [zero(aval) for aval in out_avals]
+    def zeros(*operands: Any) -> list[Any]:
+        return [
+            operands[handed_on[k]] if k in handed_on else zero(aval)
+            for k, aval in enumerate(out_avals)
+        ]
 
     return _compat.stage(zeros, in_avals)
 
 
-def _select(axis: Axis, index: Any, results: Sequence[Placed]) -> Placed:
-    """For each lane the results of its own branch."""
+def _select(
+    axis: Axis, index: Any, results: Sequence[Placed], updated: Collection[int] = ()
+) -> Placed:
+    """For each lane the results of its own branch; the last branch has those `updated` of all."""
     indices: dict[Any, Any] = {}  # the index, repeated to a shape
 
     def select(cases: Sequence[tuple[Any, AxisPosition]]) -> tuple[Any, AxisPosition]:
@@ -148,7 +209,7 @@ def _select(axis: Axis, index: Any, results: Sequence[Placed]) -> Placed:
         return lax.select_n(indices[key], *values), position
 
     outputs = zip(*(zip(*placed, strict=True) for placed in results), strict=True)
-    selected = [select(cases) for cases in outputs]
+    selected = [cases[-1] if k in updated else select(cases) for k, cases in enumerate(outputs)]
     return [x for x, _ in selected], [a for _, a in selected]
 
 

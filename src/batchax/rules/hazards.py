@@ -63,7 +63,7 @@ _LOOPS = frozenset({"scan", "while", "bounded_loop"})
 _CALLBACKS = frozenset({"pure_callback", "io_callback"})
 # What the batching rule of a user's will do is not known: a loop, perhaps.
 _BY_RULE = frozenset({"custom_batched_call", "custom_vmap_call"})
-ENDLESS = frozenset({"while", "bounded_loop"}) | _CALLBACKS | _BY_RULE
+_ENDLESS = frozenset({"while", "bounded_loop"}) | _CALLBACKS | _BY_RULE
 _CASTS = frozenset({"pvary", "reduced_vary_cast"})
 _COLLECTIVES_WITHOUT_EFFECT = frozenset({"ppermute", "pbroadcast", "pbroadcast_dynamic"})
 
@@ -108,12 +108,18 @@ def hazards(jaxpr: Any) -> Hazards:
             nonlinear=not all(map(_is_linear, eqns)),
             partial=not all(map(_is_total, eqns)),
             immoderate=not names <= _MODERATE | _CALLS,
-            endless=not names.isdisjoint(ENDLESS),
+            endless=not names.isdisjoint(_ENDLESS),
             costly=not names.isdisjoint(_LOOPS | _CALLBACKS | _BY_RULE),
             collective=any(map(_is_collective, eqns)),
             cast=not names.isdisjoint(_CASTS),
         )
     return _known[jaxpr]
+
+
+def is_endless(eqn: Any) -> bool:
+    """Whether an equation must not see operands of lanes that do not run it; see `Hazards`."""
+    programs = _programs(tuple(eqn.params.values()))
+    return _name(eqn) in _ENDLESS or any(hazards(program).endless for program in programs)
 
 
 def find_collective(jaxpr: Any) -> Any:

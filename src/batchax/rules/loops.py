@@ -21,6 +21,7 @@ from batchax.engine.registry import register_rule
 from batchax.errors import UnsupportedError
 from batchax.rules.hazards import hazards
 from batchax.rules.in_order import run_in_order
+from batchax.rules.in_place import masked_in_place, updates_in_place
 from batchax.rules.masking import run_masked, select_lanes
 from batchax.rules.unvmap import asked_of_each_lane
 
@@ -89,8 +90,12 @@ def _while(
         if outs is not None:
             return outs, front
     hazard = hazards(body_jaxpr.jaxpr)
-    protected = hazard.endless and not hazard.collective
-    if not protected and not any(map(_compat.is_reference, args)):
+    # A body can be told which lanes run unless lanes meet in it, or the predicate, and then all
+    # that it computes, varies over a mesh; or one example has several lanes of its own.
+    apart = not (hazard.collective or _compat.varying_axes(cond_jaxpr.out_avals[0]) or lowest)
+    guarded = apart and (hazard.endless or updates_in_place(body_jaxpr, body_nconsts))
+    protected = hazard.endless and not hazard.collective and not guarded
+    if not (protected or guarded or any(map(_compat.is_reference, args))):
         # The loop of JAX does just this where the predicate is an array.
         if settled != front:
             body, _ = batch_inner(axis, body_jaxpr, (*body_at, *front), front)
@@ -108,7 +113,7 @@ def _while(
             consts_at.append(a)
         places.append(place)
     any_live, step = _masked_loop(
-        axis, cond_jaxpr, body_jaxpr, tuple(consts_at), tuple(places), protected
+        axis, cond_jaxpr, body_jaxpr, tuple(consts_at), tuple(places), guarded, protected
     )
     live = _test(axis, cond_jaxpr, [*test_consts, *carry], [*test_at, *front])
     _, *outs = while_p.bind(
@@ -129,28 +134,40 @@ def _masked_loop(
     body_jaxpr: Any,
     consts_at: tuple[AxisPosition, ...],
     places: tuple[int, ...],
+    guarded: bool,
     protected: bool,
 ) -> tuple[Any, Any]:
     """Predicate and body of a loop whose carry begins with the lanes still running.
 
-    In the body finished lanes hold operands of a running lane: a loop in it ends
-    when that of the running lanes does. And references keep their contents.
+    `guarded`: the body is told which lanes run, and leaves arrays that it updates in place
+    as they are in the others. `protected`: in the body finished lanes hold operands of a
+    running lane, so that a loop in it ends when that of the running lanes does. References
+    keep their contents.
     """
     front: list[AxisPosition] = [0] * len(body_jaxpr.out_avals)
     n_body = len(body_jaxpr.in_avals) - len(front)
     positions = [*consts_at[:n_body], *front]
     replaced = range(len(positions)) if protected else ()
     written = _compat.written_inputs(body_jaxpr.jaxpr)
-
-    def run(operands: list[Any], positions: list[AxisPosition]) -> Placed:
-        return interpret(axis, body_jaxpr.jaxpr, body_jaxpr.consts, operands, positions)
+    program, kept = (
+        masked_in_place(axis, body_jaxpr, n_body) if guarded else (body_jaxpr, frozenset())
+    )
 
     def step(*operands: Any) -> list[Any]:
         consts, (live,), carry = _split(operands, len(consts_at), 1)
         inputs = [*consts[:n_body], *carry]
+
+        def run(operands: list[Any], positions: list[AxisPosition]) -> Placed:
+            told, told_at = ([live], [0]) if guarded else ([], [])
+            values, places = [*told, *operands], [*told_at, *positions]
+            return interpret(axis, program.jaxpr, program.consts, values, places)
+
         new, at = run_masked(live, run, inputs, positions, replaced, written)
         new = _matched(axis, new, at, front)
-        carry = [select_lanes(live, 0, x, old) for x, old in zip(new, carry, strict=True)]
+        carry = [
+            x if k in kept else select_lanes(live, 0, x, old)
+            for k, (x, old) in enumerate(zip(new, carry, strict=True))
+        ]
         tested = [*(consts[i] for i in places), *carry]
         tested_at = [*(consts_at[i] for i in places), *front]
         return [live & _test(axis, cond_jaxpr, tested, tested_at), *carry]
@@ -169,7 +186,7 @@ def _masked_loop(
             _compat.stage(step, [*consts, live, *carry]),
         )
 
-    return remembered(body_jaxpr, (axis, cond_jaxpr, consts_at, places), build)
+    return remembered(body_jaxpr, (axis, cond_jaxpr, consts_at, places, guarded), build)
 
 
 def _test(axis: Axis, cond_jaxpr: Any, operands: Any, positions: Any) -> Any:

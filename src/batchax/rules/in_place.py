@@ -1,0 +1,366 @@
+"""Programs that a masked lane may run: it writes to no array, waits in no loop, calls nothing.
+
+A lane that has finished a loop, or did not take a branch, drops what it computes. To drop a
+whole array is to copy it::
+
+    carry = jnp.where(live, x.at[i].set(v), x)       # all of x, at each step
+
+So this module writes the program of one example again, with one more operand, `live`. Where
+that is false the program hands on the arrays that it would have updated in place: an update
+goes to an index out of bounds, where it is dropped, and the array is never copied. Nor does a
+loop inside go round, or a callback see what no lane that runs has computed, so that the
+operands of masked lanes need not be replaced by harmless ones (see `masking`), which would copy
+them.
+
+The program is one of an example, with no batch axis in it, and is batched like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray, eval_jaxpr
+from jax.extend.core import Literal
+from jax.extend.core.primitives import cond_p, scan_p, while_p
+from jax.interpreters import mlir
+
+from batchax import _compat
+from batchax.engine.axis import Axis, AxisPosition, move_axis
+from batchax.engine.fallback import bind_equation
+from batchax.engine.inner import remembered, stage_function
+from batchax.engine.interpreter import plan
+from batchax.engine.registry import register_own_rule
+from batchax.rules.calls import BODIES
+from batchax.rules.hazards import is_endless
+from batchax.rules.links import (
+    SCATTERS,
+    body_parameter,
+    carried_inputs,
+    kept_carries,
+    kept_operands,
+    links_of,
+    sources,
+)
+from batchax.rules.masking import is_inexact, safe_lanes, spread
+
+_LIVE = ShapedArray((), np.dtype(bool))
+
+
+def masked_in_place(
+    axis: Axis, body: _compat.ClosedJaxpr, n_consts: int
+) -> tuple[_compat.ClosedJaxpr, frozenset[int]]:
+    """The body of a loop for lanes that may have finished it.
+
+    Args:
+      axis: the axis being mapped.
+      body: a program of constants and carry that returns the next carry.
+      n_consts: how many constants it has.
+
+    Returns:
+      A program with one more operand, in front: the boolean scalar `live`. And the carries
+      that it returns as they were where `live` is false. Others are then to be dropped.
+    """
+    return masked(axis, body), frozenset(kept_carries(body, n_consts))
+
+
+def updates_in_place(body: _compat.ClosedJaxpr, n_consts: int) -> bool:
+    """Whether a loop with this body updates some carry in place."""
+    return any(source.updated for source in kept_carries(body, n_consts).values())
+
+
+def updated_operands(branches: Sequence[_compat.ClosedJaxpr]) -> dict[int, int]:
+    """The results that are one operand in every branch, in some updated in place.
+
+    Returns:
+      The operand for each such result. No operand is updated for two results.
+    """
+    found: dict[int, int] = {}
+    for k, (operand, updated) in kept_operands(branches).items():
+        if updated and operand not in found.values():
+            found[k] = operand
+    return found
+
+
+def masked(
+    axis: Axis,
+    program: _compat.ClosedJaxpr,
+    own: Collection[int] = (),
+    fill: str | None = None,
+) -> _compat.ClosedJaxpr:
+    """`program` with one more operand, in front: `live`, false in a lane that drops its results.
+
+    Args:
+      axis: the axis being mapped.
+      program: a program of one example.
+      own: operands of which masked lanes have their own, where others were replaced.
+      fill: what is read from those is made harmless so, as `safe_lanes` has it; None: left.
+    """
+    own = frozenset(own) if fill else frozenset()
+
+    def run(live: Any, *operands: Any) -> list[Any]:
+        return _run(_Lane(axis, live, fill), program, operands, own)
+
+    def build() -> _compat.ClosedJaxpr:
+        return stage_function(axis, run, [_LIVE, *program.in_avals])
+
+    return remembered(program, ("masked", axis, own, fill), build)
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """What rules below need to know: see `masked`."""
+
+    axis: Axis
+    live: Any
+    fill: str | None
+
+    def safe(self, x: Any, fill: str | None = None) -> Any:
+        """`x`, harmless in a masked lane."""
+        fill = fill or self.fill
+        aval = jax.typeof(x)
+        if fill is None or _compat.is_reference(x) or not (fill == "donor" or is_inexact(aval)):
+            return x
+        return safe_lanes(self.live, x, 0, fill)
+
+    def inner(self, program: Any, own: Iterable[int]) -> _compat.ClosedJaxpr:
+        return masked(self.axis, _compat.close(program), frozenset(own), self.fill)
+
+
+def _run(
+    lane: _Lane, program: _compat.ClosedJaxpr, operands: Sequence[Any], own: Collection[int]
+) -> list[Any]:
+    jaxpr = program.jaxpr
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    env.update(zip(jaxpr.invars, operands, strict=True))
+    arrays = {v for v, source in sources(jaxpr).items() if source.input in own}
+    outer_names = _compat.current_name_stack()
+
+    def read(v: Any) -> Any:
+        return v.val if isinstance(v, Literal) else env[v]
+
+    for eqn, dead in plan(jaxpr):
+        xs = [read(v) for v in eqn.invars]
+        mine = {i for i, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in arrays}
+        with _compat.user_source(eqn.source_info, outer_names), eqn.ctx.manager:
+            outs = _run_equation(lane, eqn, xs, mine)
+        env.update(zip(eqn.outvars, outs, strict=True))
+        for v in dead:
+            del env[v]
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _run_equation(lane: _Lane, eqn: Any, xs: list[Any], mine: set[int]) -> Sequence[Any]:
+    """The results of one equation; `mine` are operands that masked lanes have their own of."""
+    name, links = eqn.primitive.name, links_of(eqn)
+    endless = is_endless(eqn)
+    if name in _PROGRAMS and (endless or mine or any(link.updated for link in links)):
+        outs = _PROGRAMS[name](lane, eqn, xs, mine)
+        linked = {link.result for link in links}
+        return [x if k in linked or not mine else lane.safe(x) for k, x in enumerate(outs)]
+    if endless:
+        return bind_equation(eqn, [lane.safe(x, "donor") for x in xs])
+    if links:
+        xs = [lane.safe(x) if i in mine and i > 0 else x for i, x in enumerate(xs)]
+        return _UPDATES.get(name, _as_it_is)(lane.live, eqn, xs)
+    if name in _READS:
+        return [lane.safe(x) if mine else x for x in bind_equation(eqn, xs)]
+    return bind_equation(eqn, [lane.safe(x) if i in mine else x for i, x in enumerate(xs)])
+
+
+def _as_it_is(live: Any, eqn: Any, xs: Any) -> Sequence[Any]:
+    return bind_equation(eqn, xs)
+
+
+# Updates: where the lane is masked, out of bounds.
+
+
+def _scatter(live: Any, eqn: Any, xs: Any) -> Sequence[Any]:
+    operand, indices, updates = xs
+    dnums, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
+    shape = np.shape(operand)
+    indexed = dnums.scatter_dims_to_operand_dims
+    indices = jnp.asarray(indices)
+    if indices.dtype.itemsize < 4:
+        indices = lax.convert_element_type(indices, np.int32)  # one out of bounds must fit in
+    if mode == lax.GatherScatterMode.CLIP:
+        last = np.subtract(shape, _window(dnums, shape, np.shape(updates)))
+        last = np.asarray([last[d] for d in indexed], indices.dtype)
+        last = lax.broadcast_in_dim(last, indices.shape, (indices.ndim - 1,))
+        indices = lax.clamp(np.zeros((), indices.dtype), indices, last)
+    if jnp.issubdtype(indices.dtype, np.unsignedinteger):
+        indices = lax.convert_element_type(indices, f"int{8 * indices.dtype.itemsize}")
+    indices = _moved_out(live, indices, max(shape[d] for d in indexed))
+    mode = lax.GatherScatterMode.FILL_OR_DROP
+    return bind_equation(eqn, [operand, indices, updates], mode=mode)
+
+
+def _window(dnums: Any, shape: Sequence[int], update: Sequence[int]) -> list[int]:
+    """The size of a window of a scatter, in each dimension of the operand."""
+    single = {*dnums.inserted_window_dims, *dnums.operand_batching_dims}
+    sizes = iter(update[d] for d in dnums.update_window_dims)
+    return [1 if d in single else next(sizes) for d in range(len(shape))]
+
+
+def _moved_out(live: Any, indices: Any, size: int) -> Any:
+    """Indices, out of bounds in a masked lane, and as unique and as sorted there."""
+
+    def number(n: int) -> Any:
+        return np.asarray(n, indices.dtype)
+
+    within = lax.clamp(number(-1), indices, number(size - 1))
+    return lax.select(live, indices, lax.sub(within, lax.full_like(within, size)))
+
+
+def _dynamic_update_slice(live: Any, eqn: Any, xs: Any) -> Sequence[Any]:
+    operand, update, *starts = xs
+    shape, sizes = np.shape(operand), np.shape(update)
+    moving = [d for d in range(len(shape)) if shape[d] != sizes[d]]
+    # Each start is clamped so that the slice fits in; a scatter would drop it.
+    starts = [
+        lax.clamp(np.zeros((), s.dtype), s, np.asarray(min(n, np.iinfo(s.dtype).max), s.dtype))
+        for s, n in ((jnp.asarray(starts[d]), shape[d] - sizes[d]) for d in moving)
+    ]
+    dtype = np.int32 if max(shape) <= np.iinfo(np.int32).max else np.int64
+    starts = [lax.convert_element_type(s, dtype) for s in starts]
+    indices = _moved_out(live, jnp.stack(starts), max(shape[d] for d in moving))
+    result = eqn.outvars[0].aval
+    if jax.typeof(operand).weak_type and not result.weak_type:
+        # The result of a scatter is weakly typed where its operand is.
+        operand = lax.convert_element_type(operand, operand.dtype)
+    return [
+        lax.scatter_p.bind(
+            operand,
+            indices,
+            update,
+            dimension_numbers=lax.ScatterDimensionNumbers(
+                update_window_dims=tuple(range(len(sizes))),
+                inserted_window_dims=(),
+                scatter_dims_to_operand_dims=tuple(moving),
+            ),
+            update_jaxpr=None,
+            update_consts=(),
+            unique_indices=True,
+            indices_are_sorted=True,
+            mode=lax.GatherScatterMode.FILL_OR_DROP,
+        )
+    ]
+
+
+# Programs inside: each is given `live`.
+
+
+def _while(lane: _Lane, eqn: Any, xs: Any, mine: set[int]) -> Sequence[Any]:
+    params = eqn.params
+    n_test, n_body = params["cond_nconsts"], params["body_nconsts"]
+    test, body = params["cond_jaxpr"], params["body_jaxpr"]
+    test = remembered(test, ("goes on", lane.axis), lambda: _goes_on_if_live(lane.axis, test))
+    own = {i - n_test for i in mine if i >= n_test}
+    body = lane.inner(body, carried_inputs(body.jaxpr, n_body, own))
+    return while_p.bind(
+        lane.live,
+        *xs[:n_test],
+        lane.live,
+        *xs[n_test:],
+        cond_nconsts=n_test + 1,
+        cond_jaxpr=test,
+        body_nconsts=n_body + 1,
+        body_jaxpr=body,
+    )
+
+
+def _goes_on_if_live(axis: Axis, test: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
+    # What a predicate reads has no derivative, and may be anything in a lane that stays.
+    program = masked(axis, test)
+
+    def goes_on(live: Any, *operands: Any) -> list[Any]:
+        (more,) = eval_jaxpr(program.jaxpr, program.consts, live, *operands)
+        return [some_live_p.bind(live, more)]
+
+    return stage_function(axis, goes_on, [_LIVE, *test.in_avals])
+
+
+def _scan(lane: _Lane, eqn: Any, xs: Any, mine: set[int]) -> Sequence[Any]:
+    params = eqn.params
+    n_consts, n_carry = _compat.scan_counts(params)
+    first = n_consts + n_carry
+    xs = [lane.safe(x) if i in mine and i >= first else x for i, x in enumerate(xs)]
+    own = carried_inputs(params["jaxpr"].jaxpr, n_consts, {i for i in mine if i < first})
+
+    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = _run(lane, params["jaxpr"], [*xs[:n_consts], *carry, *x], own)
+        return outs[:n_carry], outs[n_carry:]
+
+    options = {k: v for k, v in params.items() if k in _SCAN_OPTIONS}
+    carry, ys = lax.scan(step, list(xs[n_consts:first]), list(xs[first:]), **options)
+    return [*carry, *ys]
+
+
+_SCAN_OPTIONS = frozenset("length reverse unroll _split_transpose".split())
+
+
+def _cond(lane: _Lane, eqn: Any, xs: Any, mine: set[int]) -> Sequence[Any]:
+    index, *operands = xs
+    branches = [lane.inner(b, (i - 1 for i in mine)) for b in eqn.params["branches"]]
+    params = {**eqn.params, "branches": tuple(branches)}
+    return cond_p.bind(index, lane.live, *operands, **params)
+
+
+def _call(lane: _Lane, eqn: Any, xs: Any, mine: set[int]) -> Sequence[Any]:
+    holder = body_parameter(eqn)
+    body, consts = _compat.hoist_constants(lane.inner(eqn.params[holder], mine))
+    body = body if isinstance(eqn.params[holder], _compat.ClosedJaxpr) else body.jaxpr
+    return bind_equation(eqn, [*consts, lane.live, *xs], **{holder: body})
+
+
+def _jit(lane: _Lane, eqn: Any, xs: Any, mine: set[int]) -> Sequence[Any]:
+    # What else a call of `jit` says, of shardings and donated arguments, is of no use in a loop.
+    return _run(lane, eqn.params["jaxpr"], xs, mine)
+
+
+_UPDATES: dict[str, Callable[..., Sequence[Any]]] = {
+    **dict.fromkeys(SCATTERS, _scatter),
+    lax.dynamic_update_slice_p.name: _dynamic_update_slice,
+}
+# Of these the result is what was read, and has no more derivative than that.
+_READS = frozenset("dynamic_slice gather slice".split())
+
+_PROGRAMS: dict[str, Callable[..., Sequence[Any]]] = {
+    while_p.name: _while,
+    scan_p.name: _scan,
+    cond_p.name: _cond,
+    "jit": _jit,
+    **dict.fromkeys(BODIES, _call),
+}
+
+
+# Whether a loop in a program goes on.
+
+some_live_p = _compat.Primitive("some_live")
+"""``live & more``. Where lanes share `more` they go on together, as long as one is live."""
+
+
+def _goes_on(live: Any, more: Any) -> Any:
+    return lax.bitwise_and(more, lax.broadcast(live, np.shape(more)))
+
+
+@register_own_rule(some_live_p)
+def _batched(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, AxisPosition]:
+    (live, more), (live_at, more_at) = args, axes
+    if more_at is None:
+        # One predicate for all lanes: the loop stays one that they run together.
+        return some_live_p.bind(lax.reduce_or(live, (live_at,)), more), None
+    if live_at is None:
+        return some_live_p.bind(live, more), more_at
+    more = move_axis(more, more_at, 0)
+    return lax.bitwise_and(more, spread(live, 0, more)), 0
+
+
+some_live_p.def_impl(jax.jit(_goes_on))
+some_live_p.def_abstract_eval(lambda live, more: more)
+mlir.register_lowering(some_live_p, mlir.lower_fun(_goes_on, multiple_results=False))

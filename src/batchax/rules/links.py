@@ -1,0 +1,185 @@
+"""From an input of a program to an output, through updates in place.
+
+Some variables of a program hold one of its inputs, updated or not: the array that a scatter
+returns, the carry of a loop whose body hands it on, what every branch makes of one operand.
+They are chains of links, one for each equation on the way. Where none of the updates is made,
+each holds what the input does.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jax import lax
+from jax.extend.core import Literal
+from jax.extend.core.primitives import cond_p, scan_p, while_p
+
+from batchax import _compat
+from batchax.rules.calls import BODIES
+
+SCATTERS = frozenset(
+    p.name
+    for p in (
+        lax.scatter_p,
+        lax.scatter_add_p,
+        lax.scatter_sub_p,
+        lax.scatter_mul_p,
+        lax.scatter_min_p,
+        lax.scatter_max_p,
+    )
+)
+# These keep the elements of an array in their order.
+_HANDS_ON = frozenset("copy copy_p expand_dims name squeeze".split())
+_MAY_HAND_ON = frozenset({"convert_element_type", "reshape"})
+
+# An array of fewer elements is as soon copied as its updates are dropped; so is one of which
+# an update writes a large part.
+_SMALLEST = 64
+_PARTS = 4
+
+
+class Link(NamedTuple):
+    """A result of an equation that is one of its operands, but for updates in place."""
+
+    operand: int
+    result: int
+    updated: bool
+
+
+class Source(NamedTuple):
+    """The input of a program that a variable is, but for updates in place."""
+
+    input: int
+    updated: bool
+
+
+_known: weakref.WeakKeyDictionary[Any, dict[Any, Source]] = weakref.WeakKeyDictionary()
+
+
+def sources(jaxpr: Any) -> dict[Any, Source]:
+    """The variables of `jaxpr` that are an input but for updates."""
+    if jaxpr not in _known:
+        found = {v: Source(i, False) for i, v in enumerate(jaxpr.invars)}
+        for eqn in jaxpr.eqns:
+            for link in links_of(eqn):
+                source = source_of(found, eqn.invars[link.operand])
+                if source is not None:
+                    updated = source.updated or link.updated
+                    found[eqn.outvars[link.result]] = Source(source.input, updated)
+        _known[jaxpr] = found
+    return _known[jaxpr]
+
+
+def source_of(found: dict[Any, Source], v: Any) -> Source | None:
+    """What `found` says of a variable; nothing of a number written in the program."""
+    return None if isinstance(v, Literal) else found.get(v)
+
+
+def kept_outputs(jaxpr: Any) -> dict[int, Source]:
+    """The outputs of `jaxpr` that are an input but for updates, of the same shape."""
+    kept = {}
+    for k, v in enumerate(jaxpr.outvars):
+        source = source_of(sources(jaxpr), v)
+        if source is not None:
+            before, after = jaxpr.invars[source.input].aval, v.aval
+            if getattr(before, "shape", None) == getattr(after, "shape", None):
+                kept[k] = source
+    return kept
+
+
+def kept_carries(body: _compat.ClosedJaxpr, n_consts: int) -> dict[int, Source]:
+    """The carries that the body of a loop hands on but for updates."""
+    kept = kept_outputs(body.jaxpr).items()
+    return {k: source for k, source in kept if source.input == n_consts + k}
+
+
+def kept_operands(branches: Sequence[_compat.ClosedJaxpr]) -> dict[int, Source]:
+    """The results that are, in every branch, the same operand but for updates."""
+    first, *others = (kept_outputs(branch.jaxpr) for branch in branches)
+    return {
+        k: Source(i, updated or any(kept[k].updated for kept in others))
+        for k, (i, updated) in first.items()
+        if all(k in kept and kept[k].input == i for kept in others)
+    }
+
+
+def carried_inputs(jaxpr: Any, n_consts: int, inputs: set[int]) -> set[int]:
+    """The inputs of a loop's body that hold one of `inputs` at some step.
+
+    A carry may hold what was another before.
+    """
+    found = sources(jaxpr)
+    carries = enumerate(jaxpr.outvars[: len(jaxpr.invars) - n_consts], n_consts)
+    moves = [(k, source_of(found, v)) for k, v in carries]
+    size = -1
+    while size < len(inputs):
+        size = len(inputs)
+        inputs = inputs | {k for k, s in moves if s is not None and s.input in inputs}
+    return inputs
+
+
+def links_of(eqn: Any) -> list[Link]:
+    """The results of an equation that are an operand but for updates worth dropping."""
+    name = eqn.primitive.name
+    if name in _HANDS_ON:
+        return [Link(0, 0, False)]
+    if name in _MAY_HAND_ON:
+        same_type = eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
+        in_order = eqn.params.get("dimensions") is None
+        return [Link(0, 0, False)] if same_type and in_order else []
+    if name in SCATTERS or eqn.primitive is lax.dynamic_update_slice_p:
+        return [Link(0, 0, True)] if _is_small_update(eqn) else []
+    find = _LINKS.get(name)
+    return [] if find is None else find(eqn)
+
+
+def _is_small_update(eqn: Any) -> bool:
+    if eqn.primitive is lax.dynamic_update_slice_p:
+        operand, update = (v.aval for v in eqn.invars[:2])
+    elif eqn.params["dimension_numbers"].scatter_dims_to_operand_dims:
+        operand, _, update = (v.aval for v in eqn.invars)
+    else:  # always of the same place: no index can be moved out of bounds
+        return False
+    if not all(isinstance(n, int) for n in (*operand.shape, *update.shape)):
+        return False
+    size = math.prod(operand.shape)
+    return size >= _SMALLEST and size >= _PARTS * math.prod(update.shape)
+
+
+def _of_while(eqn: Any) -> list[Link]:
+    first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+    kept = kept_carries(eqn.params["body_jaxpr"], eqn.params["body_nconsts"])
+    return [Link(first + k, k, source.updated) for k, source in kept.items()]
+
+
+def _of_scan(eqn: Any) -> list[Link]:
+    n_consts, n_carry = _compat.scan_counts(eqn.params)
+    kept = kept_carries(eqn.params["jaxpr"], n_consts).items()
+    return [Link(n_consts + k, k, source.updated) for k, source in kept if k < n_carry]
+
+
+def _of_cond(eqn: Any) -> list[Link]:
+    kept = kept_operands(eqn.params["branches"])
+    return [Link(1 + source.input, k, source.updated) for k, source in kept.items()]
+
+
+def _of_call(eqn: Any) -> list[Link]:
+    body = eqn.params[body_parameter(eqn)]
+    kept = kept_outputs(getattr(body, "jaxpr", body))
+    return [Link(source.input, k, source.updated) for k, source in kept.items()]
+
+
+def body_parameter(eqn: Any) -> str:
+    """The parameter of a call that holds its body."""
+    return next(name for name in BODIES.get(eqn.primitive.name, ("jaxpr",)) if name in eqn.params)
+
+
+_LINKS: dict[str, Callable[[Any], list[Link]]] = {
+    while_p.name: _of_while,
+    scan_p.name: _of_scan,
+    cond_p.name: _of_cond,
+    **dict.fromkeys(["jit", *BODIES], _of_call),
+}
