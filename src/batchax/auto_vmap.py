@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from batchax.divergence.compact import find_divergence
 from batchax.engine.outputs import flatten_arrays
 from batchax.engine.prefixes import spread
 from batchax.errors import ArgumentTypeError, AxisError
@@ -24,7 +25,8 @@ from batchax.rows.ragged import Ragged
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_OPTIONS = {"batch_size": None, "memory_limit": None, "residuals": "recompute"}
+_CHUNKS = {"batch_size": None, "memory_limit": None, "residuals": "recompute"}
+_OPTIONS = (*_CHUNKS, "divergence")
 
 
 def auto_vmap(*ranks: Any, **named: Any) -> Any:
@@ -52,9 +54,9 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         dimensions of one example, for all leaves of an argument that is a tree; or a tree
         of ints that is a prefix of the argument; or None for what is not batched.
       named: ranks by parameter name. Parameters without a rank are not batched, and may be
-        any Python object. The names `batch_size`, `memory_limit` and `residuals` are the
-        options of `vmap`, unless the function has such a parameter: at most `batch_size`
-        lanes, of all batch dimensions together, run at a time.
+        any Python object. The names `batch_size`, `memory_limit`, `residuals` and
+        `divergence` are the options of `vmap`, unless the function has such a parameter: at
+        most `batch_size` lanes, of all batch dimensions together, run at a time.
 
     Returns:
       A decorator; or the decorated function, if only a function was given. That takes, for
@@ -102,7 +104,8 @@ class _Declared:
 def _declared(fun: Callable[..., Any], ranks: Sequence[Any], named: Mapping[str, Any]) -> _Declared:
     signature, outputs = _signature(fun), None
     options = {k: named[k] for k in _OPTIONS if k in named and k not in signature.parameters}
-    find_chunking(fun, *(options.get(k, default) for k, default in _OPTIONS.items()))  # checks
+    find_chunking(fun, *(options.get(k, default) for k, default in _CHUNKS.items()))  # checks
+    find_divergence(options.get("divergence", "predicate"))  # checks
     if len(ranks) == 1 and isinstance(ranks[0], str):
         ranks, outputs = parse_signature(ranks[0])
     specs, extra = _by_parameter(_name(fun), signature, ranks)

@@ -395,3 +395,14 @@ def test_collectives_are_refused():
 def test_mistakes(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_ranks_may_be_declared():
+    steps = bx.LaneSteps()
+    compact = bx.auto_vmap(count=0, x=1, divergence=bx.Compact(4, steps=steps))(power)
+    masked = bx.auto_vmap(count=0, x=1)(power)
+    counts, xs = COUNTS[:20].reshape(4, 5), POINTS[:5]
+    oracle.same(compact(counts, xs), masked(counts, xs), None, "masked")
+    assert steps.useful == int(counts.sum())
+    with pytest.raises(TypeError, match="divergence must be"):
+        bx.auto_vmap(x=1, divergence="pack")(lambda x: x)

@@ -193,16 +193,21 @@ def _run_rows(
 
     def one_row(*parts: Any) -> list[Any]:
         own = [Argument(a.path, x, a.core) for a, x in zip(arguments, parts, strict=True)]
-        return run(one_example, own, {})
+        return run(one_example, own, _for_all(options))
 
     return vmap(one_row, tuple(axes), **options)(*values)
+
+
+def _for_all(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options that each of several nested vmaps has."""
+    return {k: v for k, v in options.items() if k == "divergence"}
 
 
 def _by_group(groups: Sequence[Group], options: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The options of each vmap, so that together they run at most so many lanes."""
     lanes = options.get("batch_size")
     if not isinstance(lanes, int):  # "auto" is for the outermost
-        return [options, *[{} for _ in groups[1:]]]
+        return [options, *[_for_all(options) for _ in groups[1:]]]
     own = []
     for group in reversed(groups):
         own.append({**options, "batch_size": lanes})
