@@ -118,7 +118,7 @@ def test_modes_and_types_of_indices(mode):
             small = lax.convert_element_type(i, "int16") + jnp.int16(250)
             options = dict(mode=mode)
             window = lax.ScatterDimensionNumbers((0,), (), (0,))
-            a = lax.scatter(a, start[None], jnp.ones(3) * i, window, **options)
+            a = lax.scatter(a, start[None], jnp.full(3, i, x.dtype), window, **options)
             b = b.at[rows[:, 0], rows[:, 1]].add(x[i], **options)
             c = lax.scatter_mul(c, small[None], x[i], _element(), unique_indices=True, **options)
             d = d.at[jnp.array([1, 3, 200]) + far * i].set(
