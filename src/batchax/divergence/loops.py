@@ -14,14 +14,13 @@ from jax.core import eval_jaxpr
 from batchax import _compat
 from batchax.divergence.varying import with_varying_values
 from batchax.divergence.window import Plan, run_in_windows
-from batchax.engine.axis import Axis, AxisPosition, match_axis
+from batchax.engine.axis import Axis, AxisPosition
 from batchax.engine.divergence import Loop
 from batchax.engine.inner import remembered
-from batchax.engine.interpreter import interpret
 from batchax.engine.named_axes import uses_name
 from batchax.execution.names import index_as_input
-from batchax.rules.hazards import hazards
-from batchax.rules.masking import run_masked, select_lanes
+from batchax.rules.loops import MaskedBody, predicate
+from batchax.rules.masking import select_lanes
 
 
 @dataclass(frozen=True)
@@ -60,23 +59,14 @@ class PartingLoop:
         self, width: int, consts: Sequence[Any], live: Any, carry: Sequence[Any]
     ) -> tuple[Any, list[Any]]:
         """One step of the lanes that are live; the others keep what they hold."""
-        axis, body = replace(self.axis, size=width), self.body
-        inputs = [*consts[self.n_test :], *carry]
-        inputs_at = [*self.positions[self.n_test :], *[0] * len(carry)]
-        protected = range(len(inputs)) if hazards(body.jaxpr).endless else ()
-        written = _compat.written_inputs(body.jaxpr)
-
-        def run(operands: Any, operands_at: Any) -> Any:
-            return interpret(axis, body.jaxpr, body.consts, operands, operands_at)
-
-        new, at = run_masked(live, run, inputs, inputs_at, protected, written)
-        new = [match_axis(axis, x, a, 0) for x, a in zip(new, at, strict=True)]
-        carry = [select_lanes(live, 0, x, old) for x, old in zip(new, carry, strict=True)]
+        axis = replace(self.axis, size=width)
+        body = MaskedBody.of(axis, self.test, self.body, self.positions[self.n_test :])
+        carry = body.step(live, consts[self.n_test :], carry)
         return live & self._test(axis, consts, carry), carry
 
     def _test(self, axis: Axis, consts: Sequence[Any], carry: Sequence[Any]) -> Any:
         positions = [*self.positions[: self.n_test], *[0] * len(carry)]
-        return _predicate(axis, self.test, [*consts[: self.n_test], *carry], positions)
+        return predicate(axis, self.test, [*consts[: self.n_test], *carry], positions)
 
 
 def parting_loop(axis: Axis, loop: Loop, plan: Plan) -> tuple[PartingLoop, list[Any]]:
@@ -84,7 +74,7 @@ def parting_loop(axis: Axis, loop: Loop, plan: Plan) -> tuple[PartingLoop, list[
 
     It may have more in its carry than `loop`: before, not after.
     """
-    loop = with_varying_values(_with_index(axis, _with_one_predicate(axis, loop)))
+    loop = with_varying_values(_with_index(axis, _with_onepredicate(axis, loop)))
     positions = (*loop.test_at, *loop.body_at)
     inside = replace(axis, name=None, divergence=axis.divergence.inside())
     operands = [*loop.test_consts, *loop.body_consts, *loop.carry]
@@ -94,7 +84,7 @@ def parting_loop(axis: Axis, loop: Loop, plan: Plan) -> tuple[PartingLoop, list[
     )
 
 
-def _with_one_predicate(axis: Axis, loop: Loop) -> Loop:
+def _with_onepredicate(axis: Axis, loop: Loop) -> Loop:
     """A loop whose predicate is one number for each lane, not an array of them.
 
     It is an array where lanes are themselves batches, of an inner vmap: each of its elements
@@ -122,7 +112,7 @@ def _with_one_predicate(axis: Axis, loop: Loop) -> Loop:
 
     test, body = remembered(loop.body, ("one predicate", loop.test), build)
     operands = [*loop.test_consts, *loop.carry]
-    live = _predicate(axis, loop.test, operands, [*loop.test_at, *[0] * len(loop.carry)])
+    live = predicate(axis, loop.test, operands, [*loop.test_at, *[0] * len(loop.carry)])
     consts, consts_at = [*loop.test_consts, *loop.body_consts], [*loop.test_at, *loop.body_at]
     return Loop(test, body, (), (), consts, consts_at, [live, *loop.carry])
 
@@ -147,8 +137,3 @@ def _with_index(axis: Axis, loop: Loop) -> Loop:
         body_consts=[lanes, *loop.body_consts],
         body_at=[0, *loop.body_at],
     )
-
-
-def _predicate(axis: Axis, test: Any, operands: Any, positions: Any) -> Any:
-    (live,), (at,) = interpret(axis, test.jaxpr, test.consts, operands, positions)
-    return match_axis(axis, live, at, 0)

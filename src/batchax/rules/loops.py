@@ -7,6 +7,7 @@ initial value is, and becomes batched only if some iteration makes it so.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax import lax
@@ -69,9 +70,12 @@ def _while(
 
     # A predicate may itself be an array (of an inner vmap); its axes lead each carry.
     lowest = len(cond_jaxpr.out_avals[0].shape)
-    body, settled, _ = _settle(axis, body_jaxpr, body_at, carry_at, (), lowest)
-    test, (predicate_at,) = batch_inner(axis, cond_jaxpr, (*test_at, *settled))
+    together = replace(axis, divergence=None)  # enough to find what differs between lanes
+    body, settled, _ = _settle(together, body_jaxpr, body_at, carry_at, (), lowest)
+    test, (predicate_at,) = batch_inner(together, cond_jaxpr, (*test_at, *settled))
     if predicate_at is None:
+        if axis.divergence is not None:  # lanes may part ways inside the loop
+            body, settled, _ = _settle(axis, body_jaxpr, body_at, carry_at, (), lowest)
         carry = _matched(axis, carry, carry_at, settled)
         operands = (*test_consts, *body_consts, *carry)
         return while_p.bind(*operands, cond_jaxpr=test, body_jaxpr=body, **counts), settled
@@ -89,13 +93,8 @@ def _while(
         outs = axis.divergence.run_loop(axis, Loop(cond_jaxpr, body_jaxpr, *consts, carry))
         if outs is not None:
             return outs, front
-    hazard = hazards(body_jaxpr.jaxpr)
-    # A body can be told which lanes run unless lanes meet in it, or the predicate, and then all
-    # that it computes, varies over a mesh; or one example has several lanes of its own.
-    apart = not (hazard.collective or _compat.varying_axes(cond_jaxpr.out_avals[0]) or lowest)
-    guarded = apart and (hazard.endless or updates_in_place(body_jaxpr, body_nconsts))
-    protected = hazard.endless and not hazard.collective and not guarded
-    if not (protected or guarded or any(map(_compat.is_reference, args))):
+    body_for = MaskedBody.of(axis, cond_jaxpr, body_jaxpr, tuple(body_at))
+    if not (body_for.protected or body_for.told or any(map(_compat.is_reference, args))):
         # The loop of JAX does just this where the predicate is an array.
         if settled != front:
             body, _ = batch_inner(axis, body_jaxpr, (*body_at, *front), front)
@@ -112,10 +111,8 @@ def _while(
             consts.append(x)
             consts_at.append(a)
         places.append(place)
-    any_live, step = _masked_loop(
-        axis, cond_jaxpr, body_jaxpr, tuple(consts_at), tuple(places), guarded, protected
-    )
-    live = _test(axis, cond_jaxpr, [*test_consts, *carry], [*test_at, *front])
+    any_live, step = _masked_loop(body_for, cond_jaxpr, tuple(consts_at), tuple(places))
+    live = predicate(axis, cond_jaxpr, [*test_consts, *carry], [*test_at, *front])
     _, *outs = while_p.bind(
         *consts,
         live,
@@ -128,49 +125,86 @@ def _while(
     return outs, front
 
 
-def _masked_loop(
-    axis: Axis,
-    cond_jaxpr: Any,
-    body_jaxpr: Any,
-    consts_at: tuple[AxisPosition, ...],
-    places: tuple[int, ...],
-    guarded: bool,
-    protected: bool,
-) -> tuple[Any, Any]:
-    """Predicate and body of a loop whose carry begins with the lanes still running.
+@dataclass(frozen=True)
+class MaskedBody:
+    """The body of a loop for lanes of which some have finished it.
 
-    `guarded`: the body is told which lanes run, and leaves arrays that it updates in place
-    as they are in the others. `protected`: in the body finished lanes hold operands of a
-    running lane, so that a loop in it ends when that of the running lanes does. References
-    keep their contents.
+    Attributes:
+      axis: the axis of the lanes.
+      body: the program of one example.
+      positions: where each of its constants has the batch axis; carries have it in front.
+      told: whether the body is told which lanes run, and leaves arrays that it updates in
+        place as they are in the others.
+      protected: whether finished lanes hold operands of a running lane in the body, so that a
+        loop in it ends when that of the running lanes does.
     """
-    front: list[AxisPosition] = [0] * len(body_jaxpr.out_avals)
-    n_body = len(body_jaxpr.in_avals) - len(front)
-    positions = [*consts_at[:n_body], *front]
-    replaced = range(len(positions)) if protected else ()
-    written = _compat.written_inputs(body_jaxpr.jaxpr)
-    program, kept = (
-        masked_in_place(axis, body_jaxpr, n_body) if guarded else (body_jaxpr, frozenset())
-    )
 
-    def step(*operands: Any) -> list[Any]:
-        consts, (live,), carry = _split(operands, len(consts_at), 1)
-        inputs = [*consts[:n_body], *carry]
+    axis: Axis
+    body: _compat.ClosedJaxpr
+    positions: tuple[AxisPosition, ...]
+    told: bool
+    protected: bool
+
+    @classmethod
+    def of(
+        cls,
+        axis: Axis,
+        test: _compat.ClosedJaxpr,
+        body: _compat.ClosedJaxpr,
+        positions: tuple[AxisPosition, ...],
+    ) -> MaskedBody:
+        """The body of a loop with the predicate `test`, masked as it needs to be."""
+        hazard, predicate = hazards(body.jaxpr), test.out_avals[0]
+        # A body can be told which lanes run unless lanes meet in it, or the predicate, and then
+        # all that it computes, varies over a mesh; or one example has several lanes of its own.
+        apart = not (hazard.collective or _compat.varying_axes(predicate) or predicate.shape)
+        told = apart and (hazard.endless or updates_in_place(body, len(positions)))
+        protected = hazard.endless and not hazard.collective and not told
+        return cls(axis, body, positions, told, protected)
+
+    def step(self, live: Any, consts: Sequence[Any], carry: Sequence[Any]) -> list[Any]:
+        """The next carry of the lanes that are live, and the last one of the others."""
+        front: list[AxisPosition] = [0] * len(carry)
+        positions = [*self.positions, *front]
+        program, kept = self.body, frozenset()
+        if self.told:
+            program, kept = masked_in_place(self.axis, self.body, len(consts))
 
         def run(operands: list[Any], positions: list[AxisPosition]) -> Placed:
-            told, told_at = ([live], [0]) if guarded else ([], [])
+            told, told_at = ([live], [0]) if self.told else ([], [])
             values, places = [*told, *operands], [*told_at, *positions]
-            return interpret(axis, program.jaxpr, program.consts, values, places)
+            return interpret(self.axis, program.jaxpr, program.consts, values, places)
 
-        new, at = run_masked(live, run, inputs, positions, replaced, written)
-        new = _matched(axis, new, at, front)
-        carry = [
+        replaced = range(len(positions)) if self.protected else ()
+        written = _compat.written_inputs(self.body.jaxpr)
+        new, at = run_masked(live, run, [*consts, *carry], positions, replaced, written)
+        new = _matched(self.axis, new, at, front)
+        return [
             x if k in kept else select_lanes(live, 0, x, old)
             for k, (x, old) in enumerate(zip(new, carry, strict=True))
         ]
+
+
+def _masked_loop(
+    masked: MaskedBody,
+    cond_jaxpr: Any,
+    consts_at: tuple[AxisPosition, ...],
+    places: tuple[int, ...],
+) -> tuple[Any, Any]:
+    """Predicate and body of a loop whose carry begins with the lanes still running.
+
+    `places`: where the constants of the predicate are among those of the loop, which begin
+    with those of the body.
+    """
+    axis, body_jaxpr, n_body = masked.axis, masked.body, len(masked.positions)
+    front = [0] * len(body_jaxpr.out_avals)
+
+    def step(*operands: Any) -> list[Any]:
+        consts, (live,), carry = _split(operands, len(consts_at), 1)
+        carry = masked.step(live, consts[:n_body], carry)
         tested = [*(consts[i] for i in places), *carry]
         tested_at = [*(consts_at[i] for i in places), *front]
-        return [live & _test(axis, cond_jaxpr, tested, tested_at), *carry]
+        return [live & predicate(axis, cond_jaxpr, tested, tested_at), *carry]
 
     def any_live(live: Any, *_: Any) -> list[Any]:
         return [lax.reduce_or(live, tuple(range(live.ndim)))]
@@ -186,10 +220,10 @@ def _masked_loop(
             _compat.stage(step, [*consts, live, *carry]),
         )
 
-    return remembered(body_jaxpr, (axis, cond_jaxpr, consts_at, places, guarded), build)
+    return remembered(body_jaxpr, (masked, cond_jaxpr, consts_at, places), build)
 
 
-def _test(axis: Axis, cond_jaxpr: Any, operands: Any, positions: Any) -> Any:
+def predicate(axis: Axis, cond_jaxpr: Any, operands: Any, positions: Any) -> Any:
     """The predicate of each lane, lanes first."""
     (live,), (at,) = interpret(axis, cond_jaxpr.jaxpr, cond_jaxpr.consts, operands, positions)
     return match_axis(axis, live, at, 0)
@@ -210,6 +244,15 @@ def _settle(
 
     carry_at = [allowed(a) for a in carry_at]
     n, first = len(carry_at), True
+    if axis.divergence is not None:
+        # Programs of lanes that part ways are long: they are made once the axes are found.
+        together = replace(axis, divergence=None)
+        _, carry_at, _ = _settle(together, body, consts_at, carry_at, xs_at, lowest)
+        wanted = [*(ANYWHERE if a is None else a for a in carry_at)]
+        wanted += [ANYWHERE] * (len(body.out_avals) - n)
+        batched, out = batch_inner(axis, body, (*consts_at, *carry_at, *xs_at), wanted)
+        if list(out[:n]) == carry_at:
+            return batched, carry_at, list(out[n:])
     while True:
         batched, out = batch_inner(axis, body, (*consts_at, *carry_at, *xs_at))
         if list(out[:n]) == carry_at:
