@@ -14,6 +14,9 @@ from benchmarks.chunks import report as chunks_report
 from benchmarks.chunks.measure import measured as measured_in_chunks
 from benchmarks.chunks.workloads import CURVE
 from benchmarks.chunks.workloads import WORKLOADS as CHUNKED
+from benchmarks.divergence import report as divergence_report
+from benchmarks.divergence.measure import WORKLOADS as DIVERGING
+from benchmarks.divergence.measure import measured as measured_diverging
 from benchmarks.measure import FULL, QUICK, measure
 from benchmarks.ranks import report as ranks_report
 from benchmarks.ranks.measure import measured as measured_with_ranks
@@ -88,6 +91,14 @@ PARTS = {
         rows_report.line,
         rows_report.summary,
         rows_report.write,
+    ),
+    "divergence": Part(
+        divergence_report.TITLE,
+        {f"divergence: {name}": w for name, w in DIVERGING.items()},
+        measured_diverging,
+        divergence_report.line,
+        divergence_report.summary,
+        divergence_report.write,
     ),
 }
 

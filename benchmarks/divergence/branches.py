@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 import batchax as bx
+from benchmarks.divergence.workload import COMPACT
 from benchmarks.workload import normal
 
 SIZE = 64
@@ -34,12 +35,30 @@ class BranchWorkload:
     branches: tuple[Callable[[Any, Any], Any], ...]
     shares: tuple[float, ...]
     lanes: int = 8192
+    turns: int = 15
+    family: str = "Branches"
+    yardsticks: dict[str, Any] = field(default_factory=dict)
 
     def fun(self, index: Any, x: Any, weights: Any) -> Any:
         """The function of one example."""
         return lax.switch(index, self.branches, x, weights)
 
-    def arguments(self, lanes: int) -> tuple[Any, Any, Any]:
+    def uses(self) -> dict[str, dict[str, Callable[..., Any]]]:
+        """All ways of each use that is measured; new functions each time."""
+        # A loop of blocks written by hand has no reverse mode.
+        return {
+            use: {
+                way: of(make(self))
+                for way, make in WAYS.items()
+                if use == "values" or way != "by hand"
+            }
+            for use, of in USES.items()
+        }
+
+    def utilization(self, args: Any) -> None:
+        """Branches have no steps to count."""
+
+    def arguments(self, lanes: int, most_steps: int | None = None) -> tuple[Any, Any, Any]:
         """Indices, examples and weights."""
         counts = np.round(lanes * np.cumsum(self.shares)).astype(int)
         index = np.searchsorted(counts, np.arange(lanes), side="right")
@@ -74,10 +93,14 @@ def _in_blocks(
     return lax.fori_loop(0, (count + BLOCK - 1) // BLOCK, block, out)
 
 
+def _anew(fun: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: fun(*args)
+
+
 WAYS: dict[str, Callable[[BranchWorkload], Callable[..., Any]]] = {
-    "jax.vmap": lambda w: jax.vmap(w.fun, IN_AXES),
-    "predicate": lambda w: bx.vmap(w.fun, IN_AXES),
-    "compact": lambda w: bx.vmap(w.fun, IN_AXES, divergence="compact"),
+    COMPACT: lambda w: bx.vmap(_anew(w.fun), IN_AXES, divergence="compact"),
+    "jax.vmap": lambda w: jax.vmap(_anew(w.fun), IN_AXES),
+    "predicate": lambda w: bx.vmap(_anew(w.fun), IN_AXES),
     "by hand": lambda w: w.by_hand,
 }
 
@@ -86,7 +109,6 @@ def _gradient(f: Callable[..., Any]) -> Callable[..., Any]:
     return jax.value_and_grad(lambda index, x, w: jnp.sum(f(index, x, w) ** 2), (1, 2))
 
 
-# A loop of blocks written by hand has no reverse mode.
 USES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "values": lambda f: f,
     "gradient": _gradient,

@@ -1,0 +1,65 @@
+"""The benchmarks of lanes that part ways compare programs that compute the same, and say so."""
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks.divergence import report
+from benchmarks.divergence.measure import FEW_STEPS, WORKLOADS
+from benchmarks.divergence.workload import COMPACT
+
+from support.oracle import same
+
+LANES = 4
+SLOW_TO_COMPILE = {"adaptive ODE solver", "NUTS"}
+CHEAP = {
+    name: w
+    for name, w in WORKLOADS.items()
+    if name not in SLOW_TO_COMPILE and not name.startswith("in place, ")
+}
+CHEAP["in place"] = WORKLOADS["in place, 10,000 elements"]
+TOLERANCE = dict(rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("workload", CHEAP.values(), ids=CHEAP)
+def test_all_ways_compute_the_same(workload):
+    args = workload.arguments(LANES, FEW_STEPS)
+    ways = workload.uses()["values"]
+    expected = jax.jit(ways.pop("jax.vmap"))(*args)
+    assert COMPACT in ways
+    for way in ways.values():
+        same(jax.jit(way)(*args), expected, tolerance=TOLERANCE)
+
+
+@pytest.mark.parametrize("lanes", [1, 3, 100])
+def test_compaction_and_refill_by_hand(lanes):
+    workload = WORKLOADS["64x64 products, heavy-tailed counts"]
+    args = workload.arguments(lanes, FEW_STEPS)
+    for way in workload.others.values():
+        same(jax.jit(way)(*args), jax.jit(workload.ways()["jax.vmap"])(*args), tolerance=TOLERANCE)
+
+
+def test_the_steps_of_use_are_those_that_lanes_take():
+    workload = WORKLOADS["64x64 products, heavy-tailed counts"]
+    args = workload.arguments(LANES, FEW_STEPS)
+    counts = np.asarray(args[0])
+    compact, masked = workload.utilization(args)
+    assert masked == counts.sum() / (LANES * counts.max())
+    assert masked <= compact <= 1
+
+
+def test_the_command_measures_and_reports(tmp_path, capsys):
+    only = "heavy-tailed"
+    results = command.main(["divergence", "--quick", "--only", only, "--out", str(tmp_path)])
+    assert [r.name for r in results] == ["64x64 products, heavy-tailed counts"]
+    page = (tmp_path / "benchmarks_divergence.md").read_text()
+    printed = capsys.readouterr().out
+    for r in results:
+        assert r.yardsticks
+        for way in r.others.values():
+            assert 0 < way.run.low <= way.run.value <= way.run.high
+        assert f"| {r.name} |" in page
+        assert r.name in printed
+    assert report.summary(results) in page
+    assert (tmp_path / "benchmarks_divergence.png").stat().st_size > 1000
