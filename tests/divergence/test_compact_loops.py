@@ -420,7 +420,7 @@ def test_arrays_updated_in_place_are_not_copied():
     args = (COUNTS, POINTS[:, 0], jnp.zeros((N, 300)))
     check(f, *args)
     check(f, *args[:2], args[2][0], in_axes=(0, 0, None), derivatives=False)
-    body = lambda jaxpr: [e for e in jaxpr.eqns if e.primitive.name == "while"][0].params
+    body = lambda jaxpr: next(e for e in jaxpr.eqns if e.primitive.name == "while").params
     batched = jax.make_jaxpr(bx.vmap(f, divergence=NARROW))(*args)
     loop = next(e for e in batched.eqns if e.primitive.name == "parting_loop")
     inside = body(loop.params["program"].jaxpr)["body_jaxpr"].jaxpr
