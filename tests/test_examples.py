@@ -3,6 +3,8 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -21,3 +23,28 @@ def test_digits(tmp_path, capsys):
     assert "1,797 handwritten digits" in account
     assert "agreed" in account
     assert (tmp_path / "digits.png").stat().st_size > 50_000
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "expected"),
+    [
+        ("mandelbrot", dict(HEIGHT=40, WIDTH=50, LIMIT=60), ["2,000 points", "LaneSteps(run="]),
+        ("ode_ensemble", dict(LANES=8, WIDTH=4, STIFFEST=5.0, END=2.0), ["8 osc", "agreed"]),
+        (
+            "chains",
+            dict(CHAINS=12, DRAWS=6, SIZE=3, DOUBLINGS=6),
+            ["12 chains of 6 draws", "agreed"],
+        ),
+        ("environments", dict(AGENTS=8, STEPS=5, SIZE=9, FLOOR=12), ["8 agents", "agreed"]),
+        ("roots", dict(EQUATIONS=16, COMPONENTS=3, LEVELS=9), ["16 equations", "agreed"]),
+    ],
+)
+def test_divergence(name, sizes, expected, tmp_path, capsys):
+    example = load(name)
+    for size, value in sizes.items():
+        assert hasattr(example, size)
+        setattr(example, size, value)
+    example.main(tmp_path)
+    account = capsys.readouterr().out
+    assert all(words in account for words in expected)
+    assert (tmp_path / f"{name}.png").stat().st_size > 10_000
