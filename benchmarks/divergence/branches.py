@@ -35,7 +35,7 @@ class BranchWorkload:
     branches: tuple[Callable[[Any, Any], Any], ...]
     shares: tuple[float, ...]
     lanes: int = 8192
-    turns: int = 15
+    turns: int = 11
     family: str = "Branches"
     yardsticks: dict[str, Any] = field(default_factory=dict)
 

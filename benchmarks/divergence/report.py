@@ -104,6 +104,7 @@ def _in_words(rows: Sequence[_Row]) -> str:
 
 
 def _page(results: Sequence[DivergenceResult]) -> str:
+    turns = [r.turns for r in results]
     return f"""# {TITLE}
 
 {made_with()}
@@ -126,14 +127,21 @@ The same function of one example, for all lanes, in several ways:
   equally many.
 
 All run in one process and in turns. Figures are times over that of compact, above 1 where compact
-is faster, with a 95% bootstrap interval over the turns. *Of use* is the share of the lane-steps of
+is faster, with a 95% bootstrap interval over the turns ({min(turns)} to {max(turns)}: slow workloads
+have few). *Of use* is the share of the lane-steps of
 compact that some lane needs, as `bx.LaneSteps` counts them, loops inside loops included; and after
 it the same of masked lanes: the steps of all lanes over the number of lanes times the steps of the
 slowest. Branches have no steps. *Compiling*, once, includes tracing; *temporaries* is what the
 compiled program allocates beside arguments and outputs: both of compact, then of `jax.vmap`.
 
-The heavy-tailed counts are those of 4,096 lanes that take 26 steps at the mean and 2,000 at most.
-*Gradient* comes with the value, and is that of the sum of squares of all lanes' results.
+Two things are not what masking costs. `jax.vmap` gives each lane a copy of what branches take, here
+of weights that all share, where branches differ from lane to lane; *predicate* does not. And *in
+place* each step writes one element per lane, where `jax.vmap` copies the array, so that its time
+grows with the square of the length; on a CPU, XLA hands the steps of the longest arrays to several
+threads, which takes many times as long as the step itself, in all ways.
+
+The heavy-tailed counts are those of 4,096 lanes, of which most take few steps, 26 at the mean, and
+one takes 2,000; the equal ones are 27. *Gradient* comes with the value, and is that of the sum of squares of all lanes' results.
 
 {_table(results)}
 """
@@ -221,6 +229,12 @@ def plot(results: Sequence[DivergenceResult], path: Path) -> None:
             labels.add(label)
         for share, y, colour in zip(r.utilization or (), (-0.17, 0.17), ("C3", "C0"), strict=False):
             use.barh(i + y, share, 0.3, color=colour)
+    families = [r.family for r in results]
+    for family in dict.fromkeys(families):
+        first = families.index(family)
+        times.axhline(first - 0.5, color="0.8", linewidth=0.8)
+        use.axhline(first - 0.5, color="0.8", linewidth=0.8)
+        use.annotate(family, (1.04, first), xycoords=("axes fraction", "data"), va="center")
     times.axvline(1, color="black", linewidth=0.8)
     times.set_xscale("log")
     times.xaxis.set_major_formatter("{x:g}")

@@ -47,7 +47,7 @@ class LoopWorkload:
     others: dict[str, Function] = field(default_factory=dict)
     yardsticks: dict[str, Function] = field(default_factory=dict)
     gradient: tuple[int, ...] = ()
-    turns: int = 15
+    turns: int = 11
     family: str = "Loops"
 
     def arguments(self, lanes: int, most_steps: int | None = None) -> tuple[Any, ...]:
