@@ -127,8 +127,8 @@ The same function of one example, for all lanes, in several ways:
   equally many.
 
 All run in one process and in turns. Figures are times over that of compact, above 1 where compact
-is faster, with a 95% bootstrap interval over the turns ({min(turns)} to {max(turns)}: slow workloads
-have few). *Of use* is the share of the lane-steps of
+is faster, with a 95% bootstrap interval over the turns ({min(turns)} to {max(turns)}: slow
+workloads have few). *Of use* is the share of the lane-steps of
 compact that some lane needs, as `bx.LaneSteps` counts them, loops inside loops included; and after
 it the same of masked lanes: the steps of all lanes over the number of lanes times the steps of the
 slowest. Branches have no steps. *Compiling*, once, includes tracing; *temporaries* is what the
@@ -141,7 +141,8 @@ grows with the square of the length; on a CPU, XLA hands the steps of the longes
 threads, which takes many times as long as the step itself, in all ways.
 
 The heavy-tailed counts are those of 4,096 lanes, of which most take few steps, 26 at the mean, and
-one takes 2,000; the equal ones are 27. *Gradient* comes with the value, and is that of the sum of squares of all lanes' results.
+one takes 2,000; the equal ones are 27. *Gradient* comes with the value, and is that of
+the sum of squares of all lanes' results.
 
 {_table(results)}
 """
