@@ -7,7 +7,7 @@ from typing import Any
 
 from batchax.divergence.bounded import run_bounded_loop
 from batchax.divergence.branches import run_branches
-from batchax.divergence.cost import launches, length, work
+from batchax.divergence.cost import bytes_of, launches, length, work
 from batchax.divergence.lane_steps import LaneSteps
 from batchax.divergence.limits import can_move, refuse_collectives
 from batchax.divergence.loop_primitive import bind
@@ -95,7 +95,8 @@ class Compact:
         grain = sum(map(work, jaxprs)) / max(1.0, sum(map(launches, jaxprs)))
         windows = most_windows(sum(map(length, jaxprs)), self._nesting)
         most = size if self._most is None else min(size, self._most)
-        widths = choose_widths(most, grain, windows, self.width)
+        held = bytes_of(programs[-1].out_avals)
+        widths = choose_widths(most, grain, held, windows, self.width)
         if most < size and len(widths) > 1:
             widths = widths[1:]  # a window to begin with
         return Plan(widths, self.threshold, self.steps is not None)

@@ -27,10 +27,12 @@ class _Worth(NamedTuple):
     """in a window that is refilled"""
     narrow: float
     """in the narrowest window, which runs when few lanes are left"""
+    memory: float
+    """bytes that a window may take: what lies in a cache is worked on several times as fast"""
 
 
-_WORTH = {"cpu": _Worth(20_000, 250)}
-_OTHER_DEVICES = _Worth(5_000_000, 500_000)
+_WORTH = {"cpu": _Worth(20_000, 250, 4e5)}
+_OTHER_DEVICES = _Worth(5_000_000, 500_000, 1e9)
 
 
 def most_windows(length: int, nesting: int) -> int:
@@ -45,21 +47,25 @@ def most_windows(length: int, nesting: int) -> int:
     return min(_MOST_WINDOWS, max(1, _LONGEST // length))
 
 
-def choose_widths(size: int, grain: float, windows: int, width: int | None) -> tuple[int, ...]:
+def choose_widths(
+    size: int, grain: float, held: int, windows: int, width: int | None
+) -> tuple[int, ...]:
     """The widths of the windows of a loop, from that of all lanes down.
 
     Args:
       size: number of lanes.
       grain: what an operation of a step costs a lane, on average.
+      held: bytes of what a lane carries.
       windows: how many there may be besides that of all lanes.
       width: of the first after all lanes; None to choose.
     """
     worth = _WORTH.get(jax.default_backend(), _OTHER_DEVICES)
     wide, narrow = _lanes(worth.wide, grain), _lanes(worth.narrow, grain)
+    # The last window decides how long few lanes are waited for.
+    wide = min(wide, 2 * narrow * _NARROWING ** (windows - 1)) if windows else wide
+    wide = max(narrow, min(wide, _lanes(worth.memory, held + 1) // 2))
     if width is not None:
         wide, narrow = width, min(width, narrow)
-    elif windows < _MOST_WINDOWS:  # neither wide nor narrow
-        wide = max(narrow, wide // _NARROWING)
     widths = []
     while wide >= narrow and len(widths) < windows:
         if wide < size:
