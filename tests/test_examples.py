@@ -29,7 +29,7 @@ def test_digits(tmp_path, capsys):
     ("name", "sizes", "expected"),
     [
         ("mandelbrot", dict(HEIGHT=40, WIDTH=50, LIMIT=60), ["2,000 points", "LaneSteps(run="]),
-        ("ode_ensemble", dict(LANES=8, WIDTH=4, STIFFEST=5.0, END=2.0), ["8 osc", "agreed"]),
+        ("ode_ensemble", dict(LANES=8, STIFFEST=5.0, END=2.0), ["8 osc", "agreed"]),
         (
             "chains",
             dict(CHAINS=12, DRAWS=6, SIZE=3, DOUBLINGS=6),
