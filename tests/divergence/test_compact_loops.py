@@ -283,7 +283,7 @@ def test_a_slow_lane_keeps_no_chunk_waiting():
     slow = jnp.where(jnp.arange(64) % 8 == 0, 100, 1)
     x = jnp.ones((64, 3))
     steps = bx.LaneSteps()
-    bx.vmap(power, batch_size=8, divergence=bx.Compact(8, steps=steps))(slow, x)
+    bx.vmap(power, batch_size=8, divergence=bx.Compact(8, 0.25, steps))(slow, x)
     assert steps.useful == int(slow.sum())
     assert steps.utilization > 0.45  # in each chunk by itself: 0.14
 

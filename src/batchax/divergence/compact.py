@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +13,12 @@ from batchax.divergence.lane_steps import LaneSteps
 from batchax.divergence.limits import can_move, refuse_collectives
 from batchax.divergence.loop_primitive import bind
 from batchax.divergence.loops import parting_loop
-from batchax.divergence.widths import choose_widths, most_windows, worth_moving
+from batchax.divergence.widths import (
+    MOST_STEPS_INSIDE,
+    choose_widths,
+    most_windows,
+    steps_to_move,
+)
 from batchax.divergence.window import Plan
 from batchax.engine.arguments import is_position
 from batchax.engine.axis import Axis
@@ -28,7 +34,8 @@ class Compact:
       width: how many lanes a loop holds at a time once some are done, and how many of those that
         take the same branch run together. None: chosen by the cost of the program.
       threshold: the share of the lanes in a loop that must be done before others take their
-        places, between 0 and 1. Small: lanes seldom wait, and often move.
+        places, between 0 and 1. Small: lanes seldom wait, and often move. None: when what was
+        lost by waiting is worth the cost of moving.
       steps: a `LaneSteps`, to which the lane-steps of loops are added; None to count nothing.
 
     Raises:
@@ -37,7 +44,7 @@ class Compact:
     """
 
     width: int | None = None
-    threshold: float = 0.25
+    threshold: float | None = None
     steps: LaneSteps | None = None
     _nesting: int = field(default=0, repr=False, kw_only=True)
     _most: int | None = field(default=None, repr=False, kw_only=True)
@@ -50,12 +57,14 @@ class Compact:
             )
         if self.width is not None and self.width < 1:
             raise AxisError(f"width is {self.width}, but a loop must hold at least one lane.")
-        if isinstance(self.threshold, bool) or not isinstance(self.threshold, (int, float)):
+        if isinstance(self.threshold, bool) or not isinstance(
+            self.threshold, (int, float, type(None))
+        ):
             raise ArgumentTypeError(
-                f"threshold must be a number between 0 and 1, got {self.threshold!r} of type "
-                f"{type(self.threshold).__name__}."
+                "threshold must be a number between 0 and 1, or None, got "
+                f"{self.threshold!r} of type {type(self.threshold).__name__}."
             )
-        if not 0 <= self.threshold <= 1:
+        if self.threshold is not None and not 0 <= self.threshold <= 1:
             raise AxisError(
                 f"threshold is {self.threshold!r}, but it is a share of lanes: give a number "
                 "between 0 and 1."
@@ -81,25 +90,33 @@ class Compact:
         given = (*loop.test_consts, *loop.body_consts, *loop.carry)
         if not can_move(axis, given):
             return None
-        if self.width is None and not worth_moving(axis, loop, self._nesting):
-            return None
-        plan = self.plan(axis.size, *programs)
+        differs = [a is not None for a in (*loop.body_at, *[0] * len(loop.carry))]
+        plan = self.plan(axis.size, *programs, differs)
         if plan.widths == (axis.size,) and self.steps is None:
             return None
         outs = bind(*parting_loop(axis, loop, plan))
         return outs[len(outs) - len(loop.carry) :]
 
-    def plan(self, size: int, *programs: Any) -> Plan:
-        """How so many lanes of a loop with these programs are run."""
-        jaxprs = [program.jaxpr for program in programs]
+    def plan(self, size: int, test: Any, body: Any, differs: Sequence[bool]) -> Plan:
+        """How so many lanes of a loop are run.
+
+        Args:
+          size: number of lanes.
+          test, body: the programs of a step.
+          differs: which operands of the body each lane has its own of.
+        """
+        jaxprs = [program.jaxpr for program in (test, body) if program is not None]
         grain = sum(map(work, jaxprs)) / max(1.0, sum(map(launches, jaxprs)))
         windows = most_windows(sum(map(length, jaxprs)), self._nesting)
+        patience = steps_to_move(body, differs)
+        if self._nesting and patience > MOST_STEPS_INSIDE and self.width is None:
+            windows = 0
         most = size if self._most is None else min(size, self._most)
-        held = bytes_of(programs[-1].out_avals)
+        held = bytes_of(body.out_avals)
         widths = choose_widths(most, grain, held, windows, self.width)
         if most < size and len(widths) > 1:
             widths = widths[1:]  # a window to begin with
-        return Plan(widths, self.threshold, self.steps is not None)
+        return Plan(widths, self.threshold, patience, self.steps is not None)
 
     def run_bounded_loop(self, axis: Axis, loop: BoundedLoop) -> Placed | None:
         """The results of all lanes; None where they are to be masked."""
@@ -107,7 +124,8 @@ class Compact:
             return None
         programs = [p for p in (loop.test, loop.body) if p is not None]
         refuse_collectives(programs, "a bounded loop that ends at its own step in each lane")
-        widths = self.plan(axis.size, *programs).widths
+        every = [True] * len(loop.body.in_avals)
+        widths = self.plan(axis.size, loop.test, loop.body, every).widths
         width = widths[1] if len(widths) > 1 else axis.size
         return run_bounded_loop(axis, loop, width) if width < axis.size else None
 

@@ -120,7 +120,8 @@ def _merged(
     ]
     plan = loop.plan
     if plan.widths[0] == loop.axis.size:
-        plan = loop.axis.divergence.plan(lanes, loop.test, loop.body)
+        differs = [a is not None for a in (*loop.positions[loop.n_test :], *[0] * len(carry))]
+        plan = loop.axis.divergence.plan(lanes, loop.test, loop.body, differs)
     wide = replace(loop.axis, size=lanes)
     positions = tuple(None if s else 0 for s in same)
     return replace(loop, axis=wide, positions=positions, plan=plan), [*operands, *carry]

@@ -6,18 +6,22 @@ those of the device on which programs run by default. Results do not depend on t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 
+from batchax import _compat
 from batchax.divergence.cost import bytes_of, work
-from batchax.engine.axis import Axis
-from batchax.engine.divergence import Loop
 
-_NARROWING = 8  # a window is so much narrower than the one before
+_NARROWING = 4  # a window is so much narrower than the one before
 _LONGEST = 600  # operations in the programs of all windows together, about
-_MOST_WINDOWS = 3
-_STEPS = 4  # for how many steps a byte that moves is worth an operation
+_MOST_WINDOWS = 4
+MOST_STEPS_INSIDE = 8  # loops inside loops are entered often, and mostly for few steps
+
+# What it costs to move a lane: for each of its arrays, and for each byte of those.
+_ARRAY = 25.0
+_BYTE = 0.2
 
 
 class _Worth(NamedTuple):
@@ -74,17 +78,14 @@ def choose_widths(
     return (size, *widths)
 
 
-def worth_moving(axis: Axis, loop: Loop, nesting: int) -> bool:
-    """Whether a lane that waits for others costs more than taking it in and out of a window."""
-    given = zip(
-        (*loop.test_consts, *loop.body_consts, *loop.carry),
-        (*loop.test_at, *loop.body_at, *[0] * len(loop.carry)),
-        strict=True,
-    )
-    held = sum(bytes_of([jax.typeof(x)]) for x, a in given if a is not None) / axis.size
-    step = work(loop.test.jaxpr) + work(loop.body.jaxpr)
-    # Loops inside loops are entered often, and mostly for few steps.
-    return held < (_STEPS if nesting else 16 * _STEPS) * step
+def steps_to_move(body: _compat.ClosedJaxpr, differs: Sequence[bool]) -> float:
+    """How many steps of a lane, among many, cost as much as to take it in and out of a window.
+
+    `differs` says which operands of the body each lane has its own of.
+    """
+    own = [a for a, d in zip(body.in_avals, differs, strict=True) if d]
+    step = work(body.jaxpr, differs) + _BYTE / 2 * bytes_of(body.out_avals)
+    return (_ARRAY * len(own) + _BYTE * bytes_of(own)) / step
 
 
 def _lanes(worth: float, grain: float) -> int:

@@ -37,12 +37,15 @@ class Plan:
 
     Attributes:
       widths: the widths of the windows, from the widest down. One of all lanes is not refilled.
-      threshold: the share of the lanes of a window that must be done before it is refilled.
+      threshold: the share of the lanes of a window that must be done before it is refilled;
+        None to leave that to `patience`.
+      patience: how many steps of a lane cost as much as to move a lane.
       counts: whether lane-steps are counted.
     """
 
     widths: tuple[int, ...]
-    threshold: float
+    threshold: float | None
+    patience: float
     counts: bool
 
     def left(self, k: int) -> int:
@@ -50,8 +53,19 @@ class Plan:
         return self.widths[k + 1] if k + 1 < len(self.widths) else 0
 
     def refilled_at(self, k: int) -> int:
-        """How many live lanes window `k` has when it is refilled, or left."""
-        return self.widths[k] - max(1, round(self.widths[k] * self.threshold))
+        """How many live lanes window `k` has at most when it is refilled, or left."""
+        return self.widths[k] - max(1, round(self.widths[k] * (self.threshold or 0)))
+
+    def bears(self, wasted: Any, moving: Any) -> Any:
+        """Whether so many wasted lane-steps cost less than it costs to move so many lanes.
+
+        Nobody knows how many steps are to come. To stay until as much has been lost as leaving
+        costs is at most twice what the best would have been that knew (Karlin, Manasse, Rudolph
+        and Sleator, "Competitive snoopy caching", 1988).
+        """
+        if self.threshold is not None:
+            return np.False_
+        return wasted < np.float32(self.patience) * lax.convert_element_type(moving, np.float32)
 
     @property
     def blank(self) -> Tally:
@@ -83,8 +97,9 @@ def run_in_windows(
     tallies = []
     if plan.widths[0] == everyone:
         left = max(plan.refilled_at(0), plan.left(0)) if len(plan.widths) > 1 else 0
+        stays = lambda wasted, count: plan.bears(wasted, count) & (count > 0)
         state = (live, carry, plan.blank)
-        live, carry, tally = _steps(step, everyone, consts, left, _alike(state, varying))
+        live, carry, tally = _steps(step, everyone, consts, left, stays, _alike(state, varying))
         tallies, first = [tally], 1
     waiting, count = _compressed(live, lax.iota(np.int32, everyone), everyone)
     for k in range(first, len(plan.widths)):
@@ -94,18 +109,35 @@ def run_in_windows(
     return carry, tallies
 
 
-def _steps(step: Step, width: int, consts: Sequence[Any], left: Any, state: Any) -> Any:
-    """Steps of `width` lanes until no more than `left` of them are live."""
+def _steps(
+    step: Step,
+    width: int,
+    consts: Sequence[Any],
+    left: Any,
+    stays: Callable[[Any, Any], Any],
+    state: Any,
+) -> Any:
+    """Steps of `width` lanes until no more than `left` of them are live, and none `stays`.
+
+    That is asked with the lane-steps wasted so far, and the number of live lanes.
+    """
+    live, carry, tally = state
 
     def goes_on(state: Any) -> Any:
-        return _count(state[0]) > left
+        _, _, _, count, wasted = state
+        return (count > left) | stays(wasted, count)
 
     def once(state: Any) -> Any:
-        live, carry, tally = state
-        tally = _counted(tally, live)
-        return *step(width, consts, live, carry), tally
+        live, carry, tally, count, wasted = state
+        tally = _counted(tally, count)
+        live, carry = step(width, consts, live, carry)
+        count = _count(live)
+        wasted += lax.convert_element_type(width - count, np.float32)
+        return live, carry, tally, count, wasted
 
-    return lax.while_loop(goes_on, once, state)
+    count = _count(live)
+    start = live, carry, tally, count, lax.full_like(count, 0, np.float32)
+    return lax.while_loop(goes_on, once, start)[:3]
 
 
 class _Window:
@@ -160,8 +192,12 @@ class _Window:
             x if a is None else next(given)
             for x, a in zip(self.consts, self.positions, strict=True)
         ]
-        began = live
-        live, carry, tally = _steps(self.step, self.width, operands, left, (live, carry, tally))
+
+        def stays(wasted: Any, count: Any) -> Any:
+            return some_wait & (count > 0) & self.plan.bears(wasted, np.int32(self.width))
+
+        began, state = live, (live, carry, tally)
+        live, carry, tally = _steps(self.step, self.width, operands, left, stays, state)
         leaves = began & ~(live & some_wait)
         beyond = everyone[0].shape[0] + lax.iota(np.int32, self.width)  # dropped
         target = lax.select(leaves, lanes, beyond)
@@ -203,11 +239,11 @@ def _count(live: Any) -> Any:
     return jnp.sum(live, dtype=np.int32)
 
 
-def _counted(tally: Tally, live: Any) -> Tally:
+def _counted(tally: Tally, count: Any) -> Tally:
     if not tally:
         return tally
     iterations, high, low = tally
-    total = low + lax.convert_element_type(_count(live), np.uint32)
+    total = low + lax.convert_element_type(count, np.uint32)
     return iterations + np.uint32(1), high + lax.convert_element_type(total < low, np.uint32), total
 
 
