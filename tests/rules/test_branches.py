@@ -357,3 +357,14 @@ def test_reference_all_lanes_share():
         bx.vmap(f, in_axes=(0, None), out_axes=None)(P, jax.new_ref(0.0))
     read = lambda p, r: lax.cond(p, lambda: r[...], lambda: 1.0)
     same(bx.vmap(read, in_axes=(0, None))(P, jax.new_ref(3.0)), jnp.where(P, 3.0, 1.0))
+
+
+def test_weak_types_of_a_branch_with_a_loop():
+    def f(p, n):
+        looped = lambda: lax.while_loop(lambda c: c < n, lambda c: c + 1, 0)
+        return lax.cond(p, looped, lambda: 2)
+
+    args = P, jnp.arange(P.size)
+    got, expected = bx.vmap(f)(*args), jax.vmap(f)(*args)
+    same(got, expected)
+    assert jax.typeof(got).weak_type == jax.typeof(expected).weak_type

@@ -26,7 +26,7 @@ from batchax.errors import UnsupportedError
 from batchax.execution.bounded_loop import Form, Step, Values, bounded_loop, bounded_loop_p
 from batchax.rules.hazards import hazards
 from batchax.rules.in_order import run_in_order
-from batchax.rules.loops import _settle
+from batchax.rules.loops import settle
 from batchax.rules.masking import is_inexact, run_masked, select_lanes
 
 
@@ -84,15 +84,15 @@ def _settled(
     axis: Axis, body: Any, guarded: Any, consts_at: Any, carry_at: Any, entries_at: Any
 ) -> tuple[list[AxisPosition], list[AxisPosition], Any, Any]:
     """Where carry and ys have the batch axis, and both programs batched so."""
-    program, settled, ys_at = _settle(axis, body, consts_at, carry_at, entries_at)
+    program, settled, ys_at = settle(axis, body, consts_at, carry_at, entries_at)
     if guarded is body:
         return settled, ys_at, program, program
     # One of the two may make a value depend on the lane where the other does not.
     while True:
-        _, more, kept_ys_at = _settle(axis, guarded, consts_at, settled, entries_at)
+        _, more, kept_ys_at = settle(axis, guarded, consts_at, settled, entries_at)
         if more == settled:
             break
-        _, settled, ys_at = _settle(axis, body, consts_at, more, entries_at)
+        _, settled, ys_at = settle(axis, body, consts_at, more, entries_at)
     ys_at = [b if a is None else a for a, b in zip(ys_at, kept_ys_at, strict=True)]
     wanted = [ANYWHERE if a is None else a for a in (*settled, *ys_at)]
     inputs = (*consts_at, *settled, *entries_at)

@@ -181,7 +181,8 @@ def _zeros(
 
     def zero(aval: Any) -> Any:
         sharding = None if aval.sharding.mesh.empty else aval.sharding
-        return _compat.varying_as(lax.full(aval.shape, 0, aval.dtype, sharding=sharding), aval)
+        x = _compat.varying_as(lax.full(aval.shape, 0, aval.dtype, sharding=sharding), aval)
+        return _compat.weakly(x) if aval.weak_type else x
 
     def zeros(*operands: Any) -> list[Any]:
         return [

@@ -44,7 +44,7 @@ def _scan(axis: Axis, args: Any, axes: Any, /, *, jaxpr: Any, **params: Any) -> 
     consts_at, carry_at, xs_at = _split(axes, n_consts, n_carry)
 
     inside = [None if a is None else a - 1 for a in xs_at]
-    body, settled, ys_at = _settle(axis, jaxpr, consts_at, carry_at, inside)
+    body, settled, ys_at = settle(axis, jaxpr, consts_at, carry_at, inside)
     carry = _matched(axis, carry, carry_at, settled)
     outs = scan_p.bind(*consts, *carry, *xs, jaxpr=body, **params)
     return outs, [*settled, *(None if a is None else a + 1 for a in ys_at)]
@@ -71,11 +71,11 @@ def _while(
     # A predicate may itself be an array (of an inner vmap); its axes lead each carry.
     lowest = len(cond_jaxpr.out_avals[0].shape)
     together = replace(axis, divergence=None)  # enough to find what differs between lanes
-    body, settled, _ = _settle(together, body_jaxpr, body_at, carry_at, (), lowest)
+    body, settled, _ = settle(together, body_jaxpr, body_at, carry_at, (), lowest)
     test, (predicate_at,) = batch_inner(together, cond_jaxpr, (*test_at, *settled))
     if predicate_at is None:
         if axis.divergence is not None:  # lanes may part ways inside the loop
-            body, settled, _ = _settle(axis, body_jaxpr, body_at, carry_at, (), lowest)
+            body, settled, _ = settle(axis, body_jaxpr, body_at, carry_at, (), lowest)
         carry = _matched(axis, carry, carry_at, settled)
         operands = (*test_consts, *body_consts, *carry)
         return while_p.bind(*operands, cond_jaxpr=test, body_jaxpr=body, **counts), settled
@@ -229,7 +229,7 @@ def predicate(axis: Axis, cond_jaxpr: Any, operands: Any, positions: Any) -> Any
     return match_axis(axis, live, at, 0)
 
 
-def _settle(
+def settle(
     axis: Axis, body: Any, consts_at: Any, carry_at: Any, xs_at: Any, lowest: int = 0
 ) -> tuple[Any, list[AxisPosition], list[AxisPosition]]:
     """The batched body, and where it receives and returns the batch axis of each carry.
@@ -247,7 +247,7 @@ def _settle(
     if axis.divergence is not None:
         # Programs of lanes that part ways are long: they are made once the axes are found.
         together = replace(axis, divergence=None)
-        _, carry_at, _ = _settle(together, body, consts_at, carry_at, xs_at, lowest)
+        _, carry_at, _ = settle(together, body, consts_at, carry_at, xs_at, lowest)
         wanted = [*(ANYWHERE if a is None else a for a in carry_at)]
         wanted += [ANYWHERE] * (len(body.out_avals) - n)
         batched, out = batch_inner(axis, body, (*consts_at, *carry_at, *xs_at), wanted)
