@@ -23,8 +23,9 @@ from batchax.engine.inner import remembered
 from batchax.engine.named_axes import uses_name
 from batchax.execution.bounded_as_while import as_while
 from batchax.execution.bounded_batching import batch_bounded_loop
-from batchax.execution.chunk_loop import WHOLE, Body, Lanes, chunk_loop
+from batchax.execution.chunk_loop import Body, chunk_loop
 from batchax.execution.chunk_loop import Loop as ChunkLoop
+from batchax.execution.kinds import WHOLE, Lanes
 from batchax.execution.slices import with_derivative_of
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose

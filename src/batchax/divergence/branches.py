@@ -30,7 +30,8 @@ from batchax.engine.interpreter import interpret
 from batchax.engine.named_axes import uses_name
 from batchax.engine.replay import closed_over
 from batchax.errors import UnsupportedError
-from batchax.execution.chunk_loop import WHOLE, Body, Live, Loop, Picked, chunk_loop
+from batchax.execution.chunk_loop import Body, Loop, chunk_loop
+from batchax.execution.kinds import WHOLE, Live, Picked
 from batchax.execution.names import index_as_input
 from batchax.execution.picks import fitting_width
 from batchax.rules.branches import _one_branch, _select

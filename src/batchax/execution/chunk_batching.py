@@ -9,15 +9,8 @@ from typing import Any
 from batchax.engine.axis import Axis, AxisPosition, match_axis
 from batchax.engine.inner import batch_function
 from batchax.engine.registry import register_own_rule
-from batchax.execution.chunk_loop import (
-    Body,
-    Live,
-    Loop,
-    Sum,
-    Whole,
-    chunk_loop,
-    chunk_loop_p,
-)
+from batchax.execution.chunk_loop import Body, Loop, chunk_loop, chunk_loop_p
+from batchax.execution.kinds import Live, Sum, Whole
 from batchax.execution.picked_batching import batch_picked
 from batchax.rules.pullback import reached
 

@@ -16,24 +16,20 @@ from batchax import _compat
 from batchax.engine.derivatives import cotangents_of, tangents_of
 from batchax.errors import UnsupportedError
 from batchax.execution.chunk_extremes import extreme_tangent, shares
-from batchax.execution.chunk_loop import (
+from batchax.execution.chunk_loop import Body, Loop, chosen_chunk, chunk_loop, chunk_loop_p
+from batchax.execution.chunk_scalar import can_run, inner_product, is_loss, loop_with_gradient
+from batchax.execution.kinds import (
     SUM,
     WHOLE,
-    Body,
     Extreme,
-    Loop,
     Operand,
     PerChunk,
     Picked,
     PickedOrZero,
     Result,
     Sum,
-    chosen_chunk,
-    chunk_loop,
-    chunk_loop_p,
     cotangent_kind,
 )
-from batchax.execution.chunk_scalar import can_run, inner_product, is_loss, loop_with_gradient
 from batchax.execution.memory import Auto
 from batchax.rules.pullback import reached
 

@@ -16,7 +16,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from batchax.execution.chunk_loop import Body, Extreme, Loop, PerChunk, chunk_loop, of_only_chunk
+from batchax.execution.chunk_loop import Body, Loop, chunk_loop, of_only_chunk
+from batchax.execution.kinds import Extreme, PerChunk
 
 
 def shares(loop: Loop, extremes: Sequence[int], operands: Sequence[Any]) -> list[Any]:

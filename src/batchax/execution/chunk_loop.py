@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer, eval_jaxpr
-from jax.extend.core import mapped_aval, unmapped_aval
+from jax.extend.core import mapped_aval
 from jax.interpreters import mlir
 
 from batchax import _compat
@@ -36,76 +36,21 @@ from batchax.engine.program_key import program_key
 from batchax.execution import picks
 from batchax.execution.buffers import blank
 from batchax.execution.eager import run_eagerly
+from batchax.execution.kinds import (
+    WHOLE,
+    Extreme,
+    Lanes,
+    Live,
+    Operand,
+    PerChunk,
+    Picked,
+    PickedOrZero,
+    Result,
+    Sum,
+    Whole,
+    resized,
+)
 from batchax.execution.memory import Auto, fitting_chunk
-
-
-@dataclass(frozen=True)
-class Whole:
-    """An operand that each chunk sees as it is."""
-
-
-@dataclass(frozen=True)
-class Lanes:
-    """A value with all lanes along `axis`, of which each chunk has its own."""
-
-    axis: int
-
-
-@dataclass(frozen=True)
-class PerChunk:
-    """A value with one entry for each chunk along `axis`."""
-
-    axis: int
-
-
-@dataclass(frozen=True)
-class Sum:
-    """A result added up over the chunks, in float32 if it has less precision."""
-
-
-@dataclass(frozen=True)
-class Extreme:
-    """The "max" or "min" over all lanes, which are along `axis` of each chunk's result."""
-
-    kind: str
-    axis: int
-
-
-@dataclass(frozen=True)
-class Live:
-    """The first operand of a loop over some lanes: for each lane, whether it is one of them.
-
-    A chunk sees which of its lanes count: where there are too few, the first stands in.
-
-    Attributes:
-      most: how many lanes make a chunk where there are plenty; None: always those the loop
-        says.
-    """
-
-    most: int | None = None
-
-
-@dataclass(frozen=True)
-class Picked:
-    """A value with all lanes along `axis`, of which a chunk has those that were picked for it.
-
-    Of a result, entries of lanes that were not picked are zero.
-    """
-
-    axis: int
-
-
-@dataclass(frozen=True)
-class PickedOrZero:
-    """An operand as `Picked`, but zero in the lanes of a chunk that do not count."""
-
-    axis: int
-
-
-Operand = Whole | Lanes | PerChunk | Live | Picked | PickedOrZero
-Result = Lanes | PerChunk | Sum | Extreme | Picked
-
-WHOLE, SUM = Whole(), Sum()
 
 
 class Body:
@@ -210,23 +155,6 @@ class Loop:
                 return mapped_aval(aval.shape[axis], axis, aval)
             case Sum():
                 return aval
-
-
-def cotangent_kind(kind: Operand) -> Result:
-    """The kind of the cotangent of an operand."""
-    match kind:
-        case Whole():
-            return SUM
-        case PickedOrZero(axis):
-            return Picked(axis)
-        case _:
-            assert not isinstance(kind, Live)
-            return kind
-
-
-def resized(aval: Any, axis: int, size: int) -> Any:
-    """An array type with another size along `axis`, which is then not sharded."""
-    return unmapped_aval(size, axis, mapped_aval(aval.shape[axis], axis, aval))
 
 
 chunk_loop_p = _compat.Primitive("chunk_loop")

@@ -17,7 +17,8 @@ from jax import lax
 
 from batchax import _compat
 from batchax.engine.derivatives import with_values
-from batchax.execution.chunk_loop import Body, Loop, Sum, cotangent_kind
+from batchax.execution.chunk_loop import Body, Loop
+from batchax.execution.kinds import Sum, cotangent_kind
 
 
 def is_loss(loop: Loop, found: Sequence[int], outs: Sequence[Any], operands: Sequence[Any]) -> bool:

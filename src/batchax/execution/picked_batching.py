@@ -20,18 +20,8 @@ from jax.core import eval_jaxpr
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition, broadcast_axis, match_axis, move_axis
 from batchax.engine.inner import batch_function
-from batchax.execution.chunk_loop import (
-    WHOLE,
-    Body,
-    Lanes,
-    Live,
-    Loop,
-    Picked,
-    Sum,
-    Whole,
-    accumulator,
-    chunk_loop,
-)
+from batchax.execution.chunk_loop import Body, Loop, accumulator, chunk_loop
+from batchax.execution.kinds import WHOLE, Lanes, Live, Picked, Sum, Whole
 from batchax.execution.names import index_as_input
 from batchax.execution.picks import fitting_width
 

@@ -14,15 +14,13 @@ from jax import lax
 from batchax import _compat
 from batchax.execution.chunk_loop import (
     Body,
-    Extreme,
-    Lanes,
     Loop,
-    PerChunk,
     chosen_chunk,
     chunk_loop,
     collect,
     results_before,
 )
+from batchax.execution.kinds import Extreme, Lanes, PerChunk
 from batchax.execution.memory import Auto
 from batchax.execution.slices import scan_slices
 

@@ -14,7 +14,8 @@ from jax import lax
 from batchax.engine.axis import Axis, AxisPosition, move_axis
 from batchax.engine.outputs import Reduce
 from batchax.engine.replay import Program, running
-from batchax.execution.chunk_loop import WHOLE, Body, Lanes, Loop
+from batchax.execution.chunk_loop import Body, Loop
+from batchax.execution.kinds import WHOLE, Lanes
 from batchax.execution.memory import Auto
 from batchax.execution.sections import Env, section_for
 from batchax.execution.streaming import partial_result, reduced_type

@@ -21,7 +21,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from batchax.engine.axis import Axis, AxisPosition, inserted
 from batchax.errors import UnsupportedError
-from batchax.execution.chunk_loop import Extreme, PerChunk, Result, Sum, of_only_chunk
+from batchax.execution.chunk_loop import of_only_chunk
+from batchax.execution.kinds import Extreme, PerChunk, Result, Sum
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from batchax.engine.outputs import reduce_batch
-from batchax.execution.chunk_loop import SUM, Extreme, PerChunk, Result, accumulator
+from batchax.execution.chunk_loop import accumulator
+from batchax.execution.kinds import SUM, Extreme, PerChunk, Result
 
 
 def partial_result(kind: str, x: Any, axis: int) -> tuple[Any, Result]:
