@@ -16,6 +16,7 @@ from batchax.divergence.loops import parting_loop
 from batchax.divergence.widths import (
     MOST_STEPS_INSIDE,
     choose_widths,
+    most_left,
     most_windows,
     steps_to_move,
 )
@@ -114,9 +115,10 @@ class Compact:
         most = size if self._most is None else min(size, self._most)
         held = bytes_of(body.out_avals)
         widths = choose_widths(most, grain, held, windows, self.width)
+        left = most_left(widths, grain)
         if most < size and len(widths) > 1:
             widths = widths[1:]  # a window to begin with
-        return Plan(widths, self.threshold, patience, self.steps is not None)
+        return Plan(widths, self.threshold, left, patience, self.steps is not None)
 
     def run_bounded_loop(self, axis: Axis, loop: BoundedLoop) -> Placed | None:
         """The results of all lanes; None where they are to be masked."""

@@ -19,6 +19,8 @@ _LONGEST = 600  # operations in the programs of all windows together, about
 _MOST_WINDOWS = 4
 MOST_STEPS_INSIDE = 8  # loops inside loops are entered often, and mostly for few steps
 
+_SHARED = 0.75  # what all lanes cost of as many in windows
+
 # What it costs to move a lane: for each of its arrays, and for each byte of those.
 _ARRAY = 25.0
 _BYTE = 0.2
@@ -76,6 +78,20 @@ def choose_widths(
             widths.append(wide)
         wide //= _NARROWING
     return (size, *widths)
+
+
+def most_left(widths: Sequence[int], grain: float) -> int:
+    """How many lanes may be left when they leave the run of all lanes for the first window.
+
+    What is overhead in one operation is that of so many lanes in the other; and several cores
+    may share what all lanes do.
+    """
+    if len(widths) == 1:
+        return 0
+    narrow = _lanes(_WORTH.get(jax.default_backend(), _OTHER_DEVICES).narrow, grain)
+    size, width = widths[:2]
+    share = _SHARED * (1 + narrow / size) / (1 + narrow / width)
+    return max(min(size - 1, round(share * size)), width)
 
 
 def steps_to_move(body: _compat.ClosedJaxpr, differs: Sequence[bool]) -> float:

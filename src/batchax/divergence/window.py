@@ -39,12 +39,15 @@ class Plan:
       widths: the widths of the windows, from the widest down. One of all lanes is not refilled.
       threshold: the share of the lanes of a window that must be done before it is refilled;
         None to leave that to `patience`.
+      most_left: how many lanes may be left when they leave the run of all lanes, if there is
+        no threshold.
       patience: how many steps of a lane cost as much as to move a lane.
       counts: whether lane-steps are counted.
     """
 
     widths: tuple[int, ...]
     threshold: float | None
+    most_left: int
     patience: float
     counts: bool
 
@@ -96,7 +99,8 @@ def run_in_windows(
     everyone, first = live.shape[0], 0
     tallies = []
     if plan.widths[0] == everyone:
-        left = max(plan.refilled_at(0), plan.left(0)) if len(plan.widths) > 1 else 0
+        left = plan.most_left if plan.threshold is None else plan.refilled_at(0)
+        left = max(left, plan.left(0)) if len(plan.widths) > 1 else 0
         stays = lambda wasted, count: plan.bears(wasted, count) & (count > 0)
         state = (live, carry, plan.blank)
         live, carry, tally = _steps(step, everyone, consts, left, stays, _alike(state, varying))
