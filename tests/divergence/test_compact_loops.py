@@ -85,6 +85,15 @@ def test_operands_along_other_axes():
     check(power, COUNTS, POINTS.T, MATRICES, in_axes=(0, 1, 2), out_axes=(0, 1))
 
 
+def test_steps_that_compute_nothing():
+    def f(goes_on, x):
+        step = lambda c: (False, c[2], c[1])
+        return lax.while_loop(lambda c: c[0], step, (goes_on, x, x[::-1]))[1]
+
+    check(f, COUNTS > 3, POINTS, divergence=bx.Compact())
+    check(f, COUNTS > 3, POINTS[:, :0], divergence=bx.Compact(), derivatives=False)
+
+
 def test_unbatched_operands():
     check(power, COUNTS, POINTS[0], MATRICES[..., 0], in_axes=(0, None, None))
 

@@ -21,6 +21,8 @@ MOST_STEPS_INSIDE = 8  # loops inside loops are entered often, and mostly for fe
 
 _SHARED = 0.75  # what all lanes cost of as many in windows
 
+_LEAST = 0.1  # work that a program is taken to do that does none
+
 # What it costs to move a lane: for each of its arrays, and for each byte of those.
 _ARRAY = 25.0
 _BYTE = 0.2
@@ -50,7 +52,7 @@ def most_windows(length: int, nesting: int) -> int:
     """
     if nesting:
         return int(nesting == 1 and 4 * length <= _LONGEST)
-    return min(_MOST_WINDOWS, max(1, _LONGEST // length))
+    return min(_MOST_WINDOWS, max(1, _LONGEST // max(1, length)))
 
 
 def choose_widths(
@@ -101,12 +103,12 @@ def steps_to_move(body: _compat.ClosedJaxpr, differs: Sequence[bool]) -> float:
     """
     own = [a for a, d in zip(body.in_avals, differs, strict=True) if d]
     step = work(body.jaxpr, differs) + _BYTE / 2 * bytes_of(body.out_avals)
-    return (_ARRAY * len(own) + _BYTE * bytes_of(own)) / step
+    return (_ARRAY * len(own) + _BYTE * bytes_of(own)) / max(step, _LEAST)
 
 
 def _lanes(worth: float, grain: float) -> int:
     """The power of two of lanes of which an operation is worth so much."""
-    lanes = 1
+    lanes, grain = 1, max(grain, _LEAST)
     while lanes * grain < worth:
         lanes *= 2
     return lanes
