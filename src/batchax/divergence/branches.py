@@ -34,7 +34,7 @@ from batchax.execution.chunk_loop import Body, Loop, chunk_loop
 from batchax.execution.kinds import WHOLE, Live, Picked
 from batchax.execution.names import index_as_input
 from batchax.execution.picks import fitting_width
-from batchax.rules.branches import _one_branch, _select
+from batchax.rules.branches import one_branch, select_results
 from batchax.rules.hazards import hazards
 
 # In the unit of `work`. Results do not depend on these.
@@ -66,10 +66,10 @@ def run_branches(axis: Axis, branches: Branches, width: int | None) -> Placed | 
     results = [
         part.run(lax.eq(index, np.asarray(i, index.dtype)))
         if part.apart
-        else _one_branch(axis, index, i, program, operands, positions)
+        else one_branch(axis, index, i, program, operands, positions)
         for i, (part, program) in enumerate(zip(parts, branches.programs, strict=True))
     ]
-    return _select(axis, index, results)
+    return select_results(axis, index, results)
 
 
 class _Part:

@@ -57,11 +57,11 @@ def _cond(axis: Axis, args: Any, axes: Any, /, *, branches: Any, **params: Any) 
         # rather read it again, from a copy.
         index = lax.optimization_barrier(index)
     for i, branch in enumerate(branches):
-        placed = _one_branch(axis, index, i, branch, operands, positions, updated)
+        placed = one_branch(axis, index, i, branch, operands, positions, updated)
         results.append(placed)
         for k, operand in updated.items():
             operands[operand], positions[operand] = placed[0][k], placed[1][k]
-    return _select(axis, index, results, updated)
+    return select_results(axis, index, results, updated)
 
 
 def _may_be_told(index: Any, hazard: Hazards) -> bool:
@@ -90,7 +90,7 @@ def _common_branch(
     return outs, out_axes
 
 
-def _one_branch(
+def one_branch(
     axis: Axis,
     index: Any,
     i: int,
@@ -193,7 +193,7 @@ def _zeros(
     return _compat.stage(zeros, in_avals)
 
 
-def _select(
+def select_results(
     axis: Axis, index: Any, results: Sequence[Placed], updated: Collection[int] = ()
 ) -> Placed:
     """For each lane the results of its own branch; the last branch has those `updated` of all."""
