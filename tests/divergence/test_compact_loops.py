@@ -358,6 +358,29 @@ def test_sharded_batches(kind):
             assert "all-to-all" not in text
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_effects_are_those_of_masked_lanes(ordered):
+    def seen(divergence):
+        calls = []
+
+        def f(n):
+            def step(i):
+                note = lambda *x: calls.append(tuple(map(int, x)))
+                jax.debug.callback(note, n, i, ordered=ordered)
+                return i + 1
+
+            return lax.while_loop(lambda i: i < n, step, 0)
+
+        jax.block_until_ready(jax.jit(bx.vmap(f, divergence=divergence))(COUNTS[:6]))
+        jax.effects_barrier()
+        return calls
+
+    compact, masked = seen(bx.Compact(2)), seen("predicate")
+    assert (compact if ordered else sorted(compact)) == (masked if ordered else sorted(masked))
+    for n in {int(n) for n in COUNTS[:6]}:
+        assert {i for m, i in compact if m == n} == set(range(n))
+
+
 def test_lane_steps_are_counted():
     steps = bx.LaneSteps()
     run = jax.jit(bx.vmap(power, divergence=bx.Compact(width=4, steps=steps)))

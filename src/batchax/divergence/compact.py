@@ -10,7 +10,7 @@ from batchax.divergence.bounded import run_bounded_loop
 from batchax.divergence.branches import run_branches
 from batchax.divergence.cost import bytes_of, launches, length, work
 from batchax.divergence.lane_steps import LaneSteps
-from batchax.divergence.limits import can_move, refuse_collectives
+from batchax.divergence.limits import calls_back, can_move, refuse_collectives
 from batchax.divergence.loop_primitive import bind
 from batchax.divergence.loops import parting_loop
 from batchax.divergence.widths import (
@@ -89,7 +89,7 @@ class Compact:
         programs = loop.test, loop.body
         refuse_collectives(programs, "a loop that ends at its own step in each lane")
         given = (*loop.test_consts, *loop.body_consts, *loop.carry)
-        if not can_move(axis, given):
+        if calls_back(programs) or not can_move(axis, given):
             return None
         differs = [a is not None for a in (*loop.body_at, *[0] * len(loop.carry))]
         plan = self.plan(axis.size, *programs, differs)
@@ -122,10 +122,10 @@ class Compact:
 
     def run_bounded_loop(self, axis: Axis, loop: BoundedLoop) -> Placed | None:
         """The results of all lanes; None where they are to be masked."""
-        if self._nesting or not can_move(axis, loop.args):
-            return None
         programs = [p for p in (loop.test, loop.body) if p is not None]
         refuse_collectives(programs, "a bounded loop that ends at its own step in each lane")
+        if self._nesting or calls_back(programs) or not can_move(axis, loop.args):
+            return None
         every = [True] * len(loop.body.in_avals)
         widths = self.plan(axis.size, loop.test, loop.body, every).widths
         width = widths[1] if len(widths) > 1 else axis.size

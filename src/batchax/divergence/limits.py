@@ -24,6 +24,11 @@ def can_move(axis: Axis, values: Sequence[Any]) -> bool:
     return not any(map(_compat.is_reference, values))
 
 
+def calls_back(programs: Iterable[_compat.ClosedJaxpr]) -> bool:
+    """Whether programs call the host: places in a window that are free would do so, too."""
+    return any(_compat.calls_back(program.effects) for program in programs)
+
+
 def refuse_collectives(programs: Iterable[_compat.ClosedJaxpr], where: str) -> None:
     """Refuses programs in which lanes, or devices, meet.
 
