@@ -560,3 +560,18 @@ def test_references_are_refused():
 
     with pytest.raises(bx.UnsupportedError, match="Put the array into the carry"):
         jax.jit(f)(1.0)
+
+
+def test_loop_without_a_bound_inside():
+    """It has a derivative in forward mode, and the outer loop with it."""
+
+    def f(x):
+        twice = lambda x: jax.lax.while_loop(lambda c: c < 4.0, lambda c: 2.0 * c, x)
+        return bx.bounded_while(lambda x: x < 50.0, lambda x: twice(x) * 3.0, x, 10)
+
+    x = jnp.array([0.3, 1.0, 100.0])
+    primal, tangent = jax.jvp(bx.vmap(f), (x,), (jnp.ones(3),))
+    same(primal, jnp.stack(list(map(f, x))))
+    same(tangent, primal / x)
+    with pytest.raises(bx.UnsupportedError, match="no derivative in reverse"):
+        jax.grad(f)(0.3)

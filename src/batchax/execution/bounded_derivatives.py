@@ -21,6 +21,7 @@ from batchax import _compat
 from batchax.engine.derivatives import tangents_of, with_values
 from batchax.errors import UnsupportedError
 from batchax.execution.bounded_loop import Form, Values, bounded_loop, bounded_loop_p
+from batchax.rules.hazards import hazards
 from batchax.rules.pullback import reached
 from batchax.user_rules.linear import linear_with_transpose
 
@@ -45,12 +46,15 @@ def _jvp(
     consts, carry, xs = groups
     given = list(map(_take, dots, (derivative.consts, derivative.carry, derivative.xs)))
     _refuse_shared(results.steps, [*_take(consts, derivative.consts), *_take(xs, derivative.xs)])
-    found = linear_with_transpose(
-        derivative.forward,
-        derivative.back,
-        [results.steps, *consts, *carry, *results.checkpoints, *xs],
-        [ad.instantiate_zeros(t) for group in given for t in group],
-    )
+    residuals = [results.steps, *consts, *carry, *results.checkpoints, *xs]
+    moving = [ad.instantiate_zeros(t) for group in given for t in group]
+    try:
+        found = linear_with_transpose(derivative.forward, derivative.back, residuals, moving)
+    except ValueError:
+        if not hazards(body.jaxpr).endless:
+            raise
+        # A loop without a bound inside the body has a derivative in forward mode only.
+        found = derivative.forward(residuals, moving)
     if not derivative.form.record:
         results = results._replace(checkpoints=[])
     outs = [*results.carry, *results.ys, *results.checkpoints, results.steps]
@@ -307,4 +311,13 @@ def _parts(items: Sequence[Any], *sizes: int) -> list[list[Any]]:
     return [*parts, items]
 
 
+def _transpose(*_: Any, **params: Any) -> Any:
+    raise UnsupportedError(
+        "a bounded loop (batchax.bounded_while, or a scan with until) is differentiated in reverse "
+        "mode, and the steps of it contain a loop that has no derivative in reverse, such as "
+        "lax.while_loop. Use batchax.bounded_while there, too."
+    )
+
+
 ad.primitive_jvps[bounded_loop_p] = _jvp
+ad.primitive_transposes[bounded_loop_p] = _transpose
