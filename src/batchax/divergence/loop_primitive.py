@@ -34,7 +34,7 @@ def bind(loop: PartingLoop, operands: Sequence[Any]) -> list[Any]:
     """Runs the loop; it may be batched, and differentiated in forward mode."""
     types = tuple(map(jax.typeof, operands))
     stage = lambda: _compat.stage(loop.run, types)
-    program = remembered(loop.body, (loop, types), stage)
+    program = remembered(loop.body, (loop.but_for_body, types), stage)
     return parting_loop_p.bind(*operands, loop=loop, program=program)
 
 

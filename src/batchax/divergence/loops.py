@@ -42,6 +42,11 @@ class PartingLoop:
     positions: tuple[AxisPosition, ...]
     plan: Plan
 
+    @property
+    def but_for_body(self) -> tuple[Any, ...]:
+        """What tells it from others of the same body, and does not hold on to that."""
+        return self.axis, self.test, self.n_test, self.positions, self.plan
+
     def run(self, *operands: Any) -> list[Any]:
         """The last carry, from the operands besides the carry and the first carry."""
         consts, carry = operands[: len(self.positions)], operands[len(self.positions) :]

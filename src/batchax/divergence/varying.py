@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import jaxprs_in_params
 
 from batchax import _compat
 from batchax.engine.divergence import Loop
+from batchax.engine.evaluate import evaluate
 from batchax.engine.fallback import bind_equation
 from batchax.engine.inner import remembered
 from batchax.rules.collectives import CASTS
@@ -39,23 +40,18 @@ def with_varying_values(loop: Loop) -> Loop:
 def _varying(program: _compat.ClosedJaxpr, model: Any) -> _compat.ClosedJaxpr:
     """`program` of values that vary as those of type `model`."""
 
+    jaxpr, consts = program.jaxpr, program.consts
+
+    def run_equation(eqn: Any, operands: list[Any]) -> Any:
+        if eqn.primitive.name in CASTS.split():
+            return operands
+        if not any(True for _ in jaxprs_in_params(eqn.params)):
+            operands = _compat.varying_alike(operands)
+        return bind_equation(eqn, operands)
+
     def run(*args: Any) -> list[Any]:
-        env = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-        env.update(zip(program.jaxpr.invars, args, strict=True))
-
-        def read(v: Any) -> Any:
-            return v.val if isinstance(v, Literal) else env[v]
-
-        for eqn in program.jaxpr.eqns:
-            operands = list(map(read, eqn.invars))
-            if not any(True for _ in jaxprs_in_params(eqn.params)):
-                operands = _compat.varying_alike(operands)
-            with _compat.user_source(eqn.source_info, _compat.current_name_stack()):
-                cast = eqn.primitive.name in CASTS.split()
-                outs = operands if cast else bind_equation(eqn, operands)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        (*outs, _) = _compat.varying_alike([*map(read, program.jaxpr.outvars), args[0]])
-        return outs
+        outs = evaluate(jaxpr, consts, args, run_equation)
+        return _compat.varying_alike([*outs, args[0]])[:-1]
 
     def build() -> Any:
         cast = lambda like, *xs: _compat.varying_alike(xs, like=[like])

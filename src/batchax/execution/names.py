@@ -21,6 +21,7 @@ from jax.extend.core.primitives import copy_p, while_p
 
 from batchax import _compat
 from batchax.engine.axis import Axis
+from batchax.engine.evaluate import evaluate
 from batchax.engine.fallback import bind_equation
 from batchax.engine.named_axes import as_names, uses_name
 from batchax.errors import UnsupportedError
@@ -127,20 +128,10 @@ def _as_staged(eqn: Any, outer_names: Any) -> Iterator[None]:
 def _evaluate(
     axis: Axis, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], lane: Any, top: bool
 ) -> list[Any]:
-    env = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-    outer_names = _compat.current_name_stack()
+    def run_equation(eqn: Any, xs: list[Any]) -> Sequence[Any]:
+        return _use(axis, eqn, xs, lane, top) if is_exposed(axis, eqn) else bind_equation(eqn, xs)
 
-    def read(v: Any) -> Any:
-        return v.val if isinstance(v, Literal) else env[v]
-
-    for eqn in jaxpr.eqns:
-        xs = list(map(read, eqn.invars))
-        with _as_staged(eqn, outer_names):
-            exposed = is_exposed(axis, eqn)
-            outs = _use(axis, eqn, xs, lane, top) if exposed else bind_equation(eqn, xs)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return list(map(read, jaxpr.outvars))
+    return evaluate(jaxpr, consts, args, run_equation)
 
 
 def _use(axis: Axis, eqn: Any, xs: list[Any], lane: Any, top: bool) -> Sequence[Any]:

@@ -220,7 +220,8 @@ def _masked_loop(
             _compat.stage(step, [*consts, live, *carry]),
         )
 
-    return remembered(body_jaxpr, (masked, cond_jaxpr, consts_at, places), build)
+    how = masked.told, masked.protected  # not the body itself, which would then never be freed
+    return remembered(body_jaxpr, (axis, how, cond_jaxpr, consts_at, places), build)
 
 
 def predicate(axis: Axis, cond_jaxpr: Any, operands: Any, positions: Any) -> Any:

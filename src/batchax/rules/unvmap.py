@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
 from batchax import _compat
+from batchax.engine.evaluate import evaluate
 from batchax.engine.fallback import bind_equation
 from batchax.engine.inner import remembered
 
@@ -30,14 +30,11 @@ def asked_of_each_lane(test: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
         return test
     jaxpr, consts = test.jaxpr, test.consts
 
+    def run_equation(eqn: Any, operands: list[Any]) -> Any:
+        of_one_lane = _OF_ONE_LANE.get(eqn.primitive.name)
+        return [of_one_lane(*operands)] if of_one_lane else bind_equation(eqn, operands)
+
     def run(*args: Any) -> list[Any]:
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-        read = lambda v: v.val if isinstance(v, Literal) else env[v]
-        for eqn in jaxpr.eqns:
-            operands = list(map(read, eqn.invars))
-            of_one_lane = _OF_ONE_LANE.get(eqn.primitive.name)
-            outs = [of_one_lane(*operands)] if of_one_lane else bind_equation(eqn, operands)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return list(map(read, jaxpr.outvars))
+        return evaluate(jaxpr, consts, args, run_equation)
 
     return remembered(test, "asked of each lane", lambda: _compat.stage(run, test.in_avals))
