@@ -8,7 +8,6 @@ for all lanes, masked.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +24,6 @@ from batchax.divergence.limits import can_move, refuse_collectives
 from batchax.engine.axis import Axis, AxisPosition, match_axis
 from batchax.engine.derivatives import with_values
 from batchax.engine.divergence import Branches, Placed
-from batchax.engine.inner import remembered
 from batchax.engine.interpreter import interpret
 from batchax.engine.named_axes import uses_name
 from batchax.engine.replay import closed_over
@@ -102,9 +100,8 @@ class _Part:
 
     def _take_index(self) -> None:
         """Makes the index of the lane an operand, if that is all the name is used for."""
-        told = functools.partial(index_as_input, self.axis, self.program)
         try:
-            program = remembered(self.program, (self.axis, "index_as_input"), told)
+            program = index_as_input(self.axis, self.program)
         except UnsupportedError:
             return
         lanes = lax.iota(np.int32, self.axis.size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -129,10 +128,7 @@ def _with_index(axis: Axis, loop: Loop) -> Loop:
     if axis.name is None or not any(uses_name(eqn, axis.name) for eqn in eqns):
         return loop
     lanes = lax.iota(np.int32, axis.size)
-    test, body = (
-        remembered(p, (axis, "index_as_input"), functools.partial(index_as_input, axis, p))
-        for p in programs
-    )
+    test, body = (index_as_input(axis, program) for program in programs)
     return replace(
         loop,
         test=test,

@@ -23,6 +23,7 @@ from batchax import _compat
 from batchax.engine.axis import Axis
 from batchax.engine.evaluate import evaluate
 from batchax.engine.fallback import bind_equation
+from batchax.engine.inner import remembered
 from batchax.engine.named_axes import as_names, uses_name
 from batchax.errors import UnsupportedError
 from batchax.execution.sections import Section
@@ -77,10 +78,12 @@ def index_as_input(axis: Axis, program: _compat.ClosedJaxpr) -> _compat.ClosedJa
     """`program` with the index of the lane as one more input, the first."""
 
     def run(lane: Any, *xs: Any) -> list[Any]:
-        return _evaluate(axis, program.jaxpr, program.consts, xs, lane, False)
+        return _evaluate(axis, jaxpr, consts, xs, lane, False)
 
+    jaxpr, consts = program.jaxpr, program.consts
     types = [jax.typeof(np.int32(0)), *program.in_avals]
-    return _compat.stage(run, types, _names(axis))
+    key = axis, "index_as_input"
+    return remembered(program, key, lambda: _compat.stage(run, types, _names(axis)))
 
 
 def is_exposed(axis: Axis, eqn: Any) -> bool:
