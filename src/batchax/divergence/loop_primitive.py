@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.core import eval_jaxpr
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.divergence.cost import bytes_of
@@ -22,6 +22,7 @@ from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
 from batchax.engine.derivatives import tangents_of
 from batchax.engine.inner import batch_inner, remembered
 from batchax.engine.named_axes import uses_name
+from batchax.engine.own_primitives import stands_for
 from batchax.engine.registry import register_own_rule
 
 _MOST_REPEATED = 4  # times what the lanes hold: what outer lanes may repeat of what is shared
@@ -128,4 +129,4 @@ def _merged(
 
 
 ad.primitive_jvps[parting_loop_p] = _jvp
-mlir.register_lowering(parting_loop_p, mlir.lower_fun(_run, multiple_results=True))
+stands_for(parting_loop_p, _run)

@@ -28,9 +28,9 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import mapped_aval, unmapped_aval
-from jax.interpreters import mlir
 
 from batchax import _compat
+from batchax.engine.own_primitives import stands_for
 from batchax.engine.program_key import program_key
 from batchax.execution.eager import compile_program
 
@@ -367,4 +367,4 @@ def _to_lojax(*operands: Any, **params: Any) -> list[Any]:
 
 
 bounded_loop_p.to_lojax = _to_lojax
-mlir.register_lowering(bounded_loop_p, mlir.lower_fun(run, multiple_results=True))
+stands_for(bounded_loop_p, run)

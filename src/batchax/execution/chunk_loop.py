@@ -29,9 +29,9 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import mapped_aval
-from jax.interpreters import mlir
 
 from batchax import _compat
+from batchax.engine.own_primitives import stands_for
 from batchax.engine.program_key import program_key
 from batchax.execution import picks
 from batchax.execution.buffers import blank
@@ -411,7 +411,4 @@ def _to_lojax(*operands: Any, loop: Loop, program: Any) -> list[Any]:
 
 chunk_loop_p.to_lojax = _to_lojax
 
-mlir.register_lowering(
-    chunk_loop_p,
-    mlir.lower_fun(lambda *operands, loop, program: run(loop, operands), multiple_results=True),
-)
+stands_for(chunk_loop_p, lambda *operands, loop, program: run(loop, operands))

@@ -15,10 +15,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition, match_axis
+from batchax.engine.own_primitives import stands_for
 from batchax.engine.registry import register_own_rule
 from batchax.rules.masking import is_inexact
 
@@ -106,7 +107,7 @@ def with_derivative_of(value: Any, other: Any) -> Any:
 follow_p = _compat.Primitive("follow")
 follow_p.def_impl(lambda value, other: value)
 follow_p.def_abstract_eval(lambda value, other: value)
-mlir.register_lowering(follow_p, lambda ctx, value, other: [value])
+stands_for(follow_p, lambda value, other: value)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:

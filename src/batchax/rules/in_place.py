@@ -28,13 +28,13 @@ from jax import lax
 from jax.core import ShapedArray, eval_jaxpr
 from jax.extend.core import Literal
 from jax.extend.core.primitives import cond_p, scan_p, while_p
-from jax.interpreters import mlir
 
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition, move_axis
 from batchax.engine.fallback import bind_equation
 from batchax.engine.inner import remembered, stage_function
 from batchax.engine.interpreter import plan
+from batchax.engine.own_primitives import stands_for
 from batchax.engine.registry import register_own_rule
 from batchax.rules.calls import BODIES
 from batchax.rules.hazards import is_endless
@@ -363,4 +363,4 @@ def _batched(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, AxisPosition]:
 
 some_live_p.def_impl(jax.jit(_goes_on))
 some_live_p.def_abstract_eval(lambda live, more: more)
-mlir.register_lowering(some_live_p, mlir.lower_fun(_goes_on, multiple_results=False))
+stands_for(some_live_p, _goes_on)

@@ -27,10 +27,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition, axis_to_front, move_axis
+from batchax.engine.own_primitives import stands_for
 from batchax.engine.registry import register_own_rule
 from batchax.errors import UnsupportedError
 
@@ -111,7 +112,7 @@ def _batched(
 
 safe_lanes_p.def_impl(_values)
 safe_lanes_p.def_abstract_eval(lambda live, x, **params: x)
-mlir.register_lowering(safe_lanes_p, mlir.lower_fun(_values, multiple_results=False))
+stands_for(safe_lanes_p, _values)
 ad.primitive_jvps[safe_lanes_p] = _jvp
 ad.primitive_transposes[safe_lanes_p] = _transpose
 

@@ -20,12 +20,12 @@ from typing import Any
 import jax
 from jax.core import eval_jaxpr
 from jax.extend.core import Literal
-from jax.interpreters import mlir
 
 from batchax import _compat
 from batchax.engine.axis import Axis, match_axis
 from batchax.engine.derivatives import Flat, cotangents_of, tangents_of
 from batchax.engine.inner import batch_function, batched_aval
+from batchax.engine.own_primitives import stands_for
 from batchax.engine.replay import captured_tracers, equations_for
 
 Flags = Sequence[bool]
@@ -283,4 +283,4 @@ def _types(*avals: Any, jaxpr: Any, steps: Any, rule: Any) -> Any:
 # For programs with primitives that JAX, from 0.12 on, lowers before all others.
 custom_call_p.to_lojax = _run
 
-mlir.register_lowering(custom_call_p, mlir.lower_fun(_run, multiple_results=True))
+stands_for(custom_call_p, _run)

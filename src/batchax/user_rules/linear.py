@@ -11,12 +11,13 @@ from typing import Any
 
 import jax
 from jax.core import eval_jaxpr
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition
 from batchax.engine.derivatives import tangents_of
 from batchax.engine.inner import batch_inner
+from batchax.engine.own_primitives import stands_for
 from batchax.engine.registry import register_own_rule
 from batchax.rules.pullback import pull_back
 
@@ -143,4 +144,4 @@ def _batched(
 ad.primitive_jvps[linear_p] = _jvp
 ad.primitive_transposes[linear_p] = _transpose
 linear_p.to_lojax = _run
-mlir.register_lowering(linear_p, mlir.lower_fun(_run, multiple_results=True))
+stands_for(linear_p, _run)
