@@ -1,0 +1,1 @@
+"""Reading programs: as JAX stages them, and as a compiler made them."""

@@ -1,0 +1,307 @@
+"""What the primitives of JAX cost, by family: operations on numbers, and bytes moved.
+
+Counted as XLA's own analysis counts them, where it counts what a primitive does: an operation
+on each element, two for each product in a contraction, one fewer than the elements for a
+reduction, none for moving data. Functions that XLA expands into a series are counted as that
+expansion, of 32 bits. What it takes for an opaque call or for one pass of a loop (factorisations,
+Fourier transforms, running totals, random bits) is counted by the textbook.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from batchax.programs.shapes import (
+    bytes_of,
+    length_along,
+    matrices_of,
+    products_of_convolution,
+    size_of,
+    size_of_window,
+    terms_of_contraction,
+)
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+MOVES = _names(
+    """
+    all_gather all_gather_invariant all_to_all axis_index bitcast_convert_type broadcast
+    broadcast_in_dim concatenate copy copy_p create_token device_put dynamic_slice
+    dynamic_update_slice empty expand_dims full gather get imag iota layout_constraint
+    optimization_barrier pad pbroadcast pcast platform_index ppermute pvary random_unwrap
+    random_wrap real reshape rev scatter sharding_constraint slice split squeeze stack
+    stop_gradient swap tile transpose unstack
+    """
+)
+"""Primitives that compute nothing."""
+
+TRANSCENDENTAL: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(_names("atan2 atan cbrt cos erf exp expm1 log log1p"), (0, 1)),
+    **dict.fromkeys(_names("pow rsqrt sin sqrt tan tanh"), (0, 1)),
+    "acos": (3, 2),
+    "acosh": (7, 4),
+    "asin": (5, 2),
+    "asinh": (11, 3),
+    "atanh": (6, 2),
+    "cosh": (3, 2),
+    "exp2": (1, 1),
+    "logistic": (3, 1),
+    "sinh": (10, 3),
+    # a polynomial, or a continued fraction
+    "bessel_i0e": (83, 1),
+    "bessel_i1e": (83, 1),
+    "digamma": (73, 3),
+    "erf_inv": (37, 2),
+    "erfc": (62, 1),
+    "igamma": (427, 2),
+    "igamma_grad_a": (427, 2),
+    "igammac": (427, 2),
+    "lgamma": (53, 4),
+    "random_gamma_grad": (427, 2),
+    "regularized_incomplete_beta": (427, 2),
+}
+"""For each element: operations, and functions such as a sine or a root."""
+
+_RANDOM_WORD = 120  # threefry-2x32 of one counter: 20 rounds of 5 operations, keys, a xor
+_SEVERAL: dict[str, float] = {
+    "nextafter": 24,
+    "random_fold_in": _RANDOM_WORD,
+    "random_seed": 3,
+}
+"""For each element of the result, where it is not one operation."""
+
+
+def elementwise(eqn: Any) -> tuple[float, float]:
+    """One operation, or what the tables say, for each element of the largest result."""
+    flops, transcendentals = TRANSCENDENTAL.get(
+        eqn.primitive.name, (_SEVERAL.get(eqn.primitive.name, 1), 0)
+    )
+    size = max((size_of(v.aval) for v in eqn.outvars), default=0)
+    return flops * size, transcendentals * size
+
+
+def _power(eqn: Any) -> tuple[float, float]:
+    """Squares and products, by the binary digits of the exponent."""
+    exponent = eqn.params["y"]
+    products = max(0, abs(exponent).bit_length() - 1 + abs(exponent).bit_count() - 1)
+    return (products + (exponent < 0)) * size_of(eqn.outvars[0].aval), 0
+
+
+def _selection(eqn: Any) -> tuple[float, float]:
+    """One choice fewer than cases; a number, unlike a boolean, is compared for each."""
+    choices = len(eqn.invars) - 2
+    by_number = eqn.invars[0].aval.dtype != bool
+    return size_of(eqn.outvars[0].aval) * choices * (1 + by_number), 0
+
+
+# --- operations whose cost depends on more than their results ----------------------------------
+
+
+def _read(eqn: Any) -> int:
+    return size_of(eqn.invars[0].aval)
+
+
+def _reduction(operations: float) -> Callable[[Any], tuple[float, float]]:
+    """Elements are combined two at a time, each time with so many operations."""
+
+    def cost(eqn: Any) -> tuple[float, float]:
+        return operations * max(0, _read(eqn) - size_of(eqn.outvars[0].aval)), 0
+
+    return cost
+
+
+def _reduction_by_program(eqn: Any) -> tuple[float, float]:
+    program = eqn.params["jaxpr"]
+    return _reduction(len(getattr(program, "jaxpr", program).eqns))(eqn)
+
+
+def _windows(eqn: Any) -> tuple[float, float]:
+    return size_of(eqn.outvars[0].aval) * (size_of_window(eqn) - 1), 0
+
+
+def _select_and_scatter(eqn: Any) -> tuple[float, float]:
+    """In each window comparisons, and an addition to the element found."""
+    return _read(eqn) * size_of_window(eqn), 0
+
+
+def _running_logsumexp(eqn: Any) -> tuple[float, float]:
+    return 8 * _read(eqn), 2 * _read(eqn)
+
+
+def _contraction(eqn: Any) -> tuple[float, float]:
+    return 2 * size_of(eqn.outvars[0].aval) * terms_of_contraction(eqn), 0
+
+
+def _convolution(eqn: Any) -> tuple[float, float]:
+    return 2 * products_of_convolution(eqn), 0
+
+
+def _sort(eqn: Any) -> tuple[float, float]:
+    length = length_along(eqn.invars[0].aval, eqn.params.get("dimension", -1))
+    return _read(eqn) * math.ceil(math.log2(max(length, 1))), 0
+
+
+def _top_k(eqn: Any) -> tuple[float, float]:
+    return _read(eqn) * math.ceil(math.log2(eqn.params["k"] + 1)), 0
+
+
+def _scatter(eqn: Any) -> tuple[float, float]:
+    return size_of(eqn.invars[2].aval), 0
+
+
+def _update_of_reference(eqn: Any) -> tuple[float, float]:
+    return size_of(eqn.invars[1].aval), 0
+
+
+def _random_bits(eqn: Any) -> tuple[float, float]:
+    """One counter is encrypted for each number of up to 64 bits."""
+    return _RANDOM_WORD * size_of(eqn.outvars[0].aval), 0
+
+
+def _threefry(eqn: Any) -> tuple[float, float]:
+    return _RANDOM_WORD * size_of(eqn.outvars[0].aval), 0
+
+
+def _fourier(eqn: Any) -> tuple[float, float]:
+    """5 n log2 n of a complex transform of n numbers, half of it if they are real."""
+    lengths = math.prod(eqn.params["fft_lengths"])
+    real = "RFFT" in str(eqn.params["fft_type"])
+    largest = max(_read(eqn), size_of(eqn.outvars[0].aval))
+    return (2.5 if real else 5) * largest * math.log2(max(lengths, 2)), 0
+
+
+def _of_matrices(count: Callable[[int, int], float]) -> Callable[[Any], tuple[float, float]]:
+    """`count` operations for each matrix of m rows and n columns, m being the larger."""
+
+    def cost(eqn: Any) -> tuple[float, float]:
+        batch, m, n = matrices_of(eqn.invars[0].aval)
+        return batch * count(max(m, n), min(m, n)), 0
+
+    return cost
+
+
+def _qr(m: int, n: int) -> float:
+    return 2 * m * n * n - 2 * n**3 / 3
+
+
+def _eigh(eqn: Any) -> tuple[float, float]:
+    return _of_matrices(lambda m, n: 9 * n**3)(eqn)
+
+
+def _svd(eqn: Any) -> tuple[float, float]:
+    if eqn.params.get("compute_uv", True):
+        return _of_matrices(lambda m, n: 6 * m * n * n + 20 * n**3)(eqn)
+    return _of_matrices(lambda m, n: 4 * m * n * n - 4 * n**3 / 3)(eqn)
+
+
+def _triangular_solve(eqn: Any) -> tuple[float, float]:
+    """Each right-hand side takes the square of its length."""
+    rows = length_along(eqn.invars[0].aval, -1)
+    return size_of(eqn.invars[1].aval) * rows, 0
+
+
+FLOPS: dict[str, Callable[[Any], tuple[float, float]]] = {
+    "conv_general_dilated": _convolution,
+    "dot_general": _contraction,
+    "integer_pow": _power,
+    "ragged_dot": lambda eqn: (2 * _read(eqn) * length_along(eqn.outvars[0].aval, -1), 0),
+    "select_n": _selection,
+    # reductions
+    **dict.fromkeys(
+        _names("reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor"),
+        _reduction(1),
+    ),
+    **dict.fromkeys(_names("argmax argmin"), _reduction(9)),  # NaN and ties are looked for
+    "reduce": _reduction_by_program,
+    **dict.fromkeys(
+        _names("reduce_window reduce_window_max reduce_window_min reduce_window_sum"), _windows
+    ),
+    **dict.fromkeys(_names("select_and_scatter_add select_and_gather_add"), _select_and_scatter),
+    **dict.fromkeys(_names("cummax cummin cumprod cumsum"), lambda eqn: (_read(eqn), 0)),
+    "cumlogsumexp": _running_logsumexp,
+    # order
+    "sort": _sort,
+    "top_k": _top_k,
+    "approx_top_k": _top_k,
+    # updates
+    **dict.fromkeys(
+        _names(
+            """
+            scatter-add scatter-max scatter-min scatter-mul scatter-sub scatter_add scatter_max
+            scatter_min scatter_mul scatter_sub
+            """
+        ),
+        _scatter,
+    ),
+    "addupdate": _update_of_reference,
+    # random numbers
+    "random_bits": _random_bits,
+    "random_split": _random_bits,
+    "threefry2x32": _threefry,
+    # linear algebra
+    "cholesky": _of_matrices(lambda m, n: n**3 / 3),
+    "eig": _of_matrices(lambda m, n: 25 * n**3),
+    "eigh": _eigh,
+    "fft": _fourier,
+    "geqrf": _of_matrices(_qr),
+    "hessenberg": _of_matrices(lambda m, n: 10 * n**3 / 3),
+    "householder_product": _of_matrices(_qr),
+    "lu": _of_matrices(lambda m, n: m * n * n - n**3 / 3),
+    "qr": _of_matrices(lambda m, n: 2 * _qr(m, n)),  # the factor Q is multiplied out
+    "schur": _of_matrices(lambda m, n: 25 * n**3),
+    "svd": _svd,
+    "triangular_solve": _triangular_solve,
+    "tridiagonal": _of_matrices(lambda m, n: 4 * n**3 / 3),
+    "tridiagonal_solve": lambda eqn: (8 * size_of(eqn.invars[3].aval), 0),
+}
+"""Operations, and functions such as a sine, of an equation."""
+
+
+# --- bytes -------------------------------------------------------------------------------------
+
+_VIEWS = _names(
+    """
+    axis_index bitcast_convert_type copy_p create_token expand_dims layout_constraint
+    optimization_barrier pbroadcast pcast platform_index pvary random_unwrap random_wrap reshape
+    sharding_constraint squeeze stop_gradient
+    """
+)
+
+
+def _all(eqn: Any) -> int:
+    return bytes_of(v.aval for v in (*eqn.invars, *eqn.outvars))
+
+
+def _what_is_read(eqn: Any) -> int:
+    """Of a slice or gather: its result, twice, and the indices."""
+    return 2 * bytes_of([eqn.outvars[0].aval]) + bytes_of(v.aval for v in eqn.invars[1:])
+
+
+def _what_is_written(eqn: Any) -> int:
+    """Of an update in place: the update, twice, and the indices."""
+    return 2 * bytes_of([eqn.invars[1].aval]) + bytes_of(v.aval for v in eqn.invars[2:])
+
+
+def _what_is_scattered(eqn: Any) -> int:
+    _, indices, updates = (v.aval for v in eqn.invars)
+    times = 2 if eqn.primitive.name == "scatter" else 3  # what is there is read
+    return times * bytes_of([updates]) + bytes_of([indices])
+
+
+_BYTES: dict[str, Callable[[Any], int]] = {
+    **dict.fromkeys(_VIEWS, lambda eqn: 0),
+    **dict.fromkeys(_names("dynamic_slice gather get slice"), _what_is_read),
+    **dict.fromkeys(_names("addupdate dynamic_update_slice swap"), _what_is_written),
+    **dict.fromkeys((name for name in FLOPS if name.startswith("scatter")), _what_is_scattered),
+    "scatter": _what_is_scattered,
+}
+
+
+def bytes_moved(eqn: Any) -> int:
+    """Bytes read and written by an operation alone, as if nothing were fused with it."""
+    return _BYTES.get(eqn.primitive.name, _all)(eqn)

@@ -1,0 +1,94 @@
+"""How much the arrays and operations of a staged program hold, read off their shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from typing import Any
+
+
+def size_of(aval: Any) -> int:
+    """Number of elements of an array of this type; a size that is a symbol counts as one."""
+    return math.prod(n if isinstance(n, int) else 1 for n in getattr(aval, "shape", ()))
+
+
+def bytes_of(avals: Iterable[Any]) -> int:
+    """The memory that arrays of these types take."""
+    return sum(size_of(a) * a.dtype.itemsize for a in avals if hasattr(a, "dtype"))
+
+
+def terms_of_contraction(eqn: Any) -> int:
+    """How many products each element of a `dot_general` adds up."""
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return _product(eqn.invars[0].aval.shape[d] for d in contracted)
+
+
+def products_of_convolution(eqn: Any) -> int:
+    """How many products a `conv_general_dilated` adds up; those with padding are none."""
+    lhs, kernel = (v.aval.shape for v in eqn.invars)
+    out = eqn.outvars[0].aval.shape
+    numbers = eqn.params["dimension_numbers"]
+    # `rhs_spec`: features out, features in, space; the others: batch, features, space
+    pairs = map(
+        _pairs_of_window,
+        *(
+            [shape[d] for d in dims[2:]]
+            for shape, dims in (
+                (lhs, numbers.lhs_spec),
+                (kernel, numbers.rhs_spec),
+                (out, numbers.out_spec),
+            )
+        ),
+        eqn.params["window_strides"],
+        eqn.params["padding"],
+        eqn.params["lhs_dilation"] or repeat(1),
+        eqn.params["rhs_dilation"] or repeat(1),
+    )
+    batch, features = (out[d] for d in numbers.out_spec[:2])
+    return _product([batch, features, kernel[numbers.rhs_spec[1]], *pairs])
+
+
+def _pairs_of_window(
+    size: Any,
+    window: Any,
+    places: Any,
+    stride: int,
+    padding: Sequence[int],
+    dilation: int,
+    window_dilation: int,
+) -> int:
+    """Along one dimension: how many pairs of place and element of the window meet an element."""
+    if not all(isinstance(n, int) for n in (size, window, places, padding[0])):
+        return 1
+    found = 0
+    for offset in range(window):
+        first = offset * window_dilation - padding[0]
+        if dilation == 1:  # places p with 0 <= first + p * stride < size
+            low, high = max(0, -(first // stride)), min(places, -((first - size) // stride))
+            found += max(0, high - low)
+        else:
+            at = (first + place * stride for place in range(places))
+            found += sum(p % dilation == 0 and 0 <= p // dilation < size for p in at)
+    return found
+
+
+def size_of_window(eqn: Any) -> int:
+    """Elements of the window of a `reduce_window` or an operation like it."""
+    return _product(eqn.params["window_dimensions"])
+
+
+def matrices_of(aval: Any) -> tuple[int, int, int]:
+    """Of an array of matrices: their number, and the rows and columns of each."""
+    *batch, m, n = (k if isinstance(k, int) else 1 for k in aval.shape)
+    return math.prod(batch), m, n
+
+
+def length_along(aval: Any, dimension: int) -> int:
+    """The size of one dimension."""
+    size = aval.shape[dimension] if aval.shape else 1
+    return size if isinstance(size, int) else 1
+
+
+def _product(sizes: Iterable[Any]) -> int:
+    return math.prod(n if isinstance(n, int) else 1 for n in sizes)
