@@ -10,6 +10,7 @@ import jax
 
 from batchax import _compat
 from batchax.divergence.compact import Compact, find_divergence
+from batchax.engine import recording
 from batchax.engine.arguments import (
     Mapped,
     check_axis_name,
@@ -187,6 +188,7 @@ def _run(
         names = [m.path for m in mapped]
         staged = stage_function(axis, one_example, avals, names)
         described = outputs[0].described
+        recording.found_program(axis, staged, mapped, described)
         program = Program(axis, staged, values, axes)
         if chunking is None and axis.divergence is not None:
             chunking = one_chunk_for_each_shard(axis, values, axes)

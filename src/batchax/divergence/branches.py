@@ -21,6 +21,7 @@ from jax.extend.core import Literal
 from batchax import _compat
 from batchax.divergence.cost import work
 from batchax.divergence.limits import can_move, refuse_collectives
+from batchax.engine import recording
 from batchax.engine.axis import Axis, AxisPosition, match_axis
 from batchax.engine.derivatives import with_values
 from batchax.engine.divergence import Branches, Placed
@@ -61,12 +62,15 @@ def run_branches(axis: Axis, branches: Branches, width: int | None) -> Placed | 
     if not any(part.apart for part in parts):
         return None
     index, operands, positions = branches.index, branches.operands, branches.positions
-    results = [
-        part.run(lax.eq(index, np.asarray(i, index.dtype)))
-        if part.apart
-        else one_branch(axis, index, i, program, operands, positions)
-        for i, (part, program) in enumerate(zip(parts, branches.programs, strict=True))
-    ]
+    recording.note(divergence="grouped", apart=[i for i, part in enumerate(parts) if part.apart])
+    results = []
+    for i, (part, program) in enumerate(zip(parts, branches.programs, strict=True)):
+        with recording.part(f"branch {i}"):
+            results.append(
+                part.run(lax.eq(index, np.asarray(i, index.dtype)))
+                if part.apart
+                else one_branch(axis, index, i, program, operands, positions)
+            )
     return select_results(axis, index, results)
 
 

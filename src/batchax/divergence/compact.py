@@ -21,6 +21,7 @@ from batchax.divergence.widths import (
     steps_to_move,
 )
 from batchax.divergence.window import Plan
+from batchax.engine import recording
 from batchax.engine.arguments import is_position
 from batchax.engine.axis import Axis
 from batchax.engine.divergence import BoundedLoop, Branches, Loop, Placed
@@ -95,6 +96,7 @@ class Compact:
         plan = self.plan(axis.size, *programs, differs)
         if plan.widths == (axis.size,) and self.steps is None:
             return None
+        recording.note(divergence="compact", widths=plan.widths)
         outs = bind(*parting_loop(axis, loop, plan))
         return outs[len(outs) - len(loop.carry) :]
 
@@ -129,7 +131,12 @@ class Compact:
         every = [True] * len(loop.body.in_avals)
         widths = self.plan(axis.size, loop.test, loop.body, every).widths
         width = widths[1] if len(widths) > 1 else axis.size
-        return run_bounded_loop(axis, loop, width) if width < axis.size else None
+        if width == axis.size:
+            return None
+        placed = run_bounded_loop(axis, loop, width)
+        if placed is not None:
+            recording.note(divergence="compact", widths=widths[:2])
+        return placed
 
     def run_branches(self, axis: Axis, branches: Branches) -> Placed | None:
         """What each lane's branch returns; None where all branches are to be masked."""

@@ -14,6 +14,7 @@ import jax
 from jax import lax
 
 from batchax import _compat
+from batchax.engine import recording
 from batchax.engine.axis import Axis, AxisPosition, move_axis
 from batchax.errors import SequentialFallbackWarning
 
@@ -75,6 +76,7 @@ def one_after_another(
 
     Lanes run in order of their index, which keeps ordered effects in order.
     """
+    recording.note(service="lanes")
     batched = [
         move_axis(x, a, 0) for x, a in zip(operands, operand_axes, strict=True) if a is not None
     ]

@@ -16,6 +16,7 @@ import jax
 from jax.extend.core import mapped_aval, unmapped_aval
 
 from batchax import _compat
+from batchax.engine import recording
 from batchax.engine.axis import Axis, AxisPosition, match_axis
 from batchax.engine.interpreter import interpret
 
@@ -63,11 +64,12 @@ def batch_inner(
 
 def remembered(body: _compat.ClosedJaxpr, key: Any, build: Callable[[], Any]) -> Any:
     """What `build` returns, built once for each `key` for as long as `body` lives."""
-    key = (key, jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
-    known = _built.setdefault(body, {})
+    built, place = recording.memory() or (_built, None)
+    key = (key, place, jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+    known = built.setdefault(body, {})
     if key not in known:
-        if len(_built) > _MOST_BODIES:
-            del _built[next(iter(_built))]
+        if len(built) > _MOST_BODIES:
+            del built[next(iter(built))]
         known[key] = build()
     return known[key]
 
@@ -120,7 +122,7 @@ def stage_function(
     named = [] if axis.name is None else [(axis.name, axis.size)]
 
     def stage(f: Callable[..., Any]) -> _compat.ClosedJaxpr:
-        with _compat.mesh_axis_taken(axis.mesh_axis):
+        with recording.paused(), _compat.mesh_axis_taken(axis.mesh_axis):
             return _compat.stage(f, avals, named, arg_names, transformation)
 
     try:

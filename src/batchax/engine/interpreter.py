@@ -15,6 +15,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from batchax import _compat
+from batchax.engine import recording
 from batchax.engine.axis import Axis, AxisPosition
 from batchax.engine.fallback import bind_equation, run_without_rule
 from batchax.engine.named_axes import uses_name
@@ -41,6 +42,17 @@ def interpret(
       The outputs and the position of the batch axis in each, None for an
       output that does not depend on the batch.
     """
+    with recording.run():
+        return _interpret(axis, jaxpr, consts, args, axes)
+
+
+def _interpret(
+    axis: Axis,
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    axes: Sequence[AxisPosition],
+) -> tuple[list[Any], list[AxisPosition]]:
     steps = plan(jaxpr)
     # Each variable's value and where that carries the batch axis.
     env: dict[Any, tuple[Any, AxisPosition]] = {
@@ -78,10 +90,22 @@ def batch_equation(
     axis: Axis, eqn: Any, operands: list[Any], operand_axes: list[AxisPosition]
 ) -> tuple[Sequence[Any], Sequence[AxisPosition]]:
     """Outputs of one equation for all lanes, always as sequences."""
-    primitive = eqn.primitive
-    if operand_axes.count(None) == len(operand_axes) and not (
+    shared = operand_axes.count(None) == len(operand_axes) and not (
         axis.name is not None and uses_name(eqn, axis.name)
-    ):
+    )
+    if not recording.is_on():
+        return _batch(axis, eqn, operands, operand_axes, shared)
+    with recording.equation(axis, eqn, operand_axes, shared) as record:
+        outs, out_axes = _batch(axis, eqn, operands, operand_axes, shared)
+        record.out_axes = tuple(out_axes)
+    return outs, out_axes
+
+
+def _batch(
+    axis: Axis, eqn: Any, operands: list[Any], operand_axes: list[AxisPosition], shared: bool
+) -> tuple[Sequence[Any], Sequence[AxisPosition]]:
+    primitive = eqn.primitive
+    if shared:
         return bind_equation(eqn, operands), [None] * len(eqn.outvars)
     rule = find_rule(primitive)
     if rule is None:

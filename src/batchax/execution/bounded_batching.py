@@ -17,6 +17,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from batchax import _compat
+from batchax.engine import recording
 from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
 from batchax.engine.divergence import BoundedLoop, Placed
 from batchax.engine.inner import ANYWHERE, batch_inner
@@ -47,7 +48,9 @@ def batch_bounded_loop(axis: Axis, loop: BoundedLoop) -> Placed:
     settled, ys_at, *programs = _settled(axis, body, guarded, consts_at, carry_at, entries_at)
     decided_at, tested = count_at, test
     if test is not None and count_at is None:
-        tested, (decided_at,) = batch_inner(axis, test, (*test_at, *settled))
+        with recording.part("condition"):
+            tested, (decided_at,) = batch_inner(axis, test, (*test_at, *settled))
+    recording.note(divergence="together" if decided_at is None else "masked")
     if decided_at is not None:
         if _compat.ordered_by_lane(body.effects | (test.effects if test else frozenset())):
             params = {"test": test, "body": body, "guarded": guarded, "form": form}
@@ -158,7 +161,8 @@ class _Lanes:
 
         def live_lanes(consts: Values, carry: Values) -> Any:
             operands, positions = [*consts[1:n], *carry], [*test_at, *[0] * len(carry)]
-            (live,), (at,) = interpret(self.axis, test.jaxpr, test.consts, operands, positions)
+            with recording.part("condition"):
+                (live,), (at,) = interpret(self.axis, test.jaxpr, test.consts, operands, positions)
             return match_axis(self.axis, live, at, 0)
 
         def program(step: Any) -> Step:

@@ -21,6 +21,7 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import cond_p
 
 from batchax import _compat
+from batchax.engine import recording
 from batchax.engine.axis import Axis, AxisPosition, match_axis
 from batchax.engine.divergence import Branches, Placed
 from batchax.engine.inner import ANYWHERE, batch_inner
@@ -49,6 +50,7 @@ def _cond(axis: Axis, args: Any, axes: Any, /, *, branches: Any, **params: Any) 
         if placed is not None:
             return placed
 
+    recording.note(divergence="masked")
     apart = all(_may_be_told(index, hazards(branch.jaxpr)) for branch in branches)
     updated = updated_operands(branches) if apart else {}
     operands, positions, results = list(operands), list(positions), []
@@ -57,7 +59,8 @@ def _cond(axis: Axis, args: Any, axes: Any, /, *, branches: Any, **params: Any) 
         # rather read it again, from a copy.
         index = lax.optimization_barrier(index)
     for i, branch in enumerate(branches):
-        placed = one_branch(axis, index, i, branch, operands, positions, updated)
+        with recording.part(f"branch {i}"):
+            placed = one_branch(axis, index, i, branch, operands, positions, updated)
         results.append(placed)
         for k, operand in updated.items():
             operands[operand], positions[operand] = placed[0][k], placed[1][k]
@@ -76,15 +79,21 @@ def _common_branch(
     axis: Axis, index: Any, operands: Any, positions: Any, branches: Any, params: Any
 ) -> Placed:
     """All lanes take the same branch: a `cond` of batched branches."""
-    batched = [batch_inner(axis, branch, positions) for branch in branches]
+    recording.note(divergence="together")
+
+    def batch(i: int, wanted: Any = ANYWHERE) -> Any:
+        with recording.part(f"branch {i}"):
+            return batch_inner(axis, branches[i], positions, wanted)
+
+    batched = [batch(i) for i in range(len(branches))]
     out_axes = [
         next((a for a in found if a is not None), None)
         for found in zip(*(found for _, found in batched), strict=True)
     ]
     wanted = [ANYWHERE if a is None else a for a in out_axes]
     programs = [
-        program if list(found) == out_axes else batch_inner(axis, branch, positions, wanted)[0]
-        for branch, (program, found) in zip(branches, batched, strict=True)
+        program if list(found) == out_axes else batch(i, wanted)[0]
+        for i, (program, found) in enumerate(batched)
     ]
     outs = cond_p.bind(index, *operands, branches=tuple(programs), **params)
     return outs, out_axes

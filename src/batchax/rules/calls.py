@@ -15,6 +15,7 @@ import jax
 from jax.core import eval_jaxpr
 
 from batchax import _compat
+from batchax.engine import recording
 from batchax.engine.axis import Axis, AxisPosition, move_axis
 from batchax.engine.inner import ANYWHERE, batch_function, batch_inner
 from batchax.engine.interpreter import interpret
@@ -103,6 +104,7 @@ def _custom_vmap(
         # The function closes over a batched value, of which its rule knows nothing.
         return interpret(axis, call.jaxpr, call.consts, args, axes)
     front = [x if a is None else move_axis(x, a, 0) for x, a in zip(args, axes, strict=True)]
+    recording.note(service="user", rule=getattr(rule, "__qualname__", type(rule).__name__))
     out, out_batched = rule(axis.size, list(in_batched), *jax.tree.unflatten(in_tree, front))
     outs, tree = jax.tree.flatten(out)
     flags, flags_tree = jax.tree.flatten(out_batched)

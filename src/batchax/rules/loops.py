@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend.core.primitives import scan_p, while_p
 
 from batchax import _compat
+from batchax.engine import recording
 from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
 from batchax.engine.divergence import Loop, Placed
 from batchax.engine.inner import ANYWHERE, batch_inner, batched_aval, remembered
@@ -72,8 +73,10 @@ def _while(
     lowest = len(cond_jaxpr.out_avals[0].shape)
     together = replace(axis, divergence=None)  # enough to find what differs between lanes
     body, settled, _ = settle(together, body_jaxpr, body_at, carry_at, (), lowest)
-    test, (predicate_at,) = batch_inner(together, cond_jaxpr, (*test_at, *settled))
+    with recording.part("condition"):
+        test, (predicate_at,) = batch_inner(together, cond_jaxpr, (*test_at, *settled))
     if predicate_at is None:
+        recording.note(divergence="together")
         if axis.divergence is not None:  # lanes may part ways inside the loop
             body, settled, _ = settle(axis, body_jaxpr, body_at, carry_at, (), lowest)
         carry = _matched(axis, carry, carry_at, settled)
@@ -93,12 +96,14 @@ def _while(
         outs = axis.divergence.run_loop(axis, Loop(cond_jaxpr, body_jaxpr, *consts, carry))
         if outs is not None:
             return outs, front
+    recording.note(divergence="masked")
     body_for = MaskedBody.of(axis, cond_jaxpr, body_jaxpr, tuple(body_at))
     if not (body_for.protected or body_for.told or any(map(_compat.is_reference, args))):
         # The loop of JAX does just this where the predicate is an array.
         if settled != front:
             body, _ = batch_inner(axis, body_jaxpr, (*body_at, *front), front)
-        test, _ = batch_inner(axis, cond_jaxpr, (*test_at, *front), (0,))
+        with recording.part("condition"):
+            test, _ = batch_inner(axis, cond_jaxpr, (*test_at, *front), (0,))
         operands = (*test_consts, *body_consts, *carry)
         return while_p.bind(*operands, cond_jaxpr=test, body_jaxpr=body, **counts), front
 
@@ -226,7 +231,8 @@ def _masked_loop(
 
 def predicate(axis: Axis, cond_jaxpr: Any, operands: Any, positions: Any) -> Any:
     """The predicate of each lane, lanes first."""
-    (live,), (at,) = interpret(axis, cond_jaxpr.jaxpr, cond_jaxpr.consts, operands, positions)
+    with recording.part("condition"):
+        (live,), (at,) = interpret(axis, cond_jaxpr.jaxpr, cond_jaxpr.consts, operands, positions)
     return match_axis(axis, live, at, 0)
 
 

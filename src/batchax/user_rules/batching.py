@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from batchax import _compat
+from batchax.engine import recording
 from batchax.engine.axis import Axis, AxisPosition, move_axis
 from batchax.engine.inner import batch_function
 from batchax.engine.registry import register_own_rule
@@ -43,6 +44,7 @@ def _batched(
     values = _before(steps, flags, "values_before")
     needed = _before(steps, flags, "flags_before")
     if any(values[count:]) and not any(needed[:count]):
+        recording.note(service="user", rule=rule.shown)
         outs, out_flags = _by_rule(axis, rule, steps, flags, front)
         return outs, [0 if batched else None for batched in out_flags]
     if steps and not any(values) and not named:

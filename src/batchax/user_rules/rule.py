@@ -56,6 +56,11 @@ class UserRule:
         return f" (called at {line})" if line else ""
 
     @property
+    def shown(self) -> str:
+        """The name of the user's rule."""
+        return getattr(self.rule, "__qualname__", self.name)
+
+    @property
     def told_name(self) -> bool:
         """Whether the rule asks for the name of the axis."""
         return "axis_name" in _asked_for(self.rule)

@@ -1,0 +1,189 @@
+"""Notes of what the engine does with each equation, for those who want to see it.
+
+Nothing is noted but while a `Recorder` is active. Then each equation that is batched gets a
+`Record`, and what its rule emits carries the record's mark in its name stack, where it can be
+found again: in the staged program, and in what a compiler made of it. What is emitted while a
+rule batches a program inside the equation, such as the body of a loop, carries the mark of the
+equation there.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from batchax.engine.axis import Axis, AxisPosition
+
+_MARK = "batchax_equation_"
+_MARKS = re.compile(_MARK + r"(\d+)")
+
+
+@dataclass(eq=False)
+class Record:
+    """An equation, and what it was batched as.
+
+    Attributes:
+      number: its place among all records, which its mark shows.
+      eqn: the equation, of one example.
+      axis: the axis it was batched over.
+      in_axes, out_axes: where its operands and results carry that axis.
+      parent: the record of the equation inside which it is, if any.
+      run: which run through a program it is of; a program may be run several times.
+      role: which program of its parent that is, if its rule said so.
+      shared: whether it does not depend on the batch.
+      notes: what its rule said of it.
+    """
+
+    number: int
+    eqn: Any
+    axis: Axis
+    in_axes: Sequence[AxisPosition]
+    out_axes: Sequence[AxisPosition] = ()
+    parent: Record | None = None
+    run: object = None
+    role: str = ""
+    shared: bool = False
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PerExample:
+    """The program of one example that was batched.
+
+    Attributes:
+      axis: the axis it was batched over.
+      staged: the program, a closed jaxpr.
+      mapped: its arguments, with their paths.
+      described: its outputs, with theirs.
+    """
+
+    axis: Axis
+    staged: Any
+    mapped: Sequence[Any]
+    described: Sequence[Any]
+
+
+class Recorder:
+    """Takes notes while it is active: ``with recorder.active(): ...``.
+
+    Attributes:
+      records: a record for each equation, as often as it was batched.
+      programs: what was batched.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.programs: list[PerExample] = []
+        # In place of what the engine remembers, which would not be noted again.
+        self.built: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+    @contextmanager
+    def active(self, inside: Record | None = None) -> Iterator[None]:
+        """While this takes notes of what happens, `inside` an equation."""
+        with _set(_place, _Place(self, inside)):
+            yield
+
+    def record_of(self, name_stack: Any) -> Record | None:
+        """The record whose mark is innermost in a name stack, or in an operation's name."""
+        marks = _MARKS.findall(str(name_stack))
+        return self.records[int(marks[-1])] if marks else None
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """Where notes are being taken."""
+
+    recorder: Recorder
+    record: Record | None
+    run: object = None
+    role: str = ""
+
+
+_place: ContextVar[_Place | None] = ContextVar("batchax_recording", default=None)
+
+
+@contextmanager
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def is_on() -> bool:
+    """Whether notes are taken."""
+    return _place.get() is not None
+
+
+@contextmanager
+def equation(
+    axis: Axis, eqn: Any, in_axes: Sequence[AxisPosition], shared: bool
+) -> Iterator[Record]:
+    """While an equation is batched and notes are taken."""
+    place = _place.get()
+    assert place is not None
+    number = len(place.recorder.records)
+    record = Record(
+        number, eqn, axis, tuple(in_axes), (), place.record, place.run, place.role, shared
+    )
+    place.recorder.records.append(record)
+    with _set(_place, _Place(place.recorder, record)), jax.named_scope(f"{_MARK}{number}"):
+        yield record
+
+
+@contextmanager
+def run() -> Iterator[None]:
+    """While a program is run through once."""
+    place = _place.get()
+    if place is None:
+        yield
+        return
+    with _set(_place, _Place(place.recorder, place.record, object(), place.role)):
+        yield
+
+
+@contextmanager
+def part(role: str) -> Iterator[None]:
+    """While a rule batches that program of its equation: "condition", "branch 0"."""
+    place = _place.get()
+    if place is None:
+        yield
+        return
+    with _set(_place, _Place(place.recorder, place.record, place.run, role)):
+        yield
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """While what is emitted is only looked at, or will be batched later."""
+    with _set(_place, None):
+        yield
+
+
+def found_program(axis: Axis, staged: Any, mapped: Sequence[Any], described: Sequence[Any]) -> None:
+    """Notes what is going to be batched, if that is not inside something else."""
+    place = _place.get()
+    if place is not None and place.record is None:
+        program = PerExample(axis, staged, tuple(mapped), tuple(described))
+        place.recorder.programs.append(program)
+
+
+def note(**facts: Any) -> None:
+    """What a rule wants to be known of how it batches the equation it was called for."""
+    place = _place.get()
+    if place is not None and place.record is not None:
+        place.record.notes.update(facts)
+
+
+def memory() -> tuple[Any, Any] | None:
+    """Where to remember programs while notes are taken, and for which equation; else None."""
+    place = _place.get()
+    return None if place is None else (place.recorder.built, place.record)
