@@ -19,7 +19,8 @@ import jax
 import numpy as np
 
 import batchax as bx
-from benchmarks.programs import counts, normalised_hlo, operations, primitives
+from batchax.programs.hlo_text import normalised_hlo, operations
+from benchmarks.programs import counts, primitives
 from benchmarks.workload import Workload
 
 

@@ -1,8 +1,7 @@
-"""Reading programs: what a jaxpr holds, and whether two compiled programs are the same."""
+"""Reading programs: what a jaxpr holds."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -58,22 +57,3 @@ def counts(histogram: Counter[str]) -> dict[str, int]:
         kind: sum(n for name, n in histogram.items() if names is None or name in names)
         for kind, names in KINDS.items()
     }
-
-
-def normalised_hlo(text: str) -> str:
-    """Optimised HLO without what depends on names and source lines alone."""
-    text = re.sub(r"/\*.*?\*/", "", text)
-    text = re.sub(r',? ?metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}', "", text)
-    # Before the first computation: the module's name, and tables of source lines.
-    lines = text.splitlines()
-    first = next((i for i, x in enumerate(lines) if x.startswith(("%", "ENTRY"))), 0)
-    lines = [re.sub(r"[\w.\-]+: ", "", x) if x.endswith("{") else x for x in lines[first:]]
-    names: dict[str, str] = {}
-    return re.sub(
-        r"%[\w.\-]+", lambda m: names.setdefault(m[0], f"%{len(names)}"), "\n".join(lines)
-    )
-
-
-def operations(hlo: str) -> Counter[str]:
-    """How often each operation occurs in normalised HLO."""
-    return Counter(re.findall(r"= (?:\([^=]*?\)|\S+) ([a-z][\w\-]*)\(", hlo))

@@ -37,6 +37,8 @@ from batchax.rows.buckets import Buckets as Buckets
 from batchax.rows.buckets import bucket as bucket
 from batchax.rows.ragged import Ragged as Ragged
 from batchax.rows.ragged import ragged as ragged
+from batchax.same_program import Comparison as Comparison
+from batchax.same_program import same_program as same_program
 from batchax.scan import scan as scan
 from batchax.sequential_vmap import sequential_vmap as sequential_vmap
 from batchax.vmap import vmap as vmap

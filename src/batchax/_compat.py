@@ -197,6 +197,26 @@ def scan_counts(params: Any) -> tuple[int, int]:
     return params["num_consts"], params["num_carry"]
 
 
+def without_dead(program: ClosedJaxpr) -> ClosedJaxpr:
+    """`program`, and the loops and branches in it, without what no output or effect needs.
+
+    Only the module that partial evaluation is written in spells it.
+    """
+    jaxpr = constants_as_inputs(program.jaxpr)
+    live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    count = len(jaxpr.invars) - len(program.jaxpr.invars)
+    live = live.replace(constvars=live.invars[:count], invars=live.invars[count:])
+    return close(live, program.consts)
+
+
+def observed(effects: Any) -> bool:
+    """Whether these effects of an equation are anything but the use of a named axis.
+
+    That effect's type is private; it is recognised by its class name.
+    """
+    return any(type(e).__name__ != "NamedAxisEffect" for e in effects)
+
+
 def platform_index(platforms: Any) -> Any:
     """The number of the platform that a program is compiled for.
 

@@ -8,7 +8,8 @@ import pytest
 import batchax as bx
 from benchmarks import __main__ as command
 from benchmarks.measure import ratio_of_medians
-from benchmarks.programs import counts, normalised_hlo, operations, primitives
+from batchax.programs.hlo_text import normalised_hlo, operations
+from benchmarks.programs import counts, primitives
 from benchmarks.workloads import WORKLOADS
 
 from support.oracle import same, same_type

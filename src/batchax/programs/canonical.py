@@ -1,0 +1,319 @@
+"""Staged programs in a form in which what does not matter is gone.
+
+A program becomes a graph of *nodes*: an operation, its parameters, and the nodes it reads. A
+`Table` gives equal nodes one number, so that equal equations are one node, dead ones are reached
+by nothing, and two programs read into one table share what they have in common.
+
+A *value* of the program is a node and how its axes are seen (`Value`). Axes of size one are in
+no node, and a transpose or a broadcast is only another way to see one; most operations carry it
+along (`canonical_rules`). It becomes a node where an operation cannot, and at outputs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import Literal
+
+from batchax import _compat
+from batchax.engine.own_primitives import operations_of
+from batchax.engine.program_key import value_key
+
+LEAVES = frozenset({"argument", "constant", "captured", "carried", "result", "effect"})
+"""Names of nodes that are no operations: where values enter, and results of several."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value of a program: dimension `d` is axis `axes[d]` of the node.
+
+    Where that is None, the value is the same at each of the `shape[d]` places. Every axis of
+    the node is seen once.
+    """
+
+    node: int
+    axes: tuple[int | None, ...]
+    shape: tuple[Any, ...]
+    eqn: Any = field(default=None, compare=False, repr=False)
+
+    def see(self, dims: Sequence[int | None], shape: Sequence[Any], eqn: Any) -> Value:
+        """This value with its dimensions `dims`; where one is None, it is broadcast."""
+        axes = tuple(
+            None if d is None or size == 1 else self.axes[d]
+            for d, size in zip(dims, shape, strict=True)
+        )
+        return Value(self.node, axes, tuple(shape), eqn)
+
+
+@dataclass(frozen=True)
+class Node:
+    """An operation of the canonical form; `reads` are the numbers of the nodes it needs."""
+
+    name: str
+    params: Hashable
+    refs: tuple[Hashable, ...]
+    reads: tuple[int, ...]
+    shape: tuple[Any, ...]
+    dtype: Any
+
+
+class Table:
+    """The nodes of all programs that are compared with each other, each once."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self._numbers: dict[Node, int] = {}
+
+    def number(self, node: Node) -> int:
+        """The number of this node, a new one if there is none like it."""
+        found = self._numbers.setdefault(node, len(self.nodes))
+        if found == len(self.nodes):
+            self.nodes.append(node)
+        return found
+
+
+Rule = Callable[["Program", Any, list[Value]], list[Value]]
+rules: dict[str, Rule] = {}
+"""The families of primitives, by the name of the primitive; others take `Program.opaque`."""
+
+
+class Program:
+    """One program, being read into a table.
+
+    Attributes:
+      outputs: the nodes of its outputs, axes in order.
+      equations: for each node, in the order of the program, the first equation that made it.
+      effect: the node of the last effect; effects are a chain, as their order is seen.
+    """
+
+    def __init__(self, table: Table, program: _compat.ClosedJaxpr) -> None:
+        self.table = table
+        self.equations: dict[int, Any] = {}
+        self.level = 0
+        self.effect = self.leaf("effect", "start", (), (), None)
+        inputs = [self.entry("argument", i, v.aval) for i, v in enumerate(program.jaxpr.invars)]
+        self.outputs = [self.plain(x).node for x in self.read(program, inputs)]
+
+    # Nodes
+
+    def node(
+        self,
+        eqn: Any,
+        name: str,
+        params: Hashable,
+        refs: Sequence[Any],
+        shape: Sequence[Any],
+        dtype: Any,
+        also: Sequence[int] = (),
+    ) -> int:
+        """The node of an operation; the first of each of `refs` is what it reads, as is `also`."""
+        reads = (*(r[0] for r in refs), *also)
+        made = Node(name, params, tuple(refs), tuple(reads), tuple(shape), dtype)
+        number = self.table.number(made)
+        self.equations.setdefault(number, eqn)
+        return number
+
+    def leaf(
+        self, name: str, params: Hashable, reads: Sequence[int], shape: Sequence[Any], dtype: Any
+    ) -> int:
+        """A node that is no operation."""
+        return self.node(None, name, params, [(r,) for r in reads], shape, dtype)
+
+    def entry(self, name: str, params: Hashable, aval: Any, reads: Sequence[int] = ()) -> Value:
+        """A value that enters a program or a body."""
+        shape, dtype = typed(aval)
+        return whole(self.leaf(name, params, reads, without_ones(shape), dtype), shape)
+
+    def results(self, eqn: Any, node: int) -> list[Value]:
+        """The results of an equation whose node is `node`, in the layout it says."""
+        return [
+            self.entry("result", i, v.aval, [node])
+            if len(eqn.outvars) > 1
+            else whole(node, typed(v.aval)[0])
+            for i, v in enumerate(eqn.outvars)
+        ]
+
+    # Views made operations
+
+    def solid(self, x: Value, dims: Sequence[int] | None = None) -> Value:
+        """`x` with the repetition along `dims` (default: all) made an operation."""
+        dims = range(len(x.shape)) if dims is None else dims
+        new = [d for d in dims if x.axes[d] is None and x.shape[d] != 1]
+        if not new:
+            return x
+        old = self.table.nodes[x.node]
+        sizes = tuple(x.shape[d] for d in new)
+        name, ref = "broadcast_in_dim", [(x.node,)]
+        node = self.node(x.eqn, name, sizes, ref, (*old.shape, *sizes), old.dtype)
+        axes = list(x.axes)
+        for i, d in enumerate(new):
+            axes[d] = len(old.shape) + i
+        return replace(x, node=node, axes=tuple(axes))
+
+    def plain(self, x: Value) -> Value:
+        """`x` with its axes in order and nothing repeated: what any operation can take."""
+        x = self.solid(x)
+        order = tuple(a for a in x.axes if a is not None)
+        if order == tuple(range(len(order))):
+            return x
+        old = self.table.nodes[x.node]
+        shape = [old.shape[a] for a in order]
+        node = self.node(x.eqn, "transpose", order, [(x.node,)], shape, old.dtype)
+        return replace(whole(node, x.shape), eqn=x.eqn)
+
+    # Reading
+
+    def read(self, program: _compat.ClosedJaxpr, inputs: Sequence[Value]) -> list[Value]:
+        """The outputs of a program for these inputs, its calls opened."""
+        consts = [self.constant(c, eqn=None) for c in program.consts]
+        return self._read(program.jaxpr, [*consts, *inputs])
+
+    def _read(self, jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+
+        def value(v: Any) -> Value:
+            return self.constant(v.val, v.aval) if isinstance(v, Literal) else env[v]
+
+        for eqn in jaxpr.eqns:
+            outs = self._equation(eqn, [value(v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [value(v) for v in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, args: list[Value]) -> list[Value]:
+        own = operations_of(eqn)
+        if own is not None:
+            return self.read(_compat.without_dead(own), args)
+        name = eqn.primitive.name
+        # A primitive of a third party may have the name of one of JAX's.
+        known = _compat.find_primitive(name) in (None, eqn.primitive)
+        rule = rules.get(name) if known else None
+        return (rule or Program.opaque)(self, eqn, args)
+
+    def opaque(self, eqn: Any, args: list[Value]) -> list[Value]:
+        """An equation of which nothing is known: its operands as it has them, all parameters."""
+        args = [self.plain(x) for x in args]
+        bodies: list[int] = []
+        params = self.parameters(eqn.params, [x.node for x in args], bodies)
+        return self.results(eqn, self.operation(eqn, params, args, bodies))
+
+    def operation(
+        self, eqn: Any, params: Hashable, args: Sequence[Value], also: Sequence[int] = ()
+    ) -> int:
+        """The node of an equation as it stands, after the effects before it if it has one."""
+        refs = [(x.node, x.axes, x.shape) for x in args]
+        observed = _compat.observed(eqn.effects) or eqn.primitive.name in IMPURE
+        if observed:
+            refs.append((self.effect,))
+        types = tuple(typed(v.aval) for v in eqn.outvars)
+        key = (value_key(eqn.primitive), params, types, _context(eqn))
+        shape, dtype = types[0] if len(types) == 1 else ((), None)
+        node = self.node(eqn, eqn.primitive.name, key, refs, without_ones(shape), dtype, also=also)
+        if observed:
+            self.effect = node
+        return node
+
+    def body(
+        self, program: _compat.ClosedJaxpr, inputs: Callable[[Any], list[Value]]
+    ) -> tuple[list[Value], Hashable]:
+        """The outputs of a body of a loop or branch, and what effects it ends with.
+
+        Args:
+          program: the body.
+          inputs: makes its inputs, given the depth at which bodies are nested.
+        """
+        with self._inside():
+            start = self.effect
+            outs = self.read(program, inputs(self.level))
+            return outs, (None if self.effect == start else self.effect)
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        outside, self.level = self.effect, self.level + 1
+        self.effect = self.leaf("effect", self.level, (), (), None)
+        try:
+            yield
+        finally:
+            self.effect, self.level = outside, self.level - 1
+
+    # Constants and parameters
+
+    def constant(self, x: Any, aval: Any = None, eqn: Any = None) -> Value:
+        """A value that is known: equal ones are one node."""
+        shape, dtype = typed(jax.typeof(x) if aval is None else aval)
+        node = self.leaf("constant", (_contents(x), shape), (), without_ones(shape), dtype)
+        return whole(node, shape)
+
+    def parameters(self, params: Any, reads: Sequence[int], bodies: list[int]) -> Hashable:
+        """Parameters as a key, with the programs among them read; their nodes go to `bodies`."""
+
+        def inner(x: Any) -> Hashable:
+            if isinstance(x, _compat.JAXPR_TYPES):
+                program = _compat.close(x)
+
+                def inputs(level: int) -> list[Value]:
+                    avals = [v.aval for v in program.jaxpr.invars]
+                    return [
+                        self.entry("carried", (level, i), a, reads) for i, a in enumerate(avals)
+                    ]
+
+                outs, effects = self.body(program, inputs)
+                nodes = tuple(self.plain(y).node for y in outs)
+                bodies.extend(nodes)
+                return "program", nodes, effects
+            if isinstance(x, dict):
+                return tuple((k, inner(v)) for k, v in sorted(x.items(), key=lambda kv: str(kv[0])))
+            if isinstance(x, (tuple, list)):
+                return tuple(map(inner, x))
+            if isinstance(x, np.generic):
+                x = x.item()
+            return _contents(x) if isinstance(x, (np.ndarray, jax.Array)) else value_key(x)
+
+        return inner(params)
+
+
+IMPURE = frozenset({"rng_uniform"})
+"""Primitives that give something else each time, which JAX does not call an effect."""
+
+
+def whole(node: int, shape: Sequence[Any]) -> Value:
+    """A node seen as it is, with the axes of size one that it leaves out."""
+    count, axes = 0, []
+    for size in shape:
+        axes.append(None if size == 1 else count)
+        count += size != 1
+    return Value(node, tuple(axes), tuple(shape))
+
+
+def without_ones(shape: Sequence[Any]) -> tuple[Any, ...]:
+    """The sizes that are not one: the shape of a node."""
+    return tuple(s for s in shape if s != 1)
+
+
+def typed(aval: Any) -> tuple[tuple[Any, ...], Any]:
+    """Shape and dtype of a type; types of other things than arrays count as dtypes."""
+    if hasattr(aval, "dtype") and not hasattr(aval, "inner_aval"):
+        return tuple(aval.shape), aval.dtype
+    return (), value_key(aval)
+
+
+def _contents(x: Any) -> Hashable:
+    """A key equal for arrays that hold the same."""
+    if isinstance(x, Tracer) or _compat.is_reference(x):
+        return value_key(x)
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return str(jax.random.key_impl(x)), _contents(jax.random.key_data(x))
+    x = np.asarray(x)
+    return x.dtype, x.shape, hashlib.sha256(np.ascontiguousarray(x).tobytes()).digest()
+
+
+def _context(eqn: Any) -> Hashable:
+    """What the surroundings of an equation say of what it does."""
+    names = ("compute_type", "threefry_partitionable")
+    return tuple(value_key(getattr(eqn.ctx, name, None)) for name in names)

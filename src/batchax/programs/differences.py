@@ -1,0 +1,179 @@
+"""Where two programs in canonical form first part, and the lines of the user's that say so."""
+
+from __future__ import annotations
+
+import linecache
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import Literal
+
+from batchax import _compat
+from batchax.programs.canonical import LEAVES, Program, Table
+
+
+@dataclass(frozen=True)
+class Equation:
+    """What one program does where another does something else.
+
+    Attributes:
+      text: the operation with the types of its operands and results.
+      primitive: its name; None where an output is a value that is given.
+      file: the user's file, and
+      line: the line in it, that made the equation.
+      source: the text of that line, as far as it can be read.
+      shapes: the shapes of the operands.
+      out_shapes: the shapes of the results.
+    """
+
+    text: str
+    primitive: str | None
+    file: str
+    line: int
+    source: str
+    shapes: tuple[tuple[Any, ...], ...]
+    out_shapes: tuple[tuple[Any, ...], ...]
+
+    def __str__(self) -> str:
+        if not self.line:
+            return self.text
+        return f"{self.text}\n    {self.file}:{self.line}\n      {self.source}".rstrip()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first difference between two programs.
+
+    Attributes:
+      what: a sentence that says where they differ.
+      first: what the one does there; None if it does nothing more.
+      second: what the other does.
+    """
+
+    what: str
+    first: Equation | None = None
+    second: Equation | None = None
+
+    def __str__(self) -> str:
+        sides = (("first", self.first), ("second", self.second))
+        return "\n".join([self.what, *(f"  {n}: {e}" for n, e in sides if e is not None)])
+
+
+def operations(table: Table, program: Program) -> tuple[str, ...]:
+    """The names of the operations that a program needs, in its order."""
+    return tuple(table.nodes[n].name for n in _needed(table, program))
+
+
+def first_difference(
+    table: Table, programs: tuple[Program, Program], names: Sequence[str]
+) -> Difference | None:
+    """Where the programs first do different things; None if they do not.
+
+    Args:
+      table: holds the nodes of both.
+      programs: the two.
+      names: what the outputs are called.
+    """
+    f, g = programs
+    if (f.outputs, f.effect) == (g.outputs, g.effect):
+        return None
+    both = _reached(table, f) & _reached(table, g)
+    fronts = [[n for n in _needed(table, p) if n not in both and _follows(table, n, both)]
+              for p in programs]  # fmt: skip
+    if all(fronts):
+        left, right = _closest(table, *fronts)
+        what = f"They first differ at {_name(table, left)} and {_name(table, right)}"
+        if table.nodes[left].name == table.nodes[right].name:
+            what = f"They first differ at {_name(table, left)}: {_why(table, left, right)}"
+        return Difference(f"{what}.", _equation(table, f, left), _equation(table, g, right))
+    for name, a, b in zip(names, f.outputs, g.outputs, strict=True):
+        if a != b:
+            what = f"They first differ in what {name} is."
+            return Difference(what, _equation(table, f, a), _equation(table, g, b))
+    what = "Their effects differ, or happen in another order."
+    return Difference(what, _equation(table, f, f.effect), _equation(table, g, g.effect))
+
+
+def _reached(table: Table, program: Program) -> set[int]:
+    reached: set[int] = set()
+    left = [*program.outputs, program.effect]
+    while left:
+        n = left.pop()
+        if n not in reached:
+            reached.add(n)
+            left += table.nodes[n].reads
+    return reached
+
+
+def _needed(table: Table, program: Program) -> list[int]:
+    """The operations that outputs and effects need, in the order of the program."""
+    reached = _reached(table, program)
+    return [n for n in program.equations if n in reached and table.nodes[n].name not in LEAVES]
+
+
+def _follows(table: Table, n: int, both: set[int]) -> bool:
+    """Whether all that node `n` reads is in both programs, constants aside."""
+
+    def known(r: int) -> bool:
+        node = table.nodes[r]
+        return r in both or (node.name in LEAVES and all(map(known, node.reads)))
+
+    return all(map(known, table.nodes[n].reads))
+
+
+def _closest(table: Table, left: list[int], right: list[int]) -> tuple[int, int]:
+    """The first on the left, and what on the right is most like it; or the other way around."""
+
+    def alike(pair: tuple[int, int]) -> tuple[bool, int, bool]:
+        a, b = (table.nodes[n] for n in pair)
+        shared = sum((Counter(a.reads) & Counter(b.reads)).values())
+        return a.name == b.name, shared, a.shape == b.shape
+
+    return max([(left[0], n) for n in right] + [(n, right[0]) for n in left], key=alike)
+
+
+def _why(table: Table, left: int, right: int) -> str:
+    a, b = table.nodes[left], table.nodes[right]
+    if Counter(a.reads) != Counter(b.reads):
+        return "its operands are not the same"
+    if a.refs != b.refs:
+        return "it reads its operands in another order, or along other axes"
+    if a.dtype != b.dtype:
+        return f"its result is {a.dtype}, and {b.dtype}"
+    return "its parameters are not the same"
+
+
+def _name(table: Table, n: int) -> str:
+    return f"`{table.nodes[n].name}`"
+
+
+def _equation(table: Table, program: Program, n: int) -> Equation:
+    node = table.nodes[n]
+    eqn = program.equations.get(n)
+    while eqn is None and node.name == "result":
+        n = node.reads[0]
+        node, eqn = table.nodes[n], program.equations.get(n)
+    if eqn is None:
+        if node.name == "argument":
+            text = f"argument {node.params}"
+        else:
+            text = f"a {node.name}" if node.name in LEAVES else node.name
+        return Equation(text, None, "<unknown>", 0, "", (), ())
+    file, line = _compat.user_file_and_line(eqn.source_info)
+    operands, results = ([v.aval for v in vs] for vs in (eqn.invars, eqn.outvars))
+    shapes = (tuple(tuple(getattr(a, "shape", ())) for a in avals) for avals in (operands, results))
+    short = (", ".join(map(_short, vs)) for vs in (eqn.invars, eqn.outvars))
+    params = ", ".join(
+        f"{k}={v}" for k, v in eqn.params.items() if v is not None and len(str(v)) <= 60
+    )
+    given = f"[{params}]" if params else ""
+    text = f"{eqn.primitive.name}{given} {' -> '.join(short)}"
+    source = linecache.getline(file, line).strip()
+    return Equation(text, eqn.primitive.name, file, line, source, *shapes)
+
+
+def _short(v: Any) -> str:
+    short = v.aval.str_short(short_dtypes=True)
+    return f"{v.val}:{short}" if isinstance(v, Literal) else short
