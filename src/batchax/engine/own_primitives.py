@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax.interpreters import mlir
 
 from batchax import _compat
@@ -37,3 +38,15 @@ def operations_of(eqn: Any) -> _compat.ClosedJaxpr | None:
         return out if eqn.primitive.multiple_results else [out]
 
     return _compat.stage(run, [v.aval for v in eqn.invars])
+
+
+def expanded(prim: Any, avals: Any) -> _compat.ClosedJaxpr:
+    """The program that an equation `call_hi_primitive` stands for, of operands of these types.
+
+    It is JAX's, for operations that their authors describe by an object.
+    """
+
+    def run(*operands: Any) -> list[Any]:
+        return jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, operands)))
+
+    return _compat.stage(run, avals)

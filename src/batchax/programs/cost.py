@@ -14,7 +14,7 @@ from batchax.programs.inner import Inner as Inner
 from batchax.programs.inner import integers_in as integers_in
 from batchax.programs.inner import programs_in as programs_in
 from batchax.programs.prices import FLOPS, MOVES, bytes_moved, elementwise
-from batchax.programs.shapes import bytes_of
+from batchax.programs.shapes import bytes_of, size_of
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def cost_of_equation(eqn: Any, integers: Mapping[Any, int] | None = None) -> Cos
     if eqn.primitive.name == "cond":
         return _dearest(costs)
     total = _sum(_repeated(c, p.times) for c, p in zip(costs, inner, strict=True))
-    return total + Cost(bytes=_cut_and_joined(eqn))
+    return total + _around(eqn, costs, inner)
 
 
 _known: weakref.WeakKeyDictionary[Any, dict[Any, Cost]] = weakref.WeakKeyDictionary()
@@ -128,10 +128,19 @@ def _dearest(costs: list[Cost]) -> Cost:
     )
 
 
+def _around(eqn: Any, costs: list[Cost], inner: list[Inner]) -> Cost:
+    """What a loop does besides running its programs."""
+    if eqn.primitive.name == "scan":
+        return Cost(bytes=_cut_and_joined(eqn))
+    if eqn.primitive.name == "while" and inner[0].jaxpr.outvars[0].aval.shape:
+        # A predicate for each lane: it is taken again, and what is done stays as it is.
+        carry = [v.aval for v in eqn.outvars]
+        return costs[0] + Cost(sum(map(size_of, carry)), bytes=3 * bytes_of(carry))
+    return Cost()
+
+
 def _cut_and_joined(eqn: Any) -> int:
     """Bytes that a scan moves to cut what it scans over, and to join the results."""
-    if eqn.primitive.name != "scan":
-        return 0
     n_consts, n_carry = _compat.scan_counts(eqn.params)
     cut, joined = eqn.invars[n_consts + n_carry :], eqn.outvars[n_carry:]
     return 2 * bytes_of(v.aval for v in (*cut, *joined))

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.extend.core import Literal, jaxprs_in_params
 
 from batchax import _compat
-from batchax.engine.own_primitives import operations_of
+from batchax.engine.own_primitives import expanded, operations_of
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,10 @@ def programs_in(eqn: Any, integers: Mapping[Any, int] | None = None) -> list[Inn
         return []
     if name in _LOOPS_AND_BRANCHES:
         return _LOOPS_AND_BRANCHES[name](eqn, known)
-    own = operations_of(eqn)
+    if name == "call_hi_primitive":
+        own = expanded(eqn.params["_prim"], [v.aval for v in eqn.invars])
+    else:
+        own = operations_of(eqn)
     if own is not None:
         return [_call(own, eqn.invars, known)]
     if name == "custom_linear_solve":  # the others are for derivatives
@@ -179,6 +182,8 @@ def _below(test: Any, known: Mapping[Any, int]) -> tuple[Any, int] | None:
     bound = _integer(high, known)
     if bound is None or isinstance(low, Literal):
         return None
+    while (made := _maker(test, low)) is not None and made.primitive.name in _KEEP:
+        low = made.invars[0]
     return low, bound + (name in ("le", "ge"))
 
 

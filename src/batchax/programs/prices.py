@@ -170,7 +170,7 @@ def _threefry(eqn: Any) -> tuple[float, float]:
 def _fourier(eqn: Any) -> tuple[float, float]:
     """5 n log2 n of a complex transform of n numbers, half of it if they are real."""
     lengths = math.prod(eqn.params["fft_lengths"])
-    real = "RFFT" in str(eqn.params["fft_type"])
+    real = any(v.aval.dtype.kind != "c" for v in (eqn.invars[0], eqn.outvars[0]))
     largest = max(_read(eqn), size_of(eqn.outvars[0].aval))
     return (2.5 if real else 5) * largest * math.log2(max(lengths, 2)), 0
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from batchax import _compat
+from batchax.engine.own_primitives import expanded
 from batchax.rows.padded import CannotPad, Operation, Row, padded_rule, run_padded
 from batchax.rows.padded_rules.inside import Moving, arrays, as_function, run_inside, staged
 from batchax.rules.calls import BODIES
@@ -56,11 +57,8 @@ def _custom_batched(op: Operation, *rows: Row, jaxpr: Any, steps: Any, **params:
 
 @padded_rule("call_hi_primitive")
 def _hi_primitive(op: Operation, *rows: Row, _prim: Any) -> Any:
-    # An operation that its author describes by an object: what it stands for is what counts.
-    def expanded(*xs: Any) -> list[Any]:
-        return jax.tree.leaves(_prim.expand(*jax.tree.unflatten(_prim.in_tree, xs)))
-
-    body = _compat.stage(expanded, [v.aval for v in op.eqn.invars])
+    # What it stands for is what counts.
+    body = expanded(_prim, [v.aval for v in op.eqn.invars])
     return run_padded(op.sizes, body.jaxpr, body.consts, rows)
 
 
