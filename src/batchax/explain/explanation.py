@@ -78,7 +78,7 @@ class Equation:
       moves: bytes of operands whose axes were transposed for it.
       broadcasts: bytes written to repeat, for each lane, operands that lanes share.
       work: what it costs for all lanes, its parts included, as often as they run.
-      lanes: how many lanes it was batched over: the size of a chunk in chunked programs.
+      lanes: how many lanes that work is for. In chunks, types show fewer: those of one chunk.
       times: how often it runs, within a loop that goes so many steps, chunks included; None if
         that is known only when it runs. What runs once per call: 1.
       role: of a part: what it is of its loop or branch: "body", "condition", "branch 0".
@@ -96,7 +96,7 @@ class Equation:
     emitted: tuple[str, ...] = ()
     moves: int = 0
     broadcasts: int = 0
-    work: Work = Work()
+    work: Work = field(default_factory=Work)
     lanes: int = 1
     times: int | None = 1
     role: str = ""
@@ -105,7 +105,7 @@ class Equation:
 
     @property
     def per_lane(self) -> Work:
-        """Its work for one of the lanes it was batched over; all of it if it is done once."""
+        """Its work for one lane; all of it if it is done once."""
         if self.service == "once":
             return self.work
         return Work(self.work.flops / self.lanes, self.work.bytes / self.lanes)
@@ -221,7 +221,7 @@ class Explanation:
     equations: tuple[Equation, ...]
     findings: tuple[Finding, ...] = ()
     memory: Memory | None = None
-    outside: Work = Work()
+    outside: Work = field(default_factory=Work)
     compiled: Work | None = None
     options: dict[str, Any] = field(default_factory=dict)
     timings: tuple[Timing, ...] = ()

@@ -1,0 +1,93 @@
+"""Which operations of the batched program each equation of the per-example function became."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchax.engine.interpreter import plan
+from batchax.engine.recording import Record, Recorder
+from batchax.explain.explanation import Work
+from batchax.programs.cost import Cost, cost_of_equation
+from batchax.programs.inner import integers_in, programs_in
+from batchax.programs.shapes import bytes_of
+
+
+@dataclass
+class Tally:
+    """What an equation became, but for what is inside programs that it holds.
+
+    Attributes:
+      emitted: the names of operations, in order.
+      work: what they cost, as often as they run.
+      moves: bytes of arrays whose axes were transposed.
+      broadcasts: bytes written to repeat arrays.
+      times: how often they run; None if that is not known.
+      skipped: whether they are in a branch, of a ``cond``, that may not run.
+    """
+
+    emitted: list[str] = field(default_factory=list)
+    work: Work = field(default_factory=Work)
+    moves: int = 0
+    broadcasts: int = 0
+    times: int | None = 1
+    skipped: bool = False
+
+
+class Attribution:
+    """A batched program, its operations sorted by the equations they are of.
+
+    Attributes:
+      tallies: by equation, for those that emitted something; what belongs to none under None.
+    """
+
+    def __init__(self, recorder: Recorder, program: Any) -> None:
+        self._recorder = recorder
+        self.tallies: dict[Record | None, Tally] = {}
+        self._walk(program, {}, None, 1, False)
+
+    def _walk(
+        self,
+        program: Any,
+        integers: Mapping[Any, int],
+        around: Record | None,
+        times: int | None,
+        skipped: bool,
+    ) -> None:
+        known = integers_in(program, integers)
+        for eqn, _ in plan(getattr(program, "jaxpr", program)):
+            # What a rule calls has no mark of its own, and belongs to what called it.
+            record = self._recorder.record_of(eqn.source_info.name_stack) or around
+            with self._recorder.active(inside=record):
+                inner = programs_in(eqn, known)
+            if not inner:
+                cost = cost_of_equation(eqn, known)
+                self._add(record, eqn, cost, times, skipped)
+                continue
+            name = eqn.primitive.name
+            if name in _LOOPS_AND_BRANCHES:
+                self._add(record, eqn, Cost(), times, skipped)
+            for p in inner:
+                often = None if times is None or p.times is None else times * p.times
+                may_not = skipped or name == "cond"
+                self._walk(p.jaxpr, p.integers, record, often, may_not)
+
+    def _add(
+        self, record: Record | None, eqn: Any, cost: Cost, times: int | None, skipped: bool
+    ) -> None:
+        tally = self.tallies.setdefault(record, Tally(times=times, skipped=skipped))
+        often = 1 if times is None else times
+        name = eqn.primitive.name
+        tally.emitted.append(name)
+        tally.work += Work(often * (cost.flops + cost.transcendentals), often * cost.bytes)
+        if tally.times is not None and (times is None or times > tally.times):
+            tally.times = times
+        written = bytes_of(v.aval for v in eqn.outvars)
+        if name == "transpose":
+            tally.moves += written
+        elif name == "broadcast_in_dim" and written > bytes_of(v.aval for v in eqn.invars):
+            tally.broadcasts += written
+
+
+_LOOPS_AND_BRANCHES = frozenset(["scan", "while", "cond"])

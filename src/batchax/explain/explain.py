@@ -1,0 +1,142 @@
+"""`explain`: how a function was batched, and what that costs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.core import ShapedArray
+
+from batchax.engine.outputs import AUTO, Reduce
+from batchax.engine.recording import PerExample
+from batchax.explain.attribution import Attribution, Tally
+from batchax.explain.explanation import Explanation, Value, Work
+from batchax.explain.listing import Listing, type_name, value_of
+from batchax.explain.naming import Names
+from batchax.explain.staging import Staged, stage
+from batchax.programs.shapes import bytes_of
+from batchax.vmap import vmap
+
+
+def explain(
+    fun: Callable[..., Any],
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    *,
+    measure: bool = False,
+    **vmap_options: Any,
+) -> Callable[..., Explanation]:
+    """Shows how ``batchax.vmap(fun, in_axes, out_axes, **vmap_options)`` batches a function.
+
+    Nothing is run, but with `measure`. The function is staged, batched and compiled as ``jax.jit``
+    would compile it, and each operation of the batched program is traced back to the equation of
+    the per-example function, and so to the line, that it comes from.
+
+    Args:
+      fun: the per-example function.
+      in_axes, out_axes: as in `vmap`.
+      measure: whether to run the batched function, too, and to time it against a loop over
+        examples and in chunks of several sizes. Arguments must then be arrays.
+      **vmap_options: the other options of `vmap`, such as ``batch_size``.
+
+    Returns:
+      A function of the arguments that the batched function takes. An array may be given as a
+      ``jax.ShapeDtypeStruct``. It returns an `Explanation`.
+
+    Raises:
+      What `vmap` raises, for options and arguments that do not fit.
+      ArgumentTypeError: (a TypeError) `measure` is asked for and an argument has no values.
+
+    Example::
+
+        explanation = bx.explain(f, in_axes=(None, 0, None))(M, v, b)
+        print(explanation)
+        explanation.to_html("f.html")
+    """
+    batched = vmap(fun, in_axes, out_axes, **vmap_options)
+
+    def explained(*args: Any, **kwargs: Any) -> Explanation:
+        staged = stage(batched, args, kwargs, _parameters(fun))
+        name = getattr(fun, "__name__", type(fun).__name__)
+        return _explain(name, staged, dict(vmap_options))
+
+    return explained
+
+
+def _parameters(fun: Callable[..., Any]) -> list[str]:
+    """The names of a function's positional parameters."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):  # of some built-in functions nothing is known
+        return []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.kind in positional]
+
+
+def _explain(name: str, staged: Staged, options: dict[str, Any]) -> Explanation:
+    recorder, program = staged.recorder, staged.traced.jaxpr
+    attribution = Attribution(recorder, program)
+    example = recorder.programs[0] if recorder.programs else None
+    axis = example.axis if example else recorder.records[0].axis
+    names = Names()
+    arguments = _arguments(staged, example, names)
+    listing = Listing(recorder, attribution, names, axis.size)
+    outputs = () if example is None else _outputs(example, names, staged.traced.out_info)
+    outside = attribution.tallies.get(None, Tally()).work
+    return Explanation(
+        name=name,
+        lanes=axis.size,
+        arguments=arguments,
+        outputs=outputs,
+        equations=listing.equations,
+        outside=Work(outside.flops, outside.bytes),
+        options=options,
+    )
+
+
+def _arguments(staged: Staged, example: PerExample | None, names: Names) -> tuple[Value, ...]:
+    """The arguments, whose names their variables in the program get."""
+    variables: dict[int, tuple[Any, Any]] = {}  # by placeholder: variable, and where mapped
+    if example is not None:
+        jaxpr, consts = example.staged.jaxpr, example.staged.consts
+        for m, v in zip(example.mapped, jaxpr.invars, strict=False):
+            variables[id(getattr(m.value, "data", m.value))] = v, m.axis
+        variables.update({id(c): (v, None) for v, c in zip(jaxpr.constvars, consts, strict=True)})
+    found = []
+    for x, path in zip(staged.placeholders, staged.paths, strict=True):
+        variable, position = variables.get(id(x), (None, None))
+        if variable is None:
+            aval = jax.typeof(x)
+            found.append(Value(path, type_name(aval), type_name(aval), None, bytes_of([aval])))
+            continue
+        names.give(variable, path)
+        aval = variable.aval
+        batched = jax.typeof(x)
+        found.append(
+            Value(path, type_name(aval), type_name(batched), position, bytes_of([batched]))
+        )
+    return tuple(found)
+
+
+def _outputs(example: PerExample, names: Names, out_info: Any) -> tuple[Value, ...]:
+    """The results, under the names of their variables, as they are returned."""
+    types = jax.tree.leaves(out_info)
+    variables = example.staged.jaxpr.outvars
+    found = []
+    for v, described, final in zip(variables, example.described, types, strict=False):
+        position = _out_axis(described.spec, v.aval, final)
+        aval = ShapedArray(final.shape, final.dtype)
+        value = value_of(names.of(v), v.aval, None, example.axis)
+        found.append(Value(value.name, value.example, type_name(aval), position, bytes_of([aval])))
+    return tuple(found)
+
+
+def _out_axis(spec: Any, example: Any, final: Any) -> int | None:
+    """Where a result has the batch axis."""
+    if spec is None or isinstance(spec, Reduce):
+        return None
+    if spec is AUTO:
+        return None if len(final.shape) == len(example.shape) else 0
+    return spec % len(final.shape)

@@ -1,0 +1,263 @@
+"""The listing: an entry for each equation of the per-example function, parts of loops nested."""
+
+from __future__ import annotations
+
+import linecache
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.extend.core import jaxprs_in_params
+
+from batchax import _compat
+from batchax.engine.axis import Axis, AxisPosition
+from batchax.engine.inner import batched_aval
+from batchax.engine.recording import Record, Recorder
+from batchax.engine.registry import find_rule, rule_origin
+from batchax.explain.attribution import Attribution, Tally
+from batchax.explain.explanation import Equation, Service, Source, Value, Work
+from batchax.explain.naming import Names
+from batchax.programs.shapes import bytes_of
+
+# What holds programs that run more or less often than it does. The parts of others, which are
+# calls, are listed in their place.
+_NESTED = frozenset("while scan cond bounded_loop chunk_loop parting_loop".split())
+_LIBRARY = os.path.dirname(jax.__file__)
+
+
+@dataclass(eq=False)
+class _Entry:
+    """An equation with all its records: a program may be batched for chunks of several sizes."""
+
+    records: list[Record] = field(default_factory=list)
+    tallies: list[Tally] = field(default_factory=list)
+    parts: list[_Entry] = field(default_factory=list)
+
+    @property
+    def shown(self) -> Record:
+        """The record that tells of the most lanes."""
+        return max(self.records, key=lambda r: (_lanes_of(r.axis), -r.number))
+
+    @property
+    def eqn(self) -> Any:
+        return self.records[0].eqn
+
+
+def _lanes_of(axis: Axis) -> int:
+    return axis.size if isinstance(axis.size, int) else 1
+
+
+class Listing:
+    """The equations of a function, and where to find the one a record is of.
+
+    Attributes:
+      equations: in order.
+      numbers: the number in the listing, by record.
+      names: what values are called.
+    """
+
+    def __init__(
+        self, recorder: Recorder, attribution: Attribution, names: Names, lanes: int
+    ) -> None:
+        self.names, self._lanes = names, lanes
+        self.numbers: dict[Record, str] = {}
+        entries = _entries(recorder, attribution)
+        self.equations = self._listed(entries, "")
+
+    def _listed(
+        self, entries: Sequence[_Entry], prefix: str, role: str = "", times: int | None = 1
+    ) -> tuple[Equation, ...]:
+        found = []
+        for entry, source, role_of_it in self._flat(entries, None, role):
+            number = f"{prefix}{len(found) + 1}"
+            found.append(self._equation(entry, source, role_of_it, number, times))
+        return tuple(found)
+
+    def _flat(
+        self, entries: Sequence[_Entry], caller: Source | None, role: str
+    ) -> Iterator[tuple[_Entry, Source, str]]:
+        """The entries with the lines and roles they are listed under, calls opened."""
+        for entry in entries:
+            record = entry.shown
+            source = caller or source_of(entry.eqn)
+            role_of_it = record.role or role
+            if not entry.parts or entry.eqn.primitive.name in _NESTED or _is_users(record):
+                yield entry, source, role_of_it
+                continue
+            program = _called(entry.eqn)
+            if program is not None:
+                for inside, outside in zip(program.invars, entry.eqn.invars, strict=True):
+                    self.names.same(inside, outside)
+            caller_of_parts = source if _is_library(program) else caller
+            yield from self._flat(entry.parts, caller_of_parts, role_of_it)
+            if program is not None:
+                for outside, inside in zip(entry.eqn.outvars, program.outvars, strict=True):
+                    self.names.same(outside, inside)
+
+    def _equation(
+        self, entry: _Entry, source: Source, role: str, number: str, around: int | None
+    ) -> Equation:
+        record, eqn = entry.shown, entry.eqn
+        for r in entry.records:
+            self.numbers[r] = number
+        tallies = entry.tallies or [Tally(times=around)]
+        shown = max(tallies, key=lambda t: len(t.emitted))
+        counts = [t.times for t in tallies]
+        times = None if None in counts else max(c for c in counts if c is not None)
+        inputs = self._values(eqn.invars, record.in_axes, record.axis)
+        self._name_consts(eqn)
+        parts = self._listed(entry.parts, f"{number}.", "body", times)
+        outputs = self._values(eqn.outvars, record.out_axes, record.axis)
+        service, rule = served_by(record)
+        return Equation(
+            number=number,
+            primitive=shown_name(eqn),
+            source=source,
+            inputs=inputs,
+            outputs=outputs,
+            service=service,
+            rule=rule,
+            emitted=tuple(shown.emitted),
+            moves=sum(t.moves for t in tallies) * (eqn.primitive.name != "transpose"),
+            broadcasts=sum(t.broadcasts for t in tallies)
+            * (eqn.primitive.name != "broadcast_in_dim"),
+            work=sum((t.work for t in tallies), _work_of_parts(parts, record)),
+            lanes=self._lanes,
+            times=times,
+            role=role,
+            parts=parts,
+            notes={k: v for k, v in record.notes.items() if k not in ("service", "rule")},
+        )
+
+    def _name_consts(self, eqn: Any) -> None:
+        """What a loop or branch is given as it is has the same name inside."""
+        name, params = eqn.primitive.name, eqn.params
+        given: list[tuple[Any, Sequence[Any]]] = []
+        if name == "cond":
+            given = [(branch, eqn.invars[1:]) for branch in params["branches"]]
+        elif name == "scan":
+            given = [(params["jaxpr"], eqn.invars[: _compat.scan_counts(params)[0]])]
+        elif name == "while":
+            n, m = params["cond_nconsts"], params["body_nconsts"]
+            given = [
+                (params["cond_jaxpr"], eqn.invars[:n]),
+                (params["body_jaxpr"], eqn.invars[n : n + m]),
+            ]
+        for program, operands in given:
+            for inside, outside in zip(program.jaxpr.invars, operands, strict=False):
+                self.names.same(inside, outside)
+
+    def _values(
+        self, variables: Sequence[Any], axes: Sequence[AxisPosition], axis: Axis
+    ) -> tuple[Value, ...]:
+        positions = [*axes, *[None] * (len(variables) - len(axes))]
+        return tuple(
+            value_of(self.names.of(v), v.aval, a, axis)
+            for v, a in zip(variables, positions, strict=True)
+        )
+
+
+def _entries(recorder: Recorder, attribution: Attribution) -> list[_Entry]:
+    """What became part of the batched program, as a tree."""
+    used: set[Any] = set()
+    for record in attribution.tallies:
+        while record is not None:
+            used.add(record.run)
+            record = record.parent
+    roots: list[_Entry] = []
+    entries: dict[Any, _Entry] = {}
+    of_record: dict[Record | None, _Entry] = {}
+    for record in recorder.records:
+        around = of_record.get(record.parent)
+        if record.run not in used or (record.parent is not None and around is None):
+            continue
+        key = id(around), id(record.eqn)
+        if key not in entries:
+            entries[key] = _Entry()
+            (roots if around is None else around.parts).append(entries[key])
+        of_record[record] = entries[key]
+        entries[key].records.append(record)
+        if record in attribution.tallies:
+            entries[key].tallies.append(attribution.tallies[record])
+    return roots
+
+
+def value_of(name: str, example: Any, position: AxisPosition, axis: Axis) -> Value:
+    """A value, from its type for one example and where it has the batch axis."""
+    batched = example
+    if position is not None and getattr(example, "shape", None) is not None:
+        batched = batched_aval(axis, example, position)
+    return Value(name, type_name(example), type_name(batched), position, bytes_of([batched]))
+
+
+def type_name(aval: Any) -> str:
+    """A type as programs are printed: ``f32[3]``."""
+    try:
+        return aval.str_short(short_dtypes=True)
+    except (AttributeError, TypeError):
+        return str(aval)
+
+
+def shown_name(eqn: Any) -> str:
+    """The name of an equation's primitive; of a call also what is called."""
+    name, called = eqn.primitive.name, eqn.params.get("name")
+    return f"{name} {called}" if isinstance(called, str) and called else name
+
+
+def source_of(eqn: Any) -> Source:
+    """The user's line that made an equation."""
+    file, line = _compat.user_file_and_line(eqn.source_info)
+    return Source(file, line, linecache.getline(file, line).strip() if line else "")
+
+
+def served_by(record: Record) -> tuple[Service, str]:
+    """How an equation was batched, and the name of the rule that did it."""
+    primitive = record.eqn.primitive
+    if record.shared:
+        return "once", ""
+    origin, rule = rule_origin(primitive), find_rule(primitive)
+    if rule is None:
+        return ("jax", "jax") if _compat.jax_has_rule(primitive) else ("lanes", "no rule")
+    if not (origin or "").startswith("batchax."):
+        return "user", _name_of(rule)
+    if "service" in record.notes:
+        return record.notes["service"], record.notes.get("rule", (origin or "")[len("batchax.") :])
+    return "own", (origin or "")[len("batchax.") :]
+
+
+def _name_of(rule: Callable[..., Any]) -> str:
+    return f"{rule.__module__}.{getattr(rule, '__qualname__', type(rule).__name__)}"
+
+
+def _is_users(record: Record) -> bool:
+    return served_by(record)[0] in ("user", "lanes")
+
+
+def _called(eqn: Any) -> Any:
+    """The program that a call holds; None if its inputs are not the call's operands."""
+    for program in jaxprs_in_params(eqn.params):
+        jaxpr = getattr(program, "jaxpr", program)
+        fits = len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.outvars) == len(eqn.outvars)
+        return jaxpr if fits else None
+    return None
+
+
+def _is_library(program: Any) -> bool:
+    """Whether a program is of a function of JAX's, whose lines say nothing to users.
+
+    Staged once, it is shared by all who call it, with the lines of the one who did first.
+    """
+    file = getattr(getattr(program, "debug_info", None), "func_filename", None) or ""
+    return file.startswith(_LIBRARY)
+
+
+def _work_of_parts(parts: Sequence[Equation], record: Record) -> Work:
+    """What the parts cost; of branches of which one runs, the dearest."""
+    by_role: dict[str, Work] = {}
+    for part in parts:
+        by_role[part.role] = by_role.get(part.role, Work()) + part.work
+    if record.eqn.primitive.name == "cond" and record.notes.get("divergence") == "together":
+        return max(by_role.values(), key=lambda w: w.flops + w.bytes, default=Work())
+    return sum(by_role.values(), Work())

@@ -1,0 +1,127 @@
+"""From a call of `explain` to the batched program, with notes of how it came about."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from batchax.engine.recording import Recorder
+from batchax.errors import SequentialFallbackWarning
+from batchax.rows.ragged import Ragged
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A batched function, staged for arguments of certain types.
+
+    Attributes:
+      recorder: the notes of how it was batched.
+      traced: what ``jax.jit(...).trace`` returned.
+      placeholders: for each traced argument, what stood for it.
+      paths: what each is called.
+    """
+
+    recorder: Recorder
+    traced: Any
+    placeholders: Sequence[Any]
+    paths: Sequence[str]
+
+    def compile(self) -> Any:
+        """The compiled program, whose operations bear the marks of their equations."""
+        with self.recorder.active(), _quietly():
+            return self.traced.lower().compile()
+
+
+def stage(
+    batched: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]
+) -> Staged:
+    """Stages a batched function, without running it.
+
+    Arrays, and `jax.ShapeDtypeStruct` in their place, become arguments of the program. Other
+    Python objects stay what they are, and so do the lengths of rows where they are known.
+
+    Args:
+      batched: what `vmap` returned.
+      args, kwargs: a call's arguments.
+      names: what the positional parameters are called.
+    """
+    try:
+        return _stage(batched, args, kwargs, names, _is_array)
+    except _NEEDS_VALUES:
+        # The function branches in Python on an array that is the same for all lanes.
+        return _stage(batched, args, kwargs, names, _is_abstract)
+
+
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+def _is_abstract(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+
+
+def _stage(
+    batched: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    names: Sequence[str],
+    is_traced: Callable[[Any], bool],
+) -> Staged:
+    leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    lengths = {
+        id(x.lengths) for x in jax.tree.leaves((args, kwargs), is_leaf=_is_ragged) if _is_ragged(x)
+    }
+    chosen = [
+        i
+        for i, (_, x) in enumerate(leaves)
+        if is_traced(x) and not (id(x) in lengths and not _is_abstract(x))
+    ]
+    recorder, placeholders = Recorder(), []
+
+    @functools.wraps(batched)
+    def run(*arrays: Any) -> Any:
+        placeholders[:] = arrays
+        values = [x for _, x in leaves]
+        for i, x in zip(chosen, arrays, strict=True):
+            values[i] = x
+        call_args, call_kwargs = jax.tree.unflatten(tree, values)
+        return batched(*call_args, **call_kwargs)
+
+    with recorder.active(), _quietly():
+        traced = jax.jit(run).trace(*(leaves[i][1] for i in chosen))
+    paths = [_path(leaves[i][0], names) for i in chosen]
+    return Staged(recorder, traced, list(placeholders), paths)
+
+
+def _is_ragged(x: Any) -> bool:
+    return isinstance(x, Ragged)
+
+
+def _path(keys: Sequence[Any], names: Sequence[str]) -> str:
+    """What an argument is called: by the names of parameters, as in ``params['w']``."""
+    _, which, *rest = keys
+    if isinstance(which, jax.tree_util.SequenceKey):
+        i = which.idx
+        first: str = names[i] if i < len(names) else f"args[{i}]"
+    else:
+        first = str(which.key)
+    return first + jax.tree_util.keystr(tuple(rest))
+
+
+def _quietly() -> warnings.catch_warnings:
+    """Without the warning that lanes run one after another: there is a finding for it."""
+    context = warnings.catch_warnings(action="ignore", category=SequentialFallbackWarning)
+    return context

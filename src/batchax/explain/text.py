@@ -1,0 +1,189 @@
+"""An explanation as text: for ``print``, in plain characters, and for a terminal, with `rich`."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from batchax.execution.memory import show_bytes
+from batchax.explain.explanation import Equation, Explanation, Finding, Memory, Value, Work
+from batchax.explain.wording import SERVICES, count, show_flops, show_seconds
+
+_WIDTH = 100  # of a line of prose
+_MOST_HELD = 5
+
+
+def as_text(explanation: Explanation) -> str:
+    """An explanation in plain characters, without line endings at the end."""
+    return "\n".join(line.rstrip() for line in _lines(explanation))
+
+
+def _lines(explanation: Explanation) -> Iterator[str]:
+    lanes = count(explanation.lanes, "lane")
+    yield f"{explanation.name}, batched over {lanes}{_options(explanation)}"
+    yield ""
+    yield from _summary(explanation)
+    yield ""
+    yield from _findings(explanation.findings)
+    yield ""
+    yield from _program(explanation)
+    if explanation.timings:
+        yield ""
+        yield from _timings(explanation)
+
+
+def _options(explanation: Explanation) -> str:
+    return "".join(f", {name}={value!r}" for name, value in explanation.options.items())
+
+
+def _summary(explanation: Explanation) -> Iterator[str]:
+    services: dict[str, int] = {}
+    for eqn in explanation.walk():
+        services[eqn.service] = services.get(eqn.service, 0) + 1
+    told = [f"{services[s]} {words}" for s, words in SERVICES.items() if s in services]
+    yield f"  equations  {', '.join(told)}"
+    work, lanes = explanation.work, max(explanation.lanes, 1)
+    each = Work(work.flops / lanes, work.bytes / lanes)
+    yield f"  work       {_show(work)}; per lane {_show(each)}"
+    if explanation.compiled is not None:
+        yield f"  compiled   {_show(explanation.compiled)}, by the compiler's count"
+    if explanation.memory is not None:
+        yield from _memory(explanation.memory)
+
+
+def _show(work: Work) -> str:
+    return f"{show_flops(work.flops)}, {show_bytes(round(work.bytes))} read and written"
+
+
+def _memory(memory: Memory) -> Iterator[str]:
+    yield (
+        f"  memory     {show_bytes(memory.peak)} at most: {show_bytes(memory.arguments)} "
+        f"arguments, {show_bytes(memory.outputs)} outputs, "
+        f"{show_bytes(memory.temporaries)} temporaries"
+    )
+    for held in memory.held[:_MOST_HELD]:
+        where = f", equation {held.equation}" if held.equation else ""
+        size = f"{show_bytes(held.bytes):>10}"
+        yield f"             {size}  {held.type} {held.what} ({held.kind}{where})"
+
+
+def _findings(findings: Sequence[Finding]) -> Iterator[str]:
+    if not findings:
+        yield "Findings: none."
+        return
+    yield "Findings, dearest first:"
+    for i, finding in enumerate(findings, 1):
+        at = f" (equation {finding.equation})" if finding.equation else ""
+        yield from _wrapped(f"{i}. {finding.message}{at}", "  ", "     ")
+        yield from _wrapped(finding.remedy, "     -> ", "        ")
+
+
+def _wrapped(text: str, first: str, others: str) -> Iterator[str]:
+    yield from textwrap.wrap(
+        text, _WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False
+    )
+
+
+def _program(explanation: Explanation) -> Iterator[str]:
+    yield "The program of one example -> of all lanes (* is the batch axis):"
+    for value in explanation.arguments:
+        yield f"  {value.name}: {_types(value)}"
+    columns = _Columns(explanation)
+    yield from _equations(explanation.equations, columns, "  ")
+    results = ", ".join(f"{v.name}: {_types(v)}" for v in explanation.outputs)
+    yield f"  returns {results}"
+
+
+class _Columns:
+    """How wide the columns of the listing are."""
+
+    def __init__(self, explanation: Explanation) -> None:
+        every = list(explanation.walk())
+        self.statement = min(60, max((len(_statement(e)) for e in every), default=0))
+        self.types = min(44, max((len(_result_types(e)) for e in every), default=0))
+        self.rule = min(40, max((len(_rule(e)) for e in every), default=0))
+
+
+def _equations(
+    equations: Sequence[Equation], columns: _Columns, indent: str, line: tuple[str, int] = ("", 0)
+) -> Iterator[str]:
+    role = equations[0].role if equations else ""
+    if role:
+        yield f"{indent}{_heading(role, equations[0])}"
+    for eqn in equations:
+        if eqn.role != role:
+            role, line = eqn.role, ("", 0)
+            yield f"{indent}{_heading(role, eqn)}"
+        at = (eqn.source.file, eqn.source.line)
+        if at != line and eqn.source.line:
+            line = at
+            yield f"{indent}{os.path.basename(at[0])}:{at[1]}  {eqn.source.text}"
+        yield (
+            f"{indent}  {eqn.number:>3}  {_statement(eqn):<{columns.statement}}  "
+            f"{_result_types(eqn):<{columns.types}}  {_rule(eqn):<{columns.rule}}  "
+            f"{show_flops(eqn.work.flops)}, {show_bytes(round(eqn.work.bytes))}"
+        )
+        if eqn.parts:
+            yield from _equations(eqn.parts, columns, indent + "    ", line)
+
+
+def _heading(role: str, eqn: Equation) -> str:
+    often = "as often as it takes" if eqn.times is None else count(eqn.times, "time")
+    return f"{role}, {often}:"
+
+
+def _statement(eqn: Equation) -> str:
+    results = ", ".join(v.name for v in eqn.outputs) or "_"
+    return f"{results} = {eqn.primitive} {' '.join(v.name for v in eqn.inputs)}"
+
+
+def _result_types(eqn: Equation) -> str:
+    return ", ".join(map(_types, eqn.outputs))
+
+
+def _types(value: Value) -> str:
+    if value.axis is None:
+        return value.example
+    return f"{value.example} -> {marked(value)}"
+
+
+def marked(value: Value) -> str:
+    """The type of a value for all lanes, with a star at its batch axis."""
+    before, bracket, dims = value.batched.partition("[")
+    if value.axis is None or not bracket:
+        return value.batched
+    sizes = dims.rstrip("]").split(",")
+    sizes[value.axis] += "*"
+    return f"{before}[{','.join(sizes)}]"
+
+
+def _rule(eqn: Equation) -> str:
+    if eqn.service == "once":
+        return "once"
+    how = {"own": eqn.rule, "user": f"user's {eqn.rule}", "jax": "JAX's rule"}
+    return how.get(eqn.service, "one lane after another")
+
+
+def _timings(explanation: Explanation) -> Iterator[str]:
+    yield "Measured:"
+    for timing in explanation.timings:
+        low, high = map(show_seconds, timing.spread)
+        what = {None: "all lanes at once", "loop": "a loop over examples"}.get(
+            timing.batch_size, f"{timing.batch_size} lanes at a time"
+        )
+        memory = "" if timing.peak is None else f", {show_bytes(timing.peak)}"
+        yield f"  {what:<24} {show_seconds(timing.seconds):>9} ({low} to {high}){memory}"
+
+
+def for_terminal(explanation: Explanation) -> Any:
+    """An explanation for a terminal: a `rich` renderable, or plain text without `rich`."""
+    try:
+        from rich.highlighter import ReprHighlighter
+        from rich.text import Text
+    except ImportError:
+        return as_text(explanation)
+    text = Text(as_text(explanation), no_wrap=True)
+    ReprHighlighter().highlight(text)
+    return text

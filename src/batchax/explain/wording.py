@@ -1,0 +1,36 @@
+"""Numbers and terms as all faces of an explanation show them."""
+
+from __future__ import annotations
+
+SERVICES = {
+    "own": "batched by rules of batchax",
+    "user": "by rules of the user's",
+    "jax": "by rules of JAX's",
+    "lanes": "one lane after another",
+    "once": "done once for all lanes",
+}
+"""How equations are batched, for people."""
+
+
+def count(n: int, what: str) -> str:
+    """A number of things: "1 lane", "1,024 lanes"."""
+    return f"{n:,} {what}" + "s" * (n != 1)
+
+
+def show_flops(flops: float) -> str:
+    """Floating-point operations for people: "240 FLOP", "1.2 MFLOP"."""
+    if flops < 1000:
+        return f"{flops:.0f} FLOP"
+    for prefix in "kMGT":
+        flops /= 1000
+        if flops < 999.5 or prefix == "T":
+            return f"{flops:.3g} {prefix}FLOP"
+    raise AssertionError
+
+
+def show_seconds(seconds: float) -> str:
+    """A time for people: "1.2 ms"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size or unit == "us":
+            return f"{seconds / size:.3g} {unit}"
+    raise AssertionError
