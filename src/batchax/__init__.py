@@ -32,6 +32,8 @@ from batchax.errors import SmallerChunksWarning as SmallerChunksWarning
 from batchax.errors import UnsupportedError as UnsupportedError
 from batchax.execution.memory import BatchSizeChoice as BatchSizeChoice
 from batchax.execution.memory import batch_size_choices as batch_size_choices
+from batchax.explain.explain import explain as explain
+from batchax.explain.explanation import Explanation as Explanation
 from batchax.host_function import host_function as host_function
 from batchax.rows.buckets import Buckets as Buckets
 from batchax.rows.buckets import bucket as bucket

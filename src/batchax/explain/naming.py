@@ -17,10 +17,12 @@ class Names:
     def __init__(self) -> None:
         self._names: dict[Any, str] = {}
         self._letters = 0
+        self._taken: set[str] = set()  # by arguments
 
     def give(self, variable: Any, name: str) -> None:
         """Says what a variable is called, unless it has a name."""
         self._names.setdefault(variable, name)
+        self._taken.add(name)
 
     def same(self, variable: Any, other: Any) -> None:
         """Says that a variable, inside a call, is what `other` is outside."""
@@ -31,6 +33,8 @@ class Names:
         if isinstance(variable, Literal):
             return _number(variable.val)
         if variable not in self._names:
+            while letters(self._letters) in self._taken:
+                self._letters += 1
             self._names[variable] = letters(self._letters)
             self._letters += 1
         return self._names[variable]

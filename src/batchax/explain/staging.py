@@ -114,7 +114,7 @@ def _path(keys: Sequence[Any], names: Sequence[str]) -> str:
     """What an argument is called: by the names of parameters, as in ``params['w']``."""
     _, which, *rest = keys
     if isinstance(which, jax.tree_util.SequenceKey):
-        i = which.idx
+        i: int = which.idx
         first: str = names[i] if i < len(names) else f"args[{i}]"
     else:
         first = str(which.key)
