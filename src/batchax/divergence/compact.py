@@ -8,7 +8,7 @@ from typing import Any
 
 from batchax.divergence.bounded import run_bounded_loop
 from batchax.divergence.branches import run_branches
-from batchax.divergence.cost import bytes_of, launches, length, work
+from batchax.divergence.cost import launches, length, work
 from batchax.divergence.lane_steps import LaneSteps
 from batchax.divergence.limits import calls_back, can_move, refuse_collectives
 from batchax.divergence.loop_primitive import bind
@@ -26,6 +26,7 @@ from batchax.engine.arguments import is_position
 from batchax.engine.axis import Axis
 from batchax.engine.divergence import BoundedLoop, Branches, Loop, Placed
 from batchax.errors import ArgumentTypeError, AxisError
+from batchax.programs.shapes import bytes_of
 
 
 @dataclass(frozen=True)

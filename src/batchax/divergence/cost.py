@@ -15,6 +15,7 @@ from typing import Any
 from jax.extend.core import Literal, jaxprs_in_params
 
 from batchax import _compat
+from batchax.programs.shapes import matrices_of, size_of, terms_of_contraction
 
 _STEPS_OF_WHILE = 16  # what a loop is taken to do if it does not say
 
@@ -106,11 +107,6 @@ def length(jaxpr: Any) -> int:
     return len(jaxpr.eqns) + sum(length(getattr(p, "jaxpr", p)) for p in inner)
 
 
-def bytes_of(avals: Any) -> int:
-    """The memory that arrays of these types take."""
-    return sum(_size(a) * a.dtype.itemsize for a in avals if hasattr(a, "dtype"))
-
-
 def _of_equation(eqn: Any, lanes_differ: list[bool] | None) -> float:
     name = eqn.primitive.name
     prices = _ALONE if lanes_differ is None else _TOGETHER
@@ -131,11 +127,12 @@ def _of_equation(eqn: Any, lanes_differ: list[bool] | None) -> float:
         return _OF_SHAPE[name](eqn)
     if inner and name not in _ELEMENTS_WITH_PROGRAM:
         return max(inner)  # a derivative rule, beside a program, is not run
-    size = max(map(_size, (v.aval for v in (*eqn.invars, *eqn.outvars))), default=1)
+    size = max(map(size_of, (v.aval for v in (*eqn.invars, *eqn.outvars))), default=1)
     if name in _FREE:
         return 0.0
     if name in _CUBIC:
-        return 2.0 * size * math.sqrt(_matrix(eqn)) + 1000.0
+        _, rows, columns = matrices_of(eqn.invars[0].aval)
+        return 2.0 * size * math.sqrt(rows * columns) + 1000.0
     if name in _VERY_SLOW:
         return 200.0 * size
     return size * (prices.slow if name in _SLOW else prices.element)
@@ -157,41 +154,33 @@ def _inside(eqn: Any, program: Any, lanes_differ: list[bool] | None) -> list[boo
     return operands if len(operands) == len(unknown) else unknown
 
 
-def _matrix(eqn: Any) -> int:
-    shape = eqn.invars[0].aval.shape
-    return math.prod(shape[-2:])
-
-
 def _contraction(eqn: Any) -> float:
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    shape = eqn.invars[0].aval.shape
-    terms = math.prod(shape[d] for d in contracted)
-    return 2.0 * _size(eqn.outvars[0].aval) * terms
+    return 2.0 * size_of(eqn.outvars[0].aval) * terms_of_contraction(eqn)
 
 
 def _convolution(eqn: Any) -> float:
     kernel, out = eqn.invars[1].aval, eqn.outvars[0].aval
     features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-    return 2.0 * _size(out) * _size(kernel) / max(features, 1) * _ALONE.contraction
+    return 2.0 * size_of(out) * size_of(kernel) / max(features, 1) * _ALONE.contraction
 
 
 def _random(eqn: Any) -> float:
-    return 30.0 * _size(eqn.outvars[0].aval)
+    return 30.0 * size_of(eqn.outvars[0].aval)
 
 
 def _sort(eqn: Any) -> float:
-    size = _size(eqn.invars[0].aval)
+    size = size_of(eqn.invars[0].aval)
     return 5.0 * size * math.log2(size + 2)
 
 
 def _moved(eqn: Any) -> float:
     """Of a slice or a gather: what it returns, not what it reads from."""
-    return float(_size(eqn.outvars[0].aval))
+    return float(size_of(eqn.outvars[0].aval))
 
 
 def _updated(eqn: Any) -> float:
     """Of an update in place: what is written."""
-    return float(max((_size(v.aval) for v in eqn.invars[1:]), default=1))
+    return float(max((size_of(v.aval) for v in eqn.invars[1:]), default=1))
 
 
 _OF_SHAPE: dict[str, Callable[[Any], float]] = {
@@ -211,8 +200,3 @@ _OF_SHAPE: dict[str, Callable[[Any], float]] = {
     ),
 }
 _ELEMENTS_WITH_PROGRAM = frozenset("reduce argsort".split())
-
-
-def _size(aval: Any) -> int:
-    shape = getattr(aval, "shape", ())
-    return math.prod(n if isinstance(n, int) else 1 for n in shape)

@@ -16,7 +16,6 @@ from jax.core import eval_jaxpr
 from jax.interpreters import ad
 
 from batchax import _compat
-from batchax.divergence.cost import bytes_of
 from batchax.divergence.loops import PartingLoop
 from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
 from batchax.engine.derivatives import tangents_of
@@ -24,6 +23,7 @@ from batchax.engine.inner import batch_inner, remembered
 from batchax.engine.named_axes import uses_name
 from batchax.engine.own_primitives import stands_for
 from batchax.engine.registry import register_own_rule
+from batchax.programs.shapes import bytes_of
 
 _MOST_REPEATED = 4  # times what the lanes hold: what outer lanes may repeat of what is shared
 

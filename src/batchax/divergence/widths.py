@@ -12,7 +12,8 @@ from typing import NamedTuple
 import jax
 
 from batchax import _compat
-from batchax.divergence.cost import bytes_of, work
+from batchax.divergence.cost import work
+from batchax.programs.shapes import bytes_of
 
 _NARROWING = 4  # a window is so much narrower than the one before
 _LONGEST = 600  # operations in the programs of all windows together, about
