@@ -2,7 +2,8 @@
 # the environment it runs in, later runs use it again.
 #
 #   make demo       per-example gradients on real data, with a picture
-#   make test       lint, types and the whole test suite
+#   make test       lint, types and the whole test suite; on Debian, as root, it installs
+#                   Chromium, in which pages are tested
 #   make test-all   the same, and the suite on Python 3.12 with JAX 0.12
 #   make lint       lint and types alone
 #   make docs       the generated pages in docs/
@@ -15,12 +16,12 @@ PYTEST = -m pytest -q -n $(JOBS) --dist loadfile
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-all lint docs bench constraints clean
+.PHONY: demo test test-all lint browser docs bench constraints clean
 
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
 
-test: lint
+test: lint browser
 	.venv/bin/python $(PYTEST)
 
 test-all: test
@@ -35,6 +36,19 @@ lint: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/pyright --pythonpath .venv/bin/python
+
+# Pages are tested in a browser. Where it can be installed it is; elsewhere those tests are
+# skipped, and say what they need.
+browser:
+	@have() { command -v "$$1" >/dev/null 2>&1; }; \
+	found() { have chromedriver && { have chromium || have chromium-browser || have google-chrome; }; }; \
+	if ! found && have apt-get && [ "$$(id -u)" = 0 ]; then \
+	    echo "Installing Chromium, for tests of pages (once)"; \
+	    { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y \
+	        --no-install-recommends install chromium chromium-driver fonts-dejavu-core; } \
+	        >/dev/null || true; \
+	fi; \
+	found || echo "No Chromium on this machine: tests of pages are skipped."
 
 docs: .venv/ready
 	.venv/bin/python docs/generate_primitives.py

@@ -1,0 +1,415 @@
+"""The program on the page: equations in order, with a rail from each value to where it is used.
+
+A scope (the program, the body of a loop) is one grid. Each argument and equation is a row; a rail
+is drawn in the gutter beside the rows, and spans them by row number. So rails stay right whatever
+the height of rows, when parts are opened, on narrow windows and on paper; no script draws them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from batchax.explain.explanation import Equation, Explanation, Source, Value
+from batchax.explain.markup import (
+    SERVICES,
+    Html,
+    anchor,
+    count,
+    doublings,
+    extent,
+    glyph,
+    hidden,
+    link_to,
+    plural,
+    size,
+    tag,
+    typed,
+)
+
+_COLUMNS = 8
+"""Rails side by side in a gutter. A longer-lived value that finds no place there has only stubs."""
+
+_OPEN = 40
+"""The body of a loop is open at first if it has no more equations than this."""
+
+
+@dataclass
+class Scope:
+    """A list of equations that see one another's values.
+
+    Attributes:
+      equations: in order.
+      entries: what they use that comes from outside.
+      outputs: what leaves; empty where that is not known.
+      around: the scope that holds the equation whose part this is.
+    """
+
+    equations: Sequence[Equation]
+    entries: Sequence[Value]
+    outputs: Sequence[Value] = ()
+    around: Scope | None = None
+    makers: dict[str, Equation] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.makers = {out.name: eqn for eqn in self.equations for out in eqn.outputs}
+
+    def maker(self, name: str) -> Equation | None:
+        """The equation that gives the value of this name, here or around."""
+        found = self.makers.get(name)
+        return self.around.maker(name) if found is None and self.around else found
+
+
+@dataclass(frozen=True)
+class Rail:
+    """The way of one value down the gutter.
+
+    Attributes:
+      value: which.
+      start: the row of what makes it.
+      uses: the rows of what takes it, with the position among that one's operands.
+      maker: the number of the equation that makes it, or "".
+      nested: whether the row it starts from holds parts, and so ends far below where it begins.
+    """
+
+    value: Value
+    start: int
+    uses: tuple[tuple[int, int], ...]
+    maker: str
+    nested: bool
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What bars are drawn to: the longest is as long as the column.
+
+    Attributes:
+      full: doublings of one byte that fill the column.
+      lanes: the size of the batch.
+    """
+
+    full: float
+    lanes: int
+
+    def bar(self, value: Value) -> Html:
+        """The bar of a value: its size for one example, and what the lanes add to that."""
+        total = doublings(value.bytes)
+        lanes = min(doublings(extent(value, self.lanes)), total)
+        style = f"--one:{(total - lanes) / self.full:.4f};--lanes:{lanes / self.full:.4f}"
+        kind = "bar" if value.axis is not None else "bar shared"
+        parts = tag("i", class_="one"), tag("i", class_="many") if lanes else None
+        bar = tag("span", parts, class_=kind, style=style, aria_hidden="true")
+        return tag("span", bar, tag("span", size(value.bytes), class_="bytes"), class_="sized")
+
+
+def flow(explanation: Explanation) -> Html:
+    """The equations of a program, as a list with rails beside it."""
+    scale = Scale(_largest(explanation), explanation.lanes)
+    top = Scope(explanation.equations, explanation.arguments, explanation.outputs)
+    return _scope(top, scale)
+
+
+def _largest(explanation: Explanation) -> float:
+    values = [*explanation.arguments, *explanation.outputs]
+    values += [v for eqn in explanation.walk() for v in (*eqn.inputs, *eqn.outputs)]
+    return max((doublings(v.bytes) for v in values), default=0.0) or 1.0
+
+
+def legend(explanation: Explanation) -> Html:
+    """What signs, bars and rails mean."""
+    full = _largest(explanation)
+    ticks = [k for k in (0, 10, 20, 30, 40) if k <= 0.7 * full] + [full]
+    ruler = tag(
+        "span",
+        [
+            tag("i", tag("b", size(2**k)), style=f"--at:{k / full:.4f}", class_="tick")
+            for k in ticks
+        ],
+        class_="ruler",
+        role="img",
+        aria_label=f"Scale of the bars: from {size(1)} to {size(2**full)}, each doubling as long",
+    )
+    services = [
+        tag("li", glyph(key), " ", tag("b", word), ": ", meaning)
+        for key, (_, word, meaning) in SERVICES.items()
+    ]
+    bar = lambda kind, *parts: tag("span", parts, class_=kind, aria_hidden="true")
+    one, many = tag("i", class_="one"), tag("i", class_="many")
+    return tag(
+        "div",
+        tag("ul", services, class_="services", role="list"),
+        tag(
+            "ul",
+            tag(
+                "li", bar("bar key", one, many), " a value for all lanes: light, its size for one "
+            ),
+            tag("li", bar("bar key shared", one), " a value that does not depend on the batch"),
+            tag("li", tag("code", "f32[", tag("b", "8", class_="axis"), ",3]"), " its batch axis"),
+            tag("li", tag("i", class_="line", aria_hidden="true"), " from maker to users, batched"),
+            tag(
+                "li", tag("i", class_="line shared", aria_hidden="true"), " the same for all lanes"
+            ),
+            role="list",
+        ),
+        tag("p", "Length of a bar: ", ruler, " Each doubling of the bytes adds the same length."),
+        class_="legend",
+    )
+
+
+def _scope(scope: Scope, scale: Scale) -> Html:
+    first = len(scope.entries) + 1
+    ways = list(_rails(scope, first))
+    columns, width = _places(ways)
+    users: dict[str, list[str]] = {}
+    for eqn in scope.equations:
+        for value in eqn.inputs:
+            users.setdefault(value.name, []).append(eqn.number)
+    seen: Source | None = None
+    rows = []
+    for row, eqn in enumerate(scope.equations, first):
+        rows.append(_equation(eqn, row, scope, users, scale, eqn.source != seen))
+        seen = eqn.source
+    word = "argument" if scope.around is None else "value from outside"
+    leaving = first + len(scope.equations)
+    return tag(
+        "div",
+        _values(scope.entries, 1, word, scale),
+        tag("ol", rows, role="list", aria_label="Equations"),
+        _values(scope.outputs, leaving, "result", scale),
+        tag("div", [_drawn(way, columns.get(k)) for k, way in enumerate(ways)], class_="rails")
+        if ways
+        else None,
+        class_="scope",
+        style=f"--columns:{width}",
+    )
+
+
+def _values(values: Sequence[Value], row: int, word: str, scale: Scale) -> Html | None:
+    if not values:
+        return None
+    items = [
+        tag(
+            "li",
+            tag("span", word, class_="word"),
+            tag("span", tag("b", value.name), class_="name"),
+            tag("span", typed(value), class_="type"),
+            scale.bar(value),
+            style=f"grid-row:{row + k}",
+            class_="value",
+            data_name=value.name,
+        )
+        for k, value in enumerate(values)
+    ]
+    return tag("ul", items, role="list", aria_label=word.split()[0].capitalize() + "s")
+
+
+def _rails(scope: Scope, first: int) -> Iterator[Rail]:
+    uses: dict[str, list[tuple[int, int]]] = {}
+    for row, eqn in enumerate(scope.equations, first):
+        for k, value in enumerate(eqn.inputs):
+            uses.setdefault(value.name, []).append((row, k))
+    for k, value in enumerate(scope.outputs):
+        uses.setdefault(value.name, []).append((first + len(scope.equations) + k, 0))
+    for row, value in enumerate(scope.entries, 1):
+        if value.name in uses:
+            yield Rail(value, row, tuple(uses[value.name]), "", False)
+    for row, eqn in enumerate(scope.equations, first):
+        for value in eqn.outputs:
+            if value.name in uses:
+                yield Rail(value, row, tuple(uses[value.name]), eqn.number, bool(eqn.parts))
+
+
+def _places(ways: Sequence[Rail]) -> tuple[dict[int, int], int]:
+    """A column for each rail, which it has for itself: short ones next to the rows."""
+    taken = [0] * _COLUMNS  # a bit for each row
+    columns: dict[int, int] = {}
+    for k in sorted(range(len(ways)), key=lambda k: ways[k].uses[-1][0] - ways[k].start):
+        rows = (1 << ways[k].uses[-1][0]) - (1 << ways[k].start)
+        free = next((column for column, rest in enumerate(taken) if not rest & rows), None)
+        if free is not None:
+            taken[free] |= rows
+            columns[k] = free
+    return columns, 1 + max(columns.values(), default=0)
+
+
+def _drawn(way: Rail, column: int | None) -> list[Html]:
+    kind = "" if way.value.axis is not None else " shared"
+    if column is None:
+        kind, column = kind + " stub", 0
+    last = way.uses[-1][0]
+    mark = dict(data_value=way.value.name, data_from=way.maker or None, aria_hidden="true")
+    place = lambda rows, extra="": f"grid-row:{rows};--c:{column}{extra}"
+    out = [tag("i", class_=f"rail out{kind}{' low' * way.nested}", style=place(way.start), **mark)]
+    if last > way.start + 1 and "stub" not in kind:
+        rows = f"{way.start + 1}/{last}"
+        out.append(tag("i", class_=f"rail down{kind}", style=place(rows), **mark))
+    for row, k in way.uses:
+        end = " end" * (row == last)
+        style = place(row, f";--k:{k % 4}")
+        out.append(tag("i", class_=f"rail in{kind}{end}", style=style, **mark))
+    return out
+
+
+def _equation(
+    eqn: Equation,
+    row: int,
+    scope: Scope,
+    users: dict[str, list[str]],
+    scale: Scale,
+    new_line: bool,
+) -> Html:
+    makers = [scope.maker(v.name) for v in eqn.inputs]
+    takes = {maker.number: None for maker in makers if maker}
+    gives = {number: None for out in eqn.outputs for number in users.get(out.name, ())}
+    word, meaning = SERVICES[eqn.service][1:]
+    first, *others = eqn.outputs or (None,)
+    summary = tag(
+        "summary",
+        tag("span", eqn.number, class_="number"),
+        tag("span", glyph(eqn.service), tag("span", word, title=meaning), class_="service"),
+        tag(
+            "span",
+            [tag("b", v.name, class_="name") for v in eqn.outputs],
+            " = ",
+            tag("span", eqn.primitive, class_="primitive"),
+            [(" ", v.name) for v in eqn.inputs],
+            class_="does",
+        ),
+        _output(first, scale) if first else None,
+        [_output(out, scale) for out in others],
+        tag("span", eqn.source.text if new_line else "", class_="source"),
+        tag("span", count(eqn.work.flops), " FLOPs, ", size(eqn.work.bytes), class_="cost"),
+    )
+    return tag(
+        "li",
+        tag(
+            "details",
+            summary,
+            tag("div", _details(eqn, makers, gives), class_="panel"),
+            class_="equation",
+        ),
+        [_part(eqn, role, list(parts), scope, scale) for role, parts in _roles(eqn)],
+        id=anchor(eqn.number),
+        class_=f"row {eqn.service}",
+        style=f"grid-row:{row}",
+        data_takes=" ".join(takes) or None,
+        data_gives=" ".join(gives) or None,
+        data_values="\n".join(v.name for v in eqn.inputs) or None,
+    )
+
+
+def _output(value: Value, scale: Scale) -> Html:
+    axis = hidden(f"batch axis {value.axis},") if value.axis is not None else None
+    shown = tag("span", typed(value), axis, class_="type")
+    return tag("span", shown, scale.bar(value), class_="gives")
+
+
+def _roles(eqn: Equation) -> Iterator[tuple[str, Iterator[Equation]]]:
+    return groupby(eqn.parts, key=lambda part: part.role)
+
+
+def _part(eqn: Equation, role: str, parts: list[Equation], around: Scope, scale: Scale) -> Html:
+    made = {out.name for part in parts for out in part.outputs}
+    entries = {v.name: v for part in parts for v in part.inputs if _is_name(v.name)}
+    scope = Scope(parts, [v for name, v in entries.items() if name not in made], (), around)
+    inside = sum(1 for part in parts for _ in part.walk())
+    times = _times(parts[0].times)
+    summary = tag(
+        "summary",
+        tag("b", role or "inside"),
+        f" of {eqn.primitive} {eqn.number}: {plural(inside, 'equation')}, {times}",
+    )
+    deep = eqn.number.count(".") >= 1 or inside > _OPEN
+    return tag("details", summary, _scope(scope, scale), class_="part", open=not deep)
+
+
+def _is_name(name: str) -> bool:
+    """Whether it names a value, and is no literal."""
+    return re.match(r"[^\W\d]", name) is not None and name not in {"True", "False", "nan", "inf"}
+
+
+def _times(times: int | None) -> str:
+    if times is None:
+        return "run as often as it turns out"
+    return "run once" if times == 1 else f"run {times:,} times"
+
+
+def _details(eqn: Equation, makers: list[Equation | None], gives: dict[str, None]) -> Html:
+    """All there is to know of one equation."""
+    rows = [_operand("takes", v, m) for v, m in zip(eqn.inputs, makers, strict=True)]
+    rows += [_operand("gives", v, None) for v in eqn.outputs]
+    heads = [tag("th", text, scope="col") for text in ("", "value", "one example", "batched", "")]
+    each = eqn.per_lane
+    meaning = SERVICES[eqn.service][2]
+    facts = [
+        ("Batched", [glyph(eqn.service), f" {meaning}"]),
+        ("Rule", tag("code", eqn.rule) if eqn.rule else None),
+        ("Became", tag("code", ", ".join(eqn.emitted)) if eqn.emitted else "nothing"),
+        ("FLOPs", _of(count, eqn.work.flops, each.flops, eqn)),
+        ("Bytes", _of(size, eqn.work.bytes, each.bytes, eqn)),
+        ("Axes moved", f"{size(eqn.moves)} transposed" if eqn.moves else None),
+        ("Broadcast", f"{size(eqn.broadcasts)} written" if eqn.broadcasts else None),
+        ("Runs", _times(eqn.times).removeprefix("run ")),
+        ("Used by", _listed(gives) if gives else None),
+        *((str(key).capitalize(), str(value)) for key, value in eqn.notes.items()),
+    ]
+    return Html(
+        tag("p", tag("b", f"{eqn.number} {eqn.primitive}"), " ", _place(eqn.source), class_="head")
+        + (tag("pre", eqn.source.text) if eqn.source.text else "")
+        + tag(
+            "div",
+            tag(
+                "table",
+                tag("caption", "Operands and results", class_="sr"),
+                tag("thead", tag("tr", heads)),
+                tag("tbody", rows),
+            ),
+            class_="wide",
+        )
+        + tag("dl", [tag("div", tag("dt", t), tag("dd", d)) for t, d in facts if d is not None])
+    )
+
+
+def _of(show, total: float, each: float, eqn: Equation) -> str:
+    if eqn.service == "once":
+        return f"{show(total)}, once for all lanes"
+    return f"{show(each)} per lane, {show(total)} for all"
+
+
+def _listed(numbers: dict[str, None]) -> list[Html]:
+    return [tag("span", link_to(number), " ") for number in numbers]
+
+
+def _place(source: Source) -> Html | None:
+    if not source.file:
+        return None
+    name = source.file.replace("\\", "/").rsplit("/", 1)[-1]
+    line = f":{source.line}" if source.line else ""
+    target = f"#{source_anchor(source)}"
+    return tag("a", name, line, href=target, class_="place", title=source.file + line)
+
+
+def source_anchor(source: Source) -> str:
+    """The id of a source line's row: letters that are safe in links, and no two alike."""
+    return f"s{source.line}-" + "".join(
+        c if c.isascii() and c.isalnum() else f"_{ord(c):x}_" for c in source.file
+    )
+
+
+def _operand(word: str, value: Value, maker: Equation | None) -> Html:
+    where = "the same for all lanes" if value.axis is None else f"axis {value.axis}"
+    return tag(
+        "tr",
+        tag("th", word, scope="row"),
+        tag(
+            "td",
+            tag("code", value.name),
+            " from " if maker else None,
+            maker and link_to(maker.number),
+        ),
+        tag("td", tag("code", value.example)),
+        tag("td", typed(value), tag("small", f" {where}")),
+        tag("td", size(value.bytes)),
+    )

@@ -1,0 +1,150 @@
+"""The top of the page: what was done to how many equations, what it costs, what memory holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from batchax.explain.explanation import Explanation, Memory
+from batchax.explain.markup import (
+    SERVICES,
+    Html,
+    count,
+    glyph,
+    link_to,
+    percent,
+    plural,
+    size,
+    tag,
+)
+
+_KINDS = ("argument", "output", "temporary", "constant")
+
+
+def summary(explanation: Explanation) -> list[Html]:
+    """Equations by service, and the cost of all lanes and of one."""
+    counts = Counter(eqn.service for eqn in explanation.walk())
+    total = sum(counts.values())
+    once = counts["once"]
+    said = (
+        f"{plural(total, 'equation')}: {total - once:,} batched, {once:,} done once for all lanes."
+    )
+    shares = tag(
+        "div",
+        [tag("i", class_=key, style=f"flex-grow:{counts[key]}") for key in SERVICES if counts[key]],
+        class_="stack thin",
+        aria_hidden="true",
+    )
+    services = [
+        tag("li", glyph(key), " ", tag("b", f"{counts[key]:,}"), f" {meaning}")
+        for key, (_, _, meaning) in SERVICES.items()
+        if counts[key]
+    ]
+    return [
+        tag("p", said, class_="lead"),
+        shares,
+        tag("ul", services, class_="services", role="list"),
+        _costs(explanation),
+    ]
+
+
+def _costs(explanation: Explanation) -> Html:
+    work, lanes, compiled = explanation.work, explanation.lanes or 1, explanation.compiled
+    heads = ["", "all lanes", "per lane", *(["by the compiler's count"] if compiled else [])]
+    rows = []
+    for word, show, key in (("FLOPs", count, "flops"), ("Bytes", size, "bytes")):
+        number = getattr(work, key)
+        cells = [show(number), show(number / lanes)]
+        if compiled:
+            cells.append(show(getattr(compiled, key)))
+        rows.append(
+            tag("tr", tag("th", word, scope="row"), [tag("td", c, class_="figure") for c in cells])
+        )
+    note = (
+        "Bytes are read and written as if each operation ran by itself."
+        + " The compiler counts what is left after fusing, and a loop as one step." * bool(compiled)
+    )
+    return tag(
+        "div",
+        tag(
+            "table",
+            tag("caption", "Cost of one call"),
+            tag("thead", tag("tr", [tag("th", h, scope="col") for h in heads])),
+            tag("tbody", rows),
+            class_="costs",
+        ),
+        tag("p", note, class_="note"),
+        class_="wide",
+    )
+
+
+def memory(account: Memory) -> list[Html | None]:
+    """Peak memory as a bar, and below it what is held then."""
+    parts = [
+        ("argument", "arguments", account.arguments),
+        ("output", "outputs", account.outputs),
+        ("temporary", "temporaries", account.temporaries),
+    ]
+    whole = max(account.peak, sum(part[2] for part in parts)) or 1
+    bar = tag(
+        "div",
+        [
+            tag("i", class_=kind, style=f"width:{100 * number / whole:.4f}%", title=word)
+            for kind, word, number in parts
+        ],
+        class_="stack",
+        aria_hidden="true",
+    )
+    key = [
+        tag(
+            "li",
+            tag("i", class_=f"swatch {kind}", aria_hidden="true"),
+            f" {word} ",
+            tag("b", size(number)),
+            f" ({percent(number, whole)})",
+        )
+        for kind, word, number in parts
+    ]
+    return [
+        tag(
+            "p",
+            "Peak: ",
+            tag("b", size(account.peak)),
+            ", by the compiler's account.",
+            class_="lead",
+        ),
+        bar,
+        tag("ul", key, class_="services", role="list"),
+        _held(account, whole) if account.held else None,
+    ]
+
+
+def _held(account: Memory, whole: int) -> Html:
+    heads = [tag("th", h, scope="col") for h in ("kind", "made by", "type", "bytes", "equation")]
+    rows = [
+        tag(
+            "tr",
+            tag(
+                "td",
+                tag("i", class_=f"swatch {held.kind}", aria_hidden="true"),
+                f" {held.kind}",
+            ),
+            tag("th", tag("code", held.what), scope="row"),
+            tag("td", tag("code", held.type)),
+            tag("td", _measure(held.kind, held.bytes, whole)),
+            tag("td", link_to(held.equation) if held.equation else "-"),
+        )
+        for held in account.held
+    ]
+    table = tag(
+        "table",
+        tag("caption", "Held at the worst moment"),
+        tag("thead", tag("tr", heads)),
+        tag("tbody", rows),
+    )
+    return tag("div", table, class_="wide")
+
+
+def _measure(kind: str, number: int, whole: int) -> Html:
+    style = f"--share:{number / whole:.5f}"
+    bar = tag("span", tag("i", class_=kind, style=style), class_="share", aria_hidden="true")
+    return tag("span", bar, f" {size(number)}, {percent(number, whole)}", class_="measure")

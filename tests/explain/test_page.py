@@ -1,0 +1,622 @@
+"""The page of an explanation, in a real browser: what it shows, and how it is used."""
+
+import json
+import math
+import re
+import time
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import pytest
+
+from batchax.explain.markup import count, doublings, size
+from batchax.explain.page import as_embedded_page, as_page
+
+from support.browser import browser
+from support.explanations import HOSTILE, array, large, rich
+
+WIDE = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+
+
+@cache
+def _page_of(make):
+    return as_page(make())
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browser() as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The pages, as files: that is how they are opened offline."""
+    place = tmp_path_factory.mktemp("pages")
+    rich().to_html(place / "rich.html")
+    (place / "large.html").write_text(_page_of(large), encoding="utf-8")
+    cell = f"<!doctype html><meta charset=utf-8><h1>Cell</h1>{rich()._repr_html_()}"
+    (place / "notebook.html").write_text(cell, encoding="utf-8")
+    return place
+
+
+@pytest.fixture
+def page(chromium, files):
+    """The rich page, freshly opened on a wide screen, in the light theme."""
+    _screen(chromium, **WIDE)
+    _system_theme(chromium, "light")
+    chromium.get((files / "rich.html").as_uri())
+    chromium.execute_script("localStorage.clear()")
+    chromium.get((files / "rich.html").as_uri())
+    yield chromium
+    assert _complaints(chromium) == []
+
+
+def _screen(session, **metrics):
+    session.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+
+def _system_theme(session, theme):
+    features = [{"name": "prefers-color-scheme", "value": theme}]
+    session.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+
+def _complaints(session):
+    return [entry["message"] for entry in session.get_log("browser")]
+
+
+def _one(session, selector):
+    return session.find_element("css selector", selector)
+
+
+def _all(session, selector):
+    return session.find_elements("css selector", selector)
+
+
+def _summary(session, number):
+    return session.execute_script(
+        "return document.getElementById(arguments[0]).querySelector('summary')", f"e{number}"
+    )
+
+
+def _press(session, *keys):
+    from selenium.webdriver import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    actions = ActionChains(session)
+    for key in keys:
+        actions.send_keys(getattr(Keys, key))
+    actions.perform()
+
+
+def _focused(session):
+    """The number of the equation that has the focus, or what else has it."""
+    return session.execute_script(
+        """const at = document.activeElement, row = at.closest('.row');
+        if (!row) return at.id || at.className || at.localName;
+        return at.parentElement.classList.contains('part') ? 'part of ' + row.id : row.id;"""
+    )
+
+
+def _point_at(session, element):
+    from selenium.webdriver import ActionChains
+
+    ActionChains(session).move_to_element(element).perform()
+
+
+def _text(session, selector):
+    """The text of an element, be it shown or not, with plain spaces."""
+    script = "return document.querySelector(arguments[0]).textContent"
+    return " ".join(session.execute_script(script, selector).split())
+
+
+def test_it_asks_the_network_for_nothing_and_complains_of_nothing(page, files):
+    page.get_log("performance")
+    page.refresh()
+    _summary(page, "3").click()
+    sent = [json.loads(entry["message"])["message"] for entry in page.get_log("performance")]
+    asked = [
+        m["params"]["request"]["url"] for m in sent if m["method"] == "Network.requestWillBeSent"
+    ]
+    assert asked == [(files / "rich.html").as_uri()]
+    policy = _one(page, "meta[http-equiv='Content-Security-Policy']").get_attribute("content")
+    assert policy.startswith("default-src 'none';")
+    assert "script-src 'sha256-" in policy
+
+
+def test_what_is_put_into_it_later_cannot_run(page):
+    page.execute_script("document.body.append(document.createElement('section'))")
+    page.execute_script(
+        "const s = document.createElement('script'); s.textContent = 'window.ran = 1';"
+        "document.body.append(s); new Image().src = 'http://127.0.0.1:9/a.png'"
+    )
+    assert page.execute_script("return window.ran") is None
+    assert len(_complaints(page)) == 2  # the script and the picture, both refused
+
+
+def test_the_summary_counts_equations_and_work(page):
+    explanation = rich()
+    assert (
+        _one(page, "#summary .lead").text == "14 equations: 13 batched, 1 done once for all lanes."
+    )
+    services = [item.text for item in _all(page, "#summary .services li")]
+    assert services[0] == "● 10 by a rule of batchax"
+    assert services[-1] == "○ 1 done once for all lanes"
+    flops, moved = ([c.text for c in _all(row, "td")] for row in _all(page, ".costs tbody tr"))
+    work = explanation.work
+    assert flops == [count(work.flops), count(work.flops / 8), count(90_000)]
+    assert moved == [size(work.bytes), size(work.bytes / 8), size(210_000)]
+
+
+def test_memory_is_drawn_to_scale(page):
+    account = rich().memory
+    drawn = page.execute_script(
+        "return [...document.querySelectorAll('#memory .stack i')]"
+        ".map(e => [e.className, e.getBoundingClientRect().width])"
+    )
+    widths = dict(drawn)
+    assert widths["argument"] / widths["temporary"] == pytest.approx(
+        account.arguments / account.temporaries, rel=0.01
+    )
+    held = page.execute_script(
+        "return [...document.querySelectorAll('#memory .share i')]"
+        ".map(e => e.getBoundingClientRect().width / e.parentElement.getBoundingClientRect().width)"
+    )
+    assert held == pytest.approx([h.bytes / account.peak for h in account.held], abs=0.01)
+    _one(page, "#memory td a").click()
+    assert _focused(page) == "e2"
+
+
+def test_every_equation_is_there_with_its_figures(page):
+    page.find_element("id", "open").click()
+    for eqn in rich().walk():
+        row = _summary(page, eqn.number)
+        shown = row.text
+        assert shown.startswith(eqn.number)
+        assert eqn.primitive in shown
+        assert f"{count(eqn.work.flops)} FLOPs, {size(eqn.work.bytes)}" in shown
+        assert eqn.outputs[0].batched in shown
+        assert size(eqn.outputs[0].bytes) in shown
+        panel = _text(page, f"[id='e{eqn.number}'] > details > .panel")
+        assert count(eqn.per_lane.flops) in panel
+        for value in (*eqn.inputs, *eqn.outputs):
+            assert value.example in panel
+        if eqn.source.file:
+            assert f"{eqn.source.file.rsplit('/', 1)[-1]}:{eqn.source.line}" in panel
+
+
+def test_details_say_what_became_of_an_equation(page):
+    _summary(page, "2").click()
+    panel = _one(page, "#e2 .panel").text
+    assert "M\nf32[64,64]" in panel.replace(" f32", "\nf32")
+    assert "the same for all lanes" in panel
+    assert "by a rule of batchax" in panel
+    assert "contraction" in panel
+    assert "dot_general, transpose" in panel
+    assert "2 KiB transposed" in panel
+    assert "8,192 per lane, 65.5 thousand for all" in panel
+    assert "Divergence masked" in _text(page, "#e4 .panel dl").replace(
+        "Divergencem", "Divergence m"
+    )
+
+
+def test_the_batch_axis_is_marked_where_it_is(page):
+    marked = page.execute_script(
+        """return [...document.querySelectorAll('#e5 > details > summary .type code')].map(code => {
+          const axis = code.querySelector('.axis'), style = getComputedStyle(axis);
+          return [code.innerText, axis.firstChild.data, style.textDecorationLine, style.fontWeight];
+        })"""
+    )
+    ((text, axis, line, weight),) = marked
+    assert (text, axis, line) == ("f32[16,8,4]", "8", "underline")
+    assert int(weight) >= 700
+    assert _all(page, "#e1 > details > summary .axis") == []
+
+
+def test_bars_are_to_scale_and_say_whether_a_value_is_batched(page):
+    values = {"M": 16_384, "x": 2_048, "w": 256}
+    drawn = page.execute_script(
+        """return Object.fromEntries([...document.querySelectorAll('.value')].map(v => [
+          v.dataset.name, [...v.querySelectorAll('.bar i')].map(
+            i => [i.className, i.getBoundingClientRect().width, getComputedStyle(i).borderTopStyle])
+        ]))"""
+    )
+    length = {name: sum(part[1] for part in drawn[name]) for name in values}
+    for name, held in values.items():
+        assert length[name] / length["M"] == pytest.approx(
+            doublings(held) / doublings(16_384), abs=0.01
+        )
+    (_, one, _), (_, many, _) = drawn["x"]
+    assert many / one == pytest.approx(math.log2(8) / math.log2(2_048 / 8), abs=0.01)
+    assert drawn["M"][0][2] == "dashed"
+    assert drawn["x"][0][2] == "solid"
+    inner = page.execute_script(
+        "const bar = document.querySelector('[id=\"e4.2\"] .bar');"
+        "return [...bar.children].reduce((w, i) => w + i.getBoundingClientRect().width, 0)"
+    )
+    assert inner == pytest.approx(length["x"], abs=0.5)  # one scale, however deep
+
+
+def test_rails_lead_from_the_maker_to_each_user(page):
+    """From equation 3 to 4, which is next; from 1 to 3, beside 2, and on to the result."""
+    places = page.execute_script(
+        """const box = e => e.getBoundingClientRect();
+        const tops = Object.fromEntries([...document.querySelectorAll('.row')]
+          .map(r => [r.id, [box(r).top, box(r).bottom]]));
+        const top = '.flow > .scope > .rails > ';
+        const rails = [...document.querySelectorAll(top + '.rail[data-from="1"]')]
+          .map(r => [r.className, box(r).top, box(r).bottom, box(r).left, box(r).right]);
+        return [tops, rails, box(document.querySelector('#e1')).left];"""
+    )
+    rows, rails, left = places
+    out, *_, last = rails
+    assert rows["e1"][0] < out[1] < rows["e1"][1]
+    into = [r for r in rails if " in" in r[0]]
+    assert rows["e3"][0] < into[0][2] < rows["e3"][1]
+    assert last[2] > rows["e8"][1]  # it is a result as well
+    down = next(r for r in rails if "down" in r[0])
+    assert down[1] == pytest.approx(rows["e1"][1], abs=1.5)
+    assert down[2] == pytest.approx(last[1], abs=1.5)
+    assert all("shared" in r[0] for r in rails)
+    assert all(r[4] <= left + 1 for r in rails)
+
+
+def test_rails_stay_right_when_parts_are_closed(page):
+    page.find_element("id", "close").click()
+    bottom, top = page.execute_script(
+        """const box = e => e.getBoundingClientRect();
+        const scope = document.querySelector('.flow > .scope');
+        const rail = scope.querySelector(':scope > .rails > .rail.in[data-from="4"]');
+        return [box(rail).bottom, box(document.querySelector('#e5')).top];"""
+    )
+    assert top < bottom < top + 40
+
+
+def test_hovering_shows_details_and_neighbours(page):
+    _point_at(page, _summary(page, "3"))
+    shown = _one(page, "#inspector").text
+    assert shown.startswith("3 add")
+    assert "136 per lane, 1,088 for all" in shown
+    assert "2 KiB written" in shown
+    near = {row.get_attribute("id"): row.get_attribute("class") for row in _all(page, ".row.near")}
+    assert set(near) == {"e1", "e2", "e4"}
+    assert "maker" in near["e1"]
+    assert "user-of" in near["e4"]
+    said = page.execute_script(  # colour is not the only sign
+        """return [...document.querySelectorAll('.row > .equation > summary .cost')].map(cost =>
+          [cost.closest('.row').id, ...['::before', '::after']
+            .map(part => getComputedStyle(cost, part))
+            .filter(style => style.visibility === 'visible').map(style => style.content)])
+          .filter(words => words.length > 1)"""
+    )
+    assert said == [
+        ["e1", '"↓ gives to it"'],
+        ["e2", '"↓ gives to it"'],
+        ["e4", '"↑ takes from it"'],
+    ]
+    lit = {rail.get_attribute("data-value") for rail in _all(page, ".rail.near")}
+    assert lit == {"a", "b", "c"}
+    _point_at(page, _summary(page, "5"))
+    assert "my_fft_rule" in _one(page, "#inspector").text
+    assert {row.get_attribute("id") for row in _all(page, ".row.near")} == {"e4", "e6"}
+
+
+def test_tab_reaches_what_there_is(page):
+    _press(page, "TAB")
+    assert _focused(page) == "skip"
+    _press(page, "ENTER")
+    assert _focused(page) == "program"
+    _press(page, "TAB", "TAB", "TAB")  # past the two buttons
+    assert _focused(page) == "e1"
+    assert _one(page, "#inspector").text.startswith("1 tanh")
+    outline = page.execute_script("return getComputedStyle(document.activeElement).outlineWidth")
+    assert int(outline.removesuffix("px")) >= 2
+    _press(page, "TAB")
+    assert _focused(page) == "e2"
+
+
+def test_the_keyboard_opens_and_walks(page):
+    page.execute_script("arguments[0].focus()", _summary(page, "3"))
+    _press(page, "ENTER")
+    assert _one(page, "#e3 .panel").is_displayed()
+    _press(page, "ARROW_LEFT")
+    assert not _one(page, "#e3 .panel").is_displayed()
+    _press(page, "ARROW_DOWN")
+    assert _focused(page) == "e4"
+    _press(page, "ARROW_DOWN", "ARROW_DOWN")
+    assert _focused(page) == "e4.1"
+    inner = _one(page, "[id='e4.3.1']")
+    assert not inner.is_displayed()  # two deep: closed at first
+    page.execute_script("arguments[0].focus()", _summary(page, "4.3"))
+    _press(page, "ARROW_RIGHT")
+    assert inner.is_displayed()
+    _press(page, "ARROW_RIGHT", "ARROW_DOWN")
+    assert _focused(page) == "e4.3.1"
+    _press(page, "ARROW_LEFT")
+    assert _focused(page) == "part of e4.3"
+    _press(page, "ARROW_LEFT")
+    assert not inner.is_displayed()
+    _press(page, "ARROW_LEFT")
+    assert _focused(page) == "e4.3"
+    _press(page, "HOME")
+    assert _focused(page) == "e1"
+    _press(page, "END")
+    assert _focused(page) == "e8"
+
+
+def test_a_finding_leads_to_its_equation(page):
+    kinds = [heading.text for heading in _all(page, ".finding h3")]
+    assert [k.lower() for k in kinds] == [
+        "loop waits for its slowest lane",
+        "branch runs for all lanes",
+        "one lane after another",
+    ]
+    page.find_element("id", "close").click()
+    link = _all(page, ".finding a")[2]
+    assert link.text == "Go to equation 7.2, lane_solver"
+    assert "<here>" in _all(page, ".finding")[2].text
+    page.execute_script("arguments[0].focus()", link)
+    _press(page, "ENTER")
+    assert _focused(page) == "e7.2"
+    target = _one(page, "[id='e7.2']")
+    assert target.is_displayed()
+    assert "here" in target.get_attribute("class").split()
+    assert page.execute_script(
+        "const box = document.activeElement.getBoundingClientRect();"
+        "return box.top >= 0 && box.bottom <= innerHeight"
+    )
+
+
+def test_lines_and_equations_lead_to_each_other(page):
+    rows = _all(page, "#lines tbody tr")
+    numbers = [row.find_element("css selector", "th").text for row in rows]
+    assert numbers == ["11", "12", "18", "19", "21", "22", "23", "24", "25", "27", "9", "14"]
+    assert HOSTILE in rows[5].text
+    line = next(row for row in rows if "body = lambda" in row.text)
+    assert "77 % (800 thousand)" in line.text
+    share, whole = page.execute_script(
+        "const i = arguments[0].querySelector('.share i');"
+        "return [i, i.parentElement].map(e => e.getBoundingClientRect().width)",
+        line,
+    )
+    assert share / whole == pytest.approx(0.77, abs=0.01)
+    line.find_element("css selector", "a").click()
+    assert _focused(page) == "e4.2"
+    _press(page, "ENTER")
+    _one(page, "[id='e4.2'] .place").click()
+    assert _focused(page) == line.get_attribute("id")
+
+
+def test_source_text_is_text(page):
+    _summary(page, "5").click()
+    assert _one(page, "#e5 pre").text == HOSTILE
+    assert _all(page, "#e5 summary .source b") == []
+    assert page.execute_script("return document.scripts.length") == 1
+
+
+def test_points_of_the_charts_are_where_the_numbers_are(page):
+    figures = _all(page, "#timings figure")
+    assert len(figures) == 2
+    time_chart = figures[0]
+    at = [
+        (float(c.get_attribute("cx")), float(c.get_attribute("cy")))
+        for c in time_chart.find_elements("css selector", "circle")
+    ]
+    across = [b[0] - a[0] for a, b in pairwise(at)]
+    assert across == pytest.approx([across[0]] * 3, abs=0.1)  # 1, 2, 4, 8 lanes
+    for per_log in [
+        (at[1][1] - at[0][1]) / math.log(8e-3 / 4e-3),
+        (at[2][1] - at[3][1]) / math.log(2.5e-3 / 2e-3),
+    ]:
+        assert per_log == pytest.approx((at[2][1] - at[0][1]) / math.log(4), rel=0.01)
+    loop = float(time_chart.find_element("css selector", ".loop").get_attribute("y1"))
+    scale = (at[1][1] - at[0][1]) / math.log(2)
+    assert at[0][1] - loop == pytest.approx(scale * math.log(4e-2 / 8e-3), abs=0.1)
+    labels = [t.text for t in time_chart.find_elements("css selector", "text")]
+    assert "Python loop: 40 ms" in labels
+    assert {"1", "2", "4", "all", "lanes at a time"} <= set(labels)
+    assert len(time_chart.find_elements("css selector", "g")) == 4  # spreads
+    rows = [[c.text for c in _all(r, "th, td")] for r in _all(page, "#timings tbody tr")]
+    assert rows[2] == ["4", "2 ms", "1.8 ms to 2.6 ms", "25.39 KiB"]
+    assert rows[3][0] == "all at once"
+    assert rows[4][:2] == ["Python loop", "40 ms"]
+
+
+# The contrast of each piece of text that is to be seen, with what is behind it.
+CONTRAST = """
+const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+const rgba = color => {
+  canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
+  return [...canvas.getImageData(0, 0, 1, 1).data];
+};
+const light = ([r, g, b]) => [r, g, b]
+  .map(c => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+  .reduce((sum, c, k) => sum + c * [0.2126, 0.7152, 0.0722][k], 0);
+const behind = e => {
+  for (; e; e = e.parentElement) {
+    const color = rgba(getComputedStyle(e).backgroundColor);
+    if (color[3] === 255) return color;
+  }
+  return [255, 255, 255];
+};
+const worst = {};
+const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (walker.nextNode()) {
+  const e = walker.currentNode.parentElement;
+  if (!walker.currentNode.data.trim() || !e.checkVisibility() || e.closest('script')) continue;
+  const style = getComputedStyle(e);
+  const ink = rgba(e instanceof SVGElement ? style.fill : style.color);
+  const [a, b] = [light(ink), light(behind(e))].sort((x, y) => y - x);
+  const key = e.localName + '.' + e.className, ratio = (a + 0.05) / (b + 0.05);
+  if (!(worst[key] < ratio)) worst[key] = ratio;
+}
+return [worst, rgba(getComputedStyle(document.documentElement).backgroundColor)];
+"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_all_text_stands_out(page, theme):
+    _system_theme(page, theme)
+    page.find_element("id", "open").click()
+    _summary(page, "3").click()  # text on a coloured row, and an open panel
+    ratios, paper = page.execute_script(CONTRAST)
+    assert (sum(paper[:3]) > 600) == (theme == "light")
+    assert len(ratios) > 25
+    assert {key: ratio for key, ratio in ratios.items() if ratio < 4.5} == {}
+
+
+def test_the_theme_can_be_chosen_and_is_remembered(page):
+    paper = "return getComputedStyle(document.documentElement).backgroundColor"
+    light = page.execute_script(paper)
+    button = page.find_element("id", "theme")
+    assert button.get_attribute("aria-pressed") == "false"
+    button.click()
+    dark = page.execute_script(paper)
+    assert dark != light
+    page.refresh()
+    button = page.find_element("id", "theme")
+    assert (page.execute_script(paper), button.get_attribute("aria-pressed")) == (dark, "true")
+    button.click()
+    assert page.execute_script(paper) == light
+
+
+def test_names_and_roles(page):
+    assert page.execute_script("return document.documentElement.lang") == "en"
+    assert _one(page, "main").aria_role == "main"
+    regions = {s.accessible_name: s.aria_role for s in _all(page, "main > section")}
+    assert regions == dict.fromkeys(
+        ["Summary", "Memory", "Findings", "Program", "Source lines", "Timings"], "region"
+    )
+    levels = page.execute_script(
+        "return [...document.querySelectorAll('h1,h2,h3')].map(h => +h.localName[1])"
+    )
+    assert levels[0] == 1
+    assert all(b - a <= 1 for a, b in pairwise(levels))
+    assert levels.count(1) == 1
+    name = _summary(page, "2").accessible_name
+    for said in (
+        "2",
+        "own",
+        "dot_general M x",
+        "f32[8,64] batch axis 0, 2 KiB",
+        "2 KiB",
+        "65.5 thousand FLOPs",
+    ):
+        assert said in name
+    assert _one(page, ".scope > ol").aria_role == "list"
+    assert _one(page, ".scope > ol").accessible_name == "Equations"
+    assert _one(page, "#inspector").accessible_name == "Details of the equation in focus"
+    chart = _one(page, "#timings svg")
+    assert chart.aria_role in ("img", "image")
+    assert chart.accessible_name == "Time of one call over batch size: least, 2 ms, at 4."
+    tables = _all(page, "main table")
+    assert all(table.find_elements("css selector", "caption") for table in tables)
+    assert all(link.accessible_name for link in _all(page, "a") if link.is_displayed())
+    assert _one(page, "#theme").aria_role in ("button", "ToggleButton")
+
+
+@pytest.mark.parametrize("width", [320, 480, 1000])
+def test_no_window_is_too_narrow(page, width):
+    _screen(page, **{**WIDE, "width": width})
+    page.find_element("id", "open").click()
+    _summary(page, "2").click()
+    assert page.execute_script("return document.documentElement.scrollWidth") <= width
+
+
+def test_on_paper_all_parts_are_open(page):
+    page.find_element("id", "close").click()
+    page.execute_script("dispatchEvent(new Event('beforeprint'))")
+    assert all(part.get_attribute("open") for part in _all(page, ".part"))
+    page.execute_script("dispatchEvent(new Event('afterprint'))")
+    assert not any(part.get_attribute("open") for part in _all(page, ".part"))
+
+
+def test_two_thousand_equations(chromium, files):
+    _screen(chromium, **WIDE)
+    start = time.perf_counter()
+    chromium.get((files / "large.html").as_uri())
+    assert chromium.execute_script("return document.querySelectorAll('.row').length") == 2_000
+    assert not any(part.get_attribute("open") for part in _all(chromium, ".part"))
+    for number in (999, 1000):
+        chromium.execute_script("location.hash = '#e' + arguments[0]", number)
+        _point_at(chromium, _summary(chromium, number))
+        assert _one(chromium, "#inspector").text.startswith(f"{number} ")
+    chromium.execute_script("arguments[0].focus()", _summary(chromium, "10"))
+    _press(chromium, "ARROW_RIGHT", "ARROW_DOWN", "ARROW_DOWN")
+    assert _focused(chromium) == "e10.1"
+    assert time.perf_counter() - start < 15  # seconds; about two on a desktop
+    assert _complaints(chromium) == []
+
+
+def test_in_a_notebook_styles_do_not_leak(chromium, files):
+    _screen(chromium, **WIDE)
+    chromium.get((files / "notebook.html").as_uri())
+    frame = _one(chromium, "iframe")
+    assert frame.accessible_name == "How network was batched"
+    assert 500 <= frame.size["height"] <= 902  # with its border
+    font = chromium.execute_script(
+        "return getComputedStyle(document.querySelector('h1')).fontFamily"
+    )
+    chromium.switch_to.frame(frame)
+    assert _one(chromium, "h1").text == "network"
+    assert _one(chromium, "h1").value_of_css_property("font-family") != font
+    _one(chromium, ".finding a").click()
+    assert _focused(chromium) == "e4"
+    _one(chromium, "#theme").click()  # where nothing may be remembered
+    assert _one(chromium, "html").get_attribute("data-theme") == "dark"
+    chromium.switch_to.default_content()
+    assert _complaints(chromium) == []
+
+
+# Without a browser.
+
+
+@pytest.mark.parametrize("make", [rich, large])
+def test_ids_are_unique_and_links_lead_somewhere(make):
+    text = _page_of(make)
+    ids = re.findall(r'\bid="([^"]*)"', text)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'href="#([^"]*)"', text)) <= set(ids)
+
+
+def test_everything_of_the_users_is_escaped():
+    evil = '<img src=x onerror="1">'
+    explanation = rich()
+    finding = replace(explanation.findings[0], kind=evil, message=evil, remedy=evil)
+    first, *rest = explanation.equations
+    first = replace(first, primitive=evil, rule=evil, emitted=(evil,), notes={evil: evil})
+    first = replace(first, source=replace(first.source, file=evil, text=evil))
+    odd = replace(array("q"), name=evil, example=evil, batched=evil, axis=0)
+    first = replace(first, inputs=(odd,), outputs=(odd,), number="1")
+    text = as_page(
+        replace(
+            explanation,
+            name=evil,
+            options={evil: evil},
+            arguments=(odd,),
+            findings=(finding,),
+            equations=(first, *rest),
+        )
+    )
+    assert "<img" not in text
+    assert text.count("&lt;img") > 20
+    assert text.count("<script>") == text.count("</script>") == 1
+
+
+def test_an_embedded_page_is_the_page():
+    from html import unescape
+
+    text = as_embedded_page(rich())
+    assert text.count("<") == 2  # the frame and its end: all else is quoted
+    assert unescape(re.search(r'srcdoc="([^"]*)"', text)[1]) == as_page(rich())
+
+
+def test_a_program_of_nothing_has_a_page():
+    empty = replace(
+        rich(), equations=(), findings=(), memory=None, timings=(), compiled=None, outputs=()
+    )
+    text = as_page(empty)
+    assert "0 equations" in text
+    assert "Nothing found" in text
+    assert 'id="timings"' not in text
