@@ -39,6 +39,8 @@ class Record:
       role: which program of its parent that is, if its rule said so.
       shared: whether it does not depend on the batch.
       notes: what its rule said of it.
+      in_types, out_types: of its operands and results in all lanes, where the type of one lane and
+        the batch axis do not say it: of packed rows.
     """
 
     number: int
@@ -51,6 +53,8 @@ class Record:
     role: str = ""
     shared: bool = False
     notes: dict[str, Any] = field(default_factory=dict)
+    in_types: Sequence[Any] | None = None
+    out_types: Sequence[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,11 +80,13 @@ class Recorder:
     Attributes:
       records: a record for each equation, as often as it was batched.
       programs: what was batched.
+      facts: what was said of the call as a whole, in order: what it is about, and details.
     """
 
     def __init__(self) -> None:
         self.records: list[Record] = []
         self.programs: list[PerExample] = []
+        self.facts: list[tuple[str, dict[str, Any]]] = []
         # In place of what the engine remembers, which would not be noted again.
         self.built: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
@@ -181,6 +187,13 @@ def note(**facts: Any) -> None:
     place = _place.get()
     if place is not None and place.record is not None:
         place.record.notes.update(facts)
+
+
+def fact(about: str, **details: Any) -> None:
+    """What is to be known of the call as a whole, if that is not inside something else."""
+    place = _place.get()
+    if place is not None and place.record is None:
+        place.recorder.facts.append((about, details))
 
 
 def memory() -> tuple[Any, Any] | None:

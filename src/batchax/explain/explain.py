@@ -13,10 +13,13 @@ from batchax.engine.outputs import AUTO, Reduce
 from batchax.engine.recording import PerExample
 from batchax.explain.attribution import Attribution, Tally
 from batchax.explain.explanation import Explanation, Value, Work
+from batchax.explain.findings.draft import Draft
+from batchax.explain.findings.every import find_findings
 from batchax.explain.listing import Listing, type_name, value_of
 from batchax.explain.naming import Names
 from batchax.explain.staging import Staged, stage
 from batchax.programs.shapes import bytes_of
+from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap
 
 
@@ -79,18 +82,31 @@ def _explain(name: str, staged: Staged, options: dict[str, Any]) -> Explanation:
     recorder, program = staged.recorder, staged.traced.jaxpr
     attribution = Attribution(recorder, program)
     example = recorder.programs[0] if recorder.programs else None
-    axis = example.axis if example else recorder.records[0].axis
+    axis = next((details["axis"] for about, details in recorder.facts if about == "rows"), None)
+    if axis is None:
+        axis = example.axis if example else recorder.records[0].axis
     names = Names()
     arguments = _arguments(staged, example, names)
     listing = Listing(recorder, attribution, names, axis.size)
     outputs = () if example is None else _outputs(example, names, staged.traced.out_info)
     outside = attribution.tallies.get(None, Tally()).work
+    draft = Draft(
+        equations=listing.equations,
+        numbers=listing.numbers,
+        tallies=attribution.tallies,
+        recorder=recorder,
+        options=options,
+        lanes=axis.size,
+        arguments=arguments,
+        outputs=outputs,
+    )
     return Explanation(
         name=name,
         lanes=axis.size,
         arguments=arguments,
         outputs=outputs,
         equations=listing.equations,
+        findings=find_findings(draft),
         outside=Work(outside.flops, outside.bytes),
         options=options,
     )
@@ -122,11 +138,14 @@ def _arguments(staged: Staged, example: PerExample | None, names: Names) -> tupl
 
 def _outputs(example: PerExample, names: Names, out_info: Any) -> tuple[Value, ...]:
     """The results, under the names of their variables, as they are returned."""
-    types = jax.tree.leaves(out_info)
+    types = jax.tree.leaves(out_info, is_leaf=lambda x: isinstance(x, Ragged))
     variables = example.staged.jaxpr.outvars
     found = []
     for v, described, final in zip(variables, example.described, types, strict=False):
-        position = _out_axis(described.spec, v.aval, final)
+        if isinstance(final, Ragged):
+            position, final = final.axis, final.data
+        else:
+            position = _out_axis(described.spec, v.aval, final)
         aval = ShapedArray(final.shape, final.dtype)
         value = value_of(names.of(v), v.aval, None, example.axis)
         found.append(Value(value.name, value.example, type_name(aval), position, bytes_of([aval])))

@@ -106,10 +106,10 @@ class Listing:
         shown = max(tallies, key=lambda t: len(t.emitted))
         counts = [t.times for t in tallies]
         times = None if None in counts else max(c for c in counts if c is not None)
-        inputs = self._values(eqn.invars, record.in_axes, record.axis)
+        inputs = self._values(eqn.invars, record.in_axes, record.axis, record.in_types)
         self._name_consts(eqn)
         parts = self._listed(entry.parts, f"{number}.", "body", times)
-        outputs = self._values(eqn.outvars, record.out_axes, record.axis)
+        outputs = self._values(eqn.outvars, record.out_axes, record.axis, record.out_types)
         service, rule = served_by(record)
         return Equation(
             number=number,
@@ -150,12 +150,17 @@ class Listing:
                 self.names.same(inside, outside)
 
     def _values(
-        self, variables: Sequence[Any], axes: Sequence[AxisPosition], axis: Axis
+        self,
+        variables: Sequence[Any],
+        axes: Sequence[AxisPosition],
+        axis: Axis,
+        types: Sequence[Any] | None,
     ) -> tuple[Value, ...]:
         positions = [*axes, *[None] * (len(variables) - len(axes))]
+        batched = types or [None] * len(variables)
         return tuple(
-            value_of(self.names.of(v), v.aval, a, axis)
-            for v, a in zip(variables, positions, strict=True)
+            value_of(self.names.of(v), v.aval, a, axis, t)
+            for v, a, t in zip(variables, positions, batched, strict=True)
         )
 
 
@@ -184,8 +189,15 @@ def _entries(recorder: Recorder, attribution: Attribution) -> list[_Entry]:
     return roots
 
 
-def value_of(name: str, example: Any, position: AxisPosition, axis: Axis) -> Value:
-    """A value, from its type for one example and where it has the batch axis."""
+def value_of(
+    name: str, example: Any, position: AxisPosition, axis: Axis, batched: Any = None
+) -> Value:
+    """A value, from its type for one example and where it has the batch axis.
+
+    Its type in all lanes follows from these, if it is not given.
+    """
+    if batched is not None:
+        return Value(name, type_name(example), type_name(batched), position, bytes_of([batched]))
     batched = example
     if position is not None and getattr(example, "shape", None) is not None:
         batched = batched_aval(axis, example, position)

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from batchax import _compat
+from batchax.engine import recording
 from batchax.engine.arguments import Mapped
 from batchax.engine.axis import Axis, move_axis
 from batchax.engine.inner import stage_function
@@ -61,6 +62,7 @@ def run_by_length(
     _check_known(mapped)
     sizes_of, sizes = find_sizes(mapped)
     groups, lengths = _groups_and_lengths(axis, sizes)
+    recording.fact("groups", lengths=lengths, rows=[len(rows) for rows in groups])
     names = [m.path for m in mapped]
 
     def stage(at: Lengths) -> _compat.ClosedJaxpr:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from batchax.engine import recording
 from batchax.engine.arguments import Mapped, is_position
 from batchax.engine.axis import Axis
 from batchax.engine.outputs import FlatOutputs, OutputArray, place
@@ -81,6 +82,7 @@ def run_in_buckets(
             f"buckets were made for other lengths than those of {path}, which is {leading.batch}. "
             "Make them for these lengths: batchax.bucket(x)."
         )
+    recording.fact("buckets", buckets=buckets)
     if not axis.size:
         return run_rows(axis, one_row, mapped, outputs)
     described: list[OutputArray] = []

@@ -1,0 +1,98 @@
+"""What findings are made from, and prices to order them by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from batchax.engine.recording import Record, Recorder
+from batchax.explain.attribution import Tally
+from batchax.explain.explanation import Equation, Value, Work
+from batchax.programs.hlo import Instruction, Module
+
+# Nanoseconds, roughly those of one core of a processor. Findings are ordered by them and small
+# ones left out; nothing else depends on them.
+FLOP = 0.1
+BYTE = 0.1
+STEP = 1_000.0  # of a loop, whatever it does: its operations begin and end
+PLACE = 5.0  # read or written at a place of its own
+FACTORISATION = 1_000.0  # a call of LAPACK, whatever the size of the matrix
+CALLBACK = 10_000.0  # a call of Python
+
+
+def price(work: Work) -> float:
+    """Nanoseconds, roughly."""
+    return FLOP * work.flops + BYTE * work.bytes
+
+
+@dataclass(frozen=True)
+class Draft:
+    """An explanation to which findings are yet to be added.
+
+    Attributes:
+      equations: of one example.
+      numbers: the number in the listing, by record.
+      tallies: what each equation became.
+      recorder: the notes of how it was batched.
+      options: those that `vmap` was given.
+      lanes: how many there are.
+      module: the compiled program; None where it is not known.
+      temporaries: bytes that it takes for what is neither argument nor output, if known.
+      arguments, outputs: of one example and of all.
+    """
+
+    equations: Sequence[Equation]
+    numbers: Mapping[Record, str]
+    tallies: Mapping[Record | None, Tally]
+    recorder: Recorder
+    options: Mapping[str, Any]
+    lanes: int
+    module: Module | None = None
+    temporaries: int | None = None
+    arguments: Sequence[Value] = field(default=())
+    outputs: Sequence[Value] = field(default=())
+
+    @cached_property
+    def records(self) -> dict[str, list[Record]]:
+        """By number in the listing; that of the most lanes first."""
+        found: dict[str, list[Record]] = {}
+        for record, number in self.numbers.items():
+            found.setdefault(number, []).append(record)
+        for records in found.values():
+            records.sort(key=lambda r: -r.axis.size if isinstance(r.axis.size, int) else 0)
+        return found
+
+    def walk(self) -> Iterator[tuple[Equation, Record]]:
+        """All equations, with the record that shows how they were batched."""
+        for top in self.equations:
+            for eqn in top.walk():
+                yield eqn, self.records[eqn.number][0]
+
+    @cached_property
+    def price(self) -> float:
+        """Of one call, loops without a known number of steps taken as one step."""
+        outside = self.tallies.get(None)
+        work = Work() if outside is None else outside.work
+        return price(sum((eqn.work for eqn in self.equations), work))
+
+    def instructions(self) -> Iterator[Instruction]:
+        """Those of the compiled program that write memory: none that are part of others."""
+        if self.module is None:
+            return
+        inside: set[str] = set()
+        everything = [i for c in self.module.computations.values() for i in c.instructions]
+        for instruction in everything:
+            if instruction.opcode not in ("while", "conditional", "call"):
+                inside.update(name for names in instruction.called.values() for name in names)
+        for name, computation in self.module.computations.items():
+            if name not in inside:
+                yield from computation.instructions
+
+    def number_of(self, instruction: Instruction) -> str:
+        """The equation that an instruction is of; "" if none."""
+        record = self.recorder.record_of(instruction.op_name or "")
+        while record is not None and record not in self.numbers:
+            record = record.parent
+        return "" if record is None else self.numbers[record]
