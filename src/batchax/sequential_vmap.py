@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 from batchax.custom_vmap import custom_vmap
+from batchax.engine import recording
 from batchax.scan import scan
 
 P = ParamSpec("P")
@@ -45,6 +46,7 @@ def sequential_vmap(fun: Callable[P, R]) -> custom_vmap[P, R]:
 
     @sequential.def_vmap
     def loop_over_lanes(axis_size: int, in_batched: list[Any], *args: Any, **kwargs: Any) -> Any:
+        recording.note(service="lanes", rule="sequential_vmap")
         values = [*args, *kwargs.values()]
         axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched)
 

@@ -12,10 +12,13 @@ from jax.core import ShapedArray
 from batchax.engine.outputs import AUTO, Reduce
 from batchax.engine.recording import PerExample
 from batchax.explain.attribution import Attribution, Tally
-from batchax.explain.explanation import Explanation, Value, Work
+from batchax.explain.explanation import Explanation, Timing, Value, Work
 from batchax.explain.findings.draft import Draft
 from batchax.explain.findings.every import find_findings
 from batchax.explain.listing import Listing, type_name, value_of
+from batchax.explain.measure import check_values
+from batchax.explain.measure import measure as measure_ways
+from batchax.explain.memory import counted_by_compiler, find_memory
 from batchax.explain.naming import Names
 from batchax.explain.staging import Staged, stage
 from batchax.programs.shapes import bytes_of
@@ -28,6 +31,7 @@ def explain(
     in_axes: Any = 0,
     out_axes: Any = 0,
     *,
+    compile: bool = True,
     measure: bool = False,
     **vmap_options: Any,
 ) -> Callable[..., Explanation]:
@@ -40,6 +44,8 @@ def explain(
     Args:
       fun: the per-example function.
       in_axes, out_axes: as in `vmap`.
+      compile: whether to compile the batched program, for the peak memory and for findings that
+        depend on what the compiler makes of it. That takes most of the time.
       measure: whether to run the batched function, too, and to time it against a loop over
         examples and in chunks of several sizes. Arguments must then be arrays.
       **vmap_options: the other options of `vmap`, such as ``batch_size``.
@@ -61,9 +67,14 @@ def explain(
     batched = vmap(fun, in_axes, out_axes, **vmap_options)
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
+        if measure:
+            check_values(args, kwargs)
         staged = stage(batched, args, kwargs, _parameters(fun))
         name = getattr(fun, "__name__", type(fun).__name__)
-        return _explain(name, staged, dict(vmap_options))
+        timings: tuple[Timing, ...] = ()
+        if measure:
+            timings = measure_ways(fun, in_axes, out_axes, vmap_options, args, kwargs)
+        return _explain(name, staged, dict(vmap_options), compile, timings)
 
     return explained
 
@@ -78,7 +89,9 @@ def _parameters(fun: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.kind in positional]
 
 
-def _explain(name: str, staged: Staged, options: dict[str, Any]) -> Explanation:
+def _explain(
+    name: str, staged: Staged, options: dict[str, Any], compile: bool, timings: tuple[Timing, ...]
+) -> Explanation:
     recorder, program = staged.recorder, staged.traced.jaxpr
     attribution = Attribution(recorder, program)
     example = recorder.programs[0] if recorder.programs else None
@@ -89,6 +102,11 @@ def _explain(name: str, staged: Staged, options: dict[str, Any]) -> Explanation:
     arguments = _arguments(staged, example, names)
     listing = Listing(recorder, attribution, names, axis.size)
     outputs = () if example is None else _outputs(example, names, staged.traced.out_info)
+    compiled = staged.compile() if compile else None
+    memory = counted = None
+    if compiled is not None:
+        memory = find_memory(compiled, recorder, listing.numbers, staged.paths)
+        counted = counted_by_compiler(compiled)
     outside = attribution.tallies.get(None, Tally()).work
     draft = Draft(
         equations=listing.equations,
@@ -107,6 +125,9 @@ def _explain(name: str, staged: Staged, options: dict[str, Any]) -> Explanation:
         outputs=outputs,
         equations=listing.equations,
         findings=find_findings(draft),
+        memory=memory,
+        compiled=counted,
+        timings=timings,
         outside=Work(outside.flops, outside.bytes),
         options=options,
     )

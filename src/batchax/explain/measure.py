@@ -1,0 +1,150 @@
+"""A batched function as it runs: in time, against a loop, and in chunks of several sizes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from batchax.engine.arguments import find_axis_size, flatten_arguments
+from batchax.errors import ArgumentTypeError, UnsupportedError
+from batchax.explain.explanation import Timing
+from batchax.programs.peak import peak_of
+from batchax.rows.ragged import Ragged
+from batchax.vmap import vmap
+
+_ROUNDS = 7
+_LONGEST = 0.2  # seconds that one measurement of a round may take, but for a single call
+_MOST_EXAMPLES = 256  # that the loop is run for; of more it takes proportionally longer
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A way to run all lanes."""
+
+    batch_size: int | Literal["loop"] | None
+    call: Callable[[], Any]
+    peak: int | None
+    share: float = 1.0
+
+
+def measure(
+    fun: Callable[..., Any],
+    in_axes: Any,
+    out_axes: Any,
+    options: dict[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Timing, ...]:
+    """Times the batched function, in turns with a loop over examples and with other chunk sizes.
+
+    The loop calls the compiled per-example function for one lane after another, on examples cut
+    before; over a named axis, and for rows, there is none. For more than 256 lanes it runs for
+    256, and its time is that times the number of lanes over 256.
+
+    Returns:
+      The function as it is first, then the others. The time of one call is the median of seven
+      rounds, the spread their fastest and slowest.
+    """
+    flat = flatten_arguments(fun, in_axes, args, kwargs)
+    lanes = find_axis_size(flat.mapped, options.get("axis_size"))
+    rows = any(isinstance(m.value, Ragged) for m in flat.mapped)
+    given = options.get("batch_size")
+    ways = [_batched(fun, in_axes, out_axes, options, args, kwargs)]
+    if not rows and options.get("axis_name") is None:
+        ways.append(_loop(fun, flat, lanes))
+    sizes = [] if rows or not isinstance(lanes, int) else [*_sizes(lanes), None]
+    for size in sizes:
+        if size == given:
+            continue
+        changed = {**options, "batch_size": size}
+        changed.pop("memory_limit", None)
+        try:
+            ways.append(_batched(fun, in_axes, out_axes, changed, args, kwargs))
+        except UnsupportedError:
+            break  # it cannot run in chunks
+    return _times(ways)
+
+
+def check_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuses arguments that a function cannot be run on.
+
+    Raises:
+      ArgumentTypeError: an argument has no values.
+    """
+    for keys, x in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]:
+        if isinstance(x, (jax.ShapeDtypeStruct, Tracer)):
+            which = ("kwargs" if keys[0].idx else "args") + jax.tree_util.keystr(keys[1:])
+            raise ArgumentTypeError(
+                f"measure=True runs the function, but {which} has no values: it is a "
+                f"{type(x).__name__}. Give arrays, or leave measure out."
+            )
+
+
+def _sizes(lanes: int) -> list[int]:
+    """Chunk sizes to try: powers of four below the number of lanes."""
+    return [4**k for k in range(1, 12) if 4**k < lanes]
+
+
+def _batched(
+    fun: Callable[..., Any], in_axes: Any, out_axes: Any, options: Any, args: Any, kwargs: Any
+) -> _Way:
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = [i for i, x in enumerate(leaves) if isinstance(x, (jax.Array, np.ndarray))]
+
+    def run(*values: Any) -> Any:
+        every = list(leaves)
+        for i, x in zip(arrays, values, strict=True):
+            every[i] = x
+        call_args, call_kwargs = jax.tree.unflatten(tree, every)
+        return vmap(fun, in_axes, out_axes, **options)(*call_args, **call_kwargs)
+
+    values = [leaves[i] for i in arrays]
+    compiled = jax.jit(run).lower(*values).compile()
+    return _Way(options.get("batch_size"), lambda: compiled(*values), peak_of(compiled).bytes)
+
+
+def _loop(fun: Callable[..., Any], flat: Any, lanes: int) -> _Way:
+    def one_example(*examples: Any) -> Any:
+        args, kwargs = flat.rebuild(examples)
+        return fun(*args, **kwargs)
+
+    count = min(lanes, _MOST_EXAMPLES)
+    examples = [
+        [lax.index_in_dim(m.value, i, m.axis, keepdims=False) for m in flat.mapped]
+        for i in range(count)
+    ]
+    compiled = jax.jit(one_example).lower(*examples[0]).compile()
+    return _Way("loop", lambda: [compiled(*xs) for xs in examples], None, count / lanes)
+
+
+def _times(ways: list[_Way]) -> tuple[Timing, ...]:
+    calls = []
+    for way in ways:
+        jax.block_until_ready(way.call())
+        once = _seconds(way.call, 1)
+        calls.append(max(1, int(_LONGEST / _ROUNDS / max(once, 1e-6))))
+    found: list[list[float]] = [[] for _ in ways]
+    for _ in range(_ROUNDS):
+        for way, n, seconds in zip(ways, calls, found, strict=True):
+            seconds.append(_seconds(way.call, n) / way.share)
+    return tuple(
+        Timing(way.batch_size, statistics.median(s), (min(s), max(s)), way.peak)
+        for way, s in zip(ways, found, strict=True)
+    )
+
+
+def _seconds(call: Callable[[], Any], times: int) -> float:
+    start = time.perf_counter()
+    out = None
+    for _ in range(times):
+        out = call()
+    jax.block_until_ready(out)
+    return (time.perf_counter() - start) / times

@@ -1,0 +1,296 @@
+"""`explain`: what it says of each equation is what the engine did."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import batchax as bx
+from batchax.programs.cost import cost_of_program
+
+M, V, B = jnp.ones((5, 3)), jnp.ones((8, 3)), jnp.ones(5)
+
+
+def affine(M, v, b):
+    y = M @ v
+    return jnp.tanh(y + b).sum() + M.sum()
+
+
+def by_primitive(explanation):
+    return {eqn.primitive: eqn for eqn in explanation.walk()}
+
+
+def test_each_equation_has_its_types_axes_line_and_rule():
+    explanation = bx.explain(affine, (None, 0, None))(M, V, B)
+    assert [(e.number, e.primitive, e.service, e.rule) for e in explanation.equations] == [
+        ("1", "dot_general", "own", "rules.contraction"),
+        ("2", "add", "own", "rules.elementwise"),
+        ("3", "tanh", "own", "rules.elementwise"),
+        ("4", "reduce_sum", "own", "rules.reduction"),
+        ("5", "reduce_sum", "once", ""),
+        ("6", "add", "own", "rules.elementwise"),
+    ]
+    product = explanation.equations[0]
+    assert [v.name for v in product.inputs] == ["M", "v"]
+    assert [(v.example, v.batched, v.axis) for v in product.inputs] == [
+        ("f32[5,3]", "f32[5,3]", None),
+        ("f32[3]", "f32[8,3]", 0),
+    ]
+    assert product.outputs[0].batched == "f32[8,5]"
+    assert product.outputs[0].bytes == 8 * 5 * 4
+    lines, first = inspect.getsourcelines(affine)
+    assert product.source.line == first + 1
+    assert product.source.text == lines[1].strip() == "y = M @ v"
+    assert product.source.file == __file__
+
+
+def test_values_flow_from_arguments_to_results():
+    explanation = bx.explain(affine, (None, 0, None))(M, V, B)
+    known = {value.name for value in explanation.arguments}
+    assert known == {"M", "v", "b"}
+    for eqn in explanation.equations:
+        assert {v.name for v in eqn.inputs} <= known
+        assert not {v.name for v in eqn.outputs} & known
+        known |= {v.name for v in eqn.outputs}
+    (result,) = explanation.outputs
+    assert result.name in known
+    assert (result.example, result.batched, result.axis) == ("f32[]", "f32[8]", 0)
+
+
+def test_nothing_is_run_and_types_are_enough():
+    ran = []
+
+    def f(x):
+        jax.debug.callback(lambda x: ran.append(1), x)
+        return x * 2
+
+    given = bx.explain(f)(jnp.ones((4, 2)))
+    asked = bx.explain(f)(jax.ShapeDtypeStruct((4, 2), jnp.float32))
+    assert not ran
+    assert str(given) == str(asked)
+
+
+def test_arguments_stay_what_they_are():
+    def f(x, scale, cumulative, w):
+        if cumulative:
+            x = jnp.cumsum(x)
+        if w[0] > 0:
+            x = x * scale
+        return x
+
+    explanation = bx.explain(f, (0, None, None, None))(V, 3.0, True, np.ones(2))
+    assert [e.primitive for e in explanation.equations] == ["cumsum", "mul"]
+
+
+def test_flops_and_bytes_are_those_of_the_batched_program():
+    def f(x, w):
+        y = lax.scan(lambda c, t: (jnp.tanh(c @ w) + t, c.sum()), jnp.zeros(3), x)[1]
+        return jnp.sort(y) * jnp.sin(w).sum()
+
+    x, w = jnp.ones((4, 7, 3)), jnp.ones((3, 3))
+    for options in ({}, {"batch_size": 2}):
+        batched = bx.vmap(f, (0, None), **options)
+        cost = cost_of_program(jax.make_jaxpr(batched)(x, w))
+        explanation = bx.explain(f, (0, None), **options)(x, w)
+        assert explanation.work.flops == cost.flops + cost.transcendentals
+        assert explanation.work.bytes <= cost.bytes
+
+
+def test_work_is_per_lane_and_as_often_as_it_runs():
+    def f(x, w):
+        return lax.fori_loop(0, 10, lambda i, c: c @ w, x)
+
+    explanation = bx.explain(f, (0, None))(jnp.ones((8, 3)), jnp.ones((3, 3)))
+    (loop,) = explanation.equations
+    product = by_primitive(explanation)["dot_general"]
+    assert product.times == 10
+    assert product.role == "body"
+    assert product.work.flops == 10 * 8 * 2 * 9
+    assert product.per_lane.flops == 10 * 2 * 9
+    assert loop.work.flops >= product.work.flops
+
+    chunked = bx.explain(f, (0, None), batch_size=4)(jnp.ones((8, 3)), jnp.ones((3, 3)))
+    product = by_primitive(chunked)["dot_general"]
+    assert product.times == 20
+    assert product.work.flops == 10 * 8 * 2 * 9
+    assert product.outputs[0].batched == "f32[4,3]"
+    assert chunked.options == {"batch_size": 4}
+
+
+def test_a_remainder_is_listed_with_the_chunks_it_follows():
+    chunked = bx.explain(jnp.sin, batch_size=3)(jnp.ones(8))
+    (sine,) = chunked.equations
+    assert sine.outputs[0].batched == "f32[3]"
+    assert sine.work.flops == 8
+
+
+def test_branches_and_loops_hold_their_parts():
+    def f(p, x):
+        y = lax.cond(p, jnp.sin, lambda x: x * 2 + 1, x)
+        return lax.while_loop(lambda c: c.sum() < 9, lambda c: c * 2, y)
+
+    masked = bx.explain(f)(jnp.arange(4) > 1, jnp.ones((4, 3)))
+    branch, loop = (e for e in masked.equations if e.parts)
+    assert [(p.role, p.primitive) for p in branch.parts] == [
+        ("branch 0", "mul"),
+        ("branch 0", "add"),
+        ("branch 1", "sin"),
+    ]
+    assert branch.notes["divergence"] == loop.notes["divergence"] == "masked"
+    assert {(p.role, p.primitive) for p in loop.parts} == {
+        ("body", "mul"),
+        ("condition", "reduce_sum"),
+        ("condition", "lt"),
+    }
+    assert {p.times for p in loop.parts} == {None}
+    assert branch.work.flops >= sum(p.work.flops for p in branch.parts)
+
+    together = bx.explain(f, (None, 0))(True, jnp.ones((4, 3)))
+    branch = by_primitive(together)["cond"]
+    assert branch.notes["divergence"] == "together"
+    assert branch.work.flops == 24  # of the dearer branch
+
+
+def test_lanes_that_part_ways_are_said_to():
+    def f(x, w):
+        def body(c):
+            return c[0] + 1, jnp.tanh(w @ c[1])
+
+        return lax.while_loop(lambda c: c[1].sum() > c[0], body, (0, x))[1]
+
+    x, w = jnp.ones((512, 32)), jnp.ones((32, 32))
+    loop = by_primitive(bx.explain(f, (0, None), divergence="compact")(x, w))["while"]
+    assert loop.notes["divergence"] == "compact"
+    assert loop.notes["widths"][0] == 512
+    assert {"dot_general", "tanh"} <= {p.primitive for p in loop.parts}
+
+
+def test_services_are_told_apart():
+    mine_p = jax.extend.core.Primitive("explained_mine")
+    mine_p.def_abstract_eval(lambda x: x)
+    jax.interpreters.mlir.register_lowering(
+        mine_p, jax.interpreters.mlir.lower_fun(lambda x: x, multiple_results=False)
+    )
+
+    @bx.register_rule(mine_p)
+    def my_rule(axis, args, axes):
+        return mine_p.bind(args[0]), axes[0]
+
+    jaxs_p = jax.extend.core.Primitive("explained_jaxs")
+    jaxs_p.def_abstract_eval(lambda x: x)
+    jax.interpreters.mlir.register_lowering(
+        jaxs_p, jax.interpreters.mlir.lower_fun(lambda x: x, multiple_results=False)
+    )
+    jax.interpreters.batching.primitive_batchers[jaxs_p] = lambda xs, axes: (
+        jaxs_p.bind(*xs),
+        axes[0],
+    )
+
+    no_rule_p = jax.extend.core.Primitive("explained_no_rule")
+    no_rule_p.def_abstract_eval(lambda x: x)
+    jax.interpreters.mlir.register_lowering(
+        no_rule_p, jax.interpreters.mlir.lower_fun(lambda x: x, multiple_results=False)
+    )
+
+    @bx.custom_vmap
+    def norm(x):
+        return jnp.sqrt((x * x).sum())
+
+    @norm.def_vmap
+    def norm_rule(axis_size, in_batched, x):
+        return jnp.sqrt((x * x).sum(1)), True
+
+    @bx.sequential_vmap
+    def in_turn(x):
+        return jnp.cos(x)
+
+    def f(x, w):
+        return norm(no_rule_p.bind(jaxs_p.bind(mine_p.bind(x)))) + in_turn(x).sum() + w.sum()
+
+    explanation = bx.explain(f, (0, None))(jnp.ones((4, 3)), jnp.ones(3))
+    found = {e.primitive.split()[0]: (e.service, e.rule) for e in explanation.walk()}
+    assert found["explained_mine"] == ("user", f"{__name__}.{my_rule.__qualname__}")
+    assert found["explained_jaxs"] == ("jax", "jax")
+    assert found["explained_no_rule"][0] == "lanes"
+    users = [e for e in explanation.walk() if e.service == "user" and "norm_rule" in e.rule]
+    assert len(users) == 1
+    assert "reduce_sum" in users[0].emitted
+    assert any(e.service == "lanes" and "explained" not in e.primitive for e in explanation.walk())
+    assert {e.service for e in explanation.walk()} == {"once", "own", "user", "jax", "lanes"}
+
+
+def test_moves_and_broadcasts_of_operands_are_counted():
+    def f(x, y):
+        return lax.concatenate([x, y], 0)
+
+    explanation = bx.explain(f, (1, None))(jnp.ones((3, 8)), jnp.ones((5,)))
+    (joined,) = explanation.equations
+    assert joined.moves + joined.broadcasts > 0
+    assert joined.broadcasts == 8 * 5 * 4
+
+    moved = bx.explain(lambda x: x.T, (0,))(jnp.ones((8, 3, 5)))
+    assert moved.equations[0].moves == 0  # the transposition is the user's own
+
+
+def test_lines_inside_a_jitted_function_of_the_users_are_shown():
+    @jax.jit
+    def inner(x):
+        return jnp.cos(x)
+
+    def f(x):
+        return jnp.where(x > 0, inner(x), 0)
+
+    def g(x):
+        return jnp.where(x < 1, x, 0)
+
+    for fun in (f, g):  # `where` is staged for both at once, and the lines are each one's own
+        explanation = bx.explain(fun)(jnp.ones((4, 2)))
+        selected = by_primitive(explanation)["select_n"]
+        assert selected.source.line == inspect.getsourcelines(fun)[1] + 1
+        assert not any(e.primitive.startswith("jit") for e in explanation.walk())
+    assert by_primitive(bx.explain(f)(jnp.ones((4, 2))))["cos"].source.text == "return jnp.cos(x)"
+
+
+def test_derivatives_and_nested_batches_are_listed():
+    def f(x, w):
+        return jnp.tanh(x @ w).sum()
+
+    gradient = bx.explain(jax.grad(f), (0, None))(jnp.ones((4, 3)), jnp.ones(3))
+    assert {"tanh", "dot_general"} <= set(by_primitive(gradient))
+    nested = bx.explain(lambda x, w: bx.vmap(f, (0, None))(x, w))(
+        jnp.ones((4, 5, 3)), jnp.ones((4, 3))
+    )
+    assert nested.lanes == 4
+    product = by_primitive(nested)["dot_general"]
+    assert product.outputs[0].example == "f32[5]"
+    assert "4" in product.outputs[0].batched
+
+
+def test_out_axes_and_trees_of_arguments():
+    def f(p, x):
+        return {"y": p["w"] @ x, "n": x.sum()}
+
+    p = {"w": jnp.ones((5, 3))}
+    explanation = bx.explain(f, (None, 0), {"y": 1, "n": bx.Reduce("sum")})(p, V)
+    assert [v.name for v in explanation.arguments] == ["p['w']", "x"]
+    n, y = explanation.outputs
+    assert (n.batched, n.axis) == ("f32[]", None)
+    assert (y.batched, y.axis) == ("f32[5,8]", 1)
+
+
+def test_explain_names_no_secret_marks_in_programs_that_are_run():
+    bx.explain(affine, (None, 0, None))(M, V, B)
+    text = jax.jit(bx.vmap(affine, (None, 0, None))).lower(M, V, B).compile().as_text()
+    assert "batchax_equation" not in text
+
+
+def test_mistakes_are_those_of_vmap():
+    with pytest.raises(bx.ArgumentTypeError, match="vmap expects a function"):
+        bx.explain(3)
+    with pytest.raises(bx.AxisError, match="one size"):
+        bx.explain(affine, (None, 0, 0))(M, V, B)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        bx.explain(affine, batchsize=3)
