@@ -12,11 +12,13 @@ import jax
 
 # The rules of canonical forms are registered when their modules are imported.
 import batchax.programs.canonical_bodies
-import batchax.programs.canonical_rules  # noqa: F401
+import batchax.programs.canonical_contractions
+import batchax.programs.canonical_shapes  # noqa: F401
 from batchax import _compat
 from batchax.errors import ArgumentTypeError
 from batchax.programs import hlo_text
-from batchax.programs.canonical import Program, Table
+from batchax.programs.canonical import Program
+from batchax.programs.canonical_values import Table
 from batchax.programs.differences import Difference, first_difference, operations
 
 
@@ -104,7 +106,8 @@ def same_program(
     for name, fun in (("f", f), ("g", g)):
         if not callable(fun):
             raise ArgumentTypeError(
-                f"`same_program` compares functions, but `{name}` is {fun!r}, which cannot be called."
+                f"`same_program` compares functions, but `{name}` is {fun!r}, which cannot be "
+                "called."
             )
     staged = [jax.make_jaxpr(fun, return_shape=True)(*args) for fun in (f, g)]
     (first, out), (second, other) = staged
@@ -130,7 +133,7 @@ def _of_outputs(out: Any, other: Any) -> Difference | None:
         if name not in second or name not in first:
             owner = "first" if name in first else "second"
             return Difference(f"Their outputs differ: only the {owner} function returns `{name}`.")
-        kinds = [f"{x.dtype}{list(x.shape)}" for x in (first[name], second[name])]
+        kinds = [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in (first[name], second[name])]
         if kinds[0] != kinds[1]:
             return Difference(f"Their outputs differ: `{name}` is {kinds[0]}, and {kinds[1]}.")
     a, b = map(jax.tree.structure, (out, other))

@@ -6,9 +6,9 @@ import jax
 import pytest
 
 import batchax as bx
+from batchax.programs.hlo_text import normalised_hlo, operations
 from benchmarks import __main__ as command
 from benchmarks.measure import ratio_of_medians
-from batchax.programs.hlo_text import normalised_hlo, operations
 from benchmarks.programs import counts, primitives
 from benchmarks.workloads import WORKLOADS
 

@@ -11,73 +11,30 @@ along (`canonical_rules`). It becomes a node where an operation cannot, and at o
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.extend.core import Literal
 
 from batchax import _compat
 from batchax.engine.own_primitives import operations_of
 from batchax.engine.program_key import value_key
+from batchax.programs.canonical_values import (
+    Node,
+    Table,
+    Value,
+    contents,
+    typed,
+    whole,
+    without_ones,
+)
 
-LEAVES = frozenset({"argument", "constant", "captured", "carried", "result", "effect"})
-"""Names of nodes that are no operations: where values enter, and results of several."""
-
-
-@dataclass(frozen=True)
-class Value:
-    """A value of a program: dimension `d` is axis `axes[d]` of the node.
-
-    Where that is None, the value is the same at each of the `shape[d]` places. Every axis of
-    the node is seen once.
-    """
-
-    node: int
-    axes: tuple[int | None, ...]
-    shape: tuple[Any, ...]
-    eqn: Any = field(default=None, compare=False, repr=False)
-
-    def see(self, dims: Sequence[int | None], shape: Sequence[Any], eqn: Any) -> Value:
-        """This value with its dimensions `dims`; where one is None, it is broadcast."""
-        axes = tuple(
-            None if d is None or size == 1 else self.axes[d]
-            for d, size in zip(dims, shape, strict=True)
-        )
-        return Value(self.node, axes, tuple(shape), eqn)
-
-
-@dataclass(frozen=True)
-class Node:
-    """An operation of the canonical form; `reads` are the numbers of the nodes it needs."""
-
-    name: str
-    params: Hashable
-    refs: tuple[Hashable, ...]
-    reads: tuple[int, ...]
-    shape: tuple[Any, ...]
-    dtype: Any
-
-
-class Table:
-    """The nodes of all programs that are compared with each other, each once."""
-
-    def __init__(self) -> None:
-        self.nodes: list[Node] = []
-        self._numbers: dict[Node, int] = {}
-
-    def number(self, node: Node) -> int:
-        """The number of this node, a new one if there is none like it."""
-        found = self._numbers.setdefault(node, len(self.nodes))
-        if found == len(self.nodes):
-            self.nodes.append(node)
-        return found
-
+IMPURE = frozenset({"rng_uniform"})
+"""Primitives that give something else each time, which JAX does not call an effect."""
 
 Rule = Callable[["Program", Any, list[Value]], list[Value]]
 rules: dict[str, Rule] = {}
@@ -172,7 +129,7 @@ class Program:
 
     def read(self, program: _compat.ClosedJaxpr, inputs: Sequence[Value]) -> list[Value]:
         """The outputs of a program for these inputs, its calls opened."""
-        consts = [self.constant(c, eqn=None) for c in program.consts]
+        consts = [self.constant(c) for c in program.consts]
         return self._read(program.jaxpr, [*consts, *inputs])
 
     def _read(self, jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:
@@ -207,7 +164,7 @@ class Program:
         self, eqn: Any, params: Hashable, args: Sequence[Value], also: Sequence[int] = ()
     ) -> int:
         """The node of an equation as it stands, after the effects before it if it has one."""
-        refs = [(x.node, x.axes, x.shape) for x in args]
+        refs: list[Any] = [(x.node, x.axes, x.shape) for x in args]
         observed = _compat.observed(eqn.effects) or eqn.primitive.name in IMPURE
         if observed:
             refs.append((self.effect,))
@@ -244,10 +201,12 @@ class Program:
 
     # Constants and parameters
 
-    def constant(self, x: Any, aval: Any = None, eqn: Any = None) -> Value:
+    def constant(self, x: Any, aval: Any = None) -> Value:
         """A value that is known: equal ones are one node."""
         shape, dtype = typed(jax.typeof(x) if aval is None else aval)
-        node = self.leaf("constant", (_contents(x), shape), (), without_ones(shape), dtype)
+        if isinstance(x, (bool, int, float, complex)):
+            x = np.asarray(x, dtype)
+        node = self.leaf("constant", (contents(x), shape), (), without_ones(shape), dtype)
         return whole(node, shape)
 
     def parameters(self, params: Any, reads: Sequence[int], bodies: list[int]) -> Hashable:
@@ -273,44 +232,9 @@ class Program:
                 return tuple(map(inner, x))
             if isinstance(x, np.generic):
                 x = x.item()
-            return _contents(x) if isinstance(x, (np.ndarray, jax.Array)) else value_key(x)
+            return contents(x) if isinstance(x, (np.ndarray, jax.Array)) else value_key(x)
 
         return inner(params)
-
-
-IMPURE = frozenset({"rng_uniform"})
-"""Primitives that give something else each time, which JAX does not call an effect."""
-
-
-def whole(node: int, shape: Sequence[Any]) -> Value:
-    """A node seen as it is, with the axes of size one that it leaves out."""
-    count, axes = 0, []
-    for size in shape:
-        axes.append(None if size == 1 else count)
-        count += size != 1
-    return Value(node, tuple(axes), tuple(shape))
-
-
-def without_ones(shape: Sequence[Any]) -> tuple[Any, ...]:
-    """The sizes that are not one: the shape of a node."""
-    return tuple(s for s in shape if s != 1)
-
-
-def typed(aval: Any) -> tuple[tuple[Any, ...], Any]:
-    """Shape and dtype of a type; types of other things than arrays count as dtypes."""
-    if hasattr(aval, "dtype") and not hasattr(aval, "inner_aval"):
-        return tuple(aval.shape), aval.dtype
-    return (), value_key(aval)
-
-
-def _contents(x: Any) -> Hashable:
-    """A key equal for arrays that hold the same."""
-    if isinstance(x, Tracer) or _compat.is_reference(x):
-        return value_key(x)
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return str(jax.random.key_impl(x)), _contents(jax.random.key_data(x))
-    x = np.asarray(x)
-    return x.dtype, x.shape, hashlib.sha256(np.ascontiguousarray(x).tobytes()).digest()
 
 
 def _context(eqn: Any) -> Hashable:

@@ -11,7 +11,8 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from batchax import _compat
-from batchax.programs.canonical import Program, Value, rules
+from batchax.programs.canonical import Program, rules
+from batchax.programs.canonical_values import Value
 
 CALLS = {
     "jit": "jaxpr",

@@ -11,7 +11,8 @@ from typing import Any
 from jax.extend.core import Literal
 
 from batchax import _compat
-from batchax.programs.canonical import LEAVES, Program, Table
+from batchax.programs.canonical import Program
+from batchax.programs.canonical_values import LEAVES, Table
 
 
 @dataclass(frozen=True)

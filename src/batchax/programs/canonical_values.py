@@ -1,0 +1,98 @@
+"""What programs in canonical form are made of: nodes, in a table, and values that see them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from batchax import _compat
+from batchax.engine.program_key import value_key
+
+LEAVES = frozenset({"argument", "constant", "captured", "carried", "result", "effect"})
+"""Names of nodes that are no operations: where values enter, and results of several."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value of a program: dimension `d` is axis `axes[d]` of the node.
+
+    Where that is None, the value is the same at each of the `shape[d]` places. Every axis of
+    the node is seen once.
+    """
+
+    node: int
+    axes: tuple[int | None, ...]
+    shape: tuple[Any, ...]
+    eqn: Any = field(default=None, compare=False, repr=False)
+
+    def see(self, dims: Sequence[int | None], shape: Sequence[Any], eqn: Any) -> Value:
+        """This value with its dimensions `dims`; where one is None, it is broadcast."""
+        axes = tuple(
+            None if d is None or size == 1 else self.axes[d]
+            for d, size in zip(dims, shape, strict=True)
+        )
+        return Value(self.node, axes, tuple(shape), eqn)
+
+
+@dataclass(frozen=True)
+class Node:
+    """An operation of the canonical form; `reads` are the numbers of the nodes it needs."""
+
+    name: str
+    params: Hashable
+    refs: tuple[Hashable, ...]
+    reads: tuple[int, ...]
+    shape: tuple[Any, ...]
+    dtype: Any
+
+
+class Table:
+    """The nodes of all programs that are compared with each other, each once."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self._numbers: dict[Node, int] = {}
+
+    def number(self, node: Node) -> int:
+        """The number of this node, a new one if there is none like it."""
+        found = self._numbers.setdefault(node, len(self.nodes))
+        if found == len(self.nodes):
+            self.nodes.append(node)
+        return found
+
+
+def whole(node: int, shape: Sequence[Any]) -> Value:
+    """A node seen as it is, with the axes of size one that it leaves out."""
+    count, axes = 0, []
+    for size in shape:
+        axes.append(None if size == 1 else count)
+        count += size != 1
+    return Value(node, tuple(axes), tuple(shape))
+
+
+def without_ones(shape: Sequence[Any]) -> tuple[Any, ...]:
+    """The sizes that are not one: the shape of a node."""
+    return tuple(s for s in shape if s != 1)
+
+
+def typed(aval: Any) -> tuple[tuple[Any, ...], Any]:
+    """Shape and dtype of a type; types of other things than arrays count as dtypes."""
+    if hasattr(aval, "dtype") and not hasattr(aval, "inner_aval"):
+        return tuple(aval.shape), aval.dtype
+    return (), value_key(aval)
+
+
+def contents(x: Any) -> Hashable:
+    """A key equal for arrays that hold the same."""
+    if isinstance(x, Tracer) or _compat.is_reference(x):
+        return value_key(x)
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return str(jax.random.key_impl(x)), contents(jax.random.key_data(x))
+    x = np.asarray(x)
+    return x.dtype, x.shape, hashlib.sha256(np.ascontiguousarray(x).tobytes()).digest()

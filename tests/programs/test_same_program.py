@@ -1,0 +1,402 @@
+"""`same_program`: the same programs are found the same, others are not, and it says where."""
+
+from collections import Counter
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import batchax as bx
+
+B = 8
+
+
+def shaped(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def affine(M, v, b):
+    return jnp.tanh(M @ v + b).sum()
+
+
+def by_einsum(M, v, b):
+    return jnp.tanh(jnp.einsum("ij,bj->bi", M, v) + b).sum(1)
+
+
+WEIGHTS_AND_EXAMPLES = (shaped(3, 5), shaped(B, 5), shaped(3))
+HANDWRITTEN = {
+    "einsum": by_einsum,
+    "einsum, transposed": lambda M, v, b: jnp.tanh(jnp.einsum("ij,bj->ib", M, v).T + b).sum(1),
+    "matmul": lambda M, v, b: jnp.tanh(v @ M.T + b).sum(-1),
+    "matmul of columns": lambda M, v, b: jnp.tanh(M @ v.T + b[:, None]).sum(0),
+    "tensordot": lambda M, v, b: jnp.sum(jnp.tanh(b + jnp.tensordot(v, M, (1, 1))), axis=1),
+    "jax.vmap": jax.vmap(affine, (None, 0, None)),
+    "jit": jax.jit(by_einsum),
+    "checkpoint": jax.checkpoint(by_einsum),
+}
+
+
+@pytest.mark.parametrize("spelling", HANDWRITTEN)
+def test_the_example_is_what_one_would_have_written(spelling):
+    vmapped = bx.vmap(affine, (None, 0, None))
+    found = bx.same_program(vmapped, HANDWRITTEN[spelling], *WEIGHTS_AND_EXAMPLES)
+    assert found, found
+    assert str(found) == "the same program: dot_general, add, tanh, reduce_sum"
+
+
+@pytest.mark.parametrize(
+    ("in_axes", "shapes", "by_hand"),
+    [
+        (
+            (None, 0, 0),
+            [(3, 5), (B, 5), (B, 3)],
+            lambda M, v, b: jnp.tanh(v @ M.T + b).sum(1),
+        ),
+        (
+            (0, 0, None),
+            [(B, 3, 5), (B, 5), (3,)],
+            lambda M, v, b: jnp.tanh(jnp.einsum("bij,bj->bi", M, v) + b).sum(1),
+        ),
+        (
+            (0, None, 0),
+            [(B, 3, 5), (5,), (B, 3)],
+            lambda M, v, b: jnp.tanh(M @ v + b).sum(1),
+        ),
+        (
+            (2, 1, 1),
+            [(3, 5, B), (5, B), (3, B)],
+            lambda M, v, b: jnp.tanh(jnp.einsum("ijb,jb->ib", M, v) + b).sum(0),
+        ),
+    ],
+)
+def test_whatever_is_batched(in_axes, shapes, by_hand):
+    found = bx.same_program(bx.vmap(affine, in_axes), by_hand, *[shaped(*s) for s in shapes])
+    assert found, found
+    assert found.operations[0] == ("dot_general", "add", "tanh", "reduce_sum")
+
+
+def layer_norm(x):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+
+
+def attention(q, k, v):
+    return jax.nn.softmax(q @ k.T / jnp.sqrt(4.0)) @ v
+
+
+def heads(x, w):
+    q, k, v = jnp.moveaxis((x @ w).reshape(len(x), 3, 2, 3), 1, 0)
+    scores = jax.nn.softmax(jnp.einsum("thd,shd->hts", q, k))
+    return jnp.einsum("hts,shd->thd", scores, v).reshape(len(x), 6)
+
+
+def mlp(x, w, b, v):
+    return jax.nn.relu(w @ x + b) @ v
+
+
+def convolved(x, w):
+    return lax.conv_general_dilated(x[None], w, (1, 1), "SAME")[0]
+
+
+def rnn(xs, w):
+    return lax.scan(lambda h, x: (jnp.tanh(w @ h + x),) * 2, jnp.zeros(3), xs)
+
+
+def loop(x):
+    return lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, jnp.sin(s[1])), (0, x))
+
+
+FUNCTIONS = {
+    "softmax": (jax.nn.softmax, 1, [(5, B)]),
+    "layer_norm": (layer_norm, 0, [(B, 4, 5)]),
+    "attention": (attention, 0, [(B, 6, 4), (B, 7, 4), (B, 7, 3)]),
+    "heads": (heads, (0, None), [(B, 5, 6), (6, 18)]),
+    "mlp": (mlp, (0, None, None, None), [(B, 3), (5, 3), (5,), (5, 2)]),
+    "gradient of mlp": (
+        jax.grad(lambda *a: mlp(*a).sum(), argnums=(1, 2)),
+        (0, None, None, None),
+        [(B, 3), (5, 3), (5,), (5, 2)],
+    ),
+    "convolution": (convolved, (0, None), [(B, 3, 8, 8), (4, 3, 3, 3)]),
+    "rnn": (rnn, (0, None), [(B, 6, 3), (3, 3)]),
+    "while": (loop, 0, [(B, 3)]),
+    "sort": (lambda x: (jnp.sort(x), jnp.argsort(x)), 1, [(5, B)]),
+    "cumsum": (jnp.cumsum, 1, [(5, B)]),
+    "cholesky": (jnp.linalg.cholesky, 0, [(B, 3, 3)]),
+    "fft": (jnp.fft.fft, 1, [(5, B)]),
+    "pad": (lambda x: jnp.pad(x, 1), 1, [(5, B)]),
+    "roll": (lambda x: jnp.roll(x, 1), 1, [(5, B)]),
+    "concatenate": (lambda x, y: jnp.concatenate([x, y]), (0, None), [(B, 3), (2,)]),
+    "stack": (lambda x, y: jnp.stack([x, y]), (0, 1), [(B, 3), (3, B)]),
+    "ravel": (jnp.ravel, 2, [(3, 4, B)]),
+    "first": (lambda x: x[jnp.argmax(x)], 0, [(B, 3)]),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_vmap_is_the_program_of_jax(name):
+    fun, in_axes, shapes = FUNCTIONS[name]
+    args = [shaped(*s) for s in shapes]
+    found = bx.same_program(bx.vmap(fun, in_axes), jax.vmap(fun, in_axes), *args)
+    assert found, found
+
+
+x, square = shaped(2, 3), shaped(3, 3)
+table = jnp.arange(3.0)
+SAME = {
+    "constants by value": (lambda x: x * table, lambda x: np.arange(3.0, dtype="f") * x, [x]),
+    "comparisons turned": (lambda x: x > 1, lambda x: jnp.less(1, x), [x]),
+    "moved through a chain": (lambda x: jnp.tanh(x.T * 2).T, lambda x: jnp.tanh(2 * x), [x]),
+    "axes of size one": (lambda x: x[None, :, None, :].sum(1), lambda x: x.sum(0)[None, None], [x]),
+    "reshaped and back": (lambda x: x.reshape(2, 1, 3).squeeze(1), lambda x: x, [x]),
+    "equations twice": (
+        lambda x: jnp.sin(x) + jnp.sin(x),
+        lambda x: (lambda y: y + y)(jnp.sin(x)),
+        [x],
+    ),
+    "a carry that nothing needs": (
+        lambda x: lax.fori_loop(0, 3, lambda i, c: (c[0] * 2, jnp.sin(c[1])), (x, x))[0],
+        lambda x: lax.fori_loop(0, 3, lambda i, c: 2 * c, x),
+        [x],
+    ),
+    "what a loop takes, in any order": (
+        lambda x, y: lax.scan(lambda c, _: ((c + x) * y, None), x, length=3)[0],
+        lambda x, y: lax.scan(lambda c, _: (y * (x + c), None), x, length=3)[0],
+        [x, x],
+    ),
+    "keys by value": (
+        partial(jax.random.fold_in, jax.random.key(1)),
+        partial(jax.random.fold_in, jax.random.key(1)),
+        [shaped(dtype=jnp.int32)],
+    ),
+    "custom derivatives": (jax.nn.relu, lambda x: jnp.maximum(x, 0), [x]),
+    "chunks": (bx.vmap(jnp.sin, batch_size=2), bx.vmap(jnp.sin, batch_size=2), [shaped(6)]),
+    "printing": (
+        lambda x: (jax.debug.print("{}", x), x)[1],
+        lambda x: (jax.debug.print("{}", x), x)[1],
+        [x],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_what_does_not_matter(name):
+    f, g, args = SAME[name]
+    found = bx.same_program(f, g, *args)
+    assert found, found
+
+
+def printing(*words):
+    def fun(x):
+        for word in words:
+            jax.debug.print(word)
+        return x
+
+    return fun
+
+
+def written(*values):
+    def fun(x):
+        ref = jax.new_ref(x)
+        for value in values:
+            ref[...] = ref[...] * value + 1
+        return ref[...]
+
+    return fun
+
+
+dot = partial(lax.dot_general, dimension_numbers=(((1,), (0,)), ((), ())))
+DIFFERENT = {
+    "operands of sub": (lambda x, y: x - y, lambda x, y: y - x, [x, x]),
+    "another axis": (lambda x: x.sum(0), lambda x: x.sum(1), [square]),
+    "another dtype of sums": (
+        lambda x: x.sum(0, dtype=jnp.float32).astype(jnp.float16),
+        lambda x: x.sum(0, dtype=jnp.float16),
+        [shaped(2, 3, dtype=jnp.float16)],
+    ),
+    "precision": (dot, partial(dot, precision="highest"), [square, square]),
+    "type of products": (
+        lambda x, y: dot(x, y, preferred_element_type=jnp.float32),
+        lambda x, y: dot(x, y).astype(jnp.float32),
+        [shaped(3, 3, dtype=jnp.float16)] * 2,
+    ),
+    "contracted axis": (lambda x, y: x @ y, lambda x, y: x.T @ y, [square, square]),
+    "order of a product": (lambda x, y: x @ y, lambda x, y: y @ x, [square, square]),
+    "transposed output": (lambda x: x @ x, lambda x: (x @ x).T, [square]),
+    "transposed operand": (lambda x, y: x + y, lambda x, y: x.T + y, [square, square]),
+    "order of outputs": (
+        lambda x: (jnp.sin(x), jnp.cos(x)),
+        lambda x: (jnp.cos(x), jnp.sin(x)),
+        [x],
+    ),
+    "constant": (lambda x: x * 2, lambda x: x * 3, [x]),
+    "array": (lambda x: x * table, lambda x: x * (table + 1), [x]),
+    "sign of zero": (lambda x: x + 0.0, lambda x: x + -0.0, [x]),
+    "mode of a gather": (
+        lambda x: x.at[jnp.array([5])].get(mode="clip"),
+        lambda x: x.at[jnp.array([5])].get(mode="fill"),
+        [x],
+    ),
+    "key": (
+        lambda x: x + jax.random.normal(jax.random.key(0), (3,)),
+        lambda x: x + jax.random.normal(jax.random.key(1), (3,)),
+        [x],
+    ),
+    "key that is given": (
+        partial(jax.random.fold_in, jax.random.key(1)),
+        partial(jax.random.fold_in, jax.random.key(2)),
+        [shaped(dtype=jnp.int32)],
+    ),
+    "order of effects": (printing("a", "b"), printing("b", "a"), [x]),
+    "one effect less": (printing("a", "a"), printing("a"), [x]),
+    "order of writes": (written(2.0, 3.0), written(3.0, 2.0), [x]),
+    "two draws": (
+        lambda x: lax.rng_uniform(x, x + 1, (3,)) + lax.rng_uniform(x, x + 1, (3,)),
+        lambda x: (lambda y: y + y)(lax.rng_uniform(x, x + 1, (3,))),
+        [shaped()],
+    ),
+    "direction of a scan": (
+        lambda x: lax.scan(lambda c, e: (c + e, c), 0.0, x),
+        lambda x: lax.scan(lambda c, e: (c + e, c), 0.0, x, reverse=True),
+        [shaped(3)],
+    ),
+    "steps of a loop": (
+        lambda x: lax.scan(lambda c, _: (c * 2, None), x, length=3)[0],
+        lambda x: lax.scan(lambda c, _: (c * 2, None), x, length=4)[0],
+        [x],
+    ),
+    "order of branches": (
+        lambda x: lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x),
+        lambda x: lax.cond(x.sum() > 0, jnp.cos, jnp.sin, x),
+        [x],
+    ),
+    "once, or at each step": (
+        lambda x: lax.scan(lambda c, _: (c * jnp.sin(x), None), x, length=3)[0],
+        lambda x: (lambda y: lax.scan(lambda c, _: (c * y, None), x, length=3)[0])(jnp.sin(x)),
+        [x],
+    ),
+    "once, or for each copy": (
+        lambda x: jnp.broadcast_to(jnp.sin(x), (B, 3)),
+        lambda x: jnp.sin(jnp.broadcast_to(x, (B, 3))),
+        [shaped(3)],
+    ),
+    "merged another way": (lambda x: x.reshape(9), lambda x: x.T.reshape(9), [square]),
+    "chunks": (bx.vmap(jnp.sin, batch_size=2), bx.vmap(jnp.sin), [shaped(6)]),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_what_matters(name):
+    f, g, args = DIFFERENT[name]
+    assert bx.same_program(f, f, *args)
+    assert bx.same_program(g, g, *args)
+    found = bx.same_program(f, g, *args)
+    assert not found
+    assert found.difference is not None
+
+
+def test_the_first_difference_is_shown_with_both_lines():
+    def wrong(M, v, b):
+        shifted = M @ v - b
+        return jnp.tanh(shifted).sum()
+
+    vmapped = [bx.vmap(f, (None, 0, None)) for f in (affine, wrong)]
+    found = bx.same_program(*vmapped, *WEIGHTS_AND_EXAMPLES)
+    assert not found.same
+    first, second = found.difference.first, found.difference.second
+    assert (first.primitive, second.primitive) == ("add", "sub")
+    assert first.file == second.file == __file__
+    assert first.source == "return jnp.tanh(M @ v + b).sum()"
+    assert second.source == "shifted = M @ v - b"
+    assert second.shapes == ((B, 3), (1, 3))
+    assert second.out_shapes == ((B, 3),)
+    text = str(found)
+    assert text.startswith("not the same program: They first differ at `add` and `sub`.\n")
+    for side in (first, second):
+        assert f"{__file__}:{side.line}" in text
+        assert side.source in text
+
+
+def test_a_difference_in_a_body_is_shown_there():
+    def stepped(step):
+        return lambda x: lax.scan(lambda c, e: (step(c) + e, c), 0.0, x)
+
+    found = bx.same_program(stepped(jnp.sin), stepped(jnp.cos), shaped(3))
+    assert found.difference.first.primitive == "sin"
+    assert found.difference.second.primitive == "cos"
+
+
+def test_parameters_and_outputs_that_differ_are_named():
+    found = bx.same_program(lambda x: x.sum(0), lambda x: x.sum(1), square)
+    assert "`reduce_sum`" in str(found)
+    assert "axes=(1,)" in found.difference.second.text
+    found = bx.same_program(lambda x: (x, {"w": x}), lambda x: (x, {"w": x.T}), square)
+    assert found.difference.what == "They first differ in what out[1]['w'] is."
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda x: (x, {"w": x[0]}), "`out[1]['w']` is float32[2,3], and float32[3]"),
+        (lambda x: (x, {"w": x > 0}), "`out[1]['w']` is float32[2,3], and bool[2,3]"),
+        (lambda x: (x, {"v": x}), "only the first function returns `out[1]['w']`"),
+        (lambda x: (x, {"v": x, "w": x}), "only the second function returns `out[1]['v']`"),
+        (lambda x: [x, {"w": x}], "they return PyTreeDef"),
+    ],
+)
+def test_outputs_of_other_types_are_a_difference(other, message):
+    found = bx.same_program(lambda x: (x, {"w": x}), other, x)
+    assert not found
+    assert message in str(found)
+
+
+def test_what_it_returns():
+    found = bx.same_program(jnp.sin, jnp.sin, np.ones(3))
+    assert isinstance(found, bx.Comparison)
+    assert (found.same, found.operations, found.difference) == (True, (("sin",), ("sin",)), None)
+    assert repr(found) == "Comparison(same=True, compiled=False)"
+    assert (
+        str(bx.same_program(lambda x: x, lambda x: x.T.T, x)) == "the same program: no operations"
+    )
+
+
+def test_pytrees_of_arguments():
+    weights = {"w": x, "b": shaped(2)}
+    f = lambda p, v: p["w"] @ v + p["b"]
+    assert bx.same_program(f, lambda p, v: p["b"] + jnp.dot(p["w"], v), weights, shaped(3))
+
+
+def test_what_cannot_be_staged():
+    with pytest.raises(bx.ArgumentTypeError, match="`g` is 3, which cannot be called"):
+        bx.same_program(jnp.sin, 3, x)
+
+    def refuses(x):
+        raise LookupError("not today")
+
+    with pytest.raises(LookupError, match="not today"):
+        bx.same_program(jnp.sin, refuses, x)
+
+
+def test_nothing_is_run():
+    def f(x):
+        return jax.pure_callback(lambda x: 1 / 0, shaped(2, 3), x)
+
+    assert bx.same_program(f, f, x).operations[0] == ("pure_callback",)
+
+
+def test_compiled():
+    twice = lambda x: jnp.sin(x + x)
+    found = bx.same_program(twice, jax.jit(lambda x: jnp.sin(x + x)), np.ones(3), compiled=True)
+    assert found
+    assert str(found).startswith("the same compiled program: ")
+    assert isinstance(found.operations[0], Counter)
+    assert found.operations[0]["sine"] == 1
+    found = bx.same_program(twice, lambda x: jnp.cos(x + x), x, compiled=True)
+    assert not found
+    assert "cosine 0 and 1" in str(found)
+    assert "The first line that differs:" in str(found)
+    assert not bx.same_program(lambda x: x * table, lambda x: x * -table, x, compiled=True)
+    assert not bx.same_program(lambda x: x, lambda x: x[0], x, compiled=True)
