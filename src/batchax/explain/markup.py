@@ -10,14 +10,14 @@ from typing import Any
 from batchax.execution.memory import show_bytes
 from batchax.explain.explanation import Service, Value
 
-SERVICES: dict[Service, tuple[str, str, str]] = {
-    "own": ("●", "own", "by a rule of batchax"),
-    "user": ("◆", "yours", "by a rule of yours"),
-    "jax": ("▲", "JAX", "by the rule that JAX has"),
-    "lanes": ("≡", "lanes", "one lane after another"),
-    "once": ("○", "once", "done once for all lanes"),
+SIGNS: dict[Service, tuple[str, str]] = {
+    "own": ("●", "own"),
+    "user": ("◆", "yours"),
+    "jax": ("▲", "JAX"),
+    "lanes": ("≡", "lanes"),
+    "once": ("○", "once"),
 }
-"""For each service: its glyph, a word for narrow places, and what it means."""
+"""For each service: its glyph, and a word for narrow places. What it means says `wording`."""
 
 _VOID = frozenset({"meta", "input", "br", "col"})
 
@@ -70,7 +70,7 @@ def hidden(*text: Any) -> Html:
 
 def glyph(service: Service) -> Html:
     """The sign of a service: its shape and colour both say which."""
-    return tag("span", SERVICES[service][0], class_=f"glyph {service}", aria_hidden="true")
+    return tag("span", SIGNS[service][0], class_=f"glyph {service}", aria_hidden="true")
 
 
 def link_to(number: str, *label: Any) -> Html:
@@ -104,36 +104,15 @@ def extent(value: Value, lanes: int) -> int:
     return int(size) if size.isdigit() else lanes
 
 
-def count(number: float) -> str:
-    """A number of operations for people: "1.2 million"."""
-    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"), (1e4, "thousand")):
-        if number >= size:
-            return f"{number / (1e3 if size == 1e4 else size):.3g} {word}"
-    return f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:.2g}"
-
-
 def size(number: float) -> str:
-    """A number of bytes for people, which may be a fraction per lane."""
-    return show_bytes(round(number)) if number >= 10 or number == int(number) else f"{number:.2g} B"
-
-
-def seconds(number: float) -> str:
-    """A time for people: "3.2 ms"."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if number >= scale:
-            return f"{number / scale:.3g} {unit}"
-    return f"{number / 1e-9:.3g} ns"
+    """A number of bytes for people, which per lane may be a fraction."""
+    return show_bytes(round(number))
 
 
 def percent(part: float, whole: float) -> str:
     """A share: "12 %", "<1 %"."""
     share = 100 * part / whole if whole else 0.0
     return "<1 %" if 0 < share < 1 else f"{share:.0f} %"
-
-
-def plural(number: int, word: str) -> str:
-    """A count of things: "1 equation", "2 equations"."""
-    return f"{number:,} {word}" + ("" if number == 1 else "s" if word[-1] not in "sx" else "es")
 
 
 def doublings(number: float) -> float:

@@ -8,11 +8,12 @@ from functools import cache
 from importlib.resources import files
 
 from batchax.explain.explanation import Explanation
-from batchax.explain.markup import Html, plural, tag
+from batchax.explain.markup import Html, tag
 from batchax.explain.page_chart import charts
 from batchax.explain.page_flow import flow, legend
 from batchax.explain.page_lists import findings, sources, timings
 from batchax.explain.page_summary import memory, summary
+from batchax.explain.wording import count
 
 _LARGE = 300
 """From so many equations on, a browser lays out only what is in sight."""
@@ -34,7 +35,7 @@ def as_page(explanation: Explanation) -> str:
         f"style-src-attr 'unsafe-inline'; script-src 'sha256-{_digest(script)}'; "
         "base-uri 'none'; form-action 'none'"
     )
-    title = f"{explanation.name}, batched over {plural(explanation.lanes, 'lane')}"
+    title = f"{explanation.name}, batched over {count(explanation.lanes, 'lane')}"
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -86,7 +87,7 @@ def _header(explanation: Explanation) -> Html:
             tag("h1", tag("code", explanation.name)),
             tag(
                 "p",
-                tag("b", plural(explanation.lanes, "lane"), class_="axis"),
+                tag("b", count(explanation.lanes, "lane"), class_="axis"),
                 [(" · ", tag("code", f"{key}={value!r}")) for key, value in options],
                 class_="options",
             ),

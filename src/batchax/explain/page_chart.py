@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from batchax.explain.explanation import Explanation, Timing
-from batchax.explain.markup import Html, seconds, size, tag
+from batchax.explain.markup import Html, size, tag
+from batchax.explain.wording import show_seconds
 
 _WIDTH, _HEIGHT = 440, 280
 _LEFT, _RIGHT, _TOP, _BOTTOM = 74, 422, 16, 236
@@ -58,7 +59,7 @@ def charts(explanation: Explanation) -> list[Html]:
     ]
     drawn = []
     if time:
-        drawn.append(_chart("Time of one call", time, seconds, loop, 10))
+        drawn.append(_chart("Time of one call", time, show_seconds, loop, 10))
     if memory:
         drawn.append(_chart("Peak memory", memory, size, None, 2))
     return drawn

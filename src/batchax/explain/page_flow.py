@@ -14,20 +14,19 @@ from itertools import groupby
 
 from batchax.explain.explanation import Equation, Explanation, Source, Value
 from batchax.explain.markup import (
-    SERVICES,
+    SIGNS,
     Html,
     anchor,
-    count,
     doublings,
     extent,
     glyph,
     hidden,
     link_to,
-    plural,
     size,
     tag,
     typed,
 )
+from batchax.explain.wording import SERVICES, count, show_flops
 
 _COLUMNS = 8
 """Rails side by side in a gutter. A longer-lived value that finds no place there has only stubs."""
@@ -132,8 +131,8 @@ def legend(explanation: Explanation) -> Html:
         aria_label=f"Scale of the bars: from {size(1)} to {size(2**full)}, each doubling as long",
     )
     services = [
-        tag("li", glyph(key), " ", tag("b", word), ": ", meaning)
-        for key, (_, word, meaning) in SERVICES.items()
+        tag("li", glyph(key), " ", tag("b", word), ": ", SERVICES[key])
+        for key, (_, word) in SIGNS.items()
     ]
     bar = lambda kind, *parts: tag("span", parts, class_=kind, aria_hidden="true")
     one, many = tag("i", class_="one"), tag("i", class_="many")
@@ -263,12 +262,12 @@ def _equation(
     makers = [scope.maker(v.name) for v in eqn.inputs]
     takes = {maker.number: None for maker in makers if maker}
     gives = {number: None for out in eqn.outputs for number in users.get(out.name, ())}
-    word, meaning = SERVICES[eqn.service][1:]
+    word = tag("span", SIGNS[eqn.service][1], title=SERVICES[eqn.service])
     first, *others = eqn.outputs or (None,)
     summary = tag(
         "summary",
         tag("span", eqn.number, class_="number"),
-        tag("span", glyph(eqn.service), tag("span", word, title=meaning), class_="service"),
+        tag("span", glyph(eqn.service), word, class_="service"),
         tag(
             "span",
             [tag("b", v.name, class_="name") for v in eqn.outputs],
@@ -280,7 +279,7 @@ def _equation(
         _output(first, scale) if first else None,
         [_output(out, scale) for out in others],
         tag("span", eqn.source.text if new_line else "", class_="source"),
-        tag("span", count(eqn.work.flops), " FLOPs, ", size(eqn.work.bytes), class_="cost"),
+        tag("span", show_flops(eqn.work.flops), ", ", size(eqn.work.bytes), class_="cost"),
     )
     return tag(
         "li",
@@ -319,7 +318,7 @@ def _part(eqn: Equation, role: str, parts: list[Equation], around: Scope, scale:
     summary = tag(
         "summary",
         tag("b", role or "inside"),
-        f" of {eqn.primitive} {eqn.number}: {plural(inside, 'equation')}, {times}",
+        f" of {eqn.primitive} {eqn.number}: {count(inside, 'equation')}, {times}",
     )
     deep = eqn.number.count(".") >= 1 or inside > _OPEN
     return tag("details", summary, _scope(scope, scale), class_="part", open=not deep)
@@ -342,12 +341,11 @@ def _details(eqn: Equation, makers: list[Equation | None], gives: dict[str, None
     rows += [_operand("gives", v, None) for v in eqn.outputs]
     heads = [tag("th", text, scope="col") for text in ("", "value", "one example", "batched", "")]
     each = eqn.per_lane
-    meaning = SERVICES[eqn.service][2]
     facts = [
-        ("Batched", [glyph(eqn.service), f" {meaning}"]),
+        ("How", [glyph(eqn.service), f" {SERVICES[eqn.service]}"]),
         ("Rule", tag("code", eqn.rule) if eqn.rule else None),
         ("Became", tag("code", ", ".join(eqn.emitted)) if eqn.emitted else "nothing"),
-        ("FLOPs", _of(count, eqn.work.flops, each.flops, eqn)),
+        ("FLOPs", _of(show_flops, eqn.work.flops, each.flops, eqn)),
         ("Bytes", _of(size, eqn.work.bytes, each.bytes, eqn)),
         ("Axes moved", f"{size(eqn.moves)} transposed" if eqn.moves else None),
         ("Broadcast", f"{size(eqn.broadcasts)} written" if eqn.broadcasts else None),

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from batchax.explain.explanation import Equation, Explanation, Source, Timing, Work
-from batchax.explain.markup import Html, count, link_to, percent, plural, seconds, size, tag
+from batchax.explain.markup import Html, link_to, percent, size, tag
 from batchax.explain.page_flow import source_anchor
+from batchax.explain.wording import count, show_flops, show_seconds
 
 _MANY = 12
 """More links than this are folded away."""
@@ -57,7 +58,7 @@ def sources(explanation: Explanation) -> list[Html]:
         shown += [tag("h3", tag("code", file)), tag("div", table, class_="wide")]
     left = sum(len(eqns) for source, eqns in made.items() if not source.file)
     if left:
-        shown.append(tag("p", f"{plural(left, 'equation')} without a known line.", class_="note"))
+        shown.append(tag("p", f"{count(left, 'equation')} without a known line.", class_="note"))
     return shown
 
 
@@ -75,12 +76,12 @@ def _line(source: Source, eqns: list[Equation], work: Work, whole: Work) -> Html
         "span", [(link_to(eqn.number, f"{eqn.number} {eqn.primitive}"), " ") for eqn in eqns]
     )
     if len(eqns) > _MANY:
-        links = tag("details", tag("summary", plural(len(eqns), "equation")), links)
+        links = tag("details", tag("summary", count(len(eqns), "equation")), links)
     return tag(
         "tr",
         tag("th", source.line or "?", scope="row"),
         tag("td", tag("code", source.text), class_="code"),
-        tag("td", _share(work.flops, whole.flops, count(work.flops))),
+        tag("td", _share(work.flops, whole.flops, show_flops(work.flops))),
         tag("td", _share(work.bytes, whole.bytes, size(work.bytes))),
         tag("td", links, class_="links"),
         id=source_anchor(source),
@@ -105,8 +106,10 @@ def timings(explanation: Explanation) -> Html:
         tag(
             "tr",
             tag("th", words.get(t.batch_size) or f"{t.batch_size:,}", scope="row"),
-            tag("td", seconds(t.seconds), class_="figure"),
-            tag("td", f"{seconds(t.spread[0])} to {seconds(t.spread[1])}", class_="figure"),
+            tag("td", show_seconds(t.seconds), class_="figure"),
+            tag(
+                "td", f"{show_seconds(t.spread[0])} to {show_seconds(t.spread[1])}", class_="figure"
+            ),
             tag("td", size(t.peak) if t.peak is not None else "-", class_="figure"),
         )
         for t in order

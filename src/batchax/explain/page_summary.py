@@ -5,17 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from batchax.explain.explanation import Explanation, Memory
-from batchax.explain.markup import (
-    SERVICES,
-    Html,
-    count,
-    glyph,
-    link_to,
-    percent,
-    plural,
-    size,
-    tag,
-)
+from batchax.explain.markup import SIGNS, Html, glyph, link_to, percent, size, tag
+from batchax.explain.wording import SERVICES, count, show_flops
 
 _KINDS = ("argument", "output", "temporary", "constant")
 
@@ -26,7 +17,7 @@ def summary(explanation: Explanation) -> list[Html]:
     total = sum(counts.values())
     once = counts["once"]
     said = (
-        f"{plural(total, 'equation')}: {total - once:,} batched, {once:,} done once for all lanes."
+        f"{count(total, 'equation')}: {total - once:,} batched, {once:,} done once for all lanes."
     )
     shares = tag(
         "div",
@@ -35,8 +26,8 @@ def summary(explanation: Explanation) -> list[Html]:
         aria_hidden="true",
     )
     services = [
-        tag("li", glyph(key), " ", tag("b", f"{counts[key]:,}"), f" {meaning}")
-        for key, (_, _, meaning) in SERVICES.items()
+        tag("li", glyph(key), " ", tag("b", f"{counts[key]:,}"), f" {SERVICES[key]}")
+        for key in SIGNS
         if counts[key]
     ]
     return [
@@ -51,7 +42,7 @@ def _costs(explanation: Explanation) -> Html:
     work, lanes, compiled = explanation.work, explanation.lanes or 1, explanation.compiled
     heads = ["", "all lanes", "per lane", *(["by the compiler's count"] if compiled else [])]
     rows = []
-    for word, show, key in (("FLOPs", count, "flops"), ("Bytes", size, "bytes")):
+    for word, show, key in (("FLOPs", show_flops, "flops"), ("Bytes", size, "bytes")):
         number = getattr(work, key)
         cells = [show(number), show(number / lanes)]
         if compiled:
