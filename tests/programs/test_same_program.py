@@ -337,6 +337,13 @@ def test_parameters_and_outputs_that_differ_are_named():
     assert found.difference.what == "They first differ in what out[1]['w'] is."
 
 
+def test_what_only_one_does_is_shown():
+    found = bx.same_program(lambda x: x * 2, lambda x: jnp.sin(jnp.tanh(x * 2)), x)
+    assert found.difference.what == "They first differ in what out is."
+    assert found.difference.first.primitive == "mul"
+    assert found.difference.second.primitive == "tanh"
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [

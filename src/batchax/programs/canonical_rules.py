@@ -115,7 +115,8 @@ def others(p: Program, eqn: Any, *left_out: str) -> Hashable:
 
 def _elementwise(p: Program, eqn: Any, args: list[Value]) -> list[Value]:
     shape, dtype = typed(eqn.outvars[0].aval)
-    name: str = RENAMED.get(eqn.primitive.name, eqn.primitive.name)
+    name: str = eqn.primitive.name
+    name = RENAMED.get(name, name)
     if name == "convert_element_type":
         unplaced = eqn.params.get("sharding") is None
         if unplaced and typed(eqn.invars[0].aval)[1] == dtype:

@@ -89,10 +89,12 @@ def first_difference(
         if table.nodes[left].name == table.nodes[right].name:
             what = f"They first differ at {_name(table, left)}: {_why(table, left, right)}"
         return Difference(f"{what}.", _equation(table, f, left), _equation(table, g, right))
-    for name, a, b in zip(names, f.outputs, g.outputs, strict=True):
-        if a != b:
-            what = f"They first differ in what {name} is."
-            return Difference(what, _equation(table, f, a), _equation(table, g, b))
+    for name, *outputs in zip(names, f.outputs, g.outputs, strict=True):
+        if outputs[0] != outputs[1]:
+            # All that the one does, the other does, too: what it does besides, if anything.
+            shown = [front[0] if front else n for front, n in zip(fronts, outputs, strict=True)]
+            a, b = (_equation(table, p, n) for p, n in zip(programs, shown, strict=True))
+            return Difference(f"They first differ in what {name} is.", a, b)
     what = "Their effects differ, or happen in another order."
     return Difference(what, _equation(table, f, f.effect), _equation(table, g, g.effect))
 
