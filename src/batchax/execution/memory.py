@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from batchax.errors import ArgumentTypeError, MemoryLimitError
+from batchax.programs.peak import memory_of
 
 logger = logging.getLogger("batchax")
 
@@ -182,13 +183,7 @@ def _without_rest(size: int, low: int, guess: int) -> int:
 
 def needed_bytes(compiled: Any) -> int:
     """Temporaries, arguments and outputs of a compiled program."""
-    stats = compiled.memory_analysis()
-    return (
-        stats.temp_size_in_bytes
-        + stats.argument_size_in_bytes
-        + stats.output_size_in_bytes
-        - stats.alias_size_in_bytes
-    )
+    return memory_of(compiled).bytes
 
 
 def free_memory() -> int:

@@ -15,15 +15,17 @@ _RANK: dict[Kind, int] = {"temporary": 0, "constant": 1, "output": 2, "argument"
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory that values take one after another.
+    """Memory for a value, and for those that take it one after another.
 
     Attributes:
       bytes: its size.
-      shape: the type of the values.
-      first: when it is first written.
+      shape: the type of the value.
+      first: when the value is written.
       last: when it is last read.
-      kind: what it is for.
-      made_by: the instructions whose results it holds.
+      kind: what the memory is for.
+      made: the instruction that writes the value.
+      values: all that take the memory, this one included.
+      lodges: whether it is part of the memory of an output, while that holds nothing yet.
     """
 
     bytes: int
@@ -31,7 +33,9 @@ class Buffer:
     first: int
     last: int
     kind: Kind
-    made_by: list[Instruction]
+    made: Instruction
+    values: list[Buffer] = field(default_factory=list, repr=False)
+    lodges: bool = False
     into: Buffer | None = field(default=None, repr=False)
 
     def found(self) -> Buffer:
@@ -43,9 +47,26 @@ class Buffer:
             self.into = buffer
         return buffer
 
+    def __post_init__(self):
+        self.values.append(self)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """When the memory holds something, in order and without overlaps."""
+        spans: list[tuple[int, int]] = []
+        for first, last in sorted((v.first, v.last) for v in self.values):
+            if spans and first <= spans[-1][1]:
+                spans[-1] = spans[-1][0], max(last, spans[-1][1])
+            else:
+                spans.append((first, last))
+        return spans
+
+    def holds_at(self, time: int) -> bool:
+        """Whether the memory holds something then."""
+        return any(first <= time <= last for first, last in self.spans())
+
     def telling(self) -> Instruction:
         """The instruction that says most about where the values come from."""
-        return max(self.made_by, key=_says)
+        return max((v.made for v in self.values), key=_says)
 
 
 def _says(made: Instruction) -> tuple[bool, bool, int]:
@@ -60,9 +81,8 @@ def unite(a: Buffer, b: Buffer) -> None:
         return
     if (b.bytes, _RANK[b.kind]) > (a.bytes, _RANK[a.kind]) and _RANK[b.kind] >= _RANK[a.kind]:
         a, b = b, a
-    a.first, a.last = min(a.first, b.first), max(a.last, b.last)
     a.kind = max(a.kind, b.kind, key=_RANK.__getitem__)
-    a.made_by += b.made_by
+    a.values += b.values
     b.into = a
 
 
@@ -121,35 +141,36 @@ class Lives:
         for path, number in self._module.aliases.items():
             _unite_trees(_at(results, path), arguments[number])
         for buffer in _leaves(results):
-            buffer = buffer.found()
-            buffer.kind = max(buffer.kind, "output", key=_RANK.__getitem__)
             buffer.last = self._time
+            memory = buffer.found()
+            memory.kind = max(memory.kind, "output", key=_RANK.__getitem__)
         self._share()
+        self._lodge()
 
     def buffers(self) -> list[Buffer]:
-        """All buffers that hold something."""
-        return [b for b in self._made if b.into is None and b.bytes]
+        """All buffers that hold something, but those in the memory of an output."""
+        return [b for b in self._made if b.into is None and b.bytes and not b.lodges]
 
     def worst_moment(self) -> int:
         """When most memory is taken by temporaries."""
         changes = [0] * (self._time + 2)
         for b in self.buffers():
             if b.kind == "temporary":
-                changes[b.first] += b.bytes
-                changes[b.last + 1] -= b.bytes
+                for first, last in b.spans():
+                    changes[first] += b.bytes
+                    changes[last + 1] -= b.bytes
         sizes = list(itertools.accumulate(changes))
         return sizes.index(max(sizes))
 
     def _new(self, made: Instruction, shape: Shape, kind: Kind = "temporary") -> Tree:
         if shape.parts is not None:
             return tuple(self._new(made, part, kind) for part in shape.parts)
-        buffer = Buffer(shape.bytes, shape.text, self._time, self._time, kind, [made])
+        buffer = Buffer(shape.bytes, shape.text, self._time, self._time, kind, made)
         self._made.append(buffer)
         return buffer
 
     def _read(self, tree: Tree) -> None:
         for buffer in _leaves(tree):
-            buffer = buffer.found()
             buffer.last = max(buffer.last, self._time)
 
     def _computation(self, computation: Computation, arguments: Sequence[Tree]) -> Tree:
@@ -196,10 +217,11 @@ class Lives:
     def _while(self, instruction: Instruction, carry: Tree) -> Tree:
         (condition,), (body,) = instruction.called["condition"], instruction.called["body"]
         self._run(condition, [carry])
-        _unite_trees(self._run(body, [carry]), carry)
+        result = self._run(body, [carry])
+        _unite_trees(result, carry)
         self._time += 1
-        self._read(carry)
-        return carry
+        self._read(result)
+        return result
 
     def _conditional(self, instruction: Instruction, operands: list[Tree]) -> Tree:
         called = instruction.called
@@ -207,12 +229,14 @@ class Lives:
             *called["true_computation"],
             *called["false_computation"],
         )
-        result = self._new(instruction, instruction.shape)
+        results = []
         for name, operand in zip(names, operands[1:], strict=True):
-            _unite_trees(result, self._run(name, [operand]))
-        self._time += 1
-        for operand in (result, *operands[1:]):
-            self._read(operand)
+            results.append(self._run(name, [operand]))
+            self._time += 1
+            self._read(results[-1])
+        result = self._new(instruction, instruction.shape)
+        for returned in results:
+            _unite_trees(result, returned)
         return result
 
     def _call(self, instruction: Instruction, operands: list[Tree]) -> Tree:
@@ -248,10 +272,30 @@ class Lives:
         taken: set[Buffer] = set()
         for time, operand, result in self._may_share:
             old, new = operand.found(), result.found()
-            fits = old is not new and old.bytes == new.bytes and old.last <= time <= new.first
-            if fits and old.kind == "temporary" and result not in taken:
+            fits = old is not new and old.bytes == new.bytes and old.kind == "temporary"
+            if fits and result not in taken and _apart(old.spans(), new.spans(), but=time):
                 taken.add(result)
                 unite(old, new)
+
+    def _lodge(self) -> None:
+        """Temporaries use the memory of outputs that are written later, the largest first."""
+        outputs = [b for b in self.buffers() if b.kind == "output"]
+        outputs.sort(key=lambda b: b.bytes)
+        taken = {b: b.spans() for b in outputs}
+        temporaries = [b for b in self.buffers() if b.kind == "temporary"]
+        for b in sorted(temporaries, key=lambda b: b.bytes, reverse=True):
+            for output in outputs:
+                if b.bytes <= output.bytes and _apart(b.spans(), taken[output]):
+                    taken[output] += b.spans()
+                    b.lodges = True
+                    break
+
+
+def _apart(
+    some: list[tuple[int, int]], others: list[tuple[int, int]], but: int | None = None
+) -> bool:
+    """Whether spans of time do not meet, unless it is where one ends and another begins."""
+    return all(b < c or d < a or b == c == but for a, b in some for c, d in others)
 
 
 def _at(tree: Tree, path: Sequence[int]) -> Tree:
@@ -312,7 +356,7 @@ def _elementwise_on(name: str, fused: Computation) -> bool:
     reached = {name}
     for made in fused.instructions:
         if reached.intersection(made.operands):
-            if made.opcode not in _ELEMENTWISE and made.opcode not in ("tuple", "bitcast", "copy"):
-                return False
+            if made.opcode not in _ELEMENTWISE and made.opcode != "tuple":
+                return False  # a copy is to another layout
             reached.add(made.name)
     return fused.root in reached

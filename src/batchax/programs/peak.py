@@ -121,7 +121,7 @@ def peak_of(compiled: Any) -> Peak:
 
 def _values(lives: Lives) -> tuple[LiveValue, ...]:
     moment = lives.worst_moment()
-    held = [b for b in lives.buffers() if b.kind != "temporary" or b.first <= moment <= b.last]
+    held = [b for b in lives.buffers() if b.kind != "temporary" or b.holds_at(moment)]
     return tuple(sorted(map(_value, held), key=_by_bytes, reverse=True))
 
 
