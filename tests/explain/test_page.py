@@ -8,8 +8,11 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
+import jax.numpy as jnp
 import pytest
+from jax import lax
 
+import batchax as bx
 from batchax.explain.markup import doublings, size
 from batchax.explain.page import as_embedded_page, as_page
 from batchax.explain.wording import show_flops
@@ -572,7 +575,17 @@ def test_in_a_notebook_styles_do_not_leak(chromium, files):
 # Without a browser.
 
 
-@pytest.mark.parametrize("make", [rich, large])
+def real():
+    """What `explain` says of a program with a loop and a branch."""
+
+    def function(m, x):
+        x, total = lax.scan(lambda h, _: (jnp.sin(m @ h), h.sum()), x, None, length=3)
+        return lax.cond(total[0] > 0, jnp.exp, lambda x: -x, x)
+
+    return bx.explain(function, in_axes=(None, 0))(jnp.eye(3), jnp.ones((4, 3)))
+
+
+@pytest.mark.parametrize("make", [rich, large, real])
 def test_ids_are_unique_and_links_lead_somewhere(make):
     text = _page_of(make)
     ids = re.findall(r'\bid="([^"]*)"', text)

@@ -35,6 +35,9 @@ _OPEN = 40
 """The body of a loop is open at first if it has no more equations than this."""
 
 
+_LABELS = {"argument": "Arguments", "enters": "Values that enter", "result": "Results"}
+
+
 @dataclass
 class Scope:
     """A list of equations that see one another's values.
@@ -170,7 +173,7 @@ def _scope(scope: Scope, scale: Scale) -> Html:
     for row, eqn in enumerate(scope.equations, first):
         rows.append(_equation(eqn, row, scope, users, scale, eqn.source != seen))
         seen = eqn.source
-    word = "argument" if scope.around is None else "value from outside"
+    word = "argument" if scope.around is None else "enters"
     leaving = first + len(scope.equations)
     return tag(
         "div",
@@ -201,7 +204,7 @@ def _values(values: Sequence[Value], row: int, word: str, scale: Scale) -> Html 
         )
         for k, value in enumerate(values)
     ]
-    return tag("ul", items, role="list", aria_label=word.split()[0].capitalize() + "s")
+    return tag("ul", items, role="list", aria_label=_LABELS[word])
 
 
 def _rails(scope: Scope, first: int) -> Iterator[Rail]:
@@ -278,7 +281,7 @@ def _equation(
         ),
         _output(first, scale) if first else None,
         [_output(out, scale) for out in others],
-        tag("span", eqn.source.text if new_line else "", class_="source"),
+        tag("span", _said(eqn.source) if new_line else "", class_="source"),
         tag("span", show_flops(eqn.work.flops), ", ", size(eqn.work.bytes), class_="cost"),
     )
     return tag(
@@ -378,6 +381,11 @@ def _of(show, total: float, each: float, eqn: Equation) -> str:
 
 def _listed(numbers: dict[str, None]) -> list[Html]:
     return [tag("span", link_to(number), " ") for number in numbers]
+
+
+def _said(source: Source) -> str:
+    """What a line says; where it is, if it cannot be read."""
+    return source.text or (f"{source.file}:{source.line}" if source.file else "")
 
 
 def _place(source: Source) -> Html | None:
