@@ -180,10 +180,25 @@ def _timings(explanation: Explanation) -> Iterator[str]:
 def for_terminal(explanation: Explanation) -> Any:
     """An explanation for a terminal: a `rich` renderable, or plain text without `rich`."""
     try:
-        from rich.highlighter import ReprHighlighter
         from rich.text import Text
     except ImportError:
         return as_text(explanation)
     text = Text(as_text(explanation), no_wrap=True)
-    ReprHighlighter().highlight(text)
+    for pattern, style in _STYLES:
+        text.highlight_regex(pattern, style)
     return text
+
+
+_STYLES = (
+    (r"\A.*", "bold"),
+    (r"(?m)^(Findings|The program|Measured).*$", "bold"),
+    (r"(?m)^  \d+\. .*$", "yellow"),
+    (r"(?m)^ +-> .*$", "green"),
+    (r"(?m)^ +\S+:\d+  \S.*$", "italic cyan"),
+    (r"\d+\*", "bold red"),
+    (r" one lane after another ", "red"),
+    (r" JAX's rule ", "yellow"),
+    (r" user's \S+", "magenta"),
+    (r" once ", "dim"),
+)
+"""What is marked in a terminal: patterns, and the styles of `rich`."""
