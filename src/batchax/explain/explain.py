@@ -115,6 +115,8 @@ def _explain(
         recorder=recorder,
         options=options,
         lanes=axis.size,
+        compiled=compiled,
+        temporaries=memory and memory.temporaries,
         arguments=arguments,
         outputs=outputs,
     )

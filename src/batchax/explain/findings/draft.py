@@ -8,9 +8,11 @@ from functools import cached_property
 from typing import Any
 
 from batchax.engine.recording import Record, Recorder
+from batchax.execution.memory import show_bytes
 from batchax.explain.attribution import Tally
 from batchax.explain.explanation import Equation, Value, Work
-from batchax.programs.hlo import Instruction, Module
+from batchax.explain.wording import count, show_flops
+from batchax.programs.hlo import Instruction, Module, UnreadableProgram, read_module
 
 # Nanoseconds, roughly those of one core of a processor. Findings are ordered by them and small
 # ones left out; nothing else depends on them.
@@ -38,7 +40,7 @@ class Draft:
       recorder: the notes of how it was batched.
       options: those that `vmap` was given.
       lanes: how many there are.
-      module: the compiled program; None where it is not known.
+      compiled: the compiled program; None where there is none.
       temporaries: bytes that it takes for what is neither argument nor output, if known.
       arguments, outputs: of one example and of all.
     """
@@ -49,7 +51,7 @@ class Draft:
     recorder: Recorder
     options: Mapping[str, Any]
     lanes: int
-    module: Module | None = None
+    compiled: Any = None
     temporaries: int | None = None
     arguments: Sequence[Value] = field(default=())
     outputs: Sequence[Value] = field(default=())
@@ -64,11 +66,34 @@ class Draft:
             records.sort(key=lambda r: -r.axis.size if isinstance(r.axis.size, int) else 0)
         return found
 
+    @cached_property
+    def lanes_at_once(self) -> frozenset[int]:
+        """The numbers of lanes that run together: of all, or of a chunk."""
+        return frozenset([self.lanes, *(r.axis.size for r in self.numbers)])
+
+    def equation(self, number: str) -> Equation | None:
+        """The equation of that number in the listing; None for ""."""
+        return self._by_number.get(number)
+
+    @cached_property
+    def _by_number(self) -> dict[str, Equation]:
+        return {eqn.number: eqn for top in self.equations for eqn in top.walk()}
+
     def walk(self) -> Iterator[tuple[Equation, Record]]:
         """All equations, with the record that shows how they were batched."""
         for top in self.equations:
             for eqn in top.walk():
                 yield eqn, self.records[eqn.number][0]
+
+    @cached_property
+    def module(self) -> Module | None:
+        """The text of the compiled program, if it can be read."""
+        if self.compiled is None:
+            return None
+        try:
+            return read_module(self.compiled.as_text())
+        except UnreadableProgram:
+            return None
 
     @cached_property
     def price(self) -> float:
@@ -96,3 +121,16 @@ class Draft:
         while record is not None and record not in self.numbers:
             record = record.parent
         return "" if record is None else self.numbers[record]
+
+
+def show_work(work: Work) -> str:
+    """Work in a sentence: "1.2 MFLOP, 3 MiB read and written"."""
+    return f"{show_flops(work.flops)}, {show_bytes(round(work.bytes))} read and written"
+
+
+def lanes_at_a_time(draft: Draft, record: Record) -> str:
+    """How many lanes run together: "8,192 lanes", "the 256 lanes of a chunk"."""
+    size = record.axis.size
+    if size == draft.lanes or not isinstance(size, int):
+        return count(draft.lanes, "lane")
+    return f"the {count(size, 'lane')} that run at a time"

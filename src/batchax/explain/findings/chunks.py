@@ -1,0 +1,77 @@
+"""Chunks so small that they cost more than what they compute, and batches without chunks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from batchax.execution.memory import free_memory, show_bytes
+from batchax.explain.explanation import Finding
+from batchax.explain.findings.draft import STEP, Draft
+from batchax.explain.wording import count
+
+_OPERATION = 200.0  # nanoseconds to begin one; most are fused with others
+_MOST_OVERHEAD = 0.05  # of a chunk's time, where its size is well chosen
+_TOO_MUCH = 0.25
+_CACHE = 4 << 20  # bytes of temporaries that are hardly worth making chunks for
+
+
+def chunk_sizes(draft: Draft) -> Iterator[Finding]:
+    """A `batch_size` far from the best: the smallest that hides what each chunk costs."""
+    size = draft.options.get("batch_size")
+    if not isinstance(size, int) or draft.lanes <= 1:
+        return
+    chunks = math.ceil(draft.lanes / size)
+    work = draft.price / draft.lanes  # of a lane
+    operations = sum(len(tally.emitted) for tally in draft.tallies.values())
+    each = STEP + _OPERATION * operations
+    best = _power_of_two(each / (_MOST_OVERHEAD * max(work, 1e-3)), draft.lanes)
+    share = each / (each + size * work)
+    if chunks > 1 and share > _TOO_MUCH and best >= 2 * size:
+        yield Finding(
+            "chunk size far from the best",
+            f"{count(chunks, 'chunk')} of {count(size, 'lane')}: to begin the operations of each "
+            f"takes about {share:.0%} of its time.",
+            _remedy_of_small(draft, best),
+            "",
+            each * (chunks - math.ceil(draft.lanes / best)),
+        )
+    elif draft.temporaries and draft.temporaries > _CACHE and size >= 4 * best:
+        kept = draft.temporaries * best / min(size, draft.lanes)
+        yield Finding(
+            "chunk size far from the best",
+            f"{'All' if chunks == 1 else 'Chunks of'} {count(min(size, draft.lanes), 'lane')} at a "
+            f"time need {show_bytes(draft.temporaries)} of temporaries, and are hardly faster than "
+            f"smaller ones.",
+            f"Give batch_size={best}: about {show_bytes(round(kept))} of temporaries are enough.",
+            "",
+            0.1 * draft.temporaries,
+        )
+
+
+def _remedy_of_small(draft: Draft, best: int) -> str:
+    if best < draft.lanes:
+        return f"Give batch_size={best}."
+    return "Leave batch_size out: all lanes together do little."
+
+
+def _power_of_two(least: float, most: int) -> int:
+    """The smallest power of two that is no less than `least`, or `most`."""
+    return min(most, 1 << max(0, math.ceil(math.log2(max(least, 1.0)))))
+
+
+def memory(draft: Draft) -> Iterator[Finding]:
+    """All lanes at once, where temporaries take much of what the device has free."""
+    if draft.options.get("batch_size") is not None or not draft.temporaries:
+        return
+    free = free_memory()
+    if draft.lanes <= 1 or draft.temporaries < free / 2:
+        return
+    yield Finding(
+        "temporaries fill the memory",
+        f"All {count(draft.lanes, 'lane')} at once need {show_bytes(draft.temporaries)} of "
+        f"temporaries, of {show_bytes(free)} that the device has free.",
+        'Give batch_size="auto": as many lanes run at a time as fit.',
+        "",
+        0.1 * draft.temporaries,
+    )

@@ -1,0 +1,102 @@
+"""Equations that no rule of batchax's serves, or that run for one lane after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from batchax import _compat
+from batchax.engine.recording import Record
+from batchax.explain.explanation import Equation, Finding
+from batchax.explain.findings.draft import CALLBACK, STEP, Draft
+from batchax.explain.wording import count
+
+_CALLBACKS = frozenset("io_callback debug_callback debug_print pure_callback ffi_call".split())
+
+
+def rules_of_jax(draft: Draft) -> Iterator[Finding]:
+    """Primitives that only JAX has a rule for. There is no price: it may serve as well."""
+    for eqn, _ in draft.walk():
+        if eqn.service == "jax":
+            yield Finding(
+                "fallback to the rule of JAX",
+                f"`{eqn.primitive}` has no rule of batchax's: that of JAX serves it, as in "
+                "jax.vmap.",
+                "Nothing needs to be done. If it moves or repeats more than it has to, give it a "
+                f"rule with @batchax.register_rule({_expression(eqn)}).",
+                eqn.number,
+                0.0,
+            )
+
+
+def one_lane_after_another(draft: Draft) -> Iterator[Finding]:
+    """What runs in a loop over lanes: a step for each, and perhaps a call of Python."""
+    for eqn, record in draft.walk():
+        if eqn.service != "lanes":
+            continue
+        why, remedy = _why(eqn, record)
+        each = CALLBACK if eqn.primitive in _CALLBACKS else STEP
+        yield Finding(
+            "one lane after another",
+            f"`{eqn.primitive}` runs for the {count(draft.lanes, 'lane')} one after another: {why}",
+            remedy,
+            eqn.number,
+            each * draft.lanes * (eqn.times or 1),
+        )
+
+
+def _why(eqn: Equation, record: Record) -> tuple[str, str]:
+    return next(found(eqn) for holds, found in _REASONS if holds(eqn, record))
+
+
+def _expression(eqn: Equation) -> str:
+    return f"{eqn.primitive.split()[0].replace('-', '_')}_p"
+
+
+def _asked_for(eqn: Equation) -> tuple[str, str]:
+    return (
+        "batchax.sequential_vmap asks for that.",
+        "Nothing, if it is for memory or for the order of effects. Otherwise leave "
+        "sequential_vmap out.",
+    )
+
+
+def _no_rule(eqn: Equation) -> tuple[str, str]:
+    return (
+        "neither batchax nor JAX has a batching rule for it.",
+        f"Give it a rule with @batchax.register_rule({_expression(eqn)}), which computes all lanes "
+        "at once.",
+    )
+
+
+def _sequential_callback(eqn: Equation) -> tuple[str, str]:
+    return (
+        "its vmap_method says so, and Python is called for each.",
+        'If the function takes arrays with a leading batch axis, give vmap_method="broadcast_all" '
+        'or "expand_dims": it is called once then.',
+    )
+
+
+def _effect(eqn: Equation) -> tuple[str, str]:
+    return (
+        "each lane has its effect, in order of the lanes.",
+        "Call it outside of the batched function, on the whole batch, if one call will do.",
+    )
+
+
+def _ordered_effects(eqn: Equation) -> tuple[str, str]:
+    return (
+        "lanes part ways in it, and it calls Python, which is seen outside.",
+        "Move the call out of it, or use jax.debug.callback, which need not be in order: lanes run "
+        "together then.",
+    )
+
+
+_REASONS: tuple[
+    tuple[Callable[[Equation, Record], bool], Callable[[Equation], tuple[str, str]]], ...
+] = (
+    (lambda eqn, _: eqn.rule == "sequential_vmap", _asked_for),
+    (lambda eqn, _: eqn.primitive in ("pure_callback", "ffi_call"), _sequential_callback),
+    (lambda eqn, _: eqn.primitive in _CALLBACKS, _effect),
+    (lambda _, record: _compat.ordered_by_lane(record.eqn.effects), _ordered_effects),
+    (lambda *_: True, _no_rule),
+)

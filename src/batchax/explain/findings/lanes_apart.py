@@ -1,0 +1,167 @@
+"""Lanes that part ways and are masked: branches that run for all, loops that go on for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.extend.core import Literal
+
+from batchax.divergence.compact import Compact
+from batchax.engine import recording
+from batchax.engine.inner import batched_aval
+from batchax.engine.recording import Record
+from batchax.engine.registry import find_rule
+from batchax.errors import UnsupportedError
+from batchax.explain.explanation import Equation, Finding, Work
+from batchax.explain.findings.draft import Draft, lanes_at_a_time, price, show_work
+from batchax.explain.wording import count
+
+_STEPS = 16  # what a loop is taken to do if it does not say
+
+
+def branches(draft: Draft) -> Iterator[Finding]:
+    """Branches that run for all lanes. Their price: what they cost less the mean branch."""
+    for eqn, record in draft.walk():
+        if eqn.notes.get("divergence") != "masked" or eqn.primitive != "cond":
+            continue
+        total = sum((part.work for part in eqn.parts), Work())
+        n = len(record.eqn.params["branches"])
+        unused = 1 - 1 / n
+        yield Finding(
+            "branch runs for all lanes",
+            f"`cond` runs each of its {n} branches for all {count(draft.lanes, 'lane')}: "
+            f"{show_work(total)}, where a lane uses one of them. If lanes take all equally often, "
+            f"{unused:.0%} of that is for nothing.",
+            _remedy_of_branches(draft, record),
+            eqn.number,
+            unused * price(total),
+        )
+
+
+def _remedy_of_branches(draft: Draft, record: Record) -> str:
+    shared = (
+        "If the predicate is the same in all lanes, compute it from arguments with in_axes=None: "
+        "one branch runs then."
+    )
+    answer = _ask_compact(record)
+    if answer is True and _masked_by_option(draft):
+        return f'Give divergence="compact": a branch runs for the lanes that take it. {shared}'
+    if answer == "collective":
+        return (
+            'Move the collective out of the branches: then divergence="compact" can run each for '
+            f"the lanes that take it. {shared}"
+        )
+    return (
+        f"{shared} If not, have branches return what is cheap, and compute once, after them, what "
+        "they have in common: to take lanes apart would cost more than masking does here."
+    )
+
+
+def loops(draft: Draft) -> Iterator[Finding]:
+    """Loops that wait for their slowest lane.
+
+    Their price: half of the steps of all lanes, of which there are taken to be 16 where a loop
+    does not say.
+    """
+    for eqn, record in draft.walk():
+        if eqn.notes.get("divergence") != "masked" or eqn.primitive == "cond":
+            continue
+        step, steps = _step_of(eqn)
+        yield Finding(
+            "loop waits for its slowest lane",
+            f"`{eqn.primitive}` goes on until the last of {lanes_at_a_time(draft, record)} is "
+            f"done. Each step costs {show_work(step)} for all of them, whether they are done or "
+            "not.",
+            _remedy_of_loops(draft, record),
+            eqn.number,
+            price(step) * steps / 2,
+        )
+
+
+def _step_of(eqn: Equation) -> tuple[Work, int]:
+    """The work of one step, and the number of steps in one call."""
+    total = sum((part.work for part in eqn.parts), Work())
+    counts = [part.times for part in eqn.parts]
+    if not counts or None in counts:
+        return total, _STEPS
+    steps = max(1, *(n for n in counts if n is not None))
+    return Work(total.flops / steps, total.bytes / steps), steps
+
+
+def _remedy_of_loops(draft: Draft, record: Record) -> str:
+    answer = _ask_compact(record)
+    if answer is True and _masked_by_option(draft):
+        return 'Give divergence="compact": lanes that are done leave the loop, others take over.'
+    if answer == "collective":
+        return (
+            'Move the collective out of the loop: then divergence="compact" lets lanes leave it '
+            "when they are done."
+        )
+    size = max(1, draft.lanes // 16)
+    return (
+        "Sort the batch by how many steps lanes are likely to take, and give "
+        f"batch_size={size}: the loop of each chunk ends with its own last lane."
+    )
+
+
+def _masked_by_option(draft: Draft) -> bool:
+    return draft.options.get("divergence", "predicate") == "predicate"
+
+
+def _ask_compact(record: Record) -> Any:
+    """Whether lanes would be taken apart; "collective" if something inside forbids it."""
+    rule, asked = find_rule(record.eqn.primitive), _Asked()
+    axis = replace(record.axis, divergence=asked)
+    invars = record.eqn.invars
+    operands = [
+        v.aval if a is None else batched_aval(axis, v.aval, a)
+        for v, a in zip(invars, record.in_axes, strict=True)
+    ]
+
+    def run(*xs: Any) -> None:
+        values = [v.val if isinstance(v, Literal) else x for v, x in zip(invars, xs, strict=True)]
+        assert rule is not None
+        rule(axis, values, record.in_axes, **record.eqn.params)
+
+    try:
+        with recording.paused():
+            jax.eval_shape(run, *operands)
+    except UnsupportedError:
+        return "collective"
+    except Exception:  # references, and what only runs where it stands
+        return False
+    return asked.took
+
+
+class _Asked:
+    """`Compact`, which remembers whether it took the first thing it was asked."""
+
+    def __init__(self) -> None:
+        self.took = False
+        self._compact = Compact()
+
+    def run_loop(self, axis: Any, loop: Any) -> Any:
+        return self._noted(self._compact.run_loop(axis, loop))
+
+    def run_bounded_loop(self, axis: Any, loop: Any) -> Any:
+        return self._noted(self._compact.run_bounded_loop(axis, loop))
+
+    def run_branches(self, axis: Any, branches: Any) -> Any:
+        return self._noted(self._compact.run_branches(axis, branches))
+
+    def _noted(self, answer: Any) -> Any:
+        self.took |= answer is not None
+        return answer
+
+    def inside(self) -> Compact:
+        return self._compact.inside()
+
+    def at_most(self, width: int) -> Compact:
+        return self._compact.at_most(width)
+
+    @property
+    def steps(self) -> None:
+        return None

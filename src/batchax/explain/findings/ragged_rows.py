@@ -1,0 +1,145 @@
+"""Rows of different lengths: which layouts they run in, and what padding costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from batchax.explain.explanation import Finding, Work
+from batchax.explain.findings.draft import STEP, Draft, price, show_work
+from batchax.explain.wording import count
+from batchax.rows.arguments import RowSize, capacity_of
+from batchax.rows.buckets import bucket
+from batchax.rows.ragged import known_lengths
+from batchax.rows.sizes import depends_on_sizes
+
+_ENOUGH = 1.1  # places for each element, below which padding is no matter
+_MOST_BUCKETS = 8
+
+
+def _facts(draft: Draft, about: str) -> list[dict[str, Any]]:
+    return [details for kind, details in draft.recorder.facts if kind == about]
+
+
+def padding(draft: Draft) -> Iterator[Finding]:
+    """Regions that run padded. Their price: their work, as much of it as is for padding."""
+    regions = _facts(draft, "region")
+    padded = [r for r in regions if r["layout"] == "padded" and _operations(r)]
+    if not padded:
+        return
+    sizes = [_leading(r["sizes"]) for r in padded]
+    places = sum(len(s.batch) * s.bound for s in sizes)
+    elements, known = 0, True
+    for size in sizes:
+        lengths = known_lengths(size.batch.lengths)
+        known &= lengths is not None
+        elements += capacity_of(size.batch) if lengths is None else int(lengths.sum())
+    if not elements or places <= _ENOUGH * elements:
+        return
+    eqns = [e for e in draft.equations if e.rule != "rows.packed"]
+    work = sum((e.work for e in eqns), Work())
+    rows = sum(len(s.batch) for s in sizes)
+    yield Finding(
+        "ragged rows run padded",
+        f"{_described(regions)} Padded, {count(rows, 'row')} take {count(places, 'place')} for "
+        f"{'' if known else 'at most '}{count(elements, 'element')}: "
+        f"{places / elements:.2f} for each, and {show_work(work)}.",
+        _remedy(draft, sizes, places / elements, known),
+        "",
+        (1 - elements / places) * price(work),
+    )
+
+
+def _leading(sizes: Sequence[RowSize]) -> RowSize:
+    return max(sizes, key=lambda s: len(s.batch) * s.bound)
+
+
+def _operations(region: dict[str, Any]) -> int:
+    return sum(depends_on_sizes(step.eqn) for step in region["steps"])
+
+
+def _described(regions: Sequence[dict[str, Any]]) -> str:
+    """The layouts of the regions and how many operations each has."""
+    found: dict[str, tuple[int, int]] = {}
+    for region in regions:
+        n = _operations(region)
+        if n:
+            k, m = found.get(region["layout"], (0, 0))
+            found[region["layout"]] = k + 1, m + n
+    told = [
+        f"{count(m, 'operation')} {layout} in {count(k, 'region')}"
+        for layout, (k, m) in found.items()
+    ]
+    return f"Rows run with {' and '.join(told)}."
+
+
+def _remedy(draft: Draft, sizes: Sequence[RowSize], waste: float, known: bool) -> str:
+    if draft.options.get("layout") == "padded":
+        return 'Leave layout="padded" out: what can run packed does so where it costs less.'
+    if not known:
+        return (
+            "Give the Ragged the least max_length that holds (x.with_max_length), or call it where "
+            "lengths are known, outside of jit, with buckets=4: rows of similar length run "
+            "together then."
+        )
+    if draft.options.get("buckets") is not None:
+        number = len(sizes)
+        return f"Give buckets={2 * number}: each bucket is padded to its own longest row."
+    longest = max(sizes, key=lambda s: s.bound)
+    best = _best_buckets(longest, waste)
+    if best is None:
+        return "Cut the longest rows in two, or leave them to a call of their own."
+    number, rest = best
+    return f"Give buckets={number}: {rest:.2f} places for each element then."
+
+
+def _best_buckets(size: RowSize, waste: float) -> tuple[int, float] | None:
+    """The fewest buckets that do nearly as well as eight do; None if none help."""
+    found = [(k, bucket(size.batch, k).waste) for k in range(2, _MOST_BUCKETS + 1)]
+    least = min(w for _, w in found)
+    number, rest = next((k, w) for k, w in found if w <= 1.1 * least)
+    return (number, rest) if rest < 0.9 * waste else None
+
+
+def groups(draft: Draft) -> Iterator[Finding]:
+    """Rows that run grouped by their length, each group a program of its own."""
+    for details in _facts(draft, "groups"):
+        lengths, rows = details["lengths"], details["rows"]
+        if len(lengths) < 2:
+            continue
+        asked = draft.options.get("layout") == "grouped"
+        operations = sum(1 for top in draft.equations for _ in top.walk())
+        yield Finding(
+            "ragged rows run grouped by length",
+            f"{count(sum(rows), 'row')} run in {count(len(lengths), 'group')} of equal length, one "
+            "after another, each a program of its own to compile.",
+            'Leave layout="grouped" out, if the function can be computed padded.'
+            if asked
+            else "The function cannot be computed padded. Use fewer lengths: cut or pad rows to a "
+            "multiple of some number beforehand, where that does no harm.",
+            "",
+            STEP * operations,
+        )
+
+
+def spare_room(draft: Draft) -> Iterator[Finding]:
+    """Packed arrays with more places than rows have elements."""
+    regions = [r for r in _facts(draft, "region") if r["layout"] == "packed" and _operations(r)]
+    for size in {id(s.batch): s for r in regions for s in r["sizes"]}.values():
+        lengths = known_lengths(size.batch.lengths)
+        if lengths is None or not lengths.size:
+            continue
+        places, elements = capacity_of(size.batch), int(np.sum(lengths))
+        if places <= 1.5 * max(1, elements):
+            continue
+        work = sum((e.work for e in draft.equations if e.rule == "rows.packed"), Work())
+        yield Finding(
+            "packed rows have room to spare",
+            f"Packed arrays have {count(places, 'place')} for {count(elements, 'element')}, and "
+            f"operations on them go over all of these: {show_work(work)}.",
+            f"Cut the array before: batchax.Ragged(x.data[:{elements}], x.lengths).",
+            "",
+            (1 - elements / places) * price(work),
+        )
