@@ -21,11 +21,11 @@ from batchax.explain.markup import (
     extent,
     glyph,
     hidden,
-    link_to,
     size,
     tag,
     typed,
 )
+from batchax.explain.page_details import details, how_often
 from batchax.explain.wording import SERVICES, count, show_flops
 
 _COLUMNS = 8
@@ -289,7 +289,7 @@ def _equation(
         tag(
             "details",
             summary,
-            tag("div", _details(eqn, makers, gives), class_="panel"),
+            tag("div", details(eqn, makers, gives), class_="panel"),
             class_="equation",
         ),
         [_part(eqn, role, list(parts), scope, scale) for role, parts in _roles(eqn)],
@@ -317,7 +317,7 @@ def _part(eqn: Equation, role: str, parts: list[Equation], around: Scope, scale:
     entries = {v.name: v for part in parts for v in part.inputs if _is_name(v.name)}
     scope = Scope(parts, [v for name, v in entries.items() if name not in made], (), around)
     inside = sum(1 for part in parts for _ in part.walk())
-    times = _times(parts[0].times)
+    times = how_often(parts[0].times)
     summary = tag(
         "summary",
         tag("b", role or "inside"),
@@ -332,90 +332,6 @@ def _is_name(name: str) -> bool:
     return re.match(r"[^\W\d]", name) is not None and name not in {"True", "False", "nan", "inf"}
 
 
-def _times(times: int | None) -> str:
-    if times is None:
-        return "run as often as it turns out"
-    return "run once" if times == 1 else f"run {times:,} times"
-
-
-def _details(eqn: Equation, makers: list[Equation | None], gives: dict[str, None]) -> Html:
-    """All there is to know of one equation."""
-    rows = [_operand("takes", v, m) for v, m in zip(eqn.inputs, makers, strict=True)]
-    rows += [_operand("gives", v, None) for v in eqn.outputs]
-    heads = [tag("th", text, scope="col") for text in ("", "value", "one example", "batched", "")]
-    each = eqn.per_lane
-    facts = [
-        ("How", [glyph(eqn.service), f" {SERVICES[eqn.service]}"]),
-        ("Rule", tag("code", eqn.rule) if eqn.rule else None),
-        ("Became", tag("code", ", ".join(eqn.emitted)) if eqn.emitted else "nothing"),
-        ("FLOPs", _of(show_flops, eqn.work.flops, each.flops, eqn)),
-        ("Bytes", _of(size, eqn.work.bytes, each.bytes, eqn)),
-        ("Axes moved", f"{size(eqn.moves)} transposed" if eqn.moves else None),
-        ("Broadcast", f"{size(eqn.broadcasts)} written" if eqn.broadcasts else None),
-        ("Runs", _times(eqn.times).removeprefix("run ")),
-        ("Used by", _listed(gives) if gives else None),
-        *((str(key).capitalize(), str(value)) for key, value in eqn.notes.items()),
-    ]
-    return Html(
-        tag("p", tag("b", f"{eqn.number} {eqn.primitive}"), " ", _place(eqn.source), class_="head")
-        + (tag("pre", eqn.source.text) if eqn.source.text else "")
-        + tag(
-            "div",
-            tag(
-                "table",
-                tag("caption", "Operands and results", class_="sr"),
-                tag("thead", tag("tr", heads)),
-                tag("tbody", rows),
-            ),
-            class_="wide",
-        )
-        + tag("dl", [tag("div", tag("dt", t), tag("dd", d)) for t, d in facts if d is not None])
-    )
-
-
-def _of(show, total: float, each: float, eqn: Equation) -> str:
-    if eqn.service == "once":
-        return f"{show(total)}, once for all lanes"
-    return f"{show(each)} per lane, {show(total)} for all"
-
-
-def _listed(numbers: dict[str, None]) -> list[Html]:
-    return [tag("span", link_to(number), " ") for number in numbers]
-
-
 def _said(source: Source) -> str:
     """What a line says; where it is, if it cannot be read."""
     return source.text or (f"{source.file}:{source.line}" if source.file else "")
-
-
-def _place(source: Source) -> Html | None:
-    if not source.file:
-        return None
-    name = source.file.replace("\\", "/").rsplit("/", 1)[-1]
-    line = f":{source.line}" if source.line else ""
-    target = f"#{source_anchor(source)}"
-    return tag("a", name, line, href=target, class_="place", title=source.file + line)
-
-
-def source_anchor(source: Source) -> str:
-    """The id of a source line's row: letters that are safe in links, and no two alike."""
-    return f"s{source.line}-" + "".join(
-        c if c.isascii() and c.isalnum() else f"_{ord(c):x}_" for c in source.file
-    )
-
-
-def _operand(word: str, value: Value, maker: Equation | None) -> Html:
-    where = "the same for all lanes" if value.axis is None else f"axis {value.axis}"
-    return tag(
-        "tr",
-        tag("th", word, scope="row"),
-        tag(
-            "td",
-            tag("code", value.name),
-            " from " if maker else None,
-            maker and link_to(maker.number),
-        ),
-        tag("td", tag("code", value.example)),
-        tag("td", typed(value), tag("small", f" {where}")),
-        tag("td", size(value.bytes)),
-    )
