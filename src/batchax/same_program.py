@@ -152,8 +152,13 @@ def _compare_compiled(f: Callable[..., Any], g: Callable[..., Any], args: Any) -
     ]
     first, second = (hlo_text.normalised_hlo(t or "") for t in texts)
     found = hlo_text.operations(first), hlo_text.operations(second)
-    # What a compiler does not print cannot be compared.
-    if first == second and first and "{...}" not in first:
+    if first == second and "{...}" in first:
+        what = (
+            "They hold constants that the compiler does not print, and that cannot be compared. "
+            "Give large arrays as arguments, rather than close over them."
+        )
+        return Comparison(False, found, Difference(what), compiled=True)
+    if first == second:
         return Comparison(True, found, None, compiled=True)
     lines = (t.splitlines() for t in (first, second))
     a, b = next(((a, b) for a, b in zip_longest(*lines, fillvalue="") if a != b), ("", ""))

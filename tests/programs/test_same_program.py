@@ -407,3 +407,14 @@ def test_compiled():
     assert "The first line that differs:" in str(found)
     assert not bx.same_program(lambda x: x * table, lambda x: x * -table, x, compiled=True)
     assert not bx.same_program(lambda x: x, lambda x: x[0], x, compiled=True)
+
+
+def test_large_constants():
+    one = np.arange(40_000.0, dtype=np.float32).reshape(200, 200)
+    other = np.where(one == 123, -1, one)
+    row = np.ones(200, np.float32)
+    assert bx.same_program(lambda x: x @ one, lambda x: x @ one.copy(), row)
+    found = bx.same_program(lambda x: x @ one, lambda x: x @ other, row)
+    assert "a constant in it has another value" in str(found)
+    found = bx.same_program(lambda x: x @ one, lambda x: x @ other, row, compiled=True)
+    assert "constants that the compiler does not print" in str(found)

@@ -140,6 +140,9 @@ def _closest(table: Table, left: list[int], right: list[int]) -> tuple[int, int]
 def _why(table: Table, left: int, right: int) -> str:
     a, b = table.nodes[left], table.nodes[right]
     if Counter(a.reads) != Counter(b.reads):
+        one, other = Counter(a.reads) - Counter(b.reads), Counter(b.reads) - Counter(a.reads)
+        if all(table.nodes[n].name == "constant" for n in (*one, *other)):
+            return "a constant in it has another value"
         return "its operands are not the same"
     if a.refs != b.refs:
         return "it reads its operands in another order, or along other axes"
