@@ -7,12 +7,11 @@ from collections.abc import Iterator
 
 from batchax.execution.memory import free_memory, show_bytes
 from batchax.explain.explanation import Finding
-from batchax.explain.findings.draft import STEP, Draft
+from batchax.explain.findings.draft import OPERATION, Draft
 from batchax.explain.wording import count
 
-_OPERATION = 200.0  # nanoseconds to begin one; most are fused with others
 _MOST_OVERHEAD = 0.05  # of a chunk's time, where its size is well chosen
-_TOO_MUCH = 0.25
+_TOO_MUCH = 0.25  # of it, where it is not
 _CACHE = 4 << 20  # bytes of temporaries that are hardly worth making chunks for
 
 
@@ -24,7 +23,7 @@ def chunk_sizes(draft: Draft) -> Iterator[Finding]:
     chunks = math.ceil(draft.lanes / size)
     work = draft.price / draft.lanes  # of a lane
     operations = sum(len(tally.emitted) for tally in draft.tallies.values())
-    each = STEP + _OPERATION * operations
+    each = OPERATION * operations
     best = _power_of_two(each / (_MOST_OVERHEAD * max(work, 1e-3)), draft.lanes)
     share = each / (each + size * work)
     if chunks > 1 and share > _TOO_MUCH and best >= 2 * size:
@@ -37,13 +36,17 @@ def chunk_sizes(draft: Draft) -> Iterator[Finding]:
             each * (chunks - math.ceil(draft.lanes / best)),
         )
     elif draft.temporaries and draft.temporaries > _CACHE and size >= 4 * best:
-        kept = draft.temporaries * best / min(size, draft.lanes)
+        each_lane = draft.temporaries / min(size, draft.lanes)
+        best = max(best, 1 << max(0, math.floor(math.log2(_CACHE / each_lane))))
+        if size < 4 * best:
+            return
         yield Finding(
             "chunk size far from the best",
             f"{'All' if chunks == 1 else 'Chunks of'} {count(min(size, draft.lanes), 'lane')} at a "
             f"time need {show_bytes(draft.temporaries)} of temporaries, and are hardly faster than "
-            f"smaller ones.",
-            f"Give batch_size={best}: about {show_bytes(round(kept))} of temporaries are enough.",
+            "smaller ones.",
+            f"Give batch_size={best}: about {show_bytes(round(best * each_lane))} of temporaries are "
+            "enough.",
             "",
             0.1 * draft.temporaries,
         )

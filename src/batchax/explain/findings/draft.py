@@ -14,19 +14,34 @@ from batchax.explain.explanation import Equation, Value, Work
 from batchax.explain.wording import count, show_flops
 from batchax.programs.hlo import Instruction, Module, UnreadableProgram, read_module
 
-# Nanoseconds, roughly those of one core of a processor. Findings are ordered by them and small
+# Nanoseconds, roughly those of a processor with a few cores. Findings are ordered by them and small
 # ones left out; nothing else depends on them.
-FLOP = 0.1
+FLOP = 0.03
 BYTE = 0.1
-STEP = 1_000.0  # of a loop, whatever it does: its operations begin and end
-PLACE = 5.0  # read or written at a place of its own
-FACTORISATION = 1_000.0  # a call of LAPACK, whatever the size of the matrix
+OPERATION = 300.0  # to begin one; most are fused with others
+STEP = 1_000.0  # of a loop that runs operations of one lane
 CALLBACK = 10_000.0  # a call of Python
 
 
 def price(work: Work) -> float:
     """Nanoseconds, roughly."""
     return FLOP * work.flops + BYTE * work.bytes
+
+
+def price_fused(equations: Sequence[Equation]) -> float:
+    """The same, if what acts on each element is part of what reads it, and moves no bytes."""
+    total = 0.0
+    for eqn in equations:
+        if eqn.parts:
+            total += price_fused(eqn.parts)
+        elif eqn.rule in _FUSED:
+            total += FLOP * eqn.work.flops
+        else:
+            total += price(eqn.work)
+    return total
+
+
+_FUSED = frozenset(["rules.elementwise", "rules.shape", "rules.masking"])
 
 
 @dataclass(frozen=True)

@@ -35,12 +35,14 @@ def one_lane_after_another(draft: Draft) -> Iterator[Finding]:
             continue
         why, remedy = _why(eqn, record)
         each = CALLBACK if eqn.primitive in _CALLBACKS else STEP
+        asked = eqn.rule == "sequential_vmap"
+        what = "A function" if asked else f"`{eqn.primitive}`"
         yield Finding(
             "one lane after another",
-            f"`{eqn.primitive}` runs for the {count(draft.lanes, 'lane')} one after another: {why}",
+            f"{what} runs for the {count(draft.lanes, 'lane')} one after another: {why}",
             remedy,
             eqn.number,
-            each * draft.lanes * (eqn.times or 1),
+            each * max(draft.lanes, eqn.times or 1),
         )
 
 

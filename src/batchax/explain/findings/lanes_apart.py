@@ -16,20 +16,34 @@ from batchax.engine.recording import Record
 from batchax.engine.registry import find_rule
 from batchax.errors import UnsupportedError
 from batchax.explain.explanation import Equation, Finding, Work
-from batchax.explain.findings.draft import Draft, lanes_at_a_time, price, show_work
+from batchax.explain.findings.draft import (
+    BYTE,
+    Draft,
+    lanes_at_a_time,
+    price,
+    price_fused,
+    show_work,
+)
 from batchax.explain.wording import count
 
 _STEPS = 16  # what a loop is taken to do if it does not say
 
 
 def branches(draft: Draft) -> Iterator[Finding]:
-    """Branches that run for all lanes. Their price: what they cost less the mean branch."""
+    """Branches that run for all lanes. Their price: what they cost less the mean branch.
+
+    Those that compute less than it takes to read operands and write results are left out: they
+    are part of one pass over these.
+    """
     for eqn, record in draft.walk():
         if eqn.notes.get("divergence") != "masked" or eqn.primitive != "cond":
             continue
         total = sum((part.work for part in eqn.parts), Work())
         n = len(record.eqn.params["branches"])
         unused = 1 - 1 / n
+        wasted = unused * price_fused(eqn.parts)
+        if wasted < BYTE * sum(v.bytes for v in (*eqn.inputs, *eqn.outputs) if v.axis is not None):
+            continue
         yield Finding(
             "branch runs for all lanes",
             f"`cond` runs each of its {n} branches for all {count(draft.lanes, 'lane')}: "
@@ -37,7 +51,7 @@ def branches(draft: Draft) -> Iterator[Finding]:
             f"{unused:.0%} of that is for nothing.",
             _remedy_of_branches(draft, record),
             eqn.number,
-            unused * price(total),
+            wasted,
         )
 
 

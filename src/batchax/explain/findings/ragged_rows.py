@@ -15,7 +15,7 @@ from batchax.rows.buckets import bucket
 from batchax.rows.ragged import known_lengths
 from batchax.rows.sizes import depends_on_sizes
 
-_ENOUGH = 1.1  # places for each element, below which padding is no matter
+_ENOUGH = 1.5  # places for each element, below which padding is no matter
 _MOST_BUCKETS = 8
 
 

@@ -7,9 +7,14 @@ from collections.abc import Iterator
 
 from batchax.engine.recording import Record
 from batchax.explain.explanation import Finding
-from batchax.explain.findings.draft import BYTE, FACTORISATION, FLOP, PLACE, Draft
+from batchax.explain.findings.draft import Draft
 from batchax.explain.wording import count, show_flops
 from batchax.programs.shapes import matrices_of, size_of
+
+# Nanoseconds of a window, and of each element in it.
+_READ = 20.0
+_WRITTEN = 30.0
+_ELEMENT = 1.0
 
 _FIRST_INDEX = {"dynamic_slice": 1, "dynamic_update_slice": 2, "gather": 1}
 _SCATTERS = "scatter scatter-add scatter_add scatter-sub scatter_sub scatter_mul scatter-mul"
@@ -35,9 +40,9 @@ def gathers(draft: Draft) -> Iterator[Finding]:
             f"`{eqn.primitive}` {'writes' if writes else 'reads'} at other places in each of "
             f"{count(draft.lanes, 'lane')}: a {became} of {count(round(number), 'window')} of "
             f"{count(each, 'element')}.",
-            _remedy_of_gather(eqn.primitive, each, writes),
+            _remedy_of_gather(eqn.primitive, windows, each, writes),
             eqn.number,
-            number * (PLACE * (10 if writes else 1) + BYTE * 10 * each),
+            number * ((_WRITTEN if writes else _READ) + _ELEMENT * each),
         )
 
 
@@ -58,57 +63,76 @@ def _windows(record: Record) -> tuple[int, int]:
     return windows, elements // max(1, windows)
 
 
-def _remedy_of_gather(name: str, each: int, writes: bool) -> str:
+def _remedy_of_gather(name: str, windows: int, each: int, writes: bool) -> str:
     together = "slice" if not writes else "update in place"
     remedy = (
         "If the places are the same in all lanes, compute them from arguments with in_axes=None: "
         f"it is one {together} for all of them then."
     )
-    if each == 1 and not writes:
+    if windows > 1 and each == 1 and not writes:
         remedy += " If they follow one another, take them with one jax.lax.dynamic_slice."
-    if writes and name.startswith("scatter"):
+    if windows > 1 and writes and name.startswith("scatter"):
         remedy += " If no lane writes twice to one place, say so with unique_indices=True."
     return remedy
 
 
 # --- factorisations ----------------------------------------------------------------------------
 
-_FACTORISATIONS = frozenset(
-    """
-    cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd triangular_solve
-    tridiagonal
-    """.split()
-)
+# Nanoseconds of one for a matrix of a few rows, nearly all of them for the call.
+_CALL = {
+    "cholesky": 100.0,
+    "eig": 2_000.0,
+    "eigh": 1_000.0,
+    "geqrf": 200.0,
+    "hessenberg": 500.0,
+    "householder_product": 200.0,
+    "lu": 200.0,
+    "qr": 400.0,
+    "schur": 2_000.0,
+    "svd": 1_500.0,
+    "triangular_solve": 100.0,
+    "tridiagonal": 500.0,
+}
+_SMALL = 16  # rows and columns
+_BY_COLUMNS = 8  # up to here a loop over columns, each for all lanes, is faster
 
 
 def factorisations(draft: Draft) -> Iterator[Finding]:
-    """Factorisations of matrices so small that to call the library costs more than they do."""
+    """Factorisations of small matrices. Their price: a call of the library for each."""
     for eqn, record in draft.walk():
-        if eqn.primitive not in _FACTORISATIONS or record.in_axes[0] is None:
-            continue
-        if eqn.service != "own" or eqn.primitive not in eqn.emitted:
+        if eqn.primitive not in _CALL or record.in_axes[0] is None:
             continue
         each, rows, columns = matrices_of(record.eqn.invars[0].aval)
-        number = each * draft.lanes * _times_of_chunk(draft, record, eqn.times)
-        flops = eqn.work.flops / max(1, number)
-        if FLOP * flops > FACTORISATION:
+        if eqn.service != "own" or eqn.primitive not in eqn.emitted or max(rows, columns) > _SMALL:
             continue
+        number = round(each * draft.lanes * _times_of_chunk(draft, record, eqn.times))
         yield Finding(
             "factorisation of small matrices",
-            f"`{eqn.primitive}` of {count(round(number), 'matrix').replace('matrixs', 'matrices')} "
-            f"of {rows} x {columns}, {show_flops(flops)} each, by a call of a library for each of "
-            "them, which costs more than that.",
-            "If matrices are the same in all lanes, compute them from arguments with in_axes=None. "
-            + (
-                "If not, write out the formula, element by element: under vmap each operation is "
-                "for all lanes."
-                if max(rows, columns) <= 3
-                else "If not, write it with a Python loop over columns, which has no call for each "
-                "lane: under vmap each of its operations is for all lanes."
-            ),
+            f"`{eqn.primitive}` of {number:,} matrices of {rows} x {columns}: a call of a library "
+            f"for each, for {show_flops(eqn.work.flops / max(1, number))} of arithmetic.",
+            _remedy_of_factorisation(eqn.primitive, max(rows, columns)),
             eqn.number,
-            number * FACTORISATION,
+            number * _CALL[eqn.primitive],
         )
+
+
+def _remedy_of_factorisation(name: str, rows: int) -> str:
+    shared = (
+        "If the matrices are the same in all lanes, compute them from arguments with in_axes=None"
+    )
+    if name in ("cholesky", "triangular_solve") and rows <= _BY_COLUMNS:
+        return (
+            f"{shared}. If not, write it as a Python loop over columns: under vmap each of its "
+            "operations is for all lanes, and there are no calls."
+        )
+    if name == "lu" and rows <= _BY_COLUMNS:
+        return (
+            f"{shared}. If they are symmetric and positive definite, use a Cholesky factorisation: "
+            "it costs half, and as a Python loop over columns it has no calls."
+        )
+    if rows <= 2:
+        return f"{shared}. If not, there is a formula: written out, it has no calls."
+    return f"{shared}: they are factorised once then."
 
 
 def _times_of_chunk(draft: Draft, record: Record, times: int | None) -> float:
