@@ -50,7 +50,7 @@ def rich(lanes=LANES):
     d, e, f = array("d", 64), array("e", 16, 4, axis=1), array("f", 64)
     g, h, i, j = array("g", 64), array("h", 64), array("i"), array("j", 64)
     k, n, o, p = array("k", 64), array("n", 64), array("o", 64), array("p")
-    ten = Value("10.0", "f32[]", "f32[]", None, 4)
+    ten = Value("10.0", "f32[]", "f32[]", None, 4, literal=True)
     inner = equation(
         "4.3",
         "scan",

@@ -21,6 +21,7 @@ class Value:
       batched: its type for all lanes, such as ``f32[8,3]``; as `example` if it is the same for all.
       axis: where the batch axis is in `batched`; None if it does not depend on the batch.
       bytes: the memory it takes for all lanes.
+      literal: whether it is a number in the program, and `name` is that number.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Value:
     batched: str
     axis: int | None
     bytes: int
+    literal: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class Equation:
       times: how often it runs, within a loop that goes so many steps, chunks included; None if
         that is known only when it runs. What runs once per call: 1.
       role: of a part: what it is of its loop or branch: "body", "condition", "branch 0".
+      enters: of loops, what they carry or take apart: its name inside, and that of what it is
+        at first.
       parts: the equations inside, of loops and branches.
       notes: what its rule says of how it is run, such as ``{"divergence": "masked"}``.
     """
@@ -100,6 +104,7 @@ class Equation:
     lanes: int = 1
     times: int | None = 1
     role: str = ""
+    enters: tuple[tuple[str, str], ...] = ()
     parts: tuple[Equation, ...] = ()
     notes: dict[str, Any] = field(default_factory=dict)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Literal, jaxprs_in_params
 
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition
@@ -20,6 +19,7 @@ from batchax.explain.attribution import Attribution, Tally
 from batchax.explain.explanation import Equation, Service, Source, Value, Work
 from batchax.explain.naming import Names
 from batchax.programs.shapes import bytes_of
+from batchax.programs.source_lines import source_line
 
 # What holds programs that run more or less often than it does. The parts of others, which are
 # calls, are listed in their place.
@@ -107,7 +107,7 @@ class Listing:
         counts = [t.times for t in tallies]
         times = None if None in counts else max(c for c in counts if c is not None)
         inputs = self._values(eqn.invars, record.in_axes, record.axis, record.in_types)
-        self._name_consts(eqn)
+        enters = self._name_inside(eqn)
         parts = self._listed(entry.parts, f"{number}.", "body", times)
         outputs = self._values(eqn.outvars, record.out_axes, record.axis, record.out_types)
         service, rule = served_by(record)
@@ -127,27 +127,46 @@ class Listing:
             lanes=self._lanes,
             times=times,
             role=role,
+            enters=enters,
             parts=parts,
             notes={k: v for k, v in record.notes.items() if k not in ("service", "rule")},
         )
 
-    def _name_consts(self, eqn: Any) -> None:
-        """What a loop or branch is given as it is has the same name inside."""
-        name, params = eqn.primitive.name, eqn.params
-        given: list[tuple[Any, Sequence[Any]]] = []
+    def _name_inside(self, eqn: Any) -> tuple[tuple[str, str], ...]:
+        """Names the inputs of the programs in a loop or branch.
+
+        What they are given as it is keeps its name.
+
+        Returns:
+          What loops carry, or take apart: its name inside, and that of what it is at first.
+        """
+        name, params, operands = eqn.primitive.name, eqn.params, eqn.invars
         if name == "cond":
-            given = [(branch, eqn.invars[1:]) for branch in params["branches"]]
+            for branch in params["branches"]:
+                self._name_alike(branch.jaxpr.invars, operands[1:])
         elif name == "scan":
-            given = [(params["jaxpr"], eqn.invars[: _compat.scan_counts(params)[0]])]
+            n = _compat.scan_counts(params)[0]
+            inputs = params["jaxpr"].jaxpr.invars
+            self._name_alike(inputs[:n], operands[:n])
+            return self._named_pairs(inputs[n:], operands[n:])
         elif name == "while":
             n, m = params["cond_nconsts"], params["body_nconsts"]
-            given = [
-                (params["cond_jaxpr"], eqn.invars[:n]),
-                (params["body_jaxpr"], eqn.invars[n : n + m]),
-            ]
-        for program, operands in given:
-            for inside, outside in zip(program.jaxpr.invars, operands, strict=False):
-                self.names.same(inside, outside)
+            tested, inputs = params["cond_jaxpr"].jaxpr.invars, params["body_jaxpr"].jaxpr.invars
+            self._name_alike(tested[:n], operands[:n])
+            self._name_alike(inputs[:m], operands[n : n + m])
+            self._name_alike(tested[n:], inputs[m:])
+            return self._named_pairs(inputs[m:], operands[n + m :])
+        return ()
+
+    def _name_alike(self, inside: Sequence[Any], outside: Sequence[Any]) -> None:
+        for variable, other in zip(inside, outside, strict=True):
+            self.names.same(variable, other)
+
+    def _named_pairs(
+        self, inside: Sequence[Any], outside: Sequence[Any]
+    ) -> tuple[tuple[str, str], ...]:
+        pairs = zip(inside, outside, strict=True)
+        return tuple((self.names.of(v), self.names.of(other)) for v, other in pairs)
 
     def _values(
         self,
@@ -159,7 +178,7 @@ class Listing:
         positions = [*axes, *[None] * (len(variables) - len(axes))]
         batched = types or [None] * len(variables)
         return tuple(
-            value_of(self.names.of(v), v.aval, a, axis, t)
+            value_of(self.names.of(v), v.aval, a, axis, t, isinstance(v, Literal))
             for v, a, t in zip(variables, positions, batched, strict=True)
         )
 
@@ -190,18 +209,23 @@ def _entries(recorder: Recorder, attribution: Attribution) -> list[_Entry]:
 
 
 def value_of(
-    name: str, example: Any, position: AxisPosition, axis: Axis, batched: Any = None
+    name: str,
+    example: Any,
+    position: AxisPosition,
+    axis: Axis,
+    batched: Any = None,
+    literal: bool = False,
 ) -> Value:
     """A value, from its type for one example and where it has the batch axis.
 
     Its type in all lanes follows from these, if it is not given.
     """
-    if batched is not None:
-        return Value(name, type_name(example), type_name(batched), position, bytes_of([batched]))
-    batched = example
-    if position is not None and getattr(example, "shape", None) is not None:
-        batched = batched_aval(axis, example, position)
-    return Value(name, type_name(example), type_name(batched), position, bytes_of([batched]))
+    if batched is None:
+        batched = example
+        if position is not None and getattr(example, "shape", None) is not None:
+            batched = batched_aval(axis, example, position)
+    size = bytes_of([batched])
+    return Value(name, type_name(example), type_name(batched), position, size, literal)
 
 
 def type_name(aval: Any) -> str:
@@ -220,8 +244,7 @@ def shown_name(eqn: Any) -> str:
 
 def source_of(eqn: Any) -> Source:
     """The user's line that made an equation."""
-    file, line = _compat.user_file_and_line(eqn.source_info)
-    return Source(file, line, linecache.getline(file, line).strip() if line else "")
+    return Source(*source_line(eqn))
 
 
 def served_by(record: Record) -> tuple[Service, str]:

@@ -7,8 +7,7 @@ the height of rows, when parts are opened, on narrow windows and on paper; no sc
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -47,12 +46,14 @@ class Scope:
       entries: what they use that comes from outside.
       outputs: what leaves; empty where that is not known.
       around: the scope that holds the equation whose part this is.
+      starts: of what a loop carries, the name of what it is at first.
     """
 
     equations: Sequence[Equation]
     entries: Sequence[Value]
     outputs: Sequence[Value] = ()
     around: Scope | None = None
+    starts: dict[str, str] = field(default_factory=dict)
     makers: dict[str, Equation] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -177,7 +178,7 @@ def _scope(scope: Scope, scale: Scale) -> Html:
     leaving = first + len(scope.equations)
     return tag(
         "div",
-        _values(scope.entries, 1, word, scale),
+        _values(scope.entries, 1, word, scale, scope.starts),
         tag("ol", rows, role="list", aria_label="Equations"),
         _values(scope.outputs, leaving, "result", scale),
         tag("div", [_drawn(way, columns.get(k)) for k, way in enumerate(ways)], class_="rails")
@@ -188,14 +189,22 @@ def _scope(scope: Scope, scale: Scale) -> Html:
     )
 
 
-def _values(values: Sequence[Value], row: int, word: str, scale: Scale) -> Html | None:
+def _values(
+    values: Sequence[Value],
+    row: int,
+    word: str,
+    scale: Scale,
+    starts: Mapping[str, str] | None = None,
+) -> Html | None:
     if not values:
         return None
     items = [
         tag(
             "li",
             tag("span", word, class_="word"),
-            tag("span", tag("b", value.name), class_="name"),
+            tag(
+                "span", tag("b", value.name), _start((starts or {}).get(value.name)), class_="name"
+            ),
             tag("span", typed(value), class_="type"),
             scale.bar(value),
             style=f"grid-row:{row + k}",
@@ -205,6 +214,11 @@ def _values(values: Sequence[Value], row: int, word: str, scale: Scale) -> Html 
         for k, value in enumerate(values)
     ]
     return tag("ul", items, role="list", aria_label=_LABELS[word])
+
+
+def _start(name: str | None) -> Html | None:
+    """What a value that a loop carries is at first, or is taken from."""
+    return None if name is None else tag("small", " from ", name)
 
 
 def _rails(scope: Scope, first: int) -> Iterator[Rail]:
@@ -314,8 +328,9 @@ def _roles(eqn: Equation) -> Iterator[tuple[str, Iterator[Equation]]]:
 
 def _part(eqn: Equation, role: str, parts: list[Equation], around: Scope, scale: Scale) -> Html:
     made = {out.name for part in parts for out in part.outputs}
-    entries = {v.name: v for part in parts for v in part.inputs if _is_name(v.name)}
-    scope = Scope(parts, [v for name, v in entries.items() if name not in made], (), around)
+    entries = {v.name: v for part in parts for v in part.inputs if not v.literal}
+    entering = [v for name, v in entries.items() if name not in made]
+    scope = Scope(parts, entering, (), around, dict(eqn.enters))
     inside = sum(1 for part in parts for _ in part.walk())
     times = how_often(parts[0].times)
     summary = tag(
@@ -325,11 +340,6 @@ def _part(eqn: Equation, role: str, parts: list[Equation], around: Scope, scale:
     )
     deep = eqn.number.count(".") >= 1 or inside > _OPEN
     return tag("details", summary, _scope(scope, scale), class_="part", open=not deep)
-
-
-def _is_name(name: str) -> bool:
-    """Whether it names a value, and is no literal."""
-    return re.match(r"[^\W\d]", name) is not None and name not in {"True", "False", "nan", "inf"}
 
 
 def _said(source: Source) -> str:

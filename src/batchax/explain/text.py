@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from batchax.execution.memory import show_bytes
 from batchax.explain.explanation import Equation, Explanation, Finding, Memory, Value, Work
 from batchax.explain.wording import SERVICES, count, show_flops, show_seconds
+from batchax.programs.source_lines import shown_place
 
 _WIDTH = 100  # of a line of prose
 _MOST_HELD = 5
@@ -119,7 +119,7 @@ def _equations(
         at = (eqn.source.file, eqn.source.line)
         if at != line and eqn.source.line:
             line = at
-            yield f"{indent}{os.path.basename(at[0])}:{at[1]}  {eqn.source.text}"
+            yield f"{indent}{shown_place(*at)}  {eqn.source.text}"
         yield (
             f"{indent}  {eqn.number:>3}  {_statement(eqn):<{columns.statement}}  "
             f"{_result_types(eqn):<{columns.types}}  {_rule(eqn):<{columns.rule}}  "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +9,9 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from batchax import _compat
 from batchax.programs.canonical import Program
 from batchax.programs.canonical_values import LEAVES, Table
+from batchax.programs.source_lines import shown_place, source_line
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Equation:
     def __str__(self) -> str:
         if not self.line:
             return self.text
-        return f"{self.text}\n    {self.file}:{self.line}\n      {self.source}".rstrip()
+        return f"{self.text}\n    {shown_place(self.file, self.line)}\n      {self.source}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ def _equation(table: Table, program: Program, n: int) -> Equation:
         else:
             text = f"a {node.name}" if node.name in LEAVES else node.name
         return Equation(text, None, "<unknown>", 0, "", (), ())
-    file, line = _compat.user_file_and_line(eqn.source_info)
+    file, line, source = source_line(eqn)
     operands, results = ([v.aval for v in vs] for vs in (eqn.invars, eqn.outvars))
     shapes = (tuple(tuple(getattr(a, "shape", ())) for a in avals) for avals in (operands, results))
     short = (", ".join(map(_short, vs)) for vs in (eqn.invars, eqn.outvars))
@@ -176,7 +175,6 @@ def _equation(table: Table, program: Program, n: int) -> Equation:
     )
     given = f"[{params}]" if params else ""
     text = f"{eqn.primitive.name}{given} {' -> '.join(short)}"
-    source = linecache.getline(file, line).strip()
     return Equation(text, eqn.primitive.name, file, line, source, *shapes)
 
 
