@@ -45,8 +45,7 @@ def chunk_sizes(draft: Draft) -> Iterator[Finding]:
             f"{'All' if chunks == 1 else 'Chunks of'} {count(min(size, draft.lanes), 'lane')} at a "
             f"time need {show_bytes(draft.temporaries)} of temporaries, and are hardly faster than "
             "smaller ones.",
-            f"Give batch_size={best}: about {show_bytes(round(best * each_lane))} of temporaries are "
-            "enough.",
+            f"Give batch_size={best}: {show_bytes(round(best * each_lane))} of them are enough.",
             "",
             0.1 * draft.temporaries,
         )

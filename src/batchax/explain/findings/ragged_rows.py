@@ -27,7 +27,7 @@ def padding(draft: Draft) -> Iterator[Finding]:
     """Regions that run padded. Their price: their work, as much of it as is for padding."""
     regions = _facts(draft, "region")
     padded = [r for r in regions if r["layout"] == "padded" and _operations(r)]
-    if not padded:
+    if not padded or _facts(draft, "groups"):  # grouped after an attempt to pad them
         return
     sizes = [_leading(r["sizes"]) for r in padded]
     places = sum(len(s.batch) * s.bound for s in sizes)
@@ -96,10 +96,10 @@ def _remedy(draft: Draft, sizes: Sequence[RowSize], waste: float, known: bool) -
 
 
 def _best_buckets(size: RowSize, waste: float) -> tuple[int, float] | None:
-    """The fewest buckets that do nearly as well as eight do; None if none help."""
+    """The fewest buckets that do nearly as well as eight do, and their waste; None if none help."""
     found = [(k, bucket(size.batch, k).waste) for k in range(2, _MOST_BUCKETS + 1)]
     least = min(w for _, w in found)
-    number, rest = next((k, w) for k, w in found if w <= 1.1 * least)
+    number, rest = next((k, w) for k, w in found if w <= 1.2 * least)
     return (number, rest) if rest < 0.9 * waste else None
 
 

@@ -1,0 +1,378 @@
+"""Each kind of finding: a program that has it, one that does not, and what following it does."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+import batchax as bx
+from batchax.explain.explain import explain
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, np.float32)
+
+
+def i32(*shape):
+    return jax.ShapeDtypeStruct(shape, np.int32)
+
+
+def found(fun, *args, in_axes=0, out_axes=0, **options):
+    return explain(fun, in_axes, out_axes, **options)(*args).findings
+
+
+def kinds(findings):
+    return [finding.kind for finding in findings]
+
+
+# --- programs ----------------------------------------------------------------------------------
+
+
+def steps(x):
+    for _ in range(20):
+        x = jnp.tanh(x @ jnp.outer(x, x))
+    return x
+
+
+def dear_branch(x, p):
+    return lax.cond(p, steps, lambda x: x, x)
+
+
+def cheap_branch(x, p):
+    return lax.cond(p, jnp.sin, lambda x: x, x)
+
+
+def loop(x, w):
+    return lax.while_loop(lambda c: c.sum() < 10, lambda c: jnp.tanh(w @ c) + c, x)
+
+
+def counted_loop(x, n):
+    return lax.fori_loop(0, n, lambda _, x: jnp.sin(x), x)
+
+
+def bounded(x):
+    return bx.bounded_while(lambda c: c.sum() < 3, lambda c: jnp.sin(c) + 1, x, max_steps=20)
+
+
+def sequential(method):
+    def fun(x):
+        type = jax.ShapeDtypeStruct((), np.float32)
+        return jax.pure_callback(np.sin, type, x, vmap_method=method)
+
+    return fun
+
+
+def branch_with_effect(x):
+    def call(x):
+        return io_callback(lambda v: v, jax.ShapeDtypeStruct((), np.float32), x)
+
+    return lax.cond(x > 0, call, lambda x: x, x)
+
+
+def primitive(name: str) -> Any:
+    new = Primitive(name)
+    new.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(new, mlir.lower_fun(lambda x: x + 1, multiple_results=False))
+    return new
+
+
+ruleless_p = primitive("ruleless")
+jax_only_p = primitive("jax_only")
+batching.defvectorized(jax_only_p)
+
+
+def window(table, i):
+    return lax.dynamic_slice(table, (i,), (4,))
+
+
+def write(table, i, x):
+    return lax.dynamic_update_slice(table, x, (i,))
+
+
+def cholesky_by_columns(a):
+    n, columns = a.shape[0], []
+    for j in range(n):
+        c = a[:, j] - sum((p * p[j] for p in columns), jnp.zeros(n))
+        columns.append(jnp.where(jnp.arange(n) >= j, c / jnp.sqrt(c[j]), 0.0))
+    return jnp.stack(columns, 1)
+
+
+def joined(x, y):
+    return jnp.concatenate([x, y])
+
+
+def in_carry(x, y):
+    return lax.fori_loop(0, 5, lambda _, c: (jnp.tanh(c[0]), c[1] + c[0]), (x, y))[1]
+
+
+def wide(x):
+    return jnp.sort(jnp.outer(x, x), axis=0).sum()
+
+
+B = 1000
+bool_ = functools.partial(jax.ShapeDtypeStruct, dtype=np.bool_)
+
+# kind: (programs that have the finding, programs that do not), each a call of `found`.
+TABLE = {
+    "branch runs for all lanes": (
+        [
+            lambda: found(dear_branch, f32(B, 32), bool_((B,)), compile=False),
+            lambda: found(
+                lambda x, i: lax.switch(i, [steps, lambda x: x, lambda x: 2 * x], x),
+                f32(B, 32),
+                i32(B),
+                compile=False,
+            ),
+        ],
+        [
+            lambda: found(cheap_branch, f32(B, 32), bool_((B,)), compile=False),
+            lambda: found(dear_branch, f32(B, 32), bool_(()), in_axes=(0, None), compile=False),
+            lambda: found(
+                dear_branch, f32(B, 32), bool_((B,)), divergence="compact", compile=False
+            ),
+        ],
+    ),
+    "loop waits for its slowest lane": (
+        [
+            lambda: found(loop, f32(B, 32), f32(32, 32), in_axes=(0, None), compile=False),
+            lambda: found(counted_loop, f32(B, 32), i32(B), compile=False),
+            lambda: found(bounded, f32(B, 32), compile=False),
+        ],
+        [
+            lambda: found(counted_loop, f32(B, 32), i32(), in_axes=(0, None), compile=False),
+            lambda: found(counted_loop, f32(2, 3), i32(2), compile=False),
+            lambda: found(bounded, f32(B, 32), divergence="compact", compile=False),
+        ],
+    ),
+    "one lane after another": (
+        [
+            lambda: found(ruleless_p.bind, f32(8), compile=False),
+            lambda: found(sequential("sequential"), f32(8), compile=False),
+            lambda: found(branch_with_effect, f32(8), compile=False),
+            lambda: found(bx.sequential_vmap(jnp.sin), f32(8), compile=False),
+        ],
+        [
+            lambda: found(sequential("broadcast_all"), f32(8), compile=False),
+            lambda: found(jnp.sin, f32(8), compile=False),
+        ],
+    ),
+    "fallback to the rule of JAX": (
+        [lambda: found(jax_only_p.bind, f32(8), compile=False)],
+        [lambda: found(jnp.sin, f32(8), compile=False)],
+    ),
+    "gather at places of each lane": (
+        [
+            lambda: found(window, f32(50), i32(B), in_axes=(None, 0), compile=False),
+            lambda: found(lambda t, i: t[i], f32(B, 9), i32(B, 5), compile=False),
+        ],
+        [
+            lambda: found(window, f32(B, 50), i32(), in_axes=(0, None), compile=False),
+            lambda: found(lambda t, i: t[i], f32(B, 9), i32(5), in_axes=(0, None), compile=False),
+        ],
+    ),
+    "scatter at places of each lane": (
+        [
+            lambda: found(write, f32(B, 50), i32(B), f32(B, 4), compile=False),
+            lambda: found(
+                lambda t, i, x: t.at[i].add(x), f32(B, 9), i32(B, 5), f32(B, 5), compile=False
+            ),
+        ],
+        [
+            lambda: found(write, f32(B, 50), i32(), f32(B, 4), in_axes=(0, None, 0), compile=False),
+        ],
+    ),
+    "factorisation of small matrices": (
+        [
+            lambda: found(jnp.linalg.cholesky, f32(B, 4, 4), compile=False),
+            lambda: found(jnp.linalg.svd, f32(B, 3, 5), compile=False),
+        ],
+        [
+            lambda: found(jnp.linalg.cholesky, f32(20, 40, 40), compile=False),
+            lambda: found(cholesky_by_columns, f32(B, 4, 4), compile=False),
+            lambda: found(
+                lambda a, x: jnp.linalg.cholesky(a) @ x,
+                f32(4, 4),
+                f32(B, 4),
+                in_axes=(None, 0),
+                compile=False,
+            ),
+        ],
+    ),
+    "copied for each lane": (
+        [
+            lambda: found(joined, f32(B, 64), f32(64), in_axes=(0, None)),
+            lambda: found(in_carry, f32(B, 40), f32(40), in_axes=(0, None)),
+            lambda: found(lambda x, y: (x, y), f32(B, 4), f32(40), in_axes=(0, None)),
+        ],
+        [
+            lambda: found(lambda x, y: jnp.sin(x) * y, f32(B, 40), f32(40), in_axes=(0, None)),
+            lambda: found(
+                lambda x, y: (x, y),
+                f32(B, 4),
+                f32(40),
+                in_axes=(0, None),
+                out_axes=(0, None),
+            ),
+        ],
+    ),
+    "transposed array": (
+        [
+            lambda: found(lambda x: jnp.tanh(x) @ x.T, f32(10, 20, B), in_axes=2),
+            lambda: found(lambda x: jnp.sort(x), f32(B, 10, 20), out_axes=2),
+        ],
+        [
+            lambda: found(lambda x: jnp.tanh(x) @ x.T, f32(B, 10, 20)),
+            lambda: found(lambda x: 2 * x, f32(10, 20, B), in_axes=2, out_axes=2),
+        ],
+    ),
+    "chunk size far from the best": (
+        [
+            lambda: found(jnp.tanh, f32(B, 64), batch_size=2, compile=False),
+            lambda: found(wide, f32(4096, 64), batch_size=2048),
+        ],
+        [
+            lambda: found(jnp.tanh, f32(B, 64), batch_size=500, compile=False),
+            lambda: found(wide, f32(4096, 64), batch_size=128),
+        ],
+    ),
+    "temporaries fill the memory": (
+        [lambda: found(wide, f32(1 << 27, 64))],
+        [
+            lambda: found(wide, f32(8, 64)),
+            lambda: found(wide, f32(1 << 27, 64), batch_size=64),
+        ],
+    ),
+}
+
+
+def _cases(which):
+    return [
+        pytest.param(kind, program, id=f"{kind.replace(' ', '_')}-{i}")
+        for kind, both in TABLE.items()
+        for i, program in enumerate(both[which])
+    ]
+
+
+@pytest.mark.parametrize(("kind", "program"), _cases(0))
+def test_is_found(kind, program):
+    assert kind in kinds(program())
+
+
+@pytest.mark.parametrize(("kind", "program"), _cases(1))
+def test_is_not_found(kind, program):
+    assert kind not in kinds(program())
+
+
+def test_every_kind_names_an_equation_of_the_listing_or_none():
+    explanation = explain(loop, (0, None), compile=False)(f32(B, 32), f32(32, 32))
+    numbers = {eqn.number for eqn in explanation.walk()}
+    assert {finding.equation for finding in explanation.findings} <= numbers | {""}
+
+
+def test_findings_come_dearest_first():
+    def several(x, n, a):
+        return jnp.linalg.cholesky(a), counted_loop(x, n), x[n]
+
+    findings = found(several, f32(B, 32), i32(B), f32(B, 4, 4), compile=False)
+    costs = [finding.cost for finding in findings]
+    assert len(set(kinds(findings))) == 3
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_what_costs_little_beside_the_rest_is_left_out():
+    def dear(x, a):
+        return lax.fori_loop(0, 10_000, lambda _, x: steps(x), x), jnp.linalg.cholesky(a)
+
+    assert found(dear, f32(B, 32), f32(B, 2, 2), compile=False) == ()
+
+
+def test_figures_of_a_branch():
+    (finding,) = found(dear_branch, f32(B, 32), bool_((B,)), compile=False)
+    # An outer product, a product of a vector and a matrix, and 32 evaluations, 20 times.
+    flops = 20 * B * (32 * 32 + 2 * 32 * 32 - 32 + 32)
+    assert 50e6 < flops < 70e6
+    assert f"each of its 2 branches for all {B:,} lanes: " in finding.message
+    shown = float(finding.message.split("lanes: ")[1].split(" MFLOP")[0])
+    assert shown == pytest.approx(flops / 1e6, rel=0.02)
+    assert "50% of that is for nothing" in finding.message
+
+
+def test_figures_of_a_loop():
+    (finding,) = found(counted_loop, f32(B, 32), i32(B), compile=False)
+    # A sine of each element; a counter and its comparison for each lane.
+    assert f"the last of {B:,} lanes" in finding.message
+    shown = float(finding.message.split("costs ")[1].split(" kFLOP")[0])
+    assert shown == pytest.approx((32 + 2) * B / 1e3, rel=0.02)
+
+
+def test_figures_of_a_copy():
+    (finding,) = found(joined, f32(B, 64), f32(64), in_axes=(0, None))
+    assert "`y`, which `concatenate` takes" in finding.message
+    assert f"f32[{B},64], {B * 64 * 4 / 1024:.4g} KiB" in finding.message
+
+
+def test_figures_of_a_gather():
+    (finding,) = found(lambda t, i: t[i], f32(B, 9, 7), i32(B, 5), compile=False)
+    assert "5,000 windows of 7 elements" in finding.message
+
+
+def test_following_a_remedy_makes_the_finding_vanish():
+    (finding,) = found(loop, f32(B, 32), f32(32, 32), in_axes=(0, None), compile=False)
+    assert 'divergence="compact"' in finding.remedy
+    options: dict[str, Any] = {"in_axes": (0, None), "divergence": "compact", "compile": False}
+    assert not found(loop, f32(B, 32), f32(32, 32), **options)
+
+    (finding,) = found(jnp.tanh, f32(B, 64), batch_size=2, compile=False)
+    size = int(finding.remedy.split("batch_size=")[1].split(".")[0])
+    assert not found(jnp.tanh, f32(B, 64), batch_size=size, compile=False)
+
+    (finding,) = found(wide, f32(4096, 64), batch_size=2048)
+    size = int(finding.remedy.split("batch_size=")[1].split(":")[0])
+    assert not found(wide, f32(4096, 64), batch_size=size)
+
+    (finding,) = found(jnp.sort, f32(B, 10, 20), out_axes=2)
+    assert "out_axes=0" in finding.remedy
+    assert not found(jnp.sort, f32(B, 10, 20), out_axes=0)
+
+
+def test_no_advice_that_does_not_help():
+    # Cheap for each lane: lanes would be moved for more than it takes to compute them.
+    (finding,) = found(
+        lambda x, p, w: lax.cond(p, lambda x: jnp.tanh(w @ x), lambda x: x, x),
+        f32(4096, 64),
+        bool_((4096,)),
+        f32(64, 64),
+        in_axes=(0, 0, None),
+        compile=False,
+    )
+    assert finding.kind == "branch runs for all lanes"
+    assert "compact" not in finding.remedy
+
+    # A collective inside: lanes must be together for it.
+    def meets(x, p):
+        return lax.cond(p, lambda x: steps(x) + lax.psum(x, "lanes"), lambda x: x, x)
+
+    (finding,) = found(meets, f32(B, 32), bool_((B,)), axis_name="lanes", compile=False)
+    assert "Move the collective out" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (lambda: found(ruleless_p.bind, f32(8), compile=False), "register_rule(ruleless_p)"),
+        (lambda: found(sequential("sequential"), f32(8), compile=False), "vmap_method"),
+        (lambda: found(branch_with_effect, f32(8), compile=False), "Move the call out"),
+        (lambda: found(bx.sequential_vmap(jnp.sin), f32(8), compile=False), "sequential_vmap"),
+    ],
+)
+def test_why_lanes_run_one_after_another(program, words):
+    (finding,) = program()
+    assert "8 lanes one after another" in finding.message
+    assert words in finding.remedy

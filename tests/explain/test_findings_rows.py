@@ -1,0 +1,133 @@
+"""Findings, and what is listed, of calls whose rows have different lengths."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+from batchax.explain.explain import explain
+
+LENGTHS = [3, 1, 40, 2, 5, 2, 39, 4]  # 96 elements; 320 places if padded to 40
+WIDTH = 64
+
+
+def rows(lengths=LENGTHS, spare=0):
+    data = np.ones((sum(lengths) + spare, WIDTH), np.float32)
+    return bx.Ragged(data, np.array(lengths, np.int32))
+
+
+def abstract(x):
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x)
+
+
+def packs(x):
+    return jnp.tanh(x).sum(0)
+
+
+def pads(x):
+    return jnp.cumsum(jnp.tanh(x), axis=0)
+
+
+def groups(x):
+    return jnp.abs(jnp.fft.fft(x, axis=0)).sum()
+
+
+def found(fun, x, **options):
+    return explain(fun, compile=False, **options)(x).findings
+
+
+def kinds(findings):
+    return [finding.kind for finding in findings]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fun", "x", "options"),
+    [
+        ("ragged rows run padded", pads, rows(), {}),
+        ("ragged rows run padded", packs, rows(), {"layout": "padded"}),
+        ("ragged rows run padded", pads, abstract(rows()), {}),
+        ("ragged rows run padded", packs, rows(), {"batch_size": 4}),
+        ("ragged rows run grouped by length", groups, rows(), {}),
+        ("ragged rows run grouped by length", packs, rows(), {"layout": "grouped"}),
+        ("packed rows have room to spare", packs, rows(spare=200), {}),
+    ],
+)
+def test_is_found(kind, fun, x, options):
+    assert kind in kinds(found(fun, x, **options))
+
+
+@pytest.mark.parametrize(
+    ("fun", "x", "options"),
+    [
+        (packs, rows(), {}),
+        (packs, abstract(rows()), {}),
+        (pads, rows([7, 8, 8, 7]), {}),
+        (pads, rows(), {"buckets": 2}),
+        (groups, rows([7, 7]), {}),
+        (packs, rows(spare=2), {}),
+    ],
+)
+def test_is_not_found(fun, x, options):
+    assert found(fun, x, **options) == ()
+
+
+def test_figures_of_padding():
+    (finding,) = found(pads, rows())
+    assert "8 rows take 320 places for 96 elements: 3.33 for each" in finding.message
+    assert "1 operation packed in 1 region and 1 operation padded in 1 region" in finding.message
+    # In two buckets: six rows of up to 5, two of up to 40.
+    assert f"buckets=2: {(6 * 5 + 2 * 40) / 96:.2f} places" in finding.remedy
+
+
+def test_figures_where_lengths_are_traced():
+    (finding,) = found(pads, abstract(rows()))
+    assert "320 places for at most 96 elements" in finding.message
+    assert "max_length" in finding.remedy
+
+
+def test_figures_of_groups():
+    (finding,) = found(groups, rows())
+    assert "8 rows run in 7 groups" in finding.message
+
+
+def test_room_to_spare_is_cut_away():
+    (finding,) = found(packs, rows(spare=200))
+    assert "296 places for 96 elements" in finding.message
+    x = rows(spare=200)
+    cut = eval(finding.remedy.split("before: ")[1].rstrip("."), {"batchax": bx, "x": x})
+    assert found(packs, cut) == ()
+
+
+@pytest.mark.parametrize(
+    ("x", "options"),
+    [
+        (rows(), {}),
+        (abstract(rows()), {}),
+        (rows(), {"layout": "padded"}),
+        (rows(), {"layout": "packed"}),
+        (rows(), {"layout": "grouped"}),
+        (rows(), {"buckets": 2}),
+        (rows(), {"batch_size": 4}),
+    ],
+)
+def test_all_layouts_are_listed(x, options):
+    explanation = explain(pads, compile=False, **options)(x)
+    assert explanation.lanes == 8
+    assert explanation.arguments[0].name == "x.data"
+    assert {"tanh", "cumsum"} <= {eqn.primitive for eqn in explanation.walk()}
+    assert [v.axis for v in explanation.outputs] == [0]
+    assert explanation.outputs[0].batched == f"f32[96,{WIDTH}]" or isinstance(
+        x.lengths, jax.ShapeDtypeStruct
+    )
+    assert "tanh" in str(explanation)
+
+
+def test_packed_equations_show_packed_types():
+    first = explain(packs, compile=False)(rows()).equations[0]
+    assert first.rule == "rows.packed"
+    assert first.inputs[0].name == "x.data"
+    assert first.inputs[0].example == f"f32[n,{WIDTH}]"
+    assert first.inputs[0].batched == f"f32[96,{WIDTH}]"
+    assert first.inputs[0].axis == 0
+    assert first.work.flops == 96 * WIDTH
