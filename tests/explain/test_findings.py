@@ -293,6 +293,16 @@ def test_what_costs_little_beside_the_rest_is_left_out():
     assert found(dear, f32(B, 32), f32(B, 2, 2), compile=False) == ()
 
 
+def test_what_is_said_in_the_same_words_is_said_once():
+    def twice(a):
+        return jnp.linalg.cholesky(a), jnp.linalg.cholesky(a + 1)
+
+    (finding,) = found(twice, f32(B, 4, 4), compile=False)
+    (once,) = found(jnp.linalg.cholesky, f32(B, 4, 4), compile=False)
+    assert "The same holds for 1 equation more: " in finding.message
+    assert finding.cost == 2 * once.cost
+
+
 def test_figures_of_a_branch():
     (finding,) = found(dear_branch, f32(B, 32), bool_((B,)), compile=False)
     # An outer product, a product of a vector and a matrix, and 32 evaluations, 20 times.
@@ -321,6 +331,16 @@ def test_figures_of_a_copy():
 def test_figures_of_a_gather():
     (finding,) = found(lambda t, i: t[i], f32(B, 9, 7), i32(B, 5), compile=False)
     assert "5,000 windows of 7 elements" in finding.message
+
+
+def test_a_lane_counts_once_for_what_it_does_in_a_chunk():
+    def each_step(x):
+        return lax.scan(lambda c, _: (c, c[jnp.int32(c[0])]), x, None, length=7)[1]
+
+    for options in ({}, {"batch_size": 64}):
+        findings = found(each_step, f32(B, 9), compile=False, **options)
+        (finding,) = [f for f in findings if f.kind.startswith("gather")]
+        assert "7,000 windows of 1 element" in finding.message
 
 
 def test_following_a_remedy_makes_the_finding_vanish():

@@ -20,10 +20,11 @@ def chunk_sizes(draft: Draft) -> Iterator[Finding]:
     size = draft.options.get("batch_size")
     if not isinstance(size, int) or draft.lanes <= 1:
         return
+    if any(eqn.times is None for eqn, _ in draft.walk()):
+        return  # what a chunk computes is not known
     chunks = math.ceil(draft.lanes / size)
     work = draft.price / draft.lanes  # of a lane
-    operations = sum(len(tally.emitted) for tally in draft.tallies.values())
-    each = OPERATION * operations
+    each = OPERATION * _operations(draft)
     best = _power_of_two(each / (_MOST_OVERHEAD * max(work, 1e-3)), draft.lanes)
     share = each / (each + size * work)
     if chunks > 1 and share > _TOO_MUCH and best >= 2 * size:
@@ -49,6 +50,12 @@ def chunk_sizes(draft: Draft) -> Iterator[Finding]:
             "",
             0.1 * draft.temporaries,
         )
+
+
+def _operations(draft: Draft) -> int:
+    """How many operations a chunk begins, those of branches that may not run left out."""
+    shown = (draft.tallies.get(record) for _, record in draft.walk())
+    return sum(len(t.emitted) for t in shown if t is not None and not t.skipped)
 
 
 def _remedy_of_small(draft: Draft, best: int) -> str:

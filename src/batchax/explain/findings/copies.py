@@ -37,8 +37,12 @@ def repeated(draft: Draft) -> Iterator[Finding]:
             f"{count(draft.lanes, 'lane')}: {types}, {show_bytes(size)}.",
             _remedy_of_repeated(eqn),
             number,
-            2 * BYTE * size,  # written, and read
+            2 * BYTE * size * _times(eqn),  # written, and read
         )
+
+
+def _times(eqn: Equation | None) -> int:
+    return 1 if eqn is None else eqn.times or 1
 
 
 def _made_by(
@@ -112,7 +116,7 @@ def transposed(draft: Draft) -> Iterator[Finding]:
             f"{what} {show_bytes(size)} are written again as {instruction.shape.text}.",
             remedy,
             number,
-            4 * BYTE * size,  # read and written, and one of both in short pieces
+            4 * BYTE * size * _times(eqn),  # read and written, and one of both in short pieces
         )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from batchax.explain.explanation import Finding
 from batchax.explain.findings.chunks import chunk_sizes, memory
@@ -12,6 +13,7 @@ from batchax.explain.findings.fallbacks import one_lane_after_another, rules_of_
 from batchax.explain.findings.lanes_apart import branches, loops
 from batchax.explain.findings.ragged_rows import groups, padding, spare_room
 from batchax.explain.findings.slow_operations import factorisations, gathers
+from batchax.explain.wording import count
 
 Kind = Callable[[Draft], Iterator[Finding]]
 
@@ -32,6 +34,7 @@ _TOLD_ALWAYS: tuple[Kind, ...] = (rules_of_jax, one_lane_after_another, groups)
 
 _LEAST = 1_000.0  # nanoseconds
 _LEAST_SHARE = 0.01  # of what the call costs
+_MOST_NAMED = 5
 
 
 def find_findings(draft: Draft) -> tuple[Finding, ...]:
@@ -40,6 +43,30 @@ def find_findings(draft: Draft) -> tuple[Finding, ...]:
     Left out is what costs less than a microsecond or than one percent of the call.
     """
     least = max(_LEAST, _LEAST_SHARE * draft.price)
-    found = [f for kind in _TOLD_IF_DEAR for f in kind(draft) if f.cost >= least]
-    found += [f for kind in _TOLD_ALWAYS for f in kind(draft)]
+    found = [f for f in _merged(_TOLD_IF_DEAR, draft) if f.cost >= least]
+    found += _merged(_TOLD_ALWAYS, draft)
     return tuple(sorted(found, key=lambda finding: -finding.cost))
+
+
+def _merged(kinds: Sequence[Kind], draft: Draft) -> list[Finding]:
+    """What is found, with all that is said in the same words as one finding."""
+    alike: dict[tuple[str, str, str], list[Finding]] = {}
+    for kind in kinds:
+        for finding in kind(draft):
+            key = finding.kind, finding.message, finding.remedy
+            alike.setdefault(key, []).append(finding)
+    return [_as_one(findings) for findings in alike.values()]
+
+
+def _as_one(findings: Sequence[Finding]) -> Finding:
+    first, *others = findings
+    if not others:
+        return first
+    numbers = ", ".join(finding.equation for finding in others[:_MOST_NAMED])
+    more = ", ..." if len(others) > _MOST_NAMED else ""
+    return replace(
+        first,
+        message=f"{first.message} The same holds for {count(len(others), 'equation')} more: "
+        f"{numbers}{more}.",
+        cost=sum(finding.cost for finding in findings),
+    )
