@@ -9,6 +9,7 @@ trace surrounds the call, so every JAX transformation composes from outside.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ def interpret(
       The outputs and the position of the batch axis in each, None for an
       output that does not depend on the batch.
     """
-    with recording.run():
+    with recording.run(jaxpr):
         return _interpret(axis, jaxpr, consts, args, axes)
 
 
@@ -73,10 +74,8 @@ def _interpret(
                 operands.append(value)
                 operand_axes.append(position)
         with _compat.user_source(eqn.source_info, outer_names), eqn.ctx.manager:
-            if one_for_each_lane and not one_for_each_lane.isdisjoint(eqn.outvars):
-                outs, out_axes = create_batched(axis, eqn, operands, operand_axes)
-            else:
-                outs, out_axes = batch_equation(axis, eqn, operands, operand_axes)
+            for_each_lane = not one_for_each_lane.isdisjoint(eqn.outvars)
+            outs, out_axes = batch_equation(axis, eqn, operands, operand_axes, for_each_lane)
         env.update(zip(eqn.outvars, zip(outs, out_axes, strict=True), strict=True))
         for v in dead:
             del env[v]
@@ -87,22 +86,34 @@ def _interpret(
 
 
 def batch_equation(
-    axis: Axis, eqn: Any, operands: list[Any], operand_axes: list[AxisPosition]
+    axis: Axis,
+    eqn: Any,
+    operands: list[Any],
+    operand_axes: list[AxisPosition],
+    creates_batched: bool = False,
 ) -> tuple[Sequence[Any], Sequence[AxisPosition]]:
-    """Outputs of one equation for all lanes, always as sequences."""
+    """Outputs of one equation for all lanes, always as sequences.
+
+    Args:
+      axis: the axis being mapped.
+      eqn: the equation.
+      operands, operand_axes: what it takes, and where that carries the batch axis.
+      creates_batched: whether it creates a reference that must have a part for each lane.
+    """
     shared = operand_axes.count(None) == len(operand_axes) and not (
-        axis.name is not None and uses_name(eqn, axis.name)
+        creates_batched or (axis.name is not None and uses_name(eqn, axis.name))
     )
+    batch = create_batched if creates_batched else functools.partial(_batch, shared)
     if not recording.is_on():
-        return _batch(axis, eqn, operands, operand_axes, shared)
+        return batch(axis, eqn, operands, operand_axes)
     with recording.equation(axis, eqn, operand_axes, shared) as record:
-        outs, out_axes = _batch(axis, eqn, operands, operand_axes, shared)
+        outs, out_axes = batch(axis, eqn, operands, operand_axes)
         record.out_axes = tuple(out_axes)
     return outs, out_axes
 
 
 def _batch(
-    axis: Axis, eqn: Any, operands: list[Any], operand_axes: list[AxisPosition], shared: bool
+    shared: bool, axis: Axis, eqn: Any, operands: list[Any], operand_axes: list[AxisPosition]
 ) -> tuple[Sequence[Any], Sequence[AxisPosition]]:
     primitive = eqn.primitive
     if shared:

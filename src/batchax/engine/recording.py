@@ -25,6 +25,13 @@ _MARK = "batchax_equation_"
 _MARKS = re.compile(_MARK + r"(\d+)")
 
 
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A run through `program`, a jaxpr of one example."""
+
+    program: Any
+
+
 @dataclass(eq=False)
 class Record:
     """An equation, and what it was batched as.
@@ -35,7 +42,8 @@ class Record:
       axis: the axis it was batched over.
       in_axes, out_axes: where its operands and results carry that axis.
       parent: the record of the equation inside which it is, if any.
-      run: which run through a program it is of; a program may be run several times.
+      run: which run through a program it is of; a program may be run several times. None where
+        no program is run through.
       role: which program of its parent that is, if its rule said so.
       shared: whether it does not depend on the batch.
       notes: what its rule said of it.
@@ -49,7 +57,7 @@ class Record:
     in_axes: Sequence[AxisPosition]
     out_axes: Sequence[AxisPosition] = ()
     parent: Record | None = None
-    run: object = None
+    run: Run | None = None
     role: str = ""
     shared: bool = False
     notes: dict[str, Any] = field(default_factory=dict)
@@ -108,7 +116,7 @@ class _Place:
 
     recorder: Recorder
     record: Record | None
-    run: object = None
+    run: Run | None = None
     role: str = ""
 
 
@@ -146,13 +154,13 @@ def equation(
 
 
 @contextmanager
-def run() -> Iterator[None]:
-    """While a program is run through once."""
+def run(program: Any) -> Iterator[None]:
+    """While `program`, a jaxpr of one example, is run through once."""
     place = _place.get()
     if place is None:
         yield
         return
-    with _set(_place, _Place(place.recorder, place.record, object(), place.role)):
+    with _set(_place, _Place(place.recorder, place.record, Run(program), place.role)):
         yield
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import jaxprs_in_params
 
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition
@@ -33,6 +33,7 @@ class _Entry:
 
     records: list[Record] = field(default_factory=list)
     tallies: list[Tally] = field(default_factory=list)
+    within: list[tuple[Record, Tally]] = field(default_factory=list)  # what rules do by programs
     parts: list[_Entry] = field(default_factory=list)
 
     @property
@@ -86,24 +87,21 @@ class Listing:
             if not entry.parts or entry.eqn.primitive.name in _NESTED or _is_users(record):
                 yield entry, source, role_of_it
                 continue
-            program = _called(entry.eqn)
-            if program is not None:
-                for inside, outside in zip(program.invars, entry.eqn.invars, strict=True):
-                    self.names.same(inside, outside)
+            program = _program_of(entry.parts[0])
+            self.names.enter(program)
+            self._name_alike(program.invars, _passed_to(entry.eqn))
             caller_of_parts = source if _is_library(program) else caller
             yield from self._flat(entry.parts, caller_of_parts, role_of_it)
-            if program is not None:
-                for outside, inside in zip(entry.eqn.outvars, program.outvars, strict=True):
-                    self.names.same(outside, inside)
+            self._name_alike(entry.eqn.outvars, program.outvars)
 
     def _equation(
         self, entry: _Entry, source: Source, role: str, number: str, around: int | None
     ) -> Equation:
         record, eqn = entry.shown, entry.eqn
-        for r in entry.records:
+        for r in (*entry.records, *(r for r, _ in entry.within)):
             self.numbers[r] = number
-        tallies = entry.tallies or [Tally(times=around)]
-        shown = max(tallies, key=lambda t: len(t.emitted))
+        tallies = [*entry.tallies, *(t for _, t in entry.within)] or [Tally(times=around)]
+        emitted = max((t.emitted for t in entry.tallies), key=len, default=[])
         counts = [t.times for t in tallies]
         times = None if None in counts else max(c for c in counts if c is not None)
         inputs = self._values(eqn.invars, record.in_axes, record.axis, record.in_types)
@@ -119,7 +117,7 @@ class Listing:
             outputs=outputs,
             service=service,
             rule=rule,
-            emitted=tuple(shown.emitted),
+            emitted=(*emitted, *(name for _, t in entry.within for name in t.emitted)),
             moves=sum(t.moves for t in tallies) * (eqn.primitive.name != "transpose"),
             broadcasts=sum(t.broadcasts for t in tallies)
             * (eqn.primitive.name != "broadcast_in_dim"),
@@ -143,14 +141,18 @@ class Listing:
         name, params, operands = eqn.primitive.name, eqn.params, eqn.invars
         if name == "cond":
             for branch in params["branches"]:
+                self.names.enter(branch.jaxpr)
                 self._name_alike(branch.jaxpr.invars, operands[1:])
         elif name == "scan":
             n = _compat.scan_counts(params)[0]
             inputs = params["jaxpr"].jaxpr.invars
+            self.names.enter(params["jaxpr"].jaxpr)
             self._name_alike(inputs[:n], operands[:n])
             return self._named_pairs(inputs[n:], operands[n:])
         elif name == "while":
             n, m = params["cond_nconsts"], params["body_nconsts"]
+            self.names.enter(params["cond_jaxpr"].jaxpr)
+            self.names.enter(params["body_jaxpr"].jaxpr)
             tested, inputs = params["cond_jaxpr"].jaxpr.invars, params["body_jaxpr"].jaxpr.invars
             self._name_alike(tested[:n], operands[:n])
             self._name_alike(inputs[:m], operands[n : n + m])
@@ -159,6 +161,8 @@ class Listing:
         return ()
 
     def _name_alike(self, inside: Sequence[Any], outside: Sequence[Any]) -> None:
+        if len(inside) != len(outside):
+            return
         for variable, other in zip(inside, outside, strict=True):
             self.names.same(variable, other)
 
@@ -178,18 +182,14 @@ class Listing:
         positions = [*axes, *[None] * (len(variables) - len(axes))]
         batched = types or [None] * len(variables)
         return tuple(
-            value_of(self.names.of(v), v.aval, a, axis, t, isinstance(v, Literal))
+            value_of(self.names.of(v), v.aval, a, axis, t, self.names.is_number(v))
             for v, a, t in zip(variables, positions, batched, strict=True)
         )
 
 
 def _entries(recorder: Recorder, attribution: Attribution) -> list[_Entry]:
     """What became part of the batched program, as a tree."""
-    used: set[Any] = set()
-    for record in attribution.tallies:
-        while record is not None:
-            used.add(record.run)
-            record = record.parent
+    used = _used_runs(recorder, attribution)
     roots: list[_Entry] = []
     entries: dict[Any, _Entry] = {}
     of_record: dict[Record | None, _Entry] = {}
@@ -197,15 +197,48 @@ def _entries(recorder: Recorder, attribution: Attribution) -> list[_Entry]:
         around = of_record.get(record.parent)
         if record.run not in used or (record.parent is not None and around is None):
             continue
-        key = id(around), id(record.eqn)
+        tally = attribution.tallies.get(record)
+        if around is not None and record.parent is not None and not _runs_programs(around):
+            of_record[record] = around
+            if tally is not None:
+                around.within.append((record, tally))
+            continue
+        key = id(around), record.role, id(record.eqn)
         if key not in entries:
             entries[key] = _Entry()
             (roots if around is None else around.parts).append(entries[key])
         of_record[record] = entries[key]
         entries[key].records.append(record)
-        if record in attribution.tallies:
-            entries[key].tallies.append(attribution.tallies[record])
+        if tally is not None:
+            entries[key].tallies.append(tally)
     return roots
+
+
+def _used_runs(recorder: Recorder, attribution: Attribution) -> set[Any]:
+    """The runs through programs of which the batched program is made.
+
+    Others were to find out which values are batched. Where no run shows in the batched program,
+    because all that was to be done is to move an axis in mind, the last is the one.
+    """
+    used: set[Any] = set()
+    for record in attribution.tallies:
+        while record is not None:
+            used.add(record.run)
+            record = record.parent
+    runs: dict[Any, list[Any]] = {}
+    for record in recorder.records:
+        runs.setdefault((record.parent, record.role), []).append(record.run)
+    for (parent, _), found in runs.items():
+        if used.isdisjoint(found) and (parent is None or parent.run in used):
+            used.add(found[-1])
+    return used
+
+
+def _runs_programs(entry: _Entry) -> bool:
+    """Whether what is inside an equation is its own, and not how its rule goes about it."""
+    eqn = entry.eqn
+    known = eqn.primitive.name in ("call_hi_primitive", *_NESTED) or _is_users(entry.shown)
+    return known or any(True for _ in jaxprs_in_params(eqn.params))
 
 
 def value_of(
@@ -270,13 +303,21 @@ def _is_users(record: Record) -> bool:
     return served_by(record)[0] in ("user", "lanes")
 
 
-def _called(eqn: Any) -> Any:
-    """The program that a call holds; None if its inputs are not the call's operands."""
-    for program in jaxprs_in_params(eqn.params):
-        jaxpr = getattr(program, "jaxpr", program)
-        fits = len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.outvars) == len(eqn.outvars)
-        return jaxpr if fits else None
-    return None
+def _program_of(part: _Entry) -> Any:
+    """The program that an equation inside another is part of."""
+    run = part.shown.run
+    assert run is not None
+    return run.program
+
+
+def _passed_to(eqn: Any) -> Sequence[Any]:
+    """What a call passes to the program that it runs: mostly, all of its operands."""
+    if eqn.primitive.name != "custom_linear_solve":
+        return eqn.invars
+    # First the constants of each of its programs, of which the one that solves is run.
+    lengths = eqn.params["const_lengths"]
+    first = lengths.matvec + lengths.vecmat
+    return [*eqn.invars[first : first + lengths.solve], *eqn.invars[sum(lengths) :]]
 
 
 def _is_library(program: Any) -> bool:

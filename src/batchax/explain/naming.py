@@ -16,6 +16,7 @@ class Names:
 
     def __init__(self) -> None:
         self._names: dict[Any, str] = {}
+        self._numbers: set[Any] = set()  # variables that are a literal outside
         self._letters = 0
         self._taken: set[str] = set()  # by arguments
 
@@ -24,9 +25,22 @@ class Names:
         self._names.setdefault(variable, name)
         self._taken.add(name)
 
+    def enter(self, program: Any) -> None:
+        """Forgets what is inside a program: called twice, it has other values each time."""
+        made = (v for eqn in program.eqns for v in eqn.outvars)
+        for variable in (*program.constvars, *program.invars, *made):
+            self._names.pop(variable, None)
+            self._numbers.discard(variable)
+
     def same(self, variable: Any, other: Any) -> None:
         """Says that a variable, inside a call, is what `other` is outside."""
-        self.give(variable, self.of(other))
+        self._names[variable] = self.of(other)
+        if self.is_number(other):
+            self._numbers.add(variable)
+
+    def is_number(self, variable: Any) -> bool:
+        """Whether it is a literal, here or outside of the calls around, and called by its value."""
+        return isinstance(variable, Literal) or variable in self._numbers
 
     def of(self, variable: Any) -> str:
         """What a variable is called; a literal is called by its value."""
