@@ -25,6 +25,18 @@ def test_digits(tmp_path, capsys):
     assert (tmp_path / "digits.png").stat().st_size > 50_000
 
 
+def test_explained(tmp_path, capsys):
+    explained = load("explained")
+    explained.PENALTIES, explained.WEAKEST = 64, 0.1
+    explained.main(tmp_path)
+    account = capsys.readouterr().out
+    assert "`while` goes on until the last of 64 lanes is done" in account
+    assert "64 fits took" in account
+    assert "agreed" in account
+    page = (tmp_path / "explained_predicate.html").read_text()
+    assert "measurements @ weights" in page
+
+
 @pytest.mark.parametrize(
     ("name", "sizes", "expected"),
     [
