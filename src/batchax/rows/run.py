@@ -263,7 +263,7 @@ def _run_regions(call: Call, program: Steps, regions: list[Region]) -> list[Any]
             shape[m.value.axis] = size.symbol
             x = Operation(None, rows.sizes).cut(x, shape)
             arguments.append(Packed(x, tuple(shape)))
-        with recording.run():
+        with recording.run(call.staged.jaxpr):
             outs = run_regions(rows, call.bounds, program, regions, arguments)
         axes[:] = [out.axis for out in outs]
         return [
