@@ -294,3 +294,37 @@ def test_mistakes_are_those_of_vmap():
         bx.explain(affine, (None, 0, 0))(M, V, B)
     with pytest.raises(TypeError, match="unexpected keyword"):
         bx.explain(affine, batchsize=3)
+
+
+def test_the_text_says_what_a_rule_did_besides():
+    def f(p, x, y, z):
+        joined = lax.concatenate([x, y, z], 0)
+        return lax.cond(p, jnp.sin, jnp.cos, joined)
+
+    p, x, y, z = jnp.arange(4) > 1, jnp.ones((3, 4)), jnp.ones(2), jnp.ones((4, 1))
+    text = str(bx.explain(f, (0, 1, None, 0))(p, x, y, z))
+    (joined,) = [line for line in text.splitlines() if "= concatenate " in line]
+    assert "16 B transposed; 32 B repeated" in joined
+    (branch,) = [line for line in text.splitlines() if "= cond " in line]
+    assert "lanes masked" in branch
+    assert "branch 0, 1 time:" in text
+
+
+def test_measuring_runs_it_in_turns_with_a_loop_and_other_chunks():
+    x, w = jnp.ones((20, 3)), jnp.ones((3, 3))
+    explanation = bx.explain(lambda x, w: jnp.tanh(x @ w), (0, None), measure=True)(x, w)
+    assert [t.batch_size for t in explanation.timings] == [None, "loop", 4, 16]
+    for timing in explanation.timings:
+        low, high = timing.spread
+        assert 0 < low <= timing.seconds <= high
+        assert (timing.peak is None) == (timing.batch_size == "loop")
+    assert "a loop over examples" in str(explanation)
+
+    def rank(x):
+        return lax.axis_index("i") + x
+
+    chunked = bx.explain(rank, axis_name="i", batch_size=4, measure=True)(jnp.arange(8.0))
+    assert [t.batch_size for t in chunked.timings] == [4, None]
+
+    with pytest.raises(bx.ArgumentTypeError, match=r"args\[0\]\['w'\] has no values"):
+        bx.explain(lambda p: p["w"], measure=True)({"w": jax.ShapeDtypeStruct((3,), jnp.float32)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from batchax.execution.memory import show_bytes
@@ -87,27 +87,22 @@ def _wrapped(text: str, first: str, others: str) -> Iterator[str]:
 
 
 def _program(explanation: Explanation) -> Iterator[str]:
-    yield "The program of one example -> of all lanes (* is the batch axis):"
+    yield "The program of one example -> of all lanes (* is the batch axis), the rule that batched"
+    yield "each operation, and its cost for one lane and for all:"
     for value in explanation.arguments:
         yield f"  {value.name}: {_types(value)}"
-    columns = _Columns(explanation)
-    yield from _equations(explanation.equations, columns, "  ")
+    every = list(explanation.walk())
+    widths = [min(most, max((len(c(e)) for e in every), default=0)) for c, most in _COLUMNS]
+    yield from _equations(explanation.equations, widths, "  ")
     results = ", ".join(f"{v.name}: {_types(v)}" for v in explanation.outputs)
     yield f"  returns {results}"
 
 
-class _Columns:
-    """How wide the columns of the listing are."""
-
-    def __init__(self, explanation: Explanation) -> None:
-        every = list(explanation.walk())
-        self.statement = min(60, max((len(_statement(e)) for e in every), default=0))
-        self.types = min(44, max((len(_result_types(e)) for e in every), default=0))
-        self.rule = min(40, max((len(_rule(e)) for e in every), default=0))
-
-
 def _equations(
-    equations: Sequence[Equation], columns: _Columns, indent: str, line: tuple[str, int] = ("", 0)
+    equations: Sequence[Equation],
+    widths: Sequence[int],
+    indent: str,
+    line: tuple[str, int] = ("", 0),
 ) -> Iterator[str]:
     role = equations[0].role if equations else ""
     if role:
@@ -120,13 +115,10 @@ def _equations(
         if at != line and eqn.source.line:
             line = at
             yield f"{indent}{shown_place(*at)}  {eqn.source.text}"
-        yield (
-            f"{indent}  {eqn.number:>3}  {_statement(eqn):<{columns.statement}}  "
-            f"{_result_types(eqn):<{columns.types}}  {_rule(eqn):<{columns.rule}}  "
-            f"{show_flops(eqn.work.flops)}, {show_bytes(round(eqn.work.bytes))}"
-        )
+        cells = [f"{cell(eqn):<{w}}" for (cell, _), w in zip(_COLUMNS, widths, strict=True)]
+        yield f"{indent}  {eqn.number:>3}  {'  '.join(cells)}"
         if eqn.parts:
-            yield from _equations(eqn.parts, columns, indent + "    ", line)
+            yield from _equations(eqn.parts, widths, indent + "    ", line)
 
 
 def _heading(role: str, eqn: Equation) -> str:
@@ -164,6 +156,47 @@ def _rule(eqn: Equation) -> str:
         return "once"
     how = {"own": eqn.rule, "user": f"user's {eqn.rule}", "jax": "JAX's rule"}
     return how.get(eqn.service, "one lane after another")
+
+
+def _each(eqn: Equation) -> str:
+    return "-" if eqn.service == "once" else _brief(eqn.per_lane)
+
+
+def _all(eqn: Equation) -> str:
+    return _brief(eqn.work)
+
+
+def _brief(work: Work) -> str:
+    return f"{show_flops(work.flops)}, {show_bytes(round(work.bytes))}"
+
+
+def _remarks(eqn: Equation) -> str:
+    """What its rule did besides: how lanes part ways, what it moved and repeated."""
+    found = []
+    divergence = eqn.notes.get("divergence")
+    if divergence == "masked":
+        found.append("lanes masked")
+    if divergence == "compact":
+        found.append(f"windows of {', '.join(map(str, eqn.notes['widths']))} lanes")
+    if divergence == "grouped":
+        branches = ", ".join(map(str, eqn.notes["apart"]))
+        found.append(f"branch {branches} for the lanes that take it")
+    if eqn.moves:
+        found.append(f"{show_bytes(eqn.moves)} transposed")
+    if eqn.broadcasts:
+        found.append(f"{show_bytes(eqn.broadcasts)} repeated")
+    return "; ".join(found)
+
+
+_COLUMNS: tuple[tuple[Callable[[Equation], str], int], ...] = (
+    (_statement, 60),
+    (_result_types, 44),
+    (_rule, 40),
+    (_each, 24),
+    (_all, 24),
+    (_remarks, 0),
+)
+"""The cells of a line of the listing, and how wide they are at most."""
 
 
 def _timings(explanation: Explanation) -> Iterator[str]:
