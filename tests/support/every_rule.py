@@ -1,0 +1,436 @@
+"""A per-example program for each primitive that batchax has a rule for.
+
+Programs are listed by the module that has the rule, and that is said here by hand: it is what
+`explain` is to say. A primitive that a version of JAX does not have is left out there.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import checkify, io_callback
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.pallas import run_state
+from jax.lax import linalg as ll
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import batchax as bx
+from batchax._compat import find_primitive
+from batchax.execution.slices import follow_p
+from batchax.rules.in_place import some_live_p
+from batchax.rules.masking import safe_lanes
+from batchax.user_rules.linear import linear_with_transpose
+from rules.test_collectives import COLLECTIVES
+from rules.test_contraction import SCALED
+from rules.test_elementwise import COUNT, NARY, UNARY
+from rules.test_linalg import DIFFERENTIABLE, VALUES_ONLY
+from rules.test_reduction import DTYPES, cumulative, reduction
+from rules.test_windows import PLAIN, START, WINDOW, pool
+
+from support.ways_to_call import (
+    batched_by_rule,
+    body_of_evaluation,
+    double,
+    in_program_order,
+    on_host,
+    own_backward,
+    own_batching,
+    own_jvp,
+    own_vjp,
+    third,
+    with_metadata,
+)
+
+LANES = 4
+NAME = "i"
+
+
+def several(*shape, dtype=jnp.float32):
+    """The type of an array with a row of `shape` for each lane."""
+    return jax.ShapeDtypeStruct((LANES, *shape), dtype)
+
+
+BOOL = several(dtype=bool)
+X, Y, S, M = several(3), several(4, 8), several(), several(3, 3)
+N, NS = several(3, dtype=jnp.int32), several(dtype=jnp.int32)
+KEYS = several(dtype=jax.random.key(0).dtype)
+EXPLICIT = jax.make_mesh((1,), ("e",), axis_types=(AxisType.Explicit,))
+MESH = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+
+def bound(name, **params):
+    """The primitive itself, as a function of its operands."""
+    primitive = find_primitive(name)
+    return lambda *args: primitive.bind(*args, **params)
+
+
+def _elementwise():
+    programs = {}
+    for name, (fun, dtypes, *_) in {**UNARY, **NARY}.items():
+        count = 1 if name in UNARY else COUNT.get(name, 2)
+        programs[name] = (fun, *[several(3, dtype=dtypes[0])] * count)
+    cast = lambda x: lax.bitcast_convert_type(x, jnp.int32)
+    return {**programs, "bitcast_convert_type": (cast, X)}
+
+
+def _reduction():
+    programs = {
+        name: (reduction(name, (1,)), several(2, 4, dtype=d[0])) for name, d in DTYPES.items()
+    }
+    for name in programs:
+        if name.startswith("cum"):
+            programs[name] = (cumulative(name, 1), several(2, 4))
+    several_at_once = lambda x, i: lax.reduce(
+        (x, i), (0.0, 0), lambda a, b: (a[0] + b[0], a[1] * b[1]), (0,)
+    )
+    return {**programs, "reduce": (several_at_once, X, N)}
+
+
+def _over_lanes(fun):
+    return lambda *args: fun(*args, NAME)
+
+
+def _over_devices(fun, shared=False):
+    """`fun` over a mesh axis, where JAX checks what varies over it: there more primitives are."""
+    to = P() if shared else P("a")
+
+    def on_devices(x):
+        return jax.shard_map(lambda x: fun(x, "a"), mesh=MESH, in_specs=P("a"), out_specs=to)(x)
+
+    return on_devices, Y
+
+
+def _collectives():
+    unreduced = lambda x, a: lax.pcast(x, a, to="unreduced")
+    return {
+        **{n: (_over_lanes(COLLECTIVES[n]), Y) for n in "psum pmax pmin axis_index".split()},
+        "psum_invariant": _over_devices(lax.psum, shared=True),
+        "unreduced_psum": _over_devices(lambda x, a: lax.psum(unreduced(x, a), a), shared=True),
+        "vary_unreduced_cast": _over_devices(
+            lambda x, a: lax.psum(unreduced(x, a), a), shared=True
+        ),
+        "pvary": _over_devices(
+            lambda x, a: x + lax.pcast(jnp.sin(lax.psum(x, a)), a, to="varying")
+        ),
+        "preduced": _over_devices(_reduced),
+        "reduced_vary_cast": _over_devices(_reduced),
+    }
+
+
+def _reduced(x, a):
+    return lax.pcast(lax.pcast(lax.psum(x, a), a, to="reduced"), a, to="varying")
+
+
+def _exchanges():
+    rows, parts = several(6, 2), several(LANES, dtype=jnp.int32)
+    over_lanes = {
+        "all_gather": "all_gather",
+        "reduce_scatter": "psum_scatter",
+        "all_to_all": "all_to_all 0 0",
+        "ppermute": "ppermute",
+    }
+    gather = partial(lax.all_gather, tiled=True)
+    scatter = partial(lax.psum_scatter, tiled=True)
+    return {
+        **{name: (_over_lanes(COLLECTIVES[which]), Y) for name, which in over_lanes.items()},
+        "pbroadcast": (lambda x: lax.pbroadcast(x, NAME, 1), Y),
+        "pbroadcast_dynamic": (lambda x, s: lax.pbroadcast(x, NAME, s), Y, NS),
+        "ragged_all_to_all": (
+            lambda *args: lax.ragged_all_to_all(*args, axis_name=NAME),
+            *(rows, several(20, 2), parts, parts, parts, parts),
+        ),
+        "all_gather_invariant": _over_devices(partial(gather, to="invarying"), shared=True),
+        "all_gather_reduced": _over_devices(
+            lambda x, a: lax.pcast(gather(x, a, to="reduced"), a, to="varying")
+        ),
+        "unreduced_reduce_scatter": _over_devices(
+            lambda x, a: scatter(lax.pcast(x, a, to="unreduced"), a)
+        ),
+    }
+
+
+def _calls():
+    body = lambda x: jnp.sin(x) * 2
+    staged = jax.make_jaxpr(body)(jnp.ones(3))
+
+    def call(name, **params):
+        def f(x):
+            primitive = find_primitive(name)
+            return primitive.bind(x, **primitive.get_bind_params(params))[0]
+
+        return f, X
+
+    return {
+        "call": call("call", call_jaxpr=staged.jaxpr),
+        "closed_call": call("closed_call", call_jaxpr=staged),
+        "core_call": call("core_call", call_jaxpr=staged),
+        "eval_jaxpr": (lambda x: bound("eval_jaxpr", **body_of_evaluation(staged))(x)[0], X),
+        "jit": (jax.jit(body), X),
+        "remat2": (jax.checkpoint(body), X),
+        "composite": (lax.composite(body, name="test.body"), X),
+        "compute_on": (on_host(body), X),
+        "xla_metadata_call": (with_metadata(body), X),
+        "program_order": (lambda x: in_program_order(body)(x), X),
+        "run_state": (lambda x: run_state(double)(x), X),
+        "remat_opt": (jax.grad(lambda x: own_backward(x).sum()), X),
+        "custom_vmap_call": (own_batching, X),
+        "linear_call": (lambda x: jax.custom_derivatives.linear_call(third, third, 3.0, x), X),
+        "call_hi_primitive": (lambda x, v: jnp.searchsorted(x, v), X, S),
+    }
+
+
+def _callbacks():
+    sine = lambda x: jax.pure_callback(
+        np.sin, jax.ShapeDtypeStruct((3,), x.dtype), x, vmap_method="expand_dims"
+    )
+    foreign = jax.ffi.ffi_call(
+        "unknown", jax.ShapeDtypeStruct((3,), jnp.float32), vmap_method="expand_dims"
+    )
+    return {
+        "pure_callback": (sine, X),
+        "io_callback": (lambda x: io_callback(print, None, x, ordered=True), X),
+        "debug_callback": (lambda x: jax.debug.callback(print, x), X),
+        "inspect_sharding": (lambda x: jax.debug.inspect_array_sharding(x, callback=print), X),
+        "debug_print": (lambda x: jax.debug.print("{}", x), X),
+        "ffi_call": (foreign, X),
+        "check": (lambda x: checkify.check(x > 0, "x is {}", x), S),
+    }
+
+
+def _diverging(x, w):
+    def body(c):
+        return c[0] + 1, jnp.tanh(w @ c[1])
+
+    return lax.while_loop(lambda c: c[1].sum() > c[0], body, (0, x))[1]
+
+
+def _references():
+    def uses(x, i):
+        ref = jax.new_ref(x)
+        jax.ref.addupdate(ref, i, 2.0)
+        old = jax.ref.swap(ref, i, ref[i])
+        return old, jax.ref.freeze(ref)
+
+    return {
+        **dict.fromkeys("new_ref freeze get swap addupdate".split(), (uses, X, NS)),
+        "broadcast_to": (_indexed_by_arrays, Y, several(2, 1, dtype=jnp.int32)),
+    }
+
+
+def _indexed_by_arrays(x, k):
+    ref = jax.new_ref(x)
+    return ref[k, jnp.zeros(2, int)]
+
+
+def _shape():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    one = {
+        "broadcast_in_dim": lambda x: lax.broadcast(x, (4,)),
+        "reshape": lambda x: x.reshape(9),
+        "transpose": lambda x: x.T,
+        "squeeze": lambda x: lax.squeeze(x[:1], (0,)),
+        "rev": lambda x: lax.rev(x, (0,)),
+        "tile": lambda x: lax.tile(x, (2, 3)),
+        "pad": lambda x: lax.pad(x, 1.0, [(1, 0, 0), (0, 2, 1)]),
+        "concatenate": lambda x: lax.concatenate([x, x], 0),
+        "split": lambda x: lax.split(x, (1, 2), axis=1),
+        "stack": lambda x: lax.stack_p.bind(x, x, axis=0),
+        "unstack": lambda x: lax.unstack_p.bind(x, axis=0),
+        "tie": lambda x: bound("tie")(x, x),
+        "dce_sink": lambda x: bound("dce_sink")(x),
+        "optimization_barrier": lambda x: lax.optimization_barrier(x),
+        "device_put": lambda x: jax.device_put(x, NamedSharding(mesh, P())),
+        "with_memory_space_constraint": bound(
+            "with_memory_space_constraint", memory_space=jax.memory.Space.Device
+        ),
+        "xla_metadata_value": _tagged,
+    }
+    return {name: (fun, M) for name, fun in one.items()}
+
+
+def _tagged(x):
+    from jax.experimental.xla_metadata import set_xla_metadata
+
+    return set_xla_metadata(x, tag="a")
+
+
+def _linalg():
+    matrix = {
+        **{n: DIFFERENTIABLE[n] for n in ("cholesky", "lu", "qr", "eigh", "svd")},
+        **{n: VALUES_ONLY[n] for n in "eig hessenberg householder_product".split()},
+        **{n: VALUES_ONLY[n] for n in "schur tridiagonal symmetric_product".split()},
+        "lu_pivots_to_permutation": VALUES_ONLY["pivots_to_permutation"],
+        "geqrf": bound("geqrf"),
+        "geqp3": lambda x: bound("geqp3", use_magma=None)(x, jnp.zeros(3, jnp.int32)),
+        "triangular_solve": DIFFERENTIABLE["solve_triangular"],
+    }
+    return {
+        **{name: (fun, M) for name, fun in matrix.items()},
+        "cholesky_update": (bound("cholesky_update"), M, X),
+        "ormqr": (lambda a, t, c: ll.ormqr(a, t, c, left=True), M, X, M),
+        "tridiagonal_solve": (ll.tridiagonal_solve, X, X, X, several(3, 2)),
+    }
+
+
+def _random():
+    key = {
+        "random_bits": jax.random.bits,
+        "random_clone": jax.random.clone,
+        "random_split": jax.random.split,
+        "random_unwrap": jax.random.key_data,
+        "random_fold_in": lambda k: jax.random.fold_in(k, 7),
+    }
+    operands = {"threefry2x32": 4, "threefry4x32": 8, "philox2x32": 3, "philox4x32": 6}
+    word = several(dtype=jnp.uint32)
+    return {
+        **{name: (fun, KEYS) for name, fun in key.items()},
+        "random_wrap": (jax.random.wrap_key_data, several(2, dtype=jnp.uint32)),
+        **{name: (bound(name), *[word] * count) for name, count in operands.items()},
+        "random_seed": (jax.random.key, NS),
+        "random_gamma": (jax.random.gamma, KEYS, S),
+        "rng_bit_generator": (
+            lambda k: lax.rng_bit_generator(k, (2,)),
+            several(4, dtype=jnp.uint32),
+        ),
+        "rng_uniform": (lambda a: lax.rng_uniform(a, a + 1, (2,)), S),
+    }
+
+
+def _sharding():
+    sharding = NamedSharding(MESH, P("a"))
+    return {
+        "sharding_constraint": (lambda x: lax.with_sharding_constraint(x, sharding), several(4)),
+        "layout_constraint": (lambda x: with_layout_constraint(x, Layout((1, 0))), M),
+        "reshard": (lambda x: jax.sharding.reshard(x, NamedSharding(EXPLICIT, P())), M),
+    }
+
+
+def _scatters():
+    at = lambda method: lambda x, i: getattr(x.at[i], method)(2.0)
+    methods = {"scatter": "set", "scatter-add": "add", "scatter-mul": "multiply"}
+    methods |= {"scatter-max": "max", "scatter-min": "min", "scatter-sub": "subtract"}
+    return {
+        "gather": (lambda x, i: x[jnp.stack([i, i])], X, NS),
+        **{name: (at(method), X, NS) for name, method in methods.items()},
+    }
+
+
+def _windows():
+    image, pooled, number = several(4, 5), several(2, 4), jnp.zeros(())
+    gather = bound("select_and_gather_add", select_prim=lax.ge_p, **WINDOW)
+    scatter_add = bound("select_and_scatter_add", select_prim=lax.ge_p, **PLAIN)
+    scatter = bound(
+        "select_and_scatter",
+        select_jaxpr=jax.make_jaxpr(lax.ge)(number, number).jaxpr,
+        select_consts=(),
+        scatter_jaxpr=jax.make_jaxpr(lax.add)(number, number).jaxpr,
+        scatter_consts=(),
+        **PLAIN,
+    )
+    return {
+        **{name: (pool(name), image) for name in START},
+        "select_and_gather_add": (gather, image, image),
+        "select_and_scatter_add": (scatter_add, pooled, image),
+        "select_and_scatter": (scatter, image, pooled, several()),
+        "reduce_window": (
+            lambda x: lax.reduce_window(x, 1.0, lambda a, b: a * b, **PLAIN),
+            several(4, 5),
+        ),
+    }
+
+
+def _scaled():
+    values = [several(*dims, dtype=jnp.float8_e4m3fn) for dims in ((2, 4, 8), (2, 5, 8))]
+    scales = [several(*dims, dtype=jnp.float8_e8m0fnu) for dims in ((2, 4, 2), (2, 5, 2))]
+
+    def fun(x, y, x_scale, y_scale):
+        return lax.scaled_dot(x, y, lhs_scale=x_scale, rhs_scale=y_scale, dimension_numbers=SCALED)
+
+    return fun, *values, *scales
+
+
+def _on_devices(x):
+    return jax.shard_map(jnp.sin, mesh=MESH, in_specs=P("a"), out_specs=P("a"))(x)
+
+
+def _sum(_, xs):
+    return [x.sum() for x in xs]
+
+
+def _spread(_, cotangents):
+    return [jnp.broadcast_to(c, (3,)) for c in cotangents]
+
+
+def _own():
+    chunked = bx.vmap(jnp.sin, batch_size=2)
+    loop = lambda x: bx.bounded_while(lambda c: c.sum() < 9, jnp.sin, x, 5)
+    return {
+        "divergence.loop_primitive": {
+            "parting_loop": (
+                bx.vmap(_diverging, (0, None), divergence="compact"),
+                several(512, 32),
+                several(32, 32),
+            )
+        },
+        "execution.bounded_batching": {"bounded_loop": (loop, X)},
+        "execution.chunk_batching": {"chunk_loop": (chunked, X)},
+        "execution.slices": {"follow": (follow_p.bind, X, X)},
+        "rules.in_place": {"some_live": (some_live_p.bind, BOOL, BOOL)},
+        "rules.masking": {"safe_lanes": (lambda live, x: safe_lanes(live, x, 0), BOOL, X)},
+        "user_rules.batching": {"custom_batched_call": (batched_by_rule, X)},
+        "user_rules.linear": {
+            "linear_with_transpose": (
+                lambda x: linear_with_transpose(_sum, _spread, [], [x])[0],
+                X,
+            )
+        },
+    }
+
+
+RULES = {
+    **_own(),
+    "rules.branches": {"cond": (lambda p, x: lax.cond(p, jnp.sin, jnp.cos, x), BOOL, X)},
+    "rules.callbacks": _callbacks(),
+    "rules.calls": _calls(),
+    "rules.collectives": _collectives(),
+    "rules.contraction": {"dot_general": (jnp.matmul, M, X), "scaled_dot": _scaled()},
+    "rules.convolution": {"conv_general_dilated": (lambda x, w: jnp.convolve(x, w), X, several(2))},
+    "rules.custom_derivatives": {
+        "custom_jvp_call": (own_jvp, X),
+        "custom_vjp_call": (own_vjp, X),
+    },
+    "rules.elementwise": _elementwise(),
+    "rules.exchanges": _exchanges(),
+    "rules.fft": {"fft": (jnp.fft.fft, X)},
+    "rules.gather_scatter": _scatters(),
+    "rules.indexing": {
+        "slice": (lambda x: x[1:], X),
+        "dynamic_slice": (lambda x, i: lax.dynamic_slice(x, (i,), (2,)), X, NS),
+        "dynamic_update_slice": (lambda x, i: lax.dynamic_update_slice(x, x[:2], (i,)), X, NS),
+    },
+    "rules.linalg": _linalg(),
+    "rules.loops": {
+        "scan": (lambda x: lax.scan(lambda c, e: (c + e, e), 0.0, x), X),
+        "while": (lambda x: lax.while_loop(lambda c: c.sum() < 9, jnp.exp, x), X),
+    },
+    "rules.ragged_contraction": {
+        "ragged_dot_general": (lax.ragged_dot, M, several(2, 3, 5), several(2, dtype=jnp.int32))
+    },
+    "rules.random": _random(),
+    "rules.reduction": _reduction(),
+    "rules.references": _references(),
+    "rules.shape": _shape(),
+    "rules.shard_map": {"shard_map": (_on_devices, several(4))},
+    "rules.sharding": _sharding(),
+    "rules.solvers": {"custom_linear_solve": (jnp.linalg.solve, M, X)},
+    "rules.sorting": {
+        "sort": (lax.sort, X),
+        "top_k": (lambda x: lax.top_k(x, 2), X),
+        "approx_top_k": (lambda x: lax.approx_max_k(x, 2), X),
+    },
+    "rules.windows": _windows(),
+}
+"""Programs, with the types of their arguments, by module and primitive."""
