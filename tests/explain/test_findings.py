@@ -349,6 +349,11 @@ def test_following_a_remedy_makes_the_finding_vanish():
     options: dict[str, Any] = {"in_axes": (0, None), "divergence": "compact", "compile": False}
     assert not found(loop, f32(B, 32), f32(32, 32), **options)
 
+    (finding,) = found(dear_branch, f32(B, 32), bool_((B,)), compile=False)
+    assert 'divergence="compact"' in finding.remedy
+    options = {"divergence": "compact", "compile": False}
+    assert not found(dear_branch, f32(B, 32), bool_((B,)), **options)
+
     (finding,) = found(jnp.tanh, f32(B, 64), batch_size=2, compile=False)
     size = int(finding.remedy.split("batch_size=")[1].split(".")[0])
     assert not found(jnp.tanh, f32(B, 64), batch_size=size, compile=False)
@@ -358,6 +363,7 @@ def test_following_a_remedy_makes_the_finding_vanish():
     assert not found(wide, f32(4096, 64), batch_size=size)
 
     (finding,) = found(jnp.sort, f32(B, 10, 20), out_axes=2)
+    assert f"781.2 KiB are written again, as f32[10,20,{B}]" in finding.message
     assert "out_axes=0" in finding.remedy
     assert not found(jnp.sort, f32(B, 10, 20), out_axes=0)
 

@@ -113,7 +113,7 @@ def transposed(draft: Draft) -> Iterator[Finding]:
         what, remedy = found
         yield Finding(
             "transposed array",
-            f"{what} {show_bytes(size)} are written again as {instruction.shape.text}.",
+            f"{what}: {show_bytes(size)} are written again, as {instruction.shape.text}.",
             remedy,
             number,
             4 * BYTE * size * _times(eqn),  # read and written, and one of both in short pieces
@@ -128,7 +128,7 @@ def _argument_of(draft: Draft, eqn: Equation) -> tuple[str, str] | None:
     for value in eqn.inputs:
         if not value.axis:
             continue
-        what = f"`{eqn.primitive}` has the batch axis of {value.name}, {marked(value)}, moved:"
+        what = f"The batch axis of {value.name}, {marked(value)}, is moved"
         if value.name in names:
             return what, f"Store {value.name} with the batch axis first, and give in_axes=0 for it."
         sources = [v for v in draft.arguments if v.axis]
@@ -149,7 +149,7 @@ def _output_of(draft: Draft, size: int) -> tuple[str, str] | None:
         if output.axis is not None and output.axis != made.axis:
             return (
                 f"out_axes wants the batch axis of {output.name} at {output.axis}, and it is "
-                f"computed as {marked(made)}:",
+                f"computed as {marked(made)}",
                 f"Give out_axes={made.axis} for it.",
             )
     return None
