@@ -24,7 +24,7 @@ def i32(*shape):
     return jax.ShapeDtypeStruct(shape, np.int32)
 
 
-def found(fun, *args, in_axes=0, out_axes=0, **options):
+def found(fun, *args, in_axes: Any = 0, out_axes: Any = 0, **options):
     return explain(fun, in_axes, out_axes, **options)(*args).findings
 
 
@@ -402,3 +402,10 @@ def test_why_lanes_run_one_after_another(program, words):
     (finding,) = program()
     assert "8 lanes one after another" in finding.message
     assert words in finding.remedy
+
+
+@pytest.mark.parametrize("lanes", [0, 1])
+def test_few_lanes(lanes):
+    explanation = explain(lambda x: jnp.sort(loop(x, jnp.eye(3))))(f32(lanes, 3))
+    assert explanation.lanes == lanes
+    assert "sort" in str(explanation)

@@ -113,7 +113,8 @@ class Equation:
         """Its work for one lane; all of it if it is done once."""
         if self.service == "once":
             return self.work
-        return Work(self.work.flops / self.lanes, self.work.bytes / self.lanes)
+        lanes = max(self.lanes, 1)
+        return Work(self.work.flops / lanes, self.work.bytes / lanes)
 
     def walk(self) -> Iterator[Equation]:
         """This equation and all inside it, in order."""
