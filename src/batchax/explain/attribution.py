@@ -9,7 +9,7 @@ from typing import Any
 from batchax.engine.interpreter import plan
 from batchax.engine.recording import Record, Recorder
 from batchax.explain.explanation import Work
-from batchax.programs.cost import Cost, cost_of_equation
+from batchax.programs.cost import Cost, cost_around, cost_of_equation
 from batchax.programs.inner import integers_in, programs_in
 from batchax.programs.shapes import bytes_of
 
@@ -67,7 +67,7 @@ class Attribution:
                 continue
             name = eqn.primitive.name
             if name in _LOOPS_AND_BRANCHES:
-                self._add(record, eqn, Cost(), times, skipped)
+                self._add(record, eqn, cost_around(eqn, known), times, skipped)
             for p in inner:
                 often = None if times is None or p.times is None else times * p.times
                 may_not = skipped or name == "cond"

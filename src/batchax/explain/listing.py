@@ -105,7 +105,7 @@ class Listing:
         counts = [t.times for t in tallies]
         times = None if None in counts else max(c for c in counts if c is not None)
         inputs = self._values(eqn.invars, record.in_axes, record.axis, record.in_types)
-        enters = self._name_inside(eqn)
+        enters = self._name_inside(entry)
         parts = self._listed(entry.parts, f"{number}.", "body", times)
         outputs = self._values(eqn.outvars, record.out_axes, record.axis, record.out_types)
         service, rule = served_by(record)
@@ -130,7 +130,7 @@ class Listing:
             notes={k: v for k, v in record.notes.items() if k not in ("service", "rule")},
         )
 
-    def _name_inside(self, eqn: Any) -> tuple[tuple[str, str], ...]:
+    def _name_inside(self, entry: _Entry) -> tuple[tuple[str, str], ...]:
         """Names the inputs of the programs in a loop or branch.
 
         What they are given as it is keeps its name.
@@ -138,27 +138,35 @@ class Listing:
         Returns:
           What loops carry, or take apart: its name inside, and that of what it is at first.
         """
+        eqn = entry.eqn
         name, params, operands = eqn.primitive.name, eqn.params, eqn.invars
         if name == "cond":
-            for branch in params["branches"]:
-                self.names.enter(branch.jaxpr)
-                self._name_alike(branch.jaxpr.invars, operands[1:])
+            for i, branch in enumerate(params["branches"]):
+                self._name_alike(self._entered(entry, branch, f"branch {i}"), operands[1:])
         elif name == "scan":
             n = _compat.scan_counts(params)[0]
-            inputs = params["jaxpr"].jaxpr.invars
-            self.names.enter(params["jaxpr"].jaxpr)
+            inputs = self._entered(entry, params["jaxpr"], "")
             self._name_alike(inputs[:n], operands[:n])
             return self._named_pairs(inputs[n:], operands[n:])
         elif name == "while":
             n, m = params["cond_nconsts"], params["body_nconsts"]
-            self.names.enter(params["cond_jaxpr"].jaxpr)
-            self.names.enter(params["body_jaxpr"].jaxpr)
-            tested, inputs = params["cond_jaxpr"].jaxpr.invars, params["body_jaxpr"].jaxpr.invars
+            tested = self._entered(entry, params["cond_jaxpr"], "condition")
+            inputs = self._entered(entry, params["body_jaxpr"], "")
             self._name_alike(tested[:n], operands[:n])
             self._name_alike(inputs[:m], operands[n : n + m])
             self._name_alike(tested[n:], inputs[m:])
             return self._named_pairs(inputs[m:], operands[n + m :])
         return ()
+
+    def _entered(self, entry: _Entry, given: Any, role: str) -> Sequence[Any]:
+        """The inputs of a program in `entry`, which may have been run in another form.
+
+        That has other inputs only in front: of which lanes are live.
+        """
+        forms = (_program_of(part) for part in entry.parts if part.records[0].role == role)
+        program = next(forms, given.jaxpr)
+        self.names.enter(program)
+        return program.invars[len(program.invars) - len(given.jaxpr.invars) :]
 
     def _name_alike(self, inside: Sequence[Any], outside: Sequence[Any]) -> None:
         if len(inside) != len(outside):
@@ -190,6 +198,7 @@ class Listing:
 def _entries(recorder: Recorder, attribution: Attribution) -> list[_Entry]:
     """What became part of the batched program, as a tree."""
     used = _used_runs(recorder, attribution)
+    places = _places(recorder)
     roots: list[_Entry] = []
     entries: dict[Any, _Entry] = {}
     of_record: dict[Record | None, _Entry] = {}
@@ -203,7 +212,7 @@ def _entries(recorder: Recorder, attribution: Attribution) -> list[_Entry]:
             if tally is not None:
                 around.within.append((record, tally))
             continue
-        key = id(around), record.role, id(record.eqn)
+        key = places[record]
         if key not in entries:
             entries[key] = _Entry()
             (roots if around is None else around.parts).append(entries[key])
@@ -212,6 +221,30 @@ def _entries(recorder: Recorder, attribution: Attribution) -> list[_Entry]:
         if tally is not None:
             entries[key].tallies.append(tally)
     return roots
+
+
+def _places(recorder: Recorder) -> dict[Record, Any]:
+    """Where each equation is: records of one place are of one equation.
+
+    For chunks of another size a program may be made anew. Then it has the same operations.
+    """
+    runs: dict[Any, list[Record]] = {}
+    for record in recorder.records:
+        runs.setdefault((record.parent, record.role, record.run), []).append(record)
+    made: dict[Any, tuple[int, int]] = {}  # for how many lanes, and the program
+    places: dict[Record, Any] = {}
+    for (parent, role, run), records in runs.items():
+        around = parent and places[parent], role
+        if run is None:
+            places.update((r, (around, id(r.eqn))) for r in records)
+            continue
+        program, lanes = id(run.program), _lanes_of(records[0].axis)
+        operations = tuple(shown_name(r.eqn) for r in records)
+        known = made.setdefault((around, operations), (lanes, program))
+        if known[0] != lanes:
+            program = known[1]
+        places.update((r, (around, program, i)) for i, r in enumerate(records))
+    return places
 
 
 def _used_runs(recorder: Recorder, attribution: Attribution) -> set[Any]:
@@ -305,7 +338,7 @@ def _is_users(record: Record) -> bool:
 
 def _program_of(part: _Entry) -> Any:
     """The program that an equation inside another is part of."""
-    run = part.shown.run
+    run = part.records[0].run
     assert run is not None
     return run.program
 

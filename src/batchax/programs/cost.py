@@ -83,6 +83,12 @@ def cost_of_equation(eqn: Any, integers: Mapping[Any, int] | None = None) -> Cos
     return total + _around(eqn, costs, inner)
 
 
+def cost_around(eqn: Any, integers: Mapping[Any, int] | None = None) -> Cost:
+    """What a loop or branch costs besides the programs that it runs."""
+    inner = programs_in(eqn, integers)
+    return _around(eqn, [cost_of_program(p.jaxpr, p.integers) for p in inner], inner)
+
+
 _known: weakref.WeakKeyDictionary[Any, dict[Any, Cost]] = weakref.WeakKeyDictionary()
 
 
