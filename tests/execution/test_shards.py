@@ -214,3 +214,13 @@ def test_operations_that_hold_programs(axis_type, name):
     with set_mesh(mesh, axis_type):
         got = jax.jit(jax.grad(functools.partial(total, batch_size=2)))(x)
     same(jax.device_get(got), expected)
+
+
+def test_a_mesh_of_one_device():
+    # Types tell of it all the same.
+    mesh = mesh_of(AxisType.Explicit, 1)
+    w, x = sharded(mesh)
+    with jax.set_mesh(mesh):
+        same(jax.jit(functools.partial(outputs, batch_size=3))(w, x), outputs(W, X))
+        same(jax.jit(functools.partial(gradient, batch_size=3))(w, x), gradient(W, X))
+    same(outputs(w, x, batch_size=3), outputs(W, X))

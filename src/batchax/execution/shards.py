@@ -95,7 +95,12 @@ def _shards(sharding: Any, position: AxisPosition) -> tuple[Any, ...]:
 
 def _counted(mesh: Any, names: tuple[Any, ...], size: int) -> Shards | None:
     shards = Shards(mesh, names)
-    return shards if shards.count > 1 and size % shards.count == 0 else None
+    # Where types tell of a mesh, slices and results of a chunk would not be of one type even on
+    # a single device.
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    typed = all(types[name] == AxisType.Explicit for name in names)
+    several = shards.count > 1 or typed
+    return shards if several and size % shards.count == 0 else None
 
 
 def on_shards(

@@ -176,6 +176,8 @@ def _remarks(eqn: Equation) -> str:
     divergence = eqn.notes.get("divergence")
     if divergence == "masked":
         found.append("lanes masked")
+    if divergence == "asked of all":
+        found.append("goes on while any lane does")
     if divergence == "compact":
         found.append(f"windows of {', '.join(map(str, eqn.notes['widths']))} lanes")
     if divergence == "grouped":

@@ -76,7 +76,9 @@ def _while(
     with recording.part("condition"):
         test, (predicate_at,) = batch_inner(together, cond_jaxpr, (*test_at, *settled))
     if predicate_at is None:
-        recording.note(divergence="together")
+        if recording.is_on():
+            asked_of_all = asked_of_each_lane(cond_jaxpr) is not cond_jaxpr
+            recording.note(divergence="asked of all" if asked_of_all else "together")
         if axis.divergence is not None:  # lanes may part ways inside the loop
             body, settled, _ = settle(axis, body_jaxpr, body_at, carry_at, (), lowest)
         carry = _matched(axis, carry, carry_at, settled)

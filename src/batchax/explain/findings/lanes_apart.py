@@ -81,7 +81,7 @@ def loops(draft: Draft) -> Iterator[Finding]:
     does not say.
     """
     for eqn, record in draft.walk():
-        if eqn.notes.get("divergence") != "masked" or eqn.primitive == "cond":
+        if eqn.notes.get("divergence") not in _WAITING or eqn.primitive == "cond":
             continue
         step, steps = _step_of(eqn)
         yield Finding(
@@ -93,6 +93,9 @@ def loops(draft: Draft) -> Iterator[Finding]:
             eqn.number,
             price(step) * steps / 2,
         )
+
+
+_WAITING = ("masked", "asked of all")  # the latter by a predicate that looks at other lanes
 
 
 def _step_of(eqn: Equation) -> tuple[Work, int]:
