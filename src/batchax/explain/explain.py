@@ -146,7 +146,8 @@ def _arguments(staged: Staged, example: PerExample | None, names: Names) -> tupl
     found = []
     for x, path in zip(staged.placeholders, staged.paths, strict=True):
         variable, position = variables.get(id(x), (None, None))
-        if variable is None:
+        if variable is None:  # the program does not use it
+            names.take(path)
             aval = jax.typeof(x)
             found.append(Value(path, type_name(aval), type_name(aval), None, bytes_of([aval])))
             continue

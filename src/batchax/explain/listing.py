@@ -161,12 +161,15 @@ class Listing:
     def _entered(self, entry: _Entry, given: Any, role: str) -> Sequence[Any]:
         """The inputs of a program in `entry`, which may have been run in another form.
 
-        That has other inputs only in front: of which lanes are live.
+        That has other inputs only in front: which lanes are live.
         """
         forms = (_program_of(part) for part in entry.parts if part.records[0].role == role)
         program = next(forms, given.jaxpr)
         self.names.enter(program)
-        return program.invars[len(program.invars) - len(given.jaxpr.invars) :]
+        added = len(program.invars) - len(given.jaxpr.invars)
+        if added == 1:
+            self.names.give(program.invars[0], "live")
+        return program.invars[added:]
 
     def _name_alike(self, inside: Sequence[Any], outside: Sequence[Any]) -> None:
         if len(inside) != len(outside):

@@ -23,6 +23,10 @@ class Names:
     def give(self, variable: Any, name: str) -> None:
         """Says what a variable is called, unless it has a name."""
         self._names.setdefault(variable, name)
+        self.take(name)
+
+    def take(self, name: str) -> None:
+        """Says that no variable without a name may be called so: something else is."""
         self._taken.add(name)
 
     def enter(self, program: Any) -> None:
