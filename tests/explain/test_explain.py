@@ -328,3 +328,53 @@ def test_measuring_runs_it_in_turns_with_a_loop_and_other_chunks():
 
     with pytest.raises(bx.ArgumentTypeError, match=r"args\[0\]\['w'\] has no values"):
         bx.explain(lambda p: p["w"], measure=True)({"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
+
+
+def test_rows_are_listed_as_the_function_of_one_row():
+    def attend(tokens):
+        scores = jax.nn.softmax(tokens @ tokens.T)
+        return (jnp.tanh(scores @ tokens)).mean(0)
+
+    rows = bx.Ragged.from_rows([jnp.ones((n, 4)) for n in (3, 5, 2)])
+    for options in ({}, {"layout": "padded"}, {"layout": "padded", "batch_size": 2}):
+        explanation = bx.explain(attend, **options)(rows)
+        eqns = by_primitive(explanation)
+        lanes = options.get("batch_size", 3)
+        product = explanation.equations[1]
+        assert product.primitive == "dot_general"
+        assert product.rule == "rows.padded"
+        assert product.outputs[0].example == "f32[n,n]"
+        assert product.outputs[0].batched == f"f32[{lanes},5,5]"
+        assert product.outputs[0].axis == 0
+        assert product.work.flops >= 3 * 2 * 5 * 5 * 4
+        assert [v.name for v in product.inputs] == [
+            "tokens.data",
+            explanation.equations[0].outputs[0].name,
+        ]
+        assert product.source.text == "scores = jax.nn.softmax(tokens @ tokens.T)"
+        assert "exp" in eqns
+        assert "iota" not in eqns  # what padding takes is part of the operations it is for
+        known = {value.name for value in explanation.arguments}
+        for eqn in explanation.equations:
+            assert {v.name for v in eqn.inputs if not v.literal} <= known
+            known |= {v.name for v in eqn.outputs}
+
+    packed = bx.explain(lambda tokens: jnp.tanh(tokens).mean(0), layout="packed")(rows)
+    tanh = by_primitive(packed)["tanh"]
+    assert (tanh.rule, tanh.outputs[0].batched) == ("rows.packed", "f32[10,4]")
+    assert {e.service for e in packed.walk()} == {"own"}
+
+
+def test_loops_that_ask_all_lanes_are_said_to_wait():
+    equinox = pytest.importorskip("equinox")
+
+    def f(x, w):
+        step = lambda x: jnp.tanh(w @ x)
+        return equinox.internal.while_loop(lambda x: x.sum() < 9, step, x, kind="lax")
+
+    explanation = bx.explain(f, (0, None))(jnp.ones((256, 32)), jnp.ones((32, 32)))
+    (loop,) = [e for e in explanation.walk() if e.primitive == "while"]
+    assert loop.notes == {"divergence": "asked of all"}
+    (finding,) = [f for f in explanation.findings if "slowest" in f.kind]
+    assert finding.equation == loop.number
+    assert "goes on while any lane does" in str(explanation)

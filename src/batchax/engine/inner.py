@@ -122,7 +122,7 @@ def stage_function(
     named = [] if axis.name is None else [(axis.name, axis.size)]
 
     def stage(f: Callable[..., Any]) -> _compat.ClosedJaxpr:
-        with recording.paused(), _compat.mesh_axis_taken(axis.mesh_axis):
+        with recording.paused(axis), _compat.mesh_axis_taken(axis.mesh_axis):
             return _compat.stage(f, avals, named, arg_names, transformation)
 
     try:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -49,12 +49,14 @@ class Record:
       notes: what its rule said of it.
       in_types, out_types: of its operands and results in all lanes, where the type of one lane and
         the batch axis do not say it: of packed rows.
+      stand_in: where another form of it was batched, in the records inside this one: the
+        variables of its results there.
     """
 
     number: int
     eqn: Any
     axis: Axis
-    in_axes: Sequence[AxisPosition]
+    in_axes: Sequence[AxisPosition] = ()
     out_axes: Sequence[AxisPosition] = ()
     parent: Record | None = None
     run: Run | None = None
@@ -63,6 +65,7 @@ class Record:
     notes: dict[str, Any] = field(default_factory=dict)
     in_types: Sequence[Any] | None = None
     out_types: Sequence[Any] | None = None
+    stand_in: Sequence[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,8 @@ class _Place:
     record: Record | None
     run: Run | None = None
     role: str = ""
+    paused: bool = False
+    staged_for: Axis | None = None
 
 
 _place: ContextVar[_Place | None] = ContextVar("batchax_recording", default=None)
@@ -132,9 +137,14 @@ def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
         variable.reset(token)
 
 
+def _active() -> _Place | None:
+    place = _place.get()
+    return None if place is None or place.paused else place
+
+
 def is_on() -> bool:
     """Whether notes are taken."""
-    return _place.get() is not None
+    return _active() is not None
 
 
 @contextmanager
@@ -142,14 +152,35 @@ def equation(
     axis: Axis, eqn: Any, in_axes: Sequence[AxisPosition], shared: bool
 ) -> Iterator[Record]:
     """While an equation is batched and notes are taken."""
-    place = _place.get()
+    place = _active()
     assert place is not None
+    meant = place.recorder.record_of(eqn.source_info.name_stack)
+    with _recorded(place, eqn, axis, place.record or meant) as record:
+        record.in_axes, record.shared = tuple(in_axes), shared
+        yield record
+
+
+@contextmanager
+def meant(eqn: Any) -> Iterator[Record | None]:
+    """While what will be batched in place of an equation is staged: its form for padded rows.
+
+    What that is batched as is then recorded as part of this equation.
+    """
+    place = _place.get()
+    if place is None or place.staged_for is None:
+        yield None
+        return
+    with _recorded(place, eqn, place.staged_for, place.record) as record:
+        yield record
+
+
+@contextmanager
+def _recorded(place: _Place, eqn: Any, axis: Axis, parent: Record | None) -> Iterator[Record]:
     number = len(place.recorder.records)
-    record = Record(
-        number, eqn, axis, tuple(in_axes), (), place.record, place.run, place.role, shared
-    )
+    record = Record(number, eqn, axis, parent=parent, run=place.run, role=place.role)
     place.recorder.records.append(record)
-    with _set(_place, _Place(place.recorder, record)), jax.named_scope(f"{_MARK}{number}"):
+    inside = _Place(place.recorder, record, paused=place.paused, staged_for=place.staged_for)
+    with _set(_place, inside), jax.named_scope(f"{_MARK}{number}"):
         yield record
 
 
@@ -160,7 +191,7 @@ def run(program: Any) -> Iterator[None]:
     if place is None:
         yield
         return
-    with _set(_place, _Place(place.recorder, place.record, Run(program), place.role)):
+    with _set(_place, replace(place, run=Run(program))):
         yield
 
 
@@ -171,20 +202,23 @@ def part(role: str) -> Iterator[None]:
     if place is None:
         yield
         return
-    with _set(_place, _Place(place.recorder, place.record, place.run, role)):
+    with _set(_place, replace(place, role=role)):
         yield
 
 
 @contextmanager
-def paused() -> Iterator[None]:
-    """While what is emitted is only looked at, or will be batched later."""
-    with _set(_place, None):
+def paused(staged_for: Axis | None = None) -> Iterator[None]:
+    """While what is emitted is only looked at, or is to be batched over an axis later."""
+    place = _place.get()
+    if place is not None:
+        place = replace(place, paused=True, staged_for=staged_for)
+    with _set(_place, place):
         yield
 
 
 def found_program(axis: Axis, staged: Any, mapped: Sequence[Any], described: Sequence[Any]) -> None:
     """Notes what is going to be batched, if that is not inside something else."""
-    place = _place.get()
+    place = _active()
     if place is not None and place.record is None:
         program = PerExample(axis, staged, tuple(mapped), tuple(described))
         place.recorder.programs.append(program)
@@ -192,19 +226,19 @@ def found_program(axis: Axis, staged: Any, mapped: Sequence[Any], described: Seq
 
 def note(**facts: Any) -> None:
     """What a rule wants to be known of how it batches the equation it was called for."""
-    place = _place.get()
+    place = _active()
     if place is not None and place.record is not None:
         place.record.notes.update(facts)
 
 
 def fact(about: str, **details: Any) -> None:
     """What is to be known of the call as a whole, if that is not inside something else."""
-    place = _place.get()
+    place = _active()
     if place is not None and place.record is None:
         place.recorder.facts.append((about, details))
 
 
 def memory() -> tuple[Any, Any] | None:
     """Where to remember programs while notes are taken, and for which equation; else None."""
-    place = _place.get()
+    place = _active()
     return None if place is None else (place.recorder.built, place.record)

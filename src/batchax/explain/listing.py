@@ -64,6 +64,8 @@ class Listing:
     ) -> None:
         self.names, self._lanes = names, lanes
         self.numbers: dict[Record, str] = {}
+        self._placed = _results(recorder)
+        self._known: dict[str, Value] = {}  # by name
         entries = _entries(recorder, attribution)
         self.equations = self._listed(entries, "")
 
@@ -105,10 +107,18 @@ class Listing:
         counts = [t.times for t in tallies]
         times = None if None in counts else max(c for c in counts if c is not None)
         inputs = self._values(eqn.invars, record.in_axes, record.axis, record.in_types)
+        out_axes, out_types = record.out_axes, record.out_types
+        if record.stand_in is not None:
+            inputs = tuple(self._known.get(v.name, v) for v in inputs)
+            placed = [self._placed.get(v, (None, None)) for v in record.stand_in]
+            out_axes, out_types = [a for a, _ in placed], [t for _, t in placed]
         enters = self._name_inside(entry)
         parts = self._listed(entry.parts, f"{number}.", "body", times)
-        outputs = self._values(eqn.outvars, record.out_axes, record.axis, record.out_types)
+        outputs = self._values(eqn.outvars, out_axes, record.axis, out_types)
+        self._known.update((v.name, v) for v in outputs)
         service, rule = served_by(record)
+        if record.stand_in is not None and entry.within and all(r.shared for r, _ in entry.within):
+            service, rule = "once", ""
         return Equation(
             number=number,
             primitive=shown_name(eqn),
@@ -196,6 +206,17 @@ class Listing:
             value_of(self.names.of(v), v.aval, a, axis, t, self.names.is_number(v))
             for v, a, t in zip(variables, positions, batched, strict=True)
         )
+
+
+def _results(recorder: Recorder) -> dict[Any, tuple[AxisPosition, Any]]:
+    """Where results of what stands in for equations have the batch axis, and their types."""
+    found: dict[Any, tuple[AxisPosition, Any]] = {}
+    widest = sorted(recorder.records, key=lambda r: _lanes_of(r.axis))
+    for record in widest:
+        if record.parent is not None and record.parent.stand_in is not None:
+            for v, a in zip(record.eqn.outvars, record.out_axes, strict=False):
+                found[v] = a, batched_aval(record.axis, v.aval, a)
+    return found
 
 
 def _entries(recorder: Recorder, attribution: Attribution) -> list[_Entry]:
@@ -321,14 +342,15 @@ def served_by(record: Record) -> tuple[Service, str]:
     primitive = record.eqn.primitive
     if record.shared:
         return "once", ""
-    origin, rule = rule_origin(primitive), find_rule(primitive)
-    if rule is None:
-        return ("jax", "jax") if _compat.jax_has_rule(primitive) else ("lanes", "no rule")
-    if not (origin or "").startswith("batchax."):
+    origin, rule = rule_origin(primitive) or "", find_rule(primitive)
+    if rule is not None and not origin.startswith("batchax."):
         return "user", _name_of(rule)
+    module = origin.removeprefix("batchax.") or "no rule"
     if "service" in record.notes:
-        return record.notes["service"], record.notes.get("rule", (origin or "")[len("batchax.") :])
-    return "own", (origin or "")[len("batchax.") :]
+        return record.notes["service"], record.notes.get("rule", module)
+    if rule is None:
+        return ("jax", "jax") if _compat.jax_has_rule(primitive) else ("lanes", module)
+    return "own", module
 
 
 def _name_of(rule: Callable[..., Any]) -> str:

@@ -23,6 +23,7 @@ from jax import lax
 from jax.extend.core import Literal, jaxprs_in_params
 
 from batchax import _compat
+from batchax.engine import recording
 from batchax.engine.fallback import bind_equation
 from batchax.engine.interpreter import plan
 from batchax.errors import UnsupportedError
@@ -170,17 +171,27 @@ def run_padded(sizes: Sizes, jaxpr: Any, consts: Sequence[Any], rows: Sequence[R
     def read(v: Any) -> Row:
         return Row(v.val, jnp.shape(v.val)) if isinstance(v, Literal) else env[v]
 
-    for eqn, dead in plan(jaxpr):
-        with _compat.user_source(eqn.source_info, outer_names), eqn.ctx.manager:
-            outs = run_equation(sizes, eqn, [read(v) for v in eqn.invars])
-        env.update(zip(eqn.outvars, outs, strict=True))
-        for v in dead:
-            del env[v]
+    with recording.run(jaxpr):
+        for eqn, dead in plan(jaxpr):
+            with _compat.user_source(eqn.source_info, outer_names), eqn.ctx.manager:
+                outs = run_equation(sizes, eqn, [read(v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, outs, strict=True))
+            for v in dead:
+                del env[v]
     return [read(v) for v in jaxpr.outvars]
 
 
 def run_equation(sizes: Sizes, eqn: Any, rows: Sequence[Row]) -> list[Row]:
     """The results of one equation on padded rows."""
+    with recording.meant(eqn) as record:
+        outs = _run_equation(sizes, eqn, rows)
+        if record is not None:
+            record.notes.update(service="own", rule="rows.padded")
+            record.stand_in = [_compat.staged_variable(row.value) for row in outs]
+    return outs
+
+
+def _run_equation(sizes: Sizes, eqn: Any, rows: Sequence[Row]) -> list[Row]:
     shapes = [v.aval.shape for v in eqn.outvars]
     if not depends_on_sizes(eqn):
         values = [row.value for row in rows]

@@ -194,6 +194,7 @@ def _run_padded(call: Call, outputs: list[FlatOutputs], run_dense: RunDense) -> 
     if recording.is_on():
         steps = flatten(call.staged).steps
         recording.fact("region", layout="padded", steps=steps, sizes=call.sizes)
+    recording.found_program(call.axis, call.staged, call.mapped, call.described)
     staged, bounds = call.staged, call.bounds
     shapes = [v.aval.shape for v in staged.jaxpr.invars]
 
