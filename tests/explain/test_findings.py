@@ -13,7 +13,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 import batchax as bx
+from batchax.engine.recording import Recorder
 from batchax.explain.explain import explain
+from batchax.explain.explanation import Timing
+from batchax.explain.findings.chunks import chunk_sizes
+from batchax.explain.findings.draft import Draft
 
 
 def f32(*shape):
@@ -409,3 +413,29 @@ def test_few_lanes(lanes):
     explanation = explain(lambda x: jnp.sort(loop(x, jnp.eye(3))))(f32(lanes, 3))
     assert explanation.lanes == lanes
     assert "sort" in str(explanation)
+
+
+def measured(*timings):
+    """What is found where calls took these times: (lanes at a time, fastest, median, slowest)."""
+    shown = [Timing(size, median, (low, high), 1 << 20) for size, low, median, high in timings]
+    options = {"batch_size": shown[0].batch_size}
+    draft = Draft([], {}, {}, Recorder(), options, 1000, timings=shown)
+    return [(f.message, f.remedy) for f in chunk_sizes(draft)]
+
+
+def test_what_was_measured_says_which_chunks_are_best():
+    loop, all_at_once = ("loop", 1e-6, 1e-6, 1e-6), (None, 0.9e-3, 1e-3, 1.1e-3)
+    slow, fast = (4, 3.8e-3, 4e-3, 4.2e-3), (64, 0.45e-3, 0.5e-3, 0.55e-3)
+    (found,) = measured(slow, loop, all_at_once, fast)
+    assert found == (
+        "batch_size=4 took 4 ms, 64 lanes at a time 500 us, with 1 MiB of memory.",
+        "Give batch_size=64.",
+    )
+    (found,) = measured(slow, loop, all_at_once)
+    assert found[1] == "Leave batch_size out."
+    (found,) = measured(all_at_once, loop, slow, fast)
+    assert found[0].startswith("All lanes at once took 1 ms, 64 lanes at a time 500 us")
+    assert not measured(fast, loop, all_at_once, slow)
+    near = (16, 0.8e-3, 0.85e-3, 0.95e-3)
+    assert not measured(all_at_once, loop, near, slow)
+    assert not measured(all_at_once, loop)

@@ -6,23 +6,17 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import jax
-from jax.core import ShapedArray
-
-from batchax.engine.outputs import AUTO, Reduce
-from batchax.engine.recording import PerExample
 from batchax.explain.attribution import Attribution, Tally
-from batchax.explain.explanation import Explanation, Timing, Value, Work
+from batchax.explain.explanation import Explanation, Timing, Work
 from batchax.explain.findings.draft import Draft
 from batchax.explain.findings.every import find_findings
-from batchax.explain.listing import Listing, type_name, value_of
+from batchax.explain.interface import arguments_of, outputs_of
+from batchax.explain.listing import Listing
 from batchax.explain.measure import check_values
 from batchax.explain.measure import measure as measure_ways
 from batchax.explain.memory import counted_by_compiler, find_memory
 from batchax.explain.naming import Names
 from batchax.explain.staging import Staged, stage
-from batchax.programs.shapes import bytes_of
-from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap
 
 
@@ -99,9 +93,9 @@ def _explain(
     if axis is None:
         axis = example.axis if example else recorder.records[0].axis
     names = Names()
-    arguments = _arguments(staged, example, names)
+    arguments = arguments_of(staged, example, names)
     listing = Listing(recorder, attribution, names, axis.size)
-    outputs = () if example is None else _outputs(example, names, staged.traced.out_info)
+    outputs = () if example is None else outputs_of(example, names, staged.traced.out_info)
     compiled = staged.compile() if compile else None
     memory = counted = None
     if compiled is not None:
@@ -117,6 +111,7 @@ def _explain(
         lanes=axis.size,
         compiled=compiled,
         temporaries=memory and memory.temporaries,
+        timings=timings,
         arguments=arguments,
         outputs=outputs,
     )
@@ -133,53 +128,3 @@ def _explain(
         outside=Work(outside.flops, outside.bytes),
         options=options,
     )
-
-
-def _arguments(staged: Staged, example: PerExample | None, names: Names) -> tuple[Value, ...]:
-    """The arguments, whose names their variables in the program get."""
-    variables: dict[int, tuple[Any, Any]] = {}  # by placeholder: variable, and where mapped
-    if example is not None:
-        jaxpr, consts = example.staged.jaxpr, example.staged.consts
-        for m, v in zip(example.mapped, jaxpr.invars, strict=False):
-            variables[id(getattr(m.value, "data", m.value))] = v, m.axis
-        variables.update({id(c): (v, None) for v, c in zip(jaxpr.constvars, consts, strict=True)})
-    found = []
-    for x, path in zip(staged.placeholders, staged.paths, strict=True):
-        variable, position = variables.get(id(x), (None, None))
-        if variable is None:  # the program does not use it
-            names.take(path)
-            aval = jax.typeof(x)
-            found.append(Value(path, type_name(aval), type_name(aval), None, bytes_of([aval])))
-            continue
-        names.give(variable, path)
-        aval = variable.aval
-        batched = jax.typeof(x)
-        found.append(
-            Value(path, type_name(aval), type_name(batched), position, bytes_of([batched]))
-        )
-    return tuple(found)
-
-
-def _outputs(example: PerExample, names: Names, out_info: Any) -> tuple[Value, ...]:
-    """The results, under the names of their variables, as they are returned."""
-    types = jax.tree.leaves(out_info, is_leaf=lambda x: isinstance(x, Ragged))
-    variables = example.staged.jaxpr.outvars
-    found = []
-    for v, described, final in zip(variables, example.described, types, strict=False):
-        if isinstance(final, Ragged):
-            position, final = final.axis, final.data
-        else:
-            position = _out_axis(described.spec, v.aval, final)
-        aval = ShapedArray(final.shape, final.dtype)
-        value = value_of(names.of(v), v.aval, None, example.axis)
-        found.append(Value(value.name, value.example, type_name(aval), position, bytes_of([aval])))
-    return tuple(found)
-
-
-def _out_axis(spec: Any, example: Any, final: Any) -> int | None:
-    """Where a result has the batch axis."""
-    if spec is None or isinstance(spec, Reduce):
-        return None
-    if spec is AUTO:
-        return None if len(final.shape) == len(example.shape) else 0
-    return spec % len(final.shape)

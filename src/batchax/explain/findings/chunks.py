@@ -8,15 +8,22 @@ from collections.abc import Iterator
 from batchax.execution.memory import free_memory, show_bytes
 from batchax.explain.explanation import Finding
 from batchax.explain.findings.draft import OPERATION, Draft
-from batchax.explain.wording import count
+from batchax.explain.wording import count, show_seconds
 
 _MOST_OVERHEAD = 0.05  # of a chunk's time, where its size is well chosen
 _TOO_MUCH = 0.25  # of it, where it is not
+_SLOWER = 1.25  # times the fastest of what was measured: worth a word
 _CACHE = 4 << 20  # bytes of temporaries that are hardly worth making chunks for
 
 
 def chunk_sizes(draft: Draft) -> Iterator[Finding]:
-    """A `batch_size` far from the best: the smallest that hides what each chunk costs."""
+    """A `batch_size` far from the best: the smallest that hides what each chunk costs.
+
+    Where it was measured, the fastest of those that were tried.
+    """
+    if draft.timings:
+        yield from _measured(draft)
+        return
     size = draft.options.get("batch_size")
     if not isinstance(size, int) or draft.lanes <= 1:
         return
@@ -50,6 +57,25 @@ def chunk_sizes(draft: Draft) -> Iterator[Finding]:
             "",
             0.1 * draft.temporaries,
         )
+
+
+def _measured(draft: Draft) -> Iterator[Finding]:
+    now, *others = draft.timings
+    tried = [t for t in others if t.batch_size != "loop"]
+    best = min(tried, key=lambda t: t.seconds, default=now)
+    if best.seconds * _SLOWER > now.seconds or best.spread[1] > now.spread[0]:
+        return
+    size = best.batch_size
+    lanes = "all lanes at once" if size is None else f"{count(int(size), 'lane')} at a time"
+    what = "All lanes at once" if now.batch_size is None else f"batch_size={now.batch_size!r}"
+    peaks = "" if best.peak is None else f", with {show_bytes(best.peak)} of memory"
+    yield Finding(
+        "chunk size far from the best",
+        f"{what} took {show_seconds(now.seconds)}, {lanes} {show_seconds(best.seconds)}{peaks}.",
+        "Leave batch_size out." if size is None else f"Give batch_size={size}.",
+        "",
+        (now.seconds - best.seconds) * 1e9,
+    )
 
 
 def _operations(draft: Draft) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from batchax.engine.recording import Record, Recorder
 from batchax.execution.memory import show_bytes
 from batchax.explain.attribution import Tally
-from batchax.explain.explanation import Equation, Value, Work
+from batchax.explain.explanation import Equation, Timing, Value, Work
 from batchax.explain.wording import count, show_flops
 from batchax.programs.hlo import Instruction, Module, UnreadableProgram, read_module
 
@@ -58,6 +58,7 @@ class Draft:
       compiled: the compiled program; None where there is none.
       temporaries: bytes that it takes for what is neither argument nor output, if known.
       arguments, outputs: of one example and of all.
+      timings: what was measured: of the program as it is first.
     """
 
     equations: Sequence[Equation]
@@ -70,6 +71,7 @@ class Draft:
     temporaries: int | None = None
     arguments: Sequence[Value] = field(default=())
     outputs: Sequence[Value] = field(default=())
+    timings: Sequence[Timing] = field(default=())
 
     @cached_property
     def records(self) -> dict[str, list[Record]]:

@@ -1,0 +1,67 @@
+"""The arguments and results of an explained function, and what values are called after them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.core import ShapedArray
+
+from batchax.engine.outputs import AUTO, Reduce
+from batchax.engine.recording import PerExample
+from batchax.explain.explanation import Value
+from batchax.explain.listing import type_name, value_of
+from batchax.explain.naming import Names
+from batchax.explain.staging import Staged
+from batchax.programs.shapes import bytes_of
+from batchax.rows.ragged import Ragged
+
+
+def arguments_of(staged: Staged, example: PerExample | None, names: Names) -> tuple[Value, ...]:
+    """The arguments, whose names their variables in the program get."""
+    variables: dict[int, tuple[Any, Any]] = {}  # by placeholder: variable, and where mapped
+    if example is not None:
+        jaxpr, consts = example.staged.jaxpr, example.staged.consts
+        for m, v in zip(example.mapped, jaxpr.invars, strict=False):
+            variables[id(getattr(m.value, "data", m.value))] = v, m.axis
+        variables.update({id(c): (v, None) for v, c in zip(jaxpr.constvars, consts, strict=True)})
+    found = []
+    for x, path in zip(staged.placeholders, staged.paths, strict=True):
+        variable, position = variables.get(id(x), (None, None))
+        if variable is None:  # the program does not use it
+            names.take(path)
+            aval = jax.typeof(x)
+            found.append(Value(path, type_name(aval), type_name(aval), None, bytes_of([aval])))
+            continue
+        names.give(variable, path)
+        aval = variable.aval
+        batched = jax.typeof(x)
+        found.append(
+            Value(path, type_name(aval), type_name(batched), position, bytes_of([batched]))
+        )
+    return tuple(found)
+
+
+def outputs_of(example: PerExample, names: Names, out_info: Any) -> tuple[Value, ...]:
+    """The results, under the names of their variables, as they are returned."""
+    types = jax.tree.leaves(out_info, is_leaf=lambda x: isinstance(x, Ragged))
+    variables = example.staged.jaxpr.outvars
+    found = []
+    for v, described, final in zip(variables, example.described, types, strict=False):
+        if isinstance(final, Ragged):
+            position, final = final.axis, final.data
+        else:
+            position = _out_axis(described.spec, v.aval, final)
+        aval = ShapedArray(final.shape, final.dtype)
+        value = value_of(names.of(v), v.aval, None, example.axis)
+        found.append(Value(value.name, value.example, type_name(aval), position, bytes_of([aval])))
+    return tuple(found)
+
+
+def _out_axis(spec: Any, example: Any, final: Any) -> int | None:
+    """Where a result has the batch axis."""
+    if spec is None or isinstance(spec, Reduce):
+        return None
+    if spec is AUTO:
+        return None if len(final.shape) == len(example.shape) else 0
+    return spec % len(final.shape)
