@@ -55,14 +55,6 @@ def _layout_constraint(axis: Axis, args: Any, axes: Any, /, *, layout: Any) -> t
 _layout_p: Any = _compat.find_primitive("layout_constraint")
 
 
-@register_rule("inspect_sharding")
-def _inspect_sharding(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
-    return _inspect_p.bind(*args, **params), []
-
-
-_inspect_p: Any = _compat.find_primitive("inspect_sharding")
-
-
 def batched_sharding(axis: Axis, sharding: Any, position: AxisPosition) -> Any:
     """A sharding of one example as it is with the batch axis at `position`.
 
