@@ -13,8 +13,8 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.explain.markup import doublings, size
-from batchax.explain.page import as_embedded_page, as_page
+from batchax.explain.page.document import as_embedded_page, as_page
+from batchax.explain.page.markup import doublings, size
 from batchax.explain.wording import show_flops
 
 from support.browser import browser

@@ -43,17 +43,6 @@ def interpret(
       The outputs and the position of the batch axis in each, None for an
       output that does not depend on the batch.
     """
-    with recording.run(jaxpr):
-        return _interpret(axis, jaxpr, consts, args, axes)
-
-
-def _interpret(
-    axis: Axis,
-    jaxpr: Any,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    axes: Sequence[AxisPosition],
-) -> tuple[list[Any], list[AxisPosition]]:
     steps = plan(jaxpr)
     # Each variable's value and where that carries the batch axis.
     env: dict[Any, tuple[Any, AxisPosition]] = {
@@ -63,23 +52,24 @@ def _interpret(
     outer_names = _compat.current_name_stack()
     one_for_each_lane = references_to_batch(axis, jaxpr, axes)
 
-    for eqn, dead in steps:
-        operands, operand_axes = [], []
-        for v in eqn.invars:
-            if isinstance(v, Literal):
-                operands.append(v.val)
-                operand_axes.append(None)
-            else:
-                value, position = env[v]
-                operands.append(value)
-                operand_axes.append(position)
-        with _compat.user_source(eqn.source_info, outer_names), eqn.ctx.manager:
-            for_each_lane = not one_for_each_lane.isdisjoint(eqn.outvars)
-            outs, out_axes = batch_equation(axis, eqn, operands, operand_axes, for_each_lane)
-        env.update(zip(eqn.outvars, zip(outs, out_axes, strict=True), strict=True))
-        for v in dead:
-            del env[v]
-        value = operands = outs = None  # these would keep dead values alive
+    with recording.run(jaxpr):
+        for eqn, dead in steps:
+            operands, operand_axes = [], []
+            for v in eqn.invars:
+                if isinstance(v, Literal):
+                    operands.append(v.val)
+                    operand_axes.append(None)
+                else:
+                    value, position = env[v]
+                    operands.append(value)
+                    operand_axes.append(position)
+            with _compat.user_source(eqn.source_info, outer_names), eqn.ctx.manager:
+                for_each_lane = not one_for_each_lane.isdisjoint(eqn.outvars)
+                outs, out_axes = batch_equation(axis, eqn, operands, operand_axes, for_each_lane)
+            env.update(zip(eqn.outvars, zip(outs, out_axes, strict=True), strict=True))
+            for v in dead:
+                del env[v]
+            value = operands = outs = None  # these would keep dead values alive
 
     outputs = [(v.val, None) if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
     return [value for value, _ in outputs], [position for _, position in outputs]

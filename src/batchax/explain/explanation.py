@@ -248,13 +248,13 @@ class Explanation:
         return as_text(self)
 
     def _repr_html_(self) -> str:
-        from batchax.explain.page import as_embedded_page
+        from batchax.explain.page.document import as_embedded_page
 
         return as_embedded_page(self)
 
     def to_html(self, path: Any) -> None:
         """Writes a page to `path` that shows everything, needs nothing else and opens offline."""
-        from batchax.explain.page import as_page
+        from batchax.explain.page.document import as_page
 
         with open(path, "w", encoding="utf-8") as file:
             file.write(as_page(self))

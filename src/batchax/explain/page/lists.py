@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from batchax.explain.explanation import Equation, Explanation, Source, Timing, Work
-from batchax.explain.markup import Html, link_to, percent, size, tag
-from batchax.explain.page_details import source_anchor
+from batchax.explain.page.details import source_anchor
+from batchax.explain.page.markup import Html, link_to, percent, size, tag
 from batchax.explain.wording import count, show_flops, show_seconds
 
 _MANY = 12

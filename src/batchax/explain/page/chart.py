@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from batchax.explain.explanation import Explanation, Timing
-from batchax.explain.markup import Html, size, tag
+from batchax.explain.page.markup import Html, size, tag
 from batchax.explain.wording import show_seconds
 
 _WIDTH, _HEIGHT = 440, 280

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from batchax.explain.explanation import Explanation, Memory
-from batchax.explain.markup import SIGNS, Html, glyph, link_to, percent, size, tag
+from batchax.explain.page.markup import SIGNS, Html, glyph, link_to, percent, size, tag
 from batchax.explain.wording import SERVICES, count, show_flops
 
 _KINDS = ("argument", "output", "temporary", "constant")

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from batchax.explain.explanation import Equation, Explanation, Source, Value
-from batchax.explain.markup import (
+from batchax.explain.page.details import details, how_often
+from batchax.explain.page.markup import (
     SIGNS,
     Html,
     anchor,
@@ -24,7 +25,6 @@ from batchax.explain.markup import (
     tag,
     typed,
 )
-from batchax.explain.page_details import details, how_often
 from batchax.explain.wording import SERVICES, count, show_flops
 
 _COLUMNS = 8

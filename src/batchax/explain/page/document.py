@@ -8,11 +8,11 @@ from functools import cache
 from importlib.resources import files
 
 from batchax.explain.explanation import Explanation
-from batchax.explain.markup import Html, tag
-from batchax.explain.page_chart import charts
-from batchax.explain.page_flow import flow, legend
-from batchax.explain.page_lists import findings, sources, timings
-from batchax.explain.page_summary import memory, summary
+from batchax.explain.page.chart import charts
+from batchax.explain.page.flow import flow, legend
+from batchax.explain.page.lists import findings, sources, timings
+from batchax.explain.page.markup import Html, tag
+from batchax.explain.page.summary import memory, summary
 from batchax.explain.wording import count
 
 _LARGE = 300
@@ -150,7 +150,7 @@ def _program(explanation: Explanation) -> list[Html]:
 
 @cache
 def _resource(name: str) -> str:
-    return files("batchax.explain").joinpath(name).read_text(encoding="utf-8")
+    return files("batchax.explain.page").joinpath(name).read_text(encoding="utf-8")
 
 
 def _digest(text: str) -> str:

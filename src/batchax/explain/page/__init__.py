@@ -1,0 +1,1 @@
+"""The face of an explanation that opens in a browser."""
