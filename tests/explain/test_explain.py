@@ -1,6 +1,7 @@
 """`explain`: what it says of each equation is what the engine did."""
 
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -378,3 +379,15 @@ def test_loops_that_ask_all_lanes_are_said_to_wait():
     (finding,) = [f for f in explanation.findings if "slowest" in f.kind]
     assert finding.equation == loop.number
     assert "goes on while any lane does" in str(explanation)
+
+
+def test_rich_prints_it_in_colours():
+    console = pytest.importorskip("rich.console")
+    explanation = bx.explain(affine, (None, 0, None), compile=False)(M, V, B)
+    coloured = console.Console(width=200, force_terminal=True, color_system="truecolor")
+    with coloured.capture() as printed:
+        coloured.print(explanation)
+    text = printed.get()
+    assert "\x1b[1;31m8*\x1b[0m" in text  # the batch axis
+    plain = re.sub(r"\x1b\[[\d;]*m", "", text)
+    assert [line.rstrip() for line in plain.splitlines()] == str(explanation).splitlines()

@@ -202,7 +202,8 @@ class Timing:
 class Explanation:
     """How a function was batched, and what that costs.
 
-    ``str()`` is a listing for the terminal; `to_html` writes a page; a notebook shows that page.
+    ``str()`` is a listing, which ``rich.print`` prints in colours; `to_html` writes a page, which a
+    notebook shows.
 
     Attributes:
       name: of the per-example function.
@@ -246,6 +247,11 @@ class Explanation:
         from batchax.explain.text import as_text
 
         return as_text(self)
+
+    def __rich__(self) -> Any:
+        from batchax.explain.text import for_terminal
+
+        return for_terminal(self)
 
     def _repr_html_(self) -> str:
         from batchax.explain.page.document import as_embedded_page
