@@ -10,7 +10,8 @@ from jax.extend.core import jaxprs_in_params
 import batchax as bx
 from batchax import _compat
 from batchax.engine.interpreter import plan
-from batchax.explain.listing import shown_name, type_name
+from batchax.explain.entries import shown_name
+from batchax.explain.listing import type_name
 from batchax.programs.cost import cost_of_program
 
 from support.oracle import example, same

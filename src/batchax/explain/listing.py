@@ -3,51 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import jaxprs_in_params
 
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition
 from batchax.engine.inner import batched_aval
 from batchax.engine.recording import Record, Recorder
-from batchax.engine.registry import find_rule, rule_origin
 from batchax.explain.attribution import Attribution, Tally
-from batchax.explain.explanation import Equation, Service, Source, Value, Work
+from batchax.explain.entries import (
+    NESTED,
+    Entry,
+    entries_of,
+    is_users,
+    lanes_of,
+    served_by,
+    shown_name,
+)
+from batchax.explain.explanation import Equation, Source, Value, Work
 from batchax.explain.naming import Names
 from batchax.programs.shapes import bytes_of
 from batchax.programs.source_lines import source_line
 
-# What holds programs that run more or less often than it does. The parts of others, which are
-# calls, are listed in their place.
-_NESTED = frozenset("while scan cond bounded_loop chunk_loop parting_loop".split())
 _LIBRARY = os.path.dirname(jax.__file__)
-
-
-@dataclass(eq=False)
-class _Entry:
-    """An equation with all its records: a program may be batched for chunks of several sizes."""
-
-    records: list[Record] = field(default_factory=list)
-    tallies: list[Tally] = field(default_factory=list)
-    within: list[tuple[Record, Tally]] = field(default_factory=list)  # what rules do by programs
-    parts: list[_Entry] = field(default_factory=list)
-
-    @property
-    def shown(self) -> Record:
-        """The record that tells of the most lanes."""
-        return max(self.records, key=lambda r: (_lanes_of(r.axis), -r.number))
-
-    @property
-    def eqn(self) -> Any:
-        return self.records[0].eqn
-
-
-def _lanes_of(axis: Axis) -> int:
-    return axis.size if isinstance(axis.size, int) else 1
 
 
 class Listing:
@@ -66,11 +46,11 @@ class Listing:
         self.numbers: dict[Record, str] = {}
         self._placed = _results(recorder)
         self._known: dict[str, Value] = {}  # by name
-        entries = _entries(recorder, attribution)
+        entries = entries_of(recorder, attribution)
         self.equations = self._listed(entries, "")
 
     def _listed(
-        self, entries: Sequence[_Entry], prefix: str, role: str = "", times: int | None = 1
+        self, entries: Sequence[Entry], prefix: str, role: str = "", times: int | None = 1
     ) -> tuple[Equation, ...]:
         found = []
         for entry, source, role_of_it in self._flat(entries, None, role):
@@ -79,14 +59,14 @@ class Listing:
         return tuple(found)
 
     def _flat(
-        self, entries: Sequence[_Entry], caller: Source | None, role: str
-    ) -> Iterator[tuple[_Entry, Source, str]]:
+        self, entries: Sequence[Entry], caller: Source | None, role: str
+    ) -> Iterator[tuple[Entry, Source, str]]:
         """The entries with the lines and roles they are listed under, calls opened."""
         for entry in entries:
             record = entry.shown
             source = caller or source_of(entry.eqn)
             role_of_it = record.role or role
-            if not entry.parts or entry.eqn.primitive.name in _NESTED or _is_users(record):
+            if not entry.parts or entry.eqn.primitive.name in NESTED or is_users(record):
                 yield entry, source, role_of_it
                 continue
             program = _program_of(entry.parts[0])
@@ -97,7 +77,7 @@ class Listing:
             self._name_alike(entry.eqn.outvars, program.outvars)
 
     def _equation(
-        self, entry: _Entry, source: Source, role: str, number: str, around: int | None
+        self, entry: Entry, source: Source, role: str, number: str, around: int | None
     ) -> Equation:
         record, eqn = entry.shown, entry.eqn
         for r in (*entry.records, *(r for r, _ in entry.within)):
@@ -140,7 +120,7 @@ class Listing:
             notes={k: v for k, v in record.notes.items() if k not in ("service", "rule")},
         )
 
-    def _name_inside(self, entry: _Entry) -> tuple[tuple[str, str], ...]:
+    def _name_inside(self, entry: Entry) -> tuple[tuple[str, str], ...]:
         """Names the inputs of the programs in a loop or branch.
 
         What they are given as it is keeps its name.
@@ -168,7 +148,7 @@ class Listing:
             return self._named_pairs(inputs[m:], operands[n + m :])
         return ()
 
-    def _entered(self, entry: _Entry, given: Any, role: str) -> Sequence[Any]:
+    def _entered(self, entry: Entry, given: Any, role: str) -> Sequence[Any]:
         """The inputs of a program in `entry`, which may have been run in another form.
 
         That has other inputs only in front: which lanes are live.
@@ -211,91 +191,12 @@ class Listing:
 def _results(recorder: Recorder) -> dict[Any, tuple[AxisPosition, Any]]:
     """Where results of what stands in for equations have the batch axis, and their types."""
     found: dict[Any, tuple[AxisPosition, Any]] = {}
-    widest = sorted(recorder.records, key=lambda r: _lanes_of(r.axis))
+    widest = sorted(recorder.records, key=lambda r: lanes_of(r.axis))
     for record in widest:
         if record.parent is not None and record.parent.stand_in is not None:
             for v, a in zip(record.eqn.outvars, record.out_axes, strict=False):
                 found[v] = a, batched_aval(record.axis, v.aval, a)
     return found
-
-
-def _entries(recorder: Recorder, attribution: Attribution) -> list[_Entry]:
-    """What became part of the batched program, as a tree."""
-    used = _used_runs(recorder, attribution)
-    places = _places(recorder)
-    roots: list[_Entry] = []
-    entries: dict[Any, _Entry] = {}
-    of_record: dict[Record | None, _Entry] = {}
-    for record in recorder.records:
-        around = of_record.get(record.parent)
-        if record.run not in used or (record.parent is not None and around is None):
-            continue
-        tally = attribution.tallies.get(record)
-        if around is not None and record.parent is not None and not _runs_programs(around):
-            of_record[record] = around
-            if tally is not None:
-                around.within.append((record, tally))
-            continue
-        key = places[record]
-        if key not in entries:
-            entries[key] = _Entry()
-            (roots if around is None else around.parts).append(entries[key])
-        of_record[record] = entries[key]
-        entries[key].records.append(record)
-        if tally is not None:
-            entries[key].tallies.append(tally)
-    return roots
-
-
-def _places(recorder: Recorder) -> dict[Record, Any]:
-    """Where each equation is: records of one place are of one equation.
-
-    For chunks of another size a program may be made anew. Then it has the same operations.
-    """
-    runs: dict[Any, list[Record]] = {}
-    for record in recorder.records:
-        runs.setdefault((record.parent, record.role, record.run), []).append(record)
-    made: dict[Any, tuple[int, int]] = {}  # for how many lanes, and the program
-    places: dict[Record, Any] = {}
-    for (parent, role, run), records in runs.items():
-        around = parent and places[parent], role
-        if run is None:
-            places.update((r, (around, id(r.eqn))) for r in records)
-            continue
-        program, lanes = id(run.program), _lanes_of(records[0].axis)
-        operations = tuple(shown_name(r.eqn) for r in records)
-        known = made.setdefault((around, operations), (lanes, program))
-        if known[0] != lanes:
-            program = known[1]
-        places.update((r, (around, program, i)) for i, r in enumerate(records))
-    return places
-
-
-def _used_runs(recorder: Recorder, attribution: Attribution) -> set[Any]:
-    """The runs through programs of which the batched program is made.
-
-    Others were to find out which values are batched. Where no run shows in the batched program,
-    because all that was to be done is to move an axis in mind, the last is the one.
-    """
-    used: set[Any] = set()
-    for record in attribution.tallies:
-        while record is not None:
-            used.add(record.run)
-            record = record.parent
-    runs: dict[Any, list[Any]] = {}
-    for record in recorder.records:
-        runs.setdefault((record.parent, record.role), []).append(record.run)
-    for (parent, _), found in runs.items():
-        if used.isdisjoint(found) and (parent is None or parent.run in used):
-            used.add(found[-1])
-    return used
-
-
-def _runs_programs(entry: _Entry) -> bool:
-    """Whether what is inside an equation is its own, and not how its rule goes about it."""
-    eqn = entry.eqn
-    known = eqn.primitive.name in ("call_hi_primitive", *_NESTED) or _is_users(entry.shown)
-    return known or any(True for _ in jaxprs_in_params(eqn.params))
 
 
 def value_of(
@@ -326,42 +227,12 @@ def type_name(aval: Any) -> str:
         return str(aval)
 
 
-def shown_name(eqn: Any) -> str:
-    """The name of an equation's primitive; of a call also what is called."""
-    name, called = eqn.primitive.name, eqn.params.get("name")
-    return f"{name} {called}" if isinstance(called, str) and called else name
-
-
 def source_of(eqn: Any) -> Source:
     """The user's line that made an equation."""
     return Source(*source_line(eqn))
 
 
-def served_by(record: Record) -> tuple[Service, str]:
-    """How an equation was batched, and the name of the rule that did it."""
-    primitive = record.eqn.primitive
-    if record.shared:
-        return "once", ""
-    origin, rule = rule_origin(primitive) or "", find_rule(primitive)
-    if rule is not None and not origin.startswith("batchax."):
-        return "user", _name_of(rule)
-    module = origin.removeprefix("batchax.") or "no rule"
-    if "service" in record.notes:
-        return record.notes["service"], record.notes.get("rule", module)
-    if rule is None:
-        return ("jax", "jax") if _compat.jax_has_rule(primitive) else ("lanes", module)
-    return "own", module
-
-
-def _name_of(rule: Callable[..., Any]) -> str:
-    return f"{rule.__module__}.{getattr(rule, '__qualname__', type(rule).__name__)}"
-
-
-def _is_users(record: Record) -> bool:
-    return served_by(record)[0] in ("user", "lanes")
-
-
-def _program_of(part: _Entry) -> Any:
+def _program_of(part: Entry) -> Any:
     """The program that an equation inside another is part of."""
     run = part.records[0].run
     assert run is not None
