@@ -1,7 +1,7 @@
 """The command ``batchax explain``."""
 
-import subprocess
 import sys
+from importlib.metadata import entry_points
 
 import pytest
 
@@ -109,9 +109,9 @@ def test_plain_text_without_rich(here, capsys, monkeypatch):
     assert "dot_general" in capsys.readouterr().out
 
 
-def test_the_command_is_installed(here):
-    done = subprocess.run(
-        [sys.executable, "-m", "batchax", "explain", "--help"], capture_output=True, text=True
-    )
-    assert done.returncode == 0
-    assert "--in-axes" in done.stdout
+def test_the_command_is_installed(capsys):
+    (command,) = entry_points(group="console_scripts", name="batchax")
+    assert command.load() is main
+    with pytest.raises(SystemExit, match="0"):
+        main(["explain", "--help"])
+    assert "--in-axes" in capsys.readouterr().out
