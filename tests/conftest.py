@@ -7,7 +7,6 @@ import os
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
-    + " --xla_llvm_disable_expensive_passes=true"
 )
 
 import jax

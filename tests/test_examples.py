@@ -17,7 +17,7 @@ def load(name):
 
 def test_digits(tmp_path, capsys):
     digits = load("digits")
-    digits.STEPS = 100
+    digits.STEPS = 50
     digits.main(tmp_path)
     account = capsys.readouterr().out
     assert "1,797 handwritten digits" in account

@@ -25,7 +25,7 @@ def inputs(seed):
 IN_AXES = (1, 0, 0, None)
 
 
-@pytest.mark.parametrize("seed", range(28))
+@pytest.mark.parametrize("seed", range(18))
 def test_values_and_gradients(seed):
     program = random_program(seed)
     args = inputs(seed)
