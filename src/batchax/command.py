@@ -43,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (_Mistake, BatchaxError) as error:
         print(f"batchax: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # who reads it, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -100,9 +102,10 @@ def _run(options: argparse.Namespace) -> None:
         **given,
     )
     explanation = explained(*args)
-    _show(for_terminal(explanation))
     if options.html:
         explanation.to_html(options.html)
+    _show(for_terminal(explanation))
+    if options.html:
         print(f"\nwritten to {options.html}")
 
 
