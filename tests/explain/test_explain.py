@@ -391,3 +391,17 @@ def test_rich_prints_it_in_colours():
     assert "\x1b[1;31m8*\x1b[0m" in text  # the batch axis
     plain = re.sub(r"\x1b\[[\d;]*m", "", text)
     assert [line.rstrip() for line in plain.splitlines()] == str(explanation).splitlines()
+
+
+def test_what_is_measured_is_what_is_explained():
+    def f(x, flags):
+        return x * 2 if flags[0] else x  # known, as it is outside of jit
+
+    explanation = bx.explain(f, (0, None), measure=True)(jnp.ones((3, 2)), np.array([True]))
+    assert [e.primitive for e in explanation.equations] == ["mul"]
+    assert [t.batch_size for t in explanation.timings] == [None, "loop"]
+    assert explanation.timings[0].peak == explanation.memory.peak
+
+    rows = bx.Ragged.from_rows([jnp.ones((n, 2)) for n in (1, 4)])
+    explanation = bx.explain(jnp.sum, buckets=2, measure=True)(rows)  # lengths must be known
+    assert [t.batch_size for t in explanation.timings] == [None]

@@ -127,7 +127,7 @@ def stage_function(
 
     try:
         return stage(fun)
-    except _NEEDS_VALUES as error:
+    except NEEDS_VALUES as error:
 
         @functools.wraps(fun)
         def unbatched_at_once(*args: Any) -> Any:
@@ -142,11 +142,12 @@ def stage_function(
             raise error from None
 
 
-_NEEDS_VALUES = (
+NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+"""What JAX raises where Python branches on, or converts, a value that is being traced."""
 
 
 def batch_function(

@@ -65,12 +65,11 @@ class Attribution:
                 cost = cost_of_equation(eqn, known)
                 self._add(record, eqn, cost, times, skipped)
                 continue
-            name = eqn.primitive.name
-            if name in _LOOPS_AND_BRANCHES:
-                self._add(record, eqn, cost_around(eqn, known), times, skipped)
+            if any(p.role != "call" for p in inner):
+                self._add(record, eqn, cost_around(eqn, inner), times, skipped)
             for p in inner:
                 often = None if times is None or p.times is None else times * p.times
-                may_not = skipped or name == "cond"
+                may_not = skipped or eqn.primitive.name == "cond"
                 self._walk(p.jaxpr, p.integers, record, often, may_not)
 
     def _add(
@@ -88,6 +87,3 @@ class Attribution:
             tally.moves += written
         elif name == "broadcast_in_dim" and written > bytes_of(v.aval for v in eqn.invars):
             tally.broadcasts += written
-
-
-_LOOPS_AND_BRANCHES = frozenset(["scan", "while", "cond"])

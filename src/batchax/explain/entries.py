@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,14 @@ def entries_of(recorder: Recorder, attribution: Attribution) -> list[Entry]:
         if tally is not None:
             entries[key].tallies.append(tally)
     return roots
+
+
+def number_of(op_name: str | None, recorder: Recorder, numbers: Mapping[Record, str]) -> str:
+    """The equation, of those that have `numbers`, that a compiled operation is of; "" if none."""
+    record = recorder.record_of(op_name or "")
+    while record is not None and record not in numbers:
+        record = record.parent
+    return "" if record is None else numbers[record]
 
 
 def _places(recorder: Recorder) -> dict[Record, Any]:

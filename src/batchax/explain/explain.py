@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from batchax.explain.attribution import Attribution, Tally
-from batchax.explain.explanation import Explanation, Timing, Work
+from batchax.explain.explanation import Explanation, Timing
 from batchax.explain.findings.draft import Draft
 from batchax.explain.findings.every import find_findings
 from batchax.explain.interface import arguments_of, outputs_of
@@ -65,10 +65,13 @@ def explain(
             check_values(args, kwargs)
         staged = stage(batched, args, kwargs, _parameters(fun))
         name = getattr(fun, "__name__", type(fun).__name__)
+        compiled = staged.compile() if compile or measure else None
         timings: tuple[Timing, ...] = ()
         if measure:
-            timings = measure_ways(fun, in_axes, out_axes, vmap_options, args, kwargs)
-        return _explain(name, staged, dict(vmap_options), compile, timings)
+            call = args, kwargs, staged, compiled
+            timings = measure_ways(fun, in_axes, out_axes, vmap_options, *call)
+        compiled = compiled if compile else None
+        return _explain(name, staged, compiled, dict(vmap_options), timings)
 
     return explained
 
@@ -84,7 +87,7 @@ def _parameters(fun: Callable[..., Any]) -> list[str]:
 
 
 def _explain(
-    name: str, staged: Staged, options: dict[str, Any], compile: bool, timings: tuple[Timing, ...]
+    name: str, staged: Staged, compiled: Any, options: dict[str, Any], timings: tuple[Timing, ...]
 ) -> Explanation:
     recorder, program = staged.recorder, staged.traced.jaxpr
     attribution = Attribution(recorder, program)
@@ -96,12 +99,10 @@ def _explain(
     arguments = arguments_of(staged, example, names)
     listing = Listing(recorder, attribution, names, axis.size)
     outputs = () if example is None else outputs_of(example, names, staged.traced.out_info)
-    compiled = staged.compile() if compile else None
     memory = counted = None
     if compiled is not None:
         memory = find_memory(compiled, recorder, listing.numbers, staged.paths)
         counted = counted_by_compiler(compiled)
-    outside = attribution.tallies.get(None, Tally()).work
     draft = Draft(
         equations=listing.equations,
         numbers=listing.numbers,
@@ -125,6 +126,6 @@ def _explain(
         memory=memory,
         compiled=counted,
         timings=timings,
-        outside=Work(outside.flops, outside.bytes),
+        outside=attribution.tallies.get(None, Tally()).work,
         options=options,
     )

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-import numpy as np
 from jax import lax
 from jax.core import Tracer
 
 from batchax.engine.arguments import find_axis_size, flatten_arguments
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.explain.explanation import Timing
-from batchax.programs.peak import peak_of
+from batchax.explain.staging import Staged, stage
+from batchax.programs.peak import memory_of
 from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap
 
@@ -42,12 +42,19 @@ def measure(
     options: dict[str, Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    staged: Staged,
+    compiled: Any,
 ) -> tuple[Timing, ...]:
     """Times the batched function, in turns with a loop over examples and with other chunk sizes.
 
     The loop calls the compiled per-example function for one lane after another, on examples cut
     before; over a named axis, and for rows, there is none. For more than 256 lanes it runs for
     256, and its time is that times the number of lanes over 256.
+
+    Args:
+      fun, in_axes, out_axes, options: the function, and how it is batched.
+      args, kwargs: the call's arguments.
+      staged, compiled: the batched function as it is.
 
     Returns:
       The function as it is first, then the others. The time of one call is the median of seven
@@ -57,7 +64,7 @@ def measure(
     lanes = find_axis_size(flat.mapped, options.get("axis_size"))
     rows = any(isinstance(m.value, Ragged) for m in flat.mapped)
     given = options.get("batch_size")
-    ways = [_batched(fun, in_axes, out_axes, options, args, kwargs)]
+    ways = [_batched(given, staged, compiled)]
     if not rows and options.get("axis_name") is None:
         ways.append(_loop(fun, flat, lanes))
     sizes = [] if rows or not isinstance(lanes, int) else [*_sizes(lanes), None]
@@ -67,7 +74,8 @@ def measure(
         changed = {**options, "batch_size": size}
         changed.pop("memory_limit", None)
         try:
-            ways.append(_batched(fun, in_axes, out_axes, changed, args, kwargs))
+            other = stage(vmap(fun, in_axes, out_axes, **changed), args, kwargs, ())
+            ways.append(_batched(size, other, other.compile()))
         except UnsupportedError:
             break  # it cannot run in chunks
     return _times(ways)
@@ -93,22 +101,8 @@ def _sizes(lanes: int) -> list[int]:
     return [4**k for k in range(1, 12) if 4**k < lanes]
 
 
-def _batched(
-    fun: Callable[..., Any], in_axes: Any, out_axes: Any, options: Any, args: Any, kwargs: Any
-) -> _Way:
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    arrays = [i for i, x in enumerate(leaves) if isinstance(x, (jax.Array, np.ndarray))]
-
-    def run(*values: Any) -> Any:
-        every = list(leaves)
-        for i, x in zip(arrays, values, strict=True):
-            every[i] = x
-        call_args, call_kwargs = jax.tree.unflatten(tree, every)
-        return vmap(fun, in_axes, out_axes, **options)(*call_args, **call_kwargs)
-
-    values = [leaves[i] for i in arrays]
-    compiled = jax.jit(run).lower(*values).compile()
-    return _Way(options.get("batch_size"), lambda: compiled(*values), peak_of(compiled).bytes)
+def _batched(batch_size: Any, staged: Staged, compiled: Any) -> _Way:
+    return _Way(batch_size, lambda: compiled(*staged.arrays), memory_of(compiled).bytes)
 
 
 def _loop(fun: Callable[..., Any], flat: Any, lanes: int) -> _Way:

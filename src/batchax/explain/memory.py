@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from batchax.engine.recording import Record, Recorder
+from batchax.explain.entries import number_of
 from batchax.explain.explanation import Held, Memory, Work
 from batchax.programs.peak import LiveValue, peak_of
 
@@ -39,10 +40,7 @@ def _held(
         what = paths[int(argument[1])]
     else:
         what = name.rpartition("/")[2] or value.opcode
-    record = recorder.record_of(name)
-    while record is not None and record not in numbers:
-        record = record.parent
-    number = "" if record is None else numbers[record]
+    number = number_of(name, recorder, numbers)
     return Held(what, value.shape, value.bytes, value.kind, number)
 
 

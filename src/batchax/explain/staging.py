@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from batchax.engine.inner import NEEDS_VALUES
 from batchax.engine.recording import Recorder
 from batchax.errors import SequentialFallbackWarning
 from batchax.rows.ragged import Ragged
@@ -25,12 +26,14 @@ class Staged:
       traced: what ``jax.jit(...).trace`` returned.
       placeholders: for each traced argument, what stood for it.
       paths: what each is called.
+      arrays: what was given for each.
     """
 
     recorder: Recorder
     traced: Any
     placeholders: Sequence[Any]
     paths: Sequence[str]
+    arrays: Sequence[Any]
 
     def compile(self) -> Any:
         """The compiled program, whose operations bear the marks of their equations."""
@@ -53,16 +56,9 @@ def stage(
     """
     try:
         return _stage(batched, args, kwargs, names, _is_array)
-    except _NEEDS_VALUES:
+    except NEEDS_VALUES:
         # The function branches in Python on an array that is the same for all lanes.
         return _stage(batched, args, kwargs, names, _is_abstract)
-
-
-_NEEDS_VALUES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
 
 
 def _is_abstract(x: Any) -> bool:
@@ -100,10 +96,11 @@ def _stage(
         call_args, call_kwargs = jax.tree.unflatten(tree, values)
         return batched(*call_args, **call_kwargs)
 
+    arrays = [leaves[i][1] for i in chosen]
     with recorder.active(), _quietly():
-        traced = jax.jit(run).trace(*(leaves[i][1] for i in chosen))
+        traced = jax.jit(run).trace(*arrays)
     paths = [_path(leaves[i][0], names) for i in chosen]
-    return Staged(recorder, traced, list(placeholders), paths)
+    return Staged(recorder, traced, list(placeholders), paths, arrays)
 
 
 def _is_ragged(x: Any) -> bool:
@@ -123,5 +120,4 @@ def _path(keys: Sequence[Any], names: Sequence[str]) -> str:
 
 def _quietly() -> warnings.catch_warnings:
     """Without the warning that lanes run one after another: there is a finding for it."""
-    context = warnings.catch_warnings(action="ignore", category=SequentialFallbackWarning)
-    return context
+    return warnings.catch_warnings(action="ignore", category=SequentialFallbackWarning)

@@ -8,7 +8,7 @@ from typing import Any
 
 from batchax.execution.memory import show_bytes
 from batchax.explain.explanation import Equation, Explanation, Finding, Memory, Value, Work
-from batchax.explain.wording import SERVICES, count, show_flops, show_seconds
+from batchax.explain.wording import SERVICES, count, show_flops, show_seconds, show_work
 from batchax.programs.source_lines import shown_place
 
 _WIDTH = 100  # of a line of prose
@@ -46,15 +46,11 @@ def _summary(explanation: Explanation) -> Iterator[str]:
     yield f"  equations  {', '.join(told)}"
     work, lanes = explanation.work, max(explanation.lanes, 1)
     each = Work(work.flops / lanes, work.bytes / lanes)
-    yield f"  work       {_show(work)}; per lane {_show(each)}"
+    yield f"  work       {show_work(work)}; per lane {show_work(each)}"
     if explanation.compiled is not None:
-        yield f"  compiled   {_show(explanation.compiled)}, by the compiler's count"
+        yield f"  compiled   {show_work(explanation.compiled)}, by the compiler's count"
     if explanation.memory is not None:
         yield from _memory(explanation.memory)
-
-
-def _show(work: Work) -> str:
-    return f"{show_flops(work.flops)}, {show_bytes(round(work.bytes))} read and written"
 
 
 def _memory(memory: Memory) -> Iterator[str]:

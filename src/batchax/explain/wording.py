@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from batchax.execution.memory import show_bytes
+from batchax.explain.explanation import Work
+
 SERVICES = {
     "own": "batched by rules of batchax",
     "user": "by rules of the user's",
@@ -26,6 +29,11 @@ def show_flops(flops: float) -> str:
         if flops < 999.5 or prefix == "T":
             return f"{flops:.3g} {prefix}FLOP"
     raise AssertionError
+
+
+def show_work(work: Work) -> str:
+    """Work in a sentence: "1.2 MFLOP, 3 MiB read and written"."""
+    return f"{show_flops(work.flops)}, {show_bytes(round(work.bytes))} read and written"
 
 
 def show_seconds(seconds: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,13 +80,19 @@ def cost_of_equation(eqn: Any, integers: Mapping[Any, int] | None = None) -> Cos
     if eqn.primitive.name == "cond":
         return _dearest(costs)
     total = _sum(_repeated(c, p.times) for c, p in zip(costs, inner, strict=True))
-    return total + _around(eqn, costs, inner)
+    return total + cost_around(eqn, inner)
 
 
-def cost_around(eqn: Any, integers: Mapping[Any, int] | None = None) -> Cost:
-    """What a loop or branch costs besides the programs that it runs."""
-    inner = programs_in(eqn, integers)
-    return _around(eqn, [cost_of_program(p.jaxpr, p.integers) for p in inner], inner)
+def cost_around(eqn: Any, inner: Sequence[Inner]) -> Cost:
+    """What a loop or branch costs besides running the programs `inner`, which it holds."""
+    if eqn.primitive.name == "scan":
+        return Cost(bytes=_cut_and_joined(eqn))
+    if eqn.primitive.name == "while" and inner[0].jaxpr.outvars[0].aval.shape:
+        # A predicate for each lane: it is taken again, and what is done stays as it is.
+        again = cost_of_program(inner[0].jaxpr, inner[0].integers)
+        carry = [v.aval for v in eqn.outvars]
+        return again + Cost(sum(map(size_of, carry)), bytes=3 * bytes_of(carry))
+    return Cost()
 
 
 _known: weakref.WeakKeyDictionary[Any, dict[Any, Cost]] = weakref.WeakKeyDictionary()
@@ -132,17 +138,6 @@ def _dearest(costs: list[Cost]) -> Cost:
         any(c.at_least for c in costs),
         any(c.at_most for c in costs) or len(set(costs)) > 1,
     )
-
-
-def _around(eqn: Any, costs: list[Cost], inner: list[Inner]) -> Cost:
-    """What a loop does besides running its programs."""
-    if eqn.primitive.name == "scan":
-        return Cost(bytes=_cut_and_joined(eqn))
-    if eqn.primitive.name == "while" and inner[0].jaxpr.outvars[0].aval.shape:
-        # A predicate for each lane: it is taken again, and what is done stays as it is.
-        carry = [v.aval for v in eqn.outvars]
-        return costs[0] + Cost(sum(map(size_of, carry)), bytes=3 * bytes_of(carry))
-    return Cost()
 
 
 def _cut_and_joined(eqn: Any) -> int:

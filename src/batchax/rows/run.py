@@ -15,7 +15,7 @@ from batchax import _compat
 from batchax.engine import recording
 from batchax.engine.arguments import Mapped
 from batchax.engine.axis import Axis, AxisPosition
-from batchax.engine.inner import stage_function
+from batchax.engine.inner import NEEDS_VALUES, stage_function
 from batchax.engine.outputs import FlatOutputs, OutputArray, check_unbatched, place
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.rows.arguments import RowSize, all_known, capacity_of, find_sizes, row_aval, with_room
@@ -181,12 +181,7 @@ def _cannot_stage(error: Exception, sizes: Sequence[RowSize]) -> Exception:
     return error
 
 
-_NEEDS_A_NUMBER = (
-    jax.errors.InconclusiveDimensionOperation,
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
+_NEEDS_A_NUMBER = (jax.errors.InconclusiveDimensionOperation, *NEEDS_VALUES)
 
 
 def _run_padded(call: Call, outputs: list[FlatOutputs], run_dense: RunDense) -> list[Any]:

@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import Any
 
 from batchax.engine.recording import Record, Recorder
-from batchax.execution.memory import show_bytes
 from batchax.explain.attribution import Tally
+from batchax.explain.entries import number_of
 from batchax.explain.explanation import Equation, Timing, Value, Work
-from batchax.explain.wording import count, show_flops
+from batchax.explain.wording import count
 from batchax.programs.hlo import Instruction, Module, UnreadableProgram, read_module
 
 # Nanoseconds, roughly those of a processor with a few cores. Findings are ordered by them and small
@@ -134,15 +134,7 @@ class Draft:
 
     def number_of(self, instruction: Instruction) -> str:
         """The equation that an instruction is of; "" if none."""
-        record = self.recorder.record_of(instruction.op_name or "")
-        while record is not None and record not in self.numbers:
-            record = record.parent
-        return "" if record is None else self.numbers[record]
-
-
-def show_work(work: Work) -> str:
-    """Work in a sentence: "1.2 MFLOP, 3 MiB read and written"."""
-    return f"{show_flops(work.flops)}, {show_bytes(round(work.bytes))} read and written"
+        return number_of(instruction.op_name, self.recorder, self.numbers)
 
 
 def lanes_at_a_time(draft: Draft, record: Record) -> str:

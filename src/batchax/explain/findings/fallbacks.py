@@ -47,58 +47,43 @@ def one_lane_after_another(draft: Draft) -> Iterator[Finding]:
 
 
 def _why(eqn: Equation, record: Record) -> tuple[str, str]:
-    return next(found(eqn) for holds, found in _REASONS if holds(eqn, record))
+    why, remedy = next(told for holds, *told in _REASONS if holds(eqn, record))
+    return why, remedy.format(primitive=_expression(eqn))
 
 
 def _expression(eqn: Equation) -> str:
     return f"{eqn.primitive.split()[0].replace('-', '_')}_p"
 
 
-def _asked_for(eqn: Equation) -> tuple[str, str]:
-    return (
+_REASONS: tuple[tuple[Callable[[Equation, Record], bool], str, str], ...] = (
+    (
+        lambda eqn, _: eqn.rule == "sequential_vmap",
         "batchax.sequential_vmap asks for that.",
         "Nothing, if it is for memory or for the order of effects. Otherwise leave "
         "sequential_vmap out.",
-    )
-
-
-def _no_rule(eqn: Equation) -> tuple[str, str]:
-    return (
-        "neither batchax nor JAX has a batching rule for it.",
-        f"Give it a rule with @batchax.register_rule({_expression(eqn)}), which computes all lanes "
-        "at once.",
-    )
-
-
-def _sequential_callback(eqn: Equation) -> tuple[str, str]:
-    return (
+    ),
+    (
+        lambda eqn, _: eqn.primitive in ("pure_callback", "ffi_call"),
         "its vmap_method says so, and Python is called for each.",
         'If the function takes arrays with a leading batch axis, give vmap_method="broadcast_all" '
         'or "expand_dims": it is called once then.',
-    )
-
-
-def _effect(eqn: Equation) -> tuple[str, str]:
-    return (
+    ),
+    (
+        lambda eqn, _: eqn.primitive in _CALLBACKS,
         "each lane has its effect, in order of the lanes.",
         "Call it outside of the batched function, on the whole batch, if one call will do.",
-    )
-
-
-def _ordered_effects(eqn: Equation) -> tuple[str, str]:
-    return (
+    ),
+    (
+        lambda _, record: _compat.ordered_by_lane(record.eqn.effects),
         "lanes part ways in it, and it calls Python, which is seen outside.",
         "Move the call out of it, or use jax.debug.callback, which need not be in order: lanes run "
         "together then.",
-    )
-
-
-_REASONS: tuple[
-    tuple[Callable[[Equation, Record], bool], Callable[[Equation], tuple[str, str]]], ...
-] = (
-    (lambda eqn, _: eqn.rule == "sequential_vmap", _asked_for),
-    (lambda eqn, _: eqn.primitive in ("pure_callback", "ffi_call"), _sequential_callback),
-    (lambda eqn, _: eqn.primitive in _CALLBACKS, _effect),
-    (lambda _, record: _compat.ordered_by_lane(record.eqn.effects), _ordered_effects),
-    (lambda *_: True, _no_rule),
+    ),
+    (
+        lambda *_: True,
+        "neither batchax nor JAX has a batching rule for it.",
+        "Give it a rule with @batchax.register_rule({primitive}), which computes all lanes at "
+        "once.",
+    ),
 )
+"""Whether a reason holds, the reason, and what to do about it; the first that holds is told."""

@@ -22,9 +22,8 @@ from batchax.explain.findings.draft import (
     lanes_at_a_time,
     price,
     price_fused,
-    show_work,
 )
-from batchax.explain.wording import count
+from batchax.explain.wording import count, show_work
 
 _STEPS = 16  # what a loop is taken to do if it does not say
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from batchax.explain.explanation import Finding, Work
-from batchax.explain.findings.draft import STEP, Draft, price, show_work
-from batchax.explain.wording import count
+from batchax.explain.findings.draft import STEP, Draft, price
+from batchax.explain.wording import count, show_work
 from batchax.rows.arguments import RowSize, capacity_of
 from batchax.rows.buckets import bucket
 from batchax.rows.ragged import known_lengths
