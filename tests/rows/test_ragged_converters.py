@@ -20,7 +20,8 @@ def same_rows(x, rows, dtype=None):
     for mine, row in zip(x.rows(), rows, strict=True):
         assert mine.shape == np.shape(row)
         assert dtype is None or mine.dtype == dtype
-        np.testing.assert_array_equal(np.asarray(mine, np.float32), np.asarray(row, np.float32))
+        wide = np.complex64 if np.iscomplexobj(row) else np.float32  # NumPy has no bfloat16
+        np.testing.assert_array_equal(np.asarray(mine, wide), np.asarray(row, wide))
 
 
 # Stand-ins.
@@ -69,6 +70,19 @@ def test_a_jagged_tensor_is_its_values_and_offsets():
 def test_a_jagged_tensor_may_have_gaps_between_rows():
     x = bx.Ragged.from_torch(Nested(np.arange(9.0), [0, 3, 6, 9], [2, 0, 3]))
     same_rows(x, [[0, 1], [], [6, 7, 8]])
+
+
+def test_values_that_numpy_has_no_dtype_for_come_through_dlpack():
+    class Brain(Tensor):
+        def numpy(self):
+            raise TypeError("Got unsupported ScalarType BFloat16")
+
+        def contiguous(self):  # an array of JAX has __dlpack__, as a tensor has
+            return jnp.asarray(np.concatenate(ROWS), jnp.bfloat16)
+
+    nested = Nested([], [0, 2, 2, 5])
+    nested.parts = (Brain([]), *nested.parts[1:])
+    same_rows(bx.Ragged.from_torch(nested), ROWS, jnp.bfloat16)
 
 
 def test_a_transposed_jagged_tensor_is_ragged_along_another_axis():
@@ -225,7 +239,7 @@ def test_torch_and_back(dtype, axis):
     for mine, row in zip(x.rows(), nested.unbind(), strict=True):
         assert mine.shape == tuple(row.shape)
     again = bx.Ragged.from_torch(nested)
-    same_rows(again, [np.real(row) for row in x.rows()], x.dtype)
+    same_rows(again, x.rows(), x.dtype)
 
 
 def test_torch_tensors_of_rows():
@@ -259,10 +273,25 @@ def test_arrow_arrays_of_lists():
     lists = [row.tolist() for row in ROWS]
     for kind in (arrow.list_, arrow.large_list):
         same_rows(bx.Ragged.from_arrow(arrow.array(lists, kind(arrow.float32()))), ROWS, np.float32)
+    view = arrow.ListViewArray.from_arrays([3, 0, 1], [2, 2, 3], arrow.array(np.arange(5.0)))
+    same_rows(bx.Ragged.from_arrow(view), [[3, 4], [0, 1], [1, 2, 3]])
+    same_rows(bx.Ragged.from_arrow(view[1:]), [[0, 1], [1, 2, 3]])
     with pytest.raises(bx.ArgumentTypeError, match="1 entries are null"):
         bx.Ragged.from_arrow(arrow.array([[1.0], None, [2.0]]))
     with pytest.raises(bx.ArgumentTypeError, match="1 entries are null"):
         bx.Ragged.from_arrow(arrow.array([[1.0], [None, 2.0]]))
+    for rows in ([["a"]], [[{"a": 1.0}]], [[[1.0], [2.0, 3.0]]]):
+        with pytest.raises(bx.ArgumentTypeError, match="rows are of Arrow's type"):
+            bx.Ragged.from_arrow(arrow.array(rows))
+
+
+@pytest.mark.parametrize("library", ["pyarrow", "awkward"])
+def test_rows_that_another_library_has_no_form_for(library):
+    pytest.importorskip(library)
+    method = "to_" + library.removeprefix("py")
+    rows = bx.Ragged(jnp.ones(3, jnp.bfloat16), [2, 1])
+    with pytest.raises(bx.ArgumentTypeError, match=rf"{method}: rows of bfloat16\[n\]"):
+        getattr(rows, method)()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -6,6 +6,8 @@ one of their own types is made.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -40,9 +42,7 @@ class Converters:
         lengths = nested.lengths() if hasattr(nested, "lengths") else None
         at = getattr(nested, "_ragged_idx", 1) - 1  # 1 but for transposed tensors
         if lengths is not None:  # there are gaps between rows
-            count, starts = _from_tensor(lengths), offsets[: len(offsets) - 1]
-            offsets = np.concatenate([[0], np.cumsum(count)])
-            index = np.repeat(starts - offsets[:-1], count) + np.arange(offsets[-1])
+            index, offsets = _without_gaps(offsets[:-1], _from_tensor(lengths))
             values = jnp.take(values, index, axis=at)
         return _from_offsets(cls, values, offsets, max_length, at)
 
@@ -79,18 +79,22 @@ class Converters:
 
     @classmethod
     def from_arrow(cls: type[R], array: Any, max_length: int | None = None) -> R:
-        """From a ``pyarrow.ListArray``, large or sliced or chunked too.
+        """From a ``pyarrow.ListArray``, large or sliced or chunked or a view too.
 
         Its values may be lists of a fixed size, which are trailing axes of the rows.
 
         Raises:
-          ArgumentTypeError: it is of another kind, or has nulls.
+          ArgumentTypeError: it is of another kind, or has nulls or what is no number.
         """
         if hasattr(array, "combine_chunks"):
             array = array.combine_chunks()
         _check_has("from_arrow", array, "a pyarrow.ListArray", ("offsets", "values"))
         _check_no_nulls(array)
         offsets = _arrow_numbers(array.offsets)
+        if hasattr(array, "sizes"):  # a view: rows in any order, with gaps, or overlapping
+            index, offsets = _without_gaps(offsets, _arrow_numbers(array.sizes))
+            values = _arrow_dense(array.values.take(index))
+            return _from_offsets(cls, values, offsets, max_length)
         first, last = (int(offsets[0]), int(offsets[-1])) if len(offsets) else (0, 0)
         values = _arrow_dense(array.values.slice(first, last - first))
         return _from_offsets(cls, values, offsets - first, max_length)
@@ -100,9 +104,10 @@ class Converters:
         values, offsets = self._parts("to_arrow", axis=0)
         import pyarrow  # pyright: ignore[reportMissingImports]
 
-        array = pyarrow.array(values.reshape(-1))
-        for i in range(values.ndim - 1, 0, -1):
-            array = pyarrow.FixedSizeListArray.from_arrays(array, values.shape[i])
+        with _refused("to_arrow", values):
+            array = pyarrow.array(values.reshape(-1))
+            for i in range(values.ndim - 1, 0, -1):
+                array = pyarrow.FixedSizeListArray.from_arrays(array, values.shape[i])
         return pyarrow.ListArray.from_arrays(pyarrow.array(offsets.astype(np.int32)), array)
 
     @classmethod
@@ -129,7 +134,8 @@ class Converters:
         values, offsets = self._parts("to_awkward", axis=0)
         import awkward  # pyright: ignore[reportMissingImports]
 
-        content = awkward.from_numpy(values, regulararray=True).layout
+        with _refused("to_awkward", values):
+            content = awkward.from_numpy(values, regulararray=True).layout
         index = awkward.index.Index64(offsets)
         return awkward.Array(awkward.contents.ListOffsetArray(index, content))
 
@@ -172,6 +178,25 @@ def _check_has(method: str, x: Any, what: str, attributes: tuple[str, ...]) -> N
         )
 
 
+@contextlib.contextmanager
+def _refused(method: str, values: np.ndarray) -> Iterator[None]:
+    """Says of rows that another library refuses what they hold."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        row = ", ".join(map(str, ("n", *values.shape[1:])))
+        raise ArgumentTypeError(
+            f"Ragged.{method}: rows of {values.dtype}[{row}] have no form there ({error}). Convert "
+            "them first, such as with x.with_data(x.data.astype(jnp.float32))."
+        ) from None
+
+
+def _without_gaps(starts: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the elements of rows are that begin anywhere, and where they begin put together."""
+    offsets = np.concatenate([[0], np.cumsum(count, dtype=np.int64)])
+    return np.repeat(starts - offsets[:-1], count) + np.arange(offsets[-1]), offsets
+
+
 def _from_tensor(tensor: Any) -> Any:
     tensor = tensor.detach().cpu()
     try:
@@ -199,7 +224,13 @@ def _arrow_dense(array: Any) -> np.ndarray:
 
 
 def _arrow_numbers(array: Any) -> np.ndarray:
-    return np.asarray(array.to_numpy(zero_copy_only=False))
+    numbers = np.asarray(array.to_numpy(zero_copy_only=False))
+    if numbers.dtype.kind not in "biufc":
+        raise ArgumentTypeError(
+            f"Ragged.from_arrow: the elements of the rows are of Arrow's type {array.type}, not "
+            "numbers or lists of one size of numbers. Convert them with cast, or choose one field."
+        )
+    return numbers
 
 
 def _awkward_dense(layout: Any) -> np.ndarray:
