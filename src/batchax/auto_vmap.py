@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from batchax.divergence.compact import find_divergence
+from batchax.engine.containers import is_container
 from batchax.engine.outputs import flatten_arrays
-from batchax.engine.prefixes import spread
+from batchax.engine.prefixes import SpecifiedLeaf, spread
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.execution.chunked import find_chunking
 from batchax.ranks.annotations import annotated_ranks
@@ -61,7 +62,8 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     Returns:
       A decorator; or the decorated function, if only a function was given. That takes, for
       each argument with a rank, arrays with any dimensions in front. A list of numbers is an
-      array, as for NumPy; None stays None.
+      array, as for NumPy, and a tuple a tree; None stays None. A parameter that is left out has
+      its default, as it stands.
 
     Raises:
       AxisError: (a ValueError) when called: too few dimensions, batch dimensions that do not
@@ -127,7 +129,6 @@ def _decorate(fun: F, declared: _Declared) -> F:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
             raise ArgumentTypeError(f"{name}(): {error}") from None
-        bound.apply_defaults()
         call = _Call(bound, declared)
         sizes = Sizes()
         check_cores(call.arguments, sizes)
@@ -210,7 +211,7 @@ class _Call:
         for name, value in bound.arguments.items():
             if kinds[name] is inspect.Parameter.VAR_POSITIONAL:
                 own = specs.get(name, extra)
-                each = own if isinstance(own, (tuple, list)) else [own] * len(value)
+                each = own if type(own) in (tuple, list) else [own] * len(value)
                 spec = [*each, *[None] * (len(value) - len(each))][: len(value)]
                 parts = [self._add(f"{name}[{i}]", x, spec[i]) for i, x in enumerate(value)]
                 self._rebuilds[name] = lambda it, p=parts: tuple(part(it) for part in p)
@@ -224,16 +225,14 @@ class _Call:
     def _add(self, path: str, value: Any, spec: Any) -> Callable[[Iterator[Any]], Any]:
         if spec is None or value is None:
             return lambda _: value
-        value = _with_arrays_for_lists(value, spec)
         what = "a tree of ranks"
-        leaves, rebuild = spread(spec, value, path, what, is_rank, opaque_none=True, unit="rank")
+        leaves, rebuild = spread(spec, value, path, what, is_rank, True, "rank", _is_leaf)
         parts: list[Callable[[Iterator[Any]], Any]] = []
         for leaf in leaves:
             if leaf.spec is None:
                 parts.append(lambda _, v=leaf.value: v)
                 continue
-            _check_is_array(leaf.path, leaf.value)
-            self.arguments.append(Argument(leaf.path, leaf.value, leaf.spec))
+            self.arguments.append(Argument(leaf.path, _as_array(leaf), leaf.spec))
             parts.append(next)
         return lambda it: rebuild(iter([part(it) for part in parts]))
 
@@ -245,29 +244,29 @@ class _Call:
         return bound.args, bound.kwargs
 
 
-def _with_arrays_for_lists(value: Any, spec: Any) -> Any:
-    """`value` with lists of numbers as arrays, where `spec` declares one rank for them."""
-    if is_rank(spec):
-        return jax.tree.map(
-            lambda x: jnp.asarray(x) if _is_numbers(x) else x, value, is_leaf=_is_numbers
-        )
-    if isinstance(spec, dict) and isinstance(value, dict):
-        return {k: _with_arrays_for_lists(x, spec.get(k)) for k, x in value.items()}
-    if isinstance(spec, (tuple, list)) and type(value) is type(spec) and len(value) == len(spec):
-        return type(value)(map(_with_arrays_for_lists, value, spec))
-    return value
+def _is_leaf(x: Any) -> bool:
+    return is_container(x) or _is_numbers(x)
 
 
 def _is_numbers(x: Any) -> bool:
-    """Whether `x` is a list of numbers, or of such lists."""
-    if not isinstance(x, (list, tuple)) or hasattr(x, "_fields") or not x:
+    """Whether `x` is a list of numbers, or of such lists; a tuple is a tree."""
+    if not isinstance(x, list) or not x:
         return False
-    return all(isinstance(e, (bool, int, float, complex)) or _is_numbers(e) for e in x)
+    return all(isinstance(e, (bool, int, float, complex, np.generic)) or _is_numbers(e) for e in x)
 
 
-def _check_is_array(path: str, value: Any) -> None:
+def _as_array(leaf: SpecifiedLeaf) -> Any:
+    path, value = leaf.path, leaf.value
     if isinstance(value, Ragged):
-        return
+        return value
+    if isinstance(value, list):
+        try:
+            return jnp.asarray(value)
+        except ValueError:
+            raise AxisError(
+                f"{path} is a list of lists of different lengths, which is not an array. Rows of "
+                "different lengths are a batch as Ragged.from_rows([...])."
+            ) from None
     try:
         jax.typeof(value)
     except TypeError:
@@ -275,6 +274,7 @@ def _check_is_array(path: str, value: Any) -> None:
             f"{path} is of type {type(value).__name__}, which is not an array, but a rank was "
             "declared for it. Declare None for what is not batched."
         ) from None
+    return value
 
 
 def _check_outputs(name: str, out: Any, declared: Sequence[Core], sizes: Sizes) -> None:

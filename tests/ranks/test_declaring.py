@@ -2,6 +2,7 @@
 # ruff: noqa: F722, F821 - the shapes in annotations are no types
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -101,13 +102,24 @@ def test_arguments_passed_as_none():
     same(f(V, jnp.ones((2, 1, 3)), {"a": None}), jnp.full((2, 5), 3.0))
 
 
-def test_defaults_have_ranks_too():
+def test_defaults_are_left_to_the_function():
     @bx.auto_vmap(x=1, w=1)
     def f(x, w=WEIGHTS):
         return x @ w
 
     same(f(V), jnp.full(5, 3.0))
     same(f(V[0], jnp.ones((2, 3))), jnp.full(2, 3.0))
+
+    @bx.auto_vmap(1, offset=0)
+    @jax.jit
+    def g(x, double=True, *, offset=0.5, mean=None):
+        # Under jit a default is a value of Python, and what is passed is traced.
+        total = x.sum() if mean is None else x.mean()
+        return (2 * total if double is True else total) + offset
+
+    same(g(V), jnp.full(5, 6.5))
+    same(g(V, offset=jnp.zeros((2, 1))), jnp.full((2, 5), 6.0))
+    same(bx.auto_vmap(1)(partial(jax.jit, static_argnums=1)(lambda x, n=2: x[:n]))(V), V[:, :2])
 
 
 def test_keyword_only_positional_only_and_any_number():
@@ -174,7 +186,7 @@ def test_numbers_lists_and_numpy_arrays():
     same(f(2, [1.0, 2.0]), jnp.float32(6.0))
     same(f([1.0, 2.0], [[1.0, 2.0], [3.0, 4.0]]), jnp.array([3.0, 14.0]))
     same(f(np.float32(2), np.ones((4, 2), np.float32)), jnp.full(4, 4.0))
-    same(f((1, 2), np.ones(2, np.float32)), jnp.array([2.0, 4.0]))
+    same(f([np.int32(1), True], np.ones(2, np.float32)), jnp.array([2.0, 2.0]))
 
     @bx.auto_vmap({"a": 1, "b": [0, 0]})
     def g(tree):
@@ -183,9 +195,40 @@ def test_numbers_lists_and_numpy_arrays():
     same(g({"a": [[1.0, 2.0], [3.0, 4.0]], "b": [2.0, [1.0, 2.0]]}), jnp.array([5.0, 11.0]))
 
 
-def test_a_list_of_arrays_is_a_tree():
+def test_a_list_of_arrays_is_a_tree_and_so_is_a_tuple_of_numbers():
     f = bx.auto_vmap(1)(lambda xs: xs[0] @ xs[1])
     same(f([V, V[0]]), jnp.full(5, 3.0))
+    f = bx.auto_vmap(0, x=0)(lambda limits, x: jnp.clip(x, *limits))
+    same(f((0.0, 2.0), WEIGHTS * 2), jnp.array([0.0, 2.0, 2.0]))
+    same(f(([0.0, 3.0], 2.0), 2.5), jnp.array([2.0, 2.0]))
+
+
+class Affine(NamedTuple):
+    w: Any
+    b: Any = None
+
+
+def test_named_tuples_of_ranks():
+    f = lambda p, x: p.w @ x + (0 if p.b is None else p.b)
+    w, x = example((4, 1, 2, 3)), example((5, 3), seed=1)
+    want = jnp.einsum("bcij,cj->bci", jnp.broadcast_to(w, (4, 5, 2, 3)), x)
+    for ranks in (Affine(2, 1), Affine(2, None)):
+        same(bx.auto_vmap(ranks, 1)(f)(Affine(w, jnp.ones(2)), x), want + 1)
+    same(bx.auto_vmap(Affine(2), 1)(f)(Affine(w), x), want)
+    same(
+        bx.auto_vmap(Affine(2, 1), 1)(f)(Affine([[1.0, 2.0, 3.0]], [1.0]), x[0]),
+        f(Affine(jnp.array([[1.0, 2.0, 3.0]]), jnp.ones(1)), x[0]),
+    )
+    every = bx.auto_vmap(rest=Affine(2, 1), x=1)(lambda x, *rest: sum(f(p, x) for p in rest))
+    same(every(x, Affine(w, jnp.ones(2)), Affine(w, jnp.ones(2))), 2 * (want + 1))
+    same(
+        bx.vmap(lambda x, *rest: f(rest[0], x), {"rest": Affine(0, None)})(
+            x[:4], Affine(w[:, 0], jnp.ones(2))
+        ),
+        jax.vmap(lambda x, w: w @ x + 1)(x[:4], w[:, 0]),
+    )
+    with pytest.raises(bx.AxisError, match=r"gives a Affine .*a tuple of length 2"):
+        bx.auto_vmap(Affine(2, 1), 1)(f)((w, jnp.ones(2)), x)
 
 
 def test_keys():

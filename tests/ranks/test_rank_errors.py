@@ -133,6 +133,11 @@ def test_ranks_that_are_no_prefix_of_the_argument():
         f({"b": jnp.ones(3)})
 
 
+def test_lists_of_lists_of_different_lengths():
+    with pytest.raises(bx.AxisError, match=r"v is a list of lists of diff.*Ragged\.from_rows"):
+        foo(1.0, [[1.0, 2.0], [3.0]], jnp.eye(2))
+
+
 def test_nothing_is_done_before_the_check():
     ran = []
     f = bx.auto_vmap(1, 1)(lambda x, y: ran.append(1))

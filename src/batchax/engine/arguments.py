@@ -266,7 +266,7 @@ def _by_name(
         if parameter.kind is kinds.VAR_POSITIONAL:
             rest = len(args) - len(specs)
             spec = in_axes.get(parameter.name, 0)
-            if not isinstance(spec, (tuple, list)):
+            if type(spec) not in (tuple, list):  # a named tuple is the axes of a tree
                 spec = [spec] * rest
             elif len(spec) != rest:
                 raise AxisError(

@@ -38,6 +38,7 @@ def spread(
     is_spec: Callable[[Any], bool],
     opaque_none: bool = False,
     unit: str = "axis",
+    is_leaf: Callable[[Any], bool] = is_container,
 ) -> tuple[list[SpecifiedLeaf], Rebuild]:
     """Spreads the prefix `spec` over the leaves of `tree`.
 
@@ -50,6 +51,7 @@ def spread(
       opaque_none: whether a part with specification None is one leaf, whatever
         it is, instead of being taken apart into leaves.
       unit: what a single specification is, for messages.
+      is_leaf: tells what is one leaf wherever it is under a single specification.
 
     Returns:
       The leaves with their specifications, and how to rebuild the tree.
@@ -60,7 +62,7 @@ def spread(
     if spec is None and opaque_none:
         return [SpecifiedLeaf(path, _with_new_containers(tree), None)], next
     if spec is None or is_spec(spec) or is_container_spec(spec):
-        pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_container)
+        pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
         leaves = [
             SpecifiedLeaf(path + jax.tree_util.keystr(keys), value, spec) for keys, value in pairs
         ]
@@ -75,8 +77,9 @@ def spread(
         raise AxisError(_mismatch(spec, tree, path, what, unit))
     leaves, rebuilds = [], []
     for (keys, child), (_, child_spec) in zip(children, spec_children, strict=True):
+        below = path + jax.tree_util.keystr(keys)
         child_leaves, rebuild = spread(
-            child_spec, child, path + jax.tree_util.keystr(keys), what, is_spec, opaque_none, unit
+            child_spec, child, below, what, is_spec, opaque_none, unit, is_leaf
         )
         leaves += child_leaves
         rebuilds.append(rebuild)
