@@ -27,6 +27,7 @@ from batchax.errors import AxisError as AxisError
 from batchax.errors import BatchaxError as BatchaxError
 from batchax.errors import MemoryLimitError as MemoryLimitError
 from batchax.errors import RuleMismatchError as RuleMismatchError
+from batchax.errors import RuleReplacedWarning as RuleReplacedWarning
 from batchax.errors import SequentialFallbackWarning as SequentialFallbackWarning
 from batchax.errors import SmallerChunksWarning as SmallerChunksWarning
 from batchax.errors import UnsupportedError as UnsupportedError

@@ -6,7 +6,10 @@ package imports from ``jax._src`` or asks which version of JAX is running.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -63,13 +66,38 @@ def user_source(source_info: Any, outer_name_stack: Any) -> AbstractContextManag
 
 def user_line(source_info: Any) -> str:
     """`file:line (function)` of the user's code that made an equation."""
-    return source_info_util.summarize(source_info)
+    line = source_info_util.summarize(source_info)
+    if line:
+        return line
+    frame = _calling_frame()
+    return f"{frame.filename}:{frame.lineno} ({frame.name})" if frame else ""
 
 
 def user_file_and_line(source_info: Any) -> tuple[str, int]:
     """File and line of the user's code that made an equation, as warnings are filed under."""
     frame = user_frame(source_info.traceback)
-    return ("<unknown>", 0) if frame is None else (frame.file_name, frame.start_line)
+    if frame is not None:
+        return frame.file_name, frame.start_line
+    frame = _calling_frame()
+    return (frame.filename, frame.lineno or 0) if frame else ("<unknown>", 0)
+
+
+# JAX forgets where a function was called from when it stages it: the line of an equation may be
+# none of the user's, if what is batched is a function of JAX's itself. Then it is the call's.
+_NOT_THE_USERS = tuple(
+    os.path.dirname(path) if path.endswith("__init__.py") else path
+    for path in (jax.__file__, __file__.replace("_compat.py", "__init__.py"),
+                 contextlib.__file__, functools.__file__)
+)  # fmt: skip
+
+
+def _calling_frame() -> traceback.FrameSummary | None:
+    """The innermost line of the user's that runs now."""
+    for frame, line in traceback.walk_stack(None):
+        code = frame.f_code
+        if not code.co_filename.startswith(_NOT_THE_USERS):
+            return traceback.FrameSummary(code.co_filename, line, code.co_qualname)
+    return None
 
 
 def tracing() -> bool:
@@ -289,12 +317,21 @@ def find_primitive(name: str) -> Primitive | None:
     Some primitives (``pure_callback``, ``random_wrap``, ...) are exported
     nowhere by themselves but are keys of the public table of batching rules.
     """
-    if name not in _found:  # a module imported since may have brought it
-        _found.update(primitives_by_name())
+    global _tables
+    tables = len(batching.fancy_primitive_batchers)
+    if name not in _found and tables != _tables:  # a module imported since may have brought it
+        _found.update({n: p for n, p in primitives_by_name().items() if n not in _found})
+        _tables = tables
     return _found.get(name)
 
 
 _found: dict[str, Primitive] = {}
+_tables = 0
+
+
+def is_namesake(primitive: Primitive) -> bool:
+    """Whether `primitive` is another one than that which JAX calls by its name."""
+    return find_primitive(primitive.name) not in (None, primitive)
 
 
 def batched_by_jax(x: Any) -> tuple[Any, int | None]:
@@ -326,7 +363,7 @@ def primitives_by_name() -> dict[str, Primitive]:
             if isinstance(value, Primitive):
                 found[value.name] = value
     for primitive in (*batching.fancy_primitive_batchers, shard_map_p):
-        found[primitive.name] = primitive
+        found.setdefault(primitive.name, primitive)  # what others call the same comes later
     return found
 
 

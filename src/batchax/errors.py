@@ -35,5 +35,9 @@ class SmallerChunksWarning(UserWarning):
     """Memory ran out and a batch goes on in chunks smaller than asked for."""
 
 
+class RuleReplacedWarning(UserWarning):
+    """A batching rule of batchax's own was replaced, for the whole process."""
+
+
 class RuleMismatchError(BatchaxError, AssertionError):
     """A batching rule does not compute what a loop over the examples computes."""

@@ -105,6 +105,14 @@ def test_no_rule_anywhere_runs_lane_after_lane_and_warns_with_the_users_line():
     assert (seen[0].filename, seen[0].lineno) == (__file__, DOUBLED_AT)
 
 
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_the_warning_has_a_place_where_the_function_is_none_of_the_users(around):
+    p = without_rule("nameless")
+    with pytest.warns(bx.SequentialFallbackWarning, match=r"at .*test_fallback.py:\d+ ") as seen:
+        around(bx.vmap(p.bind))(X)
+    assert seen[0].filename == __file__
+
+
 def test_one_warning_for_each_place():
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("default")
@@ -141,3 +149,58 @@ def test_a_collective_without_rule_uses_other_axes():
     inner = bx.vmap(lambda x: doubled(lax.psum(x, "o")))
     got = bx.vmap(inner, axis_name="o")(jnp.stack([X, X]))
     assert jnp.array_equal(got, jnp.stack([4 * X] * 2))
+
+
+def lanes_p():
+    """A collective of a third party's, without an effect that says so: the number of lanes."""
+    p = Primitive("lanes")
+    p.def_impl(lambda x, **params: x)
+    p.def_abstract_eval(lambda x, **params: x)
+    mlir.register_lowering(p, mlir.lower_fun(lambda x, **params: x, multiple_results=False))
+    return p
+
+
+def rule_of_jax(p):
+    def rule(size, name, main_type, args, dims, *, names):
+        assert name in names
+        return (args[0] * size, None) if dims[0] is None else (args[0].sum(dims[0]), None)
+
+    batching.axis_primitive_batchers[p] = rule
+
+
+def rule_of_batchax(p):
+    @bx.register_rule(p)
+    def rule(axis, args, axes, /, *, names):
+        if axis.name not in names:
+            return p.bind(args[0], names=names), axes[0]
+        return (args[0] * axis.size, None) if axes[0] is None else (args[0].sum(axes[0]), None)
+
+
+AROUND = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "loop": lambda f: lambda x: lax.fori_loop(0, 1, lambda _, x: f(x), x),
+    "branch": lambda f: lambda x: lax.cond(x[0] > 2, f, f, x),
+    "checkpoint": jax.checkpoint,
+}
+
+
+@pytest.mark.parametrize("register", [rule_of_jax, rule_of_batchax])
+@pytest.mark.parametrize("around", AROUND)
+def test_a_collective_of_constants_of_a_third_partys(register, around):
+    p = lanes_p()
+    register(p)
+    f = AROUND[around](lambda x: x + p.bind(jnp.float32(5), names=("i", "j")))
+    for vmap in (bx.vmap, jax.vmap):
+        assert jnp.array_equal(vmap(f, axis_name="i")(X), X + 15)
+    assert jnp.array_equal(bx.vmap(f)(X) if register is rule_of_batchax else X + 5, X + 5)
+
+
+def test_a_collective_of_constants_in_chunks_and_over_an_outer_axis():
+    p = lanes_p()
+    rule_of_batchax(p)
+    f = lambda x: x + p.bind(jnp.float32(5), names=("o",)) + p.bind(x, names=("i",))
+    assert jnp.array_equal(bx.vmap(f, axis_name="i", batch_size=2)(X), X + 5 + X.sum(0))
+    for outer, inner in ((bx.vmap, bx.vmap), (jax.vmap, bx.vmap), (bx.vmap, jax.vmap)):
+        got = outer(inner(f, axis_name="i"), axis_name="o")(jnp.stack([X, X]))
+        assert jnp.array_equal(got, jnp.stack([X + 10 + X.sum(0)] * 2))

@@ -8,6 +8,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 import batchax as bx
+from batchax.engine import registry
 from batchax.engine.registry import find_rule, rule_origin
 
 from support.oracle import check, example, same
@@ -107,6 +108,21 @@ def test_rule_by_name():
     assert rule_origin(lax.axis_index_p) == "batchax.rules.collectives"
 
 
+def test_a_rule_of_batchaxs_that_is_replaced(monkeypatch):
+    """Said at the line that does it, and by name as by the primitive itself."""
+    monkeypatch.setattr(registry, "_rules", registry._rules.copy())
+    rule = lambda axis, args, axes, **params: (args[0] * 0 + 7, axes[0])
+    for which in (lax.sin_p, "cos", "remat2"):
+        with pytest.warns(
+            bx.RuleReplacedWarning, match=r"primitive `\w+` \(batchax.rules."
+        ) as seen:
+            bx.register_rule(which)(rule)
+        assert seen[0].filename == __file__
+        bx.register_rule(which)(rule)  # one's own may be replaced in silence
+    same(bx.vmap(lambda x: jnp.sin(x) + jnp.cos(x))(jnp.ones(2)), jnp.full(2, 14.0))
+    same(jax.vmap(jnp.sin)(jnp.ones(2)), jnp.sin(jnp.ones(2)))  # JAX keeps its own
+
+
 def test_register_rule_returns_the_rule():
     def rule(axis, args, axes):
         return args[0], axes[0]
@@ -148,3 +164,16 @@ def test_reducing():
             derivatives = axes == (position,)
             options = dict(in_axes=position, against_jax=False, derivatives=derivatives)
             check(fun, example(shape), **options)
+
+
+def test_reducing_with_several_operands_and_results():
+    p = new_primitive(
+        "sums",
+        lambda x, y, *, axes: [(x * y).sum(axes), (x + y).sum(axes)],
+        lambda x, y, axes: [like([n for d, n in enumerate(x.shape) if d not in axes], x.dtype)] * 2,
+        multiple_results=True,
+    )
+    bx.reducing(p)
+    fun = jax.jit(lambda x, y: p.bind(x, y, axes=(1,)))
+    x, y = example((2, 4, 3)), example((2, 3), seed=1)
+    check(fun, x, y, in_axes=(1, None), against_jax=False, derivatives=False, jit=False)

@@ -56,7 +56,7 @@ if OLD:
 else:
     del CALLS["call_hi_primitive"]  # what it calls is not batched one by one
 
-REGISTERED = {str(p) for p, origin in registry._origins.items() if origin.startswith("batchax.")}
+REGISTERED = {str(p) for p, entry in registry._rules.items() if not entry.is_users}
 CASES = [
     (module, name)
     for module, programs in RULES.items()

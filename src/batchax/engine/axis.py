@@ -135,3 +135,17 @@ def inserted(entries: Sequence[Any], position: int, entry: Any) -> tuple[Any, ..
 def slot_after(dims: Sequence[int], count: int) -> int:
     """The first position that comes after `count` of the sorted `dims`."""
     return dims[count - 1] + 1 if count else 0
+
+
+def names_in(params: Any) -> frozenset[Hashable]:
+    """Whatever in the parameters of an equation may be the name of an axis."""
+    if isinstance(params, dict):
+        return frozenset().union(*map(names_in, params.values()))
+    if isinstance(params, (tuple, list, set, frozenset)):
+        return frozenset().union(*map(names_in, params))
+    if params is None or isinstance(params, (bool, int, float)):
+        return frozenset()
+    try:
+        return frozenset([params])
+    except TypeError:  # not hashable, as names are
+        return frozenset()

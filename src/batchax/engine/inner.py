@@ -19,6 +19,7 @@ from batchax import _compat
 from batchax.engine import recording
 from batchax.engine.axis import Axis, AxisPosition, match_axis
 from batchax.engine.interpreter import interpret
+from batchax.engine.registry import registrations
 
 
 class _Anywhere:
@@ -65,7 +66,8 @@ def batch_inner(
 def remembered(body: _compat.ClosedJaxpr, key: Any, build: Callable[[], Any]) -> Any:
     """What `build` returns, built once for each `key` for as long as `body` lives."""
     built, place = recording.memory() or (_built, None)
-    key = (key, place, jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+    wide = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+    key = (key, place, wide, registrations())
     known = built.setdefault(body, {})
     if key not in known:
         if len(built) > _MOST_BODIES:

@@ -21,7 +21,8 @@ from batchax.engine.axis import Axis, AxisPosition
 from batchax.engine.fallback import bind_equation, run_without_rule
 from batchax.engine.named_axes import uses_name
 from batchax.engine.reference_axes import create_batched, references_to_batch
-from batchax.engine.registry import find_rule
+from batchax.engine.registry import find
+from batchax.engine.rule_results import run_rule
 
 
 def interpret(
@@ -108,10 +109,13 @@ def _batch(
     primitive = eqn.primitive
     if shared:
         return bind_equation(eqn, operands), [None] * len(eqn.outvars)
-    rule = find_rule(primitive)
-    if rule is None:
+    found = find(primitive)
+    if found is None:
         return run_without_rule(axis, eqn, operands, operand_axes)
-    out, out_axes = rule(axis, operands, operand_axes, **eqn.params)
+    if found.is_users:
+        types = [v.aval for v in eqn.outvars]
+        return run_rule(axis, primitive, found.rule, operands, operand_axes, eqn.params, types)
+    out, out_axes = found.rule(axis, operands, operand_axes, **eqn.params)
     if primitive.multiple_results:
         return out, out_axes
     return [out], [out_axes]

@@ -13,6 +13,8 @@ from typing import Any
 from jax.extend.core import jaxprs_in_params
 
 from batchax import _compat
+from batchax.engine.axis import names_in
+from batchax.engine.registry import is_foreign, registrations
 
 # Collectives over named axes that JAX does not mark with an effect, and where
 # each keeps its names.
@@ -29,7 +31,10 @@ _UNMARKED = {
 # What a call uses whose batching rule, of the user's, is told the name of the axis.
 ANY_NAME = object()
 
-_known: weakref.WeakKeyDictionary[Any, frozenset[Hashable]] = weakref.WeakKeyDictionary()
+# Of each program, and after how many registrations of rules.
+_known: weakref.WeakKeyDictionary[Any, tuple[int, frozenset[Hashable]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def as_names(axis_name: Any) -> tuple[Hashable, ...]:
@@ -54,10 +59,13 @@ def _unmarked(eqn: Any) -> frozenset[Hashable]:
     inner = frozenset().union(*map(_unmarked_inside, jaxprs_in_params(eqn.params)))
     if inner and "mesh" in eqn.params:  # shard_map binds the names of its mesh itself
         inner -= frozenset(eqn.params["mesh"].axis_names)
-    return inner
+    # A rule that is none of batchax's may be of a collective: there is no telling.
+    return inner | names_in(eqn.params) if is_foreign(eqn.primitive) else inner
 
 
 def _unmarked_inside(jaxpr: Any) -> frozenset[Hashable]:
-    if jaxpr not in _known:
-        _known[jaxpr] = frozenset().union(*map(_unmarked, jaxpr.eqns))
-    return _known[jaxpr]
+    known = _known.get(jaxpr)
+    if known is None or known[0] != registrations():
+        names = frozenset().union(*map(_unmarked, jaxpr.eqns))
+        known = _known[jaxpr] = registrations(), names
+    return known[1]

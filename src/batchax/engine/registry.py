@@ -10,22 +10,45 @@ primitive's own parameters, which describe one example.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax.interpreters import batching
 
 from batchax import _compat
-from batchax.engine.axis import Axis
-from batchax.errors import ArgumentTypeError
+from batchax.engine.axis import Axis, names_in
+from batchax.engine.primitive_facts import UNKNOWN, facts_of, forget
+from batchax.engine.rule_results import describe_rule, run_rule
+from batchax.errors import ArgumentTypeError, RuleReplacedWarning
 
 Rule = Callable[..., tuple[Any, Any]]
 
+
+@dataclass(frozen=True)
+class Registered:
+    """A rule in the table.
+
+    Attributes:
+      rule: the rule.
+      origin: the module that asked for it.
+      is_users: whether that is none of batchax's: what the rule returns is checked.
+      number: of registrations the larger one is the later.
+    """
+
+    rule: Rule
+    origin: str
+    is_users: bool
+    number: int
+
+
 # Keyed by the primitive, or by name for primitives JAX defines but does not
 # export until the module that owns them is imported.
-_rules: dict[_compat.Primitive | str, Rule] = {}
-_origins: dict[_compat.Primitive | str, str] = {}
+_rules: dict[_compat.Primitive | str, Registered] = {}
 _own: set[_compat.Primitive] = set()
+_count = 0
 
 
 def register_rule(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
@@ -37,6 +60,17 @@ def register_rule(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
     Returns:
       A decorator that registers its argument and returns it unchanged. A later
       registration for the same primitive replaces an earlier one.
+
+    The rule serves ``jax.vmap``, too, and what is made of it (``jax.lax.map`` with a
+    ``batch_size``, ``jax.jacfwd``, ``jax.hessian``), if JAX has no rule for the primitive.
+    A rule that JAX has, or gets later, is left to it, and batchax uses this one. Of a
+    primitive known by name only, JAX has to be told the rule in its own way.
+
+    It is called where an operand is batched, or where the primitive's parameters name the
+    axis. What it returns is checked: an exception of batchax's says what is wrong with it.
+
+    Warns:
+      RuleReplacedWarning: batchax has a rule for the primitive, which is replaced.
 
     Example:
       A primitive whose per-example operand is a vector::
@@ -53,11 +87,36 @@ def register_rule(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
         )
 
     def decorate(rule: Rule) -> Rule:
-        _rules[primitive] = rule
-        _origins[primitive] = _module_outside_the_engine()
+        global _count
+        _count += 1
+        origin = _module_outside_the_engine()
+        entry = Registered(rule, origin, not origin.startswith("batchax."), _count)
+        if entry.is_users:
+            _take_over(primitive, rule)
+        _rules[primitive] = entry
+        if entry.is_users and isinstance(primitive, _compat.Primitive):
+            _serve_jax(primitive, replace=False)
         return rule
 
     return decorate
+
+
+def _take_over(primitive: _compat.Primitive | str, rule: Rule) -> None:
+    """Forgets what was made of the rule that `rule` replaces, if there is one."""
+    known = _compat.find_primitive(primitive) if isinstance(primitive, str) else primitive
+    replaced = _rules.get(primitive) if known is None else find(known)
+    if replaced is None:
+        return
+    if not replaced.is_users:
+        warnings.warn_explicit(
+            f"batchax has a batching rule for the primitive `{primitive}` ({replaced.origin}), "
+            f"which is replaced by {describe_rule(rule)} for the whole process.",
+            RuleReplacedWarning,
+            *_compat.user_file_and_line(_compat.current_source()),
+        )
+    elif known is not None:
+        forget(known)
+    jax.clear_caches()  # programs that were batched by it
 
 
 def register_own_rule(
@@ -72,18 +131,33 @@ def register_own_rule(
     """
 
     def decorate(rule: Rule) -> Rule:
-        def for_jax(axis_data: Any, args: Any, axes: Any, **params: Any) -> Any:
-            axis = _compat.axis_from(axis_data, Axis)
-            if all(a is None for a in axes) and (axis.name is None or not may_name_axis):
-                out = primitive.bind(*args, **params)  # JAX asks of each equation, batched or not
-                return out, [None] * len(out) if primitive.multiple_results else None
-            return rule(axis, args, axes, **params)
-
-        batching.fancy_primitive_batchers[primitive] = for_jax
         _own.add(primitive)
+        _serve_jax(primitive, replace=True, may_name_axis=may_name_axis)
         return register_rule(primitive)(rule)
 
     return decorate
+
+
+def _serve_jax(primitive: _compat.Primitive, replace: bool, may_name_axis: bool = False) -> None:
+    """Lets ``jax.vmap`` batch `primitive` by the rule in the table, whichever that is then."""
+
+    def for_jax(axis_data: Any, args: Any, axes: Any, /, **params: Any) -> Any:
+        axis = _compat.axis_from(axis_data, Axis)
+        named = axis.name is not None and (
+            may_name_axis or (is_foreign(primitive) and axis.name in names_in(params))
+        )
+        if all(a is None for a in axes) and not named:
+            out = primitive.bind(*args, **params)  # JAX asks of each equation, batched or not
+            return out, [None] * len(out) if primitive.multiple_results else None
+        entry = find(primitive)
+        assert entry is not None
+        if not entry.is_users:
+            return entry.rule(axis, args, axes, **params)
+        outs, out_axes = run_rule(axis, primitive, entry.rule, args, axes, params)
+        return (outs, out_axes) if primitive.multiple_results else (outs[0], out_axes[0])
+
+    if replace or primitive not in batching.fancy_primitive_batchers:
+        batching.fancy_primitive_batchers[primitive] = for_jax
 
 
 def is_own(primitive: _compat.Primitive) -> bool:
@@ -99,11 +173,34 @@ def _module_outside_the_engine() -> str:
     return frame.f_globals.get("__name__", "")
 
 
+def find(primitive: _compat.Primitive) -> Registered | None:
+    """What is registered for `primitive`, by itself or by name: the later of the two."""
+    by_itself, by_name = _rules.get(primitive), _rules.get(primitive.name)
+    if by_itself is None or by_name is None:
+        return by_itself or by_name
+    return max(by_itself, by_name, key=lambda entry: entry.number)
+
+
+def is_foreign(primitive: _compat.Primitive) -> bool:
+    """Whether a rule that is none of batchax's batches `primitive`, and nobody said what it is."""
+    entry = find(primitive)
+    if entry is None:
+        return _compat.jax_has_rule(primitive)
+    return entry.is_users and facts_of(primitive) is UNKNOWN
+
+
+def registrations() -> int:
+    """How many rules have been registered: what was built with fewer may be out of date."""
+    return _count
+
+
 def find_rule(primitive: _compat.Primitive) -> Rule | None:
     """The rule registered for `primitive`, or None."""
-    return _rules.get(primitive) or _rules.get(primitive.name)
+    entry = find(primitive)
+    return None if entry is None else entry.rule
 
 
 def rule_origin(primitive: _compat.Primitive) -> str | None:
     """The module whose rule serves `primitive`, or None when there is no rule."""
-    return _origins.get(primitive) or _origins.get(primitive.name)
+    entry = find(primitive)
+    return None if entry is None else entry.origin

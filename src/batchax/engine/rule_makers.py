@@ -25,48 +25,92 @@ from batchax.engine.axis import (
     sharding_with_axis,
     shift_dims,
 )
+from batchax.engine.primitive_facts import describe
 from batchax.engine.registry import register_rule
+from batchax.errors import ArgumentTypeError
 
 
 def vectorized(primitive: Primitive) -> None:
-    """Registers `primitive`, of one operand, as acting on each element alone."""
+    """Registers `primitive`, of one operand, as acting on each element alone.
 
-    @register_rule(primitive)
+    Rows of a `Ragged` are treated so, too: packed or padded, it runs on all of them at once.
+
+    Example::
+
+        bx.vectorized(cube_p)
+    """
+
     def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
-        out = primitive.bind(*args, **params)
-        if primitive.multiple_results:
-            return out, [axes[0]] * len(out)
-        return out, axes[0]
+        if len(args) != 1:
+            raise ArgumentTypeError(
+                f"vectorized is for a primitive of one operand, and `{primitive}` has {len(args)}: "
+                "use batchax.broadcasting."
+            )
+        return _alike(primitive, primitive.bind(*args, **params), axes[0])
+
+    _register(primitive, rule, "vectorized", elementwise=True)
 
 
 def broadcasting(primitive: Primitive) -> None:
     """Registers `primitive`, of several operands, as acting on matching elements.
 
     The operands of the primitive must allow dimensions of size one and scalars
-    to broadcast, as those of ``jax.lax.add`` do.
+    to broadcast, as those of ``jax.lax.add`` do. Rows of a `Ragged` are treated so, too:
+    packed or padded, it runs on all of them at once.
+
+    Example::
+
+        bx.broadcasting(hypot_p)
     """
 
-    @register_rule(primitive)
     def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
         args, out_axis = aligned(args, axes)
-        out = primitive.bind(*args, **params)
-        if primitive.multiple_results:
-            return out, [out_axis] * len(out)
-        return out, out_axis
+        return _alike(primitive, primitive.bind(*args, **params), out_axis)
+
+    _register(primitive, rule, "broadcasting", elementwise=True)
 
 
-def reducing(primitive: Primitive) -> None:
-    """Registers `primitive` as removing the dimensions named by its `axes`."""
+def reducing(primitive: Primitive, neutral: Any = None) -> None:
+    """Registers `primitive` as removing the dimensions named by its parameter `axes`.
 
-    @register_rule(primitive)
-    def rule(axis: Axis, args: Any, axes_: Any, /, *, axes: Any, **params: Any) -> tuple[Any, Any]:
-        (x,), (position,) = args, axes_
-        dims = shift_dims(axes, position)
+    Args:
+      primitive: a primitive of one operand, or of several of one shape.
+      neutral: a value that changes no result, as zero does for a sum; or a function of the
+        operand's dtype that returns one. Rows of a `Ragged`, padded with it, are then reduced
+        all at once. Without it those of one length are, for as many lengths as there are.
+
+    Example::
+
+        bx.reducing(norm_p, neutral=0)
+    """
+
+    def rule(axis: Axis, args: Any, axes_: Any, /, **params: Any) -> tuple[Any, Any]:
+        if "axes" not in params:
+            raise ArgumentTypeError(
+                "reducing is for a primitive that has the dimensions it removes as a parameter "
+                f"`axes`; `{primitive}` has {', '.join(map(repr, params)) or 'no parameters'}."
+            )
+        args, position = matched(axis, args, axes_) if len(args) > 1 else (args, axes_[0])
+        dims = shift_dims(params["axes"], position)
         out_axis = position - sum(d < position for d in dims)
         if "out_sharding" in params:
             sharding = params["out_sharding"]
             params["out_sharding"] = sharding_with_axis(sharding, out_axis, args, axes_)
-        return primitive.bind(x, axes=dims, **params), out_axis
+        return _alike(primitive, primitive.bind(*args, **{**params, "axes": dims}), out_axis)
+
+    of_dtype = neutral if neutral is None or callable(neutral) else lambda dtype: neutral
+    _register(primitive, rule, "reducing", reduces=True, neutral=of_dtype)
+
+
+def _register(primitive: Primitive, rule: Any, maker: str, **facts: Any) -> None:
+    rule.__name__ = rule.__qualname__ = f"batchax.{maker}"  # as messages about it call it
+    register_rule(primitive)(rule)
+    describe([primitive], **facts)
+
+
+def _alike(primitive: Primitive, out: Any, out_axis: Any) -> tuple[Any, Any]:
+    """What a primitive returned, with the batch axis of all results in one place."""
+    return (out, [out_axis] * len(out)) if primitive.multiple_results else (out, out_axis)
 
 
 def leading(primitive: Primitive, ranks: Sequence[int]) -> None:
@@ -88,10 +132,7 @@ def leading_rule(
     in_place = range(np.ndim(args[0]) - (axes[0] is not None) - ranks[0] + 1)
     target = next((a for a in axes if a in in_place), 0)
     args = [match_axis(axis, x, a, target) for x, a in zip(args, axes, strict=True)]
-    out = primitive.bind(*args, **params)
-    if primitive.multiple_results:
-        return out, [target] * len(out)
-    return out, target
+    return _alike(primitive, primitive.bind(*args, **params), target)
 
 
 def aligned(args: Any, axes: Any) -> tuple[list[Any], int]:

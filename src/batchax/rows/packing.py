@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from batchax import _compat
+from batchax.engine.primitive_facts import facts_of
 from batchax.rows.padded_rules.custom_derivatives import staged_jvp_rule
 from batchax.rows.segments import REDUCTIONS
 from batchax.rows.sizes import depends_on_sizes, has_symbols, is_symbolic
@@ -163,6 +164,16 @@ _ACTS_ON_ELEMENTS: dict[str, Callable[[Any, int], bool]] = {
 _MAY_DIFFER_BETWEEN_ROWS = ELEMENTWISE | {"broadcast_in_dim"}
 
 
+def _how_it_acts(primitive: _compat.Primitive) -> tuple[Callable[[Any, int], bool] | None, bool]:
+    """Whether a primitive acts on each element, and whether what is given to all may differ."""
+    if not _compat.is_namesake(primitive) and primitive.name in _ACTS_ON_ELEMENTS:
+        return _ACTS_ON_ELEMENTS[primitive.name], primitive.name in _MAY_DIFFER_BETWEEN_ROWS
+    facts = facts_of(primitive)
+    if facts.elementwise:
+        return _always, True
+    return (_apart("axes") if facts.reduces else None), False
+
+
 def can_pack(eqn: Any, batched: Sequence[bool]) -> bool:
     """Whether `run_packed` computes an equation.
 
@@ -179,8 +190,8 @@ def can_pack(eqn: Any, batched: Sequence[bool]) -> bool:
     ragged = {str(d) for shape in shapes for d in shape if is_symbolic(d)}
     if len(ragged) != 1 or not all(map(is_packable, shapes)):
         return False
-    check = _ACTS_ON_ELEMENTS.get(name)
-    if check is None or (any(batched) and name not in _MAY_DIFFER_BETWEEN_ROWS):
+    check, may_differ = _how_it_acts(eqn.primitive)
+    if check is None or (any(batched) and not may_differ):
         return False
     places = [at for v in eqn.invars if (at := ragged_axis(v.aval.shape)) is not None]
     if name in REDUCED and places[0] in eqn.params["axes"]:

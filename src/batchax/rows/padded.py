@@ -26,6 +26,7 @@ from batchax import _compat
 from batchax.engine import recording
 from batchax.engine.fallback import bind_equation
 from batchax.engine.interpreter import plan
+from batchax.engine.primitive_facts import facts_of
 from batchax.errors import UnsupportedError
 from batchax.rows.sizes import Sizes, depends_on_sizes
 from batchax.rules.masking import is_inexact, safe_lanes
@@ -59,16 +60,25 @@ Rule = Callable[..., Any]
 """``rule(op, *rows, **params)`` returns, for each result, an array or a `Row`."""
 
 _rules: dict[str, Rule] = {}
+_rules_by_fact: dict[str, Rule] = {}
 
 
-def padded_rule(*primitives: str) -> Callable[[Rule], Rule]:
-    """Decorator: how primitives of these names act on padded rows."""
+def padded_rule(*primitives: str, fact: str | None = None) -> Callable[[Rule], Rule]:
+    """Decorator: how primitives of these names, or of which `fact` is true, act on padded rows."""
 
     def decorate(rule: Rule) -> Rule:
         _rules.update(dict.fromkeys(primitives, rule))
+        if fact is not None:
+            _rules_by_fact[fact] = rule
         return rule
 
     return decorate
+
+
+def _find_rule(primitive: _compat.Primitive) -> Rule | None:
+    rule = None if _compat.is_namesake(primitive) else _rules.get(primitive.name)
+    facts = facts_of(primitive)
+    return rule or next((r for fact, r in _rules_by_fact.items() if getattr(facts, fact)), None)
 
 
 @dataclass(frozen=True)
@@ -199,7 +209,7 @@ def _run_equation(sizes: Sizes, eqn: Any, rows: Sequence[Row]) -> list[Row]:
         outs = bind_equation(eqn, values) if folded is None else folded
         return [Row(x, shape) for x, shape in zip(outs, shapes, strict=True)]
     op = Operation(eqn, sizes)
-    rule = _rules.get(eqn.primitive.name)
+    rule = _find_rule(eqn.primitive)
     if rule is None:
         raise op.refuse("it has no rule for rows.")
     outs = rule(op, *rows, **eqn.params)

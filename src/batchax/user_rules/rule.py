@@ -10,14 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.core import Tracer, eval_jaxpr
 
 from batchax import _compat
 from batchax.engine.axis import Axis
-from batchax.engine.outputs import describe_returned
 from batchax.engine.replay import closes_over_tracers, program_behind, resolve
+from batchax.engine.rule_results import describe_rule, fitted, noting, split_pair
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.user_rules.arguments import Arguments
 from batchax.user_rules.collectives import run_with_collectives
@@ -114,9 +112,9 @@ class UserRule:
 
     def _closes_over(self, what: str) -> UnsupportedError:
         return UnsupportedError(
-            f"{_describe(self.rule)}, the batching rule of {self.name}{self.called}, uses a value "
-            f"{what}. Pass the value as an argument of {self.name}, or let the rule close over the "
-            "value itself, not over an object that holds it."
+            f"{describe_rule(self.rule)}, the batching rule of {self.name}{self.called}, uses a "
+            f"value {what}. Pass the value as an argument of {self.name}, or let the rule close "
+            "over the value itself, not over an object that holds it."
         )
 
     def _call(
@@ -141,14 +139,8 @@ class UserRule:
 
     def _checked(self, axis: Axis, result: Any) -> tuple[list[Any], list[bool]]:
         """What the rule returned, flat, if it is what it has to be."""
-        where = f"{_describe(self.rule)}, the batching rule of {self.name}{self.called},"
-        if not (isinstance(result, (tuple, list)) and len(result) == 2):
-            raise ArgumentTypeError(
-                f"{where} must return a pair `out, out_batched`, but it returned "
-                f"{describe_returned(result)}. out_batched is True where a result has the lanes "
-                "along axis 0, and False where it is the same for all lanes."
-            )
-        out, out_batched = result
+        where = f"{describe_rule(self.rule)}, the batching rule of {self.name}{self.called},"
+        out, out_batched = split_pair(where, result, "out, out_batched", _WHERE_LANES_ARE)
         if isinstance(out, list) and self.out_tree == jax.tree.structure(0) and len(out) == 1:
             (out,) = out  # the form of the proposal (JAX #9073): lists, of one each
             if isinstance(out_batched, list) and len(out_batched) == 1:
@@ -161,20 +153,11 @@ class UserRule:
             )
         flags = self._out_flags(where, out, out_batched)
         paths = [jax.tree_util.keystr(k) for k, _ in jax.tree_util.tree_flatten_with_path(out)[0]]
-        wrong, outs = [], []
-        for path, leaf, flag, aval in zip(paths, leaves, flags, self.out_types, strict=True):
-            x, problem = _matched(axis, leaf, flag, aval)
-            outs.append(x)
-            if problem:
-                wrong.append(f"  out{path}: {problem}")
-        if wrong:
-            raise AxisError(
-                f"{where} returned what does not fit what {self.name} returns for one example:\n"
-                + "\n".join(wrong)
-                + "\nA result with out_batched True has the lanes along axis 0; one with False "
-                "is the same for all lanes, and has the shape it has for one example."
-            )
-        return outs, flags
+        results = [
+            (f"out{path}", leaf, f"out_batched {bool(flag)}", 0 if flag else None, aval)
+            for path, leaf, flag, aval in zip(paths, leaves, flags, self.out_types, strict=True)
+        ]
+        return fitted(axis, where, self.name, results, _WHERE_LANES_ARE), flags
 
     def _out_flags(self, where: str, out: Any, out_batched: Any) -> list[bool]:
         """A flag for each result, from a tree of flags that is a prefix of the results."""
@@ -198,23 +181,10 @@ class UserRule:
             ) from None
 
 
-def _matched(axis: Axis, leaf: Any, flag: bool, aval: Any) -> tuple[Any, str]:
-    """A result of a rule with the type it must have, and what is wrong with it."""
-    try:
-        x = leaf if hasattr(leaf, "aval") else jnp.asarray(leaf)
-    except TypeError:
-        return leaf, f"a {type(leaf).__name__}, which is not an array"
-    got = jax.typeof(x)
-    shape = (axis.size, *aval.shape) if flag else aval.shape
-    if got.shape != shape:
-        batched = f"with out_batched {bool(flag)} "
-        return x, f"{batched}expected shape {shape}, got {got.shape}"
-    if got.dtype != aval.dtype and not (isinstance(leaf, (int, float, complex))):
-        return x, f"expected dtype {aval.dtype}, got {got.dtype}"
-    if got.dtype != aval.dtype or got.weak_type != aval.weak_type:
-        x = lax.convert_element_type(x, aval.dtype)
-        x = _compat.weakly(x) if aval.weak_type else x
-    return x, ""
+_WHERE_LANES_ARE = (
+    "A result with out_batched True has the lanes along axis 0; one with False is the same for all "
+    "lanes, and has the shape it has for one example."
+)
 
 
 @functools.lru_cache(maxsize=256)
@@ -235,27 +205,18 @@ def _asked_for(rule: Rule | None) -> tuple[str, ...]:
 @contextmanager
 def _naming(user_rule: UserRule) -> Iterator[None]:
     """Adds to an exception which rule it comes from."""
+    rule = describe_rule(user_rule.rule)
+    of = f"the batching rule of {user_rule.name}{user_rule.called}"
     try:
-        yield
-    except Exception as error:
-        error.add_note(
-            f"batchax: raised in {_describe(user_rule.rule)}, the batching rule of "
-            f"{user_rule.name}{user_rule.called}."
-        )
-        unbound = isinstance(error, NameError) and "axis name" in str(error)
-        if unbound and not user_rule.told_name:
+        with noting(f"batchax: raised in {rule}, {of}."):
+            yield
+    except NameError as error:
+        if "axis name" in str(error) and not user_rule.told_name:
             error.add_note(
                 "A rule may use collectives over the axis being mapped if it has a keyword-only "
                 "parameter `axis_name`."
             )
         raise
-
-
-def _describe(rule: Any) -> str:
-    """A rule as messages name it: with the file and line it was written at."""
-    name = getattr(rule, "__qualname__", type(rule).__name__)
-    code = getattr(inspect.unwrap(rule), "__code__", None)
-    return f"`{name}`" if code is None else f"`{name}` ({code.co_filename}:{code.co_firstlineno})"
 
 
 def _shown(tree: Any) -> str:

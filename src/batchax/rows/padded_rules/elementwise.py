@@ -21,7 +21,7 @@ def _unary(op: Operation, x: Row, **params: Any) -> Row:
     return op.result(op.bind(x.value), 0 if keeps_zero else None)
 
 
-@padded_rule(*NARY, "add_any", "clamp", "select_n", "random_gamma_grad")
+@padded_rule(*NARY, "add_any", "clamp", "select_n", "random_gamma_grad", fact="elementwise")
 def _nary(op: Operation, *rows: Row, **params: Any) -> Any:
     return op.bind(*(spread(op, row) for row in rows))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from batchax.engine.primitive_facts import facts_of
 from batchax.rows.padded import Operation, Row, padded_rule
 
 
@@ -43,6 +44,21 @@ NEUTRAL: dict[str, Callable[[Any], Any]] = {
 def _reduce(op: Operation, x: Row, *, axes: Any, **params: Any) -> Any:
     kind = op.eqn.primitive.name.removeprefix("reduce_")
     return op.bind(op.filled(x, _neutral(op, kind), axes))
+
+
+@padded_rule(fact="reduces")
+def _reduce_to_neutral(op: Operation, *rows: Row, axes: Any, **params: Any) -> Any:
+    """A third party's reduction, known by a word: `batchax.reducing`."""
+    if all(op.sizes.is_exact(row.shape[a]) for row in rows for a in axes):
+        return op.bind(*(row.value for row in rows))
+    neutral = facts_of(op.eqn.primitive).neutral
+    if neutral is None:
+        raise op.refuse(
+            "what could be in the padding of a row without changing its result is not known. "
+            "Say it where the primitive is registered: batchax.reducing(primitive, neutral=...)."
+        )
+    values = [op.filled(row, neutral(row.value.dtype), axes) for row in rows]
+    return op.bind(*values)
 
 
 @padded_rule("argmax", "argmin")
