@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core.primitives import while_p
+from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.engine.arguments import is_position
@@ -111,3 +113,21 @@ def _check_max_steps(max_steps: Any) -> None:
         )
     if max_steps < 1:
         raise AxisError(f"max_steps must be a positive int, got {max_steps}.")
+
+
+# JAX says of its own loop that it has no reverse mode, and what else to use: this, too.
+_refuse_reverse = ad.primitive_transposes[while_p]
+
+
+def _refuse_with_hint(*args: Any, **params: Any) -> Any:
+    try:
+        return _refuse_reverse(*args, **params)
+    except ValueError as error:
+        error.add_note(
+            "batchax.bounded_while(cond_fun, body_fun, init_val, max_steps) is a while loop that "
+            "has one."
+        )
+        raise
+
+
+ad.primitive_transposes[while_p] = _refuse_with_hint

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from batchax import _compat
+from batchax.engine.advice import named_in_errors
 from batchax.engine.arguments import (
     STEPS,
     Mapped,
@@ -178,7 +179,7 @@ def scan(
                     "scan reads references along axis 0 only. Give it None in in_axes, and index "
                     "it in the step."
                 )
-        with _compat.name_stack_extended("scan"):
+        with named_in_errors(flat.mapped, STEPS.each), _compat.name_stack_extended("scan"):
             staged, tested, carry = settle(stage, carry, None if until is None else stage_test)
             check_types(fun, keys, carry, staged.out_avals)
             described = outputs[0].described

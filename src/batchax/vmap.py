@@ -11,7 +11,9 @@ import jax
 from batchax import _compat
 from batchax.divergence.compact import Compact, find_divergence
 from batchax.engine import recording
+from batchax.engine.advice import named_in_errors
 from batchax.engine.arguments import (
+    LANES,
     Mapped,
     check_axis_name,
     check_axis_size,
@@ -159,15 +161,17 @@ def vmap(
             return arrays
 
         run = functools.partial(_run, chunking=chunking)
-        if any(isinstance(m.value, Ragged) for m in flat.mapped):
-            outs = run_rows(axis, one_example, flat.mapped, outputs, run, rows)
-        elif buckets is not None:
+        ragged = any(isinstance(m.value, Ragged) for m in flat.mapped)
+        if buckets is not None and not ragged:
             raise ArgumentTypeError(
                 "buckets was given, which is for rows of different lengths, but no mapped argument "
                 "is a batchax.Ragged."
             )
-        else:
-            outs = run(axis, one_example, flat.mapped, outputs)
+        with named_in_errors(flat.mapped, LANES.each):
+            if ragged:
+                outs = run_rows(axis, one_example, flat.mapped, outputs, run, rows)
+            else:
+                outs = run(axis, one_example, flat.mapped, outputs)
         return outputs[0].rebuild(outs)
 
     return cast(F, batched)

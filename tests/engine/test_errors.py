@@ -211,6 +211,44 @@ def test_mapped_argument_that_is_no_array(value, description):
     )
 
 
+def test_arguments_have_their_names_where_axes_go_by_name():
+    f = bx.vmap(lambda x, scale, *rest: never(), in_axes={"scale": 1, "rest": (0, 0)})
+    with pytest.raises(bx.AxisError) as caught:
+        f(X, {"a": X.T}, X, Y)
+    assert str(caught.value).splitlines()[1:5] == [
+        "  args[0] ('x'): shape (3, 2), axis 0, size 3",
+        "  args[1] ('scale')['a']: shape (2, 3), axis 1, size 3",
+        "  args[2] ('*rest'): shape (3, 2), axis 0, size 3",
+        "  args[3] ('*rest'): shape (4, 2), axis 0, size 4   <- not 3",
+    ]
+
+
+def test_keyword_arguments_are_told_that_only_a_name_can_give_them_none():
+    by_name = "in_axes={'mode': None} (what that does not name is mapped over axis 0)"
+    for mode, error in (("sum", bx.ArgumentTypeError), (1.0, bx.AxisError), (Y, bx.AxisError)):
+        for in_axes in (0, (0,)):
+            fails_as_in_jax(lambda vmap: vmap(never, in_axes)(X, mode=mode), error, by_name)
+    f = lambda x, mode: x if mode == "sum" else never()
+    assert bx.vmap(f, in_axes={"mode": None})(X, mode="sum").shape == X.shape  # as it says
+    message = fails(lambda vmap: vmap(never)("sum"), bx.ArgumentTypeError, "None in in_axes")
+    assert "by name" not in message
+
+
+# One random key where there should be one for each lane.
+
+
+def test_one_key_for_all_lanes():
+    draw = lambda key, x: x + jax.random.normal(key)
+    split = "random key: jax.random.split(key, 3) makes one for each; with None it is the same"
+    keys = [jax.random.key(0), jax.random.PRNGKey(0), jax.random.PRNGKey(0, impl="rbg")]
+    for key in keys:
+        fails(lambda vmap: vmap(draw)(key, X), bx.AxisError, f"args[0] is one {split} for all")
+        fails(lambda vmap: vmap(draw)(x=X, key=key), bx.AxisError, "kwargs['key'] is one random")
+    fails(lambda vmap: vmap(draw)(jax.random.key(0), 1.0), bx.AxisError, "split(key, n)")
+    with pytest.raises(TypeError, match=r"(?s)^If args\[0\] is one random.*key, 2\).*JAX says"):
+        bx.vmap(draw)(keys[1], X.T)  # the two numbers of the key as two lanes
+
+
 # Options.
 
 
@@ -238,6 +276,64 @@ def test_out_axes_entry_of_the_wrong_type():
 def test_unknown_reduction():
     with pytest.raises(bx.AxisError, match=r"Reduce\('median'\).*'sum', 'mean'"):
         bx.Reduce("median")
+
+
+# What Python cannot do with what is traced. JAX's errors, with what batchax knows on top.
+
+
+@pytest.mark.parametrize(
+    ("f", "error", "advice"),
+    [
+        (lambda x, y: x if y["a"].sum() > 0 else -x, "TracerBoolConversionError", "lax.cond"),
+        (lambda x, y: range(y["a"][0].astype(int)), "TracerIntegerConversionError", "fori_loop"),
+        (lambda x, y: np.sin(y["a"]), "TracerArrayConversionError", "function of jax.numpy"),
+        (lambda x, y: float(y["a"][0]), "ConcretizationTypeError", "functions of jax.numpy"),
+    ],
+)
+def test_python_on_a_mapped_value(f, error, advice):
+    y = {"a": Y.T, "b": Y.T}
+    for batched in (
+        bx.vmap(f, in_axes=(0, 1)),
+        jax.jit(bx.vmap(f, in_axes=(0, 1), batch_size=2)),
+        lambda x, y: bx.vmap(lambda s: bx.vmap(f, in_axes=(0, 1))(s * x, y))(X[:, 0]),
+    ):
+        with pytest.raises(getattr(jax.errors, error)) as caught:
+            batched(jnp.ones(4), y)
+        message = str(caught.value)
+        top, jax_says = message.split("\nJAX says: ")
+        assert "\n  args[1]['a']: one example has shape (2,) and dtype float32\n" in top
+        assert advice in top
+        assert "['b']" not in top
+        assert message.count("JAX says") == 1
+        assert "depends on the value of the argument args[1]['a']" in jax_says
+
+
+def test_python_on_a_value_of_a_row_a_step_and_an_argument_by_name():
+    sign = lambda x: x if x.sum() > 0 else -x
+    rows = bx.Ragged.from_rows([X, X[:1]])
+    for call, line in (
+        (lambda: bx.vmap(sign)(rows), "args[0]: one example has shape (n, 2) and dtype float32"),
+        (lambda: bx.vmap(sign)(x=X), "in_axes={'x': None}"),
+        (lambda: bx.vmap(sign, in_axes={"x": 1})(X), "args[0] ('x'): one example has shape (3,)"),
+        (lambda: bx.scan(lambda c, x: (c, sign(x)))(0.0, X), "args[1]: one example has shape (2,)"),
+    ):
+        with pytest.raises(jax.errors.TracerBoolConversionError, match=re.escape(line)):
+            call()
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        bx.vmap(lambda x: x * jax.jit(sign)(jnp.ones(2)))(X)  # not the batching's doing
+    assert "JAX says" not in str(caught.value)
+
+
+def test_reverse_mode_of_a_while_loop():
+    double_up = lambda x: jax.lax.while_loop(lambda x: x < 100, lambda x: 2 * x, x)
+    for gradient in (
+        jax.grad(lambda x: bx.vmap(double_up)(x).sum()),
+        jax.jit(jax.grad(lambda x: bx.vmap(double_up, divergence="compact")(x).sum())),
+        bx.vmap(jax.grad(double_up)),
+    ):
+        with pytest.raises(ValueError, match="Reverse-mode differentiation does not") as caught:
+            gradient(jnp.arange(1.0, 4.0))
+        assert any("batchax.bounded_while" in note for note in caught.value.__notes__)
 
 
 # Outputs. What a function returns is known only once it has been called.

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from batchax.engine.advice import by_name, is_key, may_be_key, split_key
 from batchax.engine.axis import AxisPosition
 from batchax.engine.containers import (
     BatchOfRows,
@@ -122,11 +123,12 @@ def flatten_arguments(
       AxisError: `in_axes` does not fit the arguments, or an axis is out of range.
       ArgumentTypeError: a leaf that is to be mapped is not an array.
     """
-    specs, keyword_specs = _by_argument(fun, in_axes, args, terms)
+    specs, keyword_specs, names = _by_argument(fun, in_axes, args, terms)
     leaves: list[SpecifiedLeaf] = []
     rebuilds = []
-    for i, (arg, spec) in enumerate(zip(args, specs, strict=True), terms.first):
-        arg_leaves, rebuild = spread(spec, arg, f"args[{i}]", "in_axes", is_input_spec, True)
+    for i, (arg, spec) in enumerate(zip(args, specs, strict=True)):
+        path = f"args[{i + terms.first}]" + (f" ({names[i]!r})" if i < len(names) else "")
+        arg_leaves, rebuild = spread(spec, arg, path, "in_axes", is_input_spec, True)
         leaves += arg_leaves
         rebuilds.append(rebuild)
     for name, arg in kwargs.items():
@@ -138,7 +140,7 @@ def flatten_arguments(
 
     mapped: list[Mapped] = []
     parts = [_leaf_parts(leaf, mapped, on_mesh) for leaf in leaves]
-    _check_ranges(mapped)
+    _check_ranges(mapped, terms)
 
     def rebuild_all(examples: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         values = iter([part(examples) for part in parts])
@@ -175,10 +177,16 @@ def find_axis_size(mapped: Sequence[Mapped], axis_size: Any, terms: Terms = LANE
         for m, s in zip(sized, sizes, strict=True)
     ]
     wanted = "one size" if axis_size is None else f"the size given as {terms.size}, {axis_size}"
+    odd = [m for m, s in zip(sized, sizes, strict=True) if tie or s != usual]
+    keys = [m for m in odd if m.axis == 0 and may_be_key(m.value)]
+    rest = {s for m, s in zip(sized, sizes, strict=True) if m not in keys}
+    lanes = rest.pop() if len(rest) == 1 else "n"
     raise AxisError(
         f"the mapped axes must have {wanted}, but they have {_listed(sorted(set(sizes)))}:\n"
         + "\n".join(lines)
         + f"\nGive None in in_axes for an argument that is the same {terms.each}."
+        + by_name([m.path for m in odd])
+        + "".join(split_key(m.path, lanes, terms.each, sure=False) for m in keys)
     )
 
 
@@ -237,8 +245,11 @@ def check_axis_name(axis_name: Any) -> None:
 
 def _by_argument(
     fun: Callable[..., Any], in_axes: Any, args: tuple[Any, ...], terms: Terms
-) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The specification of each positional argument, and those of keywords by name."""
+) -> tuple[Sequence[Any], dict[str, Any], Sequence[str]]:
+    """What is specified of each positional argument, and of keywords; and parameters' names.
+
+    Names are those of the positional arguments, if axes go by name: messages have them, too.
+    """
     if isinstance(in_axes, dict):
         return _by_name(fun, in_axes, args)
     if isinstance(in_axes, (tuple, list)):
@@ -250,16 +261,17 @@ def _by_argument(
                 "each positional argument; arguments passed by keyword are mapped over axis 0 "
                 "(use a dict by parameter name for another axis)."
             )
-        return in_axes, {}
-    return [in_axes] * len(args), {}
+        return in_axes, {}, ()
+    return [in_axes] * len(args), {}, ()
 
 
 def _by_name(
     fun: Callable[..., Any], in_axes: dict[str, Any], args: tuple[Any, ...]
-) -> tuple[Sequence[Any], dict[str, Any]]:
+) -> tuple[Sequence[Any], dict[str, Any], Sequence[str]]:
     kinds = inspect.Parameter
     parameters = list(inspect.signature(fun).parameters.values())
     specs: list[Any] = []
+    names: list[str] = []
     for parameter in parameters:
         if len(specs) == len(args):
             break
@@ -274,10 +286,12 @@ def _by_name(
                     f"were passed for *{parameter.name}."
                 )
             specs += spec
+            names += [f"*{parameter.name}"] * rest
         elif parameter.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD):
             specs.append(in_axes.get(parameter.name, 0))
+            names.append(parameter.name)
     specs += [0] * (len(args) - len(specs))  # too many: the call itself will say so
-    return specs, in_axes
+    return specs, in_axes, names
 
 
 def _check_parameter_names(fun: Callable[..., Any], in_axes: dict[str, Any]) -> None:
@@ -382,26 +396,30 @@ def _as_array(value: Any, path: str) -> Any:
         )
         raise ArgumentTypeError(
             f"{path} is to be mapped, but it is {kind}. "
-            "Give it None in in_axes: then it reaches the function as it is."
+            "Give it None in in_axes: then it reaches the function as it is." + by_name([path])
         ) from None
 
 
-def _check_ranges(mapped: list[Mapped]) -> None:
+def _check_ranges(mapped: list[Mapped], terms: Terms) -> None:
     """Makes axes non-negative; lists every axis that its array does not have."""
-    wrong = []
+    wrong, sizes = [], set()
     for m in mapped:
         if m.axis is None:
             continue
         ndim = len(m.value.shape)
         if not -ndim <= m.axis < ndim:
-            wrong.append(f"  {m.path}: shape {_shape(m.value)}, axis {m.axis}")
+            wrong.append(m)
         else:
             m.axis %= ndim
+            sizes.add(m.value.shape[m.axis])
     if wrong:
+        lanes = sizes.pop() if len(sizes) == 1 else "n"
         raise AxisError(
             "in_axes names an axis that the argument does not have:\n"
-            + "\n".join(wrong)
+            + "\n".join(f"  {m.path}: shape {_shape(m.value)}, axis {m.axis}" for m in wrong)
             + "\nAn axis must be in [-ndim, ndim); give None for an argument without a batch axis."
+            + by_name([m.path for m in wrong])
+            + "".join(split_key(m.path, lanes, terms.each) for m in wrong if is_key(m.value))
         )
 
 
