@@ -470,8 +470,10 @@ def symbols(dim: Any) -> frozenset[str]:
 def evaluate_size(dim: Any, values: dict[str, Any]) -> Any:
     """A symbolic size where its names have `values`, which may be arrays or traced.
 
-    JAX does this only for itself, when it lowers an exported program.
+    JAX does this only for itself, when it lowers an exported program, and computes in the
+    integers that are its default.
     """
+    values = {k: v.astype(int) if hasattr(v, "astype") else v for k, v in values.items()}
     if any(isinstance(value, jax.core.Tracer) for value in values.values()):
         return dim._evaluate(values)
     # A maximum of sizes is computed by JAX; the remainder by an empty row's is left undefined.

@@ -11,9 +11,9 @@ from support import oracle
 
 N = 21
 COUNTS = jnp.asarray([3, 0, 12, 7, 7, 1, 0, 12, 5, 5, 40, 2, 1, 1, 0, 9, 16, 4, 4, 4, 6])
-POINTS = jnp.asarray(np.random.default_rng(0).normal(size=(N, 3)), jnp.float32)
-MATRIX = jnp.asarray(np.random.default_rng(1).normal(size=(3, 3)) / 2, jnp.float32)
-SERIES = jnp.asarray(np.random.default_rng(2).normal(size=(N, 10, 3)), jnp.float32)
+POINTS = jnp.asarray(np.random.default_rng(0).normal(size=(N, 3)), float)
+MATRIX = jnp.asarray(np.random.default_rng(1).normal(size=(3, 3)) / 2, float)
+SERIES = jnp.asarray(np.random.default_rng(2).normal(size=(N, 10, 3)), float)
 NARROW = bx.Compact(width=4)
 
 

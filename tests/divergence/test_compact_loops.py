@@ -15,7 +15,7 @@ from support import oracle
 
 N = 23
 COUNTS = jnp.asarray([3, 0, 40, 7, 7, 1, 0, 12, 5, 5, 90, 2, 1, 1, 0, 9, 33, 4, 4, 4, 6, 2, 0])
-POINTS = jnp.asarray(np.random.default_rng(0).normal(size=(N, 3)), jnp.float32)
+POINTS = jnp.asarray(np.random.default_rng(0).normal(size=(N, 3)), float)
 NARROW = bx.Compact(width=4)
 
 
@@ -57,7 +57,7 @@ def power(count, x, matrix=None):
     return lax.while_loop(lambda c: c[0] < count, step, (0, x))
 
 
-MATRICES = jnp.asarray(np.random.default_rng(1).normal(size=(3, 3, N)), jnp.float32)
+MATRICES = jnp.asarray(np.random.default_rng(1).normal(size=(3, 3, N)), float)
 
 
 @pytest.mark.parametrize("width", [1, 3, 8, 22, 23, 100, None])
@@ -184,7 +184,7 @@ def test_lanes_that_are_done_do_no_harm():
 
         return lax.while_loop(lambda c: c[1] > 0, step, (0, x, x * 0))[2]
 
-    x = jnp.arange(N, dtype=jnp.float32) - 2
+    x = jnp.arange(N, dtype=float) - 2
     check(f, x)
 
 
@@ -216,7 +216,7 @@ def test_lanes_of_nested_batches_share_a_window():
     steps = bx.LaneSteps()
     compact = bx.Compact(8, steps=steps)
     slow = jnp.where(jnp.arange(64) % 8 == 0, 100, 1).reshape(8, 8)
-    x = jnp.asarray(np.random.default_rng(3).normal(size=(3, 8, 8)), jnp.float32)
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(3, 8, 8)), float)
 
     def f(n, x, shift):
         step = lambda c: (c[0] + 1, jnp.tanh(c[1] + shift))
@@ -310,7 +310,7 @@ def test_loops_that_hold_much_stay_in_their_chunks():
 
 
 def test_rows_of_different_lengths():
-    rows = bx.Ragged.from_rows([np.arange(n, dtype=np.float32) for n in (3, 0, 5, 1, 4, 4, 2)])
+    rows = bx.Ragged.from_rows([np.arange(n, dtype=float) for n in (3, 0, 5, 1, 4, 4, 2)])
 
     def f(row):
         return lax.while_loop(

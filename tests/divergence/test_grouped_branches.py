@@ -68,12 +68,19 @@ def total(fun):
 
     def of(*args):
         outs = [y for y in jax.tree.leaves(fun(*args)) if oracle.is_inexact(y)]
-        return sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in outs)
+        return sum(jnp.sum(jnp.sin(y)) for y in outs)
 
     return of
 
 
 AXES = [(0, 0, None), (0, 1, 0), (0, None, None), (0, 0, 2)]
+
+
+def test_in_double_precision():
+    with jax.enable_x64(True):
+        x, w = example((N, D), seed=1), example((D, D), seed=2) / 3
+        assert x.dtype == np.float64
+        check(model, P, x, w, in_axes=(0, 0, None), derivatives=False)
 
 
 @pytest.mark.parametrize("in_axes", AXES, ids=str)

@@ -56,7 +56,7 @@ def test_drawn_programs(seed):
     rng = np.random.default_rng(seed)
     fun = drawn(rng, 3)
     n = jnp.asarray(rng.integers(0, 30, N))
-    x = jnp.asarray(rng.normal(size=(N, 4)), jnp.float32)
+    x = jnp.asarray(rng.normal(size=(N, 4)), float)
     compact = bx.Compact(width=(2, 4)[seed % 2], threshold=(None, 0.25)[seed % 2])
 
     def both(divergence):

@@ -5,7 +5,7 @@ import pytest
 
 from support.rows import check_rows, ragged
 
-WEIGHTS = np.random.default_rng(3).normal(size=(3, 2)).astype(np.float32)
+WEIGHTS = jnp.asarray(np.random.default_rng(3).normal(size=(3, 2)), float)
 
 FUNCTIONS = {
     "mean": lambda x: x.mean(0),

@@ -13,7 +13,7 @@ from batchax.rows.steps import flatten
 
 from support.rows import check_rows, ragged
 
-WEIGHTS = jnp.asarray(np.random.default_rng(3).normal(size=(3, 3)), jnp.float32)
+WEIGHTS = jnp.asarray(np.random.default_rng(3).normal(size=(3, 3)), float)
 
 
 def attend(x):

@@ -10,7 +10,7 @@ import batchax as bx
 from support.oracle import same
 from support.rows import LENGTHS, check_rows, ragged
 
-WEIGHTS = jnp.asarray(np.random.default_rng(3).normal(size=(3, 3)), jnp.float32)
+WEIGHTS = jnp.asarray(np.random.default_rng(3).normal(size=(3, 3)), float)
 X = ragged(3)
 
 

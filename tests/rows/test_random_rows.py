@@ -9,7 +9,7 @@ from jax import lax
 
 from support.rows import check_rows, ragged
 
-W = jnp.asarray(np.random.default_rng(5).normal(size=(3, 3)) / 2, jnp.float32)
+W = jnp.asarray(np.random.default_rng(5).normal(size=(3, 3)) / 2, float)
 
 
 def places(x):

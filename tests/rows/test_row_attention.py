@@ -92,7 +92,7 @@ def test_shared_weights_of_attention_have_no_nan_from_padding():
         return jnp.log(jnp.abs(jax.nn.softmax(scores) @ x))
 
     generator = np.random.default_rng(2)
-    queries, keys = generator.normal(size=(2, 3, 2)).astype(np.float32)
+    queries, keys = jnp.asarray(generator.normal(size=(2, 3, 2)))
     near = dict(rtol=1e-4, atol=1e-4)
     x = ragged(3, lengths=(3, 0, 2))
     check(layer, x, queries, keys, in_axes=(0, None, None), tolerance=near)

@@ -14,7 +14,7 @@ from batchax.errors import UnsupportedError
 from support.rows import check_rows, ragged
 
 check = partial(check_rows, layout="padded")
-WEIGHTS = np.random.default_rng(3).normal(size=(3, 2)).astype(np.float32)
+WEIGHTS = jnp.asarray(np.random.default_rng(3).normal(size=(3, 2)), float)
 
 
 def of_gradient(fun):

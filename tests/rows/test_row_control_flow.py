@@ -15,8 +15,8 @@ from support.rows import check_rows, ragged
 
 check = partial(check_rows, layout="padded")
 GENERATOR = np.random.default_rng(3)
-INTO = GENERATOR.normal(size=(3, 4)).astype(np.float32)
-AGAIN = 0.3 * GENERATOR.normal(size=(4, 4)).astype(np.float32)
+INTO = jnp.asarray(GENERATOR.normal(size=(3, 4)), float)
+AGAIN = jnp.asarray(0.3 * GENERATOR.normal(size=(4, 4)), float)
 
 
 def recurrent(x, into=INTO, again=AGAIN):
@@ -209,9 +209,18 @@ def test_a_row_takes_its_own_branch(name):
     check(BRANCHES[name], ragged(3, lengths=(3, 1, 2, 3)))
 
 
+def test_sizes_are_of_one_dtype_in_double_precision():
+    def backwards(x):
+        middle = x[1:4]  # of as many elements as the row has between fixed bounds
+        return lax.scan(lambda c, r: (c * 0.5 + r.sum(), c), 0.0, middle, reverse=True)
+
+    with jax.enable_x64(True):
+        check_rows(backwards, ragged(3, lengths=(3, 0, 2, 5)), layout="padded", modes=("vjp",))
+
+
 def test_a_reduction_by_a_function_leaves_padding_out():
     def reduced(x):
-        return lax.reduce(x, np.float32(0), lambda a, b: a + b + a * b, (0,))
+        return lax.reduce(x, np.zeros((), x.dtype), lambda a, b: a + b + a * b, (0,))
 
     check(reduced, ragged(3, lengths=(3, 0, 2, 3)), modes=("jvp",))
 
@@ -242,7 +251,7 @@ def test_what_rows_cannot_do_together_is_refused(name):
 def test_what_has_the_same_shape_for_all_rows_goes_to_callbacks_and_collectives():
     def share(x):
         mine = jax.pure_callback(
-            np.sin, jax.ShapeDtypeStruct((3,), np.float32), x.sum(0), vmap_method="expand_dims"
+            np.sin, jax.ShapeDtypeStruct((3,), x.dtype), x.sum(0), vmap_method="expand_dims"
         )
         return mine / lax.psum(jnp.asarray(x.shape[0]), "rows"), x / lax.pmax(
             jnp.abs(x).max(), "rows"

@@ -10,7 +10,7 @@ import batchax as bx
 
 from support.rows import check_rows, ragged
 
-WEIGHTS = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)), jnp.float32)
+WEIGHTS = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)), float)
 NODES, EDGES = (3, 5, 2, 4), (4, 6, 0, 5)
 SAME = (bx.ragged("n"), bx.ragged("n"))
 ROUGHLY = dict(rtol=1e-3, atol=1e-3)

@@ -10,7 +10,7 @@ from support.rows import check_rows, ragged
 
 LENGTHS = (4, 2)
 PLACES = jnp.array([0, -1, 3, -2, 1])  # of which one row has all, the other a few
-TABLE = jnp.asarray(np.random.default_rng(1).normal(size=(5, 2)).astype(np.float32))
+TABLE = jnp.asarray(np.random.default_rng(1).normal(size=(5, 2)), float)
 
 
 def bins(x):

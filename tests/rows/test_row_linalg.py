@@ -5,7 +5,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import jax.scipy.linalg as jsl
-import numpy as np
 import pytest
 from jax import lax
 
@@ -15,7 +14,7 @@ from batchax.errors import UnsupportedError
 from support.rows import check_rows, ragged
 
 check = partial(check_rows, layout="padded", tolerance=dict(rtol=2e-3, atol=2e-4))
-FIXED = np.eye(3, dtype=np.float32) + 0.2
+FIXED = jnp.eye(3) + 0.2
 
 
 def positive(x):
@@ -104,7 +103,7 @@ def test_no_nan_from_padding_reaches_shared_weights():
         covariance = (x * w) @ x.T + 2 * jnp.eye(x.shape[0])
         return jnp.linalg.solve(covariance, x @ w), jnp.log(jnp.linalg.det(covariance))
 
-    w = np.array([0.1, 0.2, 0.3], np.float32)
+    w = jnp.array([0.1, 0.2, 0.3])
     check(likelihood, ragged(3, lengths=(3, 1)), w, in_axes=(0, None))
 
 

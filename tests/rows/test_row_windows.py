@@ -12,7 +12,7 @@ from support.rows import check_rows, ragged
 
 LENGTHS = (5, 4)
 LOOSE = {"rtol": 1e-4, "atol": 1e-4}  # one over a small number
-KERNEL = np.random.default_rng(5).normal(size=(2, 3, 3)).astype(np.float32)
+KERNEL = jnp.asarray(np.random.default_rng(5).normal(size=(2, 3, 3)), float)
 
 
 def windows(initial, combine, size, step, padding, **options):

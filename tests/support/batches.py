@@ -2,8 +2,6 @@
 
 import itertools
 
-import jax.numpy as jnp
-
 from batchax.engine.registry import find_rule
 
 from support.oracle import example
@@ -11,7 +9,7 @@ from support.oracle import example
 SIZE = 3
 
 
-def batch(shape, axis, dtype=jnp.float32, seed=0, size=SIZE, **kwargs):
+def batch(shape, axis, dtype=float, seed=0, size=SIZE, **kwargs):
     """A batch of `size` examples of `shape` along `axis`, or one example for None."""
     if axis is not None:
         shape = (*shape[:axis], size, *shape[axis:])

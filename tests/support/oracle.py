@@ -200,10 +200,13 @@ def direction(tree, seed):
     return jax.tree.map(one, tree)
 
 
-def example(shape, dtype=jnp.float32, seed=0, low=None, high=None):
-    """A fixed random array: normal for inexact dtypes, else in [low, high)."""
+def example(shape, dtype=float, seed=0, low=None, high=None):
+    """A fixed random array: normal for inexact dtypes, else in [low, high).
+
+    dtype: Python's `float` is float64 where x64 is enabled, elsewhere float32.
+    """
     rng = np.random.default_rng(seed)
-    dtype = jnp.dtype(dtype)
+    dtype = jax.dtypes.canonicalize_dtype(dtype)
     if dtype == jnp.bool_:
         return jnp.asarray(rng.integers(0, 2, shape).astype(bool))
     if jnp.issubdtype(dtype, jnp.integer):

@@ -11,13 +11,13 @@ from support.oracle import direction, is_inexact, same
 LENGTHS = (3, 5, 1, 4)
 
 
-def ragged(*trailing, lengths=LENGTHS, seed=0, dtype=np.float32, axis=0, poison=True, spare=2):
+def ragged(*trailing, lengths=LENGTHS, seed=0, dtype=float, axis=0, poison=True, spare=2):
     """Random rows of shape ``(n, *trailing)``, ragged in `axis`.
 
     poison: behind the last row come NaNs, which belong to no row.
     spare: by how much `max_length` exceeds the longest row.
     """
-    generator = np.random.default_rng(seed)
+    generator, dtype = np.random.default_rng(seed), jax.dtypes.canonicalize_dtype(dtype)
     shape = list(trailing)
     shape.insert(axis, sum(lengths))
     if jnp.issubdtype(dtype, jnp.inexact):

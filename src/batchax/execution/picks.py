@@ -53,7 +53,8 @@ def _by_loop(room: int) -> Any:
     def run(live: Any) -> tuple[Any, Any]:
         def step(i: Any, found: tuple[Any, Any]) -> tuple[Any, Any]:
             order, count = found
-            (i,) = _compat.varying_alike([i], like=[live])
+            # A loop between known bounds counts in Python's integers, which may be int64.
+            (i,) = _compat.varying_alike([lax.convert_element_type(i, np.int32)], like=[live])
             order = lax.dynamic_update_index_in_dim(order, i, count, 0)
             hit = lax.dynamic_index_in_dim(live, i, 0, keepdims=False)
             return order, count + lax.convert_element_type(hit, np.int32)

@@ -78,12 +78,13 @@ class Sizes:
         return [_compat.evaluate_size(dim, values) if is_symbolic(dim) else dim for dim in dims]
 
     def size(self, dim: Any) -> Any:
-        """The size of `dim` in the row at hand: an int, or a traced scalar; never negative."""
+        """The size of `dim` in the row at hand: an int, or an int32 scalar; never negative."""
         if not is_symbolic(dim):
             return int(dim)
         if dim not in self._sizes:
-            value = self.value(dim)
-            self._sizes[dim] = value if str(dim) in self.values else jnp.maximum(value, 0)
+            own = self.values.get(str(dim))
+            size = jnp.maximum(self.value(dim), 0).astype(np.int32) if own is None else own
+            self._sizes[dim] = size
         return self._sizes[dim]
 
     def value(self, dim: Any) -> Any:

@@ -131,8 +131,8 @@ def _first_again(
     reverse: bool,
 ) -> _Harmless:
     """Steps not taken are the first one again, and that of another row where there is none."""
-    some = lax.gt(jnp.asarray(size), 0)
-    start = lax.max(jnp.asarray(size) - 1, 0) if reverse else 0
+    some = jnp.asarray(size) > 0
+    start = jnp.maximum(jnp.asarray(size) - 1, 0) if reverse else 0
 
     def of_a_row_with_steps(x: Any) -> Any:
         return safe_lanes(some, x, 0)
@@ -140,7 +140,7 @@ def _first_again(
     def filled(x: Any) -> Any:
         constant = _without_derivative(x)
         first = lax.dynamic_index_in_dim(constant, start, 0, False) if reverse else constant[0]
-        taken = lax.lt(jnp.arange(x.shape[0]), jnp.asarray(size))
+        taken = jnp.arange(x.shape[0], dtype=np.int32) < jnp.asarray(size)
         mask = lax.broadcast_in_dim(taken, x.shape, (0,))
         other = of_a_row_with_steps(first)
         return lax.select(mask, x, lax.broadcast_in_dim(other, x.shape, tuple(range(1, x.ndim))))
