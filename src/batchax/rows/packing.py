@@ -99,18 +99,23 @@ ELEMENTWISE = frozenset(
 )
 
 
-def _acts_inside(body: Any) -> bool:
+_Rules = tuple[str, ...]
+"""The derivative rules, as text, that are being looked into: what is asked of one of them again
+is asked already."""
+
+
+def _acts_inside(body: Any, seen: _Rules) -> bool:
     """Whether a program does nothing but act on each element."""
     body = _compat.close(body)
-    return all(map(_acts_on_elements, body.jaxpr.eqns))
+    return all(_acts_on_elements(eqn, seen) for eqn in body.jaxpr.eqns)
 
 
-def _acts_on_elements(eqn: Any) -> bool:
+def _acts_on_elements(eqn: Any, seen: _Rules) -> bool:
     if not depends_on_sizes(eqn):
         return True
     name, params = eqn.primitive.name, eqn.params
     if name in CALLS:
-        return _acts_inside(params.get("jaxpr") or params["call_jaxpr"])
+        return _acts_inside(params.get("jaxpr") or params["call_jaxpr"], seen)
     if name == "dim_as_value":
         return False
     if name == "iota":
@@ -118,29 +123,29 @@ def _acts_on_elements(eqn: Any) -> bool:
     places = [ragged_axis(v.aval.shape) for v in eqn.invars]
     if name in REDUCED and places[0] in params["axes"]:
         return False
-    return can_pack(eqn, [False] * len(eqn.invars))
+    return _can_pack(eqn, [False] * len(eqn.invars), seen)
 
 
-def _checkpoint(eqn: Any, at: int) -> bool:
-    return _acts_inside(eqn.params["jaxpr"])
+def _checkpoint(eqn: Any, seen: _Rules) -> bool:
+    return _acts_inside(eqn.params["jaxpr"], seen)
 
 
-def _custom_jvp(eqn: Any, at: int) -> bool:
+def _custom_jvp(eqn: Any, seen: _Rules) -> bool:
     # Its rule may do what it does not: divide by the norm of the row, for instance. And it may
     # call the function again, whose rule reads as this one does.
     rule = staged_jvp_rule(eqn)
     text = str(rule)
-    if text in _rules_seen:
+    if text in seen:
         return True
-    _rules_seen.append(text)
-    try:
-        return _acts_inside(eqn.params["call_jaxpr"]) and _acts_inside(rule)
-    finally:
-        _rules_seen.pop()
+    seen = (*seen, text)
+    return _acts_inside(eqn.params["call_jaxpr"], seen) and _acts_inside(rule, seen)
 
 
-_rules_seen: list[str] = []
-
+_HOLD_PROGRAMS: dict[str, Callable[[Any, _Rules], bool]] = {
+    "checkpoint": _checkpoint,
+    "custom_jvp_call": _custom_jvp,
+    "remat2": _checkpoint,
+}
 
 _ACTS_ON_ELEMENTS: dict[str, Callable[[Any, int], bool]] = {
     **dict.fromkeys(ELEMENTWISE, _always),
@@ -149,9 +154,7 @@ _ACTS_ON_ELEMENTS: dict[str, Callable[[Any, int], bool]] = {
     **dict.fromkeys(
         ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "split"), _apart("axis")
     ),
-    **dict.fromkeys(("checkpoint", "remat2"), _checkpoint),
     "concatenate": _apart("dimension"),
-    "custom_jvp_call": _custom_jvp,
     "dot_general": _free_in_dot,
     "gather": _looked_up,
     "pad": _unpadded,
@@ -181,6 +184,10 @@ def can_pack(eqn: Any, batched: Sequence[bool]) -> bool:
       eqn: an equation of a program of one row.
       batched: which of its operands without a ragged size differ between rows.
     """
+    return _can_pack(eqn, batched, ())
+
+
+def _can_pack(eqn: Any, batched: Sequence[bool], seen: _Rules) -> bool:
     if not depends_on_sizes(eqn):
         return True
     name = eqn.primitive.name
@@ -190,6 +197,9 @@ def can_pack(eqn: Any, batched: Sequence[bool]) -> bool:
     ragged = {str(d) for shape in shapes for d in shape if is_symbolic(d)}
     if len(ragged) != 1 or not all(map(is_packable, shapes)):
         return False
+    inside = _HOLD_PROGRAMS.get(name)
+    if inside is not None and not _compat.is_namesake(eqn.primitive):
+        return not any(batched) and inside(eqn, seen)
     check, may_differ = _how_it_acts(eqn.primitive)
     if check is None or (any(batched) and not may_differ):
         return False
