@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -165,15 +166,25 @@ def usable(values: Iterable[Any]) -> Iterator[None]:
     JAX 0.12 refuses to take those of ``linearize`` as constants, and there is no public way to
     tell it that they will be replaced by values.
     """
-    tracers = [x for x in values if isinstance(x, jax.core.Tracer)]
-    over = [x._trace for x in tracers if not x._trace.is_valid()]
-    for trace in over:
-        trace._invalidated = False
+    traces = {x._trace for x in values if isinstance(x, jax.core.Tracer)}
+    with _lock:
+        over = [t for t in traces if t in _in_use or not t.is_valid()]
+        for trace in over:
+            _in_use[trace] = _in_use.get(trace, 0) + 1
+            trace._invalidated = False
     try:
         yield
     finally:
-        for trace in over:
-            trace._invalidated = True
+        with _lock:
+            for trace in over:
+                _in_use[trace] -= 1
+                if not _in_use[trace]:  # in no other thread either
+                    del _in_use[trace]
+                    trace._invalidated = True
+
+
+_in_use: dict[Any, int] = {}
+_lock = threading.RLock()
 
 
 def close(jaxpr: Any, consts: Any = ()) -> ClosedJaxpr:
@@ -359,10 +370,10 @@ def primitives_by_name() -> dict[str, Primitive]:
     """The primitives in the tables that JAX exports, by the names JAX gives them."""
     found: dict[str, Primitive] = {}
     for module in (jex_primitives, jax.lax, jax.lax.linalg):
-        for value in vars(module).values():
+        for value in vars(module).copy().values():  # which a thread may be adding to
             if isinstance(value, Primitive):
                 found[value.name] = value
-    for primitive in (*batching.fancy_primitive_batchers, shard_map_p):
+    for primitive in (*batching.fancy_primitive_batchers.copy(), shard_map_p):
         found.setdefault(primitive.name, primitive)  # what others call the same comes later
     return found
 

@@ -76,6 +76,12 @@ def by_rule():
     return weighted
 
 
+def doubled_by_rule():
+    f = bx.custom_vmap(lambda x: 2 * x)
+    f.def_vmap(lambda axis_size, in_batched, x: (2 * x, in_batched[0]))
+    return f
+
+
 def of_new_primitive():
     """A function of a primitive with a rule registered for it."""
     from jax.extend.core import Primitive
@@ -93,7 +99,8 @@ def in_chunks(**options):
     """Derivatives of both modes, and a second derivative, three lanes at a time."""
 
     def run():
-        f = bx.vmap(lambda x, w: jnp.tanh(x * w).sum() * damped(x), (0, None), batch_size=3, **options)
+        of_one = lambda x, w: jnp.tanh(x * w).sum() * damped(x)
+        f = bx.vmap(of_one, (0, None), batch_size=3, **options)
         loss = lambda x, w: f(x, w).sum()
         value, pull = jax.vjp(f, X, W)
         rest = () if options else (jax.jvp(f, (X, W), (X, W)), jax.hessian(loss, 1)(X, W))
@@ -126,6 +133,13 @@ def collectives():
     whole = bx.vmap(f, axis_name="i")
     chunks = bx.vmap(f, axis_name="i", batch_size=3)
     return whole(X), chunks(X), jax.grad(lambda x: (whole(x) ** 2).sum())(X)
+
+
+def shards():
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(V, jax.NamedSharding(mesh, jax.P("a")))
+    f = bx.vmap(lambda v: jnp.tanh(v).sum() / lax.psum(v, "i").sum(), axis_name="i", batch_size=1)
+    return f(x), jax.grad(lambda x: f(x).sum())(x)
 
 
 def explained():
@@ -178,10 +192,11 @@ FEATURES = {
     "chunks, residuals kept": in_chunks(residuals="keep"),
     "chunks, as many as fit": lambda: bx.vmap(newton, batch_size="auto", memory_limit="1GiB")(X),
     "chunks, reduced": lambda: [
-        jax.value_and_grad(bx.vmap(lambda x: x * damped(x), batch_size=3, out_axes=bx.Reduce(kind)))(X)
+        jax.value_and_grad(bx.vmap(damped, batch_size=3, out_axes=bx.Reduce(kind)))(X)
         for kind in ("mean", "max")
     ],
     "collectives": collectives,
+    "shards": shards,
     "compact loop": lambda: bx.vmap(newton, divergence=bx.Compact(width=2))(X),
     "compact branch": lambda: jax.value_and_grad(
         lambda x: bx.vmap(dear, divergence=bx.Compact(width=2))(x).sum())(X),
@@ -208,6 +223,6 @@ FEATURES = {
     "explain": explained,
     "same_program": lambda: np.array(bool(bx.same_program(
         lambda x: jax.vmap(jnp.sin)(x), lambda x: jnp.sin(x), X))),
-    "check_rule": lambda: bx.check_rule(by_rule(), V[0], W) or 0,
+    "check_rule": lambda: bx.check_rule(doubled_by_rule(), X[0]) or 0,
 }  # fmt: skip
 """By name: a function of no arguments that returns arrays."""

@@ -8,6 +8,7 @@ that a function called many times is batched (and compiled) once.
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ ANYWHERE: Any = _Anywhere()
 # bodies whose batched form refers back to them.
 _built: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 _MOST_BODIES = 4096
+_lock = threading.RLock()  # a finalizer may come here, too
 
 
 def batch_inner(
@@ -68,11 +70,12 @@ def remembered(body: _compat.ClosedJaxpr, key: Any, build: Callable[[], Any]) ->
     built, place = recording.memory() or (_built, None)
     wide = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
     key = (key, place, wide, registrations())
-    known = built.setdefault(body, {})
-    if key not in known:
+    with _lock:
+        known = built.setdefault(body, {})
         if len(built) > _MOST_BODIES:
             del built[next(iter(built))]
-        known[key] = build()
+    if key not in known:
+        known.setdefault(key, build())  # another thread may have been faster
     return known[key]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 
+from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition
 
 _MARK = "batchax_equation_"
@@ -74,14 +75,15 @@ class PerExample:
 
     Attributes:
       axis: the axis it was batched over.
-      staged: the program, a closed jaxpr.
-      mapped: its arguments, with their paths.
-      described: its outputs, with theirs.
+      jaxpr: the program.
+      arguments: by what it was given, a variable of the program it was batched in (the values
+        themselves must not outlive that): the variable that stands for it, and the batch axis.
+      described: its outputs, with their paths.
     """
 
     axis: Axis
-    staged: Any
-    mapped: Sequence[Any]
+    jaxpr: Any
+    arguments: Mapping[Any, tuple[Any, AxisPosition]]
     described: Sequence[Any]
 
 
@@ -220,8 +222,12 @@ def found_program(axis: Axis, staged: Any, mapped: Sequence[Any], described: Seq
     """Notes what is going to be batched, if that is not inside something else."""
     place = _active()
     if place is not None and place.record is None:
-        program = PerExample(axis, staged, tuple(mapped), tuple(described))
-        place.recorder.programs.append(program)
+        jaxpr = staged.jaxpr
+        values = [getattr(m.value, "data", m.value) for m in mapped]
+        pairs = zip(values, zip(jaxpr.invars, (m.axis for m in mapped), strict=False), strict=False)
+        consts = zip(staged.consts, ((v, None) for v in jaxpr.constvars), strict=True)
+        given = {_compat.staged_variable(x): found for x, found in (*pairs, *consts)}
+        place.recorder.programs.append(PerExample(axis, jaxpr, given, tuple(described)))
 
 
 def note(**facts: Any) -> None:

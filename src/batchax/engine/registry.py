@@ -10,6 +10,7 @@ primitive's own parameters, which describe one example.
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class Registered:
 _rules: dict[_compat.Primitive | str, Registered] = {}
 _own: set[_compat.Primitive] = set()
 _count = 0
+_lock = threading.RLock()
 
 
 def register_rule(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
@@ -88,14 +90,15 @@ def register_rule(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
 
     def decorate(rule: Rule) -> Rule:
         global _count
-        _count += 1
         origin = _module_outside_the_engine()
-        entry = Registered(rule, origin, not origin.startswith("batchax."), _count)
-        if entry.is_users:
-            _take_over(primitive, rule)
-        _rules[primitive] = entry
-        if entry.is_users and isinstance(primitive, _compat.Primitive):
-            _serve_jax(primitive, replace=False)
+        with _lock:
+            entry = Registered(rule, origin, not origin.startswith("batchax."), _count + 1)
+            if entry.is_users:
+                _take_over(primitive, rule)
+            _rules[primitive] = entry
+            if entry.is_users and isinstance(primitive, _compat.Primitive):
+                _serve_jax(primitive, replace=False)
+            _count += 1  # last: what is built from here on is built by the new rule
         return rule
 
     return decorate

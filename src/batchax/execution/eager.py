@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 
+from batchax.engine.lasting import Lasting
 from batchax.errors import SmallerChunksWarning
 
 # A call outside `jit` stages its function anew, and what was staged anew JAX would
 # compile anew. These are known by what they do.
-_compiled: OrderedDict[Any, Any] = OrderedDict()
-_MOST_PROGRAMS = 128
+_compiled = Lasting(most=128)
 
 
 def run_eagerly(
@@ -57,12 +56,7 @@ def compile_program(
     """Compiles a program, unless one of the same key has been compiled for such operands."""
     types = tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in operands)
     key = (key, types, jax.default_backend())
-    if key not in _compiled:
-        _compiled[key] = jax.jit(program).lower(*operands).compile()
-    _compiled.move_to_end(key)
-    if len(_compiled) > _MOST_PROGRAMS:
-        _compiled.popitem(last=False)
-    return _compiled[key]
+    return _compiled.get(key, lambda: jax.jit(program).lower(*operands).compile())
 
 
 _LIBRARIES = (os.path.dirname(jax.__file__), os.path.dirname(os.path.dirname(__file__)))

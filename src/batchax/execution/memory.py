@@ -137,8 +137,8 @@ def fitting_chunk(
         def needed(chunk: int) -> int:
             return needed_bytes(compile_for(chunk))
 
-        _chosen[key] = _search(auto.program, limit, size, needed)
-        logger.info("batch_size='auto': %s", _chosen[key])
+        found = _chosen.setdefault(key, _search(auto.program, limit, size, needed))
+        logger.info("batch_size='auto': %s", found)
     return _chosen[key].batch_size
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -63,18 +63,19 @@ class SectionBody:
         targets: Sequence[Target],
         effects: bool = True,
     ) -> None:
-        self.lanes, self.targets = lanes, targets
+        self.targets = targets
         self.section = section_for(eqns, [t.variable for t in targets], env, effects)
         self.operands = [env[v][0] for v in self.section.invars]
-        self.positions = [env[v][1] for v in self.section.invars]
-        self.kinds: dict[Target, Any] = {}
-        self.reduced: dict[Target, Any] = {}
+        positions = [env[v][1] for v in self.section.invars]
+        self._chunk = _Chunk(lanes, self.section, positions, targets)
+        self.kinds, self.reduced = self._chunk.kinds, self._chunk.reduced
 
         operand_kinds = tuple(
             WHOLE if a is None or v is lanes.index else Lanes(a)
-            for v, a in zip(self.section.invars, self.positions, strict=True)
+            for v, a in zip(self.section.invars, positions, strict=True)
         )
-        self.loop = Loop(Body(self._of_width), operand_kinds, (), lanes.axis.size, lanes.batch_size)
+        body = Body(self._chunk.of_width)
+        self.loop = Loop(body, operand_kinds, (), lanes.axis.size, lanes.batch_size)
         program = self.loop.program(list(map(jax.typeof, self.operands)), self.loop.width)
         self.types = program.out_avals
 
@@ -89,19 +90,43 @@ class SectionBody:
             lax.slice_in_dim(x, 0, 1, axis=kind.axis) if isinstance(kind, Lanes) else x
             for x, kind in zip(self.operands, self.loop.operands, strict=True)
         ]
-        outs, _ = self._interpret(1, jnp.int32(0), parts)
+        outs, _ = self._chunk.interpret(1, jnp.int32(0), parts)
         return {t: Found(x, None) for t, x in zip(self.targets, outs, strict=True)}
 
-    def _of_width(self, width: int) -> Callable[..., list[Any]]:
+
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """What is done for a chunk, without the values it is done to: programs that last hold it.
+
+    Attributes:
+      lanes: the lanes that chunks are taken from.
+      section: the equations.
+      positions: where operands have the batch axis.
+      targets: what is wanted.
+      kinds: notes of which kind each target is; None if it does not depend on the batch.
+      reduced: notes of what becomes of those that are reduced.
+    """
+
+    lanes: LanesToRun
+    section: Any
+    positions: Sequence[AxisPosition]
+    targets: Sequence[Target]
+    kinds: dict[Target, Any] = field(default_factory=dict)
+    reduced: dict[Target, Any] = field(default_factory=dict)
+
+    def of_width(self, width: int) -> Callable[..., list[Any]]:
+        """The function of one chunk of `width` lanes; see `Body`."""
+
         def run(start: Any, *xs: Any) -> list[Any]:
-            outs, positions = self._interpret(width, start, xs)
+            outs, positions = self.interpret(width, start, xs)
             return list(map(self._result, self.targets, outs, positions))
 
         return run
 
-    def _interpret(
+    def interpret(
         self, width: int, start: Any, xs: Sequence[Any]
     ) -> tuple[list[Any], list[AxisPosition]]:
+        """The targets for `width` lanes, and where they have the batch axis."""
         axis = replace(self.lanes.axis, size=width, name=None, mesh_axis=None)
         values = [
             x + start + lax.iota(np.int32, width) if v is self.lanes.index else x

@@ -19,23 +19,18 @@ from batchax.rows.ragged import Ragged
 
 def arguments_of(staged: Staged, example: PerExample | None, names: Names) -> tuple[Value, ...]:
     """The arguments, whose names their variables in the program get."""
-    variables: dict[int, tuple[Any, Any]] = {}  # by placeholder: variable, and where mapped
-    if example is not None:
-        jaxpr, consts = example.staged.jaxpr, example.staged.consts
-        for m, v in zip(example.mapped, jaxpr.invars, strict=False):
-            variables[id(getattr(m.value, "data", m.value))] = v, m.axis
-        variables.update({id(c): (v, None) for v, c in zip(jaxpr.constvars, consts, strict=True)})
+    given = {} if example is None else example.arguments
     found = []
-    for x, path in zip(staged.placeholders, staged.paths, strict=True):
-        variable, position = variables.get(id(x), (None, None))
+    for placeholder, path in zip(staged.placeholders, staged.paths, strict=True):
+        variable, position = given.get(placeholder, (None, None))
         if variable is None:  # the program does not use it
             names.take(path)
-            aval = jax.typeof(x)
+            aval = placeholder.aval
             found.append(Value(path, type_name(aval), type_name(aval), None, bytes_of([aval])))
             continue
         names.give(variable, path)
         aval = variable.aval
-        batched = jax.typeof(x)
+        batched = placeholder.aval
         found.append(
             Value(path, type_name(aval), type_name(batched), position, bytes_of([batched]))
         )
@@ -45,7 +40,7 @@ def arguments_of(staged: Staged, example: PerExample | None, names: Names) -> tu
 def outputs_of(example: PerExample, names: Names, out_info: Any) -> tuple[Value, ...]:
     """The results, under the names of their variables, as they are returned."""
     types = jax.tree.leaves(out_info, is_leaf=lambda x: isinstance(x, Ragged))
-    variables = example.staged.jaxpr.outvars
+    variables = example.jaxpr.outvars
     found = []
     for v, described, final in zip(variables, example.described, types, strict=False):
         if isinstance(final, Ragged):

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from batchax import _compat
 from batchax.engine.inner import NEEDS_VALUES
 from batchax.engine.recording import Recorder
 from batchax.errors import SequentialFallbackWarning
@@ -24,7 +25,7 @@ class Staged:
     Attributes:
       recorder: the notes of how it was batched.
       traced: what ``jax.jit(...).trace`` returned.
-      placeholders: for each traced argument, what stood for it.
+      placeholders: for each traced argument, the variable that stands for it.
       paths: what each is called.
       arrays: what was given for each.
     """
@@ -89,7 +90,7 @@ def _stage(
 
     @functools.wraps(batched)
     def run(*arrays: Any) -> Any:
-        placeholders[:] = arrays
+        placeholders[:] = map(_compat.staged_variable, arrays)
         values = [x for _, x in leaves]
         for i, x in zip(chosen, arrays, strict=True):
             values[i] = x

@@ -22,6 +22,23 @@ from batchax.rows.ragged import Ragged, RaggedSize, known_lengths
 
 
 @dataclass(frozen=True)
+class NotedSize:
+    """What notes say of a size, which outlive the arrays that have it.
+
+    Attributes:
+      rows: how many rows there are.
+      bound: no row is longer.
+      capacity: the room that packed arrays have.
+      lengths: those of the rows, or None where they are not known.
+    """
+
+    rows: int
+    bound: int
+    capacity: int
+    lengths: np.ndarray | None
+
+
+@dataclass(frozen=True)
 class RowSize:
     """A size that rows have, which some of the ragged arguments share.
 
@@ -41,6 +58,12 @@ class RowSize:
     def index(self) -> RowIndex:
         """Where the rows of the first argument are."""
         return RowIndex.of(self.batch.lengths, capacity_of(self.batch), self.bound)
+
+    @cached_property
+    def noted(self) -> NotedSize:
+        """What notes say of it."""
+        lengths = known_lengths(self.batch.lengths)
+        return NotedSize(len(self.batch), self.bound, capacity_of(self.batch), lengths)
 
     def index_in(self, batch: Ragged) -> RowIndex:
         """Where the rows of an argument are."""

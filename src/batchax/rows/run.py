@@ -121,7 +121,7 @@ def run_rows(
       run_dense: what `vmap` does with a function of arrays of one size.
       options: how rows are to be run.
     """
-    recording.fact("rows", axis=axis, mapped=mapped)
+    recording.fact("rows", axis=axis)
     if options.buckets is not None:
         each = replace(options, buckets=None)
         run_bucket = functools.partial(run_rows, run_dense=run_dense, options=each)
@@ -188,7 +188,7 @@ def _run_padded(call: Call, outputs: list[FlatOutputs], run_dense: RunDense) -> 
     """All of it in padded rows, by what `vmap` does with arrays of one size."""
     if recording.is_on():
         steps = flatten(call.staged).steps
-        recording.fact("region", layout="padded", steps=steps, sizes=call.sizes)
+        recording.fact("region", layout="padded", steps=steps, sizes=[s.noted for s in call.sizes])
     recording.found_program(call.axis, call.staged, call.mapped, call.described)
     staged, bounds = call.staged, call.bounds
     shapes = [v.aval.shape for v in staged.jaxpr.invars]
@@ -239,8 +239,9 @@ def _find_regions(call: Call, options: RowOptions) -> tuple[Steps, list[Region]]
 def _run_regions(call: Call, program: Steps, regions: list[Region]) -> list[Any]:
     """Some or all of it in packed rows."""
     recording.found_program(call.axis, call.staged, call.mapped, call.described)
-    for region in regions:
-        recording.fact("region", layout=region.layout, steps=region.steps, sizes=call.sizes)
+    for region in regions if recording.is_on() else ():
+        sizes = [s.noted for s in call.sizes]
+        recording.fact("region", layout=region.layout, steps=region.steps, sizes=sizes)
     segments = {size.name: Segments(size.index, capacity_of(size.batch)) for size in call.sizes}
     axes: list[AxisPosition] = []
 

@@ -41,18 +41,18 @@ def _extreme(kind: str, count: int, x: Any, rows: Any) -> Any:
     """The greatest or least of each row; JAX has no derivative of that over segments."""
 
     @jax.custom_jvp
-    def extreme(x: Any) -> Any:
+    def extreme(x: Any, rows: Any) -> Any:
         return _reduce(kind, x, rows, count)
 
     @extreme.defjvp
     def _(primals: Any, tangents: Any) -> Any:
         # As of reduce_max: shared between elements that are equal.
-        (x,), (dx,) = primals, tangents
+        (x, rows), (dx, _) = primals, tangents
         x = lax.optimization_barrier(x)  # computed twice, rounded otherwise, it equals no extreme
-        best = extreme(x)
+        best = extreme(x, rows)
         at_best = jnp.equal(x, best.at[rows].get(mode="fill", fill_value=0))
         dot = _reduce("reduce_sum", jnp.where(at_best, dx, 0), rows, count)
         ties = _reduce("reduce_sum", at_best.astype(x.dtype), rows, count)
         return best, jnp.where(ties > 0, dot / jnp.maximum(ties, 1), 0)
 
-    return extreme(x)
+    return extreme(x, rows)

@@ -96,7 +96,7 @@ class Sizes:
     def inside(self, values: Mapping[str, Any] | None = None) -> Sizes:
         """These for a program that is staged within another: what it computes stays in it."""
         known = dict(self._sizes) if values is None else {}
-        return replace(self, values=values or self.values, _sizes=known)
+        return replace(self, values=self.values if values is None else values, _sizes=known)
 
     def is_exact(self, dim: Any) -> bool:
         """Whether arrays have no padding along a dimension of that size."""

@@ -17,6 +17,7 @@ from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition
 from batchax.engine.derivatives import tangents_of
 from batchax.engine.inner import batch_inner
+from batchax.engine.lasting import Lasting
 from batchax.engine.own_primitives import stands_for
 from batchax.engine.registry import register_own_rule
 from batchax.rules.pullback import pull_back
@@ -54,16 +55,11 @@ def linear_with_transpose(
 
     if key is None:
         return _bind(*both(), residuals, operands)
-    key = key, known, linear
-    if key not in _staged:
-        if len(_staged) >= _MOST_STAGED:
-            del _staged[next(iter(_staged))]
-        _staged[key] = both()
-    return _bind(*_staged[key], residuals, operands)
+    ahead, back = _staged.get((key, known, linear), both)
+    return _bind(ahead, back, residuals, operands)
 
 
-_staged: dict[Hashable, tuple[_compat.ClosedJaxpr, _compat.ClosedJaxpr]] = {}
-_MOST_STAGED = 1024
+_staged = Lasting(most=1024)
 
 
 def _bind(

@@ -10,9 +10,8 @@ import numpy as np
 from batchax.explain.explanation import Finding, Work
 from batchax.explain.findings.draft import STEP, Draft, price
 from batchax.explain.wording import count, show_work
-from batchax.rows.arguments import RowSize, capacity_of
+from batchax.rows.arguments import NotedSize
 from batchax.rows.buckets import bucket
-from batchax.rows.ragged import known_lengths
 from batchax.rows.sizes import depends_on_sizes
 
 _ENOUGH = 1.5  # places for each element, below which padding is no matter
@@ -30,17 +29,16 @@ def padding(draft: Draft) -> Iterator[Finding]:
     if not padded or _facts(draft, "groups"):  # grouped after an attempt to pad them
         return
     sizes = [_leading(r["sizes"]) for r in padded]
-    places = sum(len(s.batch) * s.bound for s in sizes)
+    places = sum(s.rows * s.bound for s in sizes)
     elements, known = 0, True
     for size in sizes:
-        lengths = known_lengths(size.batch.lengths)
-        known &= lengths is not None
-        elements += capacity_of(size.batch) if lengths is None else int(lengths.sum())
+        known &= size.lengths is not None
+        elements += size.capacity if size.lengths is None else int(size.lengths.sum())
     if not elements or places <= _ENOUGH * elements:
         return
     eqns = [e for e in draft.equations if e.rule != "rows.packed"]
     work = sum((e.work for e in eqns), Work())
-    rows = sum(len(s.batch) for s in sizes)
+    rows = sum(s.rows for s in sizes)
     yield Finding(
         "ragged rows run padded",
         f"{_described(regions)} Padded, {count(rows, 'row')} take {count(places, 'place')} for "
@@ -52,8 +50,8 @@ def padding(draft: Draft) -> Iterator[Finding]:
     )
 
 
-def _leading(sizes: Sequence[RowSize]) -> RowSize:
-    return max(sizes, key=lambda s: len(s.batch) * s.bound)
+def _leading(sizes: Sequence[NotedSize]) -> NotedSize:
+    return max(sizes, key=lambda s: s.rows * s.bound)
 
 
 def _operations(region: dict[str, Any]) -> int:
@@ -75,7 +73,7 @@ def _described(regions: Sequence[dict[str, Any]]) -> str:
     return f"Rows run with {' and '.join(told)}."
 
 
-def _remedy(draft: Draft, sizes: Sequence[RowSize], waste: float, known: bool) -> str:
+def _remedy(draft: Draft, sizes: Sequence[NotedSize], waste: float, known: bool) -> str:
     if draft.options.get("layout") == "padded":
         return 'Leave layout="padded" out: what can run packed does so where it costs less.'
     if not known:
@@ -95,9 +93,9 @@ def _remedy(draft: Draft, sizes: Sequence[RowSize], waste: float, known: bool) -
     return f"Give buckets={number}: {rest:.2f} places for each element then."
 
 
-def _best_buckets(size: RowSize, waste: float) -> tuple[int, float] | None:
+def _best_buckets(size: NotedSize, waste: float) -> tuple[int, float] | None:
     """The fewest buckets that do nearly as well as eight do, and their waste; None if none help."""
-    found = [(k, bucket(size.batch, k).waste) for k in range(2, _MOST_BUCKETS + 1)]
+    found = [(k, bucket(size.lengths, k).waste) for k in range(2, _MOST_BUCKETS + 1)]
     least = min(w for _, w in found)
     number, rest = next((k, w) for k, w in found if w <= 1.2 * least)
     return (number, rest) if rest < 0.9 * waste else None
@@ -127,11 +125,10 @@ def groups(draft: Draft) -> Iterator[Finding]:
 def spare_room(draft: Draft) -> Iterator[Finding]:
     """Packed arrays with more places than rows have elements."""
     regions = [r for r in _facts(draft, "region") if r["layout"] == "packed" and _operations(r)]
-    for size in {id(s.batch): s for r in regions for s in r["sizes"]}.values():
-        lengths = known_lengths(size.batch.lengths)
-        if lengths is None or not lengths.size:
+    for size in {id(s): s for r in regions for s in r["sizes"]}.values():
+        if size.lengths is None or not size.lengths.size:
             continue
-        places, elements = capacity_of(size.batch), int(np.sum(lengths))
+        places, elements = size.capacity, int(np.sum(size.lengths))
         if places <= 1.5 * max(1, elements):
             continue
         work = sum((e.work for e in draft.equations if e.rule == "rows.packed"), Work())

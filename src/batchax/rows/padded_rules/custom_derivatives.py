@@ -48,14 +48,12 @@ class _Call:
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, op: Operation, rows: Sequence[Row]) -> _Call:
-        """For an equation and its operands."""
-        return cls(op, Moving(rows), tuple(op.sizes.values))
-
-    @property
-    def values(self) -> list[Any]:
-        """All operands."""
-        return [*self.op.sizes.values.values(), *self.operands.values]
+    def of(cls, op: Operation, rows: Sequence[Row]) -> tuple[_Call, list[Any]]:
+        """For an equation and its operands, and the values of those: rules may outlive them."""
+        sizes, operands = op.sizes, Moving(rows)
+        values = [*sizes.values.values(), *operands.values]
+        op = Operation(op.eqn, sizes.inside({}))
+        return cls(op, operands.emptied(), tuple(sizes.values)), values
 
     def opened(self, values: Sequence[Any]) -> tuple[Operation, list[Row]]:
         """The equation and its operands, where the call has these `values`."""
@@ -122,7 +120,8 @@ def _custom_jvp(
     outs = None if own is None else own(op, *rows)
     if outs is not None:
         return outs
-    call = _Call.of(op, rows)
+    call, values = _Call.of(op, rows)
+    op = call.op
 
     @jax.custom_jvp
     def function(*values: Any) -> list[Any]:
@@ -150,7 +149,7 @@ def _custom_jvp(
         ]
 
     function.defjvp(rule, symbolic_zeros=True)
-    return function(*call.values)
+    return function(*values)
 
 
 @padded_rule("custom_vjp_call", "custom_vjp_call_jaxpr")
@@ -165,7 +164,8 @@ def _custom_vjp(
     **params: Any,
 ) -> Any:
     body = _compat.close(call_jaxpr)
-    call = _Call.of(op, rows)
+    call, values = _Call.of(op, rows)
+    op = call.op
     _, perturbs, backward = op.eqn.primitive.get_bind_params(op.eqn.params)["subfuns"]
 
     @jax.custom_vjp
@@ -207,7 +207,7 @@ def _custom_vjp(
         return tuple(call.for_values([None if z else next(found) for z in zeros], None))
 
     function.defvjp(forward, reverse, symbolic_zeros=True)
-    return function(*call.values)
+    return function(*values)
 
 
 @jax.tree_util.register_pytree_node_class

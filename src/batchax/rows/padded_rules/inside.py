@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -48,6 +49,12 @@ class Moving:
     def values(self) -> list[Any]:
         """The arrays that are not known."""
         return [self.rows[i].value for i in self.places]
+
+    def emptied(self) -> Moving:
+        """These without the values of those."""
+        empty = copy.copy(self)
+        empty.rows = self.filled_in([None] * len(self.places))
+        return empty
 
     def filled_in(self, values: Sequence[Any]) -> list[Row]:
         """All operands, with `values` in place of those."""
