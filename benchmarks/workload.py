@@ -64,12 +64,12 @@ def workload(
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
     """A fixed array of normally distributed numbers."""
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), float)
 
 
 def uniform(*shape: int, low: float = 0.0, high: float = 1.0, seed: int = 0) -> jax.Array:
     """A fixed array of uniformly distributed numbers."""
-    return jnp.asarray(np.random.default_rng(seed).uniform(low, high, shape), jnp.float32)
+    return jnp.asarray(np.random.default_rng(seed).uniform(low, high, shape), float)
 
 
 def integers(*shape: int, below: int, seed: int = 0) -> jax.Array:

@@ -123,7 +123,7 @@ def test_several_arguments_along_different_axes():
 
 
 def test_trees_lists_and_prefixes():
-    tree = {"x": X, "pair": (X.T, [W, jnp.float32(2)])}
+    tree = {"x": X, "pair": (X.T, [W, jnp.asarray(2.0)])}
 
     def f(tree, scale):
         x, (y, (w, c)) = tree["x"], tree["pair"]

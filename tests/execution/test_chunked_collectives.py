@@ -225,8 +225,8 @@ def test_index_of_the_lane_in_loops_and_branches():
     check_chunks(fun, x, n, axis_name="i", forward=False)
     for batch_size in (1, 4):
         got = jax.jit(bx.vmap(fun, axis_name="i", batch_size=batch_size))(x, n)
-        same(got[0], jnp.arange(5))
-        same(got[1], 3 * jnp.arange(5))
+        same(got[0], jnp.arange(5, dtype=jnp.int32))
+        same(got[1], 3 * jnp.arange(5, dtype=jnp.int32))
 
 
 IN_LOOPS = {

@@ -376,7 +376,7 @@ def test_custom_root_and_solve(chunked):
     residuals=st.sampled_from(RESIDUALS),
 )
 def test_random_programs(seed, batch_size, in_axes, out_axis, residuals):
-    shapes = ((3,), jnp.float32), ((2, 3), jnp.float32), ((), jnp.int32), ((3, 3), jnp.float32)
+    shapes = ((3,), float), ((2, 3), float), ((), jnp.int32), ((3, 3), float)
     args = [
         example(s if a is None else (*s[:a], LANES, *s[a:]), t, seed=seed + i, low=-1, high=4)
         if t == jnp.int32

@@ -158,7 +158,7 @@ def test_random_numbers_from_the_index_of_the_lane():
         return x + jax.random.uniform(own), lax.axis_index("i")
 
     expected = jax.jit(bx.vmap(f, (0, None), axis_name="i"))(X, key)
-    same(expected[1], jnp.arange(LANES))
+    same(expected[1], jnp.arange(LANES, dtype=jnp.int32))
     for batch_size in (1, 2, 4):
         batched = bx.vmap(f, (0, None), axis_name="i", batch_size=batch_size)
         same(jax.jit(batched)(X, key), expected)

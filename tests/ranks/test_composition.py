@@ -48,7 +48,7 @@ def test_lanes_are_counted_over_all_dimensions(shapes, batch_size, most):
     f = bx.auto_vmap(1, 1, batch_size=batch_size)(lambda x, y: jnp.outer(x, y).sum())
     x, y = (jnp.ones((*s, 3)) for s in shapes)
     text = jax.jit(f).lower(x, y).as_text()
-    shapes_of_sums = re.findall(r"stablehlo\.reduce\([^\n]*->\s*tensor<([^>]*)xf32>", text)
+    shapes_of_sums = re.findall(r"stablehlo\.reduce\([^\n]*->\s*tensor<([^>]*)xf(?:32|64)>", text)
     lanes = [np.prod(list(map(int, shape.split("x")))) for shape in shapes_of_sums]
     assert max(lanes) == most
     same(f(x, y), jnp.full(np.broadcast_shapes(*shapes), 9.0))

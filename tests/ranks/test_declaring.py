@@ -39,7 +39,7 @@ def test_the_example(how):
     f = DECLARED[how](foo)
     same(f(S, V, M), jnp.full(5, 15.0))
     same(f(s=S, m=M, v=V), jnp.full(5, 15.0))
-    same(f(S, V[0], M[0]), jnp.float32(15.0))
+    same(f(S, V[0], M[0]), jnp.asarray(15.0))
     assert f.__name__ == "foo"
 
 
@@ -170,7 +170,7 @@ def test_methods_and_other_callables():
         def by_signature(self, x):
             return self.scale * x.sum()
 
-    model = Model(jnp.float32(2.0))
+    model = Model(jnp.asarray(2.0))
     for method in (model.by_position, model.by_name, model.annotated, model.by_signature):
         same(method(V), jnp.full(5, 6.0))
     same(bx.auto_vmap(2)(partial(foo, 2.0, V[0]))(M), jnp.full(5, 15.0))
@@ -183,10 +183,10 @@ def test_numbers_lists_and_numpy_arrays():
     def f(s, v):
         return s * v.sum()
 
-    same(f(2, [1.0, 2.0]), jnp.float32(6.0))
+    same(f(2, [1.0, 2.0]), jnp.asarray(6.0))
     same(f([1.0, 2.0], [[1.0, 2.0], [3.0, 4.0]]), jnp.array([3.0, 14.0]))
-    same(f(np.float32(2), np.ones((4, 2), np.float32)), jnp.full(4, 4.0))
-    same(f([np.int32(1), True], np.ones(2, np.float32)), jnp.array([2.0, 2.0]))
+    same(f(np.float32(2), np.ones((4, 2), np.float32)), np.full(4, 4.0, np.float32))
+    same(f([np.int32(1), True], np.ones(2)), jnp.array([2.0, 2.0]))
 
     @bx.auto_vmap({"a": 1, "b": [0, 0]})
     def g(tree):
@@ -266,7 +266,7 @@ def test_annotations():
     v, m = example((4, 1, 2)), example((5, 2, 3), seed=1)
     want = jnp.einsum("bn,cnm->bcm", v[:, 0], m)
     same(f(v, m), want)
-    same(f(v, m, s=jnp.float32(2.0)), 2 * want)
+    same(f(v, m, s=jnp.asarray(2.0)), 2 * want)
     same(f(v[0, 0], m[0], s=jnp.ones(7)), jnp.broadcast_to(v[0, 0] @ m[0], (7, 3)))
     assert f(v, m, tree={"a": jnp.ones((6, 1, 1, 3))}).shape == (6, 4, 5, 3)
     assert f(v, m, key=jax.random.split(jax.random.key(0), 5)).shape == (4, 5, 3)

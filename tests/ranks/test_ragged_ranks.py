@@ -9,7 +9,7 @@ import batchax as bx
 from support.oracle import same
 from support.rows import ragged
 
-WEIGHTS = np.random.default_rng(1).normal(size=(3, 2)).astype(np.float32)
+WEIGHTS = jnp.asarray(np.random.default_rng(1).normal(size=(3, 2)), float)
 
 
 def test_a_whole_row_is_one_example():

@@ -124,7 +124,7 @@ def test_unbatched_stays_unbatched():
 
     out_axes = (None, None, 0)
     got = bx.vmap(f, (0, 0, None), out_axes)(P, X, 2.0)
-    same(got, (jnp.float32(2.0), jnp.int32(3), jnp.where(P[:, None], X, -X)))
+    same(got, (jnp.asarray(2.0), jnp.asarray(3), jnp.where(P[:, None], X, -X)))
     g = lambda p, x, y: lax.cond(p, lambda: (y, y, x), lambda: (y * 2, y, -x))
     check_compiled(g, True, X, 2.0, in_axes=(None, 0, None), out_axes=(None, None, 0))
 

@@ -124,10 +124,10 @@ class Log:
 
     def __call__(self, *args):
         self.calls.append(tuple(np.asarray(x).tolist() for x in args))
-        return np.float32(sum(np.sum(x) for x in args)) if self.returns else None
+        return np.asarray(sum(np.sum(x) for x in args), SCALAR.dtype) if self.returns else None
 
 
-SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
+SCALAR = jax.eval_shape(lambda: jnp.zeros(()))
 
 
 @pytest.mark.parametrize("ordered", [False, True])
@@ -233,12 +233,12 @@ def test_checks(jit):
 
     batched = checkify.checkify(bx.vmap(fun, (0, None)))
     batched = jax.jit(batched) if jit else batched
-    error, out = batched(jnp.array([1.0, 2.0, 3.0]), jnp.float32(2.0))
+    error, out = batched(jnp.array([1.0, 2.0, 3.0]), jnp.asarray(2.0))
     assert error.get() is None
     same(out, jnp.array([2.0, 4.0, 6.0]))
-    error, _ = batched(jnp.array([1.0, -2.0, -3.0]), jnp.float32(2.0))
+    error, _ = batched(jnp.array([1.0, -2.0, -3.0]), jnp.asarray(2.0))
     assert "x is -2.0, y is 2.0" in error.get()  # that of the first lane that fails
-    error, _ = batched(jnp.array([1.0, 2.0, 3.0]), jnp.float32(7.0))
+    error, _ = batched(jnp.array([1.0, 2.0, 3.0]), jnp.asarray(7.0))
     assert "y is 7.0" in error.get()
 
 
@@ -298,8 +298,8 @@ def cholesky_call(method, **options):
 @pytest.mark.parametrize("aliased", [False, True])
 @pytest.mark.parametrize("method", [*METHODS, "legacy_vectorized"])
 def test_ffi_call(method, aliased):
-    x = example((4, 3, 3))
-    x = x @ x.swapaxes(1, 2) + 3 * jnp.eye(3)
+    x = example((4, 3, 3), jnp.float32)
+    x = x @ x.swapaxes(1, 2) + 3 * jnp.eye(3, dtype=jnp.float32)
     jax.block_until_ready(jnp.linalg.eigh(x))  # loads LAPACK
     fun = cholesky_call(method, input_output_aliases={0: 0} if aliased else None)
     for in_axis in (0, 1, 2):

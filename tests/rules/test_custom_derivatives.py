@@ -322,13 +322,13 @@ def test_cotangents_of_shared_inputs_are_summed_once():
 def test_a_rule_that_makes_a_constant_depend_on_the_batch():
     @jax.custom_vjp
     def inject(x, w):
-        return jnp.float32(0)
+        return jnp.zeros(())
 
     inject.defvjp(lambda x, w: (inject(x, w), (x, w)), lambda r, c: (c * r[0], c * r[0] * r[1]))
 
     @jax.custom_jvp
     def inject_forward(x, w):
-        return jnp.float32(0)
+        return jnp.zeros(())
 
     inject_forward.defjvp(
         lambda p, t: (inject_forward(*p), (t[0] * p[0]).sum() + (t[1] * p[0] * p[1]).sum())

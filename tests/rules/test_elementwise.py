@@ -17,7 +17,7 @@ from batchax.engine.registry import rule_origin
 from batchax.engine.rule_makers import aligned
 from batchax.rules import elementwise
 
-from support.oracle import check, example
+from support.oracle import check, example, quickly
 
 F32, BF16, I32, U8, BOOL, C64 = map(
     jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64)
@@ -222,7 +222,7 @@ def test_weak_types_of_python_scalars(name, scalar):
                div=operator.truediv, lt=operator.lt)  # fmt: skip
     for x in (jnp.arange(1.0, 4.0), jnp.arange(1, 4), jnp.arange(1, 4).astype(BF16)):
         for fun in (lambda x: ops[name](x, scalar), lambda x: ops[name](scalar, x)):
-            check(fun, x, derivatives=False, jit=False)
+            quickly(fun, x, derivatives=False)
 
 
 def test_weakly_typed_operands_stay_weak():
@@ -296,7 +296,7 @@ def test_select_and_clamp_derivatives(axes):
 
     @jax.jit
     def fun(i, x, y):
-        return lax.select_n(i > 0, x, y) * lax.clamp(jnp.float32(-1), x, y)
+        return lax.select_n(i > 0, x, y) * lax.clamp(-jnp.ones(()), x, y)
 
     check(fun, *args, in_axes=axes, jit=False, second=True)
 

@@ -20,7 +20,7 @@ LOOSE = dict(rtol=2e-3, atol=2e-3)
 N = 3
 
 
-def matrices(*lead, seed=0, dtype=jnp.float32):
+def matrices(*lead, seed=0, dtype=float):
     """Well conditioned square matrices with well separated eigenvalues."""
     x = 0.3 * example((*lead, N, N), dtype, seed)
     return x + jnp.diag(jnp.arange(1.0, N + 1)).astype(dtype)

@@ -172,7 +172,7 @@ def test_collectives_in_a_loop():
     # The value in each iteration depends on the lane only through its index.
     g = lambda n: lax.fori_loop(0, n, lambda i, c: c + lax.axis_index("i"), 0)
     for n in (3, jnp.array(3)):
-        same(bx.vmap(lambda _: g(n), axis_name="i")(X), 3 * jnp.arange(4))
+        same(bx.vmap(lambda _: g(n), axis_name="i")(X), 3 * jnp.arange(4, dtype=jnp.int32))
     until = lambda x: lax.while_loop(lambda c: lax.pmax(c, "i") < 9, lambda c: c * 2, x)
     check_compiled(until, jnp.array([1.0, 2.0, 3.0, 0.5]), axis_name="i", reverse=False)
 

@@ -153,7 +153,7 @@ def test_lanes_do_not_share_bits():
 
 @pytest.mark.parametrize("algorithm", lax.RandomAlgorithm)
 def test_rng_bit_generator(algorithm):
-    keys = jr.bits(jr.key(0), (4, B))
+    keys = jr.bits(jr.key(0), (4, B), np.uint32)
     each_alone(lambda k: lax.rng_bit_generator(k, (2,), algorithm=algorithm), keys, in_axes=1)
 
 

@@ -135,7 +135,7 @@ def test_reference_stays_unbatched_where_nothing_batched_is_written():
 
 def test_what_is_batched_may_come_through_other_references():
     def fun(x):
-        a, b = jax.new_ref(jnp.float32(0)), jax.new_ref(jnp.float32(0))
+        a, b = jax.new_ref(jnp.zeros(())), jax.new_ref(jnp.zeros(()))
 
         def body(_, carry):
             b[...] = a[...] + 1  # unbatched at first, batched in the second turn
@@ -151,7 +151,7 @@ def test_what_is_batched_may_come_through_other_references():
 def test_named_axis_makes_a_reference_batched():
     def fun(x):
         ref = jax.new_ref(jnp.zeros(2))
-        ref[1] = lax.axis_index("i").astype(jnp.float32)
+        ref[1] = lax.axis_index("i").astype(float)
         return x + ref[...].sum()
 
     same(bx.vmap(fun, axis_name="i")(jnp.ones(3)), jnp.array([1.0, 2.0, 3.0]))
@@ -184,7 +184,7 @@ def test_inside_control_flow(kind):
             ref[2] = z
         return ref[...]
 
-    x, y = example((4,)), jnp.float32(1)
+    x, y = example((4,)), jnp.asarray(1.0)
     args, axes = (x, y), (0, None)
     loop = [jax.jit(fun)(x[i], y) for i in range(4)]
     loop = jax.tree.map(lambda *xs: jnp.stack(xs), *loop)
@@ -223,7 +223,7 @@ def test_shared_reference():
         ref[1] = y
         return x + ref[1]
 
-    same(bx.vmap(writes, (0, None))(jnp.ones(2), jnp.float32(7)), jnp.array([8.0, 8.0]))
+    same(bx.vmap(writes, (0, None))(jnp.ones(2), jnp.asarray(7.0)), jnp.array([8.0, 8.0]))
     same(ref[...], jnp.array([0.0, 7.0, 2.0]))
 
     def swaps(x):
@@ -255,7 +255,7 @@ def test_derivatives():
         ref[2] = ref[0] * ref[1]
         return jax.ref.freeze(ref).sum()
 
-    x, w = example((4,)), jnp.float32(1.5)
+    x, w = example((4,)), jnp.asarray(1.5)
     check(fun, x, w, in_axes=(0, None))
     same(
         bx.vmap(jax.grad(fun, (0, 1)), (0, None))(x, w),
@@ -283,7 +283,7 @@ def test_no_lanes():
 
 def test_empty_reference():
     def fun(x):
-        ref = jax.ref.empty_ref(jax.ShapeDtypeStruct((3,), jnp.float32))
+        ref = jax.ref.empty_ref(jax.ShapeDtypeStruct((3,), x.dtype))
         ref[...] = x
         ref[0] = 1.0
         return jax.ref.freeze(ref)

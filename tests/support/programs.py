@@ -95,12 +95,12 @@ def random_program(seed, steps=10, depth=2):
 
     Returns a function ``f(vector, matrix, integer, weights) -> tuple of arrays``.
     """
-    rng = np.random.default_rng(seed)
+    rng, real = np.random.default_rng(seed), jax.dtypes.canonicalize_dtype(float)
     inputs = [
-        jax.ShapeDtypeStruct((3,), jnp.float32),
-        jax.ShapeDtypeStruct((2, 3), jnp.float32),
+        jax.ShapeDtypeStruct((3,), real),
+        jax.ShapeDtypeStruct((2, 3), real),
         jax.ShapeDtypeStruct((), jnp.int32),
-        jax.ShapeDtypeStruct((3, 3), jnp.float32),
+        jax.ShapeDtypeStruct((3, 3), real),
     ]
     run = _block(rng, inputs, steps, depth)
 
@@ -133,8 +133,8 @@ def _block(rng, avals, steps, depth):
 
 
 def _operation(rng, avals, depth):
-    floats = [i for i, a in enumerate(avals) if a.dtype == jnp.float32]
-    integers = [i for i, a in enumerate(avals) if a.dtype == jnp.int32]
+    floats = [i for i, a in enumerate(avals) if jnp.issubdtype(a.dtype, jnp.floating)]
+    integers = [i for i, a in enumerate(avals) if jnp.issubdtype(a.dtype, jnp.integer)]
     booleans = [i for i, a in enumerate(avals) if a.dtype == jnp.bool_]
     recent = floats[-6:]
     kind = rng.choice(
@@ -222,7 +222,7 @@ def _endomap(rng, aval, others, depth):
 
     def fun(x, *r):
         y = run([x, *r])[-1]
-        return jnp.tanh(x + 0.5 * jnp.mean(y.astype(jnp.float32)))
+        return jnp.tanh(x + 0.5 * jnp.mean(y.astype(x.dtype)))
 
     return fun
 

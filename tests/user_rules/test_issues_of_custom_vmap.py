@@ -230,7 +230,7 @@ def test_29996_a_loop_over_lanes_that_is_computed_while_compiling(vmap):
             known.append(np.asarray(slope))
         return x + y
 
-    same(f(jnp.float32(3.4)), 3.4 + jnp.cos(jnp.arange(10.0)))
+    same(f(jnp.asarray(3.4)), 3.4 + jnp.cos(jnp.arange(10.0)))
     same(known[0], jnp.cos(jnp.arange(10.0)))
     same(known[1], jnp.cos(jnp.arange(3.0)))
 
@@ -243,7 +243,7 @@ def test_24756_threads_compute_what_one_lane_at_a_time_does(vmaps, axes):
         assert x.shape == y.shape == (3,)
         return np.sin(x) @ y, np.argmax(x).astype(np.int32)
 
-    out = (jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32))
+    out = (jax.eval_shape(lambda: jnp.zeros(())), jax.ShapeDtypeStruct((), jnp.int32))
     inner, outer = axes
     shapes = {(0, 0): (2, 4, 3), (0, None): (4, 3), (None, 0): (2, 3)}
     args = [example(shapes[a], seed=k) for k, a in enumerate(zip(inner, outer, strict=True))]

@@ -88,10 +88,10 @@ WRONG = {
         r"out\['a'\]: with out_batched True expected shape \(3, 2\), got \(2, 3\)",
     ),
     "dtype": (
-        lambda n, b, x: (x.astype(jnp.int32), True),
+        lambda n, b, x: (x.astype(jnp.int8), True),
         lambda x: x,
         bx.AxisError,
-        "out: expected dtype float32, got int32",
+        "out: expected dtype float(32|64), got int8",
     ),
     "no array": (
         lambda n, b, x: ("text", True),
