@@ -72,7 +72,7 @@ def _while(
     body_jaxpr: Any,
 ) -> Placed:
     if axis.divergence is not None:
-        cond_jaxpr = asked_of_each_lane(cond_jaxpr)
+        cond_jaxpr = asked_of_each_lane(cond_jaxpr, body_jaxpr)
     counts = {"cond_nconsts": cond_nconsts, "body_nconsts": body_nconsts}
     test_consts, body_consts, carry = _split(args, cond_nconsts, body_nconsts)
     test_at, body_at, carry_at = _split(axes, cond_nconsts, body_nconsts)
@@ -90,7 +90,7 @@ def _while(
         )
     if predicate_at is None:
         if recording.is_on():
-            asked_of_all = asked_of_each_lane(cond_jaxpr) is not cond_jaxpr
+            asked_of_all = asked_of_each_lane(cond_jaxpr, body_jaxpr) is not cond_jaxpr
             recording.note(divergence="asked of all" if asked_of_all else "together")
         if axis.divergence is not None:  # lanes may part ways inside the loop
             body, settled, _ = settle(axis, body_jaxpr, body_at, carry_at, (), varying, lowest)
