@@ -1,0 +1,419 @@
+"""A canary: one instance of everything that `_compat.py` takes for granted of JAX.
+
+What JAX does not export it may rename, and what is recognised by its name would then be missed
+in silence. Each test here makes such a thing with the JAX that is installed, and fails by saying
+what is no longer so.
+"""
+
+import ast
+import importlib
+from pathlib import Path
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.custom_derivatives import linear_call
+from jax.experimental import io_callback
+from jax.extend.core import jaxprs_in_params
+from jax.interpreters import batching
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import batchax as bx
+from batchax import _compat
+from batchax.engine.axis import Axis
+from batchax.engine.registry import find_rule
+
+SOURCE = Path(_compat.__file__).read_text()
+X = jnp.arange(1.0, 4.0)
+AXES = [("i", 2)]
+
+
+def equations(fun, *args):
+    """The equations that `fun` stages to, and those of the programs inside them."""
+
+    def walk(jaxpr):
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            yield eqn
+            for inner in jaxprs_in_params(eqn.params):
+                yield from walk(inner)
+
+    return list(walk(jax.make_jaxpr(fun, axis_env=AXES)(*args)))
+
+
+def equation(name, fun, *args):
+    """The equation of primitive `name` in what `fun` stages to."""
+    found = equations(fun, *args)
+    names = sorted({eqn.primitive.name for eqn in found})
+    assert name in names, f"JAX stages no `{name}` here, but {names}"
+    return next(eqn for eqn in found if eqn.primitive.name == name)
+
+
+# --- names ------------------------------------------------------------------------------------
+
+
+def private_names():
+    """What `_compat.py` imports from JAX's private modules."""
+    for node in ast.walk(ast.parse(SOURCE)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jax._src"):
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize(("module", "name"), sorted(private_names()))
+def test_private_names(module, name):
+    assert hasattr(importlib.import_module(module), name)
+
+
+# --- the classes of effects --------------------------------------------------------------------
+
+
+def swapped(x):
+    ref = jax.new_ref(x)
+    ref[0] = 2.0
+    return jax.freeze(ref)
+
+
+EFFECTS = {
+    "NamedAxisEffect": ("psum", lambda x: lax.psum(x, "i")),
+    "InternalMutableArrayEffect": ("new_ref", swapped),
+    "IOEffect": ("io_callback", lambda x: io_callback(np.sin, x, x)),
+    "OrderedIOEffect": ("io_callback", lambda x: io_callback(np.sin, x, x, ordered=True)),
+    "DebugEffect": ("debug_print", lambda x: jax.debug.print("{}", x)),
+    "OrderedDebugEffect": ("debug_print", lambda x: jax.debug.print("{}", x, ordered=True)),
+}
+
+
+def effects(name):
+    primitive, fun = EFFECTS[name]
+    found = equation(primitive, fun, X).effects
+    classes = [type(e).__name__ for e in found]
+    assert classes == [name], f"the effect of `{primitive}` is now {classes}"
+    return found
+
+
+def test_effects():
+    assert _compat.named_axes(effects("NamedAxisEffect")) == {"i"}
+    assert not _compat.observed(effects("NamedAxisEffect"))
+    assert _compat.makes_references(effects("InternalMutableArrayEffect"))
+    for name in ("IOEffect", "OrderedIOEffect", "OrderedDebugEffect"):
+        assert _compat.ordered_by_lane(effects(name)), name
+    for name in ("IOEffect", "OrderedIOEffect", "DebugEffect", "OrderedDebugEffect"):
+        assert _compat.calls_back(effects(name)), name
+        assert _compat.observed(effects(name)), name
+    assert not _compat.ordered_by_lane(effects("DebugEffect"))
+
+
+def test_references():
+    ref, read, added = jax.new_ref(X), jax.new_ref(X), jax.new_ref(X)
+    assert _compat.is_reference(ref)
+    assert not _compat.is_reference(X)
+
+    def writes(read, written, added):
+        written[0] = read[1]
+        jax.ref.addupdate(added, 0, 1.0)
+
+    jaxpr = jax.make_jaxpr(writes)(read, ref, added).jaxpr
+    assert sorted(type(e).__name__ for e in jaxpr.effects) == [
+        "AccumEffect",
+        "ReadEffect",
+        "WriteEffect",
+    ]
+    assert _compat.written_inputs(jaxpr) == {1, 2}
+    program = _compat.without_references(jax.make_jaxpr(swapped)(X), None, None)
+    assert not _compat.makes_references(program.effects)
+
+
+# --- tracers and traces ------------------------------------------------------------------------
+
+
+def test_traces():
+    seen = []
+
+    def fun(x):
+        seen.append(x)
+        assert _compat.tracing()
+        assert _compat.is_live(x)
+        assert _compat.staged_variable(x) is not None, f"a staged value is now a {type(x)}"
+        assert jax.vmap(lambda y: _compat.is_live(x) or y)(x) is not None
+        return x * 2
+
+    assert not _compat.tracing()
+    jax.make_jaxpr(fun)(X)
+    assert not _compat.is_live(seen[0])
+    assert _compat.staged_variable(X) is None
+
+
+def test_tracers_of_traces_that_are_over():
+    seen = []
+    jax.linearize(lambda x: (seen.append(jax.checkpoint(jnp.sin)(x)), x)[1], X)
+    (over,) = seen
+    valid = over._trace.is_valid()
+    with _compat.usable([over]):
+        assert over._trace.is_valid()
+    assert over._trace.is_valid() == valid
+
+
+def test_tracers_of_vmap():
+    seen = []
+    jax.vmap(lambda x: seen.append((_compat.batched_by_jax(x), _compat.batched_by_jax(X))), 1)(
+        jnp.ones((2, 3))
+    )
+    (((value, at), (same, nowhere)),) = seen
+    assert value.shape == (2, 3)
+    assert (at, same is X, nowhere) == (1, True, None)
+
+
+STATES = {
+    "DynamicJaxprTrace": "interpreters.partial_eval",
+    "Store": "linear_util",
+    "EqualStore": "linear_util",
+    "InitialResultPaths": "linear_util",
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_what_jax_keeps_of_a_trace(name):
+    state = getattr(importlib.import_module(f"jax._src.{STATES[name]}"), name)
+    assert _compat.is_tracing_state(object.__new__(state))
+
+
+def test_wrapped_functions():
+    rule = equation("custom_jvp_call", custom_jvp, X).params["jvp_jaxpr_fun"]
+    parts = _compat.wrapped_parts(rule)
+    assert len(parts) == 3
+    assert callable(parts[0])
+    assert _compat.wrapped_parts(_compat.rewrapped(jnp.sin, rule))[0] is jnp.sin
+
+
+# --- parameters that rules read ----------------------------------------------------------------
+
+
+@jax.custom_jvp
+def custom_jvp(x):
+    return x
+
+
+custom_jvp.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
+
+
+@jax.custom_vjp
+def custom_vjp(x):
+    return x
+
+
+custom_vjp.defvjp(lambda x: (x, None), lambda kept, ct: (ct,))
+
+
+@jax.custom_batching.custom_vmap
+def custom_vmap(x):
+    return x
+
+
+custom_vmap.def_vmap(lambda size, batched, x: (x, batched[0]))
+
+MESH = jax.make_mesh((1,), ("m",), axis_types=(AxisType.Auto,))
+
+# The program, and what its equation must have; a set: one of these, by version.
+PARAMETERS = {
+    "scan": (
+        lambda x: lax.scan(lambda c, y: (c + y, c), 0.0, x),
+        ["jaxpr", "length", "reverse", "unroll", {"num_consts", "ft_in"}],
+    ),
+    "while": (
+        lambda x: lax.while_loop(lambda c: c.sum() < 9, lambda c: c * 2, x),
+        ["body_jaxpr", "body_nconsts", "cond_jaxpr", "cond_nconsts"],
+    ),
+    "cond": (
+        lambda x: lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos),
+        ["branches", "branches_platforms"],
+    ),
+    "jit": (
+        jax.jit(jnp.sin),
+        "donated_invars inline in_layouts in_shardings jaxpr keep_unused name out_layouts "
+        "out_shardings".split(),
+    ),
+    "remat2": (jax.checkpoint(jnp.sin), ["jaxpr", "policy", "prevent_cse"]),
+    "custom_jvp_call": (
+        custom_jvp,
+        ["call_jaxpr", "jvp_jaxpr_fun", "num_consts", "symbolic_zeros"],
+    ),
+    "custom_vjp_call": (
+        custom_vjp,
+        ["bwd", "call_jaxpr", "fwd_jaxpr_thunk", "num_consts", "out_trees", "symbolic_zeros"],
+    ),
+    "custom_vmap_call": (custom_vmap, ["call", "in_tree", "out_tree", "rule"]),
+    "linear_call": (
+        lambda x: linear_call(lambda r, x: x * r, lambda r, ct: ct * r, 2.0, x),
+        ["callee", "num_callee_consts", "num_res", "transpose_thunk"],
+    ),
+    "custom_linear_solve": (
+        lambda x: lax.custom_linear_solve(lambda v: 2 * v, x, lambda _, b: b / 2, symmetric=True),
+        ["const_lengths", "jaxprs"],
+    ),
+    "composite": (lax.composite(lambda x: x * 2, "my.twice"), [{"jaxpr", "call_jaxpr"}]),
+    "shard_map": (
+        jax.shard_map(jnp.sin, mesh=MESH, in_specs=P("m"), out_specs=P("m")),
+        ["check_vma", "in_specs", "jaxpr", "mesh", "out_specs"],
+    ),
+    "pure_callback": (
+        lambda x: jax.pure_callback(np.sin, x, x, vmap_method="sequential"),
+        ["callback", "result_avals", "vmap_method"],
+    ),
+    "io_callback": (lambda x: io_callback(np.sin, x, x), ["callback", "ordered", "result_avals"]),
+    "ffi_call": (
+        lambda x: jax.ffi.ffi_call("unknown", x, vmap_method="sequential")(x),
+        "has_side_effect input_layouts input_output_aliases output_layouts result_avals "
+        "target_name vmap_method".split(),
+    ),
+    "psum": (lambda x: lax.psum(x, "i"), ["axes", "axis_index_groups"]),
+    "axis_index": (lambda x: lax.axis_index("i"), ["axis_name"]),
+    "all_gather": (
+        lambda x: lax.all_gather(x, "i"),
+        ["all_gather_dimension", "axis_index_groups", "axis_name", "axis_size", "tiled"],
+    ),
+    "ppermute": (lambda x: lax.ppermute(x, "i", [(0, 1)]), ["axis_name", "perm"]),
+    "all_to_all": (
+        lambda x: lax.all_to_all(x[:2], "i", 0, 0, tiled=True),
+        ["axis_index_groups", "axis_name", "concat_axis", "split_axis", "tiled"],
+    ),
+    "reduce_sum": (jnp.sum, ["axes", "out_sharding"]),
+    "broadcast_in_dim": (
+        lambda x: jnp.broadcast_to(x, (2, 3)),
+        ["broadcast_dimensions", "shape", "sharding"],
+    ),
+    "iota": (lambda _: lax.iota(jnp.int32, 3), ["dimension", "dtype", "shape", "sharding"]),
+    "reshape": (lambda x: x.reshape(1, 3), ["dimensions", "new_sizes", "sharding"]),
+    "slice": (lambda x: lax.slice(x, (1,), (3,)), ["limit_indices", "start_indices", "strides"]),
+    "sort": (lax.sort, ["dimension", "is_stable", "num_keys"]),
+    "cumsum": (lax.cumsum, ["axis", "reverse"]),
+    "top_k": (lambda x: lax.top_k(x, 2), ["axis", "k"]),
+    "gather": (
+        lambda x: x.at[jnp.array([0, 2])].get(),
+        ["dimension_numbers", "fill_value", "mode", "slice_sizes", "unique_indices"],
+    ),
+    "dot_general": (lambda x: x @ x, ["dimension_numbers", "out_sharding", "precision"]),
+    "reduce_window_sum": (
+        lambda x: lax.reduce_window(x, 0.0, lax.add, (2,), (1,), "SAME"),
+        ["base_dilation", "padding", "window_dilation", "window_dimensions", "window_strides"],
+    ),
+    "svd": (lambda x: jnp.linalg.svd(x[None]), ["compute_uv", "full_matrices"]),
+    "qr": (lambda x: jnp.linalg.qr(x[None]), ["full_matrices", "pivoting"]),
+    "random_wrap": (lambda _: jax.random.wrap_key_data(jnp.zeros(2, jnp.uint32)), ["impl"]),
+    "new_ref": (swapped, ["memory_space"]),
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters(name):
+    fun, wanted = PARAMETERS[name]
+    eqn = equation(name, fun, X)
+    for parameter in wanted:
+        either = parameter if isinstance(parameter, set) else {parameter}
+        assert either & set(eqn.params), (
+            f"`{name}` has no parameter {' or '.join(sorted(either))} any more, but "
+            f"{sorted(eqn.params)}"
+        )
+    if eqn.invars:
+        assert find_rule(eqn.primitive) is not None, f"no rule of batchax's is found for `{name}`"
+
+
+def test_parameters_that_differ_by_version():
+    counted = lambda x: lax.scan(lambda c, y: (c + y[0] * x, c), jnp.zeros(3), (x, x))
+    scan = equation("scan", counted, X).params
+    assert _compat.scan_counts(scan) == (1, 1)
+    # What `_compat.py` calls JAX 0.12 is one version, not a bit of each.
+    assert ("ft_in" in scan) == issubclass(jex_core.ClosedJaxpr, jex_core.Jaxpr)
+    for name in ("remat2", "shard_map"):
+        body = equation(name, PARAMETERS[name][0], X).params["jaxpr"]
+        assert isinstance(_compat.close(body), _compat.ClosedJaxpr)
+    jaxprs = equation("custom_linear_solve", PARAMETERS["custom_linear_solve"][0], X).params[
+        "jaxprs"
+    ]
+    assert jaxprs._fields == ("matvec", "vecmat", "solve", "transpose_solve")
+    callback = equation("pure_callback", PARAMETERS["pure_callback"][0], X).params["callback"]
+    assert callback.callback_func is np.sin
+
+
+def test_reverse_rules_of_custom_derivatives():
+    gradient = jax.grad(lambda x: bx.vmap(custom_vjp)(x).sum())
+    np.testing.assert_array_equal(gradient(X), np.ones(3))
+    assert _compat.cotangents_and_logs([X]) == ([X], None)
+    assert _compat.cotangents_and_logs(([X], "logs")) == ([X], "logs")
+
+
+# --- the rest ----------------------------------------------------------------------------------
+
+
+def test_lines_of_the_users():
+    source = equation("sin", lambda x: jnp.sin(x), X).source_info
+    assert __file__ in _compat.user_line(source)
+    assert _compat.user_file_and_line(source)[0] == __file__
+    with _compat.user_source(source, _compat.current_name_stack()):
+        assert _compat.current_source() is not None
+
+
+def test_names_of_axes():
+    assert _compat.names_in_scope() == []
+    with _compat.named_scope("j", 3):
+        assert _compat.names_in_scope() == [("j", 3)]
+        assert jax.make_jaxpr(lambda: lax.axis_size("j"))() is not None
+    staged = _compat.stage(lambda x: [lax.psum(x, "k")], [jax.typeof(X)], [("k", 2)], ["lane"])
+    assert staged.jaxpr.debug_info.arg_names == ("lane",)
+    with _compat.mesh_axis_taken("m"), _compat.mesh_axis_taken(None):
+        pass
+
+
+def test_what_jax_tells_a_batching_rule():
+    primitive, seen = jex_core.Primitive("canary"), []
+    primitive.def_abstract_eval(lambda x: x)
+
+    def rule(data, args, dims):
+        seen.append(_compat.axis_from(data, Axis))
+        return args[0], dims[0]
+
+    batching.fancy_primitive_batchers[primitive] = rule
+    assert _compat.jax_has_rule(primitive)
+    for name in ("lanes", None):
+        jax.make_jaxpr(jax.vmap(primitive.bind, axis_name=name))(X)
+    assert [(axis.size, axis.name) for axis in seen] == [(3, "lanes"), (3, None)]
+    data = _compat.axis_data("lanes", 3, None)
+    assert (data.name, data.size, data.spmd_name) == ("lanes", 3, None)
+
+
+def test_types_inside_shard_map():
+    def fun(x):
+        assert _compat.varying_axes(jax.typeof(x)) == {"m"}
+        one = jnp.zeros(())
+        assert _compat.varying_axes(jax.typeof(one)) == frozenset()
+        assert _compat.varying_axes(jax.typeof(_compat.varying_as(one, jax.typeof(x)))) == {"m"}
+        scalar = _compat.scalar_like(jax.typeof(x), jnp.int32)
+        assert (scalar.shape, scalar.dtype, _compat.varying_axes(scalar)) == ((), jnp.int32, {"m"})
+        return x
+
+    jax.make_jaxpr(jax.shard_map(fun, mesh=MESH, in_specs=P("m"), out_specs=P("m")))(X)
+
+
+def test_sizes():
+    n, m = jax.export.symbolic_shape("n, m")
+    dim = n // 2 + m
+    assert _compat.symbols(dim) == {"n", "m"}
+    assert _compat.evaluate_size(dim, {"n": 5, "m": 1}) == 3
+    traced = jax.jit(lambda n: _compat.evaluate_size(dim, {"n": n, "m": 1}))
+    assert traced(np.int32(5)) == 3
+
+
+def test_programs():
+    weak = jax.make_jaxpr(lambda x: _compat.weakly(x + 0))(X)
+    assert weak.out_avals[0].weak_type
+    two = jax.make_jaxpr(lambda x: (jnp.sin(x), jnp.cos(x))[0])(X)
+    assert [eqn.primitive.name for eqn in _compat.without_dead(two).jaxpr.eqns] == ["sin"]
+    body = equation("jit", jnp.linalg.norm, X).params["jaxpr"]
+    assert _compat.name_within_jax(body.jaxpr) == "norm"
+    index = jax.make_jaxpr(lambda: _compat.platform_index((("cpu",), None)))()
+    assert index.jaxpr.eqns[0].primitive.name == "platform_index"
+    closing = jax.make_jaxpr(lambda x: x + np.arange(3.0))(X)
+    body, consts = _compat.hoist_constants(closing)
+    assert len(body.in_avals) == 1 + len(consts)
