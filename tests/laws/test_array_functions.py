@@ -4,20 +4,15 @@ Tables of calls: an entry is a name and, where one array does not say it all,
 what is called. The lanes of every call are the rows of fixed example arrays.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import jax.scipy as jsp
 import numpy as np
 import pytest
 
-import batchax as bx
-
-from support.oracle import example, loop, same, same_type
+from support.oracle import check_all, example
 
 LANES = 3
-QUICK = {"xla_backend_optimization_level": 0}  # compiling takes most of the time
 X = example((LANES, 4, 4), seed=1)
 Y = example((LANES, 4, 4), seed=2)
 V = example((LANES, 5), seed=3)
@@ -348,7 +343,7 @@ def named(names, module=jnp):
 
 
 CALLS = [
-    pytest.param(call, arrays, id=f"{family}: {name}")
+    (f"{family}: {name}", call, arrays)
     for family, table, arrays in (
         ("elementwise", named(ELEMENTWISE), (V,)),
         ("elementwise", named(ON_POSITIVE), (POSITIVE,)),
@@ -375,16 +370,11 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("call", "arrays"), CALLS)
-def test_a_function_of_an_example(call, arrays):
-    # One compilation for both, because what is the same in them is compiled once.
-    @functools.partial(jax.jit, compiler_options=QUICK)
-    def both(*arrays):
-        return bx.vmap(call)(*arrays), jax.vmap(call)(*arrays)
+TOGETHER = 20  # are one program: most of the time goes to compiling
+GROUPS = [CALLS[i : i + TOGETHER] for i in range(0, len(CALLS), TOGETHER)]
 
-    alone = jax.jit(call, compiler_options=QUICK)
-    tolerance = dict(rtol=2e-4, atol=2e-5)
-    got, expected = both(*arrays)
-    same(got, expected, tolerance, "jax.vmap")
-    jax.tree.map(same_type, got, expected)
-    same(got, loop(alone, arrays, (0,) * len(arrays)), tolerance, "loop")
+
+@pytest.mark.parametrize("calls", GROUPS, ids=lambda calls: f"{calls[0][0]} to {calls[-1][0]}")
+def test_functions_of_an_example(calls):
+    cases = {name: (call, *arrays, {}) for name, call, arrays in calls}
+    check_all(cases, derivatives=False, unrolled=False, tolerance=dict(rtol=2e-4, atol=2e-5))

@@ -12,7 +12,7 @@ import batchax as bx
 from batchax import _compat
 from batchax.engine.registry import find_rule
 
-from support.oracle import check, example, loop, same
+from support.oracle import check, example, loop, quickly, same
 
 X = example((3, 2), seed=1)
 W = example((2,), seed=2)
@@ -345,7 +345,7 @@ def test_metadata_and_placement():
             y = jnp.sin(x)
         return on_host(y)
 
-    check(jax.jit(f), X, jit=False)
+    quickly(f, X)
     assert "compute_on" in str(jax.make_jaxpr(bx.vmap(f))(X))
 
 
@@ -366,7 +366,7 @@ def test_program_order():
     def f(x):
         return jnp.cos(x) * 2
 
-    check(jax.jit(f), X, jit=False)
+    quickly(f, X)
     assert "program_order" in names(bx.vmap(f), X)
 
 

@@ -12,9 +12,9 @@ from batchax import _compat
 
 from support.batches import SIZE, assert_own_rule, batch, positions
 from support.operations import no_more_operations, operations
-from support.oracle import check, same
+from support.oracle import check, quickly, same
 
-VALUES_ONLY = dict(derivatives=False, jit=False)
+VALUES_ONLY = dict(derivatives=False, eager=False)
 DIMENSIONS = {
     # name: (lhs, rhs, dimension numbers)
     "matrix vector": ((2, 4), (4,), (((1,), (0,)), ((), ()))),
@@ -70,7 +70,7 @@ def test_several_batch_and_contracted_dimensions(in_axes, out_axis):
 def test_derivatives(name, in_axes):
     args = operands(name, in_axes)
     nested = name == "matrix vector"
-    check(jax.jit(contraction(name)), *args, in_axes=in_axes, nested=nested, jit=False)
+    quickly(jax.jit(contraction(name)), *args, in_axes=in_axes, nested=nested)
 
 
 DTYPES = {
@@ -122,7 +122,7 @@ def test_layers_keep_the_batch_in_front():
         return w2 @ jnp.tanh(w1 @ x + b)
 
     x = batch((4,), 0)
-    check(jax.jit(network), x, second=True, jit=False)
+    quickly(network, x, second=True)
     assert operations(bx.vmap(network), x)["transpose"] == 0
     gradient = jax.grad(lambda x: network(x).sum())
     assert operations(bx.vmap(gradient), x)["transpose"] == 0

@@ -8,11 +8,11 @@ from jax import lax
 import batchax as bx
 
 from support.batches import SIZE, assert_own_rule, batch
-from support.oracle import check, same
+from support.oracle import check, quickly, same
 
 SIDES = [(0, None), (None, 0), (0, 0)]
 PLACES = [(1, None), (4, None), (None, 1), (None, 3), (2, 4)]
-VALUES_ONLY = dict(derivatives=False, jit=False)
+VALUES_ONLY = dict(derivatives=False, eager=False)
 GROUPS = {
     # name: (images, kernel, options); layout NCHW and OIHW
     "plain": ((2, 4, 5, 5), (4, 4, 3, 3), {}),
@@ -49,7 +49,7 @@ def test_groups(kind, in_axes):
     images, kernel, options = GROUPS[kind]
     args = batch(images, in_axes[0]), batch(kernel, in_axes[1], seed=1)
     fun = jax.jit(convolution(**options))
-    check(fun, *args, in_axes=in_axes, jit=False, derivatives=kind == "channel groups")
+    quickly(fun, *args, in_axes=in_axes, derivatives=kind == "channel groups")
     no_more_operations(fun, *args, in_axes=in_axes)
 
 
@@ -117,9 +117,9 @@ def test_per_example_gradients():
         return jnp.sum(jnp.tanh(convolution(dimension_numbers=names)(x, w)) ** 2)
 
     args = batch(kernel, None), batch(images, 0)
-    check(jax.jit(jax.grad(loss)), *args, in_axes=(None, 0), jit=False, derivatives=False)
+    quickly(jax.jit(jax.grad(loss)), *args, in_axes=(None, 0), derivatives=False)
     hessian_row = jax.jit(lambda w, x: jax.jvp(lambda w: jax.grad(loss)(w, x), [w], [w])[1])
-    check(hessian_row, *args, in_axes=(None, 0), jit=False, derivatives=False)
+    quickly(hessian_row, *args, in_axes=(None, 0), derivatives=False)
 
 
 @pytest.mark.parametrize("kind", ["plain", "image groups"])

@@ -17,7 +17,7 @@ from batchax.engine.registry import rule_origin
 from batchax.engine.rule_makers import aligned
 from batchax.rules import elementwise
 
-from support.oracle import check, example, quickly
+from support.oracle import check, check_all, example, quickly
 
 F32, BF16, I32, U8, BOOL, C64 = map(
     jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64)
@@ -160,19 +160,32 @@ def loose(dtype):
     return dict(rtol=0.05, atol=0.05) if dtype == BF16 else None
 
 
-@pytest.mark.parametrize("name", present(UNARY))
-def test_unary(name):
-    fun, dtypes, *_ = entry = UNARY[name]
-    for dtype, axis in zip(dtypes, (1, 0, 0, 0), strict=False):
-        x = batch_of(entry, dtype, (3,), axis)
-        check(fun, x, in_axes=axis, derivatives=False, jit=False, tolerance=loose(dtype))
+@pytest.mark.parametrize("dtype", [F32, BF16, I32, U8, BOOL, C64], ids=str)
+def test_unary(dtype):
+    cases = {}
+    for name in present(UNARY):
+        fun, dtypes, *_ = entry = UNARY[name]
+        if dtype in dtypes:
+            axis = 1 if dtype == dtypes[0] else 0
+            cases[name] = (fun, batch_of(entry, dtype, (3,), axis), dict(in_axes=axis))
+    check_all(cases, derivatives=False, tolerance=loose(dtype))
 
 
-@pytest.mark.parametrize("name", [n for n in present(UNARY) if UNARY[n][-1]])
-def test_unary_derivatives(name):
-    fun, dtypes, *_ = entry = UNARY[name]
-    x = draw(entry, dtypes[0], (B,))
-    check(jax.jit(fun), x, jit=False, second=True, tolerance=dict(rtol=1e-4, atol=1e-4))
+def shares(names, count):
+    """`names` in `count` parts, each of which makes one program."""
+    return [names[i::count] for i in range(count)]
+
+
+def smooth(table):
+    return [name for name in present(table) if table[name][-1]]
+
+
+@pytest.mark.parametrize("names", shares(smooth(UNARY), 3), ids=" ".join)
+def test_unary_derivatives(names):
+    cases = {
+        name: (UNARY[name][0], draw(UNARY[name], UNARY[name][1][0], (B,)), {}) for name in names
+    }
+    check_all(cases, second=True, tolerance=dict(rtol=1e-4, atol=1e-4))
 
 
 def patterns(name):
@@ -191,38 +204,53 @@ def patterns(name):
         yield [*[full] * (n - 1), number], (*(None,) * (n - 1), 0)
 
 
-@pytest.mark.parametrize("name", present(NARY))
-def test_nary(name):
-    fun, dtypes, *_ = entry = NARY[name]
-    for shapes, axes in patterns(name):
-        args = [
-            batch_of(entry, dtypes[0], s, a, i)
-            for i, (s, a) in enumerate(zip(shapes, axes, strict=True))
-        ]
-        check(fun, *args, in_axes=axes, derivatives=False, jit=False, tolerance=loose(dtypes[0]))
-    for dtype in dtypes[1:]:
-        args = [batch_of(entry, dtype, (3,), 0, i) for i in range(COUNT.get(name, 2))]
-        check(fun, *args, derivatives=False, jit=False, tolerance=loose(dtype))
+@pytest.mark.parametrize("names", shares(present(NARY), 6), ids=" ".join)
+def test_nary(names):
+    cases = {}
+    for name in names:
+        fun, dtypes, *_ = entry = NARY[name]
+        for shapes, axes in patterns(name):
+            args = [
+                batch_of(entry, dtypes[0], s, a, i)
+                for i, (s, a) in enumerate(zip(shapes, axes, strict=True))
+            ]
+            own = dict(in_axes=axes, tolerance=loose(dtypes[0]))
+            cases[f"{name} of {shapes} with {axes}"] = (fun, *args, own)
+        for dtype in dtypes[1:]:
+            args = [batch_of(entry, dtype, (3,), 0, i) for i in range(COUNT.get(name, 2))]
+            cases[f"{name} of {dtype}"] = (fun, *args, dict(tolerance=loose(dtype)))
+    check_all(cases, derivatives=False)
 
 
-@pytest.mark.parametrize("name", [n for n in present(NARY) if NARY[n][-1]])
-def test_nary_derivatives(name):
-    fun, dtypes, *_ = entry = NARY[name]
-    n = COUNT.get(name, 2)
-    for axes in ((0,) * n, (None, *(0,) * (n - 1))):
-        args = [batch_of(entry, dtypes[0], (3,), a, i) for i, a in enumerate(axes)]
-        tolerance = dict(rtol=1e-4, atol=1e-4)
-        check(jax.jit(fun), *args, in_axes=axes, jit=False, second=True, tolerance=tolerance)
+@pytest.mark.parametrize("names", shares(smooth(NARY), 3), ids=" ".join)
+def test_nary_derivatives(names):
+    cases = {}
+    for name in names:
+        fun, dtypes, *_ = entry = NARY[name]
+        n = COUNT.get(name, 2)
+        for axes in ((0,) * n, (None, *(0,) * (n - 1))):
+            args = [batch_of(entry, dtypes[0], (3,), a, i) for i, a in enumerate(axes)]
+            cases[f"{name} with {axes}"] = (fun, *args, dict(in_axes=axes))
+    check_all(cases, second=True, tolerance=dict(rtol=1e-4, atol=1e-4))
 
 
-@pytest.mark.parametrize("name", ["add", "mul", "max", "pow", "div", "lt"])
+def test_operations_one_by_one():
+    check(lax.sin, batch_of(UNARY["sin"], F32, (3,), 1), in_axes=1, jit=False)
+    check(
+        lax.atan2, draw(NARY["atan2"], F32, (B, 3)), jnp.float32(2.0), in_axes=(0, None), jit=False
+    )
+
+
 @pytest.mark.parametrize("scalar", [2, 2.0, True])
-def test_weak_types_of_python_scalars(name, scalar):
+def test_weak_types_of_python_scalars(scalar):
     ops = dict(add=operator.add, mul=operator.mul, max=jnp.maximum, pow=operator.pow,
                div=operator.truediv, lt=operator.lt)  # fmt: skip
+    cases = {}
     for x in (jnp.arange(1.0, 4.0), jnp.arange(1, 4), jnp.arange(1, 4).astype(BF16)):
-        for fun in (lambda x: ops[name](x, scalar), lambda x: ops[name](scalar, x)):
-            quickly(fun, x, derivatives=False)
+        for name, op in ops.items():
+            cases[f"{name} of {x.dtype}"] = (partial(op, scalar), x, {})
+            cases[f"{name} of {x.dtype} turned"] = (lambda x, op=op: op(x, scalar), x, {})
+    check_all(cases, derivatives=False)
 
 
 def test_weakly_typed_operands_stay_weak():
@@ -263,7 +291,7 @@ def test_broadcasting_of_any_shapes_and_axes(drawn):
         batch_of(entry, F32, s, a, i) for i, (s, a) in enumerate(zip(shapes, axes, strict=True))
     ]
     fun = lambda x, y, z: lax.atan2(lax.mul(x, y), z)
-    check(fun, *args, in_axes=axes, derivatives=False, jit=False)
+    quickly(fun, *args, in_axes=axes, derivatives=False)
 
 
 SELECTED = [((3,), (3,)), ((), (3,)), ((), ()), ((), (2, 3)), ((2, 3), (2, 3))]
@@ -287,7 +315,7 @@ def test_select_and_clamp_of_any_axes(shapes, data):
         chosen = lax.select_n(lax.convert_element_type(i, BOOL), x, y)
         return lax.clamp(i, chosen, high), lax.select_n(lax.gt(high, i), x, y)
 
-    check(fun, *args, in_axes=axes, derivatives=False, jit=False)
+    quickly(fun, *args, in_axes=axes, derivatives=False)
 
 
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, 1), (None, 1, 0), (None, None, 0)])
@@ -296,9 +324,9 @@ def test_select_and_clamp_derivatives(axes):
 
     @jax.jit
     def fun(i, x, y):
-        return lax.select_n(i > 0, x, y) * lax.clamp(-jnp.ones(()), x, y)
+        return lax.select_n(i > 0, x, y) * lax.clamp(jnp.asarray(-1, x.dtype), x, y)
 
-    check(fun, *args, in_axes=axes, jit=False, second=True)
+    quickly(fun, *args, in_axes=axes, second=True)
 
 
 CASTS = [("float32", "int8"), ("int8", "float32"), ("float32", "int32"), ("uint16", "uint32")]
@@ -311,7 +339,7 @@ def test_bitcast(old, new, axis):
     example_shape = (3, width) if width > 1 else (3, 2)
     x = example((*example_shape[:axis], B, *example_shape[axis:]), jnp.dtype(old), high=99)
     fun = partial(lax.bitcast_convert_type, new_dtype=jnp.dtype(new))
-    check(fun, x, in_axes=axis, derivatives=False, against_jax=axis < 2 or width <= 1)
+    quickly(fun, x, in_axes=axis, derivatives=False, against_jax=axis < 2 or width <= 1)
 
 
 def test_bitcast_to_the_same_width_emits_one_operation():

@@ -14,7 +14,7 @@ from batchax._compat import find_primitive
 from batchax.engine.registry import rule_origin
 from batchax.rules.linalg import RANKS
 
-from support.oracle import check, example, loop, same
+from support.oracle import check, example, loop, quickly, same
 
 LOOSE = dict(rtol=2e-3, atol=2e-3)
 N = 3
@@ -93,30 +93,30 @@ def bind_eig(x):
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_of_a_matrix_with_derivatives(name):
-    check(jax.jit(DIFFERENTIABLE[name]), matrices(2), jit=False, tolerance=LOOSE)
+    quickly(jax.jit(DIFFERENTIABLE[name]), matrices(2), tolerance=LOOSE)
 
 
 @pytest.mark.parametrize("name", VALUES_ONLY)
 def test_of_a_matrix(name):
-    check(jax.jit(VALUES_ONLY[name]), matrices(2), jit=False, derivatives=False, tolerance=LOOSE)
+    quickly(jax.jit(VALUES_ONLY[name]), matrices(2), derivatives=False, tolerance=LOOSE)
 
 
 @pytest.mark.parametrize("name", ["cholesky", "lu", "svd", "eig", "qr", "schur"])
 def test_complex(name):
     fun = {**DIFFERENTIABLE, **VALUES_ONLY}[name]
     x = matrices(2, dtype=jnp.complex64)
-    check(jax.jit(fun), x, jit=False, derivatives=False, tolerance=LOOSE)
+    quickly(fun, x, derivatives=False, tolerance=LOOSE)
 
 
 @pytest.mark.parametrize(("in_axis", "out_axis"), [(1, 0), (2, 1), (0, 2)])
 def test_every_axis(in_axis, out_axis):
     x = placed(matrices(2), in_axis)
     fun = jax.jit(DIFFERENTIABLE["cholesky"])
-    check(fun, x, in_axes=in_axis, out_axes=out_axis, nested=in_axis == 2, jit=False)
+    quickly(fun, x, in_axes=in_axis, out_axes=out_axis, nested=in_axis == 2)
 
 
 def test_second_derivatives():
-    check(jax.jit(jnp.linalg.inv), matrices(2), jit=False, second=True, tolerance=LOOSE)
+    quickly(jax.jit(jnp.linalg.inv), matrices(2), second=True, tolerance=LOOSE)
 
 
 def test_leading_dimensions_of_the_example_are_left_where_they_are():
@@ -146,7 +146,7 @@ def test_triangular_solve(params, in_axes):
     b = example((2, N, N), seed=5) if in_axes[1] is not None else example((N, N), seed=5)
     args = [x if i is None else placed(x, i) for x, i in zip((a, b), in_axes, strict=True)]
     fun = jax.jit(lambda a, b: ll.triangular_solve(a, b, **params))
-    check(fun, *args, in_axes=in_axes, jit=False, derivatives=False, tolerance=LOOSE)
+    quickly(fun, *args, in_axes=in_axes, derivatives=False, tolerance=LOOSE)
 
 
 @pytest.mark.parametrize("left_side", [True, False])
@@ -154,7 +154,7 @@ def test_triangular_solve(params, in_axes):
 def test_triangular_solve_derivatives(left_side, in_axes):
     args = [matrices(2, seed=i) if a == 0 else matrices(seed=i) for i, a in enumerate(in_axes)]
     fun = jax.jit(lambda a, b: ll.triangular_solve(a, b, left_side=left_side, lower=True))
-    check(fun, *args, in_axes=in_axes, jit=False, second=in_axes == (None, 0), tolerance=LOOSE)
+    quickly(fun, *args, in_axes=in_axes, second=in_axes == (None, 0), tolerance=LOOSE)
 
 
 def test_shared_matrix_is_not_repeated():
@@ -186,7 +186,7 @@ def test_tridiagonal_solve(in_axes):
     args = [o if a is None else placed(m, a) for o, m, a in zip(one, many, in_axes, strict=True)]
     fun = jax.jit(ll.tridiagonal_solve)
     derivatives = in_axes[0] == 0
-    check(fun, *args, in_axes=in_axes, jit=False, derivatives=derivatives, tolerance=LOOSE)
+    quickly(fun, *args, in_axes=in_axes, derivatives=derivatives, tolerance=LOOSE)
 
 
 @pytest.mark.parametrize("in_axes", [(0, 0, 0), (None, None, 0), (0, 0, None), (1, 1, 2)])
@@ -195,7 +195,7 @@ def test_ormqr(in_axes):
     values = [a, taus, example((2, N, N), seed=4)]
     args = [x[0] if i is None else placed(x, i) for x, i in zip(values, in_axes, strict=True)]
     fun = jax.jit(lambda a, t, c: ll.ormqr(a, t, c, left=True))
-    check(fun, *args, in_axes=in_axes, jit=False, derivatives=False, tolerance=LOOSE)
+    quickly(fun, *args, in_axes=in_axes, derivatives=False, tolerance=LOOSE)
 
 
 @pytest.mark.parametrize("in_axes", [(0, 0), (None, 0), (2, None), (1, 1)])
@@ -209,7 +209,7 @@ def test_cholesky_update(in_axes):
         in_axes=in_axes,
         against_jax=False,
         derivatives=False,
-        jit=False,
+        eager=False,
         tolerance=LOOSE,
     )
 

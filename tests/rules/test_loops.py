@@ -16,7 +16,7 @@ from batchax.engine.registry import find_rule
 from batchax.errors import UnsupportedError
 
 from support.compiled import check_compiled
-from support.oracle import check, example, loop_function, same, same_type
+from support.oracle import check, example, loop_function, quickly, same, same_type
 
 X = example((4, 3))
 W = example((3, 3), seed=3)
@@ -70,7 +70,7 @@ def test_scan_in_every_way():
         return lax.scan(lambda c, x: (jnp.sin(c + w @ x), c * x), jnp.zeros(3), xs)
 
     xs = example((4, 5, 3))
-    check(jax.jit(f), W, xs, in_axes=(None, 0), second=True, jit=False)
+    quickly(f, W, xs, in_axes=(None, 0), second=True)
     check(jax.jit(lambda xs: f(W, xs)), xs, nested=True, derivatives=False)
 
 

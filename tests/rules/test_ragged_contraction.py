@@ -9,9 +9,9 @@ import batchax as bx
 from batchax import _compat
 
 from support.batches import SIZE, assert_own_rule
-from support.oracle import check, example, same
+from support.oracle import check, example, quickly, same
 
-VALUES_ONLY = dict(derivatives=False, jit=False)
+VALUES_ONLY = dict(derivatives=False, eager=False)
 MODES = {
     # name: (dimension numbers, lhs, rhs, the dimensions along which sizes may differ)
     "free": (((((1,), (1,)), ((), ())), [0], [0]), (6, 4), (3, 4, 5), ()),
@@ -106,7 +106,7 @@ def test_under_a_second_vmap():
 def test_derivatives(in_axes):
     fun = jax.jit(contraction("free"))
     args = operands("free", in_axes)
-    check(fun, *args, in_axes=in_axes, against_jax=False, jit=False)
+    quickly(fun, *args, in_axes=in_axes, against_jax=False)
 
 
 def test_dtypes():

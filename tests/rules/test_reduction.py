@@ -12,10 +12,10 @@ from batchax.rules.reduction import CUMULATIVE, REDUCTIONS
 
 from support.batches import SIZE, assert_own_rule, batch
 from support.operations import no_more_operations
-from support.oracle import check, example, same
+from support.oracle import check, example, quickly, same
 
 SHAPE = (2, 4)
-VALUES_ONLY = dict(derivatives=False, jit=False)
+VALUES_ONLY = dict(derivatives=False, eager=False)
 LOGICAL = ("reduce_and", "reduce_or", "reduce_xor")
 INEXACT = (jnp.float32, jnp.bfloat16, jnp.complex64)
 DTYPES = {
@@ -62,12 +62,12 @@ def test_dtypes(name):
 @pytest.mark.parametrize("name", ["reduce_sum", "reduce_max", "reduce_prod"])
 def test_derivatives_of_reductions(name):
     fun = jax.jit(reduction(name, (0,)))
-    check(fun, batch(SHAPE, 1), in_axes=1, out_axes=-1, second=True, nested=True, jit=False)
+    quickly(fun, batch(SHAPE, 1), in_axes=1, out_axes=-1, second=True, nested=True)
 
 
 @pytest.mark.parametrize("name", ["cumsum", "cumprod", "cummax"])
 def test_derivatives_of_running_reductions(name):
-    check(jax.jit(cumulative(name, 0, True)), batch(SHAPE, 1), in_axes=1, jit=False)
+    quickly(jax.jit(cumulative(name, 0, True)), batch(SHAPE, 1), in_axes=1)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
@@ -119,7 +119,7 @@ def test_function(name):
 
 @pytest.mark.parametrize("name", ["logsumexp", "std"])
 def test_derivatives_of_a_function(name):
-    check(jax.jit(FUNCTIONS[name]), batch(SHAPE, 1), in_axes=1, second=True, jit=False)
+    quickly(jax.jit(FUNCTIONS[name]), batch(SHAPE, 1), in_axes=1, second=True)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, 3])
@@ -150,7 +150,7 @@ def test_reduce_of_several_operands(in_axes):
 
 def test_derivative_of_reduce():
     fun = jax.jit(lambda x: lax.reduce(x, 1.0, lambda a, b: a * b, (0,)))
-    check(fun, batch(SHAPE, 2), in_axes=2, jit=False)
+    quickly(fun, batch(SHAPE, 2), in_axes=2)
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 5])

@@ -16,7 +16,7 @@ from batchax import _compat
 from batchax.engine.registry import rule_origin
 
 from support.operations import no_more_operations, operations
-from support.oracle import check, example, same, same_type
+from support.oracle import check, example, quickly, same, same_type
 
 PRIMITIVES = """
     broadcast_in_dim reshape transpose squeeze rev tile pad concatenate split stack unstack
@@ -73,11 +73,6 @@ def on_axes(shape, position, **options):
     shape = list(shape)
     shape.insert(position % (len(shape) + 1), 4)
     return example(tuple(shape), **options)
-
-
-def quickly(fun, *args, **options):
-    """`check` of the compiled function: far fewer operations to compile one by one."""
-    check(jax.jit(fun), *args, jit=False, **options)
 
 
 def keys(shape):

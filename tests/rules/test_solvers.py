@@ -12,7 +12,7 @@ import batchax as bx
 from batchax._compat import find_primitive
 from batchax.engine.registry import rule_origin
 
-from support.oracle import check, example, loop_function, same
+from support.oracle import check, example, loop_function, quickly, same
 
 LOOSE = dict(rtol=2e-3, atol=2e-3)
 N = 3
@@ -50,7 +50,13 @@ def dense(a, b):
 def test_custom_linear_solve(in_axes):
     a, b = of(matrices, in_axes[0]), of(vectors, in_axes[1])
     check(
-        jax.jit(dense), a, b, in_axes=in_axes, jit=False, second=in_axes == (0, 0), tolerance=LOOSE
+        jax.jit(dense),
+        a,
+        b,
+        in_axes=in_axes,
+        eager=False,
+        second=in_axes == (0, 0),
+        tolerance=LOOSE,
     )
 
 
@@ -138,7 +144,7 @@ def test_iterative_solvers(solver, in_axes):
         return solver(lambda x: a @ x, b, tol=1e-6)[0]
 
     slopes = solver is cg and in_axes == (0, 0)
-    check(jax.jit(fun), a, b, in_axes=in_axes, jit=False, derivatives=slopes, tolerance=LOOSE)
+    quickly(fun, a, b, in_axes=in_axes, derivatives=slopes, tolerance=LOOSE)
 
 
 def root(a):
@@ -150,7 +156,7 @@ def root(a):
 
 def test_custom_root():
     a = jnp.array([0.5, 2.0, 10.0])
-    check(jax.jit(root), a, jit=False, second=True, tolerance=LOOSE)
+    quickly(root, a, second=True, tolerance=LOOSE)
     same(bx.vmap(root)(a) ** 3 + bx.vmap(root)(a), a, LOOSE)
 
 

@@ -10,10 +10,10 @@ from batchax import _compat
 
 from support.batches import assert_own_rule, batch, positions
 from support.operations import no_more_operations, operations
-from support.oracle import check, example, same
+from support.oracle import check, example, quickly, same
 
 SHAPE = (2, 4)
-VALUES_ONLY = dict(derivatives=False, jit=False)
+VALUES_ONLY = dict(derivatives=False, eager=False)
 
 
 @pytest.mark.parametrize("name", ["sort", "top_k", "approx_top_k"])
@@ -31,7 +31,7 @@ def test_sort(axis, dimension):
 
 
 def test_derivatives_of_sort():
-    check(jax.jit(jnp.sort), batch(SHAPE, 1), in_axes=1, second=True, nested=True, jit=False)
+    quickly(jax.jit(jnp.sort), batch(SHAPE, 1), in_axes=1, second=True, nested=True)
 
 
 def test_dtypes():
@@ -78,7 +78,7 @@ def test_keys_that_all_lanes_share_are_sorted_once(position, dimension):
 
 def test_derivatives_of_values_sorted_by_shared_keys():
     keys = example(SHAPE)
-    check(jax.jit(lambda x: lax.sort_key_val(keys, x)[1]), batch(SHAPE, 1), in_axes=1, jit=False)
+    quickly(jax.jit(lambda x: lax.sort_key_val(keys, x)[1]), batch(SHAPE, 1), in_axes=1)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
@@ -89,7 +89,7 @@ def test_top_k(axis, along):
 
 
 def test_derivatives_of_top_k():
-    check(jax.jit(lambda x: lax.top_k(x, 2)), batch(SHAPE, 1), in_axes=1, nested=True, jit=False)
+    quickly(jax.jit(lambda x: lax.top_k(x, 2)), batch(SHAPE, 1), in_axes=1, nested=True)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
@@ -101,7 +101,7 @@ def test_approx_top_k(axis, along):
 
 def test_derivatives_of_approx_top_k():
     fun = jax.jit(lambda x: lax.approx_min_k(x, 2)[0])
-    check(fun, batch(SHAPE, 1), in_axes=1, jit=False)
+    quickly(fun, batch(SHAPE, 1), in_axes=1)
 
 
 FUNCTIONS = {
@@ -126,7 +126,7 @@ def test_function(name):
 
 
 def test_derivatives_of_a_quantile():
-    check(jax.jit(FUNCTIONS["quantile"]), batch(SHAPE, 1), in_axes=1, jit=False)
+    quickly(jax.jit(FUNCTIONS["quantile"]), batch(SHAPE, 1), in_axes=1)
 
 
 def test_argsort_costs_no_more_than_under_jax():

@@ -5,6 +5,8 @@ a plain Python loop over the examples and with `jax.vmap`: values, dtypes, weak
 types, derivatives of both modes, and nestings with itself and `jax.vmap`.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,43 @@ import numpy as np
 import batchax as bx
 
 
-def check(
+def check(fun, *args, eager=True, jit=True, **options):
+    """Compares `bx.vmap(fun)` with the loop over examples, and with `jax.vmap`.
+
+    eager: also call it outside of `jit`, where each operation is compiled by itself.
+    jit: compile what is compared, as one program; False where `fun` is compiled already, or
+        has to see values.
+
+    The rest are those of `claims`.
+    """
+    settle(claims(fun, *args, eager=eager, jit=jit, **options), jit)
+
+
+def check_all(cases, **options):
+    """`check` of many functions: one program, which takes a fraction of the time of many.
+
+    cases: for each name, which errors begin with, a function and its arguments, and where they
+        differ from `options` its own.
+    """
+    everything = []
+    for name, (fun, *args, own) in cases.items():
+        everything += claims(fun, *args, where=f"{name}: ", **{"eager": False, **options, **own})
+    settle(everything)
+
+
+def settle(claims, jit=True):
+    """Computes all that is claimed, as one program if `jit`, and looks whether it is so."""
+    functions, arguments, verdicts = zip(*claims, strict=True)
+
+    def compute(arguments):
+        return [f(*args) for f, args in zip(functions, arguments, strict=True)]
+
+    results = (jax.jit(compute) if jit else compute)(arguments)
+    for verdict, result in zip(verdicts, results, strict=True):
+        verdict(result)
+
+
+def claims(
     fun,
     *args,
     in_axes=0,
@@ -22,10 +60,13 @@ def check(
     derivatives=True,
     second=False,
     nested=False,
+    eager=True,
     jit=True,
     tolerance=None,
+    unrolled=True,
+    where="",
 ):
-    """Compares `bx.vmap(fun)` with the loop over examples, and with `jax.vmap`.
+    """What holds of `bx.vmap(fun)`: functions, their arguments, and what must hold of results.
 
     in_axes: an int, None, or a tuple of those, one for each argument.
     out_axes: an int, or a tree of ints (None where the output is unbatched).
@@ -33,38 +74,75 @@ def check(
     derivatives: also jvp and vjp with respect to every inexact argument.
     second: also forward over reverse.
     nested: also under a second vmap, of batchax and of JAX, in both orders.
+    unrolled: False has the loop over examples compiled as one: for what takes long to compile.
+    where: what errors begin with.
     """
     if not isinstance(in_axes, tuple):
         in_axes = (in_axes,) * len(args)
     options = dict(in_axes=in_axes, out_axes=out_axes)
     if axis_name is not None:
         options["axis_name"] = axis_name
-    batched = bx.vmap(fun, **options)
-    got = batched(*args)
-    if axis_name is None:
-        same(got, loop(fun, args, in_axes, out_axes), tolerance, "loop")
-    if against_jax:
-        expected = jax.vmap(fun, **options)(*args)
-        same(got, expected, tolerance, "jax.vmap")
-        jax.tree.map(same_type, got, expected)
+    batched, one_by_one = bx.vmap(fun, **options), loop_function(fun, in_axes, out_axes)
+    if not unrolled:
+        one_by_one = in_turn(fun, in_axes)
+    reference = jax.vmap(fun, **options) if against_jax else one_by_one
+
+    ways = {}
+    if jit or not eager:
+        ways["jit outside"] = batched
     if jit:
-        same(jax.jit(batched)(*args), got, tolerance, "jit outside")
-        same(bx.vmap(jax.jit(fun), **options)(*args), got, tolerance, "jit inside")
-    reference = jax.vmap(fun, **options) if against_jax else loop_function(fun, in_axes, out_axes)
+        ways["jit inside"] = bx.vmap(jax.jit(fun), **options)
+    if axis_name is None:
+        ways["loop"] = one_by_one
+    if against_jax:
+        ways["jax.vmap"] = reference
+    at_once = batched(*args) if eager else None
+
+    def agree(results):
+        got = at_once if eager else results["jit outside"]
+        for way, value in results.items():
+            same(got, value, tolerance, where + way)
+        if against_jax:
+            jax.tree.map(same_type, got, results["jax.vmap"])
+
+    yield together(ways), args, agree
     if derivatives:
-        check_derivatives(batched, reference, args, second, tolerance)
+        yield from claims_of_derivatives(batched, reference, args, second, tolerance, where)
     if nested:
-        check_nested(fun, args, options, tolerance)
+        yield claim_of_nesting(fun, args, options, tolerance, where)
+
+
+def together(functions):
+    """The function whose results are those of all `functions`, by their names."""
+    return lambda *args: {name: function(*args) for name, function in functions.items()}
 
 
 def quickly(fun, *args, **options):
-    """`check` of the compiled function: far fewer operations to compile one by one."""
-    check(jax.jit(fun), *args, jit=False, **options)
+    """`check` in one program: far fewer operations to compile one by one."""
+    check(fun, *args, eager=False, **options)
 
 
 def loop_function(fun, in_axes, out_axes):
     """The Python loop over examples as a function of batches."""
     return lambda *args: loop(fun, args, in_axes, out_axes)
+
+
+def in_turn(fun, in_axes):
+    """The same as a loop that is compiled, of which results have the lanes first."""
+
+    def run(*args):
+        axes = [a for a in in_axes if a is not None]
+        lanes = [arg for arg, a in zip(args, in_axes, strict=True) if a is not None]
+
+        def one(lane):
+            mine = iter(lane)
+            return fun(
+                *[x if a is None else next(mine) for x, a in zip(args, in_axes, strict=True)]
+            )
+
+        return jax.lax.map(one, [jnp.moveaxis(x, a, 0) for x, a in zip(lanes, axes, strict=True)])
+
+    return run
 
 
 def loop(fun, args, in_axes, out_axes=0):
@@ -90,7 +168,7 @@ def loop(fun, args, in_axes, out_axes=0):
         is_leaf=lambda x: x is None,
     )
     leaves = [
-        parts[0] if a is None else jnp.stack([jnp.asarray(p) for p in parts], a)
+        parts[0] if a is None else stack(parts, a)
         for a, parts in zip(axes, zip(*map(jax.tree.leaves, outs), strict=True), strict=True)
     ]
     return jax.tree.unflatten(structure, leaves)
@@ -98,54 +176,88 @@ def loop(fun, args, in_axes, out_axes=0):
 
 def lane(x, i, axis):
     """Example `i` of `x`."""
-    return x[(slice(None),) * (axis % x.ndim) + (i,)]
+    where = (slice(None),) * (axis % x.ndim) + (i,)
+    return jnp.asarray(np.asarray(x)[where]) if known_to_numpy(x) else x[where]
 
 
-def check_derivatives(batched, reference, args, second=False, tolerance=None):
+def stack(parts, axis=0):
+    """Arrays of one shape, as one."""
+    if all(map(known_to_numpy, parts)):
+        return jnp.asarray(np.stack([np.asarray(p) for p in parts], axis))
+    return jnp.stack([jnp.asarray(p) for p in parts], axis)
+
+
+def known_to_numpy(x):
+    """Whether NumPy can take `x` apart, where JAX compiles a program for each shape."""
+    return (
+        isinstance(x, jax.Array | np.ndarray)
+        and not isinstance(x, jax.core.Tracer)
+        and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+        and not jax.typeof(x).weak_type
+    )
+
+
+def check_derivatives(batched, reference, args, second=False, tolerance=None, jit=False):
     """jvp and vjp (and jvp of vjp) of `batched` against those of `reference`."""
+    for claim in claims_of_derivatives(batched, reference, args, second, tolerance):
+        settle([claim], jit)
+
+
+def claims_of_derivatives(batched, reference, args, second=False, tolerance=None, where=""):
+    """See `claims` and `check_derivatives`: one, or none where nothing has derivatives."""
     diff = [i for i, arg in enumerate(args) if all(map(is_inexact, jax.tree.leaves(arg)))]
     if not diff:
         return
     points = [args[i] for i in diff]
 
-    def only(f):
-        def g(*xs):
-            full = list(args)
-            for i, x in zip(diff, xs, strict=True):
-                full[i] = x
-            return [y for y in jax.tree.leaves(f(*full)) if is_inexact(y)]
+    def values(f, *xs):
+        full = list(args)
+        for i, x in zip(diff, xs, strict=True):
+            full[i] = x
+        return [y for y in jax.tree.leaves(f(*full)) if is_inexact(y)]
 
-        return g
-
-    f, r = only(batched), only(reference)
-    if not jax.eval_shape(r, *points):
+    types = jax.eval_shape(partial(values, reference), *points)
+    if not types:
         return
-    tangents = [direction(x, 1) for x in points]
-    same(jax.jvp(f, points, tangents), jax.jvp(r, points, tangents), tolerance, "jvp")
-    cotangents = [direction(y, 2) for y in r(*points)]
+    tangents = tuple(direction(x, 1) for x in points)
+    cotangents = [direction(y, 2) for y in types]
 
-    def pull(h):
-        return lambda *xs: jax.vjp(h, *xs)[1](cotangents)
+    def derivatives(f):
+        f = partial(values, f)
 
-    same(pull(f)(*points), pull(r)(*points), tolerance, "vjp")
-    if second:
-        same(
-            jax.jvp(pull(f), points, tangents)[1],
-            jax.jvp(pull(r), points, tangents)[1],
-            tolerance,
-            "jvp of vjp",
-        )
+        def pull(*xs):
+            return jax.vjp(f, *xs)[1](cotangents)
+
+        ways = {"jvp": lambda *xs: jax.jvp(f, xs, tangents), "vjp": pull}
+        if second:
+            ways["jvp of vjp"] = lambda *xs: jax.jvp(pull, xs, tangents)[1]
+        return together(ways)
+
+    def agree(results):
+        for way, value in results["got"].items():
+            same(value, results["expected"][way], tolerance, where + way)
+
+    both = {"got": derivatives(batched), "expected": derivatives(reference)}
+    yield together(both), points, agree
 
 
-def check_nested(fun, args, options, tolerance=None):
-    """Two vmaps of which batchax does one or both."""
+def claim_of_nesting(fun, args, options, tolerance=None, where=""):
+    """Two vmaps of which batchax does one or both; see `claims`."""
     doubled = [
         jax.tree.map(lambda x: jnp.stack([x, x[..., ::-1] if x.ndim else x]), a) for a in args
     ]
-    expected = jax.vmap(jax.vmap(fun, **options))(*doubled)
-    for outer, inner in ((bx.vmap, bx.vmap), (bx.vmap, jax.vmap), (jax.vmap, bx.vmap)):
-        got = outer(inner(fun, **options))(*doubled)
-        same(got, expected, tolerance, f"{outer.__module__} of {inner.__module__}")
+    pairs = ((jax.vmap, jax.vmap), (bx.vmap, bx.vmap), (bx.vmap, jax.vmap), (jax.vmap, bx.vmap))
+    ways = {
+        f"{outer.__module__} of {inner.__module__}": outer(inner(fun, **options))
+        for outer, inner in pairs
+    }
+
+    def agree(results):
+        expected = results[next(iter(ways))]
+        for way, got in results.items():
+            same(got, expected, tolerance, where + way)
+
+    return together(ways), doubled, agree
 
 
 def same(got, expected, tolerance=None, where=""):
@@ -174,7 +286,7 @@ def plain(x):
     if not jnp.issubdtype(x.dtype, jnp.number) and x.dtype != jnp.bool_:
         return np.asarray(x)
     if x.dtype.kind not in "biufc" or x.dtype.itemsize < 2:
-        return np.asarray(x.astype(jnp.float32))
+        return np.asarray(x).astype(np.float32)
     return np.asarray(x)
 
 
@@ -195,7 +307,7 @@ def direction(tree, seed):
 
     def one(x):
         values = np.random.default_rng(seed).normal(size=jnp.shape(x))
-        return jnp.asarray(values).astype(jnp.result_type(x))
+        return jnp.asarray(values.astype(jnp.result_type(x)))
 
     return jax.tree.map(one, tree)
 
@@ -208,10 +320,11 @@ def example(shape, dtype=float, seed=0, low=None, high=None):
     rng = np.random.default_rng(seed)
     dtype = jax.dtypes.canonicalize_dtype(dtype)
     if dtype == jnp.bool_:
-        return jnp.asarray(rng.integers(0, 2, shape).astype(bool))
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.asarray(rng.integers(low or 0, 5 if high is None else high, shape)).astype(dtype)
-    x = rng.normal(size=shape) if low is None else rng.uniform(low, high, shape)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        x = x + 1j * rng.normal(size=shape)
-    return jnp.asarray(x).astype(dtype)
+        x = rng.integers(0, 2, shape)
+    elif jnp.issubdtype(dtype, jnp.integer):
+        x = rng.integers(low or 0, 5 if high is None else high, shape)
+    else:
+        x = rng.normal(size=shape) if low is None else rng.uniform(low, high, shape)
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            x = x + 1j * rng.normal(size=shape)
+    return jnp.asarray(np.asarray(x).astype(dtype))
