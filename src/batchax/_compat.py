@@ -21,6 +21,9 @@ import jax.extend.core as jex_core
 import jax.extend.core.primitives as jex_primitives
 import numpy as np
 
+# Whether types inside ``shard_map`` say over which axes of the mesh a value varies.
+from jax._src.config import _check_vma as check_vma
+
 # ``jax.make_jaxpr`` is the only public way to stage with a named axis in scope; it
 # wraps its argument in a new ``jit`` at each call, which costs more than staging a
 # small function does. This is the one piece of it that cannot be had otherwise.
@@ -124,6 +127,7 @@ def stage(
     axis_env: Sequence[tuple[Hashable, Any]] = (),
     arg_names: Sequence[str] | None = None,
     transformation: str = "vmap",
+    selecting: bool = False,
 ) -> ClosedJaxpr:
     """What ``jax.make_jaxpr(fun, axis_env=axis_env)(*avals)`` returns, in half the time.
 
@@ -133,15 +137,57 @@ def stage(
       axis_env: names and sizes of the mapped axes that `fun` may use.
       arg_names: what JAX's messages call the arguments.
       transformation: what they say the function is staged for.
+      selecting: whether what a predicate selects is to vary over a mesh as the predicate does.
     """
     debug_info = jax.api_util.debug_info(transformation, fun, tuple(avals), {})
     if arg_names is not None:
         debug_info = debug_info._replace(arg_names=tuple(arg_names))
+    if checked_axes():
+        fun = _in_shard_map(fun, selecting)
     with extend_axis_env_nd(list(axis_env)):
         jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(
             linear_util.wrap_init(fun, debug_info=debug_info), list(avals)
         )
     return close(jaxpr, consts)
+
+
+class _InShardMap:
+    """A trace inside ``shard_map`` that types what lanes do as ``jax.vmap`` would.
+
+    Their index does not vary over the mesh, though JAX says that it varies over their axis, and
+    cannot cast anything to. And what a predicate selects varies as the predicate does, if
+    `selecting`: JAX types what ``cond`` and ``while`` return by what their programs return.
+    JAX asks nothing of a trace but its methods; to put one in front of another is not public.
+    """
+
+    def __init__(self, trace: Any, selecting: bool) -> None:
+        self._trace, self._selecting = trace, selecting
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trace, name)
+
+    def process_primitive(self, primitive: Primitive, operands: Any, params: Any) -> Any:
+        process = self._trace.process_primitive
+        if primitive is jax.lax.axis_index_p and params["axis_name"] not in checked_axes():
+            with check_vma(False):
+                return process(primitive, operands, params)
+        outs = process(primitive, operands, params)
+        if not self._selecting or primitive not in (jex_primitives.cond_p, jex_primitives.while_p):
+            return outs
+        branches = primitive is jex_primitives.cond_p
+        by = jax.typeof(operands[0]) if branches else params["cond_jaxpr"].out_avals[0]
+        with jex_core.set_current_trace(self._trace):
+            return [varying_as(x, by) for x in outs]
+
+
+def _in_shard_map(fun: Callable[..., Any], selecting: bool) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        with jex_core.take_current_trace() as trace:
+            around: Any = _InShardMap(trace, selecting)
+        with jex_core.set_current_trace(around):
+            return fun(*args)
+
+    return run
 
 
 def is_live(tracer: Any) -> bool:
@@ -294,18 +340,51 @@ def varying_as(x: Any, aval: Any) -> Any:
 
     Operations of JAX insert this cast themselves, primitives of our own do not.
     """
-    return _varying_over(x, varying_axes(aval))
+    return varying_over(x, varying_axes(aval))
 
 
 def varying_alike(xs: Sequence[Any], like: Sequence[Any] = ()) -> list[Any]:
     """`xs`, cast to vary over every mesh axis that any of them, or of `like`, varies over."""
     axes = frozenset().union(*(varying_axes(jax.typeof(x)) for x in (*xs, *like)))
-    return [_varying_over(x, axes) for x in xs]
+    return [varying_over(x, axes) for x in xs]
 
 
-def _varying_over(x: Any, axes: frozenset[Hashable]) -> Any:
+def varying_over(x: Any, axes: frozenset[Hashable]) -> Any:
+    """`x`, cast to vary over these axes of a mesh, too; references stay as they are."""
     missing = axes - varying_axes(jax.typeof(x))
-    return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
+    if not missing or is_reference(x):
+        return x
+    return jax.lax.pcast(x, tuple(missing), to="varying")
+
+
+def type_varying_over(aval: Any, axes: frozenset[Hashable]) -> Any:
+    """The type `aval` of values that vary over these axes of a mesh, too."""
+    return with_varying_axes(aval, varying_axes(aval) | axes)
+
+
+def with_varying_axes(aval: Any, axes: frozenset[Hashable]) -> Any:
+    """The type `aval` of values that vary over these axes of a mesh.
+
+    No public function makes a type from another with this changed.
+    """
+    if axes == varying_axes(aval):
+        return aval
+    if hasattr(aval, "inner_aval"):
+        return aval.update(inner_aval=with_varying_axes(aval.inner_aval, axes))
+    if aval.sharding.mesh.empty:  # of a number, or what was staged without a mesh
+        mesh = jax.sharding.get_abstract_mesh()
+        aval = aval.update(sharding=jax.sharding.NamedSharding(mesh, aval.sharding.spec))
+    return aval.update(manual_axis_type=aval.mat.update(varying=axes))
+
+
+def checked_axes() -> frozenset[Hashable]:
+    """The axes of the mesh of the ``shard_map`` around over which types say what varies.
+
+    Whether it was called with ``check_vma`` no public function says.
+    """
+    if not check_vma.value:
+        return frozenset()
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def scalar_like(aval: Any, dtype: Any) -> Any:
@@ -319,6 +398,7 @@ def varying_axes(aval: Any) -> frozenset[Hashable]:
 
     Types do not say so publicly.
     """
+    aval = getattr(aval, "inner_aval", aval)
     return aval.mat.varying if hasattr(aval, "mat") else frozenset()
 
 

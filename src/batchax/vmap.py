@@ -195,7 +195,7 @@ def _run(
         recording.found_program(axis, staged, mapped, described)
         program = Program(axis, staged, values, axes)
         if chunking is None and axis.divergence is not None:
-            chunking = one_chunk_for_each_shard(axis, values, axes)
+            chunking = one_chunk_for_each_shard(axis, program)
         if chunking is not None and chunking.applies_to(axis.size):
             stage = functools.partial(stage_function, axis, one_example, arg_names=names)
             return run_in_chunks(chunking, program, described, stage)

@@ -16,6 +16,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from batchax import _compat
+
 AxisPosition = int | None
 """Where the batch axis of a value is: a position, or None for "not batched"."""
 
@@ -63,7 +65,19 @@ def broadcast_axis(axis: Axis, x: Any, destination: int) -> Any:
     shape.insert(destination, axis.size)
     kept = [i for i in range(ndim + 1) if i != destination]
     sharding = batch_sharding(axis, x, None, destination)
-    return lax.broadcast_in_dim(x, shape, kept, out_sharding=sharding)
+    out = lax.broadcast_in_dim(x, shape, kept, out_sharding=sharding)
+    over = lanes_vary_over(axis)
+    return _compat.varying_over(out, over) if over else out
+
+
+def lanes_vary_over(axis: Axis) -> frozenset[Hashable]:
+    """The axes of a mesh that lanes are spread over by `spmd_axis_name`, as far as types say so.
+
+    Inside ``shard_map`` they do: what has the batch axis varies over those axes.
+    """
+    if axis.spmd_name is None:
+        return frozenset()
+    return _compat.checked_axes().intersection(axis.spmd_name)
 
 
 def expand_axis(x: Any, destination: int) -> Any:

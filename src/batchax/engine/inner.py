@@ -14,13 +14,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.core import eval_jaxpr
 from jax.extend.core import mapped_aval, unmapped_aval
 
 from batchax import _compat
 from batchax.engine import recording
-from batchax.engine.axis import Axis, AxisPosition, match_axis
+from batchax.engine.axis import Axis, AxisPosition, lanes_vary_over, match_axis
 from batchax.engine.interpreter import interpret
 from batchax.engine.registry import registrations
+from batchax.engine.varying import Varying, types_varying, vary_over
 
 
 class _Anywhere:
@@ -44,6 +46,7 @@ def batch_inner(
     body: _compat.ClosedJaxpr,
     in_axes: Sequence[AxisPosition],
     out_axes: Sequence[Any] | Any = ANYWHERE,
+    varying: Varying = (),
 ) -> tuple[_compat.ClosedJaxpr, tuple[AxisPosition, ...]]:
     """The closed jaxpr `body` for all lanes of `axis`.
 
@@ -54,6 +57,8 @@ def batch_inner(
       out_axes: for each output (or one for all) `ANYWHERE`, or the position
         its batch axis must have, repeated if the output does not depend on the
         batch.
+      varying: over which axes of a mesh its inputs vary, inside ``shard_map``. That may be more
+        than they did for one example.
 
     Returns:
       A closed jaxpr over batches, and where its outputs carry the batch axis.
@@ -61,8 +66,8 @@ def batch_inner(
     in_axes = tuple(in_axes)
     n_out = len(body.out_avals)
     wanted = (out_axes,) * n_out if out_axes is ANYWHERE else tuple(out_axes)
-    key = (axis, in_axes, wanted)
-    return remembered(body, key, lambda: _batch_inner(axis, body, in_axes, wanted))
+    key = (axis, in_axes, wanted, varying, lanes_vary_over(axis))
+    return remembered(body, key, lambda: _batch_inner(axis, body, in_axes, wanted, varying))
 
 
 def remembered(body: _compat.ClosedJaxpr, key: Any, build: Callable[[], Any]) -> Any:
@@ -84,6 +89,7 @@ def _batch_inner(
     body: _compat.ClosedJaxpr,
     in_axes: tuple[AxisPosition, ...],
     wanted: tuple[Any, ...],
+    varying: Varying,
 ) -> tuple[_compat.ClosedJaxpr, tuple[AxisPosition, ...]]:
     placed: list[AxisPosition] = []
 
@@ -96,17 +102,49 @@ def _batch_inner(
         ]
 
     avals = [batched_aval(axis, aval, a) for aval, a in zip(body.in_avals, in_axes, strict=True)]
+    if varying:
+        avals = list(map(_compat.type_varying_over, avals, varying))
     return _compat.stage(run, avals), tuple(placed)
+
+
+def returning(program: _compat.ClosedJaxpr, varying: Varying) -> _compat.ClosedJaxpr:
+    """`program` with results that vary over these axes of a mesh, too."""
+    found = types_varying(program.out_avals)
+    if all(want <= have for have, want in zip(found, varying, strict=True)):
+        return program
+
+    def run(*args: Any) -> list[Any]:
+        return vary_over(eval_jaxpr(program.jaxpr, program.consts, *args), varying)
+
+    return remembered(program, ("returning", varying), lambda: _compat.stage(run, program.in_avals))
+
+
+def returning_alike(programs: Sequence[_compat.ClosedJaxpr]) -> list[_compat.ClosedJaxpr]:
+    """`programs`, of which each result varies over what it does in any of them."""
+    if not _compat.checked_axes():
+        return list(programs)
+    found = [types_varying(program.out_avals) for program in programs]
+    varying = tuple(frozenset().union(*each) for each in zip(*found, strict=True))
+    return [returning(program, varying) for program in programs]
 
 
 def batched_aval(axis: Axis, aval: Any, position: AxisPosition) -> Any:
     """The type of a value with the batch axis at `position`, from that of one example."""
-    return aval if position is None else unmapped_aval(axis.size, position, aval, axis.mesh_axis)
+    if position is None:
+        return aval
+    aval = unmapped_aval(axis.size, position, aval, axis.mesh_axis)
+    over = lanes_vary_over(axis)
+    return _compat.type_varying_over(aval, over) if over else aval
 
 
 def example_aval(axis: Axis, aval: Any, position: AxisPosition) -> Any:
     """The type of one example of a value whose batch axis is at `position`."""
-    return aval if position is None else mapped_aval(axis.size, position, aval)
+    if position is None:
+        return aval
+    over = lanes_vary_over(axis)
+    if over:
+        aval = _compat.with_varying_axes(aval, _compat.varying_axes(aval) - over)
+    return mapped_aval(axis.size, position, aval)
 
 
 def stage_function(
@@ -122,13 +160,14 @@ def stage_function(
 
     Staging makes tracers of everything the function computes. A function that
     branches in Python on something it computes from unbatched arguments alone
-    is staged again with such values computed at once.
+    is staged again with such values computed at once. So is, inside ``shard_map``, one
+    whose types disagree over what varies: some do not once lanes select.
     """
     named = [] if axis.name is None else [(axis.name, axis.size)]
 
-    def stage(f: Callable[..., Any]) -> _compat.ClosedJaxpr:
+    def stage(f: Callable[..., Any], selecting: bool = False) -> _compat.ClosedJaxpr:
         with recording.paused(axis), _compat.mesh_axis_taken(axis.mesh_axis):
-            return _compat.stage(f, avals, named, arg_names, transformation)
+            return _compat.stage(f, avals, named, arg_names, transformation, selecting)
 
     try:
         return stage(fun)
@@ -144,6 +183,13 @@ def stage_function(
         except Exception:
             # The first error names the value the function needed: a batched one,
             # or one computed from the index or size of the axis.
+            raise error from None
+    except (TypeError, ValueError) as error:
+        if not _compat.checked_axes():
+            raise
+        try:
+            return stage(fun, selecting=True)
+        except Exception:
             raise error from None
 
 

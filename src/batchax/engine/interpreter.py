@@ -23,6 +23,13 @@ from batchax.engine.named_axes import uses_name
 from batchax.engine.reference_axes import create_batched, references_to_batch
 from batchax.engine.registry import find
 from batchax.engine.rule_results import run_rule
+from batchax.engine.varying import (
+    as_lanes,
+    check_lanes_apart,
+    holds_programs,
+    varies_as_staged,
+    vary_alike,
+)
 
 
 def interpret(
@@ -94,13 +101,26 @@ def batch_equation(
     shared = operand_axes.count(None) == len(operand_axes) and not (
         creates_batched or (axis.name is not None and uses_name(eqn, axis.name))
     )
+    if axis.spmd_name is not None and not shared:
+        check_lanes_apart(axis, eqn)
+    checked = _compat.checked_axes()
+    if checked:
+        operands = vary_alike(eqn, operands)
+        shared = shared and _fits(eqn, operands)
     batch = create_batched if creates_batched else functools.partial(_batch, shared)
     if not recording.is_on():
-        return batch(axis, eqn, operands, operand_axes)
+        outs, out_axes = batch(axis, eqn, operands, operand_axes)
+        return (as_lanes(axis, outs, out_axes) if checked else outs), out_axes
     with recording.equation(axis, eqn, operand_axes, shared) as record:
         outs, out_axes = batch(axis, eqn, operands, operand_axes)
         record.out_axes = tuple(out_axes)
-    return outs, out_axes
+    return (as_lanes(axis, outs, out_axes) if checked else outs), out_axes
+
+
+def _fits(eqn: Any, operands: Sequence[Any]) -> bool:
+    """Whether an equation inside ``shard_map`` can be emitted as it is."""
+    casts = eqn.primitive.name == "pvary"  # JAX casts nothing that varies already
+    return not (casts or holds_programs(eqn)) or varies_as_staged(eqn, operands)
 
 
 def _batch(

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
@@ -241,12 +240,7 @@ class _Lanes:
             live: Any, consts: Values, carry: Values, x: Values
         ) -> tuple[list[Any], list[Any]]:
             operands = [*consts, *carry, *x]
-            kept = replaced
-            if replaced and hazards(program.jaxpr).cast:
-                mesh_axes = _compat.varying_axes(jax.typeof(live))
-                types = list(map(jax.typeof, operands))
-                kept = {i for i in replaced if mesh_axes <= _compat.varying_axes(types[i])}
-            outs, at = run_masked(live, run, operands, self._positions, kept, (), fill)
+            outs, at = run_masked(live, run, operands, self._positions, replaced, (), fill)
             outs = [match_axis(self.axis, x, a, 0) for x, a in zip(outs, at, strict=True)]
             new, ys = outs[: len(carry)], outs[len(carry) :]
             new = [select_lanes(live, 0, x, old) for x, old in zip(new, carry, strict=True)]

@@ -18,7 +18,7 @@ from batchax.engine.replay import Program
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.execution.memory import Auto, parse_limit
 from batchax.execution.section_runner import SectionRunner
-from batchax.execution.shards import check_shared, find_shards, on_shards
+from batchax.execution.shards import check_shared, find_shards, lanes_for_all, on_shards
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,9 @@ def find_chunking(
     return Chunking(int(batch_size), residuals == "keep")
 
 
-def one_chunk_for_each_shard(
-    axis: Axis, args: Sequence[Any], positions: Sequence[AxisPosition]
-) -> Chunking | None:
+def one_chunk_for_each_shard(axis: Axis, program: Program) -> Chunking | None:
     """Where the lanes are sharded over a mesh: each shard runs its own, all at once."""
-    shards = find_shards(axis, args, positions)
+    shards = find_shards(axis, program.args, program.axes, program.staged.jaxpr)
     return None if shards is None else Chunking(axis.size // shards.count, keep=False)
 
 
@@ -109,7 +107,10 @@ def run_in_chunks(
             "batch_size was given, but the function is given, or closes over, a reference "
             "(jax.new_ref). Create it inside the function, or leave batch_size out."
         )
-    shards = find_shards(axis, program.args, positions)
+    shards = find_shards(axis, program.args, positions, program.staged.jaxpr)
+    if shards is None:
+        chunking, program = _of_all_lanes(chunking, program)
+        axis = program.axis
     how = chunking.batch_size, chunking.keep
 
     def run(*args: Any) -> list[Any]:
@@ -134,3 +135,18 @@ def run_in_chunks(
     # found before.
     whole = _compat.stage(run, [jax.typeof(x) for x in program.args])
     return eval_jaxpr(whole.jaxpr, whole.consts, *program.args)
+
+
+def _of_all_lanes(chunking: Chunking, program: Program) -> tuple[Chunking, Program]:
+    """For lanes that chunks are taken from as from any axis, even if they are sharded.
+
+    Where the function calls ``shard_map``, and `spmd_axis_name` spreads a chunk over devices in
+    there, `batch_size` is how many lanes one of the devices runs at a time.
+    """
+    axis, jaxpr = program.axis, program.staged.jaxpr
+    parts, args = lanes_for_all(axis, program.args, program.axes, jaxpr)
+    if parts > 1 and not isinstance(chunking.batch_size, Auto) and axis.size % parts == 0:
+        chunking = replace(chunking, batch_size=parts * chunking.batch_size)
+    elif parts > 1:
+        axis = replace(axis, spmd_name=None)
+    return chunking, replace(program, axis=replace(axis, mesh_axis=None), args=args)

@@ -9,7 +9,7 @@ it has, and what is reduced over the batch is reduced over the devices once, at 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,8 @@ import jax
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from batchax.engine.axis import Axis, AxisPosition, inserted
 from batchax.errors import UnsupportedError
@@ -64,13 +65,22 @@ class Shards:
 
 
 def find_shards(
-    axis: Axis, args: Sequence[Any], positions: Sequence[AxisPosition]
+    axis: Axis, args: Sequence[Any], positions: Sequence[AxisPosition], jaxpr: Any
 ) -> Shards | None:
-    """What the lanes are sharded over, if that is known.
+    """What the lanes are sharded over, if that is known, and if `jaxpr` can run on each shard.
+
+    It cannot where it calls ``jax.shard_map`` itself, for one lane, with all devices of a mesh.
 
     The types of arrays say so where the mesh has axes of type Explicit; arrays outside
     of ``jit`` know; or the user said so, by `spmd_axis_name`, for a mesh that is set.
     """
+    shards = _find_shards(axis, args, positions)
+    return None if shards is None or _needs_all_devices(jaxpr, shards.names) else shards
+
+
+def _find_shards(
+    axis: Axis, args: Sequence[Any], positions: Sequence[AxisPosition]
+) -> Shards | None:
     for x, position in zip(args, positions, strict=True):
         known = jax.typeof(x) if isinstance(x, Tracer) else x
         sharding = getattr(known, "sharding", None)
@@ -101,6 +111,51 @@ def _counted(mesh: Any, names: tuple[Any, ...], size: int) -> Shards | None:
     typed = all(types[name] == AxisType.Explicit for name in names)
     several = shards.count > 1 or typed
     return shards if several and size % shards.count == 0 else None
+
+
+def _needs_all_devices(jaxpr: Any, names: Collection[Any]) -> bool:
+    """Whether a program inside ``shard_map`` over `names` could not call it as it does."""
+    return any(
+        not isinstance(eqn.params["mesh"], AbstractMesh)
+        or not eqn.params["newly_manual_axes"].isdisjoint(names)
+        for eqn in _shard_maps(jaxpr)
+    )
+
+
+def _shard_maps(jaxpr: Any) -> Iterator[Any]:
+    """The equations of ``shard_map`` in a program, and in programs inside it."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "shard_map":
+            yield eqn
+        else:
+            for inner in jaxprs_in_params(eqn.params):
+                yield from _shard_maps(inner)
+
+
+def lanes_for_all(
+    axis: Axis, args: Sequence[Any], positions: Sequence[AxisPosition], jaxpr: Any
+) -> tuple[int, list[Any]]:
+    """For lanes that are not run on shards, though they may be sharded.
+
+    Returns:
+      The number of devices that each ``shard_map`` in `jaxpr` spreads lanes over, by
+      `spmd_axis_name`; and the arguments, so that any lanes can be sliced from them.
+    """
+    parts = {
+        math.prod(eqn.params["mesh"].shape.get(name, 1) for name in axis.spmd_name or ())
+        for eqn in _shard_maps(jaxpr)
+    }
+    if axis.mesh_axis is not None:
+        args = [
+            x if a is None else _with_whole_axis(x, a) for x, a in zip(args, positions, strict=True)
+        ]
+    return math.lcm(*parts), list(args)
+
+
+def _with_whole_axis(x: Any, position: int) -> Any:
+    sharding: Any = jax.typeof(x).sharding
+    spec = [None if d == position else entry for d, entry in enumerate(sharding.spec)]
+    return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec(*spec)))
 
 
 def on_shards(

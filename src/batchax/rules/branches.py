@@ -24,10 +24,11 @@ from batchax import _compat
 from batchax.engine import recording
 from batchax.engine.axis import Axis, AxisPosition, match_axis
 from batchax.engine.divergence import Branches, Placed
-from batchax.engine.inner import ANYWHERE, batch_inner
+from batchax.engine.inner import ANYWHERE, batch_inner, returning_alike
 from batchax.engine.interpreter import interpret
 from batchax.engine.registry import register_rule
-from batchax.rules.hazards import Hazards, hazards
+from batchax.engine.varying import varying_of
+from batchax.rules.hazards import hazards
 from batchax.rules.in_order import run_in_order
 from batchax.rules.in_place import masked, updated_operands
 from batchax.rules.masking import is_inexact, run_masked, spread
@@ -51,7 +52,8 @@ def _cond(axis: Axis, args: Any, axes: Any, /, *, branches: Any, **params: Any) 
             return placed
 
     recording.note(divergence="masked")
-    apart = all(_may_be_told(index, hazards(branch.jaxpr)) for branch in branches)
+    # A branch may be told which lanes took it, unless lanes meet in it.
+    apart = not any(hazards(branch.jaxpr).collective for branch in branches)
     updated = updated_operands(branches) if apart else {}
     operands, positions, results = list(operands), list(positions), []
     if updated:
@@ -67,14 +69,6 @@ def _cond(axis: Axis, args: Any, axes: Any, /, *, branches: Any, **params: Any) 
     return select_results(axis, index, results, updated)
 
 
-def _may_be_told(index: Any, hazard: Hazards) -> bool:
-    """Whether a branch may be told which lanes took it.
-
-    Not where lanes meet in it, or where the index, and then all it computes, varies over a mesh.
-    """
-    return not hazard.collective and not _compat.varying_axes(jax.typeof(index))
-
-
 def _common_branch(
     axis: Axis, index: Any, operands: Any, positions: Any, branches: Any, params: Any
 ) -> Placed:
@@ -83,7 +77,7 @@ def _common_branch(
 
     def batch(i: int, wanted: Any = ANYWHERE) -> Any:
         with recording.part(f"branch {i}"):
-            return batch_inner(axis, branches[i], positions, wanted)
+            return batch_inner(axis, branches[i], positions, wanted, varying_of(operands))
 
     batched = [batch(i) for i in range(len(branches))]
     out_axes = [
@@ -95,8 +89,8 @@ def _common_branch(
         program if list(found) == out_axes else batch(i, wanted)[0]
         for i, (program, found) in enumerate(batched)
     ]
-    outs = cond_p.bind(index, *operands, branches=tuple(programs), **params)
-    return outs, out_axes
+    programs = tuple(returning_alike(programs))
+    return cond_p.bind(index, *operands, branches=programs, **params), out_axes
 
 
 def one_branch(
@@ -121,7 +115,7 @@ def one_branch(
         positions[k] for k in used if isinstance(operands[k], jax.Array) and is_inexact(operands[k])
     ]
     differentiable = bool(inexact)
-    guarded = _may_be_told(index, hazard) and (hazard.endless or bool(updated))
+    guarded = not hazard.collective and (hazard.endless or bool(updated))
     endless = hazard.endless and not guarded
     protected = not hazard.collective and (endless or (hazard.nonlinear and differentiable))
     skippable = hazard.costly and not hazard.collective
@@ -129,9 +123,6 @@ def one_branch(
         return interpret(axis, jaxpr, branch.consts, operands, positions)
 
     live = lax.eq(index, np.asarray(i, index.dtype))
-    if hazard.cast:
-        mesh_axes = _compat.varying_axes(jax.typeof(live))
-        used = {k for k in used if mesh_axes <= _compat.varying_axes(jax.typeof(operands[k]))}
     # Lanes meet in the gradient of an operand they share. Without one, what a masked
     # lane computes stays in that lane, and does no harm where it is sure to be a number.
     fill = "donor" if endless or hazard.partial or None in inexact else "keep"
@@ -175,7 +166,7 @@ def _if_any(
         x, position = operands[operand], positions[operand]
         operands[operand], positions[operand] = match_axis(axis, x, position, 0), 0
     wanted = [0 if k in kept else ANYWHERE for k in range(len(branch.out_avals))]
-    program, out_axes = batch_inner(axis, branch, positions, wanted)
+    program, out_axes = batch_inner(axis, branch, positions, wanted, varying_of(operands))
     nothing = _zeros(tuple(program.in_avals), tuple(program.out_avals), tuple(kept.items()))
     taken = lax.convert_element_type(lax.reduce_or(live, (0,)), np.int32)
     return cond_p.bind(taken, *operands, branches=(nothing, program)), list(out_axes)

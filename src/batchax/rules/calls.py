@@ -21,6 +21,7 @@ from batchax.engine.inner import ANYWHERE, batch_function, batch_inner
 from batchax.engine.interpreter import interpret
 from batchax.engine.registry import register_rule
 from batchax.engine.replay import program_behind, resolve
+from batchax.engine.varying import varying_of
 from batchax.errors import AxisError, UnsupportedError
 from batchax.rules.pullback import pull_back
 from batchax.rules.sharding import batched_layout, batched_sharding
@@ -47,7 +48,8 @@ def _call(name: str, holders: tuple[str, ...]) -> None:
         primitive = _compat.find_primitive(name)
         assert primitive is not None
         holder = next(h for h in holders if h in params)
-        body, out_axes = batch_inner(axis, _compat.close(params[holder]), axes)
+        body, varying = _compat.close(params[holder]), varying_of(args)
+        body, out_axes = batch_inner(axis, body, axes, varying=varying)
         body, consts = _compat.hoist_constants(body)
         body = body if isinstance(params[holder], _compat.ClosedJaxpr) else body.jaxpr
         bound = primitive.get_bind_params({**params, holder: body})
@@ -60,7 +62,7 @@ for _name, _holders in BODIES.items():
 
 @register_rule("jit")
 def _jit(axis: Axis, args: Any, axes: Any, /, *, jaxpr: Any, **params: Any) -> Batched:
-    body, out_axes = batch_inner(axis, jaxpr, axes)
+    body, out_axes = batch_inner(axis, jaxpr, axes, varying=varying_of(args))
     for which, positions in (("in", axes), ("out", out_axes)):
         shardings, layouts = f"{which}_shardings", f"{which}_layouts"
         params[shardings] = tuple(
@@ -182,14 +184,15 @@ def _remat_opt(
     fwd_jaxpr: Any,
     fun_jaxpr_thunk: Any,
 ) -> Batched:
-    forward, out_axes = batch_inner(axis, fwd_jaxpr, axes)
+    varying = varying_of(args[num_consts:])  # rules that live on must not hold values
+    forward, out_axes = batch_inner(axis, fwd_jaxpr, axes, varying=varying_of(args))
     forward, consts = _compat.hoist_constants(forward)
 
     @functools.cache
     def function() -> tuple[Any, Sequence[Any]]:
         body = _compat.close(*fun_jaxpr_thunk())
         wanted = [ANYWHERE if a is None else a for a in out_axes[num_res:]]
-        body, got = batch_inner(axis, body, axes[num_consts:], wanted)
+        body, got = batch_inner(axis, body, axes[num_consts:], wanted, varying)
         if tuple(got) != tuple(out_axes[num_res:]):
             raise UnsupportedError(
                 "the forward rule of a custom_vjp function (optimize_remat=True) returns an "

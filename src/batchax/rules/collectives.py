@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -86,7 +87,8 @@ def _cast(primitive: _compat.Primitive) -> None:
         axis: Axis, args: Any, positions: Any, /, *, axes: Sequence[Any], **params: Any
     ) -> tuple[Any, Any]:
         (x,), (position,) = args, positions
-        others = tuple(name for name in axes if name != axis.name)
+        known = _compat.varying_axes(jax.typeof(x)) if primitive.name == "pvary" else ()
+        others = tuple(name for name in axes if name != axis.name and name not in known)
         return (primitive.bind(x, axes=others, **params) if others else x), position
 
 

@@ -64,7 +64,6 @@ _CALLBACKS = frozenset({"pure_callback", "io_callback"})
 # What the batching rule of a user's will do is not known: a loop, perhaps.
 _BY_RULE = frozenset({"custom_batched_call", "custom_vmap_call"})
 _ENDLESS = frozenset({"while", "bounded_loop"}) | _CALLBACKS | _BY_RULE
-_CASTS = frozenset({"pvary", "reduced_vary_cast"})
 _COLLECTIVES_WITHOUT_EFFECT = frozenset({"ppermute", "pbroadcast", "pbroadcast_dynamic"})
 
 
@@ -83,8 +82,6 @@ class Hazards:
       collective: lanes see each other. A collective counts all lanes of its
         axis, those that drop the result too, as in ``jax.vmap``: their operands
         stay as they are, and the program runs even if no lane needs it.
-      cast: an operand that is the same on all devices of a mesh is cast to vary,
-        which cannot be done if it varies already.
     """
 
     nonlinear: bool
@@ -93,7 +90,6 @@ class Hazards:
     endless: bool
     costly: bool
     collective: bool
-    cast: bool
 
 
 _known: weakref.WeakKeyDictionary[Any, Hazards] = weakref.WeakKeyDictionary()
@@ -111,7 +107,6 @@ def hazards(jaxpr: Any) -> Hazards:
             endless=not names.isdisjoint(_ENDLESS),
             costly=not names.isdisjoint(_LOOPS | _CALLBACKS | _BY_RULE),
             collective=any(map(_is_collective, eqns)),
-            cast=not names.isdisjoint(_CASTS),
         )
     return _known[jaxpr]
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax import lax
 
+from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition, inserted, match_axis
 from batchax.engine.registry import register_rule
 from batchax.engine.rule_makers import common_position
@@ -46,7 +47,8 @@ def dynamic_slice(axis: Axis, args: Any, axes: Any, /, *, slice_sizes: Any) -> t
         if position is not None:
             starts = inserted(starts, position, _zero(starts))
             slice_sizes = inserted(slice_sizes, position, axis.size)
-        return lax.dynamic_slice_p.bind(operand, *starts, slice_sizes=slice_sizes), position
+        operands = _compat.varying_alike([operand, *starts])
+        return lax.dynamic_slice_p.bind(*operands, slice_sizes=slice_sizes), position
     dims = tuple(range(len(slice_sizes)))
     return gather(
         axis,
@@ -77,7 +79,8 @@ def dynamic_update_slice(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, Any]
             update = match_axis(axis, update, update_position, target)
             starts = inserted(starts, target, _zero(starts))
             position = target
-        return lax.dynamic_update_slice_p.bind(operand, update, *starts), position
+        operands = _compat.varying_alike([operand, update, *starts])
+        return lax.dynamic_update_slice_p.bind(*operands), position
     if jax.typeof(operand).weak_type and not all(jax.typeof(x).weak_type for x in args):
         # The result of a scatter is weakly typed where its operand is.
         operand = lax.convert_element_type(operand, operand.dtype)
@@ -117,7 +120,7 @@ def _index_vectors(
 ) -> Any:
     """The starts of the `moving` dimensions, a vector for each lane."""
     columns = [match_axis(axis, starts[d], axes[d], 0) for d in moving]
-    return lax.stack_p.bind(*columns, axis=1)
+    return lax.stack_p.bind(*_compat.varying_alike(columns), axis=1)
 
 
 def _zero(starts: Sequence[Any]) -> Any:

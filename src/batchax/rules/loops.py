@@ -15,11 +15,18 @@ from jax.extend.core.primitives import scan_p, while_p
 
 from batchax import _compat
 from batchax.engine import recording
-from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
+from batchax.engine.axis import Axis, AxisPosition, lanes_vary_over, match_axis, move_axis
 from batchax.engine.divergence import Loop, Placed
-from batchax.engine.inner import ANYWHERE, batch_inner, batched_aval, remembered
+from batchax.engine.inner import ANYWHERE, batch_inner, batched_aval, remembered, returning
 from batchax.engine.interpreter import interpret
 from batchax.engine.registry import register_rule
+from batchax.engine.varying import (
+    Varying,
+    settle_varying,
+    types_varying,
+    vary_over,
+    varying_of,
+)
 from batchax.errors import UnsupportedError
 from batchax.rules.hazards import hazards
 from batchax.rules.in_order import run_in_order
@@ -45,8 +52,9 @@ def _scan(axis: Axis, args: Any, axes: Any, /, *, jaxpr: Any, **params: Any) -> 
     consts_at, carry_at, xs_at = _split(axes, n_consts, n_carry)
 
     inside = [None if a is None else a - 1 for a in xs_at]
-    body, settled, ys_at = settle(axis, jaxpr, consts_at, carry_at, inside)
-    carry = _matched(axis, carry, carry_at, settled)
+    varying = varying_of(args)
+    body, settled, ys_at = settle(axis, jaxpr, consts_at, carry_at, inside, varying)
+    carry = _matched(axis, carry, carry_at, settled, body.in_avals[n_consts:])
     outs = scan_p.bind(*consts, *carry, *xs, jaxpr=body, **params)
     return outs, [*settled, *(None if a is None else a + 1 for a in ys_at)]
 
@@ -64,7 +72,7 @@ def _while(
     body_jaxpr: Any,
 ) -> Placed:
     if axis.divergence is not None:
-        cond_jaxpr = asked_of_each_lane(cond_jaxpr)
+        cond_jaxpr = asked_of_each_lane(cond_jaxpr, body_jaxpr)
     counts = {"cond_nconsts": cond_nconsts, "body_nconsts": body_nconsts}
     test_consts, body_consts, carry = _split(args, cond_nconsts, body_nconsts)
     test_at, body_at, carry_at = _split(axes, cond_nconsts, body_nconsts)
@@ -72,16 +80,21 @@ def _while(
     # A predicate may itself be an array (of an inner vmap); its axes lead each carry.
     lowest = len(cond_jaxpr.out_avals[0].shape)
     together = replace(axis, divergence=None)  # enough to find what differs between lanes
-    body, settled, _ = settle(together, body_jaxpr, body_at, carry_at, (), lowest)
+    test_vary, body_vary, carry_vary = map(varying_of, (test_consts, body_consts, carry))
+    varying = (*body_vary, *carry_vary)
+    body, settled, _ = settle(together, body_jaxpr, body_at, carry_at, (), varying, lowest)
     with recording.part("condition"):
-        test, (predicate_at,) = batch_inner(together, cond_jaxpr, (*test_at, *settled))
+        varies = (*test_vary, *types_varying(body.out_avals))
+        test, (predicate_at,) = batch_inner(
+            together, cond_jaxpr, (*test_at, *settled), varying=varies
+        )
     if predicate_at is None:
         if recording.is_on():
-            asked_of_all = asked_of_each_lane(cond_jaxpr) is not cond_jaxpr
+            asked_of_all = asked_of_each_lane(cond_jaxpr, body_jaxpr) is not cond_jaxpr
             recording.note(divergence="asked of all" if asked_of_all else "together")
         if axis.divergence is not None:  # lanes may part ways inside the loop
-            body, settled, _ = settle(axis, body_jaxpr, body_at, carry_at, (), lowest)
-        carry = _matched(axis, carry, carry_at, settled)
+            body, settled, _ = settle(axis, body_jaxpr, body_at, carry_at, (), varying, lowest)
+        carry = _matched(axis, carry, carry_at, settled, body.out_avals)
         operands = (*test_consts, *body_consts, *carry)
         return while_p.bind(*operands, cond_jaxpr=test, body_jaxpr=body, **counts), settled
 
@@ -93,43 +106,78 @@ def _while(
     # dropped, so every carry depends on the lane.
     front: list[AxisPosition] = [0] * len(carry)
     carry = _matched(axis, carry, carry_at, front)
+    loop = Loop(cond_jaxpr, body_jaxpr, test_consts, test_at, body_consts, body_at, carry)
     if axis.divergence is not None:
-        consts = test_consts, test_at, body_consts, body_at
-        outs = axis.divergence.run_loop(axis, Loop(cond_jaxpr, body_jaxpr, *consts, carry))
+        outs = axis.divergence.run_loop(axis, loop)
         if outs is not None:
             return outs, front
     recording.note(divergence="masked")
-    body_for = MaskedBody.of(axis, cond_jaxpr, body_jaxpr, tuple(body_at))
-    if not (body_for.protected or body_for.told or any(map(_compat.is_reference, args))):
-        # The loop of JAX does just this where the predicate is an array.
-        if settled != front:
-            body, _ = batch_inner(axis, body_jaxpr, (*body_at, *front), front)
-        with recording.part("condition"):
-            test, _ = batch_inner(axis, cond_jaxpr, (*test_at, *front), (0,))
-        operands = (*test_consts, *body_consts, *carry)
-        return while_p.bind(*operands, cond_jaxpr=test, body_jaxpr=body, **counts), front
+    masked = MaskedBody.of(axis, cond_jaxpr, body_jaxpr, tuple(body_at))
+    plain = not (masked.protected or masked.told or any(map(_compat.is_reference, args)))
+    return (_selecting(axis, loop) if plain else _masking(masked, loop)), front
 
+
+def _selecting(axis: Axis, loop: Loop) -> list[Any]:
+    """The last carry of lanes that all take each step, and select what they had before.
+
+    The loop of JAX does just this where the predicate is an array.
+    """
+    n_body, front = len(loop.body_consts), [0] * len(loop.carry)
+    test_vary, body_vary = varying_of(loop.test_consts), varying_of(loop.body_consts)
+
+    def programs(vary: Varying) -> tuple[Any, Varying]:
+        varying = (*body_vary, *vary)
+        body, _ = batch_inner(axis, loop.body, (*loop.body_at, *front), front, varying)
+        with recording.part("condition"):
+            varying = (*test_vary, *vary)
+            test, _ = batch_inner(axis, loop.test, (*loop.test_at, *front), (0,), varying)
+        (selecting,) = types_varying(test.out_avals)
+        return (body, test), tuple(v | selecting for v in types_varying(body.out_avals))
+
+    body, test = settle_varying(varying_of(loop.carry), programs)
+    varying = types_varying(body.in_avals[n_body:])
+    return while_p.bind(
+        *loop.test_consts,
+        *loop.body_consts,
+        *vary_over(loop.carry, varying),
+        cond_nconsts=len(loop.test_consts),
+        cond_jaxpr=test,
+        body_nconsts=n_body,
+        body_jaxpr=returning(body, varying),
+    )
+
+
+def _masking(masked: MaskedBody, loop: Loop) -> list[Any]:
+    """The last carry of lanes of which the body is told, or kept from harm, once they are done."""
+    axis, front = masked.axis, [0] * len(loop.carry)
     # A reference may be an operand only once, so what both programs use is shared.
-    consts, consts_at = list(body_consts), list(body_at)
+    consts, consts_at = list(loop.body_consts), list(loop.body_at)
     places = []  # of the predicate's constants among those of the loop
-    for x, a in zip(test_consts, test_at, strict=True):
+    for x, a in zip(loop.test_consts, loop.test_at, strict=True):
         place = next((i for i, y in enumerate(consts) if x is y), len(consts))
         if place == len(consts):
             consts.append(x)
             consts_at.append(a)
         places.append(place)
-    any_live, step = _masked_loop(body_for, cond_jaxpr, tuple(consts_at), tuple(places))
-    live = predicate(axis, cond_jaxpr, [*test_consts, *carry], [*test_at, *front])
+    tested, tested_at = [*loop.test_consts, *loop.carry], [*loop.test_at, *front]
+    carry = [predicate(axis, loop.test, tested, tested_at), *loop.carry]
+    at, own = (tuple(consts_at), tuple(places)), varying_of(consts)
+
+    def programs(vary: Varying) -> tuple[Any, Varying]:
+        any_live, step = _masked_loop(masked, loop.test, *at, (*own, *vary))
+        return (any_live, step), types_varying(step.out_avals)
+
+    any_live, step = settle_varying(varying_of(carry), programs)
+    varying = types_varying(any_live.in_avals)
     _, *outs = while_p.bind(
         *consts,
-        live,
-        *carry,
+        *vary_over(carry, varying),
         cond_nconsts=0,
         cond_jaxpr=any_live,
         body_nconsts=len(consts),
-        body_jaxpr=step,
+        body_jaxpr=returning(step, varying),
     )
-    return outs, front
+    return outs
 
 
 @dataclass(frozen=True)
@@ -161,10 +209,10 @@ class MaskedBody:
         positions: tuple[AxisPosition, ...],
     ) -> MaskedBody:
         """The body of a loop with the predicate `test`, masked as it needs to be."""
-        hazard, predicate = hazards(body.jaxpr), test.out_avals[0]
-        # A body can be told which lanes run unless lanes meet in it, or the predicate, and then
-        # all that it computes, varies over a mesh; or one example has several lanes of its own.
-        apart = not (hazard.collective or _compat.varying_axes(predicate) or predicate.shape)
+        hazard = hazards(body.jaxpr)
+        # A body can be told which lanes run unless lanes meet in it, or one example has several
+        # lanes of its own.
+        apart = not (hazard.collective or test.out_avals[0].shape)
         told = apart and (hazard.endless or updates_in_place(body, len(positions)))
         protected = hazard.endless and not hazard.collective and not told
         return cls(axis, body, positions, told, protected)
@@ -197,11 +245,13 @@ def _masked_loop(
     cond_jaxpr: Any,
     consts_at: tuple[AxisPosition, ...],
     places: tuple[int, ...],
+    varying: Varying,
 ) -> tuple[Any, Any]:
     """Predicate and body of a loop whose carry begins with the lanes still running.
 
     `places`: where the constants of the predicate are among those of the loop, which begin
-    with those of the body.
+    with those of the body. `varying`: over which axes of a mesh the operands vary: constants,
+    lanes that run, carry.
     """
     axis, body_jaxpr, n_body = masked.axis, masked.body, len(masked.positions)
     front = [0] * len(body_jaxpr.out_avals)
@@ -222,13 +272,12 @@ def _masked_loop(
         consts = [batched_aval(axis, types[i], a) for i, a in enumerate(consts_at)]
         carry = [batched_aval(axis, a, 0) for a in body_jaxpr.out_avals]
         live = batched_aval(axis, cond_jaxpr.out_avals[0], 0)
-        return (
-            _compat.stage(any_live, [live, *carry]),
-            _compat.stage(step, [*consts, live, *carry]),
-        )
+        avals = list(map(_compat.type_varying_over, [*consts, live, *carry], varying))
+        return _compat.stage(any_live, avals[len(consts) :]), _compat.stage(step, avals)
 
     how = masked.told, masked.protected  # not the body itself, which would then never be freed
-    return remembered(body_jaxpr, (axis, how, cond_jaxpr, consts_at, places), build)
+    key = axis, how, cond_jaxpr, consts_at, places, varying, lanes_vary_over(axis)
+    return remembered(body_jaxpr, key, build)
 
 
 def predicate(axis: Axis, cond_jaxpr: Any, operands: Any, positions: Any) -> Any:
@@ -239,31 +288,60 @@ def predicate(axis: Axis, cond_jaxpr: Any, operands: Any, positions: Any) -> Any
 
 
 def settle(
-    axis: Axis, body: Any, consts_at: Any, carry_at: Any, xs_at: Any, lowest: int = 0
+    axis: Axis,
+    body: Any,
+    consts_at: Any,
+    carry_at: Any,
+    xs_at: Any,
+    varying: Varying = (),
+    lowest: int = 0,
 ) -> tuple[Any, list[AxisPosition], list[AxisPosition]]:
     """The batched body, and where it receives and returns the batch axis of each carry.
 
     A carry that is batched stays so. Its axis goes where the body leaves it, but
     never before dimension `lowest`, so that it is moved once and not in each
-    iteration.
+    iteration. `varying` says over which axes of a mesh the operands vary; each carry
+    comes to vary, from the start, over all that some iteration makes it vary over.
     """
+    first, n = len(consts_at), len(carry_at)
+    varying = varying or (frozenset(),) * (first + n + len(xs_at))
+    before, after = varying[:first], varying[first + n :]
+
+    def batched(vary: Varying) -> tuple[Any, Varying]:
+        made = _settle_axes(
+            axis, body, consts_at, carry_at, xs_at, (*before, *vary, *after), lowest
+        )
+        return made, types_varying(made[0].out_avals[:n])
+
+    program, carry_at, ys_at = settle_varying(varying[first : first + n], batched)
+    carry = types_varying(program.in_avals[first : first + n])
+    return returning(program, (*carry, *[frozenset()] * len(ys_at))), carry_at, ys_at
+
+
+def _settle_axes(
+    axis: Axis, body: Any, consts_at: Any, carry_at: Any, xs_at: Any, varying: Varying, lowest: int
+) -> tuple[Any, list[AxisPosition], list[AxisPosition]]:
+    """As `settle`, for operands of which it is known what they vary over."""
 
     def allowed(a: AxisPosition) -> AxisPosition:
         return a if a is None else max(a, lowest)
+
+    def batch(axis: Axis, carry_at: Any, wanted: Any = ANYWHERE) -> tuple[Any, Any]:
+        return batch_inner(axis, body, (*consts_at, *carry_at, *xs_at), wanted, varying)
 
     carry_at = [allowed(a) for a in carry_at]
     n, first = len(carry_at), True
     if axis.divergence is not None:
         # Programs of lanes that part ways are long: they are made once the axes are found.
         together = replace(axis, divergence=None)
-        _, carry_at, _ = settle(together, body, consts_at, carry_at, xs_at, lowest)
+        _, carry_at, _ = _settle_axes(together, body, consts_at, carry_at, xs_at, varying, lowest)
         wanted = [*(ANYWHERE if a is None else a for a in carry_at)]
         wanted += [ANYWHERE] * (len(body.out_avals) - n)
-        batched, out = batch_inner(axis, body, (*consts_at, *carry_at, *xs_at), wanted)
+        batched, out = batch(axis, carry_at, wanted)
         if list(out[:n]) == carry_at:
             return batched, carry_at, list(out[n:])
     while True:
-        batched, out = batch_inner(axis, body, (*consts_at, *carry_at, *xs_at))
+        batched, out = batch(axis, carry_at)
         if list(out[:n]) == carry_at:
             return batched, carry_at, list(out[n:])
         found = [
@@ -274,16 +352,22 @@ def settle(
             break
         carry_at, first = found, False
     wanted = [*(ANYWHERE if a is None else a for a in carry_at), *[ANYWHERE] * (len(out) - n)]
-    batched, out = batch_inner(axis, body, (*consts_at, *carry_at, *xs_at), wanted)
+    batched, out = batch(axis, carry_at, wanted)
     return batched, carry_at, list(out[n:])
 
 
-def _matched(axis: Axis, values: Sequence[Any], sources: Any, destinations: Any) -> list[Any]:
-    """Values with their batch axes where they are to be; None is left as it is."""
-    return [
+def _matched(
+    axis: Axis, values: Sequence[Any], sources: Any, destinations: Any, types: Sequence[Any] = ()
+) -> list[Any]:
+    """Values with their batch axes where they are to be; None is left as it is.
+
+    They vary over what values of these `types` do, if any are given.
+    """
+    matched = [
         x if to is None else match_axis(axis, x, a, to)
         for x, a, to in zip(values, sources, destinations, strict=True)
     ]
+    return vary_over(matched, types_varying(types[: len(matched)])) if types else matched
 
 
 def _split(items: Any, n_first: int, n_second: int) -> tuple[list[Any], list[Any], list[Any]]:

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from batchax.engine.axis import Axis, AxisPosition, match_axis
+from batchax.engine.axis import Axis, AxisPosition, lanes_vary_over, match_axis
 from batchax.engine.interpreter import interpret
 
 ADDITIVE = {
@@ -105,7 +105,8 @@ def match_or_zeros(axis: Axis, x: Any, source: AxisPosition, destination: AxisPo
 
 def _sum_or_match(axis: Axis, x: Any, source: AxisPosition, destination: AxisPosition) -> Any:
     if destination is None and source is not None:
-        return jnp.sum(x, axis=source)
+        x, over = jnp.sum(x, axis=source), lanes_vary_over(axis)
+        return lax.psum(x, tuple(over)) if over else x
     return match_or_zeros(axis, x, source, destination)
 
 

@@ -22,17 +22,19 @@ from batchax.rules.sharding import check_unused
 def _shard_map(
     axis: Axis, args: Any, axes: Any, /, *, jaxpr: Any, in_specs: Any, out_specs: Any, **params: Any
 ) -> tuple[list[Any], Sequence[AxisPosition]]:
-    inner = _on_each_device(axis, params["mesh"], jaxpr)
+    manual = params["newly_manual_axes"]
+    inner = _on_each_device(axis, params["mesh"], manual, jaxpr)
+    spread = axis if inner is not axis else replace(axis, spmd_name=None)
     bound = _shard_map_p.get_bind_params(
         {**params, "jaxpr": jaxpr, "out_specs": out_specs, "in_specs": in_specs}
     )
-    bound["in_specs"] = _batched_specs(axis, in_specs, axes)
+    bound["in_specs"] = _batched_specs(spread, in_specs, axes)
     out_axes: list[AxisPosition] = []
 
     def body(*xs: Any) -> Any:
         # Run among the manual axes of the mesh: only here are values of the right type.
         outs, out_axes[:] = interpret(inner, jaxpr, (), xs, axes)
-        specs = _batched_specs(axis, out_specs, out_axes)
+        specs = _batched_specs(spread, out_specs, out_axes)
         same = _compat.stage(lambda *ys: list(ys), [jax.typeof(y) for y in outs])
         returned = {**params, "jaxpr": same.jaxpr, "in_specs": in_specs, "out_specs": specs}
         (with_specs,) = _shard_map_p.get_bind_params(returned)["subfuns"]
@@ -56,10 +58,10 @@ def _batched_specs(axis: Axis, specs: Any, axes: Sequence[AxisPosition]) -> tupl
     return tuple(map(batched, specs, axes))
 
 
-def _on_each_device(axis: Axis, mesh: Any, jaxpr: Any) -> Axis:
+def _on_each_device(axis: Axis, mesh: Any, manual: frozenset[Any], jaxpr: Any) -> Axis:
     """The part of the axis that one device holds while `spmd_axis_name` shards it."""
-    if axis.spmd_name is None:
-        return axis
+    if axis.spmd_name is None or not manual.issuperset(axis.spmd_name):
+        return axis  # over which axes this shard_map spreads nothing
     if axis.name is not None and axis.name in _compat.named_axes(jaxpr.effects):
         raise UnsupportedError(
             f"a collective over the mapped axis {axis.name!r} inside shard_map would reach the "

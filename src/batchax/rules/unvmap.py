@@ -2,14 +2,18 @@
 
 Their predicate asks, by a primitive that looks through the batch axis, whether any lane goes
 on, and their body masks the lanes that do not. Where lanes may part ways each is asked for
-itself, which is what such a loop means for one example.
+itself, which is what such a loop means for one example. Not so in loops with checkpoints, for
+derivatives in reverse: what they count they count for all lanes together, and check that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
+from jax.extend.core.primitives import while_p
 
 from batchax import _compat
 from batchax.engine.evaluate import evaluate
@@ -24,9 +28,11 @@ _OF_ONE_LANE = {
 }
 
 
-def asked_of_each_lane(test: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
-    """The predicate of a loop, without looking at other lanes."""
+def asked_of_each_lane(test: _compat.ClosedJaxpr, body: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
+    """The predicate of a loop, without looking at other lanes; as it is if they stay together."""
     if not any(eqn.primitive.name in _OF_ONE_LANE for eqn in test.jaxpr.eqns):
+        return test
+    if remembered(body, "stays together", lambda: _stays_together(body.jaxpr)):
         return test
     jaxpr, consts = test.jaxpr, test.consts
 
@@ -38,3 +44,16 @@ def asked_of_each_lane(test: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
         return evaluate(jaxpr, consts, args, run_equation)
 
     return remembered(test, "asked of each lane", lambda: _compat.stage(run, test.in_avals))
+
+
+def _stays_together(jaxpr: Any) -> bool:
+    """Whether a program checks that lanes stay together; loops in it check for themselves."""
+    return any(
+        eqn.primitive.name == "nonbatchable"
+        or (eqn.primitive is not while_p and any(map(_stays_together, _programs(eqn))))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _programs(eqn: Any) -> Iterator[Any]:
+    return (getattr(program, "jaxpr", program) for program in jaxprs_in_params(eqn.params))

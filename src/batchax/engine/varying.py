@@ -1,0 +1,117 @@
+"""Over which axes of a mesh values vary, inside ``jax.shard_map``, and what has to be said of it.
+
+Types say so there, and operations want operands that vary alike. While a function of one example
+was staged, JAX cast those that did not. Batched, some values vary over more than they did for one
+example: over the mesh axes that ``spmd_axis_name`` spreads the lanes over, or over those of the
+predicate that selects each lane's branch. Whoever emits an equation again has to cast its operands
+again, and the types of programs inside it are those of what they are given now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+import jax
+from jax.extend.core import jaxprs_in_params
+
+from batchax import _compat
+from batchax.engine.axis import Axis, AxisPosition, lanes_vary_over
+from batchax.engine.named_axes import uses_name
+from batchax.errors import AxisError
+
+Made = TypeVar("Made")
+
+Varying = tuple[frozenset[Hashable], ...]
+"""Over which axes of a mesh each of several values varies."""
+
+# Equations with a program in them that only combines numbers, as an operation does.
+_COMBINING = frozenset(
+    """
+    reduce reduce_window select_and_scatter scatter scatter_add scatter_mul scatter_max scatter_min
+    scatter_sub scatter-add scatter-mul scatter-max scatter-min scatter-sub
+    """.split()
+)
+
+
+def varying_of(values: Sequence[Any]) -> Varying:
+    """Over which axes of a mesh each of `values` varies; over none where types do not say so."""
+    if not _compat.checked_axes():
+        return (frozenset(),) * len(values)
+    return tuple(_compat.varying_axes(jax.typeof(x)) for x in values)
+
+
+def types_varying(types: Sequence[Any]) -> Varying:
+    """Over which axes of a mesh values of these types vary."""
+    return tuple(map(_compat.varying_axes, types))
+
+
+def vary_over(values: Sequence[Any], varying: Varying) -> list[Any]:
+    """`values`, cast to vary over these axes, too."""
+    return [_compat.varying_over(x, v) if v else x for x, v in zip(values, varying, strict=True)]
+
+
+def vary_alike(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """The operands of an equation, which vary alike if they did so for one example."""
+    if len(operands) < 2 or holds_programs(eqn):
+        return list(operands)
+    if len({_compat.varying_axes(v.aval) for v in eqn.invars}) > 1:
+        return list(operands)
+    return _compat.varying_alike(operands)
+
+
+def holds_programs(eqn: Any) -> bool:
+    """Whether there are programs in `eqn` that are given its operands, each for itself."""
+    if eqn.primitive.name in _COMBINING:
+        return False
+    return any(True for _ in jaxprs_in_params(eqn.params))
+
+
+def varies_as_staged(eqn: Any, operands: Sequence[Any]) -> bool:
+    """Whether operands vary over what they did for one example."""
+    return all(
+        _compat.varying_axes(v.aval) == _compat.varying_axes(jax.typeof(x))
+        for v, x in zip(eqn.invars, operands, strict=True)
+    )
+
+
+def check_lanes_apart(axis: Axis, eqn: Any) -> None:
+    """Refuses a collective of lanes over the very devices that they are spread over.
+
+    Raises:
+      AxisError: `eqn` is one.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    for name in axis.spmd_name or ():
+        casts = eqn.primitive.name == "pvary"
+        if name in manual and not casts and not holds_programs(eqn) and uses_name(eqn, name):
+            raise AxisError(
+                f"spmd_axis_name {axis.spmd_name} shards the batch, but inside shard_map "
+                f"`{eqn.primitive}` is over {name!r}: different examples would meet in it. Shard "
+                "the batch over another axis of the mesh."
+            )
+
+
+def as_lanes(axis: Axis, values: Sequence[Any], axes: Sequence[AxisPosition]) -> list[Any]:
+    """`values`, of which those with the batch axis vary over the mesh axes it is spread over."""
+    over = lanes_vary_over(axis)
+    if not over:
+        return list(values)
+    return [
+        x if a is None else _compat.varying_over(x, over) for x, a in zip(values, axes, strict=True)
+    ]
+
+
+def settle_varying(carry: Varying, build: Callable[[Varying], tuple[Made, Varying]]) -> Made:
+    """What `build` makes for the carry of a loop, once that varies over all it comes to vary over.
+
+    Args:
+      carry: over which axes of a mesh each part of the first carry varies.
+      build: makes programs for a carry that varies so; and says what the next one varies over.
+    """
+    while True:
+        made, found = build(carry)
+        wider = tuple(old | new for old, new in zip(carry, found, strict=True))
+        if wider == carry:
+            return made
+        carry = wider

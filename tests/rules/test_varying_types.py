@@ -1,0 +1,350 @@
+"""Inside shard_map, where types say over which axes of the mesh a value varies.
+
+Functions of one example are run for lanes that a mesh holds (`vmap` inside of `shard_map`), and
+call `shard_map` themselves for lanes that `spmd_axis_name` spreads over another axis of it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import batchax as bx
+
+from support.oracle import example, same, same_type
+
+X, W, K = example((8, 3), seed=1), example((3, 3), seed=2), jnp.arange(8)
+IN_AXES = (0, None, 0)
+
+
+def mesh_of(count, kind=AxisType.Auto):
+    return jax.make_mesh((count,), ("d",), axis_types=(kind,))
+
+
+def two_branches(x, w, k):
+    """What a predicate that varies selects from constants varies as it does."""
+    flag = lax.cond(x[0] > 0, lambda: True, lambda: True)
+    flag = lax.cond(x[1] > 0, lambda: flag, lambda: x[2] > 0)
+    start = lax.cond(x[0] > 0, lambda: 1.0, lambda: 2.0)
+    _, sums = lax.scan(lambda c, e: (c + e, c), start, x)
+    return jnp.where(flag, sums, w[0])
+
+
+def counted(x, w, k):
+    steps, y = lax.while_loop(lambda c: c[1].sum() < k, lambda c: (c[0] + 1, c[1] + 1), (0, abs(x)))
+    return lax.cond(x[0] > 0, lambda: steps, lambda: jnp.int32(k)) * y
+
+
+def endless(x, w, k):
+    """A loop in a loop, whose lanes differ; the inner one is for as long as the outer has run."""
+
+    def inner(y, j):
+        return lax.while_loop(
+            lambda c: c[0] < j % 3, lambda c: (c[0] + 1, c[1] * 1.1 + w[0]), (0, y)
+        )[1]
+
+    def step(c):
+        return c[0] + 1, inner(c[1], c[0] + k) + inner(c[1], c[0])
+
+    return lax.while_loop(lambda c: c[0] < k % 4, step, (0, x))[1]
+
+
+def in_branches(x, w, k):
+    def steps(y):
+        return lax.fori_loop(0, 5, lambda i, c: jnp.tanh(w @ c), y)
+
+    def until(y):
+        return lax.while_loop(lambda c: c.sum() < k, lambda c: c + 1.0, abs(y))
+
+    taken = lax.switch(k % 3, [lambda: w[0] + 0 * x, lambda: steps(x), lambda: until(x)])
+    return taken + lax.cond(w[0, 0] > 0, lambda: x, lambda: 2 * x)
+
+
+def slices(x, w, k):
+    i, square = jnp.argmax(w[0]), jnp.outer(x, x)
+    return (
+        lax.dynamic_slice(square, (1, 0), (2, 2)) @ lax.dynamic_slice(w, (0, k % 2), (2, 1))[:, 0]
+        + lax.dynamic_update_slice(x, x[:2] * 2, (i,))[:2]
+        + lax.dynamic_index_in_dim(w, k % 3, 0, keepdims=False)[:2]
+    )
+
+
+def over_shared(x, w, k):
+    """Loops, calls and rules given what all devices have, and what they do not."""
+    state, _ = lax.scan(lambda c, row: (jnp.tanh(c + row), c.sum()), x, w)
+    total, _ = lax.scan(lambda c, row: (c * row.sum() + 1, c), 1.0, w)
+    called = jax.jit(lambda a, b: jax.jit(lambda m: m @ m)(a) @ b)(w, x)
+    again = jax.checkpoint(lambda x: jnp.tanh(w @ x) * w[0])(x)
+    return state * total + called + again + scaled(x, w[0]) + jnp.sort(w, 0)[0] + jnp.median(x)
+
+
+@jax.custom_jvp
+def scaled(x, w):
+    return jnp.sin(x) * w
+
+
+scaled.defjvp(lambda p, t: (scaled(*p), t[0] * jnp.cos(p[0]) * p[1] + jnp.sin(p[0]) * t[1]))
+
+
+def in_place(x, w, k):
+    def step(c):
+        return c[0] + 1, c[1].at[c[0]].add(w[0, 0])
+
+    return lax.while_loop(lambda c: c[0] < k % 3, step, (0, x))[1]
+
+
+def vmaps_inside(x, w, k):
+    rows = bx.vmap(lambda r: (r * x).sum())(w) + bx.vmap(lambda r: r @ x, batch_size=2)(w)
+    stopped = bx.bounded_while(lambda c: c.sum() < 9, lambda c: jnp.abs(c) * 1.5 + w[0] ** 2, x, 5)
+    carry, _ = bx.scan(lambda c, r: (jnp.tanh(c + r), c.sum()))(x, w)
+    return rows + stopped + carry
+
+
+def with_keys(x, w, k):
+    key = jax.random.fold_in(jax.random.key(0), k)
+    return jax.random.normal(key, (3,)) + jax.random.uniform(jax.random.key(1), (3,)) + w[0]
+
+
+BODIES = [
+    two_branches, counted, endless, in_branches, slices, over_shared, in_place, vmaps_inside,
+    with_keys,
+]  # fmt: skip
+DIFFERENTIABLE = {two_branches, slices, over_shared}
+WAYS = {
+    "whole": {},
+    "chunks": {"batch_size": 1},
+    "compact": {"divergence": bx.Compact(width=1)},
+}
+
+
+def inside(f, mesh, **options):
+    """Lanes that devices hold, batched inside of `shard_map`."""
+    specs = (P("d"), P(), P("d"))
+    return jax.shard_map(
+        bx.vmap(f, IN_AXES, **options), mesh=mesh, in_specs=specs, out_specs=P("d")
+    )
+
+
+def spread(f, mesh, checked=True, **options):
+    """A function that calls `shard_map`, for lanes that are spread over the devices."""
+
+    def one(*args):
+        whole = dict(in_specs=P(), out_specs=P(), check_vma=checked)
+        return jax.shard_map(f, mesh=mesh, **whole)(*args)
+
+    return bx.vmap(one, IN_AXES, spmd_axis_name="d", **options)
+
+
+def gradient(f):
+    return jax.grad(lambda x, w, k: jnp.sum(jnp.sin(f(x, w, k))), (0, 1))
+
+
+def ways(count):
+    return WAYS if count > 1 else ["whole"]
+
+
+def check_all(make, bodies, ways):
+    """Values, and derivatives of those that have them, compiled as one program."""
+    for way in ways:
+        fs = {body: make(body, **WAYS[way]) for body in bodies}
+        smooth = [body for body in bodies if body in DIFFERENTIABLE and way != "compact"]
+
+        @jax.jit
+        def all_of(*args):
+            return [fs[b](*args) for b in fs], [gradient(fs[b])(*args) for b in smooth]
+
+        values, gradients = all_of(X, W, K)
+        for body, value in zip(fs, values, strict=True):
+            same(value, expected(body), LOOSE, f"{body.__name__} {way}")
+        for body, got in zip(smooth, gradients, strict=True):
+            same(got, expected_gradient(body), LOOSE, f"gradient of {body.__name__} {way}")
+
+
+LOOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@functools.cache
+def expected(body):
+    return jax.jit(jax.vmap(body, IN_AXES))(X, W, K)
+
+
+@functools.cache
+def expected_gradient(body):
+    return jax.jit(gradient(jax.vmap(body, IN_AXES)))(X, W, K)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_lanes_of_one_device(count):
+    check_all(functools.partial(inside, mesh=mesh_of(count)), BODIES, ways(count))
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_lanes_spread_by_spmd_axis_name(count):
+    check_all(functools.partial(spread, mesh=mesh_of(count)), BODIES, ways(count))
+    if count == 4:
+        unchecked = functools.partial(spread, mesh=mesh_of(count), checked=False)
+        check_all(unchecked, [over_shared, slices], ["whole"])
+
+
+def test_double_precision():
+    with jax.enable_x64(True):
+        for make in (inside, spread):
+            f = make(endless, mesh_of(4))
+            same(jax.jit(f)(X, W, K), jax.vmap(endless, IN_AXES)(X, W, K), LOOSE)
+
+
+def test_the_index_of_a_lane():
+    def f(x):
+        return x * lax.axis_index("lanes") + lax.axis_index("d")
+
+    for size in (None, 1):
+        got, want = (
+            jax.shard_map(
+                v(f, axis_name="lanes", **options),
+                mesh=mesh_of(4),
+                in_specs=P("d"),
+                out_specs=P("d"),
+            )(X)
+            for v, options in ((bx.vmap, {"batch_size": size}), (jax.vmap, {}))
+        )
+        same(got, want)
+
+
+def test_what_does_not_depend_on_the_batch_varies_over_nothing_more():
+    def one(x, w):
+        def body(x, w):
+            total, _ = lax.scan(lambda c, r: (c + r, None), jnp.zeros(3), w)
+            return jax.jit(lambda y, t: (y + t, t * 2))(x * w, total)
+
+        return jax.shard_map(body, mesh=mesh_of(4), in_specs=P(), out_specs=P())(x, w)
+
+    got, want = (
+        jax.jit(v(one, (0, None), (0, None), spmd_axis_name="d"))(X, W) for v in (bx.vmap, jax.vmap)
+    )
+    same(got, want)
+    jax.tree.map(same_type, got, want)
+
+
+def test_a_custom_vjp_of_what_lanes_share():
+    """A gradient of what all lanes share is the sum over the lanes of all devices."""
+
+    @jax.custom_vjp
+    def f(x, w):
+        return jnp.sin(x) * w[0]
+
+    def backward(saved, c):
+        x, w = saved
+        return c * jnp.cos(x) * w[0], jnp.zeros_like(w).at[0].set(c * jnp.sin(x))
+
+    f.defvjp(lambda x, w: (f(x, w), (x, w)), backward)
+    g = spread(lambda x, w, k: f(x, w), mesh_of(4))
+    plain = jax.vmap(lambda x, w, k: jnp.sin(x) * w[0], IN_AXES)
+    same(jax.jit(gradient(g))(X, W, K), gradient(plain)(X, W, K))
+
+
+MESH = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+
+def test_lanes_cannot_meet_over_the_axis_that_spreads_them():
+    def one(operation):
+        def f(x):
+            return jax.shard_map(
+                operation, mesh=MESH, in_specs=P("b"), out_specs=P("b"), check_vma=False
+            )(x)
+
+        return bx.vmap(f, spmd_axis_name="a")
+
+    x = example((4, 6), seed=3)
+    with pytest.raises(bx.AxisError, match=r"`psum\S*` is over 'a'"):
+        jax.eval_shape(one(lambda x: lax.psum(x, "a")), x)
+    got = jax.jit(one(lambda x: x * lax.psum(lax.axis_index("a"), "a")))(x)
+    same(got, x)  # of what is the same in all lanes
+
+
+def test_a_shard_map_over_other_axes_than_the_lanes():
+    def f(x):
+        def body(x):
+            return x * 2 + lax.psum(x, "b")
+
+        return jax.shard_map(body, mesh=MESH, in_specs=P("b"), out_specs=P("b"), axis_names={"b"})(
+            x
+        )
+
+    x = example((4, 6), seed=3)
+    want = 2 * x + jnp.tile(x[:, :3] + x[:, 3:], 2)
+    same(jax.jit(bx.vmap(f, spmd_axis_name="a"))(x), want)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_chunks_of_a_sharded_batch_with_a_shard_map_inside(kind, count):
+    """Each lane needs all devices: chunks are taken from the whole batch."""
+    mesh = mesh_of(count, kind)
+
+    def body(x, w):
+        return jnp.tanh(w @ x) - jnp.sum(x)
+
+    def one(x, w):
+        return jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P())(x, w)
+
+    def both(f):
+        loss = lambda x, w: jnp.sum(jnp.sin(f(x, w)))
+        return lambda x, w: (f(x, w), jax.grad(loss, (0, 1))(x, w))
+
+    want = both(jax.vmap(body, (0, None)))(X, W)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("d")))
+        w = jax.device_put(W, NamedSharding(mesh, P()))
+        for spmd in (None, "d") if kind is AxisType.Auto else (None,):
+            f = bx.vmap(one, (0, None), batch_size=3, spmd_axis_name=spmd)
+            same(jax.device_get(jax.jit(both(f))(x, w)), want)
+    if kind is AxisType.Auto:
+        f = bx.vmap(one, (0, None), batch_size=3)
+        same(jax.device_get(f(x, w)), want[0])  # each operation by itself, and no mesh is set
+        f = bx.vmap(one, (0, None), batch_size=1, spmd_axis_name="d")
+        same(jax.device_get(jax.jit(f)(x, w)), want[0])
+
+
+def test_an_ensemble_sampler():
+    """Walkers of two halves propose by stretches of each other; devices hold some ensembles."""
+
+    def log_density(x):
+        return -0.5 * jnp.sum(x**2) - jnp.sum(x**4) / 10
+
+    def move(key, half, others):
+        def one(key, x, other):
+            first, second = jax.random.split(key)
+            z = (jax.random.uniform(first) + 1) ** 2 / 2
+            new = other + z * (x - other)
+            gain = (x.size - 1) * jnp.log(z) + log_density(new) - log_density(x)
+            inside = lax.cond(jnp.all(jnp.abs(new) < 9), lambda: True, lambda: False)
+            accept = lax.cond(
+                inside, lambda: jnp.log(jax.random.uniform(second)) < gain, lambda: inside
+            )
+            return jnp.where(accept, new, x), accept
+
+        return bx.vmap(one)(jax.random.split(key, len(half)), half, others)
+
+    def sample(seed, walkers):
+        def step(state, key):
+            first, second = state
+            keys = jax.random.split(key)
+            first, moved = move(keys[0], first, second)
+            second, also = move(keys[1], second, first)
+            return (first, second), jnp.mean(moved) + jnp.mean(also)
+
+        keys = jax.random.split(jax.random.key(seed), 3)
+        return lax.scan(step, (walkers[:3], walkers[3:]), keys)
+
+    seeds, walkers = jnp.arange(8), example((8, 6, 2), seed=5)
+    want = [sample(*ensemble) for ensemble in zip(seeds, walkers, strict=True)]
+    want = jax.tree.map(lambda *xs: jnp.stack(xs), *want)
+    for options in ({}, {"batch_size": 1}):
+        sampled = jax.shard_map(
+            bx.vmap(sample, **options), mesh=mesh_of(4), in_specs=P("d"), out_specs=P("d")
+        )
+        same(jax.jit(sampled)(seeds, walkers), want, LOOSE)
