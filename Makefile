@@ -2,40 +2,77 @@
 # the environment it runs in, later runs use it again.
 #
 #   make demo       per-example gradients on real data, with a picture
-#   make test       lint, types and the whole test suite; on Debian, as root, it installs
-#                   Chromium, in which pages are tested
-#   make test-all   the same, and the suite on Python 3.12 with JAX 0.12
+#   make check      lint, and one test of twelve: two minutes, for while one works
+#   make test       lint, types, the whole test suite, again in double precision what computes,
+#                   and a part of it on Python 3.12 with JAX 0.12; on Debian, as root, it
+#                   installs Chromium, in which pages are tested
+#   make test-all   lint, types, and the whole suite in both precisions on both versions, and
+#                   2,000 random programs: an hour on two cores
+#   make test-newest  the suite with the newest versions of everything, whatever they are
+#   make fuzz N=10000  so many random programs, in every way to run them, against the loop
+#                   over examples
 #   make lint       lint and types alone
 #   make docs       the generated pages in docs/
 #   make bench      against jax.vmap, lax.map and others: tables of time and memory
 #                   and plots in docs/ (a quarter of an hour)
 
 JOBS ?= 2
-# A file stays on one worker: what it compiled once it need not compile again.
+N ?= 1000
+SEED ?= 0
+# A file stays on one worker: what it compiled once need not compile again.
 PYTEST = -m pytest -q -n $(JOBS) --dist loadfile
+DOUBLE = JAX_ENABLE_X64=1
+COMPUTES = tests/laws tests/rules tests/rows tests/divergence tests/execution tests/user_rules
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-all lint browser docs bench constraints clean
+.PHONY: demo check test test-all test-newest fuzz lint style browser docs bench constraints clean
 
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
 
+check: style
+	.venv/bin/python $(PYTEST) --every 12
+
 test: lint browser
 	.venv/bin/python $(PYTEST)
+	@echo "In double precision:"
+	$(DOUBLE) .venv/bin/python $(PYTEST) $(COMPUTES)
+	$(call on_3_12,$(PYTEST) --every 20)
 
 test-all: test
+	$(call on_3_12,$(PYTEST))
+	$(call on_3_12,$(PYTEST) $(COMPUTES),$(DOUBLE))
+	$(MAKE) --no-print-directory fuzz N=2000
+
+# The canary tells what JAX has changed before anything else does.
+comma := ,
+define on_3_12
 	@if sh tools/find_python.sh 3.12 >/dev/null; then \
 	    $(MAKE) --no-print-directory .venv312/ready && \
-	    echo "The suite on Python 3.12:" && .venv312/bin/python $(PYTEST); \
+	    echo "On Python 3.12$(if $(2),$(comma) in double precision):" && \
+	    .venv312/bin/python -m pytest -q tests/test_compat.py && \
+	    $(2) .venv312/bin/python $(1); \
 	else \
 	    echo "No working Python 3.12 on this machine: the suite ran on one version only."; \
 	fi
+endef
 
-lint: .venv/ready
+test-newest:
+	rm -rf .venv-newest
+	"$$(sh tools/find_python.sh 3.13 || sh tools/find_python.sh)" -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet hatchling editables
+	.venv-newest/bin/python -m pip install --quiet --no-build-isolation -e '.[demo,test]'
+	.venv-newest/bin/python -c "import jax, sys; print('JAX', jax.__version__, 'on', sys.version)"
+	.venv-newest/bin/python -m pytest -q tests/test_compat.py
+	.venv-newest/bin/python $(PYTEST)
+
+lint: style
+	.venv/bin/pyright --pythonpath .venv/bin/python
+
+style: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/pyright --pythonpath .venv/bin/python
 
 # Pages are tested in a browser. Where it can be installed it is; elsewhere those tests are
 # skipped, and say what they need.
@@ -81,4 +118,4 @@ constraints:
 	sh tools/freeze.sh 3.12 > constraints/py312.new && mv constraints/py312.new constraints/py312.txt
 
 clean:
-	rm -rf .venv .venv312 out .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv312 .venv-newest out .cache .pytest_cache .ruff_cache .hypothesis

@@ -2,6 +2,8 @@
 
 import gc
 import os
+import time
+import zlib
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,6 +19,12 @@ os.environ["XLA_FLAGS"] = " ".join(
         *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib") < "0.11" else []),
     ]
 )
+
+# Most programs are the same in the next run, and many in a run with other options.
+COMPILED = Path(__file__).parents[1] / ".cache" / "compiled"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
 import pytest
@@ -35,6 +43,27 @@ jax.config.update("jax_platforms", "cpu")
 # of the time.
 gc.freeze()
 gc.set_threshold(100_000, 20, 20)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--every", type=int, default=1, metavar="N", help="run one test of N, the same each time"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    share = config.getoption("every")
+    if share > 1:
+        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % share == 0]
+
+
+def pytest_sessionstart(session):
+    """What was not used for a week is compiled again, should it be needed."""
+    if hasattr(session.config, "workerinput") or not COMPILED.exists():
+        return
+    for entry in COMPILED.iterdir():
+        if entry.stat().st_atime < time.time() - 7 * 24 * 3600:
+            entry.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
