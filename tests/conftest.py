@@ -19,12 +19,12 @@ os.environ["XLA_FLAGS"] = " ".join(
         *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib") < "0.11" else []),
     ]
 )
-
 # Most programs are the same in the next run, and many in a run with other options.
-COMPILED = Path(__file__).parents[1] / ".cache" / "compiled"
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get(
+    "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "compiled")
+)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
 import pytest
@@ -59,9 +59,10 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_sessionstart(session):
     """What was not used for a week is compiled again, should it be needed."""
-    if hasattr(session.config, "workerinput") or not COMPILED.exists():
+    compiled = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+    if hasattr(session.config, "workerinput") or not compiled.exists():
         return
-    for entry in COMPILED.iterdir():
+    for entry in compiled.iterdir():
         if entry.stat().st_atime < time.time() - 7 * 24 * 3600:
             entry.unlink(missing_ok=True)
 

@@ -11,7 +11,7 @@ import batchax as bx
 from batchax import _compat
 from batchax.engine.registry import find_rule
 
-from support.oracle import example, same, same_type
+from support.oracle import example, same, same_type, shares
 
 LANES = 4
 PERM = [(0, 2), (2, 1), (1, 3), (3, 0)]
@@ -90,72 +90,97 @@ def test_rules_are_ours():
         assert primitive is None or find_rule(primitive) is not None, primitive
 
 
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_as_over_devices(name):
-    fun, x = COLLECTIVES[name], example((LANES, 4, 8))
-    one = lambda x: fun(x, "i")
+def all_of(names, axes="i", table=COLLECTIVES, *groups):
+    """The collectives of `names`, as one function of an example."""
+    return lambda x: {name: table[name](x, axes, *groups) for name in names}
+
+
+def compiled(programs):
+    """What each of `programs` makes of what it is given, compiled as one program."""
+    functions = {name: fun for name, (fun, _) in programs.items()}
+    xs = {name: x for name, (_, x) in programs.items()}  # `psum` computes what it knows itself
+    return jax.jit(lambda xs: {name: fun(xs[name]) for name, fun in functions.items()})(xs)
+
+
+@pytest.mark.parametrize("names", shares(COLLECTIVES, 2), ids=" ".join)
+def test_as_over_devices(names):
+    one, x = all_of(names), example((LANES, 4, 8))
     expected = on_devices(one, x, ("i",), (LANES,))
-    for in_axis, out_axis in ((0, 0), (1, -1), (-1, 0)):
-        moved = jnp.moveaxis(x, 0, in_axis)
-        batched = bx.vmap(one, in_axis, out_axis, axis_name="i")
-        got = jax.jit(batched)(moved)
-        same(jax.tree.map(lambda y: np.moveaxis(y, out_axis, 0), got), expected)
-        if name not in UNSUPPORTED_BY_JAX:
-            reference = jax.vmap(one, in_axis, out_axis, axis_name="i")
-            types = jax.eval_shape(batched, moved), jax.eval_shape(reference, moved)
-            jax.tree.map(same_type, *types)
-    same(bx.vmap(one, axis_name="i")(x), expected)
+    ways = {axes: bx.vmap(one, *axes, axis_name="i") for axes in ((0, 0), (1, -1), (-1, 0))}
+    moved = {axes: np.moveaxis(x, 0, axes[0]) for axes in ways}
+    got = compiled({str(axes): (way, moved[axes]) for axes, way in ways.items()})
+    known = [name for name in names if name not in UNSUPPORTED_BY_JAX]
+    for axes, way in ways.items():
+        in_axis, out_axis = axes
+        outs = jax.tree.map(lambda y: np.moveaxis(y, out_axis, 0), got[str(axes)])
+        same(outs, expected, where=str(axes))
+        reference = jax.vmap(all_of(known), in_axis, out_axis, axis_name="i")
+        types = jax.eval_shape(way, moved[axes]), jax.eval_shape(reference, moved[axes])
+        jax.tree.map(same_type, {name: types[0][name] for name in known}, types[1])
 
 
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_of_a_value_that_is_not_batched(name):
-    fun, x = COLLECTIVES[name], example((4, 8))
-    one = lambda x: fun(x, "i")
-    expected = on_devices(one, jnp.stack([x] * LANES), ("i",), (LANES,))
-    for f in (one, jax.jit(one)):
-        batched = bx.vmap(f, None, axis_name="i", axis_size=LANES)
-        same(jax.jit(batched)(x), expected)
-    same(batched(x), expected)
+def test_one_by_one():
+    one, x = all_of(SOME), example((LANES, 4, 8))
+    same(bx.vmap(one, axis_name="i")(x), on_devices(one, x, ("i",), (LANES,)))
+
+
+@pytest.mark.parametrize("names", shares(COLLECTIVES, 2), ids=" ".join)
+def test_of_a_value_that_is_not_batched(names):
+    one, x = all_of(names), example((4, 8))
+    expected = on_devices(one, np.stack([x] * LANES), ("i",), (LANES,))
+    options = dict(in_axes=None, axis_name="i", axis_size=LANES)
+    ways = {"jit inside": bx.vmap(jax.jit(one), **options), "plain": bx.vmap(one, **options)}
+    for way, got in compiled({way: (f, x) for way, f in ways.items()}).items():
+        same(got, expected, where=way)
 
 
 @pytest.mark.parametrize("groups", [GROUPS, UNEVEN], ids=["even", "uneven"])
-@pytest.mark.parametrize("name", WITH_GROUPS)
-def test_groups(name, groups):
-    if groups is UNEVEN and name not in ("psum", "pmax", "pmin"):
-        return  # these need groups of one size
-    x = example((LANES, 4, 8))
-    one = lambda x: WITH_GROUPS[name](x, "i", groups)
+def test_groups(groups):
+    # Those that are not reductions need groups of one size.
+    names = WITH_GROUPS if groups is GROUPS else ("psum", "pmax", "pmin")
+    one, x = all_of(names, "i", WITH_GROUPS, groups), example((LANES, 4, 8))
     expected = on_devices(one, x, ("i",), (LANES,))
-    for in_axis, out_axis in ((0, 0), (1, -1), (2, 1)):
-        got = jax.jit(bx.vmap(one, in_axis, out_axis, axis_name="i"))(jnp.moveaxis(x, 0, in_axis))
-        same(np.moveaxis(got, out_axis, 0), expected)
-    expected = on_devices(one, jnp.stack([x[0]] * LANES), ("i",), (LANES,))
-    same(jax.jit(bx.vmap(one, None, axis_name="i", axis_size=LANES))(x[0]), expected)
+    ways = {axes: bx.vmap(one, *axes, axis_name="i") for axes in ((0, 0), (1, -1), (2, 1))}
+    programs = {str(axes): (way, np.moveaxis(x, 0, axes[0])) for axes, way in ways.items()}
+    shared = bx.vmap(one, None, axis_name="i", axis_size=LANES)
+    got = compiled({**programs, "shared": (shared, x[0])})
+    for axes in ways:
+        outs = jax.tree.map(lambda y: np.moveaxis(y, axes[1], 0), got[str(axes)])
+        same(outs, expected, where=str(axes))
+    same(got["shared"], on_devices(one, np.stack([x[0]] * LANES), ("i",), (LANES,)))
 
 
 IN_JAX_OVER_TWO_AXES = ("psum", "pmean", "pmax", "pmin", "axis_index", "axis_size")
 
 
+PERMUTES = ("ppermute", "ppermute, some receive nothing", "pshuffle")
+
+
 @pytest.mark.parametrize("names", [("i", "j"), ("j", "i")], ids="".join)
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_over_two_axes(name, names):
+@pytest.mark.parametrize("chosen", shares(COLLECTIVES, 2), ids=" ".join)
+def test_over_two_axes(chosen, names):
     """Ours and ours, ours inside jax.vmap and around it, ours inside shard_map."""
-    fun, x = COLLECTIVES[name], example((2, 2, 4, 8))
-    one = lambda x: fun(x, names)
+    one, x = all_of(chosen, names), example((2, 2, 4, 8))
     # The mesh has its axes in the order of `names`: ppermute counts devices in that of the mesh.
-    swap = lambda x: x if names == ("i", "j") else jnp.swapaxes(x, 0, 1)
+    swap = lambda x: x if names == ("i", "j") else np.swapaxes(x, 0, 1)
     expected = jax.tree.map(swap, on_devices(one, swap(x), names, (2, 2)))
     ours = bx.vmap(one, axis_name="j")
-    programs = {"ours": bx.vmap(ours, axis_name="i")}
-    if "ppermute" not in name and name != "pshuffle":
-        programs["ours inside"] = jax.vmap(ours, axis_name="i")
-    if name in IN_JAX_OVER_TWO_AXES:
-        programs["ours outside"] = bx.vmap(jax.vmap(one, axis_name="j"), axis_name="i")
-    got = jax.jit(lambda x: {k: program(x) for k, program in programs.items()})(x)
-    for k in programs:
-        same(got[k], expected, where=k)
-    elsewhere = bx.vmap(bx.vmap(one, 1, axis_name="j"), 2, axis_name="i")
-    same(jax.jit(elsewhere)(x.transpose(2, 1, 0, 3)), expected)
+    inside = [name for name in chosen if name not in PERMUTES]
+    outside = [name for name in chosen if name in IN_JAX_OVER_TWO_AXES]
+    programs = {
+        "ours": (bx.vmap(ours, axis_name="i"), x),
+        "ours inside": (
+            jax.vmap(bx.vmap(all_of(inside, names), axis_name="j"), axis_name="i"), x
+        ),
+        "ours outside": (
+            bx.vmap(jax.vmap(all_of(outside, names), axis_name="j"), axis_name="i"), x
+        ),
+        "elsewhere": (
+            bx.vmap(bx.vmap(one, 1, axis_name="j"), 2, axis_name="i"), x.transpose(2, 1, 0, 3)
+        ),
+    }  # fmt: skip
+    for way, got in compiled(programs).items():
+        same(got, {name: expected[name] for name in got}, where=way)
     same(on_devices(ours, x, ("i",), (2,)), expected)
 
 
@@ -170,70 +195,67 @@ SOME = (
 
 
 @pytest.mark.parametrize("names", [("i", "j"), ("j", "i"), ("i",), ("j",)], ids="".join)
-@pytest.mark.parametrize("name", SOME)
-def test_around_shard_map(name, names):
+def test_around_shard_map(names):
     """Ours and a mesh axis, where ours is outside."""
-    if name == "ppermute" and len(names) == 1:
-        return  # that permutation is of four lanes
-    fun, x = COLLECTIVES[name], example((2, 2, 4, 8))
-    one = lambda x: fun(x, names)
-    swap = lambda x: x if names[0] == "i" else jnp.swapaxes(x, 0, 1)
+    # The permutation is of four lanes.
+    one = all_of([n for n in SOME if n != "ppermute" or len(names) == 2], names)
+    x = example((2, 2, 4, 8))
+    swap = lambda x: x if names[0] == "i" else np.swapaxes(x, 0, 1)
     order = names if len(names) == 2 else (*names, "i" if names == ("j",) else "j")
-    expected = swap(on_devices(one, swap(x), order, (2, 2)))
+    expected = jax.tree.map(swap, on_devices(one, swap(x), order, (2, 2)))
     mesh = jax.make_mesh((2,), ("j",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec("j")
-    mapped = jax.shard_map(
-        lambda x: one(x[0])[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-    )
+    on_each = lambda x: jax.tree.map(lambda y: y[None], one(x[0]))
+    mapped = jax.shard_map(on_each, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     same(jax.jit(bx.vmap(mapped, axis_name="i"))(x), expected)
 
 
-@pytest.mark.parametrize("name", WITH_GROUPS)
-def test_groups_over_two_axes(name):
+def test_groups_over_two_axes():
     x = example((2, 2, 4, 8))
-    one = lambda x: WITH_GROUPS[name](x, ("i", "j"), GROUPS)
+    one = all_of(WITH_GROUPS, ("i", "j"), WITH_GROUPS, GROUPS)
     expected = on_devices(one, x, ("i", "j"), (2, 2))
     same(jax.jit(bx.vmap(bx.vmap(one, axis_name="j"), axis_name="i"))(x), expected)
     same(on_devices(bx.vmap(one, axis_name="j"), x, ("i",), (2,)), expected)
 
 
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_over_another_axis(name):
+@pytest.mark.parametrize("names", shares(COLLECTIVES, 2), ids=" ".join)
+def test_over_another_axis(names):
     """A collective over an outer axis, of values that are batched over ours too."""
-    fun, x = COLLECTIVES[name], example((LANES, 2, 4, 8))
-    one = lambda x: fun(x, "i")
+    one, x = all_of(names), example((LANES, 2, 4, 8))
     expected = [on_devices(one, x[:, k], ("i",), (LANES,)) for k in range(2)]
     expected = jax.tree.map(lambda *ys: np.stack(ys, 1), *expected)
     inner = bx.vmap(one, axis_name="k")
     same(on_devices(inner, x, ("i",), (LANES,)), expected)
     last = bx.vmap(one, 2, axis_name="k")
-    same(on_devices(last, jnp.moveaxis(x, 1, 3), ("i",), (LANES,)), expected)
+    same(on_devices(last, np.moveaxis(x, 1, 3), ("i",), (LANES,)), expected)
     same(jax.jit(bx.vmap(inner, axis_name="i"))(x), expected)
 
 
 WITH_DERIVATIVES = [n for n in COLLECTIVES if n not in ("pmax", "pmin", *UNSUPPORTED_BY_JAX)]
 
 
-@pytest.mark.parametrize("name", WITH_DERIVATIVES)
-def test_derivatives(name):
-    x = example((LANES, 4, 4) if name.startswith("all_to_all") else (LANES, 4, 8))
+@pytest.mark.parametrize("names", shares(WITH_DERIVATIVES, 3), ids=" ".join)
+def test_derivatives(names):
+    def derivatives(name, vmap):
+        x = example((LANES, 4, 4) if name.startswith("all_to_all") else (LANES, 4, 8))
 
-    def total(x):
-        return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(COLLECTIVES[name](x**2, "i")))
+        def total(x):
+            return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(COLLECTIVES[name](x**2, "i")))
 
-    def derivatives(x, vmap):
         batched = vmap(total, axis_name="i")
         whole = lambda x: batched(x).sum()
         transposes = name not in ("all_to_all 0 1", "all_to_all 1 0")  # in JAX, not yet batched
-        return {
+        return lambda x: {
             "grad inside": vmap(jax.grad(total), axis_name="i")(x) if transposes else x,
             "jvp inside": vmap(lambda x: jax.jvp(total, (x,), (x,)), axis_name="i")(x),
             "grad": jax.grad(whole)(x),
             "jvp of grad": jax.jvp(jax.grad(whole), (x,), (x,)),
-        }
+        }, x
 
-    got, expected = jax.jit(lambda x: [derivatives(x, v) for v in (bx.vmap, jax.vmap)])(x)
-    same(got, expected)
+    ways = {"got": bx.vmap, "expected": jax.vmap}
+    results = compiled({(way, n): derivatives(n, v) for way, v in ways.items() for n in names})
+    for name in names:
+        same(results["got", name], results["expected", name], where=name)
 
 
 def test_derivative_of_pmax():

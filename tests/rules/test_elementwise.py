@@ -17,7 +17,7 @@ from batchax.engine.registry import rule_origin
 from batchax.engine.rule_makers import aligned
 from batchax.rules import elementwise
 
-from support.oracle import check, check_all, example, quickly
+from support.oracle import check, check_all, example, quickly, shares
 
 F32, BF16, I32, U8, BOOL, C64 = map(
     jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64)
@@ -169,11 +169,6 @@ def test_unary(dtype):
             axis = 1 if dtype == dtypes[0] else 0
             cases[name] = (fun, batch_of(entry, dtype, (3,), axis), dict(in_axes=axis))
     check_all(cases, derivatives=False, tolerance=loose(dtype))
-
-
-def shares(names, count):
-    """`names` in `count` parts, each of which makes one program."""
-    return [names[i::count] for i in range(count)]
 
 
 def smooth(table):

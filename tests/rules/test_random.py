@@ -11,7 +11,7 @@ import batchax as bx
 from batchax._compat import find_primitive
 from batchax.engine.registry import rule_origin
 
-from support.oracle import loop, loop_function, same
+from support.oracle import loop, loop_function, same, shares, together
 
 COUNTER_BASED = ["threefry2x32", "threefry4x32", "philox2x32", "philox4x32"]
 IMPLEMENTATIONS = [*COUNTER_BASED, "rbg", "unsafe_rbg"]
@@ -86,19 +86,18 @@ def each_alone(fun, *args, in_axes=0, tolerance=None):
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", BITS)
-def test_bits(name, impl):
-    each_alone(BITS[name], keys_of(impl))
+def test_bits(impl):
+    each_alone(together(BITS), keys_of(impl))
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_samplers(name):
-    each_alone(SAMPLERS[name], keys_of("threefry2x32"))
+@pytest.mark.parametrize("names", shares(SAMPLERS, 4), ids=" ".join)
+def test_samplers(names):
+    each_alone(together({name: SAMPLERS[name] for name in names}), keys_of("threefry2x32"))
 
 
-@pytest.mark.parametrize("name", ["gamma", "normal", "categorical", "randint"])
-def test_samplers_of_streams(name):
-    each_alone(SAMPLERS[name], keys_of("unsafe_rbg"))
+def test_samplers_of_streams():
+    names = ["gamma", "normal", "categorical", "randint"]
+    each_alone(together({name: SAMPLERS[name] for name in names}), keys_of("unsafe_rbg"))
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])

@@ -112,6 +112,12 @@ def claims(
         yield claim_of_nesting(fun, args, options, tolerance, where)
 
 
+def shares(names, count):
+    """`names` in `count` parts, each of which makes one program."""
+    names = list(names)
+    return [names[i::count] for i in range(count)]
+
+
 def together(functions):
     """The function whose results are those of all `functions`, by their names."""
     return lambda *args: {name: function(*args) for name, function in functions.items()}
@@ -263,7 +269,8 @@ def claim_of_nesting(fun, args, options, tolerance=None, where=""):
 def same(got, expected, tolerance=None, where=""):
     """Equal structure, shapes, dtypes and values (within rounding), NaN included."""
     assert jax.tree.structure(got) == jax.tree.structure(expected), where
-    for g, e in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+    paths = [f"{where}{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(got)]
+    for where, g, e in zip(paths, *map(jax.tree.leaves, (got, expected)), strict=True):
         g, e = jnp.asarray(g), jnp.asarray(e)
         assert g.dtype == e.dtype, (where, g.dtype, e.dtype)
         assert g.shape == e.shape, (where, g.shape, e.shape)
