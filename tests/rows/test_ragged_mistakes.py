@@ -1,10 +1,15 @@
 """What `Ragged` says of arguments that do not fit."""
 
+import re
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import batchax as bx
+
+from support.rows import ragged
 
 EXAMPLE = bx.Ragged(np.arange(6.0), [2, 0, 3, 1])
 TWO = np.zeros((2, 3), np.float32)
@@ -191,3 +196,29 @@ def test_a_mistake_is_named(name):
     make, error, match = MISTAKES[name]
     with pytest.raises(error, match=f"(?s){match}"):
         make()
+
+
+def test_an_axis_of_another_type_for_an_array_names_the_output():
+    # All before anything is computed: in a tree, in chunks, for rows and for steps.
+    x, named = ragged(3), bx.ragged("n")
+    calls = {
+        "out": lambda: bx.vmap(jnp.sum, out_axes=named)(x),
+        "out[1]": lambda: bx.vmap(lambda x: (x, 2 * x), out_axes=(0, named))(x),
+        "out['a']": lambda: bx.vmap(lambda x: {"a": x}, out_axes=named, batch_size=2)(jnp.ones(3)),
+        "ys": lambda: bx.scan(lambda c, x: (c, x), out_axes=named)(0.0, jnp.ones(3)),
+    }
+    for path, call in calls.items():
+        message = rf"out_axes gives batchax.ragged\('n'\) for {re.escape(path)}, which is an array"
+        with pytest.raises(bx.ArgumentTypeError, match=message):
+            call()
+
+
+def test_a_list_of_rows_is_told_from_a_tree_of_batches():
+    rows = [jnp.ones((n, 2)) for n in (3, 5, 2)]
+    hint = r"pass batchax\.Ragged\.from_rows\(args\[1\]\['x'\]\)"
+    with pytest.raises(bx.AxisError, match=hint):
+        bx.vmap(lambda w, x: w)(jnp.ones(3), {"x": rows})
+    for others in ([rows[0], jnp.ones((4, 3))], {"a": rows[0], "b": rows[1]}):
+        with pytest.raises(bx.AxisError) as caught:
+            bx.vmap(lambda x: 1.0)(others)
+        assert "from_rows" not in str(caught.value)

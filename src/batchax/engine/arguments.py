@@ -187,7 +187,27 @@ def find_axis_size(mapped: Sequence[Mapped], axis_size: Any, terms: Terms = LANE
         + f"\nGive None in in_axes for an argument that is the same {terms.each}."
         + by_name([m.path for m in odd])
         + "".join(split_key(m.path, lanes, terms.each, sure=False) for m in keys)
+        + _hint_for_rows(sized)
     )
+
+
+def _hint_for_rows(sized: Sequence[Mapped]) -> str:
+    """What to do with a list of arrays that may be rows of different lengths."""
+    lists: dict[str, list[Mapped]] = {}
+    for m in sized:
+        parent, _, index = m.path.rpartition("[")
+        if index[:-1].isdigit() and parent != "args":
+            lists.setdefault(parent, []).append(m)
+    for path, rows in lists.items():
+        shapes = [list(m.value.shape) for m in rows]
+        lengths = {shape.pop(m.axis or 0) for shape, m in zip(shapes, rows, strict=True)}
+        rest = set(map(tuple, shapes))
+        if len(lengths) > 1 and len(rest) == 1:
+            return (
+                f"\nA list or tuple is a tree of batches. If {path} is one batch, of rows of "
+                f"different lengths, pass batchax.Ragged.from_rows({path})."
+            )
+    return ""
 
 
 def find_mesh_axis(mapped: Sequence[Mapped], spmd_axis_name: Any) -> Any:

@@ -171,6 +171,12 @@ def check_array(value: Any, path: str) -> None:
 
 
 def _check_position(value: Any, path: str, spec: Any, terms: Terms) -> None:
+    if not (spec is None or is_output_spec(spec)):
+        raise ArgumentTypeError(
+            f"out_axes gives {spec!r} for {path}, which is an array: that kind of axis is for "
+            "another type. Give an int, None, batchax.AUTO or batchax.Reduce(...). An output whose "
+            "size depends on the row comes back as a Ragged by itself."
+        )
     ndim = jnp.ndim(value) + 1
     if is_position(spec) and not -ndim <= spec < ndim:
         raise AxisError(

@@ -334,6 +334,9 @@ class RaggedSize:
 
     name: str
 
+    def __repr__(self) -> str:
+        return f"batchax.ragged({self.name!r})"
+
 
 add_spec_type(RaggedSize)
 
