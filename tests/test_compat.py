@@ -26,6 +26,7 @@ import batchax as bx
 from batchax import _compat
 from batchax.engine.axis import Axis
 from batchax.engine.registry import find_rule
+from batchax.rows import stand_ins
 
 SOURCE = Path(_compat.__file__).read_text()
 X = jnp.arange(1.0, 4.0)
@@ -403,6 +404,23 @@ def test_sizes():
     assert _compat.evaluate_size(dim, {"n": 5, "m": 1}) == 3
     traced = jax.jit(lambda n: _compat.evaluate_size(dim, {"n": n, "m": 1}))
     assert traced(np.int32(5)) == 3
+
+
+def stood_in_for():
+    """What `rows/stand_ins.py` replaces within JAX."""
+    for node in ast.walk(ast.parse(Path(stand_ins.__file__).read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "stands_in_for":
+            yield tuple(argument.value for argument in node.args)
+
+
+def test_functions_that_others_stand_in_for():
+    found = list(stood_in_for())
+    assert found
+    for module, name in found:
+        assert hasattr(getattr(importlib.import_module(module), name), "__wrapped__"), (
+            module,
+            name,
+        )
 
 
 def test_programs():

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -551,6 +553,81 @@ def axis_data(name: Hashable, size: Any, spmd_name: Any) -> Any:
     from jax._src.interpreters.batching import AxisData
 
     return AxisData(name, size, spmd_name, None)
+
+
+class RowScope(jax.export.SymbolicScope):
+    """The scope of the sizes of the rows of one call.
+
+    Attributes:
+      lengths: what the rows may be like, for whoever answers a question about these sizes.
+    """
+
+    def __init__(self, lengths: Any) -> None:
+        super().__init__()
+        self.lengths = lengths
+
+
+def row_symbols(names: Sequence[str], lengths: Any) -> tuple[Any, ...]:
+    """Symbolic sizes of rows, in a scope of their own."""
+    if not names:
+        return ()
+    return tuple(jax.export.symbolic_shape(", ".join(names), scope=RowScope(lengths)))
+
+
+def is_row_size(x: Any) -> bool:
+    """Whether `x` is an expression of sizes that `row_symbols` made."""
+    return type(x) is _SIZE and type(x.scope) is RowScope
+
+
+_SIZE: Any = type(jax.export.symbolic_shape("n")[0])
+
+
+def answers_for_row_sizes(*names: str) -> Callable[[Any], Any]:
+    """Decorator: what methods of these names, such as ``__eq__``, do where rows' sizes are asked.
+
+    It is called with the method's name, what JAX does, the frame of the caller, and the
+    operands. JAX's sizes say False where they cannot tell whether they are equal, and there is no
+    public way to make them refuse. Sizes of other scopes are left as they are.
+    """
+
+    def decorate(answer: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names:
+            # Without a `__bool__` an object is true.
+            setattr(_SIZE, name, _answered(name, getattr(_SIZE, name, bool), answer))
+        return answer
+
+    return decorate
+
+
+def _answered(name: str, original: Any, answer: Callable[..., Any]) -> Any:
+    if original is bool:
+        original = lambda size: True
+
+    @functools.wraps(original)
+    def method(self: Any, *others: Any) -> Any:
+        if type(self.scope) is not RowScope:
+            return original(self, *others)
+        return answer(name, original, sys._getframe(1), self, *others)
+
+    return method
+
+
+def stands_in_for(module: str, name: str) -> Callable[[Any], Any]:
+    """Decorator: what a function within JAX does; it is called with that function first.
+
+    For those that read a size as a number where they need not, and cannot be told otherwise.
+    """
+
+    def decorate(replacement: Callable[..., Any]) -> Callable[..., Any]:
+        try:
+            within = importlib.import_module(module)
+            original = getattr(within, name)
+        except (ModuleNotFoundError, AttributeError):  # a JAX that has moved it refuses as ever
+            return replacement
+        setattr(within, name, functools.wraps(original)(functools.partial(replacement, original)))
+        return replacement
+
+    return decorate
 
 
 def symbols(dim: Any) -> frozenset[str]:

@@ -1,3 +1,4 @@
 """Ragged batches: rows of different lengths, each computed as if it were alone."""
 
 from batchax.rows import padded_rules as padded_rules
+from batchax.rows import stand_ins as stand_ins

@@ -13,10 +13,12 @@ import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 
+from batchax import _compat
 from batchax.engine.arguments import Mapped
 from batchax.engine.axis import Axis
 from batchax.engine.inner import example_aval
 from batchax.errors import AxisError
+from batchax.rows.comparisons import Lengths
 from batchax.rows.index import RowIndex
 from batchax.rows.ragged import Ragged, RaggedSize, known_lengths
 
@@ -103,16 +105,30 @@ def find_sizes(mapped: Sequence[Mapped]) -> tuple[list[RowSize | None], list[Row
     taken = {name for name, _ in groups if name is not None}
     fresh = (s for s in _NAMES if s not in taken)
     names = [name or next(fresh) for name, _ in groups]
-    symbols = jax.export.symbolic_shape(", ".join(names)) if names else ()
+    bounds = [min(mapped[i].value.max_length for i in members) for _, members in groups]
+    batches = [mapped[members[0]].value for _, members in groups]
+    symbols = _compat.row_symbols(names, _lengths(names, batches, bounds))
     sizes_of: list[RowSize | None] = [None] * len(mapped)
     sizes = []
-    for (_, members), name, symbol in zip(groups, names, symbols, strict=True):
-        bound = min(mapped[i].value.max_length for i in members)
-        size = RowSize(name, symbol, mapped[members[0]].value, bound)
+    described = zip(groups, names, symbols, batches, bounds, strict=True)
+    for (_, members), name, symbol, batch, bound in described:
+        size = RowSize(name, symbol, batch, bound)
         sizes.append(size)
         for i in members:
             sizes_of[i] = size
     return sizes_of, sizes
+
+
+def _lengths(names: Sequence[str], batches: Sequence[Ragged], bounds: Sequence[int]) -> Lengths:
+    """The lengths that rows of these sizes may have."""
+    known = [known_lengths(batch.lengths) for batch in batches]
+    if all(x is not None and len(x) for x in known):
+        return Lengths(dict(zip(names, map(np.asarray, known), strict=True)), True)
+    ranges = [
+        np.arange(bound + 1) if x is None or not len(x) else np.unique(x)
+        for x, bound in zip(known, bounds, strict=True)
+    ]
+    return Lengths(dict(zip(names, ranges, strict=True)), False)
 
 
 _NAMES = ["n", "m", "k", "l", *(f"n{i}" for i in range(1, 1000))]
@@ -136,13 +152,25 @@ def _check_equal(name: str, first: Mapped, second: Mapped) -> None:
     )
 
 
-def row_aval(axis: Axis, m: Mapped, size: RowSize | None) -> Any:
-    if size is None:
-        return example_aval(axis, jax.typeof(m.value), m.axis)
-    aval = jax.typeof(m.value.data)
-    shape = list(aval.shape)
-    shape[m.value.axis] = size.symbol
-    return ShapedArray(tuple(shape), aval.dtype, weak_type=False)
+def row_avals(
+    axis: Axis,
+    mapped: Sequence[Mapped],
+    sizes_of: Sequence[RowSize | None],
+    sizes: Sequence[RowSize],
+    dims: Sequence[Any],
+) -> list[Any]:
+    """The types of the arguments of one row, where its `sizes` are `dims`."""
+    dim_of = {size.name: dim for size, dim in zip(sizes, dims, strict=True)}
+    avals = []
+    for m, size in zip(mapped, sizes_of, strict=True):
+        if size is None:
+            avals.append(example_aval(axis, jax.typeof(m.value), m.axis))
+            continue
+        aval = jax.typeof(m.value.data)
+        shape = list(aval.shape)
+        shape[m.value.axis] = dim_of[size.name]
+        avals.append(ShapedArray(tuple(shape), aval.dtype, weak_type=False))
+    return avals
 
 
 def capacity_of(batch: Ragged) -> int:

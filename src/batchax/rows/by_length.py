@@ -26,11 +26,12 @@ from batchax.engine.inner import stage_function
 from batchax.engine.named_axes import uses_name
 from batchax.engine.outputs import AUTO, FlatOutputs, OutputArray, check_unbatched, place
 from batchax.errors import AxisError, UnsupportedError
-from batchax.rows.arguments import RowSize, all_known, find_sizes, row_aval
+from batchax.rows.arguments import RowSize, all_known, find_sizes, row_avals
 from batchax.rows.groups import Placed, groups_of, in_front, run_in_groups
 from batchax.rows.outputs import place_ragged
 from batchax.rows.ragged import Ragged
 from batchax.rows.recipes import same_recipe, same_value
+from batchax.rows.stand_ins import rows_of_one_length
 
 Lengths = tuple[int, ...]
 """The length of a row, for each of the sizes that rows have."""
@@ -66,12 +67,9 @@ def run_by_length(
     names = [m.path for m in mapped]
 
     def stage(at: Lengths) -> _compat.ClosedJaxpr:
-        of_row = dict(zip(map(id, sizes), at, strict=True))
-        avals = [
-            row_aval(axis, m, size if size is None else replace(size, symbol=of_row[id(size)]))
-            for m, size in zip(mapped, sizes_of, strict=True)
-        ]
-        program = stage_function(axis, one_row, avals, names)
+        avals = row_avals(axis, mapped, sizes_of, sizes, at)
+        with rows_of_one_length(axis.name):
+            program = stage_function(axis, one_row, avals, names)
         constants.append(_constants(outputs[0]))
         return program
 

@@ -41,14 +41,12 @@ class Row:
         known while the program is staged.
       shape: the shape of the row's own part, of which sizes may be symbolic.
       fill: what all of the padding holds, or None for anything.
-      dim: the size that an integer is, where it is known to be one.
       partly: what the padding along some axes holds, and those axes.
     """
 
     value: Any
     shape: tuple[Any, ...]
     fill: Any = None
-    dim: Any = None
     partly: tuple[Any, tuple[int, ...]] | None = None
 
     @property

@@ -15,12 +15,13 @@ from batchax import _compat
 from batchax.engine import recording
 from batchax.engine.arguments import Mapped
 from batchax.engine.axis import Axis, AxisPosition
-from batchax.engine.inner import NEEDS_VALUES, stage_function
+from batchax.engine.inner import stage_function
 from batchax.engine.outputs import FlatOutputs, OutputArray, check_unbatched, place
-from batchax.errors import ArgumentTypeError, UnsupportedError
-from batchax.rows.arguments import RowSize, all_known, capacity_of, find_sizes, row_aval, with_room
+from batchax.errors import ArgumentTypeError, BatchaxError, UnsupportedError
+from batchax.rows.arguments import RowSize, all_known, capacity_of, find_sizes, row_avals, with_room
 from batchax.rows.buckets import Buckets
 from batchax.rows.by_length import RunDense, run_by_length
+from batchax.rows.comparisons import Undecided
 from batchax.rows.in_buckets import check_buckets, run_in_buckets
 from batchax.rows.index import pad_rows
 from batchax.rows.layouts import Costs, choose_layouts
@@ -31,6 +32,7 @@ from batchax.rows.ragged import Ragged
 from batchax.rows.regions import Region, find_regions, run_regions
 from batchax.rows.sizes import Sizes, has_symbols
 from batchax.rows.steps import Steps, flatten
+from batchax.rows.user_code import line_of
 
 
 @dataclass(frozen=True)
@@ -131,14 +133,18 @@ def run_rows(
         return by_length()
     known = all_known(mapped)
     sizes_of, sizes = find_sizes(mapped)
-    avals = [row_aval(axis, m, size) for m, size in zip(mapped, sizes_of, strict=True)]
+
+    def stage(dims: Sequence[Any]) -> _compat.ClosedJaxpr:
+        avals = row_avals(axis, mapped, sizes_of, sizes, dims)
+        return stage_function(axis, one_row, avals, [m.path for m in mapped])
+
     try:
-        staged = stage_function(axis, one_row, avals, [m.path for m in mapped])
+        staged = stage([size.symbol for size in sizes])
     except Exception as error:
         # It may be for known sizes only: `if n > 5`. Or wrong: then it fails again.
         if known:
             return by_length()
-        raise _cannot_stage(error, sizes) from error
+        raise _cannot_stage(error, sizes, lambda: _works_for_known(stage, sizes)) from error
     described = list(map(place_ragged, outputs[0].described, [a.shape for a in staged.out_avals]))
     call = Call(axis, staged, mapped, sizes_of, sizes, described)
     outputs[0].described[:] = described
@@ -156,32 +162,53 @@ def run_rows(
         ) from None
 
 
-def _cannot_stage(error: Exception, sizes: Sequence[RowSize]) -> Exception:
-    """What to raise where a function fails for symbolic sizes and no others are known."""
+def _cannot_stage(error: Exception, sizes: Sequence[RowSize], works_for_known: Any) -> Exception:
+    """What to raise where a function fails for symbolic sizes and no others are known.
+
+    Args:
+      error: how it failed.
+      sizes: those of rows.
+      works_for_known: whether it can be staged for rows of some known length.
+    """
+    if isinstance(error, BatchaxError):
+        return error
     names = ", ".join(size.name for size in sizes)
-    first_line = str(error).split("\n")[0]
-    if isinstance(error, _NEEDS_A_NUMBER):
+    if isinstance(error, Undecided) or works_for_known():
+        line = line_of(error)
+        what = str(error).split("\n")[0].rstrip(".")
         return UnsupportedError(
-            f"the function needs the length of a row as a number, and here rows have a symbolic "
-            f"size ({names}), because their lengths are traced: {first_line}\nCall it outside of "
-            "jit, or close over the Ragged, so that lengths are known; then rows of one length run "
-            "together."
+            f"{line + ': ' if line else ''}the function needs the length of a row as a number, and "
+            f"here rows have a symbolic size ({names}), because their lengths are traced: {what}."
+            "\nCall it outside of jit, or close over the Ragged, so that lengths are known: then "
+            "rows of one length run together, and with buckets= those of which it holds alike. To "
+            "compute with a size use jnp.asarray(x.shape[0])."
         )
-    several = len(sizes) > 1
     error.add_note(
-        f"Rows have a symbolic size ({names}) in the function, as their lengths are traced. What "
-        "needs them as numbers runs where they are known: outside of jit."
+        f"Rows have a symbolic size ({names}) in the function, as their lengths are traced."
         + (
             " Arguments whose rows have the same lengths share a size if in_axes says so: "
             'batchax.ragged("n") for each of them.'
-            if several
+            if len(sizes) > 1
             else ""
         )
     )
     return error
 
 
-_NEEDS_A_NUMBER = (jax.errors.InconclusiveDimensionOperation, *NEEDS_VALUES)
+def _works_for_known(stage: Callable[[Sequence[int]], Any], sizes: Sequence[RowSize]) -> bool:
+    """Whether rows of some lengths could be staged, where rows of any length cannot."""
+    most = max(size.bound for size in sizes)
+    for length in (most, most - 1, 4, 3, 2, 1):
+        # Sizes may differ, and in JAX a single element goes with any number of them.
+        lengths = [min(length - i, size.bound) for i, size in enumerate(sizes)]
+        if min(lengths) < min(len(lengths), 2):
+            continue
+        try:
+            stage(lengths)
+        except Exception:
+            continue
+        return True
+    return False
 
 
 def _run_padded(call: Call, outputs: list[FlatOutputs], run_dense: RunDense) -> list[Any]:

@@ -16,7 +16,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
 
 from batchax import _compat
 from batchax.rows.padded import Operation, Row, padded_rule
@@ -36,35 +35,10 @@ def _scan(
     unroll: int,
     **params: Any,
 ) -> list[Any]:
+    """The carry after the last step, and what steps give out, as many as the row takes."""
     n_consts, n_carry = _compat.scan_counts(params)
     consts, carry, xs = rows[:n_consts], rows[n_consts:][:n_carry], rows[n_consts + n_carry :]
-    options = {"reverse": reverse, "unroll": unroll}
-    return loop(op, jaxpr, length, consts, carry, xs, **options)
-
-
-def loop(
-    op: Operation,
-    body: Any,
-    length: Any,
-    consts: Sequence[Row],
-    carry: Sequence[Row],
-    xs: Sequence[Row] = (),
-    reverse: bool = False,
-    unroll: int = 1,
-) -> list[Any]:
-    """What a scan returns: the carry after the last step, and what steps give out.
-
-    Args:
-      op: the loop, for messages and sizes.
-      body: the program of one step.
-      length: how many steps the row takes.
-      consts: operands that are the same in each step.
-      carry: those that a step hands to the next.
-      xs: those that have a part for each step.
-      reverse: whether the last step comes first.
-      unroll: as for ``jax.lax.scan``.
-    """
-    body = _compat.close(body)
+    body = _compat.close(jaxpr)
     carry_avals, y_avals = body.out_avals[: len(carry)], body.out_avals[len(carry) :]
     first = arrays(carry, carry_avals)
     parts = [jnp.asarray(x.value) for x in xs]
@@ -206,10 +180,6 @@ def _while(
 ) -> list[Any]:
     tested, consts = rows[:cond_nconsts], rows[cond_nconsts:][:body_nconsts]
     carry = rows[cond_nconsts + body_nconsts :]
-    length = _count(cond_jaxpr, cond_nconsts, body_jaxpr, body_nconsts, carry)
-    if length is not None:
-        # The row alone knows its size, and runs it as a scan, which has a reverse mode.
-        return loop(op, body_jaxpr, length, consts, carry)
     avals = _compat.close(body_jaxpr).out_avals
 
     def run(program: Any, consts: Sequence[Row], values: Sequence[Any]) -> list[Any]:
@@ -221,42 +191,3 @@ def _while(
         lambda values: run(body_jaxpr, consts, values),
         arrays(carry, avals),
     )
-
-
-def _count(
-    cond_jaxpr: Any, cond_nconsts: int, body_jaxpr: Any, body_nconsts: int, carry: Sequence[Row]
-) -> Any:
-    """The number of steps of a loop such as ``fori_loop(0, n, ...)``; None of any other.
-
-    It counts a carry up to another, a size, while it is less.
-    """
-    test, body = cond_jaxpr.jaxpr, body_jaxpr.jaxpr
-    if len(test.eqns) != 1 or test.eqns[0].primitive.name != "lt":
-        return None
-    (less,) = test.eqns
-    places = {v: i for i, v in enumerate(test.invars[cond_nconsts:])}
-    at = [places.get(v) for v in less.invars if not isinstance(v, Literal)]
-    if test.outvars[0] is not less.outvars[0] or len(at) < 2:
-        return None
-    index, limit = at
-    if index is None or limit is None:
-        return None
-    before, after = body.invars[body_nconsts:], body.outvars
-    if after[limit] is not before[limit] or not _is_successor(body, after[index], before[index]):
-        return None
-    start, end = _size_of(carry[index]), _size_of(carry[limit])
-    return None if start is None or end is None else end - start
-
-
-def _is_successor(body: Any, after: Any, before: Any) -> bool:
-    made = next((eqn for eqn in body.eqns if after in eqn.outvars), None)
-    if made is None or made.primitive.name != "add" or made.invars[0] is not before:
-        return False
-    one = made.invars[1]
-    return isinstance(one, Literal) and one.val == 1
-
-
-def _size_of(row: Row) -> Any:
-    if row.dim is not None:
-        return row.dim
-    return int(row.value) if row.known and np.ndim(row.value) == 0 else None

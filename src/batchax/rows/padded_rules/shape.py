@@ -21,7 +21,7 @@ from batchax.rows.sizes import is_symbolic
 def _dim_as_value(op: Operation, *, dim: Any) -> Any:
     value = op.sizes.value(dim)
     aval = op.eqn.outvars[0].aval
-    return Row(lax.convert_element_type(value, aval.dtype), (), dim=dim)
+    return lax.convert_element_type(value, aval.dtype)
 
 
 @padded_rule("iota")

@@ -1,0 +1,190 @@
+"""Functions of JAX that read the size of a row as a number, and need not.
+
+Each is an ordinary program for a symbolic size as well; JAX refuses it because which program that
+is depends on the size. What stands in for it is one program for rows of all lengths, and gives each
+what JAX gives it alone. It relies on the greatest length, which batchax knows and JAX does not.
+Arrays of other sizes go the way of JAX.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import max_dim, min_dim
+
+from batchax import _compat
+from batchax.errors import UnsupportedError
+from batchax.rows.comparisons import agreed, greatest
+
+
+@_compat.stands_in_for("jax._src.lax.parallel", "_psum")
+def _psum(original: Any, x: Any, names: Any, **kwargs: Any) -> Any:
+    # JAX takes what is no array for a constant, and multiplies it by the number of lanes.
+    grouped = _grouped.get()
+    if grouped is not None and grouped in names:
+        for leaf in jax.tree.leaves(x):
+            if isinstance(leaf, int) and leaf != 1:
+                raise UnsupportedError(
+                    f"the function sums up {leaf} over the axis {grouped!r}, whose lanes are all "
+                    "rows. That may be the length of the row at hand, where only rows of one "
+                    "length run together. Sum up an array, or multiply by "
+                    f"jax.lax.axis_size({grouped!r})."
+                )
+    sized = jax.tree.map(lambda leaf: jnp.asarray(leaf) if _compat.is_row_size(leaf) else leaf, x)
+    return original(sized, names, **kwargs)
+
+
+@contextmanager
+def rows_of_one_length(axis_name: Hashable | None) -> Iterator[None]:
+    """While a function is staged for rows of one length, of all those along an axis."""
+    before = _grouped.set(axis_name)
+    try:
+        yield
+    finally:
+        _grouped.reset(before)
+
+
+_grouped: ContextVar[Hashable | None] = ContextVar("grouped", default=None)
+
+
+@_compat.stands_in_for("jax._src.numpy.indexing", "_parse_indices")
+def _parse_indices(original: Any, indices: Any, *args: Any) -> Any:
+    # JAX wants an int or an array.
+    indices = (jnp.asarray(i) if _compat.is_row_size(i) else i for i in indices)
+    return original(tuple(indices), *args)
+
+
+@_compat.stands_in_for("jax._src.lax.control_flow.loops", "while_loop")
+def _fori_loop(original: Any, cond: Any, body: Any, init: Any) -> Any:
+    # A loop over a number of steps that JAX knows it makes a scan, which has a reverse mode.
+    if getattr(cond, "__name__", "") != "_fori_cond_fun":
+        return original(cond, body, init)
+    start, stop, values = init
+    if not all(isinstance(x, int) or _compat.is_row_size(x) for x in (start, stop)):
+        return original(cond, body, init)
+    stop_as_array = jnp.asarray(stop)
+
+    def step(carry: Any, _: Any) -> Any:
+        i, _, values = body((carry[0], stop_as_array, carry[1]))
+        return (i, values), None
+
+    # The number of steps is the size of something: given as such, it would have to be an int.
+    steps = jnp.arange(max_dim(stop - start, 0))
+    (last, values), _ = lax.scan(step, (start, values), steps)
+    return last, stop, values
+
+
+@_compat.stands_in_for("jax.random", "permutation")
+@_compat.stands_in_for("jax._src.random.core", "permutation")
+def _permutation(original: Any, key: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    # JAX makes the same of an int.
+    return original(key, jnp.arange(x) if _compat.is_row_size(x) else x, *args, **kwargs)
+
+
+@_compat.stands_in_for("jax._src.random.core", "_shuffle")
+def _shuffle(original: Any, key: Any, x: Any, axis: Any) -> Any:
+    # By random keys, again and again: as often as makes it unlikely that two were always equal.
+    most = greatest(x.size)
+    if most is None or not _compat.is_row_size(x.size):
+        return original(key, x, axis)
+    for count in range(1, _rounds(most) + 1):
+        key, own = jax.random.split(key)
+        _, again = lax.sort_key_val(jax.random.bits(own, x.shape, np.uint32), x, axis)
+        if count > 1:
+            least = bisect.bisect_left(range(most + 1), count, key=_rounds)
+            again = jnp.where(jnp.asarray(x.size) >= least, again, x)
+        x = again
+    return x
+
+
+def _rounds(size: int) -> int:
+    return int(np.ceil(3 * np.log(max(1, size)) / np.log(np.iinfo(np.uint32).max)))
+
+
+@_compat.stands_in_for("jax._src.numpy.lax_numpy", "_conv")
+def _convolution(original: Any, x: Any, y: Any, mode: str, op: str, *args: Any, **more: Any) -> Any:
+    # JAX begins with the longer one. Here zeros follow both, up to sizes that all rows share, and
+    # what is wanted of the result begins at a place that depends on the row.
+    ragged = [x for x in (x, y) if np.ndim(x) == 1 and _compat.is_row_size(np.shape(x)[0])]
+    if not ragged or np.ndim(x) != np.ndim(y) or mode not in ("full", "same", "valid"):
+        return original(x, y, mode, op, *args, **more)
+    n, m = np.shape(x)[0], np.shape(y)[0]
+    x, y = _with_zeros(x, greatest(n)), _with_zeros(y, greatest(m))
+    whole = original(x, y, "full", op, *args, **more)
+    first = y.shape[0] - m if op == "correlate" else 0
+    is_longer = agreed(n, m)
+    shorter = min_dim(n, m) if is_longer is None else m if is_longer else n
+    if mode == "full":
+        start, size = 0, n + m - 1
+    elif mode == "valid":
+        start, size = shorter - 1, n + m - 2 * shorter + 1
+    else:
+        start, size = (shorter - 1) // 2, n + m - shorter
+        if op == "correlate" and not is_longer:  # JAX turns the result round
+            start = jnp.where(jnp.asarray(n) >= jnp.asarray(m), start, n // 2)
+    return jnp.take(whole, jnp.arange(size) + (start + first), mode="clip")
+
+
+@_compat.stands_in_for("jax.lax", "associative_scan")
+@_compat.stands_in_for("jax._src.lax.control_flow", "associative_scan")
+def _associative_scan(
+    original: Any, fn: Callable[..., Any], elems: Any, reverse: bool = False, axis: int = 0
+) -> Any:
+    # No result depends on later elements: a scan over as many as the longest row has gives the
+    # same. Pairs that a row has not got are replaced by its first pair, or they could make a NaN
+    # that reaches the gradient of what all pairs share.
+    leaves = jax.tree.leaves(elems)
+    sizes = [np.shape(x)[axis] for x in leaves if -np.ndim(x) <= axis < np.ndim(x)]
+    if not sizes or len(sizes) < len(leaves) or any(size != sizes[0] for size in sizes):
+        return original(fn, elems, reverse, axis)
+    most = greatest(sizes[0])
+    if most is None or not _compat.is_row_size(sizes[0]):
+        return original(fn, elems, reverse, axis)
+    axis = axis % np.ndim(leaves[0])
+    if reverse:
+        elems = jax.tree.map(lambda x: jnp.flip(x, axis), elems)
+    pair = [jax.tree.map(lambda x, i=i: _constant_at(x, i, axis), elems) for i in (0, 1)]
+
+    def combine(before: Any, after: Any) -> Any:
+        own = after[1]
+        operands = [
+            jax.tree.map(lambda x, y: jnp.where(_along(own, x, axis), x, y), given, first)
+            for given, first in zip((before[0], after[0]), pair, strict=True)
+        ]
+        return fn(*operands), own
+
+    wide = jax.tree.map(lambda x: _with_zeros(x, most, axis), elems)
+    own = jnp.arange(most) < jnp.asarray(sizes[0])
+    own = own.reshape([*[1] * axis, most])
+    out, _ = original(combine, (wide, own), axis=axis)
+    out = jax.tree.map(lambda x: _padded(x, sizes[0] - most, axis), out)
+    return jax.tree.map(lambda x: jnp.flip(x, axis), out) if reverse else out
+
+
+def _with_zeros(x: Any, size: Any, axis: int = 0) -> Any:
+    """`x` with zeros after its elements along an axis, which is of that size then."""
+    return _padded(x, size - np.shape(x)[axis], axis)
+
+
+def _padded(x: Any, by: Any, axis: int) -> Any:
+    x = jnp.asarray(x)
+    config = [(0, by if i == axis else 0, 0) for i in range(x.ndim)]
+    return lax.pad(x, jnp.zeros((), x.dtype), config)
+
+
+def _constant_at(x: Any, index: int, axis: int) -> Any:
+    """The element at an index, or the last one, with its axis, and without a derivative."""
+    return lax.stop_gradient(jnp.take(x, np.array([index]), axis, mode="clip"))
+
+
+def _along(mask: Any, x: Any, axis: int) -> Any:
+    """`mask` with as many axes as `x`, as its `axis`."""
+    return mask.reshape([-1 if i == axis else 1 for i in range(x.ndim)])

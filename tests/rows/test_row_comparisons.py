@@ -1,0 +1,207 @@
+"""What a function asks of its row's size is answered as for the row alone, or refused."""
+
+import functools
+import operator
+from collections import Counter, defaultdict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import batchax as bx
+from batchax.errors import UnsupportedError
+
+from support.known_lengths import with_known_lengths
+from support.rows import check_rows, ragged
+
+TABLE = {1: 5.0, 3: 7.0}
+look_up = TABLE.get
+DEFAULTS = defaultdict(float, TABLE)
+
+
+class Model:
+    table = TABLE
+
+
+MODEL = Model()
+
+
+def matched(x):
+    match x.shape:
+        case (1, _):
+            return 2.0
+        case (n, 3) if n > 3:
+            return 3.0
+    return 4.0
+
+
+def over_lines(x):
+    return (
+        MODEL
+        .table
+        .get(x.shape[0], 1.0)
+    )  # fmt: skip
+
+
+# Of rows of 3, 5, 1 and 4 elements of shape (3,), some answer one way and some the other.
+QUESTIONS = {
+    "==": lambda x: x.shape[0] == 1,
+    "== a float": lambda x: x.shape[0] == 1.0,
+    "!=": lambda x: x.shape[0] != 1,
+    "of the elements": lambda x: x.size == 3,
+    "of a remainder": lambda x: x.shape[0] % 2 == 0,
+    "of zero": lambda x: x.shape[0] - 1 == 0,
+    "<": lambda x: x.shape[0] - 1 < 1,
+    ">": lambda x: x.shape[0] - 1 > 0,
+    ">=": lambda x: x.shape[0] - 1 >= 1,
+    "the greater": lambda x: max(x.shape[0] - 1, 1) * 1.0,
+    "the truth": lambda x: not x.shape[0] - 1,
+    "in a tuple": lambda x: x.shape[0] in (1, 2),
+    "in a list, counted": lambda x: [1, 2].count(x.shape[0]),
+    "any": lambda x: any(d == 1 for d in x.shape),
+    "all": lambda x: all((x.shape[0] - 1, 3)),
+    "a shape": lambda x: x.shape == (1, 3),
+    "a match": matched,
+    "an operator": lambda x: operator.eq(x.shape[0], 1),
+    "NumPy": lambda x: np.array_equal(x.shape, (1, 3)),
+    "in a set": lambda x: x.shape[0] in {1, 2},
+    "a shape in a dict": lambda x: x.shape in {(1, 3): 1},
+    "looked up": lambda x: TABLE.get(x.shape[0], 1.0),
+    "looked up over lines": over_lines,
+    "looked up by a function": lambda x: look_up(x.shape[0], 1.0),
+    "looked up by a map": lambda x: sum(map(look_up, (x.shape[0], 1), (1.0, 1.0))),
+    "looked up by an operator": lambda x: operator.contains(TABLE, x.shape[0]),
+    "looked up with a default": lambda x: DEFAULTS[x.shape[0]],
+    "how many differ": lambda x: len({x.shape[0], 3}),
+    "how many differ, in a comprehension": lambda x: len({d + 0 for d in x.shape}),
+    "how many differ, of a set": lambda x: len(set(x.shape)),
+    "counted": lambda x: Counter(x.shape)[3],
+    "kept": lambda x: dict.fromkeys(x.shape, 2.0).get(1, 1.0),
+}
+
+
+@functools.cache
+def doubled(size):
+    return 2 * size
+
+
+@functools.partial(jax.jit, static_argnums=1, static_argnames="more")
+def scaled(x, size, *, more=1):
+    return x.sum() * size * more
+
+
+# All rows answer alike.
+ANSWERED = {
+    "known by the greatest": lambda x: x.shape[0] <= 7,
+    "known by the greatest, never": lambda x: x.shape[0] == 99 or 2 * x.shape[0] > 14,
+    "of itself": lambda x: x.shape == (2 * x).shape and x.shape[0] - 1 != x.shape[0],
+    "of something else": lambda x: x.shape[0] == "n" or x.shape[0] is None or x.shape == (),
+    "of an array": lambda x: jnp.where(x.shape[0] == jnp.asarray(3), 1.0, 2.0),
+    "of an array, less": lambda x: jnp.where(x.shape[0] < jnp.arange(2, 5), 1.0, 2.0),
+    "remembered": lambda x: doubled(x.shape[0]) * x.sum(),
+    "known to jit": lambda x: scaled(x, x.shape[0], more=x.shape[0]),
+    "one-hot": lambda x: jax.nn.one_hot(0, x.shape[0]),
+    "hashed": lambda x: x.sum() * (hash(x.shape) is not None),
+}
+
+
+def as_number(question):
+    return lambda x: jnp.asarray(question(x)) * jnp.ones(())
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_question_that_rows_answer_differently_is_refused_where_lengths_are_traced(name):
+    question = QUESTIONS[name]
+    where = f"{__file__}:"
+    with pytest.raises(UnsupportedError, match="lengths are traced") as caught:
+        jax.make_jaxpr(bx.vmap(as_number(question)))(ragged(3))
+    assert str(caught.value).startswith(where)
+    # Where they are known, rows of one length run together.
+    x = ragged(3)
+    program = jax.make_jaxpr(lambda data: bx.vmap(as_number(question))(x.with_data(data)))(x.data)
+    assert program.out_avals[0].shape == (4,)
+
+
+def test_where_lengths_are_known_each_row_has_its_own_answers():
+    every = lambda x: jnp.stack([jnp.float32(question(x)) for question in QUESTIONS.values()])
+    x = ragged(3)
+    got = bx.vmap(every)(x)
+    for i in range(4):
+        np.testing.assert_array_equal(got[i], every(x[i]))
+
+
+def test_a_question_that_all_rows_answer_alike_is_answered():
+    every = lambda x: [as_number(question)(x) for question in ANSWERED.values()]
+    check_rows(every, ragged(3), derivatives=False)
+    check_rows(every, ragged(3), derivatives=False, traced=False)
+
+
+def test_rows_that_are_known_to_answer_alike_need_no_groups():
+
+    fun = lambda x: x.sum(0) / max(x.shape[0], 1) if x.shape[0] != 2 else x.sum(0)
+    check_rows(fun, ragged(3), traced=False)
+    x = ragged(3)
+    program = jax.make_jaxpr(lambda data: bx.vmap(fun, layout="padded")(x.with_data(data)))(x.data)
+    assert "f32[4,7,3]" in str(program)
+
+
+def test_an_empty_row_is_not_said_to_have_elements():
+    fun = lambda x: x.sum() / x.shape[0] if x.shape[0] > 0 else jnp.float32(7.0)
+    x = ragged(lengths=(2, 0, 1))
+    with pytest.raises(UnsupportedError, match="`n > 0`"):
+        jax.jit(bx.vmap(fun))(x)
+    check_rows(fun, x, traced=False)
+
+
+def test_the_energy_of_a_single_atom():
+    def energy(atoms, w):
+        if atoms.shape[0] == 1:
+            return -13.6 * w
+        distances = jnp.abs(atoms[:, None] - atoms[None]).sum(-1)
+        return w * (1 / (1 + distances)).sum()
+
+    args = ragged(3, lengths=(3, 1, 2)), jnp.asarray(0.7)
+    check_rows(energy, *args, in_axes=(0, None), traced=False)
+    same_buckets = with_known_lengths(bx.vmap(energy, in_axes=(0, None), buckets=2))
+    np.testing.assert_allclose(same_buckets(*args)[1], -13.6 * 0.7, rtol=1e-6)
+
+
+def test_two_sizes_are_compared_row_by_row():
+    fun = lambda x, y: x.sum() + y.sum() if x.shape == y.shape else x.sum()
+    x, y = ragged(), ragged(lengths=(3, 2, 1, 4), seed=1)
+    check_rows(fun, x, y, traced=False)
+    with pytest.raises(UnsupportedError, match="`n == m`"):
+        jax.make_jaxpr(bx.vmap(fun))(x, y)
+    named = bx.vmap(fun, in_axes=(bx.ragged("n"), bx.ragged("n")))
+    jax.make_jaxpr(named)(x, x.with_data(2 * x.data))
+
+
+def test_other_symbolic_sizes_are_compared_as_ever():
+    (n,) = jax.export.symbolic_shape("n")
+    assert [n == 1, n != 1, n > 0, bool(n), n in {1, 2}] == [False, True, True, True, False]
+
+
+SUMS = {
+    "sum": (lambda n: lax.psum(n, "rows"), [13] * 4),
+    "sum of a tree": (lambda n: lax.psum((n, 2 * n - 1, 2), "rows"), ([13] * 4, [22] * 4, [8] * 4)),
+    "mean": (lambda n: lax.pmean(n, "rows"), [3.25] * 4),
+    "greatest": (lambda n: lax.pmax(n, "rows"), [5] * 4),
+    "number of rows": (lambda n: lax.psum(1, "rows"), [4] * 4),
+}
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_sizes_are_summed_over_the_rows(layout):
+    every = lambda x: [reduce(x.shape[0]) for reduce, _ in SUMS.values()]
+    run = bx.vmap(every, axis_name="rows", layout=layout)
+    for got in (jax.jit(run)(ragged()), with_known_lengths(run)(ragged())):
+        jax.tree.map(np.testing.assert_allclose, got, [expected for _, expected in SUMS.values()])
+
+
+@pytest.mark.parametrize("name", ["sum", "mean"])
+def test_the_size_of_rows_in_groups_is_no_constant_to_be_summed(name):
+    reduce, _ = SUMS[name]
+    with pytest.raises(UnsupportedError, match="may be the length of the row"):
+        bx.vmap(lambda x: reduce(x.shape[0]), axis_name="rows", layout="grouped")(ragged())

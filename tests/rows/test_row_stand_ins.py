@@ -1,0 +1,177 @@
+"""Functions of JAX that want the size of a row as a number, and get along without."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import batchax as bx
+from batchax.errors import UnsupportedError
+
+from support.rows import check_rows, ragged
+
+KERNEL = np.random.default_rng(5).normal(size=3).astype(np.float32)
+LAYOUTS = ["packed", "padded", "auto"]
+
+
+def indexed(x):
+    n = x.shape[0]
+    return (
+        x[n // 2],
+        x[n - 1, 1],
+        x[:, None][n - 1],
+        x.at[n // 2, 0].set(2.0),
+        x.at[n - 1].multiply(jnp.float32(3.0)),
+        x[: n // 2].sum(0),
+        x[n // 2 :: 2].sum(0),
+        lax.dynamic_index_in_dim(x, n // 2, keepdims=False),
+        x[jnp.array([0, n - 1])],
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_size_is_an_index(layout):
+    check_rows(indexed, ragged(3), layout=layout)
+
+
+@pytest.mark.parametrize("function", [jnp.convolve, jnp.correlate])
+def test_a_row_is_convolved_with_what_is_shorter_or_longer(function):
+    def every(x, kernel):
+        modes = "full", "same", "valid"
+        return [function(x, kernel, mode) for mode in modes], function(kernel, x, "same")
+
+    check_rows(every, ragged(), KERNEL, in_axes=(0, None))
+    check_rows(every, ragged(), KERNEL[:2], in_axes=(0, None), derivatives=False)
+    whole = lambda x, kernel: (function(x, kernel, "same").sum(), function(x, kernel).sum())
+    check_rows(whole, ragged(), ragged(lengths=(4, 3, 2, 4), seed=1))
+
+
+def shuffled(x, key):
+    n = x.shape[0]
+    return (
+        jax.random.permutation(key, x),
+        jax.random.permutation(key, x[:, 0]),
+        jax.random.permutation(key, x, independent=True),
+        jax.random.permutation(key, n),
+    )
+
+
+def test_a_row_is_shuffled_as_if_alone():
+    check_rows(shuffled, ragged(3, lengths=(3, 5, 1, 4)), jax.random.key(1), in_axes=(0, None))
+
+
+def test_long_rows_are_shuffled_more_often():
+    keys = jax.random.split(jax.random.key(2), 3)
+    x = ragged(lengths=(1626, 5, 1625))
+    check_rows(lambda x, key: jax.random.permutation(key, x), x, keys, derivatives=False)
+
+
+def affine(first, second):
+    (a, b), (c, d) = first, second
+    return a * c, b * c + d
+
+
+SCANS = {
+    "sums": lambda x: lax.associative_scan(jnp.add, x),
+    "products, in reverse": lambda x: lax.associative_scan(jnp.multiply, 2 * x, reverse=True),
+    "pairs": lambda x: lax.associative_scan(affine, (jnp.sin(x), x)),
+    "along another axis": lambda x: lax.associative_scan(jnp.maximum, x.T, axis=-1),
+    "of what is not ragged": lambda x: lax.associative_scan(jnp.add, x, axis=1),
+    "matrices": lambda x: lax.associative_scan(jnp.matmul, x[:, :, None] * jnp.ones(3)),
+}
+
+
+@pytest.mark.parametrize("lengths", [(3, 0, 1, 4), (5,)])
+def test_an_associative_scan_over_a_row(lengths):
+    every = lambda x: [scan(x) for scan in SCANS.values()]
+    check_rows(every, ragged(3, lengths=lengths))
+
+
+def test_pairs_that_a_row_has_not_got_do_not_reach_the_gradient():
+    # Zeros, as in padding, have no logarithm; and what is shared collects from all pairs.
+    def fun(x, w):
+        joined = lambda a, b: jnp.exp(jnp.log(a * w) + jnp.log(b) - jnp.log(w))
+        return lax.associative_scan(joined, jnp.abs(x) + 0.5)
+
+    check_rows(fun, ragged(lengths=(3, 5, 2)), np.float32(0.7), in_axes=(0, None))
+
+
+LOOPS = {
+    "of what is not ragged": lambda x: lax.fori_loop(
+        0, x.shape[0], lambda i, c: jnp.sin(c) + i, (x**2).sum()
+    ),
+    "over the elements": lambda x: lax.fori_loop(
+        1, 2 * x.shape[0] - 1, lambda i, c: jnp.sin(c) * x[i // 2], x.sum(0)
+    ),
+    "of a row": lambda x: lax.fori_loop(
+        x.shape[0] // 2, x.shape[0], lambda i, c: jnp.sin(c) + 1, x
+    ),
+    "differentiated": lambda x: jax.grad(
+        lambda s: lax.fori_loop(0, x.shape[0], lambda i, c: jnp.sin(c) + i, s)
+    )(x.sum()),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_loop_up_to_the_size_has_a_reverse_mode(layout):
+    every = lambda x: [loop(x) for loop in LOOPS.values()]
+    check_rows(every, ragged(3, lengths=(3, 2, 1)), layout=layout)
+
+
+def test_other_loops_up_to_a_size_run_forward():
+    def fun(x):
+        counted = lax.while_loop(
+            lambda c: c[0] < x.shape[0], lambda c: (c[0] + 1, c[1] * 2), (0, x)
+        )
+        return counted, lax.fori_loop(0, jnp.asarray(x.shape[0]), lambda i, c: c + x[i], 0.0)
+
+    check_rows(fun, ragged(), modes=("jvp",))
+
+
+# What needs a number, in code of the user's or of others.
+NUMBERS = {
+    "len": lambda x: x.sum() / len(x),
+    "a range": lambda x: sum(x[i] for i in range(x.shape[0])),
+    "each element": lambda x: sum(e for e in x),
+    "an array of NumPy's": lambda x: x + np.zeros(x.shape[0]),
+    "a range of NumPy's": lambda x: x + np.arange(x.shape[0]),
+    "a root of NumPy's": lambda x: x / np.sqrt(x.shape[0]),
+    "a root of Python's": lambda x: x / math.sqrt(x.shape[0]),
+    "a power": lambda x: x / x.shape[0] ** 0.5,
+    "a float": lambda x: x / float(x.shape[0]),
+    "an int": lambda x: x / int(x.shape[0]),
+    "axes of size one": lambda x: jnp.squeeze(x).sum(),
+    "steps": lambda x: jnp.linspace(0, 1, x.shape[0]) + x,
+    "two halves": lambda x: jnp.split(x, 2)[0],
+    "two rows": lambda x: x.reshape(2, -1),
+    "the largest": lambda x: lax.top_k(x, 2)[0],
+    "differences": lambda x: jnp.gradient(x),
+    "levels": lambda x: jnp.searchsorted(jnp.sort(x), 0.1),
+    "another array": lambda x: x + jnp.ones(3),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_what_needs_a_number_is_refused_with_the_line(name):
+    line = rf"{re.escape(__file__)}:{NUMBERS[name].__code__.co_firstlineno} \("
+    with pytest.raises(UnsupportedError, match=rf"{line}(.|\n)*lengths are known(.|\n)*buckets="):
+        jax.make_jaxpr(bx.vmap(NUMBERS[name]))(ragged(lengths=(2, 4)))
+
+
+MISTAKES = {
+    "shapes": (lambda x: x @ jnp.ones((7, 7, 8)), TypeError),
+    "a name": (lambda x: x.nothing, AttributeError),
+    "a value": (lambda x: jnp.nonzero(x)[0], jax.errors.ConcretizationTypeError),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_for_rows_of_any_length_is_what_it_is(name):
+    fun, error = MISTAKES[name]
+    with pytest.raises(error) as caught:
+        jax.make_jaxpr(bx.vmap(fun))(ragged(lengths=(2, 4)))
+    assert not isinstance(caught.value, bx.BatchaxError)
