@@ -58,11 +58,13 @@ define on_3_12
 	fi
 endef
 
+# JAX is asked for once more, by itself: the package says no to what it was never tested with.
 test-newest:
 	rm -rf .venv-newest
 	"$$(sh tools/find_python.sh 3.13 || sh tools/find_python.sh)" -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet hatchling editables
 	.venv-newest/bin/python -m pip install --quiet --no-build-isolation -e '.[demo,test]'
+	.venv-newest/bin/python -m pip install --quiet --upgrade jax jaxlib
 	.venv-newest/bin/python -c "import jax, sys; print('JAX', jax.__version__, 'on', sys.version)"
 	.venv-newest/bin/python -m pytest -q tests/test_compat.py
 	.venv-newest/bin/python $(PYTEST)
@@ -98,7 +100,7 @@ bench: .venv/ready
 # constraints, and so the package is built without isolation.
 .venv/ready: VERSION =
 .venv312/ready: VERSION = 3.12
-.venv/ready .venv312/ready: pyproject.toml constraints/py311.txt constraints/py312.txt
+.venv/ready .venv312/ready: pyproject.toml $(wildcard constraints/*.txt)
 	@python=$$(sh tools/find_python.sh $(VERSION)) || \
 	    { echo "batchax needs Python 3.11 or newer, and found none that works." >&2; exit 1; }; \
 	echo "Making $(@D) with $$python (a minute or so, once)" && \
@@ -106,7 +108,7 @@ bench: .venv/ready
 	{ "$$python" -m venv $(@D) || \
 	  { "$$python" -m venv --clear --without-pip $(@D) && \
 	    "$$python" -m pip --python $(@D)/bin/python install --quiet pip; }; } && \
-	pins=$$($(@D)/bin/python -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")') && \
+	pins=$$($(@D)/bin/python -c 'import sys; print("py3%d" % min(sys.version_info[1], 13))') && \
 	$(@D)/bin/python -m pip install --quiet -c constraints/$$pins.txt hatchling editables && \
 	$(@D)/bin/python -m pip install --quiet --no-build-isolation -c constraints/$$pins.txt \
 	    -e '.[demo,test]' && \
@@ -116,6 +118,7 @@ bench: .venv/ready
 constraints:
 	sh tools/freeze.sh 3.11 > constraints/py311.new && mv constraints/py311.new constraints/py311.txt
 	sh tools/freeze.sh 3.12 > constraints/py312.new && mv constraints/py312.new constraints/py312.txt
+	sh tools/freeze.sh 3.13 > constraints/py313.new && mv constraints/py313.new constraints/py313.txt
 
 clean:
 	rm -rf .venv .venv312 .venv-newest out .cache .pytest_cache .ruff_cache .hypothesis

@@ -18,7 +18,7 @@ print(sys.executable)
 PYTHON
 }
 
-if [ "$wanted" = any ]; then versions="3.11 3.12"; else versions="$wanted"; fi
+if [ "$wanted" = any ]; then versions="3.11 3.12 3.13"; else versions="$wanted"; fi
 
 for version in $versions; do
     report "python$version" && exit
