@@ -2,6 +2,11 @@
 
 Each name below says why it cannot be had from public JAX. Nothing else in the
 package imports from ``jax._src`` or asks which version of JAX is running.
+
+Unless it says otherwise, what is here serves every version from 0.10.2 to 0.12. Where they
+differ, it says since when. What is there for the older of two can go when ``pyproject.toml``
+asks for the newer: with Python 3.11 at the latest, for which 0.10.2 is the last JAX.
+``tests/test_compat.py`` makes an instance of all of it, and says what a new version changed.
 """
 
 from __future__ import annotations
@@ -53,7 +58,7 @@ from jax.interpreters import batching, partial_eval
 
 Primitive = jex_core.Primitive
 ClosedJaxpr = jex_core.ClosedJaxpr
-JAXPR_TYPES = (jex_core.Jaxpr, jex_core.ClosedJaxpr)  # one class since JAX 0.12
+JAXPR_TYPES = (jex_core.Jaxpr, jex_core.ClosedJaxpr)  # one class since JAX 0.11
 
 current_name_stack = source_info_util.current_name_stack
 name_stack_extended = source_info_util.transform_name_stack
@@ -211,8 +216,8 @@ def is_live(tracer: Any) -> bool:
 def usable(values: Iterable[Any]) -> Iterator[None]:
     """While a function is staged that closes over `values`, of traces that may be over.
 
-    JAX 0.12 refuses to take those of ``linearize`` as constants, and there is no public way to
-    tell it that they will be replaced by values.
+    Since 0.11.1 JAX refuses to take those of ``linearize`` as constants, and there is no public
+    way to tell it that they will be replaced by values. Before, no trace here is over.
     """
     traces = {x._trace for x in values if isinstance(x, jax.core.Tracer)}
     with _lock:
@@ -238,7 +243,8 @@ _lock = threading.RLock()
 def close(jaxpr: Any, consts: Any = ()) -> ClosedJaxpr:
     """A closed jaxpr from one that a parameter holds open (remat, shard_map).
 
-    JAX 0.12 has a single class and its parameters are closed already.
+    Since JAX 0.11 there is a single class and parameters are closed already: then the
+    last line can go.
     """
     if isinstance(jaxpr, ClosedJaxpr):
         return jaxpr.with_consts(list(consts)) if consts else jaxpr  # pyright: ignore
@@ -276,7 +282,7 @@ def weakly(x: Any) -> Any:
 def scan_counts(params: Any) -> tuple[int, int]:
     """How many of a scan's operands are constants, and how many are its carry.
 
-    Since JAX 0.12 the parameters hold trees with a leaf for each operand.
+    Since JAX 0.11 the parameters hold trees with a leaf for each operand; before, two numbers.
     """
     if "ft_in" in params:
         consts, carry, _ = map(len, params["ft_in"].unpack())
@@ -463,7 +469,8 @@ def primitives_by_name() -> dict[str, Primitive]:
 def constants_as_inputs(jaxpr: Any) -> Any:
     """`jaxpr`, open or closed, with its constants as leading inputs and none left.
 
-    JAX 0.12 does so already for the rules of custom derivatives.
+    Since 0.11 JAX does so already for the rules of custom derivatives. What this package stages
+    itself, and hands on without constants, needs it with every version.
     """
     if not jaxpr.constvars:
         return jaxpr
@@ -525,7 +532,7 @@ def mesh_axis_taken(mesh_axis: Any) -> AbstractContextManager[None]:
 
 
 def cotangents_and_logs(result: Any) -> tuple[list[Any], Any]:
-    """What the reverse rule of a custom_vjp returned: JAX 0.12 adds logs to it."""
+    """What the reverse rule of a custom_vjp returned: a list, and since JAX 0.11.1 logs with it."""
     if isinstance(result, tuple) and len(result) == 2:
         return list(result[0]), result[1]
     return list(result), None
@@ -548,7 +555,8 @@ def axis_from(data: Any, axis_type: Any) -> Any:
 def axis_data(name: Hashable, size: Any, spmd_name: Any) -> Any:
     """What the batching methods of JAX's extensible operations take for an axis.
 
-    The operations are public in JAX 0.12, the class their methods expect is not.
+    The operations (``jax.experimental.hijax``) are public, the class their methods expect is
+    not. Since 0.12 functions of ``jax.numpy`` are made of them.
     """
     from jax._src.interpreters.batching import AxisData
 
