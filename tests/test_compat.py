@@ -22,7 +22,6 @@ from jax.interpreters import batching
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-import batchax as bx
 from batchax import _compat
 from batchax.engine.axis import Axis
 from batchax.engine.registry import find_rule
