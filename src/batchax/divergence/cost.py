@@ -15,6 +15,8 @@ from typing import Any
 from jax.extend.core import Literal, jaxprs_in_params
 
 from batchax import _compat
+from batchax.engine.primitive_facts import facts_of
+from batchax.programs.prices import LINEAR_ALGEBRA, RANDOM, SCATTERS, SERIES, TRANSCENDENTAL, VIEWS
 from batchax.programs.shapes import matrices_of, size_of, terms_of_contraction
 
 _STEPS_OF_WHILE = 16  # what a loop is taken to do if it does not say
@@ -39,19 +41,8 @@ _ALONE = _Prices(1.0, 10.0, 0.15, 0.15)
 # many vectors are multiplied by is read once.
 _TOGETHER = _Prices(0.02, 0.1, 0.15, 0.012)
 
-_FREE = frozenset("broadcast_in_dim reshape squeeze expand_dims convert_element_type".split())
-_SLOW = frozenset(
-    """
-    acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv
-    erfc exp exp2 expm1 lgamma log log1p logistic pow rem sin sinh tan tanh
-    """.split()
-)
-_VERY_SLOW = frozenset("igamma igammac random_gamma regularized_incomplete_beta".split())
-_CUBIC = frozenset(
-    """
-    cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd triangular_solve
-    """.split()
-)
+_FREE = VIEWS | {"broadcast_in_dim", "convert_element_type"}  # fused with what uses them
+_SLOW = TRANSCENDENTAL.keys() - {"rsqrt", "sqrt"} | {"rem"}
 
 _known: weakref.WeakKeyDictionary[Any, dict[Any, float]] = weakref.WeakKeyDictionary()
 
@@ -94,7 +85,7 @@ def launches(jaxpr: Any) -> float:
             total += sum(inner) * eqn.params["length"]
         elif name == "while":
             total += sum(inner) * _STEPS_OF_WHILE
-        elif inner and name not in _ELEMENTS_WITH_PROGRAM:
+        elif inner and not facts_of(eqn.primitive).combines:
             total += max(inner)
         else:
             total += name not in _FREE
@@ -125,15 +116,15 @@ def _of_equation(eqn: Any, lanes_differ: list[bool] | None) -> float:
         return _contraction(eqn) * (prices.shared if shared else prices.contraction)
     if name in _OF_SHAPE:
         return _OF_SHAPE[name](eqn)
-    if inner and name not in _ELEMENTS_WITH_PROGRAM:
+    if inner and not facts_of(eqn.primitive).combines:
         return max(inner)  # a derivative rule, beside a program, is not run
     size = max(map(size_of, (v.aval for v in (*eqn.invars, *eqn.outvars))), default=1)
     if name in _FREE:
         return 0.0
-    if name in _CUBIC:
+    if name in LINEAR_ALGEBRA:
         _, rows, columns = matrices_of(eqn.invars[0].aval)
         return 2.0 * size * math.sqrt(rows * columns) + 1000.0
-    if name in _VERY_SLOW:
+    if name in SERIES:
         return 200.0 * size
     return size * (prices.slow if name in _SLOW else prices.element)
 
@@ -165,7 +156,7 @@ def _convolution(eqn: Any) -> float:
 
 
 def _random(eqn: Any) -> float:
-    return 30.0 * size_of(eqn.outvars[0].aval)
+    return 30.0 * size_of(eqn.outvars[-1].aval)
 
 
 def _sort(eqn: Any) -> float:
@@ -185,18 +176,14 @@ def _updated(eqn: Any) -> float:
 
 _OF_SHAPE: dict[str, Callable[[Any], float]] = {
     "conv_general_dilated": _convolution,
-    "random_bits": _random,
-    "random_fold_in": _random,
-    "random_split": _random,
-    "threefry2x32": _random,
+    **dict.fromkeys([*RANDOM, "random_fold_in"], _random),
     "sort": _sort,
     "slice": _moved,
     "dynamic_slice": _moved,
     "gather": lambda eqn: 4.0 * _moved(eqn),
     "dynamic_update_slice": _updated,
     **dict.fromkeys(
-        ["scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"],
+        SCATTERS,
         lambda eqn: 8.0 * _updated(eqn),
     ),
 }
-_ELEMENTS_WITH_PROGRAM = frozenset("reduce argsort".split())

@@ -22,6 +22,7 @@ from batchax.engine.derivatives import tangents_of
 from batchax.engine.inner import batch_inner, remembered
 from batchax.engine.named_axes import uses_name
 from batchax.engine.own_primitives import stands_for
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_own_rule
 from batchax.programs.shapes import bytes_of
 
@@ -69,6 +70,9 @@ def _jvp(primals: Any, tangents: Any, *, loop: PartingLoop, program: Any) -> Any
         ad.Zero(jax.typeof(x).to_tangent_aval()) if jax.typeof(t).dtype == zero else t
         for x, t in zip(outs, dots, strict=True)
     ]
+
+
+enter(": parting_loop")
 
 
 @register_own_rule(parting_loop_p, may_name_axis=True)

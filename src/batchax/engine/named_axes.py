@@ -14,19 +14,8 @@ from jax.extend.core import jaxprs_in_params
 
 from batchax import _compat
 from batchax.engine.axis import names_in
+from batchax.engine.primitive_facts import facts_of
 from batchax.engine.registry import is_foreign, registrations
-
-# Collectives over named axes that JAX does not mark with an effect, and where
-# each keeps its names.
-_UNMARKED = {
-    "ppermute": "axis_name",
-    "pbroadcast": "axis_name",
-    "pbroadcast_dynamic": "axis_name",
-    "pvary": "axes",
-    "preduced": "axes",
-    "reduced_vary_cast": "axes",
-    "vary_unreduced_cast": "axes",
-}
 
 # What a call uses whose batching rule, of the user's, is told the name of the axis.
 ANY_NAME = object()
@@ -52,8 +41,9 @@ def uses_name(eqn: Any, name: Hashable) -> bool:
 
 def _unmarked(eqn: Any) -> frozenset[Hashable]:
     """Names that `eqn` uses without an effect that says so."""
-    if eqn.primitive.name in _UNMARKED:
-        return frozenset(as_names(eqn.params[_UNMARKED[eqn.primitive.name]]))
+    holder = facts_of(eqn.primitive).names
+    if holder:
+        return frozenset(as_names(eqn.params[holder]))
     if getattr(eqn.params.get("rule"), "told_name", False):
         return frozenset([ANY_NAME])
     inner = frozenset().union(*map(_unmarked_inside, jaxprs_in_params(eqn.params)))

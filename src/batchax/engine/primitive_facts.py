@@ -7,7 +7,7 @@ true of. What nobody has said is taken to be false, which is safe, and may be sl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,14 +20,50 @@ class Facts:
 
     Attributes:
       elementwise: it acts on matching elements of operands that broadcast.
-      neutral: of a reduction over dimensions named by the parameter `axes`: for the dtype of
-        its operand, a value that changes no result; None if there is none, or it is not known.
-      reduces: whether it is such a reduction.
+      linear: its derivative does not depend on its operands: a zero cotangent stays zero
+        whatever they are.
+      total: of numbers whose products do not overflow it makes numbers or infinity, never a NaN.
+        What is linear is total, too.
+      moderate: of numbers that are not enormous it makes numbers that are not: what it returns,
+        and its derivatives, are bounded, or sums of products of operands. (A gather does not:
+        it makes a NaN of an index out of bounds.)
+      alias: its result has the elements of its operand, in order; perhaps in another shape, or
+        of another type.
+      endless: a loop that ends on values, or a callback: it must not see operands of lanes that
+        do not run it. What a user's batching rule will do may be one.
+      costly: a loop or a callback: worth skipping when no lane runs it.
+      body: of a call, the parameters that may hold the program that it is a call of.
+      again: of a call: in reverse its program is computed again.
+      marked: of a call: it says something of how its program is to be compiled or run.
+      combines: a program that it holds is the function with which it combines two elements.
+      names: of a primitive that uses named axes without an effect that says so, the parameter
+        that holds the names.
+      cast: it changes only what JAX knows of a value along the axes of a mesh.
+      reduces: it removes dimensions named by its parameter `axes`.
+      neutral: then, for the dtype of its operand, a value that changes no result; None where
+        that is not known.
     """
 
     elementwise: bool = False
+    linear: bool = False
+    total: bool = False
+    moderate: bool = False
+    alias: bool = False
+    endless: bool = False
+    costly: bool = False
+    body: tuple[str, ...] = ()
+    again: bool = False
+    marked: bool = False
+    combines: bool = False
+    names: str = ""
+    cast: bool = False
     reduces: bool = False
     neutral: Callable[[Any], Any] | None = None
+
+    @property
+    def is_plain_call(self) -> bool:
+        """Whether it does what the program inside does, and no more."""
+        return bool(self.body) and not (self.again or self.marked)
 
 
 UNKNOWN = Facts()
@@ -37,7 +73,29 @@ UNKNOWN = Facts()
 _facts: dict[_compat.Primitive | str, Facts] = {}
 
 
-def describe(primitives: Sequence[_compat.Primitive | str], **facts: Any) -> None:
+def enter(table: str, **facts: Any) -> tuple[str, ...]:
+    """Enters a table of primitives of JAX: in each line words, and the names they are true of.
+
+    Args:
+      table: lines of the form ``linear moderate: add sub``. A line without a colon goes on with
+        the names of the one before. Before a colon there may be nothing: these have an entry,
+        and none of the words is true of them.
+      **facts: what is true of all of them.
+
+    Returns:
+      The names.
+    """
+    names: list[str] = []
+    words: dict[str, Any] = {}
+    for line in filter(str.strip, table.splitlines()):
+        before, colon, after = line.rpartition(":")
+        words = dict.fromkeys(before.split(), True) if colon else words
+        describe(after.split(), **facts, **words)
+        names += after.split()
+    return tuple(names)
+
+
+def describe(primitives: Iterable[_compat.Primitive | str], **facts: Any) -> None:
     """Enters what is true of some primitives, besides what has been entered."""
     for primitive in primitives:
         _facts[primitive] = replace(_facts.get(primitive, UNKNOWN), **facts)
@@ -46,6 +104,17 @@ def describe(primitives: Sequence[_compat.Primitive | str], **facts: Any) -> Non
 def forget(primitive: _compat.Primitive) -> None:
     """Takes back what a maker of rules said of a primitive, whose rule is another one now."""
     _facts.pop(primitive, None)
+
+
+def body_parameter(eqn: Any) -> str:
+    """The parameter of a call, one whose `Facts` say so, that holds the program inside."""
+    return next(name for name in facts_of(eqn.primitive).body if name in eqn.params)
+
+
+def has_entry(primitive: _compat.Primitive) -> bool:
+    """Whether somebody has said what `primitive` is, be it that nothing is true of it."""
+    by_name = primitive.name in _facts and not _compat.is_namesake(primitive)
+    return by_name or primitive in _facts
 
 
 def facts_of(primitive: _compat.Primitive) -> Facts:

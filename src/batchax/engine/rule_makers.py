@@ -26,7 +26,7 @@ from batchax.engine.axis import (
     shift_dims,
 )
 from batchax.engine.primitive_facts import describe
-from batchax.engine.registry import register_rule
+from batchax.engine.registry import is_foreign, register_rule
 from batchax.errors import ArgumentTypeError
 
 
@@ -105,7 +105,8 @@ def reducing(primitive: Primitive, neutral: Any = None) -> None:
 def _register(primitive: Primitive, rule: Any, maker: str, **facts: Any) -> None:
     rule.__name__ = rule.__qualname__ = f"batchax.{maker}"  # as messages about it call it
     register_rule(primitive)(rule)
-    describe([primitive], **facts)
+    if is_foreign(primitive):  # of JAX's the families say it, and more
+        describe([primitive], **facts)
 
 
 def _alike(primitive: Primitive, out: Any, out_axis: Any) -> tuple[Any, Any]:

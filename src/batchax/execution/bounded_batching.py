@@ -21,6 +21,7 @@ from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
 from batchax.engine.divergence import BoundedLoop, Placed
 from batchax.engine.inner import ANYWHERE, batch_inner
 from batchax.engine.interpreter import interpret
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_own_rule
 from batchax.errors import UnsupportedError
 from batchax.execution.bounded_loop import Form, Step, Values, bounded_loop, bounded_loop_p
@@ -28,6 +29,8 @@ from batchax.rules.hazards import hazards
 from batchax.rules.in_order import run_in_order
 from batchax.rules.loops import settle
 from batchax.rules.masking import is_inexact, run_masked, select_lanes
+
+enter("endless costly: bounded_loop")  # while its steps are not counted
 
 
 @register_own_rule(bounded_loop_p, may_name_axis=True)

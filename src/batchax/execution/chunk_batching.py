@@ -8,11 +8,14 @@ from typing import Any
 
 from batchax.engine.axis import Axis, AxisPosition, match_axis
 from batchax.engine.inner import batch_function
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_own_rule
 from batchax.execution.chunk_loop import Body, Loop, chunk_loop, chunk_loop_p
 from batchax.execution.kinds import Live, Sum, Whole
 from batchax.execution.picked_batching import batch_picked
 from batchax.rules.pullback import reached
+
+enter(": chunk_loop")
 
 
 @register_own_rule(chunk_loop_p, may_name_axis=True)

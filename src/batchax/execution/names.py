@@ -25,19 +25,10 @@ from batchax.engine.evaluate import evaluate
 from batchax.engine.fallback import bind_equation
 from batchax.engine.inner import remembered
 from batchax.engine.named_axes import as_names, uses_name
+from batchax.engine.primitive_facts import body_parameter, facts_of
 from batchax.errors import UnsupportedError
 from batchax.execution.sections import Section
-from batchax.rules.collectives import CASTS
 from batchax.user_rules.call import custom_call_p
-
-_OPENED = {
-    # calls that compute what their body does, and where they hold it
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-}
 
 
 def expose_names(axis: Axis, staged: _compat.ClosedJaxpr) -> Section:
@@ -97,12 +88,18 @@ def is_exposed(axis: Axis, eqn: Any) -> bool:
 
 
 def _is_call_with_loop(eqn: Any) -> bool:
-    if eqn.primitive.name not in _OPENED:
+    if not _is_opened(eqn):
         return False
-    jaxpr = _compat.close(eqn.params[_OPENED[eqn.primitive.name]]).jaxpr
+    jaxpr = _compat.close(eqn.params[body_parameter(eqn)]).jaxpr
     if _compat.name_within_jax(jaxpr):  # a loop of JAX's own, in a call that may be cached
         return False
     return any(e.primitive is while_p or _is_call_with_loop(e) for e in jaxpr.eqns)
+
+
+def _is_opened(eqn: Any) -> bool:
+    """Whether an equation is a call that computes what its body does."""
+    facts = facts_of(eqn.primitive)
+    return bool(facts.body) and not facts.marked
 
 
 def _names(axis: Axis) -> list[tuple[Any, Any]]:
@@ -147,11 +144,11 @@ def _use(axis: Axis, eqn: Any, xs: list[Any], lane: Any, top: bool) -> Sequence[
 
     if name == "axis_index":
         return [_index(axis, eqn.params["axis_name"], lane)]
-    if name in CASTS.split():
+    if facts_of(eqn.primitive).cast:
         others = tuple(n for n in eqn.params["axes"] if n != axis.name)
         return bind_equation(eqn, xs, axes=others) if others else xs
-    if name in _OPENED:
-        return inner(eqn.params[_OPENED[name]], top)(*xs)
+    if _is_opened(eqn):
+        return inner(eqn.params[body_parameter(eqn)], top)(*xs)
     if name == "scan":
         return _scan(eqn, xs, inner(eqn.params["jaxpr"]))
     if name == "while":

@@ -20,6 +20,7 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition, match_axis
 from batchax.engine.own_primitives import stands_for
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_own_rule
 from batchax.rules.masking import is_inexact
 
@@ -117,6 +118,9 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
 def _transpose(cotangent: Any, value: Any, other: Any) -> list[Any]:
     # Both are linear only where nothing was differentiated (`jax.linear_transpose`).
     return [ad.Zero(value.aval) if ad.is_undefined_primal(value) else None, cotangent]
+
+
+enter(": follow")
 
 
 @register_own_rule(follow_p)

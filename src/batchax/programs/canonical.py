@@ -22,6 +22,7 @@ from jax.extend.core import Literal
 
 from batchax import _compat
 from batchax.engine.own_primitives import operations_of
+from batchax.engine.primitive_facts import facts_of
 from batchax.engine.program_key import value_key
 from batchax.programs.canonical_values import (
     Node,
@@ -39,6 +40,16 @@ IMPURE = frozenset({"rng_uniform"})
 Rule = Callable[["Program", Any, list[Value]], list[Value]]
 rules: dict[str, Rule] = {}
 """The families of primitives, by the name of the primitive; others take `Program.opaque`."""
+rules_by_fact: dict[str, Rule] = {}
+"""The families that are all of which a fact is true; see `Facts`."""
+
+
+def _find_rule(primitive: _compat.Primitive) -> Rule:
+    if _compat.is_namesake(primitive):  # a third party's, by the name of one of JAX's
+        return Program.opaque
+    facts = facts_of(primitive)
+    by_fact = (rule for fact, rule in rules_by_fact.items() if getattr(facts, fact))
+    return rules.get(primitive.name) or next(by_fact, Program.opaque)
 
 
 class Program:
@@ -147,11 +158,7 @@ class Program:
         own = operations_of(eqn)
         if own is not None:
             return self.read(_compat.without_dead(own), args)
-        name = eqn.primitive.name
-        # A primitive of a third party may have the name of one of JAX's.
-        known = _compat.find_primitive(name) in (None, eqn.primitive)
-        rule = rules.get(name) if known else None
-        return (rule or Program.opaque)(self, eqn, args)
+        return _find_rule(eqn.primitive)(self, eqn, args)
 
     def opaque(self, eqn: Any, args: list[Value]) -> list[Value]:
         """An equation of which nothing is known: its operands as it has them, all parameters."""

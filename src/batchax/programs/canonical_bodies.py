@@ -11,27 +11,21 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from batchax import _compat
-from batchax.programs.canonical import Program, rules
+from batchax.engine.primitive_facts import body_parameter
+from batchax.programs.canonical import Program, rules, rules_by_fact
 from batchax.programs.canonical_values import Value
 
-CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat": "jaxpr",
-    "remat2": "jaxpr",
+_WITH_RULES = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vmap_call": "call",
 }
-"""Primitives that do what a program they hold does, and which parameter holds it."""
+"""Calls that have rules of their own for derivatives or batches, and what holds their program."""
 
 
 def _call(p: Program, eqn: Any, args: list[Value]) -> list[Value]:
-    return p.read(_compat.close(eqn.params[CALLS[eqn.primitive.name]]), args)
+    holder = _WITH_RULES.get(eqn.primitive.name) or body_parameter(eqn)
+    return p.read(_compat.close(eqn.params[holder]), args)
 
 
 def _captured(p: Program, x: Value, where: Hashable, reads: Sequence[int]) -> Value:
@@ -107,5 +101,6 @@ def _cond(p: Program, eqn: Any, args: list[Value]) -> list[Value]:
     return p.results(eqn, p.operation(eqn, tuple(key), [which], inner))
 
 
-rules.update(dict.fromkeys(CALLS, _call), scan=_scan, cond=_cond)
+rules_by_fact.update(is_plain_call=_call, again=_call)
+rules.update(dict.fromkeys(_WITH_RULES, _call), scan=_scan, cond=_cond)
 rules["while"] = _while

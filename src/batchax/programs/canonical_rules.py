@@ -9,25 +9,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from batchax.programs.canonical import Program, rules
+from batchax.programs.canonical import Program, rules, rules_by_fact
 from batchax.programs.canonical_values import Value, typed
-
-ELEMENTWISE = """
-    abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz conj
-    convert_element_type cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor
-    imag integer_pow is_finite lgamma log log1p logistic neg not
-    population_count real reduce_precision round rsqrt sign sin sinh sqrt
-    square tan tanh
-    add add_any and atan2 complex div eq ge gt igamma igamma_grad_a igammac le lt
-    max min mul mulhi ne nextafter or polygamma pow regularized_incomplete_beta rem
-    shift_left shift_right_arithmetic shift_right_logical sub xor zeta
-    clamp select_n
-""".split()
 
 COMMUTING = frozenset({"add", "mul", "max", "min", "and", "or", "xor", "eq", "ne"})
 RENAMED = {"add_any": "add"}
 TURNED = {"gt": "lt", "ge": "le"}
-IDENTITIES = ("copy", "copy_p", "name", "stop_gradient")
+IDENTITIES = ("copy", "name", "stop_gradient")
 CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 REDUCTIONS = tuple(f"reduce_{name}" for name in ("sum", "prod", "max", "min", "and", "or", "xor"))
 INDEX_REDUCTIONS = ("argmax", "argmin")
@@ -167,10 +155,10 @@ def _sort(p: Program, eqn: Any, args: list[Value]) -> list[Value]:
 
 
 for _names, _rule in (
-    (ELEMENTWISE, _elementwise),
     (IDENTITIES, _identity),
     (CUMULATIVE, _cumulative),
     ((*REDUCTIONS, *INDEX_REDUCTIONS), _reduction),
 ):
     rules.update(dict.fromkeys(_names, _rule))
 rules["sort"] = _sort
+rules_by_fact["elementwise"] = _elementwise

@@ -12,6 +12,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from batchax import _compat
 from batchax.engine.own_primitives import expanded, operations_of
+from batchax.engine.primitive_facts import facts_of
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,6 @@ class Inner:
     integers: Mapping[Any, int] = field(default_factory=dict, compare=False)
 
 
-# What such an equation holds is part of how it combines two elements.
-_COMBINES = frozenset(
-    """
-    argsort reduce reduce_window scatter scatter-add scatter-apply scatter-max scatter-min
-    scatter-mul scatter-sub scatter_add scatter_max scatter_min scatter_mul scatter_sub
-    select_and_gather_add select_and_scatter select_and_scatter_add
-    """.split()
-)
-
-
 def programs_in(eqn: Any, integers: Mapping[Any, int] | None = None) -> list[Inner]:
     """The programs that an equation runs.
 
@@ -55,7 +46,7 @@ def programs_in(eqn: Any, integers: Mapping[Any, int] | None = None) -> list[Inn
         them. With them a `while` that counts up to a bound has its number of steps.
     """
     name, known = eqn.primitive.name, integers or {}
-    if name in _COMBINES:
+    if facts_of(eqn.primitive).combines:
         return []
     if name in _LOOPS_AND_BRANCHES:
         return _LOOPS_AND_BRANCHES[name](eqn, known)
@@ -182,7 +173,7 @@ def _below(test: Any, known: Mapping[Any, int]) -> tuple[Any, int] | None:
     bound = _integer(high, known)
     if bound is None or isinstance(low, Literal):
         return None
-    while (made := _maker(test, low)) is not None and made.primitive.name in _KEEP:
+    while (made := _maker(test, low)) is not None and facts_of(made.primitive).alias:
         low = made.invars[0]
     return low, bound + (name in ("le", "ge"))
 
@@ -206,7 +197,6 @@ def _maker(jaxpr: Any, variable: Any) -> Any:
 
 # --- known integers ----------------------------------------------------------------------------
 
-_KEEP = frozenset("convert_element_type copy pcast pvary reshape squeeze stop_gradient".split())
 _OF_TWO: dict[str, Callable[[int, int], int]] = {
     "add": operator.add,
     "sub": operator.sub,
@@ -230,7 +220,8 @@ def integers_in(program: Any, inputs: Mapping[Any, int] | None = None) -> dict[A
             known[var] = int(value)
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if (name not in _KEEP and name not in _OF_TWO) or not _is_integer(eqn.outvars[0].aval):
+        keeps = facts_of(eqn.primitive).alias
+        if not (keeps or name in _OF_TWO) or not _is_integer(eqn.outvars[0].aval):
             continue
         values = [n for v in eqn.invars if (n := _integer(v, known)) is not None]
         if len(values) == len(eqn.invars):

@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from batchax import _compat
+from batchax.engine.primitive_facts import facts_of
 from batchax.programs.shapes import (
     bytes_of,
     length_along,
@@ -30,12 +32,15 @@ def _names(text: str) -> frozenset[str]:
 
 MOVES = _names(
     """
-    all_gather all_gather_invariant all_to_all axis_index bitcast_convert_type broadcast
-    broadcast_in_dim concatenate copy copy_p create_token device_put dynamic_slice
-    dynamic_update_slice empty expand_dims full gather get imag iota layout_constraint
-    optimization_barrier pad pbroadcast pcast platform_index ppermute pvary random_unwrap
-    random_wrap real reshape rev scatter sharding_constraint slice split squeeze stack
-    stop_gradient swap tile transpose unstack
+    after_all all_gather all_gather_invariant all_gather_reduced all_to_all axis_index
+    bitcast_convert_type broadcast_in_dim broadcast_to concatenate copy create_token dce_sink
+    device_put dim_as_value dynamic_slice dynamic_update_slice empty empty2 freeze gather get imag
+    iota layout_constraint lu_pivots_to_permutation name new_ref optimization_barrier pad
+    pbroadcast pbroadcast_dynamic platform_index ppermute precv preduced psend pvary
+    ragged_all_to_all random_clone random_unwrap random_wrap real reduced_vary_cast reshape
+    reshard rev scatter sharding_constraint slice split squeeze stack stage stop_gradient swap
+    tie tile to_edtype transpose unstack vary_unreduced_cast with_memory_space_constraint
+    xla_metadata_value
     """
 )
 """Primitives that compute nothing."""
@@ -62,10 +67,15 @@ TRANSCENDENTAL: dict[str, tuple[float, float]] = {
     "igamma_grad_a": (427, 2),
     "igammac": (427, 2),
     "lgamma": (53, 4),
-    "random_gamma_grad": (427, 2),
+    "random_gamma": (480, 4),  # of proposals most are accepted
     "regularized_incomplete_beta": (427, 2),
 }
 """For each element: operations, and functions such as a sine or a root."""
+
+SERIES = frozenset(name for name, (flops, _) in TRANSCENDENTAL.items() if flops > 100)
+"""Those that are sums of very many terms."""
+
+SCATTERS = _names("scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub")
 
 _RANDOM_WORD = 120  # threefry-2x32 of one counter: 20 rounds of 5 operations, keys, a xor
 _SEVERAL: dict[str, float] = {
@@ -163,8 +173,9 @@ def _random_bits(eqn: Any) -> tuple[float, float]:
     return _RANDOM_WORD * size_of(eqn.outvars[0].aval), 0
 
 
-def _threefry(eqn: Any) -> tuple[float, float]:
-    return _RANDOM_WORD * size_of(eqn.outvars[0].aval), 0
+def _last_result(eqn: Any) -> tuple[float, float]:
+    """Of a generator of XLA's, after whose new state come the bits."""
+    return _RANDOM_WORD * size_of(eqn.outvars[-1].aval), 0
 
 
 def _fourier(eqn: Any) -> tuple[float, float]:
@@ -189,6 +200,17 @@ def _qr(m: int, n: int) -> float:
     return 2 * m * n * n - 2 * n**3 / 3
 
 
+def _product_with_reflectors(eqn: Any) -> tuple[float, float]:
+    """Each of the reflectors, columns of the first operand, is applied to the last one."""
+    _, _, count = matrices_of(eqn.invars[0].aval)
+    return 4 * size_of(eqn.invars[2].aval) * count, 0
+
+
+def _symmetric_product(eqn: Any) -> tuple[float, float]:
+    _, _, terms = matrices_of(eqn.invars[0].aval)
+    return 2 * size_of(eqn.outvars[0].aval) * terms, 0
+
+
 def _eigh(eqn: Any) -> tuple[float, float]:
     return _of_matrices(lambda m, n: 9 * n**3)(eqn)
 
@@ -205,11 +227,40 @@ def _triangular_solve(eqn: Any) -> tuple[float, float]:
     return size_of(eqn.invars[1].aval) * rows, 0
 
 
-FLOPS: dict[str, Callable[[Any], tuple[float, float]]] = {
+_Count = Callable[[Any], tuple[float, float]]
+
+LINEAR_ALGEBRA: dict[str, _Count] = {
+    "cholesky": _of_matrices(lambda m, n: n**3 / 3),
+    "cholesky_update": _of_matrices(lambda m, n: 6 * n * n),
+    "eig": _of_matrices(lambda m, n: 25 * n**3),
+    "eigh": _eigh,
+    "geqp3": _of_matrices(_qr),
+    "geqrf": _of_matrices(_qr),
+    "hessenberg": _of_matrices(lambda m, n: 10 * n**3 / 3),
+    "householder_product": _of_matrices(_qr),
+    "lu": _of_matrices(lambda m, n: m * n * n - n**3 / 3),
+    "ormqr": _product_with_reflectors,
+    "qr": _of_matrices(lambda m, n: 2 * _qr(m, n)),  # the factor Q is multiplied out
+    "schur": _of_matrices(lambda m, n: 25 * n**3),
+    "svd": _svd,
+    "symmetric_product": _symmetric_product,
+    "triangular_solve": _triangular_solve,
+    "tridiagonal": _of_matrices(lambda m, n: 4 * n**3 / 3),
+}
+"""Operations of a library for matrices."""
+
+RANDOM: dict[str, _Count] = {
+    **dict.fromkeys(_names("random_bits random_split"), _random_bits),
+    **dict.fromkeys(_names("rng_bit_generator rng_uniform"), _last_result),
+    **dict.fromkeys(_names("philox2x32 philox4x32 threefry2x32 threefry4x32"), _random_bits),
+}
+"""Random bits."""
+
+FLOPS: dict[str, _Count] = {
     "conv_general_dilated": _convolution,
     "dot_general": _contraction,
     "integer_pow": _power,
-    "ragged_dot": lambda eqn: (2 * _read(eqn) * length_along(eqn.outvars[0].aval, -1), 0),
+    "ragged_dot_general": lambda eqn: (2 * _read(eqn) * length_along(eqn.outvars[0].aval, -1), 0),
     "select_n": _selection,
     # reductions
     **dict.fromkeys(
@@ -221,7 +272,10 @@ FLOPS: dict[str, Callable[[Any], tuple[float, float]]] = {
     **dict.fromkeys(
         _names("reduce_window reduce_window_max reduce_window_min reduce_window_sum"), _windows
     ),
-    **dict.fromkeys(_names("select_and_scatter_add select_and_gather_add"), _select_and_scatter),
+    **dict.fromkeys(
+        _names("select_and_scatter select_and_scatter_add select_and_gather_add"),
+        _select_and_scatter,
+    ),
     **dict.fromkeys(_names("cummax cummin cumprod cumsum"), lambda eqn: (_read(eqn), 0)),
     "cumlogsumexp": _running_logsumexp,
     # order
@@ -229,34 +283,11 @@ FLOPS: dict[str, Callable[[Any], tuple[float, float]]] = {
     "top_k": _top_k,
     "approx_top_k": _top_k,
     # updates
-    **dict.fromkeys(
-        _names(
-            """
-            scatter-add scatter-max scatter-min scatter-mul scatter-sub scatter_add scatter_max
-            scatter_min scatter_mul scatter_sub
-            """
-        ),
-        _scatter,
-    ),
+    **dict.fromkeys(SCATTERS - {"scatter"}, _scatter),
     "addupdate": _update_of_reference,
-    # random numbers
-    "random_bits": _random_bits,
-    "random_split": _random_bits,
-    "threefry2x32": _threefry,
-    # linear algebra
-    "cholesky": _of_matrices(lambda m, n: n**3 / 3),
-    "eig": _of_matrices(lambda m, n: 25 * n**3),
-    "eigh": _eigh,
+    **RANDOM,
+    **LINEAR_ALGEBRA,
     "fft": _fourier,
-    "geqrf": _of_matrices(_qr),
-    "hessenberg": _of_matrices(lambda m, n: 10 * n**3 / 3),
-    "householder_product": _of_matrices(_qr),
-    "lu": _of_matrices(lambda m, n: m * n * n - n**3 / 3),
-    "qr": _of_matrices(lambda m, n: 2 * _qr(m, n)),  # the factor Q is multiplied out
-    "schur": _of_matrices(lambda m, n: 25 * n**3),
-    "svd": _svd,
-    "triangular_solve": _triangular_solve,
-    "tridiagonal": _of_matrices(lambda m, n: 4 * n**3 / 3),
     "tridiagonal_solve": lambda eqn: (8 * size_of(eqn.invars[3].aval), 0),
 }
 """Operations, and functions such as a sine, of an equation."""
@@ -264,13 +295,16 @@ FLOPS: dict[str, Callable[[Any], tuple[float, float]]] = {
 
 # --- bytes -------------------------------------------------------------------------------------
 
-_VIEWS = _names(
+VIEWS = _names(
     """
-    axis_index bitcast_convert_type copy_p create_token expand_dims layout_constraint
-    optimization_barrier pbroadcast pcast platform_index pvary random_unwrap random_wrap reshape
-    sharding_constraint squeeze stop_gradient
+    after_all axis_index bitcast_convert_type create_token dce_sink dim_as_value
+    layout_constraint name optimization_barrier pbroadcast platform_index preduced pvary
+    random_clone random_unwrap random_wrap reduced_vary_cast reshape sharding_constraint squeeze
+    stage stop_gradient tie to_edtype vary_unreduced_cast with_memory_space_constraint
+    xla_metadata_value
     """
 )
+"""Primitives that move nothing."""
 
 
 def _all(eqn: Any) -> int:
@@ -294,12 +328,19 @@ def _what_is_scattered(eqn: Any) -> int:
 
 
 _BYTES: dict[str, Callable[[Any], int]] = {
-    **dict.fromkeys(_VIEWS, lambda eqn: 0),
+    **dict.fromkeys(VIEWS, lambda eqn: 0),
     **dict.fromkeys(_names("dynamic_slice gather get slice"), _what_is_read),
     **dict.fromkeys(_names("addupdate dynamic_update_slice swap"), _what_is_written),
-    **dict.fromkeys((name for name in FLOPS if name.startswith("scatter")), _what_is_scattered),
-    "scatter": _what_is_scattered,
+    **dict.fromkeys(SCATTERS, _what_is_scattered),
 }
+
+
+def has_price(primitive: _compat.Primitive) -> bool:
+    """Whether something is said here of what `primitive` costs, or it acts on each element."""
+    name = primitive.name
+    return facts_of(primitive).elementwise or any(
+        name in table for table in (MOVES, TRANSCENDENTAL, _SEVERAL, FLOPS)
+    )
 
 
 def bytes_moved(eqn: Any) -> int:

@@ -9,22 +9,27 @@ each element of a row, and reductions over a row become reductions over segments
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from batchax import _compat
+from batchax.engine import recording
 from batchax.engine.axis import Axis, AxisPosition, move_axis
 from batchax.engine.interpreter import batch_equation
+from batchax.engine.primitive_facts import body_parameter, facts_of
 from batchax.rows.index import RowIndex
 from batchax.rows.packing import REDUCED, ragged_axis
 from batchax.rows.padded import Operation, Row, fold_known, run_equation
+from batchax.rows.padded_rules.inside import bind_call
 from batchax.rows.segments import reduce_segments
 from batchax.rows.sizes import Sizes, depends_on_sizes, is_symbolic
+from batchax.rows.steps import Constant, Steps, flatten
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,14 @@ class PackedRows:
     axis: Axis
     segments: Mapping[str, Segments]
 
+    def inside(self) -> PackedRows:
+        """These for a program that is staged within another: what it computes stays in it."""
+        segments = {
+            name: Segments(replace(s.index, _places={}), s.capacity)
+            for name, s in self.segments.items()
+        }
+        return PackedRows(self.axis, segments)
+
     @cached_property
     def sizes(self) -> Sizes:
         """Those of one long row, which packed arrays are."""
@@ -92,6 +105,24 @@ class PackedRows:
         """The size `dim` of each row, with the rows in front."""
         lengths = {name: jnp.asarray(s.index.lengths) for name, s in self.segments.items()}
         return _compat.evaluate_size(dim, lengths)
+
+
+def run_and_note(rows: PackedRows, eqn: Any, operands: Sequence[Packed]) -> list[Packed]:
+    """As `run_packed`, while notes may be taken."""
+    if not (recording.is_on() and depends_on_sizes(eqn)):  # others are batched as in any program
+        return run_packed(rows, eqn, operands)
+    with recording.equation(rows.axis, eqn, list(map(_rows_along, operands)), False) as record:
+        recording.note(service="own", rule="rows.packed")
+        outs = run_packed(rows, eqn, operands)
+        record.out_axes = tuple(map(_rows_along, outs))
+        record.in_types = [jax.typeof(x.value) for x in operands]
+        record.out_types = [jax.typeof(x.value) for x in outs]
+    return outs
+
+
+def _rows_along(x: Packed) -> AxisPosition:
+    """The axis for the rows, or along which they are packed."""
+    return ragged_axis(x.shape) if x.axis is None else x.axis
 
 
 def run_packed(rows: PackedRows, eqn: Any, values: Sequence[Packed]) -> list[Packed]:
@@ -110,6 +141,8 @@ def run_packed(rows: PackedRows, eqn: Any, values: Sequence[Packed]) -> list[Pac
         return [Packed(lax.convert_element_type(sizes, eqn.outvars[0].aval.dtype), (), 0)]
     if name == "iota" and is_symbolic(shapes[0][eqn.params["dimension"]]):
         return [_places(rows, eqn)]
+    if facts_of(eqn.primitive).again:
+        return _run_again(rows, eqn, values)
     at = ragged_axis(values[0].shape) if values else None
     if name in REDUCED and at is not None and at in eqn.params["axes"]:
         return [_reduce(rows, eqn, values[0], at)]
@@ -118,6 +151,39 @@ def run_packed(rows: PackedRows, eqn: Any, values: Sequence[Packed]) -> list[Pac
         return [Packed(operands[0].value, shapes[0])]
     outs = run_equation(rows.sizes, eqn, operands)
     return [Packed(row.value, row.shape) for row in outs]
+
+
+def _run_again(rows: PackedRows, eqn: Any, values: Sequence[Packed]) -> list[Packed]:
+    """A program that is computed again in reverse, packed as it would be by itself."""
+    body = _compat.close(eqn.params[body_parameter(eqn)])
+    program = flatten(body)
+    moving = [i for i, v in enumerate(values) if not isinstance(v.value, np.ndarray)]
+    found: list[Packed] = []
+
+    def run(*arrays: Any) -> list[Any]:
+        given = dict(zip(moving, arrays, strict=True))
+        operands = [replace(v, value=given.get(i, v.value)) for i, v in enumerate(values)]
+        with recording.run(body.jaxpr):
+            found[:] = _run_steps(rows.inside(), program, operands)
+        return [x.value for x in found]
+
+    outs = bind_call(eqn, run, [values[i].value for i in moving])
+    return [replace(x, value=out) for x, out in zip(found, outs, strict=True)]
+
+
+def _run_steps(rows: PackedRows, program: Steps, arguments: Sequence[Packed]) -> list[Packed]:
+    env = {i: Packed(x, program.shapes[i]) for i, x in program.consts.items()}
+    env.update(enumerate(arguments))
+
+    def read(i: int | Constant) -> Packed:
+        return Packed(i.value, i.shape) if isinstance(i, Constant) else env[i]
+
+    outer_names = _compat.current_name_stack()
+    for step in program.steps:
+        with _compat.user_source(step.eqn.source_info, outer_names), step.eqn.ctx.manager:
+            outs = run_and_note(rows, step.eqn, list(map(read, step.inputs)))
+        env.update(zip(step.outputs, outs, strict=True))
+    return list(map(read, program.outputs))
 
 
 def _places(rows: PackedRows, eqn: Any) -> Packed:

@@ -7,14 +7,14 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core.primitives import custom_jvp_call_p
 
 from batchax import _compat
-from batchax.engine.primitive_facts import facts_of
+from batchax.engine.primitive_facts import body_parameter, facts_of
 from batchax.rows.padded_rules.custom_derivatives import staged_jvp_rule
 from batchax.rows.segments import REDUCTIONS
 from batchax.rows.sizes import depends_on_sizes, has_symbols, is_symbolic
-from batchax.rows.steps import CALLS
-from batchax.rules.elementwise import NARY, UNARY
+from batchax.rows.steps import Constant, flatten
 
 # How segments are reduced for each reduction over a row.
 REDUCED = {
@@ -94,11 +94,6 @@ def _unpadded(eqn: Any, at: int) -> bool:
     return tuple(eqn.params["padding_config"][at]) == (0, 0, 0)
 
 
-ELEMENTWISE = frozenset(
-    (*UNARY, *NARY, "add_any", "clamp", "copy_p", "random_gamma_grad", "select_n")
-)
-
-
 _Rules = tuple[str, ...]
 """The derivative rules, as text, that are being looked into: what is asked of one of them again
 is asked already."""
@@ -114,8 +109,9 @@ def _acts_on_elements(eqn: Any, seen: _Rules) -> bool:
     if not depends_on_sizes(eqn):
         return True
     name, params = eqn.primitive.name, eqn.params
-    if name in CALLS:
-        return _acts_inside(params.get("jaxpr") or params["call_jaxpr"], seen)
+    facts = facts_of(eqn.primitive)
+    if facts.is_plain_call or facts.again:
+        return _acts_inside(params[body_parameter(eqn)], seen)
     if name == "dim_as_value":
         return False
     if name == "iota":
@@ -124,10 +120,6 @@ def _acts_on_elements(eqn: Any, seen: _Rules) -> bool:
     if name in REDUCED and places[0] in params["axes"]:
         return False
     return _can_pack(eqn, [False] * len(eqn.invars), seen)
-
-
-def _checkpoint(eqn: Any, seen: _Rules) -> bool:
-    return _acts_inside(eqn.params["jaxpr"], seen)
 
 
 def _custom_jvp(eqn: Any, seen: _Rules) -> bool:
@@ -141,15 +133,8 @@ def _custom_jvp(eqn: Any, seen: _Rules) -> bool:
     return _acts_inside(eqn.params["call_jaxpr"], seen) and _acts_inside(rule, seen)
 
 
-_HOLD_PROGRAMS: dict[str, Callable[[Any, _Rules], bool]] = {
-    "checkpoint": _checkpoint,
-    "custom_jvp_call": _custom_jvp,
-    "remat2": _checkpoint,
-}
-
 _ACTS_ON_ELEMENTS: dict[str, Callable[[Any, int], bool]] = {
-    **dict.fromkeys(ELEMENTWISE, _always),
-    **dict.fromkeys(("broadcast_in_dim", "transpose", "squeeze", "expand_dims", "iota"), _always),
+    **dict.fromkeys(("broadcast_in_dim", "transpose", "squeeze", "iota"), _always),
     **dict.fromkeys((*REDUCED, "reduce_xor", "argmax", "argmin"), _apart("axes")),
     **dict.fromkeys(
         ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "split"), _apart("axis")
@@ -164,17 +149,17 @@ _ACTS_ON_ELEMENTS: dict[str, Callable[[Any, int], bool]] = {
     "sort": _apart("dimension"),
 }
 
-_MAY_DIFFER_BETWEEN_ROWS = ELEMENTWISE | {"broadcast_in_dim"}
-
 
 def _how_it_acts(primitive: _compat.Primitive) -> tuple[Callable[[Any, int], bool] | None, bool]:
     """Whether a primitive acts on each element, and whether what is given to all may differ."""
-    if not _compat.is_namesake(primitive) and primitive.name in _ACTS_ON_ELEMENTS:
-        return _ACTS_ON_ELEMENTS[primitive.name], primitive.name in _MAY_DIFFER_BETWEEN_ROWS
     facts = facts_of(primitive)
     if facts.elementwise:
         return _always, True
-    return (_apart("axes") if facts.reduces else None), False
+    if facts.reduces:
+        return _apart("axes"), False
+    if _compat.is_namesake(primitive):
+        return None, False
+    return _ACTS_ON_ELEMENTS.get(primitive.name), primitive.name == "broadcast_in_dim"
 
 
 def can_pack(eqn: Any, batched: Sequence[bool]) -> bool:
@@ -197,9 +182,10 @@ def _can_pack(eqn: Any, batched: Sequence[bool], seen: _Rules) -> bool:
     ragged = {str(d) for shape in shapes for d in shape if is_symbolic(d)}
     if len(ragged) != 1 or not all(map(is_packable, shapes)):
         return False
-    inside = _HOLD_PROGRAMS.get(name)
-    if inside is not None and not _compat.is_namesake(eqn.primitive):
-        return not any(batched) and inside(eqn, seen)
+    if eqn.primitive is custom_jvp_call_p:
+        return not any(batched) and _custom_jvp(eqn, seen)
+    if facts_of(eqn.primitive).again:
+        return _can_pack_inside(eqn, batched, seen)
     check, may_differ = _how_it_acts(eqn.primitive)
     if check is None or (any(batched) and not may_differ):
         return False
@@ -207,3 +193,21 @@ def _can_pack(eqn: Any, batched: Sequence[bool], seen: _Rules) -> bool:
     if name in REDUCED and places[0] in eqn.params["axes"]:
         return eqn.invars[0].aval.dtype == jnp.bool_ or name in REDUCTIONS
     return all(check(eqn, at) for at in places or [0])
+
+
+def _can_pack_inside(eqn: Any, batched: Sequence[bool], seen: _Rules) -> bool:
+    """Whether `run_packed` computes each equation of the program that a call holds."""
+    program = flatten(_compat.close(eqn.params[body_parameter(eqn)]))
+    differs = dict.fromkeys(program.shapes, False)
+    differs.update(enumerate(batched))
+    for step in program.steps:
+        of_sizes = depends_on_sizes(step.eqn)
+        dense = [
+            not isinstance(i, Constant) and not has_symbols(program.shapes[i]) and differs[i]
+            for i in step.inputs
+        ]
+        if of_sizes and not _can_pack(step.eqn, dense, seen):
+            return False
+        own = of_sizes or any(differs[i] for i in step.used)
+        differs.update(dict.fromkeys(step.outputs, own))
+    return True

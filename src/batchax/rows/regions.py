@@ -6,20 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from batchax import _compat
-from batchax.engine import recording
 from batchax.engine.axis import AxisPosition, axis_to_front
 from batchax.engine.inner import batch_function
 from batchax.rows.index import pack_rows, pad_rows
 from batchax.rows.layouts import Layout, other_layout
-from batchax.rows.packed import Packed, PackedRows, run_packed
+from batchax.rows.packed import Packed, PackedRows, run_and_note
 from batchax.rows.packing import is_packable, ragged_axis
 from batchax.rows.padded import CannotPad, Row, run_equation
-from batchax.rows.sizes import Sizes, depends_on_sizes, has_symbols
+from batchax.rows.sizes import Sizes, has_symbols
 from batchax.rows.steps import Constant, Step, Steps
 
 
@@ -141,26 +139,9 @@ def _run_packed(values: _Values, region: Region) -> None:
             for v in step.inputs
         ]
         with _compat.user_source(eqn.source_info, outer_names), eqn.ctx.manager:
-            outs = _run_and_note(values.rows, eqn, operands)
+            outs = run_and_note(values.rows, eqn, operands)
         for number, out in zip(step.outputs, outs, strict=True):
             values.put(number, out, "packed")
-
-
-def _run_and_note(rows: PackedRows, eqn: Any, operands: Sequence[Packed]) -> list[Packed]:
-    if not (recording.is_on() and depends_on_sizes(eqn)):  # others are batched as in any program
-        return run_packed(rows, eqn, operands)
-    with recording.equation(rows.axis, eqn, list(map(_rows_along, operands)), False) as record:
-        recording.note(service="own", rule="rows.packed")
-        outs = run_packed(rows, eqn, operands)
-        record.out_axes = tuple(map(_rows_along, outs))
-        record.in_types = [jax.typeof(x.value) for x in operands]
-        record.out_types = [jax.typeof(x.value) for x in outs]
-    return outs
-
-
-def _rows_along(x: Packed) -> AxisPosition:
-    """The axis for the rows, or along which they are packed."""
-    return ragged_axis(x.shape) if x.axis is None else x.axis
 
 
 def _run_padded(values: _Values, region: Region, wanted: set[int], program: Steps) -> None:

@@ -11,8 +11,7 @@ from jax.extend.core import Literal
 
 from batchax import _compat
 from batchax.engine.interpreter import plan
-
-CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+from batchax.engine.primitive_facts import body_parameter, facts_of
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,8 @@ def flatten(program: _compat.ClosedJaxpr) -> Steps:
 
         for eqn, _ in plan(body.jaxpr):
             inputs = tuple(map(read, eqn.invars))
-            if eqn.primitive.name in CALLS:
-                inner = _compat.close(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"])
+            if facts_of(eqn.primitive).is_plain_call:
+                inner = _compat.close(eqn.params[body_parameter(eqn)])
                 outs = walk(inner, inputs, (eqn, *callers))
                 env.update(zip(eqn.outvars, outs, strict=True))
                 continue

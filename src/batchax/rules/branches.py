@@ -26,12 +26,15 @@ from batchax.engine.axis import Axis, AxisPosition, match_axis
 from batchax.engine.divergence import Branches, Placed
 from batchax.engine.inner import ANYWHERE, batch_inner, returning_alike
 from batchax.engine.interpreter import interpret
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_rule
 from batchax.engine.varying import varying_of
 from batchax.rules.hazards import hazards
 from batchax.rules.in_order import run_in_order
 from batchax.rules.in_place import masked, updated_operands
 from batchax.rules.masking import is_inexact, run_masked, spread
+
+enter("linear: cond")  # what its branches are is looked at
 
 
 @register_rule(cond_p)

@@ -17,8 +17,16 @@ from jax.extend.core import unmapped_aval
 from batchax import _compat
 from batchax.engine.axis import Axis, axis_to_front, expand_axis, move_axis
 from batchax.engine.fallback import one_after_another
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_rule
 from batchax.errors import UnsupportedError
+
+enter(
+    """
+    endless costly: io_callback pure_callback
+    : check debug_callback debug_print ffi_call inspect_sharding
+    """
+)
 
 _SEQUENTIAL = ("sequential", "sequential_unrolled")
 _AT_ONCE = ("expand_dims", "broadcast_all", "legacy_vectorized")

@@ -19,6 +19,7 @@ from batchax.engine import recording
 from batchax.engine.axis import Axis, AxisPosition, move_axis
 from batchax.engine.inner import ANYWHERE, batch_function, batch_inner
 from batchax.engine.interpreter import interpret
+from batchax.engine.primitive_facts import enter, facts_of
 from batchax.engine.registry import register_rule
 from batchax.engine.replay import program_behind, resolve
 from batchax.engine.varying import varying_of
@@ -28,26 +29,27 @@ from batchax.rules.sharding import batched_layout, batched_sharding
 
 Batched = tuple[list[Any], Sequence[AxisPosition]]
 
-# The parameter that holds the body of each kind of call. Most of these primitives are
-# not exported, or exist only once the module that owns them is imported.
-BODIES = {
-    "call": ("call_jaxpr",),
-    "closed_call": ("call_jaxpr",),
-    "compute_on": ("jaxpr",),
-    "core_call": ("call_jaxpr",),
-    "eval_jaxpr": ("call_jaxpr", "jaxpr"),
-    "program_order": ("call_jaxpr",),
-    "remat2": ("jaxpr",),
-    "xla_metadata_call": ("jaxpr",),
-}
+# Most of these primitives are not exported, or exist only once the module that owns them is
+# imported.
+CALLS = (
+    *enter("linear moderate: call closed_call core_call", body=("call_jaxpr",)),
+    *enter("linear moderate: eval_jaxpr", body=("call_jaxpr", "jaxpr")),
+    *enter("linear moderate again: remat2", body=("jaxpr",)),
+    *enter("linear moderate marked: compute_on xla_metadata_call", body=("jaxpr",)),
+    *enter("linear moderate marked: program_order", body=("call_jaxpr",)),
+)
+enter("linear moderate: jit", body=("jaxpr",))
+enter("linear moderate: composite")  # which promises more than its program does
+enter("endless costly: custom_vmap_call")  # what the rule of a user's will do is not known
+enter(": call_hi_primitive linear_call remat_opt run_state")
 
 
-def _call(name: str, holders: tuple[str, ...]) -> None:
+def _call(name: str) -> None:
     @register_rule(name)
     def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> Batched:
         primitive = _compat.find_primitive(name)
         assert primitive is not None
-        holder = next(h for h in holders if h in params)
+        holder = next(h for h in facts_of(primitive).body if h in params)
         body, varying = _compat.close(params[holder]), varying_of(args)
         body, out_axes = batch_inner(axis, body, axes, varying=varying)
         body, consts = _compat.hoist_constants(body)
@@ -56,8 +58,8 @@ def _call(name: str, holders: tuple[str, ...]) -> None:
         return primitive.bind(*consts, *args, **bound), out_axes
 
 
-for _name, _holders in BODIES.items():
-    _call(_name, _holders)
+for _name in CALLS:
+    _call(_name)
 
 
 @register_rule("jit")

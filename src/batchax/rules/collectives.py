@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition, shift_dims
 from batchax.engine.named_axes import as_names
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_rule
 from batchax.rules.lanes import Groups, over_all_lanes, take, times
 
@@ -29,8 +30,19 @@ REDUCTIONS: dict[str, tuple[Callable[..., Any], bool]] = {
     "pmin unreduced_pmin": (lax.reduce_min, False),
 }
 
-CASTS = "pvary preduced reduced_vary_cast vary_unreduced_cast"
-"""Primitives that only change what JAX knows of a value along mesh axes."""
+
+enter(
+    """
+    : axis_index pmax pmin psum psum_invariant unreduced_pmax unreduced_pmin unreduced_psum
+    """
+)
+CASTS = enter(
+    """
+    cast alias: pvary reduced_vary_cast
+    cast: preduced vary_unreduced_cast
+    """,
+    names="axes",
+)
 
 
 def _reducing_collective(
@@ -97,7 +109,7 @@ for _names, (_reduce, _adds_up) in REDUCTIONS.items():
         if (_primitive := _compat.find_primitive(_name)) is not None:
             _reducing_collective(_primitive, _reduce, _adds_up)
 
-for _name in CASTS.split():
+for _name in CASTS:
     if (_primitive := _compat.find_primitive(_name)) is not None:
         _cast(_primitive)
 

@@ -23,10 +23,19 @@ from batchax.engine.axis import (
     sharding_with_axis,
     shift_dims,
 )
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_rule
 from batchax.engine.rule_makers import matched
 
 Dimensions = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+
+
+enter(
+    """
+    total moderate: dot_general
+    : scaled_dot
+    """
+)
 
 
 @register_rule(lax.dot_general_p)

@@ -16,7 +16,10 @@ from jax import lax
 
 from batchax.engine.axis import Axis, sharding_with_axis
 from batchax.engine.inner import example_aval
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_rule
+
+enter(": conv_general_dilated")
 
 
 @register_rule(lax.conv_general_dilated_p)

@@ -18,6 +18,7 @@ from batchax.engine.axis import (
     match_axis,
     move_axis,
 )
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_rule
 from batchax.engine.rule_makers import (
     broadcasting,
@@ -26,19 +27,33 @@ from batchax.engine.rule_makers import (
     vectorized,
 )
 
-UNARY = """
-    abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz conj
-    convert_element_type copy cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor
-    from_edtype imag integer_pow is_finite lgamma log log1p log2 logistic name neg not
-    one_minus_square population_count real reduce_precision round rsqrt sign sin sinh sqrt
-    square stop_gradient tan tanh
-""".split()
-
-NARY = """
-    add and atan2 complex div eq eq_to ge gt igamma igamma_grad_a igammac le le_to lt lt_to
-    max min mul mulhi ne nextafter or polygamma polynomial pow regularized_incomplete_beta rem
-    shift_left shift_right_arithmetic shift_right_logical sub xor zeta
-""".split()
+UNARY = enter(
+    """
+    linear moderate alias: convert_element_type copy name stop_gradient
+    linear moderate: neg
+    linear: conj imag real reduce_precision
+    total moderate: atan cos erf is_finite logistic sign sin tanh
+    total: abs asinh cbrt ceil cosh erfc exp exp2 expm1 floor integer_pow round sinh square tan
+    moderate: not
+    : acos acosh asin atanh bessel_i0e bessel_i1e clz digamma erf_inv from_edtype lgamma log
+      log1p log2 one_minus_square population_count rsqrt sqrt
+    """,
+    elementwise=True,
+)
+NARY = enter(
+    """
+    linear moderate: add max min sub
+    linear: complex
+    total moderate: eq eq_to ge gt le le_to lt lt_to mul ne
+    moderate: and or
+    : atan2 div igamma igamma_grad_a igammac mulhi nextafter polygamma polynomial pow
+      regularized_incomplete_beta rem shift_left shift_right_arithmetic shift_right_logical
+      xor zeta
+    """,
+    elementwise=True,
+)
+enter("linear moderate: add_any clamp select_n", elementwise=True)
+enter(": bitcast_convert_type")
 
 for _names, _make in ((UNARY, vectorized), (NARY, broadcasting)):
     for _name in _names:

@@ -17,9 +17,18 @@ from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition, axis_to_front, broadcast_axis, move_axis
 from batchax.engine.fallback import one_after_another
 from batchax.engine.named_axes import as_names
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_rule
 from batchax.errors import AxisError, UnsupportedError
 from batchax.rules.lanes import Groups, axis_size, over_all_lanes, split_names, take, times
+
+enter(
+    """
+    : all_gather all_gather_invariant all_gather_reduced all_to_all precv psend ragged_all_to_all
+      reduce_scatter unreduced_reduce_scatter
+    """
+)
+enter(": pbroadcast pbroadcast_dynamic ppermute", names="axis_name")
 
 
 def _gathering(primitive: _compat.Primitive) -> None:

@@ -7,7 +7,10 @@ from typing import Any
 from jax import lax
 
 from batchax.engine.axis import Axis, move_axis
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_rule
+
+enter(": fft")
 
 
 @register_rule(lax.fft_p)

@@ -32,7 +32,16 @@ from batchax.engine.axis import (
     shift_dims,
     slot_after,
 )
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import Rule, register_rule
+
+enter(
+    """
+    linear: gather
+    linear combines: scatter-add scatter-sub
+    combines: scatter scatter-max scatter-min scatter-mul
+    """
+)
 
 
 @register_rule(lax.gather_p)

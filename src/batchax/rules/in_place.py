@@ -35,12 +35,12 @@ from batchax.engine.fallback import bind_equation
 from batchax.engine.inner import remembered, stage_function
 from batchax.engine.interpreter import plan
 from batchax.engine.own_primitives import stands_for
+from batchax.engine.primitive_facts import body_parameter, enter
 from batchax.engine.registry import register_own_rule
-from batchax.rules.calls import BODIES
+from batchax.rules.calls import CALLS
 from batchax.rules.hazards import is_endless
 from batchax.rules.links import (
     SCATTERS,
-    body_parameter,
     carried_inputs,
     kept_carries,
     kept_operands,
@@ -335,13 +335,14 @@ _PROGRAMS: dict[str, Callable[..., Sequence[Any]]] = {
     scan_p.name: _scan,
     cond_p.name: _cond,
     "jit": _jit,
-    **dict.fromkeys(BODIES, _call),
+    **dict.fromkeys(CALLS, _call),
 }
 
 
 # Whether a loop in a program goes on.
 
 some_live_p = _compat.Primitive("some_live")
+enter(": some_live")
 """``live & more``. Where lanes share `more` they go on together, as long as one is live."""
 
 

@@ -18,8 +18,17 @@ from jax.lax import linalg
 from batchax import _compat
 from batchax.engine.axis import Axis, move_axis
 from batchax.engine.inner import batch_function
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_rule
 from batchax.engine.rule_makers import leading, leading_rule
+
+enter(
+    """
+    : cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu
+      lu_pivots_to_permutation ormqr qr schur svd symmetric_product triangular_solve tridiagonal
+      tridiagonal_solve
+    """
+)
 
 RANKS = {
     "cholesky": (2,),

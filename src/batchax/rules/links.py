@@ -18,7 +18,7 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import cond_p, scan_p, while_p
 
 from batchax import _compat
-from batchax.rules.calls import BODIES
+from batchax.engine.primitive_facts import body_parameter, facts_of
 
 SCATTERS = frozenset(
     p.name
@@ -31,9 +31,6 @@ SCATTERS = frozenset(
         lax.scatter_max_p,
     )
 )
-# These keep the elements of an array in their order.
-_HANDS_ON = frozenset("copy copy_p expand_dims name squeeze".split())
-_MAY_HAND_ON = frozenset({"convert_element_type", "reshape"})
 
 # An array of fewer elements is as soon copied as its updates are dropped; so is one of which
 # an update writes a large part.
@@ -124,15 +121,14 @@ def carried_inputs(jaxpr: Any, n_consts: int, inputs: set[int]) -> set[int]:
 def links_of(eqn: Any) -> list[Link]:
     """The results of an equation that are an operand but for updates worth dropping."""
     name = eqn.primitive.name
-    if name in _HANDS_ON:
-        return [Link(0, 0, False)]
-    if name in _MAY_HAND_ON:
+    facts = facts_of(eqn.primitive)
+    if facts.alias:
         same_type = eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
         in_order = eqn.params.get("dimensions") is None
-        return [Link(0, 0, False)] if same_type and in_order else []
+        return [Link(0, 0, False)] if same_type and in_order and not facts.cast else []
     if name in SCATTERS or eqn.primitive is lax.dynamic_update_slice_p:
         return [Link(0, 0, True)] if _is_small_update(eqn) else []
-    find = _LINKS.get(name)
+    find = _of_call if facts.body else _LINKS.get(name)
     return [] if find is None else find(eqn)
 
 
@@ -172,14 +168,8 @@ def _of_call(eqn: Any) -> list[Link]:
     return [Link(source.input, k, source.updated) for k, source in kept.items()]
 
 
-def body_parameter(eqn: Any) -> str:
-    """The parameter of a call that holds its body."""
-    return next(name for name in BODIES.get(eqn.primitive.name, ("jaxpr",)) if name in eqn.params)
-
-
 _LINKS: dict[str, Callable[[Any], list[Link]]] = {
     while_p.name: _of_while,
     scan_p.name: _of_scan,
     cond_p.name: _of_cond,
-    **dict.fromkeys(["jit", *BODIES], _of_call),
 }

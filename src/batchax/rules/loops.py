@@ -19,6 +19,7 @@ from batchax.engine.axis import Axis, AxisPosition, lanes_vary_over, match_axis,
 from batchax.engine.divergence import Loop, Placed
 from batchax.engine.inner import ANYWHERE, batch_inner, batched_aval, remembered, returning
 from batchax.engine.interpreter import interpret
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_rule
 from batchax.engine.varying import (
     Varying,
@@ -57,6 +58,14 @@ def _scan(axis: Axis, args: Any, axes: Any, /, *, jaxpr: Any, **params: Any) -> 
     carry = _matched(axis, carry, carry_at, settled, body.in_avals[n_consts:])
     outs = scan_p.bind(*consts, *carry, *xs, jaxpr=body, **params)
     return outs, [*settled, *(None if a is None else a + 1 for a in ys_at)]
+
+
+enter(
+    """
+    linear costly: scan
+    endless costly: while
+    """
+)
 
 
 @register_rule(while_p)

@@ -32,10 +32,12 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition, axis_to_front, move_axis
 from batchax.engine.own_primitives import stands_for
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_own_rule
 from batchax.errors import UnsupportedError
 
 safe_lanes_p = _compat.Primitive("safe_lanes")
+enter("linear: safe_lanes")
 
 
 def safe_lanes(live: Any, x: Any, depth: int, fill: str = "donor") -> Any:

@@ -22,10 +22,14 @@ from batchax.engine.axis import (
     move_axis,
     shift_dims,
 )
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_rule
 from batchax.rules.contraction import batched_dimensions
 
 _ragged_dot_general_p: Any = _compat.find_primitive("ragged_dot_general")
+
+
+enter(": ragged_dot_general")
 
 
 @register_rule(_ragged_dot_general_p)

@@ -17,8 +17,17 @@ from jax import lax
 from batchax import _compat
 from batchax.engine.axis import Axis, axis_to_front, move_axis
 from batchax.engine.fallback import one_after_another
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import Rule, find_rule, register_rule
 from batchax.engine.rule_makers import broadcasting, leading_rule, vectorized
+
+enter(
+    """
+    : philox2x32 philox4x32 random_bits random_clone random_fold_in random_gamma random_seed
+      random_split random_unwrap random_wrap rng_bit_generator rng_uniform threefry2x32
+      threefry4x32 to_edtype
+    """
+)
 
 COUNTER_BASED = {"philox2x32", "philox4x32", "threefry2x32", "threefry4x32"}
 

@@ -11,14 +11,26 @@ from jax import lax
 from batchax import _compat
 from batchax.engine.axis import Axis, axis_to_front, match_axis, shift_dims
 from batchax.engine.interpreter import interpret
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_rule
 from batchax.engine.rule_makers import matched, reducing
 
-REDUCTIONS = """
-    argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
-""".split()
-
-CUMULATIVE = "cumlogsumexp cummax cummin cumprod cumsum".split()
+REDUCTIONS = enter(
+    """
+    linear moderate: reduce_sum
+    total moderate: argmax argmin reduce_max reduce_min
+    total: reduce_and reduce_or reduce_prod
+    : reduce_xor
+    """
+)
+CUMULATIVE = enter(
+    """
+    linear: cumsum
+    total: cummax cummin
+    : cumlogsumexp cumprod
+    """
+)
+enter("combines: reduce")
 
 
 def _cumulative(primitive: _compat.Primitive) -> None:

@@ -18,9 +18,13 @@ from jax import lax
 
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_rule
 from batchax.engine.rule_makers import vectorized
 from batchax.errors import AxisError, UnsupportedError
+
+enter(": addupdate broadcast_to freeze get new_ref swap")
+
 
 for _name in ("new_ref", "freeze"):
     if (_primitive := _compat.find_primitive(_name)) is not None:

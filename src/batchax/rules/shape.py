@@ -23,8 +23,25 @@ from batchax.engine.axis import (
     sharding_with_axis,
     shift_dims,
 )
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_rule
 from batchax.engine.rule_makers import common_position
+
+enter(
+    """
+    linear moderate: broadcast_in_dim concatenate device_put optimization_barrier pad rev split
+      stack tile transpose unstack
+    linear moderate alias: reshape squeeze
+    : dce_sink stage tie with_memory_space_constraint xla_metadata_value
+    """
+)
+# Without operands there is nothing to batch.
+enter(
+    """
+    linear moderate: dim_as_value iota
+    : after_all create_token empty empty2 platform_index
+    """
+)
 
 
 def _pass_on(name: str) -> None:

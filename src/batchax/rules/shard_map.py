@@ -13,9 +13,12 @@ from jax.sharding import PartitionSpec
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition, inserted
 from batchax.engine.interpreter import interpret
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_rule
 from batchax.errors import AxisError, UnsupportedError
 from batchax.rules.sharding import check_unused
+
+enter(": shard_map")
 
 
 @register_rule("shard_map")

@@ -10,8 +10,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition, inserted, sharding_with_axis
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_rule
 from batchax.errors import AxisError, UnsupportedError
+
+enter(
+    """
+    linear moderate: layout_constraint sharding_constraint
+    : reshard
+    """
+)
 
 
 @register_rule("sharding_constraint")

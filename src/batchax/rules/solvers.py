@@ -8,7 +8,10 @@ from jax import lax
 
 from batchax.engine.axis import Axis, match_axis
 from batchax.engine.inner import ANYWHERE, batch_inner
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_rule
+
+enter(": custom_linear_solve")
 
 
 @register_rule(lax.linear_solve_p)

@@ -10,8 +10,16 @@ from jax import lax
 
 from batchax import _compat
 from batchax.engine.axis import Axis, shift_dims
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_rule
 from batchax.engine.rule_makers import matched
+
+enter(
+    """
+    total: sort
+    : approx_top_k top_k
+    """
+)
 
 
 @register_rule(lax.sort_p)

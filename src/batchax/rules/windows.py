@@ -12,8 +12,17 @@ from jax import lax
 from batchax import _compat
 from batchax.engine.axis import Axis, inserted
 from batchax.engine.fallback import one_after_another
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_rule
 from batchax.engine.rule_makers import matched
+
+enter(
+    """
+    linear: reduce_window_sum
+    total: reduce_window_max reduce_window_min
+    combines: reduce_window select_and_gather_add select_and_scatter select_and_scatter_add
+    """
+)
 
 # What each parameter that has an entry per dimension says for the batch axis.
 ALONG_BATCH = {

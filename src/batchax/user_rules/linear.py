@@ -19,6 +19,7 @@ from batchax.engine.derivatives import tangents_of
 from batchax.engine.inner import batch_inner
 from batchax.engine.lasting import Lasting
 from batchax.engine.own_primitives import stands_for
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_own_rule
 from batchax.rules.pullback import pull_back
 
@@ -120,6 +121,9 @@ def _transpose(cotangents: Any, *operands: Any, forward: Any, transpose: Any, co
         out if ad.is_undefined_primal(x) else None
         for x, out in zip(operands, [*others, *outs], strict=True)
     ]
+
+
+enter(": linear_with_transpose")
 
 
 @register_own_rule(linear_p, may_name_axis=True)

@@ -8,14 +8,14 @@ import jax
 
 from batchax import _compat
 from batchax.engine.own_primitives import expanded
+from batchax.engine.primitive_facts import body_parameter
 from batchax.rows.padded import CannotPad, Operation, Row, padded_rule, run_padded
-from batchax.rows.padded_rules.inside import Moving, arrays, as_function, run_inside, staged
-from batchax.rules.calls import BODIES
+from batchax.rows.padded_rules.inside import Moving, arrays, as_function, bind_call, run_inside
 from batchax.user_rules.call import per_example
 from batchax.user_rules.linear import linear_with_transpose
 
 
-@padded_rule("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "composite")
+@padded_rule("composite", fact="is_plain_call")
 def _call(op: Operation, *rows: Row, **params: Any) -> Any:
     body = _compat.close(params.get("jaxpr") or params["call_jaxpr"])
     try:
@@ -24,15 +24,13 @@ def _call(op: Operation, *rows: Row, **params: Any) -> Any:
         raise error.within(op.eqn) from None
 
 
-@padded_rule("checkpoint", "remat2", "compute_on", "program_order", "xla_metadata_call")
+@padded_rule(fact="again")
+@padded_rule(fact="marked")
 def _kept_call(op: Operation, *rows: Row, **params: Any) -> Any:
     """A call that says something about its program, such as that reverse mode computes it again."""
-    holder = next(h for h in BODIES[op.eqn.primitive.name] if h in params)
     operands = Moving(rows)
-    body, values = staged(as_function(op, params[holder], operands), operands.values)
-    as_given = body if isinstance(params[holder], _compat.ClosedJaxpr) else body.jaxpr
-    primitive = op.eqn.primitive
-    return primitive.bind(*values, **primitive.get_bind_params({**params, holder: as_given}))
+    fun = as_function(op, params[body_parameter(op.eqn)], operands)
+    return bind_call(op.eqn, fun, operands.values)
 
 
 @padded_rule("remat_opt")

@@ -9,19 +9,19 @@ from jax import lax
 
 from batchax.rows.padded import Operation, Row, padded_rule
 from batchax.rows.sizes import is_symbolic
-from batchax.rules.elementwise import NARY, UNARY
+from batchax.rules.elementwise import UNARY
 from batchax.rules.masking import is_inexact
 
-_KEEP_FILL = frozenset("convert_element_type copy copy_p neg real stop_gradient abs sign".split())
+_KEEP_FILL = frozenset("convert_element_type copy neg real stop_gradient abs sign".split())
 
 
-@padded_rule(*UNARY, "copy_p", "reduced_vary_cast", "pvary")
+@padded_rule(*UNARY, "reduced_vary_cast", "pvary")
 def _unary(op: Operation, x: Row, **params: Any) -> Row:
     keeps_zero = op.eqn.primitive.name in _KEEP_FILL and x.fill is not None and x.fill == 0
     return op.result(op.bind(x.value), 0 if keeps_zero else None)
 
 
-@padded_rule(*NARY, "add_any", "clamp", "select_n", "random_gamma_grad", fact="elementwise")
+@padded_rule(fact="elementwise")
 def _nary(op: Operation, *rows: Row, **params: Any) -> Any:
     return op.bind(*(spread(op, row) for row in rows))
 

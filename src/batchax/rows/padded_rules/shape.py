@@ -29,7 +29,7 @@ def _iota(op: Operation, **params: Any) -> Any:
     return op.bind()
 
 
-@padded_rule("transpose", "squeeze", "expand_dims")
+@padded_rule("transpose", "squeeze")
 def _rearranged(op: Operation, x: Row, **params: Any) -> Row:
     return op.result(op.bind(x.value), x.fill)
 

@@ -1,0 +1,177 @@
+"""What is said of primitives: of all of them, once, and it is true."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core.primitives import scan_p
+
+import batchax as bx
+from batchax._compat import find_primitive
+from batchax.engine.primitive_facts import UNKNOWN, Facts, enter, facts_of, has_entry
+from test_primitives import JAX_ONLY
+
+from support.every_rule import RULES
+from support.oracle import same
+
+# In a process of its own: other tests and libraries add primitives to JAX's tables.
+LISTED = """
+import json
+import batchax
+from batchax import _compat
+from batchax.engine.primitive_facts import facts_of, has_entry
+from batchax.programs.prices import has_price
+found = _compat.primitives_by_name()
+print(json.dumps({
+    "without entry": [n for n, p in found.items() if not has_entry(p)],
+    "without price": [n for n, p in found.items() if not has_price(p) and not facts_of(p).body],
+}))
+"""
+
+# What these cost depends on more than their operands: on programs inside, or on who takes part.
+PRICED_OTHERWISE = set(
+    """
+    bounded_loop call_hi_primitive call_hi_primitive_linearized chunk_loop cond
+    custom_batched_call custom_jvp_call custom_lin custom_linear_solve custom_vjp_call
+    custom_vmap_call linear_with_transpose parting_loop remat_opt scan shard_map while
+    check debug_callback debug_print ffi_call inspect_sharding io_callback pure_callback
+    pmax pmin psum psum_invariant reduce_scatter unreduced_pmax unreduced_pmin unreduced_psum
+    unreduced_reduce_scatter
+    follow safe_lanes scaled_dot some_live
+    """.split()
+)
+
+
+@pytest.fixture(scope="module")
+def listed():
+    """Primitives of the installed JAX of which something has not been said."""
+    out = subprocess.run([sys.executable, "-c", LISTED], check=True, capture_output=True).stdout
+    return json.loads(out)
+
+
+def test_every_primitive_has_an_entry(listed):
+    assert set(listed["without entry"]) <= JAX_ONLY
+
+
+def test_every_primitive_has_a_price(listed):
+    assert set(listed["without price"]) <= JAX_ONLY | PRICED_OTHERWISE
+
+
+PROGRAMS = {name: program for programs in RULES.values() for name, program in programs.items()}
+SAID = {name: facts_of(find_primitive(name)) for name in PROGRAMS if find_primitive(name)}
+NUMERIC = [
+    name
+    for name, said in SAID.items()
+    if (said.linear or said.total)
+    and not (said.body or said.costly or said.names)
+    and name not in ("cond", "layout_constraint", "sharding_constraint", "device_put", "name")
+    and any(jnp.issubdtype(t.dtype, jnp.inexact) for t in PROGRAMS[name][1:])
+]
+
+
+def one_example(name, value):
+    """The program of a primitive for one example, and operands of which `value` makes numbers."""
+    fun, *types = PROGRAMS[name]
+    types = [jax.ShapeDtypeStruct(t.shape[1:], t.dtype) for t in types]
+    operands = [
+        value(i, t) if jnp.issubdtype(t.dtype, jnp.inexact) else jnp.zeros(t.shape, t.dtype)
+        for i, t in enumerate(types)
+    ]
+    return fun, operands
+
+
+def test_of_what_is_linear_a_zero_cotangent_stays_zero():
+    names = [name for name in NUMERIC if SAID[name].linear]
+    assert len(names) > 25
+
+    def pulled_back(name):
+        fun, xs = one_example(name, lambda i, t: jnp.full(t.shape, jnp.nan, t.dtype))
+        floats = [i for i, x in enumerate(xs) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        def of_floats(*given):
+            full = dict(enumerate(xs)) | dict(zip(floats, given, strict=True))
+            outs = jax.tree.leaves(fun(*full.values()))
+            return [y for y in outs if jnp.issubdtype(y.dtype, jnp.inexact)]
+
+        outs, pull = jax.vjp(of_floats, *(xs[i] for i in floats))
+        return pull(jax.tree.map(jnp.zeros_like, outs))
+
+    zeros = jax.jit(lambda: {name: pulled_back(name) for name in names})()
+    for name, cotangents in zeros.items():
+        for ct in jax.tree.leaves(cotangents):
+            assert not np.any(np.asarray(ct)), name
+
+
+def test_what_is_total_makes_no_nan_of_numbers():
+    assert len(NUMERIC) > 50
+    for name in NUMERIC:
+        for scale in (1e-30, 1.0, 1e15):
+            numbers = lambda i, t, s=scale: jnp.asarray(
+                s * np.random.default_rng(i).normal(size=t.shape), t.dtype
+            )
+            fun, xs = one_example(name, numbers)
+            for y in jax.tree.leaves(jax.jit(fun)(*xs)):
+                if jnp.issubdtype(y.dtype, jnp.inexact):
+                    assert not np.any(np.isnan(np.asarray(y))), (name, scale)
+
+
+def test_what_is_elementwise_acts_on_each_element():
+    for name, said in SAID.items():
+        if not said.elementwise or name not in PROGRAMS:
+            continue
+        fun, *types = PROGRAMS[name]
+        shapes = {t.shape[1:] for t in types}
+        out = jax.eval_shape(fun, *(jax.ShapeDtypeStruct(t.shape[1:], t.dtype) for t in types))
+        assert shapes == {out.shape}, name
+
+
+def test_tables():
+    names = enter("linear total: t1 t2\n t3\n : t4", names="axes")
+    assert names == ("t1", "t2", "t3", "t4")
+    p, q = (jax.extend.core.Primitive(n) for n in ("t3", "t4"))
+    assert facts_of(p) == Facts(linear=True, total=True, names="axes")
+    assert has_entry(q)
+    assert facts_of(q) == Facts(names="axes")
+    assert facts_of(jax.extend.core.Primitive("t5")) is UNKNOWN
+    assert facts_of(jax.extend.core.Primitive("scan")) is UNKNOWN  # not that one
+    assert facts_of(scan_p).costly
+    with pytest.raises(TypeError, match="linaer"):
+        enter("linaer: t6")
+
+
+# --- a program that is computed again in reverse: one kind of call among others ------------------
+
+ROWS = [np.arange(1.0, n + 1, dtype=np.float32) / 3 for n in (3, 1, 4)]
+
+
+def of_a_row(row, c):
+    """Reductions of a row, values that differ between rows, its size, and a call inside."""
+    scaled = jax.jit(lambda row: row * c)(row)
+    total = (row * scaled).sum() + row.shape[0]
+    return jnp.sin(scaled), total, jnp.exp(row - row.max()).sum()
+
+
+@pytest.mark.parametrize("layout", ["auto", "packed", "padded"])
+def test_a_checkpointed_reduction_over_rows_packs(layout):
+    c, again = jnp.arange(3.0), jax.checkpoint(of_a_row)
+    rows = bx.Ragged.from_rows(ROWS)
+    whole, *numbers = jax.jit(bx.vmap(again, layout=layout))(rows, c)
+    totals = lambda f: (
+        lambda d, n: sum(x.sum() for x in bx.vmap(f, layout=layout)(bx.Ragged(d, n, 4), c)[1:])
+    )
+    lengths = jnp.asarray([3, 1, 4])
+    gradient = jax.jit(jax.grad(totals(again)))(rows.data, lengths)
+    same(gradient, jax.jit(jax.grad(totals(of_a_row)))(rows.data, lengths), dict(rtol=1e-5))
+    for i, row in enumerate(ROWS):
+        expected = of_a_row(row, c[i])
+        same((whole.rows()[i], *(x[i] for x in numbers)), expected, dict(rtol=1e-5))
+    assert "remat" in str(jax.make_jaxpr(jax.grad(totals(again)))(rows.data, lengths))
+    if layout == "auto":
+        explained = bx.explain(again, compile=False)(rows, c)
+        assert {e.rule for e in explained.walk() if e.primitive.startswith("reduce")} == {
+            "rows.packed"
+        }
