@@ -75,17 +75,23 @@ def user_source(source_info: Any, outer_name_stack: Any) -> AbstractContextManag
     )
 
 
-def user_line(source_info: Any) -> str:
-    """`file:line (function)` of the user's code that made an equation."""
+def user_line(source_info: Any, running: bool = False) -> str:
+    """`file:line (function)` of the user's code that made an equation.
+
+    Where there is none: "", or, if `running`, the line that is running now.
+    """
     line = source_info_util.summarize(source_info)
-    if line:
+    if line or not running:
         return line
     frame = _calling_frame()
     return f"{frame.filename}:{frame.lineno} ({frame.name})" if frame else ""
 
 
 def user_file_and_line(source_info: Any) -> tuple[str, int]:
-    """File and line of the user's code that made an equation, as warnings are filed under."""
+    """File and line of the user's code that made an equation, as warnings are filed under.
+
+    Where there is none, of the line that is running now.
+    """
     frame = user_frame(source_info.traceback)
     if frame is not None:
         return frame.file_name, frame.start_line

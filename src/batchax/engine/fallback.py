@@ -53,10 +53,10 @@ def run_without_rule(
         )(*operands)
         return [x for x, _ in found], [position for _, position in found]
 
+    line = _compat.user_line(eqn.source_info, running=True)
     warnings.warn_explicit(
-        f"the primitive `{primitive}` at {_compat.user_line(eqn.source_info)} has no batching "
-        f"rule: it runs for the {axis.size} lanes one after another. Give it a rule with "
-        "@batchax.register_rule to run them together.",
+        f"the primitive `{primitive}` at {line} has no batching rule: it runs for the {axis.size} "
+        "lanes one after another. Give it a rule with @batchax.register_rule to run them together.",
         SequentialFallbackWarning,
         *_compat.user_file_and_line(eqn.source_info),
         registry=_warned,

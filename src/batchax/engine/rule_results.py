@@ -127,7 +127,7 @@ def run_rule(
       ArgumentTypeError: it returned something of the wrong form.
       AxisError: it returned arrays that do not fit.
     """
-    line = _compat.user_line(_compat.current_source())
+    line = _compat.user_line(_compat.current_source(), running=True)
     if types is None:
         types = _types_for_one(axis, primitive, args, axes, params)
     of = f"the batching rule of the primitive `{primitive}`" + (f" (at {line})" if line else "")
