@@ -13,7 +13,7 @@ from support.oracle import same
 
 VMAPS = pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap], ids=["bx", "jax"])
 like = jax.core.ShapedArray
-X = jnp.arange(6.0).reshape(3, 2)
+X = jnp.arange(6, dtype=jnp.float32).reshape(3, 2)
 
 
 def with_rule(rule, several=False):
@@ -126,8 +126,8 @@ def test_what_fits_has_the_type_of_one_example(vmap):
     for rule, expected in (
         (lambda axis, args, axes: (args[0].T, -1), X),
         (lambda axis, args, axes: (args[0], np.int64(axes[0])), X),
-        (lambda axis, args, axes: (np.ones((3, 2), np.float32), 0), jnp.ones((3, 2))),
-        (lambda axis, args, axes: (jnp.full((3, 2), 2.0), 0), jnp.full((3, 2), 2.0)),
+        (lambda axis, args, axes: (np.ones((3, 2), np.float32), 0), X * 0 + 1),
+        (lambda axis, args, axes: (jnp.full((3, 2), 2.0, X.dtype), 0), X * 0 + 2),
     ):
         got = vmap(with_rule(rule))(X)
         same(got, expected)

@@ -183,7 +183,7 @@ def test_rows(layout):
         y = hypot_p.bind(cubed_p.bind(row), jnp.reshape(c, (1,)))
         return y, norm_p.bind(y, axes=(0,)), norm_p.bind(jnp.stack([y, 2 * y]), axes=(0,)).sum()
 
-    rows, c = bx.Ragged.from_rows(ROWS), jnp.arange(4.0)
+    rows, c = bx.Ragged.from_rows(ROWS), jnp.arange(4, dtype=jnp.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         whole, norms, sums = jax.jit(bx.vmap(f, layout=layout))(rows, c)
