@@ -47,6 +47,7 @@ FUNCTIONS = {
     "a network, pooled": lambda x: jax.nn.gelu(x @ WEIGHTS).mean(0),
     "activations with rules": lambda x: (jax.nn.relu(x) + jax.nn.softplus(x)).sum(0),
     "a rule that looks at the row": lambda x: norm_in_derivative(x).sum(0),
+    "a rule in a rule, without end": lambda x: jnp.sinc(x - x[:1]),
     "normalised features": lambda x: (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True),
     "centred": lambda x: x - x.mean(0),
     "reductions of all kinds": several,

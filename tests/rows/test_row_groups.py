@@ -299,6 +299,21 @@ def test_traced_lengths_are_refused_with_what_to_do():
         jax.jit(grouped(lambda x: x.sum()))(rows())
 
 
+@pytest.mark.parametrize("layout", ["auto", "packed", "padded"])
+def test_a_reference_of_the_size_of_a_row_is_refused_or_grouped(layout):
+    def fun(x):
+        ref = jax.new_ref(x * 2.0)
+        ref[0] = 7.0
+        return ref[...]
+
+    batched = bx.vmap(fun, layout=layout)
+    with pytest.raises(bx.UnsupportedError, match=r"(?s)`new_ref`.*lengths are traced here"):
+        jax.jit(batched)(jax.tree.map(jnp.asarray, rows()))
+    got = with_known_lengths(batched)(rows())
+    for mine, row in zip(got.rows(), rows().rows(), strict=True):
+        np.testing.assert_array_equal(mine, (row * 2).at[0].set(7))
+
+
 def test_what_a_function_raises_for_a_length_no_row_has_does_not_matter():
     def fun(x):
         assert len(x) <= 5, "too long"

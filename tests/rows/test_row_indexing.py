@@ -24,6 +24,7 @@ READS = {
     "places, clipped": lambda x: x.at[PLACES + 1].get(mode="clip"),
     "a fixed place that some rows lack": lambda x: x.at[3].get(mode="fill", fill_value=0.5),
     "a place far out": lambda x: x.at[jnp.array(9)].get(),
+    "a column far out": lambda x: (x[:, jnp.array(7)], x.T[jnp.array(-9)]),
     "the greatest": lambda x: x[jnp.argmax(x[:, 0])],
     "the greatest of each column": lambda x: jnp.take_along_axis(
         x, jnp.argmax(x, 0, keepdims=True), 0

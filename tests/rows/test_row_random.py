@@ -43,6 +43,19 @@ def test_bits_are_those_of_the_row_alone(shape):
     check(of_each_width, KEYS, ragged(3), derivatives=False)
 
 
+@pytest.mark.parametrize("layout", ["auto", "packed"])
+def test_draws_do_not_depend_on_the_layout(layout):
+    def run(key, x):
+        shared = jax.random.bits(jax.random.key(1), x.shape)
+        return (
+            jnp.sin(x) * jax.random.uniform(key, x.shape),
+            shared,
+            data_of(jax.random.split(key, x.shape[0])),
+        )
+
+    check_rows(run, KEYS, ragged(3), layout=layout, derivatives=False)
+
+
 @pytest.mark.parametrize("shape", ["(n,)", "(n, 3)", "(3, n)"])
 def test_keys_split_by_the_row_are_those_of_the_row_alone(shape):
     def split(key, x):

@@ -16,6 +16,7 @@ from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
 
 FILL_OR_DROP = lax.GatherScatterMode.FILL_OR_DROP
+CLIP = lax.GatherScatterMode.CLIP
 IN_BOUNDS = lax.GatherScatterMode.PROMISE_IN_BOUNDS
 
 
@@ -30,11 +31,14 @@ def _gather(
     mode: Any,
     **params: Any,
 ) -> Any:
+    if mode == IN_BOUNDS and np.ndim(indices.value) == 1:
+        # `x[i]`: of a row alone JAX stages a dynamic slice, which keeps inside in reverse, too.
+        mode = CLIP
     indexed = dimension_numbers.start_index_map
     sizes = [slice_sizes[axis] for axis in indexed]
     rooms = [x.shape[axis] - size for axis, size in zip(indexed, sizes, strict=True)]
     if not has_symbols([*indices.shape, *(x.shape[axis] for axis in indexed)]):
-        out = op.bind(x.value, indices.value)
+        out = op.bind(x.value, indices.value, mode=mode)
         pairs = zip(x.shape, slice_sizes, strict=True)
         if any(is_symbolic(own) and own != dim for own, dim in pairs):
             return op.cut(out, op.out_shape)
