@@ -120,5 +120,11 @@ constraints:
 	sh tools/freeze.sh 3.12 > constraints/py312.new && mv constraints/py312.new constraints/py312.txt
 	sh tools/freeze.sh 3.13 > constraints/py313.new && mv constraints/py313.new constraints/py313.txt
 
+# SEED= draws the same programs again.
+SEED ?= 0
+fuzz: .venv/ready
+	cd tests && ../.venv/bin/python -m fuzz --kind dense --count $(N) --seed $(SEED)
+	cd tests && ../.venv/bin/python -m fuzz --kind ragged --count $$(($(N) / 2)) --seed $(SEED)
+
 clean:
 	rm -rf .venv .venv312 .venv-newest out .cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Random programs against the loop over the examples; ``python -m fuzz`` in `tests/`."""

@@ -1,0 +1,517 @@
+"""What a program gives batched, and what it gives example after example."""
+
+import functools
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import batchax as bx
+
+from fuzz.evaluate import Endless, evaluate, evaluate_one
+from fuzz.programs import HELPERS, PRELUDE, Program
+
+OUTER = 2  # lanes of a vmap around
+
+
+class Discarded(Exception):
+    """A program that says nothing: it has no meaning alone, or JAX's vmap refuses it, too."""
+
+
+class Found(AssertionError):
+    """A difference, or an error where there should be none."""
+
+    def __init__(self, signature: str, text: str) -> None:
+        super().__init__(text)
+        self.signature = signature
+
+
+@dataclass
+class Case:
+    """A program, and one way to run it.
+
+    rounded: whether arguments are whole numbers, of which many are equal.
+    in_axes: for each argument an int or None.
+    out_axes: for each result an int, "bx.AUTO", or a reduction's name.
+    options: further arguments of `bx.vmap`, as text.
+    around: the text of a vmap around, with a hole for the batched function.
+    engine: "staged" (evaluated operation by operation), "jit" or "eager".
+    mode: "values", "jvp", "vjp" or "jvp of vjp".
+    inner: what `vmap` means inside the program.
+    """
+
+    program: Program
+    lanes: int
+    seed: int
+    rounded: bool
+    in_axes: list[int | None]
+    out_axes: list[Any]
+    options: list[str]
+    around: str
+    engine: str
+    mode: str
+    inner: str
+
+    @property
+    def nested(self):
+        return self.around != "{}"
+
+    @property
+    def loose(self):
+        return self.program.loose
+
+    def batched(self, vmap="bx.vmap"):
+        """The batched function, as text."""
+        out_axes = [f'bx.Reduce("{a}")' if a in REDUCTIONS else a for a in self.out_axes]
+        text = f"{vmap}(f, in_axes=({_listed(self.in_axes)}), out_axes=({_listed(out_axes)})"
+        if self.program.named:
+            text += ', axis_name="i"'
+        text += "".join(f", {o}" for o in self.options if vmap == "bx.vmap") + ")"
+        return self.around.format(text)
+
+    def arguments(self):
+        """Text that makes the arguments."""
+        lines = [f"rng = np.random.default_rng({self.seed})", "args = ["]
+        for t, axis in zip(self.program.arguments, self.in_axes, strict=True):
+            shape = list(t.shape)
+            if axis is not None:
+                shape.insert(axis if axis >= 0 else axis + len(shape) + 1, self.lanes)
+            shape = ([OUTER] if self.nested else []) + shape
+            lines.append(f"    {array_text(t.dtype, tuple(shape), self.seed, self.rounded)},")
+        return "\n".join([*lines, "]"])
+
+    def script(self):
+        """A program that can be pasted."""
+        helpers = "\n".join(HELPERS[h] for h in self.program.helpers)
+        run = RUNS[self.mode]
+        compiled = "print(jax.jit(lambda args: run(batched, args))(args))"
+        parts = [PRELUDE, f"vmap = {self.inner}\n", helpers, self.program.source]
+        parts += [self.arguments() + "\n", f"batched = {self.batched()}", run]
+        parts.append("print(run(batched, args))" if self.engine == "eager" else compiled)
+        if self.mode == "values" and not self.nested and not self.program.named:
+            parts.append(ALONE.format(axes=self.in_axes, lanes=self.lanes))
+        else:
+            parts.append(f"batched = {self.batched('jax.vmap')}")
+            parts.append(compiled)
+        return "\n".join(part for part in parts if part)
+
+
+# What is refused by name, as documented.
+REFUSALS = ["inside a loop or branch needs all lanes at once, which chunks do not have"]
+
+REDUCTIONS = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
+
+RUNS = {
+    "values": "def run(f, args):\n    return f(*args)\n",
+    "jvp": """\
+def run(f, args):
+    floats = [k for k, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    fixed = lambda *xs: f(*[xs[floats.index(k)] if k in floats else x for k, x in enumerate(args)])
+    points = [args[k] for k in floats]
+    return jax.jvp(fixed, points, [jnp.cos(x) for x in points])
+""",
+    "vjp": """\
+def run(f, args):
+    floats = [k for k, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    fixed = lambda *xs: [
+        y
+        for y in f(*[xs[floats.index(k)] if k in floats else x for k, x in enumerate(args)])
+        if jnp.issubdtype(y.dtype, jnp.inexact)
+    ]
+    outs, pull = jax.vjp(fixed, *[args[k] for k in floats])
+    return pull([jnp.cos(y) for y in outs])
+""",
+}
+RUNS["jvp of vjp"] = (
+    RUNS["vjp"].replace("def run", "def pulled")
+    + """\
+
+
+def run(f, args):
+    points = [x for x in args if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    def of_floats(*xs):
+        xs = iter(xs)
+        return pulled(
+            f, [next(xs) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in args]
+        )
+
+    return jax.jvp(of_floats, points, [jnp.cos(x) for x in points])
+"""
+)
+
+ALONE = """\
+for i in range({lanes}):
+    lane = lambda x, a: x if a is None else x[(slice(None),) * (a % x.ndim) + (i,)]
+    print(i, jax.jit(f)(*map(lane, args, {axes})))
+"""
+
+
+def _listed(texts):
+    return "".join(f"{t}, " for t in texts).strip()
+
+
+def array_text(dtype, shape, seed, rounded=False):
+    """Text that makes an array of random numbers."""
+    if dtype == "key":
+        if not shape:
+            return f"jax.random.key({seed})"
+        return f"jax.random.split(jax.random.key({seed}), {shape})"
+    if dtype == "bool":
+        return f"jnp.asarray(rng.integers(0, 2, {shape}) > 0)"
+    if dtype.startswith("int"):
+        return f'jnp.asarray(rng.integers(-1, 4, {shape}), "{dtype}")'
+    values = f"rng.normal(size={shape})"
+    if dtype.startswith("complex"):
+        values += f" + 1j * rng.normal(size={shape})"
+    if rounded:
+        values = f"np.round({values})"
+    return f'jnp.asarray({values}, "{dtype}")'
+
+
+def is_inexact(x):
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def namespace(case, vmap):
+    names = {"jax": jax, "jnp": jnp, "np": np, "lax": lax, "bx": bx, "vmap": vmap}
+    for helper in case.program.helpers:
+        exec(HELPERS[helper], names)
+    exec(case.program.source, names)
+    return names
+
+
+def derived(f, mode):
+    """A function of arguments, directions and cotangents: results, and their derivatives."""
+
+    def run(args, tangents, cotangents):
+        floats = [k for k, x in enumerate(args) if is_inexact(x)]
+
+        def of_floats(*points):
+            full = list(args)
+            for k, x in zip(floats, points, strict=True):
+                full[k] = x
+            outs = f(*full)
+            return [y for y in outs if is_inexact(y)], [y for y in outs if not is_inexact(y)]
+
+        points = [args[k] for k in floats]
+        if mode == "values":
+            return [*of_floats(*points), [], []]
+        if mode == "jvp":
+            ys, dots, others = jax.jvp(of_floats, points, tangents, has_aux=True)
+            return [ys, others, dots, []]
+        ys, pull, others = jax.vjp(of_floats, *points, has_aux=True)
+        if mode == "vjp":
+            return [ys, others, [], list(pull(cotangents))]
+
+        def pulled(*points):
+            return jax.vjp(of_floats, *points, has_aux=True)[1](cotangents)
+
+        return [ys, others, [], list(jax.jvp(pulled, points, tangents)[1])]
+
+    return run
+
+
+def quietly(judged):
+    """Without warnings, which the example alone would give as well."""
+
+    @functools.wraps(judged)
+    def call(case):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            judged(case)
+
+    return call
+
+
+@quietly
+def judge(case):
+    """Raises `Found` if the case is batched differently than it runs alone."""
+    alone = namespace(case, jax.vmap)
+    exec(case.arguments(), alone)
+    args = alone["args"]
+    rng = np.random.default_rng(case.seed + 1)
+    floats = [t for t in case.program.outputs if t.inexact]
+    tangents = [direction(x.shape, x.dtype, rng) for x in args if is_inexact(x)]
+    cotangents = [
+        direction(_batched_shape(case, t, a), t.dtype, rng)
+        for t, a in zip(case.program.outputs, case.out_axes, strict=True)
+        if t in floats
+    ]
+    if case.mode == "values":
+        tangents, cotangents = [], []
+    expected = one_by_one(case, alone["f"], args, tangents, cotangents)
+    got = batched(case, args, tangents, cotangents)
+    problem = difference(got, expected, case.loose)
+    if problem is None:
+        return
+    if problem.kind == "values" and ill_conditioned(
+        case, alone["f"], args, tangents, cotangents, expected, problem
+    ):
+        raise Discarded("ill-conditioned")
+    if case.engine == "staged":
+        again = batched(case, args, tangents, cotangents, engine="jit")
+        if difference(again, expected, case.loose) is None:
+            raise Found("evaluator", f"evaluator: {problem.text}\n\n{case.script()}")
+    theirs = ""
+    if not case.nested or "jax.vmap" in case.around:
+        try:
+            other = batched(case, args, tangents, cotangents, engine="jit", vmap="jax.vmap")
+            also = difference(other, expected, case.loose)
+            theirs = "jax.vmap is right" if also is None else "jax.vmap: " + also.text
+        except Exception as error:
+            theirs = f"jax.vmap raises {type(error).__name__}"
+    where = f"{problem.kind} of {problem.what} {case.mode} {' '.join(case.options)}"
+    raise Found(where, f"{problem.text}; {theirs}\n\n{case.script()}")
+
+
+def direction(shape, dtype, rng):
+    x = rng.normal(size=shape)
+    if np.dtype(dtype).kind == "c":
+        x = x + 1j * rng.normal(size=shape)
+    return np.asarray(x, dtype)
+
+
+def _batched_shape(case, kind, axis):
+    shape = list(kind.shape)
+    if axis not in REDUCTIONS:
+        axis = 0 if axis == "bx.AUTO" else axis
+        shape.insert(axis if axis >= 0 else axis + len(shape) + 1, case.lanes)
+    return tuple([OUTER] if case.nested else []) + tuple(shape)
+
+
+def one_by_one(case, f, args, tangents, cotangents):
+    """What the loop over examples gives, arranged as a batched function's results are."""
+    if not case.nested:
+        return _one_batch(case, f, args, tangents, cotangents)
+    rounds = [
+        _one_batch(case, f, *([x[o] for x in xs] for xs in (args, tangents, cotangents)))
+        for o in range(OUTER)
+    ]
+    return jax.tree.map(lambda *xs: _stacked(xs, 0), *rounds)
+
+
+def _one_batch(case, f, args, tangents, cotangents):
+    n = case.lanes
+    floats = [k for k, x in enumerate(args) if is_inexact(x)]
+    float_axes = [case.in_axes[k] for k in floats]
+    outs = list(zip(case.program.outputs, case.out_axes, strict=True))
+    cotangent_axes = [a for t, a in outs if t.inexact]
+    other_axes = [a for t, a in outs if not t.inexact]
+
+    def lanes_of(x, axis):
+        if axis is None or axis == "sum":
+            return [x] * n
+        if axis == "mean":
+            return [x / n] * n
+        return [_lane(x, i, axis) for i in range(n)]
+
+    lanes = [
+        jax.tree.leaves(example)
+        for example in zip(
+            zip(*[lanes_of(x, a) for x, a in zip(args, case.in_axes, strict=True)], strict=True),
+            zip(*[lanes_of(x, a) for x, a in zip(tangents, float_axes, strict=True)], strict=True)
+            if tangents
+            else [()] * n,
+            zip(
+                *[lanes_of(x, a) for x, a in zip(cotangents, cotangent_axes, strict=True)],
+                strict=True,
+            )
+            if cotangents
+            else [()] * n,
+            strict=True,
+        )
+    ]
+    counts = len(args), len(args) + len(tangents)
+    run = derived(f, case.mode)
+
+    def flat(*xs):
+        return run(xs[: counts[0]], list(xs[counts[0] : counts[1]]), list(xs[counts[1] :]))
+
+    try:
+        env = [("i", n)] if case.program.named else []
+        staged, shapes = jax.make_jaxpr(flat, axis_env=env, return_shape=True)(*lanes[0])
+        results = evaluate(staged, lanes)
+    except Endless:
+        raise Discarded("endless") from None
+    except Exception as error:
+        text = str(error).splitlines()[:1]
+        raise Discarded(f"alone: {type(error).__name__}: {text}") from error
+    structure = jax.tree.structure(shapes)
+    columns = jax.tree.unflatten(structure, [list(c) for c in zip(*results, strict=True)])
+    ys, others, dots, pulled = columns
+
+    def place(column, axis):
+        if axis == "bx.AUTO":
+            return np.stack(column) if not _is_key(column[0]) else jnp.stack(column)
+        if axis in REDUCTIONS:
+            return np.asarray(REDUCTIONS[axis](np.stack(column), 0))
+        return _stacked(column, axis)
+
+    def dot(column, axis):
+        return (
+            np.asarray(REDUCTIONS[axis](np.stack(column), 0))
+            if axis in REDUCTIONS
+            else (_stacked(column, axis))
+        )
+
+    def back(column, axis):
+        return np.asarray(sum(column)) if axis is None else _stacked(column, axis)
+
+    return [
+        [place(c, a) for c, a in zip(ys, cotangent_axes, strict=True)],
+        [place(c, a) for c, a in zip(others, other_axes, strict=True)],
+        [dot(c, a) for c, a in zip(dots, cotangent_axes, strict=True)] if dots else [],
+        [back(c, a) for c, a in zip(pulled, float_axes, strict=True)] if pulled else [],
+    ]
+
+
+def _is_key(x):
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _stacked(xs, axis):
+    return jnp.stack(list(xs), axis) if _is_key(xs[0]) else np.stack(xs, axis)
+
+
+def _lane(x, i, axis):
+    return x[(slice(None),) * (axis % x.ndim) + (i,)]
+
+
+def batched(case, args, tangents, cotangents, engine=None, vmap="bx.vmap"):
+    """What the batched function gives."""
+    engine = engine or case.engine
+    names = namespace(case, eval(case.inner) if vmap == "bx.vmap" else jax.vmap)
+    try:
+        with warnings.catch_warnings():
+            strict()
+            fun = eval(case.batched(vmap), names)
+            run = derived(fun, case.mode)
+            if engine == "eager":
+                return run(args, tangents, cotangents)
+            if engine == "jit":
+                return jax.jit(run)(args, tangents, cotangents)
+            operands, structure = jax.tree.flatten((args, tangents, cotangents))
+            flat = lambda *xs: run(*jax.tree.unflatten(structure, xs))
+            staged, shapes = jax.make_jaxpr(flat, return_shape=True)(*operands)
+            return jax.tree.unflatten(jax.tree.structure(shapes), evaluate_one(staged, operands))
+    except Exception as error:
+        if vmap == "jax.vmap":
+            raise
+        for refusal in REFUSALS:
+            if refusal in str(error):
+                raise Discarded(f"refused: {refusal}") from error
+        try:
+            batched(case, args, tangents, cotangents, engine="staged", vmap="jax.vmap")
+        except Exception:
+            if not case.options:
+                raise Discarded(f"JAX too: {type(error).__name__}: {str(error)[:60]}") from error
+        raise a_find(error, case) from error
+
+
+def strict():
+    """Only the warnings of batchax are errors; JAX's say the same of the example alone."""
+    warnings.simplefilter("ignore")
+    warnings.simplefilter("error", bx.SequentialFallbackWarning)
+
+
+def first_line(error):
+    """The first line of an error's message, without numbers and names of values."""
+    lines = str(error).splitlines() or [""]
+    return "".join(c for c in lines[0][:100] if not c.isdigit())[:70]
+
+
+def a_find(error, case):
+    name = type(error).__name__
+    text = f"{name}: {str(error)[:2000]}\n\n{case.script()}"
+    return Found(f"{name}: {first_line(error)}", text)
+
+
+def strictly(call, case, refused):
+    """Calls with warnings as errors; an error is a find, unless `refused` says otherwise."""
+    try:
+        with warnings.catch_warnings():
+            strict()
+            return call()
+    except Exception as error:
+        refused(error)
+        raise a_find(error, case) from error
+
+
+@dataclass
+class Problem:
+    kind: str
+    what: str
+    text: str
+    place: tuple[int, int] = (0, 0)
+    worst: float = 0.0
+
+
+def difference(got, expected, loose):
+    """The first difference between results; None if there is none."""
+    what = ["results", "results", "tangents", "cotangents"]
+    for g, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+        for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            name = f"{what[g]} {k}"
+            if _is_key(b):
+                a, b = jax.random.key_data(a), jax.random.key_data(b)
+            if jax.dtypes.float0 == getattr(b, "dtype", None):
+                continue
+            a, b = np.asarray(a), np.asarray(b)
+            if a.dtype != b.dtype:
+                return Problem("dtype", what[g], f"dtype of {name}: {a.dtype}, alone {b.dtype}")
+            if a.shape != b.shape:
+                # Not batched, where `out_axes` leaves that open.
+                if a.shape == b.shape[1:]:
+                    a = np.broadcast_to(a, b.shape)
+                else:
+                    return Problem("shape", what[g], f"shape of {name}: {a.shape}, alone {b.shape}")
+            wrong = _wrong(a, b, loose)
+            if wrong.any():
+                at = np.unravel_index(np.argmax(wrong), wrong.shape)
+                text = f"{name} at {tuple(map(int, at))}: {a[at]}, alone {b[at]}"
+                text += f" ({wrong.sum()} of {wrong.size} differ)"
+                with np.errstate(all="ignore"):
+                    worst = np.nanmax(np.abs(a.astype(complex) - b)) if wrong.any() else 0.0
+                return Problem("values", what[g], text, (g, k), float(worst))
+    return None
+
+
+def _wrong(a, b, loose):
+    if a.dtype.kind not in "iub":
+        a, b = a.astype(complex), b.astype(complex)
+        tolerance = loose or 1e-8
+        with np.errstate(all="ignore"):
+            scale = np.nanmax(np.where(np.isfinite(b), np.abs(b), 0), initial=1.0)
+            close = np.abs(a - b) <= tolerance * np.maximum(scale, 1)
+        return ~(close | (a == b) | (np.isnan(a) & np.isnan(b)))
+    return np.asarray(a != b)
+
+
+def ill_conditioned(case, f, args, tangents, cotangents, expected, problem):
+    """Whether rounding may have done it: a slight change of the arguments does as much."""
+    rng = np.random.default_rng(0)
+    g, k = problem.place
+    for size in (1e-14, 1e-13, 1e-12, 1e-11, 1e-10, 1e-9):
+        size = size * (1e5 if case.loose else 1)
+        moved = [
+            jnp.asarray(np.asarray(x) + size * direction(x.shape, x.dtype, rng), x.dtype)
+            if is_inexact(x)
+            else x
+            for x in args
+        ]
+        try:
+            other = one_by_one(case, f, moved, tangents, cotangents)
+        except Discarded:
+            return True
+        a, b = np.asarray(other[g][k]), np.asarray(expected[g][k])
+        with np.errstate(all="ignore"):
+            if (np.isnan(a) != np.isnan(b)).any() or (np.isfinite(a) != np.isfinite(b)).any():
+                return True
+            if np.nanmax(np.abs(a.astype(complex) - b), initial=0.0) * 3 >= problem.worst:
+                return True
+    return False

@@ -1,0 +1,375 @@
+"""Programs of one row, and ways to run them over ragged batches."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import batchax as bx
+
+from fuzz.evaluate import Endless, evaluate, evaluate_one
+from fuzz.judge import (
+    Discarded,
+    Found,
+    array_text,
+    derived,
+    difference,
+    direction,
+    first_line,
+    is_inexact,
+    namespace,
+    quietly,
+    strictly,
+)
+from fuzz.programs import HELPERS, PRELUDE, Program, draw_program
+
+LENGTHS = [[3, 1, 4, 3], [2, 4, 2], [4], [1, 3, 1, 1, 3], [2, 0, 3], [5, 2, 5]]
+
+OPTIONS = [
+    ['layout="padded"'],
+    ['layout="packed"'],
+    ['layout="grouped"'],
+    ["batch_size=2"],
+    ["buckets=2"],
+    ['divergence="compact"'],
+    ['layout="padded"', "divergence=bx.Compact(width=2)"],
+    ["batch_size=2", "buckets=2"],
+    ["batch_size=3", 'divergence="compact"'],
+]
+ONLY_KNOWN = {'layout="grouped"', "buckets=2"}
+
+
+@dataclass
+class RowCase:
+    """A program of one row, and one way to run it.
+
+    lengths: by the name of a size, the lengths of the rows.
+    known: whether lengths are known while it is staged.
+    """
+
+    program: Program
+    lengths: dict[str, list[int]]
+    known: bool
+    seed: int
+    in_axes: list[int | None]
+    options: list[str]
+    engine: str
+    mode: str
+    spare: int
+    inner: str = "jax.vmap"
+
+    @property
+    def loose(self):
+        return self.program.loose
+
+    @property
+    def rows(self):
+        return len(self.lengths["n"])
+
+    def axes(self):
+        several = sum(bool(t.ragged) for t in self.program.arguments) > 1
+        axes = []
+        for t, a in zip(self.program.arguments, self.in_axes, strict=True):
+            name = t.shape[t.ragged[0]] if t.ragged else None
+            axes.append(f'bx.ragged("{name}")' if name and several else a)
+        return axes
+
+    def batched(self):
+        axes = "".join(f"{a}, " for a in self.axes()).strip()
+        return f"bx.vmap(f, in_axes=({axes})" + "".join(f", {o}" for o in self.options) + ")"
+
+    def arguments(self):
+        lines = [f"rng = np.random.default_rng({self.seed})", "args = ["]
+        for t, axis in zip(self.program.arguments, self.in_axes, strict=True):
+            if not t.ragged:
+                shape = t.shape if axis is None else (self.rows, *t.shape)
+                lines.append(f"    {array_text(t.dtype, shape, self.seed)},")
+                continue
+            at = t.ragged[0]
+            lengths = self.lengths[t.shape[at]]
+            shape = list(t.shape)
+            shape[at] = sum(lengths) + self.spare
+            wrap = "np" if self.known else "jnp"
+            most = max(lengths) + self.spare
+            lines.append(
+                f"    bx.Ragged({array_text(t.dtype, tuple(shape), self.seed)}, "
+                f"{wrap}.array({lengths}), {most}, axis={at}),"
+            )
+        return "\n".join([*lines, "]"])
+
+    def script(self):
+        helpers = "\n".join(HELPERS[h] for h in self.program.helpers)
+        parts = [PRELUDE, f"vmap = {self.inner}\n", helpers, self.program.source, self.arguments()]
+        call = f"{self.batched()}(*args)" if self.known else f"jax.jit({self.batched()})(*args)"
+        parts.append(f"\n# {self.mode}, {self.engine}\nprint({call})")
+        parts.append(
+            f"for i in range({self.rows}):\n"
+            f"    print(i, f(*[x if a is None else x[i] for x, a in zip(args, {self.in_axes})]))"
+        )
+        return "\n".join(part for part in parts if part)
+
+
+def draw_rows(choose):
+    """Draws a program of one row and a way to run it."""
+    pick = lambda options: options[choose(len(options))]
+    chance = lambda percent: choose(100) >= 100 - percent
+    program = draw_program(choose, ragged=True, most=5, depth=1 + chance(30))
+    lengths = {"n": pick(LENGTHS)}
+    other = [x for x in LENGTHS if len(x) == len(lengths["n"])]
+    lengths["m"] = [x + 1 for x in pick(other)[::-1]]
+    in_axes = [0 if t.ragged or chance(50) else None for t in program.arguments]
+    options = pick(OPTIONS) if chance(70) else []
+    known = bool(set(options) & ONLY_KNOWN) or chance(40)
+    mode = pick(["values", "values", "vjp", "jvp", "vjp"])
+    if not program.reverse and mode == "vjp":
+        mode = "jvp"
+    if not program.forward and mode == "jvp":
+        mode = "vjp" if program.reverse else "values"
+    if not (any(t.inexact for t in program.outputs) and any(t.inexact for t in program.arguments)):
+        mode = "values"
+    return RowCase(
+        program=program,
+        lengths=lengths,
+        known=known,
+        seed=choose(1000),
+        in_axes=in_axes,
+        options=options,
+        engine=pick(["staged"] * 13 + ["jit", "jit", "eager"]),
+        mode=mode,
+        spare=pick([2, 0]),
+        inner=pick(["jax.vmap", "bx.vmap"]),
+    )
+
+
+def is_rows(x):
+    return isinstance(x, bx.Ragged)
+
+
+def data_of(x):
+    return x.data if is_rows(x) else x
+
+
+@quietly
+def judge_rows(case):
+    """Raises `Found` if a row is computed differently in the batch than alone."""
+    names = namespace(case, jax.vmap)
+    exec(case.arguments(), names)
+    args = names["args"]
+    rng = np.random.default_rng(case.seed + 1)
+    tangents = [
+        direction(data_of(x).shape, data_of(x).dtype, rng) for x in args if is_inexact(data_of(x))
+    ]
+    tangents = [] if case.mode in ("values", "vjp") else tangents
+    expected, cotangents = alone(case, names["f"], args, tangents)
+    got = batched(case, args, tangents, cotangents)
+    problem = difference(got, expected, case.loose)
+    if problem is None:
+        return
+    if problem.kind == "values" and _rounding(case, names["f"], args, tangents, expected, problem):
+        raise Discarded("ill-conditioned")
+    if case.engine == "staged":
+        again = batched(case, args, tangents, cotangents, engine="jit")
+        if difference(again, expected, case.loose) is None:
+            raise Found("evaluator", f"evaluator: {problem.text}\n\n{case.script()}")
+    where = f"{problem.kind} of {problem.what} {case.mode} {' '.join(case.options)}"
+    raise Found(where, f"{problem.text}\n\n{case.script()}")
+
+
+def alone(case, f, args, tangents):
+    """Results of each row alone, derivatives, and the cotangents that they were taken for.
+
+    Of `Ragged` arguments the derivatives with respect to the data of all rows.
+    """
+    rng = np.random.default_rng(case.seed + 2)
+    inexact = [k for k, x in enumerate(args) if is_inexact(data_of(x))]
+    run = derived(f, case.mode)
+    staged: dict[Any, Any] = {}
+    rows, cotangents = [], []
+    for i in range(case.rows):
+        one = [_row(x, i, a) for x, a in zip(args, case.in_axes, strict=True)]
+        dots = [
+            _row(args[k].with_data(t) if is_rows(args[k]) else t, i, case.in_axes[k])
+            for k, t in zip(inexact, tangents, strict=False)
+        ]
+        try:
+            shapes = [jax.typeof(x) for x in one]
+            if str(shapes) not in staged:
+                outs = jax.eval_shape(f, *one) if case.mode == "vjp" else []
+                wanted = [y for y in outs if is_inexact(y)]
+                operands = one, dots, wanted
+                flat, structure = jax.tree.flatten(operands)
+                fun = lambda *xs, s=structure: run(*jax.tree.unflatten(s, xs))
+                staged[str(shapes)] = (
+                    *jax.make_jaxpr(fun, return_shape=True)(*flat),
+                    wanted,
+                )
+            program, out_shapes, wanted = staged[str(shapes)]
+            pulled_from = [direction(y.shape, y.dtype, rng) for y in wanted]
+            flat = jax.tree.leaves((one, dots, pulled_from))
+            (result,) = evaluate(program, [flat])
+        except Endless:
+            raise Discarded("endless") from None
+        except Exception as error:
+            raise Discarded(f"alone: {type(error).__name__}: {first_line(error)}") from error
+        rows.append(jax.tree.unflatten(jax.tree.structure(out_shapes), result))
+        cotangents.append(pulled_from)
+    ys, others, dots, _ = (
+        [list(column) for column in zip(*[row[g] for row in rows], strict=True)] for g in range(4)
+    )
+    pulled = []
+    if case.mode == "vjp":
+        for k, x in enumerate(inexact):
+            pulled.append(_together(args[x], [row[3][k] for row in rows], case.in_axes[x]))
+    flat = lambda columns: [x for column in columns for x in column]
+    return [flat(ys), flat(others), flat(dots), pulled], cotangents
+
+
+def _row(x, i, axis):
+    if axis is None:
+        return x
+    if not is_rows(x):
+        return x[i]
+    starts = np.concatenate([[0], np.cumsum(x.lengths)])
+    place = (slice(None),) * x.axis + (slice(int(starts[i]), int(starts[i + 1])),)
+    return np.asarray(x.data)[place]
+
+
+def _together(arg, parts, axis):
+    if axis is None:
+        return np.asarray(sum(parts))
+    if not is_rows(arg):
+        return np.stack(parts)
+    packed = np.concatenate(parts, arg.axis)
+    room = [(0, 0)] * packed.ndim
+    room[arg.axis] = (0, arg.data.shape[arg.axis] - packed.shape[arg.axis])
+    return np.pad(packed, room)
+
+
+def batched(case, args, tangents, cotangents, engine=None):
+    """What the batched function gives, row by row."""
+    engine = engine or case.engine
+    names = namespace(case, eval(case.inner))
+    inexact = [k for k, x in enumerate(args) if is_inexact(data_of(x))]
+
+    def refused(error):
+        if isinstance(error, bx.UnsupportedError):
+            raise Discarded(f"refused: {' '.join(str(error).split(': ')[1:])[:90]}") from error
+
+    def run(fun, data, lengths, tangents):
+        def of_floats(*points):
+            full = list(data)
+            for k, x in zip(inexact, points, strict=True):
+                full[k] = x
+            whole = [
+                bx.Ragged(x, n, a.max_length, axis=a.axis) if is_rows(a) else x
+                for a, x, n in zip(args, full, lengths, strict=True)
+            ]
+            outs = fun(*whole)
+            lengths_out = [y.lengths for y in outs if is_rows(y)]
+            plain = [data_of(y) for y in outs]
+            marks[:] = [(y.axis, is_inexact(y.data)) if is_rows(y) else None for y in outs]
+            return [y for y in plain if is_inexact(y)], (
+                [y for y in plain if not is_inexact(y)],
+                lengths_out,
+            )
+
+        points = [data[k] for k in inexact]
+        if case.mode == "values":
+            ys, (others, ends) = of_floats(*points)
+            return ys, others, [], [], ends
+        if case.mode == "jvp":
+            ys, dots, (others, ends) = jax.jvp(of_floats, points, tangents, has_aux=True)
+            return ys, others, dots, [], ends
+        ys, pull, (others, ends) = jax.vjp(of_floats, *points, has_aux=True)
+        flat = [m for y, m in zip(case.program.outputs, marks, strict=True) if y.inexact]
+        arranged = [
+            _arranged(y, m, [c[k] for c in cotangents])
+            for k, (y, m) in enumerate(zip(ys, flat, strict=True))
+        ]
+        return ys, others, [], list(pull(arranged)), ends
+
+    marks: list[Any] = []
+    data = [data_of(x) for x in args]
+    lengths = [x.lengths if is_rows(x) else 0 for x in args]
+    fun = eval(case.batched(), names)
+    closed = lambda data, tangents: run(fun, data, lengths, tangents)
+    operands = (data, tangents) if case.known else (data, lengths, tangents)
+    body = closed if case.known else lambda *xs: run(fun, *xs)
+    if case.known and engine == "eager":
+        body = closed
+
+    def call():
+        if engine == "eager":
+            return body(*operands)
+        if engine == "jit":
+            return jax.jit(body)(*operands)
+        flat, structure = jax.tree.flatten(operands)
+        staged, shapes = jax.make_jaxpr(
+            lambda *xs: body(*jax.tree.unflatten(structure, xs)), return_shape=True
+        )(*flat)
+        return jax.tree.unflatten(jax.tree.structure(shapes), evaluate_one(staged, flat))
+
+    ys, others, dots, pulled, ends = strictly(call, case, refused)
+    ends = iter(ends)
+    marked = [
+        (t, m, next(ends) if m else None) for t, m in zip(case.program.outputs, marks, strict=True)
+    ]
+    of_floats = [x for x in marked if x[0].inexact]
+    of_others = [x for x in marked if not x[0].inexact]
+    return [
+        _apart(ys, of_floats, case),
+        _apart(others, of_others, case),
+        _apart(dots, of_floats, case) if dots else [],
+        [np.asarray(x) for x in pulled],
+    ]
+
+
+def _apart(outs, marked, case):
+    rows = []
+    for x, (_, mark, lengths) in zip(outs, marked, strict=True):
+        for i in range(case.rows):
+            if mark is None:
+                rows.append(x[i])
+                continue
+            starts = np.concatenate([[0], np.cumsum(np.asarray(lengths))])
+            place = (slice(None),) * mark[0] + (slice(int(starts[i]), int(starts[i + 1])),)
+            rows.append(np.asarray(x)[place])
+    return rows
+
+
+def _arranged(y, mark, parts):
+    """Cotangents of the rows, as the result has them; what is no row's must not matter."""
+    if mark is None:
+        return np.stack(parts)
+    packed = np.concatenate(parts, mark[0])
+    room = [(0, 0)] * packed.ndim
+    room[mark[0]] = (0, y.shape[mark[0]] - packed.shape[mark[0]])
+    return np.pad(packed, room, constant_values=np.nan)
+
+
+def _rounding(case, f, args, tangents, expected, problem):
+    rng = np.random.default_rng(0)
+    g, k = problem.place
+    for size in (1e-14, 1e-12, 1e-10, 1e-9):
+        size = size * (1e5 if case.loose else 1)
+        moved = []
+        for x in args:
+            data = data_of(x)
+            if is_inexact(data):
+                data = jnp.asarray(
+                    np.asarray(data) + size * direction(data.shape, data.dtype, rng), data.dtype
+                )
+            moved.append(x.with_data(data) if is_rows(x) else data)
+        try:
+            other, _ = alone(case, f, moved, tangents)
+        except Discarded:
+            return True
+        a, b = np.asarray(other[g][k]), np.asarray(expected[g][k])
+        with np.errstate(all="ignore"):
+            if (np.isfinite(a) != np.isfinite(b)).any():
+                return True
+            if np.nanmax(np.abs(a.astype(complex) - b), initial=0.0) * 3 >= problem.worst:
+                return True
+    return False
