@@ -95,7 +95,8 @@ def test_types_tell_of_the_mesh_under_jit(residuals):
     assert sent
     for line in sent:
         sizes = [
-            math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", line)
+            math.prod(map(int, dims.split(",")))
+            for dims in re.findall(r"f(?:32|64)\[([\d,]+)\]", line)
         ]
         assert all(size < X.size // 4 for size in sizes), line
 

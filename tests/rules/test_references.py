@@ -184,7 +184,7 @@ def test_inside_control_flow(kind):
             ref[2] = z
         return ref[...]
 
-    x, y = example((4,)), jnp.asarray(1.0)
+    x, y = example((4,)), jnp.asarray(1.0, float)
     args, axes = (x, y), (0, None)
     loop = [jax.jit(fun)(x[i], y) for i in range(4)]
     loop = jax.tree.map(lambda *xs: jnp.stack(xs), *loop)
@@ -255,7 +255,7 @@ def test_derivatives():
         ref[2] = ref[0] * ref[1]
         return jax.ref.freeze(ref).sum()
 
-    x, w = example((4,)), jnp.asarray(1.5)
+    x, w = example((4,)), jnp.asarray(1.5, float)
     check(fun, x, w, in_axes=(0, None))
     same(
         bx.vmap(jax.grad(fun, (0, 1)), (0, None))(x, w),

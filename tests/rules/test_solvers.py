@@ -90,7 +90,7 @@ def test_leaf_that_becomes_batched_through_another():
             transpose_solve=lambda _, v: {"x": (v["x"] - v["y"]) / 2, "y": v["y"]},
         )
 
-    check(fun, jnp.arange(1.0, 4.0), jnp.asarray(2.0), in_axes=(0, None))
+    check(fun, jnp.arange(1.0, 4.0), jnp.asarray(2.0, float), in_axes=(0, None))
 
 
 @pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0)])
@@ -104,7 +104,7 @@ def test_auxiliary_results(in_axes):
             has_aux=True,
         )
 
-    a, b = (jnp.arange(1.0, 3.0) if ax == 0 else jnp.asarray(2.0) for ax in in_axes)
+    a, b = (jnp.arange(1.0, 3.0) if ax == 0 else jnp.asarray(2.0, float) for ax in in_axes)
     check(fun, a, b, in_axes=in_axes)
 
 
@@ -164,7 +164,7 @@ def test_root_of_what_is_not_batched():
     def fun(a, x):
         return lax.custom_root(lambda y: y - a, x, lambda f, y: y - f(y), lambda g, y: y / g(1.0))
 
-    a = jnp.asarray(2.0)
+    a = jnp.asarray(2.0, float)
     got = bx.vmap(fun, (None, 0))(a, jnp.arange(3.0))
     same(got, jnp.full(3, 2.0))
     slopes = jax.grad(lambda a: bx.vmap(fun, (None, 0))(a, jnp.arange(3.0)).sum())(a)
