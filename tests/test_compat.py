@@ -7,6 +7,7 @@ what is no longer so.
 
 import ast
 import importlib
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -25,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 from batchax import _compat
 from batchax.engine.axis import Axis
 from batchax.engine.registry import find_rule
+from batchax.engine.replay import closes_over_tracers
 from batchax.rows import stand_ins
 
 SOURCE = Path(_compat.__file__).read_text()
@@ -186,6 +188,8 @@ def test_wrapped_functions():
     assert len(parts) == 3
     assert callable(parts[0])
     assert _compat.wrapped_parts(_compat.rewrapped(jnp.sin, rule))[0] is jnp.sin
+    rule = equation("custom_jvp_call", set_apart, X, X).params["jvp_jaxpr_fun"]
+    assert closes_over_tracers(rule), "an argument of nondiff_argnums is not found in the rule"
 
 
 # --- parameters that rules read ----------------------------------------------------------------
@@ -197,6 +201,14 @@ def custom_jvp(x):
 
 
 custom_jvp.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def set_apart(y, x):
+    return y * x
+
+
+set_apart.defjvp(lambda y, primals, tangents: (y * primals[0], y * tangents[0]))
 
 
 @jax.custom_vjp

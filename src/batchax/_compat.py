@@ -500,10 +500,13 @@ def staged_variable(x: Any) -> Any:
 
 
 def wrapped_parts(x: Any) -> list[Any]:
-    """What a wrapped function of JAX holds; its class has no public accessors."""
-    if not isinstance(x, linear_util.WrappedFun):
-        return []
-    return [x.f, x.transforms, x.params]
+    """What a wrapped function of JAX holds; its class has no public accessors.
+
+    Arguments that its `nondiff_argnums` set apart are in boxes, recognised by their class name.
+    """
+    if isinstance(x, linear_util.WrappedFun):
+        return [x.f, x.transforms, x.params]
+    return [x.val] if type(x).__name__ == "Unhashable" else []
 
 
 def is_tracing_state(x: Any) -> bool:

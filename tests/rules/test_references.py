@@ -312,3 +312,24 @@ def test_operations():
     jaxpr = jax.make_jaxpr(bx.vmap(fun))(jnp.ones((4, 3)), jnp.ones(4))
     assert [e.primitive.name for e in jaxpr.eqns] == ["new_ref", "swap", "get"]
     assert np.all(bx.vmap(fun)(jnp.ones((4, 3)), jnp.ones(4)) == 1)
+
+
+def test_a_reference_at_two_places_is_refused():
+    def move(a, b):
+        a[...] = a[...] + 1.0
+        return b[...] * 2
+
+    for v, named in (
+        (jax.vmap, "both a and b"),
+        (bx.vmap, r"args\[0\] and args\[1\] are the same"),
+    ):
+        ref = jax.new_ref(jnp.arange(4.0))
+        with pytest.raises(ValueError, match=named):
+            v(move)(ref, ref)
+        with pytest.raises(ValueError, match=named):
+            jax.jit(lambda v=v, ref=ref: v(move)(ref, ref))()
+        same(ref[...], jnp.arange(4.0))
+    with pytest.raises(bx.AxisError, match=r"args\[0\]\['x'\] and args\[0\]\['y'\]"):
+        bx.vmap(lambda d: move(d["x"], d["y"]))({"x": ref, "y": ref})
+    x = jnp.arange(4.0)
+    same(bx.vmap(lambda a, b: a + b)(x, x), 2 * x)  # arrays may be the same

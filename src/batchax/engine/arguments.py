@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from batchax import _compat
 from batchax.engine.advice import by_name, is_key, may_be_key, split_key
 from batchax.engine.axis import AxisPosition
 from batchax.engine.containers import (
@@ -141,6 +142,7 @@ def flatten_arguments(
     mapped: list[Mapped] = []
     parts = [_leaf_parts(leaf, mapped, on_mesh) for leaf in leaves]
     _check_ranges(mapped, terms)
+    _check_references(mapped)
 
     def rebuild_all(examples: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         values = iter([part(examples) for part in parts])
@@ -441,6 +443,19 @@ def _check_ranges(mapped: list[Mapped], terms: Terms) -> None:
             + by_name([m.path for m in wrong])
             + "".join(split_key(m.path, lanes, terms.each) for m in wrong if is_key(m.value))
         )
+
+
+def _check_references(mapped: list[Mapped]) -> None:
+    """Refuses one reference at two places: what is written at one would be read at the other."""
+    first: dict[int, Mapped] = {}
+    for m in mapped:
+        same = first.setdefault(id(m.value), m)
+        if same is not m and _compat.is_reference(m.value):
+            raise AxisError(
+                f"{same.path} and {m.path} are the same reference (jax.new_ref), and a function "
+                "that is staged must be given each only once. Pass it at one of the two places, or "
+                "its value, reference[...], at the other."
+            )
 
 
 def _shape(x: Any) -> str:

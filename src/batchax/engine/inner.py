@@ -22,6 +22,7 @@ from batchax.engine import recording
 from batchax.engine.axis import Axis, AxisPosition, lanes_vary_over, match_axis
 from batchax.engine.interpreter import interpret
 from batchax.engine.registry import registrations
+from batchax.engine.replay import may_be_differentiated
 from batchax.engine.varying import Varying, types_varying, vary_over
 
 
@@ -74,7 +75,7 @@ def remembered(body: _compat.ClosedJaxpr, key: Any, build: Callable[[], Any]) ->
     """What `build` returns, built once for each `key` for as long as `body` lives."""
     built, place = recording.memory() or (_built, None)
     wide = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-    key = (key, place, wide, registrations())
+    key = (key, place, wide, registrations(), may_be_differentiated())
     with _lock:
         known = built.setdefault(body, {})
         if len(built) > _MOST_BODIES:

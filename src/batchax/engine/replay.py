@@ -97,6 +97,12 @@ def running(program: Program) -> Iterator[None]:
         _running.reset(token)
 
 
+def may_be_differentiated() -> bool:
+    """Whether what runs now may be differentiated later: not what is computed at once."""
+    program = _running.get()
+    return program is None or program.traced
+
+
 def program_behind(*rules: Any) -> Program | None:
     """The running program, if any of `rules` closes over a placeholder of some program.
 

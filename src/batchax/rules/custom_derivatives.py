@@ -5,14 +5,21 @@ primitive. Which of them JAX runs, and when, depends on what surrounds the call:
 function where it is not differentiated; the rule at once where it is; the function at
 once and the rule much later where the call is staged and differentiated after that.
 Whichever runs first decides where the outputs have their batch axis.
+
+Where that is the function, an output that is the same for all lanes may have a derivative that is
+not, and only the rule knows. So the rule is asked, once and as it will be run later: where there is
+such an output, and what is batched may be differentiated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
@@ -22,7 +29,7 @@ from batchax.engine.inner import batched_aval, example_aval, stage_function
 from batchax.engine.interpreter import interpret
 from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_rule
-from batchax.engine.replay import program_behind, resolve
+from batchax.engine.replay import may_be_differentiated, program_behind, resolve
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.rules.pullback import match_or_zeros, multiplies, pull_back, reached
 
@@ -32,8 +39,9 @@ Axes = Sequence[AxisPosition]
 class _Outputs:
     """Where the outputs of a call have their batch axis, once that is known."""
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+    def __init__(self, kind: str, axis: Axis, body: Any, in_axes: Axes) -> None:
+        self.axis, self.types = axis, body.out_avals
+        self.signature = kind, tuple(body.in_avals), tuple(in_axes), tuple(body.out_avals)
         self.axes: list[AxisPosition] = []
         self.known = False
 
@@ -46,9 +54,23 @@ class _Outputs:
         """
         if self.known:
             return
-        if None in axes:
-            axes = _union(axes, also())
+        inexact = (jnp.issubdtype(t.dtype, jnp.inexact) for t in self.types)
+        if any(a is None and may for a, may in zip(axes, inexact, strict=True)):
+            around = _around.get({})
+            if self.signature in around:
+                axes = _union(axes, around[self.signature].axes or axes)
+            else:
+                axes = _union(axes, also())
         self.axes, self.known = list(axes), True
+
+    @contextmanager
+    def in_rule(self) -> Iterator[None]:
+        """While a rule runs: a call of the function in it has its outputs where these are."""
+        token = _around.set({**_around.get({}), self.signature: self})
+        try:
+            yield
+        finally:
+            _around.reset(token)
 
     def place(self, values: Sequence[Any], axes: Axes) -> list[Any]:
         """Values of outputs, or tangents of outputs, where the outputs are."""
@@ -65,6 +87,10 @@ class _Outputs:
         ]
 
 
+_around: ContextVar[dict[Any, _Outputs]] = ContextVar("batchax_rules_around")
+"""The calls whose rules are running, by what tells a call of the same function from others."""
+
+
 def _union(first: Axes, second: Axes) -> list[AxisPosition]:
     return [b if a is None else a for a, b in zip(first, second, strict=True)]
 
@@ -73,8 +99,16 @@ def _if_differentiable(find: Callable[[], Axes], n_out: int) -> Axes:
     try:
         return find()
     except Exception:
-        # A rule that refuses to run must not fail a call that is not differentiated.
+        # A rule that refuses to run must not fail a call that is not differentiated. If it is, the
+        # rule runs again, and says so itself.
         return [None] * n_out
+
+
+def _if_later(find: Callable[[], Axes], n_out: int) -> Axes:
+    """What `find` finds, by a rule, for a function that runs now; None where no rule follows."""
+    if not (_compat.tracing() and may_be_differentiated()):
+        return [None] * n_out
+    return _if_differentiable(find, n_out)
 
 
 enter(": call_hi_primitive_linearized custom_jvp_call custom_lin custom_vjp_call")
@@ -87,7 +121,7 @@ def _custom_jvp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
     fun, jvp = bound.pop("subfuns")
     skip, n_out = params["num_consts"], len(body.out_avals)
     types = [jax.typeof(x) for x in args[skip:]]  # rules that live on must not hold values
-    outputs = _Outputs(axis)
+    outputs = _Outputs("jvp", axis, body, axes)
     program = program_behind(trace_rule)
 
     def differentiate(zeros: Sequence[bool], primals: Any, tangents: Any) -> Any:
@@ -97,22 +131,20 @@ def _custom_jvp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
         consts, const_axes = resolve(program, consts)
         own_axes = axes[skip:]
         tangent_axes = [a for a, zero in zip(own_axes, zeros, strict=True) if not zero]
-        outs, out_axes = interpret(
-            axis,
-            _compat.constants_as_inputs(jaxpr),
-            (),
-            [*consts, *primals, *tangents],
-            [*const_axes, *own_axes, *tangent_axes],
-        )
+        with outputs.in_rule():
+            outs, out_axes = interpret(
+                axis,
+                _compat.constants_as_inputs(jaxpr),
+                (),
+                [*consts, *primals, *tangents],
+                [*const_axes, *own_axes, *tangent_axes],
+            )
         given, given_axes = iter(outs[n_out:]), iter(out_axes[n_out:])
         tangents = [None if zero else next(given) for zero in out_zeros]
         tangent_axes = [None if zero else next(given_axes) for zero in out_zeros]
         return outs[:n_out], out_axes[:n_out], tangents, tangent_axes
 
     def axes_from_rule() -> Axes:
-        inexact = [jax.numpy.issubdtype(a.dtype, jax.numpy.inexact) for a in body.out_avals]
-        if not any(inexact):
-            return [None] * n_out
         found: list[AxisPosition] = []
 
         def run(*xs: Any) -> list[Any]:
@@ -126,7 +158,7 @@ def _custom_jvp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
 
     def call(*xs: Any) -> list[Any]:
         outs, out_axes = interpret(axis, body.jaxpr, body.consts, xs, axes)
-        outputs.settle(out_axes, lambda: _if_differentiable(axes_from_rule, n_out))
+        outputs.settle(out_axes, lambda: _if_later(axes_from_rule, n_out))
         return outputs.place(outs, out_axes)
 
     def rule(*xs: Any) -> list[Any]:
@@ -158,7 +190,7 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
     fun, fwd, bwd = bound.pop("subfuns")
     n_out = len(body.out_avals)
     types = [jax.typeof(x) for x in args]
-    outputs = _Outputs(axis)
+    outputs = _Outputs("vjp", axis, body, axes)
     program = program_behind(trace_forward, params["bwd"])
     reverse = _Reverse(axis, bwd, program, axes)
     kept_axes: list[AxisPosition] = []  # of the residuals, after the latest forward run
@@ -168,7 +200,8 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
             jaxpr, consts = trace_forward.call_wrapped(*perturbed)
         consts, const_axes = resolve(program, consts)
         jaxpr = _compat.constants_as_inputs(jaxpr)
-        return interpret(axis, jaxpr, (), [*consts, *primals], [*const_axes, *axes[skip:]])
+        with outputs.in_rule():
+            return interpret(axis, jaxpr, (), [*consts, *primals], [*const_axes, *axes[skip:]])
 
     def residual_axes(pruned: Axes) -> list[AxisPosition]:
         rest = iter(pruned)
@@ -176,7 +209,7 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
 
     def call(*xs: Any) -> list[Any]:
         outs, out_axes = interpret(axis, body.jaxpr, body.consts, xs, axes)
-        outputs.settle(out_axes, lambda: _if_differentiable(axes_from_rules, n_out))
+        outputs.settle(out_axes, lambda: _if_later(axes_from_rules, n_out))
         return outputs.place(outs, out_axes)
 
     def axes_from_rules() -> Axes:
@@ -184,17 +217,19 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
 
         def run(*xs: Any) -> list[Any]:
             outs, out_axes = run_forward([True] * (len(xs) - skip), xs[skip:])
-            n = len(outs) - n_out
-            pruned = iter(outs[:n])
-            residuals = [next(pruned) if f is None else xs[f] for f in out_trees()[2]]
-            need = reverse.axes_needed(
-                residuals, residual_axes(out_axes[:n]), outs[n:], out_axes[n:]
-            )
-            found[:] = _union(out_axes[n:], need)
+            found[:] = _union(out_axes[len(outs) - n_out :], need(xs, outs, out_axes))
             return []
 
         _compat.stage(run, types)
         return found
+
+    def need(xs: Any, outs: Any, out_axes: Axes) -> Axes:
+        """Which outputs the reverse rule needs for each lane, from what the forward one gave."""
+        n = len(outs) - n_out
+        pruned = iter(outs[:n])
+        residuals = [next(pruned) if f is None else xs[f] for f in out_trees()[2]]
+        at = residual_axes(out_axes[:n])
+        return reverse.axes_needed(residuals, at, outs[n:], out_axes[n:])
 
     def forward(*xs: Any) -> list[Any]:
         primals, perturbed = xs[::2], xs[1::2]
@@ -203,7 +238,8 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
         outs, out_axes = run_forward(perturbed[skip:], primals[skip:])
         n = len(outs) - n_out
         kept_axes[:] = residual_axes(out_axes[:n])
-        outputs.settle(out_axes[n:], lambda: _if_differentiable(axes_from_rules, n_out))
+        needed = lambda: _if_differentiable(lambda: need(primals, outs, out_axes), n_out)
+        outputs.settle(out_axes[n:], needed)
         return [*outs[:n], *outputs.place(outs[n:], out_axes[n:])]
 
     def backward(*xs: Any) -> Any:
@@ -219,6 +255,7 @@ class _Reverse:
 
     def __init__(self, axis: Axis, bwd: Any, program: Any, in_axes: Axes) -> None:
         self.axis, self.bwd, self.program, self.in_axes = axis, bwd, program, in_axes
+        self._staged: dict[Any, Any] = {}
 
     def __call__(self, residuals: Any, residual_axes: Axes, cotangents: Any, ct_axes: Axes) -> Any:
         axis = self.axis
@@ -280,6 +317,12 @@ class _Reverse:
             else example_aval(self.axis, t, a)
             for t, a in zip(types, axes, strict=True)
         ]
+        key = tuple((x.aval, True) if _is_zero(x) else (x, False) for x in inputs)
+        if key not in self._staged:
+            self._staged[key] = self._stage_for(inputs)
+        return self._staged[key]
+
+    def _stage_for(self, inputs: Sequence[Any]) -> Any:
         zeros: list[Any] = []
         rest: list[Any] = []
 
