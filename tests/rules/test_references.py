@@ -11,7 +11,7 @@ import batchax as bx
 from batchax import _compat
 from batchax.engine.registry import find_rule
 
-from support.oracle import check, example, same
+from support.oracle import check, example, loop_function, same, shares, together
 
 SHAPE = (4, 3, 5)
 
@@ -46,44 +46,42 @@ INDEXERS = {
 INDICES = jnp.array([1, 0, 2]), jnp.array([0, 1, 1]), jnp.array([[0, 2], [1, 2], [2, 0]])
 
 
-def lanes(args, in_axes):
-    """The arguments of each of three lanes."""
-    for b in range(3):
-        yield [x if a is None else jnp.take(x, b, a) for x, a in zip(args, in_axes, strict=True)]
-
-
-def in_each_lane(fun, args, in_axes):
-    """What `bx.vmap(fun)` must return, repeated where it is not batched."""
-    outs = [jax.jit(fun)(*one) for one in lanes(args, in_axes)]
-    return jax.tree.map(lambda *xs: jnp.stack(xs), *outs)
+def as_in_each_lane(fun, args, in_axes):
+    """`bx.vmap(fun)` returns what `fun` does for each lane, repeated where it is not batched."""
+    both = {"got": bx.vmap(fun, in_axes), "loop": loop_function(fun, in_axes, 0)}
+    results = jax.jit(together(both))(*args)
+    same(results["got"], results["loop"])
 
 
 @pytest.mark.parametrize("batched", ["reference", "indices", "all"])
-@pytest.mark.parametrize("name", INDEXERS)
-def test_read(name, batched):
-    fun = lambda x, *ijk: jax.new_ref(x)[INDEXERS[name](*ijk)]
+def test_read(batched):
+    def fun(x, *ijk):
+        return {name: jax.new_ref(x)[at(*ijk)] for name, at in INDEXERS.items()}
+
     axis = {"reference": 1, "indices": None, "all": 2}[batched]
     in_axes = (axis, *[None if batched == "reference" else 0] * 3)
     shape = list(SHAPE)
     if axis is not None:
         shape.insert(axis, 3)
     args = (example(shape), *(i[0] if batched == "reference" else i for i in INDICES))
-    same(jax.jit(bx.vmap(fun, in_axes))(*args), in_each_lane(fun, args, in_axes))
+    as_in_each_lane(fun, args, in_axes)
 
 
 @pytest.mark.parametrize("batched", ["reference", "indices", "value", "all"])
-@pytest.mark.parametrize("name", INDEXERS)
-def test_write(name, batched):
+@pytest.mark.parametrize("names", shares(INDEXERS, 2), ids=" ".join)
+def test_write(names, batched):
     """`swap` and `addupdate`: what is read, and what the reference holds after."""
 
-    def fun(x, values, *ijk):
+    def write(at, x, values):
         ref = jax.new_ref(x)
-        at = INDEXERS[name](*ijk)
         before = ref[at]
         value = values[: before.size].reshape(before.shape)
         old = jax.ref.swap(ref, at, value)
         jax.ref.addupdate(ref, at, 2 * value)
         return before, old, jax.ref.freeze(ref)
+
+    def fun(x, values, *ijk):
+        return {name: write(INDEXERS[name](*ijk), x, values) for name in names}
 
     in_axes = (1 if batched in ("reference", "all") else None,)
     in_axes += (1 if batched in ("value", "all") else None,)
@@ -91,7 +89,7 @@ def test_write(name, batched):
     x = example(SHAPE if in_axes[0] is None else (4, 3, 3, 5))
     values = example((60,) if in_axes[1] is None else (60, 3), seed=1)
     args = (x, values, *(i[0] if in_axes[2] is None else i for i in INDICES))
-    same(jax.jit(bx.vmap(fun, in_axes))(*args), in_each_lane(fun, args, in_axes))
+    as_in_each_lane(fun, args, in_axes)
 
 
 @pytest.mark.parametrize("i", [-1, -9, 3, 7])
