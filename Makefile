@@ -41,6 +41,7 @@ test: lint browser
 	$(call on_3_12,$(PYTEST) --every 20)
 
 test-all: test
+	@echo "The whole suite on Python 3.12, in both precisions, and random programs: most of an hour."
 	$(call on_3_12,$(PYTEST))
 	$(call on_3_12,$(PYTEST) $(COMPUTES),$(DOUBLE))
 	$(MAKE) --no-print-directory fuzz N=2000

@@ -14,7 +14,7 @@ import batchax as bx
 
 from support.chunks import check_chunks
 from support.derivative_rules import tripled_jvp
-from support.oracle import example, same
+from support.oracle import agree, example, same
 from support.programs import random_program
 
 LANES = 5
@@ -57,11 +57,8 @@ def test_transformations(name, chunked):
     options = dict(in_axes=(0, None), out_axes=1)
     ours, plain = (v(model, **options) for v in (chunked, bx.vmap))
     transformation = TRANSFORMATIONS[name]
-    same(
-        jax.jit(transformation(ours))(X, W),
-        jax.jit(transformation(plain))(X, W),
-        dict(rtol=1e-4, atol=1e-5),
-    )
+    tolerance = dict(rtol=1e-4, atol=1e-5)
+    agree(transformation(ours), transformation(plain), X, W, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("name", ["grad", "jacrev", "jvp"])
@@ -87,8 +84,7 @@ def test_linear_functions_are_transposed():
         def only(h, z):
             return h(z, other) if i == 0 else h(other, z)
 
-        got = jax.jit(jax.linear_transpose(functools.partial(only, f), point))(ct)
-        same(got, jax.linear_transpose(functools.partial(only, g), point)(ct))
+        agree(*(jax.linear_transpose(functools.partial(only, h), point) for h in (f, g)), ct)
 
 
 def test_auxiliary_outputs(chunked):
@@ -99,17 +95,16 @@ def test_auxiliary_outputs(chunked):
 
         return jax.value_and_grad(total, has_aux=True)
 
-    same(jax.jit(loss(chunked))(W), loss(bx.vmap)(W))
+    agree(loss(chunked), loss(bx.vmap), W)
 
 
 def test_per_example_derivatives_inside(chunked):
     for transformation in (jax.grad, jax.hessian):
         one = transformation(lambda w, x: model(x, w).sum())
         f, g = (v(one, (None, 0)) for v in (chunked, bx.vmap))
-        same(jax.jit(f)(W, X), g(W, X))
+        agree(f, g, W, X)
         # And differentiated again from outside.
-        outer = [jax.grad(lambda w: h(w, X).sum()) for h in (f, g)]
-        same(jax.jit(outer[0])(W), outer[1](W))
+        agree(*(jax.grad(lambda w, h=h: h(w, X).sum()) for h in (f, g)), W)
 
 
 @pytest.mark.parametrize("where", ["inside", "outside", "both"])
@@ -118,10 +113,8 @@ def test_checkpoint(where, chunked):
     f = chunked(inner, (0, None))
     if where != "inside":
         f = jax.checkpoint(f)
-    same(
-        jax.jit(jax.grad(lambda *a: f(*a).sum(), (0, 1)))(X, W),
-        jax.grad(lambda *a: bx.vmap(model, (0, None))(*a).sum(), (0, 1))(X, W),
-    )
+    plain = bx.vmap(model, (0, None))
+    agree(*(jax.grad(lambda *a, h=h: h(*a).sum(), (0, 1)) for h in (f, plain)), X, W)
 
 
 def test_nested_chunks(chunked):
@@ -133,7 +126,7 @@ def test_nested_chunks(chunked):
 
         return jax.value_and_grad(lambda p, w: outer(rows, (0, None), 1)(p, w).sum(), (0, 1))
 
-    expected = total(jax.vmap, jax.vmap)(pairs, W)
+    expected = jax.jit(total(jax.vmap, jax.vmap))(pairs, W)
     for outer, inner in ((chunked, chunked), (chunked, jax.vmap), (jax.vmap, chunked)):
         same(jax.jit(total(outer, inner))(pairs, W), expected)
     same(jax.jit(total(bx.vmap, chunked))(pairs, W), expected)
@@ -154,7 +147,7 @@ def test_under_an_outer_vmap(outer, chunked):
             outer(gradients(v), axes)(xs if axes[0] else X, ws if axes[1] else W) for axes in which
         ]
 
-    same(jax.jit(everything(chunked))(), jax.jit(everything(bx.vmap))())
+    agree(everything(chunked), everything(bx.vmap))
 
 
 def test_inside_loops_and_branches(chunked):
@@ -176,7 +169,7 @@ def test_inside_loops_and_branches(chunked):
 
         return jax.value_and_grad(total, (0, 1))
 
-    same(jax.jit(program(chunked))(X, W), jax.jit(program(bx.vmap))(X, W))
+    agree(program(chunked), program(bx.vmap), X, W)
 
     def until(v):
         f = v(model, (0, None))
@@ -201,7 +194,7 @@ def test_loops_and_branches_inside(chunked):
 
         return jax.value_and_grad(total, (0, 1), has_aux=True)
 
-    same(jax.jit(program(chunked))(X, W), program(bx.vmap)(X, W))
+    agree(program(chunked), program(bx.vmap), X, W)
 
 
 def test_integers_and_keys_have_no_derivative(chunked):
@@ -242,7 +235,7 @@ def test_complex_numbers(chunked):
 
         return jax.grad(loss, (0, 1))
 
-    same(jax.jit(total(chunked))(z, W), total(bx.vmap)(z, W))
+    agree(total(chunked), total(bx.vmap), z, W)
 
 
 # --- functions with derivative rules of their own ----------------------------------------------
@@ -269,13 +262,13 @@ def test_custom_rules(make, chunked):
     def gradient(v):
         return jax.value_and_grad(lambda *a: jnp.sin(v(f, (0, None))(*a)).sum(), (0, 1))
 
-    same(jax.jit(gradient(chunked))(X, W), gradient(jax.vmap)(X, W))
+    agree(gradient(chunked), gradient(jax.vmap), X, W)
     if make is tripled_jvp:
         second = lambda v: jax.hessian(lambda w: v(f, (0, None))(X, w).sum())
-        same(jax.jit(second(chunked))(W), second(jax.vmap)(W))
+        agree(second(chunked), second(jax.vmap), W)
     else:
         second = lambda v: jax.grad(lambda w: gradient(v)(X, w)[1][1].sum())
-        same(jax.jit(second(chunked))(W), second(jax.vmap)(W))
+        agree(second(chunked), second(jax.vmap), W)
 
 
 @pytest.mark.parametrize("make", [tripled_jvp, tripled_vjp])
@@ -304,7 +297,7 @@ def test_rules_that_close_over_values_from_before_a_collective(make, chunked):
     def gradient(v):
         return jax.grad(lambda x: v(per_example, axis_name="i")(x, Y).sum())
 
-    same(jax.jit(gradient(chunked))(X), gradient(bx.vmap)(X))
+    agree(gradient(chunked), gradient(bx.vmap), X)
 
 
 @pytest.mark.parametrize("make", [tripled_jvp, tripled_vjp])
@@ -337,7 +330,7 @@ def test_rules_that_close_over_what_surrounds_vmap(chunked):
 
         return jax.grad(loss)
 
-    same(jax.jit(total(chunked))(X, 0.3), total(jax.vmap)(X, 0.3))
+    agree(total(chunked), total(jax.vmap), X, 0.3)
 
 
 @pytest.mark.parametrize("outer", [jax.vmap, bx.vmap])
@@ -361,7 +354,7 @@ def test_custom_root_and_solve(chunked):
         return solution.sum() + root
 
     gradient = lambda v: jax.grad(lambda *a: v(per_example, (0, None))(*a).sum(), (0, 1))
-    same(jax.jit(gradient(chunked))(X, W), gradient(bx.vmap)(X, W), dict(rtol=1e-4, atol=1e-5))
+    agree(gradient(chunked), gradient(bx.vmap), X, W, tolerance=dict(rtol=1e-4, atol=1e-5))
 
 
 # --- programs nobody wrote ----------------------------------------------------------------------

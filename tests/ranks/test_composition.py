@@ -9,7 +9,7 @@ import pytest
 
 import batchax as bx
 
-from support.oracle import example, same
+from support.oracle import agree, example, same
 
 
 def plain(w, x):
@@ -67,7 +67,7 @@ def test_memory_of_chunks():
 
 def test_under_other_transformations():
     f = bx.auto_vmap(2, 1)(plain)
-    same(jax.jit(f)(W, X), reference(W, X))
+    agree(f, reference, W, X)
     outer = lambda g: jax.vmap(g, (0, None))(jnp.stack([W, 2 * W]), X)
     same(outer(f), outer(reference))
     same(bx.vmap(f, (0, None))(jnp.stack([W, 2 * W]), X), outer(reference))

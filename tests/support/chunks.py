@@ -4,7 +4,7 @@ import jax
 
 import batchax as bx
 
-from support.oracle import direction, is_inexact, loop_function, same, same_type
+from support.oracle import direction, is_inexact, loop_function, same, same_type, together
 
 
 def check_chunks(
@@ -35,20 +35,25 @@ def check_chunks(
     plain = bx.vmap(fun, **options)
     jax.tree.map(same_type, jax.eval_shape(chunked, *args), jax.eval_shape(plain, *args))
 
-    got = _everything(chunked, args, derivatives, forward, second)
-    expected = _everything(plain, args, derivatives, forward, second)
+    everything, points = {}, ()
+    for way, f in {"got": chunked, "expected": plain}.items():
+        everything[way], points = _everything(f, args, derivatives, forward, second)
+    if against_loop:
+        looped = loop_function(fun, in_axes, out_axes)
+        everything["loop"] = lambda *_: looped(*args)
+    results = jax.jit(together(everything))(*points)
+    got, expected = results["got"], results["expected"]
     same(got, expected, tolerance, "all at once")
     if eager:
         out = chunked(*args)
         same(out, expected["out"], tolerance, "outside jit")
         jax.tree.map(same_type, out, jax.eval_shape(plain, *args))
     if against_loop:
-        looped = loop_function(jax.jit(fun), in_axes, out_axes)(*args)
-        same(got["out"], looped, tolerance, "loop")
+        same(got["out"], results["loop"], tolerance, "loop")
 
 
 def _everything(f, args, derivatives, forward, second):
-    """Outputs and derivatives of `f`, from a single compiled program."""
+    """Outputs and derivatives of `f` as one function, and what it is called with."""
     leaves, structure = jax.tree.flatten(args)
     inexact = [i for i, x in enumerate(leaves) if is_inexact(x)] if derivatives else []
 
@@ -76,4 +81,4 @@ def _everything(f, args, derivatives, forward, second):
                 found["jvp of vjp"] = jax.jvp(gradient, points, tangents)[1]
         return found
 
-    return jax.jit(run)(*(leaves[i] for i in inexact))
+    return run, [leaves[i] for i in inexact]

@@ -266,6 +266,12 @@ def claim_of_nesting(fun, args, options, tolerance=None, where=""):
     return together(ways), doubled, agree
 
 
+def agree(got, expected, *args, tolerance=None):
+    """Two functions return the same, compiled as one program."""
+    results = jax.jit(together({"got": got, "expected": expected}))(*args)
+    same(results["got"], results["expected"], tolerance)
+
+
 def same(got, expected, tolerance=None, where=""):
     """Equal structure, shapes, dtypes and values (within rounding), NaN included."""
     assert jax.tree.structure(got) == jax.tree.structure(expected), where
