@@ -103,7 +103,7 @@ def test_types_are_kept():
         x = example((4,), dtype)
         if dtype == "bool":
             f = lambda p, x: lax.cond(p, lambda: (x, 1.0), lambda: (~x, 2.0))
-        same(bx.vmap(f)(P, x), jax.vmap(f)(P, x))
+        agree(bx.vmap(f), jax.vmap(f), P, x)
         jax.tree.map(same_type, bx.vmap(f)(P, x), jax.vmap(f)(P, x))
     keys = jax.random.split(jax.random.key(0), 4)
     same(
@@ -115,7 +115,7 @@ def test_types_are_kept():
     looping = lambda p, k: lax.cond(
         p, lambda: k, lambda: lax.fori_loop(0, 2, lambda i, k: jax.random.fold_in(k, i), k)
     )
-    same(bx.vmap(looping)(P, keys), loop_function(looping, (0, 0), 0)(P, keys))
+    agree(bx.vmap(looping), loop_function(looping, (0, 0), 0), P, keys)
 
 
 def test_unbatched_stays_unbatched():
@@ -168,7 +168,7 @@ def test_platform_dependent():
     check_compiled(f, X)
     # A residual carries the number of the platform out of a branch.
     g = lambda p, x: lax.cond(p, f, lambda x: x**3, x)
-    same(bx.vmap(jax.grad(g, 1))(P, X[:, 0]), jax.vmap(jax.grad(g, 1))(P, X[:, 0]))
+    agree(bx.vmap(jax.grad(g, 1)), jax.vmap(jax.grad(g, 1)), P, X[:, 0])
     same(jax.grad(lambda x: bx.vmap(g)(P, x).sum())(X[:, 0]), jax.vmap(jax.grad(g, 1))(P, X[:, 0]))
 
 
@@ -224,7 +224,7 @@ def test_predicate_of_each_axis(vmaps):
 def test_collective_in_a_branch_counts_all_lanes():
     f = lambda p, x: lax.cond(p, lambda: jnp.exp(x) + lax.psum(x, "i"), lambda: x)
     options = dict(axis_name="i")
-    same(bx.vmap(f, **options)(P, X), jax.vmap(f, **options)(P, X))
+    agree(bx.vmap(f, **options), jax.vmap(f, **options), P, X)
     common = lambda p, x: lax.cond(p, lambda: lax.psum(x, "i"), lambda: lax.axis_index("i") * x)
     for p in (True, False):
         g = functools.partial(common, p)
@@ -329,7 +329,7 @@ def test_reference_of_each_lane_is_written_where_the_branch_is_taken():
         return r[...]
 
     x = jnp.abs(X) + 1
-    same(bx.vmap(f)(P, x), loop_function(f, (0, 0), 0)(P, x))
+    agree(bx.vmap(f), loop_function(f, (0, 0), 0), P, x)
     agree(bx.vmap(f), loop_function(f, (0, 0), 0), P, x)
 
 
