@@ -47,10 +47,10 @@ def test_donation_inside():
 
 
 def test_lowering_and_compiling_ahead_of_time():
-    lowered = jax.jit(BATCHED).lower(jax.ShapeDtypeStruct((3, 4), jnp.float32), W)
+    lowered = jax.jit(BATCHED).lower(jax.ShapeDtypeStruct((3, 4), X.dtype), W)
     compiled = lowered.compile()
     same(compiled(X, W), EXPECTED(X, W))
-    theirs = jax.jit(EXPECTED).lower(jax.ShapeDtypeStruct((3, 4), jnp.float32), W)
+    theirs = jax.jit(EXPECTED).lower(jax.ShapeDtypeStruct((3, 4), X.dtype), W)
     ours, theirs = (c.compile().cost_analysis() for c in (lowered, theirs))
     assert ours["flops"] <= theirs["flops"]
 
@@ -65,8 +65,8 @@ def test_static_arguments():
 
 
 def test_shapes_without_values():
-    out = jax.eval_shape(BATCHED, jax.ShapeDtypeStruct((3, 4), jnp.float32), W)
-    expected = jax.eval_shape(EXPECTED, jax.ShapeDtypeStruct((3, 4), jnp.float32), W)
+    out = jax.eval_shape(BATCHED, jax.ShapeDtypeStruct((3, 4), X.dtype), W)
+    expected = jax.eval_shape(EXPECTED, jax.ShapeDtypeStruct((3, 4), X.dtype), W)
     assert jax.tree.map(str, out) == jax.tree.map(str, expected)
 
 
@@ -100,7 +100,7 @@ def test_export_for_any_batch_size(given):
         def f(x, w):
             return bx.vmap(layer, (0, None), axis_size=x.shape[0])(x, w)
 
-    exported = export.export(jax.jit(f))(jax.ShapeDtypeStruct((n, 4), jnp.float32), W)
+    exported = export.export(jax.jit(f))(jax.ShapeDtypeStruct((n, 4), X.dtype), W)
     assert exported.in_avals[0].shape == (n, 4)
     for size in (1, 3, 5):
         x = example((size, 4), seed=size)
@@ -113,7 +113,7 @@ def test_export_of_a_collective_for_any_batch_size():
 
     (n,) = export.symbolic_shape("n")
     exported = export.export(jax.jit(bx.vmap(f, axis_name="i")))(
-        jax.ShapeDtypeStruct((n, 4), jnp.float32)
+        jax.ShapeDtypeStruct((n, 4), X.dtype)
     )
     same(exported.call(X), jax.vmap(f, axis_name="i")(X))
 
