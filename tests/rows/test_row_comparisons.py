@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import re
 from collections import Counter, defaultdict
 
 import jax
@@ -166,6 +167,45 @@ def test_the_energy_of_a_single_atom():
     check_rows(energy, *args, in_axes=(0, None), traced=False)
     same_buckets = with_known_lengths(bx.vmap(energy, in_axes=(0, None), buckets=2))
     np.testing.assert_allclose(same_buckets(*args)[1], -13.6 * 0.7, rtol=1e-6)
+
+
+@jax.custom_jvp
+def scaled_tangent(x):
+    return jnp.sin(x)
+
+
+@scaled_tangent.defjvp
+def _(primals, tangents):
+    (x,), (dot,) = primals, tangents
+    return jnp.sin(x), jnp.cos(x) * dot * (2.0 if x.shape[0] == 1 else 1.0)
+
+
+@jax.custom_vjp
+def scaled_cotangent(x):
+    return jnp.sin(x)
+
+
+scaled_cotangent.defvjp(
+    lambda x: (jnp.sin(x), x),
+    lambda x, cotangent: (cotangent * jnp.cos(x) * (2.0 if x.shape[0] == 1 else 1.0),),
+)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_a_question_of_a_derivative_rule(layout):
+    x = ragged()
+    check_rows(scaled_tangent, x, traced=False, layout=layout)
+    check_rows(scaled_cotangent, x, traced=False, layout="grouped", modes=("vjp",))
+
+    def loss(data, fun, lengths):
+        rows = bx.Ragged(data, lengths, x.max_length)
+        return bx.vmap(lambda x: fun(x).sum(), layout=layout)(rows).sum()
+
+    for fun in (scaled_tangent, scaled_cotangent):
+        with pytest.raises(UnsupportedError, match=rf"^{re.escape(__file__)}:.*`n == 1`"):
+            jax.make_jaxpr(jax.grad(loss), static_argnums=1)(x.data, fun, x.lengths)
+    with pytest.raises(UnsupportedError, match='layout="grouped"'):
+        jax.make_jaxpr(jax.grad(lambda data: loss(data, scaled_cotangent, x.lengths)))(x.data)
 
 
 def test_two_sizes_are_compared_row_by_row():

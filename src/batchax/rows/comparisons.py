@@ -21,12 +21,22 @@ import numpy as np
 from jax.core import Tracer
 
 from batchax import _compat
-from batchax.rows.user_code import is_users, looks_up
+from batchax.errors import UnsupportedError
+from batchax.rows.user_code import is_users, line_around, looks_up
 
 _MOST_COMBINATIONS = 1 << 20
 
-Undecided = jax.errors.InconclusiveDimensionOperation
-"""What JAX raises, too, where a size would have to be a number."""
+
+class UndecidedSizeError(UnsupportedError, jax.errors.InconclusiveDimensionOperation):
+    """A question to which rows have different answers."""
+
+    def __init__(self, line: str, question: str) -> None:
+        super().__init__(
+            f"{line}: {question}. Where lengths are known rows of one length can run together: "
+            'batchax.vmap(..., layout="grouped"). Or compute with the size: '
+            "jnp.where(jnp.asarray(x.shape[0]) == 1, ...)."
+        )
+        self.question = question
 
 
 @dataclass(frozen=True)
@@ -71,31 +81,33 @@ def _compare(name: str, by_jax: Any, frame: FrameType, size: Any, other: Any) ->
     number = isinstance(other, (int, float, np.number))
     if not number and not (_compat.is_row_size(other) and other.scope is size.scope):
         return by_jax(size, other)
-    return _answer(ask, size, other, f"{size} {sign} {other}")
+    return _answer(frame, ask, size, other, f"{size} {sign} {other}")
 
 
 @_compat.answers_for_row_sizes("__bool__")
 def _is_true(name: str, by_jax: Any, frame: FrameType, size: Any) -> bool:
     if not is_users(frame):
         return by_jax(size)
-    return _answer(operator.ne, size, 0, f"bool({size})")
+    return _answer(frame, operator.ne, size, 0, f"bool({size})")
 
 
 @_compat.answers_for_row_sizes("__hash__")
 def _hash(name: str, by_jax: Any, frame: FrameType, size: Any) -> int:
     if is_users(frame) and looks_up(frame):
-        raise Undecided(
+        raise UndecidedSizeError(
+            line_around(frame),
             f"the size {size} is used as a key of a dict or set: which key it is differs from row "
-            "to row"
+            "to row",
         )
     return by_jax(size)
 
 
-def _answer(ask: Any, size: Any, other: Any, question: str) -> bool:
+def _answer(frame: FrameType, ask: Any, size: Any, other: Any, question: str) -> bool:
     """What all rows there may be agree on."""
     answer = agreed(size, other, ask)
     if answer is None:
-        raise Undecided(f"`{question}` may be true of one row and false of another")
+        question = f"`{question}` may be true of one row and false of another"
+        raise UndecidedSizeError(line_around(frame), question)
     return answer
 
 

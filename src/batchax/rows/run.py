@@ -21,7 +21,7 @@ from batchax.errors import ArgumentTypeError, BatchaxError, UnsupportedError
 from batchax.rows.arguments import RowSize, all_known, capacity_of, find_sizes, row_avals, with_room
 from batchax.rows.buckets import Buckets
 from batchax.rows.by_length import RunDense, run_by_length
-from batchax.rows.comparisons import Undecided
+from batchax.rows.comparisons import UndecidedSizeError
 from batchax.rows.in_buckets import check_buckets, run_in_buckets
 from batchax.rows.index import pad_rows
 from batchax.rows.layouts import Costs, choose_layouts
@@ -153,6 +153,10 @@ def run_rows(
         if regions is None:
             return _run_padded(call, outputs, run_dense)
         return _run_regions(call, *regions)
+    except _ASKED_FOR_NUMBERS as error:  # in a derivative rule, which is staged by now
+        if known:
+            return by_length()
+        raise _cannot_stage(error, sizes, lambda: True) from error
     except CannotPad as error:
         if known:
             return by_length()
@@ -170,12 +174,14 @@ def _cannot_stage(error: Exception, sizes: Sequence[RowSize], works_for_known: A
       sizes: those of rows.
       works_for_known: whether it can be staged for rows of some known length.
     """
-    if isinstance(error, BatchaxError):
+    asked = isinstance(error, _ASKED_FOR_NUMBERS)
+    if isinstance(error, BatchaxError) and not asked:
         return error
     names = ", ".join(size.name for size in sizes)
-    if isinstance(error, Undecided) or works_for_known():
+    if asked or works_for_known():
         line = line_of(error)
-        what = str(error).split("\n")[0].rstrip(".")
+        what = error.question if isinstance(error, UndecidedSizeError) else str(error)
+        what = what.split("\n")[0].rstrip(".")
         return UnsupportedError(
             f"{line + ': ' if line else ''}the function needs the length of a row as a number, and "
             f"here rows have a symbolic size ({names}), because their lengths are traced: {what}."
@@ -193,6 +199,9 @@ def _cannot_stage(error: Exception, sizes: Sequence[RowSize], works_for_known: A
         )
     )
     return error
+
+
+_ASKED_FOR_NUMBERS = jax.errors.InconclusiveDimensionOperation
 
 
 def _works_for_known(stage: Callable[[Sequence[int]], Any], sizes: Sequence[RowSize]) -> bool:

@@ -16,26 +16,42 @@ _JAX = frozenset({"jax", "jaxlib", "batchax"})
 _TOOLS = frozenset({"numpy", "scipy", "opt_einsum", *sys.stdlib_module_names})
 
 
-def is_users(frame: FrameType | None) -> bool:
+def is_users(frame: FrameType) -> bool:
     """Whether what happens in `frame` happens on behalf of the user, not of JAX."""
-    while frame is not None:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package in _JAX:
-            return False
-        if package not in _TOOLS:
-            return True
-        frame = frame.f_back
-    return True
+    return not _belongs(_caller(frame), _JAX)
+
+
+def line_around(frame: FrameType) -> str:
+    """`file:line (function)` of the user's code that runs in `frame`, or called what does."""
+    caller = _caller(frame)
+    return _line(caller, caller.f_lineno)
 
 
 def line_of(error: BaseException) -> str:
     """`file:line (function)` of the user's code that raised `error`; "" if there is none."""
     found = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package not in _JAX and package not in _TOOLS:
-            found = f"{frame.f_code.co_filename}:{line} ({frame.f_code.co_name})"
+        if not _belongs(frame, _JAX | _TOOLS):
+            found = _line(frame, line)
     return found
+
+
+def _caller(frame: FrameType) -> FrameType:
+    """The innermost code around `frame` that is no mere tool."""
+    around: FrameType | None = frame
+    while around is not None:
+        if not _belongs(around, _TOOLS):
+            return around
+        around = around.f_back
+    return frame
+
+
+def _belongs(frame: FrameType, packages: frozenset[str]) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in packages
+
+
+def _line(frame: FrameType, line: int) -> str:
+    return f"{frame.f_code.co_filename}:{line} ({frame.f_code.co_name})"
 
 
 def looks_up(frame: FrameType) -> bool:
