@@ -29,14 +29,15 @@ def two_branches(x, w, k):
     """What a predicate that varies selects from constants varies as it does."""
     flag = lax.cond(x[0] > 0, lambda: True, lambda: True)
     flag = lax.cond(x[1] > 0, lambda: flag, lambda: x[2] > 0)
-    start = lax.cond(x[0] > 0, lambda: 1.0, lambda: 2.0)
+    one = jnp.ones((), x.dtype)
+    start = lax.cond(x[0] > 0, lambda: one, lambda: 2 * one)
     _, sums = lax.scan(lambda c, e: (c + e, c), start, x)
     return jnp.where(flag, sums, w[0])
 
 
 def counted(x, w, k):
     steps, y = lax.while_loop(lambda c: c[1].sum() < k, lambda c: (c[0] + 1, c[1] + 1), (0, abs(x)))
-    return lax.cond(x[0] > 0, lambda: steps, lambda: jnp.int32(k)) * y
+    return lax.cond(x[0] > 0, lambda: steps, lambda: k) * y
 
 
 def endless(x, w, k):
@@ -244,6 +245,25 @@ def test_a_custom_vjp_of_what_lanes_share():
     g = spread(lambda x, w, k: f(x, w), mesh_of(4))
     plain = jax.vmap(lambda x, w, k: jnp.sin(x) * w[0], IN_AXES)
     same(jax.jit(gradient(g))(X, W, K), gradient(plain)(X, W, K))
+
+
+def test_a_custom_vjp_of_what_devices_share_in_chunks():
+    """Inside of a chunk loop all vary; what the rule returns for all devices counts once."""
+
+    @jax.custom_vjp
+    def f(x, w):
+        return jnp.sin(x) * w[0]
+
+    def backward(saved, c):
+        x, w = saved
+        total = lax.psum(c * jnp.sin(x), "d")
+        return c * jnp.cos(x) * w[0], jnp.zeros_like(w).at[0].set(total)
+
+    f.defvjp(lambda x, w: (f(x, w), (x, w)), backward)
+    plain = jax.vmap(lambda x, w, k: jnp.sin(x) * w[0], IN_AXES)
+    for options in ({}, {"batch_size": 1}):
+        g = inside(lambda x, w, k: f(x, w), mesh_of(4), **options)
+        same(jax.jit(gradient(g))(X, W, K), gradient(plain)(X, W, K), LOOSE)
 
 
 MESH = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)

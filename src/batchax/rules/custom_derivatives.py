@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
@@ -30,6 +31,7 @@ from batchax.engine.interpreter import interpret
 from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_rule
 from batchax.engine.replay import may_be_differentiated, program_behind, resolve
+from batchax.engine.varying import Varying, types_varying
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.rules.pullback import match_or_zeros, multiplies, pull_back, reached
 
@@ -192,7 +194,7 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
     types = [jax.typeof(x) for x in args]
     outputs = _Outputs("vjp", axis, body, axes)
     program = program_behind(trace_forward, params["bwd"])
-    reverse = _Reverse(axis, bwd, program, axes)
+    reverse = _Reverse(axis, bwd, program, axes, types)
     kept_axes: list[AxisPosition] = []  # of the residuals, after the latest forward run
 
     def run_forward(perturbed: Sequence[bool], primals: Any) -> tuple[list[Any], Axes]:
@@ -200,6 +202,9 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
             jaxpr, consts = trace_forward.call_wrapped(*perturbed)
         consts, const_axes = resolve(program, consts)
         jaxpr = _compat.constants_as_inputs(jaxpr)
+        pruned = iter(v.aval for v in jaxpr.outvars)
+        kept = (next(pruned) if f is None else body.in_avals[f] for f in out_trees()[2])
+        reverse.varying = types_varying([*kept, *body.out_avals])
         with outputs.in_rule():
             return interpret(axis, jaxpr, (), [*consts, *primals], [*const_axes, *axes[skip:]])
 
@@ -253,8 +258,12 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
 class _Reverse:
     """The reverse rule of a ``custom_vjp`` function, for all lanes."""
 
-    def __init__(self, axis: Axis, bwd: Any, program: Any, in_axes: Axes) -> None:
+    def __init__(
+        self, axis: Axis, bwd: Any, program: Any, in_axes: Axes, types: Sequence[Any]
+    ) -> None:
         self.axis, self.bwd, self.program, self.in_axes = axis, bwd, program, in_axes
+        self.types = types  # of the inputs
+        self.varying: Varying = ()  # of residuals and outputs, as they were staged
         self._staged: dict[Any, Any] = {}
 
     def __call__(self, residuals: Any, residual_axes: Axes, cotangents: Any, ct_axes: Axes) -> Any:
@@ -276,8 +285,10 @@ class _Reverse:
         )
         rest = iter(outs)
         results = [
-            next(rest) if zero is None else ad.Zero(batched_aval(axis, zero.aval, a))
-            for zero, a in zip(zeros, self.in_axes, strict=True)
+            _counted_once(next(rest), t)
+            if zero is None
+            else ad.Zero(batched_aval(axis, zero.aval, a))
+            for zero, a, t in zip(zeros, self.in_axes, self.types, strict=True)
         ]
         return (results, jax.tree.unflatten(logs, list(rest))) if has_logs else results
 
@@ -311,11 +322,13 @@ class _Reverse:
           zeros among its cotangents (None for others); the structure of its logs; and
           whether it returns any.
         """
+
+        def example(aval: Any, a: AxisPosition, over: Any) -> Any:
+            return _compat.with_varying_axes(example_aval(self.axis, aval, a), over)
+
         inputs = [
-            SymbolicZero(example_aval(self.axis, t.aval, a))
-            if _is_zero(t)
-            else example_aval(self.axis, t, a)
-            for t, a in zip(types, axes, strict=True)
+            SymbolicZero(example(t.aval, a, over)) if _is_zero(t) else example(t, a, over)
+            for t, a, over in zip(types, axes, self.varying, strict=True)
         ]
         key = tuple((x.aval, True) if _is_zero(x) else (x, False) for x in inputs)
         if key not in self._staged:
@@ -337,6 +350,14 @@ class _Reverse:
 
         given = [x for x in inputs if not _is_zero(x)]
         return stage_function(self.axis, one_example, given), zeros, *rest
+
+
+def _counted_once(cotangent: Any, aval: Any) -> Any:
+    """A cotangent for all devices, of an input that was cast to vary: from one of them only."""
+    over = _compat.varying_axes(aval) - _compat.varying_axes(jax.typeof(cotangent))
+    if not over or cotangent.dtype == jax.dtypes.float0:
+        return cotangent
+    return jnp.where(lax.axis_index(tuple(over)) == 0, cotangent, jnp.zeros_like(cotangent))
 
 
 def _type(x: Any) -> Any:
