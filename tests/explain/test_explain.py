@@ -402,6 +402,14 @@ def test_what_is_measured_is_what_is_explained():
     assert [t.batch_size for t in explanation.timings] == [None, "loop"]
     assert explanation.timings[0].peak == explanation.memory.peak
 
+    # An array that all lanes share is an argument of the program, and then of the loop's.
+    table, row = np.arange(6.0).reshape(3, 2), jnp.array([2, 0])
+    explanation = bx.explain(lambda t, i: t[i].sum(), (None, 0), measure=True)(table, row)
+    assert [t.batch_size for t in explanation.timings] == [None, "loop"]
+    branch = lambda t, i: t[i].sum() if t[0, 0] == 0 else t.sum()
+    explanation = bx.explain(branch, (None, 0), measure=True)(jnp.asarray(table), row)
+    assert [t.batch_size for t in explanation.timings] == [None, "loop"]
+
     rows = bx.Ragged.from_rows([jnp.ones((n, 2)) for n in (1, 4)])
     explanation = bx.explain(jnp.sum, buckets=2, measure=True)(rows)  # lengths must be known
     assert [t.batch_size for t in explanation.timings] == [None]

@@ -32,7 +32,7 @@ from jax.extend.core import mapped_aval, unmapped_aval
 from batchax import _compat
 from batchax.engine.own_primitives import stands_for
 from batchax.engine.program_key import program_key
-from batchax.execution.eager import compile_program
+from batchax.execution.eager import compile_program, whatever_jit
 
 Values = Sequence[Any]
 Step = Callable[[Values, Values, Values], tuple[Values, Values]]
@@ -354,6 +354,7 @@ def _abstract_eval(*avals: Any, test: Any, body: Any, guarded: Any, form: Form) 
 
 
 @bounded_loop_p.def_impl
+@whatever_jit
 def _impl(*operands: Any, test: Any, body: Any, guarded: Any, form: Form) -> list[Any]:
     key = program_key(body), None if test is None else program_key(test), form
     program = functools.partial(run, test=test, body=body, guarded=guarded, form=form)

@@ -35,7 +35,7 @@ from batchax.engine.own_primitives import stands_for
 from batchax.engine.program_key import program_key
 from batchax.execution import picks
 from batchax.execution.buffers import blank
-from batchax.execution.eager import run_eagerly
+from batchax.execution.eager import run_eagerly, whatever_jit
 from batchax.execution.kinds import (
     WHOLE,
     Extreme,
@@ -250,6 +250,7 @@ def run(loop: Loop, operands: Sequence[Any]) -> list[Any]:
     ]
 
 
+@whatever_jit
 def chosen_chunk(loop: Loop, avals: Sequence[Any]) -> int:
     """The size of the chunks that `batch_size="auto"` means for this loop."""
     assert isinstance(loop.chunk, Auto)

@@ -18,6 +18,11 @@ from batchax.errors import SmallerChunksWarning
 _compiled = Lasting(most=128)
 
 
+whatever_jit = jax.disable_jit(False)
+"""Decorator: ``jax.disable_jit`` is for the user's programs, and not for those compiled here."""
+
+
+@whatever_jit
 def run_eagerly(
     with_chunk: Callable[[int], tuple[Hashable, Callable[..., list[Any]]]],
     chunk: int,

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from batchax.execution.eager import whatever_jit
 from batchax.explain.attribution import Attribution, Tally
 from batchax.explain.explanation import Explanation, Timing
 from batchax.explain.findings.draft import Draft
@@ -60,6 +61,7 @@ def explain(
     """
     batched = vmap(fun, in_axes, out_axes, **vmap_options)
 
+    @whatever_jit
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         if measure:
             check_values(args, kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,9 +14,10 @@ from jax import lax
 from jax.core import Tracer
 
 from batchax.engine.arguments import find_axis_size, flatten_arguments
+from batchax.engine.derivatives import with_values
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.explain.explanation import Timing
-from batchax.explain.staging import Staged, stage
+from batchax.explain.staging import Staged, stage, with_arrays_traced
 from batchax.programs.peak import memory_of
 from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap
@@ -66,7 +68,7 @@ def measure(
     given = options.get("batch_size")
     ways = [_batched(given, staged, compiled)]
     if not rows and options.get("axis_name") is None:
-        ways.append(_loop(fun, flat, lanes))
+        ways.append(_loop(fun, in_axes, args, kwargs, lanes))
     sizes = [] if rows or not isinstance(lanes, int) else [*_sizes(lanes), None]
     for size in sizes:
         if size == given:
@@ -105,18 +107,37 @@ def _batched(batch_size: Any, staged: Staged, compiled: Any) -> _Way:
     return _Way(batch_size, lambda: compiled(*staged.arrays), memory_of(compiled).bytes)
 
 
-def _loop(fun: Callable[..., Any], flat: Any, lanes: int) -> _Way:
-    def one_example(*examples: Any) -> Any:
-        args, kwargs = flat.rebuild(examples)
-        return fun(*args, **kwargs)
-
+def _loop(
+    fun: Callable[..., Any],
+    in_axes: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    lanes: int,
+) -> _Way:
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    flat = flatten_arguments(fun, in_axes, args, kwargs)
     count = min(lanes, _MOST_EXAMPLES)
     examples = [
         [lax.index_in_dim(m.value, i, m.axis, keepdims=False) for m in flat.mapped]
         for i in range(count)
     ]
-    compiled = jax.jit(one_example).lower(*examples[0]).compile()
-    return _Way("loop", lambda: [compiled(*xs) for xs in examples], None, count / lanes)
+
+    def compiled(is_traced: Callable[[Any], bool]) -> Callable[[list[Any]], Any]:
+        places = [i for i, x in enumerate(leaves) if is_traced(x)]
+        arrays = [leaves[i] for i in places]
+
+        def one_example(arrays: list[Any], example: list[Any]) -> Any:
+            whole = jax.tree.unflatten(tree, with_values(leaves, places, arrays))
+            args, kwargs = flatten_arguments(fun, in_axes, *whole).rebuild(example)
+            # What is computed of arrays that are not traced is known at once, as in `vmap`.
+            with nullcontext() if arrays else jax.ensure_compile_time_eval():
+                return fun(*args, **kwargs)
+
+        program = jax.jit(one_example).lower(arrays, examples[0]).compile()
+        return lambda example: program(arrays, example)
+
+    run = with_arrays_traced(compiled)
+    return _Way("loop", lambda: [run(example) for example in examples], None, count / lanes)
 
 
 def _times(ways: list[_Way]) -> tuple[Timing, ...]:

@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -16,6 +16,8 @@ from batchax.engine.inner import NEEDS_VALUES
 from batchax.engine.recording import Recorder
 from batchax.errors import SequentialFallbackWarning
 from batchax.rows.ragged import Ragged
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,18 @@ def stage(
       args, kwargs: a call's arguments.
       names: what the positional parameters are called.
     """
+    return with_arrays_traced(lambda traced: _stage(batched, args, kwargs, names, traced))
+
+
+def with_arrays_traced(make: Callable[[Callable[[Any], bool]], T]) -> T:
+    """What `make` makes of a predicate that says of an argument whether it is traced.
+
+    All arrays are, unless the function branches in Python on one that is the same for all lanes.
+    """
     try:
-        return _stage(batched, args, kwargs, names, _is_array)
+        return make(_is_array)
     except NEEDS_VALUES:
-        # The function branches in Python on an array that is the same for all lanes.
-        return _stage(batched, args, kwargs, names, _is_abstract)
+        return make(_is_abstract)
 
 
 def _is_abstract(x: Any) -> bool:
