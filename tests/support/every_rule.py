@@ -21,6 +21,7 @@ import batchax as bx
 from batchax._compat import find_primitive
 from batchax.execution.slices import follow_p
 from batchax.rules.in_place import some_live_p
+from batchax.rules.in_turn import in_turn_p
 from batchax.rules.masking import safe_lanes
 from batchax.user_rules.linear import linear_with_transpose
 from rules.test_collectives import COLLECTIVES
@@ -378,6 +379,7 @@ def _own():
         "execution.bounded_batching": {"bounded_loop": (loop, X)},
         "execution.chunk_batching": {"chunk_loop": (chunked, X)},
         "execution.slices": {"follow": (follow_p.bind, X, X)},
+        "rules.in_turn": {"in_turn": (partial(in_turn_p.bind, count=1), X, X)},
         "rules.in_place": {"some_live": (some_live_p.bind, BOOL, BOOL)},
         "rules.masking": {"safe_lanes": (lambda live, x: safe_lanes(live, x, 0), BOOL, X)},
         "user_rules.batching": {"custom_batched_call": (batched_by_rule, X)},

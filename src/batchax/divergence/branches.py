@@ -33,7 +33,7 @@ from batchax.execution.chunk_loop import Body, Loop, chunk_loop
 from batchax.execution.kinds import WHOLE, Live, Picked
 from batchax.execution.names import index_as_input
 from batchax.execution.picks import fitting_width
-from batchax.rules.branches import one_branch, select_results
+from batchax.rules.branches import after_branches, one_branch, select_results
 from batchax.rules.hazards import hazards
 
 # In the unit of `work`. Results do not depend on these.
@@ -65,12 +65,15 @@ def run_branches(axis: Axis, branches: Branches, width: int | None) -> Placed | 
     recording.note(divergence="grouped", apart=[i for i, part in enumerate(parts) if part.apart])
     results = []
     for i, (part, program) in enumerate(zip(parts, branches.programs, strict=True)):
+        before = branches.programs[:i]
         with recording.part(f"branch {i}"):
-            results.append(
-                part.run(lax.eq(index, np.asarray(i, index.dtype)))
-                if part.apart
-                else one_branch(axis, index, i, program, operands, positions)
-            )
+            if part.apart:
+                part.operands = after_branches(before, results, program, part.operands)
+                placed = part.run(lax.eq(index, np.asarray(i, index.dtype)))
+            else:
+                mine = after_branches(before, results, program, operands)
+                placed = one_branch(axis, index, i, program, mine, positions)
+            results.append(placed)
     return select_results(axis, index, results)
 
 

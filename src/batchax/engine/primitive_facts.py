@@ -32,6 +32,7 @@ class Facts:
       endless: a loop that ends on values, or a callback: it must not see operands of lanes that
         do not run it. What a user's batching rule will do may be one.
       costly: a loop or a callback: worth skipping when no lane runs it.
+      library: on a CPU, a call of a library, in which a thread may wait for others of its pool.
       body: of a call, the parameters that may hold the program that it is a call of.
       again: of a call: in reverse its program is computed again.
       marked: of a call: it says something of how its program is to be compiled or run.
@@ -51,6 +52,7 @@ class Facts:
     alias: bool = False
     endless: bool = False
     costly: bool = False
+    library: bool = False
     body: tuple[str, ...] = ()
     again: bool = False
     marked: bool = False

@@ -51,6 +51,7 @@ from batchax.execution.kinds import (
     resized,
 )
 from batchax.execution.memory import Auto, fitting_chunk
+from batchax.rules.in_turn import zero_after
 
 
 class Body:
@@ -242,8 +243,8 @@ def run(loop: Loop, operands: Sequence[Any]) -> list[Any]:
         results = lax.fori_loop(
             np.int32(0), np.int32(full), lambda i, results: step(i, chunk, results), results
         )
-        if rest:
-            results = step(jnp.int32(full), rest, results)
+        if rest:  # once the others are done
+            results = step(lax.add(np.int32(full), zero_after(results)), rest, results)
     return [
         lax.convert_element_type(x, t.dtype) if isinstance(kind, Sum) else x
         for x, t, kind in zip(results, types, loop.results, strict=True)

@@ -23,6 +23,7 @@ from batchax.execution.chunk_loop import (
 from batchax.execution.kinds import Extreme, Lanes, PerChunk
 from batchax.execution.memory import Auto
 from batchax.execution.slices import scan_slices
+from batchax.rules.in_turn import calls_library, in_turn
 
 
 def run_loop(loop: Loop, operands: Sequence[Any], keep: bool) -> list[Any]:
@@ -95,5 +96,7 @@ def _run_keeping(loop: Loop, operands: Sequence[Any]) -> list[Any]:
             x if a is None else lax.slice_in_dim(x, full * chunk, loop.size, axis=a)
             for x, a in zip(operands, axes, strict=True)
         ]
+        if calls_library(program.jaxpr):
+            results, parts = in_turn(results, parts)
         results = step(jnp.int32(full), results, parts, rest)
     return [lax.convert_element_type(x, t.dtype) for x, t in zip(results, types, strict=True)]

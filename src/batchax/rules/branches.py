@@ -32,6 +32,7 @@ from batchax.engine.varying import varying_of
 from batchax.rules.hazards import hazards
 from batchax.rules.in_order import run_in_order
 from batchax.rules.in_place import masked, updated_operands
+from batchax.rules.in_turn import calls_library, in_turn
 from batchax.rules.masking import is_inexact, run_masked, spread
 
 enter("linear: cond")  # what its branches are is looked at
@@ -64,12 +65,32 @@ def _cond(axis: Axis, args: Any, axes: Any, /, *, branches: Any, **params: Any) 
         # rather read it again, from a copy.
         index = lax.optimization_barrier(index)
     for i, branch in enumerate(branches):
+        operands = after_branches(branches[:i], results, branch, operands)
         with recording.part(f"branch {i}"):
             placed = one_branch(axis, index, i, branch, operands, positions, updated)
         results.append(placed)
         for k, operand in updated.items():
             operands[operand], positions[operand] = placed[0][k], placed[1][k]
     return select_results(axis, index, results, updated)
+
+
+def after_branches(
+    branches: Sequence[Any], results: list[Placed], branch: Any, operands: Sequence[Any]
+) -> list[Any]:
+    """The operands for one more branch, which is not to run at once with those before it.
+
+    Args:
+      branches: those before it.
+      results: what they returned; replaced by the same, of which reverse mode keeps the order.
+      branch: the one to run.
+      operands: what it is given.
+    """
+    last = next((i for i in range(len(branches) - 1, -1, -1) if calls_library(branches[i])), None)
+    if last is None or not calls_library(branch):
+        return list(operands)
+    outs, after = in_turn(results[last][0], operands)
+    results[last] = outs, results[last][1]
+    return after
 
 
 def _common_branch(

@@ -24,7 +24,8 @@ from batchax.errors import UnsupportedError
 enter(
     """
     endless costly: io_callback pure_callback
-    : check debug_callback debug_print ffi_call inspect_sharding
+    library: ffi_call
+    : check debug_callback debug_print inspect_sharding
     """
 )
 

@@ -10,7 +10,7 @@ from batchax.engine.axis import Axis, move_axis
 from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_rule
 
-enter(": fft")
+enter("library: fft")
 
 
 @register_rule(lax.fft_p)

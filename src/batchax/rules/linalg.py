@@ -24,9 +24,9 @@ from batchax.engine.rule_makers import leading, leading_rule
 
 enter(
     """
-    : cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu
-      lu_pivots_to_permutation ormqr qr schur svd symmetric_product triangular_solve tridiagonal
-      tridiagonal_solve
+    : lu_pivots_to_permutation
+    library: cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu ormqr
+      qr schur svd symmetric_product triangular_solve tridiagonal tridiagonal_solve
     """
 )
 

@@ -1,0 +1,142 @@
+"""One program after another, where the compiler would let both run at the same time.
+
+On a CPU, a call of a library (LAPACK, a Fourier transform) is cut into parts for a pool of
+threads, and the thread that made the call waits for them. Where that is a thread of the same
+pool, and as many calls wait as it has threads, nobody is left to do the work: the program stops
+for ever. So two such calls that need not run at once must not: what comes later is made to depend
+on the results of what comes first. That takes a number that is zero, as no compiler can know.
+``lax.optimization_barrier`` does not do: it is gone before anything is scheduled.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import jaxprs_in_params
+from jax.interpreters import ad
+
+from batchax import _compat
+from batchax.engine.axis import Axis, AxisPosition
+from batchax.engine.own_primitives import stands_for
+from batchax.engine.primitive_facts import enter, facts_of
+from batchax.engine.registry import register_own_rule
+from batchax.rules.masking import is_inexact
+
+enter("linear: in_turn")
+
+_known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def calls_library(jaxpr: Any) -> bool:
+    """Whether a program, or one inside it, has a library called on CPUs."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    if jaxpr not in _known:
+        _known[jaxpr] = any(
+            facts_of(eqn.primitive).library or any(map(calls_library, jaxprs_in_params(eqn.params)))
+            for eqn in jaxpr.eqns
+        )
+    return _known[jaxpr]
+
+
+def in_turn(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Both as they are, but what is computed of `second` is computed after `first`.
+
+    Derivatives in reverse are computed in reverse order. Only floats and complex numbers are
+    made to wait.
+    """
+    before = [i for i, x in enumerate(first) if isinstance(x, jax.Array) and is_inexact(x)]
+    after = [i for i, x in enumerate(second) if isinstance(x, jax.Array) and is_inexact(x)]
+    firsts, seconds = list(first), list(second)
+    outs = _bind([first[i] for i in before], [second[i] for i in after])
+    for xs, places, values in ((firsts, before, outs[0]), (seconds, after, outs[1])):
+        for i, x in zip(places, values, strict=True):
+            xs[i] = x
+    return firsts, seconds
+
+
+def zero_after(values: Sequence[Any]) -> Any:
+    """The int32 zero, which is known once the first entries of all `values` are."""
+    zero = np.int32(0)
+    for x in values:
+        aval = jax.typeof(x)
+        extended = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+        if extended or 0 in aval.shape or not aval.sharding.mesh.empty:
+            continue
+        entry = lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))
+        entry = lax.real(entry) if jnp.issubdtype(x.dtype, jnp.complexfloating) else entry
+        ones = lax.population_count(lax.convert_element_type(entry, np.int32))
+        zero = lax.add(zero, lax.shift_right_logical(ones, np.int32(6)))  # of 32 bits at most
+    return zero
+
+
+def _bind(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    if not first or not second:
+        return list(first), list(second)
+    outs = in_turn_p.bind(*_compat.varying_alike([*first, *second]), count=len(first))
+    return outs[: len(first)], outs[len(first) :]
+
+
+def _wait(*xs: Any, count: int) -> list[Any]:
+    """What `in_turn_p` computes."""
+    first, second = xs[:count], xs[count:]
+
+    def on_processor(first: Any, second: Any) -> list[Any]:
+        come = lax.eq(zero_after(first), np.int32(0))
+        return [lax.select(come, x, lax.full_like(x, 0)) for x in second]
+
+    return [
+        *first,
+        *lax.platform_dependent(
+            list(first),
+            list(second),
+            cpu=on_processor,
+            default=lambda first, second: second,
+        ),
+    ]
+
+
+in_turn_p = _compat.Primitive("in_turn")
+in_turn_p.multiple_results = True
+in_turn_p.def_impl(lambda *xs, count: list(xs))
+in_turn_p.def_abstract_eval(lambda *avals, count: list(avals))
+stands_for(in_turn_p, _wait)
+
+
+def _apart(xs: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
+    """What there is, that is no symbolic zero, of both sides."""
+    there = [type(x) is not ad.Zero for x in xs]
+    return (
+        [x for x, t in zip(xs[:count], there[:count], strict=True) if t],
+        [x for x, t in zip(xs[count:], there[count:], strict=True) if t],
+    )
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, count: int) -> Any:
+    first, second = _bind(*_apart(tangents, count))
+    found = iter([*first, *second])
+    dots = [t if type(t) is ad.Zero else next(found) for t in tangents]
+    return in_turn_p.bind(*primals, count=count), dots
+
+
+def _transpose(cotangents: Sequence[Any], *operands: Any, count: int) -> list[Any]:
+    first, second = _apart(cotangents, count)
+    second, first = _bind(second, first)
+    found = iter([*first, *second])
+    return [ct if type(ct) is ad.Zero else next(found) for ct in cotangents]
+
+
+@register_own_rule(in_turn_p)
+def _batched(
+    axis: Axis, args: Any, axes: Sequence[AxisPosition], /, *, count: int
+) -> tuple[list[Any], Sequence[AxisPosition]]:
+    return in_turn_p.bind(*args, count=count), axes
+
+
+ad.primitive_jvps[in_turn_p] = _jvp
+ad.primitive_transposes[in_turn_p] = _transpose

@@ -1,0 +1,148 @@
+"""Library calls on a CPU: what is to come in turn does, and programs end on two threads.
+
+A program with two such calls at once stops for ever if the CPU has two threads, now and then.
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import batchax as bx
+from batchax.programs.hlo import read_module
+from batchax.rules.in_turn import in_turn
+
+from support.oracle import loop_function, same
+
+X = jnp.linspace(1.0, 2.0, 7)
+
+
+def factor(x):
+    return jnp.linalg.cholesky(jnp.eye(4) * x + 1).sum()
+
+
+def eigen(x):
+    return jnp.linalg.eigvalsh(jnp.eye(4) * x + 1).sum()
+
+
+def branches(x):
+    return lax.cond(x > 1.5, factor, eigen, x)
+
+
+def gradient(batched):
+    return jax.grad(lambda x: batched(x).sum())
+
+
+def one_after_another(fun):
+    """Whether each library call, or loop with such calls in it, waits for the one before it."""
+    module = read_module(jax.jit(fun).lower(X).compile().as_text())
+    calling = set()
+
+    def calls(one):
+        return one.opcode == "custom-call" or any(
+            not calling.isdisjoint(c) for c in one.called.values()
+        )
+
+    for _ in module.computations:  # which are inside one another
+        calling |= {n for n, c in module.computations.items() if any(map(calls, c.instructions))}
+    waits_for, found = {}, []
+    for one in module.computations[module.entry].instructions:
+        waits_for[one.name] = set(one.operands).union(*(waits_for[o] for o in one.operands))
+        found += [one.name] if calls(one) else []
+    assert len(found) > 1
+    return all(a in waits_for[b] for a, b in itertools.pairwise(found))
+
+
+def chunked(fun=factor, size=3, **options):
+    return bx.vmap(fun, batch_size=size, **options)
+
+
+PROGRAMS = {
+    "a loop and the rest": chunked(),
+    "one chunk and the rest": chunked(size=4),
+    "its gradient": gradient(chunked()),
+    "the gradient of one chunk and the rest": gradient(chunked(size=4)),
+    "a mean": chunked(out_axes=bx.Reduce("mean")),
+    "residuals kept": chunked(size=4, residuals="keep"),
+    "and their gradient": gradient(chunked(residuals="keep")),
+    "and that of one chunk and the rest": gradient(chunked(size=4, residuals="keep")),
+    "under jax.vmap": lambda x: jax.vmap(chunked(size=4, residuals="keep"))(jnp.stack([x, x])),
+    "branches": bx.vmap(branches),
+    "the gradient of branches": gradient(bx.vmap(branches)),
+    "branches for those that take them": bx.vmap(branches, divergence=bx.Compact(width=2)),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_one_after_another(name):
+    assert one_after_another(PROGRAMS[name])
+
+
+def test_waiting_changes_nothing():
+    first = jnp.array([np.nan, 1.0, 2.0])
+    second = jnp.array([np.nan, -np.inf, -0.0]), 1j * first, jnp.arange(3), jnp.float16(3)
+
+    def f(first, second):
+        return in_turn([first], second)
+
+    same(jax.jit(f)(first, second), ([first], list(second)))
+    assert jnp.signbit(jax.jit(f)(first, second)[1][0][2])
+    each = jax.vmap(f, (None, (0, 0, 0, None)), (None, [0, 0, 0, None]))
+    same(jax.jit(each)(first, second), f(first, second))
+
+    def squares(x, y):
+        (x,), (y,) = in_turn([x**2], [y**3])
+        return x, y
+
+    plain = lambda x, y: (x**2, y**3)
+    for derivative in (jax.jacfwd, jax.jacrev):
+        got = jax.jit(derivative(squares, (0, 1)))(X[:2], X[2:4])
+        same(got, derivative(plain, (0, 1))(X[:2], X[2:4]))
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint32", "float16", "complex64", "key"])
+def test_results_of_all_types(dtype):
+    def f(x):
+        k = jnp.round(x * 10)
+        return jax.random.key(k.astype(int)) if dtype == "key" else (k % 4).astype(dtype)
+
+    for size in (3, 4):
+        same(chunked(f, size)(X), loop_function(f, (0,), 0)(X))
+
+
+def test_programs_end():
+    """Every library call, chunk by chunk with a rest, on two threads, for half a second each."""
+    program = textwrap.dedent("""
+        import os, time
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+        import jax, jax.numpy as jnp, batchax as bx
+        from jax.lax import linalg as ll
+
+        calls = [
+            ll.cholesky, ll.lu, ll.qr, ll.eigh, ll.svd, ll.eig, ll.schur, ll.hessenberg,
+            lambda m: ll.triangular_solve(m, m, lower=True, left_side=True),
+            lambda m: ll.householder_product(m, m[0]), lambda m: ll.tridiagonal(m, lower=True),
+            lambda m: ll.tridiagonal_solve(m[0], m[1], m[2], m), jnp.fft.fft2,
+        ]
+        x = jnp.linspace(1.0, 2.0, 2000)
+        for call in calls:
+            def f(s):
+                outs = call(s * jnp.eye(16) + jnp.ones((16, 16)) / 9)
+                return sum(jnp.abs(out).sum() for out in jax.tree.leaves(outs))
+            program = jax.jit(bx.vmap(f, batch_size=1200))
+            end = time.time() + 0.5
+            while time.time() < end:
+                program(x).block_until_ready()
+    """)
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = str(Path(bx.__file__).parents[1])
+    subprocess.run([sys.executable, "-c", program], env=environment, timeout=180, check=True)
