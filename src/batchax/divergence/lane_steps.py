@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+
+_lock = threading.Lock()
 
 
 class LaneSteps:
@@ -59,7 +62,8 @@ class LaneSteps:
 
         def count(tallies: Any) -> None:
             for width, (iterations, high, low) in zip(widths, tallies, strict=True):
-                self._run += width * int(iterations)
-                self._useful += (int(high) << 32) + int(low)
+                with _lock:  # programs run in several threads
+                    self._run += width * int(iterations)
+                    self._useful += (int(high) << 32) + int(low)
 
         jax.debug.callback(count, tallies)

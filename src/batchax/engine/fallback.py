@@ -53,16 +53,22 @@ def run_without_rule(
         )(*operands)
         return [x for x, _ in found], [position for _, position in found]
 
+    if not recording.is_watched():  # there is a finding for it
+        _warn(axis, eqn)
+    outs = one_after_another(axis, one_lane, operands, operand_axes)
+    return outs, [0] * len(outs)
+
+
+def _warn(axis: Axis, eqn: Any) -> None:
     line = _compat.user_line(eqn.source_info, running=True)
     warnings.warn_explicit(
-        f"the primitive `{primitive}` at {line} has no batching rule: it runs for the {axis.size} "
-        "lanes one after another. Give it a rule with @batchax.register_rule to run them together.",
+        f"the primitive `{eqn.primitive}` at {line} has no batching rule: it runs for the "
+        f"{axis.size} lanes one after another. Give it a rule with @batchax.register_rule to run "
+        "them together.",
         SequentialFallbackWarning,
         *_compat.user_file_and_line(eqn.source_info),
         registry=_warned,
     )
-    outs = one_after_another(axis, one_lane, operands, operand_axes)
-    return outs, [0] * len(outs)
 
 
 def one_after_another(

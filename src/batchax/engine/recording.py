@@ -149,6 +149,11 @@ def is_on() -> bool:
     return _active() is not None
 
 
+def is_watched() -> bool:
+    """Whether somebody has notes taken, if not just here: what they tell need not be warned of."""
+    return _place.get() is not None
+
+
 @contextmanager
 def equation(
     axis: Axis, eqn: Any, in_axes: Sequence[AxisPosition], shared: bool

@@ -118,7 +118,10 @@ def _loop(
     flat = flatten_arguments(fun, in_axes, args, kwargs)
     count = min(lanes, _MOST_EXAMPLES)
     examples = [
-        [lax.index_in_dim(m.value, i, m.axis, keepdims=False) for m in flat.mapped]
+        [
+            m.value if m.axis is None else lax.index_in_dim(m.value, i, m.axis, keepdims=False)
+            for m in flat.mapped
+        ]
         for i in range(count)
     ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,7 +13,6 @@ import numpy as np
 from batchax import _compat
 from batchax.engine.inner import NEEDS_VALUES
 from batchax.engine.recording import Recorder
-from batchax.errors import SequentialFallbackWarning
 from batchax.rows.ragged import Ragged
 
 T = TypeVar("T")
@@ -40,7 +38,7 @@ class Staged:
 
     def compile(self) -> Any:
         """The compiled program, whose operations bear the marks of their equations."""
-        with self.recorder.active(), _quietly():
+        with self.recorder.active():
             return self.traced.lower().compile()
 
 
@@ -107,7 +105,7 @@ def _stage(
         return batched(*call_args, **call_kwargs)
 
     arrays = [leaves[i][1] for i in chosen]
-    with recorder.active(), _quietly():
+    with recorder.active():
         traced = jax.jit(run).trace(*arrays)
     paths = [_path(leaves[i][0], names) for i in chosen]
     return Staged(recorder, traced, list(placeholders), paths, arrays)
@@ -126,8 +124,3 @@ def _path(keys: Sequence[Any], names: Sequence[str]) -> str:
     else:
         first = str(which.key)
     return first + jax.tree_util.keystr(tuple(rest))
-
-
-def _quietly() -> warnings.catch_warnings:
-    """Without the warning that lanes run one after another: there is a finding for it."""
-    return warnings.catch_warnings(action="ignore", category=SequentialFallbackWarning)
