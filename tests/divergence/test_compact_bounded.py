@@ -41,21 +41,25 @@ def test_values_and_derivatives(name):
     fun, args, axes = PROGRAMS[name]
     ours = bx.vmap(fun, axes, divergence=NARROW)
     masked = bx.vmap(fun, axes)
-    got = jax.jit(ours)(*args)
-    oracle.same(got, jax.jit(masked)(*args), None, "masked")
-    jax.tree.map(oracle.same_type, got, jax.jit(masked)(*args))
     in_axes = axes if isinstance(axes, tuple) else (axes,) * len(args)
-    oracle.same(got, oracle.loop(jax.jit(fun), args, in_axes), None, "loop")
-    jitted = (lambda *args: jax.jit(ours)(*args)), (lambda *args: jax.jit(masked)(*args))
-    oracle.check_derivatives(*jitted, args, second=name == "bounded_while")
+    ways = {"ours": ours, "masked": masked, "loop": oracle.in_turn(fun, in_axes)}
+
+    def agree(results):
+        oracle.same(results["ours"], results["masked"], None, "masked")
+        jax.tree.map(oracle.same_type, results["ours"], results["masked"])
+        oracle.same(results["ours"], results["loop"], None, "loop")
+
+    second = name == "bounded_while"
+    derivatives = oracle.claims_of_derivatives(ours, masked, args, second)
+    oracle.settle([(oracle.together(ways), args, agree), *derivatives])
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradient_of_each_lane(name):
     fun, args, axes = PROGRAMS[name]
     gradient = jax.grad(lambda *args: jnp.sum(jax.tree.leaves(fun(*args))[1] ** 2), argnums=1)
-    ours, masked = (jax.jit(bx.vmap(gradient, axes, divergence=d)) for d in (NARROW, "predicate"))
-    oracle.same(ours(*args), masked(*args), None, "masked")
+    both = [bx.vmap(gradient, axes, divergence=d) for d in (NARROW, "predicate")]
+    oracle.same(*jax.jit(lambda *args: [f(*args) for f in both])(*args), None, "masked")
 
 
 def test_steps_follow_the_lanes():
@@ -83,13 +87,13 @@ def test_gradients_hold_no_more_than_a_block():
 def test_nested_and_inside_a_mesh():
     counts, xs = COUNTS[:20].reshape(4, 5), POINTS[:20].reshape(4, 5, 3)
     inner = bx.vmap(settled, (0, 0, None), divergence=bx.Compact(2))
-    expected = jax.vmap(bx.vmap(settled, (0, 0, None)), (0, 0, None))(counts, xs, MATRIX)
-    got = jax.jit(jax.vmap(inner, (0, 0, None)))(counts, xs, MATRIX)
+    nested = [jax.vmap(f, (0, 0, None)) for f in (inner, bx.vmap(settled, (0, 0, None)))]
+    got, expected = jax.jit(lambda *args: [f(*args) for f in nested])(counts, xs, MATRIX)
     oracle.same(got, expected, None, "nested")
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = (jax.P("d"), jax.P("d"), jax.P())
     sharded = jax.shard_map(inner, mesh=mesh, in_specs=specs, out_specs=jax.P("d"))
-    expected = inner(COUNTS[:20], POINTS[:20], MATRIX)
+    expected = jax.jit(inner)(COUNTS[:20], POINTS[:20], MATRIX)
     oracle.same(jax.jit(sharded)(COUNTS[:20], POINTS[:20], MATRIX), expected, None, "shards")
 
 

@@ -53,14 +53,26 @@ def check(fun, *args, in_axes=0, vmap=compact, loops=1, derivatives=True, types=
     axes = {"in_axes": in_axes, **options}
     ours, masked = vmap(fun, **axes), bx.vmap(fun, **axes)
     assert loops_over_picks(ours, *args) == loops
-    got, expected = jax.jit(ours)(*args), jax.jit(masked)(*args)
-    same(got, expected)
-    if in_axes == 0 and not options and types:
-        of_both = (jax.eval_shape(v, *args) for v in (ours, jax.vmap(fun)))
-        jax.tree.map(oracle.same_type, *of_both)
     moving = [i for i, x in enumerate(args) if oracle.is_inexact(x)]
+
+    def everything(f):
+        ways = {"values": f}
+        if derivatives and moving:
+            ways["gradients"] = jax.grad(total(f), moving)
+        return oracle.together(ways)
+
+    got, expected = at_once(everything(ours), everything(masked))(*args)
+    same(got["values"], expected["values"])
+    if in_axes == 0 and not options and types:
+        expected_types = jax.eval_shape(jax.vmap(fun), *args)
+        jax.tree.map(oracle.same_type, got["values"], expected_types)
     if derivatives and moving:
-        same(*(jax.jit(jax.grad(total(f), moving))(*args) for f in (ours, masked)), SOME)
+        same(got["gradients"], expected["gradients"], SOME)
+
+
+def at_once(*functions):
+    """One program for all `functions`, which are given the same."""
+    return jax.jit(lambda *args: [f(*args) for f in functions])
 
 
 def total(fun):
@@ -90,8 +102,11 @@ def test_cond(in_axes):
     # What all lanes share is computed once.
     loops = 0 if in_axes == (0, None, None) else 1
     check(model, P, x, w, in_axes=in_axes, out_axes=(1, 0), loops=loops)
-    expected = oracle.loop(jax.jit(model), (P, x, w), in_axes)
-    same(compact(model, in_axes)(P, x, w), expected, SOME)  # outside of jit
+    ours, alone = compact(model, in_axes), oracle.in_turn(model, in_axes)
+    if in_axes == AXES[0]:  # outside of jit
+        same(ours(P, x, w), jax.jit(alone)(P, x, w), SOME)
+    else:
+        same(*at_once(ours, alone)(P, x, w), SOME)
 
 
 def test_derivatives_of_every_order():
@@ -109,8 +124,10 @@ def test_derivatives_of_every_order():
         )(X, W),
         "jacrev": lambda f: jax.jacrev(lambda x: f(X, W * x)[0][:, 0])(1.5),
     }
-    for name, use in uses.items():
-        same(*(jax.jit(functools.partial(use, f))() for f in (ours, masked)), SOME, name)
+    every = lambda f: {name: use(f) for name, use in uses.items()}
+    got, expected = jax.jit(lambda: (every(ours), every(masked)))()
+    for name in uses:
+        same(got[name], expected[name], SOME, name)
     same(*(jax.grad(total(f), 1)(X, W) for f in (ours, jax.jit(masked))), SOME, "eager")
 
 
@@ -127,23 +144,21 @@ def switches(width):
     f = lambda i, x, w: lax.switch(i, SWITCH, x, w)
     axes = (0, 0, None)
     made = [compact(f, axes, divergence=bx.Compact(width=width)), bx.vmap(f, axes)]
-    return [
-        jax.jit(lambda i, x, w, f=f: (f(i, x, w), jax.grad(total(f), (1, 2))(i, x, w)))
-        for f in made
-    ]
+    return at_once(
+        *[oracle.together({"values": f, "grad": jax.grad(total(f), (1, 2))}) for f in made]
+    )
 
 
 @settings(max_examples=12)
 @given(st.lists(st.integers(-1, 5), min_size=N, max_size=N), st.sampled_from([1, 4]))
 def test_drawn_indices(indices, width):
-    ours, masked = (f(jnp.asarray(indices), X, W) for f in switches(width))
-    same(ours, masked, SOME)
+    same(*switches(width)(jnp.asarray(indices), X, W), SOME)
 
 
 @pytest.mark.parametrize("index", range(4))
 def test_all_in_one_branch(index):
     i = jnp.full(N, index)
-    same(*(f(i, X, W) for f in switches(4)), SOME)
+    same(*switches(4)(i, X, W), SOME)
 
 
 @pytest.mark.parametrize("lanes", [0, 1, 4, 9])
@@ -198,7 +213,7 @@ def test_draws_are_those_of_the_lane():
         return lax.cond(p, lambda: normal(k)[0], lambda: jax.random.uniform(k, (D,)))
 
     keys = jax.random.split(jax.random.key(1), N)
-    ours, masked = (jax.jit(v(f))(P, keys) for v in (compact, bx.vmap))
+    ours, masked = at_once(compact(f), bx.vmap(f))(P, keys)
     assert (ours == masked).all()
 
 
@@ -230,9 +245,10 @@ def test_in_a_while_loop():
         return lax.while_loop(lambda c: c[0] < n, body, (0, x))[1]
 
     n = jnp.arange(N) % 4
-    expected = oracle.loop(f, (n, X), (0, 0))
-    for divergence in (NARROW, "compact"):
-        same(jax.jit(bx.vmap(f, divergence=divergence))(n, X), expected, SOME)
+    ours = [bx.vmap(f, divergence=divergence) for divergence in (NARROW, "compact")]
+    expected, *results = at_once(oracle.in_turn(f, (0, 0)), *ours)(n, X)
+    for got in results:
+        same(got, expected, SOME)
 
 
 OUTER = 3
@@ -241,7 +257,9 @@ MASKS = jnp.asarray(np.random.default_rng(8).random((OUTER, N)) < 0.4)
 MATRICES = example((OUTER, D, D), seed=9) / 3
 
 
-@pytest.mark.parametrize("width", [2, 8])  # many chunks for each outer lane, or one for several
+WIDTHS = 2, 8  # many chunks for each outer lane, or one for several
+
+
 @pytest.mark.parametrize(
     ("outer", "axes"),
     [
@@ -251,7 +269,7 @@ MATRICES = example((OUTER, D, D), seed=9) / 3
     ],
     ids=str,
 )
-def test_under_an_outer_vmap(outer, width, axes):
+def test_under_an_outer_vmap(outer, axes):
     vmaps = {"jax": jax.vmap, "masked": bx.vmap, "compact": compact}
     p, x, w = MASKS, PAIRS, MATRICES
     args = (
@@ -264,20 +282,22 @@ def test_under_an_outer_vmap(outer, width, axes):
         f = outer(inner(lambda *a: model(*a)[0], (0, 0, None)), axes)
         return lambda *args: (f(*args), jax.grad(total(f), (1, 2))(*args))
 
-    inner = functools.partial(bx.vmap, divergence=bx.Compact(width=width))
-    ours, expected = both(inner, vmaps[outer]), both(jax.vmap, jax.vmap)
-    same(jax.jit(ours)(*args), jax.jit(expected)(*args), SOME)
+    inner = [functools.partial(bx.vmap, divergence=bx.Compact(width=width)) for width in WIDTHS]
+    ours = [both(vmap, vmaps[outer]) for vmap in inner]
+    expected, *results = at_once(both(jax.vmap, jax.vmap), *ours)(*args)
+    for width, got in zip(WIDTHS, results, strict=True):
+        same(got, expected, SOME, f"width {width}")
 
 
 def test_gradients_for_each_outer_lane():
     def of(vmap):
         inner = lambda p, x, w: total(lambda x, w: vmap(model, (0, 0, None))(p, x, w))(x, w)
-        return jax.jit(jax.vmap(jax.grad(inner, (1, 2)), (0, 0, None)))
+        return jax.vmap(jax.grad(inner, (1, 2)), (0, 0, None))
 
-    expected = of(bx.vmap)(MASKS, PAIRS, W)
-    for width in (2, 8):
-        ours = of(functools.partial(bx.vmap, divergence=bx.Compact(width=width)))
-        same(ours(MASKS, PAIRS, W), expected, SOME)
+    inner = [functools.partial(bx.vmap, divergence=bx.Compact(width=width)) for width in WIDTHS]
+    expected, *results = at_once(of(bx.vmap), *map(of, inner))(MASKS, PAIRS, W)
+    for got in results:
+        same(got, expected, SOME)
 
 
 def test_a_vmap_inside():
@@ -287,16 +307,15 @@ def test_a_vmap_inside():
 
     check(f, P, jnp.stack([X, X + 1], 1))
     pairs = lambda v: lambda ps, xs: v(model, (0, 0, None))(ps, xs, W)
-    got = jax.jit(compact(pairs(jax.vmap)))(MASKS, PAIRS)
-    same(got, jax.jit(jax.vmap(pairs(jax.vmap)))(MASKS, PAIRS))
+    same(*at_once(compact(pairs(jax.vmap)), jax.vmap(pairs(jax.vmap)))(MASKS, PAIRS))
 
 
 @pytest.mark.parametrize("residuals", ["recompute", "keep"])
 def test_with_batch_size(residuals):
     vmap = functools.partial(compact, batch_size=6, residuals=residuals)
     ours, masked = (v(model, (0, 0, None)) for v in (vmap, bx.vmap))
-    grads = [jax.jit(jax.value_and_grad(total(f), (1, 2))) for f in (ours, masked)]
-    same(*(g(P, X, W) for g in grads), SOME)
+    grads = [jax.value_and_grad(total(f), (1, 2)) for f in (ours, masked)]
+    same(*at_once(*grads)(P, X, W), SOME)
 
 
 def test_index_of_the_lane():
@@ -310,12 +329,14 @@ def test_index_of_the_lane():
         index = lambda: 100.0 * lax.axis_index("o") + lax.axis_index("i")
         return lax.cond(p, lambda x: steps(x, W) + index(), lambda x: x, x)
 
-    expected = jax.vmap(jax.vmap(g, axis_name="i"), axis_name="o")(MASKS, PAIRS)
-    for width in (2, 8):
+    ways = [jax.vmap(jax.vmap(g, axis_name="i"), axis_name="o")]
+    for width in WIDTHS:
         inner = bx.vmap(g, axis_name="i", divergence=bx.Compact(width=width))
-        for outer in (jax.vmap, bx.vmap, compact):
-            same(jax.jit(outer(inner, axis_name="o"))(MASKS, PAIRS), expected, SOME)
-    same(jax.jit(compact(bx.vmap(g, axis_name="i"), axis_name="o"))(MASKS, PAIRS), expected, SOME)
+        ways += [outer(inner, axis_name="o") for outer in (jax.vmap, bx.vmap, compact)]
+    ways.append(compact(bx.vmap(g, axis_name="i"), axis_name="o"))
+    expected, *results = at_once(*ways)(MASKS, PAIRS)
+    for got in results:
+        same(got, expected, SOME)
 
 
 @pytest.mark.parametrize("name", ["i", "o"])
@@ -336,11 +357,12 @@ def test_what_no_lane_takes_is_not_run():
 
         return lax.cond(p, heavy, lambda x: x, x)
 
-    for p in (P, P & False):
+    x, run = np.asarray(X)[:, 0], jax.jit(compact(f))
+    for p in (np.asarray(P), np.zeros(N, bool)):
         seen.clear()
-        jax.block_until_ready(jax.jit(compact(f))(p, X[:, 0]))
+        jax.block_until_ready(run(p, x))
         jax.effects_barrier()
-        assert sorted(seen) == sorted(X[p, 0].tolist())
+        assert sorted(seen) == sorted(x[p].tolist())
 
 
 def test_an_endless_loop_in_a_branch_not_taken():
@@ -350,22 +372,24 @@ def test_an_endless_loop_in_a_branch_not_taken():
         endless = lambda x: lax.while_loop(lambda x: x > 0, lambda x: x - 1, x)
         return lax.cond(p, endless, lambda x: x, x)
 
-    x = jnp.where(P, 5.0, jnp.inf)
-    for p in (P, P & False):
-        same(jax.jit(compact(f))(p, x), jnp.where(p, 0.0, x))
+    x, run = jnp.asarray(np.where(P, 5.0, np.inf), float), jax.jit(compact(f))
+    for p in (np.asarray(P), np.zeros(N, bool)):
+        same(run(p, x), np.where(p, 0, x))
 
 
 def test_nothing_of_a_branch_not_taken_is_seen():
     def f(p, x, w):
         return lax.cond(p, lambda x: jnp.sqrt(9 + steps(jnp.log(x), w / x[0])), lambda x: x, x)
 
-    x = jnp.where(P[:, None], 3.0, jnp.where(jnp.arange(D) % 2, 0.0, -jnp.inf))
+    taken = np.asarray(P)
+    x = np.where(taken[:, None], 3.0, np.where(np.arange(D) % 2, 0.0, -np.inf))
     f_of = lambda x, w: compact(f, (0, 0, None))(P, x, w)
-    value, (dx, dw) = jax.jit(jax.value_and_grad(lambda x, w: f_of(x, w)[P].sum(), (0, 1)))(x, W)
+    of_taken = jax.value_and_grad(lambda x, w: f_of(x, w)[taken].sum(), (0, 1))
+    value, (dx, dw) = jax.device_get(jax.jit(of_taken)(jnp.asarray(x, float), W))
     assert np.isfinite(value)
     assert np.isfinite(dx).all()
     assert np.isfinite(dw).all()
-    assert (dx[~P] == 0).all()
+    assert (dx[~taken] == 0).all()
 
 
 def test_what_stays_masked():
@@ -437,7 +461,7 @@ def test_in_shard_map():
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
     masked = bx.vmap(model, (0, 0, None))
-    expected = jax.jit(jax.value_and_grad(total(masked), (1, 2)))(P, X, W)
+    ways = [masked]
     for cast in (True, False):  # before the branch, or wherever something in it needs that
 
         def on_shard(p, x, w, cast=cast):
@@ -447,12 +471,15 @@ def test_in_shard_map():
         specs = spec("d"), spec("d"), spec()
         f = jax.shard_map(on_shard, mesh=mesh, in_specs=specs, out_specs=spec("d"))
         assert loops_over_picks(f, P, X, W) == cast
-        same(jax.jit(jax.value_and_grad(total(f), (1, 2)))(P, X, W), expected, SOME)
+        ways.append(f)
+    expected, *results = at_once(*[jax.value_and_grad(total(f), (1, 2)) for f in ways])(P, X, W)
+    for got in results:
+        same(got, expected, SOME)
 
 
 def test_values_are_the_same_to_the_bit():
     f = lambda p, x: lax.cond(p, lambda x: lax.fori_loop(0, 900, step, x), lambda x: x * 3, x)
     step = lambda i, x: x + 0.01 * lax.sin(x * i)
-    ours, masked = (jax.jit(v(f))(P, X) for v in (compact, bx.vmap))
+    ours, masked = at_once(compact(f), bx.vmap(f))(P, X)
     assert loops_over_picks(compact(f), P, X) == 1
     assert (ours == masked).all()

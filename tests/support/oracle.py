@@ -151,6 +151,12 @@ def in_turn(fun, in_axes):
     return run
 
 
+def moved(results, out_axes):
+    """Results whose lanes come first, with their lanes at `out_axes`."""
+    axes = jax.tree.broadcast(out_axes, results)
+    return jax.tree.map(lambda x, axis: jnp.moveaxis(x, 0, axis), results, axes)
+
+
 def loop(fun, args, in_axes, out_axes=0):
     """`fun` called for each example, the results stacked at `out_axes`."""
     size = next(
