@@ -14,7 +14,7 @@ from batchax.engine.axis import Axis
 from batchax.execution.bounded_as_while import as_while
 from batchax.execution.bounded_loop import bounded_loop, bounded_loop_p, segment_length
 
-from support.oracle import check, check_derivatives, direction, example, same, same_type
+from support.oracle import at_once, check, check_derivatives, direction, example, same, same_type
 
 MOST = 12
 
@@ -62,15 +62,16 @@ XS = jnp.array([-1.0, 0.0, 0.3, 0.7])  # none, 3, 6 and 8 steps
 
 
 def test_equals_a_python_loop():
-    f, g = (jax.jit(smooth(loop)) for loop in (bx.bounded_while, in_python))
-    derivatives = [jax.jit(derivatives_of(h)) for h in (f, g)]
+    loops = [functools.partial(newton, loop) for loop in (bx.bounded_while, in_python)]
+    smooths = [smooth(loop) for loop in (bx.bounded_while, in_python)]
+    every = at_once(*loops, *smooths, *map(derivatives_of, smooths))
     for x, steps in ((-1.0, 0), (0.3, 6), (5.0, MOST)):  # no step, some, and all there may be
-        got = newton(bx.bounded_while, x, W)
-        same(got, newton(in_python, x, W))
+        results = every(jnp.float32(x), W)
+        for got, expected in zip(results[::2], results[1::2], strict=True):
+            same(got, expected)
+        got = newton(bx.bounded_while, x, W)  # outside of jit
+        same(got, results[1])
         assert int(got["n"]) == steps
-        x = jnp.float32(x)
-        same(f(x, W), g(x, W))
-        same(derivatives[0](x, W), derivatives[1](x, W))
 
 
 def derivatives_of(f):
@@ -104,8 +105,8 @@ TWICE = {
 
 @pytest.mark.parametrize("way", TWICE)
 def test_second_derivatives(way):
-    f, g = (jax.jit(TWICE[way](scalar(loop))) for loop in (bx.bounded_while, in_python))
-    same(f(0.3, 1.3), g(0.3, 1.3), LOOSE)
+    twice = [TWICE[way](scalar(loop)) for loop in (bx.bounded_while, in_python)]
+    same(*at_once(*twice)(0.3, 1.3), LOOSE)
 
 
 LOOSE = dict(rtol=2e-4, atol=2e-4)  # sums of many terms
@@ -145,8 +146,11 @@ def test_keys_and_carries_without_derivatives():
 
     unrolled = lambda cond, body, init, n: functools.reduce(lambda c, _: body(c), range(n), init)
     x = jnp.float32(1e3)
-    value, grad = jax.value_and_grad(lambda x: f(bx.bounded_while, x))(x)
-    same((value, grad), jax.value_and_grad(lambda x: f(unrolled, x))(x))
+    same(
+        *at_once(
+            *[jax.value_and_grad(lambda x, of=of: f(of, x)) for of in (bx.bounded_while, unrolled)]
+        )(x)
+    )
 
 
 def test_nothing_to_differentiate():
@@ -199,24 +203,24 @@ def test_a_step_that_was_not_taken_contributes_nothing():
 @pytest.mark.parametrize("vmap", [jax.vmap, bx.vmap])
 def test_lanes_that_leave_at_different_steps(vmap):
     f, g = smooth(bx.bounded_while), smooth(in_python)
-    got, expected = (v(h, (0, None)) for v, h in ((vmap, f), (jax.vmap, g)))
-    same(got(XS, W), expected(XS, W))
-    same(*(jax.jit(derivatives_of(h))(XS, W) for h in (got, expected)))
-    grads = [
-        jax.jit(v(jax.grad(total(h), (0, 1)), (0, None))) for v, h in ((vmap, f), (jax.vmap, g))
-    ]
-    same(grads[0](XS, W), grads[1](XS, W))
+    both = [v(h, (0, None)) for v, h in ((vmap, f), (jax.vmap, g))]
+    grads = [v(jax.grad(total(h), (0, 1)), (0, None)) for v, h in ((vmap, f), (jax.vmap, g))]
+    results = at_once(*both, *map(derivatives_of, both), *grads)(XS, W)
+    for got, expected in zip(results[::2], results[1::2], strict=True):
+        same(got, expected)
+    same(both[0](XS, W), results[1])  # outside of jit
 
 
 def test_second_derivatives_of_a_batch():
     """The vmap of them, and those of the vmap."""
     f, g = (scalar(loop) for loop in (bx.bounded_while, in_python))
     twice = TWICE["forward over reverse"]
-    got, expected = (jax.jit(v(twice(h), (0, None))) for v, h in ((bx.vmap, f), (jax.vmap, g)))
-    same(got(XS, 1.3), expected(XS, 1.3), LOOSE)
-    sums = (total(v(h, (0, None))) for v, h in ((bx.vmap, f), (jax.vmap, g)))
-    got, expected = map(jax.jit, map(twice, sums))
-    same(got(XS, 1.3), expected(XS, 1.3), LOOSE)
+    pairs = (bx.vmap, f), (jax.vmap, g)
+    of_each = [v(twice(h), (0, None)) for v, h in pairs]
+    of_sums = [twice(total(v(h, (0, None)))) for v, h in pairs]
+    results = at_once(*of_each, *of_sums)(XS, 1.3)
+    for got, expected in zip(results[::2], results[1::2], strict=True):
+        same(got, expected, LOOSE)
 
 
 @pytest.mark.parametrize("batched", range(3))
@@ -242,10 +246,11 @@ def test_nested_vmap():
         for loop in (bx.bounded_while, in_python)
     )
     xs = jnp.linspace(0.1, 5, 6).reshape(2, 3)
-    for outer, inner in ((bx.vmap, bx.vmap), (jax.vmap, bx.vmap)):
-        same(outer(inner(f))(xs), jax.vmap(jax.vmap(g))(xs))
-        grads = [jax.jit(jax.grad(total(h))) for h in (outer(inner(f)), jax.vmap(jax.vmap(g)))]
-        same(grads[0](xs), grads[1](xs))
+    ways = jax.vmap(jax.vmap(g)), bx.vmap(bx.vmap(f)), jax.vmap(bx.vmap(f))
+    every = lambda h: lambda xs: (h(xs), jax.grad(total(h))(xs))
+    expected, *results = at_once(*map(every, ways))(xs)
+    for got in results:
+        same(got, expected)
 
 
 def test_loop_in_a_loop_and_in_a_branch():
@@ -259,8 +264,8 @@ def test_loop_in_a_loop_and_in_a_branch():
 
     got, expected = (functools.partial(f, loop=loop) for loop in (bx.bounded_while, in_python))
     xs = jnp.array([-1.0, 0.5, 2.0])
-    grads = [jax.jit(v(jax.value_and_grad(h))) for v, h in ((bx.vmap, got), (jax.vmap, expected))]
-    same(grads[0](xs), grads[1](xs))
+    grads = [v(jax.value_and_grad(h)) for v, h in ((bx.vmap, got), (jax.vmap, expected))]
+    same(*at_once(*grads)(xs))
 
 
 def test_in_scan_and_checkpoint():
@@ -274,7 +279,7 @@ def test_in_scan_and_checkpoint():
 
     got, expected = (functools.partial(f, loop=loop) for loop in (bx.bounded_while, in_python))
     args = (jnp.array([2.0, 1.0, 0.5]), jnp.float32(0.8))
-    check_derivatives(jax.jit(got), jax.jit(expected), args)
+    check_derivatives(got, expected, args, jit=True)
 
 
 def test_the_loop_ends_with_the_slowest_lane():
@@ -461,7 +466,7 @@ def test_as_while(tested, record, reverse):
         return [*found.carry, *found.ys, *found.checkpoints, found.steps]
 
     axes = (0, 0, 0, 1)
-    expected = jax.vmap(lane, axes)(counts, limits, carry, xs)
+    expected = jax.jit(jax.vmap(lane, axes))(counts, limits, carry, xs)
     (eqn,) = (
         e
         for e in jax.make_jaxpr(lane)(counts[0], limits[0], carry[0], xs[:, 0]).eqns
@@ -487,9 +492,13 @@ def test_as_while(tested, record, reverse):
         keep = lambda a, b: jnp.where(going_on.reshape(-1, *[1] * (a.ndim - 1)), a, b)
         return list(map(keep, new, c))
 
-    last = lax.while_loop(lambda c: live(c).any(), step, loop.carry)
-    outs, places = finish(last)
-    assert places == [0] * len(outs)
+    @jax.jit
+    def finished(first):
+        outs, places = finish(lax.while_loop(lambda c: live(c).any(), step, first))
+        assert places == [0] * len(outs)
+        return outs
+
+    outs = finished(loop.carry)
     if record:  # of segments that were begun
         begun = jnp.arange(3) * segment_length(length) < expected[-1][:, None]
         for found in (outs, expected):

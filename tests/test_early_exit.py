@@ -9,7 +9,7 @@ from jax import lax
 
 import batchax as bx
 
-from support.oracle import check_derivatives, example, same
+from support.oracle import at_once, check_derivatives, example, same
 
 LENGTH = 7
 
@@ -67,8 +67,10 @@ def total(f):
 @pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])
 def test_equals_a_python_loop(scale):
     args = (start(C), scale * XS, W)
-    got, expected = scanned(*args), in_python(*args)
+    got, expected = at_once(scanned, in_python)(*args)
     same(got, expected)
+    if scale == 1:
+        same(scanned(*args), expected)  # outside of jit
     steps = int(got[0]["n"])
     assert {0.0: steps == LENGTH, 1.0: 1 < steps < LENGTH, 30.0: steps == 1}[scale]
     assert not got[1]["c"][steps:].any()
@@ -79,14 +81,15 @@ def test_equals_a_python_loop(scale):
 def test_any_axes_and_either_direction(in_axis, out_axis, reverse):
     options = dict(in_axis=in_axis, out_axis=out_axis, reverse=reverse)
     args = (C, jnp.moveaxis(XS, 0, in_axis), W)
-    f, g = (jax.jit(of_arrays(h, **options)) for h in (scanned, in_python))
-    same(f(*args), g(*args))
-    same(*(jax.jit(jax.grad(total(h), (0, 1, 2)))(*args) for h in (f, g)))
+    both = [of_arrays(h, **options) for h in (scanned, in_python)]
+    results = at_once(*both, *[jax.grad(total(h), (0, 1, 2)) for h in both])(*args)
+    same(*results[:2])
+    same(*results[2:])
 
 
 def test_derivatives():
-    f, g = (jax.jit(of_arrays(h, in_axis=0, out_axis=1)) for h in (scanned, in_python))
-    check_derivatives(f, g, (C, XS, W), second=True)
+    f, g = (of_arrays(h, in_axis=0, out_axis=1) for h in (scanned, in_python))
+    check_derivatives(f, g, (C, XS, W), second=True, jit=True)
 
 
 @pytest.mark.parametrize(
@@ -100,12 +103,13 @@ def test_batched(vmap, lanes):
     c = C if axes["c"] is None else jnp.stack([C, C + 0.1, C], axes["c"])
     w = W if axes["w"] is None else jnp.stack([W, -W, W], axes["w"])
     f, g = (of_arrays(h, out_axis=1) for h in (scanned, in_python))
-    got, expected = jax.jit(vmap(f, lanes, -1)), jax.jit(jax.vmap(g, lanes, -1))
-    same(got(c, xs, w), expected(c, xs, w))
-    same(*(jax.jit(jax.grad(total(h), (0, 1, 2)))(c, xs, w) for h in (got, expected)))
-    one_by_one = [jax.grad(total(h), (0, 1, 2)) for h in (f, g)]
-    maps = (vmap, jax.vmap)
-    same(*(jax.jit(v(h, lanes))(c, xs, w) for v, h in zip(maps, one_by_one, strict=True)))
+    pairs = (vmap, f), (jax.vmap, g)
+    both = [v(h, lanes, -1) for v, h in pairs]
+    of_sums = [jax.grad(total(h), (0, 1, 2)) for h in both]
+    of_each = [v(jax.grad(total(h), (0, 1, 2)), lanes) for v, h in pairs]
+    results = at_once(*both, *of_sums, *of_each)(c, xs, w)
+    for got, expected in zip(results[::2], results[1::2], strict=True):
+        same(got, expected)
 
 
 def test_a_step_that_was_not_taken_contributes_nothing():
@@ -172,7 +176,7 @@ def test_inside_shard_map():
 
     sharded = jax.shard_map(f, mesh=mesh, in_specs=(spec("d"), spec()), out_specs=spec("d"))
     args = jnp.array([0.5, 0.5, 2.0, 2.0]), jnp.full((2, 4), 1.5)
-    same(jax.jit(sharded)(*args), alone(*args))
+    same(jax.jit(sharded)(*args), jax.jit(alone)(*args))
     same(*(jax.jit(jax.grad(total(h), (0, 1)))(*args) for h in (sharded, alone)))
 
 

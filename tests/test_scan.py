@@ -13,7 +13,16 @@ from jax import lax
 
 import batchax as bx
 
-from support.oracle import check_derivatives, example, lane, same, same_type
+from support.oracle import (
+    at_once,
+    claims_of_derivatives,
+    example,
+    lane,
+    same,
+    same_type,
+    settle,
+    together,
+)
 
 
 def spread_axes(axes, tree):
@@ -73,10 +82,20 @@ def in_python(fun, in_axes, out_axes, length, reverse=False):
 def check(fun, *args, in_axes, out_axes, second=False, **options):
     got = bx.scan(fun, in_axes, out_axes, **options)
     expected = with_lax(fun, in_axes, out_axes, **options)
-    same(got(*args), expected(*args))
-    same(jax.jit(got)(*args), expected(*args), where="jit")
-    jax.tree.map(same_type, jax.eval_shape(got, *args), jax.eval_shape(expected, *args))
-    check_derivatives(jax.jit(got), jax.jit(expected), args, second)
+    compare(got, expected, args, second, got(*args))
+
+
+def compare(got, expected, args, second=False, *more):
+    """Values, types and derivatives of `got` are those of `expected`, as are values of `more`."""
+
+    def agree(results):
+        for value in (results["got"], *more):
+            same(value, results["expected"])
+        jax.tree.map(same_type, results["got"], results["expected"])
+
+    values = together({"got": got, "expected": expected})
+    derivatives = claims_of_derivatives(got, expected, args, second)
+    settle([(values, args, agree), *derivatives])
 
 
 def recur(carry, x, params):
@@ -107,8 +126,7 @@ def test_equals_a_loop_of_calls(reverse):
     args = (INIT, XS, PARAMS)
     f = bx.scan(recur, in_axes=(1, None), out_axes={"all": 1, "sum": 0}, reverse=reverse)
     expected = in_python(recur, (1, None), {"all": 1, "sum": 0}, 5, reverse)
-    same(f(*args), expected(*args))
-    check_derivatives(jax.jit(f), expected, args, second=not reverse)
+    compare(f, expected, args, not reverse, f(*args))
 
 
 @pytest.mark.parametrize("unroll", [1, 2, True])
@@ -139,8 +157,7 @@ def test_any_axes_lengths_and_dtypes(seed, a, b, c, length, reverse, dtype):
     y = example((length,), seed=4)
     carry = example((), "complex64" if dtype == "complex64" else "float32")
     options = dict(in_axes=(a, 0), out_axes={"x": b, "pair": (c, 0)}, reverse=reverse)
-    got = jax.jit(bx.scan(step_of_many, **options))(carry, x, y)
-    same(got, jax.jit(with_lax(step_of_many, **options))(carry, x, y))
+    same(*at_once(*both(step_of_many, **options))(carry, x, y))
 
 
 @pytest.mark.parametrize("in_axis", [0, 1])
@@ -293,18 +310,18 @@ def test_batched(vmap, lanes):
         jax.tree.map(lambda x: x if a is None else jnp.stack([x, 2 * x], a), arg)
         for arg, a in zip((INIT, XS, PARAMS), lanes, strict=True)
     ]
-    expected = jax.vmap(g, lanes, -1)
-    same(vmap(f, lanes, -1)(*args), expected(*args))
-    check_derivatives(jax.jit(vmap(f, lanes, -1)), jax.jit(expected), args)
+    compare(vmap(f, lanes, -1), jax.vmap(g, lanes, -1), args)
 
 
 def test_vmap_of_the_gradient():
     f, g = both(recur, (1, None), {"all": 1, "sum": 0})
     xs = jnp.stack([XS, -XS])
     grads = [jax.grad(total(scanned), (0, 1, 2)) for scanned in (f, g)]
-    expected = jax.jit(jax.vmap(grads[1], (None, 0, None)))(INIT, xs, PARAMS)
-    for vmap in (jax.vmap, bx.vmap):
-        same(jax.jit(vmap(grads[0], (None, 0, None)))(INIT, xs, PARAMS), expected)
+    ways = [(jax.vmap, grads[1]), (jax.vmap, grads[0]), (bx.vmap, grads[0])]
+    every = at_once(*[vmap(gradient, (None, 0, None)) for vmap, gradient in ways])
+    expected, *results = every(INIT, xs, PARAMS)
+    for got in results:
+        same(got, expected)
 
 
 def test_scan_of_scan():
@@ -317,8 +334,7 @@ def test_scan_of_scan():
 
     f, g = nested(bx.scan), nested(with_lax)
     args = (example((2,)), example((2, 3, 4)), jnp.float32(0.5))
-    same(f(*args), g(*args))
-    check_derivatives(jax.jit(f), jax.jit(g), args, second=True)
+    compare(f, g, args, True, f(*args))
 
 
 def test_vmap_in_the_step_and_steps_in_checkpoint():
@@ -394,8 +410,8 @@ def test_inside_shard_map():
         jax.shard_map(f, mesh=mesh, in_specs=(shards, shards), out_specs=(shards, shards))
     )
     args = (example((4,)), example((4, 3)))
-    same(sharded(*args), g(*args))
-    same(jax.grad(total(sharded), (0, 1))(*args), jax.grad(total(g), (0, 1))(*args))
+    same(sharded(*args), jax.jit(g)(*args))
+    same(*(jax.jit(jax.grad(total(h), (0, 1)))(*args) for h in (sharded, g)))
 
 
 def test_explicitly_sharded_arrays():

@@ -15,7 +15,7 @@ import batchax as bx
 from batchax.errors import UnsupportedError
 
 from support import oracle
-from support.oracle import example, same
+from support.oracle import at_once, example, same
 
 N, D = 11, 8
 NARROW = bx.Compact(width=4)
@@ -68,11 +68,6 @@ def check(fun, *args, in_axes=0, vmap=compact, loops=1, derivatives=True, types=
         jax.tree.map(oracle.same_type, got["values"], expected_types)
     if derivatives and moving:
         same(got["gradients"], expected["gradients"], SOME)
-
-
-def at_once(*functions):
-    """One program for all `functions`, which are given the same."""
-    return jax.jit(lambda *args: [f(*args) for f in functions])
 
 
 def total(fun):

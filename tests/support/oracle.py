@@ -123,6 +123,11 @@ def together(functions):
     return lambda *args: {name: function(*args) for name, function in functions.items()}
 
 
+def at_once(*functions):
+    """One program for the results of all `functions`, which are given the same."""
+    return jax.jit(lambda *args: [function(*args) for function in functions])
+
+
 def quickly(fun, *args, **options):
     """`check` in one program: far fewer operations to compile one by one."""
     check(fun, *args, eager=False, **options)

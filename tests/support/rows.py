@@ -35,8 +35,7 @@ def ragged(*trailing, lengths=LENGTHS, seed=0, dtype=float, axis=0, poison=True,
 
 def rows_of(x, i):
     """Lane `i` of an argument: row `i` where it is ragged."""
-    is_rows = lambda leaf: isinstance(leaf, bx.Ragged)
-    return jax.tree.map(lambda leaf: leaf[i], x, is_leaf=is_rows)
+    return jax.tree.map(lambda leaf: leaf[i], x, is_leaf=_is_rows)
 
 
 def check_rows(
@@ -46,84 +45,92 @@ def check_rows(
     derivatives=True,
     tolerance=None,
     traced=True,
+    eager=False,
     modes=("jvp", "vjp"),
     **options,
 ):
     """Compares `bx.vmap(fun)` with a loop over the rows: values, dtypes and derivatives.
 
+    All of it is one program, since compiling is what takes time.
+
     args: `Ragged`s, arrays with a lane for each row, or trees of those; None in `in_axes` for
       what all rows share.
-    derivatives: also jvp and vjp with respect to every argument of floats.
-    traced: lengths are traced, under `jit`; else they are known.
+    derivatives: also jvp and vjp with respect to every argument of floats, of known lengths.
+    traced: lengths are traced; else they are known.
+    eager: also outside of `jit`.
     modes: the derivatives that the function has, where it has not both.
     options: of `bx.vmap`.
     """
     axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
     batched = bx.vmap(fun, in_axes=in_axes, **options)
-    count = next(
-        len(x)
-        for x in jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, bx.Ragged))
-        if isinstance(x, bx.Ragged)
-    )
-
-    def example(args, i):
-        return [a if axis is None else rows_of(a, i) for a, axis in zip(args, axes, strict=True)]
-
+    one = jax.jit(fun)  # is looked at once for each length
+    raggeds = [x for x in jax.tree.leaves(args, is_leaf=_is_rows) if _is_rows(x)]
+    count, lengths = len(raggeds[0]), {id(x.lengths) for x in raggeds}
     leaves, structure = jax.tree.flatten(args)
     moving = [i for i, x in enumerate(leaves) if derivatives and is_inexact(x)]
-
-    def with_leaves(values):
-        changed = list(leaves)
-        for i, x in zip(moving, values, strict=True):
-            changed[i] = x
-        return jax.tree.unflatten(structure, changed)
-
-    points = [leaves[i] for i in moving]
+    given = {i: x for i, x in enumerate(leaves) if id(x) not in lengths}
     # What belongs to no row has no derivative; its direction is poisoned as it is.
-    tangents = [jnp.where(jnp.isnan(x), x, direction(x, 1)) for x in points]
-    every = lambda args: [fun(*example(args, i)) for i in range(count)]
-    expected = jax.jit(lambda xs: every(with_leaves(xs)))(points)  # compiled once for all rows
-    got = jax.jit(batched)(*args) if traced else batched(*args)
-    _same_rows(got, expected, tolerance, "values")
-    if not moving:
-        return
+    tangents = {
+        i: np.where(np.isnan(leaves[i]), leaves[i], direction(leaves[i], 1)) for i in moving
+    }
+
+    def whole(values):
+        return jax.tree.unflatten(structure, [values.get(i, x) for i, x in enumerate(leaves)])
 
     def ours(values):
-        return _inexact(batched(*with_leaves(values)))
+        return _inexact(batched(*whole(values)))
 
     def alone(values):
-        whole = with_leaves(values)
-        return [_inexact(fun(*example(whole, i))) for i in range(count)]
+        args = whole(values)
+        rows = [
+            one(*[a if axis is None else rows_of(a, i) for a, axis in zip(args, axes, strict=True)])
+            for i in range(count)
+        ]
+        return [_inexact(row) for row in rows], rows
 
-    def of_ours(values, tangents, cotangents):
-        dots = pulled = None
+    def compute(args, values, tangents):
+        got = {"values": batched(*(args if traced else whole(values)))}
+        if not moving:
+            return got, {"values": alone(values)[1]}
+        of = lambda f: lambda points: f({**values, **points})
+        points = {i: values[i] for i in moving}
+        expected = {}
         if "jvp" in modes:
-            outs, dots = jax.jvp(ours, (values,), (tangents,))
-            dots = [_with_lengths(dot, out) for dot, out in zip(dots, outs, strict=True)]
+            _, expected["jvp"], expected["values"] = jax.jvp(
+                of(alone), (points,), (tangents,), has_aux=True
+            )
+            outs, dots = jax.jvp(of(ours), (points,), (tangents,))
+            got["jvp"] = [_with_lengths(dot, out) for dot, out in zip(dots, outs, strict=True)]
         if "vjp" in modes:
-            outs, pull = jax.vjp(ours, values)
-            pulled = pull(_cotangents_like(outs, cotangents))[0]
-        return dots, pulled
+            outs, pull, expected["values"] = jax.vjp(of(alone), points, has_aux=True)
+            cotangents = [[_direction(y, k) for k, y in enumerate(row)] for row in outs]
+            (expected["vjp"],) = pull(cotangents)
+            outs, pull = jax.vjp(of(ours), points)
+            (got["vjp"],) = pull(_cotangents_like(outs, cotangents))
+        return got, expected
 
-    def of_alone(values, tangents, cotangents):
-        dots = jax.jvp(alone, (values,), (tangents,))[1] if "jvp" in modes else None
-        return dots, jax.vjp(alone, values)[1](cotangents)[0] if "vjp" in modes else None
+    got, expected = jax.jit(compute)(args, given, tangents)
+    _same_rows(got["values"], expected["values"], tolerance, "values")
+    if eager:
+        _same_rows(batched(*args), expected["values"], tolerance, "values outside of jit")
+    if "jvp" in expected:
+        _same_rows(got["jvp"], expected["jvp"], tolerance, "jvp")
+    if "vjp" in expected:
+        same(got["vjp"], expected["vjp"], tolerance, "vjp")
 
-    outs = jax.eval_shape(alone, points)
-    cotangents = [[direction(y, k) for k, y in enumerate(row)] for row in outs]
-    dots, pulled = jax.jit(of_alone)(points, tangents, cotangents)
-    run = jax.jit(of_ours) if traced else of_ours
-    our_dots, our_pulled = run(points, tangents, cotangents)
-    if "jvp" in modes:
-        _same_rows(our_dots, dots, tolerance, "jvp")
-    if "vjp" in modes:
-        same(our_pulled, pulled, tolerance, "vjp")
+
+def _is_rows(leaf):
+    return isinstance(leaf, bx.Ragged)
 
 
 def _inexact(out):
-    is_rows = lambda leaf: isinstance(leaf, bx.Ragged)
-    leaves = jax.tree.leaves(out, is_leaf=is_rows)
+    leaves = jax.tree.leaves(out, is_leaf=_is_rows)
     return [y for y in leaves if is_inexact(y.data if isinstance(y, bx.Ragged) else y)]
+
+
+def _direction(y, seed):
+    """A fixed cotangent of `y`, which may be traced."""
+    return np.random.default_rng(seed).normal(size=y.shape).astype(y.dtype)
 
 
 def _with_lengths(dot, out):
@@ -135,15 +142,15 @@ def _cotangents_like(outs, rows):
     """The rows' cotangents, arranged as the batched results are."""
     arranged = []
     for k, out in enumerate(outs):
-        parts = [jnp.asarray(row[k]) for row in rows]
+        parts = [row[k] for row in rows]
         if not isinstance(out, bx.Ragged):
-            arranged.append(jnp.stack(parts))
+            arranged.append(np.stack(parts))
             continue
-        packed = jnp.concatenate(parts, out.axis)
+        packed = np.concatenate(parts, out.axis)
         room = [(0, 0)] * packed.ndim
         room[out.axis] = (0, out.data.shape[out.axis] - packed.shape[out.axis])
         # A cotangent for what belongs to no row must not matter.
-        packed = jnp.pad(packed, room, constant_values=np.nan)
+        packed = np.pad(packed, room, constant_values=np.nan)
         none = np.zeros(out.lengths.shape, jax.dtypes.float0)
         arranged.append(jax.tree.unflatten(jax.tree.structure(out), [packed, none]))
     return arranged
@@ -151,10 +158,9 @@ def _cotangents_like(outs, rows):
 
 def _same_rows(got, expected, tolerance, what):
     """Each lane of `got` against the result for that row alone, dtypes included."""
-    is_rows = lambda leaf: isinstance(leaf, bx.Ragged)
     got = jax.device_get(got) if not isinstance(got, jax.core.Tracer) else got
     for i, alone in enumerate(expected):
-        mine = jax.tree.map(lambda leaf, i=i: jnp.asarray(leaf[i]), got, is_leaf=is_rows)
+        mine = jax.tree.map(lambda leaf, i=i: jnp.asarray(leaf[i]), got, is_leaf=_is_rows)
         theirs = jax.tree.map(jnp.asarray, alone)
         for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
             assert a.shape == b.shape, (what, i, a.shape, b.shape)

@@ -7,7 +7,7 @@ import pytest
 
 import batchax as bx
 
-from support.oracle import example, same
+from support.oracle import at_once, example, same
 
 VMAPS = pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap], ids=["bx", "jax"])
 
@@ -90,7 +90,10 @@ FORWARD = {
 def test_reverse_mode(vmap, order, which, scale):
     f, calls = make(jvp=which in ("jvp", "both"), vjp=which in ("vjp", "both"))
     x, y = example((3,)), example((3,), seed=1)
-    same(ORDERS[order](vmap, f)(x, y), ORDERS[order](jax.vmap, reference(scale))(x, y))
+    ours, expected = ORDERS[order](vmap, f), ORDERS[order](jax.vmap, reference(scale))
+    same(*at_once(ours, expected)(x, y))
+    if which == "both":  # outside of jit
+        same(ours(x, y), jax.jit(expected)(x, y))
     if order == "grad of vmap":
         assert "vmap" in calls  # where a derivative rule calls the function
 
@@ -101,7 +104,10 @@ def test_reverse_mode(vmap, order, which, scale):
 def test_forward_mode(vmap, order, which):
     f, _ = make(jvp=True, vjp=which == "both")
     x, y = example((3,)), example((3,), seed=1)
-    same(FORWARD[order](vmap, f)(x, y), FORWARD[order](jax.vmap, reference(3))(x, y))
+    ours, expected = FORWARD[order](vmap, f), FORWARD[order](jax.vmap, reference(3))
+    same(*at_once(ours, expected)(x, y))
+    if which == "both":  # outside of jit
+        same(ours(x, y), jax.jit(expected)(x, y))
 
 
 @VMAPS
@@ -111,11 +117,10 @@ def test_second_derivatives(vmap, which, scale):
     x, y = example((3,)), example((3,), seed=1)
     g = reference(3 if which == "jvp" else 5)
     twice = lambda f: lambda x, y: jax.grad(jax.grad(f))(x, y)
-    same(vmap(twice(f))(x, y), jax.vmap(twice(g))(x, y))
-    same(
-        jax.grad(lambda x: jax.grad(lambda x: vmap(f)(x, y).sum())(x).sum())(x),
-        jax.vmap(twice(g))(x, y),
-    )
+    of_batch = jax.grad(lambda x, y: jax.grad(lambda x: vmap(f)(x, y).sum())(x).sum())
+    expected, *results = at_once(jax.vmap(twice(g)), vmap(twice(f)), of_batch)(x, y)
+    for got in results:
+        same(got, expected)
 
 
 @VMAPS
@@ -124,12 +129,19 @@ def test_second_derivatives_with_both(vmap):
     x, y = example((3,)), example((3,), seed=1)
     # The outer derivative is that of what the inner rule computes.
     forward_over_reverse = lambda f: jax.jacfwd(jax.grad(f))
+    of_batch = jax.jacfwd(lambda x, y: jax.grad(lambda x: vmap(f)(x, y).sum())(x))
+    once, twice, batch, forward = at_once(
+        vmap(forward_over_reverse(f)),
+        vmap(jax.grad(jax.grad(f))),
+        of_batch,
+        vmap(jax.jacfwd(jax.jacfwd(f))),
+    )(x, y)
     want = -5 * jnp.sin(x) * y
-    same(vmap(forward_over_reverse(f))(x, y), want)
-    same(vmap(jax.grad(jax.grad(f)))(x, y), want)
-    same(jax.jacfwd(lambda x: jax.grad(lambda x: vmap(f)(x, y).sum())(x))(x), jnp.diag(want))
+    same(once, want)
+    same(twice, want)
+    same(batch, jnp.diag(want))
     # The forward rule is differentiated, too, when all of it is in forward mode.
-    same(vmap(jax.jacfwd(jax.jacfwd(f)))(x, y), -3 * jnp.sin(x) * y)
+    same(forward, -3 * jnp.sin(x) * y)
 
 
 @VMAPS

@@ -65,7 +65,7 @@ WAYS = pytest.mark.parametrize(
 def test_each_device_runs_the_rule_for_its_lanes(vmap, checked, which):
     f, outside = Telling(plain, ten), OUTSIDE[which]
     got = jax.jit(outside(on_shards(over_lanes(f.function, vmap), checked)))(XS, W)
-    same(got, outside(over_lanes(ten, jax.vmap))(XS, W))
+    same(got, jax.jit(outside(over_lanes(ten, jax.vmap)))(XS, W))
     assert f.seen == {(2, (True, False))}
 
 
@@ -104,10 +104,12 @@ def test_one_example_on_each_device_is_by_the_function(checked):
     f = Telling(plain, ten)
     run = on_shards(f.function, checked)
     same(jax.jit(run)(XS, W), plain(XS, W))
-    same(jax.jit(jax.grad(total(run), (0, 1)))(XS, W), jax.grad(total(plain), (0, 1))(XS, W))
+    same(
+        jax.jit(jax.grad(total(run), (0, 1)))(XS, W), jax.jit(jax.grad(total(plain), (0, 1)))(XS, W)
+    )
     same(
         jax.jit(jax.hessian(lambda w: total(run)(XS, w)))(W),
-        jax.hessian(lambda w: total(plain)(XS, w))(W),
+        jax.jit(jax.hessian(lambda w: total(plain)(XS, w)))(W),
     )
     assert f.seen == set()
 
@@ -119,7 +121,7 @@ def test_vmap_of_shard_map(vmap, checked, which):
     many = jnp.stack([XS, 2 * XS, -XS])
     run = lambda f: vmap(on_shards(f, checked), (0, None))
     got = jax.jit(outside(run(f.function)))(many, W)
-    same(got, outside(ten)(many, W), {"rtol": 1e-4, "atol": 1e-4})
+    same(got, jax.jit(outside(ten))(many, W), {"rtol": 1e-4, "atol": 1e-4})
     assert {size for size, _ in f.seen} == {3}
 
 
@@ -129,7 +131,7 @@ def test_vmap_of_a_derivative_of_shard_map(vmap, checked):
     f, many = Telling(plain, ten), jnp.stack([XS, 2 * XS, -XS])
     derivative = lambda f: jax.grad(total(f), (0, 1))
     got = jax.jit(vmap(derivative(on_shards(f.function, checked)), (0, None)))(many, W)
-    same(got, jax.vmap(derivative(ten), (0, None))(many, W))
+    same(got, jax.jit(jax.vmap(derivative(ten), (0, None)))(many, W))
     assert {size for size, _ in f.seen} == {3}
 
 
@@ -140,7 +142,7 @@ def test_a_vmap_inside_and_one_outside(vmap, checked):
     run = vmap(on_shards(over_lanes(f.function, vmap), checked), (0, None))
     same(jax.jit(run)(many, W), ten(many, W))
     gradient = jax.jit(jax.grad(total(run), (0, 1)))(many, W)
-    same(gradient, jax.grad(total(ten), (0, 1))(many, W))
+    same(gradient, jax.jit(jax.grad(total(ten), (0, 1)))(many, W))
     assert f.seen == {(2, (True, False))}
 
 

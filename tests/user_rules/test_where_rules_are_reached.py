@@ -7,7 +7,7 @@ from jax import lax
 
 import batchax as bx
 
-from support.oracle import example, same
+from support.oracle import at_once, example, same
 from support.user_rules import Telling
 
 BOTH, FIRST, SECOND = (True, True), (True, False), (False, True)
@@ -89,8 +89,11 @@ INSIDE = {
 @pytest.mark.parametrize("which", INSIDE)
 def test_a_batch_is_by_the_rule_however_it_is_differentiated_inside(vmap, which):
     inside, f = INSIDE[which], Telling(plain, ten)
-    same(vmap(inside(f.function))(XS, WS), jax.vmap(inside(ten))(XS, WS))
+    ours = vmap(inside(f.function))
+    same(*at_once(ours, jax.vmap(inside(ten)))(XS, WS))
     assert f.seen == {(3, BOTH)}
+    if which in ("value", "grad"):  # outside of jit
+        same(ours(XS, WS), jax.vmap(inside(ten))(XS, WS))
 
 
 OUTSIDE = {
@@ -110,8 +113,11 @@ OUTSIDE = {
 @pytest.mark.parametrize("which", OUTSIDE)
 def test_derivatives_of_a_batch_are_those_of_the_rule(vmap, which):
     outside, f = OUTSIDE[which], Telling(plain, ten)
-    same(outside(vmap(f.function))(XS, WS), outside(jax.vmap(ten))(XS, WS))
+    ours = outside(vmap(f.function))
+    same(*at_once(ours, outside(jax.vmap(ten)))(XS, WS))
     assert f.seen == {(3, BOTH)}
+    if which in ("jvp", "linearize", "grad"):  # outside of jit
+        same(ours(XS, WS), outside(jax.vmap(ten))(XS, WS))
 
 
 @VMAPS
@@ -124,8 +130,10 @@ def test_what_a_rule_is_told_of_a_batch(vmap, axes, flags):
     ws = {None: W, 0: WS}[axes[1]]
     for transform in (lambda f: f, gradient, pushed):
         f = Telling(plain, ten)
-        got = transform(vmap(f.function, axes, -1))(xs, ws)
-        same(got, transform(jax.vmap(ten, axes, -1))(xs, ws))
+        ours, by_hand = (
+            transform(v(g, axes, -1)) for v, g in ((vmap, f.function), (jax.vmap, ten))
+        )
+        same(*at_once(ours, by_hand)(xs, ws))
         assert f.seen == {(3, flags)}
 
 
@@ -133,8 +141,8 @@ def test_what_a_rule_is_told_of_a_batch(vmap, axes, flags):
 def test_what_is_the_same_for_all_lanes_is_batched_where_its_cotangents_are(vmap):
     for argnums, flags in ((0, FIRST), (1, BOTH), ((0, 1), BOTH)):
         f = Telling(plain, ten)
-        run = lambda f, vmap, n=argnums: vmap(jax.grad(total(f), n), (0, None))(XS, W)
-        same(run(f.function, vmap), run(ten, jax.vmap))
+        run = lambda f, vmap, n=argnums: vmap(jax.grad(total(f), n), (0, None))
+        same(*at_once(run(f.function, vmap), run(ten, jax.vmap))(XS, W))
         assert {(3, flags)} <= f.seen <= {(3, FIRST), (3, BOTH)}
 
 
@@ -171,7 +179,11 @@ ONE_EXAMPLE = INSIDE | {
 def test_one_example_is_by_the_function(which, compiled):
     f = Telling(plain, ten)
     run = ONE_EXAMPLE[which](f.function)
-    same((jax.jit(run) if compiled else run)(X, W), ONE_EXAMPLE[which](plain)(X, W))
+    by_hand = ONE_EXAMPLE[which](plain)
+    if compiled:
+        same(*at_once(run, by_hand)(X, W))
+    else:
+        same(run(X, W), jax.jit(by_hand)(X, W))
     assert f.seen == set()
 
 
@@ -193,15 +205,15 @@ def test_of_two_axes_the_rule_has_the_inner_one(outer, inner, which, derivative)
         for k, (i, o) in enumerate(zip(inner_axes, outer_axes, strict=True))
     ]
     f = Telling(plain, ten)
-    run = lambda f, outer, inner: derivative(outer(inner(f, inner_axes), outer_axes))(*args)
-    same(run(f.function, outer, inner), run(ten, jax.vmap, jax.vmap))
+    run = lambda f, outer, inner: derivative(outer(inner(f, inner_axes), outer_axes))
+    same(*at_once(run(f.function, outer, inner), run(ten, jax.vmap, jax.vmap))(*args))
     assert f.seen == {(3, flags)}
 
 
 @VMAPS
 def test_an_axis_that_reaches_nothing_is_not_told_of(vmap):
     f = Telling(plain, ten)
-    got = vmap(lambda x, w: vmap(lambda s: s * f.function(x, w))(jnp.ones(5)))(XS, WS)
+    got = jax.jit(vmap(lambda x, w: vmap(lambda s: s * f.function(x, w))(jnp.ones(5))))(XS, WS)
     same(got, jnp.broadcast_to(ten(XS, WS)[:, None], (3, 5, 2)))
     assert f.seen == {(3, BOTH)}
 
@@ -212,14 +224,13 @@ def test_a_rule_that_calls_a_function_with_a_rule_reaches_that(vmap, derivative)
     second = Telling(ten, lambda x, w: 7 * ten(x, w))
     first = Telling(plain, second.function)
     xss, wss = example((4, 3, 2), seed=5), example((4, 3, 2), seed=6)
-    same(derivative(vmap(first.function))(XS, WS), derivative(ten)(XS, WS))
+    same(*at_once(derivative(vmap(first.function)), derivative(ten))(XS, WS))
     assert (first.seen, second.seen) == ({(3, BOTH)}, set())
-    got = derivative(vmap(vmap(first.function)))(xss, wss)
-    same(got, derivative(lambda x, w: 7 * ten(x, w))(xss, wss))
+    seven = lambda x, w: 7 * ten(x, w)
+    same(*at_once(derivative(vmap(vmap(first.function))), derivative(seven))(xss, wss))
     assert (first.seen, second.seen) == ({(3, BOTH)}, {(4, BOTH)})
-    inside = vmap(vmap(derivative(first.function)))(xss, wss)
-    want = jax.vmap(jax.vmap(derivative(lambda x, w: 7 * ten(x, w))))(xss, wss)
-    same(inside, want)
+    inside = vmap(vmap(derivative(first.function)))
+    same(*at_once(inside, jax.vmap(jax.vmap(derivative(seven))))(xss, wss))
     assert (first.seen, second.seen) == ({(3, BOTH)}, {(4, BOTH)})
 
 
@@ -249,7 +260,10 @@ def test_a_closed_over_value_that_is_differentiated(vmap, compiled):
     want = lambda w, xs: ten(xs, w)
     for transform in (gradient, pushed_by_two, linearized_by_two, lambda f: jax.hessian(total(f))):
         run = transform(by_rule)
-        same((jax.jit(run) if compiled else run)(W, XS), transform(want)(W, XS))
+        if compiled:
+            same(*at_once(run, transform(want))(W, XS))
+        else:
+            same(run(W, XS), jax.jit(transform(want))(W, XS))
         assert seen.pop() == {(3, (True,))}
 
 
@@ -271,8 +285,8 @@ def test_of_a_batch_of_what_it_closes_over_a_rule_is_not_told(vmap, derivative):
         seen.append(f.seen)
         return f.function(x)
 
-    same(derivative(vmap(one))(XS, WS), derivative(plain)(XS, WS))
-    same(vmap(derivative(one))(XS, WS), jax.vmap(derivative(plain))(XS, WS))
+    same(*at_once(derivative(vmap(one)), derivative(plain))(XS, WS))
+    same(*at_once(vmap(derivative(one)), jax.vmap(derivative(plain)))(XS, WS))
     assert len(seen) >= 2
     assert not any(seen)
 
