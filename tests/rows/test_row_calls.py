@@ -175,7 +175,19 @@ def test_a_call_acts_on_a_row_as_if_alone(name):
     check(BOTH[name], ragged(3, lengths=(3, 0, 2, 3)))
 
 
+@jax.custom_vjp
+def running_product(x):
+    return jnp.cumprod(x, 0)
+
+
+running_product.defvjp(
+    lambda x: (running_product(x), x),
+    lambda x, ct: jax.vjp(lambda x: jnp.cumprod(x, 0), x)[1](ct),
+)
+
+
 REVERSE = {
+    "that differentiates a product of all before": running_product,
     "sums its cotangent": total_of_gradient,
     "and its result is summed": lambda x: total_of_gradient(x * 2).sum(0),
     "with an argument that is no array": lambda x: power(jnp.sin(x), 3),

@@ -135,6 +135,7 @@ def _convolution(original: Any, x: Any, y: Any, mode: str, op: str, *args: Any, 
 
 @_compat.stands_in_for("jax.lax", "associative_scan")
 @_compat.stands_in_for("jax._src.lax.control_flow", "associative_scan")
+@_compat.stands_in_for("jax._src.lax.control_flow.loops", "associative_scan")  # of cumprod
 def _associative_scan(
     original: Any, fn: Callable[..., Any], elems: Any, reverse: bool = False, axis: int = 0
 ) -> Any:
