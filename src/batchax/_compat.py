@@ -257,6 +257,12 @@ def close(jaxpr: Any, consts: Any = ()) -> ClosedJaxpr:
     return ClosedJaxpr(jaxpr, list(consts))
 
 
+def without_constants(jaxpr: Any) -> Any:
+    """`jaxpr` without the values of its constants, which since JAX 0.12 are part of it."""
+    consts = getattr(jaxpr, "consts", ())
+    return jaxpr.with_consts([None] * len(consts)) if consts else jaxpr  # pyright: ignore
+
+
 def is_reference(x: Any) -> bool:
     """Whether `x` is a mutable reference; the class of their types is private."""
     return hasattr(jax.typeof(x), "inner_aval")

@@ -28,9 +28,14 @@ _MARKS = re.compile(_MARK + r"(\d+)")
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A run through `program`, a jaxpr of one example."""
+    """A run through `program`, a jaxpr of one example, without the values of its constants."""
 
     program: Any
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """The same for runs through the same program."""
+        return tuple(map(id, (*self.program.invars, *self.program.eqns)))
 
 
 @dataclass(eq=False)
@@ -75,15 +80,15 @@ class PerExample:
 
     Attributes:
       axis: the axis it was batched over.
-      jaxpr: the program.
       arguments: by what it was given, a variable of the program it was batched in (the values
         themselves must not outlive that): the variable that stands for it, and the batch axis.
+      outputs: the variables of its outputs.
       described: its outputs, with their paths.
     """
 
     axis: Axis
-    jaxpr: Any
     arguments: Mapping[Any, tuple[Any, AxisPosition]]
+    outputs: Sequence[Any]
     described: Sequence[Any]
 
 
@@ -198,7 +203,7 @@ def run(program: Any) -> Iterator[None]:
     if place is None:
         yield
         return
-    with _set(_place, replace(place, run=Run(program))):
+    with _set(_place, replace(place, run=Run(_compat.without_constants(program)))):
         yield
 
 
@@ -232,7 +237,9 @@ def found_program(axis: Axis, staged: Any, mapped: Sequence[Any], described: Seq
         pairs = zip(values, zip(jaxpr.invars, (m.axis for m in mapped), strict=False), strict=False)
         consts = zip(staged.consts, ((v, None) for v in jaxpr.constvars), strict=True)
         given = {_compat.staged_variable(x): found for x, found in (*pairs, *consts)}
-        place.recorder.programs.append(PerExample(axis, jaxpr, given, tuple(described)))
+        place.recorder.programs.append(
+            PerExample(axis, given, tuple(jaxpr.outvars), tuple(described))
+        )
 
 
 def note(**facts: Any) -> None:

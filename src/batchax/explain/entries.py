@@ -88,14 +88,14 @@ def _places(recorder: Recorder) -> dict[Record, Any]:
     runs: dict[Any, list[Record]] = {}
     for record in recorder.records:
         runs.setdefault((record.parent, record.role, record.run), []).append(record)
-    made: dict[Any, tuple[int, int]] = {}  # for how many lanes, and the program
+    made: dict[Any, tuple[int, Any]] = {}  # for how many lanes, and the program
     places: dict[Record, Any] = {}
     for (parent, role, run), records in runs.items():
         around = parent and places[parent], role
         if run is None:
             places.update((r, (around, id(r.eqn))) for r in records)
             continue
-        program, lanes = id(run.program), lanes_of(records[0].axis)
+        program, lanes = run.key, lanes_of(records[0].axis)
         operations = tuple(shown_name(r.eqn) for r in records)
         known = made.setdefault((around, operations), (lanes, program))
         if known[0] != lanes:

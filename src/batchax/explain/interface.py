@@ -40,7 +40,7 @@ def arguments_of(staged: Staged, example: PerExample | None, names: Names) -> tu
 def outputs_of(example: PerExample, names: Names, out_info: Any) -> tuple[Value, ...]:
     """The results, under the names of their variables, as they are returned."""
     types = jax.tree.leaves(out_info, is_leaf=lambda x: isinstance(x, Ragged))
-    variables = example.jaxpr.outvars
+    variables = example.outputs
     found = []
     for v, described, final in zip(variables, example.described, types, strict=False):
         if isinstance(final, Ragged):
