@@ -149,7 +149,7 @@ def test_rows_that_are_known_to_answer_alike_need_no_groups():
 
 
 def test_an_empty_row_is_not_said_to_have_elements():
-    fun = lambda x: x.sum() / x.shape[0] if x.shape[0] > 0 else jnp.float32(7.0)
+    fun = lambda x: x.sum() / x.shape[0] if x.shape[0] > 0 else jnp.asarray(7.0, float)
     x = ragged(lengths=(2, 0, 1))
     with pytest.raises(UnsupportedError, match="`n > 0`"):
         jax.jit(bx.vmap(fun))(x)
