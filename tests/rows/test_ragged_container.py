@@ -94,7 +94,7 @@ def test_padded_rows_and_their_lengths_make_the_same_rows_again(name, traced):
     again = lambda x: bx.Ragged.from_padded(x.to_padded(), x.lengths, axis=x.axis)
     got = jax.jit(again)(x) if traced else again(x)
     assert (got.max_length, got.axis) == (x.max_length, x.axis)
-    for mine, row in zip(got.rows(), rows_of(x), strict=True):
+    for mine, row in zip(rows_of(got), rows_of(x), strict=True):
         assert mine.dtype == x.dtype
         np.testing.assert_array_equal(mine, row)
 
@@ -107,7 +107,7 @@ def test_offsets_and_the_flat_array_make_the_same_rows_again(name, traced):
     got = jax.jit(again)(x) if traced else again(x)
     np.testing.assert_array_equal(x.offsets, [0, *np.cumsum(np.asarray(x.lengths))])
     assert x.offsets.dtype == np.int32
-    for mine, row in zip(got.rows(), rows_of(x), strict=True):
+    for mine, row in zip(rows_of(got), rows_of(x), strict=True):
         np.testing.assert_array_equal(mine, row)
 
 
@@ -117,7 +117,7 @@ def test_rows_make_the_same_ragged_again(name):
     for rows in (x.rows(), rows_of(x)):
         got = bx.Ragged.from_rows(rows, x.max_length, axis=x.axis)
         assert got.lengths.dtype == np.int32
-        for mine, row in zip(got.rows(), rows_of(x), strict=True):
+        for mine, row in zip(rows_of(got), rows_of(x), strict=True):
             assert mine.dtype == x.dtype
             np.testing.assert_array_equal(mine, row)
 

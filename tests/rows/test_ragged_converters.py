@@ -17,7 +17,7 @@ DTYPES = [np.float32, np.int32, np.int8, bool]
 
 def same_rows(x, rows, dtype=None):
     assert len(x) == len(rows)
-    for mine, row in zip(x.rows(), rows, strict=True):
+    for mine, row in zip(jax.device_get(x).rows(), rows, strict=True):
         assert mine.shape == np.shape(row)
         assert dtype is None or mine.dtype == dtype
         wide = np.complex64 if np.iscomplexobj(row) else np.float32  # NumPy has no bfloat16
