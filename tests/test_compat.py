@@ -439,11 +439,12 @@ def stood_in_for():
 def test_functions_that_others_stand_in_for():
     found = list(stood_in_for())
     assert found
-    for module, name in found:
-        assert hasattr(getattr(importlib.import_module(module), name), "__wrapped__"), (
-            module,
-            name,
-        )
+    at = lambda: [getattr(importlib.import_module(module), name) for module, name in found]
+    original = at()
+    with _compat.standing_in():
+        for place, now, before in zip(found, at(), original, strict=True):
+            assert now.__wrapped__ is before, place
+    assert at() == original
 
 
 def test_programs():

@@ -636,9 +636,10 @@ def _answered(name: str, original: Any, answer: Callable[..., Any]) -> Any:
 
 
 def stands_in_for(module: str, name: str) -> Callable[[Any], Any]:
-    """Decorator: what a function within JAX does; it is called with that function first.
+    """Decorator: what a function within JAX does while rows are staged (`standing_in`).
 
-    For those that read a size as a number where they need not, and cannot be told otherwise.
+    For those that read a size as a number where they need not, and cannot be told otherwise. It is
+    called with that function first, and does what that does for all but sizes of rows.
     """
 
     def decorate(replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -647,10 +648,38 @@ def stands_in_for(module: str, name: str) -> Callable[[Any], Any]:
             original = getattr(within, name)
         except (ModuleNotFoundError, AttributeError):  # a JAX that has moved it refuses as ever
             return replacement
-        setattr(within, name, functools.wraps(original)(functools.partial(replacement, original)))
+        ours = functools.wraps(original)(functools.partial(replacement, original))
+        _stand_ins.append((within, name, original, ours))
         return replacement
 
     return decorate
+
+
+_stand_ins: list[tuple[Any, str, Any, Any]] = []  # where, its name, JAX's, ours; made by imports
+_standing_in = 0
+_stand_ins_lock = threading.Lock()
+
+
+@contextmanager
+def standing_in() -> Iterator[None]:
+    """While it lasts JAX's functions are those of `stands_in_for`, and afterwards its own again.
+
+    Other threads that call them meanwhile get what JAX does: they have no sizes of rows.
+    """
+    global _standing_in
+    with _stand_ins_lock:
+        _standing_in += 1
+        if _standing_in == 1:
+            for within, name, _, ours in _stand_ins:
+                setattr(within, name, ours)
+    try:
+        yield
+    finally:
+        with _stand_ins_lock:
+            _standing_in -= 1
+            if _standing_in == 0:
+                for within, name, original, _ in _stand_ins:
+                    setattr(within, name, original)
 
 
 def symbols(dim: Any) -> frozenset[str]:

@@ -1,6 +1,7 @@
 """Functions of JAX that want the size of a row as a number, and get along without."""
 
 import math
+import pickle
 import re
 
 import jax
@@ -175,3 +176,20 @@ def test_a_mistake_for_rows_of_any_length_is_what_it_is(name):
     with pytest.raises(error) as caught:
         jax.make_jaxpr(bx.vmap(fun))(ragged(lengths=(2, 4)))
     assert not isinstance(caught.value, bx.BatchaxError)
+
+
+def test_functions_of_jax_are_its_own_again_after_a_call():
+    functions = jax.random.permutation, jax.lax.associative_scan
+    seen = []
+
+    def f(x):
+        seen.append(jax.random.permutation is not functions[0])
+        return jax.random.permutation(jax.random.key(0), x), lax.associative_scan(jnp.add, x)
+
+    x = ragged(lengths=(2, 3))
+    jax.jit(bx.vmap(f))(x)
+    with pytest.raises(ZeroDivisionError):
+        bx.vmap(lambda x: x[1 // 0])(x)
+    assert seen[0]
+    assert functions == (jax.random.permutation, jax.lax.associative_scan)
+    assert pickle.loads(pickle.dumps(functions)) == functions

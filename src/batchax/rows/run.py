@@ -105,6 +105,7 @@ class Call:
         return {size.name: size.bound for size in self.sizes}
 
 
+@_compat.standing_in()
 def run_rows(
     axis: Axis,
     one_row: Callable[..., Any],

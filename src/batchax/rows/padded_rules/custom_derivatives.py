@@ -227,6 +227,7 @@ class _Residuals:
         return cls(*children, avals)
 
 
+@_compat.standing_in()
 def _staged_reverse(backward: Any, inputs: Sequence[Any]) -> tuple[_compat.ClosedJaxpr, list[bool]]:
     """The reverse rule for one row, for the inputs and results that are no symbolic zeros."""
     zeros: list[bool] = []
