@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -37,9 +38,16 @@ class Staged:
     arrays: Sequence[Any]
 
     def compile(self) -> Any:
-        """The compiled program, whose operations bear the marks of their equations."""
+        """The compiled program, whose operations bear the marks of their equations.
+
+        It has a place of its own in JAX's cache of compiled programs on disk, which takes no notice
+        of marks: without one it could be a program with others, and be what the user runs later.
+        """
         with self.recorder.active():
-            return self.traced.lower().compile()
+            lowered = self.traced.lower()
+            marks = zlib.crc32(lowered.as_text(debug_info=True).encode()) >> 1
+            # How many buffers the compiler shows where it is asked to show them, which it is not.
+            return lowered.compile({"xla_debug_buffer_assignment_show_max": marks})
 
 
 def stage(
