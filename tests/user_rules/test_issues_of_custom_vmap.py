@@ -8,7 +8,7 @@ from jax import lax
 
 import batchax as bx
 
-from support.oracle import example, loop, same
+from support.oracle import at_once, example, loop, same
 
 VMAPS = pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap])
 
@@ -57,13 +57,14 @@ def test_9073_reverse_mode_of_the_example(vmap, in_axes, args, said, capsys):
     f = lambda u, v: jnp.exp(vector_dot(u, v))
     plain = lambda u, v: jnp.exp(u @ v)
     total = lambda f, vmap: lambda u, v: jnp.sum(vmap(f, in_axes)(u, v) ** 2)
-    same(jax.grad(total(f, vmap), (0, 1))(*args), jax.grad(total(plain, jax.vmap), (0, 1))(*args))
+    gradient = lambda f, vmap: jax.grad(total(f, vmap), (0, 1))
+    same(*at_once(gradient(f, vmap), gradient(plain, jax.vmap))(*args))
     assert set(capsys.readouterr().out.splitlines()) == {said}
-    inside = lambda f, vmap: vmap(jax.grad(f, (0, 1)), in_axes)(*args)
-    same(inside(f, vmap), inside(plain, jax.vmap))
+    inside = lambda f, vmap: vmap(jax.grad(f, (0, 1)), in_axes)
+    same(*at_once(inside(f, vmap), inside(plain, jax.vmap))(*args))
     assert capsys.readouterr().out
-    same(jax.grad(f, (0, 1))(U[0], V[0]), jax.grad(plain, (0, 1))(U[0], V[0]))
-    same(jax.hessian(f)(U[0], V[0]), jax.hessian(plain)(U[0], V[0]))
+    same(*at_once(jax.grad(f, (0, 1)), jax.grad(plain, (0, 1)))(U[0], V[0]))
+    same(*at_once(jax.hessian(f), jax.hessian(plain))(U[0], V[0]))
     assert capsys.readouterr().out == ""
 
 
@@ -107,10 +108,10 @@ def broadcast(fun):
 def test_25259_reverse_mode_of_the_common_patterns(vmap, pattern, in_axes):
     plain = lambda x, y: jnp.sin(x) * y**2
     args = [a if axis == 0 else a[0] for a, axis in zip((U, V), in_axes, strict=True)]
-    outside = lambda f, vmap: jax.grad(lambda *a: jnp.sum(vmap(f, in_axes)(*a) ** 2), (0, 1))(*args)
-    inside = lambda f, vmap: vmap(jax.grad(lambda *a: jnp.sum(f(*a) ** 2), (0, 1)), in_axes)(*args)
+    outside = lambda f, vmap: jax.grad(lambda *a: jnp.sum(vmap(f, in_axes)(*a) ** 2), (0, 1))
+    inside = lambda f, vmap: vmap(jax.grad(lambda *a: jnp.sum(f(*a) ** 2), (0, 1)), in_axes)
     for derivative in (outside, inside):
-        same(derivative(pattern(plain), vmap), derivative(plain, jax.vmap))
+        same(*at_once(derivative(pattern(plain), vmap), derivative(plain, jax.vmap))(*args))
 
 
 @VMAPS
@@ -135,15 +136,16 @@ def test_13283_a_linear_call_that_is_batched_by_a_loop(vmap):
 
     own, plain = bx.sequential_vmap(product), lambda a, b: a * b * c
     for in_axes, args in [((0, None), (U, V[0])), ((0, 0), (U, V))]:
-        same(jax.jit(vmap(own, in_axes))(*args), jax.vmap(plain, in_axes)(*args))
-        run = lambda f, vmap, axes=in_axes, b=args[1]: jax.grad(
-            lambda a: jnp.sum(vmap(f, axes)(a, b) ** 2)
-        )(args[0])
-        same(run(own, vmap), run(plain, jax.vmap))
-        inside = lambda f, vmap, axes=in_axes, args=args: vmap(
+        run = lambda f, vmap, axes=in_axes: jax.grad(lambda a, b: jnp.sum(vmap(f, axes)(a, b) ** 2))
+        inside = lambda f, vmap, axes=in_axes: vmap(
             jax.grad(lambda a, b: jnp.sum(f(a, b) ** 2)), axes
-        )(*args)
-        same(inside(own, vmap), inside(plain, jax.vmap))
+        )
+        of_both = lambda use: (use(own, vmap), use(plain, jax.vmap))
+        values = vmap(own, in_axes), jax.vmap(plain, in_axes)
+        results = at_once(*values, *of_both(run), *of_both(inside))(*args)
+        for got, expected in zip(results[::2], results[1::2], strict=True):
+            same(got, expected)
+        same(run(own, vmap)(*args), results[3])  # outside of jit
 
 
 @VMAPS
@@ -153,11 +155,13 @@ def test_13283_closures_over_values_that_are_traced(vmap):
 
     plain = lambda w, xs: run(w, xs, lambda f: f, jax.vmap)
     own = lambda w, xs: run(w, xs, all_at_once, vmap)
-    same(jax.jit(own)(V[0], U), plain(V[0], U))
-    for transform in (jax.jacrev, jax.jacfwd, lambda f: jax.jit(jax.jacrev(f))):
-        same(transform(own)(V[0], U), transform(plain)(V[0], U))
+    same(*at_once(own, plain)(V[0], U))
+    for transform in (jax.jacrev, jax.jacfwd):
+        expected, got = at_once(transform(plain), transform(own))(V[0], U)
+        same(got, expected)
+        same(transform(own)(V[0], U), expected)  # outside of jit
     stepped = lambda f: lambda xs: lax.scan(lambda c, w: (c + f(w, xs).sum(), None), 0.0, V)[0]
-    same(jax.grad(stepped(own))(U), jax.grad(stepped(plain))(U))
+    same(*at_once(jax.grad(stepped(own)), jax.grad(stepped(plain)))(U))
 
 
 @VMAPS

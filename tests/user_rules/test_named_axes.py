@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import batchax as bx
 
-from support.oracle import example, same
+from support.oracle import at_once, example, same, together
 
 VMAPS = pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap], ids=["bx", "jax"])
 
@@ -53,11 +53,17 @@ def test_values_and_derivatives(vmap, rule):
     run = vmap(f, axis_name="lanes")
     want = jax.vmap(plain, axis_name="lanes")
     total = lambda g: lambda x: jnp.sum(jnp.cos(g(x)))
-    same(run(xs), want(xs))
-    same(jax.jit(run)(xs), want(xs))
-    same(jax.grad(total(run))(xs), jax.grad(total(want))(xs))
-    same(jax.jacfwd(run)(xs), jax.jacfwd(want)(xs))
-    same(jax.hessian(total(run))(xs), jax.hessian(total(want))(xs))
+    uses = {
+        "value": lambda f: f,
+        "grad": lambda f: jax.grad(total(f)),
+        "jacfwd": jax.jacfwd,
+        "hessian": lambda f: jax.hessian(total(f)),
+    }
+    every = lambda f: together({name: use(f) for name, use in uses.items()})
+    got, expected = at_once(every(run), every(want))(xs)
+    same(got, expected)
+    for name in ("value", "grad"):  # outside of jit
+        same(uses[name](run)(xs), expected[name])
 
 
 @RULES
