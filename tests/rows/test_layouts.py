@@ -11,6 +11,7 @@ from batchax.rows.regions import find_regions
 from batchax.rows.sizes import Sizes
 from batchax.rows.steps import flatten
 
+from support.oracle import same
 from support.rows import check_rows, ragged
 
 WEIGHTS = jnp.asarray(np.random.default_rng(3).normal(size=(3, 3)), float)
@@ -154,3 +155,20 @@ def test_a_layout_that_there_is_not():
         bx.vmap(attend, layout="dense")
     with pytest.raises(bx.ArgumentTypeError, match="does not go with batch_size"):
         bx.vmap(attend, layout="packed", batch_size=2)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded", "auto"])
+def test_a_derivative_rule_that_raises_does_so_where_the_derivative_is_taken(layout):
+    @jax.custom_jvp
+    def largest(x):
+        return jnp.argmax(x), x * 2
+
+    @largest.defjvp
+    def rule(primals, tangents):
+        raise ArithmeticError("no derivative")
+
+    x = ragged(lengths=(2, 3))
+    f = bx.vmap(largest, layout=layout)
+    same(jax.jit(f)(x)[0], jnp.stack([jnp.argmax(row) for row in x.rows()]))
+    with pytest.raises(ArithmeticError, match="no derivative"):
+        jax.grad(lambda data: f(x.with_data(data))[1].data.sum())(x.data)
