@@ -239,12 +239,24 @@ def run(loop: Loop, operands: Sequence[Any]) -> list[Any]:
             return lax.cond(i < full, lambda results: step(i, chunk, results), last, results)
 
         results = lax.fori_loop(np.int32(0), np.int32(full + 1), either, results)
+    elif rest:
+        # The last chunk follows the others: its number is how many are done. That is counted from
+        # what they computed, as to read it from the results would have those copied.
+        def counted(i: Any, carry: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+            done, results = carry
+            outs, picked = run_chunk(i, chunk)
+            (done,) = _compat.varying_alike(
+                [lax.add(done, lax.add(np.int32(1), zero_after(outs)))], like=operands
+            )
+            return done, collect(loop, results, outs, i, picked)
+
+        (none,) = _compat.varying_alike([jnp.int32(0)], like=operands)
+        carry = lax.fori_loop(np.int32(0), np.int32(full), counted, (none, results))
+        results = step(carry[0], rest, carry[1])
     else:
         results = lax.fori_loop(
             np.int32(0), np.int32(full), lambda i, results: step(i, chunk, results), results
         )
-        if rest:  # once the others are done
-            results = step(lax.add(np.int32(full), zero_after(results)), rest, results)
     return [
         lax.convert_element_type(x, t.dtype) if isinstance(kind, Sum) else x
         for x, t, kind in zip(results, types, loop.results, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
@@ -64,7 +65,11 @@ def compile_program(
     return _compiled.get(key, lambda: jax.jit(program).lower(*operands).compile())
 
 
-_LIBRARIES = (os.path.dirname(jax.__file__), os.path.dirname(os.path.dirname(__file__)))
+_LIBRARIES = (
+    os.path.dirname(jax.__file__),
+    os.path.dirname(os.path.dirname(__file__)),
+    contextlib.__file__,  # of `whatever_jit`
+)
 
 
 def _calling_line() -> tuple[str, int]:
