@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.custom_derivatives import linear_call
-from jax.experimental import io_callback
+from jax.experimental import io_callback, sparse
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters import batching
 from jax.sharding import AxisType
@@ -418,6 +418,11 @@ def test_types_inside_shard_map():
     specs = dict(mesh=MESH, in_specs=P("m"), out_specs=P("m"))
     jax.make_jaxpr(jax.shard_map(fun, **specs))(X)
     jax.make_jaxpr(jax.shard_map(unchecked, check_vma=False, **specs))(X)
+
+
+def test_types_with_batches_of_their_own():
+    assert _compat.has_own_batches(sparse.BCOO.fromdense(X))
+    assert not _compat.has_own_batches(X)
 
 
 def test_sizes():

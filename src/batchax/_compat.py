@@ -39,7 +39,8 @@ from jax._src.config import _check_vma as check_vma
 from jax._src.core import add_explicit_mesh_axis_names, extend_axis_env_nd, get_axis_env
 
 # What a third party's batching rule did is known only to the tracer it returned.
-from jax._src.interpreters.batching import BatchTracer
+# Which types have a batch form of their own (sparse matrices) JAX lets one say, not ask.
+from jax._src.interpreters.batching import BatchTracer, vmappables
 
 # Exported nowhere, and absent from every table, as it has no operands to batch.
 from jax._src.lax.control_flow.conditionals import platform_index_p
@@ -455,6 +456,11 @@ def batched_by_jax(x: Any) -> tuple[Any, int | None]:
         if isinstance(x, BatchTracer) and x._trace is trace:
             return x.val, x.batch_dim
     return x, None
+
+
+def has_own_batches(x: Any) -> bool:
+    """Whether `x` is of a type that says itself what a batch of it is, and an example of one."""
+    return type(x) in vmappables
 
 
 def jax_has_rule(primitive: Primitive) -> bool:

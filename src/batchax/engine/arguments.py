@@ -25,6 +25,7 @@ from batchax.engine.axis import AxisPosition
 from batchax.engine.containers import (
     BatchOfRows,
     batch_arrays,
+    check_not_of_jax,
     find_container,
     is_container_spec,
 )
@@ -365,6 +366,7 @@ def _leaf_parts(
         index = len(mapped)
         mapped.append(Mapped(leaf.path, value, 0, spec))
         return lambda examples: examples[index]
+    check_not_of_jax(value, leaf.path)
     if not is_position(spec):
         raise ArgumentTypeError(
             f"in_axes gives {_show(spec)} for {leaf.path}, which is "

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
-from batchax.errors import ArgumentTypeError
+from batchax import _compat
+from batchax.errors import ArgumentTypeError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -157,8 +158,30 @@ def _check_spec(container: Container, spec: Any, path: str, what: str) -> None:
 
 
 def is_container(value: Any) -> bool:
-    """Whether `value` is an instance of a registered container type."""
-    return _type(value) in _containers or isinstance(value, BatchOfRows)
+    """Whether `value` is an instance of a type that is registered, with batchax or with JAX."""
+    return (
+        _type(value) in _containers
+        or isinstance(value, BatchOfRows)
+        or _compat.has_own_batches(value)
+    )
+
+
+def check_not_of_jax(value: Any, path: str) -> None:
+    """Refuses to map over a type that JAX's registration takes apart.
+
+    As a tree it would be taken for an example of the shape of the batch, and be wrong silently.
+
+    Raises:
+      UnsupportedError: `value` is of one.
+    """
+    if _compat.has_own_batches(value):
+        name = _type(value).__name__
+        raise UnsupportedError(
+            f"{path} is a {name}, whose type says itself where its batch axis is, in a way that "
+            f"batchax does not know. Map over the arrays that it is made of, as {path}.data, and "
+            f"make the {name} of one example inside the function; or give it None as its axis if "
+            "all examples share it; or tell batchax of it by batchax.register_container."
+        )
 
 
 def add_spec_type(type: type) -> None:

@@ -10,9 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from batchax import _compat
 from batchax.engine.arguments import LANES, Terms, is_position
 from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
-from batchax.engine.containers import example_arrays, find_container, is_container_spec
+from batchax.engine.containers import (
+    check_not_of_jax,
+    example_arrays,
+    find_container,
+    is_container_spec,
+)
 from batchax.engine.prefixes import spread
 from batchax.errors import ArgumentTypeError, AxisError
 
@@ -108,6 +114,17 @@ def flatten_outputs(out: Any, out_axes: Any, terms: Terms = LANES) -> tuple[list
         value, spec = leaf.value, leaf.spec
         container = find_container(value)
         start = len(arrays)
+        if container is None and _compat.has_own_batches(value):
+            if spec is not None:
+                check_not_of_jax(value, leaf.path)
+            made_of, structure = jax.tree.flatten(value)
+            arrays += made_of
+            described += [OutputArray(leaf.path, None) for _ in made_of]
+            stop = len(arrays)
+            parts.append(
+                lambda outs, s=structure, i=start, j=stop: jax.tree.unflatten(s, outs[i:j])
+            )
+            continue
         if container is None:
             check_array(value, leaf.path)
             _check_position(value, leaf.path, spec, terms)
