@@ -96,16 +96,16 @@ def claims(
         ways["loop"] = one_by_one
     if against_jax:
         ways["jax.vmap"] = reference
-    at_once = batched(*args) if eager else None
+    outside_jit = batched(*args) if eager else None
 
-    def agree(results):
-        got = at_once if eager else results["jit outside"]
+    def verdict(results):
+        got = outside_jit if eager else results["jit outside"]
         for way, value in results.items():
             same(got, value, tolerance, where + way)
         if against_jax:
             jax.tree.map(same_type, got, results["jax.vmap"])
 
-    yield together(ways), args, agree
+    yield together(ways), args, verdict
     if derivatives:
         yield from claims_of_derivatives(batched, reference, args, second, tolerance, where)
     if nested:
@@ -250,12 +250,12 @@ def claims_of_derivatives(batched, reference, args, second=False, tolerance=None
             ways["jvp of vjp"] = lambda *xs: jax.jvp(pull, xs, tangents)[1]
         return together(ways)
 
-    def agree(results):
+    def verdict(results):
         for way, value in results["got"].items():
             same(value, results["expected"][way], tolerance, where + way)
 
     both = {"got": derivatives(batched), "expected": derivatives(reference)}
-    yield together(both), points, agree
+    yield together(both), points, verdict
 
 
 def claim_of_nesting(fun, args, options, tolerance=None, where=""):
@@ -269,18 +269,17 @@ def claim_of_nesting(fun, args, options, tolerance=None, where=""):
         for outer, inner in pairs
     }
 
-    def agree(results):
+    def verdict(results):
         expected = results[next(iter(ways))]
         for way, got in results.items():
             same(got, expected, tolerance, where + way)
 
-    return together(ways), doubled, agree
+    return together(ways), doubled, verdict
 
 
 def agree(got, expected, *args, tolerance=None):
     """Two functions return the same, compiled as one program."""
-    results = jax.jit(together({"got": got, "expected": expected}))(*args)
-    same(results["got"], results["expected"], tolerance)
+    same(*at_once(got, expected)(*args), tolerance)
 
 
 def same(got, expected, tolerance=None, where=""):
