@@ -225,3 +225,28 @@ def test_a_mesh_of_one_device():
         same(jax.jit(functools.partial(outputs, batch_size=3))(w, x), outputs(W, X))
         same(jax.jit(functools.partial(gradient, batch_size=3))(w, x), gradient(W, X))
     same(outputs(w, x, batch_size=3), outputs(W, X))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P(None, "d"), P()], ids=str)
+def test_a_batch_size_is_chosen_where_only_arrays_know_their_mesh(axis_type, spec):
+    x = jax.device_put(X, NamedSharding(mesh_of(axis_type), spec))
+    options = dict(in_axes=(None, 1), out_axes=1, batch_size="auto", memory_limit="1MiB")
+
+    def f(w, x):
+        return jnp.tanh(w @ x)
+
+    for run in (bx.vmap(f, **options), jax.jit(bx.vmap(f, **options))):
+        same(run(W, x), jax.vmap(f, (None, 1), 1)(W, X))
+
+
+def test_a_batch_size_is_chosen_in_a_shard_map_of_the_users_own():
+    def on_shard(w, x):
+        return bx.vmap(predict, (None, 1), (1, 0), batch_size="auto", memory_limit="1MiB")(w, x)
+
+    mesh = mesh_of(AxisType.Auto)
+    spread = jax.shard_map(
+        on_shard, mesh=mesh, in_specs=(P(), P(None, "d")), out_specs=(P(None, "d"), P("d"))
+    )
+    for run in (spread, jax.jit(spread)):
+        same(run(*sharded(mesh)), jax.vmap(predict, (None, 1), (1, 0))(W, X))

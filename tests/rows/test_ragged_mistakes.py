@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import batchax as bx
 
@@ -222,3 +224,40 @@ def test_a_list_of_rows_is_told_from_a_tree_of_batches():
         with pytest.raises(bx.AxisError) as caught:
             bx.vmap(lambda x: 1.0)(others)
         assert "from_rows" not in str(caught.value)
+
+
+@pytest.mark.parametrize("spec", [P(), P("d"), P(None, "d")], ids=str)
+def test_rows_on_a_mesh_that_types_tell_of(spec):
+    """They run where they are whole on each device; else the argument is named."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
+    rows = ragged(2, lengths=[2, 0, 3])
+    data = jax.device_put(rows.data, NamedSharding(mesh, spec))
+    spread = bx.Ragged(data, rows.lengths, rows.max_length)
+    batched = bx.vmap(lambda row: jnp.sin(row).sum(0))
+    with pytest.raises(bx.UnsupportedError, match=r"args\[0\]: the data of the Ragged .* mesh"):
+        batched(spread)
+    with jax.set_mesh(mesh):
+        if spec == P():
+            np.testing.assert_allclose(batched(spread), batched(rows), rtol=1e-6)
+            return
+        with pytest.raises(bx.UnsupportedError, match=r"sharded over .*reshard"):
+            batched(spread)
+        whole = bx.Ragged(jax.sharding.reshard(data, P()), rows.lengths, rows.max_length)
+        np.testing.assert_allclose(batched(whole), batched(rows), rtol=1e-6)
+
+
+def test_lists_of_numbers_are_told_from_arrays():
+    for batch, hint in (
+        ([1.0, 2.0], r"If args\[0\] is one batch, pass jax.numpy.asarray\(args\[0\]\)\.$"),
+        ([[1.0, 2.0], [3.0]], r"different lengths batchax.Ragged.from_rows\(args\[0\]\)\.$"),
+    ):
+        with pytest.raises(bx.AxisError, match=hint):
+            bx.vmap(lambda x: x)(batch)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["lengths known", "traced"])
+def test_rows_that_differ_in_length_are_named_where_they_meet(wrap):
+    x, y = ragged(lengths=[3, 5]), ragged(lengths=[2, 5])
+    named = r"(?s)args\[0\]: n elements.*\n  args\[1\]: m elements.*JAX says: add got"
+    with pytest.raises(TypeError, match=named):
+        wrap(bx.vmap(lambda x, y: x + y))(x, y)

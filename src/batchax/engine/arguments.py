@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -194,6 +195,22 @@ def find_axis_size(mapped: Sequence[Mapped], axis_size: Any, terms: Terms = LANE
     )
 
 
+def _hint_for_numbers(wrong: Sequence[Mapped]) -> str:
+    """What to do with a list of numbers, or of lists of them, that may be an array."""
+    for m in wrong:
+        found = _IN_LIST.match(m.path)
+        if found and not m.value.shape:
+            advice = f"pass jax.numpy.asarray({found[1]})"
+            if found[2].count("[") > 1:
+                advice += f", or of rows of different lengths batchax.Ragged.from_rows({found[1]})"
+            return f"{_TREE} If {found[1]} is one batch, {advice}."
+    return ""
+
+
+_IN_LIST = re.compile(r"((?:args|kwargs)\[[^]]*\].*?)((?:\[\d+\])+)$")
+_TREE = "\nA list or tuple is a tree of batches."
+
+
 def _hint_for_rows(sized: Sequence[Mapped]) -> str:
     """What to do with a list of arrays that may be rows of different lengths."""
     lists: dict[str, list[Mapped]] = {}
@@ -207,8 +224,8 @@ def _hint_for_rows(sized: Sequence[Mapped]) -> str:
         rest = set(map(tuple, shapes))
         if len(lengths) > 1 and len(rest) == 1:
             return (
-                f"\nA list or tuple is a tree of batches. If {path} is one batch, of rows of "
-                f"different lengths, pass batchax.Ragged.from_rows({path})."
+                f"{_TREE} If {path} is one batch, of rows of different lengths, pass "
+                f"batchax.Ragged.from_rows({path})."
             )
     return ""
 
@@ -444,6 +461,7 @@ def _check_ranges(mapped: list[Mapped], terms: Terms) -> None:
             + "\nAn axis must be in [-ndim, ndim); give None for an argument without a batch axis."
             + by_name([m.path for m in wrong])
             + "".join(split_key(m.path, lanes, terms.each) for m in wrong if is_key(m.value))
+            + _hint_for_numbers(wrong)
         )
 
 

@@ -35,7 +35,7 @@ from batchax.engine.own_primitives import stands_for
 from batchax.engine.program_key import program_key
 from batchax.execution import picks
 from batchax.execution.buffers import blank
-from batchax.execution.eager import run_eagerly, whatever_jit
+from batchax.execution.eager import compile_for_types, run_eagerly, whatever_jit
 from batchax.execution.kinds import (
     WHOLE,
     Extreme,
@@ -270,7 +270,7 @@ def chosen_chunk(loop: Loop, avals: Sequence[Any]) -> int:
 
     def compiled(chunk: int) -> Any:
         candidate = functools.partial(run_flat, replace(loop, chunk=chunk))
-        return jax.jit(candidate).lower(*avals).compile()
+        return compile_for_types(candidate, avals)
 
     return fitting_chunk(loop.chunk, loop.size, _key(loop, avals, 1), compiled)
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from batchax.engine.lasting import Lasting
 from batchax.errors import SmallerChunksWarning
@@ -63,6 +65,47 @@ def compile_program(
     types = tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in operands)
     key = (key, types, jax.default_backend())
     return _compiled.get(key, lambda: jax.jit(program).lower(*operands).compile())
+
+
+def compile_for_types(program: Callable[..., list[Any]], avals: Sequence[Any]) -> Any:
+    """Compiles a program for operands of which, while another is lowered, only types are known.
+
+    A compiler wants to know devices, and types tell of a mesh at most. What a program takes is
+    the same on any devices, so it is compiled for the first ones of such a mesh.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    meshes = [mesh for mesh in (context, *(x.sharding.mesh for x in avals)) if not mesh.empty]
+    if not meshes or meshes[0].size > jax.device_count():
+        return jax.jit(program).lower(*avals).compile()
+    mesh = meshes[0]
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    manual = {name for name, type in types.items() if type == AxisType.Manual}
+    devices = Mesh(
+        np.array(jax.devices()[: mesh.size]).reshape(mesh.axis_sizes),
+        mesh.axis_names,
+        axis_types=tuple(AxisType.Auto if name in manual else types[name] for name in types),
+    )
+    operands = [
+        jax.ShapeDtypeStruct(
+            x.shape,
+            x.dtype,
+            weak_type=x.weak_type,
+            sharding=NamedSharding(devices, x.sharding.spec),
+        )
+        for x in avals
+    ]
+    # Only a mesh with devices can be made manual, and only by a `shard_map` that is the first.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        if manual:
+            program = jax.shard_map(
+                program,
+                mesh=devices,
+                in_specs=PartitionSpec(),
+                out_specs=PartitionSpec(),
+                axis_names=manual,
+                check_vma=False,
+            )
+        return jax.jit(program).lower(*operands).compile()
 
 
 _LIBRARIES = (

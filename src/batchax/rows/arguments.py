@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray
+from jax.sharding import AxisType
 
 from batchax import _compat
 from batchax.engine.arguments import Mapped
 from batchax.engine.axis import Axis
 from batchax.engine.inner import example_aval
-from batchax.errors import AxisError
+from batchax.errors import AxisError, UnsupportedError
+from batchax.rows.checks import shown_lengths
 from batchax.rows.comparisons import Lengths
 from batchax.rows.index import RowIndex
 from batchax.rows.ragged import Ragged, RaggedSize, known_lengths
@@ -78,6 +81,36 @@ def all_known(mapped: Sequence[Mapped]) -> bool:
     """Whether the lengths of all ragged arguments are known."""
     ragged = [m.value for m in mapped if isinstance(m.value, Ragged)]
     return all(known_lengths(x.lengths) is not None for x in ragged)
+
+
+def check_meshes(mapped: Sequence[Mapped]) -> None:
+    """Refuses rows whose types tell of a mesh, where they do not run.
+
+    Rows of several lengths have no boundaries where shards have theirs.
+
+    Raises:
+      UnsupportedError: rows are sharded over axes of type Explicit, or no mesh is set.
+    """
+    outside = jax.sharding.get_abstract_mesh().empty
+    for m in mapped:
+        if not isinstance(m.value, Ragged):
+            continue
+        for what, x in (("data", m.value.data), ("lengths", m.value.lengths)):
+            sharding: Any = getattr(jax.typeof(x), "sharding", None)
+            if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
+                continue
+            if any(entry is not None for entry in sharding.spec):
+                reason = f"sharded over a mesh with Explicit axes, as {sharding.spec}"
+                remedy = "Put them on every device before, with jax.sharding.reshard(x, jax.P())"
+            elif outside:
+                reason = "on a mesh with Explicit axes, and no mesh is set"
+                remedy = "Call it inside `with jax.set_mesh(mesh):`"
+            else:
+                continue
+            raise UnsupportedError(
+                f"{m.path}: the {what} of the Ragged are {reason}, where rows of several lengths "
+                f"do not run. {remedy}, or use a mesh whose axes are of type Auto."
+            )
 
 
 def find_sizes(mapped: Sequence[Mapped]) -> tuple[list[RowSize | None], list[RowSize]]:
@@ -171,6 +204,33 @@ def row_avals(
         shape[m.value.axis] = dim_of[size.name]
         avals.append(ShapedArray(tuple(shape), aval.dtype, weak_type=False))
     return avals
+
+
+@contextmanager
+def sizes_in_errors(
+    mapped: Sequence[Mapped], sizes_of: Sequence[RowSize | None], sizes: Sequence[RowSize]
+) -> Iterator[None]:
+    """Puts on top of errors about shapes which arguments have rows of different lengths."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        top = "The rows of these arguments have sizes of their own:"
+        message = str(error.args[0]) if error.args else ""
+        if len(sizes) > 1 and "shape" in message and not message.startswith(top):
+            lines = [
+                f"  {m.path}: {size.name} elements{_shown(size)}"
+                for m, size in zip(mapped, sizes_of, strict=True)
+                if size is not None
+            ]
+            remedy = 'Where they are the same, say so: in_axes=bx.ragged("n") for each of them.'
+            message = "\n".join([top, *lines, remedy, f"JAX says: {message}"])
+            error.args = (message, *error.args[1:])
+        raise
+
+
+def _shown(size: RowSize) -> str:
+    known = known_lengths(size.batch.lengths)
+    return "" if known is None else f", {size.name} = {shown_lengths(known)}"
 
 
 def capacity_of(batch: Ragged) -> int:

@@ -26,7 +26,7 @@ from batchax.engine.inner import stage_function
 from batchax.engine.named_axes import uses_name
 from batchax.engine.outputs import AUTO, FlatOutputs, OutputArray, check_unbatched, place
 from batchax.errors import AxisError, UnsupportedError
-from batchax.rows.arguments import RowSize, all_known, find_sizes, row_avals
+from batchax.rows.arguments import RowSize, all_known, find_sizes, row_avals, sizes_in_errors
 from batchax.rows.groups import Placed, groups_of, in_front, run_in_groups
 from batchax.rows.outputs import place_ragged
 from batchax.rows.ragged import Ragged
@@ -68,7 +68,7 @@ def run_by_length(
 
     def stage(at: Lengths) -> _compat.ClosedJaxpr:
         avals = row_avals(axis, mapped, sizes_of, sizes, at)
-        with rows_of_one_length(axis.name):
+        with rows_of_one_length(axis.name), sizes_in_errors(mapped, sizes_of, sizes):
             program = stage_function(axis, one_row, avals, names)
         constants.append(_constants(outputs[0]))
         return program

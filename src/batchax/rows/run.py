@@ -18,7 +18,16 @@ from batchax.engine.axis import Axis, AxisPosition
 from batchax.engine.inner import stage_function
 from batchax.engine.outputs import FlatOutputs, OutputArray, check_unbatched, place
 from batchax.errors import ArgumentTypeError, BatchaxError, UnsupportedError
-from batchax.rows.arguments import RowSize, all_known, capacity_of, find_sizes, row_avals, with_room
+from batchax.rows.arguments import (
+    RowSize,
+    all_known,
+    capacity_of,
+    check_meshes,
+    find_sizes,
+    row_avals,
+    sizes_in_errors,
+    with_room,
+)
 from batchax.rows.buckets import Buckets
 from batchax.rows.by_length import RunDense, run_by_length
 from batchax.rows.comparisons import UndecidedSizeError
@@ -124,6 +133,7 @@ def run_rows(
       run_dense: what `vmap` does with a function of arrays of one size.
       options: how rows are to be run.
     """
+    check_meshes(mapped)
     recording.fact("rows", axis=axis)
     if options.buckets is not None:
         each = replace(options, buckets=None)
@@ -137,7 +147,8 @@ def run_rows(
 
     def stage(dims: Sequence[Any]) -> _compat.ClosedJaxpr:
         avals = row_avals(axis, mapped, sizes_of, sizes, dims)
-        return stage_function(axis, one_row, avals, [m.path for m in mapped])
+        with sizes_in_errors(mapped, sizes_of, sizes):
+            return stage_function(axis, one_row, avals, [m.path for m in mapped])
 
     try:
         staged = stage([size.symbol for size in sizes])
