@@ -8,7 +8,7 @@ from benchmarks.chunks.measure import arguments, programs
 from benchmarks.chunks.workload import BOTH, FORWARD, GRADIENT
 from benchmarks.chunks.workloads import EXAMPLE, WORKLOADS
 
-from support.oracle import same
+from support.oracle import same, together
 
 UNOPTIMISED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 TOLERANCE = dict(rtol=1e-3, atol=1e-4)
@@ -19,34 +19,32 @@ def computed(fun, *args):
     return jax.jit(fun).lower(*args).compile(UNOPTIMISED)(*args)
 
 
-def results_of(workload, use, args):
-    """What each way returns, by name."""
-    return computed(
-        lambda *xs: {name: run(*xs) for name, run in programs(workload, use).items()}, *args
-    )
-
-
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
 def test_all_ways_give_the_same(workload):
     small = workload.small()
     use = workload.uses[-1]
     args = arguments(small, use)
-    data = args if use == FORWARD else args[1:]
-    expected = computed(small.plain(), *data)
-    for outs in results_of(small, FORWARD, data).values():
-        same(outs, expected, tolerance=TOLERANCE)
+    forward = programs(small, FORWARD)
+    in_reverse = {} if use == FORWARD else programs(small, use)
+
+    def compute(*args):
+        data = args if use == FORWARD else args[1:]
+        return small.plain()(*data), together(forward)(*data), together(in_reverse)(*args)
+
+    expected, found, found_in_reverse = computed(compute, *args)
+    for way, outs in found.items():
+        same(outs, expected, TOLERANCE, way)
     if use != FORWARD:
-        found = results_of(small, use, args)
-        *_, (_, gradients) = found.values()  # of jax.vmap, or lax.scan
-        for way in found.values():
-            same(way, (expected, gradients), tolerance=TOLERANCE)
+        *_, (_, gradients) = found_in_reverse.values()  # of jax.vmap, or lax.scan
+        for way, outs in found_in_reverse.items():
+            same(outs, (expected, gradients), TOLERANCE, way)
 
 
 def test_gradients_alone_are_those_with_the_value():
     small = EXAMPLE.small()
     args = arguments(small, GRADIENT)
-    both = results_of(small, BOTH, args)
-    alone = results_of(small, GRADIENT, args)
+    uses = [together(programs(small, use)) for use in (BOTH, GRADIENT)]
+    both, alone = computed(lambda *xs: [use(*xs) for use in uses], *args)
     assert alone.keys() == both.keys()
     for name, (_, gradients) in both.items():
         same(alone[name], gradients, tolerance=TOLERANCE)

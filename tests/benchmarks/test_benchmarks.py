@@ -12,7 +12,7 @@ from benchmarks.measure import ratio_of_medians
 from benchmarks.programs import counts, primitives
 from benchmarks.workloads import WORKLOADS
 
-from support.oracle import same, same_type
+from support.oracle import at_once, same, same_type
 
 LANES = 3
 
@@ -20,8 +20,7 @@ LANES = 3
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
 def test_both_vmaps_give_the_same(workload):
     args = workload.data(LANES)
-    expected = jax.jit(workload.batched_by(jax.vmap))(*args)
-    got = jax.jit(workload.batched_by(bx.vmap))(*args)
+    expected, got = at_once(*map(workload.batched_by, (jax.vmap, bx.vmap)))(*args)
     same(got, expected, tolerance=dict(rtol=1e-4, atol=1e-4))
     jax.tree.map(same_type, got, expected)
 
