@@ -3,9 +3,10 @@
 #
 #   make demo       per-example gradients on real data, with a picture
 #   make check      lint, and one test of twelve: two minutes, for while one works
-#   make test       lint, types, the whole test suite, again in double precision what computes,
-#                   and a part of it on Python 3.12 with JAX 0.12; on Debian, as root, it
-#                   installs Chromium, in which pages are tested
+#   make test       lint, types, the whole test suite (what computes in double precision, and a
+#                   quarter of that in single precision too), and a part of it on Python 3.12
+#                   with JAX 0.12; on Debian, as root, it installs Chromium, in which pages
+#                   are tested
 #   make test-all   lint, types, and the whole suite in both precisions on both versions, and
 #                   2,000 random programs: an hour on two cores
 #   make test-newest  the suite with the newest versions of everything, whatever they are
@@ -34,14 +35,18 @@ demo: .venv/ready
 check: style
 	.venv/bin/python $(PYTEST) --every 12
 
+# What computes runs in double precision, and one test of four of it in single precision as well.
 test: lint browser
-	.venv/bin/python $(PYTEST)
-	@echo "In double precision:"
+	@echo "In double precision, what computes:"
 	$(DOUBLE) .venv/bin/python $(PYTEST) $(COMPUTES)
+	@echo "In single precision, all else, and a part of that:"
+	.venv/bin/python $(PYTEST) --every 4 --of "$(COMPUTES)"
 	$(call on_3_12,$(PYTEST) --every 20)
 
 test-all: test
-	@echo "The whole suite on Python 3.12, in both precisions, and random programs: most of an hour."
+	@echo "The whole suite in single precision, on Python 3.12 in both, and random programs: most"
+	@echo "of an hour."
+	.venv/bin/python $(PYTEST)
 	$(call on_3_12,$(PYTEST))
 	$(call on_3_12,$(PYTEST) $(COMPUTES),$(DOUBLE))
 	$(MAKE) --no-print-directory fuzz N=2000

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 import time
 import zlib
 from importlib.metadata import version
@@ -29,6 +30,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 import jax
 import pytest
 from hypothesis import HealthCheck, settings
+from jax._src.interpreters import mlir
 
 settings.register_profile(
     "batchax",
@@ -41,7 +43,6 @@ settings.load_profile("batchax")
 jax.config.update("jax_platforms", "cpu")
 # Staging makes millions of objects that live long; looking for cycles among them takes a tenth
 # of the time.
-gc.freeze()
 gc.set_threshold(100_000, 20, 20)
 
 
@@ -49,12 +50,41 @@ def pytest_addoption(parser):
     parser.addoption(
         "--every", type=int, default=1, metavar="N", help="run one test of N, the same each time"
     )
+    parser.addoption(
+        "--of",
+        default="tests",
+        metavar="DIRS",
+        help="where --every leaves tests out; run all others",
+    )
 
 
 def pytest_collection_modifyitems(config, items):
-    share = config.getoption("every")
-    if share > 1:
-        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % share == 0]
+    share, sampled = config.getoption("every"), tuple(config.getoption("of").split())
+    items[:] = [
+        item
+        for item in items
+        if zlib.crc32(item.nodeid.encode()) % share == 0 or not item.nodeid.startswith(sampled)
+    ]
+
+
+def pytest_collection_finish():
+    gc.freeze()
+
+
+if version("jaxlib") < "0.11":
+    # These versions prepare a compiler's context for each program, which takes longer than
+    # lowering a small one.
+    _prepare, _prepared = mlir.make_ir_context, threading.local()
+
+    def _context_of_this_thread():
+        """One for a few hundred programs: what a context knows of a program, it keeps."""
+        left, context = getattr(_prepared, "left_and_context", (0, None))
+        if not left:
+            left, context = 300, _prepare()
+        _prepared.left_and_context = left - 1, context
+        return context
+
+    mlir.make_ir_context = _context_of_this_thread
 
 
 def pytest_sessionstart(session):

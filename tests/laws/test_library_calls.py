@@ -65,6 +65,15 @@ def chunked(fun=factor, size=3, **options):
     return bx.vmap(fun, batch_size=size, **options)
 
 
+def factor_row(row):
+    return jnp.linalg.cholesky(row[0] * jnp.eye(row.shape[0]) + 1).sum()
+
+
+def of_rows(**options):
+    """Rows of two lengths, in groups."""
+    return lambda x: bx.vmap(factor_row, **options)(bx.Ragged(x, [2, 3, 2]))
+
+
 PROGRAMS = {
     "a loop and the rest": chunked(),
     "one chunk and the rest": chunked(size=4),
@@ -77,6 +86,10 @@ PROGRAMS = {
     "under jax.vmap": lambda x: jax.vmap(chunked(size=4, residuals="keep"))(jnp.stack([x, x])),
     "branches": bx.vmap(branches),
     "the gradient of branches": gradient(bx.vmap(branches)),
+    "rows grouped by length": of_rows(layout="grouped"),
+    "the gradient of rows grouped by length": gradient(of_rows(layout="grouped")),
+    "rows in buckets": of_rows(buckets=2),
+    "the gradient of rows in buckets": gradient(of_rows(buckets=2)),
     "branches for those that take them": bx.vmap(branches, divergence=bx.Compact(width=2)),
 }
 

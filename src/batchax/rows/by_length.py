@@ -32,6 +32,7 @@ from batchax.rows.outputs import place_ragged
 from batchax.rows.ragged import Ragged
 from batchax.rows.recipes import same_recipe, same_value
 from batchax.rows.stand_ins import rows_of_one_length
+from batchax.rules.in_turn import calls_library
 
 Lengths = tuple[int, ...]
 """The length of a row, for each of the sizes that rows have."""
@@ -103,7 +104,8 @@ def run_by_length(
     # What the name of the axis stands for is all rows, in each of the groups.
     with _compat.named_scope(axis.name, axis.size):
         nameless = replace(axis, name=None)
-        outs = run_in_groups(nameless, mapped, groups, described, run_group)
+        in_turn = any(calls_library(program.jaxpr) for program in programs)
+        outs = run_in_groups(nameless, mapped, groups, described, run_group, in_turn)
     return [
         x if isinstance(x, Ragged) else place(axis, output, x, position)
         for (x, position), output in zip(outs, described, strict=True)

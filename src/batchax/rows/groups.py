@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -20,6 +21,7 @@ from batchax.engine.axis import Axis, AxisPosition, broadcast_axis, move_axis
 from batchax.engine.outputs import AUTO, OutputArray, check_unbatched
 from batchax.errors import UnsupportedError
 from batchax.rows.ragged import Ragged, known_lengths
+from batchax.rules.in_turn import in_turn as run_in_turn
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
 
@@ -35,6 +37,7 @@ def run_in_groups(
     groups: Sequence[np.ndarray],
     described: Sequence[OutputArray],
     run_group: RunGroup,
+    in_turn: bool,
 ) -> list[Placed]:
     """What `run_group` computes for each group of rows, in the order of the rows.
 
@@ -46,19 +49,18 @@ def run_in_groups(
       described: the outputs, for messages.
       run_group: runs one group, given its number, axis and arguments. Groups agree in the number of
         outputs and in their dtypes, and in their shapes but for ragged axes.
+      in_turn: whether no two groups may run at once; see `batchax.rules.in_turn`.
 
     Raises:
       UnsupportedError: an argument cannot be taken apart by rows, or outputs do not agree.
     """
     parts = [_split_argument(axis, m, groups) for m in mapped]
-    results = [
-        run_group(
-            g,
-            replace(axis, size=len(rows)),
-            [replace(m, value=part[g]) for m, part in zip(mapped, parts, strict=True)],
-        )
-        for g, rows in enumerate(groups)
-    ]
+    results: list[list[Placed]] = []
+    for g, rows in enumerate(groups):
+        given = [replace(m, value=part[g]) for m, part in zip(mapped, parts, strict=True)]
+        if in_turn and results:
+            results[-1], given = _one_after_another(results[-1], given)
+        results.append(run_group(g, replace(axis, size=len(rows)), given))
     if len({len(result) for result in results}) > 1:
         raise UnsupportedError(
             "the function returns different numbers of arrays for rows of different lengths: "
@@ -69,6 +71,19 @@ def run_in_groups(
         _joined_output(axis, output, groups, [result[i] for result in results], ragged)
         for i, output in enumerate(described)
     ]
+
+
+def _one_after_another(
+    results: list[Placed], given: list[Mapped]
+) -> tuple[list[Placed], list[Mapped]]:
+    """The results of a group, and what is given to the next one, which is to run later."""
+    firsts, of_results = jax.tree.flatten([value for value, _ in results])
+    waiting, of_given = jax.tree.flatten([m.value for m in given if m.axis is not None])
+    firsts, waiting = run_in_turn(firsts, waiting)
+    later = iter(jax.tree.unflatten(of_given, waiting))
+    values = jax.tree.unflatten(of_results, firsts)
+    placed = [(value, position) for value, (_, position) in zip(values, results, strict=True)]
+    return placed, [m if m.axis is None else replace(m, value=next(later)) for m in given]
 
 
 def in_front(output: OutputArray) -> OutputArray:

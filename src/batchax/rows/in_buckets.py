@@ -106,7 +106,8 @@ def run_in_buckets(
             for x, ndim in zip(outs, ndims, strict=True)
         ]
 
-    outs = run_in_groups(axis, mapped, buckets.rows, described, run_group)
+    # Buckets are few, and what the function calls is known only once the first has run.
+    outs = run_in_groups(axis, mapped, buckets.rows, described, run_group, in_turn=True)
     return [_placed_output(axis, output, *out) for output, out in zip(described, outs, strict=True)]
 
 
