@@ -16,7 +16,7 @@ import batchax as bx
 from batchax.engine.registry import find_rule
 
 from support.derivative_rules import tripled_jvp
-from support.oracle import agree, check, example, loop, same, together
+from support.oracle import agree, at_once, check, example, loop, loop_function, same, together
 
 X = example((3, 2), seed=1)
 Y = example((2, 3), seed=2)
@@ -93,15 +93,20 @@ def test_custom_jvp_nested():
 def test_custom_vjp(in_axes):
     args = [X if a == 0 else W for a in in_axes]
     f, g = (bx.vmap(scaled_product(), in_axes), jax.vmap(scaled_product(), in_axes))
-    same(f(*args), g(*args))
 
     def loss(h):
         return lambda *a: (jnp.sin(h(*a)[0]) * X).sum()
 
-    argnums = (0, 1, 2)
-    same(jax.grad(loss(f), argnums)(*args), jax.grad(loss(g), argnums)(*args))
-    agree(jax.grad(loss(f), argnums), jax.grad(loss(g), argnums), *args)
-    same(jax.grad(jax.jit(loss(f)), argnums)(*args), jax.grad(loss(g), argnums)(*args))
+    def grad(h, wrap=lambda h: h):
+        return jax.grad(wrap(loss(h)), (0, 1, 2))
+
+    ways = f, g, grad(f), grad(f, jax.jit), grad(g)
+    got, expected, *gradients, gradient = at_once(*ways)(*args)
+    same(got, expected)
+    for got in gradients:
+        same(got, gradient)
+    if in_axes == (0, 0, None):
+        same(grad(f)(*args), gradient)  # each operation by itself
 
 
 def test_custom_vjp_values_and_nesting():
@@ -120,16 +125,14 @@ def test_gradients_on_both_sides_of_vmap(outer):
     def both(x, y):
         return (f(x, y) + g(x, y, y)[0]).sum()
 
-    per_example = [jax.grad(both, (0, 1))(x, y) for x, y in zip(X, X + 1, strict=True)]
-    expected = jax.tree.map(lambda *xs: jnp.stack(xs), *per_example)
-    same(bx.vmap(jax.grad(both, (0, 1)))(X, X + 1), expected)
-    same(jax.grad(lambda x, y: bx.vmap(both)(x, y).sum(), (0, 1))(X, X + 1), expected)
-    same(
-        outer(lambda x, y: jax.grad(lambda x, y: bx.vmap(both)(x, y).sum(), (0, 1))(x, y))(
-            X[None], X[None] + 1
-        ),
-        jax.tree.map(lambda t: t[None], expected),
-    )
+    inside = jax.grad(both, (0, 1))
+    outside = jax.grad(lambda x, y: bx.vmap(both)(x, y).sum(), (0, 1))
+    within = lambda x, y: outer(lambda x, y: outside(x, y))(x[None], y[None])
+    ways = loop_function(inside, (0, 0), 0), bx.vmap(inside), outside, within
+    expected, *got, nested = at_once(*ways)(X, X + 1)
+    for gradient in got:
+        same(gradient, expected)
+    same(nested, jax.tree.map(lambda t: t[None], expected))
 
 
 def test_hessians_both_ways():
@@ -138,12 +141,13 @@ def test_hessians_both_ways():
     def energy(x):
         return f(x, jnp.flip(x)).sum()
 
-    expected = jnp.stack([jax.hessian(energy)(x) for x in X])
-    same(bx.vmap(jax.hessian(energy))(X), expected)
-    same(bx.vmap(jax.jit(jax.hessian(energy)))(X), expected)
-    full = jax.hessian(lambda xs: bx.vmap(energy)(xs).sum())(X)
-    same(jnp.stack([full[i, :, i] for i in range(3)]), expected)
-    same(jax.jit(jax.hessian(lambda xs: bx.vmap(energy)(xs).sum()))(X), full)
+    hessian = jax.hessian(energy)
+    whole = jax.hessian(lambda xs: bx.vmap(energy)(xs).sum())
+    ways = loop_function(hessian, (0,), 0), bx.vmap(hessian), bx.vmap(jax.jit(hessian)), whole
+    expected, one, jitted, full = jax.tree.map(np.asarray, at_once(*ways)(X))
+    same(one, expected)
+    same(jitted, expected)
+    same(np.stack([full[i, :, i] for i in range(3)]), expected)
 
 
 def test_reverse_over_reverse_of_custom_vjp():
@@ -156,9 +160,11 @@ def test_reverse_over_reverse_of_custom_vjp():
     def second(x):
         return jax.grad(jax.grad(f))(x)
 
-    same(bx.vmap(second)(W), jnp.stack([second(w) for w in W]))
-    got = jax.grad(lambda w: jax.grad(lambda v: bx.vmap(f)(v).sum())(w).sum())(W)
-    same(got, jnp.stack([second(w) for w in W]))
+    around = jax.grad(lambda w: jax.grad(lambda v: bx.vmap(f)(v).sum())(w).sum())
+    ways = bx.vmap(second), around, loop_function(second, (0,), 0)
+    *got, expected = at_once(*ways)(W)
+    for second in got:
+        same(second, expected)
 
 
 @pytest.mark.parametrize("make", [tripled_jvp, scaled_product])
@@ -179,15 +185,18 @@ def test_inside_loop_bodies(make):
     for h in (g, branch):
         args = (X, W)
         batched, reference = bx.vmap(h, (0, None)), jax.vmap(h, (0, None))
-        same(batched(*args), reference(*args))
 
         def pull(v):
             return jax.grad(
                 lambda *a: sum(jnp.sin(t).sum() for t in jax.tree.leaves(v(*a))), (0, 1)
             )
 
-        same(pull(batched)(*args), pull(reference)(*args))
-        agree(pull(batched), pull(reference), *args)
+        ways = batched, reference, pull(batched), pull(reference)
+        got, expected, gradient, expected_gradient = at_once(*ways)(*args)
+        same(got, expected)
+        same(gradient, expected_gradient)
+        if h is branch:
+            same(pull(batched)(*args), gradient)
 
 
 def test_symbolic_zeros_reach_a_jvp_rule():
@@ -276,9 +285,7 @@ def test_integers_keys_and_booleans():
             return jax.grad(lambda x: jnp.sin(v(h)(x, K, key)[0]).sum())
 
         agree(total(bx.vmap), total(jax.vmap), X)
-        agree(total(bx.vmap), total(jax.vmap), X)
-        one = jax.tree.leaves(bx.vmap(h, (None, 0, None))(W, K, key[0]))
-        same(one, jax.tree.leaves(jax.vmap(h, (None, 0, None))(W, K, key[0])))
+        agree(bx.vmap(h, (None, 0, None)), jax.vmap(h, (None, 0, None)), W, K, key[0])
 
 
 def test_nondifferentiable_arguments():
@@ -315,10 +322,11 @@ def test_cotangents_of_shared_inputs_are_summed_once():
         shared = sum(s for _, s in outs) if lanes else outs[0][1]
         return sum(jnp.sin(o).sum() for o, _ in outs) + shared * 2.0
 
-    for wrap in (lambda h: h, jax.jit):
-        for out_axes, lanes in (((0, None), False), ((0, 0), True)):
-            got = wrap(loss(bx.vmap, out_axes))(X, W)
-            same(got, jax.grad(functools.partial(by_hand, lanes=lanes), (0, 1))(X, W))
+    for out_axes, lanes in (((0, None), False), ((0, 0), True)):
+        by_loop = jax.grad(functools.partial(by_hand, lanes=lanes), (0, 1))
+        got, expected = at_once(loss(bx.vmap, out_axes), by_loop)(X, W)
+        same(got, expected)
+        same(loss(bx.vmap, out_axes)(X, W), expected)
 
 
 def test_a_rule_that_makes_a_constant_depend_on_the_batch():
@@ -344,8 +352,10 @@ def test_a_rule_that_makes_a_constant_depend_on_the_batch():
         def expected(x, w):
             return sum(f(row, w) * s for row, s in zip(x, scales, strict=True))
 
-        for grad in (jax.grad(total, (0, 1)), jax.grad(jax.jit(total), (0, 1))):
-            same(grad(X, W), jax.grad(expected, (0, 1))(X, W))
+        ways = [jax.grad(g, (0, 1)) for g in (expected, total, jax.jit(total))]
+        want, *results = at_once(*ways)(X, W)
+        for got in results:
+            same(got, want)
 
 
 def counted(kind, mixing):
@@ -405,11 +415,11 @@ def test_rules_that_call_their_function_run_once(kind, mixing):
         return lambda f: jax.grad(sums(f), (0, 1))
 
     one_by_one = lambda f: lambda a, b: sum(sum(f(a, x)) for x in b)
-    expected = jax.grad(one_by_one(counted(kind, mixing)[0]), (0, 1))(a, b)
+    expected = jax.jit(jax.grad(one_by_one(counted(kind, mixing)[0]), (0, 1)))(a, b)
     # JAX 0.12 refuses outputs that all lanes share; what runs is the same if there are none.
     mapped = lambda f: jax.grad(lambda b: jax.vmap(f)(b, b)[0].sum())
     f, log = counted(kind, mixing)
-    mapped(f)(b)
+    jax.make_jaxpr(mapped(f))(b)
     of_jax = len(log)
     for make in (
         gradient(total(bx.vmap)),
@@ -425,9 +435,9 @@ def test_rules_that_call_their_function_run_once(kind, mixing):
     assert runs == 0  # undifferentiated
     assert runs_and_result(lambda f: jax.jit(bx.vmap(f, (None, 0))))[1] <= of_jax
     if kind == "jvp":
-        twice = lambda v, f: jax.hessian(total(v, jax.jit)(f), (0, 1))
-        got, runs = runs_and_result(lambda f: twice(bx.vmap, f))
-        same(got, jax.hessian(one_by_one(counted(kind, mixing)[0]), (0, 1))(a, b))
+        twice = lambda sums: jax.jit(jax.hessian(sums, (0, 1)))
+        got, runs = runs_and_result(lambda f: twice(total(bx.vmap, jax.jit)(f)))
+        same(got, twice(one_by_one(counted(kind, mixing)[0]))(a, b))
         assert runs <= 2
 
 
@@ -473,11 +483,13 @@ def test_a_mapped_argument_that_is_not_differentiated():
         x_, y_ = (v if a == 0 else v[0] for v, a in zip((x, y), in_axes, strict=True))
         ours = lambda y: bx.vmap(g, in_axes)(x_, y)
         one_by_one = lambda y: loop(g, (x_, y), in_axes)
-        want = jax.jvp(one_by_one, (y_,), (y_,))
-        same(jax.jvp(ours, (y_,), (y_,)), want)
-        same(jax.jvp(jax.jit(ours), (y_,), (y_,)), want)
-        got = jax.jit(jax.grad(lambda y: ours(y).sum()))(y_)
-        same(got, jax.grad(lambda y: one_by_one(y).sum())(y_))
+        functions = one_by_one, ours, jax.jit(ours)
+        forward = [lambda y, f=f: jax.jvp(f, (y,), (y,)) for f in functions]
+        reverse = [lambda y, f=f: jax.grad(lambda y: f(y).sum())(y) for f in functions]
+        for ways in (forward, reverse):
+            want, *results = at_once(*ways)(y_)
+            for got in results:
+                same(got, want)
 
     for g in (f, closing):
         for in_axes in ((0, 0), (0, None), (None, 0)):
@@ -501,10 +513,15 @@ def test_a_staged_rule_finds_the_name_of_the_axis():
         run = wrap(v(evaluated, axis_name="i"))
         return run(x), jax.grad(lambda x: run(x).sum())(x)
 
-    same(both(bx.vmap), both(jax.vmap))
-    same(both(bx.vmap, jax.jit), both(jax.vmap))
-    per_example = jax.grad(evaluated)
-    same(bx.vmap(per_example, axis_name="i")(x), jax.vmap(per_example, axis_name="i")(x))
+    def every():
+        per_example = [v(jax.grad(evaluated), axis_name="i")(x) for v in (bx.vmap, jax.vmap)]
+        return both(jax.vmap), both(bx.vmap), both(bx.vmap, jax.jit), per_example
+
+    expected, *results, (ours, jaxs) = jax.jit(every)()
+    for got in results:
+        same(got, expected)
+    same(both(bx.vmap), expected)
+    same(ours, jaxs)
 
 
 def test_a_rule_that_refuses_does_not_stop_the_function():
@@ -539,10 +556,13 @@ def test_tangents_and_outputs_batched_differently():
         return total
 
     tangents = (X + 1, W + 1)
-    expected = jax.jvp(lambda x, w: loop(f, (x, w), (0, None)), (X, W), tangents)
-    same(jax.jvp(g(bx.vmap), (X, W), tangents), expected)
-    same(jax.jvp(jax.jit(g(bx.vmap)), (X, W), tangents), expected)
-    same(bx.vmap(f, (0, None), (0, 0))(X, W), loop(f, (X, W), (0, None)))
+    one_by_one = loop_function(f, (0, None), 0)
+    functions = one_by_one, g(bx.vmap), jax.jit(g(bx.vmap))
+    ways = [lambda *a, f=f: jax.jvp(f, (X, W), a) for f in functions]
+    expected, *results = at_once(*ways)(*tangents)
+    for got in results:
+        same(got, expected)
+    agree(bx.vmap(f, (0, None), (0, 0)), one_by_one, X, W)
 
 
 @pytest.mark.parametrize("kind", ["jvp", "vjp"])
@@ -567,20 +587,24 @@ def test_rules_that_close_over_values_of_the_example(kind, where):
             g.defvjp(lambda z: (g(z), z * y), lambda r, c: (c * (r + y),))
         return g(x).sum()
 
-    expected = jnp.stack([jax.grad(per_example)(x, p) for x, p in zip(X, X + 1, strict=True)])
-    v = bx.vmap(per_example)
-    same(jax.grad(lambda x: v(x, X + 1).sum())(X), expected)
-    same(jax.jit(jax.grad(lambda x: v(x, X + 1).sum()))(X), expected)
-    same(bx.vmap(jax.grad(per_example))(X, X + 1), expected)
+    gradient, v = jax.grad(per_example), bx.vmap(per_example)
+
+    def of_nested(outer):
+        return lambda x, p: outer(v)(x[None], p[None])
+
+    functions = [v]
     # jax.vmap itself refuses a reverse rule that closes over values of its example.
-    for outer in (bx.vmap, jax.vmap)[: 2 if kind == "jvp" else 1]:
-        nested = outer(bx.vmap(per_example))
-        same(jax.grad(lambda x: nested(x, X[None] + 1).sum())(X[None]), expected[None])
+    functions += map(of_nested, (bx.vmap, jax.vmap)[: 2 if kind == "jvp" else 1])
+    ways = [lambda x, p, f=f: jax.grad(lambda x: f(x, p).sum())(x) for f in functions]
+    ways += [bx.vmap(gradient), loop_function(gradient, (0, 0), 0)]
+    *results, expected = at_once(*ways)(X, X + 1)
+    for got in results:
+        same(got, expected)
+    if kind == "jvp":
+        same(ways[0](X, X + 1), expected)
     shared = bx.vmap(per_example, (0, None))
-    same(
-        jax.grad(lambda x: shared(x, W).sum())(X),
-        jnp.stack([jax.grad(per_example)(x, W) for x in X]),
-    )
+    of_shared = lambda x, p: jax.grad(lambda x: shared(x, p).sum())(x)
+    agree(of_shared, loop_function(gradient, (0, None), 0), X, W)
 
 
 def test_collectives_inside_rules():
@@ -602,13 +626,12 @@ def test_collectives_inside_rules():
         return lambda x: (v(per_example, axis_name="i")(x) * X).sum()
 
     agree(total(bx.vmap), total(jax.vmap), X)
-    expected = jax.grad(total(jax.vmap))(X)
-    same(jax.grad(total(bx.vmap))(X), expected)
-    same(jax.jit(jax.grad(total(bx.vmap)))(X), expected)
-    same(jax.grad(jax.jit(total(bx.vmap)))(X), expected)
-    mixed = jax.grad(lambda x: (bx.vmap(per_example, axis_name="i")(x) * X).sum())
-    same(bx.vmap(mixed)(X[None]), expected[None])
-    same(jax.vmap(mixed)(X[None]), expected[None])
+    mixed = jax.grad(total(bx.vmap))
+    nested = lambda v: lambda x: v(mixed)(x[None])[0]
+    ways = jax.grad(total(jax.vmap)), mixed, jax.grad(jax.jit(total(bx.vmap)))
+    expected, *got = at_once(*ways, nested(bx.vmap), nested(jax.vmap))(X)
+    for gradient in (*got, mixed(X)):
+        same(gradient, expected)
 
 
 def test_none_cotangents_and_trees():
@@ -629,7 +652,6 @@ def test_none_cotangents_and_trees():
         return jax.grad(h, (0, 1))
 
     agree(total(bx.vmap), total(jax.vmap), X, W)
-    agree(total(bx.vmap), total(jax.vmap), X, W)
 
 
 def test_optimize_remat():
@@ -649,9 +671,8 @@ def test_optimize_remat():
         return lambda x, w: wrap(v(f, in_axes))(x, w).sum()
 
     for wrap in (lambda h: h, jax.jit, jax.checkpoint):
-        expected = jax.grad(total(jax.vmap, lambda h: h), (0, 1))(X, W)
-        same(jax.grad(total(bx.vmap, wrap), (0, 1))(X, W), expected)
-        same(jax.jit(jax.grad(total(bx.vmap, wrap), (0, 1)))(X, W), expected)
+        ours, jaxs = (total(bx.vmap, wrap), total(jax.vmap, lambda h: h))
+        agree(jax.grad(ours, (0, 1)), jax.grad(jaxs, (0, 1)), X, W)
     per_example = jax.grad(lambda x, w: jax.checkpoint(f)(x, w).sum(), (0, 1))
     agree(bx.vmap(per_example, in_axes), jax.vmap(per_example, in_axes), X, W)
 
@@ -702,7 +723,7 @@ def test_the_functions_of_jax_that_have_rules():
             jax.nn.relu(x) + jax.nn.softplus(x) + jax.nn.relu6(x) + jax.nn.logsumexp(x)
         ) * jax.nn.silu(x) + jax.scipy.special.xlogy(jnp.abs(x), jnp.abs(x) + 1)
 
-    check(f, X, nested=True)
+    check(f, X, nested=True, eager=False)
 
 
 def test_empty_batches():
@@ -712,7 +733,7 @@ def test_empty_batches():
         a, _ = bx.vmap(scaled_product(), (0, None, None), (0, None))(x, w, w)
         return bx.vmap(tripled_jvp())(x, a).sum()
 
-    same(jax.grad(total, (0, 1))(empty, W), (empty, jnp.zeros(2)))
+    same(jax.jit(jax.grad(total, (0, 1)))(empty, W), (empty, jnp.zeros(2)))
 
 
 def test_nothing_more_is_computed_than_under_jax():
@@ -733,7 +754,8 @@ def test_rules_that_wait_hold_no_values():
         traced.extend((weakref.ref(x), weakref.ref(w)))
         return (bx.vmap(f, (0, None))(x, w) + bx.vmap(g, (0, None, None))(x, w, w)[0]).sum()
 
+    gc.freeze()  # what there was before takes long to look at
     jaxpr = jax.make_jaxpr(total)(X, W)  # holds the rules, which have not run
     gc.collect()
     assert [ref() for ref in traced] == [None, None]
-    same(jax.grad(lambda *a: jaxpr_as_fun(jaxpr)(*a)[0])(X, W), jax.grad(total)(X, W))
+    agree(jax.grad(lambda *a: jaxpr_as_fun(jaxpr)(*a)[0]), jax.grad(total), X, W)

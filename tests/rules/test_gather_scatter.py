@@ -16,7 +16,7 @@ from batchax.engine.registry import rule_origin
 
 from support.batches import on_axes
 from support.operations import no_more_operations, operations
-from support.oracle import example, quickly, same, same_type
+from support.oracle import at_once, check_all, example, quickly, same, same_type, shares
 
 PRIMITIVES = "gather scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split()
 MODES = ["clip", "fill", "promise_in_bounds"]
@@ -56,19 +56,24 @@ def test_gather(in_axes):
         ]
 
     full = in_axes in {(2, 1), (None, 0), (1, None)}
-    quickly(fun, x, i, in_axes=in_axes, derivatives=full, nested=in_axes == (2, 1))
+    options = dict(in_axes=in_axes, derivatives=full, nested=in_axes == (2, 1), unrolled=False)
+    check_all({"gather": (fun, x, i, {})}, jit=full, **options)
     no_more_operations(fun, x, i, in_axes=in_axes)
 
 
-@pytest.mark.parametrize("in_axes", subsets((None, 0, 1), (None, 0, 1), (None, 0)))
-def test_scatter(in_axes):
-    x, i, u = on_axes((3,), in_axes[0]), put(INDICES, in_axes[1]), on_axes((2,), in_axes[2], seed=1)
-
+@pytest.mark.parametrize("of_indices", [None, 0, 1])
+def test_scatter(of_indices):
     def fun(x, i, u):
         return [getattr(x.at[i], method)(u) for method in METHODS]
 
-    quickly(fun, x, i, u, in_axes=in_axes, derivatives=False)
-    no_more_operations(fun, x, i, u, in_axes=in_axes)
+    cases = {}
+    for in_axes in subsets((None, 0, 1), (of_indices,), (None, 0)):
+        x, u = on_axes((3,), in_axes[0]), on_axes((2,), in_axes[2], seed=1)
+        i = put(INDICES, of_indices)
+        no_more_operations(fun, x, i, u, in_axes=in_axes)
+        # `jit` inside is the same for every axis.
+        cases[str(in_axes)] = (fun, x, i, u, dict(in_axes=in_axes, jit=in_axes == (0, 0, 0)))
+    check_all(cases, derivatives=False, unrolled=False)
 
 
 @pytest.mark.parametrize("in_axes", [(0, 0, 0), (2, 1, None), (None, 0, 1), (1, None, 0)])
@@ -81,7 +86,8 @@ def test_scatter_of_windows(in_axes):
         rows = [getattr(x.at[i], m)(u, unique_indices=True) for m in methods]
         return rows, x.T.at[:, i].set(u.T), x.T.at[:, i].add(u.T, mode="clip")
 
-    quickly(fun, x, i, u, in_axes=in_axes, nested=in_axes == (2, 1, None))
+    options = dict(in_axes=in_axes, nested=in_axes == (2, 1, None), unrolled=False)
+    check_all({"windows": (fun, x, i, u, {})}, jit=in_axes == (0, 0, 0), **options)
     no_more_operations(fun, x, i, u, in_axes=in_axes)
 
 
@@ -94,7 +100,8 @@ def test_scatter_modes(in_axes):
         outside = [(x.at[i].add(u, mode=m), x.at[i[::-1]].max(u[0], mode=m)) for m in MODES[:2]]
         return outside, x.at[abs(i) % 3].add(u, mode="promise_in_bounds")
 
-    quickly(fun, x, i, u, in_axes=in_axes, derivatives=in_axes == (1, 1, 1))
+    options = dict(in_axes=in_axes, derivatives=in_axes == (1, 1, 1), unrolled=False)
+    check_all({"modes": (fun, x, i, u, {})}, jit=in_axes == (0, 0, 0), **options)
 
 
 def test_second_derivatives_of_gathers():
@@ -133,9 +140,11 @@ def test_function_applied_at_indices():
     def fun(x, i):
         return x.at[i].apply(jnp.square), x.at[i[0]].apply(lambda v: v * 3)
 
+    cases = {}
     for in_axes in ((0, 0), (1, None), (None, 0)):
         x, i = on_axes((3,), in_axes[0]), put(WITHIN, in_axes[1])
-        quickly(fun, x, i, in_axes=in_axes, derivatives=False)
+        cases[str(in_axes)] = (fun, x, i, dict(in_axes=in_axes))
+    check_all(cases, derivatives=False)
 
 
 @pytest.mark.parametrize("dtype", [bool, jnp.uint8, jnp.bfloat16, jnp.complex64])
@@ -144,7 +153,7 @@ def test_dtypes(dtype):
         return x.at[i].get(mode="fill"), x[i], x.at[i].set(u), x.at[i].set(u[0], mode="clip")
 
     x, u = on_axes((3,), 1, dtype=dtype), on_axes((2,), 0, dtype=dtype, seed=1)
-    quickly(fun, x, INDICES, u, in_axes=(1, 0, 0), derivatives=False)
+    quickly(fun, x, INDICES, u, in_axes=(1, 0, 0), derivatives=False, unrolled=False)
 
 
 def test_typed_keys():
@@ -152,9 +161,14 @@ def test_typed_keys():
         return k[i], k.at[i].get(mode="clip"), k.at[i].set(u), k[i][:, None], jnp.take(k, i)
 
     k, u = (jax.random.split(jax.random.key(seed), (4, 3)) for seed in (0, 1))
-    quickly(fun, k, WITHIN, u[:, :2])
-    quickly(fun, k.T, WITHIN[0], u[:, :2], in_axes=(1, None, 0), out_axes=1)
-    quickly(fun, k[0], WITHIN, u[0, :2], in_axes=(None, 0, None))
+    cases = {
+        "all": (fun, k, WITHIN, u[:, :2], {}),
+        "indices are shared": (
+            fun, k.T, WITHIN[0], u[:, :2], dict(in_axes=(1, None, 0), out_axes=1)
+        ),
+        "indices alone": (fun, k[0], WITHIN, u[0, :2], dict(in_axes=(None, 0, None))),
+    }  # fmt: skip
+    check_all(cases)
 
 
 NUMPY = {
@@ -179,14 +193,15 @@ NUMPY = {
 }
 
 
-@pytest.mark.parametrize("name", NUMPY)
-def test_numpy_indexing(name):
-    fun = NUMPY[name]
-    x = example((4, 3, 3))
-    smooth = name not in {"sorted by a column", "put_along_axis"}
-    quickly(fun, x, INDICES, derivatives=smooth)
-    no_more_operations(fun, x, INDICES)
-    no_more_operations(fun, x.swapaxes(0, 1), INDICES[0], in_axes=(1, None))
+@pytest.mark.parametrize("names", shares(NUMPY, 4), ids=" ".join)
+def test_numpy_indexing(names):
+    x, cases = example((4, 3, 3)), {}
+    for name in names:
+        fun, smooth = NUMPY[name], name not in {"sorted by a column", "put_along_axis"}
+        no_more_operations(fun, x, INDICES)
+        no_more_operations(fun, np.swapaxes(x, 0, 1), np.asarray(INDICES[0]), in_axes=(1, None))
+        cases[name] = (fun, x, INDICES, dict(derivatives=smooth))
+    check_all(cases, unrolled=False)
 
 
 def test_nothing_is_transposed_where_the_order_permits():
@@ -216,15 +231,25 @@ def test_empty_batch_and_batch_of_one(size):
     def fun(x, i, u):
         return x[i], x[:, i], x.at[i].set(u), x.at[i].add(u, mode="clip")
 
-    x, i, u = jnp.ones((3, size, 2)), jnp.ones((size, 2), int), jnp.ones((size, 2, 2))
-    for in_axes in subsets((None, 1), (None, 0), (None, 0)):
-        args = [
-            v if a is not None else jnp.ones(np.delete(v.shape, b), v.dtype)
+    x, i, u = np.ones((3, size, 2)), np.ones((size, 2), int), np.ones((size, 2, 2))
+    patterns = subsets((None, 1), (None, 0), (None, 0))
+    given = [
+        [
+            v if a is not None else np.ones(np.delete(v.shape, b), v.dtype)
             for v, a, b in zip((x, i, u), in_axes, (1, 0, 0), strict=True)
         ]
-        got, expected = (v(fun, in_axes=in_axes)(*args) for v in (bx.vmap, jax.vmap))
-        same(got, expected)
-        jax.tree.map(same_type, got, expected)
+        for in_axes in patterns
+    ]
+
+    def every(vmap):
+        return lambda given: {
+            str(in_axes): vmap(fun, in_axes)(*args)
+            for in_axes, args in zip(patterns, given, strict=True)
+        }
+
+    got, expected = at_once(every(bx.vmap), every(jax.vmap))(given)
+    same(got, expected)
+    jax.tree.map(same_type, got, expected)
 
 
 def test_no_indices_and_no_elements():
@@ -274,4 +299,5 @@ def test_any_gather_and_scatter(data):
         written = lax.scatter_add(x, i, u, lax.ScatterDimensionNumbers(*dims), mode=mode)
         return read + u, written
 
-    quickly(fun, x, i, u, in_axes=positions, derivatives=False)
+    case = (fun, x, i, u, {})
+    check_all({"any": case}, in_axes=positions, derivatives=False, unrolled=False, jit=False)
