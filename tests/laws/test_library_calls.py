@@ -79,6 +79,12 @@ PROGRAMS = {
     "one chunk and the rest": chunked(size=4),
     "its gradient": gradient(chunked()),
     "the gradient of one chunk and the rest": gradient(chunked(size=4)),
+    "its value and gradient": jax.value_and_grad(lambda x: (chunked()(x) ** 2).sum()),
+    "its value and gradient, of a sum": jax.value_and_grad(lambda x: chunked()(x).sum()),
+    "its tangents": lambda x: jax.jvp(chunked(), (x,), (x,)),
+    "tangents where few values are shared": lambda x: jax.jvp(
+        chunked(lambda x, w: factor(x * w), in_axes=(0, None)), (x, x[0]), (x, x[0])
+    ),
     "a mean": chunked(out_axes=bx.Reduce("mean")),
     "residuals kept": chunked(size=4, residuals="keep"),
     "and their gradient": gradient(chunked(residuals="keep")),

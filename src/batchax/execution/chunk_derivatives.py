@@ -31,6 +31,8 @@ from batchax.execution.kinds import (
     cotangent_kind,
 )
 from batchax.execution.memory import Auto
+from batchax.rules.in_turn import calls_library, in_turn
+from batchax.rules.masking import is_inexact
 from batchax.rules.pullback import reached
 
 
@@ -63,9 +65,26 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop, program
         loop = replace(loop, chunk=_chunk_of_reverse(loop, moving, found, primals, outs))
     parts = shares(loop, extremes, primals)
     tangent_loop = _tangent_loop(loop, moving, found, [PerChunk(0)] * len(parts))
-    dots = chunk_loop(tangent_loop, [*primals, *(tangents[i] for i in moving), *parts])
+    given = _after(outs, primals) if calls_library(program.jaxpr) else primals
+    dots = chunk_loop(tangent_loop, [*given, *(tangents[i] for i in moving), *parts])
     found_tangents = dict(zip(found, dots, strict=True))
     return outs, [found_tangents.get(k, zero) for k, zero in enumerate(zeros)]
+
+
+def _after(outs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    """`operands` for a loop that is to run after the one that computes `outs`.
+
+    One of them that waits is enough; waiting may be a copy, hence the smallest.
+    """
+    waiting = min(
+        (i for i, x in enumerate(operands) if is_inexact(x)),
+        key=lambda i: operands[i].size,
+        default=None,
+    )
+    operands = list(operands)
+    if waiting is not None:
+        _, (operands[waiting],) = in_turn(outs, [operands[waiting]])
+    return operands
 
 
 def _tangent_loop(
