@@ -77,12 +77,23 @@ if version("jaxlib") < "0.11":
     _prepare, _prepared = mlir.make_ir_context, threading.local()
 
     def _context_of_this_thread():
-        """One for a few hundred programs: what a context knows of a program, it keeps."""
+        """One for a few hundred programs: what a context knows of a program, it keeps.
+
+        A program that is lowered while another one is, to choose its chunks, has one of its own.
+        """
+        if _lowering():
+            return _prepare()
         left, context = getattr(_prepared, "left_and_context", (0, None))
         if not left:
             left, context = 300, _prepare()
         _prepared.left_and_context = left - 1, context
         return context
+
+    def _lowering():
+        try:
+            return mlir.ir.Context.current is not None
+        except ValueError:
+            return False
 
     mlir.make_ir_context = _context_of_this_thread
 
