@@ -11,7 +11,7 @@ import batchax as bx
 from batchax import _compat
 from batchax.engine.registry import find_rule
 
-from support.oracle import agree, example, same, same_type, shares
+from support.oracle import agree, at_once, example, same, same_type, shares
 
 LANES = 4
 PERM = [(0, 2), (2, 1), (1, 3), (3, 0)]
@@ -222,7 +222,7 @@ def test_groups_over_two_axes():
 def test_over_another_axis(names):
     """A collective over an outer axis, of values that are batched over ours too."""
     one, x = all_of(names), example((LANES, 2, 4, 8))
-    expected = [on_devices(one, x[:, k], ("i",), (LANES,)) for k in range(2)]
+    expected = [on_devices(one, np.asarray(x)[:, k], ("i",), (LANES,)) for k in range(2)]
     expected = jax.tree.map(lambda *ys: np.stack(ys, 1), *expected)
     inner = bx.vmap(one, axis_name="k")
     same(on_devices(inner, x, ("i",), (LANES,)), expected)
@@ -261,22 +261,26 @@ def test_derivatives(names):
 def test_derivative_of_pmax():
     x = example((LANES, 3))
     for f in (lax.pmax, lax.pmin):
-        got = jax.grad(lambda x: bx.vmap(lambda x: f(x, "i"), axis_name="i")(x).sum())(x)
         reduce = jnp.max if f is lax.pmax else jnp.min
-        same(got, jax.grad(lambda x: LANES * reduce(x, 0).sum())(x))
+        ours = jax.grad(lambda x: bx.vmap(lambda x: f(x, "i"), axis_name="i")(x).sum())
+        agree(ours, jax.grad(lambda x: LANES * reduce(x, 0).sum()), x)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "bool", "bfloat16", "complex64"])
-@pytest.mark.parametrize("axis", [0, None])
-def test_dtypes(dtype, axis):
-    x = example((300,), dtype, high=100) if axis == 0 else example((), dtype, high=100)
-    every = x if axis == 0 else jnp.stack([x] * 300)
-    for fun in (lax.psum, lax.pmax):
-        if fun is lax.pmax and dtype == "complex64":
-            continue  # no order
-        got = jax.jit(bx.vmap(lambda x: fun(x, "i"), axis, axis_name="i", axis_size=300))(x)
-        expected = jax.vmap(lambda x: fun(x, "i"), axis_name="i")(every)
-        same(got, expected, dict(rtol=2e-2, atol=1e-2))
+def test_dtypes(dtype):
+    x, one = example((300,), dtype, high=100), example((), dtype, high=100)
+    functions = (lax.psum, lax.pmax) if dtype != "complex64" else (lax.psum,)  # no order
+
+    def fun(x):
+        return [f(x, "i") for f in functions]
+
+    def both(x, one):
+        shared = bx.vmap(fun, None, axis_name="i", axis_size=300)(one)
+        return bx.vmap(fun, 0, axis_name="i", axis_size=300)(x), shared
+
+    every = jax.vmap(fun, axis_name="i")
+    expected = lambda x, one: (every(x), every(jnp.stack([one] * 300)))
+    agree(both, expected, x, one, tolerance=dict(rtol=2e-2, atol=1e-2))
 
 
 def test_weak_types_and_constants():
@@ -286,46 +290,58 @@ def test_weak_types_and_constants():
 
     for x, axis in ((1.5, None), (jnp.arange(3.0), 0)):
         options = dict(in_axes=axis, out_axes=None, axis_name="i", axis_size=3)
-        got, expected = bx.vmap(fun, **options)(x), jax.vmap(fun, **options)(x)
+        got, expected = at_once(bx.vmap(fun, **options), jax.vmap(fun, **options))(x)
         same(got, expected)
         jax.tree.map(same_type, got, expected)
     size = []
-    bx.vmap(lambda x: size.append(lax.axis_size("i")), axis_name="i")(jnp.ones(5))
+    bx.vmap(lambda x: size.append(lax.axis_size("i")), axis_name="i")(np.ones(5))
     assert size == [5]
 
 
 def test_result_is_unbatched():
     """Reduced values are the same in each lane, which out_axes=None may rely on."""
-    x = example((LANES, 4, 8))
-    for name in ("psum", "pmean", "pmax", "pmin", "all_gather", "all_gather tiled"):
-        out = bx.vmap(lambda x: COLLECTIVES[name](x, "i"), 0, None, axis_name="i")(x)
-        same(out, jax.vmap(lambda x: COLLECTIVES[name](x, "i"), 0, None, axis_name="i")(x))
+    one = all_of(["psum", "pmean", "pmax", "pmin", "all_gather", "all_gather tiled"])
+    ours, jaxs = (v(one, 0, None, axis_name="i") for v in (bx.vmap, jax.vmap))
+    agree(ours, jaxs, example((LANES, 4, 8)))
 
 
 def test_positional_and_named():
     x = example((LANES, 3, 5))
-    for axes in ((0, "i"), ("i", 1), (1, "i", 0)):
-        for in_axis in (0, 1, 2):
-            moved = jnp.moveaxis(x, 0, in_axis)
-            got = bx.vmap(lambda x: lax.psum(x, axes), in_axis, axis_name="i")(moved)
-            same(got, jax.vmap(lambda x: lax.psum(x, axes), in_axis, axis_name="i")(moved))
+    cases = [(axes, in_axis) for axes in ((0, "i"), ("i", 1), (1, "i", 0)) for in_axis in range(3)]
+
+    def every(v):
+        return lambda x: {
+            str((axes, in_axis)): v(
+                lambda x, axes=axes: lax.psum(x, axes), in_axis, axis_name="i"
+            )(jnp.moveaxis(x, 0, in_axis))
+            for axes, in_axis in cases
+        }  # fmt: skip
+
     unbatched = bx.vmap(lambda x: lax.psum(x, (0, "i")), None, axis_name="i", axis_size=2)
-    same(jax.jit(unbatched)(x[0]), jnp.stack([2 * x[0].sum(0)] * 2))
     over_outer = bx.vmap(bx.vmap(lambda x: lax.psum(x, (0, "o")), 1), axis_name="o")
-    same(over_outer(x), jnp.stack([x.sum((0, 1))] * LANES))
+    ways = every(bx.vmap), every(jax.vmap), lambda x: unbatched(x[0]), over_outer
+    got, expected, twice, outer = at_once(*ways)(x)
+    same(got, expected)
+    x = np.asarray(x)
+    same(twice, np.stack([2 * x[0].sum(0)] * 2))
+    same(outer, np.stack([x.sum((0, 1))] * LANES))
 
 
 def test_innermost_name_wins():
     x = example((2, 3, 4))
     nested = bx.vmap(bx.vmap(lambda x: lax.psum(x, "i"), axis_name="i"), axis_name="i")
-    same(nested(x), jnp.broadcast_to(x.sum(1, keepdims=True), x.shape))
-    for outer, inner in ((bx, jax), (jax, bx)):
-        f = outer.vmap(inner.vmap(lambda x: lax.psum(x, "i"), axis_name="i"), axis_name="i")
-        same(f(x), nested(x))
+    mixed = [
+        outer.vmap(inner.vmap(lambda x: lax.psum(x, "i"), axis_name="i"), axis_name="i")
+        for outer, inner in ((bx, jax), (jax, bx))
+    ]
     outer_name = bx.vmap(bx.vmap(lambda x: lax.psum(x, "i"), axis_name="k"), axis_name="i")
-    same(outer_name(x), jnp.broadcast_to(x.sum(0), x.shape))
     no_name = bx.vmap(bx.vmap(lambda x: lax.psum(x, "i")), axis_name="i")
-    same(no_name(x), outer_name(x))
+    results = at_once(nested, *mixed, outer_name, no_name)(x)
+    x = np.asarray(x)
+    for got in results[:3]:
+        same(got, np.broadcast_to(x.sum(1, keepdims=True), x.shape))
+    for got in results[3:]:
+        same(got, np.broadcast_to(x.sum(0), x.shape))
 
 
 class Token:
@@ -360,20 +376,20 @@ def test_no_lanes():
 
 @pytest.mark.parametrize("source", [1, 2])
 def test_pbroadcast(source):
-    x = example((LANES, 3))
+    x = np.asarray(example((LANES, 3)))
     f = lambda x: lax.pbroadcast(x, "i", source)
     same(bx.vmap(f, 0, None, axis_name="i")(x), x[source])
-    same(bx.vmap(f, None, axis_name="i", axis_size=2)(x[0]), jnp.stack([x[0]] * 2))
+    same(bx.vmap(f, None, axis_name="i", axis_size=2)(x[0]), np.stack([x[0]] * 2))
     y = x.reshape(2, 2, 3)
     both = bx.vmap(
         bx.vmap(lambda x: lax.pbroadcast(x, ("i", "j"), source), axis_name="j"), axis_name="i"
     )
-    same(both(y), jnp.broadcast_to(x[source], (2, 2, 3)))
+    same(jax.jit(both)(y), np.broadcast_to(x[source], (2, 2, 3)))
     if _compat.find_primitive("pbroadcast_dynamic") is not None:
         f = lambda x, s: lax.pbroadcast(x, "i", s)
         s = jnp.asarray(source, jnp.int32)
         same(bx.vmap(f, (0, None), None, axis_name="i")(x, s), x[source])
-        same(bx.vmap(f, axis_name="i")(x, jnp.full(LANES, s)), jnp.stack([x[source]] * LANES))
+        same(bx.vmap(f, axis_name="i")(x, np.full(LANES, s)), np.stack([x[source]] * LANES))
 
 
 def ragged_exchange(lanes=3, parts=1, seed=0):
@@ -401,17 +417,18 @@ def ragged_exchange(lanes=3, parts=1, seed=0):
 def test_ragged_all_to_all(parts):
     args, expected = ragged_exchange(parts=parts)
     fun = lambda *args: lax.ragged_all_to_all(*args, axis_name="i")
-    same(bx.vmap(fun, axis_name="i")(*args), expected)
+    batched = bx.vmap(fun, axis_name="i")
+    same(batched(*args) if parts == 1 else jax.jit(batched)(*args), expected)
     swapped = [np.swapaxes(x, 0, 1) for x in args]
     same(jax.jit(bx.vmap(fun, 1, 1, axis_name="i"))(*swapped), np.swapaxes(expected, 0, 1))
     shared = (args[0][0], args[1][0], *args[2:])  # the same rows in each lane
     repeated = [np.stack([x] * 3) for x in shared[:2]]
-    got = bx.vmap(fun, (None, None, 0, 0, 0, 0), axis_name="i")(*shared)
-    same(got, bx.vmap(fun, axis_name="i")(*repeated, *shared[2:]))
+    got = jax.jit(bx.vmap(fun, (None, None, 0, 0, 0, 0), axis_name="i"))(*shared)
+    same(got, jax.jit(batched)(*repeated, *shared[2:]))
     inner = bx.vmap(bx.vmap(fun), 1, axis_name="i")  # over an outer axis, of two lanes each
     other, other_expected = ragged_exchange(parts=parts, seed=1)
     both = [np.stack(pair) for pair in zip(args, other, strict=True)]
-    same(inner(*both), np.stack([expected, other_expected], 1))
+    same(jax.jit(inner)(*both), np.stack([expected, other_expected], 1))
 
 
 def test_inside_control_flow():
@@ -434,16 +451,15 @@ def test_inside_rules_of_derivatives_and_checkpoints():
     tripled.defjvp(lambda x, t: (3 * x[0], lax.pmean(t[0], "i")))
     again = jax.checkpoint(lambda x: jnp.sin(lax.psum(jnp.sin(x), "i")))
     x = example((LANES,))
+
+    def grads(v, fun):
+        around = jax.grad(lambda x: (v(fun, axis_name="i")(x) * x).sum())
+        return lambda x: (around(x), v(jax.grad(fun), axis_name="i")(x))
+
     for fun in (doubled, tripled, again):
-        grads = [
-            [
-                jax.grad(lambda x: (v(fun, axis_name="i")(x) * x).sum())(x)
-                for v in (bx.vmap, jax.vmap)
-            ],
-            [v(jax.grad(fun), axis_name="i")(x) for v in (bx.vmap, jax.vmap)],
-        ]
-        for ours, theirs in grads:
-            same(ours, theirs)
+        agree(grads(bx.vmap, fun), grads(jax.vmap, fun), x)
+    ours, theirs = (grads(v, tripled)(x)[0] for v in (bx.vmap, jax.vmap))
+    same(ours, theirs)
 
 
 def test_operations():
