@@ -26,13 +26,13 @@ def _run(data, draw, judged):
             judged(case)
 
 
-@settings(max_examples=200)
+@settings(max_examples=110)
 @given(st.data())
 def test_programs_of_one_example(data):
     _run(data, draw_case, judge)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(st.data())
 def test_programs_of_one_row(data):
     _run(data, draw_rows, judge_rows)
