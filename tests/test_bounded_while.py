@@ -190,11 +190,16 @@ def test_a_step_that_was_not_taken_contributes_nothing():
     expected = [jax.grad(by_hand, (0, 1))(x, w) for x in xs]
     same([jax.jit(jax.grad(f, (0, 1)))(x, w) for x in xs], expected)
     ends = [jnp.stack(e) for e in zip(*expected, strict=True)]
+    gradients, summed = [], []
     for vmap in (jax.vmap, bx.vmap):
-        both = jax.jit(vmap(jax.grad(f, (0, 1)), (0, None)))(xs, w)
-        same(both, tuple(ends))
-        summed = jax.jit(jax.grad(lambda x, w: vmap(f, (0, None))(x, w).sum(), (0, 1)))(xs, w)
-        same(summed, (ends[0], ends[1].sum()))
+        gradients.append(vmap(jax.grad(f, (0, 1)), (0, None)))
+        total_of_lanes = lambda x, w, vmap=vmap: vmap(f, (0, None))(x, w).sum()
+        summed.append(jax.grad(total_of_lanes, (0, 1)))
+    by_jax, ours, sum_by_jax, our_sum = at_once(*gradients, *summed)(xs, w)
+    for got in (by_jax, ours):
+        same(got, tuple(ends))
+    for got in (sum_by_jax, our_sum):
+        same(got, (ends[0], ends[1].sum()))
 
 
 # Batched
@@ -327,16 +332,20 @@ def mean_in_python(xs, ws):
 def test_collectives_in_the_step_and_in_the_predicate():
     xs, ws = jnp.array([3.0, 1.0, 0.5]), jnp.array([0.9, 0.8, 0.7])
     expected = mean_in_python(xs, ws)
-    for vmap in (jax.vmap, bx.vmap):
+    weighted = lambda f: lambda *args: (f(*args) * jnp.arange(3)).sum()
+    gradient = jax.grad(weighted(mean_in_python), (0, 1))(xs, ws)
+
+    def every(vmap):
         f = vmap(mean_of_lanes, axis_name="i")
-        same(f(xs, ws), expected)
-        weighted = lambda f: lambda *args: (f(*args) * jnp.arange(3)).sum()
-        same(
-            jax.jit(jax.grad(weighted(f), (0, 1)))(xs, ws),
-            jax.grad(weighted(mean_in_python), (0, 1))(xs, ws),
-        )
-    grads = [v(jax.grad(mean_of_lanes, (0, 1)), axis_name="i")(xs, ws) for v in (jax.vmap, bx.vmap)]
-    same(*grads)
+        of_lanes = vmap(jax.grad(mean_of_lanes, (0, 1)), axis_name="i")
+        return lambda *args: (f(*args), jax.grad(weighted(f), (0, 1))(*args), of_lanes(*args))
+
+    results = at_once(every(jax.vmap), every(bx.vmap))(xs, ws)
+    for values, gradients, _ in results:
+        same(values, expected)
+        same(gradients, gradient)
+    same(*(of_lanes for *_, of_lanes in results))
+    same(bx.vmap(mean_of_lanes, axis_name="i")(xs, ws), expected)  # outside of jit
 
 
 def test_collectives_where_lanes_leave_at_different_steps():
@@ -374,8 +383,10 @@ def test_inside_shard_map():
 
     sharded = jax.shard_map(f, mesh=mesh, in_specs=(shards, everywhere), out_specs=shards)
     expected = jax.vmap(lambda x, w: newton(in_python, x, w)["y"], (0, None))
-    same(jax.jit(sharded)(XS, W), expected(XS, W))
-    same(*(jax.jit(jax.grad(total(h), (0, 1)))(XS, W) for h in (sharded, expected)))
+    gradients = [jax.grad(total(h), (0, 1)) for h in (sharded, expected)]
+    got, want, *both = at_once(sharded, expected, *gradients)(XS, W)
+    same(got, want)
+    same(*both)
 
     def shared(x, w):
         return bx.bounded_while(lambda c: c.sum() > 1, lambda c: c * w, x, 5)
