@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import jaxprs_in_params
@@ -13,7 +14,7 @@ import batchax as bx
 from batchax.engine.registry import find_rule
 from batchax.rules.in_place import some_live_p
 
-from support.oracle import agree, example, lane, loop_function, same
+from support.oracle import agree, at_once, example, in_turn, lane, loop_function, same
 
 SIZE = 300  # enough for an update of some elements to be made in place
 N = jnp.array([7, 0, 2, 5])
@@ -43,8 +44,8 @@ def check(f, *args, in_axes=0, updates=UPDATES):
     """Values and types against the loop over examples; and nothing whole inside of loops."""
     in_axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
     batched = bx.vmap(f, in_axes=in_axes)
-    got = jax.jit(batched)(*args)
-    same(got, loop_function(jax.jit(f), in_axes, 0)(*args))
+    got, alone = at_once(batched, in_turn(f, in_axes))(*args)
+    same(got, alone)
     one = [
         x if a is None else jax.typeof(lane(x, 0, a)) for x, a in zip(args, in_axes, strict=True)
     ]
@@ -199,7 +200,7 @@ def test_carries_that_do_not_qualify():
 
 def test_lanes_without_steps_and_no_lanes():
     f = lambda n, x: lax.fori_loop(0, n, lambda i, x: x.at[i].set(0.0), x)
-    same(bx.vmap(f)(N * 0, X), X)
+    same(jax.jit(bx.vmap(f))(N * 0, X), X)
     assert bx.vmap(f)(N[:0], X[:0]).shape == (0, SIZE)
 
 
@@ -356,7 +357,9 @@ def test_lanes_of_two_axes(f, vmaps):
     n, x = jnp.array([[2, 0, 6], [4, 5, 1]]), example((2, 3, SIZE))
     got = jax.jit(outer(inner(f)))(n, x)
     single = jax.jit(f)
-    same(got, jnp.stack([jnp.stack([single(*a) for a in zip(*b)]) for b in zip(n, x)]))  # noqa: B905
+    x = np.asarray(x)
+    alone = [[single(*a) for a in zip(*b, strict=True)] for b in zip(n, x, strict=True)]
+    same(got, np.stack([np.stack(row) for row in alone]))
     if vmaps == (bx.vmap, bx.vmap):
         assert whole_arrays(inner(f), n, x) <= UPDATES
 
@@ -431,26 +434,27 @@ def trapped(i, x, w):
 
 @pytest.mark.parametrize("indices", [[0, 1, 2, 3], [2, 2, 2, 2], [3, 0, 0, 1]])
 def test_reverse_mode_through_branches(indices):
-    i = jnp.array(indices)
+    i = np.array(indices)
     # Positive where a branch needs it, for the lane that takes it.
-    x = jnp.where((jnp.arange(SIZE) < 8) & (i[:, None] != 2), jnp.abs(X) + 0.5, -1.0)
-    x = x.at[2].multiply(0.0) if indices[2] == 2 else x
+    x = np.where((np.arange(SIZE) < 8) & (i[:, None] != 2), np.abs(X) + 0.5, -1.0).astype(X.dtype)
+    if indices[2] == 2:
+        x[2] = 0.0
     c = (example((4, SIZE), seed=2), example((4,), seed=3))
 
     @jax.jit
-    def one(i, x, w, c):
+    def one(i, x, w, *c):
         outs, pull = jax.vjp(lambda x, w: trapped(i, x, w), x, w)
         return outs, pull(c)
 
-    (outs, (dx, dw)) = loop_function(one, (0, 0, None, 0), 0)(i, x, 1.5, c)
-
-    @jax.jit
-    def everything(x, w):
+    def everything(i, x, w, *c):
         outs, pull = jax.vjp(lambda x, w: bx.vmap(trapped, in_axes=(0, 0, None))(i, x, w), x, w)
         return outs, pull(c)
 
-    same(everything(x, 1.5), (outs, (dx, dw.sum())))
-    same(jax.jit(bx.vmap(one, in_axes=(0, 0, None, 0)))(i, x, 1.5, c), (outs, (dx, dw)))
+    axes = (0, 0, None, 0, 0)
+    ways = in_turn(one, axes), everything, bx.vmap(one, in_axes=axes)
+    (outs, (dx, dw)), whole, inside = jax.tree.map(np.asarray, at_once(*ways)(i, x, 1.5, *c))
+    same(whole, (outs, (dx, dw.sum())))
+    same(inside, (outs, (dx, dw)))
 
 
 def test_gradient_through_branches_in_a_scan():
@@ -462,11 +466,13 @@ def test_gradient_through_branches_in_a_scan():
 
         return jnp.sum(lax.scan(step, x, jnp.arange(9))[0] ** 2)
 
-    one = jax.jit(jax.value_and_grad(loss, (0, 1)))
-    value, (dx, dw) = loop_function(one, (0, None), 0)(X, 1.2)
+    one = jax.value_and_grad(loss, (0, 1))
     total = lambda x, w: bx.vmap(loss, in_axes=(0, None))(x, w).sum()
-    same(jax.jit(jax.value_and_grad(total, (0, 1)))(X, 1.2), (value.sum(), (dx, dw.sum())))
-    same(jax.jit(bx.vmap(one, in_axes=(0, None)))(X, 1.2), (value, (dx, dw)))
+    ways = in_turn(one, (0, None)), jax.value_and_grad(total, (0, 1)), bx.vmap(one, (0, None))
+    alone, whole, inside = at_once(*ways)(X, 1.2)
+    value, (dx, dw) = jax.tree.map(np.asarray, alone)
+    same(whole, (value.sum(), (dx, dw.sum())))
+    same(inside, alone)
 
 
 def test_two_results_from_one_array():
@@ -533,7 +539,7 @@ def test_shard_map_outside():
 
     g = lambda n, x: lax.fori_loop(0, n, lambda i, x: x.at[i].add(i), x)
     for h, checked in ((f, False), (g, True), (g, False)):
-        expected = loop_function(jax.jit(h), (0, 0), 0)(N, X)
+        expected = jax.jit(in_turn(h, (0, 0)))(N, X)
         for specs in ((spec("d"), spec("d")), (spec("d"), spec())):
             sharded = jax.shard_map(
                 bx.vmap(h), mesh=mesh, in_specs=specs, out_specs=spec("d"), check_vma=checked
