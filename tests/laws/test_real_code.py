@@ -134,7 +134,7 @@ class Net(linen.Module):
 
 def test_flax_linen_with_parameters_shared_and_mapped():
     net = Net()
-    shared = net.init(jax.random.key(0), XS[0])
+    shared = jax.jit(net.init)(jax.random.key(0), XS[0])
     agree(net.apply, shared, XS, in_axes=(None, 0))
     agree(
         lambda p, x, k: net.apply(p, x, True, rngs={"dropout": k}),
@@ -160,7 +160,7 @@ def test_flax_linen_convolution_and_attention():
             return linen.MultiHeadDotProductAttention(num_heads=1, qkv_features=4)(x, x)
 
     images = example((LANES, 8, 8, 2), seed=3)
-    params = Vision().init(jax.random.key(0), images[0])
+    params = jax.jit(Vision().init)(jax.random.key(0), images[0])
     agree(Vision().apply, params, images, in_axes=(None, 0))
 
 

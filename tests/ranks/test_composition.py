@@ -9,7 +9,7 @@ import pytest
 
 import batchax as bx
 
-from support.oracle import agree, example, same
+from support.oracle import at_once, example, same, together
 
 
 def plain(w, x):
@@ -67,16 +67,27 @@ def test_memory_of_chunks():
 
 def test_under_other_transformations():
     f = bx.auto_vmap(2, 1)(plain)
-    agree(f, reference, W, X)
-    outer = lambda g: jax.vmap(g, (0, None))(jnp.stack([W, 2 * W]), X)
-    same(outer(f), outer(reference))
-    same(bx.vmap(f, (0, None))(jnp.stack([W, 2 * W]), X), outer(reference))
-    same(jax.jacfwd(f, 1)(W, X), jax.jacfwd(reference, 1)(W, X))
-    hessian = lambda g: jax.hessian(lambda x: g(W[:1], x).sum())(X[:2])
-    same(hessian(f), hessian(reference))
-    same(jax.checkpoint(f)(W, X), reference(W, X))
-    carry, _ = jax.lax.scan(lambda c, x: (c + f(W, x), None), jnp.zeros((4, 1)), X[:, None])
-    same(carry, reference(W, X).sum(1, keepdims=True))
+    twice = lambda w: jnp.stack([w, 2 * w])
+
+    def transformed(g, vmap):
+        def summed(w, x):
+            step = lambda c, x: (c + g(w, x), None)
+            return jax.lax.scan(step, jnp.zeros((4, 1)), x[:, None])[0]
+
+        ways = {
+            "jit": g,
+            "jax.vmap": lambda w, x: jax.vmap(g, (0, None))(twice(w), x),
+            "vmap": lambda w, x: vmap(g, (0, None))(twice(w), x),
+            "jacobian": jax.jacfwd(g, 1),
+            "hessian": lambda w, x: jax.hessian(lambda x: g(w[:1], x).sum())(x[:2]),
+            "checkpoint": jax.checkpoint(g),
+            "scan": summed,
+        }
+        return together(ways)
+
+    got, want = at_once(transformed(f, bx.vmap), transformed(reference, jax.vmap))(W, X)
+    same(got, want)
+    same(want["scan"], want["jit"].sum(1, keepdims=True))
 
 
 def test_around_other_transformations():
