@@ -16,7 +16,7 @@ from batchax.engine.registry import rule_origin
 
 from support.batches import on_axes
 from support.operations import no_more_operations, operations
-from support.oracle import check, example, quickly, same, same_type
+from support.oracle import at_once, check, check_all, example, quickly, same, same_type, shares
 
 STARTS = jnp.array([0, 1, -1, 7])  # the last two out of range: slices are moved to fit
 
@@ -31,27 +31,31 @@ def test_served_by_our_own_rule(name):
     assert rule_origin(_compat.find_primitive(name)) == "batchax.rules.indexing"
 
 
-@pytest.mark.parametrize("position", [0, 1, 2])
-def test_slice(position):
+def test_slice():
     def fun(x):
         return x[1:], x[:, ::2], lax.slice(x, (0, 1), (2, 3), (1, 2)), x[-1:, :0]
 
-    x = on_axes((2, 3), position)
-    quickly(fun, x, in_axes=position, out_axes=1, nested=position == 0)
-    no_more_operations(fun, x, in_axes=position)
+    cases = {}
+    for position in (0, 1, 2):
+        x = on_axes((2, 3), position)
+        no_more_operations(fun, x, in_axes=position)
+        cases[str(position)] = (fun, x, dict(in_axes=position, nested=position == 0))
+    check_all(cases, out_axes=1)
 
 
-@pytest.mark.parametrize("in_axes", subsets((None, 0, 2), (None, 0), (None, 0)))
-def test_dynamic_slice(in_axes):
-    x = on_axes((3, 4), in_axes[0])
-    i, j = (STARTS if a == 0 else jnp.array(1) for a in in_axes[1:])
-
+@pytest.mark.parametrize("of_array", [None, 0, 2])
+def test_dynamic_slice(of_array):
     def fun(x, i, j):
         return lax.dynamic_slice(x, (i, j), (2, 3))
 
-    full = in_axes == (2, 0, None)
-    quickly(fun, x, i, j, in_axes=in_axes, derivatives=full, second=full, nested=full)
-    no_more_operations(fun, x, i, j, in_axes=in_axes)
+    x, cases = on_axes((3, 4), of_array), {}
+    for in_axes in subsets((of_array,), (None, 0), (None, 0)):
+        i, j = (STARTS if a == 0 else np.array(1) for a in in_axes[1:])
+        no_more_operations(fun, x, i, j, in_axes=in_axes)
+        full = in_axes == (2, 0, None)
+        own = dict(in_axes=in_axes, derivatives=full, second=full, nested=full)
+        cases[str(in_axes)] = (fun, x, i, j, own)
+    check_all(cases)
 
 
 def test_dynamic_slice_of_whole_dimensions_needs_no_index():
@@ -75,25 +79,32 @@ def test_start_shared_by_lanes_stays_a_dynamic_slice():
     assert counts["gather"] == counts["scatter"] == 0
 
 
-@pytest.mark.parametrize("in_axes", subsets((None, 0, 1), (None, 0, 1), (None, 0)))
-def test_dynamic_update_slice(in_axes):
-    x, u = on_axes((4, 3), in_axes[0]), on_axes((2, 3), in_axes[1], seed=1)
-    i = STARTS if in_axes[2] == 0 else jnp.array(1)
-
+@pytest.mark.parametrize("of_array", [None, 0, 1])
+def test_dynamic_update_slice(of_array):
     def fun(x, u, i):
         return lax.dynamic_update_slice(x, u, (i, 0)), lax.dynamic_update_slice(x, u[:, :2], (i, i))
 
-    full = in_axes in {(1, 0, 0), (0, None, None)}
-    quickly(fun, x, u, i, in_axes=in_axes, derivatives=full, nested=full)
-    no_more_operations(fun, x, u, i, in_axes=in_axes)
+    cases = {}
+    for in_axes in subsets((of_array,), (None, 0, 1), (None, 0)):
+        x, u = on_axes((4, 3), of_array), on_axes((2, 3), in_axes[1], seed=1)
+        i = STARTS if in_axes[2] == 0 else np.array(1)
+        no_more_operations(fun, x, u, i, in_axes=in_axes)
+        full = in_axes in {(1, 0, 0), (0, None, None)}
+        own = dict(in_axes=in_axes, derivatives=full, nested=full)
+        cases[str(in_axes)] = (fun, x, u, i, own)
+    check_all(cases)
 
 
 def test_whole_update_at_a_place_of_each_lane():
     def fun(x, i, u):
         return lax.dynamic_update_slice(x, u, (i, i))
 
-    quickly(fun, example((4, 2, 3)), STARTS, example((4, 2, 3), seed=1))
-    quickly(fun, example((2, 3)), STARTS, example((2, 3), seed=1), in_axes=(None, 0, None))
+    one = dict(in_axes=(None, 0, None))
+    cases = {
+        "all": (fun, example((4, 2, 3)), STARTS, example((4, 2, 3), seed=1), {}),
+        "places": (fun, example((2, 3)), STARTS, example((2, 3), seed=1), one),
+    }
+    check_all(cases)
 
 
 def test_index_dtypes():
@@ -131,8 +142,12 @@ def test_typed_keys():
         return y, lax.dynamic_update_slice(k, z, (i,)), lax.dynamic_update_slice(k, y, (n,)), k[1:]
 
     k = jax.random.split(jax.random.key(0), (3, 4))
-    quickly(fun, k, STARTS, jnp.array(1), in_axes=(1, 0, None))
-    quickly(fun, k[:, 0], STARTS, jnp.array(1), in_axes=(None, 0, None), out_axes=(0, 0, 0, None))
+    one = dict(in_axes=(None, 0, None), out_axes=(0, 0, 0, None))
+    cases = {
+        "keys": (fun, k, STARTS, np.array(1), dict(in_axes=(1, 0, None))),
+        "shared keys": (fun, k[:, 0], STARTS, np.array(1), one),
+    }
+    check_all(cases)
 
 
 def test_weak_types_are_kept():
@@ -141,10 +156,9 @@ def test_weak_types_are_kept():
         weak, strong = i * jnp.arange(3) * 1.0, x
         return lax.dynamic_update_slice(weak, strong, (i,)), lax.dynamic_slice(weak, (i,), (2,))
 
-    x, i = example((4, 2)), jnp.arange(4)
-    staged = jax.make_jaxpr(fun)(x[0], i[0]).out_avals
-    assert [a.weak_type for a in staged] == [False, True]
-    assert [y.weak_type for y in bx.vmap(fun)(x, i)] == [False, True]
+    x, i = np.asarray(example((4, 2))), np.arange(4)
+    for f, args in ((fun, (x[0], i[0])), (bx.vmap(fun), (x, i))):
+        assert [a.weak_type for a in jax.eval_shape(f, *args)] == [False, True]
 
 
 def test_updates_in_a_loop():
@@ -170,7 +184,7 @@ def test_empty_batch_and_batch_of_one(size):
 
     x, u, i = jnp.zeros((3, size, 2)), jnp.ones((size, 2, 2)), jnp.zeros(size, int)
     axes = (1, 0, 0, None)
-    got, expected = (v(fun, in_axes=axes)(x, u, i, 1) for v in (bx.vmap, jax.vmap))
+    got, expected = at_once(*[v(fun, in_axes=axes) for v in (bx.vmap, jax.vmap)])(x, u, i, 1)
     same(got, expected)
     jax.tree.map(same_type, got, expected)
 
@@ -179,7 +193,7 @@ def test_empty_arrays():
     def fun(x, i):
         return lax.dynamic_slice(x, (i, 0), (2, 0)), lax.dynamic_update_slice(x, x[:1], (i, 0))
 
-    check(fun, jnp.zeros((4, 3, 0)), STARTS)
+    quickly(fun, jnp.zeros((4, 3, 0)), STARTS)
 
 
 BASIC = {
@@ -197,15 +211,19 @@ BASIC = {
 }
 
 
-@pytest.mark.parametrize("name", BASIC)
-def test_typical_indexing(name):
-    fun = BASIC[name]
-    x = example((4, 3, 3))
-    quickly(fun, x, STARTS)
-    quickly(fun, x[0], STARTS, in_axes=(None, 0), derivatives=False)
-    for in_axes, i in (((0, 0), STARTS), ((1, None), 1), ((None, 0), STARTS)):
-        operand = {0: x, 1: x.swapaxes(0, 1), None: x[0]}[in_axes[0]]
-        no_more_operations(fun, operand, i, in_axes=in_axes)
+@pytest.mark.parametrize("names", shares(BASIC, 2), ids=" ".join)
+def test_typical_indexing(names):
+    x, cases = np.asarray(example((4, 3, 3))), {}
+    for name in names:
+        fun = BASIC[name]
+        cases[name] = (fun, x, STARTS, {})
+        cases[f"{name}, one array"] = (
+            fun, x[0], STARTS, dict(in_axes=(None, 0), derivatives=False)
+        )  # fmt: skip
+        for in_axes, i in (((0, 0), STARTS), ((1, None), 1), ((None, 0), STARTS)):
+            operand = {0: x, 1: x.swapaxes(0, 1), None: x[0]}[in_axes[0]]
+            no_more_operations(fun, operand, i, in_axes=in_axes)
+    check_all(cases)
 
 
 @settings(max_examples=12)
@@ -227,4 +245,5 @@ def test_any_slice(data):
         return y, lax.dynamic_update_slice(x, y + 1, starts[::-1])
 
     in_axes = (position, *(0 if b else None for b in batched))
-    quickly(fun, x, *args, in_axes=in_axes, derivatives=False)
+    case = (fun, x, *args, dict(in_axes=in_axes))
+    check_all({"any": case}, derivatives=False, jit=False, unrolled=False)

@@ -14,7 +14,7 @@ from batchax._compat import find_primitive
 from batchax.engine.registry import rule_origin
 from batchax.rules.linalg import RANKS
 
-from support.oracle import check, example, loop, quickly, same
+from support.oracle import check, check_all, example, loop, quickly, same, shares
 
 LOOSE = dict(rtol=2e-3, atol=2e-3)
 N = 3
@@ -22,12 +22,12 @@ N = 3
 
 def matrices(*lead, seed=0, dtype=float):
     """Well conditioned square matrices with well separated eigenvalues."""
-    x = 0.3 * example((*lead, N, N), dtype, seed)
-    return x + jnp.diag(jnp.arange(1.0, N + 1)).astype(dtype)
+    x = np.asarray(example((*lead, N, N), dtype, seed))
+    return jnp.asarray(x * x.dtype.type(0.3) + np.diag(np.arange(1.0, N + 1)).astype(x.dtype))
 
 
 def placed(x, axis):
-    return jnp.moveaxis(x, 0, axis)
+    return jnp.asarray(np.moveaxis(np.asarray(x), 0, axis))
 
 
 def positive(x):
@@ -91,28 +91,34 @@ def bind_eig(x):
     return ll.eig(x, compute_left_eigenvectors=True, compute_right_eigenvectors=True)
 
 
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_of_a_matrix_with_derivatives(name):
-    quickly(jax.jit(DIFFERENTIABLE[name]), matrices(2), tolerance=LOOSE)
+# These functions are compiled already, each as a program in a program: `jit` inside is the same.
+COMPILED = dict(tolerance=LOOSE, jit=False, unrolled=False)
 
 
-@pytest.mark.parametrize("name", VALUES_ONLY)
-def test_of_a_matrix(name):
-    quickly(jax.jit(VALUES_ONLY[name]), matrices(2), derivatives=False, tolerance=LOOSE)
+@pytest.mark.parametrize("names", shares(DIFFERENTIABLE, 4), ids=" ".join)
+def test_of_a_matrix_with_derivatives(names):
+    cases = {name: (jax.jit(DIFFERENTIABLE[name]), matrices(2), {}) for name in names}
+    check_all(cases, **COMPILED)
 
 
-@pytest.mark.parametrize("name", ["cholesky", "lu", "svd", "eig", "qr", "schur"])
-def test_complex(name):
-    fun = {**DIFFERENTIABLE, **VALUES_ONLY}[name]
-    x = matrices(2, dtype=jnp.complex64)
-    quickly(fun, x, derivatives=False, tolerance=LOOSE)
+@pytest.mark.parametrize("names", shares(VALUES_ONLY, 3), ids=" ".join)
+def test_of_a_matrix(names):
+    cases = {name: (jax.jit(VALUES_ONLY[name]), matrices(2), {}) for name in names}
+    check_all(cases, derivatives=False, **COMPILED)
 
 
-@pytest.mark.parametrize(("in_axis", "out_axis"), [(1, 0), (2, 1), (0, 2)])
-def test_every_axis(in_axis, out_axis):
-    x = placed(matrices(2), in_axis)
-    fun = jax.jit(DIFFERENTIABLE["cholesky"])
-    quickly(fun, x, in_axes=in_axis, out_axes=out_axis, nested=in_axis == 2)
+def test_complex():
+    x, functions = matrices(2, dtype=jnp.complex64), {**DIFFERENTIABLE, **VALUES_ONLY}
+    names = ["cholesky", "lu", "svd", "eig", "qr", "schur"]
+    check_all({n: (functions[n], x, {}) for n in names}, derivatives=False, tolerance=LOOSE)
+
+
+def test_every_axis():
+    fun, cases = jax.jit(DIFFERENTIABLE["cholesky"]), {}
+    for in_axis, out_axis in [(1, 0), (2, 1), (0, 2)]:
+        own = dict(in_axes=in_axis, out_axes=out_axis, nested=in_axis == 2)
+        cases[str((in_axis, out_axis))] = (fun, placed(matrices(2), in_axis), own)
+    check_all(cases)
 
 
 def test_second_derivatives():
@@ -146,7 +152,7 @@ def test_triangular_solve(params, in_axes):
     b = example((2, N, N), seed=5) if in_axes[1] is not None else example((N, N), seed=5)
     args = [x if i is None else placed(x, i) for x, i in zip((a, b), in_axes, strict=True)]
     fun = jax.jit(lambda a, b: ll.triangular_solve(a, b, **params))
-    quickly(fun, *args, in_axes=in_axes, derivatives=False, tolerance=LOOSE)
+    check_all({"solve": (fun, *args, dict(in_axes=in_axes))}, derivatives=False, **COMPILED)
 
 
 @pytest.mark.parametrize("left_side", [True, False])
