@@ -11,8 +11,8 @@ from batchax.rows.regions import find_regions
 from batchax.rows.sizes import Sizes
 from batchax.rows.steps import flatten
 
-from support.oracle import same
-from support.rows import check_rows, ragged
+from support.oracle import same, shares
+from support.rows import check_rows, check_rows_of_all, ragged
 
 WEIGHTS = jnp.asarray(np.random.default_rng(3).normal(size=(3, 3)), float)
 
@@ -63,9 +63,10 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_packed_rows_give_what_each_row_alone_gives(name):
-    check_rows(FUNCTIONS[name], ragged(3), layout="packed")
+@pytest.mark.parametrize("names", shares(FUNCTIONS, 3), ids=" ".join)
+def test_packed_rows_give_what_each_row_alone_gives(names):
+    functions = {name: FUNCTIONS[name] for name in names}
+    check_rows_of_all(functions, ragged(3), layout="packed", rules=True)
 
 
 @pytest.mark.parametrize("layout", ["auto", "padded"])

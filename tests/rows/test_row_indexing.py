@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from support.rows import check_rows, ragged
+from support.oracle import shares
+from support.rows import check_rows, check_rows_of_all, chosen, ragged
 
 LENGTHS = (4, 2)
 PLACES = jnp.array([0, -1, 3, -2, 1])  # of which one row has all, the other a few
@@ -29,7 +30,6 @@ READS = {
     "the greatest of each column": lambda x: jnp.take_along_axis(
         x, jnp.argmax(x, 0, keepdims=True), 0
     ),
-    "places of the row's own": lambda x: x[jnp.argsort(x[:, 1])],
     "places in each column": lambda x: jnp.take_along_axis(x, jnp.argsort(x, 0), 0),
     "places in each element": lambda x: jnp.take_along_axis(x, jnp.argsort(x, 1), 1),
     "single elements": lambda x: x[jnp.array([0, -1]), jnp.array([1, 2])],
@@ -37,7 +37,6 @@ READS = {
     "columns": lambda x: (x[:, 1], x[:, ::-1], x[..., :2], x[:, jnp.array([0, 2])]),
     "small unsigned indices": lambda x: x[jnp.array([0, 3], np.uint8)],
     "embedding": lambda x: TABLE[bins(x)],
-    "embedding bag": lambda x: TABLE[bins(x)].sum(0),
     "window that moves": lambda x: lax.dynamic_slice(
         x, (jnp.argmax(x[:, 0]), 0), (x.shape[0] - 1, 3)
     ),
@@ -62,7 +61,6 @@ WRITES = {
     "divide a slice": lambda x: x.at[1:].divide(2.0),
     "subtract": lambda x: x.at[0].subtract(x[-1]),
     "least of a slice": lambda x: x.at[:-1].min(0.1),
-    "set a column": lambda x: x.at[:, 1].set(0.0),
     "set the greatest": lambda x: x.at[jnp.argmax(x[:, 0])].set(0.0),
     "permuted": lambda x: jnp.zeros_like(x).at[jnp.argsort(x[:, 0])].set(x, unique_indices=True),
     "set the diagonal": lambda x: (
@@ -73,7 +71,6 @@ WRITES = {
     "set parts of a square": lambda x: (
         (x @ x.T).at[1:, jnp.array([1, 0, -1])].set(x[1:]).at[:-1, 1:].add(1.0) @ x
     ),
-    "sum into bins": lambda x: jax.ops.segment_sum(x, bins(x), num_segments=3),
     "greatest in bins": lambda x: jax.ops.segment_max(x, jnp.abs(bins(x)), num_segments=3),
     "updated by a window": lambda x: lax.dynamic_update_slice(x, x[1:] * 2, (1, 0)),
     "updated where data says": lambda x: lax.dynamic_update_slice(
@@ -83,14 +80,24 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("name", READS)
-def test_indices_are_those_of_the_row(name):
-    check_rows(READS[name], ragged(3, lengths=LENGTHS))
+# What there is of an empty row too.
+EMPTY = {
+    "places of the row's own": lambda x: x[jnp.argsort(x[:, 1])],
+    "embedding bag": lambda x: TABLE[bins(x)].sum(0),
+    "set a column": lambda x: x.at[:, 1].set(0.0),
+    "add to all but the first": lambda x: x.at[1:].add(1.0),
+    "sum into bins": lambda x: jax.ops.segment_sum(x, bins(x), num_segments=3),
+}
 
 
-@pytest.mark.parametrize("name", WRITES)
-def test_what_is_written_is_within_the_row(name):
-    check_rows(WRITES[name], ragged(3, lengths=LENGTHS))
+@pytest.mark.parametrize("names", shares(READS, 4), ids=" ".join)
+def test_indices_are_those_of_the_row(names):
+    check_rows_of_all(chosen(READS, names), ragged(3, lengths=LENGTHS))
+
+
+@pytest.mark.parametrize("names", shares(WRITES, 4), ids=" ".join)
+def test_what_is_written_is_within_the_row(names):
+    check_rows_of_all(chosen(WRITES, names), ragged(3, lengths=LENGTHS))
 
 
 # What JAX has no derivatives of.
@@ -103,9 +110,8 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("name", VALUES)
-def test_what_has_no_derivative_is_within_the_row_too(name):
-    check_rows(VALUES[name], ragged(3, lengths=LENGTHS), derivatives=False)
+def test_what_has_no_derivative_is_within_the_row_too():
+    check_rows_of_all(VALUES, ragged(3, lengths=LENGTHS), derivatives=False)
 
 
 GRADIENTS = {
@@ -117,9 +123,9 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
-def test_a_gradient_taken_of_indexing_is_that_of_the_row_alone(name):
-    check_rows(jax.grad(GRADIENTS[name]), ragged(3, lengths=LENGTHS))
+def test_a_gradient_taken_of_indexing_is_that_of_the_row_alone():
+    gradients = {name: jax.grad(GRADIENTS[name]) for name in GRADIENTS}
+    check_rows_of_all(gradients, ragged(3, lengths=LENGTHS))
 
 
 def test_a_table_that_rows_share_gets_nothing_from_padding():
@@ -138,15 +144,6 @@ def test_indices_that_are_rows_read_and_write_what_rows_share_and_what_they_own(
     check_rows(function, ragged(3, lengths=LENGTHS), at, TABLE, in_axes=(0, 0, None))
 
 
-EMPTY = {
-    "embedding bag": lambda x: TABLE[bins(x)].sum(0),
-    "sum into bins": lambda x: jax.ops.segment_sum(x, bins(x), num_segments=3),
-    "own places": lambda x: x[jnp.argsort(x[:, 0])],
-    "set a column": lambda x: x.at[:, 1].set(0.0),
-    "add to a slice": lambda x: x.at[1:].add(1.0),
-}
-
-
-@pytest.mark.parametrize("name", EMPTY)
+@pytest.mark.parametrize("name", EMPTY)  # one by one, as some run in packed rows
 def test_an_empty_row_is_indexed_as_it_is_alone(name):
-    check_rows(EMPTY[name], ragged(3, lengths=(0, 3)))
+    check_rows(EMPTY[name], ragged(3, lengths=(0, *LENGTHS)))

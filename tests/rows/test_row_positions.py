@@ -8,7 +8,8 @@ from jax import lax
 
 import batchax as bx
 
-from support.rows import check_rows, ragged
+from support.oracle import shares
+from support.rows import check_rows, check_rows_of_all, chosen, ragged
 
 LENGTHS = (4, 2)
 
@@ -52,11 +53,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_parts_of_a_row_are_where_its_own_size_puts_them(name):
-    check_rows(FUNCTIONS[name], ragged(3, lengths=LENGTHS))
-
-
+# What there is of an empty row too.
 EMPTY = [
     "difference",
     "last three",
@@ -72,9 +69,32 @@ EMPTY = [
 ]
 
 
-@pytest.mark.parametrize("name", EMPTY)
-def test_an_empty_row_among_others_has_the_parts_it_has_alone(name):
-    check_rows(FUNCTIONS[name], ragged(3, lengths=(0, 3)))
+# What runs in packed rows, in part: beside others, which share its row, it would be padded.
+PACKED = [
+    "turned",
+    "columns",
+    "reversed",
+    "repeat",
+    "flat by columns",
+    "as rows of three",
+    "as three rows",
+]
+PADDED = [name for name in FUNCTIONS if name not in EMPTY + PACKED]
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_parts_of_a_packed_row_are_where_its_own_size_puts_them(name):
+    check_rows(FUNCTIONS[name], ragged(3, lengths=LENGTHS))
+
+
+@pytest.mark.parametrize("names", shares(PADDED, 3), ids=" ".join)
+def test_parts_of_a_row_are_where_its_own_size_puts_them(names):
+    check_rows_of_all(chosen(FUNCTIONS, names), ragged(3, lengths=LENGTHS))
+
+
+@pytest.mark.parametrize("names", shares(EMPTY, 2), ids=" ".join)
+def test_an_empty_row_among_others_has_the_parts_it_has_alone(names):
+    check_rows_of_all(chosen(FUNCTIONS, names), ragged(3, lengths=(0, *LENGTHS)))
 
 
 GRADIENTS = {
@@ -87,9 +107,9 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
-def test_a_gradient_taken_of_a_row_is_that_of_the_row_alone(name):
-    check_rows(jax.grad(GRADIENTS[name]), ragged(3, lengths=LENGTHS))
+def test_a_gradient_taken_of_a_row_is_that_of_the_row_alone():
+    gradients = {name: jax.grad(GRADIENTS[name]) for name in GRADIENTS}
+    check_rows_of_all(gradients, ragged(3, lengths=LENGTHS))
 
 
 SECOND_AXIS = {
@@ -103,9 +123,8 @@ SECOND_AXIS = {
 }
 
 
-@pytest.mark.parametrize("name", SECOND_AXIS)
-def test_a_row_may_be_ragged_in_another_axis_than_the_first(name):
-    check_rows(SECOND_AXIS[name], ragged(3, lengths=LENGTHS, axis=1))
+def test_a_row_may_be_ragged_in_another_axis_than_the_first():
+    check_rows_of_all(SECOND_AXIS, ragged(3, lengths=LENGTHS, axis=1))
 
 
 def test_rows_of_two_sizes_are_joined_and_multiplied():

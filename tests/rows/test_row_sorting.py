@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from support.rows import check_rows, ragged
+from support.oracle import shares
+from support.rows import check_rows, check_rows_of_all, chosen, ragged
 
 LENGTHS = (4, 3)
 
@@ -28,9 +29,19 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_row_is_sorted_as_if_alone(name):
+# What runs in packed rows, in part: beside others, which share its row, it would be padded.
+PACKED = ["sort each element", "greatest", "top of a longer row"]
+PADDED = [name for name in FUNCTIONS if name not in PACKED]
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_packed_row_is_sorted_as_if_alone(name):
     check_rows(FUNCTIONS[name], ragged(3, lengths=LENGTHS))
+
+
+@pytest.mark.parametrize("names", shares(PADDED, 2), ids=" ".join)
+def test_a_row_is_sorted_as_if_alone(names):
+    check_rows_of_all(chosen(FUNCTIONS, names), ragged(3, lengths=LENGTHS))
 
 
 ORDERS = {

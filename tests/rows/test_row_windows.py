@@ -8,7 +8,8 @@ from jax import lax
 
 import batchax as bx
 
-from support.rows import check_rows, ragged
+from support.oracle import shares
+from support.rows import check_rows, check_rows_of_all, chosen, ragged
 
 LENGTHS = (5, 4)
 LOOSE = {"rtol": 1e-4, "atol": 1e-4}  # one over a small number
@@ -37,9 +38,9 @@ POOLS = {
 }
 
 
-@pytest.mark.parametrize("name", POOLS)
-def test_windows_are_those_of_the_row_alone(name):
-    check_rows(POOLS[name], ragged(3, lengths=LENGTHS))
+@pytest.mark.parametrize("names", shares(POOLS, 2), ids=" ".join)
+def test_windows_are_those_of_the_row_alone(names):
+    check_rows_of_all(chosen(POOLS, names), ragged(3, lengths=LENGTHS))
 
 
 OWN = {
@@ -48,9 +49,8 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_windows_reduced_by_a_function_of_the_user_are_those_of_the_row(name):
-    check_rows(OWN[name], ragged(3, lengths=LENGTHS), derivatives=False)
+def test_windows_reduced_by_a_function_of_the_user_are_those_of_the_row():
+    check_rows_of_all(OWN, ragged(3, lengths=LENGTHS), derivatives=False)
 
 
 def convolved(step, padding, **options):
@@ -82,6 +82,7 @@ CONVOLUTIONS = {
 }
 
 
+# One by one: alone each runs in packed rows, in part; together they would be padded.
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_a_convolution_over_a_row_sees_nothing_of_its_padding(name):
     check_rows(CONVOLUTIONS[name], ragged(3, lengths=LENGTHS))
