@@ -17,7 +17,16 @@ from batchax.engine.registry import find_rule
 from batchax.errors import UnsupportedError
 
 from support.compiled import check_compiled
-from support.oracle import agree, check, example, loop_function, same, same_type
+from support.oracle import (
+    agree,
+    at_once,
+    check_all,
+    example,
+    loop_function,
+    quickly,
+    same,
+    same_type,
+)
 
 P = jnp.array([True, False, True, True])
 X = example((4, 3))
@@ -57,15 +66,25 @@ def test_cond_in_every_way():
     def f(p, x, w):
         return lax.cond(p, lambda x: (jnp.tanh(w @ x), x[0]), lambda x: (x * 2, x[1] ** 2), x)
 
-    check(jax.jit(f), P, X, W, in_axes=(0, 0, None), second=True)
-    check(jax.jit(lambda p, x: f(p, x, W)), P, X, nested=True, derivatives=False)
+    nested = dict(nested=True, derivatives=False)
+    cases = {
+        "cond": (f, P, X, W, dict(in_axes=(0, 0, None), second=True)),
+        "nested": (lambda p, x: f(p, x, W), P, X, nested),
+    }
+    check_all(cases)
 
 
-@pytest.mark.parametrize("out_axes", [0, -1, 1])
-def test_output_positions(out_axes):
-    f = lambda p, x: lax.cond(p, lambda x: x.T, lambda x: x + 1, x)
-    check(f, P, example((3, 4, 3)), in_axes=(0, 1), out_axes=out_axes, derivatives=False)
-    check(f, P[0], example((3, 4, 3)), in_axes=(None, 1), out_axes=out_axes, derivatives=False)
+def test_output_positions():
+    f, x, cases = (
+        lambda p, x: lax.cond(p, lambda x: x.T, lambda x: x + 1, x),
+        example((3, 4, 3)),
+        {},
+    )
+    for axis in (0, -1, 1):
+        cases[f"to {axis}"] = (f, P, x, dict(in_axes=(0, 1), out_axes=axis))
+        cases[f"to {axis}, shared"] = (f, P[0], x, dict(in_axes=(None, 1), out_axes=axis))
+    check_all(cases, derivatives=False)
+    same(bx.vmap(f, (0, 1))(P, x), jax.jit(jax.vmap(f, (0, 1)))(P, x))
 
 
 @settings(max_examples=4)
@@ -86,11 +105,12 @@ def test_switch_with_an_index_out_of_range(indices, in_axes):
 
 
 def test_one_branch_and_none_of_the_lanes():
-    check(lambda i, x: lax.switch(i, [jnp.sin], x), jnp.array([0, 3, -1, 0]), X)
+    quickly(lambda i, x: lax.switch(i, [jnp.sin], x), jnp.array([0, 3, -1, 0]), X)
     f = lambda p, x: lax.cond(p, jnp.sin, jnp.cos, x)
     got = bx.vmap(f)(P[:0], X[:0])
     assert got.shape == (0, 3)
-    assert jax.grad(lambda x: bx.vmap(f)(P[:0], x).sum())(X[:0]).shape == (0, 3)
+    gradient = jax.jit(jax.grad(lambda x: bx.vmap(f)(P[:0], x).sum()))
+    assert gradient(X[:0]).shape == (0, 3)
     loops = lambda p, x: lax.cond(
         p, lambda x: lax.fori_loop(0, 2, lambda _, x: x * x, x), jnp.sin, x
     )
@@ -103,15 +123,13 @@ def test_types_are_kept():
         x = example((4,), dtype)
         if dtype == "bool":
             f = lambda p, x: lax.cond(p, lambda: (x, 1.0), lambda: (~x, 2.0))
-        agree(bx.vmap(f), jax.vmap(f), P, x)
-        jax.tree.map(same_type, bx.vmap(f)(P, x), jax.vmap(f)(P, x))
+        got, expected = at_once(bx.vmap(f), jax.vmap(f))(P, x)
+        same(got, expected)
+        jax.tree.map(same_type, got, expected)
+    jax.tree.map(same_type, bx.vmap(f)(P, x), expected)
     keys = jax.random.split(jax.random.key(0), 4)
-    same(
-        *(
-            v(lambda p, k: lax.cond(p, lambda: k, lambda: jax.random.fold_in(k, 1)))(P, keys)
-            for v in (bx.vmap, jax.vmap)
-        )
-    )
+    folded = lambda p, k: lax.cond(p, lambda: k, lambda: jax.random.fold_in(k, 1))
+    agree(bx.vmap(folded), jax.vmap(folded), P, keys)
     looping = lambda p, k: lax.cond(
         p, lambda: k, lambda: lax.fori_loop(0, 2, lambda i, k: jax.random.fold_in(k, i), k)
     )

@@ -16,7 +16,7 @@ from batchax.engine.registry import find_rule
 from batchax.errors import UnsupportedError
 
 from support.compiled import check_compiled
-from support.oracle import agree, check, example, loop_function, quickly, same, same_type
+from support.oracle import agree, at_once, check_all, example, in_turn, same, same_type
 
 X = example((4, 3))
 W = example((3, 3), seed=3)
@@ -70,8 +70,9 @@ def test_scan_in_every_way():
         return lax.scan(lambda c, x: (jnp.sin(c + w @ x), c * x), jnp.zeros(3), xs)
 
     xs = example((4, 5, 3))
-    quickly(f, W, xs, in_axes=(None, 0), second=True)
-    check(jax.jit(lambda xs: f(W, xs)), xs, nested=True, derivatives=False)
+    own = dict(in_axes=(None, 0), second=True)
+    nested = dict(nested=True, derivatives=False)
+    check_all({"scan": (f, W, xs, own), "nested": (lambda xs: f(W, xs), xs, nested)})
 
 
 def test_unroll_length_and_no_sequence():
@@ -159,11 +160,13 @@ def test_types_are_kept():
 
     for dtype in ("bfloat16", "int8", "bool"):
         x = example((4, 3), dtype)
-        jax.tree.map(same_type, bx.vmap(f)(x), jax.vmap(f)(x))
-        agree(bx.vmap(f), jax.vmap(f), x)
+        got, expected = at_once(bx.vmap(f), jax.vmap(f))(x)
+        same(got, expected)
+        jax.tree.map(same_type, got, expected)
+    same(bx.vmap(f)(x), expected)
     keys = jax.random.split(jax.random.key(0), 4)
     g = lambda k, n: lax.fori_loop(0, n, lambda i, k: jax.random.fold_in(k, i), k)
-    agree(bx.vmap(g), loop_function(g, (0, 0), 0), keys, jnp.arange(4))
+    agree(bx.vmap(g), in_turn(g, (0, 0)), keys, jnp.arange(4))
 
 
 def test_collectives_in_a_loop():
@@ -245,7 +248,7 @@ def test_loops_in_loops_with_all_kinds_of_counts():
         return lax.fori_loop(0, n, body, x[0])
 
     n, m = jnp.array([0, 3, 1, 2]), jnp.array([2, 0, 5, 3])
-    agree(bx.vmap(f), loop_function(jax.jit(f), (0, 0, 0), 0), n, m, X)
+    agree(bx.vmap(f), in_turn(f, (0, 0, 0)), n, m, X)
 
 
 def test_zero_lanes():
@@ -282,8 +285,8 @@ def test_reference_in_a_loop():
         return lax.fori_loop(0, n, body, x), total[...], trace[...]
 
     x, n = X[:, 0], jnp.array([0, 3, 1, 5])
-    agree(bx.vmap(f), loop_function(f, (0, 0), 0), x, n)
-    same(jax.jit(bx.vmap(f, in_axes=(0, None)))(x, 3), jax.vmap(lambda x: f(x, 3))(x))
+    agree(bx.vmap(f), in_turn(f, (0, 0)), x, n)
+    agree(bx.vmap(f, in_axes=(0, None)), jax.vmap(f, in_axes=(0, None)), x, 3)
 
 
 def test_reference_that_predicate_and_body_read():
