@@ -1,4 +1,5 @@
 import copy
+import functools
 import pickle
 
 import jax
@@ -70,12 +71,30 @@ def test_rows_are_the_parts_of_the_data(name):
             np.testing.assert_array_equal(mine, row)
 
 
+@functools.cache
+def traced_of_all_kinds(function):
+    """What `function` makes of each of `KINDS`, traced: one program."""
+    return jax.jit(lambda kinds: {name: function(x) for name, x in kinds.items()})(KINDS)
+
+
+def padded_with_ones(x):
+    return x.to_padded(1)
+
+
+def through_padded_rows(x):
+    return bx.Ragged.from_padded(x.to_padded(), x.lengths, axis=x.axis)
+
+
+def through_offsets(x):
+    return bx.Ragged.from_offsets(x.data, x.offsets, x.max_length, axis=x.axis)
+
+
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("traced", [False, True])
 def test_padded_rows_hold_each_row_and_then_the_fill_value(name, traced):
     x = KINDS[name]
-    pad = lambda x: x.to_padded(1)
-    padded = np.asarray(jax.jit(pad)(x) if traced else pad(x))
+    pad = padded_with_ones
+    padded = np.asarray(traced_of_all_kinds(pad)[name] if traced else pad(x))
     shape = list(x.data.shape)
     shape[x.axis] = x.max_length
     expected = np.ones((len(x), *shape), x.dtype)
@@ -91,8 +110,8 @@ def test_padded_rows_hold_each_row_and_then_the_fill_value(name, traced):
 @pytest.mark.parametrize("traced", [False, True])
 def test_padded_rows_and_their_lengths_make_the_same_rows_again(name, traced):
     x = KINDS[name]
-    again = lambda x: bx.Ragged.from_padded(x.to_padded(), x.lengths, axis=x.axis)
-    got = jax.jit(again)(x) if traced else again(x)
+    again = through_padded_rows
+    got = traced_of_all_kinds(again)[name] if traced else again(x)
     assert (got.max_length, got.axis) == (x.max_length, x.axis)
     for mine, row in zip(rows_of(got), rows_of(x), strict=True):
         assert mine.dtype == x.dtype
@@ -103,8 +122,8 @@ def test_padded_rows_and_their_lengths_make_the_same_rows_again(name, traced):
 @pytest.mark.parametrize("traced", [False, True])
 def test_offsets_and_the_flat_array_make_the_same_rows_again(name, traced):
     x = KINDS[name]
-    again = lambda x: bx.Ragged.from_offsets(x.data, x.offsets, x.max_length, axis=x.axis)
-    got = jax.jit(again)(x) if traced else again(x)
+    again = through_offsets
+    got = traced_of_all_kinds(again)[name] if traced else again(x)
     np.testing.assert_array_equal(x.offsets, [0, *np.cumsum(np.asarray(x.lengths))])
     assert x.offsets.dtype == np.int32
     for mine, row in zip(rows_of(got), rows_of(x), strict=True):
