@@ -12,7 +12,7 @@ from batchax import _compat
 
 from support.batches import SIZE, assert_own_rule, batch, positions
 from support.operations import no_more_operations, operations
-from support.oracle import agree, check, quickly, same
+from support.oracle import agree, check, check_all, quickly, same
 
 VALUES_ONLY = dict(derivatives=False, eager=False)
 DIMENSIONS = {
@@ -44,25 +44,22 @@ def test_served_by_our_own_rules(primitive):
 
 
 @pytest.mark.parametrize(
-    ("name", "in_axes"),
-    [
-        (name, in_axes)
-        for name, step in (("matrix vector", 1), ("with a batch dimension", 3), ("scalars", 1))
-        for in_axes in positions(*(len(shape) for shape in DIMENSIONS[name][:2]))[::step]
-    ],
+    ("name", "step"), [("matrix vector", 1), ("with a batch dimension", 3), ("scalars", 1)]
 )
-def test_every_position(name, in_axes):
-    args = operands(name, in_axes)
-    check(contraction(name), *args, in_axes=in_axes, **VALUES_ONLY)
-    no_more_operations(contraction(name), *args, in_axes=in_axes)
+def test_every_position(name, step):
+    fun, cases = contraction(name), {}
+    for in_axes in positions(*(len(shape) for shape in DIMENSIONS[name][:2]))[::step]:
+        args = operands(name, in_axes)
+        no_more_operations(fun, *args, in_axes=in_axes)
+        cases[str(in_axes)] = (fun, *args, dict(in_axes=in_axes))
+    check_all(cases, derivatives=False)
 
 
 @settings(max_examples=10)
 @given(st.sampled_from(positions(4, 4)), st.integers(0, 2))
 def test_several_batch_and_contracted_dimensions(in_axes, out_axis):
-    args = operands("two of each", in_axes)
-    got = bx.vmap(contraction("two of each"), in_axes, out_axis)(*args)
-    same(got, jax.vmap(contraction("two of each"), in_axes, out_axis)(*args))
+    ways = [v(contraction("two of each"), in_axes, out_axis) for v in (bx.vmap, jax.vmap)]
+    agree(*ways, *operands("two of each", in_axes))
 
 
 @pytest.mark.parametrize("name", ["matrix vector", "with a batch dimension"])
@@ -92,9 +89,11 @@ DTYPES = {
 def test_dtypes_and_precision(kind):
     lhs, rhs, options = DTYPES[kind]
     fun = contraction("matrix vector", **options)
-    for in_axes in ((0, 0), (None, 0)):
-        args = operands("matrix vector", in_axes, (lhs, rhs))
-        check(fun, *args, in_axes=in_axes, **VALUES_ONLY)
+    cases = {
+        str(in_axes): (fun, *operands("matrix vector", in_axes, (lhs, rhs)), dict(in_axes=in_axes))
+        for in_axes in ((0, 0), (None, 0))
+    }
+    check_all(cases, derivatives=False)
 
 
 def test_precisions_stay_with_their_operands():
@@ -151,11 +150,11 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_function(name):
-    fun = jax.jit(FUNCTIONS[name])
-    for in_axes in ((0, 1), (None, 2)):
-        check(fun, *operands("matrix matrix", in_axes), in_axes=in_axes, **VALUES_ONLY)
+@pytest.mark.parametrize("in_axes", [(0, 1), (None, 2)])
+def test_function(in_axes):
+    args = operands("matrix matrix", in_axes)
+    cases = {name: (fun, *args, {}) for name, fun in FUNCTIONS.items()}
+    check_all(cases, in_axes=in_axes, derivatives=False)
 
 
 @pytest.mark.parametrize("in_axes", [(0, 0), (None, 0), (0, None)])
