@@ -14,8 +14,7 @@ from typing import Any
 
 from jax.extend.core import Literal, jaxprs_in_params
 
-from batchax import _compat
-from batchax.engine.primitive_facts import facts_of
+from batchax.engine.bodies import Body, bodies_of
 from batchax.programs.prices import LINEAR_ALGEBRA, RANDOM, SCATTERS, SERIES, TRANSCENDENTAL, VIEWS
 from batchax.programs.shapes import matrices_of, size_of, terms_of_contraction
 
@@ -79,17 +78,21 @@ def launches(jaxpr: Any) -> float:
     """How many operations a program runs, whatever they work on: each has its overhead."""
     total = 0.0
     for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        inner = [launches(getattr(p, "jaxpr", p)) for p in jaxprs_in_params(eqn.params)]
-        if name == "scan":
-            total += sum(inner) * eqn.params["length"]
-        elif name == "while":
-            total += sum(inner) * _STEPS_OF_WHILE
-        elif inner and not facts_of(eqn.primitive).combines:
-            total += max(inner)
-        else:
-            total += name not in _FREE
+        bodies = bodies_of(eqn)
+        total += _run(bodies, [launches(b.jaxpr) for b in bodies]) if bodies else _is_one(eqn)
     return total
+
+
+def _is_one(eqn: Any) -> bool:
+    return eqn.primitive.name not in _FREE
+
+
+def _run(bodies: Sequence[Body], costs: Sequence[float]) -> float:
+    """What running programs costs: the steps of loops, the dearest branch."""
+    if not bodies[0].is_repeated:
+        return max(costs)
+    times = (_STEPS_OF_WHILE if b.times is None else b.times for b in bodies)
+    return sum(cost * n for cost, n in zip(costs, times, strict=True))
 
 
 def length(jaxpr: Any) -> int:
@@ -101,23 +104,14 @@ def length(jaxpr: Any) -> int:
 def _of_equation(eqn: Any, lanes_differ: list[bool] | None) -> float:
     name = eqn.primitive.name
     prices = _ALONE if lanes_differ is None else _TOGETHER
-    inner = [
-        work(p, _inside(eqn, p, lanes_differ))
-        for p in (getattr(p, "jaxpr", p) for p in jaxprs_in_params(eqn.params))
-    ]
-    if name == "scan":
-        return sum(inner) * eqn.params["length"]
-    if name == "while":
-        return sum(inner) * _STEPS_OF_WHILE
-    if name == "cond":
-        return max(inner)
+    bodies = bodies_of(eqn)
+    if bodies:
+        return _run(bodies, [work(b.jaxpr, _inside(b, lanes_differ)) for b in bodies])
     if name == "dot_general":
         shared = lanes_differ is not None and not all(lanes_differ)
         return _contraction(eqn) * (prices.shared if shared else prices.contraction)
     if name in _OF_SHAPE:
         return _OF_SHAPE[name](eqn)
-    if inner and not facts_of(eqn.primitive).combines:
-        return max(inner)  # a derivative rule, beside a program, is not run
     size = max(map(size_of, (v.aval for v in (*eqn.invars, *eqn.outvars))), default=1)
     if name in _FREE:
         return 0.0
@@ -129,20 +123,12 @@ def _of_equation(eqn: Any, lanes_differ: list[bool] | None) -> float:
     return size * (prices.slow if name in _SLOW else prices.element)
 
 
-def _inside(eqn: Any, program: Any, lanes_differ: list[bool] | None) -> list[bool] | None:
+def _inside(body: Body, lanes_differ: list[bool] | None) -> list[bool] | None:
     """For the inputs of a program in an equation, as `lanes_differ` for its operands."""
     if lanes_differ is None:
         return None
-    name, unknown = eqn.primitive.name, [True] * len(program.invars)
-    if name == "while":
-        n_test, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        consts = lanes_differ[n_test : n_test + n_body]
-        return [*consts, *unknown[len(consts) :]] if len(consts) < len(unknown) else unknown
-    if name == "scan":
-        consts = lanes_differ[: _compat.scan_counts(eqn.params)[0]]
-        return [*consts, *unknown[len(consts) :]]
-    operands = lanes_differ[1:] if name == "cond" else lanes_differ
-    return operands if len(operands) == len(unknown) else unknown
+    same = [lanes_differ[i] for i in body.operands[: body.same]]
+    return [*same, *[True] * (len(body.jaxpr.invars) - len(same))]
 
 
 def _contraction(eqn: Any) -> float:

@@ -1,9 +1,13 @@
-"""Running a program of one example again, with some of its equations done otherwise."""
+"""The evaluator: a program run equation by equation, each in a way of the caller's.
+
+Batching, padding rows, masking lanes and comparing programs all walk through a program so; they
+differ in what stands for a value, and in what they do with an equation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
@@ -14,22 +18,77 @@ def evaluate(
     jaxpr: Any,
     consts: Sequence[Any],
     args: Sequence[Any],
-    run_equation: Callable[[Any, list[Any]], Sequence[Any]],
+    run_equation: Callable[[Any, list[Any]], Iterable[Any]],
+    number: Callable[[Any], Any] = lambda literal: literal.val,
 ) -> list[Any]:
     """What `jaxpr` returns if `run_equation`, of an equation and operands, does each equation.
 
-    What that emits is of the line of the user's that made the equation.
+    Equations that no result or effect needs are left out. What is emitted for an equation is of
+    the line of the user's that made it.
+
+    Args:
+      jaxpr: the program.
+      consts, args: what stands for its constants and inputs.
+      run_equation: makes of what stands for the operands what stands for the results.
+      number: what stands for a number written in the program, a `Literal`.
     """
     env = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
-    outer_names = _compat.current_name_stack()
 
     def read(v: Any) -> Any:
-        return v.val if isinstance(v, Literal) else env[v]
+        return number(v) if isinstance(v, Literal) else env[v]
 
-    for eqn in jaxpr.eqns:
-        operands = list(map(read, eqn.invars))
-        with _compat.user_source(eqn.source_info, outer_names), eqn.ctx.manager:
-            outs = run_equation(eqn, operands)
-        env.update(zip(eqn.outvars, outs, strict=True))
+    steps = (Step(eqn, eqn.invars, eqn.outvars, dead) for eqn, dead in plan(jaxpr))
+    walk(steps, env, read, lambda step, operands: run_equation(step.eqn, operands))
     return list(map(read, jaxpr.outvars))
+
+
+class Step(NamedTuple):
+    """An equation, what it reads, what it makes, and what nothing after it reads."""
+
+    eqn: Any
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+    dead: Collection[Any]
+
+
+def walk(
+    steps: Iterable[Any],
+    env: dict[Any, Any],
+    read: Callable[[Any], Any],
+    run_step: Callable[[Any, list[Any]], Iterable[Any]],
+) -> None:
+    """Runs steps one after another, from what `env` holds; there it leaves what they make."""
+    outer_names = _compat.current_name_stack()
+    for step in steps:
+        operands = list(map(read, step.inputs))
+        with _compat.user_source(step.eqn.source_info, outer_names), step.eqn.ctx.manager:
+            outs = run_step(step, operands)
+        env.update(zip(step.outputs, outs, strict=True))
+        for v in step.dead:
+            del env[v]
+        operands = outs = None  # these would keep dead values alive
+
+
+def bind_equation(eqn: Any, operands: Sequence[Any], **changes: Any) -> Sequence[Any]:
+    """Emits an equation again, on other operands and with `changes` to its parameters."""
+    primitive, params = eqn.primitive, {**eqn.params, **changes} if changes else eqn.params
+    out = primitive.bind(*operands, **primitive.get_bind_params(params))
+    return out if primitive.multiple_results else [out]
+
+
+def plan(jaxpr: Any) -> list[tuple[Any, set[Any]]]:
+    """The equations that are needed, each with the variables that are dead after it.
+
+    Dropping a value after its last use keeps eager runs within the memory that
+    ordinary Python code would have needed.
+    """
+    live = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    steps = []
+    for eqn in reversed(jaxpr.eqns):
+        if not eqn.effects and live.isdisjoint(eqn.outvars):
+            continue
+        used = {v for v in eqn.invars if not isinstance(v, Literal)}
+        steps.append((eqn, (used | set(eqn.outvars)) - live))
+        live |= used
+    return steps[::-1]

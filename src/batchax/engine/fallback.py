@@ -16,17 +16,11 @@ from jax import lax
 from batchax import _compat
 from batchax.engine import recording
 from batchax.engine.axis import Axis, AxisPosition, move_axis
+from batchax.engine.evaluate import bind_equation
 from batchax.errors import SequentialFallbackWarning
 
 # Where the warning was given: by default once for each line of the user's.
 _warned: dict[Any, Any] = {}
-
-
-def bind_equation(eqn: Any, operands: Sequence[Any], **changes: Any) -> Sequence[Any]:
-    """Emits an equation again, on other operands and with `changes` to its parameters."""
-    primitive, params = eqn.primitive, {**eqn.params, **changes} if changes else eqn.params
-    out = primitive.bind(*operands, **primitive.get_bind_params(params))
-    return out if primitive.multiple_results else [out]
 
 
 def run_without_rule(

@@ -10,15 +10,14 @@ trace surrounds the call, so every JAX transformation composes from outside.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
-
-from jax.extend.core import Literal
 
 from batchax import _compat
 from batchax.engine import recording
 from batchax.engine.axis import Axis, AxisPosition
-from batchax.engine.fallback import bind_equation, run_without_rule
+from batchax.engine.evaluate import bind_equation, evaluate
+from batchax.engine.fallback import run_without_rule
 from batchax.engine.named_axes import uses_name
 from batchax.engine.reference_axes import create_batched, references_to_batch
 from batchax.engine.registry import find
@@ -30,6 +29,9 @@ from batchax.engine.varying import (
     varies_as_staged,
     vary_alike,
 )
+
+Placed = tuple[Any, AxisPosition]
+"""A value, and where it carries the batch axis."""
 
 
 def interpret(
@@ -51,35 +53,21 @@ def interpret(
       The outputs and the position of the batch axis in each, None for an
       output that does not depend on the batch.
     """
-    steps = plan(jaxpr)
-    # Each variable's value and where that carries the batch axis.
-    env: dict[Any, tuple[Any, AxisPosition]] = {
-        v: (x, None) for v, x in zip(jaxpr.constvars, consts, strict=True)
-    }
-    env.update(zip(jaxpr.invars, zip(args, axes, strict=True), strict=True))
-    outer_names = _compat.current_name_stack()
     one_for_each_lane = references_to_batch(axis, jaxpr, axes)
 
-    with recording.run(jaxpr):
-        for eqn, dead in steps:
-            operands, operand_axes = [], []
-            for v in eqn.invars:
-                if isinstance(v, Literal):
-                    operands.append(v.val)
-                    operand_axes.append(None)
-                else:
-                    value, position = env[v]
-                    operands.append(value)
-                    operand_axes.append(position)
-            with _compat.user_source(eqn.source_info, outer_names), eqn.ctx.manager:
-                for_each_lane = not one_for_each_lane.isdisjoint(eqn.outvars)
-                outs, out_axes = batch_equation(axis, eqn, operands, operand_axes, for_each_lane)
-            env.update(zip(eqn.outvars, zip(outs, out_axes, strict=True), strict=True))
-            for v in dead:
-                del env[v]
-            value = operands = outs = None  # these would keep dead values alive
+    def run_equation(eqn: Any, operands: list[Placed]) -> Iterable[Placed]:
+        values, positions = [x for x, _ in operands], [a for _, a in operands]
+        for_each_lane = not one_for_each_lane.isdisjoint(eqn.outvars)
+        return zip(*batch_equation(axis, eqn, values, positions, for_each_lane), strict=True)
 
-    outputs = [(v.val, None) if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
+    with recording.run(jaxpr):
+        outputs = evaluate(
+            jaxpr,
+            [(x, None) for x in consts],
+            list(zip(args, axes, strict=True)),
+            run_equation,
+            lambda literal: (literal.val, None),
+        )
     return [value for value, _ in outputs], [position for _, position in outputs]
 
 
@@ -139,20 +127,3 @@ def _batch(
     if primitive.multiple_results:
         return out, out_axes
     return [out], [out_axes]
-
-
-def plan(jaxpr: Any) -> list[tuple[Any, set[Any]]]:
-    """The equations that are needed, each with the variables that are dead after it.
-
-    Dropping a value after its last use keeps eager runs within the memory that
-    ordinary Python code would have needed.
-    """
-    live = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
-    steps = []
-    for eqn in reversed(jaxpr.eqns):
-        if not eqn.effects and live.isdisjoint(eqn.outvars):
-            continue
-        used = {v for v in eqn.invars if not isinstance(v, Literal)}
-        steps.append((eqn, (used | set(eqn.outvars)) - live))
-        live |= used
-    return steps[::-1]

@@ -7,7 +7,7 @@ becomes an input of the program, which loops and branches receive as any other v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,12 +17,12 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.extend.core import Literal, jaxprs_in_params
-from jax.extend.core.primitives import copy_p, while_p
+from jax.extend.core.primitives import cond_p, copy_p, scan_p, while_p
 
 from batchax import _compat
 from batchax.engine.axis import Axis
-from batchax.engine.evaluate import evaluate
-from batchax.engine.fallback import bind_equation
+from batchax.engine.bodies import bind_with, bodies_of
+from batchax.engine.evaluate import bind_equation, evaluate
 from batchax.engine.inner import remembered
 from batchax.engine.named_axes import as_names, uses_name
 from batchax.engine.primitive_facts import body_parameter, facts_of
@@ -138,25 +138,17 @@ def _use(axis: Axis, eqn: Any, xs: list[Any], lane: Any, top: bool) -> Sequence[
     """An equation that uses the name of the axis."""
     name = eqn.primitive.name
 
-    def inner(body: Any, at_top: bool = False) -> Callable[..., list[Any]]:
-        body = _compat.close(body)
-        return lambda *args: _evaluate(axis, body.jaxpr, body.consts, args, lane, at_top)
-
     if name == "axis_index":
         return [_index(axis, eqn.params["axis_name"], lane)]
     if facts_of(eqn.primitive).cast:
         others = tuple(n for n in eqn.params["axes"] if n != axis.name)
         return bind_equation(eqn, xs, axes=others) if others else xs
     if _is_opened(eqn):
-        return inner(eqn.params[body_parameter(eqn)], top)(*xs)
-    if name == "scan":
-        return _scan(eqn, xs, inner(eqn.params["jaxpr"]))
-    if name == "while":
-        return _while(eqn, xs, inner(eqn.params["cond_jaxpr"]), inner(eqn.params["body_jaxpr"]))
-    if name == "cond":
-        index, *operands = xs
-        branches = [inner(branch) for branch in eqn.params["branches"]]
-        return lax.switch(index, branches, *operands)
+        body = _compat.close(eqn.params[body_parameter(eqn)])
+        return _evaluate(axis, body.jaxpr, body.consts, xs, lane, top)
+    if name in _LOOPS_AND_BRANCHES:
+        programs = [index_as_input(axis, _compat.close(b.program)) for b in bodies_of(eqn)]
+        return bind_with(eqn, xs, programs, [lane])
     user_rule = eqn.primitive is custom_call_p  # which serves all lanes at once
     if top and (user_rule or not any(True for _ in jaxprs_in_params(eqn.params))):
         return bind_equation(eqn, xs)
@@ -178,26 +170,4 @@ def _index(axis: Axis, names: Any, lane: Any) -> Any:
     return index
 
 
-def _scan(eqn: Any, xs: list[Any], body: Callable[..., list[Any]]) -> list[Any]:
-    n_consts, n_carry = _compat.scan_counts(eqn.params)
-    consts, init = xs[:n_consts], xs[n_consts : n_consts + n_carry]
-
-    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = body(*consts, *carry, *x)
-        return outs[:n_carry], outs[n_carry:]
-
-    options = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}
-    carry, ys = lax.scan(step, init, xs[n_consts + n_carry :], **options)
-    return [*carry, *ys]
-
-
-def _while(
-    eqn: Any, xs: list[Any], test: Callable[..., list[Any]], body: Callable[..., list[Any]]
-) -> list[Any]:
-    n_test, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    test_consts, body_consts = xs[:n_test], xs[n_test : n_test + n_body]
-    return lax.while_loop(
-        lambda carry: test(*test_consts, *carry)[0],
-        lambda carry: body(*body_consts, *carry),
-        xs[n_test + n_body :],
-    )
+_LOOPS_AND_BRANCHES = frozenset(p.name for p in (while_p, scan_p, cond_p))

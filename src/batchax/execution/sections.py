@@ -17,6 +17,7 @@ from jax.extend.core.primitives import while_p
 
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition
+from batchax.engine.bodies import bodies_of
 from batchax.engine.interpreter import interpret
 from batchax.engine.named_axes import uses_name
 from batchax.engine.replay import closed_over
@@ -134,15 +135,16 @@ def parting_loops(eqns: Sequence[Any], env: Env, most: int) -> set[int]:
             continue
         if bytes_per_lane(v for v in eqn.invars if differs(v)) > most:
             continue
-        n_test, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        test, body = bodies_of(eqn)
         marks = list(map(differs, eqn.invars))
-        test, body, carry = marks[:n_test], marks[n_test:][:n_body], marks[n_test + n_body :]
+        same = [marks[i] for i in body.operands[: body.same]]
+        carry = [marks[i] for i in body.carry_operands]
         while True:
-            new = reached(eqn.params["body_jaxpr"].jaxpr, [*body, *carry])
+            new = reached(body.jaxpr, [*same, *carry])
             if not any(n and not c for n, c in zip(new, carry, strict=True)):
                 break
             carry = [n or c for n, c in zip(new, carry, strict=True)]
-        if any(reached(eqn.params["cond_jaxpr"].jaxpr, [*test, *carry])):
+        if any(reached(test.jaxpr, [*(marks[i] for i in test.operands[: test.same]), *carry])):
             found.add(id(eqn))
     return found
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchax.engine.interpreter import plan
+from batchax.engine.evaluate import plan
 from batchax.engine.recording import Record, Recorder
 from batchax.explain.explanation import Work
 from batchax.programs.cost import Cost, cost_around, cost_of_equation

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition
+from batchax.engine.bodies import bodies_of
 from batchax.engine.inner import batched_aval
 from batchax.engine.recording import Record, Recorder
 from batchax.explain.attribution import Attribution, Tally
@@ -128,25 +128,19 @@ class Listing:
         Returns:
           What loops carry, or take apart: its name inside, and that of what it is at first.
         """
-        eqn = entry.eqn
-        name, params, operands = eqn.primitive.name, eqn.params, eqn.invars
-        if name == "cond":
-            for i, branch in enumerate(params["branches"]):
-                self._name_alike(self._entered(entry, branch, f"branch {i}"), operands[1:])
-        elif name == "scan":
-            n = _compat.scan_counts(params)[0]
-            inputs = self._entered(entry, params["jaxpr"], "")
-            self._name_alike(inputs[:n], operands[:n])
-            return self._named_pairs(inputs[n:], operands[n:])
-        elif name == "while":
-            n, m = params["cond_nconsts"], params["body_nconsts"]
-            tested = self._entered(entry, params["cond_jaxpr"], "condition")
-            inputs = self._entered(entry, params["body_jaxpr"], "")
-            self._name_alike(tested[:n], operands[:n])
-            self._name_alike(inputs[:m], operands[n : n + m])
-            self._name_alike(tested[n:], inputs[m:])
-            return self._named_pairs(inputs[m:], operands[n + m :])
-        return ()
+        operands, pairs, condition = entry.eqn.invars, (), ()
+        for body in bodies_of(entry.eqn):
+            if body.role == "call":
+                continue
+            inputs = self._entered(entry, body.program, "" if body.role == "body" else body.role)
+            given = [operands[i] for i in body.operands]
+            self._name_alike(inputs[: body.same], given[: body.same])
+            if body.role == "condition":
+                condition = inputs[body.same :]
+            elif body.is_repeated:
+                self._name_alike(condition, inputs[body.same :])
+                pairs = self._named_pairs(inputs[body.same :], given[body.same :])
+        return pairs
 
     def _entered(self, entry: Entry, given: Any, role: str) -> Sequence[Any]:
         """The inputs of a program in `entry`, which may have been run in another form.

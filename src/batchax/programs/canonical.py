@@ -18,9 +18,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
 
 from batchax import _compat
+from batchax.engine.evaluate import evaluate
 from batchax.engine.own_primitives import operations_of
 from batchax.engine.primitive_facts import facts_of
 from batchax.engine.program_key import value_key
@@ -144,15 +144,12 @@ class Program:
         return self._read(program.jaxpr, [*consts, *inputs])
 
     def _read(self, jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+        consts = len(jaxpr.constvars)
 
-        def value(v: Any) -> Value:
-            return self.constant(v.val, v.aval) if isinstance(v, Literal) else env[v]
+        def number(literal: Any) -> Value:
+            return self.constant(literal.val, literal.aval)
 
-        for eqn in jaxpr.eqns:
-            outs = self._equation(eqn, [value(v) for v in eqn.invars])
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [value(v) for v in jaxpr.outvars]
+        return evaluate(jaxpr, inputs[:consts], inputs[consts:], self._equation, number)
 
     def _equation(self, eqn: Any, args: list[Value]) -> list[Value]:
         own = operations_of(eqn)

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from batchax import _compat
+from batchax.engine.bodies import Body, bodies_of
 from batchax.engine.primitive_facts import body_parameter
 from batchax.programs.canonical import Program, rules, rules_by_fact
 from batchax.programs.canonical_values import Value
@@ -35,66 +36,42 @@ def _captured(p: Program, x: Value, where: Hashable, reads: Sequence[int]) -> Va
     return Value(inside, x.axes, x.shape, x.eqn)
 
 
-def _scan(p: Program, eqn: Any, args: list[Value]) -> list[Value]:
-    body = eqn.params["jaxpr"]
-    consts, carries = _compat.scan_counts(eqn.params)
-    avals = [v.aval for v in body.jaxpr.invars]
-    init = [p.plain(x) for x in args[consts : consts + carries]]
-    steps = [p.plain(x) for x in args[consts + carries :]]
-    entering = [x.node for x in (*init, *steps)]
-
-    def inputs(level: int) -> list[Value]:
-        return [
-            *(_captured(p, x, level, entering) for x in args[:consts]),
-            *(
-                p.entry("carried", (level, i), a, entering)
-                for i, a in enumerate(avals[consts:])
-            ),
-        ]  # fmt: skip
-
-    outs, effects = p.body(body, inputs)
-    nodes = [p.plain(y).node for y in outs]
-    params = tuple(
-        (name, eqn.params[name]) for name in ("length", "reverse", "unroll") if name in eqn.params
-    )
-    key = (params, carries, tuple(nodes), effects)
-    return p.results(eqn, p.operation(eqn, key, [*init, *steps], nodes))
-
-
-def _while(p: Program, eqn: Any, args: list[Value]) -> list[Value]:
-    conds, bodies = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    init = [p.plain(x) for x in args[conds + bodies :]]
-    entering = [x.node for x in init]
-    parts = ((eqn.params["cond_jaxpr"], args[:conds]),
-             (eqn.params["body_jaxpr"], args[conds : conds + bodies]))  # fmt: skip
-    key: list[Hashable] = []
+def _loop(p: Program, eqn: Any, args: list[Value]) -> list[Value]:
+    bodies = bodies_of(eqn)
+    body = bodies[-1]
+    entering = [p.plain(args[i]) for i in (*body.carry_operands, *body.sliced_operands)]
+    reads = [x.node for x in entering]
+    key: list[Hashable] = [(name, eqn.params.get(name)) for name in _HOW_IT_RUNS]
     inner: list[int] = []
-    for program, consts in parts:
+    for each in bodies:
 
-        def inputs(level: int, program: Any = program, consts: Any = consts) -> list[Value]:
-            avals = [v.aval for v in program.jaxpr.invars][len(consts) :]
+        def inputs(level: int, each: Body = each) -> list[Value]:
+            avals = [v.aval for v in each.jaxpr.invars][each.same :]
             return [
-                *(_captured(p, x, level, entering) for x in consts),
-                *(p.entry("carried", (level, i), a, entering) for i, a in enumerate(avals)),
+                *(_captured(p, args[i], level, reads) for i in each.operands[: each.same]),
+                *(p.entry("carried", (level, i), a, reads) for i, a in enumerate(avals)),
             ]
 
-        outs, effects = p.body(program, inputs)
+        outs, effects = p.body(_compat.close(each.program), inputs)
         nodes = [p.plain(y).node for y in outs]
         inner += nodes
-        key.append((tuple(nodes), effects))
-    return p.results(eqn, p.operation(eqn, tuple(key), init, inner))
+        key.append((each.carried, tuple(nodes), effects))
+    return p.results(eqn, p.operation(eqn, tuple(key), entering, inner))
+
+
+_HOW_IT_RUNS = ("length", "reverse", "unroll")
 
 
 def _cond(p: Program, eqn: Any, args: list[Value]) -> list[Value]:
     which, operands = p.plain(args[0]), args[1:]
     key: list[Hashable] = []
     inner: list[int] = []
-    for number, branch in enumerate(eqn.params["branches"]):
+    for number, branch in enumerate(bodies_of(eqn)):
 
         def inputs(level: int, number: int = number) -> list[Value]:
             return [_captured(p, x, (level, number), [which.node]) for x in operands]
 
-        outs, effects = p.body(branch, inputs)
+        outs, effects = p.body(branch.program, inputs)
         nodes = [p.plain(y).node for y in outs]
         inner += nodes
         key.append((tuple(nodes), effects))
@@ -102,5 +79,5 @@ def _cond(p: Program, eqn: Any, args: list[Value]) -> list[Value]:
 
 
 rules_by_fact.update(is_plain_call=_call, again=_call)
-rules.update(dict.fromkeys(_WITH_RULES, _call), scan=_scan, cond=_cond)
-rules["while"] = _while
+rules.update(dict.fromkeys(_WITH_RULES, _call), scan=_loop, cond=_cond)
+rules["while"] = _loop

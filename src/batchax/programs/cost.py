@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchax import _compat
+from batchax.engine.bodies import bodies_of
 from batchax.programs.inner import Inner as Inner
 from batchax.programs.inner import integers_in as integers_in
 from batchax.programs.inner import programs_in as programs_in
@@ -142,6 +142,7 @@ def _dearest(costs: list[Cost]) -> Cost:
 
 def _cut_and_joined(eqn: Any) -> int:
     """Bytes that a scan moves to cut what it scans over, and to join the results."""
-    n_consts, n_carry = _compat.scan_counts(eqn.params)
-    cut, joined = eqn.invars[n_consts + n_carry :], eqn.outvars[n_carry:]
+    (body,) = bodies_of(eqn)
+    cut = (eqn.invars[i] for i in body.sliced_operands)
+    joined = (eqn.outvars[i] for i in body.stacked_results)
     return 2 * bytes_of(v.aval for v in (*cut, *joined))

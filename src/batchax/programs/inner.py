@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jax.core import Tracer
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal
 
-from batchax import _compat
+from batchax.engine.bodies import Body, bodies_of
 from batchax.engine.own_primitives import expanded, operations_of
 from batchax.engine.primitive_facts import facts_of
 
@@ -45,24 +45,27 @@ def programs_in(eqn: Any, integers: Mapping[Any, int] | None = None) -> list[Inn
       integers: the integers known in the program that it is from, as `integers_in` finds
         them. With them a `while` that counts up to a bound has its number of steps.
     """
-    name, known = eqn.primitive.name, integers or {}
-    if facts_of(eqn.primitive).combines:
-        return []
-    if name in _LOOPS_AND_BRANCHES:
-        return _LOOPS_AND_BRANCHES[name](eqn, known)
-    if name == "call_hi_primitive":
+    known = integers or {}
+    if eqn.primitive.name == "call_hi_primitive":
         own = expanded(eqn.params["_prim"], [v.aval for v in eqn.invars])
     else:
         own = operations_of(eqn)
     if own is not None:
-        return [_call(own, eqn.invars, known)]
-    if name == "custom_linear_solve":  # the others are for derivatives
-        return [Inner("call", _open(eqn.params["jaxprs"].solve), 1)]
-    return [_call(p, eqn.invars, known) for p in list(jaxprs_in_params(eqn.params))[:1]]
+        return [Inner("call", own.jaxpr, 1, _passed_on(own, eqn.invars, known))]
+    bodies = bodies_of(eqn)
+    if [body.role for body in bodies] == ["condition", "body"]:
+        test, body = bodies
+        return _tested_and_run(eqn, test, body, known)
+    return [_inner(eqn, body, known) for body in bodies]
 
 
-def _call(program: Any, operands: Any, known: Mapping[Any, int]) -> Inner:
-    return Inner("call", _open(program), 1, _passed_on(program, operands, known))
+def _inner(eqn: Any, body: Body, known: Mapping[Any, int]) -> Inner:
+    times = body.times if isinstance(body.times, int) else None
+    return Inner(body.role, body.jaxpr, times, _known_inside(eqn, body, known))
+
+
+def _known_inside(eqn: Any, body: Body, known: Mapping[Any, int]) -> dict[Any, int]:
+    return _passed_on(body.program, [eqn.invars[i] for i in body.operands[: body.same]], known)
 
 
 def _open(program: Any) -> Any:
@@ -79,46 +82,19 @@ def _passed_on(program: Any, operands: Any, known: Mapping[Any, int]) -> dict[An
     return found
 
 
-# --- loops and branches ------------------------------------------------------------------------
-
-
-def _scan(eqn: Any, known: Mapping[Any, int]) -> list[Inner]:
-    body, length = eqn.params["jaxpr"], eqn.params["length"]
-    consts = eqn.invars[: _compat.scan_counts(eqn.params)[0]]
-    times = length if isinstance(length, int) else None
-    return [Inner("body", _open(body), times, _passed_on(body, consts, known))]
-
-
-def _while(eqn: Any, known: Mapping[Any, int]) -> list[Inner]:
-    n_test, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    test, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
-    of_test, of_body = eqn.invars[:n_test], eqn.invars[n_test : n_test + n_body]
-    of_test, of_body = _passed_on(test, of_test, known), _passed_on(body, of_body, known)
-    start = [_integer(v, known) for v in eqn.invars[n_test + n_body :]]
-    test, body = _open(test), _open(body)
-    carried = _Carry(start, test.invars[n_test:], body.invars[n_body:], body.outvars)
-    steps = _steps(carried, test, body, of_test, of_body)
-    return [
-        Inner("condition", test, None if steps is None else steps + 1, of_test),
-        Inner("body", body, steps, of_body),
-    ]
-
-
-def _cond(eqn: Any, known: Mapping[Any, int]) -> list[Inner]:
-    return [
-        Inner(f"branch {i}", _open(p), 1, _passed_on(p, eqn.invars[1:], known))
-        for i, p in enumerate(eqn.params["branches"])
-    ]
-
-
-_LOOPS_AND_BRANCHES: dict[str, Callable[..., list[Inner]]] = {
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-}
-
-
 # --- how many steps a loop that counts takes ---------------------------------------------------
+
+
+def _tested_and_run(eqn: Any, test: Body, body: Body, known: Mapping[Any, int]) -> list[Inner]:
+    of_test, of_body = (_known_inside(eqn, part, known) for part in (test, body))
+    start = [_integer(eqn.invars[i], known) for i in body.carry_operands]
+    tested, before = test.jaxpr.invars[test.same :], body.jaxpr.invars[body.same :]
+    carried = _Carry(start, tested, before, body.jaxpr.outvars)
+    steps = _steps(carried, test.jaxpr, body.jaxpr, of_test, of_body)
+    return [
+        Inner(test.role, test.jaxpr, None if steps is None else steps + 1, of_test),
+        Inner(body.role, body.jaxpr, steps, of_body),
+    ]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from jax import lax
 from batchax import _compat
 from batchax.engine import recording
 from batchax.engine.axis import Axis, AxisPosition, move_axis
+from batchax.engine.evaluate import walk
 from batchax.engine.interpreter import batch_equation
 from batchax.engine.primitive_facts import body_parameter, facts_of
 from batchax.rows.index import RowIndex
@@ -178,11 +179,7 @@ def _run_steps(rows: PackedRows, program: Steps, arguments: Sequence[Packed]) ->
     def read(i: int | Constant) -> Packed:
         return Packed(i.value, i.shape) if isinstance(i, Constant) else env[i]
 
-    outer_names = _compat.current_name_stack()
-    for step in program.steps:
-        with _compat.user_source(step.eqn.source_info, outer_names), step.eqn.ctx.manager:
-            outs = run_and_note(rows, step.eqn, list(map(read, step.inputs)))
-        env.update(zip(step.outputs, outs, strict=True))
+    walk(program.steps, env, read, lambda step, values: run_and_note(rows, step.eqn, values))
     return list(map(read, program.outputs))
 
 

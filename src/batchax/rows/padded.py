@@ -12,6 +12,7 @@ padding sends back. That must be nothing, not zero times infinity, and `cut` see
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,12 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import jaxprs_in_params
 
 from batchax import _compat
 from batchax.engine import recording
-from batchax.engine.fallback import bind_equation
-from batchax.engine.interpreter import plan
+from batchax.engine.evaluate import bind_equation, evaluate
 from batchax.engine.primitive_facts import facts_of
 from batchax.errors import UnsupportedError
 from batchax.rows.sizes import Sizes, depends_on_sizes
@@ -170,23 +170,14 @@ def run_padded(sizes: Sizes, jaxpr: Any, consts: Sequence[Any], rows: Sequence[R
     Raises:
       CannotPad: an operation has no exact padded form; names it and the user's line.
     """
-    env: dict[Any, Row] = {
-        v: Row(x, v.aval.shape) for v, x in zip(jaxpr.constvars, consts, strict=True)
-    }
-    env.update(zip(jaxpr.invars, map(replace, rows), strict=True))  # filled here, not there
-    outer_names = _compat.current_name_stack()
-
-    def read(v: Any) -> Row:
-        return Row(v.val, jnp.shape(v.val)) if isinstance(v, Literal) else env[v]
-
     with recording.run(jaxpr):
-        for eqn, dead in plan(jaxpr):
-            with _compat.user_source(eqn.source_info, outer_names), eqn.ctx.manager:
-                outs = run_equation(sizes, eqn, [read(v) for v in eqn.invars])
-            env.update(zip(eqn.outvars, outs, strict=True))
-            for v in dead:
-                del env[v]
-    return [read(v) for v in jaxpr.outvars]
+        return evaluate(
+            jaxpr,
+            [Row(x, v.aval.shape) for v, x in zip(jaxpr.constvars, consts, strict=True)],
+            list(map(replace, rows)),  # filled here, not there
+            functools.partial(run_equation, sizes),
+            lambda literal: Row(literal.val, jnp.shape(literal.val)),
+        )
 
 
 def run_equation(sizes: Sizes, eqn: Any, rows: Sequence[Row]) -> list[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from batchax import _compat
 from batchax.engine.axis import AxisPosition, axis_to_front
+from batchax.engine.evaluate import walk
 from batchax.engine.inner import batch_function
 from batchax.rows.index import pack_rows, pad_rows
 from batchax.rows.layouts import Layout, other_layout
@@ -162,14 +164,11 @@ def _run_padded(values: _Values, region: Region, wanted: set[int], program: Step
         for v, x, given in zip(needed, args[len(names) :], inputs, strict=True):
             zero = has_symbols(given.shape) and v not in values.left_padded
             env[v] = Row(x, given.shape, 0 if zero else None)
-        outer_names = _compat.current_name_stack()
-        for step in region.steps:
-            operands = [
-                Row(v.value, v.shape) if isinstance(v, Constant) else env[v] for v in step.inputs
-            ]
-            with _compat.user_source(step.eqn.source_info, outer_names), step.eqn.ctx.manager:
-                outs = _run_step(sizes, step, operands)
-            env.update(zip(step.outputs, outs, strict=True))
+
+        def read(v: Any) -> Row:
+            return Row(v.value, v.shape) if isinstance(v, Constant) else env[v]
+
+        walk(region.steps, env, read, functools.partial(_run_step, sizes))
         return [env[v].value for v in results]
 
     axes: list[AxisPosition] = [*[0] * len(names), *(x.axis for x in inputs)]

@@ -8,6 +8,7 @@ expression; how much of that belongs to the row its *size* says, which is known 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -71,9 +72,9 @@ class Sizes:
         """What `dims` come to in each row there may be; None where those are too many."""
         symbolic = [dim for dim in dims if is_symbolic(dim)]
         names = sorted(frozenset().union(*map(_compat.symbols, symbolic)))
-        ranges = [np.arange(self.bounds[name] + 1, dtype=np.int64) for name in names]
-        if np.prod([float(len(r)) for r in ranges]) > _MOST_COMBINATIONS:
+        if math.prod(self.bounds[name] + 1 for name in names) > _MOST_COMBINATIONS:
             return None
+        ranges = [np.arange(self.bounds[name] + 1, dtype=np.int64) for name in names]
         values = dict(zip(names, np.meshgrid(*ranges, indexing="ij"), strict=True))
         return [_compat.evaluate_size(dim, values) if is_symbolic(dim) else dim for dim in dims]
 

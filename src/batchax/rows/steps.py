@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from batchax import _compat
-from batchax.engine.interpreter import plan
+from batchax.engine.evaluate import plan
 from batchax.engine.primitive_facts import body_parameter, facts_of
 
 
@@ -37,6 +37,11 @@ class Step:
     inputs: tuple[int | Constant, ...]
     outputs: tuple[int, ...]
     callers: tuple[Any, ...] = ()
+
+    @property
+    def dead(self) -> tuple[int, ...]:
+        """The numbers of the values that nothing needs after it: unknown, as regions share them."""
+        return ()
 
     @property
     def used(self) -> tuple[int, ...]:

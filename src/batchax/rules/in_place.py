@@ -31,11 +31,11 @@ from jax.extend.core.primitives import cond_p, scan_p, while_p
 
 from batchax import _compat
 from batchax.engine.axis import Axis, AxisPosition, move_axis
-from batchax.engine.fallback import bind_equation
+from batchax.engine.bodies import Body, bind_with, bodies_of
+from batchax.engine.evaluate import bind_equation, evaluate
 from batchax.engine.inner import remembered, stage_function
-from batchax.engine.interpreter import plan
 from batchax.engine.own_primitives import stands_for
-from batchax.engine.primitive_facts import body_parameter, enter
+from batchax.engine.primitive_facts import enter
 from batchax.engine.registry import register_own_rule
 from batchax.rules.calls import CALLS
 from batchax.rules.hazards import is_endless
@@ -136,23 +136,13 @@ def _run(
     lane: _Lane, program: _compat.ClosedJaxpr, operands: Sequence[Any], own: Collection[int]
 ) -> list[Any]:
     jaxpr = program.jaxpr
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
-    env.update(zip(jaxpr.invars, operands, strict=True))
     arrays = {v for v, source in sources(jaxpr).items() if source.input in own}
-    outer_names = _compat.current_name_stack()
 
-    def read(v: Any) -> Any:
-        return v.val if isinstance(v, Literal) else env[v]
-
-    for eqn, dead in plan(jaxpr):
-        xs = [read(v) for v in eqn.invars]
+    def run_equation(eqn: Any, xs: list[Any]) -> Sequence[Any]:
         mine = {i for i, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in arrays}
-        with _compat.user_source(eqn.source_info, outer_names), eqn.ctx.manager:
-            outs = _run_equation(lane, eqn, xs, mine)
-        env.update(zip(eqn.outvars, outs, strict=True))
-        for v in dead:
-            del env[v]
-    return [read(v) for v in jaxpr.outvars]
+        return _run_equation(lane, eqn, xs, mine)
+
+    return evaluate(jaxpr, program.consts, operands, run_equation)
 
 
 def _run_equation(lane: _Lane, eqn: Any, xs: list[Any], mine: set[int]) -> Sequence[Any]:
@@ -255,23 +245,24 @@ def _dynamic_update_slice(live: Any, eqn: Any, xs: Any) -> Sequence[Any]:
 # Programs inside: each is given `live`.
 
 
-def _while(lane: _Lane, eqn: Any, xs: Any, mine: set[int]) -> Sequence[Any]:
-    params = eqn.params
-    n_test, n_body = params["cond_nconsts"], params["body_nconsts"]
-    test, body = params["cond_jaxpr"], params["body_jaxpr"]
-    test = remembered(test, ("goes on", lane.axis), lambda: _goes_on_if_live(lane.axis, test))
-    own = {i - n_test for i in mine if i >= n_test}
-    body = lane.inner(body, carried_inputs(body.jaxpr, n_body, own))
-    return while_p.bind(
-        lane.live,
-        *xs[:n_test],
-        lane.live,
-        *xs[n_test:],
-        cond_nconsts=n_test + 1,
-        cond_jaxpr=test,
-        body_nconsts=n_body + 1,
-        body_jaxpr=body,
-    )
+def _inside(lane: _Lane, eqn: Any, xs: list[Any], mine: set[int]) -> Sequence[Any]:
+    bodies = bodies_of(eqn)
+    sliced = {i for body in bodies for i in body.sliced_operands if body.is_repeated}
+    xs = [lane.safe(x) if i in mine and i in sliced else x for i, x in enumerate(xs)]
+    programs = [_for_lane(lane, body, mine) for body in bodies]
+    return bind_with(eqn, xs, programs, [lane.live])
+
+
+def _for_lane(lane: _Lane, body: Body, mine: set[int]) -> _compat.ClosedJaxpr:
+    program = _compat.close(body.program)
+    if body.role == "condition":
+        key = ("goes on", lane.axis)
+        return remembered(program, key, lambda: _goes_on_if_live(lane.axis, program))
+    most = body.same + body.carried  # of what a step takes a part, that is harmless already
+    own = {k for k, i in enumerate(body.operands[:most]) if i in mine}
+    if body.is_repeated:
+        own = carried_inputs(body.jaxpr, body.same, own)
+    return lane.inner(program, own)
 
 
 def _goes_on_if_live(axis: Axis, test: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
@@ -283,39 +274,6 @@ def _goes_on_if_live(axis: Axis, test: _compat.ClosedJaxpr) -> _compat.ClosedJax
         return [some_live_p.bind(live, more)]
 
     return stage_function(axis, goes_on, [_LIVE, *test.in_avals])
-
-
-def _scan(lane: _Lane, eqn: Any, xs: Any, mine: set[int]) -> Sequence[Any]:
-    params = eqn.params
-    n_consts, n_carry = _compat.scan_counts(params)
-    first = n_consts + n_carry
-    xs = [lane.safe(x) if i in mine and i >= first else x for i, x in enumerate(xs)]
-    own = carried_inputs(params["jaxpr"].jaxpr, n_consts, {i for i in mine if i < first})
-
-    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = _run(lane, params["jaxpr"], [*xs[:n_consts], *carry, *x], own)
-        return outs[:n_carry], outs[n_carry:]
-
-    options = {k: v for k, v in params.items() if k in _SCAN_OPTIONS}
-    carry, ys = lax.scan(step, list(xs[n_consts:first]), list(xs[first:]), **options)
-    return [*carry, *ys]
-
-
-_SCAN_OPTIONS = frozenset("length reverse unroll _split_transpose".split())
-
-
-def _cond(lane: _Lane, eqn: Any, xs: Any, mine: set[int]) -> Sequence[Any]:
-    index, *operands = xs
-    branches = [lane.inner(b, (i - 1 for i in mine)) for b in eqn.params["branches"]]
-    params = {**eqn.params, "branches": tuple(branches)}
-    return cond_p.bind(index, lane.live, *operands, **params)
-
-
-def _call(lane: _Lane, eqn: Any, xs: Any, mine: set[int]) -> Sequence[Any]:
-    holder = body_parameter(eqn)
-    body, consts = _compat.hoist_constants(lane.inner(eqn.params[holder], mine))
-    body = body if isinstance(eqn.params[holder], _compat.ClosedJaxpr) else body.jaxpr
-    return bind_equation(eqn, [*consts, lane.live, *xs], **{holder: body})
 
 
 def _jit(lane: _Lane, eqn: Any, xs: Any, mine: set[int]) -> Sequence[Any]:
@@ -331,11 +289,8 @@ _UPDATES: dict[str, Callable[..., Sequence[Any]]] = {
 _READS = frozenset("dynamic_slice gather slice".split())
 
 _PROGRAMS: dict[str, Callable[..., Sequence[Any]]] = {
-    while_p.name: _while,
-    scan_p.name: _scan,
-    cond_p.name: _cond,
+    **dict.fromkeys((while_p.name, scan_p.name, cond_p.name, *CALLS), _inside),
     "jit": _jit,
-    **dict.fromkeys(CALLS, _call),
 }
 
 

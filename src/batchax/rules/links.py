@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax import lax
@@ -18,7 +18,8 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import cond_p, scan_p, while_p
 
 from batchax import _compat
-from batchax.engine.primitive_facts import body_parameter, facts_of
+from batchax.engine.bodies import Body, bodies_of
+from batchax.engine.primitive_facts import facts_of
 
 SCATTERS = frozenset(
     p.name
@@ -128,8 +129,7 @@ def links_of(eqn: Any) -> list[Link]:
         return [Link(0, 0, False)] if same_type and in_order and not facts.cast else []
     if name in SCATTERS or eqn.primitive is lax.dynamic_update_slice_p:
         return [Link(0, 0, True)] if _is_small_update(eqn) else []
-    find = _of_call if facts.body else _LINKS.get(name)
-    return [] if find is None else find(eqn)
+    return _through_bodies(bodies_of(eqn)) if facts.body or name in _LOOPS_AND_BRANCHES else []
 
 
 def _is_small_update(eqn: Any) -> bool:
@@ -145,31 +145,26 @@ def _is_small_update(eqn: Any) -> bool:
     return size >= _SMALLEST and size >= _PARTS * math.prod(update.shape)
 
 
-def _of_while(eqn: Any) -> list[Link]:
-    first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-    kept = kept_carries(eqn.params["body_jaxpr"], eqn.params["body_nconsts"])
-    return [Link(first + k, k, source.updated) for k, source in kept.items()]
+def _through_bodies(bodies: Sequence[Body]) -> list[Link]:
+    """The results that each body makes of one operand, of which a loop makes the same carry."""
+    found: list[dict[int, Link]] = []
+    for body in bodies:
+        if not body.results:
+            continue
+        kept = kept_outputs(body.jaxpr).items()
+        found.append(
+            {
+                body.results[k]: Link(body.operands[source.input], body.results[k], source.updated)
+                for k, source in kept
+                if not body.is_repeated or (k < body.carried and source.input == body.same + k)
+            }
+        )
+    first, *others = found
+    return [
+        link._replace(updated=any(links[k].updated for links in found))
+        for k, link in first.items()
+        if all(k in links and links[k].operand == link.operand for links in others)
+    ]
 
 
-def _of_scan(eqn: Any) -> list[Link]:
-    n_consts, n_carry = _compat.scan_counts(eqn.params)
-    kept = kept_carries(eqn.params["jaxpr"], n_consts).items()
-    return [Link(n_consts + k, k, source.updated) for k, source in kept if k < n_carry]
-
-
-def _of_cond(eqn: Any) -> list[Link]:
-    kept = kept_operands(eqn.params["branches"])
-    return [Link(1 + source.input, k, source.updated) for k, source in kept.items()]
-
-
-def _of_call(eqn: Any) -> list[Link]:
-    body = eqn.params[body_parameter(eqn)]
-    kept = kept_outputs(getattr(body, "jaxpr", body))
-    return [Link(source.input, k, source.updated) for k, source in kept.items()]
-
-
-_LINKS: dict[str, Callable[[Any], list[Link]]] = {
-    while_p.name: _of_while,
-    scan_p.name: _of_scan,
-    cond_p.name: _of_cond,
-}
+_LOOPS_AND_BRANCHES = frozenset(p.name for p in (while_p, scan_p, cond_p))

@@ -16,8 +16,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.extend.core.primitives import while_p
 
 from batchax import _compat
-from batchax.engine.evaluate import evaluate
-from batchax.engine.fallback import bind_equation
+from batchax.engine.evaluate import bind_equation, evaluate
 from batchax.engine.inner import remembered
 
 _OF_ONE_LANE = {

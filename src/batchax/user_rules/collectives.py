@@ -15,7 +15,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from batchax import _compat
 from batchax.engine.axis import Axis, match_axis
-from batchax.engine.fallback import bind_equation
+from batchax.engine.evaluate import bind_equation, evaluate
 from batchax.engine.interpreter import batch_equation
 from batchax.engine.named_axes import uses_name
 from batchax.errors import UnsupportedError
@@ -36,25 +36,20 @@ def run_with_collectives(
       UnsupportedError: a collective in a loop or branch of the rule, or one whose result
         for a lane cannot be had for all of them.
     """
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
     by_lane = {v for v, b in zip(jaxpr.invars, batched, strict=True) if b}
 
-    for eqn in jaxpr.eqns:
-        operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+    def run_equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
         dependent = [not isinstance(v, Literal) and v in by_lane for v in eqn.invars]
-        with _compat.user_source(eqn.source_info, _compat.current_name_stack()), eqn.ctx.manager:
-            if not _is_collective(axis, eqn):
-                outs = bind_equation(eqn, operands)
-            elif eqn.primitive.name == "jit":
-                body = eqn.params["jaxpr"]
-                outs = run_with_collectives(axis, body.jaxpr, body.consts, operands, dependent)
-            else:
-                outs = _of_lanes(axis, eqn, operands, dependent)
-        env.update(zip(eqn.outvars, outs, strict=True))
         if any(dependent):
             by_lane.update(eqn.outvars)
-    return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
+        if not _is_collective(axis, eqn):
+            return bind_equation(eqn, operands)
+        if eqn.primitive.name == "jit":
+            body = eqn.params["jaxpr"]
+            return run_with_collectives(axis, body.jaxpr, body.consts, operands, dependent)
+        return _of_lanes(axis, eqn, operands, dependent)
+
+    return evaluate(jaxpr, consts, args, run_equation)
 
 
 def _is_collective(axis: Axis, eqn: Any) -> bool:
