@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 from batchax import _compat
-from batchax.engine.registry import find_rule, is_own, rule_origin
+from batchax.kernel.registry import find_rule, is_own, rule_origin
 
 PAGE = Path(__file__).with_name("primitives.md")
 

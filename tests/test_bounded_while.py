@@ -10,9 +10,9 @@ from jax import lax
 from jax.experimental import io_callback
 
 import batchax as bx
-from batchax.engine.axis import Axis
 from batchax.execution.bounded_as_while import as_while
 from batchax.execution.bounded_loop import bounded_loop, bounded_loop_p, segment_length
+from batchax.kernel.axis import Axis
 
 from support.oracle import at_once, check, check_derivatives, direction, example, same, same_type
 

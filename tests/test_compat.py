@@ -24,9 +24,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from batchax import _compat
-from batchax.engine.axis import Axis
-from batchax.engine.registry import find_rule
-from batchax.engine.replay import closes_over_tracers
+from batchax.kernel.axis import Axis
+from batchax.kernel.registry import find_rule
+from batchax.kernel.replay import closes_over_tracers
 from batchax.rows import stand_ins
 
 SOURCE = Path(_compat.__file__).read_text()

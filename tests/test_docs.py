@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from batchax.engine import containers, registry
+from batchax.frontend import containers
+from batchax.kernel import registry
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -165,6 +165,20 @@ def stage(
     return close(jaxpr, consts)
 
 
+def stage_described(
+    fun: Callable[..., tuple[list[Any], Any]], avals: Sequence[Any]
+) -> tuple[ClosedJaxpr, Any]:
+    """As `stage`, of a function that returns a list and what describes it; both are returned."""
+    descriptions: list[Any] = []
+
+    def run(*args: Any) -> list[Any]:
+        outs, description = fun(*args)
+        descriptions.append(description)
+        return outs
+
+    return stage(run, avals), descriptions[-1]
+
+
 class _InShardMap:
     """A trace inside ``shard_map`` that types what lanes do as ``jax.vmap`` would.
 

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from batchax.divergence.compact import find_divergence
-from batchax.engine.containers import is_container
-from batchax.engine.outputs import flatten_arrays
-from batchax.engine.prefixes import SpecifiedLeaf, spread
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.execution.chunked import find_chunking
+from batchax.frontend.containers import is_container
+from batchax.frontend.outputs import flatten_arrays
+from batchax.frontend.prefixes import SpecifiedLeaf, spread
 from batchax.ranks.annotations import annotated_ranks
 from batchax.ranks.core import Core, Sizes, as_cores, is_rank
 from batchax.ranks.dimensions import Argument, check_cores, run

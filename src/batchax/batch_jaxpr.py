@@ -6,11 +6,11 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from batchax import _compat
-from batchax.engine.arguments import check_axis_size, count, is_position
-from batchax.engine.axis import Axis
-from batchax.engine.inner import ANYWHERE, batch_inner
-from batchax.engine.outputs import AUTO
 from batchax.errors import ArgumentTypeError, AxisError
+from batchax.frontend.arguments import check_axis_size, count, is_position
+from batchax.frontend.outputs import AUTO
+from batchax.kernel.axis import Axis
+from batchax.kernel.inner import ANYWHERE, batch_inner
 
 
 def batch_jaxpr(

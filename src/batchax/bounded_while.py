@@ -10,9 +10,10 @@ from jax.extend.core.primitives import while_p
 from jax.interpreters import ad
 
 from batchax import _compat
-from batchax.engine.arguments import is_position
-from batchax.engine.axis import Axis
-from batchax.engine.carries import (
+from batchax.errors import ArgumentTypeError, AxisError
+from batchax.execution.early_exit import run_until
+from batchax.frontend.arguments import is_position
+from batchax.frontend.carries import (
     carry_keys,
     check_predicate,
     check_structure,
@@ -20,9 +21,8 @@ from batchax.engine.carries import (
     flatten_carry,
     settle,
 )
-from batchax.engine.inner import stage_function
-from batchax.errors import ArgumentTypeError, AxisError
-from batchax.execution.early_exit import run_until
+from batchax.kernel.axis import Axis
+from batchax.kernel.inner import stage_function
 
 
 def bounded_while(
@@ -97,8 +97,8 @@ def bounded_while(
         return stage_function(axis, fun, list(map(jax.typeof, carry)), names, "bounded_while")
 
     with _compat.name_stack_extended("bounded_while"):
-        staged, tested, carry = settle(
-            lambda carry: stage(step, carry), carry, lambda carry: stage(test, carry)
+        staged, _, tested, carry = settle(
+            lambda carry: (stage(step, carry), None), carry, lambda carry: stage(test, carry)
         )
         check_types(body_fun, keys, carry, staged.out_avals)
         outs = run_until(tested, staged, carry, [], (), (), int(max_steps))

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from batchax.engine.axis import move_axis
-from batchax.engine.derivatives import with_values
 from batchax.errors import ArgumentTypeError, RuleMismatchError
+from batchax.kernel.axis import move_axis
+from batchax.kernel.derivatives import with_values
 from batchax.rules.masking import is_inexact
 from batchax.vmap import vmap
 

@@ -9,8 +9,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 
 from batchax import _compat
-from batchax.engine.outputs import flatten_arrays
 from batchax.errors import ArgumentTypeError
+from batchax.frontend.outputs import flatten_arrays
 from batchax.user_rules.arguments import split_arguments
 from batchax.user_rules.call import call, with_captured
 from batchax.user_rules.own_derivatives import DerivativeRules, call_with_derivatives

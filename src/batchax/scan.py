@@ -10,8 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from batchax import _compat
-from batchax.engine.advice import named_in_errors
-from batchax.engine.arguments import (
+from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.execution.early_exit import run_until
+from batchax.execution.steps import Steps
+from batchax.frontend.advice import named_in_errors
+from batchax.frontend.arguments import (
     STEPS,
     Mapped,
     check_axis_size,
@@ -20,8 +23,7 @@ from batchax.engine.arguments import (
     flatten_arguments,
     is_position,
 )
-from batchax.engine.axis import Axis
-from batchax.engine.carries import (
+from batchax.frontend.carries import (
     carry_keys,
     check_predicate,
     check_structure,
@@ -30,18 +32,16 @@ from batchax.engine.carries import (
     name_of,
     settle,
 )
-from batchax.engine.containers import BatchOfRows, is_container_spec
-from batchax.engine.inner import example_aval, stage_function
-from batchax.engine.outputs import (
+from batchax.frontend.containers import BatchOfRows, is_container_spec
+from batchax.frontend.outputs import (
     FlatOutputs,
-    describe_returned,
     flatten_outputs,
     is_output_spec,
 )
-from batchax.engine.prefixes import spread
-from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
-from batchax.execution.early_exit import run_until
-from batchax.execution.steps import Steps
+from batchax.frontend.prefixes import spread
+from batchax.kernel.axis import Axis
+from batchax.kernel.inner import example_aval, stage_described, stage_function
+from batchax.kernel.rule_results import describe_returned
 
 
 def scan(
@@ -138,31 +138,29 @@ def scan(
         )
         keys = carry_keys(init)
         n_carry = len(carry)
-        outputs: list[FlatOutputs] = []
 
         @functools.wraps(fun)  # JAX's messages name the user's function
-        def one_step(*values: Any) -> list[Any]:
+        def one_step(*values: Any) -> tuple[list[Any], FlatOutputs]:
             example_args, example_kwargs = flat.rebuild(values[n_carry:])
             old = jax.tree.unflatten(structure, values[:n_carry])
             new, ys = _pair(fun, fun(old, *example_args, **example_kwargs))
             check_structure(fun, old, new)
             _check_stacked(ys, out_axes)
-            arrays, described = flatten_outputs(ys, out_axes, STEPS)
-            outputs[:] = [described]
-            return [*jax.tree.leaves(new), *arrays]
+            arrays, outputs = flatten_outputs(ys, out_axes, STEPS)
+            return [*jax.tree.leaves(new), *arrays], outputs
 
         def go_on(*values: Any) -> list[Any]:
             assert until is not None
             stop = until(jax.tree.unflatten(structure, values))
             return [jnp.logical_not(check_predicate(until, stop))]
 
-        def stage(carry: Sequence[Any]) -> _compat.ClosedJaxpr:
+        def stage(carry: Sequence[Any]) -> tuple[_compat.ClosedJaxpr, FlatOutputs]:
             entries = [
                 example_aval(axis, jax.typeof(x), a) for x, a in zip(xs, x_axes, strict=True)
             ]
             avals = [*map(jax.typeof, carry), *entries]
             names = [*(f"args[0]{path}" for path in keys), *(m.path for m in flat.mapped)]
-            return stage_function(axis, one_step, avals, names, "scan")
+            return stage_described(axis, one_step, avals, names, "scan")
 
         def stage_test(carry: Sequence[Any]) -> _compat.ClosedJaxpr:
             assert until is not None
@@ -180,9 +178,11 @@ def scan(
                     "it in the step."
                 )
         with named_in_errors(flat.mapped, STEPS.each), _compat.name_stack_extended("scan"):
-            staged, tested, carry = settle(stage, carry, None if until is None else stage_test)
+            staged, outputs, tested, carry = settle(
+                stage, carry, None if until is None else stage_test
+            )
             check_types(fun, keys, carry, staged.out_avals)
-            described = outputs[0].described
+            described = outputs.described
             types = staged.out_avals[n_carry:]
             places = tuple(
                 int(o.spec) % (len(t.shape) + 1) for o, t in zip(described, types, strict=True)
@@ -193,7 +193,7 @@ def scan(
                 outs = program.run(consts, carry, xs)
             else:
                 outs = run_until(tested, staged, carry, xs, x_axes, places, steps, bool(reverse))
-        return jax.tree.unflatten(structure, outs[:n_carry]), outputs[0].rebuild(outs[n_carry:])
+        return jax.tree.unflatten(structure, outs[:n_carry]), outputs.rebuild(outs[n_carry:])
 
     return scanned
 

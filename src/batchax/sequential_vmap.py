@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 from batchax.custom_vmap import custom_vmap
-from batchax.engine import recording
+from batchax.kernel import recording
 from batchax.scan import scan
 
 P = ParamSpec("P")

@@ -10,9 +10,15 @@ import jax
 
 from batchax import _compat
 from batchax.divergence.compact import Compact, find_divergence
-from batchax.engine import recording
-from batchax.engine.advice import named_in_errors
-from batchax.engine.arguments import (
+from batchax.errors import ArgumentTypeError
+from batchax.execution.chunked import (
+    Chunking,
+    find_chunking,
+    one_chunk_for_each_shard,
+    run_in_chunks,
+)
+from batchax.frontend.advice import named_in_errors
+from batchax.frontend.arguments import (
     LANES,
     Mapped,
     check_axis_name,
@@ -22,23 +28,17 @@ from batchax.engine.arguments import (
     find_mesh_axis,
     flatten_arguments,
 )
-from batchax.engine.axis import Axis
-from batchax.engine.inner import example_aval, stage_function
-from batchax.engine.outputs import (
+from batchax.frontend.outputs import (
     FlatOutputs,
     check_out_axes,
     check_unbatched,
     flatten_outputs,
     place,
 )
-from batchax.engine.replay import Program, running
-from batchax.errors import ArgumentTypeError
-from batchax.execution.chunked import (
-    Chunking,
-    find_chunking,
-    one_chunk_for_each_shard,
-    run_in_chunks,
-)
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis
+from batchax.kernel.inner import example_aval, stage_described
+from batchax.kernel.replay import Program, running
 from batchax.rows.buckets import Buckets
 from batchax.rows.ragged import Ragged
 from batchax.rows.run import RowOptions, check_row_options, run_rows
@@ -151,14 +151,11 @@ def vmap(
         mesh_axis = find_mesh_axis(flat.mapped, spmd_axis_name)
         spmd = None if mesh_axis is not None else spmd_axis_name
         axis = Axis(size, axis_name, spmd, mesh_axis, lanes_that_part)
-        outputs: list[FlatOutputs] = []
 
         @functools.wraps(fun)  # JAX's messages name the user's function
-        def one_example(*examples: Any) -> list[Any]:
+        def one_example(*examples: Any) -> tuple[list[Any], FlatOutputs]:
             example_args, example_kwargs = flat.rebuild(examples)
-            arrays, described = flatten_outputs(fun(*example_args, **example_kwargs), out_axes)
-            outputs[:] = [described]
-            return arrays
+            return flatten_outputs(fun(*example_args, **example_kwargs), out_axes)
 
         run = functools.partial(_run, chunking=chunking)
         ragged = any(isinstance(m.value, Ragged) for m in flat.mapped)
@@ -169,36 +166,35 @@ def vmap(
             )
         with named_in_errors(flat.mapped, LANES.each):
             if ragged:
-                outs = run_rows(axis, one_example, flat.mapped, outputs, run, rows)
+                outs, outputs = run_rows(axis, one_example, flat.mapped, run, rows)
             else:
-                outs = run(axis, one_example, flat.mapped, outputs)
-        return outputs[0].rebuild(outs)
+                outs, outputs = run(axis, one_example, flat.mapped)
+        return outputs.rebuild(outs)
 
     return cast(F, batched)
 
 
 def _run(
     axis: Axis,
-    one_example: Callable[..., Any],
+    one_example: Callable[..., tuple[list[Any], FlatOutputs]],
     mapped: list[Mapped],
-    outputs: list[FlatOutputs],
     chunking: Chunking | None,
-) -> list[Any]:
+) -> tuple[list[Any], FlatOutputs]:
     """Stages the per-example function, batches it and places its outputs."""
     with _compat.name_stack_extended("vmap"):
         values = [m.value for m in mapped]
         axes = [m.axis for m in mapped]
         avals = [example_aval(axis, jax.typeof(x), a) for x, a in zip(values, axes, strict=True)]
         names = [m.path for m in mapped]
-        staged = stage_function(axis, one_example, avals, names)
-        described = outputs[0].described
+        staged, outputs = stage_described(axis, one_example, avals, names)
+        described = outputs.described
         recording.found_program(axis, staged, mapped, described)
         program = Program(axis, staged, values, axes)
         if chunking is None and axis.divergence is not None:
             chunking = one_chunk_for_each_shard(axis, program)
         if chunking is not None and chunking.applies_to(axis.size):
-            stage = functools.partial(stage_function, axis, one_example, arg_names=names)
-            return run_in_chunks(chunking, program, described, stage)
+            stage = lambda avals: stage_described(axis, one_example, avals, names)[0]
+            return run_in_chunks(chunking, program, described, stage), outputs
         check = functools.partial(check_unbatched, axis, described)
         with running(program):
             # The batch axis of an output is known only after its last operation. Where
@@ -208,7 +204,8 @@ def _run(
             else:
                 outs, out_axes = program.run()
                 check(out_axes)
-        return [
+        placed = [
             place(axis, output, x, a)
             for output, x, a in zip(described, outs, out_axes, strict=True)
         ]
+        return placed, outputs

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 import batchax as bx
-from batchax.engine.lasting import Lasting
 from batchax.execution import eager
 from batchax.execution.memory import needed_bytes, parse_limit, show_bytes
+from batchax.kernel.lasting import Lasting
 
 from support.oracle import example, same
 

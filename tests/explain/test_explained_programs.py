@@ -9,9 +9,9 @@ from jax.extend.core import jaxprs_in_params
 
 import batchax as bx
 from batchax import _compat
-from batchax.engine.evaluate import plan
 from batchax.explain.entries import shown_name
 from batchax.explain.listing import type_name
+from batchax.jaxprs.evaluate import plan
 from batchax.programs.cost import cost_of_program
 
 from support.oracle import example, same

@@ -13,11 +13,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 import batchax as bx
-from batchax.engine.recording import Recorder
+from batchax.explain.account import Timing
 from batchax.explain.explain import explain
-from batchax.explain.explanation import Timing
 from batchax.explain.findings.chunks import chunk_sizes
 from batchax.explain.findings.draft import Draft
+from batchax.kernel.recording import Recorder
 
 
 def f32(*shape):

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 import batchax as bx
-from batchax.engine import registry
+from batchax.kernel import registry
 
 from support.every_rule import NAME, RULES
 

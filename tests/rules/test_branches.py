@@ -13,8 +13,8 @@ from jax.extend.core import jaxprs_in_params
 from jax.extend.core.primitives import cond_p
 
 import batchax as bx
-from batchax.engine.registry import find_rule
 from batchax.errors import UnsupportedError
+from batchax.kernel.registry import find_rule
 
 from support.compiled import check_compiled
 from support.oracle import (

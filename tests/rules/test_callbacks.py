@@ -11,7 +11,7 @@ from jax.experimental import checkify, io_callback
 
 import batchax as bx
 from batchax import _compat
-from batchax.engine.registry import find_rule
+from batchax.kernel.registry import find_rule
 
 from support.oracle import check, example, same
 

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import batchax as bx
 from batchax import _compat
-from batchax.engine.registry import find_rule
+from batchax.kernel.registry import find_rule
 
 from support.oracle import agree, check, example, loop, quickly, same
 

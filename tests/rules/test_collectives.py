@@ -9,7 +9,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import batchax as bx
 from batchax import _compat
-from batchax.engine.registry import find_rule
+from batchax.kernel.registry import find_rule
 
 from support.oracle import agree, at_once, example, same, same_type, shares
 

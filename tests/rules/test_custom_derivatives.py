@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import jaxpr_as_fun
 
 import batchax as bx
-from batchax.engine.registry import find_rule
+from batchax.kernel.registry import find_rule
 
 from support.derivative_rules import tripled_jvp
 from support.oracle import agree, at_once, check, example, loop, loop_function, same, together

@@ -12,7 +12,7 @@ from jax import lax
 
 import batchax as bx
 from batchax import _compat
-from batchax.engine.registry import rule_origin
+from batchax.kernel.registry import rule_origin
 
 from support.batches import on_axes
 from support.operations import no_more_operations, operations

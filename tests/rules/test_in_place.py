@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 import batchax as bx
-from batchax.engine.registry import find_rule
+from batchax.kernel.registry import find_rule
 from batchax.rules.in_place import some_live_p
 
 from support.oracle import agree, at_once, example, in_turn, lane, loop_function, same

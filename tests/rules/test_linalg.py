@@ -11,7 +11,7 @@ from jax.lax import linalg as ll
 
 import batchax as bx
 from batchax._compat import find_primitive
-from batchax.engine.registry import rule_origin
+from batchax.kernel.registry import rule_origin
 from batchax.rules.linalg import RANKS
 
 from support.oracle import check, check_all, example, loop, quickly, same, shares

@@ -12,8 +12,8 @@ from jax import lax
 from jax.extend.core.primitives import scan_p, while_p
 
 import batchax as bx
-from batchax.engine.registry import find_rule
 from batchax.errors import UnsupportedError
+from batchax.kernel.registry import find_rule
 
 from support.compiled import check_compiled
 from support.oracle import agree, at_once, check_all, example, in_turn, same, same_type

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import batchax as bx
-from batchax.engine.registry import find_rule
+from batchax.kernel.registry import find_rule
 from batchax.rules.masking import safe_lanes, safe_lanes_p
 
 from support.compiled import check_compiled

@@ -9,7 +9,7 @@ from jax import random as jr
 
 import batchax as bx
 from batchax._compat import find_primitive
-from batchax.engine.registry import rule_origin
+from batchax.kernel.registry import rule_origin
 
 from support.oracle import agree, in_turn, loop_function, same, shares, together
 

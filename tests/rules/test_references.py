@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 
 import batchax as bx
 from batchax import _compat
-from batchax.engine.registry import find_rule
+from batchax.kernel.registry import find_rule
 
 from support.oracle import (
     agree,

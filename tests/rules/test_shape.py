@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import batchax as bx
 from batchax import _compat
-from batchax.engine.registry import rule_origin
+from batchax.kernel.registry import rule_origin
 
 from support.operations import no_more_operations, operations
 from support.oracle import at_once, check, check_all, example, quickly, same, same_type, shares

@@ -12,8 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import batchax as bx
-from batchax.engine.registry import find_rule
 from batchax.errors import AxisError, UnsupportedError
+from batchax.kernel.registry import find_rule
 
 from support.oracle import at_once, check, check_derivatives, example, same, same_type
 

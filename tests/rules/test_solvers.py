@@ -10,7 +10,7 @@ from jax.scipy.sparse.linalg import bicgstab, cg, gmres
 
 import batchax as bx
 from batchax._compat import find_primitive
-from batchax.engine.registry import rule_origin
+from batchax.kernel.registry import rule_origin
 
 from support.oracle import check, example, loop_function, quickly, same
 

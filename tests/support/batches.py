@@ -2,7 +2,7 @@
 
 import itertools
 
-from batchax.engine.registry import find_rule
+from batchax.kernel.registry import find_rule
 
 from support.oracle import example
 

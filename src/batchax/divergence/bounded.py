@@ -17,16 +17,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
-from batchax.engine.divergence import BoundedLoop, Placed
-from batchax.engine.inner import remembered
-from batchax.engine.named_axes import uses_name
 from batchax.execution.bounded_as_while import as_while
 from batchax.execution.bounded_batching import batch_bounded_loop
 from batchax.execution.chunk_loop import Body, chunk_loop
 from batchax.execution.chunk_loop import Loop as ChunkLoop
 from batchax.execution.kinds import WHOLE, Lanes
 from batchax.execution.slices import with_derivative_of
+from batchax.kernel.axis import Axis, AxisPosition, match_axis, move_axis
+from batchax.kernel.divergence import BoundedLoop, Placed
+from batchax.kernel.inner import remembered
+from batchax.kernel.named_axes import uses_name
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
 

@@ -21,18 +21,18 @@ from jax.extend.core import Literal
 from batchax import _compat
 from batchax.divergence.cost import work
 from batchax.divergence.limits import can_move, refuse_collectives
-from batchax.engine import recording
-from batchax.engine.axis import Axis, AxisPosition, match_axis
-from batchax.engine.derivatives import with_values
-from batchax.engine.divergence import Branches, Placed
-from batchax.engine.interpreter import interpret
-from batchax.engine.named_axes import uses_name
-from batchax.engine.replay import closed_over
 from batchax.errors import UnsupportedError
 from batchax.execution.chunk_loop import Body, Loop, chunk_loop
 from batchax.execution.kinds import WHOLE, Live, Picked
 from batchax.execution.names import index_as_input
 from batchax.execution.picks import fitting_width
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis, AxisPosition, match_axis
+from batchax.kernel.derivatives import with_values
+from batchax.kernel.divergence import Branches, Placed
+from batchax.kernel.interpreter import interpret
+from batchax.kernel.named_axes import uses_name
+from batchax.kernel.replay import closed_over
 from batchax.rules.branches import after_branches, one_branch, select_results
 from batchax.rules.hazards import hazards
 

@@ -21,11 +21,11 @@ from batchax.divergence.widths import (
     steps_to_move,
 )
 from batchax.divergence.window import Plan
-from batchax.engine import recording
-from batchax.engine.arguments import is_position
-from batchax.engine.axis import Axis
-from batchax.engine.divergence import BoundedLoop, Branches, Loop, Placed
 from batchax.errors import ArgumentTypeError, AxisError
+from batchax.frontend.arguments import is_position
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis
+from batchax.kernel.divergence import BoundedLoop, Branches, Loop, Placed
 from batchax.programs.shapes import bytes_of
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from jax.extend.core import Literal, jaxprs_in_params
 
-from batchax.engine.bodies import Body, bodies_of
+from batchax.jaxprs.bodies import Body, bodies_of
 from batchax.programs.prices import LINEAR_ALGEBRA, RANDOM, SCATTERS, SERIES, TRANSCENDENTAL, VIEWS
 from batchax.programs.shapes import matrices_of, size_of, terms_of_contraction
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from batchax import _compat
-from batchax.engine.axis import Axis
 from batchax.errors import UnsupportedError
+from batchax.kernel.axis import Axis
 from batchax.rules.hazards import find_collective
 
 

@@ -17,13 +17,13 @@ from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.divergence.loops import PartingLoop
-from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
-from batchax.engine.derivatives import tangents_of
-from batchax.engine.inner import batch_inner, remembered
-from batchax.engine.named_axes import uses_name
-from batchax.engine.own_primitives import stands_for
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_own_rule
+from batchax.jaxprs.own_primitives import stands_for
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.axis import Axis, AxisPosition, match_axis, move_axis
+from batchax.kernel.derivatives import tangents_of
+from batchax.kernel.inner import batch_inner, remembered
+from batchax.kernel.named_axes import uses_name
+from batchax.kernel.registry import register_own_rule
 from batchax.programs.shapes import bytes_of
 
 _MOST_REPEATED = 4  # times what the lanes hold: what outer lanes may repeat of what is shared

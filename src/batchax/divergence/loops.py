@@ -13,11 +13,11 @@ from jax.core import eval_jaxpr
 from batchax import _compat
 from batchax.divergence.varying import with_varying_values
 from batchax.divergence.window import Plan, run_in_windows
-from batchax.engine.axis import Axis, AxisPosition
-from batchax.engine.divergence import Loop
-from batchax.engine.inner import remembered
-from batchax.engine.named_axes import uses_name
 from batchax.execution.names import index_as_input
+from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.divergence import Loop
+from batchax.kernel.inner import remembered
+from batchax.kernel.named_axes import uses_name
 from batchax.rules.loops import MaskedBody, predicate
 from batchax.rules.masking import select_lanes
 

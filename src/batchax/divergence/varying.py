@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from batchax import _compat
-from batchax.engine.axis import Axis
-from batchax.engine.divergence import Loop
-from batchax.engine.inner import batch_inner, returning
-from batchax.engine.varying import Varying, varying_of
+from batchax.kernel.axis import Axis
+from batchax.kernel.divergence import Loop
+from batchax.kernel.inner import batch_inner, returning
+from batchax.kernel.varying import Varying, varying_of
 
 
 def with_varying_values(loop: Loop) -> Loop:

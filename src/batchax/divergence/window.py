@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.engine.axis import AxisPosition
+from batchax.kernel.axis import AxisPosition
 from batchax.rules.masking import select_lanes
 
 Step = Callable[[int, Sequence[Any], Any, Sequence[Any]], tuple[Any, list[Any]]]

@@ -12,9 +12,6 @@ from jax.core import eval_jaxpr
 from jax.extend.core import unmapped_aval
 
 from batchax import _compat
-from batchax.engine.axis import Axis, match_axis
-from batchax.engine.divergence import Loop, Placed
-from batchax.engine.inner import remembered
 from batchax.execution.bounded_loop import (
     Form,
     Values,
@@ -23,6 +20,9 @@ from batchax.execution.bounded_loop import (
     result_types,
     zeros,
 )
+from batchax.kernel.axis import Axis, match_axis
+from batchax.kernel.divergence import Loop, Placed
+from batchax.kernel.inner import remembered
 
 
 def as_while(

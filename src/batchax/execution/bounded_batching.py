@@ -16,15 +16,15 @@ from jax import lax
 from jax.extend.core import Literal
 
 from batchax import _compat
-from batchax.engine import recording
-from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
-from batchax.engine.divergence import BoundedLoop, Placed
-from batchax.engine.inner import ANYWHERE, batch_inner
-from batchax.engine.interpreter import interpret
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_own_rule
 from batchax.errors import UnsupportedError
 from batchax.execution.bounded_loop import Form, Step, Values, bounded_loop, bounded_loop_p
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis, AxisPosition, match_axis, move_axis
+from batchax.kernel.divergence import BoundedLoop, Placed
+from batchax.kernel.inner import ANYWHERE, batch_inner
+from batchax.kernel.interpreter import interpret
+from batchax.kernel.registry import register_own_rule
 from batchax.rules.hazards import hazards
 from batchax.rules.in_order import run_in_order
 from batchax.rules.loops import settle

@@ -18,9 +18,9 @@ from jax.core import eval_jaxpr
 from jax.interpreters import ad
 
 from batchax import _compat
-from batchax.engine.derivatives import tangents_of, with_values
 from batchax.errors import UnsupportedError
 from batchax.execution.bounded_loop import Form, Values, bounded_loop, bounded_loop_p
+from batchax.kernel.derivatives import tangents_of, with_values
 from batchax.rules.hazards import hazards
 from batchax.rules.pullback import reached
 from batchax.user_rules.linear import linear_with_transpose

@@ -30,9 +30,9 @@ from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import mapped_aval, unmapped_aval
 
 from batchax import _compat
-from batchax.engine.own_primitives import stands_for
-from batchax.engine.program_key import program_key
 from batchax.execution.eager import compile_program, whatever_jit
+from batchax.jaxprs.own_primitives import stands_for
+from batchax.jaxprs.program_key import program_key
 
 Values = Sequence[Any]
 Step = Callable[[Values, Values, Values], tuple[Values, Values]]

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from batchax.engine.axis import Axis, AxisPosition, match_axis
-from batchax.engine.inner import batch_function
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_own_rule
 from batchax.execution.chunk_loop import Body, Loop, chunk_loop, chunk_loop_p
 from batchax.execution.kinds import Live, Sum, Whole
 from batchax.execution.picked_batching import batch_picked
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.axis import Axis, AxisPosition, match_axis
+from batchax.kernel.inner import batch_function
+from batchax.kernel.registry import register_own_rule
 from batchax.rules.pullback import reached
 
 enter(": chunk_loop")

@@ -13,7 +13,6 @@ from jax.extend.core import unmapped_aval
 from jax.interpreters import ad
 
 from batchax import _compat
-from batchax.engine.derivatives import cotangents_of, tangents_of
 from batchax.errors import UnsupportedError
 from batchax.execution.chunk_extremes import extreme_tangent, shares
 from batchax.execution.chunk_loop import Body, Loop, chosen_chunk, chunk_loop, chunk_loop_p
@@ -31,6 +30,7 @@ from batchax.execution.kinds import (
     cotangent_kind,
 )
 from batchax.execution.memory import Auto
+from batchax.kernel.derivatives import cotangents_of, tangents_of
 from batchax.rules.in_turn import calls_library, in_turn
 from batchax.rules.masking import is_inexact
 from batchax.rules.pullback import reached

@@ -31,8 +31,6 @@ from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import mapped_aval
 
 from batchax import _compat
-from batchax.engine.own_primitives import stands_for
-from batchax.engine.program_key import program_key
 from batchax.execution import picks
 from batchax.execution.buffers import blank
 from batchax.execution.eager import compile_for_types, run_eagerly, whatever_jit
@@ -51,6 +49,8 @@ from batchax.execution.kinds import (
     resized,
 )
 from batchax.execution.memory import Auto, fitting_chunk
+from batchax.jaxprs.own_primitives import stands_for
+from batchax.jaxprs.program_key import program_key
 from batchax.rules.in_turn import zero_after
 
 

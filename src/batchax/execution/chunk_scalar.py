@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from batchax import _compat
-from batchax.engine.derivatives import with_values
 from batchax.execution.chunk_loop import Body, Loop
 from batchax.execution.kinds import Sum, cotangent_kind
+from batchax.kernel.derivatives import with_values
 
 
 def is_loss(loop: Loop, found: Sequence[int], outs: Sequence[Any], operands: Sequence[Any]) -> bool:

@@ -10,15 +10,15 @@ import jax
 from jax.core import eval_jaxpr
 
 from batchax import _compat
-from batchax.engine.arguments import is_position
-from batchax.engine.axis import Axis, AxisPosition
-from batchax.engine.inner import example_aval
-from batchax.engine.outputs import OutputArray
-from batchax.engine.replay import Program
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.execution.memory import Auto, parse_limit
 from batchax.execution.section_runner import SectionRunner
 from batchax.execution.shards import check_shared, find_shards, lanes_for_all, on_shards
+from batchax.frontend.arguments import is_position
+from batchax.frontend.outputs import OutputArray
+from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.inner import example_aval
+from batchax.kernel.replay import Program
 
 
 @dataclass(frozen=True)

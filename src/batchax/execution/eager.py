@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from batchax.engine.lasting import Lasting
 from batchax.errors import SmallerChunksWarning
+from batchax.kernel.lasting import Lasting
 
 # A call outside `jit` stages its function anew, and what was staged anew JAX would
 # compile anew. These are known by what they do.

@@ -13,10 +13,10 @@ from jax import lax
 from jax.core import eval_jaxpr
 
 from batchax import _compat
-from batchax.engine.axis import AxisPosition
-from batchax.engine.program_key import program_key
 from batchax.errors import UnsupportedError
 from batchax.execution.bounded_loop import Values, bounded_loop
+from batchax.jaxprs.program_key import program_key
+from batchax.kernel.axis import AxisPosition
 
 
 @dataclass(frozen=True)

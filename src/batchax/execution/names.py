@@ -20,14 +20,14 @@ from jax.extend.core import Literal, jaxprs_in_params
 from jax.extend.core.primitives import cond_p, copy_p, scan_p, while_p
 
 from batchax import _compat
-from batchax.engine.axis import Axis
-from batchax.engine.bodies import bind_with, bodies_of
-from batchax.engine.evaluate import bind_equation, evaluate
-from batchax.engine.inner import remembered
-from batchax.engine.named_axes import as_names, uses_name
-from batchax.engine.primitive_facts import body_parameter, facts_of
 from batchax.errors import UnsupportedError
 from batchax.execution.sections import Section
+from batchax.jaxprs.bodies import bind_with, bodies_of
+from batchax.jaxprs.evaluate import bind_equation, evaluate
+from batchax.jaxprs.primitive_facts import body_parameter, facts_of
+from batchax.kernel.axis import Axis
+from batchax.kernel.inner import remembered
+from batchax.kernel.named_axes import as_names, uses_name
 from batchax.user_rules.call import custom_call_p
 
 

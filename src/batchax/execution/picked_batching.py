@@ -18,12 +18,12 @@ from jax import lax
 from jax.core import eval_jaxpr
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition, broadcast_axis, match_axis, move_axis
-from batchax.engine.inner import batch_function
 from batchax.execution.chunk_loop import Body, Loop, accumulator, chunk_loop
 from batchax.execution.kinds import WHOLE, Lanes, Live, Picked, Sum, Whole
 from batchax.execution.names import index_as_input
 from batchax.execution.picks import fitting_width
+from batchax.kernel.axis import Axis, AxisPosition, broadcast_axis, match_axis, move_axis
+from batchax.kernel.inner import batch_function
 
 _CHUNKS_EACH = 4  # of the lanes of one outer lane, from which on a chunk that is not full is rare
 

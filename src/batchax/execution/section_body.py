@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.engine.axis import Axis, AxisPosition, move_axis
-from batchax.engine.outputs import Reduce
-from batchax.engine.replay import Program, running
 from batchax.execution.chunk_loop import Body, Loop
 from batchax.execution.kinds import WHOLE, Lanes
 from batchax.execution.memory import Auto
 from batchax.execution.sections import Env, section_for
 from batchax.execution.streaming import partial_result, reduced_type
+from batchax.frontend.outputs import Reduce
+from batchax.kernel.axis import Axis, AxisPosition, move_axis
+from batchax.kernel.replay import Program, running
 
 
 @dataclass(frozen=True, eq=False)

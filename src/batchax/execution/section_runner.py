@@ -12,9 +12,6 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import while_p
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition
-from batchax.engine.outputs import AUTO, OutputArray, Reduce, check_unbatched, place
-from batchax.engine.replay import closed_over
 from batchax.execution.memory import Auto
 from batchax.execution.names import expose_names, is_exposed
 from batchax.execution.placement import run_loop
@@ -32,6 +29,9 @@ from batchax.execution.sections import (
 )
 from batchax.execution.shards import Shards
 from batchax.execution.streaming import finish
+from batchax.frontend.outputs import AUTO, OutputArray, Reduce, check_unbatched, place
+from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.replay import closed_over
 from batchax.rules.collectives import REDUCTIONS
 
 _SMALL = 256  # bytes that a lane may always hold

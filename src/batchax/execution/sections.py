@@ -16,11 +16,11 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import while_p
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition
-from batchax.engine.bodies import bodies_of
-from batchax.engine.interpreter import interpret
-from batchax.engine.named_axes import uses_name
-from batchax.engine.replay import closed_over
+from batchax.jaxprs.bodies import bodies_of
+from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.interpreter import interpret
+from batchax.kernel.named_axes import uses_name
+from batchax.kernel.replay import closed_over
 from batchax.rules.pullback import reached
 
 Env = dict[Any, tuple[Any, AxisPosition]]

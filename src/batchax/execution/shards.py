@@ -20,10 +20,10 @@ from jax.core import Tracer
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from batchax.engine.axis import Axis, AxisPosition, inserted
 from batchax.errors import UnsupportedError
 from batchax.execution.chunk_loop import of_only_chunk
 from batchax.execution.kinds import Extreme, PerChunk, Result, Sum
+from batchax.kernel.axis import Axis, AxisPosition, inserted
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from jax.core import eval_jaxpr
 from jax.extend.core import unmapped_aval
 
 from batchax import _compat
-from batchax.engine.axis import AxisPosition, expand_axis
-from batchax.engine.program_key import program_key
 from batchax.execution.buffers import blank
 from batchax.execution.slices import scan_slices, with_derivative_of
+from batchax.jaxprs.program_key import program_key
+from batchax.kernel.axis import AxisPosition, expand_axis
 from batchax.rules.masking import is_inexact
 
 

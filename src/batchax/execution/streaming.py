@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from batchax.engine.outputs import reduce_batch
 from batchax.execution.chunk_loop import accumulator
 from batchax.execution.kinds import SUM, Extreme, PerChunk, Result
+from batchax.frontend.outputs import reduce_batch
 
 
 def partial_result(kind: str, x: Any, axis: int) -> tuple[Any, Result]:

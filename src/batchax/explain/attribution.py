@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchax.engine.evaluate import plan
-from batchax.engine.recording import Record, Recorder
-from batchax.explain.explanation import Work
+from batchax.explain.account import Work
+from batchax.jaxprs.evaluate import plan
+from batchax.kernel.recording import Record, Recorder
 from batchax.programs.cost import Cost, cost_around, cost_of_equation
 from batchax.programs.inner import integers_in, programs_in
 from batchax.programs.shapes import bytes_of

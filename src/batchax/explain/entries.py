@@ -9,11 +9,11 @@ from typing import Any
 from jax.extend.core import jaxprs_in_params
 
 from batchax import _compat
-from batchax.engine.axis import Axis
-from batchax.engine.recording import Record, Recorder
-from batchax.engine.registry import find_rule, rule_origin
+from batchax.explain.account import Service
 from batchax.explain.attribution import Attribution, Tally
-from batchax.explain.explanation import Service
+from batchax.kernel.axis import Axis
+from batchax.kernel.recording import Record, Recorder
+from batchax.kernel.registry import find_rule, rule_origin
 
 # What holds programs that run more or less often than it does. The parts of others, which are
 # calls, are listed in their place.

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from batchax.execution.eager import whatever_jit
+from batchax.explain.account import Timing
 from batchax.explain.attribution import Attribution, Tally
-from batchax.explain.explanation import Explanation, Timing
+from batchax.explain.explanation import Explanation
 from batchax.explain.findings.draft import Draft
 from batchax.explain.findings.every import find_findings
 from batchax.explain.interface import arguments_of, outputs_of

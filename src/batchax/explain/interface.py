@@ -7,12 +7,12 @@ from typing import Any
 import jax
 from jax.core import ShapedArray
 
-from batchax.engine.outputs import AUTO, Reduce
-from batchax.engine.recording import PerExample
-from batchax.explain.explanation import Value
+from batchax.explain.account import Value
 from batchax.explain.listing import type_name, value_of
 from batchax.explain.naming import Names
 from batchax.explain.staging import Staged
+from batchax.frontend.outputs import AUTO, Reduce
+from batchax.kernel.recording import PerExample
 from batchax.programs.shapes import bytes_of
 from batchax.rows.ragged import Ragged
 

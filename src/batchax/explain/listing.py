@@ -8,10 +8,7 @@ from typing import Any
 
 import jax
 
-from batchax.engine.axis import Axis, AxisPosition
-from batchax.engine.bodies import bodies_of
-from batchax.engine.inner import batched_aval
-from batchax.engine.recording import Record, Recorder
+from batchax.explain.account import Equation, Source, Value, Work
 from batchax.explain.attribution import Attribution, Tally
 from batchax.explain.entries import (
     NESTED,
@@ -22,8 +19,11 @@ from batchax.explain.entries import (
     served_by,
     shown_name,
 )
-from batchax.explain.explanation import Equation, Source, Value, Work
 from batchax.explain.naming import Names
+from batchax.jaxprs.bodies import bodies_of
+from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.inner import batched_aval
+from batchax.kernel.recording import Record, Recorder
 from batchax.programs.shapes import bytes_of
 from batchax.programs.source_lines import source_line
 

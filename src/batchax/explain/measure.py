@@ -13,11 +13,11 @@ import jax
 from jax import lax
 from jax.core import Tracer
 
-from batchax.engine.arguments import find_axis_size, flatten_arguments
-from batchax.engine.derivatives import with_values
 from batchax.errors import ArgumentTypeError, UnsupportedError
-from batchax.explain.explanation import Timing
+from batchax.explain.account import Timing
 from batchax.explain.staging import Staged, stage, with_arrays_traced
+from batchax.frontend.arguments import find_axis_size, flatten_arguments
+from batchax.kernel.derivatives import with_values
 from batchax.programs.peak import memory_of
 from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from batchax.engine.recording import Record, Recorder
+from batchax.explain.account import Held, Memory, Work
 from batchax.explain.entries import number_of
-from batchax.explain.explanation import Held, Memory, Work
+from batchax.kernel.recording import Record, Recorder
 from batchax.programs.peak import LiveValue, peak_of
 
 _MOST_HELD = 12

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from batchax import _compat
-from batchax.engine.inner import NEEDS_VALUES
-from batchax.engine.recording import Recorder
+from batchax.kernel.inner import NEEDS_VALUES
+from batchax.kernel.recording import Recorder
 from batchax.rows.ragged import Ragged
 
 T = TypeVar("T")

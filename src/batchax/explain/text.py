@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from batchax.execution.memory import show_bytes
-from batchax.explain.explanation import Equation, Explanation, Finding, Memory, Value, Work
+from batchax.explain.account import Account, Equation, Finding, Memory, Value, Work
 from batchax.explain.wording import SERVICES, count, show_flops, show_seconds, show_work
 from batchax.programs.source_lines import shown_place
 
@@ -15,12 +15,12 @@ _WIDTH = 100  # of a line of prose
 _MOST_HELD = 5
 
 
-def as_text(explanation: Explanation) -> str:
+def as_text(explanation: Account) -> str:
     """An explanation in plain characters, without line endings at the end."""
     return "\n".join(line.rstrip() for line in _lines(explanation))
 
 
-def _lines(explanation: Explanation) -> Iterator[str]:
+def _lines(explanation: Account) -> Iterator[str]:
     lanes = count(explanation.lanes, "lane")
     yield f"{explanation.name}, batched over {lanes}{_options(explanation)}"
     yield ""
@@ -34,11 +34,11 @@ def _lines(explanation: Explanation) -> Iterator[str]:
         yield from _timings(explanation)
 
 
-def _options(explanation: Explanation) -> str:
+def _options(explanation: Account) -> str:
     return "".join(f", {name}={value!r}" for name, value in explanation.options.items())
 
 
-def _summary(explanation: Explanation) -> Iterator[str]:
+def _summary(explanation: Account) -> Iterator[str]:
     services: dict[str, int] = {}
     for eqn in explanation.walk():
         services[eqn.service] = services.get(eqn.service, 0) + 1
@@ -82,7 +82,7 @@ def _wrapped(text: str, first: str, others: str) -> Iterator[str]:
     )
 
 
-def _program(explanation: Explanation) -> Iterator[str]:
+def _program(explanation: Account) -> Iterator[str]:
     yield "The program of one example -> of all lanes (* is the batch axis), the rule that batched"
     yield "each operation, and its cost for one lane and for all:"
     for value in explanation.arguments:
@@ -197,7 +197,7 @@ _COLUMNS: tuple[tuple[Callable[[Equation], str], int], ...] = (
 """The cells of a line of the listing, and how wide they are at most."""
 
 
-def _timings(explanation: Explanation) -> Iterator[str]:
+def _timings(explanation: Account) -> Iterator[str]:
     yield "Measured:"
     for timing in explanation.timings:
         low, high = map(show_seconds, timing.spread)
@@ -208,7 +208,7 @@ def _timings(explanation: Explanation) -> Iterator[str]:
         yield f"  {what:<24} {show_seconds(timing.seconds):>9} ({low} to {high}){memory}"
 
 
-def for_terminal(explanation: Explanation) -> Any:
+def for_terminal(explanation: Account) -> Any:
     """An explanation for a terminal: a `rich` renderable, or plain text without `rich`."""
     try:
         from rich.text import Text

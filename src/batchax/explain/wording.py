@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchax.execution.memory import show_bytes
-from batchax.explain.explanation import Work
+from batchax.explain.account import Work
 
 SERVICES = {
     "own": "batched by rules of batchax",

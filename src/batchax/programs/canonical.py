@@ -20,10 +20,10 @@ import jax
 import numpy as np
 
 from batchax import _compat
-from batchax.engine.evaluate import evaluate
-from batchax.engine.own_primitives import operations_of
-from batchax.engine.primitive_facts import facts_of
-from batchax.engine.program_key import value_key
+from batchax.jaxprs.evaluate import evaluate
+from batchax.jaxprs.own_primitives import operations_of
+from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.program_key import value_key
 from batchax.programs.canonical_values import (
     Node,
     Table,

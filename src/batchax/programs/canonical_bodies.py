@@ -11,8 +11,8 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from batchax import _compat
-from batchax.engine.bodies import Body, bodies_of
-from batchax.engine.primitive_facts import body_parameter
+from batchax.jaxprs.bodies import Body, bodies_of
+from batchax.jaxprs.primitive_facts import body_parameter
 from batchax.programs.canonical import Program, rules, rules_by_fact
 from batchax.programs.canonical_values import Value
 

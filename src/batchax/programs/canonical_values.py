@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from batchax import _compat
-from batchax.engine.program_key import value_key
+from batchax.jaxprs.program_key import value_key
 
 LEAVES = frozenset({"argument", "constant", "captured", "carried", "result", "effect"})
 """Names of nodes that are no operations: where values enter, and results of several."""

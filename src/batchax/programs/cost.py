@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchax.engine.bodies import bodies_of
+from batchax.jaxprs.bodies import bodies_of
 from batchax.programs.inner import Inner as Inner
 from batchax.programs.inner import integers_in as integers_in
 from batchax.programs.inner import programs_in as programs_in

@@ -10,9 +10,9 @@ from typing import Any
 from jax.core import Tracer
 from jax.extend.core import Literal
 
-from batchax.engine.bodies import Body, bodies_of
-from batchax.engine.own_primitives import expanded, operations_of
-from batchax.engine.primitive_facts import facts_of
+from batchax.jaxprs.bodies import Body, bodies_of
+from batchax.jaxprs.own_primitives import expanded, operations_of
+from batchax.jaxprs.primitive_facts import facts_of
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from batchax import _compat
-from batchax.engine.primitive_facts import facts_of
+from batchax.jaxprs.primitive_facts import facts_of
 from batchax.programs.shapes import (
     bytes_of,
     length_along,

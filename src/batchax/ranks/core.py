@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from batchax.engine.arguments import is_position
 from batchax.errors import ArgumentTypeError
+from batchax.frontend.arguments import is_position
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from jax.core import ShapedArray
 from jax.sharding import AxisType
 
 from batchax import _compat
-from batchax.engine.arguments import Mapped
-from batchax.engine.axis import Axis
-from batchax.engine.inner import example_aval
 from batchax.errors import AxisError, UnsupportedError
+from batchax.frontend.arguments import Mapped
+from batchax.kernel.axis import Axis
+from batchax.kernel.inner import example_aval
 from batchax.rows.checks import shown_lengths
 from batchax.rows.comparisons import Lengths
 from batchax.rows.index import RowIndex

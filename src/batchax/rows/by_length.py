@@ -19,13 +19,13 @@ import jax
 import numpy as np
 
 from batchax import _compat
-from batchax.engine import recording
-from batchax.engine.arguments import Mapped
-from batchax.engine.axis import Axis, move_axis
-from batchax.engine.inner import stage_function
-from batchax.engine.named_axes import uses_name
-from batchax.engine.outputs import AUTO, FlatOutputs, OutputArray, check_unbatched, place
 from batchax.errors import AxisError, UnsupportedError
+from batchax.frontend.arguments import Mapped
+from batchax.frontend.outputs import AUTO, FlatOutputs, OutputArray, check_unbatched, place
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis, move_axis
+from batchax.kernel.inner import stage_described
+from batchax.kernel.named_axes import uses_name
 from batchax.rows.arguments import RowSize, all_known, find_sizes, row_avals, sizes_in_errors
 from batchax.rows.groups import Placed, groups_of, in_front, run_in_groups
 from batchax.rows.outputs import place_ragged
@@ -37,23 +37,22 @@ from batchax.rules.in_turn import calls_library
 Lengths = tuple[int, ...]
 """The length of a row, for each of the sizes that rows have."""
 
-RunDense = Callable[[Axis, Callable[..., Any], list[Mapped], list[FlatOutputs]], list[Any]]
+OneRow = Callable[..., tuple[list[Any], FlatOutputs]]
+RunDense = Callable[[Axis, OneRow, list[Mapped]], tuple[list[Any], FlatOutputs]]
 
 
 def run_by_length(
     axis: Axis,
-    one_row: Callable[..., Any],
+    one_row: OneRow,
     mapped: list[Mapped],
-    outputs: list[FlatOutputs],
     run_dense: RunDense,
-) -> list[Any]:
+) -> tuple[list[Any], FlatOutputs]:
     """The outputs of a function of one row, by a batch for each length of rows.
 
     Args:
       axis: the axis being mapped, whose lanes are rows.
-      one_row: the function; when called it describes what it returned in `outputs`.
+      one_row: the function, which returns arrays and what describes them.
       mapped: its arguments, some of which are `Ragged`.
-      outputs: see `one_row`.
       run_dense: what `vmap` does with a function of arrays of one size.
 
     Raises:
@@ -67,21 +66,19 @@ def run_by_length(
     recording.fact("groups", lengths=lengths, rows=[len(rows) for rows in groups])
     names = [m.path for m in mapped]
 
-    def stage(at: Lengths) -> _compat.ClosedJaxpr:
+    def stage(at: Lengths) -> tuple[_compat.ClosedJaxpr, FlatOutputs]:
         avals = row_avals(axis, mapped, sizes_of, sizes, at)
         with rows_of_one_length(axis.name), sizes_in_errors(mapped, sizes_of, sizes):
-            program = stage_function(axis, one_row, avals, names)
-        constants.append(_constants(outputs[0]))
-        return program
+            return stage_described(axis, one_row, avals, names)
 
-    constants: list[list[Any]] = []
-    programs = [stage(at) for at in lengths]
-    described = list(outputs[0].described)
+    staged = [stage(at) for at in lengths]
+    programs, outputs = [program for program, _ in staged], staged[-1][1]
+    described = outputs.described
     _check_programs(axis, described, programs, lengths)
-    _check_constants(constants)
+    _check_constants([_constants(each) for _, each in staged])
     for at in _more_lengths(lengths):
         try:
-            more = stage(at)
+            more, _ = stage(at)
         except Exception:  # of a length that no row has, anything may be wrong
             continue
         if _kinds(more) == _kinds(programs[0]):
@@ -92,24 +89,23 @@ def run_by_length(
         for i, (output, shape) in enumerate(zip(described, shapes, strict=True))
     ]
 
-    def one_row_in_group(*values: Any) -> list[Any]:
-        arrays = one_row(*values)
-        outputs[0].described[:] = wanted
-        return arrays
+    def one_row_in_group(*values: Any) -> tuple[list[Any], FlatOutputs]:
+        arrays, outputs = one_row(*values)
+        return arrays, replace(outputs, described=wanted)
 
-    def run_group(g: int, group: Axis, part: list[Mapped]) -> list[Placed]:
-        outs = run_dense(group, one_row_in_group, list(map(_dense, part)), outputs)
-        return [_of_group(group, x, shape) for x, shape in zip(outs, shapes, strict=True)]
+    def run_group(g: int, group: Axis, part: list[Mapped]) -> tuple[list[Placed], FlatOutputs]:
+        outs, _ = run_dense(group, one_row_in_group, list(map(_dense, part)))
+        return [_of_group(group, x, shape) for x, shape in zip(outs, shapes, strict=True)], outputs
 
     # What the name of the axis stands for is all rows, in each of the groups.
     with _compat.named_scope(axis.name, axis.size):
         nameless = replace(axis, name=None)
         in_turn = any(calls_library(program.jaxpr) for program in programs)
-        outs = run_in_groups(nameless, mapped, groups, described, run_group, in_turn)
+        outs, _ = run_in_groups(nameless, mapped, groups, run_group, in_turn)
     return [
         x if isinstance(x, Ragged) else place(axis, output, x, position)
         for (x, position), output in zip(outs, described, strict=True)
-    ]
+    ], outputs
 
 
 def _check_known(mapped: Sequence[Mapped]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,29 +16,29 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.engine.arguments import Mapped
-from batchax.engine.axis import Axis, AxisPosition, broadcast_axis, move_axis
-from batchax.engine.outputs import AUTO, OutputArray, check_unbatched
 from batchax.errors import UnsupportedError
+from batchax.frontend.arguments import Mapped
+from batchax.frontend.outputs import AUTO, FlatOutputs, OutputArray, check_unbatched
+from batchax.kernel.axis import Axis, AxisPosition, broadcast_axis, move_axis
 from batchax.rows.ragged import Ragged, known_lengths
 from batchax.rules.in_turn import in_turn as run_in_turn
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
 
+Described = TypeVar("Described", bound=FlatOutputs)
 Placed = tuple[Any, AxisPosition]
 """An output and where it has its rows: 0 for a `Ragged`, None for what all rows share."""
 
-RunGroup = Callable[[int, Axis, list[Mapped]], list[Placed]]
+RunGroup = Callable[[int, Axis, list[Mapped]], tuple[list[Placed], Described]]
 
 
 def run_in_groups(
     axis: Axis,
     mapped: Sequence[Mapped],
     groups: Sequence[np.ndarray],
-    described: Sequence[OutputArray],
-    run_group: RunGroup,
+    run_group: RunGroup[Described],
     in_turn: bool,
-) -> list[Placed]:
+) -> tuple[list[Placed], Described]:
     """What `run_group` computes for each group of rows, in the order of the rows.
 
     Args:
@@ -46,9 +46,9 @@ def run_in_groups(
       mapped: the arguments: `Ragged`s whose lengths are known, arrays with an axis for the rows,
         and arrays that all rows share.
       groups: the indices of the rows of each group. Each row is in one.
-      described: the outputs, for messages.
-      run_group: runs one group, given its number, axis and arguments. Groups agree in the number of
-        outputs and in their dtypes, and in their shapes but for ragged axes.
+      run_group: runs one group, given its number, axis and arguments, and describes the outputs.
+        Groups agree in the number of outputs and in their dtypes, and in their shapes but for
+        ragged axes.
       in_turn: whether no two groups may run at once; see `batchax.rules.in_turn`.
 
     Raises:
@@ -56,21 +56,25 @@ def run_in_groups(
     """
     parts = [_split_argument(axis, m, groups) for m in mapped]
     results: list[list[Placed]] = []
+    descriptions: list[Described] = []
     for g, rows in enumerate(groups):
         given = [replace(m, value=part[g]) for m, part in zip(mapped, parts, strict=True)]
         if in_turn and results:
             results[-1], given = _one_after_another(results[-1], given)
-        results.append(run_group(g, replace(axis, size=len(rows)), given))
+        result, description = run_group(g, replace(axis, size=len(rows)), given)
+        results.append(result)
+        descriptions.append(description)
     if len({len(result) for result in results}) > 1:
         raise UnsupportedError(
             "the function returns different numbers of arrays for rows of different lengths: "
             f"{sorted({len(result) for result in results})}. Let it return the same for each row."
         )
     ragged = [m.value for m in mapped if isinstance(m.value, Ragged)]
+    outputs = descriptions[-1]
     return [
         _joined_output(axis, output, groups, [result[i] for result in results], ragged)
-        for i, output in enumerate(described)
-    ]
+        for i, output in enumerate(outputs.described)
+    ], outputs
 
 
 def _one_after_another(

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from batchax.engine import recording
-from batchax.engine.arguments import Mapped, is_position
-from batchax.engine.axis import Axis
-from batchax.engine.outputs import FlatOutputs, OutputArray, place
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.frontend.arguments import Mapped, is_position
+from batchax.frontend.outputs import FlatOutputs, OutputArray, place
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis
 from batchax.rows.arguments import all_known, find_sizes
 from batchax.rows.buckets import Buckets, bucket
 from batchax.rows.groups import Placed, in_front, run_in_groups
 from batchax.rows.outputs import place_ragged
 from batchax.rows.ragged import Ragged
 
-RunRows = Callable[[Axis, Callable[..., Any], list[Mapped], list[FlatOutputs]], list[Any]]
+OneRow = Callable[..., tuple[list[Any], FlatOutputs]]
+RunRows = Callable[[Axis, OneRow, list[Mapped]], tuple[list[Any], FlatOutputs]]
 
 
 def check_buckets(buckets: Any) -> None:
@@ -39,21 +40,19 @@ def check_buckets(buckets: Any) -> None:
 
 def run_in_buckets(
     axis: Axis,
-    one_row: Callable[..., Any],
+    one_row: OneRow,
     mapped: list[Mapped],
-    outputs: list[FlatOutputs],
     buckets: int | Buckets,
     run_rows: RunRows,
-) -> list[Any]:
+) -> tuple[list[Any], FlatOutputs]:
     """The outputs of a function of one row, run for the rows of each bucket by itself.
 
     Args:
       axis: the axis being mapped, whose lanes are rows.
-      one_row: the function; when called it describes what it returned in `outputs`.
+      one_row: the function, which returns arrays and what describes them.
       mapped: its arguments, some of which are `Ragged`. Buckets are for the lengths of that with
         the most elements, and of those that have the same; others are as long in each bucket
         as their longest row there.
-      outputs: see `one_row`.
       buckets: which rows run together, or how many groups of them there may be.
       run_rows: what `vmap` does with the rows of one bucket.
 
@@ -84,31 +83,45 @@ def run_in_buckets(
         )
     recording.fact("buckets", buckets=buckets)
     if not axis.size:
-        return run_rows(axis, one_row, mapped, outputs)
-    described: list[OutputArray] = []
-    ndims: list[int] = []
+        return run_rows(axis, one_row, mapped)
 
-    def one_row_in_bucket(*values: Any) -> list[Any]:
-        arrays = one_row(*values)
-        described[:] = outputs[0].described
-        outputs[0].described[:] = map(in_front, described)
-        ndims[:] = map(jnp.ndim, arrays)
-        return arrays
+    def one_row_in_bucket(*values: Any) -> tuple[list[Any], _InBucket]:
+        arrays, outputs = one_row(*values)
+        described = list(map(in_front, outputs.described))
+        return arrays, _InBucket(described, outputs.rebuild, outputs, list(map(jnp.ndim, arrays)))
 
-    def run_group(g: int, group: Axis, part: list[Mapped]) -> list[Placed]:
+    def run_group(g: int, group: Axis, part: list[Mapped]) -> tuple[list[Placed], _InBucket]:
         bounded = [
             replace(m, value=m.value.with_max_length(buckets.sizes[g])) if size is leading else m
             for m, size in zip(part, sizes_of, strict=True)
         ]
-        outs = run_rows(group, one_row_in_bucket, bounded, outputs)
+        outs, outputs = run_rows(group, one_row_in_bucket, bounded)
+        assert isinstance(outputs, _InBucket)
         return [
             (x, 0 if isinstance(x, Ragged) or np.ndim(x) > ndim else None)
-            for x, ndim in zip(outs, ndims, strict=True)
-        ]
+            for x, ndim in zip(outs, outputs.ndims, strict=True)
+        ], outputs
 
     # Buckets are few, and what the function calls is known only once the first has run.
-    outs = run_in_groups(axis, mapped, buckets.rows, described, run_group, in_turn=True)
-    return [_placed_output(axis, output, *out) for output, out in zip(described, outs, strict=True)]
+    outs, in_bucket = run_in_groups(axis, mapped, buckets.rows, run_group, in_turn=True)
+    outputs = in_bucket.asked
+    described = outputs.described
+    return [
+        _placed_output(axis, output, *out) for output, out in zip(described, outs, strict=True)
+    ], outputs
+
+
+@dataclass(frozen=True)
+class _InBucket(FlatOutputs):
+    """The outputs of the rows of a bucket.
+
+    Attributes:
+      asked: where they are to be for all rows.
+      ndims: how many axes each has for one row.
+    """
+
+    asked: FlatOutputs
+    ndims: list[int]
 
 
 def _placed_output(axis: Axis, output: OutputArray, x: Any, position: int | None) -> Any:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from batchax import _compat
-from batchax.engine.outputs import AUTO, OutputArray, Reduce
 from batchax.errors import AxisError, UnsupportedError
+from batchax.frontend.outputs import AUTO, OutputArray, Reduce
 from batchax.rows.arguments import RowSize, capacity_of
 from batchax.rows.index import RowIndex, pack_rows
 from batchax.rows.ragged import Ragged

@@ -19,11 +19,11 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.engine import recording
-from batchax.engine.axis import Axis, AxisPosition, move_axis
-from batchax.engine.evaluate import walk
-from batchax.engine.interpreter import batch_equation
-from batchax.engine.primitive_facts import body_parameter, facts_of
+from batchax.jaxprs.evaluate import walk
+from batchax.jaxprs.primitive_facts import body_parameter, facts_of
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis, AxisPosition, move_axis
+from batchax.kernel.interpreter import batch_equation
 from batchax.rows.index import RowIndex
 from batchax.rows.packing import REDUCED, ragged_axis
 from batchax.rows.padded import Operation, Row, fold_known, run_equation

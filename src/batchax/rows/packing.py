@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core.primitives import custom_jvp_call_p
 
 from batchax import _compat
-from batchax.engine.primitive_facts import body_parameter, facts_of
+from batchax.jaxprs.primitive_facts import body_parameter, facts_of
 from batchax.rows.padded_rules.custom_derivatives import staged_jvp_rule
 from batchax.rows.segments import REDUCTIONS
 from batchax.rows.sizes import depends_on_sizes, has_symbols, is_symbolic

@@ -24,10 +24,10 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 from batchax import _compat
-from batchax.engine import recording
-from batchax.engine.evaluate import bind_equation, evaluate
-from batchax.engine.primitive_facts import facts_of
 from batchax.errors import UnsupportedError
+from batchax.jaxprs.evaluate import bind_equation, evaluate
+from batchax.jaxprs.primitive_facts import facts_of
+from batchax.kernel import recording
 from batchax.rows.sizes import Sizes, depends_on_sizes
 from batchax.rules.masking import is_inexact, safe_lanes
 

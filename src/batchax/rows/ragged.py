@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.engine.containers import BatchOfRows, add_spec_type
 from batchax.errors import ArgumentTypeError, AxisError
+from batchax.frontend.containers import BatchOfRows, add_spec_type
 from batchax.rows.checks import (
     as_data,
     as_lengths,

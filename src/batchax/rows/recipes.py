@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.extend.core import Literal
 
 from batchax import _compat
-from batchax.engine.evaluate import plan
+from batchax.jaxprs.evaluate import plan
 
 
 def same_recipe(a: _compat.ClosedJaxpr, b: _compat.ClosedJaxpr, index: int) -> bool:

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from batchax import _compat
-from batchax.engine.axis import AxisPosition, axis_to_front
-from batchax.engine.evaluate import walk
-from batchax.engine.inner import batch_function
+from batchax.jaxprs.evaluate import walk
+from batchax.kernel.axis import AxisPosition, axis_to_front
+from batchax.kernel.inner import batch_function
 from batchax.rows.index import pack_rows, pad_rows
 from batchax.rows.layouts import Layout, other_layout
 from batchax.rows.packed import Packed, PackedRows, run_and_note

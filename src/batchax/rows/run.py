@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax.core import Tracer, eval_jaxpr
 
 from batchax import _compat
-from batchax.engine import recording
-from batchax.engine.arguments import Mapped
-from batchax.engine.axis import Axis, AxisPosition
-from batchax.engine.inner import stage_function
-from batchax.engine.outputs import FlatOutputs, OutputArray, check_unbatched, place
 from batchax.errors import ArgumentTypeError, BatchaxError, UnsupportedError
+from batchax.frontend.arguments import Mapped
+from batchax.frontend.outputs import FlatOutputs, OutputArray, check_unbatched, place
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.inner import stage_described
 from batchax.rows.arguments import (
     RowSize,
     all_known,
@@ -29,7 +29,7 @@ from batchax.rows.arguments import (
     with_room,
 )
 from batchax.rows.buckets import Buckets
-from batchax.rows.by_length import RunDense, run_by_length
+from batchax.rows.by_length import OneRow, RunDense, run_by_length
 from batchax.rows.comparisons import UndecidedSizeError
 from batchax.rows.in_buckets import check_buckets, run_in_buckets
 from batchax.rows.index import pad_rows
@@ -93,7 +93,7 @@ class Call:
       mapped: its arguments.
       sizes_of: the size of each, None for those that are not ragged.
       sizes: all that there are.
-      described: its outputs.
+      outputs: how to rebuild what it returned.
     """
 
     axis: Axis
@@ -101,7 +101,12 @@ class Call:
     mapped: list[Mapped]
     sizes_of: list[RowSize | None]
     sizes: list[RowSize]
-    described: list[OutputArray]
+    outputs: FlatOutputs
+
+    @property
+    def described(self) -> Sequence[OutputArray]:
+        """The arrays that it returned."""
+        return self.outputs.described
 
     @property
     def shapes(self) -> list[tuple[Any, ...]]:
@@ -117,19 +122,17 @@ class Call:
 @_compat.standing_in()
 def run_rows(
     axis: Axis,
-    one_row: Callable[..., Any],
+    one_row: OneRow,
     mapped: list[Mapped],
-    outputs: list[FlatOutputs],
     run_dense: RunDense,
     options: RowOptions,
-) -> list[Any]:
+) -> tuple[list[Any], FlatOutputs]:
     """The outputs of a function of one row for all rows.
 
     Args:
       axis: the axis being mapped, whose lanes are rows.
-      one_row: the function; when called it describes what it returned in `outputs`.
+      one_row: the function, which returns arrays and what describes them.
       mapped: its arguments, some of which are `Ragged`.
-      outputs: see `one_row`.
       run_dense: what `vmap` does with a function of arrays of one size.
       options: how rows are to be run.
     """
@@ -138,33 +141,33 @@ def run_rows(
     if options.buckets is not None:
         each = replace(options, buckets=None)
         run_bucket = functools.partial(run_rows, run_dense=run_dense, options=each)
-        return run_in_buckets(axis, one_row, mapped, outputs, options.buckets, run_bucket)
-    by_length = functools.partial(run_by_length, axis, one_row, mapped, outputs, run_dense)
+        return run_in_buckets(axis, one_row, mapped, options.buckets, run_bucket)
+    by_length = functools.partial(run_by_length, axis, one_row, mapped, run_dense)
     if options.layout == "grouped":
         return by_length()
     known = all_known(mapped)
     sizes_of, sizes = find_sizes(mapped)
 
-    def stage(dims: Sequence[Any]) -> _compat.ClosedJaxpr:
+    def stage(dims: Sequence[Any]) -> tuple[_compat.ClosedJaxpr, FlatOutputs]:
         avals = row_avals(axis, mapped, sizes_of, sizes, dims)
         with sizes_in_errors(mapped, sizes_of, sizes):
-            return stage_function(axis, one_row, avals, [m.path for m in mapped])
+            return stage_described(axis, one_row, avals, [m.path for m in mapped])
 
     try:
-        staged = stage([size.symbol for size in sizes])
+        staged, outputs = stage([size.symbol for size in sizes])
     except Exception as error:
         # It may be for known sizes only: `if n > 5`. Or wrong: then it fails again.
         if known:
             return by_length()
         raise _cannot_stage(error, sizes, lambda: _works_for_known(stage, sizes)) from error
-    described = list(map(place_ragged, outputs[0].described, [a.shape for a in staged.out_avals]))
-    call = Call(axis, staged, mapped, sizes_of, sizes, described)
-    outputs[0].described[:] = described
+    described = list(map(place_ragged, outputs.described, [a.shape for a in staged.out_avals]))
+    outputs = replace(outputs, described=described)
+    call = Call(axis, staged, mapped, sizes_of, sizes, outputs)
     try:
         regions = _find_regions(call, options)
         if regions is None:
-            return _run_padded(call, outputs, run_dense)
-        return _run_regions(call, *regions)
+            return _run_padded(call, run_dense), outputs
+        return _run_regions(call, *regions), outputs
     except _ASKED_FOR_NUMBERS as error:  # in a derivative rule, which is staged by now
         if known:
             return by_length()
@@ -232,7 +235,7 @@ def _works_for_known(stage: Callable[[Sequence[int]], Any], sizes: Sequence[RowS
     return False
 
 
-def _run_padded(call: Call, outputs: list[FlatOutputs], run_dense: RunDense) -> list[Any]:
+def _run_padded(call: Call, run_dense: RunDense) -> list[Any]:
     """All of it in padded rows, by what `vmap` does with arrays of one size."""
     if recording.is_on():
         steps = flatten(call.staged).steps
@@ -241,15 +244,14 @@ def _run_padded(call: Call, outputs: list[FlatOutputs], run_dense: RunDense) -> 
     staged, bounds = call.staged, call.bounds
     shapes = [v.aval.shape for v in staged.jaxpr.invars]
 
-    def padded_row(*values: Any) -> list[Any]:
-        outputs[0].described[:] = call.described
+    def padded_row(*values: Any) -> tuple[list[Any], FlatOutputs]:
         lengths = dict(zip(bounds, values, strict=False))
         arguments = [
             Row(x, shape, None if size is None else 0)
             for x, shape, size in zip(values[len(bounds) :], shapes, call.sizes_of, strict=True)
         ]
         rows = run_padded(Sizes(bounds, lengths), staged.jaxpr, staged.consts, arguments)
-        return [row.value for row in rows]
+        return [row.value for row in rows], call.outputs
 
     arguments = [
         Mapped(f"the lengths {size.name}", jnp.asarray(size.index.lengths), 0)
@@ -260,7 +262,7 @@ def _run_padded(call: Call, outputs: list[FlatOutputs], run_dense: RunDense) -> 
             padded = pad_rows(m.value.data, size.index_in(m.value), m.value.axis)
             m = Mapped(m.path, padded, 0)
         arguments.append(m)
-    outs = run_dense(call.axis, padded_row, arguments, outputs)
+    outs, _ = run_dense(call.axis, padded_row, arguments)
     return [
         as_ragged(x, shape, call.sizes) if has_symbols(shape) else x
         for x, shape in zip(outs, call.shapes, strict=True)
@@ -291,9 +293,8 @@ def _run_regions(call: Call, program: Steps, regions: list[Region]) -> list[Any]
         sizes = [s.noted for s in call.sizes]
         recording.fact("region", layout=region.layout, steps=region.steps, sizes=sizes)
     segments = {size.name: Segments(size.index, capacity_of(size.batch)) for size in call.sizes}
-    axes: list[AxisPosition] = []
 
-    def run(*values: Any) -> list[Any]:
+    def run(*values: Any) -> tuple[list[Any], list[AxisPosition]]:
         rows = PackedRows(call.axis, dict(segments))
         arguments = []
         for x, m, size in zip(values, call.mapped, call.sizes_of, strict=True):
@@ -310,22 +311,21 @@ def _run_regions(call: Call, program: Steps, regions: list[Region]) -> list[Any]
             arguments.append(Packed(x, tuple(shape)))
         with recording.run(call.staged.jaxpr):
             outs = run_regions(rows, call.bounds, program, regions, arguments)
-        axes[:] = [out.axis for out in outs]
         return [
             Operation(None, rows.sizes).cut(out.value, out.shape)
             if out.axis is None and has_symbols(out.shape)
             else out.value
             for out in outs
-        ]
+        ], [out.axis for out in outs]
 
     values = [m.value.data if isinstance(m.value, Ragged) else m.value for m in call.mapped]
     traced = any(isinstance(x, Tracer) for x in (*values, *call.staged.consts))
     lengths_traced = any(isinstance(s.index.lengths, Tracer) for s in segments.values())
     if traced or lengths_traced:
-        outs = run(*values)
+        outs, axes = run(*values)
         check_unbatched(call.axis, call.described, axes)
     else:  # whatever is wrong must be found before anything is computed
-        whole = _compat.stage(run, list(map(jax.typeof, values)))
+        whole, axes = _compat.stage_described(run, list(map(jax.typeof, values)))
         check_unbatched(call.axis, call.described, axes)
         outs = eval_jaxpr(whole.jaxpr, whole.consts, *values)
     results = []

@@ -10,8 +10,8 @@ import numpy as np
 from jax.extend.core import Literal
 
 from batchax import _compat
-from batchax.engine.evaluate import plan
-from batchax.engine.primitive_facts import body_parameter, facts_of
+from batchax.jaxprs.evaluate import plan
+from batchax.jaxprs.primitive_facts import body_parameter, facts_of
 
 
 @dataclass(frozen=True)

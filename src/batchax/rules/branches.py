@@ -21,14 +21,14 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import cond_p
 
 from batchax import _compat
-from batchax.engine import recording
-from batchax.engine.axis import Axis, AxisPosition, match_axis
-from batchax.engine.divergence import Branches, Placed
-from batchax.engine.inner import ANYWHERE, batch_inner, returning_alike
-from batchax.engine.interpreter import interpret
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_rule
-from batchax.engine.varying import varying_of
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis, AxisPosition, match_axis
+from batchax.kernel.divergence import Branches, Placed
+from batchax.kernel.inner import ANYWHERE, batch_inner, returning_alike
+from batchax.kernel.interpreter import interpret
+from batchax.kernel.registry import register_rule
+from batchax.kernel.varying import varying_of
 from batchax.rules.hazards import hazards
 from batchax.rules.in_order import run_in_order
 from batchax.rules.in_place import masked, updated_operands

@@ -15,11 +15,11 @@ from jax.experimental import checkify as checkify  # makes its primitive known
 from jax.extend.core import unmapped_aval
 
 from batchax import _compat
-from batchax.engine.axis import Axis, axis_to_front, expand_axis, move_axis
-from batchax.engine.fallback import one_after_another
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_rule
 from batchax.errors import UnsupportedError
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.axis import Axis, axis_to_front, expand_axis, move_axis
+from batchax.kernel.fallback import one_after_another
+from batchax.kernel.registry import register_rule
 
 enter(
     """

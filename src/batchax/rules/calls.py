@@ -15,15 +15,15 @@ import jax
 from jax.core import eval_jaxpr
 
 from batchax import _compat
-from batchax.engine import recording
-from batchax.engine.axis import Axis, AxisPosition, move_axis
-from batchax.engine.inner import ANYWHERE, batch_function, batch_inner
-from batchax.engine.interpreter import interpret
-from batchax.engine.primitive_facts import enter, facts_of
-from batchax.engine.registry import register_rule
-from batchax.engine.replay import program_behind, resolve
-from batchax.engine.varying import varying_of
 from batchax.errors import AxisError, UnsupportedError
+from batchax.jaxprs.primitive_facts import enter, facts_of
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis, AxisPosition, move_axis
+from batchax.kernel.inner import ANYWHERE, batch_function, batch_inner
+from batchax.kernel.interpreter import interpret
+from batchax.kernel.registry import register_rule
+from batchax.kernel.replay import program_behind, resolve
+from batchax.kernel.varying import varying_of
 from batchax.rules.pullback import pull_back
 from batchax.rules.sharding import batched_layout, batched_sharding
 

@@ -17,10 +17,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition, shift_dims
-from batchax.engine.named_axes import as_names
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_rule
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.axis import Axis, AxisPosition, shift_dims
+from batchax.kernel.named_axes import as_names
+from batchax.kernel.registry import register_rule
 from batchax.rules.lanes import Groups, over_all_lanes, take, times
 
 REDUCTIONS: dict[str, tuple[Callable[..., Any], bool]] = {

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 from jax import lax
 
-from batchax.engine.axis import Axis, sharding_with_axis
-from batchax.engine.inner import example_aval
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_rule
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.axis import Axis, sharding_with_axis
+from batchax.kernel.inner import example_aval
+from batchax.kernel.registry import register_rule
 
 enter(": conv_general_dilated")
 

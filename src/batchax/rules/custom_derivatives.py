@@ -25,14 +25,14 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition
-from batchax.engine.inner import batched_aval, example_aval, stage_function
-from batchax.engine.interpreter import interpret
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_rule
-from batchax.engine.replay import may_be_differentiated, program_behind, resolve
-from batchax.engine.varying import Varying, types_varying
 from batchax.errors import ArgumentTypeError, UnsupportedError
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.inner import batched_aval, example_aval, stage_described
+from batchax.kernel.interpreter import interpret
+from batchax.kernel.registry import register_rule
+from batchax.kernel.replay import may_be_differentiated, program_behind, resolve
+from batchax.kernel.varying import Varying, types_varying
 from batchax.rules.pullback import match_or_zeros, multiplies, pull_back, reached
 
 Axes = Sequence[AxisPosition]
@@ -147,16 +147,13 @@ def _custom_jvp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
         return outs[:n_out], out_axes[:n_out], tangents, tangent_axes
 
     def axes_from_rule() -> Axes:
-        found: list[AxisPosition] = []
-
-        def run(*xs: Any) -> list[Any]:
+        def run(*xs: Any) -> tuple[list[Any], Axes]:
             n = len(types)
             _, out_axes, _, tangent_axes = differentiate([False] * n, xs[:n], xs[n:])
-            found[:] = _union(out_axes, tangent_axes)
-            return []
+            return [], _union(out_axes, tangent_axes)
 
-        _compat.stage(run, [*types, *(a.to_tangent_aval() for a in types)])
-        return found
+        tangents = [a.to_tangent_aval() for a in types]
+        return _compat.stage_described(run, [*types, *tangents])[1]
 
     def call(*xs: Any) -> list[Any]:
         outs, out_axes = interpret(axis, body.jaxpr, body.consts, xs, axes)
@@ -218,15 +215,11 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
         return outputs.place(outs, out_axes)
 
     def axes_from_rules() -> Axes:
-        found: list[AxisPosition] = []
-
-        def run(*xs: Any) -> list[Any]:
+        def run(*xs: Any) -> tuple[list[Any], Axes]:
             outs, out_axes = run_forward([True] * (len(xs) - skip), xs[skip:])
-            found[:] = _union(out_axes[len(outs) - n_out :], need(xs, outs, out_axes))
-            return []
+            return [], _union(out_axes[len(outs) - n_out :], need(xs, outs, out_axes))
 
-        _compat.stage(run, types)
-        return found
+        return _compat.stage_described(run, types)[1]
 
     def need(xs: Any, outs: Any, out_axes: Axes) -> Axes:
         """Which outputs the reverse rule needs for each lane, from what the forward one gave."""
@@ -336,20 +329,18 @@ class _Reverse:
         return self._staged[key]
 
     def _stage_for(self, inputs: Sequence[Any]) -> Any:
-        zeros: list[Any] = []
-        rest: list[Any] = []
-
-        def one_example(*xs: Any) -> list[Any]:
+        def one_example(*xs: Any) -> tuple[list[Any], Any]:
             given = iter(xs)
             result = self.bwd.call_wrapped(*(x if _is_zero(x) else next(given) for x in inputs))
             cotangents, logs = _compat.cotangents_and_logs(result)
-            zeros[:] = [c if isinstance(c, (ad.Zero, SymbolicZero)) else None for c in cotangents]
+            zeros = [c if isinstance(c, (ad.Zero, SymbolicZero)) else None for c in cotangents]
             leaves, structure = jax.tree.flatten(logs)
-            rest[:] = [structure, isinstance(result, tuple)]
-            return [c for c, z in zip(cotangents, zeros, strict=True) if z is None] + leaves
+            outs = [c for c, z in zip(cotangents, zeros, strict=True) if z is None] + leaves
+            return outs, (zeros, structure, isinstance(result, tuple))
 
         given = [x for x in inputs if not _is_zero(x)]
-        return stage_function(self.axis, one_example, given), zeros, *rest
+        program, description = stage_described(self.axis, one_example, given)
+        return program, *description
 
 
 def _counted_once(cotangent: Any, aval: Any) -> Any:

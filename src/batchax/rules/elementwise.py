@@ -10,7 +10,8 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.engine.axis import (
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.axis import (
     Axis,
     AxisPosition,
     batch_sharding,
@@ -18,9 +19,8 @@ from batchax.engine.axis import (
     match_axis,
     move_axis,
 )
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_rule
-from batchax.engine.rule_makers import (
+from batchax.kernel.registry import register_rule
+from batchax.kernel.rule_makers import (
     broadcasting,
     common_position,
     example_shape,

@@ -14,12 +14,12 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition, axis_to_front, broadcast_axis, move_axis
-from batchax.engine.fallback import one_after_another
-from batchax.engine.named_axes import as_names
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_rule
 from batchax.errors import AxisError, UnsupportedError
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.axis import Axis, AxisPosition, axis_to_front, broadcast_axis, move_axis
+from batchax.kernel.fallback import one_after_another
+from batchax.kernel.named_axes import as_names
+from batchax.kernel.registry import register_rule
 from batchax.rules.lanes import Groups, axis_size, over_all_lanes, split_names, take, times
 
 enter(

@@ -6,9 +6,9 @@ from typing import Any
 
 from jax import lax
 
-from batchax.engine.axis import Axis, move_axis
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_rule
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.axis import Axis, move_axis
+from batchax.kernel.registry import register_rule
 
 enter("library: fft")
 

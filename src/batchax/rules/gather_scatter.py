@@ -22,7 +22,8 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.engine.axis import (
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.axis import (
     Axis,
     AxisPosition,
     broadcast_axis,
@@ -32,8 +33,7 @@ from batchax.engine.axis import (
     shift_dims,
     slot_after,
 )
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import Rule, register_rule
+from batchax.kernel.registry import Rule, register_rule
 
 enter(
     """

@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import scan_p
 
 from batchax import _compat
-from batchax.engine.primitive_facts import Facts, facts_of
+from batchax.jaxprs.primitive_facts import Facts, facts_of
 
 # Linear where one operand is a number written in the program: which operand may vary.
 _LINEAR_IN = {"mul": (0, 1), "div": (0,)}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition
-from batchax.engine.fallback import one_after_another
 from batchax.errors import UnsupportedError
+from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.fallback import one_after_another
 from batchax.rules.hazards import hazards
 
 

@@ -30,13 +30,13 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import cond_p, scan_p, while_p
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition, move_axis
-from batchax.engine.bodies import Body, bind_with, bodies_of
-from batchax.engine.evaluate import bind_equation, evaluate
-from batchax.engine.inner import remembered, stage_function
-from batchax.engine.own_primitives import stands_for
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_own_rule
+from batchax.jaxprs.bodies import Body, bind_with, bodies_of
+from batchax.jaxprs.evaluate import bind_equation, evaluate
+from batchax.jaxprs.own_primitives import stands_for
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.axis import Axis, AxisPosition, move_axis
+from batchax.kernel.inner import remembered, stage_function
+from batchax.kernel.registry import register_own_rule
 from batchax.rules.calls import CALLS
 from batchax.rules.hazards import is_endless
 from batchax.rules.links import (

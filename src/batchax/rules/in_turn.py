@@ -22,10 +22,10 @@ from jax.extend.core import jaxprs_in_params
 from jax.interpreters import ad
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition
-from batchax.engine.own_primitives import stands_for
-from batchax.engine.primitive_facts import enter, facts_of
-from batchax.engine.registry import register_own_rule
+from batchax.jaxprs.own_primitives import stands_for
+from batchax.jaxprs.primitive_facts import enter, facts_of
+from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.registry import register_own_rule
 from batchax.rules.masking import is_inexact
 
 enter("linear: in_turn")

@@ -10,10 +10,10 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition, inserted, match_axis
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_rule
-from batchax.engine.rule_makers import common_position
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.axis import Axis, AxisPosition, inserted, match_axis
+from batchax.kernel.registry import register_rule
+from batchax.kernel.rule_makers import common_position
 from batchax.rules.gather_scatter import gather, scatter
 
 enter("linear moderate: dynamic_slice dynamic_update_slice slice")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.engine.axis import Axis, AxisPosition, axis_to_front
+from batchax.kernel.axis import Axis, AxisPosition, axis_to_front
 
 
 def take(x: Any, lanes: np.ndarray, position: int) -> Any:

@@ -16,11 +16,11 @@ from jax import lax
 from jax.lax import linalg
 
 from batchax import _compat
-from batchax.engine.axis import Axis, move_axis
-from batchax.engine.inner import batch_function
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_rule
-from batchax.engine.rule_makers import leading, leading_rule
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.axis import Axis, move_axis
+from batchax.kernel.inner import batch_function
+from batchax.kernel.registry import register_rule
+from batchax.kernel.rule_makers import leading, leading_rule
 
 enter(
     """

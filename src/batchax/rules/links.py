@@ -18,8 +18,8 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import cond_p, scan_p, while_p
 
 from batchax import _compat
-from batchax.engine.bodies import Body, bodies_of
-from batchax.engine.primitive_facts import facts_of
+from batchax.jaxprs.bodies import Body, bodies_of
+from batchax.jaxprs.primitive_facts import facts_of
 
 SCATTERS = frozenset(
     p.name

@@ -14,21 +14,21 @@ from jax import lax
 from jax.extend.core.primitives import scan_p, while_p
 
 from batchax import _compat
-from batchax.engine import recording
-from batchax.engine.axis import Axis, AxisPosition, lanes_vary_over, match_axis, move_axis
-from batchax.engine.divergence import Loop, Placed
-from batchax.engine.inner import ANYWHERE, batch_inner, batched_aval, remembered, returning
-from batchax.engine.interpreter import interpret
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_rule
-from batchax.engine.varying import (
+from batchax.errors import UnsupportedError
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis, AxisPosition, lanes_vary_over, match_axis, move_axis
+from batchax.kernel.divergence import Loop, Placed
+from batchax.kernel.inner import ANYWHERE, batch_inner, batched_aval, remembered, returning
+from batchax.kernel.interpreter import interpret
+from batchax.kernel.registry import register_rule
+from batchax.kernel.varying import (
     Varying,
     settle_varying,
     types_varying,
     vary_over,
     varying_of,
 )
-from batchax.errors import UnsupportedError
 from batchax.rules.hazards import hazards
 from batchax.rules.in_order import run_in_order
 from batchax.rules.in_place import masked_in_place, updates_in_place

@@ -30,11 +30,11 @@ from jax import lax
 from jax.interpreters import ad
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition, axis_to_front, move_axis
-from batchax.engine.own_primitives import stands_for
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_own_rule
 from batchax.errors import UnsupportedError
+from batchax.jaxprs.own_primitives import stands_for
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.axis import Axis, AxisPosition, axis_to_front, move_axis
+from batchax.kernel.registry import register_own_rule
 
 safe_lanes_p = _compat.Primitive("safe_lanes")
 enter("linear: safe_lanes")

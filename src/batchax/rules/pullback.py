@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from batchax.engine.axis import Axis, AxisPosition, lanes_vary_over, match_axis
-from batchax.engine.interpreter import interpret
+from batchax.kernel.axis import Axis, AxisPosition, lanes_vary_over, match_axis
+from batchax.kernel.interpreter import interpret
 
 ADDITIVE = {
     "add",

@@ -14,7 +14,8 @@ from typing import Any
 from jax import lax
 
 from batchax import _compat
-from batchax.engine.axis import (
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.axis import (
     Axis,
     AxisPosition,
     broadcast_axis,
@@ -22,8 +23,7 @@ from batchax.engine.axis import (
     move_axis,
     shift_dims,
 )
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_rule
+from batchax.kernel.registry import register_rule
 from batchax.rules.contraction import batched_dimensions
 
 _ragged_dot_general_p: Any = _compat.find_primitive("ragged_dot_general")

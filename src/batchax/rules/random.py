@@ -15,11 +15,11 @@ import jax
 from jax import lax
 
 from batchax import _compat
-from batchax.engine.axis import Axis, axis_to_front, move_axis
-from batchax.engine.fallback import one_after_another
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import Rule, find_rule, register_rule
-from batchax.engine.rule_makers import broadcasting, leading_rule, vectorized
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.axis import Axis, axis_to_front, move_axis
+from batchax.kernel.fallback import one_after_another
+from batchax.kernel.registry import Rule, find_rule, register_rule
+from batchax.kernel.rule_makers import broadcasting, leading_rule, vectorized
 
 enter(
     """

@@ -9,11 +9,11 @@ from typing import Any
 from jax import lax
 
 from batchax import _compat
-from batchax.engine.axis import Axis, axis_to_front, match_axis, shift_dims
-from batchax.engine.interpreter import interpret
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_rule
-from batchax.engine.rule_makers import matched, reducing
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.axis import Axis, axis_to_front, match_axis, shift_dims
+from batchax.kernel.interpreter import interpret
+from batchax.kernel.registry import register_rule
+from batchax.kernel.rule_makers import matched, reducing
 
 REDUCTIONS = enter(
     """

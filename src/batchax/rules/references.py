@@ -17,11 +17,11 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_rule
-from batchax.engine.rule_makers import vectorized
 from batchax.errors import AxisError, UnsupportedError
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.axis import Axis, AxisPosition, match_axis, move_axis
+from batchax.kernel.registry import register_rule
+from batchax.kernel.rule_makers import vectorized
 
 enter(": addupdate broadcast_to freeze get new_ref swap")
 

@@ -14,7 +14,8 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.engine.axis import (
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.axis import (
     Axis,
     AxisPosition,
     inserted,
@@ -23,9 +24,8 @@ from batchax.engine.axis import (
     sharding_with_axis,
     shift_dims,
 )
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_rule
-from batchax.engine.rule_makers import common_position
+from batchax.kernel.registry import register_rule
+from batchax.kernel.rule_makers import common_position
 
 enter(
     """

@@ -11,11 +11,11 @@ import jax
 from jax.sharding import PartitionSpec
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition, inserted
-from batchax.engine.interpreter import interpret
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_rule
 from batchax.errors import AxisError, UnsupportedError
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.axis import Axis, AxisPosition, inserted
+from batchax.kernel.interpreter import interpret
+from batchax.kernel.registry import register_rule
 from batchax.rules.sharding import check_unused
 
 enter(": shard_map")

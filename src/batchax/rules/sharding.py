@@ -9,10 +9,10 @@ from jax.experimental.layout import Layout
 from jax.sharding import NamedSharding, PartitionSpec
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition, inserted, sharding_with_axis
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_rule
 from batchax.errors import AxisError, UnsupportedError
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.axis import Axis, AxisPosition, inserted, sharding_with_axis
+from batchax.kernel.registry import register_rule
 
 enter(
     """

@@ -6,10 +6,10 @@ from typing import Any
 
 from jax import lax
 
-from batchax.engine.axis import Axis, match_axis
-from batchax.engine.inner import ANYWHERE, batch_inner
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_rule
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.axis import Axis, match_axis
+from batchax.kernel.inner import ANYWHERE, batch_inner
+from batchax.kernel.registry import register_rule
 
 enter(": custom_linear_solve")
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from batchax import _compat
-from batchax.engine.axis import Axis, shift_dims
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_rule
-from batchax.engine.rule_makers import matched
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.axis import Axis, shift_dims
+from batchax.kernel.registry import register_rule
+from batchax.kernel.rule_makers import matched
 
 enter(
     """

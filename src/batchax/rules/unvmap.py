@@ -16,8 +16,8 @@ from jax.extend.core import jaxprs_in_params
 from jax.extend.core.primitives import while_p
 
 from batchax import _compat
-from batchax.engine.evaluate import bind_equation, evaluate
-from batchax.engine.inner import remembered
+from batchax.jaxprs.evaluate import bind_equation, evaluate
+from batchax.kernel.inner import remembered
 
 _OF_ONE_LANE = {
     "unvmap_any": jnp.any,

@@ -10,11 +10,11 @@ from typing import Any
 from jax import lax
 
 from batchax import _compat
-from batchax.engine.axis import Axis, inserted
-from batchax.engine.fallback import one_after_another
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_rule
-from batchax.engine.rule_makers import matched
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.axis import Axis, inserted
+from batchax.kernel.fallback import one_after_another
+from batchax.kernel.registry import register_rule
+from batchax.kernel.rule_makers import matched
 
 enter(
     """

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from batchax.engine.program_key import value_key
 from batchax.errors import ArgumentTypeError
+from batchax.jaxprs.program_key import value_key
 
 
 @dataclass(frozen=True)

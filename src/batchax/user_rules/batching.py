@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from batchax import _compat
-from batchax.engine import recording
-from batchax.engine.axis import Axis, AxisPosition, move_axis
-from batchax.engine.inner import batch_function
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_own_rule
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis, AxisPosition, move_axis
+from batchax.kernel.inner import batch_function
+from batchax.kernel.registry import register_own_rule
 from batchax.user_rules.call import (
     Flags,
     Mapped,

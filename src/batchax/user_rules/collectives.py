@@ -14,11 +14,11 @@ import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
 from batchax import _compat
-from batchax.engine.axis import Axis, match_axis
-from batchax.engine.evaluate import bind_equation, evaluate
-from batchax.engine.interpreter import batch_equation
-from batchax.engine.named_axes import uses_name
 from batchax.errors import UnsupportedError
+from batchax.jaxprs.evaluate import bind_equation, evaluate
+from batchax.kernel.axis import Axis, match_axis
+from batchax.kernel.interpreter import batch_equation
+from batchax.kernel.named_axes import uses_name
 from batchax.user_rules.call import custom_call_p
 
 

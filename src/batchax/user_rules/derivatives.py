@@ -10,8 +10,8 @@ from jax.core import Tracer
 from jax.interpreters import ad
 
 from batchax import _compat
-from batchax.engine.derivatives import tangents_of
 from batchax.errors import UnsupportedError
+from batchax.kernel.derivatives import tangents_of
 from batchax.rules.masking import is_inexact
 from batchax.rules.pullback import reached
 from batchax.user_rules.call import (

@@ -14,13 +14,13 @@ from jax.core import eval_jaxpr
 from jax.interpreters import ad
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition
-from batchax.engine.derivatives import tangents_of
-from batchax.engine.inner import batch_inner
-from batchax.engine.lasting import Lasting
-from batchax.engine.own_primitives import stands_for
-from batchax.engine.primitive_facts import enter
-from batchax.engine.registry import register_own_rule
+from batchax.jaxprs.own_primitives import stands_for
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.derivatives import tangents_of
+from batchax.kernel.inner import batch_inner
+from batchax.kernel.lasting import Lasting
+from batchax.kernel.registry import register_own_rule
 from batchax.rules.pullback import pull_back
 
 Linear = Callable[[Sequence[Any], Sequence[Any]], list[Any]]

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from batchax.engine.outputs import describe_returned
 from batchax.errors import ArgumentTypeError
+from batchax.kernel.rule_results import describe_returned
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.arguments import Arguments
 from batchax.user_rules.linear import linear_with_transpose

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from batchax.execution.memory import free_memory, show_bytes
-from batchax.explain.explanation import Finding
+from batchax.explain.account import Finding
 from batchax.explain.findings.draft import OPERATION, Draft
 from batchax.explain.wording import count, show_seconds
 

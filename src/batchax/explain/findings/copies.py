@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from batchax.execution.memory import show_bytes
-from batchax.explain.explanation import Equation, Finding
+from batchax.explain.account import Equation, Finding
 from batchax.explain.findings.draft import BYTE, Draft
 from batchax.explain.text import marked
 from batchax.explain.wording import count

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from batchax.engine.recording import Record, Recorder
+from batchax.explain.account import Equation, Timing, Value, Work
 from batchax.explain.attribution import Tally
 from batchax.explain.entries import number_of
-from batchax.explain.explanation import Equation, Timing, Value, Work
 from batchax.explain.wording import count
+from batchax.kernel.recording import Record, Recorder
 from batchax.programs.hlo import Instruction, Module, UnreadableProgram, read_module
 
 # Nanoseconds, roughly those of a processor with a few cores. Findings are ordered by them and small

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from batchax.explain.explanation import Finding
+from batchax.explain.account import Finding
 from batchax.explain.findings.chunks import chunk_sizes, memory
 from batchax.explain.findings.copies import repeated, transposed
 from batchax.explain.findings.draft import Draft

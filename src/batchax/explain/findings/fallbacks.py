@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from batchax import _compat
-from batchax.engine.recording import Record
-from batchax.explain.explanation import Equation, Finding
+from batchax.explain.account import Equation, Finding
 from batchax.explain.findings.draft import CALLBACK, STEP, Draft
 from batchax.explain.wording import count
+from batchax.kernel.recording import Record
 
 _CALLBACKS = frozenset("io_callback debug_callback debug_print pure_callback ffi_call".split())
 

@@ -10,12 +10,8 @@ import jax
 from jax.extend.core import Literal
 
 from batchax.divergence.compact import Compact
-from batchax.engine import recording
-from batchax.engine.inner import batched_aval
-from batchax.engine.recording import Record
-from batchax.engine.registry import find_rule
 from batchax.errors import UnsupportedError
-from batchax.explain.explanation import Equation, Finding, Work
+from batchax.explain.account import Equation, Finding, Work
 from batchax.explain.findings.draft import (
     BYTE,
     Draft,
@@ -24,6 +20,10 @@ from batchax.explain.findings.draft import (
     price_fused,
 )
 from batchax.explain.wording import count, show_work
+from batchax.kernel import recording
+from batchax.kernel.inner import batched_aval
+from batchax.kernel.recording import Record
+from batchax.kernel.registry import find_rule
 
 _STEPS = 16  # what a loop is taken to do if it does not say
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from batchax.explain.explanation import Finding, Work
+from batchax.explain.account import Finding, Work
 from batchax.explain.findings.draft import STEP, Draft, price
 from batchax.explain.wording import count, show_work
 from batchax.rows.arguments import NotedSize

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from batchax.engine.recording import Record
-from batchax.explain.explanation import Finding
+from batchax.explain.account import Finding
 from batchax.explain.findings.draft import Draft
 from batchax.explain.wording import count, show_flops
+from batchax.kernel.recording import Record
 from batchax.programs.shapes import matrices_of, size_of
 
 # Nanoseconds of a window, and of each element in it.

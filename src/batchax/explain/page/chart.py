@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from batchax.explain.explanation import Explanation, Timing
+from batchax.explain.account import Account, Timing
 from batchax.explain.page.markup import Html, size, tag
 from batchax.explain.wording import show_seconds
 
@@ -42,7 +42,7 @@ class Axis:
         return round(self.first + share * (self.last - self.first), 2)
 
 
-def charts(explanation: Explanation) -> list[Html]:
+def charts(explanation: Account) -> list[Html]:
     """Time and peak memory over the batch size; the loop is a line of reference."""
     sized = [t for t in explanation.timings if t.batch_size != "loop"]
     sized.sort(key=lambda t: _lanes(t, explanation.lanes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchax.explain.explanation import Equation, Source, Value
+from batchax.explain.account import Equation, Source, Value
 from batchax.explain.page.markup import Html, glyph, link_to, size, tag, typed
 from batchax.explain.wording import SERVICES, show_flops
 

@@ -7,7 +7,7 @@ import hashlib
 from functools import cache
 from importlib.resources import files
 
-from batchax.explain.explanation import Explanation
+from batchax.explain.account import Account
 from batchax.explain.page.chart import charts
 from batchax.explain.page.flow import flow, legend
 from batchax.explain.page.lists import findings, sources, timings
@@ -19,7 +19,7 @@ _LARGE = 300
 """From so many equations on, a browser lays out only what is in sight."""
 
 
-def as_page(explanation: Explanation) -> str:
+def as_page(explanation: Account) -> str:
     """A whole document, with its style and script in it.
 
     Args:
@@ -58,7 +58,7 @@ def as_page(explanation: Explanation) -> str:
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
-def as_embedded_page(explanation: Explanation) -> str:
+def as_embedded_page(explanation: Account) -> str:
     """The page in a frame, for notebooks, whose styles and its own do not meet.
 
     Args:
@@ -77,7 +77,7 @@ def as_embedded_page(explanation: Explanation) -> str:
     )
 
 
-def _header(explanation: Explanation) -> Html:
+def _header(explanation: Account) -> Html:
     options = [(k, v) for k, v in explanation.options.items() if v is not None]
     return tag(
         "header",
@@ -96,7 +96,7 @@ def _header(explanation: Explanation) -> Html:
     )
 
 
-def _sections(explanation: Explanation) -> list[Html]:
+def _sections(explanation: Account) -> list[Html]:
     shown = [
         _section("summary", "Summary", summary(explanation)),
         _section("findings", "Findings", findings(explanation)),
@@ -116,7 +116,7 @@ def _section(name: str, title: str, *content) -> Html:
     return tag("section", heading, content, id=name, aria_labelledby=f"{name}-title", tabindex="-1")
 
 
-def _program(explanation: Explanation) -> list[Html]:
+def _program(explanation: Account) -> list[Html]:
     how = (
         "Enter shows the details of an equation. Down and Up go to the next and the one before, "
         "Right opens what is inside, Left closes it or goes out."

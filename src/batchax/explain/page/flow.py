@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from batchax.explain.explanation import Equation, Explanation, Source, Value
+from batchax.explain.account import Account, Equation, Source, Value
 from batchax.explain.page.details import details, how_often
 from batchax.explain.page.markup import (
     SIGNS,
@@ -107,20 +107,20 @@ class Scale:
         return tag("span", bar, tag("span", size(value.bytes), class_="bytes"), class_="sized")
 
 
-def flow(explanation: Explanation) -> Html:
+def flow(explanation: Account) -> Html:
     """The equations of a program, as a list with rails beside it."""
     scale = Scale(_largest(explanation), explanation.lanes)
     top = Scope(explanation.equations, explanation.arguments, explanation.outputs)
     return _scope(top, scale)
 
 
-def _largest(explanation: Explanation) -> float:
+def _largest(explanation: Account) -> float:
     values = [*explanation.arguments, *explanation.outputs]
     values += [v for eqn in explanation.walk() for v in (*eqn.inputs, *eqn.outputs)]
     return max((doublings(v.bytes) for v in values), default=0.0) or 1.0
 
 
-def legend(explanation: Explanation) -> Html:
+def legend(explanation: Account) -> Html:
     """What signs, bars and rails mean."""
     full = _largest(explanation)
     ticks = [k for k in (0, 10, 20, 30, 40) if k <= 0.7 * full] + [full]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from batchax.explain.explanation import Equation, Explanation, Source, Timing, Work
+from batchax.explain.account import Account, Equation, Source, Timing, Work
 from batchax.explain.page.details import source_anchor
 from batchax.explain.page.markup import Html, link_to, percent, size, tag
 from batchax.explain.wording import count, show_flops, show_seconds
@@ -14,7 +14,7 @@ _MANY = 12
 """More links than this are folded away."""
 
 
-def findings(explanation: Explanation) -> Html:
+def findings(explanation: Account) -> Html:
     """What costs more than it would have to, dearest first, each with what to do."""
     if not explanation.findings:
         return tag("p", "Nothing found that costs more than it would have to.")
@@ -36,7 +36,7 @@ def findings(explanation: Explanation) -> Html:
     return tag("ol", items, class_="findings", role="list")
 
 
-def sources(explanation: Explanation) -> list[Html]:
+def sources(explanation: Account) -> list[Html]:
     """The user's lines by file, with what each made and its share of the cost."""
     made: dict[Source, list[Equation]] = {}
     for eqn in explanation.walk():
@@ -95,7 +95,7 @@ def _share(part: float, whole: float, figure: str) -> Html:
     return tag("span", bar, f" {percent(part, whole)} ({figure})", class_="measure")
 
 
-def timings(explanation: Explanation) -> Html:
+def timings(explanation: Account) -> Html:
     """What the charts show, as a table."""
     order: Sequence[Timing] = sorted(
         explanation.timings,

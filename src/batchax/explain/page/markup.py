@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from batchax.execution.memory import show_bytes
-from batchax.explain.explanation import Service, Value
+from batchax.explain.account import Service, Value
 
 SIGNS: dict[Service, tuple[str, str]] = {
     "own": ("●", "own"),

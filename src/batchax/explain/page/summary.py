@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
-from batchax.explain.explanation import Explanation, Memory
+from batchax.explain.account import Account, Memory
 from batchax.explain.page.markup import SIGNS, Html, glyph, link_to, percent, size, tag
 from batchax.explain.wording import SERVICES, count, show_flops
 
 _KINDS = ("argument", "output", "temporary", "constant")
 
 
-def summary(explanation: Explanation) -> list[Html]:
+def summary(explanation: Account) -> list[Html]:
     """Equations by service, and the cost of all lanes and of one."""
     counts = Counter(eqn.service for eqn in explanation.walk())
     total = sum(counts.values())
@@ -38,7 +38,7 @@ def summary(explanation: Explanation) -> list[Html]:
     ]
 
 
-def _costs(explanation: Explanation) -> Html:
+def _costs(explanation: Account) -> Html:
     work, lanes, compiled = explanation.work, explanation.lanes or 1, explanation.compiled
     heads = ["", "all lanes", "per lane", *(["by the compiler's count"] if compiled else [])]
     rows = []

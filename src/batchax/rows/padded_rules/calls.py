@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from batchax import _compat
-from batchax.engine.own_primitives import expanded
-from batchax.engine.primitive_facts import body_parameter
+from batchax.jaxprs.own_primitives import expanded
+from batchax.jaxprs.primitive_facts import body_parameter
 from batchax.rows.padded import CannotPad, Operation, Row, padded_rule, run_padded
 from batchax.rows.padded_rules.inside import Moving, arrays, as_function, bind_call, run_inside
 from batchax.user_rules.call import per_example

@@ -11,7 +11,7 @@ import jax
 from jax import lax
 
 from batchax import _compat
-from batchax.engine.primitive_facts import body_parameter
+from batchax.jaxprs.primitive_facts import body_parameter
 from batchax.rows.padded import Operation, Row, run_padded
 from batchax.rows.sizes import Sizes
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from batchax.engine.primitive_facts import facts_of
+from batchax.jaxprs.primitive_facts import facts_of
 from batchax.rows.padded import Operation, Row, padded_rule
 
 

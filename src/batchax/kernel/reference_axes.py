@@ -13,8 +13,8 @@ from typing import Any
 from jax.extend.core import Literal, unmapped_aval
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition, axis_to_front
-from batchax.engine.named_axes import uses_name
+from batchax.kernel.axis import Axis, AxisPosition, axis_to_front
+from batchax.kernel.named_axes import uses_name
 
 _CREATES = frozenset({"new_ref", "empty_ref"})
 

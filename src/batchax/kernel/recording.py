@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition
+from batchax.kernel.axis import Axis, AxisPosition
 
 _MARK = "batchax_equation_"
 _MARKS = re.compile(_MARK + r"(\d+)")

@@ -13,9 +13,9 @@ from typing import Any
 from jax.extend.core import jaxprs_in_params
 
 from batchax import _compat
-from batchax.engine.axis import names_in
-from batchax.engine.primitive_facts import facts_of
-from batchax.engine.registry import is_foreign, registrations
+from batchax.jaxprs.primitive_facts import facts_of
+from batchax.kernel.axis import names_in
+from batchax.kernel.registry import is_foreign, registrations
 
 # What a call uses whose batching rule, of the user's, is told the name of the axis.
 ANY_NAME = object()

@@ -14,10 +14,10 @@ import jax
 from jax import lax
 
 from batchax import _compat
-from batchax.engine import recording
-from batchax.engine.axis import Axis, AxisPosition, move_axis
-from batchax.engine.evaluate import bind_equation
 from batchax.errors import SequentialFallbackWarning
+from batchax.jaxprs.evaluate import bind_equation
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis, AxisPosition, move_axis
 
 # Where the warning was given: by default once for each line of the user's.
 _warned: dict[Any, Any] = {}

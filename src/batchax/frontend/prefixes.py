@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from batchax.engine.containers import is_container, is_container_spec
 from batchax.errors import AxisError
+from batchax.frontend.containers import is_container, is_container_spec
 
 
 @dataclass

@@ -20,10 +20,10 @@ import jax
 from jax.interpreters import batching
 
 from batchax import _compat
-from batchax.engine.axis import Axis, names_in
-from batchax.engine.primitive_facts import UNKNOWN, facts_of, forget
-from batchax.engine.rule_results import describe_rule, run_rule
 from batchax.errors import ArgumentTypeError, RuleReplacedWarning
+from batchax.jaxprs.primitive_facts import UNKNOWN, facts_of, forget
+from batchax.kernel.axis import Axis, names_in
+from batchax.kernel.rule_results import describe_rule, run_rule
 
 Rule = Callable[..., tuple[Any, Any]]
 
@@ -171,7 +171,7 @@ def is_own(primitive: _compat.Primitive) -> bool:
 def _module_outside_the_engine() -> str:
     """The module that asked for a rule, be it by itself or through a maker of rules."""
     frame = sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").startswith("batchax.engine."):
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("batchax.kernel."):
         frame = frame.f_back
     return frame.f_globals.get("__name__", "")
 

@@ -14,15 +14,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from batchax import _compat
-from batchax.engine import recording
-from batchax.engine.axis import Axis, AxisPosition
-from batchax.engine.evaluate import bind_equation, evaluate
-from batchax.engine.fallback import run_without_rule
-from batchax.engine.named_axes import uses_name
-from batchax.engine.reference_axes import create_batched, references_to_batch
-from batchax.engine.registry import find
-from batchax.engine.rule_results import run_rule
-from batchax.engine.varying import (
+from batchax.jaxprs.evaluate import bind_equation, evaluate
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.fallback import run_without_rule
+from batchax.kernel.named_axes import uses_name
+from batchax.kernel.reference_axes import create_batched, references_to_batch
+from batchax.kernel.registry import find
+from batchax.kernel.rule_results import run_rule
+from batchax.kernel.varying import (
     as_lanes,
     check_lanes_apart,
     holds_programs,

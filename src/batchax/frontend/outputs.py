@@ -11,16 +11,16 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from batchax import _compat
-from batchax.engine.arguments import LANES, Terms, is_position
-from batchax.engine.axis import Axis, AxisPosition, match_axis, move_axis
-from batchax.engine.containers import (
+from batchax.errors import ArgumentTypeError, AxisError
+from batchax.frontend.arguments import LANES, Terms, is_position
+from batchax.frontend.containers import (
     check_not_of_jax,
     example_arrays,
     find_container,
     is_container_spec,
 )
-from batchax.engine.prefixes import spread
-from batchax.errors import ArgumentTypeError, AxisError
+from batchax.frontend.prefixes import spread
+from batchax.kernel.axis import Axis, AxisPosition, match_axis, move_axis
 
 
 class _Auto:
@@ -65,7 +65,7 @@ class Reduce:
             )
 
 
-@dataclass
+@dataclass(frozen=True)
 class OutputArray:
     """One array the per-example function returned."""
 
@@ -73,11 +73,11 @@ class OutputArray:
     spec: Any
 
 
-@dataclass
+@dataclass(frozen=True)
 class FlatOutputs:
     """How to rebuild batched what the per-example function returned flat."""
 
-    described: list[OutputArray]
+    described: Sequence[OutputArray]
     rebuild: Callable[[Sequence[Any]], Any]
 
 
@@ -162,14 +162,6 @@ def flatten_arrays(out: Any) -> tuple[list[Any], Any]:
     for keys, leaf in leaves:
         check_array(leaf, f"out{jax.tree_util.keystr(keys)}")
     return [leaf for _, leaf in leaves], structure
-
-
-def describe_returned(out: Any) -> str:
-    """What a function returned, for messages that expect a tuple."""
-    if isinstance(out, jax.Array):
-        return f"one array of shape {out.shape}"
-    what = f"a {type(out).__name__}"
-    return f"{what} of length {len(out)}" if isinstance(out, (tuple, list)) else what
 
 
 def check_array(value: Any, path: str) -> None:

@@ -15,8 +15,8 @@ from jax.extend.core import jaxprs_in_params
 from jax.extend.core.primitives import cond_p, scan_p, while_p
 
 from batchax import _compat
-from batchax.engine.evaluate import bind_equation
-from batchax.engine.primitive_facts import body_parameter, facts_of
+from batchax.jaxprs.evaluate import bind_equation
+from batchax.jaxprs.primitive_facts import body_parameter, facts_of
 
 
 @dataclass(frozen=True)

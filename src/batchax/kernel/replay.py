@@ -32,8 +32,8 @@ from jax.core import ShapedArray, Tracer, eval_jaxpr
 from jax.extend.core import Literal, jaxprs_in_params
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition
-from batchax.engine.interpreter import interpret
+from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.interpreter import interpret
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,15 +59,13 @@ class Program:
         self, check: Callable[[Sequence[AxisPosition]], None]
     ) -> tuple[list[Any], list[AxisPosition]]:
         """As `run`, but `check` sees where the outputs will be before any is computed."""
-        found: list[AxisPosition] = []
 
-        def batched(*args: Any) -> list[Any]:
-            outs, found[:] = replace(self, args=args).run()
-            return outs
+        def batched(*args: Any) -> tuple[list[Any], list[AxisPosition]]:
+            return replace(self, args=args).run()
 
-        staged = _compat.stage(batched, [jax.typeof(x) for x in self.args])
-        check(found)
-        return eval_jaxpr(staged.jaxpr, staged.consts, *self.args), found
+        staged, axes = _compat.stage_described(batched, [jax.typeof(x) for x in self.args])
+        check(axes)
+        return eval_jaxpr(staged.jaxpr, staged.consts, *self.args), axes
 
     def resolve(self, values: Sequence[Any]) -> tuple[list[Any], list[AxisPosition]]:
         """`values` with placeholders of this program replaced, and their axes."""

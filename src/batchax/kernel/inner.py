@@ -18,12 +18,12 @@ from jax.core import eval_jaxpr
 from jax.extend.core import mapped_aval, unmapped_aval
 
 from batchax import _compat
-from batchax.engine import recording
-from batchax.engine.axis import Axis, AxisPosition, lanes_vary_over, match_axis
-from batchax.engine.interpreter import interpret
-from batchax.engine.registry import registrations
-from batchax.engine.replay import may_be_differentiated
-from batchax.engine.varying import Varying, types_varying, vary_over
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis, AxisPosition, lanes_vary_over, match_axis
+from batchax.kernel.interpreter import interpret
+from batchax.kernel.registry import registrations
+from batchax.kernel.replay import may_be_differentiated
+from batchax.kernel.varying import Varying, types_varying, vary_over
 
 
 class _Anywhere:
@@ -92,20 +92,18 @@ def _batch_inner(
     wanted: tuple[Any, ...],
     varying: Varying,
 ) -> tuple[_compat.ClosedJaxpr, tuple[AxisPosition, ...]]:
-    placed: list[AxisPosition] = []
-
-    def run(*args: Any) -> list[Any]:
+    def run(*args: Any) -> tuple[list[Any], tuple[AxisPosition, ...]]:
         outs, axes = interpret(axis, body.jaxpr, body.consts, args, in_axes)
-        placed[:] = [a if w is ANYWHERE else w for a, w in zip(axes, wanted, strict=True)]
-        return [
+        placed = [
             x if w is ANYWHERE else match_axis(axis, x, a, w)
             for x, a, w in zip(outs, axes, wanted, strict=True)
         ]
+        return placed, tuple(a if w is ANYWHERE else w for a, w in zip(axes, wanted, strict=True))
 
     avals = [batched_aval(axis, aval, a) for aval, a in zip(body.in_avals, in_axes, strict=True)]
     if varying:
         avals = list(map(_compat.type_varying_over, avals, varying))
-    return _compat.stage(run, avals), tuple(placed)
+    return _compat.stage_described(run, avals)
 
 
 def returning(program: _compat.ClosedJaxpr, varying: Varying) -> _compat.ClosedJaxpr:
@@ -192,6 +190,30 @@ def stage_function(
             return stage(fun, selecting=True)
         except Exception:
             raise error from None
+
+
+def stage_described(
+    axis: Axis,
+    fun: Callable[..., tuple[list[Any], Any]],
+    avals: Sequence[Any],
+    arg_names: Sequence[str] | None = None,
+    transformation: str = "vmap",
+) -> tuple[_compat.ClosedJaxpr, Any]:
+    """As `stage_function`, of a function that returns arrays and what describes them.
+
+    Returns:
+      The program, of the arrays, and their description.
+    """
+    descriptions: list[Any] = []  # of each time that it was tried
+
+    @functools.wraps(fun)
+    def arrays(*args: Any) -> list[Any]:
+        outs, description = fun(*args)
+        descriptions.append(description)
+        return outs
+
+    program = stage_function(axis, arrays, avals, arg_names, transformation)
+    return program, descriptions[-1]
 
 
 NEEDS_VALUES = (

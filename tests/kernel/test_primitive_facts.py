@@ -12,7 +12,7 @@ from jax.extend.core.primitives import scan_p
 
 import batchax as bx
 from batchax._compat import find_primitive
-from batchax.engine.primitive_facts import UNKNOWN, Facts, enter, facts_of, has_entry
+from batchax.jaxprs.primitive_facts import UNKNOWN, Facts, enter, facts_of, has_entry
 from test_primitives import JAX_ONLY
 
 from support.every_rule import RULES
@@ -23,7 +23,7 @@ LISTED = """
 import json
 import batchax
 from batchax import _compat
-from batchax.engine.primitive_facts import facts_of, has_entry
+from batchax.jaxprs.primitive_facts import facts_of, has_entry
 from batchax.programs.prices import has_price
 found = _compat.primitives_by_name()
 print(json.dumps({

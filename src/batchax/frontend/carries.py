@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.engine.outputs import describe_returned
 from batchax.errors import ArgumentTypeError
+from batchax.kernel.rule_results import describe_returned
+
+T = TypeVar("T")
 
 
 def flatten_carry(init: Any, name: str, loop: str, advice: str) -> tuple[list[Any], Any]:
@@ -46,23 +48,23 @@ def carry_keys(init: Any) -> list[str]:
 
 
 def settle(
-    stage: Callable[[Sequence[Any]], _compat.ClosedJaxpr],
+    stage: Callable[[Sequence[Any]], tuple[_compat.ClosedJaxpr, T]],
     carry: Sequence[Any],
     stage_test: Callable[[Sequence[Any]], _compat.ClosedJaxpr] | None = None,
-) -> tuple[_compat.ClosedJaxpr, _compat.ClosedJaxpr | None, Sequence[Any]]:
-    """The staged step, the staged predicate if there is one, and the first carry.
+) -> tuple[_compat.ClosedJaxpr, T, _compat.ClosedJaxpr | None, Sequence[Any]]:
+    """The staged step, what describes it, the staged predicate if any, and the first carry.
 
     Python scalars in the carry have got the types that steps return. Inside ``shard_map`` a
     carry varies over the axes of the mesh that a step, or the predicate, makes it vary over.
     """
     while True:
         tested = None if stage_test is None else stage_test(carry)
-        staged = stage(carry)
+        staged, description = stage(carry)
         promoted = list(map(_promoted, carry, staged.out_avals))
         if tested is not None:
             promoted = [_compat.varying_as(x, tested.out_avals[0]) for x in promoted]
         if all(new is old for new, old in zip(promoted, carry, strict=True)):
-            return staged, tested, carry
+            return staged, description, tested, carry
         carry = promoted
 
 

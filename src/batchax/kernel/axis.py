@@ -32,7 +32,7 @@ class Axis:
       spmd_name: mesh axis names that sharding annotations inside gain, or None.
       mesh_axis: mesh axis names that the types of batched values say the axis is
         sharded over (meshes with axes of type Explicit), or None.
-      divergence: how lanes that part ways are run (`engine.divergence`), or None to have
+      divergence: how lanes that part ways are run (`kernel.divergence`), or None to have
         them masked.
     """
 

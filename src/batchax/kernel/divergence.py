@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition
+from batchax.kernel.axis import Axis, AxisPosition
 
 Placed = tuple[list[Any], list[AxisPosition]]
 """Values, and where each carries the batch axis."""

@@ -8,8 +8,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 import batchax as bx
-from batchax.engine import registry
-from batchax.engine.registry import find_rule, rule_origin
+from batchax.kernel import registry
+from batchax.kernel.registry import find_rule, rule_origin
 
 from support.oracle import check, example, same
 

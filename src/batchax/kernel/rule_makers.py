@@ -16,7 +16,9 @@ import numpy as np
 from jax import lax
 
 from batchax._compat import Primitive
-from batchax.engine.axis import (
+from batchax.errors import ArgumentTypeError
+from batchax.jaxprs.primitive_facts import describe
+from batchax.kernel.axis import (
     Axis,
     AxisPosition,
     expand_axis,
@@ -25,9 +27,7 @@ from batchax.engine.axis import (
     sharding_with_axis,
     shift_dims,
 )
-from batchax.engine.primitive_facts import describe
-from batchax.engine.registry import is_foreign, register_rule
-from batchax.errors import ArgumentTypeError
+from batchax.kernel.registry import is_foreign, register_rule
 
 
 def vectorized(primitive: Primitive) -> None:

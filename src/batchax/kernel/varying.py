@@ -16,9 +16,9 @@ import jax
 from jax.extend.core import jaxprs_in_params
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition, lanes_vary_over
-from batchax.engine.named_axes import uses_name
 from batchax.errors import AxisError
+from batchax.kernel.axis import Axis, AxisPosition, lanes_vary_over
+from batchax.kernel.named_axes import uses_name
 
 Made = TypeVar("Made")
 

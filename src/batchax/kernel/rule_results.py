@@ -18,9 +18,8 @@ from jax import lax
 from jax.extend.core import mapped_aval
 
 from batchax import _compat
-from batchax.engine.axis import Axis, AxisPosition, inserted
-from batchax.engine.outputs import describe_returned
 from batchax.errors import ArgumentTypeError, AxisError
+from batchax.kernel.axis import Axis, AxisPosition, inserted
 
 
 def describe_rule(rule: Any) -> str:
@@ -28,6 +27,14 @@ def describe_rule(rule: Any) -> str:
     name = getattr(rule, "__qualname__", type(rule).__name__)
     code = getattr(inspect.unwrap(rule), "__code__", None)
     return f"`{name}`" if code is None else f"`{name}` ({code.co_filename}:{code.co_firstlineno})"
+
+
+def describe_returned(out: Any) -> str:
+    """What a function returned, for messages that expect a tuple."""
+    if isinstance(out, jax.Array):
+        return f"one array of shape {out.shape}"
+    what = f"a {type(out).__name__}"
+    return f"{what} of length {len(out)}" if isinstance(out, (tuple, list)) else what
 
 
 def split_pair(where: str, result: Any, wanted: str, meaning: str) -> tuple[Any, Any]:

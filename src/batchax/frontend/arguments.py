@@ -21,17 +21,17 @@ import numpy as np
 from jax.core import Tracer
 
 from batchax import _compat
-from batchax.engine.advice import by_name, is_key, may_be_key, split_key
-from batchax.engine.axis import AxisPosition
-from batchax.engine.containers import (
+from batchax.errors import ArgumentTypeError, AxisError
+from batchax.frontend.advice import by_name, is_key, may_be_key, split_key
+from batchax.frontend.containers import (
     BatchOfRows,
     batch_arrays,
     check_not_of_jax,
     find_container,
     is_container_spec,
 )
-from batchax.engine.prefixes import SpecifiedLeaf, spread
-from batchax.errors import ArgumentTypeError, AxisError
+from batchax.frontend.prefixes import SpecifiedLeaf, spread
+from batchax.kernel.axis import AxisPosition
 
 
 @dataclass

@@ -1,1 +1,0 @@
-"""The engine: axes, staging, the interpreter and the table of rules."""

@@ -1,0 +1,241 @@
+"""What `explain` finds out: data, which the faces of an `Explanation` show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Service = Literal["once", "own", "user", "jax", "lanes"]
+"""How an equation was batched: done once for all lanes, by a rule of batchax's own, by a rule of
+the user's, by the rule that JAX has, or one lane after another."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """An array that an equation takes or gives.
+
+    Attributes:
+      name: what the listing calls it, such as ``a``; a number for a literal.
+      example: its type for one example, such as ``f32[3]``.
+      batched: its type for all lanes, such as ``f32[8,3]``; as `example` if it is the same for all.
+      axis: where the batch axis is in `batched`; None if it does not depend on the batch.
+      bytes: the memory it takes for all lanes.
+      literal: whether it is a number in the program, and `name` is that number.
+    """
+
+    name: str
+    example: str
+    batched: str
+    axis: int | None
+    bytes: int
+    literal: bool = False
+
+
+@dataclass(frozen=True)
+class Source:
+    """A line of the user's code.
+
+    Attributes:
+      file: its path.
+      line: its number, from 1; 0 if it is not known.
+      text: what it says, without indentation; empty if it cannot be read.
+    """
+
+    file: str
+    line: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """What something costs, by the count of `programs.cost`.
+
+    Attributes:
+      flops: floating-point operations, transcendental functions counted as one each.
+      bytes: read and written, as if each operation ran by itself.
+    """
+
+    flops: float = 0.0
+    bytes: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True)
+class Equation:
+    """An equation of the per-example function, and what became of it.
+
+    Attributes:
+      number: its place in the listing: "3", or "3.2" for the second one of a loop's body.
+      primitive: the name of its primitive.
+      source: the user's line that made it.
+      inputs: what it takes.
+      outputs: what it gives.
+      service: how it was batched.
+      rule: what served it: a module of batchax, the name of the user's rule, "jax", or "" for
+        what is done once.
+      emitted: the names of the operations it became, in order, those of its parts left out.
+      moves: bytes of operands whose axes were transposed for it.
+      broadcasts: bytes written to repeat, for each lane, operands that lanes share.
+      work: what it costs for all lanes, its parts included, as often as they run.
+      lanes: how many lanes that work is for. In chunks, types show fewer: those of one chunk.
+      times: how often it runs, within a loop that goes so many steps, chunks included; None if
+        that is known only when it runs. What runs once per call: 1.
+      role: of a part: what it is of its loop or branch: "body", "condition", "branch 0".
+      enters: of loops, what they carry or take apart: its name inside, and that of what it is
+        at first.
+      parts: the equations inside, of loops and branches.
+      notes: what its rule says of how it is run, such as ``{"divergence": "masked"}``.
+    """
+
+    number: str
+    primitive: str
+    source: Source
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    service: Service
+    rule: str = ""
+    emitted: tuple[str, ...] = ()
+    moves: int = 0
+    broadcasts: int = 0
+    work: Work = field(default_factory=Work)
+    lanes: int = 1
+    times: int | None = 1
+    role: str = ""
+    enters: tuple[tuple[str, str], ...] = ()
+    parts: tuple[Equation, ...] = ()
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def per_lane(self) -> Work:
+        """Its work for one lane; all of it if it is done once."""
+        if self.service == "once":
+            return self.work
+        lanes = max(self.lanes, 1)
+        return Work(self.work.flops / lanes, self.work.bytes / lanes)
+
+    def walk(self) -> Iterator[Equation]:
+        """This equation and all inside it, in order."""
+        yield self
+        for part in self.parts:
+            yield from part.walk()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that costs more than it would have to, or that one would not expect.
+
+    Attributes:
+      kind: which: a name of `findings`, such as ``"branch runs for all lanes"``.
+      message: what it is, with figures.
+      remedy: what to do about it.
+      equation: the `number` of the equation it is about, or "".
+      cost: its price, for the order of findings: nanoseconds, roughly.
+    """
+
+    kind: str
+    message: str
+    remedy: str
+    equation: str
+    cost: float
+
+
+@dataclass(frozen=True)
+class Held:
+    """A value that is held when memory use is greatest.
+
+    Attributes:
+      what: the operation that made it, or the argument's name.
+      type: such as ``f32[8,3]``.
+      bytes: what it takes.
+      kind: "argument", "output", "temporary" or "constant".
+      equation: the `number` of the equation it is of, or "".
+    """
+
+    what: str
+    type: str
+    bytes: int
+    kind: str
+    equation: str
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the compiled program holds, by the compiler's account, in bytes.
+
+    Attributes:
+      peak: all of it at the worst moment.
+      arguments: of which arguments.
+      outputs: results.
+      temporaries: what is neither.
+      held: the largest values alive at that moment.
+    """
+
+    peak: int
+    arguments: int
+    outputs: int
+    temporaries: int
+    held: tuple[Held, ...] = ()
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The batched program as it ran.
+
+    Attributes:
+      batch_size: how many lanes at a time; None for all at once; "loop" for a Python loop over
+        compiled examples.
+      seconds: of one call: the median of several.
+      spread: the fastest and the slowest of these.
+      peak: bytes, by the compiler's account; None for the loop.
+    """
+
+    batch_size: int | Literal["loop"] | None
+    seconds: float
+    spread: tuple[float, float]
+    peak: int | None
+
+
+@dataclass(frozen=True)
+class Account:
+    """How a function was batched, and what that costs.
+
+    Attributes:
+      name: of the per-example function.
+      lanes: the size of the batch.
+      arguments: the function's arguments, under the names a call would use.
+      outputs: its results.
+      equations: the per-example program, an entry for each equation; `Equation.parts` has those
+        of loops and branches.
+      findings: what costs more than it would have to, dearest first.
+      memory: what the compiled program holds; None where it could not be compiled.
+      outside: what is done beside the equations: to place outputs, to cut chunks.
+      compiled: FLOPs and bytes of the compiled program by XLA's count, in which fused operations
+        write nothing and a loop counts as one step; None where XLA says nothing.
+      options: the options that `vmap` was given.
+      timings: what was measured, if it was asked for.
+    """
+
+    name: str
+    lanes: int
+    arguments: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    equations: tuple[Equation, ...]
+    findings: tuple[Finding, ...] = ()
+    memory: Memory | None = None
+    outside: Work = field(default_factory=Work)
+    compiled: Work | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    timings: tuple[Timing, ...] = ()
+
+    @property
+    def work(self) -> Work:
+        """What one call costs, for all lanes."""
+        return sum((eqn.work for eqn in self.equations), self.outside)
+
+    def walk(self) -> Iterator[Equation]:
+        """All equations, those inside of loops and branches included, in order."""
+        for eqn in self.equations:
+            yield from eqn.walk()

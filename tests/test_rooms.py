@@ -1,0 +1,89 @@
+"""The rooms of the architecture page: imports go down, never up, and never in a circle."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "batchax"
+
+
+def rooms():
+    """From the page: each room's name, with how far down it is."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page[page.index("| room |") :].split("\n\n")[0].splitlines()[2:]
+    return {
+        name: depth
+        for depth, row in enumerate(table)
+        for name in re.findall(r"`([\w/.]+)`", row.split("|")[1])
+    }
+
+
+def modules():
+    """The modules of the package, by their names."""
+    return {
+        ".".join(["batchax", *path.relative_to(PACKAGE).with_suffix("").parts]): path
+        for path in PACKAGE.rglob("*.py")
+    }
+
+
+def imported(path):
+    """The modules that a file imports, wherever in it."""
+    known = modules()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in known else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def room_of(module):
+    parts = module.split(".")[1:] or ["__init__"]
+    return f"{parts[0]}/" if (PACKAGE / parts[0]).is_dir() else f"{parts[0]}.py"
+
+
+def test_every_room_is_on_the_page_and_every_room_of_the_page_is_there():
+    assert set(rooms()) == set(map(room_of, modules()))
+
+
+def test_imports_go_down():
+    depths, wrong = rooms(), []
+    for module, path in modules().items():
+        own = room_of(module)
+        for other in imported(path):
+            if other.split(".")[0] != "batchax" or room_of(other) == own:
+                continue
+            below = depths[room_of(other)] - depths[own]
+            if below < 0 or (below == 0 and own.endswith("/")):
+                wrong.append(f"{module} imports {other}")
+    assert not wrong
+
+
+def test_no_circles():
+    known = modules()
+    graph = {m: {o for o in imported(p) if o in known and o != m} for m, p in known.items()}
+    done, path = set(), []
+
+    def visit(module):
+        assert module not in path, " -> ".join([*path[path.index(module) :], module])
+        if module in done:
+            return
+        path.append(module)
+        for other in graph[module]:
+            visit(other)
+        path.pop()
+        done.add(module)
+
+    for module in sorted(graph):
+        visit(module)
+
+
+def test_private_jax_is_in_one_module_only():
+    private = {
+        module
+        for module, path in modules().items()
+        if any(name.startswith("jax._src") for name in imported(path))
+    }
+    assert private == {"batchax._compat"}
