@@ -1,22 +1,18 @@
-"""Which layout each step of a program runs in: chosen by cost, as a minimum cut.
+"""Which layout each step of a program runs in: packed where it can be and pays, or padded.
 
 Packed, a step costs what its rows' elements cost; padded, what the longest row would cost for
 every row. A value that one step leaves in one layout and another wants in the other has to be
 moved between them. What is cheapest in sum is a minimum cut of a graph with an edge for each of
-these costs (Picard and Ratliff, "Minimum cuts and related problems", 1975): on one side are the
-packed steps, on the other the padded ones.
+these costs; the cheapest of three assignments is as good for the functions of the benchmarks, and
+takes no solver: all that can be packed is; or not what lies between padded steps; or nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
-
-import numpy as np
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from batchax.rows.packing import REDUCED, can_pack, is_packable
 from batchax.rows.sizes import Sizes, depends_on_sizes, has_symbols
@@ -116,7 +112,7 @@ def choose_layouts(
     if only is not None:
         packed = [p is True and only == "packed" for p in possible]
     elif False in possible and True in possible:
-        packed = _minimum_cut(program, possible, ragged, costs)
+        packed = _cheaper(program, possible, ragged, costs)
     else:
         packed = [p is True for p in possible]
     for p, is_packed in zip(possible, packed, strict=True):
@@ -124,50 +120,51 @@ def choose_layouts(
     return chosen
 
 
-# Capacities are of 32 bits: all finite ones together stay below what is forbidden.
-_FORBIDDEN = 1 << 30
-
-
-def _minimum_cut(
+def _cheaper(
     program: Steps, possible: Sequence[bool | None], ragged: set[int], costs: Costs
 ) -> list[bool]:
-    """For each step whether it is on the packed side."""
-    edges: dict[tuple[int, int], float] = {}
-    packed_side, padded_side = 0, 1
-    node_of_step = {i: 2 + i for i in range(len(program.steps))}
-    nodes = 2 + len(program.steps)
-    consumers: dict[int, list[int]] = {}
-    producer: Mapping[int, int] = {
-        v: node_of_step[i] for i, step in enumerate(program.steps) for v in step.outputs
-    }
-    for i, step in enumerate(program.steps):
-        if possible[i] is None:
+    """For each step whether it runs packed: all that can, or those at either end, or none."""
+    packed = [p is True for p in possible]
+    ends = [p and not b for p, b in zip(packed, _between(program, possible), strict=True)]
+    ways = packed, ends, [False] * len(possible)
+    return min(ways, key=lambda each: _cost(program, each, possible, ragged, costs))
+
+
+def _between(program: Steps, possible: Sequence[bool | None]) -> list[bool]:
+    """For each step whether it uses what a padded step made, and a padded step what it made."""
+    after: set[int] = set()  # values made by padded steps, or of those
+    for step, may_be in zip(program.steps, possible, strict=True):
+        if may_be is False or not after.isdisjoint(step.used):
+            after.update(step.outputs)
+    before: set[int] = set()  # values that padded steps use, or that those are made of
+    for step, may_be in zip(reversed(program.steps), reversed(possible), strict=True):
+        if may_be is False or not before.isdisjoint(step.outputs):
+            before.update(step.used)
+    return [
+        not after.isdisjoint(step.used) and not before.isdisjoint(step.outputs)
+        for step in program.steps
+    ]
+
+
+def _cost(
+    program: Steps,
+    packed: Sequence[bool],
+    possible: Sequence[bool | None],
+    ragged: set[int],
+    costs: Costs,
+) -> float:
+    """Nanoseconds, roughly, of all steps, and of moving what is wanted in another layout."""
+    made: dict[int, Layout] = {}
+    moved: set[int] = set()
+    total = 0.0
+    for step, is_packed, may_be in zip(program.steps, packed, possible, strict=True):
+        if may_be is None:
             continue
-        node = node_of_step[i]
-        edges[packed_side, node] = costs.of(step, "padded")
-        edges[node, padded_side] = costs.of(step, "packed") if possible[i] else math.inf
-        for v in step.used:
-            if v in ragged:
-                consumers.setdefault(v, []).append(node)
-    for v in program.outputs:  # what is returned is packed
+        layout: Layout = "packed" if is_packed else "padded"
+        total += costs.of(step, layout)
+        moved |= {v for v in step.used if v in ragged and made.get(v, "packed") != layout}
+        made.update(dict.fromkeys(step.outputs, layout))
+    for v in program.outputs:  # what is returned is packed, as arguments are
         if isinstance(v, int) and v in ragged and is_packable(program.shapes[v]):
-            consumers.setdefault(v, []).append(packed_side)
-    for v, users in consumers.items():
-        source = producer.get(v, packed_side)  # arguments are packed
-        as_padded, as_packed = nodes, nodes + 1
-        nodes += 2
-        price = costs.move(program.shapes[v])
-        edges[source, as_padded] = edges[as_packed, source] = price
-        for user in users:
-            edges[as_padded, user] = edges[user, as_packed] = math.inf
-    finite = [cost for cost in edges.values() if cost < math.inf]
-    scale = (_FORBIDDEN / 2 - len(finite)) / max(1.0, sum(finite))
-    capacity = [1 + int(c * scale) if c < math.inf else _FORBIDDEN for c in edges.values()]
-    places = np.array(list(edges), np.int32).T
-    entries = np.array(capacity, np.int32), (places[0], places[1])
-    graph = coo_array(entries, shape=(nodes, nodes)).tocsr()
-    residual = graph - maximum_flow(graph, packed_side, padded_side).flow
-    residual.data[residual.data < 0] = 0
-    residual.eliminate_zeros()
-    reached = set(breadth_first_order(residual, packed_side, return_predecessors=False).tolist())
-    return [node_of_step[i] in reached for i in range(len(program.steps))]
+            moved |= {v} if made.get(v, "packed") != "packed" else set()
+    return total + sum(costs.move(program.shapes[v]) for v in moved)
