@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
@@ -28,6 +27,7 @@ from batchax.kernel.registry import register_own_rule
 from batchax.rules.hazards import hazards
 from batchax.rules.in_order import run_in_order
 from batchax.rules.loops import settle
+from batchax.rules.mask_plan import MaskPlan, plan_masking
 from batchax.rules.masking import is_inexact, run_masked, select_lanes
 
 enter("endless costly: bounded_loop")  # while its steps are not counted
@@ -203,10 +203,10 @@ class _Lanes:
         self, program: Callable[[Any], Step], body: Any, guarded: Any, axes: Any, more: list[int]
     ) -> dict[str, Any]:
         """What is done in each step, and where arrays have the axis of the steps."""
-        plain, safe = self._protection(body, False), self._protection(guarded, True)
-        options: dict[str, Any] = {"body": program(self._step(body, *plain))}
+        plain, safe = self._plan(body, False), self._plan(guarded, True)
+        options: dict[str, Any] = {"body": program(self._step(body, plain))}
         if guarded is not body or safe != plain:
-            options["guarded"] = program(self._step(guarded, *safe))
+            options["guarded"] = program(self._step(guarded, safe))
         return options | {
             "x_axes": (*more, *_steps_axes(self.form.split(axes)[4], self.form.x_axes)),
             "y_axes": tuple(a + 1 for a in self.form.y_axes),
@@ -219,21 +219,17 @@ class _Lanes:
     def _positions(self) -> list[AxisPosition]:
         return [*self.consts_at, *[0] * self.form.n_carry, *self.entries_at]
 
-    def _protection(self, program: Any, differentiated: bool) -> tuple[frozenset[int], str]:
-        """Which operands of a step masked lanes must not see as they are; see `run_masked`."""
-        jaxpr = program.jaxpr
-        hazard = hazards(jaxpr)
-        used = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
-        inputs = list(zip(jaxpr.invars, self._positions, strict=True))
-        inexact = [a for v, a in inputs if v in used and is_inexact(v.aval)]
-        harmful = differentiated and hazard.nonlinear and bool(inexact)
-        if hazard.collective or not (hazard.endless or harmful):
-            return frozenset(), "keep"
-        donor = hazard.endless or hazard.partial or None in inexact
-        replaced = frozenset(i for i, (v, _) in enumerate(inputs) if v in used)
-        return replaced, "donor" if donor else "keep"
+    def _plan(self, program: Any, differentiated: bool) -> MaskPlan:
+        """What masked lanes need in a step; of one with derivatives, or without."""
+        inexact = {i for i, v in enumerate(program.jaxpr.invars) if is_inexact(v.aval)}
+        return plan_masking(
+            program.jaxpr,
+            self._positions,
+            inexact if differentiated else (),
+            may_take_mask=False,
+        )
 
-    def _step(self, program: Any, replaced: frozenset[int], fill: str) -> Callable[..., Any]:
+    def _step(self, program: Any, plan: MaskPlan) -> Callable[..., Any]:
         """A step of the live lanes; the others keep their carry, and return zeros."""
 
         def run(operands: Values, positions: Sequence[AxisPosition]) -> Placed:
@@ -243,7 +239,7 @@ class _Lanes:
             live: Any, consts: Values, carry: Values, x: Values
         ) -> tuple[list[Any], list[Any]]:
             operands = [*consts, *carry, *x]
-            outs, at = run_masked(live, run, operands, self._positions, replaced, (), fill)
+            outs, at = run_masked(live, run, operands, self._positions, plan, ())
             outs = [match_axis(self.axis, x, a, 0) for x, a in zip(outs, at, strict=True)]
             new, ys = outs[: len(carry)], outs[len(carry) :]
             new = [select_lanes(live, 0, x, old) for x, old in zip(new, carry, strict=True)]

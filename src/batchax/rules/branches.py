@@ -33,6 +33,7 @@ from batchax.rules.hazards import hazards
 from batchax.rules.in_order import run_in_order
 from batchax.rules.in_place import masked, updated_operands
 from batchax.rules.in_turn import calls_library, in_turn
+from batchax.rules.mask_plan import plan_masking
 from batchax.rules.masking import is_inexact, run_masked, spread
 
 enter("linear: cond")  # what its branches are is looked at
@@ -131,39 +132,30 @@ def one_branch(
     But in the results `updated` they hold the operand that is named there.
     """
     jaxpr = branch.jaxpr
-    hazard = hazards(jaxpr)
     written = _compat.written_inputs(jaxpr)
-    used = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
-    used = {k for k, v in enumerate(jaxpr.invars) if v in used}
-    inexact = [
-        positions[k] for k in used if isinstance(operands[k], jax.Array) and is_inexact(operands[k])
-    ]
-    differentiable = bool(inexact)
-    guarded = not hazard.collective and (hazard.endless or bool(updated))
-    endless = hazard.endless and not guarded
-    protected = not hazard.collective and (endless or (hazard.nonlinear and differentiable))
-    skippable = hazard.costly and not hazard.collective
-    if not (protected or skippable or guarded or written):
+    differentiable = {
+        k for k, x in enumerate(operands) if isinstance(x, jax.Array) and is_inexact(x)
+    }
+    # Arrays updated in place stay those of their lane; what is read from them is replaced.
+    own = frozenset(updated.values())
+    plan = plan_masking(jaxpr, positions, differentiable, own, updates=bool(updated))
+    if plan.runs_as_it_is and not (plan.skippable or written):
         return interpret(axis, jaxpr, branch.consts, operands, positions)
 
     live = lax.eq(index, np.asarray(i, index.dtype))
-    # Lanes meet in the gradient of an operand they share. Without one, what a masked
-    # lane computes stays in that lane, and does no harm where it is sure to be a number.
-    fill = "donor" if endless or hazard.partial or None in inexact else "keep"
-    # Arrays updated in place stay those of their lane; what is read from them is replaced.
-    own = frozenset(updated.values())
-    replaced = used - own if protected else ()
-    program = masked(axis, branch, own, fill if protected else None) if guarded else branch
+    program = branch
+    if plan.takes_mask:
+        program = masked(axis, branch, own, plan.fill if plan.harmed else None)
 
     def run(operands: list[Any], positions: list[AxisPosition]) -> Placed:
-        if guarded:
+        if plan.takes_mask:
             operands, positions = [live, *operands], [0, *positions]
-        if skippable:
+        if plan.skippable:
             kept = {k: operand + 1 for k, operand in updated.items()}
             return _if_any(axis, live, program, operands, positions, kept)
         return interpret(axis, program.jaxpr, program.consts, operands, positions)
 
-    outs, out_axes = run_masked(live, run, operands, positions, replaced, written, fill)
+    outs, out_axes = run_masked(live, run, operands, positions, plan, written)
     # An operand that a branch hands on as it is need be neither protected nor computed.
     inputs = dict(zip(jaxpr.invars, zip(operands, positions, strict=True), strict=True))
     placed = [

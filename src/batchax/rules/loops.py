@@ -29,9 +29,9 @@ from batchax.kernel.varying import (
     vary_over,
     varying_of,
 )
-from batchax.rules.hazards import hazards
 from batchax.rules.in_order import run_in_order
 from batchax.rules.in_place import masked_in_place, updates_in_place
+from batchax.rules.mask_plan import MaskPlan, plan_masking
 from batchax.rules.masking import run_masked, select_lanes
 from batchax.rules.unvmap import asked_of_each_lane
 
@@ -122,8 +122,8 @@ def _while(
             return outs, front
     recording.note(divergence="masked")
     masked = MaskedBody.of(axis, cond_jaxpr, body_jaxpr, tuple(body_at))
-    plain = not (masked.protected or masked.told or any(map(_compat.is_reference, args)))
-    return (_selecting(axis, loop) if plain else _masking(masked, loop)), front
+    as_it_is = masked.plan.runs_as_it_is and not any(map(_compat.is_reference, args))
+    return (_selecting(axis, loop) if as_it_is else _masking(masked, loop)), front
 
 
 def _selecting(axis: Axis, loop: Loop) -> list[Any]:
@@ -157,7 +157,7 @@ def _selecting(axis: Axis, loop: Loop) -> list[Any]:
 
 
 def _masking(masked: MaskedBody, loop: Loop) -> list[Any]:
-    """The last carry of lanes of which the body is told, or kept from harm, once they are done."""
+    """The last carry, where the body takes the mask, or what it is given is made harmless."""
     axis, front = masked.axis, [0] * len(loop.carry)
     # A reference may be an operand only once, so what both programs use is shared.
     consts, consts_at = list(loop.body_consts), list(loop.body_at)
@@ -197,17 +197,13 @@ class MaskedBody:
       axis: the axis of the lanes.
       body: the program of one example.
       positions: where each of its constants has the batch axis; carries have it in front.
-      told: whether the body is told which lanes run, and leaves arrays that it updates in
-        place as they are in the others.
-      protected: whether finished lanes hold operands of a running lane in the body, so that a
-        loop in it ends when that of the running lanes does.
+      plan: what finished lanes need in it.
     """
 
     axis: Axis
     body: _compat.ClosedJaxpr
     positions: tuple[AxisPosition, ...]
-    told: bool
-    protected: bool
+    plan: MaskPlan
 
     @classmethod
     def of(
@@ -218,30 +214,31 @@ class MaskedBody:
         positions: tuple[AxisPosition, ...],
     ) -> MaskedBody:
         """The body of a loop with the predicate `test`, masked as it needs to be."""
-        hazard = hazards(body.jaxpr)
-        # A body can be told which lanes run unless lanes meet in it, or one example has several
-        # lanes of its own.
-        apart = not (hazard.collective or test.out_avals[0].shape)
-        told = apart and (hazard.endless or updates_in_place(body, len(positions)))
-        protected = hazard.endless and not hazard.collective and not told
-        return cls(axis, body, positions, told, protected)
+        # There is no reverse mode to which a NaN would matter, and forward mode selects tangents.
+        plan = plan_masking(
+            body.jaxpr,
+            [*positions, *[0] * len(body.out_avals)],
+            differentiable=(),
+            updates=updates_in_place(body, len(positions)),
+            may_take_mask=not test.out_avals[0].shape,  # unless an example has lanes of its own
+        )
+        return cls(axis, body, positions, plan)
 
     def step(self, live: Any, consts: Sequence[Any], carry: Sequence[Any]) -> list[Any]:
         """The next carry of the lanes that are live, and the last one of the others."""
         front: list[AxisPosition] = [0] * len(carry)
         positions = [*self.positions, *front]
         program, kept = self.body, frozenset()
-        if self.told:
+        if self.plan.takes_mask:
             program, kept = masked_in_place(self.axis, self.body, len(consts))
 
         def run(operands: list[Any], positions: list[AxisPosition]) -> Placed:
-            told, told_at = ([live], [0]) if self.told else ([], [])
-            values, places = [*told, *operands], [*told_at, *positions]
+            mask, mask_at = ([live], [0]) if self.plan.takes_mask else ([], [])
+            values, places = [*mask, *operands], [*mask_at, *positions]
             return interpret(self.axis, program.jaxpr, program.consts, values, places)
 
-        replaced = range(len(positions)) if self.protected else ()
         written = _compat.written_inputs(self.body.jaxpr)
-        new, at = run_masked(live, run, [*consts, *carry], positions, replaced, written)
+        new, at = run_masked(live, run, [*consts, *carry], positions, self.plan, written)
         new = _matched(self.axis, new, at, front)
         return [
             x if k in kept else select_lanes(live, 0, x, old)
@@ -284,7 +281,7 @@ def _masked_loop(
         avals = list(map(_compat.type_varying_over, [*consts, live, *carry], varying))
         return _compat.stage(any_live, avals[len(consts) :]), _compat.stage(step, avals)
 
-    how = masked.told, masked.protected  # not the body itself, which would then never be freed
+    how = masked.plan  # not the body itself, which would then never be freed
     key = axis, how, cond_jaxpr, consts_at, places, varying, lanes_vary_over(axis)
     return remembered(body_jaxpr, key, build)
 

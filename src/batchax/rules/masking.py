@@ -35,6 +35,7 @@ from batchax.jaxprs.own_primitives import stands_for
 from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import Axis, AxisPosition, axis_to_front, move_axis
 from batchax.kernel.registry import register_own_rule
+from batchax.rules.mask_plan import MaskPlan
 
 safe_lanes_p = _compat.Primitive("safe_lanes")
 enter("linear: safe_lanes")
@@ -124,9 +125,8 @@ def run_masked(
     run: Callable[[list[Any], list[AxisPosition]], tuple[list[Any], list[AxisPosition]]],
     operands: Sequence[Any],
     positions: Sequence[AxisPosition],
-    replaced: Collection[int],
+    plan: MaskPlan,
     written: Collection[int],
-    fill: str = "donor",
 ) -> tuple[list[Any], list[AxisPosition]]:
     """Runs a program for all lanes so that masked lanes do no harm.
 
@@ -135,15 +135,15 @@ def run_masked(
       run: the program: operands and positions to results and positions.
       operands: its operands.
       positions: where each carries the batch axis.
-      replaced: which operands masked lanes must not see as they are.
+      plan: which operands masked lanes must not see as they are.
       written: which operands are references the program writes to: masked lanes
         of those are restored.
-      fill: as for `safe_lanes`.
 
     Raises:
       UnsupportedError: the program writes to a reference that all lanes share.
     """
     operands, positions, saved = list(operands), list(positions), []
+    replaced, fill = plan.replaced, plan.fill
     for i, (x, position) in enumerate(zip(operands, positions, strict=True)):
         if _compat.is_reference(x):
             if position is None and i in written:
