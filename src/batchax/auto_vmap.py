@@ -17,7 +17,7 @@ from batchax.errors import ArgumentTypeError, AxisError
 from batchax.execution.chunked import find_chunking
 from batchax.frontend.containers import is_container
 from batchax.frontend.outputs import flatten_arrays
-from batchax.frontend.prefixes import SpecifiedLeaf, spread
+from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
 from batchax.ranks.annotations import annotated_ranks
 from batchax.ranks.core import Core, Sizes, as_cores, is_rank
 from batchax.ranks.dimensions import Argument, check_cores, run
@@ -226,7 +226,7 @@ class _Call:
         if spec is None or value is None:
             return lambda _: value
         what = "a tree of ranks"
-        leaves, rebuild = spread(spec, value, path, what, is_rank, True, "rank", _is_leaf)
+        leaves, rebuild = spread_specs(spec, value, path, what, is_rank, True, "rank", _is_leaf)
         parts: list[Callable[[Iterator[Any]], Any]] = []
         for leaf in leaves:
             if leaf.spec is None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.execution.early_exit import run_until
-from batchax.execution.steps import Steps
+from batchax.execution.steps import ScanProgram
 from batchax.frontend.advice import named_in_errors
 from batchax.frontend.arguments import (
     STEPS,
@@ -38,7 +38,7 @@ from batchax.frontend.outputs import (
     flatten_outputs,
     is_output_spec,
 )
-from batchax.frontend.prefixes import spread
+from batchax.frontend.prefixes import spread_specs
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import example_aval, stage_described, stage_function
 from batchax.kernel.rule_results import describe_returned
@@ -189,7 +189,7 @@ def scan(
             )
             if tested is None:
                 body, consts = _compat.hoist_constants(staged)
-                program = Steps(body, n_carry, x_axes, places, steps, bool(reverse), unroll)
+                program = ScanProgram(body, n_carry, x_axes, places, steps, bool(reverse), unroll)
                 outs = program.run(consts, carry, xs)
             else:
                 outs = run_until(tested, staged, carry, xs, x_axes, places, steps, bool(reverse))
@@ -236,7 +236,7 @@ def _check_out_axes(out_axes: Any) -> None:
 
 
 def _check_stacked(ys: Any, out_axes: Any) -> None:
-    leaves, _ = spread(out_axes, ys, "ys", "out_axes", is_output_spec)
+    leaves, _ = spread_specs(out_axes, ys, "ys", "out_axes", is_output_spec)
     missing = [leaf.path for leaf in leaves if leaf.spec is None]
     if missing:
         raise AxisError(_not_stacked(f"out_axes for {', '.join(missing)}", None))

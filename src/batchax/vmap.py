@@ -38,7 +38,7 @@ from batchax.frontend.outputs import (
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import example_aval, stage_described
-from batchax.kernel.replay import Program, running
+from batchax.kernel.replay import MappedProgram, running
 from batchax.rows.buckets import Buckets
 from batchax.rows.ragged import Ragged
 from batchax.rows.run import RowOptions, check_row_options, run_rows
@@ -189,7 +189,7 @@ def _run(
         staged, outputs = stage_described(axis, one_example, avals, names)
         described = outputs.described
         recording.found_program(axis, staged, mapped, described)
-        program = Program(axis, staged, values, axes)
+        program = MappedProgram(axis, staged, values, axes)
         if chunking is None and axis.divergence is not None:
             chunking = one_chunk_for_each_shard(axis, program)
         if chunking is not None and chunking.applies_to(axis.size):

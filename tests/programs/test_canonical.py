@@ -10,7 +10,7 @@ from jax.extend.core import jaxpr_as_fun
 
 import batchax as bx
 from batchax import _compat
-from batchax.programs.canonical import Program
+from batchax.programs.canonical import CanonicalProgram
 from batchax.programs.canonical_values import Table
 
 from support.expressions import random_expression
@@ -64,7 +64,7 @@ def test_equal_expressions_compute_the_same():
     for _ in range(900):
         fun, shape = random_expression(rng, shapes, 3)
         program = _compat.without_dead(jax.make_jaxpr(lambda *a, fun=fun: fun(a))(*arrays))
-        groups[Program(table, program).outputs[0], shape].append(program)
+        groups[CanonicalProgram(table, program).outputs[0], shape].append(program)
     # A group computes one value; equal programs need not be run.
     several = [{str(p): p for p in group} for group in groups.values()]
     several = [list(group.values()) for group in several if len(group) > 1]

@@ -19,19 +19,18 @@ from jax import lax
 from batchax import _compat
 from batchax.execution.bounded_as_while import as_while
 from batchax.execution.bounded_batching import batch_bounded_loop
-from batchax.execution.chunk_loop import Body, chunk_loop
-from batchax.execution.chunk_loop import Loop as ChunkLoop
+from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
 from batchax.execution.kinds import WHOLE, Lanes
 from batchax.execution.slices import with_derivative_of
 from batchax.kernel.axis import Axis, AxisPosition, match_axis, move_axis
-from batchax.kernel.divergence import BoundedLoop, Placed
+from batchax.kernel.divergence import BoundedLoop, PlacedOutputs
 from batchax.kernel.inner import remembered
 from batchax.kernel.named_axes import uses_name
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
 
 
-def run_bounded_loop(axis: Axis, loop: BoundedLoop, width: int) -> Placed | None:
+def run_bounded_loop(axis: Axis, loop: BoundedLoop, width: int) -> PlacedOutputs | None:
     """The results of all lanes, at the front; None where lanes are to be masked.
 
     Args:
@@ -98,7 +97,7 @@ class _Blocks:
         kinds = tuple(WHOLE if a is None else Lanes(0) for a in axes)
         form = self.loop.form
         count = form.n_carry * (1 + form.record) + len(form.y_axes) + 1
-        body = Body(self._of_width)
+        body = ChunkBody(self._of_width)
         whole = ChunkLoop(body, kinds, (Lanes(0),) * count, self.axis.size, self.width)
         return [_permuted(x, back, places) for x in chunk_loop(whole, args)]
 

@@ -22,14 +22,14 @@ from batchax import _compat
 from batchax.divergence.cost import work
 from batchax.divergence.limits import can_move, refuse_collectives
 from batchax.errors import UnsupportedError
-from batchax.execution.chunk_loop import Body, Loop, chunk_loop
+from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
 from batchax.execution.kinds import WHOLE, Live, Picked
 from batchax.execution.names import index_as_input
 from batchax.execution.picks import fitting_width
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition, match_axis
 from batchax.kernel.derivatives import with_values
-from batchax.kernel.divergence import Branches, Placed
+from batchax.kernel.divergence import Branches, PlacedOutputs
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import uses_name
 from batchax.kernel.replay import closed_over
@@ -44,7 +44,7 @@ _LEAST = 50_000.0  # what a branch must cost all lanes
 _NARROWEST = 16
 
 
-def run_branches(axis: Axis, branches: Branches, width: int | None) -> Placed | None:
+def run_branches(axis: Axis, branches: Branches, width: int | None) -> PlacedOutputs | None:
     """What each lane's branch returns; None if all branches are to be masked.
 
     Args:
@@ -142,7 +142,7 @@ class _Part:
         least = _LEAST if self.width is None else 0.0
         return self.work > _GAIN * moving and self.work * self.axis.size >= least
 
-    def run(self, live: Any) -> Placed:
+    def run(self, live: Any) -> PlacedOutputs:
         """What the branch returns for the lanes that are `live`, and zeros."""
         size, most = self.axis.size, None
         if _compat.calls_back(self.program.effects):
@@ -168,7 +168,7 @@ class _Part:
             return run_chunk
 
         kinds = (Live(most), *(_kind(positions[k]) for k in used))
-        loop = Loop(Body(of_width), kinds, (Picked(0),) * len(made), size, chunk)
+        loop = ChunkLoop(ChunkBody(of_width), kinds, (Picked(0),) * len(made), size, chunk)
         outs = chunk_loop(loop, [live, *(self.operands[k] for k in used)])
         jaxpr = program.jaxpr
         found = dict(zip(jaxpr.invars, zip(self.operands, positions, strict=True), strict=True))

@@ -25,7 +25,7 @@ from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.arguments import is_position
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
-from batchax.kernel.divergence import BoundedLoop, Branches, Loop, Placed
+from batchax.kernel.divergence import BoundedLoop, Branches, PlacedOutputs, WhileLoop
 from batchax.programs.shapes import bytes_of
 
 
@@ -86,7 +86,7 @@ class Compact:
         """As this, with no more than so many lanes at a time."""
         return replace(self, _most=width)
 
-    def run_loop(self, axis: Axis, loop: Loop) -> list[Any] | None:
+    def run_loop(self, axis: Axis, loop: WhileLoop) -> list[Any] | None:
         """The last carry of all lanes; None where they are to be masked."""
         programs = loop.test, loop.body
         refuse_collectives(programs, "a loop that ends at its own step in each lane")
@@ -123,7 +123,7 @@ class Compact:
             widths = widths[1:]  # a window to begin with
         return Plan(widths, self.threshold, left, patience, self.steps is not None)
 
-    def run_bounded_loop(self, axis: Axis, loop: BoundedLoop) -> Placed | None:
+    def run_bounded_loop(self, axis: Axis, loop: BoundedLoop) -> PlacedOutputs | None:
         """The results of all lanes; None where they are to be masked."""
         programs = [p for p in (loop.test, loop.body) if p is not None]
         refuse_collectives(programs, "a bounded loop that ends at its own step in each lane")
@@ -139,7 +139,7 @@ class Compact:
             recording.note(divergence="compact", widths=widths[:2])
         return placed
 
-    def run_branches(self, axis: Axis, branches: Branches) -> Placed | None:
+    def run_branches(self, axis: Axis, branches: Branches) -> PlacedOutputs | None:
         """What each lane's branch returns; None where all branches are to be masked."""
         return run_branches(axis, branches, self.width)
 

@@ -15,7 +15,7 @@ from batchax.divergence.varying import with_varying_values
 from batchax.divergence.window import Plan, run_in_windows
 from batchax.execution.names import index_as_input
 from batchax.kernel.axis import Axis, AxisPosition
-from batchax.kernel.divergence import Loop
+from batchax.kernel.divergence import WhileLoop
 from batchax.kernel.inner import remembered
 from batchax.kernel.named_axes import uses_name
 from batchax.rules.loops import MaskedBody, predicate
@@ -73,7 +73,7 @@ class PartingLoop:
         return predicate(axis, self.test, [*consts[: self.n_test], *carry], positions)
 
 
-def parting_loop(axis: Axis, loop: Loop, plan: Plan) -> tuple[PartingLoop, list[Any]]:
+def parting_loop(axis: Axis, loop: WhileLoop, plan: Plan) -> tuple[PartingLoop, list[Any]]:
     """A loop as one that lanes leave one by one, and its operands.
 
     It may have more in its carry than `loop`: before, not after.
@@ -88,7 +88,7 @@ def parting_loop(axis: Axis, loop: Loop, plan: Plan) -> tuple[PartingLoop, list[
     )
 
 
-def _with_onepredicate(axis: Axis, loop: Loop) -> Loop:
+def _with_onepredicate(axis: Axis, loop: WhileLoop) -> WhileLoop:
     """A loop whose predicate is one number for each lane, not an array of them.
 
     It is an array where lanes are themselves batches, of an inner vmap: each of its elements
@@ -118,10 +118,10 @@ def _with_onepredicate(axis: Axis, loop: Loop) -> Loop:
     operands = [*loop.test_consts, *loop.carry]
     live = predicate(axis, loop.test, operands, [*loop.test_at, *[0] * len(loop.carry)])
     consts, consts_at = [*loop.test_consts, *loop.body_consts], [*loop.test_at, *loop.body_at]
-    return Loop(test, body, (), (), consts, consts_at, [live, *loop.carry])
+    return WhileLoop(test, body, (), (), consts, consts_at, [live, *loop.carry])
 
 
-def _with_index(axis: Axis, loop: Loop) -> Loop:
+def _with_index(axis: Axis, loop: WhileLoop) -> WhileLoop:
     """A loop that is told the index of the lane, if it asks for it: windows do not have it."""
     programs = loop.test, loop.body
     eqns = [eqn for program in programs for eqn in program.jaxpr.eqns]

@@ -11,12 +11,12 @@ from typing import Any
 
 from batchax import _compat
 from batchax.kernel.axis import Axis
-from batchax.kernel.divergence import Loop
+from batchax.kernel.divergence import WhileLoop
 from batchax.kernel.inner import batch_inner, returning
 from batchax.kernel.varying import Varying, varying_of
 
 
-def with_varying_values(loop: Loop) -> Loop:
+def with_varying_values(loop: WhileLoop) -> WhileLoop:
     """`loop` with a carry, and programs of values, that vary as any of its operands does."""
     given = (*loop.test_consts, *loop.body_consts, *loop.carry)
     over = frozenset().union(*varying_of(given))

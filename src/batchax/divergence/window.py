@@ -24,7 +24,7 @@ from batchax import _compat
 from batchax.kernel.axis import AxisPosition
 from batchax.rules.masking import select_lanes
 
-Step = Callable[[int, Sequence[Any], Any, Sequence[Any]], tuple[Any, list[Any]]]
+LaneStep = Callable[[int, Sequence[Any], Any, Sequence[Any]], tuple[Any, list[Any]]]
 """One step of some lanes: (width, consts, live, carry) -> (live, carry)."""
 
 Tally = tuple[Any, ...]
@@ -77,7 +77,7 @@ class Plan:
 
 def run_in_windows(
     plan: Plan,
-    step: Step,
+    step: LaneStep,
     consts: Sequence[Any],
     positions: Sequence[AxisPosition],
     live: Any,
@@ -114,7 +114,7 @@ def run_in_windows(
 
 
 def _steps(
-    step: Step,
+    step: LaneStep,
     width: int,
     consts: Sequence[Any],
     left: Any,
@@ -151,7 +151,7 @@ class _Window:
         self,
         plan: Plan,
         k: int,
-        step: Step,
+        step: LaneStep,
         consts: Sequence[Any],
         positions: Sequence[AxisPosition],
         waiting: Any,

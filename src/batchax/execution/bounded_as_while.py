@@ -21,13 +21,13 @@ from batchax.execution.bounded_loop import (
     zeros,
 )
 from batchax.kernel.axis import Axis, match_axis
-from batchax.kernel.divergence import Loop, Placed
+from batchax.kernel.divergence import PlacedOutputs, WhileLoop
 from batchax.kernel.inner import remembered
 
 
 def as_while(
     axis: Axis, args: Values, axes: Sequence[Any], /, *, test: Any, body: Any, form: Form
-) -> tuple[Loop, Callable[[Values], Placed]]:
+) -> tuple[WhileLoop, Callable[[Values], PlacedOutputs]]:
     """The ``while`` that a bounded loop is in each lane.
 
     Its carry is the number of steps that lie ahead of the next one (taken already, or yet to
@@ -48,7 +48,7 @@ def as_while(
     arrays = [match_axis(axis, x, None, 0) for x in map(zeros, _arrays(test, body, form))]
     going_on, step = programs
     first = [match_axis(axis, x, a, 0) for x, a in zip(carry, carry_at, strict=True)]
-    loop = Loop(
+    loop = WhileLoop(
         test=going_on,
         body=step,
         test_consts=[count, *test_consts],
@@ -58,7 +58,7 @@ def as_while(
         carry=[counts if form.reverse else lax.full_like(counts, 0), *first, *arrays],
     )
 
-    def finish(last: Values) -> Placed:
+    def finish(last: Values) -> PlacedOutputs:
         steps, *outs = last
         outs = [*outs, counts if form.reverse else steps]
         return outs, [0] * len(outs)

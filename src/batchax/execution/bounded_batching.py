@@ -16,11 +16,11 @@ from jax import lax
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.execution.bounded_loop import Form, Step, Values, bounded_loop, bounded_loop_p
+from batchax.execution.bounded_loop import Form, LoopStep, Values, bounded_loop, bounded_loop_p
 from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition, match_axis, move_axis
-from batchax.kernel.divergence import BoundedLoop, Placed
+from batchax.kernel.divergence import BoundedLoop, PlacedOutputs
 from batchax.kernel.inner import ANYWHERE, batch_inner
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.registry import register_own_rule
@@ -36,11 +36,11 @@ enter("endless costly: bounded_loop")  # while its steps are not counted
 @register_own_rule(bounded_loop_p, may_name_axis=True)
 def _batched(
     axis: Axis, args: Any, axes: Any, /, *, test: Any, body: Any, guarded: Any, form: Form
-) -> Placed:
+) -> PlacedOutputs:
     return batch_bounded_loop(axis, BoundedLoop(test, body, guarded, form, args, axes))
 
 
-def batch_bounded_loop(axis: Axis, loop: BoundedLoop) -> Placed:
+def batch_bounded_loop(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     """The results of a bounded loop for all lanes."""
     test, body, guarded, form = loop.test, loop.body, loop.guarded, loop.form
     args, axes = loop.args, loop.axes
@@ -121,7 +121,7 @@ class _Lanes:
     entries_at: Sequence[AxisPosition]
     form: Form
 
-    def run_counted(self, body: Any, guarded: Any, args: Any, axes: Any) -> Placed:
+    def run_counted(self, body: Any, guarded: Any, args: Any, axes: Any) -> PlacedOutputs:
         """A loop whose number of steps is known.
 
         A step has the same number in all lanes. So back over the steps those that took
@@ -136,7 +136,7 @@ class _Lanes:
             )
         counts, _, consts, carry, xs = self._operands(args, axes)
 
-        def program(step: Any) -> Step:
+        def program(step: Any) -> LoopStep:
             def run(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
                 return step(x[0] < consts[0], consts[1:], carry, x[1:])
 
@@ -153,7 +153,7 @@ class _Lanes:
         steps = lax.clamp(np.int32(0), counts, np.int32(self.form.length))
         return self._placed([*found.carry, *found.ys, *found.checkpoints, steps])
 
-    def run_tested(self, test: Any, body: Any, guarded: Any, args: Any, axes: Any) -> Placed:
+    def run_tested(self, test: Any, body: Any, guarded: Any, args: Any, axes: Any) -> PlacedOutputs:
         """A loop with a predicate.
 
         Its carry begins with the lanes that are live, and with the steps each has taken.
@@ -167,7 +167,7 @@ class _Lanes:
                 (live,), (at,) = interpret(self.axis, test.jaxpr, test.consts, operands, positions)
             return match_axis(self.axis, live, at, 0)
 
-        def program(step: Any) -> Step:
+        def program(step: Any) -> LoopStep:
             def run(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
                 live, steps, *carry = carry
                 new, ys = step(live, consts[n:], carry, x)
@@ -200,7 +200,12 @@ class _Lanes:
         return counts, test_consts, consts, carry, xs
 
     def _options(
-        self, program: Callable[[Any], Step], body: Any, guarded: Any, axes: Any, more: list[int]
+        self,
+        program: Callable[[Any], LoopStep],
+        body: Any,
+        guarded: Any,
+        axes: Any,
+        more: list[int],
     ) -> dict[str, Any]:
         """What is done in each step, and where arrays have the axis of the steps."""
         plain, safe = self._plan(body, False), self._plan(guarded, True)
@@ -232,7 +237,7 @@ class _Lanes:
     def _step(self, program: Any, plan: MaskPlan) -> Callable[..., Any]:
         """A step of the live lanes; the others keep their carry, and return zeros."""
 
-        def run(operands: Values, positions: Sequence[AxisPosition]) -> Placed:
+        def run(operands: Values, positions: Sequence[AxisPosition]) -> PlacedOutputs:
             return interpret(self.axis, program.jaxpr, program.consts, operands, positions)
 
         def step(
@@ -247,7 +252,7 @@ class _Lanes:
 
         return step
 
-    def _placed(self, outs: list[Any]) -> Placed:
+    def _placed(self, outs: list[Any]) -> PlacedOutputs:
         """Results, all of which have the batch axis."""
         first = self.form.n_carry + len(self.form.y_axes)
         kept = len(outs) - first - 1

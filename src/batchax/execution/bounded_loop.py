@@ -35,7 +35,7 @@ from batchax.jaxprs.own_primitives import stands_for
 from batchax.jaxprs.program_key import program_key
 
 Values = Sequence[Any]
-Step = Callable[[Values, Values, Values], tuple[Values, Values]]
+LoopStep = Callable[[Values, Values, Values], tuple[Values, Values]]
 """A function of constants, the carry and entries of the xs, to the carry and the ys."""
 
 
@@ -116,14 +116,14 @@ bounded_loop_p.multiple_results = True
 
 
 def bounded_loop(
-    body: Step,
+    body: LoopStep,
     consts: Values,
     carry: Values,
     xs: Values = (),
     *,
     test: Callable[[Values, Values], Any] | None = None,
     test_consts: Values = (),
-    guarded: Step | None = None,
+    guarded: LoopStep | None = None,
     count: Any,
     length: int,
     x_axes: Sequence[int] = (),
@@ -180,7 +180,7 @@ def bounded_loop(
     return form.results(outs)
 
 
-def _opened(program: _compat.ClosedJaxpr, own: slice, n_held: int) -> Step:
+def _opened(program: _compat.ClosedJaxpr, own: slice, n_held: int) -> LoopStep:
     """A step of `program` whose constants come first, `own` among `n_held`."""
 
     def step(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
@@ -196,8 +196,8 @@ def _opened_test(program: _compat.ClosedJaxpr) -> Callable[[Values, Values], Any
 
 
 def _settle(
-    body: Step,
-    guarded: Step | None,
+    body: LoopStep,
+    guarded: LoopStep | None,
     test: Callable[[Values, Values], Any] | None,
     consts: Values,
     test_consts: Values,
@@ -226,7 +226,7 @@ def _settle(
         whole = zip(map(jax.typeof, xs), x_axes, strict=True)
         entries = [mapped_aval(aval.shape[a], a, aval) for aval, a in whole]
 
-        def staged(step: Step, types: Sequence[Any] = types) -> _compat.ClosedJaxpr:
+        def staged(step: LoopStep, types: Sequence[Any] = types) -> _compat.ClosedJaxpr:
             def run(*xs: Any) -> list[Any]:
                 rest = xs[n + len(types) :]
                 new, ys = step(xs[:n], xs[n : n + len(types)], rest)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from batchax.execution.chunk_loop import Body, Loop, chunk_loop, chunk_loop_p
+from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop, chunk_loop_p
 from batchax.execution.kinds import Live, Sum, Whole
 from batchax.execution.picked_batching import batch_picked
 from batchax.jaxprs.primitive_facts import enter
@@ -20,7 +20,13 @@ enter(": chunk_loop")
 
 @register_own_rule(chunk_loop_p, may_name_axis=True)
 def _batched(
-    axis: Axis, args: Sequence[Any], axes: Sequence[AxisPosition], /, *, loop: Loop, program: Any
+    axis: Axis,
+    args: Sequence[Any],
+    axes: Sequence[AxisPosition],
+    /,
+    *,
+    loop: ChunkLoop,
+    program: Any,
 ) -> tuple[list[Any], list[AxisPosition]]:
     marked = [False, *(a is not None for a in axes)]
     named = axis.name is not None and bool(program.effects)
@@ -44,7 +50,9 @@ def _batched(
     results = tuple(
         _shifted(kind, 0 if hit else None) for kind, hit in zip(loop.results, hits, strict=True)
     )
-    outer = replace(loop, body=Body(of_width, of=loop.body), operands=operands, results=results)
+    outer = replace(
+        loop, body=ChunkBody(of_width, of=loop.body), operands=operands, results=results
+    )
     return chunk_loop(outer, args), [0 if hit else None for hit in hits]
 
 

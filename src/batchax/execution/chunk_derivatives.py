@@ -15,7 +15,13 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.chunk_extremes import extreme_tangent, shares
-from batchax.execution.chunk_loop import Body, Loop, chosen_chunk, chunk_loop, chunk_loop_p
+from batchax.execution.chunk_loop import (
+    ChunkBody,
+    ChunkLoop,
+    chosen_chunk,
+    chunk_loop,
+    chunk_loop_p,
+)
 from batchax.execution.chunk_scalar import can_run, inner_product, is_loss, loop_with_gradient
 from batchax.execution.kinds import (
     SUM,
@@ -36,7 +42,7 @@ from batchax.rules.masking import is_inexact
 from batchax.rules.pullback import reached
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop, program: Any) -> Any:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: ChunkLoop, program: Any) -> Any:
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
     marked = [False, *(i in moving for i in range(len(primals)))]
     types = [loop.result_aval(a, k) for a, k in zip(program.out_avals, loop.results, strict=True)]
@@ -88,8 +94,8 @@ def _after(outs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
 
 
 def _tangent_loop(
-    loop: Loop, moving: Sequence[int], found: Sequence[int], share_kinds: Sequence[Operand]
-) -> Loop:
+    loop: ChunkLoop, moving: Sequence[int], found: Sequence[int], share_kinds: Sequence[Operand]
+) -> ChunkLoop:
     """The loop for the tangents `found`.
 
     Its operands are those of `loop`, the tangents of those that are `moving`, and the
@@ -118,14 +124,14 @@ def _tangent_loop(
     kinds = (loop.results[k] for k in found)
     return loop.derivative(
         "tangents",
-        body=Body(of_width, of=loop.body),
+        body=ChunkBody(of_width, of=loop.body),
         operands=(*loop.operands, *(loop.operands[i] for i in moving), *share_kinds),
         results=tuple(SUM if isinstance(kind, Extreme) else kind for kind in kinds),
     )
 
 
 def _chunk_of_reverse(
-    loop: Loop, moving: Sequence[int], found: Sequence[int], primals: Any, outs: Any
+    loop: ChunkLoop, moving: Sequence[int], found: Sequence[int], primals: Any, outs: Any
 ) -> int:
     """The chunk size that fits the reverse pass of a loop with extremes."""
     types = [jax.typeof(x) for x in primals]
@@ -151,7 +157,9 @@ def _refuse_effects(program: Any) -> None:
         )
 
 
-def _transpose(cotangents: Sequence[Any], *operands: Any, loop: Loop, program: Any) -> list[Any]:
+def _transpose(
+    cotangents: Sequence[Any], *operands: Any, loop: ChunkLoop, program: Any
+) -> list[Any]:
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     given = [k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
     if not given:
@@ -164,8 +172,8 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, loop: Loop, program: A
 
 
 def _reverse_loop(
-    loop: Loop, linear: Sequence[int], given: Sequence[int], avals: Sequence[Any]
-) -> tuple[Loop, list[int]]:
+    loop: ChunkLoop, linear: Sequence[int], given: Sequence[int], avals: Sequence[Any]
+) -> tuple[ChunkLoop, list[int]]:
     """The transpose of a loop, and which of its operands it takes, before cotangents.
 
     Args:
@@ -190,7 +198,7 @@ def _reverse_loop(
     cotangent_kinds = (_as_operand(loop.results[k]) for k in given)
     reverse = loop.derivative(
         "cotangents",
-        body=Body(of_width, of=loop.body),
+        body=ChunkBody(of_width, of=loop.body),
         operands=(*(loop.operands[i] for i in others), *cotangent_kinds),
         results=tuple(cotangent_kind(loop.operands[i]) for i in linear),
     )

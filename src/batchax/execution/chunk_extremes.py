@@ -16,11 +16,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from batchax.execution.chunk_loop import Body, Loop, chunk_loop, of_only_chunk
+from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop, of_only_chunk
 from batchax.execution.kinds import Extreme, PerChunk
 
 
-def shares(loop: Loop, extremes: Sequence[int], operands: Sequence[Any]) -> list[Any]:
+def shares(loop: ChunkLoop, extremes: Sequence[int], operands: Sequence[Any]) -> list[Any]:
     """For each of the results `extremes`: what part each holder of it has, by chunk.
 
     Zero in chunks that do not hold the extreme value.
@@ -43,7 +43,7 @@ def shares(loop: Loop, extremes: Sequence[int], operands: Sequence[Any]) -> list
 
         return run
 
-    body = Body(of_width, of=loop.body)
+    body = ChunkBody(of_width, of=loop.body)
     counting = replace(loop, body=body, results=(PerChunk(0),) * (2 * len(extremes)))
     found = chunk_loop(counting, list(map(lax.stop_gradient, operands)))
     return [
@@ -75,7 +75,7 @@ def _holders(kind: Extreme, x: Any, best: Any) -> Any:
     return lax.eq(x, jnp.broadcast_to(jnp.expand_dims(best, kind.axis), x.shape))
 
 
-def _extreme(loop: Loop, k: int) -> Extreme:
+def _extreme(loop: ChunkLoop, k: int) -> Extreme:
     kind = loop.results[k]
     assert isinstance(kind, Extreme)
     return kind

@@ -54,7 +54,7 @@ from batchax.jaxprs.program_key import program_key
 from batchax.rules.in_turn import zero_after
 
 
-class Body:
+class ChunkBody:
     """What is done for one chunk, whatever its width.
 
     ``function(width)`` is a function of the index of the chunk's first lane and of the
@@ -65,7 +65,7 @@ class Body:
     """
 
     def __init__(
-        self, function: Callable[[int], Callable[..., list[Any]]], of: Body | None = None
+        self, function: Callable[[int], Callable[..., list[Any]]], of: ChunkBody | None = None
     ) -> None:
         self.function = function
         self._names = _compat.names_in_scope() if of is None else of._names
@@ -86,7 +86,7 @@ class Body:
 
 
 @dataclass(frozen=True)
-class Loop:
+class ChunkLoop:
     """What a chunk loop does.
 
     Attributes:
@@ -97,13 +97,13 @@ class Loop:
       chunk: number of lanes in a chunk (the last may have fewer), or `Auto`.
     """
 
-    body: Body
+    body: ChunkBody
     operands: tuple[Operand, ...]
     results: tuple[Result, ...]
     size: int
     chunk: int | Auto
 
-    def derivative(self, name: str, **changes: Any) -> Loop:
+    def derivative(self, name: str, **changes: Any) -> ChunkLoop:
         """A loop over the same lanes that computes a derivative of this one."""
         chunk = self.chunk
         if isinstance(chunk, Auto):  # which needs other memory, and chooses for itself
@@ -162,7 +162,7 @@ chunk_loop_p = _compat.Primitive("chunk_loop")
 chunk_loop_p.multiple_results = True
 
 
-def chunk_loop(loop: Loop, operands: Sequence[Any]) -> list[Any]:
+def chunk_loop(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
     """Runs a chunk loop; it may be differentiated and batched.
 
     Returns:
@@ -179,7 +179,7 @@ def chunk_loop(loop: Loop, operands: Sequence[Any]) -> list[Any]:
     return chunk_loop_p.bind(*operands, loop=loop, program=program)
 
 
-def _with_constants(loop: Loop, count: int) -> Loop:
+def _with_constants(loop: ChunkLoop, count: int) -> ChunkLoop:
     """`loop` with the constants of its program as more operands, the same for each chunk."""
 
     def of_width(width: int) -> Callable[..., list[Any]]:
@@ -191,10 +191,10 @@ def _with_constants(loop: Loop, count: int) -> Loop:
         return run
 
     operands = (*loop.operands, *[WHOLE] * count)
-    return replace(loop, body=Body(of_width, of=loop.body), operands=operands)
+    return replace(loop, body=ChunkBody(of_width, of=loop.body), operands=operands)
 
 
-def run(loop: Loop, operands: Sequence[Any]) -> list[Any]:
+def run(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
     """The chunk loop as ordinary operations of JAX."""
     avals = [jax.typeof(x) for x in operands]
     chunk = loop.chunk
@@ -264,7 +264,7 @@ def run(loop: Loop, operands: Sequence[Any]) -> list[Any]:
 
 
 @whatever_jit
-def chosen_chunk(loop: Loop, avals: Sequence[Any]) -> int:
+def chosen_chunk(loop: ChunkLoop, avals: Sequence[Any]) -> int:
     """The size of the chunks that `batch_size="auto"` means for this loop."""
     assert isinstance(loop.chunk, Auto)
 
@@ -275,14 +275,14 @@ def chosen_chunk(loop: Loop, avals: Sequence[Any]) -> int:
     return fitting_chunk(loop.chunk, loop.size, _key(loop, avals, 1), compiled)
 
 
-def _key(loop: Loop, avals: Sequence[Any], chunk: int) -> Hashable:
+def _key(loop: ChunkLoop, avals: Sequence[Any], chunk: int) -> Hashable:
     """The same for loops that do the same in chunks of that size."""
     widths = {chunk} if loop.picks else {min(chunk, loop.size), loop.size % chunk} - {0}
     programs = (program_key(loop.program(avals, width)) for width in sorted(widths))
     return chunk, loop.size, loop.operands, loop.results, tuple(avals), *programs
 
 
-def run_flat(loop: Loop, *operands: Any) -> list[Any]:
+def run_flat(loop: ChunkLoop, *operands: Any) -> list[Any]:
     """`run` with operands as arguments, as compilers want them."""
     return run(loop, operands)
 
@@ -306,7 +306,7 @@ def _part(
             return lax.dynamic_slice_in_dim(x, index, 1, axis, allow_negative_indices=False)
 
 
-def results_before(loop: Loop, program: _compat.ClosedJaxpr) -> list[Any]:
+def results_before(loop: ChunkLoop, program: _compat.ClosedJaxpr) -> list[Any]:
     """The results before the first chunk, of a loop whose chunks do `program`."""
     first = len(program.jaxpr.eqns)  # so that loops in a row have blanks of their own
     return [
@@ -315,7 +315,7 @@ def results_before(loop: Loop, program: _compat.ClosedJaxpr) -> list[Any]:
     ]
 
 
-def _before(loop: Loop, aval: Any, kind: Result, number: int) -> Any:
+def _before(loop: ChunkLoop, aval: Any, kind: Result, number: int) -> Any:
     whole = loop.result_aval(aval, kind)
     sharding = None if whole.sharding.mesh.empty else whole.sharding
     match kind:
@@ -332,7 +332,7 @@ def _before(loop: Loop, aval: Any, kind: Result, number: int) -> Any:
 
 
 def collect(
-    loop: Loop,
+    loop: ChunkLoop,
     results: Sequence[Any],
     outs: Sequence[Any],
     index: Any,
@@ -398,7 +398,7 @@ def _highest(dtype: Any) -> Any:
 
 
 @chunk_loop_p.def_impl
-def _impl(*operands: Any, loop: Loop, program: Any) -> list[Any]:
+def _impl(*operands: Any, loop: ChunkLoop, program: Any) -> list[Any]:
     avals = [jax.typeof(x) for x in operands]
     chunk = loop.chunk if isinstance(loop.chunk, int) else chosen_chunk(loop, avals)
 
@@ -412,12 +412,12 @@ def _impl(*operands: Any, loop: Loop, program: Any) -> list[Any]:
 
 
 @chunk_loop_p.def_effectful_abstract_eval
-def _abstract_eval(*avals: Any, loop: Loop, program: Any) -> Any:
+def _abstract_eval(*avals: Any, loop: ChunkLoop, program: Any) -> Any:
     outs = [loop.result_aval(a, k) for a, k in zip(program.out_avals, loop.results, strict=True)]
     return outs, program.effects
 
 
-def _to_lojax(*operands: Any, loop: Loop, program: Any) -> list[Any]:
+def _to_lojax(*operands: Any, loop: ChunkLoop, program: Any) -> list[Any]:
     """Where the program has primitives that JAX, from 0.12 on, lowers before all others."""
     traced = any(isinstance(x, Tracer) for x in operands)
     return run(loop, operands) if traced else _impl(*operands, loop=loop, program=program)

@@ -16,12 +16,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from batchax import _compat
-from batchax.execution.chunk_loop import Body, Loop
+from batchax.execution.chunk_loop import ChunkBody, ChunkLoop
 from batchax.execution.kinds import Sum, cotangent_kind
 from batchax.kernel.derivatives import with_values
 
 
-def is_loss(loop: Loop, found: Sequence[int], outs: Sequence[Any], operands: Sequence[Any]) -> bool:
+def is_loss(
+    loop: ChunkLoop, found: Sequence[int], outs: Sequence[Any], operands: Sequence[Any]
+) -> bool:
     """Whether the results `found` are one scalar, summed over real operands."""
     return (
         len(found) == 1
@@ -31,7 +33,7 @@ def is_loss(loop: Loop, found: Sequence[int], outs: Sequence[Any], operands: Seq
     )
 
 
-def loop_with_gradient(loop: Loop, which: int, moving: Sequence[int]) -> Loop:
+def loop_with_gradient(loop: ChunkLoop, which: int, moving: Sequence[int]) -> ChunkLoop:
     """A loop whose results are those of `loop`, and behind them the gradient of one.
 
     The gradient is with respect to the `moving` operands.
@@ -51,11 +53,11 @@ def loop_with_gradient(loop: Loop, which: int, moving: Sequence[int]) -> Loop:
         return run
 
     results = (*loop.results, *(cotangent_kind(loop.operands[i]) for i in moving))
-    body = Body(of_width, of=loop.body)
+    body = ChunkBody(of_width, of=loop.body)
     return loop.derivative("gradient", body=body, results=results)
 
 
-def can_run(loop: Loop, operands: Sequence[Any]) -> bool:
+def can_run(loop: ChunkLoop, operands: Sequence[Any]) -> bool:
     """Whether the program of a loop can be staged.
 
     That with a gradient cannot where something has no reverse mode, such as a loop of

@@ -18,7 +18,7 @@ from batchax.frontend.arguments import is_position
 from batchax.frontend.outputs import OutputArray
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.inner import example_aval
-from batchax.kernel.replay import Program
+from batchax.kernel.replay import MappedProgram
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def find_chunking(
     return Chunking(int(batch_size), residuals == "keep")
 
 
-def one_chunk_for_each_shard(axis: Axis, program: Program) -> Chunking | None:
+def one_chunk_for_each_shard(axis: Axis, program: MappedProgram) -> Chunking | None:
     """Where the lanes are sharded over a mesh: each shard runs its own, all at once."""
     shards = find_shards(axis, program.args, program.axes, program.staged.jaxpr)
     return None if shards is None else Chunking(axis.size // shards.count, keep=False)
@@ -85,7 +85,7 @@ def one_chunk_for_each_shard(axis: Axis, program: Program) -> Chunking | None:
 
 def run_in_chunks(
     chunking: Chunking,
-    program: Program,
+    program: MappedProgram,
     described: Sequence[OutputArray],
     stage: Callable[[Sequence[Any]], _compat.ClosedJaxpr],
 ) -> list[Any]:
@@ -137,7 +137,7 @@ def run_in_chunks(
     return eval_jaxpr(whole.jaxpr, whole.consts, *program.args)
 
 
-def _of_all_lanes(chunking: Chunking, program: Program) -> tuple[Chunking, Program]:
+def _of_all_lanes(chunking: Chunking, program: MappedProgram) -> tuple[Chunking, MappedProgram]:
     """For lanes that chunks are taken from as from any axis, even if they are sharded.
 
     Where the function calls ``shard_map``, and `spmd_axis_name` spreads a chunk over devices in

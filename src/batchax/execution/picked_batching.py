@@ -18,7 +18,7 @@ from jax import lax
 from jax.core import eval_jaxpr
 
 from batchax import _compat
-from batchax.execution.chunk_loop import Body, Loop, accumulator, chunk_loop
+from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, accumulator, chunk_loop
 from batchax.execution.kinds import WHOLE, Lanes, Live, Picked, Sum, Whole
 from batchax.execution.names import index_as_input
 from batchax.execution.picks import fitting_width
@@ -29,7 +29,7 @@ _CHUNKS_EACH = 4  # of the lanes of one outer lane, from which on a chunk that i
 
 
 def batch_picked(
-    axis: Axis, args: Sequence[Any], axes: Sequence[AxisPosition], loop: Loop, named: bool
+    axis: Axis, args: Sequence[Any], axes: Sequence[AxisPosition], loop: ChunkLoop, named: bool
 ) -> list[Any]:
     """The results of `loop`, whose mask is batched, for all lanes of `axis`, which come first.
 
@@ -46,7 +46,7 @@ def batch_picked(
     return run(axis, args, axes, loop)
 
 
-def _with_index(axis: Axis, loop: Loop) -> Loop:
+def _with_index(axis: Axis, loop: ChunkLoop) -> ChunkLoop:
     """`loop` with the index of the lane of `axis` as one more operand."""
 
     def of_width(width: int) -> Callable[..., list[Any]]:
@@ -61,18 +61,18 @@ def _with_index(axis: Axis, loop: Loop) -> Loop:
 
         return run
 
-    return replace(loop, body=Body(of_width, of=loop.body), operands=(*loop.operands, WHOLE))
+    return replace(loop, body=ChunkBody(of_width, of=loop.body), operands=(*loop.operands, WHOLE))
 
 
 def _one_by_one(
-    axis: Axis, args: Sequence[Any], axes: Sequence[AxisPosition], loop: Loop
+    axis: Axis, args: Sequence[Any], axes: Sequence[AxisPosition], loop: ChunkLoop
 ) -> list[Any]:
     def run(start: Any, *xs: Any) -> list[Any]:
         lane = [x if a is None else lax.squeeze(x, (a,)) for x, a in zip(xs, axes, strict=True)]
         return [lax.expand_dims(x, (0,)) for x in chunk_loop(loop, lane)]
 
-    outer = Loop(
-        Body(lambda width: run, of=loop.body),
+    outer = ChunkLoop(
+        ChunkBody(lambda width: run, of=loop.body),
         tuple(WHOLE if a is None else Lanes(a) for a in axes),
         (Lanes(0),) * len(loop.results),
         axis.size,
@@ -81,7 +81,9 @@ def _one_by_one(
     return chunk_loop(outer, args)
 
 
-def _as_one(axis: Axis, args: Sequence[Any], axes: Sequence[AxisPosition], loop: Loop) -> list[Any]:
+def _as_one(
+    axis: Axis, args: Sequence[Any], axes: Sequence[AxisPosition], loop: ChunkLoop
+) -> list[Any]:
     kinds = tuple(map(_joined_kind, loop.operands, axes))
     operands = [_joined(axis, loop, *each) for each in zip(args, axes, loop.operands, strict=True)]
     size = axis.size * loop.size
@@ -104,8 +106,8 @@ def _as_one(axis: Axis, args: Sequence[Any], axes: Sequence[AxisPosition], loop:
         return run
 
     results = tuple(Picked(0) if isinstance(kind, Sum) else kind for kind in loop.results)
-    body = Body(of_width, of=loop.body)
-    outs = chunk_loop(Loop(body, kinds, results, size, chunk), operands)
+    body = ChunkBody(of_width, of=loop.body)
+    outs = chunk_loop(ChunkLoop(body, kinds, results, size, chunk), operands)
     return [_split(axis, loop, *each) for each in zip(outs, loop.results, strict=True)]
 
 
@@ -113,7 +115,7 @@ def _joined_kind(kind: Any, position: AxisPosition) -> Any:
     return Picked(0) if isinstance(kind, Whole) and position is not None else kind
 
 
-def _joined(axis: Axis, loop: Loop, x: Any, position: AxisPosition, kind: Any) -> Any:
+def _joined(axis: Axis, loop: ChunkLoop, x: Any, position: AxisPosition, kind: Any) -> Any:
     """An operand with the lanes of both axes along one."""
     if isinstance(kind, Whole):
         if position is None:
@@ -143,7 +145,7 @@ def _together(lanes: Axis, x: Any, position: AxisPosition, kind: Any) -> Any:
     return lax.squeeze(match_axis(lanes, x, position, kind.axis), (kind.axis + 1,))
 
 
-def _split(axis: Axis, loop: Loop, x: Any, kind: Any) -> Any:
+def _split(axis: Axis, loop: ChunkLoop, x: Any, kind: Any) -> Any:
     """A result with an axis each for the outer lanes, at the front, and for the inner."""
     at = 0 if isinstance(kind, Sum) else kind.axis
     x = lax.reshape(x, (*x.shape[:at], axis.size, loop.size, *x.shape[at + 1 :]))

@@ -13,8 +13,8 @@ from jax import lax
 
 from batchax import _compat
 from batchax.execution.chunk_loop import (
-    Body,
-    Loop,
+    ChunkBody,
+    ChunkLoop,
     chosen_chunk,
     chunk_loop,
     collect,
@@ -26,7 +26,7 @@ from batchax.execution.slices import scan_slices
 from batchax.rules.in_turn import calls_library, in_turn
 
 
-def run_loop(loop: Loop, operands: Sequence[Any], keep: bool) -> list[Any]:
+def run_loop(loop: ChunkLoop, operands: Sequence[Any], keep: bool) -> list[Any]:
     """Runs a chunk loop.
 
     Args:
@@ -47,7 +47,7 @@ def run_loop(loop: Loop, operands: Sequence[Any], keep: bool) -> list[Any]:
     return [outs[k] for k in range(len(loop.results))]
 
 
-def _selected(loop: Loop, which: Sequence[int]) -> Loop:
+def _selected(loop: ChunkLoop, which: Sequence[int]) -> ChunkLoop:
     """A loop with some of the results of another."""
 
     def of_width(width: int) -> Any:
@@ -60,11 +60,11 @@ def _selected(loop: Loop, which: Sequence[int]) -> Loop:
         return run
 
     return replace(
-        loop, body=Body(of_width, of=loop.body), results=tuple(loop.results[k] for k in which)
+        loop, body=ChunkBody(of_width, of=loop.body), results=tuple(loop.results[k] for k in which)
     )
 
 
-def _run_keeping(loop: Loop, operands: Sequence[Any]) -> list[Any]:
+def _run_keeping(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
     """A chunk loop as a scan, whose residuals JAX keeps for each chunk."""
     operands = _compat.varying_alike(operands)
     avals = [jax.typeof(x) for x in operands]

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.execution.chunk_loop import Body, Loop
+from batchax.execution.chunk_loop import ChunkBody, ChunkLoop
 from batchax.execution.kinds import WHOLE, Lanes
 from batchax.execution.memory import Auto
 from batchax.execution.sections import Env, section_for
 from batchax.execution.streaming import partial_result, reduced_type
 from batchax.frontend.outputs import Reduce
 from batchax.kernel.axis import Axis, AxisPosition, move_axis
-from batchax.kernel.replay import Program, running
+from batchax.kernel.replay import MappedProgram, running
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +74,8 @@ class SectionBody:
             WHOLE if a is None or v is lanes.index else Lanes(a)
             for v, a in zip(self.section.invars, positions, strict=True)
         )
-        body = Body(self._chunk.of_width)
-        self.loop = Loop(body, operand_kinds, (), lanes.axis.size, lanes.batch_size)
+        body = ChunkBody(self._chunk.of_width)
+        self.loop = ChunkLoop(body, operand_kinds, (), lanes.axis.size, lanes.batch_size)
         program = self.loop.program(list(map(jax.typeof, self.operands)), self.loop.width)
         self.types = program.out_avals
 
@@ -115,7 +115,7 @@ class _Chunk:
     reduced: dict[Target, Any] = field(default_factory=dict)
 
     def of_width(self, width: int) -> Callable[..., list[Any]]:
-        """The function of one chunk of `width` lanes; see `Body`."""
+        """The function of one chunk of `width` lanes; see `ChunkBody`."""
 
         def run(start: Any, *xs: Any) -> list[Any]:
             outs, positions = self.interpret(width, start, xs)
@@ -132,7 +132,7 @@ class _Chunk:
             x + start + lax.iota(np.int32, width) if v is self.lanes.index else x
             for v, x in zip(self.section.invars, xs, strict=True)
         ]
-        program = Program(axis, self.section, values, self.positions)
+        program = MappedProgram(axis, self.section, values, self.positions)
         with running(program):
             return program.run()
 

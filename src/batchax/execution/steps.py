@@ -22,7 +22,7 @@ from batchax.rules.masking import is_inexact
 
 
 @dataclass(frozen=True)
-class Steps:
+class ScanProgram:
     """What a scan does. Equal to another one that does the same.
 
     Attributes:
@@ -55,7 +55,7 @@ class Steps:
 
 # Compiled as one program: outside of `jit`, what only derivatives need would be computed.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _run(steps: Steps, consts: list[Any], carry: list[Any], xs: list[Any]) -> list[Any]:
+def _run(steps: ScanProgram, consts: list[Any], carry: list[Any], xs: list[Any]) -> list[Any]:
     types = steps.body.out_avals[steps.n_carry :]
     axes = steps.out_axes
     # lax.scan stacks along axis 0. Along another one, each step writes its entry where it

@@ -30,7 +30,7 @@ from batchax.frontend.containers import (
     find_container,
     is_container_spec,
 )
-from batchax.frontend.prefixes import SpecifiedLeaf, spread
+from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
 from batchax.kernel.axis import AxisPosition
 
 
@@ -131,11 +131,11 @@ def flatten_arguments(
     rebuilds = []
     for i, (arg, spec) in enumerate(zip(args, specs, strict=True)):
         path = f"args[{i + terms.first}]" + (f" ({names[i]!r})" if i < len(names) else "")
-        arg_leaves, rebuild = spread(spec, arg, path, "in_axes", is_input_spec, True)
+        arg_leaves, rebuild = spread_specs(spec, arg, path, "in_axes", is_input_spec, True)
         leaves += arg_leaves
         rebuilds.append(rebuild)
     for name, arg in kwargs.items():
-        arg_leaves, rebuild = spread(
+        arg_leaves, rebuild = spread_specs(
             keyword_specs.get(name, 0), arg, f"kwargs[{name!r}]", "in_axes", is_input_spec, True
         )
         leaves += arg_leaves

@@ -19,7 +19,7 @@ from batchax.frontend.containers import (
     find_container,
     is_container_spec,
 )
-from batchax.frontend.prefixes import spread
+from batchax.frontend.prefixes import spread_specs
 from batchax.kernel.axis import Axis, AxisPosition, match_axis, move_axis
 
 
@@ -106,7 +106,7 @@ def flatten_outputs(out: Any, out_axes: Any, terms: Terms = LANES) -> tuple[list
       AxisError: `out_axes` does not fit the outputs.
       ArgumentTypeError: an output is not an array.
     """
-    leaves, rebuild_tree = spread(out_axes, out, terms.outputs, "out_axes", is_output_spec)
+    leaves, rebuild_tree = spread_specs(out_axes, out, terms.outputs, "out_axes", is_output_spec)
     arrays: list[Any] = []
     described: list[OutputArray] = []
     parts = []

@@ -30,7 +30,7 @@ Rebuild = Callable[[Iterator[Any]], Any]
 """Puts a tree together again from replacements for its leaves, in order."""
 
 
-def spread(
+def spread_specs(
     spec: Any,
     tree: Any,
     path: str,
@@ -78,7 +78,7 @@ def spread(
     leaves, rebuilds = [], []
     for (keys, child), (_, child_spec) in zip(children, spec_children, strict=True):
         below = path + jax.tree_util.keystr(keys)
-        child_leaves, rebuild = spread(
+        child_leaves, rebuild = spread_specs(
             child_spec, child, below, what, is_spec, opaque_none, unit, is_leaf
         )
         leaves += child_leaves

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 from batchax import _compat
 from batchax.kernel.axis import Axis, AxisPosition
 
-Placed = tuple[list[Any], list[AxisPosition]]
+PlacedOutputs = tuple[list[Any], list[AxisPosition]]
 """Values, and where each carries the batch axis."""
 
 
 @dataclass(frozen=True, eq=False)
-class Loop:
+class WhileLoop:
     """A ``while`` of one example, whose predicate differs between lanes.
 
     Attributes:
@@ -76,11 +76,11 @@ class BoundedLoop:
 class Divergence(Protocol):
     """A way to run lanes that part ways. Hashable: programs batched with it are remembered."""
 
-    def run_loop(self, axis: Axis, loop: Loop) -> list[Any] | None:
+    def run_loop(self, axis: Axis, loop: WhileLoop) -> list[Any] | None:
         """The last carry of all lanes, at the front; None to have lanes masked."""
         ...
 
-    def run_bounded_loop(self, axis: Axis, loop: BoundedLoop) -> Placed | None:
+    def run_bounded_loop(self, axis: Axis, loop: BoundedLoop) -> PlacedOutputs | None:
         """The results of all lanes; None to have lanes masked."""
         ...
 
@@ -88,6 +88,6 @@ class Divergence(Protocol):
         """As this, with no more than so many lanes at a time."""
         ...
 
-    def run_branches(self, axis: Axis, branches: Branches) -> Placed | None:
+    def run_branches(self, axis: Axis, branches: Branches) -> PlacedOutputs | None:
         """What each lane's branch returns; None to have lanes masked."""
         ...

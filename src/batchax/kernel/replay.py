@@ -37,7 +37,7 @@ from batchax.kernel.interpreter import interpret
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class MappedProgram:
     """A staged program and what it was run on."""
 
     axis: Axis
@@ -82,11 +82,11 @@ class Program:
         return [x for x, _ in pairs], [a for _, a in pairs]
 
 
-_running: ContextVar[Program | None] = ContextVar("batchax_running", default=None)
+_running: ContextVar[MappedProgram | None] = ContextVar("batchax_running", default=None)
 
 
 @contextmanager
-def running(program: Program) -> Iterator[None]:
+def running(program: MappedProgram) -> Iterator[None]:
     """While `program` is interpreted: rules may look up what they close over."""
     token = _running.set(program)
     try:
@@ -101,7 +101,7 @@ def may_be_differentiated() -> bool:
     return program is None or program.traced
 
 
-def program_behind(*rules: Any) -> Program | None:
+def program_behind(*rules: Any) -> MappedProgram | None:
     """The running program, if any of `rules` closes over a placeholder of some program.
 
     A rule that needs no program must not hold one: it may live in a cache for long.
@@ -142,7 +142,9 @@ def _closed_over_inside(jaxpr: Any) -> list[Any]:
     return _known[jaxpr]
 
 
-def resolve(program: Program | None, values: Sequence[Any]) -> tuple[list[Any], list[AxisPosition]]:
+def resolve(
+    program: MappedProgram | None, values: Sequence[Any]
+) -> tuple[list[Any], list[AxisPosition]]:
     """Constants of a rule as values, with the position of the batch axis in each."""
     if program is None:
         return list(values), [None] * len(values)

@@ -37,22 +37,22 @@ from batchax.programs.canonical_values import (
 IMPURE = frozenset({"rng_uniform"})
 """Primitives that give something else each time, which JAX does not call an effect."""
 
-Rule = Callable[["Program", Any, list[Value]], list[Value]]
-rules: dict[str, Rule] = {}
-"""The families of primitives, by the name of the primitive; others take `Program.opaque`."""
-rules_by_fact: dict[str, Rule] = {}
+CanonicalRule = Callable[["CanonicalProgram", Any, list[Value]], list[Value]]
+rules: dict[str, CanonicalRule] = {}
+"""The families of primitives, by name; others take `CanonicalProgram.opaque`."""
+rules_by_fact: dict[str, CanonicalRule] = {}
 """The families that are all of which a fact is true; see `Facts`."""
 
 
-def _find_rule(primitive: _compat.Primitive) -> Rule:
+def _find_rule(primitive: _compat.Primitive) -> CanonicalRule:
     if _compat.is_namesake(primitive):  # a third party's, by the name of one of JAX's
-        return Program.opaque
+        return CanonicalProgram.opaque
     facts = facts_of(primitive)
     by_fact = (rule for fact, rule in rules_by_fact.items() if getattr(facts, fact))
-    return rules.get(primitive.name) or next(by_fact, Program.opaque)
+    return rules.get(primitive.name) or next(by_fact, CanonicalProgram.opaque)
 
 
-class Program:
+class CanonicalProgram:
     """One program, being read into a table.
 
     Attributes:

@@ -13,7 +13,7 @@ from typing import Any
 from batchax import _compat
 from batchax.jaxprs.bodies import Body, bodies_of
 from batchax.jaxprs.primitive_facts import body_parameter
-from batchax.programs.canonical import Program, rules, rules_by_fact
+from batchax.programs.canonical import CanonicalProgram, rules, rules_by_fact
 from batchax.programs.canonical_values import Value
 
 _WITH_RULES = {
@@ -24,19 +24,19 @@ _WITH_RULES = {
 """Calls that have rules of their own for derivatives or batches, and what holds their program."""
 
 
-def _call(p: Program, eqn: Any, args: list[Value]) -> list[Value]:
+def _call(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
     holder = _WITH_RULES.get(eqn.primitive.name) or body_parameter(eqn)
     return p.read(_compat.close(eqn.params[holder]), args)
 
 
-def _captured(p: Program, x: Value, where: Hashable, reads: Sequence[int]) -> Value:
+def _captured(p: CanonicalProgram, x: Value, where: Hashable, reads: Sequence[int]) -> Value:
     """`x` inside the body `where`, seen as outside."""
     node = p.table.nodes[x.node]
     inside = p.leaf("captured", where, [x.node, *reads], node.shape, node.dtype)
     return Value(inside, x.axes, x.shape, x.eqn)
 
 
-def _loop(p: Program, eqn: Any, args: list[Value]) -> list[Value]:
+def _loop(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
     bodies = bodies_of(eqn)
     body = bodies[-1]
     entering = [p.plain(args[i]) for i in (*body.carry_operands, *body.sliced_operands)]
@@ -62,7 +62,7 @@ def _loop(p: Program, eqn: Any, args: list[Value]) -> list[Value]:
 _HOW_IT_RUNS = ("length", "reverse", "unroll")
 
 
-def _cond(p: Program, eqn: Any, args: list[Value]) -> list[Value]:
+def _cond(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
     which, operands = p.plain(args[0]), args[1:]
     key: list[Hashable] = []
     inner: list[int] = []

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchax.programs.canonical import Program, rules
+from batchax.programs.canonical import CanonicalProgram, rules
 from batchax.programs.canonical_rules import others
 from batchax.programs.canonical_values import Value, typed, whole, without_ones
 
 
-def _dot_general(p: Program, eqn: Any, args: list[Value]) -> list[Value]:
+def _dot_general(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
     (contracted, batch), precision = eqn.params["dimension_numbers"], eqn.params["precision"]
     both = isinstance(precision, tuple) and len(precision) == 2
     out_shape, dtype = typed(eqn.outvars[0].aval)
@@ -48,7 +48,7 @@ def _dot_general(p: Program, eqn: Any, args: list[Value]) -> list[Value]:
     return [Value(node, axes, out_shape, eqn)]
 
 
-def _convolution(p: Program, eqn: Any, args: list[Value]) -> list[Value]:
+def _convolution(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
     out_shape, dtype = typed(eqn.outvars[0].aval)
     numbers = eqn.params["dimension_numbers"]
     refs = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from batchax.programs.canonical import Program, rules, rules_by_fact
+from batchax.programs.canonical import CanonicalProgram, rules, rules_by_fact
 from batchax.programs.canonical_values import Value, typed
 
 COMMUTING = frozenset({"add", "mul", "max", "min", "and", "or", "xor", "eq", "ne"})
@@ -22,7 +22,7 @@ INDEX_REDUCTIONS = ("argmax", "argmin")
 
 
 def aligned(
-    p: Program,
+    p: CanonicalProgram,
     eqn: Any,
     name: str,
     args: Sequence[Value],
@@ -97,11 +97,11 @@ def spread(x: Value, rank: int) -> Value:
     return x if len(x.shape) == rank else Value(x.node, (None,) * rank, (1,) * rank, x.eqn)
 
 
-def others(p: Program, eqn: Any, *left_out: str) -> Hashable:
+def others(p: CanonicalProgram, eqn: Any, *left_out: str) -> Hashable:
     return p.parameters({k: v for k, v in eqn.params.items() if k not in left_out}, (), [])
 
 
-def _elementwise(p: Program, eqn: Any, args: list[Value]) -> list[Value]:
+def _elementwise(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
     shape, dtype = typed(eqn.outvars[0].aval)
     name: str = eqn.primitive.name
     name = RENAMED.get(name, name)
@@ -120,11 +120,11 @@ def _elementwise(p: Program, eqn: Any, args: list[Value]) -> list[Value]:
     return aligned(p, eqn, name, args, shape, params=params, sizes=False, commutes=commutes)
 
 
-def _identity(p: Program, eqn: Any, args: list[Value]) -> list[Value]:
+def _identity(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
     return args
 
 
-def _cumulative(p: Program, eqn: Any, args: list[Value]) -> list[Value]:
+def _cumulative(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
     (x,) = map(p.solid, args)
     if x.shape[eqn.params["axis"]] == 1:
         return [x]
@@ -133,7 +133,7 @@ def _cumulative(p: Program, eqn: Any, args: list[Value]) -> list[Value]:
     return aligned(p, eqn, eqn.primitive.name, [x], x.shape, params=params, by_dim=by_dim)
 
 
-def _reduction(p: Program, eqn: Any, args: list[Value]) -> list[Value]:
+def _reduction(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
     (x,) = map(p.solid, args)
     name, gone = eqn.primitive.name, set(map(int, eqn.params["axes"]))
     kept = [d for d in range(len(x.shape)) if d not in gone]
@@ -146,7 +146,7 @@ def _reduction(p: Program, eqn: Any, args: list[Value]) -> list[Value]:
     return [y.see(kept, [shape[d] for d in kept], eqn)]
 
 
-def _sort(p: Program, eqn: Any, args: list[Value]) -> list[Value]:
+def _sort(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
     args = list(map(p.solid, args))
     shape = args[0].shape
     by_dim = [d == eqn.params["dimension"] for d in range(len(shape))]

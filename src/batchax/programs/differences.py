@@ -9,13 +9,13 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from batchax.programs.canonical import Program
+from batchax.programs.canonical import CanonicalProgram
 from batchax.programs.canonical_values import LEAVES, Table
 from batchax.programs.source_lines import shown_place, source_line
 
 
 @dataclass(frozen=True)
-class Equation:
+class Operation:
     """What one program does where another does something else.
 
     Attributes:
@@ -53,21 +53,21 @@ class Difference:
     """
 
     what: str
-    first: Equation | None = None
-    second: Equation | None = None
+    first: Operation | None = None
+    second: Operation | None = None
 
     def __str__(self) -> str:
         sides = (("first", self.first), ("second", self.second))
         return "\n".join([self.what, *(f"  {n}: {e}" for n, e in sides if e is not None)])
 
 
-def operations(table: Table, program: Program) -> tuple[str, ...]:
+def operations(table: Table, program: CanonicalProgram) -> tuple[str, ...]:
     """The names of the operations that a program needs, in its order."""
     return tuple(table.nodes[n].name for n in _needed(table, program))
 
 
 def first_difference(
-    table: Table, programs: tuple[Program, Program], names: Sequence[str]
+    table: Table, programs: tuple[CanonicalProgram, CanonicalProgram], names: Sequence[str]
 ) -> Difference | None:
     """Where the programs first do different things; None if they do not.
 
@@ -98,7 +98,7 @@ def first_difference(
     return Difference(what, _equation(table, f, f.effect), _equation(table, g, g.effect))
 
 
-def _reached(table: Table, program: Program) -> set[int]:
+def _reached(table: Table, program: CanonicalProgram) -> set[int]:
     reached: set[int] = set()
     left = [*program.outputs, program.effect]
     while left:
@@ -109,7 +109,7 @@ def _reached(table: Table, program: Program) -> set[int]:
     return reached
 
 
-def _needed(table: Table, program: Program) -> list[int]:
+def _needed(table: Table, program: CanonicalProgram) -> list[int]:
     """The operations that outputs and effects need, in the order of the program."""
     reached = _reached(table, program)
     return [n for n in program.equations if n in reached and table.nodes[n].name not in LEAVES]
@@ -154,7 +154,7 @@ def _name(table: Table, n: int) -> str:
     return f"`{table.nodes[n].name}`"
 
 
-def _equation(table: Table, program: Program, n: int) -> Equation:
+def _equation(table: Table, program: CanonicalProgram, n: int) -> Operation:
     node = table.nodes[n]
     eqn = program.equations.get(n)
     while eqn is None and node.name == "result":
@@ -165,7 +165,7 @@ def _equation(table: Table, program: Program, n: int) -> Equation:
             text = f"argument {node.params}"
         else:
             text = f"a {node.name}" if node.name in LEAVES else node.name
-        return Equation(text, None, "<unknown>", 0, "", (), ())
+        return Operation(text, None, "<unknown>", 0, "", (), ())
     file, line, source = source_line(eqn)
     operands, results = ([v.aval for v in vs] for vs in (eqn.invars, eqn.outvars))
     shapes = (tuple(tuple(getattr(a, "shape", ())) for a in avals) for avals in (operands, results))
@@ -175,7 +175,7 @@ def _equation(table: Table, program: Program, n: int) -> Equation:
     )
     given = f"[{params}]" if params else ""
     text = f"{eqn.primitive.name}{given} {' -> '.join(short)}"
-    return Equation(text, eqn.primitive.name, file, line, source, *shapes)
+    return Operation(text, eqn.primitive.name, file, line, source, *shapes)
 
 
 def _short(v: Any) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from batchax.rows.packing import REDUCED, can_pack, is_packable
 from batchax.rows.sizes import Sizes, depends_on_sizes, has_symbols
-from batchax.rows.steps import Constant, Step, Steps
+from batchax.rows.steps import Constant, RowProgram, RowStep
 
 Layout = Literal["packed", "padded"]
 
@@ -49,7 +49,7 @@ class Costs:
     padded: Sizes
     rows: int
 
-    def of(self, step: Step, layout: Layout) -> float:
+    def of(self, step: RowStep, layout: Layout) -> float:
         """Nanoseconds, roughly, for all rows."""
         eqn = step.eqn
         shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
@@ -76,7 +76,7 @@ class Costs:
         return self.rows * math.prod(self.padded.bounds_of(shape))
 
 
-def differing_values(program: Steps, batched: Sequence[bool]) -> list[bool]:
+def differing_values(program: RowProgram, batched: Sequence[bool]) -> list[bool]:
     """For each value whether it differs between rows; `batched` says it of the arguments."""
     differs = dict.fromkeys(program.shapes, False)
     differs.update(enumerate(batched))
@@ -87,7 +87,7 @@ def differing_values(program: Steps, batched: Sequence[bool]) -> list[bool]:
 
 
 def choose_layouts(
-    program: Steps, batched: Sequence[bool], costs: Costs, only: Layout | None = None
+    program: RowProgram, batched: Sequence[bool], costs: Costs, only: Layout | None = None
 ) -> list[Layout | None]:
     """The layout of each step; None for those that no ragged value takes part in.
 
@@ -121,7 +121,7 @@ def choose_layouts(
 
 
 def _cheaper(
-    program: Steps, possible: Sequence[bool | None], ragged: set[int], costs: Costs
+    program: RowProgram, possible: Sequence[bool | None], ragged: set[int], costs: Costs
 ) -> list[bool]:
     """For each step whether it runs packed: all that can, or those at either end, or none."""
     packed = [p is True for p in possible]
@@ -130,7 +130,7 @@ def _cheaper(
     return min(ways, key=lambda each: _cost(program, each, possible, ragged, costs))
 
 
-def _between(program: Steps, possible: Sequence[bool | None]) -> list[bool]:
+def _between(program: RowProgram, possible: Sequence[bool | None]) -> list[bool]:
     """For each step whether it uses what a padded step made, and a padded step what it made."""
     after: set[int] = set()  # values made by padded steps, or of those
     for step, may_be in zip(program.steps, possible, strict=True):
@@ -147,7 +147,7 @@ def _between(program: Steps, possible: Sequence[bool | None]) -> list[bool]:
 
 
 def _cost(
-    program: Steps,
+    program: RowProgram,
     packed: Sequence[bool],
     possible: Sequence[bool | None],
     ragged: set[int],

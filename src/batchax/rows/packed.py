@@ -30,7 +30,7 @@ from batchax.rows.padded import Operation, Row, fold_known, run_equation
 from batchax.rows.padded_rules.inside import bind_call
 from batchax.rows.segments import reduce_segments
 from batchax.rows.sizes import Sizes, depends_on_sizes, is_symbolic
-from batchax.rows.steps import Constant, Steps, flatten
+from batchax.rows.steps import Constant, RowProgram, flatten
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _run_again(rows: PackedRows, eqn: Any, values: Sequence[Packed]) -> list[Pac
     return [replace(x, value=out) for x, out in zip(found, outs, strict=True)]
 
 
-def _run_steps(rows: PackedRows, program: Steps, arguments: Sequence[Packed]) -> list[Packed]:
+def _run_steps(rows: PackedRows, program: RowProgram, arguments: Sequence[Packed]) -> list[Packed]:
     env = {i: Packed(x, program.shapes[i]) for i, x in program.consts.items()}
     env.update(enumerate(arguments))
 

@@ -54,17 +54,17 @@ class Row:
         return _is_known(self.value)
 
 
-Rule = Callable[..., Any]
+PaddedRule = Callable[..., Any]
 """``rule(op, *rows, **params)`` returns, for each result, an array or a `Row`."""
 
-_rules: dict[str, Rule] = {}
-_rules_by_fact: dict[str, Rule] = {}
+_rules: dict[str, PaddedRule] = {}
+_rules_by_fact: dict[str, PaddedRule] = {}
 
 
-def padded_rule(*primitives: str, fact: str | None = None) -> Callable[[Rule], Rule]:
+def padded_rule(*primitives: str, fact: str | None = None) -> Callable[[PaddedRule], PaddedRule]:
     """Decorator: how primitives of these names, or of which `fact` is true, act on padded rows."""
 
-    def decorate(rule: Rule) -> Rule:
+    def decorate(rule: PaddedRule) -> PaddedRule:
         _rules.update(dict.fromkeys(primitives, rule))
         if fact is not None:
             _rules_by_fact[fact] = rule
@@ -73,7 +73,7 @@ def padded_rule(*primitives: str, fact: str | None = None) -> Callable[[Rule], R
     return decorate
 
 
-def _find_rule(primitive: _compat.Primitive) -> Rule | None:
+def _find_rule(primitive: _compat.Primitive) -> PaddedRule | None:
     rule = None if _compat.is_namesake(primitive) else _rules.get(primitive.name)
     facts = facts_of(primitive)
     return rule or next((r for fact, r in _rules_by_fact.items() if getattr(facts, fact)), None)

@@ -20,7 +20,7 @@ from batchax.rows.packed import Packed, PackedRows, run_and_note
 from batchax.rows.packing import is_packable, ragged_axis
 from batchax.rows.padded import CannotPad, Row, run_equation
 from batchax.rows.sizes import Sizes, has_symbols
-from batchax.rows.steps import Constant, Step, Steps
+from batchax.rows.steps import Constant, RowProgram, RowStep
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Region:
     """Steps that run one after another in one layout."""
 
     layout: Layout
-    steps: list[Step]
+    steps: list[RowStep]
 
 
-def find_regions(program: Steps, layouts: Sequence[Layout | None]) -> list[Region]:
+def find_regions(program: RowProgram, layouts: Sequence[Layout | None]) -> list[Region]:
     """The steps in an order that changes between layouts seldom.
 
     Whatever is ready in the layout at hand is taken before another one begins.
@@ -41,7 +41,7 @@ def find_regions(program: Steps, layouts: Sequence[Layout | None]) -> list[Regio
     regions: list[Region] = []
     layout: Layout = "padded" if next(filter(None, layouts), None) == "padded" else "packed"
     while waiting:
-        taken: list[Step] = []
+        taken: list[RowStep] = []
         left = []
         for step, wanted in waiting:
             if wanted in (None, layout) and done.issuperset(step.used):
@@ -59,7 +59,7 @@ def find_regions(program: Steps, layouts: Sequence[Layout | None]) -> list[Regio
 def run_regions(
     rows: PackedRows,
     bounds: Mapping[str, int],
-    program: Steps,
+    program: RowProgram,
     regions: Sequence[Region],
     arguments: Sequence[Packed],
 ) -> list[Packed]:
@@ -86,11 +86,11 @@ def run_regions(
     ]
 
 
-def _constants(program: Steps) -> list[tuple[int, Packed]]:
+def _constants(program: RowProgram) -> list[tuple[int, Packed]]:
     return [(i, Packed(x, program.shapes[i])) for i, x in program.consts.items()]
 
 
-def _last_uses(program: Steps, regions: Sequence[Region]) -> dict[int, int]:
+def _last_uses(program: RowProgram, regions: Sequence[Region]) -> dict[int, int]:
     """The last region that uses each value; beyond the last for what is returned."""
     last = {v: k for k, region in enumerate(regions) for step in region.steps for v in step.used}
     last.update((v, len(regions)) for v in program.outputs if isinstance(v, int))
@@ -146,7 +146,7 @@ def _run_packed(values: _Values, region: Region) -> None:
             values.put(number, out, "packed")
 
 
-def _run_padded(values: _Values, region: Region, wanted: set[int], program: Steps) -> None:
+def _run_padded(values: _Values, region: Region, wanted: set[int], program: RowProgram) -> None:
     """A region as a function of one padded row, batched as any function is."""
     made = {v for step in region.steps for v in step.outputs}
     needed = sorted({v for step in region.steps for v in step.used} - made)
@@ -182,7 +182,7 @@ def _run_padded(values: _Values, region: Region, wanted: set[int], program: Step
         values.put(v, Packed(x, shape, axis), "padded")
 
 
-def _run_step(sizes: Sizes, step: Step, operands: Sequence[Row]) -> list[Row]:
+def _run_step(sizes: Sizes, step: RowStep, operands: Sequence[Row]) -> list[Row]:
     try:
         return run_equation(sizes, step.eqn, operands)
     except CannotPad as error:

@@ -40,7 +40,7 @@ from batchax.rows.padded import CannotPad, Operation, Row, run_padded
 from batchax.rows.ragged import Ragged
 from batchax.rows.regions import Region, find_regions, run_regions
 from batchax.rows.sizes import Sizes, has_symbols
-from batchax.rows.steps import Steps, flatten
+from batchax.rows.steps import RowProgram, flatten
 from batchax.rows.user_code import line_of
 
 
@@ -269,7 +269,7 @@ def _run_padded(call: Call, run_dense: RunDense) -> list[Any]:
     ]
 
 
-def _find_regions(call: Call, options: RowOptions) -> tuple[Steps, list[Region]] | None:
+def _find_regions(call: Call, options: RowOptions) -> tuple[RowProgram, list[Region]] | None:
     """The program in regions of one layout each; None if all of it is to be padded."""
     if options.layout == "padded" or options.in_chunks(call.axis.size):
         return None
@@ -286,7 +286,7 @@ def _find_regions(call: Call, options: RowOptions) -> tuple[Steps, list[Region]]
     return program, find_regions(program, layouts)
 
 
-def _run_regions(call: Call, program: Steps, regions: list[Region]) -> list[Any]:
+def _run_regions(call: Call, program: RowProgram, regions: list[Region]) -> list[Any]:
     """Some or all of it in packed rows."""
     recording.found_program(call.axis, call.staged, call.mapped, call.described)
     for region in regions if recording.is_on() else ():

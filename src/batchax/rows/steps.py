@@ -23,7 +23,7 @@ class Constant:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class RowStep:
     """One equation, between values that have numbers.
 
     Attributes:
@@ -50,7 +50,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Steps:
+class RowProgram:
     """A program: its arguments are the values 0, 1, ...
 
     Attributes:
@@ -60,17 +60,17 @@ class Steps:
       outputs: what it returns: numbers, or constants.
     """
 
-    steps: list[Step]
+    steps: list[RowStep]
     shapes: dict[int, tuple[Any, ...]]
     consts: dict[int, Any]
     outputs: list[int | Constant]
 
 
-def flatten(program: _compat.ClosedJaxpr) -> Steps:
+def flatten(program: _compat.ClosedJaxpr) -> RowProgram:
     """The steps of `program`, with those of the programs it calls in place of calls."""
     shapes: dict[int, tuple[Any, ...]] = {}
     consts: dict[int, Any] = {}
-    steps: list[Step] = []
+    steps: list[RowStep] = []
 
     def number(shape: Any) -> int:
         shapes[len(shapes)] = tuple(shape)
@@ -96,8 +96,8 @@ def flatten(program: _compat.ClosedJaxpr) -> Steps:
                 continue
             outputs = tuple(number(v.aval.shape) for v in eqn.outvars)
             env.update(zip(eqn.outvars, outputs, strict=True))
-            steps.append(Step(eqn, inputs, outputs, callers))
+            steps.append(RowStep(eqn, inputs, outputs, callers))
         return [read(v) for v in body.jaxpr.outvars]
 
     outputs = walk(program, [number(v.aval.shape) for v in program.jaxpr.invars])
-    return Steps(steps, shapes, consts, outputs)
+    return RowProgram(steps, shapes, consts, outputs)

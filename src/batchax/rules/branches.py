@@ -24,7 +24,7 @@ from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition, match_axis
-from batchax.kernel.divergence import Branches, Placed
+from batchax.kernel.divergence import Branches, PlacedOutputs
 from batchax.kernel.inner import ANYWHERE, batch_inner, returning_alike
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.registry import register_rule
@@ -34,13 +34,13 @@ from batchax.rules.in_order import run_in_order
 from batchax.rules.in_place import masked, updated_operands
 from batchax.rules.in_turn import calls_library, in_turn
 from batchax.rules.mask_plan import plan_masking
-from batchax.rules.masking import is_inexact, run_masked, spread
+from batchax.rules.masking import expand_like, is_inexact, run_masked
 
 enter("linear: cond")  # what its branches are is looked at
 
 
 @register_rule(cond_p)
-def _cond(axis: Axis, args: Any, axes: Any, /, *, branches: Any, **params: Any) -> Placed:
+def _cond(axis: Axis, args: Any, axes: Any, /, *, branches: Any, **params: Any) -> PlacedOutputs:
     (index, *operands), (index_axis, *positions) = args, axes
     if index_axis is not None and params.get("branches_platforms"):
         # `platform_dependent` has the same index in every lane, even where it comes
@@ -76,7 +76,7 @@ def _cond(axis: Axis, args: Any, axes: Any, /, *, branches: Any, **params: Any) 
 
 
 def after_branches(
-    branches: Sequence[Any], results: list[Placed], branch: Any, operands: Sequence[Any]
+    branches: Sequence[Any], results: list[PlacedOutputs], branch: Any, operands: Sequence[Any]
 ) -> list[Any]:
     """The operands for one more branch, which is not to run at once with those before it.
 
@@ -96,7 +96,7 @@ def after_branches(
 
 def _common_branch(
     axis: Axis, index: Any, operands: Any, positions: Any, branches: Any, params: Any
-) -> Placed:
+) -> PlacedOutputs:
     """All lanes take the same branch: a `cond` of batched branches."""
     recording.note(divergence="together")
 
@@ -126,7 +126,7 @@ def one_branch(
     operands: Sequence[Any],
     positions: Sequence[AxisPosition],
     updated: Mapping[int, int] = types.MappingProxyType({}),
-) -> Placed:
+) -> PlacedOutputs:
     """What branch `i` returns, for all lanes; those that did not take it may hold anything.
 
     But in the results `updated` they hold the operand that is named there.
@@ -147,7 +147,7 @@ def one_branch(
     if plan.takes_mask:
         program = masked(axis, branch, own, plan.fill if plan.harmed else None)
 
-    def run(operands: list[Any], positions: list[AxisPosition]) -> Placed:
+    def run(operands: list[Any], positions: list[AxisPosition]) -> PlacedOutputs:
         if plan.takes_mask:
             operands, positions = [live, *operands], [0, *positions]
         if plan.skippable:
@@ -172,7 +172,7 @@ def _if_any(
     operands: list[Any],
     positions: list[AxisPosition],
     kept: Mapping[int, int],
-) -> Placed:
+) -> PlacedOutputs:
     """The branch if some lane takes it; zeros, which no lane will select, if none does.
 
     Results in `kept` are then the operands named there.
@@ -210,8 +210,8 @@ def _zeros(
 
 
 def select_results(
-    axis: Axis, index: Any, results: Sequence[Placed], updated: Collection[int] = ()
-) -> Placed:
+    axis: Axis, index: Any, results: Sequence[PlacedOutputs], updated: Collection[int] = ()
+) -> PlacedOutputs:
     """For each lane the results of its own branch; the last branch has those `updated` of all."""
     indices: dict[Any, Any] = {}  # the index, repeated to a shape
 
@@ -222,7 +222,7 @@ def select_results(
         values = [match_axis(axis, x, a, position) for x, a in cases]
         key = (values[0].shape, position)
         if key not in indices:
-            indices[key] = spread(index, position, values[0])
+            indices[key] = expand_like(index, position, values[0])
         return lax.select_n(indices[key], *values), position
 
     outputs = zip(*(zip(*placed, strict=True) for placed in results), strict=True)

@@ -45,9 +45,9 @@ from batchax.rules.links import (
     kept_carries,
     kept_operands,
     links_of,
-    sources,
+    origins,
 )
-from batchax.rules.masking import is_inexact, safe_lanes, spread
+from batchax.rules.masking import expand_like, is_inexact, safe_lanes
 
 _LIVE = ShapedArray((), np.dtype(bool))
 
@@ -136,7 +136,7 @@ def _run(
     lane: _Lane, program: _compat.ClosedJaxpr, operands: Sequence[Any], own: Collection[int]
 ) -> list[Any]:
     jaxpr = program.jaxpr
-    arrays = {v for v, source in sources(jaxpr).items() if source.input in own}
+    arrays = {v for v, source in origins(jaxpr).items() if source.input in own}
 
     def run_equation(eqn: Any, xs: list[Any]) -> Sequence[Any]:
         mine = {i for i, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in arrays}
@@ -314,7 +314,7 @@ def _batched(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, AxisPosition]:
     if live_at is None:
         return some_live_p.bind(live, more), more_at
     more = move_axis(more, more_at, 0)
-    return lax.bitwise_and(more, spread(live, 0, more)), 0
+    return lax.bitwise_and(more, expand_like(live, 0, more)), 0
 
 
 some_live_p.def_impl(jax.jit(_goes_on))

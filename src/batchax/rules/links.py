@@ -47,40 +47,40 @@ class Link(NamedTuple):
     updated: bool
 
 
-class Source(NamedTuple):
+class Origin(NamedTuple):
     """The input of a program that a variable is, but for updates in place."""
 
     input: int
     updated: bool
 
 
-_known: weakref.WeakKeyDictionary[Any, dict[Any, Source]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, dict[Any, Origin]] = weakref.WeakKeyDictionary()
 
 
-def sources(jaxpr: Any) -> dict[Any, Source]:
+def origins(jaxpr: Any) -> dict[Any, Origin]:
     """The variables of `jaxpr` that are an input but for updates."""
     if jaxpr not in _known:
-        found = {v: Source(i, False) for i, v in enumerate(jaxpr.invars)}
+        found = {v: Origin(i, False) for i, v in enumerate(jaxpr.invars)}
         for eqn in jaxpr.eqns:
             for link in links_of(eqn):
-                source = source_of(found, eqn.invars[link.operand])
+                source = origin_of(found, eqn.invars[link.operand])
                 if source is not None:
                     updated = source.updated or link.updated
-                    found[eqn.outvars[link.result]] = Source(source.input, updated)
+                    found[eqn.outvars[link.result]] = Origin(source.input, updated)
         _known[jaxpr] = found
     return _known[jaxpr]
 
 
-def source_of(found: dict[Any, Source], v: Any) -> Source | None:
+def origin_of(found: dict[Any, Origin], v: Any) -> Origin | None:
     """What `found` says of a variable; nothing of a number written in the program."""
     return None if isinstance(v, Literal) else found.get(v)
 
 
-def kept_outputs(jaxpr: Any) -> dict[int, Source]:
+def kept_outputs(jaxpr: Any) -> dict[int, Origin]:
     """The outputs of `jaxpr` that are an input but for updates, of the same shape."""
     kept = {}
     for k, v in enumerate(jaxpr.outvars):
-        source = source_of(sources(jaxpr), v)
+        source = origin_of(origins(jaxpr), v)
         if source is not None:
             before, after = jaxpr.invars[source.input].aval, v.aval
             if getattr(before, "shape", None) == getattr(after, "shape", None):
@@ -88,17 +88,17 @@ def kept_outputs(jaxpr: Any) -> dict[int, Source]:
     return kept
 
 
-def kept_carries(body: _compat.ClosedJaxpr, n_consts: int) -> dict[int, Source]:
+def kept_carries(body: _compat.ClosedJaxpr, n_consts: int) -> dict[int, Origin]:
     """The carries that the body of a loop hands on but for updates."""
     kept = kept_outputs(body.jaxpr).items()
     return {k: source for k, source in kept if source.input == n_consts + k}
 
 
-def kept_operands(branches: Sequence[_compat.ClosedJaxpr]) -> dict[int, Source]:
+def kept_operands(branches: Sequence[_compat.ClosedJaxpr]) -> dict[int, Origin]:
     """The results that are, in every branch, the same operand but for updates."""
     first, *others = (kept_outputs(branch.jaxpr) for branch in branches)
     return {
-        k: Source(i, updated or any(kept[k].updated for kept in others))
+        k: Origin(i, updated or any(kept[k].updated for kept in others))
         for k, (i, updated) in first.items()
         if all(k in kept and kept[k].input == i for kept in others)
     }
@@ -109,9 +109,9 @@ def carried_inputs(jaxpr: Any, n_consts: int, inputs: set[int]) -> set[int]:
 
     A carry may hold what was another before.
     """
-    found = sources(jaxpr)
+    found = origins(jaxpr)
     carries = enumerate(jaxpr.outvars[: len(jaxpr.invars) - n_consts], n_consts)
-    moves = [(k, source_of(found, v)) for k, v in carries]
+    moves = [(k, origin_of(found, v)) for k, v in carries]
     size = -1
     while size < len(inputs):
         size = len(inputs)

@@ -18,7 +18,7 @@ from batchax.errors import UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition, lanes_vary_over, match_axis, move_axis
-from batchax.kernel.divergence import Loop, Placed
+from batchax.kernel.divergence import PlacedOutputs, WhileLoop
 from batchax.kernel.inner import ANYWHERE, batch_inner, batched_aval, remembered, returning
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.registry import register_rule
@@ -37,7 +37,7 @@ from batchax.rules.unvmap import asked_of_each_lane
 
 
 @register_rule(scan_p)
-def _scan(axis: Axis, args: Any, axes: Any, /, *, jaxpr: Any, **params: Any) -> Placed:
+def _scan(axis: Axis, args: Any, axes: Any, /, *, jaxpr: Any, **params: Any) -> PlacedOutputs:
     n_consts, n_carry = _compat.scan_counts(params)
     args, axes = list(args), list(axes)
     for i in range(n_consts + n_carry, len(args)):
@@ -79,7 +79,7 @@ def _while(
     cond_jaxpr: Any,
     body_nconsts: int,
     body_jaxpr: Any,
-) -> Placed:
+) -> PlacedOutputs:
     if axis.divergence is not None:
         cond_jaxpr = asked_of_each_lane(cond_jaxpr, body_jaxpr)
     counts = {"cond_nconsts": cond_nconsts, "body_nconsts": body_nconsts}
@@ -115,7 +115,7 @@ def _while(
     # dropped, so every carry depends on the lane.
     front: list[AxisPosition] = [0] * len(carry)
     carry = _matched(axis, carry, carry_at, front)
-    loop = Loop(cond_jaxpr, body_jaxpr, test_consts, test_at, body_consts, body_at, carry)
+    loop = WhileLoop(cond_jaxpr, body_jaxpr, test_consts, test_at, body_consts, body_at, carry)
     if axis.divergence is not None:
         outs = axis.divergence.run_loop(axis, loop)
         if outs is not None:
@@ -126,7 +126,7 @@ def _while(
     return (_selecting(axis, loop) if as_it_is else _masking(masked, loop)), front
 
 
-def _selecting(axis: Axis, loop: Loop) -> list[Any]:
+def _selecting(axis: Axis, loop: WhileLoop) -> list[Any]:
     """The last carry of lanes that all take each step, and select what they had before.
 
     The loop of JAX does just this where the predicate is an array.
@@ -156,7 +156,7 @@ def _selecting(axis: Axis, loop: Loop) -> list[Any]:
     )
 
 
-def _masking(masked: MaskedBody, loop: Loop) -> list[Any]:
+def _masking(masked: MaskedBody, loop: WhileLoop) -> list[Any]:
     """The last carry, where the body takes the mask, or what it is given is made harmless."""
     axis, front = masked.axis, [0] * len(loop.carry)
     # A reference may be an operand only once, so what both programs use is shared.
@@ -232,7 +232,7 @@ class MaskedBody:
         if self.plan.takes_mask:
             program, kept = masked_in_place(self.axis, self.body, len(consts))
 
-        def run(operands: list[Any], positions: list[AxisPosition]) -> Placed:
+        def run(operands: list[Any], positions: list[AxisPosition]) -> PlacedOutputs:
             mask, mask_at = ([live], [0]) if self.plan.takes_mask else ([], [])
             values, places = [*mask, *operands], [*mask_at, *positions]
             return interpret(self.axis, program.jaxpr, program.consts, values, places)

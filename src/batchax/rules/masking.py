@@ -75,8 +75,8 @@ def _values(live: Any, x: Any, *, depth: int, fill: str) -> Any:
         first = lax.argmax(lax.reshape(live, (lanes,)), 0, np.int32)
         row = x if depth == 1 else lax.reshape(x, (lanes, *x.shape[depth:]))
         donor = lax.dynamic_index_in_dim(row, first, 0, False, allow_negative_indices=False)
-        other = spread(donor, depth, x)
-    return lax.select(spread(live, 0, x) if depth else live, x, other)
+        other = expand_like(donor, depth, x)
+    return lax.select(expand_like(live, 0, x) if depth else live, x, other)
 
 
 def _jvp(primals: Any, tangents: Any, *, depth: int, fill: str) -> tuple[Any, Any]:
@@ -172,10 +172,10 @@ def run_masked(
 
 def select_lanes(live: Any, position: int, new: Any, old: Any) -> Any:
     """`new` in live lanes and `old` in the others; both have their lanes at `position`."""
-    return old if new is old else lax.select(spread(live, position, new), new, old)
+    return old if new is old else lax.select(expand_like(live, position, new), new, old)
 
 
-def spread(x: Any, position: int, like: Any) -> Any:
+def expand_like(x: Any, position: int, like: Any) -> Any:
     """`x`, whose axes are those of `like` from `position` on, repeated to its shape."""
     if np.ndim(x) == np.ndim(like):
         return x

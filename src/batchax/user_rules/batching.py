@@ -14,9 +14,9 @@ from batchax.kernel.axis import Axis, AxisPosition, move_axis
 from batchax.kernel.inner import batch_function
 from batchax.kernel.registry import register_own_rule
 from batchax.user_rules.call import (
+    DerivativeStep,
     Flags,
-    Mapped,
-    Step,
+    MappedStep,
     custom_call_p,
     effects_had,
     per_example,
@@ -34,7 +34,7 @@ def _batched(
     /,
     *,
     jaxpr: Any,
-    steps: tuple[Step, ...],
+    steps: tuple[DerivativeStep, ...],
     rule: UserRule,
 ) -> tuple[Sequence[Any], Sequence[AxisPosition]]:
     flags = [a is not None for a in axes]
@@ -52,19 +52,19 @@ def _batched(
         return outs, [0 if batched else None for batched in out_flags]
     if steps and not any(values) and not named:
         # Many directions of derivatives, of a function that is called for one example still.
-        directions = Mapped(replace(axis, name=None), tuple(flags))
+        directions = MappedStep(replace(axis, name=None), tuple(flags))
         outs = custom_call_p.bind(*front, jaxpr=jaxpr, steps=(*steps, directions), rule=rule)
         return outs, [0] * len(outs)
     # The rule knows nothing of batches of what the function closes over.
     return batch_function(axis, per_example(jaxpr, steps), args, axes)
 
 
-def _before(steps: Sequence[Step], flags: Flags, which: str) -> Flags:
+def _before(steps: Sequence[DerivativeStep], flags: Flags, which: str) -> Flags:
     return functools.reduce(lambda f, step: getattr(step, which)(f), reversed(steps), flags)
 
 
 def _by_rule(
-    axis: Axis, rule: UserRule, steps: Sequence[Step], flags: Flags, args: Sequence[Any]
+    axis: Axis, rule: UserRule, steps: Sequence[DerivativeStep], flags: Flags, args: Sequence[Any]
 ) -> tuple[list[Any], list[bool]]:
     """The derivatives `steps` of what the rule computes."""
     out_flags: list[bool] = []

@@ -147,7 +147,7 @@ class Cotangents:
 
 
 @dataclass(frozen=True)
-class Mapped:
+class MappedStep:
     """A step to many directions at once, of derivatives of one example.
 
     Operands are those of the function before; the `mapped` ones have the directions along
@@ -189,7 +189,7 @@ class Mapped:
         return self._over(axes, before, lambda: out_flags)
 
 
-Step = Tangents | Cotangents | Mapped
+DerivativeStep = Tangents | Cotangents | MappedStep
 
 
 def _spread(axis: Axis, x: Any, batched: bool, wanted: bool) -> Any:
@@ -206,7 +206,7 @@ custom_call_p = _compat.Primitive("custom_batched_call")
 custom_call_p.multiple_results = True
 
 
-def per_example(jaxpr: _compat.ClosedJaxpr, steps: Sequence[Step]) -> Flat:
+def per_example(jaxpr: _compat.ClosedJaxpr, steps: Sequence[DerivativeStep]) -> Flat:
     """What a call computes for one example."""
 
     def program(*xs: Any) -> list[Any]:
@@ -215,7 +215,7 @@ def per_example(jaxpr: _compat.ClosedJaxpr, steps: Sequence[Step]) -> Flat:
     return functools.reduce(lambda before, step: step.function(before), steps, program)
 
 
-def result_types(jaxpr: _compat.ClosedJaxpr, steps: Sequence[Step]) -> list[Any]:
+def result_types(jaxpr: _compat.ClosedJaxpr, steps: Sequence[DerivativeStep]) -> list[Any]:
     """The types of what a call computes for one example."""
     return functools.reduce(lambda before, step: step.types(before), steps, list(jaxpr.out_avals))
 

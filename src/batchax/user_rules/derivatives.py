@@ -16,8 +16,8 @@ from batchax.rules.masking import is_inexact
 from batchax.rules.pullback import reached
 from batchax.user_rules.call import (
     Cotangents,
-    Mapped,
-    Step,
+    DerivativeStep,
+    MappedStep,
     Tangents,
     custom_call_p,
     per_example,
@@ -60,7 +60,7 @@ def _jvp(
 
 
 def _differentiable(
-    jaxpr: Any, steps: Sequence[Step], moving: Sequence[int], types: Sequence[Any]
+    jaxpr: Any, steps: Sequence[DerivativeStep], moving: Sequence[int], types: Sequence[Any]
 ) -> tuple[int, ...]:
     """Which results have a derivative with respect to the `moving` operands."""
     hits = [True] * len(types)
@@ -71,10 +71,10 @@ def _differentiable(
     )
 
 
-def _count_linear(steps: Sequence[Step]) -> int:
+def _count_linear(steps: Sequence[DerivativeStep]) -> int:
     """How many operands, the last ones, a call is linear in."""
     for step in reversed(steps):
-        if not isinstance(step, Mapped):
+        if not isinstance(step, MappedStep):
             return len(step.moving if isinstance(step, Tangents) else step.of)
     return 0
 

@@ -20,7 +20,7 @@ from batchax.kernel.rule_results import describe_rule, fitted, noting, split_pai
 from batchax.user_rules.arguments import Arguments
 from batchax.user_rules.collectives import run_with_collectives
 
-Rule = Callable[..., tuple[Any, Any]]
+RuleFunction = Callable[..., tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class UserRule:
     """
 
     name: str
-    rule: Rule | None
+    rule: RuleFunction | None
     arguments: Arguments
     out_tree: Any
     out_types: tuple[Any, ...]
@@ -188,7 +188,7 @@ _WHERE_LANES_ARE = (
 
 
 @functools.lru_cache(maxsize=256)
-def _asked_for(rule: Rule | None) -> tuple[str, ...]:
+def _asked_for(rule: RuleFunction | None) -> tuple[str, ...]:
     """Which of the names of the axis the rule has keyword-only parameters for."""
     if rule is None:
         return ()

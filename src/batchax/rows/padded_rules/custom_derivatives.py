@@ -16,20 +16,20 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
 from batchax import _compat
-from batchax.rows.padded import Operation, Row, Rule, padded_rule
+from batchax.rows.padded import Operation, PaddedRule, Row, padded_rule
 from batchax.rows.padded_rules.inside import Moving, arrays, run_inside, typed_rows
 
-_by_name: dict[str, Rule] = {}
+_by_name: dict[str, PaddedRule] = {}
 
 
-def padded_function(name: str) -> Callable[[Rule], Rule]:
+def padded_function(name: str) -> Callable[[PaddedRule], PaddedRule]:
     """Decorator: how a function of JAX by this name, with a jvp rule, acts on padded rows.
 
     For one whose rule asks whether a size is 1, which JAX denies of any that is symbolic. It
     may return None, for operands whose sizes are not.
     """
 
-    def decorate(rule: Rule) -> Rule:
+    def decorate(rule: PaddedRule) -> PaddedRule:
         _by_name[name] = rule
         return rule
 
