@@ -286,6 +286,7 @@ def test_shardings_in_types(name):
         for spec in (P("a", None), P(None, None)):
             x = explicit((4, 4), spec)
             outside = name in ("elementwise", "contraction") and spec[0] is None
+            outside |= name == "collective"  # under `jit` jax.vmap of JAX 0.12 raises
             options = dict(in_axes=(0, None), axis_name="i", jit=not outside)
             both(PROGRAMS[name], x, w, **options)
 
