@@ -72,7 +72,7 @@ def _jvp(primals: Any, tangents: Any, *, loop: PartingLoop, program: Any) -> Any
     ]
 
 
-enter(": parting_loop")
+enter("nests: parting_loop")
 
 
 @register_own_rule(parting_loop_p, may_name_axis=True)

@@ -30,7 +30,7 @@ from batchax.rules.loops import settle
 from batchax.rules.mask_plan import MaskPlan, plan_masking
 from batchax.rules.masking import is_inexact, run_masked, select_lanes
 
-enter("endless costly: bounded_loop")  # while its steps are not counted
+enter("endless costly nests: bounded_loop")  # while its steps are not counted
 
 
 @register_own_rule(bounded_loop_p, may_name_axis=True)

@@ -15,7 +15,7 @@ from batchax.kernel.inner import batch_function
 from batchax.kernel.registry import register_own_rule
 from batchax.rules.pullback import reached
 
-enter(": chunk_loop")
+enter("nests: chunk_loop")
 
 
 @register_own_rule(chunk_loop_p, may_name_axis=True)

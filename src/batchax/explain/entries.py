@@ -11,13 +11,10 @@ from jax.extend.core import jaxprs_in_params
 from batchax import _compat
 from batchax.explain.account import Service
 from batchax.explain.attribution import Attribution, Tally
+from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel.axis import Axis
 from batchax.kernel.recording import Record, Recorder
 from batchax.kernel.registry import find_rule, rule_origin
-
-# What holds programs that run more or less often than it does. The parts of others, which are
-# calls, are listed in their place.
-NESTED = frozenset("while scan cond bounded_loop chunk_loop parting_loop".split())
 
 
 @dataclass(eq=False)
@@ -127,8 +124,8 @@ def _used_runs(recorder: Recorder, attribution: Attribution) -> set[Any]:
 def _runs_programs(entry: Entry) -> bool:
     """Whether what is inside an equation is its own, and not how its rule goes about it."""
     eqn = entry.eqn
-    known = eqn.primitive.name in ("call_hi_primitive", *NESTED) or is_users(entry.shown)
-    return known or any(True for _ in jaxprs_in_params(eqn.params))
+    own = facts_of(eqn.primitive).nests or eqn.primitive.name == "call_hi_primitive"
+    return own or is_users(entry.shown) or any(True for _ in jaxprs_in_params(eqn.params))
 
 
 def shown_name(eqn: Any) -> str:

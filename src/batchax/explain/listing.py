@@ -11,7 +11,6 @@ import jax
 from batchax.explain.account import Equation, Source, Value, Work
 from batchax.explain.attribution import Attribution, Tally
 from batchax.explain.entries import (
-    NESTED,
     Entry,
     entries_of,
     is_users,
@@ -21,6 +20,7 @@ from batchax.explain.entries import (
 )
 from batchax.explain.naming import Names
 from batchax.jaxprs.bodies import bodies_of
+from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.inner import batched_aval
 from batchax.kernel.recording import Record, Recorder
@@ -66,7 +66,7 @@ class Listing:
             record = entry.shown
             source = caller or source_of(entry.eqn)
             role_of_it = record.role or role
-            if not entry.parts or entry.eqn.primitive.name in NESTED or is_users(record):
+            if not entry.parts or facts_of(entry.eqn.primitive).nests or is_users(record):
                 yield entry, source, role_of_it
                 continue
             program = _program_of(entry.parts[0])

@@ -22,6 +22,7 @@ class Facts:
       elementwise: it acts on matching elements of operands that broadcast.
       linear: its derivative does not depend on its operands: a zero cotangent stays zero
         whatever they are.
+      additive: of the sums of two sets of operands it makes the sum of what it makes of each.
       total: of numbers whose products do not overflow it makes numbers or infinity, never a NaN.
         What is linear is total, too.
       moderate: of numbers that are not enormous it makes numbers that are not: what it returns,
@@ -36,6 +37,7 @@ class Facts:
       body: of a call, the parameters that may hold the program that it is a call of.
       again: of a call: in reverse its program is computed again.
       marked: of a call: it says something of how its program is to be compiled or run.
+      nests: a loop or branch: what is inside runs more or less often than what is around it.
       combines: a program that it holds is the function with which it combines two elements.
       names: of a primitive that uses named axes without an effect that says so, the parameter
         that holds the names.
@@ -47,6 +49,7 @@ class Facts:
 
     elementwise: bool = False
     linear: bool = False
+    additive: bool = False
     total: bool = False
     moderate: bool = False
     alias: bool = False
@@ -56,6 +59,7 @@ class Facts:
     body: tuple[str, ...] = ()
     again: bool = False
     marked: bool = False
+    nests: bool = False
     combines: bool = False
     names: str = ""
     cast: bool = False

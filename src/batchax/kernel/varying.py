@@ -17,6 +17,7 @@ from jax.extend.core import jaxprs_in_params
 
 from batchax import _compat
 from batchax.errors import AxisError
+from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel.axis import Axis, AxisPosition, lanes_vary_over
 from batchax.kernel.named_axes import uses_name
 
@@ -24,14 +25,6 @@ Made = TypeVar("Made")
 
 Varying = tuple[frozenset[Hashable], ...]
 """Over which axes of a mesh each of several values varies."""
-
-# Equations with a program in them that only combines numbers, as an operation does.
-_COMBINING = frozenset(
-    """
-    reduce reduce_window select_and_scatter scatter scatter_add scatter_mul scatter_max scatter_min
-    scatter_sub scatter-add scatter-mul scatter-max scatter-min scatter-sub
-    """.split()
-)
 
 
 def varying_of(values: Sequence[Any]) -> Varying:
@@ -62,9 +55,8 @@ def vary_alike(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 def holds_programs(eqn: Any) -> bool:
     """Whether there are programs in `eqn` that are given its operands, each for itself."""
-    if eqn.primitive.name in _COMBINING:
-        return False
-    return any(True for _ in jaxprs_in_params(eqn.params))
+    combines = facts_of(eqn.primitive).combines  # numbers, as an operation does
+    return not combines and any(True for _ in jaxprs_in_params(eqn.params))
 
 
 def varies_as_staged(eqn: Any, operands: Sequence[Any]) -> bool:

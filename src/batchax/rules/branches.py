@@ -36,7 +36,7 @@ from batchax.rules.in_turn import calls_library, in_turn
 from batchax.rules.mask_plan import plan_masking
 from batchax.rules.masking import expand_like, is_inexact, run_masked
 
-enter("linear: cond")  # what its branches are is looked at
+enter("linear nests: cond")  # what its branches are is looked at
 
 
 @register_rule(cond_p)

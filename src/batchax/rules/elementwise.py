@@ -53,6 +53,7 @@ NARY = enter(
     elementwise=True,
 )
 enter("linear moderate: add_any clamp select_n", elementwise=True)
+enter("additive: add add_any convert_element_type neg sub")
 enter(": bitcast_convert_type")
 
 for _names, _make in ((UNARY, vectorized), (NARY, broadcasting)):

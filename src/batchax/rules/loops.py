@@ -62,8 +62,8 @@ def _scan(axis: Axis, args: Any, axes: Any, /, *, jaxpr: Any, **params: Any) -> 
 
 enter(
     """
-    linear costly: scan
-    endless costly: while
+    linear costly nests: scan
+    endless costly nests: while
     """
 )
 

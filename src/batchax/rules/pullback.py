@@ -16,18 +16,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
+from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel.axis import Axis, AxisPosition, lanes_vary_over, match_axis
 from batchax.kernel.interpreter import interpret
-
-ADDITIVE = {
-    "add",
-    "add_any",
-    "sub",
-    "neg",
-    "convert_element_type",
-    "broadcast_in_dim",
-    "reduce_sum",
-}
 
 
 def pull_back(
@@ -82,7 +73,8 @@ def multiplies(jaxpr: Any, cotangents: Sequence[bool], batched: Sequence[bool]) 
     for eqn in jaxpr.eqns:
         by = [i for i, v in enumerate(eqn.invars) if _is_in(linear, v)]
         over = [i for i, v in enumerate(eqn.invars) if _is_in(varying, v)]
-        if eqn.primitive.name not in ADDITIVE and any(i != j for i in by for j in over):
+        additive = facts_of(eqn.primitive).additive
+        if not additive and any(i != j for i in by for j in over):
             return True
         if by:
             linear.update(eqn.outvars)

@@ -30,6 +30,7 @@ CUMULATIVE = enter(
     : cumlogsumexp cumprod
     """
 )
+enter("additive: reduce_sum")
 enter("combines: reduce")
 
 

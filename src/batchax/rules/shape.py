@@ -35,6 +35,7 @@ enter(
     : dce_sink stage tie with_memory_space_constraint xla_metadata_value
     """
 )
+enter("additive: broadcast_in_dim")
 # Without operands there is nothing to batch.
 enter(
     """
