@@ -1,4 +1,4 @@
-"""A bounded loop as a plain ``while``, for ways to run lanes that know nothing of its kind."""
+"""A bounded loop as a plain ``while``: `divergence/` knows how lanes leave one of those."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def as_while(
 ) -> tuple[WhileLoop, Callable[[Values], PlacedOutputs]]:
     """The ``while`` that a bounded loop is in each lane.
 
-    Its carry is the number of steps that lie ahead of the next one (taken already, or yet to
-    take), the carry of the bounded loop, and the ys and checkpoints so far.
+    Its carry is a number of steps, the carry of the bounded loop, and the ys and checkpoints so
+    far. The number is that of the steps taken; or, in reverse, of those yet to take.
 
     Args:
       axis: the axis being mapped.

@@ -92,7 +92,8 @@ def _settled(
     program, settled, ys_at = settle(axis, body, consts_at, carry_at, entries_at)
     if guarded is body:
         return settled, ys_at, program, program
-    # One of the two may make a value depend on the lane where the other does not.
+    # One of the two may make a value depend on the lane where the other does not: both get the
+    # same axes, those of either.
     while True:
         _, more, kept_ys_at = settle(axis, guarded, consts_at, settled, entries_at)
         if more == settled:
@@ -124,8 +125,9 @@ class _Lanes:
     def run_counted(self, body: Any, guarded: Any, args: Any, axes: Any) -> PlacedOutputs:
         """A loop whose number of steps is known.
 
-        A step has the same number in all lanes. So back over the steps those that took
-        fewer wait, and all meet again as they met before.
+        The loop runs over the numbers of the steps, for all lanes at once. Going back, from the
+        largest number, lanes that took fewer steps wait until their last one is reached: each
+        step is taken together with the same step of the other lanes, as it was going forth.
         """
         if hazards(body.jaxpr).collective:
             raise UnsupportedError(

@@ -53,7 +53,8 @@ def _jvp(
     except ValueError:
         if not hazards(body.jaxpr).endless:
             raise
-        # A loop without a bound inside the body has a derivative in forward mode only.
+        # A loop without a bound inside the body has a derivative in forward mode only, so the
+        # transpose could not be staged. Without it, reverse mode is refused later (`_transpose`).
         found = derivative.forward(residuals, moving)
     if not derivative.form.record:
         results = results._replace(checkpoints=[])
@@ -143,7 +144,7 @@ class _Derivative:
             start, xs, ct_ys, ct_kept = _parts(x, form.n_carry, len(form.x_axes), len(self.ys))
             taken = lax.clamp(np.int32(0), steps - j * size, size)
             cts, ct_xs = self._back_over_steps(taken, consts, start, xs, carry, ct_ys)
-            n = len(ct_kept)  # a checkpoint is the carry there
+            n = len(ct_kept)  # a checkpoint is the carry at this place: their cotangents add up
             return [*map(lax.add, cts[:n], ct_kept), *cts[n:]], ct_xs
 
         found = bounded_loop(

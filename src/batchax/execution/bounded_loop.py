@@ -95,7 +95,7 @@ class Results(NamedTuple):
       carry: the carry after the last step.
       ys: what the steps returned, stacked; zeros where no step was taken.
       checkpoints: the carry at the start of each segment, stacked, if it was to be recorded.
-        Of a segment that was not begun it may be anything.
+        For a segment that was not begun it may be anything.
       steps: how many steps were taken.
     """
 
@@ -140,7 +140,9 @@ def bounded_loop(
       xs: arrays with an entry for each step.
       test: the predicate, a function of `test_consts` and the carry; None: always true.
       test_consts: its constants.
-      guarded: a function that does what `body` does and is differentiated in its place.
+      guarded: a function that computes what `body` does and is differentiated in its place. A
+        batched loop has one in which the operands of masked lanes are replaced: derivatives may
+        need that where values do not.
       count: how many steps to take, or fewer if `test` says so.
       length: how many that may be at most.
       x_axes: where each of the `xs` has the axis of the steps.
@@ -155,7 +157,8 @@ def bounded_loop(
     staged, kept, tested = programs
     held = [*staged.consts, *([] if kept is staged else kept.consts)]
     if held or (tested is not None and tested.consts):
-        # Closed over by a derivative rule: to be differentiated and batched, they must be seen.
+        # A derivative rule in a program closes over these. The primitive is differentiated and
+        # batched with respect to its operands only, so they become operands.
         own, n_held = len(staged.consts), len(held)
         more_tested = [] if tested is None else tested.consts
         return bounded_loop(
@@ -208,8 +211,9 @@ def _settle(
 ) -> tuple[Any, list[Any], list[Any]]:
     """The programs of a step, of a guarded one and of the predicate; first carry and xs.
 
-    Inside ``shard_map`` the carry varies over the axes of the mesh that a step makes it vary
-    over; and it, the xs and the ys do over those that the number of steps varies over.
+    Inside ``shard_map`` the type of a carry must be the same before and after a step. So the
+    first carry is cast to vary over the axes of the mesh that a step makes it vary over. It, the
+    xs and the ys also vary over those that the number of steps varies over.
     """
     known, test_known = list(map(jax.typeof, consts)), list(map(jax.typeof, test_consts))
     n, n_test = len(known), len(test_known)
@@ -247,7 +251,7 @@ def _settle(
 
 
 def _varied(x: Any, like: Sequence[Any]) -> Any:
-    """`x`, cast to vary over the axes of a mesh that values of these types vary over."""
+    """`x`, cast to vary over the axes of the mesh that values of these types vary over."""
     return functools.reduce(_compat.varying_as, like, x)
 
 
@@ -261,7 +265,7 @@ def run(*operands: Any, test: Any, body: Any, guarded: Any, form: Form) -> list[
     at = before if form.reverse else lambda n: n
     move = before if form.reverse else after
 
-    # `n` is how many steps lie ahead of the first one: taken already, or yet to take.
+    # Steps with a number below `n` have been taken; or, in reverse, are yet to be taken.
     def going_on(n: Any, end: Any, carry: Values) -> Any:
         more = n > end if form.reverse else n < end
         if test is None:
@@ -362,7 +366,7 @@ def _impl(*operands: Any, test: Any, body: Any, guarded: Any, form: Form) -> lis
 
 
 def _to_lojax(*operands: Any, **params: Any) -> list[Any]:
-    """Where the program has primitives that JAX, from 0.12 on, lowers before all others."""
+    """What JAX, from 0.12 on, calls if a program holds primitives that it lowers before others."""
     traced = any(isinstance(x, Tracer) for x in operands)
     return run(*operands, **params) if traced else _impl(*operands, **params)
 

@@ -12,11 +12,12 @@ from jax import lax
 def blank(aval: Any, number: int) -> Any:
     """An array of type `aval` of which every entry will be written over.
 
-    What it holds depends on `number`. Of arrays that hold the same the compiler makes one,
-    and then a copy of that for each loop that writes into it.
+    What it holds depends on `number`, which should differ from array to array. Of arrays that
+    hold the same value the compiler makes a single one, and then has to copy that for each loop
+    that writes into it.
     """
     sharding = None if aval.sharding.mesh.empty else aval.sharding
-    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):  # random keys: they cannot hold a number
         return lax.empty(aval.shape, aval.dtype, out_sharding=sharding)
     value = number % 2 == 0 if aval.dtype == bool else number % 100 + 1
     return lax.full(aval.shape, value, aval.dtype, sharding=sharding)

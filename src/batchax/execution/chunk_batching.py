@@ -1,4 +1,4 @@
-"""A chunk loop under an outer vmap, of batchax or of JAX: each lane of that in each chunk."""
+"""A chunk loop under an outer vmap, of batchax or of JAX: each chunk has all outer lanes."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: ChunkLoop, pr
 
     extremes = [k for k in found if isinstance(loop.results[k], Extreme)]
     if extremes and isinstance(loop.chunk, Auto):
-        # They need an entry for each chunk, and so the number of chunks.
+        # `shares` has an entry for each chunk, so the number of chunks must be known by now.
         loop = replace(loop, chunk=_chunk_of_reverse(loop, moving, found, primals, outs))
     parts = shares(loop, extremes, primals)
     tangent_loop = _tangent_loop(loop, moving, found, [PerChunk(0)] * len(parts))
@@ -80,7 +80,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: ChunkLoop, pr
 def _after(outs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
     """`operands` for a loop that is to run after the one that computes `outs`.
 
-    One of them that waits is enough; waiting may be a copy, hence the smallest.
+    Both call a library, and must not run at the same time (`rules/in_turn.py` says why). It is
+    enough that one operand waits. Waiting may cost a copy of it, so it is the smallest.
     """
     waiting = min(
         (i for i, x in enumerate(operands) if is_inexact(x)),
@@ -133,7 +134,10 @@ def _tangent_loop(
 def _chunk_of_reverse(
     loop: ChunkLoop, moving: Sequence[int], found: Sequence[int], primals: Any, outs: Any
 ) -> int:
-    """The chunk size that fits the reverse pass of a loop with extremes."""
+    """The chunk size that fits the reverse pass of a loop with extremes.
+
+    The number of chunks is still open, so shares are taken to be whole: what one chunk sees.
+    """
     types = [jax.typeof(x) for x in primals]
     parts = [
         unmapped_aval(1, 0, jax.typeof(outs[k]).update(dtype=np.dtype(np.float32)))

@@ -2,9 +2,11 @@
 
 As in ``jnp.max``, the lanes that hold the extreme value share its derivative evenly.
 Which lanes these are is found twice: once to count them, once where the derivative is
-added up. Values computed again, in another program, may differ in their last bit, so
-none is ever compared with one of another program: the first time says which chunks hold
-the extreme value, and in how many lanes; the second, which lanes of a chunk do.
+added up. The two are different programs, and a value computed by another program may
+differ in its last bit (compilers fuse and reorder floating-point operations). So values
+are compared only with values of the same program: the first says which chunks hold the
+extreme value, and in how many lanes; the second, which lanes of its chunk hold the
+chunk's own extreme.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from batchax.execution.kinds import Extreme, PerChunk
 
 
 def shares(loop: ChunkLoop, extremes: Sequence[int], operands: Sequence[Any]) -> list[Any]:
-    """For each of the results `extremes`: what part each holder of it has, by chunk.
+    """For each of the results `extremes`, by chunk: the part of its derivative that a holder gets.
 
-    Zero in chunks that do not hold the extreme value.
+    A holder is a lane with the extreme value. The part is one divided by the number of holders,
+    and zero in chunks that have none.
     """
     if not extremes:
         return []

@@ -9,8 +9,9 @@ loop is one primitive whose derivatives are chunk loops again, each of which hol
 intermediate values of one chunk only: what reverse mode needs is computed again,
 chunk by chunk (Griewank and Walther, "Revolve", 2000, call it checkpointing).
 
-The lanes may be those that a mask picks. Then only so many chunks run as they fill, and
-what a chunk sees is gathered, what it returns scattered. Derivatives pick the same lanes.
+The lanes may be those that a mask picks. Then there are only as many chunks as those lanes
+fill; what a chunk sees is gathered, and what it returns is scattered. Derivatives pick the
+same lanes.
 
 Written with ``lax.scan`` and ``jax.checkpoint`` instead, the gradient of an array
 that is sliced in the loop would be added up as one full array for each chunk.
@@ -60,8 +61,8 @@ class ChunkBody:
     ``function(width)`` is a function of the index of the chunk's first lane and of the
     operands, which returns a list of results. It is kept as a function and staged for
     each use: derivative rules inside it may close over values of the trace they are in.
-    Wherever that happens, the named axes and the mesh around it are those it was made
-    under, or those of the body it is made `of`.
+    That may be long after it was made, and elsewhere; the named axes and the mesh in scope
+    are then those it was made under, or those of the body it is made `of`.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class ChunkBody:
         key = (width, tuple(operands))
         if key not in self._staged:
             start = jax.typeof(np.int32(0))
-            if operands:  # inside `shard_map` all that meets varies alike
+            if operands:  # inside `shard_map`, what meets in an operation must vary alike
                 start = _compat.scalar_like(operands[0], start.dtype)
             avals = [start, *operands]
             with jax.sharding.use_abstract_mesh(self._mesh):
@@ -106,21 +107,23 @@ class ChunkLoop:
     def derivative(self, name: str, **changes: Any) -> ChunkLoop:
         """A loop over the same lanes that computes a derivative of this one."""
         chunk = self.chunk
-        if isinstance(chunk, Auto):  # which needs other memory, and chooses for itself
+        if isinstance(chunk, Auto):
+            # A derivative needs other memory, so its chunk size is another choice, with a name of
+            # its own. Cotangents are those of a loop of tangents: the name leaves that out.
             program = chunk.program
-            if name == "cotangents":  # these are of what was linear: of tangents
+            if name == "cotangents":
                 program = program.removeprefix("tangents of ")
             chunk = replace(chunk, program=f"{name} of {program}")
         return replace(self, chunk=chunk, **changes)
 
     @property
     def picks(self) -> bool:
-        """Whether a mask, its first operand, says which lanes it is over."""
+        """Whether its first operand is a mask that says which lanes it runs for."""
         return isinstance(next(iter(self.operands), None), Live)
 
     @property
     def width(self) -> int:
-        """A width to look at the program for."""
+        """A width for which to look at the program: 1 where the chunk size is still open."""
         return self.chunk if isinstance(self.chunk, int) else 1
 
     def program(self, avals: Sequence[Any], width: int) -> _compat.ClosedJaxpr:
@@ -171,10 +174,13 @@ def chunk_loop(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
     operands = _compat.varying_alike(operands)
     avals = [jax.typeof(x) for x in operands]
     if isinstance(loop.chunk, int) and loop.size % loop.chunk and not loop.picks:
-        loop.program(avals, loop.size % loop.chunk)  # staged while its surroundings hold
+        # The last chunk has another width, and so a program of its own. It is staged here, for
+        # later: then the trace may be gone that values belong to which a rule in it closes over.
+        loop.program(avals, loop.size % loop.chunk)
     program = loop.program(avals, loop.width)
     if any(isinstance(c, Tracer) for c in program.consts):
-        # Closed over by a derivative rule: to be differentiated and batched, it must be seen.
+        # A derivative rule in the body closes over these. The primitive is differentiated and
+        # batched with respect to its operands only, so they become operands.
         return chunk_loop(_with_constants(loop, len(program.consts)), [*operands, *program.consts])
     return chunk_loop_p.bind(*operands, loop=loop, program=program)
 
@@ -231,7 +237,8 @@ def run(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
         (first,) = _compat.varying_alike([jnp.int32(0)], like=operands)
         results = lax.fori_loop(first, chunks, lambda i, results: step(i, chunk, results), results)
     elif rest and _compat.calls_back(program.effects):
-        # Outside of the loop nothing would keep the last chunk from running first.
+        # The last chunk is a step of the loop, too. After the loop it would be a program that does
+        # not depend on it, and nothing would keep its calls of the host from being made first.
         def either(i: Any, results: list[Any]) -> list[Any]:
             def last(results: list[Any]) -> list[Any]:
                 return step(i, rest, results)
@@ -240,8 +247,10 @@ def run(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
 
         results = lax.fori_loop(np.int32(0), np.int32(full + 1), either, results)
     elif rest:
-        # The last chunk follows the others: its number is how many are done. That is counted from
-        # what they computed, as to read it from the results would have those copied.
+        # The last chunk must not run at the same time as the others (`rules/in_turn.py` says why).
+        # So its index is how many are done, counted in the loop with a zero that no compiler knows
+        # and that depends on what each chunk computed. Read from the results, which the last chunk
+        # writes into, the zero would have them copied.
         def counted(i: Any, carry: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
             done, results = carry
             outs, picked = run_chunk(i, chunk)
@@ -276,21 +285,21 @@ def chosen_chunk(loop: ChunkLoop, avals: Sequence[Any]) -> int:
 
 
 def _key(loop: ChunkLoop, avals: Sequence[Any], chunk: int) -> Hashable:
-    """The same for loops that do the same in chunks of that size."""
+    """A key: equal for loops that do the same in chunks of that size."""
     widths = {chunk} if loop.picks else {min(chunk, loop.size), loop.size % chunk} - {0}
     programs = (program_key(loop.program(avals, width)) for width in sorted(widths))
     return chunk, loop.size, loop.operands, loop.results, tuple(avals), *programs
 
 
 def run_flat(loop: ChunkLoop, *operands: Any) -> list[Any]:
-    """`run` with operands as arguments, as compilers want them."""
+    """`run` with each operand an argument, as what is compiled wants them."""
     return run(loop, operands)
 
 
 def _part(
     x: Any, kind: Operand, start: Any, index: Any, width: int, picked: picks.Picks | None
 ) -> Any:
-    """What of an operand one chunk sees."""
+    """What one chunk sees of an operand."""
     match kind:
         case Live():
             assert picked is not None
@@ -307,8 +316,10 @@ def _part(
 
 
 def results_before(loop: ChunkLoop, program: _compat.ClosedJaxpr) -> list[Any]:
-    """The results before the first chunk, of a loop whose chunks do `program`."""
-    first = len(program.jaxpr.eqns)  # so that loops in a row have blanks of their own
+    """What the results are before the first chunk, in a loop whose chunks do `program`."""
+    # `blank` wants another number for each array, in other loops as well: their programs mostly
+    # differ in length.
+    first = len(program.jaxpr.eqns)
     return [
         _before(loop, aval, kind, first + k)
         for k, (aval, kind) in enumerate(zip(program.out_avals, loop.results, strict=True))
@@ -325,6 +336,7 @@ def _before(loop: ChunkLoop, aval: Any, kind: Result, number: int) -> Any:
             return lax.full(whole.shape, _lowest(whole.dtype), whole.dtype, sharding=sharding)
         case Extreme():
             return lax.full(whole.shape, _highest(whole.dtype), whole.dtype, sharding=sharding)
+        # Lanes that are not picked stay zero. Extended dtypes (random keys) have no zero.
         case Picked() if not jnp.issubdtype(whole.dtype, jax.dtypes.extended):
             return lax.full(whole.shape, 0, whole.dtype, sharding=sharding)
         case _:
@@ -338,7 +350,7 @@ def collect(
     index: Any,
     picked: picks.Picks | None = None,
 ) -> list[Any]:
-    """The results with those, `outs`, of one more chunk."""
+    """The results so far, with what one more chunk, number `index`, returned: `outs`."""
     assert isinstance(loop.chunk, int)
     start = index * np.int32(loop.chunk)
     return [
@@ -369,7 +381,7 @@ def _write(result: Any, out: Any, start: Any, axis: int) -> Any:
 
 
 def of_only_chunk(out: Any, kind: Result) -> Any:
-    """A result, if there were no other chunk."""
+    """A result for all lanes if this chunk were the only one."""
     if isinstance(kind, Extreme):
         return _REDUCE[kind.kind](out, axis=kind.axis)
     return out
@@ -406,7 +418,8 @@ def _impl(*operands: Any, loop: ChunkLoop, program: Any) -> list[Any]:
         run_in_such = functools.partial(run_flat, replace(loop, chunk=chunk))
         return _key(loop, avals, chunk), run_in_such
 
-    # An entry for each chunk is of one size only.
+    # Where memory runs out the loop is run again, in smaller chunks. It must not be if that would
+    # repeat an effect, or if values have an entry for each chunk: their shapes say how many.
     may_change = not (program.effects or PerChunk in map(type, (*loop.operands, *loop.results)))
     return run_eagerly(with_chunk, chunk, operands, may_change)
 
@@ -418,7 +431,7 @@ def _abstract_eval(*avals: Any, loop: ChunkLoop, program: Any) -> Any:
 
 
 def _to_lojax(*operands: Any, loop: ChunkLoop, program: Any) -> list[Any]:
-    """Where the program has primitives that JAX, from 0.12 on, lowers before all others."""
+    """What JAX, from 0.12 on, calls if a program holds primitives that it lowers before others."""
     traced = any(isinstance(x, Tracer) for x in operands)
     return run(loop, operands) if traced else _impl(*operands, loop=loop, program=program)
 

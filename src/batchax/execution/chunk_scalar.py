@@ -24,7 +24,7 @@ from batchax.kernel.derivatives import with_values
 def is_loss(
     loop: ChunkLoop, found: Sequence[int], outs: Sequence[Any], operands: Sequence[Any]
 ) -> bool:
-    """Whether the results `found` are one scalar, summed over real operands."""
+    """Whether the results `found` are one real scalar, a sum, and the operands are real, too."""
     return (
         len(found) == 1
         and isinstance(loop.results[found[0]], Sum)
@@ -60,8 +60,8 @@ def loop_with_gradient(loop: ChunkLoop, which: int, moving: Sequence[int]) -> Ch
 def can_run(loop: ChunkLoop, operands: Sequence[Any]) -> bool:
     """Whether the program of a loop can be staged.
 
-    That with a gradient cannot where something has no reverse mode, such as a loop of
-    unknown length.
+    The program with a gradient cannot be where something in it has no reverse mode, such as a
+    loop of unknown length. What is raised then is anything: JAX's own errors, or a user's.
     """
     avals = [jax.typeof(x) for x in _compat.varying_alike(operands)]
     try:
@@ -72,6 +72,6 @@ def can_run(loop: ChunkLoop, operands: Sequence[Any]) -> bool:
 
 
 def inner_product(gradient: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    """The sum of the products of corresponding entries."""
+    """The inner product of two lists of arrays: the tangent of a loss with this gradient."""
     products = [jnp.sum(g * t) for g, t in zip(gradient, tangents, strict=True)]
     return sum(products[1:], start=products[0])

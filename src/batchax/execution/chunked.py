@@ -131,8 +131,8 @@ def run_in_chunks(
 
     if program.traced:
         return run(*program.args)
-    # Outside of `jit` operations are computed as they are met. Whatever is wrong must be
-    # found before.
+    # Outside of `jit` operations are computed as they are met. The whole is staged first, so
+    # that what is wrong with it is found before anything is computed.
     whole = _compat.stage(run, [jax.typeof(x) for x in program.args])
     return eval_jaxpr(whole.jaxpr, whole.consts, *program.args)
 

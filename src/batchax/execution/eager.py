@@ -1,4 +1,4 @@
-"""Running a compiled program outside ``jit``: compiled once, and in smaller chunks if need be."""
+"""Running a program outside ``jit``: compiled once, and in smaller chunks where memory runs out."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from batchax.errors import SmallerChunksWarning
 from batchax.kernel.lasting import Lasting
 
-# A call outside `jit` stages its function anew, and what was staged anew JAX would
-# compile anew. These are known by what they do.
+# A call outside `jit` stages its function anew, and JAX would compile anew what was staged
+# anew. So programs are kept under keys that say what they do.
 _compiled = Lasting(most=128)
 
 
@@ -68,10 +68,11 @@ def compile_program(
 
 
 def compile_for_types(program: Callable[..., list[Any]], avals: Sequence[Any]) -> Any:
-    """Compiles a program for operands of which, while another is lowered, only types are known.
+    """Compiles a program for operands of which only the types are known.
 
-    A compiler wants to know devices, and types tell of a mesh at most. What a program takes is
-    the same on any devices, so it is compiled for the first ones of such a mesh.
+    That is so while another program is lowered. A compiler wants to know devices, and types name
+    a mesh at most. How much memory a program takes is the same on any devices, so it is compiled
+    for as many as the mesh has, from the first on.
     """
     context = jax.sharding.get_abstract_mesh()
     meshes = [mesh for mesh in (context, *(x.sharding.mesh for x in avals)) if not mesh.empty]

@@ -58,7 +58,8 @@ class BoundedSteps:
         return _run(self, list(test_consts), list(consts), list(carry), list(xs))
 
 
-# Compiled as one program, and once: outside of `jit` each call stages its functions anew.
+# Compiled as one program, and only once: `steps` is equal for loops that do the same, while outside
+# of `jit` each call would stage its functions anew.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _run(
     steps: BoundedSteps,

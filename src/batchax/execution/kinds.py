@@ -1,4 +1,4 @@
-"""Of which kinds the operands and results of a chunk loop are."""
+"""The kinds of operands and results of a chunk loop: what one chunk sees of each, or adds to it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class PerChunk:
 
 @dataclass(frozen=True)
 class Sum:
-    """A result added up over the chunks, in float32 if it has less precision."""
+    """A result added up over the chunks. Floats of fewer than 32 bits are added up in float32."""
 
 
 @dataclass(frozen=True)
 class Extreme:
-    """The "max" or "min" over all lanes, which are along `axis` of each chunk's result."""
+    """The "max" or "min" over all lanes. Each chunk returns its lanes along `axis`."""
 
     kind: str
     axis: int
@@ -42,13 +42,15 @@ class Extreme:
 
 @dataclass(frozen=True)
 class Live:
-    """The first operand of a loop over some lanes: for each lane, whether it is one of them.
+    """A mask: for each lane, whether the loop runs for it. Always the first operand.
 
-    A chunk sees which of its lanes count: where there are too few, the first stands in.
+    A chunk sees which of its lanes count. The last chunk may not be full: what it lacks is
+    filled up with its first lane, and does not count.
 
     Attributes:
-      most: how many lanes make a chunk where there are plenty; None: always those the loop
-        says.
+      most: the width of a chunk where there are many lanes. The loop's `chunk` was chosen from
+        it, and may be narrower. Under an outer vmap there are more lanes, and it is chosen
+        again. None: `chunk` stays as it is, however many lanes there are.
     """
 
     most: int | None = None
@@ -56,9 +58,9 @@ class Live:
 
 @dataclass(frozen=True)
 class Picked:
-    """A value with all lanes along `axis`, of which a chunk has those that were picked for it.
+    """A value with all lanes along `axis`, of which a chunk sees those that are picked for it.
 
-    Of a result, entries of lanes that were not picked are zero.
+    In a result, the entries of lanes that the mask leaves out are zero.
     """
 
     axis: int
@@ -66,7 +68,10 @@ class Picked:
 
 @dataclass(frozen=True)
 class PickedOrZero:
-    """An operand as `Picked`, but zero in the lanes of a chunk that do not count."""
+    """An operand as `Picked`, but zero in the lanes of a chunk that do not count.
+
+    Cotangents are of this kind: a lane that stands in for a missing one adds nothing.
+    """
 
     axis: int
 
@@ -78,7 +83,7 @@ WHOLE, SUM = Whole(), Sum()
 
 
 def cotangent_kind(kind: Operand) -> Result:
-    """The kind of the cotangent of an operand."""
+    """The kind of the cotangent of an operand, as a result of the loop in reverse mode."""
     match kind:
         case Whole():
             return SUM
@@ -90,5 +95,5 @@ def cotangent_kind(kind: Operand) -> Result:
 
 
 def resized(aval: Any, axis: int, size: int) -> Any:
-    """An array type with another size along `axis`, which is then not sharded."""
+    """An array type with another size along `axis`. That axis is not sharded any more."""
     return unmapped_aval(size, axis, mapped_aval(aval.shape[axis], axis, aval))

@@ -1,4 +1,4 @@
-"""How many lanes at a time fit into memory, by the compiler's own account."""
+"""How many lanes at a time fit into memory, by what the compiler says that programs need."""
 
 from __future__ import annotations
 

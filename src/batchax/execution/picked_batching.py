@@ -1,8 +1,8 @@
 """A loop over lanes that a mask picks, under an outer vmap with a mask for each of its lanes.
 
-Where there are many inner lanes for each outer one, the outer lanes run in sequence, as
-chunks of one. Where there are few, they would fill no chunk: then the lanes of both axes
-become those of one loop.
+Where the loop has many lanes, the outer lanes run in sequence, as chunks of one, each with a
+loop of its own. Where it has few, those of one outer lane would fill no chunk: then the lanes
+of both axes become the lanes of one loop.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from batchax.execution.picks import fitting_width
 from batchax.kernel.axis import Axis, AxisPosition, broadcast_axis, match_axis, move_axis
 from batchax.kernel.inner import batch_function
 
-_CHUNKS_EACH = 4  # of the lanes of one outer lane, from which on a chunk that is not full is rare
+# How many full chunks the inner lanes must make for each outer lane to have its own loop: then its
+# last chunk, which may not be full, is one of several.
+_CHUNKS_EACH = 4
 
 
 def batch_picked(
     axis: Axis, args: Sequence[Any], axes: Sequence[AxisPosition], loop: ChunkLoop, named: bool
 ) -> list[Any]:
-    """The results of `loop`, whose mask is batched, for all lanes of `axis`, which come first.
+    """The results of a `loop` whose mask is batched, for all lanes of `axis`, along axis 0.
 
-    `named` says whether the loop may ask for the index of a lane.
+    `named` says whether the loop may ask for the index of a lane of `axis`.
     """
     if named:
         loop = _with_index(axis, loop)
@@ -47,7 +49,7 @@ def batch_picked(
 
 
 def _with_index(axis: Axis, loop: ChunkLoop) -> ChunkLoop:
-    """`loop` with the index of the lane of `axis` as one more operand."""
+    """`loop` with the index of the lane of `axis` as one more operand, the last."""
 
     def of_width(width: int) -> Callable[..., list[Any]]:
         one_example = loop.body.function(width)
@@ -67,6 +69,8 @@ def _with_index(axis: Axis, loop: ChunkLoop) -> ChunkLoop:
 def _one_by_one(
     axis: Axis, args: Sequence[Any], axes: Sequence[AxisPosition], loop: ChunkLoop
 ) -> list[Any]:
+    """The outer lanes in sequence: a chunk loop of one outer lane at a time."""
+
     def run(start: Any, *xs: Any) -> list[Any]:
         lane = [x if a is None else lax.squeeze(x, (a,)) for x, a in zip(xs, axes, strict=True)]
         return [lax.expand_dims(x, (0,)) for x in chunk_loop(loop, lane)]
@@ -84,6 +88,7 @@ def _one_by_one(
 def _as_one(
     axis: Axis, args: Sequence[Any], axes: Sequence[AxisPosition], loop: ChunkLoop
 ) -> list[Any]:
+    """One loop over the lanes of both axes."""
     kinds = tuple(map(_joined_kind, loop.operands, axes))
     operands = [_joined(axis, loop, *each) for each in zip(args, axes, loop.operands, strict=True)]
     size = axis.size * loop.size
@@ -95,7 +100,9 @@ def _as_one(
         lanes = replace(axis, size=width, name=None, spmd_name=None, mesh_axis=None)
 
         def run(start: Any, *xs: Any) -> list[Any]:
-            # A loop of one lane, batched: each value has the axes of both.
+            # Lanes of a chunk may belong to different outer lanes, which differ in operands that
+            # are whole in `loop`. So what runs is a chunk of one lane, batched over the lanes:
+            # a value has an axis for these, and beside it one of size one for the chunk's.
             pairs = [(start, None), *map(_apart, xs, kinds, loop.operands)]
             xs_at = [a for _, a in pairs]
             outs, outs_at = batch_function(lanes, one_lane, [x for x, _ in pairs], xs_at)
@@ -105,6 +112,7 @@ def _as_one(
 
         return run
 
+    # A sum is one over the inner lanes of each outer lane: `_split` adds up what each lane returns.
     results = tuple(Picked(0) if isinstance(kind, Sum) else kind for kind in loop.results)
     body = ChunkBody(of_width, of=loop.body)
     outs = chunk_loop(ChunkLoop(body, kinds, results, size, chunk), operands)
@@ -112,6 +120,7 @@ def _as_one(
 
 
 def _joined_kind(kind: Any, position: AxisPosition) -> Any:
+    """The kind of an operand in the loop over both axes: what outer lanes differ in is picked."""
     return Picked(0) if isinstance(kind, Whole) and position is not None else kind
 
 
@@ -129,7 +138,13 @@ def _joined(axis: Axis, loop: ChunkLoop, x: Any, position: AxisPosition, kind: A
 
 
 def _apart(x: Any, kind: Any, before: Any) -> tuple[Any, AxisPosition]:
-    """What a chunk sees of an operand, as one lane each sees it, and where its axis is."""
+    """What a chunk of one lane sees, for all lanes of the chunk, and where their axis is.
+
+    Args:
+      x: what the chunk sees of an operand of the loop over both axes.
+      kind: its kind there.
+      before: its kind in the loop over the inner lanes.
+    """
     if isinstance(kind, Whole):
         return x, None
     if isinstance(before, Whole):
@@ -139,14 +154,14 @@ def _apart(x: Any, kind: Any, before: Any) -> tuple[Any, AxisPosition]:
 
 
 def _together(lanes: Axis, x: Any, position: AxisPosition, kind: Any) -> Any:
-    """The reverse, for a result."""
+    """The reverse of `_apart`, for a result."""
     if isinstance(kind, Sum):
         return match_axis(lanes, x, position, 0)
     return lax.squeeze(match_axis(lanes, x, position, kind.axis), (kind.axis + 1,))
 
 
 def _split(axis: Axis, loop: ChunkLoop, x: Any, kind: Any) -> Any:
-    """A result with an axis each for the outer lanes, at the front, and for the inner."""
+    """A result of the loop over both axes as one of `loop` for each outer lane, along axis 0."""
     at = 0 if isinstance(kind, Sum) else kind.axis
     x = lax.reshape(x, (*x.shape[:at], axis.size, loop.size, *x.shape[at + 1 :]))
     if isinstance(kind, Sum):

@@ -1,4 +1,4 @@
-"""Lanes that a mask picks: in which order chunks take them, how they are read and written."""
+"""Lanes that a mask picks: which of them each chunk takes, how they are read and written."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from jax import lax
 
 from batchax import _compat
 
-_CHUNKS = 16  # that all lanes make, if need be of fewer lanes than would be best
-_FEWEST = 16
+_CHUNKS = 16  # chunks that all lanes should make at least; for that, chunks are made narrower,
+_FEWEST = 16  # but no narrower than this
 
 
 def fitting_width(most: int, size: int) -> int:
-    """How many of `size` lanes make a chunk: `most`, unless that were more than a few can use.
+    """How many lanes make a chunk: `most`, or fewer if `size` lanes would make few chunks of it.
 
-    The last chunk is seldom full, and costs as much as if it were.
+    The last chunk is seldom full, and costs as much as if it were. The fewer chunks there are,
+    the more that weighs.
     """
     width = most
     while width > _FEWEST and width * _CHUNKS > size:
@@ -28,10 +29,11 @@ class Picks(NamedTuple):
     """The lanes of one chunk.
 
     Attributes:
-      lanes: their numbers. Where there are fewer than the chunk has room for, the first
-        of them stands in for those that are missing: what it computes does no harm.
-      counts: for each whether it is there.
-      places: their numbers once more, but out of bounds for those that are missing.
+      lanes: their indices. Where there are fewer than the chunk has room for, the first
+        of them stands in for those that are missing: its values do no harm, as it is run anyway.
+      counts: for each, whether it is a lane of the chunk, not a stand-in.
+      places: where results are written: the indices once more, but out of bounds for stand-ins,
+        so that what these compute is dropped.
     """
 
     lanes: Any
@@ -40,12 +42,14 @@ class Picks(NamedTuple):
 
 
 def in_order(live: Any, room: int) -> tuple[Any, Any]:
-    """The numbers of the lanes that are `live`, first come first, and how many there are.
+    """The indices of the lanes that are `live`, in ascending order, and how many there are.
 
-    Behind them the array has `room` entries, and more, that stand for no lane.
+    The array has `room` more entries than there are lanes: a dynamic slice that would reach over
+    the end is moved back, and the slice of the last chunk must not be. What is behind the live
+    lanes stands for no lane.
     """
-    # A scatter of single numbers takes a processor longer than a loop over them, and most
-    # other devices can do no worse than such a loop.
+    # On a CPU a scatter of single numbers takes longer than a loop over them. On most other
+    # devices nothing is slower than such a loop.
     return lax.platform_dependent(live, cpu=_by_loop(room), default=_by_scatter(room))
 
 
@@ -53,8 +57,10 @@ def _by_loop(room: int) -> Any:
     def run(live: Any) -> tuple[Any, Any]:
         def step(i: Any, found: tuple[Any, Any]) -> tuple[Any, Any]:
             order, count = found
-            # A loop between known bounds counts in Python's integers, which may be int64.
+            # Between known bounds `lax.fori_loop` counts in the type of Python's integers, which
+            # is int64 in double precision.
             (i,) = _compat.varying_alike([lax.convert_element_type(i, np.int32)], like=[live])
+            # Written for every lane: one that is not live is written over by the next.
             order = lax.dynamic_update_index_in_dim(order, i, count, 0)
             hit = lax.dynamic_index_in_dim(live, i, 0, keepdims=False)
             return order, count + lax.convert_element_type(hit, np.int32)
@@ -70,7 +76,7 @@ def _by_scatter(room: int) -> Any:
         order, _ = _nothing(live, room)
         rank = lax.cumsum(lax.convert_element_type(live, np.int32))
         lanes = lax.iota(np.int32, live.size)
-        outside = lanes + np.int32(order.size)
+        outside = lanes + np.int32(order.size)  # each another one: `put` promises unique places
         places = lax.select(live, rank - np.int32(1), outside)
         return put(order, lanes, places, 0), rank[-1]
 
@@ -78,6 +84,7 @@ def _by_scatter(room: int) -> Any:
 
 
 def _nothing(live: Any, room: int) -> tuple[Any, Any]:
+    """A list with no lane in it yet, and their number."""
     nothing = [lax.full((live.size + room,), 0, np.int32), lax.full((), 0, np.int32)]
     order, count = _compat.varying_alike(nothing, like=[live])
     return order, count
@@ -89,12 +96,12 @@ def of_chunk(order: Any, count: Any, start: Any, width: int) -> Picks:
     counts = lax.lt(entries, lax.broadcast(count, (width,)))
     lanes = lax.dynamic_slice_in_dim(order, start, width, allow_negative_indices=False)
     first = lax.broadcast(lanes[0], (width,))
-    outside = entries + np.int32(order.size)
+    outside = entries + np.int32(order.size)  # each another one: `put` promises unique places
     return Picks(lax.select(counts, lanes, first), counts, lax.select(counts, lanes, outside))
 
 
 def take(x: Any, picks: Picks, axis: int, or_zero: bool = False) -> Any:
-    """The entries of `x` along `axis` that are picked; zeros for what is missing, if wanted."""
+    """The entries of `x` along `axis` that are picked; with `or_zero`, stand-ins are zero."""
     (width,) = picks.lanes.shape
     window = tuple(1 if d == axis else n for d, n in enumerate(x.shape))
     numbers = lax.GatherDimensionNumbers(
@@ -112,7 +119,7 @@ def take(x: Any, picks: Picks, axis: int, or_zero: bool = False) -> Any:
 
 
 def put(x: Any, values: Any, places: Any, axis: int) -> Any:
-    """`x` with `values` at these places along `axis`; those out of bounds are dropped."""
+    """`x` with `values` at these places along `axis`, which differ; out of bounds are dropped."""
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=tuple(d for d in range(x.ndim) if d != axis),
         inserted_window_dims=(axis,),

@@ -1,4 +1,4 @@
-"""Where and how a chunk loop runs: in one piece, on each shard, or keeping its residuals."""
+"""How a chunk loop runs: as the primitive, or as a scan whose residuals JAX keeps."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ def run_loop(loop: ChunkLoop, operands: Sequence[Any], keep: bool) -> list[Any]:
       operands: its operands.
       keep: whether reverse mode keeps what every chunk computed.
     """
+    # A result with an entry for each chunk has a shape only once the chunk size is chosen.
     if isinstance(loop.chunk, Auto) and any(isinstance(k, PerChunk) for k in loop.results):
         loop = replace(loop, chunk=chosen_chunk(loop, list(map(jax.typeof, operands))))
     if not keep:
         return chunk_loop(loop, operands)
-    # The derivative of an extreme value needs a second loop, whatever is kept.
+    # The derivative of an extreme value compares values again, in a second loop, whatever is kept:
+    # extremes stay results of the primitive, which has that derivative.
     extreme = [k for k, kind in enumerate(loop.results) if isinstance(kind, Extreme)]
     others = [k for k in range(len(loop.results)) if k not in extreme]
     outs = dict(zip(others, _run_keeping(_selected(loop, others), operands), strict=True))
@@ -48,7 +50,7 @@ def run_loop(loop: ChunkLoop, operands: Sequence[Any], keep: bool) -> list[Any]:
 
 
 def _selected(loop: ChunkLoop, which: Sequence[int]) -> ChunkLoop:
-    """A loop with some of the results of another."""
+    """`loop` with only the results `which`."""
 
     def of_width(width: int) -> Any:
         function = loop.body.function(width)
@@ -96,7 +98,7 @@ def _run_keeping(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
             x if a is None else lax.slice_in_dim(x, full * chunk, loop.size, axis=a)
             for x, a in zip(operands, axes, strict=True)
         ]
-        if calls_library(program.jaxpr):
+        if calls_library(program.jaxpr):  # two such calls must not run at once: `rules/in_turn.py`
             results, parts = in_turn(results, parts)
         results = step(jnp.int32(full), results, parts, rest)
     return [lax.convert_element_type(x, t.dtype) for x, t in zip(results, types, strict=True)]

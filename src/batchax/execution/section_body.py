@@ -1,4 +1,4 @@
-"""What one chunk does of a program, and of which kind its results are."""
+"""What one chunk computes of a section, and of which kind each result is."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ class Target:
 
 
 class SectionBody:
-    """What one chunk does of a program, and of which kind its results are."""
+    """A section as a chunk loop: its body for one chunk, its operands, the kinds of its results.
+
+    The kinds are known once the body has been staged, which the constructor does.
+    """
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class SectionBody:
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """What is done for a chunk, without the values it is done to: programs that last hold it.
+    """What is done for a chunk. Holds no values: programs that are kept for long hold on to it.
 
     Attributes:
       lanes: the lanes that chunks are taken from.
@@ -137,7 +140,7 @@ class _Chunk:
             return program.run()
 
     def _result(self, target: Target, x: Any, position: AxisPosition) -> Any:
-        """What a chunk returns for one target; notes of which kind that is."""
+        """What a chunk returns for one target. Notes the kind of the target in `kinds`."""
         if position is None:
             self.kinds[target] = None
             return x

@@ -34,7 +34,7 @@ from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.replay import closed_over
 from batchax.rules.collectives import REDUCTIONS
 
-_SMALL = 256  # bytes that a lane may always hold
+_SMALL = 256  # bytes that a loop cut out may hold of each lane, however little the batch has
 
 
 class SectionRunner:
@@ -60,7 +60,7 @@ class SectionRunner:
         if any(is_exposed(axis, eqn) for eqn in staged.jaxpr.eqns):
             staged = expose_names(axis, staged)
             self.lane = staged.jaxpr.invars[0]
-            # Each chunk counts its lanes from the first.
+            # The value for all lanes is the first lane's: each chunk counts from there.
             first = np.int32(0) if shards is None else shards.first_lane(self.local.size)
             values.insert(0, (first, 0))
         self.jaxpr = staged.jaxpr
@@ -113,16 +113,18 @@ class SectionRunner:
             eqns = [eqn for eqn in eqns if id(eqn) not in done]
 
     def _loops_to_cut(self, eqns: Sequence[Any]) -> set[int]:
-        """The loops that draw their lanes from all chunks.
+        """The loops to run with lanes drawn from all chunks, where lanes that are done leave.
 
-        What their lanes hold is kept for all lanes: not where that is more than the batch.
+        What each lane holds is then kept for all lanes at once. A loop is not cut out if that is
+        much more than the batch itself: chunks are there to save memory.
         """
         if self.axis.divergence is None or isinstance(self.lanes.batch_size, Auto):
             return set()
         return parting_loops(eqns, self.env, 2 * self.batch_bytes + _SMALL)
 
     def _placed(self, output: OutputArray, x: Found) -> Any:
-        # What all lanes share is reduced over all of them, but repeated for those here.
+        # A value that all lanes share is reduced over the lanes of all shards, but where it is
+        # repeated, each shard repeats it for its own.
         axis = self.axis if isinstance(output.spec, Reduce) else self.local
         return place(axis, output, x.value, x.position)
 
@@ -130,7 +132,7 @@ class SectionRunner:
         return (v.val, None) if isinstance(v, Literal) else self.env[v]
 
     def _is_placed(self, v: Any, output: OutputArray) -> bool:
-        """Whether an output is known, and is not to be moved as one whole array."""
+        """Whether an output is known, and needs no chunks to bring it where it is wanted."""
         if not isinstance(v, Literal) and (v not in self.env or v is self.lane):
             return False
         _, position = self._read(v)
@@ -158,7 +160,7 @@ class SectionRunner:
         needed = crossing(eqns, free, cuts)
         if bytes_per_lane(needed) <= self.batch_bytes:
             return needed
-        # Input and output are not done twice.
+        # What has effects is not computed again: it would do its input or output twice.
         effects = [v for eqn in free if eqn.effects for v in eqn.outvars]
         read = {v for eqn in eqns for v in variables(eqn)}
         return [v for v in effects if v in read]
@@ -217,7 +219,7 @@ class SectionRunner:
         if not section.section.eqns and not targets:
             return {}
         found = {}
-        if section.shared:  # a rule found that all lanes have the same
+        if section.shared:  # batching found that all lanes have the same
             found = SectionBody(
                 self.lanes, self.env, eqns, section.shared, effects=False
             ).of_first_lane()
@@ -225,7 +227,8 @@ class SectionRunner:
                 self.lanes, self.env, eqns, [t for t in targets if t not in found]
             )
         loop = replace(section.loop, results=tuple(section.kinds.values()))
-        # JAX runs rules of what it scans when the values they close over are gone.
+        # To keep residuals is to scan, and JAX runs the derivative rules of what it scans when the
+        # values that they close over are gone.
         keep = self.keep and not any(map(closed_over, section.section.eqns))
         outs = run_loop(loop, section.operands, keep)
         if self.shards is not None:

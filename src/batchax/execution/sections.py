@@ -29,7 +29,10 @@ Env = dict[Any, tuple[Any, AxisPosition]]
 
 @dataclass(frozen=True)
 class Section:
-    """Equations of a program with their inputs and outputs; looks like a jaxpr."""
+    """Equations of a program with their inputs and outputs.
+
+    It has the attributes of a jaxpr, closed and not, that an interpreter reads.
+    """
 
     eqns: Sequence[Any]
     invars: Sequence[Any]
@@ -99,11 +102,11 @@ def find_cuts(
 ) -> tuple[list[Any], set[Any], list[Any]]:
     """The collectives over `axis` that come first, what waits for them, and what does not.
 
-    `loops` has the ids of loops that are cut out as well.
+    `loops` has the ids of loops that need all lanes, too.
 
     Returns:
-      Those collectives, and loops; the variables that cannot be computed before they have
-      run; and the equations that can.
+      Those collectives and loops; the variables that cannot be computed before they have
+      run; and the equations that can be run before them.
     """
     cuts, blocked, free = [], set(), []
     for eqn in eqns:
@@ -139,7 +142,7 @@ def parting_loops(eqns: Sequence[Any], env: Env, most: int) -> set[int]:
         marks = list(map(differs, eqn.invars))
         same = [marks[i] for i in body.operands[: body.same]]
         carry = [marks[i] for i in body.carry_operands]
-        while True:
+        while True:  # until a step makes no more of the carry differ between lanes
             new = reached(body.jaxpr, [*same, *carry])
             if not any(n and not c for n, c in zip(new, carry, strict=True)):
                 break
@@ -158,7 +161,7 @@ def crossing(eqns: Sequence[Any], free: Sequence[Any], cuts: Sequence[Any]) -> l
 
 
 def variables(eqn: Any) -> list[Any]:
-    """The variables that an equation reads, or a derivative rule in it when its time comes."""
+    """The variables that an equation reads, now or in a derivative rule that closes over them."""
     return [v for v in eqn.invars if not isinstance(v, Literal)] + closed_over(eqn)
 
 

@@ -3,8 +3,8 @@
 ``lax.scan`` slices its operands along axis 0 only, and transposing an array to have
 another axis there copies it. Here the body cuts its slice from the array itself. Left
 at that, reverse mode would add up one full array for each step, so derivatives take
-another way: through a scanned operand, whose values nobody looks at, and which is
-therefore not made unless something is differentiated.
+another *way*: through a transposed copy that is scanned. Nobody looks at its values, so
+the compiler drops it unless something is differentiated.
 """
 
 from __future__ import annotations
@@ -65,16 +65,17 @@ def scan_slices(
 def _operand(
     x: Any, axis: int | None, width: int | None, count: int
 ) -> tuple[Any, Callable[[Any, Any], Any]]:
-    """What of an operand ``lax.scan`` slices, if anything, and how a step gets its part.
+    """What ``lax.scan`` slices for an operand, if anything, and how a step gets its part.
 
-    That is a function of the index and of the slice by ``lax.scan``.
+    The second is a function of the index and of the slice that ``lax.scan`` took, the way of
+    derivatives.
     """
     if axis is None:
         return None, lambda index, way: x
 
     if count == 0 or (axis == 0 and x.shape[0] == count * (width or 1)):
         return _slices_first(x, axis, width, count), lambda index, way: way
-    if not is_inexact(x):
+    if not is_inexact(x):  # no derivative, so no way for one
         return None, lambda index, way: _cut(x, index, axis, width)
     fixed = lax.stop_gradient(x)
     return _slices_first(x, axis, width, count), lambda index, way: with_derivative_of(
@@ -93,7 +94,8 @@ def _slices_first(x: Any, axis: int, width: int | None, count: int) -> Any:
     if width is not None:
         x = lax.slice_in_dim(x, 0, width * count, axis=axis)
         x = x.reshape(*x.shape[:axis], count, width, *x.shape[axis + 1 :])
-    return x if axis == 0 else jnp.moveaxis(x, axis, 0)  # references cannot be moved
+    # Left alone with axis 0: it may be a reference, whose axes cannot be moved.
+    return x if axis == 0 else jnp.moveaxis(x, axis, 0)
 
 
 def with_derivative_of(value: Any, other: Any) -> Any:
@@ -116,7 +118,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def _transpose(cotangent: Any, value: Any, other: Any) -> list[Any]:
-    # Both are linear only where nothing was differentiated (`jax.linear_transpose`).
+    # In a derivative only `other` is linear, as `value` has no tangent. Both are where a program
+    # is transposed that was not differentiated before (`jax.linear_transpose`).
     return [ad.Zero(value.aval) if ad.is_undefined_primal(value) else None, cotangent]
 
 

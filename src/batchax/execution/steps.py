@@ -53,7 +53,8 @@ class ScanProgram:
         return _run(self, list(consts), list(carry), list(xs))
 
 
-# Compiled as one program: outside of `jit`, what only derivatives need would be computed.
+# Compiled as one program, in which what only derivatives need is dropped. Outside of `jit` it would
+# be computed.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _run(steps: ScanProgram, consts: list[Any], carry: list[Any], xs: list[Any]) -> list[Any]:
     types = steps.body.out_avals[steps.n_carry :]
@@ -61,7 +62,8 @@ def _run(steps: ScanProgram, consts: list[Any], carry: list[Any], xs: list[Any])
     # lax.scan stacks along axis 0. Along another one, each step writes its entry where it
     # belongs in an array that is part of the carry.
     written = [k for k, a in enumerate(axes) if a != 0 and steps.length != 0]
-    # Their derivatives are those of what lax.scan stacks, which nobody looks at otherwise.
+    # Their derivatives are those of what lax.scan stacks as well. Nobody looks at the values of
+    # that, so the compiler drops it where nothing is differentiated.
     stacked = [k for k, t in enumerate(types) if k not in written or is_inexact(t)]
     first = len(steps.body.jaxpr.eqns)
     arrays = []

@@ -23,7 +23,8 @@ def partial_result(kind: str, x: Any, axis: int) -> tuple[Any, Result]:
         case "sum" | "mean":
             return jnp.sum(x, axis=axis, dtype=_dtype(kind, x, axis)), SUM
         case "prod":
-            # The product of the others is needed for each: kept, for their derivatives.
+            # The derivative of a product needs, for each chunk, the product of the others. So the
+            # product of each chunk is kept.
             return jnp.prod(x, axis=axis, dtype=_dtype(kind, x, axis))[None], PerChunk(0)
         case _:
             return x, Extreme(kind, axis)
@@ -47,5 +48,5 @@ def reduced_type(kind: str, x: Any, axis: int) -> Any:
 
 
 def _dtype(kind: str, x: Any, axis: int) -> Any:
-    """In what a reduction is computed."""
+    """The dtype in which a reduction is added up or multiplied."""
     return accumulator(reduced_type(kind, x, axis).dtype)
