@@ -1,9 +1,10 @@
 """Bounded loops whose lanes take different numbers of steps.
 
-Values are computed as those of any loop that lanes leave when they are done. Their derivatives
-are those of the same loop in blocks of lanes that take about as many steps, which is known by
-then: a block goes on until its last lane is done, and is a bounded loop that can be
-differentiated, in a chunk loop that computes it again.
+Values are computed as in any loop that lanes leave when they are done. That has no derivative in
+reverse, so derivatives are taken of the same loop run in blocks of lanes. How many steps each
+lane takes is known by then, and lanes of about as many make a block: it goes on until the last
+of them is done. A block is a bounded loop, which can be differentiated, inside a chunk loop,
+which computes it again for that.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def run_bounded_loop(axis: Axis, loop: BoundedLoop, width: int) -> PlacedOutputs
                 for x, y in zip(outs, other, strict=True)
             ]
 
-        # Compiled as one: of what only derivatives need, nothing is computed without them.
+        # Compiled as one program, in which what only derivatives need is dropped.
         return jax.jit(run)
 
     key = (axis, loop.test, loop.guarded, loop.form, tuple(loop.axes), width, "bounded")
@@ -113,9 +114,9 @@ class _Blocks:
 
 
 def _permuted(x: Any, places: Any, back: Any) -> Any:
-    """The entries of `x` at `places`; `back` has the place of each, for the transpose.
+    """The entries of `x` at `places`; `back` is the inverse permutation.
 
-    Left to JAX, the transpose of this gather would be a scatter.
+    With it the transpose is a gather, too. JAX's own transpose of a gather is a scatter.
     """
     if not is_inexact(x):
         return x.at[places].get(mode="promise_in_bounds")

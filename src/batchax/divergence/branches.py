@@ -1,9 +1,9 @@
 """Branches that run for the lanes that take them.
 
-A branch that costs more than moving its operands and results does is a loop over chunks of
-the lanes that take it (`execution.chunk_loop`): lanes that do not are never computed, and
-no chunk runs where no lane does. Its derivatives run for the same lanes. Other branches run
-for all lanes, masked.
+A branch that costs much more than moving its operands and results is run *apart*: as a loop
+over chunks of the lanes that take it (`execution.chunk_loop`). Nothing is computed for lanes
+that do not, and if there are none that do, no chunk runs. Its derivatives run for the same
+lanes. Other branches run for all lanes, masked.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from batchax.rules.branches import after_branches, one_branch, select_results
 from batchax.rules.hazards import hazards
 
 # In the unit of `work`. Results do not depend on these.
-_GAIN = 4.0  # how much more than moving its lanes a branch must cost to be worth it
+_GAIN = 4.0  # how many times the cost of moving its lanes a branch must cost to be run apart
 _PER_ARRAY = 50.0  # what moving an array of a lane costs, whatever its size
 _PER_NUMBER = 0.5  # and each number in it
-_LEAST = 50_000.0  # what a branch must cost all lanes
-_NARROWEST = 16
+_LEAST = 50_000.0  # what a branch must cost all lanes together to be run apart
+_NARROWEST = 16  # lanes in a chunk
 
 
 def run_branches(axis: Axis, branches: Branches, width: int | None) -> PlacedOutputs | None:
@@ -78,7 +78,11 @@ def run_branches(axis: Axis, branches: Branches, width: int | None) -> PlacedOut
 
 
 class _Part:
-    """One branch."""
+    """One branch: whether it is run apart (`apart`), and how.
+
+    `used` are the operands that it reads, `made` the variables of what it computes. What it only
+    hands on is not moved.
+    """
 
     def __init__(
         self,
@@ -118,13 +122,13 @@ class _Part:
 
     def _can_run_apart(self) -> bool:
         if _compat.makes_references(self.program.effects):
-            return False  # made into values, they would take derivative rules with them
+            return False  # to make values of references undoes derivative rules in the program
         if any(map(closed_over, self.program.jaxpr.eqns)):
-            return False  # its derivative rule would find values of all lanes
+            return False  # a derivative rule in it would find values of all lanes, not of a chunk
         if any(v.aval.dtype == jax.dtypes.float0 for v in self.made):
             return False
-        # What is the same on all devices of a mesh may be cast to vary, anywhere inside; as an
-        # operand of the loop it would do so already.
+        # Inside `shard_map` the operands of the loop are all cast to vary over the same axes of the
+        # mesh. A program that casts a value itself must not be given one that varies already.
         mesh_axes = _compat.varying_axes(jax.typeof(self.index))
         if any(_compat.varying_axes(jax.typeof(self.operands[k])) != mesh_axes for k in self.used):
             return False
@@ -133,6 +137,8 @@ class _Part:
         return name is None or not any(uses_name(eqn, name) for eqn in eqns)
 
     def _is_worth_it(self) -> bool:
+        # A loop of unknown length may cost anything. A callback is made for lanes that take the
+        # branch only.
         if hazards(self.program.jaxpr).endless or _compat.calls_back(self.program.effects):
             return True
         moved = [self.program.in_avals[k] for k in self.used if self.positions[k] is not None] + [
@@ -143,10 +149,10 @@ class _Part:
         return self.work > _GAIN * moving and self.work * self.axis.size >= least
 
     def run(self, live: Any) -> PlacedOutputs:
-        """What the branch returns for the lanes that are `live`, and zeros."""
+        """What the branch returns for the lanes that are `live`, and zeros for the others."""
         size, most = self.axis.size, None
         if _compat.calls_back(self.program.effects):
-            chunk = 1  # so that nothing is seen of lanes that stand in for others
+            chunk = 1  # in a wider one the lanes that stand in for missing ones would call, too
         elif self.width is not None:
             chunk = min(self.width, size)
         else:
@@ -179,7 +185,7 @@ class _Part:
 
 
 def _chunk(work: float) -> int:
-    """How many lanes of that much work make a chunk."""
+    """How many lanes make a chunk, if each does that much work."""
     processor = jax.default_backend() == "cpu"
     wanted, widest = (500_000.0, 1024) if processor else (50_000_000.0, 16_384)
     width = _NARROWEST

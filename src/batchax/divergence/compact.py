@@ -79,7 +79,7 @@ class Compact:
             )
 
     def inside(self) -> Compact:
-        """How the loops inside a loop, or a branch, are run."""
+        """How lanes are run in what is inside a loop or a branch that lanes part ways in."""
         return replace(self, _nesting=self._nesting + 1, _most=None)
 
     def at_most(self, width: int) -> Compact:
@@ -120,7 +120,7 @@ class Compact:
         widths = choose_widths(most, grain, held, windows, self.width)
         left = most_left(widths, grain)
         if most < size and len(widths) > 1:
-            widths = widths[1:]  # a window to begin with
+            widths = widths[1:]  # all lanes may not run at once: they begin in a window
         return Plan(widths, self.threshold, left, patience, self.steps is not None)
 
     def run_bounded_loop(self, axis: Axis, loop: BoundedLoop) -> PlacedOutputs | None:

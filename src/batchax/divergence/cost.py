@@ -1,4 +1,4 @@
-"""What a program costs, by its own equations: enough to choose how lanes are run.
+"""What a program costs, estimated from its equations: enough to choose how lanes are run.
 
 The unit is one elementary operation on one number, about a nanosecond of one core of a
 processor. That is a guess made before anything is compiled; no result depends on it.
@@ -18,7 +18,7 @@ from batchax.jaxprs.bodies import Body, bodies_of
 from batchax.programs.prices import LINEAR_ALGEBRA, RANDOM, SCATTERS, SERIES, TRANSCENDENTAL, VIEWS
 from batchax.programs.shapes import matrices_of, size_of, terms_of_contraction
 
-_STEPS_OF_WHILE = 16  # what a loop is taken to do if it does not say
+_STEPS_OF_WHILE = 16  # how many steps a loop is taken to run if their number is not known
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class _Prices:
     slow: float
     """of a sine, say"""
     contraction: float
-    """of an addition or multiplication in one, which run many at a time"""
+    """of an addition or multiplication in a contraction, where many run at a time"""
     shared: float
-    """the same, where all lanes share one of the operands"""
+    """the same, where all lanes share one of its operands"""
 
 
 _ALONE = _Prices(1.0, 10.0, 0.15, 0.15)
-# All lanes at once: operations are fused and fill vector registers, and one matrix that
-# many vectors are multiplied by is read once.
+# A lane's share, of many that run at once: operations are fused and fill vector registers, and a
+# matrix that all lanes share is read once for all of them.
 _TOGETHER = _Prices(0.02, 0.1, 0.15, 0.012)
 
 _FREE = VIEWS | {"broadcast_in_dim", "convert_element_type"}  # fused with what uses them
@@ -51,8 +51,8 @@ def work(jaxpr: Any, lanes_differ: Sequence[bool] | None = None) -> float:
 
     Args:
       jaxpr: the program, of one example.
-      lanes_differ: if given, what is meant is the share of one of many lanes that run at
-        once. For each input: whether each lane has its own.
+      lanes_differ: for each input, whether each lane has its own. If given, the result is the
+        share of one of many lanes that run at once; if not, the cost of one example alone.
     """
     key = None if lanes_differ is None else tuple(lanes_differ)
     known = _known.setdefault(jaxpr, {})
@@ -75,7 +75,7 @@ def _sum(jaxpr: Any, lanes_differ: Sequence[bool] | None) -> float:
 
 
 def launches(jaxpr: Any) -> float:
-    """How many operations a program runs, whatever they work on: each has its overhead."""
+    """How many operations a program runs, of any size: each has the same overhead."""
     total = 0.0
     for eqn in jaxpr.eqns:
         bodies = bodies_of(eqn)
@@ -84,6 +84,7 @@ def launches(jaxpr: Any) -> float:
 
 
 def _is_one(eqn: Any) -> bool:
+    """Whether an equation is an operation of its own, not fused with what uses its result."""
     return eqn.primitive.name not in _FREE
 
 
@@ -96,7 +97,7 @@ def _run(bodies: Sequence[Body], costs: Sequence[float]) -> float:
 
 
 def length(jaxpr: Any) -> int:
-    """How many operations a program has, those of the programs inside it included."""
+    """How many operations a program has, to be compiled: each counts once, in loops too."""
     inner = (p for eqn in jaxpr.eqns for p in jaxprs_in_params(eqn.params))
     return len(jaxpr.eqns) + sum(length(getattr(p, "jaxpr", p)) for p in inner)
 
@@ -124,7 +125,10 @@ def _of_equation(eqn: Any, lanes_differ: list[bool] | None) -> float:
 
 
 def _inside(body: Body, lanes_differ: list[bool] | None) -> list[bool] | None:
-    """For the inputs of a program in an equation, as `lanes_differ` for its operands."""
+    """`lanes_differ` for the inputs of a program in an equation, from that of its operands.
+
+    A carry, and an entry of a scanned array, is taken to differ.
+    """
     if lanes_differ is None:
         return None
     same = [lanes_differ[i] for i in body.operands[: body.same]]

@@ -58,7 +58,7 @@ class LaneSteps:
         )
 
     def add(self, widths: Sequence[int], tallies: Sequence[Any]) -> None:
-        """Adds what each window of a loop has counted, when the program is run."""
+        """Stages the adding up of what each window of a loop counts when the program runs."""
 
         def count(tallies: Any) -> None:
             for width, (iterations, high, low) in zip(widths, tallies, strict=True):

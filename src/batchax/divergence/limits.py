@@ -1,4 +1,4 @@
-"""What keeps lanes together where they would part ways."""
+"""Where lanes cannot part ways: what cannot be moved, and what must see all lanes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from batchax.rules.hazards import find_collective
 
 
 def can_move(axis: Axis, values: Sequence[Any]) -> bool:
-    """Whether lanes, and these values of theirs, can be taken apart and put together.
+    """Whether some lanes can be taken out of these values, and put back.
 
-    Not where their number is symbolic, where a value is a reference, and where their axis is
-    sharded over the axis of a mesh.
+    Not where the number of lanes is symbolic, where a value is a reference, nor where the lanes
+    are spread over the axis of a mesh.
     """
     if not isinstance(axis.size, int) or axis.size == 0:
         return False
@@ -25,7 +25,7 @@ def can_move(axis: Axis, values: Sequence[Any]) -> bool:
 
 
 def calls_back(programs: Iterable[_compat.ClosedJaxpr]) -> bool:
-    """Whether programs call the host: places in a window that are free would do so, too."""
+    """Whether programs call the host: in a window, places without a lane would call it, too."""
     return any(_compat.calls_back(program.effects) for program in programs)
 
 

@@ -1,7 +1,8 @@
 """The primitive of a loop that lanes leave one by one.
 
-Batched once more, its lanes and those of the outer axis are one set of lanes, which draw on
-one window. Left to the rules of its operations, an outer lane would wait for the slowest.
+Batched once more, its lanes and those of the outer axis become one set of lanes, which share
+one window. Were its operations batched instead, each by its rule, outer lanes would be masked,
+and would wait for the slowest of them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from batchax.kernel.named_axes import uses_name
 from batchax.kernel.registry import register_own_rule
 from batchax.programs.shapes import bytes_of
 
-_MOST_REPEATED = 4  # times what the lanes hold: what outer lanes may repeat of what is shared
+# To be one set, lanes of one axis that share an operand get copies of it. These may take so many
+# times the bytes of what the lanes carry.
+_MOST_REPEATED = 4
 
 parting_loop_p = _compat.Primitive("parting_loop")
 parting_loop_p.multiple_results = True
@@ -47,7 +50,8 @@ def _impl(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
 
 
 def _function(program: Any) -> Any:
-    jaxpr, consts = program.jaxpr, program.consts  # not the program, which is a weak key
+    # What is returned is remembered under `program` as a weak key, and must not hold it alive.
+    jaxpr, consts = program.jaxpr, program.consts
     return lambda *operands: eval_jaxpr(jaxpr, consts, *operands)
 
 
@@ -91,7 +95,7 @@ def _batched(
 def _merged(
     axis: Axis, loop: PartingLoop, args: Any, axes: Any
 ) -> tuple[PartingLoop, list[Any]] | None:
-    """The loop of the lanes of both axes; None where it would repeat too much, or cannot be."""
+    """The loop of the lanes of both axes; None where it cannot be, or would copy too much."""
     together = isinstance(axis.size, int) and axis.mesh_axis is None and axis.spmd_name is None
     eqns = [*loop.test.jaxpr.eqns, *loop.body.jaxpr.eqns]
     if not together or (axis.name is not None and any(uses_name(e, axis.name) for e in eqns)):

@@ -1,4 +1,4 @@
-"""The loops of one example as what windows run: lanes, their steps and predicates."""
+"""A ``while`` of one example in the form that windows run: with one predicate for each lane."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PartingLoop:
 
     @property
     def but_for_body(self) -> tuple[Any, ...]:
-        """What tells it from others of the same body, and does not hold on to that."""
+        """A key among loops of the same body, which it does not hold: that is a weak key."""
         return self.axis, self.test, self.n_test, self.positions, self.plan
 
     def run(self, *operands: Any) -> list[Any]:
@@ -74,9 +74,9 @@ class PartingLoop:
 
 
 def parting_loop(axis: Axis, loop: WhileLoop, plan: Plan) -> tuple[PartingLoop, list[Any]]:
-    """A loop as one that lanes leave one by one, and its operands.
+    """`loop` as one that lanes leave one by one, and its operands.
 
-    It may have more in its carry than `loop`: before, not after.
+    Its carry may begin with more values than that of `loop` has.
     """
     loop = with_varying_values(_with_index(axis, _with_onepredicate(axis, loop)))
     positions = (*loop.test_at, *loop.body_at)
@@ -89,10 +89,10 @@ def parting_loop(axis: Axis, loop: WhileLoop, plan: Plan) -> tuple[PartingLoop, 
 
 
 def _with_onepredicate(axis: Axis, loop: WhileLoop) -> WhileLoop:
-    """A loop whose predicate is one number for each lane, not an array of them.
+    """A loop whose predicate is one boolean for each lane, not an array of them.
 
-    It is an array where lanes are themselves batches, of an inner vmap: each of its elements
-    ends a part of the carry.
+    It is an array where each lane is itself a batch, of an inner vmap: each element says when
+    an inner lane is done. The array joins the carry, and the lane goes on while any is true.
     """
     if not loop.test.out_avals[0].shape:
         return loop
@@ -122,7 +122,10 @@ def _with_onepredicate(axis: Axis, loop: WhileLoop) -> WhileLoop:
 
 
 def _with_index(axis: Axis, loop: WhileLoop) -> WhileLoop:
-    """A loop that is told the index of the lane, if it asks for it: windows do not have it."""
+    """A loop that is given the index of the lane, if it asks for it.
+
+    In a window the place of a lane is not its index.
+    """
     programs = loop.test, loop.body
     eqns = [eqn for program in programs for eqn in program.jaxpr.eqns]
     if axis.name is None or not any(uses_name(eqn, axis.name) for eqn in eqns):

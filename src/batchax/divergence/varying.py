@@ -1,7 +1,8 @@
 """Programs whose values all vary over a mesh, inside ``shard_map``.
 
-A loop counter that starts from zero is the same on all devices, and typed so. Once lanes leave
-the loop one by one it is not, and nothing else in the loop may be.
+A loop counter that starts from zero is the same on all devices, and its type says so. Once lanes
+leave the loop one by one it differs between devices, and so does all that is computed from it or
+selected by it. So the programs of the loop are made again, for values that vary.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from batchax.kernel.varying import Varying, varying_of
 
 
 def with_varying_values(loop: WhileLoop) -> WhileLoop:
-    """`loop` with a carry, and programs of values, that vary as any of its operands does."""
+    """`loop` with operands and programs whose values vary over all that any operand varies over."""
     given = (*loop.test_consts, *loop.body_consts, *loop.carry)
     over = frozenset().union(*varying_of(given))
     if not over:
@@ -41,6 +42,7 @@ def with_varying_values(loop: WhileLoop) -> WhileLoop:
 
 def _of_values(program: _compat.ClosedJaxpr, varying: Varying) -> _compat.ClosedJaxpr:
     """`program` of values that vary over these axes, as its results do then."""
+    # Nothing is batched: the interpreter is run for the casts that it makes.
     nothing_batched = [None] * len(varying)
     program, _ = batch_inner(Axis(1), program, nothing_batched, varying=varying)
     return returning(program, (varying[0],) * len(program.out_avals))

@@ -1,7 +1,8 @@
 """How many lanes run together, chosen by what the operations of a step cost.
 
-Operations on few lanes are mostly overhead, and many lanes wait for many. The figures are
-those of the device on which programs run by default. Results do not depend on them.
+In a narrow window operations are mostly overhead; in a wide one many lanes that are done wait
+for others. The figures are those of the device on which programs run by default. Results do not
+depend on them.
 """
 
 from __future__ import annotations
@@ -15,27 +16,30 @@ from batchax import _compat
 from batchax.divergence.cost import work
 from batchax.programs.shapes import bytes_of
 
-_NARROWING = 4  # a window is so much narrower than the one before
-_LONGEST = 600  # operations in the programs of all windows together, about
+_NARROWING = 4  # each window is this many times narrower than the one before
+_LONGEST = 600  # operations in the programs of all windows together, about: each is compiled
 _MOST_WINDOWS = 4
-MOST_STEPS_INSIDE = 8  # loops inside loops are entered often, and mostly for few steps
+# A loop inside a loop has windows only if moving a lane costs no more than so many of its steps:
+# it is entered often, and mostly for few steps.
+MOST_STEPS_INSIDE = 8
 
-_SHARED = 0.75  # what all lanes cost of as many in windows
+_SHARED = 0.75  # the cost of a step of all lanes, as a share of that of as many lanes in windows
 
-_LEAST = 0.1  # work that a program is taken to do that does none
+_LEAST = 0.1  # the work taken for a program without any: it is divided by
 
-# What it costs to move a lane: for each of its arrays, and for each byte of those.
+# What it costs to move a lane, in the unit of `cost.work`: for each of its arrays, and for each of
+# their bytes.
 _ARRAY = 25.0
 _BYTE = 0.2
 
 
 class _Worth(NamedTuple):
-    """Work of one operation, in the unit of `cost.work`, that makes up for its overhead."""
+    """What is worth running as one operation: in the unit of `cost.work`, and in bytes."""
 
     wide: float
-    """in a window that is refilled"""
+    """work that an operation should do in a window that is refilled, to make up for its overhead"""
     narrow: float
-    """in the narrowest window, which runs when few lanes are left"""
+    """the same in the narrowest window, which runs when few lanes are left"""
     memory: float
     """bytes that a window may take: what lies in a cache is worked on several times as fast"""
 
@@ -45,11 +49,13 @@ _OTHER_DEVICES = _Worth(5_000_000, 500_000, 1e9)
 
 
 def most_windows(length: int, nesting: int) -> int:
-    """How many windows a loop may have besides that of all lanes: each is compiled by itself.
+    """How many windows a loop may have besides that of all lanes.
+
+    Each window is one more copy of the program of a step to compile.
 
     Args:
       length: operations in the program of a step.
-      nesting: in how many such loops this one is.
+      nesting: inside how many such loops this one is.
     """
     if nesting:
         return int(nesting == 1 and 4 * length <= _LONGEST)
@@ -66,11 +72,12 @@ def choose_widths(
       grain: what an operation of a step costs a lane, on average.
       held: bytes of what a lane carries.
       windows: how many there may be besides that of all lanes.
-      width: of the first after all lanes; None to choose.
+      width: the width of the first of those; None to choose.
     """
     worth = _WORTH.get(jax.default_backend(), _OTHER_DEVICES)
     wide, narrow = _lanes(worth.wide, grain), _lanes(worth.narrow, grain)
-    # The last window decides how long few lanes are waited for.
+    # With few windows the first must not be too wide for the last to be narrow: that one runs until
+    # the slowest lane is done, and costs as much as if it were full.
     wide = min(wide, 2 * narrow * _NARROWING ** (windows - 1)) if windows else wide
     wide = max(narrow, min(wide, _lanes(worth.memory, held + 1) // 2))
     if width is not None:
@@ -86,8 +93,9 @@ def choose_widths(
 def most_left(widths: Sequence[int], grain: float) -> int:
     """How many lanes may be left when they leave the run of all lanes for the first window.
 
-    What is overhead in one operation is that of so many lanes in the other; and several cores
-    may share what all lanes do.
+    The overhead of an operation is as much as the work of `narrow` lanes. So a step of all lanes
+    costs ``_SHARED * (size + narrow)``, however few are live (several cores may share it), and a
+    lane in a full window costs ``(width + narrow) / width``. Lanes leave when that is cheaper.
     """
     if len(widths) == 1:
         return 0
@@ -98,7 +106,7 @@ def most_left(widths: Sequence[int], grain: float) -> int:
 
 
 def steps_to_move(body: _compat.ClosedJaxpr, differs: Sequence[bool]) -> float:
-    """How many steps of a lane, among many, cost as much as to take it in and out of a window.
+    """How many steps of a lane, run among many, cost as much as moving it in and out of a window.
 
     `differs` says which operands of the body each lane has its own of.
     """
@@ -108,7 +116,7 @@ def steps_to_move(body: _compat.ClosedJaxpr, differs: Sequence[bool]) -> float:
 
 
 def _lanes(worth: float, grain: float) -> int:
-    """The power of two of lanes of which an operation is worth so much."""
+    """The smallest power of two of lanes that do so much work in one operation."""
     lanes, grain = 1, max(grain, _LEAST)
     while lanes * grain < worth:
         lanes *= 2

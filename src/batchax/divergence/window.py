@@ -2,11 +2,12 @@
 
 First all lanes run, as they do where lanes are masked, until a share of them is done. Those
 that are left wait for a place in a window of fixed width: lanes that are done leave it, and
-waiting ones take their places (refill). When nobody waits, the lanes that are left move to
-narrower and narrower windows (compaction), so that one slow lane does not keep others company.
+waiting ones take their places (refill). When none waits, the lanes that are left move to
+narrower and narrower windows (compaction), so that the last slow lanes do not run in a window
+full of lanes that are done.
 
-A window holds the numbers of its lanes: what belongs to a lane is read from, and written to,
-the arrays of all lanes by number.
+A window holds the indices of its lanes: what belongs to a lane is read from, and written to,
+the arrays of all lanes by index.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ LaneStep = Callable[[int, Sequence[Any], Any, Sequence[Any]], tuple[Any, list[An
 """One step of some lanes: (width, consts, live, carry) -> (live, carry)."""
 
 Tally = tuple[Any, ...]
-"""Iterations, and lanes live in them (high and low half); empty where nobody counts."""
+"""Iterations, and lane-steps of live lanes in two halves of 32 bits, the high one first: in single
+precision JAX has no integers of 64 bits. Empty where nothing is counted."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,13 @@ class Plan:
     """How the lanes of a loop are run.
 
     Attributes:
-      widths: the widths of the windows, from the widest down. One of all lanes is not refilled.
+      widths: the widths of the windows, from the widest down. If the first is that of all lanes,
+        it is the run of all lanes before the windows, and not refilled.
       threshold: the share of the lanes of a window that must be done before it is refilled;
         None to leave that to `patience`.
       most_left: how many lanes may be left when they leave the run of all lanes, if there is
         no threshold.
-      patience: how many steps of a lane cost as much as to move a lane.
+      patience: how many steps of a lane cost as much as moving it in and out of a window.
       counts: whether lane-steps are counted.
     """
 
@@ -52,7 +55,7 @@ class Plan:
     counts: bool
 
     def left(self, k: int) -> int:
-        """How many lanes window `k` may be left with when nobody waits."""
+        """How many lanes may still be live when window `k` is left for the next: its width."""
         return self.widths[k + 1] if k + 1 < len(self.widths) else 0
 
     def refilled_at(self, k: int) -> int:
@@ -62,9 +65,9 @@ class Plan:
     def bears(self, wasted: Any, moving: Any) -> Any:
         """Whether so many wasted lane-steps cost less than it costs to move so many lanes.
 
-        Nobody knows how many steps are to come. To stay until as much has been lost as leaving
-        costs is at most twice what the best would have been that knew (Karlin, Manasse, Rudolph
-        and Sleator, "Competitive snoopy caching", 1988).
+        Nobody knows how many steps are to come. Whoever stays until waiting has cost as much as
+        moving does pays at most twice what the best choice would have cost that knew (Karlin,
+        Manasse, Rudolph and Sleator, "Competitive snoopy caching", 1988).
         """
         if self.threshold is not None:
             return np.False_
@@ -86,7 +89,7 @@ def run_in_windows(
     """Runs a loop.
 
     Args:
-      plan: how.
+      plan: how the lanes are run.
       step: one step of some lanes.
       consts: what it is given beside the carry; `positions` says where each has the batch axis.
       live: whether each lane takes a first step.
@@ -121,9 +124,9 @@ def _steps(
     stays: Callable[[Any, Any], Any],
     state: Any,
 ) -> Any:
-    """Steps of `width` lanes until no more than `left` of them are live, and none `stays`.
+    """Steps of `width` lanes, while more than `left` of them are live, or `stays` says to go on.
 
-    That is asked with the lane-steps wasted so far, and the number of live lanes.
+    `stays` is given the lane-steps wasted so far, and the number of live lanes.
     """
     live, carry, tally = state
 
@@ -145,7 +148,7 @@ def _steps(
 
 
 class _Window:
-    """The lanes named by `waiting`, of which the first `count` count, in a window."""
+    """Window `k`, for the first `count` of the lanes whose indices are in `waiting`."""
 
     def __init__(
         self,
@@ -168,7 +171,7 @@ class _Window:
         Also returns the lanes that are left, how many they are, and the count of lane-steps.
         """
         width = self.width
-        nobody = jnp.zeros(width, np.int32)  # any lane will do for a place that is free
+        nobody = jnp.zeros(width, np.int32)  # a free place holds some lane, which is masked
         places = (
             nobody,
             jnp.zeros(width, np.bool_),
@@ -203,7 +206,9 @@ class _Window:
         began, state = live, (live, carry, tally)
         live, carry, tally = _steps(self.step, self.width, operands, left, stays, state)
         leaves = began & ~(live & some_wait)
-        beyond = everyone[0].shape[0] + lax.iota(np.int32, self.width)  # dropped
+        # Places that no lane leaves are written out of bounds, where they are dropped: each to
+        # another index, since indices are said to be unique.
+        beyond = everyone[0].shape[0] + lax.iota(np.int32, self.width)
         target = lax.select(leaves, lanes, beyond)
         everyone = [
             x.at[target].set(row, mode="drop", unique_indices=True)
@@ -218,7 +223,7 @@ class _Window:
         lanes = lax.select(enters, self.waiting.at[place].get(mode="clip"), lanes)
         rows = [x.at[lanes].get(mode="clip") for x in everyone]
         carry = [select_lanes(enters, 0, row, old) for row, old in zip(rows, carry, strict=True)]
-        # What does not change is read again; lanes that stay read what they had.
+        # Constants never change, so those of all places are read again: nothing to select.
         consts = self._consts_of(lanes) if consts else consts
         return lanes, live | enters, carry, consts
 
@@ -231,9 +236,9 @@ class _Window:
 
 
 def _compressed(live: Any, lanes: Any, size: int) -> tuple[Any, Any]:
-    """The `lanes` that are live, one after another in an array of that size, and their number."""
+    """The `lanes` that are live, one after another in an array of that size, and how many."""
     places = lax.cumsum(lax.convert_element_type(live, np.int32)) - 1
-    beyond = size + lax.iota(np.int32, live.shape[0])
+    beyond = size + lax.iota(np.int32, live.shape[0])  # dropped; each differs, as places must
     target = lax.select(live, places, beyond)
     listed = jnp.zeros(size, np.int32).at[target].set(lanes, mode="drop", unique_indices=True)
     return listed, _count(live)
@@ -252,6 +257,9 @@ def _counted(tally: Tally, count: Any) -> Tally:
 
 
 def _alike(state: Any, like: Sequence[Any]) -> Any:
-    """A first carry whose values, inside ``shard_map``, all vary as those of the loop do."""
+    """A first carry whose values, inside ``shard_map``, vary over all that `like` varies over.
+
+    The types of a carry must be the same before and after a step.
+    """
     leaves, structure = jax.tree.flatten(state)
     return jax.tree.unflatten(structure, _compat.varying_alike(leaves, like=like))
