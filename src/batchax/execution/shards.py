@@ -105,8 +105,8 @@ def _shards(sharding: Any, position: AxisPosition) -> tuple[Any, ...]:
 
 def _counted(mesh: Any, names: tuple[Any, ...], size: int) -> Shards | None:
     shards = Shards(mesh, names)
-    # Where types name the mesh (axes of type Explicit), slices and results of a chunk would not be
-    # of one type even on a single device.
+    # Where types name the mesh (axes of type Explicit), slices and results of a chunk would not
+    # have one type, even with a single device.
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     typed = all(types[name] == AxisType.Explicit for name in names)
     several = shards.count > 1 or typed

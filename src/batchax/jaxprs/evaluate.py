@@ -38,8 +38,7 @@ def evaluate(
     def read(v: Any) -> Any:
         return number(v) if isinstance(v, Literal) else env[v]
 
-    steps = (Step(eqn, eqn.invars, eqn.outvars, dead) for eqn, dead in plan(jaxpr))
-    walk(steps, env, read, lambda step, operands: run_equation(step.eqn, operands))
+    walk(plan(jaxpr), env, read, lambda step, operands: run_equation(step.eqn, operands))
     return list(map(read, jaxpr.outvars))
 
 
@@ -77,7 +76,7 @@ def bind_equation(eqn: Any, operands: Sequence[Any], **changes: Any) -> Sequence
     return out if primitive.multiple_results else [out]
 
 
-def plan(jaxpr: Any) -> list[tuple[Any, set[Any]]]:
+def plan(jaxpr: Any) -> list[Step]:
     """The equations that are needed, each with the variables that are dead after it.
 
     Dropping a value after its last use keeps eager runs within the memory that
@@ -89,6 +88,6 @@ def plan(jaxpr: Any) -> list[tuple[Any, set[Any]]]:
         if not eqn.effects and live.isdisjoint(eqn.outvars):
             continue
         used = {v for v in eqn.invars if not isinstance(v, Literal)}
-        steps.append((eqn, (used | set(eqn.outvars)) - live))
+        steps.append(Step(eqn, eqn.invars, eqn.outvars, (used | set(eqn.outvars)) - live))
         live |= used
     return steps[::-1]
