@@ -1,7 +1,8 @@
 """Rows in groups that run one after another: taken apart by row, put together in row order.
 
 Both ways move whole rows, or the elements of rows, to places that are known while a program is
-staged: one gather, whose transpose is the gather that takes everything back.
+staged. So each is one gather, and its transpose is the gather that takes everything back; JAX's
+own transpose of a gather would be a scatter.
 """
 
 from __future__ import annotations
@@ -222,7 +223,7 @@ def _inverse(index: np.ndarray, size: int) -> np.ndarray:
 def _regroup(parts: Sequence[Any], index: np.ndarray, sizes: Sequence[int], axis: int) -> list[Any]:
     """The elements `index` of all parts together, in new parts of these sizes, along `axis`.
 
-    No element is taken twice, and so the transpose is of the same form.
+    No element is taken twice, so the transpose only moves them back, and is of the same form.
     """
     given = [x.shape[axis] for x in parts]
 

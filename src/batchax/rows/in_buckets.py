@@ -102,7 +102,8 @@ def run_in_buckets(
             for x, ndim in zip(outs, outputs.ndims, strict=True)
         ], outputs
 
-    # Buckets are few, and what the function calls is known only once the first has run.
+    # In turn, for the case that the function calls a library (`rules/in_turn.py`): whether it does
+    # is known only once the first bucket has run. Buckets are few, so it costs little.
     outs, in_bucket = run_in_groups(axis, mapped, buckets.rows, run_group, in_turn=True)
     outputs = in_bucket.asked
     described = outputs.described

@@ -1,8 +1,8 @@
 """Where the elements of each row are, and rows between packed and padded arrays.
 
 Packed, the elements of all rows follow one another along an axis; padded, each row has an
-array of the same size. Both ways are gathers, each the transpose of the other, which is said
-to JAX: left to itself it would transpose a gather to a scatter, a hundred times slower on a CPU.
+array of the same size. Both ways are gathers, each the transpose of the other. JAX is told so:
+by itself it would transpose a gather to a scatter, a hundred times slower on a CPU.
 """
 
 from __future__ import annotations
@@ -114,7 +114,11 @@ def _linear_gather(forward: Any, transpose: Any, index: RowIndex, x: Any, *how: 
 
 
 def _running_sum(x: Any) -> Any:
-    """As ``jnp.cumsum`` of a vector, which on a CPU goes over it once for each bit of its size."""
+    """As ``jnp.cumsum`` of a vector.
+
+    On a CPU that goes over the vector once for each bit of its size. Here blocks of about the
+    square root of its size are summed side by side.
+    """
 
     def by_blocks(x: Any) -> Any:
         count = math.isqrt(x.size - 1) + 1
@@ -134,7 +138,7 @@ def _pad(
     rows = starts.shape[0]
     if rows == 0 or bound == 0 or data.shape[axis] == 0:
         return jnp.zeros((rows, *shape), data.dtype)
-    # Room behind the last row: a window that reached beyond the end would begin earlier.
+    # Room behind the last row: JAX moves a slice that would reach beyond the end to begin earlier.
     data = jnp.concatenate([data, jnp.zeros(shape, data.dtype)], axis)
     window = lambda start: lax.dynamic_slice_in_dim(data, start, bound, axis)
     return _zero_unless(jax.vmap(window)(starts), _mask(lengths, bound), (0, axis + 1))

@@ -26,8 +26,8 @@ def other_layout(layout: Layout) -> Layout:
     return "padded" if layout == "packed" else "packed"
 
 
-# Rough costs in nanoseconds on a CPU. Only their proportions matter, and those little: the
-# padding of uneven rows makes differences of several times.
+# Rough costs in nanoseconds on a CPU. Only their proportions matter, and these need not be precise:
+# by the padding of uneven rows layouts differ by several times.
 _ELEMENT = 0.4  # read or written, in a loop over elements
 _MULTIPLY_ADD = 0.02
 _MOVED_ELEMENT = 0.1  # from one layout to the other, along with others of the same place

@@ -220,7 +220,7 @@ def _for_each_element(rows: PackedRows, eqn: Any, x: Packed, shape: Sequence[Any
     dims = eqn.params.get("broadcast_dimensions", range(len(x.shape)))
     if len(x.shape) == 0:
         dims = ()
-    # As many axes as the result, of size one where the operand does not vary.
+    # Given as many axes as the result has, of size one where the operand does not vary.
     value = move_axis(x.value, x.axis, 0)
     spread = [1] * len(shape)
     for d, size in zip(dims, x.shape, strict=True):

@@ -40,8 +40,8 @@ class Row:
       value: an array whose shape has the bound of each size. A NumPy array where the value is
         known while the program is staged.
       shape: the shape of the row's own part, of which sizes may be symbolic.
-      fill: what all of the padding holds, or None for anything.
-      partly: what the padding along some axes holds, and those axes.
+      fill: what all of the padding holds; None if it may hold anything.
+      partly: a value, and the axes along which the padding is known to hold it.
     """
 
     value: Any
@@ -122,7 +122,10 @@ class Operation:
         return x if mask is None else lax.select(mask, x, lax.full_like(x, value))
 
     def cut(self, value: Any, shape: Sequence[Any]) -> Any:
-        """`value` as it is, through whose padding no derivative passes."""
+        """`value` as it is, but no derivative passes through its padding.
+
+        What comes back from padding may be infinite, or no number, and zero times that is none.
+        """
         if not is_inexact(value):
             return value
         mask = self.sizes.mask(shape, self.sizes.padded_axes(shape))
@@ -174,7 +177,7 @@ def run_padded(sizes: Sizes, jaxpr: Any, consts: Sequence[Any], rows: Sequence[R
         return evaluate(
             jaxpr,
             [Row(x, v.aval.shape) for v, x in zip(jaxpr.constvars, consts, strict=True)],
-            list(map(replace, rows)),  # filled here, not there
+            list(map(replace, rows)),  # copies: to fill them must not change the caller's
             functools.partial(run_equation, sizes),
             lambda literal: Row(literal.val, jnp.shape(literal.val)),
         )
@@ -209,9 +212,9 @@ def _run_equation(sizes: Sizes, eqn: Any, rows: Sequence[Row]) -> list[Row]:
 
 
 def fold_known(eqn: Any, values: Sequence[Any]) -> list[Any] | None:
-    """Small integers computed from what is written in the program; None for anything else.
+    """The results of an equation on small integers that are known while staging; else None.
 
-    They stay known, so that a rule may look at indices.
+    They stay known, as NumPy arrays, so that a rule may look at indices.
     """
     if not all(map(_is_known, values)) or eqn.effects:
         return None

@@ -51,6 +51,7 @@ def _constants_in(params: Any) -> Iterator[Any]:
 
 
 def _text(params: Any) -> str:
+    """Parameters as text, without addresses of objects, which say nothing of what they do."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(params))
 
 

@@ -156,7 +156,8 @@ def run_rows(
     try:
         staged, outputs = stage([size.symbol for size in sizes])
     except Exception as error:
-        # It may be for known sizes only: `if n > 5`. Or wrong: then it fails again.
+        # The function may need sizes as numbers, for an `if n > 5`: rows of one length have these.
+        # If it is wrong, it fails again.
         if known:
             return by_length()
         raise _cannot_stage(error, sizes, lambda: _works_for_known(stage, sizes)) from error
@@ -182,7 +183,7 @@ def run_rows(
 
 
 def _cannot_stage(error: Exception, sizes: Sequence[RowSize], works_for_known: Any) -> Exception:
-    """What to raise where a function fails for symbolic sizes and no others are known.
+    """What to raise where a function fails for symbolic sizes, and lengths are not known.
 
     Args:
       error: how it failed.
@@ -223,7 +224,8 @@ def _works_for_known(stage: Callable[[Sequence[int]], Any], sizes: Sequence[RowS
     """Whether rows of some lengths could be staged, where rows of any length cannot."""
     most = max(size.bound for size in sizes)
     for length in (most, most - 1, 4, 3, 2, 1):
-        # Sizes may differ, and in JAX a single element goes with any number of them.
+        # Sizes of different names may differ, so they do here. None is 1 if there are several: JAX
+        # repeats a single element along any number of others.
         lengths = [min(length - i, size.bound) for i, size in enumerate(sizes)]
         if min(lengths) < min(len(lengths), 2):
             continue
@@ -236,7 +238,7 @@ def _works_for_known(stage: Callable[[Sequence[int]], Any], sizes: Sequence[RowS
 
 
 def _run_padded(call: Call, run_dense: RunDense) -> list[Any]:
-    """All of it in padded rows, by what `vmap` does with arrays of one size."""
+    """The whole program on padded rows, batched as `vmap` does for arrays of one size."""
     if recording.is_on():
         steps = flatten(call.staged).steps
         recording.fact("region", layout="padded", steps=steps, sizes=[s.noted for s in call.sizes])
@@ -273,7 +275,7 @@ def _find_regions(call: Call, options: RowOptions) -> tuple[RowProgram, list[Reg
     """The program in regions of one layout each; None if all of it is to be padded."""
     if options.layout == "padded" or options.in_chunks(call.axis.size):
         return None
-    if _compat.calls_back(call.staged.effects):  # in the order of the program
+    if _compat.calls_back(call.staged.effects):  # regions would not keep the order of the calls
         return None
     program = flatten(call.staged)
     batched = [m.axis is not None for m in call.mapped]
@@ -287,7 +289,7 @@ def _find_regions(call: Call, options: RowOptions) -> tuple[RowProgram, list[Reg
 
 
 def _run_regions(call: Call, program: RowProgram, regions: list[Region]) -> list[Any]:
-    """Some or all of it in packed rows."""
+    """The program region by region, of which some or all hold packed rows."""
     recording.found_program(call.axis, call.staged, call.mapped, call.described)
     for region in regions if recording.is_on() else ():
         sizes = [s.noted for s in call.sizes]
@@ -324,7 +326,7 @@ def _run_regions(call: Call, program: RowProgram, regions: list[Region]) -> list
     if traced or lengths_traced:
         outs, axes = run(*values)
         check_unbatched(call.axis, call.described, axes)
-    else:  # whatever is wrong must be found before anything is computed
+    else:  # staged first, so that what is wrong is found before anything is computed
         whole, axes = _compat.stage_described(run, list(map(jax.typeof, values)))
         check_unbatched(call.axis, call.described, axes)
         outs = eval_jaxpr(whole.jaxpr, whole.consts, *values)

@@ -38,7 +38,7 @@ def _reduce(kind: str, x: Any, rows: Any, count: int) -> Any:
 
 
 def _extreme(kind: str, count: int, x: Any, rows: Any) -> Any:
-    """The greatest or least of each row; JAX has no derivative of that over segments."""
+    """The greatest or least of each row, with a derivative: JAX has none of it over segments."""
 
     @jax.custom_jvp
     def extreme(x: Any, rows: Any) -> Any:
@@ -46,9 +46,11 @@ def _extreme(kind: str, count: int, x: Any, rows: Any) -> Any:
 
     @extreme.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        # As of reduce_max: shared between elements that are equal.
+        # As that of `reduce_max`: elements equal to the extreme share its derivative evenly.
         (x, rows), (dx, _) = primals, tangents
-        x = lax.optimization_barrier(x)  # computed twice, rounded otherwise, it equals no extreme
+        # A compiler may compute `x` again where it is compared, and round it otherwise: then no
+        # element would equal the extreme.
+        x = lax.optimization_barrier(x)
         best = extreme(x, rows)
         at_best = jnp.equal(x, best.at[rows].get(mode="fill", fill_value=0))
         dot = _reduce("reduce_sum", jnp.where(at_best, dx, 0), rows, count)

@@ -24,7 +24,7 @@ from batchax.errors import UnsupportedError
 
 is_symbolic = jax.export.is_symbolic_dim
 
-_MOST_COMBINATIONS = 1 << 22
+_MOST_COMBINATIONS = 1 << 22  # of lengths that are tried, to see what an expression comes to
 
 
 @dataclass
@@ -57,7 +57,8 @@ class Sizes:
         found = self.in_every_row(dim)
         if found is not None:
             return max(int(np.max(found[0])), 0)
-        # Expressions of long sizes: of those that only grow with each.
+        # Sizes too long to try all lengths. An expression that only grows with each symbol is
+        # greatest where all of them are; of others nothing is known.
         names = sorted(_compat.symbols(dim))
         falls = "-" in str(dim) and len(names) > 1
         if "floordiv" in str(dim) or "mod" in str(dim) or falls:
@@ -95,7 +96,10 @@ class Sizes:
         return _compat.evaluate_size(dim, dict(self.values))
 
     def inside(self, values: Mapping[str, Any] | None = None) -> Sizes:
-        """These for a program that is staged within another: what it computes stays in it."""
+        """These for a program that is staged within another.
+
+        Sizes computed while that is staged are its tracers, and are not kept for the outer one.
+        """
         known = dict(self._sizes) if values is None else {}
         return replace(self, values=self.values if values is None else values, _sizes=known)
 

@@ -1,9 +1,9 @@
 """Functions of JAX that read the size of a row as a number, and need not.
 
-Each is an ordinary program for a symbolic size as well; JAX refuses it because which program that
-is depends on the size. What stands in for it is one program for rows of all lengths, and gives each
-what JAX gives it alone. It relies on the greatest length, which batchax knows and JAX does not.
-Arrays of other sizes go the way of JAX.
+JAX refuses a symbolic size there, because it stages another program for each size. What stands in
+for such a function is one program for rows of all lengths, and gives each row what JAX gives it
+alone. It relies on the greatest length, which batchax knows and JAX does not. Arrays without a
+symbolic size go to JAX's own function.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from batchax.rows.comparisons import agreed, greatest
 
 @_compat.stands_in_for("jax._src.lax.parallel", "_psum")
 def _psum(original: Any, x: Any, names: Any, **kwargs: Any) -> Any:
-    # JAX takes what is no array for a constant, and multiplies it by the number of lanes.
+    # JAX takes what is no array for a constant, and multiplies it by the number of lanes. The
+    # length of a row is no constant: a symbolic one is made an array; a number that may be one,
+    # where rows are grouped by length, is refused.
     grouped = _grouped.get()
     if grouped is not None and grouped in names:
         for leaf in jax.tree.leaves(x):
@@ -57,14 +59,15 @@ _grouped: ContextVar[Hashable | None] = ContextVar("grouped", default=None)
 
 @_compat.stands_in_for("jax._src.numpy.indexing", "_parse_indices")
 def _parse_indices(original: Any, indices: Any, *args: Any) -> Any:
-    # JAX wants an int or an array.
+    # JAX takes an int or an array for an index, and a symbolic size is neither.
     indices = (jnp.asarray(i) if _compat.is_row_size(i) else i for i in indices)
     return original(tuple(indices), *args)
 
 
 @_compat.stands_in_for("jax._src.lax.control_flow.loops", "while_loop")
 def _fori_loop(original: Any, cond: Any, body: Any, init: Any) -> Any:
-    # A loop over a number of steps that JAX knows it makes a scan, which has a reverse mode.
+    # Of a `fori_loop` JAX makes a scan, which has a reverse mode, if it knows the number of steps
+    # as an int, and else a `while_loop`, which has none. This makes a scan for a symbolic one, too.
     if getattr(cond, "__name__", "") != "_fori_cond_fun":
         return original(cond, body, init)
     start, stop, values = init
@@ -76,7 +79,7 @@ def _fori_loop(original: Any, cond: Any, body: Any, init: Any) -> Any:
         i, _, values = body((carry[0], stop_as_array, carry[1]))
         return (i, values), None
 
-    # The number of steps is the size of something: given as such, it would have to be an int.
+    # `length=` would have to be an int, so the number of steps is given as the size of an array.
     steps = jnp.arange(max_dim(stop - start, 0))
     (last, values), _ = lax.scan(step, (start, values), steps)
     return last, stop, values
@@ -85,13 +88,15 @@ def _fori_loop(original: Any, cond: Any, body: Any, init: Any) -> Any:
 @_compat.stands_in_for("jax.random", "permutation")
 @_compat.stands_in_for("jax._src.random.core", "permutation")
 def _permutation(original: Any, key: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    # JAX makes the same of an int.
+    # JAX does the same with an int: it permutes `jnp.arange` of it.
     return original(key, jnp.arange(x) if _compat.is_row_size(x) else x, *args, **kwargs)
 
 
 @_compat.stands_in_for("jax._src.random.core", "_shuffle")
 def _shuffle(original: Any, key: Any, x: Any, axis: Any) -> Any:
-    # By random keys, again and again: as often as makes it unlikely that two were always equal.
+    # JAX sorts by random keys, in so many rounds that no two elements are likely to have had equal
+    # keys in each. That number grows with the size. Here there are the rounds of the longest row,
+    # and a row that takes fewer keeps what it has in the others.
     most = greatest(x.size)
     if most is None or not _compat.is_row_size(x.size):
         return original(key, x, axis)
@@ -111,8 +116,9 @@ def _rounds(size: int) -> int:
 
 @_compat.stands_in_for("jax._src.numpy.lax_numpy", "_conv")
 def _convolution(original: Any, x: Any, y: Any, mode: str, op: str, *args: Any, **more: Any) -> Any:
-    # JAX begins with the longer one. Here zeros follow both, up to sizes that all rows share, and
-    # what is wanted of the result begins at a place that depends on the row.
+    # JAX swaps the two if the second is longer, so it has to know. Here zeros follow both, up to
+    # sizes that all rows share, and the wanted part of the result begins at a place that depends
+    # on the row.
     ragged = [x for x in (x, y) if np.ndim(x) == 1 and _compat.is_row_size(np.shape(x)[0])]
     if not ragged or np.ndim(x) != np.ndim(y) or mode not in ("full", "same", "valid"):
         return original(x, y, mode, op, *args, **more)

@@ -35,7 +35,8 @@ def _kept_call(op: Operation, *rows: Row, **params: Any) -> Any:
 
 @padded_rule("remat_opt")
 def _remat_opt(op: Operation, *rows: Row, fwd_jaxpr: Any, **params: Any) -> Any:
-    # Which of its two programs runs is a matter of speed; this one returns all that is wanted.
+    # It holds two programs that compute the same, one without residuals. This one returns all that
+    # is wanted, residuals included.
     return run_padded(op.sizes, fwd_jaxpr.jaxpr, fwd_jaxpr.consts, rows)
 
 
@@ -55,7 +56,7 @@ def _custom_batched(op: Operation, *rows: Row, jaxpr: Any, steps: Any, **params:
 
 @padded_rule("call_hi_primitive")
 def _hi_primitive(op: Operation, *rows: Row, _prim: Any) -> Any:
-    # What it stands for is what counts.
+    # Its rules know nothing of rows; the program that it stands for is made of ordinary operations.
     body = expanded(_prim, [v.aval for v in op.eqn.invars])
     return run_padded(op.sizes, body.jaxpr, body.consts, rows)
 

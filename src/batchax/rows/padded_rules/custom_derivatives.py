@@ -25,8 +25,8 @@ _by_name: dict[str, PaddedRule] = {}
 def padded_function(name: str) -> Callable[[PaddedRule], PaddedRule]:
     """Decorator: how a function of JAX by this name, with a jvp rule, acts on padded rows.
 
-    For one whose rule asks whether a size is 1, which JAX denies of any that is symbolic. It
-    may return None, for operands whose sizes are not.
+    For a function whose rule asks whether a size is 1: JAX says no for any symbolic size, which
+    may be 1 in some row. It returns None where the rule of the function will do.
     """
 
     def decorate(rule: PaddedRule) -> PaddedRule:
@@ -40,7 +40,8 @@ def padded_function(name: str) -> Callable[[PaddedRule], PaddedRule]:
 class _Call:
     """A call whose operands are the sizes of the row and the values that are not known.
 
-    Sizes are operands for what the rules run in may be staged elsewhere.
+    Sizes are operands because the rules may run in another trace than the function, in which
+    tracers of the first are of no use.
     """
 
     op: Operation
@@ -62,12 +63,12 @@ class _Call:
         return Operation(self.op.eqn, sizes), self.operands.filled_in(values[count:])
 
     def for_each(self, values: Sequence[Any], other: Any) -> list[Any]:
-        """Of what there is for each value, what there is for each operand of the equation."""
+        """From one entry for each value of the call to one for each operand, else `other`."""
         given = dict(zip(self.operands.places, values[len(self.names) :], strict=True))
         return [given.get(i, other) for i in range(len(self.operands.rows))]
 
     def for_values(self, given: Sequence[Any], other: Any) -> list[Any]:
-        """The other way round."""
+        """From one entry for each operand of the equation to one for each value of the call."""
         return [other] * len(self.names) + [given[i] for i in self.operands.places]
 
     def run(self, body: Any, *values: Any) -> list[Any]:
@@ -76,7 +77,10 @@ class _Call:
         return arrays(run_inside(op.sizes, body, rows), body.out_avals)
 
     def zeros(self, values: Sequence[Any], types: Sequence[Any], symbolic: bool) -> list[Any]:
-        """Derivatives, those that are zero (or None) as a rule expects them."""
+        """Derivatives in which those that are zero, or None, have the form that the rule wants.
+
+        That is a `SymbolicZero` if it was defined with symbolic zeros, or else an array.
+        """
         return [
             x
             if x is not None and not isinstance(x, SymbolicZero)

@@ -39,7 +39,7 @@ def _bitcast(op: Operation, x: Row, **params: Any) -> Any:
 def spread(op: Operation, row: Row) -> Any:
     """An operand's array, repeated along ragged axes where it has a single element.
 
-    JAX repeats those itself. In reverse it would add up what padding sends back.
+    JAX would repeat those itself, but in reverse add up what padding sends back, too.
     """
     shape = op.out_shape
     if np.ndim(row.value) != len(shape):  # a scalar for all elements

@@ -42,7 +42,8 @@ def _gather(
         pairs = zip(x.shape, slice_sizes, strict=True)
         if any(is_symbolic(own) and own != dim for own, dim in pairs):
             return op.cut(out, op.out_shape)
-        # The same at each place of the row: its padding is that of the result.
+        # What is read does not depend on the place in the row: the padding of the result is that of
+        # the operand.
         return op.result(out, None if mode == FILL_OR_DROP else x.fill)
     at = as_index(indices.value)
     if np.ndim(at) == 1 and mode != FILL_OR_DROP:
@@ -59,7 +60,8 @@ def _gather(
             array = pad_end(array, axis, reach - array.shape[axis])
         exact = not has_symbols(rooms)
         places = at if exact else _moved_inside(op, at, rooms, mode)
-        # What was unique or sorted need not be when moved; nor are indices in the padding.
+        # Indices that were unique or sorted may not be so once they are moved inside, and those in
+        # the padding may be anything.
         out = op.bind(array, places, unique_indices=False, indices_are_sorted=False)
     if mode == IN_BOUNDS and not exact:
         batch = [axis for axis in range(out.ndim) if axis not in dimension_numbers.offset_dims]

@@ -19,13 +19,16 @@ Flat = Callable[..., list[Any]]
 
 
 def run_inside(sizes: Sizes, body: Any, rows: Sequence[Row]) -> list[Row]:
-    """The results of a program within a function that is being staged."""
+    """The results of a program, on rows of a function that is being staged inside another."""
     body = _compat.close(body)
     return run_padded(sizes.inside(), body.jaxpr, body.consts, rows)
 
 
 def arrays(rows: Sequence[Row], avals: Sequence[Any]) -> list[Any]:
-    """The arrays of rows. Programs that stand for one another give arrays of equal types."""
+    """The arrays of rows, in the dtypes of `avals`.
+
+    What loops, branches and rules return must have the same types whichever program ran.
+    """
     return [_array(row.value, aval.dtype) for row, aval in zip(rows, avals, strict=True)]
 
 
@@ -40,7 +43,10 @@ def typed_rows(values: Sequence[Any], avals: Sequence[Any]) -> list[Row]:
 
 
 class Moving:
-    """Operands of which those that are known while staging stay known in what is staged."""
+    """Operands of a program that is staged anew: as its arguments, only those that are not known.
+
+    The others stay known inside, so that rules may look at them.
+    """
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = list(rows)
@@ -52,13 +58,13 @@ class Moving:
         return [self.rows[i].value for i in self.places]
 
     def emptied(self) -> Moving:
-        """These without the values of those."""
+        """A copy without the values that are not known: what lives on must not hold them."""
         empty = copy.copy(self)
         empty.rows = self.filled_in([None] * len(self.places))
         return empty
 
     def filled_in(self, values: Sequence[Any]) -> list[Row]:
-        """All operands, with `values` in place of those."""
+        """All operands, with `values` for those that are not known."""
         rows = list(self.rows)
         for i, x in zip(self.places, values, strict=True):
             rows[i] = replace(rows[i], value=x)
@@ -66,7 +72,7 @@ class Moving:
 
 
 def as_function(op: Operation, body: Any, operands: Moving) -> Flat:
-    """A program as a function of the arrays that `operands` has."""
+    """A program as a function of those arrays of `operands` that are not known."""
     body = _compat.close(body)
 
     def run(*values: Any) -> list[Any]:

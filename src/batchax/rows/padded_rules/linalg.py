@@ -86,7 +86,8 @@ def _cholesky(op: Operation, x: Row, **params: Any) -> Any:
 
 @padded_rule("lu")
 def _lu(op: Operation, x: Row, **params: Any) -> Any:
-    # Padding is zero below each pivot of the row's own part and is never chosen for one.
+    # A column of the row's own part is zero in the padding, so that its pivot is never taken from
+    # there.
     if _has_ragged_core(x, 2):
         _check_square(op, x)
     return _outputs(op, op.bind(_beside_identity(op, x)))
@@ -111,7 +112,8 @@ def _permutation(op: Operation, pivots: Row, **params: Any) -> Any:
 
 @padded_rule("qr")
 def _qr(op: Operation, x: Row, *, full_matrices: bool, **params: Any) -> Any:
-    # Rows of zeros change neither the triangular factor nor the rows of the other.
+    # More rows, of zeros, change neither the triangular factor nor the rows that the orthogonal
+    # factor has for the matrix itself.
     ragged = _has_ragged_core(x, 2)
     if ragged and (full_matrices or params.get("pivoting") or is_symbolic(x.shape[-1])):
         raise op.refuse(
@@ -145,7 +147,8 @@ def _triangular_solve(op: Operation, a: Row, b: Row, **params: Any) -> Any:
 def _tridiagonal_solve(
     op: Operation, lower: Row, diagonal: Row, upper: Row, b: Row, **params: Any
 ) -> Any:
-    # The last element above the diagonal, which the row does not have, would reach padding.
+    # The last element of `upper` stands beside the last row of the matrix, which does not have it.
+    # With padding it would couple that row with the first one of the padding.
     size = diagonal.shape[-1]
     shape = (*upper.shape[:-1], size - 1)
     mask = op.sizes.mask(shape, op.sizes.padded_axes(shape))

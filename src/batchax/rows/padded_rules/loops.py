@@ -141,7 +141,9 @@ def _zeros(
 def _is_moderate(body: Any) -> bool:
     """Whether a step of zeros does no harm: it cannot make infinity or a NaN.
 
-    Not where something is ragged within a step: an empty row has no element to take.
+    Not where something is ragged within a step: an empty row has no element to take. Nor in
+    types of a smaller range than float32 (whose largest exponent is 128), such as float16, where
+    numbers that are not enormous may overflow.
     """
     ranges = [jnp.finfo(a.dtype).maxexp for a in body.in_avals if is_inexact(a)]
     danger = hazards(body.jaxpr)
@@ -150,6 +152,7 @@ def _is_moderate(body: Any) -> bool:
 
 
 def _without_derivative(x: Any) -> Any:
+    """`x` as in a lane that is not live; unlike ``lax.stop_gradient`` that can be transposed."""
     return safe_lanes(np.zeros((), bool), x, 0, "keep") if is_inexact(x) else x
 
 

@@ -49,7 +49,8 @@ def _gamma(op: Operation, keys: Row, a: Row, **params: Any) -> Any:
             f"it draws an array of shape ({', '.join(map(str, a.shape))}), ragged behind the first "
             "axis. Draw an array whose first axis is the ragged one, and transpose it."
         )
-    return op.bind(keys.value, op.filled(a, 1))  # rejection sampling ends only for numbers
+    # It samples until a draw is accepted, which none ever is for a NaN.
+    return op.bind(keys.value, op.filled(a, 1))
 
 
 def _padded_behind(op: Operation, shape: Sequence[Any]) -> bool:

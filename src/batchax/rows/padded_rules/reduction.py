@@ -69,7 +69,7 @@ def _arg(op: Operation, x: Row, *, axes: Any, **params: Any) -> Any:
 
 @padded_rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 def _cumulative(op: Operation, x: Row, *, axis: int, **params: Any) -> Any:
-    # In reverse it begins with the padding.
+    # Padding comes last, and changes nothing before it, but with `reverse` it comes first.
     kind = op.eqn.primitive.name.removeprefix("cum")
     return op.bind(op.filled(x, _neutral(op, kind), (axis,)))
 
@@ -80,7 +80,8 @@ def _neutral(op: Operation, kind: str) -> Any:
 
 @padded_rule("reduce")
 def _reduce_by_function(op: Operation, *rows: Row, dimensions: Any, **params: Any) -> Any:
-    # The function leaves what it is given together with an initial value as it is.
+    # The initial value is neutral for the function: combined with it, a value stays what it is. So
+    # it is what the padding holds.
     count = len(rows) // 2
     operands, starts = rows[:count], [row.value for row in rows[count:]]
     pairs = zip(operands, starts, strict=True)

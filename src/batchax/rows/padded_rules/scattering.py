@@ -81,7 +81,7 @@ def _scatter(
     at, live = _targets(op, at, indices.shape, rooms, mode)
     for axis in partial:
         at, live, dnums = _by_element(op, at, live, dnums, axis, updates.shape)
-    # Different places out of bounds: it may have been promised that indices are unique.
+    # Each to another place out of bounds: it may have been promised that indices are unique.
     beyond = op.sizes.bound(x.shape[dnums.scatter_dims_to_operand_dims[0]])
     nowhere = beyond + lax.iota(np.int32, math.prod(live.shape)).reshape(live.shape)
     at = jnp.where(live, at, nowhere.astype(at.dtype))

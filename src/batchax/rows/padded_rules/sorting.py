@@ -39,7 +39,8 @@ def _top_k(op: Operation, x: Row, *, axis: int, k: Any, **params: Any) -> Any:
         )
     if op.sizes.is_exact(x.shape[axis]):
         return op.bind(x.value)
-    # Of equal elements the first is taken. The order is that of all floats: a NaN may be least.
+    # Of equal elements the first is taken. `top_k` has an order of all floats, NaNs included, in
+    # which a negative NaN is least.
     dtype = x.value.dtype
     least = -np.nan if jnp.issubdtype(dtype, jnp.inexact) else lowest(dtype)
     return op.bind(pad_end(op.filled(x, least, (axis,)), axis, k - x.value.shape[axis]))

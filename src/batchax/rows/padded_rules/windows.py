@@ -21,7 +21,7 @@ def _reduce_window(op: Operation, x: Row, **params: Any) -> Any:
 
 @padded_rule("reduce_window")
 def _general_reduce_window(op: Operation, *rows: Row, **params: Any) -> Any:
-    # What a window has beyond the row is the initial value, as where it is padded.
+    # Beyond the row a window sees the initial value, as it does where JAX pads the operand.
     operands, starts = rows[: len(rows) // 2], rows[len(rows) // 2 :]
     return _over_windows(op, operands, [start.value for start in starts], starts, **params)
 
