@@ -73,6 +73,8 @@ def batch_inner(
 
 def remembered(body: _compat.ClosedJaxpr, key: Any, build: Callable[[], Any]) -> Any:
     """What `build` returns, built once for each `key` for as long as `body` lives."""
+    # What a body is batched as depends on these, too: rules of derivatives are asked only where
+    # something may be differentiated, and while notes are taken each record has its own marks.
     built, place = recording.memory() or (_built, None)
     wide = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
     key = (key, place, wide, registrations(), may_be_differentiated())

@@ -107,7 +107,7 @@ def batch_equation(
 
 def _fits(eqn: Any, operands: Sequence[Any]) -> bool:
     """Whether an equation inside ``shard_map`` can be emitted as it is."""
-    casts = eqn.primitive.name == "pvary"  # JAX casts nothing that varies already
+    casts = eqn.primitive.name == "pvary"  # JAX refuses to cast a value that varies already
     return not (casts or holds_programs(eqn)) or varies_as_staged(eqn, operands)
 
 

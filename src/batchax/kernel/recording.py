@@ -1,10 +1,10 @@
-"""Notes of what the engine does with each equation, for those who want to see it.
+"""Notes of what is done with each equation, for `explain`.
 
-Nothing is noted but while a `Recorder` is active. Then each equation that is batched gets a
-`Record`, and what its rule emits carries the record's mark in its name stack, where it can be
-found again: in the staged program, and in what a compiler made of it. What is emitted while a
-rule batches a program inside the equation, such as the body of a loop, carries the mark of the
-equation there.
+They are taken only while a `Recorder` is active. Then each equation that is batched gets a
+`Record`, and what its rule emits carries the record's mark in its name stack. There it is found
+again, in the staged program and in what a compiler made of it. Where a rule batches a program
+inside its equation, such as the body of a loop, what is emitted carries the marks of the
+equations in that program.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class Record:
       axis: the axis it was batched over.
       in_axes, out_axes: where its operands and results carry that axis.
       parent: the record of the equation inside which it is, if any.
-      run: which run through a program it is of; a program may be run several times. None where
-        no program is run through.
+      run: the run through a program that it belongs to: a program may be run several times. None
+        outside of any.
       role: which program of its parent that is, if its rule said so.
       shared: whether it does not depend on the batch.
       notes: what its rule said of it.
-      in_types, out_types: of its operands and results in all lanes, where the type of one lane and
-        the batch axis do not say it: of packed rows.
-      stand_in: where another form of it was batched, in the records inside this one: the
-        variables of its results there.
+      in_types, out_types: the types of its operands and results for all lanes; only for packed
+        rows, where they do not follow from the type of one lane and the batch axis.
+      stand_in: only where another form of the equation was batched (for padded rows), in the
+        records inside this one: the variables that hold its results there.
     """
 
     number: int
@@ -80,8 +80,9 @@ class PerExample:
 
     Attributes:
       axis: the axis it was batched over.
-      arguments: by what it was given, a variable of the program it was batched in (the values
-        themselves must not outlive that): the variable that stands for it, and the batch axis.
+      arguments: for each value it was given, the variable that stands for it, and its batch axis.
+        The keys are variables of the program it was batched in: the values themselves must not
+        be kept for longer than that.
       outputs: the variables of its outputs.
       described: its outputs, with their paths.
     """
@@ -105,7 +106,8 @@ class Recorder:
         self.records: list[Record] = []
         self.programs: list[PerExample] = []
         self.facts: list[tuple[str, dict[str, Any]]] = []
-        # In place of what the engine remembers, which would not be noted again.
+        # Used in place of the programs that `kernel.inner` remembers: a program that is taken from
+        # there is not batched again, so nothing would be noted of it.
         self.built: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
     @contextmanager
@@ -155,7 +157,7 @@ def is_on() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether somebody has notes taken, if not just here: what they tell need not be warned of."""
+    """Whether a recorder is active, be it paused: what its notes tell needs no warning."""
     return _place.get() is not None
 
 
@@ -174,9 +176,9 @@ def equation(
 
 @contextmanager
 def meant(eqn: Any) -> Iterator[Record | None]:
-    """While what will be batched in place of an equation is staged: its form for padded rows.
+    """While the form of an equation for padded rows is staged, which is batched in its place later.
 
-    What that is batched as is then recorded as part of this equation.
+    The operations of that form are then recorded as parts of this equation.
     """
     place = _place.get()
     if place is None or place.staged_for is None:
@@ -220,7 +222,10 @@ def part(role: str) -> Iterator[None]:
 
 @contextmanager
 def paused(staged_for: Axis | None = None) -> Iterator[None]:
-    """While what is emitted is only looked at, or is to be batched over an axis later."""
+    """While no notes are to be taken: what is emitted is staged, to be looked at or batched later.
+
+    `staged_for` is the axis that it will be batched over.
+    """
     place = _place.get()
     if place is not None:
         place = replace(place, paused=True, staged_for=staged_for)
@@ -229,7 +234,7 @@ def paused(staged_for: Axis | None = None) -> Iterator[None]:
 
 
 def found_program(axis: Axis, staged: Any, mapped: Sequence[Any], described: Sequence[Any]) -> None:
-    """Notes what is going to be batched, if that is not inside something else."""
+    """Notes a program that is going to be batched, unless that is inside another equation."""
     place = _active()
     if place is not None and place.record is None:
         jaxpr = staged.jaxpr
@@ -243,14 +248,14 @@ def found_program(axis: Axis, staged: Any, mapped: Sequence[Any], described: Seq
 
 
 def note(**facts: Any) -> None:
-    """What a rule wants to be known of how it batches the equation it was called for."""
+    """Adds notes to the record of the equation that is being batched, if notes are taken."""
     place = _active()
     if place is not None and place.record is not None:
         place.record.notes.update(facts)
 
 
 def fact(about: str, **details: Any) -> None:
-    """What is to be known of the call as a whole, if that is not inside something else."""
+    """Notes something of the call as a whole, unless that is inside another equation."""
     place = _active()
     if place is not None and place.record is None:
         place.recorder.facts.append((about, details))

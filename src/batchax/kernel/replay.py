@@ -10,10 +10,10 @@ first needed, which may be long after the per-example function was staged::
         def f(z): ...
         f.defjvp(lambda primals, tangents: ... y ...)     # y is of the staged program
 
-What such a rule closes over is then a placeholder of a program that has run. It
-says which variable of the program it stood for, so its value can be had by running
-the part of the program that computes it: once more, but only for rules that do
-this, and without keeping every value of every program just in case.
+What such a rule closes over is then a placeholder (a tracer) of a program that has run
+by now. It says which variable of the program it stood for, so its value is found by
+running that part of the program again. That costs something only for rules that close
+over such values; the other way, to keep every value of every program, would cost always.
 """
 
 from __future__ import annotations
@@ -96,7 +96,11 @@ def running(program: MappedProgram) -> Iterator[None]:
 
 
 def may_be_differentiated() -> bool:
-    """Whether what runs now may be differentiated later: not what is computed at once."""
+    """Whether what runs now may be differentiated later.
+
+    It may unless the running program computes with values, rather than trace operations: no
+    transformation will see what it did.
+    """
     program = _running.get()
     return program is None or program.traced
 
@@ -116,7 +120,10 @@ def closes_over_tracers(rule: Any) -> bool:
 
 
 def captured_tracers(rule: Any) -> list[Tracer]:
-    """The tracers that a function names: those in its closure, not those in objects there."""
+    """The tracers in the closure and defaults of a function, and in containers there.
+
+    Not those that other objects there hold as attributes.
+    """
     found = _tracers([rule], lambda x: ())
     return list({id(t): t for t in found if t is not None}.values())
 

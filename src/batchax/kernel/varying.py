@@ -1,10 +1,11 @@
-"""Over which axes of a mesh values vary, inside ``jax.shard_map``, and what has to be said of it.
+"""Over which axes of a mesh values vary, inside ``jax.shard_map``, and the casts that it asks for.
 
-Types say so there, and operations want operands that vary alike. While a function of one example
-was staged, JAX cast those that did not. Batched, some values vary over more than they did for one
-example: over the mesh axes that ``spmd_axis_name`` spreads the lanes over, or over those of the
-predicate that selects each lane's branch. Whoever emits an equation again has to cast its operands
-again, and the types of programs inside it are those of what they are given now.
+There the type of a value says over which axes of the mesh it varies, and an operation wants
+operands that vary over the same. While a function of one example was staged, JAX cast those that
+did not. Batched, some values vary over more than they did for one example: over the mesh axes that
+``spmd_axis_name`` spreads the lanes over, or over those of the predicate that selects each lane's
+branch. So whoever emits an equation again has to cast its operands again, and the programs inside
+it are staged again for the types that they are given now.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Varying = tuple[frozenset[Hashable], ...]
 
 
 def varying_of(values: Sequence[Any]) -> Varying:
-    """Over which axes of a mesh each of `values` varies; over none where types do not say so."""
+    """Over which axes of a mesh each of `values` varies; over none where types do not say."""
     if not _compat.checked_axes():
         return (frozenset(),) * len(values)
     return tuple(_compat.varying_axes(jax.typeof(x)) for x in values)
@@ -45,7 +46,7 @@ def vary_over(values: Sequence[Any], varying: Varying) -> list[Any]:
 
 
 def vary_alike(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """The operands of an equation, which vary alike if they did so for one example."""
+    """The operands of an equation, cast to vary over the same axes if they did for one example."""
     if len(operands) < 2 or holds_programs(eqn):
         return list(operands)
     if len({_compat.varying_axes(v.aval) for v in eqn.invars}) > 1:
@@ -54,8 +55,10 @@ def vary_alike(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def holds_programs(eqn: Any) -> bool:
-    """Whether there are programs in `eqn` that are given its operands, each for itself."""
-    combines = facts_of(eqn.primitive).combines  # numbers, as an operation does
+    """Whether there are programs in `eqn` that its operands are passed to, one by one."""
+    # The program in a scatter or a reduction combines two numbers: the operands of that meet, as
+    # those of any operation do.
+    combines = facts_of(eqn.primitive).combines
     return not combines and any(True for _ in jaxprs_in_params(eqn.params))
 
 
@@ -95,7 +98,9 @@ def as_lanes(axis: Axis, values: Sequence[Any], axes: Sequence[AxisPosition]) ->
 
 
 def settle_varying(carry: Varying, build: Callable[[Varying], tuple[Made, Varying]]) -> Made:
-    """What `build` makes for the carry of a loop, once that varies over all it comes to vary over.
+    """What `build` makes for the carry of a loop, whose type must be the same before and after.
+
+    The carry is taken to vary over more axes until a step adds none.
 
     Args:
       carry: over which axes of a mesh each part of the first carry varies.

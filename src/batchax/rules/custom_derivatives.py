@@ -1,14 +1,16 @@
 """Functions with derivative rules of their own: the rules are batched with them.
 
-Both kinds of call are made again with batched functions and rules, by the same
-primitive. Which of them JAX runs, and when, depends on what surrounds the call: the
-function where it is not differentiated; the rule at once where it is; the function at
-once and the rule much later where the call is staged and differentiated after that.
-Whichever runs first decides where the outputs have their batch axis.
+Both kinds of call (``custom_jvp``, ``custom_vjp``) are made again with batched functions
+and rules, by the same primitive. Which of them JAX runs, and when, depends on what
+surrounds the call: the function where it is not differentiated; the rule at once where
+it is; the function at once and the rule much later where the call is staged and
+differentiated after that. Whichever runs first decides where the outputs have their
+batch axis.
 
-Where that is the function, an output that is the same for all lanes may have a derivative that is
-not, and only the rule knows. So the rule is asked, once and as it will be run later: where there is
-such an output, and what is batched may be differentiated.
+Where that is the function, an output that is the same for all lanes may have a derivative that
+differs between them, and only the rule knows. So the rule is asked where its results have the batch
+axis: once, staged as it will be run later, and only if there is such an output and what is batched
+may be differentiated.
 """
 
 from __future__ import annotations
@@ -67,7 +69,10 @@ class _Outputs:
 
     @contextmanager
     def in_rule(self) -> Iterator[None]:
-        """While a rule runs: a call of the function in it has its outputs where these are."""
+        """While a rule runs: if it calls the function, that call has its outputs where these are.
+
+        Such a call does not ask the rule, which would only call the function once more.
+        """
         token = _around.set({**_around.get({}), self.signature: self})
         try:
             yield
@@ -75,7 +80,11 @@ class _Outputs:
             _around.reset(token)
 
     def place(self, values: Sequence[Any], axes: Axes) -> list[Any]:
-        """Values of outputs, or tangents of outputs, where the outputs are."""
+        """Values of outputs with their batch axes where `settle` decided.
+
+        Raises:
+          UnsupportedError: a value depends on the batch where that was not known.
+        """
         for position, wanted in zip(axes, self.axes, strict=True):
             if wanted is None and position is not None:
                 raise UnsupportedError(
@@ -344,7 +353,10 @@ class _Reverse:
 
 
 def _counted_once(cotangent: Any, aval: Any) -> Any:
-    """A cotangent for all devices, of an input that was cast to vary: from one of them only."""
+    """A cotangent for all devices, of an input that was cast to vary: from one of them only.
+
+    The transpose of such a cast adds up what the devices give, so all others give zero.
+    """
     over = _compat.varying_axes(aval) - _compat.varying_axes(jax.typeof(cotangent))
     if not over or cotangent.dtype == jax.dtypes.float0:
         return cotangent

@@ -1,8 +1,9 @@
 """Collectives that move values between lanes.
 
 Over the axis being mapped they rearrange the batch axis. A collective over
-several names is taken apart into ours, done here, and the primitive over the
-names before and after it; where that cannot be, all lanes are gathered first.
+several names is done here for the name being mapped, and by the primitive for the
+names before it and after it, which count lanes slower and faster. Where it does not
+come apart so, all lanes are gathered first.
 """
 
 from __future__ import annotations
@@ -158,11 +159,12 @@ def _all_to_all(axis: Axis, args: Any, positions: Any, /, **params: Any) -> tupl
 def _exchange(
     x: Any, position: int, split: int, concat: int, before: Any, size: Any, after: Any
 ) -> tuple[Any, int]:
-    """The part of each lane from every lane, over our axis and those around it.
+    """Each lane receives its part from every lane, over the axis being mapped and those around it.
 
-    The dimension that is split counts the receivers (over the axes before ours,
-    ours, and those after) and then what each receives. Our receivers become the
-    batch axis; the batch axis there was, the senders, joins `concat`.
+    The dimension `split` counts the receivers (slowest those over the axes `before`,
+    then those over the axis being mapped, then those over the axes `after`), and within
+    each what it receives. The receivers over the axis being mapped become the batch
+    axis. What was the batch axis counts the senders, and joins dimension `concat`.
     """
     sizes = [axis_size(before)] * bool(before) + [size] + [axis_size(after)] * bool(after)
     first = split + (position <= split)
@@ -170,13 +172,14 @@ def _exchange(
     x = _unfolded(x, first, sizes)
     senders = position + len(sizes) * (position > first)
     for others, dim in ((before, first), (after, own + 1)):
-        if others:  # part j goes to lane j, and what comes from lane j takes its place
+        if others:  # part j goes to lane j of these, and the part from lane j takes its place
             x = lax.all_to_all(x, others, dim, dim, tiled=True)
     receivers = range(first, first + len(sizes))
     joining = [*receivers[: own - first], senders, *receivers[own - first + 1 :]]
     order = [dim for dim in range(x.ndim) if dim not in (senders, *receivers)]
     order[concat:concat] = joining
-    # Where ours is moved least: in place of the senders, or else where it is.
+    # The batch axis goes where least has to be moved: where the senders were, if both dimensions
+    # are the same, and else where the receivers are.
     out_axis = position if split == concat else split
     at = out_axis + len(joining) * (out_axis > concat)
     order.insert(at, own)
@@ -233,7 +236,7 @@ def _from_source(axis: Axis, args: Any, positions: Any, /, **params: Any) -> tup
 def _from_dynamic_source(
     axis: Axis, args: Any, positions: Any, /, *, axis_name: Any
 ) -> tuple[Any, Any]:
-    """The same, where the index of that lane is an operand."""
+    """Every lane receives the value of the lane whose index is an operand."""
     (x, source), (position, source_position) = args, positions
     names = as_names(axis_name)
     if axis.name not in names and source_position is None:
@@ -259,8 +262,8 @@ def _ragged_all_to_all(axis: Axis, args: Any, positions: Any, /, **params: Any) 
     args = [axis_to_front(axis, x, a) for x, a in zip(args, positions, strict=True)]
     operand, output, *places = args
     if axis.name not in names:
-        # The lanes of each device as one: rows one lane after another, and for each
-        # receiver the parts that the lanes send to it.
+        # The lanes of a device become one sender and one receiver: their rows follow one another,
+        # and for each receiving device there are the parts that each lane sends to it.
         lanes = lax.iota(places[0].dtype, axis.size)[:, None]
         places[0] += lanes * operand.shape[1]
         places[2] += (lanes * output.shape[1]).astype(places[2].dtype)

@@ -1,4 +1,4 @@
-"""What a program could do to lanes that it was not meant for.
+"""What harm a program could do in masked lanes: those that run it and drop its results.
 
 Protecting masked lanes costs operations. Most small branches need none, and this
 module says which do.

@@ -7,10 +7,9 @@ whole array is to copy it::
 
 So this module writes the program of one example again, with one more operand, `live`. Where
 that is false the program hands on the arrays that it would have updated in place: an update
-goes to an index out of bounds, where it is dropped, and the array is never copied. Nor does a
-loop inside go round, or a callback see what no lane that runs has computed, so that the
-operands of masked lanes need not be replaced by harmless ones (see `masking`), which would copy
-them.
+goes to an index out of bounds, where it is dropped, and the array is never copied. A loop inside
+takes no step, and a callback is given what a live lane gives it. So the operands of masked lanes
+need not be replaced by harmless ones (see `masking`), which would copy them.
 
 The program is one of an example, with no batch axis in it, and is batched like any other.
 """
@@ -98,8 +97,8 @@ def masked(
     Args:
       axis: the axis being mapped.
       program: a program of one example.
-      own: operands of which masked lanes have their own, where others were replaced.
-      fill: what is read from those is made harmless so, as `safe_lanes` has it; None: left.
+      own: operands that were not replaced in masked lanes, while others were.
+      fill: how what is read from those is made harmless, as for `safe_lanes`; None: not at all.
     """
     own = frozenset(own) if fill else frozenset()
 
@@ -114,14 +113,20 @@ def masked(
 
 @dataclass(frozen=True)
 class _Lane:
-    """What rules below need to know: see `masked`."""
+    """A lane that may be masked, for the rules below.
+
+    Attributes:
+      axis: the axis being mapped.
+      live: whether the lane is live, a boolean scalar.
+      fill: how to make values harmless in a masked lane: see `masked`.
+    """
 
     axis: Axis
     live: Any
     fill: str | None
 
     def safe(self, x: Any, fill: str | None = None) -> Any:
-        """`x`, harmless in a masked lane."""
+        """`x`, made harmless for the case that the lane is masked."""
         fill = fill or self.fill
         aval = jax.typeof(x)
         if fill is None or _compat.is_reference(x) or not (fill == "donor" or is_inexact(aval)):
@@ -146,7 +151,7 @@ def _run(
 
 
 def _run_equation(lane: _Lane, eqn: Any, xs: list[Any], mine: set[int]) -> Sequence[Any]:
-    """The results of one equation; `mine` are operands that masked lanes have their own of."""
+    """The results of one equation; `mine` are the operands that were not replaced: see `masked`."""
     name, links = eqn.primitive.name, links_of(eqn)
     endless = is_endless(eqn)
     if name in _PROGRAMS and (endless or mine or any(link.updated for link in links)):
@@ -167,7 +172,7 @@ def _as_it_is(live: Any, eqn: Any, xs: Any) -> Sequence[Any]:
     return bind_equation(eqn, xs)
 
 
-# Updates: where the lane is masked, out of bounds.
+# Updates: in a masked lane they go to an index out of bounds, and are dropped.
 
 
 def _scatter(live: Any, eqn: Any, xs: Any) -> Sequence[Any]:
@@ -177,13 +182,13 @@ def _scatter(live: Any, eqn: Any, xs: Any) -> Sequence[Any]:
     indexed = dnums.scatter_dims_to_operand_dims
     indices = jnp.asarray(indices)
     if indices.dtype.itemsize < 4:
-        indices = lax.convert_element_type(indices, np.int32)  # one out of bounds must fit in
-    if mode == lax.GatherScatterMode.CLIP:
+        indices = lax.convert_element_type(indices, np.int32)  # an index out of bounds must fit in
+    if mode == lax.GatherScatterMode.CLIP:  # clamped here, as the scatter below drops instead
         last = np.subtract(shape, _window(dnums, shape, np.shape(updates)))
         last = np.asarray([last[d] for d in indexed], indices.dtype)
         last = lax.broadcast_in_dim(last, indices.shape, (indices.ndim - 1,))
         indices = lax.clamp(np.zeros((), indices.dtype), indices, last)
-    if jnp.issubdtype(indices.dtype, np.unsignedinteger):
+    if jnp.issubdtype(indices.dtype, np.unsignedinteger):  # out of bounds will be negative
         indices = lax.convert_element_type(indices, f"int{8 * indices.dtype.itemsize}")
     indices = _moved_out(live, indices, max(shape[d] for d in indexed))
     mode = lax.GatherScatterMode.FILL_OR_DROP
@@ -198,7 +203,10 @@ def _window(dnums: Any, shape: Sequence[int], update: Sequence[int]) -> list[int
 
 
 def _moved_out(live: Any, indices: Any, size: int) -> Any:
-    """Indices, out of bounds in a masked lane, and as unique and as sorted there."""
+    """Indices that in a masked lane are out of bounds, but as unique and as sorted as before.
+
+    The scatter may promise both. So all of them are moved by as much, below zero.
+    """
 
     def number(n: int) -> Any:
         return np.asarray(n, indices.dtype)
@@ -211,7 +219,8 @@ def _dynamic_update_slice(live: Any, eqn: Any, xs: Any) -> Sequence[Any]:
     operand, update, *starts = xs
     shape, sizes = np.shape(operand), np.shape(update)
     moving = [d for d in range(len(shape)) if shape[d] != sizes[d]]
-    # Each start is clamped so that the slice fits in; a scatter would drop it.
+    # An update in place of one slice becomes a scatter of one window, which can be dropped. Starts
+    # are clamped here so that the slice fits in, as `dynamic_update_slice` does by itself.
     starts = [
         lax.clamp(np.zeros((), s.dtype), s, np.asarray(min(n, np.iinfo(s.dtype).max), s.dtype))
         for s, n in ((jnp.asarray(starts[d]), shape[d] - sizes[d]) for d in moving)
@@ -258,7 +267,7 @@ def _for_lane(lane: _Lane, body: Body, mine: set[int]) -> _compat.ClosedJaxpr:
     if body.role == "condition":
         key = ("goes on", lane.axis)
         return remembered(program, key, lambda: _goes_on_if_live(lane.axis, program))
-    most = body.same + body.carried  # of what a step takes a part, that is harmless already
+    most = body.same + body.carried  # behind these are parts of sliced arrays, harmless by now
     own = {k for k, i in enumerate(body.operands[:most]) if i in mine}
     if body.is_repeated:
         own = carried_inputs(body.jaxpr, body.same, own)
@@ -266,7 +275,8 @@ def _for_lane(lane: _Lane, body: Body, mine: set[int]) -> _compat.ClosedJaxpr:
 
 
 def _goes_on_if_live(axis: Axis, test: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
-    # What a predicate reads has no derivative, and may be anything in a lane that stays.
+    # What a predicate reads needs no filling: a predicate has no derivative, and in a masked lane
+    # what it says does not matter.
     program = masked(axis, test)
 
     def goes_on(live: Any, *operands: Any) -> list[Any]:
@@ -277,7 +287,8 @@ def _goes_on_if_live(axis: Axis, test: _compat.ClosedJaxpr) -> _compat.ClosedJax
 
 
 def _jit(lane: _Lane, eqn: Any, xs: Any, mine: set[int]) -> Sequence[Any]:
-    # What else a call of `jit` says, of shardings and donated arguments, is of no use in a loop.
+    # Not made again as a call: what else it says, of shardings and donated arguments, is of no use
+    # inside a loop or branch.
     return _run(lane, eqn.params["jaxpr"], xs, mine)
 
 
@@ -285,7 +296,8 @@ _UPDATES: dict[str, Callable[..., Sequence[Any]]] = {
     **dict.fromkeys(SCATTERS, _scatter),
     lax.dynamic_update_slice_p.name: _dynamic_update_slice,
 }
-# Of these the result is what was read, and has no more derivative than that.
+# Of these the result is what was read: making that harmless is enough, and costs less than
+# the whole operand.
 _READS = frozenset("dynamic_slice gather slice".split())
 
 _PROGRAMS: dict[str, Callable[..., Sequence[Any]]] = {

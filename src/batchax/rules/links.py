@@ -1,9 +1,9 @@
-"""From an input of a program to an output, through updates in place.
+"""Which variables of a program are one of its inputs, but for updates in place.
 
-Some variables of a program hold one of its inputs, updated or not: the array that a scatter
-returns, the carry of a loop whose body hands it on, what every branch makes of one operand.
-They are chains of links, one for each equation on the way. Where none of the updates is made,
-each holds what the input does.
+Such is the array that a scatter returns, the carry of a loop whose body hands it on, and what
+every branch makes of one operand. Each equation on the way from the input is a *link* between
+one of its operands and one of its results. Where none of the updates is made, all variables of
+such a chain hold what the input holds.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SCATTERS = frozenset(
     )
 )
 
-# An array of fewer elements is as soon copied as its updates are dropped; so is one of which
-# an update writes a large part.
+# To copy an array costs no more than to have its updates dropped, if it has fewer elements than
+# `_SMALLEST`, or if an update writes more than one of `_PARTS` parts of it.
 _SMALLEST = 64
 _PARTS = 4
 
@@ -72,7 +72,7 @@ def origins(jaxpr: Any) -> dict[Any, Origin]:
 
 
 def origin_of(found: dict[Any, Origin], v: Any) -> Origin | None:
-    """What `found` says of a variable; nothing of a number written in the program."""
+    """What `found` says of a variable; None for a number written in the program."""
     return None if isinstance(v, Literal) else found.get(v)
 
 
@@ -137,7 +137,7 @@ def _is_small_update(eqn: Any) -> bool:
         operand, update = (v.aval for v in eqn.invars[:2])
     elif eqn.params["dimension_numbers"].scatter_dims_to_operand_dims:
         operand, _, update = (v.aval for v in eqn.invars)
-    else:  # always of the same place: no index can be moved out of bounds
+    else:  # it has no index that could be moved out of bounds
         return False
     if not all(isinstance(n, int) for n in (*operand.shape, *update.shape)):
         return False
@@ -146,7 +146,7 @@ def _is_small_update(eqn: Any) -> bool:
 
 
 def _through_bodies(bodies: Sequence[Body]) -> list[Link]:
-    """The results that each body makes of one operand, of which a loop makes the same carry."""
+    """The results that are one operand in each body; for a loop, as the same carry again."""
     found: list[dict[int, Link]] = []
     for body in bodies:
         if not body.results:

@@ -1,7 +1,7 @@
-"""How a program is kept from harm, and from doing any, in lanes that drop what it computes.
+"""What a program needs so that it does no harm in masked lanes, which drop what it computes.
 
-What to do is decided here, of branches, loops and bounded loops alike; nothing is done. `masking`
-has the operations, and the rules apply them.
+That is decided here, for branches, loops and bounded loops alike. Nothing is emitted here:
+`masking` has the operations, and the rules apply them.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def safe_lanes(live: Any, x: Any, depth: int, fill: str = "donor") -> Any:
       fill: "keep" leaves values as they are, and cuts derivatives only.
 
     Returns:
-      An array of the type of `x`. Without a live lane all hold what the very first does.
+      An array of the type of `x`. If no lane is live, all hold what lane 0 holds.
     """
     x = _compat.varying_as(x, jax.typeof(live))
     return safe_lanes_p.bind(live, x, depth=depth, fill=fill)
@@ -90,6 +90,7 @@ def _transpose(cotangent: Any, live: Any, x: Any, *, depth: int, fill: str) -> l
 
 
 def _cut(tangent: Any, live: Any, depth: int) -> Any:
+    """A tangent or cotangent with zeros in masked lanes."""
     if type(tangent) is ad.Zero:
         return tangent
     return safe_lanes_p.bind(live, tangent, depth=depth, fill="zero")
@@ -100,7 +101,7 @@ def _batched(
     axis: Axis, args: Any, axes: Any, /, *, depth: int, fill: str
 ) -> tuple[Any, AxisPosition]:
     (live, x), (live_at, x_at) = args, axes
-    if live_at is None:  # one more axis of what a lane holds
+    if live_at is None:  # the lanes are as they were; each holds one more axis
         if x_at < depth:
             x = move_axis(x, x_at, depth)
         return safe_lanes_p.bind(live, x, depth=depth, fill=fill), max(x_at, depth)

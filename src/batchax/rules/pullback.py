@@ -1,8 +1,8 @@
 """Cotangents: running a reverse rule written for one example on a whole batch.
 
-Of what a reverse rule gives back for each example, the cotangent of an input that
-all lanes share is the sum over the lanes. An output that all lanes share has a single
-cotangent, which must then enter that sum once, not once for each lane.
+A reverse rule returns cotangents for each example. The cotangent of an input that all
+lanes share is their sum over the lanes. An output that all lanes share has a single
+cotangent, which must enter that sum once, not once for each lane.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ def pull_back(
     from_shared = reached(jaxpr, shared)
     from_lanes = reached(jaxpr, [a is not None for a in axes])
     summed = [a is None for a in in_axes]
+    # Where a sum over lanes has a part that comes of a shared cotangent, only the first lane is
+    # given that cotangent, and the others zero: so it is counted once.
     if any(map(all, zip(from_shared, from_lanes, summed, strict=True))):
         args = [_in_first_lane(axis, x) if s else x for x, s in zip(args, shared, strict=True)]
         axes = [0 if s else a for a, s in zip(axes, shared, strict=True)]
@@ -63,10 +65,10 @@ def reached(jaxpr: Any, marked: Sequence[bool]) -> list[bool]:
 
 
 def multiplies(jaxpr: Any, cotangents: Sequence[bool], batched: Sequence[bool]) -> bool:
-    """Whether what a reverse rule computes from some cotangents differs by lane.
+    """Whether what a reverse rule computes from some cotangents differs between lanes.
 
-    It does if, other than by addition, a value computed from those `cotangents`
-    meets another that is computed from the `batched` inputs.
+    It does if a value computed from those `cotangents` and another computed from the `batched`
+    inputs meet in an operation, other than an addition.
     """
     linear = {v for v, m in zip(jaxpr.invars, cotangents, strict=True) if m}
     varying = {v for v, m in zip(jaxpr.invars, batched, strict=True) if m}
@@ -84,7 +86,11 @@ def multiplies(jaxpr: Any, cotangents: Sequence[bool], batched: Sequence[bool]) 
 
 
 def match_or_zeros(axis: Axis, x: Any, source: AxisPosition, destination: AxisPosition) -> Any:
-    """`x` with its batch axis at `destination`, also where it is of the type float0."""
+    """`x` with its batch axis at `destination`, also where it is of the type float0.
+
+    That is the type of the cotangent of an integer. JAX computes nothing with it, so its zeros
+    are made with NumPy.
+    """
     if source == destination:
         return x
     assert destination is not None
