@@ -82,7 +82,7 @@ class Form:
         return operands[0], operands[1:a], operands[a:b], operands[b:c], operands[c:]
 
     def results(self, outs: Values) -> Results:
-        """The results by name."""
+        """What the primitive returned, a flat list, as `Results`."""
         a = self.n_carry
         b = a + len(self.y_axes)
         return Results(list(outs[:a]), list(outs[a:b]), list(outs[b:-1]), outs[-1])
@@ -327,7 +327,7 @@ def put_entry(array: Any, entry: Any, t: Any, axis: int) -> Any:
 
 
 def zeros(aval: Any) -> Any:
-    """Zeros of this type."""
+    """Zeros of this type, sharded and varying over the axes of a mesh as it says."""
     sharding = None if aval.sharding.mesh.empty else aval.sharding
     return _varied(lax.full(aval.shape, 0, aval.dtype, sharding=sharding), [aval])
 
@@ -338,7 +338,7 @@ def _typed(x: Any, aval: Any) -> Any:
 
 
 def result_types(test: Any, body: Any, form: Form, count: Any) -> list[Any]:
-    """The types of the results."""
+    """The types of what `run` returns: last carry, ys, checkpoints if recorded, steps."""
     outs = body.out_avals
     ys = [
         unmapped_aval(form.length, a, aval)

@@ -95,7 +95,8 @@ def compile_for_types(program: Callable[..., list[Any]], avals: Sequence[Any]) -
         )
         for x in avals
     ]
-    # Only a mesh with devices can be made manual, and only by a `shard_map` that is the first.
+    # Only a mesh with devices can be made manual, and only by a `shard_map` inside no other one:
+    # so the mesh in scope is left.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         if manual:
             program = jax.shard_map(

@@ -107,7 +107,10 @@ def _names(axis: Axis) -> list[tuple[Any, Any]]:
 
 
 def _distinct(outs: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
-    """`outs`, none of which is an input, a constant, or the same as another."""
+    """`outs`, copied where one is an input, a constant, or the same as another.
+
+    So each is a variable of its own, which can be renamed to the result that it stands for.
+    """
     seen = set(map(id, xs))
     distinct = []
     for x in outs:

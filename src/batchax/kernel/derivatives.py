@@ -1,4 +1,4 @@
-"""Derivatives of flat functions, as functions: what primitives that hold functions need."""
+"""Derivatives of flat functions: what primitives whose derivatives are primitives again need."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tangents_of(
     tangents: Sequence[Any],
     of: Sequence[int],
 ) -> tuple[list[Any], list[Any]]:
-    """The results `of` of `function`, and their tangents, where the `moving` operands move."""
+    """The results `of` of `function`, and their tangents, from those of the `moving` operands."""
 
     def of_moving(*values: Any) -> list[Any]:
         outs = function(*with_values(primals, moving, values))

@@ -1,7 +1,8 @@
-"""What the rules of loops and branches ask where lanes part ways.
+"""What the rules of loops and branches ask of an axis where lanes part ways.
 
-The rules know one way to go on: every lane does what some lane does, masked. An axis may
-carry another, which decides for each loop and each set of branches whether to take it.
+Lanes do where a loop ends at another step for some, or where they take different branches. The
+rules know one way to go on: every lane runs what some lane runs, masked. An axis may carry another
+way, which says for each loop and each set of branches whether it is taken.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class BoundedLoop:
 
     Attributes:
       test: the program of the predicate, or None if the number of steps is known.
-      body: the program of a step; `guarded`: the same, where it is differentiated.
+      body: the program of a step.
+      guarded: a program of the same step, which is differentiated in its place.
       form: what its operands are: an `execution.bounded_loop.Form`.
       args, axes: the operands, and where each has the batch axis.
     """

@@ -17,10 +17,11 @@ from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel.axis import names_in
 from batchax.kernel.registry import is_foreign, registrations
 
-# What a call uses whose batching rule, of the user's, is told the name of the axis.
+# Stands for all names: a call may use any whose batching rule, of a user, is told the name.
 ANY_NAME = object()
 
-# Of each program, and after how many registrations of rules.
+# For each program the names, and how many rules were registered when they were found: which names
+# count depends on whose rule a primitive has.
 _known: weakref.WeakKeyDictionary[Any, tuple[int, frozenset[Hashable]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -49,7 +50,7 @@ def _unmarked(eqn: Any) -> frozenset[Hashable]:
     inner = frozenset().union(*map(_unmarked_inside, jaxprs_in_params(eqn.params)))
     if inner and "mesh" in eqn.params:  # shard_map binds the names of its mesh itself
         inner -= frozenset(eqn.params["mesh"].axis_names)
-    # A rule that is none of batchax's may be of a collective: there is no telling.
+    # The primitive of a third party may be a collective: any parameter may hold the name.
     return inner | names_in(eqn.params) if is_foreign(eqn.primitive) else inner
 
 

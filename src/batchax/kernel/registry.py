@@ -35,8 +35,8 @@ class Registered:
     Attributes:
       rule: the rule.
       origin: the module that asked for it.
-      is_users: whether that is none of batchax's: what the rule returns is checked.
-      number: of registrations the larger one is the later.
+      is_users: whether that module is not one of batchax's. What the rule returns is then checked.
+      number: which registration it was: the later one has the larger number.
     """
 
     rule: Rule
@@ -98,7 +98,9 @@ def register_rule(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
             _rules[primitive] = entry
             if entry.is_users and isinstance(primitive, _compat.Primitive):
                 _serve_jax(primitive, replace=False)
-            _count += 1  # last: what is built from here on is built by the new rule
+            # Last: what another thread built before this is remembered under the old count, and so
+            # is not taken for something built by the new rule.
+            _count += 1
         return rule
 
     return decorate
@@ -119,7 +121,7 @@ def _take_over(primitive: _compat.Primitive | str, rule: Rule) -> None:
         )
     elif known is not None:
         forget(known)
-    jax.clear_caches()  # programs that were batched by it
+    jax.clear_caches()  # JAX keeps programs that were batched by the old rule
 
 
 def register_own_rule(

@@ -105,7 +105,7 @@ def reducing(primitive: Primitive, neutral: Any = None) -> None:
 def _register(primitive: Primitive, rule: Any, maker: str, **facts: Any) -> None:
     rule.__name__ = rule.__qualname__ = f"batchax.{maker}"  # as messages about it call it
     register_rule(primitive)(rule)
-    if is_foreign(primitive):  # of JAX's the families say it, and more
+    if is_foreign(primitive):  # what JAX's are is said in the tables of their families
         describe([primitive], **facts)
 
 

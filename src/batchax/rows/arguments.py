@@ -66,7 +66,7 @@ class RowSize:
 
     @cached_property
     def noted(self) -> NotedSize:
-        """What notes say of it."""
+        """What notes for `explain` say of it."""
         lengths = known_lengths(self.batch.lengths)
         return NotedSize(len(self.batch), self.bound, capacity_of(self.batch), lengths)
 

@@ -2,9 +2,9 @@
 
 JAX's symbolic sizes say that ``n == 1`` is False, as they do of all they cannot tell, and that
 ``n > 0`` is True, as they take sizes to be positive. A row alone may have one element, or none.
-So what the user's code asks is answered by looking at the lengths that rows may have: where
-those give one answer it is that, and where they do not the question is refused. Questions that
-JAX asks, of whether shapes are known to be equal, are answered as ever.
+So what the user's code asks is answered by looking at the lengths that rows may have: if the
+answer is the same for all of them it is given, and if not the question is refused. Questions that
+JAX asks, whether shapes are known to be equal, are answered as JAX does.
 """
 
 from __future__ import annotations

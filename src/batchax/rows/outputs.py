@@ -78,7 +78,9 @@ def _lengths_of(dim: Any, bound: int, sizes: Sequence[RowSize]) -> tuple[Any, in
         found = np.asarray(found, np.int32)
         return found, int(found.sum())
     capacity = len(used[0].batch) * bound
-    if len(used) == 1:  # what a linear function of the length comes to for all rows together
+    if len(used) == 1:
+        # Often less room is enough: ``a + b * length`` is at least `dim` for every length, and all
+        # lengths together are at most the capacity of the argument.
         total = capacity_of(used[0].batch)
         at = np.arange(used[0].bound + 1)
         values = np.maximum(_compat.evaluate_size(dim, {used[0].name: at}), 0)

@@ -39,9 +39,9 @@ class Packed:
 
     Attributes:
       value: an array.
-      shape: the shape of the part of one row.
-      axis: where `value` has an axis for the rows, or None: it has none because rows do not
-        differ, or because it is packed along the ragged axis that `shape` has.
+      shape: the shape that the value has for one row.
+      axis: where `value` has an axis for the rows. None if it has no such axis: because rows do
+        not differ in it, or because they follow one another along the ragged axis of `shape`.
     """
 
     value: Any
@@ -85,7 +85,10 @@ class PackedRows:
     segments: Mapping[str, Segments]
 
     def inside(self) -> PackedRows:
-        """These for a program that is staged within another: what it computes stays in it."""
+        """These for a program that is staged within another.
+
+        What is computed while that is staged are its tracers, and is not kept for the outer one.
+        """
         segments = {
             name: Segments(replace(s.index, _places={}), s.capacity)
             for name, s in self.segments.items()
@@ -94,7 +97,7 @@ class PackedRows:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """Those of one long row, which packed arrays are."""
+        """The sizes of packed arrays, as those of one long row."""
         totals = {
             name: np.int32(s.capacity) if s.index.exact else jnp.sum(s.index.lengths)
             for name, s in self.segments.items()

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import checkify as checkify  # makes its primitive known
+from jax.experimental import checkify as checkify  # registers its primitive with JAX
 from jax.extend.core import unmapped_aval
 
 from batchax import _compat
@@ -65,7 +65,8 @@ def _by_method(primitive: _compat.Primitive) -> None:
 
 def _with_lanes(axis: Axis, args: Any, axes: Any, method: str, aliases: Any) -> list[Any]:
     """Operands with the batch axis first, as `method` wants those that have none."""
-    overwritten = {operand for operand, _ in aliases}  # these are as large as an output
+    # An operand that becomes an output must have the size of that: it gets the axis in any case.
+    overwritten = {operand for operand, _ in aliases}
     out = []
     for i, (x, a) in enumerate(zip(args, axes, strict=True)):
         if a is not None or method == "broadcast_all" or i in overwritten:

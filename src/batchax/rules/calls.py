@@ -219,7 +219,7 @@ _remat_opt_p: Any = _compat.find_primitive("remat_opt")
 
 @register_rule("call_hi_primitive")
 def _call_hi_primitive(axis: Axis, args: Any, axes: Any, /, *, _prim: Any) -> Batched:
-    # An operation that its author describes by an object, batching included.
+    # An operation that its author describes by an object, which knows how it is batched, too.
     args = jax.tree.unflatten(_prim.in_tree, args)
     axes = jax.tree.unflatten(_prim.in_tree, axes)
     out, out_axes = _prim.batch(_compat.axis_data(axis.name, axis.size, axis.spmd_name), args, axes)

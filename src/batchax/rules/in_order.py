@@ -1,4 +1,4 @@
-"""Lanes one after another, where what a program does to the outside must be in order."""
+"""Lanes one after another, where a program has effects that must come in the order of lanes."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def times(x: Any, count: Any) -> Any:
     dtype = jnp.result_type(x)
     if jax.typeof(x).weak_type and isinstance(count, int):
         return lax.mul(x, dtype.type(count).item())
-    # Through an array, because a count may wrap around in a small integer dtype.
+    # Converted as an array: in a small integer dtype a count may wrap around, as adding up would.
     return lax.mul(x, jnp.asarray(count).astype(dtype))
 
 

@@ -64,7 +64,7 @@ def _batched_specs(axis: Axis, specs: Any, axes: Sequence[AxisPosition]) -> tupl
 def _on_each_device(axis: Axis, mesh: Any, manual: frozenset[Any], jaxpr: Any) -> Axis:
     """The part of the axis that one device holds while `spmd_axis_name` shards it."""
     if axis.spmd_name is None or not manual.issuperset(axis.spmd_name):
-        return axis  # over which axes this shard_map spreads nothing
+        return axis  # this shard_map does not divide the lanes
     if axis.name is not None and axis.name in _compat.named_axes(jaxpr.effects):
         raise UnsupportedError(
             f"a collective over the mapped axis {axis.name!r} inside shard_map would reach the "

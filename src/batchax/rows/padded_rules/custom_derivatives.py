@@ -72,7 +72,7 @@ class _Call:
         return [other] * len(self.names) + [given[i] for i in self.operands.places]
 
     def run(self, body: Any, *values: Any) -> list[Any]:
-        """The function."""
+        """The results of the function `body`, where the call has these `values`."""
         op, rows = self.opened(values)
         return arrays(run_inside(op.sizes, body, rows), body.out_avals)
 
