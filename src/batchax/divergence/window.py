@@ -1,5 +1,7 @@
 """Loops that lanes leave when they are done.
 
+A loop batched by ``jax.vmap`` runs all lanes until the slowest is done (see JAX #8409).
+
 First all lanes run, as they do where lanes are masked, until a share of them is done. Those
 that are left wait for a place in a window of fixed width: lanes that are done leave it, and
 waiting ones take their places (refill). When none waits, the lanes that are left move to

@@ -174,8 +174,8 @@ def chunk_loop(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
     operands = _compat.varying_alike(operands)
     avals = [jax.typeof(x) for x in operands]
     if isinstance(loop.chunk, int) and loop.size % loop.chunk and not loop.picks:
-        # The last chunk has another width, and so a program of its own. It is staged here, for
-        # later: then the trace may be gone that values belong to which a rule in it closes over.
+        # The last chunk has another width, and so a program of its own. It is staged now and kept:
+        # a derivative rule in it may close over values of a trace that is over later.
         loop.program(avals, loop.size % loop.chunk)
     program = loop.program(avals, loop.width)
     if any(isinstance(c, Tracer) for c in program.consts):

@@ -44,8 +44,8 @@ class Extreme:
 class Live:
     """A mask: for each lane, whether the loop runs for it. Always the first operand.
 
-    A chunk sees which of its lanes count. The last chunk may not be full: what it lacks is
-    filled up with its first lane, and does not count.
+    A chunk sees which of its lanes count. The last chunk may not be full: in place of each lane
+    that it lacks it runs its first lane again, which does not count there.
 
     Attributes:
       most: the width of a chunk where there are many lanes. The loop's `chunk` was chosen from

@@ -39,7 +39,7 @@ ANYWHERE: Any = _Anywhere()
 # bodies whose batched form refers back to them.
 _built: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 _MOST_BODIES = 4096
-_lock = threading.RLock()  # a finalizer may come here, too
+_lock = threading.RLock()  # may be taken twice: a finalizer that runs meanwhile may come here, too
 
 
 def batch_inner(

@@ -79,7 +79,7 @@ def run_by_length(
     for at in _more_lengths(lengths):
         try:
             more, _ = stage(at)
-        except Exception:  # of a length that no row has, anything may be wrong
+        except Exception:  # no row has this length, so the function need not work for it
             continue
         if _kinds(more) == _kinds(programs[0]):
             programs.append(more)
@@ -128,7 +128,7 @@ def _groups_and_lengths(
 
 
 def _more_lengths(lengths: Sequence[Lengths]) -> Iterator[Lengths]:
-    """Lengths to try for what outputs are like: longer ones, of each size by itself too."""
+    """Lengths that no row has, to see how outputs change: longer ones, one size at a time."""
     longest = lengths[-1]
     for i, n in enumerate(longest):
         for longer in (n + 1, 2 * n + 16):

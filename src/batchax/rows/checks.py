@@ -39,7 +39,8 @@ def as_lengths(lengths: Any, what: str = "lengths") -> Any:
         if lengths.size == 0 and lengths.ndim == 1:
             lengths = lengths.astype(np.int32)
         if np.issubdtype(lengths.dtype, np.integer):
-            # What int32 cannot hold stays beyond what any array has.
+            # A length that int32 cannot hold becomes its largest number: still more than `data` has
+            # room for, and so refused where lengths are checked.
             lengths = np.clip(lengths, -(2**31), 2**31 - 1).astype(np.int32)
     if not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ArgumentTypeError(

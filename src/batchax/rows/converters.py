@@ -140,7 +140,7 @@ class Converters:
         return awkward.Array(awkward.contents.ListOffsetArray(index, content))
 
     def _parts(self, method: str, axis: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """The elements of all rows, and where rows begin, in arrays of NumPy that are ours."""
+        """The elements of all rows, and where rows begin, copied into NumPy arrays."""
         lengths = known_lengths(self.lengths)
         if lengths is None or isinstance(self.data, Tracer):
             raise ArgumentTypeError(

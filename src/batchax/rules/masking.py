@@ -3,9 +3,9 @@
 Under a predicate that differs between lanes a program runs for all of them, and
 for some its results are dropped. What it computes there must do no harm: a NaN
 would reach the gradient of an operand that all lanes share (``0 * nan``), a loop
-might never end, a callback might see what it was never written for. So, before
-the program runs, the operands of a masked lane are replaced by those of the first
-live lane: all lanes then compute what some real lane computes.
+might never end (JAX #2947), a callback might see what it was never written for. So,
+before the program runs, the operands of a masked lane are replaced by those of the
+first live lane: all lanes then compute what some real lane computes.
 
 The replacement is a primitive of its own, `safe_lanes`, because of its
 derivative: nothing flows into or out of a masked lane. With
