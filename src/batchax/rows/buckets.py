@@ -34,7 +34,7 @@ class Buckets:
 
     @property
     def waste(self) -> float:
-        """Elements with padding for each true one: 1.0 is none wasted."""
+        """How many elements the padded rows have for each one that is not padding; 1.0 is best."""
         padded = sum(size * len(rows) for size, rows in zip(self.sizes, self.rows, strict=True))
         return self._waste(padded)
 

@@ -81,7 +81,10 @@ def run_in_groups(
 def _one_after_another(
     results: list[Placed], given: list[Mapped]
 ) -> tuple[list[Placed], list[Mapped]]:
-    """The results of a group, and what is given to the next one, which is to run later."""
+    """The results of a group and the arguments of the next one, which waits for them.
+
+    See `rules/in_turn.py` for why it has to.
+    """
     firsts, of_results = jax.tree.flatten([value for value, _ in results])
     waiting, of_given = jax.tree.flatten([m.value for m in given if m.axis is not None])
     firsts, waiting = run_in_turn(firsts, waiting)

@@ -61,7 +61,7 @@ def _whole_slice(eqn: Any, at: int) -> bool:
 
 
 def _plain_reshape(eqn: Any, at: int) -> bool:
-    """Whether elements stay where they are, with other axes within each."""
+    """Whether a reshape leaves the ragged axis alone, and only changes the axes of its elements."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     to = ragged_axis(after)
     if to is None or before[at] != after[to] or eqn.params["dimensions"] is not None:
@@ -70,7 +70,10 @@ def _plain_reshape(eqn: Any, at: int) -> bool:
 
 
 def _free_in_dot(eqn: Any, at: int) -> bool:
-    """Whether a product has the ragged axis of one operand, or the same of both, in its result."""
+    """Whether the result of a product keeps the ragged axis, of one operand or paired of both.
+
+    If the ragged axis is contracted, elements of a row are added up.
+    """
     (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     places = [ragged_axis(v.aval.shape) for v in eqn.invars]
     if places[0] in left or places[1] in right:
@@ -95,8 +98,8 @@ def _unpadded(eqn: Any, at: int) -> bool:
 
 
 _Rules = tuple[str, ...]
-"""The derivative rules, as text, that are being looked into: what is asked of one of them again
-is asked already."""
+"""The derivative rules, as text, that are being looked into. One that turns up inside itself needs
+no second look."""
 
 # The rule of `jnp.sinc` calls a function with a rule that calls another, and so on for ever.
 _MOST_RULES = 8
@@ -126,8 +129,8 @@ def _acts_on_elements(eqn: Any, seen: _Rules) -> bool:
 
 
 def _custom_jvp(eqn: Any, seen: _Rules) -> bool:
-    # Its rule may do what it does not: divide by the norm of the row, for instance. And it may
-    # call the function again, whose rule reads as this one does.
+    # The rule may do what the function does not: divide by the norm of the row, for instance. And
+    # it may call the function again, whose rule then reads as this one does.
     try:
         rule = staged_jvp_rule(eqn)
     except Exception:  # the user's, who is told where the derivative is taken, if it is
@@ -159,7 +162,10 @@ _ACTS_ON_ELEMENTS: dict[str, Callable[[Any, int], bool]] = {
 
 
 def _how_it_acts(primitive: _compat.Primitive) -> tuple[Callable[[Any, int], bool] | None, bool]:
-    """Whether a primitive acts on each element, and whether what is given to all may differ."""
+    """How to check that a primitive acts on each element, or None if it does not.
+
+    Also whether operands that have no ragged axis may differ between rows.
+    """
     facts = facts_of(primitive)
     if facts.elementwise:
         return _always, True

@@ -12,7 +12,7 @@ from typing import Any
 
 _JAX = frozenset({"jax", "jaxlib", "batchax"})
 
-# They do what they are called for, whoever calls them.
+# What they do they do on behalf of whoever calls them, be that the user or JAX.
 _TOOLS = frozenset({"numpy", "scipy", "opt_einsum", *sys.stdlib_module_names})
 
 

@@ -61,7 +61,11 @@ def in_turn(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], lis
 
 
 def zero_after(values: Sequence[Any]) -> Any:
-    """The int32 zero, which is known once the first entries of all `values` are."""
+    """An int32 zero that is computed from the first entry of each of `values`.
+
+    A 32-bit number has 32 bits that are set at most, which is less than 2**6: their count shifted
+    by six bits is zero. Compilers do not know, and so they cannot leave the computation out.
+    """
     zero = np.int32(0)
     for x in values:
         aval = jax.typeof(x)
@@ -71,7 +75,7 @@ def zero_after(values: Sequence[Any]) -> Any:
         entry = lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))
         entry = lax.real(entry) if jnp.issubdtype(x.dtype, jnp.complexfloating) else entry
         ones = lax.population_count(lax.convert_element_type(entry, np.int32))
-        zero = lax.add(zero, lax.shift_right_logical(ones, np.int32(6)))  # of 32 bits at most
+        zero = lax.add(zero, lax.shift_right_logical(ones, np.int32(6)))
     return zero
 
 
@@ -109,7 +113,7 @@ stands_for(in_turn_p, _wait)
 
 
 def _apart(xs: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
-    """What there is, that is no symbolic zero, of both sides."""
+    """The values on both sides that are no symbolic zeros."""
     there = [type(x) is not ad.Zero for x in xs]
     return (
         [x for x, t in zip(xs[:count], there[:count], strict=True) if t],
