@@ -187,7 +187,7 @@ def find(primitive: _compat.Primitive) -> Registered | None:
 
 
 def is_foreign(primitive: _compat.Primitive) -> bool:
-    """Whether a rule that is none of batchax's batches `primitive`, and nobody said what it is."""
+    """Whether a rule not of batchax's own batches `primitive`, and no facts of it are entered."""
     entry = find(primitive)
     if entry is None:
         return _compat.jax_has_rule(primitive)

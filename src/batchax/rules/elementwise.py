@@ -87,7 +87,7 @@ def _select_n(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, Any]:
 def _with_scalars(
     primitive: _compat.Primitive, axis: Axis, args: Any, axes: Any, scalars: tuple[int, ...]
 ) -> tuple[Any, Any]:
-    """Binds a primitive whose operands have one shape, but for `scalars`, which may be scalars."""
+    """Binds a primitive whose operands have one shape; those in `scalars` may be scalars."""
     target = common_position(args, axes)
     whole, position = max(zip(args, axes, strict=True), key=lambda pair: len(example_shape(*pair)))
     shape = inserted(example_shape(whole, position), target, axis.size)

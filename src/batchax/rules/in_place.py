@@ -296,8 +296,8 @@ _UPDATES: dict[str, Callable[..., Sequence[Any]]] = {
     **dict.fromkeys(SCATTERS, _scatter),
     lax.dynamic_update_slice_p.name: _dynamic_update_slice,
 }
-# Of these the result is what was read: making that harmless is enough, and costs less than
-# the whole operand.
+# Of these the result is what was read, and has no more derivative than that: to make it harmless
+# is enough, and leaves the whole operand alone.
 _READS = frozenset("dynamic_slice gather slice".split())
 
 _PROGRAMS: dict[str, Callable[..., Sequence[Any]]] = {

@@ -2,8 +2,8 @@
 
 Such is the array that a scatter returns, the carry of a loop whose body hands it on, and what
 every branch makes of one operand. Each equation on the way from the input is a *link* between
-one of its operands and one of its results. Where none of the updates is made, all variables of
-such a chain hold what the input holds.
+one of its operands and one of its results. That a variable is an input *but for updates* means:
+if none of the updates on the way were made, it would hold what the input holds.
 """
 
 from __future__ import annotations
