@@ -388,3 +388,15 @@ def test_weak_types_of_a_branch_with_a_loop():
     got, expected = bx.vmap(f)(*args), jax.vmap(f)(*args)
     same(got, expected)
     assert jax.typeof(got).weak_type == jax.typeof(expected).weak_type
+
+
+def test_a_branch_with_a_loop_of_which_nothing_is_returned():
+    def f(p, x):
+        def looped():
+            lax.while_loop(lambda c: False, lambda c: c, ())
+            lax.scan(lambda c, _: (c, None), (), None, length=3)
+            return 2 * x
+
+        return lax.cond(p, looped, lambda: jnp.sin(x))
+
+    check_all({"no results": (f, P, example((P.size, 2)), {})}, derivatives=False)

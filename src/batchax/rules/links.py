@@ -149,7 +149,7 @@ def _through_bodies(bodies: Sequence[Body]) -> list[Link]:
     """The results that are one operand in each body; for a loop, as the same carry again."""
     found: list[dict[int, Link]] = []
     for body in bodies:
-        if not body.results:
+        if body.role == "condition" or not body.operands:
             continue
         kept = kept_outputs(body.jaxpr).items()
         found.append(
@@ -159,7 +159,7 @@ def _through_bodies(bodies: Sequence[Body]) -> list[Link]:
                 if not body.is_repeated or (k < body.carried and source.input == body.same + k)
             }
         )
-    first, *others = found
+    first, *others = found or [{}]
     return [
         link._replace(updated=any(links[k].updated for links in found))
         for k, link in first.items()
