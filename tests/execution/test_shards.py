@@ -250,3 +250,8 @@ def test_a_batch_size_is_chosen_in_a_shard_map_of_the_users_own():
     )
     for run in (spread, jax.jit(spread)):
         same(run(*sharded(mesh)), jax.vmap(predict, (None, 1), (1, 0))(W, X))
+
+    def of(f):
+        return jax.jit(jax.grad(lambda w, x: sum(jnp.sum(jnp.sin(y)) for y in f(w, x)), (0, 1)))
+
+    same(of(spread)(*sharded(mesh)), of(jax.vmap(predict, (None, 1), (1, 0)))(W, X))

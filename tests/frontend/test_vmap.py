@@ -194,6 +194,12 @@ def test_reduced_gradient_is_the_full_batch_gradient():
     same(got, jax.grad(lambda w: jax.vmap(loss, (None, 0))(w, xs).mean())(w))
 
 
+def test_keys_are_not_reduced():
+    keys = jax.random.split(jax.random.key(0), 3)
+    with pytest.raises(bx.ArgumentTypeError, match=r"Reduce.* for out\[1\], of dtype key<fry>"):
+        bx.vmap(lambda k: (1.0, k), out_axes=(0, bx.Reduce("sum")))(keys)
+
+
 def test_constant_and_unbatched_outputs():
     constant = np.arange(2.0)
     got = bx.vmap(lambda x: (x, 3.0, constant), out_axes=(0, None, None))(jnp.ones(4))

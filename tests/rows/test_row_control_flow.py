@@ -237,6 +237,16 @@ REFUSED = {
     "callback": (lambda x: jax.pure_callback(np.sin, x, x), "hands to Python"),
     "print": (lambda x: (jax.debug.print("{}", x), x)[1], "hands to Python"),
     "sum over rows": (lambda x: lax.psum(x, "rows"), "Reduce over the row first"),
+    "a loop for each place": (
+        lambda x: jax.vmap(lambda t: lax.while_loop(lambda c: c < 9, lambda c: c * 2 + 1, t))(
+            jnp.abs(x[:, 0])
+        ),
+        "a loop for each place of the row",
+    ),
+    "a branch for each place": (
+        lambda x: bx.vmap(lambda t: lax.cond(t > 0, jnp.log, lambda t: t, t))(x[:, 0]),
+        "which take different ways",
+    ),
 }
 
 

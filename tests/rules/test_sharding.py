@@ -267,6 +267,13 @@ PROGRAMS = {
     "checkpoint": lambda x, w: jax.checkpoint(jnp.sin)(x),
     "custom rule": lambda x, w: jax.nn.relu(x),
     "scan": lambda x, w: lax.scan(lambda c, _: (c + x.sum(), c), jnp.zeros(4), None, length=2),
+    "branch of logarithms": lambda x, w: lax.cond(x.sum() > 1, jnp.log, lambda x: x, x),
+    "loop in a branch": lambda x, w: lax.cond(
+        x.sum() > 1,
+        lambda x: lax.while_loop(lambda c: c.sum() < 9, lambda c: c * 2, x),
+        lambda x: x,
+        x,
+    ),
     "while": lambda x, w: lax.while_loop(lambda c: c.sum() < 10, lambda c: c + 1, x),
     "index": lambda x, w: x[1] + jnp.sort(x),
     "gradient": lambda x, w: jax.grad(lambda x: jnp.sin(x @ w).sum())(x),

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from batchax import _compat
 from batchax.errors import SmallerChunksWarning
 from batchax.kernel.lasting import Lasting
 
@@ -95,19 +96,25 @@ def compile_for_types(program: Callable[..., list[Any]], avals: Sequence[Any]) -
         )
         for x in avals
     ]
-    # Only a mesh with devices can be made manual, and only by a `shard_map` inside no other one:
-    # so the mesh in scope is left.
+    checked = bool(_compat.checked_axes())
+
+    def on_each_device(*operands: Any) -> list[Any]:
+        outs = program(*map(_compat.varying_as, operands, avals))
+        return [x[None] for x in outs]  # what varies is returned side by side
+
+    # Only a mesh with devices can be made manual, and only by a `shard_map` that is the first.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        if manual:
-            program = jax.shard_map(
-                program,
-                mesh=devices,
-                in_specs=PartitionSpec(),
-                out_specs=PartitionSpec(),
-                axis_names=manual,
-                check_vma=False,
-            )
-        return jax.jit(program).lower(*operands).compile()
+        if not manual:
+            return jax.jit(program).lower(*operands).compile()
+        mapped = jax.shard_map(
+            on_each_device,
+            mesh=devices,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(tuple(manual)),
+            axis_names=manual,
+            check_vma=checked,
+        )
+        return jax.jit(mapped).lower(*operands).compile()
 
 
 _LIBRARIES = (

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import Literal
 
 from batchax.explain.account import Equation, Source, Value, Work
 from batchax.explain.attribution import Attribution, Tally
@@ -90,7 +91,10 @@ class Listing:
         out_axes, out_types = record.out_axes, record.out_types
         if record.stand_in is not None:
             inputs = tuple(self._known.get(v.name, v) for v in inputs)
-            placed = [self._placed.get(v, (None, None)) for v in record.stand_in]
+            placed = [
+                (None, None) if isinstance(v, Literal) else self._placed.get(v, (None, None))
+                for v in record.stand_in
+            ]
             out_axes, out_types = [a for a, _ in placed], [t for _, t in placed]
         enters = self._name_inside(entry)
         parts = self._listed(entry.parts, f"{number}.", "body", times)
@@ -164,6 +168,8 @@ class Listing:
     def _named_pairs(
         self, inside: Sequence[Any], outside: Sequence[Any]
     ) -> tuple[tuple[str, str], ...]:
+        if len(inside) != len(outside):  # a loop that was run in another form, as rows are
+            return ()
         pairs = zip(inside, outside, strict=True)
         return tuple((self.names.of(v), self.names.of(other)) for v, other in pairs)
 

@@ -186,6 +186,11 @@ def _check_position(value: Any, path: str, spec: Any, terms: Terms) -> None:
             "another type. Give an int, None, batchax.AUTO or batchax.Reduce(...). An output whose "
             "size depends on the row comes back as a Ragged by itself."
         )
+    if isinstance(spec, Reduce) and jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended):
+        raise ArgumentTypeError(
+            f"out_axes gives {spec!r} for {path}, of dtype {value.dtype}, which has no such "
+            "reduction. Give an int, and reduce what is made of it."
+        )
     ndim = jnp.ndim(value) + 1
     if is_position(spec) and not -ndim <= spec < ndim:
         raise AxisError(

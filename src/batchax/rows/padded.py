@@ -193,6 +193,16 @@ def run_equation(sizes: Sizes, eqn: Any, rows: Sequence[Row]) -> list[Row]:
     return outs
 
 
+_OWN = {
+    "safe_lanes": (
+        "it is a branch or loop in a `batchax.vmap` over the places of the row, which take "
+        "different ways."
+    ),
+    "bounded_loop": "loops of `bounded_while` and `scan(until=)` run over rows of one length only.",
+}
+"""Why batchax's own primitives, which users have not heard of, are refused."""
+
+
 def _run_equation(sizes: Sizes, eqn: Any, rows: Sequence[Row]) -> list[Row]:
     shapes = [v.aval.shape for v in eqn.outvars]
     if not depends_on_sizes(eqn):
@@ -203,7 +213,7 @@ def _run_equation(sizes: Sizes, eqn: Any, rows: Sequence[Row]) -> list[Row]:
     op = Operation(eqn, sizes)
     rule = _find_rule(eqn.primitive)
     if rule is None:
-        raise op.refuse("it has no rule for rows.")
+        raise op.refuse(_OWN.get(eqn.primitive.name, "it has no rule for rows."))
     outs = rule(op, *rows, **eqn.params)
     outs = outs if isinstance(outs, (list, tuple)) else [outs]
     return [

@@ -27,6 +27,7 @@ from jax import lax
 from jax.core import ShapedArray, eval_jaxpr
 from jax.extend.core import Literal
 from jax.extend.core.primitives import cond_p, scan_p, while_p
+from jax.sharding import NamedSharding, PartitionSpec
 
 from batchax import _compat
 from batchax.jaxprs.bodies import Body, bind_with, bodies_of
@@ -48,7 +49,12 @@ from batchax.rules.links import (
 )
 from batchax.rules.masking import expand_like, is_inexact, safe_lanes
 
-_LIVE = ShapedArray((), np.dtype(bool))
+
+def _live_type() -> Any:
+    """The type of the predicate of one lane, which tells of the mesh in scope."""
+    mesh = jax.sharding.get_abstract_mesh()
+    sharding = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
+    return ShapedArray((), np.dtype(bool), sharding=sharding)
 
 
 def masked_in_place(
@@ -106,7 +112,7 @@ def masked(
         return _run(_Lane(axis, live, fill), program, operands, own)
 
     def build() -> _compat.ClosedJaxpr:
-        return stage_function(axis, run, [_LIVE, *program.in_avals])
+        return stage_function(axis, run, [_live_type(), *program.in_avals])
 
     return remembered(program, ("masked", axis, own, fill), build)
 
@@ -283,7 +289,7 @@ def _goes_on_if_live(axis: Axis, test: _compat.ClosedJaxpr) -> _compat.ClosedJax
         (more,) = eval_jaxpr(program.jaxpr, program.consts, live, *operands)
         return [some_live_p.bind(live, more)]
 
-    return stage_function(axis, goes_on, [_LIVE, *test.in_avals])
+    return stage_function(axis, goes_on, [_live_type(), *test.in_avals])
 
 
 def _jit(lane: _Lane, eqn: Any, xs: Any, mine: set[int]) -> Sequence[Any]:

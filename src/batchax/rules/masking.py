@@ -74,9 +74,23 @@ def _values(live: Any, x: Any, *, depth: int, fill: str) -> Any:
         lanes = math.prod(live.shape)
         first = lax.argmax(lax.reshape(live, (lanes,)), 0, np.int32)
         row = x if depth == 1 else lax.reshape(x, (lanes, *x.shape[depth:]))
-        donor = lax.dynamic_index_in_dim(row, first, 0, False, allow_negative_indices=False)
+        donor = _lane(row, first)
         other = expand_like(donor, depth, x)
     return lax.select(expand_like(live, 0, x) if depth else live, x, other)
+
+
+def _lane(row: Any, index: Any) -> Any:
+    """The entry at `index` along axis 0."""
+    sharding: Any = jax.typeof(row).sharding
+    if sharding.spec[:1] in ((), (None,)) or jnp.issubdtype(row.dtype, jax.dtypes.extended):
+        return lax.dynamic_index_in_dim(row, index, 0, False, allow_negative_indices=False)
+    # JAX slices no axis that types say is sharded (axes of type Explicit): all entries are added
+    # up, of which the others are zero.
+    places = lax.broadcasted_iota(
+        np.int32, row.shape[:1], 0, out_sharding=sharding.update(spec=sharding.spec[:1])
+    )
+    mine = lax.select(expand_like(places == index, 0, row), row, lax.full_like(row, 0))
+    return mine.any(0) if row.dtype == np.bool_ else mine.sum(0, dtype=row.dtype)
 
 
 def _jvp(primals: Any, tangents: Any, *, depth: int, fill: str) -> tuple[Any, Any]:

@@ -33,7 +33,7 @@ def chunk_sizes(draft: Draft) -> Iterator[Finding]:
     work = draft.price / draft.lanes  # of a lane
     each = OPERATION * _operations(draft)
     best = _power_of_two(each / (_MOST_OVERHEAD * max(work, 1e-3)), draft.lanes)
-    share = each / (each + size * work)
+    share = each / max(each + size * work, 1e-3)
     if chunks > 1 and share > _TOO_MUCH and best >= 2 * size:
         yield Finding(
             "chunk size far from the best",

@@ -100,7 +100,7 @@ _BY_COLUMNS = 8  # up to here a loop over columns, each for all lanes, is faster
 def factorisations(draft: Draft) -> Iterator[Finding]:
     """Factorisations of small matrices. Their price: a call of the library for each."""
     for eqn, record in draft.walk():
-        if eqn.primitive not in _CALL or record.in_axes[0] is None:
+        if eqn.primitive not in _CALL or not record.in_axes or record.in_axes[0] is None:
             continue
         each, rows, columns = matrices_of(record.eqn.invars[0].aval)
         if eqn.service != "own" or eqn.primitive not in eqn.emitted or max(rows, columns) > _SMALL:

@@ -181,6 +181,11 @@ def _while(
     body_nconsts: int,
     body_jaxpr: Any,
 ) -> list[Any]:
+    if cond_jaxpr.out_avals[0].shape:
+        raise op.refuse(
+            "it is a loop for each place of the row, as `vmap` of a `while_loop` over them makes, "
+            "and they end at different steps."
+        )
     tested, consts = rows[:cond_nconsts], rows[cond_nconsts:][:body_nconsts]
     carry = rows[cond_nconsts + body_nconsts :]
     avals = _compat.close(body_jaxpr).out_avals
