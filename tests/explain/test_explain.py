@@ -413,3 +413,12 @@ def test_what_is_measured_is_what_is_explained():
     rows = bx.Ragged.from_rows([jnp.ones((n, 2)) for n in (1, 4)])
     explanation = bx.explain(jnp.sum, buckets=2, measure=True)(rows)  # lengths must be known
     assert [t.batch_size for t in explanation.timings] == [None]
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 2}, {"divergence": "compact"}], ids=str)
+def test_a_batch_on_a_mesh_that_types_tell_of(options):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((8, 2)), jax.NamedSharding(mesh, jax.P("d")))
+        explanation = bx.explain(jnp.sin, compile=False, **options)(x)
+    assert [eqn.primitive for eqn in explanation.equations] == ["sin"]

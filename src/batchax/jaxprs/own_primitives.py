@@ -37,7 +37,8 @@ def operations_of(eqn: Any) -> _compat.ClosedJaxpr | None:
         out = operations(*operands, **eqn.params)
         return out if eqn.primitive.multiple_results else [out]
 
-    return _compat.stage(run, [v.aval for v in eqn.invars])
+    with eqn.ctx.manager:  # of the mesh that was in scope
+        return _compat.stage(run, [v.aval for v in eqn.invars])
 
 
 def expanded(prim: Any, avals: Any) -> _compat.ClosedJaxpr:
