@@ -200,23 +200,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Account:
-    """How a function was batched, and what that costs.
-
-    Attributes:
-      name: of the per-example function.
-      lanes: the size of the batch.
-      arguments: the function's arguments, under the names a call would use.
-      outputs: its results.
-      equations: the per-example program, an entry for each equation; `Equation.parts` has those
-        of loops and branches.
-      findings: what costs more than it would have to, dearest first.
-      memory: what the compiled program holds; None where it could not be compiled.
-      outside: what is done beside the equations: to place outputs, to cut chunks.
-      compiled: FLOPs and bytes of the compiled program by XLA's count, in which fused operations
-        write nothing and a loop counts as one step; None where XLA says nothing.
-      options: the options that `vmap` was given.
-      timings: what was measured, if it was asked for.
-    """
+    """What an `Explanation` holds; its attributes are described there."""
 
     name: str
     lanes: int
