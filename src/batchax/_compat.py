@@ -169,14 +169,25 @@ def stage_described(
     fun: Callable[..., tuple[list[Any], Any]], avals: Sequence[Any]
 ) -> tuple[ClosedJaxpr, Any]:
     """As `stage`, of a function that returns a list and what describes it; both are returned."""
+    return described(fun, lambda arrays: stage(arrays, avals))
+
+
+def described(
+    fun: Callable[..., tuple[list[Any], Any]], stage_it: Callable[[Any], ClosedJaxpr]
+) -> tuple[ClosedJaxpr, Any]:
+    """What `stage_it` makes of the arrays that `fun` returns, and what `fun` says of them.
+
+    JAX stages functions of arrays alone, and a function may be tried more than once.
+    """
     descriptions: list[Any] = []
 
-    def run(*args: Any) -> list[Any]:
+    @functools.wraps(fun)
+    def arrays(*args: Any) -> list[Any]:
         outs, description = fun(*args)
         descriptions.append(description)
         return outs
 
-    return stage(run, avals), descriptions[-1]
+    return stage_it(arrays), descriptions[-1]
 
 
 class _InShardMap:

@@ -29,6 +29,7 @@ from batchax.frontend.arguments import (
     flatten_arguments,
 )
 from batchax.frontend.outputs import (
+    Described,
     FlatOutputs,
     check_out_axes,
     check_unbatched,
@@ -176,7 +177,7 @@ def vmap(
 
 def _run(
     axis: Axis,
-    one_example: Callable[..., tuple[list[Any], FlatOutputs]],
+    one_example: Described,
     mapped: list[Mapped],
     chunking: Chunking | None,
 ) -> tuple[list[Any], FlatOutputs]:

@@ -31,6 +31,7 @@ from jax.extend.core import mapped_aval, unmapped_aval
 
 from batchax import _compat
 from batchax.execution.eager import compile_program, whatever_jit
+from batchax.jaxprs.bodies import Body, describe_bodies
 from batchax.jaxprs.own_primitives import stands_for
 from batchax.jaxprs.program_key import program_key
 
@@ -373,3 +374,12 @@ def _to_lojax(*operands: Any, **params: Any) -> list[Any]:
 
 bounded_loop_p.to_lojax = _to_lojax
 stands_for(bounded_loop_p, run)
+
+
+def _bodies(eqn: Any) -> tuple[Body, ...]:
+    # As calls: how often they run, and which operand is which, the operations it stands for say.
+    programs = (eqn.params[name] for name in ("test", "body", "guarded"))
+    return tuple(Body("call", program, (), (), 0) for program in programs if program is not None)
+
+
+describe_bodies(bounded_loop_p, _bodies)

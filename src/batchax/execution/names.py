@@ -17,12 +17,12 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.extend.core import Literal, jaxprs_in_params
-from jax.extend.core.primitives import cond_p, copy_p, scan_p, while_p
+from jax.extend.core.primitives import copy_p, while_p
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.sections import Section
-from batchax.jaxprs.bodies import bind_with, bodies_of
+from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES, bind_with, bodies_of
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import body_parameter, facts_of
 from batchax.kernel.axis import Axis
@@ -149,7 +149,7 @@ def _use(axis: Axis, eqn: Any, xs: list[Any], lane: Any, top: bool) -> Sequence[
     if _is_opened(eqn):
         body = _compat.close(eqn.params[body_parameter(eqn)])
         return _evaluate(axis, body.jaxpr, body.consts, xs, lane, top)
-    if name in _LOOPS_AND_BRANCHES:
+    if name in LOOPS_AND_BRANCHES:
         programs = [index_as_input(axis, _compat.close(b.program)) for b in bodies_of(eqn)]
         return bind_with(eqn, xs, programs, [lane])
     user_rule = eqn.primitive is custom_call_p  # which serves all lanes at once
@@ -171,6 +171,3 @@ def _index(axis: Axis, names: Any, lane: Any) -> Any:
         mine = lane if n == axis.name else lax.axis_index(n)
         index = index * np.int32(axis.size if n == axis.name else lax.axis_size(n)) + mine
     return index
-
-
-_LOOPS_AND_BRANCHES = frozenset(p.name for p in (while_p, scan_p, cond_p))

@@ -81,6 +81,10 @@ class FlatOutputs:
     rebuild: Callable[[Sequence[Any]], Any]
 
 
+Described = Callable[..., tuple[list[Any], FlatOutputs]]
+"""A flat function of one example: it returns arrays, and how to rebuild what they are of."""
+
+
 def check_out_axes(out_axes: Any) -> None:
     """Refuses, when `vmap` is called, an `out_axes` that no output could satisfy."""
     for keys, leaf in jax.tree_util.tree_flatten_with_path(out_axes)[0]:

@@ -138,6 +138,15 @@ _BODIES: dict[str, Callable[[Any], tuple[Body, ...]]] = {
 }
 
 
+def describe_bodies(primitive: _compat.Primitive, find: Callable[[Any], tuple[Body, ...]]) -> None:
+    """Says, for a primitive of batchax's own, which programs its equations run."""
+    _BODIES[primitive.name] = find
+
+
+LOOPS_AND_BRANCHES = frozenset(p.name for p in (scan_p, while_p, cond_p))
+"""The primitives of JAX whose equations `bind_with` makes again, besides calls."""
+
+
 def bind_with(
     eqn: Any, operands: Sequence[Any], programs: Sequence[Any], more: Sequence[Any]
 ) -> list[Any]:

@@ -206,16 +206,11 @@ def stage_described(
     Returns:
       The program, of the arrays, and their description.
     """
-    descriptions: list[Any] = []  # of each time that it was tried
 
-    @functools.wraps(fun)
-    def arrays(*args: Any) -> list[Any]:
-        outs, description = fun(*args)
-        descriptions.append(description)
-        return outs
+    def stage(arrays: Callable[..., Any]) -> _compat.ClosedJaxpr:
+        return stage_function(axis, arrays, avals, arg_names, transformation)
 
-    program = stage_function(axis, arrays, avals, arg_names, transformation)
-    return program, descriptions[-1]
+    return _compat.described(fun, stage)
 
 
 NEEDS_VALUES = (

@@ -21,7 +21,14 @@ import numpy as np
 from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
 from batchax.frontend.arguments import Mapped
-from batchax.frontend.outputs import AUTO, FlatOutputs, OutputArray, check_unbatched, place
+from batchax.frontend.outputs import (
+    AUTO,
+    Described,
+    FlatOutputs,
+    OutputArray,
+    check_unbatched,
+    place,
+)
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, move_axis
 from batchax.kernel.inner import stage_described
@@ -37,13 +44,12 @@ from batchax.rules.in_turn import calls_library
 Lengths = tuple[int, ...]
 """The length of a row, for each of the sizes that rows have."""
 
-OneRow = Callable[..., tuple[list[Any], FlatOutputs]]
-RunDense = Callable[[Axis, OneRow, list[Mapped]], tuple[list[Any], FlatOutputs]]
+RunDense = Callable[[Axis, Described, list[Mapped]], tuple[list[Any], FlatOutputs]]
 
 
 def run_by_length(
     axis: Axis,
-    one_row: OneRow,
+    one_row: Described,
     mapped: list[Mapped],
     run_dense: RunDense,
 ) -> tuple[list[Any], FlatOutputs]:

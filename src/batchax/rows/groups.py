@@ -26,20 +26,20 @@ from batchax.rules.in_turn import in_turn as run_in_turn
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
 
-Described = TypeVar("Described", bound=FlatOutputs)
+Outputs = TypeVar("Outputs", bound=FlatOutputs)
 Placed = tuple[Any, AxisPosition]
 """An output and where it has its rows: 0 for a `Ragged`, None for what all rows share."""
 
-RunGroup = Callable[[int, Axis, list[Mapped]], tuple[list[Placed], Described]]
+RunGroup = Callable[[int, Axis, list[Mapped]], tuple[list[Placed], Outputs]]
 
 
 def run_in_groups(
     axis: Axis,
     mapped: Sequence[Mapped],
     groups: Sequence[np.ndarray],
-    run_group: RunGroup[Described],
+    run_group: RunGroup[Outputs],
     in_turn: bool,
-) -> tuple[list[Placed], Described]:
+) -> tuple[list[Placed], Outputs]:
     """What `run_group` computes for each group of rows, in the order of the rows.
 
     Args:
@@ -57,7 +57,7 @@ def run_in_groups(
     """
     parts = [_split_argument(axis, m, groups) for m in mapped]
     results: list[list[Placed]] = []
-    descriptions: list[Described] = []
+    descriptions: list[Outputs] = []
     for g, rows in enumerate(groups):
         given = [replace(m, value=part[g]) for m, part in zip(mapped, parts, strict=True)]
         if in_turn and results:

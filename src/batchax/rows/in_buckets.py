@@ -12,7 +12,7 @@ import numpy as np
 
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.arguments import Mapped, is_position
-from batchax.frontend.outputs import FlatOutputs, OutputArray, place
+from batchax.frontend.outputs import Described, FlatOutputs, OutputArray, place
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 from batchax.rows.arguments import all_known, find_sizes
@@ -21,8 +21,7 @@ from batchax.rows.groups import Placed, in_front, run_in_groups
 from batchax.rows.outputs import place_ragged
 from batchax.rows.ragged import Ragged
 
-OneRow = Callable[..., tuple[list[Any], FlatOutputs]]
-RunRows = Callable[[Axis, OneRow, list[Mapped]], tuple[list[Any], FlatOutputs]]
+RunRows = Callable[[Axis, Described, list[Mapped]], tuple[list[Any], FlatOutputs]]
 
 
 def check_buckets(buckets: Any) -> None:
@@ -40,7 +39,7 @@ def check_buckets(buckets: Any) -> None:
 
 def run_in_buckets(
     axis: Axis,
-    one_row: OneRow,
+    one_row: Described,
     mapped: list[Mapped],
     buckets: int | Buckets,
     run_rows: RunRows,

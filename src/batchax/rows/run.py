@@ -14,7 +14,7 @@ from jax.core import Tracer, eval_jaxpr
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, BatchaxError, UnsupportedError
 from batchax.frontend.arguments import Mapped
-from batchax.frontend.outputs import FlatOutputs, OutputArray, check_unbatched, place
+from batchax.frontend.outputs import Described, FlatOutputs, OutputArray, check_unbatched, place
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.inner import stage_described
@@ -29,7 +29,7 @@ from batchax.rows.arguments import (
     with_room,
 )
 from batchax.rows.buckets import Buckets
-from batchax.rows.by_length import OneRow, RunDense, run_by_length
+from batchax.rows.by_length import RunDense, run_by_length
 from batchax.rows.comparisons import UndecidedSizeError
 from batchax.rows.in_buckets import check_buckets, run_in_buckets
 from batchax.rows.index import pad_rows
@@ -122,7 +122,7 @@ class Call:
 @_compat.standing_in()
 def run_rows(
     axis: Axis,
-    one_row: OneRow,
+    one_row: Described,
     mapped: list[Mapped],
     run_dense: RunDense,
     options: RowOptions,

@@ -26,11 +26,10 @@ import numpy as np
 from jax import lax
 from jax.core import ShapedArray, eval_jaxpr
 from jax.extend.core import Literal
-from jax.extend.core.primitives import cond_p, scan_p, while_p
 from jax.sharding import NamedSharding, PartitionSpec
 
 from batchax import _compat
-from batchax.jaxprs.bodies import Body, bind_with, bodies_of
+from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES, Body, bind_with, bodies_of
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.own_primitives import stands_for
 from batchax.jaxprs.primitive_facts import enter
@@ -307,7 +306,7 @@ _UPDATES: dict[str, Callable[..., Sequence[Any]]] = {
 _READS = frozenset("dynamic_slice gather slice".split())
 
 _PROGRAMS: dict[str, Callable[..., Sequence[Any]]] = {
-    **dict.fromkeys((while_p.name, scan_p.name, cond_p.name, *CALLS), _inside),
+    **dict.fromkeys((*LOOPS_AND_BRANCHES, *CALLS), _inside),
     "jit": _jit,
 }
 

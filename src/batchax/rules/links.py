@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 from jax import lax
 from jax.extend.core import Literal
-from jax.extend.core.primitives import cond_p, scan_p, while_p
 
 from batchax import _compat
-from batchax.jaxprs.bodies import Body, bodies_of
+from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES, Body, bodies_of
 from batchax.jaxprs.primitive_facts import facts_of
 
 SCATTERS = frozenset(
@@ -129,7 +128,7 @@ def links_of(eqn: Any) -> list[Link]:
         return [Link(0, 0, False)] if same_type and in_order and not facts.cast else []
     if name in SCATTERS or eqn.primitive is lax.dynamic_update_slice_p:
         return [Link(0, 0, True)] if _is_small_update(eqn) else []
-    return _through_bodies(bodies_of(eqn)) if facts.body or name in _LOOPS_AND_BRANCHES else []
+    return _through_bodies(bodies_of(eqn)) if facts.body or name in LOOPS_AND_BRANCHES else []
 
 
 def _is_small_update(eqn: Any) -> bool:
@@ -165,6 +164,3 @@ def _through_bodies(bodies: Sequence[Body]) -> list[Link]:
         for k, link in first.items()
         if all(k in links and links[k].operand == link.operand for links in others)
     ]
-
-
-_LOOPS_AND_BRANCHES = frozenset(p.name for p in (while_p, scan_p, cond_p))
