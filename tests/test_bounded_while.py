@@ -495,17 +495,17 @@ def test_as_while(tested, record, reverse):
         g = lambda *xs: jax.core.eval_jaxpr(program.jaxpr, program.consts, *xs)
         return jax.vmap(g, positions)(*consts, *carry)
 
-    live = lambda c: run(loop.test, loop.test_consts, loop.test_at, c)[0]
+    active = lambda c: run(loop.test, loop.test_consts, loop.test_at, c)[0]
 
     def step(c):
-        going_on = live(c)
+        going_on = active(c)
         new = run(loop.body, loop.body_consts, loop.body_at, c)
         keep = lambda a, b: jnp.where(going_on.reshape(-1, *[1] * (a.ndim - 1)), a, b)
         return list(map(keep, new, c))
 
     @jax.jit
     def finished(first):
-        outs, places = finish(lax.while_loop(lambda c: live(c).any(), step, first))
+        outs, places = finish(lax.while_loop(lambda c: active(c).any(), step, first))
         assert places == [0] * len(outs)
         return outs
 

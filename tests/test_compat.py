@@ -25,8 +25,8 @@ from jax.sharding import PartitionSpec as P
 
 from batchax import _compat
 from batchax.kernel.axis import Axis
+from batchax.kernel.captured import closes_over_tracers
 from batchax.kernel.registry import find_rule
-from batchax.kernel.replay import closes_over_tracers
 from batchax.rows import stand_ins
 
 SOURCE = Path(_compat.__file__).read_text()

@@ -37,8 +37,8 @@ def compaction(n: Any, x: Any, weights: Any) -> Any:
 
         def masked(carry: Any) -> Any:
             left, x = carry
-            live = left > 0
-            return left - live, jnp.where(live[:, None], step(x, weights), x)
+            active = left > 0
+            return left - active, jnp.where(active[:, None], step(x, weights), x)
 
         left, x = lax.while_loop(enough, masked, (left, x))
         out = out.at[lane].set(x)
@@ -54,9 +54,9 @@ def refill(n: Any, x: Any, weights: Any) -> Any:
 
     def run(carry: Any) -> Any:
         lane, left, values, fresh, out = carry
-        live = left > 0
-        values = jnp.where(live[:, None], step(values, weights), values)
-        left = left - live
+        active = left > 0
+        values = jnp.where(active[:, None], step(values, weights), values)
+        left = left - active
         done = left <= 0
         out = out.at[jnp.where(done, lane, lanes)].set(values, mode="drop")
         lane = jnp.where(done, fresh + jnp.cumsum(done) - 1, lane)

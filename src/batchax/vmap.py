@@ -38,8 +38,8 @@ from batchax.frontend.outputs import (
 )
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
+from batchax.kernel.captured import MappedProgram, running
 from batchax.kernel.inner import example_aval, stage_described
-from batchax.kernel.replay import MappedProgram, running
 from batchax.rows.buckets import Buckets
 from batchax.rows.ragged import Ragged
 from batchax.rows.run import RowOptions, check_row_options, run_rows

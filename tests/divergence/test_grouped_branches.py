@@ -41,7 +41,7 @@ def loops_over_picks(fun, *args):
 
     def count(jaxpr):
         own = sum(
-            eqn.primitive.name == "chunk_loop" and eqn.params["loop"].picks for eqn in jaxpr.eqns
+            eqn.primitive.name == "chunk_loop" and eqn.params["loop"].gathers for eqn in jaxpr.eqns
         )
         return own + sum(count(p) for eqn in jaxpr.eqns for p in jaxprs_in_params(eqn.params))
 

@@ -20,7 +20,7 @@ from support.programs import random_program
 LANES = 3
 AXES = (0, 0, 0, None)
 SEEDS = range(7)
-LIVE = "live"  # which lanes run what only some of them run
+ACTIVE = "active"  # which lanes run what only some of them run
 OPTIONS = {"all": {}, "chunks": {"batch_size": 2}, "compact": {"divergence": "compact"}}
 COMBINE = ("scatter", "reduce")  # what these hold is how they combine two elements
 
@@ -96,7 +96,7 @@ def check_listed(jaxpr, listed, in_order):
             parts = [part for part in entry.parts if part.role == role]
             check_listed(program, parts, in_order)
             # A loop that only some lanes run asks which these are.
-            assert all(part.primitive == "some_live" for part in parts)
+            assert all(part.primitive == "some_active" for part in parts)
 
 
 def is_of(entry, eqn):
@@ -118,7 +118,7 @@ def check_flow(equations, known):
     """Everything that is taken was made before, and nothing is made twice."""
     known = set(known)
     for eqn in equations:
-        assert {v.name for v in eqn.inputs if not v.literal} <= known | {LIVE}, eqn
+        assert {v.name for v in eqn.inputs if not v.literal} <= known | {ACTIVE}, eqn
         assert all(outside in known or _is_number(outside) for _, outside in eqn.enters)
         check_flow(eqn.parts, known | {carried for carried, _ in eqn.enters})
         made = [v.name for v in eqn.outputs]

@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 
 import batchax as bx
 from batchax.kernel.registry import find_rule
-from batchax.rules.in_place import some_live_p
+from batchax.rules.in_place import some_active_p
 
 from support.oracle import agree, at_once, example, in_turn, lane, loop_function, same
 
@@ -57,7 +57,7 @@ def check(f, *args, in_axes=0, updates=UPDATES):
 
 
 def test_rule_is_ours():
-    assert find_rule(some_live_p) is not None
+    assert find_rule(some_active_p) is not None
 
 
 # Loops.

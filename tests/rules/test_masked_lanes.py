@@ -48,26 +48,26 @@ def test_traps_reach_no_gradient(name):
     def f(x, w):
         return lax.cond(x > 0, lambda: jnp.sum(trap(x) * w @ w), lambda: -x)
 
-    def total(x, w, live):
+    def total(x, w, active):
         return jnp.where(jnp.isinf(x), 0.0, bx.vmap(f, in_axes=(0, None))(x, w)).sum()
 
-    def untrapped(x, w, live):
-        safe = jnp.where(live, x, 1.0)
+    def untrapped(x, w, active):
+        safe = jnp.where(active, x, 1.0)
         taken = jax.vmap(lambda x: jnp.sum(trap(x) * w @ w))(safe)
-        return jnp.where(live, taken, jnp.where(jnp.isinf(x), 0.0, -x)).sum()
+        return jnp.where(active, taken, jnp.where(jnp.isinf(x), 0.0, -x)).sum()
 
     w = example((2, 2))
 
-    def everything(f, x, live):
+    def everything(f, x, active):
         tangents = (x * 0 + 1.0, w)
-        point = lambda x, w: f(x, w, live)
+        point = lambda x, w: f(x, w, active)
         gradient = jax.grad(point, (0, 1))
         return jax.jvp(point, (x, w), tangents), jax.jvp(gradient, (x, w), tangents)
 
     @jax.jit
-    def both(x, live):
+    def both(x, active):
         values = bx.vmap(f, (0, None))(x, w), in_turn(f, (0, None))(x, w)
-        return everything(total, x, live), everything(untrapped, x, live), values
+        return everything(total, x, active), everything(untrapped, x, active), values
 
     for points in POINTS.values():
         x = jnp.array(points)
@@ -330,12 +330,12 @@ def test_finished_lane_leaks_no_nan_into_tangents():
 # The primitive by itself.
 
 
-def safe_lanes_plainly(live, x, depth):
-    live, x = np.asarray(live).any(axis=tuple(range(depth, np.ndim(live)))), np.asarray(x)
+def safe_lanes_plainly(active, x, depth):
+    active, x = np.asarray(active).any(axis=tuple(range(depth, np.ndim(active)))), np.asarray(x)
     if depth == 0:
         return x
-    first = np.unravel_index(int(np.argmax(live)), live.shape)
-    return np.where(live.reshape(live.shape + (1,) * (x.ndim - depth)), x, x[first])
+    first = np.unravel_index(int(np.argmax(active)), active.shape)
+    return np.where(active.reshape(active.shape + (1,) * (x.ndim - depth)), x, x[first])
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -343,10 +343,10 @@ def safe_lanes_plainly(live, x, depth):
 def test_values(depth, dtype):
     x = example((2, 3, 2), dtype)
     compiled = jax.jit(safe_lanes, static_argnums=2)
-    for live in ([[0, 0, 0], [0, 1, 0]], [[0] * 3] * 2, [[1] * 3] * 2):
-        live = np.array(live, bool)
-        got = compiled(live, x, depth)
-        same(got, safe_lanes_plainly(live, x, depth))
+    for active in ([[0, 0, 0], [0, 1, 0]], [[0] * 3] * 2, [[1] * 3] * 2):
+        active = np.array(active, bool)
+        got = compiled(active, x, depth)
+        same(got, safe_lanes_plainly(active, x, depth))
         assert jax.typeof(got) == jax.typeof(x)
 
 
@@ -361,7 +361,7 @@ def test_values_of_keys():
 @pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0), (None, 1), (1, 2)])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_lanes_of_two_axes_are_one_set(vmap, in_axes, depth):
-    live = np.array([[False, False], [False, True], [True, False]])
+    active = np.array([[False, False], [False, True], [True, False]])
     sizes = {
         (0, 0): (3, 2, 4),
         (0, None): (2, 4),
@@ -370,25 +370,25 @@ def test_lanes_of_two_axes_are_one_set(vmap, in_axes, depth):
         (1, 2): (2, 4, 3),
     }
     x = example(sizes[in_axes])
-    mask = {0: live, 1: live.T, None: live[1]}[in_axes[0]]
+    mask = {0: active, 1: active.T, None: active[1]}[in_axes[0]]
     got = jax.jit(vmap(functools.partial(safe_lanes, depth=depth), in_axes=in_axes))(mask, x)
     x = np.asarray(x)
     moved = np.broadcast_to(x, (3, 2, 4)) if in_axes[1] is None else np.moveaxis(x, in_axes[1], 0)
     if depth == 0:
-        first = live.any(1)[:, None, None] if in_axes[0] is not None else True
+        first = active.any(1)[:, None, None] if in_axes[0] is not None else True
         donor = moved[1] if in_axes[1] is not None else moved
         expected = np.where(first, moved, donor)
     else:
-        both = live if in_axes[0] is not None else np.broadcast_to(live[1], (3, 2))
+        both = active if in_axes[0] is not None else np.broadcast_to(active[1], (3, 2))
         donor = moved[1, 1] if in_axes[0] is not None else moved[:, 1:2]
         expected = np.where(both[:, :, None], moved, donor)
     same(got, expected)
 
 
 def test_no_derivative_flows_through_masked_lanes():
-    live, x = jnp.array([False, True, False]), example((3, 2))
-    f = lambda x: safe_lanes(live, x, 1)
-    g = lambda x: jnp.where(live[:, None], x, lax.stop_gradient(x[1]))
+    active, x = jnp.array([False, True, False]), example((3, 2))
+    f = lambda x: safe_lanes(active, x, 1)
+    g = lambda x: jnp.where(active[:, None], x, lax.stop_gradient(x[1]))
     t = example((3, 2), seed=1)
 
     def both(h):
@@ -400,17 +400,17 @@ def test_no_derivative_flows_through_masked_lanes():
     *results, turned = at_once(*ways, transposed)(x, t)
     for got in results:
         same(got, results[0])
-    same(turned, (np.where(live[:, None], t, np.zeros_like(t)),))
+    same(turned, (np.where(active[:, None], t, np.zeros_like(t)),))
     shared = lambda w: safe_lanes(jnp.zeros(3, bool), w, 0)
     same(jax.grad(shared)(2.0), 0.0)
 
 
 @given(st.sampled_from([0, 1, 4]), st.lists(st.booleans(), min_size=4, max_size=4), st.booleans())
-def test_lowered_and_eager_agree(size, live, each):
-    live, depth = np.array(live[:size], bool), int(each)
+def test_lowered_and_eager_agree(size, active, each):
+    active, depth = np.array(active[:size], bool), int(each)
     x = example((size, 2)) if depth else example((2,))
     compiled = jax.jit(safe_lanes, static_argnums=2)
-    same(compiled(live, x, depth), safe_lanes(jnp.asarray(live), x, depth))
+    same(compiled(active, x, depth), safe_lanes(jnp.asarray(active), x, depth))
 
 
 def test_rule_is_ours():

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import batchax as bx
 from batchax._compat import find_primitive
 from batchax.execution.slices import follow_p
-from batchax.rules.in_place import some_live_p
+from batchax.rules.in_place import some_active_p
 from batchax.rules.in_turn import in_turn_p
 from batchax.rules.masking import safe_lanes
 from batchax.user_rules.linear import linear_with_transpose
@@ -380,8 +380,8 @@ def _own():
         "execution.chunk_batching": {"chunk_loop": (chunked, X)},
         "execution.slices": {"follow": (follow_p.bind, X, X)},
         "rules.in_turn": {"in_turn": (partial(in_turn_p.bind, count=1), X, X)},
-        "rules.in_place": {"some_live": (some_live_p.bind, BOOL, BOOL)},
-        "rules.masking": {"safe_lanes": (lambda live, x: safe_lanes(live, x, 0), BOOL, X)},
+        "rules.in_place": {"some_active": (some_active_p.bind, BOOL, BOOL)},
+        "rules.masking": {"safe_lanes": (lambda active, x: safe_lanes(active, x, 0), BOOL, X)},
         "user_rules.batching": {"custom_batched_call": (batched_by_rule, X)},
         "user_rules.linear": {
             "linear_with_transpose": (

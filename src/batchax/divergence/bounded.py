@@ -21,7 +21,7 @@ from batchax import _compat
 from batchax.execution.bounded_as_while import as_while
 from batchax.execution.bounded_batching import batch_bounded_loop
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
-from batchax.execution.kinds import WHOLE, Lanes
+from batchax.execution.operand_specs import WHOLE, Lanes
 from batchax.execution.slices import with_derivative_of
 from batchax.kernel.axis import Axis, AxisPosition, match_axis, move_axis
 from batchax.kernel.divergence import BoundedLoop, PlacedOutputs
@@ -95,11 +95,11 @@ class _Blocks:
             x if a is None else _permuted(move_axis(x, a, 0), places, back)
             for x, a in zip(args, axes, strict=True)
         ]
-        kinds = tuple(WHOLE if a is None else Lanes(0) for a in axes)
+        specs = tuple(WHOLE if a is None else Lanes(0) for a in axes)
         form = self.loop.form
         count = form.n_carry * (1 + form.record) + len(form.y_axes) + 1
         body = ChunkBody(self._of_width)
-        whole = ChunkLoop(body, kinds, (Lanes(0),) * count, self.axis.size, self.width)
+        whole = ChunkLoop(body, specs, (Lanes(0),) * count, self.axis.size, self.width)
         return [_permuted(x, back, places) for x in chunk_loop(whole, args)]
 
     def _of_width(self, width: int) -> Any:

@@ -23,16 +23,16 @@ from batchax.divergence.cost import work
 from batchax.divergence.limits import can_move, refuse_collectives
 from batchax.errors import UnsupportedError
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
-from batchax.execution.kinds import WHOLE, Live, Picked
+from batchax.execution.gathered_lanes import fitting_width
 from batchax.execution.names import index_as_input
-from batchax.execution.picks import fitting_width
+from batchax.execution.operand_specs import WHOLE, ActiveMask, Gathered
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition, match_axis
+from batchax.kernel.captured import closed_over
 from batchax.kernel.derivatives import with_values
 from batchax.kernel.divergence import Branches, PlacedOutputs
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import uses_name
-from batchax.kernel.replay import closed_over
 from batchax.rules.branches import after_branches, one_branch, select_results
 from batchax.rules.hazards import hazards
 
@@ -148,8 +148,8 @@ class _Part:
         least = _LEAST if self.width is None else 0.0
         return self.work > _GAIN * moving and self.work * self.axis.size >= least
 
-    def run(self, live: Any) -> PlacedOutputs:
-        """What the branch returns for the lanes that are `live`, and zeros for the others."""
+    def run(self, active: Any) -> PlacedOutputs:
+        """What the branch returns for the lanes that are `active`, and zeros for the others."""
         size, most = self.axis.size, None
         if _compat.calls_back(self.program.effects):
             chunk = 1  # in a wider one the lanes that stand in for missing ones would call, too
@@ -173,9 +173,9 @@ class _Part:
 
             return run_chunk
 
-        kinds = (Live(most), *(_kind(positions[k]) for k in used))
-        loop = ChunkLoop(ChunkBody(of_width), kinds, (Picked(0),) * len(made), size, chunk)
-        outs = chunk_loop(loop, [live, *(self.operands[k] for k in used)])
+        specs = (ActiveMask(most), *(_spec(positions[k]) for k in used))
+        loop = ChunkLoop(ChunkBody(of_width), specs, (Gathered(0),) * len(made), size, chunk)
+        outs = chunk_loop(loop, [active, *(self.operands[k] for k in used)])
         jaxpr = program.jaxpr
         found = dict(zip(jaxpr.invars, zip(self.operands, positions, strict=True), strict=True))
         found |= {v: (_typed(x, v.aval), 0) for v, x in zip(made, outs, strict=True)}
@@ -194,8 +194,8 @@ def _chunk(work: float) -> int:
     return width
 
 
-def _kind(position: AxisPosition) -> Any:
-    return WHOLE if position is None else Picked(position)
+def _spec(position: AxisPosition) -> Any:
+    return WHOLE if position is None else Gathered(position)
 
 
 def _typed(x: Any, aval: Any) -> Any:

@@ -49,9 +49,9 @@ class PartingLoop:
     def run(self, *operands: Any) -> list[Any]:
         """The last carry, from the operands besides the carry and the first carry."""
         consts, carry = operands[: len(self.positions)], operands[len(self.positions) :]
-        live = self._test(self.axis, consts, carry)
+        active = self._test(self.axis, consts, carry)
         outs, tallies = run_in_windows(
-            self.plan, self._step, consts, self.positions, live, list(carry)
+            self.plan, self._step, consts, self.positions, active, list(carry)
         )
         steps = self.axis.divergence.steps
         if steps is not None:
@@ -60,13 +60,13 @@ class PartingLoop:
         return [_compat.weakly(x) if t.weak_type else x for x, t in types]
 
     def _step(
-        self, width: int, consts: Sequence[Any], live: Any, carry: Sequence[Any]
+        self, width: int, consts: Sequence[Any], active: Any, carry: Sequence[Any]
     ) -> tuple[Any, list[Any]]:
-        """One step of the lanes that are live; the others keep what they hold."""
+        """One step of the lanes that are active; the others keep what they hold."""
         axis = replace(self.axis, size=width)
         body = MaskedBody.of(axis, self.test, self.body, self.positions[self.n_test :])
-        carry = body.step(live, consts[self.n_test :], carry)
-        return live & self._test(axis, consts, carry), carry
+        carry = body.step(active, consts[self.n_test :], carry)
+        return active & self._test(axis, consts, carry), carry
 
     def _test(self, axis: Axis, consts: Sequence[Any], carry: Sequence[Any]) -> Any:
         positions = [*self.positions[: self.n_test], *[0] * len(carry)]
@@ -98,16 +98,16 @@ def _with_onepredicate(axis: Axis, loop: WhileLoop) -> WhileLoop:
         return loop
     n_test, n_body = len(loop.test_consts), len(loop.body_consts)
 
-    def goes_on(live: Any, *_: Any) -> list[Any]:
-        return [live.any()]
+    def goes_on(active: Any, *_: Any) -> list[Any]:
+        return [active.any()]
 
     def once(*operands: Any) -> list[Any]:
         test_consts, operands = operands[:n_test], operands[n_test:]
-        body_consts, (live, *carry) = operands[:n_body], operands[n_body:]
+        body_consts, (active, *carry) = operands[:n_body], operands[n_body:]
         new = eval_jaxpr(loop.body.jaxpr, loop.body.consts, *body_consts, *carry)
-        carry = [select_lanes(live, 0, x, old) for x, old in zip(new, carry, strict=True)]
+        carry = [select_lanes(active, 0, x, old) for x, old in zip(new, carry, strict=True)]
         (more,) = eval_jaxpr(loop.test.jaxpr, loop.test.consts, *test_consts, *carry)
-        return [live & more, *carry]
+        return [active & more, *carry]
 
     def build() -> Any:
         types = [*loop.test.out_avals, *loop.body.out_avals]
@@ -116,9 +116,9 @@ def _with_onepredicate(axis: Axis, loop: WhileLoop) -> WhileLoop:
 
     test, body = remembered(loop.body, ("one predicate", loop.test), build)
     operands = [*loop.test_consts, *loop.carry]
-    live = predicate(axis, loop.test, operands, [*loop.test_at, *[0] * len(loop.carry)])
+    active = predicate(axis, loop.test, operands, [*loop.test_at, *[0] * len(loop.carry)])
     consts, consts_at = [*loop.test_consts, *loop.body_consts], [*loop.test_at, *loop.body_at]
-    return WhileLoop(test, body, (), (), consts, consts_at, [live, *loop.carry])
+    return WhileLoop(test, body, (), (), consts, consts_at, [active, *loop.carry])
 
 
 def _with_index(axis: Axis, loop: WhileLoop) -> WhileLoop:

@@ -94,7 +94,7 @@ def most_left(widths: Sequence[int], grain: float) -> int:
     """How many lanes may be left when they leave the run of all lanes for the first window.
 
     The overhead of an operation is as much as the work of `narrow` lanes. So a step of all lanes
-    costs ``_SHARED * (size + narrow)``, however few are live (several cores may share it), and a
+    costs ``_SHARED * (size + narrow)``, however few are active (several cores may share it), and a
     lane in a full window costs ``(width + narrow) / width``. Lanes leave when that is cheaper.
     """
     if len(widths) == 1:

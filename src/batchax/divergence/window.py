@@ -28,11 +28,11 @@ from batchax.kernel.axis import AxisPosition
 from batchax.rules.masking import select_lanes
 
 LaneStep = Callable[[int, Sequence[Any], Any, Sequence[Any]], tuple[Any, list[Any]]]
-"""One step of some lanes: (width, consts, live, carry) -> (live, carry)."""
+"""One step of some lanes: (width, consts, active, carry) -> (active, carry)."""
 
 Tally = tuple[Any, ...]
-"""Iterations, and lane-steps of live lanes in two halves of 32 bits, the high one first: in single
-precision JAX has no integers of 64 bits. Empty where nothing is counted."""
+"""Iterations, and lane-steps of active lanes in two halves of 32 bits, the high one first: in
+single precision JAX has no integers of 64 bits. Empty where nothing is counted."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class Plan:
     counts: bool
 
     def left(self, k: int) -> int:
-        """How many lanes may still be live when window `k` is left for the next: its width."""
+        """How many lanes may still be active when window `k` is left for the next: its width."""
         return self.widths[k + 1] if k + 1 < len(self.widths) else 0
 
     def refilled_at(self, k: int) -> int:
-        """How many live lanes window `k` has at most when it is refilled, or left."""
+        """How many active lanes window `k` has at most when it is refilled, or left."""
         return self.widths[k] - max(1, round(self.widths[k] * (self.threshold or 0)))
 
     def bears(self, wasted: Any, moving: Any) -> Any:
@@ -85,7 +85,7 @@ def run_in_windows(
     step: LaneStep,
     consts: Sequence[Any],
     positions: Sequence[AxisPosition],
-    live: Any,
+    active: Any,
     carry: list[Any],
 ) -> tuple[list[Any], list[Tally]]:
     """Runs a loop.
@@ -94,23 +94,23 @@ def run_in_windows(
       plan: how the lanes are run.
       step: one step of some lanes.
       consts: what it is given beside the carry; `positions` says where each has the batch axis.
-      live: whether each lane takes a first step.
+      active: whether each lane takes a first step.
       carry: the first carry of all lanes, at the front.
 
     Returns:
       The last carry, and for each window the count of its lane-steps.
     """
-    varying = [live, *carry, *consts]
-    everyone, first = live.shape[0], 0
+    varying = [active, *carry, *consts]
+    everyone, first = active.shape[0], 0
     tallies = []
     if plan.widths[0] == everyone:
         left = plan.most_left if plan.threshold is None else plan.refilled_at(0)
         left = max(left, plan.left(0)) if len(plan.widths) > 1 else 0
         stays = lambda wasted, count: plan.bears(wasted, count) & (count > 0)
-        state = (live, carry, plan.blank)
-        live, carry, tally = _steps(step, everyone, consts, left, stays, _alike(state, varying))
+        state = (active, carry, plan.blank)
+        active, carry, tally = _steps(step, everyone, consts, left, stays, _alike(state, varying))
         tallies, first = [tally], 1
-    waiting, count = _compressed(live, lax.iota(np.int32, everyone), everyone)
+    waiting, count = _compressed(active, lax.iota(np.int32, everyone), everyone)
     for k in range(first, len(plan.widths)):
         window = _Window(plan, k, step, consts, positions, waiting, count)
         carry, waiting, count, tally = window.run(carry, varying)
@@ -126,26 +126,26 @@ def _steps(
     stays: Callable[[Any, Any], Any],
     state: Any,
 ) -> Any:
-    """Steps of `width` lanes, while more than `left` of them are live, or `stays` says to go on.
+    """Steps of `width` lanes, while more than `left` of them are active, or `stays` says to go on.
 
-    `stays` is given the lane-steps wasted so far, and the number of live lanes.
+    `stays` is given the lane-steps wasted so far, and the number of active lanes.
     """
-    live, carry, tally = state
+    active, carry, tally = state
 
     def goes_on(state: Any) -> Any:
         _, _, _, count, wasted = state
         return (count > left) | stays(wasted, count)
 
     def once(state: Any) -> Any:
-        live, carry, tally, count, wasted = state
+        active, carry, tally, count, wasted = state
         tally = _counted(tally, count)
-        live, carry = step(width, consts, live, carry)
-        count = _count(live)
+        active, carry = step(width, consts, active, carry)
+        count = _count(active)
         wasted += lax.convert_element_type(width - count, np.float32)
-        return live, carry, tally, count, wasted
+        return active, carry, tally, count, wasted
 
-    count = _count(live)
-    start = live, carry, tally, count, lax.full_like(count, 0, np.float32)
+    count = _count(active)
+    start = active, carry, tally, count, lax.full_like(count, 0, np.float32)
     return lax.while_loop(goes_on, once, start)[:3]
 
 
@@ -181,18 +181,18 @@ class _Window:
             self._consts_of(nobody),
         )
         state = (everyone, np.int32(0), places, self.plan.blank)
-        everyone, _, (lanes, live, _, _), tally = lax.while_loop(
+        everyone, _, (lanes, active, _, _), tally = lax.while_loop(
             lambda state: state[1] < self.count, self._turn, _alike(state, varying)
         )
         if not self.plan.left(self.k):
             return everyone, None, None, tally
-        return everyone, *_compressed(live, lanes, self.plan.left(self.k)), tally
+        return everyone, *_compressed(active, lanes, self.plan.left(self.k)), tally
 
     def _turn(self, state: Any) -> Any:
         """Fills free places, runs until enough lanes are done, and writes what they hold."""
         everyone, next_waiting, places, tally = state
-        lanes, live, carry, consts = self._filled(everyone, next_waiting, places)
-        next_waiting = next_waiting + _count(live & ~places[1])
+        lanes, active, carry, consts = self._filled(everyone, next_waiting, places)
+        next_waiting = next_waiting + _count(active & ~places[1])
         some_wait = next_waiting < self.count
         left = lax.select(some_wait, self.plan.refilled_at(self.k), self.plan.left(self.k))
 
@@ -205,9 +205,9 @@ class _Window:
         def stays(wasted: Any, count: Any) -> Any:
             return some_wait & (count > 0) & self.plan.bears(wasted, np.int32(self.width))
 
-        began, state = live, (live, carry, tally)
-        live, carry, tally = _steps(self.step, self.width, operands, left, stays, state)
-        leaves = began & ~(live & some_wait)
+        began, state = active, (active, carry, tally)
+        active, carry, tally = _steps(self.step, self.width, operands, left, stays, state)
+        leaves = began & ~(active & some_wait)
         # Places that no lane leaves are written out of bounds, where they are dropped: each to
         # another index, since indices are said to be unique.
         beyond = everyone[0].shape[0] + lax.iota(np.int32, self.width)
@@ -216,18 +216,18 @@ class _Window:
             x.at[target].set(row, mode="drop", unique_indices=True)
             for x, row in zip(everyone, carry, strict=True)
         ]
-        return everyone, next_waiting, (lanes, live, carry, consts), tally
+        return everyone, next_waiting, (lanes, active, carry, consts), tally
 
     def _filled(self, everyone: Sequence[Any], next_waiting: Any, places: Any) -> Any:
-        lanes, live, carry, consts = places
-        place = next_waiting + lax.cumsum(lax.convert_element_type(~live, np.int32)) - 1
-        enters = ~live & (place < self.count)
+        lanes, active, carry, consts = places
+        place = next_waiting + lax.cumsum(lax.convert_element_type(~active, np.int32)) - 1
+        enters = ~active & (place < self.count)
         lanes = lax.select(enters, self.waiting.at[place].get(mode="clip"), lanes)
         rows = [x.at[lanes].get(mode="clip") for x in everyone]
         carry = [select_lanes(enters, 0, row, old) for row, old in zip(rows, carry, strict=True)]
         # Constants never change, so those of all places are read again: nothing to select.
         consts = self._consts_of(lanes) if consts else consts
-        return lanes, live | enters, carry, consts
+        return lanes, active | enters, carry, consts
 
     def _consts_of(self, lanes: Any) -> list[Any]:
         return [
@@ -237,17 +237,17 @@ class _Window:
         ]
 
 
-def _compressed(live: Any, lanes: Any, size: int) -> tuple[Any, Any]:
-    """The `lanes` that are live, one after another in an array of that size, and how many."""
-    places = lax.cumsum(lax.convert_element_type(live, np.int32)) - 1
-    beyond = size + lax.iota(np.int32, live.shape[0])  # dropped; each differs, as places must
-    target = lax.select(live, places, beyond)
+def _compressed(active: Any, lanes: Any, size: int) -> tuple[Any, Any]:
+    """The `lanes` that are active, one after another in an array of that size, and how many."""
+    places = lax.cumsum(lax.convert_element_type(active, np.int32)) - 1
+    beyond = size + lax.iota(np.int32, active.shape[0])  # dropped; each differs, as places must
+    target = lax.select(active, places, beyond)
     listed = jnp.zeros(size, np.int32).at[target].set(lanes, mode="drop", unique_indices=True)
-    return listed, _count(live)
+    return listed, _count(active)
 
 
-def _count(live: Any) -> Any:
-    return jnp.sum(live, dtype=np.int32)
+def _count(active: Any) -> Any:
+    return jnp.sum(active, dtype=np.int32)
 
 
 def _counted(tally: Tally, count: Any) -> Tally:

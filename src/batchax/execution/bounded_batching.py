@@ -1,7 +1,7 @@
 """A bounded loop under vmap: of batchax or of JAX.
 
 Where lanes take different numbers of steps the loop goes on until the last is done, and the
-others are masked. What says which lanes are live is part of the loop, so the batched loop is
+others are masked. What says which lanes are active is part of the loop, so the batched loop is
 a bounded loop like any other, with its derivatives.
 """
 
@@ -158,32 +158,34 @@ class _Lanes:
     def run_tested(self, test: Any, body: Any, guarded: Any, args: Any, axes: Any) -> PlacedOutputs:
         """A loop with a predicate.
 
-        Its carry begins with the lanes that are live, and with the steps each has taken.
+        Its carry begins with the lanes that are active, and with the steps each has taken.
         """
         counts, test_consts, consts, carry, xs = self._operands(args, axes)
         n, test_at = 1 + self.form.n_test, self.form.split(axes)[1]
 
-        def live_lanes(consts: Values, carry: Values) -> Any:
+        def active_lanes(consts: Values, carry: Values) -> Any:
             operands, positions = [*consts[1:n], *carry], [*test_at, *[0] * len(carry)]
             with recording.part("condition"):
-                (live,), (at,) = interpret(self.axis, test.jaxpr, test.consts, operands, positions)
-            return match_axis(self.axis, live, at, 0)
+                (active,), (at,) = interpret(
+                    self.axis, test.jaxpr, test.consts, operands, positions
+                )
+            return match_axis(self.axis, active, at, 0)
 
         def program(step: Any) -> LoopStep:
             def run(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
-                live, steps, *carry = carry
-                new, ys = step(live, consts[n:], carry, x)
-                steps = steps + lax.convert_element_type(live, np.int32)
-                live &= live_lanes(consts, new) & (steps < consts[0])
-                return [live, steps, *new], ys
+                active, steps, *carry = carry
+                new, ys = step(active, consts[n:], carry, x)
+                steps = steps + lax.convert_element_type(active, np.int32)
+                active &= active_lanes(consts, new) & (steps < consts[0])
+                return [active, steps, *new], ys
 
             return run
 
         consts = [counts, *test_consts, *consts]
-        live = live_lanes(consts, carry) & (counts > 0)
+        active = active_lanes(consts, carry) & (counts > 0)
         found = bounded_loop(
             consts=consts,
-            carry=[live, lax.full_like(live, 0, np.int32), *carry],
+            carry=[active, lax.full_like(active, 0, np.int32), *carry],
             xs=xs,
             test=lambda _, carry: lax.reduce_or(carry[0], (0,)),
             count=np.int32(self.form.length),
@@ -237,20 +239,20 @@ class _Lanes:
         )
 
     def _step(self, program: Any, plan: MaskPlan) -> Callable[..., Any]:
-        """A step of the live lanes; the others keep their carry, and return zeros."""
+        """A step of the active lanes; the others keep their carry, and return zeros."""
 
         def run(operands: Values, positions: Sequence[AxisPosition]) -> PlacedOutputs:
             return interpret(self.axis, program.jaxpr, program.consts, operands, positions)
 
         def step(
-            live: Any, consts: Values, carry: Values, x: Values
+            active: Any, consts: Values, carry: Values, x: Values
         ) -> tuple[list[Any], list[Any]]:
             operands = [*consts, *carry, *x]
-            outs, at = run_masked(live, run, operands, self._positions, plan, ())
+            outs, at = run_masked(active, run, operands, self._positions, plan, ())
             outs = [match_axis(self.axis, x, a, 0) for x, a in zip(outs, at, strict=True)]
             new, ys = outs[: len(carry)], outs[len(carry) :]
-            new = [select_lanes(live, 0, x, old) for x, old in zip(new, carry, strict=True)]
-            return new, [select_lanes(live, 0, y, lax.full_like(y, 0)) for y in ys]
+            new = [select_lanes(active, 0, x, old) for x, old in zip(new, carry, strict=True)]
+            return new, [select_lanes(active, 0, y, lax.full_like(y, 0)) for y in ys]
 
         return step
 

@@ -21,8 +21,8 @@ from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.bounded_loop import Form, Values, bounded_loop, bounded_loop_p
 from batchax.kernel.derivatives import tangents_of, with_values
+from batchax.rules.batched_transpose import reached
 from batchax.rules.hazards import hazards
-from batchax.rules.pullback import reached
 from batchax.user_rules.linear import linear_with_transpose
 
 

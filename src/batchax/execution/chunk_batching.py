@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop, chunk_loop_p
-from batchax.execution.kinds import Live, Sum, Whole
-from batchax.execution.picked_batching import batch_picked
+from batchax.execution.gathered_batching import batch_gathered
+from batchax.execution.operand_specs import ActiveMask, Sum, Whole
 from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import Axis, AxisPosition, match_axis
 from batchax.kernel.inner import batch_function
 from batchax.kernel.registry import register_own_rule
-from batchax.rules.pullback import reached
+from batchax.rules.batched_transpose import reached
 
 enter("nests: chunk_loop")
 
@@ -30,8 +30,8 @@ def _batched(
 ) -> tuple[list[Any], list[AxisPosition]]:
     marked = [False, *(a is not None for a in axes)]
     named = axis.name is not None and bool(program.effects)
-    if loop.picks and axes[0] is not None:
-        return batch_picked(axis, args, axes, loop, named), [0] * len(loop.results)
+    if loop.gathers and axes[0] is not None:
+        return batch_gathered(axis, args, axes, loop, named), [0] * len(loop.results)
     hits = [named or hit for hit in reached(program.jaxpr, marked)]
 
     def of_width(width: int) -> Any:
@@ -48,7 +48,7 @@ def _batched(
 
     operands = tuple(map(_shifted, loop.operands, axes))
     results = tuple(
-        _shifted(kind, 0 if hit else None) for kind, hit in zip(loop.results, hits, strict=True)
+        _shifted(spec, 0 if hit else None) for spec, hit in zip(loop.results, hits, strict=True)
     )
     outer = replace(
         loop, body=ChunkBody(of_width, of=loop.body), operands=operands, results=results
@@ -56,8 +56,8 @@ def _batched(
     return chunk_loop(outer, args), [0 if hit else None for hit in hits]
 
 
-def _shifted(kind: Any, position: AxisPosition) -> Any:
-    """The kind of a value with one more axis, at `position`."""
-    if position is None or isinstance(kind, (Whole, Sum, Live)):
-        return kind
-    return replace(kind, axis=kind.axis + (position <= kind.axis))
+def _shifted(spec: Any, position: AxisPosition) -> Any:
+    """The spec of a value with one more axis, at `position`."""
+    if position is None or isinstance(spec, (Whole, Sum, ActiveMask)):
+        return spec
+    return replace(spec, axis=spec.axis + (position <= spec.axis))

@@ -23,23 +23,23 @@ from batchax.execution.chunk_loop import (
     chunk_loop_p,
 )
 from batchax.execution.chunk_scalar import can_run, inner_product, is_loss, loop_with_gradient
-from batchax.execution.kinds import (
+from batchax.execution.memory import Auto
+from batchax.execution.operand_specs import (
     SUM,
     WHOLE,
     Extreme,
+    Gathered,
+    GatheredOrZero,
     Operand,
     PerChunk,
-    Picked,
-    PickedOrZero,
     Result,
     Sum,
-    cotangent_kind,
+    cotangent_spec,
 )
-from batchax.execution.memory import Auto
 from batchax.kernel.derivatives import cotangents_of, tangents_of
+from batchax.rules.batched_transpose import reached
 from batchax.rules.in_turn import calls_library, in_turn
 from batchax.rules.masking import is_inexact
-from batchax.rules.pullback import reached
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: ChunkLoop, program: Any) -> Any:
@@ -115,19 +115,19 @@ def _tangent_loop(
             share = iter(parts)
             results = []
             for k, x, t in zip(found, outs, dots, strict=True):
-                kind = loop.results[k]
-                extreme = isinstance(kind, Extreme)
-                results.append(extreme_tangent(kind, x, t, next(share)) if extreme else t)
+                spec = loop.results[k]
+                extreme = isinstance(spec, Extreme)
+                results.append(extreme_tangent(spec, x, t, next(share)) if extreme else t)
             return results
 
         return run
 
-    kinds = (loop.results[k] for k in found)
+    specs = (loop.results[k] for k in found)
     return loop.derivative(
         "tangents",
         body=ChunkBody(of_width, of=loop.body),
         operands=(*loop.operands, *(loop.operands[i] for i in moving), *share_kinds),
-        results=tuple(SUM if isinstance(kind, Extreme) else kind for kind in kinds),
+        results=tuple(SUM if isinstance(spec, Extreme) else spec for spec in specs),
     )
 
 
@@ -204,21 +204,21 @@ def _reverse_loop(
         "cotangents",
         body=ChunkBody(of_width, of=loop.body),
         operands=(*(loop.operands[i] for i in others), *cotangent_kinds),
-        results=tuple(cotangent_kind(loop.operands[i]) for i in linear),
+        results=tuple(cotangent_spec(loop.operands[i]) for i in linear),
     )
     return reverse, others
 
 
-def _as_operand(kind: Result) -> Operand:
-    """The kind of the cotangent of a result."""
-    match kind:
+def _as_operand(spec: Result) -> Operand:
+    """The spec of the cotangent of a result."""
+    match spec:
         case Sum():
             return WHOLE
-        case Picked(axis):
-            return PickedOrZero(axis)
+        case Gathered(axis):
+            return GatheredOrZero(axis)
         case _:
-            assert not isinstance(kind, Extreme)
-            return kind
+            assert not isinstance(spec, Extreme)
+            return spec
 
 
 ad.primitive_jvps[chunk_loop_p] = _jvp

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop, of_only_chunk
-from batchax.execution.kinds import Extreme, PerChunk
+from batchax.execution.operand_specs import Extreme, PerChunk
 
 
 def shares(loop: ChunkLoop, extremes: Sequence[int], operands: Sequence[Any]) -> list[Any]:
@@ -38,9 +38,9 @@ def shares(loop: ChunkLoop, extremes: Sequence[int], operands: Sequence[Any]) ->
             outs = primal(start, *xs)
             found = []
             for k in extremes:
-                kind = _extreme(loop, k)
-                best = of_only_chunk(outs[k], kind)
-                count = jnp.sum(_holders(kind, outs[k], best), kind.axis, dtype=jnp.float32)
+                spec = _extreme(loop, k)
+                best = of_only_chunk(outs[k], spec)
+                count = jnp.sum(_holders(spec, outs[k], best), spec.axis, dtype=jnp.float32)
                 found += [best[None], count[None]]
             return found
 
@@ -60,25 +60,25 @@ def _shares(kind: str, best: Any, count: Any) -> Any:
     return holds / jnp.sum(holds * count, axis=0)
 
 
-def extreme_tangent(kind: Extreme, x: Any, tangent: Any, share: Any) -> Any:
+def extreme_tangent(spec: Extreme, x: Any, tangent: Any, share: Any) -> Any:
     """What one chunk adds to the tangent of an extreme value.
 
     Args:
-      kind: which extreme, and where the lanes are in `x`.
+      spec: which extreme, and where the lanes are in `x`.
       x: the chunk's values.
       tangent: their tangents.
       share: the chunk's entry in `shares`.
     """
-    hit = _holders(kind, x, of_only_chunk(x, kind))
-    held = jnp.sum(lax.select(hit, tangent, lax.full_like(tangent, 0)), axis=kind.axis)
+    hit = _holders(spec, x, of_only_chunk(x, spec))
+    held = jnp.sum(lax.select(hit, tangent, lax.full_like(tangent, 0)), axis=spec.axis)
     return held * share[0].astype(held.dtype)
 
 
-def _holders(kind: Extreme, x: Any, best: Any) -> Any:
-    return lax.eq(x, jnp.broadcast_to(jnp.expand_dims(best, kind.axis), x.shape))
+def _holders(spec: Extreme, x: Any, best: Any) -> Any:
+    return lax.eq(x, jnp.broadcast_to(jnp.expand_dims(best, spec.axis), x.shape))
 
 
 def _extreme(loop: ChunkLoop, k: int) -> Extreme:
-    kind = loop.results[k]
-    assert isinstance(kind, Extreme)
-    return kind
+    spec = loop.results[k]
+    assert isinstance(spec, Extreme)
+    return spec

@@ -3,7 +3,7 @@
 An operand is whole, the same for each chunk, or has lanes along one of its axes, of
 which each chunk sees its own slice. A result has lanes along an axis, written where
 they belong, or is a sum over the chunks, or the largest or smallest of all. That set
-is closed under differentiation: a tangent is of the kind of its value, and in reverse
+is closed under differentiation: a tangent has the spec of its value, and in reverse
 whole operands turn into sums, sums into whole operands, and lanes stay lanes. So the
 loop is one primitive whose derivatives are chunk loops again, each of which holds the
 intermediate values of one chunk only: what reverse mode needs is computed again,
@@ -32,24 +32,24 @@ from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import mapped_aval
 
 from batchax import _compat
-from batchax.execution import picks
+from batchax.execution import gathered_lanes
 from batchax.execution.buffers import blank
 from batchax.execution.eager import compile_for_types, run_eagerly, whatever_jit
-from batchax.execution.kinds import (
+from batchax.execution.memory import Auto, fitting_chunk
+from batchax.execution.operand_specs import (
     WHOLE,
+    ActiveMask,
     Extreme,
+    Gathered,
+    GatheredOrZero,
     Lanes,
-    Live,
     Operand,
     PerChunk,
-    Picked,
-    PickedOrZero,
     Result,
     Sum,
     Whole,
     resized,
 )
-from batchax.execution.memory import Auto, fitting_chunk
 from batchax.jaxprs.own_primitives import stands_for
 from batchax.jaxprs.program_key import program_key
 from batchax.rules.in_turn import zero_after
@@ -92,8 +92,8 @@ class ChunkLoop:
 
     Attributes:
       body: what is done for one chunk.
-      operands: of which kind each operand is.
-      results: of which kind each result is.
+      operands: the spec of each operand.
+      results: the spec of each result.
       size: number of lanes.
       chunk: number of lanes in a chunk (the last may have fewer), or `Auto`.
     """
@@ -117,9 +117,9 @@ class ChunkLoop:
         return replace(self, chunk=chunk, **changes)
 
     @property
-    def picks(self) -> bool:
+    def gathers(self) -> bool:
         """Whether its first operand is a mask that says which lanes it runs for."""
-        return isinstance(next(iter(self.operands), None), Live)
+        return isinstance(next(iter(self.operands), None), ActiveMask)
 
     @property
     def width(self) -> int:
@@ -133,24 +133,24 @@ class ChunkLoop:
     def of_chunk(self, avals: Sequence[Any], width: int) -> list[Any]:
         """The types of the operands as a chunk of `width` lanes sees them."""
 
-        def seen(aval: Any, kind: Operand) -> Any:
-            match kind:
+        def seen(aval: Any, spec: Operand) -> Any:
+            match spec:
                 case Whole():
                     return aval
-                case Live():
+                case ActiveMask():
                     return resized(aval, 0, width)
                 case PerChunk(axis):
                     return resized(aval, axis, 1)
-                case Lanes(axis) | Picked(axis) | PickedOrZero(axis):
+                case Lanes(axis) | Gathered(axis) | GatheredOrZero(axis):
                     return resized(aval, axis, width)
 
         return list(map(seen, avals, self.operands))
 
-    def result_aval(self, aval: Any, kind: Result) -> Any:
+    def result_aval(self, aval: Any, spec: Result) -> Any:
         """The type of a result, from that of a chunk's."""
         aval = aval.strip_weak_type()
-        match kind:
-            case Lanes(axis) | Picked(axis):
+        match spec:
+            case Lanes(axis) | Gathered(axis):
                 return resized(aval, axis, self.size)
             case PerChunk(axis):
                 assert isinstance(self.chunk, int)
@@ -169,11 +169,11 @@ def chunk_loop(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
     """Runs a chunk loop; it may be differentiated and batched.
 
     Returns:
-      A result of each of the kinds `loop.results`, none of them weakly typed.
+      A result for each spec of `loop.results`, none of them weakly typed.
     """
     operands = _compat.varying_alike(operands)
     avals = [jax.typeof(x) for x in operands]
-    if isinstance(loop.chunk, int) and loop.size % loop.chunk and not loop.picks:
+    if isinstance(loop.chunk, int) and loop.size % loop.chunk and not loop.gathers:
         # The last chunk has another width, and so a program of its own. It is staged now and kept:
         # a derivative rule in it may close over values of a trace that is over later.
         loop.program(avals, loop.size % loop.chunk)
@@ -208,24 +208,24 @@ def run(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
         chunk = chosen_chunk(loop, avals)
         loop = replace(loop, chunk=chunk)
 
-    found = picks.in_order(operands[0], chunk) if loop.picks else None
+    found = gathered_lanes.in_order(operands[0], chunk) if loop.gathers else None
 
-    def run_chunk(index: Any, width: int) -> tuple[list[Any], picks.Picks | None]:
+    def run_chunk(index: Any, width: int) -> tuple[list[Any], gathered_lanes.GatheredLanes | None]:
         program = loop.program(avals, width)
         (start,) = _compat.varying_alike([index * np.int32(chunk)], like=operands)
-        picked = None if found is None else picks.of_chunk(*found, start, width)
+        gathered = None if found is None else gathered_lanes.of_chunk(*found, start, width)
         parts = [
-            _part(x, kind, start, index, width, picked)
-            for x, kind in zip(operands, loop.operands, strict=True)
+            _part(x, spec, start, index, width, gathered)
+            for x, spec in zip(operands, loop.operands, strict=True)
         ]
-        return eval_jaxpr(program.jaxpr, program.consts, start, *parts), picked
+        return eval_jaxpr(program.jaxpr, program.consts, start, *parts), gathered
 
-    if loop.size <= chunk and not loop.picks:
+    if loop.size <= chunk and not loop.gathers:
         return list(map(of_only_chunk, run_chunk(jnp.int32(0), loop.size)[0], loop.results))
 
     def step(index: Any, width: int, results: Sequence[Any]) -> list[Any]:
-        outs, picked = run_chunk(index, width)
-        return collect(loop, results, outs, index, picked)
+        outs, gathered = run_chunk(index, width)
+        return collect(loop, results, outs, index, gathered)
 
     program = loop.program(avals, chunk)
     types, results = program.out_avals, results_before(loop, program)
@@ -253,11 +253,11 @@ def run(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
         # writes into, the zero would have them copied.
         def counted(i: Any, carry: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
             done, results = carry
-            outs, picked = run_chunk(i, chunk)
+            outs, gathered = run_chunk(i, chunk)
             (done,) = _compat.varying_alike(
                 [lax.add(done, lax.add(np.int32(1), zero_after(outs)))], like=operands
             )
-            return done, collect(loop, results, outs, i, picked)
+            return done, collect(loop, results, outs, i, gathered)
 
         (none,) = _compat.varying_alike([jnp.int32(0)], like=operands)
         carry = lax.fori_loop(np.int32(0), np.int32(full), counted, (none, results))
@@ -267,8 +267,8 @@ def run(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
             np.int32(0), np.int32(full), lambda i, results: step(i, chunk, results), results
         )
     return [
-        lax.convert_element_type(x, t.dtype) if isinstance(kind, Sum) else x
-        for x, t, kind in zip(results, types, loop.results, strict=True)
+        lax.convert_element_type(x, t.dtype) if isinstance(spec, Sum) else x
+        for x, t, spec in zip(results, types, loop.results, strict=True)
     ]
 
 
@@ -286,7 +286,7 @@ def chosen_chunk(loop: ChunkLoop, avals: Sequence[Any]) -> int:
 
 def _key(loop: ChunkLoop, avals: Sequence[Any], chunk: int) -> Hashable:
     """A key: equal for loops that do the same in chunks of that size."""
-    widths = {chunk} if loop.picks else {min(chunk, loop.size), loop.size % chunk} - {0}
+    widths = {chunk} if loop.gathers else {min(chunk, loop.size), loop.size % chunk} - {0}
     programs = (program_key(loop.program(avals, width)) for width in sorted(widths))
     return chunk, loop.size, loop.operands, loop.results, tuple(avals), *programs
 
@@ -297,16 +297,21 @@ def run_flat(loop: ChunkLoop, *operands: Any) -> list[Any]:
 
 
 def _part(
-    x: Any, kind: Operand, start: Any, index: Any, width: int, picked: picks.Picks | None
+    x: Any,
+    spec: Operand,
+    start: Any,
+    index: Any,
+    width: int,
+    gathered: gathered_lanes.GatheredLanes | None,
 ) -> Any:
     """What one chunk sees of an operand."""
-    match kind:
-        case Live():
-            assert picked is not None
-            return picked.counts
-        case Picked(axis) | PickedOrZero(axis):
-            assert picked is not None
-            return picks.take(x, picked, axis, isinstance(kind, PickedOrZero))
+    match spec:
+        case ActiveMask():
+            assert gathered is not None
+            return gathered.counts
+        case Gathered(axis) | GatheredOrZero(axis):
+            assert gathered is not None
+            return gathered_lanes.take(x, gathered, axis, isinstance(spec, GatheredOrZero))
         case Whole():
             return x
         case Lanes(axis):
@@ -321,23 +326,23 @@ def results_before(loop: ChunkLoop, program: _compat.ClosedJaxpr) -> list[Any]:
     # differ in length.
     first = len(program.jaxpr.eqns)
     return [
-        _before(loop, aval, kind, first + k)
-        for k, (aval, kind) in enumerate(zip(program.out_avals, loop.results, strict=True))
+        _before(loop, aval, spec, first + k)
+        for k, (aval, spec) in enumerate(zip(program.out_avals, loop.results, strict=True))
     ]
 
 
-def _before(loop: ChunkLoop, aval: Any, kind: Result, number: int) -> Any:
-    whole = loop.result_aval(aval, kind)
+def _before(loop: ChunkLoop, aval: Any, spec: Result, number: int) -> Any:
+    whole = loop.result_aval(aval, spec)
     sharding = None if whole.sharding.mesh.empty else whole.sharding
-    match kind:
+    match spec:
         case Sum():
             return lax.full(whole.shape, 0, accumulator(whole.dtype), sharding=sharding)
         case Extreme("max"):
             return lax.full(whole.shape, _lowest(whole.dtype), whole.dtype, sharding=sharding)
         case Extreme():
             return lax.full(whole.shape, _highest(whole.dtype), whole.dtype, sharding=sharding)
-        # Lanes that are not picked stay zero. Extended dtypes (random keys) have no zero.
-        case Picked() if not jnp.issubdtype(whole.dtype, jax.dtypes.extended):
+        # Lanes that are not gathered stay zero. Extended dtypes (random keys) have no zero.
+        case Gathered() if not jnp.issubdtype(whole.dtype, jax.dtypes.extended):
             return lax.full(whole.shape, 0, whole.dtype, sharding=sharding)
         case _:
             return blank(whole, number)
@@ -348,24 +353,29 @@ def collect(
     results: Sequence[Any],
     outs: Sequence[Any],
     index: Any,
-    picked: picks.Picks | None = None,
+    gathered: gathered_lanes.GatheredLanes | None = None,
 ) -> list[Any]:
     """The results so far, with what one more chunk, number `index`, returned: `outs`."""
     assert isinstance(loop.chunk, int)
     start = index * np.int32(loop.chunk)
     return [
-        _collect(kind, result, out, start, index, picked)
-        for kind, result, out in zip(loop.results, results, outs, strict=True)
+        _collect(spec, result, out, start, index, gathered)
+        for spec, result, out in zip(loop.results, results, outs, strict=True)
     ]
 
 
 def _collect(
-    kind: Result, result: Any, out: Any, start: Any, index: Any, picked: picks.Picks | None
+    spec: Result,
+    result: Any,
+    out: Any,
+    start: Any,
+    index: Any,
+    gathered: gathered_lanes.GatheredLanes | None,
 ) -> Any:
-    match kind:
-        case Picked(axis):
-            assert picked is not None
-            return picks.put(result, out, picked.places, axis)
+    match spec:
+        case Gathered(axis):
+            assert gathered is not None
+            return gathered_lanes.put(result, out, gathered.places, axis)
         case Lanes(axis):
             return _write(result, out, start, axis)
         case PerChunk(axis):
@@ -373,17 +383,17 @@ def _collect(
         case Sum():
             return lax.add(result, lax.convert_element_type(out, result.dtype))
         case Extreme():
-            return _COMPARE[kind.kind](result, of_only_chunk(out, kind))
+            return _COMPARE[spec.kind](result, of_only_chunk(out, spec))
 
 
 def _write(result: Any, out: Any, start: Any, axis: int) -> Any:
     return lax.dynamic_update_slice_in_dim(result, out, start, axis, allow_negative_indices=False)
 
 
-def of_only_chunk(out: Any, kind: Result) -> Any:
+def of_only_chunk(out: Any, spec: Result) -> Any:
     """A result for all lanes if this chunk were the only one."""
-    if isinstance(kind, Extreme):
-        return _REDUCE[kind.kind](out, axis=kind.axis)
+    if isinstance(spec, Extreme):
+        return _REDUCE[spec.kind](out, axis=spec.axis)
     return out
 
 

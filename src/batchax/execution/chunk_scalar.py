@@ -17,7 +17,7 @@ from jax import lax
 
 from batchax import _compat
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop
-from batchax.execution.kinds import Sum, cotangent_kind
+from batchax.execution.operand_specs import Sum, cotangent_spec
 from batchax.kernel.derivatives import with_values
 
 
@@ -52,7 +52,7 @@ def loop_with_gradient(loop: ChunkLoop, which: int, moving: Sequence[int]) -> Ch
 
         return run
 
-    results = (*loop.results, *(cotangent_kind(loop.operands[i]) for i in moving))
+    results = (*loop.results, *(cotangent_spec(loop.operands[i]) for i in moving))
     body = ChunkBody(of_width, of=loop.body)
     return loop.derivative("gradient", body=body, results=results)
 

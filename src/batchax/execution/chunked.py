@@ -17,8 +17,8 @@ from batchax.execution.shards import check_shared, find_shards, lanes_for_all, o
 from batchax.frontend.arguments import is_position
 from batchax.frontend.outputs import OutputArray
 from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.captured import MappedProgram
 from batchax.kernel.inner import example_aval
-from batchax.kernel.replay import MappedProgram
 
 
 @dataclass(frozen=True)

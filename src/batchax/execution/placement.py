@@ -20,8 +20,8 @@ from batchax.execution.chunk_loop import (
     collect,
     results_before,
 )
-from batchax.execution.kinds import Extreme, Lanes, PerChunk
 from batchax.execution.memory import Auto
+from batchax.execution.operand_specs import Extreme, Lanes, PerChunk
 from batchax.execution.slices import scan_slices
 from batchax.rules.in_turn import calls_library, in_turn
 
@@ -41,7 +41,7 @@ def run_loop(loop: ChunkLoop, operands: Sequence[Any], keep: bool) -> list[Any]:
         return chunk_loop(loop, operands)
     # The derivative of an extreme value compares values again, in a second loop, whatever is kept:
     # extremes stay results of the primitive, which has that derivative.
-    extreme = [k for k, kind in enumerate(loop.results) if isinstance(kind, Extreme)]
+    extreme = [k for k, spec in enumerate(loop.results) if isinstance(spec, Extreme)]
     others = [k for k in range(len(loop.results)) if k not in extreme]
     outs = dict(zip(others, _run_keeping(_selected(loop, others), operands), strict=True))
     if extreme:
@@ -76,7 +76,7 @@ def _run_keeping(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
     assert isinstance(chunk, int)
     program = loop.program(avals, chunk)
     types = program.out_avals
-    axes = [kind.axis if isinstance(kind, Lanes) else None for kind in loop.operands]
+    axes = [spec.axis if isinstance(spec, Lanes) else None for spec in loop.operands]
 
     def step(index: Any, results: list[Any], parts: Sequence[Any], width: int) -> list[Any]:
         (start,) = _compat.varying_alike([index * np.int32(chunk)], like=operands)

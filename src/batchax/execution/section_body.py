@@ -1,4 +1,4 @@
-"""What one chunk computes of a section, and of which kind each result is."""
+"""What one chunk computes of a section, and the spec of each result."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 from jax import lax
 
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop
-from batchax.execution.kinds import WHOLE, Lanes
 from batchax.execution.memory import Auto
+from batchax.execution.operand_specs import WHOLE, Lanes
 from batchax.execution.sections import Env, section_for
 from batchax.execution.streaming import partial_result, reduced_type
 from batchax.frontend.outputs import Reduce
 from batchax.kernel.axis import Axis, AxisPosition, move_axis
-from batchax.kernel.replay import MappedProgram, running
+from batchax.kernel.captured import MappedProgram, running
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,9 +53,9 @@ class Target:
 
 
 class SectionBody:
-    """A section as a chunk loop: its body for one chunk, its operands, the kinds of its results.
+    """A section as a chunk loop: its body for one chunk, its operands, the specs of its results.
 
-    The kinds are known once the body has been staged, which the constructor does.
+    The specs are known once the body has been staged, which the constructor does.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class SectionBody:
         self.operands = [env[v][0] for v in self.section.invars]
         positions = [env[v][1] for v in self.section.invars]
         self._chunk = _Chunk(lanes, self.section, positions, targets)
-        self.kinds, self.reduced = self._chunk.kinds, self._chunk.reduced
+        self.specs, self.reduced = self._chunk.specs, self._chunk.reduced
 
         operand_kinds = tuple(
             WHOLE if a is None or v is lanes.index else Lanes(a)
@@ -85,13 +85,13 @@ class SectionBody:
     @property
     def shared(self) -> list[Target]:
         """The targets that turned out not to depend on the batch."""
-        return [t for t, kind in self.kinds.items() if kind is None]
+        return [t for t, spec in self.specs.items() if spec is None]
 
     def of_first_lane(self) -> dict[Target, Found]:
         """The targets, which are the same in all lanes, from the first."""
         parts = [
-            lax.slice_in_dim(x, 0, 1, axis=kind.axis) if isinstance(kind, Lanes) else x
-            for x, kind in zip(self.operands, self.loop.operands, strict=True)
+            lax.slice_in_dim(x, 0, 1, axis=spec.axis) if isinstance(spec, Lanes) else x
+            for x, spec in zip(self.operands, self.loop.operands, strict=True)
         ]
         outs, _ = self._chunk.interpret(1, jnp.int32(0), parts)
         return {t: Found(x, None) for t, x in zip(self.targets, outs, strict=True)}
@@ -106,7 +106,7 @@ class _Chunk:
       section: the equations.
       positions: where operands have the batch axis.
       targets: what is wanted.
-      kinds: notes of which kind each target is; None if it does not depend on the batch.
+      specs: the spec of each target, noted; None if it does not depend on the batch.
       reduced: notes of what becomes of those that are reduced.
     """
 
@@ -114,7 +114,7 @@ class _Chunk:
     section: Any
     positions: Sequence[AxisPosition]
     targets: Sequence[Target]
-    kinds: dict[Target, Any] = field(default_factory=dict)
+    specs: dict[Target, Any] = field(default_factory=dict)
     reduced: dict[Target, Any] = field(default_factory=dict)
 
     def of_width(self, width: int) -> Callable[..., list[Any]]:
@@ -140,14 +140,14 @@ class _Chunk:
             return program.run()
 
     def _result(self, target: Target, x: Any, position: AxisPosition) -> Any:
-        """What a chunk returns for one target. Notes the kind of the target in `kinds`."""
+        """What a chunk returns for one target. Notes the spec of the target in `specs`."""
         if position is None:
-            self.kinds[target] = None
+            self.specs[target] = None
             return x
         if isinstance(target.how, Reduce):
             kind = target.how.kind
             self.reduced[target] = reduced_type(kind, x, position)
-            x, self.kinds[target] = partial_result(kind, x, position)
+            x, self.specs[target] = partial_result(kind, x, position)
             return x
-        self.kinds[target] = Lanes(target.how)
+        self.specs[target] = Lanes(target.how)
         return move_axis(x, position, target.how)

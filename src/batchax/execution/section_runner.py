@@ -31,7 +31,7 @@ from batchax.execution.shards import Shards
 from batchax.execution.streaming import finish
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce, check_unbatched, place
 from batchax.kernel.axis import Axis, AxisPosition
-from batchax.kernel.replay import closed_over
+from batchax.kernel.captured import closed_over
 from batchax.rules.collectives import REDUCTIONS
 
 _SMALL = 256  # bytes that a loop cut out may hold of each lane, however little the batch has
@@ -226,14 +226,14 @@ class SectionRunner:
             section = SectionBody(
                 self.lanes, self.env, eqns, [t for t in targets if t not in found]
             )
-        loop = replace(section.loop, results=tuple(section.kinds.values()))
+        loop = replace(section.loop, results=tuple(section.specs.values()))
         # To keep residuals is to scan, and JAX runs the derivative rules of what it scans when the
         # values that they close over are gone.
         keep = self.keep and not any(map(closed_over, section.section.eqns))
         outs = run_loop(loop, section.operands, keep)
         if self.shards is not None:
             outs = map(self.shards.combined, loop.results, outs)
-        for target, out, aval in zip(section.kinds, outs, section.types, strict=True):
+        for target, out, aval in zip(section.specs, outs, section.types, strict=True):
             if isinstance(target.how, Reduce):
                 aval = section.reduced[target]
                 out = finish(target.how.kind, out, self.axis.size, aval)

@@ -18,10 +18,10 @@ from jax.extend.core.primitives import while_p
 from batchax import _compat
 from batchax.jaxprs.bodies import bodies_of
 from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.captured import closed_over
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import uses_name
-from batchax.kernel.replay import closed_over
-from batchax.rules.pullback import reached
+from batchax.rules.batched_transpose import reached
 
 Env = dict[Any, tuple[Any, AxisPosition]]
 """Variables whose values for all lanes are known, and where their batch axes are."""

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from batchax.errors import UnsupportedError
 from batchax.execution.chunk_loop import of_only_chunk
-from batchax.execution.kinds import Extreme, PerChunk, Result, Sum
+from batchax.execution.operand_specs import Extreme, PerChunk, Result, Sum
 from batchax.kernel.axis import Axis, AxisPosition, inserted
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from batchax.execution.chunk_loop import accumulator
-from batchax.execution.kinds import SUM, Extreme, PerChunk, Result
+from batchax.execution.operand_specs import SUM, Extreme, PerChunk, Result
 from batchax.frontend.outputs import reduce_batch
 
 

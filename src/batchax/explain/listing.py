@@ -149,14 +149,14 @@ class Listing:
     def _entered(self, entry: Entry, given: Any, role: str) -> Sequence[Any]:
         """The inputs of a program in `entry`, which may have been run in another form.
 
-        That has other inputs only in front: which lanes are live.
+        That has other inputs only in front: which lanes are active.
         """
         forms = (_program_of(part) for part in entry.parts if part.records[0].role == role)
         program = next(forms, given.jaxpr)
         self.names.enter(program)
         added = len(program.invars) - len(given.jaxpr.invars)
         if added == 1:
-            self.names.give(program.invars[0], "live")
+            self.names.give(program.invars[0], "active")
         return program.invars[added:]
 
     def _name_alike(self, inside: Sequence[Any], outside: Sequence[Any]) -> None:

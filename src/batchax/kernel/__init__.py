@@ -9,7 +9,7 @@ To read, in this order:
 5. `fallback`: what has no rule.
 6. `named_axes`: which equations see the axis by its name.
 
-What these lean on: `varying` (types inside `shard_map`), `reference_axes`, `replay` (values that
+What these lean on: `varying` (types inside `shard_map`), `reference_axes`, `captured` (values that
 rules of derivatives closed over), `rule_results` (checks of what rules of users return),
 `derivatives`, `recording` (notes for `explain`), `divergence` (what ways to run an axis are
 asked), `lasting` (what threads share).

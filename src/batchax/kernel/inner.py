@@ -20,9 +20,9 @@ from jax.extend.core import mapped_aval, unmapped_aval
 from batchax import _compat
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition, lanes_vary_over, match_axis
+from batchax.kernel.captured import may_be_differentiated
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.registry import registrations
-from batchax.kernel.replay import may_be_differentiated
 from batchax.kernel.varying import Varying, types_varying, vary_over
 
 

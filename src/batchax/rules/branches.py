@@ -142,20 +142,20 @@ def one_branch(
     if plan.runs_as_it_is and not (plan.skippable or written):
         return interpret(axis, jaxpr, branch.consts, operands, positions)
 
-    live = lax.eq(index, np.asarray(i, index.dtype))
+    active = lax.eq(index, np.asarray(i, index.dtype))
     program = branch
     if plan.takes_mask:
         program = masked(axis, branch, own, plan.fill if plan.harmed else None)
 
     def run(operands: list[Any], positions: list[AxisPosition]) -> PlacedOutputs:
         if plan.takes_mask:
-            operands, positions = [live, *operands], [0, *positions]
+            operands, positions = [active, *operands], [0, *positions]
         if plan.skippable:
             kept = {k: operand + 1 for k, operand in updated.items()}
-            return _if_any(axis, live, program, operands, positions, kept)
+            return _if_any(axis, active, program, operands, positions, kept)
         return interpret(axis, program.jaxpr, program.consts, operands, positions)
 
-    outs, out_axes = run_masked(live, run, operands, positions, plan, written)
+    outs, out_axes = run_masked(active, run, operands, positions, plan, written)
     # An operand that a branch hands on as it is need be neither protected nor computed.
     inputs = dict(zip(jaxpr.invars, zip(operands, positions, strict=True), strict=True))
     placed = [
@@ -167,7 +167,7 @@ def one_branch(
 
 def _if_any(
     axis: Axis,
-    live: Any,
+    active: Any,
     branch: Any,
     operands: list[Any],
     positions: list[AxisPosition],
@@ -184,7 +184,7 @@ def _if_any(
     wanted = [0 if k in kept else ANYWHERE for k in range(len(branch.out_avals))]
     program, out_axes = batch_inner(axis, branch, positions, wanted, varying_of(operands))
     nothing = _zeros(tuple(program.in_avals), tuple(program.out_avals), tuple(kept.items()))
-    taken = lax.convert_element_type(lax.reduce_or(live, (0,)), np.int32)
+    taken = lax.convert_element_type(lax.reduce_or(active, (0,)), np.int32)
     return cond_p.bind(taken, *operands, branches=(nothing, program)), list(out_axes)
 
 

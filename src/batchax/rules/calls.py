@@ -19,12 +19,12 @@ from batchax.errors import AxisError, UnsupportedError
 from batchax.jaxprs.primitive_facts import enter, facts_of
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition, move_axis
+from batchax.kernel.captured import program_behind, resolve
 from batchax.kernel.inner import ANYWHERE, batch_function, batch_inner
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.registry import register_rule
-from batchax.kernel.replay import program_behind, resolve
 from batchax.kernel.varying import varying_of
-from batchax.rules.pullback import pull_back
+from batchax.rules.batched_transpose import batched_transpose
 from batchax.rules.sharding import batched_layout, batched_sharding
 
 Batched = tuple[list[Any], Sequence[AxisPosition]]
@@ -159,7 +159,7 @@ def _linear_call(
         residuals = residuals[num_callee_consts:]
         residual_axes = axes[num_callee_consts:first_linear]
         first = len(consts) + num_res
-        return pull_back(
+        return batched_transpose(
             axis,
             body.jaxpr,
             [*consts, *residuals, *cotangents],

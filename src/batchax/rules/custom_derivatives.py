@@ -30,12 +30,12 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.captured import may_be_differentiated, program_behind, resolve
 from batchax.kernel.inner import batched_aval, example_aval, stage_described
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.registry import register_rule
-from batchax.kernel.replay import may_be_differentiated, program_behind, resolve
 from batchax.kernel.varying import Varying, types_varying
-from batchax.rules.pullback import match_or_zeros, multiplies, pull_back, reached
+from batchax.rules.batched_transpose import batched_transpose, match_or_zeros, multiplies, reached
 
 Axes = Sequence[AxisPosition]
 
@@ -277,7 +277,7 @@ class _Reverse:
         first = len(consts) + len(residuals)
         wanted = [a for a, zero in zip(self.in_axes, zeros, strict=True) if zero is None]
         wanted += [0] * logs.num_leaves
-        outs = pull_back(
+        outs = batched_transpose(
             axis,
             _compat.constants_as_inputs(staged.jaxpr),
             [*consts, *residuals, *(c for c, _ in given)],

@@ -3,12 +3,12 @@
 A lane that has finished a loop, or did not take a branch, drops what it computes. To drop a
 whole array is to copy it::
 
-    carry = jnp.where(live, x.at[i].set(v), x)       # all of x, at each step
+    carry = jnp.where(active, x.at[i].set(v), x)       # all of x, at each step
 
-So this module writes the program of one example again, with one more operand, `live`. Where
+So this module writes the program of one example again, with one more operand, `active`. Where
 that is false the program hands on the arrays that it would have updated in place: an update
 goes to an index out of bounds, where it is dropped, and the array is never copied. A loop inside
-takes no step, and a callback is given what a live lane gives it. So the operands of masked lanes
+takes no step, and a callback is given what an active lane gives it. So the operands of masked lanes
 need not be replaced by harmless ones (see `masking`), which would copy them.
 
 The program is one of an example, with no batch axis in it, and is batched like any other.
@@ -36,16 +36,16 @@ from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import Axis, AxisPosition, move_axis
 from batchax.kernel.inner import remembered, stage_function
 from batchax.kernel.registry import register_own_rule
-from batchax.rules.calls import CALLS
-from batchax.rules.hazards import is_endless
-from batchax.rules.links import (
+from batchax.rules.aliases import (
     SCATTERS,
+    aliases_of,
     carried_inputs,
     kept_carries,
     kept_operands,
-    links_of,
     origins,
 )
+from batchax.rules.calls import CALLS
+from batchax.rules.hazards import is_endless
 from batchax.rules.masking import expand_like, is_inexact, safe_lanes
 
 
@@ -67,8 +67,8 @@ def masked_in_place(
       n_consts: how many constants it has.
 
     Returns:
-      A program with one more operand, in front: the boolean scalar `live`. And the carries
-      that it returns as they were where `live` is false. Others are then to be dropped.
+      A program with one more operand, in front: the boolean scalar `active`. And the carries
+      that it returns as they were where `active` is false. Others are then to be dropped.
     """
     return masked(axis, body), frozenset(kept_carries(body, n_consts))
 
@@ -97,7 +97,7 @@ def masked(
     own: Collection[int] = (),
     fill: str | None = None,
 ) -> _compat.ClosedJaxpr:
-    """`program` with one more operand, in front: `live`, false in a lane that drops its results.
+    """`program` with one more operand, in front: `active`, false in a lane that drops its results.
 
     Args:
       axis: the axis being mapped.
@@ -107,8 +107,8 @@ def masked(
     """
     own = frozenset(own) if fill else frozenset()
 
-    def run(live: Any, *operands: Any) -> list[Any]:
-        return _run(_Lane(axis, live, fill), program, operands, own)
+    def run(active: Any, *operands: Any) -> list[Any]:
+        return _run(_Lane(axis, active, fill), program, operands, own)
 
     def build() -> _compat.ClosedJaxpr:
         return stage_function(axis, run, [_live_type(), *program.in_avals])
@@ -122,12 +122,12 @@ class _Lane:
 
     Attributes:
       axis: the axis being mapped.
-      live: whether the lane is live, a boolean scalar.
+      active: whether the lane is active, a boolean scalar.
       fill: how to make values harmless in a masked lane: see `masked`.
     """
 
     axis: Axis
-    live: Any
+    active: Any
     fill: str | None
 
     def safe(self, x: Any, fill: str | None = None) -> Any:
@@ -136,7 +136,7 @@ class _Lane:
         aval = jax.typeof(x)
         if fill is None or _compat.is_reference(x) or not (fill == "donor" or is_inexact(aval)):
             return x
-        return safe_lanes(self.live, x, 0, fill)
+        return safe_lanes(self.active, x, 0, fill)
 
     def inner(self, program: Any, own: Iterable[int]) -> _compat.ClosedJaxpr:
         return masked(self.axis, _compat.close(program), frozenset(own), self.fill)
@@ -157,30 +157,30 @@ def _run(
 
 def _run_equation(lane: _Lane, eqn: Any, xs: list[Any], mine: set[int]) -> Sequence[Any]:
     """The results of one equation; `mine` are the operands that were not replaced: see `masked`."""
-    name, links = eqn.primitive.name, links_of(eqn)
+    name, aliases = eqn.primitive.name, aliases_of(eqn)
     endless = is_endless(eqn)
-    if name in _PROGRAMS and (endless or mine or any(link.updated for link in links)):
+    if name in _PROGRAMS and (endless or mine or any(alias.updated for alias in aliases)):
         outs = _PROGRAMS[name](lane, eqn, xs, mine)
-        linked = {link.result for link in links}
-        return [x if k in linked or not mine else lane.safe(x) for k, x in enumerate(outs)]
+        aliased = {alias.result for alias in aliases}
+        return [x if k in aliased or not mine else lane.safe(x) for k, x in enumerate(outs)]
     if endless:
         return bind_equation(eqn, [lane.safe(x, "donor") for x in xs])
-    if links:
+    if aliases:
         xs = [lane.safe(x) if i in mine and i > 0 else x for i, x in enumerate(xs)]
-        return _UPDATES.get(name, _as_it_is)(lane.live, eqn, xs)
+        return _UPDATES.get(name, _as_it_is)(lane.active, eqn, xs)
     if name in _READS:
         return [lane.safe(x) if mine else x for x in bind_equation(eqn, xs)]
     return bind_equation(eqn, [lane.safe(x) if i in mine else x for i, x in enumerate(xs)])
 
 
-def _as_it_is(live: Any, eqn: Any, xs: Any) -> Sequence[Any]:
+def _as_it_is(active: Any, eqn: Any, xs: Any) -> Sequence[Any]:
     return bind_equation(eqn, xs)
 
 
 # Updates: in a masked lane they go to an index out of bounds, and are dropped.
 
 
-def _scatter(live: Any, eqn: Any, xs: Any) -> Sequence[Any]:
+def _scatter(active: Any, eqn: Any, xs: Any) -> Sequence[Any]:
     operand, indices, updates = xs
     dnums, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
     shape = np.shape(operand)
@@ -195,7 +195,7 @@ def _scatter(live: Any, eqn: Any, xs: Any) -> Sequence[Any]:
         indices = lax.clamp(np.zeros((), indices.dtype), indices, last)
     if jnp.issubdtype(indices.dtype, np.unsignedinteger):  # out of bounds will be negative
         indices = lax.convert_element_type(indices, f"int{8 * indices.dtype.itemsize}")
-    indices = _moved_out(live, indices, max(shape[d] for d in indexed))
+    indices = _moved_out(active, indices, max(shape[d] for d in indexed))
     mode = lax.GatherScatterMode.FILL_OR_DROP
     return bind_equation(eqn, [operand, indices, updates], mode=mode)
 
@@ -207,7 +207,7 @@ def _window(dnums: Any, shape: Sequence[int], update: Sequence[int]) -> list[int
     return [1 if d in single else next(sizes) for d in range(len(shape))]
 
 
-def _moved_out(live: Any, indices: Any, size: int) -> Any:
+def _moved_out(active: Any, indices: Any, size: int) -> Any:
     """Indices that in a masked lane are out of bounds, but as unique and as sorted as before.
 
     The scatter may promise both. So all of them are moved by as much, below zero.
@@ -217,10 +217,10 @@ def _moved_out(live: Any, indices: Any, size: int) -> Any:
         return np.asarray(n, indices.dtype)
 
     within = lax.clamp(number(-1), indices, number(size - 1))
-    return lax.select(live, indices, lax.sub(within, lax.full_like(within, size)))
+    return lax.select(active, indices, lax.sub(within, lax.full_like(within, size)))
 
 
-def _dynamic_update_slice(live: Any, eqn: Any, xs: Any) -> Sequence[Any]:
+def _dynamic_update_slice(active: Any, eqn: Any, xs: Any) -> Sequence[Any]:
     operand, update, *starts = xs
     shape, sizes = np.shape(operand), np.shape(update)
     moving = [d for d in range(len(shape)) if shape[d] != sizes[d]]
@@ -232,7 +232,7 @@ def _dynamic_update_slice(live: Any, eqn: Any, xs: Any) -> Sequence[Any]:
     ]
     dtype = np.int32 if max(shape) <= np.iinfo(np.int32).max else np.int64
     starts = [lax.convert_element_type(s, dtype) for s in starts]
-    indices = _moved_out(live, jnp.stack(starts), max(shape[d] for d in moving))
+    indices = _moved_out(active, jnp.stack(starts), max(shape[d] for d in moving))
     result = eqn.outvars[0].aval
     if jax.typeof(operand).weak_type and not result.weak_type:
         # The result of a scatter is weakly typed where its operand is.
@@ -256,7 +256,7 @@ def _dynamic_update_slice(live: Any, eqn: Any, xs: Any) -> Sequence[Any]:
     ]
 
 
-# Programs inside: each is given `live`.
+# Programs inside: each is given `active`.
 
 
 def _inside(lane: _Lane, eqn: Any, xs: list[Any], mine: set[int]) -> Sequence[Any]:
@@ -264,14 +264,14 @@ def _inside(lane: _Lane, eqn: Any, xs: list[Any], mine: set[int]) -> Sequence[An
     sliced = {i for body in bodies for i in body.sliced_operands if body.is_repeated}
     xs = [lane.safe(x) if i in mine and i in sliced else x for i, x in enumerate(xs)]
     programs = [_for_lane(lane, body, mine) for body in bodies]
-    return bind_with(eqn, xs, programs, [lane.live])
+    return bind_with(eqn, xs, programs, [lane.active])
 
 
 def _for_lane(lane: _Lane, body: Body, mine: set[int]) -> _compat.ClosedJaxpr:
     program = _compat.close(body.program)
     if body.role == "condition":
         key = ("goes on", lane.axis)
-        return remembered(program, key, lambda: _goes_on_if_live(lane.axis, program))
+        return remembered(program, key, lambda: _goes_on_if_active(lane.axis, program))
     most = body.same + body.carried  # behind these are parts of sliced arrays, harmless by now
     own = {k for k, i in enumerate(body.operands[:most]) if i in mine}
     if body.is_repeated:
@@ -279,14 +279,14 @@ def _for_lane(lane: _Lane, body: Body, mine: set[int]) -> _compat.ClosedJaxpr:
     return lane.inner(program, own)
 
 
-def _goes_on_if_live(axis: Axis, test: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
+def _goes_on_if_active(axis: Axis, test: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
     # What a predicate reads needs no filling: a predicate has no derivative, and in a masked lane
     # what it says does not matter.
     program = masked(axis, test)
 
-    def goes_on(live: Any, *operands: Any) -> list[Any]:
-        (more,) = eval_jaxpr(program.jaxpr, program.consts, live, *operands)
-        return [some_live_p.bind(live, more)]
+    def goes_on(active: Any, *operands: Any) -> list[Any]:
+        (more,) = eval_jaxpr(program.jaxpr, program.consts, active, *operands)
+        return [some_active_p.bind(active, more)]
 
     return stage_function(axis, goes_on, [_live_type(), *test.in_avals])
 
@@ -313,27 +313,27 @@ _PROGRAMS: dict[str, Callable[..., Sequence[Any]]] = {
 
 # Whether a loop in a program goes on.
 
-some_live_p = _compat.Primitive("some_live")
-enter(": some_live")
-"""``live & more``. Where lanes share `more` they go on together, as long as one is live."""
+some_active_p = _compat.Primitive("some_active")
+enter(": some_active")
+"""``active & more``. Where lanes share `more` they go on together, as long as one is active."""
 
 
-def _goes_on(live: Any, more: Any) -> Any:
-    return lax.bitwise_and(more, lax.broadcast(live, np.shape(more)))
+def _goes_on(active: Any, more: Any) -> Any:
+    return lax.bitwise_and(more, lax.broadcast(active, np.shape(more)))
 
 
-@register_own_rule(some_live_p)
+@register_own_rule(some_active_p)
 def _batched(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, AxisPosition]:
-    (live, more), (live_at, more_at) = args, axes
+    (active, more), (live_at, more_at) = args, axes
     if more_at is None:
         # One predicate for all lanes: the loop stays one that they run together.
-        return some_live_p.bind(lax.reduce_or(live, (live_at,)), more), None
+        return some_active_p.bind(lax.reduce_or(active, (live_at,)), more), None
     if live_at is None:
-        return some_live_p.bind(live, more), more_at
+        return some_active_p.bind(active, more), more_at
     more = move_axis(more, more_at, 0)
-    return lax.bitwise_and(more, expand_like(live, 0, more)), 0
+    return lax.bitwise_and(more, expand_like(active, 0, more)), 0
 
 
-some_live_p.def_impl(jax.jit(_goes_on))
-some_live_p.def_abstract_eval(lambda live, more: more)
-stands_for(some_live_p, _goes_on)
+some_active_p.def_impl(jax.jit(_goes_on))
+some_active_p.def_abstract_eval(lambda active, more: more)
+stands_for(some_active_p, _goes_on)

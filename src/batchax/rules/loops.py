@@ -173,16 +173,16 @@ def _masking(masked: MaskedBody, loop: WhileLoop) -> list[Any]:
     at, own = (tuple(consts_at), tuple(places)), varying_of(consts)
 
     def programs(vary: Varying) -> tuple[Any, Varying]:
-        any_live, step = _masked_loop(masked, loop.test, *at, (*own, *vary))
-        return (any_live, step), types_varying(step.out_avals)
+        any_active, step = _masked_loop(masked, loop.test, *at, (*own, *vary))
+        return (any_active, step), types_varying(step.out_avals)
 
-    any_live, step = settle_varying(varying_of(carry), programs)
-    varying = types_varying(any_live.in_avals)
+    any_active, step = settle_varying(varying_of(carry), programs)
+    varying = types_varying(any_active.in_avals)
     _, *outs = while_p.bind(
         *consts,
         *vary_over(carry, varying),
         cond_nconsts=0,
-        cond_jaxpr=any_live,
+        cond_jaxpr=any_active,
         body_nconsts=len(consts),
         body_jaxpr=returning(step, varying),
     )
@@ -224,8 +224,8 @@ class MaskedBody:
         )
         return cls(axis, body, positions, plan)
 
-    def step(self, live: Any, consts: Sequence[Any], carry: Sequence[Any]) -> list[Any]:
-        """The next carry of the lanes that are live, and the last one of the others."""
+    def step(self, active: Any, consts: Sequence[Any], carry: Sequence[Any]) -> list[Any]:
+        """The next carry of the lanes that are active, and the last one of the others."""
         front: list[AxisPosition] = [0] * len(carry)
         positions = [*self.positions, *front]
         program, kept = self.body, frozenset()
@@ -233,15 +233,15 @@ class MaskedBody:
             program, kept = masked_in_place(self.axis, self.body, len(consts))
 
         def run(operands: list[Any], positions: list[AxisPosition]) -> PlacedOutputs:
-            mask, mask_at = ([live], [0]) if self.plan.takes_mask else ([], [])
+            mask, mask_at = ([active], [0]) if self.plan.takes_mask else ([], [])
             values, places = [*mask, *operands], [*mask_at, *positions]
             return interpret(self.axis, program.jaxpr, program.consts, values, places)
 
         written = _compat.written_inputs(self.body.jaxpr)
-        new, at = run_masked(live, run, [*consts, *carry], positions, self.plan, written)
+        new, at = run_masked(active, run, [*consts, *carry], positions, self.plan, written)
         new = _matched(self.axis, new, at, front)
         return [
-            x if k in kept else select_lanes(live, 0, x, old)
+            x if k in kept else select_lanes(active, 0, x, old)
             for k, (x, old) in enumerate(zip(new, carry, strict=True))
         ]
 
@@ -263,23 +263,23 @@ def _masked_loop(
     front = [0] * len(body_jaxpr.out_avals)
 
     def step(*operands: Any) -> list[Any]:
-        consts, (live,), carry = _split(operands, len(consts_at), 1)
-        carry = masked.step(live, consts[:n_body], carry)
+        consts, (active,), carry = _split(operands, len(consts_at), 1)
+        carry = masked.step(active, consts[:n_body], carry)
         tested = [*(consts[i] for i in places), *carry]
         tested_at = [*(consts_at[i] for i in places), *front]
-        return [live & predicate(axis, cond_jaxpr, tested, tested_at), *carry]
+        return [active & predicate(axis, cond_jaxpr, tested, tested_at), *carry]
 
-    def any_live(live: Any, *_: Any) -> list[Any]:
-        return [lax.reduce_or(live, tuple(range(live.ndim)))]
+    def any_active(active: Any, *_: Any) -> list[Any]:
+        return [lax.reduce_or(active, tuple(range(active.ndim)))]
 
     def build() -> tuple[Any, Any]:
         types = dict(zip(places, cond_jaxpr.in_avals, strict=False))
         types.update(enumerate(body_jaxpr.in_avals[:n_body]))
         consts = [batched_aval(axis, types[i], a) for i, a in enumerate(consts_at)]
         carry = [batched_aval(axis, a, 0) for a in body_jaxpr.out_avals]
-        live = batched_aval(axis, cond_jaxpr.out_avals[0], 0)
-        avals = list(map(_compat.type_varying_over, [*consts, live, *carry], varying))
-        return _compat.stage(any_live, avals[len(consts) :]), _compat.stage(step, avals)
+        active = batched_aval(axis, cond_jaxpr.out_avals[0], 0)
+        avals = list(map(_compat.type_varying_over, [*consts, active, *carry], varying))
+        return _compat.stage(any_active, avals[len(consts) :]), _compat.stage(step, avals)
 
     how = masked.plan  # not the body itself, which would then never be freed
     key = axis, how, cond_jaxpr, consts_at, places, varying, lanes_vary_over(axis)
@@ -289,8 +289,8 @@ def _masked_loop(
 def predicate(axis: Axis, cond_jaxpr: Any, operands: Any, positions: Any) -> Any:
     """The predicate of each lane, lanes first."""
     with recording.part("condition"):
-        (live,), (at,) = interpret(axis, cond_jaxpr.jaxpr, cond_jaxpr.consts, operands, positions)
-    return match_axis(axis, live, at, 0)
+        (active,), (at,) = interpret(axis, cond_jaxpr.jaxpr, cond_jaxpr.consts, operands, positions)
+    return match_axis(axis, active, at, 0)
 
 
 def settle(

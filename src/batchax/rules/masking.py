@@ -5,7 +5,7 @@ for some its results are dropped. What it computes there must do no harm: a NaN
 would reach the gradient of an operand that all lanes share (``0 * nan``), a loop
 might never end (JAX #2947), a callback might see what it was never written for. So,
 before the program runs, the operands of a masked lane are replaced by those of the
-first live lane: all lanes then compute what some real lane computes.
+first active lane: all lanes then compute what some real lane computes.
 
 The replacement is a primitive of its own, `safe_lanes`, because of its
 derivative: nothing flows into or out of a masked lane. With
@@ -41,42 +41,42 @@ safe_lanes_p = _compat.Primitive("safe_lanes")
 enter("linear: safe_lanes")
 
 
-def safe_lanes(live: Any, x: Any, depth: int, fill: str = "donor") -> Any:
-    """`x` with its masked lanes replaced by the first live one.
+def safe_lanes(active: Any, x: Any, depth: int, fill: str = "donor") -> Any:
+    """`x` with its masked lanes replaced by the first active one.
 
     Args:
-      live: a boolean array; each of its elements is a lane.
-      x: an operand. Its first `depth` axes are the first of `live`; it is the
+      active: a boolean array; each of its elements is a lane.
+      x: an operand. Its first `depth` axes are the first of `active`; it is the
         same along the others.
       depth: 0 for an operand that all lanes share. Its value stays, and no
-        derivative reaches it unless some lane is live.
+        derivative reaches it unless some lane is active.
       fill: "keep" leaves values as they are, and cuts derivatives only.
 
     Returns:
-      An array of the type of `x`. If no lane is live, all hold what lane 0 holds.
+      An array of the type of `x`. If no lane is active, all hold what lane 0 holds.
     """
-    x = _compat.varying_as(x, jax.typeof(live))
-    return safe_lanes_p.bind(live, x, depth=depth, fill=fill)
+    x = _compat.varying_as(x, jax.typeof(active))
+    return safe_lanes_p.bind(active, x, depth=depth, fill=fill)
 
 
 @functools.partial(jax.jit, static_argnames=("depth", "fill"))
-def _values(live: Any, x: Any, *, depth: int, fill: str) -> Any:
+def _values(active: Any, x: Any, *, depth: int, fill: str) -> Any:
     """What `safe_lanes_p` computes; masked lanes get the `fill` "donor" or "zero"."""
-    no_lanes = any(isinstance(n, int) and n == 0 for n in live.shape)
+    no_lanes = any(isinstance(n, int) and n == 0 for n in active.shape)
     if fill == "keep" or (fill == "donor" and depth == 0) or no_lanes:
         return x
-    if depth < live.ndim:
-        live = lax.reduce_or(live, tuple(range(depth, live.ndim)))
+    if depth < active.ndim:
+        active = lax.reduce_or(active, tuple(range(depth, active.ndim)))
     if fill == "zero":
         other = lax.full_like(x, 0)
     else:
         # All lanes in one row: an index into it is cheaper than one into each axis.
-        lanes = math.prod(live.shape)
-        first = lax.argmax(lax.reshape(live, (lanes,)), 0, np.int32)
+        lanes = math.prod(active.shape)
+        first = lax.argmax(lax.reshape(active, (lanes,)), 0, np.int32)
         row = x if depth == 1 else lax.reshape(x, (lanes, *x.shape[depth:]))
         donor = _lane(row, first)
         other = expand_like(donor, depth, x)
-    return lax.select(expand_like(live, 0, x) if depth else live, x, other)
+    return lax.select(expand_like(active, 0, x) if depth else active, x, other)
 
 
 def _lane(row: Any, index: Any) -> Any:
@@ -94,49 +94,49 @@ def _lane(row: Any, index: Any) -> Any:
 
 
 def _jvp(primals: Any, tangents: Any, *, depth: int, fill: str) -> tuple[Any, Any]:
-    live, x = primals
-    out = safe_lanes_p.bind(live, x, depth=depth, fill=fill)
-    return out, _cut(tangents[1], live, depth)
+    active, x = primals
+    out = safe_lanes_p.bind(active, x, depth=depth, fill=fill)
+    return out, _cut(tangents[1], active, depth)
 
 
-def _transpose(cotangent: Any, live: Any, x: Any, *, depth: int, fill: str) -> list[Any]:
-    return [None, _cut(cotangent, live, depth)]
+def _transpose(cotangent: Any, active: Any, x: Any, *, depth: int, fill: str) -> list[Any]:
+    return [None, _cut(cotangent, active, depth)]
 
 
-def _cut(tangent: Any, live: Any, depth: int) -> Any:
+def _cut(tangent: Any, active: Any, depth: int) -> Any:
     """A tangent or cotangent with zeros in masked lanes."""
     if type(tangent) is ad.Zero:
         return tangent
-    return safe_lanes_p.bind(live, tangent, depth=depth, fill="zero")
+    return safe_lanes_p.bind(active, tangent, depth=depth, fill="zero")
 
 
 @register_own_rule(safe_lanes_p)
 def _batched(
     axis: Axis, args: Any, axes: Any, /, *, depth: int, fill: str
 ) -> tuple[Any, AxisPosition]:
-    (live, x), (live_at, x_at) = args, axes
+    (active, x), (live_at, x_at) = args, axes
     if live_at is None:  # the lanes are as they were; each holds one more axis
         if x_at < depth:
             x = move_axis(x, x_at, depth)
-        return safe_lanes_p.bind(live, x, depth=depth, fill=fill), max(x_at, depth)
+        return safe_lanes_p.bind(active, x, depth=depth, fill=fill), max(x_at, depth)
     # The lanes of both axes form one set: where a whole row of lanes is masked, it
     # borrows from another row.
-    live = move_axis(live, live_at, 0)
+    active = move_axis(active, live_at, 0)
     if x_at is None and depth == 0:
-        return safe_lanes_p.bind(live, x, depth=0, fill=fill), None
+        return safe_lanes_p.bind(active, x, depth=0, fill=fill), None
     x = axis_to_front(axis, x, x_at)
-    return safe_lanes_p.bind(live, x, depth=depth + 1, fill=fill), 0
+    return safe_lanes_p.bind(active, x, depth=depth + 1, fill=fill), 0
 
 
 safe_lanes_p.def_impl(_values)
-safe_lanes_p.def_abstract_eval(lambda live, x, **params: x)
+safe_lanes_p.def_abstract_eval(lambda active, x, **params: x)
 stands_for(safe_lanes_p, _values)
 ad.primitive_jvps[safe_lanes_p] = _jvp
 ad.primitive_transposes[safe_lanes_p] = _transpose
 
 
 def run_masked(
-    live: Any,
+    active: Any,
     run: Callable[[list[Any], list[AxisPosition]], tuple[list[Any], list[AxisPosition]]],
     operands: Sequence[Any],
     positions: Sequence[AxisPosition],
@@ -146,7 +146,7 @@ def run_masked(
     """Runs a program for all lanes so that masked lanes do no harm.
 
     Args:
-      live: for each lane (along axis 0) whether its results count.
+      active: for each lane (along axis 0) whether its results count.
       run: the program: operands and positions to results and positions.
       operands: its operands.
       positions: where each carries the batch axis.
@@ -171,23 +171,23 @@ def run_masked(
             if position is not None and (i in written or i in replaced):
                 saved.append((x, position, x[...]))
             if position is not None and i in replaced:
-                safe = safe_lanes(live, move_axis(x[...], position, 0), 1)
+                safe = safe_lanes(active, move_axis(x[...], position, 0), 1)
                 x[...] = move_axis(safe, 0, position)
         elif i in replaced and position is not None:
             if fill == "donor" or is_inexact(x):
-                operands[i] = safe_lanes(live, move_axis(x, position, 0), 1, fill)
+                operands[i] = safe_lanes(active, move_axis(x, position, 0), 1, fill)
                 positions[i] = 0
         elif i in replaced and isinstance(x, jax.Array) and is_inexact(x):
-            operands[i] = safe_lanes(live, x, 0, fill)
+            operands[i] = safe_lanes(active, x, 0, fill)
     results = run(operands, positions)
     for reference, position, before in saved:
-        reference[...] = select_lanes(live, position, reference[...], before)
+        reference[...] = select_lanes(active, position, reference[...], before)
     return results
 
 
-def select_lanes(live: Any, position: int, new: Any, old: Any) -> Any:
-    """`new` in live lanes and `old` in the others; both have their lanes at `position`."""
-    return old if new is old else lax.select(expand_like(live, position, new), new, old)
+def select_lanes(active: Any, position: int, new: Any, old: Any) -> Any:
+    """`new` in active lanes and `old` in the others; both have their lanes at `position`."""
+    return old if new is old else lax.select(expand_like(active, position, new), new, old)
 
 
 def expand_like(x: Any, position: int, like: Any) -> Any:

@@ -24,9 +24,9 @@ from jax.extend.core import Literal
 from batchax import _compat
 from batchax.jaxprs.own_primitives import stands_for
 from batchax.kernel.axis import Axis, match_axis
+from batchax.kernel.captured import captured_tracers, equations_for
 from batchax.kernel.derivatives import Flat, cotangents_of, tangents_of
 from batchax.kernel.inner import batch_function, batched_aval
-from batchax.kernel.replay import captured_tracers, equations_for
 
 Flags = Sequence[bool]
 """For each of some values whether it is batched; the batch axis is then the first."""

@@ -12,8 +12,8 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.kernel.derivatives import tangents_of
+from batchax.rules.batched_transpose import reached
 from batchax.rules.masking import is_inexact
-from batchax.rules.pullback import reached
 from batchax.user_rules.call import (
     Cotangents,
     DerivativeStep,

@@ -21,7 +21,7 @@ from batchax.kernel.derivatives import tangents_of
 from batchax.kernel.inner import batch_inner
 from batchax.kernel.lasting import Lasting
 from batchax.kernel.registry import register_own_rule
-from batchax.rules.pullback import pull_back
+from batchax.rules.batched_transpose import batched_transpose
 
 Linear = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 """A function of residuals, and of values it is linear in."""
@@ -135,7 +135,7 @@ def _batched(
     def back(*xs: Any) -> list[Any]:
         positions = [*axes[:count], *out_axes]
         cotangents = range(count, len(xs))
-        return pull_back(axis, transpose.jaxpr, xs, positions, cotangents, axes[count:])
+        return batched_transpose(axis, transpose.jaxpr, xs, positions, cotangents, axes[count:])
 
     back_program = _compat.stage(back, [*map(jax.typeof, args[:count]), *ahead.out_avals])
     return _bind(ahead, back_program, args[:count], args[count:]), out_axes

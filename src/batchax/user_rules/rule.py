@@ -15,7 +15,7 @@ from jax.core import Tracer, eval_jaxpr
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.kernel.axis import Axis
-from batchax.kernel.replay import closes_over_tracers, program_behind, resolve
+from batchax.kernel.captured import closes_over_tracers, program_behind, resolve
 from batchax.kernel.rule_results import describe_rule, fitted, noting, split_pair
 from batchax.user_rules.arguments import Arguments
 from batchax.user_rules.collectives import run_with_collectives

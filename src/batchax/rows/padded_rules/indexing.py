@@ -76,8 +76,8 @@ def _moved_inside(op: Operation, at: Any, rooms: Sequence[Any], mode: Any) -> An
     return jnp.clip(at, 0, jnp.maximum(limits, 0))
 
 
-def _dropped_in_reverse(x: Any, live: Any, axes: Sequence[int]) -> Any:
-    """`x`, through which derivatives flow in reverse only where `live`, which has its `axes`.
+def _dropped_in_reverse(x: Any, kept: Any, axes: Sequence[int]) -> Any:
+    """`x`, through which derivatives flow in reverse only where `kept`, which has its `axes`.
 
     JAX reads at an index out of bounds, where it was promised there are none, what is nearest;
     but in reverse it adds nothing there.
@@ -90,7 +90,7 @@ def _dropped_in_reverse(x: Any, live: Any, axes: Sequence[int]) -> Any:
         mask = lax.broadcast_in_dim(masks[0], cotangent.shape, tuple(axes))
         return [lax.select(mask, cotangent, lax.full_like(cotangent, 0))]
 
-    return linear_with_transpose(lambda masks, xs: list(xs), transpose, [live], [x])[0]
+    return linear_with_transpose(lambda masks, xs: list(xs), transpose, [kept], [x])[0]
 
 
 @padded_rule("dynamic_slice")

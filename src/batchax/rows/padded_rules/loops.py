@@ -55,19 +55,19 @@ def _scan(
 
     def step(carry: list[Any], given: Any) -> tuple[list[Any], list[Any]]:
         i, parts = given
-        live = None if size is None else lax.lt(i, jnp.asarray(size, i.dtype))
+        active = None if size is None else lax.lt(i, jnp.asarray(size, i.dtype))
         before = carry
         if again is not None:
-            before = [_keep(live, x, y) for x, y in zip(carry, again.carry, strict=True)]
+            before = [_keep(active, x, y) for x, y in zip(carry, again.carry, strict=True)]
         own = [Row(x, row.shape[1:], row.fill) for x, row in zip(parts, xs, strict=True)]
         inputs = [*consts, *typed_rows(before, carry_avals), *own]
         outs = arrays(run_inside(sizes, body, inputs), body.out_avals)
         new, ys = outs[: len(carry)], outs[len(carry) :]
-        if live is None:
+        if active is None:
             return new, ys
         # Nothing comes back to a step that was not taken.
-        ys = [safe_lanes(live, y, 0, "keep") if is_inexact(y) else y for y in ys]
-        return [_keep(live, x, old) for x, old in zip(new, carry, strict=True)], ys
+        ys = [safe_lanes(active, y, 0, "keep") if is_inexact(y) else y for y in ys]
+        return [_keep(active, x, old) for x, old in zip(new, carry, strict=True)], ys
 
     counted = (jnp.arange(steps, dtype=np.int32), parts)
     last, ys = lax.scan(step, first, counted, steps, reverse, unroll)
@@ -75,8 +75,8 @@ def _scan(
     return [*last, *ys]
 
 
-def _keep(live: Any, new: Any, old: Any) -> Any:
-    return old if new is old else lax.select(live, new, old)
+def _keep(active: Any, new: Any, old: Any) -> Any:
+    return old if new is old else lax.select(active, new, old)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _is_moderate(body: Any) -> bool:
 
 
 def _without_derivative(x: Any) -> Any:
-    """`x` as in a lane that is not live; unlike ``lax.stop_gradient`` that can be transposed."""
+    """`x` as in a lane that is not active; unlike ``lax.stop_gradient`` that can be transposed."""
     return safe_lanes(np.zeros((), bool), x, 0, "keep") if is_inexact(x) else x
 
 

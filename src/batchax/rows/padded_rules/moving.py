@@ -146,7 +146,7 @@ def overwritten(
     shape: Sequence[Any],
     window_shape: Sequence[Any],
     combine: Any,
-    live: Any = None,
+    written: Any = None,
 ) -> Any:
     """`x` with ``combine(x, update)`` in a window.
 
@@ -158,9 +158,9 @@ def overwritten(
       shape: that of `x` in a row.
       window_shape: that of `update` in a row.
       combine: what is written where, of two arrays.
-      live: whether anything is; None for yes.
+      written: whether anything is; None for yes.
     """
-    mask = None if live is None else lax.broadcast(live, x.shape)
+    mask = None if written is None else lax.broadcast(written, x.shape)
     for axis, start in enumerate(starts):
         own, size, bound = shape[axis], window_shape[axis], x.shape[axis]
         if own == size:  # padding goes to padding

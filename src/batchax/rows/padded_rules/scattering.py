@@ -73,18 +73,18 @@ def _scatter(
         starts: list[Any] = [0] * len(x.shape)
         for k, axis in enumerate(indexed):
             starts[axis] = within(op, indices.value[k], rooms[k], sizes[axis])
-        live = None
+        written = None
         if mode != CLIP and not all(isinstance(start, int) for start in starts):
-            live = in_bounds(at, last_places(op, rooms))[0]
+            written = in_bounds(at, last_places(op, rooms))[0]
         array = jnp.asarray(x.value)
-        return overwritten(op, array, update, starts, x.shape, sizes, WRITES[name], live)
-    at, live = _targets(op, at, indices.shape, rooms, mode)
+        return overwritten(op, array, update, starts, x.shape, sizes, WRITES[name], written)
+    at, written = _targets(op, at, indices.shape, rooms, mode)
     for axis in partial:
-        at, live, dnums = _by_element(op, at, live, dnums, axis, updates.shape)
+        at, written, dnums = _by_element(op, at, written, dnums, axis, updates.shape)
     # Each to another place out of bounds: it may have been promised that indices are unique.
     beyond = op.sizes.bound(x.shape[dnums.scatter_dims_to_operand_dims[0]])
-    nowhere = beyond + lax.iota(np.int32, math.prod(live.shape)).reshape(live.shape)
-    at = jnp.where(live, at, nowhere.astype(at.dtype))
+    nowhere = beyond + lax.iota(np.int32, math.prod(written.shape)).reshape(written.shape)
+    at = jnp.where(written, at, nowhere.astype(at.dtype))
     changes = {"mode": FILL_OR_DROP, "indices_are_sorted": False, "dimension_numbers": dnums}
     return op.bind(x.value, at, updates.value, **changes)
 
@@ -94,20 +94,20 @@ def _targets(op: Operation, at: Any, shape: Any, rooms: Any, mode: Any) -> tuple
     limits = last_places(op, rooms)
     if mode == CLIP:
         at = jnp.clip(at, 0, limits)
-    live = in_bounds(at, limits)
+    written = in_bounds(at, limits)
     belongs = op.sizes.mask(shape, op.sizes.padded_axes(shape))
-    return at, live if belongs is None else live & belongs[..., :1]
+    return at, written if belongs is None else written & belongs[..., :1]
 
 
 def _by_element(
-    op: Operation, at: Any, live: Any, dnums: Any, axis: int, shape: Sequence[Any]
+    op: Operation, at: Any, written: Any, dnums: Any, axis: int, shape: Sequence[Any]
 ) -> tuple[Any, Any, Any]:
     """Indices of windows as indices of windows that have one element along `axis`.
 
     Args:
       op: the operation at hand.
       at: the indices.
-      live: which of them are written to.
+      written: which of them are written to.
       dnums: the dimension numbers.
       axis: a dimension of the operand that windows have.
       shape: that of the updates in a row.
@@ -126,7 +126,7 @@ def _by_element(
     along[new] = count
     own = own.reshape(along)
     indexed = tuple(dnums.scatter_dims_to_operand_dims)
-    at, live = jnp.expand_dims(at, new), jnp.expand_dims(live, new)
+    at, written = jnp.expand_dims(at, new), jnp.expand_dims(written, new)
     if axis in indexed:
         step = jnp.asarray([i == axis for i in indexed], at.dtype)
         at = at + own * step
@@ -142,7 +142,7 @@ def _by_element(
         scatter_dims_to_operand_dims=indexed,
         scatter_indices_batching_dims=paired,
     )
-    return at, live & (own < size), dnums
+    return at, written & (own < size), dnums
 
 
 @padded_rule("dynamic_update_slice")

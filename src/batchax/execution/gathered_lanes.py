@@ -25,7 +25,7 @@ def fitting_width(most: int, size: int) -> int:
     return max(1, min(width, size))
 
 
-class Picks(NamedTuple):
+class GatheredLanes(NamedTuple):
     """The lanes of one chunk.
 
     Attributes:
@@ -41,80 +41,82 @@ class Picks(NamedTuple):
     places: Any
 
 
-def in_order(live: Any, room: int) -> tuple[Any, Any]:
-    """The indices of the lanes that are `live`, in ascending order, and how many there are.
+def in_order(active: Any, room: int) -> tuple[Any, Any]:
+    """The indices of the lanes that are `active`, in ascending order, and how many there are.
 
     The array has `room` more entries than there are lanes: a dynamic slice that would reach over
-    the end is moved back, and the slice of the last chunk must not be. What is behind the live
+    the end is moved back, and the slice of the last chunk must not be. What is behind the active
     lanes stands for no lane.
     """
     # On a CPU a scatter of single numbers takes longer than a loop over them. On most other
     # devices nothing is slower than such a loop.
-    return lax.platform_dependent(live, cpu=_by_loop(room), default=_by_scatter(room))
+    return lax.platform_dependent(active, cpu=_by_loop(room), default=_by_scatter(room))
 
 
 def _by_loop(room: int) -> Any:
-    def run(live: Any) -> tuple[Any, Any]:
+    def run(active: Any) -> tuple[Any, Any]:
         def step(i: Any, found: tuple[Any, Any]) -> tuple[Any, Any]:
             order, count = found
             # Between known bounds `lax.fori_loop` counts in the type of Python's integers, which
             # is int64 in double precision.
-            (i,) = _compat.varying_alike([lax.convert_element_type(i, np.int32)], like=[live])
-            # Written for every lane: one that is not live is written over by the next.
+            (i,) = _compat.varying_alike([lax.convert_element_type(i, np.int32)], like=[active])
+            # Written for every lane: one that is not active is written over by the next.
             order = lax.dynamic_update_index_in_dim(order, i, count, 0)
-            hit = lax.dynamic_index_in_dim(live, i, 0, keepdims=False)
+            hit = lax.dynamic_index_in_dim(active, i, 0, keepdims=False)
             return order, count + lax.convert_element_type(hit, np.int32)
 
-        before = _nothing(live, room)
-        return lax.fori_loop(np.int32(0), np.int32(live.size), step, before)
+        before = _nothing(active, room)
+        return lax.fori_loop(np.int32(0), np.int32(active.size), step, before)
 
     return run
 
 
 def _by_scatter(room: int) -> Any:
-    def run(live: Any) -> tuple[Any, Any]:
-        order, _ = _nothing(live, room)
-        rank = lax.cumsum(lax.convert_element_type(live, np.int32))
-        lanes = lax.iota(np.int32, live.size)
+    def run(active: Any) -> tuple[Any, Any]:
+        order, _ = _nothing(active, room)
+        rank = lax.cumsum(lax.convert_element_type(active, np.int32))
+        lanes = lax.iota(np.int32, active.size)
         outside = lanes + np.int32(order.size)  # each another one: `put` promises unique places
-        places = lax.select(live, rank - np.int32(1), outside)
+        places = lax.select(active, rank - np.int32(1), outside)
         return put(order, lanes, places, 0), rank[-1]
 
     return run
 
 
-def _nothing(live: Any, room: int) -> tuple[Any, Any]:
+def _nothing(active: Any, room: int) -> tuple[Any, Any]:
     """A list with no lane in it yet, and their number."""
-    nothing = [lax.full((live.size + room,), 0, np.int32), lax.full((), 0, np.int32)]
-    order, count = _compat.varying_alike(nothing, like=[live])
+    nothing = [lax.full((active.size + room,), 0, np.int32), lax.full((), 0, np.int32)]
+    order, count = _compat.varying_alike(nothing, like=[active])
     return order, count
 
 
-def of_chunk(order: Any, count: Any, start: Any, width: int) -> Picks:
+def of_chunk(order: Any, count: Any, start: Any, width: int) -> GatheredLanes:
     """The lanes of the chunk that begins with entry `start` of `order`."""
     entries = start + lax.iota(np.int32, width)
     counts = lax.lt(entries, lax.broadcast(count, (width,)))
     lanes = lax.dynamic_slice_in_dim(order, start, width, allow_negative_indices=False)
     first = lax.broadcast(lanes[0], (width,))
     outside = entries + np.int32(order.size)  # each another one: `put` promises unique places
-    return Picks(lax.select(counts, lanes, first), counts, lax.select(counts, lanes, outside))
+    return GatheredLanes(
+        lax.select(counts, lanes, first), counts, lax.select(counts, lanes, outside)
+    )
 
 
-def take(x: Any, picks: Picks, axis: int, or_zero: bool = False) -> Any:
+def take(x: Any, lanes: GatheredLanes, axis: int, or_zero: bool = False) -> Any:
     """The entries of `x` along `axis` that are picked; with `or_zero`, stand-ins are zero."""
-    (width,) = picks.lanes.shape
+    (width,) = lanes.lanes.shape
     window = tuple(1 if d == axis else n for d, n in enumerate(x.shape))
     numbers = lax.GatherDimensionNumbers(
         offset_dims=tuple(d for d in range(x.ndim) if d != axis),
         collapsed_slice_dims=(axis,),
         start_index_map=(axis,),
     )
-    indices = lax.reshape(picks.lanes, (width, 1))
+    indices = lax.reshape(lanes.lanes, (width, 1))
     mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
     taken = lax.gather(x, indices, numbers, window, mode=mode)
     if not or_zero:
         return taken
-    counts = lax.broadcast_in_dim(picks.counts, taken.shape, (axis,))
+    counts = lax.broadcast_in_dim(lanes.counts, taken.shape, (axis,))
     return lax.select(counts, taken, lax.full_like(taken, 0))
 
 

@@ -1,4 +1,4 @@
-"""The kinds of operands and results of a chunk loop: what one chunk sees of each, or adds to it."""
+"""The specs of operands and results of a chunk loop: what one chunk sees of each, or adds to it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Extreme:
 
 
 @dataclass(frozen=True)
-class Live:
+class ActiveMask:
     """A mask: for each lane, whether the loop runs for it. Always the first operand.
 
     A chunk sees which of its lanes count. The last chunk may not be full: in place of each lane
@@ -57,8 +57,8 @@ class Live:
 
 
 @dataclass(frozen=True)
-class Picked:
-    """A value with all lanes along `axis`, of which a chunk sees those that are picked for it.
+class Gathered:
+    """A value with all lanes along `axis`, of which a chunk sees those that are gathered for it.
 
     In a result, the entries of lanes that the mask leaves out are zero.
     """
@@ -67,31 +67,31 @@ class Picked:
 
 
 @dataclass(frozen=True)
-class PickedOrZero:
-    """An operand as `Picked`, but zero in the lanes of a chunk that do not count.
+class GatheredOrZero:
+    """An operand as `Gathered`, but zero in the lanes of a chunk that do not count.
 
-    Cotangents are of this kind: a lane that stands in for a missing one adds nothing.
+    Cotangents have this spec: a lane that stands in for a missing one adds nothing.
     """
 
     axis: int
 
 
-Operand = Whole | Lanes | PerChunk | Live | Picked | PickedOrZero
-Result = Lanes | PerChunk | Sum | Extreme | Picked
+Operand = Whole | Lanes | PerChunk | ActiveMask | Gathered | GatheredOrZero
+Result = Lanes | PerChunk | Sum | Extreme | Gathered
 
 WHOLE, SUM = Whole(), Sum()
 
 
-def cotangent_kind(kind: Operand) -> Result:
-    """The kind of the cotangent of an operand, as a result of the loop in reverse mode."""
-    match kind:
+def cotangent_spec(spec: Operand) -> Result:
+    """The spec of the cotangent of an operand, as a result of the loop in reverse mode."""
+    match spec:
         case Whole():
             return SUM
-        case PickedOrZero(axis):
-            return Picked(axis)
+        case GatheredOrZero(axis):
+            return Gathered(axis)
         case _:
-            assert not isinstance(kind, Live)
-            return kind
+            assert not isinstance(spec, ActiveMask)
+            return spec
 
 
 def resized(aval: Any, axis: int, size: int) -> Any:

@@ -21,7 +21,7 @@ from batchax.kernel.axis import Axis, AxisPosition, lanes_vary_over, match_axis
 from batchax.kernel.interpreter import interpret
 
 
-def pull_back(
+def batched_transpose(
     axis: Axis,
     jaxpr: Any,
     args: Sequence[Any],

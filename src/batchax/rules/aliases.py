@@ -1,8 +1,8 @@
 """Which variables of a program are one of its inputs, but for updates in place.
 
 Such is the array that a scatter returns, the carry of a loop whose body hands it on, and what
-every branch makes of one operand. Each equation on the way from the input is a *link* between
-one of its operands and one of its results. That a variable is an input *but for updates* means:
+every branch makes of one operand. An *alias* is a result of an equation on the way, with the
+operand that it is but for an update. That a variable is an input *but for updates* means:
 if none of the updates on the way were made, it would hold what the input holds.
 """
 
@@ -38,7 +38,7 @@ _SMALLEST = 64
 _PARTS = 4
 
 
-class Link(NamedTuple):
+class Alias(NamedTuple):
     """A result of an equation that is one of its operands, but for updates in place."""
 
     operand: int
@@ -61,11 +61,11 @@ def origins(jaxpr: Any) -> dict[Any, Origin]:
     if jaxpr not in _known:
         found = {v: Origin(i, False) for i, v in enumerate(jaxpr.invars)}
         for eqn in jaxpr.eqns:
-            for link in links_of(eqn):
-                source = origin_of(found, eqn.invars[link.operand])
+            for alias in aliases_of(eqn):
+                source = origin_of(found, eqn.invars[alias.operand])
                 if source is not None:
-                    updated = source.updated or link.updated
-                    found[eqn.outvars[link.result]] = Origin(source.input, updated)
+                    updated = source.updated or alias.updated
+                    found[eqn.outvars[alias.result]] = Origin(source.input, updated)
         _known[jaxpr] = found
     return _known[jaxpr]
 
@@ -118,16 +118,16 @@ def carried_inputs(jaxpr: Any, n_consts: int, inputs: set[int]) -> set[int]:
     return inputs
 
 
-def links_of(eqn: Any) -> list[Link]:
+def aliases_of(eqn: Any) -> list[Alias]:
     """The results of an equation that are an operand but for updates worth dropping."""
     name = eqn.primitive.name
     facts = facts_of(eqn.primitive)
     if facts.alias:
         same_type = eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
         in_order = eqn.params.get("dimensions") is None
-        return [Link(0, 0, False)] if same_type and in_order and not facts.cast else []
+        return [Alias(0, 0, False)] if same_type and in_order and not facts.cast else []
     if name in SCATTERS or eqn.primitive is lax.dynamic_update_slice_p:
-        return [Link(0, 0, True)] if _is_small_update(eqn) else []
+        return [Alias(0, 0, True)] if _is_small_update(eqn) else []
     return _through_bodies(bodies_of(eqn)) if facts.body or name in LOOPS_AND_BRANCHES else []
 
 
@@ -144,23 +144,23 @@ def _is_small_update(eqn: Any) -> bool:
     return size >= _SMALLEST and size >= _PARTS * math.prod(update.shape)
 
 
-def _through_bodies(bodies: Sequence[Body]) -> list[Link]:
+def _through_bodies(bodies: Sequence[Body]) -> list[Alias]:
     """The results that are one operand in each body; for a loop, as the same carry again."""
-    found: list[dict[int, Link]] = []
+    found: list[dict[int, Alias]] = []
     for body in bodies:
         if body.role == "condition" or not body.operands:
             continue
         kept = kept_outputs(body.jaxpr).items()
         found.append(
             {
-                body.results[k]: Link(body.operands[source.input], body.results[k], source.updated)
+                body.results[k]: Alias(body.operands[source.input], body.results[k], source.updated)
                 for k, source in kept
                 if not body.is_repeated or (k < body.carried and source.input == body.same + k)
             }
         )
     first, *others = found or [{}]
     return [
-        link._replace(updated=any(links[k].updated for links in found))
-        for k, link in first.items()
-        if all(k in links and links[k].operand == link.operand for links in others)
+        alias._replace(updated=any(each[k].updated for each in found))
+        for k, alias in first.items()
+        if all(k in each and each[k].operand == alias.operand for each in others)
     ]

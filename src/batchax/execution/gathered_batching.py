@@ -19,9 +19,9 @@ from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, accumulator, chunk_loop
-from batchax.execution.kinds import WHOLE, Lanes, Live, Picked, Sum, Whole
+from batchax.execution.gathered_lanes import fitting_width
 from batchax.execution.names import index_as_input
-from batchax.execution.picks import fitting_width
+from batchax.execution.operand_specs import WHOLE, ActiveMask, Gathered, Lanes, Sum, Whole
 from batchax.kernel.axis import Axis, AxisPosition, broadcast_axis, match_axis, move_axis
 from batchax.kernel.inner import batch_function
 
@@ -30,7 +30,7 @@ from batchax.kernel.inner import batch_function
 _CHUNKS_EACH = 4
 
 
-def batch_picked(
+def batch_gathered(
     axis: Axis, args: Sequence[Any], axes: Sequence[AxisPosition], loop: ChunkLoop, named: bool
 ) -> list[Any]:
     """The results of a `loop` whose mask is batched, for all lanes of `axis`, along axis 0.
@@ -41,7 +41,7 @@ def batch_picked(
         loop = _with_index(axis, loop)
         args, axes = [*args, lax.iota(np.int32, axis.size)], [*axes, 0]
     mask = loop.operands[0]
-    assert isinstance(mask, Live)
+    assert isinstance(mask, ActiveMask)
     assert isinstance(loop.chunk, int)
     wide = mask.most or loop.chunk
     run = _one_by_one if loop.size >= _CHUNKS_EACH * wide else _as_one
@@ -89,10 +89,10 @@ def _as_one(
     axis: Axis, args: Sequence[Any], axes: Sequence[AxisPosition], loop: ChunkLoop
 ) -> list[Any]:
     """One loop over the lanes of both axes."""
-    kinds = tuple(map(_joined_kind, loop.operands, axes))
+    specs = tuple(map(_joined_spec, loop.operands, axes))
     operands = [_joined(axis, loop, *each) for each in zip(args, axes, loop.operands, strict=True)]
     size = axis.size * loop.size
-    most = kinds[0].most
+    most = specs[0].most
     chunk = loop.chunk if most is None else fitting_width(most, size)
 
     def of_width(width: int) -> Callable[..., list[Any]]:
@@ -103,7 +103,7 @@ def _as_one(
             # Lanes of a chunk may belong to different outer lanes, which differ in operands that
             # are whole in `loop`. So what runs is a chunk of one lane, batched over the lanes:
             # a value has an axis for these, and beside it one of size one for the chunk's.
-            pairs = [(start, None), *map(_apart, xs, kinds, loop.operands)]
+            pairs = [(start, None), *map(_apart, xs, specs, loop.operands)]
             xs_at = [a for _, a in pairs]
             outs, outs_at = batch_function(lanes, one_lane, [x for x, _ in pairs], xs_at)
             return [
@@ -113,57 +113,57 @@ def _as_one(
         return run
 
     # A sum is one over the inner lanes of each outer lane: `_split` adds up what each lane returns.
-    results = tuple(Picked(0) if isinstance(kind, Sum) else kind for kind in loop.results)
+    results = tuple(Gathered(0) if isinstance(spec, Sum) else spec for spec in loop.results)
     body = ChunkBody(of_width, of=loop.body)
-    outs = chunk_loop(ChunkLoop(body, kinds, results, size, chunk), operands)
+    outs = chunk_loop(ChunkLoop(body, specs, results, size, chunk), operands)
     return [_split(axis, loop, *each) for each in zip(outs, loop.results, strict=True)]
 
 
-def _joined_kind(kind: Any, position: AxisPosition) -> Any:
-    """The kind of an operand in the loop over both axes: what outer lanes differ in is picked."""
-    return Picked(0) if isinstance(kind, Whole) and position is not None else kind
+def _joined_spec(spec: Any, position: AxisPosition) -> Any:
+    """The spec of an operand in the loop over both axes: what outer lanes differ in is gathered."""
+    return Gathered(0) if isinstance(spec, Whole) and position is not None else spec
 
 
-def _joined(axis: Axis, loop: ChunkLoop, x: Any, position: AxisPosition, kind: Any) -> Any:
+def _joined(axis: Axis, loop: ChunkLoop, x: Any, position: AxisPosition, spec: Any) -> Any:
     """An operand with the lanes of both axes along one."""
-    if isinstance(kind, Whole):
+    if isinstance(spec, Whole):
         if position is None:
             return x
         x = move_axis(x, position, 0)
         x, at = broadcast_axis(Axis(loop.size), x, 1), 0
     else:
-        at = 0 if isinstance(kind, Live) else kind.axis
+        at = 0 if isinstance(spec, ActiveMask) else spec.axis
         x = match_axis(axis, x, position, at)
     return lax.reshape(x, (*x.shape[:at], axis.size * loop.size, *x.shape[at + 2 :]))
 
 
-def _apart(x: Any, kind: Any, before: Any) -> tuple[Any, AxisPosition]:
+def _apart(x: Any, spec: Any, before: Any) -> tuple[Any, AxisPosition]:
     """What a chunk of one lane sees, for all lanes of the chunk, and where their axis is.
 
     Args:
       x: what the chunk sees of an operand of the loop over both axes.
-      kind: its kind there.
-      before: its kind in the loop over the inner lanes.
+      spec: its spec there.
+      before: its spec in the loop over the inner lanes.
     """
-    if isinstance(kind, Whole):
+    if isinstance(spec, Whole):
         return x, None
     if isinstance(before, Whole):
         return x, 0
-    at = 0 if isinstance(kind, Live) else kind.axis
+    at = 0 if isinstance(spec, ActiveMask) else spec.axis
     return lax.expand_dims(x, (at + 1,)), at
 
 
-def _together(lanes: Axis, x: Any, position: AxisPosition, kind: Any) -> Any:
+def _together(lanes: Axis, x: Any, position: AxisPosition, spec: Any) -> Any:
     """The reverse of `_apart`, for a result."""
-    if isinstance(kind, Sum):
+    if isinstance(spec, Sum):
         return match_axis(lanes, x, position, 0)
-    return lax.squeeze(match_axis(lanes, x, position, kind.axis), (kind.axis + 1,))
+    return lax.squeeze(match_axis(lanes, x, position, spec.axis), (spec.axis + 1,))
 
 
-def _split(axis: Axis, loop: ChunkLoop, x: Any, kind: Any) -> Any:
+def _split(axis: Axis, loop: ChunkLoop, x: Any, spec: Any) -> Any:
     """A result of the loop over both axes as one of `loop` for each outer lane, along axis 0."""
-    at = 0 if isinstance(kind, Sum) else kind.axis
+    at = 0 if isinstance(spec, Sum) else spec.axis
     x = lax.reshape(x, (*x.shape[:at], axis.size, loop.size, *x.shape[at + 1 :]))
-    if isinstance(kind, Sum):
+    if isinstance(spec, Sum):
         return jnp.sum(x, 1, dtype=accumulator(x.dtype)).astype(x.dtype)
     return move_axis(x, at, 0)
