@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import os
 import sys
 import threading
@@ -135,6 +136,9 @@ def named_axes(effects: Any) -> set[Hashable]:
     return {e.name for e in effects if type(e).__name__ == "NamedAxisEffect"}
 
 
+_ANY_ARGUMENTS = inspect.signature(lambda *args: None)
+
+
 def stage(
     fun: Callable[..., Any],
     avals: Sequence[Any],
@@ -153,8 +157,10 @@ def stage(
       transformation: what they say the function is staged for.
       selecting: whether what a predicate selects is to vary over a mesh as the predicate does.
     """
-    debug_info = jax.api_util.debug_info(transformation, fun, tuple(avals), {})
-    if arg_names is not None:
+    if arg_names is None:
+        debug_info = jax.api_util.debug_info(transformation, fun, tuple(avals), {})
+    else:  # to inspect the signature for them takes as long as staging a few operations
+        debug_info = jax.api_util.debug_info(transformation, fun, (), {}, signature=_ANY_ARGUMENTS)
         debug_info = debug_info._replace(arg_names=tuple(arg_names))
     if checked_axes():
         fun = _in_shard_map(fun, selecting)

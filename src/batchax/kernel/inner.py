@@ -65,26 +65,37 @@ def batch_inner(
       A closed jaxpr over batches, and where its outputs carry the batch axis.
     """
     in_axes = tuple(in_axes)
-    n_out = len(body.out_avals)
-    wanted = (out_axes,) * n_out if out_axes is ANYWHERE else tuple(out_axes)
-    key = (axis, in_axes, wanted, varying, lanes_vary_over(axis))
-    return remembered(body, key, lambda: _batch_inner(axis, body, in_axes, wanted, varying))
+    anywhere = (ANYWHERE,) * len(body.out_avals)
+    wanted = anywhere if out_axes is ANYWHERE else tuple(out_axes)
+    key = (axis, in_axes, varying, lanes_vary_over(axis))
+    built, context = _memory(body)
+    fits = built.get(((key, anywhere), context))  # it may have them where they are wanted
+    if fits is not None and all(w in (ANYWHERE, a) for w, a in zip(wanted, fits[1], strict=True)):
+        return fits
+    build = lambda: _batch_inner(axis, body, in_axes, wanted, varying)
+    return remembered(body, (key, wanted), build)
 
 
 def remembered(body: _compat.ClosedJaxpr, key: Any, build: Callable[[], Any]) -> Any:
     """What `build` returns, built once for each `key` for as long as `body` lives."""
-    # What a body is batched as depends on these, too: rules of derivatives are asked only where
-    # something may be differentiated, and while notes are taken each record has its own marks.
+    built, context = _memory(body)
+    key = (key, context)
+    if key not in built:
+        built.setdefault(key, build())  # another thread may have been faster
+    return built[key]
+
+
+def _memory(body: _compat.ClosedJaxpr) -> tuple[dict[Any, Any], Any]:
+    """What was built from `body`, and what of the surroundings that depends on."""
+    # Rules of derivatives are asked only where something may be differentiated, and while notes
+    # are taken each record has its own marks.
     built, place = recording.memory() or (_built, None)
     wide = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-    key = (key, place, wide, registrations(), may_be_differentiated())
     with _lock:
         known = built.setdefault(body, {})
         if len(built) > _MOST_BODIES:
             del built[next(iter(built))]
-    if key not in known:
-        known.setdefault(key, build())  # another thread may have been faster
-    return known[key]
+    return known, (place, wide, registrations(), may_be_differentiated())
 
 
 def _batch_inner(
