@@ -21,7 +21,7 @@ import threading
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.core
@@ -57,6 +57,8 @@ from jax._src.source_info_util import user_frame
 from jax._src.state.discharge import discharge_state
 from jax.extend import linear_util, source_info_util
 from jax.interpreters import batching, partial_eval
+
+T = TypeVar("T")
 
 Primitive = jex_core.Primitive
 ClosedJaxpr = jex_core.ClosedJaxpr
@@ -172,18 +174,19 @@ def stage(
 
 
 def stage_described(
-    fun: Callable[..., tuple[list[Any], Any]], avals: Sequence[Any]
+    fun: Callable[..., tuple[list[Any], Any]], avals: Sequence[Any], **how: Any
 ) -> tuple[ClosedJaxpr, Any]:
     """As `stage`, of a function that returns a list and what describes it; both are returned."""
-    return described(fun, lambda arrays: stage(arrays, avals))
+    return described(fun, lambda arrays: stage(arrays, avals, **how))
 
 
 def described(
-    fun: Callable[..., tuple[list[Any], Any]], stage_it: Callable[[Any], ClosedJaxpr]
-) -> tuple[ClosedJaxpr, Any]:
-    """What `stage_it` makes of the arrays that `fun` returns, and what `fun` says of them.
+    fun: Callable[..., tuple[list[Any], Any]], use: Callable[[Callable[..., list[Any]]], T]
+) -> tuple[T, Any]:
+    """What `use` makes of the arrays that `fun` returns, and what `fun` says of them.
 
-    JAX stages functions of arrays alone, and a function may be tried more than once.
+    JAX takes functions of arrays alone, to stage them, batch them or differentiate them, and may
+    call one more than once: the last call counts.
     """
     descriptions: list[Any] = []
 
@@ -193,7 +196,7 @@ def described(
         descriptions.append(description)
         return outs
 
-    return stage_it(arrays), descriptions[-1]
+    return use(arrays), descriptions[-1]
 
 
 class _InShardMap:

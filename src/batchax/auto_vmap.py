@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from batchax import _compat
 from batchax.divergence.compact import find_divergence
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.execution.chunked import find_chunking
@@ -132,20 +133,20 @@ def _decorate(fun: F, declared: _Declared) -> F:
         call = _Call(bound, declared)
         sizes = Sizes()
         check_cores(call.arguments, sizes)
-        structure: list[Any] = []
 
         @functools.wraps(fun)
-        def one_example(*values: Any) -> list[Any]:
+        def one_example(*values: Any) -> tuple[list[Any], Any]:
             args, kwargs = call.rebuild(values)
             out = fun(*args, **kwargs)
-            leaves, tree = flatten_arrays(out)
-            structure[:] = [tree]
+            leaves, structure = flatten_arrays(out)
             if declared.outputs is not None:
                 _check_outputs(name, out, declared.outputs, sizes)
-            return leaves
+            return leaves, structure
 
-        outs = run(one_example, call.arguments, declared.options)
-        return jax.tree.unflatten(structure[0], outs)
+        outs, structure = _compat.described(
+            one_example, lambda arrays: run(arrays, call.arguments, declared.options)
+        )
+        return jax.tree.unflatten(structure, outs)
 
     return cast(F, batched)
 

@@ -154,31 +154,27 @@ class custom_vmap(Generic[P, R]):
         return self._bind(arguments, operands)
 
     def _bind(self, arguments: Any, operands: Any) -> R:
-        out_tree: list[Any] = []
-
         @functools.wraps(self.fun)  # JAX's messages name the user's function
-        def one_example(*xs: Any) -> list[Any]:
+        def one_example(*xs: Any) -> tuple[list[Any], Any]:
             args, kwargs = arguments.rebuild(xs)
             out = self.fun(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-            leaves, structure = flatten_arrays(out)
-            out_tree[:] = [structure]
-            return leaves
+            return flatten_arrays(out)
 
         types = list(map(jax.typeof, operands))
-        staged = _compat.stage(one_example, types, transformation="custom_vmap")
+        staged, out_tree = _compat.stage_described(one_example, types, transformation="custom_vmap")
         jaxpr, closed = _compat.hoist_constants(staged)
         jaxpr, closed = with_captured(jaxpr, closed, self._rule)
         rule = UserRule(
             self._name,
             self._rule,
             arguments,
-            out_tree[0],
+            out_tree,
             tuple(staged.out_avals),
             tuple(closed),
             _compat.current_source(),
         )
         outs = call(jaxpr, rule, [*closed, *operands])
-        return jax.tree.unflatten(out_tree[0], outs)
+        return jax.tree.unflatten(out_tree, outs)
 
     @property
     def _name(self) -> str:

@@ -36,7 +36,7 @@ from batchax.execution.operand_specs import (
     Sum,
     cotangent_spec,
 )
-from batchax.kernel.derivatives import cotangents_of, tangents_of
+from batchax.kernel.derivatives import tangents_of, transposed
 from batchax.rules.batched_transpose import reached
 from batchax.rules.in_turn import calls_library, in_turn
 from batchax.rules.masking import is_inexact
@@ -195,7 +195,7 @@ def _reverse_loop(
         def run(start: Any, *xs: Any) -> list[Any]:
             residuals, cts = xs[: len(others)], xs[len(others) :]
             of_chunk, of_linear = functools.partial(forward, start), [types[i] for i in linear]
-            return cotangents_of(of_chunk, residuals, linear, of_linear, lambda: cts, given)
+            return transposed(of_chunk, residuals, linear, of_linear, given)(cts)
 
         return run
 

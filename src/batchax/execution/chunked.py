@@ -121,7 +121,7 @@ def run_in_chunks(
         inner = replace(axis, spmd_name=None, mesh_axis=None)
         local = replace(inner, size=axis.size // shards.count)
 
-        def run_shard(xs: Sequence[Any]) -> tuple[list[Any], list[AxisPosition]]:
+        def run_shard(*xs: Any) -> tuple[list[Any], list[AxisPosition]]:
             staged = stage(
                 [example_aval(local, jax.typeof(x), a) for x, a in zip(xs, positions, strict=True)]
             )

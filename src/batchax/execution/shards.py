@@ -20,6 +20,7 @@ from jax.core import Tracer
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.chunk_loop import of_only_chunk
 from batchax.execution.operand_specs import Extreme, PerChunk, Result, Sum
@@ -160,7 +161,7 @@ def _with_whole_axis(x: Any, position: int) -> Any:
 
 def on_shards(
     shards: Shards,
-    run: Callable[[Sequence[Any]], tuple[list[Any], list[AxisPosition]]],
+    run: Callable[..., tuple[list[Any], list[AxisPosition]]],
     args: Sequence[Any],
     positions: Sequence[AxisPosition],
 ) -> list[Any]:
@@ -173,13 +174,8 @@ def on_shards(
       args: the arguments.
       positions: where they carry the batch axis.
     """
-    found: list[AxisPosition] = []
 
-    def one_shard(*xs: Any) -> list[Any]:
-        outs, found[:] = run(xs)
-        return outs
-
-    def mapped(out_specs: Any) -> Callable[..., list[Any]]:
+    def mapped(one_shard: Callable[..., list[Any]], out_specs: Any) -> Callable[..., list[Any]]:
         return jax.shard_map(
             one_shard,
             mesh=shards.mesh,
@@ -189,9 +185,12 @@ def on_shards(
             check_vma=False,  # what is gathered is the same everywhere, which JAX cannot see
         )
 
-    jax.eval_shape(mapped(PartitionSpec()), *args)
+    _, found = _compat.described(
+        run, lambda arrays: jax.eval_shape(mapped(arrays, PartitionSpec()), *args)
+    )
     # Compiled: operation by operation, JAX refuses meshes that have other axes as well.
-    return jax.jit(mapped([_spec(shards, a) for a in found]))(*args)
+    specs = [_spec(shards, a) for a in found]
+    return jax.jit(mapped(lambda *xs: run(*xs)[0], specs))(*args)
 
 
 def _spec(shards: Shards, position: AxisPosition) -> PartitionSpec:

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from batchax import _compat
 from batchax.kernel.inner import NEEDS_VALUES
 from batchax.kernel.recording import Recorder
 from batchax.rows.ragged import Ragged
@@ -101,11 +100,10 @@ def _stage(
         for i, (_, x) in enumerate(leaves)
         if is_traced(x) and not (id(x) in lengths and not _is_abstract(x))
     ]
-    recorder, placeholders = Recorder(), []
+    recorder = Recorder()
 
     @functools.wraps(batched)
     def run(*arrays: Any) -> Any:
-        placeholders[:] = map(_compat.staged_variable, arrays)
         values = [x for _, x in leaves]
         for i, x in zip(chosen, arrays, strict=True):
             values[i] = x
@@ -116,7 +114,7 @@ def _stage(
     with recorder.active():
         traced = jax.jit(run).trace(*arrays)
     paths = [_path(leaves[i][0], names) for i in chosen]
-    return Staged(recorder, traced, list(placeholders), paths, arrays)
+    return Staged(recorder, traced, traced.jaxpr.jaxpr.invars, paths, arrays)
 
 
 def _is_ragged(x: Any) -> bool:

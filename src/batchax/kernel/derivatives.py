@@ -35,24 +35,21 @@ def tangents_of(
     return jax.jvp(of_moving, tuple(primals[i] for i in moving), tuple(tangents))
 
 
-def cotangents_of(
+def transposed(
     function: Flat,
     others: Sequence[Any],
     linear: Sequence[int],
     types: Sequence[Any],
-    cotangents: Callable[[], Sequence[Any]],
     of: Sequence[int],
-) -> list[Any]:
-    """The cotangents of the `linear` operands of `function`.
+) -> Callable[[Sequence[Any]], list[Any]]:
+    """The transpose of `function`, from cotangents of results to those of `linear` operands.
 
     Args:
       function: a function that is linear in some operands.
       others: the values of its other operands, in order.
       linear: those it is linear in.
       types: their types.
-      cotangents: returns the cotangents of the results `of`; it is called once the
-        function has been traced.
-      of: the results whose cotangents are not zero.
+      of: the results whose cotangents are given; those of the others are zero.
     """
     rest = iter(others)
     blank = [None if i in linear else next(rest) for i in range(len(others) + len(linear))]
@@ -62,4 +59,4 @@ def cotangents_of(
         return [outs[k] for k in of]
 
     pull = jax.linear_transpose(of_linear, *types)
-    return list(pull(list(cotangents())))
+    return lambda cotangents: list(pull(list(cotangents)))

@@ -33,18 +33,20 @@ def run_without_rule(
         return list(bind_equation(eqn, xs))
 
     if _compat.jax_has_rule(primitive):
-        found: list[tuple[Any, AxisPosition]] = []
 
-        def look(*xs: Any) -> None:
-            found[:] = map(_compat.batched_by_jax, one_lane(*xs))
+        def look(*xs: Any) -> tuple[list[Any], list[tuple[Any, AxisPosition]]]:
+            return [], list(map(_compat.batched_by_jax, one_lane(*xs)))
 
-        jax.vmap(
-            look,
-            in_axes=tuple(operand_axes),
-            axis_name=axis.name,
-            axis_size=axis.size,
-            spmd_axis_name=axis.spmd_name,
-        )(*operands)
+        def batch(fun: Callable[..., Any]) -> Any:
+            return jax.vmap(
+                fun,
+                in_axes=tuple(operand_axes),
+                axis_name=axis.name,
+                axis_size=axis.size,
+                spmd_axis_name=axis.spmd_name,
+            )(*operands)
+
+        _, found = _compat.described(look, batch)
         return [x for x, _ in found], [position for _, position in found]
 
     if not recording.is_watched():  # there is a finding for it

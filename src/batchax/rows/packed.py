@@ -162,16 +162,16 @@ def _run_again(rows: PackedRows, eqn: Any, values: Sequence[Packed]) -> list[Pac
     body = _compat.close(eqn.params[body_parameter(eqn)])
     program = flatten(body)
     moving = [i for i, v in enumerate(values) if not isinstance(v.value, np.ndarray)]
-    found: list[Packed] = []
 
-    def run(*arrays: Any) -> list[Any]:
+    def run(*arrays: Any) -> tuple[list[Any], list[Packed]]:
         given = dict(zip(moving, arrays, strict=True))
         operands = [replace(v, value=given.get(i, v.value)) for i, v in enumerate(values)]
         with recording.run(body.jaxpr):
-            found[:] = _run_steps(rows.inside(), program, operands)
-        return [x.value for x in found]
+            found = _run_steps(rows.inside(), program, operands)
+        return [x.value for x in found], [replace(x, value=None) for x in found]
 
-    outs = bind_call(eqn, run, [values[i].value for i in moving])
+    given = [values[i].value for i in moving]
+    outs, found = _compat.described(run, lambda run: bind_call(eqn, run, given))
     return [replace(x, value=out) for x, out in zip(found, outs, strict=True)]
 
 

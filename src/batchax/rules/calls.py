@@ -144,13 +144,10 @@ def _linear_call(
     first_linear = num_callee_consts + num_res
     linear_axes = axes[first_linear:]
     program = program_behind(transpose_thunk)
-    out_axes: list[AxisPosition] = []
+    batched, out_axes = batch_inner(axis, callee, axes, varying=varying_of(args))
 
     def forward(residuals: Any, linear: Any) -> list[Any]:
-        outs, out_axes[:] = interpret(
-            axis, callee.jaxpr, callee.consts, [*residuals, *linear], axes
-        )
-        return outs
+        return eval_jaxpr(batched.jaxpr, batched.consts, *residuals, *linear)
 
     def transpose(residuals: Any, cotangents: Any) -> list[Any]:
         with _compat.named_scope(axis.name, axis.size):

@@ -32,19 +32,20 @@ def _shard_map(
         {**params, "jaxpr": jaxpr, "out_specs": out_specs, "in_specs": in_specs}
     )
     bound["in_specs"] = _batched_specs(spread, in_specs, axes)
-    out_axes: list[AxisPosition] = []
 
-    def body(*xs: Any) -> Any:
+    def body(*xs: Any) -> tuple[Any, list[AxisPosition]]:
         # Run among the manual axes of the mesh: only here are values of the right type.
-        outs, out_axes[:] = interpret(inner, jaxpr, (), xs, axes)
+        outs, out_axes = interpret(inner, jaxpr, (), xs, axes)
         specs = _batched_specs(spread, out_specs, out_axes)
         same = _compat.stage(lambda *ys: list(ys), [jax.typeof(y) for y in outs])
         returned = {**params, "jaxpr": same.jaxpr, "in_specs": in_specs, "out_specs": specs}
         (with_specs,) = _shard_map_p.get_bind_params(returned)["subfuns"]
-        return with_specs(*outs)
+        return with_specs(*outs), out_axes
 
-    bound["subfuns"] = (body,)
-    return list(_shard_map_p.bind(*args, **bound)), out_axes
+    outs, out_axes = _compat.described(
+        body, lambda body: _shard_map_p.bind(*args, **{**bound, "subfuns": (body,)})
+    )
+    return list(outs), out_axes
 
 
 _shard_map_p: Any = _compat.find_primitive("shard_map")

@@ -65,20 +65,18 @@ def _before(steps: Sequence[DerivativeStep], flags: Flags, which: str) -> Flags:
 
 def _by_rule(
     axis: Axis, rule: UserRule, steps: Sequence[DerivativeStep], flags: Flags, args: Sequence[Any]
-) -> tuple[list[Any], list[bool]]:
+) -> tuple[list[Any], Flags]:
     """The derivatives `steps` of what the rule computes."""
-    out_flags: list[bool] = []
     every = [flags]  # of the operands before each step
     for step in reversed(steps):
         every.append(step.flags_before(every[-1]))
     first, *later = reversed(every)
     count = len(rule.closed)
 
-    def function(*xs: Any) -> list[Any]:
+    def function(*xs: Any) -> tuple[list[Any], Flags]:
         with effects_had(bool(steps)):
-            outs, out_flags[:] = rule.run(axis, first[count:], xs[:count], xs[count:])
-        return outs
+            return rule.run(axis, first[count:], xs[:count], xs[count:])
 
     for step, of_operands in zip(steps, later, strict=True):
-        function = step.batched(axis, function, of_operands, out_flags)
-    return list(function(*args)), out_flags
+        function = step.batched(axis, function, of_operands)
+    return function(*args)

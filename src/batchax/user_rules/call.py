@@ -25,11 +25,14 @@ from batchax import _compat
 from batchax.jaxprs.own_primitives import stands_for
 from batchax.kernel.axis import Axis, match_axis
 from batchax.kernel.captured import captured_tracers, equations_for
-from batchax.kernel.derivatives import Flat, cotangents_of, tangents_of
+from batchax.kernel.derivatives import Flat, tangents_of, transposed
 from batchax.kernel.inner import batch_function, batched_aval
 
 Flags = Sequence[bool]
 """For each of some values whether it is batched; the batch axis is then the first."""
+
+BatchedFlat = Callable[..., tuple[list[Any], Flags]]
+"""A function of batches, which also says which of its results are batched."""
 
 
 @dataclass(frozen=True)
@@ -66,24 +69,21 @@ class Tangents:
             before[i] |= batched
         return before
 
-    def batched(self, axis: Axis, before: Flat, flags: Flags, out_flags: list[bool]) -> Flat:
+    def batched(self, axis: Axis, before: BatchedFlat, flags: Flags) -> BatchedFlat:
         """The derivative of `before`, a function of batches.
 
         Args:
           axis: the axis being mapped.
-          before: the function before this step, for operands of `flags_before`; each run
-            puts into `out_flags` which of its results are batched.
+          before: the function before this step, for operands of `flags_before`.
           flags: which operands are batched.
-          out_flags: each run puts here which of its own results are.
         """
         together = self.flags_before(flags)
         wanted = [*together, *(together[i] for i in self.moving)]
-        derivative = self.function(before)
 
-        def run(*xs: Any) -> list[Any]:
-            outs = derivative(*map(functools.partial(_spread, axis), xs, flags, wanted))
-            out_flags[:] = [out_flags[k] for k in self.of]
-            return outs
+        def run(*xs: Any) -> tuple[list[Any], Flags]:
+            given = list(map(functools.partial(_spread, axis), xs, flags, wanted))
+            outs, found = _compat.described(before, lambda arrays: self.function(arrays)(*given))
+            return outs, [found[k] for k in self.of]
 
         return run
 
@@ -105,8 +105,8 @@ class Cotangents:
 
         def run(*xs: Any) -> list[Any]:
             others, cotangents = xs[: -len(self.of)], xs[-len(self.of) :]
-            types = self.linear_types
-            return cotangents_of(before, others, self.linear, types, lambda: cotangents, self.of)
+            pull = transposed(before, others, self.linear, self.linear_types, self.of)
+            return pull(cotangents)
 
         return run
 
@@ -124,24 +124,19 @@ class Cotangents:
         """Which of them must be: each lane has cotangents of its own."""
         return [f or i in self.linear for i, f in enumerate(self.values_before(flags))]
 
-    def batched(self, axis: Axis, before: Flat, flags: Flags, out_flags: list[bool]) -> Flat:
+    def batched(self, axis: Axis, before: BatchedFlat, flags: Flags) -> BatchedFlat:
         """The transpose of `before`, a function of batches; see `Tangents.batched`."""
         types = [batched_aval(axis, aval, 0) for aval in self.linear_types]
 
-        def run(*xs: Any) -> list[Any]:
+        def run(*xs: Any) -> tuple[list[Any], Flags]:
             others, cotangents = xs[: -len(self.of)], xs[-len(self.of) :]
-
-            def as_results_are() -> list[Any]:
-                wanted = [out_flags[k] for k in self.of]
-                return list(
-                    map(
-                        functools.partial(_spread, axis), cotangents, flags[-len(self.of) :], wanted
-                    )
-                )
-
-            outs = cotangents_of(before, others, self.linear, types, as_results_are, self.of)
-            out_flags[:] = [True] * len(self.linear)
-            return outs
+            pull, found = _compat.described(
+                before, lambda arrays: transposed(arrays, others, self.linear, types, self.of)
+            )
+            wanted = [found[k] for k in self.of]
+            spread = functools.partial(_spread, axis)
+            outs = pull(list(map(spread, cotangents, flags[-len(self.of) :], wanted)))
+            return outs, [True] * len(self.linear)
 
         return run
 
@@ -159,15 +154,11 @@ class MappedStep:
 
     def function(self, before: Flat) -> Flat:
         """The function `before` this step, for all directions."""
-        return self._over([0 if m else None for m in self.mapped], before, lambda: ())
-
-    def _over(self, axes: Sequence[Any], before: Flat, out_flags: Callable[[], Flags]) -> Flat:
-        """`before` for all directions, which go behind the lanes of results that have them."""
+        axes = [0 if m else None for m in self.mapped]
 
         def run(*xs: Any) -> list[Any]:
             outs, found = batch_function(self.axis, before, xs, axes)
-            places = map(int, out_flags() or [False] * len(outs))
-            return list(map(functools.partial(match_axis, self.axis), outs, found, places))
+            return [match_axis(self.axis, x, a, 0) for x, a in zip(outs, found, strict=True)]
 
         return run
 
@@ -183,10 +174,21 @@ class MappedStep:
         """Which of them must be, for these to be."""
         return flags
 
-    def batched(self, axis: Axis, before: Flat, flags: Flags, out_flags: list[bool]) -> Flat:
-        """`before`, a function of batches, for all directions; see `Tangents.batched`."""
+    def batched(self, axis: Axis, before: BatchedFlat, flags: Flags) -> BatchedFlat:
+        """`before`, a function of batches, for all directions; see `Tangents.batched`.
+
+        They go behind the lanes of what has lanes.
+        """
         axes = [int(f) if m else None for m, f in zip(self.mapped, flags, strict=True)]
-        return self._over(axes, before, lambda: out_flags)
+
+        def run(*xs: Any) -> tuple[list[Any], Flags]:
+            (outs, found), out_flags = _compat.described(
+                before, lambda arrays: batch_function(self.axis, arrays, xs, axes)
+            )
+            placed = map(functools.partial(match_axis, self.axis), outs, found, map(int, out_flags))
+            return list(placed), out_flags
+
+        return run
 
 
 DerivativeStep = Tangents | Cotangents | MappedStep

@@ -74,21 +74,21 @@ class UserRule:
           closed: the values of the tracers that the function closes over.
           operands: the operands of the call.
         """
-        out_flags: list[bool] = []
 
-        def call(*xs: Any) -> list[Any]:
-            outs, out_flags[:] = self._call(axis, flags, xs)
-            return outs
+        def call(*xs: Any) -> tuple[list[Any], list[bool]]:
+            return self._call(axis, flags, xs)
 
         named = self.told_name and axis.name is not None
         if not (named or closes_over_tracers(self.rule)):
-            return call(*operands), out_flags
+            return call(*operands)
         types = list(map(jax.typeof, operands))
         names = [(axis.name, axis.size)] if named else []
         # Tracers may be of a trace that is over, and are then values of the function's, too.
         try:
             with _compat.usable(self.closed):
-                staged = _compat.stage(call, types, names, transformation="custom_vmap")
+                staged, out_flags = _compat.stage_described(
+                    call, types, axis_env=names, transformation="custom_vmap"
+                )
         except jax.errors.UnexpectedTracerError as error:
             raise self._closes_over("of a transformation that is over") from error
         consts = self._resolved(staged.consts, closed)

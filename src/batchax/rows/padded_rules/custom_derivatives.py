@@ -234,16 +234,15 @@ class _Residuals:
 @_compat.standing_in()
 def _staged_reverse(backward: Any, inputs: Sequence[Any]) -> tuple[_compat.ClosedJaxpr, list[bool]]:
     """The reverse rule for one row, for the inputs and results that are no symbolic zeros."""
-    zeros: list[bool] = []
 
-    def one_row(*xs: Any) -> list[Any]:
+    def one_row(*xs: Any) -> tuple[list[Any], list[bool]]:
         given = iter(xs)
         result = backward.call_wrapped(
             *(x if isinstance(x, SymbolicZero) else next(given) for x in inputs)
         )
         cotangents, _ = _compat.cotangents_and_logs(result)
-        zeros[:] = [isinstance(c, (ad.Zero, SymbolicZero)) for c in cotangents]
-        return [c for c, zero in zip(cotangents, zeros, strict=True) if not zero]
+        zeros = [isinstance(c, (ad.Zero, SymbolicZero)) for c in cotangents]
+        return [c for c, zero in zip(cotangents, zeros, strict=True) if not zero], zeros
 
     types = [x for x in inputs if not isinstance(x, SymbolicZero)]
-    return _compat.stage(one_row, types), zeros
+    return _compat.stage_described(one_row, types)
