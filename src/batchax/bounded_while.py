@@ -92,14 +92,12 @@ def bounded_while(
         check_structure(body_fun, old, new)
         return jax.tree.leaves(new)
 
-    def stage(fun: Callable[..., list[Any]], carry: Sequence[Any]) -> _compat.ClosedJaxpr:
-        names = [f"init_val{path}" for path in keys]
-        return stage_function(axis, fun, list(map(jax.typeof, carry)), names, "bounded_while")
+    def stage(carry: Sequence[Any]) -> tuple[_compat.ClosedJaxpr, _compat.ClosedJaxpr, None]:
+        how = list(map(jax.typeof, carry)), [f"init_val{path}" for path in keys], "bounded_while"
+        return stage_function(axis, test, *how), stage_function(axis, step, *how), None
 
     with _compat.name_stack_extended("bounded_while"):
-        staged, _, tested, carry = settle(
-            lambda carry: (stage(step, carry), None), carry, lambda carry: stage(test, carry)
-        )
+        tested, staged, _, carry = settle(stage, carry)
         check_types(body_fun, keys, carry, staged.out_avals)
         outs = run_until(tested, staged, carry, [], (), (), int(max_steps))
     return jax.tree.unflatten(structure, outs)

@@ -154,21 +154,19 @@ def scan(
             stop = until(jax.tree.unflatten(structure, values))
             return [jnp.logical_not(check_predicate(until, stop))]
 
-        def stage(carry: Sequence[Any]) -> tuple[_compat.ClosedJaxpr, FlatOutputs]:
-            entries = [
-                example_aval(axis, jax.typeof(x), a) for x, a in zip(xs, x_axes, strict=True)
-            ]
-            avals = [*map(jax.typeof, carry), *entries]
+        def stage(
+            carry: Sequence[Any],
+        ) -> tuple[_compat.ClosedJaxpr | None, _compat.ClosedJaxpr, FlatOutputs]:
+            avals, tested, over = list(map(jax.typeof, carry)), None, frozenset()
+            if until is not None:
+                names = [f"carry{path}" for path in keys]
+                tested = stage_function(axis, go_on, avals, names, "scan")
+                # In `shard_map` devices may stop at different steps: what they read differs, too.
+                over = _compat.varying_axes(tested.out_avals[0])
+            for x, a in zip(xs, x_axes, strict=True):
+                avals.append(_compat.type_varying_over(example_aval(axis, jax.typeof(x), a), over))
             names = [*(f"args[0]{path}" for path in keys), *(m.path for m in flat.mapped)]
-            return stage_described(axis, one_step, avals, names, "scan")
-
-        def stage_test(carry: Sequence[Any]) -> _compat.ClosedJaxpr:
-            assert until is not None
-            names = [f"carry{path}" for path in keys]
-            tested = stage_function(axis, go_on, list(map(jax.typeof, carry)), names, "scan")
-            # Inside `shard_map` devices may stop at different steps: what they read differs, too.
-            xs[:] = [_compat.varying_as(x, tested.out_avals[0]) for x in xs]
-            return tested
+            return tested, *stage_described(axis, one_step, avals, names, "scan")
 
         for m in flat.mapped:
             if m.axis != 0 and _compat.is_reference(m.value):
@@ -178,9 +176,7 @@ def scan(
                     "it in the step."
                 )
         with named_in_errors(flat.mapped, STEPS.each), _compat.name_stack_extended("scan"):
-            staged, outputs, tested, carry = settle(
-                stage, carry, None if until is None else stage_test
-            )
+            tested, staged, outputs, carry = settle(stage, carry)
             check_types(fun, keys, carry, staged.out_avals)
             described = outputs.described
             types = staged.out_avals[n_carry:]

@@ -114,13 +114,16 @@ def run_until(
 ) -> list[Any]:
     """Runs staged steps while the staged predicate is true; see `BoundedSteps`.
 
+    The xs come to vary over what the steps were staged for, inside ``shard_map``.
+
     Raises:
       UnsupportedError: a reference is used.
     """
+    entries = body.in_avals[len(carry) :]
     test, test_consts = _without_references(test)
     body, consts = _without_references(body, xs)
     steps = BoundedSteps(test, body, len(carry), in_axes, out_axes, length, reverse)
-    return steps.run(test_consts, consts, carry, xs)
+    return steps.run(test_consts, consts, carry, list(map(_compat.varying_as, xs, entries)))
 
 
 def _without_references(

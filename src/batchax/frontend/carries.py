@@ -48,23 +48,21 @@ def carry_keys(init: Any) -> list[str]:
 
 
 def settle(
-    stage: Callable[[Sequence[Any]], tuple[_compat.ClosedJaxpr, T]],
+    stage: Callable[[Sequence[Any]], tuple[_compat.ClosedJaxpr | None, _compat.ClosedJaxpr, T]],
     carry: Sequence[Any],
-    stage_test: Callable[[Sequence[Any]], _compat.ClosedJaxpr] | None = None,
-) -> tuple[_compat.ClosedJaxpr, T, _compat.ClosedJaxpr | None, Sequence[Any]]:
-    """The staged step, what describes it, the staged predicate if any, and the first carry.
+) -> tuple[_compat.ClosedJaxpr | None, _compat.ClosedJaxpr, T, Sequence[Any]]:
+    """What `stage` returns for the carry (predicate, if any; step; description), and the carry.
 
     Python scalars in the carry have got the types that steps return. Inside ``shard_map`` a
     carry varies over the axes of the mesh that a step, or the predicate, makes it vary over.
     """
     while True:
-        tested = None if stage_test is None else stage_test(carry)
-        staged, description = stage(carry)
+        tested, staged, description = stage(carry)
         promoted = list(map(_promoted, carry, staged.out_avals))
         if tested is not None:
             promoted = [_compat.varying_as(x, tested.out_avals[0]) for x in promoted]
         if all(new is old for new, old in zip(promoted, carry, strict=True)):
-            return staged, description, tested, carry
+            return tested, staged, description, carry
         carry = promoted
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -201,22 +202,23 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
     outputs = _Outputs("vjp", axis, body, axes)
     program = program_behind(trace_forward, params["bwd"])
     reverse = _Reverse(axis, bwd, program, axes, types)
-    kept_axes: list[AxisPosition] = []  # of the residuals, after the latest forward run
+    # What the latest forward run said of its residuals. JAX calls `forward` and, later, `backward`,
+    # and hands on arrays alone from the one to the other: what describes them has to wait here.
+    kept = _Residuals((), ())
 
-    def run_forward(perturbed: Sequence[bool], primals: Any) -> tuple[list[Any], Axes]:
+    def run_forward(perturbed: Sequence[bool], primals: Any) -> tuple[list[Any], Axes, _Residuals]:
         with _compat.named_scope(axis.name, axis.size):
             jaxpr, consts = trace_forward.call_wrapped(*perturbed)
         consts, const_axes = resolve(program, consts)
         jaxpr = _compat.constants_as_inputs(jaxpr)
-        pruned = iter(v.aval for v in jaxpr.outvars)
-        kept = (next(pruned) if f is None else body.in_avals[f] for f in out_trees()[2])
-        reverse.varying = types_varying([*kept, *body.out_avals])
+        given, given_axes = [*consts, *primals], [*const_axes, *axes[skip:]]
         with outputs.in_rule():
-            return interpret(axis, jaxpr, (), [*consts, *primals], [*const_axes, *axes[skip:]])
-
-    def residual_axes(pruned: Axes) -> list[AxisPosition]:
-        rest = iter(pruned)
-        return [next(rest) if f is None else axes[f] for f in out_trees()[2]]
+            outs, out_axes = interpret(axis, jaxpr, (), given, given_axes)
+        computed = zip(out_axes, jaxpr.outvars, strict=True)
+        inputs = list(zip(axes, body.jaxpr.invars, strict=True))
+        residuals = [next(computed) if f is None else inputs[f] for f in out_trees()[2]]
+        types = [*(v.aval for _, v in residuals), *body.out_avals]
+        return outs, out_axes, _Residuals([a for a, _ in residuals], types_varying(types))
 
     def call(*xs: Any) -> list[Any]:
         outs, out_axes = interpret(axis, body.jaxpr, body.consts, xs, axes)
@@ -225,36 +227,50 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
 
     def axes_from_rules() -> Axes:
         def run(*xs: Any) -> tuple[list[Any], Axes]:
-            outs, out_axes = run_forward([True] * (len(xs) - skip), xs[skip:])
-            return [], _union(out_axes[len(outs) - n_out :], need(xs, outs, out_axes))
+            outs, out_axes, residuals = run_forward([True] * (len(xs) - skip), xs[skip:])
+            needed = need(xs, outs, out_axes, residuals)
+            return [], _union(out_axes[len(outs) - n_out :], needed)
 
         return _compat.stage_described(run, types)[1]
 
-    def need(xs: Any, outs: Any, out_axes: Axes) -> Axes:
+    def need(xs: Any, outs: Any, out_axes: Axes, residuals: _Residuals) -> Axes:
         """Which outputs the reverse rule needs for each lane, from what the forward one gave."""
         n = len(outs) - n_out
-        pruned = iter(outs[:n])
-        residuals = [next(pruned) if f is None else xs[f] for f in out_trees()[2]]
-        at = residual_axes(out_axes[:n])
-        return reverse.axes_needed(residuals, at, outs[n:], out_axes[n:])
+        computed = iter(outs[:n])
+        values = [next(computed) if f is None else xs[f] for f in out_trees()[2]]
+        return reverse.axes_needed(residuals, values, outs[n:], out_axes[n:])
 
     def forward(*xs: Any) -> list[Any]:
+        nonlocal kept
         primals, perturbed = xs[::2], xs[1::2]
         if any(perturbed[:skip]):
             fwd.call_wrapped(*xs)  # says that what is closed over cannot be differentiated
-        outs, out_axes = run_forward(perturbed[skip:], primals[skip:])
+        outs, out_axes, kept = run_forward(perturbed[skip:], primals[skip:])
         n = len(outs) - n_out
-        kept_axes[:] = residual_axes(out_axes[:n])
-        needed = lambda: _if_differentiable(lambda: need(primals, outs, out_axes), n_out)
+        needed = lambda: _if_differentiable(lambda: need(primals, outs, out_axes, kept), n_out)
         outputs.settle(out_axes[n:], needed)
         return [*outs[:n], *outputs.place(outs[n:], out_axes[n:])]
 
     def backward(*xs: Any) -> Any:
-        return reverse(xs[: len(kept_axes)], kept_axes, xs[len(kept_axes) :], outputs.axes)
+        n = len(kept.axes)
+        return reverse(kept, xs[:n], xs[n:], outputs.axes)
 
     subfuns = tuple(map(_compat.rewrapped, (call, forward, backward), (fun, fwd, bwd)))
     outs = _custom_vjp_p.bind(*args, subfuns=subfuns, **bound)
     return outs, outputs.axes
+
+
+@dataclass(frozen=True)
+class _Residuals:
+    """What a forward run says of the residuals that it returns.
+
+    Attributes:
+      axes: where each has the batch axis.
+      varying: over which axes of a mesh they, and after them the outputs, were staged to vary.
+    """
+
+    axes: Axes
+    varying: Varying
 
 
 class _Reverse:
@@ -265,13 +281,12 @@ class _Reverse:
     ) -> None:
         self.axis, self.bwd, self.program, self.in_axes = axis, bwd, program, in_axes
         self.types = types  # of the inputs
-        self.varying: Varying = ()  # of residuals and outputs, as they were staged
         self._staged: dict[Any, Any] = {}
 
-    def __call__(self, residuals: Any, residual_axes: Axes, cotangents: Any, ct_axes: Axes) -> Any:
+    def __call__(self, kept: _Residuals, residuals: Any, cotangents: Any, ct_axes: Axes) -> Any:
         axis = self.axis
-        values, positions = [*residuals, *cotangents], [*residual_axes, *ct_axes]
-        staged, zeros, logs, has_logs = self._stage(map(_type, values), positions)
+        types = map(_type, [*residuals, *cotangents])
+        staged, zeros, logs, has_logs = self._stage(types, [*kept.axes, *ct_axes], kept.varying)
         consts, const_axes = resolve(self.program, staged.consts)
         given = [(c, a) for c, a in zip(cotangents, ct_axes, strict=True) if not _is_zero(c)]
         first = len(consts) + len(residuals)
@@ -281,7 +296,7 @@ class _Reverse:
             axis,
             _compat.constants_as_inputs(staged.jaxpr),
             [*consts, *residuals, *(c for c, _ in given)],
-            [*const_axes, *residual_axes, *(a for _, a in given)],
+            [*const_axes, *kept.axes, *(a for _, a in given)],
             range(first, first + len(given)),
             wanted,
         )
@@ -294,17 +309,17 @@ class _Reverse:
         ]
         return (results, jax.tree.unflatten(logs, list(rest))) if has_logs else results
 
-    def axes_needed(self, residuals: Any, residual_axes: Axes, outs: Any, out_axes: Axes) -> Axes:
+    def axes_needed(self, kept: _Residuals, residuals: Any, outs: Any, out_axes: Axes) -> Axes:
         """0 for each unbatched output whose cotangent must be known lane by lane.
 
         One that reaches the cotangent of a batched input must be, and one that is
         multiplied with something that differs by lane.
         """
         types = [*map(_type, residuals), *(jax.typeof(x).to_tangent_aval() for x in outs)]
-        staged, zeros, _, _ = self._stage(types, [*residual_axes, *out_axes])
+        staged, zeros, _, _ = self._stage(types, [*kept.axes, *out_axes], kept.varying)
         jaxpr = _compat.constants_as_inputs(staged.jaxpr)
         _, const_axes = resolve(self.program, staged.consts)
-        positions = [*const_axes, *residual_axes, *out_axes]
+        positions = [*const_axes, *kept.axes, *out_axes]
         batched = [a is not None for a in positions]
         in_axes = [a for a, zero in zip(self.in_axes, zeros, strict=True) if zero is None]
         needed: list[AxisPosition] = []
@@ -316,7 +331,7 @@ class _Reverse:
             needed.append(0 if out_axis is None and by_lane else None)
         return needed
 
-    def _stage(self, types: Iterable[Any], axes: Axes) -> Any:
+    def _stage(self, types: Iterable[Any], axes: Axes, varying: Varying) -> Any:
         """The rule for one example, and which cotangents it returns are symbolic zeros.
 
         Returns:
@@ -330,7 +345,7 @@ class _Reverse:
 
         inputs = [
             SymbolicZero(example(t.aval, a, over)) if _is_zero(t) else example(t, a, over)
-            for t, a, over in zip(types, axes, self.varying, strict=True)
+            for t, a, over in zip(types, axes, varying, strict=True)
         ]
         key = tuple((x.aval, True) if _is_zero(x) else (x, False) for x in inputs)
         if key not in self._staged:

@@ -6,21 +6,22 @@ them, and what they call in turn is batched by its own rule.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from batchax.errors import ArgumentTypeError
+from batchax.kernel.derivatives import with_values
 from batchax.kernel.rule_results import describe_returned
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.arguments import Arguments
 from batchax.user_rules.linear import linear_with_transpose
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class DerivativeRules:
     """The derivative rules of a function, those that it has."""
 
@@ -30,7 +31,7 @@ class DerivativeRules:
 
     def replace(self, **rules: Callable[..., Any]) -> DerivativeRules:
         """These, and `rules`."""
-        return dataclasses.replace(self, **rules)
+        return replace(self, **rules)
 
     @property
     def any(self) -> bool:
@@ -70,7 +71,6 @@ class _Call:
         self.rules, self.name, self.call, self.arguments = rules, name, call, arguments
         # Those whose derivatives are arrays; of integers and keys there are none.
         self.smooth = [i for i, x in enumerate(operands) if is_inexact(jax.typeof(x))]
-        self.residual_parts: list[Any] = []
 
     def run(self, *operands: Any) -> Any:
         """The function."""
@@ -89,8 +89,8 @@ class _Call:
             )
         return result[0], result[1]
 
-    def forward(self, *operands: Any) -> tuple[Any, list[Any]]:
-        """The user's forward pass; residuals are those of its residuals that are arrays."""
+    def forward(self, *operands: Any) -> tuple[Any, _Residuals]:
+        """The user's forward pass."""
         assert self.rules.fwd is not None
         args, kwargs = self.arguments.rebuild(operands)
         result = self.rules.fwd(*args, **kwargs)
@@ -99,19 +99,12 @@ class _Call:
                 f"the rule fwd given to {self.name}.def_vjp must return a pair (out, residuals), "
                 f"but it returned {describe_returned(result)}."
             )
-        leaves, structure = jax.tree.flatten(result[1])
-        arrays = [_is_array(x) for x in leaves]
-        rest = [None if a else x for x, a in zip(leaves, arrays, strict=True)]
-        self.residual_parts[:] = [structure, arrays, rest]
-        return result[0], [x for x, a in zip(leaves, arrays, strict=True) if a]
+        return result[0], _Residuals.of(result[1])
 
-    def backward(self, residuals: Sequence[Any], cotangent: Any) -> tuple[Any, ...]:
+    def backward(self, residuals: _Residuals, cotangent: Any) -> tuple[Any, ...]:
         """The user's reverse pass; None for operands that have no cotangent."""
         assert self.rules.bwd is not None
-        structure, arrays, rest = self.residual_parts
-        own = iter(residuals)
-        leaves = [next(own) if a else x for x, a in zip(rest, arrays, strict=True)]
-        result = self.rules.bwd(jax.tree.unflatten(structure, leaves), cotangent)
+        result = self.rules.bwd(residuals.rebuild(residuals.arrays), cotangent)
         count = len(self.arguments.trees)
         if not (isinstance(result, (tuple, list)) and len(result) == count):
             raise ArgumentTypeError(
@@ -139,19 +132,53 @@ class _Call:
             every = [np.zeros(t.shape, jax.dtypes.float0) for t in types]
             for k, ct in zip(smooth_outs, cotangents, strict=True):
                 every[k] = ct
-            found = self.backward(values[count:], jax.tree.unflatten(structure, every))
+            again = replace(residuals, arrays=values[count:])
+            found = self.backward(again, jax.tree.unflatten(structure, every))
             return [
                 jax.numpy.zeros_like(primals[i]) if found[i] is None else found[i]
                 for i in self.smooth
             ]
 
         dots = linear_with_transpose(
-            ahead, back, [*primals, *residuals], [tangents[i] for i in self.smooth]
+            ahead, back, [*primals, *residuals.arrays], [tangents[i] for i in self.smooth]
         )
         every = [np.zeros(t.shape, jax.dtypes.float0) for t in types]
         for k, dot in zip(smooth_outs, dots, strict=True):
             every[k] = dot
         return out, jax.tree.unflatten(structure, every)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True, eq=False)
+class _Residuals:
+    """What the forward pass hands to the reverse pass: of its tree, JAX sees the arrays alone.
+
+    Attributes:
+      arrays: the leaves that are arrays.
+      rebuild: from those to the tree.
+    """
+
+    arrays: Sequence[Any]
+    rebuild: Callable[[Sequence[Any]], Any]
+
+    @classmethod
+    def of(cls, tree: Any) -> _Residuals:
+        """For the residuals that the user's rule returned."""
+        leaves, structure = jax.tree.flatten(tree)
+        places = [i for i, x in enumerate(leaves) if _is_array(x)]
+        arrays = [leaves[i] for i in places]
+        # What is kept until the reverse pass must not hold the tracers of this one.
+        rest = with_values(leaves, places, [None] * len(places))
+        return cls(
+            arrays, lambda given: jax.tree.unflatten(structure, with_values(rest, places, given))
+        )
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        return tuple(self.arrays), self.rebuild
+
+    @classmethod
+    def tree_unflatten(cls, rebuild: Any, arrays: Any) -> _Residuals:
+        return cls(arrays, rebuild)
 
 
 def _is_array(x: Any) -> bool:
