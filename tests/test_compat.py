@@ -27,6 +27,7 @@ from batchax import _compat
 from batchax.kernel.axis import Axis
 from batchax.kernel.captured import closes_over_tracers
 from batchax.kernel.registry import find_rule
+from batchax.programs.wire import integer, message, messages, read_message
 from batchax.rows import stand_ins
 
 SOURCE = Path(_compat.__file__).read_text()
@@ -464,3 +465,13 @@ def test_programs():
     closing = jax.make_jaxpr(lambda x: x + np.arange(3.0))(X)
     body, consts = _compat.hoist_constants(closing)
     assert len(body.in_avals) == 1 + len(consts)
+
+
+def test_what_a_compiler_says_of_a_program():
+    compiled = jax.jit(lambda x: jnp.sin(x)[::2]).lower(X).compile()
+    module = read_message(_compat.hlo_proto(compiled))
+    assignment = read_message(compiled.memory_analysis().serialized_buffer_assignment_proto)
+    ids = {integer(i[35]) for c in messages(module[3]) for i in messages(c[2])}
+    located = [message(b[3]) for b in messages(assignment[1])]
+    assert located
+    assert ids >= {integer(place[4]) for place in located}

@@ -43,13 +43,11 @@ def gradient(batched):
 
 def one_after_another(fun):
     """Whether each library call, or loop with such calls in it, waits for the one before it."""
-    module = read_module(jax.jit(fun).lower(X).compile().as_text())
+    module = read_module(jax.jit(fun).lower(X).compile())
     calling = set()
 
     def calls(one):
-        return one.opcode == "custom-call" or any(
-            not calling.isdisjoint(c) for c in one.called.values()
-        )
+        return one.opcode == "custom-call" or not calling.isdisjoint(one.called)
 
     for _ in module.computations:  # which are inside one another
         calling |= {n for n, c in module.computations.items() if any(map(calls, c.instructions))}

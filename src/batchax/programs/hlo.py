@@ -1,23 +1,24 @@
-"""Reading the text of a compiled program: a scheduled module of HLO.
+"""Reading a compiled program: a scheduled module of HLO.
 
 What is read is what the life of values takes: the instructions of each computation in the order
-in which they run, their operands, what they call, and where they come from.
+in which they run, their operands, what they call, and where they come from. The numbers of fields
+are those of `xla/service/hlo.proto` and `xla/xla_data.proto`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-_BYTES = {"pred": 1, "token": 0, "opaque": 0}
-_ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
-_BITS = re.compile(r"[a-z]+(\d+)")
+from batchax._compat import hlo_proto
+from batchax.programs.wire import Fields, integer, integers, message, messages, read_message, text
 
 
 class UnreadableProgram(Exception):
-    """A text is not a scheduled HLO module."""
+    """A compiled program is not to be had as a scheduled module of HLO."""
 
 
 @dataclass(frozen=True)
@@ -40,222 +41,137 @@ class Instruction:
     """One instruction.
 
     Attributes:
+      id: its number in the module, by which the compiler speaks of it.
       name: its name in the module.
       shape: what it returns.
       opcode: such as "fusion".
       operands: names of instructions of the same computation.
-      called: computations that it runs, by the attribute that names them.
+      called: names of computations that it runs; of a `while`, the body and the condition.
       number: of a parameter, its number.
       index: of a `get-tuple-element`, which one.
       op_name: the operation of the user's program that it comes from.
       source: the file and line of the user's program.
-      aliases: of a custom call, pairs of path in the result and operand that share memory.
     """
 
+    id: int
     name: str
     shape: Shape
     opcode: str
     operands: tuple[str, ...]
-    called: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    number: int | None = None
-    index: int | None = None
-    op_name: str | None = None
-    source: tuple[str, int] | None = None
-    aliases: tuple[tuple[tuple[int, ...], int], ...] = ()
+    called: tuple[str, ...]
+    number: int
+    index: int
+    op_name: str | None
+    source: tuple[str, int] | None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Computation:
     """Instructions in the order in which they run; the name of the one that is returned."""
 
-    instructions: list[Instruction] = field(default_factory=list)
-    root: str = ""
+    instructions: Sequence[Instruction]
+    root: str
 
 
-@dataclass
+@dataclass(frozen=True)
 class Module:
-    """A compiled program.
+    """A compiled program: its computations by name, and the name of the one that runs."""
 
-    Attributes:
-      computations: by name.
-      entry: the name of the one that runs.
-      aliases: for paths in the result the number of the argument whose memory it takes.
-    """
-
-    computations: dict[str, Computation]
+    computations: Mapping[str, Computation]
     entry: str
-    aliases: dict[tuple[int, ...], int]
 
 
-def read_module(text: str) -> Module:
-    """Reads the text of a scheduled module.
+def read_module(compiled: Any) -> Module:
+    """Reads a compiled program.
+
+    Args:
+      compiled: as from `jax.jit(f).lower(...).compile()`.
 
     Raises:
-      UnreadableProgram: it is not one.
+      UnreadableProgram: the compiler does not hand it out, or it is not scheduled.
     """
-    header, _, rest = text.partition("\n")
-    if not header.startswith("HloModule") or "is_scheduled=true" not in header:
-        raise UnreadableProgram("not a scheduled HLO module")
-    module = Module({}, "", _aliases(header))
-    lines = rest.splitlines()
-    sources = _Sources(lines)
-    current: Computation | None = None
-    for line in lines:
-        opening = _COMPUTATION.match(line)
-        if opening:
-            current = module.computations[opening["name"]] = Computation()
-            if opening["entry"]:
-                module.entry = opening["name"]
-        elif line.startswith("}"):
-            current = None
-        elif current is not None and " = " in line:
-            is_root, instruction = _instruction(line, sources)
-            current.instructions.append(instruction)
-            if is_root:
-                current.root = instruction.name
-    if not module.entry:
-        raise UnreadableProgram("no entry computation")
-    return module
+    try:
+        return _module(read_message(hlo_proto(compiled)))
+    except (NotImplementedError, LookupError, ValueError) as error:
+        raise UnreadableProgram(str(error)) from error
 
 
-_COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-<>]+) \(.*\{$")
-_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{\}")
-
-
-def _aliases(header: str) -> dict[tuple[int, ...], int]:
-    start = header.find("input_output_alias=")
-    if start < 0:
-        return {}
-    found = _ALIAS.findall(_balanced(header, header.index("{", start), "{}"))
-    return {_numbers(path): int(number) for path, number in found}
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in re.findall(r"\d+", text))
-
-
-# --- instructions ------------------------------------------------------------------------------
-
-_START = re.compile(r"\s*(?P<root>ROOT )?%?(?P<name>[\w.\-<>]+) = ")
-_OPCODE = re.compile(r"\s*([\w\-]+)(?=\()")
-_OPERAND = re.compile(r"%([\w.\-<>]+)")
-_CALLS = re.compile(
-    r"\b(body|condition|to_apply|calls|called_computations|branch_computations|"
-    r"true_computation|false_computation|async_execution_thread)="
-    r"(\{[^}]*\}|%[\w.\-<>]+)"
-)
-_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
-_INDEX = re.compile(r"\bindex=(\d+)")
-_OUTPUT_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{[\d, ]*\}\)")
-
-
-def _instruction(line: str, sources: _Sources) -> tuple[bool, Instruction]:
-    line = re.sub(r"/\*index=\d+\*/", "", line)
-    start = _START.match(line)
-    if start is None:
-        raise UnreadableProgram(line)
-    shape_text = _shape_text(line, start.end())
-    opcode = _OPCODE.match(line, start.end() + len(shape_text))
-    if opcode is None:
-        raise UnreadableProgram(line)
-    operands = _balanced(line, opcode.end(), "()")
-    attributes = line[opcode.end() + len(operands) :]
-    plain = attributes.split("metadata={")[0]
-    op_name, index = _OP_NAME.search(attributes), _INDEX.search(plain)
-    aliases = plain.partition("output_to_operand_aliasing=")[2]
-    return bool(start["root"]), Instruction(
-        start["name"],
-        read_shape(shape_text),
-        opcode[1],
-        () if opcode[1] == "constant" else tuple(_OPERAND.findall(operands)),
-        {kind: tuple(_OPERAND.findall(names)) for kind, names in _CALLS.findall(attributes)},
-        int(operands[1:-1]) if opcode[1] == "parameter" else None,
-        int(index[1]) if index else None,
-        op_name[1] if op_name else None,
-        sources.of(attributes),
-        tuple((_numbers(path), int(n)) for path, n in _OUTPUT_ALIAS.findall(aliases)),
+def _module(module: Fields) -> Module:
+    sequences = messages(message(module[7])[1])
+    orders = {integer(s[1]): integers(message(s[2])[1]) for s in sequences}
+    if not orders:
+        raise ValueError("the program has no schedule")
+    computations = list(messages(module[3]))
+    called = {integer(c[5]): text(c[1]) for c in computations}
+    sources = _sources(message(module[17]))
+    return Module(
+        {text(c[1]): _computation(c, orders, called, sources) for c in computations},
+        called[integer(module[6])],
     )
 
 
-def _shape_text(line: str, start: int) -> str:
-    if line[start] == "(":
-        return _balanced(line, start, "()")
-    return line[start : line.index(" ", start)]
+# The file and line of a stack frame, by its number.
+_Sources = Mapping[int, tuple[str, int]]
 
 
-def _balanced(text: str, start: int, pair: str) -> str:
-    """From the bracket at `start` up to and with the one that closes it."""
-    depth = 0
-    for end in range(start, len(text)):
-        depth += (text[end] == pair[0]) - (text[end] == pair[1])
-        if depth == 0:
-            return text[start : end + 1]
-    raise UnreadableProgram(text[start : start + 80])
+def _sources(frames: Fields) -> _Sources:
+    # All of these are numbered from one.
+    files = [name.decode() for name in frames[1]]
+    places = [(files[integer(p[1]) - 1], integer(p[3])) for p in messages(frames[3])]
+    return {n: places[integer(f[1]) - 1] for n, f in enumerate(messages(frames[4]), 1)}
 
 
-def read_shape(text: str) -> Shape:
-    """The shape that a text such as "(s32[], f32[8,300]{1,0})" stands for."""
-    if not text.startswith("("):
-        return _array(text)
-    parts = tuple(read_shape(part) for part in _split(text[1:-1]))
-    return Shape("", sum(p.bytes for p in parts), parts)
+def _computation(
+    computation: Fields,
+    orders: Mapping[int, Sequence[int]],
+    called: Mapping[int, str],
+    sources: _Sources,
+) -> Computation:
+    made = {integer(i[35]): i for i in messages(computation[2])}
+    names = {number: text(i[1]) for number, i in made.items()}
+    # Inside a fusion nothing is scheduled: there the order is that in which it is written.
+    order = orders.get(integer(computation[5]), made)
+    instructions = [_instruction(made[number], names, called, sources) for number in order]
+    return Computation(instructions, names[integer(computation[6])])
 
 
-def _split(text: str) -> Iterator[str]:
-    """What stands between commas that are in no bracket."""
-    depth, start = 0, 0
-    for i, char in enumerate(text):
-        depth += (char in "([{") - (char in ")]}")
-        if char == "," and depth == 0:
-            yield text[start:i].strip()
-            start = i + 1
-    if text[start:].strip():
-        yield text[start:].strip()
+def _instruction(
+    made: Fields, names: Mapping[int, str], called: Mapping[int, str], sources: _Sources
+) -> Instruction:
+    metadata = message(made[7])
+    here = text(metadata[3]), integer(metadata[4])
+    return Instruction(
+        integer(made[35]),
+        text(made[1]),
+        read_shape(message(made[3])),
+        text(made[2]),
+        tuple(names[number] for number in integers(made[36])),
+        tuple(called[number] for number in integers(made[38])),
+        integer(made[9]),
+        integer(made[13]),
+        text(metadata[2]) or None,
+        here if here[0] else sources.get(integer(metadata[15])),
+    )
 
 
-def _array(text: str) -> Shape:
-    found = _ARRAY.match(text)
-    if found is None:
-        return Shape(text, 0)
-    kind, sizes = found[1], math.prod(_numbers(found[2]))
-    bits = _BITS.match(kind)
-    if kind in _BYTES:
-        return Shape(found[0], sizes * _BYTES[kind])
-    return Shape(found[0], sizes * int(bits[1] if bits else 8) // 8)
+# --- shapes ------------------------------------------------------------------------------------
+
+# In the order of their numbers.
+_TYPES = """
+    invalid pred s8 s16 s32 s64 u8 u16 u32 u64 f16 f32 f64 tuple opaque c64 bf16 token c128 f8e5m2
+    f8e4m3fn s4 u4 f8e4m3b11fnuz f8e5m2fnuz f8e4m3fnuz s2 u2 f8e4m3 f8e3m4 s1 u1 f4e2m1fn f8e8m0fnu
+""".split()
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
+_DIGITS = re.compile(r"[a-z]+(\d+)")
 
 
-# --- where instructions come from --------------------------------------------------------------
-
-_ENTRY = re.compile(r"(\d+) (.*)")
-_FILE_AND_LINE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
-
-
-class _Sources:
-    """The tables of files, lines and stack frames that a module may start with."""
-
-    def __init__(self, lines: list[str]):
-        self._tables: dict[str, dict[int, str]] = {}
-        table: dict[int, str] = {}
-        for line in lines:
-            entry = _ENTRY.fullmatch(line)
-            if entry:
-                table[int(entry[1])] = entry[2]
-            elif line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
-                table = self._tables[line] = {}
-            elif line.endswith("{"):
-                break
-
-    def of(self, attributes: str) -> tuple[str, int] | None:
-        """The file and line, either given there or as the number of a stack frame."""
-        here = _FILE_AND_LINE.search(attributes)
-        if here:
-            return here[1], int(here[2])
-        frame = self._entry("StackFrames", "stack_frame_id", attributes)
-        place = self._entry("FileLocations", "file_location_id", frame)
-        name = self._entry("FileNames", "file_name_id", place)
-        line = re.search(r"\bline=(\d+)", place)
-        return (name.strip('"'), int(line[1])) if name and line else None
-
-    def _entry(self, table: str, key: str, text: str) -> str:
-        found = re.search(rf"\b{key}=(\d+)", text)
-        return self._tables.get(table, {}).get(int(found[1]), "") if found else ""
+def read_shape(shape: Fields) -> Shape:
+    """The shape that a message stands for."""
+    number, sizes = integer(shape[2]), integers(shape[3])
+    kind = _TYPES[number] if number < len(_TYPES) else f"type{number}"
+    if kind == "tuple":
+        parts = tuple(map(read_shape, messages(shape[4])))
+        return Shape("", sum(p.bytes for p in parts), parts)
+    digits = _DIGITS.match(kind)
+    bits = _BITS[kind] if kind in _BITS else int(digits[1]) if digits else 8
+    return Shape(f"{kind}[{','.join(map(str, sizes))}]", math.prod(sizes) * bits // 8)

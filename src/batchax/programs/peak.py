@@ -1,20 +1,19 @@
 """What makes up the memory that a compiled program holds at its worst moment.
 
-The totals are the compiler's. Which values they are made of is found by following each value
-through the schedule of the compiled program, from the instruction that makes it to the last one
-that reads it, with what shares memory taken as one.
+The totals are the compiler's, and so is the place in memory of each value. When values are alive
+is found by following them through the schedule of the compiled program, from the instruction that
+makes one to the last that reads it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from batchax.programs.buffers import Kind
 from batchax.programs.hlo import UnreadableProgram, read_module
-from batchax.programs.liveness import Buffer, Lives, lives_of
-
-Kind = Literal["argument", "output", "temporary", "constant"]
+from batchax.programs.liveness import held_at_worst
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,8 @@ class Peak(Memory):
     have their memory for as long as the program runs.
 
     Attributes:
-      values: what is alive at the worst moment, the largest first; empty if the text of the
-        compiled program cannot be read.
+      values: what is alive at the worst moment, the largest first; empty if the compiler does
+        not say where it put them, as some backends do not.
     """
 
     values: tuple[LiveValue, ...] = ()
@@ -82,8 +81,8 @@ class Peak(Memory):
     def explained(self) -> float:
         """The share of the compiler's temporaries that `values` account for.
 
-        A compiler that packs values less than perfectly leaves it below one; one that makes
-        temporaries in memory that an output takes later, above.
+        What is missing is lost between values, which do not fit together without gaps, and
+        tables of what is in a tuple.
         """
         found = sum(v.bytes for v in self.values if v.kind == "temporary")
         return found / self.temporaries if self.temporaries else 1.0
@@ -113,29 +112,23 @@ def peak_of(compiled: Any) -> Peak:
     """
     totals = _totals(compiled)
     try:
-        lives = lives_of(read_module(compiled.as_text()))
-    except (UnreadableProgram, NotImplementedError):
+        assignment = compiled.memory_analysis().serialized_buffer_assignment_proto
+        held = held_at_worst(read_module(compiled), assignment)
+    except UnreadableProgram:
         return Peak(*totals)
-    return Peak(*totals, _values(lives))
-
-
-def _values(lives: Lives) -> tuple[LiveValue, ...]:
-    moment = lives.worst_moment()
-    held = [b for b in lives.buffers() if b.kind != "temporary" or b.holds_at(moment)]
-    return tuple(sorted(map(_value, held), key=_by_bytes, reverse=True))
+    values = [
+        LiveValue(
+            v.made.name,
+            v.made.opcode,
+            v.place.bytes,
+            v.shape,
+            v.origin.op_name,
+            v.origin.source,
+            v.place.kind,
+        )
+        for v in held
+    ]
+    return Peak(*totals, tuple(sorted(values, key=_by_bytes, reverse=True)))
 
 
 _by_bytes: Callable[[LiveValue], int] = lambda value: value.bytes
-
-
-def _value(buffer: Buffer) -> LiveValue:
-    made = buffer.telling()
-    return LiveValue(
-        made.name,
-        made.opcode,
-        buffer.bytes,
-        buffer.shape,
-        made.op_name,
-        made.source,
-        buffer.kind,
-    )

@@ -53,7 +53,7 @@ def _made_by(
         return instruction, None
     if instruction.opcode != "fusion" or draft.module is None:
         return None
-    inside = draft.module.computations[instruction.called["calls"][0]]
+    inside = draft.module.computations[instruction.called[0]]
     by_name = {i.name: i for i in inside.instructions}
     found = by_name[inside.root]
     while found.opcode in _SAME and found.operands:

@@ -104,11 +104,11 @@ class Draft:
 
     @cached_property
     def module(self) -> Module | None:
-        """The text of the compiled program, if it can be read."""
+        """The compiled program, if it can be read."""
         if self.compiled is None:
             return None
         try:
-            return read_module(self.compiled.as_text())
+            return read_module(self.compiled)
         except UnreadableProgram:
             return None
 
@@ -127,7 +127,7 @@ class Draft:
         everything = [i for c in self.module.computations.values() for i in c.instructions]
         for instruction in everything:
             if instruction.opcode not in ("while", "conditional", "call"):
-                inside.update(name for names in instruction.called.values() for name in names)
+                inside.update(instruction.called)
         for name, computation in self.module.computations.items():
             if name not in inside:
                 yield from computation.instructions
