@@ -54,10 +54,10 @@ def run_bounded_loop(axis: Axis, loop: BoundedLoop, width: int) -> PlacedOutputs
             whole, finish = as_while(
                 axis, args, loop.axes, test=loop.test, body=loop.body, form=loop.form
             )
-            last = axis.divergence.run_loop(axis, whole)
+            last = axis.divergence.run(axis, whole)
             if last is None:
                 return None
-            outs, _ = finish(last)
+            outs, _ = finish(last[0])
             other = blocks.run(lax.neg(outs[-1]), args)
             return [
                 with_derivative_of(x, y) if is_inexact(x) else x

@@ -86,8 +86,17 @@ class Compact:
         """As this, with no more than so many lanes at a time."""
         return replace(self, _most=width)
 
-    def run_loop(self, axis: Axis, loop: WhileLoop) -> list[Any] | None:
-        """The last carry of all lanes; None where they are to be masked."""
+    def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
+        """The results of all lanes; None where they are to be masked."""
+        match parting:
+            case WhileLoop():
+                return self._run_loop(axis, parting)
+            case BoundedLoop():
+                return self._run_bounded_loop(axis, parting)
+            case Branches():
+                return run_branches(axis, parting, self.width)
+
+    def _run_loop(self, axis: Axis, loop: WhileLoop) -> PlacedOutputs | None:
         programs = loop.test, loop.body
         refuse_collectives(programs, "a loop that ends at its own step in each lane")
         given = (*loop.test_consts, *loop.body_consts, *loop.carry)
@@ -99,7 +108,7 @@ class Compact:
             return None
         recording.note(divergence="compact", widths=plan.widths)
         outs = bind(*parting_loop(axis, loop, plan))
-        return outs[len(outs) - len(loop.carry) :]
+        return outs[len(outs) - len(loop.carry) :], [0] * len(loop.carry)
 
     def plan(self, size: int, test: Any, body: Any, differs: Sequence[bool]) -> Plan:
         """How so many lanes of a loop are run.
@@ -123,8 +132,7 @@ class Compact:
             widths = widths[1:]  # all lanes may not run at once: they begin in a window
         return Plan(widths, self.threshold, left, patience, self.steps is not None)
 
-    def run_bounded_loop(self, axis: Axis, loop: BoundedLoop) -> PlacedOutputs | None:
-        """The results of all lanes; None where they are to be masked."""
+    def _run_bounded_loop(self, axis: Axis, loop: BoundedLoop) -> PlacedOutputs | None:
         programs = [p for p in (loop.test, loop.body) if p is not None]
         refuse_collectives(programs, "a bounded loop that ends at its own step in each lane")
         if self._nesting or calls_back(programs) or not can_move(axis, loop.args):
@@ -138,10 +146,6 @@ class Compact:
         if placed is not None:
             recording.note(divergence="compact", widths=widths[:2])
         return placed
-
-    def run_branches(self, axis: Axis, branches: Branches) -> PlacedOutputs | None:
-        """What each lane's branch returns; None where all branches are to be masked."""
-        return run_branches(axis, branches, self.width)
 
 
 def find_divergence(option: Any) -> Compact | None:

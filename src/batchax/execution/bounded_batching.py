@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.bounded_loop import Form, LoopStep, Values, bounded_loop, bounded_loop_p
 from batchax.jaxprs.primitive_facts import enter
@@ -25,10 +24,10 @@ from batchax.kernel.inner import ANYWHERE, batch_inner
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.registry import register_own_rule
 from batchax.rules.hazards import hazards
-from batchax.rules.in_order import run_in_order
-from batchax.rules.loops import settle
+from batchax.rules.loops import predicate, settle
 from batchax.rules.mask_plan import MaskPlan, plan_masking
 from batchax.rules.masking import is_inexact, run_masked, select_lanes
+from batchax.rules.parting import run_parting
 
 enter("endless costly nests: bounded_loop")  # while its steps are not counted
 
@@ -43,29 +42,20 @@ def _batched(
 def batch_bounded_loop(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     """The results of a bounded loop for all lanes."""
     test, body, guarded, form = loop.test, loop.body, loop.guarded, loop.form
-    args, axes = loop.args, loop.axes
-    count_at, test_at, consts_at, carry_at, xs_at = form.split(axes)
+    count_at, test_at, consts_at, carry_at, xs_at = form.split(loop.axes)
     entries_at = list(map(_entry_axis, xs_at, form.x_axes))
-    lanes = _Lanes(axis, consts_at, entries_at, form)
     settled, ys_at, *programs = _settled(axis, body, guarded, consts_at, carry_at, entries_at)
     decided_at, tested = count_at, test
     if test is not None and count_at is None:
         with recording.part("condition"):
             tested, (decided_at,) = batch_inner(axis, test, (*test_at, *settled))
-    recording.note(divergence="together" if decided_at is None else "masked")
     if decided_at is not None:
-        if _compat.ordered_by_lane(body.effects | (test.effects if test else frozenset())):
-            params = {"test": test, "body": body, "guarded": guarded, "form": form}
-            return run_in_order(axis, bounded_loop_p, args, axes, params)
-        if axis.divergence is not None:
-            placed = axis.divergence.run_bounded_loop(axis, loop)
-            if placed is not None:
-                return placed
-        if test is None:
-            return lanes.run_counted(body, guarded, args, axes)
-        return lanes.run_tested(test, body, guarded, args, axes)
+        params = {"test": test, "body": body, "guarded": guarded, "form": form}
+        equation = bounded_loop_p, loop.args, loop.axes, params
+        return run_parting(axis, *equation, loop, _every_step)
 
-    before, carry, xs = _parts(args, 1 + form.n_test + form.n_consts, form.n_carry)
+    recording.note(divergence="together")
+    before, carry, xs = _parts(loop.args, 1 + form.n_test + form.n_consts, form.n_carry)
     carry = [
         x if to is None else match_axis(axis, x, a, to)
         for x, a, to in zip(carry, carry_at, settled, strict=True)
@@ -83,6 +73,12 @@ def batch_bounded_loop(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     placed = [a if a is None else a + (s <= a) for a, s in zip(ys_at, y_axes, strict=True)]
     kept_at = [None if a is None else a + 1 for a in settled if form.record]
     return outs, [*settled, *placed, *kept_at, None]
+
+
+def _every_step(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
+    """All steps that some lane takes for all lanes, of which those that are done are masked."""
+    lanes = _Lanes(axis, loop)
+    return lanes.run_counted() if loop.test is None else lanes.run_tested()
 
 
 def _settled(
@@ -113,30 +109,32 @@ class _Lanes:
 
     Attributes:
       axis: the axis being mapped.
-      consts_at, entries_at: where constants and entries of the xs have the batch axis.
-      form: of the loop of one lane.
+      loop: the loop of one lane.
     """
 
     axis: Axis
-    consts_at: Sequence[AxisPosition]
-    entries_at: Sequence[AxisPosition]
-    form: Form
+    loop: BoundedLoop
 
-    def run_counted(self, body: Any, guarded: Any, args: Any, axes: Any) -> PlacedOutputs:
+    @property
+    def form(self) -> Form:
+        """What the operands of the loop of one lane are."""
+        return self.loop.form
+
+    def run_counted(self) -> PlacedOutputs:
         """A loop whose number of steps is known.
 
         The loop runs over the numbers of the steps, for all lanes at once. Going back, from the
         largest number, lanes that took fewer steps wait until their last one is reached: each
         step is taken together with the same step of the other lanes, as it was going forth.
         """
-        if hazards(body.jaxpr).collective:
+        if hazards(self.loop.body.jaxpr).collective:
             raise UnsupportedError(
                 "a bounded loop that contains a collective over a batch axis, and that lanes leave "
                 "at different steps, is differentiated one lane at a time (vmap of grad). Have all "
                 "lanes leave at the same step, by a predicate made of collectives, or "
                 "differentiate the batched function (grad of vmap)."
             )
-        counts, _, consts, carry, xs = self._operands(args, axes)
+        counts, _, consts, carry, xs = self._operands()
 
         def program(step: Any) -> LoopStep:
             def run(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
@@ -150,26 +148,22 @@ class _Lanes:
             carry=carry,
             xs=[numbers, *xs],
             count=lax.reduce_max(counts, (0,)),
-            **self._options(program, body, guarded, axes, [0]),
+            **self._options(program, [0]),
         )
         steps = lax.clamp(np.int32(0), counts, np.int32(self.form.length))
         return self._placed([*found.carry, *found.ys, *found.checkpoints, steps])
 
-    def run_tested(self, test: Any, body: Any, guarded: Any, args: Any, axes: Any) -> PlacedOutputs:
+    def run_tested(self) -> PlacedOutputs:
         """A loop with a predicate.
 
         Its carry begins with the lanes that are active, and with the steps each has taken.
         """
-        counts, test_consts, consts, carry, xs = self._operands(args, axes)
-        n, test_at = 1 + self.form.n_test, self.form.split(axes)[1]
+        counts, test_consts, consts, carry, xs = self._operands()
+        n, test_at = 1 + self.form.n_test, self.form.split(self.loop.axes)[1]
 
         def active_lanes(consts: Values, carry: Values) -> Any:
             operands, positions = [*consts[1:n], *carry], [*test_at, *[0] * len(carry)]
-            with recording.part("condition"):
-                (active,), (at,) = interpret(
-                    self.axis, test.jaxpr, test.consts, operands, positions
-                )
-            return match_axis(self.axis, active, at, 0)
+            return predicate(self.axis, self.loop.test, operands, positions)
 
         def program(step: Any) -> LoopStep:
             def run(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
@@ -189,35 +183,29 @@ class _Lanes:
             xs=xs,
             test=lambda _, carry: lax.reduce_or(carry[0], (0,)),
             count=np.int32(self.form.length),
-            **self._options(program, body, guarded, axes, []),
+            **self._options(program, []),
         )
         _, steps, *carry = found.carry
         return self._placed([*carry, *found.ys, *found.checkpoints[2:], steps])
 
-    def _operands(self, args: Any, axes: Any) -> tuple[Any, Values, Values, Values, Values]:
+    def _operands(self) -> tuple[Any, Values, Values, Values, Values]:
         """The operands of a loop over lanes."""
-        counts, test_consts, consts, carry, xs = self.form.split(args)
-        count_at, _, _, carry_at, _ = self.form.split(axes)
+        counts, test_consts, consts, carry, xs = self.form.split(self.loop.args)
+        count_at, _, _, carry_at, _ = self.form.split(self.loop.axes)
         carry = [match_axis(self.axis, x, a, 0) for x, a in zip(carry, carry_at, strict=True)]
         if count_at is not None:
             counts = move_axis(counts, count_at, 0)
         return counts, test_consts, consts, carry, xs
 
-    def _options(
-        self,
-        program: Callable[[Any], LoopStep],
-        body: Any,
-        guarded: Any,
-        axes: Any,
-        more: list[int],
-    ) -> dict[str, Any]:
+    def _options(self, program: Callable[[Any], LoopStep], more: list[int]) -> dict[str, Any]:
         """What is done in each step, and where arrays have the axis of the steps."""
+        body, guarded, xs_at = self.loop.body, self.loop.guarded, self.form.split(self.loop.axes)[4]
         plain, safe = self._plan(body, False), self._plan(guarded, True)
         options: dict[str, Any] = {"body": program(self._step(body, plain))}
         if guarded is not body or safe != plain:
             options["guarded"] = program(self._step(guarded, safe))
         return options | {
-            "x_axes": (*more, *_steps_axes(self.form.split(axes)[4], self.form.x_axes)),
+            "x_axes": (*more, *_steps_axes(xs_at, self.form.x_axes)),
             "y_axes": tuple(a + 1 for a in self.form.y_axes),
             "length": self.form.length,
             "reverse": self.form.reverse,
@@ -226,7 +214,8 @@ class _Lanes:
 
     @property
     def _positions(self) -> list[AxisPosition]:
-        return [*self.consts_at, *[0] * self.form.n_carry, *self.entries_at]
+        _, _, consts_at, carry_at, xs_at = self.form.split(self.loop.axes)
+        return [*consts_at, *[0] * len(carry_at), *map(_entry_axis, xs_at, self.form.x_axes)]
 
     def _plan(self, program: Any, differentiated: bool) -> MaskPlan:
         """What masked lanes need in a step; of one with derivatives, or without."""

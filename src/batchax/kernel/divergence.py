@@ -78,18 +78,10 @@ class BoundedLoop:
 class Divergence(Protocol):
     """A way to run lanes that part ways. Hashable: programs batched with it are remembered."""
 
-    def run_loop(self, axis: Axis, loop: WhileLoop) -> list[Any] | None:
-        """The last carry of all lanes, at the front; None to have lanes masked."""
-        ...
-
-    def run_bounded_loop(self, axis: Axis, loop: BoundedLoop) -> PlacedOutputs | None:
+    def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
         """The results of all lanes; None to have lanes masked."""
         ...
 
     def at_most(self, width: int) -> Divergence:
         """As this, with no more than so many lanes at a time."""
-        ...
-
-    def run_branches(self, axis: Axis, branches: Branches) -> PlacedOutputs | None:
-        """What each lane's branch returns; None to have lanes masked."""
         ...

@@ -30,11 +30,11 @@ from batchax.kernel.interpreter import interpret
 from batchax.kernel.registry import register_rule
 from batchax.kernel.varying import varying_of
 from batchax.rules.hazards import hazards
-from batchax.rules.in_order import run_in_order
 from batchax.rules.in_place import masked, updated_operands
 from batchax.rules.in_turn import calls_library, in_turn
 from batchax.rules.mask_plan import plan_masking
 from batchax.rules.masking import expand_like, is_inexact, run_masked
+from batchax.rules.parting import run_parting
 
 enter("linear nests: cond")  # what its branches are is looked at
 
@@ -48,19 +48,18 @@ def _cond(axis: Axis, args: Any, axes: Any, /, *, branches: Any, **params: Any) 
         index, index_axis = _compat.platform_index(params["branches_platforms"]), None
     if index_axis is None:
         return _common_branch(axis, index, operands, positions, branches, params)
-    if any(_compat.ordered_by_lane(branch.effects) for branch in branches):
-        return run_in_order(axis, cond_p, args, axes, {"branches": branches, **params})
-    if axis.divergence is not None:
-        parted = Branches(branches, index, operands, positions)
-        placed = axis.divergence.run_branches(axis, parted)
-        if placed is not None:
-            return placed
+    params = {"branches": branches, **params}
+    parting = Branches(branches, index, operands, positions)
+    return run_parting(axis, cond_p, args, axes, params, parting, _every_branch)
 
-    recording.note(divergence="masked")
+
+def _every_branch(axis: Axis, parting: Branches) -> PlacedOutputs:
+    """All branches for all lanes, and of their results each lane's own."""
+    branches, index = parting.programs, parting.index
     # A branch may be told which lanes took it, unless lanes meet in it.
     apart = not any(hazards(branch.jaxpr).collective for branch in branches)
     updated = updated_operands(branches) if apart else {}
-    operands, positions, results = list(operands), list(positions), []
+    operands, positions, results = list(parting.operands), list(parting.positions), []
     if updated:
         # An index read from an array that is written to below has to be read before: XLA would
         # rather read it again, from a copy.

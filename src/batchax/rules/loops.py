@@ -29,10 +29,10 @@ from batchax.kernel.varying import (
     vary_over,
     varying_of,
 )
-from batchax.rules.in_order import run_in_order
 from batchax.rules.in_place import masked_in_place, updates_in_place
 from batchax.rules.mask_plan import MaskPlan, plan_masking
 from batchax.rules.masking import run_masked, select_lanes
+from batchax.rules.parting import run_parting
 from batchax.rules.unvmap import asked_of_each_lane
 
 
@@ -82,48 +82,45 @@ def _while(
 ) -> PlacedOutputs:
     if axis.divergence is not None:
         cond_jaxpr = asked_of_each_lane(cond_jaxpr, body_jaxpr)
-    counts = {"cond_nconsts": cond_nconsts, "body_nconsts": body_nconsts}
     test_consts, body_consts, carry = _split(args, cond_nconsts, body_nconsts)
     test_at, body_at, carry_at = _split(axes, cond_nconsts, body_nconsts)
-
+    test_vary, varying = map(varying_of, (test_consts, [*body_consts, *carry]))
     # A predicate may itself be an array (of an inner vmap); its axes lead each carry.
     lowest = len(cond_jaxpr.out_avals[0].shape)
     together = replace(axis, divergence=None)  # enough to find what differs between lanes
-    test_vary, body_vary, carry_vary = map(varying_of, (test_consts, body_consts, carry))
-    varying = (*body_vary, *carry_vary)
     body, settled, _ = settle(together, body_jaxpr, body_at, carry_at, (), varying, lowest)
     with recording.part("condition"):
         varies = (*test_vary, *types_varying(body.out_avals))
         test, (predicate_at,) = batch_inner(
             together, cond_jaxpr, (*test_at, *settled), varying=varies
         )
-    if predicate_at is None:
-        if recording.is_on():
-            asked_of_all = asked_of_each_lane(cond_jaxpr, body_jaxpr) is not cond_jaxpr
-            recording.note(divergence="asked of all" if asked_of_all else "together")
-        if axis.divergence is not None:  # lanes may part ways inside the loop
-            body, settled, _ = settle(axis, body_jaxpr, body_at, carry_at, (), varying, lowest)
-        carry = _matched(axis, carry, carry_at, settled, body.out_avals)
-        operands = (*test_consts, *body_consts, *carry)
-        return while_p.bind(*operands, cond_jaxpr=test, body_jaxpr=body, **counts), settled
+    counts = {"cond_nconsts": cond_nconsts, "body_nconsts": body_nconsts}
+    if predicate_at is not None:
+        # Lanes end at different steps. What the body computes for finished lanes is
+        # dropped, so every carry depends on the lane.
+        front: list[AxisPosition] = [0] * len(carry)
+        carry = _matched(axis, carry, carry_at, front)
+        loop = WhileLoop(cond_jaxpr, body_jaxpr, test_consts, test_at, body_consts, body_at, carry)
+        args, axes = [*test_consts, *body_consts, *carry], [*test_at, *body_at, *front]
+        params = {"cond_jaxpr": cond_jaxpr, "body_jaxpr": body_jaxpr, **counts}
+        return run_parting(axis, while_p, args, axes, params, loop, _every_step)
 
-    if _compat.ordered_by_lane(cond_jaxpr.effects | body_jaxpr.effects):
-        programs = {"cond_jaxpr": cond_jaxpr, "body_jaxpr": body_jaxpr}
-        return run_in_order(axis, while_p, args, axes, {**programs, **counts})
+    if recording.is_on():
+        asked_of_all = asked_of_each_lane(cond_jaxpr, body_jaxpr) is not cond_jaxpr
+        recording.note(divergence="asked of all" if asked_of_all else "together")
+    body, settled, _ = settle(axis, body_jaxpr, body_at, carry_at, (), varying, lowest)
+    carry = _matched(axis, carry, carry_at, settled, body.out_avals)
+    operands = (*test_consts, *body_consts, *carry)
+    return while_p.bind(*operands, cond_jaxpr=test, body_jaxpr=body, **counts), settled
 
-    # Lanes end at different steps. What the body computes for finished lanes is
-    # dropped, so every carry depends on the lane.
-    front: list[AxisPosition] = [0] * len(carry)
-    carry = _matched(axis, carry, carry_at, front)
-    loop = WhileLoop(cond_jaxpr, body_jaxpr, test_consts, test_at, body_consts, body_at, carry)
-    if axis.divergence is not None:
-        outs = axis.divergence.run_loop(axis, loop)
-        if outs is not None:
-            return outs, front
-    recording.note(divergence="masked")
-    masked = MaskedBody.of(axis, cond_jaxpr, body_jaxpr, tuple(body_at))
-    as_it_is = masked.plan.runs_as_it_is and not any(map(_compat.is_reference, args))
-    return (_selecting(axis, loop) if as_it_is else _masking(masked, loop)), front
+
+def _every_step(axis: Axis, loop: WhileLoop) -> PlacedOutputs:
+    """All steps that some lane takes for all lanes, of which those that are done keep theirs."""
+    operands = (*loop.test_consts, *loop.body_consts, *loop.carry)
+    masked = MaskedBody.of(axis, loop.test, loop.body, tuple(loop.body_at))
+    as_it_is = masked.plan.runs_as_it_is and not any(map(_compat.is_reference, operands))
+    outs = _selecting(axis, loop) if as_it_is else _masking(masked, loop)
+    return outs, [0] * len(outs)
 
 
 def _selecting(axis: Axis, loop: WhileLoop) -> list[Any]:
@@ -332,33 +329,29 @@ def _settle_axes(
     def allowed(a: AxisPosition) -> AxisPosition:
         return a if a is None else max(a, lowest)
 
-    def batch(axis: Axis, carry_at: Any, wanted: Any = ANYWHERE) -> tuple[Any, Any]:
+    def batch(carry_at: Any, wanted: Any) -> tuple[Any, Any]:
         return batch_inner(axis, body, (*consts_at, *carry_at, *xs_at), wanted, varying)
 
-    carry_at = [allowed(a) for a in carry_at]
-    n, first = len(carry_at), True
+    def pinned(carry_at: Any) -> list[Any]:
+        ys = len(body.out_avals) - len(carry_at)
+        return [*(ANYWHERE if a is None else a for a in carry_at), *[ANYWHERE] * ys]
+
+    n, carry_at, wanted = len(carry_at), list(map(allowed, carry_at)), ANYWHERE
     if axis.divergence is not None:
         # Programs of lanes that part ways are long: they are made once the axes are found.
         together = replace(axis, divergence=None)
         _, carry_at, _ = _settle_axes(together, body, consts_at, carry_at, xs_at, varying, lowest)
-        wanted = [*(ANYWHERE if a is None else a for a in carry_at)]
-        wanted += [ANYWHERE] * (len(body.out_avals) - n)
-        batched, out = batch(axis, carry_at, wanted)
-        if list(out[:n]) == carry_at:
-            return batched, carry_at, list(out[n:])
-    while True:
-        batched, out = batch(axis, carry_at)
-        if list(out[:n]) == carry_at:
-            return batched, carry_at, list(out[n:])
-        found = [
-            allowed(new) if old is None or (first and new is not None) else old
+        wanted = pinned(carry_at)
+    batched, out = batch(carry_at, wanted)
+    while list(out[:n]) != carry_at:
+        # What has the axis goes where the body leaves it, once; what comes to have it, too.
+        free = wanted is ANYWHERE
+        carry_at = [
+            allowed(new) if old is None or (free and new is not None) else old
             for old, new in zip(carry_at, out[:n], strict=True)
         ]
-        if found == carry_at:
-            break
-        carry_at, first = found, False
-    wanted = [*(ANYWHERE if a is None else a for a in carry_at), *[ANYWHERE] * (len(out) - n)]
-    batched, out = batch(axis, carry_at, wanted)
+        wanted = pinned(carry_at)
+        batched, out = batch(carry_at, wanted)
     return batched, carry_at, list(out[n:])
 
 

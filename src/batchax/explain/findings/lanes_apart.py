@@ -159,16 +159,8 @@ class _Asked:
         self.took = False
         self._compact = Compact()
 
-    def run_loop(self, axis: Any, loop: Any) -> Any:
-        return self._noted(self._compact.run_loop(axis, loop))
-
-    def run_bounded_loop(self, axis: Any, loop: Any) -> Any:
-        return self._noted(self._compact.run_bounded_loop(axis, loop))
-
-    def run_branches(self, axis: Any, branches: Any) -> Any:
-        return self._noted(self._compact.run_branches(axis, branches))
-
-    def _noted(self, answer: Any) -> Any:
+    def run(self, axis: Any, parting: Any) -> Any:
+        answer = self._compact.run(axis, parting)
         self.took |= answer is not None
         return answer
 

@@ -1,0 +1,71 @@
+"""The ways to run a loop, or branches, whose predicate differs between lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from batchax import _compat
+from batchax.errors import UnsupportedError
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.divergence import BoundedLoop, Branches, PlacedOutputs, WhileLoop
+from batchax.kernel.fallback import one_after_another
+from batchax.rules.hazards import hazards
+
+Parting = TypeVar("Parting", WhileLoop, BoundedLoop, Branches)
+
+
+def run_parting(
+    axis: Axis,
+    primitive: _compat.Primitive,
+    args: Sequence[Any],
+    axes: Sequence[AxisPosition],
+    params: dict[str, Any],
+    parting: Parting,
+    masked: Callable[[Axis, Parting], PlacedOutputs],
+) -> PlacedOutputs:
+    """The results of an equation in which lanes part ways.
+
+    Args:
+      axis: the axis being mapped.
+      primitive, args, axes, params: the equation.
+      parting: the same, as an axis with a way of its own is given it.
+      masked: runs it for all lanes, each of which drops what is not its own. So it is run unless
+        effects must come in the order of lanes, or the axis has another way.
+
+    Raises:
+      UnsupportedError: effects must come in order, and lanes depend on each other, or on a
+        reference.
+    """
+    programs = [p for v in params.values() for p in (v if isinstance(v, tuple) else [v])]
+    programs = [p.jaxpr for p in programs if isinstance(p, _compat.ClosedJaxpr)]
+    if any(_compat.ordered_by_lane(program.effects) for program in programs):
+        _check_order(programs, args, axes)
+        one_lane = lambda *xs: primitive.bind(*xs, **params)
+        outs = list(one_after_another(axis, one_lane, args, axes))
+        return outs, [0] * len(outs)
+    placed = None if axis.divergence is None else axis.divergence.run(axis, parting)
+    if placed is None:
+        recording.note(divergence="masked")
+        placed = masked(axis, parting)
+    return placed
+
+
+def _check_order(
+    programs: Sequence[Any], args: Sequence[Any], axes: Sequence[AxisPosition]
+) -> None:
+    """Refuses an equation whose lanes are to run one after another, and cannot."""
+    where = "a branch that not every lane takes, or a loop that ends at its own step in each lane,"
+    if any(hazards(program).collective for program in programs):
+        raise UnsupportedError(
+            f"{where} holds both a callback with effects and a collective over a named axis: its "
+            "lanes would have to run one after another, to keep the effects in order, and "
+            "together, for the collective. Move one of the two out of it."
+        )
+    if any(_compat.is_reference(x) and a is not None for x, a in zip(args, axes, strict=True)):
+        raise UnsupportedError(
+            f"{where} holds both a callback with effects and a reference (jax.new_ref) with a "
+            "batch axis: its lanes run one after another, and a reference cannot be taken apart "
+            "into lanes. Read the reference before and write it after."
+        )
