@@ -76,7 +76,7 @@ def batch_bounded_loop(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
 
 
 def _every_step(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
-    """All steps that some lane takes for all lanes, of which those that are done are masked."""
+    """Every step that some lane takes, for all lanes; those that are done are masked."""
     lanes = _Lanes(axis, loop)
     return lanes.run_counted() if loop.test is None else lanes.run_tested()
 

@@ -54,7 +54,7 @@ def _cond(axis: Axis, args: Any, axes: Any, /, *, branches: Any, **params: Any) 
 
 
 def _every_branch(axis: Axis, parting: Branches) -> PlacedOutputs:
-    """All branches for all lanes, and of their results each lane's own."""
+    """Every branch, for all lanes; each lane selects the results of its own."""
     branches, index = parting.programs, parting.index
     # A branch may be told which lanes took it, unless lanes meet in it.
     apart = not any(hazards(branch.jaxpr).collective for branch in branches)

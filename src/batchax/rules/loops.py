@@ -108,6 +108,7 @@ def _while(
     if recording.is_on():
         asked_of_all = asked_of_each_lane(cond_jaxpr, body_jaxpr) is not cond_jaxpr
         recording.note(divergence="asked of all" if asked_of_all else "together")
+    # All lanes take the same steps, and may part ways in one.
     body, settled, _ = settle(axis, body_jaxpr, body_at, carry_at, (), varying, lowest)
     carry = _matched(axis, carry, carry_at, settled, body.out_avals)
     operands = (*test_consts, *body_consts, *carry)
@@ -115,7 +116,7 @@ def _while(
 
 
 def _every_step(axis: Axis, loop: WhileLoop) -> PlacedOutputs:
-    """All steps that some lane takes for all lanes, of which those that are done keep theirs."""
+    """Every step that some lane takes, for all lanes; those that are done keep their carry."""
     operands = (*loop.test_consts, *loop.body_consts, *loop.carry)
     masked = MaskedBody.of(axis, loop.test, loop.body, tuple(loop.body_at))
     as_it_is = masked.plan.runs_as_it_is and not any(map(_compat.is_reference, operands))
