@@ -25,6 +25,8 @@ from batchax.execution.memory import batch_size_choices as batch_size_choices
 from batchax.explain.explain import explain as explain
 from batchax.explain.explanation import Explanation as Explanation
 from batchax.frontend.containers import register_container as register_container
+from batchax.frontend.containers import unregister_container as unregister_container
+from batchax.frontend.lane_keys import split_key as split_key
 from batchax.frontend.outputs import AUTO as AUTO
 from batchax.frontend.outputs import Reduce as Reduce
 from batchax.host_function import host_function as host_function
@@ -32,18 +34,23 @@ from batchax.kernel.axis import Axis as Axis
 from batchax.kernel.axis import axis_to_front as axis_to_front
 from batchax.kernel.axis import match_axis as match_axis
 from batchax.kernel.axis import move_axis as move_axis
+from batchax.kernel.inner import ZERO_IF_MAPPED as ZERO_IF_MAPPED
 from batchax.kernel.registry import register_rule as register_rule
 from batchax.kernel.rule_makers import broadcasting as broadcasting
 from batchax.kernel.rule_makers import reducing as reducing
 from batchax.kernel.rule_makers import vectorized as vectorized
 from batchax.rows.buckets import Buckets as Buckets
 from batchax.rows.buckets import bucket as bucket
+from batchax.rows.lane_sizes import size as size
 from batchax.rows.ragged import Ragged as Ragged
 from batchax.rows.ragged import ragged as ragged
 from batchax.same_program import Comparison as Comparison
 from batchax.same_program import same_program as same_program
 from batchax.scan import scan as scan
 from batchax.sequential_vmap import sequential_vmap as sequential_vmap
+from batchax.stack import stack as stack
+from batchax.stack import unstack as unstack
+from batchax.tiles import tiles as tiles
 from batchax.vmap import vmap as vmap
 
 __version__ = "0.1.0"

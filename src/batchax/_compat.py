@@ -41,7 +41,12 @@ from jax._src.core import add_explicit_mesh_axis_names, extend_axis_env_nd, get_
 
 # What a third party's batching rule did is known only to the tracer it returned.
 # Which types have a batch form of their own (sparse matrices) JAX lets one say, not ask.
-from jax._src.interpreters.batching import BatchTracer, vmappables
+from jax._src.interpreters.batching import (
+    BatchTracer,
+    from_elt_handlers,
+    to_elt_handlers,
+    vmappables,
+)
 
 # Exported nowhere, and absent from every table, as it has no operands to batch.
 from jax._src.lax.control_flow.conditionals import platform_index_p
@@ -495,6 +500,45 @@ def batched_by_jax(x: Any) -> tuple[Any, int | None]:
 def has_own_batches(x: Any) -> bool:
     """Whether `x` is of a type that says itself what a batch of it is, and an example of one."""
     return type(x) in vmappables
+
+
+def own_batches(x: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The functions that take such a batch apart for one example, and put one together.
+
+    There is a public function to register them, and none to ask for them.
+    """
+    return to_elt_handlers[type(x)], from_elt_handlers[type(x)]
+
+
+def type_of_batch_axis(x: Any) -> type:
+    """Of what type the axis of such a batch is."""
+    return vmappables[type(x)][0]
+
+
+def types_of_batch_axes() -> set[type]:
+    """Those of all such types, but for ints."""
+    return {spec_type for spec_type, _ in list(vmappables.values())} - {int}
+
+
+_lent: set[type] = set()
+
+
+def lend_batches(
+    type: type, spec_type: type, to_example: Callable[..., Any], to_batch: Callable[..., Any]
+) -> None:
+    """Tells JAX what a batch of `type` is, unless it knows from somebody else."""
+    if type not in vmappables or type in _lent:
+        batching.register_vmappable(type, spec_type, int, to_example, to_batch, None)
+        _lent.add(type)
+
+
+def forget_batches(type: type) -> None:
+    """Undoes `lend_batches`."""
+    if type in _lent:
+        _lent.discard(type)
+        # `batching.unregister_vmappable` is there, and does nothing on the JAX of today.
+        for table in (vmappables, to_elt_handlers, from_elt_handlers):
+            table.pop(type, None)
 
 
 def jax_has_rule(primitive: Primitive) -> bool:

@@ -5,32 +5,40 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import jax
+
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
-from batchax.frontend.arguments import check_axis_size, count, is_position
+from batchax.frontend.arguments import check_axis_name, check_axis_size, count, is_position
 from batchax.frontend.outputs import AUTO
 from batchax.kernel.axis import Axis
-from batchax.kernel.inner import ANYWHERE, batch_inner
+from batchax.kernel.inner import ANYWHERE, ZERO_IF_MAPPED, batch_inner
 
 
 def batch_jaxpr(
     closed_jaxpr: _compat.ClosedJaxpr,
-    axis_size: int,
+    axis_size: int | None,
     in_axes: Sequence[int | None] | int | None,
     out_axes: Any = AUTO,
     axis_name: Hashable | None = None,
+    spmd_axis_name: Hashable | tuple[Hashable, ...] | None = None,
 ) -> tuple[_compat.ClosedJaxpr, tuple[int | None, ...]]:
     """Batches a closed jaxpr.
 
     Args:
       closed_jaxpr: a per-example program, as ``jax.make_jaxpr`` returns it.
-      axis_size: number of lanes.
-      in_axes: for each input, or one for all, the non-negative position of its
-        batch axis, or None for an input that is the same in every lane.
-      out_axes: for each output, or one for all, an int or ``batchax.AUTO``. AUTO
-        leaves an output where the program makes it: unbatched if it does
-        not depend on the batch, and at any position otherwise.
+      axis_size: number of lanes. None: any number. The program then has a symbolic dimension,
+        as those that ``jax.export`` exports for arguments of any size.
+      in_axes: for each input, or one for all, the position of its batch axis, a negative one
+        counting from the end of the batched array, or None for an input that is the same in
+        every lane.
+      out_axes: for each output, or one for all, an int, ``batchax.AUTO`` or
+        ``batchax.ZERO_IF_MAPPED``. AUTO leaves an output where the program makes it: unbatched
+        if it does not depend on the batch, and at any position otherwise. ZERO_IF_MAPPED does,
+        too, but where it depends on the batch its batch axis is first.
       axis_name: the name that collectives in the program use for the axis.
+      spmd_axis_name: name, or names, of the mesh axis that the batch axis is sharded over: it
+        is added to the sharding annotations inside the program.
 
     Returns:
       The batched program, and where each of its outputs carries the batch axis
@@ -46,20 +54,37 @@ def batch_jaxpr(
             "batch_jaxpr expects a closed jaxpr, as jax.make_jaxpr(f)(*args) returns it, got "
             f"{type(closed_jaxpr).__name__}."
         )
-    check_axis_size(axis_size, required=True)
-    in_axes = _positions("in_axes", in_axes, closed_jaxpr.in_avals, None)
-    out_axes = _positions("out_axes", out_axes, closed_jaxpr.out_avals, AUTO)
+    check_axis_size(axis_size)
+    check_axis_name(axis_name)
+    size = _any_size(closed_jaxpr) if axis_size is None else axis_size
+    if spmd_axis_name is not None and not isinstance(spmd_axis_name, tuple):
+        spmd_axis_name = (spmd_axis_name,)
+    in_axes = _positions("in_axes", in_axes, closed_jaxpr.in_avals, (None,))
+    out_axes = _positions("out_axes", out_axes, closed_jaxpr.out_avals, (AUTO, ZERO_IF_MAPPED))
     wanted = [ANYWHERE if p is AUTO else p for p in out_axes]
-    return batch_inner(Axis(axis_size, axis_name), closed_jaxpr, in_axes, wanted)
+    return batch_inner(Axis(size, axis_name, spmd_axis_name), closed_jaxpr, in_axes, wanted)
 
 
-def _positions(what: str, given: Any, avals: Sequence[Any], unplaced: Any) -> list[Any]:
-    """A position, or `unplaced`, for each value."""
-    if given is unplaced or is_position(given):
+def _any_size(program: _compat.ClosedJaxpr) -> Any:
+    """A symbolic number of lanes, of the scope of the symbols that `program` has."""
+    dims = [d for aval in program.in_avals for d in getattr(aval, "shape", ())]
+    symbolic = [d for d in dims if jax.export.is_symbolic_dim(d)]
+    taken = frozenset().union(*map(_compat.symbols, symbolic))
+    names = ("b", *(f"b{i}" for i in range(len(taken) + 1)))
+    name = next(name for name in names if name not in taken)
+    (size,) = jax.export.symbolic_shape(name, scope=symbolic[0].scope if symbolic else None)
+    return size
+
+
+def _positions(what: str, given: Any, avals: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """A non-negative position, or one of `others`, for each value."""
+    is_other = lambda x: any(x is other for other in others)
+    shown = ", ".join(map(repr, others))
+    if is_other(given) or is_position(given):
         given = [given] * len(avals)
     elif not isinstance(given, (tuple, list)):
         raise ArgumentTypeError(
-            f"{what} must be an int, {unplaced!r}, or a tuple or list of those; got {given!r}."
+            f"{what} must be an int, {shown}, or a tuple or list of those; got {given!r}."
         )
     if len(given) != len(avals):
         raise AxisError(
@@ -68,11 +93,11 @@ def _positions(what: str, given: Any, avals: Sequence[Any], unplaced: Any) -> li
         )
     positions = []
     for i, (position, aval) in enumerate(zip(given, avals, strict=True)):
-        ndim = len(aval.shape)
-        if position is not unplaced and not (is_position(position) and 0 <= position <= ndim):
+        ndim = len(aval.shape) + 1
+        if not (is_other(position) or (is_position(position) and -ndim <= position < ndim)):
             raise AxisError(
-                f"{what}[{i}] is {position!r}: give an int in [0, {ndim}] for a value that has "
-                f"shape {aval.shape} per example, or {unplaced!r}."
+                f"{what}[{i}] is {position!r}: give an int in [{-ndim}, {ndim}) for a value that "
+                f"has shape {aval.shape} per example, or {shown}."
             )
-        positions.append(position if position is unplaced else int(position))
+        positions.append(position if is_other(position) else int(position) % ndim)
     return positions

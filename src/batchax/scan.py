@@ -21,6 +21,7 @@ from batchax.frontend.arguments import (
     check_in_axes,
     find_axis_size,
     flatten_arguments,
+    give_lane_indices,
     is_position,
 )
 from batchax.frontend.carries import (
@@ -132,6 +133,7 @@ def scan(
         _check_arrays(flat.mapped)
         steps = find_axis_size(flat.mapped, length, STEPS)
         axis = Axis(steps)
+        give_lane_indices(flat.mapped, axis)
         xs, x_axes = [m.value for m in flat.mapped], tuple(m.axis for m in flat.mapped)
         carry, structure = flatten_carry(
             init, "args[0]", "scan", "pass other objects as arguments with None in in_axes"
@@ -146,7 +148,7 @@ def scan(
             new, ys = _pair(fun, fun(old, *example_args, **example_kwargs))
             check_structure(fun, old, new)
             _check_stacked(ys, out_axes)
-            arrays, outputs = flatten_outputs(ys, out_axes, STEPS)
+            arrays, outputs = flatten_outputs(ys, out_axes, steps, STEPS)
             return [*jax.tree.leaves(new), *arrays], outputs
 
         def go_on(*values: Any) -> list[Any]:

@@ -27,6 +27,7 @@ from batchax.frontend.arguments import (
     find_axis_size,
     find_mesh_axis,
     flatten_arguments,
+    give_lane_indices,
 )
 from batchax.frontend.outputs import (
     Described,
@@ -54,6 +55,7 @@ def vmap(
     axis_name: Hashable | None = None,
     axis_size: int | None = None,
     spmd_axis_name: Hashable | tuple[Hashable, ...] | None = None,
+    sum_match: bool = False,
     *,
     batch_size: int | Literal["auto"] | None = None,
     memory_limit: int | str | None = None,
@@ -86,6 +88,9 @@ def vmap(
       axis_size: number of lanes; needed only when no argument is mapped.
       spmd_axis_name: name, or names, of the mesh axis that the batch axis is
         sharded over: it is added to the sharding annotations inside `fun`.
+      sum_match: whether outputs that depend on the batch are summed over it where `out_axes` says
+        None, and others left alone; if not, the former are an error. For one output
+        ``batchax.Reduce("sum", unmapped="keep")`` says the same.
       batch_size: how many lanes run at a time. None: all. An int: at most so many,
         in a loop that needs memory for the intermediate values of one chunk, in
         reverse mode too. "auto": as many as fit `memory_limit`, by the compiler's
@@ -152,11 +157,13 @@ def vmap(
         mesh_axis = find_mesh_axis(flat.mapped, spmd_axis_name)
         spmd = None if mesh_axis is not None else spmd_axis_name
         axis = Axis(size, axis_name, spmd, mesh_axis, lanes_that_part)
+        give_lane_indices(flat.mapped, axis)
 
         @functools.wraps(fun)  # JAX's messages name the user's function
         def one_example(*examples: Any) -> tuple[list[Any], FlatOutputs]:
             example_args, example_kwargs = flat.rebuild(examples)
-            return flatten_outputs(fun(*example_args, **example_kwargs), out_axes)
+            out = fun(*example_args, **example_kwargs)
+            return flatten_outputs(out, out_axes, size, sum_match=sum_match)
 
         run = functools.partial(_run, chunking=chunking)
         ragged = any(isinstance(m.value, Ragged) for m in flat.mapped)

@@ -392,10 +392,10 @@ def test_batch_jaxpr():
         (lambda: bx.batch_jaxpr(never, 3, (0, 0)), bx.ArgumentTypeError, "closed jaxpr"),
         (lambda: bx.batch_jaxpr(jaxpr, 3, (0,)), bx.AxisError, "in_axes has 1 entry for 2"),
         (lambda: bx.batch_jaxpr(jaxpr, 3, (0, 3)), bx.AxisError, "in_axes[1] is 3"),
-        (lambda: bx.batch_jaxpr(jaxpr, 3, (0, -1)), bx.AxisError, "in_axes[1] is -1"),
+        (lambda: bx.batch_jaxpr(jaxpr, 3, (0, -4)), bx.AxisError, "in_axes[1] is -4"),
         (lambda: bx.batch_jaxpr(jaxpr, 3, (0, 0), (9,)), bx.AxisError, "out_axes[0] is 9"),
         (lambda: bx.batch_jaxpr(jaxpr, -3, (0, 0)), bx.ArgumentTypeError, "axis_size"),
-        (lambda: bx.batch_jaxpr(jaxpr, None, (0, 0)), bx.ArgumentTypeError, "axis_size"),
+        (lambda: bx.batch_jaxpr(jaxpr, 2.5, (0, 0)), bx.ArgumentTypeError, "axis_size"),
     ):
         with pytest.raises(error, match=re.escape(fragment)):
             call()

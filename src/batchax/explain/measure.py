@@ -16,7 +16,8 @@ from jax.core import Tracer
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.explain.account import Timing
 from batchax.explain.staging import Staged, stage, with_arrays_traced
-from batchax.frontend.arguments import find_axis_size, flatten_arguments
+from batchax.frontend.arguments import find_axis_size, flatten_arguments, give_lane_indices
+from batchax.kernel.axis import Axis
 from batchax.kernel.derivatives import with_values
 from batchax.programs.peak import memory_of
 from batchax.rows.ragged import Ragged
@@ -116,6 +117,7 @@ def _loop(
 ) -> _Way:
     leaves, tree = jax.tree.flatten((args, kwargs))
     flat = flatten_arguments(fun, in_axes, args, kwargs)
+    give_lane_indices(flat.mapped, Axis(lanes))
     count = min(lanes, _MOST_EXAMPLES)
     examples = [
         [

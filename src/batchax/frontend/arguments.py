@@ -19,19 +19,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.advice import by_name, is_key, may_be_key, split_key
-from batchax.frontend.containers import (
-    BatchOfRows,
-    batch_arrays,
-    check_not_of_jax,
-    find_container,
-    is_container_spec,
-)
+from batchax.frontend.containers import BatchOfRows, is_container_spec, parts_of_argument
+from batchax.frontend.parts import LANE_INDEX, AxisSpec
 from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
-from batchax.kernel.axis import AxisPosition
+from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.varying import as_lanes
 
 
 @dataclass
@@ -100,8 +97,18 @@ def check_in_axes(fun: Callable[..., Any], in_axes: Any) -> None:
 
 
 def is_input_spec(spec: Any) -> bool:
-    """Whether `spec` gives an axis by itself: an int, or a rule for leaves."""
-    return is_position(spec) or (callable(spec) and jax.tree_util.all_leaves([spec]))
+    """Whether `spec` gives an axis by itself: an int, a kind of axis, or a rule for leaves."""
+    return is_position(spec) or isinstance(spec, AxisSpec) or _is_rule(spec)
+
+
+def _is_rule(spec: Any) -> bool:
+    """Whether `spec` is a function from leaves to what is to be done with them."""
+    return (
+        callable(spec)
+        and not isinstance(spec, AxisSpec)
+        and not is_container_spec(spec)
+        and jax.tree_util.all_leaves([spec])
+    )
 
 
 def is_position(spec: Any) -> TypeGuard[int]:
@@ -161,7 +168,7 @@ def find_axis_size(mapped: Sequence[Mapped], axis_size: Any, terms: Terms = LANE
       AxisError: sizes disagree, with each other or with `axis_size`, or there
         is no mapped argument and no `axis_size`.
     """
-    sized = [m for m in mapped if m.axis is not None]
+    sized = [m for m in mapped if m.axis is not None and m.value is not LANE_INDEX]
     if not sized:
         if axis_size is None:
             raise AxisError(
@@ -238,7 +245,7 @@ def find_mesh_axis(mapped: Sequence[Mapped], spmd_axis_name: Any) -> Any:
     """
     entries = {}
     for m in mapped:
-        if m.axis is None or isinstance(m.value, BatchOfRows):
+        if m.axis is None or m.value is LANE_INDEX or isinstance(m.value, BatchOfRows):
             continue
         spec = getattr(getattr(jax.typeof(m.value), "sharding", None), "spec", ())
         entries[m.path] = spec[m.axis] if m.axis < len(spec) else None
@@ -256,6 +263,21 @@ def find_mesh_axis(mapped: Sequence[Mapped], spmd_axis_name: Any) -> Any:
             f"{mesh_axis!r} by their types. Leave spmd_axis_name out."
         )
     return mesh_axis
+
+
+def give_lane_indices(mapped: Sequence[Mapped], axis: Axis) -> None:
+    """Puts the indices of all lanes where arguments want that of a lane."""
+    wanted = [m for m in mapped if m.value is LANE_INDEX]
+    if not wanted:
+        return
+    indices = jnp.arange(axis.size, dtype=np.int32)
+    if axis.mesh_axis is not None:  # as the types of the arguments have it
+        types = [jax.typeof(m.value) for m in mapped if m.axis is not None and m not in wanted]
+        on_mesh = types[0].sharding.update(spec=PartitionSpec(axis.mesh_axis))
+        indices = jax.sharding.reshard(indices, on_mesh)
+    (indices,) = as_lanes(axis, [indices], [0])
+    for m in wanted:
+        m.value = indices
 
 
 def check_axis_size(axis_size: Any, required: bool = False, terms: Terms = LANES) -> None:
@@ -359,39 +381,47 @@ def _leaf_parts(
 ) -> Callable[[Sequence[Any]], Any]:
     """Adds the arrays of one leaf to `mapped`; returns how an example sees the leaf."""
     value, spec = leaf.value, leaf.spec
-    if spec is not None and not is_container_spec(spec) and callable(spec):
+    if _is_rule(spec):
         spec = _from_callable(leaf)
     if spec is None:
         return _parts_on_mesh(leaf, mapped) if on_mesh else lambda _: value
-    container = find_container(value)
-    if container is not None:
-        spec = int(spec) if is_position(spec) else spec
-        arrays, axes = batch_arrays(container, value, spec, leaf.path)
-        start = len(mapped)
-        mapped += [
-            Mapped(f"{leaf.path} (array {i})", _as_array(x, leaf.path), a)
-            for i, (x, a) in enumerate(zip(arrays, axes, strict=True))
-        ]
-        stop = len(mapped)
-        return lambda examples: container.to_example(value, spec, examples[start:stop])
+    index = len(mapped)
     if isinstance(value, BatchOfRows):
-        if is_position(spec) and spec != 0:
-            raise AxisError(
-                f"in_axes gives {spec} for {leaf.path}, whose rows are along axis 0: give 0, or a "
-                'name for their size, batchax.ragged("n").'
-            )
-        index = len(mapped)
+        _check_rows_spec(leaf.path, spec)
         mapped.append(Mapped(leaf.path, value, 0, spec))
         return lambda examples: examples[index]
-    check_not_of_jax(value, leaf.path)
+    if isinstance(spec, AxisSpec):
+        made_of = spec.of_argument(value, leaf.path)
+    else:
+        made_of = parts_of_argument(value, spec, leaf.path)
+    if made_of is not None:
+        inside = [
+            _leaf_parts(SpecifiedLeaf(path, x, a), mapped, on_mesh)
+            for path, x, a in made_of.named(leaf.path)
+        ]
+        return lambda examples: made_of.join([part(examples) for part in inside])
     if not is_position(spec):
         raise ArgumentTypeError(
             f"in_axes gives {_show(spec)} for {leaf.path}, which is "
             f"{type(value).__name__}: that kind of axis is for another registered container."
         )
-    index = len(mapped)
-    mapped.append(Mapped(leaf.path, _as_array(value, leaf.path), int(spec)))
+    value = value if value is LANE_INDEX else _as_array(value, leaf.path)
+    mapped.append(Mapped(leaf.path, value, int(spec)))
     return lambda examples: examples[index]
+
+
+def _check_rows_spec(path: str, spec: Any) -> None:
+    """Refuses what cannot be said of a batch of rows."""
+    if is_position(spec) and spec != 0:
+        raise AxisError(
+            f"in_axes gives {spec} for {path}, whose rows are along axis 0: give 0, or a "
+            'name for their size, batchax.ragged("n").'
+        )
+    if not is_position(spec) and not getattr(spec, "names_rows", False):
+        raise ArgumentTypeError(
+            f"in_axes gives {_show(spec)} for {path}, which is a batch of rows: that kind of axis "
+            'is for arrays. Give 0, or a name for the size of rows, batchax.ragged("n").'
+        )
 
 
 def _parts_on_mesh(leaf: SpecifiedLeaf, mapped: list[Mapped]) -> Callable[[Sequence[Any]], Any]:
@@ -411,7 +441,7 @@ def _parts_on_mesh(leaf: SpecifiedLeaf, mapped: list[Mapped]) -> Callable[[Seque
 
 def _from_callable(leaf: SpecifiedLeaf) -> Any:
     axis = leaf.spec(leaf.value)
-    if axis is None or is_position(axis) or is_container_spec(axis):
+    if axis is None or (is_input_spec(axis) and not _is_rule(axis)) or is_container_spec(axis):
         return axis
     raise ArgumentTypeError(
         f"the callable given in in_axes must return an int or None, but for {leaf.path} it "
@@ -445,7 +475,7 @@ def _check_ranges(mapped: list[Mapped], terms: Terms) -> None:
     """Makes axes non-negative; lists every axis that its array does not have."""
     wrong, sizes = [], set()
     for m in mapped:
-        if m.axis is None:
+        if m.axis is None or m.value is LANE_INDEX:
             continue
         ndim = len(m.value.shape)
         if not -ndim <= m.axis < ndim:
@@ -470,7 +500,7 @@ def _check_references(mapped: list[Mapped]) -> None:
     first: dict[int, Mapped] = {}
     for m in mapped:
         same = first.setdefault(id(m.value), m)
-        if same is not m and _compat.is_reference(m.value):
+        if same is not m and m.value is not LANE_INDEX and _compat.is_reference(m.value):
             raise AxisError(
                 f"{same.path} and {m.path} are the same reference (jax.new_ref), and a function "
                 "that is staged must be given each only once. Pass it at one of the two places, or "

@@ -1,8 +1,9 @@
-"""Types of the user's whose batch axis is not an array axis.
+"""Types whose batch axis is not an array axis.
 
 A registered container is one value to the user: a batch of it goes in, the
 per-example function sees one element, and a batch of it comes out. What it is
-made of, and where the batch axis of each part is, its registration says.
+made of, and where the batch axis of each part is, its registration says: the
+user's with `register_container`, or that of JAX (of sparse matrices, say).
 """
 
 from __future__ import annotations
@@ -12,8 +13,13 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
+import jax
+import numpy as np
+
 from batchax import _compat
-from batchax.errors import ArgumentTypeError, UnsupportedError
+from batchax.errors import ArgumentTypeError
+from batchax.frontend import of_jax
+from batchax.frontend.parts import Parts
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,7 @@ class Container:
     to_example: Callable[[Any, Any, Sequence[Any]], Any]
     from_example: Callable[[Any, Any], Sequence[Any]]
     to_batch: Callable[[Any, Any, Sequence[Any]], Any]
+    batch_axes: Callable[[Any, Any], Sequence[Any]] | None
 
 
 class BatchOfRows:
@@ -38,7 +45,6 @@ class BatchOfRows:
 
 
 _containers: dict[type, Container] = {}
-_spec_types: set[type] = set()
 
 
 def register_container(
@@ -48,9 +54,10 @@ def register_container(
     to_example: Callable[[Any, Any, Sequence[Any]], Any],
     from_example: Callable[[Any, Any], Sequence[Any]],
     to_batch: Callable[[Any, Any, Sequence[Any]], Any],
+    batch_axes: Callable[[Any, Any], Sequence[Any]] | None = None,
     spec_type: type = int,
 ) -> None:
-    """Lets `vmap` map over a type whose batch axis is not an array axis.
+    """Lets `vmap`, and ``jax.vmap``, map over a type whose batch axis is not an array axis.
 
     In what follows, `spec` is what the user wrote for the container in
     ``in_axes`` or ``out_axes``: an instance of `spec_type`. Where ``out_axes``
@@ -68,9 +75,17 @@ def register_container(
       from_example: ``(example, spec) -> arrays``: the arrays of an instance that
         the per-example function returned.
       to_batch: ``(example, spec, arrays) -> batch``: the batch to return;
-        `arrays` are those of `from_example` with the batch axis first.
+        `arrays` are those of `from_example` with the batch axis first, or where
+        `batch_axes` says.
+      batch_axes: ``(example, spec) -> axes``: where the batch axis of each array of
+        `from_example` is to be for `to_batch`. There it is written by whatever computes the
+        batch, and nothing needs to be transposed. Default: first.
       spec_type: the type of specifications, such as a name. Default: int. Not a
         tuple, list or dict: those describe trees.
+
+    An array may itself be a container, whose axis is then what its own registration takes.
+    ``jax.vmap`` maps the leaves of a registered pytree still where it is given an int, and the
+    container takes something else.
 
     Raises:
       ArgumentTypeError: `type` or `spec_type` is not a type, or the latter is
@@ -106,55 +121,128 @@ def register_container(
             f"register_container: `spec_type` is {spec_type.__name__}, which has a meaning of its "
             "own in in_axes and out_axes. Make a class for your specifications."
         )
-    _containers[type] = Container(type, spec_type, to_arrays, to_example, from_example, to_batch)
-    _spec_types.add(spec_type)
+    _containers[type] = Container(
+        type, spec_type, to_arrays, to_example, from_example, to_batch, batch_axes
+    )
+    _lend_to_jax(_containers[type])
+
+
+def unregister_container(type: type) -> None:
+    """Undoes `register_container`: instances of `type` are what they were before.
+
+    Raises:
+      ArgumentTypeError: `type` is not registered.
+    """
+    if type not in _containers:
+        name = getattr(type, "__name__", repr(type))
+        raise ArgumentTypeError(f"unregister_container: {name} is not a registered container.")
+    del _containers[type]
+    _compat.forget_batches(type)
 
 
 _type = type
 
 
-def find_container(value: Any) -> Container | None:
-    """The registration of the type of `value`, or None."""
-    return _containers.get(_type(value))
-
-
-def batch_arrays(
-    container: Container, batch: Any, spec: Any, path: str
-) -> tuple[list[Any], list[int | None]]:
-    """The arrays of a batch and where each has its batch axis.
+def parts_of_argument(value: Any, spec: Any, path: str) -> Parts | None:
+    """What an argument is made of that is a container; None for any other.
 
     Raises:
       ArgumentTypeError: `spec` is not of the type that the container takes, or
         what the registration returned has not one axis for each array.
+      AxisError: JAX's registration refuses `spec`.
     """
-    _check_spec(container, spec, path, "in_axes")
-    arrays, axes = map(list, container.to_arrays(batch, spec))
-    if len(arrays) != len(axes):
-        raise ArgumentTypeError(
-            f"`to_arrays`, as registered for {container.type.__name__}, returned {len(arrays)} "
-            f"arrays but {len(axes)} axes for {path}: it must return an axis, or None, for each."
-        )
-    return arrays, axes
+    container = _containers.get(_type(value))
+    if container is None:
+        if not _compat.has_own_batches(value):
+            return None
+        return of_jax.parts_of_argument(value, spec, path)
+    spec = _checked(container, spec, path, "in_axes")
+    arrays, axes = map(list, container.to_arrays(value, spec))
+    _check_one_each(container, "to_arrays", arrays, axes, path)
+    return Parts(
+        arrays,
+        axes,
+        lambda examples: container.to_example(value, spec, examples),
+        [f"{path} (array {i})" for i in range(len(arrays))],
+    )
 
 
-def example_arrays(container: Container, example: Any, spec: Any, path: str) -> list[Any]:
-    """The arrays of an instance that the per-example function returned.
+def parts_of_output(value: Any, spec: Any, path: str, size: Any) -> Parts | None:
+    """What an output of one lane is made of that is a container; None for any other.
+
+    Args:
+      value: the output.
+      spec: what `out_axes` says of it.
+      path: what messages call it.
+      size: the number of lanes.
 
     Raises:
-      ArgumentTypeError: `spec` is neither None nor of the type the container takes.
+      ArgumentTypeError: `spec` is neither None nor of the type the container takes, or what the
+        registration returned has not one axis for each array.
+      AxisError: JAX's registration refuses `spec`.
     """
+    container = _containers.get(_type(value))
+    if container is None:
+        if not _compat.has_own_batches(value):
+            return None
+        return of_jax.parts_of_output(value, spec, path, size)
     if spec is not None:
-        _check_spec(container, spec, path, "out_axes")
-    return list(container.from_example(example, spec))
+        spec = _checked(container, spec, path, "out_axes")
+    arrays = list(container.from_example(value, spec))
+    axes: list[Any] = [None if spec is None else 0] * len(arrays)
+    if spec is not None and container.batch_axes is not None:
+        axes = list(container.batch_axes(value, spec))
+        _check_one_each(container, "batch_axes", arrays, axes, path)
+    return Parts(arrays, axes, lambda outs: container.to_batch(value, spec, outs))
 
 
-def _check_spec(container: Container, spec: Any, path: str, what: str) -> None:
-    if not isinstance(spec, container.spec_type):
+def _check_one_each(
+    container: Container, maker: str, arrays: Sequence[Any], axes: Sequence[Any], path: str
+) -> None:
+    if len(arrays) != len(axes):
+        raise ArgumentTypeError(
+            f"`{maker}`, as registered for {container.type.__name__}, returned {len(axes)} axes "
+            f"for the {len(arrays)} arrays of {path}: it must return an axis, or None, for each."
+        )
+
+
+def _checked(container: Container, spec: Any, path: str, what: str) -> Any:
+    """`spec` of the type that the container takes."""
+    spec = int(spec) if isinstance(spec, np.integer) else spec
+    if not isinstance(spec, container.spec_type) or isinstance(spec, bool):
         name = container.type.__name__
         raise ArgumentTypeError(
             f"{what} gives {spec!r} for {path}, but the batch axis of a {name} is given by a "
             f"{container.spec_type.__name__}. Give one, or None if it does not depend on the batch."
         )
+    return spec
+
+
+def _lend_to_jax(container: Container) -> None:
+    """Makes ``jax.vmap`` take batches of the type apart in the same way."""
+
+    def is_tree(spec: Any) -> bool:
+        # With a position where the container takes something else, JAX has mapped the leaves of
+        # what is a pytree, and goes on to do so.
+        return spec is not None and not isinstance(spec, container.spec_type)
+
+    def to_example(cont: Any, _: Any, value: Any, spec: Any) -> Any:
+        if spec is None:
+            return value
+        if is_tree(spec):
+            return jax.tree.map(lambda x: cont(x, spec), value)
+        arrays, axes = container.to_arrays(value, spec)
+        examples = [cont(x, a) for x, a in zip(arrays, axes, strict=True)]
+        return container.to_example(value, spec, examples)
+
+    def to_batch(cont: Any, size: Any, example: Any, spec: Any) -> Any:
+        if is_tree(spec):
+            return jax.tree.map(lambda x: cont(size, x, spec), example)
+        parts = parts_of_output(example, spec, "out", size)
+        assert parts is not None
+        return parts.join([cont(size, x, a) for _, x, a in parts.named("out")])
+
+    _compat.lend_batches(container.type, container.spec_type, to_example, to_batch)
 
 
 def is_container(value: Any) -> bool:
@@ -166,29 +254,7 @@ def is_container(value: Any) -> bool:
     )
 
 
-def check_not_of_jax(value: Any, path: str) -> None:
-    """Refuses to map over a type that JAX's registration takes apart.
-
-    As a tree it would be taken for an example of the shape of the batch, and be wrong silently.
-
-    Raises:
-      UnsupportedError: `value` is of one.
-    """
-    if _compat.has_own_batches(value):
-        name = _type(value).__name__
-        raise UnsupportedError(
-            f"{path} is a {name}, whose type says itself where its batch axis is, in a way that "
-            f"batchax does not know. Map over the arrays that it is made of, as {path}.data, and "
-            f"make the {name} of one example inside the function; or give it None as its axis if "
-            "all examples share it; or tell batchax of it by batchax.register_container."
-        )
-
-
-def add_spec_type(type: type) -> None:
-    """Lets instances of `type` stand for axes in ``in_axes``."""
-    _spec_types.add(type)
-
-
 def is_container_spec(spec: Any) -> bool:
     """Whether `spec` is of a type that some registered container takes as its axis."""
-    return _type(spec) in _spec_types
+    types = {container.spec_type for container in list(_containers.values())}
+    return _type(spec) in types or _type(spec) in _compat.types_of_batch_axes()

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.arguments import LANES, Terms, is_position
-from batchax.frontend.containers import (
-    check_not_of_jax,
-    example_arrays,
-    find_container,
-    is_container_spec,
-)
-from batchax.frontend.prefixes import spread_specs
+from batchax.frontend.containers import is_container_spec, parts_of_output
+from batchax.frontend.parts import AxisSpec
+from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
 from batchax.kernel.axis import Axis, AxisPosition, match_axis, move_axis
 
 
@@ -51,17 +46,24 @@ class Reduce:
       kind: "sum", "mean", "max", "min" or "prod". Dtypes follow ``jnp.sum`` and
         its siblings: small integers and booleans are summed as integers of the
         default width, a mean of integers is a float.
+      unmapped: what becomes of an output that does not depend on the batch. "reduce": what would
+        become of as many copies of it as there are lanes. "keep": it is returned as it is.
 
     Raises:
-      AxisError: `kind` is none of these.
+      AxisError: `kind` or `unmapped` is none of these.
     """
 
     kind: str
+    unmapped: Literal["reduce", "keep"] = "reduce"
 
     def __post_init__(self) -> None:
         if self.kind not in _REDUCTIONS:
             raise AxisError(
                 f"Reduce({self.kind!r}): the reductions are {', '.join(map(repr, _REDUCTIONS))}."
+            )
+        if self.unmapped not in ("reduce", "keep"):
+            raise AxisError(
+                f'Reduce({self.kind!r}, unmapped={self.unmapped!r}): give "reduce" or "keep".'
             )
 
 
@@ -97,11 +99,20 @@ def check_out_axes(out_axes: Any) -> None:
 
 def is_output_spec(spec: Any) -> bool:
     """Whether `spec` places one output by itself."""
-    return is_position(spec) or isinstance(spec, (_Auto, Reduce))
+    return is_position(spec) or isinstance(spec, (_Auto, Reduce, AxisSpec))
 
 
-def flatten_outputs(out: Any, out_axes: Any, terms: Terms = LANES) -> tuple[list[Any], FlatOutputs]:
+def flatten_outputs(
+    out: Any, out_axes: Any, size: Any, terms: Terms = LANES, sum_match: bool = False
+) -> tuple[list[Any], FlatOutputs]:
     """Spreads `out_axes` over what the per-example function returned.
+
+    Args:
+      out: what it returned.
+      out_axes: as for `vmap`.
+      size: the number of lanes.
+      terms: how messages speak of lanes.
+      sum_match: as for `vmap`.
 
     Returns:
       The arrays it is made of, and what to do with them once batched.
@@ -110,49 +121,38 @@ def flatten_outputs(out: Any, out_axes: Any, terms: Terms = LANES) -> tuple[list
       AxisError: `out_axes` does not fit the outputs.
       ArgumentTypeError: an output is not an array.
     """
-    leaves, rebuild_tree = spread_specs(out_axes, out, terms.outputs, "out_axes", is_output_spec)
+    leaves, rebuild_tree = spread_specs(
+        out_axes, out, terms.outputs, "out_axes", is_output_spec, by_name=True
+    )
     arrays: list[Any] = []
     described: list[OutputArray] = []
-    parts = []
-    for leaf in leaves:
+
+    def part(leaf: SpecifiedLeaf, whole: bool) -> Callable[[Sequence[Any]], Any]:
+        """Adds the arrays of one leaf; returns how it is made of what these become."""
         value, spec = leaf.value, leaf.spec
-        container = find_container(value)
-        start = len(arrays)
-        if container is None and _compat.has_own_batches(value):
-            if spec is not None:
-                check_not_of_jax(value, leaf.path)
-            made_of, structure = jax.tree.flatten(value)
-            arrays += made_of
-            described += [OutputArray(leaf.path, None) for _ in made_of]
-            stop = len(arrays)
-            parts.append(
-                lambda outs, s=structure, i=start, j=stop: jax.tree.unflatten(s, outs[i:j])
-            )
-            continue
-        if container is None:
+        if isinstance(spec, AxisSpec):
             check_array(value, leaf.path)
-            _check_position(value, leaf.path, spec, terms)
-            known = not isinstance(value, Tracer) and not jax.export.is_symbolic_dim(value)
-            if spec is None and known:
-                parts.append(lambda _, v=value: v)  # a constant comes back as it is
-                continue
-            arrays.append(value)
-            described.append(OutputArray(leaf.path, spec))
-            parts.append(lambda outs, i=start: outs[i])
-            continue
-        spec = int(spec) if is_position(spec) else spec
-        made_of = example_arrays(container, value, spec, leaf.path)
-        for x in made_of:
-            check_array(x, leaf.path)
-        arrays += made_of
-        # A container says itself where its batch axis goes, from axes at the front.
-        described += [OutputArray(leaf.path, None if spec is None else 0) for _ in made_of]
-        stop = len(arrays)
-        parts.append(
-            lambda outs, c=container, v=value, s=spec, i=start, j=stop: c.to_batch(v, s, outs[i:j])
-        )
+            made_of = spec.of_output(value, leaf.path, size)
+        else:
+            made_of = parts_of_output(value, spec, leaf.path, size)
+        if made_of is not None:
+            inside = [part(SpecifiedLeaf(*named), False) for named in made_of.named(leaf.path)]
+            return lambda outs: made_of.join([each(outs) for each in inside])
+        check_array(value, leaf.path)
+        _check_position(value, leaf.path, spec, terms)
+        known = not isinstance(value, Tracer) and not jax.export.is_symbolic_dim(value)
+        if spec is None and known and whole:
+            return lambda _: value  # a constant comes back as it is
+        if spec is None and whole and sum_match:
+            spec = Reduce("sum", unmapped="keep")
+        index = len(arrays)
+        arrays.append(value)
+        described.append(OutputArray(leaf.path, spec))
+        return lambda outs: outs[index]
+
+    parts = [part(leaf, True) for leaf in leaves]
     return arrays, FlatOutputs(
-        described, lambda outs: rebuild_tree(iter([part(outs) for part in parts]))
+        described, lambda outs: rebuild_tree(iter([each(outs) for each in parts]))
     )
 
 
@@ -238,6 +238,8 @@ def place(axis: Axis, output: OutputArray, value: Any, position: AxisPosition) -
     spec = output.spec
     if isinstance(spec, Reduce):
         if position is None:
+            if spec.unmapped == "keep":
+                return value
             _, for_all = _REDUCTIONS[spec.kind]
             return for_all(jnp.asarray(value), axis.size)
         return reduce_batch(spec.kind, value, position)

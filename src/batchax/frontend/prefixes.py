@@ -39,6 +39,7 @@ def spread_specs(
     opaque_none: bool = False,
     unit: str = "axis",
     is_leaf: Callable[[Any], bool] = is_container,
+    by_name: bool = False,
 ) -> tuple[list[SpecifiedLeaf], Rebuild]:
     """Spreads the prefix `spec` over the leaves of `tree`.
 
@@ -52,6 +53,8 @@ def spread_specs(
         it is, instead of being taken apart into leaves.
       unit: what a single specification is, for messages.
       is_leaf: tells what is one leaf wherever it is under a single specification.
+      by_name: whether a dict in `spec` may name some of the keys of a dict, or of the fields of a
+        NamedTuple or dataclass. For the others 0 is specified.
 
     Returns:
       The leaves with their specifications, and how to rebuild the tree.
@@ -72,20 +75,49 @@ def spread_specs(
         )
 
     children, treedef = _one_level(tree)
-    spec_children, spec_treedef = _one_level(spec)
-    if treedef != spec_treedef:
-        raise AxisError(_mismatch(spec, tree, path, what, unit))
+    child_specs = _by_name(spec, tree, children, path, what) if by_name else None
+    if child_specs is None:
+        pairs, spec_treedef = _one_level(spec)
+        if treedef != spec_treedef:
+            raise AxisError(_mismatch(spec, tree, path, what, unit))
+        child_specs = [child for _, child in pairs]
     leaves, rebuilds = [], []
-    for (keys, child), (_, child_spec) in zip(children, spec_children, strict=True):
+    for (keys, child), child_spec in zip(children, child_specs, strict=True):
         below = path + jax.tree_util.keystr(keys)
         child_leaves, rebuild = spread_specs(
-            child_spec, child, below, what, is_spec, opaque_none, unit, is_leaf
+            child_spec, child, below, what, is_spec, opaque_none, unit, is_leaf, by_name
         )
         leaves += child_leaves
         rebuilds.append(rebuild)
     return leaves, lambda values: jax.tree_util.tree_unflatten(
         treedef, [rebuild(values) for rebuild in rebuilds]
     )
+
+
+def _by_name(
+    spec: Any, tree: Any, children: Sequence[Any], path: str, what: str
+) -> list[Any] | None:
+    """What `spec` says of each part of `tree`, if it is a dict and they have names; else None."""
+    names = [_name_of(keys) for keys, _ in children]
+    if type(spec) is not dict or not names or None in names:
+        return None
+    unknown = [name for name in spec if name not in names]
+    if unknown:
+        parts = "keys" if isinstance(tree, dict) else "fields"
+        raise AxisError(
+            f"{what} names {', '.join(map(repr, unknown))}, but the {parts} of {path} are "
+            f"{', '.join(map(repr, names))}."
+        )
+    return [spec.get(name, 0) for name in names]
+
+
+def _name_of(keys: Sequence[Any]) -> Any:
+    """The key of a dict, or the name of a field; None for what is found by its place."""
+    match keys[:1]:
+        case (jax.tree_util.DictKey(key=name),) | (jax.tree_util.GetAttrKey(name=name),):
+            return name
+        case _:
+            return None
 
 
 def _with_new_containers(tree: Any) -> Any:

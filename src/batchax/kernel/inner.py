@@ -35,6 +35,17 @@ class _Anywhere:
 
 ANYWHERE: Any = _Anywhere()
 
+
+class _ZeroIfMapped:
+    """The type of `ZERO_IF_MAPPED`."""
+
+    def __repr__(self) -> str:
+        return "batchax.ZERO_IF_MAPPED"
+
+
+ZERO_IF_MAPPED: Any = _ZeroIfMapped()
+"""In `batch_jaxpr`: an output has the batch axis first if it depends on the batch, or none."""
+
 # Weak in the body, so that arrays a body holds are freed with it; bounded, for
 # bodies whose batched form refers back to them.
 _built: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
@@ -55,9 +66,9 @@ def batch_inner(
       axis: the axis being mapped.
       body: a closed jaxpr over examples.
       in_axes: for each input the position of its batch axis, or None.
-      out_axes: for each output (or one for all) `ANYWHERE`, or the position
-        its batch axis must have, repeated if the output does not depend on the
-        batch.
+      out_axes: for each output (or one for all) `ANYWHERE`, `ZERO_IF_MAPPED`, or the
+        position its batch axis must have, repeated if the output does not depend on
+        the batch.
       varying: over which axes of a mesh its inputs vary, inside ``shard_map``. That may be more
         than they did for one example.
 
@@ -107,16 +118,23 @@ def _batch_inner(
 ) -> tuple[_compat.ClosedJaxpr, tuple[AxisPosition, ...]]:
     def run(*args: Any) -> tuple[list[Any], tuple[AxisPosition, ...]]:
         outs, axes = interpret(axis, body.jaxpr, body.consts, args, in_axes)
+        places = [_place(a, w) for a, w in zip(axes, wanted, strict=True)]
         placed = [
-            x if w is ANYWHERE else match_axis(axis, x, a, w)
-            for x, a, w in zip(outs, axes, wanted, strict=True)
+            x if to is None else match_axis(axis, x, a, to)
+            for x, a, to in zip(outs, axes, places, strict=True)
         ]
-        return placed, tuple(a if w is ANYWHERE else w for a, w in zip(axes, wanted, strict=True))
+        return placed, tuple(places)
 
     avals = [batched_aval(axis, aval, a) for aval, a in zip(body.in_avals, in_axes, strict=True)]
     if varying:
         avals = list(map(_compat.type_varying_over, avals, varying))
     return _compat.stage_described(run, avals)
+
+
+def _place(position: AxisPosition, wanted: Any) -> AxisPosition:
+    if wanted is ZERO_IF_MAPPED:
+        return None if position is None else 0
+    return position if wanted is ANYWHERE else wanted
 
 
 def returning(program: _compat.ClosedJaxpr, varying: Varying) -> _compat.ClosedJaxpr:

@@ -12,7 +12,8 @@ import numpy as np
 from jax import lax
 
 from batchax.errors import ArgumentTypeError, AxisError
-from batchax.frontend.containers import BatchOfRows, add_spec_type
+from batchax.frontend.containers import BatchOfRows
+from batchax.frontend.parts import AxisSpec, Parts
 from batchax.rows.checks import (
     as_data,
     as_lengths,
@@ -329,16 +330,40 @@ class Ragged(Converters, BatchOfRows):
 
 
 @dataclass(frozen=True)
-class RaggedSize:
-    """In `in_axes`: the batch is a `Ragged`, whose rows have a size of that name."""
+class RaggedSize(AxisSpec):
+    """In `in_axes`: the batch is a `Ragged`, whose rows have a size of that name.
+
+    In `out_axes`: the batch is to be a `Ragged`.
+    """
 
     name: str
+    names_rows = True
+
+    def of_argument(self, value: Any, path: str) -> Parts:
+        raise ArgumentTypeError(
+            f"in_axes gives {self!r} for {path}, which is {type(value).__name__}: that kind of "
+            "axis is for a batchax.Ragged. Make one, with Ragged.from_padded, say; or give an int."
+        )
+
+    def of_output(self, value: Any, path: str, size: Any) -> Parts:
+        if not jnp.ndim(value):
+            raise AxisError(
+                f"out_axes gives {self!r} for {path}, which is a number for each lane: a row has "
+                "an axis of its own. Give an int."
+            )
+        return Parts([value], [0], lambda outs: _rows_of(outs[0]))
 
     def __repr__(self) -> str:
         return f"batchax.ragged({self.name!r})"
 
 
-add_spec_type(RaggedSize)
+def _rows_of(batch: Any) -> Ragged:
+    """Rows that all have one size, if they are not rows of their own already."""
+    if isinstance(batch, Ragged):
+        return batch
+    count, size, *rest = batch.shape
+    lengths = np.full(count, size, np.int32)
+    return Ragged(jnp.reshape(batch, (count * size, *rest)), lengths, size)
 
 
 def ragged(name: str) -> RaggedSize:
@@ -348,17 +373,28 @@ def ragged(name: str) -> RaggedSize:
     each other; arguments with different names have sizes of their own. Without names, arguments
     share a size if their lengths are one array or known to be equal.
 
+    In `out_axes`: the output is to be a `Ragged`, also if its rows turn out to have one size.
+
     Args:
       name: a Python identifier, such as "n".
 
     Raises:
       ArgumentTypeError: it is none.
     """
+    check_size_name(name, "ragged")
+    return RaggedSize(name)
+
+
+def check_size_name(name: Any, maker: str) -> None:
+    """Refuses what cannot be the name of a size.
+
+    Raises:
+      ArgumentTypeError: it is no identifier.
+    """
     if not isinstance(name, str) or not name.isidentifier() or name in _OPERATIONS:
         raise ArgumentTypeError(
-            f'ragged() takes a name for the size of rows, such as ragged("n"), got {name!r}.'
+            f'{maker}() takes a name for the size of rows, such as {maker}("n"), got {name!r}.'
         )
-    return RaggedSize(name)
 
 
 _OPERATIONS = frozenset({"floordiv", "mod", "max", "min", "non_negative"})

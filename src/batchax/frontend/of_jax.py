@@ -1,0 +1,119 @@
+"""Types of which JAX has been told what a batch of them is, such as sparse matrices.
+
+What is registered with ``jax.interpreters.batching.register_vmappable`` is a pair of functions that
+are given a function for the arrays inside. They are run twice. First they are given one that notes
+the arrays, for which placeholders stand; then one that returns what those have become. What they
+compute besides is computed both times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from batchax import _compat
+from batchax.errors import ArgumentTypeError, AxisError
+from batchax.frontend.parts import LANE_INDEX, Parts
+
+
+def parts_of_argument(value: Any, spec: Any, path: str) -> Parts:
+    """What an argument of such a type is made of.
+
+    Raises:
+      ArgumentTypeError: `spec` is not of the type that the registration takes.
+      AxisError: the registration refuses it.
+    """
+    spec = _position(value, spec, np.ndim(value), path, "in_axes")
+    to_example, _ = _compat.own_batches(value)
+    arrays, axes = [], []
+
+    def note(x: Any, axis: Any) -> Any:
+        arrays.append(x)
+        axes.append(axis)
+        return _example_of(x, axis)
+
+    with _asked(path, "in_axes", spec):
+        to_example(note, lambda: note(LANE_INDEX, 0), value, spec)
+
+    def join(examples: Sequence[Any]) -> Any:
+        each = iter(examples)
+        return to_example(lambda *_: next(each), lambda: next(each), value, spec)
+
+    return Parts(arrays, axes, join)
+
+
+def parts_of_output(value: Any, spec: Any, path: str, size: Any) -> Parts:
+    """What an output of such a type is made of, for one of `size` lanes.
+
+    Raises:
+      ArgumentTypeError: `spec` is not of the type that the registration takes.
+      AxisError: the registration refuses it.
+    """
+    if spec is None:  # it depends on no lane, or is refused with the arrays it is made of
+        made_of, structure = jax.tree.flatten(value)
+        return Parts(
+            made_of, [None] * len(made_of), lambda outs: jax.tree.unflatten(structure, outs)
+        )
+    spec = _position(value, spec, np.ndim(value) + 1, path, "out_axes")
+    _, to_batch = _compat.own_batches(value)
+    arrays, axes = [], []
+
+    def note(lanes: Any, x: Any, axis: Any) -> Any:
+        arrays.append(x)
+        axes.append(axis)
+        shape = list(np.shape(x))
+        shape.insert(axis % (len(shape) + 1), lanes)
+        return _nothing(shape, x)
+
+    with _asked(path, "out_axes", spec):
+        to_batch(note, 1, value, spec)
+
+    def join(outs: Sequence[Any]) -> Any:
+        each = iter(outs)
+        return to_batch(lambda *_: next(each), size, value, spec)
+
+    return Parts(arrays, axes, join)
+
+
+def _position(value: Any, spec: Any, ndim: int, path: str, what: str) -> Any:
+    """`spec` as the registration takes it: an int from the end is none for it."""
+    wanted, name = _compat.type_of_batch_axis(value), type(value).__name__
+    spec = int(spec) if isinstance(spec, np.integer) else spec
+    if not isinstance(spec, wanted) or isinstance(spec, bool):
+        raise ArgumentTypeError(
+            f"{what} gives {spec!r} for {path}, but the batch axis of a {name} is given by a "
+            f"{wanted.__name__}. Give one, or None if it does not depend on the batch."
+        )
+    return spec + ndim if isinstance(spec, int) and -ndim <= spec < 0 else spec
+
+
+@contextmanager
+def _asked(path: str, what: str, spec: Any) -> Iterator[None]:
+    """Says which axis it was that a registration refuses."""
+    try:
+        yield
+    except (ValueError, TypeError, IndexError) as error:
+        raise AxisError(f"{what} gives {spec!r} for {path}, which it refuses: {error}") from None
+
+
+def _example_of(x: Any, axis: Any) -> Any:
+    """What stands for one lane of `x`: of its type, for which nothing is computed."""
+    if x is LANE_INDEX:
+        return np.int32(0)
+    if axis is None or _compat.has_own_batches(x):
+        return x
+    shape = list(np.shape(x))
+    del shape[axis]
+    return _nothing(shape, x)
+
+
+def _nothing(shape: Sequence[Any], like: Any) -> Any:
+    dtype = jax.typeof(like).dtype
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return jnp.broadcast_to(jnp.ravel(like)[0], shape)
+    return np.broadcast_to(np.zeros((), dtype), shape)

@@ -1,0 +1,126 @@
+"""`stack` and `unstack`: a list of models or states as one with a leading axis, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from batchax.errors import AxisError
+
+
+def stack(trees: Sequence[Any]) -> Any:
+    """Trees of one structure as one, whose arrays have one more axis, in front.
+
+    What `vmap` maps over, of an ensemble of models or a list of states::
+
+        models = [init(key) for key in keys]
+        bx.vmap(apply, (0, None))(bx.stack(models), x)
+
+    Args:
+      trees: pytrees of one structure. Arrays and numbers at one place have one shape and dtype;
+        whatever else there is (a function, a string) is the same in all.
+
+    Returns:
+      A pytree of that structure, whose arrays have shape ``(len(trees), ...)``.
+
+    Raises:
+      AxisError: (a ValueError) there is no tree; or two differ in structure, or in the shape, dtype
+        or value of a leaf: the message names the first such leaf, and the trees.
+    """
+    trees = list(trees)
+    if not trees:
+        raise AxisError("stack needs at least one tree: without any, there is no structure.")
+    flat = [jax.tree_util.tree_flatten_with_path(tree) for tree in trees]
+    (first, structure), *_ = flat
+    for i, (_, other) in enumerate(flat):
+        if other != structure:
+            raise AxisError(_structures_differ(trees, i))
+    stacked = []
+    for k, (keys, leaf) in enumerate(first):
+        leaves = [pairs[k][1] for pairs, _ in flat]
+        for i, other in enumerate(leaves):
+            if not _alike(leaf, other):
+                path = jax.tree_util.keystr(keys)
+                raise AxisError(
+                    f"stack: trees[{i}]{path} is {_described(other)}, but trees[0]{path} is "
+                    f"{_described(leaf)}. Trees must have the same shapes and dtypes, and the same "
+                    "of what is no array."
+                )
+        stacked.append(jnp.stack(leaves) if _is_array(leaf) else leaf)
+    return jax.tree.unflatten(structure, stacked)
+
+
+def unstack(tree: Any) -> list[Any]:
+    """The trees that `stack` made one of: arrays without their first axis.
+
+    Args:
+      tree: a pytree whose arrays have shapes ``(n, ...)``, the same `n` for all. What is no array
+        is in each of the trees.
+
+    Returns:
+      A list of `n` trees.
+
+    Raises:
+      AxisError: (a ValueError) there is no array, or first axes are missing or differ in size.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    arrays = [(jax.tree_util.keystr(keys), x) for keys, x in leaves if _is_array(x)]
+    if not arrays:
+        raise AxisError("unstack: the tree holds no array, so the number of trees is not known.")
+    path, first = arrays[0]
+    for other, x in arrays:
+        if not np.ndim(x):
+            raise AxisError(f"unstack: tree{other} is a number, which has no first axis.")
+        if np.shape(x)[0] != np.shape(first)[0]:
+            raise AxisError(
+                f"unstack: tree{other} has shape {np.shape(x)}, but tree{path} has shape "
+                f"{np.shape(first)}: their first axes must have one size."
+            )
+    return [
+        jax.tree.unflatten(structure, [x[i] if _is_array(x) else x for _, x in leaves])
+        for i in range(np.shape(first)[0])
+    ]
+
+
+def _is_array(x: Any) -> bool:
+    try:
+        jax.typeof(x)
+    except TypeError:
+        return False
+    return True
+
+
+def _alike(x: Any, y: Any) -> bool:
+    """Whether two leaves may be stacked, or, where they are no arrays, are the same."""
+    if _is_array(x) and _is_array(y):
+        a, b = jax.typeof(x), jax.typeof(y)
+        return a.shape == b.shape and a.dtype == b.dtype
+    return x is y or (not _is_array(x) and not _is_array(y) and bool(x == y))
+
+
+def _described(x: Any) -> str:
+    if not _is_array(x):
+        return repr(x)
+    aval = jax.typeof(x)
+    return f"{aval.dtype}{list(aval.shape)}"
+
+
+def _structures_differ(trees: Sequence[Any], i: int) -> str:
+    """Where the structures of the first tree and of tree `i` part."""
+    first, other = (
+        [jax.tree_util.keystr(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+        for tree in (trees[0], trees[i])
+    )
+    for here, there, j in ((first, other, i), (other, first, 0)):
+        missing = next((path for path in here if path not in there), None)
+        if missing is not None:
+            return (
+                f"stack: trees[{j}] has no leaf {missing or 'by itself'}, which "
+                f"trees[{i - j}] has. Trees must have one structure."
+            )
+    structures = [jax.tree.structure(tree) for tree in (trees[0], trees[i])]
+    return f"stack: trees[{i}] has the structure {structures[1]}, but trees[0] {structures[0]}."

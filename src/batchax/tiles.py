@@ -1,0 +1,175 @@
+"""`tiles`: blocks of an axis as lanes, and joined again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from batchax import _compat
+from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.frontend.arguments import is_position
+from batchax.frontend.parts import AxisSpec, Parts
+from batchax.rows.ragged import Ragged
+
+
+@dataclass(frozen=True)
+class Tiles(AxisSpec):
+    """In `in_axes`: lanes are blocks of an axis. In `out_axes`: blocks are joined to one axis."""
+
+    size: int | None
+    count: int | None
+    axis: int
+    last: Literal["error", "short"]
+
+    def of_argument(self, value: Any, path: str) -> Parts:
+        shape, axis = _checked(self, "in_axes", value, path)
+        size = self._size_in(shape, axis, path)
+        if shape[axis] % size:
+            starts = np.arange(0, shape[axis], size)
+            lengths = np.minimum(shape[axis] - starts, size).astype(np.int32)
+            return Parts([Ragged(value, lengths, size, axis=axis)], [0], lambda x: x[0])
+        blocks = _reshaped(jnp.asarray(value), axis, 1, (shape[axis] // size, size))
+        return Parts([blocks], [axis], lambda x: x[0], [f"{path} (tiles of {size})"])
+
+    def _size_in(self, shape: Sequence[int], axis: int, path: str) -> int:
+        """The size of a block."""
+        total = shape[axis]
+        if self.size is None and self.count is None:
+            raise AxisError(
+                f"in_axes gives {self!r} for {path}: give the size of a tile, or count."
+            )
+        rest = total % (self.size or self.count or 1)
+        if rest and self.last == "error":
+            what = f"{self.count} tiles" if self.size is None else f"tiles of {self.size}"
+            hint = "" if self.size is None else f', or last="short" for a last tile of {rest}'
+            raise AxisError(
+                f"in_axes gives {self!r} for {path}, of shape {tuple(shape)}: axis {axis} has "
+                f"{total} elements, which do not make {what}. Give what divides {total}{hint}."
+            )
+        return self.size or max(1, total // (self.count or 1))
+
+    def of_output(self, value: Any, path: str, size: Any) -> Parts:
+        shape, axis = _checked(self, "out_axes", value, path)
+        short = self.last == "short"
+        if not short and self.size not in (None, shape[axis]):
+            raise AxisError(
+                f"out_axes gives {self!r} for {path}, which has shape {tuple(shape)} for each "
+                f"lane: axis {axis} has {shape[axis]} elements, not {self.size}. Leave the size "
+                "out, batchax.tiles(axis=...), to join whatever there is."
+            )
+        if self.count not in (None, size):
+            raise AxisError(
+                f"out_axes gives {self!r} for {path}, but there are {size} lanes to be joined. "
+                "Leave the count out, batchax.tiles(axis=...), to join whatever there is."
+            )
+
+        def join(outs: Sequence[Any]) -> Any:
+            (x,) = outs
+            if isinstance(x, Ragged):
+                return x.data
+            x = jnp.moveaxis(x, 0, axis) if short else x
+            return _reshaped(x, axis, 2, (x.shape[axis] * x.shape[axis + 1],))
+
+        # The last tile may be short, so that the output is rows, which come along axis 0.
+        return Parts([value], [0 if short else axis], join)
+
+    def __repr__(self) -> str:
+        given = [f"{k}={v}" for k, v in (("size", self.size), ("count", self.count)) if v]
+        given += [f"axis={self.axis}"] * (self.axis != 0)
+        given += ['last="short"'] * (self.last == "short")
+        return f"batchax.tiles({', '.join(given)})"
+
+
+def tiles(
+    size: int | None = None,
+    count: int | None = None,
+    axis: int = 0,
+    last: Literal["error", "short"] = "error",
+) -> Tiles:
+    """In `in_axes`, blocks of an axis as lanes; in `out_axes`, blocks joined along an axis.
+
+    The function sees blocks of `size` elements along `axis`, one after another::
+
+        # local attention: tokens attend to those of their block of 64
+        bx.vmap(attention, bx.tiles(size=64), bx.tiles())(tokens)    # (n, d) -> (n, d)
+
+    is what ``x.reshape(n // 64, 64, d)``, ``vmap`` and a reshape back would be: nothing is copied.
+
+    Args:
+      size: how many elements along `axis` a block has.
+      count: how many blocks there are, in place of `size`. Neither is needed in `out_axes`.
+      axis: of the whole array in `in_axes`, and of the joined one in `out_axes`; a negative one
+        counts from the end.
+      last: what happens where blocks of `size` leave a rest. "error": an error says so. "short":
+        the last block is shorter. The function then sees rows with a symbolic size, as those of
+        a `Ragged`; give it in `out_axes`, too.
+
+    Raises:
+      ArgumentTypeError: an argument is of the wrong type, or both `size` and `count` are given.
+    """
+    for name, n in (("size", size), ("count", count)):
+        if n is not None and not (is_position(n) and n > 0):
+            raise ArgumentTypeError(f"tiles(): {name} must be a positive int, got {n!r}.")
+    if not is_position(axis):
+        raise ArgumentTypeError(f"tiles(): axis must be an int, got {axis!r}.")
+    if last not in ("error", "short"):
+        raise ArgumentTypeError(f'tiles(): last must be "error" or "short", got {last!r}.')
+    if count is not None and (size is not None or last == "short"):
+        other = "size" if size is not None else 'last="short"'
+        raise ArgumentTypeError(f"tiles(): give count or {other}, not both.")
+    return Tiles(size, count, int(axis), last)
+
+
+def _checked(spec: Tiles, what: str, value: Any, path: str) -> tuple[tuple[int, ...], int]:
+    """The shape of a value, and the axis with blocks, not negative."""
+    try:
+        shape = np.shape(value)
+        jax.typeof(value)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"{what} gives {spec!r} for {path}, of type {type(value).__name__}: tiles are blocks "
+            "of an array."
+        ) from None
+    if _compat.is_reference(value):
+        raise UnsupportedError(
+            f"{what} gives {spec!r} for {path}, a reference (jax.new_ref), of which there are no "
+            "tiles. Give the position of an axis, and reshape what is read of it."
+        )
+    if not -len(shape) <= spec.axis < len(shape):
+        raise AxisError(
+            f"{what} gives {spec!r} for {path}, which has shape {shape}: give an axis in "
+            f"[{-len(shape)}, {len(shape)})."
+        )
+    axis = spec.axis % len(shape)
+    if not isinstance(shape[axis], int) and (what == "in_axes" or spec.last == "error"):
+        raise AxisError(
+            f"{what} gives {spec!r} for {path}, whose axis {axis} has a size of its own in each "
+            f"lane, {shape[axis]}: "
+            + (
+                "tiles are of axes of a known size."
+                if what == "in_axes"
+                else 'give last="short" to join rows of different lengths.'
+            )
+        )
+    return shape, axis
+
+
+def _reshaped(x: Any, axis: int, old: int, new: Sequence[int]) -> Any:
+    """`x` with `old` axes from `axis` on replaced by axes of the sizes `new`.
+
+    Where types say how an array is sharded, the first of the new axes is as the first old one was.
+    """
+    shape = (*x.shape[:axis], *new, *x.shape[axis + old :])
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    if sharding is None or all(entry is None for entry in sharding.spec):
+        return lax.reshape(x, shape)
+    spec = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
+    spec[axis : axis + old] = [spec[axis], *[None] * (len(new) - 1)]
+    return lax.reshape(x, shape, out_sharding=sharding.update(spec=PartitionSpec(*spec)))
