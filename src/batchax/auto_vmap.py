@@ -16,7 +16,7 @@ from batchax import _compat
 from batchax.divergence.compact import find_divergence
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.execution.chunked import find_chunking
-from batchax.frontend.containers import is_container
+from batchax.frontend.containers import check_by_position, is_container
 from batchax.frontend.outputs import flatten_arrays
 from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
 from batchax.ranks.annotations import annotated_ranks
@@ -134,21 +134,33 @@ def _decorate(fun: F, declared: _Declared) -> F:
         sizes = Sizes()
         check_cores(call.arguments, sizes)
 
-        @functools.wraps(fun)
-        def one_example(*values: Any) -> tuple[list[Any], Any]:
-            args, kwargs = call.rebuild(values)
-            out = fun(*args, **kwargs)
-            leaves, structure = flatten_arrays(out)
-            if declared.outputs is not None:
-                _check_outputs(name, out, declared.outputs, sizes)
-            return leaves, structure
+        def of_all(apart: bool) -> Any:
+            @functools.wraps(fun)
+            def one_example(*values: Any) -> tuple[list[Any], Any]:
+                args, kwargs = call.rebuild(values)
+                out = fun(*args, **kwargs)
+                leaves, structure = flatten_arrays(out, containers=True)
+                if not apart and any(map(is_container, leaves)):
+                    raise _ReturnsContainers
+                if declared.outputs is not None:
+                    _check_outputs(name, out, declared.outputs, sizes)
+                return leaves, structure
 
-        outs, structure = _compat.described(
-            one_example, lambda arrays: run(arrays, call.arguments, declared.options)
-        )
-        return jax.tree.unflatten(structure, outs)
+            outs, structure = _compat.described(
+                one_example, lambda arrays: run(arrays, call.arguments, declared.options, apart)
+            )
+            return jax.tree.unflatten(structure, outs)
+
+        try:
+            return of_all(any(a.is_container for a in call.arguments))
+        except _ReturnsContainers:
+            return of_all(True)
 
     return cast(F, batched)
+
+
+class _ReturnsContainers(Exception):
+    """A function returned a container, so that each batch dimension needs a vmap of its own."""
 
 
 def _signature(fun: Callable[..., Any]) -> inspect.Signature:
@@ -259,6 +271,9 @@ def _is_numbers(x: Any) -> bool:
 def _as_array(leaf: SpecifiedLeaf) -> Any:
     path, value = leaf.path, leaf.value
     if isinstance(value, Ragged):
+        return value
+    if is_container(value):
+        check_by_position(value, path)
         return value
     if isinstance(value, list):
         try:

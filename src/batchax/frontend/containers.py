@@ -258,3 +258,20 @@ def is_container_spec(spec: Any) -> bool:
     """Whether `spec` is of a type that some registered container takes as its axis."""
     types = {container.spec_type for container in list(_containers.values())}
     return _type(spec) in types or _type(spec) in _compat.types_of_batch_axes()
+
+
+def check_by_position(value: Any, path: str) -> None:
+    """Refuses a container of which it is not known how many batch dimensions it has, and where.
+
+    Raises:
+      ArgumentTypeError: it has no shape, or its batch axis is not given by an int.
+    """
+    container = _containers.get(_type(value))
+    spec_type = _compat.type_of_batch_axis(value) if container is None else container.spec_type
+    if spec_type is int and hasattr(value, "shape"):
+        return
+    lacks = "has no shape" if spec_type is int else f"has its axis given by a {spec_type.__name__}"
+    raise ArgumentTypeError(
+        f"{path} is a {_type(value).__name__}, which {lacks}: its batch dimensions cannot be "
+        "counted from a rank. Declare None for what is not batched, or use batchax.vmap."
+    )

@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.arguments import LANES, Terms, is_position
-from batchax.frontend.containers import is_container_spec, parts_of_output
+from batchax.frontend.containers import is_container, is_container_spec, parts_of_output
 from batchax.frontend.parts import AxisSpec
 from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
 from batchax.kernel.axis import Axis, AxisPosition, match_axis, move_axis
@@ -156,15 +156,21 @@ def flatten_outputs(
     )
 
 
-def flatten_arrays(out: Any) -> tuple[list[Any], Any]:
+def flatten_arrays(out: Any, containers: bool = False) -> tuple[list[Any], Any]:
     """The arrays that a function returned, and their structure.
+
+    Args:
+      out: what it returned.
+      containers: whether containers are returned whole, among the arrays.
 
     Raises:
       ArgumentTypeError: an output is not an array.
     """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(out)
+    is_whole = is_container if containers else None
+    leaves, structure = jax.tree_util.tree_flatten_with_path(out, is_leaf=is_whole)
     for keys, leaf in leaves:
-        check_array(leaf, f"out{jax.tree_util.keystr(keys)}")
+        if not (containers and is_container(leaf)):
+            check_array(leaf, f"out{jax.tree_util.keystr(keys)}")
     return [leaf for _, leaf in leaves], structure
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from batchax.errors import AxisError
+from batchax.frontend.containers import is_container
 from batchax.ranks.core import Core, Sizes
 from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap
@@ -35,6 +36,11 @@ class Argument:
     def shape(self) -> tuple[int, ...]:
         """The shape of all of it; None where the rows of a `Ragged` have their own size."""
         return self.value.shape if isinstance(self.value, Ragged) else np.shape(self.value)
+
+    @functools.cached_property
+    def is_container(self) -> bool:
+        """Whether it is no array, and can be mapped but not reshaped."""
+        return is_container(self.value) and not isinstance(self.value, Ragged)
 
     @functools.cached_property
     def batch(self) -> tuple[int, ...]:
@@ -106,15 +112,32 @@ def _split(a: Argument) -> str:
     return f"shape {a.shape} = batch {a.batch} + core {a.core_shape}"
 
 
-def find_groups(arguments: Sequence[Argument], batch: Sequence[int]) -> list[Group]:
-    """The vmaps that are needed, outermost first."""
+def find_groups(
+    arguments: Sequence[Argument], batch: Sequence[int], apart: bool = False
+) -> list[Group]:
+    """The vmaps that are needed, outermost first; if `apart`, one for each batch dimension.
+
+    Raises:
+      AxisError: a container has one element along a dimension in which others have more.
+    """
     groups: list[Group] = []
-    mergeable = not any(map(_is_sharded, arguments))
+    mergeable = not (apart or any(map(_is_sharded, arguments)))
     for d in range(-len(batch), 0):
         size = batch[d]
-        if size == 1:
+        if size == 1 and not apart:
             continue
-        has = tuple(len(a.batch) >= -d and a.batch[d] != 1 for a in arguments)
+        has = tuple(len(a.batch) >= -d and a.batch[d] == size for a in arguments)
+        repeated = [
+            a
+            for a, h in zip(arguments, has, strict=True)
+            if a.is_container and len(a.batch) >= -d and not h
+        ]
+        if repeated:
+            raise AxisError(
+                f"batch dimension {d} of {repeated[0].path} has one element, where others have "
+                f"{size}: a {type(repeated[0].value).__name__} is not repeated. Leave its batch "
+                "dimensions out from there on, or give it as many elements as the others have."
+            )
         if groups and groups[-1].has == has and mergeable:
             groups[-1] = Group(groups[-1].size * size, has)
         else:
@@ -124,6 +147,8 @@ def find_groups(arguments: Sequence[Argument], batch: Sequence[int]) -> list[Gro
 
 def _is_sharded(a: Argument) -> bool:
     """Whether the type of the array says how it is sharded: then no dimensions are merged."""
+    if a.is_container:
+        return False
     sharding = getattr(jax.typeof(a.value), "sharding", None)
     return sharding is not None and any(entry is not None for entry in sharding.spec)
 
@@ -132,6 +157,7 @@ def run(
     one_example: Callable[..., list[Any]],
     arguments: Sequence[Argument],
     options: Mapping[str, Any],
+    apart: bool = False,
 ) -> list[Any]:
     """The outputs of `one_example`, a function of arrays, for all batch dimensions.
 
@@ -139,13 +165,16 @@ def run(
       one_example: takes an array for each argument, returns a list of arrays.
       arguments: its arguments.
       options: those of `vmap` that apply to the batch.
+      apart: whether each batch dimension is to have a vmap of its own, as containers need it.
     """
     if any(isinstance(a.value, Ragged) for a in arguments):
-        return _run_rows(one_example, arguments, options)
+        return _run_rows(one_example, arguments, options, apart)
     batch = broadcast_batch(arguments)
-    groups = find_groups(arguments, batch)
+    groups = find_groups(arguments, batch, apart)
     values = [
-        _with_shape(a.value, (*(g.size for g in groups if g.has[i]), *a.core_shape))
+        a.value
+        if a.is_container
+        else _with_shape(a.value, (*(g.size for g in groups if g.has[i]), *a.core_shape))
         for i, a in enumerate(arguments)
     ]
     if not groups:
@@ -157,13 +186,14 @@ def run(
             function = vmap(function, axes, **own)
         outs = function(*values)
     kept = len(groups)
-    return [_with_shape(x, (*batch, *np.shape(x)[kept:])) for x in outs]
+    return [x if apart else _with_shape(x, (*batch, *np.shape(x)[kept:])) for x in outs]
 
 
 def _run_rows(
     one_example: Callable[..., list[Any]],
     arguments: Sequence[Argument],
     options: Mapping[str, Any],
+    apart: bool,
 ) -> list[Any]:
     """As `run`, where the outermost batch dimension is that of the rows of a `Ragged`.
 
@@ -193,7 +223,7 @@ def _run_rows(
 
     def one_row(*parts: Any) -> list[Any]:
         own = [Argument(a.path, x, a.core) for a, x in zip(arguments, parts, strict=True)]
-        return run(one_example, own, _for_all(options))
+        return run(one_example, own, _for_all(options), apart)
 
     return vmap(one_row, tuple(axes), **options)(*values)
 
