@@ -39,6 +39,7 @@ from batchax.frontend.outputs import (
     flatten_outputs,
     is_output_spec,
 )
+from batchax.frontend.parts import AxisSpec
 from batchax.frontend.prefixes import spread_specs
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import example_aval, stage_described, stage_function
@@ -229,7 +230,7 @@ def _pair(fun: Callable[..., Any], out: Any) -> tuple[Any, Any]:
 
 def _check_out_axes(out_axes: Any) -> None:
     for keys, leaf in jax.tree_util.tree_flatten_with_path(out_axes)[0]:
-        if not (is_position(leaf) or is_container_spec(leaf)):
+        if not (is_position(leaf) or isinstance(leaf, AxisSpec) or is_container_spec(leaf)):
             raise ArgumentTypeError(_not_stacked(f"out_axes{jax.tree_util.keystr(keys)}", leaf))
 
 

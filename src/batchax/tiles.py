@@ -57,8 +57,9 @@ class Tiles(AxisSpec):
 
     def of_output(self, value: Any, path: str, size: Any) -> Parts:
         shape, axis = _checked(self, "out_axes", value, path)
-        short = self.last == "short"
-        if not short and self.size not in (None, shape[axis]):
+        symbolic = not isinstance(shape[axis], int)
+        rows = symbolic or self.last == "short"  # they come along axis 0
+        if not rows and self.size not in (None, shape[axis]):
             raise AxisError(
                 f"out_axes gives {self!r} for {path}, which has shape {tuple(shape)} for each "
                 f"lane: axis {axis} has {shape[axis]} elements, not {self.size}. Leave the size "
@@ -74,11 +75,10 @@ class Tiles(AxisSpec):
             (x,) = outs
             if isinstance(x, Ragged):
                 return x.data
-            x = jnp.moveaxis(x, 0, axis) if short else x
+            x = jnp.moveaxis(x, 0, axis) if rows else x
             return _reshaped(x, axis, 2, (x.shape[axis] * x.shape[axis + 1],))
 
-        # The last tile may be short, so that the output is rows, which come along axis 0.
-        return Parts([value], [0 if short else axis], join)
+        return Parts([value], [0 if rows else axis], join)
 
     def __repr__(self) -> str:
         given = [f"{k}={v}" for k, v in (("size", self.size), ("count", self.count)) if v]
@@ -148,15 +148,10 @@ def _checked(spec: Tiles, what: str, value: Any, path: str) -> tuple[tuple[int, 
             f"[{-len(shape)}, {len(shape)})."
         )
     axis = spec.axis % len(shape)
-    if not isinstance(shape[axis], int) and (what == "in_axes" or spec.last == "error"):
+    if not isinstance(shape[axis], int) and what == "in_axes":
         raise AxisError(
             f"{what} gives {spec!r} for {path}, whose axis {axis} has a size of its own in each "
-            f"lane, {shape[axis]}: "
-            + (
-                "tiles are of axes of a known size."
-                if what == "in_axes"
-                else 'give last="short" to join rows of different lengths.'
-            )
+            f"lane, {shape[axis]}: tiles are of axes of a known size."
         )
     return shape, axis
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import sparse
 
 import batchax as bx
 
@@ -176,5 +175,3 @@ def test_registration_that_does_not_fit():
     bx.register_container(Wrong, **ways)
     with pytest.raises(bx.ArgumentTypeError, match=r"`to_arrays`.*1 axes for the 2 arrays"):
         bx.vmap(lambda x: 1.0)(Wrong())
-
-

@@ -1,0 +1,159 @@
+"""`split_key`: one random key becomes a key for each lane."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import batchax as bx
+
+from support.kinds_of_axis import check_kind
+from support.oracle import example, same
+
+TYPED, RAW = jax.random.key(3), jax.random.PRNGKey(3)
+X = example((7,), seed=1)
+
+
+def noisy(key, x):
+    return jnp.sin(x) * jax.random.normal(key, (2,))
+
+
+def each(fun, key, *xs):
+    """`fun` of each example, with the key of its lane."""
+    lanes = len(xs[0])
+    return jnp.stack([fun(jax.random.fold_in(key, i), *(x[i] for x in xs)) for i in range(lanes)])
+
+
+@pytest.mark.parametrize("key", [TYPED, RAW], ids=["typed", "raw"])
+def test_a_key_for_each_lane_in_every_way(key):
+    check_kind(
+        lambda **options: lambda x: bx.vmap(noisy, (bx.split_key, 0), **options)(key, x),
+        lambda x: each(noisy, key, x),
+        X,
+    )
+    check_kind(
+        lambda **options: bx.vmap(noisy, {"key": bx.split_key}, **options),
+        lambda key, x: each(noisy, key, x),
+        key,
+        X,
+    )
+
+
+def test_nested():
+    x = example((3, 4), seed=2)
+    expected = jnp.stack([each(noisy, jax.random.fold_in(TYPED, i), x[i]) for i in range(3)])
+    for inner in (bx.vmap(noisy, (bx.split_key, 0)), lambda k, x: each(noisy, k, x)):
+        same(bx.vmap(inner, (bx.split_key, 0))(TYPED, x), expected)
+    both = bx.vmap(bx.vmap(noisy, (bx.split_key, 0), batch_size=3), (bx.split_key, 0), batch_size=2)
+    same(both(TYPED, x), expected)
+    shared = bx.vmap(bx.vmap(noisy, (bx.split_key, 0)), (None, 0))(TYPED, x)
+    same(shared, jnp.stack([each(noisy, TYPED, row) for row in x]))
+    keys = jax.random.split(TYPED, 3)
+    under = jax.vmap(bx.vmap(noisy, (bx.split_key, 0)))(keys, x)
+    same(under, jnp.stack([each(noisy, k, row) for k, row in zip(keys, x, strict=True)]))
+
+
+def test_nothing_else_is_mapped():
+    got = bx.vmap(jax.random.normal, bx.split_key, axis_size=5)(TYPED)
+    same(got, each(lambda key, _: jax.random.normal(key), TYPED, jnp.zeros(5)))
+    assert bx.vmap(jax.random.normal, bx.split_key, axis_size=0)(TYPED).shape == (0,)
+
+
+def test_the_mistake_that_it_removes():
+    """With None the key is the same in each lane, and so is what is drawn."""
+    draw = lambda key, x: x + jax.random.normal(key)
+    same_in_all = bx.vmap(draw, (None, 0))(TYPED, jnp.zeros(4))
+    assert len(set(same_in_all.tolist())) == 1
+    assert len(set(bx.vmap(draw, (bx.split_key, 0))(TYPED, jnp.zeros(4)).tolist())) == 4
+
+
+def test_rows():
+    rows = [np.asarray(example((n,), seed=n)) for n in (3, 0, 5, 3)]
+
+    def fun(key, row):
+        return row * jax.random.normal(key)
+
+    expected = [row * jax.random.normal(jax.random.fold_in(TYPED, i)) for i, row in enumerate(rows)]
+    for options in ({}, {"batch_size": 2}, {"buckets": 2}, {"layout": "grouped"}):
+        got = bx.vmap(fun, (bx.split_key, 0), **options)(TYPED, bx.Ragged.from_rows(rows))
+        for a, b in zip(got.rows(), expected, strict=True):
+            same(a, b)
+
+
+def test_lanes_that_leave_a_loop():
+    """A lane keeps its key when it takes another's place."""
+
+    def walk(key, bound):
+        step = lambda s: (s[0] + 1, s[1] + jax.random.normal(jax.random.fold_in(key, s[0])))
+        return jax.lax.while_loop(lambda s: s[0] < bound, step, (0, 0.0))[1]
+
+    bounds = jnp.array([3, 40, 1, 0, 17, 5, 2, 60], jnp.int32)
+    expected = each(walk, TYPED, bounds)
+    for divergence in ("predicate", bx.Compact(width=2)):
+        got = bx.vmap(walk, (bx.split_key, 0), divergence=divergence)(TYPED, bounds)
+        same(got, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_on_a_mesh(kind, options):
+    """Lanes are counted over all shards."""
+    devices = jax.devices()[:4]
+    if len(devices) < 4:
+        pytest.skip("needs four devices")
+    x = example((8,), seed=5)
+    expected = each(noisy, TYPED, x)
+    mesh = jax.make_mesh((4,), ("d",), (kind,), devices=devices)
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(x, NamedSharding(mesh, P("d")))
+        for run in (lambda f: f, jax.jit):
+            got = run(bx.vmap(noisy, (bx.split_key, 0), **options))(TYPED, sharded)
+            same(jax.device_get(got), expected)
+
+
+def test_steps_of_a_scan():
+    step = lambda c, key: (c + jax.random.normal(key), c)
+    carry, ys = bx.scan(step, bx.split_key, length=4)(0.0, TYPED)
+    draws = [jax.random.normal(jax.random.fold_in(TYPED, i)) for i in range(4)]
+    same(carry, sum(draws, jnp.zeros(())))
+    assert ys.shape == (4,)
+
+
+def test_in_a_tree_and_in_chunks_of_any_size():
+    fun = lambda state: noisy(state["key"], state["x"])
+    expected = each(noisy, TYPED, X)
+    for size in (1, 3, 7, 100):
+        batched = bx.vmap(fun, ({"key": bx.split_key, "x": 0},), batch_size=size)
+        same(batched({"key": TYPED, "x": X}), expected)
+    by_leaf = lambda leaf: bx.split_key if leaf.dtype == TYPED.dtype else 0
+    same(bx.vmap(fun, by_leaf)({"key": TYPED, "x": X}), expected)
+
+
+REFUSED = {
+    "keys": (
+        lambda: bx.vmap(noisy, (bx.split_key, 0))(jax.random.split(TYPED, 7), X),
+        "args[0], which is an array of shape (7,) and dtype key<fry>: it takes one random key",
+    ),
+    "numbers": (lambda: bx.vmap(noisy, (bx.split_key, 0))(X, X), "it takes one random key"),
+    "no array": (lambda: bx.vmap(noisy, (bx.split_key, 0))("key", X), "which is of type str"),
+    "alone": (lambda: bx.vmap(jax.random.normal, bx.split_key)(TYPED), "pass axis_size"),
+    "an output": (
+        lambda: bx.vmap(noisy, (0, 0), bx.split_key)(jax.random.split(TYPED, 7), X),
+        "out_axes gives batchax.split_key for out: that kind of axis is for arguments",
+    ),
+    "a tree of keys": (
+        lambda: bx.vmap(lambda keys: 1.0, bx.split_key, axis_size=2)([TYPED, X]),
+        "args[0][1]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    call, message = REFUSED[name]
+    with pytest.raises((bx.AxisError, bx.ArgumentTypeError), match=re.escape(message)):
+        call()

@@ -1,0 +1,39 @@
+"""The oracle for kinds of axis: what is written by hand, in every way of running."""
+
+import jax
+import jax.numpy as jnp
+
+from support.oracle import claims_of_derivatives, is_inexact, same, settle
+
+WAYS = {
+    "all at once": {},
+    "chunks": {"batch_size": 2},
+    "kept": {"batch_size": 2, "residuals": "keep"},
+    "compact": {"divergence": "compact"},
+}
+
+
+def check_kind(make, reference, *args, ways=WAYS, derivatives=True, outer=True, tolerance=None):
+    """Compares `make(**options)`, a batched function, with `reference` for each way of running.
+
+    Values outside of jit and inside, derivatives of both modes with respect to inexact arguments,
+    one over the other, and the same under `jax.vmap` over a stack of them.
+    """
+    expected = jax.jit(reference)(*args)
+    for way, options in ways.items():
+        batched = make(**options)
+        same(batched(*args), expected, tolerance, f"{way}, eager")
+        same(jax.jit(batched)(*args), expected, tolerance, f"{way}, jit")
+        if derivatives:
+            claims = claims_of_derivatives(batched, reference, args, True, tolerance, f"{way}: ")
+            settle(list(claims))
+    if outer:
+        varied = [i for i, x in enumerate(args) if all(map(is_inexact, jax.tree.leaves(x)))]
+        axes = tuple(0 if i in varied else None for i in range(len(args)))
+        twice = [
+            jax.tree.map(lambda x: jnp.stack([x, x * 2 + 1]), x) if i in varied else x
+            for i, x in enumerate(args)
+        ]
+        if varied:
+            both = jax.jit(lambda *xs: [jax.vmap(f, axes)(*xs) for f in (make(), reference)])
+            same(*both(*twice), tolerance, "under jax.vmap")
