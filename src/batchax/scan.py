@@ -235,7 +235,7 @@ def _check_out_axes(out_axes: Any) -> None:
 
 
 def _check_stacked(ys: Any, out_axes: Any) -> None:
-    leaves, _ = spread_specs(out_axes, ys, "ys", "out_axes", is_output_spec)
+    leaves, _ = spread_specs(out_axes, ys, "ys", "out_axes", is_output_spec, by_name=True)
     missing = [leaf.path for leaf in leaves if leaf.spec is None]
     if missing:
         raise AxisError(_not_stacked(f"out_axes for {', '.join(missing)}", None))

@@ -74,3 +74,58 @@ def test_of_its_own_result():
     twice = bx.batch_jaxpr(once, 2, (0, 0), 0)
     x, y = example((2, 4, 3)), example((2, 4))
     same(tuple(run(twice, x, y)), jax.vmap(jax.vmap(program))(x, y))
+
+
+def test_axes_from_the_end():
+    x, y = example((3, 4)), example((4,))
+    batched = bx.batch_jaxpr(STAGED, 4, (-1, -1), (-1, -1, bx.AUTO))
+    assert batched[1] == (1, 0, None)
+    sums, doubled, total = run(batched, x, y)
+    same((sums, doubled), jax.vmap(program, (1, 0), (1, 0, 0))(x, y)[:2])
+    same(total, TABLE.sum())
+
+
+def test_zero_if_mapped():
+    """First where it depends on the batch, and none where it does not."""
+    x = example((3, 4))
+    moved = jax.make_jaxpr(lambda x, y: (x.T, x * 2, y + 1))(jnp.ones((3, 2)), 1.0)
+    for in_axes in ((2, None), (1, None), (None, None)):
+        closed, axes = bx.batch_jaxpr(moved, 4, in_axes, bx.ZERO_IF_MAPPED)
+        mapped = None if in_axes == (None, None) else 0
+        assert axes == (mapped, mapped, None)
+        assert closed.out_avals[0].shape == ((4, 2, 3) if mapped == 0 else (2, 3))
+    mixed = bx.batch_jaxpr(STAGED, 4, (1, None), (bx.ZERO_IF_MAPPED, bx.AUTO, 0))
+    assert mixed[1] == (0, None, 0)
+    same(run(mixed, x, 2.0)[0], jax.vmap(program, (1, None))(x, 2.0)[0])
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_of_any_number_of_lanes(taken):
+    """One program that is exported once, and called for batches of several sizes."""
+    (size,) = jax.export.symbolic_shape("b") if taken else (3,)
+    fun = lambda x: jnp.tanh(x).sum() * x
+    staged = jax.make_jaxpr(fun)(jax.ShapeDtypeStruct((size,), jnp.zeros(()).dtype))
+    batched, axes = bx.batch_jaxpr(staged, None, 0)
+    assert axes == (0,)
+    types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in batched.in_avals]
+    exported = jax.export.export(jax.jit(jaxpr_as_fun(batched)))(*types)
+    for lanes in (1, 5):
+        x = example((lanes, 3))
+        same(exported.call(x)[0], jax.vmap(fun)(x))
+
+
+def test_lanes_sharded_over_a_mesh():
+    devices = jax.devices()[:2]
+    if len(devices) < 2:
+        pytest.skip("needs two devices")
+    mesh = jax.make_mesh((2,), ("d",), devices=devices)
+
+    def fun(x):
+        spec = jax.sharding.PartitionSpec(None)
+        return lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, spec)) * 2
+
+    staged = jax.make_jaxpr(fun)(jnp.ones(3))
+    batched, _ = bx.batch_jaxpr(staged, 4, 0, 0, spmd_axis_name="d")
+    (constraint,) = (e for e in batched.eqns if e.primitive.name == "sharding_constraint")
+    assert constraint.params["sharding"].spec[0] == "d"
+    same(jax.jit(jaxpr_as_fun(batched))(jnp.ones((4, 3)))[0], jnp.full((4, 3), 2.0))

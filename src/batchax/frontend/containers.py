@@ -83,9 +83,8 @@ def register_container(
       spec_type: the type of specifications, such as a name. Default: int. Not a
         tuple, list or dict: those describe trees.
 
-    An array may itself be a container, whose axis is then what its own registration takes.
-    ``jax.vmap`` maps the leaves of a registered pytree still where it is given an int, and the
-    container takes something else.
+    An array may itself be a container, whose axis is then what its own registration takes. Of a
+    type that is a pytree ``jax.vmap`` maps the leaves, as it always did.
 
     Raises:
       ArgumentTypeError: `type` or `spec_type` is not a type, or the latter is
@@ -219,28 +218,28 @@ def _checked(container: Container, spec: Any, path: str, what: str) -> Any:
 
 
 def _lend_to_jax(container: Container) -> None:
-    """Makes ``jax.vmap`` take batches of the type apart in the same way."""
+    """Makes ``jax.vmap`` take batches of the type apart in the same way, if it is no pytree.
 
-    def is_tree(spec: Any) -> bool:
-        # With a position where the container takes something else, JAX has mapped the leaves of
-        # what is a pytree, and goes on to do so.
-        return spec is not None and not isinstance(spec, container.spec_type)
+    Of a pytree JAX has always mapped the leaves, and programs may count on that.
+    """
+    try:
+        empty = object.__new__(container.type)
+        if not jax.tree_util.all_leaves([empty]):
+            return
+    except Exception:  # JAX asked it for its leaves, which it does not have yet
+        return
 
     def to_example(cont: Any, _: Any, value: Any, spec: Any) -> Any:
         if spec is None:
             return value
-        if is_tree(spec):
-            return jax.tree.map(lambda x: cont(x, spec), value)
-        arrays, axes = container.to_arrays(value, spec)
-        examples = [cont(x, a) for x, a in zip(arrays, axes, strict=True)]
-        return container.to_example(value, spec, examples)
+        parts = parts_of_argument(value, spec, "the argument")
+        assert parts is not None
+        return parts.join([cont(x, a) for _, x, a in parts.named("")])
 
     def to_batch(cont: Any, size: Any, example: Any, spec: Any) -> Any:
-        if is_tree(spec):
-            return jax.tree.map(lambda x: cont(size, x, spec), example)
-        parts = parts_of_output(example, spec, "out", size)
+        parts = parts_of_output(example, spec, "the output", size)
         assert parts is not None
-        return parts.join([cont(size, x, a) for _, x, a in parts.named("out")])
+        return parts.join([cont(size, x, a) for _, x, a in parts.named("")])
 
     _compat.lend_batches(container.type, container.spec_type, to_example, to_batch)
 

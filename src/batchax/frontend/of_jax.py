@@ -8,6 +8,7 @@ compute besides is computed both times.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
@@ -75,7 +77,7 @@ def parts_of_output(value: Any, spec: Any, path: str, size: Any) -> Parts:
 
     def join(outs: Sequence[Any]) -> Any:
         each = iter(outs)
-        return to_batch(lambda *_: next(each), size, value, spec)
+        return to_batch(lambda *_: next(each), size, _without_tracers(value), spec)
 
     return Parts(arrays, axes, join)
 
@@ -112,8 +114,24 @@ def _example_of(x: Any, axis: Any) -> Any:
     return _nothing(shape, x)
 
 
+def _without_tracers(value: Any) -> Any:
+    """`value` with placeholders for what was traced, in a trace that has ended by now."""
+
+    def known(x: Any) -> Any:
+        return _nothing(np.shape(x), x) if isinstance(x, Tracer) else x
+
+    if not jax.tree_util.all_leaves([value]):
+        return jax.tree.map(known, value)
+    again = copy.copy(value)
+    for name, x in vars(value).items():
+        object.__setattr__(again, name, jax.tree.map(known, x))
+    return again
+
+
 def _nothing(shape: Sequence[Any], like: Any) -> Any:
     dtype = jax.typeof(like).dtype
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return jnp.broadcast_to(jnp.ravel(like)[0], shape)
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        data = jax.eval_shape(jax.random.key_data, like)
+        zeros: Any = np.zeros((*shape, *data.shape[np.ndim(like) :]), data.dtype)
+        return jax.random.wrap_key_data(zeros, impl=jax.random.key_impl(like))
     return np.broadcast_to(np.zeros((), dtype), shape)

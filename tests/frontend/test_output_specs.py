@@ -1,0 +1,148 @@
+"""Outputs by name, and those that are summed or left alone."""
+
+import re
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import batchax as bx
+
+from support.kinds_of_axis import check_kind
+from support.oracle import example, same
+
+X, W = example((6, 3), seed=1), example((3,), seed=2)
+
+
+class Pair(NamedTuple):
+    loss: Any
+    state: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Fields:
+    loss: Any
+    state: Any
+
+
+def outputs(kind):
+    return lambda x, w: kind(loss=(x @ w) ** 2, state={"x": jnp.sin(x), "w": w * 2})
+
+
+@pytest.mark.parametrize("kind", [dict, Pair, Fields])
+def test_by_name(kind):
+    fun = outputs(kind)
+
+    def make(**options):
+        named = {"loss": bx.Reduce("mean"), "state": {"x": 1}}
+        return bx.vmap(fun, (0, None), named, **options)
+
+    def reference(x, w):
+        each = jax.vmap(fun, (0, None))(x, w)
+        loss, state = (each[k] if kind is dict else getattr(each, k) for k in ("loss", "state"))
+        return kind(loss=loss.mean(), state={"x": state["x"].T, "w": state["w"]})
+
+    check_kind(make, reference, X, W)
+
+
+def test_a_name_within_a_tuple_and_of_integers():
+    fun = lambda x: ({0: x, 1: x.sum()}, x)
+    got = bx.vmap(fun, out_axes=({0: 1}, 0))(X)
+    same(got, ({0: X.T, 1: X.sum(1)}, X))
+
+
+def test_all_names_mean_what_they_meant():
+    fun = lambda x: {"a": x, "b": x}
+    same(bx.vmap(fun, out_axes={"a": 1, "b": 0})(X), {"a": X.T, "b": X})
+    assert bx.same_program(
+        bx.vmap(fun, out_axes={"a": 1}), bx.vmap(fun, out_axes={"a": 1, "b": 0}), X
+    )
+
+
+def test_in_a_scan():
+    step = lambda c, x: (c + x, {"c": c, "x": x})
+    _, ys = bx.scan(step, out_axes={"c": 1})(jnp.zeros(3), X)
+    _, expected = jax.lax.scan(step, jnp.zeros(3), X)
+    same(ys, {"c": expected["c"].T, "x": X})
+
+
+@pytest.mark.parametrize(
+    ("fun", "named", "message"),
+    [
+        (
+            outputs(dict),
+            {"los": 1},
+            "names 'los', but the keys of out are 'loss', 'state'",
+        ),
+        (outputs(Pair), {"a": 1}, "out_axes names 'a', but the fields of out are 'loss', 'state'"),
+        (outputs(Fields), {"state": {"y": 1}}, "the keys of out.state are 'w', 'x'"),
+        (
+            lambda x, w: (x, w),
+            {"a": 1},
+            "a dict with keys ['a'] there, but out is a tuple",
+        ),
+        (lambda x, w: x, {"a": 1}, "but out is an array of shape (3,)"),
+    ],
+)
+def test_a_name_that_is_none(fun, named, message):
+    with pytest.raises(bx.AxisError, match=re.escape(message)):
+        bx.vmap(fun, (0, None), named)(X, W)
+
+
+# --- sums --------------------------------------------------------------------------------------
+
+
+def some(x, w):
+    """Outputs that depend on the batch, and those that do not."""
+    return {"sum": x * w, "kept": w**2, "number": 3, "place": x + w}
+
+
+AXES = {"sum": None, "kept": None, "number": None, "place": 0}
+
+
+def test_sum_match_in_every_way():
+    make = lambda **options: bx.vmap(some, (0, None), AXES, sum_match=True, **options)
+    check_kind(make, jax.vmap(some, (0, None), AXES, sum_match=True), X, W)
+    got = make()(X, W)
+    assert got["number"] == 3
+    assert isinstance(got["number"], int)
+
+
+def test_sum_match_is_where_jax_has_it():
+    """Also by position, after `spmd_axis_name`; dtypes are those of JAX."""
+    args = ((0, None), None, None, None, None, True)
+    small = jnp.ones((6,), jnp.int8)
+    for x in (small, small.astype(bool), X, X.astype(jnp.bfloat16)):
+        fun = lambda x, w: x
+        ours, jaxs = (vmap(fun, *args)(x, W) for vmap in (bx.vmap, jax.vmap))
+        assert ours.dtype == jaxs.dtype
+        same(ours, jaxs)
+
+
+def test_a_reduction_that_leaves_alone_what_all_lanes_share():
+    for kind in ("sum", "mean", "max", "min", "prod"):
+        keep, copies = bx.Reduce(kind, unmapped="keep"), bx.Reduce(kind)
+        fun = lambda x, w: (x, w)
+        for options in ({}, {"batch_size": 4}):
+            mapped, shared = bx.vmap(fun, (0, None), keep, **options)(X, W)
+            same(mapped, bx.vmap(fun, (0, None), copies)(X, W)[0])
+            same(shared, W)
+    same(bx.vmap(lambda x, w: w, (0, None), bx.Reduce("sum"))(X, W), 6 * W)
+
+
+def test_sum_match_of_rows():
+    rows = bx.Ragged.from_rows([example((n,), seed=n) for n in (2, 4)])
+    got = bx.vmap(lambda row, w: (row.sum(), w), (0, None), None, sum_match=True)(rows, W)
+    same(got, (sum(row.sum() for row in rows.rows()), W))
+    with pytest.raises(bx.AxisError, match="rows of different lengths cannot be reduced"):
+        bx.vmap(lambda row: row * 2, 0, None, sum_match=True)(rows)
+
+
+def test_without_it_what_depends_on_the_batch_is_refused():
+    with pytest.raises(bx.AxisError, match=r"out\['sum'\] depends on the batch"):
+        bx.vmap(some, (0, None), AXES)(X, W)
+    with pytest.raises(bx.AxisError, match='unmapped=\'drop\'\\): give "reduce" or "keep"'):
+        bx.Reduce("sum", unmapped="drop")

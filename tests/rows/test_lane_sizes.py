@@ -1,0 +1,178 @@
+"""`size`: the size of each lane as a dimension; and dense results as rows."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+
+from support.oracle import example, same
+
+SIZES = np.array([3, 0, 5, 1, 5])
+N = bx.size("n", max_size=6)
+OPTIONS = ({}, {"batch_size": 2}, {"divergence": "compact"}, {"layout": "padded"})
+
+
+def rows_of(fun, *args):
+    """What `fun` returns for each lane, as a list."""
+    return [fun(int(n), *(x[i] for x in args)) for i, n in enumerate(SIZES)]
+
+
+def polynomial(n, x):
+    return (x ** jnp.arange(n)).sum() / (n + 1)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_size_for_each_lane(options, traced):
+    x = example((5,), seed=1)
+    batched = bx.vmap(polynomial, (N, 0), **options)
+    expected = jnp.stack(rows_of(polynomial, x))
+    if traced:
+        same(jax.jit(batched)(SIZES, x), expected)
+        gradient = jax.jit(jax.grad(lambda x: batched(jnp.asarray(SIZES), x).sum()))(x)
+    else:
+        same(batched(SIZES, x), expected)
+        gradient = jax.grad(lambda x: batched(SIZES, x).sum())(x)
+    looped = lambda x: sum(rows_of(polynomial, x), jnp.zeros(()))
+    same(gradient, jax.grad(looped)(x))
+
+
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit])
+def test_what_has_that_size_is_rows(run):
+    def fun(n, x):
+        return x * jnp.arange(n), jnp.zeros((2, n)).at[0].set(x), jnp.arange(2 * n)
+
+    x = example((5,), seed=2)
+    for options in OPTIONS:
+        got = run(bx.vmap(fun, (N, 0), **options))(SIZES, x)
+        for k, ragged in enumerate(got):
+            expected = [row[k] for row in rows_of(fun, x)]
+            assert isinstance(ragged, bx.Ragged)
+            lengths = np.asarray(ragged.lengths)
+            padded = ragged.to_padded()
+            for row, n, e in zip(padded, lengths, expected, strict=True):
+                same(jax.lax.slice_in_dim(row, 0, int(n), axis=row.ndim - 1), e)
+
+
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit])
+def test_shared_with_rows_of_the_same_name(run):
+    rows = bx.Ragged.from_rows([example((n,), seed=n) for n in SIZES])
+
+    def fun(n, row):
+        return (row * jnp.arange(n)).sum()
+
+    for axes in ((N, bx.ragged("n")), (bx.ragged("n"), N)):
+        in_order = fun if axes[0] is N else lambda row, n: fun(n, row)
+        args = (SIZES, rows) if axes[0] is N else (rows, SIZES)
+        expected = jnp.stack([(row * jnp.arange(len(row))).sum() for row in rows.rows()])
+        same(run(bx.vmap(in_order, axes))(*args), expected)
+
+
+def test_two_sizes():
+    m = np.array([2, 4, 0, 1, 3])
+    fun = lambda n, m: jnp.outer(jnp.arange(n) + 1.0, jnp.arange(m) + 1.0).sum()
+    expected = jnp.stack([fun(int(a), int(b)) for a, b in zip(SIZES, m, strict=True)])
+    for run in (lambda f: f, jax.jit):
+        same(run(bx.vmap(fun, (N, bx.size("m", 4))))(SIZES, m), expected)
+
+
+def test_beside_keys_and_in_nests():
+    draw = lambda key, n: jax.random.normal(key, (4,))[:n].sum()
+    small = np.minimum(SIZES, 4)
+    key = jax.random.key(0)
+    got = bx.vmap(draw, (bx.split_key, bx.size("n", max_size=4)))(key, small)
+    same(got, jnp.stack([draw(jax.random.fold_in(key, i), int(n)) for i, n in enumerate(small)]))
+    table = jnp.asarray(np.stack([SIZES, SIZES[::-1]]))
+    total = lambda n: jnp.arange(n).sum()
+    both = bx.vmap(bx.vmap(total, N))(table)
+    same(both, jax.vmap(lambda row: row * (row - 1) // 2)(table))
+
+
+def test_sizes_beyond_the_bound_are_clipped_where_they_are_traced():
+    got = jax.jit(bx.vmap(lambda n: jnp.ones(n).sum(), bx.size("n", max_size=3)))(
+        jnp.array([5, -2, 2])
+    )
+    same(got, jnp.array([3.0, 0.0, 2.0]))
+
+
+def test_no_bound_is_needed_where_sizes_are_known():
+    same(bx.vmap(lambda n: jnp.arange(n).sum(), bx.size("n"))(SIZES), SIZES * (SIZES - 1) // 2)
+    assert bx.vmap(lambda n: jnp.ones(n).sum(), bx.size("n"))(np.zeros(0, int)).shape == (0,)
+
+
+# --- dense results as rows ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"divergence": "compact"}])
+def test_results_of_equal_sizes_as_rows(options):
+    x = example((4, 3, 2), seed=3)
+    fun = lambda x: {"rows": jnp.sin(x), "sum": x.sum()}
+    batched = bx.vmap(fun, out_axes={"rows": bx.ragged("n")}, **options)
+    for run in (lambda f: f, jax.jit):
+        got = run(batched)(x)
+        assert isinstance(got["rows"], bx.Ragged)
+        assert got["rows"].max_length == 3
+        same(got["rows"].to_padded(), jnp.sin(x))
+        same(got["sum"], x.sum((1, 2)))
+    loss = lambda x: (batched(x)["rows"].data ** 2).sum()
+    same(jax.grad(loss)(x), jax.grad(lambda x: (jnp.sin(x) ** 2).sum())(x))
+
+
+def test_rows_stay_rows_and_meet_dense_ones():
+    rows = bx.Ragged.from_rows([example((n,), seed=n) for n in (2, 3)])
+    fun = lambda row: (row * 2, jnp.stack([row.sum(), row.sum()]))
+    doubled, sums = bx.vmap(fun, 0, bx.ragged("n"))(rows)
+    for got, row in zip(doubled.rows(), rows.rows(), strict=True):
+        same(got, row * 2)
+    same(sums.to_padded(), jnp.stack([jnp.full(2, row.sum()) for row in rows.rows()]))
+
+
+REFUSED = {
+    "floats": (
+        lambda: bx.vmap(jnp.arange, N)(np.ones(3)),
+        "give an array of ints of shape (lanes,), the size of each lane",
+    ),
+    "two axes": (lambda: bx.vmap(jnp.arange, N)(np.ones((3, 2), int)), "of shape (3, 2)"),
+    "no array": (lambda: bx.vmap(jnp.arange, N)("sizes"), "args[0]"),
+    "too large": (
+        lambda: bx.vmap(jnp.arange, bx.size("n", max_size=2))(SIZES),
+        "whose sizes are [3, 0, 5, 1, 5]: each must be in [0, 2]",
+    ),
+    "negative": (lambda: bx.vmap(jnp.arange, bx.size("n"))(np.array([1, -1])), "[1, -1]"),
+    "traced": (
+        lambda: jax.jit(bx.vmap(jnp.arange, bx.size("n")))(SIZES),
+        "batchax.size('n', max_size=...)",
+    ),
+    "lengths differ": (
+        lambda: bx.vmap(lambda n, r: r.sum() + n, (N, bx.ragged("n")))(
+            SIZES, bx.Ragged.from_rows([jnp.ones(2)] * 5)
+        ),
+        "their lengths differ: row 0 has 3 and 2",
+    ),
+    "lanes differ": (
+        lambda: bx.vmap(lambda n, x: x, (N, 0))(SIZES, jnp.ones(4)),
+        "the mapped axes must have one size, but they have 4, 5",
+    ),
+    "an output": (lambda: bx.vmap(jnp.sin, 0, N)(jnp.ones(3)), "is for arguments, in in_axes"),
+    "a name": (
+        lambda: bx.size("2n"),
+        'takes a name for the size of rows, such as size("n")',
+    ),
+    "a bound": (lambda: bx.size("n", max_size=-1), "max_size must be a non-negative int"),
+    "rows of numbers": (
+        lambda: bx.vmap(jnp.sin, 0, bx.ragged("n"))(jnp.ones(3)),
+        "which is a number for each lane",
+    ),
+    "dense as rows": (lambda: bx.vmap(jnp.sin, bx.ragged("n"))(jnp.ones(3)), "Ragged.from_padded"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    call, message = REFUSED[name]
+    with pytest.raises((bx.AxisError, bx.ArgumentTypeError), match=re.escape(message)):
+        call()
