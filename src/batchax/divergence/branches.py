@@ -8,7 +8,6 @@ lanes. Other branches run for all lanes, masked.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,8 +18,8 @@ from jax import lax
 from jax.extend.core import Literal
 
 from batchax import _compat
-from batchax.divergence.cost import work
 from batchax.divergence.limits import can_move, refuse_collectives
+from batchax.divergence.widths import time_to_move
 from batchax.errors import UnsupportedError
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
 from batchax.execution.gathered_lanes import fitting_width
@@ -33,14 +32,14 @@ from batchax.kernel.derivatives import with_values
 from batchax.kernel.divergence import Branches, PlacedOutputs
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import uses_name
+from batchax.programs.cost import STEPS, cost_of_program
+from batchax.programs.weights import TOGETHER
 from batchax.rules.branches import after_branches, one_branch, select_results
 from batchax.rules.hazards import hazards
 
-# In the unit of `work`. Results do not depend on these.
+# Results do not depend on these.
 _GAIN = 4.0  # how many times the cost of moving its lanes a branch must cost to be run apart
-_PER_ARRAY = 50.0  # what moving an array of a lane costs, whatever its size
-_PER_NUMBER = 0.5  # and each number in it
-_LEAST = 50_000.0  # what a branch must cost all lanes together to be run apart
+_LEAST = 50_000.0  # nanoseconds that a branch must take for all lanes to be run apart
 _NARROWEST = 16  # lanes in a chunk
 
 
@@ -106,7 +105,8 @@ class _Part:
         computed = {v for eqn in jaxpr.eqns for v in eqn.outvars}
         made = (v for v in jaxpr.outvars if not isinstance(v, Literal) and v in computed)
         self.made = list(dict.fromkeys(made))
-        self.work = work(jaxpr, [a is not None for a in self.positions])
+        differs = [a is not None for a in self.positions]
+        self.work = TOGETHER.time(cost_of_program(jaxpr, differs=differs, steps=STEPS))
         self.apart = self._can_run_apart() and self._is_worth_it()
 
     def _take_index(self) -> None:
@@ -144,9 +144,8 @@ class _Part:
         moved = [self.program.in_avals[k] for k in self.used if self.positions[k] is not None] + [
             v.aval for v in self.made
         ]
-        moving = sum(_PER_ARRAY + _PER_NUMBER * math.prod(a.shape) for a in moved)
         least = _LEAST if self.width is None else 0.0
-        return self.work > _GAIN * moving and self.work * self.axis.size >= least
+        return self.work > _GAIN * time_to_move(moved) and self.work * self.axis.size >= least
 
     def run(self, active: Any) -> PlacedOutputs:
         """What the branch returns for the lanes that are `active`, and zeros for the others."""
@@ -185,7 +184,7 @@ class _Part:
 
 
 def _chunk(work: float) -> int:
-    """How many lanes make a chunk, if each does that much work."""
+    """How many lanes make a chunk, if each does so many nanoseconds of work."""
     processor = jax.default_backend() == "cpu"
     wanted, widest = (500_000.0, 1024) if processor else (50_000_000.0, 16_384)
     width = _NARROWEST

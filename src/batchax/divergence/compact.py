@@ -8,7 +8,6 @@ from typing import Any
 
 from batchax.divergence.bounded import run_bounded_loop
 from batchax.divergence.branches import run_branches
-from batchax.divergence.cost import launches, length, work
 from batchax.divergence.lane_steps import LaneSteps
 from batchax.divergence.limits import calls_back, can_move, refuse_collectives
 from batchax.divergence.loop_primitive import bind
@@ -16,6 +15,7 @@ from batchax.divergence.loops import parting_loop
 from batchax.divergence.widths import (
     MOST_STEPS_INSIDE,
     choose_widths,
+    length,
     most_left,
     most_windows,
     steps_to_move,
@@ -26,7 +26,9 @@ from batchax.frontend.arguments import is_position
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 from batchax.kernel.divergence import BoundedLoop, Branches, PlacedOutputs, WhileLoop
+from batchax.programs.cost import STEPS, Cost, cost_of_program
 from batchax.programs.shapes import bytes_of
+from batchax.programs.weights import ALONE
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,8 @@ class Compact:
           differs: which operands of the body each lane has its own of.
         """
         jaxprs = [program.jaxpr for program in (test, body) if program is not None]
-        grain = sum(map(work, jaxprs)) / max(1.0, sum(map(launches, jaxprs)))
+        step = sum((cost_of_program(jaxpr, steps=STEPS) for jaxpr in jaxprs), Cost())
+        grain = ALONE.time(step) / max(1, step.launches)
         windows = most_windows(sum(map(length, jaxprs)), self._nesting)
         patience = steps_to_move(body, differs)
         if self._nesting and patience > MOST_STEPS_INSIDE and self.width is None:

@@ -7,14 +7,17 @@ depend on them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import jaxprs_in_params
 
 from batchax import _compat
-from batchax.divergence.cost import work
+from batchax.programs.cost import STEPS, Cost, cost_of_program
 from batchax.programs.shapes import bytes_of
+from batchax.programs.weights import TOGETHER
 
 _NARROWING = 4  # each window is this many times narrower than the one before
 _LONGEST = 600  # operations in the programs of all windows together, about: each is compiled
@@ -25,16 +28,11 @@ MOST_STEPS_INSIDE = 8
 
 _SHARED = 0.75  # the cost of a step of all lanes, as a share of that of as many lanes in windows
 
-_LEAST = 0.1  # the work taken for a program without any: it is divided by
-
-# What it costs to move a lane, in the unit of `cost.work`: for each of its arrays, and for each of
-# their bytes.
-_ARRAY = 25.0
-_BYTE = 0.2
+_LEAST = 0.1  # the time taken for a program that does nothing: it is divided by
 
 
 class _Worth(NamedTuple):
-    """What is worth running as one operation: in the unit of `cost.work`, and in bytes."""
+    """What is worth running as one operation: in nanoseconds of lanes alone, and in bytes."""
 
     wide: float
     """work that an operation should do in a window that is refilled, to make up for its overhead"""
@@ -46,6 +44,12 @@ class _Worth(NamedTuple):
 
 _WORTH = {"cpu": _Worth(20_000, 250, 4e5)}
 _OTHER_DEVICES = _Worth(5_000_000, 500_000, 1e9)
+
+
+def length(jaxpr: Any) -> int:
+    """How many operations a program has, to be compiled: each counts once, in loops too."""
+    inner = (p for eqn in jaxpr.eqns for p in jaxprs_in_params(eqn.params))
+    return len(jaxpr.eqns) + sum(length(getattr(p, "jaxpr", p)) for p in inner)
 
 
 def most_windows(length: int, nesting: int) -> int:
@@ -110,9 +114,16 @@ def steps_to_move(body: _compat.ClosedJaxpr, differs: Sequence[bool]) -> float:
 
     `differs` says which operands of the body each lane has its own of.
     """
-    own = [a for a, d in zip(body.in_avals, differs, strict=True) if d]
-    step = work(body.jaxpr, differs) + _BYTE / 2 * bytes_of(body.out_avals)
-    return (_ARRAY * len(own) + _BYTE * bytes_of(own)) / max(step, _LEAST)
+    step = cost_of_program(body.jaxpr, differs=differs, steps=STEPS)
+    step += Cost(bytes=2 * bytes_of(body.out_avals))  # read, and written
+    moving = time_to_move(itertools.compress(body.in_avals, differs))
+    return moving / max(TOGETHER.time(step), _LEAST)
+
+
+def time_to_move(arrays: Iterable[Any]) -> float:
+    """What it costs to move arrays of a lane to the lanes it runs with, and back: nanoseconds."""
+    each_way = (Cost(places=3, bytes=2 * bytes_of([a])) for a in arrays)  # read there, written here
+    return TOGETHER.time(2 * sum(each_way, Cost()))
 
 
 def _lanes(worth: float, grain: float) -> int:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
+from jax.extend.core import Literal
+
 from batchax.jaxprs.bodies import bodies_of
-from batchax.programs.inner import Inner as Inner
-from batchax.programs.inner import integers_in as integers_in
-from batchax.programs.inner import programs_in as programs_in
-from batchax.programs.prices import FLOPS, MOVES, bytes_moved, elementwise
-from batchax.programs.shapes import bytes_of, size_of
+from batchax.programs import prices
+from batchax.programs.inner import Inner, integers_in, programs_in
+from batchax.programs.shapes import bytes_of, reads_symbols, size_of
+
+STEPS = 16  # that a loop may be taken to run, where a guess of their number is wanted
 
 
 @dataclass(frozen=True)
@@ -29,41 +32,50 @@ class Cost:
       transcendentals: evaluations of functions such as a sine, an exponential or a root,
         which are not among the `flops`.
       bytes: read and written by each operation alone, as if none were fused.
-      at_least: whether a loop whose number of steps is not known was counted as one step.
+      serial: those of the flops that are done one after another.
+      fused: those of the bytes that are not moved if operations are fused with others.
+      places: in memory, that depend on data: each is found by itself.
+      calls: of a library, in units of the shortest.
+      launches: operations begun, whatever their size.
+      at_least: whether there are loops of which nobody knows how many steps they take.
       at_most: whether there are branches, of which the dearest was counted.
     """
 
     flops: int = 0
     transcendentals: int = 0
     bytes: int = 0
+    serial: int = 0
+    fused: int = 0
+    places: int = 0
+    calls: int = 0
+    launches: int = 0
     at_least: bool = False
     at_most: bool = False
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.flops + other.flops,
-            self.transcendentals + other.transcendentals,
-            self.bytes + other.bytes,
-            self.at_least or other.at_least,
-            self.at_most or other.at_most,
-        )
+        amounts = map(operator.add, _amounts(self), _amounts(other))
+        least, most = self.at_least or other.at_least, self.at_most or other.at_most
+        return Cost(*amounts, at_least=least, at_most=most)
 
     def __mul__(self, times: int) -> Cost:
-        return Cost(
-            self.flops * times,
-            self.transcendentals * times,
-            self.bytes * times,
-            self.at_least,
-            self.at_most,
-        )
+        amounts = (n * times for n in _amounts(self))
+        return Cost(*amounts, at_least=self.at_least, at_most=self.at_most)
 
     __rmul__ = __mul__
 
 
-def cost_of_equation(eqn: Any, integers: Mapping[Any, int] | None = None) -> Cost:
+_amounts = operator.attrgetter(*(f.name for f in fields(Cost) if f.type == "int"))  # what adds up
+
+
+def cost_of_equation(
+    eqn: Any,
+    integers: Mapping[Any, int] | None = None,
+    differs: Sequence[bool] | None = None,
+    steps: int = 1,
+) -> Cost:
     """What an equation costs, that of the programs it runs included.
 
-    A `while` that does not count up to a known bound is counted as one step, which
+    A `while` that does not count up to a known bound is counted as so many `steps`, which
     `at_least` says. Of the branches of a `cond` the dearest is counted, separately in
     operations and bytes, which `at_most` says if they differ. XLA's analysis does the same.
     A primitive that is in no table is taken for one operation on each element of its
@@ -72,14 +84,17 @@ def cost_of_equation(eqn: Any, integers: Mapping[Any, int] | None = None) -> Cos
     Args:
       eqn: the equation.
       integers: the integers known in the program that it is from (see `integers_in`).
+      differs: for each operand whether each lane has its own. If given, the result is the share
+        of one of many lanes: what they have in common is read once for all of them, or done once.
+      steps: of loops where their number is not known.
     """
     inner = programs_in(eqn, integers)
     if not inner:
-        return _of_operation(eqn)
-    costs = [cost_of_program(p.jaxpr, p.integers) for p in inner]
+        return _of_operation(eqn, differs)
+    costs = [cost_of_program(p.jaxpr, p.integers, p.differing(differs), steps) for p in inner]
     if eqn.primitive.name == "cond":
         return _dearest(costs)
-    total = _sum(_repeated(c, p.times) for c, p in zip(costs, inner, strict=True))
+    total = _sum(_repeated(c, p.times, steps) for c, p in zip(costs, inner, strict=True))
     return total + cost_around(eqn, inner)
 
 
@@ -98,45 +113,71 @@ def cost_around(eqn: Any, inner: Sequence[Inner]) -> Cost:
 _known: weakref.WeakKeyDictionary[Any, dict[Any, Cost]] = weakref.WeakKeyDictionary()
 
 
-def cost_of_program(jaxpr: Any, integers: Mapping[Any, int] | None = None) -> Cost:
+def cost_of_program(
+    jaxpr: Any,
+    integers: Mapping[Any, int] | None = None,
+    differs: Sequence[bool] | None = None,
+    steps: int = 1,
+) -> Cost:
     """What a program costs, that of the programs inside it included.
 
     Args:
       jaxpr: the program; a closed one knows its constants.
       integers: integers that are known of its inputs.
+      differs, steps: as for an equation, of its inputs.
     """
     known = integers_in(jaxpr, integers)
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    key = tuple(known.get(v) for v in (*jaxpr.constvars, *jaxpr.invars))
-    costs = _known.setdefault(jaxpr, {})
+    marks = None if differs is None else tuple(differs)
+    key = (*map(known.get, (*jaxpr.constvars, *jaxpr.invars)), marks, steps)
+    costs = {} if reads_symbols() else _known.setdefault(jaxpr, {})
     if key not in costs:
-        costs[key] = _sum(cost_of_equation(eqn, known) for eqn in jaxpr.eqns)
+        costs[key] = _sum(_of_equations(jaxpr, known, marks, steps))
     return costs[key]
 
 
-def _of_operation(eqn: Any) -> Cost:
+def _of_equations(
+    jaxpr: Any, known: Mapping[Any, int], differs: Sequence[bool] | None, steps: int
+) -> Iterator[Cost]:
+    own = set(itertools.compress(jaxpr.invars, differs or ()))
+    for eqn in jaxpr.eqns:
+        marks = [not isinstance(v, Literal) and v in own for v in eqn.invars]
+        if differs is None or any(marks):  # if not, it runs once for all lanes
+            yield cost_of_equation(eqn, known, None if differs is None else marks, steps)
+            own.update(eqn.outvars)
+
+
+def _of_operation(eqn: Any, differs: Sequence[bool] | None) -> Cost:
     name = eqn.primitive.name
-    if name in MOVES or (not eqn.outvars and name not in FLOPS):
-        return Cost(bytes=bytes_moved(eqn))
-    flops, transcendentals = FLOPS.get(name, elementwise)(eqn)
-    return Cost(round(flops), round(transcendentals), bytes_moved(eqn))
+    flops, transcendentals = 0.0, 0.0
+    if name in prices.FLOPS or (eqn.outvars and name not in prices.MOVES):
+        flops, transcendentals = prices.FLOPS.get(name, prices.elementwise)(eqn)
+    moved = prices.bytes_moved(eqn, differs)
+    return Cost(
+        round(flops),
+        round(transcendentals),
+        moved,
+        serial=round(flops) if name in prices.SERIAL else 0,
+        fused=moved if prices.is_fused(eqn.primitive) else 0,
+        places=prices.places_of(eqn),
+        calls=prices.calls_of(eqn),
+        launches=int(name not in prices.PART_OF_OTHERS),
+    )
 
 
 def _sum(costs: Iterable[Cost]) -> Cost:
     return functools.reduce(operator.add, costs, Cost())
 
 
-def _repeated(cost: Cost, times: int | None) -> Cost:
-    return cost + Cost(at_least=True) if times is None else cost * times
+def _repeated(cost: Cost, times: int | None, steps: int) -> Cost:
+    return steps * cost + Cost(at_least=True) if times is None else cost * times
 
 
 def _dearest(costs: list[Cost]) -> Cost:
     return Cost(
-        max(c.flops for c in costs),
-        max(c.transcendentals for c in costs),
-        max(c.bytes for c in costs),
-        any(c.at_least for c in costs),
-        any(c.at_most for c in costs) or len(set(costs)) > 1,
+        *map(max, zip(*map(_amounts, costs), strict=True)),
+        at_least=any(c.at_least for c in costs),
+        at_most=any(c.at_most for c in costs) or len(set(costs)) > 1,
     )
 
 

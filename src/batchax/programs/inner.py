@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +24,22 @@ class Inner:
         a `cond`, or "call".
       jaxpr: the program; constants of its own are its `constvars`.
       times: how often it runs; None if that is known only when it has run.
+      same: the operands that its first inputs are, which are the same whenever it runs.
       integers: those of its inputs that are integers known without running anything.
     """
 
     role: str
     jaxpr: Any
     times: int | None
+    same: tuple[int, ...] = ()
     integers: Mapping[Any, int] = field(default_factory=dict, compare=False)
+
+    def differing(self, operands: Sequence[bool] | None) -> list[bool] | None:
+        """From whether lanes differ in each operand whether they do in each input, or may."""
+        if operands is None:
+            return None
+        same = [operands[i] for i in self.same]
+        return [*same, *[True] * (len(self.jaxpr.invars) - len(same))]
 
 
 def programs_in(eqn: Any, integers: Mapping[Any, int] | None = None) -> list[Inner]:
@@ -51,17 +60,18 @@ def programs_in(eqn: Any, integers: Mapping[Any, int] | None = None) -> list[Inn
     else:
         own = operations_of(eqn)
     if own is not None:
-        return [Inner("call", own.jaxpr, 1, _passed_on(own, eqn.invars, known))]
+        inputs = tuple(range(len(eqn.invars)))
+        return [Inner("call", own.jaxpr, 1, inputs, _passed_on(own, eqn.invars, known))]
     bodies = bodies_of(eqn)
     if [body.role for body in bodies] == ["condition", "body"]:
         test, body = bodies
         return _tested_and_run(eqn, test, body, known)
-    return [_inner(eqn, body, known) for body in bodies]
+    return [_inner(body, body.times, _known_inside(eqn, body, known)) for body in bodies]
 
 
-def _inner(eqn: Any, body: Body, known: Mapping[Any, int]) -> Inner:
-    times = body.times if isinstance(body.times, int) else None
-    return Inner(body.role, body.jaxpr, times, _known_inside(eqn, body, known))
+def _inner(body: Body, times: Any, integers: Mapping[Any, int]) -> Inner:
+    times = times if isinstance(times, int) else None
+    return Inner(body.role, body.jaxpr, times, body.operands[: body.same], integers)
 
 
 def _known_inside(eqn: Any, body: Body, known: Mapping[Any, int]) -> dict[Any, int]:
@@ -92,8 +102,8 @@ def _tested_and_run(eqn: Any, test: Body, body: Body, known: Mapping[Any, int]) 
     carried = _Carry(start, tested, before, body.jaxpr.outvars)
     steps = _steps(carried, test.jaxpr, body.jaxpr, of_test, of_body)
     return [
-        Inner(test.role, test.jaxpr, None if steps is None else steps + 1, of_test),
-        Inner(body.role, body.jaxpr, steps, of_body),
+        _inner(test, None if steps is None else steps + 1, of_test),
+        _inner(body, steps, of_body),
     ]
 
 

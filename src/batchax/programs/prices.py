@@ -1,4 +1,4 @@
-"""What the primitives of JAX cost, by family: operations on numbers, and bytes moved.
+"""What the primitives of JAX cost, by family: operations on numbers, bytes moved, places found.
 
 Counted as XLA's own analysis counts them, where it counts what a primitive does: an operation
 on each element, two for each product in a contraction, one fewer than the elements for a
@@ -9,8 +9,9 @@ Fourier transforms, running totals, random bits) is counted by the textbook.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from batchax import _compat
@@ -19,6 +20,7 @@ from batchax.programs.shapes import (
     bytes_of,
     length_along,
     matrices_of,
+    number_of,
     products_of_convolution,
     size_of,
     size_of_window,
@@ -71,9 +73,6 @@ TRANSCENDENTAL: dict[str, tuple[float, float]] = {
     "regularized_incomplete_beta": (427, 2),
 }
 """For each element: operations, and functions such as a sine or a root."""
-
-SERIES = frozenset(name for name, (flops, _) in TRANSCENDENTAL.items() if flops > 100)
-"""Those that are sums of very many terms."""
 
 SCATTERS = _names("scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub")
 
@@ -229,7 +228,7 @@ def _triangular_solve(eqn: Any) -> tuple[float, float]:
 
 _Count = Callable[[Any], tuple[float, float]]
 
-LINEAR_ALGEBRA: dict[str, _Count] = {
+_LINEAR_ALGEBRA: dict[str, _Count] = {
     "cholesky": _of_matrices(lambda m, n: n**3 / 3),
     "cholesky_update": _of_matrices(lambda m, n: 6 * n * n),
     "eig": _of_matrices(lambda m, n: 25 * n**3),
@@ -247,14 +246,20 @@ LINEAR_ALGEBRA: dict[str, _Count] = {
     "triangular_solve": _triangular_solve,
     "tridiagonal": _of_matrices(lambda m, n: 4 * n**3 / 3),
 }
-"""Operations of a library for matrices."""
 
-RANDOM: dict[str, _Count] = {
-    **dict.fromkeys(_names("random_bits random_split"), _random_bits),
-    **dict.fromkeys(_names("rng_bit_generator rng_uniform"), _last_result),
-    **dict.fromkeys(_names("philox2x32 philox4x32 threefry2x32 threefry4x32"), _random_bits),
+_CALLS: dict[str, int] = {
+    **dict.fromkeys(_names("cholesky triangular_solve"), 1),
+    **dict.fromkeys(_names("geqp3 geqrf householder_product lu ormqr"), 2),
+    "qr": 4,
+    **dict.fromkeys(_names("hessenberg tridiagonal"), 5),
+    "eigh": 10,
+    "svd": 15,
+    **dict.fromkeys(_names("eig schur"), 20),
 }
-"""Random bits."""
+"""How much longer than the shortest a call of a library takes, for a matrix of a few rows."""
+
+SERIAL = _LINEAR_ALGEBRA.keys() | {n for n, (flops, _) in TRANSCENDENTAL.items() if flops > 100}
+"""Calls of a library, and sums of very many terms: what they compute, they do one after another."""
 
 FLOPS: dict[str, _Count] = {
     "conv_general_dilated": _convolution,
@@ -285,8 +290,11 @@ FLOPS: dict[str, _Count] = {
     # updates
     **dict.fromkeys(SCATTERS - {"scatter"}, _scatter),
     "addupdate": _update_of_reference,
-    **RANDOM,
-    **LINEAR_ALGEBRA,
+    # random bits
+    **dict.fromkeys(_names("random_bits random_split"), _random_bits),
+    **dict.fromkeys(_names("rng_bit_generator rng_uniform"), _last_result),
+    **dict.fromkeys(_names("philox2x32 philox4x32 threefry2x32 threefry4x32"), _random_bits),
+    **_LINEAR_ALGEBRA,
     "fft": _fourier,
     "tridiagonal_solve": lambda eqn: (8 * size_of(eqn.invars[3].aval), 0),
 }
@@ -305,10 +313,6 @@ VIEWS = _names(
     """
 )
 """Primitives that move nothing."""
-
-
-def _all(eqn: Any) -> int:
-    return bytes_of(v.aval for v in (*eqn.invars, *eqn.outvars))
 
 
 def _what_is_read(eqn: Any) -> int:
@@ -343,6 +347,43 @@ def has_price(primitive: _compat.Primitive) -> bool:
     )
 
 
-def bytes_moved(eqn: Any) -> int:
-    """Bytes read and written by an operation alone, as if nothing were fused with it."""
-    return _BYTES.get(eqn.primitive.name, _all)(eqn)
+def bytes_moved(eqn: Any, differs: Sequence[bool] | None = None) -> int:
+    """Bytes read and written by an operation alone, as if nothing were fused with it.
+
+    Given which operands differ between lanes, those that do not are left out.
+    """
+    if eqn.primitive.name in _BYTES:
+        return _BYTES[eqn.primitive.name](eqn)
+    read = eqn.invars if differs is None else itertools.compress(eqn.invars, differs)
+    return bytes_of(v.aval for v in (*read, *eqn.outvars))
+
+
+PART_OF_OTHERS = VIEWS | {"broadcast_in_dim", "convert_element_type"}
+"""Primitives that are never operations of their own."""
+
+
+def is_fused(primitive: _compat.Primitive) -> bool:
+    """Whether it is part of a loop with what is around it, and need not write what it makes."""
+    facts = facts_of(primitive)
+    return facts.elementwise or facts.reduces or primitive.name in ("broadcast_in_dim", "iota")
+
+
+def calls_of(eqn: Any) -> int:
+    """Calls of a library, each for one matrix, in units of the shortest."""
+    calls = _CALLS.get(eqn.primitive.name, 0)
+    return calls and calls * matrices_of(eqn.invars[0].aval)[0]
+
+
+def windows_of(eqn: Any) -> int:
+    """How many windows, at places found by an index, are read or written; 0 of most operations."""
+    name = eqn.primitive.name
+    if name == "gather" or name in SCATTERS:
+        return math.prod(map(number_of, eqn.invars[1].aval.shape[:-1]))
+    return int(name in ("dynamic_slice", "dynamic_update_slice"))
+
+
+def places_of(eqn: Any) -> int:
+    """Places in memory that depend on data: of a window one, or two if it is written."""
+    if eqn.primitive.name == "sort":
+        return 2 * round(_sort(eqn)[0])  # the numbers that it compares
+    return windows_of(eqn) * (1 if eqn.primitive.name in ("gather", "dynamic_slice") else 2)

@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from itertools import repeat
 from typing import Any
 
 
+def _as_one(symbol: Any) -> int:
+    return 1
+
+
+_of_symbol: ContextVar[Callable[[Any], int]] = ContextVar("_of_symbol", default=_as_one)
+
+
+@contextlib.contextmanager
+def reading_symbols(of_symbol: Callable[[Any], int]) -> Iterator[None]:
+    """Inside, a size that is a symbol is read as the number that `of_symbol` gives for it."""
+    token = _of_symbol.set(of_symbol)
+    try:
+        yield
+    finally:
+        _of_symbol.reset(token)
+
+
+def reads_symbols() -> bool:
+    """Whether what is read now depends on more than the program."""
+    return _of_symbol.get() is not _as_one
+
+
+def number_of(size: Any) -> int:
+    """A size; one if it is a symbol that nobody reads."""
+    return size if isinstance(size, int) else _of_symbol.get()(size)
+
+
 def size_of(aval: Any) -> int:
-    """Number of elements of an array of this type; a size that is a symbol counts as one."""
-    return math.prod(n if isinstance(n, int) else 1 for n in getattr(aval, "shape", ()))
+    """Number of elements of an array of this type."""
+    return _product(getattr(aval, "shape", ()))
 
 
 def bytes_of(avals: Iterable[Any]) -> int:
@@ -80,15 +109,14 @@ def size_of_window(eqn: Any) -> int:
 
 def matrices_of(aval: Any) -> tuple[int, int, int]:
     """Of an array of matrices: their number, and the rows and columns of each."""
-    *batch, m, n = (k if isinstance(k, int) else 1 for k in aval.shape)
+    *batch, m, n = map(number_of, aval.shape)
     return math.prod(batch), m, n
 
 
 def length_along(aval: Any, dimension: int) -> int:
     """The size of one dimension."""
-    size = aval.shape[dimension] if aval.shape else 1
-    return size if isinstance(size, int) else 1
+    return number_of(aval.shape[dimension]) if aval.shape else 1
 
 
 def _product(sizes: Iterable[Any]) -> int:
-    return math.prod(n if isinstance(n, int) else 1 for n in sizes)
+    return math.prod(map(number_of, sizes))

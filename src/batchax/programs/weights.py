@@ -1,0 +1,52 @@
+"""How long operations take: a time for each amount of a `Cost`, one set of them for each use.
+
+All are rough, measured on a processor with a few cores. Choices that are made before anything is
+compiled, and the order of findings, depend on their proportions; no result does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchax.programs.cost import Cost
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Nanoseconds for each of these."""
+
+    transcendental: float
+    fused: float  # byte that need not be moved if operations are fused
+    byte: float = 0.05  # of the others
+    flop: float = 0.012  # of which many run at a time
+    serial: float = 0.3  # flop that waits for the one before
+    place: float = 4.0
+    call: float = 100.0  # of a library, the shortest one
+
+    def time(self, cost: Cost) -> float:
+        """Nanoseconds, roughly."""
+        computed = self.flop * (cost.flops - cost.serial) + self.serial * cost.serial
+        moved = self.byte * (cost.bytes - cost.fused) + self.fused * cost.fused
+        found = self.place * cost.places + self.call * cost.calls
+        return self.transcendental * cost.transcendentals + computed + moved + found
+
+
+ALONE = Weights(transcendental=10.0, fused=0.1)
+"""One example by itself. Its arrays are short: functions are called for one number after another,
+and what an operation makes is written, and read again."""
+
+TOGETHER = Weights(transcendental=0.2, fused=0.0)
+"""The share of one of many lanes that run at once. Functions fill vector registers, and what acts
+on each element is one loop with what reads it."""
+
+ROWS = Weights(transcendental=2.0, fused=0.05)
+"""Rows, packed or padded. Between operations they are masked, or moved to the other layout, which
+keeps many from being one loop. Arrays are long, and of functions some fill vector registers."""
+
+FINDINGS = Weights(transcendental=0.03, byte=0.1, fused=0.1, flop=0.03)
+"""What is told of a program, dearest first, by the operations and bytes that a listing shows: in it
+functions are operations as others, and arrays of all lanes lie in memory, not in a cache."""
+
+LAUNCH = 300.0  # to begin an operation; most are fused with others
+STEP = 1_000.0  # of a loop that runs operations of one lane
+CALLBACK = 10_000.0  # a call of Python
