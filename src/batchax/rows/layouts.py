@@ -9,11 +9,15 @@ takes no solver: all that can be packed is; or not what lies between padded step
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from batchax.programs.cost import Cost, cost_of_equation
+from batchax.programs.shapes import reading_symbols
+from batchax.programs.weights import ROWS
 from batchax.rows.packing import REDUCED, can_pack, is_packable
 from batchax.rows.sizes import Sizes, depends_on_sizes, has_symbols
 from batchax.rows.steps import Constant, RowProgram, RowStep
@@ -24,15 +28,6 @@ Layout = Literal["packed", "padded"]
 def other_layout(layout: Layout) -> Layout:
     """The one of the two that `layout` is not."""
     return "padded" if layout == "packed" else "packed"
-
-
-# Rough costs in nanoseconds on a CPU. Only their proportions matter, and these need not be precise:
-# by the padding of uneven rows layouts differ by several times.
-_ELEMENT = 0.4  # read or written, in a loop over elements
-_MULTIPLY_ADD = 0.02
-_MOVED_ELEMENT = 0.1  # from one layout to the other, along with others of the same place
-_MOVED_PLACE = 2.0
-_SEGMENT_PLACE = 8.0  # an element of a row added to the row's result
 
 
 @dataclass(frozen=True)
@@ -49,31 +44,23 @@ class Costs:
     padded: Sizes
     rows: int
 
-    def of(self, step: RowStep, layout: Layout) -> float:
-        """Nanoseconds, roughly, for all rows."""
+    def of(self, step: RowStep, layout: Layout, differs: Sequence[bool]) -> float:
+        """Nanoseconds, roughly, for all rows; `differs` says of values whether rows do."""
         eqn = step.eqn
-        shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
-        touched = sum(self._elements(s, layout) for s in shapes if has_symbols(s))
-        cost = _ELEMENT * touched
-        if eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            out = self._elements(eqn.outvars[0].aval.shape, layout)
-            sizes = self.packed if layout == "packed" else self.padded
-            dims = [eqn.invars[0].aval.shape[d] for d in contracted]
-            cost += _MULTIPLY_ADD * out * math.prod(map(sizes.bound, dims))
-        if eqn.primitive.name in REDUCED and layout == "packed":
-            cost += _SEGMENT_PLACE * max(self.packed.bounds.values())
-        return cost
+        own = [not isinstance(i, Constant) and differs[i] for i in step.inputs]
+        sizes, times = (self.packed, 1) if layout == "packed" else (self.padded, self.rows)
+        with reading_symbols(sizes.bound):
+            cost = times * cost_of_equation(eqn, differs=own)
+        reduced = eqn.primitive.name in REDUCED and not has_symbols(eqn.outvars[0].aval.shape)
+        if reduced and layout == "packed":  # each element is added to the result of its row
+            cost += Cost(places=2 * max(self.packed.bounds.values()))
+        return ROWS.time(cost)
 
     def move(self, shape: Sequence[Any]) -> float:
-        """Nanoseconds, roughly, to move a value between layouts."""
+        """Nanoseconds, roughly, to move a value, of numbers of 32 bits, between layouts."""
         places = self.rows * max(self.padded.bounds.values())
-        return _MOVED_PLACE * places + _MOVED_ELEMENT * self._elements(shape, "padded")
-
-    def _elements(self, shape: Sequence[Any], layout: Layout) -> int:
-        if layout == "packed" and has_symbols(shape):
-            return math.prod(self.packed.bounds_of(shape))
-        return self.rows * math.prod(self.padded.bounds_of(shape))
+        size = self.rows * math.prod(self.padded.bounds_of(shape))
+        return ROWS.time(Cost(places=places, bytes=2 * 4 * size))
 
 
 def differing_values(program: RowProgram, batched: Sequence[bool]) -> list[bool]:
@@ -112,7 +99,7 @@ def choose_layouts(
     if only is not None:
         packed = [p is True and only == "packed" for p in possible]
     elif False in possible and True in possible:
-        packed = _cheaper(program, possible, ragged, costs)
+        packed = _cheaper(program, possible, ragged, differs, costs)
     else:
         packed = [p is True for p in possible]
     for p, is_packed in zip(possible, packed, strict=True):
@@ -121,13 +108,18 @@ def choose_layouts(
 
 
 def _cheaper(
-    program: RowProgram, possible: Sequence[bool | None], ragged: set[int], costs: Costs
+    program: RowProgram,
+    possible: Sequence[bool | None],
+    ragged: set[int],
+    differs: Sequence[bool],
+    costs: Costs,
 ) -> list[bool]:
     """For each step whether it runs packed: all that can, or those at either end, or none."""
     packed = [p is True for p in possible]
     ends = [p and not b for p, b in zip(packed, _between(program, possible), strict=True)]
     ways = packed, ends, [False] * len(possible)
-    return min(ways, key=lambda each: _cost(program, each, possible, ragged, costs))
+    price = functools.cache(functools.partial(costs.of, differs=differs))
+    return min(ways, key=lambda each: _cost(program, each, possible, ragged, price, costs))
 
 
 def _between(program: RowProgram, possible: Sequence[bool | None]) -> list[bool]:
@@ -151,6 +143,7 @@ def _cost(
     packed: Sequence[bool],
     possible: Sequence[bool | None],
     ragged: set[int],
+    price: Callable[[RowStep, Layout], float],
     costs: Costs,
 ) -> float:
     """Nanoseconds, roughly, of all steps, and of moving what is wanted in another layout."""
@@ -161,7 +154,7 @@ def _cost(
         if may_be is None:
             continue
         layout: Layout = "packed" if is_packed else "padded"
-        total += costs.of(step, layout)
+        total += price(step, layout) if may_be else 0.0  # where there is no choice it is the same
         moved |= {v for v in step.used if v in ragged and made.get(v, "packed") != layout}
         made.update(dict.fromkeys(step.outputs, layout))
     for v in program.outputs:  # what is returned is packed, as arguments are
