@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from batchax.execution.memory import free_memory, show_bytes
 from batchax.explain.account import Finding
-from batchax.explain.findings.draft import OPERATION, Draft
+from batchax.explain.findings.draft import Draft
 from batchax.explain.wording import count, show_seconds
+from batchax.programs.weights import FINDINGS, LAUNCH
 
 _MOST_OVERHEAD = 0.05  # of a chunk's time, where its size is well chosen
 _TOO_MUCH = 0.25  # of it, where it is not
@@ -31,7 +32,7 @@ def chunk_sizes(draft: Draft) -> Iterator[Finding]:
         return  # what a chunk computes is not known
     chunks = math.ceil(draft.lanes / size)
     work = draft.price / draft.lanes  # of a lane
-    each = OPERATION * _operations(draft)
+    each = LAUNCH * _operations(draft)
     best = _power_of_two(each / (_MOST_OVERHEAD * max(work, 1e-3)), draft.lanes)
     share = each / max(each + size * work, 1e-3)
     if chunks > 1 and share > _TOO_MUCH and best >= 2 * size:
@@ -55,7 +56,7 @@ def chunk_sizes(draft: Draft) -> Iterator[Finding]:
             "smaller ones.",
             f"Give batch_size={best}: {show_bytes(round(best * each_lane))} of them are enough.",
             "",
-            0.1 * draft.temporaries,
+            FINDINGS.byte * draft.temporaries,
         )
 
 
@@ -108,5 +109,5 @@ def memory(draft: Draft) -> Iterator[Finding]:
         f"temporaries, of {show_bytes(free)} that the device has free.",
         'Give batch_size="auto": as many lanes run at a time as fit.',
         "",
-        0.1 * draft.temporaries,
+        FINDINGS.byte * draft.temporaries,
     )

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 from batchax.execution.memory import show_bytes
 from batchax.explain.account import Equation, Finding
-from batchax.explain.findings.draft import BYTE, Draft
+from batchax.explain.findings.draft import Draft
 from batchax.explain.text import marked
 from batchax.explain.wording import count
 from batchax.programs.hlo import Computation, Instruction
+from batchax.programs.weights import FINDINGS
 
 # Through these an array goes as it is, or in another order of its elements in memory.
 _SAME = frozenset(["bitcast", "copy", "reshape"])
@@ -37,7 +38,7 @@ def repeated(draft: Draft) -> Iterator[Finding]:
             f"{count(draft.lanes, 'lane')}: {types}, {show_bytes(size)}.",
             _remedy_of_repeated(eqn),
             number,
-            2 * BYTE * size * _times(eqn),  # written, and read
+            2 * FINDINGS.byte * size * _times(eqn),  # written, and read
         )
 
 
@@ -116,7 +117,8 @@ def transposed(draft: Draft) -> Iterator[Finding]:
             f"{what}: {show_bytes(size)} are written again, as {instruction.shape.text}.",
             remedy,
             number,
-            4 * BYTE * size * _times(eqn),  # read and written, and one of both in short pieces
+            # Read and written, and one of both in short pieces.
+            4 * FINDINGS.byte * size * _times(eqn),
         )
 
 

@@ -1,4 +1,4 @@
-"""What findings are made from, and prices to order them by."""
+"""What findings are made from, and what work is taken to cost."""
 
 from __future__ import annotations
 
@@ -13,19 +13,12 @@ from batchax.explain.entries import number_of
 from batchax.explain.wording import count
 from batchax.kernel.recording import Record, Recorder
 from batchax.programs.hlo import Instruction, Module, UnreadableProgram, read_module
-
-# Nanoseconds, roughly those of a processor with a few cores. Findings are ordered by them and small
-# ones left out; nothing else depends on them.
-FLOP = 0.03
-BYTE = 0.1
-OPERATION = 300.0  # to begin one; most are fused with others
-STEP = 1_000.0  # of a loop that runs operations of one lane
-CALLBACK = 10_000.0  # a call of Python
+from batchax.programs.weights import FINDINGS
 
 
 def price(work: Work) -> float:
     """Nanoseconds, roughly."""
-    return FLOP * work.flops + BYTE * work.bytes
+    return FINDINGS.flop * work.flops + FINDINGS.byte * work.bytes
 
 
 def price_fused(equations: Sequence[Equation]) -> float:
@@ -35,7 +28,7 @@ def price_fused(equations: Sequence[Equation]) -> float:
         if eqn.parts:
             total += price_fused(eqn.parts)
         elif eqn.rule in _FUSED:
-            total += FLOP * eqn.work.flops
+            total += FINDINGS.flop * eqn.work.flops
         else:
             total += price(eqn.work)
     return total

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 
 from batchax import _compat
 from batchax.explain.account import Equation, Finding
-from batchax.explain.findings.draft import CALLBACK, STEP, Draft
+from batchax.explain.findings.draft import Draft
 from batchax.explain.wording import count
 from batchax.kernel.recording import Record
+from batchax.programs.weights import CALLBACK, STEP
 
 _CALLBACKS = frozenset("io_callback debug_callback debug_print pure_callback ffi_call".split())
 

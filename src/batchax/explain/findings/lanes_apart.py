@@ -12,20 +12,14 @@ from jax.extend.core import Literal
 from batchax.divergence.compact import Compact
 from batchax.errors import UnsupportedError
 from batchax.explain.account import Equation, Finding, Work
-from batchax.explain.findings.draft import (
-    BYTE,
-    Draft,
-    lanes_at_a_time,
-    price,
-    price_fused,
-)
+from batchax.explain.findings.draft import Draft, lanes_at_a_time, price, price_fused
 from batchax.explain.wording import count, show_work
 from batchax.kernel import recording
 from batchax.kernel.inner import batched_aval
 from batchax.kernel.recording import Record
 from batchax.kernel.registry import find_rule
-
-_STEPS = 16  # what a loop is taken to do if it does not say
+from batchax.programs.cost import STEPS
+from batchax.programs.weights import FINDINGS
 
 
 def branches(draft: Draft) -> Iterator[Finding]:
@@ -41,7 +35,8 @@ def branches(draft: Draft) -> Iterator[Finding]:
         n = len(record.eqn.params["branches"])
         unused = 1 - 1 / n
         wasted = unused * price_fused(eqn.parts)
-        if wasted < BYTE * sum(v.bytes for v in (*eqn.inputs, *eqn.outputs) if v.axis is not None):
+        moved = sum(v.bytes for v in (*eqn.inputs, *eqn.outputs) if v.axis is not None)
+        if wasted < FINDINGS.byte * moved:
             continue
         yield Finding(
             "branch runs for all lanes",
@@ -102,7 +97,7 @@ def _step_of(eqn: Equation) -> tuple[Work, int]:
     total = sum((part.work for part in eqn.parts), Work())
     counts = [part.times for part in eqn.parts]
     if not counts or None in counts:
-        return total, _STEPS
+        return total, STEPS
     steps = max(1, *(n for n in counts if n is not None))
     return Work(total.flops / steps, total.bytes / steps), steps
 

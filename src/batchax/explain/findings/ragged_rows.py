@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from batchax.explain.account import Finding, Work
-from batchax.explain.findings.draft import STEP, Draft, price
+from batchax.explain.findings.draft import Draft, price
 from batchax.explain.wording import count, show_work
+from batchax.programs.weights import STEP
 from batchax.rows.arguments import NotedSize
 from batchax.rows.buckets import bucket
 from batchax.rows.sizes import depends_on_sizes

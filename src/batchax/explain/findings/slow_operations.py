@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from batchax.explain.account import Finding
 from batchax.explain.findings.draft import Draft
 from batchax.explain.wording import count, show_flops
 from batchax.kernel.recording import Record
+from batchax.programs.cost import cost_of_equation
+from batchax.programs.prices import SCATTERS, calls_of, windows_of
 from batchax.programs.shapes import matrices_of, size_of
+from batchax.programs.weights import FINDINGS
 
-# Nanoseconds of a window, and of each element in it.
-_READ = 20.0
-_WRITTEN = 30.0
-_ELEMENT = 1.0
-
-_FIRST_INDEX = {"dynamic_slice": 1, "dynamic_update_slice": 2, "gather": 1}
-_SCATTERS = "scatter scatter-add scatter_add scatter-sub scatter_sub scatter_mul scatter-mul"
-_SCATTERS += " scatter_min scatter-min scatter_max scatter-max"
-_FIRST_INDEX |= dict.fromkeys(_SCATTERS.split(), 1)
-_WRITES = frozenset(["dynamic_update_slice", *_SCATTERS.split()])
+_WRITES = SCATTERS | {"dynamic_update_slice"}
+_FIRST_INDEX = dict.fromkeys(("dynamic_slice", "gather", *SCATTERS), 1)
+_FIRST_INDEX["dynamic_update_slice"] = 2
 
 
 def gathers(draft: Draft) -> Iterator[Finding]:
@@ -32,17 +27,18 @@ def gathers(draft: Draft) -> Iterator[Finding]:
         if not any(name.startswith(("gather", "scatter")) for name in eqn.emitted):
             continue
         windows, each = _windows(record)
-        number = windows * draft.lanes * _times_of_chunk(draft, record, eqn.times)
+        times = draft.lanes * _times_of_chunk(draft, record, eqn.times)
+        number = round(windows * times)
         writes = eqn.primitive in _WRITES
         became = "scatter" if writes else "gather"
         yield Finding(
             f"{became} at places of each lane",
             f"`{eqn.primitive}` {'writes' if writes else 'reads'} at other places in each of "
-            f"{count(draft.lanes, 'lane')}: a {became} of {count(round(number), 'window')} of "
+            f"{count(draft.lanes, 'lane')}: a {became} of {count(number, 'window')} of "
             f"{count(each, 'element')}.",
             _remedy_of_gather(eqn.primitive, windows, each, writes),
             eqn.number,
-            number * ((_WRITTEN if writes else _READ) + _ELEMENT * each),
+            times * FINDINGS.time(cost_of_equation(record.eqn)),
         )
 
 
@@ -53,14 +49,10 @@ def _own_places(record: Record, first: int) -> bool:
 
 def _windows(record: Record) -> tuple[int, int]:
     """How many windows one lane reads or writes, and the elements of each."""
-    eqn = record.eqn
+    eqn, windows = record.eqn, windows_of(record.eqn)
     name = eqn.primitive.name
     moved = eqn.invars[1 if name == "dynamic_update_slice" else 2] if name in _WRITES else None
-    elements = size_of((moved or eqn.outvars[0]).aval)
-    if name.startswith("dynamic"):
-        return 1, elements
-    windows = math.prod(n for n in eqn.invars[1].aval.shape[:-1] if isinstance(n, int))
-    return windows, elements // max(1, windows)
+    return windows, size_of((moved or eqn.outvars[0]).aval) // max(1, windows)
 
 
 def _remedy_of_gather(name: str, windows: int, each: int, writes: bool) -> str:
@@ -78,21 +70,6 @@ def _remedy_of_gather(name: str, windows: int, each: int, writes: bool) -> str:
 
 # --- factorisations ----------------------------------------------------------------------------
 
-# Nanoseconds of one for a matrix of a few rows, nearly all of them for the call.
-_CALL = {
-    "cholesky": 100.0,
-    "eig": 2_000.0,
-    "eigh": 1_000.0,
-    "geqrf": 200.0,
-    "hessenberg": 500.0,
-    "householder_product": 200.0,
-    "lu": 200.0,
-    "qr": 400.0,
-    "schur": 2_000.0,
-    "svd": 1_500.0,
-    "triangular_solve": 100.0,
-    "tridiagonal": 500.0,
-}
 _SMALL = 16  # rows and columns
 _BY_COLUMNS = 8  # up to here a loop over columns, each for all lanes, is faster
 
@@ -100,19 +77,21 @@ _BY_COLUMNS = 8  # up to here a loop over columns, each for all lanes, is faster
 def factorisations(draft: Draft) -> Iterator[Finding]:
     """Factorisations of small matrices. Their price: a call of the library for each."""
     for eqn, record in draft.walk():
-        if eqn.primitive not in _CALL or not record.in_axes or record.in_axes[0] is None:
+        calls = calls_of(record.eqn)
+        if not calls or not record.in_axes or record.in_axes[0] is None:
             continue
         each, rows, columns = matrices_of(record.eqn.invars[0].aval)
         if eqn.service != "own" or eqn.primitive not in eqn.emitted or max(rows, columns) > _SMALL:
             continue
-        number = round(each * draft.lanes * _times_of_chunk(draft, record, eqn.times))
+        times = draft.lanes * _times_of_chunk(draft, record, eqn.times)
+        number = round(each * times)
         yield Finding(
             "factorisation of small matrices",
             f"`{eqn.primitive}` of {number:,} matrices of {rows} x {columns}: a call of a library "
             f"for each, for {show_flops(eqn.work.flops / max(1, number))} of arithmetic.",
             _remedy_of_factorisation(eqn.primitive, max(rows, columns)),
             eqn.number,
-            number * _CALL[eqn.primitive],
+            times * calls * FINDINGS.call,
         )
 
 
