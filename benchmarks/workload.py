@@ -25,6 +25,7 @@ class Workload:
       lanes: number of lanes in a full measurement.
       options: keyword arguments of `vmap`.
       nests: whether `fun` itself batches something.
+      by_hand: what is written with `jax.vmap` instead, where that has no such `options`.
     """
 
     name: str
@@ -34,10 +35,13 @@ class Workload:
     lanes: int
     options: dict[str, Any] = field(default_factory=dict)
     nests: bool = False
+    by_hand: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 
     def batched_by(self, vmap: Callable[..., Any]) -> Callable[..., Any]:
         """The workload under `vmap`: a new function each time, so that it is traced anew."""
         fun = functools.partial(self.fun, vmap) if self.nests else self.fun
+        if vmap is jax.vmap and self.by_hand is not None:
+            return self.by_hand(lambda *args: fun(*args))
         return vmap(lambda *args: fun(*args), **self.options)
 
 
@@ -50,13 +54,14 @@ def workload(
     *,
     lanes: int,
     nests: bool = False,
+    by_hand: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     **options: Any,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator that enters a per-example function in the table, under its own name."""
 
     def decorate(fun: Callable[..., Any]) -> Callable[..., Any]:
         name = fun.__name__.replace("_", " ")
-        WORKLOADS[name] = Workload(name, family, fun, data, lanes, options, nests)
+        WORKLOADS[name] = Workload(name, family, fun, data, lanes, options, nests, by_hand)
         return fun
 
     return decorate
