@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+import batchax as bx
 from benchmarks.workload import normal, workload
 
 FAMILY = "networks"
@@ -120,3 +121,20 @@ def recurrent_network(parameters, xs):
         return h, jnp.sum(h)
 
     return lax.scan(step, jnp.zeros(32), xs)
+
+
+def reshaped(f):
+    """Attention in blocks of 64 as written with `jax.vmap`."""
+    return lambda tokens: jax.vmap(f)(tokens.reshape(-1, 64, 32)).reshape(-1, 32)
+
+
+@workload(
+    FAMILY,
+    lambda n: (normal(n * 64, 32),),
+    lanes=64,
+    by_hand=reshaped,
+    in_axes=bx.tiles(size=64),
+    out_axes=bx.tiles(),
+)
+def local_attention_in_tiles(block):
+    return jax.nn.softmax(block @ block.T / 32**0.5) @ block
