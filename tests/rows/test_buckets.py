@@ -332,7 +332,7 @@ MISTAKES = {
     "a reduction of rows": (
         lambda: bx.vmap(lambda x: x, buckets=2, out_axes=bx.Reduce("sum"))(X),
         bx.AxisError,
-        r"Reduce\(kind='sum'\) for out",
+        r"Reduce\('sum'\) for out",
     ),
     "rows along another axis": (
         lambda: bx.vmap(lambda x: x, buckets=2, out_axes=1)(X),

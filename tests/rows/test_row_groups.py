@@ -263,7 +263,7 @@ REFUSED = {
         lambda x: x,
         dict(out_axes=bx.Reduce("sum")),
         bx.AxisError,
-        r"Reduce\(kind='sum'\) for out",
+        r"Reduce\('sum'\) for out",
     ),
     "rows along another axis": (lambda x: x, dict(out_axes=1), bx.AxisError, "gives 1 for out"),
     "rows without a batch axis": (lambda x: x, dict(out_axes=None), bx.AxisError, "for out"),

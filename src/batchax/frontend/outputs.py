@@ -66,6 +66,10 @@ class Reduce:
                 f'Reduce({self.kind!r}, unmapped={self.unmapped!r}): give "reduce" or "keep".'
             )
 
+    def __repr__(self) -> str:
+        unmapped = "" if self.unmapped == "reduce" else f", unmapped={self.unmapped!r}"
+        return f"batchax.Reduce({self.kind!r}{unmapped})"
+
 
 @dataclass(frozen=True)
 class OutputArray:
