@@ -697,3 +697,67 @@ def test_a_reference_along_another_axis_is_refused():
         return bx.scan(lambda c, x: (c, x[...]), 1)(0, jax.new_ref(xs))
 
     fails(lambda: jax.jit(run)(jnp.zeros((2, 3))), bx.UnsupportedError, "args[1]", "axis 0")
+
+
+# --- along the last axis, in blocks ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("length", [3, 4, 16, 32, 37])
+@pytest.mark.parametrize("axes", [(1, 1), (1, 0), (0, 1)])
+def test_columns_are_taken_in_blocks(axes, length, reverse):
+    """Values, types and derivatives are those of `lax.scan` over the transposed array."""
+    rows = 20
+    x = example((rows, length) if axes[0] else (length, rows), seed=1)
+    k = jnp.arange(rows * length, dtype=jnp.int8).reshape(x.shape)
+    w = example((rows,), seed=2)
+
+    def step(carry, x, k, w):
+        h, count = carry
+        h = jnp.tanh(h * w + x) + k
+        return (h, count + 1), {"h": h, "even": k % 2 == 0, "count": count}
+
+    def ours(x, w):
+        out_axes = {"h": axes[1], "even": axes[1], "count": 0}
+        run = bx.scan(step, (axes[0], axes[0], None), out_axes, reverse=reverse)
+        return run((jnp.zeros(rows), 0), x, k, w)
+
+    def by_hand(x, w):
+        xs = [jnp.moveaxis(a, axes[0], 0) for a in (x, k)]
+        one = lambda carry, xs: step(carry, *xs, w)
+        carry, ys = lax.scan(one, (jnp.zeros(rows), 0), xs, reverse=reverse)
+        placed = {n: jnp.moveaxis(ys[n], 0, axes[1]) for n in ("h", "even")}
+        return carry, {**placed, "count": ys["count"]}
+
+    got, expected = jax.jit(lambda *a: (ours(*a), by_hand(*a)))(x, w)
+    same(got, expected)
+    jax.tree.map(same_type, got, expected)
+
+    def everything(f):
+        loss = lambda x, w: jnp.sum(f(x, w)[1]["h"] ** 2) + jnp.sum(f(x, w)[0][0])
+        gradient = jax.grad(loss, (0, 1))
+        return lambda x, w: (
+            gradient(x, w),
+            jax.jvp(loss, (x, w), (x, w)),
+            jax.jvp(gradient, (x, w), (x, w))[1],
+        )
+
+    same(*jax.jit(lambda *a: [everything(f)(*a) for f in (ours, by_hand)])(x, w))
+    stacked = jnp.stack([x, x + 1])
+    mapped = lambda vmap, f: vmap(f, (0, None))(stacked, w)
+    same(*jax.jit(lambda: [mapped(bx.vmap, ours), mapped(jax.vmap, by_hand)])())
+
+
+def test_columns_of_keys_and_few_rows():
+    """Blocks are for arrays with enough rows; keys have no zero to begin from."""
+    keys = jax.random.split(jax.random.key(0), (17, 6))
+    draw = lambda c, keys: (c + 1, jax.vmap(jax.random.normal)(keys))
+    carry, ys = bx.scan(draw, 1, 1)(0, keys)
+    same(ys, jax.vmap(jax.vmap(jax.random.normal))(keys))
+    assert int(carry) == 6
+    _, passed = bx.scan(lambda c, keys: (c, keys), 1, 1)(0, keys)
+    same(jax.random.key_data(passed), jax.random.key_data(keys))
+    assert "scan[" in str(jax.make_jaxpr(bx.scan(lambda c, x: (c, x), 1, 1))(0, jnp.ones((17, 6))))
+    loops = lambda x: str(jax.make_jaxpr(bx.scan(lambda c, x: (c, x), 1, 1))(0, x)).count("scan[")
+    assert (loops(jnp.ones((17, 32))), loops(jnp.ones((3, 32)))) == (2, 1)
+    assert loops(jnp.ones((17, 32, 2))) == 1

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import eval_jaxpr
 from jax.extend.core import unmapped_aval
@@ -59,9 +61,10 @@ class ScanProgram:
 def _run(steps: ScanProgram, consts: list[Any], carry: list[Any], xs: list[Any]) -> list[Any]:
     types = steps.body.out_avals[steps.n_carry :]
     axes = steps.out_axes
-    # lax.scan stacks along axis 0. Along another one, each step writes its entry where it
-    # belongs in an array that is part of the carry.
-    written = [k for k, a in enumerate(axes) if a != 0 and steps.length != 0]
+    sweeps = _sweeps(steps, xs)
+    # lax.scan stacks along axis 0. Along another one, and for several sweeps, each step writes its
+    # entry where it belongs in an array that is part of the carry.
+    written = [k for k, a in enumerate(axes) if (a != 0 or len(sweeps) > 1) and steps.length != 0]
     # Their derivatives are those of what lax.scan stacks as well. Nobody looks at the values of
     # that, so the compiler drops it where nothing is differentiated.
     stacked = [k for k, t in enumerate(types) if k not in written or is_inexact(t)]
@@ -71,24 +74,45 @@ def _run(steps: ScanProgram, consts: list[Any], carry: list[Any], xs: list[Any])
         array = blank(unmapped_aval(steps.length, axes[k], types[k]), first + k)
         arrays.append(_compat.varying_as(array, types[k]))
 
-    def step(index: Any, carry: Any, parts: list[Any]) -> Any:
-        values, arrays = carry
-        outs = eval_jaxpr(steps.body.jaxpr, (), *consts, *values, *parts)
-        values, ys = outs[: steps.n_carry], outs[steps.n_carry :]
-        arrays = [
-            lax.dynamic_update_slice_in_dim(
-                array, _fixed_entry(ys[k], axes[k]), index, axes[k], allow_negative_indices=False
-            )
-            for array, k in zip(arrays, written, strict=True)
-        ]
-        return (values, arrays), [y if k in stacked else None for k, y in enumerate(ys)]
+    def one(carry: list[Any], entries: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        outs = eval_jaxpr(steps.body.jaxpr, (), *consts, *carry, *entries)
+        return outs[: steps.n_carry], outs[steps.n_carry :]
 
-    (carry, arrays), ys = scan_slices(
-        step, (carry, arrays), xs, steps.in_axes, None, steps.length,
-        reverse=steps.reverse, unroll=steps.unroll,
-    )  # fmt: skip
+    def swept(sweep: _Sweep, state: Any) -> tuple[Any, list[Any]]:
+        def step(index: Any, state: Any, parts: list[Any]) -> Any:
+            carry, arrays = state
+            carry, ys = (
+                _block(steps, sweep.width, one, carry, parts) if sweep.width else one(carry, parts)
+            )
+            at = sweep.first + index * np.int32(sweep.width or 1)
+            arrays = [
+                lax.dynamic_update_slice_in_dim(
+                    array, _part(ys[k], axes[k], sweep.width), at, axes[k],
+                    allow_negative_indices=False,
+                )
+                for array, k in zip(arrays, written, strict=True)
+            ]  # fmt: skip
+            return (carry, arrays), [y if k in stacked else None for k, y in enumerate(ys)]
+
+        part = [
+            x if a is None or not sweep.first else lax.slice_in_dim(x, sweep.first, None, axis=a)
+            for x, a in zip(xs, steps.in_axes, strict=True)
+        ]
+        state, ys = scan_slices(
+            step, state, part, steps.in_axes, sweep.width, sweep.count,
+            reverse=steps.reverse, unroll=1 if sweep.width else steps.unroll,
+        )  # fmt: skip
+        if sweep.width:
+            ys = [y if y is None else y.reshape(-1, *y.shape[2:]) for y in ys]
+        return state, ys
+
+    state, found = (carry, arrays), {}
+    for sweep in reversed(sweeps) if steps.reverse else sweeps:
+        state, found[sweep] = swept(sweep, state)
+    carry, arrays = state
     ys = [
-        y if a == 0 or y is None else jnp.moveaxis(y, 0, a) for y, a in zip(ys, axes, strict=True)
+        None if pieces[0] is None else jnp.moveaxis(jnp.concatenate(pieces), 0, a)
+        for *pieces, a in zip(*(found[sweep] for sweep in sweeps), axes, strict=True)
     ]
     for array, k in zip(arrays, written, strict=True):
         array = _compat.weakly(array) if types[k].weak_type else array
@@ -96,5 +120,69 @@ def _run(steps: ScanProgram, consts: list[Any], carry: list[Any], xs: list[Any])
     return [*carry, *ys]
 
 
-def _fixed_entry(y: Any, axis: int) -> Any:
-    return expand_axis(lax.stop_gradient(y) if is_inexact(y) else y, axis)
+class _Sweep(NamedTuple):
+    """Steps that are taken in one loop.
+
+    Attributes:
+      first: the first of them.
+      count: how many slices are taken.
+      width: how many steps a slice holds; None for one, without the axis.
+    """
+
+    first: int
+    count: Any
+    width: int | None
+
+
+_WIDTH = 16
+"""Steps at a time, where an array has the axis of the steps last: a line of cache holds as many
+entries of four bytes. One at a time, each of them would be read for every step. A scan of 1,000
+steps over the columns of 4,096 rows took 2.3 times as long so as to transpose the array first;
+columns in blocks of 16 take 0.8 times as long, and no second array. Other sizes take longer."""
+
+
+_FEWEST = 4  # steps for which that is done
+
+
+def _sweeps(steps: ScanProgram, xs: Sequence[Any]) -> list[_Sweep]:
+    """All steps one by one; or in blocks, of which the last one may be smaller."""
+    types = steps.body.out_avals[steps.n_carry :]
+    last = [
+        *(x for x, a in zip(xs, steps.in_axes, strict=True) if a is not None and a == x.ndim - 1),
+        *(t for t, a in zip(types, steps.out_axes, strict=True) if a and a == len(t.shape)),
+    ]
+    in_blocks = (
+        isinstance(steps.length, int)
+        and steps.length >= _FEWEST
+        and steps.unroll == 1
+        and steps.unroll is not True
+        and any(math.prod(x.shape[:-1]) >= _WIDTH for x in last)
+        and not any(map(_compat.is_reference, xs))
+    )
+    if not in_blocks:
+        return [_Sweep(0, steps.length, None)]
+    count, rest = divmod(steps.length, _WIDTH)
+    sweeps = _Sweep(0, count, _WIDTH), _Sweep(count * _WIDTH, 1, rest)
+    return [sweep for sweep in sweeps if sweep.count and sweep.width]
+
+
+def _block(
+    steps: ScanProgram, width: int, one: Any, carry: list[Any], parts: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """`width` steps: the carry after them, and their ys, stacked along axis 0."""
+    scanned = [
+        None if a is None else jnp.moveaxis(part, a, 0)
+        for part, a in zip(parts, steps.in_axes, strict=True)
+    ]
+
+    def step(carry: list[Any], entries: list[Any]) -> tuple[list[Any], list[Any]]:
+        pairs = zip(parts, entries, steps.in_axes, strict=True)
+        return one(carry, [part if a is None else entry for part, entry, a in pairs])
+
+    return lax.scan(step, carry, scanned, length=width, reverse=steps.reverse)
+
+
+def _part(y: Any, axis: int, width: int | None) -> Any:
+    """What is written of the ys of a step, or of a block of them: values without derivatives."""
+    y = lax.stop_gradient(y) if is_inexact(y) else y
+    return expand_axis(y, axis) if width is None else jnp.moveaxis(y, 0, axis)
