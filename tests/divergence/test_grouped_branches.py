@@ -478,3 +478,18 @@ def test_values_are_the_same_to_the_bit():
     ours, masked = at_once(compact(f), bx.vmap(f))(P, X)
     assert loops_over_picks(compact(f), P, X) == 1
     assert (ours == masked).all()
+
+
+def test_a_result_of_dtype_float0():
+    zero = np.zeros((), jax.dtypes.float0)
+
+    @jax.jit
+    def tangents(x, i):
+        return jax.jvp(lambda x, i: (steps(x, W), i * 2), (x, i), (x, zero))[1]
+
+    def fun(p, x, i):
+        return lax.cond(p, tangents, lambda x, i: (x, zero), x, i)
+
+    numbers = jnp.arange(N)
+    assert loops_over_picks(compact(fun), P, X, numbers) == 1
+    same(compact(fun)(P, X, numbers), bx.vmap(fun)(P, X, numbers), SOME)

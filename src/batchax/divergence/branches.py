@@ -125,8 +125,6 @@ class _Part:
             return False  # to make values of references undoes derivative rules in the program
         if any(map(closed_over, self.program.jaxpr.eqns)):
             return False  # a derivative rule in it would find values of all lanes, not of a chunk
-        if any(v.aval.dtype == jax.dtypes.float0 for v in self.made):
-            return False
         # Inside `shard_map` the operands of the loop are all cast to vary over the same axes of the
         # mesh. A program that casts a value itself must not be given one that varies already.
         mesh_axes = _compat.varying_axes(jax.typeof(self.index))
