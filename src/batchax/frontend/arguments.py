@@ -126,8 +126,9 @@ def flatten_arguments(
 ) -> FlatArguments:
     """Spreads `in_axes` over the arguments of one call.
 
-    Arguments that are not mapped are left alone; `on_mesh`: but for arrays whose types tell
-    of a mesh. Where the call goes on inside a ``shard_map`` their types must change.
+    Arguments that are not mapped are closed over, as they are. With `on_mesh`, arrays among them
+    whose types tell of a mesh are passed as mapped ones are, but without an axis: the call may go
+    on inside a ``shard_map``, and there their types are others.
 
     Raises:
       AxisError: `in_axes` does not fit the arguments, or an axis is out of range.

@@ -24,7 +24,7 @@ from batchax.frontend.parts import Parts
 
 @dataclass(frozen=True)
 class Container:
-    """How batches of one type are taken apart and put together."""
+    """How batches of one type are taken apart and put together (see `register_container`)."""
 
     type: type
     spec_type: type
@@ -139,7 +139,7 @@ def unregister_container(type: type) -> None:
     _compat.forget_batches(type)
 
 
-_type = type
+_type = type  # where a parameter of that name hides it
 
 
 def parts_of_argument(value: Any, spec: Any, path: str) -> Parts | None:

@@ -129,6 +129,7 @@ def _without_tracers(value: Any) -> Any:
 
 
 def _nothing(shape: Sequence[Any], like: Any) -> Any:
+    """An array of zeros, of that shape and the dtype of `like`, for which no memory is taken."""
     dtype = jax.typeof(like).dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, like)

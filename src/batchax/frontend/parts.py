@@ -19,9 +19,10 @@ class Parts:
     """What a value is made of.
 
     Attributes:
-      values: what stands for its parts: for all lanes of an argument, for one of an output.
+      values: its parts: those of an argument are of all lanes, those of an output of one lane.
       specs: what `in_axes`, or `out_axes`, says of each.
-      join: makes the whole of its parts: of an argument for one lane, of an output for all.
+      join: makes the whole again, of what the parts have become meanwhile: an argument of those
+        of one lane, an output of those of all lanes.
       names: what messages call each part; by default as the whole, and numbered if there are
         several.
     """

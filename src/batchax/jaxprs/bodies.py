@@ -29,11 +29,12 @@ class Body:
     Attributes:
       role: "body" of a loop, "condition" of a `while`, "branch 0" and so on of a `cond`; "call".
       program: the program, as the equation holds it: with its constants or without.
-      operands: for each input the operand of the equation that it is, if it is the same whenever
-        the program runs; that it is at first, if it is carried; that it is a part of. Empty where
-        nobody says, of primitives of third parties.
-      results: for each output the result of the equation that it is, after the last step if it
-        is carried, or that it is a part of. Empty for a condition.
+      operands: for each input the number of the operand of the equation that it comes from: the
+        operand itself, the first value of what is carried, or what parts are taken of. Empty
+        where nobody says, of primitives of third parties.
+      results: for each output the number of the result of the equation that it goes to: the
+        result itself (of what is carried, after the last step), or what it is a part of. Empty
+        for a condition.
       same: how many inputs are the same whenever the program runs.
       carried: how many inputs are carried.
       times: how often the program runs; None if that depends on values.

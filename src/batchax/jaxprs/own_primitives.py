@@ -42,9 +42,10 @@ def operations_of(eqn: Any) -> _compat.ClosedJaxpr | None:
 
 
 def expanded(prim: Any, avals: Any) -> _compat.ClosedJaxpr:
-    """The program that an equation `call_hi_primitive` stands for, of operands of these types.
+    """The program that a `call_hi_primitive` stands for, of operands of these types.
 
-    It is JAX's, for operations that their authors describe by an object.
+    That primitive of JAX's runs operations that their authors describe by an object, its
+    parameter `prim` (``jax.experimental.hijax``).
     """
 
     def run(*operands: Any) -> list[Any]:

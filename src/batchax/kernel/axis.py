@@ -147,7 +147,7 @@ def inserted(entries: Sequence[Any], position: int, entry: Any) -> tuple[Any, ..
 
 
 def slot_after(dims: Sequence[int], count: int) -> int:
-    """The first position that comes after `count` of the sorted `dims`."""
+    """Where a dimension is put to come right after the first `count` of the sorted `dims`."""
     return dims[count - 1] + 1 if count else 0
 
 
@@ -157,6 +157,7 @@ def names_in(params: Any) -> frozenset[Hashable]:
         return frozenset().union(*map(names_in, params.values()))
     if isinstance(params, (tuple, list, set, frozenset)):
         return frozenset().union(*map(names_in, params))
+    # Names are nearly always strings: numbers are taken for sizes, dimensions and flags.
     if params is None or isinstance(params, (bool, int, float)):
         return frozenset()
     try:

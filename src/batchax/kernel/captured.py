@@ -38,7 +38,7 @@ from batchax.kernel.interpreter import interpret
 
 @dataclass(frozen=True, eq=False)
 class MappedProgram:
-    """A staged program and what it was run on."""
+    """A staged program, and the operands it is run on, each with its batch axis."""
 
     axis: Axis
     staged: Any  # a closed jaxpr, or a part of one that looks like it
@@ -128,11 +128,13 @@ def captured_tracers(rule: Any) -> list[Tracer]:
     return list({id(t): t for t in found if t is not None}.values())
 
 
+# The parameters of equations that hold functions which are traced later: derivative rules of JAX's
+# calls, and rules of calls of batchax's own.
 _RULES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "rule")
 
 
 def closed_over(eqn: Any) -> list[Any]:
-    """The variables that derivative rules in `eqn` close over."""
+    """The variables that rules in `eqn`, and in programs inside it, close over."""
     rules = [rule for name, rule in eqn.params.items() if name in _RULES]
     found = list(map(_compat.staged_variable, _tracers(rules))) if rules else []
     for inner in jaxprs_in_params(eqn.params):

@@ -62,7 +62,9 @@ class BoundedLoop:
     Attributes:
       test: the program of the predicate, or None if the number of steps is known.
       body: the program of a step.
-      guarded: a program of the same step, which is differentiated in its place.
+      guarded: a program of the same step, which is differentiated in place of `body`. Where it has
+        lanes of an inner axis, derivatives may need operands of masked ones replaced, when values
+        do not.
       form: what its operands are: an `execution.bounded_loop.Form`.
       args, axes: the operands, and where each has the batch axis.
     """

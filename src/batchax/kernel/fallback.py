@@ -33,7 +33,8 @@ def run_without_rule(
         return list(bind_equation(eqn, xs))
 
     if _compat.jax_has_rule(primitive):
-
+        # The results leave `jax.vmap` as a description, beside its outputs: as one of those, each
+        # would have to be placed at an axis, be it batched or not.
         def look(*xs: Any) -> tuple[list[Any], list[tuple[Any, AxisPosition]]]:
             return [], list(map(_compat.batched_by_jax, one_lane(*xs)))
 
@@ -49,7 +50,7 @@ def run_without_rule(
         _, found = _compat.described(look, batch)
         return [x for x, _ in found], [position for _, position in found]
 
-    if not recording.is_watched():  # there is a finding for it
+    if not recording.is_watched():  # if one is, `explain` has a finding for it
         _warn(axis, eqn)
     outs = one_after_another(axis, one_lane, operands, operand_axes)
     return outs, [0] * len(outs)

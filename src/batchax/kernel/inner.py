@@ -190,8 +190,9 @@ def stage_function(
 
     Staging makes tracers of everything the function computes. A function that
     branches in Python on something it computes from unbatched arguments alone
-    is staged again with such values computed at once. So is, inside ``shard_map``, one
-    whose types disagree over what varies: some do not once lanes select.
+    is staged again with such values computed at once. Inside ``shard_map`` types may disagree
+    over the mesh axes that values vary over, although they would not if each lane selected its
+    own branch: then the function is staged again, with types as if lanes did.
     """
     named = [] if axis.name is None else [(axis.name, axis.size)]
 

@@ -86,6 +86,7 @@ def batch_equation(
       operands, operand_axes: what it takes, and where that carries the batch axis.
       creates_batched: whether it creates a reference that must have a part for each lane.
     """
+    # What does not depend on the batch is emitted once, for all lanes.
     shared = operand_axes.count(None) == len(operand_axes) and not (
         creates_batched or (axis.name is not None and uses_name(eqn, axis.name))
     )
@@ -96,17 +97,17 @@ def batch_equation(
         operands = vary_alike(eqn, operands)
         shared = shared and _fits(eqn, operands)
     batch = create_batched if creates_batched else functools.partial(_batch, shared)
-    if not recording.is_on():
+    if recording.is_on():
+        with recording.equation(axis, eqn, operand_axes, shared) as record:
+            outs, out_axes = batch(axis, eqn, operands, operand_axes)
+            record.out_axes = tuple(out_axes)
+    else:
         outs, out_axes = batch(axis, eqn, operands, operand_axes)
-        return (as_lanes(axis, outs, out_axes) if checked else outs), out_axes
-    with recording.equation(axis, eqn, operand_axes, shared) as record:
-        outs, out_axes = batch(axis, eqn, operands, operand_axes)
-        record.out_axes = tuple(out_axes)
     return (as_lanes(axis, outs, out_axes) if checked else outs), out_axes
 
 
 def _fits(eqn: Any, operands: Sequence[Any]) -> bool:
-    """Whether an equation inside ``shard_map`` can be emitted as it is."""
+    """Whether the types of operands inside ``shard_map`` let an equation be emitted as it is."""
     casts = eqn.primitive.name == "pvary"  # JAX refuses to cast a value that varies already
     return not (casts or holds_programs(eqn)) or varies_as_staged(eqn, operands)
 

@@ -17,7 +17,8 @@ from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel.axis import names_in
 from batchax.kernel.registry import is_foreign, registrations
 
-# Stands for all names: a call may use any whose batching rule, of a user, is told the name.
+# In the place of names, for a call whose batching rule, of a user, is told the name of the axis:
+# whichever that is, the rule may use it.
 ANY_NAME = object()
 
 # For each program the names, and how many rules were registered when they were found: which names
@@ -41,7 +42,7 @@ def uses_name(eqn: Any, name: Hashable) -> bool:
 
 
 def _unmarked(eqn: Any) -> frozenset[Hashable]:
-    """Names that `eqn` uses without an effect that says so."""
+    """Names that `eqn` uses without an effect that says so; `ANY_NAME` if it may use any."""
     holder = facts_of(eqn.primitive).names
     if holder:
         return frozenset(as_names(eqn.params[holder]))

@@ -168,8 +168,9 @@ def equation(
     """While an equation is batched and notes are taken."""
     place = _active()
     assert place is not None
-    meant = place.recorder.record_of(eqn.source_info.name_stack)
-    with _recorded(place, eqn, axis, place.record or meant) as record:
+    # An equation of a form for padded rows has the mark of the one that it stands for (`meant`).
+    parent = place.record or place.recorder.record_of(eqn.source_info.name_stack)
+    with _recorded(place, eqn, axis, parent) as record:
         record.in_axes, record.shared = tuple(in_axes), shared
         yield record
 

@@ -90,7 +90,7 @@ def register_rule(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
 
     def decorate(rule: Rule) -> Rule:
         global _count
-        origin = _module_outside_the_engine()
+        origin = _module_outside_the_kernel()
         with _lock:
             entry = Registered(rule, origin, not origin.startswith("batchax."), _count + 1)
             if entry.is_users:
@@ -170,7 +170,7 @@ def is_own(primitive: _compat.Primitive) -> bool:
     return primitive in _own
 
 
-def _module_outside_the_engine() -> str:
+def _module_outside_the_kernel() -> str:
     """The module that asked for a rule, be it by itself or through a maker of rules."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").startswith("batchax.kernel."):

@@ -130,6 +130,7 @@ def leading_rule(
     primitive: Primitive, ranks: Sequence[int], axis: Axis, args: Any, axes: Any, /, **params: Any
 ) -> tuple[Any, Any]:
     """The rule that `leading` registers, for primitives that need it in some cases only."""
+    # Where the batch axis may stay: anywhere before the dimensions that the primitive works on.
     in_place = range(np.ndim(args[0]) - (axes[0] is not None) - ranks[0] + 1)
     target = next((a for a in axes if a in in_place), 0)
     args = [match_axis(axis, x, a, target) for x, a in zip(args, axes, strict=True)]

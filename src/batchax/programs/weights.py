@@ -47,6 +47,7 @@ FINDINGS = Weights(transcendental=0.03, byte=0.1, fused=0.1, flop=0.03)
 """What is told of a program, dearest first, by the operations and bytes that a listing shows: in it
 functions are operations as others, and arrays of all lanes lie in memory, not in a cache."""
 
+# Nanoseconds, too, of what not every use counts.
 LAUNCH = 300.0  # to begin an operation; most are fused with others
 STEP = 1_000.0  # of a loop that runs operations of one lane
 CALLBACK = 10_000.0  # a call of Python

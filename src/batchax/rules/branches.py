@@ -77,7 +77,9 @@ def _every_branch(axis: Axis, parting: Branches) -> PlacedOutputs:
 def after_branches(
     branches: Sequence[Any], results: list[PlacedOutputs], branch: Any, operands: Sequence[Any]
 ) -> list[Any]:
-    """The operands for one more branch, which is not to run at once with those before it.
+    """The operands for one more branch, which must not run at once with those before it.
+
+    It must not if both call libraries, whose threads may then wait for each other (`in_turn`).
 
     Args:
       branches: those before it.
@@ -104,6 +106,8 @@ def _common_branch(
             return batch_inner(axis, branches[i], positions, wanted, varying_of(operands))
 
     batched = [batch(i) for i in range(len(branches))]
+    # All branches must return an output alike: with its batch axis where the first that has one has
+    # it. Those that do not are batched again.
     out_axes = [
         next((a for a in found if a is not None), None)
         for found in zip(*(found for _, found in batched), strict=True)

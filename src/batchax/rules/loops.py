@@ -125,9 +125,9 @@ def _every_step(axis: Axis, loop: WhileLoop) -> PlacedOutputs:
 
 
 def _selecting(axis: Axis, loop: WhileLoop) -> list[Any]:
-    """The last carry of lanes that all take each step, and select what they had before.
+    """The last carry, where all lanes take each step, and those that are done drop what it makes.
 
-    The loop of JAX does just this where the predicate is an array.
+    JAX's `while` does just this if it is given a predicate for each lane.
     """
     n_body, front = len(loop.body_consts), [0] * len(loop.carry)
     test_vary, body_vary = varying_of(loop.test_consts), varying_of(loop.body_consts)
@@ -212,7 +212,8 @@ class MaskedBody:
         positions: tuple[AxisPosition, ...],
     ) -> MaskedBody:
         """The body of a loop with the predicate `test`, masked as it needs to be."""
-        # There is no reverse mode to which a NaN would matter, and forward mode selects tangents.
+        # Nothing counts as differentiable: a `while` has no reverse mode, in which a NaN would
+        # spread, and in forward mode tangents are carried, and selected as all that is.
         plan = plan_masking(
             body.jaxpr,
             [*positions, *[0] * len(body.out_avals)],

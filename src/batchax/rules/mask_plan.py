@@ -18,21 +18,21 @@ from batchax.rules.hazards import hazards
 
 @dataclass(frozen=True)
 class MaskPlan:
-    """What masked lanes need while a program runs.
+    """What masked lanes need while a program runs; by default nothing.
 
     Attributes:
       takes_mask: the program is written again, with the active mask as an operand (`in_place`).
-      harmed: what it computes in masked lanes must be harmless.
-      replaced: to that end, the operands whose masked lanes are replaced before it runs.
+      harmed: it would do harm in masked lanes, if they were given their own operands.
+      replaced: so these operands have their masked lanes replaced before it runs.
       fill: by what, as for `safe_lanes`: "donor", or "keep", which cuts derivatives only.
       skippable: it is worth asking whether any lane is active at all.
     """
 
-    takes_mask: bool
-    harmed: bool
-    replaced: frozenset[int]
-    fill: Literal["donor", "keep"]
-    skippable: bool
+    takes_mask: bool = False
+    harmed: bool = False
+    replaced: frozenset[int] = frozenset()
+    fill: Literal["donor", "keep"] = "keep"
+    skippable: bool = False
 
     @property
     def runs_as_it_is(self) -> bool:
@@ -58,9 +58,10 @@ def plan_masking(
     updates arrays in place     it takes the mask             else each array would be copied
     waits for values, or calls  it takes the mask; where it   it might never end, or a callback
     back ("endless")            cannot, a donor's operands    see what it was not written for
-    is not linear, and has      operands replaced: a donor's  zero times a NaN reaches what all
-    differentiable operands     if it is partial, or lanes    lanes share; otherwise a cut of
-                                share one; else kept, cut     derivatives is enough
+    is not linear, and has      a donor's operands if it is   zero times a NaN is a NaN, also in
+    differentiable operands     partial or lanes share such   the gradient of what lanes share;
+                                an operand; else their own,   within a lane a cut of derivatives
+                                with derivatives cut          is enough
     none of these               nothing                       what it computes is dropped
     ==========================  ============================  =================================
 
@@ -74,7 +75,7 @@ def plan_masking(
     """
     hazard = hazards(program)
     if hazard.collective:
-        return MaskPlan(False, False, frozenset(), "keep", False)
+        return MaskPlan()
     takes_mask = may_take_mask and (hazard.endless or updates)
     waits = hazard.endless and not takes_mask
     used = {v for eqn in program.eqns for v in eqn.invars if not isinstance(v, Number)}
