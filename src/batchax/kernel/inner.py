@@ -7,6 +7,7 @@ that a function called many times is batched (and compiled) once.
 
 from __future__ import annotations
 
+import enum
 import functools
 import threading
 import weakref
@@ -26,24 +27,18 @@ from batchax.kernel.registry import registrations
 from batchax.kernel.varying import Varying, types_varying, vary_over
 
 
-class _Anywhere:
-    """Says that an output may keep its batch axis where it is, or have none."""
+class _Placement(enum.Enum):
+    """Where an output is to have its batch axis, other than at a position that is given."""
+
+    ANYWHERE = "where it is, or none"
+    ZERO_IF_MAPPED = "first if it depends on the batch, or none"
 
     def __repr__(self) -> str:
-        return "ANYWHERE"
+        return f"batchax.{self.name}"
 
 
-ANYWHERE: Any = _Anywhere()
-
-
-class _ZeroIfMapped:
-    """The type of `ZERO_IF_MAPPED`."""
-
-    def __repr__(self) -> str:
-        return "batchax.ZERO_IF_MAPPED"
-
-
-ZERO_IF_MAPPED: Any = _ZeroIfMapped()
+ANYWHERE: Any = _Placement.ANYWHERE
+ZERO_IF_MAPPED: Any = _Placement.ZERO_IF_MAPPED
 """In `batch_jaxpr`: an output has the batch axis first if it depends on the batch, or none."""
 
 # Weak in the body, so that arrays a body holds are freed with it; bounded, for
