@@ -1,4 +1,4 @@
-"""A canary: one instance of everything that `_compat.py` takes for granted of JAX.
+"""A canary: one instance of everything that `_compat` takes for granted of JAX.
 
 What JAX does not export it may rename, and what is recognised by its name would then be missed
 in silence. Each test here makes such a thing with the JAX that is installed, and fails by saying
@@ -30,7 +30,7 @@ from batchax.kernel.registry import find_rule
 from batchax.programs.wire import integer, message, messages, read_message
 from batchax.rows import stand_ins
 
-SOURCE = Path(_compat.__file__).read_text()
+SOURCES = sorted(Path(_compat.__file__).parent.glob("*.py"))
 X = jnp.arange(1.0, 4.0)
 AXES = [("i", 2)]
 
@@ -59,8 +59,8 @@ def equation(name, fun, *args):
 
 
 def private_names():
-    """What `_compat.py` imports from JAX's private modules."""
-    for node in ast.walk(ast.parse(SOURCE)):
+    """What `_compat` imports from JAX's private modules."""
+    for node in (node for path in SOURCES for node in ast.walk(ast.parse(path.read_text()))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jax._src"):
             yield from ((node.module, alias.name) for alias in node.names)
 
@@ -337,7 +337,7 @@ def test_parameters_that_differ_by_version():
     counted = lambda x: lax.scan(lambda c, y: (c + y[0] * x, c), jnp.zeros(3), (x, x))
     scan = equation("scan", counted, X).params
     assert _compat.scan_counts(scan) == (1, 1)
-    # What `_compat.py` calls JAX 0.12 is one version, not a bit of each.
+    # What `_compat` calls JAX 0.12 is one version, not a bit of each.
     assert ("ft_in" in scan) == issubclass(jex_core.ClosedJaxpr, jex_core.Jaxpr)
     for name in ("remat2", "shard_map"):
         body = equation(name, PARAMETERS[name][0], X).params["jaxpr"]

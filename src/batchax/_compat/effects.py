@@ -1,0 +1,53 @@
+"""What effects say of equations, and which values are references.
+
+The types of effects, and that of references, are private: they are recognised by the names of their
+classes, and by an attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+
+
+def named_axes(effects: Any) -> set[Hashable]:
+    """Names of the mapped axes that an equation with these effects uses."""
+    return {e.name for e in effects if type(e).__name__ == "NamedAxisEffect"}
+
+
+def observed(effects: Any) -> bool:
+    """Whether these effects of an equation are anything but the use of a named axis."""
+    return any(type(e).__name__ != "NamedAxisEffect" for e in effects)
+
+
+def ordered_by_lane(effects: Any) -> bool:
+    """Whether a program with these effects must run for one lane after another.
+
+    So do input and output in a program that some lanes do not run, and whatever
+    is to happen in order.
+    """
+    ordered = {"IOEffect", "OrderedIOEffect", "OrderedDebugEffect"}
+    return any(type(e).__name__ in ordered for e in effects)
+
+
+def calls_back(effects: Any) -> bool:
+    """Whether a program with these effects calls Python where it can be seen."""
+    return ordered_by_lane(effects) or any(type(e).__name__ == "DebugEffect" for e in effects)
+
+
+def is_reference(x: Any) -> bool:
+    """Whether `x` is a mutable reference."""
+    return hasattr(jax.typeof(x), "inner_aval")
+
+
+def makes_references(effects: Any) -> bool:
+    """Whether a program with these effects creates references."""
+    return any(type(e).__name__ == "InternalMutableArrayEffect" for e in effects)
+
+
+def written_inputs(jaxpr: Any) -> set[int]:
+    """Which inputs of `jaxpr`, or of an equation, are references that it writes to."""
+    writes = [e.input for e in jaxpr.effects if type(e).__name__ in {"WriteEffect", "AccumEffect"}]
+    return {i for i, v in enumerate(jaxpr.invars) if v in writes}

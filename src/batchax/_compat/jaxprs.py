@@ -1,0 +1,105 @@
+"""Programs as JAX holds them: closed or open, constants in or out, and where they are from."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+from jax.interpreters import partial_eval
+
+Primitive = jex_core.Primitive
+ClosedJaxpr = jex_core.ClosedJaxpr
+JAXPR_TYPES = (jex_core.Jaxpr, jex_core.ClosedJaxpr)  # one class since JAX 0.11
+
+
+def close(jaxpr: Any, consts: Any = ()) -> ClosedJaxpr:
+    """A closed jaxpr from one that a parameter holds open (remat, shard_map).
+
+    Since JAX 0.11 there is a single class and parameters are closed already: then the
+    last line can go.
+    """
+    if isinstance(jaxpr, ClosedJaxpr):
+        return jaxpr.with_consts(list(consts)) if consts else jaxpr  # pyright: ignore
+    return ClosedJaxpr(jaxpr, list(consts))
+
+
+def without_constants(jaxpr: Any) -> Any:
+    """`jaxpr` without the values of its constants, which since JAX 0.12 are part of it."""
+    consts = getattr(jaxpr, "consts", ())
+    return jaxpr.with_consts([None] * len(consts)) if consts else jaxpr  # pyright: ignore
+
+
+def constants_as_inputs(jaxpr: Any) -> Any:
+    """`jaxpr`, open or closed, with its constants as leading inputs and none left.
+
+    Since 0.11 JAX does so already for the rules of custom derivatives. What this package stages
+    itself, and hands on without constants, needs it with every version.
+    """
+    if not jaxpr.constvars:
+        return jaxpr
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+
+
+def hoist_constants(body: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
+    """`body` with its constants as leading inputs, and the constants.
+
+    Some primitives (remat, calls) take a body without constants only.
+    """
+    return close(constants_as_inputs(body.jaxpr)), list(body.consts)
+
+
+def opened(body: ClosedJaxpr) -> tuple[Any, list[Any]]:
+    """An open jaxpr and its constants, where JAX wants the two apart."""
+    return body.jaxpr, list(body.consts)
+
+
+def without_dead(program: ClosedJaxpr) -> ClosedJaxpr:
+    """`program`, and the loops and branches in it, without what no output or effect needs.
+
+    Only the module that partial evaluation is written in spells it.
+    """
+    jaxpr = constants_as_inputs(program.jaxpr)
+    live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    count = len(jaxpr.invars) - len(program.jaxpr.invars)
+    live = live.replace(constvars=live.invars[:count], invars=live.invars[count:])
+    return close(live, program.consts)
+
+
+def scan_counts(params: Any) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many are its carry.
+
+    Since JAX 0.11 the parameters hold trees with a leaf for each operand; before, two numbers.
+    """
+    if "ft_in" in params:
+        consts, carry, _ = map(len, params["ft_in"].unpack())
+        return consts, carry
+    return params["num_consts"], params["num_carry"]
+
+
+def name_within_jax(jaxpr: Any) -> str:
+    """The name of the function a program was staged from if JAX defines it, otherwise "".
+
+    Only the description for messages, `jaxpr.debug_info`, says so.
+    """
+    name, _, path = (jaxpr.debug_info.func_src_info or "").partition(" at ")
+    return name if path.startswith(os.path.dirname(jax.__file__)) else ""
+
+
+def hlo_proto(compiled: Any) -> bytes:
+    """The program that a compiler made, in its own words: an `HloModuleProto`.
+
+    Public JAX hands out a text; in it, instructions do not have the ids by which the compiler's
+    assignment of memory speaks of them. What it was compiled to is public, but not its methods.
+
+    Raises:
+      NotImplementedError: the backend does not say.
+    """
+    executable = compiled.runtime_executable()
+    if not hasattr(executable, "hlo_modules"):
+        raise NotImplementedError(f"{type(executable).__name__} has no HLO modules")
+    try:
+        return executable.hlo_modules()[0].as_serialized_hlo_module_proto()
+    except jax.errors.JaxRuntimeError as error:
+        raise NotImplementedError(str(error)) from error

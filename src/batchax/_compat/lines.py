@@ -1,0 +1,70 @@
+"""The user's lines, and the names of operations that compiled programs show."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import traceback
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+
+# A warning is filed under the user's line; publicly it can be had as text only.
+from jax._src.source_info_util import user_frame
+from jax.extend import source_info_util
+
+current_name_stack = source_info_util.current_name_stack
+name_stack_extended = source_info_util.transform_name_stack
+current_source = source_info_util.current
+
+_BATCHAX = os.path.dirname(os.path.dirname(__file__))
+
+# What JAX reports as the user's line is not to be one of ours.
+source_info_util.register_exclusion(_BATCHAX)
+
+
+def user_source(source_info: Any, outer_name_stack: Any) -> AbstractContextManager[None]:
+    """Context under which emitted operations carry the user's line and names."""
+    return source_info_util.user_context(
+        source_info.traceback, name_stack=outer_name_stack + source_info.name_stack
+    )
+
+
+def user_line(source_info: Any, running: bool = False) -> str:
+    """`file:line (function)` of the user's code that made an equation.
+
+    Where there is none: "", or, if `running`, the line that is running now.
+    """
+    line = source_info_util.summarize(source_info)
+    if line or not running:
+        return line
+    frame = _calling_frame()
+    return f"{frame.filename}:{frame.lineno} ({frame.name})" if frame else ""
+
+
+def user_file_and_line(source_info: Any) -> tuple[str, int]:
+    """File and line of the user's code that made an equation, as warnings are filed under.
+
+    Where there is none, of the line that is running now.
+    """
+    frame = user_frame(source_info.traceback)
+    if frame is not None:
+        return frame.file_name, frame.start_line
+    frame = _calling_frame()
+    return (frame.filename, frame.lineno or 0) if frame else ("<unknown>", 0)
+
+
+# JAX forgets where a function was called from when it stages it: the line of an equation may be
+# none of the user's, if what is batched is a function of JAX's itself. Then it is the call's.
+_NOT_THE_USERS = (os.path.dirname(jax.__file__), _BATCHAX, contextlib.__file__, functools.__file__)
+
+
+def _calling_frame() -> traceback.FrameSummary | None:
+    """The innermost line of the user's that runs now."""
+    for frame, line in traceback.walk_stack(None):
+        code = frame.f_code
+        if not code.co_filename.startswith(_NOT_THE_USERS):
+            return traceback.FrameSummary(code.co_filename, line, code.co_qualname)
+    return None

@@ -1,0 +1,80 @@
+"""Types inside ``shard_map``, which say over which axes of the mesh values vary."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+
+# Whether types inside ``shard_map`` say over which axes of the mesh a value varies.
+from jax._src.config import _check_vma as check_vma
+
+from batchax._compat.effects import is_reference
+
+
+def checked_axes() -> frozenset[Hashable]:
+    """The axes of the mesh of the ``shard_map`` around over which types say what varies.
+
+    Whether it was called with ``check_vma`` no public function says.
+    """
+    if not check_vma.value:
+        return frozenset()
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def varying_axes(aval: Any) -> frozenset[Hashable]:
+    """The axes of a ``shard_map`` mesh that a value of this type varies over.
+
+    Types do not say so publicly.
+    """
+    aval = getattr(aval, "inner_aval", aval)
+    return aval.mat.varying if hasattr(aval, "mat") else frozenset()
+
+
+def varying_as(x: Any, aval: Any) -> Any:
+    """`x`, cast to vary over the axes of a ``shard_map`` mesh that `aval` varies over.
+
+    Operations of JAX insert this cast themselves, primitives of our own do not.
+    """
+    return varying_over(x, varying_axes(aval))
+
+
+def varying_alike(xs: Sequence[Any], like: Sequence[Any] = ()) -> list[Any]:
+    """`xs`, cast to vary over every mesh axis that any of them, or of `like`, varies over."""
+    axes = frozenset().union(*(varying_axes(jax.typeof(x)) for x in (*xs, *like)))
+    return [varying_over(x, axes) for x in xs]
+
+
+def varying_over(x: Any, axes: frozenset[Hashable]) -> Any:
+    """`x`, cast to vary over these axes of a mesh, too; references stay as they are."""
+    missing = axes - varying_axes(jax.typeof(x))
+    if not missing or is_reference(x):
+        return x
+    return jax.lax.pcast(x, tuple(missing), to="varying")
+
+
+def type_varying_over(aval: Any, axes: frozenset[Hashable]) -> Any:
+    """The type `aval` of values that vary over these axes of a mesh, too."""
+    return with_varying_axes(aval, varying_axes(aval) | axes)
+
+
+def with_varying_axes(aval: Any, axes: frozenset[Hashable]) -> Any:
+    """The type `aval` of values that vary over these axes of a mesh.
+
+    No public function makes a type from another with this changed.
+    """
+    if axes == varying_axes(aval):
+        return aval
+    if hasattr(aval, "inner_aval"):
+        return aval.update(inner_aval=with_varying_axes(aval.inner_aval, axes))
+    if aval.sharding.mesh.empty:  # of a number, or what was staged without a mesh
+        mesh = jax.sharding.get_abstract_mesh()
+        aval = aval.update(sharding=jax.sharding.NamedSharding(mesh, aval.sharding.spec))
+    return aval.update(manual_axis_type=aval.mat.update(varying=axes))
+
+
+def scalar_like(aval: Any, dtype: Any) -> Any:
+    """The type of a scalar that varies over the same mesh axes as values of type `aval`."""
+    sharding = aval.sharding.update(spec=jax.sharding.PartitionSpec())
+    return aval.update(shape=(), dtype=dtype, weak_type=False, sharding=sharding)

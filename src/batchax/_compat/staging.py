@@ -1,0 +1,219 @@
+"""Staging functions to programs, and what tracers say of it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import jax
+import jax.core
+import jax.extend.core as jex_core
+import jax.extend.core.primitives as jex_primitives
+
+# ``jax.make_jaxpr`` is the only public way to stage with a named axis in scope; it
+# wraps its argument in a new ``jit`` at each call, which costs more than staging a
+# small function does. This is the one piece of it that cannot be had otherwise.
+# The other tells ``jax.shard_map`` which axis of the mesh the batch is sharded over.
+# The third says which named axes there are, for what is staged later than now.
+from jax._src.core import add_explicit_mesh_axis_names, extend_axis_env_nd, get_axis_env
+
+# JAX turns references into values where it lowers a program, and has no public spelling
+# for it. What a primitive of our own runs, or is cut into parts, must be free of them before.
+from jax._src.state.discharge import discharge_state
+from jax.extend import linear_util
+from jax.interpreters import partial_eval
+
+from batchax._compat.effects import makes_references
+from batchax._compat.jaxprs import ClosedJaxpr, Primitive, close
+from batchax._compat.mesh_types import check_vma, checked_axes, varying_as
+
+T = TypeVar("T")
+
+_ANY_ARGUMENTS = inspect.signature(lambda *args: None)
+
+
+def stage(
+    fun: Callable[..., Any],
+    avals: Sequence[Any],
+    axis_env: Sequence[tuple[Hashable, Any]] = (),
+    arg_names: Sequence[str] | None = None,
+    transformation: str = "vmap",
+    selecting: bool = False,
+) -> ClosedJaxpr:
+    """What ``jax.make_jaxpr(fun, axis_env=axis_env)(*avals)`` returns, in half the time.
+
+    Args:
+      fun: a function of flat arguments that returns a list.
+      avals: the types of the arguments.
+      axis_env: names and sizes of the mapped axes that `fun` may use.
+      arg_names: what JAX's messages call the arguments.
+      transformation: what they say the function is staged for.
+      selecting: whether what a predicate selects is to vary over a mesh as the predicate does.
+    """
+    if arg_names is None:
+        debug_info = jax.api_util.debug_info(transformation, fun, tuple(avals), {})
+    else:  # to inspect the signature for them takes as long as staging a few operations
+        debug_info = jax.api_util.debug_info(transformation, fun, (), {}, signature=_ANY_ARGUMENTS)
+        debug_info = debug_info._replace(arg_names=tuple(arg_names))
+    if checked_axes():
+        fun = _in_shard_map(fun, selecting)
+    with extend_axis_env_nd(list(axis_env)):
+        jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(
+            linear_util.wrap_init(fun, debug_info=debug_info), list(avals)
+        )
+    return close(jaxpr, consts)
+
+
+def stage_described(
+    fun: Callable[..., tuple[list[Any], Any]], avals: Sequence[Any], **how: Any
+) -> tuple[ClosedJaxpr, Any]:
+    """As `stage`, of a function that returns a list and what describes it; both are returned."""
+    return described(fun, lambda arrays: stage(arrays, avals, **how))
+
+
+def described(
+    fun: Callable[..., tuple[list[Any], Any]], use: Callable[[Callable[..., list[Any]]], T]
+) -> tuple[T, Any]:
+    """What `use` makes of the arrays that `fun` returns, and what `fun` says of them.
+
+    JAX takes functions of arrays alone, to stage them, batch them or differentiate them, and may
+    call one more than once: the last call counts.
+    """
+    descriptions: list[Any] = []
+
+    @functools.wraps(fun)
+    def arrays(*args: Any) -> list[Any]:
+        outs, description = fun(*args)
+        descriptions.append(description)
+        return outs
+
+    return use(arrays), descriptions[-1]
+
+
+class _InShardMap:
+    """A trace inside ``shard_map`` that types what lanes do as ``jax.vmap`` would.
+
+    Their index does not vary over the mesh, though JAX says that it varies over their axis, and
+    cannot cast anything to. And what a predicate selects varies as the predicate does, if
+    `selecting`: JAX types what ``cond`` and ``while`` return by what their programs return.
+    JAX asks nothing of a trace but its methods; to put one in front of another is not public.
+    """
+
+    def __init__(self, trace: Any, selecting: bool) -> None:
+        self._trace, self._selecting = trace, selecting
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trace, name)
+
+    def process_primitive(self, primitive: Primitive, operands: Any, params: Any) -> Any:
+        process = self._trace.process_primitive
+        if primitive is jax.lax.axis_index_p and params["axis_name"] not in checked_axes():
+            with check_vma(False):
+                return process(primitive, operands, params)
+        outs = process(primitive, operands, params)
+        if not self._selecting or primitive not in (jex_primitives.cond_p, jex_primitives.while_p):
+            return outs
+        branches = primitive is jex_primitives.cond_p
+        by = jax.typeof(operands[0]) if branches else params["cond_jaxpr"].out_avals[0]
+        with jex_core.set_current_trace(self._trace):
+            return [varying_as(x, by) for x in outs]
+
+
+def _in_shard_map(fun: Callable[..., Any], selecting: bool) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        with jex_core.take_current_trace() as trace:
+            around: Any = _InShardMap(trace, selecting)
+        with jex_core.set_current_trace(around):
+            return fun(*args)
+
+    return run
+
+
+def names_in_scope() -> list[tuple[Hashable, Any]]:
+    """Names and sizes of the mapped axes that collectives may use here; see `stage`."""
+    return list(get_axis_env().axis_sizes.items())
+
+
+def named_scope(name: Hashable | None, size: Any) -> AbstractContextManager[None]:
+    """Context in which collectives over `name` may be traced; see `stage`."""
+    return extend_axis_env_nd([] if name is None else [(name, size)])
+
+
+def mesh_axis_taken(mesh_axis: Any) -> AbstractContextManager[None]:
+    """Context in which what is staged cannot itself be sharded over `mesh_axis`."""
+    if mesh_axis is None:
+        return nullcontext()
+    return add_explicit_mesh_axis_names(mesh_axis if isinstance(mesh_axis, tuple) else (mesh_axis,))
+
+
+def without_references(program: ClosedJaxpr, name: Hashable | None, size: Any) -> ClosedJaxpr:
+    """`program`, which may use the axis `name`, with references it creates turned into values."""
+    if not makes_references(program.effects):
+        return program
+    with named_scope(name, size):
+        return discharge_state(program)
+
+
+def tracing() -> bool:
+    """Whether operations are being traced here, whatever their operands.
+
+    The class of the trace that computes operations at once is private.
+    """
+    with jex_core.take_current_trace() as trace:
+        return type(trace).__name__ != "EvalTrace"
+
+
+def is_live(tracer: Any) -> bool:
+    """Whether `tracer` is of a trace that is going on, around what runs now.
+
+    Neither the trace of a tracer nor the one around another is public.
+    """
+    own = getattr(tracer._trace, "tag", tracer._trace)
+    with jex_core.take_current_trace() as trace:
+        around: Any = trace
+    while around is not None:
+        if getattr(around, "tag", around) is own:
+            return True
+        around = getattr(around, "parent_trace", None)
+    return False
+
+
+def staged_variable(x: Any) -> Any:
+    """The variable that `x` stands for in the program it was staged in, or None.
+
+    Tracers say so only through a private attribute.
+    """
+    return getattr(x, "val", None) if type(x).__name__ == "DynamicJaxprTracer" else None
+
+
+@contextmanager
+def usable(values: Iterable[Any]) -> Iterator[None]:
+    """While a function is staged that closes over `values`, of traces that may be over.
+
+    Since 0.11.1 JAX refuses to take those of ``linearize`` as constants, and there is no public
+    way to tell it that they will be replaced by values. Before, no trace here is over.
+    """
+    traces = {x._trace for x in values if isinstance(x, jax.core.Tracer)}
+    with _lock:
+        over = [t for t in traces if t in _in_use or not t.is_valid()]
+        for trace in over:
+            _in_use[trace] = _in_use.get(trace, 0) + 1
+            trace._invalidated = False
+    try:
+        yield
+    finally:
+        with _lock:
+            for trace in over:
+                _in_use[trace] -= 1
+                if not _in_use[trace]:  # in no other thread either
+                    del _in_use[trace]
+                    trace._invalidated = True
+
+
+_in_use: dict[Any, int] = {}
+
+_lock = threading.RLock()
