@@ -36,10 +36,10 @@ def row_symbols(names: Sequence[str], lengths: Any) -> tuple[Any, ...]:
 
 def is_row_size(x: Any) -> bool:
     """Whether `x` is an expression of sizes that `row_symbols` made."""
-    return type(x) is _SIZE and type(x.scope) is RowScope
+    return type(x) is SIZE and type(x.scope) is RowScope
 
 
-_SIZE: Any = type(jax.export.symbolic_shape("n")[0])
+SIZE: Any = type(jax.export.symbolic_shape("n")[0])
 
 
 def answers_for_row_sizes(*names: str) -> Callable[[Any], Any]:
@@ -53,7 +53,7 @@ def answers_for_row_sizes(*names: str) -> Callable[[Any], Any]:
     def decorate(answer: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
             # Without a `__bool__` an object is true.
-            setattr(_SIZE, name, _answered(name, getattr(_SIZE, name, bool), answer))
+            setattr(SIZE, name, _answered(name, getattr(SIZE, name, bool), answer))
         return answer
 
     return decorate

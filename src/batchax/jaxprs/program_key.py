@@ -13,8 +13,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import Literal
 
 from batchax import _compat
@@ -67,12 +68,12 @@ def _of_program(program: Any, inside: tuple[int, ...]) -> Hashable:
 
     def number(v: Any) -> Hashable:
         if isinstance(v, Literal):
-            return v.aval, np.asarray(v.val).tobytes()
+            return _key(v.aval, inside), np.asarray(v.val).tobytes()
         return numbers.setdefault(v, len(numbers))
 
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     return (
-        *((number(v), v.aval) for v in inputs),
+        *((number(v), _key(v.aval, inside)) for v in inputs),
         *map(_Same, getattr(program, "consts", ())),
         *(
             (
@@ -105,6 +106,12 @@ def _of_function(f: types.FunctionType, inside: tuple[int, ...]) -> Hashable:
     return f.__code__, _of_items([*values, *defaults], inside)
 
 
+def _of_type(aval: ShapedArray, inside: tuple[int, ...]) -> Hashable:
+    if not any(map(jax.export.is_symbolic_dim, aval.shape)):
+        return aval
+    return _of_items(aval.shape, inside), aval.dtype, aval.weak_type
+
+
 _Parts = Callable[[Any, tuple[int, ...]], Hashable]
 _KEYS: Sequence[tuple[type | tuple[type, ...], _Parts]] = (
     (_compat.JAXPR_TYPES, _of_program),
@@ -113,4 +120,7 @@ _KEYS: Sequence[tuple[type | tuple[type, ...], _Parts]] = (
     (dict, lambda d, inside: _of_items(d.items(), inside)),
     ((tuple, list), _of_items),
     (float, lambda x, inside: repr(x)),  # of zeros the sign, too
+    (ShapedArray, _of_type),
+    # Each program with symbolic sizes has symbols of its own, which do not compare with others.
+    (_compat.SIZE, lambda dim, inside: str(dim)),
 )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import jax
@@ -15,9 +16,12 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, BatchaxError, UnsupportedError
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import Described, FlatOutputs, OutputArray, check_unbatched, place
+from batchax.jaxprs.program_key import program_key
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.inner import stage_described
+from batchax.kernel.lasting import Lasting
+from batchax.kernel.registry import registrations
 from batchax.rows.arguments import (
     RowSize,
     all_known,
@@ -118,6 +122,36 @@ class Call:
         """The greatest value of each size."""
         return {size.name: size.bound for size in self.sizes}
 
+    @property
+    def values(self) -> list[Any]:
+        """The arrays of the arguments."""
+        return [m.value.data if isinstance(m.value, Ragged) else m.value for m in self.mapped]
+
+    @cached_property
+    def traced(self) -> bool:
+        """Whether running it traces operations, rather than computing them at once."""
+        lengths = (size.index.lengths for size in self.sizes)
+        return any(isinstance(x, Tracer) for x in (*self.values, *self.staged.consts, *lengths))
+
+    def with_constants_passed(self) -> Call:
+        """The same call, of a program that holds no values."""
+        program, consts = _compat.hoist_constants(self.staged)
+        given = [Mapped("a constant", x, None) for x in consts]
+        sizes_of = [*[None] * len(given), *self.sizes_of]
+        return replace(self, staged=program, mapped=[*given, *self.mapped], sizes_of=sizes_of)
+
+    def key(self) -> Hashable:
+        """Equal for calls that do the same, whatever the values, if nothing is traced."""
+        arguments = [
+            (jax.typeof(x), m.axis, None if size is None else (size.name, m.value.axis))
+            for x, m, size in zip(self.values, self.mapped, self.sizes_of, strict=True)
+        ]
+        rows = [
+            (size.name, size.bound, capacity_of(size.batch), size.index.lengths.tobytes())
+            for size in self.sizes
+        ]
+        return self.axis, program_key(self.staged), *arguments, *rows, registrations()
+
 
 @_compat.standing_in()
 def run_rows(
@@ -164,6 +198,8 @@ def run_rows(
     described = list(map(place_ragged, outputs.described, [a.shape for a in staged.out_avals]))
     outputs = replace(outputs, described=described)
     call = Call(axis, staged, mapped, sizes_of, sizes, outputs)
+    if not (call.traced or recording.is_on()):
+        call = call.with_constants_passed()
     try:
         regions = _find_regions(call, options)
         if regions is None:
@@ -288,6 +324,11 @@ def _find_regions(call: Call, options: RowOptions) -> tuple[RowProgram, list[Reg
     return program, find_regions(program, layouts)
 
 
+# To batch a program takes most of the time of a call outside of `jit`, which stages its function
+# anew each time.
+_staged = Lasting(most=64)
+
+
 def _run_regions(call: Call, program: RowProgram, regions: list[Region]) -> list[Any]:
     """The program region by region, of which some or all hold packed rows."""
     recording.found_program(call.axis, call.staged, call.mapped, call.described)
@@ -320,16 +361,16 @@ def _run_regions(call: Call, program: RowProgram, regions: list[Region]) -> list
             for out in outs
         ], [out.axis for out in outs]
 
-    values = [m.value.data if isinstance(m.value, Ragged) else m.value for m in call.mapped]
-    traced = any(isinstance(x, Tracer) for x in (*values, *call.staged.consts))
-    lengths_traced = any(isinstance(s.index.lengths, Tracer) for s in segments.values())
-    if traced or lengths_traced:
-        outs, axes = run(*values)
+    if call.traced:
+        outs, axes = run(*call.values)
         check_unbatched(call.axis, call.described, axes)
     else:  # staged first, so that what is wrong is found before anything is computed
-        whole, axes = _compat.stage_described(run, list(map(jax.typeof, values)))
+        stage = lambda: _compat.stage_described(run, list(map(jax.typeof, call.values)))
+        layouts = tuple((region.layout, len(region.steps)) for region in regions)
+        noted = recording.is_on()
+        whole, axes = stage() if noted else _staged.get((call.key(), layouts), stage)
         check_unbatched(call.axis, call.described, axes)
-        outs = eval_jaxpr(whole.jaxpr, whole.consts, *values)
+        outs = eval_jaxpr(whole.jaxpr, whole.consts, *call.values)
     results = []
     for x, shape, axis, output in zip(outs, call.shapes, axes, call.described, strict=True):
         if not has_symbols(shape):
