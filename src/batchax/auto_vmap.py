@@ -20,7 +20,7 @@ from batchax.frontend.containers import check_by_position, is_container
 from batchax.frontend.outputs import flatten_arrays
 from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
 from batchax.ranks.annotations import annotated_ranks
-from batchax.ranks.core import Core, Sizes, as_cores, is_rank
+from batchax.ranks.core import Core, CoreSizes, as_cores, is_rank
 from batchax.ranks.dimensions import Argument, check_cores, run
 from batchax.ranks.signature import parse_signature
 from batchax.rows.ragged import Ragged
@@ -131,7 +131,7 @@ def _decorate(fun: F, declared: _Declared) -> F:
         except TypeError as error:
             raise ArgumentTypeError(f"{name}(): {error}") from None
         call = _Call(bound, declared)
-        sizes = Sizes()
+        sizes = CoreSizes()
         check_cores(call.arguments, sizes)
 
         def of_all(apart: bool) -> Any:
@@ -293,7 +293,7 @@ def _as_array(leaf: SpecifiedLeaf) -> Any:
     return value
 
 
-def _check_outputs(name: str, out: Any, declared: Sequence[Core], sizes: Sizes) -> None:
+def _check_outputs(name: str, out: Any, declared: Sequence[Core], sizes: CoreSizes) -> None:
     """Refuses outputs of one example that are not what a signature declares."""
     outs = [out] if len(declared) == 1 and not isinstance(out, (tuple, list)) else out
     if not isinstance(outs, (tuple, list)) or len(outs) != len(declared):

@@ -4,9 +4,9 @@ A program becomes a graph of *nodes*: an operation, its parameters, and the node
 `Table` gives equal nodes one number, so that equal equations are one node, dead ones are reached
 by nothing, and two programs read into one table share what they have in common.
 
-A *value* of the program is a node and how its axes are seen (`Value`). Axes of size one are in
-no node, and a transpose or a broadcast is only another way to see one; most operations carry it
-along (`canonical_rules`). It becomes a node where an operation cannot, and at outputs.
+A *value* of the program is a node and how its axes are seen (`CanonicalValue`). Axes of size one
+are in no node, and a transpose or a broadcast is only another way to see one; most operations
+carry it along (`canonical_rules`). It becomes a node where an operation cannot, and at outputs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from batchax.jaxprs.own_primitives import operations_of
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.program_key import value_key
 from batchax.programs.canonical_values import (
+    CanonicalValue,
     Node,
     Table,
-    Value,
     contents,
     typed,
     whole,
@@ -37,7 +37,7 @@ from batchax.programs.canonical_values import (
 IMPURE = frozenset({"rng_uniform"})
 """Primitives that give something else each time, which JAX does not call an effect."""
 
-CanonicalRule = Callable[["CanonicalProgram", Any, list[Value]], list[Value]]
+CanonicalRule = Callable[["CanonicalProgram", Any, list[CanonicalValue]], list[CanonicalValue]]
 rules: dict[str, CanonicalRule] = {}
 """The families of primitives, by name; others take `CanonicalProgram.opaque`."""
 rules_by_fact: dict[str, CanonicalRule] = {}
@@ -94,12 +94,14 @@ class CanonicalProgram:
         """A node that is no operation."""
         return self.node(None, name, params, [(r,) for r in reads], shape, dtype)
 
-    def entry(self, name: str, params: Hashable, aval: Any, reads: Sequence[int] = ()) -> Value:
+    def entry(
+        self, name: str, params: Hashable, aval: Any, reads: Sequence[int] = ()
+    ) -> CanonicalValue:
         """A value that enters a program or a body."""
         shape, dtype = typed(aval)
         return whole(self.leaf(name, params, reads, without_ones(shape), dtype), shape)
 
-    def results(self, eqn: Any, node: int) -> list[Value]:
+    def results(self, eqn: Any, node: int) -> list[CanonicalValue]:
         """The results of an equation whose node is `node`, in the layout it says."""
         return [
             self.entry("result", i, v.aval, [node])
@@ -110,7 +112,7 @@ class CanonicalProgram:
 
     # Views made operations
 
-    def solid(self, x: Value, dims: Sequence[int] | None = None) -> Value:
+    def solid(self, x: CanonicalValue, dims: Sequence[int] | None = None) -> CanonicalValue:
         """`x` with the repetition along `dims` (default: all) made an operation."""
         dims = range(len(x.shape)) if dims is None else dims
         new = [d for d in dims if x.axes[d] is None and x.shape[d] != 1]
@@ -125,7 +127,7 @@ class CanonicalProgram:
             axes[d] = len(old.shape) + i
         return replace(x, node=node, axes=tuple(axes))
 
-    def plain(self, x: Value) -> Value:
+    def plain(self, x: CanonicalValue) -> CanonicalValue:
         """`x` with its axes in order and nothing repeated: what any operation can take."""
         x = self.solid(x)
         order = tuple(a for a in x.axes if a is not None)
@@ -138,26 +140,28 @@ class CanonicalProgram:
 
     # Reading
 
-    def read(self, program: _compat.ClosedJaxpr, inputs: Sequence[Value]) -> list[Value]:
+    def read(
+        self, program: _compat.ClosedJaxpr, inputs: Sequence[CanonicalValue]
+    ) -> list[CanonicalValue]:
         """The outputs of a program for these inputs, its calls opened."""
         consts = [self.constant(c) for c in program.consts]
         return self._read(program.jaxpr, [*consts, *inputs])
 
-    def _read(self, jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:
+    def _read(self, jaxpr: Any, inputs: Sequence[CanonicalValue]) -> list[CanonicalValue]:
         consts = len(jaxpr.constvars)
 
-        def number(literal: Any) -> Value:
+        def number(literal: Any) -> CanonicalValue:
             return self.constant(literal.val, literal.aval)
 
         return evaluate(jaxpr, inputs[:consts], inputs[consts:], self._equation, number)
 
-    def _equation(self, eqn: Any, args: list[Value]) -> list[Value]:
+    def _equation(self, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
         own = operations_of(eqn)
         if own is not None:
             return self.read(_compat.without_dead(own), args)
         return _find_rule(eqn.primitive)(self, eqn, args)
 
-    def opaque(self, eqn: Any, args: list[Value]) -> list[Value]:
+    def opaque(self, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
         """An equation of which nothing is known: its operands as it has them, all parameters."""
         args = [self.plain(x) for x in args]
         bodies: list[int] = []
@@ -165,7 +169,7 @@ class CanonicalProgram:
         return self.results(eqn, self.operation(eqn, params, args, bodies))
 
     def operation(
-        self, eqn: Any, params: Hashable, args: Sequence[Value], also: Sequence[int] = ()
+        self, eqn: Any, params: Hashable, args: Sequence[CanonicalValue], also: Sequence[int] = ()
     ) -> int:
         """The node of an equation as it stands, after the effects before it if it has one."""
         refs: list[Any] = [(x.node, x.axes, x.shape) for x in args]
@@ -181,8 +185,8 @@ class CanonicalProgram:
         return node
 
     def body(
-        self, program: _compat.ClosedJaxpr, inputs: Callable[[Any], list[Value]]
-    ) -> tuple[list[Value], Hashable]:
+        self, program: _compat.ClosedJaxpr, inputs: Callable[[Any], list[CanonicalValue]]
+    ) -> tuple[list[CanonicalValue], Hashable]:
         """The outputs of a body of a loop or branch, and what effects it ends with.
 
         Args:
@@ -205,7 +209,7 @@ class CanonicalProgram:
 
     # Constants and parameters
 
-    def constant(self, x: Any, aval: Any = None) -> Value:
+    def constant(self, x: Any, aval: Any = None) -> CanonicalValue:
         """A value that is known: equal ones are one node."""
         shape, dtype = typed(jax.typeof(x) if aval is None else aval)
         if isinstance(x, (bool, int, float, complex)):
@@ -220,7 +224,7 @@ class CanonicalProgram:
             if isinstance(x, _compat.JAXPR_TYPES):
                 program = _compat.close(x)
 
-                def inputs(level: int) -> list[Value]:
+                def inputs(level: int) -> list[CanonicalValue]:
                     avals = [v.aval for v in program.jaxpr.invars]
                     return [
                         self.entry("carried", (level, i), a, reads) for i, a in enumerate(avals)

@@ -14,7 +14,7 @@ from batchax import _compat
 from batchax.jaxprs.bodies import Body, bodies_of
 from batchax.jaxprs.primitive_facts import body_parameter
 from batchax.programs.canonical import CanonicalProgram, rules, rules_by_fact
-from batchax.programs.canonical_values import Value
+from batchax.programs.canonical_values import CanonicalValue
 
 _WITH_RULES = {
     "custom_jvp_call": "call_jaxpr",
@@ -24,19 +24,21 @@ _WITH_RULES = {
 """Calls that have rules of their own for derivatives or batches, and what holds their program."""
 
 
-def _call(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
+def _call(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
     holder = _WITH_RULES.get(eqn.primitive.name) or body_parameter(eqn)
     return p.read(_compat.close(eqn.params[holder]), args)
 
 
-def _captured(p: CanonicalProgram, x: Value, where: Hashable, reads: Sequence[int]) -> Value:
+def _captured(
+    p: CanonicalProgram, x: CanonicalValue, where: Hashable, reads: Sequence[int]
+) -> CanonicalValue:
     """`x` inside the body `where`, seen as outside."""
     node = p.table.nodes[x.node]
     inside = p.leaf("captured", where, [x.node, *reads], node.shape, node.dtype)
-    return Value(inside, x.axes, x.shape, x.eqn)
+    return CanonicalValue(inside, x.axes, x.shape, x.eqn)
 
 
-def _loop(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
+def _loop(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
     bodies = bodies_of(eqn)
     body = bodies[-1]
     entering = [p.plain(args[i]) for i in (*body.carry_operands, *body.sliced_operands)]
@@ -45,7 +47,7 @@ def _loop(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
     inner: list[int] = []
     for each in bodies:
 
-        def inputs(level: int, each: Body = each) -> list[Value]:
+        def inputs(level: int, each: Body = each) -> list[CanonicalValue]:
             avals = [v.aval for v in each.jaxpr.invars][each.same :]
             return [
                 *(_captured(p, args[i], level, reads) for i in each.operands[: each.same]),
@@ -62,13 +64,13 @@ def _loop(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
 _HOW_IT_RUNS = ("length", "reverse", "unroll")
 
 
-def _cond(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
+def _cond(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
     which, operands = p.plain(args[0]), args[1:]
     key: list[Hashable] = []
     inner: list[int] = []
     for number, branch in enumerate(bodies_of(eqn)):
 
-        def inputs(level: int, number: int = number) -> list[Value]:
+        def inputs(level: int, number: int = number) -> list[CanonicalValue]:
             return [_captured(p, x, (level, number), [which.node]) for x in operands]
 
         outs, effects = p.body(branch.program, inputs)

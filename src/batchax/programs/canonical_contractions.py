@@ -6,10 +6,10 @@ from typing import Any
 
 from batchax.programs.canonical import CanonicalProgram, rules
 from batchax.programs.canonical_rules import others
-from batchax.programs.canonical_values import Value, typed, whole, without_ones
+from batchax.programs.canonical_values import CanonicalValue, typed, whole, without_ones
 
 
-def _dot_general(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
+def _dot_general(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
     (contracted, batch), precision = eqn.params["dimension_numbers"], eqn.params["precision"]
     both = isinstance(precision, tuple) and len(precision) == 2
     out_shape, dtype = typed(eqn.outvars[0].aval)
@@ -45,10 +45,10 @@ def _dot_general(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value
     shape = [out_shape[axes.index(n)] for n in range(len(labels))]
     refs = [(x.node,), (y.node,)]
     node = p.node(eqn, "dot_general", (key, params), refs, shape, dtype)
-    return [Value(node, axes, out_shape, eqn)]
+    return [CanonicalValue(node, axes, out_shape, eqn)]
 
 
-def _convolution(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
+def _convolution(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
     out_shape, dtype = typed(eqn.outvars[0].aval)
     numbers = eqn.params["dimension_numbers"]
     refs = []

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from batchax.programs.canonical import CanonicalProgram, rules, rules_by_fact
-from batchax.programs.canonical_values import Value, typed
+from batchax.programs.canonical_values import CanonicalValue, typed
 
 COMMUTING = frozenset({"add", "mul", "max", "min", "and", "or", "xor", "eq", "ne"})
 RENAMED = {"add_any": "add"}
@@ -25,7 +25,7 @@ def aligned(
     p: CanonicalProgram,
     eqn: Any,
     name: str,
-    args: Sequence[Value],
+    args: Sequence[CanonicalValue],
     shape: Sequence[Any],
     *,
     params: Hashable = (),
@@ -33,7 +33,7 @@ def aligned(
     sizes: bool = True,
     commutes: bool = False,
     several: bool = False,
-) -> list[Value]:
+) -> list[CanonicalValue]:
     """An operation whose operands and results have their dimensions in common.
 
     Args:
@@ -49,7 +49,7 @@ def aligned(
       several: whether there are several results.
     """
 
-    def form(args: Sequence[Value]) -> tuple[Any, list[int]]:
+    def form(args: Sequence[CanonicalValue]) -> tuple[Any, list[int]]:
         order = _order(args, shape)
         refs = tuple(
             (
@@ -71,14 +71,14 @@ def aligned(
     kept_shape = [shape[d] for d in kept]
     node = p.node(eqn, name, (params, along), refs, kept_shape, dtype)
     if not several:
-        return [Value(node, axes, tuple(shape), eqn)]
+        return [CanonicalValue(node, axes, tuple(shape), eqn)]
     parts = [
         p.leaf("result", i, [node], kept_shape, typed(v.aval)[1]) for i, v in enumerate(eqn.outvars)
     ]
-    return [Value(part, axes, tuple(shape), eqn) for part in parts]
+    return [CanonicalValue(part, axes, tuple(shape), eqn) for part in parts]
 
 
-def _order(args: Sequence[Value], shape: Sequence[Any]) -> list[int]:
+def _order(args: Sequence[CanonicalValue], shape: Sequence[Any]) -> list[int]:
     """The dimensions that matter, in the order in which the nodes of the operands have them."""
     order: list[int] = []
     for x in args:
@@ -88,20 +88,20 @@ def _order(args: Sequence[Value], shape: Sequence[Any]) -> list[int]:
     return order + [d for d in mattering if d not in order]
 
 
-def _sizes(args: Sequence[Value], d: int) -> list[Any]:
+def _sizes(args: Sequence[CanonicalValue], d: int) -> list[Any]:
     return [x.shape[d] for x in args]
 
 
-def spread(x: Value, rank: int) -> Value:
+def spread(x: CanonicalValue, rank: int) -> CanonicalValue:
     """A scalar as an array of ones; anything else as it is."""
-    return x if len(x.shape) == rank else Value(x.node, (None,) * rank, (1,) * rank, x.eqn)
+    return x if len(x.shape) == rank else CanonicalValue(x.node, (None,) * rank, (1,) * rank, x.eqn)
 
 
 def others(p: CanonicalProgram, eqn: Any, *left_out: str) -> Hashable:
     return p.parameters({k: v for k, v in eqn.params.items() if k not in left_out}, (), [])
 
 
-def _elementwise(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
+def _elementwise(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
     shape, dtype = typed(eqn.outvars[0].aval)
     name: str = eqn.primitive.name
     name = RENAMED.get(name, name)
@@ -120,11 +120,11 @@ def _elementwise(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value
     return aligned(p, eqn, name, args, shape, params=params, sizes=False, commutes=commutes)
 
 
-def _identity(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
+def _identity(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
     return args
 
 
-def _cumulative(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
+def _cumulative(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
     (x,) = map(p.solid, args)
     if x.shape[eqn.params["axis"]] == 1:
         return [x]
@@ -133,7 +133,7 @@ def _cumulative(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]
     return aligned(p, eqn, eqn.primitive.name, [x], x.shape, params=params, by_dim=by_dim)
 
 
-def _reduction(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
+def _reduction(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
     (x,) = map(p.solid, args)
     name, gone = eqn.primitive.name, set(map(int, eqn.params["axes"]))
     kept = [d for d in range(len(x.shape)) if d not in gone]
@@ -146,7 +146,7 @@ def _reduction(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
     return [y.see(kept, [shape[d] for d in kept], eqn)]
 
 
-def _sort(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
+def _sort(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
     args = list(map(p.solid, args))
     shape = args[0].shape
     by_dim = [d == eqn.params["dimension"] for d in range(len(shape))]

@@ -7,10 +7,10 @@ from typing import Any
 
 from batchax.programs.canonical import CanonicalProgram, rules
 from batchax.programs.canonical_rules import aligned, spread
-from batchax.programs.canonical_values import Value, typed
+from batchax.programs.canonical_values import CanonicalValue, typed
 
 
-def _rev(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
+def _rev(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
     (x,) = map(p.solid, args)
     by_dim = [d in eqn.params["dimensions"] and n != 1 for d, n in enumerate(x.shape)]
     if not any(by_dim):
@@ -18,13 +18,15 @@ def _rev(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
     return aligned(p, eqn, "rev", [x], x.shape, by_dim=by_dim)
 
 
-def _slice(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
+def _slice(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides = eqn.params["strides"] or (1,) * len(starts)
     return [_cut(p, eqn, args[0], list(zip(starts, limits, strides, strict=True)))]
 
 
-def _cut(p: CanonicalProgram, eqn: Any, x: Value, cuts: Sequence[tuple[Any, Any, Any]]) -> Value:
+def _cut(
+    p: CanonicalProgram, eqn: Any, x: CanonicalValue, cuts: Sequence[tuple[Any, Any, Any]]
+) -> CanonicalValue:
     """`x` between bounds; `cuts` has start, limit and stride of each dimension."""
     by_dim = [
         None if cut == (0, n, 1) else cut
@@ -39,7 +41,7 @@ def _cut(p: CanonicalProgram, eqn: Any, x: Value, cuts: Sequence[tuple[Any, Any,
     return y
 
 
-def _split(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
+def _split(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
     (x,), axis, start, outs = args, eqn.params["axis"], 0, []
     for size in eqn.params["sizes"]:
         cuts: list[Any] = [(0, n, 1) for n in x.shape]
@@ -49,7 +51,7 @@ def _split(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
     return outs
 
 
-def _pad(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
+def _pad(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
     x, fill = args
     shape, _ = typed(eqn.outvars[0].aval)
     by_dim = [tuple(map(int, c)) for c in eqn.params["padding_config"]]
@@ -58,13 +60,13 @@ def _pad(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
     return aligned(p, eqn, "pad", [x, spread(fill, len(shape))], shape, by_dim=by_dim)
 
 
-def _concatenate(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
+def _concatenate(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
     shape, _ = typed(eqn.outvars[0].aval)
     by_dim = [d == eqn.params["dimension"] for d in range(len(shape))]
     return aligned(p, eqn, "concatenate", args, shape, by_dim=by_dim)
 
 
-def _stack(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
+def _stack(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
     shape, _ = typed(eqn.outvars[0].aval)
     along = eqn.params["axis"] % len(shape)
     dims: list[int | None] = list(range(len(shape) - 1))
@@ -77,19 +79,21 @@ def _stack(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
     return aligned(p, eqn, "concatenate", args, shape, by_dim=by_dim)
 
 
-def _transpose(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
+def _transpose(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
     order = list(map(int, eqn.params["permutation"]))
     return [args[0].see(order, [args[0].shape[d] for d in order], eqn)]
 
 
-def _squeeze(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
+def _squeeze(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
     (x,) = args
     gone = [d % len(x.shape) for d in eqn.params["dimensions"]]
     kept = [d for d in range(len(x.shape)) if d not in gone]
     return [x.see(kept, [x.shape[d] for d in kept], eqn)]
 
 
-def _broadcast_in_dim(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
+def _broadcast_in_dim(
+    p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]
+) -> list[CanonicalValue]:
     if len(args) > 1 or eqn.params.get("sharding") is not None:
         return p.opaque(eqn, args)
     (x,), shape = args, eqn.params["shape"]
@@ -99,7 +103,7 @@ def _broadcast_in_dim(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[
     return [x.see(dims, shape, eqn)]
 
 
-def _iota(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
+def _iota(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
     if args or eqn.params.get("sharding") is not None:
         return p.opaque(eqn, args)
     shape, dtype = typed(eqn.outvars[0].aval)
@@ -108,10 +112,10 @@ def _iota(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
         return p.opaque(eqn, args)
     node = p.node(eqn, "iota", (), (), shape[along : along + 1], dtype)
     axes = tuple(0 if d == along else None for d in range(len(shape)))
-    return [Value(node, axes, shape, eqn)]
+    return [CanonicalValue(node, axes, shape, eqn)]
 
 
-def _reshape(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
+def _reshape(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
     x, (shape, dtype) = args[0], typed(eqn.outvars[0].aval)
     sized = all(isinstance(n, int) and n > 0 for n in (*x.shape, *shape))
     if len(args) > 1 or not sized or eqn.params.get("sharding") is not None:
@@ -137,7 +141,7 @@ def _reshape(p: CanonicalProgram, eqn: Any, args: list[Value]) -> list[Value]:
     order = [d for _, after in real for d in after]
     node = p.node(eqn, "reshape", params, [(x.node,)], [shape[d] for d in order], dtype)
     axes = tuple(order.index(d) if d in order else None for d in range(len(shape)))
-    return [Value(node, axes, shape, eqn)]
+    return [CanonicalValue(node, axes, shape, eqn)]
 
 
 def _runs(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:

@@ -19,7 +19,7 @@ LEAVES = frozenset({"argument", "constant", "captured", "carried", "result", "ef
 
 
 @dataclass(frozen=True)
-class Value:
+class CanonicalValue:
     """A value of a program: dimension `d` is axis `axes[d]` of the node.
 
     Where that is None, the value is the same at each of the `shape[d]` places. Every axis of
@@ -31,13 +31,13 @@ class Value:
     shape: tuple[Any, ...]
     eqn: Any = field(default=None, compare=False, repr=False)
 
-    def see(self, dims: Sequence[int | None], shape: Sequence[Any], eqn: Any) -> Value:
+    def see(self, dims: Sequence[int | None], shape: Sequence[Any], eqn: Any) -> CanonicalValue:
         """This value with its dimensions `dims`; where one is None, it is broadcast."""
         axes = tuple(
             None if d is None or size == 1 else self.axes[d]
             for d, size in zip(dims, shape, strict=True)
         )
-        return Value(self.node, axes, tuple(shape), eqn)
+        return CanonicalValue(self.node, axes, tuple(shape), eqn)
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ class Table:
         return found
 
 
-def whole(node: int, shape: Sequence[Any]) -> Value:
+def whole(node: int, shape: Sequence[Any]) -> CanonicalValue:
     """A node seen as it is, with the axes of size one that it leaves out."""
     count, axes = 0, []
     for size in shape:
         axes.append(None if size == 1 else count)
         count += size != 1
-    return Value(node, tuple(axes), tuple(shape))
+    return CanonicalValue(node, tuple(axes), tuple(shape))
 
 
 def without_ones(shape: Sequence[Any]) -> tuple[Any, ...]:

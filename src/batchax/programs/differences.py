@@ -15,7 +15,7 @@ from batchax.programs.source_lines import shown_place, source_line
 
 
 @dataclass(frozen=True)
-class Operation:
+class ComparedOperation:
     """What one program does where another does something else.
 
     Attributes:
@@ -53,8 +53,8 @@ class Difference:
     """
 
     what: str
-    first: Operation | None = None
-    second: Operation | None = None
+    first: ComparedOperation | None = None
+    second: ComparedOperation | None = None
 
     def __str__(self) -> str:
         sides = (("first", self.first), ("second", self.second))
@@ -154,7 +154,7 @@ def _name(table: Table, n: int) -> str:
     return f"`{table.nodes[n].name}`"
 
 
-def _equation(table: Table, program: CanonicalProgram, n: int) -> Operation:
+def _equation(table: Table, program: CanonicalProgram, n: int) -> ComparedOperation:
     node = table.nodes[n]
     eqn = program.equations.get(n)
     while eqn is None and node.name == "result":
@@ -165,7 +165,7 @@ def _equation(table: Table, program: CanonicalProgram, n: int) -> Operation:
             text = f"argument {node.params}"
         else:
             text = f"a {node.name}" if node.name in LEAVES else node.name
-        return Operation(text, None, "<unknown>", 0, "", (), ())
+        return ComparedOperation(text, None, "<unknown>", 0, "", (), ())
     file, line, source = source_line(eqn)
     operands, results = ([v.aval for v in vs] for vs in (eqn.invars, eqn.outvars))
     shapes = (tuple(tuple(getattr(a, "shape", ())) for a in avals) for avals in (operands, results))
@@ -175,7 +175,7 @@ def _equation(table: Table, program: CanonicalProgram, n: int) -> Operation:
     )
     given = f"[{params}]" if params else ""
     text = f"{eqn.primitive.name}{given} {' -> '.join(short)}"
-    return Operation(text, eqn.primitive.name, file, line, source, *shapes)
+    return ComparedOperation(text, eqn.primitive.name, file, line, source, *shapes)
 
 
 def _short(v: Any) -> str:

@@ -12,7 +12,7 @@ from batchax.programs.hlo import Instruction, Module, Shape, UnreadableProgram
 
 
 @dataclass
-class Value:
+class HeldValue:
     """An array that is written to memory.
 
     Attributes:
@@ -33,7 +33,7 @@ class Value:
     last: int
 
 
-def held_at_worst(module: Module, assignment: bytes) -> list[Value]:
+def held_at_worst(module: Module, assignment: bytes) -> list[HeldValue]:
     """What is held at the worst moment: arguments, outputs, constants, and temporaries alive then.
 
     The worst moment is when most memory is taken by temporaries.
@@ -66,7 +66,7 @@ def held_at_worst(module: Module, assignment: bytes) -> list[Value]:
 Tree = Any
 
 
-def _leaves(tree: Tree) -> Iterator[Value]:
+def _leaves(tree: Tree) -> Iterator[HeldValue]:
     if isinstance(tree, tuple):
         for part in tree:
             yield from _leaves(part)
@@ -88,8 +88,8 @@ class _Lives:
     def __init__(self, module: Module, places: Places):
         self._module = module
         self._places = places
-        self._latest: dict[Place, Value] = {}
-        self.values: list[Value] = []
+        self._latest: dict[Place, HeldValue] = {}
+        self.values: list[HeldValue] = []
         self.end = 0
 
     def follow(self) -> None:
@@ -120,7 +120,7 @@ class _Lives:
         before = self._latest.get(place)
         if before is not None and before.last == self.end:
             before.last -= 1  # it is overwritten as it is read
-        value = Value(made, made, shape.text, place, self.end, self.end)
+        value = HeldValue(made, made, shape.text, place, self.end, self.end)
         if place.kind == "constant":
             value.first = 0
         self._latest[place] = value

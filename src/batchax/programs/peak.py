@@ -40,7 +40,7 @@ class LiveValue:
 
 
 @dataclass(frozen=True)
-class Memory:
+class CompilersAccount:
     """The compiler's account of the memory of a program, in bytes.
 
     Attributes:
@@ -64,7 +64,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Peak(Memory):
+class Peak(CompilersAccount):
     """What a compiled program holds at its worst moment.
 
     `bytes` is what the device must hold, not what is alive at one moment: arguments and outputs
@@ -88,9 +88,9 @@ class Peak(Memory):
         return found / self.temporaries if self.temporaries else 1.0
 
 
-def memory_of(compiled: Any) -> Memory:
+def memory_of(compiled: Any) -> CompilersAccount:
     """The compiler's account of the memory of a compiled program."""
-    return Memory(*_totals(compiled))
+    return CompilersAccount(*_totals(compiled))
 
 
 def _totals(compiled: Any) -> tuple[int, int, int, int, int]:

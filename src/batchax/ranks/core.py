@@ -72,7 +72,7 @@ def as_cores(where: str, spec: Any) -> Any:
     return jax.tree_util.tree_map_with_path(one, spec, is_leaf=lambda x: x is None)
 
 
-class Sizes:
+class CoreSizes:
     """The sizes of the named dimensions of one call, as they are found."""
 
     def __init__(self) -> None:

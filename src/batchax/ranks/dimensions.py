@@ -19,7 +19,7 @@ import numpy as np
 
 from batchax.errors import AxisError
 from batchax.frontend.containers import is_container
-from batchax.ranks.core import Core, Sizes
+from batchax.ranks.core import Core, CoreSizes
 from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap
 
@@ -61,7 +61,7 @@ class Group:
     has: tuple[bool, ...]
 
 
-def check_cores(arguments: Sequence[Argument], sizes: Sizes) -> None:
+def check_cores(arguments: Sequence[Argument], sizes: CoreSizes) -> None:
     """Refuses arrays whose core is not what was declared.
 
     Raises:

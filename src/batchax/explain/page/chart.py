@@ -26,7 +26,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Scale:
+class LogAxis:
     """A log axis: `low` is at pixel `first`, `high` at `last`."""
 
     low: float
@@ -83,8 +83,8 @@ def _chart(
     heights = [p.low for p in points if p.low > 0] + [p.high for p in points] + [loop or 0]
     heights = [h for h in heights if h > 0]
     ticks = _ticks(min(heights), max(heights), base)
-    x = Scale(points[0].lanes, points[-1].lanes, _LEFT + 14, _RIGHT - 14)
-    y = Scale(min(ticks[0], *heights), max(ticks[-1], *heights), _BOTTOM, _TOP)
+    x = LogAxis(points[0].lanes, points[-1].lanes, _LEFT + 14, _RIGHT - 14)
+    y = LogAxis(min(ticks[0], *heights), max(ticks[-1], *heights), _BOTTOM, _TOP)
     best = min(points, key=lambda p: p.height)
     said = f"{title} over batch size: least, {show(best.height)}, at {best.label}."
     shown: list[Html | None] = [tag("title", said)]
@@ -119,7 +119,7 @@ def _chart(
     return tag("figure", tag("figcaption", title), picture)
 
 
-def _spread(across: float, p: Point, y: Scale) -> Html | None:
+def _spread(across: float, p: Point, y: LogAxis) -> Html | None:
     if p.high <= p.low or p.low <= 0:
         return None
     low, high = y.at(p.low), y.at(p.high)

@@ -85,7 +85,7 @@ class Rail:
 
 
 @dataclass(frozen=True)
-class Scale:
+class BarScale:
     """What bars are drawn to: the longest is as long as the column.
 
     Attributes:
@@ -109,7 +109,7 @@ class Scale:
 
 def flow(explanation: Account) -> Html:
     """The equations of a program, as a list with rails beside it."""
-    scale = Scale(_largest(explanation), explanation.lanes)
+    scale = BarScale(_largest(explanation), explanation.lanes)
     top = Scope(explanation.equations, explanation.arguments, explanation.outputs)
     return _scope(top, scale)
 
@@ -161,7 +161,7 @@ def legend(explanation: Account) -> Html:
     )
 
 
-def _scope(scope: Scope, scale: Scale) -> Html:
+def _scope(scope: Scope, scale: BarScale) -> Html:
     first = len(scope.entries) + 1
     ways = list(_rails(scope, first))
     columns, width = _places(ways)
@@ -193,7 +193,7 @@ def _values(
     values: Sequence[Value],
     row: int,
     word: str,
-    scale: Scale,
+    scale: BarScale,
     starts: Mapping[str, str] | None = None,
 ) -> Html | None:
     if not values:
@@ -273,7 +273,7 @@ def _equation(
     row: int,
     scope: Scope,
     users: dict[str, list[str]],
-    scale: Scale,
+    scale: BarScale,
     new_line: bool,
 ) -> Html:
     makers = [scope.maker(v.name) for v in eqn.inputs]
@@ -316,7 +316,7 @@ def _equation(
     )
 
 
-def _output(value: Value, scale: Scale) -> Html:
+def _output(value: Value, scale: BarScale) -> Html:
     axis = hidden(f"batch axis {value.axis},") if value.axis is not None else None
     shown = tag("span", typed(value), axis, class_="type")
     return tag("span", shown, scale.bar(value), class_="gives")
@@ -326,7 +326,7 @@ def _roles(eqn: Equation) -> Iterator[tuple[str, Iterator[Equation]]]:
     return groupby(eqn.parts, key=lambda part: part.role)
 
 
-def _part(eqn: Equation, role: str, parts: list[Equation], around: Scope, scale: Scale) -> Html:
+def _part(eqn: Equation, role: str, parts: list[Equation], around: Scope, scale: BarScale) -> Html:
     made = {out.name for part in parts for out in part.outputs}
     entries = {v.name: v for part in parts for v in part.inputs if not v.literal}
     entering = [v for name, v in entries.items() if name not in made]
