@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import batchax as bx
+from batchax.execution import chunked
+from batchax.kernel.lasting import Lasting
 
 from support.chunks import check_chunks
 from support.oracle import agree, example, same, same_type
@@ -432,3 +434,46 @@ def test_a_symbolic_number_of_lanes_is_refused():
     x = jax.ShapeDtypeStruct((n, 3), jnp.float32)
     with pytest.raises(bx.errors.UnsupportedError, match="symbolic size"):
         jax.export.export(jax.jit(bx.vmap(jnp.sin, batch_size=2)))(x)
+
+
+def test_a_call_outside_of_jit_is_cut_into_chunks_once(monkeypatch):
+    """Calls that do the same share what was staged for chunks; any that differ do not."""
+    built = []
+    real = chunked.SectionRunner
+    monkeypatch.setattr(chunked, "SectionRunner", lambda *a: built.append(1) or real(*a))
+    monkeypatch.setattr(chunked, "_staged", Lasting(most=2))
+    x, w = example((6, 3), seed=1), example((3,), seed=2)
+
+    def check(times, w, x, scale=1.0, **options):
+        before = len(built)
+        got = bx.vmap(lambda x: jnp.tanh(x @ w) * scale, batch_size=4, **options)(x)
+        expected = jnp.tanh(x @ w) * scale
+        same(got, expected.sum() if options.get("out_axes") else expected)
+        assert len(built) - before == times
+
+    check(1, w, x)
+    check(0, w + 1, x * 2)  # other values, of an argument and of what is closed over
+    check(1, w, x, scale=2.0)  # another number in the program
+    check(1, w, x, out_axes=bx.Reduce("sum"))
+    check(1, w, x)  # forgotten: no more than two are kept
+    check(1, w, example((7, 3), seed=1))
+
+
+def test_what_is_remembered_sees_what_a_function_closes_over():
+    """An array, a list that changes, and a derivative rule made anew each time."""
+    scales = [2.0]
+    x = example((5,), seed=3)
+
+    def made(factor):
+        @jax.custom_jvp
+        def f(x):
+            return x * factor
+
+        f.defjvp(lambda primals, tangents: (f(*primals), tangents[0] * scales[0]))
+        return lambda x: f(x) + scales[0]
+
+    for factor, scale in ((1.0, 2.0), (1.0, 3.0), (4.0, 3.0)):
+        scales[0] = scale
+        same(bx.vmap(made(factor), batch_size=2)(x), x * factor + scale)
+        gradient = jax.grad(lambda x: bx.vmap(made(factor), batch_size=2)(x).sum())(x)
+        same(gradient, jnp.full(5, scale))

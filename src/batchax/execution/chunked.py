@@ -16,9 +16,11 @@ from batchax.execution.section_runner import SectionRunner
 from batchax.execution.shards import check_shared, find_shards, lanes_for_all, on_shards
 from batchax.frontend.arguments import is_position
 from batchax.frontend.outputs import OutputArray
+from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.captured import MappedProgram
 from batchax.kernel.inner import example_aval
+from batchax.kernel.lasting import Lasting, call_key
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,8 @@ def run_in_chunks(
         chunking, program = _of_all_lanes(chunking, program)
         axis = program.axis
     how = chunking.batch_size, chunking.keep
+    if not (program.traced or shards or recording.is_on()):
+        program, positions = _with_constants_passed(program)
 
     def run(*args: Any) -> list[Any]:
         if shards is None:
@@ -133,8 +137,27 @@ def run_in_chunks(
         return run(*program.args)
     # Outside of `jit` operations are computed as they are met. The whole is staged first, so
     # that what is wrong with it is found before anything is computed.
-    whole = _compat.stage(run, [jax.typeof(x) for x in program.args])
+    types = [jax.typeof(x) for x in program.args]
+    build = lambda: _compat.stage(run, types)
+    if shards or recording.is_on() or isinstance(chunking.batch_size, Auto):
+        whole = build()  # a choice of chunk size is noted for each call
+    else:
+        specs = tuple(output.spec for output in described)
+        places = zip(types, positions, strict=True)
+        whole = _staged.get(call_key(axis, program.staged, how, specs, *places), build)
     return eval_jaxpr(whole.jaxpr, whole.consts, *program.args)
+
+
+_staged = Lasting(most=64)  # what calls outside of `jit` have cut into sections, and batched
+
+
+def _with_constants_passed(
+    program: MappedProgram,
+) -> tuple[MappedProgram, Sequence[AxisPosition]]:
+    """The same, of a program that holds no values; and where arguments have the batch axis."""
+    staged, consts = _compat.hoist_constants(program.staged)
+    args, axes = [*consts, *program.args], [*[None] * len(consts), *program.axes]
+    return replace(program, staged=staged, args=args, axes=axes), axes
 
 
 def _of_all_lanes(chunking: Chunking, program: MappedProgram) -> tuple[Chunking, MappedProgram]:

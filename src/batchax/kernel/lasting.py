@@ -10,6 +10,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import jax
+
+from batchax import _compat
+from batchax.jaxprs.program_key import program_key
+from batchax.kernel.axis import Axis
+from batchax.kernel.registry import registrations
+
 
 class Lasting:
     """Results by key, of which those that were not asked for longest are forgotten first.
@@ -35,3 +42,18 @@ class Lasting:
             if len(self._known) > self._most:
                 self._known.popitem(last=False)
             return found
+
+
+def call_key(axis: Axis, program: _compat.ClosedJaxpr, *rest: Hashable) -> Hashable:
+    """Equal for calls of programs that do the same, in the same surroundings, outside of tracing.
+
+    A call outside of `jit` stages its function anew each time. What it takes longer to make of the
+    program is remembered under this.
+
+    Args:
+      axis: the axis being mapped.
+      program: the program of one example.
+      rest: what else the call depends on: the types of its arguments, say.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return axis, program_key(program), registrations(), mesh, *rest

@@ -16,12 +16,10 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, BatchaxError, UnsupportedError
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import Described, FlatOutputs, OutputArray, check_unbatched, place
-from batchax.jaxprs.program_key import program_key
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.inner import stage_described
-from batchax.kernel.lasting import Lasting
-from batchax.kernel.registry import registrations
+from batchax.kernel.lasting import Lasting, call_key
 from batchax.rows.arguments import (
     RowSize,
     all_known,
@@ -150,7 +148,7 @@ class Call:
             (size.name, size.bound, capacity_of(size.batch), size.index.lengths.tobytes())
             for size in self.sizes
         ]
-        return self.axis, program_key(self.staged), *arguments, *rows, registrations()
+        return call_key(self.axis, self.staged, *arguments, *rows)
 
 
 @_compat.standing_in()
@@ -324,9 +322,7 @@ def _find_regions(call: Call, options: RowOptions) -> tuple[RowProgram, list[Reg
     return program, find_regions(program, layouts)
 
 
-# To batch a program takes most of the time of a call outside of `jit`, which stages its function
-# anew each time.
-_staged = Lasting(most=64)
+_staged = Lasting(most=64)  # what calls outside of `jit` have batched
 
 
 def _run_regions(call: Call, program: RowProgram, regions: list[Region]) -> list[Any]:
