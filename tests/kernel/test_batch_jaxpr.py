@@ -114,6 +114,23 @@ def test_of_any_number_of_lanes(taken):
         same(exported.call(x)[0], jax.vmap(fun)(x))
 
 
+READS = {
+    "a place": lambda x, i: x[i],
+    "a window": lambda x, i: lax.dynamic_slice(x, (i,), (2,)),
+    "a solution": lambda x, i: jnp.linalg.solve(jnp.outer(x, x) + i * jnp.eye(3), x),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_each_of_any_number_of_lanes_reads_where_it_wants(name):
+    staged = jax.make_jaxpr(READS[name])(example((3,)), jnp.int32(1))
+    batched, _ = bx.batch_jaxpr(staged, None, 0, 0)
+    types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in batched.in_avals]
+    exported = jax.export.export(jax.jit(jaxpr_as_fun(batched)))(*types)
+    x, i = example((4, 3)), jnp.array([2, 1, 1, 2], jnp.int32)
+    same(exported.call(x, i)[0], jax.vmap(READS[name])(x, i))
+
+
 def test_lanes_sharded_over_a_mesh():
     devices = jax.devices()[:2]
     if len(devices) < 2:

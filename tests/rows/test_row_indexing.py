@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+import batchax as bx
+
 from support.oracle import shares
 from support.rows import check_rows, check_rows_of_all, chosen, ragged
 
@@ -87,6 +89,7 @@ EMPTY = {
     "set a column": lambda x: x.at[:, 1].set(0.0),
     "add to all but the first": lambda x: x.at[1:].add(1.0),
     "sum into bins": lambda x: jax.ops.segment_sum(x, bins(x), num_segments=3),
+    "each element reads in itself": lambda x: bx.vmap(lambda y, i: y[i])(x, jnp.argmax(x, 1)),
 }
 
 

@@ -70,7 +70,7 @@ def gather(
         out_position = slot_after(lanes, index_position)
         dnums = _with_own_indices(dimension_numbers, position, index_position, out_position)
         if position is not None:
-            slice_sizes = inserted(slice_sizes, position, min(axis.size, 1))
+            slice_sizes = inserted(slice_sizes, position, 0 if axis.size == 0 else 1)
         unique_indices = unique_indices and position is not None
         indices_are_sorted = indices_are_sorted and position == index_position == 0
     out = lax.gather_p.bind(
