@@ -101,6 +101,16 @@ def test_types_tell_of_the_mesh_under_jit(residuals):
         assert all(size < X.size // 4 for size in sizes), line
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_a_shard_has_fewer_lanes_than_a_chunk_that_is_kept(axis_type):
+    expected = outputs(W, X), gradient(W, X)
+    mesh = mesh_of(axis_type)
+    args = sharded(mesh)
+    options = dict(batch_size=6, residuals="keep")
+    with set_mesh(mesh, axis_type):
+        same(jax.device_get((outputs(*args, **options), gradient(*args, **options))), expected)
+
+
 def test_spmd_axis_name_tells_of_a_mesh_that_types_do_not():
     expected = bx.vmap(predict, (None, 1), (1, bx.Reduce("mean")))(W, X)
     mesh = mesh_of(AxisType.Auto)

@@ -72,8 +72,9 @@ def _run_keeping(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
     avals = [jax.typeof(x) for x in operands]
     if isinstance(loop.chunk, Auto):
         loop = replace(loop, chunk=chosen_chunk(loop, avals))
-    chunk = loop.chunk
-    assert isinstance(chunk, int)
+    assert isinstance(loop.chunk, int)
+    chunk = min(loop.chunk, max(loop.size, 1))  # a shard may have fewer lanes than a chunk
+    loop = replace(loop, chunk=chunk)
     program = loop.program(avals, chunk)
     types = program.out_avals
     axes = [spec.axis if isinstance(spec, Lanes) else None for spec in loop.operands]
