@@ -18,6 +18,7 @@ from jax.extend.core import jaxprs_in_params
 
 from batchax import _compat
 from batchax.errors import AxisError
+from batchax.jaxprs.evaluate import bind_equation
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel.axis import Axis, AxisPosition, lanes_vary_over
 from batchax.kernel.named_axes import uses_name
@@ -52,6 +53,15 @@ def vary_alike(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     if len({_compat.varying_axes(v.aval) for v in eqn.invars}) > 1:
         return list(operands)
     return _compat.varying_alike(operands)
+
+
+def bind_varying(eqn: Any, operands: Sequence[Any], **changes: Any) -> Sequence[Any]:
+    """As `bind_equation`, for operands that may vary over more axes than for one example."""
+    if not _compat.checked_axes():
+        return bind_equation(eqn, operands, **changes)
+    if eqn.primitive.name == "pvary":  # JAX refuses to cast a value that varies already
+        return [_compat.varying_as(x, v.aval) for x, v in zip(operands, eqn.outvars, strict=True)]
+    return bind_equation(eqn, vary_alike(eqn, operands), **changes)
 
 
 def holds_programs(eqn: Any) -> bool:

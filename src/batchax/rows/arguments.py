@@ -202,7 +202,9 @@ def row_avals(
         aval = jax.typeof(m.value.data)
         shape = list(aval.shape)
         shape[m.value.axis] = dim_of[size.name]
-        avals.append(ShapedArray(tuple(shape), aval.dtype, weak_type=False))
+        row = ShapedArray(tuple(shape), aval.dtype, weak_type=False)
+        lengths = _compat.varying_axes(jax.typeof(m.value.lengths))
+        avals.append(_compat.with_varying_axes(row, _compat.varying_axes(aval) | lengths))
     return avals
 
 

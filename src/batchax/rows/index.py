@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+from batchax import _compat
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
 
@@ -124,8 +125,9 @@ def _running_sum(x: Any) -> Any:
         count = math.isqrt(x.size - 1) + 1
         blocks = jnp.pad(x, (0, count * count - x.size)).reshape(count, count)
         step = lambda total, each: (total + each, total + each)
-        totals, within = lax.scan(step, jnp.zeros(count, x.dtype), blocks.T)
-        before = lax.scan(lambda total, own: (total + own, total), jnp.zeros((), x.dtype), totals)
+        nothing = _compat.varying_as(jnp.zeros(count, x.dtype), jax.typeof(x))
+        totals, within = lax.scan(step, nothing, blocks.T)
+        before = lax.scan(lambda total, own: (total + own, total), nothing[0], totals)
         return (within.T + before[1][:, None]).reshape(-1)[: x.size]
 
     return lax.platform_dependent(x, cpu=by_blocks, default=jnp.cumsum) if x.size else x

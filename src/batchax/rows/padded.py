@@ -28,6 +28,7 @@ from batchax.errors import UnsupportedError
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel import recording
+from batchax.kernel.varying import bind_varying
 from batchax.rows.sizes import Sizes, depends_on_sizes
 from batchax.rules.masking import is_inexact, safe_lanes
 
@@ -94,8 +95,8 @@ class Operation:
     def bind(self, *values: Any, **changes: Any) -> Any:
         """The operation on padded arrays, with the bound of each size; `changes` are parameters."""
         params = self.sizes.filled_in({**self.eqn.params, **changes})
-        primitive = self.eqn.primitive
-        return primitive.bind(*values, **primitive.get_bind_params(params))
+        outs = bind_varying(self.eqn, values, **params)
+        return outs if self.eqn.primitive.multiple_results else outs[0]
 
     def filled(self, row: Row, value: Any, axes: Sequence[int] | None = None) -> Any:
         """The array of `row` with `value` in its padding along `axes` (default: all)."""
@@ -208,7 +209,7 @@ def _run_equation(sizes: Sizes, eqn: Any, rows: Sequence[Row]) -> list[Row]:
     if not depends_on_sizes(eqn):
         values = [row.value for row in rows]
         folded = fold_known(eqn, values)
-        outs = bind_equation(eqn, values) if folded is None else folded
+        outs = bind_varying(eqn, values) if folded is None else folded
         return [Row(x, shape) for x, shape in zip(outs, shapes, strict=True)]
     op = Operation(eqn, sizes)
     rule = _find_rule(eqn.primitive)

@@ -47,6 +47,7 @@ def _scan(
     if not op.sizes.is_exact(length):
         _check(op, body, length)
         size = op.sizes.size(length)
+        first = _compat.varying_alike(first, like=[size])  # in a shard_map, of other rows elsewhere
         danger = hazards(body.jaxpr)
         if steps and (danger.nonlinear or danger.endless):
             operands = op, size, consts, first, xs
