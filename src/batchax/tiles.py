@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,22 +31,24 @@ class Tiles(AxisSpec):
 
     def of_argument(self, value: Any, path: str) -> Parts:
         shape, axis = _checked(self, "in_axes", value, path)
-        size = self._size_in(shape, axis, path)
-        if shape[axis] % size:
-            starts = np.arange(0, shape[axis], size)
-            lengths = np.minimum(shape[axis] - starts, size).astype(np.int32)
-            return Parts([Ragged(value, lengths, size, axis=axis)], [0], lambda x: x[0])
-        blocks = _reshaped(jnp.asarray(value), axis, 1, (shape[axis] // size, size))
+        count, size = self._count_and_size(shape, axis, path)
+        if count * size < shape[axis]:
+            lengths = np.append(np.full(count, size), shape[axis] - count * size).astype(np.int32)
+            return Parts([Ragged(value, lengths, axis=axis)], [0], lambda x: x[0])
+        blocks = jnp.asarray(value)
+        _check_shards(blocks, axis, count, path)
+        blocks = _reshaped(blocks, axis, 1, (count, size))
         return Parts([blocks], [axis], lambda x: x[0], [f"{path} (tiles of {size})"])
 
-    def _size_in(self, shape: Sequence[int], axis: int, path: str) -> int:
-        """The size of a block."""
+    def _count_and_size(self, shape: Sequence[int], axis: int, path: str) -> tuple[int, int]:
+        """How many whole blocks there are, and their size."""
         total = shape[axis]
-        if self.size is None and self.count is None:
+        parts = self.count if self.size is None else self.size
+        if parts is None:
             raise AxisError(
                 f"in_axes gives {self!r} for {path}: give the size of a tile, or count."
             )
-        rest = total % (self.size or self.count or 1)
+        rest = total % parts
         if rest and self.last == "error":
             what = f"{self.count} tiles" if self.size is None else f"tiles of {self.size}"
             hint = "" if self.size is None else f', or last="short" for a last tile of {rest}'
@@ -53,7 +56,7 @@ class Tiles(AxisSpec):
                 f"in_axes gives {self!r} for {path}, of shape {tuple(shape)}: axis {axis} has "
                 f"{total} elements, which do not make {what}. Give what divides {total}{hint}."
             )
-        return self.size or max(1, total // (self.count or 1))
+        return (parts, total // parts) if self.size is None else (total // parts, parts)
 
     def of_output(self, value: Any, path: str, size: Any) -> Parts:
         shape, axis = _checked(self, "out_axes", value, path)
@@ -142,6 +145,8 @@ def _checked(spec: Tiles, what: str, value: Any, path: str) -> tuple[tuple[int, 
             f"{what} gives {spec!r} for {path}, a reference (jax.new_ref), of which there are no "
             "tiles. Give the position of an axis, and reshape what is read of it."
         )
+    if not shape:
+        raise AxisError(f"{what} gives {spec!r} for {path}, which has shape (): it has no axis.")
     if not -len(shape) <= spec.axis < len(shape):
         raise AxisError(
             f"{what} gives {spec!r} for {path}, which has shape {shape}: give an axis in "
@@ -150,10 +155,28 @@ def _checked(spec: Tiles, what: str, value: Any, path: str) -> tuple[tuple[int, 
     axis = spec.axis % len(shape)
     if not isinstance(shape[axis], int) and what == "in_axes":
         raise AxisError(
-            f"{what} gives {spec!r} for {path}, whose axis {axis} has a size of its own in each "
-            f"lane, {shape[axis]}: tiles are of axes of a known size."
+            f"{what} gives {spec!r} for {path}, whose axis {axis} has a symbolic size, "
+            f"{shape[axis]}: tiles are of axes of a known size."
         )
     return shape, axis
+
+
+def _check_shards(x: Any, axis: int, count: int, path: str) -> None:
+    """Refuses blocks that devices cannot have in equal shares, where types say how `x` is sharded.
+
+    Raises:
+      UnsupportedError: they cannot.
+    """
+    sharding: Any = jax.typeof(x).sharding
+    entry = sharding.spec[axis]
+    names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+    devices = math.prod(sharding.mesh.shape[name] for name in names)
+    if count % devices:
+        raise UnsupportedError(
+            f"{path} is sharded along axis {axis} over {devices} devices, as {sharding.spec}, "
+            f"which cannot have equal shares of {count} tiles. Give tiles that they can, or put "
+            "the array on every device before, with jax.sharding.reshard(x, jax.P())."
+        )
 
 
 def _reshaped(x: Any, axis: int, old: int, new: Sequence[int]) -> Any:

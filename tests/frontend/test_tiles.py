@@ -132,8 +132,13 @@ def test_nothing_is_copied():
 
 def test_no_elements_and_all_in_one():
     assert bx.vmap(running, bx.tiles(4), bx.tiles())(jnp.zeros((0, 5))).shape == (0, 5)
+    totals = bx.vmap(lambda block, k: block.sum() + k, (bx.tiles(count=3), 0))
+    same(totals(jnp.zeros(0), jnp.arange(3.0)), jnp.arange(3.0))  # three blocks of no elements
     same(bx.vmap(running, bx.tiles(12), bx.tiles())(X), running(X))
     same(bx.vmap(running, bx.tiles(1), bx.tiles())(X), in_blocks(running, X, 1))
+    (only,) = bx.vmap(running, bx.tiles(50, last="short"))(X).rows()
+    same(only, running(X))
+    assert bx.vmap(running, bx.tiles(50, last="short"))(X).max_length == 12  # padded to no more
 
 
 def test_of_keys_and_numpy():
@@ -170,6 +175,14 @@ def test_on_a_mesh(options):
             same(jax.device_get(got), expected)
 
 
+def test_tiles_that_devices_cannot_have_equal_shares_of_are_refused():
+    mesh = jax.make_mesh((4,), ("d",), (AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(example((8,)), NamedSharding(mesh, P("d")))
+        with pytest.raises(bx.UnsupportedError, match="equal shares of 2 tiles"):
+            bx.vmap(running, bx.tiles(4))(x)
+
+
 REFUSED = {
     "does not divide": (
         lambda: bx.vmap(running, bx.tiles(5))(X),
@@ -198,11 +211,11 @@ REFUSED = {
     ),
     "an output without axes": (
         lambda: bx.vmap(jnp.sum, bx.tiles(4), bx.tiles())(X),
-        "which has shape (): give an axis",
+        "which has shape (): it has no axis",
     ),
     "tiles of rows": (
         lambda: jax.jit(bx.vmap(bx.vmap(jnp.sum, bx.tiles(2))))(bx.Ragged.from_rows([X, X[:6]])),
-        "whose axis 0 has a size of its own",
+        "whose axis 0 has a symbolic size",
     ),
     "both": (lambda: bx.tiles(4, count=3), "give count or size, not both"),
     "a short last of so many": (lambda: bx.tiles(count=3, last="short"), "count or last"),
