@@ -122,6 +122,15 @@ def test_sum_match_is_where_jax_has_it():
         same(ours, jaxs)
 
 
+def test_sum_match_of_keys():
+    """There is no sum of keys: what all lanes share is left alone, and others are refused."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    shared = bx.vmap(lambda k, x: k, (None, 0), None, sum_match=True)(keys[0], X)
+    assert shared == keys[0]
+    with pytest.raises(bx.AxisError, match="out depends on the batch"):
+        bx.vmap(lambda k: k, 0, None, sum_match=True)(keys)
+
+
 def test_a_reduction_that_leaves_alone_what_all_lanes_share():
     for kind in ("sum", "mean", "max", "min", "prod"):
         keep, copies = bx.Reduce(kind, unmapped="keep"), bx.Reduce(kind)

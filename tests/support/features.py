@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import sparse
 
 import batchax as bx
 
@@ -122,6 +123,26 @@ def on_rows(fun, **options):
     return run
 
 
+class Box:
+    """A batch of arrays that is no pytree."""
+
+    def __init__(self, data):
+        self.data = data
+
+
+bx.register_container(
+    Box,
+    to_arrays=lambda box, axis: ([box.data], [axis]),
+    to_example=lambda box, axis, arrays: Box(*arrays),
+    from_example=lambda box, axis: [box.data],
+    to_batch=lambda box, axis, arrays: Box(*arrays),
+)
+
+
+def in_boxes():
+    return bx.vmap(lambda box: Box(jnp.sin(box.data)))(Box(V)).data
+
+
 def bounded():
     step = lambda c: (c[0] + 1, c[1] * 1.2)
     f = lambda x: bx.bounded_while(lambda c: c[1] < 3.0, step, (0, x), 16)[1]
@@ -218,6 +239,17 @@ FEATURES = {
     "bounded_while": bounded,
     "scan": lambda: jax.grad(lambda v: bx.scan(
         lambda c, x: (c * x, c + x), in_axes=1, out_axes=1)(jnp.ones(2), v)[1].sum())(V[:2]),
+    "tiles": lambda: [
+        bx.vmap(lambda b: b - b.mean(), spec, bx.tiles())(X)
+        for spec in (bx.tiles(count=7), bx.tiles(3, last="short"))
+    ],
+    "keys and sizes": lambda: bx.vmap(
+        lambda key, n, x: jax.random.normal(key, (n,)).sum() * x,
+        (bx.split_key, bx.size("n", 4), 0),
+    )(jax.random.key(0), np.arange(7) % 5, X),
+    "sparse matrices": lambda: bx.vmap(lambda m: m * 2.0)(
+        sparse.BCOO.fromdense(V[None], n_batch=1, nse=12)).data,
+    "containers": in_boxes,
     "auto_vmap": ranks,
     "batch_jaxpr": staged_program,
     "explain": explained,

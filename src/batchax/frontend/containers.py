@@ -76,7 +76,7 @@ def register_container(
         the per-example function returned.
       to_batch: ``(example, spec, arrays) -> batch``: the batch to return;
         `arrays` are those of `from_example` with the batch axis first, or where
-        `batch_axes` says.
+        `batch_axes` says. The arrays in `example` have shapes and dtypes, and no values.
       batch_axes: ``(example, spec) -> axes``: where the batch axis of each array of
         `from_example` is to be for `to_batch`. There it is written by whatever computes the
         batch, and nothing needs to be transposed. Default: first.
@@ -192,7 +192,8 @@ def parts_of_output(value: Any, spec: Any, path: str, size: Any) -> Parts | None
     if spec is not None and container.batch_axes is not None:
         axes = list(container.batch_axes(value, spec))
         _check_one_each(container, "batch_axes", arrays, axes, path)
-    return Parts(arrays, axes, lambda outs: container.to_batch(value, spec, outs))
+    example = of_jax.without_tracers(value, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return Parts(arrays, axes, lambda outs: container.to_batch(example, spec, outs))
 
 
 def _check_one_each(

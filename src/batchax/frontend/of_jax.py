@@ -9,7 +9,7 @@ compute besides is computed both times.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,9 +75,11 @@ def parts_of_output(value: Any, spec: Any, path: str, size: Any) -> Parts:
     with _asked(path, "out_axes", spec):
         to_batch(note, 1, value, spec)
 
+    example = without_tracers(value, lambda x: _nothing(np.shape(x), x))
+
     def join(outs: Sequence[Any]) -> Any:
         each = iter(outs)
-        return to_batch(lambda *_: next(each), size, _without_tracers(value), spec)
+        return to_batch(lambda *_: next(each), size, example, spec)
 
     return Parts(arrays, axes, join)
 
@@ -114,16 +116,16 @@ def _example_of(x: Any, axis: Any) -> Any:
     return _nothing(shape, x)
 
 
-def _without_tracers(value: Any) -> Any:
-    """`value` with placeholders for what was traced, in a trace that has ended by now."""
+def without_tracers(value: Any, stand_in: Callable[[Any], Any]) -> Any:
+    """`value` with stand-ins for what was traced, in a trace that has ended by now."""
 
     def known(x: Any) -> Any:
-        return _nothing(np.shape(x), x) if isinstance(x, Tracer) else x
+        return stand_in(x) if isinstance(x, Tracer) else x
 
     if not jax.tree_util.all_leaves([value]):
         return jax.tree.map(known, value)
     again = copy.copy(value)
-    for name, x in vars(value).items():
+    for name, x in getattr(value, "__dict__", {}).items():
         object.__setattr__(again, name, jax.tree.map(known, x))
     return again
 

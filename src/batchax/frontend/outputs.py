@@ -141,13 +141,14 @@ def flatten_outputs(
             made_of = parts_of_output(value, spec, leaf.path, size)
         if made_of is not None:
             inside = [part(SpecifiedLeaf(*named), False) for named in made_of.named(leaf.path)]
-            return lambda outs: made_of.join([each(outs) for each in inside])
+            join = made_of.join  # the values of one lane end with the trace
+            return lambda outs: join([each(outs) for each in inside])
         check_array(value, leaf.path)
         _check_position(value, leaf.path, spec, terms)
         known = not isinstance(value, Tracer) and not jax.export.is_symbolic_dim(value)
         if spec is None and known and whole:
             return lambda _: value  # a constant comes back as it is
-        if spec is None and whole and sum_match:
+        if spec is None and whole and sum_match and not _is_extended(value):
             spec = Reduce("sum", unmapped="keep")
         index = len(arrays)
         arrays.append(value)
@@ -193,6 +194,11 @@ def check_array(value: Any, path: str) -> None:
         ) from None
 
 
+def _is_extended(value: Any) -> bool:
+    """Whether it is of a dtype that cannot be added up, as random keys are."""
+    return jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended)
+
+
 def _check_position(value: Any, path: str, spec: Any, terms: Terms) -> None:
     if not (spec is None or is_output_spec(spec)):
         raise ArgumentTypeError(
@@ -200,7 +206,7 @@ def _check_position(value: Any, path: str, spec: Any, terms: Terms) -> None:
             "another type. Give an int, None, batchax.AUTO or batchax.Reduce(...). An output whose "
             "size depends on the row comes back as a Ragged by itself."
         )
-    if isinstance(spec, Reduce) and jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended):
+    if isinstance(spec, Reduce) and _is_extended(value):
         raise ArgumentTypeError(
             f"out_axes gives {spec!r} for {path}, of dtype {value.dtype}, which has no such "
             "reduction. Give an int, and reduce what is made of it."
