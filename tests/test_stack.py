@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import sparse
 
 import batchax as bx
 
@@ -73,6 +74,7 @@ class Opaque:
 
 
 X = jnp.ones(3)
+MATRIX = sparse.BCOO.fromdense(jnp.eye(2))
 REFUSED = {
     "no tree": (lambda: bx.stack([]), "stack needs at least one tree"),
     "keys": (
@@ -103,6 +105,11 @@ REFUSED = {
         lambda: bx.stack([{"f": X}, {"f": "x"}]),
         "trees[1]['f'] is 'x'",
     ),
+    "containers": (
+        lambda: bx.stack([{"m": MATRIX}, {"m": MATRIX}]),
+        "stack: trees[0]['m'] is a BCOO: a batch of those is more than a batch of the arrays",
+    ),
+    "rows": (lambda: bx.unstack([bx.Ragged.from_rows([X])]), "unstack: tree[0] is a Ragged"),
     "nothing to take apart": (lambda: bx.unstack({"f": "x"}), "the tree holds no array"),
     "a number": (lambda: bx.unstack([X, 1.0]), "tree[1] is a number, which has no first axis"),
     "sizes": (
@@ -116,7 +123,7 @@ REFUSED = {
 def test_refused(name):
     call, message = REFUSED[name]
     message = message.replace("float32", str(jnp.zeros(()).dtype))
-    with pytest.raises(bx.AxisError, match=re.escape(message)):
+    with pytest.raises((bx.AxisError, bx.ArgumentTypeError), match=re.escape(message)):
         call()
 
 

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from batchax.errors import AxisError
+from batchax.errors import ArgumentTypeError, AxisError
+from batchax.frontend.containers import is_container
 
 
 def stack(trees: Sequence[Any]) -> Any:
@@ -30,11 +31,12 @@ def stack(trees: Sequence[Any]) -> Any:
     Raises:
       AxisError: (a ValueError) there is no tree; or two differ in structure, or in the shape, dtype
         or value of a leaf: the message names the first such leaf, and the trees.
+      ArgumentTypeError: (a TypeError) a leaf is a `Ragged`, a sparse matrix or another container.
     """
     trees = list(trees)
     if not trees:
         raise AxisError("stack needs at least one tree: without any, there is no structure.")
-    flat = [jax.tree_util.tree_flatten_with_path(tree) for tree in trees]
+    flat = [_leaves(f"stack: trees[{i}]", tree) for i, tree in enumerate(trees)]
     (first, structure), *_ = flat
     for i, (_, other) in enumerate(flat):
         if other != structure:
@@ -66,8 +68,9 @@ def unstack(tree: Any) -> list[Any]:
 
     Raises:
       AxisError: (a ValueError) there is no array, or first axes are missing or differ in size.
+      ArgumentTypeError: (a TypeError) as for `stack`.
     """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    leaves, structure = _leaves("unstack: tree", tree)
     arrays = [(jax.tree_util.keystr(keys), x) for keys, x in leaves if _is_array(x)]
     if not arrays:
         raise AxisError("unstack: the tree holds no array, so the number of trees is not known.")
@@ -84,6 +87,19 @@ def unstack(tree: Any) -> list[Any]:
         jax.tree.unflatten(structure, [x[i] if _is_array(x) else x for _, x in leaves])
         for i in range(np.shape(first)[0])
     ]
+
+
+def _leaves(name: str, tree: Any) -> tuple[Sequence[Any], Any]:
+    """The leaves of a tree with their paths, and its structure."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_container)
+    for keys, x in leaves:
+        if is_container(x):
+            raise ArgumentTypeError(
+                f"{name}{jax.tree_util.keystr(keys)} is a {type(x).__name__}: a batch of those is "
+                "more than a batch of the arrays that it is made of. Stack those, and make it of "
+                "them in the function."
+            )
+    return leaves, structure
 
 
 def _is_array(x: Any) -> bool:
