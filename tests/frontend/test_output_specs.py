@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import batchax as bx
@@ -140,6 +141,16 @@ def test_a_reduction_that_leaves_alone_what_all_lanes_share():
             same(mapped, bx.vmap(fun, (0, None), copies)(X, W)[0])
             same(shared, W)
     same(bx.vmap(lambda x, w: w, (0, None), bx.Reduce("sum"))(X, W), 6 * W)
+
+
+def test_constants_are_arrays_where_they_are_not_returned_as_they_are():
+    """Not of the types that JAX gives to numbers in a staged program."""
+    constants = lambda x: (2.0, 3, True, 1j, np.ones(2), x)
+    for options in ({}, {"batch_size": 2}, {"batch_size": "auto"}):
+        for spec in (bx.AUTO, bx.Reduce("sum", unmapped="keep")):
+            got = bx.vmap(constants, out_axes=spec, **options)(X[:, 0])
+            assert all(isinstance(x, jax.Array) for x in got)
+            jax.tree.map(same, got[:-1], jax.tree.map(jnp.asarray, constants(0.0)[:-1]))
 
 
 def test_sum_match_of_rows():

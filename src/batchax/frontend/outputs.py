@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from batchax.errors import ArgumentTypeError, AxisError
@@ -153,12 +154,18 @@ def flatten_outputs(
         index = len(arrays)
         arrays.append(value)
         described.append(OutputArray(leaf.path, spec))
-        return lambda outs: outs[index]
+        return lambda outs: _as_array(outs[index])
 
     parts = [part(leaf, True) for leaf in leaves]
     return arrays, FlatOutputs(
         described, lambda outs: rebuild_tree(iter([each(outs) for each in parts]))
     )
+
+
+def _as_array(x: Any) -> Any:
+    """A result as an array: a constant of a staged program is of a type that is JAX's own."""
+    constant = isinstance(x, (np.ndarray, bool, int, float, complex))
+    return jnp.asarray(x) if constant and jax.typeof(x).dtype != jax.dtypes.float0 else x
 
 
 def flatten_arrays(out: Any, containers: bool = False) -> tuple[list[Any], Any]:
