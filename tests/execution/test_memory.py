@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import batchax as bx
-from batchax.execution import eager
+from batchax.execution import eager, memory
 from batchax.execution.memory import needed_bytes, parse_limit, show_bytes
 from batchax.kernel.lasting import Lasting
 
@@ -97,19 +97,62 @@ def test_a_limit_too_small_for_one_lane_says_how_much_one_needs():
 
 def test_choices_take_few_compilations_and_are_remembered(monkeypatch, caplog):
     seen = []
-    real = needed_bytes
-    monkeypatch.setattr(
-        "batchax.execution.memory.needed_bytes", lambda c: seen.append(c) or real(c)
-    )
+    real = memory.memory_of
+    monkeypatch.setattr(memory, "memory_of", lambda c: seen.append(c) or real(c))
     with caplog.at_level(logging.INFO, logger="batchax"):
         auto("555kB")(W, X)
         first = len(seen)
         auto("555kB")(W, X + 1)
         jax.jit(auto("555kB"))(W, X)
-    assert 2 <= first <= 8
+    assert 2 <= first <= 3
     assert len(seen) == first
-    (record,) = (r for r in caplog.records if r.name == "batchax")
-    assert "lanes at a time" in record.getMessage()
+    *compiled, chosen = (r.getMessage() for r in caplog.records if r.name == "batchax")
+    assert len(compiled) == first
+    assert "compiling wide for 8 of 240 lanes at a time" in compiled[0]
+    assert "<- chosen" in chosen
+
+
+def test_a_choice_that_takes_long_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(memory, "_PATIENCE", 0.0)
+    auto("556kB")(W, X)
+    messages = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "compiling wide for 8 of 240 lanes at a time, to see what it needs" in messages[0]
+
+
+@pytest.mark.parametrize("fixed", [0, 900])
+@pytest.mark.parametrize("per_lane", [1, 7, 100])
+@pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 100, 1009, 4096])
+def test_few_accounts_find_about_the_largest(fixed, per_lane, size):
+    """Of programs that need a fixed amount and so much for each lane, some of it all the time."""
+    for limit in (1000 + fixed + per_lane, 3000, 20_000, 10**9):
+        asked = []
+
+        def account(chunk, asked=asked):
+            asked.append(chunk)
+            needs = fixed + 100 + per_lane * chunk
+            return memory.CompilersAccount(60, 40, needs - 100, 0, 0)
+
+        choice = memory._search("f", limit, size, account)
+        best = min(size, (limit - fixed - 100) // per_lane)
+        assert choice.tried[choice.batch_size] <= limit
+        assert choice.batch_size == size or choice.batch_size >= best / 2
+        assert len(asked) == len(set(asked)) <= 5
+
+
+def test_what_does_not_grow_as_foreseen():
+    """Accounts that jump, fall or stay the same end the search with what fits."""
+    for needs in (lambda c: 500 if c < 40 else 10**6, lambda c: 1000 - c, lambda c: 700):
+        asked = []
+
+        def account(chunk, needs=needs, asked=asked):
+            asked.append(chunk)
+            return memory.CompilersAccount(0, 0, needs(chunk), 0, 0)
+
+        choice = memory._search("f", 995, 512, account)
+        assert needs(choice.batch_size) <= 995
+        assert len(asked) <= memory._MOST_COMPILATIONS
+    with pytest.raises(bx.MemoryLimitError, match="for one lane at a time"):
+        memory._search("f", 10, 512, lambda c: memory.CompilersAccount(0, 0, 11, 0, 0))
 
 
 def test_a_choice_reads_as_a_table():
@@ -117,8 +160,8 @@ def test_a_choice_reads_as_a_table():
     text = str(last_choice("wide"))
     assert text.startswith("wide: ")
     assert text.count("<- chosen") == 1
-    assert "too large" in text
-    assert f"{LANES} lanes" in text
+    assert f"of {LANES} lanes at a time" in text
+    assert "       8 lanes:" in text
 
 
 @pytest.mark.parametrize("kind", ["sum", "max", "prod"])

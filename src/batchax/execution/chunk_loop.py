@@ -34,7 +34,7 @@ from jax.extend.core import mapped_aval
 from batchax import _compat
 from batchax.execution import gathered_lanes
 from batchax.execution.buffers import blank
-from batchax.execution.eager import compile_for_types, run_eagerly, whatever_jit
+from batchax.execution.eager import compile_for_account, run_eagerly, whatever_jit
 from batchax.execution.memory import Auto, fitting_chunk
 from batchax.execution.operand_specs import (
     WHOLE,
@@ -279,7 +279,7 @@ def chosen_chunk(loop: ChunkLoop, avals: Sequence[Any]) -> int:
 
     def compiled(chunk: int) -> Any:
         candidate = functools.partial(run_flat, replace(loop, chunk=chunk))
-        return compile_for_types(candidate, avals)
+        return compile_for_account(candidate, avals)
 
     return fitting_chunk(loop.chunk, loop.size, _key(loop, avals, 1), compiled)
 

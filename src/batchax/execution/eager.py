@@ -68,17 +68,23 @@ def compile_program(
     return _compiled.get(key, lambda: jax.jit(program).lower(*operands).compile())
 
 
-def compile_for_types(program: Callable[..., list[Any]], avals: Sequence[Any]) -> Any:
-    """Compiles a program for operands of which only the types are known.
+_IN_A_HURRY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def compile_for_account(program: Callable[..., list[Any]], avals: Sequence[Any]) -> Any:
+    """Compiles a program for operands of which only the types are known, to see what it needs.
+
+    It is not run, so on a CPU machine code is made in a hurry; values have their memory by then.
 
     That is so while another program is lowered. A compiler wants to know devices, and types name
     a mesh at most. How much memory a program takes is the same on any devices, so it is compiled
     for as many as the mesh has, from the first on.
     """
+    hurry = _IN_A_HURRY if jax.default_backend() == "cpu" else None
     context = jax.sharding.get_abstract_mesh()
     meshes = [mesh for mesh in (context, *(x.sharding.mesh for x in avals)) if not mesh.empty]
     if not meshes or meshes[0].size > jax.device_count():
-        return jax.jit(program).lower(*avals).compile()
+        return jax.jit(program).lower(*avals).compile(hurry)
     mesh = meshes[0]
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     manual = {name for name, type in types.items() if type == AxisType.Manual}
@@ -105,7 +111,7 @@ def compile_for_types(program: Callable[..., list[Any]], avals: Sequence[Any]) -
     # Only a mesh with devices can be made manual, and only by a `shard_map` that is the first.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         if not manual:
-            return jax.jit(program).lower(*operands).compile()
+            return jax.jit(program).lower(*operands).compile(hurry)
         mapped = jax.shard_map(
             on_each_device,
             mesh=devices,
@@ -114,7 +120,7 @@ def compile_for_types(program: Callable[..., list[Any]], avals: Sequence[Any]) -
             axis_names=manual,
             check_vma=checked,
         )
-        return jax.jit(mapped).lower(*operands).compile()
+        return jax.jit(mapped).lower(*operands).compile(hurry)
 
 
 _LIBRARIES = (

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
+import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from batchax.errors import ArgumentTypeError, MemoryLimitError
-from batchax.programs.peak import memory_of
+from batchax.programs.peak import CompilersAccount, memory_of
 
 logger = logging.getLogger("batchax")
 
@@ -115,11 +115,11 @@ def fitting_chunk(
     key: Hashable,
     compile_for: Callable[[int], Any],
 ) -> int:
-    """The largest chunk whose program fits, to within about a tenth.
+    """The largest chunk whose program fits, to within about a quarter.
 
-    What a program needs grows about linearly with the chunk, so that few sizes have to
-    be compiled: all lanes, one, and those where a line through what is known meets the
-    limit. Choices are remembered.
+    What a program needs grows about linearly with the chunk. So a small one is compiled, whose
+    account says where the limit is met, then a chunk of about that size, and others only where
+    that was far from it. Choices are remembered.
 
     Args:
       auto: the limit.
@@ -133,42 +133,64 @@ def fitting_chunk(
     key = (key, auto, jax.default_backend())
     if key not in _chosen:
         limit = free_memory() if auto.limit is None else auto.limit
+        start = time.monotonic()
 
-        def needed(chunk: int) -> int:
-            return needed_bytes(compile_for(chunk))
+        def account(chunk: int) -> CompilersAccount:
+            waited = time.monotonic() - start
+            # Somebody waits for this, who would see nothing of what is logged below.
+            log = logger.warning if waited > _PATIENCE else logger.info
+            log(
+                "batch_size='auto': compiling %s for %d of %d lanes at a time, to see what it "
+                "needs (after %.0f s)", auto.program, chunk, size, waited,
+            )  # fmt: skip
+            return memory_of(compile_for(chunk))
 
-        found = _chosen.setdefault(key, _search(auto.program, limit, size, needed))
+        found = _chosen.setdefault(key, _search(auto.program, limit, size, account))
         logger.info("batch_size='auto': %s", found)
     return _chosen[key].batch_size
 
 
-_MOST_COMPILATIONS = 8
+_PATIENCE = 5.0  # seconds that a choice may take before it is said what is being done
+_SMALL = 8  # lanes from whose account that of more is foreseen
+_MOST_COMPILATIONS = 6
+_WORTH_IT = 1.25  # so much larger must a chunk be to be compiled, too
 
 
-def _search(program: str, limit: int, size: int, needed: Callable[[int], int]) -> BatchSizeChoice:
-    tried = {size: needed(size)}
-    low, high = 1, size
-    if tried[size] <= limit:
-        return BatchSizeChoice(program, size, size, limit, tried)
-    tried[low] = needed(low)
-    if tried[low] > limit:
-        raise MemoryLimitError(
-            f"memory_limit is {show_bytes(limit)}, but {program} needs "
-            f"{show_bytes(tried[low])} for one lane at a time, by the compiler's account of "
-            "temporaries, arguments and outputs. Allow at least that, or make the arguments "
-            "smaller."
-        )
-    bisect = False
-    while high - low > max(1, low // 10) and len(tried) < _MOST_COMPILATIONS:
-        gap, slope = high - low, (tried[high] - tried[low]) / (high - low)
-        if bisect or slope <= 0:  # not linear after all
-            guess = math.isqrt(low * high)
-        else:
-            guess = low + int((limit - tried[low]) / slope)
-        guess = _without_rest(size, low, min(max(guess, low + 1), high - 1))
-        tried[guess] = needed(guess)
-        low, high = (guess, high) if tried[guess] <= limit else (low, guess)
-        bisect = high - low > gap // 2
+def _search(
+    program: str, limit: int, size: int, account: Callable[[int], CompilersAccount]
+) -> BatchSizeChoice:
+    tried: dict[int, int] = {}
+
+    def fits(chunk: int) -> bool:
+        found = account(chunk)
+        tried[chunk] = found.bytes
+        if len(tried) == 1:  # what does not grow with the chunk, as far as one account tells
+            tried[0] = found.bytes - found.temporaries
+        return found.bytes <= limit
+
+    low, high = 0, size + 1  # the largest that fits, the smallest that does not
+    guess = min(_SMALL, size)
+    while len(tried) - 1 < _MOST_COMPILATIONS:
+        low, high = (guess, high) if fits(guess) else (low, guess)
+        if high == 1:
+            raise MemoryLimitError(
+                f"memory_limit is {show_bytes(limit)}, but {program} needs "
+                f"{show_bytes(tried[1])} for one lane at a time, by the compiler's account of "
+                "temporaries, arguments and outputs. Allow at least that, or make the arguments "
+                "smaller."
+            )
+        if not low:
+            guess = 1
+            continue
+        known = sorted(tried)
+        below = max(known.index(low) - 1, 0) if high > size else known.index(low)
+        first, second = known[below], known[below + 1]
+        slope = (tried[second] - tried[first]) / (second - first)
+        meets = first + (limit - tried[first]) / slope if slope > 0 else size
+        guess = _without_rest(size, low, int(min(meets, high - 1)))
+        if guess <= low or guess < min(_WORTH_IT * low, size):
+            break
+    del tried[0]
     return BatchSizeChoice(program, low, size, limit, tried)
 
 
