@@ -83,7 +83,8 @@ def scan(
         argument; a dict by parameter name, which also reaches keyword arguments (those
         not named: 0); or, in place of an int, a callable ``leaf -> int | None`` that is
         asked for each leaf below. Negative axes count from the end of the whole array.
-        Keyword arguments: 0.
+        Keyword arguments: 0. ``batchax.tiles(size=64)`` gives each step a block, and
+        ``batchax.split_key`` a random key of its own.
       out_axes: where the axis of the steps goes in each of the `ys`: an int (a negative
         one counts from the end of the stacked array), or a tree of ints that is a prefix
         of `ys`.
