@@ -115,6 +115,17 @@ def test_on_a_mesh(kind, options):
             same(jax.device_get(got), expected)
 
 
+def test_on_a_mesh_that_is_not_set():
+    devices = jax.devices()[:2]
+    if len(devices) < 2:
+        pytest.skip("needs two devices")
+    mesh = jax.make_mesh((2,), ("d",), (AxisType.Explicit,), devices=devices)
+    x = jax.device_put(example((4,), seed=5), NamedSharding(mesh, P("d")))
+    message = r"args\[0\] needs the index of each lane, and args\[1\] is sharded over 'd'.*set_mesh"
+    with pytest.raises(bx.UnsupportedError, match=message):
+        bx.vmap(noisy, (bx.split_key, 0))(TYPED, x)
+
+
 def test_steps_of_a_scan():
     step = lambda c, key: (c + jax.random.normal(key), c)
     carry, ys = bx.scan(step, bx.split_key, length=4)(0.0, TYPED)

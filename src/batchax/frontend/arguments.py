@@ -22,7 +22,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from batchax import _compat
-from batchax.errors import ArgumentTypeError, AxisError
+from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.advice import by_name, is_key, may_be_key, split_key
 from batchax.frontend.containers import BatchOfRows, is_container_spec, parts_of_argument
 from batchax.frontend.parts import LANE_INDEX, AxisSpec
@@ -273,8 +273,14 @@ def give_lane_indices(mapped: Sequence[Mapped], axis: Axis) -> None:
         return
     indices = jnp.arange(axis.size, dtype=np.int32)
     if axis.mesh_axis is not None:  # as the types of the arguments have it
-        types = [jax.typeof(m.value) for m in mapped if m.axis is not None and m not in wanted]
-        on_mesh = types[0].sharding.update(spec=PartitionSpec(axis.mesh_axis))
+        sharded = next(m for m in mapped if m.axis is not None and m not in wanted)
+        if jax.sharding.get_abstract_mesh().empty:
+            raise UnsupportedError(
+                f"{wanted[0].path} needs the index of each lane, and {sharded.path} is sharded "
+                f"over {axis.mesh_axis!r}, an axis of type Explicit, of a mesh that is not set. "
+                "Call it inside `with jax.set_mesh(mesh):`."
+            )
+        on_mesh = jax.typeof(sharded.value).sharding.update(spec=PartitionSpec(axis.mesh_axis))
         indices = jax.sharding.reshard(indices, on_mesh)
     (indices,) = as_lanes(axis, [indices], [0])
     for m in wanted:
