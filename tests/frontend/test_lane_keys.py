@@ -115,6 +115,20 @@ def test_on_a_mesh(kind, options):
             same(jax.device_get(got), expected)
 
 
+def test_keys_that_are_sharded_by_their_types():
+    """From JAX 0.12 on functions of `jax.random` leave types with meshes, and come back."""
+    devices = jax.devices()[:2]
+    if len(devices) < 2:
+        pytest.skip("needs two devices")
+    mesh = jax.make_mesh((2,), ("d",), (AxisType.Explicit,), devices=devices)
+    with jax.set_mesh(mesh):
+        keys = jax.device_put(jax.random.split(TYPED, 4), NamedSharding(mesh, P("d")))
+        got = jax.jit(bx.vmap(lambda key: jax.random.normal(key, (2,))))(keys)
+        assert jax.typeof(got).sharding.spec[0] == "d"
+        expected = jnp.stack([jax.random.normal(k, (2,)) for k in jax.random.split(TYPED, 4)])
+        same(jax.device_get(got), jax.device_get(expected))
+
+
 def test_on_a_mesh_that_is_not_set():
     devices = jax.devices()[:2]
     if len(devices) < 2:

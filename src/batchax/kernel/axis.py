@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from batchax import _compat
 
@@ -135,10 +135,19 @@ def sharding_with_axis(sharding: Any, position: int, args: Any, axes: Any) -> An
         jax.typeof(x).sharding.spec[a] for x, a in zip(args, axes, strict=True) if a is not None
     )
     batch_entry = next((entry for entry in entries if entry is not None), None)
+    if not is_in_types(sharding, batch_entry):
+        batch_entry = None
     spec = list(sharding.spec)
     spec += [None] * (position - len(spec))
     spec.insert(position, batch_entry)
     return sharding.update(spec=sharding.spec.update(partitions=tuple(spec)))
+
+
+def is_in_types(sharding: Any, entry: Any) -> bool:
+    """Whether types of such a sharding may have `entry`: axes of type Explicit, and no others."""
+    types = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+    names = entry if isinstance(entry, tuple) else (entry,)
+    return entry is not None and all(types.get(n) == AxisType.Explicit for n in names)
 
 
 def inserted(entries: Sequence[Any], position: int, entry: Any) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
-from batchax.kernel.axis import Axis, AxisPosition, inserted, sharding_with_axis
+from batchax.kernel.axis import Axis, AxisPosition, inserted, is_in_types, sharding_with_axis
 from batchax.kernel.registry import register_rule
 
 enter(
@@ -49,6 +49,12 @@ def _reshard(
     axis: Axis, args: Any, axes: Any, /, *, dst_sharding: Any, **params: Any
 ) -> tuple[Any, Any]:
     sharding = sharding_with_axis(dst_sharding, axes[0], args, axes)
+    if sharding.spec[axes[0]] is None and is_in_types(sharding, axis.mesh_axis):
+        # What comes back from where types do not tell of the mesh, as inside functions of
+        # `jax.random` from JAX 0.12 on, is sharded as lanes were before.
+        entries = list(sharding.spec)
+        entries[axes[0]] = axis.mesh_axis
+        sharding = sharding.update(spec=PartitionSpec(*entries))
     return _reshard_p.bind(*args, dst_sharding=sharding, **params), axes[0]
 
 
