@@ -344,6 +344,11 @@ MISTAKES = {
         bx.AxisError,
         "out depends on the batch",
     ),
+    "a number that depends on the bucket": (
+        lambda: bx.vmap(lambda x: float(len(range(x.shape[0]))), buckets=9, out_axes=None)(X),
+        bx.AxisError,
+        "returns a number that depends on the row",
+    ),
 }
 
 

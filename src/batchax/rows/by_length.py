@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from batchax import _compat
-from batchax.errors import AxisError, UnsupportedError
+from batchax.errors import UnsupportedError
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import (
     AUTO,
@@ -34,10 +34,10 @@ from batchax.kernel.axis import Axis, move_axis
 from batchax.kernel.inner import stage_described
 from batchax.kernel.named_axes import uses_name
 from batchax.rows.arguments import RowSize, all_known, find_sizes, row_avals, sizes_in_errors
-from batchax.rows.groups import Placed, groups_of, in_front, run_in_groups
+from batchax.rows.groups import Placed, check_constants, groups_of, in_front, run_in_groups
 from batchax.rows.outputs import place_ragged
 from batchax.rows.ragged import Ragged
-from batchax.rows.recipes import same_recipe, same_value
+from batchax.rows.recipes import same_recipe
 from batchax.rows.stand_ins import rows_of_one_length
 from batchax.rules.in_turn import calls_library
 
@@ -81,7 +81,7 @@ def run_by_length(
     programs, outputs = [program for program, _ in staged], staged[-1][1]
     described = outputs.described
     _check_programs(axis, described, programs, lengths)
-    _check_constants([_constants(each) for _, each in staged])
+    check_constants([each for _, each in staged])
     for at in _more_lengths(lengths):
         try:
             more, _ = stage(at)
@@ -175,27 +175,6 @@ def _check_programs(
                 "only run for rows of one length at a time. Compute what rows share outside of "
                 "this vmap, or reduce over them with out_axes=batchax.Reduce(...)."
             )
-
-
-def _constants(outputs: FlatOutputs) -> list[Any]:
-    """What is returned as it is: numbers that are no arrays, where `out_axes` says None."""
-    here = object()
-    try:
-        returned = outputs.rebuild([here] * len(outputs.described))
-    except Exception:  # a container of the user's that wants arrays
-        return []
-    return [leaf for leaf in jax.tree.leaves(returned) if leaf is not here]
-
-
-def _check_constants(constants: Sequence[Sequence[Any]]) -> None:
-    for others in constants[1:]:
-        for x, y in zip(constants[0], others, strict=True):
-            if not same_value(x, y):
-                raise AxisError(
-                    f"the function returns a number that depends on the row, {x} for one length "
-                    f"and {y} for another, but out_axes says None for it. Give the position the "
-                    "batch axis should have, or batchax.AUTO."
-                )
 
 
 def _shown(at: Lengths) -> str:

@@ -17,11 +17,12 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.errors import UnsupportedError
+from batchax.errors import AxisError, UnsupportedError
 from batchax.frontend.arguments import Mapped
-from batchax.frontend.outputs import AUTO, FlatOutputs, OutputArray, check_unbatched
+from batchax.frontend.outputs import AUTO, FlatOutputs, OutputArray, Reduce, check_unbatched
 from batchax.kernel.axis import Axis, AxisPosition, broadcast_axis, move_axis
 from batchax.rows.ragged import Ragged, known_lengths
+from batchax.rows.recipes import same_value
 from batchax.rules.in_turn import in_turn as run_in_turn
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
@@ -70,6 +71,7 @@ def run_in_groups(
             "the function returns different numbers of arrays for rows of different lengths: "
             f"{sorted({len(result) for result in results})}. Let it return the same for each row."
         )
+    check_constants(descriptions)
     ragged = [m.value for m in mapped if isinstance(m.value, Ragged)]
     outputs = descriptions[-1]
     return [
@@ -96,7 +98,37 @@ def _one_after_another(
 
 def in_front(output: OutputArray) -> OutputArray:
     """`output` with its rows along axis 0, if it has any: for groups, whose rows are joined."""
-    return output if output.spec is None or output.spec is AUTO else replace(output, spec=0)
+    if output.spec is None or output.spec is AUTO:
+        return output
+    keeps = isinstance(output.spec, Reduce) and output.spec.unmapped == "keep"
+    return replace(output, spec=AUTO if keeps else 0)
+
+
+def check_constants(groups: Sequence[FlatOutputs]) -> None:
+    """Refuses numbers that are returned as they are and differ between groups.
+
+    Raises:
+      AxisError: some do.
+    """
+    first, *rest = map(_constants, groups)
+    for others in rest:
+        for x, y in zip(first, others, strict=True):
+            if not same_value(x, y):
+                raise AxisError(
+                    f"the function returns a number that depends on the row, {x} for one length "
+                    f"and {y} for another, but out_axes says None for it. Give the position the "
+                    "batch axis should have, or batchax.AUTO."
+                )
+
+
+def _constants(outputs: FlatOutputs) -> list[Any]:
+    """What is returned as it is: numbers that are no arrays, where `out_axes` says None."""
+    here = object()
+    try:
+        returned = outputs.rebuild([here] * len(outputs.described))
+    except Exception:  # a container of the user's that wants arrays
+        return []
+    return [leaf for leaf in jax.tree.leaves(returned) if leaf is not here]
 
 
 def _split_argument(axis: Axis, m: Mapped, groups: Sequence[np.ndarray]) -> list[Any]:
