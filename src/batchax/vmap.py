@@ -32,6 +32,7 @@ from batchax.frontend.arguments import (
 from batchax.frontend.outputs import (
     Described,
     FlatOutputs,
+    as_array,
     check_out_axes,
     check_unbatched,
     flatten_outputs,
@@ -181,6 +182,9 @@ def vmap(
                 outs, outputs = run_rows(axis, one_example, flat.mapped, run, rows)
             else:
                 outs, outputs = run(axis, one_example, flat.mapped)
+        if recording.is_on():
+            types = [jax.tree.map(jax.typeof, x) for x in outs]
+            recording.fact("outputs", described=outputs.described, types=types)
         return outputs.rebuild(outs)
 
     return cast(F, batched)
@@ -200,13 +204,13 @@ def _run(
         names = [m.path for m in mapped]
         staged, outputs = stage_described(axis, one_example, avals, names)
         described = outputs.described
-        recording.found_program(axis, staged, mapped, described)
+        recording.found_program(axis, staged, mapped)
         program = MappedProgram(axis, staged, values, axes)
         if chunking is None and axis.divergence is not None:
             chunking = one_chunk_for_each_shard(axis, program)
         if chunking is not None and chunking.applies_to(axis.size):
             stage = lambda avals: stage_described(axis, one_example, avals, names)[0]
-            return run_in_chunks(chunking, program, described, stage), outputs
+            return list(map(as_array, run_in_chunks(chunking, program, described, stage))), outputs
         check = functools.partial(check_unbatched, axis, described)
         with running(program):
             # The batch axis of an output is known only after its last operation. Where
@@ -217,7 +221,7 @@ def _run(
                 outs, out_axes = program.run()
                 check(out_axes)
         placed = [
-            place(axis, output, x, a)
+            as_array(place(axis, output, x, a))
             for output, x, a in zip(described, outs, out_axes, strict=True)
         ]
         return placed, outputs

@@ -12,6 +12,8 @@ from jax import lax
 import batchax as bx
 from batchax.programs.cost import cost_of_program
 
+from support.features import Box
+
 M, V, B = jnp.ones((5, 3)), jnp.ones((8, 3)), jnp.ones(5)
 
 
@@ -280,6 +282,19 @@ def test_out_axes_and_trees_of_arguments():
     n, y = explanation.outputs
     assert (n.batched, n.axis) == ("f32[]", None)
     assert (y.batched, y.axis) == ("f32[5,8]", 1)
+
+
+@pytest.mark.parametrize("measure", [False, True])
+def test_outputs_are_those_that_the_program_computes(measure):
+    """Not constants that are returned as they are; and the arrays that containers are made of."""
+
+    def f(x):
+        return 2.0, x * 2, Box(jnp.sin(x)), np.ones(2)
+
+    explanation = bx.explain(f, 0, (None, 0, 1, None), measure=measure)(V)
+    assert [(v.batched, v.axis) for v in explanation.outputs] == [("f32[8,3]", 0)] * 2
+    joined = bx.explain(lambda x: x * 2, bx.tiles(4), bx.tiles())(V)
+    assert [v.batched for v in joined.outputs] == ["f32[2,4,3]"]
 
 
 def test_explain_names_no_secret_marks_in_programs_that_are_run():

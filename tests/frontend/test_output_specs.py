@@ -153,10 +153,20 @@ def test_constants_are_arrays_where_they_are_not_returned_as_they_are():
             jax.tree.map(same, got[:-1], jax.tree.map(jnp.asarray, constants(0.0)[:-1]))
 
 
-def test_sum_match_of_rows():
-    rows = bx.Ragged.from_rows([example((n,), seed=n) for n in (2, 4)])
-    got = bx.vmap(lambda row, w: (row.sum(), w), (0, None), None, sum_match=True)(rows, W)
-    same(got, (sum(row.sum() for row in rows.rows()), W))
+IN_GROUPS = {"layout": "grouped"}, {"buckets": 2}, {"buckets": 2, "batch_size": 1}
+
+
+@pytest.mark.parametrize("options", [{}, {"layout": "padded"}, *IN_GROUPS], ids=str)
+def test_sum_match_of_rows(options):
+    rows = bx.Ragged.from_rows([example((n,), seed=n) for n in (2, 4, 2)])
+    fun = lambda row, w: (row.sum(), w * 2, 3.0, np.ones(2))
+    expected = sum(row.sum() for row in rows.rows()), W * 2
+    for spec in (None, bx.Reduce("sum", unmapped="keep")):
+        got = bx.vmap(fun, (0, None), spec, sum_match=True, **options)(rows, W)
+        same(got[:2], expected)
+        same(jnp.asarray(got[2]), jnp.asarray(3.0))
+    rest = bx.vmap(fun, (0, None), bx.AUTO, **options)(rows, W)[2:]
+    assert [(x.shape, isinstance(x, jax.Array)) for x in rest] == [((), True), ((2,), True)]
     with pytest.raises(bx.AxisError, match="rows of different lengths cannot be reduced"):
         bx.vmap(lambda row: row * 2, 0, None, sum_match=True)(rows)
 

@@ -101,7 +101,8 @@ def _explain(
     names = Names()
     arguments = arguments_of(staged, example, names)
     listing = Listing(recorder, attribution, names, axis.size)
-    outputs = () if example is None else outputs_of(example, names, staged.traced.out_info)
+    placed = next(details for about, details in recorder.facts[::-1] if about == "outputs")
+    outputs = () if example is None else outputs_of(example, names, **placed)
     memory = counted = None
     if compiled is not None:
         memory = find_memory(compiled, recorder, listing.numbers, staged.paths)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax.core import ShapedArray
 
 from batchax.explain.account import Value
 from batchax.explain.listing import type_name, value_of
 from batchax.explain.naming import Names
 from batchax.explain.staging import Staged
-from batchax.frontend.outputs import AUTO, Reduce
+from batchax.frontend.outputs import AUTO, OutputArray, Reduce
 from batchax.kernel.recording import PerExample
 from batchax.programs.shapes import bytes_of
 from batchax.rows.ragged import Ragged
@@ -37,16 +37,16 @@ def arguments_of(staged: Staged, example: PerExample | None, names: Names) -> tu
     return tuple(found)
 
 
-def outputs_of(example: PerExample, names: Names, out_info: Any) -> tuple[Value, ...]:
-    """The results, under the names of their variables, as they are returned."""
-    types = jax.tree.leaves(out_info, is_leaf=lambda x: isinstance(x, Ragged))
-    variables = example.outputs
+def outputs_of(
+    example: PerExample, names: Names, described: Sequence[OutputArray], types: Sequence[Any]
+) -> tuple[Value, ...]:
+    """The results, under the names of their variables, as they are placed: their types then."""
     found = []
-    for v, described, final in zip(variables, example.described, types, strict=False):
+    for v, output, final in zip(example.outputs, described, types, strict=True):
         if isinstance(final, Ragged):
             position, final = final.axis, final.data
         else:
-            position = _out_axis(described.spec, v.aval, final)
+            position = _out_axis(output.spec, v.aval, final)
         aval = ShapedArray(final.shape, final.dtype)
         value = value_of(names.of(v), v.aval, None, example.axis)
         found.append(Value(value.name, value.example, type_name(aval), position, bytes_of([aval])))

@@ -17,6 +17,7 @@ from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.explain.account import Timing
 from batchax.explain.staging import Staged, stage, with_arrays_traced
 from batchax.frontend.arguments import find_axis_size, flatten_arguments, give_lane_indices
+from batchax.frontend.containers import arrays_inside
 from batchax.kernel.axis import Axis
 from batchax.kernel.derivatives import with_values
 from batchax.programs.peak import memory_of
@@ -136,7 +137,7 @@ def _loop(
             args, kwargs = flatten_arguments(fun, in_axes, *whole).rebuild(example)
             # What is computed of arrays that are not traced is known at once, as in `vmap`.
             with nullcontext() if arrays else jax.ensure_compile_time_eval():
-                return fun(*args, **kwargs)
+                return arrays_inside(fun(*args, **kwargs))
 
         program = jax.jit(one_example).lower(arrays, examples[0]).compile()
         return lambda example: program(arrays, example)

@@ -245,6 +245,15 @@ def _lend_to_jax(container: Container) -> None:
     _compat.lend_batches(container.type, container.spec_type, to_example, to_batch)
 
 
+def arrays_inside(tree: Any) -> list[Any]:
+    """The arrays in a tree, and those that containers in it are made of."""
+    found = []
+    for x in jax.tree.leaves(tree, is_leaf=is_container):
+        parts = parts_of_output(x, None, "out", None)
+        found += jax.tree.leaves(x) if parts is None else arrays_inside(parts.values)
+    return found
+
+
 def is_container(value: Any) -> bool:
     """Whether `value` is an instance of a type that is registered, with batchax or with JAX."""
     return (

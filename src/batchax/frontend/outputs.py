@@ -154,18 +154,12 @@ def flatten_outputs(
         index = len(arrays)
         arrays.append(value)
         described.append(OutputArray(leaf.path, spec))
-        return lambda outs: _as_array(outs[index])
+        return lambda outs: outs[index]
 
     parts = [part(leaf, True) for leaf in leaves]
     return arrays, FlatOutputs(
         described, lambda outs: rebuild_tree(iter([each(outs) for each in parts]))
     )
-
-
-def _as_array(x: Any) -> Any:
-    """A result as an array: a constant of a staged program is of a type that is JAX's own."""
-    constant = isinstance(x, (np.ndarray, bool, int, float, complex))
-    return jnp.asarray(x) if constant and jax.typeof(x).dtype != jax.dtypes.float0 else x
 
 
 def flatten_arrays(out: Any, containers: bool = False) -> tuple[list[Any], Any]:
@@ -254,6 +248,12 @@ def reduce_batch(kind: str, x: Any, position: int) -> Any:
     """What `Reduce(kind)` makes of a batch whose lanes are along axis `position`."""
     over_batch, _ = _REDUCTIONS[kind]
     return over_batch(x, axis=position)
+
+
+def as_array(x: Any) -> Any:
+    """A result as an array: a constant of a staged program is of a type that is JAX's own."""
+    constant = isinstance(x, (np.ndarray, bool, int, float, complex))
+    return jnp.asarray(x) if constant and jax.typeof(x).dtype != jax.dtypes.float0 else x
 
 
 def place(axis: Axis, output: OutputArray, value: Any, position: AxisPosition) -> Any:

@@ -84,13 +84,11 @@ class PerExample:
         The keys are variables of the program it was batched in: the values themselves must not
         be kept for longer than that.
       outputs: the variables of its outputs.
-      described: its outputs, with their paths.
     """
 
     axis: Axis
     arguments: Mapping[Any, tuple[Any, AxisPosition]]
     outputs: Sequence[Any]
-    described: Sequence[Any]
 
 
 class Recorder:
@@ -234,7 +232,7 @@ def paused(staged_for: Axis | None = None) -> Iterator[None]:
         yield
 
 
-def found_program(axis: Axis, staged: Any, mapped: Sequence[Any], described: Sequence[Any]) -> None:
+def found_program(axis: Axis, staged: Any, mapped: Sequence[Any]) -> None:
     """Notes a program that is going to be batched, unless that is inside another equation."""
     place = _active()
     if place is not None and place.record is None:
@@ -243,9 +241,7 @@ def found_program(axis: Axis, staged: Any, mapped: Sequence[Any], described: Seq
         pairs = zip(values, zip(jaxpr.invars, (m.axis for m in mapped), strict=False), strict=False)
         consts = zip(staged.consts, ((v, None) for v in jaxpr.constvars), strict=True)
         given = {_compat.staged_variable(x): found for x, found in (*pairs, *consts)}
-        place.recorder.programs.append(
-            PerExample(axis, given, tuple(jaxpr.outvars), tuple(described))
-        )
+        place.recorder.programs.append(PerExample(axis, given, tuple(jaxpr.outvars)))
 
 
 def note(**facts: Any) -> None:

@@ -276,7 +276,7 @@ def _run_padded(call: Call, run_dense: RunDense) -> list[Any]:
     if recording.is_on():
         steps = flatten(call.staged).steps
         recording.fact("region", layout="padded", steps=steps, sizes=[s.noted for s in call.sizes])
-    recording.found_program(call.axis, call.staged, call.mapped, call.described)
+    recording.found_program(call.axis, call.staged, call.mapped)
     staged, bounds = call.staged, call.bounds
     shapes = [v.aval.shape for v in staged.jaxpr.invars]
 
@@ -327,7 +327,7 @@ _staged = Lasting(most=64)  # what calls outside of `jit` have batched
 
 def _run_regions(call: Call, program: RowProgram, regions: list[Region]) -> list[Any]:
     """The program region by region, of which some or all hold packed rows."""
-    recording.found_program(call.axis, call.staged, call.mapped, call.described)
+    recording.found_program(call.axis, call.staged, call.mapped)
     for region in regions if recording.is_on() else ():
         sizes = [s.noted for s in call.sizes]
         recording.fact("region", layout=region.layout, steps=region.steps, sizes=sizes)
