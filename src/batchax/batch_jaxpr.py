@@ -56,6 +56,7 @@ def batch_jaxpr(
         )
     check_axis_size(axis_size)
     check_axis_name(axis_name)
+    check_axis_name(spmd_axis_name, "spmd_axis_name")
     size = _any_size(closed_jaxpr) if axis_size is None else axis_size
     if spmd_axis_name is not None and not isinstance(spmd_axis_name, tuple):
         spmd_axis_name = (spmd_axis_name,)

@@ -257,7 +257,9 @@ def test_function_that_is_not_callable():
 
 
 def test_axis_name_that_cannot_be_looked_up():
-    fails(lambda vmap: vmap(never, axis_name=["i"]), bx.ArgumentTypeError, "axis_name", "['i']")
+    for option in ("axis_name", "spmd_axis_name"):
+        call = lambda vmap, option=option: vmap(never, **{option: ["i"]})
+        fails(call, bx.ArgumentTypeError, f"{option} must be", "['i']")
 
 
 @pytest.mark.parametrize("out_axes", ["x", 0.5, True, bx.Reduce])

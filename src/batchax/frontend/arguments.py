@@ -302,13 +302,13 @@ def _is_size(x: Any) -> bool:
         return False
 
 
-def check_axis_name(axis_name: Any) -> None:
-    """Refuses, when `vmap` is called, an axis name that no collective could look up."""
+def check_axis_name(axis_name: Any, option: str = "axis_name") -> None:
+    """Refuses, when `vmap` is called, an axis name that nothing could look up."""
     try:
         hash(axis_name)
     except TypeError:
         raise ArgumentTypeError(
-            f"axis_name must be hashable, such as a string, got {_show(axis_name)}."
+            f"{option} must be hashable, such as a string, got {_show(axis_name)}."
         ) from None
 
 

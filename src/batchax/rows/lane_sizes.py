@@ -55,7 +55,7 @@ class LaneSize(AxisSpec):
         if known is not None and len(known) and not (0 <= known.min() <= known.max() <= most):
             raise AxisError(
                 f"in_axes gives {self!r} for {path}, whose sizes are {shown_lengths(known)}: each "
-                f"must be in [0, {'any' if self.max_size is None else self.max_size}]."
+                f"must be {'0 or more' if self.max_size is None else f'in [0, {most}]'}."
             )
         return sizes
 
