@@ -145,6 +145,7 @@ def vmap(
     check_in_axes(fun, in_axes)
     check_out_axes(out_axes)
     check_axis_name(axis_name)
+    check_axis_name(spmd_axis_name, "spmd_axis_name")
     check_axis_size(axis_size)
     if spmd_axis_name is not None and not isinstance(spmd_axis_name, tuple):
         spmd_axis_name = (spmd_axis_name,)
@@ -179,7 +180,9 @@ def vmap(
             )
         with named_in_errors(flat.mapped, LANES.each):
             if ragged:
-                outs, outputs = run_rows(axis, one_example, flat.mapped, run, rows)
+                # A padded row is computed by a program that was staged for one mesh.
+                run_padded = functools.partial(run, may_shard=False)
+                outs, outputs = run_rows(axis, one_example, flat.mapped, run_padded, rows)
             else:
                 outs, outputs = run(axis, one_example, flat.mapped)
         if recording.is_on():
@@ -195,8 +198,12 @@ def _run(
     one_example: Described,
     mapped: list[Mapped],
     chunking: Chunking | None,
+    may_shard: bool = True,
 ) -> tuple[list[Any], FlatOutputs]:
-    """Stages the per-example function, batches it and places its outputs."""
+    """Stages the per-example function, batches it and places its outputs.
+
+    `may_shard`: whether each device may run chunks of the lanes that it has.
+    """
     with _compat.name_stack_extended("vmap"):
         values = [m.value for m in mapped]
         axes = [m.axis for m in mapped]
@@ -206,11 +213,12 @@ def _run(
         described = outputs.described
         recording.found_program(axis, staged, mapped)
         program = MappedProgram(axis, staged, values, axes)
-        if chunking is None and axis.divergence is not None:
+        if chunking is None and axis.divergence is not None and may_shard:
             chunking = one_chunk_for_each_shard(axis, program)
         if chunking is not None and chunking.applies_to(axis.size):
             stage = lambda avals: stage_described(axis, one_example, avals, names)[0]
-            return list(map(as_array, run_in_chunks(chunking, program, described, stage))), outputs
+            outs = run_in_chunks(chunking, program, described, stage, may_shard)
+            return list(map(as_array, outs)), outputs
         check = functools.partial(check_unbatched, axis, described)
         with running(program):
             # The batch axis of an output is known only after its last operation. Where

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import batchax as bx
@@ -80,3 +80,12 @@ def test_sizes_and_tiles_of_each_shard(name):
     same(*jax.jit(both)())
     blocks = np.split(np.asarray(DATA), [3, 6, 8, 11, 14])
     same(one_by_one(centred, DATA), np.concatenate([b - b.mean() for b in blocks]))
+
+
+@pytest.mark.parametrize("name", ["chunks", "compact"])
+def test_rows_beside_an_array_that_is_sharded(name):
+    rows = bx.Ragged(DATA[:11], np.asarray(LENGTHS))
+    looped = lambda x, y: lax.while_loop(lambda c: c < x.sum() + y + 9, lambda c: c + 1.5, 0.0 * y)
+    mesh = jax.make_mesh((SHARDS,), ("d",), axis_types=(AxisType.Auto,))
+    y = jax.device_put(Y, NamedSharding(mesh, P("d")))
+    same(bx.vmap(looped, **OPTIONS[name])(rows, y), bx.vmap(looped)(rows, Y))

@@ -90,6 +90,7 @@ def run_in_chunks(
     program: MappedProgram,
     described: Sequence[OutputArray],
     stage: Callable[[Sequence[Any]], _compat.ClosedJaxpr],
+    may_shard: bool,
 ) -> list[Any]:
     """The outputs of a staged program for all lanes, where they are wanted.
 
@@ -98,6 +99,7 @@ def run_in_chunks(
       program: the program and its arguments.
       described: its outputs.
       stage: stages the program again, for examples of these types.
+      may_shard: whether each device may run chunks of the lanes that it has.
 
     Raises:
       AxisError: an output depends on the batch where it must not.
@@ -109,7 +111,8 @@ def run_in_chunks(
             "batch_size was given, but the function is given, or closes over, a reference "
             "(jax.new_ref). Create it inside the function, or leave batch_size out."
         )
-    shards = find_shards(axis, program.args, positions, program.staged.jaxpr)
+    found = find_shards(axis, program.args, positions, program.staged.jaxpr)
+    shards = found if may_shard else None
     if shards is None:
         chunking, program = _of_all_lanes(chunking, program)
         axis = program.axis
