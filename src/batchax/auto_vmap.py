@@ -17,7 +17,7 @@ from batchax.divergence.compact import find_divergence
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.execution.chunked import find_chunking
 from batchax.frontend.containers import check_by_position, is_container
-from batchax.frontend.outputs import flatten_arrays
+from batchax.frontend.outputs import flatten_arrays, is_array
 from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
 from batchax.ranks.annotations import annotated_ranks
 from batchax.ranks.core import Core, CoreSizes, as_cores, is_rank
@@ -283,13 +283,11 @@ def _as_array(leaf: SpecifiedLeaf) -> Any:
                 f"{path} is a list of lists of different lengths, which is not an array. Rows of "
                 "different lengths are a batch as Ragged.from_rows([...])."
             ) from None
-    try:
-        jax.typeof(value)
-    except TypeError:
+    if not is_array(value):
         raise ArgumentTypeError(
             f"{path} is of type {type(value).__name__}, which is not an array, but a rank was "
             "declared for it. Declare None for what is not batched."
-        ) from None
+        )
     return value
 
 

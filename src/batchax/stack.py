@@ -11,6 +11,7 @@ import numpy as np
 
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import is_container
+from batchax.frontend.outputs import is_array
 
 
 def stack(trees: Sequence[Any]) -> Any:
@@ -52,7 +53,7 @@ def stack(trees: Sequence[Any]) -> Any:
                     f"{_described(leaf)}. Trees must have the same shapes and dtypes, and the same "
                     "of what is no array."
                 )
-        stacked.append(jnp.stack(leaves) if _is_array(leaf) else leaf)
+        stacked.append(jnp.stack(leaves) if is_array(leaf) else leaf)
     return jax.tree.unflatten(structure, stacked)
 
 
@@ -71,7 +72,7 @@ def unstack(tree: Any) -> list[Any]:
       ArgumentTypeError: (a TypeError) as for `stack`.
     """
     leaves, structure = _leaves("unstack: tree", tree)
-    arrays = [(jax.tree_util.keystr(keys), x) for keys, x in leaves if _is_array(x)]
+    arrays = [(jax.tree_util.keystr(keys), x) for keys, x in leaves if is_array(x)]
     if not arrays:
         raise AxisError("unstack: the tree holds no array, so the number of trees is not known.")
     path, first = arrays[0]
@@ -84,7 +85,7 @@ def unstack(tree: Any) -> list[Any]:
                 f"{np.shape(first)}: their first axes must have one size."
             )
     return [
-        jax.tree.unflatten(structure, [x[i] if _is_array(x) else x for _, x in leaves])
+        jax.tree.unflatten(structure, [x[i] if is_array(x) else x for _, x in leaves])
         for i in range(np.shape(first)[0])
     ]
 
@@ -102,24 +103,16 @@ def _leaves(name: str, tree: Any) -> tuple[Sequence[Any], Any]:
     return leaves, structure
 
 
-def _is_array(x: Any) -> bool:
-    try:
-        jax.typeof(x)
-    except TypeError:
-        return False
-    return True
-
-
 def _alike(x: Any, y: Any) -> bool:
     """Whether two leaves may be stacked, or, where they are no arrays, are the same."""
-    if _is_array(x) and _is_array(y):
+    if is_array(x) and is_array(y):
         a, b = jax.typeof(x), jax.typeof(y)
         return a.shape == b.shape and a.dtype == b.dtype
-    return x is y or (not _is_array(x) and not _is_array(y) and bool(x == y))
+    return x is y or (not is_array(x) and not is_array(y) and bool(x == y))
 
 
 def _described(x: Any) -> str:
-    if not _is_array(x):
+    if not is_array(x):
         return repr(x)
     aval = jax.typeof(x)
     return f"{aval.dtype}{list(aval.shape)}"

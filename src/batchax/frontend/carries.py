@@ -11,6 +11,7 @@ from jax import lax
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError
+from batchax.frontend.outputs import is_array
 from batchax.kernel.rule_results import describe_returned
 
 T = TypeVar("T")
@@ -30,14 +31,12 @@ def flatten_carry(init: Any, name: str, loop: str, advice: str) -> tuple[list[An
     """
     leaves, structure = jax.tree.flatten(init)
     for keys, leaf in zip(carry_keys(init), leaves, strict=True):
-        try:
-            jax.typeof(leaf)
-        except TypeError:
+        if not is_array(leaf):
             raise ArgumentTypeError(
                 f"{name}{keys}, of the first carry, is of type {type(leaf).__name__}, which is "
                 f"not an array. The carry of a {loop} must be a pytree of arrays and numbers; "
                 f"{advice}."
-            ) from None
+            )
     return leaves, structure
 
 

@@ -180,19 +180,26 @@ def flatten_arrays(out: Any, containers: bool = False) -> tuple[list[Any], Any]:
     return [leaf for _, leaf in leaves], structure
 
 
+def is_array(value: Any) -> bool:
+    """Whether `value` is an array to JAX, or a number."""
+    try:
+        jax.typeof(value)
+    except TypeError:
+        return False
+    return True
+
+
 def check_array(value: Any, path: str) -> None:
     """Refuses an output that is not an array.
 
     Raises:
       ArgumentTypeError: it is not.
     """
-    try:
-        jax.typeof(value)
-    except TypeError:
+    if not is_array(value):
         raise ArgumentTypeError(
             f"the function returned {path} of type {type(value).__name__}, which is not an "
             "array. Every output of a batched function must be an array or a number."
-        ) from None
+        )
 
 
 def _is_extended(value: Any) -> bool:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from batchax.errors import ArgumentTypeError
+from batchax.frontend.outputs import is_array
 from batchax.kernel.derivatives import with_values
 from batchax.kernel.rule_results import describe_returned
 from batchax.rules.masking import is_inexact
@@ -165,7 +166,7 @@ class _Residuals:
     def of(cls, tree: Any) -> _Residuals:
         """For the residuals that the user's rule returned."""
         leaves, structure = jax.tree.flatten(tree)
-        places = [i for i, x in enumerate(leaves) if _is_array(x)]
+        places = [i for i, x in enumerate(leaves) if is_array(x)]
         arrays = [leaves[i] for i in places]
         # What is kept until the reverse pass must not hold the tracers of this one.
         rest = with_values(leaves, places, [None] * len(places))
@@ -181,17 +182,9 @@ class _Residuals:
         return cls(arrays, rebuild)
 
 
-def _is_array(x: Any) -> bool:
-    try:
-        jax.typeof(x)
-    except TypeError:
-        return False
-    return True
-
-
 def _no_tangent(x: Any) -> Any:
     """The tangent of an argument that is constant: zero, or None if it is no array."""
-    if not _is_array(x):
+    if not is_array(x):
         return None
     aval = jax.typeof(x).to_tangent_aval()
     return np.zeros(aval.shape, aval.dtype)
