@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import is_container
 from batchax.frontend.outputs import is_array
@@ -94,6 +95,11 @@ def _leaves(name: str, tree: Any) -> tuple[Sequence[Any], Any]:
     """The leaves of a tree with their paths, and its structure."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_container)
     for keys, x in leaves:
+        if is_array(x) and _compat.is_reference(x):
+            raise ArgumentTypeError(
+                f"{name}{jax.tree_util.keystr(keys)} is a reference (jax.new_ref). Stack what it "
+                "holds, reference[...]."
+            )
         if is_container(x):
             raise ArgumentTypeError(
                 f"{name}{jax.tree_util.keystr(keys)} is a {type(x).__name__}: a batch of those is "

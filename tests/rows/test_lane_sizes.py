@@ -131,10 +131,15 @@ def test_rows_stay_rows_and_meet_dense_ones():
     same(sums.to_padded(), jnp.stack([jnp.full(2, row.sum()) for row in rows.rows()]))
 
 
+ANY = jax.export.symbolic_shape("b")
 REFUSED = {
     "floats": (
         lambda: bx.vmap(jnp.arange, N)(np.ones(3)),
         "give an array of ints of shape (lanes,), the size of each lane",
+    ),
+    "a symbolic number": (
+        lambda: jax.eval_shape(bx.vmap(jnp.ones, N), jax.ShapeDtypeStruct(ANY, jnp.int32)),
+        "of which there are b, a symbolic number",
     ),
     "two axes": (lambda: bx.vmap(jnp.arange, N)(np.ones((3, 2), int)), "of shape (3, 2)"),
     "no array": (lambda: bx.vmap(jnp.arange, N)("sizes"), "args[0]"),
@@ -174,5 +179,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     call, message = REFUSED[name]
-    with pytest.raises((bx.AxisError, bx.ArgumentTypeError), match=re.escape(message)):
+    with pytest.raises(
+        (bx.AxisError, bx.ArgumentTypeError, bx.UnsupportedError), match=re.escape(message)
+    ):
         call()

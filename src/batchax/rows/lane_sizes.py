@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from batchax.errors import ArgumentTypeError, AxisError
+from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.arguments import is_position
 from batchax.frontend.parts import AxisSpec, Parts
 from batchax.rows.checks import as_lengths, known_lengths, shown_lengths
@@ -43,6 +43,12 @@ class LaneSize(AxisSpec):
             raise ArgumentTypeError(
                 f"in_axes gives {self!r} for {path}, of shape {shape} and dtype {dtype}: give an "
                 "array of ints of shape (lanes,), the size of each lane."
+            )
+        if not isinstance(shape[0], int):
+            raise UnsupportedError(
+                f"in_axes gives {self!r} for {path}, of which there are {shape[0]}, a symbolic "
+                "number: where rows are must be known. Export the function for a known number of "
+                "lanes."
             )
         sizes = as_lengths(value)
         known = known_lengths(sizes)

@@ -168,6 +168,11 @@ def run_rows(
       run_dense: what `vmap` does with a function of arrays of one size.
       options: how rows are to be run.
     """
+    if not isinstance(axis.size, int):
+        raise UnsupportedError(
+            f"the number of rows is {axis.size}, a symbolic size, but where rows are must be "
+            "known. Export the function for a known number of rows, whatever their lengths are."
+        )
     check_meshes(mapped)
     recording.fact("rows", axis=axis)
     if options.buckets is not None:
