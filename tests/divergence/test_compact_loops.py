@@ -398,6 +398,16 @@ def test_effects_are_those_of_masked_lanes(ordered):
         assert {i for m, i in compact if m == n} >= set(range(n))
 
 
+def test_devices_other_than_processors(monkeypatch):
+    """They list the lanes of a window in another way."""
+    expected = jax.jit(bx.vmap(power))(COUNTS, POINTS)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    steps = bx.LaneSteps()
+    ours = jax.jit(bx.vmap(power, divergence=bx.Compact(width=4, steps=steps)))
+    oracle.same(ours(COUNTS, POINTS), expected, None, "masked")
+    assert steps.useful == int(COUNTS.sum())
+
+
 def test_lane_steps_are_counted():
     steps = bx.LaneSteps()
     run = jax.jit(bx.vmap(power, divergence=bx.Compact(width=4, steps=steps)))

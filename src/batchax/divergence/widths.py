@@ -19,9 +19,10 @@ from batchax.programs.cost import STEPS, Cost, cost_of_program
 from batchax.programs.shapes import bytes_of
 from batchax.programs.weights import TOGETHER
 
-_NARROWING = 4  # each window is this many times narrower than the one before
-_LONGEST = 600  # operations in the programs of all windows together, about: each is compiled
-_MOST_WINDOWS = 4
+_NARROWING = 4  # the second window is this many times narrower than the first
+_FEW = 8  # the share of all lanes that a window holds at most: in a wide one few leave for long
+_LONGEST = 700  # operations in the programs of all windows together, about: each is compiled
+_MOST_WINDOWS = 2
 # A loop inside a loop has windows only if moving a lane costs no more than so many of its steps:
 # it is entered often, and mostly for few steps.
 MOST_STEPS_INSIDE = 8
@@ -42,8 +43,8 @@ class _Worth(NamedTuple):
     """bytes that a window may take: what lies in a cache is worked on several times as fast"""
 
 
-_WORTH = {"cpu": _Worth(20_000, 250, 4e5)}
-_OTHER_DEVICES = _Worth(5_000_000, 500_000, 1e9)
+_WORTH = {"cpu": _Worth(20_000, 60, 4e5)}
+_OTHER_DEVICES = _Worth(5_000_000, 125_000, 1e9)
 
 
 def length(jaxpr: Any) -> int:
@@ -80,10 +81,9 @@ def choose_widths(
     """
     worth = _WORTH.get(jax.default_backend(), _OTHER_DEVICES)
     wide, narrow = _lanes(worth.wide, grain), _lanes(worth.narrow, grain)
-    # With few windows the first must not be too wide for the last to be narrow: that one runs until
-    # the slowest lane is done, and costs as much as if it were full.
-    wide = min(wide, 2 * narrow * _NARROWING ** (windows - 1)) if windows else wide
-    wide = max(narrow, min(wide, _lanes(worth.memory, held + 1) // 2))
+    # A window alone must not be too wide for the slowest lanes, with which it runs until the end.
+    wide = min(wide, 8 * narrow) if windows == 1 else wide
+    wide = max(narrow, min(wide, _lanes(worth.memory, held + 1) // 2, size // _FEW))
     if width is not None:
         wide, narrow = width, min(width, narrow)
     widths = []

@@ -3,17 +3,19 @@
 A loop batched by ``jax.vmap`` runs all lanes until the slowest is done (see JAX #8409).
 
 First all lanes run, as they do where lanes are masked, until a share of them is done. Those
-that are left wait for a place in a window of fixed width: lanes that are done leave it, and
-waiting ones take their places (refill). When none waits, the lanes that are left move to
-narrower and narrower windows (compaction), so that the last slow lanes do not run in a window
-full of lanes that are done.
+that are left queue for a window of fixed width. The first of the queue run until some of them are
+done, and the others return to the front of the queue: so waiting lanes take the places of those
+that are done (refill). When none waits, those who are left run in a narrower window (compaction),
+so that the last slow lanes do not run in a window full of lanes that are done.
 
 A window holds the indices of its lanes: what belongs to a lane is read from, and written to,
-the arrays of all lanes by index.
+the arrays of all lanes by index. That is the same program for all widths, of which only steps are
+compiled once more for each.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +27,6 @@ from jax import lax
 
 from batchax import _compat
 from batchax.kernel.axis import AxisPosition
-from batchax.rules.masking import select_lanes
 
 LaneStep = Callable[[int, Sequence[Any], Any, Sequence[Any]], tuple[Any, list[Any]]]
 """One step of some lanes: (width, consts, active, carry) -> (active, carry)."""
@@ -56,13 +57,9 @@ class Plan:
     patience: float
     counts: bool
 
-    def left(self, k: int) -> int:
-        """How many lanes may still be active when window `k` is left for the next: its width."""
-        return self.widths[k + 1] if k + 1 < len(self.widths) else 0
-
-    def refilled_at(self, k: int) -> int:
-        """How many active lanes window `k` has at most when it is refilled, or left."""
-        return self.widths[k] - max(1, round(self.widths[k] * (self.threshold or 0)))
+    def refilled_at(self, width: int) -> int:
+        """How many active lanes a window of that width has at most when it is refilled, or left."""
+        return width - max(1, round(width * (self.threshold or 0)))
 
     def bears(self, wasted: Any, moving: Any) -> Any:
         """Whether so many wasted lane-steps cost less than it costs to move so many lanes.
@@ -101,20 +98,20 @@ def run_in_windows(
       The last carry, and for each window the count of its lane-steps.
     """
     varying = [active, *carry, *consts]
-    everyone, first = active.shape[0], 0
+    size, widths = active.shape[0], plan.widths
     tallies = []
-    if plan.widths[0] == everyone:
-        left = plan.most_left if plan.threshold is None else plan.refilled_at(0)
-        left = max(left, plan.left(0)) if len(plan.widths) > 1 else 0
+    if widths[0] == size:
+        widths = widths[1:]
+        left = plan.most_left if plan.threshold is None else plan.refilled_at(size)
+        left = max(left, widths[0]) if widths else 0
         stays = lambda wasted, count: plan.bears(wasted, count) & (count > 0)
         state = (active, carry, plan.blank)
-        active, carry, tally = _steps(step, everyone, consts, left, stays, _alike(state, varying))
-        tallies, first = [tally], 1
-    waiting, count = _compressed(active, lax.iota(np.int32, everyone), everyone)
-    for k in range(first, len(plan.widths)):
-        window = _Window(plan, k, step, consts, positions, waiting, count)
-        carry, waiting, count, tally = window.run(carry, varying)
-        tallies.append(tally)
+        active, carry, tally = _steps(step, size, consts, left, stays, _alike(state, varying))
+        tallies = [tally]
+    if widths:
+        window = _Window(plan, widths, step, consts, positions)
+        carry, others = window.run(active, carry, varying)
+        tallies += others
     return carry, tallies
 
 
@@ -150,100 +147,118 @@ def _steps(
 
 
 class _Window:
-    """Window `k`, for the first `count` of the lanes whose indices are in `waiting`."""
+    """A window of the first of these `widths`, or of a narrower one when nobody waits.
+
+    Attributes:
+      plan: how the lanes are run.
+      widths: from the widest down, without that of all lanes.
+      step: one step of some lanes.
+      consts, positions: what it is given beside the carry, and where each has the batch axis.
+    """
 
     def __init__(
         self,
         plan: Plan,
-        k: int,
+        widths: Sequence[int],
         step: LaneStep,
         consts: Sequence[Any],
         positions: Sequence[AxisPosition],
-        waiting: Any,
-        count: Any,
     ) -> None:
-        self.plan, self.k, self.step = plan, k, step
-        self.width = plan.widths[k]
+        self.plan, self.widths, self.step = plan, widths, step
         self.consts, self.positions = consts, positions
-        self.waiting, self.count = waiting, count
 
-    def run(self, everyone: list[Any], varying: Any) -> tuple[list[Any], Any, Any, Tally]:
-        """From the carries of all lanes to those after this window.
-
-        Also returns the lanes that are left, how many they are, and the count of lane-steps.
-        """
-        width = self.width
-        nobody = jnp.zeros(width, np.int32)  # a free place holds some lane, which is masked
-        places = (
-            nobody,
-            jnp.zeros(width, np.bool_),
-            [x[nobody] for x in everyone],
-            self._consts_of(nobody),
+    def run(
+        self, active: Any, everyone: list[Any], varying: Any
+    ) -> tuple[list[Any], Sequence[Tally]]:
+        """From the carries of all lanes to their last ones, with counts of lane-steps."""
+        size = active.shape[0]
+        queue, first = _alike((jnp.zeros(size, np.int32), np.int32(size)), varying)
+        first = _queued(queue, first, lax.iota(np.int32, size), active)
+        state = (everyone, *first, [self.plan.blank] * len(self.widths))
+        everyone, _, _, tallies = lax.while_loop(
+            lambda state: state[2] < size, self._turn, _alike(state, varying)
         )
-        state = (everyone, np.int32(0), places, self.plan.blank)
-        everyone, _, (lanes, active, _, _), tally = lax.while_loop(
-            lambda state: state[1] < self.count, self._turn, _alike(state, varying)
-        )
-        if not self.plan.left(self.k):
-            return everyone, None, None, tally
-        return everyone, *_compressed(active, lanes, self.plan.left(self.k)), tally
+        return everyone, tallies
 
     def _turn(self, state: Any) -> Any:
-        """Fills free places, runs until enough lanes are done, and writes what they hold."""
-        everyone, next_waiting, places, tally = state
-        lanes, active, carry, consts = self._filled(everyone, next_waiting, places)
-        next_waiting = next_waiting + _count(active & ~places[1])
-        some_wait = next_waiting < self.count
-        left = lax.select(some_wait, self.plan.refilled_at(self.k), self.plan.left(self.k))
-
-        given = iter(consts)
-        operands = [
-            x if a is None else next(given)
+        """Runs the first lanes of the queue until enough are done; the others return to it."""
+        everyone, queue, first, tallies = state
+        size, width = queue.shape[0], self.widths[0]
+        end = lax.min(first + width, np.int32(size))
+        place = lax.iota(np.int32, width)
+        taken = place < end - first
+        lanes = queue.at[first + place].get(mode="clip")
+        carry = [x.at[lanes].get(mode="clip") for x in everyone]
+        consts = [
+            x if a is None else x.at[(slice(None),) * a + (lanes,)].get(mode="clip")
             for x, a in zip(self.consts, self.positions, strict=True)
         ]
-
-        def stays(wasted: Any, count: Any) -> Any:
-            return some_wait & (count > 0) & self.plan.bears(wasted, np.int32(self.width))
-
-        began, state = active, (active, carry, tally)
-        active, carry, tally = _steps(self.step, self.width, operands, left, stays, state)
-        leaves = began & ~(active & some_wait)
-        # Places that no lane leaves are written out of bounds, where they are dropped: each to
-        # another index, since indices are said to be unique.
-        beyond = everyone[0].shape[0] + lax.iota(np.int32, self.width)
-        target = lax.select(leaves, lanes, beyond)
+        fits = [end - first <= w for w in self.widths[1:]]
+        k = sum((lax.convert_element_type(fit, np.int32) for fit in fits), np.int32(0))
+        runs = [functools.partial(self._run_at, k) for k in range(len(self.widths))]
+        active, carry, tallies = lax.switch(k, runs, end < size, taken, carry, consts, tallies)
+        # Places without a lane are written out of bounds, where they are dropped: each to another
+        # index, since indices are said to be unique.
+        target = lax.select(taken, lanes, size + place)
         everyone = [
             x.at[target].set(row, mode="drop", unique_indices=True)
             for x, row in zip(everyone, carry, strict=True)
         ]
-        return everyone, next_waiting, (lanes, active, carry, consts), tally
+        return everyone, *_queued(queue, end, lanes, active), tallies
 
-    def _filled(self, everyone: Sequence[Any], next_waiting: Any, places: Any) -> Any:
-        lanes, active, carry, consts = places
-        place = next_waiting + lax.cumsum(lax.convert_element_type(~active, np.int32)) - 1
-        enters = ~active & (place < self.count)
-        lanes = lax.select(enters, self.waiting.at[place].get(mode="clip"), lanes)
-        rows = [x.at[lanes].get(mode="clip") for x in everyone]
-        carry = [select_lanes(enters, 0, row, old) for row, old in zip(rows, carry, strict=True)]
-        # Constants never change, so those of all places are read again: nothing to select.
-        consts = self._consts_of(lanes) if consts else consts
-        return lanes, active | enters, carry, consts
+    def _run_at(
+        self,
+        k: int,
+        some_wait: Any,
+        active: Any,
+        carry: list[Any],
+        consts: list[Any],
+        tallies: list[Tally],
+    ) -> Any:
+        """Steps of the first places, as many as the width `k`, until enough lanes are done."""
+        width = self.widths[k]
+        left: Any = self.widths[k + 1] if k + 1 < len(self.widths) else 0
+        if k == 0:
+            left = lax.select(some_wait, np.int32(self.plan.refilled_at(width)), np.int32(left))
 
-    def _consts_of(self, lanes: Any) -> list[Any]:
-        return [
-            x.at[(slice(None),) * a + (lanes,)].get(mode="clip")
-            for x, a in zip(self.consts, self.positions, strict=True)
-            if a is not None
+        def stays(wasted: Any, count: Any) -> Any:
+            if k:
+                return np.False_  # nobody waits
+            return some_wait & (count > 0) & self.plan.bears(wasted, np.int32(width))
+
+        consts = [
+            x if a is None else lax.slice_in_dim(x, 0, width, axis=a)
+            for x, a in zip(consts, self.positions, strict=True)
         ]
+        first = [x[:width] for x in (active, *carry)]
+        state = (first[0], first[1:], tallies[k])
+        run, rows, tally = _steps(self.step, width, consts, left, stays, state)
+        active, *carry = [
+            lax.dynamic_update_slice_in_dim(x, row, 0, 0)
+            for x, row in zip((active, *carry), (run, *rows), strict=True)
+        ]
+        return active, carry, [*tallies[:k], tally, *tallies[k + 1 :]]
 
 
-def _compressed(active: Any, lanes: Any, size: int) -> tuple[Any, Any]:
-    """The `lanes` that are active, one after another in an array of that size, and how many."""
-    places = lax.cumsum(lax.convert_element_type(active, np.int32)) - 1
-    beyond = size + lax.iota(np.int32, active.shape[0])  # dropped; each differs, as places must
-    target = lax.select(active, places, beyond)
-    listed = jnp.zeros(size, np.int32).at[target].set(lanes, mode="drop", unique_indices=True)
-    return listed, _count(active)
+def _queued(queue: Any, first: Any, lanes: Any, active: Any) -> tuple[Any, Any]:
+    """`queue`, which starts at `first`, with the active of `lanes` in front; and its new start."""
+    width = lanes.shape[0]
+    if jax.default_backend() != "cpu":
+        places = first - lax.cumsum(lax.convert_element_type(active, np.int32), reverse=True)
+        beyond = queue.shape[0] + lax.iota(np.int32, width)  # dropped; each differs, as places must
+        target = lax.select(active, places, beyond)
+        queue = queue.at[target].set(lanes, mode="drop", unique_indices=True)
+        return queue, first - _count(active)
+
+    def put(i: Any, state: Any) -> Any:
+        queue, first = state
+        at = width - 1 - i
+        # Whoever comes next, if anyone, writes over a lane that is not active.
+        queue = lax.dynamic_update_index_in_dim(queue, lanes[at], first - 1, 0)
+        return queue, first - lax.convert_element_type(active[at], np.int32)
+
+    # On a processor that takes half as long as sums and a scatter do, and less to compile.
+    return lax.fori_loop(0, width, put, (queue, first))
 
 
 def _count(active: Any) -> Any:
