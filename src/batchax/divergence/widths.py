@@ -43,8 +43,8 @@ class _Worth(NamedTuple):
     """bytes that a window may take: what lies in a cache is worked on several times as fast"""
 
 
-_WORTH = {"cpu": _Worth(20_000, 60, 4e5)}
-_OTHER_DEVICES = _Worth(5_000_000, 125_000, 1e9)
+_WORTH = {"cpu": _Worth(20_000, 250, 4e5)}
+_OTHER_DEVICES = _Worth(5_000_000, 500_000, 1e9)
 
 
 def length(jaxpr: Any) -> int:
@@ -80,10 +80,11 @@ def choose_widths(
       width: the width of the first of those; None to choose.
     """
     worth = _WORTH.get(jax.default_backend(), _OTHER_DEVICES)
-    wide, narrow = _lanes(worth.wide, grain), _lanes(worth.narrow, grain)
+    # Equations are fused into fewer operations, so half as many lanes make up for the overhead.
+    wide, narrow = _lanes(worth.wide, grain), max(1, _lanes(worth.narrow, grain) // 2)
     # A window alone must not be too wide for the slowest lanes, with which it runs until the end.
     wide = min(wide, 8 * narrow) if windows == 1 else wide
-    wide = max(narrow, min(wide, _lanes(worth.memory, held + 1) // 2, size // _FEW))
+    wide = min(wide, max(narrow, _lanes(worth.memory, held + 1) // 2), size // _FEW)
     if width is not None:
         wide, narrow = width, min(width, narrow)
     widths = []
