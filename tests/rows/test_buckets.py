@@ -314,10 +314,10 @@ MISTAKES = {
         "no mapped argument is a batchax.Ragged",
     ),
     "the option zero": (lambda: bx.vmap(jnp.sum, buckets=0), bx.AxisError, "positive int, got 0"),
-    "a call with traced lengths": (
-        lambda: jax.jit(bx.vmap(lambda x: x.sum(), buckets=2))(X),
+    "a call with buckets and traced lengths": (
+        lambda: jax.jit(bx.vmap(lambda x: x.sum(), buckets=BUCKETS))(X),
         bx.UnsupportedError,
-        "buckets was given, but the lengths of rows are traced",
+        "buckets was given, but the lengths of rows are traced.*buckets=2",
     ),
     "a call with the name of an axis": (
         lambda: bx.vmap(lambda x: x.sum(), buckets=2, axis_name="rows")(X),

@@ -45,6 +45,7 @@ def check_rows(
     derivatives=True,
     tolerance=None,
     traced=True,
+    reverse_traced=False,
     eager=False,
     modes=("jvp", "vjp"),
     rules=False,
@@ -58,6 +59,7 @@ def check_rows(
       what all rows share.
     derivatives: also with respect to every argument of floats: jvp, and vjp of known lengths.
     traced: lengths are traced; else they are known.
+    reverse_traced: they are in reverse mode, too.
     eager: also outside of `jit`.
     modes: the derivatives that the function has, where it has not both.
     rules: the function has rules of derivatives, which compute its values in their own way: they
@@ -124,7 +126,7 @@ def check_rows(
             ]
             (expected["vjp"],) = pull(cotangents)
             outs, pull, got["values of known lengths"] = jax.vjp(
-                ours_of_known_lengths, points, has_aux=True
+                ours if reverse_traced else ours_of_known_lengths, points, has_aux=True
             )
             (got["vjp"],) = pull(_cotangents_like(outs, cotangents))
         return got, expected

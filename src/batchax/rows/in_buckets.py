@@ -37,6 +37,29 @@ def check_buckets(buckets: Any) -> None:
         raise AxisError(f"buckets must be a positive int, got {buckets}.")
 
 
+def by_bucket(axis: Axis, mapped: list[Mapped], buckets: int | Buckets) -> bool:
+    """Whether rows are put into buckets by what their lengths are; if not, while they run.
+
+    Raises:
+      UnsupportedError: the buckets are given, and lengths are traced; or the axis has a name.
+    """
+    known = all_known(mapped)
+    if not known and isinstance(buckets, Buckets):
+        raise UnsupportedError(
+            "buckets was given, but the lengths of rows are traced here, and these buckets are for "
+            "lengths that are known: call vmap outside of jit, or close over the Ragged so that "
+            "its lengths are known; or give the number of buckets, buckets="
+            f"{max(1, len(buckets.sizes))}, for which rows are looked at while they run."
+        )
+    if axis.name is not None:
+        raise UnsupportedError(
+            f"buckets was given, and axis_name {axis.name!r}, whose lanes are all rows, but those "
+            "of one bucket run at a time. Leave one of them out; to reduce over all rows use "
+            "out_axes=batchax.Reduce(...)."
+        )
+    return known
+
+
 def run_in_buckets(
     axis: Axis,
     one_row: Described,
@@ -56,21 +79,8 @@ def run_in_buckets(
       run_rows: what `vmap` does with the rows of one bucket.
 
     Raises:
-      UnsupportedError: lengths are traced, or the axis has a name.
       AxisError: the buckets are for other lengths.
     """
-    if not all_known(mapped):
-        raise UnsupportedError(
-            "buckets was given, but the lengths of rows are traced here, and rows are put into "
-            "buckets by what they are: call vmap outside of jit, or close over the Ragged so that "
-            "its lengths are known."
-        )
-    if axis.name is not None:
-        raise UnsupportedError(
-            f"buckets was given, and axis_name {axis.name!r}, whose lanes are all rows, but those "
-            "of one bucket run at a time. Leave one of them out; to reduce over all rows use "
-            "out_axes=batchax.Reduce(...)."
-        )
     sizes_of, sizes = find_sizes(mapped)
     leading = max(sizes, key=lambda size: int(np.asarray(size.batch.lengths).sum()))
     buckets = buckets if isinstance(buckets, Buckets) else bucket(leading.batch, int(buckets))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,11 +16,12 @@ from batchax.jaxprs.evaluate import walk
 from batchax.kernel.axis import AxisPosition, axis_to_front
 from batchax.kernel.inner import batch_function
 from batchax.rows.index import pack_rows, pad_rows
-from batchax.rows.layouts import Layout, other_layout
+from batchax.rows.layouts import Layout, differing_values, other_layout
 from batchax.rows.packed import Packed, PackedRows, run_and_note
 from batchax.rows.packing import is_packable, ragged_axis
 from batchax.rows.padded import CannotPad, Row, run_equation
-from batchax.rows.sizes import Sizes, has_symbols
+from batchax.rows.size_classes import SizeClasses, run_in_classes
+from batchax.rows.sizes import Sizes, has_symbols, is_symbolic
 from batchax.rows.steps import Constant, RowProgram, RowStep
 
 
@@ -56,16 +58,40 @@ def find_regions(program: RowProgram, layouts: Sequence[Layout | None]) -> list[
     return regions
 
 
+def regions_of_classes(
+    program: RowProgram, layouts: Sequence[Layout | None], batched: Sequence[bool]
+) -> list[Region]:
+    """As `find_regions`, for rows in size classes.
+
+    What rows share is computed first, or each block of rows would compute it again. Values go from
+    one region to another along one axis: where that is not enough, all else is padded.
+    """
+    differs = differing_values(program, batched)
+    own = [any(differs[i] for i in step.outputs) for step in program.steps]
+    shared = [step for step, mine in zip(program.steps, own, strict=True) if not mine]
+    rest = replace(program, steps=list(itertools.compress(program.steps, own)))
+    regions = find_regions(rest, list(itertools.compress(layouts, own)))
+    for region in regions:
+        made = {v for step in region.steps for v in step.outputs}
+        given = (program.shapes[v] for step in region.steps for v in step.used if v not in made)
+        if any(sum(map(is_symbolic, shape)) > 1 for shape in given):
+            regions = [Region("padded", rest.steps)]
+            break
+    return [*([Region("packed", shared)] if shared else []), *regions]
+
+
 def run_regions(
     rows: PackedRows,
     bounds: Mapping[str, int],
     program: RowProgram,
     regions: Sequence[Region],
     arguments: Sequence[Packed],
+    classes: SizeClasses | None = None,
 ) -> list[Packed]:
     """The results of a program for all rows.
 
     Ragged ones are packed if they have the size of a row, others, such as ``n - 1``, padded.
+    With `classes` padded rows have the bound of their class; if not, that of all rows.
     """
     values = _Values(rows, bounds)
     for number, value in [*enumerate(arguments), *_constants(program)]:
@@ -76,7 +102,7 @@ def run_regions(
         if region.layout == "packed":
             _run_packed(values, region)
         else:
-            _run_padded(values, region, wanted, program)
+            _run_padded(values, region, wanted, program, classes)
         values.keep_only(wanted)
     return [
         Packed(v.value, v.shape)
@@ -146,23 +172,28 @@ def _run_packed(values: _Values, region: Region) -> None:
             values.put(number, out, "packed")
 
 
-def _run_padded(values: _Values, region: Region, wanted: set[int], program: RowProgram) -> None:
+def _run_padded(
+    values: _Values,
+    region: Region,
+    wanted: set[int],
+    program: RowProgram,
+    classes: SizeClasses | None,
+) -> None:
     """A region as a function of one padded row, batched as any function is."""
     made = {v for step in region.steps for v in step.outputs}
     needed = sorted({v for step in region.steps for v in step.used} - made)
     results = sorted(made & wanted)
-    inputs = [values.get(v, "padded") for v in needed]
-    known = {v: x for v, x in zip(needed, inputs, strict=True) if isinstance(x.value, np.ndarray)}
-    needed = [v for v in needed if v not in known]
-    inputs = [x for x in inputs if not isinstance(x.value, np.ndarray)]
-    names = list(values.bounds)
-    lengths = [jnp.asarray(values.rows.segments[name].index.lengths) for name in names]
+    layouts: list[Layout] = [
+        "packed" if classes and is_packable(program.shapes[v]) else "padded" for v in needed
+    ]
+    found = [values.get(v, layout) for v, layout in zip(needed, layouts, strict=True)]
+    known = {v: x for v, x in zip(needed, found, strict=True) if isinstance(x.value, np.ndarray)}
+    inputs = {v: x for v, x in zip(needed, found, strict=True) if v not in known}
 
-    def one_row(*args: Any) -> list[Any]:
-        sizes = Sizes(values.bounds, dict(zip(names, args, strict=False)))
+    def one_row(sizes: Sizes, *args: Any) -> list[Any]:
         env = {v: Row(x.value, x.shape) for v, x in known.items()}
-        for v, x, given in zip(needed, args[len(names) :], inputs, strict=True):
-            zero = has_symbols(given.shape) and v not in values.left_padded
+        for (v, given), x in zip(inputs.items(), args, strict=True):
+            zero = has_symbols(given.shape) and (classes or v not in values.left_padded)
             env[v] = Row(x, given.shape, 0 if zero else None)
 
         def read(v: Any) -> Row:
@@ -171,9 +202,24 @@ def _run_padded(values: _Values, region: Region, wanted: set[int], program: RowP
         walk(region.steps, env, read, functools.partial(_run_step, sizes))
         return [env[v].value for v in results]
 
-    axes: list[AxisPosition] = [*[0] * len(names), *(x.axis for x in inputs)]
-    arrays = [*lengths, *(x.value for x in inputs)]
-    outs, out_axes = batch_function(values.rows.axis, one_row, arrays, axes)
+    if classes:
+        shapes = [program.shapes[v] for v in results]
+        outs = run_in_classes(values.rows, classes, one_row, list(inputs.values()), shapes)
+        for v, out in zip(results, outs, strict=True):
+            if has_symbols(out.shape) and out.axis is not None:
+                values.left_padded.add(v)
+            values.put(v, out, "padded" if v in values.left_padded else "packed")
+        return
+    names = list(values.bounds)
+    lengths = [jnp.asarray(values.rows.segments[name].index.lengths) for name in names]
+
+    def of_lengths(*args: Any) -> list[Any]:
+        lengths = dict(zip(names, args, strict=False))
+        return one_row(Sizes(values.bounds, lengths), *args[len(names) :])
+
+    axes: list[AxisPosition] = [*[0] * len(names), *(x.axis for x in inputs.values())]
+    arrays = [*lengths, *(x.value for x in inputs.values())]
+    outs, out_axes = batch_function(values.rows.axis, of_lengths, arrays, axes)
     for v, x, axis in zip(results, outs, out_axes, strict=True):
         shape = program.shapes[v]
         if has_symbols(shape):

@@ -33,14 +33,15 @@ from batchax.rows.arguments import (
 from batchax.rows.buckets import Buckets
 from batchax.rows.by_length import RunDense, run_by_length
 from batchax.rows.comparisons import UndecidedSizeError
-from batchax.rows.in_buckets import check_buckets, run_in_buckets
+from batchax.rows.in_buckets import by_bucket, check_buckets, run_in_buckets
 from batchax.rows.index import pad_rows
 from batchax.rows.layouts import Costs, choose_layouts
 from batchax.rows.outputs import as_ragged, place_ragged
 from batchax.rows.packed import Packed, PackedRows, Segments
 from batchax.rows.padded import CannotPad, Operation, Row, run_padded
 from batchax.rows.ragged import Ragged
-from batchax.rows.regions import Region, find_regions, run_regions
+from batchax.rows.regions import Region, find_regions, regions_of_classes, run_regions
+from batchax.rows.size_classes import SizeClasses, check_program, rows_in_block
 from batchax.rows.sizes import Sizes, has_symbols
 from batchax.rows.steps import RowProgram, flatten
 from batchax.rows.user_code import line_of
@@ -175,7 +176,7 @@ def run_rows(
         )
     check_meshes(mapped)
     recording.fact("rows", axis=axis)
-    if options.buckets is not None:
+    if options.buckets is not None and by_bucket(axis, mapped, options.buckets):
         each = replace(options, buckets=None)
         run_bucket = functools.partial(run_rows, run_dense=run_dense, options=each)
         return run_in_buckets(axis, one_row, mapped, options.buckets, run_bucket)
@@ -310,27 +311,42 @@ def _run_padded(call: Call, run_dense: RunDense) -> list[Any]:
     ]
 
 
-def _find_regions(call: Call, options: RowOptions) -> tuple[RowProgram, list[Region]] | None:
-    """The program in regions of one layout each; None if all of it is to be padded."""
-    if options.layout == "padded" or options.in_chunks(call.axis.size):
+def _find_regions(
+    call: Call, options: RowOptions
+) -> tuple[RowProgram, list[Region], SizeClasses | None] | None:
+    """The program in regions of one layout each, and the classes that padded rows are in.
+
+    None if all of it is to be padded to one bound.
+    """
+    in_chunks = options.in_chunks(call.axis.size)
+    in_classes = options.buckets is not None and call.axis.size and max(call.bounds.values())
+    if in_classes:
+        check_program(call.axis, call.staged, in_chunks)
+    elif options.layout == "padded" or in_chunks:
         return None
     if _compat.calls_back(call.staged.effects):  # regions would not keep the order of the calls
         return None
     program = flatten(call.staged)
     batched = [m.axis is not None for m in call.mapped]
-    packed = Sizes({size.name: capacity_of(size.batch) for size in call.sizes}, {})
-    costs = Costs(packed, Sizes(call.bounds, {}), len(call.sizes[0].batch))
-    only = "packed" if options.layout == "packed" else None
+    room = {size.name: capacity_of(size.batch) for size in call.sizes}
+    costs = Costs(Sizes(room, {}), Sizes(call.bounds, {}), len(call.sizes[0].batch))
+    only = None if options.layout == "auto" else options.layout
     layouts = choose_layouts(program, batched, costs, only)
+    if in_classes:
+        rows = rows_in_block(program, batched, costs)
+        classes = SizeClasses.of(call.bounds, room, call.axis.size, options.buckets, rows)
+        return program, regions_of_classes(program, layouts, batched), classes
     if "packed" not in layouts:
         return None
-    return program, find_regions(program, layouts)
+    return program, find_regions(program, layouts), None
 
 
 _staged = Lasting(most=64)  # what calls outside of `jit` have batched
 
 
-def _run_regions(call: Call, program: RowProgram, regions: list[Region]) -> list[Any]:
+def _run_regions(
+    call: Call, program: RowProgram, regions: list[Region], classes: SizeClasses | None
+) -> list[Any]:
     """The program region by region, of which some or all hold packed rows."""
     recording.found_program(call.axis, call.staged, call.mapped)
     for region in regions if recording.is_on() else ():
@@ -354,7 +370,7 @@ def _run_regions(call: Call, program: RowProgram, regions: list[Region]) -> list
             x = Operation(None, rows.sizes).cut(x, shape)
             arguments.append(Packed(x, tuple(shape)))
         with recording.run(call.staged.jaxpr):
-            outs = run_regions(rows, call.bounds, program, regions, arguments)
+            outs = run_regions(rows, call.bounds, program, regions, arguments, classes)
         return [
             Operation(None, rows.sizes).cut(out.value, out.shape)
             if out.axis is None and has_symbols(out.shape)

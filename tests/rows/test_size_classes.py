@@ -1,0 +1,175 @@
+"""Rows of traced lengths in size classes, which `buckets=` asks for."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import batchax as bx
+from batchax.rows.size_classes import SizeClasses
+
+from support.rows import check_rows, ragged
+
+LENGTHS = (3, 9, 1, 8, 0, 2, 20, 11, 5, 10)
+WEIGHTS = jnp.linspace(-1, 1, 6).reshape(3, 2)
+check = functools.partial(check_rows, buckets=3, reverse_traced=True)
+
+
+def rows(*trailing, **options):
+    return ragged(*trailing, **{"lengths": LENGTHS, **options})
+
+
+def attend(x):
+    return jax.nn.softmax(x @ x.T) @ x
+
+
+def normed(x):
+    return (x - x.mean(0)) / jnp.sqrt(1 + x.var(0))
+
+
+FUNCTIONS = {
+    "attention": attend,
+    "attention between networks": lambda x: jnp.tanh(attend(jnp.tanh(x @ WEIGHTS)) @ WEIGHTS.T),
+    "reduced": lambda x: (attend(x).sum(0), (attend(x) > 0).all()),
+    "sorted and added up": lambda x: jnp.cumsum(jnp.sort(normed(x), 0), 0),
+    "other sizes": lambda x: (attend(x)[1:], jnp.concatenate([attend(x), x])),
+    "of the shape alone": lambda x: (jnp.arange(x.shape[0]) * 2, jnp.asarray(x.shape[0])),
+    "a scan": lambda x: lax.scan(lambda s, y: (jnp.sin(s + y), s), jnp.zeros(3), x),
+    "a mask of all pairs": lambda x: jnp.where(jnp.abs(x @ x.T) > 1, x @ x.T, 0).sum(1),
+}
+
+
+@pytest.mark.parametrize("layout", ["auto", "packed", "padded"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_rows_in_classes_are_those_of_a_loop(name, layout):
+    check(FUNCTIONS[name], rows(3), layout=layout)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [(20,) * 10, (1,) * 10, (0, 0), (20,), (0, 0, 20), (1, 2, 3, 4, 5, 6, 7, 8)],
+    ids=str,
+)
+@pytest.mark.parametrize("buckets", [1, 2, 50])
+def test_lengths_of_all_kinds(lengths, buckets):
+    check(attend, rows(2, lengths=lengths), buckets=buckets)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_the_ragged_axis_may_be_any(axis):
+    check(lambda x: normed(jnp.moveaxis(x, axis, 0)) * 2, rows(2, 3, axis=axis), layout="padded")
+    check(lambda x: jnp.sort(x, axis), rows(2, 3, axis=axis))
+
+
+def test_what_rows_have_of_their_own_and_what_they_share():
+    def f(x, scale, w):
+        return attend(x * scale) @ jnp.sin(w), (attend(x) @ w).sum(0) * scale, jnp.cos(w)
+
+    check(f, rows(3), jnp.linspace(0.1, 1, 10), WEIGHTS, in_axes=(0, 0, None))
+
+
+def test_two_sizes_that_differ():
+    x, y = rows(3), rows(3, lengths=LENGTHS[::-1], seed=1)
+    check(lambda x, y: jax.nn.softmax(jnp.sin(x @ y.T)).sum(0) + 1, x, y)
+    check(lambda x, y: (normed(x), attend(y).sum(0) * x.sum()), x, y)
+
+
+def test_random_keys():
+    def f(key, x):
+        return jnp.sort(x, 0) * jax.random.normal(key, (3,)), jax.random.fold_in(key, 2)
+
+    x, keys = rows(3), jax.random.split(jax.random.key(0), 10)
+    got, expected = (jax.jit(bx.vmap(f, **o))(keys, x) for o in (dict(buckets=3), {}))
+    np.testing.assert_allclose(got[0].to_padded(), expected[0].to_padded(), rtol=1e-6)
+    same = jax.random.key_data(got[1]) == jax.random.key_data(expected[1])
+    assert same.all()
+
+
+def test_outputs_go_where_out_axes_says():
+    w = jnp.ones(2)
+    reductions = tuple(map(bx.Reduce, ["sum", "mean", "max", "min", "prod"]))
+    fun = lambda x: (attend(x).sum(0), jnp.sin(w), x, jnp.sin(w), *[attend(x).sum(0)] * 5)
+    options = dict(out_axes=(1, None, bx.AUTO, bx.AUTO, *reductions))
+    x = rows(2, poison=False)
+    got = jax.jit(bx.vmap(fun, buckets=3, **options))(x)
+    expected = jax.jit(bx.vmap(fun, **options))(x)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, expected)
+    assert got[2].max_length == x.max_length
+
+
+def test_rows_under_other_transformations():
+    x = rows(3, poison=False)
+
+    def loss(w, scale, lengths, **options):
+        f = lambda row: attend(row * scale @ w).sum(0)
+        return (bx.vmap(f, **options)(bx.Ragged(x.data, lengths, x.max_length)) ** 2).sum()
+
+    of = lambda f: jax.grad(f, (0, 1))
+    each = jnp.array([0.3, 0.5]), jnp.stack([x.lengths, x.lengths[::-1]])
+    one = each[0][0], each[1][0]
+    cases = [
+        (lambda f: jax.vmap(of(f), (None, 0, None)), (each[0], one[1])),
+        (lambda f: jax.vmap(of(f), (None, 0, 0)), each),
+        (lambda f: bx.vmap(of(f), (None, 0, 0)), each),
+        (jax.hessian, one),
+        (lambda f: of(jax.checkpoint(f)), one),
+    ]
+    for wrap, given in cases:
+        got, expected = (
+            jax.jit(wrap(functools.partial(loss, **options)))(WEIGHTS, *given)
+            for options in (dict(buckets=3), {})
+        )
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), got, expected
+        )
+
+
+def test_there_are_as_many_blocks_as_rows_need():
+    generator = np.random.default_rng(0)
+    for _ in range(300):
+        count, bound = int(generator.integers(1, 40)), int(generator.integers(1, 70))
+        kinds = [generator.integers(0, bound + 1, count), generator.geometric(0.2, count)]
+        lengths = [np.minimum(kinds[int(generator.integers(2))], bound) for _ in range(2)]
+        bounds = {"n": bound, "m": max(int(lengths[1].max()), 1)}
+        room = {"n": int(lengths[0].sum()), "m": int(lengths[1].sum())}
+        most, rows = int(generator.integers(1, 9)), int(generator.integers(1, 5))
+        classes = SizeClasses.of(bounds, room, count, most, rows)
+        of_row = [
+            max(
+                k
+                for k, b in enumerate(classes.bounds)
+                if k == 0 or (lengths[0][i] <= b["n"] and lengths[1][i] <= b["m"])
+            )
+            for i in range(count)
+        ]
+        filled = np.bincount(of_row, minlength=len(classes.rows))
+        assert sum(-(-filled // np.array(classes.rows))) <= classes.blocks
+
+
+def test_each_class_computes_with_its_own_bound():
+    x = rows(2)
+    text = str(jax.make_jaxpr(bx.vmap(attend, buckets=3))(x))
+    for number, bound in ((1, 22), (2, 11), (4, 5)):
+        assert f"[{number},{bound},{bound}]" in text
+    assert "[10,22,22]" not in text
+
+
+REFUSED = {
+    "a callback": (
+        lambda x: jax.debug.print("{}", x.sum()),
+        {},
+        "calls the host",
+    ),
+    "chunks": (attend, {"batch_size": 2}, "batch_size was given, too"),
+    "a named axis": (attend, {"axis_name": "rows"}, "axis_name 'rows'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_all_rows_or_their_order_is_refused(name):
+    fun, options, match = REFUSED[name]
+    with pytest.raises(bx.UnsupportedError, match=match):
+        jax.jit(bx.vmap(fun, buckets=3, **options))(rows(3))
