@@ -116,8 +116,9 @@ def vmap(
         each part of the function what costs less; grouped for a function that cannot be
         computed exactly otherwise.
       buckets: rows of `Ragged` arguments run in groups of similar length, each padded to its
-        longest only: at most so many groups, or those of ``batchax.bucket(x)``. Lengths must be
-        known.
+        longest only: at most so many groups, or those of ``batchax.bucket(x)``. Where lengths are
+        traced, an int: each row is padded to the least that it fits of `max_length`, half of it,
+        a quarter and so on, in at most so many sizes.
 
     Returns:
       A function of the same parameters as `fun`, over batches. Outputs whose size depends on the

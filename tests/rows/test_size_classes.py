@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.rows.size_classes import SizeClasses
+from batchax.rows.blocks import SizeClasses
 
 from support.rows import check_rows, ragged
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,12 +14,13 @@ from batchax import _compat
 from batchax.jaxprs.evaluate import walk
 from batchax.kernel.axis import AxisPosition, axis_to_front
 from batchax.kernel.inner import batch_function
+from batchax.rows.blocks import SizeClasses
 from batchax.rows.index import pack_rows, pad_rows
 from batchax.rows.layouts import Layout, differing_values, other_layout
 from batchax.rows.packed import Packed, PackedRows, run_and_note
 from batchax.rows.packing import is_packable, ragged_axis
 from batchax.rows.padded import CannotPad, Row, run_equation
-from batchax.rows.size_classes import SizeClasses, run_in_classes
+from batchax.rows.size_classes import run_in_classes
 from batchax.rows.sizes import Sizes, has_symbols, is_symbolic
 from batchax.rows.steps import Constant, RowProgram, RowStep
 
@@ -67,10 +67,14 @@ def regions_of_classes(
     one region to another along one axis: where that is not enough, all else is padded.
     """
     differs = differing_values(program, batched)
-    own = [any(differs[i] for i in step.outputs) for step in program.steps]
-    shared = [step for step, mine in zip(program.steps, own, strict=True) if not mine]
-    rest = replace(program, steps=list(itertools.compress(program.steps, own)))
-    regions = find_regions(rest, list(itertools.compress(layouts, own)))
+    own: dict[RowStep, Layout | None] = {
+        step: layout
+        for step, layout in zip(program.steps, layouts, strict=True)
+        if any(differs[i] for i in step.outputs)
+    }
+    shared = [step for step in program.steps if step not in own]
+    rest = replace(program, steps=list(own))
+    regions = find_regions(rest, list(own.values()))
     for region in regions:
         made = {v for step in region.steps for v in step.outputs}
         given = (program.shapes[v] for step in region.steps for v in step.used if v not in made)

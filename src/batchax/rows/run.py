@@ -30,6 +30,7 @@ from batchax.rows.arguments import (
     sizes_in_errors,
     with_room,
 )
+from batchax.rows.blocks import SizeClasses
 from batchax.rows.buckets import Buckets
 from batchax.rows.by_length import RunDense, run_by_length
 from batchax.rows.comparisons import UndecidedSizeError
@@ -41,7 +42,7 @@ from batchax.rows.packed import Packed, PackedRows, Segments
 from batchax.rows.padded import CannotPad, Operation, Row, run_padded
 from batchax.rows.ragged import Ragged
 from batchax.rows.regions import Region, find_regions, regions_of_classes, run_regions
-from batchax.rows.size_classes import SizeClasses, check_program, rows_in_block
+from batchax.rows.size_classes import check_program, rows_in_block
 from batchax.rows.sizes import Sizes, has_symbols
 from batchax.rows.steps import RowProgram, flatten
 from batchax.rows.user_code import line_of
@@ -318,9 +319,10 @@ def _find_regions(
 
     None if all of it is to be padded to one bound.
     """
-    in_chunks = options.in_chunks(call.axis.size)
-    in_classes = options.buckets is not None and call.axis.size and max(call.bounds.values())
-    if in_classes:
+    in_chunks, most = options.in_chunks(call.axis.size), options.buckets
+    if not call.axis.size or not max(call.bounds.values()):
+        most = None
+    if most is not None:
         check_program(call.axis, call.staged, in_chunks)
     elif options.layout == "padded" or in_chunks:
         return None
@@ -330,11 +332,12 @@ def _find_regions(
     batched = [m.axis is not None for m in call.mapped]
     room = {size.name: capacity_of(size.batch) for size in call.sizes}
     costs = Costs(Sizes(room, {}), Sizes(call.bounds, {}), len(call.sizes[0].batch))
-    only = None if options.layout == "auto" else options.layout
+    only = options.layout if options.layout in ("packed", "padded") else None
     layouts = choose_layouts(program, batched, costs, only)
-    if in_classes:
+    if most is not None:
+        assert not isinstance(most, Buckets)
         rows = rows_in_block(program, batched, costs)
-        classes = SizeClasses.of(call.bounds, room, call.axis.size, options.buckets, rows)
+        classes = SizeClasses.of(call.bounds, room, call.axis.size, int(most), rows)
         return program, regions_of_classes(program, layouts, batched), classes
     if "packed" not in layouts:
         return None
@@ -351,7 +354,8 @@ def _run_regions(
     recording.found_program(call.axis, call.staged, call.mapped)
     for region in regions if recording.is_on() else ():
         sizes = [s.noted for s in call.sizes]
-        recording.fact("region", layout=region.layout, steps=region.steps, sizes=sizes)
+        layout = "in size classes" if classes and region.layout == "padded" else region.layout
+        recording.fact("region", layout=layout, steps=region.steps, sizes=sizes)
     segments = {size.name: Segments(size.index, capacity_of(size.batch)) for size in call.sizes}
 
     def run(*values: Any) -> tuple[list[Any], list[AxisPosition]]:
