@@ -23,7 +23,15 @@ from benchmarks.measure import (
     ratio_of_medians,
     repeated,
 )
-from benchmarks.rows.workloads import Rows, RowWorkload, Weights, data, lengths
+from benchmarks.rows.workloads import (
+    TAIL_BOUND,
+    Rows,
+    RowWorkload,
+    Weights,
+    data,
+    lengths,
+    tailed_lengths,
+)
 
 COUNT = 128  # rows
 
@@ -58,7 +66,8 @@ class RowResult:
 
 def ours(workload: RowWorkload) -> Callable[[Rows, Weights], Any]:
     """All rows by batchax."""
-    return lambda rows, weights: bx.vmap(workload.row, in_axes=(0, None))(rows.ragged, weights)
+    batched = bx.vmap(workload.row, in_axes=(0, None), buckets=workload.buckets)
+    return lambda rows, weights: batched(rows.ragged, weights)
 
 
 def measured(workload: RowWorkload, quick: bool) -> Iterator[RowResult]:
@@ -82,6 +91,12 @@ def waste(count: int = COUNT) -> float:
     """Padded elements for each true one."""
     sizes = lengths(count)
     return float(len(sizes) * sizes.max() / sizes.sum())
+
+
+def tail_waste() -> float:
+    """As `waste`, of the longer tail."""
+    sizes = tailed_lengths()
+    return float(len(sizes) * TAIL_BOUND / sizes.sum())
 
 
 def _gradient(fun: Callable[[Rows, Weights], Any]) -> Callable[[Rows, Weights], Any]:

@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import interval, made_with, named, size
-from benchmarks.rows.measure import COUNT, LOOP, PACKED, PADDED, RowResult, waste
+from benchmarks.rows.measure import (
+    COUNT,
+    LOOP,
+    PACKED,
+    PADDED,
+    RowResult,
+    tail_waste,
+    waste,
+)
+from benchmarks.rows.workloads import TAIL_BOUND
 
 TITLE = "bx.vmap of a Ragged against rows padded or packed by hand"
 
@@ -83,7 +92,9 @@ def _page(results: Sequence[RowResult]) -> str:
 ![Run time of each way, relative to bx.vmap of a Ragged](benchmarks_rows.png)
 
 {COUNT} rows of lognormal lengths: padded to the longest they hold {waste():.1f} elements for each
-true one. A [ragged batch](ragged.md) goes through `bx.vmap` of the function of one row, with
+true one. Those of the *longer tail* are 96, padded to {TAIL_BOUND}: {tail_waste():.1f} elements for
+each true one. *buckets=4* runs rows in so many size classes. A [ragged batch](ragged.md) goes
+through `bx.vmap` of the function of one row, with
 lengths traced. *Padded by hand* computes on padded rows and masks what needs it; *packed by hand*
 computes on the elements one after another, with `jax.ops.segment_sum` for sums, where there is
 such a way; *a call for each row* is the compiled function called in a Python loop, compiled before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -56,6 +56,8 @@ class RowWorkload:
       width: features of an element of a row; None for scalars, 0 for indices into a table.
       weights: makes the weights from a random generator.
       token_wise: whether nearly all of its work is for each element by itself.
+      buckets: in how many size classes batchax runs it, if asked to.
+      long_tail: whether rows are of `tailed_lengths`, not of `lengths`.
     """
 
     name: str
@@ -65,6 +67,8 @@ class RowWorkload:
     width: int | None
     weights: Callable[[np.random.Generator], Weights]
     token_wise: bool = False
+    buckets: int | None = None
+    long_tail: bool = False
 
 
 TABLE = 5000
@@ -76,18 +80,28 @@ def lengths(count: int, seed: int = 0) -> np.ndarray:
     return np.maximum(1, drawn).astype(np.int32)
 
 
+def tailed_lengths(seed: int = 0) -> np.ndarray:
+    """Lengths of 96 rows, mostly much shorter than `TAIL_BOUND`, to which they are padded."""
+    drawn = np.random.default_rng(seed).lognormal(3.2, 0.8, 96)
+    return np.clip(drawn, 1, TAIL_BOUND).astype(np.int32)
+
+
+TAIL_BOUND = 256
+
+
 def data(workload: RowWorkload, count: int) -> tuple[Rows, Weights]:
-    """A batch of `count` rows, and weights."""
+    """A batch of `count` rows, or fewer, and weights."""
     generator = np.random.default_rng(1)
-    sizes = lengths(count)
+    sizes = tailed_lengths()[:count] if workload.long_tail else lengths(count)
+    bound = TAIL_BOUND if workload.long_tail else int(sizes.max())
     total = int(sizes.sum())
     if workload.width == 0:
         flat = jnp.asarray(generator.integers(0, TABLE, total))
     else:
         shape = (total,) if workload.width is None else (total, workload.width)
         flat = jnp.asarray(generator.normal(size=shape), jnp.float32)
-    ragged = bx.Ragged(flat, jnp.asarray(sizes), int(sizes.max()))
-    segments = jnp.asarray(np.repeat(np.arange(count), sizes))
+    ragged = bx.Ragged(flat, jnp.asarray(sizes), bound)
+    segments = jnp.asarray(np.repeat(np.arange(len(sizes)), sizes))
     return Rows(ragged, ragged.to_padded(), segments), workload.weights(generator)
 
 
@@ -182,6 +196,15 @@ def _block_padded(rows: Rows, weights: Weights) -> Any:
     return jnp.where(rows.mask[..., None], x + _network(x, weights[3:]), 0)
 
 
+_ATTENTION = RowWorkload(
+    "attention",
+    _attention,
+    _attention_padded,
+    None,
+    32,
+    _dense((32, 32), (32, 32), (32, 32)),
+)
+
 _WORKLOADS = [
     RowWorkload(
         "network for each element, mean",
@@ -192,14 +215,10 @@ _WORKLOADS = [
         _dense((64, 256), (256, 64)),
         token_wise=True,
     ),
-    RowWorkload(
-        "attention",
-        _attention,
-        _attention_padded,
-        None,
-        32,
-        _dense((32, 32), (32, 32), (32, 32)),
-    ),
+    _ATTENTION,
+    replace(_ATTENTION, name="attention, buckets=4", buckets=4),
+    replace(_ATTENTION, name="attention, longer tail", long_tail=True),
+    replace(_ATTENTION, name="attention, longer tail, buckets=4", buckets=4, long_tail=True),
     RowWorkload(
         "attention, then a network",
         _block,

@@ -71,6 +71,22 @@ def test_what_rows_have_of_their_own_and_what_they_share():
     check(f, rows(3), jnp.linspace(0.1, 1, 10), WEIGHTS, in_axes=(0, 0, None))
 
 
+def test_arrays_without_elements():
+    check(attend, rows(0))
+    check(attend, rows(2, lengths=(0, 0), poison=False))
+    check(attend, rows(2, lengths=(0, 0), spare=0))
+    check(lambda x, y: (x * y.sum(0), attend(y)), rows(2), rows(2, lengths=(0,) * 10, poison=False))
+
+
+def test_loops_that_end_at_their_own_step():
+    def f(x):
+        more = lambda s: (s[0] ** 2).sum() < 100
+        return attend(x), lax.while_loop(more, lambda s: (s[0] * 1.5 + 1, s[1] + 1), (x, 0))[1]
+
+    check(f, rows(2), modes=("jvp",))
+    check(f, rows(2), modes=("jvp",), divergence="compact")
+
+
 def test_two_sizes_that_differ():
     x, y = rows(3), rows(3, lengths=LENGTHS[::-1], seed=1)
     check(lambda x, y: jax.nn.softmax(jnp.sin(x @ y.T)).sum(0) + 1, x, y)

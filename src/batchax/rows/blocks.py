@@ -49,8 +49,9 @@ class SizeClasses:
         """
         number = max(1, min(most, max(bounds.values()).bit_length()))
         halved = tuple({n: max(1, b >> k) for n, b in bounds.items()} for k in range(number))
-        # A row that is not in the last class is longer, in one of its sizes, than half of the
-        # bound of its class: so many times 2 ** k rows of class k take more than a bound's room.
+        # A row of class k that is not the last is longer, in one of its sizes, than half of the
+        # bound of its class. So those of a full block take more than half the room of `rows` rows
+        # of the greatest length.
         longer = sum(2 * room[n] // (rows * max(b, 1)) for n, b in bounds.items())
         fewest = longer + count // (rows << (number - 1))
         blocks = min(fewest + len(bounds), count // rows) + number  # the last of each is not full
@@ -86,10 +87,8 @@ class Elements:
     @property
     def inside(self) -> Any:
         """Which elements of the axis belong to a row."""
-        return (self.rows < self.sizes.shape[0]) & (self.places < self._of_rows(self.sizes))
-
-    def _of_rows(self, x: Any) -> Any:
-        return jnp.take(x, self.rows, mode="clip")
+        sizes = jnp.take(self.sizes, self.rows, mode="clip")
+        return (self.rows < self.sizes.shape[0]) & (self.places < sizes)
 
 
 class Blocks:
@@ -141,19 +140,19 @@ class Blocks:
     def put(self, x: Any) -> Any:
         """What `take` made."""
         back = jnp.where(self.own, self.row, -1).reshape(-1)
-        return _moved(x.reshape(-1, *x.shape[2:]), self._slots, back)
+        return _moved(lax.collapse(x, 0, 2), self._slots, back)
 
     def split(self, x: Any, dim: Any, elements: Elements) -> Any:
         """Rows along axis 0 in blocks: block, place in the block."""
         there, _ = self._places(dim, elements)
         out = _moved(x, there, self._at(dim, elements))
-        return out.reshape(self.classes.blocks, -1, *x.shape[1:])
+        return out.reshape(self.classes.blocks, self.classes.elements(dim), *x.shape[1:])
 
     def join(self, x: Any, dim: Any, elements: Elements) -> Any:
         """What `split` made."""
         there = self._at(dim, elements)
         _, back = self._places(dim, elements)
-        return _moved(x.reshape(-1, *x.shape[2:]), there, back)
+        return _moved(lax.collapse(x, 0, 2), there, back)
 
     def _at(self, dim: Any, elements: Elements) -> Any:
         """Where in the blocks each element is; -1 for those of no row."""

@@ -320,8 +320,9 @@ def _find_regions(
     None if all of it is to be padded to one bound.
     """
     in_chunks, most = options.in_chunks(call.axis.size), options.buckets
-    if not call.axis.size or not max(call.bounds.values()):
-        most = None
+    room = {size.name: capacity_of(size.batch) for size in call.sizes}
+    if not (call.axis.size and max(call.bounds.values()) and all(room.values())):
+        most = None  # there is nothing to put anywhere
     if most is not None:
         check_program(call.axis, call.staged, in_chunks)
     elif options.layout == "padded" or in_chunks:
@@ -330,7 +331,6 @@ def _find_regions(
         return None
     program = flatten(call.staged)
     batched = [m.axis is not None for m in call.mapped]
-    room = {size.name: capacity_of(size.batch) for size in call.sizes}
     costs = Costs(Sizes(room, {}), Sizes(call.bounds, {}), len(call.sizes[0].batch))
     only = options.layout if options.layout in ("packed", "padded") else None
     layouts = choose_layouts(program, batched, costs, only)

@@ -176,7 +176,7 @@ class _Moving:
             return self.blocks.split(jnp.moveaxis(x, at, 0), dim, self._packed(dim))
         x = jnp.moveaxis(x, at + 1, 1)
         bound = x.shape[1]
-        return self.blocks.split(x.reshape(-1, *x.shape[2:]), dim, self._padded(dim, bound))
+        return self.blocks.split(lax.collapse(x, 0, 2), dim, self._padded(dim, bound))
 
     def out_of_blocks(self, x: Any, shape: tuple[Any, ...]) -> Packed:
         """A result, from what it is in blocks."""
@@ -218,7 +218,7 @@ def _block_of_rows(classes: SizeClasses, x: Any, shape: Sequence[Any]) -> Any:
     size = classes.rows[-1]
     if at is not None:
         x = jnp.moveaxis(x, at + 1, 1)
-        x, size = x.reshape(-1, *x.shape[2:]), classes.elements(shape[at])
+        x, size = lax.collapse(x, 0, 2), classes.elements(shape[at])
     if x.shape[0] == size:
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # random keys: there is no zero

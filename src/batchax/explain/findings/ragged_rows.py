@@ -79,8 +79,8 @@ def _remedy(draft: Draft, sizes: Sequence[NotedSize], waste: float, known: bool)
         return 'Leave layout="padded" out: what can run packed does so where it costs less.'
     if not known:
         return (
-            "Give the Ragged the least max_length that holds (x.with_max_length), or vmap buckets=4: "
-            "rows of similar length run together then."
+            "Give the Ragged the least max_length that holds (x.with_max_length), or vmap "
+            "buckets=4: rows of similar length run together then."
         )
     if draft.options.get("buckets") is not None:
         number = len(sizes)
