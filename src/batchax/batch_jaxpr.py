@@ -9,7 +9,13 @@ import jax
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
-from batchax.frontend.arguments import check_axis_name, check_axis_size, count, is_position
+from batchax.frontend.arguments import (
+    check_axis_name,
+    check_axis_size,
+    count,
+    is_position,
+    mesh_axis_names,
+)
 from batchax.frontend.outputs import AUTO
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import ANYWHERE, ZERO_IF_MAPPED, batch_inner
@@ -56,10 +62,8 @@ def batch_jaxpr(
         )
     check_axis_size(axis_size)
     check_axis_name(axis_name)
-    check_axis_name(spmd_axis_name, "spmd_axis_name")
     size = _any_size(closed_jaxpr) if axis_size is None else axis_size
-    if spmd_axis_name is not None and not isinstance(spmd_axis_name, tuple):
-        spmd_axis_name = (spmd_axis_name,)
+    spmd_axis_name = mesh_axis_names(spmd_axis_name)
     in_axes = _positions("in_axes", in_axes, closed_jaxpr.in_avals, (None,))
     out_axes = _positions("out_axes", out_axes, closed_jaxpr.out_avals, (AUTO, ZERO_IF_MAPPED))
     wanted = [ANYWHERE if p is AUTO else p for p in out_axes]

@@ -28,6 +28,7 @@ from batchax.frontend.arguments import (
     find_mesh_axis,
     flatten_arguments,
     give_lane_indices,
+    mesh_axis_names,
 )
 from batchax.frontend.outputs import (
     Described,
@@ -146,10 +147,8 @@ def vmap(
     check_in_axes(fun, in_axes)
     check_out_axes(out_axes)
     check_axis_name(axis_name)
-    check_axis_name(spmd_axis_name, "spmd_axis_name")
     check_axis_size(axis_size)
-    if spmd_axis_name is not None and not isinstance(spmd_axis_name, tuple):
-        spmd_axis_name = (spmd_axis_name,)
+    spmd_axis_name = mesh_axis_names(spmd_axis_name)
     check_row_options(layout, buckets, batch_size)
     lanes_that_part = find_divergence(divergence)
     chunking = find_chunking(fun, batch_size, memory_limit, residuals)

@@ -11,7 +11,7 @@ import inspect
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -300,6 +300,18 @@ def _is_size(x: Any) -> bool:
         return not isinstance(x, bool) and operator.index(x) >= 0
     except TypeError:
         return False
+
+
+def mesh_axis_names(spmd_axis_name: Any) -> tuple[Hashable, ...] | None:
+    """The names in an `spmd_axis_name`, which may be one or a tuple of them.
+
+    Raises:
+      ArgumentTypeError: one is not hashable.
+    """
+    check_axis_name(spmd_axis_name, "spmd_axis_name")
+    if spmd_axis_name is None or isinstance(spmd_axis_name, tuple):
+        return spmd_axis_name
+    return (spmd_axis_name,)
 
 
 def check_axis_name(axis_name: Any, option: str = "axis_name") -> None:
