@@ -20,6 +20,7 @@ from batchax.errors import AxisError, UnsupportedError
 from batchax.frontend.arguments import Mapped
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import example_aval
+from batchax.kernel.lasting import Lasting
 from batchax.rows.checks import shown_lengths
 from batchax.rows.comparisons import Lengths
 from batchax.rows.index import RowIndex
@@ -140,7 +141,7 @@ def find_sizes(mapped: Sequence[Mapped]) -> tuple[list[RowSize | None], list[Row
     names = [name or next(fresh) for name, _ in groups]
     bounds = [min(mapped[i].value.max_length for i in members) for _, members in groups]
     batches = [mapped[members[0]].value for _, members in groups]
-    symbols = _compat.row_symbols(names, _lengths(names, batches, bounds))
+    symbols = _symbols(names, _lengths(names, batches, bounds))
     sizes_of: list[RowSize | None] = [None] * len(mapped)
     sizes = []
     described = zip(groups, names, symbols, batches, bounds, strict=True)
@@ -162,6 +163,19 @@ def _lengths(names: Sequence[str], batches: Sequence[Ragged], bounds: Sequence[i
         for x, bound in zip(known, bounds, strict=True)
     ]
     return Lengths(dict(zip(names, ranges, strict=True)), False)
+
+
+_known_symbols = Lasting(most=64)
+
+
+def _symbols(names: Sequence[str], lengths: Lengths) -> tuple[Any, ...]:
+    """Symbolic sizes, the same ones for calls whose rows may have the same lengths.
+
+    What JAX has traced for types with these sizes, `jnp.tanh` of a row say, it then finds again.
+    """
+    values = tuple(lengths.values[name].tobytes() for name in names)
+    key = (tuple(names), lengths.aligned, values)
+    return _known_symbols.get(key, lambda: _compat.row_symbols(names, lengths))
 
 
 _NAMES = ["n", "m", "k", "l", *(f"n{i}" for i in range(1, 1000))]

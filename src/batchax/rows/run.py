@@ -205,11 +205,14 @@ def run_rows(
     call = Call(axis, staged, mapped, sizes_of, sizes, outputs)
     if not (call.traced or recording.is_on()):
         call = call.with_constants_passed()
+    most = _most_classes(call, options.buckets)
     try:
-        regions = _find_regions(call, options)
-        if regions is None:
+        if most is not None:
+            check_program(axis, staged, options.in_chunks(axis.size))
+        elif options.in_chunks(axis.size) or _compat.calls_back(staged.effects):
+            # Regions would not keep the order in which programs call the host.
             return _run_padded(call, run_dense), outputs
-        return _run_regions(call, *regions), outputs
+        return _run_regions(call, options.layout, most), outputs
     except _ASKED_FOR_NUMBERS as error:  # in a derivative rule, which is staged by now
         if known:
             return by_length()
@@ -312,53 +315,46 @@ def _run_padded(call: Call, run_dense: RunDense) -> list[Any]:
     ]
 
 
-def _find_regions(
-    call: Call, options: RowOptions
-) -> tuple[RowProgram, list[Region], SizeClasses | None] | None:
-    """The program in regions of one layout each, and the classes that padded rows are in.
+def _most_classes(call: Call, buckets: int | Buckets | None) -> int | None:
+    """How many size classes rows may be in; None where they are in none."""
+    room = [capacity_of(size.batch) for size in call.sizes]
+    if not (call.axis.size and max(call.bounds.values()) and all(room)):
+        return None  # there is nothing to put anywhere
+    assert not isinstance(buckets, Buckets)  # those need known lengths, and run one by one
+    return None if buckets is None else int(buckets)
 
-    None if all of it is to be padded to one bound.
-    """
-    in_chunks, most = options.in_chunks(call.axis.size), options.buckets
-    room = {size.name: capacity_of(size.batch) for size in call.sizes}
-    if not (call.axis.size and max(call.bounds.values()) and all(room.values())):
-        most = None  # there is nothing to put anywhere
-    if most is not None:
-        check_program(call.axis, call.staged, in_chunks)
-    elif options.layout == "padded" or in_chunks:
-        return None
-    if _compat.calls_back(call.staged.effects):  # regions would not keep the order of the calls
-        return None
+
+def _find_regions(
+    call: Call, layout: str, most: int | None
+) -> tuple[RowProgram, list[Region], SizeClasses | None]:
+    """The program in regions of one layout each, and the classes that padded rows are in."""
     program = flatten(call.staged)
     batched = [m.axis is not None for m in call.mapped]
+    room = {size.name: capacity_of(size.batch) for size in call.sizes}
     costs = Costs(Sizes(room, {}), Sizes(call.bounds, {}), len(call.sizes[0].batch))
-    only = options.layout if options.layout in ("packed", "padded") else None
+    only = layout if layout in ("packed", "padded") else None
     layouts = choose_layouts(program, batched, costs, only)
-    if most is not None:
-        assert not isinstance(most, Buckets)
-        rows = rows_in_block(program, batched, costs)
-        classes = SizeClasses.of(call.bounds, room, call.axis.size, int(most), rows)
-        return program, regions_of_classes(program, layouts, batched), classes
-    if "packed" not in layouts:
-        return None
-    return program, find_regions(program, layouts), None
+    if most is None:
+        return program, find_regions(program, layouts), None
+    rows = rows_in_block(program, batched, costs)
+    classes = SizeClasses.of(call.bounds, room, call.axis.size, most, rows)
+    return program, regions_of_classes(program, layouts, batched), classes
 
 
 _staged = Lasting(most=64)  # what calls outside of `jit` have batched
 
 
-def _run_regions(
-    call: Call, program: RowProgram, regions: list[Region], classes: SizeClasses | None
-) -> list[Any]:
-    """The program region by region, of which some or all hold packed rows."""
+def _run_regions(call: Call, layout: str, most: int | None) -> list[Any]:
+    """The program region by region, each of which holds rows in one layout."""
     recording.found_program(call.axis, call.staged, call.mapped)
-    for region in regions if recording.is_on() else ():
-        sizes = [s.noted for s in call.sizes]
-        layout = "in size classes" if classes and region.layout == "padded" else region.layout
-        recording.fact("region", layout=layout, steps=region.steps, sizes=sizes)
     segments = {size.name: Segments(size.index, capacity_of(size.batch)) for size in call.sizes}
 
     def run(*values: Any) -> tuple[list[Any], list[AxisPosition]]:
+        program, regions, classes = _find_regions(call, layout, most)
+        for region in regions if recording.is_on() else ():
+            sizes = [s.noted for s in call.sizes]
+            name = "in size classes" if classes and region.layout == "padded" else region.layout
+            recording.fact("region", layout=name, steps=region.steps, sizes=sizes)
         rows = PackedRows(call.axis, dict(segments))
         arguments = []
         for x, m, size in zip(values, call.mapped, call.sizes_of, strict=True):
@@ -387,9 +383,8 @@ def _run_regions(
         check_unbatched(call.axis, call.described, axes)
     else:  # staged first, so that what is wrong is found before anything is computed
         stage = lambda: _compat.stage_described(run, list(map(jax.typeof, call.values)))
-        layouts = tuple((region.layout, len(region.steps)) for region in regions)
-        noted = recording.is_on()
-        whole, axes = stage() if noted else _staged.get((call.key(), layouts), stage)
+        key = call.key(), layout, most
+        whole, axes = stage() if recording.is_on() else _staged.get(key, stage)
         check_unbatched(call.axis, call.described, axes)
         outs = eval_jaxpr(whole.jaxpr, whole.consts, *call.values)
     results = []

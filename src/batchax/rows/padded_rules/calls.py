@@ -10,7 +10,14 @@ from batchax import _compat
 from batchax.jaxprs.own_primitives import expanded
 from batchax.jaxprs.primitive_facts import body_parameter
 from batchax.rows.padded import CannotPad, Operation, Row, padded_rule, run_padded
-from batchax.rows.padded_rules.inside import Moving, arrays, as_function, bind_call, run_inside
+from batchax.rows.padded_rules.inside import (
+    Moving,
+    SizedCall,
+    arrays,
+    as_function,
+    bind_call,
+    run_inside,
+)
 from batchax.user_rules.call import per_example
 from batchax.user_rules.linear import linear_with_transpose
 
@@ -65,12 +72,13 @@ def _hi_primitive(op: Operation, *rows: Row, _prim: Any) -> Any:
 def _linear(
     op: Operation, *rows: Row, forward: Any, transpose: Any, count: int, **params: Any
 ) -> Any:
-    residuals = Moving(rows[:count])
+    residuals, values = SizedCall.of(op, rows[:count])
 
     def for_rows(body: Any, shapes: Any) -> Any:
         def run(values: Any, linear: Any) -> list[Any]:
+            inner, own = residuals.opened(values)
             given = [Row(x, v.aval.shape) for x, v in zip(linear, shapes, strict=True)]
-            outs = run_inside(op.sizes, body, [*residuals.filled_in(values), *given])
+            outs = run_inside(inner.sizes, body, [*own, *given])
             return arrays(outs, body.out_avals)
 
         return run
@@ -78,7 +86,7 @@ def _linear(
     ahead = for_rows(forward, op.eqn.invars[count:])
     back = for_rows(transpose, op.eqn.outvars)
     linear = arrays(rows[count:], [v.aval for v in op.eqn.invars[count:]])
-    return linear_with_transpose(ahead, back, residuals.values, linear)
+    return linear_with_transpose(ahead, back, values, linear)
 
 
 @padded_rule("linear_call")
@@ -91,20 +99,20 @@ def _linear_call(
     num_res: int,
 ) -> Any:
     first = num_callee_consts + num_res
-    residuals = Moving(rows[:first])
+    residuals, values = SizedCall.of(op, rows[:first])
 
     def ahead(values: Any, linear: Any) -> list[Any]:
+        inner, own = residuals.opened(values)
         given = [Row(x, v.aval.shape) for x, v in zip(linear, op.eqn.invars[first:], strict=True)]
-        outs = run_inside(op.sizes, callee, [*residuals.filled_in(values), *given])
+        outs = run_inside(inner.sizes, callee, [*own, *given])
         return arrays(outs, callee.out_avals)
 
     def back(values: Any, cotangents: Any) -> list[Any]:
         body = _compat.close(*transpose_thunk())
+        inner, own = residuals.opened(values)
         given = [Row(x, v.aval.shape) for x, v in zip(cotangents, op.eqn.outvars, strict=True)]
-        outs = run_inside(
-            op.sizes, body, [*residuals.filled_in(values)[num_callee_consts:], *given]
-        )
+        outs = run_inside(inner.sizes, body, [*own[num_callee_consts:], *given])
         return arrays(outs, body.out_avals)
 
     linear = arrays(rows[first:], [v.aval for v in op.eqn.invars[first:]])
-    return jax.custom_derivatives.linear_call(ahead, back, residuals.values, linear)
+    return jax.custom_derivatives.linear_call(ahead, back, values, linear)

@@ -17,7 +17,7 @@ from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.rows.padded import Operation, PaddedRule, Row, padded_rule
-from batchax.rows.padded_rules.inside import Moving, arrays, run_inside, typed_rows
+from batchax.rows.padded_rules.inside import SizedCall, arrays, run_inside, typed_rows
 
 _by_name: dict[str, PaddedRule] = {}
 
@@ -36,31 +36,8 @@ def padded_function(name: str) -> Callable[[PaddedRule], PaddedRule]:
     return decorate
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call whose operands are the sizes of the row and the values that are not known.
-
-    Sizes are operands because the rules may run in another trace than the function, in which
-    tracers of the first are of no use.
-    """
-
-    op: Operation
-    operands: Moving
-    names: tuple[str, ...]
-
-    @classmethod
-    def of(cls, op: Operation, rows: Sequence[Row]) -> tuple[_Call, list[Any]]:
-        """For an equation and its operands, and the values of those: rules may outlive them."""
-        sizes, operands = op.sizes, Moving(rows)
-        values = [*sizes.values.values(), *operands.values]
-        op = Operation(op.eqn, sizes.inside({}))
-        return cls(op, operands.emptied(), tuple(sizes.values)), values
-
-    def opened(self, values: Sequence[Any]) -> tuple[Operation, list[Row]]:
-        """The equation and its operands, where the call has these `values`."""
-        count = len(self.names)
-        sizes = self.op.sizes.inside(dict(zip(self.names, values[:count], strict=True)))
-        return Operation(self.op.eqn, sizes), self.operands.filled_in(values[count:])
+class _Call(SizedCall):
+    """A call of a function that has derivative rules."""
 
     def for_each(self, values: Sequence[Any], other: Any) -> list[Any]:
         """From one entry for each value of the call to one for each operand, else `other`."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import jax
 from jax import lax
@@ -69,6 +69,33 @@ class Moving:
         for i, x in zip(self.places, values, strict=True):
             rows[i] = replace(rows[i], value=x)
         return rows
+
+
+@dataclass(frozen=True)
+class SizedCall:
+    """A call whose operands are the sizes of the row and the values that are not known.
+
+    Sizes are operands because the rules may run in another trace than the function, in which
+    tracers of the first are of no use.
+    """
+
+    op: Operation
+    operands: Moving
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, op: Operation, rows: Sequence[Row]) -> tuple[Self, list[Any]]:
+        """For an equation and its operands, and the values of those: rules may outlive them."""
+        sizes, operands = op.sizes, Moving(rows)
+        values = [*sizes.values.values(), *operands.values]
+        op = Operation(op.eqn, sizes.inside({}))
+        return cls(op, operands.emptied(), tuple(sizes.values)), values
+
+    def opened(self, values: Sequence[Any]) -> tuple[Operation, list[Row]]:
+        """The equation and its operands, where the call has these `values`."""
+        count = len(self.names)
+        sizes = self.op.sizes.inside(dict(zip(self.names, values[:count], strict=True)))
+        return Operation(self.op.eqn, sizes), self.operands.filled_in(values[count:])
 
 
 def as_function(op: Operation, body: Any, operands: Moving) -> Flat:
