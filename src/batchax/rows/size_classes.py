@@ -23,9 +23,8 @@ from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.execution.buffers import blank
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
-from batchax.execution.operand_specs import WHOLE, Lanes
+from batchax.execution.operand_specs import WHOLE, ActiveMask, Gathered
 from batchax.kernel.axis import Axis, AxisPosition, axis_to_front
 from batchax.kernel.captured import closed_over
 from batchax.kernel.inner import batch_function, returning_alike
@@ -109,7 +108,9 @@ def run_in_classes(
     whole = [ragged_axis(x.shape) is None and x.axis is None for x in given]
     move = _Moving(rows, Blocks(classes, lengths), Sizes({}, lengths))
     operands = [x.value if w else move.into_blocks(x) for x, w in zip(given, whole, strict=True)]
-    number, *operands = _compat.varying_alike([move.blocks.number, *operands])
+    number = move.blocks.number
+    used = number < np.int32(len(classes.rows))
+    used, number, *operands = _compat.varying_alike([used, number, *operands])
 
     def padded_row(k: int, *values: Any) -> list[Any]:
         sizes = classes.sizes(k, dict(zip(lengths, values, strict=False)))
@@ -139,17 +140,16 @@ def run_in_classes(
     programs = returning_alike([program for program, _ in staged])
     types = programs[0].out_avals
     branches = [functools.partial(eval_jaxpr, each.jaxpr, each.consts) for each in programs]
-    nothing = lambda *xs: [_compat.varying_as(blank(aval, 0), aval) for aval in types]
 
-    def one_block(start: Any, number: Any, *xs: Any) -> list[Any]:
+    def one_block(start: Any, used: Any, number: Any, *xs: Any) -> list[Any]:
         given = [x if w else lax.squeeze(x, (0,)) for x, w in zip(xs, whole, strict=True)]
-        outs = lax.switch(lax.squeeze(number, (0,)), [*branches, nothing], *given)
+        outs = lax.switch(lax.squeeze(number, (0,)), branches, *given)
         return [lax.expand_dims(x, (0,)) for x in outs]
 
-    specs = (Lanes(0), *(WHOLE if w else Lanes(0) for w in whole))
+    specs = (ActiveMask(), Gathered(0), *(WHOLE if w else Gathered(0) for w in whole))
     body = ChunkBody(lambda width: one_block)
-    loop = ChunkLoop(body, specs, (Lanes(0),) * len(shapes), classes.blocks, 1)
-    outs = chunk_loop(loop, [number, *operands])
+    loop = ChunkLoop(body, specs, (Gathered(0),) * len(shapes), classes.blocks, 1)
+    outs = chunk_loop(loop, [used, number, *operands])
     results = []
     for i, (x, shape) in enumerate(zip(outs, shapes, strict=True)):
         x = move.out_of_blocks(_compat.weakly(x) if types[i].weak_type else x, shape)
