@@ -1,4 +1,4 @@
-"""Rows of traced lengths in size classes, which `buckets=` asks for."""
+"""Rows of traced lengths in size classes: asked for by `buckets=`, or chosen."""
 
 import functools
 
@@ -12,6 +12,7 @@ from jax.custom_derivatives import linear_call
 import batchax as bx
 from batchax.rows.blocks import SizeClasses
 
+from support.oracle import example
 from support.rows import check_rows, ragged
 
 LENGTHS = (3, 9, 1, 8, 0, 2, 20, 11, 5, 10)
@@ -176,6 +177,47 @@ def test_each_class_computes_with_its_own_bound():
     for number, bound in ((1, 22), (2, 11), (4, 5)):
         assert f"[{number},{bound},{bound}]" in text
     assert "[10,22,22]" not in text
+
+
+def in_classes(fun, lengths, room, **options):
+    """Whether rows are put in size classes where nobody asked for it."""
+    x = bx.Ragged(jnp.zeros((room, 32)), jnp.asarray(lengths), 256)
+    text = str(jax.make_jaxpr(bx.vmap(fun, **options))(x))
+    return "chunk_loop" in text
+
+
+TAIL = np.minimum(np.random.default_rng(0).lognormal(3.2, 0.8, 96), 256).astype(int) + 1
+
+
+def test_classes_are_chosen_where_no_lengths_with_that_sum_would_lose():
+    room = int(TAIL.sum())
+    assert in_classes(attend, TAIL, room)
+    assert not in_classes(attend, TAIL, 96 * 256)  # any row may be of the greatest length
+    assert not in_classes(jnp.tanh, TAIL, room)  # nothing is padded
+    cheap = lambda x: jnp.cumsum(x[:, 0])  # not worth compiling it so often
+    assert not in_classes(cheap, TAIL, room)
+    assert not in_classes(attend, TAIL, room, layout="padded")
+    together = lambda x: attend(x) + lax.psum(x.sum(), "rows")
+    assert not in_classes(together, TAIL, room, axis_name="rows")
+    assert not in_classes(lambda x: (attend(x), jax.debug.print("")), TAIL, room)
+
+
+def test_chosen_classes_compute_what_padded_rows_do():
+    x = ragged(32, lengths=TAIL[:24], spare=0)
+    w = example((32, 32)) / 6
+
+    def loss(w, data, layout):
+        out = bx.vmap(lambda row, w: attend(row @ w) @ w, (0, None), layout=layout)
+        return (out(bx.Ragged(data, x.lengths, 256), w).data ** 2).sum()
+
+    given = w, x.data
+    got, expected = (
+        jax.jit(jax.value_and_grad(functools.partial(loss, layout=layout), (0, 1)))(*given)
+        for layout in ("auto", "padded")
+    )
+    assert in_classes(lambda row: attend(row @ w) @ w, TAIL[:24], x.data.shape[0])
+    tree_close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-4)
+    jax.tree.map(tree_close, got, expected)
 
 
 REFUSED = {

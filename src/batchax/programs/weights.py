@@ -51,3 +51,5 @@ functions are operations as others, and arrays of all lanes lie in memory, not i
 LAUNCH = 300.0  # to begin an operation; most are fused with others
 STEP = 1_000.0  # of a loop that runs operations of one lane
 CALLBACK = 10_000.0  # a call of Python
+BLOCK = 6_000.0  # to begin a block of rows, and to write what it computed
+COMPILED_STEP = 10_000_000.0  # to compile an operation once more

@@ -33,6 +33,7 @@ from batchax.rows.arguments import (
 from batchax.rows.blocks import SizeClasses
 from batchax.rows.buckets import Buckets
 from batchax.rows.by_length import RunDense, run_by_length
+from batchax.rows.class_choice import choose_classes, find_classes
 from batchax.rows.comparisons import UndecidedSizeError
 from batchax.rows.in_buckets import by_bucket, check_buckets, run_in_buckets
 from batchax.rows.index import pad_rows
@@ -42,7 +43,7 @@ from batchax.rows.packed import Packed, PackedRows, Segments
 from batchax.rows.padded import CannotPad, Operation, Row, run_padded
 from batchax.rows.ragged import Ragged
 from batchax.rows.regions import Region, find_regions, regions_of_classes, run_regions
-from batchax.rows.size_classes import check_program, rows_in_block
+from batchax.rows.size_classes import obstacle
 from batchax.rows.sizes import Sizes, has_symbols
 from batchax.rows.steps import RowProgram, flatten
 from batchax.rows.user_code import line_of
@@ -205,11 +206,10 @@ def run_rows(
     call = Call(axis, staged, mapped, sizes_of, sizes, outputs)
     if not (call.traced or recording.is_on()):
         call = call.with_constants_passed()
-    most = _most_classes(call, options.buckets)
+    in_chunks = options.in_chunks(axis.size)
+    most = _most_classes(call, options, in_chunks)
     try:
-        if most is not None:
-            check_program(axis, staged, options.in_chunks(axis.size))
-        elif options.in_chunks(axis.size) or _compat.calls_back(staged.effects):
+        if most is None and (in_chunks or _compat.calls_back(staged.effects)):
             # Regions would not keep the order in which programs call the host.
             return _run_padded(call, run_dense), outputs
         return _run_regions(call, options.layout, most), outputs
@@ -315,17 +315,31 @@ def _run_padded(call: Call, run_dense: RunDense) -> list[Any]:
     ]
 
 
-def _most_classes(call: Call, buckets: int | Buckets | None) -> int | None:
-    """How many size classes rows may be in; None where they are in none."""
+def _most_classes(call: Call, options: RowOptions, in_chunks: bool) -> int | Literal["auto"] | None:
+    """How many size classes rows may be in; None where they are in none.
+
+    Raises:
+      UnsupportedError: the program cannot run in size classes, but was asked to.
+    """
     room = [capacity_of(size.batch) for size in call.sizes]
     if not (call.axis.size and max(call.bounds.values()) and all(room)):
         return None  # there is nothing to put anywhere
-    assert not isinstance(buckets, Buckets)  # those need known lengths, and run one by one
-    return None if buckets is None else int(buckets)
+    why = obstacle(call.axis, call.staged, in_chunks)
+    if options.buckets is None:
+        # Outside of `jit` a loop over blocks would be compiled.
+        return "auto" if options.layout == "auto" and call.traced and why is None else None
+    if why is not None:
+        raise UnsupportedError(
+            "buckets was given, and the lengths of rows are traced here, so that they would be "
+            f"put into buckets while they run; but {why}. Leave buckets out, or call vmap where "
+            "lengths are known, outside of jit."
+        )
+    assert not isinstance(options.buckets, Buckets)  # those need known lengths, and run one by one
+    return int(options.buckets)
 
 
 def _find_regions(
-    call: Call, layout: str, most: int | None
+    call: Call, layout: str, most: int | Literal["auto"] | None
 ) -> tuple[RowProgram, list[Region], SizeClasses | None]:
     """The program in regions of one layout each, and the classes that padded rows are in."""
     program = flatten(call.staged)
@@ -334,17 +348,19 @@ def _find_regions(
     costs = Costs(Sizes(room, {}), Sizes(call.bounds, {}), len(call.sizes[0].batch))
     only = layout if layout in ("packed", "padded") else None
     layouts = choose_layouts(program, batched, costs, only)
-    if most is None:
+    if most == "auto":
+        classes = choose_classes(program, layouts, batched, costs)
+    else:
+        classes = None if most is None else find_classes(program, batched, costs, most)
+    if classes is None:
         return program, find_regions(program, layouts), None
-    rows = rows_in_block(program, batched, costs)
-    classes = SizeClasses.of(call.bounds, room, call.axis.size, most, rows)
     return program, regions_of_classes(program, layouts, batched), classes
 
 
 _staged = Lasting(most=64)  # what calls outside of `jit` have batched
 
 
-def _run_regions(call: Call, layout: str, most: int | None) -> list[Any]:
+def _run_regions(call: Call, layout: str, most: int | Literal["auto"] | None) -> list[Any]:
     """The program region by region, each of which holds rows in one layout."""
     recording.found_program(call.axis, call.staged, call.mapped)
     segments = {size.name: Segments(size.index, capacity_of(size.batch)) for size in call.sizes}

@@ -22,66 +22,34 @@ from jax import lax
 from jax.core import eval_jaxpr
 
 from batchax import _compat
-from batchax.errors import UnsupportedError
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
 from batchax.execution.operand_specs import WHOLE, ActiveMask, Gathered
 from batchax.kernel.axis import Axis, AxisPosition, axis_to_front
 from batchax.kernel.captured import closed_over
 from batchax.kernel.inner import batch_function, returning_alike
 from batchax.rows.blocks import Blocks, Elements, SizeClasses
-from batchax.rows.layouts import Costs, differing_values
 from batchax.rows.packed import Packed, PackedRows
 from batchax.rows.packing import is_packable, ragged_axis
 from batchax.rows.sizes import Sizes
-from batchax.rows.steps import RowProgram
 from batchax.rules.hazards import find_collective
 
 
-def check_program(axis: Axis, program: _compat.ClosedJaxpr, in_chunks: bool) -> None:
-    """Refuses what cannot run in blocks of rows that are in no order.
-
-    Raises:
-      UnsupportedError: says why.
-    """
+def obstacle(axis: Axis, program: _compat.ClosedJaxpr, in_chunks: bool) -> str | None:
+    """Why a program cannot run in blocks of rows that are in no order; None if it can."""
     jaxpr = program.jaxpr
     if in_chunks:
-        why = "batch_size was given, too, and rows run in blocks of their own"
-    elif axis.mesh_axis is not None or axis.spmd_name is not None:
-        why = "rows are spread over a mesh"
-    elif _compat.calls_back(program.effects):
-        why = "the function calls the host, which blocks would do in another order, and too often"
-    elif find_collective(jaxpr) is not None:
-        why = "the function has a collective over a named axis, which all rows must take part in"
-    elif _compat.makes_references(program.effects):
-        why = "the function makes references (jax.new_ref)"
-    elif any(map(closed_over, jaxpr.eqns)):
-        why = "a derivative rule in the function closes over values of the row"
-    else:
-        return
-    raise UnsupportedError(
-        f"buckets was given, and the lengths of rows are traced here, so that they would be put "
-        f"into buckets while they run; but {why}. Leave buckets out, or call vmap where lengths "
-        "are known, outside of jit."
-    )
-
-
-def rows_in_block(program: RowProgram, batched: Sequence[bool], costs: Costs) -> int:
-    """How many of the longest rows a block holds.
-
-    The more, the less it weighs to begin a block; the fewer, the less is computed in vain, as the
-    last block of each class is seldom full.
-    """
-    differs = differing_values(program, batched)
-    steps = (s for s in program.steps if any(differs[i] for i in s.outputs))
-    work = sum(costs.of(step, "padded", differs) for step in steps) / costs.rows
-    worth = 100_000.0 if jax.default_backend() == "cpu" else 50_000_000.0  # nanoseconds
-    rows = 1
-    while rows * work < worth and rows * _LEAST_BLOCKS < costs.rows:
-        rows *= 2
-    return rows
-
-
-_LEAST_BLOCKS = 16  # that rows of one length should make
+        return "batch_size was given, too, and rows run in blocks of their own"
+    if axis.mesh_axis is not None or axis.spmd_name is not None:
+        return "rows are spread over a mesh"
+    if _compat.calls_back(program.effects):
+        return "the function calls the host, which blocks would do in another order, and too often"
+    if find_collective(jaxpr) is not None:
+        return "the function has a collective over a named axis, which all rows must take part in"
+    if _compat.makes_references(program.effects):
+        return "the function makes references (jax.new_ref)"
+    if any(map(closed_over, jaxpr.eqns)):
+        return "a derivative rule in the function closes over values of the row"
+    return None
 
 
 def run_in_classes(

@@ -1,0 +1,94 @@
+"""How many size classes rows of traced lengths should be in, and how long their blocks are.
+
+Where lengths are traced all that is known of them is how many elements there are at most in
+sum. Choices are made for rows that are evenly spread between none and twice the mean length, if no
+lengths with that sum would take longer in classes than padded to one bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+
+from batchax.programs.weights import BLOCK, COMPILED_STEP, ROWS
+from batchax.rows.blocks import SizeClasses
+from batchax.rows.layouts import Costs, Layout, differing_values
+from batchax.rows.sizes import Sizes
+from batchax.rows.steps import RowProgram
+
+_MOST_CLASSES = 5
+_RUNS = 1_000  # of a compiled program, over which the time to compile it is spread
+
+
+def rows_in_block(program: RowProgram, batched: Sequence[bool], costs: Costs) -> int:
+    """How many of the longest rows a block holds.
+
+    The more, the less it weighs to begin a block; the fewer, the less is computed in vain, as the
+    last block of each class is seldom full.
+    """
+    differs = differing_values(program, batched)
+    steps = (s for s in program.steps if any(differs[i] for i in s.outputs))
+    work = sum(costs.of(step, "padded", differs) for step in steps) / costs.rows
+    worth = 100_000.0 if jax.default_backend() == "cpu" else 50_000_000.0  # nanoseconds
+    rows = 1
+    while rows * work < worth and rows * _LEAST_BLOCKS < costs.rows:
+        rows *= 2
+    return rows
+
+
+_LEAST_BLOCKS = 16  # that rows of one length should make
+
+
+def find_classes(
+    program: RowProgram, batched: Sequence[bool], costs: Costs, most: int
+) -> SizeClasses:
+    """At most so many classes for the rows of a program."""
+    room, rows = costs.packed.bounds, rows_in_block(program, batched, costs)
+    return SizeClasses.of(costs.padded.bounds, room, costs.rows, most, rows)
+
+
+def choose_classes(
+    program: RowProgram,
+    layouts: Sequence[Layout | None],
+    batched: Sequence[bool],
+    costs: Costs,
+) -> SizeClasses | None:
+    """The size classes that padded steps take least time in; None for one bound for all rows."""
+    differs = differing_values(program, batched)
+    steps = [
+        step for step, layout in zip(program.steps, layouts, strict=True) if layout == "padded"
+    ]
+    bounds, room = costs.padded.bounds, costs.packed.bounds
+    mean = max(room[name] / bound for name, bound in bounds.items()) / costs.rows
+    if not steps or mean > 0.5:  # of the bound: all rows might be longer than half of it
+        return None
+
+    def time(bounds: dict[str, int]) -> float:
+        """Of one row with these bounds, in nanoseconds."""
+        each = replace(costs, padded=Sizes(bounds, {}), rows=1)
+        return sum(each.of(step, "padded", differs) for step in steps)
+
+    padded = costs.rows * time(dict(bounds))
+    best, least = None, padded
+    for most in range(2, _MOST_CLASSES + 1):
+        classes = find_classes(program, batched, costs, most)
+        if len(classes.rows) < most:
+            break
+        times = [time(dict(each)) for each in classes.bounds]
+        moved = ROWS.place * classes.blocks * classes.rows[0] * max(bounds.values())
+        fixed = moved + len(times) * len(steps) * COMPILED_STEP / _RUNS
+        if classes.blocks * (classes.rows[0] * times[0] + BLOCK) + fixed > padded:
+            continue
+        # Rows longer than a bound b, of lengths evenly spread up to twice the mean.
+        longer = [max(0.0, 1 - 0.5 ** (k + 1) / (2 * mean)) for k in range(most - 1)]
+        shares = [a - b for a, b in zip([*longer, 1.0], [0.0, *longer], strict=True)]
+        # The last block of each class is half full, say.
+        taken = fixed + sum(
+            (share * costs.rows / held + 0.5) * (BLOCK + held * each)
+            for share, held, each in zip(shares, classes.rows, times, strict=True)
+        )
+        if taken < least:
+            best, least = classes, taken
+    return best
