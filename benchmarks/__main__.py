@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
+from benchmarks.around import report as around_report
+from benchmarks.around.measure import measured as measured_around
+from benchmarks.around.workloads import WORKLOADS as AROUND
 from benchmarks.chunks import report as chunks_report
 from benchmarks.chunks.measure import measured as measured_in_chunks
 from benchmarks.chunks.workloads import CURVE
@@ -59,6 +62,14 @@ PARTS = {
         report.line,
         report.summary,
         report.write,
+    ),
+    "around": Part(
+        around_report.TITLE,
+        {f"around: {name}": w for name, w in AROUND.items()},
+        measured_around,
+        around_report.line,
+        around_report.summary,
+        around_report.write,
     ),
     "chunks": Part(
         chunks_report.TITLE,
