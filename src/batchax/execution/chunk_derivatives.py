@@ -114,10 +114,10 @@ def _tangent_loop(
             outs, dots = tangents_of(of_chunk, primals, moving, tangents, found)
             share = iter(parts)
             results = []
-            for k, x, t in zip(found, outs, dots, strict=True):
+            for k, t in zip(found, dots, strict=True):
                 spec = loop.results[k]
                 extreme = isinstance(spec, Extreme)
-                results.append(extreme_tangent(spec, x, t, next(share)) if extreme else t)
+                results.append(extreme_tangent(spec, outs[k], t, next(share)) if extreme else t)
             return results
 
         return run

@@ -26,13 +26,34 @@ def tangents_of(
     tangents: Sequence[Any],
     of: Sequence[int],
 ) -> tuple[list[Any], list[Any]]:
-    """The results `of` of `function`, and their tangents, from those of the `moving` operands."""
+    """The results of `function`, and tangents of those `of`, from those of `moving` operands."""
+    some, points = _of_moving(function, primals, moving, of)
+    _, dots, outs = jax.jvp(some, points, tuple(tangents), has_aux=True)
+    return outs, dots
 
-    def of_moving(*values: Any) -> list[Any]:
+
+def pullback_of(
+    function: Flat, primals: Sequence[Any], moving: Sequence[int], of: Sequence[int]
+) -> tuple[list[Any], Callable[[Sequence[Any]], Sequence[Any]]]:
+    """The results of `function`, and from cotangents of those `of` to those of `moving` operands.
+
+    The latter is a pytree of what it keeps of the former.
+    """
+    some, points = _of_moving(function, primals, moving, of)
+    _, pull, outs = jax.vjp(some, *points, has_aux=True)
+    return outs, pull
+
+
+def _of_moving(
+    function: Flat, primals: Sequence[Any], moving: Sequence[int], of: Sequence[int]
+) -> tuple[Callable[..., tuple[list[Any], list[Any]]], tuple[Any, ...]]:
+    """`function` of some operands, with the results `of` beside all of them; and the operands."""
+
+    def some(*values: Any) -> tuple[list[Any], list[Any]]:
         outs = function(*with_values(primals, moving, values))
-        return [outs[k] for k in of]
+        return [outs[k] for k in of], outs
 
-    return jax.jvp(of_moving, tuple(primals[i] for i in moving), tuple(tangents))
+    return some, tuple(primals[i] for i in moving)
 
 
 def transposed(

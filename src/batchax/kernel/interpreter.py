@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from batchax import _compat
@@ -34,6 +35,21 @@ Placed = tuple[Any, AxisPosition]
 """A value, and where it carries the batch axis."""
 
 
+@dataclass(eq=False)
+class ProgramRun:
+    """A run through a program, for rules that look ahead in it.
+
+    Attributes:
+      jaxpr: the program.
+      found: what the rule of a primitive found out of the program.
+      kept: what a rule leaves for an equation that comes later, by that equation's id.
+    """
+
+    jaxpr: Any
+    found: dict[Any, Any] = field(default_factory=dict)
+    kept: dict[int, Any] = field(default_factory=dict)
+
+
 def interpret(
     axis: Axis,
     jaxpr: Any,
@@ -54,11 +70,13 @@ def interpret(
       output that does not depend on the batch.
     """
     one_for_each_lane = references_to_batch(axis, jaxpr, axes)
+    whole = ProgramRun(jaxpr)
 
     def run_equation(eqn: Any, operands: list[Placed]) -> Iterable[Placed]:
         values, positions = [x for x, _ in operands], [a for _, a in operands]
         for_each_lane = not one_for_each_lane.isdisjoint(eqn.outvars)
-        return zip(*batch_equation(axis, eqn, values, positions, for_each_lane), strict=True)
+        outs = batch_equation(axis, eqn, values, positions, for_each_lane, whole)
+        return zip(*outs, strict=True)
 
     with recording.run(jaxpr):
         outputs = evaluate(
@@ -77,6 +95,7 @@ def batch_equation(
     operands: list[Any],
     operand_axes: list[AxisPosition],
     creates_batched: bool = False,
+    whole: ProgramRun | None = None,
 ) -> tuple[Sequence[Any], Sequence[AxisPosition]]:
     """Outputs of one equation for all lanes, always as sequences.
 
@@ -85,6 +104,7 @@ def batch_equation(
       eqn: the equation.
       operands, operand_axes: what it takes, and where that carries the batch axis.
       creates_batched: whether it creates a reference that must have a part for each lane.
+      whole: the run through the program that the equation is of, if rules may look ahead in it.
     """
     # What does not depend on the batch is emitted once, for all lanes.
     shared = operand_axes.count(None) == len(operand_axes) and not (
@@ -96,7 +116,7 @@ def batch_equation(
     if checked:
         operands = vary_alike(eqn, operands)
         shared = shared and _fits(eqn, operands)
-    batch = create_batched if creates_batched else functools.partial(_batch, shared)
+    batch = create_batched if creates_batched else functools.partial(_batch, shared, whole)
     if recording.is_on():
         with recording.equation(axis, eqn, operand_axes, shared) as record:
             outs, out_axes = batch(axis, eqn, operands, operand_axes)
@@ -113,7 +133,12 @@ def _fits(eqn: Any, operands: Sequence[Any]) -> bool:
 
 
 def _batch(
-    shared: bool, axis: Axis, eqn: Any, operands: list[Any], operand_axes: list[AxisPosition]
+    shared: bool,
+    whole: ProgramRun | None,
+    axis: Axis,
+    eqn: Any,
+    operands: list[Any],
+    operand_axes: list[AxisPosition],
 ) -> tuple[Sequence[Any], Sequence[AxisPosition]]:
     primitive = eqn.primitive
     if shared:
@@ -124,7 +149,8 @@ def _batch(
     if found.is_users:
         types = [v.aval for v in eqn.outvars]
         return run_rule(axis, primitive, found.rule, operands, operand_axes, eqn.params, types)
-    out, out_axes = found.rule(axis, operands, operand_axes, **eqn.params)
+    more = {"place": (whole, eqn)} if found.looks_ahead and whole is not None else {}
+    out, out_axes = found.rule(axis, operands, operand_axes, **eqn.params, **more)
     if primitive.multiple_results:
         return out, out_axes
     return [out], [out_axes]

@@ -13,7 +13,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -37,12 +37,14 @@ class Registered:
       origin: the module that asked for it.
       is_users: whether that module is not one of batchax's. What the rule returns is then checked.
       number: which registration it was: the later one has the larger number.
+      looks_ahead: whether it takes a keyword `place`: the run through a program, and the equation.
     """
 
     rule: Rule
     origin: str
     is_users: bool
     number: int
+    looks_ahead: bool = False
 
 
 # Keyed by the primitive, or by name for primitives JAX defines but does not
@@ -125,7 +127,7 @@ def _take_over(primitive: _compat.Primitive | str, rule: Rule) -> None:
 
 
 def register_own_rule(
-    primitive: _compat.Primitive, may_name_axis: bool = False
+    primitive: _compat.Primitive, may_name_axis: bool = False, looks_ahead: bool = False
 ) -> Callable[[Rule], Rule]:
     """As `register_rule`, for a primitive of batchax's own: ``jax.vmap`` has the rule, too.
 
@@ -133,12 +135,16 @@ def register_own_rule(
       primitive: a primitive of batchax's own.
       may_name_axis: whether it may contain a collective over the axis being mapped, and
         have the rule called for it, too, where no operand is batched.
+      looks_ahead: whether the rule is given its place in the program, where that is known
+        (``jax.vmap`` does not know it); see `Registered`.
     """
 
     def decorate(rule: Rule) -> Rule:
         _own.add(primitive)
         _serve_jax(primitive, replace=True, may_name_axis=may_name_axis)
-        return register_rule(primitive)(rule)
+        register_rule(primitive)(rule)
+        _rules[primitive] = replace(_rules[primitive], looks_ahead=looks_ahead)
+        return rule
 
     return decorate
 

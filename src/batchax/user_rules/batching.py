@@ -10,23 +10,42 @@ from typing import Any
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, AxisPosition, move_axis
+from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.inner import batch_function
+from batchax.kernel.interpreter import ProgramRun
 from batchax.kernel.registry import register_own_rule
 from batchax.user_rules.call import (
+    BatchedFlat,
     DerivativeStep,
     Flags,
     MappedStep,
+    after,
     custom_call_p,
     effects_had,
     per_example,
+    spread,
 )
+from batchax.user_rules.one_lane import of_one_lane, one_lane
 from batchax.user_rules.rule import UserRule
+from batchax.user_rules.together import (
+    Axes,
+    Batched,
+    Pullback,
+    Values,
+    later_call,
+    positions,
+    to_front,
+    with_pullback,
+    with_pullback_of_one,
+)
 
 enter("endless costly: custom_batched_call")  # what a rule will do is not known
 
+Place = tuple[ProgramRun, Any]
+"""A run through a program, and the equation of it that is batched."""
 
-@register_own_rule(custom_call_p, may_name_axis=True)
+
+@register_own_rule(custom_call_p, may_name_axis=True, looks_ahead=True)
 def _batched(
     axis: Axis,
     args: Sequence[Any],
@@ -36,23 +55,23 @@ def _batched(
     jaxpr: Any,
     steps: tuple[DerivativeStep, ...],
     rule: UserRule,
-) -> tuple[Sequence[Any], Sequence[AxisPosition]]:
+    place: Place | None = None,
+) -> Batched:
     flags = [a is not None for a in axes]
     named = axis.name is not None and axis.name in _compat.named_axes(jaxpr.effects)
     if not (named or any(flags)):
         outs = custom_call_p.bind(*args, jaxpr=jaxpr, steps=steps, rule=rule)
         return outs, [None] * len(outs)
-    front = [x if a is None else move_axis(x, a, 0) for x, a in zip(args, axes, strict=True)]
     count = len(rule.closed)
     values = _before(steps, flags, "values_before")
     needed = _before(steps, flags, "flags_before")
     if any(values[count:]) and not any(needed[:count]):
         recording.note(service="user", rule=rule.shown)
-        outs, out_flags = _by_rule(axis, rule, steps, flags, front)
-        return outs, [0 if batched else None for batched in out_flags]
+        return _by_rule(axis, rule, jaxpr, steps, args, axes, place)
     if steps and not any(values) and not named:
         # Many directions of derivatives, of a function that is called for one example still.
         directions = MappedStep(replace(axis, name=None), tuple(flags))
+        front = map(functools.partial(to_front, axis), args, axes)
         outs = custom_call_p.bind(*front, jaxpr=jaxpr, steps=(*steps, directions), rule=rule)
         return outs, [0] * len(outs)
     # The rule knows nothing of batches of what the function closes over.
@@ -64,9 +83,60 @@ def _before(steps: Sequence[DerivativeStep], flags: Flags, which: str) -> Flags:
 
 
 def _by_rule(
-    axis: Axis, rule: UserRule, steps: Sequence[DerivativeStep], flags: Flags, args: Sequence[Any]
-) -> tuple[list[Any], Flags]:
-    """The derivatives `steps` of what the rule computes."""
+    axis: Axis,
+    rule: UserRule,
+    jaxpr: Any,
+    steps: tuple[DerivativeStep, ...],
+    args: Sequence[Any],
+    axes: Axes,
+    place: Place | None,
+) -> Batched:
+    """The derivatives `steps` of what the rule computes; what a later call needs is kept."""
+    kept = {} if place is None else place[0].kept
+    if place is not None and id(place[1]) in kept:
+        return kept.pop(id(place[1]))(args, axes)
+    later = None if place is None else later_call(*place)
+    flags = wanted = [a is not None for a in axes]
+    if isinstance(later, Pullback):
+        wanted = [f or i in later.moving for i, f in enumerate(flags)]
+        if any(_before(steps, wanted, "flags_before")[: len(rule.closed)]):
+            later, wanted = None, flags
+    again = steps  # with these the rule is computed after its function was
+    if isinstance(later, Values):
+        again = steps[:-1]
+        steps = (*again, replace(steps[-1], values=True))
+    values = _before(steps, flags, "values_before")
+    needed = _before(steps, wanted, "flags_before")
+    with effects_had(bool(again)):
+        alone = one_lane(axis, rule, jaxpr, values, needed)
+        if alone is not None:
+            function = after(steps, alone)
+            with of_one_lane():
+                if isinstance(later, Pullback):
+                    result, kept[id(later.eqn)] = with_pullback_of_one(
+                        axis, function, args, axes, later
+                    )
+                else:
+                    result = batch_function(axis, function, args, axes)
+        else:
+            function = _derivatives(axis, rule, steps, wanted)
+            front = map(functools.partial(to_front, axis), args, axes)
+            front = list(map(functools.partial(spread, axis), front, flags, wanted))
+            if isinstance(later, Pullback):
+                result, kept[id(later.eqn)] = with_pullback(axis, function, front, later)
+            else:
+                result = positions(*function(*front))
+    if isinstance(later, Values):
+        (outs, out_axes), first = result, later.first
+        kept[id(later.eqn)] = lambda *_: (outs[first:], out_axes[first:])
+        return outs[:first], out_axes[:first]
+    return result
+
+
+def _derivatives(
+    axis: Axis, rule: UserRule, steps: Sequence[DerivativeStep], flags: Flags
+) -> BatchedFlat:
+    """The derivatives `steps` of what the rule computes, of operands that `flags` says batched."""
     every = [flags]  # of the operands before each step
     for step in reversed(steps):
         every.append(step.flags_before(every[-1]))
@@ -74,9 +144,8 @@ def _by_rule(
     count = len(rule.closed)
 
     def function(*xs: Any) -> tuple[list[Any], Flags]:
-        with effects_had(bool(steps)):
-            return rule.run(axis, first[count:], xs[:count], xs[count:])
+        return rule.run(axis, first[count:], xs[:count], xs[count:])
 
     for step, of_operands in zip(steps, later, strict=True):
         function = step.batched(axis, function, of_operands)
-    return function(*args)
+    return function

@@ -39,24 +39,27 @@ BatchedFlat = Callable[..., tuple[list[Any], Flags]]
 class Tangents:
     """A step of differentiation: to the tangents of the results `of`.
 
-    Operands are those of the function before, then tangents of those that are `moving`.
+    Operands are those of the function before, then tangents of those that are `moving`. If
+    `values`, all results of the function before follow the tangents.
     """
 
     moving: tuple[int, ...]
     of: tuple[int, ...]
+    values: bool = False
 
     def function(self, before: Flat) -> Flat:
         """The derivative of the function `before` this step."""
 
         def run(*xs: Any) -> list[Any]:
             primals, tangents = xs[: -len(self.moving)], xs[-len(self.moving) :]
-            return tangents_of(before, primals, self.moving, tangents, self.of)[1]
+            outs, dots = tangents_of(before, primals, self.moving, tangents, self.of)
+            return [*dots, *outs] if self.values else dots
 
         return run
 
     def types(self, before: Sequence[Any]) -> list[Any]:
         """The types of its results, from those of the function before."""
-        return [before[k].to_tangent_aval() for k in self.of]
+        return [*(before[k].to_tangent_aval() for k in self.of), *(before if self.values else ())]
 
     def values_before(self, flags: Flags) -> list[bool]:
         """Which operands of the function before are batched themselves."""
@@ -81,9 +84,9 @@ class Tangents:
         wanted = [*together, *(together[i] for i in self.moving)]
 
         def run(*xs: Any) -> tuple[list[Any], Flags]:
-            given = list(map(functools.partial(_spread, axis), xs, flags, wanted))
+            given = list(map(functools.partial(spread, axis), xs, flags, wanted))
             outs, found = _compat.described(before, lambda arrays: self.function(arrays)(*given))
-            return outs, [found[k] for k in self.of]
+            return outs, [*(found[k] for k in self.of), *(found if self.values else ())]
 
         return run
 
@@ -134,8 +137,8 @@ class Cotangents:
                 before, lambda arrays: transposed(arrays, others, self.linear, types, self.of)
             )
             wanted = [found[k] for k in self.of]
-            spread = functools.partial(_spread, axis)
-            outs = pull(list(map(spread, cotangents, flags[-len(self.of) :], wanted)))
+            given = map(functools.partial(spread, axis), cotangents, flags[-len(self.of) :], wanted)
+            outs = pull(list(given))
             return outs, [True] * len(self.linear)
 
         return run
@@ -194,7 +197,7 @@ class MappedStep:
 DerivativeStep = Tangents | Cotangents | MappedStep
 
 
-def _spread(axis: Axis, x: Any, batched: bool, wanted: bool) -> Any:
+def spread(axis: Axis, x: Any, batched: bool, wanted: bool) -> Any:
     """A value as batched as is wanted.
 
     Cotangents of a result that is the same for all lanes add up.
@@ -214,7 +217,12 @@ def per_example(jaxpr: _compat.ClosedJaxpr, steps: Sequence[DerivativeStep]) -> 
     def program(*xs: Any) -> list[Any]:
         return eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *xs)
 
-    return functools.reduce(lambda before, step: step.function(before), steps, program)
+    return after(steps, program)
+
+
+def after(steps: Sequence[DerivativeStep], function: Flat) -> Flat:
+    """What becomes of a function of one example by derivatives of it."""
+    return functools.reduce(lambda before, step: step.function(before), steps, function)
 
 
 def result_types(jaxpr: _compat.ClosedJaxpr, steps: Sequence[DerivativeStep]) -> list[Any]:

@@ -29,7 +29,6 @@ from batchax.user_rules.call import (
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, steps: Any, rule: Any
 ) -> tuple[Sequence[Any], list[Any]]:
-    call = dict(jaxpr=jaxpr, rule=rule)
     moving = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
     types = result_types(jaxpr, steps)
     of = _differentiable(jaxpr, steps, moving, types)
@@ -37,14 +36,13 @@ def _jvp(
     given = [_compat.varying_as(tangents[i], jax.typeof(primals[i])) for i in moving]
     if of and not any(isinstance(x, Tracer) for x in primals):
         # No axis can turn up any more over which these are batched.
-        function, every = per_example(jaxpr, steps), range(len(types))
-        outs, found_dots = tangents_of(function, primals, moving, given, every)
-        found_dots = [found_dots[k] for k in of]
+        outs, found_dots = tangents_of(per_example(jaxpr, steps), primals, moving, given, of)
     else:
-        outs = custom_call_p.bind(*primals, steps=steps, **call)
-        call["jaxpr"] = without_effects(jaxpr)  # they have been had with the results
-        _refuse_effects(call["jaxpr"], of)
+        whole, jaxpr = jaxpr, without_effects(jaxpr)  # they are had with the results
+        _refuse_effects(jaxpr, of)
+        call = dict(jaxpr=jaxpr, rule=rule)
         first = len(primals) - _count_linear(steps)
+        # Before the results: a program that is batched has them of this call, too.
         if not of:
             found_dots = []
         elif all(i >= first for i in moving):  # what is linear is its own derivative
@@ -54,6 +52,7 @@ def _jvp(
         else:
             further = (*steps, Tangents(moving, of))
             found_dots = custom_call_p.bind(*primals, *given, steps=further, **call)
+        outs = custom_call_p.bind(*primals, steps=steps, jaxpr=whole, rule=rule)
     for k, dot in zip(of, found_dots, strict=True):
         dots[k] = dot
     return outs, dots

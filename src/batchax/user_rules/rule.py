@@ -59,9 +59,14 @@ class UserRule:
         return getattr(self.rule, "__qualname__", self.name)
 
     @property
+    def asks(self) -> tuple[str, ...]:
+        """Which of the names of the axis the rule asks for."""
+        return _asked_for(self.rule)
+
+    @property
     def told_name(self) -> bool:
         """Whether the rule asks for the name of the axis."""
-        return "axis_name" in _asked_for(self.rule)
+        return "axis_name" in self.asks
 
     def run(
         self, axis: Axis, flags: Sequence[bool], closed: Sequence[Any], operands: Sequence[Any]
@@ -132,7 +137,7 @@ class UserRule:
             "axis_name": axis.name,
             "spmd_axis_name": spmd[0] if spmd is not None and len(spmd) == 1 else spmd,
         }
-        kwargs |= {name: told[name] for name in _asked_for(self.rule)}
+        kwargs |= {name: told[name] for name in self.asks}
         with _naming(self):
             result = self.rule(axis.size, in_batched, *args, **kwargs)
         return self._checked(axis, result)

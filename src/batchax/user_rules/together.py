@@ -1,0 +1,167 @@
+"""Calls of a program that are computed together.
+
+To be differentiated a call makes another one, of the same rule and operands with more steps to
+take, which by itself computes the rule again. In a program the two are seen: the first of them
+computes the rule for both, and keeps for the second what that needs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+from batchax import _compat
+from batchax.jaxprs.evaluate import plan
+from batchax.kernel.axis import Axis, AxisPosition, axis_to_front
+from batchax.kernel.derivatives import Flat, pullback_of
+from batchax.kernel.inner import batch_function, example_aval, stage_described
+from batchax.kernel.interpreter import ProgramRun, interpret
+from batchax.user_rules.call import (
+    BatchedFlat,
+    Cotangents,
+    Flags,
+    MappedStep,
+    Tangents,
+    after,
+    custom_call_p,
+    spread,
+)
+
+Axes = Sequence[AxisPosition]
+Batched = tuple[Sequence[Any], Axes]
+"""Values, and where they have the batch axis."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """The call `eqn` of a function; a call before it computes `first` tangents of its results."""
+
+    eqn: Any
+    first: int
+
+
+@dataclass(frozen=True)
+class Pullback:
+    """The call `eqn` pulls cotangents back through a call before it.
+
+    Attributes:
+      eqn: the call; cotangents are its last operands.
+      moving: the operands of the call before whose cotangents it computes.
+      of: the results of that which the cotangents are of.
+      directions: steps to many cotangents at once.
+    """
+
+    eqn: Any
+    moving: tuple[int, ...]
+    of: tuple[int, ...]
+    directions: Sequence[MappedStep]
+
+
+def later_call(run: ProgramRun, eqn: Any) -> Values | Pullback | None:
+    """The call for which `eqn` can keep something in this run, if there is one."""
+    if custom_call_p not in run.found:
+        run.found[custom_call_p] = _pairs(run.jaxpr)
+    return run.found[custom_call_p].get(id(eqn))
+
+
+def _pairs(jaxpr: Any) -> dict[int, Values | Pullback]:
+    """For calls, by their ids, the first one that each can keep something for."""
+    pairs: dict[int, Values | Pullback] = {}
+    calls: dict[Any, Any] = {}
+    tangents: dict[Any, Any] = {}  # by what they are the tangents of
+    for eqn in (step.eqn for step in plan(jaxpr)):
+        if eqn.primitive is not custom_call_p:
+            continue
+        rule, steps = id(eqn.params["rule"]), eqn.params["steps"]
+        operands = tuple(map(_identity, eqn.invars))
+        same = (rule, steps, operands)
+        if same in tangents:
+            pairs.setdefault(id(tangents[same]), Values(eqn, len(tangents[same].outvars)))
+        calls.setdefault(same, eqn)
+        match steps:
+            case [*before, Tangents(moving)]:
+                tangents.setdefault((rule, tuple(before), operands[: -len(moving)]), eqn)
+        count = next((k for k, s in enumerate(steps[::-1]) if not isinstance(s, MappedStep)), 0)
+        others, directions = steps[: len(steps) - count], steps[len(steps) - count :]
+        match others:
+            case [*before, Tangents(moving, results), Cotangents(linear, _, of)]:
+                first = len(operands) - len(of)
+                pulled = calls.get((rule, tuple(before), operands[:first]))
+                varied = any(any(d.mapped[:first]) for d in directions)
+                if pulled is not None and len(linear) == len(moving) and not varied:
+                    directions = [MappedStep(d.axis, d.mapped[first:]) for d in directions]
+                    back = Pullback(eqn, moving, tuple(results[j] for j in of), directions)
+                    pairs.setdefault(id(pulled), back)
+    return pairs
+
+
+def _identity(v: Any) -> Any:
+    return (v.aval, np.asarray(v.val).tobytes()) if isinstance(v, Literal) else v
+
+
+def with_pullback(
+    axis: Axis, function: BatchedFlat, args: Sequence[Any], later: Pullback
+) -> tuple[Batched, Callable[..., Batched]]:
+    """What a function of batches returns, and what `later` does."""
+    (outs, pull), found = _compat.described(
+        function, lambda arrays: pullback_of(arrays, args, later.moving, later.of)
+    )
+
+    def pullback(operands: Sequence[Any], axes: Axes) -> Batched:
+        count = len(later.of)
+        flags = [a is not None for a in axes[-count:]]
+
+        def reverse(*cotangents: Any) -> tuple[list[Any], Flags]:
+            wanted = [found[k] for k in later.of]
+            placed = map(functools.partial(spread, axis), cotangents, flags, wanted)
+            return list(pull(list(placed))), [True] * len(later.moving)
+
+        in_front = map(functools.partial(to_front, axis), operands[-count:], axes[-count:])
+        step = lambda before, step: step.batched(axis, before, flags)
+        return positions(*functools.reduce(step, later.directions, reverse)(*in_front))
+
+    return positions(outs, found), pullback
+
+
+def with_pullback_of_one(
+    axis: Axis, function: Flat, args: Sequence[Any], axes: Axes, later: Pullback
+) -> tuple[Batched, Callable[..., Batched]]:
+    """As `with_pullback`, of a function of one example, which is batched operation by operation."""
+
+    def forward(*xs: Any) -> tuple[list[Any], Any]:
+        outs, pull = pullback_of(function, xs, later.moving, later.of)
+        kept, structure = jax.tree.flatten(pull)
+        return [*outs, *kept], structure
+
+    types = [example_aval(axis, jax.typeof(x), a) for x, a in zip(args, axes, strict=True)]
+    staged, structure = stage_described(axis, forward, types)
+    outs, out_axes = interpret(axis, staged.jaxpr, staged.consts, args, axes)
+    count = structure.num_leaves
+    first = len(outs) - count
+    directions = [MappedStep(d.axis, (*[False] * count, *d.mapped)) for d in later.directions]
+
+    def reverse(*xs: Any) -> list[Any]:
+        return list(jax.tree.unflatten(structure, xs[:count])(list(xs[count:])))
+
+    def pullback(operands: Sequence[Any], axes: Axes) -> Batched:
+        given = [*outs[first:], *operands[-len(later.of) :]]
+        places = [*out_axes[first:], *axes[-len(later.of) :]]
+        return batch_function(axis, after(directions, reverse), given, places)
+
+    return (outs[:first], out_axes[:first]), pullback
+
+
+def to_front(axis: Axis, x: Any, position: AxisPosition) -> Any:
+    """A value with the batch axis first, if it has it."""
+    return x if position is None else axis_to_front(axis, x, position)
+
+
+def positions(outs: Sequence[Any], flags: Flags) -> Batched:
+    """Values with the batch axis first where `flags` says that they have it."""
+    return outs, [0 if batched else None for batched in flags]
