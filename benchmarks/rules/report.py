@@ -72,10 +72,12 @@ tracing and lowering (`jax.jit(...).lower`), anew each time, in processor time o
 - *call*, *gradient*: of one example, which no rule has a part in;
 - *vmap*, *gradient of vmap*: of all lanes, and of the sum of their results;
 - *vmap of gradient*: by the argument of which each lane has its own;
-- *vmap of gradient by what is shared*: by the other one. Each lane has its own cotangent of it, so
-  that the rule is run as if each had its own argument.
+- *vmap of gradient by what is shared*: by the other one. Each lane has its own cotangent of it; the
+  rule is run on one lane where that shares dear work, else as if each had its own argument;
+- *vmap of tangents*: in the direction of the argument of which each lane has its own.
 
-Gradients come with the value. A call that is differentiated inside `vmap` computes the function
+Gradients and tangents come with the value. A call that is differentiated inside `vmap` is computed
+once, together with its derivative, where it is outside of `vmap` or inside of a loop it is computed
 again from its arguments: of straight-line operations the compiler finds those that occur twice, and
 keeps one; a loop it keeps twice. In the gradient of a vmap there is no call any more, but what the
 rule has made of it.

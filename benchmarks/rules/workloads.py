@@ -78,6 +78,10 @@ def _gradient(f: Callable[..., Any], wrt: Any) -> Callable[..., Any]:
     return jax.value_and_grad(_call(f), wrt)
 
 
+def _tangents(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda shared, x: jax.jvp(lambda x: f(shared, x), (x,), (2 * x,))
+
+
 USES = {
     "call": Use(_call, False),
     "gradient": Use(lambda f: _gradient(f, (0, 1)), False),
@@ -85,6 +89,7 @@ USES = {
     "gradient of vmap": Use(lambda f: _gradient(lambda *args: _vmap(f)(*args).sum(), (0, 1)), True),
     "vmap of gradient": Use(lambda f: _vmap(_gradient(f, 1)), True),
     "vmap of gradient by what is shared": Use(lambda f: _vmap(_gradient(f, 0)), True),
+    "vmap of tangents": Use(lambda f: _vmap(_tangents(f)), True),
 }
 
 

@@ -45,9 +45,10 @@ class custom_vmap(Generic[P, R]):
     operations of the rule, where it comes to further functions with rules if the rule
     calls any.
 
-    A derivative computes the function again from its arguments, as ``jax.checkpoint``
-    does: a rule does not say what its batched form would keep. Operations that occur
-    twice under ``jit`` are compiled once, loops are not.
+    Inside `batchax.vmap` a rule runs once for value and derivative. Where these are not in
+    one program (under ``jax.vmap``, in a loop), the derivative computes the function again
+    from its arguments, as ``jax.checkpoint`` does. Operations that occur twice under ``jit``
+    are compiled once, loops are not.
 
     Values that are known when the function is called (Python numbers, strings, functions,
     NumPy arrays, and arrays outside of transformations) reach the function and its rules
@@ -57,7 +58,7 @@ class custom_vmap(Generic[P, R]):
     close over a rule knows nothing: where there is one, and where each lane needs a gradient
     with respect to what is closed over, the function is batched as if it had no rule.
     A gradient of each lane with respect to an argument that all lanes share runs the rule
-    with that argument batched.
+    for one lane, where that shares dear work, or with that argument batched.
 
     Attributes:
       fun: the function.

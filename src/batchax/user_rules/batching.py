@@ -30,9 +30,9 @@ from batchax.user_rules.rule import UserRule
 from batchax.user_rules.together import (
     Axes,
     Batched,
-    Pullback,
+    Pullbacks,
     Values,
-    later_call,
+    later_calls,
     positions,
     to_front,
     with_pullback,
@@ -95,9 +95,9 @@ def _by_rule(
     kept = {} if place is None else place[0].kept
     if place is not None and id(place[1]) in kept:
         return kept.pop(id(place[1]))(args, axes)
-    later = None if place is None else later_call(*place)
+    later = None if place is None else later_calls(*place)
     flags = wanted = [a is not None for a in axes]
-    if isinstance(later, Pullback):
+    if isinstance(later, Pullbacks):
         wanted = [f or i in later.moving for i, f in enumerate(flags)]
         if any(_before(steps, wanted, "flags_before")[: len(rule.closed)]):
             later, wanted = None, flags
@@ -107,25 +107,27 @@ def _by_rule(
         steps = (*again, replace(steps[-1], values=True))
     values = _before(steps, flags, "values_before")
     needed = _before(steps, wanted, "flags_before")
+    pullback = None
     with effects_had(bool(again)):
         alone = one_lane(axis, rule, jaxpr, values, needed)
         if alone is not None:
             function = after(steps, alone)
             with of_one_lane():
-                if isinstance(later, Pullback):
-                    result, kept[id(later.eqn)] = with_pullback_of_one(
-                        axis, function, args, axes, later
-                    )
+                if isinstance(later, Pullbacks):
+                    result, pullback = with_pullback_of_one(axis, function, args, axes, later)
                 else:
                     result = batch_function(axis, function, args, axes)
         else:
             function = _derivatives(axis, rule, steps, wanted)
             front = map(functools.partial(to_front, axis), args, axes)
             front = list(map(functools.partial(spread, axis), front, flags, wanted))
-            if isinstance(later, Pullback):
-                result, kept[id(later.eqn)] = with_pullback(axis, function, front, later)
+            if isinstance(later, Pullbacks):
+                result, pullback = with_pullback(axis, function, front, later)
             else:
                 result = positions(*function(*front))
+    if isinstance(later, Pullbacks):
+        assert pullback is not None
+        kept.update((id(eqn), functools.partial(pullback, d)) for eqn, d in later.calls)
     if isinstance(later, Values):
         (outs, out_axes), first = result, later.first
         kept[id(later.eqn)] = lambda *_: (outs[first:], out_axes[first:])

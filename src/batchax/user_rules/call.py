@@ -5,7 +5,7 @@ the call are calls again: of the same program and rule, with one more derivative
 So the rule is at hand whenever a batch axis turns up, however often the call has been
 differentiated before: the function is batched by the rule first, and the derivatives are
 then taken of that. What reverse mode needs of the function is computed again from its
-operands, because a rule says nothing of what its batched form would keep.
+operands, unless both calls are seen in one program (`together.py`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -47,32 +47,30 @@ class Values:
 
 
 @dataclass(frozen=True)
-class Pullback:
-    """The call `eqn` pulls cotangents back through a call before it.
+class Pullbacks:
+    """Calls that pull cotangents back through a call before them.
 
     Attributes:
-      eqn: the call; cotangents are its last operands.
-      moving: the operands of the call before whose cotangents it computes.
-      of: the results of that which the cotangents are of.
-      directions: steps to many cotangents at once.
+      moving: the operands of the call before whose cotangents they compute.
+      of: the results of that which their last operands are cotangents of.
+      calls: the calls, each with its steps to many cotangents at once.
     """
 
-    eqn: Any
     moving: tuple[int, ...]
     of: tuple[int, ...]
-    directions: Sequence[MappedStep]
+    calls: list[tuple[Any, Sequence[MappedStep]]] = field(default_factory=list)
 
 
-def later_call(run: ProgramRun, eqn: Any) -> Values | Pullback | None:
-    """The call for which `eqn` can keep something in this run, if there is one."""
+def later_calls(run: ProgramRun, eqn: Any) -> Values | Pullbacks | None:
+    """What the call `eqn` can keep something for in this run, if anything."""
     if custom_call_p not in run.found:
         run.found[custom_call_p] = _pairs(run.jaxpr)
     return run.found[custom_call_p].get(id(eqn))
 
 
-def _pairs(jaxpr: Any) -> dict[int, Values | Pullback]:
-    """For calls, by their ids, the first one that each can keep something for."""
-    pairs: dict[int, Values | Pullback] = {}
+def _pairs(jaxpr: Any) -> dict[int, Values | Pullbacks]:
+    """What calls can keep something for, by their ids."""
+    pairs: dict[int, Values | Pullbacks] = {}
     calls: dict[Any, Any] = {}
     tangents: dict[Any, Any] = {}  # by what they are the tangents of
     for eqn in (step.eqn for step in plan(jaxpr)):
@@ -94,10 +92,13 @@ def _pairs(jaxpr: Any) -> dict[int, Values | Pullback]:
                 first = len(operands) - len(of)
                 pulled = calls.get((rule, tuple(before), operands[:first]))
                 varied = any(any(d.mapped[:first]) for d in directions)
-                if pulled is not None and len(linear) == len(moving) and not varied:
-                    directions = [MappedStep(d.axis, d.mapped[first:]) for d in directions]
-                    back = Pullback(eqn, moving, tuple(results[j] for j in of), directions)
-                    pairs.setdefault(id(pulled), back)
+                if pulled is None or len(linear) != len(moving) or varied:
+                    continue
+                back = Pullbacks(moving, tuple(results[j] for j in of))
+                known = pairs.setdefault(id(pulled), back)
+                if isinstance(known, Pullbacks) and known.moving == moving and known.of == back.of:
+                    own = [MappedStep(d.axis, d.mapped[first:]) for d in directions]
+                    known.calls.append((eqn, own))
     return pairs
 
 
@@ -106,14 +107,14 @@ def _identity(v: Any) -> Any:
 
 
 def with_pullback(
-    axis: Axis, function: BatchedFlat, args: Sequence[Any], later: Pullback
+    axis: Axis, function: BatchedFlat, args: Sequence[Any], later: Pullbacks
 ) -> tuple[Batched, Callable[..., Batched]]:
-    """What a function of batches returns, and what `later` does."""
+    """What a function of batches returns, and what `later` calls do, given their directions."""
     (outs, pull), found = _compat.described(
         function, lambda arrays: pullback_of(arrays, args, later.moving, later.of)
     )
 
-    def pullback(operands: Sequence[Any], axes: Axes) -> Batched:
+    def pullback(directions: Sequence[MappedStep], operands: Sequence[Any], axes: Axes) -> Batched:
         count = len(later.of)
         flags = [a is not None for a in axes[-count:]]
 
@@ -124,13 +125,13 @@ def with_pullback(
 
         in_front = map(functools.partial(to_front, axis), operands[-count:], axes[-count:])
         step = lambda before, step: step.batched(axis, before, flags)
-        return positions(*functools.reduce(step, later.directions, reverse)(*in_front))
+        return positions(*functools.reduce(step, directions, reverse)(*in_front))
 
     return positions(outs, found), pullback
 
 
 def with_pullback_of_one(
-    axis: Axis, function: Flat, args: Sequence[Any], axes: Axes, later: Pullback
+    axis: Axis, function: Flat, args: Sequence[Any], axes: Axes, later: Pullbacks
 ) -> tuple[Batched, Callable[..., Batched]]:
     """As `with_pullback`, of a function of one example, which is batched operation by operation."""
 
@@ -144,15 +145,16 @@ def with_pullback_of_one(
     outs, out_axes = interpret(axis, staged.jaxpr, staged.consts, args, axes)
     count = structure.num_leaves
     first = len(outs) - count
-    directions = [MappedStep(d.axis, (*[False] * count, *d.mapped)) for d in later.directions]
+    same = [False] * count  # is what is kept, in all directions
 
     def reverse(*xs: Any) -> list[Any]:
         return list(jax.tree.unflatten(structure, xs[:count])(list(xs[count:])))
 
-    def pullback(operands: Sequence[Any], axes: Axes) -> Batched:
+    def pullback(directions: Sequence[MappedStep], operands: Sequence[Any], axes: Axes) -> Batched:
+        steps = [MappedStep(d.axis, (*same, *d.mapped)) for d in directions]
         given = [*outs[first:], *operands[-len(later.of) :]]
         places = [*out_axes[first:], *axes[-len(later.of) :]]
-        return batch_function(axis, after(directions, reverse), given, places)
+        return batch_function(axis, after(steps, reverse), given, places)
 
     return (outs[:first], out_axes[:first]), pullback
 

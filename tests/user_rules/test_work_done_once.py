@@ -1,0 +1,182 @@
+"""What a rule does is done once: for values and derivatives, and for what all lanes share."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.extend.core import jaxprs_in_params
+
+import batchax as bx
+
+from support.operations import operations
+from support.oracle import at_once, example, same
+from support.user_rules import with_identity_rule
+
+VMAPS = pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap], ids=["bx", "jax"])
+SHARED = (None, 0)
+XS, W = example((4, 3), seed=1), example((3, 3), seed=2) / 3 + 2 * jnp.eye(3)
+
+
+def loop(w, x):
+    return lax.scan(lambda h, _: (jnp.tanh(w @ h) + x, None), x, length=5)[0]
+
+
+def total(f):
+    return lambda w, x: jnp.sum(f(w, x) ** 2)
+
+
+def two_pullbacks(f):
+    def run(w, x):
+        y, pull = jax.vjp(f, w, x)
+        return y, pull(y), pull(2 * y)
+
+    return run
+
+
+DERIVATIVES = {
+    "value and gradient": lambda f: jax.value_and_grad(total(f), 1),
+    "by what is shared": lambda f: jax.value_and_grad(total(f), 0),
+    "by both": lambda f: jax.value_and_grad(total(f), (0, 1)),
+    "tangents": lambda f: lambda w, x: jax.jvp(lambda x: f(w, x), (x,), (2 * x,)),
+    "tangents by both": lambda f: lambda w, x: jax.jvp(f, (w, x), (2 * w, x)),
+    "linearize": lambda f: lambda w, x: jax.linearize(f, w, x)[1](w, x),
+    "jacrev": lambda f: jax.jacrev(f, (0, 1)),
+    "two pullbacks": two_pullbacks,
+    "two directions": lambda f: lambda w, x: (f(w, x), jax.jacrev(f, 1)(w, x)),
+    "pullback of pullback": lambda f: (
+        lambda w, x: jax.grad(lambda x: jnp.sum(jax.grad(total(f))(w, x) ** 2))(x)
+    ),
+    "hessian": lambda f: jax.hessian(total(f), (0, 1)),
+}
+ONCE = tuple(DERIVATIVES)[:8]
+
+
+@VMAPS
+@pytest.mark.parametrize("which", DERIVATIVES)
+def test_a_loop_and_its_derivative(vmap, which):
+    derivative = DERIVATIVES[which]
+    ours, plain = (vmap(derivative(f), SHARED) for f in (with_identity_rule(loop), loop))
+    same(*at_once(ours, plain)(W, XS))
+    if vmap is bx.vmap and which in ONCE:
+        assert operations(ours, W, XS)["scan"] <= operations(plain, W, XS)["scan"]
+
+
+AROUND = {
+    "outside of jit": lambda f: f,
+    "jit": jax.jit,
+    "gradient": lambda f: jax.grad(
+        lambda w, xs: sum(jnp.sum(y**2) for y in jax.tree.leaves(f(w, xs))), (0, 1)
+    ),
+    "jax.vmap": lambda f: lambda w, xs: jax.vmap(f)(jnp.stack([w, 2 * w]), jnp.stack([xs, -xs])),
+    "bx.vmap": lambda f: lambda w, xs: bx.vmap(f, SHARED)(w, jnp.stack([xs, -xs])),
+    "checkpoint": jax.checkpoint,
+    "scan": lambda f: lambda w, xs: lax.map(lambda xs: f(w, xs), jnp.stack([xs, -xs])),
+}
+
+
+@pytest.mark.parametrize("size", [None, 3], ids=["", "chunks"])
+@pytest.mark.parametrize("which", AROUND)
+def test_around_a_vmap_of_value_and_gradient(which, size):
+    def run(f):
+        each = jax.value_and_grad(total(f), (0, 1))
+        return AROUND[which](bx.vmap(each, SHARED, batch_size=size))
+
+    got, want = run(with_identity_rule(solved)), run(solved)
+    same(got(W, XS), jax.jit(want)(W, XS), {"rtol": 1e-3, "atol": 1e-3})
+
+
+def solved(w, x):
+    return jnp.linalg.solve(w, x)
+
+
+class Solver:
+    """A linear solve whose rule factors a shared matrix once, and tells what it was given."""
+
+    def __init__(self, smallest=1):
+        self.seen = []
+        self.function = bx.custom_vmap(solved)
+
+        @self.function.def_vmap
+        def rule(axis_size, in_batched, w, x):
+            if axis_size < smallest:
+                raise ValueError("too few lanes")
+            self.seen.append((axis_size, tuple(in_batched)))
+            if not in_batched[0]:
+                return jnp.linalg.solve(w, x.T).T, True
+            return jax.vmap(solved, [0 if b else None for b in in_batched])(w, x), True
+
+
+LARGE, SIDES = example((24, 24), seed=3) + 9 * jnp.eye(24), example((40, 24), seed=4)
+BY_SHARED = {
+    "gradient": lambda f: jax.grad(total(f)),
+    "by both": lambda f: jax.value_and_grad(total(f), (0, 1)),
+    "tangents": lambda f: lambda w, x: jax.jvp(lambda w: f(w, x), (w,), (jnp.outer(x, x),)),
+    "jit of gradient": lambda f: jax.jit(jax.grad(total(f))),
+}
+
+
+def factored(run, *args):
+    """The shapes of what is factored."""
+    return [shape for shape in _factored(jax.make_jaxpr(run)(*args).jaxpr) if len(shape) > 2]
+
+
+def _factored(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "lu":
+            yield eqn.invars[0].aval.shape
+        for inner in jaxprs_in_params(eqn.params):
+            yield from _factored(inner)
+
+
+@VMAPS
+@pytest.mark.parametrize("which", BY_SHARED)
+def test_a_shared_matrix_is_factored_once(vmap, which):
+    solver = Solver()
+    ours, plain = (vmap(BY_SHARED[which](f), SHARED) for f in (solver.function, solved))
+    same(*at_once(ours, plain)(LARGE, SIDES), {"rtol": 1e-3, "atol": 1e-3})
+    assert not any(batched for _, (batched, _) in solver.seen)
+    assert factored(ours, LARGE, SIDES) == []
+
+
+@VMAPS
+def test_a_rule_that_cannot_run_for_one_lane_runs_for_all(vmap):
+    solver = Solver(smallest=2)
+    ours, plain = (vmap(jax.grad(total(f)), SHARED) for f in (solver.function, solved))
+    same(*at_once(ours, plain)(LARGE, SIDES), {"rtol": 1e-3, "atol": 1e-3})
+    assert (40, (True, True)) in solver.seen
+
+
+@VMAPS
+def test_a_rule_that_calls_its_own_function(vmap):
+    f = bx.custom_vmap(solved)
+
+    @f.def_vmap
+    def rule(axis_size, in_batched, w, x):
+        if in_batched[0]:
+            return jax.vmap(solved, [0 if b else None for b in in_batched])(w, x), True
+        return lax.map(lambda x: f(w, x), x), True
+
+    ours, plain = (vmap(jax.grad(total(g)), SHARED) for g in (f, solved))
+    same(*at_once(ours, plain)(LARGE, SIDES), {"rtol": 1e-3, "atol": 1e-3})
+
+
+@VMAPS
+def test_sequential_lanes(vmap):
+    ours, plain = (
+        vmap(jax.grad(total(f), (0, 1)), SHARED) for f in (bx.sequential_vmap(solved), solved)
+    )
+    same(*at_once(ours, plain)(LARGE, SIDES), {"rtol": 1e-3, "atol": 1e-3})
+
+
+def test_effects_of_a_rule_are_had_once(capfd):
+    f = bx.custom_vmap(lambda w, x: w * x)
+
+    @f.def_vmap
+    def rule(axis_size, in_batched, w, x):
+        jax.debug.print("{} lanes", axis_size)
+        return w * x, True
+
+    for derivative in (jax.value_and_grad(f, 1), lambda w, x: jax.jvp(f, (w, x), (w, x))):
+        jax.block_until_ready(jax.jit(bx.vmap(derivative, SHARED))(2.0, jnp.arange(3.0)))
+        jax.effects_barrier()
+        assert capfd.readouterr().out == "3 lanes\n"
