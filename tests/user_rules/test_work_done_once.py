@@ -180,3 +180,31 @@ def test_effects_of_a_rule_are_had_once(capfd):
         jax.block_until_ready(jax.jit(bx.vmap(derivative, SHARED))(2.0, jnp.arange(3.0)))
         jax.effects_barrier()
         assert capfd.readouterr().out == "3 lanes\n"
+
+
+@VMAPS
+def test_a_rule_that_closes_over_what_is_differentiated(vmap):
+    def run(custom, vmap):
+        def of_closed(m, w, xs):
+            function = solved_from(m)
+            if custom:
+                function = bx.custom_vmap(function)
+
+                @function.def_vmap
+                def rule(axis_size, in_batched, w, x):
+                    flags.append(in_batched)
+                    return solved_from(m)(w, x.T).T if not in_batched[0] else None, True
+
+            each = vmap(jax.grad(total(function)), SHARED)
+            return jnp.sum(jnp.sin(each(w, xs)))
+
+        return jax.grad(of_closed)
+
+    flags = []
+    ours, plain = run(True, vmap), run(False, jax.vmap)
+    same(*at_once(ours, plain)(LARGE, LARGE, SIDES), {"rtol": 1e-3, "atol": 1e-3})
+    assert flags
+
+
+def solved_from(m):
+    return lambda w, x: jnp.linalg.solve(w, m @ x)
