@@ -11,7 +11,9 @@ from jax.experimental import io_callback
 
 import batchax as bx
 from batchax.execution.bounded_as_while import as_while
-from batchax.execution.bounded_loop import bounded_loop, bounded_loop_p, segment_length
+from batchax.execution.bounded_loop import bounded_loop, bounded_loop_p
+from batchax.execution.checkpoints import n_checkpoints
+from batchax.execution.reverse_sweep import reverse_sweep
 from batchax.kernel.axis import Axis
 
 from support.oracle import at_once, check, check_derivatives, direction, example, same, same_type
@@ -164,14 +166,6 @@ def test_empty_carry_and_a_single_step():
     assert bx.bounded_while(lambda _: False, lambda c: c, (), 3) == ()
     f = lambda x: bx.bounded_while(lambda _: True, jnp.sin, x, 1)
     same(jax.grad(f)(0.5), jnp.cos(jnp.float32(0.5)))
-
-
-@pytest.mark.parametrize("length", [1, 2, 12, 13, 97, 100, 1000, 1024, 10**6])
-def test_segments_are_about_the_square_root(length):
-    size = segment_length(length)
-    assert length**0.5 <= size <= 2 * length**0.5 + 1
-    if length in (12, 100, 1000, 1024, 10**6):
-        assert length % size == 0
 
 
 def test_a_step_that_was_not_taken_contributes_nothing():
@@ -440,6 +434,102 @@ def test_calls_outside_jit_compile_once():
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
+# Checkpoints
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 12, 13, 4096, 10**6])
+def test_no_more_checkpoints_than_needed(length):
+    c = n_checkpoints(length)
+    assert c * (c + 1) / 2 > length >= c * (c - 1) / 2
+
+
+def evaluations(steps, most):
+    """How often the gradient of a loop computes its steps, by theory.
+
+    Each once forward; once more where it is gone back over; and those before which the carry was
+    not kept, once. Of the carries, that after the last step included, `n_checkpoints` are kept.
+    """
+    return 2 * steps + max(0, steps + 1 - n_checkpoints(most))
+
+
+@pytest.mark.parametrize("most", [1, 2, 12, 50])
+def test_gradients_and_their_cost_for_every_number_of_steps(most):
+    """The gradient is that of a Python loop, and computes no more steps than it has to."""
+    seen = []
+
+    def f(x, w, n):
+        step = lambda c: (counted(c[0]), jnp.sin(c[1] * w) + 0.3)
+        return bx.bounded_while(lambda c: c[0] < n, step, (0, x), most)[1]
+
+    def counted(n):
+        jax.debug.callback(lambda n: seen.append(int(n)), n)
+        return n + 1
+
+    def in_turn(x, w, n):
+        for _ in range(n):
+            x = jnp.sin(x * w) + 0.3
+        return x
+
+    w, gradient = 1.7, jax.jit(jax.grad(f, (0, 1)))
+    limits = sorted({0, 1, 2, most // 3, most // 2, most - 1, most, most + 3})
+    for n in limits:
+        seen.clear()
+        found = jax.block_until_ready(gradient(0.4, w, n))
+        jax.effects_barrier()
+        steps = min(n, most)
+        same(found, jax.grad(in_turn, (0, 1))(0.4, w, steps), LOOSE)
+        assert len(seen) == evaluations(steps, most)
+        assert set(seen) == set(range(steps))
+
+
+@pytest.mark.parametrize("given", ["recorded", "of more steps", "none"])
+def test_a_sweep_makes_do_with_any_checkpoints(given):
+    """Also with those of a loop that took more steps, and with none at all."""
+    most = 23
+
+    def step(consts, carry, x):
+        return [jnp.cos(carry[0] + x[0])], []
+
+    def back(consts, cts, x):
+        carry, x = x
+        ct = cts[0] * -jnp.sin(carry + x)
+        return [ct], [ct, consts[0] * ct]
+
+    def sweep(n, x, xs, extra):
+        options = dict(length=most, x_axes=[0])
+        found = bounded_loop(
+            step, [2.0], [x], [xs], count=n + extra, y_axes=(), record=True, **options
+        )
+        kept = None if given == "none" else found.checkpoints
+        return reverse_sweep(
+            step, back, [2.0], [x], kept, [1.0], [xs], count=n, y_axes=(0, None), **options
+        )
+
+    def expected(n, x, xs):
+        loop = lambda x, xs: functools.reduce(lambda c, x: jnp.cos(c + x), xs[:n], x)
+        return jax.grad(loop, (0, 1))(x, xs)
+
+    xs, sweep = example((most,)), jax.jit(sweep)
+    for n in (0, 1, 2, 9, 16, most):
+        for extra in range(4 if given == "of more steps" else 1):
+            (ct,), (ct_xs, total) = sweep(np.int32(n), 0.3, xs, np.int32(extra))
+            of_x, of_xs = expected(n, 0.3, xs)
+            same((ct, ct_xs, total), (of_x, of_xs, 2 * of_xs.sum()), LOOSE)
+
+
+@pytest.mark.parametrize("divergence", ["predicate", bx.Compact(width=2)])
+def test_a_lane_goes_back_with_what_all_lanes_recorded(divergence):
+    """A function that goes back is taken out of a `vmap`, and used for one lane; and into one."""
+    f = scalar(bx.bounded_while)
+    pull_of = lambda x: jax.vjp(f, x, 1.3)[1]
+    expected = jax.vmap(jax.grad(scalar(in_python), (0, 1)), (0, None))(XS, 1.3)
+    pulls = jax.jit(bx.vmap(pull_of, divergence=divergence))(XS)
+    in_turn, apart = jax.lax.map(lambda pull: pull(1.0), pulls), jax.lax.map(pull_of, XS)
+    together = [v(lambda pull: pull(1.0))(apart) for v in (jax.vmap, bx.vmap)]
+    for found in (in_turn, *together):
+        same(found, expected, LOOSE)
+
+
 def test_memory_of_the_gradient_grows_with_the_square_root():
     def needed(max_steps, size=1000):
         f = lambda x: newton_like(x, max_steps).sum()
@@ -449,20 +539,15 @@ def test_memory_of_the_gradient_grows_with_the_square_root():
     def newton_like(x, max_steps):
         return bx.bounded_while(lambda c: c.sum() > 1, lambda c: jnp.sin(c) * c, x, max_steps)
 
-    few, many = needed(100), needed(10_000)
-    assert few < 2 * 10 + 10
-    assert many < 2 * 100 + 10
+    for most in (100, 10_000):
+        assert needed(most) < n_checkpoints(most) + 6
 
 
 # As a plain while
 
 
 @pytest.mark.parametrize("tested", [True, False])
-@pytest.mark.parametrize("record", [True, False])
-@pytest.mark.parametrize("reverse", [False, True])
-def test_as_while(tested, record, reverse):
-    if tested and reverse:
-        return
+def test_as_while(tested):
     n, length = 3, 7
     w, carry, xs = example((2,)), example((n, 2), seed=1), example((length, n, 2), seed=2)
     limits = jnp.array([2.0, 0.0, 9.0])
@@ -472,9 +557,9 @@ def test_as_while(tested, record, reverse):
         step = lambda consts, c, x: ([jnp.sin(c[0] * consts[0]) + x[0]], [c[0] * 2])
         test = lambda consts, c: c[0].sum() < consts[0]
         test = dict(test=test, test_consts=[limit]) if tested else {}
-        options = dict(x_axes=[0], y_axes=[1], reverse=reverse, record=record, **test)
+        options = dict(x_axes=[0], y_axes=[1], **test)
         found = bounded_loop(step, [w], [carry], [xs], count=count, length=length, **options)
-        return [*found.carry, *found.ys, *found.checkpoints, found.steps]
+        return [*found.carry, *found.ys, found.steps]
 
     axes = (0, 0, 0, 1)
     expected = jax.jit(jax.vmap(lane, axes))(counts, limits, carry, xs)
@@ -509,12 +594,7 @@ def test_as_while(tested, record, reverse):
         assert places == [0] * len(outs)
         return outs
 
-    outs = finished(loop.carry)
-    if record:  # of segments that were begun
-        begun = jnp.arange(3) * segment_length(length) < expected[-1][:, None]
-        for found in (outs, expected):
-            found[-2] = jnp.where(begun[..., None], found[-2], 0)
-    same(outs, expected)
+    same(finished(loop.carry), expected)
 
 
 # Mistakes

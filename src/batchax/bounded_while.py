@@ -42,9 +42,9 @@ def bounded_while(
 
     The time it takes, also that of its derivatives, follows the steps taken and not
     `max_steps`. Derivatives are those of the steps taken, of any order and in both modes; the
-    number of steps is taken as given. In reverse about ``2 * sqrt(max_steps)`` carries are
-    kept, and steps are computed again from those. Where that is not wanted (nothing is
-    differentiated, or in forward mode only) ``lax.while_loop`` needs no bound.
+    number of steps is taken as given. In reverse about ``sqrt(2 * max_steps)`` carries are
+    kept, and other steps are computed again from those, once each. Where that is not wanted
+    (nothing is differentiated, or in forward mode only) ``lax.while_loop`` needs no bound.
 
     Under `vmap` the loop ends with the last lane. A lane that is done keeps its carry, and
     nothing that is computed meanwhile reaches its results or any gradient, NaN included.

@@ -376,7 +376,10 @@ def _own():
                 several(32, 32),
             )
         },
-        "execution.bounded_batching": {"bounded_loop": (loop, X)},
+        "execution.bounded_batching": {
+            "bounded_loop": (loop, X),
+            "reverse_sweep": (jax.grad(lambda x: loop(x).sum()), X),
+        },
         "execution.chunk_batching": {"chunk_loop": (chunked, X)},
         "execution.slices": {"follow": (follow_p.bind, X, X)},
         "rules.in_turn": {"in_turn": (partial(in_turn_p.bind, count=1), X, X)},

@@ -1,10 +1,13 @@
-"""Bounded loops whose lanes take different numbers of steps.
+"""Bounded loops whose lanes take different numbers of steps, and the sweeps back over them.
 
 Values are computed as in any loop that lanes leave when they are done. That has no derivative in
 reverse, so derivatives are taken of the same loop run in blocks of lanes. How many steps each
 lane takes is known by then, and lanes of about as many make a block: it goes on until the last
-of them is done. A block is a bounded loop, which can be differentiated, inside a chunk loop,
-which computes it again for that.
+of them is done. A block is a bounded loop or a sweep, which can be differentiated, inside a chunk
+loop, which computes it again for that.
+
+Checkpoints are not recorded on the way: those of all lanes would take more memory than a block
+does, and a sweep without any makes its own.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from jax import lax
 from batchax import _compat
 from batchax.execution.bounded_as_while import as_while
 from batchax.execution.bounded_batching import batch_bounded_loop
+from batchax.execution.bounded_loop import Form, no_checkpoints
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
 from batchax.execution.operand_specs import WHOLE, Lanes
 from batchax.execution.slices import with_derivative_of
@@ -36,15 +40,18 @@ def run_bounded_loop(axis: Axis, loop: BoundedLoop, width: int) -> PlacedOutputs
 
     Args:
       axis: the axis being mapped.
-      loop: the loop.
+      loop: the loop, or the sweep.
       width: how many lanes make a block.
     """
-    programs = [p for p in (loop.test, loop.body, loop.guarded) if p is not None]
+    programs = [p for p in (loop.test, *loop.steps, *loop.guarded) if p is not None]
     eqns = [eqn for program in programs for eqn in program.jaxpr.eqns]
     if axis.name is not None and any(uses_name(eqn, axis.name) for eqn in eqns):
         return None
     if any(_compat.varying_axes(jax.typeof(x)) for x in loop.args):
         return None
+    recorded = isinstance(loop.form, Form) and loop.form.record
+    if recorded:
+        loop = replace(loop, form=replace(loop.form, record=False))
     blocks = _Blocks(replace(axis, name=None, divergence=None), replace(loop, args=()), width)
 
     def build() -> Any:
@@ -52,7 +59,7 @@ def run_bounded_loop(axis: Axis, loop: BoundedLoop, width: int) -> PlacedOutputs
             if loop.test is None:
                 return blocks.run(lax.neg(args[0]), args)
             whole, finish = as_while(
-                axis, args, loop.axes, test=loop.test, body=loop.body, form=loop.form
+                axis, args, loop.axes, test=loop.test, body=loop.steps[0], form=loop.form
             )
             last = axis.divergence.run(axis, whole)
             if last is None:
@@ -67,14 +74,17 @@ def run_bounded_loop(axis: Axis, loop: BoundedLoop, width: int) -> PlacedOutputs
         # Compiled as one program, in which what only derivatives need is dropped.
         return jax.jit(run)
 
-    key = (axis, loop.test, loop.guarded, loop.form, tuple(loop.axes), width, "bounded")
-    outs = remembered(loop.body, key, build)(list(loop.args))
-    return None if outs is None else (outs, [0] * len(outs))
+    key = (axis, loop.test, *loop.guarded, loop.form, tuple(loop.axes), width, "bounded")
+    outs = remembered(loop.steps[-1], key, build)(list(loop.args))
+    if outs is None or not recorded:
+        return None if outs is None else (outs, [0] * len(outs))
+    none = no_checkpoints(loop.steps[0], loop.form)
+    return [*outs[:-1], *none, outs[-1]], [*[0] * len(outs[:-1]), *[None] * len(none), 0]
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """A bounded loop for blocks of lanes that take about as many steps.
+    """A bounded loop, or a sweep, for blocks of lanes that take about as many steps.
 
     Attributes:
       axis: the axis of all lanes.
@@ -96,10 +106,8 @@ class _Blocks:
             for x, a in zip(args, axes, strict=True)
         ]
         specs = tuple(WHOLE if a is None else Lanes(0) for a in axes)
-        form = self.loop.form
-        count = form.n_carry * (1 + form.record) + len(form.y_axes) + 1
-        body = ChunkBody(self._of_width)
-        whole = ChunkLoop(body, specs, (Lanes(0),) * count, self.axis.size, self.width)
+        body, results = ChunkBody(self._of_width), (Lanes(0),) * self.loop.form.n_results
+        whole = ChunkLoop(body, specs, results, self.axis.size, self.width)
         return [_permuted(x, back, places) for x in chunk_loop(whole, args)]
 
     def _of_width(self, width: int) -> Any:

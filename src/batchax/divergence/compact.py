@@ -136,12 +136,12 @@ class Compact:
         return Plan(widths, self.threshold, left, patience, self.steps is not None)
 
     def _run_bounded_loop(self, axis: Axis, loop: BoundedLoop) -> PlacedOutputs | None:
-        programs = [p for p in (loop.test, loop.body) if p is not None]
+        programs = [p for p in (loop.test, *loop.steps) if p is not None]
         refuse_collectives(programs, "a bounded loop that ends at its own step in each lane")
         if self._nesting or calls_back(programs) or not can_move(axis, loop.args):
             return None
-        every = [True] * len(loop.body.in_avals)
-        widths = self.plan(axis.size, loop.test, loop.body, every).widths
+        step = loop.steps[-1]
+        widths = self.plan(axis.size, loop.test, step, [True] * len(step.in_avals)).widths
         width = widths[1] if len(widths) > 1 else axis.size
         if width == axis.size:
             return None

@@ -12,14 +12,8 @@ from jax.core import eval_jaxpr
 from jax.extend.core import unmapped_aval
 
 from batchax import _compat
-from batchax.execution.bounded_loop import (
-    Form,
-    Values,
-    entry_of,
-    put_entry,
-    result_types,
-    zeros,
-)
+from batchax.execution.bounded_loop import Form, Values, result_types, zeros
+from batchax.execution.entries import entry_of, put_entry
 from batchax.kernel.axis import Axis, match_axis
 from batchax.kernel.divergence import PlacedOutputs, WhileLoop
 from batchax.kernel.inner import remembered
@@ -30,8 +24,8 @@ def as_while(
 ) -> tuple[WhileLoop, Callable[[Values], PlacedOutputs]]:
     """The ``while`` that a bounded loop is in each lane.
 
-    Its carry is a number of steps, the carry of the bounded loop, and the ys and checkpoints so
-    far. The number is that of the steps taken; or, in reverse, of those yet to take.
+    Its carry is the number of steps taken, the carry of the bounded loop, and the ys so far. No
+    checkpoints are recorded.
 
     Args:
       axis: the axis being mapped.
@@ -55,26 +49,25 @@ def as_while(
         test_at=[count_at, *test_at],
         body_consts=[count, *consts, *xs],
         body_at=[count_at, *consts_at, *xs_at],
-        carry=[counts if form.reverse else lax.full_like(counts, 0), *first, *arrays],
+        carry=[lax.full_like(counts, 0), *first, *arrays],
     )
 
     def finish(last: Values) -> PlacedOutputs:
         steps, *outs = last
-        outs = [*outs, counts if form.reverse else steps]
-        return outs, [0] * len(outs)
+        return [*outs, steps], [0] * (len(outs) + 1)
 
     return loop, finish
 
 
 def _arrays(test: Any, body: Any, form: Form) -> list[Any]:
-    """The types of the ys and checkpoints."""
+    """The types of the ys."""
     count = jax.typeof(np.int32(0))
     return result_types(test, body, form, count)[form.n_carry : -1]
 
 
 def _programs(test: Any, body: Any, form: Form) -> tuple[_compat.ClosedJaxpr, _compat.ClosedJaxpr]:
     """The predicate and the step of the ``while``, for one example."""
-    n_test, n_consts, n_carry, n_ys = form.n_test, form.n_consts, form.n_carry, len(form.y_axes)
+    n_test, n_consts, n_carry = form.n_test, form.n_consts, form.n_carry
     number = jax.typeof(np.int32(0))
     body_types = list(body.in_avals)
     entries = body_types[n_consts + n_carry :]
@@ -84,7 +77,7 @@ def _programs(test: Any, body: Any, form: Form) -> tuple[_compat.ClosedJaxpr, _c
 
     def going_on(count: Any, *values: Any) -> list[Any]:
         consts, (n, *rest) = values[:n_test], values[n_test:]
-        more = n > 0 if form.reverse else n < lax.min(count, np.int32(form.length))
+        more = n < lax.min(count, np.int32(form.length))
         if test is None:
             return [more]
         return [more & eval_jaxpr(test.jaxpr, test.consts, *consts, *rest[:n_carry])[0]]
@@ -92,21 +85,12 @@ def _programs(test: Any, body: Any, form: Form) -> tuple[_compat.ClosedJaxpr, _c
     def step(count: Any, *values: Any) -> list[Any]:
         consts, values = values[:n_consts], values[n_consts:]
         xs, (n, *rest) = values[: len(entries)], values[len(entries) :]
-        carry, ys, kept = rest[:n_carry], rest[n_carry : n_carry + n_ys], rest[n_carry + n_ys :]
-        t = n - np.int32(1) if form.reverse else n
-        x = [entry_of(x, t, a) for x, a in zip(xs, form.x_axes, strict=True)]
+        carry, ys = rest[:n_carry], rest[n_carry:]
+        x = [entry_of(x, n, a) for x, a in zip(xs, form.x_axes, strict=True)]
         outs = eval_jaxpr(body.jaxpr, body.consts, *consts, *carry, *x)
         new, found = outs[:n_carry], outs[n_carry:]
-        ys = [put_entry(y, e, t, a) for y, e, a in zip(ys, found, form.y_axes, strict=True)]
-        if kept:
-            size = np.int32(form.segment)
-            j, begins = lax.div(t, size), lax.rem(n, size) == 0
-            if form.reverse:
-                begins |= n == lax.min(count, np.int32(form.length))
-            before = (entry_of(all_, j, 0) for all_ in kept)
-            now = [lax.select(begins, x, old) for x, old in zip(carry, before, strict=True)]
-            kept = [put_entry(all_, x, j, 0) for all_, x in zip(kept, now, strict=True)]
-        return [t if form.reverse else n + np.int32(1), *new, *ys, *kept]
+        ys = [put_entry(y, e, n, a) for y, e, a in zip(ys, found, form.y_axes, strict=True)]
+        return [n + np.int32(1), *new, *ys]
 
     return (
         _compat.stage(going_on, [number, *test_types, *state]),

@@ -1,24 +1,32 @@
-"""A bounded loop under vmap: of batchax or of JAX.
+"""A bounded loop, or the sweep back over one, under vmap: of batchax or of JAX.
 
 Where lanes take different numbers of steps the loop goes on until the last is done, and the
 others are masked. What says which lanes are active is part of the loop, so the batched loop is
-a bounded loop like any other, with its derivatives.
+a bounded loop like any other, with its derivatives; and so is the batched sweep.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from jax import lax
 
 from batchax.errors import UnsupportedError
-from batchax.execution.bounded_loop import Form, LoopStep, Values, bounded_loop, bounded_loop_p
+from batchax.execution.bounded_loop import (
+    Form,
+    LoopStep,
+    Values,
+    bounded_loop,
+    bounded_loop_p,
+    no_checkpoints,
+)
+from batchax.execution.reverse_sweep import SweepForm, reverse_sweep, reverse_sweep_p
 from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, AxisPosition, match_axis, move_axis
+from batchax.kernel.axis import Axis, AxisPosition, match_axis
 from batchax.kernel.divergence import BoundedLoop, PlacedOutputs
 from batchax.kernel.inner import ANYWHERE, batch_inner
 from batchax.kernel.interpreter import interpret
@@ -29,19 +37,74 @@ from batchax.rules.mask_plan import MaskPlan, plan_masking
 from batchax.rules.masking import is_inexact, run_masked, select_lanes
 from batchax.rules.parting import run_parting
 
+Step = Callable[[Any, Values, Values, Values], tuple[Values, Values]]
+"""As a `LoopStep`, of the lanes that are active: they come first."""
+
 enter("endless costly nests: bounded_loop")  # while its steps are not counted
+enter("linear costly nests: reverse_sweep")
 
 
 @register_own_rule(bounded_loop_p, may_name_axis=True)
 def _batched(
     axis: Axis, args: Any, axes: Any, /, *, test: Any, body: Any, guarded: Any, form: Form
 ) -> PlacedOutputs:
-    return batch_bounded_loop(axis, BoundedLoop(test, body, guarded, form, args, axes))
+    return batch_bounded_loop(axis, BoundedLoop(test, [body], [guarded], form, args, axes))
+
+
+@register_own_rule(reverse_sweep_p, may_name_axis=True)
+def _batched_sweep(
+    axis: Axis, args: Any, axes: Any, /, *, forth: Any, back: Any, guarded: Any, form: SweepForm
+) -> PlacedOutputs:
+    return batch_bounded_loop(axis, BoundedLoop(None, [forth, back], guarded, form, args, axes))
 
 
 def batch_bounded_loop(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
-    """The results of a bounded loop for all lanes."""
-    test, body, guarded, form = loop.test, loop.body, loop.guarded, loop.form
+    """The results of a bounded loop, or of a sweep, for all lanes."""
+    run = _batch_sweep if isinstance(loop.form, SweepForm) else _batch_loop
+    return run(axis, loop)
+
+
+def _batch_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
+    form: SweepForm = loop.form
+    loop = _with_common_checkpoints(loop)
+    count_at, consts_at, carry_at, (_, *kept_at), returning_at, xs_at = form.split(loop.axes)
+    if count_at is not None:
+        (forth, back), operands = loop.steps, (loop.args, loop.axes)
+        params = {"forth": forth, "back": back, "guarded": tuple(loop.guarded), "form": form}
+        return run_parting(axis, reverse_sweep_p, *operands, params, loop, _every_step)
+    recording.note(divergence="together")
+    entries_at = list(map(_entry_axis, xs_at, form.x_axes))
+    carry_at = [
+        0 if a is None and b is not None else a for a, b in zip(carry_at, kept_at, strict=True)
+    ]
+    carry_at, _, *forth = _settled(
+        axis, loop.steps[0], loop.guarded[0], consts_at, carry_at, entries_at
+    )
+    every_at = [*carry_at, *entries_at]
+    returning_at, ys_at, *back = _settled(
+        axis, loop.steps[1], loop.guarded[1], consts_at, returning_at, every_at
+    )
+    y_axes = tuple(
+        s if s is None else s + (a is not None and a <= s)
+        for a, s in zip(ys_at, form.y_axes, strict=True)
+    )
+    stacked_at = [a if a is None else a + 1 for a in carry_at]
+    wanted = [None, *consts_at, *carry_at, None, *stacked_at, *returning_at, *xs_at]
+    outs = reverse_sweep_p.bind(
+        *_placed(axis, loop, wanted),
+        forth=forth[0],
+        back=back[0],
+        guarded=(forth[1], back[1]),
+        form=replace(form, x_axes=_steps_axes(xs_at, form.x_axes), y_axes=y_axes),
+    )
+    placed = [
+        a if a is None or s is None else a + (s <= a) for a, s in zip(ys_at, y_axes, strict=True)
+    ]
+    return outs, [*returning_at, *placed]
+
+
+def _batch_loop(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
+    test, (body,), (guarded,), form = loop.test, loop.steps, loop.guarded, loop.form
     count_at, test_at, consts_at, carry_at, xs_at = form.split(loop.axes)
     entries_at = list(map(_entry_axis, xs_at, form.x_axes))
     settled, ys_at, *programs = _settled(axis, body, guarded, consts_at, carry_at, entries_at)
@@ -55,30 +118,240 @@ def batch_bounded_loop(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         return run_parting(axis, *equation, loop, _every_step)
 
     recording.note(divergence="together")
-    before, carry, xs = _parts(loop.args, 1 + form.n_test + form.n_consts, form.n_carry)
-    carry = [
-        x if to is None else match_axis(axis, x, a, to)
-        for x, a, to in zip(carry, carry_at, settled, strict=True)
-    ]
     y_axes = tuple(s + (a is not None and a <= s) for a, s in zip(ys_at, form.y_axes, strict=True))
     outs = bounded_loop_p.bind(
-        *before,
-        *carry,
-        *xs,
+        *_placed(axis, loop, [count_at, *test_at, *consts_at, *settled, *xs_at]),
         test=tested,
         body=programs[0],
         guarded=programs[1],
         form=replace(form, x_axes=_steps_axes(xs_at, form.x_axes), y_axes=y_axes),
     )
     placed = [a if a is None else a + (s <= a) for a, s in zip(ys_at, y_axes, strict=True)]
-    kept_at = [None if a is None else a + 1 for a in settled if form.record]
+    kept_at = [None, *(a if a is None else a + 1 for a in settled)] if form.record else []
     return outs, [*settled, *placed, *kept_at, None]
 
 
 def _every_step(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     """Every step that some lane takes, for all lanes; those that are done are masked."""
-    lanes = _Lanes(axis, loop)
-    return lanes.run_counted() if loop.test is None else lanes.run_tested()
+    if loop.test is not None:
+        return _run_tested(axis, loop)
+    if any(hazards(program.jaxpr).collective for program in loop.steps):
+        raise UnsupportedError(
+            "a bounded loop that contains a collective over a batch axis, and that lanes leave "
+            "at different steps, is differentiated one lane at a time (vmap of grad). Have all "
+            "lanes leave at the same step, by a predicate made of collectives, or "
+            "differentiate the batched function (grad of vmap)."
+        )
+    run = _run_sweep if isinstance(loop.form, SweepForm) else _run_counted
+    return run(axis, loop)
+
+
+def _run_tested(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
+    """A loop with a predicate.
+
+    Its carry begins with the lanes that are active, and with the steps each has taken.
+    """
+    form: Form = loop.form
+    n = 1 + form.n_test
+    _, test_at, *_ = form.split(loop.axes)
+    counts, test_consts, consts, carry, xs = form.split(_of_lanes(axis, loop))
+
+    def active_lanes(consts: Values, carry: Values) -> Any:
+        operands, positions = [*consts[1:n], *carry], [*test_at, *[0] * len(carry)]
+        return predicate(axis, loop.test, operands, positions)
+
+    def tested(step: Step) -> LoopStep:
+        def run(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
+            active, steps, *carry = carry
+            new, ys = step(active, consts[n:], carry, x)
+            steps = steps + lax.convert_element_type(active, np.int32)
+            active &= active_lanes(consts, new) & (steps < consts[0])
+            return [active, steps, *new], ys
+
+        return run
+
+    consts = [counts, *test_consts, *consts]
+    active = active_lanes(consts, carry) & (counts > 0)
+    program, guarded = _masked(axis, loop, 0, tested)
+    found = bounded_loop(
+        program,
+        consts,
+        [active, lax.full_like(active, 0, np.int32), *carry],
+        xs,
+        guarded=guarded,
+        test=lambda _, carry: lax.reduce_or(carry[0], (0,)),
+        count=np.int32(form.length),
+        length=form.length,
+        x_axes=_x_axes(loop),
+        y_axes=[a + 1 for a in form.y_axes],
+        record=form.record,
+    )
+    _, steps, *carry = found.carry
+    numbers, places = found.checkpoints[:1], found.checkpoints[3:]
+    return _results(form, [*carry, *found.ys, *numbers, *places, steps])
+
+
+def _run_counted(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
+    """A loop whose number of steps is known."""
+    form: Form = loop.form
+    counts, _, consts, carry, xs = form.split(_of_lanes(axis, loop))
+    program, guarded = _masked(axis, loop, 0, _counted)
+    found = bounded_loop(
+        program,
+        [counts, *consts],
+        carry,
+        [lax.iota(np.int32, form.length), *xs],
+        guarded=guarded,
+        count=lax.reduce_max(counts, (0,)),
+        length=form.length,
+        x_axes=(0, *_x_axes(loop)),
+        y_axes=[a + 1 for a in form.y_axes],
+        record=form.record,
+    )
+    steps = lax.clamp(np.int32(0), counts, np.int32(form.length))
+    return _results(form, [*found.carry, *found.ys, *found.checkpoints, steps])
+
+
+def _run_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
+    """A sweep, from the last step that some lane took; lanes that took fewer wait for theirs.
+
+    So each step is taken together with the same step of the other lanes, as it was going forth.
+    """
+    form: SweepForm = loop.form
+    counts, consts, carry, checkpoints, returning, xs = form.split(_of_lanes(axis, loop))
+    (forth, forth_guarded), (back, back_guarded) = (
+        _masked(axis, loop, i, counted) for i, counted in enumerate((_counted, _counted_back(form)))
+    )
+    returned, ys = reverse_sweep(
+        forth,
+        back,
+        [counts, *consts],
+        carry,
+        checkpoints,
+        returning,
+        [lax.iota(np.int32, form.length), *xs],
+        guarded=(forth_guarded, back_guarded),
+        count=lax.reduce_max(counts, (0,)),
+        length=form.length,
+        x_axes=(0, *_x_axes(loop)),
+        y_axes=[a if a is None else a + 1 for a in form.y_axes],
+    )
+    return [*returned, *ys], [0] * form.n_results
+
+
+def _counted(step: Step) -> LoopStep:
+    """A step of the lanes that take it; the first constant is their counts, of xs its number."""
+
+    def run(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
+        return step(x[0] < consts[0], consts[1:], carry, x[1:])
+
+    return run
+
+
+def _counted_back(form: SweepForm) -> Callable[[Step], LoopStep]:
+    """As `_counted`, of steps back, where the carry comes before the xs."""
+
+    def counted(step: Step) -> LoopStep:
+        def run(consts: Values, returning: Values, x: Values) -> tuple[Values, Values]:
+            carry, (number, *x) = x[: form.n_carry], x[form.n_carry :]
+            return step(number < consts[0], consts[1:], returning, [*carry, *x])
+
+        return run
+
+    return counted
+
+
+def _masked(
+    axis: Axis, loop: BoundedLoop, i: int, made: Callable[[Step], LoopStep]
+) -> tuple[LoopStep, LoopStep | None]:
+    """A program of a step with lanes that are done masked, and the one to differentiate, if other.
+
+    Args:
+      axis: the axis being mapped.
+      loop: the loop.
+      i: which of its programs.
+      made: makes it of a step that is told which lanes are active.
+    """
+    form, body, guarded = loop.form, loop.steps[i], loop.guarded[i]
+    if isinstance(form, SweepForm):
+        _, consts_at, carry_at, _, returning_at, xs_at = form.split(loop.axes)
+        carried = [*returning_at, *carry_at] if i else carry_at
+    else:
+        _, _, consts_at, carried, xs_at = form.split(loop.axes)
+    positions = [*consts_at, *[0] * len(carried), *map(_entry_axis, xs_at, form.x_axes)]
+
+    def plan(program: Any, differentiated: bool) -> MaskPlan:
+        """What masked lanes need in a step; of one with derivatives, or without."""
+        inexact = {i for i, v in enumerate(program.jaxpr.invars) if is_inexact(v.aval)}
+        needed = inexact if differentiated else ()
+        return plan_masking(program.jaxpr, positions, needed, may_take_mask=False)
+
+    plain, safe = plan(body, False), plan(guarded, True)
+    step = made(_masked_step(axis, body, positions, plain))
+    if guarded is body and safe == plain:
+        return step, None
+    return step, made(_masked_step(axis, guarded, positions, safe))
+
+
+def _masked_step(
+    axis: Axis, program: Any, positions: Sequence[AxisPosition], plan: MaskPlan
+) -> Step:
+    """A step of the active lanes; the others keep their carry, and return zeros."""
+
+    def run(operands: Values, positions: Sequence[AxisPosition]) -> PlacedOutputs:
+        return interpret(axis, program.jaxpr, program.consts, operands, positions)
+
+    def step(active: Any, consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
+        outs, at = run_masked(active, run, [*consts, *carry, *x], positions, plan, ())
+        outs = [match_axis(axis, x, a, 0) for x, a in zip(outs, at, strict=True)]
+        new, ys = outs[: len(carry)], outs[len(carry) :]
+        new = [select_lanes(active, 0, x, old) for x, old in zip(new, carry, strict=True)]
+        return new, [select_lanes(active, 0, y, lax.full_like(y, 0)) for y in ys]
+
+    return step
+
+
+def _of_lanes(axis: Axis, loop: BoundedLoop) -> list[Any]:
+    """The operands, of which counts, and all that is carried, have the batch axis in front."""
+    form = loop.form
+    if isinstance(form, SweepForm):
+        _, consts_at, carry_at, _, returning_at, xs_at = form.split(loop.axes)
+        lanes, stacked = [0] * len(carry_at), [None, *[1] * len(carry_at)]
+        positions = [0, *consts_at, *lanes, *stacked, *[0] * len(returning_at), *xs_at]
+    else:
+        count_at, test_at, consts_at, carry_at, xs_at = form.split(loop.axes)
+        count_at = count_at if count_at is None else 0
+        positions = [count_at, *test_at, *consts_at, *[0] * len(carry_at), *xs_at]
+    return _placed(axis, loop, positions)
+
+
+def _results(form: Form, outs: list[Any]) -> PlacedOutputs:
+    """Results of a loop, all of which have the batch axis but the numbers of checkpoints."""
+    kept = [None, *[1] * form.n_carry] if form.record else []
+    return outs, [*[0] * (form.n_carry + len(form.y_axes)), *kept, 0]
+
+
+def _with_common_checkpoints(loop: BoundedLoop) -> BoundedLoop:
+    """A sweep with checkpoints of the same steps in each lane: if they differ, with none."""
+    form = loop.form
+    before = 1 + form.n_consts + form.n_carry
+    if loop.axes[before] is None:
+        return loop
+    none = no_checkpoints(loop.steps[0], form)
+    after = before + len(none)
+    return replace(
+        loop,
+        args=[*loop.args[:before], *none, *loop.args[after:]],
+        axes=[*loop.axes[:before], *[None] * len(none), *loop.axes[after:]],
+    )
+
+
+def _placed(axis: Axis, loop: BoundedLoop, positions: Sequence[AxisPosition]) -> list[Any]:
+    """The operands, with the batch axis at these positions."""
+    return [
+        x if to is None else match_axis(axis, x, a, to)
+        for x, a, to in zip(loop.args, loop.axes, positions, strict=True)
+    ]
 
 
 def _settled(
@@ -103,165 +376,18 @@ def _settled(
     return settled, ys_at, program, kept
 
 
-@dataclass(frozen=True)
-class _Lanes:
-    """Lanes that take different numbers of steps: those that are done are masked.
-
-    Attributes:
-      axis: the axis being mapped.
-      loop: the loop of one lane.
-    """
-
-    axis: Axis
-    loop: BoundedLoop
-
-    @property
-    def form(self) -> Form:
-        """What the operands of the loop of one lane are."""
-        return self.loop.form
-
-    def run_counted(self) -> PlacedOutputs:
-        """A loop whose number of steps is known.
-
-        The loop runs over the numbers of the steps, for all lanes at once. Going back, from the
-        largest number, lanes that took fewer steps wait until their last one is reached: each
-        step is taken together with the same step of the other lanes, as it was going forth.
-        """
-        if hazards(self.loop.body.jaxpr).collective:
-            raise UnsupportedError(
-                "a bounded loop that contains a collective over a batch axis, and that lanes leave "
-                "at different steps, is differentiated one lane at a time (vmap of grad). Have all "
-                "lanes leave at the same step, by a predicate made of collectives, or "
-                "differentiate the batched function (grad of vmap)."
-            )
-        counts, _, consts, carry, xs = self._operands()
-
-        def program(step: Any) -> LoopStep:
-            def run(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
-                return step(x[0] < consts[0], consts[1:], carry, x[1:])
-
-            return run
-
-        numbers = lax.iota(np.int32, self.form.length)
-        found = bounded_loop(
-            consts=[counts, *consts],
-            carry=carry,
-            xs=[numbers, *xs],
-            count=lax.reduce_max(counts, (0,)),
-            **self._options(program, [0]),
-        )
-        steps = lax.clamp(np.int32(0), counts, np.int32(self.form.length))
-        return self._placed([*found.carry, *found.ys, *found.checkpoints, steps])
-
-    def run_tested(self) -> PlacedOutputs:
-        """A loop with a predicate.
-
-        Its carry begins with the lanes that are active, and with the steps each has taken.
-        """
-        counts, test_consts, consts, carry, xs = self._operands()
-        n, test_at = 1 + self.form.n_test, self.form.split(self.loop.axes)[1]
-
-        def active_lanes(consts: Values, carry: Values) -> Any:
-            operands, positions = [*consts[1:n], *carry], [*test_at, *[0] * len(carry)]
-            return predicate(self.axis, self.loop.test, operands, positions)
-
-        def program(step: Any) -> LoopStep:
-            def run(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
-                active, steps, *carry = carry
-                new, ys = step(active, consts[n:], carry, x)
-                steps = steps + lax.convert_element_type(active, np.int32)
-                active &= active_lanes(consts, new) & (steps < consts[0])
-                return [active, steps, *new], ys
-
-            return run
-
-        consts = [counts, *test_consts, *consts]
-        active = active_lanes(consts, carry) & (counts > 0)
-        found = bounded_loop(
-            consts=consts,
-            carry=[active, lax.full_like(active, 0, np.int32), *carry],
-            xs=xs,
-            test=lambda _, carry: lax.reduce_or(carry[0], (0,)),
-            count=np.int32(self.form.length),
-            **self._options(program, []),
-        )
-        _, steps, *carry = found.carry
-        return self._placed([*carry, *found.ys, *found.checkpoints[2:], steps])
-
-    def _operands(self) -> tuple[Any, Values, Values, Values, Values]:
-        """The operands of a loop over lanes."""
-        counts, test_consts, consts, carry, xs = self.form.split(self.loop.args)
-        count_at, _, _, carry_at, _ = self.form.split(self.loop.axes)
-        carry = [match_axis(self.axis, x, a, 0) for x, a in zip(carry, carry_at, strict=True)]
-        if count_at is not None:
-            counts = move_axis(counts, count_at, 0)
-        return counts, test_consts, consts, carry, xs
-
-    def _options(self, program: Callable[[Any], LoopStep], more: list[int]) -> dict[str, Any]:
-        """What is done in each step, and where arrays have the axis of the steps."""
-        body, guarded, xs_at = self.loop.body, self.loop.guarded, self.form.split(self.loop.axes)[4]
-        plain, safe = self._plan(body, False), self._plan(guarded, True)
-        options: dict[str, Any] = {"body": program(self._step(body, plain))}
-        if guarded is not body or safe != plain:
-            options["guarded"] = program(self._step(guarded, safe))
-        return options | {
-            "x_axes": (*more, *_steps_axes(xs_at, self.form.x_axes)),
-            "y_axes": tuple(a + 1 for a in self.form.y_axes),
-            "length": self.form.length,
-            "reverse": self.form.reverse,
-            "record": self.form.record,
-        }
-
-    @property
-    def _positions(self) -> list[AxisPosition]:
-        _, _, consts_at, carry_at, xs_at = self.form.split(self.loop.axes)
-        return [*consts_at, *[0] * len(carry_at), *map(_entry_axis, xs_at, self.form.x_axes)]
-
-    def _plan(self, program: Any, differentiated: bool) -> MaskPlan:
-        """What masked lanes need in a step; of one with derivatives, or without."""
-        inexact = {i for i, v in enumerate(program.jaxpr.invars) if is_inexact(v.aval)}
-        return plan_masking(
-            program.jaxpr,
-            self._positions,
-            inexact if differentiated else (),
-            may_take_mask=False,
-        )
-
-    def _step(self, program: Any, plan: MaskPlan) -> Callable[..., Any]:
-        """A step of the active lanes; the others keep their carry, and return zeros."""
-
-        def run(operands: Values, positions: Sequence[AxisPosition]) -> PlacedOutputs:
-            return interpret(self.axis, program.jaxpr, program.consts, operands, positions)
-
-        def step(
-            active: Any, consts: Values, carry: Values, x: Values
-        ) -> tuple[list[Any], list[Any]]:
-            operands = [*consts, *carry, *x]
-            outs, at = run_masked(active, run, operands, self._positions, plan, ())
-            outs = [match_axis(self.axis, x, a, 0) for x, a in zip(outs, at, strict=True)]
-            new, ys = outs[: len(carry)], outs[len(carry) :]
-            new = [select_lanes(active, 0, x, old) for x, old in zip(new, carry, strict=True)]
-            return new, [select_lanes(active, 0, y, lax.full_like(y, 0)) for y in ys]
-
-        return step
-
-    def _placed(self, outs: list[Any]) -> PlacedOutputs:
-        """Results, all of which have the batch axis."""
-        first = self.form.n_carry + len(self.form.y_axes)
-        kept = len(outs) - first - 1
-        return outs, [*[0] * first, *[1] * kept, 0]
-
-
 def _entry_axis(position: AxisPosition, steps_axis: int) -> AxisPosition:
     """Where an entry of an array has the batch axis, which is at `position` of the array."""
     return position if position is None or position <= steps_axis else position - 1
 
 
+def _x_axes(loop: BoundedLoop) -> tuple[int, ...]:
+    """Where the xs of all lanes have the axis of the steps."""
+    form = loop.form
+    xs_at = loop.axes[len(loop.axes) - len(form.x_axes) :]
+    return _steps_axes(xs_at, form.x_axes)
+
+
 def _steps_axes(positions: Sequence[AxisPosition], axes: Sequence[int]) -> tuple[int, ...]:
     """Where arrays with a batch axis have the axis of the steps."""
     return tuple(s + (a is not None and a <= s) for a, s in zip(positions, axes, strict=True))
-
-
-def _parts(items: Sequence[Any], first: int, second: int) -> tuple[Values, Values, Values]:
-    items = list(items)
-    return items[:first], items[first : first + second], items[first + second :]

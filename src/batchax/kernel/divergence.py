@@ -57,21 +57,22 @@ class Branches:
 
 @dataclass(frozen=True, eq=False)
 class BoundedLoop:
-    """A bounded loop of one example, whose number of steps differs between lanes.
+    """A bounded loop of one example, or the sweep back over one, in which lanes part ways.
 
     Attributes:
       test: the program of the predicate, or None if the number of steps is known.
-      body: the program of a step.
-      guarded: a program of the same step, which is differentiated in place of `body`. Where it has
+      steps: the program of a step; of a sweep, and that of going back over one.
+      guarded: programs of the same, which are differentiated in place of them. Where they have
         lanes of an inner axis, derivatives may need operands of masked ones replaced, when values
         do not.
-      form: what its operands are: an `execution.bounded_loop.Form`.
+      form: what its operands are: an `execution.bounded_loop.Form`, or
+        `execution.reverse_sweep.SweepForm`.
       args, axes: the operands, and where each has the batch axis.
     """
 
     test: _compat.ClosedJaxpr | None
-    body: _compat.ClosedJaxpr
-    guarded: _compat.ClosedJaxpr
+    steps: Sequence[_compat.ClosedJaxpr]
+    guarded: Sequence[_compat.ClosedJaxpr]
     form: Any
     args: Sequence[Any]
     axes: Sequence[AxisPosition]

@@ -1,0 +1,146 @@
+"""Which carries of a loop are kept, to go back over its steps: online binomial checkpointing.
+
+Going back needs the carry before each step, from the last step to the first. A few are kept, the
+*checkpoints*, and the others computed again from the last one before them. While the loop runs
+nobody knows how many steps there will be, so what is kept changes as it goes on (Stumm and
+Walther, "New algorithms for optimal online checkpointing", 2010).
+
+A place is taken in rounds. In the first the carries after 0, 1, ... steps go into all c places, one
+after another; in the second into those from the second place on, and so on. So what the first
+place has from the first round stays, what the second has from the second, and between those at most
+c - 2, c - 3, ... carries are missing: on the way back there is room for them, since what comes
+later is no longer needed. No step is computed again more than once, and of n steps only n + 1 - c
+are, the fewest that can be. That is so for fewer than ``c * (c + 1) / 2`` steps, hence
+``sqrt(2 * length)`` places.
+
+What decides is computed for many steps at a time, so that a step has hardly more to do than to
+write its carry.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from batchax import _compat
+from batchax.execution.entries import entry_of, put_entry
+
+UNUSED = np.iinfo(np.int32).max
+"""The number of the step in a place where no carry is kept."""
+
+_ONE = np.int32(1)
+
+
+def n_checkpoints(length: int) -> int:
+    """The least c with ``c * (c + 1) / 2 > length``: no step is computed again twice."""
+    return (math.isqrt(8 * length + 8) + 1) // 2
+
+
+def blank_checkpoints(checkpoints: Sequence[Any]) -> list[Any]:
+    """As these in type, with nothing kept."""
+    numbers, *carries = checkpoints
+    return [lax.full_like(numbers, UNUSED), *carries]
+
+
+class Round(NamedTuple):
+    """Carries of a running loop that go into one place after another, up to the last.
+
+    Attributes:
+      start: after how many steps the first of them comes.
+      lowest: the place it goes to.
+      numbers: after how many steps the carry in each place came, when the round began.
+    """
+
+    start: Any
+    lowest: Any
+    numbers: Any
+
+    @property
+    def end(self) -> Any:
+        """After how many steps the first carry of the next round comes."""
+        return self.start - self.lowest + np.int32(len(self.numbers))
+
+    def place_of(self, number: Any) -> Any:
+        """Where the carry after so many steps goes."""
+        return number - self.start + self.lowest
+
+    def next(self, end: Any) -> Round:
+        """The next round, if the last carry of this one was the one before `end`."""
+        places = jnp.arange(len(self.numbers), dtype=np.int32)
+        taken = (places >= self.lowest) & (places < self.place_of(end))
+        found = places + self.start - self.lowest
+        return Round(end, self.lowest + _ONE, jnp.where(taken, found, self.numbers))
+
+
+class Stack(NamedTuple):
+    """Checkpoints on the way back, those after fewer steps below.
+
+    Attributes:
+      numbers: after how many steps each came, in the order of the stack.
+      order: in which place it is.
+      places: the carries, stacked.
+      height: how many there are; from there on places are free.
+    """
+
+    numbers: Any
+    order: Any
+    places: list[Any]
+    height: Any
+
+    @classmethod
+    def of(cls, checkpoints: Sequence[Any], first: Sequence[Any], count: Any) -> Stack:
+        """Those after fewer than `count` steps; `first` is the first carry."""
+        numbers, *places = checkpoints
+        zero, order = np.int32(0), lax.iota(np.int32, numbers.shape[0])
+        numbers = put_entry(numbers, zero, zero, 0)
+        places = [put_entry(x, y, zero, 0) for x, y in zip(places, first, strict=True)]
+        numbers, order = lax.sort(_compat.varying_alike([numbers, order]), num_keys=1)
+        height = jnp.sum(numbers < count, dtype=np.int32)
+        return cls(numbers, order, places, lax.max(height, _ONE))
+
+    @property
+    def last(self) -> Any:
+        """After how many steps the carry on top came."""
+        return entry_of(self.numbers, self.height - _ONE, 0)
+
+    def carry_at(self, below: Any) -> list[Any]:
+        """The carry so many below the top."""
+        place = entry_of(self.order, self.height - _ONE - below, 0)
+        return [entry_of(x, place, 0) for x in self.places]
+
+    def leg(self, number: Any) -> tuple[Any, Callable[[Any], Any], Stack]:
+        """The way from the carry on top to the one after `number` steps, or a part of it.
+
+        If all carries on the way fit into the free places, they are kept. Otherwise a single one
+        is, as far away as what is missing before it will fit later. The others took its place
+        before.
+
+        Returns:
+          Where it ends; the place of each carry on the way, as a function of its number of steps;
+          and the stack with them on top, for which places have to be filled.
+        """
+        here = self.last
+        distance, free = number - here, np.int32(len(self.order)) - self.height
+        all_fit = distance <= free
+        end = jnp.where(all_fit, number, here + lax.min(distance - free, free) + _ONE)
+        first = jnp.where(all_fit, here + _ONE, end)
+        height = self.height + end - first + _ONE
+
+        def place_of(number: Any) -> Any:
+            return entry_of(self.order, self.height + lax.max(number - first, np.int32(0)), 0)
+
+        i = jnp.arange(len(self.order), dtype=np.int32)
+        added = (i >= self.height) & (i < height)
+        numbers = jnp.where(added, i - self.height + first, self.numbers)
+        return end, place_of, self._replace(numbers=numbers, height=height)
+
+    def run(self, number: Any) -> Any:
+        """How many on top came after `number` steps, one step less, and so on without a gap."""
+        i = jnp.arange(len(self.order), dtype=np.int32)
+        in_run = (i < self.height) & (self.numbers - i == number - self.height + _ONE)
+        return jnp.sum(in_run, dtype=np.int32)

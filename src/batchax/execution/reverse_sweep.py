@@ -1,0 +1,197 @@
+"""Going back over the steps of a bounded loop, from the last one to the first.
+
+What a step contributes to a derivative in reverse depends on the carry before it. The sweep takes
+that from the checkpoints that the loop recorded, and computes again what is missing between them
+(`checkpoints.py`). It is a primitive, as the loop is, and for the same reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.core import eval_jaxpr
+from jax.extend.core import unmapped_aval
+
+from batchax import _compat
+from batchax.execution.bounded_loop import (
+    LoopStep,
+    Values,
+    checkpoint_types,
+    define,
+    settle,
+    varied,
+    with_constants_as_inputs,
+    zeros,
+)
+from batchax.execution.checkpoints import Stack, blank_checkpoints
+from batchax.execution.entries import entry_of, put_entry
+
+
+@dataclass(frozen=True)
+class SweepForm:
+    """What the operands and results of a sweep are.
+
+    Attributes:
+      n_consts: number of constants of both programs.
+      n_carry: number of values in the carry of the loop.
+      n_back: number of values that are carried back.
+      length: how many steps there are at most.
+      x_axes: where each of the xs has the axis of the steps.
+      y_axes: where each of the ys gets it; None: they are added up.
+    """
+
+    n_consts: int
+    n_carry: int
+    n_back: int
+    length: int
+    x_axes: tuple[int, ...]
+    y_axes: tuple[int | None, ...]
+
+    @property
+    def n_results(self) -> int:
+        """How many results there are."""
+        return self.n_back + len(self.y_axes)
+
+    def split(self, operands: Values) -> tuple[Any, Values, Values, Values, Values, Values]:
+        """The count, constants, first carry, checkpoints, what is carried back, and the xs."""
+        a = 1 + self.n_consts
+        b = a + self.n_carry
+        c = b + 1 + self.n_carry
+        d = c + self.n_back
+        operands = list(operands)
+        parts = operands[1:a], operands[a:b], operands[b:c], operands[c:d], operands[d:]
+        return operands[0], *parts
+
+
+reverse_sweep_p = _compat.Primitive("reverse_sweep")
+reverse_sweep_p.multiple_results = True
+
+
+def reverse_sweep(
+    forth: LoopStep,
+    back: LoopStep,
+    consts: Values,
+    carry: Values,
+    checkpoints: Values | None,
+    returning: Values,
+    xs: Values,
+    *,
+    guarded: tuple[LoopStep | None, LoopStep | None] = (None, None),
+    count: Any,
+    length: int,
+    x_axes: Sequence[int],
+    y_axes: Sequence[int | None],
+) -> tuple[list[Any], list[Any]]:
+    """Goes back over the steps of a bounded loop; may be differentiated and batched.
+
+    Args:
+      forth: what one step does, from constants, the carry and entries of all xs to the carry, and
+        no ys.
+      back: what going back over a step does, to what is carried back; its entries are the carry
+        before the step, and those of the xs. It is linear in what is carried back and some xs.
+      consts: what is the same at each step.
+      carry: the first carry.
+      checkpoints: what a loop of at least as many steps recorded; None: nothing was.
+      returning: what is carried back, after the last step.
+      xs: arrays with an entry for each step.
+      guarded: programs that are differentiated in place of `forth` and `back`; None: the same.
+      count: how many steps there were.
+      length: how many that may be at most.
+      x_axes: where each of the `xs` has the axis of the steps.
+      y_axes: where each of the ys gets it; None: they are added up.
+
+    Returns:
+      What is carried back, before the first step; and the ys.
+    """
+    programs, _, carry, xs = settle(forth, guarded[0], consts, carry, xs, x_axes, count)
+    steps = _compat.scalar_like(jax.typeof(count), np.dtype(np.int32))
+    types = checkpoint_types(steps, list(map(jax.typeof, carry)), length)
+    if checkpoints is None:
+        checkpoints = blank_checkpoints(list(map(zeros, types)))
+    numbers, *places = [varied(x, [aval]) for x, aval in zip(checkpoints, types, strict=True)]
+    entries, axes = [*places, *xs], [*[0] * len(places), *x_axes]
+    more, _, returning, _ = settle(back, guarded[1], consts, returning, entries, axes, count)
+    programs, held = with_constants_as_inputs([*programs, *more])
+    sizes = len(held) + len(consts), len(carry), len(returning), length
+    outs = reverse_sweep_p.bind(
+        *(count, *held, *consts, *carry, numbers, *places, *returning, *xs),
+        forth=programs[0],
+        back=programs[2],
+        guarded=(programs[1], programs[3]),
+        form=SweepForm(*sizes, tuple(x_axes), tuple(y_axes)),
+    )
+    return outs[: len(returning)], outs[len(returning) :]
+
+
+def run(*operands: Any, forth: Any, back: Any, guarded: Any, form: SweepForm) -> list[Any]:
+    """The sweep as ordinary operations of JAX."""
+    count, consts, carry, checkpoints, returning, xs = form.split(operands)
+    ys = list(map(zeros, result_types(back, form)[form.n_back :]))
+    if form.length == 0:
+        return [*returning, *ys]
+    one = np.int32(1)
+    count = lax.clamp(np.int32(0), count, np.int32(form.length))
+
+    def entries(t: Any) -> list[Any]:
+        return [entry_of(x, t, a) for x, a in zip(xs, form.x_axes, strict=True)]
+
+    def ahead(stack: Stack, t: Any) -> Stack:
+        """With the carry before step `t` on top, or, if that is too far, one on the way."""
+        end, place_of, longer = stack.leg(t)
+
+        def step(state: Any) -> Any:
+            n, carry, places = state
+            new = eval_jaxpr(forth.jaxpr, forth.consts, *consts, *carry, *entries(n))
+            place = place_of(n + one)
+            places = [put_entry(p, x, place, 0) for p, x in zip(places, new, strict=True)]
+            return n + one, new, places
+
+        first = stack.last, stack.carry_at(np.int32(0)), stack.places
+        *_, places = lax.while_loop(lambda s: s[0] < end, step, first)
+        return longer._replace(places=places)
+
+    def turn(state: Any) -> Any:
+        t, stack, *rest = state
+        stack = ahead(stack, t)
+        run = stack.run(t)
+
+        def step(state: Any) -> Any:
+            i, returning, ys = state
+            x = [*stack.carry_at(i), *entries(t - i)]
+            outs = eval_jaxpr(back.jaxpr, back.consts, *consts, *returning, *x)
+            returning, found = outs[: form.n_back], outs[form.n_back :]
+            ys = [
+                lax.add(y, e) if a is None else put_entry(y, e, t - i, a)
+                for y, e, a in zip(ys, found, form.y_axes, strict=True)
+            ]
+            return i + one, returning, ys
+
+        _, *rest = lax.while_loop(lambda s: s[0] < run, step, (t - t, *rest))
+        return t - run, stack._replace(height=stack.height - run), *rest
+
+    first = count - one, Stack.of(checkpoints, carry, count), returning, ys
+    *_, returning, ys = lax.while_loop(lambda s: s[0] >= 0, turn, first)
+    return [*returning, *ys]
+
+
+def result_types(back: Any, form: SweepForm) -> list[Any]:
+    """The types of what `run` returns: what is carried back, and the ys."""
+    outs = back.out_avals
+    ys = [
+        aval.strip_weak_type() if a is None else unmapped_aval(form.length, a, aval)
+        for a, aval in zip(form.y_axes, outs[form.n_back :], strict=True)
+    ]
+    return [*(aval.strip_weak_type() for aval in outs[: form.n_back]), *ys]
+
+
+@reverse_sweep_p.def_effectful_abstract_eval
+def _abstract_eval(*avals: Any, forth: Any, back: Any, guarded: Any, form: SweepForm) -> Any:
+    return result_types(back, form), forth.effects | back.effects
+
+
+define(reverse_sweep_p, run)
