@@ -415,3 +415,27 @@ def test_lowered_and_eager_agree(size, active, each):
 
 def test_rule_is_ours():
     assert find_rule(safe_lanes_p) is not None
+
+
+def test_loops_of_few_steps_need_no_other_operands():
+    """What a counter ends soon may run in masked lanes; what ends on values may not."""
+
+    def repeated(most):
+        def run(x):
+            going_on = lambda c: (c[0] < most) & (c[1] < 100.0)
+            return lax.while_loop(going_on, lambda c: (c[0] + 1, c[1] * 2 + 1), (0, x))[1]
+
+        with_rule = jax.custom_vjp(run)
+        with_rule.defvjp(lambda x: (run(x), x), lambda x, g: (g,))
+        return with_rule
+
+    def loop(n, x, most):
+        step = lambda c: (c[0] + 1, repeated(most)(c[1]) / 7)
+        return lax.while_loop(lambda c: c[0] < n, step, (0, x))[1]
+
+    n, xs = jnp.asarray([0, 3, 1, 7]), jnp.asarray(POINTS["mixed"])
+    for most in (5, 1000):
+        f = lambda n, x, most=most: loop(n, x, most)
+        same(bx.vmap(f)(n, xs), in_turn(f, (0, 0))(n, xs), None, f"{most} steps")
+        found = str(jax.make_jaxpr(bx.vmap(f))(n, xs))
+        assert ("safe_lanes" in found) == (most == 1000)

@@ -24,6 +24,7 @@ class Inner:
         a `cond`, or "call".
       jaxpr: the program; constants of its own are its `constvars`.
       times: how often it runs; None if that is known only when it has run.
+      most: how often at most; None if nobody knows.
       same: the operands that its first inputs are, which are the same whenever it runs.
       integers: those of its inputs that are integers known without running anything.
     """
@@ -31,6 +32,7 @@ class Inner:
     role: str
     jaxpr: Any
     times: int | None
+    most: int | None
     same: tuple[int, ...] = ()
     integers: Mapping[Any, int] = field(default_factory=dict, compare=False)
 
@@ -61,17 +63,19 @@ def programs_in(eqn: Any, integers: Mapping[Any, int] | None = None) -> list[Inn
         own = operations_of(eqn)
     if own is not None:
         inputs = tuple(range(len(eqn.invars)))
-        return [Inner("call", own.jaxpr, 1, inputs, _passed_on(own, eqn.invars, known))]
+        return [Inner("call", own.jaxpr, 1, 1, inputs, _passed_on(own, eqn.invars, known))]
     bodies = bodies_of(eqn)
     if [body.role for body in bodies] == ["condition", "body"]:
         test, body = bodies
         return _tested_and_run(eqn, test, body, known)
-    return [_inner(body, body.times, _known_inside(eqn, body, known)) for body in bodies]
+    return [
+        _inner(body, body.times, body.times, _known_inside(eqn, body, known)) for body in bodies
+    ]
 
 
-def _inner(body: Body, times: Any, integers: Mapping[Any, int]) -> Inner:
-    times = times if isinstance(times, int) else None
-    return Inner(body.role, body.jaxpr, times, body.operands[: body.same], integers)
+def _inner(body: Body, times: Any, most: Any, integers: Mapping[Any, int]) -> Inner:
+    times, most = (n if isinstance(n, int) else None for n in (times, most))
+    return Inner(body.role, body.jaxpr, times, most, body.operands[: body.same], integers)
 
 
 def _known_inside(eqn: Any, body: Body, known: Mapping[Any, int]) -> dict[Any, int]:
@@ -100,10 +104,11 @@ def _tested_and_run(eqn: Any, test: Body, body: Body, known: Mapping[Any, int]) 
     start = [_integer(eqn.invars[i], known) for i in body.carry_operands]
     tested, before = test.jaxpr.invars[test.same :], body.jaxpr.invars[body.same :]
     carried = _Carry(start, tested, before, body.jaxpr.outvars)
-    steps = _steps(carried, test.jaxpr, body.jaxpr, of_test, of_body)
+    steps, most = _steps(carried, test.jaxpr, body.jaxpr, of_test, of_body)
+    once_more = lambda n: None if n is None else n + 1
     return [
-        _inner(test, None if steps is None else steps + 1, of_test),
-        _inner(body, steps, of_body),
+        _inner(test, once_more(steps), once_more(most), of_test),
+        _inner(body, steps, most, of_body),
     ]
 
 
@@ -123,33 +128,46 @@ def _steps(
     body: Any,
     of_test: dict[Any, int],
     of_body: dict[Any, int],
-) -> int | None:
-    """The steps of a loop that goes on while a counter is below a bound; None of others."""
+) -> tuple[int | None, int | None]:
+    """The steps of a loop that goes on while a counter is below a bound, and how many at most.
+
+    If it asks something else, too, the first is None; if there is no such counter, both are.
+    """
     fixed = [
         start if after is before else None
         for start, before, after in zip(carried.start, carried.before, carried.after, strict=True)
     ]
-    of_test = of_test | _given(carried.tested, fixed)
+    of_test = integers_in(test, of_test | _given(carried.tested, fixed))
     of_body = of_body | _given(carried.before, fixed)
-    below = _below(test, integers_in(test, of_test))
-    if below is None or below[0] not in carried.tested:
-        return None
-    counter, bound = below
-    place = carried.tested.index(counter)
-    start = carried.start[place]
-    stride = _added(body, carried.before[place], carried.after[place], of_body)
-    if start is None or stride is None or stride < 1:
-        return None
-    return max(0, -((start - bound) // stride))
+    asked = _asked(test, test.outvars[0])
+    found = []
+    for counter, bound in filter(None, (_below(test, v, of_test) for v in asked)):
+        if counter not in carried.tested:
+            continue
+        place = carried.tested.index(counter)
+        start = carried.start[place]
+        stride = _added(body, carried.before[place], carried.after[place], of_body)
+        if start is not None and stride is not None and stride >= 1:
+            found.append(max(0, -((start - bound) // stride)))
+    most = min(found, default=None)
+    return (most if len(asked) == 1 else None), most
+
+
+def _asked(test: Any, variable: Any) -> list[Any]:
+    """The booleans that must all be true for `variable` to be."""
+    made = None if isinstance(variable, Literal) else _maker(test, variable)
+    if made is None or not (made.primitive.name == "and" or facts_of(made.primitive).alias):
+        return [variable]
+    return [v for operand in made.invars for v in _asked(test, operand)]
 
 
 def _given(variables: list[Any], values: list[int | None]) -> dict[Any, int]:
     return {v: n for v, n in zip(variables, values, strict=True) if n is not None}
 
 
-def _below(test: Any, known: Mapping[Any, int]) -> tuple[Any, int] | None:
-    """The variable and the bound below which it has to be for a loop to go on."""
-    made = _maker(test, test.outvars[0])
+def _below(test: Any, asked: Any, known: Mapping[Any, int]) -> tuple[Any, int] | None:
+    """The variable, and the bound below which it is if the boolean `asked` is true."""
+    made = None if isinstance(asked, Literal) else _maker(test, asked)
     if made is None or made.primitive.name not in _COMPARISONS:
         return None
     low, high = made.invars

@@ -7,17 +7,20 @@ module says which do.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
-from jax.extend.core.primitives import scan_p
+from jax.extend.core.primitives import scan_p, while_p
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import Facts, facts_of
+from batchax.programs.inner import integers_in, programs_in
+
+_FEW_STEPS = 16  # of a loop, that masked lanes may take
 
 # Linear where one operand is a number written in the program: which operand may vary.
 _LINEAR_IN = {"mul": (0, 1), "div": (0,)}
@@ -68,9 +71,25 @@ def hazards(jaxpr: Any) -> Hazards:
 
 
 def is_endless(eqn: Any) -> bool:
-    """Whether an equation must not see operands of lanes that do not run it; see `Hazards`."""
+    """Whether an equation must not see operands of lanes that do not run it; see `Hazards`.
+
+    It may if it holds loops that a counter ends after a few steps, whatever their operands are:
+    the stages of a Runge-Kutta method, say. To run them costs less than to replace operands.
+    """
     programs = _programs(tuple(eqn.params.values()))
-    return _facts(eqn).endless or any(hazards(program).endless for program in programs)
+    endless = _facts(eqn).endless or any(hazards(program).endless for program in programs)
+    return endless and _waits(eqn, {})
+
+
+def _waits(eqn: Any, integers: Mapping[Any, int]) -> bool:
+    """Whether it, or what it runs, goes on for more than a few steps, for all that is known."""
+    inner = programs_in(eqn, integers)
+    if _facts(eqn).endless:
+        most = [p.most for p in inner if p.role == "body"] if eqn.primitive is while_p else [None]
+        if any(n is None or n > _FEW_STEPS for n in most):
+            return True
+    known = [integers_in(p.jaxpr, p.integers) for p in inner]
+    return any(_waits(e, n) for p, n in zip(inner, known, strict=True) for e in p.jaxpr.eqns)
 
 
 def find_collective(jaxpr: Any) -> Any:

@@ -17,6 +17,7 @@ from jax.extend.core.primitives import while_p
 
 from batchax import _compat
 from batchax.jaxprs.evaluate import bind_equation, evaluate
+from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.inner import remembered
 
 _OF_ONE_LANE = {
@@ -25,6 +26,7 @@ _OF_ONE_LANE = {
     "unvmap_max": jnp.max,
     "nonbatchable": lambda x, **_: x,  # checks that lanes stay together
 }
+enter("alias: nonbatchable")
 
 
 def asked_of_each_lane(test: _compat.ClosedJaxpr, body: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
