@@ -171,6 +171,17 @@ def test_lanes_that_part_ways_are_said_to():
     assert {"dot_general", "tanh"} <= {p.primitive for p in loop.parts}
 
 
+def test_loops_that_stay_masked_say_why():
+    def f(x):
+        return lax.while_loop(lambda x: x.sum() < 9, lambda x: x * 1.5 + 1, x)
+
+    few = bx.explain(f, divergence="compact", compile=False)(jnp.ones((8, 2)))
+    loop = by_primitive(few)["while"]
+    assert loop.notes["divergence"] == "masked"
+    assert "mostly overhead" in loop.notes["why"]
+    assert f"lanes masked: {loop.notes['why']}" in str(few)
+
+
 def test_services_are_told_apart():
     mine_p = jax.extend.core.Primitive("explained_mine")
     mine_p.def_abstract_eval(lambda x: x)

@@ -12,23 +12,13 @@ from batchax.divergence.lane_steps import LaneSteps
 from batchax.divergence.limits import calls_back, can_move, refuse_collectives
 from batchax.divergence.loop_primitive import bind
 from batchax.divergence.loops import parting_loop
-from batchax.divergence.widths import (
-    MOST_STEPS_INSIDE,
-    choose_widths,
-    length,
-    most_left,
-    most_windows,
-    steps_to_move,
-)
+from batchax.divergence.widths import Step, choose_widths, most_left
 from batchax.divergence.window import Plan
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.arguments import is_position
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 from batchax.kernel.divergence import BoundedLoop, Branches, PlacedOutputs, WhileLoop
-from batchax.programs.cost import STEPS, Cost, cost_of_program
-from batchax.programs.shapes import bytes_of
-from batchax.programs.weights import ALONE
 
 
 @dataclass(frozen=True)
@@ -103,10 +93,12 @@ class Compact:
         refuse_collectives(programs, "a loop that ends at its own step in each lane")
         given = (*loop.test_consts, *loop.body_consts, *loop.carry)
         if calls_back(programs) or not can_move(axis, given):
+            recording.note(why="lanes cannot be moved, or call the host")
             return None
         differs = [a is not None for a in (*loop.body_at, *[0] * len(loop.carry))]
         plan = self.plan(axis.size, *programs, differs)
         if plan.widths == (axis.size,) and self.steps is None:
+            recording.note(why=plan.why)
             return None
         recording.note(divergence="compact", widths=plan.widths)
         outs = bind(*parting_loop(axis, loop, plan))
@@ -120,28 +112,24 @@ class Compact:
           test, body: the programs of a step.
           differs: which operands of the body each lane has its own of.
         """
-        jaxprs = [program.jaxpr for program in (test, body) if program is not None]
-        step = sum((cost_of_program(jaxpr, steps=STEPS) for jaxpr in jaxprs), Cost())
-        grain = ALONE.time(step) / max(1, step.launches)
-        windows = most_windows(sum(map(length, jaxprs)), self._nesting)
-        patience = steps_to_move(body, differs)
-        if self._nesting and patience > MOST_STEPS_INSIDE and self.width is None:
-            windows = 0
+        step = Step.of(test, body, differs)
         most = size if self._most is None else min(size, self._most)
-        held = bytes_of(body.out_avals)
-        widths = choose_widths(most, grain, held, windows, self.width)
-        left = most_left(widths, grain)
+        widths, why = choose_widths(most, step, self._nesting, self.width)
+        left = most_left(widths, step.overhead)
         if most < size and len(widths) > 1:
             widths = widths[1:]  # all lanes may not run at once: they begin in a window
-        return Plan(widths, self.threshold, left, patience, self.steps is not None)
+        return Plan(widths, self.threshold, left, step.moving, self.steps is not None, why)
 
     def _run_bounded_loop(self, axis: Axis, loop: BoundedLoop) -> PlacedOutputs | None:
         programs = [p for p in (loop.test, *loop.steps) if p is not None]
         refuse_collectives(programs, "a bounded loop that ends at its own step in each lane")
         if self._nesting or calls_back(programs) or not can_move(axis, loop.args):
             return None
-        step = loop.steps[-1]
-        widths = self.plan(axis.size, loop.test, step, [True] * len(step.in_avals)).widths
+        step, form = loop.steps[-1], loop.form
+        consts_at = loop.axes[1 + form.n_test :][: form.n_consts]
+        others = len(step.in_avals) - form.n_consts
+        differs = [*(a is not None for a in consts_at), *[True] * others]
+        widths = self.plan(axis.size, loop.test, step, differs).widths
         width = widths[1] if len(widths) > 1 else axis.size
         if width == axis.size:
             return None

@@ -8,7 +8,9 @@ depend on them.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -17,34 +19,42 @@ from jax.extend.core import jaxprs_in_params
 from batchax import _compat
 from batchax.programs.cost import STEPS, Cost, cost_of_program
 from batchax.programs.shapes import bytes_of
-from batchax.programs.weights import TOGETHER
+from batchax.programs.weights import LAUNCH, TOGETHER
 
 _NARROWING = 4  # the second window is this many times narrower than the first
 _FEW = 8  # the share of all lanes that a window holds at most: in a wide one few leave for long
+_FEWEST = 4  # the same where windows narrower than that would be mostly overhead
+_ROOMY = 16  # how many times as long as its overhead a step of the first window takes
+_LONE = 4  # the same of a window alone: with it the slowest lanes run until the end
 _LONGEST = 700  # operations in the programs of all windows together, about: each is compiled
 _MOST_WINDOWS = 2
 # A loop inside a loop has windows only if moving a lane costs no more than so many of its steps:
 # it is entered often, and mostly for few steps.
-MOST_STEPS_INSIDE = 8
+_MOST_STEPS_INSIDE = 8
+# Steps that moving a lane costs at most, measured: arithmetic that is fused costs nothing here, and
+# is not free.
+_MOST_TO_MOVE = 16.0
 
 _SHARED = 0.75  # the cost of a step of all lanes, as a share of that of as many lanes in windows
 
 _LEAST = 0.1  # the time taken for a program that does nothing: it is divided by
 
 
-class _Worth(NamedTuple):
-    """What is worth running as one operation: in nanoseconds of lanes alone, and in bytes."""
+class _Device(NamedTuple):
+    """What the width of a window is weighed by."""
 
-    wide: float
-    """work that an operation should do in a window that is refilled, to make up for its overhead"""
-    narrow: float
-    """the same in the narrowest window, which runs when few lanes are left"""
+    begin: float
+    """what it takes to begin an operation, in nanoseconds of the work of lanes"""
     memory: float
     """bytes that a window may take: what lies in a cache is worked on several times as fast"""
 
 
-_WORTH = {"cpu": _Worth(20_000, 250, 4e5)}
-_OTHER_DEVICES = _Worth(5_000_000, 500_000, 1e9)
+_DEVICES = {"cpu": _Device(LAUNCH, 4e5)}
+_OTHER_DEVICES = _Device(2_000 * LAUNCH, 1e9)
+
+
+def _device() -> _Device:
+    return _DEVICES.get(jax.default_backend(), _OTHER_DEVICES)
 
 
 def length(jaxpr: Any) -> int:
@@ -53,72 +63,84 @@ def length(jaxpr: Any) -> int:
     return len(jaxpr.eqns) + sum(length(getattr(p, "jaxpr", p)) for p in inner)
 
 
-def most_windows(length: int, nesting: int) -> int:
-    """How many windows a loop may have besides that of all lanes.
+@dataclass(frozen=True)
+class Step:
+    """A step of a loop, as far as the widths of its windows depend on it.
 
-    Each window is one more copy of the program of a step to compile.
-
-    Args:
-      length: operations in the program of a step.
-      nesting: inside how many such loops this one is.
+    Attributes:
+      length: operations in its programs, to be compiled.
+      overhead: how many lanes have as much work as it takes to begin its operations.
+      moving: how many steps of a lane cost as much as moving it in and out of a window.
+      held: bytes of what a lane carries.
     """
-    if nesting:
-        return int(nesting == 1 and 4 * length <= _LONGEST)
-    return min(_MOST_WINDOWS, max(1, _LONGEST // max(1, length)))
+
+    length: int
+    overhead: float
+    moving: float
+    held: int
+
+    @classmethod
+    def of(cls, test: Any, body: _compat.ClosedJaxpr, differs: Sequence[bool]) -> Step:
+        """From its programs, and which operands of the body each lane has its own of."""
+        tests = [test.jaxpr] if test is not None else []
+        cost = cost_of_program(body.jaxpr, differs=differs, steps=STEPS)
+        begun = sum((cost_of_program(t, steps=STEPS) for t in tests), cost).launches
+        held = bytes_of(body.out_avals)
+        work = max(TOGETHER.time(cost + Cost(bytes=2 * held)), _LEAST)  # it is read, and written
+        moving = time_to_move(itertools.compress(body.in_avals, differs))
+        return cls(
+            length=sum(map(length, [*tests, body.jaxpr])),
+            # What is fused is one operation more, in each of the programs.
+            overhead=_device().begin * (begun + 1 + len(tests)) / work,
+            moving=min(moving / work, _MOST_TO_MOVE),
+            held=held,
+        )
 
 
 def choose_widths(
-    size: int, grain: float, held: int, windows: int, width: int | None
-) -> tuple[int, ...]:
-    """The widths of the windows of a loop, from that of all lanes down.
+    size: int, step: Step, nesting: int, width: int | None
+) -> tuple[tuple[int, ...], str]:
+    """The widths of the windows of a loop, from that of all lanes down; why, if there is no other.
 
     Args:
       size: number of lanes.
-      grain: what an operation of a step costs a lane, on average.
-      held: bytes of what a lane carries.
-      windows: how many there may be besides that of all lanes.
-      width: the width of the first of those; None to choose.
+      step: a step of the loop.
+      nesting: inside how many loops or branches it is that lanes part ways in.
+      width: the width of the first window after that of all lanes; None to choose.
     """
-    worth = _WORTH.get(jax.default_backend(), _OTHER_DEVICES)
-    # Equations are fused into fewer operations, so half as many lanes make up for the overhead.
-    wide, narrow = _lanes(worth.wide, grain), max(1, _lanes(worth.narrow, grain) // 2)
-    # A window alone must not be too wide for the slowest lanes, with which it runs until the end.
-    wide = min(wide, 8 * narrow) if windows == 1 else wide
-    wide = min(wide, max(narrow, _lanes(worth.memory, held + 1) // 2), size // _FEW)
-    if width is not None:
+    # Each window is one more copy of the program of a step to compile.
+    windows = min(_MOST_WINDOWS, max(1, _LONGEST // max(1, step.length)))
+    if nesting:
+        windows = 1
+        if nesting > 1 or 4 * step.length > _LONGEST:
+            return (size,), "inside another, a step is too long to be compiled again"
+        if step.moving > _MOST_STEPS_INSIDE and width is None:
+            return (size,), "inside another, to move a lane costs more than the steps saved"
+    narrow = _power_of_two(step.overhead)
+    if width is None:
+        memory = _power_of_two(_device().memory / (step.held + 1))
+        wide = min((_ROOMY if windows > 1 else _LONE) * narrow, max(narrow, memory))
+        wide = min(wide, max(size // _FEW, min(narrow, size // _FEWEST)))
+    else:
         wide, narrow = width, min(width, narrow)
-    widths = []
-    while wide >= narrow and len(widths) < windows:
-        if wide < size:
-            widths.append(wide)
-        wide //= _NARROWING
-    return (size, *widths)
+    every = (wide // _NARROWING**k for k in range(wide.bit_length()))
+    widths = [w for w in every if narrow <= w < size][:windows]
+    why = f"a step of fewer than {narrow:,} lanes would be mostly overhead"
+    return (size, *widths), "" if widths else why
 
 
-def most_left(widths: Sequence[int], grain: float) -> int:
+def most_left(widths: Sequence[int], overhead: float) -> int:
     """How many lanes may be left when they leave the run of all lanes for the first window.
 
-    The overhead of an operation is as much as the work of `narrow` lanes. So a step of all lanes
-    costs ``_SHARED * (size + narrow)``, however few are active (several cores may share it), and a
-    lane in a full window costs ``(width + narrow) / width``. Lanes leave when that is cheaper.
+    A step of all lanes costs ``_SHARED * (size + overhead)``, however few are active (several
+    cores may share it), and a lane in a full window ``(width + overhead) / width``. Lanes leave
+    when that is cheaper.
     """
     if len(widths) == 1:
         return 0
-    narrow = _lanes(_WORTH.get(jax.default_backend(), _OTHER_DEVICES).narrow, grain)
     size, width = widths[:2]
-    share = _SHARED * (1 + narrow / size) / (1 + narrow / width)
+    share = _SHARED * (1 + overhead / size) / (1 + overhead / width)
     return max(min(size - 1, round(share * size)), width)
-
-
-def steps_to_move(body: _compat.ClosedJaxpr, differs: Sequence[bool]) -> float:
-    """How many steps of a lane, run among many, cost as much as moving it in and out of a window.
-
-    `differs` says which operands of the body each lane has its own of.
-    """
-    step = cost_of_program(body.jaxpr, differs=differs, steps=STEPS)
-    step += Cost(bytes=2 * bytes_of(body.out_avals))  # read, and written
-    moving = time_to_move(itertools.compress(body.in_avals, differs))
-    return moving / max(TOGETHER.time(step), _LEAST)
 
 
 def time_to_move(arrays: Iterable[Any]) -> float:
@@ -127,9 +149,6 @@ def time_to_move(arrays: Iterable[Any]) -> float:
     return TOGETHER.time(2 * sum(each_way, Cost()))
 
 
-def _lanes(worth: float, grain: float) -> int:
-    """The smallest power of two of lanes that do so much work in one operation."""
-    lanes, grain = 1, max(grain, _LEAST)
-    while lanes * grain < worth:
-        lanes *= 2
-    return lanes
+def _power_of_two(lanes: float) -> int:
+    """The nearest one."""
+    return 1 << round(math.log2(max(1.0, lanes)))

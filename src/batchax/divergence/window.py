@@ -49,6 +49,7 @@ class Plan:
         no threshold.
       patience: how many steps of a lane cost as much as moving it in and out of a window.
       counts: whether lane-steps are counted.
+      why: why there is no window but that of all lanes; empty if there is.
     """
 
     widths: tuple[int, ...]
@@ -56,6 +57,7 @@ class Plan:
     most_left: int
     patience: float
     counts: bool
+    why: str = ""
 
     def refilled_at(self, width: int) -> int:
         """How many active lanes a window of that width has at most when it is refilled, or left."""

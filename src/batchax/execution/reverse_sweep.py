@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -51,6 +51,7 @@ class SweepForm:
     length: int
     x_axes: tuple[int, ...]
     y_axes: tuple[int | None, ...]
+    n_test: ClassVar[int] = 0  # how many steps there are is known: it has no predicate
 
     @property
     def n_results(self) -> int:

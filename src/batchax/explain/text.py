@@ -171,7 +171,8 @@ def _remarks(eqn: Equation) -> str:
     found = []
     divergence = eqn.notes.get("divergence")
     if divergence == "masked":
-        found.append("lanes masked")
+        why = eqn.notes.get("why")
+        found.append(f"lanes masked: {why}" if why else "lanes masked")
     if divergence == "asked of all":
         found.append("goes on while any lane does")
     if divergence == "compact":

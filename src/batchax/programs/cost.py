@@ -36,7 +36,8 @@ class Cost:
       fused: those of the bytes that are not moved if operations are fused with others.
       places: in memory, that depend on data: each is found by itself.
       calls: of a library, in units of the shortest.
-      launches: operations begun, whatever their size.
+      launches: operations begun, whatever their size, but for those that are fused with others:
+        of these there is taken to be one in each run of a loop's program.
       at_least: whether there are loops of which nobody knows how many steps they take.
       at_most: whether there are branches, of which the dearest was counted.
     """
@@ -94,7 +95,9 @@ def cost_of_equation(
     costs = [cost_of_program(p.jaxpr, p.integers, p.differing(differs), steps) for p in inner]
     if eqn.primitive.name == "cond":
         return _dearest(costs)
-    total = _sum(_repeated(c, p.times, steps) for c, p in zip(costs, inner, strict=True))
+    fused = [Cost(launches=int(p.role != "call")) for p in inner]
+    runs = zip(costs, fused, inner, strict=True)
+    total = _sum(_repeated(c + one, p.times, steps) for c, one, p in runs)
     return total + cost_around(eqn, inner)
 
 
@@ -161,7 +164,7 @@ def _of_operation(eqn: Any, differs: Sequence[bool] | None) -> Cost:
         fused=moved if prices.is_fused(eqn.primitive) else 0,
         places=prices.places_of(eqn),
         calls=prices.calls_of(eqn),
-        launches=int(name not in prices.PART_OF_OTHERS),
+        launches=int(not (name in prices.PART_OF_OTHERS or prices.is_fused(eqn.primitive))),
     )
 
 

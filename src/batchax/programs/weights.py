@@ -31,10 +31,6 @@ class Weights:
         return self.transcendental * cost.transcendentals + computed + moved + found
 
 
-ALONE = Weights(transcendental=10.0, fused=0.1)
-"""One example by itself. Its arrays are short: functions are called for one number after another,
-and what an operation makes is written, and read again."""
-
 TOGETHER = Weights(transcendental=0.2, fused=0.0)
 """The share of one of many lanes that run at once. Functions fill vector registers, and what acts
 on each element is one loop with what reads it."""
