@@ -8,6 +8,7 @@ computes the rule for both, and keeps for the second what that needs.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,28 +72,26 @@ def later_calls(run: ProgramRun, eqn: Any) -> Values | Pullbacks | None:
 def _pairs(jaxpr: Any) -> dict[int, Values | Pullbacks]:
     """What calls can keep something for, by their ids."""
     pairs: dict[int, Values | Pullbacks] = {}
-    calls: dict[Any, Any] = {}
-    tangents: dict[Any, Any] = {}  # by what they are the tangents of
+    calls: dict[Any, Any] = {}  # by rule, steps and operands
+    tangents: dict[Any, Any] = {}  # by those of what they are the tangents of
     for eqn in (step.eqn for step in plan(jaxpr)):
         if eqn.primitive is not custom_call_p:
             continue
         rule, steps = id(eqn.params["rule"]), eqn.params["steps"]
         operands = tuple(map(_identity, eqn.invars))
-        same = (rule, steps, operands)
-        if same in tangents:
-            pairs.setdefault(id(tangents[same]), Values(eqn, len(tangents[same].outvars)))
-        calls.setdefault(same, eqn)
-        match steps:
-            case [*before, Tangents(moving)]:
+        key = (rule, steps, operands)
+        if key in tangents:
+            pairs.setdefault(id(tangents[key]), Values(eqn, len(tangents[key].outvars)))
+        calls.setdefault(key, eqn)
+        once = tuple(itertools.takewhile(lambda s: not isinstance(s, MappedStep), steps))
+        match once:
+            case [*before, Tangents(moving)] if once == steps:
                 tangents.setdefault((rule, tuple(before), operands[: -len(moving)]), eqn)
-        count = next((k for k, s in enumerate(steps[::-1]) if not isinstance(s, MappedStep)), 0)
-        others, directions = steps[: len(steps) - count], steps[len(steps) - count :]
-        match others:
             case [*before, Tangents(moving, results), Cotangents(linear, _, of)]:
                 first = len(operands) - len(of)
                 pulled = calls.get((rule, tuple(before), operands[:first]))
-                varied = any(any(d.mapped[:first]) for d in directions)
-                if pulled is None or len(linear) != len(moving) or varied:
+                directions = steps[len(once) :]
+                if pulled is None or len(linear) != len(moving) or _vary(directions, first):
                     continue
                 back = Pullbacks(moving, tuple(results[j] for j in of))
                 known = pairs.setdefault(id(pulled), back)
@@ -100,6 +99,11 @@ def _pairs(jaxpr: Any) -> dict[int, Values | Pullbacks]:
                     own = [MappedStep(d.axis, d.mapped[first:]) for d in directions]
                     known.calls.append((eqn, own))
     return pairs
+
+
+def _vary(directions: Sequence[Any], first: int) -> bool:
+    """Whether steps are not for many cotangents alone: the `first` operands differ, too."""
+    return any(not isinstance(d, MappedStep) or any(d.mapped[:first]) for d in directions)
 
 
 def _identity(v: Any) -> Any:
