@@ -498,7 +498,7 @@ def test_a_sweep_makes_do_with_any_checkpoints(given):
     def sweep(n, x, xs, extra):
         options = dict(length=most, x_axes=[0])
         found = bounded_loop(
-            step, [2.0], [x], [xs], count=n + extra, y_axes=(), record=True, **options
+            step, [2.0], [x], [xs], count=n + extra, y_axes=(), kept=[0], **options
         )
         kept = None if given == "none" else found.checkpoints
         return reverse_sweep(
@@ -541,6 +541,30 @@ def test_memory_of_the_gradient_grows_with_the_square_root():
 
     for most in (100, 10_000):
         assert needed(most) < n_checkpoints(most) + 6
+
+
+def test_what_going_back_does_not_need_is_not_kept():
+    """A count, a sum, an array that is written to."""
+    most, size = 100, 50
+
+    def f(loop, x, w):
+        def step(c):
+            new = jnp.sin(c["x"] * w)
+            seen = c["seen"].at[c["n"]].set(new)
+            return {"n": c["n"] + 1, "x": new, "sum": c["sum"] + new**2, "seen": seen}
+
+        init = {"n": 0, "x": x, "sum": jnp.zeros(size), "seen": jnp.zeros((most, size))}
+        out = loop(lambda c: c["n"] < 20, step, init, most)
+        return (out["sum"] * out["x"]).sum() + (out["seen"] * jnp.arange(size)).sum()
+
+    x, w = example((size,)), example((size,), seed=1)
+    gradients = [
+        jax.jit(jax.grad(functools.partial(f, loop), (0, 1)))
+        for loop in (bx.bounded_while, in_python)
+    ]
+    same(*(gradient(x, w) for gradient in gradients), LOOSE)
+    memory = gradients[0].lower(x, w).compile().memory_analysis().temp_size_in_bytes / (4 * size)
+    assert memory < n_checkpoints(most) + 3 * most
 
 
 # As a plain while

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -53,6 +54,16 @@ def hoist_constants(body: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
 def opened(body: ClosedJaxpr) -> tuple[Any, list[Any]]:
     """An open jaxpr and its constants, where JAX wants the two apart."""
     return body.jaxpr, list(body.consts)
+
+
+def used_inputs(program: ClosedJaxpr, outputs: Sequence[bool]) -> list[bool]:
+    """Which inputs of `program` these of its outputs, or effects, depend on.
+
+    Only the module that partial evaluation is written in spells it.
+    """
+    jaxpr = constants_as_inputs(program.jaxpr)
+    _, used = partial_eval.dce_jaxpr(jaxpr, list(outputs))
+    return list(used[len(used) - len(program.jaxpr.invars) :])
 
 
 def without_dead(program: ClosedJaxpr) -> ClosedJaxpr:

@@ -49,9 +49,10 @@ def run_bounded_loop(axis: Axis, loop: BoundedLoop, width: int) -> PlacedOutputs
         return None
     if any(_compat.varying_axes(jax.typeof(x)) for x in loop.args):
         return None
-    recorded = isinstance(loop.form, Form) and loop.form.record
+    form = loop.form
+    recorded = isinstance(form, Form) and form.kept is not None
     if recorded:
-        loop = replace(loop, form=replace(loop.form, record=False))
+        loop = replace(loop, form=replace(form, kept=None))
     blocks = _Blocks(replace(axis, name=None, divergence=None), replace(loop, args=()), width)
 
     def build() -> Any:
@@ -78,7 +79,7 @@ def run_bounded_loop(axis: Axis, loop: BoundedLoop, width: int) -> PlacedOutputs
     outs = remembered(loop.steps[-1], key, build)(list(loop.args))
     if outs is None or not recorded:
         return None if outs is None else (outs, [0] * len(outs))
-    none = no_checkpoints(loop.steps[0], loop.form)
+    none = no_checkpoints(loop.steps[0], form)
     return [*outs[:-1], *none, outs[-1]], [*[0] * len(outs[:-1]), *[None] * len(none), 0]
 
 

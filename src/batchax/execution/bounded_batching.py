@@ -74,8 +74,9 @@ def _batch_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         return run_parting(axis, reverse_sweep_p, *operands, params, loop, _every_step)
     recording.note(divergence="together")
     entries_at = list(map(_entry_axis, xs_at, form.x_axes))
+    kept_at = dict(zip(form.kept, kept_at, strict=True))
     carry_at = [
-        0 if a is None and b is not None else a for a, b in zip(carry_at, kept_at, strict=True)
+        0 if a is None and kept_at.get(i) is not None else a for i, a in enumerate(carry_at)
     ]
     carry_at, _, *forth = _settled(
         axis, loop.steps[0], loop.guarded[0], consts_at, carry_at, entries_at
@@ -88,8 +89,8 @@ def _batch_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         s if s is None else s + (a is not None and a <= s)
         for a, s in zip(ys_at, form.y_axes, strict=True)
     )
-    stacked_at = [a if a is None else a + 1 for a in carry_at]
-    wanted = [None, *consts_at, *carry_at, None, *stacked_at, *returning_at, *xs_at]
+    stacked_at = _stacked_at(carry_at, form)
+    wanted = [None, *consts_at, *carry_at, *stacked_at, *returning_at, *xs_at]
     outs = reverse_sweep_p.bind(
         *_placed(axis, loop, wanted),
         forth=forth[0],
@@ -127,8 +128,7 @@ def _batch_loop(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         form=replace(form, x_axes=_steps_axes(xs_at, form.x_axes), y_axes=y_axes),
     )
     placed = [a if a is None else a + (s <= a) for a, s in zip(ys_at, y_axes, strict=True)]
-    kept_at = [None, *(a if a is None else a + 1 for a in settled)] if form.record else []
-    return outs, [*settled, *placed, *kept_at, None]
+    return outs, [*settled, *placed, *_stacked_at(settled, form), None]
 
 
 def _every_step(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
@@ -184,11 +184,10 @@ def _run_tested(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         length=form.length,
         x_axes=_x_axes(loop),
         y_axes=[a + 1 for a in form.y_axes],
-        record=form.record,
+        kept=None if form.kept is None else [2 + i for i in form.kept],
     )
     _, steps, *carry = found.carry
-    numbers, places = found.checkpoints[:1], found.checkpoints[3:]
-    return _results(form, [*carry, *found.ys, *numbers, *places, steps])
+    return _results(form, [*carry, *found.ys, *found.checkpoints, steps])
 
 
 def _run_counted(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
@@ -206,7 +205,7 @@ def _run_counted(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         length=form.length,
         x_axes=(0, *_x_axes(loop)),
         y_axes=[a + 1 for a in form.y_axes],
-        record=form.record,
+        kept=form.kept,
     )
     steps = lax.clamp(np.int32(0), counts, np.int32(form.length))
     return _results(form, [*found.carry, *found.ys, *found.checkpoints, steps])
@@ -230,6 +229,7 @@ def _run_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         checkpoints,
         returning,
         [lax.iota(np.int32, form.length), *xs],
+        kept=form.kept,
         guarded=(forth_guarded, back_guarded),
         count=lax.reduce_max(counts, (0,)),
         length=form.length,
@@ -316,8 +316,9 @@ def _of_lanes(axis: Axis, loop: BoundedLoop) -> list[Any]:
     form = loop.form
     if isinstance(form, SweepForm):
         _, consts_at, carry_at, _, returning_at, xs_at = form.split(loop.axes)
-        lanes, stacked = [0] * len(carry_at), [None, *[1] * len(carry_at)]
-        positions = [0, *consts_at, *lanes, *stacked, *[0] * len(returning_at), *xs_at]
+        lanes = [0] * len(carry_at)
+        carried = [*lanes, *_stacked_at(lanes, form), *[0] * len(returning_at)]
+        positions = [0, *consts_at, *carried, *xs_at]
     else:
         count_at, test_at, consts_at, carry_at, xs_at = form.split(loop.axes)
         count_at = count_at if count_at is None else 0
@@ -327,8 +328,16 @@ def _of_lanes(axis: Axis, loop: BoundedLoop) -> list[Any]:
 
 def _results(form: Form, outs: list[Any]) -> PlacedOutputs:
     """Results of a loop, all of which have the batch axis but the numbers of checkpoints."""
-    kept = [None, *[1] * form.n_carry] if form.record else []
-    return outs, [*[0] * (form.n_carry + len(form.y_axes)), *kept, 0]
+    stacked = _stacked_at([0] * form.n_carry, form)
+    return outs, [*[0] * (form.n_carry + len(form.y_axes)), *stacked, 0]
+
+
+def _stacked_at(carry_at: Sequence[AxisPosition], form: Form | SweepForm) -> list[AxisPosition]:
+    """Where checkpoints have the batch axis, of a carry that has it there."""
+    if form.kept is None:
+        return []
+    at = [carry_at[i] for i in form.kept]
+    return [None, *(a if a is None else a + 1 for a in at)]
 
 
 def _with_common_checkpoints(loop: BoundedLoop) -> BoundedLoop:

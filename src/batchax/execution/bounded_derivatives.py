@@ -39,22 +39,29 @@ def _jvp(
             "a bounded loop that does input or output (io_callback, ordered debug callbacks) is "
             "differentiated: computing its steps again in the derivative would do it twice."
         )
-    recorded = replace(form, record=True)
+    try:
+        needed = derivative.needed()
+    except ValueError:
+        if not hazards(body.jaxpr).endless:
+            raise
+        # A loop without a bound inside the body has a derivative in forward mode only, so no
+        # transpose can be staged. Without it, reverse mode is refused later (`_transpose`).
+        needed = None
+    recorded = form
+    if needed is not None:
+        recorded = replace(form, kept=tuple(sorted({*needed, *(form.kept or ())})))
+    derivative = replace(derivative, form=recorded)
     results = recorded.results(bounded_loop_p.bind(*primals, **programs, form=recorded))
     consts, carry, xs = groups
     given = list(map(take, dots, (derivative.consts, derivative.carry, derivative.xs)))
     refuse_shared(results.steps, [*take(consts, derivative.consts), *take(xs, derivative.xs)])
     residuals = [results.steps, *consts, *carry, *results.checkpoints, *xs]
     tangents = [ad.instantiate_zeros(t) for group in given for t in group]
-    try:
-        found = linear_with_transpose(derivative.forward, derivative.back, residuals, tangents)
-    except ValueError:
-        if not hazards(body.jaxpr).endless:
-            raise
-        # A loop without a bound inside the body has a derivative in forward mode only, so the
-        # transpose could not be staged. Without it, reverse mode is refused later (`_transpose`).
+    if needed is None:
         found = derivative.forward(residuals, tangents)
-    kept = results.checkpoints if form.record else []
+    else:
+        found = linear_with_transpose(derivative.forward, derivative.back, residuals, tangents)
+    kept = _chosen(results.checkpoints, recorded, form)
     outs = [*results.carry, *results.ys, *kept, results.steps]
     return outs, with_values(list(map(no_tangent, outs)), derivative.outputs, found)
 
@@ -90,8 +97,9 @@ class _Derivative:
 
     def _split(self, residuals: Values) -> tuple[Any, ...]:
         """The steps taken, constants, first carry, checkpoints and xs."""
-        a, n = self.form.n_consts, self.form.n_carry
-        return (residuals[0], *parts(residuals[1:], a, n, 1 + n))
+        form = self.form
+        n_kept = 0 if form.kept is None else 1 + len(form.kept)
+        return (residuals[0], *parts(residuals[1:], form.n_consts, form.n_carry, n_kept))
 
     def forward(self, residuals: Values, tangents: Values) -> list[Any]:
         """The tangents of the results."""
@@ -129,26 +137,15 @@ class _Derivative:
 
             return step
 
-        def back(consts: Values, cts: Values, x: Values) -> tuple[Values, Values]:
-            carry, x, ct_ys = parts(x, form.n_carry, len(xs))
-            primals = [*consts, *carry, *x]
-
-            def of_moving(*values: Any) -> list[Any]:
-                outs = flat(self.guarded)(*with_values(primals, self.inputs, values))
-                return take(outs, self.outputs)
-
-            _, pull = jax.vjp(of_moving, *take(primals, self.inputs))
-            ct_consts, cts, ct_xs = parts(pull([*cts, *ct_ys]), n_consts, n)
-            return cts, [*ct_consts, *ct_xs]
-
         ct_carry, found = reverse_sweep(
             forth(self.body),
-            back,
+            self._step_back,
             consts,
             carry,
             checkpoints,
             ct_carry,
             [*xs, *ct_ys],
+            kept=form.kept,
             guarded=(None if self.guarded is self.body else forth(self.guarded), None),
             count=steps,
             length=form.length,
@@ -156,6 +153,53 @@ class _Derivative:
             y_axes=(*[None] * n_consts, *take(form.x_axes, self.xs)),
         )
         return [*found[:n_consts], *ct_carry, *found[n_consts:]]
+
+    def _step_back(self, consts: Values, cts: Values, x: Values) -> tuple[Values, Values]:
+        """From cotangents after a step to those before it, and of constants and xs."""
+        carry, x, ct_ys = parts(x, self.form.n_carry, len(self.form.x_axes))
+        primals = [*consts, *carry, *x]
+
+        def of_moving(*values: Any) -> list[Any]:
+            outs = flat(self.guarded)(*with_values(primals, self.inputs, values))
+            return take(outs, self.outputs)
+
+        _, pull = jax.vjp(of_moving, *take(primals, self.inputs))
+        found = pull([*cts, *ct_ys])
+        ct_consts, cts, ct_xs = parts(found, len(self.consts), len(self.carry))
+        return cts, [*ct_consts, *ct_xs]
+
+    def needed(self) -> list[int]:
+        """Which values of the carry going back needs: for a step back, or for others of these.
+
+        A count or a sum that nothing depends on is not among them, nor is an array that is only
+        written to.
+        """
+        n, n_cts, n_carry = self.form.n_consts, len(self.carry), self.form.n_carry
+        inputs = self.guarded.in_avals
+        cts = [self.guarded.out_avals[i].to_tangent_aval() for i in self.outputs]
+
+        def back(*xs: Any) -> list[Any]:
+            cts, ys = self._step_back(xs[:n], xs[n : n + n_cts], xs[n + n_cts :])
+            return [*cts, *ys]
+
+        program = _compat.stage(back, [*inputs[:n], *cts[:n_cts], *inputs[n:], *cts[n_cts:]])
+        used = _compat.used_inputs(program, [True] * len(program.out_avals))[n + n_cts :][:n_carry]
+        while True:
+            flags, found = [*used, *[False] * len(self.form.y_axes)], used
+            for program in (self.body, self.guarded):
+                more = _compat.used_inputs(program, flags)[n : n + n_carry]
+                found = [old or new for old, new in zip(found, more, strict=True)]
+            if found == used:
+                return places(used)
+            used = found
+
+
+def _chosen(checkpoints: Values, recorded: Form, form: Form) -> list[Any]:
+    """Of the checkpoints that `recorded` says, those that `form` says."""
+    if form.kept is None:
+        return []
+    values = dict(zip(recorded.kept or (), checkpoints[1:], strict=True))
+    return [checkpoints[0], *(values[i] for i in form.kept)]
 
 
 def moving(

@@ -47,7 +47,7 @@ class Form:
       length: how many steps there are at most.
       x_axes: where each of the xs has the axis of the steps.
       y_axes: where each of the ys gets it.
-      record: whether checkpoints are among the results.
+      kept: the values of the carry that checkpoints have; None: no checkpoints are recorded.
     """
 
     n_test: int
@@ -56,12 +56,13 @@ class Form:
     length: int
     x_axes: tuple[int, ...]
     y_axes: tuple[int, ...]
-    record: bool
+    kept: tuple[int, ...] | None
 
     @property
     def n_results(self) -> int:
         """How many results there are."""
-        return self.n_carry + len(self.y_axes) + self.record * (1 + self.n_carry) + 1
+        n_kept = 0 if self.kept is None else 1 + len(self.kept)
+        return self.n_carry + len(self.y_axes) + n_kept + 1
 
     def split(self, operands: Values) -> tuple[Any, Values, Values, Values, Values]:
         """The bound, the constants of predicate and body, the carry and the xs."""
@@ -84,8 +85,8 @@ class Results(NamedTuple):
     Attributes:
       carry: the carry after the last step.
       ys: what the steps returned, stacked; zeros where no step was taken.
-      checkpoints: if they were to be recorded, carries that were kept, stacked; before them the
-        number of the step that each is the carry before, `UNUSED` where none was kept.
+      checkpoints: if they were to be recorded, what was kept of some carries, stacked; before that
+        the number of steps that each came after, `UNUSED` where none was kept.
       steps: how many steps were taken.
     """
 
@@ -112,7 +113,7 @@ def bounded_loop(
     length: int,
     x_axes: Sequence[int] = (),
     y_axes: Sequence[int] = (),
-    record: bool = False,
+    kept: Sequence[int] | None = None,
 ) -> Results:
     """Runs a bounded loop; it may be differentiated and batched.
 
@@ -130,20 +131,20 @@ def bounded_loop(
       length: how many that may be at most.
       x_axes: where each of the `xs` has the axis of the steps.
       y_axes: where each of the ys gets it.
-      record: whether to return checkpoints.
+      kept: the values of the carry to record checkpoints of; None: no checkpoints.
     """
-    (staged, kept), tested, carry, xs = settle(
+    (staged, safe), tested, carry, xs = settle(
         body, guarded, consts, carry, xs, x_axes, count, test, test_consts
     )
-    (staged, kept), held = with_constants_as_inputs([staged, kept])
+    (staged, safe), held = with_constants_as_inputs([staged, safe])
     test_held: list[Any] = []
     if tested is not None:
         (tested,), test_held = with_constants_as_inputs([tested])
     test_consts, consts = [*test_held, *test_consts], [*held, *consts]
     sizes = len(test_consts), len(consts), len(carry), length
-    form = Form(*sizes, tuple(x_axes), tuple(y_axes), record)
+    form = Form(*sizes, tuple(x_axes), tuple(y_axes), None if kept is None else tuple(kept))
     operands = [count, *test_consts, *consts, *carry, *xs]
-    outs = bounded_loop_p.bind(*operands, test=tested, body=staged, guarded=kept, form=form)
+    outs = bounded_loop_p.bind(*operands, test=tested, body=staged, guarded=safe, form=form)
     return form.results(outs)
 
 
@@ -177,8 +178,11 @@ def settle(
     count: Any,
     test: Callable[[Values, Values], Any] | None = None,
     test_consts: Values = (),
+    first_entries: Sequence[Any] = (),
 ) -> tuple[tuple[Any, Any], Any, list[Any], list[Any]]:
     """The programs of a step, of a guarded one and of the predicate; first carry and xs.
+
+    Entries of these types come before those of the xs.
 
     Inside ``shard_map`` the type of a carry must be the same before and after a step. So the
     first carry is cast to vary over the axes of the mesh that a step makes it vary over. It, the
@@ -197,7 +201,7 @@ def settle(
             deciding = [jax.typeof(count), tested.out_avals[0]]
         xs = [varied(x, deciding) for x in xs]
         whole = zip(map(jax.typeof, xs), x_axes, strict=True)
-        entries = [mapped_aval(aval.shape[a], a, aval) for aval, a in whole]
+        entries = [*first_entries, *(mapped_aval(aval.shape[a], a, aval) for aval, a in whole)]
 
         def staged(step: LoopStep, types: Sequence[Any] = types) -> _compat.ClosedJaxpr:
             def run(*xs: Any) -> list[Any]:
@@ -247,14 +251,15 @@ def run(*operands: Any, test: Any, body: Any, guarded: Any, form: Form) -> list[
             new, entries = outs[: form.n_carry], outs[form.n_carry :]
             ys = [put_entry(y, e, n, a) for y, e, a in zip(ys, entries, form.y_axes, strict=True)]
             n = n + one
-            kept = [put_entry(all_, x, place_of(n), 0) for all_, x in zip(kept, new, strict=False)]
+            pairs = zip(kept, (new[i] for i in form.kept or ()), strict=True)
+            kept = [put_entry(all_, x, place_of(n), 0) for all_, x in pairs]
             return n, new, ys, kept
 
         return lax.while_loop(lambda s: going_on(s[0], end, s[1]), step, (n, carry, ys, kept))
 
     if form.length == 0:
-        kept = blank_checkpoints(kept) if form.record else []
-    elif not form.record:
+        kept = blank_checkpoints(kept) if kept else []
+    elif form.kept is None:
         n, carry, ys, _ = steps(n, count, carry, ys, [], None)
     else:
         numbers, *kept = blank_checkpoints(kept)
@@ -295,21 +300,22 @@ def result_types(test: Any, body: Any, form: Form, count: Any) -> list[Any]:
     carry = body.in_avals[form.n_consts : form.n_consts + form.n_carry]
     decided = count if test is None else test.out_avals[0]
     steps = _compat.scalar_like(decided, np.dtype(np.int32))
-    kept = checkpoint_types(steps, carry, form.length) if form.record else []
-    return [*outs[: form.n_carry], *ys, *kept, steps]
+    return [*outs[: form.n_carry], *ys, *checkpoint_types(steps, carry, form), steps]
 
 
-def no_checkpoints(body: Any, form: Form) -> list[Any]:
+def no_checkpoints(body: Any, form: Any) -> list[Any]:
     """Checkpoints of one example, with nothing kept: a sweep makes its own then."""
     carry = body.in_avals[form.n_consts : form.n_consts + form.n_carry]
-    types = checkpoint_types(jax.typeof(np.int32(0)), carry, form.length)
+    types = checkpoint_types(jax.typeof(np.int32(0)), carry, form)
     return blank_checkpoints(list(map(zeros, types)))
 
 
-def checkpoint_types(steps: Any, carry: Sequence[Any], length: int) -> list[Any]:
+def checkpoint_types(steps: Any, carry: Sequence[Any], form: Any) -> list[Any]:
     """The types of the checkpoints of a loop, from that of a number of steps and of its carry."""
-    size = n_checkpoints(length)
-    return [unmapped_aval(size, 0, aval.strip_weak_type()) for aval in (steps, *carry)]
+    if form.kept is None:
+        return []
+    size, kept = n_checkpoints(form.length), (carry[i] for i in form.kept)
+    return [unmapped_aval(size, 0, aval.strip_weak_type()) for aval in (steps, *kept)]
 
 
 @bounded_loop_p.def_effectful_abstract_eval

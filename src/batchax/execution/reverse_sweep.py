@@ -30,6 +30,7 @@ from batchax.execution.bounded_loop import (
 )
 from batchax.execution.checkpoints import Stack, blank_checkpoints
 from batchax.execution.entries import entry_of, put_entry
+from batchax.kernel.derivatives import with_values
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class SweepForm:
     Attributes:
       n_consts: number of constants of both programs.
       n_carry: number of values in the carry of the loop.
+      kept: the values of the carry that checkpoints have; going back needs no others.
       n_back: number of values that are carried back.
       length: how many steps there are at most.
       x_axes: where each of the xs has the axis of the steps.
@@ -47,6 +49,7 @@ class SweepForm:
 
     n_consts: int
     n_carry: int
+    kept: tuple[int, ...]
     n_back: int
     length: int
     x_axes: tuple[int, ...]
@@ -62,7 +65,7 @@ class SweepForm:
         """The count, constants, first carry, checkpoints, what is carried back, and the xs."""
         a = 1 + self.n_consts
         b = a + self.n_carry
-        c = b + 1 + self.n_carry
+        c = b + 1 + len(self.kept)
         d = c + self.n_back
         operands = list(operands)
         parts = operands[1:a], operands[a:b], operands[b:c], operands[c:d], operands[d:]
@@ -82,6 +85,7 @@ def reverse_sweep(
     returning: Values,
     xs: Values,
     *,
+    kept: Sequence[int] | None = None,
     guarded: tuple[LoopStep | None, LoopStep | None] = (None, None),
     count: Any,
     length: int,
@@ -100,6 +104,8 @@ def reverse_sweep(
       checkpoints: what a loop of at least as many steps recorded; None: nothing was.
       returning: what is carried back, after the last step.
       xs: arrays with an entry for each step.
+      kept: the values of the carry that the checkpoints have; None: all. The others must not matter
+        to `back`, nor for those that do.
       guarded: programs that are differentiated in place of `forth` and `back`; None: the same.
       count: how many steps there were.
       length: how many that may be at most.
@@ -110,21 +116,24 @@ def reverse_sweep(
       What is carried back, before the first step; and the ys.
     """
     programs, _, carry, xs = settle(forth, guarded[0], consts, carry, xs, x_axes, count)
+    types = [jax.typeof(x).strip_weak_type() for x in carry]
+    more, _, returning, _ = settle(
+        back, guarded[1], consts, returning, xs, x_axes, count, first_entries=types
+    )
+    programs, held = with_constants_as_inputs([*programs, *more])
+    sizes = len(held) + len(consts), len(carry), tuple(range(len(carry)) if kept is None else kept)
+    form = SweepForm(*sizes, len(returning), length, tuple(x_axes), tuple(y_axes))
     steps = _compat.scalar_like(jax.typeof(count), np.dtype(np.int32))
-    types = checkpoint_types(steps, list(map(jax.typeof, carry)), length)
+    types = checkpoint_types(steps, types, form)
     if checkpoints is None:
         checkpoints = blank_checkpoints(list(map(zeros, types)))
-    numbers, *places = [varied(x, [aval]) for x, aval in zip(checkpoints, types, strict=True)]
-    entries, axes = [*places, *xs], [*[0] * len(places), *x_axes]
-    more, _, returning, _ = settle(back, guarded[1], consts, returning, entries, axes, count)
-    programs, held = with_constants_as_inputs([*programs, *more])
-    sizes = len(held) + len(consts), len(carry), len(returning), length
+    checkpoints = [varied(x, [aval]) for x, aval in zip(checkpoints, types, strict=True)]
     outs = reverse_sweep_p.bind(
-        *(count, *held, *consts, *carry, numbers, *places, *returning, *xs),
+        *(count, *held, *consts, *carry, *checkpoints, *returning, *xs),
         forth=programs[0],
         back=programs[2],
         guarded=(programs[1], programs[3]),
-        form=SweepForm(*sizes, tuple(x_axes), tuple(y_axes)),
+        form=form,
     )
     return outs[: len(returning)], outs[len(returning) :]
 
@@ -141,13 +150,18 @@ def run(*operands: Any, forth: Any, back: Any, guarded: Any, form: SweepForm) ->
     def entries(t: Any) -> list[Any]:
         return [entry_of(x, t, a) for x, a in zip(xs, form.x_axes, strict=True)]
 
+    def whole(kept: Values) -> list[Any]:
+        """The carry, with anything for what is not kept."""
+        return with_values(carry, form.kept, kept)
+
     def ahead(stack: Stack, t: Any) -> Stack:
         """With the carry before step `t` on top, or, if that is too far, one on the way."""
         end, place_of, longer = stack.leg(t)
 
         def step(state: Any) -> Any:
-            n, carry, places = state
-            new = eval_jaxpr(forth.jaxpr, forth.consts, *consts, *carry, *entries(n))
+            n, kept, places = state
+            new = eval_jaxpr(forth.jaxpr, forth.consts, *consts, *whole(kept), *entries(n))
+            new = [new[i] for i in form.kept]
             place = place_of(n + one)
             places = [put_entry(p, x, place, 0) for p, x in zip(places, new, strict=True)]
             return n + one, new, places
@@ -163,7 +177,7 @@ def run(*operands: Any, forth: Any, back: Any, guarded: Any, form: SweepForm) ->
 
         def step(state: Any) -> Any:
             i, returning, ys = state
-            x = [*stack.carry_at(i), *entries(t - i)]
+            x = [*whole(stack.carry_at(i)), *entries(t - i)]
             outs = eval_jaxpr(back.jaxpr, back.consts, *consts, *returning, *x)
             returning, found = outs[: form.n_back], outs[form.n_back :]
             ys = [
@@ -175,7 +189,8 @@ def run(*operands: Any, forth: Any, back: Any, guarded: Any, form: SweepForm) ->
         _, *rest = lax.while_loop(lambda s: s[0] < run, step, (t - t, *rest))
         return t - run, stack._replace(height=stack.height - run), *rest
 
-    first = count - one, Stack.of(checkpoints, carry, count), returning, ys
+    stack = Stack.of(checkpoints, [carry[i] for i in form.kept], count)
+    first = count - one, stack, returning, ys
     *_, returning, ys = lax.while_loop(lambda s: s[0] >= 0, turn, first)
     return [*returning, *ys]
 

@@ -154,7 +154,8 @@ class _Derivative:
         entries = [*xs, *take(ct_ys, rest)]
         x_axes = *form.x_axes, *take(form.y_axes, rest)
         steps = {"count": count, "length": form.length, "x_axes": x_axes}
-        found = bounded_loop(forth, *shared, entries, record=True, **steps)
+        every = range(len(carry) + n)
+        found = bounded_loop(forth, *shared, entries, kept=every, **steps)
         ct_carry = [zeros_like(x) for x in take(carry, self.carry)]
         returned, ys = reverse_sweep(
             forth,
