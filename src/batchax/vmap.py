@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast
 
 import jax
 
 from batchax import _compat
 from batchax.divergence.compact import Compact, find_divergence
-from batchax.errors import ArgumentTypeError
-from batchax.execution.chunked import (
-    Chunking,
-    find_chunking,
-    one_chunk_for_each_shard,
-    run_in_chunks,
-)
+from batchax.errors import ArgumentTypeError, UnsupportedError
+from batchax.execution.chunked import Chunking, find_chunking, run_in_chunks
+from batchax.execution.mesh import find_mesh, placed
+from batchax.execution.shards import Shards, find_shards
 from batchax.frontend.advice import named_in_errors
 from batchax.frontend.arguments import (
     LANES,
@@ -65,6 +63,7 @@ def vmap(
     divergence: Literal["predicate", "compact"] | Compact = "predicate",
     layout: Literal["auto", "packed", "padded", "grouped"] = "auto",
     buckets: int | Buckets | None = None,
+    mesh: Any = None,
 ) -> F:
     """Batches `fun`, a function of one example, over an axis of its arguments.
 
@@ -121,6 +120,11 @@ def vmap(
         longest only: at most so many groups, or those of ``batchax.bucket(x)``. Where lengths are
         traced, an int: each row is padded to the least that it fits of `max_length`, half of it,
         a quarter and so on, in at most so many sizes.
+      mesh: the devices to spread lanes over, each of which runs its lanes, `batch_size` of them at
+        a time. "all": every device. A ``jax.sharding.Mesh``: all axes of it; a tuple of one and the
+        name of an axis, or of names: those, and what is sharded over others stays as it is. Where
+        lanes do not come out even the last is repeated, and counts once. None: lanes stay where
+        they are.
 
     Returns:
       A function of the same parameters as `fun`, over batches. Outputs whose size depends on the
@@ -154,6 +158,11 @@ def vmap(
     lanes_that_part = find_divergence(divergence)
     chunking = find_chunking(fun, batch_size, memory_limit, residuals)
     in_parts = chunking is not None or lanes_that_part is not None
+    on_mesh = find_mesh(mesh)
+    if on_mesh is not None and spmd_axis_name is not None:
+        raise ArgumentTypeError(
+            "mesh and spmd_axis_name both say which devices lanes are spread over. Give mesh alone."
+        )
     in_chunks = lambda lanes: chunking is not None and chunking.applies_to(lanes)
     rows = RowOptions(layout, in_chunks, buckets)
 
@@ -172,12 +181,19 @@ def vmap(
             out = fun(*example_args, **example_kwargs)
             return flatten_outputs(out, out_axes, size, sum_match=sum_match)
 
-        run = functools.partial(_run, chunking=chunking)
+        shards = None if on_mesh is None else on_mesh.shards(size)
+        run = functools.partial(_run, chunking=chunking, shards=shards)
         ragged = any(isinstance(m.value, Ragged) for m in flat.mapped)
         if buckets is not None and not ragged:
             raise ArgumentTypeError(
                 "buckets was given, which is for rows of different lengths, but no mapped argument "
                 "is a batchax.Ragged."
+            )
+        if ragged and on_mesh is not None:
+            raise UnsupportedError(
+                "mesh was given, and a mapped argument is a batchax.Ragged: rows of different "
+                "lengths do not run on several devices yet. Leave mesh out, or pad them: "
+                "x.to_padded()."
             )
         with named_in_errors(flat.mapped, LANES.each):
             if ragged:
@@ -199,26 +215,39 @@ def _run(
     one_example: Described,
     mapped: list[Mapped],
     chunking: Chunking | None,
+    shards: Shards | None = None,
     may_shard: bool = True,
 ) -> tuple[list[Any], FlatOutputs]:
     """Stages the per-example function, batches it and places its outputs.
 
-    `may_shard`: whether each device may run chunks of the lanes that it has.
+    Args:
+      axis: the axis being mapped.
+      one_example: the function, which returns arrays and what describes them.
+      mapped: its arguments.
+      chunking: how many lanes run at a time; None for all.
+      shards: what lanes are to be spread over, if the user said so.
+      may_shard: whether each device may run the lanes that arguments say it has.
     """
     with _compat.name_stack_extended("vmap"):
+        names = [m.path for m in mapped]
         values = [m.value for m in mapped]
         axes = [m.axis for m in mapped]
-        avals = [example_aval(axis, jax.typeof(x), a) for x, a in zip(values, axes, strict=True)]
-        names = [m.path for m in mapped]
+        if shards is not None:
+            values = placed(shards, names, values, axes)
+        present = axis if shards is None else replace(axis, size=shards.each * shards.count)
+        avals = [example_aval(present, jax.typeof(x), a) for x, a in zip(values, axes, strict=True)]
         staged, outputs = stage_described(axis, one_example, avals, names)
         described = outputs.described
         recording.found_program(axis, staged, mapped)
         program = MappedProgram(axis, staged, values, axes)
-        if chunking is None and axis.divergence is not None and may_shard:
-            chunking = one_chunk_for_each_shard(axis, program)
-        if chunking is not None and chunking.applies_to(axis.size):
+        spread, in_parts = shards is not None, chunking is not None or axis.divergence is not None
+        if in_parts and may_shard and not spread:
+            shards = find_shards(axis, values, axes, staged.jaxpr)
+        if chunking is None and shards is not None:
+            chunking = Chunking(shards.each, keep=False)
+        if chunking is not None and (spread or chunking.applies_to(axis.size)):
             stage = lambda avals: stage_described(axis, one_example, avals, names)[0]
-            outs = run_in_chunks(chunking, program, described, stage, may_shard)
+            outs = run_in_chunks(chunking, program, described, stage, shards)
             return list(map(as_array, outs)), outputs
         check = functools.partial(check_unbatched, axis, described)
         with running(program):
@@ -229,8 +258,8 @@ def _run(
             else:
                 outs, out_axes = program.run()
                 check(out_axes)
-        placed = [
+        outs = [
             as_array(place(axis, output, x, a))
             for output, x, a in zip(described, outs, out_axes, strict=True)
         ]
-        return placed, outputs
+        return outs, outputs

@@ -53,6 +53,7 @@ from batchax.execution.operand_specs import (
 from batchax.jaxprs.own_primitives import stands_for
 from batchax.jaxprs.program_key import program_key
 from batchax.rules.in_turn import zero_after
+from batchax.rules.neutral import highest, lowest
 
 
 class ChunkBody:
@@ -338,9 +339,9 @@ def _before(loop: ChunkLoop, aval: Any, spec: Result, number: int) -> Any:
         case Sum():
             return lax.full(whole.shape, 0, accumulator(whole.dtype), sharding=sharding)
         case Extreme("max"):
-            return lax.full(whole.shape, _lowest(whole.dtype), whole.dtype, sharding=sharding)
+            return lax.full(whole.shape, lowest(whole.dtype), whole.dtype, sharding=sharding)
         case Extreme():
-            return lax.full(whole.shape, _highest(whole.dtype), whole.dtype, sharding=sharding)
+            return lax.full(whole.shape, highest(whole.dtype), whole.dtype, sharding=sharding)
         # Lanes that are not gathered stay zero. Extended dtypes (random keys) have no zero.
         case Gathered() if not jnp.issubdtype(whole.dtype, jax.dtypes.extended):
             return lax.full(whole.shape, 0, whole.dtype, sharding=sharding)
@@ -405,18 +406,6 @@ def accumulator(dtype: Any) -> Any:
     """The dtype in which values of `dtype` are added up: float32 for smaller floats."""
     small = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     return np.dtype(np.float32) if small else dtype
-
-
-def _lowest(dtype: Any) -> Any:
-    if dtype == np.bool_:
-        return False
-    return jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else -np.inf
-
-
-def _highest(dtype: Any) -> Any:
-    if dtype == np.bool_:
-        return True
-    return jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.integer) else np.inf
 
 
 @chunk_loop_p.def_impl

@@ -12,12 +12,13 @@ from jax.core import eval_jaxpr
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.execution.memory import Auto, parse_limit
+from batchax.execution.mesh import placed
 from batchax.execution.section_runner import SectionRunner
-from batchax.execution.shards import check_shared, find_shards, lanes_for_all, on_shards
+from batchax.execution.shards import Shards, check_shared, lanes_for_all, on_shards
 from batchax.frontend.arguments import is_position
 from batchax.frontend.outputs import OutputArray
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.axis import AxisPosition
 from batchax.kernel.captured import MappedProgram
 from batchax.kernel.inner import example_aval
 from batchax.kernel.lasting import Lasting, call_key
@@ -79,18 +80,12 @@ def find_chunking(
     return Chunking(int(batch_size), residuals == "keep")
 
 
-def one_chunk_for_each_shard(axis: Axis, program: MappedProgram) -> Chunking | None:
-    """Where the lanes are sharded over a mesh: each shard runs its own, all at once."""
-    shards = find_shards(axis, program.args, program.axes, program.staged.jaxpr)
-    return None if shards is None else Chunking(axis.size // shards.count, keep=False)
-
-
 def run_in_chunks(
     chunking: Chunking,
     program: MappedProgram,
     described: Sequence[OutputArray],
     stage: Callable[[Sequence[Any]], _compat.ClosedJaxpr],
-    may_shard: bool,
+    shards: Shards | None,
 ) -> list[Any]:
     """The outputs of a staged program for all lanes, where they are wanted.
 
@@ -99,68 +94,104 @@ def run_in_chunks(
       program: the program and its arguments.
       described: its outputs.
       stage: stages the program again, for examples of these types.
-      may_shard: whether each device may run chunks of the lanes that it has.
+      shards: what the arguments are spread over, if each device is to run chunks of its lanes.
 
     Raises:
       AxisError: an output depends on the batch where it must not.
       UnsupportedError: the program cannot run in chunks.
     """
-    axis, positions = program.axis, program.axes
     if any(map(_compat.is_reference, (*program.staged.consts, *program.args))):
         raise UnsupportedError(
             "batch_size was given, but the function is given, or closes over, a reference "
             "(jax.new_ref). Create it inside the function, or leave batch_size out."
         )
-    found = find_shards(axis, program.args, positions, program.staged.jaxpr)
-    shards = found if may_shard else None
     if shards is None:
         chunking, program = _of_all_lanes(chunking, program)
-        axis = program.axis
     how = chunking.batch_size, chunking.keep
-    if not (program.traced or shards or recording.is_on()):
-        program, positions = _with_constants_passed(program)
+    traced = program.traced
+    # A choice of chunk size is noted for each call, and so is what `explain` asks for.
+    remembers = not (traced or recording.is_on() or isinstance(chunking.batch_size, Auto))
+    held = program
+    consts: Sequence[Any] = ()
+    if not (traced or recording.is_on()):
+        program, consts = _with_constants_passed(program, shards)
+    axis, positions = program.axis, program.axes
 
     def run(*args: Any) -> list[Any]:
         if shards is None:
             return SectionRunner(axis, *how, program.staged, args, positions).outputs(described)[0]
-        shared = [x for x, a in zip(args, positions, strict=True) if a is None]
-        check_shared(shared, program.staged.consts)
-        inner = replace(axis, spmd_name=None, mesh_axis=None)
-        local = replace(inner, size=axis.size // shards.count)
+        return _on_shards(shards, program, args, consts, how, described, stage)
 
-        def run_shard(*xs: Any) -> tuple[list[Any], list[AxisPosition]]:
-            staged = stage(
-                [example_aval(local, jax.typeof(x), a) for x, a in zip(xs, positions, strict=True)]
-            )
-            return SectionRunner(inner, *how, staged, xs, positions, shards).outputs(described)
-
-        return on_shards(shards, run_shard, args, positions)
-
-    if program.traced:
+    if traced:
         return run(*program.args)
     # Outside of `jit` operations are computed as they are met. The whole is staged first, so
     # that what is wrong with it is found before anything is computed.
     types = [jax.typeof(x) for x in program.args]
     build = lambda: _compat.stage(run, types)
-    if shards or recording.is_on() or isinstance(chunking.batch_size, Auto):
-        whole = build()  # a choice of chunk size is noted for each call
-    else:
+    if remembers:
         specs = tuple(output.spec for output in described)
         places = zip(types, positions, strict=True)
-        whole = _staged.get(call_key(axis, program.staged, how, specs, *places), build)
+        key = call_key(axis, program.staged, shards, how, specs, *places)
+        try:
+            whole = _staged.get(key, build)
+        except _OtherConstants:
+            program, consts = held, ()
+            whole = _compat.stage(run, list(map(jax.typeof, program.args)))
+    else:
+        whole = build()
     return eval_jaxpr(whole.jaxpr, whole.consts, *program.args)
+
+
+class _OtherConstants(Exception):
+    """A function that does not hold the same values each time it is staged."""
+
+
+def _on_shards(
+    shards: Shards,
+    program: MappedProgram,
+    args: Sequence[Any],
+    consts: Sequence[Any],
+    how: tuple[int | Auto, bool],
+    described: Sequence[OutputArray],
+    stage: Callable[[Sequence[Any]], _compat.ClosedJaxpr],
+) -> list[Any]:
+    """The outputs where each device runs the lanes that it has.
+
+    `consts`: what the program held, which its first arguments are now.
+    """
+    positions, count = program.axes, len(consts)
+    shared = [x for x, a in zip(args, positions, strict=True) if a is None]
+    check_shared(shared, program.staged.consts)
+    axis = replace(program.axis, spmd_name=None, mesh_axis=None)
+    local = replace(axis, size=shards.each)
+
+    def run_shard(*xs: Any) -> tuple[list[Any], list[AxisPosition]]:
+        # Types may be others in here, where axes of the mesh are manual: it is staged again.
+        own = zip(xs[count:], positions[count:], strict=True)
+        staged = stage([example_aval(local, jax.typeof(x), a) for x, a in own])
+        if count:
+            if list(map(jax.typeof, staged.consts)) != list(map(jax.typeof, consts)):
+                raise _OtherConstants
+            staged = _compat.close(staged.jaxpr, list(xs[:count]))
+        runner = SectionRunner(axis, *how, staged, xs[count:], positions[count:], shards)
+        return runner.outputs(described)
+
+    return on_shards(shards, run_shard, args, positions)
 
 
 _staged = Lasting(most=64)  # what calls outside of `jit` have cut into sections, and batched
 
 
 def _with_constants_passed(
-    program: MappedProgram,
-) -> tuple[MappedProgram, Sequence[AxisPosition]]:
-    """The same, of a program that holds no values; and where arguments have the batch axis."""
+    program: MappedProgram, shards: Shards | None
+) -> tuple[MappedProgram, Sequence[Any]]:
+    """The same, of a program that holds no values; and those, its first arguments now."""
     staged, consts = _compat.hoist_constants(program.staged)
-    args, axes = [*consts, *program.args], [*[None] * len(consts), *program.axes]
-    return replace(program, staged=staged, args=args, axes=axes), axes
+    none: list[AxisPosition] = [None] * len(consts)
+    if shards is not None:
+        consts = placed(shards, ["a value that the function closes over"] * len(none), consts, none)
+    args, axes = [*consts, *program.args], [*none, *program.axes]
+    return replace(program, staged=staged, args=args, axes=axes), consts
 
 
 def _of_all_lanes(chunking: Chunking, program: MappedProgram) -> tuple[Chunking, MappedProgram]:

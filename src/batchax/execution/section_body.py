@@ -15,7 +15,7 @@ from batchax.execution.chunk_loop import ChunkBody, ChunkLoop
 from batchax.execution.memory import Auto
 from batchax.execution.operand_specs import WHOLE, Lanes
 from batchax.execution.sections import Env, section_for
-from batchax.execution.streaming import partial_result, reduced_type
+from batchax.execution.streaming import partial_result, reduced_type, where_real
 from batchax.frontend.outputs import Reduce
 from batchax.kernel.axis import Axis, AxisPosition, move_axis
 from batchax.kernel.captured import MappedProgram, running
@@ -30,11 +30,14 @@ class LanesToRun:
       batch_size: how many make a chunk.
       index: the variable that holds the index of a lane, or None if nothing uses it. Its
         value for all lanes is that of the first; each chunk counts from there.
+      real: if lanes from this index on repeat another one, and are no part of what lanes are
+        reduced to. None if there are none such.
     """
 
     axis: Axis
     batch_size: int | Auto
     index: Any
+    real: int | None = None
 
 
 class Found(NamedTuple):
@@ -68,6 +71,8 @@ class SectionBody:
     ) -> None:
         self.targets = targets
         self.section = section_for(eqns, [t.variable for t in targets], env, effects)
+        if lanes.real is not None and lanes.index not in self.section.invars:
+            self.section = self.section.replace(invars=[lanes.index, *self.section.invars])
         self.operands = [env[v][0] for v in self.section.invars]
         positions = [env[v][1] for v in self.section.invars]
         self._chunk = _Chunk(lanes, self.section, positions, targets)
@@ -93,7 +98,7 @@ class SectionBody:
             lax.slice_in_dim(x, 0, 1, axis=spec.axis) if isinstance(spec, Lanes) else x
             for x, spec in zip(self.operands, self.loop.operands, strict=True)
         ]
-        outs, _ = self._chunk.interpret(1, jnp.int32(0), parts)
+        outs, _, _ = self._chunk.interpret(1, jnp.int32(0), parts)
         return {t: Found(x, None) for t, x in zip(self.targets, outs, strict=True)}
 
 
@@ -121,25 +126,33 @@ class _Chunk:
         """The function of one chunk of `width` lanes; see `ChunkBody`."""
 
         def run(start: Any, *xs: Any) -> list[Any]:
-            outs, positions = self.interpret(width, start, xs)
-            return list(map(self._result, self.targets, outs, positions))
+            outs, positions, real = self.interpret(width, start, xs)
+            found = zip(self.targets, outs, positions, strict=True)
+            return [self._result(target, x, position, real) for target, x, position in found]
 
         return run
 
     def interpret(
         self, width: int, start: Any, xs: Sequence[Any]
-    ) -> tuple[list[Any], list[AxisPosition]]:
-        """The targets for `width` lanes, and where they have the batch axis."""
+    ) -> tuple[list[Any], list[AxisPosition], Any]:
+        """The targets for `width` lanes, where they have the batch axis, and which lanes are real.
+
+        None if all are.
+        """
         axis = replace(self.lanes.axis, size=width, name=None, mesh_axis=None)
         values = [
             x + start + lax.iota(np.int32, width) if v is self.lanes.index else x
             for v, x in zip(self.section.invars, xs, strict=True)
         ]
         program = MappedProgram(axis, self.section, values, self.positions)
+        real = None
+        if self.lanes.real is not None:
+            index = values[self.section.invars.index(self.lanes.index)]
+            real = lax.lt(index, lax.full_like(index, self.lanes.real))
         with running(program):
-            return program.run()
+            return *program.run(), real
 
-    def _result(self, target: Target, x: Any, position: AxisPosition) -> Any:
+    def _result(self, target: Target, x: Any, position: AxisPosition, real: Any) -> Any:
         """What a chunk returns for one target. Notes the spec of the target in `specs`."""
         if position is None:
             self.specs[target] = None
@@ -147,6 +160,8 @@ class _Chunk:
         if isinstance(target.how, Reduce):
             kind = target.how.kind
             self.reduced[target] = reduced_type(kind, x, position)
+            if real is not None:
+                x = where_real(real, x, position, kind)
             x, self.specs[target] = partial_result(kind, x, position)
             return x
         self.specs[target] = Lanes(target.how)

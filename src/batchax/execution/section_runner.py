@@ -54,21 +54,23 @@ class SectionRunner:
         shards: Shards | None = None,
     ) -> None:
         self.axis, self.keep, self.shards = axis, keep, shards
-        self.local = axis if shards is None else replace(axis, size=axis.size // shards.count)
+        self.local = axis if shards is None else replace(axis, size=shards.each)
         staged = _compat.without_references(staged, axis.name, axis.size)
         self.lane, values = None, list(zip(args, positions, strict=True))
-        if any(is_exposed(axis, eqn) for eqn in staged.jaxpr.eqns):
+        counted = shards is not None and bool(shards.repeated)
+        if counted or any(is_exposed(axis, eqn) for eqn in staged.jaxpr.eqns):
             staged = expose_names(axis, staged)
             self.lane = staged.jaxpr.invars[0]
             # The value for all lanes is the first lane's: each chunk counts from there.
-            first = np.int32(0) if shards is None else shards.first_lane(self.local.size)
+            first = np.int32(0) if shards is None else shards.first_lane()
             values.insert(0, (first, 0))
         self.jaxpr = staged.jaxpr
         self.env: Env = {
             v: (c, None) for v, c in zip(self.jaxpr.constvars, staged.consts, strict=True)
         }
         self.env.update(zip(self.jaxpr.invars, values, strict=True))
-        self.lanes = LanesToRun(self.local, batch_size, self.lane)
+        real = axis.size if counted else None
+        self.lanes = LanesToRun(self.local, batch_size, self.lane, real)
         self.batch_bytes = bytes_per_lane(
             v for v, (_, a) in self.env.items() if a is not None and v is not self.lane
         )
@@ -203,12 +205,15 @@ class SectionRunner:
         env: Env = {}
         for v in {v for eqn in eqns for v in variables(eqn)}:
             x, position = self.env[v]
-            env[v] = (x if position is None else shards.gathered(x, position)), position
+            if position is not None:
+                x = shards.without_repeated(shards.gathered(x, position), position)
+            env[v] = x, position
         run_whole(self.axis, eqns, env)
-        first = shards.first_lane(self.local.size)
+        first = shards.first_lane()
         for v in (v for eqn in eqns for v in eqn.outvars):
             x, position = env[v]
             if position is not None:
+                x = shards.filled_up(x, position)
                 x = lax.dynamic_slice_in_dim(x, first, self.local.size, position)
             self.env[v] = x, position
 

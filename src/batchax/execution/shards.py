@@ -1,4 +1,4 @@
-"""Chunks within each device's shard, where the batch axis is sharded over a mesh.
+"""Lanes within each device's shard, where the batch axis is sharded over a mesh.
 
 A chunk of consecutive lanes lies on one device. To take such chunks from an axis that
 is spread over several, each chunk would have to be sent to all of them. So the function
@@ -31,22 +31,48 @@ from batchax.kernel.axis import Axis, AxisPosition, inserted
 class Shards:
     """What the batch axis is sharded over.
 
+    All shards have as many lanes. Where the lanes do not come out even the last of them is
+    repeated; repeated lanes are left out of what lanes are reduced to, and of results.
+
     Attributes:
       mesh: a mesh of devices.
       names: the axes of the mesh that the lanes are spread over.
+      lanes: how many there are.
     """
 
     mesh: Any
     names: tuple[Any, ...]
+    lanes: int
 
     @property
     def count(self) -> int:
         """Number of shards."""
         return math.prod(self.mesh.shape[name] for name in self.names)
 
-    def first_lane(self, size: int) -> Any:
-        """Inside: the index of this shard's first lane, of shards of `size` lanes."""
-        return lax.axis_index(self.names) * np.int32(size)
+    @property
+    def each(self) -> int:
+        """Number of lanes of a shard."""
+        return -(-self.lanes // self.count)
+
+    @property
+    def repeated(self) -> int:
+        """Number of lanes that repeat the last one."""
+        return self.each * self.count - self.lanes
+
+    def first_lane(self) -> Any:
+        """Inside: the index of this shard's first lane."""
+        return lax.axis_index(self.names) * np.int32(self.each)
+
+    def filled_up(self, x: Any, axis: int) -> Any:
+        """All lanes along `axis`, and then those that repeat the last one."""
+        if not self.repeated:
+            return x
+        last = lax.slice_in_dim(x, self.lanes - 1, self.lanes, axis=axis)
+        return lax.concatenate([x, *[last] * self.repeated], axis)
+
+    def without_repeated(self, x: Any, axis: int) -> Any:
+        """What `filled_up` was given."""
+        return lax.slice_in_dim(x, 0, self.lanes, axis=axis) if self.repeated else x
 
     def combined(self, kind: Result, x: Any) -> Any:
         """Inside: a result of a chunk loop for all lanes, from that for each shard's."""
@@ -105,7 +131,7 @@ def _shards(sharding: Any, position: AxisPosition) -> tuple[Any, ...]:
 
 
 def _counted(mesh: Any, names: tuple[Any, ...], size: int) -> Shards | None:
-    shards = Shards(mesh, names)
+    shards = Shards(mesh, names, size)
     # Where types name the mesh (axes of type Explicit), slices and results of a chunk would not
     # have one type, even with a single device.
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -171,7 +197,7 @@ def on_shards(
       shards: what lanes are sharded over.
       run: from one shard of each argument to those of the outputs, and where the outputs
         carry the batch axis; one that carries none is the same on all shards.
-      args: the arguments.
+      args: the arguments, filled up with lanes that repeat the last one.
       positions: where they carry the batch axis.
     """
 
@@ -179,7 +205,7 @@ def on_shards(
         return jax.shard_map(
             one_shard,
             mesh=shards.mesh,
-            in_specs=tuple(_spec(shards, a) for a in positions),
+            in_specs=tuple(spec_of(shards, a) for a in positions),
             out_specs=out_specs,
             axis_names=set(shards.names),
             check_vma=False,  # what is gathered is the same everywhere, which JAX cannot see
@@ -189,11 +215,15 @@ def on_shards(
         run, lambda arrays: jax.eval_shape(mapped(arrays, PartitionSpec()), *args)
     )
     # Compiled: operation by operation, JAX refuses meshes that have other axes as well.
-    specs = [_spec(shards, a) for a in found]
-    return jax.jit(mapped(lambda *xs: run(*xs)[0], specs))(*args)
+    specs = [spec_of(shards, a) for a in found]
+    outs = jax.jit(mapped(lambda *xs: run(*xs)[0], specs))(*args)
+    return [
+        x if a is None else shards.without_repeated(x, a) for x, a in zip(outs, found, strict=True)
+    ]
 
 
-def _spec(shards: Shards, position: AxisPosition) -> PartitionSpec:
+def spec_of(shards: Shards, position: AxisPosition) -> PartitionSpec:
+    """How an array with lanes at `position` is sharded; None: the same on every device."""
     if position is None:
         return PartitionSpec()
     return PartitionSpec(*inserted((None,) * position, position, shards.names))

@@ -11,10 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from batchax.execution.chunk_loop import accumulator
 from batchax.execution.operand_specs import SUM, Extreme, PerChunk, Result
 from batchax.frontend.outputs import reduce_batch
+from batchax.rules.neutral import NEUTRAL
 
 
 def partial_result(kind: str, x: Any, axis: int) -> tuple[Any, Result]:
@@ -28,6 +30,12 @@ def partial_result(kind: str, x: Any, axis: int) -> tuple[Any, Result]:
             return jnp.prod(x, axis=axis, dtype=_dtype(kind, x, axis))[None], PerChunk(0)
         case _:
             return x, Extreme(kind, axis)
+
+
+def where_real(real: Any, x: Any, axis: int, kind: str) -> Any:
+    """`x` with what changes no reduction of that kind in lanes that are not `real`."""
+    neutral = NEUTRAL["sum" if kind == "mean" else kind](x.dtype)
+    return lax.select(lax.broadcast_in_dim(real, x.shape, (axis,)), x, lax.full_like(x, neutral))
 
 
 def finish(kind: str, result: Any, size: int, like: Any) -> Any:

@@ -2,40 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-
-import jax.numpy as jnp
 
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.rows.padded import Operation, Row, padded_rule
-
-
-def lowest(dtype: Any) -> Any:
-    """What no value of `dtype` is less than."""
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return -jnp.inf
-    return False if dtype == jnp.bool_ else jnp.iinfo(dtype).min
-
-
-def highest(dtype: Any) -> Any:
-    """What no value of `dtype` is more than."""
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.inf
-    return True if dtype == jnp.bool_ else jnp.iinfo(dtype).max
-
-
-NEUTRAL: dict[str, Callable[[Any], Any]] = {
-    "sum": lambda dtype: 0,
-    "prod": lambda dtype: 1,
-    "max": lowest,
-    "min": highest,
-    "and": lambda dtype: -1 if jnp.issubdtype(dtype, jnp.signedinteger) else highest(dtype),
-    "or": lambda dtype: 0,
-    "xor": lambda dtype: 0,
-    "logsumexp": lowest,
-}
-"""For each kind of reduction, by the dtype of its operand, a value that changes no result."""
+from batchax.rules.neutral import NEUTRAL
 
 
 @padded_rule(

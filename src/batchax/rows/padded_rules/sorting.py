@@ -9,8 +9,8 @@ import numpy as np
 
 from batchax.rows.padded import Operation, Row, padded_rule
 from batchax.rows.padded_rules.moving import pad_end
-from batchax.rows.padded_rules.reduction import highest, lowest
 from batchax.rows.sizes import is_symbolic
+from batchax.rules.neutral import highest, lowest
 
 
 @padded_rule("sort")

@@ -1,0 +1,150 @@
+"""Lanes spread over the devices of a mesh that the user names: `vmap(mesh=...)`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.execution.shards import Shards, spec_of
+from batchax.kernel.axis import AxisPosition
+
+
+@dataclass(frozen=True)
+class OnMesh:
+    """What the option `mesh` of `vmap` asks for.
+
+    Attributes:
+      mesh: a mesh; None for one of all devices, which is looked for at each call.
+      names: the axes of the mesh that lanes are spread over; empty for all of them.
+    """
+
+    mesh: Mesh | AbstractMesh | None
+    names: tuple[Any, ...] = ()
+
+    def shards(self, lanes: Any) -> Shards | None:
+        """What so many lanes are spread over; None if there are none.
+
+        Raises:
+          UnsupportedError: the number of lanes is a symbol.
+        """
+        if not isinstance(lanes, int):
+            raise UnsupportedError(
+                f"mesh was given, but the number of lanes is {lanes}, a symbolic size. Export the "
+                "function for a known size, or leave mesh out."
+            )
+        if lanes == 0:
+            return None
+        mesh = self.mesh
+        if mesh is None:
+            mesh = Mesh(np.array(jax.devices()), ("devices",))
+        return Shards(mesh, self.names or tuple(mesh.axis_names), lanes)
+
+
+def find_mesh(mesh: Any) -> OnMesh | None:
+    """What the option `mesh` asks for; None where it asks for nothing.
+
+    Raises:
+      ArgumentTypeError: it is not a mesh.
+      AxisError: the mesh has no axis of that name.
+    """
+    if mesh is None:
+        return None
+    if isinstance(mesh, str) and mesh == "all":
+        return OnMesh(None)
+    names: Any = ()
+    if isinstance(mesh, tuple) and len(mesh) == 2 and _is_mesh(mesh[0]):
+        mesh, names = mesh
+        names = names if isinstance(names, tuple) else (names,)
+        missing = [name for name in names if name not in mesh.axis_names]
+        if missing or not names or len(set(names)) < len(names):
+            raise AxisError(
+                f"mesh: the mesh has the axes {', '.join(map(repr, mesh.axis_names))}; "
+                + (
+                    f"lanes were to be spread over {', '.join(map(repr, missing))}."
+                    if missing
+                    else f"name one or more of them, each once; got {names!r}."
+                )
+            )
+    if not _is_mesh(mesh):
+        raise ArgumentTypeError(
+            'mesh must be None, "all", a jax.sharding.Mesh, or a tuple of one and the name of an '
+            f"axis, or of names; got {mesh!r} of type {type(mesh).__name__}."
+        )
+    return OnMesh(mesh, names)
+
+
+def _is_mesh(x: Any) -> bool:
+    return isinstance(x, (Mesh, AbstractMesh))
+
+
+def placed(
+    shards: Shards, paths: Sequence[str], args: Sequence[Any], positions: Sequence[AxisPosition]
+) -> list[Any]:
+    """The arguments where shards want them: lanes spread over the mesh, all else on each device.
+
+    What is sharded over other axes of the mesh stays as it is. Lanes that fill up the last shards
+    repeat the last lane.
+
+    Raises:
+      AxisError: another axis of an argument is sharded over axes that lanes are spread over.
+    """
+    for path, x, position in zip(paths, args, positions, strict=True):
+        _check_free(shards, path, x, position)
+    return [_placed(shards, x, position) for x, position in zip(args, positions, strict=True)]
+
+
+def _placed(shards: Shards, x: Any, position: AxisPosition) -> Any:
+    if isinstance(x, Tracer) or isinstance(shards.mesh, AbstractMesh):
+        # Where the values will be, `jit` and `shard_map` say.
+        return x if position is None else shards.filled_up(x, position)
+    spec = _with_other_axes(shards, x, position)
+    sharding = NamedSharding(shards.mesh, spec)
+    if isinstance(x, jax.Array):
+        return jax.device_put(x if position is None else shards.filled_up(x, position), sharding)
+    x = np.asarray(x)
+    shape = list(x.shape)
+    if position is not None:
+        shape[position] += shards.repeated
+
+    def rows(index: tuple[slice, ...]) -> np.ndarray:
+        """What one device holds: no copy of the whole is made for it."""
+        if position is None or not shards.repeated:
+            return x[index]
+        start, stop, _ = index[position].indices(shape[position])
+        lanes = np.minimum(np.arange(start, stop), shards.lanes - 1)
+        return np.take(x[(*index[:position], slice(None), *index[position + 1 :])], lanes, position)
+
+    return jax.make_array_from_callback(tuple(shape), sharding, rows)
+
+
+def _with_other_axes(shards: Shards, x: Any, position: AxisPosition) -> PartitionSpec:
+    """Lanes over the axes of `shards`, and whatever `x` is sharded over besides."""
+    known = jax.typeof(x) if isinstance(x, Tracer) else x
+    sharding: Any = getattr(known, "sharding", None)
+    entries = list(spec_of(shards, position))
+    if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == shards.mesh.axis_names:
+        entries += [None] * (np.ndim(x) - len(entries))
+        for i, entry in enumerate(sharding.spec):
+            if i != position:
+                entries[i] = entry
+    return PartitionSpec(*entries)
+
+
+def _check_free(shards: Shards, path: str, x: Any, position: AxisPosition) -> None:
+    known = jax.typeof(x) if isinstance(x, Tracer) else x
+    for i, entry in enumerate(getattr(getattr(known, "sharding", None), "spec", ())):
+        names = entry if isinstance(entry, tuple) else (entry,)
+        taken = [name for name in names if name in shards.names]
+        if taken and i != position:
+            raise AxisError(
+                f"{path}: axis {i} is sharded over {taken[0]!r}, an axis of the mesh that lanes "
+                "are spread over. Spread the lanes over other axes, mesh=(mesh, names), or put the "
+                "array elsewhere before, with jax.device_put."
+            )
