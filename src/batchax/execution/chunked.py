@@ -107,12 +107,14 @@ def run_in_chunks(
         )
     if shards is None:
         chunking, program = _of_all_lanes(chunking, program)
+    else:
+        shared = [x for x, a in zip(program.args, program.axes, strict=True) if a is None]
+        check_shared(shared, program.staged.consts)
     how = chunking.batch_size, chunking.keep
     traced = program.traced
     # A choice of chunk size is noted for each call, and so is what `explain` asks for.
     remembers = not (traced or recording.is_on() or isinstance(chunking.batch_size, Auto))
-    held = program
-    consts: Sequence[Any] = ()
+    held, consts = program, []
     if not (traced or recording.is_on()):
         program, consts = _with_constants_passed(program, shards)
     axis, positions = program.axis, program.axes
@@ -126,18 +128,17 @@ def run_in_chunks(
         return run(*program.args)
     # Outside of `jit` operations are computed as they are met. The whole is staged first, so
     # that what is wrong with it is found before anything is computed.
-    types = [jax.typeof(x) for x in program.args]
-    build = lambda: _compat.stage(run, types)
-    if remembers:
-        specs = tuple(output.spec for output in described)
-        places = zip(types, positions, strict=True)
-        key = call_key(axis, program.staged, shards, how, specs, *places)
-        try:
-            whole = _staged.get(key, build)
-        except _OtherConstants:
-            program, consts = held, ()
-            whole = _compat.stage(run, list(map(jax.typeof, program.args)))
-    else:
+    build = lambda: _compat.stage(run, list(map(jax.typeof, program.args)))
+    specs = tuple(output.spec for output in described)
+    places = zip(map(jax.typeof, program.args), positions, strict=True)
+    try:
+        whole = (
+            _staged.get(call_key(axis, program.staged, shards, how, specs, *places), build)
+            if remembers
+            else build()
+        )
+    except _OtherConstants:
+        program, consts, positions = held, [], held.axes
         whole = build()
     return eval_jaxpr(whole.jaxpr, whole.consts, *program.args)
 
@@ -160,8 +161,6 @@ def _on_shards(
     `consts`: what the program held, which its first arguments are now.
     """
     positions, count = program.axes, len(consts)
-    shared = [x for x, a in zip(args, positions, strict=True) if a is None]
-    check_shared(shared, program.staged.consts)
     axis = replace(program.axis, spmd_name=None, mesh_axis=None)
     local = replace(axis, size=shards.each)
 
@@ -170,7 +169,7 @@ def _on_shards(
         own = zip(xs[count:], positions[count:], strict=True)
         staged = stage([example_aval(local, jax.typeof(x), a) for x, a in own])
         if count:
-            if list(map(jax.typeof, staged.consts)) != list(map(jax.typeof, consts)):
+            if list(map(_kind, staged.consts)) != list(map(_kind, consts)):
                 raise _OtherConstants
             staged = _compat.close(staged.jaxpr, list(xs[:count]))
         runner = SectionRunner(axis, *how, staged, xs[count:], positions[count:], shards)
@@ -180,6 +179,11 @@ def _on_shards(
 
 
 _staged = Lasting(most=64)  # what calls outside of `jit` have cut into sections, and batched
+
+
+def _kind(x: Any) -> Any:
+    """The type of an array, wherever it is."""
+    return jax.typeof(x).shape, jax.typeof(x).dtype, jax.typeof(x).weak_type
 
 
 def _with_constants_passed(

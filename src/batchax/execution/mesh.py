@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -80,7 +80,7 @@ def find_mesh(mesh: Any) -> OnMesh | None:
     return OnMesh(mesh, names)
 
 
-def _is_mesh(x: Any) -> bool:
+def _is_mesh(x: Any) -> TypeGuard[Mesh | AbstractMesh]:
     return isinstance(x, (Mesh, AbstractMesh))
 
 
@@ -113,7 +113,7 @@ def _placed(shards: Shards, x: Any, position: AxisPosition) -> Any:
     if position is not None:
         shape[position] += shards.repeated
 
-    def rows(index: tuple[slice, ...]) -> np.ndarray:
+    def rows(index: Any) -> np.ndarray:
         """What one device holds: no copy of the whole is made for it."""
         if position is None or not shards.repeated:
             return x[index]

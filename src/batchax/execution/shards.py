@@ -246,8 +246,8 @@ def check_shared(args: Sequence[Any], consts: Sequence[Any]) -> None:
                 "jax.sharding.reshard(array, jax.P()), or leave batch_size out."
             )
     for x in consts:
-        sharding = getattr(jax.typeof(x), "sharding", None)
-        if sharding is not None and not sharding.mesh.empty:
+        mesh: Any = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+        if mesh is not None and AxisType.Explicit in mesh.axis_types:
             raise UnsupportedError(
                 "batch_size was given for a batch that is sharded over a mesh, and the function "
                 f"closes over an array of shape {x.shape} whose type tells of that mesh. Pass it "
