@@ -108,7 +108,9 @@ def run_in_windows(
         left = max(left, widths[0]) if widths else 0
         stays = lambda wasted, count: plan.bears(wasted, count) & (count > 0)
         state = (active, carry, plan.blank)
-        active, carry, tally = _steps(step, size, consts, left, stays, _alike(state, varying))
+        state = _alike(state, varying)
+        state = _steps(step, size, consts, left, stays, state, _count(active))
+        active, carry, tally, _ = state
         tallies = [tally]
     if widths:
         window = _Window(plan, widths, step, consts, positions)
@@ -124,10 +126,12 @@ def _steps(
     left: Any,
     stays: Callable[[Any, Any], Any],
     state: Any,
+    count: Any,
 ) -> Any:
     """Steps of `width` lanes, while more than `left` of them are active, or `stays` says to go on.
 
-    `stays` is given the lane-steps wasted so far, and the number of active lanes.
+    `count` of them are active at first. `stays` is given the lane-steps wasted so far, and how
+    many are active.
     """
     active, carry, tally = state
 
@@ -143,9 +147,8 @@ def _steps(
         wasted += lax.convert_element_type(width - count, np.float32)
         return active, carry, tally, count, wasted
 
-    count = _count(active)
     start = active, carry, tally, count, lax.full_like(count, 0, np.float32)
-    return lax.while_loop(goes_on, once, start)[:3]
+    return lax.while_loop(goes_on, once, start)[:4]
 
 
 class _Window:
@@ -174,23 +177,29 @@ class _Window:
     ) -> tuple[list[Any], Sequence[Tally]]:
         """From the carries of all lanes to their last ones, with counts of lane-steps."""
         size = active.shape[0]
-        queue, first = _alike((jnp.zeros(size, np.int32), np.int32(size)), varying)
-        first = _queued(queue, first, lax.iota(np.int32, size), active)
-        state = (everyone, *first, [self.plan.blank] * len(self.widths))
-        everyone, _, _, tallies = lax.while_loop(
-            lambda state: state[2] < size, self._turn, _alike(state, varying)
-        )
-        return everyone, tallies
+        queue = lax.iota(np.int32, size), np.int32(0), np.int32(size), np.int32(1)
+        state = [active, *everyone], queue, [self.plan.blank] * len(self.widths)
+
+        def goes_on(state: Any) -> Any:
+            _, (_, _, end, left), _ = state
+            return (end < size) | (left > 0)
+
+        everyone, _, tallies = lax.while_loop(goes_on, self._turn, _alike(state, varying))
+        return everyone[1:], tallies
 
     def _turn(self, state: Any) -> Any:
-        """Runs the first lanes of the queue until enough are done; the others return to it."""
-        everyone, queue, first, tallies = state
+        """Runs the first lanes of the queue until enough are done; the others stay in front of it.
+
+        The queue begins with the lanes of the turn before, up to `end`, of which `left` are active.
+        """
+        everyone, (queue, first, end, _), tallies = state
+        queue, first = _without_done(queue, first, end, everyone[0])
         size, width = queue.shape[0], self.widths[0]
         end = lax.min(first + width, np.int32(size))
         place = lax.iota(np.int32, width)
         taken = place < end - first
         lanes = queue.at[first + place].get(mode="clip")
-        carry = [x.at[lanes].get(mode="clip") for x in everyone]
+        carry = [x.at[lanes].get(mode="clip") for x in everyone[1:]]
         consts = [
             x if a is None else x.at[(slice(None),) * a + (lanes,)].get(mode="clip")
             for x, a in zip(self.consts, self.positions, strict=True)
@@ -198,20 +207,23 @@ class _Window:
         fits = [end - first <= w for w in self.widths[1:]]
         k = sum((lax.convert_element_type(fit, np.int32) for fit in fits), np.int32(0))
         runs = [functools.partial(self._run_at, k) for k in range(len(self.widths))]
-        active, carry, tallies = lax.switch(k, runs, end < size, taken, carry, consts, tallies)
+        rows, left, tallies = lax.switch(
+            k, runs, end < size, end - first, taken, carry, consts, tallies
+        )
         # Places without a lane are written out of bounds, where they are dropped: each to another
         # index, since indices are said to be unique.
         target = lax.select(taken, lanes, size + place)
         everyone = [
             x.at[target].set(row, mode="drop", unique_indices=True)
-            for x, row in zip(everyone, carry, strict=True)
+            for x, row in zip(everyone, rows, strict=True)
         ]
-        return everyone, *_queued(queue, end, lanes, active), tallies
+        return everyone, (queue, first, end, left), tallies
 
     def _run_at(
         self,
         k: int,
         some_wait: Any,
+        count: Any,
         active: Any,
         carry: list[Any],
         consts: list[Any],
@@ -234,37 +246,47 @@ class _Window:
         ]
         first = [x[:width] for x in (active, *carry)]
         state = (first[0], first[1:], tallies[k])
-        run, rows, tally = _steps(self.step, width, consts, left, stays, state)
-        active, *carry = [
+        run, rows, tally, count = _steps(self.step, width, consts, left, stays, state, count)
+        everyone = [
             lax.dynamic_update_slice_in_dim(x, row, 0, 0)
             for x, row in zip((active, *carry), (run, *rows), strict=True)
         ]
-        return active, carry, [*tallies[:k], tally, *tallies[k + 1 :]]
+        return everyone, count, [*tallies[:k], tally, *tallies[k + 1 :]]
 
 
-def _queued(queue: Any, first: Any, lanes: Any, active: Any) -> tuple[Any, Any]:
-    """`queue`, which starts at `first`, with the active of `lanes` in front; and its new start."""
-    width = lanes.shape[0]
+def _without_done(queue: Any, first: Any, end: Any, active: Any) -> tuple[Any, Any]:
+    """`queue` with only the active lanes of those from `first` to `end`, and where they start."""
+    size = queue.shape[0]
     if jax.default_backend() != "cpu":
-        places = first - lax.cumsum(lax.convert_element_type(active, np.int32), reverse=True)
-        beyond = queue.shape[0] + lax.iota(np.int32, width)  # dropped; each differs, as places must
-        target = lax.select(active, places, beyond)
-        queue = queue.at[target].set(lanes, mode="drop", unique_indices=True)
-        return queue, first - _count(active)
+        place = lax.iota(np.int32, size)
+        stays = (place >= first) & (place < end) & active.at[queue].get(mode="clip")
+        before = end - lax.cumsum(lax.convert_element_type(stays, np.int32), reverse=True)
+        # Others are written out of bounds, where they are dropped; each differs, as places must.
+        target = lax.select(stays, before, size + place)
+        queue = queue.at[target].set(queue, mode="drop", unique_indices=True)
+        return queue, end - _count(stays)
 
-    def put(i: Any, state: Any) -> Any:
-        queue, first = state
-        at = width - 1 - i
+    def put(state: Any) -> Any:
+        queue, at, to = state
+        lane = lax.dynamic_index_in_dim(queue, at - 1, 0, False, allow_negative_indices=False)
         # Whoever comes next, if anyone, writes over a lane that is not active.
-        queue = lax.dynamic_update_index_in_dim(queue, lanes[at], first - 1, 0)
-        return queue, first - lax.convert_element_type(active[at], np.int32)
+        queue = lax.dynamic_update_index_in_dim(
+            queue, lane, to - 1, 0, allow_negative_indices=False
+        )
+        on = lax.dynamic_index_in_dim(active, lane, 0, False, allow_negative_indices=False)
+        return queue, at - 1, to - lax.convert_element_type(on, np.int32)
 
     # On a processor that takes half as long as sums and a scatter do, and less to compile.
-    return lax.fori_loop(0, width, put, (queue, first))
+    queue, _, first = lax.while_loop(lambda state: state[1] > first, put, (queue, end, end))
+    return queue, first
 
 
 def _count(active: Any) -> Any:
-    return jnp.sum(active, dtype=np.int32)
+    if jax.default_backend() != "cpu" or active.shape[0] >= 1 << 24:  # which a float counts to
+        return jnp.sum(active, dtype=np.int32)
+    # A processor is given several operations for a sum, each to be compiled, but one for this.
+    ones = lax.convert_element_type(active, np.float32)
+    return lax.convert_element_type(lax.dot(ones, ones), np.int32)
 
 
 def _counted(tally: Tally, count: Any) -> Tally:
