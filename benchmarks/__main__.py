@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import bounded, report
 from benchmarks.around import report as around_report
 from benchmarks.around.measure import measured as measured_around
 from benchmarks.around.workloads import WORKLOADS as AROUND
@@ -110,6 +110,14 @@ PARTS = {
         divergence_report.line,
         divergence_report.summary,
         divergence_report.write,
+    ),
+    "bounded": Part(
+        bounded.TITLE,
+        {f"bounded: {name}": w for name, w in bounded.WORKLOADS.items()},
+        bounded.measured,
+        bounded.line,
+        bounded.summary,
+        bounded.write,
     ),
 }
 
