@@ -411,13 +411,13 @@ def test_devices_other_than_processors(monkeypatch):
 def test_widths_are_found():
     """What is fused is begun as one operation; a few lanes may do if each has enough to do."""
 
-    def widths(size, step, x):
+    def widths(size, step, x, **options):
         f = lambda n, x: lax.while_loop(
             lambda c: c[0] < n, lambda c: (c[0] + 1, step(c[1])), (0, x)
         )
         xs = jax.ShapeDtypeStruct((size, *np.shape(x)), jnp.float32)
         counts = jax.ShapeDtypeStruct((size,), jnp.int32)
-        jaxpr = jax.make_jaxpr(bx.vmap(f, divergence="compact"))(counts, xs)
+        jaxpr = jax.make_jaxpr(bx.vmap(f, divergence="compact", **options))(counts, xs)
         found = [e for e in jaxpr.eqns if e.primitive.name == "parting_loop"]
         return found[0].params["loop"].plan.widths if found else (size,)
 
@@ -430,6 +430,7 @@ def test_widths_are_found():
     assert widths(4096, lambda x: jnp.tanh(matrix @ x), np.ones(64)) == (4096, 64, 16)
     assert widths(8, fused, 1.0) == (8,)
     assert widths(65_536, fused, 1.0)[1] >= 1024
+    assert widths(65_536, fused, 1.0, batch_size=1000)[0] == 1000
     medium = lambda x: jnp.sort(jnp.tanh(matrix @ x[:64] * x[64:].sum()))[:1] + x
     size, width = widths(64, medium, np.ones(256))[:2]
     assert size / 8 <= width <= size / 2

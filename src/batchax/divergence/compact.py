@@ -114,10 +114,8 @@ class Compact:
         """
         step = Step.of(test, body, differs)
         most = size if self._most is None else min(size, self._most)
-        widths, why = choose_widths(most, step, self._nesting, self.width)
+        widths, why = choose_widths(size, most, step, self._nesting, self.width)
         left = most_left(widths, step.overhead)
-        if most < size and len(widths) > 1:
-            widths = widths[1:]  # all lanes may not run at once: they begin in a window
         return Plan(widths, self.threshold, left, step.moving, self.steps is not None, why)
 
     def _run_bounded_loop(self, axis: Axis, loop: BoundedLoop) -> PlacedOutputs | None:

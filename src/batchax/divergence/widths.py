@@ -98,12 +98,15 @@ class Step:
 
 
 def choose_widths(
-    size: int, step: Step, nesting: int, width: int | None
+    size: int, most: int, step: Step, nesting: int, width: int | None
 ) -> tuple[tuple[int, ...], str]:
-    """The widths of the windows of a loop, from that of all lanes down; why, if there is no other.
+    """The widths of the windows of a loop, from the widest down; why, if there is but one.
+
+    The first is that of all lanes, if they may run at once.
 
     Args:
       size: number of lanes.
+      most: how many may run at once.
       step: a step of the loop.
       nesting: inside how many loops or branches it is that lanes part ways in.
       width: the width of the first window after that of all lanes; None to choose.
@@ -113,9 +116,9 @@ def choose_widths(
     if nesting:
         windows = 1
         if nesting > 1 or 4 * step.length > _LONGEST:
-            return (size,), "inside another, a step is too long to be compiled again"
+            return (most,), "inside another, a step is too long to be compiled again"
         if step.moving > _MOST_STEPS_INSIDE and width is None:
-            return (size,), "inside another, to move a lane costs more than the steps saved"
+            return (most,), "inside another, to move a lane costs more than the steps saved"
     narrow = _power_of_two(step.overhead)
     if width is None:
         memory = _power_of_two(_device().memory / (step.held + 1))
@@ -123,10 +126,12 @@ def choose_widths(
         wide = min(wide, max(size // _FEW, min(narrow, size // _FEWEST)))
     else:
         wide, narrow = width, min(width, narrow)
+    wide = min(wide, most)
     every = (wide // _NARROWING**k for k in range(wide.bit_length()))
     widths = [w for w in every if narrow <= w < size][:windows]
-    why = f"a step of fewer than {narrow:,} lanes would be mostly overhead"
-    return (size, *widths), "" if widths else why
+    if not widths:
+        return (most,), f"a step of fewer than {narrow:,} lanes would be mostly overhead"
+    return ((size, *widths) if most == size else tuple(widths)), ""
 
 
 def most_left(widths: Sequence[int], overhead: float) -> int:
