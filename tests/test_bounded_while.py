@@ -543,6 +543,13 @@ def test_memory_of_the_gradient_grows_with_the_square_root():
         assert needed(most) < n_checkpoints(most) + 6
 
 
+def test_nothing_is_kept_in_forward_mode():
+    x = jnp.ones(1000)
+    f = lambda x: bx.bounded_while(lambda c: c.sum() > 1, lambda c: jnp.sin(c) * c, x, 1000)
+    compiled = jax.jit(lambda x: jax.jvp(f, (x,), (x,))).lower(x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 8 * x.nbytes
+
+
 def test_what_going_back_does_not_need_is_not_kept():
     """A count, a sum, an array that is written to."""
     most, size = 100, 50

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer, eval_jaxpr
@@ -234,48 +235,34 @@ def run(*operands: Any, test: Any, body: Any, guarded: Any, form: Form) -> list[
     avals = result_types(test, body, form, jax.typeof(count))
     *blank, n = map(zeros, avals[form.n_carry :])
     ys, kept = blank[: len(form.y_axes)], blank[len(form.y_axes) :]
-    count, one = lax.min(count, np.int32(form.length)), np.int32(1)
-
-    def going_on(n: Any, end: Any, carry: Values) -> Any:
-        if test is None:
-            return n < end
-        return (n < end) & eval_jaxpr(test.jaxpr, test.consts, *test_consts, *carry)[0]
-
-    def steps(n: Any, end: Any, carry: Values, ys: Values, kept: Values, place_of: Any) -> Any:
-        """The steps from `n` to `end`, or until the predicate is false."""
-
-        def step(state: Any) -> Any:
-            n, carry, ys, kept = state
-            x = [entry_of(x, n, a) for x, a in zip(xs, form.x_axes, strict=True)]
-            outs = eval_jaxpr(body.jaxpr, body.consts, *consts, *carry, *x)
-            new, entries = outs[: form.n_carry], outs[form.n_carry :]
-            ys = [put_entry(y, e, n, a) for y, e, a in zip(ys, entries, form.y_axes, strict=True)]
-            n = n + one
-            pairs = zip(kept, (new[i] for i in form.kept or ()), strict=True)
-            kept = [put_entry(all_, x, place_of(n), 0) for all_, x in pairs]
-            return n, new, ys, kept
-
-        return lax.while_loop(lambda s: going_on(s[0], end, s[1]), step, (n, carry, ys, kept))
-
     if form.length == 0:
         kept = blank_checkpoints(kept) if kept else []
-    elif form.kept is None:
-        n, carry, ys, _ = steps(n, count, carry, ys, [], None)
-    else:
-        numbers, *kept = blank_checkpoints(kept)
+        return list(map(_typed, [*carry, *ys, *kept, n], avals))
+    count, places = lax.min(count, np.int32(form.length)), n_checkpoints(form.length)
 
-        def run_round(state: Any) -> Any:
-            now, n, carry, ys, kept = state
-            end = lax.min(now.end - one, count)
-            n, carry, ys, kept = steps(n, end, carry, ys, kept, now.place_of)
-            return now.next(n + one), n, carry, ys, kept
+    def going_on(state: Any) -> Any:
+        n, carry, *_ = state
+        if test is None:
+            return n < count
+        return (n < count) & eval_jaxpr(test.jaxpr, test.consts, *test_consts, *carry)[0]
 
-        last, n, carry, ys, kept = lax.while_loop(
-            lambda s: going_on(s[1], count, s[2]),
-            run_round,
-            (Round(n, n, numbers), n, carry, ys, kept),
-        )
-        kept = [last.numbers, *kept]
+    def step(state: Any) -> Any:
+        n, carry, ys, now, kept = state
+        x = [entry_of(x, n, a) for x, a in zip(xs, form.x_axes, strict=True)]
+        outs = eval_jaxpr(body.jaxpr, body.consts, *consts, *carry, *x)
+        new, entries = outs[: form.n_carry], outs[form.n_carry :]
+        ys = [put_entry(y, e, n, a) for y, e, a in zip(ys, entries, form.y_axes, strict=True)]
+        n = n + np.int32(1)
+        if form.kept is not None:
+            now = now.at(n, places)
+            pairs = zip(kept, (new[i] for i in form.kept), strict=True)
+            kept = [put_entry(all_, x, now.place_of(n), 0) for all_, x in pairs]
+        return n, new, ys, now, kept
+
+    # Checkpoints that nobody uses, as in forward mode, the compiler leaves out.
+    first = None if form.kept is None else Round(jnp.stack([n, n]))
+    n, carry, ys, last, arrays = lax.while_loop(going_on, step, (n, carry, ys, first, kept[1:]))
+    kept = [] if last is None else [last.numbers(n, places), *arrays]
     return list(map(_typed, [*carry, *ys, *kept, n], avals))
 
 

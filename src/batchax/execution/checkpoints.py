@@ -8,13 +8,10 @@ Walther, "New algorithms for optimal online checkpointing", 2010).
 A place is taken in rounds. In the first the carries after 0, 1, ... steps go into all c places, one
 after another; in the second into those from the second place on, and so on. So what the first
 place has from the first round stays, what the second has from the second, and between those at most
-c - 2, c - 3, ... carries are missing: on the way back there is room for them, since what comes
+c - 1, c - 2, ... carries are missing: on the way back there is room for them, since what comes
 later is no longer needed. No step is computed again more than once, and of n steps only n + 1 - c
 are, the fewest that can be. That is so for fewer than ``c * (c + 1) / 2`` steps, hence
 ``sqrt(2 * length)`` places.
-
-What decides is computed for many steps at a time, so that a step has hardly more to do than to
-write its carry.
 """
 
 from __future__ import annotations
@@ -51,30 +48,43 @@ class Round(NamedTuple):
     """Carries of a running loop that go into one place after another, up to the last.
 
     Attributes:
-      start: after how many steps the first of them comes.
-      lowest: the place it goes to.
-      numbers: after how many steps the carry in each place came, when the round began.
+      both: after how many steps the first of them comes, and the place it goes to, which is also
+        how many rounds there were before. As one array, which a compiler leaves out of a loop
+        when it is not used, as it does not with two numbers that depend on each other.
     """
 
-    start: Any
-    lowest: Any
-    numbers: Any
+    both: Any
 
     @property
-    def end(self) -> Any:
-        """After how many steps the first carry of the next round comes."""
-        return self.start - self.lowest + np.int32(len(self.numbers))
+    def start(self) -> Any:
+        """After how many steps the first carry comes."""
+        return self.both[0]
+
+    @property
+    def lowest(self) -> Any:
+        """The place it goes to."""
+        return self.both[1]
 
     def place_of(self, number: Any) -> Any:
         """Where the carry after so many steps goes."""
         return number - self.start + self.lowest
 
-    def next(self, end: Any) -> Round:
-        """The next round, if the last carry of this one was the one before `end`."""
-        places = jnp.arange(len(self.numbers), dtype=np.int32)
-        taken = (places >= self.lowest) & (places < self.place_of(end))
-        found = places + self.start - self.lowest
-        return Round(end, self.lowest + _ONE, jnp.where(taken, found, self.numbers))
+    def at(self, number: Any, count: int) -> Round:
+        """The round of the carry after so many steps, of which the one before was in this one."""
+        full = self.place_of(number) == np.int32(count)
+        following = jnp.stack([number, self.lowest + _ONE])
+        return Round(jnp.where(full, following, self.both))
+
+    def numbers(self, last: Any, count: int) -> Any:
+        """After how many steps the carry in each place came, if this many were the last."""
+        i = jnp.arange(count, dtype=np.int32)
+        firsts = i * np.int32(count) - i * (i - _ONE) // np.int32(2)  # of all rounds
+        before = self.lowest - _ONE
+        shift = self.start - (np.int32(count) - before) - before  # of the round before this one
+        older = jnp.where(self.lowest > 0, i + shift, np.int32(UNUSED))
+        newer = i + self.start - self.lowest
+        numbers = jnp.where(i <= self.place_of(last), newer, older)
+        return jnp.where(i < self.lowest, firsts, numbers)
 
 
 class Stack(NamedTuple):
