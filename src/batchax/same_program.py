@@ -65,8 +65,9 @@ def same_program(
     matter is not compared: names, calls (``jit``, ``checkpoint``, custom derivatives), equations
     that nothing needs or that occur twice, the order of operands that commute, transposes that
     cancel or that the next operation does away with, axes of size one, operations that change
-    nothing, and whether a type is weak. Constants are compared by value, and loops and branches
-    by their bodies::
+    nothing, and whether a type is weak. Constants are compared by value, loops and branches
+    by their bodies, and what ``shard_map`` runs on each device by what it is, where ``vmap`` with
+    `mesh` wrote it, too::
 
         import jax
         import jax.numpy as jnp

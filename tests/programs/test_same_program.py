@@ -419,3 +419,58 @@ def test_large_constants():
     assert "a constant in it has another value" in str(found)
     found = bx.same_program(lambda x: x @ one, lambda x: x @ other, row, compiled=True)
     assert "constants that the compiler does not print" in str(found)
+
+
+def of_devices(count=4, name="devices"):
+    return jax.sharding.Mesh(np.array(jax.devices()[:count]), (name,))
+
+
+def on_devices(fun, mesh, out, **options):
+    """`fun` of weights and examples with `shard_map`, by hand."""
+    name, P = mesh.axis_names[0], jax.P
+    specs = (P(), P(name), P())
+    return jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=P(*out), **options)
+
+
+@pytest.mark.parametrize("typed", [True, False])  # whether types say what varies over the mesh
+def test_lanes_on_devices_are_shard_map_by_hand(typed):
+    mesh, given = of_devices(), WEIGHTS_AND_EXAMPLES
+    for ours in (bx.vmap(affine, (None, 0, None), mesh="all"),
+                 bx.vmap(affine, (None, 0, None), mesh=mesh, batch_size=2)):  # fmt: skip
+        by_hand = on_devices(by_einsum, mesh, ["devices"], check_vma=typed)
+        found = bx.same_program(ours, by_hand, *given)
+        assert found, found
+        assert found.operations[0][-1] == "shard_map"
+
+    def mean(M, v, b):
+        return lax.psum(by_einsum(M, v, b).sum(0), "devices") / B
+
+    ours = bx.vmap(affine, (None, 0, None), bx.Reduce("mean"), mesh="all")
+    found = bx.same_program(ours, on_devices(mean, mesh, [], check_vma=typed), *given)
+    assert found, found
+
+
+def test_lanes_that_do_not_come_out_even_are_filled_up_by_hand():
+    def by_hand(M, v, b):
+        filled = jnp.concatenate([v, v[-1:]])
+        return on_devices(by_einsum, of_devices(), ["devices"])(M, filled, b)[: B - 1]
+
+    given = shaped(3, 5), shaped(B - 1, 5), shaped(3)
+    found = bx.same_program(bx.vmap(affine, (None, 0, None), mesh="all"), by_hand, *given)
+    assert found, found
+
+
+def test_other_meshes_and_other_sums_over_devices_differ():
+    given = WEIGHTS_AND_EXAMPLES
+    ours = bx.vmap(affine, (None, 0, None), mesh=of_devices())
+    for mesh in (of_devices(2), of_devices(name="hosts")):
+        found = bx.same_program(ours, on_devices(by_einsum, mesh, mesh.axis_names), *given)
+        assert not found
+    everywhere = on_devices(by_einsum, of_devices(), [], check_vma=False)
+    assert not bx.same_program(ours, everywhere, *given)
+
+    def total(M, v, b, sum_of):
+        return sum_of(by_einsum(M, v, b).sum(0), "devices")
+
+    sums = [on_devices(partial(total, sum_of=s), of_devices(), []) for s in (lax.psum, lax.pmax)]
+    assert not bx.same_program(*sums, *given)

@@ -222,7 +222,7 @@ def run(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
         return eval_jaxpr(program.jaxpr, program.consts, start, *parts), gathered
 
     if loop.size <= chunk and not loop.gathers:
-        return list(map(of_only_chunk, run_chunk(jnp.int32(0), loop.size)[0], loop.results))
+        return list(map(of_only_chunk, run_chunk(np.int32(0), loop.size)[0], loop.results))
 
     def step(index: Any, width: int, results: Sequence[Any]) -> list[Any]:
         outs, gathered = run_chunk(index, width)
@@ -314,6 +314,8 @@ def _part(
             assert gathered is not None
             return gathered_lanes.take(x, gathered, axis, isinstance(spec, GatheredOrZero))
         case Whole():
+            return x
+        case Lanes(axis) if x.shape[axis] == width:  # the only chunk
             return x
         case Lanes(axis):
             return lax.dynamic_slice_in_dim(x, start, width, axis, allow_negative_indices=False)

@@ -2,7 +2,8 @@
 
 A call is what it calls. A body of a loop or branch is read like the program around it. What it
 takes from there enters it as *captured*, whatever the order in which it is passed; it is not the
-same as outside, since what a loop computes from it is computed at each step.
+same as outside, since what a loop computes from it is computed at each step. A ``shard_map`` is
+what it calls, too, between nodes that say how arrays are cut into shards and put together.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any
 from batchax import _compat
 from batchax.jaxprs.bodies import Body, bodies_of
 from batchax.jaxprs.primitive_facts import body_parameter
+from batchax.jaxprs.program_key import value_key
 from batchax.programs.canonical import CanonicalProgram, rules, rules_by_fact
-from batchax.programs.canonical_values import CanonicalValue
+from batchax.programs.canonical_values import CanonicalValue, typed, whole, without_ones
 
 _WITH_RULES = {
     "custom_jvp_call": "call_jaxpr",
@@ -80,6 +82,47 @@ def _cond(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[Can
     return p.results(eqn, p.operation(eqn, tuple(key), [which], inner))
 
 
+def _shard_map(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+    where = value_key(eqn.params["mesh"]), value_key(eqn.params["newly_manual_axes"])
+    program = _compat.close(eqn.params["jaxpr"])
+
+    def key(spec: Any, v: Any) -> Hashable:
+        return where, (*spec, *[None] * (len(v.aval.shape) - len(spec)))
+
+    inputs = [
+        p.entry("shard", key(spec, v), v.aval, [p.plain(x).node]) if any(spec) else x
+        for spec, v, x in zip(eqn.params["in_specs"], program.jaxpr.invars, args, strict=True)
+    ]
+    results = []
+    # A node for each result: what nobody needs is gone, in whatever order they are returned.
+    for spec, v, x in zip(
+        eqn.params["out_specs"], eqn.outvars, p.read(program, inputs), strict=True
+    ):
+        shape, dtype = typed(v.aval)
+        node = (p.plain(x).node,)
+        made = p.node(eqn, "shard_map", key(spec, v), [node], without_ones(shape), dtype)
+        results.append(whole(made, shape))
+    return results
+
+
+def _sum_over_devices(
+    p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]
+) -> list[CanonicalValue]:
+    # Where types say what varies over the mesh it is another primitive, that does the same.
+    groups = value_key(eqn.params.get("axis_index_groups"))
+    nodes = [p.plain(x).node for x in args]
+    avals = [typed(v.aval) for v in eqn.outvars]
+    return [
+        whole(p.node(eqn, "psum", (eqn.params["axes"], groups), [(n,)], without_ones(s), d), s)
+        for n, (s, d) in zip(nodes, avals, strict=True)
+    ]
+
+
+def _same_on_all(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+    return args  # only its type says that it may differ
+
+
 rules_by_fact.update(is_plain_call=_call, again=_call)
-rules.update(dict.fromkeys(_WITH_RULES, _call), scan=_loop, cond=_cond)
+rules.update(dict.fromkeys(_WITH_RULES, _call), scan=_loop, cond=_cond, shard_map=_shard_map)
 rules["while"] = _loop
+rules.update(psum=_sum_over_devices, psum_invariant=_sum_over_devices, pvary=_same_on_all)

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from batchax import _compat
 from batchax.jaxprs.program_key import value_key
 
-LEAVES = frozenset({"argument", "constant", "captured", "carried", "result", "effect"})
+LEAVES = frozenset({"argument", "constant", "captured", "carried", "shard", "result", "effect"})
 """Names of nodes that are no operations: where values enter, and results of several."""
 
 
