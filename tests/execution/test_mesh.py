@@ -1,6 +1,7 @@
 """`vmap(mesh=)`: lanes spread over devices give what they give on one."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -165,6 +166,19 @@ def test_what_lanes_compute_by_themselves_takes_no_exchange(batch_size):
     text = jax.jit(batched).lower(x).compile().as_text()
     for exchange in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
         assert exchange not in text
+
+
+@pytest.mark.parametrize("batch_size", [None, 1])
+def test_filling_up_the_last_shards_takes_no_exchange(batch_size):
+    def exchanges(fun):
+        text = jax.jit(fun).lower(example((7, 5)), W).compile().as_text()
+        return re.findall(r"\b(all-\w+|collective-\w+|reduce-scatter)\(", text)
+
+    options = {"mesh": "all", "batch_size": batch_size}
+    batched = bx.vmap(lambda x, w: x @ w, (0, None), **options)
+    assert exchanges(batched) == ["all-gather"]  # seven results: on every device
+    total = bx.vmap(lambda x, w: jnp.tanh(x @ w), (0, None), bx.Reduce("sum"), **options)
+    assert exchanges(total) == ["all-reduce"]
 
 
 def test_what_is_sharded_over_other_axes_stays_as_it_is():

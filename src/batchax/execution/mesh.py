@@ -9,11 +9,11 @@ from typing import Any, TypeGuard
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.execution.shards import Shards, spec_of
-from batchax.kernel.axis import AxisPosition
+from batchax.kernel.axis import AxisPosition, inserted
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def placed(
 def _placed(shards: Shards, x: Any, position: AxisPosition) -> Any:
     if isinstance(x, Tracer) or isinstance(shards.mesh, AbstractMesh):
         # Where the values will be, `jit` and `shard_map` say.
-        return x if position is None else shards.filled_up(x, position)
+        return x if position is None else _filled_up_anywhere(shards, x, position)
     spec = _with_other_axes(shards, x, position)
     sharding = NamedSharding(shards.mesh, spec)
     if isinstance(x, jax.Array):
@@ -122,6 +122,26 @@ def _placed(shards: Shards, x: Any, position: AxisPosition) -> Any:
         return np.take(x[(*index[:position], slice(None), *index[position + 1 :])], lanes, position)
 
     return jax.make_array_from_callback(tuple(shape), sharding, rows)
+
+
+def _filled_up_anywhere(shards: Shards, x: Any, position: int) -> Any:
+    """A traced array with lanes that fill up the last shards.
+
+    Where lanes do not come out even each device has all of them. Left to itself the compiler puts
+    the repeated lanes behind the others on the shards, which takes exchanges between devices.
+    """
+    filled = shards.filled_up(x, position)
+    types = shards.mesh.axis_types
+    if (
+        not shards.repeated
+        or isinstance(shards.mesh, AbstractMesh)
+        or set(types) != {AxisType.Auto}
+    ):
+        return filled
+    spec = [PartitionSpec.UNCONSTRAINED] * filled.ndim
+    return jax.lax.with_sharding_constraint(
+        filled, NamedSharding(shards.mesh, PartitionSpec(*inserted(spec[1:], position, None)))
+    )
 
 
 def _with_other_axes(shards: Shards, x: Any, position: AxisPosition) -> PartitionSpec:
