@@ -419,7 +419,7 @@ def measured(*timings):
     """What is found where calls took these times: (lanes at a time, fastest, median, slowest)."""
     shown = [Timing(size, median, (low, high), 1 << 20) for size, low, median, high in timings]
     options = {"batch_size": shown[0].batch_size}
-    draft = Draft([], {}, {}, Recorder(), options, 1000, timings=shown)
+    draft = Draft([], {}, {}, Recorder(), options, 1000, 1000, timings=shown)
     return [(f.message, f.remedy) for f in chunk_sizes(draft)]
 
 

@@ -110,6 +110,7 @@ def run_in_chunks(
     else:
         shared = [x for x, a in zip(program.args, program.axes, strict=True) if a is None]
         check_shared(shared, program.staged.consts)
+        recording.fact("shards", shards=shards, shared=_shared_variables(program))
     how = chunking.batch_size, chunking.keep
     traced = program.traced
     # A choice of chunk size is noted for each call, and so is what `explain` asks for.
@@ -141,6 +142,13 @@ def run_in_chunks(
         program, consts, positions = held, [], held.axes
         whole = build()
     return eval_jaxpr(whole.jaxpr, whole.consts, *program.args)
+
+
+def _shared_variables(program: MappedProgram) -> list[Any]:
+    """The variables that all lanes share, of which each device has a copy."""
+    jaxpr = program.staged.jaxpr
+    own = zip(jaxpr.invars, program.axes, strict=True)
+    return [*jaxpr.constvars, *(v for v, a in own if a is None)]
 
 
 class _OtherConstants(Exception):

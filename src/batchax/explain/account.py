@@ -181,6 +181,48 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Collective:
+    """An exchange between devices, in the compiled program.
+
+    Attributes:
+      kind: such as ``"all-reduce"``.
+      bytes: its result on one device; where it is in a loop, of one step.
+      equation: the `number` of the equation it is of, or "": what is reduced over the batch, or
+        moved where it is wanted, is of none.
+    """
+
+    kind: str
+    bytes: int
+    equation: str
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What lanes are spread over, with `mesh` or because the batch is sharded.
+
+    Attributes:
+      axes: the axes of the mesh.
+      count: how many devices, or groups of devices along other axes, have lanes of their own.
+      each: the lanes that each of them runs.
+      repeated: how many of all those repeat another lane, where lanes do not come out even.
+      replicated: what is the same for all lanes, of which each device has a copy.
+      collectives: in the order of the compiled program; None where there is none to read.
+    """
+
+    axes: tuple[str, ...]
+    count: int
+    each: int
+    repeated: int
+    replicated: tuple[Value, ...] = ()
+    collectives: tuple[Collective, ...] | None = None
+
+    @property
+    def imbalance(self) -> float:
+        """The share of the work that is done for lanes that repeat another one."""
+        return self.repeated / (self.count * self.each)
+
+
+@dataclass(frozen=True)
 class Timing:
     """The batched program as it ran.
 
@@ -213,6 +255,7 @@ class Account:
     compiled: Work | None = None
     options: dict[str, Any] = field(default_factory=dict)
     timings: tuple[Timing, ...] = ()
+    devices: Devices | None = None
 
     @property
     def work(self) -> Work:

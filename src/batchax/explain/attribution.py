@@ -10,7 +10,7 @@ from batchax.explain.account import Work
 from batchax.jaxprs.evaluate import plan
 from batchax.kernel.recording import Record, Recorder
 from batchax.programs.cost import Cost, cost_around, cost_of_equation
-from batchax.programs.inner import integers_in, programs_in
+from batchax.programs.inner import devices_of, integers_in, programs_in
 from batchax.programs.shapes import bytes_of
 
 
@@ -20,7 +20,7 @@ class Tally:
 
     Attributes:
       emitted: the names of operations, in order.
-      work: what they cost, as often as they run.
+      work: what they cost, as often as they run, on all devices that do.
       moves: bytes of arrays whose axes were transposed.
       broadcasts: bytes written to repeat arrays.
       times: how often they run; None if that is not known.
@@ -45,7 +45,7 @@ class Attribution:
     def __init__(self, recorder: Recorder, program: Any) -> None:
         self._recorder = recorder
         self.tallies: dict[Record | None, Tally] = {}
-        self._walk(program, {}, None, 1, False)
+        self._walk(program, {}, None, 1, False, 1)
 
     def _walk(
         self,
@@ -54,6 +54,7 @@ class Attribution:
         around: Record | None,
         times: int | None,
         skipped: bool,
+        devices: int,
     ) -> None:
         known = integers_in(program, integers)
         for eqn, *_ in plan(getattr(program, "jaxpr", program)):
@@ -63,14 +64,15 @@ class Attribution:
                 inner = programs_in(eqn, known)
             if not inner:
                 cost = cost_of_equation(eqn, known)
-                self._add(record, eqn, cost, times, skipped)
+                self._add(record, eqn, devices * cost, times, skipped)
                 continue
             if any(p.role != "call" for p in inner):
-                self._add(record, eqn, cost_around(eqn, inner), times, skipped)
+                self._add(record, eqn, devices * cost_around(eqn, inner), times, skipped)
+            each = devices * devices_of(eqn)
             for p in inner:
                 often = None if times is None or p.times is None else times * p.times
                 may_not = skipped or eqn.primitive.name == "cond"
-                self._walk(p.jaxpr, p.integers, record, often, may_not)
+                self._walk(p.jaxpr, p.integers, record, often, may_not, each)
 
     def _add(
         self, record: Record | None, eqn: Any, cost: Cost, times: int | None, skipped: bool

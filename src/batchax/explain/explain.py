@@ -9,6 +9,7 @@ from typing import Any
 from batchax.execution.eager import whatever_jit
 from batchax.explain.account import Timing
 from batchax.explain.attribution import Attribution, Tally
+from batchax.explain.devices import find_devices
 from batchax.explain.explanation import Explanation
 from batchax.explain.findings.draft import Draft
 from batchax.explain.findings.every import find_findings
@@ -107,6 +108,7 @@ def _explain(
     if compiled is not None:
         memory = find_memory(compiled, recorder, listing.numbers, staged.paths)
         counted = counted_by_compiler(compiled)
+    shards = next((details for about, details in recorder.facts if about == "shards"), None)
     draft = Draft(
         equations=listing.equations,
         numbers=listing.numbers,
@@ -114,12 +116,14 @@ def _explain(
         recorder=recorder,
         options=options,
         lanes=axis.size,
+        each=axis.size if shards is None else shards["shards"].each,
         compiled=compiled,
         temporaries=memory and memory.temporaries,
         timings=timings,
         arguments=arguments,
         outputs=outputs,
     )
+    devices = None if shards is None else find_devices(draft, staged, names, **shards)
     return Explanation(
         name=name,
         lanes=axis.size,
@@ -132,4 +136,5 @@ def _explain(
         timings=timings,
         outside=attribution.tallies.get(None, Tally()).work,
         options=options,
+        devices=devices,
     )

@@ -29,6 +29,8 @@ class Explanation(Account):
         write nothing and a loop counts as one step; None where XLA says nothing.
       options: the options that `vmap` was given.
       timings: what was measured, if it was asked for.
+      devices: what lanes are spread over, if they are; then `memory` and `compiled` are those of
+        one device.
     """
 
     def __str__(self) -> str:

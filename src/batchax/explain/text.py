@@ -8,7 +8,14 @@ from typing import Any
 
 from batchax.execution.memory import show_bytes
 from batchax.explain.account import Account, Equation, Finding, Memory, Value, Work
-from batchax.explain.wording import SERVICES, count, show_flops, show_seconds, show_work
+from batchax.explain.wording import (
+    SERVICES,
+    count,
+    show_devices,
+    show_flops,
+    show_seconds,
+    show_work,
+)
 from batchax.programs.source_lines import shown_place
 
 _WIDTH = 100  # of a line of prose
@@ -47,6 +54,9 @@ def _summary(explanation: Account) -> Iterator[str]:
     work, lanes = explanation.work, max(explanation.lanes, 1)
     each = Work(work.flops / lanes, work.bytes / lanes)
     yield f"  work       {show_work(work)}; per lane {show_work(each)}"
+    if explanation.devices is not None:
+        for i, told in enumerate(show_devices(explanation.devices)):
+            yield from _wrapped(told, " " * 13 if i else "  devices    ", " " * 15)
     if explanation.compiled is not None:
         yield f"  compiled   {show_work(explanation.compiled)}, by the compiler's count"
     if explanation.memory is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchax.execution.memory import show_bytes
-from batchax.explain.account import Work
+from batchax.explain.account import Devices, Work
 
 SERVICES = {
     "own": "batched by rules of batchax",
@@ -34,6 +34,26 @@ def show_flops(flops: float) -> str:
 def show_work(work: Work) -> str:
     """Work in a sentence: "1.2 MFLOP, 3 MiB read and written"."""
     return f"{show_flops(work.flops)}, {show_bytes(round(work.bytes))} read and written"
+
+
+def show_devices(devices: Devices) -> list[str]:
+    """What lanes are spread over, what devices hold and exchange: a sentence each."""
+    told = f"{devices.count} along {', '.join(devices.axes)}: {count(devices.each, 'lane')} each"
+    if devices.repeated:
+        told += f", of which {devices.repeated} in all repeat another, {devices.imbalance:.1%}"
+        told += " of the work"
+    found = [told]
+    if devices.replicated:
+        held = (f"{v.name} ({show_bytes(v.bytes)})" for v in devices.replicated)
+        found.append(f"a copy on each of {', '.join(held)}")
+    if devices.collectives is not None:
+        moved = (
+            f"{c.kind} {show_bytes(c.bytes)}" + f" (equation {c.equation})" * bool(c.equation)
+            for c in devices.collectives
+        )
+        found.append(f"exchanged: {', '.join(moved) or 'nothing'}")
+        found.append("memory, and what the compiler counts, are those of one of them")
+    return found
 
 
 def show_seconds(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,6 +72,12 @@ def programs_in(eqn: Any, integers: Mapping[Any, int] | None = None) -> list[Inn
     return [
         _inner(body, body.times, body.times, _known_inside(eqn, body, known)) for body in bodies
     ]
+
+
+def devices_of(eqn: Any) -> int:
+    """How many devices run the program of an equation, each for its own shards."""
+    mesh, names = eqn.params.get("mesh"), eqn.params.get("newly_manual_axes")
+    return 1 if mesh is None or not names else math.prod(mesh.shape[name] for name in names)
 
 
 def _inner(body: Body, times: Any, most: Any, integers: Mapping[Any, int]) -> Inner:

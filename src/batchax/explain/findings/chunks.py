@@ -26,14 +26,14 @@ def chunk_sizes(draft: Draft) -> Iterator[Finding]:
         yield from _measured(draft)
         return
     size = draft.options.get("batch_size")
-    if not isinstance(size, int) or draft.lanes <= 1:
+    if not isinstance(size, int) or draft.each <= 1:
         return
     if any(eqn.times is None for eqn, _ in draft.walk()):
         return  # what a chunk computes is not known
-    chunks = math.ceil(draft.lanes / size)
+    chunks = math.ceil(draft.each / size)
     work = draft.price / draft.lanes  # of a lane
     each = LAUNCH * _operations(draft)
-    best = _power_of_two(each / (_MOST_OVERHEAD * max(work, 1e-3)), draft.lanes)
+    best = _power_of_two(each / (_MOST_OVERHEAD * max(work, 1e-3)), draft.each)
     share = each / max(each + size * work, 1e-3)
     if chunks > 1 and share > _TOO_MUCH and best >= 2 * size:
         yield Finding(
@@ -42,16 +42,16 @@ def chunk_sizes(draft: Draft) -> Iterator[Finding]:
             f"takes about {share:.0%} of its time.",
             _remedy_of_small(draft, best),
             "",
-            each * (chunks - math.ceil(draft.lanes / best)),
+            each * (chunks - math.ceil(draft.each / best)),
         )
     elif draft.temporaries and draft.temporaries > _CACHE and size >= 4 * best:
-        each_lane = draft.temporaries / min(size, draft.lanes)
+        each_lane = draft.temporaries / min(size, draft.each)
         best = max(best, 1 << max(0, math.floor(math.log2(_CACHE / each_lane))))
         if size < 4 * best:
             return
         yield Finding(
             "chunk size far from the best",
-            f"{'All' if chunks == 1 else 'Chunks of'} {count(min(size, draft.lanes), 'lane')} at a "
+            f"{'All' if chunks == 1 else 'Chunks of'} {count(min(size, draft.each), 'lane')} at a "
             f"time need {show_bytes(draft.temporaries)} of temporaries, and are hardly faster than "
             "smaller ones.",
             f"Give batch_size={best}: {show_bytes(round(best * each_lane))} of them are enough.",
@@ -86,7 +86,7 @@ def _operations(draft: Draft) -> int:
 
 
 def _remedy_of_small(draft: Draft, best: int) -> str:
-    if best < draft.lanes:
+    if best < draft.each:
         return f"Give batch_size={best}."
     return "Leave batch_size out: all lanes together do little."
 
@@ -101,11 +101,11 @@ def memory(draft: Draft) -> Iterator[Finding]:
     if draft.options.get("batch_size") is not None or not draft.temporaries:
         return
     free = free_memory()
-    if draft.lanes <= 1 or draft.temporaries < free / 2:
+    if draft.each <= 1 or draft.temporaries < free / 2:
         return
     yield Finding(
         "temporaries fill the memory",
-        f"All {count(draft.lanes, 'lane')} at once need {show_bytes(draft.temporaries)} of "
+        f"All {count(draft.each, 'lane')} at once need {show_bytes(draft.temporaries)} of "
         f"temporaries, of {show_bytes(free)} that the device has free.",
         'Give batch_size="auto": as many lanes run at a time as fit.',
         "",

@@ -48,6 +48,7 @@ class Draft:
       recorder: the notes of how it was batched.
       options: those that `vmap` was given.
       lanes: how many there are.
+      each: how many of them a device runs: all, unless they are spread over several.
       compiled: the compiled program; None where there is none.
       temporaries: bytes that it takes for what is neither argument nor output, if known.
       arguments, outputs: of one example and of all.
@@ -60,6 +61,7 @@ class Draft:
     recorder: Recorder
     options: Mapping[str, Any]
     lanes: int
+    each: int
     compiled: Any = None
     temporaries: int | None = None
     arguments: Sequence[Value] = field(default=())

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
-from batchax.explain.account import Account, Memory
+from batchax.explain.account import Account, Devices, Memory
 from batchax.explain.page.markup import SIGNS, Html, glyph, link_to, percent, size, tag
-from batchax.explain.wording import SERVICES, count, show_flops
+from batchax.explain.wording import SERVICES, count, show_devices, show_flops
 
 _KINDS = ("argument", "output", "temporary", "constant")
 
 
-def summary(explanation: Account) -> list[Html]:
+def summary(explanation: Account) -> list[Html | None]:
     """Equations by service, and the cost of all lanes and of one."""
     counts = Counter(eqn.service for eqn in explanation.walk())
     total = sum(counts.values())
@@ -35,7 +35,14 @@ def summary(explanation: Account) -> list[Html]:
         shares,
         tag("ul", services, class_="services", role="list"),
         _costs(explanation),
+        _devices(explanation.devices) if explanation.devices else None,
     ]
+
+
+def _devices(devices: Devices) -> Html:
+    first, *others = show_devices(devices)
+    said = tag("p", tag("b", "Devices: "), first, ".")
+    return tag("div", said, tag("ul", [tag("li", x) for x in others]), class_="devices")
 
 
 def _costs(explanation: Account) -> Html:

@@ -1,0 +1,85 @@
+"""`explain` of lanes on several devices: who runs what, holds what, and what is exchanged."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import batchax as bx
+from batchax.explain.page.document import as_page
+
+X, W = jnp.ones((8, 5)), jnp.ones((5, 2))
+
+
+def affine(x, w):
+    return jnp.tanh(x @ w)
+
+
+def explained(fun, x, *others, compile=True, **options):
+    in_axes = (0, *[None] * len(others))
+    return bx.explain(fun, in_axes, compile=compile, **options)(x, *others)
+
+
+@pytest.mark.parametrize("batch_size", [None, 1])
+def test_what_lanes_compute_by_themselves_is_not_exchanged(batch_size):
+    explanation = explained(affine, X, W, mesh="all", batch_size=batch_size)
+    devices = explanation.devices
+    assert (devices.axes, devices.count, devices.each) == (("devices",), 4, 2)
+    assert (devices.repeated, devices.imbalance) == (0, 0.0)
+    assert [(x.name, x.bytes) for x in devices.replicated] == [("w", 40)]
+    assert devices.collectives == ()
+    text = str(explanation)
+    assert "devices    4 along devices: 2 lanes each\n" in text
+    assert "a copy on each of w (40 B)\n" in text
+    assert "exchanged: nothing\n" in text
+    assert "4 along devices: 2 lanes each" in as_page(explanation)
+
+
+def test_work_is_that_of_all_devices():
+    expected = bx.explain(affine, (0, None), compile=False)(X, W).equations
+    found = explained(affine, X, W, mesh="all", compile=False).equations
+    assert [e.work.flops for e in found] == [e.work.flops for e in expected] == [160.0, 16.0]
+
+
+def test_lanes_that_do_not_come_out_even_and_what_is_reduced():
+    options = {"mesh": "all", "out_axes": bx.Reduce("sum")}
+    explanation = explained(affine, X[:7], W, **options)
+    devices = explanation.devices
+    assert (devices.each, devices.repeated, devices.imbalance) == (2, 1, 1 / 8)
+    assert [(c.kind, c.bytes) for c in devices.collectives] == [("all-reduce", 8)]
+    assert "of which 1 in all repeat another, 12.5% of the work" in str(explanation)
+    assert "exchanged: all-reduce 8 B\n" in str(explanation)
+
+
+def test_what_a_function_gathers_is_exchanged():
+    def centred(x):
+        return x - jnp.sort(jax.lax.all_gather(x, "i"), 0)[0]
+
+    explanation = explained(centred, X, mesh="all", axis_name="i")
+    (gathered,) = explanation.devices.collectives
+    assert (gathered.kind, gathered.bytes) == ("all-gather", X.size * 4)
+
+
+def test_what_is_sharded_over_other_axes_is_no_copy():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
+    v, w = jnp.ones((2, 2)), jax.device_put(W, NamedSharding(mesh, P(None, "b")))
+    devices = explained(lambda x, w: affine(x, w) @ v, X, w, mesh=(mesh, "a")).devices
+    assert (devices.axes, devices.count, devices.each) == (("a",), 2, 4)
+    assert [x.name for x in devices.replicated] == ["a closed-over f32[2,2]"]
+
+
+def test_nothing_is_said_where_there_is_nothing_to_say():
+    explanation = explained(affine, X, W)
+    assert explanation.devices is None
+    assert "  devices " not in str(explanation)
+    uncompiled = explained(affine, X, W, mesh="all", compile=False)
+    assert uncompiled.devices.collectives is None
+    assert "exchanged" not in str(uncompiled)
+
+
+def test_chunks_are_counted_on_a_device():
+    x = jnp.ones((64, 5))
+    (finding,) = explained(affine, x, W, mesh="all", batch_size=2, compile=False).findings
+    assert finding.message.startswith("8 chunks of 2 lanes")
