@@ -11,7 +11,7 @@ import jax
 
 from batchax import _compat
 from batchax.divergence.compact import Compact, find_divergence
-from batchax.errors import ArgumentTypeError, UnsupportedError
+from batchax.errors import ArgumentTypeError
 from batchax.execution.chunked import Chunking, find_chunking, run_in_chunks
 from batchax.execution.mesh import find_mesh, placed
 from batchax.execution.shards import Shards, find_shards
@@ -189,17 +189,12 @@ def vmap(
                 "buckets was given, which is for rows of different lengths, but no mapped argument "
                 "is a batchax.Ragged."
             )
-        if ragged and on_mesh is not None:
-            raise UnsupportedError(
-                "mesh was given, and a mapped argument is a batchax.Ragged: rows of different "
-                "lengths do not run on several devices yet. Leave mesh out, or pad them: "
-                "x.to_padded()."
-            )
         with named_in_errors(flat.mapped, LANES.each):
             if ragged:
                 # A padded row is computed by a program that was staged for one mesh.
-                run_padded = functools.partial(run, may_shard=False)
-                outs, outputs = run_rows(axis, one_example, flat.mapped, run_padded, rows)
+                run_padded = functools.partial(run, shards=None, may_shard=False)
+                options = replace(rows, shards=shards)
+                outs, outputs = run_rows(axis, one_example, flat.mapped, run_padded, options)
             else:
                 outs, outputs = run(axis, one_example, flat.mapped)
         if recording.is_on():

@@ -246,5 +246,3 @@ def test_what_is_refused_by_name():
         )
     with pytest.raises(bx.AxisError, match="closes over: axis 1 is sharded over 'a'"):
         bx.vmap(lambda x: x @ w, mesh=(mesh, "a"))(example((4, 5)))
-    with pytest.raises(bx.UnsupportedError, match="rows of different lengths"):
-        bx.vmap(jnp.sin, mesh="all")(bx.Ragged.from_rows([jnp.ones(2), jnp.ones(3)]))

@@ -134,25 +134,25 @@ class Blocks:
 
     def take(self, x: Any) -> Any:
         """An array with the rows in front as one with blocks and slots in front."""
-        out = _moved(x, self.row.reshape(-1), self._slots)
+        out = moved(x, self.row.reshape(-1), self._slots)
         return out.reshape(*self.row.shape, *x.shape[1:])
 
     def put(self, x: Any) -> Any:
         """What `take` made."""
         back = jnp.where(self.own, self.row, -1).reshape(-1)
-        return _moved(lax.collapse(x, 0, 2), self._slots, back)
+        return moved(lax.collapse(x, 0, 2), self._slots, back)
 
     def split(self, x: Any, dim: Any, elements: Elements) -> Any:
         """Rows along axis 0 in blocks: block, place in the block."""
         there, _ = self._places(dim, elements)
-        out = _moved(x, there, self._at(dim, elements))
+        out = moved(x, there, self._at(dim, elements))
         return out.reshape(self.classes.blocks, self.classes.elements(dim), *x.shape[1:])
 
     def join(self, x: Any, dim: Any, elements: Elements) -> Any:
         """What `split` made."""
         there = self._at(dim, elements)
         _, back = self._places(dim, elements)
-        return _moved(lax.collapse(x, 0, 2), there, back)
+        return moved(lax.collapse(x, 0, 2), there, back)
 
     def _at(self, dim: Any, elements: Elements) -> Any:
         """Where in the blocks each element is; -1 for those of no row."""
@@ -175,7 +175,7 @@ class Blocks:
         return there.reshape(-1), jnp.where(of_slots(self.own), there, -1).reshape(-1)
 
 
-def _moved(x: Any, there: Any, back: Any) -> Any:
+def moved(x: Any, there: Any, back: Any) -> Any:
     """The entries `there` of `x` along axis 0, zero for -1; in reverse those at `back` are taken.
 
     JAX would transpose a gather to a scatter, which on a CPU takes a hundred times as long.

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer, eval_jaxpr
+from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, BatchaxError, UnsupportedError
+from batchax.execution.shards import Shards
 from batchax.frontend.arguments import Mapped
-from batchax.frontend.outputs import Described, FlatOutputs, OutputArray, check_unbatched, place
+from batchax.frontend.outputs import Described, FlatOutputs, check_unbatched, place
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.inner import stage_described
-from batchax.kernel.lasting import Lasting, call_key
+from batchax.kernel.lasting import Lasting
+from batchax.kernel.named_axes import uses_name
 from batchax.rows.arguments import (
     RowSize,
     all_known,
@@ -33,11 +34,13 @@ from batchax.rows.arguments import (
 from batchax.rows.blocks import SizeClasses
 from batchax.rows.buckets import Buckets
 from batchax.rows.by_length import RunDense, run_by_length
+from batchax.rows.call import Call
 from batchax.rows.class_choice import choose_classes, find_classes
 from batchax.rows.comparisons import UndecidedSizeError
 from batchax.rows.in_buckets import by_bucket, check_buckets, run_in_buckets
 from batchax.rows.index import pad_rows
 from batchax.rows.layouts import Costs, choose_layouts
+from batchax.rows.on_devices import run_on_devices
 from batchax.rows.outputs import as_ragged, place_ragged
 from batchax.rows.packed import Packed, PackedRows, Segments
 from batchax.rows.padded import CannotPad, Operation, Row, run_padded
@@ -57,11 +60,13 @@ class RowOptions:
       layout: how rows are held while they are computed.
       in_chunks: whether there will be several chunks of that many rows.
       buckets: which rows run together, or how many groups of them there may be.
+      shards: the devices that rows are dealt out to, if the user said so.
     """
 
     layout: Literal["auto", "packed", "padded", "grouped"]
     in_chunks: Callable[[Any], bool]
     buckets: int | Buckets | None = None
+    shards: Shards | None = None
 
 
 def check_row_options(layout: Any, buckets: Any, batch_size: Any) -> None:
@@ -86,72 +91,6 @@ def check_row_options(layout: Any, buckets: Any, batch_size: Any) -> None:
             'layout="grouped" runs rows of one length together, and buckets= rows of similar '
             "length. Give one of them."
         )
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """A function of one row, staged, and what it was called with.
-
-    Attributes:
-      axis: the axis being mapped, whose lanes are rows.
-      staged: the function, with a symbol for each size of rows.
-      mapped: its arguments.
-      sizes_of: the size of each, None for those that are not ragged.
-      sizes: all that there are.
-      outputs: how to rebuild what it returned.
-    """
-
-    axis: Axis
-    staged: _compat.ClosedJaxpr
-    mapped: list[Mapped]
-    sizes_of: list[RowSize | None]
-    sizes: list[RowSize]
-    outputs: FlatOutputs
-
-    @property
-    def described(self) -> Sequence[OutputArray]:
-        """The arrays that it returned."""
-        return self.outputs.described
-
-    @property
-    def shapes(self) -> list[tuple[Any, ...]]:
-        """The shapes of the outputs for one row."""
-        return [getattr(aval, "shape", ()) for aval in self.staged.out_avals]
-
-    @property
-    def bounds(self) -> dict[str, int]:
-        """The greatest value of each size."""
-        return {size.name: size.bound for size in self.sizes}
-
-    @property
-    def values(self) -> list[Any]:
-        """The arrays of the arguments."""
-        return [m.value.data if isinstance(m.value, Ragged) else m.value for m in self.mapped]
-
-    @cached_property
-    def traced(self) -> bool:
-        """Whether running it traces operations, rather than computing them at once."""
-        lengths = (size.index.lengths for size in self.sizes)
-        return any(isinstance(x, Tracer) for x in (*self.values, *self.staged.consts, *lengths))
-
-    def with_constants_passed(self) -> Call:
-        """The same call, of a program that holds no values."""
-        program, consts = _compat.hoist_constants(self.staged)
-        given = [Mapped("a constant", x, None) for x in consts]
-        sizes_of = [*[None] * len(given), *self.sizes_of]
-        return replace(self, staged=program, mapped=[*given, *self.mapped], sizes_of=sizes_of)
-
-    def key(self) -> Hashable:
-        """Equal for calls that do the same, whatever the values, if nothing is traced."""
-        arguments = [
-            (jax.typeof(x), m.axis, None if size is None else (size.name, m.value.axis))
-            for x, m, size in zip(self.values, self.mapped, self.sizes_of, strict=True)
-        ]
-        rows = [
-            (size.name, size.bound, capacity_of(size.batch), size.index.lengths.tobytes())
-            for size in self.sizes
-        ]
-        return call_key(self.axis, self.staged, *arguments, *rows)
 
 
 @_compat.standing_in()
@@ -184,6 +123,11 @@ def run_rows(
         return run_in_buckets(axis, one_row, mapped, options.buckets, run_bucket)
     by_length = functools.partial(run_by_length, axis, one_row, mapped, run_dense)
     if options.layout == "grouped":
+        if options.shards is not None:
+            raise UnsupportedError(
+                'mesh was given, and layout="grouped": which rows have one length is known before '
+                "they are dealt out to devices. Leave one of them out."
+            )
         return by_length()
     known = all_known(mapped)
     sizes_of, sizes = find_sizes(mapped)
@@ -198,7 +142,7 @@ def run_rows(
     except Exception as error:
         # The function may need sizes as numbers, for an `if n > 5`: rows of one length have these.
         # If it is wrong, it fails again.
-        if known:
+        if known and options.shards is None:
             return by_length()
         raise _cannot_stage(error, sizes, lambda: _works_for_known(stage, sizes)) from error
     described = list(map(place_ragged, outputs.described, [a.shape for a in staged.out_avals]))
@@ -206,23 +150,21 @@ def run_rows(
     call = Call(axis, staged, mapped, sizes_of, sizes, outputs)
     if not (call.traced or recording.is_on()):
         call = call.with_constants_passed()
-    in_chunks = options.in_chunks(axis.size)
-    most = _most_classes(call, options, in_chunks)
     try:
-        if most is None and (in_chunks or _compat.calls_back(staged.effects)):
-            # Regions would not keep the order in which programs call the host.
-            return _run_padded(call, run_dense), outputs
-        return _run_regions(call, options.layout, most), outputs
+        if options.shards is not None:
+            return _run_on_devices(call, options, options.shards, run_dense), outputs
+        return _run_here(call, options, run_dense), outputs
     except _ASKED_FOR_NUMBERS as error:  # in a derivative rule, which is staged by now
-        if known:
+        if known and options.shards is None:
             return by_length()
         raise _cannot_stage(error, sizes, lambda: True) from error
     except CannotPad as error:
-        if known:
+        if known and options.shards is None:
             return by_length()
         raise UnsupportedError(
             f"{error}\nRows of one length could run together, but the lengths are traced here: "
-            "call it outside of jit, or close over the Ragged, so that they are known."
+            "call it outside of jit, or close over the Ragged, so that they are known"
+            + (", and leave mesh out." if options.shards else ".")
         ) from None
 
 
@@ -279,6 +221,47 @@ def _works_for_known(stage: Callable[[Sequence[int]], Any], sizes: Sequence[RowS
             continue
         return True
     return False
+
+
+def _run_here(call: Call, options: RowOptions, run_dense: RunDense) -> list[Any]:
+    """The outputs of a call, all of whose rows are in one place."""
+    in_chunks = options.in_chunks(call.axis.size)
+    most = _most_classes(call, options, in_chunks)
+    if most is None and (in_chunks or _compat.calls_back(call.staged.effects)):
+        # Regions would not keep the order in which programs call the host.
+        return _run_padded(call, run_dense)
+    return _run_regions(call, options.layout, most)
+
+
+def _run_on_devices(
+    call: Call, options: RowOptions, shards: Shards, run_dense: RunDense
+) -> list[Any]:
+    """The outputs of a call, whose rows are dealt out to devices."""
+    name = call.axis.name
+    if name is not None and any(uses_name(eqn, name) for eqn in call.staged.jaxpr.eqns):
+        raise UnsupportedError(
+            f"mesh was given, and the function has a collective over axis_name {name!r}, whose "
+            "lanes are rows of different lengths: a device knows only its own. Reduce over the "
+            "batch with out_axes=batchax.Reduce(...), or leave mesh out."
+        )
+    if not call.axis.size:
+        return _run_here(call, options, run_dense)
+
+    def run(lengths: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        run_rows = functools.partial(_run_here, options=options, run_dense=run_dense)
+        return run_on_devices(call.with_values(lengths, values), shards, run_rows)
+
+    given = [size.batch.lengths for size in call.sizes], call.values
+    if call.traced or recording.is_on():
+        return run(*given)
+    # Lengths are arguments: one program serves all batches of such arrays.
+    chunks = options.in_chunks(call.axis.size)
+    specs = tuple(output.spec for output in call.described)
+    key = call.key(lengths=False), shards, options.layout, options.buckets, chunks, specs
+    return _on_devices.get(key, lambda: jax.jit(run))(*given)
+
+
+_on_devices = Lasting(most=64)  # programs for calls outside of `jit`
 
 
 def _run_padded(call: Call, run_dense: RunDense) -> list[Any]:

@@ -1,0 +1,237 @@
+"""Rows of different lengths dealt out to the devices of a mesh.
+
+Every device gets as many rows, and about as many elements: the longest rows are dealt out first,
+one to each device, then the next longest in the opposite direction, and so on. No device then has
+more elements than another by more than the longest row has. Where rows do not come out even the
+shortest is run again, and what it computes is dropped. Which row goes where is found while the
+program runs, so one program serves all lengths; every way there and back is a gather, and so is its
+transpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, NamedSharding
+
+from batchax.execution.shards import Shards, on_shards, spec_of
+from batchax.frontend.arguments import Mapped
+from batchax.frontend.outputs import place
+from batchax.kernel.axis import AxisPosition
+from batchax.rows.arguments import RowSize, capacity_of
+from batchax.rows.blocks import moved
+from batchax.rows.call import Call
+from batchax.rows.groups import in_front
+from batchax.rows.index import RowIndex
+from batchax.rows.ragged import Ragged
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """Which row is in which slot: each device has the same number of slots.
+
+    Attributes:
+      row: of each slot, shape (devices, slots).
+      slot: of each row among those of all devices.
+      real: of each slot, whether its row is not there twice.
+    """
+
+    row: Any
+    slot: Any
+    real: np.ndarray
+
+    @classmethod
+    def of(cls, weights: Any, devices: int) -> Dealt:
+        """Rows of these weights, the heaviest first."""
+        count = weights.shape[0]
+        slots = -(-count // devices)
+        rounds, places = np.divmod(np.arange(devices * slots), devices)
+        of_device = np.where(
+            rounds % 2, devices - 1 - places, places
+        )  # every other round goes back
+        slot_of_turn = (of_device * slots + rounds).astype(np.int32)
+        turn = np.argsort(slot_of_turn).astype(np.int32).reshape(devices, slots)
+        order = jnp.argsort(-weights, stable=True).astype(np.int32)
+        rank = jnp.argsort(order).astype(np.int32)
+        row = order[np.minimum(turn, count - 1)]
+        return cls(row, jnp.asarray(slot_of_turn)[rank], turn < count)
+
+    def dealt(self, x: Any) -> Any:
+        """An array with the rows in front as one with devices and slots in front."""
+        return moved(x, self.row.reshape(-1), self.slot).reshape(*self.row.shape, *x.shape[1:])
+
+    def collected(self, x: Any) -> Any:
+        """What `dealt` was given."""
+        back = jnp.where(self.real, self.row, -1).reshape(-1)
+        return moved(lax.collapse(x, 0, 2), self.slot, back)
+
+
+class _Elements:
+    """Where the elements of rows are: packed in one array, and in an array for each device.
+
+    Args:
+      dealt: which row is in which slot.
+      packed: where rows are in an array with room for `capacity` elements.
+      capacity: that room.
+      lengths: of the row of each slot.
+      room: that of each device's array.
+    """
+
+    def __init__(
+        self, dealt: Dealt, packed: RowIndex, capacity: int, lengths: Any, room: int
+    ) -> None:
+        def of_device(lengths: Any) -> tuple[Any, Any, Any]:
+            index = RowIndex.of(lengths, room, packed.bound)
+            return index.starts, index.row_of(room), index.place_of(room)
+
+        starts, slots, places = jax.vmap(of_device)(jnp.asarray(lengths, np.int32))
+        devices, count = dealt.row.shape
+        self._shape = devices, room
+        taken = jnp.minimum(slots, count - 1)
+        rows = jnp.take_along_axis(dealt.row, taken, 1)
+        there = jnp.where(slots < count, jnp.asarray(packed.starts)[rows] + places, -1)
+        real = jnp.take_along_axis(jnp.asarray(dealt.real), taken, 1)
+        self._there = there.reshape(-1)
+        self._real = jnp.where(real, there, -1).reshape(-1)
+        row = jnp.asarray(packed.row_of(capacity))
+        slot = jnp.take(dealt.slot, row, mode="clip")
+        place = slot // count * room + starts.reshape(-1)[slot] + packed.place_of(capacity)
+        self._back = jnp.where(row < packed.starts.shape[0], place, -1)
+
+    def spread(self, x: Any) -> Any:
+        """Packed rows along axis 0 as those of each device: device, element."""
+        return moved(x, self._there, self._back).reshape(*self._shape, *x.shape[1:])
+
+    def packed(self, x: Any) -> Any:
+        """What `spread` was given, one row after another."""
+        return moved(lax.collapse(x, 0, 2), self._back, self._real)
+
+
+@dataclass(frozen=True)
+class _Output:
+    """What a device returned: for a `Ragged` its axis and bound, and the size that it has.
+
+    Attributes:
+      batched: whether it differs from row to row.
+      axis: along which it is ragged, or None.
+      bound: no row is longer.
+      size: which size of the arguments its rows have, if it is one of those.
+    """
+
+    batched: bool
+    axis: int | None = None
+    bound: int = 0
+    size: int | None = None
+
+
+def run_on_devices(call: Call, shards: Shards, run_rows: Callable[[Call], list[Any]]) -> list[Any]:
+    """The outputs of a call, whose rows are dealt out to devices.
+
+    Args:
+      call: of a function of one row.
+      shards: the devices: each is a lane.
+      run_rows: from the call with the rows of one device, whose lengths are traced, to its outputs.
+    """
+    weights = sum(jnp.asarray(size.index.lengths) for size in call.sizes)
+    dealt = Dealt.of(weights, shards.count)
+    devices, slots = dealt.row.shape
+    lengths = [dealt.dealt(jnp.asarray(size.index.lengths)) for size in call.sizes]
+    rooms = [_room(call, size, devices, slots) for size in call.sizes]
+    arguments = list(lengths)
+    positions: list[AxisPosition] = [0] * len(lengths)
+    for m, size in _arguments(call):
+        x = m.value
+        if size is not None:
+            k = call.sizes.index(size)
+            packed, capacity = size.index_in(x), capacity_of(x)
+            elements = _Elements(dealt, packed, capacity, lengths[k], rooms[k])
+            x = elements.spread(jnp.moveaxis(x.data, x.axis, 0))
+        elif m.axis is not None:
+            x = dealt.dealt(jnp.moveaxis(x, m.axis, 0))
+        arguments.append(x)
+        positions.append(None if m.axis is None and size is None else 0)
+    notes: list[list[_Output]] = []
+
+    def of_device(*values: Any) -> tuple[list[Any], list[AxisPosition]]:
+        own = [
+            x if a is None else lax.squeeze(x, (0,)) for x, a in zip(values, positions, strict=True)
+        ]
+        local = _local_call(call, own[: len(lengths)], own[len(lengths) :], slots)
+        outs: list[Any] = []
+        found: list[AxisPosition] = []
+        noted = []
+        for x, shape in zip(run_rows(local), call.shapes, strict=True):
+            if isinstance(x, Ragged):
+                known = (k for k, s in enumerate(local.sizes) if s.batch.lengths is x.lengths)
+                noted.append(_Output(True, x.axis, x.max_length, next(known, None)))
+                outs += [jnp.moveaxis(x.data, x.axis, 0)[None], x.lengths[None]]
+                found += [0, 0]
+                continue
+            batched = jnp.ndim(x) > len(shape)
+            noted.append(_Output(batched))
+            outs.append(x[None] if batched else x)
+            found.append(0 if batched else None)
+        notes.append(noted)
+        return outs, found
+
+    placed = [_put(shards, x, a) for x, a in zip(arguments, positions, strict=True)]
+    outs = iter(on_shards(replace(shards, lanes=devices), of_device, placed, positions))
+    results = []
+    for output, noted in zip(call.described, notes[-1], strict=True):
+        x = next(outs)
+        if noted.axis is None:
+            x = dealt.collected(x) if noted.batched else x
+            results.append(place(call.axis, output, x, 0 if noted.batched else None))
+        else:
+            results.append(_collected(call, dealt, noted, x, next(outs)))
+    return results
+
+
+def _room(call: Call, size: RowSize, devices: int, slots: int) -> int:
+    """How many elements one device may have."""
+    room, bound = capacity_of(size.batch), size.bound
+    if len(call.sizes) > 1:  # dealt out by their sum, of which one may be all
+        return min(slots * bound, room + bound)
+    # By no more than the longest row over the mean, with a shortest row that is there twice.
+    return min(slots * bound, -(-room // devices) + bound + min(bound, room // call.axis.size))
+
+
+def _local_call(call: Call, lengths: Sequence[Any], values: Sequence[Any], slots: int) -> Call:
+    """The call with the rows of one device, which are in front of `values`."""
+    places = [m.axis if size is None else m.value.axis for m, size in _arguments(call)]
+    moved = [x if a is None else jnp.moveaxis(x, 0, a) for x, a in zip(values, places, strict=True)]
+    local = call.with_values(lengths, moved)
+    described = list(map(in_front, call.outputs.described))
+    outputs = replace(call.outputs, described=described)
+    return replace(local, axis=replace(call.axis, size=slots), outputs=outputs)
+
+
+def _arguments(call: Call) -> list[tuple[Mapped, RowSize | None]]:
+    return list(zip(call.mapped, call.sizes_of, strict=True))
+
+
+def _put(shards: Shards, x: Any, position: AxisPosition) -> Any:
+    if isinstance(shards.mesh, AbstractMesh):
+        return x
+    return jax.device_put(x, NamedSharding(shards.mesh, spec_of(shards, position)))
+
+
+def _collected(call: Call, dealt: Dealt, noted: _Output, x: Any, lengths: Any) -> Ragged:
+    """A ragged output, from the rows of each device and their lengths."""
+    assert noted.axis is not None
+    devices, room = x.shape[:2]
+    if noted.size is None:
+        own = dealt.collected(lengths)
+        capacity = min(devices * room, own.shape[0] * noted.bound)
+    else:
+        batch = call.sizes[noted.size].batch
+        own, capacity = batch.lengths, capacity_of(batch)
+    packed = RowIndex.of(own, capacity, noted.bound)
+    data = _Elements(dealt, packed, capacity, lengths, room).packed(x)
+    return Ragged(jnp.moveaxis(data, 0, noted.axis), own, noted.bound, axis=noted.axis)

@@ -1,0 +1,152 @@
+"""Rows of different lengths dealt out to devices: what each computes is what it does alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+
+import batchax as bx
+from batchax.rows import run as rows_run
+from batchax.rows.on_devices import Dealt
+
+from support.oracle import example, same
+from support.rows import check_rows, ragged
+
+W = example((3, 3), seed=1)
+LENGTHS = {
+    "even": (3, 1, 5, 2, 7, 4, 2, 9),
+    "uneven": (3, 1, 5, 2, 7),
+    "fewer than devices": (2,),
+    "equal": (4,) * 6,
+    "some empty": (0, 3, 0, 1, 6),
+}
+check = functools.partial(check_rows, mesh="all", reverse_traced=True)
+
+
+def attend(x):
+    return jax.nn.softmax(x @ x.T) @ x
+
+
+FUNCTIONS = {
+    "each element": lambda x: jnp.tanh(x @ W),
+    "attention": attend,
+    "reduced": lambda x: (attend(x).sum(0), x.sum()),
+    "other sizes": lambda x: (x[1:], jnp.concatenate([attend(x), x])),
+    "of the shape alone": lambda x: (jnp.arange(x.shape[0]), jnp.asarray(x.shape[0])),
+    "sorted": lambda x: jnp.cumsum(jnp.sort(x, 0), 0),
+    "a scan": lambda x: lax.scan(lambda s, y: (jnp.sin(s + y), s), jnp.zeros(3), x),
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_rows_on_devices_are_those_of_a_loop(name, lengths):
+    check(FUNCTIONS[name], ragged(3, lengths=LENGTHS[lengths]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"batch_size": 2}, {"buckets": 2}, {"layout": "padded"}, {"layout": "packed"}],
+    ids=str,
+)
+def test_with_other_options(options):
+    check(lambda x: attend(jnp.tanh(x)), ragged(3, lengths=LENGTHS["uneven"]), **options)
+
+
+def test_what_rows_have_of_their_own_and_what_they_share():
+    def f(x, scale, w):
+        return attend(x * scale) @ jnp.sin(w), (x @ w).sum(0) * scale, jnp.cos(w)
+
+    given = ragged(3, lengths=LENGTHS["uneven"]), jnp.linspace(0.1, 1, 5), W
+    check(f, *given, in_axes=(0, 0, None))
+
+
+def test_two_sizes_that_differ():
+    lengths = LENGTHS["even"]
+    x, y = ragged(3, lengths=lengths), ragged(3, lengths=lengths[::-1], seed=1)
+    check(lambda x, y: (jax.nn.softmax(x @ y.T).sum(0), attend(y).sum(0) * x.sum()), x, y)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_the_ragged_axis_may_be_any(axis):
+    check(lambda x: jnp.sort(x, axis) * 2, ragged(2, 3, lengths=LENGTHS["even"], axis=axis))
+
+
+@pytest.mark.parametrize("kind", ["sum", "mean", "max"])
+def test_outputs_go_where_out_axes_says(kind):
+    x = ragged(3, lengths=LENGTHS["uneven"])
+    specs = (bx.Reduce(kind), 1, bx.AUTO, None)
+    f = lambda x: (attend(x).sum(0), x.sum(0), W, 2 * W)
+    expected = bx.vmap(f, out_axes=specs)(x)
+    for jit in (jax.jit, lambda f: f):
+        same(jit(bx.vmap(f, out_axes=specs, mesh="all"))(x), expected, dict(rtol=1e-5, atol=1e-5))
+
+
+def test_a_row_draws_the_same_numbers_wherever_it_is():
+    x = ragged(lengths=LENGTHS["uneven"])
+    draw = bx.vmap(lambda key, x: x + jax.random.normal(key), (bx.split_key, 0))
+    on_devices = bx.vmap(lambda key, x: x + jax.random.normal(key), (bx.split_key, 0), mesh="all")
+    key = jax.random.key(0)
+    same(on_devices(key, x).to_padded(), draw(key, x).to_padded())
+
+
+def test_one_axis_of_a_mesh():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
+    check_rows(attend, ragged(3, lengths=LENGTHS["uneven"]), mesh=(mesh, "b"))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 7])
+def test_no_device_has_more_elements_than_another_by_more_than_a_row(devices):
+    generator = np.random.default_rng(devices)
+    for _ in range(40):
+        count = int(generator.integers(1, 40))
+        lengths = np.minimum(generator.geometric(0.1, count) - 1, 60).astype(np.int32)
+        dealt = Dealt.of(jnp.asarray(lengths), devices)
+        row = np.asarray(dealt.row)
+        assert row.shape == (devices, -(-count // devices))
+        assert sorted(row[dealt.real]) == list(range(count))
+        np.testing.assert_array_equal(row.reshape(-1)[np.asarray(dealt.slot)], np.arange(count))
+        elements = lengths[row].sum(1)
+        assert elements.max() - elements.min() <= lengths.max()
+        room = -(-int(lengths.sum()) // devices) + lengths.max() + lengths.sum() // count
+        assert elements.max() <= room
+
+
+def test_one_program_serves_all_lengths():
+    traced = []
+
+    def f(x):
+        traced.append(x)
+        return attend(x)
+
+    def on_devices(lengths):
+        out = bx.vmap(f, mesh="all")(bx.Ragged(jnp.ones((9, 3)), jnp.asarray(lengths), 6))
+        jax.block_until_ready(out.data)
+
+    on_devices((3, 1, 5))
+    staged, programs = len(traced), len(rows_run._on_devices._known)
+    on_devices((2, 2, 5))
+    assert len(traced) == staged + 1  # to know what the function does
+    assert len(rows_run._on_devices._known) == programs
+
+
+REFUSED = {
+    "a collective": (
+        lambda x: x - lax.pmean(x.sum(), "rows"),
+        {"axis_name": "rows"},
+        "collective over axis_name 'rows'",
+    ),
+    "rows of one length": (attend, {"layout": "grouped"}, 'layout="grouped"'),
+    "what needs a number": (lambda x: jnp.fft.fft(x, axis=0), {}, "leave mesh out"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_all_rows_is_refused(name):
+    fun, options, match = REFUSED[name]
+    with pytest.raises(bx.UnsupportedError, match=match):
+        bx.vmap(fun, mesh="all", **options)(ragged(3, lengths=LENGTHS["even"]))
