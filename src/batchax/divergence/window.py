@@ -101,7 +101,7 @@ def run_in_windows(
     """
     varying = [active, *carry, *consts]
     size, widths = active.shape[0], plan.widths
-    tallies = []
+    tallies, count = [], np.int32(size)  # at most
     if widths[0] == size:
         widths = widths[1:]
         left = plan.most_left if plan.threshold is None else plan.refilled_at(size)
@@ -110,11 +110,11 @@ def run_in_windows(
         state = (active, carry, plan.blank)
         state = _alike(state, varying)
         state = _steps(step, size, consts, left, stays, state, _count(active))
-        active, carry, tally, _ = state
+        active, carry, tally, count = state
         tallies = [tally]
     if widths:
         window = _Window(plan, widths, step, consts, positions)
-        carry, others = window.run(active, carry, varying)
+        carry, others = window.run(active, carry, count, varying)
         tallies += others
     return carry, tallies
 
@@ -173,11 +173,14 @@ class _Window:
         self.consts, self.positions = consts, positions
 
     def run(
-        self, active: Any, everyone: list[Any], varying: Any
+        self, active: Any, everyone: list[Any], left: Any, varying: Any
     ) -> tuple[list[Any], Sequence[Tally]]:
-        """From the carries of all lanes to their last ones, with counts of lane-steps."""
+        """From the carries of all lanes to their last ones, with counts of lane-steps.
+
+        No more than `left` lanes are active, and none if that is zero.
+        """
         size = active.shape[0]
-        queue = lax.iota(np.int32, size), np.int32(0), np.int32(size), np.int32(1)
+        queue = lax.iota(np.int32, size), np.int32(0), np.int32(size), left
         state = [active, *everyone], queue, [self.plan.blank] * len(self.widths)
 
         def goes_on(state: Any) -> Any:
