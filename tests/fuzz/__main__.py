@@ -9,7 +9,13 @@ import resource
 import sys
 import time
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_backend_optimization_level=0",
+        "--xla_force_host_platform_device_count=2",  # for lanes that are spread over devices
+    ]
+)
 
 import jax
 from hypothesis import HealthCheck, Phase, given, seed, settings

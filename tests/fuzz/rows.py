@@ -37,6 +37,8 @@ OPTIONS = [
     ['layout="padded"', "divergence=bx.Compact(width=2)"],
     ["batch_size=2", "buckets=2"],
     ["batch_size=3", 'divergence="compact"'],
+    ['mesh="all"'],
+    ['mesh="all"', "batch_size=1"],
 ]
 ONLY_KNOWN = {'layout="grouped"', "buckets=2"}
 

@@ -14,6 +14,9 @@ OPTIONS = [
     ["divergence=bx.Compact(width=2, threshold=0.25)"],
     ["batch_size=3", 'divergence="compact"'],
     ["batch_size=3", "divergence=bx.Compact(width=2)"],
+    ['mesh="all"'],
+    ['mesh="all"', "batch_size=1"],
+    ['mesh="all"', 'divergence="compact"'],
 ]
 
 INNER = [
