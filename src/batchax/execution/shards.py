@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.core import Tracer
+from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
@@ -211,12 +211,21 @@ def on_shards(
             check_vma=False,  # what is gathered is the same everywhere, which JAX cannot see
         )
 
-    _, found = _compat.described(
-        run, lambda arrays: jax.eval_shape(mapped(arrays, PartitionSpec()), *args)
-    )
-    # Compiled: operation by operation, JAX refuses meshes that have other axes as well.
+    # How outputs are sharded `shard_map` wants to know before, and the run tells: it is staged in
+    # one `shard_map`, and evaluated in another.
+    staged: list[tuple[_compat.ClosedJaxpr, list[AxisPosition]]] = []
+
+    def stage(*xs: Any) -> list[Any]:
+        use = lambda arrays: _compat.stage(arrays, list(map(jax.typeof, xs)))
+        staged.append(_compat.described(run, use))
+        return []
+
+    jax.eval_shape(mapped(stage, []), *args)
+    program, found = staged[-1]
+    evaluate = lambda *xs: eval_jaxpr(program.jaxpr, program.consts, *xs)
     specs = [spec_of(shards, a) for a in found]
-    outs = jax.jit(mapped(lambda *xs: run(*xs)[0], specs))(*args)
+    # Compiled: operation by operation, JAX refuses meshes that have other axes as well.
+    outs = jax.jit(mapped(evaluate, specs))(*args)
     return [
         x if a is None else shards.without_repeated(x, a) for x, a in zip(outs, found, strict=True)
     ]
