@@ -239,7 +239,7 @@ def _run(
         if in_parts and may_shard and not spread:
             shards = find_shards(axis, values, axes, staged.jaxpr)
         if chunking is None and shards is not None:
-            chunking = Chunking(shards.each, keep=False)
+            chunking = Chunking(shards.each, keep=True)
         if chunking is not None and (spread or chunking.applies_to(axis.size)):
             stage = lambda avals: stage_described(axis, one_example, avals, names)[0]
             outs = run_in_chunks(chunking, program, described, stage, shards)

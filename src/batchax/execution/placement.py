@@ -19,6 +19,7 @@ from batchax.execution.chunk_loop import (
     chunk_loop,
     collect,
     results_before,
+    run,
 )
 from batchax.execution.memory import Auto
 from batchax.execution.operand_specs import Extreme, Lanes, PerChunk
@@ -39,6 +40,9 @@ def run_loop(loop: ChunkLoop, operands: Sequence[Any], keep: bool) -> list[Any]:
         loop = replace(loop, chunk=chosen_chunk(loop, list(map(jax.typeof, operands))))
     if not keep:
         return chunk_loop(loop, operands)
+    if isinstance(loop.chunk, int) and loop.size <= loop.chunk and not loop.gathers:
+        # Of the only chunk what JAX keeps is what it keeps without chunks.
+        return run(loop, _compat.varying_alike(operands))
     # The derivative of an extreme value compares values again, in a second loop, whatever is kept:
     # extremes stay results of the primitive, which has that derivative.
     extreme = [k for k, spec in enumerate(loop.results) if isinstance(spec, Extreme)]
