@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import batchax as bx
@@ -193,6 +193,50 @@ def test_what_is_sharded_over_other_axes_stays_as_it_is():
     assert closed(x).sharding.shard_shape((8, 2)) == (4, 1)
 
 
+@pytest.mark.parametrize("lanes", [8, 7])
+@pytest.mark.parametrize("names", ["a", ("a", "b")])
+def test_a_mesh_that_types_tell_of(names, lanes):
+    devices = np.array(jax.devices()).reshape(2, 2)
+    mesh = Mesh(devices, ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    x = example((lanes, 5))
+    closed = bx.vmap(lambda x: jnp.tanh(x @ W), mesh=(mesh, names))
+    passed = bx.vmap(lambda x, w: jnp.tanh(x @ w), (0, None), mesh=(mesh, names))
+    expected = jnp.tanh(x @ W)
+    same(jax.device_get(closed(x)), expected, CLOSE)
+    with pytest.raises(bx.UnsupportedError, match=r"jax\.set_mesh"):
+        jax.jit(closed)(x)
+    with jax.set_mesh(mesh):
+        for out in (closed(x), passed(x, W), jax.jit(closed)(x), jax.jit(passed)(x, W)):
+            same(jax.device_get(out), expected, CLOSE)
+
+
+EIGHT_DEVICES = """
+import jax, jax.numpy as jnp, numpy as np, batchax as bx
+from jax import lax
+
+assert len(jax.devices()) == 8
+w = jnp.linspace(-1, 1, 10).reshape(5, 2)
+
+
+def loss(w, x, **options):
+    one = lambda x: jnp.tanh((x - lax.pmean(x, "i")) @ w)
+    return bx.vmap(one, out_axes=bx.Reduce("mean"), axis_name="i", **options)(x).sum()
+
+
+for lanes in (16, 13, 3):
+    x = jnp.sin(jnp.arange(5.0 * lanes)).reshape(lanes, 5)
+    got = jax.jit(jax.value_and_grad(lambda w, x: loss(w, x, mesh="all", batch_size=1), (0, 1)))(w, x)
+    expected = jax.value_and_grad(loss, (0, 1))(w, x)
+    jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-4, atol=1e-5), got, expected)
+"""
+
+
+def test_eight_devices():
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    environment = {**os.environ, "XLA_FLAGS": flags}
+    subprocess.run([sys.executable, "-c", EIGHT_DEVICES], check=True, env=environment)
+
+
 def test_a_call_outside_of_jit_is_compiled_once():
     traced = []
 
@@ -246,3 +290,9 @@ def test_what_is_refused_by_name():
         )
     with pytest.raises(bx.AxisError, match="closes over: axis 1 is sharded over 'a'"):
         bx.vmap(lambda x: x @ w, mesh=(mesh, "a"))(example((4, 5)))
+    four = Mesh(np.array(jax.devices()), ("a",))
+    inner = bx.vmap(jnp.sin, mesh="all")
+    with pytest.raises(bx.UnsupportedError, match=r"inside a jax\.shard_map over 'a'"):
+        jax.shard_map(inner, mesh=four, in_specs=P("a"), out_specs=P("a"))(example((8, 5)))
+    with pytest.raises(bx.UnsupportedError, match="or another vmap with mesh"):
+        bx.vmap(inner, mesh="all")(example((4, 5)))

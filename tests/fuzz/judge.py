@@ -101,7 +101,7 @@ class Case:
 
 
 # What is refused by name, as documented.
-REFUSALS = ["inside a loop or branch needs all lanes at once, which chunks do not have"]
+REFUSALS = ["inside a loop or branch needs all lanes at once"]
 
 REDUCTIONS = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
 

@@ -102,8 +102,8 @@ def run_in_chunks(
     """
     if any(map(_compat.is_reference, (*program.staged.consts, *program.args))):
         raise UnsupportedError(
-            "batch_size was given, but the function is given, or closes over, a reference "
-            "(jax.new_ref). Create it inside the function, or leave batch_size out."
+            "batch_size or mesh was given, but the function is given, or closes over, a reference "
+            "(jax.new_ref). Create it inside the function, or leave them out."
         )
     if shards is None:
         chunking, program = _of_all_lanes(chunking, program)

@@ -32,7 +32,7 @@ class OnMesh:
         """What so many lanes are spread over; None if there are none.
 
         Raises:
-          UnsupportedError: the number of lanes is a symbol.
+          UnsupportedError: the number of lanes is a symbol, or devices are taken already.
         """
         if not isinstance(lanes, int):
             raise UnsupportedError(
@@ -41,6 +41,13 @@ class OnMesh:
             )
         if lanes == 0:
             return None
+        taken = jax.sharding.get_abstract_mesh()
+        if AxisType.Manual in taken.axis_types:
+            raise UnsupportedError(
+                "mesh was given inside a jax.shard_map over "
+                f"{', '.join(map(repr, taken.manual_axes))}, or another vmap with mesh: there each "
+                "device runs a program of its own. Leave mesh out of the inner one."
+            )
         mesh = self.mesh
         if mesh is None:
             mesh = Mesh(np.array(jax.devices()), ("devices",))
@@ -101,6 +108,17 @@ def placed(
 
 
 def _placed(shards: Shards, x: Any, position: AxisPosition) -> Any:
+    types = dict(zip(shards.mesh.axis_names, shards.mesh.axis_types, strict=True))
+    typed = any(types[name] == AxisType.Explicit for name in shards.names)
+    if isinstance(x, Tracer) and typed:
+        if jax.sharding.get_abstract_mesh().empty:
+            raise UnsupportedError(
+                "mesh has axes of type Explicit, which types tell of, and no mesh is set. Call it "
+                "inside `with jax.set_mesh(mesh):`, or use a mesh whose axes are of type Auto."
+            )
+        x = x if position is None else shards.filled_up(x, position)
+        spec = _with_other_axes(shards, x, position)
+        return jax.sharding.reshard(x, NamedSharding(shards.mesh, spec))
     if isinstance(x, Tracer) or isinstance(shards.mesh, AbstractMesh):
         # Where the values will be, `jit` and `shard_map` say.
         return x if position is None else _filled_up_anywhere(shards, x, position)

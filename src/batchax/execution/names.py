@@ -157,8 +157,8 @@ def _use(axis: Axis, eqn: Any, xs: list[Any], lane: Any, top: bool) -> Sequence[
     where = "inside a loop or branch" if not top else f"inside {name}"
     raise UnsupportedError(
         f"{_compat.user_line(eqn.source_info)}: {name} over the batch axis {axis.name!r} "
-        f"{where} needs all lanes at once, which chunks do not have. Move the collective out of "
-        "it, or leave batch_size out."
+        f"{where} needs all lanes at once, which chunks and devices do not have. Move the "
+        "collective out of it, or leave batch_size and mesh out."
     )
 
 

@@ -72,6 +72,10 @@ class Shards:
 
     def without_repeated(self, x: Any, axis: int) -> Any:
         """What `filled_up` was given."""
+        spec = jax.typeof(x).sharding.spec
+        if self.repeated and axis < len(spec) and spec[axis] is not None:
+            # By its type, which allows shards of one size only.
+            x = _with_whole_axis(x, axis)
         return lax.slice_in_dim(x, 0, self.lanes, axis=axis) if self.repeated else x
 
     def combined(self, kind: Result, x: Any) -> Any:
@@ -249,16 +253,16 @@ def check_shared(args: Sequence[Any], consts: Sequence[Any]) -> None:
         sharding: Any = getattr(jax.typeof(x), "sharding", None)
         if any(entry is not None for entry in getattr(sharding, "spec", ())):
             raise UnsupportedError(
-                "batch_size was given for a batch that is sharded over a mesh, and the function "
-                f"uses an array of shape {x.shape} that is the same for every lane but sharded "
-                f"too, as {sharding.spec}. Put it on every device before, with "
-                "jax.sharding.reshard(array, jax.P()), or leave batch_size out."
+                "each device of a mesh is to run its lanes (batch_size or mesh was given), and the "
+                f"function uses an array of shape {x.shape} that is the same for every lane but "
+                f"sharded by its type, as {sharding.spec}. Put it on every device before, with "
+                "jax.sharding.reshard(array, jax.P()), or leave them out."
             )
     for x in consts:
         mesh: Any = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
         if mesh is not None and AxisType.Explicit in mesh.axis_types:
             raise UnsupportedError(
-                "batch_size was given for a batch that is sharded over a mesh, and the function "
-                f"closes over an array of shape {x.shape} whose type tells of that mesh. Pass it "
-                "as an argument, with None in in_axes."
+                "each device of a mesh is to run its lanes (batch_size or mesh was given), and the "
+                f"function closes over an array of shape {x.shape} whose type tells of that mesh. "
+                "Pass it as an argument, with None in in_axes."
             )
