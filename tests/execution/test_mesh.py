@@ -1,7 +1,10 @@
 """`vmap(mesh=)`: lanes spread over devices give what they give on one."""
 
 import functools
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -225,7 +228,8 @@ def loss(w, x, **options):
 
 for lanes in (16, 13, 3):
     x = jnp.sin(jnp.arange(5.0 * lanes)).reshape(lanes, 5)
-    got = jax.jit(jax.value_and_grad(lambda w, x: loss(w, x, mesh="all", batch_size=1), (0, 1)))(w, x)
+    ours = lambda w, x: loss(w, x, mesh="all", batch_size=1)
+    got = jax.jit(jax.value_and_grad(ours, (0, 1)))(w, x)
     expected = jax.value_and_grad(loss, (0, 1))(w, x)
     jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-4, atol=1e-5), got, expected)
 """
