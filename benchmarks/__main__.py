@@ -17,6 +17,9 @@ from benchmarks.chunks import report as chunks_report
 from benchmarks.chunks.measure import measured as measured_in_chunks
 from benchmarks.chunks.workloads import CURVE
 from benchmarks.chunks.workloads import WORKLOADS as CHUNKED
+from benchmarks.devices import report as devices_report
+from benchmarks.devices.measure import measured as measured_on_devices
+from benchmarks.devices.workloads import WORKLOADS as ON_DEVICES
 from benchmarks.divergence import report as divergence_report
 from benchmarks.divergence.measure import WORKLOADS as DIVERGING
 from benchmarks.divergence.measure import measured as measured_diverging
@@ -110,6 +113,14 @@ PARTS = {
         divergence_report.line,
         divergence_report.summary,
         divergence_report.write,
+    ),
+    "devices": Part(
+        devices_report.TITLE,
+        {f"devices: {name}": w for name, w in ON_DEVICES.items()},
+        measured_on_devices,
+        devices_report.line,
+        devices_report.summary,
+        devices_report.write,
     ),
     "bounded": Part(
         bounded.TITLE,

@@ -16,7 +16,7 @@ from batchax.jaxprs.bodies import Body, bodies_of
 from batchax.jaxprs.primitive_facts import body_parameter
 from batchax.jaxprs.program_key import value_key
 from batchax.programs.canonical import CanonicalProgram, rules, rules_by_fact
-from batchax.programs.canonical_values import CanonicalValue, typed, whole, without_ones
+from batchax.programs.canonical_values import CanonicalValue, is_placed, typed, whole, without_ones
 
 _WITH_RULES = {
     "custom_jvp_call": "call_jaxpr",
@@ -122,7 +122,13 @@ def _same_on_all(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> l
     return args  # only its type says that it may differ
 
 
+def _reshard(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+    # Of what a `shard_map` closes over only the type changes, if types say nothing of the mesh.
+    return p.opaque(eqn, args) if is_placed(eqn.params["dst_sharding"]) else args
+
+
 rules_by_fact.update(is_plain_call=_call, again=_call)
 rules.update(dict.fromkeys(_WITH_RULES, _call), scan=_loop, cond=_cond, shard_map=_shard_map)
 rules["while"] = _loop
 rules.update(psum=_sum_over_devices, psum_invariant=_sum_over_devices, pvary=_same_on_all)
+rules.update(reshard=_reshard)

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from batchax.programs.canonical import CanonicalProgram, rules, rules_by_fact
-from batchax.programs.canonical_values import CanonicalValue, typed
+from batchax.programs.canonical_values import CanonicalValue, is_placed, typed
 
 COMMUTING = frozenset({"add", "mul", "max", "min", "and", "or", "xor", "eq", "ne"})
 RENAMED = {"add_any": "add"}
@@ -98,17 +98,20 @@ def spread(x: CanonicalValue, rank: int) -> CanonicalValue:
 
 
 def others(p: CanonicalProgram, eqn: Any, *left_out: str) -> Hashable:
-    return p.parameters({k: v for k, v in eqn.params.items() if k not in left_out}, (), [])
+    params = {k: v for k, v in eqn.params.items() if k not in left_out}
+    for name in ("sharding", "out_sharding"):
+        if name in params and not is_placed(params[name]):
+            params[name] = None
+    return p.parameters(params, (), [])
 
 
 def _elementwise(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
     shape, dtype = typed(eqn.outvars[0].aval)
     name: str = eqn.primitive.name
     name = RENAMED.get(name, name)
-    if name == "convert_element_type":
-        unplaced = eqn.params.get("sharding") is None
-        if unplaced and typed(eqn.invars[0].aval)[1] == dtype:
-            return args
+    unplaced = not is_placed(eqn.params.get("sharding"))
+    if name == "convert_element_type" and unplaced and typed(eqn.invars[0].aval)[1] == dtype:
+        return args
     if name in TURNED:
         name, args = TURNED[name], args[::-1]
     args = [spread(x, len(shape)) for x in args]

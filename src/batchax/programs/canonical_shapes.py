@@ -7,7 +7,7 @@ from typing import Any
 
 from batchax.programs.canonical import CanonicalProgram, rules
 from batchax.programs.canonical_rules import aligned, spread
-from batchax.programs.canonical_values import CanonicalValue, typed
+from batchax.programs.canonical_values import CanonicalValue, is_placed, typed
 
 
 def _rev(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
@@ -94,7 +94,7 @@ def _squeeze(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[
 def _broadcast_in_dim(
     p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]
 ) -> list[CanonicalValue]:
-    if len(args) > 1 or eqn.params.get("sharding") is not None:
+    if len(args) > 1 or is_placed(eqn.params.get("sharding")):
         return p.opaque(eqn, args)
     (x,), shape = args, eqn.params["shape"]
     dims: list[int | None] = [None] * len(shape)
@@ -104,7 +104,7 @@ def _broadcast_in_dim(
 
 
 def _iota(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
-    if args or eqn.params.get("sharding") is not None:
+    if args or is_placed(eqn.params.get("sharding")):
         return p.opaque(eqn, args)
     shape, dtype = typed(eqn.outvars[0].aval)
     along = eqn.params["dimension"]
@@ -118,7 +118,7 @@ def _iota(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[Can
 def _reshape(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
     x, (shape, dtype) = args[0], typed(eqn.outvars[0].aval)
     sized = all(isinstance(n, int) and n > 0 for n in (*x.shape, *shape))
-    if len(args) > 1 or not sized or eqn.params.get("sharding") is not None:
+    if len(args) > 1 or not sized or is_placed(eqn.params.get("sharding")):
         return p.opaque(eqn, args)
     if eqn.params["dimensions"] is not None:
         order = eqn.params["dimensions"]

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import AxisType
 
 from batchax import _compat
 from batchax.jaxprs.program_key import value_key
@@ -86,6 +87,12 @@ def typed(aval: Any) -> tuple[tuple[Any, ...], Any]:
     if hasattr(aval, "dtype") and not hasattr(aval, "inner_aval"):
         return tuple(aval.shape), aval.dtype
     return (), value_key(aval)
+
+
+def is_placed(sharding: Any) -> bool:
+    """Whether a sharding says anything of a type: only axes of type Explicit are in types."""
+    types = getattr(getattr(sharding, "mesh", None), "axis_types", (AxisType.Explicit,))
+    return sharding is not None and AxisType.Explicit in types
 
 
 def contents(x: Any) -> Hashable:
