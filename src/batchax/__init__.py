@@ -27,8 +27,10 @@ from batchax.explain.explanation import Explanation as Explanation
 from batchax.frontend.containers import register_container as register_container
 from batchax.frontend.containers import unregister_container as unregister_container
 from batchax.frontend.lane_keys import split_key as split_key
+from batchax.frontend.local_rows import local as local
 from batchax.frontend.outputs import AUTO as AUTO
 from batchax.frontend.outputs import Reduce as Reduce
+from batchax.gather import gather as gather
 from batchax.host_function import host_function as host_function
 from batchax.kernel.axis import Axis as Axis
 from batchax.kernel.axis import axis_to_front as axis_to_front

@@ -8,11 +8,14 @@ from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from batchax import _compat
 from batchax.divergence.compact import Compact, find_divergence
 from batchax.errors import ArgumentTypeError
 from batchax.execution.chunked import Chunking, find_chunking, run_in_chunks
+from batchax.execution.local_rows import lanes_of_processes
 from batchax.execution.mesh import find_mesh, placed
 from batchax.execution.shards import Shards, find_shards
 from batchax.frontend.advice import named_in_errors
@@ -168,7 +171,8 @@ def vmap(
 
     @functools.wraps(fun)
     def batched(*args: Any, **kwargs: Any) -> Any:
-        flat = flatten_arguments(fun, in_axes, args, kwargs, on_mesh=in_parts)
+        flat = flatten_arguments(fun, in_axes, args, kwargs, on_mesh=in_parts, spread=bool(on_mesh))
+        own = [] if on_mesh is None else lanes_of_processes(on_mesh.devices[0], flat.mapped)
         size = find_axis_size(flat.mapped, axis_size)
         mesh_axis = find_mesh_axis(flat.mapped, spmd_axis_name)
         spmd = None if mesh_axis is not None else spmd_axis_name
@@ -181,7 +185,7 @@ def vmap(
             out = fun(*example_args, **example_kwargs)
             return flatten_outputs(out, out_axes, size, sum_match=sum_match)
 
-        shards = None if on_mesh is None else on_mesh.shards(size)
+        shards = None if on_mesh is None else on_mesh.shards(size, own)
         run = functools.partial(_run, chunking=chunking, shards=shards)
         ragged = any(isinstance(m.value, Ragged) for m in flat.mapped)
         if buckets is not None and not ragged:
@@ -191,6 +195,8 @@ def vmap(
             )
         with named_in_errors(flat.mapped, LANES.each):
             if ragged:
+                for m in flat.mapped:  # `rows/` moves them about before they are on their devices
+                    m.value = jnp.asarray(m.value) if isinstance(m.value, np.ndarray) else m.value
                 # A padded row is computed by a program that was staged for one mesh.
                 run_padded = functools.partial(run, shards=None, may_shard=False)
                 options = replace(rows, shards=shards)

@@ -13,6 +13,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.execution.memory import Auto, parse_limit
 from batchax.execution.mesh import placed
+from batchax.execution.processes import of_several_processes
 from batchax.execution.section_runner import SectionRunner
 from batchax.execution.shards import Shards, check_shared, lanes_for_all, on_shards
 from batchax.frontend.arguments import is_position
@@ -111,6 +112,9 @@ def run_in_chunks(
         shared = [x for x, a in zip(program.args, program.axes, strict=True) if a is None]
         check_shared(shared, program.staged.consts)
         recording.fact("shards", shards=shards, shared=_shared_variables(program))
+        if isinstance(chunking.batch_size, Auto):
+            together = of_several_processes(shards.mesh)
+            chunking = replace(chunking, batch_size=replace(chunking.batch_size, together=together))
     how = chunking.batch_size, chunking.keep
     traced = program.traced
     # A choice of chunk size is noted for each call, and so is what `explain` asks for.

@@ -40,7 +40,7 @@ def run_eagerly(
         that do the same.
       chunk: the first to try.
       operands: what to run it on; they are not donated, so it can be run again.
-      may_change: whether another chunk size may be tried.
+      may_change: whether another chunk size may be tried, if this is the only process.
     """
     while True:
         try:
@@ -48,6 +48,13 @@ def run_eagerly(
             return jax.block_until_ready(outs) if may_change else outs
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error) or not may_change or chunk == 1:
+                raise
+            if not all(getattr(x, "is_fully_addressable", True) for x in operands):
+                # Others may have had enough memory, and would go on with another program.
+                error.add_note(
+                    f"With several processes {chunk} lanes at a time are not halved where memory "
+                    'runs out on one of them. Pass a smaller batch_size, or "auto", on all.'
+                )
                 raise
             reason = str(error).splitlines()[0]
         warnings.warn_explicit(

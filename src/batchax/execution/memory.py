@@ -6,13 +6,14 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import jax
 
 from batchax.errors import ArgumentTypeError, MemoryLimitError
+from batchax.execution.processes import numbers_from_all
 from batchax.programs.peak import CompilersAccount, memory_of
 
 logger = logging.getLogger("batchax")
@@ -27,11 +28,13 @@ class Auto:
     """A chunk size still to be chosen: the largest that fits `limit` bytes.
 
     A `limit` of None stands for what the device has free when the choice is made.
-    `program` says for people what the choice is for.
+    `program` says for people what the choice is for. What is chosen `together` is chosen by
+    several processes, all of which run the program.
     """
 
     limit: int | None
     program: str
+    together: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,11 @@ def fitting_chunk(
     """
     key = (key, auto, jax.default_backend())
     if key not in _chosen:
-        limit = free_memory() if auto.limit is None else auto.limit
+        # Processes that would choose otherwise than others would wait for them for ever. So what
+        # the choice is made by is that of the process that has least room.
+        most = _most_of_all if auto.together else list
+        (over,) = most([-(free_memory() if auto.limit is None else auto.limit)])
+        limit = -over
         start = time.monotonic()
 
         def account(chunk: int) -> CompilersAccount:
@@ -143,11 +150,16 @@ def fitting_chunk(
                 "batch_size='auto': compiling %s for %d of %d lanes at a time, to see what it "
                 "needs (after %.0f s)", auto.program, chunk, size, waited,
             )  # fmt: skip
-            return memory_of(compile_for(chunk))
+            return CompilersAccount(*most(astuple(memory_of(compile_for(chunk)))))
 
         found = _chosen.setdefault(key, _search(auto.program, limit, size, account))
         logger.info("batch_size='auto': %s", found)
     return _chosen[key].batch_size
+
+
+def _most_of_all(numbers: Sequence[int]) -> list[int]:
+    """Of each of the numbers that processes have here the largest."""
+    return numbers_from_all(numbers).max(0).tolist()
 
 
 _PATIENCE = 5.0  # seconds that a choice may take before it is said what is being done
@@ -210,7 +222,7 @@ def needed_bytes(compiled: Any) -> int:
 
 def free_memory() -> int:
     """Bytes that the default device has free; for a CPU, those of the machine."""
-    stats = jax.devices()[0].memory_stats()
+    stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
     try:

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.execution.local_rows import in_jit, on_own_devices
+from batchax.execution.processes import check_spans, of_several_processes
 from batchax.execution.shards import Shards, spec_of
+from batchax.frontend.local_rows import LocalRows
 from batchax.kernel.axis import AxisPosition, inserted
 
 
@@ -28,11 +32,25 @@ class OnMesh:
     mesh: Mesh | AbstractMesh | None
     names: tuple[Any, ...] = ()
 
-    def shards(self, lanes: Any) -> Shards | None:
+    @property
+    def devices(self) -> tuple[Any, tuple[Any, ...]]:
+        """The mesh, and the names of the axes that lanes are spread over."""
+        mesh = self.mesh
+        if mesh is None:
+            mesh = Mesh(np.array(jax.devices()), ("devices",))
+        check_spans(mesh)
+        return mesh, self.names or tuple(mesh.axis_names)
+
+    def shards(self, lanes: Any, own: Sequence[range] = ()) -> Shards | None:
         """What so many lanes are spread over; None if there are none.
 
+        Args:
+          lanes: how many.
+          own: the lanes of each process, where rows are its own.
+
         Raises:
-          UnsupportedError: the number of lanes is a symbol, or devices are taken already.
+          UnsupportedError: the number of lanes is a symbol, devices are taken already, or the mesh
+            is one of some processes.
         """
         if not isinstance(lanes, int):
             raise UnsupportedError(
@@ -48,10 +66,8 @@ class OnMesh:
                 f"{', '.join(map(repr, taken.manual_axes))}, or another vmap with mesh: there each "
                 "device runs a program of its own. Leave mesh out of the inner one."
             )
-        mesh = self.mesh
-        if mesh is None:
-            mesh = Mesh(np.array(jax.devices()), ("devices",))
-        return Shards(mesh, self.names or tuple(mesh.axis_names), lanes)
+        mesh, names = self.devices
+        return Shards(mesh, names, lanes, on_own_devices(mesh, names, own) if own else ())
 
 
 def find_mesh(mesh: Any) -> OnMesh | None:
@@ -108,6 +124,8 @@ def placed(
 
 
 def _placed(shards: Shards, x: Any, position: AxisPosition) -> Any:
+    if isinstance(x, np.ndarray) and in_jit():
+        x = jnp.asarray(x)
     types = dict(zip(shards.mesh.axis_names, shards.mesh.axis_types, strict=True))
     typed = any(types[name] == AxisType.Explicit for name in shards.names)
     if isinstance(x, Tracer) and typed:
@@ -122,24 +140,29 @@ def _placed(shards: Shards, x: Any, position: AxisPosition) -> Any:
     if isinstance(x, Tracer) or isinstance(shards.mesh, AbstractMesh):
         # Where the values will be, `jit` and `shard_map` say.
         return x if position is None else _filled_up_anywhere(shards, x, position)
-    spec = _with_other_axes(shards, x, position)
-    sharding = NamedSharding(shards.mesh, spec)
-    if isinstance(x, jax.Array):
-        return jax.device_put(x if position is None else shards.filled_up(x, position), sharding)
-    x = np.asarray(x)
-    shape = list(x.shape)
+    sharding = NamedSharding(shards.mesh, _with_other_axes(shards, x, position))
+    several = of_several_processes(shards.mesh)
+    if isinstance(x, jax.Array) and not (several and x.is_fully_addressable and not in_jit()):
+        x = x if position is None else shards.filled_up(x, position)
+        if isinstance(x, Tracer) or x.is_fully_addressable:
+            return jax.device_put(x, sharding)
+        return jax.jit(lambda x: x, out_shardings=sharding)(x)  # random keys are not put anywhere
+    shape, first = list(x.shape), 0
+    if isinstance(x, LocalRows):
+        x, first = x.array, x.first
     if position is not None:
-        shape[position] += shards.repeated
+        shape[position] = len(shards.slots)
 
-    def rows(index: Any) -> np.ndarray:
+    def held(index: Any) -> Any:
         """What one device holds: no copy of the whole is made for it."""
-        if position is None or not shards.repeated:
-            return x[index]
-        start, stop, _ = index[position].indices(shape[position])
-        lanes = np.minimum(np.arange(start, stop), shards.lanes - 1)
-        return np.take(x[(*index[:position], slice(None), *index[position + 1 :])], lanes, position)
+        if position is not None:
+            lanes = shards.slots[index[position]] - first
+            together = lanes.size and lanes[-1] - lanes[0] + 1 == lanes.size
+            lanes = slice(lanes[0], lanes[-1] + 1) if together else lanes
+            index = (*index[:position], lanes, *index[position + 1 :])
+        return x[index]
 
-    return jax.make_array_from_callback(tuple(shape), sharding, rows)
+    return jax.make_array_from_callback(tuple(shape), sharding, held, dtype=jax.typeof(x).dtype)
 
 
 def _filled_up_anywhere(shards: Shards, x: Any, position: int) -> Any:

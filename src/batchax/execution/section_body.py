@@ -15,6 +15,7 @@ from batchax.execution.chunk_loop import ChunkBody, ChunkLoop
 from batchax.execution.memory import Auto
 from batchax.execution.operand_specs import WHOLE, Lanes
 from batchax.execution.sections import Env, section_for
+from batchax.execution.shards import Shards
 from batchax.execution.streaming import partial_result, reduced_type, where_real
 from batchax.frontend.outputs import Reduce
 from batchax.kernel.axis import Axis, AxisPosition, move_axis
@@ -30,14 +31,14 @@ class LanesToRun:
       batch_size: how many make a chunk.
       index: the variable that holds the index of a lane, or None if nothing uses it. Its
         value for all lanes is that of the first; each chunk counts from there.
-      real: if lanes from this index on repeat another one, and are no part of what lanes are
-        reduced to. None if there are none such.
+      shards: if some of the lanes repeat another, and are no part of what lanes are reduced to:
+        the shards that know which. None if there are none such.
     """
 
     axis: Axis
     batch_size: int | Auto
     index: Any
-    real: int | None = None
+    shards: Shards | None = None
 
 
 class Found(NamedTuple):
@@ -71,7 +72,7 @@ class SectionBody:
     ) -> None:
         self.targets = targets
         self.section = section_for(eqns, [t.variable for t in targets], env, effects)
-        if lanes.real is not None and lanes.index not in self.section.invars:
+        if lanes.shards is not None and lanes.index not in self.section.invars:
             self.section = self.section.replace(invars=[lanes.index, *self.section.invars])
         self.operands = [env[v][0] for v in self.section.invars]
         positions = [env[v][1] for v in self.section.invars]
@@ -146,9 +147,8 @@ class _Chunk:
         ]
         program = MappedProgram(axis, self.section, values, self.positions)
         real = None
-        if self.lanes.real is not None:
-            index = values[self.section.invars.index(self.lanes.index)]
-            real = lax.lt(index, lax.full_like(index, self.lanes.real))
+        if self.lanes.shards is not None:
+            real = self.lanes.shards.are_real(values[self.section.invars.index(self.lanes.index)])
         with running(program):
             return *program.run(), real
 

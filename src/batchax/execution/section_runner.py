@@ -69,8 +69,8 @@ class SectionRunner:
             v: (c, None) for v, c in zip(self.jaxpr.constvars, staged.consts, strict=True)
         }
         self.env.update(zip(self.jaxpr.invars, values, strict=True))
-        real = axis.size if counted else None
-        self.lanes = LanesToRun(self.local, batch_size, self.lane, real)
+        counting = shards if counted else None
+        self.lanes = LanesToRun(self.local, batch_size, self.lane, counting)
         self.batch_bytes = bytes_per_lane(
             v for v, (_, a) in self.env.items() if a is not None and v is not self.lane
         )
@@ -209,12 +209,10 @@ class SectionRunner:
                 x = shards.without_repeated(shards.gathered(x, position), position)
             env[v] = x, position
         run_whole(self.axis, eqns, env)
-        first = shards.first_lane()
         for v in (v for eqn in eqns for v in eqn.outvars):
             x, position = env[v]
             if position is not None:
-                x = shards.filled_up(x, position)
-                x = lax.dynamic_slice_in_dim(x, first, self.local.size, position)
+                x = shards.part_of_this(shards.filled_up(x, position), position)
             self.env[v] = x, position
 
     def _run(self, eqns: Sequence[Any], targets: Sequence[Target]) -> dict[Target, Found]:

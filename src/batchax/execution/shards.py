@@ -8,12 +8,14 @@ it has, and what is reduced over the batch is reduced over the devices once, at 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer, eval_jaxpr
@@ -31,18 +33,21 @@ from batchax.kernel.axis import Axis, AxisPosition, inserted
 class Shards:
     """What the batch axis is sharded over.
 
-    All shards have as many lanes. Where the lanes do not come out even the last of them is
-    repeated; repeated lanes are left out of what lanes are reduced to, and of results.
+    All shards have as many lanes. Where the lanes do not come out even a shard repeats its last;
+    repeated lanes are left out of what lanes are reduced to, and of results.
 
     Attributes:
       mesh: a mesh of devices.
       names: the axes of the mesh that the lanes are spread over.
       lanes: how many there are.
+      given: the lanes of each shard, where processes have numbers of their own; otherwise the first
+        shards are full.
     """
 
     mesh: Any
     names: tuple[Any, ...]
     lanes: int
+    given: tuple[range, ...] = ()
 
     @property
     def count(self) -> int:
@@ -51,24 +56,46 @@ class Shards:
 
     @property
     def each(self) -> int:
-        """Number of lanes of a shard."""
-        return -(-self.lanes // self.count)
+        """Number of lanes of a shard, with those that repeat another."""
+        return max(map(len, self.given), default=-(-self.lanes // self.count))
+
+    @functools.cached_property
+    def of_each(self) -> tuple[range, ...]:
+        """The lanes of each shard."""
+        starts = (min(i * self.each, self.lanes) for i in range(self.count))
+        return self.given or tuple(range(i, min(i + self.each, self.lanes)) for i in starts)
+
+    @functools.cached_property
+    def slots(self) -> np.ndarray:
+        """The lane at each place of all shards: those of a shard, and then the last of them again.
+
+        A shard of no lanes repeats the last lane before, if there is one.
+        """
+        place = np.arange(self.each)
+        found = [np.minimum(r.start + place, max(r.stop - 1, 0)) for r in self.of_each]
+        return np.concatenate(found)
 
     @property
     def repeated(self) -> int:
-        """Number of lanes that repeat the last one."""
+        """Number of lanes that repeat another."""
         return self.each * self.count - self.lanes
 
     def first_lane(self) -> Any:
         """Inside: the index of this shard's first lane."""
-        return lax.axis_index(self.names) * np.int32(self.each)
+        return self._of_this_shard([r.start for r in self.of_each])
+
+    def are_real(self, index: Any) -> Any:
+        """Inside: whether lanes count, by their indices; those that repeat another do not."""
+        end = self._of_this_shard([r.stop for r in self.of_each])
+        return lax.lt(index, lax.broadcast(end, index.shape))
+
+    def _of_this_shard(self, numbers: Sequence[int]) -> Any:
+        own = lax.axis_index(self.names)
+        return lax.dynamic_index_in_dim(jnp.asarray(numbers, np.int32), own, keepdims=False)
 
     def filled_up(self, x: Any, axis: int) -> Any:
-        """All lanes along `axis`, and then those that repeat the last one."""
-        if not self.repeated:
-            return x
-        last = lax.slice_in_dim(x, self.lanes - 1, self.lanes, axis=axis)
-        return lax.concatenate([x, *[last] * self.repeated], axis)
+        """From all lanes along `axis` to those of all shards, with lanes that repeat another."""
+        return _taken(x, self.slots, axis)
 
     def without_repeated(self, x: Any, axis: int) -> Any:
         """What `filled_up` was given."""
@@ -76,7 +103,15 @@ class Shards:
         if self.repeated and axis < len(spec) and spec[axis] is not None:
             # By its type, which allows shards of one size only.
             x = _with_whole_axis(x, axis)
-        return lax.slice_in_dim(x, 0, self.lanes, axis=axis) if self.repeated else x
+        places = np.empty(self.lanes, int)
+        for i, lanes in enumerate(self.of_each):
+            places[lanes] = i * self.each + np.arange(len(lanes))
+        return _taken(x, places, axis)
+
+    def part_of_this(self, x: Any, axis: int) -> Any:
+        """Inside: this shard's part of what `filled_up` returned."""
+        first = lax.axis_index(self.names) * np.int32(self.each)
+        return lax.dynamic_slice_in_dim(x, first, self.each, axis)
 
     def combined(self, kind: Result, x: Any) -> Any:
         """Inside: a result of a chunk loop for all lanes, from that for each shard's."""
@@ -93,6 +128,16 @@ class Shards:
     def gathered(self, x: Any, axis: int) -> Any:
         """Inside: the lanes of all shards, on each."""
         return lax.all_gather(x, self.names, axis=axis, tiled=True)
+
+
+def _taken(x: Any, indices: np.ndarray, axis: int) -> Any:
+    """`x` at these places along `axis`: slices of what lies together, one after another."""
+    if np.array_equal(indices, np.arange(x.shape[axis])):
+        return x
+    runs = np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1)
+    return lax.concatenate(
+        [lax.slice_in_dim(x, run[0], run[-1] + 1, axis=axis) for run in runs], axis
+    )
 
 
 def find_shards(

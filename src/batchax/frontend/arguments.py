@@ -25,6 +25,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.advice import by_name, is_key, may_be_key, split_key
 from batchax.frontend.containers import BatchOfRows, is_container_spec, parts_of_argument
+from batchax.frontend.local_rows import LocalRows, only_mapped
 from batchax.frontend.parts import LANE_INDEX, AxisSpec
 from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
 from batchax.kernel.axis import Axis, AxisPosition
@@ -123,12 +124,14 @@ def flatten_arguments(
     kwargs: dict[str, Any],
     terms: Terms = LANES,
     on_mesh: bool = False,
+    spread: bool = False,
 ) -> FlatArguments:
     """Spreads `in_axes` over the arguments of one call.
 
     Arguments that are not mapped are closed over, as they are. With `on_mesh`, arrays among them
     whose types tell of a mesh are passed as mapped ones are, but without an axis: the call may go
-    on inside a ``shard_map``, and there their types are others.
+    on inside a ``shard_map``, and there their types are others. With `spread`, lanes go to several
+    devices: arrays of NumPy stay on the host, and rows may be those of one process.
 
     Raises:
       AxisError: `in_axes` does not fit the arguments, or an axis is out of range.
@@ -150,7 +153,7 @@ def flatten_arguments(
         rebuilds.append(rebuild)
 
     mapped: list[Mapped] = []
-    parts = [_leaf_parts(leaf, mapped, on_mesh) for leaf in leaves]
+    parts = [_leaf_parts(leaf, mapped, on_mesh, spread) for leaf in leaves]
     _check_ranges(mapped, terms)
     _check_references(mapped)
 
@@ -238,6 +241,9 @@ def _hint_for_rows(sized: Sequence[Mapped]) -> str:
     return ""
 
 
+_NOT_IN_TYPES = (BatchOfRows, LocalRows)
+
+
 def find_mesh_axis(mapped: Sequence[Mapped], spmd_axis_name: Any) -> Any:
     """The mesh axis that the types of the arguments say the mapped axis is sharded over.
 
@@ -246,7 +252,7 @@ def find_mesh_axis(mapped: Sequence[Mapped], spmd_axis_name: Any) -> Any:
     """
     entries = {}
     for m in mapped:
-        if m.axis is None or m.value is LANE_INDEX or isinstance(m.value, BatchOfRows):
+        if m.axis is None or m.value is LANE_INDEX or isinstance(m.value, _NOT_IN_TYPES):
             continue
         spec = getattr(getattr(jax.typeof(m.value), "sharding", None), "spec", ())
         entries[m.path] = spec[m.axis] if m.axis < len(spec) else None
@@ -396,7 +402,7 @@ def _check_parameter_names(fun: Callable[..., Any], in_axes: dict[str, Any]) -> 
 
 
 def _leaf_parts(
-    leaf: SpecifiedLeaf, mapped: list[Mapped], on_mesh: bool
+    leaf: SpecifiedLeaf, mapped: list[Mapped], on_mesh: bool, spread: bool
 ) -> Callable[[Sequence[Any]], Any]:
     """Adds the arrays of one leaf to `mapped`; returns how an example sees the leaf."""
     value, spec = leaf.value, leaf.spec
@@ -415,7 +421,7 @@ def _leaf_parts(
         made_of = parts_of_argument(value, spec, leaf.path)
     if made_of is not None:
         inside = [
-            _leaf_parts(SpecifiedLeaf(path, x, a), mapped, on_mesh)
+            _leaf_parts(SpecifiedLeaf(path, x, a), mapped, on_mesh, spread)
             for path, x, a in made_of.named(leaf.path)
         ]
         return lambda examples: made_of.join([part(examples) for part in inside])
@@ -424,7 +430,10 @@ def _leaf_parts(
             f"in_axes gives {_show(spec)} for {leaf.path}, which is "
             f"{type(value).__name__}: that kind of axis is for another registered container."
         )
-    value = value if value is LANE_INDEX else _as_array(value, leaf.path)
+    if isinstance(value, LocalRows) and not spread:
+        raise only_mapped(f"for {leaf.path} there is no mesh")
+    if value is not LANE_INDEX and not (spread and isinstance(value, LocalRows)):
+        value = _as_array(value, leaf.path, spread)
     mapped.append(Mapped(leaf.path, value, int(spec)))
     return lambda examples: examples[index]
 
@@ -468,10 +477,14 @@ def _from_callable(leaf: SpecifiedLeaf) -> Any:
     )
 
 
-def _as_array(value: Any, path: str) -> Any:
+def _as_array(value: Any, path: str, on_host: bool) -> Any:
+    """An argument as an array; one of NumPy may stay `on_host`."""
     if isinstance(value, (jax.Array, Tracer)):  # a reference is no jax.Array
         return value
     try:
+        if on_host and isinstance(value, np.ndarray):
+            jax.typeof(value)
+            return value
         if isinstance(value, (np.ndarray, np.generic, bool, int, float, complex)) or hasattr(
             value, "__jax_array__"
         ):

@@ -1,0 +1,152 @@
+"""Rows that each process has by itself, as one batch: `local`, in a call of `vmap` with `mesh`."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh
+
+from batchax import _compat
+from batchax.errors import AxisError, UnsupportedError
+from batchax.execution.processes import from_all, numbers_from_all, of_several_processes
+from batchax.frontend.arguments import Mapped
+from batchax.frontend.containers import BatchOfRows
+from batchax.frontend.local_rows import LocalRows
+from batchax.frontend.parts import LANE_INDEX
+
+
+def lanes_of_processes(mesh: Any, mapped: Sequence[Mapped]) -> list[range]:
+    """The lanes of each process, which all of them say to each other; none if no rows are local.
+
+    The arguments with local rows are told where their rows are among those of all.
+
+    Raises:
+      UnsupportedError: the call is traced, or other rows have different lengths.
+      AxisError: processes call with different types, or a process with different numbers of rows.
+    """
+    own = [
+        (m, m.value, m.axis)
+        for m in mapped
+        if isinstance(m.value, LocalRows) and m.axis is not None
+    ]
+    if not own:
+        return []
+    if isinstance(mesh, AbstractMesh) or in_jit():
+        raise UnsupportedError(
+            f"{own[0][0].path} is batchax.local(x), and the call is inside of jit, or its mesh is "
+            "abstract: how many rows each process has is not known there. Call the function of "
+            "vmap outside of jit; what it runs is compiled and remembered all the same."
+        )
+    if any(isinstance(m.value, BatchOfRows) for m in mapped):
+        raise UnsupportedError(
+            f"{own[0][0].path} is batchax.local(x), beside rows of different lengths: those are "
+            "dealt out to devices by their lengths, which all processes must know. Give all rows on "
+            "all processes, or pad the others: x.to_padded()."
+        )
+    counts = {x.shape[axis] for _, x, axis in own}
+    # All processes learn what is wrong with one: it would not come to what the others wait for.
+    several = of_several_processes(mesh)
+    numbers = [_summary(mapped), *(counts if len(counts) == 1 else [-1])]
+    found = numbers_from_all(numbers) if several else np.array([numbers])
+    if (found[:, 1] < 0).any():
+        sizes = "".join(f"\n  {m.path}: {x.shape[axis]} rows" for m, x, axis in own)
+        raise AxisError(
+            "arguments that are batchax.local(x) must have one number of rows on each process, but "
+            f"on process {', '.join(map(str, np.flatnonzero(found[:, 1] < 0)))} they have several. "
+            f"Here there are{sizes}"
+        )
+    if len(set(found[:, 0].tolist())) > 1:
+        raise AxisError(
+            "all processes must call with arguments of the same types, but for the number of rows, "
+            f"and they do not. Here there are{_types(mapped)}"
+        )
+    ends = [0, *accumulate(found[:, 1].tolist())]
+    ranges = [range(a, b) for a, b in pairwise(ends)]
+    here = ranges[jax.process_index() if several else 0]
+    for m, x, axis in own:
+        m.value = _among_all(x, axis, ranges, here) if ends[-1] else x.array
+    return ranges if ends[-1] else []
+
+
+def in_jit() -> bool:
+    """Whether operations become part of a program, rather than being computed here and now."""
+    return _compat.tracing() and isinstance(jnp.zeros(()), Tracer)
+
+
+def on_own_devices(mesh: Any, names: Sequence[Any], own: Sequence[range]) -> tuple[range, ...]:
+    """The lanes of each shard: each process spreads its own over its own devices.
+
+    Raises:
+      UnsupportedError: a shard has devices of several processes.
+    """
+    order = [mesh.axis_names.index(name) for name in names]
+    order += [i for i in range(mesh.devices.ndim) if i not in order]
+    count = int(np.prod([mesh.shape[name] for name in names]))
+    devices = np.transpose(mesh.devices, order).reshape(count, -1)
+    processes = [{device.process_index for device in row} for row in devices]
+    if any(len(found) > 1 for found in processes):
+        raise UnsupportedError(
+            "an argument is batchax.local(x), and the lanes of a shard would be on devices of "
+            f"processes {', '.join(map(str, sorted(max(processes, key=len))))}. Give a mesh whose "
+            f"axes besides {', '.join(map(repr, names))} stay within a process."
+        )
+    owners = [found.pop() for found in processes]
+    lanes = dict(zip(sorted(set(owners)), own, strict=True))
+    each = max(-(-len(r) // owners.count(p)) for p, r in lanes.items())
+    left = dict(lanes)
+    shards = []
+    for p in owners:
+        shards.append(left[p][:each])
+        left[p] = left[p][each:]
+    return tuple(shards)
+
+
+def _among_all(x: LocalRows, axis: int, ranges: Sequence[range], here: range) -> LocalRows:
+    shape = (*x.shape[:axis], ranges[-1].stop, *x.shape[axis + 1 :])
+    array, first = x.array, here.start
+    if not all(ranges):
+        # A process without rows repeats one of another: the last before, or the very first.
+        keys = jnp.issubdtype(array.dtype, jax.dtypes.extended)
+        data = np.asarray(jax.random.key_data(array) if keys else array)
+        ends = np.take(data, [0, -1], axis) if here else np.zeros(_with(data, axis, 2), data.dtype)
+        rows = from_all(ends)
+        if not here:
+            lane = max(first - 1, 0)
+            process = next(i for i, r in enumerate(ranges) if lane in r)
+            row = np.take(rows[process], [0 if lane == ranges[process].start else 1], axis)
+            array = (
+                jax.random.wrap_key_data(jnp.asarray(row), impl=jax.random.key_impl(array))
+                if keys
+                else row
+            )
+            first = lane
+    return LocalRows(array, shape, first)
+
+
+def _with(x: np.ndarray, axis: int, size: int) -> tuple[int, ...]:
+    return (*x.shape[:axis], size, *x.shape[axis + 1 :])
+
+
+def _types(mapped: Sequence[Mapped]) -> str:
+    """What all processes must have alike, for people: a line for each argument."""
+    lines = []
+    for m in mapped:
+        x = m.value.array if isinstance(m.value, LocalRows) else m.value
+        if x is LANE_INDEX:
+            continue
+        shape: list[Any] = list(x.shape)
+        if isinstance(m.value, LocalRows) and m.axis is not None:
+            shape[m.axis] = "rows"
+        lines.append(f"\n  {m.path}: {jax.typeof(x).dtype}[{', '.join(map(str, shape))}]")
+    return "".join(lines)
+
+
+def _summary(mapped: Sequence[Mapped]) -> int:
+    return zlib.crc32(_types(mapped).encode())

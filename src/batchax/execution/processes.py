@@ -1,0 +1,82 @@
+"""What processes that run one program tell each other before they go on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from batchax.errors import UnsupportedError
+
+
+def of_several_processes(mesh: Any) -> bool:
+    """Whether a mesh has devices of several processes."""
+    return jax.process_count() > 1 and (isinstance(mesh, AbstractMesh) or mesh.is_multi_process)
+
+
+def check_spans(mesh: Any) -> None:
+    """Refuses a mesh of some processes.
+
+    Those would wait for what only all processes can say.
+
+    Raises:
+      UnsupportedError: it is neither of all processes nor of this one alone.
+    """
+    count = jax.process_count()
+    if count == 1 or isinstance(mesh, AbstractMesh):
+        return
+    found = {device.process_index for device in mesh.devices.flat}
+    if found not in ({jax.process_index()}, set(range(count))):
+        raise UnsupportedError(
+            f"mesh has devices of process {', '.join(map(str, sorted(found)))} of {count}, and "
+            f"this is process {jax.process_index()}. Give a mesh of devices of all processes, such "
+            'as mesh="all", or of jax.local_devices() alone.'
+        )
+
+
+def from_all(x: np.ndarray) -> np.ndarray:
+    """What each process passes here, one after another along a new first axis.
+
+    All must call it, with arrays of one shape and dtype. Each device holds all
+    that is returned.
+    """
+    if jax.process_count() == 1:
+        return x[None]
+    # It may be called while a program is traced or lowered, and is no part of that.
+    with (
+        jax.ensure_compile_time_eval(),
+        jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
+    ):
+        each, everywhere = _by_process()
+        shape = (jax.process_count(), *x.shape)
+        own = jax.make_array_from_callback(shape, each, lambda _: x[None])
+        return np.asarray(jax.jit(_same, out_shardings=everywhere)(own))
+
+
+def numbers_from_all(numbers: Sequence[int]) -> np.ndarray:
+    """Numbers of each process, of 64 bits: a row for each."""
+    own = np.array(numbers, np.int64).view(np.int32)  # JAX may have no wider integers
+    return from_all(own).view(np.int64)
+
+
+@functools.cache
+def _by_process() -> tuple[NamedSharding, NamedSharding]:
+    """A part for each process, on its devices; and the whole on all.
+
+    One device of each would do, but programs that use several devices of a process are run in turn,
+    also where devices are CPUs: what is sent meanwhile by another could be taken for this.
+    """
+    devices: list[list[Any]] = [[] for _ in range(jax.process_count())]
+    for device in jax.devices():
+        devices[device.process_index].append(device)
+    least = min(map(len, devices))
+    mesh = Mesh(np.array([own[:least] for own in devices]), ("processes", "devices"))
+    return NamedSharding(mesh, PartitionSpec("processes")), NamedSharding(mesh, PartitionSpec())
+
+
+def _same(x: Any) -> Any:
+    return x

@@ -1,0 +1,93 @@
+"""`gather`: what is spread over devices of several processes, as arrays of NumPy."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.execution.processes import from_all
+
+_BLOCK = 64 * 2**20  # bytes that all processes together send at a time
+
+
+def gather(tree: Any, to: Literal["all"] | int = "all") -> Any:
+    """Brings arrays to the host, those that are spread over several processes too.
+
+    Results of ``vmap(..., mesh=)`` stay on the devices that computed them, where ``np.asarray`` can
+    not read what other processes have::
+
+        losses = bx.vmap(loss, (None, 0), mesh="all")(params, rows)
+        every_loss = bx.gather(losses)
+
+    It is a collective: all processes must call it, in the same order. Arrays are sent a block at a
+    time, so devices need memory for a block and not for the whole; nothing is sent of what this
+    process can read already.
+
+    Args:
+      tree: a pytree. What is no ``jax.Array`` stays what it is.
+      to: "all", or the index of the process that wants it.
+
+    Returns:
+      The tree with arrays of NumPy; random keys are arrays of keys still. None on a process that
+      `to` does not name.
+
+    Raises:
+      ArgumentTypeError: `to` is neither.
+      AxisError: there is no process of that index.
+      UnsupportedError: an array is traced.
+    """
+    count = jax.process_count()
+    if to != "all":
+        if isinstance(to, bool) or not isinstance(to, (int, np.integer)):
+            raise ArgumentTypeError(
+                f'gather: to must be "all" or the index of a process, got {to!r}.'
+            )
+        if not 0 <= to < count:
+            raise AxisError(f"gather: to={to}, but the processes are 0 to {count - 1}.")
+    leaves, structure = jax.tree.flatten(tree)
+    if any(isinstance(x, Tracer) for x in leaves):
+        raise UnsupportedError(
+            "gather: an array is traced, and has no values to be brought anywhere yet. Call it "
+            "outside of jit, on what the function returned."
+        )
+    keep = to in ("all", jax.process_index())
+    found = [_gathered(x, keep) if isinstance(x, jax.Array) else x for x in leaves]
+    return jax.tree.unflatten(structure, found) if keep else None
+
+
+def _gathered(x: jax.Array, keep: bool) -> Any:
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        data = _gathered(jax.random.key_data(x), keep)
+        return (
+            jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(x))
+            if keep
+            else None
+        )
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x) if keep else None
+    # Of each part of the array one device sends it; all processes know which.
+    parts: dict[Any, Any] = {}
+    for device, index in x.sharding.devices_indices_map(x.shape).items():
+        parts.setdefault(tuple(s.indices(n) for s, n in zip(index, x.shape, strict=True)), device)
+    sent: list[list[Any]] = [[] for _ in range(jax.process_count())]
+    for place, device in parts.items():
+        sent[device.process_index].append((tuple(slice(*s) for s in place), device))
+    own = {shard.device: shard.data for shard in x.addressable_shards}
+    shape = x.sharding.shard_shape(x.shape)
+    row = x.dtype.itemsize * int(np.prod(shape[1:])) * len(sent)
+    rows = max(1, _BLOCK // max(row, 1))
+    out = np.empty(x.shape, x.dtype) if keep else None
+    for turn in range(max(map(len, sent))):
+        mine = sent[jax.process_index()][turn:][:1]
+        data = np.asarray(own[mine[0][1]]) if mine else np.zeros(shape, x.dtype)
+        for start in range(0, shape[0], rows):
+            block = from_all(data[start : start + rows])
+            for process, places in enumerate(sent):
+                if out is not None and turn < len(places):
+                    out[places[turn][0]][start : start + rows] = block[process]
+    return out
