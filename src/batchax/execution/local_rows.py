@@ -47,8 +47,8 @@ def lanes_of_processes(mesh: Any, mapped: Sequence[Mapped]) -> list[range]:
     if any(isinstance(m.value, BatchOfRows) for m in mapped):
         raise UnsupportedError(
             f"{own[0][0].path} is batchax.local(x), beside rows of different lengths: those are "
-            "dealt out to devices by their lengths, which all processes must know. Give all rows on "
-            "all processes, or pad the others: x.to_padded()."
+            "dealt out to devices by lengths that all processes must know. Give all rows on all "
+            "processes, or pad the others: x.to_padded()."
         )
     counts = {x.shape[axis] for _, x, axis in own}
     # All processes learn what is wrong with one: it would not come to what the others wait for.

@@ -15,7 +15,6 @@ from batchax.execution.chunk_loop import ChunkBody, ChunkLoop
 from batchax.execution.memory import Auto
 from batchax.execution.operand_specs import WHOLE, Lanes
 from batchax.execution.sections import Env, section_for
-from batchax.execution.shards import Shards
 from batchax.execution.streaming import partial_result, reduced_type, where_real
 from batchax.frontend.outputs import Reduce
 from batchax.kernel.axis import Axis, AxisPosition, move_axis
@@ -29,16 +28,16 @@ class LanesToRun:
     Attributes:
       axis: their axis.
       batch_size: how many make a chunk.
-      index: the variable that holds the index of a lane, or None if nothing uses it. Its
-        value for all lanes is that of the first; each chunk counts from there.
-      shards: if some of the lanes repeat another, and are no part of what lanes are reduced to:
-        the shards that know which. None if there are none such.
+      index: the variable that holds the index of a lane, or None if nothing uses it. Its value for
+        all lanes are the index of the first, from which each chunk counts, and that after the last.
+      some_repeat: whether lanes that come after the last repeat another one, and are no part of
+        what lanes are reduced to.
     """
 
     axis: Axis
     batch_size: int | Auto
     index: Any
-    shards: Shards | None = None
+    some_repeat: bool = False
 
 
 class Found(NamedTuple):
@@ -72,7 +71,7 @@ class SectionBody:
     ) -> None:
         self.targets = targets
         self.section = section_for(eqns, [t.variable for t in targets], env, effects)
-        if lanes.shards is not None and lanes.index not in self.section.invars:
+        if lanes.some_repeat and lanes.index not in self.section.invars:
             self.section = self.section.replace(invars=[lanes.index, *self.section.invars])
         self.operands = [env[v][0] for v in self.section.invars]
         positions = [env[v][1] for v in self.section.invars]
@@ -142,13 +141,14 @@ class _Chunk:
         """
         axis = replace(self.lanes.axis, size=width, name=None, mesh_axis=None)
         values = [
-            x + start + lax.iota(np.int32, width) if v is self.lanes.index else x
+            x[0] + start + lax.iota(np.int32, width) if v is self.lanes.index else x
             for v, x in zip(self.section.invars, xs, strict=True)
         ]
         program = MappedProgram(axis, self.section, values, self.positions)
         real = None
-        if self.lanes.shards is not None:
-            real = self.lanes.shards.are_real(values[self.section.invars.index(self.lanes.index)])
+        if self.lanes.some_repeat:
+            place = self.section.invars.index(self.lanes.index)
+            real = lax.lt(values[place], lax.broadcast(xs[place][1], (width,)))
         with running(program):
             return *program.run(), real
 

@@ -61,16 +61,14 @@ class SectionRunner:
         if counted or any(is_exposed(axis, eqn) for eqn in staged.jaxpr.eqns):
             staged = expose_names(axis, staged)
             self.lane = staged.jaxpr.invars[0]
-            # The value for all lanes is the first lane's: each chunk counts from there.
-            first = np.int32(0) if shards is None else shards.first_lane()
-            values.insert(0, (first, 0))
+            all_lanes = np.array([0, axis.size], np.int32)
+            values.insert(0, (all_lanes if shards is None else shards.own_lanes(), 0))
         self.jaxpr = staged.jaxpr
         self.env: Env = {
             v: (c, None) for v, c in zip(self.jaxpr.constvars, staged.consts, strict=True)
         }
         self.env.update(zip(self.jaxpr.invars, values, strict=True))
-        counting = shards if counted else None
-        self.lanes = LanesToRun(self.local, batch_size, self.lane, counting)
+        self.lanes = LanesToRun(self.local, batch_size, self.lane, counted)
         self.batch_bytes = bytes_per_lane(
             v for v, (_, a) in self.env.items() if a is not None and v is not self.lane
         )

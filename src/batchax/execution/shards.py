@@ -80,18 +80,10 @@ class Shards:
         """Number of lanes that repeat another."""
         return self.each * self.count - self.lanes
 
-    def first_lane(self) -> Any:
-        """Inside: the index of this shard's first lane."""
-        return self._of_this_shard([r.start for r in self.of_each])
-
-    def are_real(self, index: Any) -> Any:
-        """Inside: whether lanes count, by their indices; those that repeat another do not."""
-        end = self._of_this_shard([r.stop for r in self.of_each])
-        return lax.lt(index, lax.broadcast(end, index.shape))
-
-    def _of_this_shard(self, numbers: Sequence[int]) -> Any:
-        own = lax.axis_index(self.names)
-        return lax.dynamic_index_in_dim(jnp.asarray(numbers, np.int32), own, keepdims=False)
+    def own_lanes(self) -> Any:
+        """Inside: the index of this shard's first lane, and that after its last."""
+        ends = jnp.asarray([(r.start, r.stop) for r in self.of_each], np.int32)
+        return lax.dynamic_index_in_dim(ends, lax.axis_index(self.names), keepdims=False)
 
     def filled_up(self, x: Any, axis: int) -> Any:
         """From all lanes along `axis` to those of all shards, with lanes that repeat another."""
