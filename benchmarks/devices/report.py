@@ -89,10 +89,9 @@ devices compute by themselves. *Staged* is `bx.same_program`; *HLO* compares the
 without names and source lines. *Temporaries* is what the compiled program allocates on a device
 beside arguments and outputs, ours first.
 
-The gradient has one exchange more: JAX adds the cotangent of a sum over devices up over devices,
-too, which for a loss is one number. By hand it is taken inside `shard_map`, before that sum. That
-JAX transposes a whole `shard_map`, rather than what is in it, is most of its time to trace. Chunks
-are cut out of the batch where they are; `lax.map` reshapes the batch, and scans that.
+That JAX transposes a whole `shard_map`, rather than what is in it, is most of the time to trace
+the gradient, which by hand is taken inside. Chunks are cut out of the batch where they are;
+`lax.map` reshapes the batch, and scans that.
 
 {table}
 """

@@ -172,6 +172,29 @@ def test_what_lanes_compute_by_themselves_takes_no_exchange(batch_size):
 
 
 @pytest.mark.parametrize("batch_size", [None, 1])
+def test_a_sum_exchanges_nothing_for_its_cotangent(batch_size):
+    def loss(w, x, **options):
+        # Reduced over the batch twice: for the result, and for other lanes to go on with.
+        one = lambda x: jnp.tanh(x @ w).sum()
+        total = lambda x: one(x) * lax.psum(one(x), "i")
+        reduced = bx.vmap(lambda x: (one(x), total(x)), 0, bx.Reduce("sum"), "i", **options)
+        return sum(jax.tree.leaves(reduced(x)))
+
+    x, options = example((8, 5)), {"mesh": "all", "batch_size": batch_size}
+    on_devices = functools.partial(loss, **options)
+    for derivative in (jax.grad, jax.hessian, lambda f: jax.jacrev(jax.grad(f))):
+        same(jax.jit(derivative(on_devices))(W, x), derivative(loss)(W, x), CLOSE)
+    several = jnp.stack([W, 2 * W])
+    got, expected = (jax.vmap(jax.grad(f), (0, None))(several, x) for f in (on_devices, loss))
+    same(got, expected, CLOSE)
+
+    mean = bx.vmap(lambda w, x: jnp.tanh(x @ w).sum(), (None, 0), bx.Reduce("mean"), **options)
+    text = jax.jit(jax.value_and_grad(mean)).lower(W, x).compile().as_text()
+    numbers = re.findall(r"= \(?(.*?)\)? all-reduce\(", text)
+    assert sum(line.count("f32[]") for line in numbers) == 1  # the mean
+
+
+@pytest.mark.parametrize("batch_size", [None, 1])
 def test_filling_up_the_last_shards_takes_no_exchange(batch_size):
     def exchanges(fun):
         text = jax.jit(fun).lower(example((7, 5)), W).compile().as_text()

@@ -94,7 +94,8 @@ class SectionRunner:
                     targets[i] = Target(v, _how(v, output.spec))
             collected = self._collected(cuts)
             kept = [Target(v, 0) for v in self._kept(eqns, free, cuts)]
-            found = self._run(free, [*targets.values(), *collected.values(), *kept])
+            inside = [*collected.values(), *kept]
+            found = self._run(free, [*targets.values(), *inside], inside)
 
             ready = dict(sorted((known | {i: found[t] for i, t in targets.items()}).items()))
             of_outputs = [described[i] for i in ready]
@@ -213,8 +214,10 @@ class SectionRunner:
                 x = shards.part_of_this(shards.filled_up(x, position), position)
             self.env[v] = x, position
 
-    def _run(self, eqns: Sequence[Any], targets: Sequence[Target]) -> dict[Target, Found]:
-        """Runs equations chunk by chunk, for what is wanted of them."""
+    def _run(
+        self, eqns: Sequence[Any], targets: Sequence[Target], inside: Sequence[Target]
+    ) -> dict[Target, Found]:
+        """Runs equations chunk by chunk, for what is wanted of them, and `inside` for others."""
         targets = list(dict.fromkeys(targets))
         section = SectionBody(self.lanes, self.env, eqns, targets)
         if not section.section.eqns and not targets:
@@ -233,7 +236,8 @@ class SectionRunner:
         keep = self.keep and not any(map(closed_over, section.section.eqns))
         outs = run_loop(loop, section.operands, keep)
         if self.shards is not None:
-            outs = map(self.shards.combined, loop.results, outs)
+            returned = [target not in inside for target in section.specs]
+            outs = map(self.shards.combined, loop.results, outs, returned)
         for target, out, aval in zip(section.specs, outs, section.types, strict=True):
             if isinstance(target.how, Reduce):
                 aval = section.reduced[target]

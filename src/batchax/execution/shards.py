@@ -27,6 +27,8 @@ from batchax.errors import UnsupportedError
 from batchax.execution.chunk_loop import of_only_chunk
 from batchax.execution.operand_specs import Extreme, PerChunk, Result, Sum
 from batchax.kernel.axis import Axis, AxisPosition, inserted
+from batchax.rules.masking import is_inexact
+from batchax.user_rules.linear import linear_with_transpose
 
 
 @dataclass(frozen=True)
@@ -105,9 +107,14 @@ class Shards:
         first = lax.axis_index(self.names) * np.int32(self.each)
         return lax.dynamic_slice_in_dim(x, first, self.each, axis)
 
-    def combined(self, kind: Result, x: Any) -> Any:
-        """Inside: a result of a chunk loop for all lanes, from that for each shard's."""
+    def combined(self, kind: Result, x: Any, returned: bool) -> Any:
+        """Inside: a result of a chunk loop for all lanes, from that for each shard's.
+
+        `returned`: it is a result of all shards, and nothing else is made of it.
+        """
         match kind:
+            case Sum() if returned:
+                return self._summed(x)
             case Sum():
                 return lax.psum(x, self.names)
             case Extreme():
@@ -116,6 +123,23 @@ class Shards:
                 return self.gathered(x, axis)
             case _:
                 return x
+
+    def _summed(self, x: Any) -> Any:
+        """A sum over shards that each of them returns.
+
+        Of such a result JAX gives each shard an equal share of the cotangent. The transpose of
+        ``lax.psum`` would add these shares up, by an exchange; they are known to be equal.
+        """
+
+        def ahead(_: Any, xs: Sequence[Any]) -> list[Any]:
+            return [lax.psum(x, self.names) for x in xs]
+
+        def back(_: Any, shares: Sequence[Any]) -> list[Any]:
+            return [x * np.asarray(self.count, x.dtype) for x in shares]
+
+        return (
+            linear_with_transpose(ahead, back, [], [x])[0] if is_inexact(x) else ahead((), [x])[0]
+        )
 
     def gathered(self, x: Any, axis: int) -> Any:
         """Inside: the lanes of all shards, on each."""

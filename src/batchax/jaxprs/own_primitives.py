@@ -37,8 +37,10 @@ def operations_of(eqn: Any) -> _compat.ClosedJaxpr | None:
         out = operations(*operands, **eqn.params)
         return out if eqn.primitive.multiple_results else [out]
 
-    with eqn.ctx.manager:  # of the mesh that was in scope
-        return _compat.stage(run, [v.aval for v in eqn.invars])
+    with eqn.ctx.manager:  # of the mesh that was in scope, and its axes inside `shard_map`
+        mesh = jax.sharding.get_abstract_mesh()
+        names = [(name, mesh.shape[name]) for name in mesh.manual_axes]
+        return _compat.stage(run, [v.aval for v in eqn.invars], names)
 
 
 def expanded(prim: Any, avals: Any) -> _compat.ClosedJaxpr:
