@@ -264,6 +264,30 @@ def test_eight_devices():
     subprocess.run([sys.executable, "-c", EIGHT_DEVICES], check=True, env=environment)
 
 
+@pytest.mark.parametrize("kind", ["max", "min"])
+def test_extremes_of_all_lanes(kind):
+    values = {
+        "numbers": jnp.asarray([[3, -1], [2, 5], [3, 5], [-4, 0], [3, 1], [1, 2], [0, 5]], float),
+        "whole ones": jnp.arange(14).reshape(7, 2) % 5,
+        "truth": jnp.arange(14).reshape(7, 2) % 4 > 1,
+    }
+
+    def extreme(x, **options):
+        return bx.vmap(lambda x: x, out_axes=bx.Reduce(kind), **options)(x)
+
+    for x in values.values():
+        same(jax.jit(functools.partial(extreme, mesh="all"))(x), extreme(x))
+    # Several lanes hold the extreme and share its derivative: devices evenly, then lanes of each.
+    x = values["numbers"]
+    expected = jax.grad(lambda x: (extreme(x) ** 2).sum())(x)
+    for batch_size in (None, 1):
+        of_all = lambda x: (extreme(x, mesh="all", batch_size=batch_size) ** 2).sum()
+        same(jax.jit(jax.grad(of_all))(x).sum(0), expected.sum(0))
+    text = jax.jit(functools.partial(extreme, mesh="all")).lower(x[:4]).compile().as_text()
+    assert "all-reduce" in text
+    assert "all-gather" not in text
+
+
 def test_a_call_outside_of_jit_is_compiled_once():
     traced = []
 

@@ -117,8 +117,10 @@ class Shards:
                 return self._summed(x)
             case Sum():
                 return lax.psum(x, self.names)
+            case Extreme() if x.dtype == np.bool_:
+                return self._gathered_extreme(kind, x)
             case Extreme():
-                return of_only_chunk(self.gathered(x[None], 0), replace(kind, axis=0))
+                return self._extreme(kind, x)
             case PerChunk(axis):
                 return self.gathered(x, axis)
             case _:
@@ -140,6 +142,22 @@ class Shards:
         return (
             linear_with_transpose(ahead, back, [], [x])[0] if is_inexact(x) else ahead((), [x])[0]
         )
+
+    def _extreme(self, kind: Extreme, x: Any) -> Any:
+        @jax.custom_jvp
+        def extreme(x: Any) -> Any:
+            return (lax.pmax if kind.kind == "max" else lax.pmin)(x, self.names)
+
+        @extreme.defjvp
+        def _(primals: Any, tangents: Any) -> Any:
+            # Only where all shards' values are in one array it is known which of them are equal: a
+            # compiler may compute what it compares anew, with another last bit.
+            return jax.jvp(functools.partial(self._gathered_extreme, kind), primals, tangents)
+
+        return extreme(x)
+
+    def _gathered_extreme(self, kind: Extreme, x: Any) -> Any:
+        return of_only_chunk(self.gathered(x[None], 0), replace(kind, axis=0))
 
     def gathered(self, x: Any, axis: int) -> Any:
         """Inside: the lanes of all shards, on each."""
