@@ -1,6 +1,9 @@
 """The examples run, agree with their loops, and draw something."""
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,30 @@ def test_explained(tmp_path, capsys):
     assert "agreed" in account
     page = (tmp_path / "explained_predicate.html").read_text()
     assert "measurements @ weights" in page
+
+
+def test_data_parallel(capsys):
+    example = load("data_parallel")
+    example.ROWS, example.FEATURES, example.STEPS = 601, 128, 5
+    example.main()
+    account = capsys.readouterr().out
+    assert "601 rows on 4 devices; 601 of them in process 0 of 1" in account
+    assert "64 at a time:" in account
+    assert "agreed" in account
+
+
+def test_data_parallel_on_two_processes():
+    sizes = {"ROWS": "601", "FEATURES": "128", "STEPS": "5"}
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "data_parallel.py", "--processes", "2"],
+        env={**os.environ, **sizes, "PYTHONPATH": str(EXAMPLES.parent / "src")},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    assert "601 rows on 4 devices; 322 of them in process 0 of 2" in done.stdout
+    assert done.stdout.count("agreed") == 1
 
 
 @pytest.mark.parametrize(

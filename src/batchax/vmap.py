@@ -126,8 +126,9 @@ def vmap(
       mesh: the devices to spread lanes over, each of which runs its lanes, `batch_size` of them at
         a time. "all": every device. A ``jax.sharding.Mesh``: all axes of it; a tuple of one and the
         name of an axis, or of names: those, and what is sharded over others stays as it is. Where
-        lanes do not come out even the last is repeated, and counts once. None: lanes stay where
-        they are.
+        lanes do not come out even the last is repeated, and counts once. On several processes,
+        all of which make the call, arrays of NumPy are the whole batch; ``batchax.local(x)`` is a
+        process's own rows. None: lanes stay where they are.
 
     Returns:
       A function of the same parameters as `fun`, over batches. Outputs whose size depends on the

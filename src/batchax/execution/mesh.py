@@ -146,7 +146,9 @@ def _placed(shards: Shards, x: Any, position: AxisPosition) -> Any:
         x = x if position is None else shards.filled_up(x, position)
         if isinstance(x, Tracer) or x.is_fully_addressable:
             return jax.device_put(x, sharding)
-        return jax.jit(lambda x: x, out_shardings=sharding)(x)  # random keys are not put anywhere
+        if x.sharding.is_equivalent_to(sharding, x.ndim):
+            return x
+        return jax.jit(_same, out_shardings=sharding)(x)  # random keys cannot be put elsewhere
     shape, first = list(x.shape), 0
     if isinstance(x, LocalRows):
         x, first = x.array, x.first
@@ -163,6 +165,10 @@ def _placed(shards: Shards, x: Any, position: AxisPosition) -> Any:
         return x[index]
 
     return jax.make_array_from_callback(tuple(shape), sharding, held, dtype=jax.typeof(x).dtype)
+
+
+def _same(x: Any) -> Any:
+    return x
 
 
 def _filled_up_anywhere(shards: Shards, x: Any, position: int) -> Any:
