@@ -263,7 +263,7 @@ def test_a_collective_in_a_loop_is_refused_before_any_work(name):
         assert "inside a loop or branch" in message
         assert "batch axis 'i'" in message
         assert f"{__file__.rsplit('/', 1)[-1]}:" in message  # the user's line
-        assert "leave batch_size out" in message
+        assert "leave batch_size and mesh out" in message
     jax.effects_barrier()
     assert not calls
     # It runs where all lanes are there at once.

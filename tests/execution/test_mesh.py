@@ -15,6 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import batchax as bx
+from batchax.execution.section_body import LanesToRun
+from batchax.kernel.axis import Axis
 
 from support.oracle import example, same
 
@@ -286,6 +288,38 @@ def test_extremes_of_all_lanes(kind):
     text = jax.jit(functools.partial(extreme, mesh="all")).lower(x[:4]).compile().as_text()
     assert "all-reduce" in text
     assert "all-gather" not in text
+
+
+def test_lanes_that_repeat_are_in_the_last_chunk_if_chunks_can_be_so():
+    generator = np.random.default_rng(0)
+    for _ in range(300):
+        size, chunk = (int(generator.integers(1, 60)) for _ in range(2))
+        repeated = int(generator.integers(1, min(4, size) + 1))
+        lanes = LanesToRun(Axis(size), chunk, None, repeated).apart()
+        assert 1 <= lanes.batch_size <= chunk
+        width = min(lanes.batch_size, size)
+        starts = range(0, size, width)
+        for start in starts:
+            end = min(start + width, size)
+            if end > size - repeated:
+                assert lanes.may_repeat(end - start)
+    assert not LanesToRun(Axis(500), 128, None, 1).apart().may_repeat(124)
+
+
+@pytest.mark.parametrize("batch_size", [None, 32])
+def test_a_sum_of_gradients_holds_none_for_each_lane(batch_size):
+    def gradient(w, x):
+        one = jax.grad(lambda w, x: (jnp.tanh(x @ w) ** 2).sum())
+        reduced = bx.vmap(
+            one, (None, 0), out_axes=bx.Reduce("mean"), mesh="all", batch_size=batch_size
+        )
+        return reduced(w, x)
+
+    w, x = example((64, 64)), example((399, 64))
+    compiled = jax.jit(gradient).lower(w, x).compile()
+    expected = jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).sum() / 399)(w)
+    same(compiled(w, x), expected, dict(rtol=1e-4, atol=1e-4))
+    assert compiled.memory_analysis().temp_size_in_bytes < 30 * w.nbytes
 
 
 def test_a_call_outside_of_jit_is_compiled_once():

@@ -30,14 +30,36 @@ class LanesToRun:
       batch_size: how many make a chunk.
       index: the variable that holds the index of a lane, or None if nothing uses it. Its value for
         all lanes are the index of the first, from which each chunk counts, and that after the last.
-      some_repeat: whether lanes that come after the last repeat another one, and are no part of
-        what lanes are reduced to.
+      repeated: how many lanes at the end may repeat another one, and are no part then of what
+        lanes are reduced to.
     """
 
     axis: Axis
     batch_size: int | Auto
     index: Any
-    some_repeat: bool = False
+    repeated: int = 0
+
+    def may_repeat(self, width: int) -> bool:
+        """Whether chunks of `width` lanes may have some that repeat another.
+
+        Not if those are in the last chunk, and it has another width: so reductions of all others
+        stay as they are, and with them what a compiler makes of them, such as a product of
+        matrices of a sum of outer products.
+        """
+        chunk = self.batch_size
+        apart = isinstance(chunk, int) and self.axis.size % chunk >= self.repeated
+        return self.repeated > 0 and not (apart and width == chunk)
+
+    def apart(self) -> LanesToRun:
+        """These in chunks of a size, a little less, with which `may_repeat` tells the last one."""
+        size, chunk = self.axis.size, self.batch_size
+        if isinstance(chunk, Auto) or not self.repeated:
+            return self
+        most = min(chunk, size - self.repeated)
+        sizes = range(most, max(0, most - most // 4 - 1), -1)
+        fitting = [c for c in sizes if size % c >= self.repeated]
+        # The fewer lanes are in the last chunk the better: its reductions are the slower ones.
+        return replace(self, batch_size=min(fitting, key=lambda c: size % c, default=chunk))
 
 
 class Found(NamedTuple):
@@ -71,7 +93,7 @@ class SectionBody:
     ) -> None:
         self.targets = targets
         self.section = section_for(eqns, [t.variable for t in targets], env, effects)
-        if lanes.some_repeat and lanes.index not in self.section.invars:
+        if lanes.repeated and lanes.index not in self.section.invars:
             self.section = self.section.replace(invars=[lanes.index, *self.section.invars])
         self.operands = [env[v][0] for v in self.section.invars]
         positions = [env[v][1] for v in self.section.invars]
@@ -146,7 +168,7 @@ class _Chunk:
         ]
         program = MappedProgram(axis, self.section, values, self.positions)
         real = None
-        if self.lanes.some_repeat:
+        if self.lanes.may_repeat(width):
             place = self.section.invars.index(self.lanes.index)
             real = lax.lt(values[place], lax.broadcast(xs[place][1], (width,)))
         with running(program):

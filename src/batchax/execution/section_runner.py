@@ -57,8 +57,8 @@ class SectionRunner:
         self.local = axis if shards is None else replace(axis, size=shards.each)
         staged = _compat.without_references(staged, axis.name, axis.size)
         self.lane, values = None, list(zip(args, positions, strict=True))
-        counted = shards is not None and bool(shards.repeated)
-        if counted or any(is_exposed(axis, eqn) for eqn in staged.jaxpr.eqns):
+        repeated = 0 if shards is None else shards.most_repeated
+        if repeated or any(is_exposed(axis, eqn) for eqn in staged.jaxpr.eqns):
             staged = expose_names(axis, staged)
             self.lane = staged.jaxpr.invars[0]
             all_lanes = np.array([0, axis.size], np.int32)
@@ -68,7 +68,7 @@ class SectionRunner:
             v: (c, None) for v, c in zip(self.jaxpr.constvars, staged.consts, strict=True)
         }
         self.env.update(zip(self.jaxpr.invars, values, strict=True))
-        self.lanes = LanesToRun(self.local, batch_size, self.lane, counted)
+        self.lanes = LanesToRun(self.local, batch_size, self.lane, repeated)
         self.batch_bytes = bytes_per_lane(
             v for v, (_, a) in self.env.items() if a is not None and v is not self.lane
         )
@@ -76,6 +76,8 @@ class SectionRunner:
     def outputs(self, described: Sequence[OutputArray]) -> tuple[list[Any], list[AxisPosition]]:
         """What the program returns, placed, and where it carries the batch axis."""
         outvars = self.jaxpr.outvars
+        if self.axis.name is not None or any(isinstance(o.spec, Reduce) for o in described):
+            self.lanes = self.lanes.apart()
         eqns: Sequence[Any] = section_for(self.jaxpr.eqns, outvars, ()).eqns
         outs: dict[int, Any] = {}
         positions: dict[int, AxisPosition] = {}

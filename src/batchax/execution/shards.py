@@ -82,6 +82,11 @@ class Shards:
         """Number of lanes that repeat another."""
         return self.each * self.count - self.lanes
 
+    @property
+    def most_repeated(self) -> int:
+        """Number of lanes that repeat another on the shard that has most of these."""
+        return self.each - min(map(len, self.of_each))
+
     def own_lanes(self) -> Any:
         """Inside: the index of this shard's first lane, and that after its last."""
         ends = jnp.asarray([(r.start, r.stop) for r in self.of_each], np.int32)
