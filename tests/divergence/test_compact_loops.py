@@ -513,3 +513,15 @@ def test_arrays_updated_in_place_are_not_copied():
     inside = body(loop.params["program"].jaxpr)["body_jaxpr"].jaxpr
     selects = [e for e in inside.eqns if e.primitive.name == "select_n"]
     assert all(e.outvars[0].aval.shape != (N, 300) for e in selects)
+
+
+def test_an_array_that_stays_in_place_is_no_work_of_a_step():
+    def write(n, x):
+        body = lambda c: (c[0] + 1, c[1].at[c[0]].set(jnp.sin(c[1][c[0] - 1])))
+        return lax.while_loop(lambda c: c[0] < n, body, (1, x))
+
+    # Were all of it read and written at each step, four lanes would be worth two windows.
+    given = jnp.arange(4) + 3, jnp.zeros((4, 10_000))
+    jaxpr = str(jax.make_jaxpr(bx.vmap(write, divergence="compact"))(*given))
+    masked = str(jax.make_jaxpr(bx.vmap(write))(*given))
+    assert jaxpr.count("while[") == masked.count("while[")

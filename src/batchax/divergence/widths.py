@@ -20,6 +20,7 @@ from batchax import _compat
 from batchax.programs.cost import STEPS, Cost, cost_of_program
 from batchax.programs.shapes import bytes_of
 from batchax.programs.weights import LAUNCH, TOGETHER
+from batchax.rules.aliases import kept_carries
 
 _NARROWING = 4  # the second window is this many times narrower than the first
 _FEW = 8  # the share of all lanes that a window holds at most: in a wide one few leave for long
@@ -86,7 +87,10 @@ class Step:
         cost = cost_of_program(body.jaxpr, differs=differs, steps=STEPS)
         begun = sum((cost_of_program(t, steps=STEPS) for t in tests), cost).launches
         held = bytes_of(body.out_avals)
-        work = max(TOGETHER.time(cost + Cost(bytes=2 * held)), _LEAST)  # it is read, and written
+        # What is carried is read and written, but for arrays that stay in place, updated or not.
+        kept = kept_carries(body, len(body.in_avals) - len(body.out_avals))
+        written = bytes_of(a for k, a in enumerate(body.out_avals) if k not in kept)
+        work = max(TOGETHER.time(cost + Cost(bytes=2 * written)), _LEAST)
         moving = time_to_move(itertools.compress(body.in_avals, differs))
         return cls(
             length=sum(map(length, [*tests, body.jaxpr])),
