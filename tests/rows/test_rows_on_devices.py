@@ -1,6 +1,8 @@
 """Rows of different lengths dealt out to devices: what each computes is what it does alone."""
 
 import functools
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -137,6 +139,15 @@ def test_one_program_serves_all_lengths():
     on_devices((2, 2, 5))
     assert len(traced) == staged + 1  # to know what the function does
     assert len(rows_run._on_devices._known) == programs
+
+
+def test_programs_that_are_kept_hold_no_arrays():
+    x = bx.Ragged(jnp.ones((11, 3)), jnp.asarray([3, 1, 5]), 6)
+    bx.vmap(lambda row: jnp.sin(row) * 3, mesh="all")(x)
+    gone = weakref.ref(x.data)
+    del x
+    gc.collect()
+    assert gone() is None
 
 
 REFUSED = {

@@ -86,6 +86,16 @@ class Call:
         sizes_of = [None if s is None else sizes[self.sizes.index(s)] for s in self.sizes_of]
         return replace(self, mapped=mapped, sizes=sizes, sizes_of=sizes_of)
 
+    def without_values(self) -> Call:
+        """The same call with types for arrays: what is kept for long must not hold those."""
+        sizes = [replace(size, batch=jax.tree.map(jax.typeof, size.batch)) for size in self.sizes]
+        return replace(
+            self,
+            mapped=[replace(m, value=jax.tree.map(jax.typeof, m.value)) for m in self.mapped],
+            sizes=sizes,
+            sizes_of=[None if s is None else sizes[self.sizes.index(s)] for s in self.sizes_of],
+        )
+
     def key(self, lengths: bool = True) -> Hashable:
         """Equal for calls that do the same, whatever the values, if nothing is traced.
 

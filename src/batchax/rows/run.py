@@ -247,9 +247,11 @@ def _run_on_devices(
     if not call.axis.size:
         return _run_here(call, options, run_dense)
 
+    kept = call.without_values()
+
     def run(lengths: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         run_rows = functools.partial(_run_here, options=options, run_dense=run_dense)
-        return run_on_devices(call.with_values(lengths, values), shards, run_rows)
+        return run_on_devices(kept.with_values(lengths, values), shards, run_rows)
 
     given = [size.batch.lengths for size in call.sizes], call.values
     if call.traced or recording.is_on():
