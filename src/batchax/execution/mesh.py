@@ -14,8 +14,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.execution.local_rows import in_jit, on_own_devices
-from batchax.execution.processes import check_spans, of_several_processes
-from batchax.execution.shards import Shards, spec_of
+from batchax.execution.processes import check_spans, of_several_processes, put_by_program
+from batchax.execution.shards import Shards, sharding_of, spec_of
 from batchax.frontend.local_rows import LocalRows
 from batchax.kernel.axis import AxisPosition, inserted
 
@@ -148,7 +148,7 @@ def _placed(shards: Shards, x: Any, position: AxisPosition) -> Any:
             return jax.device_put(x, sharding)
         if x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
-        return jax.jit(_same, out_shardings=sharding)(x)  # random keys cannot be put elsewhere
+        return put_by_program(x, sharding)  # `jax.device_put` refuses random keys
     shape, first = list(x.shape), 0
     if isinstance(x, LocalRows):
         x, first = x.array, x.first
@@ -165,10 +165,6 @@ def _placed(shards: Shards, x: Any, position: AxisPosition) -> Any:
         return x[index]
 
     return jax.make_array_from_callback(tuple(shape), sharding, held, dtype=jax.typeof(x).dtype)
-
-
-def _same(x: Any) -> Any:
-    return x
 
 
 def _filled_up_anywhere(shards: Shards, x: Any, position: int) -> Any:
@@ -193,8 +189,7 @@ def _filled_up_anywhere(shards: Shards, x: Any, position: int) -> Any:
 
 def _with_other_axes(shards: Shards, x: Any, position: AxisPosition) -> PartitionSpec:
     """Lanes over the axes of `shards`, and whatever `x` is sharded over besides."""
-    known = jax.typeof(x) if isinstance(x, Tracer) else x
-    sharding: Any = getattr(known, "sharding", None)
+    sharding = sharding_of(x)
     entries = list(spec_of(shards, position))
     if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == shards.mesh.axis_names:
         entries += [None] * (np.ndim(x) - len(entries))
@@ -205,8 +200,7 @@ def _with_other_axes(shards: Shards, x: Any, position: AxisPosition) -> Partitio
 
 
 def _check_free(shards: Shards, path: str, x: Any, position: AxisPosition) -> None:
-    known = jax.typeof(x) if isinstance(x, Tracer) else x
-    for i, entry in enumerate(getattr(getattr(known, "sharding", None), "spec", ())):
+    for i, entry in enumerate(getattr(sharding_of(x), "spec", ())):
         names = entry if isinstance(entry, tuple) else (entry,)
         taken = [name for name in names if name in shards.names]
         if taken and i != position:

@@ -54,7 +54,7 @@ def from_all(x: np.ndarray) -> np.ndarray:
         each, everywhere = _by_process()
         shape = (jax.process_count(), *x.shape)
         own = jax.make_array_from_callback(shape, each, lambda _: x[None])
-        return np.asarray(jax.jit(_same, out_shardings=everywhere)(own))
+        return np.asarray(put_by_program(own, everywhere))
 
 
 def numbers_from_all(numbers: Sequence[int]) -> np.ndarray:
@@ -76,6 +76,11 @@ def _by_process() -> tuple[NamedSharding, NamedSharding]:
     least = min(map(len, devices))
     mesh = Mesh(np.array([own[:least] for own in devices]), ("processes", "devices"))
     return NamedSharding(mesh, PartitionSpec("processes")), NamedSharding(mesh, PartitionSpec())
+
+
+def put_by_program(x: Any, sharding: Any) -> Any:
+    """An array sharded otherwise, by a program that all processes run."""
+    return jax.jit(_same, out_shardings=sharding)(x)
 
 
 def _same(x: Any) -> Any:

@@ -197,8 +197,7 @@ def _find_shards(
     axis: Axis, args: Sequence[Any], positions: Sequence[AxisPosition]
 ) -> Shards | None:
     for x, position in zip(args, positions, strict=True):
-        known = jax.typeof(x) if isinstance(x, Tracer) else x
-        sharding = getattr(known, "sharding", None)
+        sharding = sharding_of(x)
         if names := _shards(sharding, position):
             assert sharding is not None
             return _counted(sharding.mesh, names, axis.size)
@@ -208,6 +207,11 @@ def _find_shards(
         if all(types.get(name) in (AxisType.Auto, AxisType.Explicit) for name in axis.spmd_name):
             return _counted(mesh, axis.spmd_name, axis.size)
     return None
+
+
+def sharding_of(x: Any) -> Any:
+    """How an array is sharded, as far as that is known: of a traced one, what its type tells."""
+    return getattr(jax.typeof(x) if isinstance(x, Tracer) else x, "sharding", None)
 
 
 def _shards(sharding: Any, position: AxisPosition) -> tuple[Any, ...]:
