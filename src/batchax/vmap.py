@@ -10,11 +10,12 @@ from typing import Any, Literal, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from batchax import _compat
 from batchax.divergence.compact import Compact, find_divergence
 from batchax.errors import ArgumentTypeError
-from batchax.execution.chunked import Chunking, find_chunking, run_in_chunks
+from batchax.execution.chunked import Chunking, find_chunking, run_in_chunks, run_on_shards
 from batchax.execution.local_rows import lanes_of_processes
 from batchax.execution.mesh import find_mesh, placed
 from batchax.execution.shards import Shards, find_shards
@@ -238,7 +239,13 @@ def _run(
             values = placed(shards, names, values, axes)
         present = axis if shards is None else replace(axis, size=shards.each * shards.count)
         avals = [example_aval(present, jax.typeof(x), a) for x, a in zip(values, axes, strict=True)]
-        staged, outputs = stage_described(axis, one_example, avals, names)
+        stage = lambda avals: stage_described(axis, one_example, avals, names)
+        traced = any(isinstance(x, Tracer) for x in values)
+        if shards is not None and traced and not recording.is_on():
+            each = chunking or Chunking(shards.each, keep=True)
+            outs, outputs = run_on_shards(each, axis, values, axes, stage, shards)
+            return list(map(as_array, outs)), outputs
+        staged, outputs = stage(avals)
         described = outputs.described
         recording.found_program(axis, staged, mapped)
         program = MappedProgram(axis, staged, values, axes)
@@ -248,8 +255,7 @@ def _run(
         if chunking is None and shards is not None:
             chunking = Chunking(shards.each, keep=True)
         if chunking is not None and (spread or chunking.applies_to(axis.size)):
-            stage = lambda avals: stage_described(axis, one_example, avals, names)[0]
-            outs = run_in_chunks(chunking, program, described, stage, shards)
+            outs = run_in_chunks(chunking, program, outputs, stage, shards)
             return list(map(as_array, outs)), outputs
         check = functools.partial(check_unbatched, axis, described)
         with running(program):

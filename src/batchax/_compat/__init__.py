@@ -16,5 +16,6 @@ from batchax._compat.lines import *
 from batchax._compat.mesh_types import *
 from batchax._compat.primitives import *
 from batchax._compat.row_sizes import *
+from batchax._compat.sharded import *
 from batchax._compat.staging import *
 from batchax._compat.vmap_of_jax import *

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,15 +11,16 @@ from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.execution.local_rows import in_jit
 from batchax.execution.memory import Auto, parse_limit
 from batchax.execution.mesh import placed
 from batchax.execution.processes import of_several_processes
 from batchax.execution.section_runner import SectionRunner
 from batchax.execution.shards import Shards, check_shared, lanes_for_all, on_shards
 from batchax.frontend.arguments import is_position
-from batchax.frontend.outputs import OutputArray
+from batchax.frontend.outputs import FlatOutputs
 from batchax.kernel import recording
-from batchax.kernel.axis import AxisPosition
+from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.captured import MappedProgram
 from batchax.kernel.inner import example_aval
 from batchax.kernel.lasting import Lasting, call_key
@@ -84,8 +85,8 @@ def find_chunking(
 def run_in_chunks(
     chunking: Chunking,
     program: MappedProgram,
-    described: Sequence[OutputArray],
-    stage: Callable[[Sequence[Any]], _compat.ClosedJaxpr],
+    outputs: FlatOutputs,
+    stage: Callable[[Sequence[Any]], tuple[_compat.ClosedJaxpr, FlatOutputs]],
     shards: Shards | None,
 ) -> list[Any]:
     """The outputs of a staged program for all lanes, where they are wanted.
@@ -93,7 +94,7 @@ def run_in_chunks(
     Args:
       chunking: how lanes are to be run.
       program: the program and its arguments.
-      described: its outputs.
+      outputs: what describes its outputs.
       stage: stages the program again, for examples of these types.
       shards: what the arguments are spread over, if each device is to run chunks of its lanes.
 
@@ -101,21 +102,13 @@ def run_in_chunks(
       AxisError: an output depends on the batch where it must not.
       UnsupportedError: the program cannot run in chunks.
     """
-    if any(map(_compat.is_reference, (*program.staged.consts, *program.args))):
-        raise UnsupportedError(
-            "batch_size or mesh was given, but the function is given, or closes over, a reference "
-            "(jax.new_ref). Create it inside the function, or leave them out."
-        )
+    _check_no_references((*program.staged.consts, *program.args))
     if shards is None:
         chunking, program = _of_all_lanes(chunking, program)
     else:
         shared = [x for x, a in zip(program.args, program.axes, strict=True) if a is None]
         check_shared(shared, program.staged.consts)
         recording.fact("shards", shards=shards, shared=_shared_variables(program))
-        if isinstance(chunking.batch_size, Auto):
-            together = of_several_processes(shards.mesh)
-            chunking = replace(chunking, batch_size=replace(chunking.batch_size, together=together))
-    how = chunking.batch_size, chunking.keep
     traced = program.traced
     # A choice of chunk size is noted for each call, and so is what `explain` asks for.
     remembers = not (traced or recording.is_on() or isinstance(chunking.batch_size, Auto))
@@ -126,19 +119,22 @@ def run_in_chunks(
 
     def run(*args: Any) -> list[Any]:
         if shards is None:
-            return SectionRunner(axis, *how, program.staged, args, positions).outputs(described)[0]
-        return _on_shards(shards, program, args, consts, how, described, stage)
+            how = chunking.batch_size, chunking.keep
+            runner = SectionRunner(axis, *how, program.staged, args, positions)
+            return runner.outputs(outputs.described)[0]
+        shard = OneShard(chunking, axis, positions, shards, stage, consts)
+        return on_shards(shards, shard.run, args, positions)[0]
 
     if traced:
         return run(*program.args)
     # Outside of `jit` operations are computed as they are met. The whole is staged first, so
     # that what is wrong with it is found before anything is computed.
     build = lambda: _compat.stage(run, list(map(jax.typeof, program.args)))
-    specs = tuple(output.spec for output in described)
+    specs = tuple(output.spec for output in outputs.described)
     places = zip(map(jax.typeof, program.args), positions, strict=True)
     try:
         whole = (
-            _staged.get(call_key(axis, program.staged, shards, how, specs, *places), build)
+            _staged.get(call_key(axis, program.staged, shards, chunking, specs, *places), build)
             if remembers
             else build()
         )
@@ -146,6 +142,14 @@ def run_in_chunks(
         program, consts, positions = held, [], held.axes
         whole = build()
     return eval_jaxpr(whole.jaxpr, whole.consts, *program.args)
+
+
+def _check_no_references(values: Iterable[Any]) -> None:
+    if any(map(_compat.is_reference, values)):
+        raise UnsupportedError(
+            "batch_size or mesh was given, but the function is given, or closes over, a reference "
+            "(jax.new_ref). Create it inside the function, or leave them out."
+        )
 
 
 def _shared_variables(program: MappedProgram) -> list[Any]:
@@ -159,35 +163,76 @@ class _OtherConstants(Exception):
     """A function that does not hold the same values each time it is staged."""
 
 
-def _on_shards(
-    shards: Shards,
-    program: MappedProgram,
+def run_on_shards(
+    chunking: Chunking,
+    axis: Axis,
     args: Sequence[Any],
-    consts: Sequence[Any],
-    how: tuple[int | Auto, bool],
-    described: Sequence[OutputArray],
-    stage: Callable[[Sequence[Any]], _compat.ClosedJaxpr],
-) -> list[Any]:
-    """The outputs where each device runs the lanes that it has.
+    positions: Sequence[AxisPosition],
+    stage: Callable[[Sequence[Any]], tuple[_compat.ClosedJaxpr, FlatOutputs]],
+    shards: Shards,
+) -> tuple[list[Any], FlatOutputs]:
+    """The outputs of traced arguments for all lanes, and what describes them.
 
-    `consts`: what the program held, which its first arguments are now.
+    The function is staged once, for a lane of one shard.
+
+    Args:
+      chunking: how many lanes a device runs at a time.
+      axis: the axis of all lanes.
+      args: the arguments.
+      positions: where they have that axis.
+      stage: stages the function for examples of these types.
+      shards: what the arguments are spread over.
     """
-    positions, count = program.axes, len(consts)
-    axis = replace(program.axis, spmd_name=None, mesh_axis=None)
-    local = replace(axis, size=shards.each)
 
-    def run_shard(*xs: Any) -> tuple[list[Any], list[AxisPosition]]:
-        # Types may be others in here, where axes of the mesh are manual: it is staged again.
+    def checked(avals: Sequence[Any]) -> tuple[_compat.ClosedJaxpr, FlatOutputs]:
+        staged, outputs = stage(avals)
+        _check_no_references(staged.consts)
+        check_shared([], staged.consts)
+        return staged, outputs
+
+    _check_no_references(args)
+    check_shared([x for x, a in zip(args, positions, strict=True) if a is None], [])
+    shard = OneShard(chunking, axis, positions, shards, checked)
+    return on_shards(shards, shard.run, args, positions, compiled=not in_jit())
+
+
+@dataclass(frozen=True, eq=False)
+class OneShard:
+    """What one device does: the lanes that it has, some at a time.
+
+    Attributes:
+      chunking: how many.
+      axis: the axis of all lanes.
+      positions: where the arguments have it.
+      shards: what they are spread over.
+      stage: stages the function, and describes its outputs.
+      consts: what the function holds, if these are the first arguments.
+    """
+
+    chunking: Chunking
+    axis: Axis
+    positions: Sequence[AxisPosition]
+    shards: Shards
+    stage: Callable[[Sequence[Any]], tuple[_compat.ClosedJaxpr, FlatOutputs]]
+    consts: Sequence[Any] = ()
+
+    def run(self, *xs: Any) -> tuple[list[Any], list[AxisPosition], FlatOutputs]:
+        """The outputs, where they have the batch axis, and what describes them."""
+        count, positions = len(self.consts), self.positions
+        axis = replace(self.axis, spmd_name=None, mesh_axis=None)
+        local = replace(axis, size=self.shards.each)
+        # Types may be others in here, where axes of the mesh are manual: it is staged here.
         own = zip(xs[count:], positions[count:], strict=True)
-        staged = stage([example_aval(local, jax.typeof(x), a) for x, a in own])
+        staged, outputs = self.stage([example_aval(local, jax.typeof(x), a) for x, a in own])
         if count:
-            if list(map(_kind, staged.consts)) != list(map(_kind, consts)):
+            if list(map(_kind, staged.consts)) != list(map(_kind, self.consts)):
                 raise _OtherConstants
             staged = _compat.close(staged.jaxpr, list(xs[:count]))
-        runner = SectionRunner(axis, *how, staged, xs[count:], positions[count:], shards)
-        return runner.outputs(described)
-
-    return on_shards(shards, run_shard, args, positions)
+        size, keep = self.chunking.batch_size, self.chunking.keep
+        if isinstance(size, Auto):
+            size = replace(size, together=of_several_processes(self.shards.mesh))
+        runner = SectionRunner(axis, size, keep, staged, xs[count:], positions[count:], self.shards)
+        return *runner.outputs(outputs.described), outputs
 
 
 _staged = Lasting(most=64)  # what calls outside of `jit` have cut into sections, and batched

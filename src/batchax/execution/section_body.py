@@ -80,7 +80,8 @@ class Target:
 class SectionBody:
     """A section as a chunk loop: its body for one chunk, its operands, the specs of its results.
 
-    The specs are known once the body has been staged, which the constructor does.
+    The specs are known once the body has been staged, which the constructor does. If there is one
+    chunk only, it runs it.
     """
 
     def __init__(
@@ -106,8 +107,14 @@ class SectionBody:
         )
         body = ChunkBody(self._chunk.of_width)
         self.loop = ChunkLoop(body, operand_kinds, (), lanes.axis.size, lanes.batch_size)
-        program = self.loop.program(list(map(jax.typeof, self.operands)), self.loop.width)
-        self.types = program.out_avals
+        self.of_only_chunk: list[Any] | None = None
+        if isinstance(lanes.batch_size, int) and lanes.axis.size <= lanes.batch_size:
+            self.of_only_chunk = body.function(lanes.axis.size)(np.int32(0), *self.operands)
+            types = list(map(jax.typeof, self.of_only_chunk))
+        else:
+            avals = list(map(jax.typeof, self.operands))
+            types = self.loop.program(avals, self.loop.width).out_avals
+        self.types = dict(zip(targets, types, strict=True))
 
     @property
     def shared(self) -> list[Target]:

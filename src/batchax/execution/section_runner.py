@@ -12,6 +12,7 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import while_p
 
 from batchax import _compat
+from batchax.execution.chunk_loop import of_only_chunk
 from batchax.execution.memory import Auto
 from batchax.execution.names import expose_names, is_exposed
 from batchax.execution.placement import run_loop
@@ -224,23 +225,29 @@ class SectionRunner:
         section = SectionBody(self.lanes, self.env, eqns, targets)
         if not section.section.eqns and not targets:
             return {}
-        found = {}
-        if section.shared:  # batching found that all lanes have the same
-            found = SectionBody(
-                self.lanes, self.env, eqns, section.shared, effects=False
-            ).of_first_lane()
-            section = SectionBody(
-                self.lanes, self.env, eqns, [t for t in targets if t not in found]
-            )
-        loop = replace(section.loop, results=tuple(section.specs.values()))
-        # To keep residuals is to scan, and JAX runs the derivative rules of what it scans when the
-        # values that they close over are gone.
-        keep = self.keep and not any(map(closed_over, section.section.eqns))
-        outs = run_loop(loop, section.operands, keep)
-        if self.shards is not None:
-            returned = [target not in inside for target in section.specs]
-            outs = map(self.shards.combined, loop.results, outs, returned)
-        for target, out, aval in zip(section.specs, outs, section.types, strict=True):
+        found: dict[Target, Found] = {}
+        if section.of_only_chunk is None:
+            if section.shared:  # batching found that all lanes have the same
+                found = SectionBody(
+                    self.lanes, self.env, eqns, section.shared, effects=False
+                ).of_first_lane()
+                section = SectionBody(
+                    self.lanes, self.env, eqns, [t for t in targets if t not in found]
+                )
+            loop = replace(section.loop, results=tuple(section.specs.values()))
+            # To keep residuals is to scan, and JAX runs the derivative rules of what it scans when
+            # the values that they close over are gone.
+            keep = self.keep and not any(map(closed_over, section.section.eqns))
+            outs = dict(zip(section.specs, run_loop(loop, section.operands, keep), strict=True))
+        else:
+            outs = dict(zip(targets, section.of_only_chunk, strict=True))
+            found = {t: Found(outs.pop(t), None) for t in section.shared}
+            outs = {t: of_only_chunk(x, section.specs[t]) for t, x in outs.items()}
+        for target, out in outs.items():
+            if self.shards is not None:
+                returned = target not in inside
+                out = self.shards.combined(section.specs[target], out, returned)
+            aval = section.types[target]
             if isinstance(target.how, Reduce):
                 aval = section.reduced[target]
                 out = finish(target.how.kind, out, self.axis.size, aval)

@@ -12,13 +12,13 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer, eval_jaxpr
+from jax.core import Tracer
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
@@ -29,6 +29,8 @@ from batchax.execution.operand_specs import Extreme, PerChunk, Result, Sum
 from batchax.kernel.axis import Axis, AxisPosition, inserted
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -279,48 +281,47 @@ def _with_whole_axis(x: Any, position: int) -> Any:
 
 def on_shards(
     shards: Shards,
-    run: Callable[..., tuple[list[Any], list[AxisPosition]]],
+    run: Callable[..., tuple[list[Any], list[AxisPosition], T]],
     args: Sequence[Any],
     positions: Sequence[AxisPosition],
-) -> list[Any]:
+    compiled: bool = True,
+) -> tuple[list[Any], T]:
     """Runs a function on each shard of its arguments.
 
     Args:
       shards: what lanes are sharded over.
-      run: from one shard of each argument to those of the outputs, and where the outputs
-        carry the batch axis; one that carries none is the same on all shards.
+      run: from one shard of each argument to those of the outputs, where the outputs carry the
+        batch axis, and what else it has to say; an output that carries none is the same on all
+        shards.
       args: the arguments, filled up with lanes that repeat the last one.
       positions: where they carry the batch axis.
-    """
+      compiled: whether it is to be compiled even outside of `jit`.
 
-    def mapped(one_shard: Callable[..., list[Any]], out_specs: Any) -> Callable[..., list[Any]]:
-        return jax.shard_map(
+    Returns:
+      The outputs, and what else `run` said.
+    """
+    outputs = _compat.Outputs()
+
+    def one_shard(*xs: Any) -> tuple[_compat.Outputs, tuple[list[AxisPosition], T]]:
+        outs, found, more = run(*xs)
+        return outputs.told(outs, [spec_of(shards, a) for a in found]), (found, more)
+
+    def on_all(one_shard: Callable[..., _compat.Outputs]) -> list[Any]:
+        mapped = jax.shard_map(
             one_shard,
             mesh=shards.mesh,
             in_specs=tuple(spec_of(shards, a) for a in positions),
-            out_specs=out_specs,
+            out_specs=outputs,
             axis_names=set(shards.names),
             check_vma=False,  # what is gathered is the same everywhere, which JAX cannot see
         )
+        return (jax.jit(mapped) if compiled else mapped)(*args).arrays
 
-    # How outputs are sharded `shard_map` wants to know before, and the run tells: it is staged in
-    # one `shard_map`, and evaluated in another.
-    staged: list[tuple[_compat.ClosedJaxpr, list[AxisPosition]]] = []
-
-    def stage(*xs: Any) -> list[Any]:
-        use = lambda arrays: _compat.stage(arrays, list(map(jax.typeof, xs)))
-        staged.append(_compat.described(run, use))
-        return []
-
-    jax.eval_shape(mapped(stage, []), *args)
-    program, found = staged[-1]
-    evaluate = lambda *xs: eval_jaxpr(program.jaxpr, program.consts, *xs)
-    specs = [spec_of(shards, a) for a in found]
-    # Compiled: operation by operation, JAX refuses meshes that have other axes as well.
-    outs = jax.jit(mapped(evaluate, specs))(*args)
-    return [
+    outs, (found, more) = _compat.described(one_shard, on_all)
+    outs = [
         x if a is None else shards.without_repeated(x, a) for x, a in zip(outs, found, strict=True)
     ]
+    return outs, more
 
 
 def spec_of(shards: Shards, position: AxisPosition) -> PartitionSpec:

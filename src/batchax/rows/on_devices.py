@@ -156,9 +156,8 @@ def run_on_devices(call: Call, shards: Shards, run_rows: Callable[[Call], list[A
             x = dealt.dealt(jnp.moveaxis(x, m.axis, 0))
         arguments.append(x)
         positions.append(None if m.axis is None and size is None else 0)
-    notes: list[list[_Output]] = []
 
-    def of_device(*values: Any) -> tuple[list[Any], list[AxisPosition]]:
+    def of_device(*values: Any) -> tuple[list[Any], list[AxisPosition], list[_Output]]:
         own = [
             x if a is None else lax.squeeze(x, (0,)) for x, a in zip(values, positions, strict=True)
         ]
@@ -177,19 +176,19 @@ def run_on_devices(call: Call, shards: Shards, run_rows: Callable[[Call], list[A
             noted.append(_Output(batched))
             outs.append(x[None] if batched else x)
             found.append(0 if batched else None)
-        notes.append(noted)
-        return outs, found
+        return outs, found, noted
 
     placed = [_put(shards, x, a) for x, a in zip(arguments, positions, strict=True)]
-    outs = iter(on_shards(replace(shards, lanes=devices), of_device, placed, positions))
+    outs, notes = on_shards(replace(shards, lanes=devices), of_device, placed, positions)
+    of_all = iter(outs)
     results = []
-    for output, noted in zip(call.described, notes[-1], strict=True):
-        x = next(outs)
+    for output, noted in zip(call.described, notes, strict=True):
+        x = next(of_all)
         if noted.axis is None:
             x = dealt.collected(x) if noted.batched else x
             results.append(place(call.axis, output, x, 0 if noted.batched else None))
         else:
-            results.append(_collected(call, dealt, noted, x, next(outs)))
+            results.append(_collected(call, dealt, noted, x, next(of_all)))
     return results
 
 
