@@ -20,7 +20,7 @@ from jax.custom_derivatives import linear_call
 from jax.experimental import io_callback, sparse
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters import batching
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from batchax import _compat
@@ -419,6 +419,20 @@ def test_types_inside_shard_map():
     specs = dict(mesh=MESH, in_specs=P("m"), out_specs=P("m"))
     jax.make_jaxpr(jax.shard_map(fun, **specs))(X)
     jax.make_jaxpr(jax.shard_map(unchecked, check_vma=False, **specs))(X)
+
+
+def test_outputs_of_shard_map_are_told_by_the_function():
+    mesh, outputs = Mesh(np.array(jax.devices()[:1]), "d"), _compat.Outputs()
+
+    def fun(x):
+        return outputs.told([x, lax.psum(x, "d")], [P("d"), P()])
+
+    def run(x):
+        specs = dict(in_specs=P("d"), out_specs=outputs)
+        return jax.shard_map(fun, mesh=mesh, check_vma=False, **specs)(x).arrays
+
+    (eqn,) = jax.make_jaxpr(run)(jnp.ones(2)).eqns
+    assert eqn.params["out_specs"] == (P("d"), P())
 
 
 def test_types_with_batches_of_their_own():

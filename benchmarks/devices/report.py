@@ -83,15 +83,14 @@ each step of a loop as often as it runs, with 1, 2 and 4 devices.
 
 Both sides run in one process, in turns, on arguments that are where they are needed. Ratios are
 batchax's median over the other, with a 95% bootstrap interval. *Tracing* is `jax.make_jaxpr`,
-traced anew each time, in processor time of its thread. batchax traces the function twice: once to
-know its results and what it closes over, and once more inside `shard_map`, where types say that
-devices compute by themselves. *Staged* is `bx.same_program`; *HLO* compares the optimised programs
+traced anew each time, in processor time of its thread: batchax stages the function, and emits the
+batched operations from that. *Staged* is `bx.same_program`; *HLO* compares the optimised programs
 without names and source lines. *Temporaries* is what the compiled program allocates on a device
 beside arguments and outputs, ours first.
 
-That JAX transposes a whole `shard_map`, rather than what is in it, is most of the time to trace
-the gradient, which by hand is taken inside. Chunks are cut out of the batch where they are;
-`lax.map` reshapes the batch, and scans that.
+A gradient of what `vmap` returns is that of a whole `shard_map`, which JAX takes longer to trace
+than one inside, as the row by hand says, too ("of all"); gradients of each example are inside.
+Chunks are cut out of the batch where they are; `lax.map` reshapes the batch, and scans that.
 
 {table}
 """

@@ -94,9 +94,37 @@ def _gradient_by_hand(mesh: Mesh) -> Callable[..., Any]:
     )
 
 
+def _gradient_of_all_by_hand(mesh: Mesh) -> Callable[..., Any]:
+    def mean(parameters: Any, x: Any, y: Any) -> Any:
+        losses = jax.vmap(loss, (None, 0, 0))(parameters, x, y)
+        return lax.psum(losses.sum(), "devices") / (len(x) * mesh.size)
+
+    specs = COPIED, SHARDED, SHARDED
+    return jax.value_and_grad(
+        jax.shard_map(mean, mesh=mesh, in_specs=specs, out_specs=COPIED, check_vma=False)
+    )
+
+
 def _gradient(mesh: Mesh) -> Callable[..., Any]:
     batched = bx.vmap(lambda *args: loss(*args), (None, 0, 0), bx.Reduce("mean"), mesh=mesh)
     return jax.value_and_grad(batched)
+
+
+def _gradients_by_hand(mesh: Mesh) -> Callable[..., Any]:
+    def mean_gradient(parameters: Any, x: Any, y: Any) -> Any:
+        each = jax.vmap(jax.value_and_grad(loss), (None, 0, 0))(parameters, x, y)
+        sums = lax.psum(jax.tree.map(lambda x: x.sum(0), each), "devices")
+        return jax.tree.map(lambda total: total / (len(x) * mesh.size), sums)
+
+    specs = COPIED, SHARDED, SHARDED
+    return jax.shard_map(
+        mean_gradient, mesh=mesh, in_specs=specs, out_specs=COPIED, check_vma=False
+    )
+
+
+def _gradients(mesh: Mesh) -> Callable[..., Any]:
+    each = lambda *args: jax.value_and_grad(loss)(*args)
+    return bx.vmap(each, (None, 0, 0), bx.Reduce("mean"), mesh=mesh)
 
 
 def _chunks_by_hand(size: int) -> Callable[[Mesh], Callable[..., Any]]:
@@ -136,6 +164,12 @@ WORKLOADS = {
         ),
         DeviceWorkload(
             "mean and gradient of a network", _gradient, _gradient_by_hand, _network, 2048
+        ),
+        DeviceWorkload(
+            "the same, of all by hand", _gradient, _gradient_of_all_by_hand, _network, 2048
+        ),
+        DeviceWorkload(
+            "mean of gradients of a network", _gradients, _gradients_by_hand, _network, 2048
         ),
         DeviceWorkload(
             "attention in chunks", _ours(attend, batch_size=16), _chunks_by_hand(16), _rows, 512

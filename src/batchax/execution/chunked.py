@@ -120,8 +120,8 @@ def run_in_chunks(
     def run(*args: Any) -> list[Any]:
         if shards is None:
             how = chunking.batch_size, chunking.keep
-            runner = SectionRunner(axis, *how, program.staged, args, positions)
-            return runner.outputs(outputs.described)[0]
+            runner = SectionRunner(axis, *how, program.staged, args, positions, outputs.described)
+            return runner.outputs()[0]
         shard = OneShard(chunking, axis, positions, shards, stage, consts)
         return on_shards(shards, shard.run, args, positions)[0]
 
@@ -222,8 +222,11 @@ class OneShard:
         axis = replace(self.axis, spmd_name=None, mesh_axis=None)
         local = replace(axis, size=self.shards.each)
         # Types may be others in here, where axes of the mesh are manual: it is staged here.
-        own = zip(xs[count:], positions[count:], strict=True)
-        staged, outputs = self.stage([example_aval(local, jax.typeof(x), a) for x, a in own])
+        args, positions = xs[count:], positions[count:]
+        types = [
+            example_aval(local, jax.typeof(x), a) for x, a in zip(args, positions, strict=True)
+        ]
+        staged, outputs = self.stage(types)
         if count:
             if list(map(_kind, staged.consts)) != list(map(_kind, self.consts)):
                 raise _OtherConstants
@@ -231,8 +234,9 @@ class OneShard:
         size, keep = self.chunking.batch_size, self.chunking.keep
         if isinstance(size, Auto):
             size = replace(size, together=of_several_processes(self.shards.mesh))
-        runner = SectionRunner(axis, size, keep, staged, xs[count:], positions[count:], self.shards)
-        return *runner.outputs(outputs.described), outputs
+        described = outputs.described
+        runner = SectionRunner(axis, size, keep, staged, args, positions, described, self.shards)
+        return *runner.outputs(), outputs
 
 
 _staged = Lasting(most=64)  # what calls outside of `jit` have cut into sections, and batched

@@ -7,6 +7,7 @@ becomes an input of the program, which loops and branches receive as any other v
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,8 +40,8 @@ def expose_names(axis: Axis, staged: _compat.ClosedJaxpr) -> Section:
       UnsupportedError: a loop, a branch or a function with a derivative rule contains
         a collective over the axis.
     """
-    index = jax.typeof(np.int32(0))
-    lane = _compat.stage(lambda i: [i], [index]).jaxpr.invars[0]
+    lane = _lane_variable()
+    index = lane.aval
     eqns, constvars, consts = [], [*staged.jaxpr.constvars], [*staged.consts]
     for eqn in staged.jaxpr.eqns:
         if not is_exposed(axis, eqn):
@@ -63,6 +64,11 @@ def expose_names(axis: Axis, staged: _compat.ClosedJaxpr) -> Section:
             eqns.append(e.replace(invars=read, outvars=[renamed.get(v, v) for v in e.outvars]))
     jaxpr = staged.jaxpr
     return Section(eqns, [lane, *jaxpr.invars], jaxpr.outvars, constvars, consts)
+
+
+@functools.cache  # made by staging, and no two of these are in one program
+def _lane_variable() -> Any:
+    return _compat.stage(lambda i: [i], [jax.typeof(np.int32(0))]).jaxpr.invars[0]
 
 
 def index_as_input(axis: Axis, program: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:

@@ -188,7 +188,7 @@ class _Chunk:
             return x
         if isinstance(target.how, Reduce):
             kind = target.how.kind
-            self.reduced[target] = reduced_type(kind, x, position)
+            self.reduced[target] = reduced_type(kind, jax.typeof(x))
             if real is not None:
                 x = where_real(real, x, position, kind)
             x, self.specs[target] = partial_result(kind, x, position)

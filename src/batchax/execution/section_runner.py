@@ -52,13 +52,17 @@ class SectionRunner:
         staged: Any,
         args: Sequence[Any],
         positions: Sequence[AxisPosition],
+        described: Sequence[OutputArray],
         shards: Shards | None = None,
     ) -> None:
         self.axis, self.keep, self.shards = axis, keep, shards
         self.local = axis if shards is None else replace(axis, size=shards.each)
         staged = _compat.without_references(staged, axis.name, axis.size)
         self.lane, values = None, list(zip(args, positions, strict=True))
-        repeated = 0 if shards is None else shards.most_repeated
+        self.described = described
+        # A lane that repeats another makes a difference only where lanes meet.
+        meet = axis.name is not None or any(isinstance(o.spec, Reduce) for o in described)
+        repeated = shards.most_repeated if shards is not None and meet else 0
         if repeated or any(is_exposed(axis, eqn) for eqn in staged.jaxpr.eqns):
             staged = expose_names(axis, staged)
             self.lane = staged.jaxpr.invars[0]
@@ -69,16 +73,14 @@ class SectionRunner:
             v: (c, None) for v, c in zip(self.jaxpr.constvars, staged.consts, strict=True)
         }
         self.env.update(zip(self.jaxpr.invars, values, strict=True))
-        self.lanes = LanesToRun(self.local, batch_size, self.lane, repeated)
+        self.lanes = LanesToRun(self.local, batch_size, self.lane, repeated).apart()
         self.batch_bytes = bytes_per_lane(
             v for v, (_, a) in self.env.items() if a is not None and v is not self.lane
         )
 
-    def outputs(self, described: Sequence[OutputArray]) -> tuple[list[Any], list[AxisPosition]]:
+    def outputs(self) -> tuple[list[Any], list[AxisPosition]]:
         """What the program returns, placed, and where it carries the batch axis."""
-        outvars = self.jaxpr.outvars
-        if self.axis.name is not None or any(isinstance(o.spec, Reduce) for o in described):
-            self.lanes = self.lanes.apart()
+        outvars, described = self.jaxpr.outvars, self.described
         eqns: Sequence[Any] = section_for(self.jaxpr.eqns, outvars, ()).eqns
         outs: dict[int, Any] = {}
         positions: dict[int, AxisPosition] = {}
@@ -243,10 +245,12 @@ class SectionRunner:
             outs = dict(zip(targets, section.of_only_chunk, strict=True))
             found = {t: Found(outs.pop(t), None) for t in section.shared}
             outs = {t: of_only_chunk(x, section.specs[t]) for t, x in outs.items()}
+        if self.shards is not None:
+            kinds = [section.specs[target] for target in outs]
+            returned = [target not in inside for target in outs]
+            of_all = self.shards.combined(kinds, list(outs.values()), returned)
+            outs = dict(zip(outs, of_all, strict=True))
         for target, out in outs.items():
-            if self.shards is not None:
-                returned = target not in inside
-                out = self.shards.combined(section.specs[target], out, returned)
             aval = section.types[target]
             if isinstance(target.how, Reduce):
                 aval = section.reduced[target]

@@ -114,14 +114,22 @@ class Shards:
         first = lax.axis_index(self.names) * np.int32(self.each)
         return lax.dynamic_slice_in_dim(x, first, self.each, axis)
 
-    def combined(self, kind: Result, x: Any, returned: bool) -> Any:
-        """Inside: a result of a chunk loop for all lanes, from that for each shard's.
+    def combined(
+        self, kinds: Sequence[Result], xs: Sequence[Any], returned: Sequence[bool]
+    ) -> list[Any]:
+        """Inside: results of a chunk loop for all lanes, from those for each shard's.
 
-        `returned`: it is a result of all shards, and nothing else is made of it.
+        `returned`: which are results of all shards, and nothing else is made of them.
         """
+        sums = [i for i, kind in enumerate(kinds) if isinstance(kind, Sum) and returned[i]]
+        summed = dict(zip(sums, self._summed([xs[i] for i in sums]), strict=True))
+        return [
+            summed[i] if i in summed else self._combined(kind, x)
+            for i, (kind, x) in enumerate(zip(kinds, xs, strict=True))
+        ]
+
+    def _combined(self, kind: Result, x: Any) -> Any:
         match kind:
-            case Sum() if returned:
-                return self._summed(x)
             case Sum():
                 return lax.psum(x, self.names)
             case Extreme() if x.dtype == np.bool_:
@@ -133,22 +141,25 @@ class Shards:
             case _:
                 return x
 
-    def _summed(self, x: Any) -> Any:
-        """A sum over shards that each of them returns.
+    def _summed(self, xs: Sequence[Any]) -> Sequence[Any]:
+        """Sums over shards that each of them returns.
 
         Of such a result JAX gives each shard an equal share of the cotangent. The transpose of
         ``lax.psum`` would add these shares up, by an exchange; they are known to be equal.
         """
 
         def ahead(_: Any, xs: Sequence[Any]) -> list[Any]:
-            return [lax.psum(x, self.names) for x in xs]
+            return list(lax.psum(tuple(xs), self.names))
 
         def back(_: Any, shares: Sequence[Any]) -> list[Any]:
             return [x * np.asarray(self.count, x.dtype) for x in shares]
 
-        return (
-            linear_with_transpose(ahead, back, [], [x])[0] if is_inexact(x) else ahead((), [x])[0]
-        )
+        if not all(map(is_inexact, xs)):
+            parts = [[x for x in xs if is_inexact(x) == inexact] for inexact in (True, False)]
+            inexact, exact = iter(self._summed(parts[0])), iter(ahead((), parts[1]))
+            return [next(inexact) if is_inexact(x) else next(exact) for x in xs]
+        key = "sums over shards", self.names, self.count
+        return linear_with_transpose(ahead, back, [], xs, key) if xs else []
 
     def _extreme(self, kind: Extreme, x: Any) -> Any:
         @jax.custom_jvp
@@ -302,11 +313,11 @@ def on_shards(
     """
     outputs = _compat.Outputs()
 
-    def one_shard(*xs: Any) -> tuple[_compat.Outputs, tuple[list[AxisPosition], T]]:
+    def one_shard(*xs: Any) -> tuple[Any, tuple[list[AxisPosition], T]]:
         outs, found, more = run(*xs)
         return outputs.told(outs, [spec_of(shards, a) for a in found]), (found, more)
 
-    def on_all(one_shard: Callable[..., _compat.Outputs]) -> list[Any]:
+    def on_all(one_shard: Callable[..., Any]) -> list[Any]:
         mapped = jax.shard_map(
             one_shard,
             mesh=shards.mesh,

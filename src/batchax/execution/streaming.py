@@ -7,6 +7,7 @@ so that a last chunk with fewer lanes counts for what it is.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -23,11 +24,11 @@ def partial_result(kind: str, x: Any, axis: int) -> tuple[Any, Result]:
     """What one chunk adds to a reduction of `x`, whose lanes are along `axis`."""
     match kind:
         case "sum" | "mean":
-            return jnp.sum(x, axis=axis, dtype=_dtype(kind, x, axis)), SUM
+            return jnp.sum(x, axis=axis, dtype=_dtype(kind, x)), SUM
         case "prod":
             # The derivative of a product needs, for each chunk, the product of the others. So the
             # product of each chunk is kept.
-            return jnp.prod(x, axis=axis, dtype=_dtype(kind, x, axis))[None], PerChunk(0)
+            return jnp.prod(x, axis=axis, dtype=_dtype(kind, x))[None], PerChunk(0)
         case _:
             return x, Extreme(kind, axis)
 
@@ -50,11 +51,18 @@ def finish(kind: str, result: Any, size: int, like: Any) -> Any:
     return result.astype(like.dtype)
 
 
-def reduced_type(kind: str, x: Any, axis: int) -> Any:
-    """The type that a reduction of lanes like those of `x` has."""
-    return jax.eval_shape(lambda x: reduce_batch(kind, x, axis), x)
+def reduced_type(kind: str, lanes: Any) -> Any:
+    """A type of the dtype, weak or not, that a reduction of such lanes has."""
+    wide = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+    return _reduced_type(kind, lanes.dtype, lanes.weak_type, wide)
 
 
-def _dtype(kind: str, x: Any, axis: int) -> Any:
+@functools.lru_cache(maxsize=256)
+def _reduced_type(kind: str, dtype: Any, weak_type: bool, wide: bool) -> Any:
+    one = jax.ShapeDtypeStruct((1,), dtype, weak_type=weak_type)
+    return jax.eval_shape(lambda x: reduce_batch(kind, x, 0), one)
+
+
+def _dtype(kind: str, x: Any) -> Any:
     """The dtype in which a reduction is added up or multiplied."""
-    return accumulator(reduced_type(kind, x, axis).dtype)
+    return accumulator(reduced_type(kind, jax.typeof(x)).dtype)
