@@ -14,11 +14,14 @@ from batchax.divergence.lane_steps import LaneSteps as LaneSteps
 from batchax.errors import ArgumentTypeError as ArgumentTypeError
 from batchax.errors import AxisError as AxisError
 from batchax.errors import BatchaxError as BatchaxError
+from batchax.errors import JobError as JobError
 from batchax.errors import MemoryLimitError as MemoryLimitError
+from batchax.errors import RowError as RowError
 from batchax.errors import RuleMismatchError as RuleMismatchError
 from batchax.errors import RuleReplacedWarning as RuleReplacedWarning
 from batchax.errors import SequentialFallbackWarning as SequentialFallbackWarning
 from batchax.errors import SmallerChunksWarning as SmallerChunksWarning
+from batchax.errors import StorageError as StorageError
 from batchax.errors import UnsupportedError as UnsupportedError
 from batchax.execution.memory import BatchSizeChoice as BatchSizeChoice
 from batchax.execution.memory import batch_size_choices as batch_size_choices

@@ -27,6 +27,18 @@ class MemoryLimitError(BatchaxError, ValueError):
     """Not even one lane at a time fits the memory allowed."""
 
 
+class StorageError(BatchaxError, OSError):
+    """A file or an array on disk that cannot be read or written."""
+
+
+class JobError(BatchaxError, RuntimeError):
+    """A job on disk that is another one, is held by somebody else, or is damaged."""
+
+
+class RowError(BatchaxError, RuntimeError):
+    """A row of a dataset for which the function fails."""
+
+
 class SequentialFallbackWarning(UserWarning):
     """A primitive without a batching rule runs one lane after another."""
 

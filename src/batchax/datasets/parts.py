@@ -1,0 +1,95 @@
+"""What the modules of this room hand each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Unit(NamedTuple):
+    """Rows that are committed at once.
+
+    Attributes:
+      number: its place in the plan.
+      start: its first row.
+      stop: the row after its last.
+    """
+
+    number: int
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        """How many rows it has."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An array of results, for all rows.
+
+    Attributes:
+      name: its path in what the function returns: "" if it returns one array, else "y", "0", "a/b".
+      shape: of all rows; of rows of different lengths, without the axis along which these differ.
+      dtype: of its elements.
+      axis: along which the rows lie.
+      ragged: the axis of a row along which rows have different lengths; None if they do not.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    axis: int = 0
+    ragged: int | None = None
+
+
+class Rows(NamedTuple):
+    """Rows of different lengths.
+
+    Attributes:
+      data: one row after another along axis 0, shape (sum of lengths, ...).
+      lengths: of each row, shape (rows,).
+    """
+
+    data: np.ndarray
+    lengths: np.ndarray
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A row whose result could not be had.
+
+    Attributes:
+      row: its index in the dataset.
+      error: what went wrong, in a line.
+      traceback: where, if that is known.
+    """
+
+    row: int
+    error: str
+    traceback: str = ""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the journal says of a unit that is done.
+
+    Attributes:
+      unit: its rows.
+      checksums: crc32c of the results, one for each leaf.
+      attempt: how many times it was begun before, by anyone.
+      seconds: how long it took to compute.
+      quarantined: the rows that have no result.
+      reduced: for each reduction over the rows, the part of this unit.
+    """
+
+    unit: Unit
+    checksums: Sequence[int]
+    attempt: int = 0
+    seconds: float = 0.0
+    quarantined: Sequence[Bad] = ()
+    reduced: dict[str, Any] = field(default_factory=dict)
