@@ -159,6 +159,15 @@ def test_tracers_of_traces_that_are_over():
     assert seen[0]._trace.is_valid() == valid
 
 
+def test_what_tracers_stand_for():
+    seen = []
+    jax.grad(lambda x: (seen.append(_compat.value_of(x)), x.sum())[1])(X)
+    jax.jvp(lambda x: (seen.append(_compat.value_of(x)), x)[1], (X,), (X,))
+    jax.jit(lambda x: (seen.append(_compat.value_of(x)), x)[1])(X)
+    assert [x is X for x in seen] == [True, True, False]
+    assert seen[2] is None
+
+
 def test_tracers_of_vmap():
     seen = []
     jax.vmap(lambda x: seen.append((_compat.batched_by_jax(x), _compat.batched_by_jax(X))), 1)(

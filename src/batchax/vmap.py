@@ -17,7 +17,7 @@ from batchax.divergence.compact import Compact, find_divergence
 from batchax.errors import ArgumentTypeError
 from batchax.execution.chunked import Chunking, find_chunking, run_in_chunks, run_on_shards
 from batchax.execution.local_rows import lanes_of_processes
-from batchax.execution.mesh import find_mesh, placed
+from batchax.execution.mesh import find_mesh, placed, puts_traced
 from batchax.execution.shards import Shards, find_shards
 from batchax.frontend.advice import named_in_errors
 from batchax.frontend.arguments import (
@@ -241,7 +241,7 @@ def _run(
         avals = [example_aval(present, jax.typeof(x), a) for x, a in zip(values, axes, strict=True)]
         stage = lambda avals: stage_described(axis, one_example, avals, names)
         traced = any(isinstance(x, Tracer) for x in values)
-        if shards is not None and traced and not recording.is_on():
+        if shards and traced and not (puts_traced(shards.mesh) or recording.is_on()):
             each = chunking or Chunking(shards.each, keep=True)
             outs, outputs = run_on_shards(each, axis, values, axes, stage, shards)
             return list(map(as_array, outs)), outputs

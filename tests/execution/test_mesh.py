@@ -131,6 +131,45 @@ def test_derivatives(kind, lanes):
     same(got, jax.jvp(loss, (w, x), tangents), CLOSE)
 
 
+@pytest.mark.parametrize("lanes", [8, 7])
+@pytest.mark.parametrize(("shared", "mapped"), [(None, 1), (0, None), (1, 0), (1, 1)])
+def test_derivatives_of_what_is_on_one_device_by_wish(shared, mapped, lanes):
+    def put(x, device):
+        return x if device is None else jax.device_put(x, jax.devices()[device])
+
+    def with_shared_argument(w, x, **options):
+        return bx.vmap(lambda w, x: jnp.sin(x @ w), (None, 0), bx.Reduce("sum"), **options)(w, x)
+
+    def with_held_value(w, x, **options):
+        return bx.vmap(lambda x: jnp.sin(x @ w), **options)(x)
+
+    given = W, example((lanes, 5))
+    args = put(given[0], shared), put(given[1], mapped)
+    for fun in (with_shared_argument, with_held_value):
+        on_all = functools.partial(fun, mesh="all")
+        losses = [lambda w, x, f=f: (f(w, x) ** 2).sum() for f in (on_all, fun)]
+        for which in (0, 1, (0, 1)):
+            got, expected = (
+                jax.grad(loss, which)(*a) for loss, a in zip(losses, (args, given), strict=True)
+            )
+            same(jax.device_get(got), expected, CLOSE)
+        for x, gradient in zip(args, got, strict=True):
+            assert not x.committed or gradient.devices() == x.devices()
+        for mode in (lambda f, a: jax.jvp(f, a, a), lambda f, a: jax.jacfwd(f, (0, 1))(*a)):
+            same(jax.device_get(mode(on_all, args)), mode(fun, given), CLOSE)
+
+
+def test_parameters_on_other_axes_stay_so_where_they_are_differentiated():
+    mesh = mesh_of(2, 2)
+    w = jax.device_put(W, NamedSharding(mesh, P(None, "b")))
+    x = example((4, 5))
+    fun = lambda w, mesh=None: bx.vmap(lambda x: x @ w, mesh=mesh)(x)
+    out, back = jax.vjp(functools.partial(fun, mesh=(mesh, "a")), w)
+    assert out.sharding.shard_shape(out.shape) == (2, 1)
+    expected, reverse = jax.vjp(fun, W)
+    same(jax.device_get((out, back(out))), (expected, reverse(expected)), CLOSE)
+
+
 def test_a_lane_draws_the_same_numbers_wherever_it_is():
     def draw(key, x):
         return jax.random.normal(key, (3,)) + x

@@ -167,6 +167,14 @@ def tracing() -> bool:
         return type(trace).__name__ != "EvalTrace"
 
 
+def value_of(tracer: Any) -> Any:
+    """The array that a tracer stands for, if there is one: what is differentiated has values.
+
+    Only private code asks for it; in public it is what ``bool(tracer)`` looks at.
+    """
+    return tracer.to_concrete_value()
+
+
 def is_live(tracer: Any) -> bool:
     """Whether `tracer` is of a trace that is going on, around what runs now.
 

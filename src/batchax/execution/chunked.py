@@ -13,7 +13,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.execution.local_rows import in_jit
 from batchax.execution.memory import Auto, parse_limit
-from batchax.execution.mesh import placed
+from batchax.execution.mesh import placed, puts_traced
 from batchax.execution.processes import of_several_processes
 from batchax.execution.section_runner import SectionRunner
 from batchax.execution.shards import Shards, check_shared, lanes_for_all, on_shards
@@ -113,7 +113,8 @@ def run_in_chunks(
     # A choice of chunk size is noted for each call, and so is what `explain` asks for.
     remembers = not (traced or recording.is_on() or isinstance(chunking.batch_size, Auto))
     held, consts = program, []
-    if not (traced or recording.is_on()):
+    passes = not traced or (shards is not None and puts_traced(shards.mesh))
+    if passes and not recording.is_on():
         program, consts = _with_constants_passed(program, shards)
     axis, positions = program.axis, program.axes
 
@@ -125,14 +126,14 @@ def run_in_chunks(
         shard = OneShard(chunking, axis, positions, shards, stage, consts)
         return on_shards(shards, shard.run, args, positions)[0]
 
-    if traced:
-        return run(*program.args)
     # Outside of `jit` operations are computed as they are met. The whole is staged first, so
     # that what is wrong with it is found before anything is computed.
     build = lambda: _compat.stage(run, list(map(jax.typeof, program.args)))
     specs = tuple(output.spec for output in outputs.described)
     places = zip(map(jax.typeof, program.args), positions, strict=True)
     try:
+        if traced:
+            return run(*program.args)
         whole = (
             _staged.get(call_key(axis, program.staged, shards, chunking, specs, *places), build)
             if remembers
@@ -140,6 +141,8 @@ def run_in_chunks(
         )
     except _OtherConstants:
         program, consts, positions = held, [], held.axes
+        if traced:
+            return run(*program.args)
         whole = build()
     return eval_jaxpr(whole.jaxpr, whole.consts, *program.args)
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.execution.local_rows import in_jit, on_own_devices
 from batchax.execution.processes import check_spans, of_several_processes, put_by_program
@@ -137,6 +138,8 @@ def _placed(shards: Shards, x: Any, position: AxisPosition) -> Any:
         x = x if position is None else shards.filled_up(x, position)
         spec = _with_other_axes(shards, x, position)
         return jax.sharding.reshard(x, NamedSharding(shards.mesh, spec))
+    if isinstance(x, Tracer) and puts_traced(shards.mesh):
+        return _put_traced(shards, x, position)
     if isinstance(x, Tracer) or isinstance(shards.mesh, AbstractMesh):
         # Where the values will be, `jit` and `shard_map` say.
         return x if position is None else _filled_up_anywhere(shards, x, position)
@@ -165,6 +168,32 @@ def _placed(shards: Shards, x: Any, position: AxisPosition) -> Any:
         return x[index]
 
     return jax.make_array_from_callback(tuple(shape), sharding, held, dtype=jax.typeof(x).dtype)
+
+
+def puts_traced(mesh: Any) -> bool:
+    """Whether what is traced is put on the devices of a mesh as other values are.
+
+    Inside of `jit` that is for the compiler to do; from one process to others JAX cannot.
+    """
+    return not (isinstance(mesh, AbstractMesh) or of_several_processes(mesh) or in_jit())
+
+
+def _put_traced(shards: Shards, x: Any, position: AxisPosition) -> Any:
+    """An array that is differentiated, with its lanes where shards want them.
+
+    What the user put on other devices is put there, and the cotangent of what was on one of them
+    goes back. All else `jit` puts where it is needed.
+    """
+    value = _compat.value_of(x)
+    x = x if position is None else shards.filled_up(x, position)
+    if value is None or not value.committed or value.devices() == set(shards.mesh.devices.flat):
+        return x
+    source = value.sharding if len(value.devices()) == 1 else None
+    to = NamedSharding(shards.mesh, spec_of(shards, position))
+    try:
+        return jax.device_put(x, to, src=source)
+    except ValueError:  # its tangents have another axis, inside of ``jax.vmap``
+        return jax.device_put(x, NamedSharding(shards.mesh, PartitionSpec()), src=source)
 
 
 def _filled_up_anywhere(shards: Shards, x: Any, position: int) -> Any:
