@@ -1,0 +1,126 @@
+"""Files that are whole or not there, and stay when the machine stops.
+
+A file is written beside the one that it is to be, synced, and renamed: whoever looks finds the old
+one or the new one. What is appended is synced before anyone relies on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from batchax.datasets.steps import (
+    AFTER_WRITE,
+    BEFORE_RENAME,
+    BEFORE_WRITE,
+    IN_JOURNAL,
+    IN_WRITE,
+    reached,
+)
+from batchax.errors import StorageError
+
+_UNFINISHED = ".{}.{}.unfinished"
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """An error of the system in this block becomes one that names `path` and says what to do."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        told = StorageError(f"{path} could not be written: {_reason(error)}")
+        told.errno = error.errno
+        raise told from error
+
+
+def _reason(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return (
+            f"no space is left for it ({error.strerror}). Free some, and call again: what was "
+            "committed is kept, and the job goes on from there."
+        )
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return f"{error.strerror}. Choose an output that this process may write to."
+    return f"{error.strerror or error}."
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write a file to. When the block ends, that file is durable, and called `path`.
+
+    If the block raises, `path` is what it was.
+    """
+    beside = path.with_name(_UNFINISHED.format(path.name, secrets.token_hex(4)))
+    reached(BEFORE_WRITE)
+    with writing(path):
+        try:
+            yield beside
+            _sync(beside)
+            reached(BEFORE_RENAME)
+            os.replace(beside, path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+        _sync(path.parent)
+    reached(AFTER_WRITE)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Makes `path` a file with this content, durably."""
+    with replacing(path) as beside, open(beside, "xb") as file:
+        file.write(content[: len(content) // 2])
+        file.flush()
+        reached(IN_WRITE)
+        file.write(content[len(content) // 2 :])
+
+
+def append(path: Path, file: int, content: bytes) -> None:
+    """Appends to a file that is open, at `path`; durable when it returns."""
+    with writing(path):
+        _write_all(file, content[: len(content) // 2])
+        reached(IN_JOURNAL)
+        _write_all(file, content[len(content) // 2 :])
+        os.fsync(file)
+
+
+def _write_all(file: int, content: bytes) -> None:
+    while content:
+        content = content[os.write(file, content) :]
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder, and those that it is to be in, durably."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    with writing(path):
+        path.mkdir(exist_ok=True)
+        _sync(path.parent)
+
+
+def remove_file(path: Path) -> None:
+    """Removes a file, durably; that there is none is no error."""
+    with writing(path):
+        path.unlink(missing_ok=True)
+        _sync(path.parent)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what writers that were killed left in a folder. Nobody else may write there now."""
+    for path in folder.glob(_UNFINISHED.format("*", "*")):
+        remove_file(path)
+
+
+def _sync(path: Path) -> None:
+    """Makes a file, or the names in a folder, durable."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

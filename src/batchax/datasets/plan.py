@@ -1,0 +1,95 @@
+"""Which rows are committed at once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from operator import index
+from typing import Any
+
+from batchax.datasets.parts import Unit
+from batchax.errors import ArgumentTypeError, AxisError
+
+_SECONDS = 0.5  # of work that a unit is worth committing for, by an estimate
+_BYTES = 64 * 2**20  # of rows and results that a unit may take: several are in memory at a time
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rows in units of one size, but for the last.
+
+    It depends on sizes and arguments alone: the same call makes the same plan, wherever it runs and
+    whatever was done before.
+
+    Attributes:
+      rows: of the dataset.
+      batch_size: rows that the program computes at a time.
+      unit_rows: rows of a unit, a multiple of `batch_size`.
+    """
+
+    rows: int
+    batch_size: int
+    unit_rows: int
+
+    def __len__(self) -> int:
+        return -(-self.rows // self.unit_rows)
+
+    def unit(self, number: int) -> Unit:
+        """The unit with this number."""
+        if not 0 <= number < len(self):
+            raise IndexError(f"unit {number} of a plan of {len(self)}")
+        start = number * self.unit_rows
+        return Unit(number, start, min(start + self.unit_rows, self.rows))
+
+    @classmethod
+    def of(
+        cls,
+        rows: int,
+        batch_size: int,
+        row_bytes: float,
+        row_seconds: float,
+        commit_rows: int | None = None,
+    ) -> Plan:
+        """A plan of units that are worth committing, and of which several fit memory.
+
+        Args:
+          rows: of the dataset.
+          batch_size: rows that the program computes at a time.
+          row_bytes: what a row and its results take.
+          row_seconds: how long a row takes, estimated from the program: if it was measured, another
+            machine would make another plan.
+          commit_rows: the rows of a unit, if the user said so.
+        """
+        if commit_rows is not None:
+            return cls(rows, batch_size, _asked_for(commit_rows, batch_size))
+        batches = _SECONDS / (row_seconds * batch_size) if row_seconds > 0 else math.inf
+        fit = _BYTES / (row_bytes * batch_size) if row_bytes > 0 else math.inf
+        least = max(1, -(-rows // batch_size))  # that hold all rows
+        wanted = min(math.ceil(min(batches, least)), math.floor(min(fit, least)))
+        return cls(rows, batch_size, batch_size * max(1, wanted))
+
+    def to_json(self) -> dict[str, Any]:
+        """What `from_json` reads."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, plan: dict[str, Any]) -> Plan:
+        """The plan that `to_json` described."""
+        return cls(**plan)
+
+
+def _asked_for(commit_rows: Any, batch_size: int) -> int:
+    try:
+        asked = index(commit_rows)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"commit_rows must be a whole number of rows, and is {commit_rows!r}."
+        ) from None
+    below = asked // batch_size * batch_size
+    if asked != below or asked < 1:
+        fitting = f"{below} or {below + batch_size}" if below > 0 else f"{batch_size}"
+        raise AxisError(
+            f"commit_rows={asked} is not a multiple of batch_size={batch_size}: rows are committed "
+            f"in whole batches. Use commit_rows={fitting}, or another batch_size."
+        )
+    return asked
