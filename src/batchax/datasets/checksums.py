@@ -1,6 +1,13 @@
-"""Checksums of what is written: crc32c, by which damage on disk is found."""
+"""Checksums of what is written: crc32c, by which damage on disk is found.
+
+What is written as JSON holds its own: a line `{...,"crc32c":"01234567"}`, of all that precedes it.
+"""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -27,3 +34,24 @@ def checksum(result: np.ndarray | Rows) -> int:
         # Stores hand lengths back in the type of integers that they keep them in.
         return crc32c(np.asarray(result.lengths, np.int64), crc32c(result.data))
     return crc32c(result)
+
+
+_SEAL = b',"crc32c":"%08x"}'
+_SEAL_SIZE = len(_SEAL % 0)
+
+
+def sealed(entry: Mapping[str, Any]) -> bytes:
+    """A line of JSON that holds its own checksum, with its end; there must be something in it."""
+    text = json.dumps(entry, separators=(",", ":")).encode()[:-1]
+    return text + _SEAL % crc32c(text) + b"\n"
+
+
+def is_whole(line: bytes) -> bool:
+    """Whether a line, without its end, is what `sealed` made it."""
+    text, seal = line[:-_SEAL_SIZE], line[-_SEAL_SIZE:]
+    return seal == _SEAL % crc32c(text)
+
+
+def unsealed(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    """What lines say that are whole. All at once: a parser is begun once for all of them."""
+    return json.loads(b"[" + b",".join(lines) + b"]")

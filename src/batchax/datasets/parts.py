@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -85,6 +85,7 @@ class Record:
       seconds: how long it took to compute.
       quarantined: the rows that have no result.
       reduced: for each reduction over the rows, the part of this unit.
+      ended: when that was written down, in seconds since 1970; the journal sets it.
     """
 
     unit: Unit
@@ -92,4 +93,5 @@ class Record:
     attempt: int = 0
     seconds: float = 0.0
     quarantined: Sequence[Bad] = ()
-    reduced: dict[str, Any] = field(default_factory=dict)
+    reduced: Mapping[str, Any] = field(default_factory=dict)
+    ended: float = 0.0
