@@ -30,6 +30,8 @@ from batchax.kernel.registry import find_rule
 from batchax.programs.wire import integer, message, messages, read_message
 from batchax.rows import stand_ins
 
+from support.shared_store import clients
+
 SOURCES = sorted(Path(_compat.__file__).parent.glob("*.py"))
 X = jnp.arange(1.0, 4.0)
 AXES = [("i", 2)]
@@ -157,6 +159,24 @@ def test_tracers_of_traces_that_are_over():
         assert seen[0]._trace.is_valid()
         jax.make_jaxpr(lambda x: x * seen[0])(X)
     assert seen[0]._trace.is_valid() == valid
+
+
+def test_the_store_that_processes_share():
+    assert _compat.shared_store() is None
+    with clients(1) as (store,):
+        store.key_value_set("a/1", "x")
+        with pytest.raises(jax.errors.JaxRuntimeError, match="ALREADY_EXISTS"):
+            store.key_value_set("a/1", "y")
+        store.key_value_set("a/1", "z", allow_overwrite=True)
+        assert store.blocking_key_value_get("a/1", 100) == "z"
+        with pytest.raises(jax.errors.JaxRuntimeError, match="DEADLINE_EXCEEDED"):
+            store.blocking_key_value_get("a/2", 1)
+        assert [store.key_value_increment("a/n", 1) for _ in range(2)] == [1, 2]
+        assert store.key_value_dir_get("a") == [("a/1", "z"), ("a/n", "2")]
+        store.key_value_set("ab", "not under a")
+        store.key_value_delete("a")
+        assert store.key_value_dir_get("a") == []
+        assert store.blocking_key_value_get("ab", 100) == "not under a"
 
 
 def test_what_tracers_stand_for():

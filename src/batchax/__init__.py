@@ -16,6 +16,7 @@ from batchax.errors import AxisError as AxisError
 from batchax.errors import BatchaxError as BatchaxError
 from batchax.errors import JobError as JobError
 from batchax.errors import MemoryLimitError as MemoryLimitError
+from batchax.errors import ProcessesError as ProcessesError
 from batchax.errors import RowError as RowError
 from batchax.errors import RuleMismatchError as RuleMismatchError
 from batchax.errors import RuleReplacedWarning as RuleReplacedWarning

@@ -39,6 +39,10 @@ class RowError(BatchaxError, RuntimeError):
     """A row of a dataset for which the function fails."""
 
 
+class ProcessesError(BatchaxError, RuntimeError):
+    """The processes that run one program did not all make the same call."""
+
+
 class SequentialFallbackWarning(UserWarning):
     """A primitive without a batching rule runs one lane after another."""
 

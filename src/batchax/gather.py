@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Literal
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.execution.meetings import of_this_process
 from batchax.execution.processes import from_all
 
 _BLOCK = 64 * 2**20  # bytes that all processes together send at a time
@@ -39,6 +41,7 @@ def gather(tree: Any, to: Literal["all"] | int = "all") -> Any:
     Raises:
       ArgumentTypeError: `to` is neither.
       AxisError: there is no process of that index.
+      ProcessesError: not all processes make the call, or not with such arrays.
       UnsupportedError: an array is traced.
     """
     count = jax.process_count()
@@ -56,8 +59,15 @@ def gather(tree: Any, to: Literal["all"] | int = "all") -> Any:
             "outside of jit, on what the function returned."
         )
     keep = to in ("all", jax.process_index())
-    found = [_gathered(x, keep) if isinstance(x, jax.Array) else x for x in leaves]
+    sent = [x for x in leaves if isinstance(x, jax.Array) and not _is_here(x)]
+    text = "\n".join([f"to: {to}", *(f"{x.dtype}{list(x.shape)}" for x in sent)])
+    with of_this_process().call("gather", text) if sent else contextlib.nullcontext():
+        found = [_gathered(x, keep) if isinstance(x, jax.Array) else x for x in leaves]
     return jax.tree.unflatten(structure, found) if keep else None
+
+
+def _is_here(x: jax.Array) -> bool:
+    return x.is_fully_addressable or x.is_fully_replicated
 
 
 def _gathered(x: jax.Array, keep: bool) -> Any:
@@ -68,7 +78,7 @@ def _gathered(x: jax.Array, keep: bool) -> Any:
             if keep
             else None
         )
-    if x.is_fully_addressable or x.is_fully_replicated:
+    if _is_here(x):
         return np.asarray(x) if keep else None
     # Of each part of the array one device sends it; all processes know which.
     parts: dict[Any, Any] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast
 
@@ -15,13 +15,14 @@ from jax.core import Tracer
 from batchax import _compat
 from batchax.divergence.compact import Compact, find_divergence
 from batchax.errors import ArgumentTypeError
+from batchax.execution.calls import call_of_all
 from batchax.execution.chunked import Chunking, find_chunking, run_in_chunks, run_on_shards
-from batchax.execution.local_rows import lanes_of_processes
 from batchax.execution.mesh import find_mesh, placed, puts_traced
 from batchax.execution.shards import Shards, find_shards
 from batchax.frontend.advice import named_in_errors
 from batchax.frontend.arguments import (
     LANES,
+    FlatArguments,
     Mapped,
     check_axis_name,
     check_axis_size,
@@ -143,6 +144,8 @@ def vmap(
       ArgumentTypeError: (a TypeError) `fun` is not callable, an argument to be
         mapped or an output is not an array, or an option has the wrong type.
       MemoryLimitError: (a ValueError) `memory_limit` is too little for one lane.
+      ProcessesError: (a RuntimeError) with `mesh`, outside of `jit`, not all processes make the
+        call, or not the same.
       UnsupportedError: (a NotImplementedError) the function cannot be batched, or
         not in chunks: the message says what of it.
 
@@ -171,10 +174,22 @@ def vmap(
     in_chunks = lambda lanes: chunking is not None and chunking.applies_to(lanes)
     rows = RowOptions(layout, in_chunks, buckets)
 
+    said = dict(
+        in_axes=in_axes, out_axes=out_axes, axis_name=axis_name, axis_size=axis_size,
+        sum_match=sum_match, batch_size=batch_size, residuals=residuals, divergence=divergence,
+        layout=layout, buckets=buckets,
+    )  # fmt: skip
+
     @functools.wraps(fun)
     def batched(*args: Any, **kwargs: Any) -> Any:
         flat = flatten_arguments(fun, in_axes, args, kwargs, on_mesh=in_parts, spread=bool(on_mesh))
-        own = [] if on_mesh is None else lanes_of_processes(on_mesh.devices[0], flat.mapped)
+        if on_mesh is None:
+            return batch(flat)
+        given = {"args": args, "kwargs": kwargs}
+        with call_of_all(on_mesh.devices[0], fun, given, flat.mapped, said) as own:
+            return batch(flat, own)
+
+    def batch(flat: FlatArguments, own: Sequence[range] = ()) -> Any:
         size = find_axis_size(flat.mapped, axis_size)
         mesh_axis = find_mesh_axis(flat.mapped, spmd_axis_name)
         spmd = None if mesh_axis is not None else spmd_axis_name

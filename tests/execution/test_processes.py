@@ -4,14 +4,15 @@ This file is also what those processes run: they compare with one device of thei
 cases failed.
 """
 
+import contextlib
 import functools
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -23,9 +24,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import batchax as bx
-from batchax.execution import eager, memory, processes
+from batchax.execution import eager, meetings, memory
 
 from support.oracle import example, same
+from support.shared_store import free_port
 
 TESTS = Path(__file__).parents[1]
 SECONDS = 240  # after which processes are stopped, whatever they wait for
@@ -252,7 +254,7 @@ def the_chunk_size_is_the_least_that_fits():
         limits = {choice.limit for choice in bx.batch_size_choices()}
         assert limits == {400_000 // jax.process_count()}
         assert chosen
-        assert (processes.numbers_from_all(chosen) == chosen).all()
+        assert set(map(tuple, meetings.of_this_process().meet("", "", chosen))) == {tuple(chosen)}
     finally:
         memory.free_memory = room
 
@@ -317,7 +319,9 @@ def what_is_wrong_is_said_on_all_processes():
     with pytest.raises(bx.AxisError, match=r"on process 0 they have several.*(.*\n)*.*args\[1\]"):
         batched(bx.local(own), bx.local(wrong))
     wider = np.zeros((len(own), 5 + jax.process_index()), np.float32)
-    with pytest.raises(bx.AxisError, match=r"same types(.*\n)*.*args\[1\]: float32\[rows, [567]\]"):
+    with pytest.raises(
+        bx.ProcessesError, match=r"same types(.*\n)*.*args\[1\]: float32\[rows, [567]\]"
+    ):
         batched(bx.local(own), bx.local(wider))
     some = Mesh(
         np.array(jax.devices())[[2, 4]]
@@ -334,12 +338,67 @@ def what_is_wrong_is_said_on_all_processes():
         bx.local(spread)
 
 
+@case
+def a_call_that_not_all_processes_make():
+    last = jax.process_count() - 1
+    x = np.asarray(example((2 * len(jax.devices()), 5)))
+    one, other = bx.vmap(jnp.sin, mesh="all"), bx.vmap(jnp.cos, mesh="all")
+    with pytest.raises(bx.ProcessesError, match=r"vmap of \w+: all (.*\n)*.*vmap of (sin|cos)"):
+        (one if jax.process_index() else other)(x)
+    with pytest.raises(bx.ProcessesError, match=r"batch_size: \d\nand on process \d\n  batch_size"):
+        bx.vmap(jnp.sin, mesh="all", batch_size=1 + jax.process_index())(x)
+    with pytest.raises(bx.ProcessesError, match=r"args\[0\]: float32\[2, 5\]"):
+        one(x if jax.process_index() else x[:2])
+    spread = one(x)
+    with pytest.raises(bx.ProcessesError, match="gather: all"):
+        bx.gather(spread, to=jax.process_index())
+    patience, meetings.TIMEOUT = meetings.TIMEOUT, 2.0
+    try:
+        if jax.process_index() == last:  # comes when the others have gone
+            time.sleep(4)
+        with pytest.raises(bx.ProcessesError, match=rf"process {last}.* to was gather\."):
+            one(x)
+    finally:
+        meetings.TIMEOUT = patience
+    agree(one(x), np.sin(x), CLOSE)
+
+
+@case
+def an_error_on_one_process():
+    def fails_on_the_first(x):
+        if jax.process_index() == 0:
+            raise MemoryError("no room here")
+        return x + 1
+
+    x = np.asarray(example((2 * len(jax.devices()), 5)))
+    with contextlib.suppress(MemoryError):
+        bx.vmap(fails_on_the_first, mesh="all")(x)
+    with pytest.raises(bx.ProcessesError, match=r"failed in the call before.*: no room here"):
+        bx.vmap(elementwise, mesh="all")(x)
+    for _ in range(2):  # alike on all: they may go on
+        with pytest.raises(ZeroDivisionError):
+            bx.vmap(lambda x: x * (1 / 0), mesh="all")(x)
+    agree(bx.vmap(elementwise, mesh="all")(x), bx.vmap(elementwise)(x))
+
+
+@case
+def calls_of_threads():
+    x = np.asarray(example((2 * len(jax.devices()), 5)))
+    calls = [bx.vmap(fun, mesh="all") for fun in (jnp.sin, jnp.cos)]
+    with ThreadPoolExecutor(2) as threads:
+        # In any order the processes' devices would wait for each other.
+        in_turn = calls if jax.process_index() else calls[::-1]
+        for batched in in_turn:
+            with pytest.raises(bx.ProcessesError, match="in the same order"):
+                threads.submit(batched, x).result()
+        found = [threads.submit(batched, x).result() for batched in calls]
+    agree(found, [np.sin(x), np.cos(x)], CLOSE)
+
+
 @pytest.fixture(scope="module", params=[2, 3])
 def outcomes(request):
     """What failed, by case and process."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     flags = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=2")
     paths = [str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(paths)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -15,27 +14,22 @@ from jax.sharding import AbstractMesh
 
 from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
-from batchax.execution.processes import from_all, numbers_from_all, of_several_processes
+from batchax.execution.processes import from_all
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.containers import BatchOfRows
 from batchax.frontend.local_rows import LocalRows
-from batchax.frontend.parts import LANE_INDEX
 
 
-def lanes_of_processes(mesh: Any, mapped: Sequence[Mapped]) -> list[range]:
-    """The lanes of each process, which all of them say to each other; none if no rows are local.
+def own_rows(mesh: Any, mapped: Sequence[Mapped]) -> list[int]:
+    """What other processes must know of arguments with local rows: how many rows there are.
 
-    The arguments with local rows are told where their rows are among those of all.
+    -1 where arguments have different numbers of rows, which all processes are to learn: this one
+    would not come to what they wait for. Nothing if no rows are local.
 
     Raises:
       UnsupportedError: the call is traced, or other rows have different lengths.
-      AxisError: processes call with different types, or a process with different numbers of rows.
     """
-    own = [
-        (m, m.value, m.axis)
-        for m in mapped
-        if isinstance(m.value, LocalRows) and m.axis is not None
-    ]
+    own = _local(mapped)
     if not own:
         return []
     if isinstance(mesh, AbstractMesh) or in_jit():
@@ -51,28 +45,48 @@ def lanes_of_processes(mesh: Any, mapped: Sequence[Mapped]) -> list[range]:
             "processes, or pad the others: x.to_padded()."
         )
     counts = {x.shape[axis] for _, x, axis in own}
-    # All processes learn what is wrong with one: it would not come to what the others wait for.
-    several = of_several_processes(mesh)
-    numbers = [_summary(mapped), *(counts if len(counts) == 1 else [-1])]
-    found = numbers_from_all(numbers) if several else np.array([numbers])
-    if (found[:, 1] < 0).any():
+    return [*counts] if len(counts) == 1 else [-1]
+
+
+def lanes_of_processes(
+    mapped: Sequence[Mapped], found: Sequence[Sequence[int]], process: int
+) -> list[range]:
+    """The lanes of each process; none if no rows are local.
+
+    The arguments with local rows are told where their rows are among those of all.
+
+    Args:
+      mapped: the arguments.
+      found: what `own_rows` says on each process.
+      process: which of them this is.
+
+    Raises:
+      AxisError: a process has different numbers of rows.
+    """
+    own = _local(mapped)
+    if not own:
+        return []
+    counts = [count for (count,) in found]
+    if min(counts) < 0:
+        wrong = [str(p) for p, count in enumerate(counts) if count < 0]
         sizes = "".join(f"\n  {m.path}: {x.shape[axis]} rows" for m, x, axis in own)
         raise AxisError(
             "arguments that are batchax.local(x) must have one number of rows on each process, but "
-            f"on process {', '.join(map(str, np.flatnonzero(found[:, 1] < 0)))} they have several. "
-            f"Here there are{sizes}"
+            f"on process {', '.join(wrong)} they have several. Here there are{sizes}"
         )
-    if len(set(found[:, 0].tolist())) > 1:
-        raise AxisError(
-            "all processes must call with arguments of the same types, but for the number of rows, "
-            f"and they do not. Here there are{_types(mapped)}"
-        )
-    ends = [0, *accumulate(found[:, 1].tolist())]
+    ends = [0, *accumulate(counts)]
     ranges = [range(a, b) for a, b in pairwise(ends)]
-    here = ranges[jax.process_index() if several else 0]
     for m, x, axis in own:
-        m.value = _among_all(x, axis, ranges, here) if ends[-1] else x.array
+        m.value = _among_all(x, axis, ranges, ranges[process]) if ends[-1] else x.array
     return ranges if ends[-1] else []
+
+
+def _local(mapped: Sequence[Mapped]) -> list[tuple[Mapped, LocalRows, int]]:
+    return [
+        (m, m.value, m.axis)
+        for m in mapped
+        if isinstance(m.value, LocalRows) and m.axis is not None
+    ]
 
 
 def in_jit() -> bool:
@@ -132,21 +146,3 @@ def _among_all(x: LocalRows, axis: int, ranges: Sequence[range], here: range) ->
 
 def _with(x: np.ndarray, axis: int, size: int) -> tuple[int, ...]:
     return (*x.shape[:axis], size, *x.shape[axis + 1 :])
-
-
-def _types(mapped: Sequence[Mapped]) -> str:
-    """What all processes must have alike, for people: a line for each argument."""
-    lines = []
-    for m in mapped:
-        x = m.value.array if isinstance(m.value, LocalRows) else m.value
-        if x is LANE_INDEX:
-            continue
-        shape: list[Any] = list(x.shape)
-        if isinstance(m.value, LocalRows) and m.axis is not None:
-            shape[m.axis] = "rows"
-        lines.append(f"\n  {m.path}: {jax.typeof(x).dtype}[{', '.join(map(str, shape))}]")
-    return "".join(lines)
-
-
-def _summary(mapped: Sequence[Mapped]) -> int:
-    return zlib.crc32(_types(mapped).encode())

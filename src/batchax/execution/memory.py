@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -13,7 +14,7 @@ from typing import Any
 import jax
 
 from batchax.errors import ArgumentTypeError, MemoryLimitError
-from batchax.execution.processes import numbers_from_all
+from batchax.execution import meetings
 from batchax.programs.peak import CompilersAccount, memory_of
 
 logger = logging.getLogger("batchax")
@@ -137,7 +138,7 @@ def fitting_chunk(
     if key not in _chosen:
         # Processes that would choose otherwise than others would wait for them for ever. So what
         # the choice is made by is that of the process that has least room.
-        most = _most_of_all if auto.together else list
+        most = functools.partial(_most_of_all, auto.program) if auto.together else list
         (over,) = most([-(free_memory() if auto.limit is None else auto.limit)])
         limit = -over
         start = time.monotonic()
@@ -157,9 +158,10 @@ def fitting_chunk(
     return _chosen[key].batch_size
 
 
-def _most_of_all(numbers: Sequence[int]) -> list[int]:
+def _most_of_all(program: str, numbers: Sequence[int]) -> list[int]:
     """Of each of the numbers that processes have here the largest."""
-    return numbers_from_all(numbers).max(0).tolist()
+    found = meetings.of_this_process().meet(f"the choice of batch_size for {program}", "", numbers)
+    return list(map(max, *found))
 
 
 _PATIENCE = 5.0  # seconds that a choice may take before it is said what is being done

@@ -1,9 +1,8 @@
-"""What processes that run one program tell each other before they go on."""
+"""Arrays of the processes that run one program, and meshes of their devices."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -46,21 +45,9 @@ def from_all(x: np.ndarray) -> np.ndarray:
     """
     if jax.process_count() == 1:
         return x[None]
-    # It may be called while a program is traced or lowered, and is no part of that.
-    with (
-        jax.ensure_compile_time_eval(),
-        jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
-    ):
-        each, everywhere = _by_process()
-        shape = (jax.process_count(), *x.shape)
-        own = jax.make_array_from_callback(shape, each, lambda _: x[None])
-        return np.asarray(put_by_program(own, everywhere))
-
-
-def numbers_from_all(numbers: Sequence[int]) -> np.ndarray:
-    """Numbers of each process, of 64 bits: a row for each."""
-    own = np.array(numbers, np.int64).view(np.int32)  # JAX may have no wider integers
-    return from_all(own).view(np.int64)
+    each, everywhere = _by_process()
+    own = jax.make_array_from_callback((jax.process_count(), *x.shape), each, lambda _: x[None])
+    return np.asarray(put_by_program(own, everywhere))
 
 
 @functools.cache
