@@ -4,7 +4,7 @@
 #   make demo       per-example gradients on real data, with a picture
 #   make check      lint, and one test of twelve: two minutes, for while one works
 #   make test       lint, types, the whole test suite (what computes in double precision, and a
-#                   quarter of that in single precision too), and a part of it on Python 3.12
+#                   sixth of that in single precision too), and a part of it on Python 3.12
 #                   with JAX 0.12; on Debian, as root, it installs Chromium, in which pages
 #                   are tested
 #   make test-all   lint, types, and the whole suite in both precisions on both versions, and
@@ -35,12 +35,12 @@ demo: .venv/ready
 check: style
 	.venv/bin/python $(PYTEST) --every 12
 
-# What computes runs in double precision, and one test of four of it in single precision as well.
+# What computes runs in double precision, and one test of six of it in single precision as well.
 test: lint browser
 	@echo "In double precision, what computes:"
 	$(DOUBLE) .venv/bin/python $(PYTEST) $(COMPUTES)
 	@echo "In single precision, all else, and a part of that:"
-	.venv/bin/python $(PYTEST) --every 4 --of "$(COMPUTES)"
+	.venv/bin/python $(PYTEST) --every 6 --of "$(COMPUTES)"
 	$(call on_3_12,$(PYTEST) --every 20)
 
 test-all: test

@@ -419,6 +419,7 @@ def outcomes(request):
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.only_in_whole_runs  # one of them takes as long as all
 @pytest.mark.parametrize("name", CASES)
 def test_several_processes(name, outcomes):
     for process, failures in enumerate(outcomes):
