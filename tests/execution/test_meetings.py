@@ -101,7 +101,7 @@ def test_those_who_wait_are_told_of_a_failure_at_once(processes, monkeypatch):
         m.meet("the next")
 
     _, *found = on_all([fails_alone, *(lambda m=m: goes_on(m) for m in others)])
-    told = "the next: process 0 failed in the call before, .* ValueError: no room .* to was loss"
+    told = r"the next: process 0 failed in the call before, .* ValueError: no room\. .* to was loss"
     fails(found, *[told] * len(others))
     assert time.monotonic() - start < 30
     # Should it go on it is told that the others do not.

@@ -105,7 +105,8 @@ class Meetings:
             if how == "together":
                 return found
             reasons = {"late": self._late, "failed": self._failure, "differ": self._difference}
-            raise ProcessesError(f"{what}: {reasons[how](found, at, text)}{_after(last)}")
+            why = f"{what}: {reasons[how](found, at, text)}"
+            raise ProcessesError(f"{why}The last that all came to was {last}." if last else why)
 
     def _end(self, at: str, before: str) -> Any:
         """How a meeting ends: waits for it, and ends it if it is in vain."""
@@ -143,18 +144,18 @@ class Meetings:
         if self.process in missing:
             return (
                 f"other processes had waited for this one, process {self.process}, for "
-                f"{TIMEOUT:g} seconds, and given up."
+                f"{TIMEOUT:g} seconds, and given up. "
             )
         return (
             f"{_processes(missing)} did not come to it within {TIMEOUT:g} seconds "
             "(BATCHAX_MEETING_TIMEOUT says how many). All processes must make the same calls, in "
-            "the same order."
+            "the same order. "
         )
 
     def _failure(self, found: tuple[int, str], at: str, text: str) -> str:
         process, why = found
         who = "this process" if process == self.process else f"process {process}"
-        return f"{who} failed in the call before, and others did not: {why}"
+        return f"{who} failed in the call before, and others did not: {why}. "
 
     def _difference(self, found: list[tuple[str, str]], at: str, text: str) -> str:
         """What another process came for that this one did not."""
@@ -195,10 +196,6 @@ def _only(these: list[str], others: list[str]) -> str:
 
 def _processes(which: list[int]) -> str:
     return f"process{'es' if len(which) > 1 else ''} {', '.join(map(str, which))}"
-
-
-def _after(last: str) -> str:
-    return f" The last that all processes came to was {last}." if last else ""
 
 
 _lock = threading.Lock()
