@@ -16,6 +16,7 @@ import numpy as np
 from jax.core import Tracer
 
 from batchax.errors import ArgumentTypeError, AxisError
+from batchax.rows import arrow
 from batchax.rows.checks import known_lengths
 
 R = TypeVar("R", bound="Converters")
@@ -42,7 +43,7 @@ class Converters:
         lengths = nested.lengths() if hasattr(nested, "lengths") else None
         at = getattr(nested, "_ragged_idx", 1) - 1  # 1 but for transposed tensors
         if lengths is not None:  # there are gaps between rows
-            index, offsets = _without_gaps(offsets[:-1], _from_tensor(lengths))
+            index, offsets = arrow.without_gaps(offsets[:-1], _from_tensor(lengths))
             values = jnp.take(values, index, axis=at)
         return _from_offsets(cls, values, offsets, max_length, at)
 
@@ -89,26 +90,14 @@ class Converters:
         if hasattr(array, "combine_chunks"):
             array = array.combine_chunks()
         _check_has("from_arrow", array, "a pyarrow.ListArray", ("offsets", "values"))
-        _check_no_nulls(array)
-        offsets = _arrow_numbers(array.offsets)
-        if hasattr(array, "sizes"):  # a view: rows in any order, with gaps, or overlapping
-            index, offsets = _without_gaps(offsets, _arrow_numbers(array.sizes))
-            values = _arrow_dense(array.values.take(index))
-            return _from_offsets(cls, values, offsets, max_length)
-        first, last = (int(offsets[0]), int(offsets[-1])) if len(offsets) else (0, 0)
-        values = _arrow_dense(array.values.slice(first, last - first))
-        return _from_offsets(cls, values, offsets - first, max_length)
+        values, offsets = arrow.lists(array, "Ragged.from_arrow")
+        return _from_offsets(cls, values, offsets, max_length)
 
     def to_arrow(self) -> Any:
         """A ``pyarrow.ListArray``; trailing axes of the rows are lists of a fixed size."""
         values, offsets = self._parts("to_arrow", axis=0)
-        import pyarrow  # pyright: ignore[reportMissingImports]
-
         with _refused("to_arrow", values):
-            array = pyarrow.array(values.reshape(-1))
-            for i in range(values.ndim - 1, 0, -1):
-                array = pyarrow.FixedSizeListArray.from_arrays(array, values.shape[i])
-        return pyarrow.ListArray.from_arrays(pyarrow.array(offsets.astype(np.int32)), array)
+            return arrow.from_lists(values, offsets)
 
     @classmethod
     def from_awkward(cls: type[R], array: Any, max_length: int | None = None) -> R:
@@ -191,46 +180,12 @@ def _refused(method: str, values: np.ndarray) -> Iterator[None]:
         ) from None
 
 
-def _without_gaps(starts: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the elements of rows are that begin anywhere, and where they begin put together."""
-    offsets = np.concatenate([[0], np.cumsum(count, dtype=np.int64)])
-    return np.repeat(starts - offsets[:-1], count) + np.arange(offsets[-1]), offsets
-
-
 def _from_tensor(tensor: Any) -> Any:
     tensor = tensor.detach().cpu()
     try:
         return tensor.numpy()
     except TypeError:  # a dtype that NumPy by itself does not have, such as bfloat16
         return jnp.from_dlpack(tensor.contiguous())
-
-
-def _check_no_nulls(array: Any) -> None:
-    if array.null_count:
-        raise ArgumentTypeError(
-            f"Ragged.from_arrow: {array.null_count} entries are null, which a Ragged cannot hold. "
-            "Drop them (drop_null), or fill them (fill_null)."
-        )
-
-
-def _arrow_dense(array: Any) -> np.ndarray:
-    """An array whose elements are numbers, or lists of one size of such elements."""
-    _check_no_nulls(array)
-    size = getattr(array.type, "list_size", None)
-    if size is None:
-        return _arrow_numbers(array)
-    inner = _arrow_dense(array.flatten())
-    return inner.reshape(len(array), size, *inner.shape[1:])
-
-
-def _arrow_numbers(array: Any) -> np.ndarray:
-    numbers = np.asarray(array.to_numpy(zero_copy_only=False))
-    if numbers.dtype.kind not in "biufc":
-        raise ArgumentTypeError(
-            f"Ragged.from_arrow: the elements of the rows are of Arrow's type {array.type}, not "
-            "numbers or lists of one size of numbers. Convert them with cast, or choose one field."
-        )
-    return numbers
 
 
 def _awkward_dense(layout: Any) -> np.ndarray:
