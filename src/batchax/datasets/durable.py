@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,10 +113,16 @@ def remove_file(path: Path) -> None:
         _sync(path.parent)
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Removes what writers that were killed left in a folder. Nobody else may write there now."""
-    for path in folder.glob(_UNFINISHED.format("*", "*")):
-        remove_file(path)
+def remove_unfinished(folder: Path, name: str | None = None) -> None:
+    """Removes what writers that were killed left in a folder: of one file or folder, or of all.
+
+    Nobody else may write there now.
+    """
+    for path in folder.glob(_UNFINISHED.format("*" if name is None else glob.escape(name), "*")):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            remove_file(path)
 
 
 def _sync(path: Path) -> None:

@@ -1,0 +1,155 @@
+"""Columns of tables: arrays of Arrow, and Parquet files.
+
+Numbers are an array, lists of one size its further axes; lists of any size are rows of different
+lengths.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchax.datasets.failures import needed, reading
+from batchax.datasets.parts import Rows
+from batchax.datasets.source import Files, Index, Source
+from batchax.errors import ArgumentTypeError, StorageError
+from batchax.rows.arrow import dense, lists
+
+_KEPT = 2  # row groups: a unit may need the end of one and the beginning of the next
+
+
+class Column(Source):
+    """A column of a table: rows lie along axis 0, and are cheap to pick there alone."""
+
+    def __init__(self, name: str, rows: int, kind: Any) -> None:
+        arrow = needed("pyarrow", name)
+        lists_of_any_size = "list", "large_list", "list_view", "large_list_view"
+        self.ragged = any(getattr(arrow.types, f"is_{of}")(kind) for of in lists_of_any_size)
+        sizes, element = [], kind.value_type if self.ragged else kind
+        while arrow.types.is_fixed_size_list(element):
+            sizes.append(element.list_size)
+            element = element.value_type
+        numbers = arrow.types.is_integer, arrow.types.is_floating, arrow.types.is_boolean
+        if not any(fits(element) for fits in numbers):
+            raise ArgumentTypeError(
+                f"{name} is of Arrow's type {kind}: elements must be numbers, lists of one size of "
+                "numbers, or lists of these. Convert it with cast."
+            )
+        super().__init__(name, (rows, *sizes), element.to_pandas_dtype())
+
+    def _get(self, index: Index) -> Any:
+        got = self._convert(self._rows(index[0].start, index[0].stop))
+        return got if isinstance(got, Rows) else got[(slice(None), *index[1:])]
+
+    def _rows(self, start: int, stop: int) -> Any:
+        """Those rows, as an array of Arrow."""
+        raise NotImplementedError
+
+    def _convert(self, array: Any) -> np.ndarray | Rows:
+        if hasattr(array, "chunks"):
+            array = array.chunk(0) if array.num_chunks == 1 else array.combine_chunks()
+        if not self.ragged:
+            return dense(array, self.name)
+        values, offsets = lists(array, self.name)
+        return Rows(values, np.diff(offsets).astype(np.int64))
+
+    def _lengths(self, array: Any) -> np.ndarray:
+        converted = self._convert(array)
+        return converted.lengths if isinstance(converted, Rows) else np.zeros(0, np.int64)
+
+
+class ArrowColumn(Column):
+    """An array of Arrow, chunked or not, in memory or mapped: it is converted a part at a time."""
+
+    def __init__(self, array: Any, name: str) -> None:
+        super().__init__(name, len(array), array.type)
+        self._array = array
+
+    @cached_property
+    def lengths(self) -> np.ndarray | None:
+        return self._lengths(self._array) if self.ragged else None
+
+    def _rows(self, start: int, stop: int) -> Any:
+        return self._array.slice(start, stop - start)
+
+
+class ParquetColumn(Column):
+    """A column of a Parquet file, or of all such files in a folder, by name one after another.
+
+    A row group is decoded at a time, and the latest are kept for the next unit.
+    """
+
+    def __init__(self, path: Path, column: str, name: str) -> None:
+        self._parquet = needed("pyarrow.parquet", f"{name}: Parquet")
+        self._column, self._lock = column, threading.Lock()
+        paths = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+        self._files = [Files(part, name) for part in paths]
+        if not paths:
+            raise StorageError(f"{name}: there are no .parquet files in {path}.")
+        self._groups: list[tuple[int, int]] = []  # file, and row group in it
+        starts, kind = [0], None
+        for i, part in enumerate(paths):
+            with reading(f"{name}: {part}"), self._parquet.ParquetFile(part) as file:
+                schema, metadata = file.schema_arrow, file.metadata
+                if column not in schema.names:
+                    raise ArgumentTypeError(
+                        f"{name}: there is no column {column!r} in {part}; there are: "
+                        f"{', '.join(schema.names)}."
+                    )
+                if kind is not None and schema.field(column).type != kind:
+                    raise StorageError(
+                        f"{name}: the column is of type {schema.field(column).type} in {part}, and "
+                        f"of type {kind} in the files before. All must have one type."
+                    )
+                kind = schema.field(column).type
+                for group in range(metadata.num_row_groups):
+                    self._groups.append((i, group))
+                    starts.append(starts[-1] + metadata.row_group(group).num_rows)
+        self._starts, self._kind = starts, kind
+        self._kept: dict[int, Any] = {}
+        super().__init__(name, starts[-1], kind)
+
+    @cached_property
+    def lengths(self) -> np.ndarray | None:
+        """Of each row: found by reading the column once."""
+        if not self.ragged:
+            return None
+        with reading(f"{self.name}: the lengths of rows"):
+            found = [self._lengths(self._decode(i)) for i in range(len(self._groups))]
+        return np.concatenate([np.zeros(0, np.int64), *found])
+
+    def identity(self) -> dict[str, Any]:
+        files = [part.identity() for part in self._files]
+        return {"files": files, "column": self._column, **self._form()}
+
+    def _rows(self, start: int, stop: int) -> Any:
+        parts = []
+        for i in range(bisect_right(self._starts, start) - 1, len(self._groups)):
+            begin = self._starts[i]
+            if begin >= stop:
+                break
+            at = max(start - begin, 0)
+            parts += self._group(i).slice(at, stop - begin - at).chunks
+        return needed("pyarrow", self.name).chunked_array(parts, self._kind)
+
+    def _group(self, i: int) -> Any:
+        with self._lock:
+            if i not in self._kept:
+                while len(self._kept) >= _KEPT:
+                    self._kept.pop(next(iter(self._kept)))
+                self._kept[i] = self._decode(i)
+            return self._kept[i]
+
+    def _decode(self, i: int) -> Any:
+        """A row group's part of the column."""
+        part, group = self._groups[i]
+        self._files[part].check()
+        with self._parquet.ParquetFile(
+            self._files[part].path, page_checksum_verification=True
+        ) as file:
+            return file.read_row_group(group, columns=[self._column]).column(self._column)

@@ -1,0 +1,131 @@
+"""Arrays in files: NumPy's .npy and .npz, HDF5, Zarr."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchax.datasets.failures import needed, reading
+from batchax.datasets.memory import InMemory
+from batchax.datasets.npy_layout import Layout
+from batchax.datasets.source import Files, Index, Source
+from batchax.datasets.tensorstores import in_folder, limited_context, zarr_format
+from batchax.errors import ArgumentTypeError, StorageError
+
+
+class NpyFile(Source):
+    """A .npy file. It is read, not mapped: a mapped file that is cut short ends the process."""
+
+    gives_fresh = True
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._files = Files(path, name)
+        with reading(name), open(path, "rb") as file:
+            self._layout = Layout.of(file)
+        super().__init__(name, self._layout.shape, self._layout.dtype)
+
+    def identity(self) -> dict[str, Any]:
+        return {**self._files.identity(), **self._form()}
+
+    def _get(self, index: Index) -> np.ndarray:
+        self._files.check()
+        with open(self._files.path, "rb", buffering=0) as file:
+            return self._layout.read(file, len(index) - 1, index[-1] if index else slice(0, 1))
+
+
+def npz_array(path: Path, member: str, name: str) -> Source:
+    """An array of an .npz file. It is small, or is put into a file that can be read in parts."""
+    files = Files(path, name)
+    with reading(name), np.load(path, allow_pickle=False) as archive:
+        if member not in archive:
+            raise _not_in(name, member, sorted(archive))
+        array = archive[member]
+    return InMemory(array, name, {**files.identity(), "member": member})
+
+
+class Hdf5Dataset(Source):
+    """A dataset in an HDF5 file, which is open while it is read and no longer."""
+
+    gives_fresh = True
+
+    def __init__(self, path: Path, member: str, name: str) -> None:
+        self._h5py = needed("h5py", f"{name}: HDF5")
+        self._files, self._member, self._lock = Files(path, name), member, threading.Lock()
+        with reading(name), self._h5py.File(path, "r") as file:
+            found = file.get(member)
+            if not hasattr(found, "dtype"):
+                datasets: list[str] = []
+                file.visititems(lambda at, x: datasets.append(at) if hasattr(x, "dtype") else None)
+                raise _not_in(name, member, datasets)
+            shape, dtype = found.shape, found.dtype
+        super().__init__(name, shape, dtype)
+
+    def identity(self) -> dict[str, Any]:
+        return {**self._files.identity(), "member": self._member, **self._form()}
+
+    def _get(self, index: Index) -> Any:
+        with self._lock:
+            self._files.check()
+            with self._h5py.File(self._files.path, "r") as file:
+                return file[self._member][index]
+
+
+class ZarrFolder(Source):
+    """A Zarr array in a folder, of version 2 or 3. Chunks that are not there hold fill values.
+
+    Its identity is that of all files in the folder.
+    """
+
+    gives_fresh = True
+
+    def __init__(self, path: Path, name: str) -> None:
+        tensorstore = needed("tensorstore", f"{name}: Zarr")
+        driver = zarr_format(path)
+        if driver is None:
+            raise StorageError(f"{name}: there is no Zarr array in {path}.")
+        with reading(name):
+            arrays = _arrays_of_group(path)
+        if arrays is not None:
+            raise StorageError(
+                f"{name} is a group of Zarr arrays. Name one of them: "
+                f"{', '.join(f'{path}/{array}' for array in arrays) or 'it has none'}."
+            )
+        with reading(name):
+            self._array = tensorstore.open(
+                in_folder(driver, path), context=limited_context(), open=True, read=True
+            ).result()
+        super().__init__(name, self._array.shape, self._array.dtype.numpy_dtype)
+        self._files = Files(path, name)
+
+    def identity(self) -> dict[str, Any]:
+        return {**self._files.identity(), **self._form()}
+
+    def _get(self, index: Index) -> Any:
+        return self._array[index].read().result()
+
+
+def _arrays_of_group(folder: Path) -> list[str] | None:
+    """The names of the arrays in a group, or None if the folder is an array."""
+    if (folder / ".zarray").exists():
+        return None
+    document = folder / "zarr.json"
+    if document.exists() and json.loads(document.read_text()).get("node_type") != "group":
+        return None
+    names = []
+    for child in sorted(folder.iterdir()):
+        if zarr_format(child):
+            inside = _arrays_of_group(child)
+            names += [child.name] if inside is None else [f"{child.name}/{x}" for x in inside]
+    return names
+
+
+def _not_in(name: str, member: str, members: list[str]) -> ArgumentTypeError:
+    listed = ", ".join(members) or "nothing"
+    asked = (
+        f"there is no {member!r}; there are" if member else "say which array is meant, after ':'"
+    )
+    return ArgumentTypeError(f"{name}: {asked}: {listed}.")

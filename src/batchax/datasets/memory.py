@@ -1,0 +1,135 @@
+"""Arrays in memory, and whatever else has a shape, a dtype and slices."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import threading
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchax.datasets.parts import Rows
+from batchax.datasets.source import Files, Index, Source
+from batchax.errors import ArgumentTypeError
+from batchax.rows.checks import known_lengths
+
+
+class InMemory(Source):
+    """An array of NumPy, or what becomes one.
+
+    Its identity is a checksum of what it holds; of an array that maps a file, that file with the
+    place of the array in it; or what it is told that it comes from.
+    """
+
+    def __init__(self, x: Any, name: str, origin: dict[str, Any] | None = None) -> None:
+        self._array, self._origin = np.asarray(x), origin
+        super().__init__(name, self._array.shape, self._array.dtype)
+        if isinstance(x, np.memmap):
+            self._origin = _mapped_file(x, name)
+
+    def identity(self) -> dict[str, Any]:
+        return {**self._origin, **self._form()} if self._origin else super().identity()
+
+    def _get(self, index: Index) -> Any:
+        return self._array[index]
+
+
+class InRagged(Source):
+    """A `Ragged` whose values are known."""
+
+    ragged = True
+
+    def __init__(self, x: Any, name: str) -> None:
+        known = known_lengths(x.lengths)
+        if known is None:
+            raise ArgumentTypeError(f"{name}: lengths of rows must be known, and these are traced.")
+        self._lengths = known.astype(np.int64)
+        self._offsets = np.concatenate([[0], np.cumsum(self._lengths)])
+        native_only = Source(name, (), x.dtype)  # refuses random keys before they are converted
+        self._data = np.moveaxis(np.asarray(x.data), x.axis, 0)
+        super().__init__(name, (len(known), *self._data.shape[1:]), native_only.dtype)
+
+    @cached_property
+    def lengths(self) -> np.ndarray | None:
+        return self._lengths
+
+    def _get(self, index: Index) -> Rows:
+        start, stop = index[0].start, index[0].stop
+        elements = slice(self._offsets[start], self._offsets[stop])
+        return Rows(self._data[elements], self._lengths[start:stop])
+
+
+class Sliced(Source):
+    """An array of another library, of which slices are taken one at a time.
+
+    Its identity is, of a dataset of h5py, the file with size and time, and its name; of an array of
+    zarr-python or TensorStore in a local folder, all files in that folder, and for TensorStore the
+    spec, which says what part it is; of any other array of TensorStore but one in memory, the spec
+    alone. Of everything else (xarray, which does not tell what part of a file an array is) it is a
+    checksum of what it holds, for which all of it is read once.
+    """
+
+    def __init__(self, x: Any, name: str) -> None:
+        library = type(x).__module__.split(".")[0]
+        self._tensorstore = library == "tensorstore"
+        dtype = x.dtype.numpy_dtype if self._tensorstore else x.dtype
+        super().__init__(name, x.shape, dtype)
+        self._lock = threading.Lock()  # h5py is for one thread at a time; others may be
+        self._origin = _ORIGINS.get(library, lambda x, name: None)(x, name)
+        self.gives_fresh = self._tensorstore
+        self._array = _from_zero(x) if self._tensorstore else x
+
+    def identity(self) -> dict[str, Any]:
+        return {**self._origin, **self._form()} if self._origin else super().identity()
+
+    def _get(self, index: Index) -> Any:
+        if self._tensorstore:
+            return self._array[index].read().result()
+        with self._lock:
+            return np.asarray(self._array[index])
+
+
+def _from_zero(x: Any) -> Any:
+    """An array of TensorStore whose rows are counted from 0: theirs may begin anywhere."""
+    import tensorstore
+
+    return x[tensorstore.d[:].translate_to[0]] if x.rank else x
+
+
+def _mapped_file(x: np.memmap, name: str) -> dict[str, Any] | None:
+    """Where the array lies in the file that it maps, or None if that cannot be said."""
+    whole: Any = x
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    # Of mode "c", what was written is in memory alone.
+    if x.filename is None or x.mode == "c" or not isinstance(whole.base, mmap.mmap):
+        return None
+    at = x.ctypes.data - whole.ctypes.data + whole.offset
+    return {**Files(Path(x.filename), name).identity(), "at": at, "strides": list(x.strides)}
+
+
+def _in_hdf5(x: Any, name: str) -> dict[str, Any] | None:
+    path = Path(x.file.filename)
+    return {**Files(path, name).identity(), "member": x.name} if path.is_file() else None
+
+
+def _in_zarr(x: Any, name: str) -> dict[str, Any] | None:
+    root = getattr(x.store, "root", None)
+    return None if root is None else Files(Path(root) / x.path, name).identity()
+
+
+def _in_tensorstore(x: Any, name: str) -> dict[str, Any] | None:
+    spec = x.spec().to_json()
+    store = spec.get("kvstore", {"driver": "memory"})
+    if not isinstance(store, dict) or store.get("driver") == "memory":
+        return None
+    told = {"spec": json.dumps(spec, sort_keys=True)}
+    if store.get("driver") == "file":
+        return {**Files(Path(store["path"]), name).identity(), **told}
+    return told
+
+
+_ORIGINS = {"h5py": _in_hdf5, "zarr": _in_zarr, "tensorstore": _in_tensorstore}

@@ -1,0 +1,69 @@
+"""Results in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from batchax.datasets.parts import Leaf, Rows, Unit
+from batchax.datasets.store import Results, Store, part_of
+from batchax.errors import JobError, StorageError
+
+
+class MemoryStore(Store):
+    """Arrays of NumPy, filled unit by unit. Of rows of different lengths, `Rows`."""
+
+    kind = "memory"
+
+    def __init__(self, leaves: Sequence[Leaf], unit_rows: int) -> None:
+        super().__init__(leaves, unit_rows)
+        self._arrays: list[np.ndarray | None] = []
+        self._ragged: dict[tuple[int, int], Rows] = {}  # by leaf and unit
+
+    def prepare(self) -> None:
+        self._arrays = [
+            np.empty(leaf.shape, leaf.dtype) if leaf.ragged is None else None
+            for leaf in self.leaves
+        ]
+
+    def check(self) -> None:
+        raise JobError("results in memory are gone with their process: there is no job to go on.")
+
+    def _write(self, unit: Unit, results: Results) -> None:
+        for i, (leaf, array, result) in enumerate(
+            zip(self.leaves, self._arrays, results, strict=True)
+        ):
+            if isinstance(result, Rows):
+                self._ragged[i, unit.number] = Rows(result.data.copy(), result.lengths.copy())
+            elif array is not None:
+                array[part_of(leaf, unit)] = result
+
+    def read(self, unit: Unit) -> list[np.ndarray | Rows]:
+        if any((i, unit.number) not in self._ragged for i in self._ragged_leaves()):
+            raise StorageError(f"rows {unit.start} to {unit.stop} were not written.")
+        return [
+            self._ragged[i, unit.number] if array is None else array[part_of(leaf, unit)].copy()
+            for i, (leaf, array) in enumerate(zip(self.leaves, self._arrays, strict=True))
+        ]
+
+    def result(self) -> Any:
+        return self._each(
+            [self._rows(i) if array is None else array for i, array in enumerate(self._arrays)]
+        )
+
+    def _ragged_leaves(self) -> list[int]:
+        return [i for i, array in enumerate(self._arrays) if array is None]
+
+    def _rows(self, i: int) -> Rows:
+        """The rows of all units, which are in the order of their numbers."""
+        leaf = self.leaves[i]
+        units = [rows for (of, _), rows in sorted(self._ragged.items(), key=_by_unit) if of == i]
+        data = [np.zeros((0, *leaf.shape[1:]), leaf.dtype), *(rows.data for rows in units)]
+        lengths = [np.zeros(0, np.int64), *(rows.lengths for rows in units)]
+        return Rows(np.concatenate(data), np.concatenate(lengths))
+
+
+def _by_unit(item: tuple[tuple[int, int], Rows]) -> int:
+    return item[0][1]

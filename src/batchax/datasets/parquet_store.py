@@ -1,0 +1,102 @@
+"""Results in a folder of Parquet files, one for each unit."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchax.datasets.durable import make_folder, remove_unfinished, replace_file
+from batchax.datasets.failures import needed, reading
+from batchax.datasets.parts import Leaf, Rows, Unit
+from batchax.datasets.store import Results, Store, called, make_place
+from batchax.errors import ArgumentTypeError, StorageError
+from batchax.rows import arrow
+
+
+class ParquetStore(Store):
+    """A column for each leaf, with a list for each row where a result is no number.
+
+    Axes of a result become lists of a fixed size; rows of different lengths lists of any size, with
+    the axis along which these differ as the outermost. Pages carry checksums. The same results make
+    the same bytes.
+    """
+
+    kind = "parquet"
+
+    def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
+        super().__init__(leaves, unit_rows)
+        self._parquet = needed("pyarrow.parquet", f"{out}: Parquet")
+        self._arrow = needed("pyarrow", f"{out}: Parquet")
+        self._out = out
+        for leaf in self.leaves:
+            number = leaf.dtype.kind in "biuf" and leaf.dtype.isbuiltin == 1
+            if not number or 0 in leaf.shape[: leaf.axis] + leaf.shape[leaf.axis + 1 :]:
+                raise ArgumentTypeError(
+                    f"{called(leaf)} is of dtype {leaf.dtype} and shape {leaf.shape}, for which "
+                    'Parquet has no form. Use out="scores.zarr", or return something else.'
+                )
+        self._columns = [leaf.name or "result" for leaf in self.leaves]
+
+    def prepare(self) -> None:
+        if not (self._out.is_dir() and not any(self._out.iterdir())):
+            make_place(self._out)
+            make_folder(self._out)
+
+    def check(self) -> None:
+        if not self._out.is_dir():
+            raise StorageError(f"{self._out} is missing.")
+        remove_unfinished(self._out)
+
+    def result(self) -> Any:
+        return self._each([f"{self._out}:{column}" for column in self._columns])
+
+    def read(self, unit: Unit) -> list[np.ndarray | Rows]:
+        part = self._part(unit)
+        with (
+            reading(str(part)),
+            self._parquet.ParquetFile(part, page_checksum_verification=True) as file,
+        ):
+            table = file.read(use_threads=False)
+            if table.num_rows != unit.rows or table.column_names != self._columns:
+                raise StorageError(
+                    f"{part} has {table.num_rows} rows of {', '.join(table.column_names)}, and "
+                    f"{unit.rows} of {', '.join(self._columns)} were written."
+                )
+            return [
+                _from_column(leaf, column.combine_chunks(), str(part))
+                for leaf, column in zip(self.leaves, table.columns, strict=True)
+            ]
+
+    def _write(self, unit: Unit, results: Results) -> None:
+        arrays = [_to_column(*pair) for pair in zip(self.leaves, results, strict=True)]
+        table, file = self._arrow.table(arrays, names=self._columns), io.BytesIO()
+        self._parquet.write_table(
+            table,
+            file,
+            row_group_size=max(1, unit.rows),
+            use_dictionary=False,
+            write_page_checksum=True,
+            compression="none",
+        )
+        replace_file(self._part(unit), file.getvalue())
+
+    def _part(self, unit: Unit) -> Path:
+        return self._out / f"part-{unit.number:08d}.parquet"
+
+
+def _to_column(leaf: Leaf, result: np.ndarray | Rows) -> Any:
+    if isinstance(result, Rows):
+        offsets = np.concatenate([[0], np.cumsum(result.lengths, dtype=np.int64)])
+        return arrow.from_lists(np.ascontiguousarray(result.data), offsets)
+    return arrow.from_dense(np.ascontiguousarray(np.moveaxis(result, leaf.axis, 0)))
+
+
+def _from_column(leaf: Leaf, column: Any, part: str) -> np.ndarray | Rows:
+    if leaf.ragged is None:
+        return np.array(np.moveaxis(arrow.dense(column, part), 0, leaf.axis), leaf.dtype, order="C")
+    data, offsets = arrow.lists(column, part)
+    return Rows(np.array(data, leaf.dtype), np.diff(offsets).astype(np.int64))

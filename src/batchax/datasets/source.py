@@ -1,0 +1,159 @@
+"""What all sources have in common: rows are read as fresh arrays, and failures are named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchax.datasets.checksums import crc32c
+from batchax.datasets.failures import reading
+from batchax.datasets.parts import Rows
+from batchax.errors import ArgumentTypeError, AxisError, StorageError
+
+Index = tuple[slice, ...]
+
+
+class Source:
+    """One input, of which rows are read. Several threads may read at once.
+
+    Attributes:
+      name: for people, such as "args[0]['w'] (x.npy)".
+      shape: of all rows. Where rows have different lengths, without the axis along which they do.
+      dtype: of the elements, in this machine's byte order.
+      ragged: whether rows have different lengths.
+    """
+
+    ragged = False
+    gives_fresh = False  # `_get` returns arrays that nobody else has, although NumPy cannot tell
+
+    def __init__(self, name: str, shape: Any, dtype: Any) -> None:
+        self.name = name
+        self.shape: tuple[int, ...] = tuple(int(size) for size in shape)
+        self.dtype = native(dtype, name)
+
+    @cached_property
+    def lengths(self) -> np.ndarray | None:
+        """Of each row, where rows have different lengths."""
+        return None
+
+    def read(self, axis: int, start: int, stop: int) -> Any:
+        """The rows `start` to `stop` along `axis`, which stays where it is.
+
+        Returns:
+          a contiguous array that nobody else has, or `Rows` where rows have different lengths.
+
+        Raises:
+          StorageError: they cannot be read.
+        """
+        if axis and self.ragged:
+            raise AxisError(
+                f"{self.name}: rows of different lengths lie along axis 0, not along axis {axis}."
+            )
+        index = *(slice(0, size) for size in self.shape[:axis]), slice(start, stop)
+        return self._read(index, f"{self.name}: rows {start} to {stop} along axis {axis}")
+
+    def whole(self) -> Any:
+        """All of it, for what all rows share."""
+        return self._read(tuple(slice(0, size) for size in self.shape[:1]), f"{self.name}: all")
+
+    def identity(self) -> dict[str, Any]:
+        """What tells it from another one, for JSON: by itself, a checksum of all that it holds."""
+        crc = 0
+        for start, stop in self._blocks():
+            got = self.read(0, start, stop) if self.shape else self.whole()
+            for part in got if isinstance(got, Rows) else (got,):
+                crc = crc32c(part, crc)
+        return {"crc32c": crc, **self._form()}
+
+    def _get(self, index: Index) -> Any:
+        """The part that the index picks; all, of axes that it leaves out."""
+        raise NotImplementedError
+
+    def _form(self) -> dict[str, Any]:
+        return {"shape": list(self.shape), "dtype": str(self.dtype)}
+
+    def _read(self, index: Index, part: str) -> Any:
+        with reading(part):
+            got = self._get(index)
+            if isinstance(got, Rows):
+                return Rows(self._fresh(got.data), np.array(got.lengths))
+            got = self._fresh(got)
+        expected = *(i.stop - i.start for i in index), *self.shape[len(index) :]
+        if got.shape != expected:
+            raise StorageError(
+                f"{part} have the shape {got.shape} instead of {expected}, so it was changed since "
+                "it was opened."
+            )
+        return got
+
+    def _fresh(self, x: Any) -> np.ndarray:
+        x = np.asarray(x)
+        own = x.flags.owndata or self.gives_fresh
+        if own and x.flags.c_contiguous and x.flags.writeable and x.dtype == self.dtype:
+            return x
+        return np.array(x, self.dtype, order="C")
+
+    def _blocks(self, size: int = 2**24) -> Iterator[tuple[int, int]]:
+        """Rows that are read at a time, where all are read, one after another."""
+        count = self.shape[0] if self.shape else 1
+        row = self.dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
+        step = max(1, size // max(1, row))
+        for start in range(0, count, step):
+            yield start, min(start + step, count)
+
+
+class Files:
+    """What is known of files without reading them: that they are what they were when opened.
+
+    Attributes:
+      path: a file, or a folder of which all files count.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self._name = path.absolute(), name
+        self._seen = self._look()
+
+    def check(self) -> None:
+        """Raises a StorageError if they were changed since they were opened."""
+        if self._look() != self._seen:
+            raise StorageError(
+                f"{self._name}: {self.path} was changed since it was opened. Let nothing write to "
+                "it, and make the call again."
+            )
+
+    def identity(self) -> dict[str, Any]:
+        """Where they are, how large all are together, and when the latest was changed."""
+        size, modified = self._seen
+        return {"path": str(self.path), "size": size, "modified_ns": modified}
+
+    def _look(self) -> tuple[int, int]:
+        with reading(self._name):
+            files = [self.path]
+            if self.path.is_dir():
+                files = [file for file in self.path.rglob("*") if not file.is_dir()]
+            stats = [file.stat() for file in files]
+        return sum(s.st_size for s in stats), max((s.st_mtime_ns for s in stats), default=0)
+
+
+def native(dtype: Any, name: str) -> np.dtype:
+    """A dtype of numbers in this machine's byte order.
+
+    Raises:
+      ArgumentTypeError: it is of something else.
+    """
+    try:
+        known = np.dtype(dtype).newbyteorder("=")
+    except TypeError:
+        raise ArgumentTypeError(
+            f"{name}: the dtype {dtype} has no form in NumPy. Of random keys give the numbers: "
+            "jax.random.key_data(keys)."
+        ) from None
+    if known.kind not in "biufc" and known.isbuiltin != 2:  # 2: added to NumPy, such as bfloat16
+        raise ArgumentTypeError(
+            f"{name}: elements of dtype {known} are no numbers. Convert them, or leave them out."
+        )
+    return known

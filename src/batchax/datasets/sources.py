@@ -1,0 +1,96 @@
+"""Where rows come from: from an argument of the user's to a source of rows."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from batchax.datasets.columns import ArrowColumn, ParquetColumn
+from batchax.datasets.files import Hdf5Dataset, NpyFile, ZarrFolder, npz_array
+from batchax.datasets.memory import InMemory, InRagged, Sliced
+from batchax.datasets.source import Source, native
+from batchax.datasets.tensorstores import zarr_format
+from batchax.errors import ArgumentTypeError, StorageError
+from batchax.rows.ragged import Ragged
+
+
+def as_source(x: Any, name: str) -> Source:
+    """A source of the rows of `x`.
+
+    Args:
+      x: an array of NumPy or JAX, a number, a `Ragged`; anything with `shape`, `dtype` and slices
+        (h5py, zarr-python, xarray, TensorStore); an array of Arrow; or a path, as `open_path` takes
+        it.
+      name: of the argument, for messages.
+
+    Raises:
+      ArgumentTypeError: it is nothing of these, or does not hold numbers.
+      StorageError: there is no such file, or it is damaged.
+    """
+    if isinstance(x, (str, os.PathLike)):
+        return open_path(os.fspath(x), name)
+    if isinstance(x, Tracer):
+        raise ArgumentTypeError(
+            f"{name} is traced: rows of a dataset are read where values are known, so call this "
+            "outside of jit and other transformations."
+        )
+    if isinstance(x, Ragged):
+        return InRagged(x, name)
+    if isinstance(x, jax.Array):
+        native(x.dtype, name)  # random keys
+        return InMemory(np.asarray(x), name)
+    if isinstance(x, (np.ndarray, np.generic, int, float, complex)):
+        return InMemory(x, name)
+    if type(x).__module__.split(".")[0] == "pyarrow" and hasattr(x, "slice") and hasattr(x, "type"):
+        return ArrowColumn(x, name)
+    if all(hasattr(x, attribute) for attribute in ("shape", "dtype", "__getitem__")):
+        return Sliced(x, name)
+    raise ArgumentTypeError(
+        f"{name} is of type {type(x).__name__}, which has no rows that can be read: give an array, "
+        "or a path to one, or make one of it with numpy.asarray."
+    )
+
+
+def open_path(path: str, name: str) -> Source:
+    """A source of the rows of an array in a file.
+
+    Args:
+      path: "x.npy", "x.zarr", "x.zarr/sub/array"; and with the name of what is meant in a file of
+        several: "x.npz:name", "x.h5:group/dataset", "x.parquet:column", or a folder of Parquet
+        files, "folder:column".
+      name: of the argument, for messages.
+    """
+    file, member = _split(path)
+    name = f"{name} ({path})"
+    if not file.exists():
+        raise StorageError(f"{name}: there is no such file. Its path in full: {file.absolute()}.")
+    if file.suffix == ".npz":
+        return npz_array(file, member, name)
+    if file.suffix in (".h5", ".hdf5", ".he5"):
+        return Hdf5Dataset(file, member, name)
+    if file.suffix == ".parquet" or (file.is_dir() and any(file.glob("*.parquet"))):
+        return ParquetColumn(file, member, name)
+    if member:
+        raise StorageError(f"{name}: {file} has no arrays with names, such as {member!r}.")
+    if file.suffix == ".npy":
+        return NpyFile(file, name)
+    if file.suffix == ".zarr" or zarr_format(file):
+        return ZarrFolder(file, name)
+    raise ArgumentTypeError(
+        f"{name}: of what kind this is is not known. Rows are read of .npy, .npz, .zarr, .h5 and "
+        ".parquet."
+    )
+
+
+def _split(path: str) -> tuple[Path, str]:
+    """The file, and what comes after a colon. A file's own name may have colons, too."""
+    ends = [i for i, letter in enumerate(path) if letter == ":"]
+    for end in [len(path), *reversed(ends)]:
+        if Path(path[:end]).exists() and path[:end]:
+            return Path(path[:end]), path[end + 1 :]
+    return Path(path[: ends[-1]] if ends else path), ""

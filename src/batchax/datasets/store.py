@@ -1,0 +1,167 @@
+"""What all stores have in common."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (gives NumPy the names of more dtypes, such as bfloat16)
+import numpy as np
+
+from batchax.datasets.durable import make_folder, remove_unfinished
+from batchax.datasets.parts import Leaf, Rows, Unit
+from batchax.errors import ArgumentTypeError, JobError, StorageError
+
+Results = Sequence[np.ndarray | Rows]
+
+
+class Store:
+    """Where results are kept. Different units may be written from several threads.
+
+    Whoever calls `prepare` or `check` holds the job's lock: these remove what was left unfinished.
+
+    Attributes:
+      leaves: the arrays of results.
+      unit_rows: rows of a unit, but for the last.
+    """
+
+    kind = ""
+
+    def __init__(self, leaves: Sequence[Leaf], unit_rows: int) -> None:
+        self.leaves, self.unit_rows = tuple(leaves), unit_rows
+        names = [leaf.name for leaf in self.leaves]
+        for leaf in self.leaves:
+            if not isinstance(leaf.dtype, np.dtype):
+                raise ArgumentTypeError(
+                    f"{called(leaf)} is of dtype {leaf.dtype}, which has no form in a file. Of "
+                    "random keys return the numbers: jax.random.key_data(keys)."
+                )
+            if names.count(leaf.name) > 1:
+                raise ArgumentTypeError(
+                    f"{called(leaf)}: two results have this name. Give one of them another."
+                )
+
+    def prepare(self) -> None:
+        """Of a new job: makes what units are written to, all of it or, if killed, nothing.
+
+        Raises:
+          JobError: something is there already.
+          StorageError: it cannot be made, or there is no room for it.
+        """
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Of a job that goes on: makes sure that what `prepare` made is there.
+
+        Raises:
+          JobError: something else is there.
+          StorageError: it is missing or damaged.
+        """
+        raise NotImplementedError
+
+    def write(self, unit: Unit, results: Results) -> None:
+        """Writes the results of a unit, one for each leaf, over whatever is there.
+
+        They are durable when this returns.
+        """
+        self._write(
+            unit, [_fitting(*each, unit) for each in zip(self.leaves, results, strict=True)]
+        )
+
+    def read(self, unit: Unit) -> list[np.ndarray | Rows]:
+        """The results of a unit that was written.
+
+        Raises:
+          StorageError: they are damaged or missing; it names the file.
+        """
+        raise NotImplementedError
+
+    def result(self) -> Any:
+        """What the user is given: a path, or one for each name; of a store in memory, arrays."""
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """For JSON, what `stores.reopen_store` makes the same store of."""
+        leaves = [{**vars(leaf), "dtype": str(leaf.dtype)} for leaf in self.leaves]
+        return {"kind": self.kind, "unit_rows": self.unit_rows, "leaves": leaves}
+
+    def _write(self, unit: Unit, results: Results) -> None:
+        raise NotImplementedError
+
+    def _each(self, results: Sequence[Any]) -> Any:
+        """One result if the function returns one array, else one for each name."""
+        if [leaf.name for leaf in self.leaves] == [""]:
+            return results[0]
+        return {leaf.name: x for leaf, x in zip(self.leaves, results, strict=True)}
+
+
+def described_leaves(description: dict[str, Any]) -> list[Leaf]:
+    """The leaves of a store that `Store.describe` described."""
+    return [
+        Leaf(**{**leaf, "shape": tuple(leaf["shape"]), "dtype": np.dtype(leaf["dtype"])})
+        for leaf in description["leaves"]
+    ]
+
+
+def part_of(leaf: Leaf, unit: Unit) -> tuple[slice, ...]:
+    """The index of a unit's results in the array of all."""
+    return *(slice(0, size) for size in leaf.shape[: leaf.axis]), slice(unit.start, unit.stop)
+
+
+def called(leaf: Leaf) -> str:
+    """A leaf in a message."""
+    return f"the result {leaf.name!r}" if leaf.name else "the result"
+
+
+def refuse_ragged(leaves: Sequence[Leaf], what: str) -> None:
+    for leaf in leaves:
+        if leaf.ragged is not None:
+            raise ArgumentTypeError(
+                f"{called(leaf)} has rows of different lengths, which {what} has no form for. "
+                'Write it to a folder of Parquet files (out="scores/"), or to memory (out=None).'
+            )
+
+
+def make_place(out: Path, leaves: Sequence[Leaf] = ()) -> None:
+    """Makes the folder that `out` is to be in.
+
+    Raises:
+      JobError: `out` is there already.
+      StorageError: the folder cannot be made, or has no space for all of the leaves.
+    """
+    if os.path.lexists(out):
+        raise JobError(
+            f"{out} is there already, and nothing is ever written over. Choose another out=, or "
+            "delete it."
+        )
+    make_folder(out.parent)
+    remove_unfinished(out.parent, out.name)  # what `prepare` left if it was killed
+    needs = sum(leaf.dtype.itemsize * int(np.prod(leaf.shape, dtype=np.int64)) for leaf in leaves)
+    free = shutil.disk_usage(out.parent).free
+    if needs > free:
+        raise StorageError(
+            f"{out} needs {needs:,} bytes, and the disk has {free:,} left. Make room, or choose an "
+            "out= on another disk."
+        )
+
+
+def _fitting(leaf: Leaf, result: np.ndarray | Rows, unit: Unit) -> np.ndarray | Rows:
+    """A result as it was announced: anything else would be written over other rows."""
+    if leaf.ragged is not None:
+        rows = result if isinstance(result, Rows) else Rows(np.zeros(0), np.zeros(0))
+        shape, expected = rows.data.shape[1:], leaf.shape[1:]
+        fits = len(rows.lengths) == unit.rows and len(rows.data) == rows.lengths.sum()
+        data = rows.data
+    else:
+        data = np.asarray(result)
+        shape, fits = data.shape, True
+        expected = *leaf.shape[: leaf.axis], unit.rows, *leaf.shape[leaf.axis + 1 :]
+    if not fits or shape != expected or data.dtype != leaf.dtype:
+        raise ArgumentTypeError(
+            f"{called(leaf)} of rows {unit.start} to {unit.stop} is {data.dtype}{shape}, where "
+            f"{leaf.dtype}{expected} was to be written."
+        )
+    return result if isinstance(result, Rows) else data

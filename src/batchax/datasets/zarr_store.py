@@ -1,0 +1,176 @@
+"""Results in Zarr arrays of version 3, written by TensorStore."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from batchax.datasets.durable import make_folder, replace_file, replacing, writing
+from batchax.datasets.failures import needed, reading, reason
+from batchax.datasets.parts import Leaf, Rows, Unit
+from batchax.datasets.steps import AFTER_WRITE, BEFORE_WRITE, IN_WRITE, reached
+from batchax.datasets.store import Results, Store, called, make_place, part_of, refuse_ragged
+from batchax.datasets.tensorstores import in_folder, limited_context
+from batchax.errors import ArgumentTypeError, JobError, StorageError
+
+_GROUP = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
+
+
+class ZarrStore(Store):
+    """An array, or a group of them. A chunk is what one unit has of an array, with its crc32c.
+
+    TensorStore writes a chunk beside the one that it is to be, syncs it, renames it and syncs the
+    folder. A chunk that is not there was not written: those of zeros are, too.
+    """
+
+    kind = "zarr"
+
+    def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
+        super().__init__(leaves, unit_rows)
+        self._tensorstore = needed("tensorstore", f"{out}: Zarr")
+        self._out = out
+        refuse_ragged(self.leaves, "Zarr")
+        self._check_names()
+        self._paths = [out / leaf.name for leaf in self.leaves]
+        self._chunked = [self._open_chunks(*x) for x in zip(self._paths, self.leaves, strict=True)]
+
+    def prepare(self) -> None:
+        make_place(self._out, self.leaves)
+        with replacing(self._out) as beside:
+            try:
+                make_folder(beside)
+                for group in self._groups():
+                    make_folder(beside / group)
+                    replace_file(beside / group / "zarr.json", _GROUP)
+                for leaf in self.leaves:
+                    make_folder(beside / leaf.name)
+                    with _writing(self._out):
+                        self._open(beside / leaf.name, leaf, create=True)
+            except BaseException:
+                shutil.rmtree(beside, ignore_errors=True)
+                raise
+
+    def check(self) -> None:
+        for group in self._groups():
+            if not (self._out / group / "zarr.json").exists():
+                raise StorageError(f"{self._out / group / 'zarr.json'} is missing.")
+        for path, leaf in zip(self._paths, self.leaves, strict=True):
+            if not (path / "zarr.json").exists():
+                raise StorageError(f"{path / 'zarr.json'} is missing.")
+            try:
+                self._open(path, leaf, open=True)
+            except Exception as error:
+                raise JobError(
+                    f"{path} is not the array that this job made: {reason(error)} Choose another "
+                    "out=."
+                ) from error
+
+    def result(self) -> Any:
+        return self._each([str(path) for path in self._paths])
+
+    def read(self, unit: Unit) -> list[np.ndarray | Rows]:
+        with reading(f"{self._out}: rows {unit.start} to {unit.stop}"):
+            parts = zip(self.leaves, self._chunked, strict=True)
+            return [chunked[part_of(leaf, unit)].read().result() for leaf, chunked in parts]
+
+    def _write(self, unit: Unit, results: Results) -> None:
+        reached(BEFORE_WRITE)
+        with _writing(self._out):
+            futures = []
+            for leaf, chunked, result in zip(self.leaves, self._chunked, results, strict=True):
+                whole = unit._replace(stop=unit.start + self.unit_rows)
+                future = chunked[part_of(leaf, whole)].write(
+                    _padded(np.asarray(result), leaf.axis, self.unit_rows),
+                    can_reference_source_data_indefinitely=True,
+                )
+                future.commit.force()
+                futures.append(future)
+            reached(IN_WRITE)
+            for future in futures:
+                future.result()
+        reached(AFTER_WRITE)
+
+    def _open_chunks(self, path: Path, leaf: Leaf) -> Any:
+        """The array with all chunks whole, before it is there.
+
+        A chunk that sticks out of the array is else read before it is written, and cannot be
+        written if it is damaged.
+        """
+        rows = -(-leaf.shape[leaf.axis] // self.unit_rows) * self.unit_rows
+        shape = *leaf.shape[: leaf.axis], rows, *leaf.shape[leaf.axis + 1 :]
+        try:
+            return self._open(path, leaf, shape, assume_metadata=True)
+        except Exception as error:
+            raise ArgumentTypeError(
+                f"{called(leaf)}, of dtype {leaf.dtype} and shape {leaf.shape}, cannot be written "
+                f"to Zarr: {reason(error)}"
+            ) from error
+
+    def _open(self, path: Path, leaf: Leaf, shape: Any = None, **how: bool) -> Any:
+        chunk = [max(1, size) for size in leaf.shape]
+        chunk[leaf.axis] = self.unit_rows
+        metadata = {
+            "shape": list(leaf.shape if shape is None else shape),
+            "data_type": str(leaf.dtype),
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+            # All chunks in one folder, which is there from the beginning: a folder that is made
+            # for a chunk would have to be synced, too.
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+            "codecs": [
+                {"name": "bytes", "configuration": {"endian": "little"}},
+                {"name": "crc32c"},
+            ],
+        }
+        missing = {"store_data_equal_to_fill_value": True, "fill_missing_data_reads": False}
+        spec = in_folder("zarr3", path, metadata=metadata, **missing, **how)
+        return self._tensorstore.open(spec, context=limited_context()).result()
+
+    def _groups(self) -> list[PurePosixPath]:
+        """The folders above arrays, the outer ones first."""
+        if [leaf.name for leaf in self.leaves] == [""]:
+            return []
+        above = (parent for leaf in self.leaves for parent in PurePosixPath(leaf.name).parents)
+        return sorted({PurePosixPath("."), *above})
+
+    def _check_names(self) -> None:
+        """Raises an ArgumentTypeError if a name cannot be a path in a group of Zarr's."""
+        names = [leaf.name for leaf in self.leaves]
+        for leaf in self.leaves:
+            parts = leaf.name.split("/")
+            above = ["/".join(parts[:i]) for i in range(1, len(parts))]
+            strange = any(
+                part in ("", ".", "..", "zarr.json") or part.startswith("__") for part in parts
+            )
+            if (strange and names != [""]) or any(name in names for name in above):
+                raise ArgumentTypeError(
+                    f"{called(leaf)}: this cannot be the name of an array in a Zarr group, beside "
+                    f"{', '.join(map(repr, names))}. Give it another name."
+                )
+
+
+def _padded(result: np.ndarray, axis: int, rows: int) -> np.ndarray:
+    """A chunk, of which the last unit has a part only."""
+    missing = rows - result.shape[axis]
+    if not missing:
+        return result
+    return np.pad(result, [(0, missing * (i == axis)) for i in range(result.ndim)])
+
+
+@contextlib.contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Errors of TensorStore become what `writing` knows: it tells of the system's in words only."""
+    known = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM
+    with writing(out):
+        try:
+            yield
+        except ValueError as error:
+            code = next((code for code in known if os.strerror(code) in str(error)), errno.EIO)
+            raise OSError(code, os.strerror(code) if code in known else reason(error)) from error

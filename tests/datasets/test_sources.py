@@ -1,0 +1,399 @@
+"""Where rows come from: every kind gives the same rows, fresh; mistakes and damage are named."""
+
+import os
+import sys
+import threading
+import zlib
+
+import h5py
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore
+import xarray
+import zarr
+
+import batchax as bx
+from batchax.datasets import npy_layout
+from batchax.datasets.checksums import crc32c
+from batchax.datasets.sources import as_source
+
+X = np.arange(60, dtype=np.float32).reshape(4, 5, 3)
+
+
+def save(path, x):
+    np.save(path, x)
+    return path
+
+
+def save_h5(path, x):
+    with h5py.File(path, "w") as file:
+        file["g/x"] = x
+    return path
+
+
+def save_zarr(path, x, version=3):
+    array = zarr.create_array(str(path), shape=x.shape, dtype=x.dtype, chunks=(2,) * x.ndim,
+                              zarr_format=version)  # fmt: skip
+    array[...] = x
+    return path
+
+
+def open_tensorstore(path):
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}}
+    return tensorstore.open(spec).result()
+
+
+def lazy_xarray(path):
+    xarray.Dataset({"x": (("a", "b", "c"), X)}).to_zarr(path, consolidated=False)
+    return xarray.open_zarr(path, chunks=None, consolidated=False)["x"]
+
+
+KINDS = {
+    "numpy": lambda at: X,
+    "numpy, Fortran": lambda at: np.asfortranarray(X),
+    "numpy, strided": lambda at: np.repeat(X, 2, 1)[:, ::2],
+    "numpy, big endian": lambda at: X.astype(">f4"),
+    "jax": lambda at: jnp.asarray(X),
+    "memmap": lambda at: np.load(save(at / "m.npy", X), mmap_mode="r"),
+    "npy": lambda at: save(at / "x.npy", X),
+    "npy, str": lambda at: str(save(at / "x.npy", X)),
+    "npy, Fortran": lambda at: save(at / "x.npy", np.asfortranarray(X)),
+    "npy, big endian": lambda at: save(at / "x.npy", X.astype(">f4")),
+    "npz": lambda at: (np.savez(at / "x.npz", x=X), f"{at}/x.npz:x")[1],
+    "h5": lambda at: f"{save_h5(at / 'x.h5', X)}:g/x",
+    "h5, big endian": lambda at: f"{save_h5(at / 'x.h5', X.astype('>f4'))}:g/x",
+    "h5py": lambda at: h5py.File(save_h5(at / "x.h5", X), "r")["g/x"],
+    "zarr 2": lambda at: save_zarr(at / "x.zarr", X, 2),
+    "zarr 3": lambda at: save_zarr(at / "x.zarr", X, 3),
+    "zarr, inside": lambda at: save_zarr(at / "x.zarr" / "a" / "b", X, 3),
+    "zarr-python": lambda at: zarr.open(str(save_zarr(at / "x.zarr", X)), mode="r"),
+    "zarr-python, in memory": lambda at: zarr.array(X),
+    "tensorstore": lambda at: open_tensorstore(save_zarr(at / "x.zarr", X)),
+    "tensorstore, in memory": lambda at: tensorstore.array(X),
+    "tensorstore, moved": lambda at: tensorstore.array(X)[tensorstore.d[0].translate_by[7]],
+    "xarray": lambda at: xarray.DataArray(X, dims=list("abc")),
+    "xarray, in a file": lambda at: lazy_xarray(at / "x.zarr"),
+}
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.replace(", ", "-").replace(" ", "-"))
+def source(request, tmp_path):
+    return as_source(KINDS[request.param](tmp_path), "args[0]")
+
+
+def same(got, expected):
+    assert type(got) is np.ndarray
+    assert got.dtype == expected.dtype
+    assert got.flags.c_contiguous
+    assert got.flags.writeable
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_rows_along_any_axis(source):
+    assert source.shape == X.shape
+    assert source.dtype == np.float32
+    assert source.lengths is None
+    for axis, size in enumerate(X.shape):
+        for start in range(size + 1):
+            for stop in range(start, size + 1):
+                part = [slice(None)] * 3
+                part[axis] = slice(start, stop)
+                same(source.read(axis, start, stop), X[tuple(part)])
+    same(source.whole(), X)
+
+
+def test_what_was_read_is_the_readers(source):
+    source.read(0, 0, 4)[:] = -1
+    source.whole()[:] = -1
+    same(source.read(0, 0, 4), X)
+
+
+def test_several_threads_read(source):
+    wrong = []
+
+    def work():
+        for start in range(4):
+            for _ in range(5):
+                if not np.array_equal(source.read(0, start, start + 1), X[start : start + 1]):
+                    wrong.append(start)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_an_identity_is_for_json_and_stays(source):
+    import json
+
+    known = json.loads(json.dumps(source.identity()))
+    assert known == source.identity()
+    assert known["shape"] == [4, 5, 3]
+    assert known["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("kind", ["npy", "h5", "zarr 3", "npz"])
+def test_the_identity_of_a_file_changes_with_it(kind, tmp_path):
+    path = KINDS[kind](tmp_path)
+    before = as_source(path, "x").identity()
+    file = next(file for file in tmp_path.rglob("*") if file.is_file())
+    os.utime(file, ns=(1, before["modified_ns"] + 10**9))
+    after = as_source(path, "x").identity()
+    assert before["path"] == after["path"]
+    assert before["modified_ns"] < after["modified_ns"]
+
+
+def test_the_identity_of_memory_is_what_it_holds():
+    assert as_source(X, "x").identity()["crc32c"] == crc32c(X)
+    large = np.arange(5_000_000).reshape(-1, 2)  # read in more than one block
+    assert as_source(large, "x").identity()["crc32c"] == crc32c(large)
+    assert as_source(np.float32(3), "x").identity() == as_source(jnp.float32(3), "x").identity()
+
+
+def test_parts_of_one_mapped_file_are_told_apart(tmp_path):
+    mapped = np.load(save(tmp_path / "x.npy", X), mmap_mode="r")
+    parts = [mapped[:2], mapped[2:], mapped[::2], mapped[:2, ::-1], mapped[:2].view(np.int32)]
+    seen = [as_source(part, "x").identity() for part in parts]
+    assert all(a != b for i, a in enumerate(seen) for b in seen[:i])
+    private = np.load(tmp_path / "x.npy", mmap_mode="c")
+    private[0] = 7
+    assert as_source(private, "x").identity()["crc32c"] == crc32c(private)
+    assert "crc32c" in as_source(mapped + 1, "x").identity()
+
+
+def test_parts_of_one_array_on_disk_are_told_apart(tmp_path):
+    array = open_tensorstore(save_zarr(tmp_path / "x.zarr", X))
+    assert as_source(array[:2], "x").identity() != as_source(array[2:], "x").identity()
+    lazy = lazy_xarray(tmp_path / "lazy.zarr")
+    assert as_source(lazy[:2], "x").identity() != as_source(lazy[2:], "x").identity()
+
+
+@pytest.mark.parametrize("kind", ["npy", "h5", "numpy", "zarr", "tensorstore"])
+def test_what_has_no_rows(kind, tmp_path):
+    for x in (np.float32(2.5), np.zeros((0, 3), np.int16), np.zeros((3, 0))):
+        at = tmp_path / str(np.shape(x))
+        at.mkdir()
+        source = as_source(
+            {
+                "npy": lambda x=x, at=at: save(at / "x.npy", x),
+                "h5": lambda x=x, at=at: f"{save_h5(at / 'x.h5', x)}:g/x",
+                "numpy": lambda x=x, at=at: x,
+                "zarr": lambda x=x, at=at: save_zarr(at / "x.zarr", np.asarray(x)),
+                "tensorstore": lambda x=x, at=at: tensorstore.array(np.asarray(x)),
+            }[kind](),
+            "x",
+        )
+        same(source.whole(), np.asarray(x))
+        if x.ndim:
+            same(source.read(0, 0, len(x)), x)
+        source.identity()
+
+
+def test_numbers_are_shared():
+    same(as_source(2, "x").whole(), np.asarray(2))
+    same(as_source(True, "x").whole(), np.asarray(True))
+
+
+def test_dtypes_of_machine_learning(tmp_path):
+    x = jnp.arange(6, dtype=jnp.bfloat16)
+    same(as_source(x, "x").read(0, 1, 3), np.asarray(x[1:3]))
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("shape", [(50, 7, 3), (3, 900, 5), (2, 300, 7, 2), (5, 1)])
+def test_npy_files_of_every_layout(shape, order, tmp_path, monkeypatch):
+    monkeypatch.setattr(npy_layout, "_SPAN", 700)
+    x = np.asarray(np.arange(np.prod(shape)).reshape(shape), order=order)
+    source = as_source(save(tmp_path / "x.npy", x), "x")
+    for gap in (0, 100, 10**9):
+        monkeypatch.setattr(npy_layout, "_GAP", gap)
+        for axis, size in enumerate(shape):
+            for start, stop in ((0, size), (size // 3, size // 2 + 1), (size - 1, size)):
+                same(source.read(axis, start, stop), x.take(range(start, stop), axis))
+
+
+def test_a_few_columns_are_read_without_the_rest(tmp_path, monkeypatch):
+    source = as_source(save(tmp_path / "x.npy", np.zeros((8, 100_000))), "x")
+    read, seen = os.preadv, []
+
+    def counted(file, buffers, offset):
+        seen.append(read(file, buffers, offset))
+        return seen[-1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    source.read(1, 500, 600)
+    assert sum(seen) == 8 * 100 * 8
+
+
+def test_ragged_rows():
+    rows = [np.arange(n, dtype=np.float32) for n in (3, 0, 2, 4)]
+    source = as_source(bx.Ragged.from_rows(rows), "x")
+    assert source.shape == (4,)
+    assert source.ragged
+    np.testing.assert_array_equal(source.lengths, [3, 0, 2, 4])
+    for start in range(5):
+        for stop in range(start, 5):
+            got = source.read(0, start, stop)
+            same(got.data, np.concatenate([rows[0][:0], *rows[start:stop]]))
+            np.testing.assert_array_equal(got.lengths, [3, 0, 2, 4][start:stop])
+    other = as_source(bx.Ragged.from_rows([*rows[:3], rows[3] + 1]), "x")
+    assert source.identity() != other.identity()
+    moved = as_source(bx.Ragged.from_rows([np.ones((2, 3)), np.zeros((2, 1))], axis=1), "x")
+    assert moved.shape == (2, 2)
+    same(moved.read(0, 0, 1).data, np.ones((3, 2), moved.dtype))
+    with pytest.raises(bx.AxisError, match="axis 0"):
+        source.read(1, 0, 1)
+
+
+REFUSED = {
+    "[1, 2]": ("list", lambda: [1, 2]),
+    "None": ("NoneType", lambda: None),
+    "objects": ("object", lambda: np.array([None, "a"])),
+    "text": ("no numbers", lambda: np.array(["a", "b"])),
+    "dates": ("datetime64", lambda: np.array(["2020-01-01"], "M8[D]")),
+    "keys": ("key_data", lambda: jax.random.split(jax.random.key(0), 3)),
+    "ragged keys": (
+        "key_data",
+        lambda: bx.Ragged(jax.random.split(jax.random.key(0), 3), np.array([1, 2])),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_holds_no_numbers_is_refused_by_name(what):
+    message, make = REFUSED[what]
+    with pytest.raises(bx.ArgumentTypeError, match=rf"args\[3\].*{message}"):
+        as_source(make(), "args[3]")
+
+
+def test_traced_arrays_are_refused():
+    with pytest.raises(bx.ArgumentTypeError, match=r"args\[0\] is traced"):
+        jax.jit(lambda x: as_source(x, "args[0]"))(X)
+
+
+def test_object_arrays_in_files_are_refused(tmp_path):
+    np.save(tmp_path / "o.npy", np.array([None, 1]), allow_pickle=True)
+    with pytest.raises(bx.ArgumentTypeError, match=r"o\.npy.*object"):
+        as_source(tmp_path / "o.npy", "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing.npy", "no such file"),
+        ("nothing.h5:x", "no such file"),
+        ("x.npz:y", "there is no 'y'; there are: x"),
+        ("x.npz", "say which array is meant, after ':': x"),
+        ("x.h5:g/y", "there is no 'g/y'; there are: g/x"),
+        ("x.h5:g", "there is no 'g'"),
+        ("group.zarr", "group of Zarr arrays.*group.zarr/a/b, .*group.zarr/c"),
+        ("x.npy:y", "no arrays with names"),
+        ("x.csv", "of what kind"),
+        ("empty.zarr", "no Zarr array"),
+        ("broken.npy", "cannot be read"),
+        ("broken.h5:x", "cannot be read"),
+        ("broken.npz:x", "cannot be read"),
+        ("broken.zarr", "cannot be read"),
+    ],
+)
+def test_paths_that_lead_nowhere(name, message, tmp_path):
+    np.savez(tmp_path / "x.npz", x=X)
+    save(tmp_path / "x.npy", X)
+    save_h5(tmp_path / "x.h5", X)
+    zarr.create_group(str(tmp_path / "group.zarr"))
+    zarr.create_group(str(tmp_path / "group.zarr" / "a"))
+    save_zarr(tmp_path / "group.zarr" / "a" / "b", X)
+    save_zarr(tmp_path / "group.zarr" / "c", X)
+    (tmp_path / "x.csv").write_text("1,2")
+    (tmp_path / "empty.zarr").mkdir()
+    (tmp_path / "broken.zarr").mkdir()
+    for broken in ("broken.npy", "broken.h5", "broken.npz", "broken.zarr/zarr.json"):
+        (tmp_path / broken).write_text("no such thing")
+    with pytest.raises((bx.StorageError, bx.ArgumentTypeError), match=rf"args\[1\].*{message}"):
+        as_source(tmp_path / name, "args[1]")
+
+
+def test_names_with_colons(tmp_path):
+    save(tmp_path / "a:b.npy", X)
+    same(as_source(tmp_path / "a:b.npy", "x").whole(), X)
+    save_h5(tmp_path / "c:d.h5", X)
+    same(as_source(f"{tmp_path}/c:d.h5:g/x", "x").whole(), X)
+
+
+def test_a_truncated_file_is_refused_when_opened(tmp_path):
+    path = save(tmp_path / "x.npy", X)
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(bx.StorageError, match=r"x\.npy is truncated.*368 bytes, and 367"):
+        as_source(path, "x")
+
+
+@pytest.mark.parametrize("kind", ["npy", "h5"])
+def test_a_file_that_changes_while_it_is_read(kind, tmp_path):
+    source = as_source(KINDS[kind](tmp_path), "args[0]")
+    file = next(tmp_path.iterdir())
+    os.truncate(file, 200)
+    with pytest.raises(bx.StorageError, match=rf"args\[0\].*{file.name} was changed"):
+        source.read(0, 1, 2)
+    file.unlink()
+    with pytest.raises(bx.StorageError, match=rf"args\[0\].*{file.name}"):
+        source.read(0, 1, 2)
+
+
+def test_a_file_that_ends_while_it_is_read(tmp_path, monkeypatch):
+    source = as_source(save(tmp_path / "x.npy", X), "args[0]")
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    with pytest.raises(bx.StorageError, match=r"x\.npy.*rows 1 to 2 along axis 0.*ends at byte"):
+        source.read(0, 1, 2)
+
+
+def test_a_failure_of_another_library_names_the_rows(tmp_path):
+    path = save_zarr(tmp_path / "x.zarr", X)
+    source = as_source(path, "args[0]")
+    chunk = path / "c" / "0" / "0" / "0"
+    chunk.write_bytes(b"broken")
+    with pytest.raises(bx.StorageError, match=r"x\.zarr.*rows 0 to 2 along axis 0") as caught:
+        source.read(0, 0, 2)
+    assert caught.value.__cause__ is not None
+    assert "tensorstore_spec" not in str(caught.value)
+
+
+def test_an_array_that_gives_other_shapes():
+    class Strange:
+        shape, dtype = (4, 3), np.dtype(np.float32)
+
+        def __getitem__(self, index):
+            return np.zeros((1, 1), np.float32)
+
+    with pytest.raises(bx.StorageError, match=r"args\[0\].*shape \(1, 1\) instead of \(2, 3\)"):
+        as_source(Strange(), "args[0]").read(0, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "package"),
+    [("zarr 3", "tensorstore", r"'batchax\[data\]'"), ("h5", "h5py", "h5py")],
+)
+def test_what_is_not_installed_is_asked_for(kind, module, package, tmp_path, monkeypatch):
+    path = KINDS[kind](tmp_path)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=f"pip install {package}"):
+        as_source(path, "x")
+
+
+def test_nothing_of_storage_is_imported_with_the_package():
+    import subprocess
+
+    code = (
+        "import sys, batchax, batchax.datasets.sources, batchax.datasets.stores; "
+        "print({'tensorstore', 'pyarrow', 'h5py', 'google_crc32c'} & set(sys.modules))"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_a_checksum_is_of_more_than_crc32():
+    assert crc32c(X) != zlib.crc32(X.tobytes())

@@ -1,0 +1,452 @@
+"""Where results go: what is written is read back, by others too; damage and mistakes are named."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import batchax as bx
+from batchax.datasets import steps
+from batchax.datasets.checksums import checksum
+from batchax.datasets.parts import Leaf, Rows
+from batchax.datasets.plan import Plan
+from batchax.datasets.sources import as_source
+from batchax.datasets.stores import open_store, reopen_store
+
+PLAN = Plan(10, 2, 4)  # units of 4, 4 and 2 rows
+
+
+def leaf(name="", shape=(10, 3), dtype=np.float32, axis=0, ragged=None):
+    return Leaf(name, shape, np.dtype(dtype), axis, ragged)
+
+
+def values(of):
+    """Of all rows, no two alike where the dtype can tell them apart."""
+    return np.arange(int(np.prod(of.shape))).reshape(of.shape).astype(of.dtype)
+
+
+def rows_of(of, unit):
+    return np.take(values(of), range(unit.start, unit.stop), of.axis)
+
+
+def written(out, leaves, plan=PLAN):
+    store = open_store(out, leaves, plan)
+    store.prepare()
+    for number in reversed(range(len(plan))):
+        unit = plan.unit(number)
+        store.write(unit, [rows_of(each, unit) for each in leaves])
+    return store
+
+
+def check_all(store, leaves, plan=PLAN):
+    for number in range(len(plan)):
+        unit = plan.unit(number)
+        for each, got in zip(leaves, store.read(unit), strict=True):
+            assert got.dtype == each.dtype
+            assert got.flags.c_contiguous
+            np.testing.assert_array_equal(got, rows_of(each, unit))
+            assert checksum(got) == checksum(rows_of(each, unit))
+
+
+KINDS = ("x.zarr", "x.npy", "x.parquet", None)
+NUMBERS = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64".split()
+
+
+@pytest.fixture
+def place(tmp_path):
+    return lambda kind: None if kind is None else tmp_path / kind
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_is_read_back(kind, dtype, place):
+    leaves = [leaf(dtype=dtype)]
+    store = written(place(kind), leaves)
+    check_all(store, leaves)
+    if kind is None:
+        np.testing.assert_array_equal(store.result(), values(leaves[0]))
+    else:
+        np.testing.assert_array_equal(as_source(store.result(), "x").whole(), values(leaves[0]))
+        again = reopen_store(place(kind), json.loads(json.dumps(store.describe())))
+        again.check()
+        check_all(again, leaves)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((3, 10), 1), ((2, 10, 5), 1), ((10,), 0), ((2, 3, 10), 2)]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_lie_along_any_axis(kind, shape, axis, place):
+    leaves = [leaf(shape=shape, axis=axis)]
+    check_all(written(place(kind), leaves), leaves)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 4, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_unit_may_have_any_number_of_rows(kind, rows, place):
+    leaves, plan = [leaf(shape=(rows, 3))], Plan(rows, 2, 4)
+    store = written(place(kind), leaves, plan)
+    check_all(store, leaves, plan)
+    if rows and kind:
+        assert as_source(store.result(), "x").shape == (rows, 3)
+
+
+@pytest.mark.parametrize("kind", ["x.zarr", "x.npy", None])
+def test_rows_without_elements(kind, place):
+    leaves = [leaf(shape=(10, 0))]
+    check_all(written(place(kind), leaves), leaves)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"]
+)
+@pytest.mark.parametrize("kind", ["x.zarr", None])
+def test_dtypes_of_machine_learning(kind, dtype, place):
+    leaves = [leaf(dtype=dtype)]
+    store = written(place(kind), leaves)
+    check_all(store, leaves)
+    if kind:
+        check_all(reopen_store(place(kind), store.describe()), leaves)
+        np.testing.assert_array_equal(as_source(store.result(), "x").whole(), values(leaves[0]))
+
+
+TREE = [leaf("y"), leaf("a/b", (10,), np.int32), leaf("a/0", (2, 10), np.float64, 1)]
+
+
+@pytest.mark.parametrize("kind", ["x.zarr", "x.parquet", None])
+def test_a_tree_of_results(kind, place):
+    store = written(place(kind), TREE)
+    check_all(store, TREE)
+    result = store.result()
+    assert list(result) == ["y", "a/b", "a/0"]
+    if kind is None:
+        np.testing.assert_array_equal(result["a/b"], values(TREE[1]))
+    else:
+        np.testing.assert_array_equal(as_source(result["a/b"], "x").whole(), values(TREE[1]))
+
+
+@pytest.mark.parametrize("kind", ["x.parquet", None])
+def test_rows_of_different_lengths(kind, place):
+    leaves = [leaf("r", ragged=0), leaf("s", (10,))]
+    store = open_store(place(kind), leaves, PLAN)
+    store.prepare()
+    lengths = np.array([0, 3, 1, 0, 2, 5, 0, 0, 1, 0])
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    data = np.arange(36.0, dtype=np.float32).reshape(12, 3)
+    given = {}
+    for number in range(3):
+        unit = PLAN.unit(number)
+        part = Rows(data[ends[unit.start] : ends[unit.stop]], lengths[unit.start : unit.stop])
+        store.write(unit, [part, rows_of(leaves[1], unit)])
+        given[unit] = part
+    for unit, part in given.items():
+        got, plain = store.read(unit)
+        np.testing.assert_array_equal(got.data, part.data)
+        np.testing.assert_array_equal(got.lengths, part.lengths)
+        assert checksum(got) == checksum(part)
+        np.testing.assert_array_equal(plain, rows_of(leaves[1], unit))
+    result = store.result()["r"]
+    if kind:
+        source = as_source(result, "x")
+        np.testing.assert_array_equal(source.lengths, lengths)
+        result = source.read(0, 0, 10)
+    np.testing.assert_array_equal(result.data, data)
+    np.testing.assert_array_equal(result.lengths, lengths)
+
+
+def test_others_read_zarr(place):
+    zarr = pytest.importorskip("zarr")
+    written(place("x.zarr"), TREE)
+    group = zarr.open(str(place("x.zarr")), mode="r")
+    for each in TREE:
+        np.testing.assert_array_equal(group[each.name][:], values(each))
+    assert group["y"].chunks == (4, 3)
+    assert sorted(group["a"].array_keys()) == ["0", "b"]
+    written(place("one.zarr"), [leaf()])
+    np.testing.assert_array_equal(zarr.open(str(place("one.zarr")), mode="r")[:], values(leaf()))
+
+
+def test_others_read_npy_and_parquet(place):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    written(place("x.npy"), [leaf()])
+    np.testing.assert_array_equal(np.load(place("x.npy")), values(leaf()))
+    np.save(place("plain.npy"), values(leaf()))
+    assert place("x.npy").read_bytes() == place("plain.npy").read_bytes()
+    written(place("t"), [leaf("y"), leaf("s", (10,), np.int32)])
+    assert sorted(os.listdir(place("t"))) == [f"part-0000000{i}.parquet" for i in range(3)]
+    table = parquet.read_table(place("t"))
+    assert table.column("y").to_pylist() == values(leaf()).tolist()
+    assert table.column("s").to_pylist() == list(range(10))
+
+
+def files(folder):
+    inside = folder.rglob("*") if folder.is_dir() else [folder]
+    return {path.relative_to(folder): path.read_bytes() for path in inside if path.is_file()}
+
+
+@pytest.mark.parametrize("kind", ["x.zarr", "x.npy", "x.parquet"])
+def test_the_same_results_make_the_same_bytes_whatever_was_there(kind, place):
+    store = written(place(kind), [leaf()])
+    before = files(place(kind))
+    unit = PLAN.unit(2)  # the chunk that sticks out of the array
+    store.write(unit, [rows_of(leaf(), unit) + 1])
+    assert files(place(kind)) != before
+    store.write(unit, [rows_of(leaf(), unit)])
+    assert files(place(kind)) == before
+
+
+@pytest.mark.parametrize("kind", ["x.zarr", "x.parquet"])
+@pytest.mark.parametrize("number", [0, 2])
+def test_damage_is_found_and_mended(kind, number, place):
+    store, unit = written(place(kind), [leaf()]), PLAN.unit(number)
+    before = files(place(kind))
+    chunk = place(kind) / {"x.zarr": f"c.{number}.0"}.get(kind, f"part-0000000{number}.parquet")
+    content = chunk.read_bytes()
+    flipped = content[:12] + bytes([content[12] ^ 1]) + content[13:]
+    for damaged in (flipped, content[:9], b""):
+        chunk.write_bytes(damaged)
+        with pytest.raises(bx.StorageError, match=chunk.name) as caught:
+            store.read(unit)
+        assert caught.value.__cause__ is not None
+        store.write(unit, [rows_of(leaf(), unit)])
+        assert files(place(kind)) == before
+    chunk.unlink()
+    with pytest.raises(bx.StorageError, match=chunk.name):
+        store.read(unit)
+    store.write(unit, [rows_of(leaf(), unit)])
+    assert files(place(kind)) == before
+
+
+def test_results_of_zeros_are_written(place):
+    store, unit = open_store(place("x.zarr"), [leaf()], PLAN), PLAN.unit(0)
+    store.prepare()
+    with pytest.raises(bx.StorageError, match=r"c\.0\.0"):
+        store.read(unit)
+    store.write(unit, [np.zeros((4, 3), np.float32)])
+    np.testing.assert_array_equal(store.read(unit)[0], np.zeros((4, 3)))
+
+
+def test_a_chunk_that_a_killed_writer_left_half_written(place):
+    store, unit = written(place("x.zarr"), [leaf()]), PLAN.unit(1)
+    before = files(place("x.zarr"))
+    (place("x.zarr") / "c.1.0.__lock").write_bytes(b"x" * 50)
+    store.write(unit, [rows_of(leaf(), unit)])
+    assert files(place("x.zarr")) == before
+
+
+def test_a_part_that_a_killed_writer_left_half_written(place):
+    store = written(place("x.parquet"), [leaf()])
+    before = files(place("x.parquet"))
+    (place("x.parquet") / ".part-00000001.parquet.abcd.unfinished").write_bytes(b"x")
+    store.check()
+    assert files(place("x.parquet")) == before
+
+
+@pytest.mark.parametrize("kind", ["x.zarr", "x.npy", "x.parquet"])
+def test_steps_of_writing(kind, place):
+    store, unit, seen = written(place(kind), [leaf()]), PLAN.unit(1), []
+    steps.watch(seen.append)
+    try:
+        store.write(unit, [rows_of(leaf(), unit)])
+    finally:
+        steps.watch()
+    seen = [step for step in seen if step != steps.BEFORE_RENAME]
+    assert seen == [steps.BEFORE_WRITE, steps.IN_WRITE, steps.AFTER_WRITE]
+
+
+# TensorStore has threads, and ends a process that forks after it was used.
+MAKE_AND_DIE = """
+import os, sys
+import numpy as np
+from batchax.datasets import steps
+from batchax.datasets.parts import Leaf
+from batchax.datasets.plan import Plan
+from batchax.datasets.stores import open_store
+
+for left in range(12):
+    child = os.fork()
+    if not child:
+        out = os.path.join(sys.argv[1], str(left), sys.argv[2])
+        store = open_store(out, [Leaf("y", (10, 3), np.dtype(np.float32))], Plan(10, 2, 4))
+
+        def at_step(_):
+            global left
+            if not left:
+                os.kill(os.getpid(), 9)
+            left -= 1
+
+        steps.watch(at_step)
+        store.prepare()
+        os._exit(0)
+    print(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.parametrize("kind", ["x.zarr", "x.npy"])
+def test_a_process_killed_while_the_output_is_made(kind, tmp_path):
+    """Nothing is there, or all of it; made again, it is as if nothing had happened."""
+    leaves = [leaf("y")]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", MAKE_AND_DIE, tmp_path, kind],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
+    ends = [int(line) for line in done.stdout.split()]
+    killed = ends.index(0)
+    assert ends == [9] * killed + [0] * (12 - killed)
+    assert killed >= 3
+    for left in range(12):
+        out = tmp_path / str(left) / kind
+        store = open_store(out, leaves, PLAN)
+        if out.exists():
+            store.check()
+        else:
+            assert left < killed
+            store.prepare()
+        store.write(PLAN.unit(0), [rows_of(leaves[0], PLAN.unit(0))])
+        assert os.listdir(out.parent) == [kind]
+
+
+def test_units_are_written_from_several_threads(place):
+    for kind in KINDS:
+        plan, leaves = Plan(400, 2, 4), [leaf(shape=(3, 400), axis=1)]
+        store = open_store(place(kind), leaves, plan)
+        store.prepare()
+
+        def work(first, store=store, plan=plan, leaves=leaves):
+            for number in range(first, len(plan), 4):
+                store.write(plan.unit(number), [rows_of(leaves[0], plan.unit(number))])
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        check_all(store, leaves, plan)
+
+
+@pytest.mark.parametrize("kind", ["x.zarr", "x.npy", "x.parquet"])
+def test_what_is_there_is_never_written_over(kind, place):
+    place(kind).mkdir()
+    (place(kind) / "precious").write_text("data")
+    store = open_store(place(kind), [leaf()], PLAN)
+    with pytest.raises(bx.JobError, match="is there already"):
+        store.prepare()
+    assert files(place(kind)) == {Path("precious"): b"data"}
+
+
+@pytest.mark.parametrize("kind", ["x.zarr", "x.npy", "x.parquet"])
+def test_an_output_that_is_gone_or_another(kind, place):
+    store = open_store(place(kind), [leaf()], PLAN)
+    with pytest.raises(bx.StorageError, match="missing"):
+        store.check()
+    if kind != "x.parquet":
+        written(place(kind), [leaf(shape=(10, 4))])
+        with pytest.raises(bx.JobError, match=kind):
+            store.check()
+
+
+def test_a_result_of_another_shape_is_refused(place):
+    for kind in KINDS:
+        store = open_store(place(kind), [leaf("y")], PLAN)
+        store.prepare()
+        for wrong in (np.zeros((3, 3), np.float32), np.zeros((4, 3)), np.zeros((4, 2), np.float32)):
+            with pytest.raises(bx.ArgumentTypeError, match="'y'"):
+                store.write(PLAN.unit(0), [wrong])
+
+
+REFUSED = [
+    ("x.npy", [leaf(dtype="bfloat16")], "bfloat16"),
+    ("x.npy", [leaf("a"), leaf("b")], "2: 'a', 'b'"),
+    ("x.npy", [leaf(ragged=0)], "different lengths"),
+    ("x.zarr", [leaf("y", ragged=0)], "different lengths"),
+    ("x.zarr", [leaf("a"), leaf("a/b")], "name"),
+    ("x.zarr", [leaf("a"), leaf("../b")], "name"),
+    ("x.zarr", [leaf("a"), leaf("a")], "two results"),
+    ("x.parquet", [leaf("y", dtype="complex64")], "complex64"),
+    ("x", [leaf("y", dtype="bfloat16")], "bfloat16"),
+    ("x.h5", [leaf()], "HDF5 is read but not written"),
+    ("x.csv", [leaf()], r"\.zarr, \.npy"),
+    (7, [leaf()], "must be a path"),
+]
+
+
+@pytest.mark.parametrize(("out", "leaves", "message"), REFUSED)
+def test_what_cannot_be_written_is_refused_by_name(out, leaves, message, tmp_path):
+    with pytest.raises(bx.ArgumentTypeError, match=message):
+        open_store(tmp_path / out if isinstance(out, str) else out, leaves, PLAN)
+    assert not os.listdir(tmp_path)
+
+
+def test_random_keys_are_refused():
+    import jax
+
+    keys = Leaf("", (10,), jax.random.key(0).dtype)
+    with pytest.raises(bx.ArgumentTypeError, match="key_data"):
+        open_store(None, [keys], PLAN)
+
+
+def test_what_cannot_fit_the_disk_is_refused_before_work(place):
+    for kind in ("x.zarr", "x.npy"):
+        store = open_store(place(kind), [leaf(shape=(2**50, 3))], Plan(2**50, 2, 2**40))
+        with pytest.raises(bx.StorageError, match="Make room"):
+            store.prepare()
+        assert not os.path.lexists(place(kind))
+
+
+@pytest.mark.parametrize("kind", ["x.zarr", "x.npy", "x.parquet"])
+def test_a_place_that_cannot_be_written_to(kind, tmp_path):
+    (tmp_path / "file").write_text("")
+    store = open_store(tmp_path / "file" / kind, [leaf()], PLAN)
+    with pytest.raises(bx.StorageError, match="file"):
+        store.prepare()
+
+
+def test_a_file_without_the_space_that_was_promised(place, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EOPNOTSUPP, "not here")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    leaves = [leaf()]
+    check_all(written(place("x.npy"), leaves), leaves)
+
+
+def test_no_space_left_names_file_and_what_to_do(place, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store = written(place("x.npy"), [leaf()])
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(bx.StorageError, match=r"x\.npy.*no space is left") as caught:
+        store.write(PLAN.unit(0), [rows_of(leaf(), PLAN.unit(0))])
+    assert caught.value.__cause__.errno == errno.ENOSPC
+
+
+def test_results_in_memory_do_not_outlive_their_process():
+    store = written(None, [leaf()])
+    with pytest.raises(bx.JobError, match="gone"):
+        store.check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "package"),
+    [("x.zarr", "tensorstore", r"batchax\[data\]"), ("x", "pyarrow", r"batchax\[parquet\]")],
+)
+def test_what_is_not_installed_is_asked_for(kind, module, package, place, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, f"{module}.parquet", None)
+    with pytest.raises(ImportError, match=f"pip install '{package}'"):
+        open_store(place(kind), [leaf()], PLAN)
+
+
+def test_dtypes_are_known_by_their_names():
+    assert np.dtype("bfloat16") == np.dtype(ml_dtypes.bfloat16)
