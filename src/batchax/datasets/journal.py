@@ -23,7 +23,6 @@ from batchax.datasets.parts import Bad, Record, Unit
 from batchax.errors import StorageError
 
 _TORN = b" torn\n"
-_PARTIALS = "partials"  # a folder beside that of the journal
 
 
 class Journal:
@@ -71,10 +70,10 @@ class Journal:
             "ended": record.ended,
         }
         if record.quarantined:
-            entry["quarantined"] = [[b.row, b.error, b.traceback] for b in record.quarantined]
+            entry["quarantined"] = [dataclasses.astuple(bad) for bad in record.quarantined]
         if record.reduced:
             name = f"{number:08d}-{record.attempt}-{self._path.stem}.bin"
-            path = self._path.parent.parent / _PARTIALS / name
+            path = self._path.parent.parent / partials.FOLDER / name
             entry["reduced"] = partials.written(record.reduced, path)
         return entry
 
@@ -156,6 +155,6 @@ def _record(entry: dict[str, Any], folder: Path) -> Record:
         entry["attempt"],
         entry["seconds"],
         tuple(Bad(*bad) for bad in entry.get("quarantined", ())),
-        partials.Reduced(reduced, folder.parent / _PARTIALS) if reduced else {},
+        partials.Reduced(reduced, folder.parent / partials.FOLDER) if reduced else {},
         entry["ended"],
     )

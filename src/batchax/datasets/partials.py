@@ -13,6 +13,7 @@ from batchax.datasets.checksums import crc32c
 from batchax.datasets.durable import make_folder, replace_file
 from batchax.errors import ArgumentTypeError, StorageError
 
+FOLDER = "partials"  # of a job
 _IN_LINE = 4096  # bytes of all arrays of a record; the journal is read whole when a job goes on
 
 

@@ -1,0 +1,196 @@
+"""Whether a call computes what a call before did, in another process and on another day."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from batchax.errors import UnsupportedError
+
+Source = Any
+
+_ON_HOST = ("pure_callback", "io_callback")  # what debugging prints is no result
+
+
+def fingerprint(
+    fun: Callable[..., Any],
+    examples: Sequence[Any],
+    call: Callable[..., Any],
+    sources: Sequence[Source],
+    options: dict[str, Any],
+    version: str | None = None,
+) -> dict[str, Any]:
+    """What tells a call from others with other results, as JSON.
+
+    Args:
+      fun: the function of the user's, for messages.
+      examples: what `call` takes for one row: arrays, or their shapes and types.
+      call: computes one row.
+      sources: of the rows, and of what they share.
+      options: those of the call that change results.
+      version: what the user says of what cannot be seen here.
+
+    Raises:
+      UnsupportedError: if the function calls Python on the host, and no `version` was given.
+    """
+    import jax
+
+    program, shapes = jax.make_jaxpr(call, return_shape=True)(*examples)
+    on_host = next(_calls_of_host(program.jaxpr), None)
+    if on_host and version is None:
+        raise UnsupportedError(
+            f"{getattr(fun, '__name__', fun)} calls Python on the host ({on_host}), and what that "
+            "computes cannot be seen, so nobody could tell whether a job that goes on later is "
+            'still the same. Give version="1", and another one whenever that code changes.'
+        )
+    paths = jax.tree_util.tree_flatten_with_path(shapes)[0]
+    described = {
+        "program": _digest(program),
+        "results": [jax.tree_util.keystr(path) for path, _ in paths],
+        "inputs": [{"name": source.name, **source.identity()} for source in sources],
+        "options": options,
+        "jax": jax.__version__,
+        "platform": jax.default_backend(),
+        "version": version,
+    }
+    return json.loads(json.dumps(described))
+
+
+def _calls_of_host(jaxpr: Any) -> Iterator[str]:
+    from jax.extend.core import jaxprs_in_params
+
+    from batchax import _compat
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _ON_HOST:
+            yield f"{eqn.primitive.name} at {_compat.user_line(eqn.source_info)}"
+        for inner in jaxprs_in_params(eqn.params):
+            yield from _calls_of_host(inner)
+
+
+def _digest(program: Any) -> str:
+    """Of the program as StableHLO, without names that mean nothing, and of what it closes over.
+
+    That is an argument of the text: as a part of it, large arrays would take many times their
+    memory. Most are the program's own; those that are within a call of `jit` are taken out of it.
+    """
+    import jax
+
+    from batchax.jaxprs.evaluate import bind_equation, evaluate
+
+    constants = {id(c): c for c in _constants(program)}
+
+    def of_constants(values: Sequence[Any], *args: Any) -> Any:
+        known = dict(zip(constants, values, strict=True))
+
+        def run(program: Any, args: Sequence[Any]) -> list[Any]:
+            consts = [known[id(c)] for c in program.consts]
+            return evaluate(program.jaxpr, consts, args, run_equation)
+
+        def run_equation(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+            if _is_jit(eqn) and any(True for _ in _constants(eqn.params["jaxpr"])):
+                return run(eqn.params["jaxpr"], operands)
+            return bind_equation(eqn, operands)
+
+        return run(program, args)
+
+    shapes = [jax.ShapeDtypeStruct(c.shape, c.dtype) for c in constants.values()]
+    text = jax.jit(of_constants).lower(shapes, *program.in_avals).as_text()
+    digest = hashlib.sha256(_without_names(text).encode())
+    for constant in constants.values():
+        array = _numbers(constant)
+        digest.update(f"{array.dtype.name}{array.shape}".encode())
+        digest.update(array.reshape(-1).view("uint8"))
+    return digest.hexdigest()
+
+
+def _is_jit(eqn: Any) -> bool:
+    return eqn.primitive.name == "jit"
+
+
+def _constants(program: Any) -> Iterator[Any]:
+    """The arrays that a program closes over, and programs within that it calls."""
+    yield from program.consts
+    for eqn in program.jaxpr.eqns:
+        if _is_jit(eqn):
+            yield from _constants(eqn.params["jaxpr"])
+
+
+def _without_names(text: str) -> str:
+    names: dict[str, str] = {}
+    for name in re.findall(r'^ *func\.func [a-z ]*@("[^"]*"|[\w.$-]+)', text, re.MULTILINE):
+        names.setdefault(name, f"f{len(names)}")
+    text = re.sub(r"^module @\S+", "module", text)
+    return re.sub(r'@("[^"]*"|[\w.$-]+)', lambda m: f"@{names.get(m[1], m[1])}", text)
+
+
+def _numbers(constant: Any) -> Any:
+    import jax
+    import numpy as np
+
+    if jax.dtypes.issubdtype(constant.dtype, jax.dtypes.prng_key):
+        constant = jax.random.key_data(constant)
+    return np.ascontiguousarray(constant)
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What is not the same in two calls: a sentence for each thing, without a full stop."""
+    told = [
+        *_changed(old.get("options", {}), new.get("options", {})),
+        *_inputs(old.get("inputs", []), new.get("inputs", [])),
+    ]
+    around = _changed(_only(old, _AROUND), _only(new, _AROUND))
+    same_arguments = _types(old) == _types(new)
+    if old.get("results") != new.get("results"):
+        told.append("the function returns arrays by other names")
+    elif old.get("program") != new.get("program") and same_arguments and not around:
+        told.append("the function computes something else")
+    return told + around
+
+
+_AROUND = {"jax": "JAX", "platform": "the platform of JAX", "version": "version"}
+
+
+def _only(call: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    return {said: call.get(name) for name, said in names.items()}
+
+
+def _types(call: dict[str, Any]) -> list[Any]:
+    return [(i.get("shape"), i.get("dtype")) for i in call.get("inputs", [])]
+
+
+def _changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    return [
+        f"{name} was {_said(old.get(name))}, is {_said(new.get(name))}"
+        for name in dict.fromkeys([*old, *new])
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _said(value: Any) -> str:
+    return "not given" if value is None else str(value)
+
+
+def _inputs(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> Iterator[str]:
+    if len(old) != len(new):
+        yield f"there were {len(old)} arrays of input, now {len(new)}"
+        return
+    for was, now in zip(old, new, strict=True):
+        name = now["name"]
+        kinds = [f"{i['dtype']}{i['shape']}" for i in (was, now)]
+        if kinds[0] != kinds[1]:
+            yield f"{name} was {kinds[0]}, is {kinds[1]}"
+        elif "crc32c" in was and "crc32c" in now:
+            if was["crc32c"] != now["crc32c"]:
+                yield f"{name} has other values"
+        elif was.get("path") != now.get("path"):
+            yield f"{name} was {was.get('path', 'in memory')}, is {now.get('path', 'in memory')}"
+        elif was.get("size") != now.get("size"):
+            yield f"{name} was changed on disk: {was['size']} bytes, now {now['size']}"
+        elif was.get("modified_ns") != now.get("modified_ns"):
+            yield f"{name} was written again since"
+        elif {**was, "name": ""} != {**now, "name": ""}:
+            yield f"{name} is not what it was"

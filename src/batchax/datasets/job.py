@@ -1,0 +1,273 @@
+"""A dataset being computed: begun once, killed at any moment, and gone on with."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from batchax.datasets.durable import (
+    make_folder,
+    remove_file,
+    remove_unfinished,
+    replace_file,
+)
+from batchax.datasets.fingerprint import differences
+from batchax.datasets.job_files import Description, JobFiles
+from batchax.datasets.journal import Journal, read_journal
+from batchax.datasets.lock import Lock
+from batchax.datasets.parts import Record
+from batchax.datasets.plan import Plan
+from batchax.datasets.steps import BEFORE_END, reached
+from batchax.errors import ArgumentTypeError, JobError, StorageError
+
+Store = Any
+
+RESUME = ("auto", "must", "never")
+
+
+class Job:
+    """What is known of an output, beside it in a folder: what it is, and which units it has.
+
+    Attributes:
+      plan: which rows are committed at once: that of who began the job.
+      store: where the results go.
+      finished: what was said when all was done; None as long as it is not.
+    """
+
+    plan: Plan
+    store: Store
+    finished: dict[str, Any] | None
+
+    def __init__(self, files: JobFiles, plan: Plan, store: Store, lock: Lock | None, writer: str):
+        self.plan = plan
+        self.store = store
+        self.finished = None if lock else files.read_end()
+        self._files = files
+        self._lock = lock
+        self._journal = Journal(files.journal, writer)
+
+    @classmethod
+    def open(
+        cls,
+        out: Path,
+        fingerprint: dict[str, Any],
+        plan: Callable[[], Plan],
+        store: Callable[[Plan], Store],
+        resume: str = "auto",
+        writer: str = "main",
+    ) -> Job:
+        """The job that computes `out`: a new one, or the one that is there.
+
+        A job that is finished is only read, and by anyone; any other is this process's alone, until
+        it is closed.
+
+        Args:
+          out: the output.
+          fingerprint: of the call, see `fingerprint`.
+          plan: makes a plan, for a new job.
+          store: makes a store for a plan; nothing is on disk before its `prepare`.
+          resume: "auto"; "must" refuses to begin a job, "never" to go on with one.
+          writer: who writes in the journal.
+
+        Raises:
+          JobError: if `out` is the output of something else or of another call, somebody else is
+            at work on it, or `resume` says no.
+          StorageError: if it cannot be read or written.
+        """
+        if resume not in RESUME:
+            raise ArgumentTypeError(f"resume must be one of {RESUME}, and is {resume!r}.")
+        files, call = JobFiles(Path(out)), json.loads(json.dumps(fingerprint))
+        description = files.read()
+        if description is None:
+            return cls._begun(files, call, plan, store, resume, writer)
+        _check(files, description, call, resume)
+        if files.read_end() is not None:
+            return cls._checked(files, description, store, None, writer)
+        with contextlib.ExitStack() as on_error:
+            lock = _locked(files, on_error)
+            if files.read_end() is not None:  # who had the lock finished it
+                return cls._checked(files, description, store, None, writer)
+            remove_file(files.preparing)
+            job = cls._checked(files, description, store, lock, writer)
+            _ = job.done
+            on_error.pop_all()
+            return job
+
+    @classmethod
+    def _begun(
+        cls,
+        files: JobFiles,
+        call: dict[str, Any],
+        plan: Callable[[], Plan],
+        store: Callable[[Plan], Store],
+        resume: str,
+        writer: str,
+    ) -> Job:
+        if resume == "must":
+            raise JobError(
+                f'There is no job to go on with: {files.folder} holds none. With resume="auto" '
+                "one is begun."
+            )
+        _check_not_foreign(files)
+        wanted = plan()  # before anything is on disk, since arguments may be wrong
+        kept = store(wanted)
+        make_folder(files.folder)
+        with contextlib.ExitStack() as on_error:
+            lock = _locked(files, on_error)
+            if files.read() is not None:  # somebody else was faster
+                lock.release()
+                return cls.open(files.out, call, plan, store, resume, writer)
+            _check_not_foreign(files)
+            _prepare(files, kept)
+            files.write(Description(wanted, kept.describe(), call))
+            remove_file(files.preparing)
+            on_error.pop_all()
+            return cls(files, wanted, kept, lock, writer)
+
+    @classmethod
+    def _checked(
+        cls,
+        files: JobFiles,
+        description: Description,
+        store: Callable[[Plan], Store],
+        lock: Lock | None,
+        writer: str,
+    ) -> Job:
+        if not os.path.lexists(files.out):
+            raise JobError(
+                f"{files.out} is gone, and {files.folder} says what was in it. Put it back, or "
+                "delete that folder, too, to compute it again."
+            )
+        kept = store(description.plan)
+        kept.check()
+        return cls(files, description.plan, kept, lock, writer)
+
+    @functools.cached_property
+    def done(self) -> dict[int, Record]:
+        """The units that are done, by number."""
+        done = read_journal(self._files.journal)
+        for number, record in done.items():
+            if not number < len(self.plan) or record.unit != self.plan.unit(number):
+                raise JobError(
+                    f"{self._files.journal} is not the journal of this job: it has a unit of rows "
+                    f"{record.unit.start} to {record.unit.stop}, of which there is none. Put the "
+                    f"right one back, or delete {self._files.out} and {self._files.folder} to "
+                    "compute it again."
+                )
+        return done
+
+    def record(self, records: Sequence[Record]) -> None:
+        """Says that units are done, whose results are durable. So is this when it returns."""
+        self._check_held()
+        for record in self._journal.append_many(records):
+            self.done.setdefault(record.unit.number, record)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Says that all is done, and this of it, which is `finished` from now on.
+
+        That is what `JobFiles.write_end` takes: `bad` rows, `reduced` arrays, and JSON.
+        """
+        self._check_held()
+        missing = len(self.plan) - len(self.done)
+        if missing:
+            raise JobError(
+                f"{missing} of {len(self.plan)} units of {self._files.out} are not done."
+            )
+        self._render_quarantine()
+        reached(BEFORE_END)
+        self._files.write_end(**summary)
+        self.finished = self._files.read_end()
+
+    def close(self) -> None:
+        """Leaves the job to others. What is not done yet, the same call goes on with."""
+        if self._lock and self._lock.held:
+            if self.finished is None:
+                self._render_quarantine()
+            self._lock.release()
+        self._journal.close()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _check_held(self) -> None:
+        if not (self._lock and self._lock.held):
+            raise JobError(
+                f"The job of {self._files.out} is not open for writing: it is finished, was "
+                "closed, or was opened by the process that this one was forked from."
+            )
+
+    def _render_quarantine(self) -> None:
+        bad = [b for _, r in sorted(self.done.items()) for b in r.quarantined]
+        lines = (json.dumps(asdict(b)) for b in bad)
+        if bad or self._files.quarantine.exists():
+            content = "".join(f"{line}\n" for line in lines)
+            replace_file(self._files.quarantine, content.encode())
+
+
+def _locked(files: JobFiles, on_error: contextlib.ExitStack) -> Lock:
+    try:
+        lock = Lock(files.lock)
+    except JobError as error:
+        raise JobError(
+            f"Another call is at work on {files.out}: {error} Wait for it, or end it: the same "
+            "call goes on with what it has committed."
+        ) from None
+    on_error.callback(lock.release)
+    for folder in (files.folder, files.partials):
+        remove_unfinished(folder)
+    return lock
+
+
+def _check(files: JobFiles, description: Description, call: dict[str, Any], resume: str) -> None:
+    if resume == "never":
+        raise JobError(
+            f'{files.folder} holds a job already, and resume="never" says not to go on with one. '
+            f"Use another out=, or delete {files.out} and {files.folder} to begin again."
+        )
+    changed = differences(description.call, call)
+    if changed:
+        raise JobError(
+            f"{files.out} holds results of another call: {'; '.join(changed)}. Results of both are "
+            f"never mixed. Use another out=, or delete {files.out} and {files.folder} to compute "
+            "it again."
+        )
+
+
+def _check_not_foreign(files: JobFiles) -> None:
+    if files.journal.exists():
+        raise JobError(
+            f"{files.folder} has a journal, but job.json is gone, and so nobody knows of what. Put "
+            f"it back, or delete {files.out} and {files.folder} to compute it again."
+        )
+    if os.path.lexists(files.out) and not files.preparing.exists():
+        raise JobError(
+            f"{files.out} is there already, and is the output of something else: there is no job "
+            f"in {files.folder}. Use another out=, or delete it."
+        )
+
+
+def _prepare(files: JobFiles, store: Store) -> None:
+    """Makes the output. Who was killed in the middle of it may have left a part."""
+    replace_file(files.preparing, b"")
+    if os.path.lexists(files.out):
+        try:
+            return store.check()
+        except (JobError, StorageError):
+            # Nothing is ever deleted: whoever has a use for it finds it here.
+            os.replace(files.out, files.folder / f"half-made-{secrets.token_hex(4)}")
+    try:
+        store.prepare()
+    except BaseException:
+        if not os.path.lexists(files.out):
+            remove_file(files.preparing)
+        raise

@@ -1,0 +1,152 @@
+"""The files of a job, in a folder beside its output.
+
+`job.json` says what is computed, and is written once; `journal/` says which units are done, and
+`done.json` that all are; `lock` says who is at work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from batchax.datasets import partials
+from batchax.datasets.checksums import is_whole, sealed, unsealed
+from batchax.datasets.durable import replace_file
+from batchax.datasets.journal import sizes
+from batchax.datasets.parts import Bad
+from batchax.datasets.plan import Plan
+from batchax.errors import JobError, StorageError
+
+_FORMAT = 1  # what a later version that writes something else can tell this one by
+
+
+@dataclass(frozen=True)
+class JobFiles:
+    """Where the files of the job are that computes an output.
+
+    Attributes:
+      out: the output.
+    """
+
+    out: Path
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the job."""
+        return self.out.with_name(f"{self.out.name}.job")
+
+    @property
+    def lock(self) -> Path:
+        """Held by who writes."""
+        return self.folder / "lock"
+
+    @property
+    def journal(self) -> Path:
+        """The folder of the journal."""
+        return self.folder / "journal"
+
+    @property
+    def partials(self) -> Path:
+        """The folder of large arrays: parts of reductions, and these."""
+        return self.folder / partials.FOLDER
+
+    @property
+    def quarantine(self) -> Path:
+        """What went wrong with which row, for people; a rendering of the journal."""
+        return self.folder / "quarantine.jsonl"
+
+    @property
+    def preparing(self) -> Path:
+        """There from before the output is made; without `job.json`, it may be half made."""
+        return self.folder / "preparing"
+
+    @property
+    def _description(self) -> Path:
+        return self.folder / "job.json"
+
+    @property
+    def _end(self) -> Path:
+        return self.folder / "done.json"
+
+    def read(self) -> Description | None:
+        """What is computed; None if no job was begun."""
+        try:
+            content = _read(self._description)
+        except FileNotFoundError:
+            return None
+        if content is None:
+            raise JobError(
+                f"{self._description} is damaged, and so nobody knows how {self.out} was made. Put "
+                f"a copy back, or delete {self.out} and {self.folder} to compute it again."
+            )
+        if content["format"] != _FORMAT:
+            raise JobError(
+                f"{self.folder} was written by another version of batchax, of which this one "
+                f"({content['format']} and not {_FORMAT}) cannot read what it says. Go on with "
+                "that version, or use another out=."
+            )
+        return Description(Plan.from_json(content["plan"]), content["store"], content["call"])
+
+    def write(self, description: Description) -> None:
+        """Begins the job: from now on it can be resumed."""
+        plan, store, call = description.plan.to_json(), description.store, description.call
+        content = {"format": _FORMAT, "plan": plan, "store": store, "call": call}
+        replace_file(self._description, sealed(content))
+
+    def read_end(self) -> dict[str, Any] | None:
+        """What was said at the end, see `write_end`.
+
+        None if the job has not ended, the journal went on since, or that is damaged: then the job
+        is to be ended again.
+        """
+        try:
+            content = _read(self._end)
+            if content is None or content["journal"] != sizes(self.journal):
+                return None
+            reduced = dict(partials.Reduced(content["reduced"], self.partials))
+        except (FileNotFoundError, StorageError):
+            return None
+        bad = [Bad(*each) for each in content["bad"]]
+        return {**content["more"], "bad": bad, "reduced": reduced}
+
+    def write_end(
+        self, bad: Sequence[Bad] = (), reduced: Mapping[str, Any] | None = None, **more: Any
+    ) -> None:
+        """Says that all is done.
+
+        Args:
+          bad: rows that have no result.
+          reduced: for each reduction over the rows, an array.
+          more: what is to be known besides, for JSON.
+        """
+        arrays = partials.written(reduced or {}, self.partials / "all.bin")
+        content = {"bad": list(map(astuple, bad)), "reduced": arrays, "more": more}
+        replace_file(self._end, sealed({"journal": sizes(self.journal), **content}))
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a job computes.
+
+    Attributes:
+      plan: which rows are committed at once.
+      store: what the store says of itself.
+      call: the fingerprint of the call.
+    """
+
+    plan: Plan
+    store: dict[str, Any]
+    call: dict[str, Any]
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """What a sealed file says; None if it is damaged."""
+    try:
+        line = path.read_bytes().rstrip(b"\n")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{path} could not be read: {error.strerror}.") from error
+    return unsealed([line])[0] if is_whole(line) else None
