@@ -8,9 +8,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from batchax.datasets.source import Source
 from batchax.errors import UnsupportedError
-
-Source = Any
 
 _ON_HOST = ("pure_callback", "io_callback")  # what debugging prints is no result
 

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchax.datasets.durable import (
     make_folder,
@@ -27,7 +27,8 @@ from batchax.datasets.plan import Plan
 from batchax.datasets.steps import BEFORE_END, reached
 from batchax.errors import ArgumentTypeError, JobError, StorageError
 
-Store = Any
+if TYPE_CHECKING:
+    from batchax.datasets.store import Store  # which needs libraries, and a job does not
 
 RESUME = ("auto", "must", "never")
 

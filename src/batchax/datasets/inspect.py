@@ -1,0 +1,204 @@
+"""How far a job is, and whether what it wrote is still what it was."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+
+from batchax.datasets.checksums import checksum
+from batchax.datasets.job_files import Description, JobFiles
+from batchax.datasets.journal import Journal, read_journal
+from batchax.datasets.lock import Holder, Lock, is_held, last_holder
+from batchax.datasets.parts import Record, Unit
+from batchax.datasets.store import Store, called
+from batchax.datasets.stores import reopen_store
+from batchax.errors import JobError, StorageError
+
+_RECENT = 200  # units that say how fast it goes
+_SHOWN = 20  # units that are listed one by one
+
+
+@dataclass(frozen=True)
+class Status:
+    """How far a job is.
+
+    Attributes:
+      out: its output.
+      rows: of the dataset.
+      done: rows that are committed, those in quarantine among them.
+      quarantined: rows that have no result.
+      finished: whether all is done, and that was said.
+      holder: who is at work on it.
+      rate: rows a second, of the units that were committed last by who is, or was last, at work.
+    """
+
+    out: Path
+    rows: int
+    done: int
+    quarantined: int
+    finished: bool
+    holder: Holder | None
+    rate: float | None
+
+    @property
+    def to_do(self) -> int:
+        """Rows that are not committed."""
+        return self.rows - self.done
+
+    def __str__(self) -> str:
+        share = f" ({self.done / self.rows:.1%})" if self.rows else ""
+        lines = [
+            f"{self.out}: {self._state()}",
+            f"  done         {self.done:,} of {self.rows:,} rows{share}",
+            f"  to do        {self.to_do:,}",
+            f"  quarantined  {self.quarantined:,}",
+        ]
+        if self.rate:
+            left = f", {_duration(self.to_do / self.rate)} left" if self.holder else ""
+            lines.append(f"  rate         {self.rate:,.3g} rows a second{left}")
+        return "\n".join(lines)
+
+    def _state(self) -> str:
+        if self.holder:
+            return f"running in {self.holder}"
+        return "finished" if self.finished else "stopped; the same call goes on with it"
+
+
+def status(out: str | Path) -> Status:
+    """How far the job is that computes `out`, while it runs and after.
+
+    Raises:
+      JobError: if there is none.
+    """
+    files = JobFiles(Path(out))
+    description = _description(files)
+    finished = files.read_end() is not None
+    holder = last_holder(files.lock)
+    done = list(read_journal(files.journal).values())
+    return Status(
+        out=files.out,
+        rows=description.plan.rows,
+        done=sum(r.unit.rows for r in done),
+        quarantined=sum(len(r.quarantined) for r in done),
+        finished=finished,
+        holder=holder if is_held(files.lock) else None,
+        rate=_rate(done, holder.since) if holder else None,
+    )
+
+
+def _rate(done: Iterable[Record], since: float) -> float | None:
+    """Rows a second since then, or since some units ago if there were many."""
+    run = sorted((r for r in done if r.ended > since), key=attrgetter("ended"))
+    if not run:
+        return None
+    if len(run) > _RECENT and run[-_RECENT].ended < run[-1].ended:  # several end at one time
+        since = run[-_RECENT].ended
+    rows = sum(r.unit.rows for r in run if r.ended > since)
+    return rows / (run[-1].ended - since)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """A unit that is not what was written.
+
+    Attributes:
+      unit: its rows.
+      reason: what is wrong with it.
+    """
+
+    unit: Unit
+    reason: str
+
+    def __str__(self) -> str:
+        return f"rows {self.unit.start:,} to {self.unit.stop:,}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What came of reading an output back.
+
+    Attributes:
+      out: the output.
+      rows: those that were read.
+      damaged: units that are not what was written.
+      repaired: whether these count as not done from now on.
+    """
+
+    out: Path
+    rows: int
+    damaged: Sequence[Damaged]
+    repaired: bool = False
+
+    def __bool__(self) -> bool:
+        return not self.damaged
+
+    def __str__(self) -> str:
+        if self:
+            return f"{self.out}: {self.rows:,} rows are what was written."
+        lost = sum(d.unit.rows for d in self.damaged)
+        lines = [f"{self.out}: of {self.rows:,} rows, {lost:,} are not what was written:"]
+        lines += [f"  {damaged}" for damaged in self.damaged[:_SHOWN]]
+        if len(self.damaged) > _SHOWN:
+            lines.append(f"  and {len(self.damaged) - _SHOWN:,} more such units")
+        return "\n".join([*lines, self._advice()])
+
+    def _advice(self) -> str:
+        if self.repaired:
+            return "They count as not done now: the same call computes them again."
+        return "`batchax verify --repair` says that they are not done; the same call mends them."
+
+
+def verify(out: str | Path, repair: bool = False) -> Verified:
+    """Reads back what is committed of `out`, and compares it with its checksums.
+
+    Args:
+      out: the output.
+      repair: whether units that are damaged count as not done from now on, so that the call that
+        made them computes them again.
+
+    Raises:
+      JobError: if there is no job, or, to repair it, if somebody is at work on it.
+    """
+    files = JobFiles(Path(out))
+    store = reopen_store(files.out, _description(files).store)
+    journal, damaged = Journal(files.journal, "verify"), []
+    with contextlib.ExitStack() as stack:
+        if repair:
+            stack.callback(Lock(files.lock).release)  # who is at work would not see it
+            stack.callback(journal.close)
+        records = read_journal(files.journal)
+        for each in _damaged(records.values(), store):
+            damaged.append(each)
+            if repair:
+                journal.withdraw([records[each.unit.number]], each.reason)
+    return Verified(files.out, sum(r.unit.rows for r in records.values()), damaged, repair)
+
+
+def _damaged(records: Iterable[Record], store: Store) -> Iterator[Damaged]:
+    for record in sorted(records, key=attrgetter("unit")):
+        try:
+            sums = [checksum(result) for result in store.read(record.unit)]
+            list(record.reduced.values())  # which compares their checksums
+        except StorageError as error:
+            yield Damaged(record.unit, str(error))
+            continue
+        for leaf, found, written in zip(store.leaves, sums, record.checksums, strict=True):
+            if found != written:
+                yield Damaged(record.unit, f"{called(leaf)} has other bytes than were written")
+                break
+
+
+def _description(files: JobFiles) -> Description:
+    description = files.read()
+    if description is None:
+        raise JobError(f"There is no job of {files.out}: {files.folder} holds none.")
+    return description

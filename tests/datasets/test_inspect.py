@@ -1,0 +1,220 @@
+"""How far a job is, while it runs and after; damage on disk, found and mended."""
+
+import subprocess
+import time
+
+import numpy as np
+import pytest
+
+from batchax.datasets import inspect
+from batchax.datasets.checksums import checksum
+from batchax.datasets.inspect import Damaged, Status, Verified, status, verify
+from batchax.datasets.job import Job
+from batchax.datasets.lock import Holder, last_holder
+from batchax.datasets.parts import Bad, Leaf, Record, Rows, Unit
+from batchax.datasets.plan import Plan
+from batchax.datasets.stores import open_store
+from batchax.errors import JobError
+
+from support import kills
+
+PLAN = Plan(20, 2, 4)
+LEAF = Leaf("", (20, 3), np.dtype(np.float32))
+NAMED = Leaf("y", (20, 3), np.dtype(np.float32))
+RAGGED = Leaf("words", (20,), np.dtype(np.int32), ragged=1)
+
+
+def opened(out, leaves=(LEAF,), plan=PLAN):
+    return Job.open(out, {}, lambda: plan, lambda plan: open_store(out, leaves, plan))
+
+
+def result(leaf, unit):
+    rows = np.arange(unit.start, unit.stop)
+    if leaf.ragged:
+        return Rows(np.repeat(rows, rows % 3).astype(leaf.dtype), rows % 3)
+    return np.stack([rows, rows + 0.5, -rows], axis=1).astype(leaf.dtype)
+
+
+def computed(job, numbers, leaves=(LEAF,), **more):
+    for number in numbers:
+        unit = job.plan.unit(number)
+        results = [result(leaf, unit) for leaf in leaves]
+        job.store.write(unit, results)
+        job.record([Record(unit, [checksum(x) for x in results], **more)])
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "y.npy"
+
+
+def test_how_far_it_is(out):
+    with pytest.raises(JobError, match=r"There is no job of .*y\.npy: .*y\.npy\.job holds none"):
+        status(out)
+    with opened(out) as job:
+        computed(job, [0, 4], quarantined=[Bad(3, "ValueError")])
+        found = status(str(out))
+        assert (found.rows, found.done, found.to_do, found.quarantined) == (20, 8, 12, 2)
+        assert not found.finished
+        assert "running in this process, since 20" in str(found)
+        assert " left" in str(found)
+        assert found.rate > 0
+    assert "stopped; the same call goes on with it" in str(status(out))
+    with opened(out) as job:
+        assert status(out).rate is None  # of this run nothing is known yet
+        computed(job, [1, 2, 3])
+        job.finish({})
+    found = status(out)
+    assert found.finished
+    assert (found.done, found.to_do, found.holder) == (20, 0, None)
+    assert str(found).splitlines()[:2] == [
+        f"{out}: finished",
+        "  done         20 of 20 rows (100.0%)",
+    ]
+
+
+def test_what_is_printed(out):
+    holder = Holder(7, "elsewhere", 0.0)
+    text = str(Status(out, 10**6, 250_000, 3, False, holder, 123.4))
+    assert f"{out}: running in process 7 on elsewhere, since " in text
+    assert text.splitlines()[1:] == [
+        "  done         250,000 of 1,000,000 rows (25.0%)",
+        "  to do        750,000",
+        "  quarantined  3",
+        "  rate         123 rows a second, 1:41:18 left",
+    ]
+    assert " left" not in str(Status(out, 10, 5, 0, False, None, 1.0))
+    assert "5 of 5 rows" in str(Status(out, 5, 5, 0, True, None, None))
+    assert "0 of 0 rows" in str(Status(out, 0, 0, 0, True, None, None))
+
+
+def test_the_rate_is_that_of_the_last_units_of_the_last_run():
+    def records(times):
+        return [Record(Unit(i, 4 * i, 4 * i + 4), [], ended=t) for i, t in enumerate(times)]
+
+    assert inspect._rate(records([5.0, 12.0, 14.0]), since=10.0) == 2.0
+    assert inspect._rate(records([5.0]), since=10.0) is None
+    slow_then_fast = [10.0 * i for i in range(1, 101)] + [1000.0 + i for i in range(1, 302)]
+    assert inspect._rate(records(slow_then_fast), since=0.0) == 4.0
+    at_once = records([3.0] * 1000)
+    assert inspect._rate(at_once, since=1.0) == 2000.0
+
+
+def test_while_it_runs_in_another_process(out):
+    opened(out).close()
+    script = """
+from pathlib import Path
+from batchax.datasets.journal import Journal
+from batchax.datasets.lock import Lock
+from batchax.datasets.parts import Record, Unit
+folder = Path(sys.argv[1])
+lock = Lock(folder / "lock")
+Journal(folder / "journal", "main").append(Record(Unit(0, 0, 4), [0]))
+print(flush=True)
+sys.stdin.read()
+"""
+    command = kills.command(script, out.with_name("y.npy.job"))
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with subprocess.Popen(command, **pipes) as other:
+        other.stdout.readline()
+        found = status(out)
+        assert found.holder.pid == other.pid
+        assert found.done == 4
+        assert f"running in process {other.pid}, since" in str(found)
+        with pytest.raises(JobError, match=f"is held by process {other.pid}"):
+            verify(out, repair=True)
+        other.kill()
+    assert status(out).holder is None
+    assert last_holder(out.with_name("y.npy.job") / "lock").pid == other.pid
+
+
+def damage(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) * 2 // 3] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "leaves", "file"),
+    [
+        ("y.npy", (LEAF,), ""),
+        ("y.zarr", (LEAF,), "c.2.0"),
+        ("y", (NAMED, RAGGED), "part-00000002.parquet"),
+    ],
+)
+def test_damage_is_found_and_mended(tmp_path, name, leaves, file):
+    out = tmp_path / name
+    with opened(out, leaves) as job:
+        computed(job, range(5), leaves)
+        job.finish({})
+    found = verify(out)
+    assert found
+    assert str(found) == f"{out}: 20 rows are what was written."
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    damage(out / file)
+    found = verify(out)
+    assert not found
+    assert [d.unit for d in found.damaged] == [PLAN.unit(2)]
+    assert "  rows 8 to 12: " in str(found)
+    assert "`batchax verify --repair`" in str(found)
+    assert status(out).finished  # nothing was changed
+
+    found = verify(str(out), repair=True)
+    assert found.repaired
+    assert "the same call computes them again" in str(found)
+    assert (status(out).finished, status(out).done) == (False, 16)
+    assert verify(out)
+    with opened(out, leaves) as job:
+        assert job.finished is None
+        assert set(job.done) == {0, 1, 3, 4}
+        computed(job, [2], leaves)
+        job.finish({})
+    assert verify(out)
+    assert status(out).finished
+    assert all(p.read_bytes() == before[p] for p in before if f"{out}.job" not in str(p))
+
+
+def test_what_is_missing_is_damaged(tmp_path):
+    out = tmp_path / "y"
+    with opened(out) as job:
+        computed(job, range(3))
+    (out / "part-00000001.parquet").unlink()
+    found = verify(out, repair=True)
+    assert found.rows == 12
+    assert "part-00000001.parquet" in found.damaged[0].reason
+
+
+def test_a_part_of_a_reduction_that_is_damaged(out):
+    with opened(out) as job:
+        computed(job, range(3), reduced={"s": np.arange(5000.0)})
+    assert verify(out)
+    damage(out.with_name("y.npy.job") / "partials" / "00000001-0-main.bin")
+    found = verify(out, repair=True)
+    assert [d.unit.number for d in found.damaged] == [1]
+    with opened(out) as job:
+        computed(job, [1], reduced={"s": np.arange(5000.0)})
+    assert verify(out)
+
+
+def test_of_many_units_some_are_shown(out):
+    damaged = [Damaged(Unit(i, 4 * i, 4 * i + 4), "gone") for i in range(30)]
+    lines = str(Verified(out, 400, damaged)).splitlines()
+    assert lines[0] == f"{out}: of 400 rows, 120 are not what was written:"
+    assert lines[20] == "  rows 76 to 80: gone"
+    assert lines[21] == "  and 10 more such units"
+
+
+def test_no_job_to_verify(out):
+    with pytest.raises(JobError, match="There is no job of"):
+        verify(out)
+
+
+def test_hundred_thousand_units(tmp_path):
+    out, plan = tmp_path / "y.npy", Plan(400_000, 4, 4)
+    with opened(out, (Leaf("", (400_000,), np.dtype(np.int32)),), plan) as job:
+        job.record([Record(plan.unit(i), [0], seconds=0.125) for i in range(len(plan))])
+        begin = time.perf_counter()
+        assert status(out).done == 400_000
+        taken = time.perf_counter() - begin
+    print(f"status of 100,000 units: {taken:.2f} s")
+    assert taken < 10
