@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 import zlib
+from pathlib import Path
 
 import h5py
 import jax
@@ -163,6 +164,31 @@ def test_parts_of_one_mapped_file_are_told_apart(tmp_path):
     private[0] = 7
     assert as_source(private, "x").identity()["crc32c"] == crc32c(private)
     assert "crc32c" in as_source(mapped + 1, "x").identity()
+
+
+def test_a_mapped_file_that_is_written_to(tmp_path):
+    mapped = np.load(save(tmp_path / "x.npy", X), mmap_mode="r+")
+    mapped[0] = 7
+    source = as_source(mapped[:2], "x")
+    known = source.identity()
+    same(source.read(0, 0, 1), np.full((1, 5, 3), 7, np.float32))
+    os.sync()
+    assert as_source(mapped[:2], "x").identity() == known
+    same(source.whole()[1:], X[1:2])
+
+
+def test_a_mapped_file_does_not_stay_in_memory(tmp_path):
+    def resident():
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("RssFile:")[1].split()[0])
+
+    if not Path("/proc/self/status").exists():
+        pytest.skip("needs Linux")
+    path = save(tmp_path / "x.npy", np.zeros((64, 2**20), np.uint8))
+    source, before = as_source(np.load(path, mmap_mode="r"), "x"), resident()
+    for start in range(0, 64, 8):
+        source.read(0, start, start + 8)
+    assert resident() - before < 20 * 1024
 
 
 def test_parts_of_one_array_on_disk_are_told_apart(tmp_path):
@@ -331,7 +357,7 @@ def test_a_truncated_file_is_refused_when_opened(tmp_path):
         as_source(path, "x")
 
 
-@pytest.mark.parametrize("kind", ["npy", "h5"])
+@pytest.mark.parametrize("kind", ["npy", "h5", "memmap"])
 def test_a_file_that_changes_while_it_is_read(kind, tmp_path):
     source = as_source(KINDS[kind](tmp_path), "args[0]")
     file = next(tmp_path.iterdir())

@@ -152,4 +152,6 @@ class ParquetColumn(Column):
         with self._parquet.ParquetFile(
             self._files[part].path, page_checksum_verification=True
         ) as file:
-            return file.read_row_group(group, columns=[self._column]).column(self._column)
+            return file.read_row_group(group, [self._column], use_threads=False).column(
+                self._column
+            )

@@ -20,21 +20,58 @@ from batchax.rows.checks import known_lengths
 class InMemory(Source):
     """An array of NumPy, or what becomes one.
 
-    Its identity is a checksum of what it holds; of an array that maps a file, that file with the
-    place of the array in it; or what it is told that it comes from.
+    Its identity is a checksum of what it holds, unless `origin` says where that came from.
     """
 
     def __init__(self, x: Any, name: str, origin: dict[str, Any] | None = None) -> None:
         self._array, self._origin = np.asarray(x), origin
         super().__init__(name, self._array.shape, self._array.dtype)
-        if isinstance(x, np.memmap):
-            self._origin = _mapped_file(x, name)
 
     def identity(self) -> dict[str, Any]:
         return {**self._origin, **self._form()} if self._origin else super().identity()
 
     def _get(self, index: Index) -> Any:
         return self._array[index]
+
+
+class Mapped(Source):
+    """An array that maps a file. What was read does not stay in this process's memory.
+
+    Its identity is the file with size and time, and where in it the array lies.
+    """
+
+    gives_fresh = True
+
+    def __init__(self, x: np.memmap, whole: np.memmap, name: str) -> None:
+        if whole.mode != "r":
+            whole.flush()  # the file's time changes now, not when the system gets to it
+        self._array, self._mapping = np.asarray(x), whole.base
+        self._at = x.ctypes.data - whole.ctypes.data + whole.offset
+        self._files = Files(Path(str(x.filename)), name)
+        super().__init__(name, x.shape, x.dtype)
+
+    def identity(self) -> dict[str, Any]:
+        place = {"at": self._at, "strides": list(self._array.strides)}
+        return {**self._files.identity(), **place, **self._form()}
+
+    def _get(self, index: Index) -> np.ndarray:
+        self._files.check()
+        got = np.array(self._array[index], self.dtype, order="C")
+        if isinstance(self._mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            # Pages of the file count as this process's memory until they are given back.
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+        return got
+
+
+def in_memory(x: Any, name: str) -> Source:
+    """A source of an array of NumPy, mapped or not, or of a number."""
+    whole = x
+    while isinstance(whole, np.memmap) and isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    # Of mode "c", what was written is in memory alone, and results of arithmetic map nothing.
+    if isinstance(whole, np.memmap) and whole.mode in ("r", "r+", "w+"):
+        return Mapped(x, whole, name)
+    return InMemory(x, name)
 
 
 class InRagged(Source):
@@ -97,18 +134,6 @@ def _from_zero(x: Any) -> Any:
     import tensorstore
 
     return x[tensorstore.d[:].translate_to[0]] if x.rank else x
-
-
-def _mapped_file(x: np.memmap, name: str) -> dict[str, Any] | None:
-    """Where the array lies in the file that it maps, or None if that cannot be said."""
-    whole: Any = x
-    while isinstance(whole.base, np.ndarray):
-        whole = whole.base
-    # Of mode "c", what was written is in memory alone.
-    if x.filename is None or x.mode == "c" or not isinstance(whole.base, mmap.mmap):
-        return None
-    at = x.ctypes.data - whole.ctypes.data + whole.offset
-    return {**Files(Path(x.filename), name).identity(), "at": at, "strides": list(x.strides)}
 
 
 def _in_hdf5(x: Any, name: str) -> dict[str, Any] | None:

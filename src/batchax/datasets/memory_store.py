@@ -20,7 +20,7 @@ class MemoryStore(Store):
     def __init__(self, leaves: Sequence[Leaf], unit_rows: int) -> None:
         super().__init__(leaves, unit_rows)
         self._arrays: list[np.ndarray | None] = []
-        self._ragged: dict[tuple[int, int], Rows] = {}  # by leaf and unit
+        self._ragged: dict[tuple[int, int], Rows] = {}  # by unit and leaf
 
     def prepare(self) -> None:
         self._arrays = [
@@ -36,15 +36,15 @@ class MemoryStore(Store):
             zip(self.leaves, self._arrays, results, strict=True)
         ):
             if isinstance(result, Rows):
-                self._ragged[i, unit.number] = Rows(result.data.copy(), result.lengths.copy())
+                self._ragged[unit.number, i] = Rows(result.data.copy(), result.lengths.copy())
             elif array is not None:
                 array[part_of(leaf, unit)] = result
 
     def read(self, unit: Unit) -> list[np.ndarray | Rows]:
-        if any((i, unit.number) not in self._ragged for i in self._ragged_leaves()):
+        if any((unit.number, i) not in self._ragged for i in self._ragged_leaves()):
             raise StorageError(f"rows {unit.start} to {unit.stop} were not written.")
         return [
-            self._ragged[i, unit.number] if array is None else array[part_of(leaf, unit)].copy()
+            self._ragged[unit.number, i] if array is None else array[part_of(leaf, unit)].copy()
             for i, (leaf, array) in enumerate(zip(self.leaves, self._arrays, strict=True))
         ]
 
@@ -57,13 +57,9 @@ class MemoryStore(Store):
         return [i for i, array in enumerate(self._arrays) if array is None]
 
     def _rows(self, i: int) -> Rows:
-        """The rows of all units, which are in the order of their numbers."""
+        """The rows of all units."""
         leaf = self.leaves[i]
-        units = [rows for (of, _), rows in sorted(self._ragged.items(), key=_by_unit) if of == i]
+        units = [self._ragged[key] for key in sorted(self._ragged) if key[1] == i]
         data = [np.zeros((0, *leaf.shape[1:]), leaf.dtype), *(rows.data for rows in units)]
         lengths = [np.zeros(0, np.int64), *(rows.lengths for rows in units)]
         return Rows(np.concatenate(data), np.concatenate(lengths))
-
-
-def _by_unit(item: tuple[tuple[int, int], Rows]) -> int:
-    return item[0][1]

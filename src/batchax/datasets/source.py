@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -132,10 +133,11 @@ class Files:
 
     def _look(self) -> tuple[int, int]:
         with reading(self._name):
-            files = [self.path]
+            files = [str(self.path)]
             if self.path.is_dir():
-                files = [file for file in self.path.rglob("*") if not file.is_dir()]
-            stats = [file.stat() for file in files]
+                walk = os.walk(self.path)
+                files = [os.path.join(folder, name) for folder, _, names in walk for name in names]
+            stats = [os.stat(file) for file in files]
         return sum(s.st_size for s in stats), max((s.st_mtime_ns for s in stats), default=0)
 
 
@@ -149,8 +151,8 @@ def native(dtype: Any, name: str) -> np.dtype:
         known = np.dtype(dtype).newbyteorder("=")
     except TypeError:
         raise ArgumentTypeError(
-            f"{name}: the dtype {dtype} has no form in NumPy. Of random keys give the numbers: "
-            "jax.random.key_data(keys)."
+            f"{name}: the dtype {dtype} is none of NumPy's. Convert it with numpy.asarray; of "
+            "random keys, give the numbers: jax.random.key_data(keys)."
         ) from None
     if known.kind not in "biufc" and known.isbuiltin != 2:  # 2: added to NumPy, such as bfloat16
         raise ArgumentTypeError(

@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from batchax.datasets.columns import ArrowColumn, ParquetColumn
 from batchax.datasets.files import Hdf5Dataset, NpyFile, ZarrFolder, npz_array
-from batchax.datasets.memory import InMemory, InRagged, Sliced
+from batchax.datasets.memory import InMemory, InRagged, Sliced, in_memory
 from batchax.datasets.source import Source, native
 from batchax.datasets.tensorstores import zarr_format
 from batchax.errors import ArgumentTypeError, StorageError
@@ -45,7 +45,7 @@ def as_source(x: Any, name: str) -> Source:
         native(x.dtype, name)  # random keys
         return InMemory(np.asarray(x), name)
     if isinstance(x, (np.ndarray, np.generic, int, float, complex)):
-        return InMemory(x, name)
+        return in_memory(x, name)
     if type(x).__module__.split(".")[0] == "pyarrow" and hasattr(x, "slice") and hasattr(x, "type"):
         return ArrowColumn(x, name)
     if all(hasattr(x, attribute) for attribute in ("shape", "dtype", "__getitem__")):
