@@ -42,14 +42,18 @@ class Job:
       finished: what was said when all was done; None as long as it is not.
     """
 
-    plan: Plan
-    store: Store
-    finished: dict[str, Any] | None
-
-    def __init__(self, files: JobFiles, plan: Plan, store: Store, lock: Lock | None, writer: str):
+    def __init__(
+        self,
+        files: JobFiles,
+        plan: Plan,
+        store: Store,
+        writer: str,
+        lock: Lock | None = None,
+        finished: dict[str, Any] | None = None,
+    ):
         self.plan = plan
         self.store = store
-        self.finished = None if lock else files.read_end()
+        self.finished = finished
         self._files = files
         self._lock = lock
         self._journal = Journal(files.journal, writer)
@@ -89,15 +93,20 @@ class Job:
         if description is None:
             return cls._begun(files, call, plan, store, resume, writer)
         _check(files, description, call, resume)
-        if files.read_end() is not None:
-            return cls._checked(files, description, store, None, writer)
         with contextlib.ExitStack() as on_error:
-            lock = _locked(files, on_error)
-            if files.read_end() is not None:  # who had the lock finished it
-                return cls._checked(files, description, store, None, writer)
-            remove_file(files.preparing)
-            job = cls._checked(files, description, store, lock, writer)
-            _ = job.done
+            end, lock = files.read_end(), None
+            if end is None:
+                lock = _locked(files, on_error)
+                end = files.read_end()
+            if end is not None:  # perhaps by who had the lock
+                on_error.close()
+                lock = None
+            job = cls(
+                files, description.plan, _checked(files, description, store), writer, lock, end
+            )
+            if lock:
+                remove_file(files.preparing)
+                _ = job.done  # it is told here if the journal cannot be read
             on_error.pop_all()
             return job
 
@@ -130,25 +139,7 @@ class Job:
             files.write(Description(wanted, kept.describe(), call))
             remove_file(files.preparing)
             on_error.pop_all()
-            return cls(files, wanted, kept, lock, writer)
-
-    @classmethod
-    def _checked(
-        cls,
-        files: JobFiles,
-        description: Description,
-        store: Callable[[Plan], Store],
-        lock: Lock | None,
-        writer: str,
-    ) -> Job:
-        if not os.path.lexists(files.out):
-            raise JobError(
-                f"{files.out} is gone, and {files.folder} says what was in it. Put it back, or "
-                "delete that folder, too, to compute it again."
-            )
-        kept = store(description.plan)
-        kept.check()
-        return cls(files, description.plan, kept, lock, writer)
+            return cls(files, wanted, kept, writer, lock)
 
     @functools.cached_property
     def done(self) -> dict[int, Record]:
@@ -242,6 +233,17 @@ def _check(files: JobFiles, description: Description, call: dict[str, Any], resu
             f"never mixed. Use another out=, or delete {files.out} and {files.folder} to compute "
             "it again."
         )
+
+
+def _checked(files: JobFiles, description: Description, store: Callable[[Plan], Store]) -> Store:
+    if not os.path.lexists(files.out):
+        raise JobError(
+            f"{files.out} is gone, and {files.folder} says what was in it. Put it back, or delete "
+            "that folder, too, to compute it again."
+        )
+    kept = store(description.plan)
+    kept.check()
+    return kept
 
 
 def _check_not_foreign(files: JobFiles) -> None:
