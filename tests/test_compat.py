@@ -111,6 +111,21 @@ def test_effects():
     assert not _compat.ordered_by_lane(effects("DebugEffect"))
 
 
+def test_what_jax_logs_of_callbacks_that_fail(caplog):
+    def fail(_):
+        raise ValueError("as told")
+
+    def call():
+        with pytest.raises(Exception, match="as told"):
+            jax.block_until_ready(jax.jit(lambda x: jax.pure_callback(fail, X, x))(X))
+
+    call()
+    logged = len(caplog.records)
+    with _compat.callbacks_fail_silently():
+        call()
+    assert 0 < logged == len(caplog.records)
+
+
 def test_references():
     ref, read, added = jax.new_ref(X), jax.new_ref(X), jax.new_ref(X)
     assert _compat.is_reference(ref)

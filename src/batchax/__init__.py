@@ -45,6 +45,7 @@ from batchax.kernel.registry import register_rule as register_rule
 from batchax.kernel.rule_makers import broadcasting as broadcasting
 from batchax.kernel.rule_makers import reducing as reducing
 from batchax.kernel.rule_makers import vectorized as vectorized
+from batchax.map import map as map
 from batchax.rows.buckets import Buckets as Buckets
 from batchax.rows.buckets import bucket as bucket
 from batchax.rows.lane_sizes import size as size

@@ -1,211 +1,37 @@
-"""The command `batchax`: ``batchax explain module:function --args "f32[5,3]" ...``."""
+"""The command `batchax`: ``batchax explain``, ``batchax map``, and others."""
 
 from __future__ import annotations
 
 import argparse
-import ast
-import importlib
-import importlib.util
 import os
-import re
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
+from batchax.commands import dataset, explain
+from batchax.commands.words import Mistake
 from batchax.errors import BatchaxError
-from batchax.explain.explain import explain
-from batchax.explain.text import for_terminal
-
-_DTYPES = {
-    "bool": "bool",
-    "bf16": "bfloat16",
-    **{f"f{n}": f"float{n}" for n in (16, 32, 64)},
-    **{f"i{n}": f"int{n}" for n in (8, 16, 32, 64)},
-    **{f"u{n}": f"uint{n}" for n in (8, 16, 32, 64)},
-    **{f"c{n}": f"complex{n}" for n in (64, 128)},
-}
-_TYPE = re.compile(r"(\w+)\[([\d,\s]*)\]")
-
-
-class _Mistake(Exception):
-    """Something in the command line is not as it must be."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status: 0, or 2 after a message of what is wrong."""
+    """Runs the command; returns its exit status.
+
+    0: done. 1: a command failed. 2: something in the command line is not as it must be. 3: done,
+    but for rows that are quarantined. 130: interrupted; the same command goes on.
+    """
     options = _parser().parse_args(argv)
     try:
-        _run(options)
-    except (_Mistake, BatchaxError) as error:
+        return options.run(options)
+    except (Mistake, BatchaxError) as error:
         print(f"batchax: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, Mistake) else options.failed
     except BrokenPipeError:  # who reads it, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+        return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="batchax", description="The batching system for JAX.")
     commands = parser.add_subparsers(title="commands", required=True)
-    command = commands.add_parser(
-        "explain",
-        help="show how a function is batched, and what that costs",
-        description="Shows how batchax.vmap batches a function, and what that costs.",
-        epilog='example: batchax explain model:loss --args "f32[5,3]" "f32[3]" --in-axes 0 None',
-    )
-    command.add_argument(
-        "function", help="the per-example function: module:name, or path/to/file.py:name"
-    )
-    command.add_argument(
-        "--args",
-        nargs="*",
-        default=[],
-        metavar="TYPE",
-        help="the type of each argument of the batched function, such as f32[5,3]; a Python "
-        'value, such as 3 or True; or a tree of types: \'{"w": "f32[3]"}\'',
-    )
-    command.add_argument("--in-axes", nargs="*", default=["0"], metavar="AXIS")
-    command.add_argument("--out-axes", default="0", metavar="AXIS")
-    command.add_argument("--axis-name")
-    command.add_argument("--axis-size", type=int)
-    command.add_argument("--batch-size", metavar="LANES", help='a number, or "auto"')
-    command.add_argument("--memory-limit", metavar="BYTES", help="such as 2GiB")
-    command.add_argument("--divergence", choices=["predicate", "compact"])
-    command.add_argument("--html", metavar="FILE", help="write a page to this file, too")
-    command.add_argument(
-        "--measure", action="store_true", help="run it, on random numbers, and time it"
-    )
+    explain.add_to(commands)
+    dataset.add_to(commands)
     return parser
-
-
-def _run(options: argparse.Namespace) -> None:
-    fun = _function(options.function)
-    args = [_argument(text, options.measure) for text in options.args]
-    in_axes = tuple(_literal(a, "--in-axes") for a in options.in_axes)
-    vmap_options = {
-        "axis_name": options.axis_name,
-        "axis_size": options.axis_size,
-        "batch_size": _batch_size(options.batch_size),
-        "memory_limit": options.memory_limit,
-        "divergence": options.divergence,
-    }
-    given = {name: value for name, value in vmap_options.items() if value is not None}
-    explained = explain(
-        fun,
-        in_axes[0] if len(in_axes) == 1 else in_axes,
-        _literal(options.out_axes, "--out-axes"),
-        measure=options.measure,
-        **given,
-    )
-    explanation = explained(*args)
-    if options.html:
-        explanation.to_html(options.html)
-    _show(for_terminal(explanation))
-    if options.html:
-        print(f"\nwritten to {options.html}")
-
-
-def _show(explanation: Any) -> None:
-    if isinstance(explanation, str):
-        print(explanation)
-        return
-    from rich.console import Console
-
-    Console(soft_wrap=True).print(explanation)
-
-
-def _function(name: str) -> Callable[..., Any]:
-    place, colon, attributes = name.rpartition(":")
-    if not colon or not place or not attributes:
-        raise _Mistake(
-            f"{name!r} does not name a function. Write module:function, such as model:loss, or "
-            "path/to/file.py:function."
-        )
-    found = _module(place)
-    for attribute in attributes.split("."):
-        if not hasattr(found, attribute):
-            there = [n for n, f in vars(found).items() if callable(f) and not n.startswith("_")]
-            known = f" It has {', '.join(sorted(there)[:10])}." if there else ""
-            raise _Mistake(f"{place} has no {attribute!r}.{known}")
-        found = getattr(found, attribute)
-    if not callable(found):
-        raise _Mistake(f"{name} is not a function, but a {type(found).__name__}.")
-    return found
-
-
-def _module(place: str) -> Any:
-    if place.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(os.path.basename(place)[:-3], place)
-        if spec is None or spec.loader is None or not os.path.exists(place):
-            raise _Mistake(f"there is no file {place}.")
-        module = importlib.util.module_from_spec(spec)
-        sys.path.insert(0, os.path.dirname(os.path.abspath(place)))
-        spec.loader.exec_module(module)
-        return module
-    sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        if error.name != place.partition(".")[0] and error.name != place:
-            raise
-        raise _Mistake(
-            f"there is no module {place!r}, here or installed. Give the path of a file, such as "
-            f"{place.replace('.', '/')}.py:function, or change the directory."
-        ) from None
-
-
-def _argument(text: str, with_values: bool) -> Any:
-    """An argument from how the command line describes it."""
-    value = _type(text)
-    if value is None:
-        value = jax.tree.map(
-            lambda x: _type(x, required=text) if isinstance(x, str) else x,
-            _literal(text, "--args"),
-        )
-    return jax.tree.map(_random_values, value) if with_values else value
-
-
-def _type(text: str, required: str | None = None) -> jax.ShapeDtypeStruct | None:
-    match = _TYPE.fullmatch(text.strip())
-    if match is None or match[1] not in _DTYPES | {"key": ""}:
-        if required is None and match is None:
-            return None
-        raise _Mistake(
-            f"--args: {text!r} is not a type{f' (in {required})' if required else ''}. Write a "
-            f"dtype and a shape, such as f32[5,3]; dtypes are {', '.join(_DTYPES)}, and key."
-        )
-    sizes = [size.strip() for size in match[2].split(",")]
-    shape = tuple(int(size) for size in sizes if size)
-    dtype = jax.random.key(0).dtype if match[1] == "key" else jnp.dtype(_DTYPES[match[1]])
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def _random_values(x: Any) -> Any:
-    if not isinstance(x, jax.ShapeDtypeStruct):
-        return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.split(jax.random.key(0), x.shape)
-    values = np.random.default_rng(0).standard_normal(x.shape)
-    return jnp.asarray(values > 0 if x.dtype == bool else np.abs(values) * 3).astype(x.dtype)
-
-
-def _literal(text: str, option: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        raise _Mistake(
-            f"{option}: {text!r} is not understood. Write a Python value, such as 0, None or "
-            "(0, None)" + (", or a type, such as f32[5,3]." if option == "--args" else ".")
-        ) from None
-
-
-def _batch_size(text: str | None) -> int | str | None:
-    if text is None or text == "auto":
-        return text
-    if not text.isdigit():
-        raise _Mistake(f'--batch-size: {text!r} is neither a number nor "auto".')
-    return int(text)

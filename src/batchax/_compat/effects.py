@@ -6,7 +6,9 @@ classes, and by an attribute.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import logging
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -35,6 +37,21 @@ def ordered_by_lane(effects: Any) -> bool:
 def calls_back(effects: Any) -> bool:
     """Whether a program with these effects calls Python where it can be seen."""
     return ordered_by_lane(effects) or any(type(e).__name__ == "DebugEffect" for e in effects)
+
+
+@contextmanager
+def callbacks_fail_silently() -> Iterator[None]:
+    """While it is known that callbacks fail, JAX does not log each time that they do.
+
+    The logger is that of a private module, and is known by the module's name.
+    """
+    logger = logging.getLogger("jax._src.callback")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def is_reference(x: Any) -> bool:

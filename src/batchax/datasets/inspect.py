@@ -13,6 +13,7 @@ from batchax.datasets.job_files import Description, JobFiles
 from batchax.datasets.journal import Journal, read_journal
 from batchax.datasets.lock import Holder, Lock, is_held, last_holder
 from batchax.datasets.parts import Record, Unit
+from batchax.datasets.progress import duration
 from batchax.datasets.store import Store, called
 from batchax.datasets.stores import reopen_store
 from batchax.errors import JobError, StorageError
@@ -57,7 +58,7 @@ class Status:
             f"  quarantined  {self.quarantined:,}",
         ]
         if self.rate:
-            left = f", {_duration(self.to_do / self.rate)} left" if self.holder else ""
+            left = f", {duration(self.to_do / self.rate)} left" if self.holder else ""
             lines.append(f"  rate         {self.rate:,.3g} rows a second{left}")
         return "\n".join(lines)
 
@@ -100,12 +101,6 @@ def _rate(done: Iterable[Record], since: float) -> float | None:
     return rows / (run[-1].ended - since)
 
 
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
 @dataclass(frozen=True)
 class Damaged:
     """A unit that is not what was written.
@@ -130,13 +125,13 @@ class Verified:
       out: the output.
       rows: those that were read.
       damaged: units that are not what was written.
-      repaired: whether these count as not done from now on.
+      withdrawn: whether these count as not done from now on.
     """
 
     out: Path
     rows: int
     damaged: Sequence[Damaged]
-    repaired: bool = False
+    withdrawn: bool = True
 
     def __bool__(self) -> bool:
         return not self.damaged
@@ -152,35 +147,42 @@ class Verified:
         return "\n".join([*lines, self._advice()])
 
     def _advice(self) -> str:
-        if self.repaired:
+        if self.withdrawn:
             return "They count as not done now: the same call computes them again."
-        return "`batchax verify --repair` says that they are not done; the same call mends them."
+        return "Somebody is at work on it. Once they are not, verify again, and then the same call."
 
 
-def verify(out: str | Path, repair: bool = False) -> Verified:
+def verify(out: str | Path) -> Verified:
     """Reads back what is committed of `out`, and compares it with its checksums.
 
-    Args:
-      out: the output.
-      repair: whether units that are damaged count as not done from now on, so that the call that
-        made them computes them again.
+    What is damaged counts as not done from then on: the call that made it computes it again. But
+    not as long as somebody is at work on it, who would not see that.
 
     Raises:
-      JobError: if there is no job, or, to repair it, if somebody is at work on it.
+      JobError: if there is no job.
     """
     files = JobFiles(Path(out))
     store = reopen_store(files.out, _description(files).store)
-    journal, damaged = Journal(files.journal, "verify"), []
     with contextlib.ExitStack() as stack:
-        if repair:
-            stack.callback(Lock(files.lock).release)  # who is at work would not see it
-            stack.callback(journal.close)
+        journal = _own_journal(files, stack)
         records = read_journal(files.journal)
-        for each in _damaged(records.values(), store):
-            damaged.append(each)
-            if repair:
+        damaged = list(_damaged(records.values(), store))
+        if journal is not None:
+            for each in damaged:
                 journal.withdraw([records[each.unit.number]], each.reason)
-    return Verified(files.out, sum(r.unit.rows for r in records.values()), damaged, repair)
+    rows = sum(r.unit.rows for r in records.values())
+    return Verified(files.out, rows, damaged, journal is not None)
+
+
+def _own_journal(files: JobFiles, stack: contextlib.ExitStack) -> Journal | None:
+    """A journal to say that units are not done, as long as nobody is at work on them."""
+    try:
+        stack.callback(Lock(files.lock).release)
+    except (JobError, StorageError):  # held, or on a disk that is only read
+        return None
+    journal = Journal(files.journal, "verify")
+    stack.callback(journal.close)
+    return journal
 
 
 def _damaged(records: Iterable[Record], store: Store) -> Iterator[Damaged]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import os
 import secrets
@@ -11,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from batchax.datasets.durable import (
     make_folder,
@@ -22,7 +25,7 @@ from batchax.datasets.fingerprint import differences
 from batchax.datasets.job_files import Description, JobFiles
 from batchax.datasets.journal import Journal, read_journal
 from batchax.datasets.lock import Lock
-from batchax.datasets.parts import Record
+from batchax.datasets.parts import Bad, Record
 from batchax.datasets.plan import Plan
 from batchax.datasets.steps import BEFORE_END, reached
 from batchax.errors import ArgumentTypeError, JobError, StorageError
@@ -204,6 +207,16 @@ class Job:
         if bad or self._files.quarantine.exists():
             content = "".join(f"{line}\n" for line in lines)
             replace_file(self._files.quarantine, content.encode())
+            replace_file(self._files.ok, self._ok(bad))
+
+    def _ok(self, bad: Sequence[Bad]) -> bytes:
+        """For each row whether it has a result, as a file of NumPy's."""
+        ok, file = np.zeros(self.plan.rows, bool), io.BytesIO()
+        for record in self.done.values():
+            ok[record.unit.start : record.unit.stop] = True
+        ok[[b.row for b in bad]] = False
+        np.save(file, ok)
+        return file.getvalue()
 
 
 def _locked(files: JobFiles, on_error: contextlib.ExitStack) -> Lock:

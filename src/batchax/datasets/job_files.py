@@ -58,6 +58,11 @@ class JobFiles:
         return self.folder / "quarantine.jsonl"
 
     @property
+    def ok(self) -> Path:
+        """For each row whether it has a result; there if one has none."""
+        return self.folder / "ok.npy"
+
+    @property
     def preparing(self) -> Path:
         """There from before the output is made; without `job.json`, it may be half made."""
         return self.folder / "preparing"

@@ -42,7 +42,7 @@ class NpyStore(Store):
             )
         refuse_ragged(self.leaves, "a .npy file")
         (self._leaf,) = self.leaves
-        if self._leaf.dtype.kind not in "biufc" or not self._leaf.dtype.isbuiltin == 1:
+        if self._leaf.dtype.kind not in "biufc" or self._leaf.dtype.isbuiltin != 1:
             raise ArgumentTypeError(
                 f"{called(self._leaf)} is of dtype {self._leaf.dtype}, which .npy files do not "
                 'have. Use out="scores.zarr", or return it as float32.'

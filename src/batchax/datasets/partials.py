@@ -86,7 +86,7 @@ def _read(path: Path, start: int, size: int) -> bytes:
 
 def _damaged(path: Path) -> StorageError:
     return StorageError(
-        f"{path} is damaged: it holds a part of a reduction. Run `batchax verify --repair` on the "
+        f"{path} is damaged: it holds a part of a reduction. Run `batchax verify` on the "
         "output, and then the same call again, which computes the rows of that part anew."
     )
 

@@ -148,7 +148,9 @@ def native(dtype: Any, name: str) -> np.dtype:
       ArgumentTypeError: it is of something else.
     """
     try:
-        known = np.dtype(dtype).newbyteorder("=")
+        known = np.dtype(dtype)
+        # With a byte order said, even if it is this machine's, NumPy calls it not built in.
+        known = known if known.isnative else np.dtype(known.newbyteorder("=").str)
     except TypeError:
         raise ArgumentTypeError(
             f"{name}: the dtype {dtype} is none of NumPy's. Convert it with numpy.asarray; of "

@@ -137,6 +137,29 @@ def flatten_arguments(
       AxisError: `in_axes` does not fit the arguments, or an axis is out of range.
       ArgumentTypeError: a leaf that is to be mapped is not an array.
     """
+    leaves, rebuild = spread_in_axes(fun, in_axes, args, kwargs, terms)
+    mapped: list[Mapped] = []
+    parts = [_leaf_parts(leaf, mapped, on_mesh, spread) for leaf in leaves]
+    _check_ranges(mapped, terms)
+    _check_references(mapped)
+
+    return FlatArguments(mapped, lambda examples: rebuild([part(examples) for part in parts]))
+
+
+def spread_in_axes(
+    fun: Callable[..., Any],
+    in_axes: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    terms: Terms = LANES,
+) -> tuple[list[SpecifiedLeaf], Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]]:
+    """The leaves of the arguments, each with what `in_axes` says of it.
+
+    Also how to make arguments of what stands for the leaves, in their order.
+
+    Raises:
+      AxisError: `in_axes` does not fit the arguments.
+    """
     specs, keyword_specs, names = _by_argument(fun, in_axes, args, terms)
     leaves: list[SpecifiedLeaf] = []
     rebuilds = []
@@ -151,18 +174,16 @@ def flatten_arguments(
         )
         leaves += arg_leaves
         rebuilds.append(rebuild)
+    for leaf in leaves:
+        if _is_rule(leaf.spec):
+            leaf.spec = _from_callable(leaf)
 
-    mapped: list[Mapped] = []
-    parts = [_leaf_parts(leaf, mapped, on_mesh, spread) for leaf in leaves]
-    _check_ranges(mapped, terms)
-    _check_references(mapped)
-
-    def rebuild_all(examples: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        values = iter([part(examples) for part in parts])
-        rebuilt = [rebuild(values) for rebuild in rebuilds]
+    def rebuild_all(values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        left = iter(values)
+        rebuilt = [rebuild(left) for rebuild in rebuilds]
         return tuple(rebuilt[: len(args)]), dict(zip(kwargs, rebuilt[len(args) :], strict=True))
 
-    return FlatArguments(mapped, rebuild_all)
+    return leaves, rebuild_all
 
 
 def find_axis_size(mapped: Sequence[Mapped], axis_size: Any, terms: Terms = LANES) -> Any:
@@ -406,8 +427,6 @@ def _leaf_parts(
 ) -> Callable[[Sequence[Any]], Any]:
     """Adds the arrays of one leaf to `mapped`; returns how an example sees the leaf."""
     value, spec = leaf.value, leaf.spec
-    if _is_rule(spec):
-        spec = _from_callable(leaf)
     if spec is None:
         return _parts_on_mesh(leaf, mapped) if on_mesh else lambda _: value
     index = len(mapped)

@@ -1,0 +1,134 @@
+"""``batchax map``, ``status`` and ``verify``: datasets on disk."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchax.commands.words import Mistake, batch_size, function, literal
+from batchax.datasets.inspect import status, verify
+from batchax.map import map
+
+_DONE, _FAILED, _WITH_BAD, _INTERRUPTED = 0, 1, 3, 130
+
+
+def add_to(commands: Any) -> None:
+    """Adds the commands to the parser's."""
+    command = commands.add_parser(
+        "map",
+        help="apply a function of one row to a dataset, from disk to disk",
+        description="Applies a function of one row to all rows of a dataset. If it is interrupted, "
+        "or killed, the same command goes on where it was.",
+        epilog="example: batchax map model:score --in x.npy --in @weights.npz --out scores.zarr. "
+        "Exit status: 0 done, 3 done but for quarantined rows, 1 failed, 130 interrupted.",
+    )
+    command.add_argument(
+        "function", help="the function of one row: module:name, or path/to/file.py:name"
+    )
+    command.add_argument(
+        "--in",
+        dest="inputs",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="an argument, in order: x.npy, x.zarr, x.h5:name, x.parquet:column; with @ in front, "
+        "what all rows share, of an .npz file a dict of all its arrays",
+    )
+    command.add_argument("--out", required=True, help="y.zarr, y.npy, or a folder: y.parquet")
+    command.add_argument(
+        "--in-axes", nargs="*", metavar="AXIS", help="for each argument; None: all rows share it"
+    )
+    command.add_argument("--out-axes", default="0", metavar="AXIS")
+    command.add_argument("--batch-size", default="auto", metavar="ROWS", help='a number, or "auto"')
+    command.add_argument("--memory-limit", metavar="BYTES", help="such as 2GiB")
+    command.add_argument("--commit-rows", type=int, metavar="ROWS", help="committed at once")
+    command.add_argument("--divergence", choices=["predicate", "compact"], default="predicate")
+    command.add_argument("--on-error", choices=["raise", "quarantine"], default="raise")
+    command.add_argument("--on-nonfinite", choices=["raise", "quarantine"])
+    command.add_argument("--max-errors", type=int, metavar="ROWS")
+    command.add_argument("--retries", type=int, default=2, metavar="TIMES")
+    command.add_argument("--version", help="of a function that calls the host")
+    command.add_argument("--seed", type=int, help="of a random key, of which each row gets its own")
+    command.add_argument("--no-progress", action="store_true")
+    command.set_defaults(run=_map, failed=_FAILED)
+
+    command = commands.add_parser(
+        "status",
+        help="how far a map is, while it runs and after",
+        description="Says how many rows of a map are done, to do and quarantined, and how fast.",
+    )
+    command.add_argument("out", help="the output of the map")
+    command.set_defaults(run=_status, failed=_FAILED)
+
+    command = commands.add_parser(
+        "verify",
+        help="read what a map wrote, and compare it with its checksums",
+        description="Reads all that a map wrote, and compares it with the checksums of when it was "
+        "written. What is damaged the map computes again, when it is called again.",
+    )
+    command.add_argument("out", help="the output of the map")
+    command.set_defaults(run=_verify, failed=_FAILED)
+
+
+def _map(options: argparse.Namespace) -> int:
+    arrays = [_array(text) for text in options.inputs]
+    if not arrays:
+        raise Mistake("map needs a dataset: --in FILE, once for each argument of the function.")
+    in_axes: Any = tuple(None if text.startswith("@") else 0 for text in options.inputs)
+    if options.in_axes is not None:
+        in_axes = tuple(literal(text, "--in-axes") for text in options.in_axes)
+    key = None
+    if options.seed is not None:
+        import jax
+
+        key = jax.random.key(options.seed)
+    try:
+        report = map(
+            function(options.function),
+            *arrays,
+            out=options.out,
+            in_axes=in_axes,
+            out_axes=literal(options.out_axes, "--out-axes"),
+            batch_size=batch_size(options.batch_size),
+            memory_limit=options.memory_limit,
+            commit_rows=options.commit_rows,
+            key=key,
+            divergence=options.divergence,
+            on_error=options.on_error,
+            on_nonfinite=options.on_nonfinite,
+            max_errors=options.max_errors,
+            retries=options.retries,
+            version=options.version,
+            progress=not options.no_progress,
+        )
+    except KeyboardInterrupt:
+        print("batchax: interrupted. The same command goes on.", file=sys.stderr)
+        return _INTERRUPTED
+    print(f"{options.out}: {report}")
+    return _WITH_BAD if report.quarantined else _DONE
+
+
+def _array(text: str) -> Any:
+    """An argument: the path of an array with rows, or what all rows share."""
+    if not text.startswith("@"):
+        return text
+    path = Path(text[1:])
+    if path.suffix == ".npz" and path.exists():
+        with np.load(path) as file:
+            return dict(file)
+    return path
+
+
+def _status(options: argparse.Namespace) -> int:
+    print(status(options.out))
+    return _DONE
+
+
+def _verify(options: argparse.Namespace) -> int:
+    found = verify(options.out)
+    print(found)
+    return _FAILED if found.damaged else _DONE

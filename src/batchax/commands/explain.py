@@ -1,0 +1,130 @@
+"""``batchax explain``: how a function is batched, and what that costs."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from batchax.commands.words import Mistake, batch_size, function, literal
+from batchax.explain.explain import explain
+from batchax.explain.text import for_terminal
+
+_DTYPES = {
+    "bool": "bool",
+    "bf16": "bfloat16",
+    **{f"f{n}": f"float{n}" for n in (16, 32, 64)},
+    **{f"i{n}": f"int{n}" for n in (8, 16, 32, 64)},
+    **{f"u{n}": f"uint{n}" for n in (8, 16, 32, 64)},
+    **{f"c{n}": f"complex{n}" for n in (64, 128)},
+}
+_TYPE = re.compile(r"(\w+)\[([\d,\s]*)\]")
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the parser's."""
+    command = commands.add_parser(
+        "explain",
+        help="show how a function is batched, and what that costs",
+        description="Shows how batchax.vmap batches a function, and what that costs.",
+        epilog='example: batchax explain model:loss --args "f32[5,3]" "f32[3]" --in-axes 0 None',
+    )
+    command.add_argument(
+        "function", help="the per-example function: module:name, or path/to/file.py:name"
+    )
+    command.add_argument(
+        "--args",
+        nargs="*",
+        default=[],
+        metavar="TYPE",
+        help="the type of each argument of the batched function, such as f32[5,3]; a Python "
+        'value, such as 3 or True; or a tree of types: \'{"w": "f32[3]"}\'',
+    )
+    command.add_argument("--in-axes", nargs="*", default=["0"], metavar="AXIS")
+    command.add_argument("--out-axes", default="0", metavar="AXIS")
+    command.add_argument("--axis-name")
+    command.add_argument("--axis-size", type=int)
+    command.add_argument("--batch-size", metavar="LANES", help='a number, or "auto"')
+    command.add_argument("--memory-limit", metavar="BYTES", help="such as 2GiB")
+    command.add_argument("--divergence", choices=["predicate", "compact"])
+    command.add_argument("--html", metavar="FILE", help="write a page to this file, too")
+    command.add_argument(
+        "--measure", action="store_true", help="run it, on random numbers, and time it"
+    )
+    command.set_defaults(run=_run, failed=2)
+
+
+def _run(options: argparse.Namespace) -> int:
+    fun = function(options.function)
+    args = [_argument(text, options.measure) for text in options.args]
+    in_axes = tuple(literal(a, "--in-axes") for a in options.in_axes)
+    vmap_options = {
+        "axis_name": options.axis_name,
+        "axis_size": options.axis_size,
+        "batch_size": batch_size(options.batch_size),
+        "memory_limit": options.memory_limit,
+        "divergence": options.divergence,
+    }
+    given = {name: value for name, value in vmap_options.items() if value is not None}
+    explained = explain(
+        fun,
+        in_axes[0] if len(in_axes) == 1 else in_axes,
+        literal(options.out_axes, "--out-axes"),
+        measure=options.measure,
+        **given,
+    )
+    explanation = explained(*args)
+    if options.html:
+        explanation.to_html(options.html)
+    _show(for_terminal(explanation))
+    if options.html:
+        print(f"\nwritten to {options.html}")
+    return 0
+
+
+def _show(explanation: Any) -> None:
+    if isinstance(explanation, str):
+        print(explanation)
+        return
+    from rich.console import Console
+
+    Console(soft_wrap=True).print(explanation)
+
+
+def _argument(text: str, with_values: bool) -> Any:
+    """An argument from how the command line describes it."""
+    value = _type(text)
+    if value is None:
+        value = jax.tree.map(
+            lambda x: _type(x, required=text) if isinstance(x, str) else x,
+            literal(text, "--args"),
+        )
+    return jax.tree.map(_random_values, value) if with_values else value
+
+
+def _type(text: str, required: str | None = None) -> jax.ShapeDtypeStruct | None:
+    match = _TYPE.fullmatch(text.strip())
+    if match is None or match[1] not in _DTYPES | {"key": ""}:
+        if required is None and match is None:
+            return None
+        raise Mistake(
+            f"--args: {text!r} is not a type{f' (in {required})' if required else ''}. Write a "
+            f"dtype and a shape, such as f32[5,3]; dtypes are {', '.join(_DTYPES)}, and key."
+        )
+    sizes = [size.strip() for size in match[2].split(",")]
+    shape = tuple(int(size) for size in sizes if size)
+    dtype = jax.random.key(0).dtype if match[1] == "key" else jnp.dtype(_DTYPES[match[1]])
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _random_values(x: Any) -> Any:
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(0), x.shape)
+    values = np.random.default_rng(0).standard_normal(x.shape)
+    return jnp.asarray(values > 0 if x.dtype == bool else np.abs(values) * 3).astype(x.dtype)

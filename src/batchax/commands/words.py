@@ -1,0 +1,76 @@
+"""What is written in a command line: functions, Python values, numbers of rows."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+class Mistake(Exception):
+    """Something in the command line is not as it must be."""
+
+
+def function(name: str) -> Callable[..., Any]:
+    """The function called `module:name`, or `path/to/file.py:name`."""
+    place, colon, attributes = name.rpartition(":")
+    if not colon or not place or not attributes:
+        raise Mistake(
+            f"{name!r} does not name a function. Write module:function, such as model:loss, or "
+            "path/to/file.py:function."
+        )
+    found = _module(place)
+    for attribute in attributes.split("."):
+        if not hasattr(found, attribute):
+            there = [n for n, f in vars(found).items() if callable(f) and not n.startswith("_")]
+            known = f" It has {', '.join(sorted(there)[:10])}." if there else ""
+            raise Mistake(f"{place} has no {attribute!r}.{known}")
+        found = getattr(found, attribute)
+    if not callable(found):
+        raise Mistake(f"{name} is not a function, but a {type(found).__name__}.")
+    return found
+
+
+def _module(place: str) -> Any:
+    if place.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(os.path.basename(place)[:-3], place)
+        if spec is None or spec.loader is None or not os.path.exists(place):
+            raise Mistake(f"there is no file {place}.")
+        module = importlib.util.module_from_spec(spec)
+        sys.path.insert(0, os.path.dirname(os.path.abspath(place)))
+        spec.loader.exec_module(module)
+        return module
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name != place.partition(".")[0] and error.name != place:
+            raise
+        raise Mistake(
+            f"there is no module {place!r}, here or installed. Give the path of a file, such as "
+            f"{place.replace('.', '/')}.py:function, or change the directory."
+        ) from None
+
+
+def literal(text: str, option: str) -> Any:
+    """A Python value."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        raise Mistake(
+            f"{option}: {text!r} is not understood. Write a Python value, such as 0, None or "
+            "(0, None)" + (", or a type, such as f32[5,3]." if option == "--args" else ".")
+        ) from None
+
+
+def batch_size(text: str | None) -> Any:
+    """A number, "auto", or None."""
+    if text is None or text == "auto":
+        return text
+    if not text.isdigit():
+        raise Mistake(f'--batch-size: {text!r} is neither a number nor "auto".')
+    return int(text)

@@ -1,0 +1,206 @@
+"""The arguments of a map: where rows come from, and what all rows share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from batchax.datasets.parts import Rows
+from batchax.datasets.sources import Source, as_source
+from batchax.errors import ArgumentTypeError, AxisError
+from batchax.frontend.arguments import check_in_axes, is_position, spread_in_axes
+
+
+@dataclass(frozen=True)
+class Input:
+    """A mapped leaf of the arguments.
+
+    Attributes:
+      path: where it is among the arguments.
+      source: its rows.
+      axis: along which they lie.
+    """
+
+    path: str
+    source: Source
+    axis: int
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return self.source.shape[self.axis]
+
+    @property
+    def row_bytes(self) -> int:
+        """What a row takes, of different lengths the longest."""
+        shape = [n for i, n in enumerate(self.source.shape) if i != self.axis]
+        return int(np.prod(shape)) * self.source.dtype.itemsize * self.longest
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest row; 1 if they are of one shape."""
+        lengths = self.source.lengths
+        return 1 if lengths is None else int(lengths.max(initial=0))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of a map.
+
+    Attributes:
+      mapped: the leaves that have rows.
+      rows: how many rows they have.
+      shared: the arrays that all rows share.
+      shared_paths: where each of these is among the arguments.
+      arguments: from what stands for the mapped leaves and the shared arrays to arguments of the
+        batched function, and keyword arguments.
+    """
+
+    mapped: Sequence[Input]
+    rows: int
+    shared: Sequence[Any]
+    shared_paths: Sequence[str]
+    arguments: Callable[[Sequence[Any], Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def find_inputs(fun: Callable[..., Any], in_axes: Any, args: tuple[Any, ...]) -> Inputs:
+    """Finds out what is mapped, opens what is on disk, and counts rows.
+
+    Raises:
+      ArgumentTypeError: a mapped leaf is no array, nor the path of one.
+      AxisError: `in_axes` does not fit, or numbers of rows differ.
+      StorageError: a file is not there, or is damaged.
+    """
+    check_in_axes(fun, in_axes)
+    leaves, rebuild = spread_in_axes(fun, in_axes, args, {})
+    mapped: list[Input] = []
+    shared: dict[str, Any] = {}
+    makers: list[Callable[[Sequence[Any], Sequence[Any]], Any]] = []
+    for leaf in leaves:
+        if leaf.spec is None:
+            makers.append(_shared(leaf.value, leaf.path, shared))
+            continue
+        if not is_position(leaf.spec):
+            raise ArgumentTypeError(
+                f"in_axes gives {leaf.spec!r} for {leaf.path}: the rows of a dataset are taken "
+                "along an axis, so give its number, or None for what all rows share. For a random "
+                "key of each row pass key= to map."
+            )
+        source = as_source(leaf.value, leaf.path)
+        makers.append(functools.partial(_row, len(mapped)))
+        mapped.append(Input(leaf.path, source, _axis(leaf.path, source, int(leaf.spec))))
+    return Inputs(
+        mapped,
+        _count(mapped),
+        list(shared.values()),
+        list(shared),
+        lambda rows, own: rebuild([make(rows, own) for make in makers]),
+    )
+
+
+def _row(index: int, rows: Sequence[Any], _: Sequence[Any]) -> Any:
+    return rows[index]
+
+
+def _shared(
+    value: Any, path: str, shared: dict[str, Any]
+) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
+    """Adds the arrays of an argument that all rows share; returns how to make it of these.
+
+    What is no array reaches the function as it is.
+    """
+    named, structure = jax.tree_util.tree_flatten_with_path(value)
+    leaves, places = [x for _, x in named], {}
+    for i, (keys, x) in enumerate(named):
+        if isinstance(x, Path):
+            x = as_source(x, path).whole()
+        elif not isinstance(x, (np.ndarray, jax.Array)) and _on_disk(x):
+            x = np.asarray(x[...])
+        if isinstance(x, (np.ndarray, jax.Array)):
+            places[i] = len(shared)
+            shared[path + jax.tree_util.keystr(keys)] = x
+
+    def make(_: Sequence[Any], own: Sequence[Any]) -> Any:
+        return structure.unflatten(
+            [own[places[i]] if i in places else x for i, x in enumerate(leaves)]
+        )
+
+    return make
+
+
+def _on_disk(x: Any) -> bool:
+    return all(hasattr(x, name) for name in ("shape", "dtype", "__getitem__"))
+
+
+def _axis(path: str, source: Source, axis: int) -> int:
+    ndim = len(source.shape)
+    if not -ndim <= axis < ndim:
+        raise AxisError(
+            f"in_axes gives axis {axis} for {path}, which has shape {source.shape}: an axis must "
+            "be in [-ndim, ndim). Give None for what all rows share."
+        )
+    if source.lengths is not None and axis % ndim:
+        raise AxisError(
+            f"in_axes gives axis {axis} for {path}, whose rows have different lengths, and lie "
+            "along axis 0: give 0."
+        )
+    return axis % ndim
+
+
+def _count(mapped: Sequence[Input]) -> int:
+    if not mapped:
+        raise AxisError(
+            "nothing is mapped: map needs at least one argument with rows, of which in_axes gives "
+            "the axis."
+        )
+    counts = {m.rows for m in mapped}
+    if len(counts) > 1:
+        lines = "".join(
+            f"\n  {m.source.name}: shape {m.source.shape}, axis {m.axis}, {m.rows} rows"
+            for m in mapped
+        )
+        raise AxisError(
+            f"all arguments must have the same number of rows, but they have{lines}\nGive None in "
+            "in_axes for an argument that all rows share."
+        )
+    return counts.pop()
+
+
+def rows_of(data: np.ndarray | Rows, axis: int, index: np.ndarray, places: np.ndarray) -> Any:
+    """Some rows of those that were read.
+
+    Args:
+      data: what was read.
+      axis: along which the rows lie.
+      index: which rows, in which order.
+      places: in whose places they are. Of rows of different lengths no more is taken than the row
+        has whose place it is: so many rows never have more elements than a batch has room for.
+    """
+    together = len(index) > 0 and bool((np.diff(index) == 1).all())
+    if isinstance(data, Rows):
+        ends = np.cumsum(data.lengths)
+        starts = ends - data.lengths
+        lengths = np.minimum(data.lengths[index], data.lengths[places])
+        if together and (index == places).all():
+            return Rows(data.data[starts[index[0]] : ends[index[-1]]], lengths)
+        parts = [
+            data.data[start : start + length]
+            for start, length in zip(starts[index], lengths, strict=True)
+        ]
+        return Rows(np.concatenate([data.data[:0], *parts]), lengths)
+    if together:
+        return data[(slice(None),) * axis + (slice(index[0], index[-1] + 1),)]
+    return np.take(data, index, axis)
+
+
+def capacity_of(lengths: np.ndarray, batch_size: int) -> int:
+    """How many elements a batch may have, if the last is filled up with its last row."""
+    missing = -len(lengths) % batch_size
+    filled = np.concatenate([lengths, np.repeat(lengths[-1:], missing)]).astype(np.int64)
+    return max(1, int(filled.reshape(-1, batch_size).sum(1).max(initial=0)))

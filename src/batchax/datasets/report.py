@@ -1,0 +1,47 @@
+"""What a map has done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchax.datasets.parts import Bad
+from batchax.datasets.progress import duration
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `batchax.map` returns.
+
+    Attributes:
+      rows: how many rows there are, all of which are done.
+      reused: how many of them an earlier call had done.
+      quarantined: how many of them have no result; `bad` says which.
+      outputs: where results are: what the function returns, with a path in place of each array;
+        if they were kept in memory, an array of NumPy, or a `Ragged`. None for what is reduced.
+      reduced: what the function returns, with what `batchax.Reduce` makes of all rows in place of
+        each array that is reduced, and None in place of others.
+      seconds: how long this call took.
+      bad: the rows without a result, each with its number `row`, its `error` and a `traceback`.
+    """
+
+    rows: int
+    reused: int
+    quarantined: int
+    outputs: Any
+    reduced: Any
+    seconds: float
+    bad: Sequence[Bad] = field(default=(), repr=False)
+
+    def __str__(self) -> str:
+        new = self.rows - self.reused
+        parts = [f"{self.rows:,} rows"]
+        if self.reused:
+            parts.append(f"{self.reused:,} reused")
+        if self.quarantined:
+            parts.append(f"{self.quarantined:,} quarantined")
+        parts.append(duration(self.seconds))
+        if new and self.seconds:
+            parts.append(f"{new / self.seconds:,.0f} rows/s")
+        return ", ".join(parts)

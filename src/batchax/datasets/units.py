@@ -1,0 +1,301 @@
+"""A unit computed: batch after batch, and the rows found for which that cannot be done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from batchax import _compat
+from batchax.datasets.inputs import rows_of
+from batchax.datasets.outputs import combined, nothing
+from batchax.datasets.parts import Bad, Rows, Unit
+from batchax.datasets.program import Program, fetched
+from batchax.errors import RowError
+from batchax.rules.neutral import NEUTRAL
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A unit that was computed.
+
+    Attributes:
+      unit: its rows.
+      results: of each output that has rows.
+      reduced: of each output that has none, by its name: what the rows of the unit come to.
+      bad: the rows without a result.
+      seconds: how long it took.
+    """
+
+    unit: Unit
+    results: list[np.ndarray | Rows]
+    reduced: dict[str, np.ndarray]
+    bad: list[Bad] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What becomes of rows for which the function fails.
+
+    Attributes:
+      on_error: "raise" or "quarantine".
+      on_nonfinite: the same of rows with results that are not finite; None: nothing.
+    """
+
+    on_error: str
+    on_nonfinite: str | None
+
+
+def compute_unit(
+    program: Program, unit: Unit, data: Sequence[np.ndarray | Rows], policy: Policy
+) -> Computed:
+    """Computes the rows of a unit.
+
+    Args:
+      program: of a batch.
+      unit: which rows.
+      data: these rows of each mapped argument.
+      policy: what becomes of rows that fail.
+
+    Raises:
+      RowError: a row fails, and `policy` does not say to go on without it.
+    """
+    begun = time.monotonic()
+    outputs = program.function.outputs
+    found: list[list[Any]] = []
+    bad: list[Bad] = []
+    for batch, arrays in _ahead(_batches(program, unit, data)):
+        results, error = _tried(lambda: fetched(outputs, arrays(), batch.count))
+        if error is not None:
+            results, failed = _without_failing(batch, error, policy)
+            bad += failed
+        if policy.on_nonfinite:
+            results, failed = _without_nonfinite(batch, results, policy, {b.row for b in bad})
+            bad += failed
+        found.append(results)
+    columns = list(zip(*found, strict=True))
+    joined = [_joined(o, column) for o, column in zip(outputs, columns, strict=True)]
+    return Computed(
+        unit,
+        [x for o, x in zip(outputs, joined, strict=True) if not o.reduces],
+        {o.leaf.name: x for o, x in zip(outputs, joined, strict=True) if o.reduces},
+        bad,
+        time.monotonic() - begun,
+    )
+
+
+def _tried(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """What `work` returns, or the error that it raises: of the user's, if a callback fails."""
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def _joined(output: Any, parts: Sequence[Any]) -> Any:
+    if output.reduces:
+        return combined(output.reduces, parts)
+    if isinstance(parts[0], Rows):
+        return Rows(*map(np.concatenate, zip(*parts, strict=True)))
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, output.leaf.axis)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Some rows of a unit, to be computed at a time.
+
+    Attributes:
+      program: computes them.
+      unit: the unit.
+      data: the rows of the unit.
+      first: of these the first of the batch.
+      count: how many there are; where that is less than the program takes, the last is repeated.
+    """
+
+    program: Program
+    unit: Unit
+    data: Sequence[np.ndarray | Rows]
+    first: int
+    count: int
+
+    def start(self, instead: dict[int, int] | None = None) -> list[Any]:
+        """Begins to compute it; `instead` says which rows of it others take the places of."""
+        return self.program.start(*self._arguments(instead or {}))
+
+    def reduced(self, instead: dict[int, int]) -> list[np.ndarray]:
+        """What the rows whose places no others take are reduced to."""
+        real = np.arange(self.program.batch_size) < self.count
+        real[list(instead)] = False
+        return self.program.reduced(*self._arguments(instead), real)
+
+    @property
+    def is_full(self) -> bool:
+        return self.count == self.program.batch_size
+
+    def row(self, place: int) -> int:
+        """The number of a row in the dataset."""
+        return self.unit.start + self.first + place
+
+    def _arguments(self, instead: dict[int, int]) -> tuple[np.ndarray, list[Any]]:
+        places = np.minimum(np.arange(self.program.batch_size), self.count - 1)
+        index = np.array([instead.get(int(p), int(p)) for p in places]) if instead else places
+        index, places = index + self.first, places + self.first
+        mapped = self.program.function.inputs.mapped
+        rows = [rows_of(x, m.axis, index, places) for m, x in zip(mapped, self.data, strict=True)]
+        return index + self.unit.start, rows
+
+
+def _batches(program: Program, unit: Unit, data: Sequence[Any]) -> Iterator[_Batch]:
+    for first in range(0, unit.rows, program.batch_size):
+        yield _Batch(program, unit, data, first, min(program.batch_size, unit.rows - first))
+
+
+def _ahead(batches: Iterator[_Batch]) -> Iterator[tuple[_Batch, Callable[[], list[Any]]]]:
+    """Each batch, and its results once they are there; the next is begun before they are read."""
+    waiting: list[tuple[_Batch, Callable[[], list[Any]]]] = []
+    for batch in batches:
+        waiting.append((batch, _begun(batch)))
+        if len(waiting) > 1:
+            yield waiting.pop(0)
+    yield from waiting
+
+
+def _begun(batch: _Batch) -> Callable[[], list[Any]]:
+    reduces = any(o.reduces for o in batch.program.function.outputs)
+    arrays, error = _tried(batch.start)  # some errors are known at once, others when it is read
+    if error is not None:
+
+        def fail() -> list[Any]:
+            raise error
+
+        return fail
+    if reduces and not batch.is_full:
+        return lambda: _with_reduced(batch, arrays, {})
+    return lambda: arrays
+
+
+def _with_reduced(batch: _Batch, arrays: list[Any], instead: dict[int, int]) -> list[Any]:
+    """`arrays`, with reductions over the rows of the batch that count."""
+    outputs = batch.program.function.outputs
+    if not any(o.reduces for o in outputs):
+        return arrays
+    reduced = iter(batch.reduced(instead))
+    return [next(reduced) if o.reduces else x for o, x in zip(outputs, arrays, strict=True)]
+
+
+def _without_failing(
+    batch: _Batch, error: Exception, policy: Policy
+) -> tuple[list[Any], list[Bad]]:
+    """The results of a batch that fails, and the rows that it fails for."""
+    most = 1 if policy.on_error == "raise" else batch.count
+    with _compat.callbacks_fail_silently():  # the same one, again and again
+        failing = _failing_rows(batch, list(range(batch.count)), error, most)
+    bad = [
+        Bad(batch.row(place), _last_line(found), str(found))
+        for place, found in sorted(failing.items())
+    ]
+    if policy.on_error == "raise" or not bad:
+        raise _row_error(batch, bad, error) from error
+    return _recomputed(batch, failing), bad
+
+
+def _failing_rows(
+    batch: _Batch, places: list[int], error: Exception, most: int
+) -> dict[int, Exception]:
+    """Of rows that fail together those that fail by themselves, each with its error."""
+    if len(places) == 1:
+        return {places[0]: error}
+    found: dict[int, Exception] = {}
+    half = len(places) // 2
+    for part in (places[:half], places[half:]):
+        others = dict.fromkeys(set(range(batch.count)) - set(part), part[0])
+        _, again = _tried(lambda others=others: jax.block_until_ready(batch.start(others)))
+        if again is not None:
+            found |= _failing_rows(batch, part, again, most - len(found))
+        if len(found) >= most:
+            break
+    return found
+
+
+def _recomputed(batch: _Batch, failing: dict[int, Any]) -> list[Any]:
+    """The results of a batch, and in place of failing rows those of one that does not fail."""
+    outputs, good = batch.program.function.outputs, set(range(batch.count)) - set(failing)
+    if not good:
+        return [_of_no_rows(o, batch) for o in outputs]
+    instead = dict.fromkeys(failing, min(good))
+    arrays = _with_reduced(batch, batch.start(instead), instead)
+    results = fetched(outputs, arrays, batch.count)
+    return [
+        x if o.reduces else _blanked(o, x, sorted(failing))
+        for o, x in zip(outputs, results, strict=True)
+    ]
+
+
+def _blanked(output: Any, x: Any, places: list[int]) -> Any:
+    """Results with none for some rows."""
+    if isinstance(x, Rows):
+        kept = np.ones(len(x.lengths), bool)
+        kept[places] = False
+        return Rows(x.data[np.repeat(kept, x.lengths)], np.where(kept, x.lengths, 0))
+    x = np.array(x)
+    x[(slice(None),) * output.leaf.axis + (places,)] = nothing(x.dtype)
+    return x
+
+
+def _of_no_rows(output: Any, batch: _Batch) -> Any:
+    leaf = output.leaf
+    if output.reduces:
+        neutral = NEUTRAL["sum" if output.reduces == "mean" else output.reduces](leaf.dtype)
+        return np.full(leaf.shape, neutral, leaf.dtype)
+    if leaf.ragged is not None:
+        return Rows(np.zeros((0, *leaf.shape[1:]), leaf.dtype), np.zeros(batch.count, np.int32))
+    shape = list(leaf.shape)
+    shape[leaf.axis] = batch.count
+    return np.full(shape, nothing(leaf.dtype))
+
+
+def _without_nonfinite(
+    batch: _Batch, results: list[Any], policy: Policy, known: set[int]
+) -> tuple[list[Any], list[Bad]]:
+    """The same for rows whose results are not finite."""
+    outputs = batch.program.function.outputs
+    wrong: dict[int, Exception] = {}
+    for output, x in zip(outputs, results, strict=True):
+        if output.reduces or isinstance(x, Rows) or not np.issubdtype(x.dtype, np.inexact):
+            continue
+        finite = np.isfinite(np.moveaxis(x, output.leaf.axis, 0).reshape(batch.count, -1)).all(1)
+        for place in np.flatnonzero(~finite):
+            if batch.row(int(place)) not in known:
+                wrong.setdefault(int(place), FloatingPointError(f"{output.path} is not finite"))
+    if not wrong:
+        return results, []
+    bad = [Bad(batch.row(place), str(error)) for place, error in sorted(wrong.items())]
+    if policy.on_nonfinite == "raise":
+        raise _row_error(batch, bad, None)
+    gone = {row - batch.unit.start - batch.first for row in known} & set(range(batch.count))
+    return _recomputed(batch, {**dict.fromkeys(gone), **wrong}), bad
+
+
+def _last_line(error: Exception) -> str:
+    """The error in a line. JAX hands on what a callback raised as a text that ends with it."""
+    text = str(error).strip().splitlines() or [""]
+    return text[-1] if len(text) > 1 else f"{type(error).__name__}: {text[0]}"
+
+
+def _row_error(batch: _Batch, bad: Sequence[Bad], error: Exception | None) -> RowError:
+    names = ", ".join(m.source.name for m in batch.program.function.inputs.mapped)
+    if not bad:
+        return RowError(
+            f"rows {batch.row(0)} to {batch.row(batch.count - 1)} of {names} fail together, and "
+            f"none of them by itself: {error}"
+        )
+    return RowError(
+        f"row {bad[0].row} of {names} fails: {bad[0].error}\nWhat was done is kept: mend "
+        "the row and call again with the same arguments, or go on without such rows with "
+        'on_error="quarantine".'
+    )

@@ -1,0 +1,166 @@
+"""`map`: a function of one row over a dataset, from disk to disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+from batchax.datasets.inputs import find_inputs
+from batchax.datasets.program import RowFunction, axes_by_position
+from batchax.datasets.report import Report
+from batchax.datasets.run import How, run
+from batchax.datasets.units import Policy
+from batchax.divergence.compact import Compact
+from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.frontend.arguments import is_position
+from batchax.frontend.outputs import check_out_axes
+
+_ON_ERROR = ("raise", "quarantine")
+
+
+def map(
+    fun: Callable[..., Any],
+    *arrays: Any,
+    out: str | Path | None = None,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    batch_size: int | Literal["auto"] = "auto",
+    memory_limit: int | str | None = None,
+    commit_rows: int | None = None,
+    executor: Any = None,
+    mesh: Any = None,
+    key: Any = None,
+    divergence: Literal["predicate", "compact"] | Compact = "predicate",
+    on_error: Literal["raise", "quarantine"] = "raise",
+    on_nonfinite: Literal["raise", "quarantine"] | None = None,
+    max_errors: int | None = None,
+    retries: int = 2,
+    resume: Literal["auto", "never"] = "auto",
+    version: str | None = None,
+    progress: bool | Callable[[int, int], Any] = True,
+) -> Report:
+    """Applies a function of one row to all rows of a dataset.
+
+    Rows are read, computed and written a batch at a time, so the dataset may be larger than memory.
+    What is done stays done: if the process dies, the same call goes on where it was::
+
+        import numpy as np
+
+        np.save("x.npy", np.random.rand(1000, 8).astype("float32"))
+        report = bx.map(lambda x: x / jnp.linalg.norm(x), "x.npy", out="unit.zarr")
+        print(report)
+
+    Args:
+      fun: a function of one row, as for `vmap`.
+      *arrays: trees of arrays with rows: of NumPy or JAX, memory maps, anything else that has
+        `shape`, `dtype` and slices (of HDF5, Zarr, TensorStore, xarray), columns of Arrow, a
+        `Ragged`; or paths: ``"x.npy"``, ``"x.zarr"``, ``"x.h5:dataset"``, ``"x.parquet:column"``.
+      out: where results are kept: ``"y.zarr"`` (an array of Zarr, or a group with an array for each
+        leaf of what the function returns, named by its path), ``"y.npy"``, or the folder of a
+        Parquet dataset (``"y.parquet"``, ``"y/"``). None: arrays of NumPy in memory.
+      in_axes: along which axis rows lie, as for `vmap`; None for what all rows share.
+      out_axes: where the rows of results go, as for `vmap`. `batchax.Reduce` reduces an output over
+        all rows, and keeps none of it for each.
+      batch_size: how many rows are computed at a time; "auto": as many as fit `memory_limit`.
+      memory_limit: bytes, or a string such as "2GiB"; by default what the device has free.
+      commit_rows: how many rows are committed at once. By default about half a second of work.
+      executor: who computes; None: threads of this process.
+      mesh: devices of this process to spread a batch over, as for `vmap`.
+      key: a random key; row `i` gets ``jax.random.fold_in(key, i)``, as the argument `key` of the
+        function if it has one that is not its first, otherwise as its first argument.
+      divergence: as for `vmap`.
+      on_error: what is done about rows for which the function fails (a callback raises an
+        exception): "raise" stops, names the row, and can be resumed; "quarantine" goes on without
+        them. Their results are NaN, or 0; the file ``ok.npy`` in the folder of the job says for
+        each row whether it has a result, and ``quarantine.jsonl`` what went wrong.
+      on_nonfinite: the same for rows with results that are NaN or infinite; None: nothing.
+      max_errors: stop when more rows than that are quarantined.
+      retries: how many times reading and writing are tried again if they fail.
+      resume: "auto": go on where an earlier call ended; "never": refuse if there was one.
+      version: names what the function does, where that cannot be seen: if it calls the host
+        (``jax.pure_callback``), what that does is not in its program.
+      progress: True shows how far it is, False nothing; or a function of the rows done, and of how
+        many there are.
+
+    Returns:
+      A report: `rows`, `reused`, `quarantined`, `outputs`, `reduced`, `seconds`.
+
+    Raises:
+      ArgumentTypeError: an argument has the wrong type.
+      AxisError: an axis is out of range, or numbers of rows differ.
+      RowError: the function fails for a row, or for more than `max_errors`.
+      StorageError: something cannot be read or written.
+      JobError: `out` is there and of another job, or in use.
+      KeyboardInterrupt: Ctrl-C, after what was being computed is kept.
+    """
+    begun = time.monotonic()
+    if not callable(fun):
+        raise ArgumentTypeError(
+            f"map expects a function of one row, got {fun!r} of type {type(fun).__name__}."
+        )
+    check_out_axes(out_axes)
+    _check_options(batch_size, commit_rows, on_error, on_nonfinite, max_errors, retries, resume)
+    if executor is not None:
+        raise UnsupportedError(
+            f"executor={executor!r}: units are run by threads of this process. Leave executor out."
+        )
+    in_axes = axes_by_position(fun, in_axes, len(arrays), key is not None)
+    inputs = find_inputs(fun, in_axes, arrays)
+    options = {"divergence": divergence, "mesh": _of_this_process(mesh)}
+    function = RowFunction(fun, inputs, in_axes, out_axes, key, options)
+    how = How(
+        out=None if out is None else Path(out),
+        batch_size=batch_size,
+        memory_limit=memory_limit,
+        commit_rows=commit_rows,
+        policy=Policy(on_error, on_nonfinite),
+        max_errors=max_errors,
+        retries=retries,
+        resume=resume,
+        version=version,
+        progress=progress,
+        begun=begun,
+    )
+    return run(function, how)
+
+
+def _of_this_process(mesh: Any) -> Any:
+    if isinstance(mesh, str) and mesh == "all" and jax.process_count() > 1:
+        return jax.sharding.Mesh(jax.local_devices(), ("devices",))
+    if getattr(mesh, "is_multi_process", False):
+        raise UnsupportedError(
+            "mesh has devices of several processes, and each process that calls map does the whole "
+            "dataset. Give a mesh of this process's own: jax.local_devices()."
+        )
+    return mesh
+
+
+def _check_options(
+    batch_size: Any,
+    commit_rows: Any,
+    on_error: Any,
+    on_nonfinite: Any,
+    max_errors: Any,
+    retries: Any,
+    resume: Any,
+) -> None:
+    if batch_size != "auto" and not (is_position(batch_size) and batch_size > 0):
+        raise AxisError(f'batch_size must be a positive int or "auto", got {batch_size!r}.')
+    for name, value in {"commit_rows": commit_rows}.items():
+        if value is not None and not (is_position(value) and value > 0):
+            raise AxisError(f"{name} must be a positive int or None, got {value!r}.")
+    if on_error not in _ON_ERROR:
+        raise ArgumentTypeError(f'on_error must be "raise" or "quarantine", got {on_error!r}.')
+    if on_nonfinite not in (None, *_ON_ERROR):
+        raise ArgumentTypeError(
+            f'on_nonfinite must be "raise", "quarantine" or None, got {on_nonfinite!r}.'
+        )
+    for name, value in {"max_errors": max_errors, "retries": retries}.items():
+        if not (is_position(value) and value >= 0) and not (name == "max_errors" and value is None):
+            raise ArgumentTypeError(f"{name} must be a non-negative int, got {value!r}.")
+    if resume not in ("auto", "never"):
+        raise ArgumentTypeError(f'resume must be "auto" or "never", got {resume!r}.')

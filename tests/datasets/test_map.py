@@ -1,0 +1,279 @@
+"""`map` against the loop over rows: arguments, axes, results, keys, reductions, rows that fail."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import batchax as bx
+
+CLOSE = dict(rtol=1e-5, atol=1e-6)
+FLOAT = jax.dtypes.canonicalize_dtype(float)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch):
+    monkeypatch.setattr("batchax.datasets.progress.Progress.say", lambda *_: None)
+
+
+def numbers(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(FLOAT)
+
+
+def fun(x, w):
+    return {"y": jnp.tanh(x @ w), "norm": (x**2).sum(), "most": x.max()}
+
+
+def loop(fun, *rows):
+    outs = [jax.tree.map(np.asarray, fun(*row)) for row in zip(*rows, strict=True)]
+    return jax.tree.map(lambda *xs: np.stack(xs), *outs)
+
+
+@pytest.mark.parametrize("out", [None, "y.zarr"])
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "commit_rows"), [(23, 4, 8), (5, 8, None), (8, 8, 8)]
+)
+def test_a_tree_of_results_is_that_of_the_loop(tmp_path, out, rows, batch_size, commit_rows):
+    x, w = numbers(rows, 6), numbers(6, 3, seed=1)
+    report = bx.map(
+        fun,
+        x,
+        w,
+        in_axes=(0, None),
+        out=out and tmp_path / out,
+        batch_size=batch_size,
+        commit_rows=commit_rows,
+    )
+    expected = loop(lambda x: fun(x, w), x)
+    got = read(report.outputs)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **CLOSE), got, expected)
+    assert jax.tree.map(lambda a: a.dtype, got) == jax.tree.map(lambda a: a.dtype, expected)
+    assert (report.rows, report.reused, report.quarantined) == (rows, 0, 0)
+
+
+def read(outputs):
+    def one(x):
+        if isinstance(x, np.ndarray):
+            return x
+        import zarr
+
+        return np.load(x) if str(x).endswith(".npy") else zarr.open_array(x, mode="r")[...]
+
+    return jax.tree.map(one, outputs)
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_any_axes_any_sizes(data):
+    rows = data.draw(st.integers(1, 40), "rows")
+    shapes = data.draw(st.lists(st.lists(st.integers(1, 3), max_size=2), min_size=1, max_size=3))
+    arrays, axes = [], []
+    for i, shape in enumerate(shapes):
+        axis = data.draw(st.integers(0, len(shape)))
+        axes.append(data.draw(st.sampled_from([axis, axis - len(shape) - 1])))
+        arrays.append(numbers(*shape[:axis], rows, *shape[axis:], seed=i))
+    out_axes = [data.draw(st.integers(-1 - len(shape), len(shape))) for shape in shapes]
+    each = lambda *xs: [x * (i + 2) for i, x in enumerate(xs)]
+    report = bx.map(
+        each,
+        *arrays,
+        in_axes=tuple(axes),
+        out_axes=out_axes,
+        batch_size=data.draw(st.integers(1, 9), "batch_size"),
+        progress=False,
+    )
+    expected = jax.vmap(each, tuple(axes), out_axes)(*arrays)
+    jax.tree.map(np.testing.assert_array_equal, report.outputs, expected)
+
+
+@pytest.mark.parametrize("kind", ["sum", "mean", "max", "min", "prod"])
+@pytest.mark.parametrize("rows", [16, 21])
+@pytest.mark.parametrize("dtype", [FLOAT, np.int32, np.float16, np.bool_])
+def test_reductions(kind, rows, dtype):
+    x = (numbers(rows, 3) * 3).astype(dtype)
+    reduced = bx.map(lambda x: x, x, out_axes=bx.Reduce(kind), batch_size=4, commit_rows=8)
+    expected = bx.vmap(lambda x: x, out_axes=bx.Reduce(kind))(x)
+    assert reduced.outputs is None
+    assert reduced.reduced.dtype == expected.dtype
+    close = dict(rtol=2e-3) if dtype == np.float16 else CLOSE
+    np.testing.assert_allclose(reduced.reduced, expected, **close)
+
+
+def test_results_and_reductions_together():
+    x = numbers(21, 3)
+    axes = (0, bx.Reduce("mean"), {"g": bx.Reduce("sum")})
+    report = bx.map(lambda x: (x[0], x[1], {"g": x}), x, out_axes=axes, batch_size=4)
+    np.testing.assert_array_equal(report.outputs[0], x[:, 0])
+    assert report.outputs[1:] == (None, {"g": None})
+    np.testing.assert_allclose(report.reduced[1], x[:, 1].mean(), **CLOSE)
+    np.testing.assert_allclose(report.reduced[2]["g"], x.sum(0), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda key, x: jax.random.uniform(key) + x,
+        lambda x, key: jax.random.uniform(key) + x,
+        lambda x, *, key: jax.random.uniform(key) + x,
+    ],
+)
+@pytest.mark.parametrize("in_axes", [0, (0,), {"x": 0}])
+def test_keys_do_not_depend_on_batches(fun, in_axes):
+    x, key = numbers(13), jax.random.key(7)
+    keys = [jax.random.fold_in(key, i) for i in range(13)]
+    expected = np.array([jax.random.uniform(k) + v for k, v in zip(keys, x, strict=True)])
+    for batch_size in (1, 4, 13):
+        got = bx.map(fun, x, key=key, in_axes=in_axes, batch_size=batch_size).outputs
+        np.testing.assert_allclose(got, expected, **CLOSE)
+
+
+def test_raw_keys():
+    x, key = numbers(5), jax.random.PRNGKey(7)
+    got = bx.map(lambda key, x: jax.random.uniform(key) + x, x, key=key, batch_size=2).outputs
+    typed = bx.map(lambda key, x: jax.random.uniform(key) + x, x, key=jax.random.key(7)).outputs
+    np.testing.assert_allclose(got, typed, **CLOSE)
+
+
+def test_rows_of_different_lengths():
+    rng = np.random.default_rng(0)
+    rows = [rng.standard_normal((n, 2)).astype(FLOAT) for n in rng.integers(1, 9, 21)]
+    x = bx.Ragged.from_rows(rows)
+    report = bx.map(lambda t: (t * 2, t.sum(0)), x, batch_size=4, commit_rows=8)
+    doubled, sums = report.outputs
+    assert isinstance(doubled, bx.Ragged)
+    for got, row in zip(doubled.rows(), rows, strict=True):
+        np.testing.assert_array_equal(got, row * 2)
+    np.testing.assert_allclose(sums, [row.sum(0) for row in rows], **CLOSE)
+
+
+def failing_where(bad):
+    def on_host(i, x):
+        if int(i) in bad:
+            raise ValueError(f"row {int(i)} is not to be had")
+        return x * 2
+
+    def fun(i, x):
+        kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(on_host, kind, i, x, vmap_method="sequential")
+
+    return fun
+
+
+@pytest.mark.parametrize("bad", [{0}, {20}, {3, 4, 5, 6}, {7, 8, 13}, set(range(8, 12))])
+def test_rows_that_fail_are_left_out_and_no_others(bad):
+    i, x = np.arange(21, dtype=np.int32), numbers(21, 2)
+    fun = failing_where(bad)
+    options = dict(batch_size=4, commit_rows=8, on_error="quarantine")
+    report = bx.map(lambda i, x: (fun(i, x), i), i, x, out_axes=(1, bx.Reduce("sum")), **options)
+    good = ~np.isin(i, list(bad))
+    np.testing.assert_array_equal(report.outputs[0][:, good], (x * 2).T[:, good])
+    assert np.isnan(report.outputs[0][:, ~good]).all()
+    assert report.quarantined == len(bad)
+    assert [b.row for b in report.bad] == sorted(bad)
+    assert all(f"row {b.row} is not to be had" in b.error for b in report.bad)
+    assert report.reduced[1] == i[good].sum()
+    with pytest.raises(bx.RowError, match=rf"row {min(bad)} of args\[0\], args\[1\] fails"):
+        bx.map(fun, i, x, batch_size=4)
+
+
+def test_too_many_rows_that_fail():
+    i, x = np.arange(40, dtype=np.int32), numbers(40)
+    fun = failing_where(set(range(0, 40, 5)))
+    with pytest.raises(bx.RowError, match="max_errors is 3"):
+        bx.map(fun, i, x, batch_size=4, commit_rows=4, on_error="quarantine", max_errors=3)
+
+
+def test_rows_with_results_that_are_not_finite():
+    x = numbers(21, 2)
+    x[5, 1], x[20, 0] = np.nan, np.inf
+    report = bx.map(lambda x: (x, 3), x, batch_size=4, on_nonfinite="quarantine")
+    assert [b.row for b in report.bad] == [5, 20]
+    assert "out[0] is not finite" in report.bad[0].error
+    assert np.isnan(report.outputs[0][[5, 20]]).all()
+    with pytest.raises(bx.RowError, match="row 5"):
+        bx.map(lambda x: x, x, batch_size=4, on_nonfinite="raise")
+    assert bx.map(lambda x: x, x, batch_size=4).quarantined == 0
+
+
+def test_loops_that_end_at_different_times():
+    n = np.random.default_rng(0).integers(0, 50, 37)
+    fun = lambda n: jax.lax.while_loop(
+        lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] + c[0]), (0, 0)
+    )
+    report = bx.map(fun, n, batch_size=8, divergence="compact")
+    np.testing.assert_array_equal(report.outputs[1], n * (n - 1) // 2)
+
+
+def test_several_threads_at_a_time():
+    x, failures = numbers(40, 3), []
+
+    def work(factor):
+        got = bx.map(lambda x: x * factor, x, batch_size=4, commit_rows=8).outputs
+        if not np.array_equal(got, x * FLOAT.type(factor)):
+            failures.append(factor)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not failures
+
+
+def test_progress_is_told(capsys):
+    seen = []
+    bx.map(
+        lambda x: x, numbers(20), batch_size=4, commit_rows=4, progress=lambda *a: seen.append(a)
+    )
+    assert seen == [(n, 20) for n in (4, 8, 12, 16, 20)]
+
+
+MISTAKES = {
+    "no function": (bx.ArgumentTypeError, "map expects a function", lambda x: bx.map(3, x)),
+    "nothing mapped": (bx.AxisError, "nothing is mapped", lambda x: bx.map(fun)),
+    "all shared": (bx.AxisError, "nothing is mapped", lambda x: bx.map(fun, x, in_axes=None)),
+    "counts": (
+        bx.AxisError,
+        r"(?s)same number of rows.*args\[0\].*6 rows.*args\[1\]\['w'\].*4 rows",
+        lambda x: bx.map(fun, x, {"w": x[:4]}),
+    ),
+    "axis": (bx.AxisError, r"axis 2 for args\[0\]", lambda x: bx.map(fun, x, in_axes=2)),
+    "entries": (bx.AxisError, "in_axes has 2 entries", lambda x: bx.map(fun, x, in_axes=(0, 1))),
+    "no file": (bx.StorageError, "there is no such file", lambda x: bx.map(fun, "none.npy")),
+    "batch": (bx.AxisError, "batch_size must be", lambda x: bx.map(fun, x, batch_size=0)),
+    "rows": (bx.AxisError, "commit_rows must be", lambda x: bx.map(fun, x, commit_rows=-1)),
+    "error": (bx.ArgumentTypeError, "on_error must be", lambda x: bx.map(fun, x, on_error="skip")),
+    "finite": (
+        bx.ArgumentTypeError,
+        "on_nonfinite must be",
+        lambda x: bx.map(fun, x, on_nonfinite=True),
+    ),
+    "retries": (bx.ArgumentTypeError, "retries must be", lambda x: bx.map(fun, x, retries=-1)),
+    "resume": (bx.ArgumentTypeError, "resume must be", lambda x: bx.map(fun, x, resume=True)),
+    "executor": (bx.UnsupportedError, "executor", lambda x: bx.map(fun, x, executor=3)),
+    "out axis": (
+        bx.UnsupportedError,
+        "out_axes gives None for out",
+        lambda x: bx.map(lambda x: 3.0, x, out_axes=None),
+    ),
+    "keys": (
+        bx.UnsupportedError,
+        r"out are random keys.*key_data",
+        lambda x: bx.map(lambda x: jax.random.key(0), x),
+    ),
+    "not an array": (TypeError, "out.*str", lambda x: bx.map(lambda x: "a", x)),
+    "tiles": (
+        bx.ArgumentTypeError,
+        "along an axis, so give its number",
+        lambda x: bx.map(lambda x: x, x, in_axes=bx.tiles(2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_named(name):
+    error, message, call = MISTAKES[name]
+    with pytest.raises(error, match=message):
+        call(numbers(6, 2))

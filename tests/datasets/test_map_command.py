@@ -1,0 +1,175 @@
+"""The commands `map`, `status` and `verify`, as they are typed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import batchax as bx
+from batchax.command import main
+
+FLOAT = jax.dtypes.canonicalize_dtype(float)
+MODEL = """
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+
+def score(x, w):
+    return {"y": jnp.tanh(x @ w["w"]) + w["b"], "norm": jnp.sqrt((x ** 2).sum())}
+
+
+def double(x):
+    return x * 2
+
+
+def draw(key, x):
+    return x + jax.random.uniform(key)
+
+
+def fragile(x):
+    def on_host(x):
+        if x[0] > 100:
+            raise ValueError("too large")
+        return x
+
+    return jax.pure_callback(on_host, x, x, vmap_method="sequential")
+
+
+def slow(x):
+    def wait(x):
+        time.sleep(0.02)
+        return x * 2
+
+    return jax.pure_callback(wait, x, x, vmap_method="sequential")
+"""
+
+
+@pytest.fixture
+def x(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+    (tmp_path / "model.py").write_text(MODEL)
+    x = np.random.default_rng(0).standard_normal((40, 3)).astype(FLOAT)
+    np.save("x.npy", x)
+    return x
+
+
+def run(text):
+    return main(text.split())
+
+
+def zarr_array(path):
+    import zarr
+
+    return zarr.open_array(path, mode="r")[...]
+
+
+def test_a_dataset_and_what_all_rows_share(x, capsys):
+    w, b = np.arange(6.0).reshape(3, 2).astype(FLOAT), np.ones(2, FLOAT)
+    np.savez("w.npz", w=w, b=b)
+    command = "map model:score --in x.npy --in @w.npz --out y.zarr --batch-size 8 --commit-rows 16"
+    assert run(command) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("y.zarr: 40 rows, ")
+    assert "40 rows done" in err
+    np.testing.assert_allclose(zarr_array("y.zarr/y"), np.tanh(x @ w) + b, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(zarr_array("y.zarr/norm"), np.linalg.norm(x, axis=1), rtol=1e-5)
+    assert run(command + " --no-progress") == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("y.zarr: 40 rows, 40 reused")
+    assert err == ""
+
+
+def test_axes_as_they_are_written(x):
+    np.save("t.npy", x.T)
+    assert run("map model:double --in t.npy --in-axes 1 --out-axes -1 --out y.npy") == 0
+    np.testing.assert_array_equal(np.load("y.npy"), x.T * 2)
+    np.save("w.npy", np.ones((3, 2), FLOAT))
+    text = "map model.py:double --in x.npy --out z.npy --in-axes 0"
+    assert run(text) == 0
+
+
+def test_random_keys(x):
+    assert run("map model:draw --in x.npy --out y.npy --seed 7 --batch-size 8") == 0
+    key = jax.random.key(7)
+    drawn = [jax.random.uniform(jax.random.fold_in(key, i)) for i in range(40)]
+    np.testing.assert_allclose(np.load("y.npy"), x + np.array(drawn)[:, None], rtol=1e-6)
+
+
+def test_how_far_it_is_and_whether_it_is_whole(x, capsys):
+    run("map model:double --in x.npy --out y.zarr --batch-size 4 --commit-rows 8 --no-progress")
+    capsys.readouterr()
+    assert run("status y.zarr") == 0
+    assert "40 of 40 rows" in capsys.readouterr().out
+    assert run("verify y.zarr") == 0
+    with open("y.zarr/c.1.0", "r+b") as file:
+        file.seek(5)
+        file.write(b"????")
+    assert run("verify y.zarr") == 1
+    out, _ = capsys.readouterr()
+    assert "rows 8 to 16" in out
+    assert "the same call computes them again" in out
+    run("map model:double --in x.npy --out y.zarr --batch-size 4 --commit-rows 8 --no-progress")
+    assert "32 reused" in capsys.readouterr().out
+    np.testing.assert_array_equal(zarr_array("y.zarr"), x * 2)
+    assert run("verify y.zarr") == 0
+
+
+def test_rows_that_fail(x, capsys):
+    x[7, 0] = 1000
+    np.save("x.npy", x)
+    command = "map model:fragile --in x.npy --out y.npy --batch-size 8 --version 1"
+    assert run(command) == 1
+    assert "row 7 of args[0] (x.npy) fails: ValueError: too large" in capsys.readouterr().err
+    assert run(command + " --on-error quarantine") == 3
+    assert "1 quarantined" in capsys.readouterr().out
+    assert run("status y.npy") == 0
+    assert "quarantined  1" in capsys.readouterr().out
+
+
+MISTAKES = {
+    "map model:double --out y.npy": (2, "map needs a dataset"),
+    "map model:nothing --in x.npy --out y.npy": (2, "model has no 'nothing'"),
+    "map model:double --in x.npy --out y.npy --batch-size some": (2, "--batch-size"),
+    "map model:double --in none.npy --out y.npy": (1, "there is no such file"),
+    "map model:double --in x.npy --out y.h5": (1, "HDF5 is read but not written"),
+    "map model:fragile --in x.npy --out y.npy": (1, "version="),
+    "status y.npy": (1, "There is no job of y.npy"),
+    "verify y.npy": (1, "There is no job of y.npy"),
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_mistakes(x, text, capsys):
+    status, message = MISTAKES[text]
+    assert run(text) == status
+    err = capsys.readouterr().err
+    assert err.startswith("batchax: ")
+    assert message in err
+
+
+def test_interrupted(x):
+    command = [sys.executable, "-m", "batchax", *"map model:slow --in x.npy --out y.npy".split()]
+    command += "--version 1 --batch-size 4 --commit-rows 4".split()
+    env = {**os.environ, "PYTHONPATH": str(Path(bx.__file__).parents[1])}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process:
+        while process.poll() is None and not os.path.exists("y.npy.job/journal/main.jsonl"):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "The same command goes on" in err
+    again = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    assert again.returncode == 0, again.stderr
+    assert " reused" in again.stdout
+    np.testing.assert_array_equal(np.load("y.npy"), x * 2)

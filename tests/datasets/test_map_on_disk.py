@@ -1,0 +1,280 @@
+"""`map` from disk to disk: what is done stays, and another call is told from the same one."""
+
+import json
+import os
+import signal
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+from batchax.datasets import pipeline
+from batchax.datasets.source import Source
+from batchax.datasets.store import Store
+
+FLOAT = jax.dtypes.canonicalize_dtype(float)
+ROWS, SIZE = 40, dict(batch_size=4, commit_rows=8, progress=False)
+
+
+@pytest.fixture
+def x(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    x = np.random.default_rng(0).standard_normal((ROWS, 3)).astype(FLOAT)
+    np.save("x.npy", x)
+    return x
+
+
+def double(x):
+    return x * 2
+
+
+def zarr_array(path):
+    import zarr
+
+    return zarr.open_array(path, mode="r")[...]
+
+
+def stopped_after(monkeypatch, units):
+    """From now on a store takes so many units, and no more."""
+    write, left = Store.write, [units]
+
+    def some(self, *args):
+        if left[0] == 0:
+            raise OSError("no more")
+        left[0] -= 1
+        return write(self, *args)
+
+    monkeypatch.setattr(Store, "write", some)
+    monkeypatch.setattr(pipeline, "_PAUSE", 0.0)
+
+
+@pytest.mark.parametrize("out", ["y.zarr", "y.npy", "y.parquet"])
+def test_goes_on_where_it_was(x, out, monkeypatch):
+    with monkeypatch.context() as patched:
+        stopped_after(patched, 2)
+        with pytest.raises(OSError, match="no more"):
+            bx.map(double, "x.npy", out=out, **SIZE)
+    report = bx.map(double, "x.npy", out=out, **SIZE)
+    assert (report.rows, report.reused) == (ROWS, 16)
+    if out == "y.zarr":
+        np.testing.assert_array_equal(zarr_array(out), x * 2)
+    elif out == "y.npy":
+        np.testing.assert_array_equal(np.load(out), x * 2)
+    else:
+        import pyarrow.parquet
+
+        column = pyarrow.parquet.read_table(out)["result"]
+        np.testing.assert_array_equal(np.array(column.to_pylist(), FLOAT), x * 2)
+    again = bx.map(double, "x.npy", out=out, **SIZE)
+    where = f"{out}:result" if out == "y.parquet" else out
+    assert (again.reused, again.outputs) == (ROWS, where)
+    back = bx.map(lambda y: y / 2, again.outputs, progress=False)
+    np.testing.assert_array_equal(back.outputs, x)
+
+
+def test_a_finished_job_compiles_nothing(x, monkeypatch):
+    bx.map(double, "x.npy", out="y.zarr", **SIZE)
+    monkeypatch.setattr("batchax.datasets.run.Program", None)
+    assert bx.map(double, "x.npy", out="y.zarr", **SIZE).reused == ROWS
+
+
+def test_reductions_survive(x, monkeypatch):
+    fun = lambda x: (x, jnp.outer(x, x).sum(), x)
+    options = dict(out_axes=(0, bx.Reduce("mean"), bx.Reduce("max")), out="y.zarr", **SIZE)
+    whole = bx.map(fun, x, **{**options, "out": "whole.zarr"})
+    for units in (2, 1):
+        with monkeypatch.context() as patched:
+            stopped_after(patched, units)
+            with pytest.raises(OSError, match="no more"):
+                bx.map(fun, x, **options)
+    report = bx.map(fun, x, **options)
+    assert report.reused == 24
+    for got in (report, bx.map(fun, x, **options)):
+        assert got.reduced[0] is None
+        jax.tree.map(np.testing.assert_array_equal, got.reduced[1:], whole.reduced[1:])
+    np.testing.assert_allclose(report.reduced[2], x.max(0), rtol=1e-6)
+
+
+CHANGED = {
+    "function": (lambda x: x * 3, {}, "computes something else"),
+    "batch size": (double, {"batch_size": 8}, "batch_size was 4, is 8"),
+    "units": (double, {"commit_rows": 16}, "commit_rows was 8, is 16"),
+    "axis": (lambda x: x * 2, {"out_axes": 1}, "out_axes was"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_another_call_is_refused_and_nothing_is_changed(x, name):
+    fun, options, message = CHANGED[name]
+    bx.map(double, "x.npy", out="y.zarr", **SIZE)
+    with pytest.raises(bx.JobError, match=message):
+        bx.map(fun, "x.npy", out="y.zarr", **{**SIZE, **options})
+    np.testing.assert_array_equal(zarr_array("y.zarr"), x * 2)
+
+
+def test_a_constant_is_part_of_the_function(x):
+    for factor in (2.0, 3.0):
+        w = jnp.full(3, factor)
+        call = lambda w=w: bx.map(lambda x: x * w, "x.npy", out="y.zarr", **SIZE)
+        if factor == 2:
+            call()
+        else:
+            with pytest.raises(bx.JobError, match="computes something else"):
+                call()
+
+
+def test_an_input_that_was_changed_is_refused(x):
+    bx.map(double, "x.npy", out="y.zarr", **SIZE)
+    np.save("x.npy", x + 1)
+    with pytest.raises(bx.JobError, match=r"args\[0\] \(x.npy\)"):
+        bx.map(double, "x.npy", out="y.zarr", **SIZE)
+
+
+def test_an_output_of_something_else_is_refused(x):
+    np.save("y.npy", x)
+    with pytest.raises(bx.JobError, match=r"y\.npy is there already"):
+        bx.map(double, "x.npy", out="y.npy", **SIZE)
+    np.testing.assert_array_equal(np.load("y.npy"), x)
+    bx.map(double, "x.npy", out="y.zarr", **SIZE)
+    with pytest.raises(bx.JobError, match="never"):
+        bx.map(double, "x.npy", out="y.zarr", resume="never", **SIZE)
+
+
+def test_what_a_callback_does_needs_a_version(x):
+    def fun(x):
+        return jax.pure_callback(lambda x: x * 2, x, x, vmap_method="sequential")
+
+    with pytest.raises(bx.UnsupportedError, match="version="):
+        bx.map(fun, "x.npy", out="y.zarr", **SIZE)
+    assert not os.path.exists("y.zarr.job")
+    bx.map(fun, "x.npy", out="y.zarr", version="1", **SIZE)
+    with pytest.raises(bx.JobError, match="version was 1, is 2"):
+        bx.map(fun, "x.npy", out="y.zarr", version="2", **SIZE)
+
+
+def test_rows_that_fail_are_written_down(x):
+    def on_host(i, x):
+        if int(i) in (5, 17):
+            raise ValueError("spoilt")
+        return x
+
+    def fun(i, x):
+        return jax.pure_callback(on_host, x, i, x, vmap_method="sequential")
+
+    i = np.arange(ROWS, dtype=np.int32)
+    options = dict(out="y.npy", version="1", **SIZE)
+    with pytest.raises(bx.RowError, match="row 5 of "):
+        bx.map(fun, i, "x.npy", **options)
+    report = bx.map(fun, i, "x.npy", on_error="quarantine", **options)  # may be thought better of
+    assert report.quarantined == 2
+    lines = list(map(json.loads, Path("y.npy.job/quarantine.jsonl").read_text().splitlines()))
+    assert [(line["row"], line["error"]) for line in lines] == [
+        (5, "ValueError: spoilt"),
+        (17, "ValueError: spoilt"),
+    ]
+    ok = np.load("y.npy.job/ok.npy")
+    np.testing.assert_array_equal(np.flatnonzero(~ok), [5, 17])
+    y = np.load("y.npy")
+    np.testing.assert_array_equal(y[ok], x[ok])
+    assert np.isnan(y[~ok]).all()
+    again = bx.map(fun, i, "x.npy", on_error="quarantine", **options)
+    assert (again.reused, again.quarantined) == (ROWS, 2)
+    assert [b.row for b in again.bad] == [5, 17]
+
+
+@pytest.mark.parametrize("fails", [1, 2, 3])
+def test_storage_that_fails_is_tried_again(x, fails, monkeypatch):
+    monkeypatch.setattr(pipeline, "_PAUSE", 0.0)
+    write, left = Store.write, [fails]
+
+    def flaky(self, *args):
+        if left[0]:
+            left[0] -= 1
+            raise bx.StorageError("y.zarr could not be written")
+        return write(self, *args)
+
+    monkeypatch.setattr(Store, "write", flaky)
+    run = lambda: bx.map(double, "x.npy", out="y.zarr", **{**SIZE, "commit_rows": ROWS})
+    if fails <= 2:
+        run()
+        np.testing.assert_array_equal(zarr_array("y.zarr"), x * 2)
+    else:
+        with pytest.raises(bx.StorageError, match=r"y\.zarr could not be written"):
+            run()
+
+
+def test_control_c_keeps_what_was_computed(x, capsys):
+    def slowly(x):
+        def wait(x):
+            time.sleep(0.02)
+            return x * 2
+
+        return jax.pure_callback(wait, x, x, vmap_method="sequential")
+
+    options = dict(out="y.npy", version="1", **{**SIZE, "progress": True})
+    timer = threading.Timer(0.7, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        bx.map(slowly, "x.npy", **options)
+    timer.join()
+    assert signal.getsignal(signal.SIGINT) is handler
+    told = capsys.readouterr().err
+    assert "Interrupted: what is being computed is finished and kept" in told
+    assert "the same call goes on from there" in told
+    report = bx.map(slowly, "x.npy", **options)
+    assert 0 < report.reused < ROWS
+    assert f"{report.reused} of {ROWS} rows are done already" in capsys.readouterr().err
+    np.testing.assert_array_equal(np.load("y.npy"), x * 2)
+
+
+def test_two_calls_at_a_time_are_refused(x):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait(x):
+        begun.set()
+        go_on.wait(20)
+        return x * 2
+
+    fun = lambda x: jax.pure_callback(wait, x, x, vmap_method="sequential")
+    options = dict(out="y.npy", version="1", **SIZE)
+    other = threading.Thread(target=lambda: bx.map(fun, "x.npy", **options))
+    other.start()
+    begun.wait(20)
+    try:
+        with pytest.raises(bx.JobError, match="Another call is at work"):
+            bx.map(fun, "x.npy", **options)
+    finally:
+        go_on.set()
+        other.join()
+    assert bx.map(fun, "x.npy", **options).reused == ROWS
+
+
+def test_memory_does_not_grow_with_the_dataset(x, monkeypatch):
+    """No more units are held than wait between the threads."""
+    alive, most = set(), [0]
+    read = Source.read
+
+    def watched(self, *args):
+        got = read(self, *args)
+        number = id(got)
+        alive.add(number)
+        weakref.finalize(got, alive.discard, number)
+        most[0] = max(most[0], len(alive))
+        return got
+
+    monkeypatch.setattr(Source, "read", watched)
+    np.save("long.npy", np.zeros((800, 3), FLOAT))
+    bx.map(double, "long.npy", out="y.zarr", **SIZE)
+    assert 1 < most[0] <= pipeline.AHEAD + 3
+
+
+def test_a_mesh_of_devices_and_rows_that_do_not_come_out_even(x):
+    report = bx.map(double, x[:37], mesh="all", **SIZE)
+    np.testing.assert_array_equal(report.outputs, x[:37] * 2)
