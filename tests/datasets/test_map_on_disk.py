@@ -129,6 +129,17 @@ def test_a_constant_is_part_of_the_function(x):
                 call()
 
 
+def test_rows_that_are_not_finite_may_be_left_out_later(x):
+    x[21, 0] = np.nan
+    np.save("x.npy", x)
+    with pytest.raises(bx.RowError, match=r'row 21 .*\n.*on_nonfinite="quarantine"'):
+        bx.map(double, "x.npy", out="y.npy", on_nonfinite="raise", **SIZE)
+    report = bx.map(double, "x.npy", out="y.npy", on_nonfinite="quarantine", **SIZE)
+    assert (report.reused, report.quarantined) == (16, 1)
+    with pytest.raises(bx.JobError, match="on_nonfinite was given, is not given"):
+        bx.map(double, "x.npy", out="y.npy", **SIZE)
+
+
 def test_an_input_that_was_changed_is_refused(x):
     bx.map(double, "x.npy", out="y.zarr", **SIZE)
     np.save("x.npy", x + 1)

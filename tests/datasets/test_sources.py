@@ -198,6 +198,11 @@ def test_parts_of_one_array_on_disk_are_told_apart(tmp_path):
     assert as_source(lazy[:2], "x").identity() != as_source(lazy[2:], "x").identity()
 
 
+def test_dtypes_are_numpys_own_objects(tmp_path):
+    source = as_source(f"{save_h5(tmp_path / 'x.h5', X)}:g/x", "x")
+    assert source.dtype.isbuiltin == 1  # h5py's is not, and .npy files are made of none other
+
+
 @pytest.mark.parametrize("kind", ["npy", "h5", "numpy", "zarr", "tensorstore"])
 def test_what_has_no_rows(kind, tmp_path):
     for x in (np.float32(2.5), np.zeros((0, 3), np.int16), np.zeros((3, 0))):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from batchax.datasets.parts import Leaf
+from batchax.datasets.source import native
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.execution.streaming import partial_result, reduced_type, where_real
 from batchax.frontend.arguments import is_position
@@ -64,8 +65,8 @@ def find_outputs(found: Any, out_axes: Any, rows: int) -> list[Output]:
                     f"{leaf.path} has rows of different lengths, along axis {x.axis}, and out_axes "
                     f"gives {spec!r}: rows are kept if they differ along axis 0, and out_axes is 0."
                 )
-            shape = (rows, *x.data.shape[1:])
-            outputs.append(Output(leaf.path, Leaf(name, shape, x.data.dtype, 0, 0)))
+            shape, dtype = (rows, *x.data.shape[1:]), native(x.data.dtype, leaf.path)
+            outputs.append(Output(leaf.path, Leaf(name, shape, dtype, 0, 0)))
             continue
         if is_container(x):
             raise UnsupportedError(
@@ -88,7 +89,7 @@ def find_outputs(found: Any, out_axes: Any, rows: int) -> list[Output]:
         elif is_position(spec) or spec is AUTO:
             axis = 0 if spec is AUTO else int(spec) % len(x.shape)
             shape = (*x.shape[:axis], rows, *x.shape[axis + 1 :])
-            outputs.append(Output(leaf.path, Leaf(name, shape, np.dtype(x.dtype), axis)))
+            outputs.append(Output(leaf.path, Leaf(name, shape, native(x.dtype, leaf.path), axis)))
         else:
             raise UnsupportedError(
                 f"out_axes gives {spec!r} for {leaf.path}: map keeps what each row has, at an axis "

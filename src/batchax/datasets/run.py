@@ -89,7 +89,8 @@ def _fingerprint(function: RowFunction, how: How) -> dict[str, Any]:
         "in_axes": {m.path: m.axis for m in inputs.mapped},
         "out_axes": outputs,
         "key": None if key is None else np.asarray(jax.random.key_data(key)).tolist(),
-        "on_nonfinite": how.policy.on_nonfinite,
+        # Neither way has kept a result that is not finite: one may go on with what the other did.
+        "on_nonfinite": how.policy.on_nonfinite and "given",
         **{name: str(option) for name, option in function.options.items()},
     }
     shared = map(as_source, inputs.shared, inputs.shared_paths)

@@ -149,8 +149,9 @@ def native(dtype: Any, name: str) -> np.dtype:
     """
     try:
         known = np.dtype(dtype)
-        # With a byte order said, even if it is this machine's, NumPy calls it not built in.
-        known = known if known.isnative else np.dtype(known.newbyteorder("=").str)
+        # NumPy's own object for it: h5py's say a byte order, and JAX hands on whose it saw first.
+        if known.kind in "biufc" and known.isbuiltin != 2:
+            known = np.dtype(known.newbyteorder("=").str)
     except TypeError:
         raise ArgumentTypeError(
             f"{name}: the dtype {dtype} is none of NumPy's. Convert it with numpy.asarray; of "

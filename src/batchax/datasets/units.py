@@ -200,7 +200,7 @@ def _without_failing(
         for place, found in sorted(failing.items())
     ]
     if policy.on_error == "raise" or not bad:
-        raise _row_error(batch, bad, error) from error
+        raise _row_error(batch, bad, "on_error", error) from error
     return _recomputed(batch, failing), bad
 
 
@@ -276,7 +276,7 @@ def _without_nonfinite(
         return results, []
     bad = [Bad(batch.row(place), str(error)) for place, error in sorted(wrong.items())]
     if policy.on_nonfinite == "raise":
-        raise _row_error(batch, bad, None)
+        raise _row_error(batch, bad, "on_nonfinite")
     gone = {row - batch.unit.start - batch.first for row in known} & set(range(batch.count))
     return _recomputed(batch, {**dict.fromkeys(gone), **wrong}), bad
 
@@ -287,7 +287,9 @@ def _last_line(error: Exception) -> str:
     return text[-1] if len(text) > 1 else f"{type(error).__name__}: {text[0]}"
 
 
-def _row_error(batch: _Batch, bad: Sequence[Bad], error: Exception | None) -> RowError:
+def _row_error(
+    batch: _Batch, bad: Sequence[Bad], option: str, error: Exception | None = None
+) -> RowError:
     names = ", ".join(m.source.name for m in batch.program.function.inputs.mapped)
     if not bad:
         return RowError(
@@ -295,7 +297,6 @@ def _row_error(batch: _Batch, bad: Sequence[Bad], error: Exception | None) -> Ro
             f"none of them by itself: {error}"
         )
     return RowError(
-        f"row {bad[0].row} of {names} fails: {bad[0].error}\nWhat was done is kept: mend "
-        "the row and call again with the same arguments, or go on without such rows with "
-        'on_error="quarantine".'
+        f"row {bad[0].row} of {names} fails: {bad[0].error}\nWhat was done is kept, and "
+        f'the same call goes on from there; with {option}="quarantine" without such rows.'
     )
