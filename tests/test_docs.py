@@ -49,9 +49,10 @@ def pages_with_code():
 
 
 @pytest.mark.parametrize("page", pages_with_code(), ids=lambda page: page.name)
-def test_code_runs_and_prints_what_is_shown(page):
+def test_code_runs_and_prints_what_is_shown(page, tmp_path):
     if "by the compiler's count" not in page.read_text():
-        run(page)
+        with contextlib.chdir(tmp_path):  # where pages leave their files
+            run(page)
         return
     # The compiler as users have it: what tests leave out of it (conftest.py) fuses loops otherwise.
     flags = os.environ["XLA_FLAGS"].replace("--xla_cpu_use_fusion_emitters=false", "")

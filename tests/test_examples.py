@@ -40,6 +40,19 @@ def test_explained(tmp_path, capsys):
     assert "measurements @ weights" in page
 
 
+def test_embeddings(tmp_path, capfd, monkeypatch):
+    embeddings = load("embeddings")
+    embeddings.ROWS, embeddings.COMMIT, embeddings.STEPS = 3000, 100, 100
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent / "src"))
+    embeddings.main(tmp_path)
+    account = capfd.readouterr().out
+    assert "ended by signal 9" in account
+    assert "3,000 rows, " in account
+    assert " reused, " in account
+    assert "agreed" in account
+    assert (tmp_path / "embeddings.png").stat().st_size > 10_000
+
+
 def test_data_parallel(capsys):
     example = load("data_parallel")
     example.ROWS, example.FEATURES, example.STEPS = 601, 128, 5
