@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import jax
 
-from batchax.datasets.inputs import find_inputs
-from batchax.datasets.program import RowFunction, axes_by_position
+from batchax.datasets.engines.engine import find_engine
+from batchax.datasets.program import RowFunction
 from batchax.datasets.report import Report
 from batchax.datasets.run import How, run
 from batchax.datasets.units import Policy
@@ -68,7 +68,10 @@ def map(
       batch_size: how many rows are computed at a time; "auto": as many as fit `memory_limit`.
       memory_limit: bytes, or a string such as "2GiB"; by default what the device has free.
       commit_rows: how many rows are committed at once. By default about half a second of work.
-      executor: who computes; None: threads of this process.
+      executor: who computes. None: threads of this process. Others, each of which reads, computes
+        and writes units by itself: an executor of ``concurrent.futures`` with spawned processes, or
+        "processes:4"; a client of Dask, or "dask:tcp://host:8786". "shard:3/16": this process does
+        every sixteenth unit, and others the rest, with no engine that knows of all.
       mesh: devices of this process to spread a batch over, as for `vmap`.
       key: a random key; row `i` gets ``jax.random.fold_in(key, i)``, as the argument `key` of the
         function if it has one that is not its first, otherwise as its first argument.
@@ -104,16 +107,12 @@ def map(
         )
     check_out_axes(out_axes)
     _check_options(batch_size, commit_rows, on_error, on_nonfinite, max_errors, retries, resume)
-    if executor is not None:
-        raise UnsupportedError(
-            f"executor={executor!r}: units are run by threads of this process. Leave executor out."
-        )
-    in_axes = axes_by_position(fun, in_axes, len(arrays), key is not None)
-    inputs = find_inputs(fun, in_axes, arrays)
+    out = None if out is None else Path(out)
+    engine = find_engine(executor, out)
     options = {"divergence": divergence, "mesh": _of_this_process(mesh)}
-    function = RowFunction(fun, inputs, in_axes, out_axes, key, options)
+    function = RowFunction.of(fun, arrays, in_axes, out_axes, key, options)
     how = How(
-        out=None if out is None else Path(out),
+        out=out,
         batch_size=batch_size,
         memory_limit=memory_limit,
         commit_rows=commit_rows,
@@ -123,6 +122,7 @@ def map(
         resume=resume,
         version=version,
         progress=progress,
+        engine=engine,
         begun=begun,
     )
     return run(function, how)

@@ -80,7 +80,7 @@ def test_goes_on_where_it_was(x, out, monkeypatch):
 
 def test_a_finished_job_compiles_nothing(x, monkeypatch):
     bx.map(double, "x.npy", out="y.zarr", **SIZE)
-    monkeypatch.setattr("batchax.datasets.run.Program", None)
+    monkeypatch.setattr("batchax.datasets.work.Program", None)
     assert bx.map(double, "x.npy", out="y.zarr", **SIZE).reused == ROWS
 
 

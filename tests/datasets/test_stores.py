@@ -245,7 +245,7 @@ def test_a_part_that_a_killed_writer_left_half_written(place):
     store = written(place("x.parquet"), [leaf()])
     before = files(place("x.parquet"))
     (place("x.parquet") / ".part-00000001.parquet.abcd.unfinished").write_bytes(b"x")
-    store.check()
+    store.clean()
     assert files(place("x.parquet")) == before
 
 

@@ -18,6 +18,9 @@ class TinyStore:
         durable.make_folder(self.out)
         durable.replace_file(self.out / "meta", json.dumps(self.describe()).encode())
 
+    def clean(self):
+        pass
+
     def check(self):
         try:
             content = (self.out / "meta").read_text()

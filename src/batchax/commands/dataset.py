@@ -47,6 +47,14 @@ def add_to(commands: Any) -> None:
     command.add_argument("--memory-limit", metavar="BYTES", help="such as 2GiB")
     command.add_argument("--commit-rows", type=int, metavar="ROWS", help="committed at once")
     command.add_argument("--divergence", choices=["predicate", "compact"], default="predicate")
+    command.add_argument(
+        "--executor", metavar="WHO", help="processes:4, or dask:tcp://host:8786; else threads"
+    )
+    command.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="do every N-th unit only: the same command N times, with I from 0 or from 1, does all",
+    )
     command.add_argument("--on-error", choices=["raise", "quarantine"], default="raise")
     command.add_argument("--on-nonfinite", choices=["raise", "quarantine"])
     command.add_argument("--max-errors", type=int, metavar="ROWS")
@@ -81,6 +89,11 @@ def _map(options: argparse.Namespace) -> int:
     in_axes: Any = tuple(None if text.startswith("@") else 0 for text in options.inputs)
     if options.in_axes is not None:
         in_axes = tuple(literal(text, "--in-axes") for text in options.in_axes)
+    executor = options.executor
+    if options.shard is not None:
+        if executor is not None:
+            raise Mistake("--shard is for a process that computes by itself: give no --executor.")
+        executor = f"shard:{options.shard}"
     key = None
     if options.seed is not None:
         import jax
@@ -96,6 +109,7 @@ def _map(options: argparse.Namespace) -> int:
             batch_size=batch_size(options.batch_size),
             memory_limit=options.memory_limit,
             commit_rows=options.commit_rows,
+            executor=executor,
             key=key,
             divergence=options.divergence,
             on_error=options.on_error,

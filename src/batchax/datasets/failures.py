@@ -11,6 +11,8 @@ from typing import Any
 from batchax.errors import BatchaxError, StorageError
 
 _INSTALLED_BY = {
+    "cloudpickle": ("cloudpickle", "'batchax[cluster]'"),
+    "distributed": ("Dask", "'batchax[cluster]'"),
     "h5py": ("h5py", "h5py"),
     "pyarrow": ("PyArrow", "'batchax[parquet]'"),
     "tensorstore": ("TensorStore", "'batchax[data]'"),

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +25,7 @@ from batchax.datasets.durable import (
 from batchax.datasets.fingerprint import differences
 from batchax.datasets.job_files import Description, JobFiles
 from batchax.datasets.journal import Journal, read_journal
-from batchax.datasets.lock import Lock
+from batchax.datasets.lock import Lock, LockedError
 from batchax.datasets.parts import Bad, Record
 from batchax.datasets.plan import Plan
 from batchax.datasets.steps import BEFORE_END, reached
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from batchax.datasets.store import Store  # which needs libraries, and a job does not
 
 RESUME = ("auto", "must", "never")
+_PATIENCE = 60.0  # seconds that a shard waits for another that begins the job
 
 
 class Job:
@@ -51,14 +53,14 @@ class Job:
         plan: Plan,
         store: Store,
         writer: str,
-        lock: Lock | None = None,
+        locks: Sequence[Lock] = (),
         finished: dict[str, Any] | None = None,
     ):
         self.plan = plan
         self.store = store
         self.finished = finished
         self._files = files
-        self._lock = lock
+        self._locks = locks
         self._journal = Journal(files.journal, writer)
 
     @classmethod
@@ -69,12 +71,12 @@ class Job:
         plan: Callable[[], Plan],
         store: Callable[[Plan], Store],
         resume: str = "auto",
-        writer: str = "main",
+        shard: str | None = None,
     ) -> Job:
         """The job that computes `out`: a new one, or the one that is there.
 
         A job that is finished is only read, and by anyone; any other is this process's alone, until
-        it is closed.
+        it is closed, or of those who each have a shard of it.
 
         Args:
           out: the output.
@@ -82,7 +84,7 @@ class Job:
           plan: makes a plan, for a new job.
           store: makes a store for a plan; nothing is on disk before its `prepare`.
           resume: "auto"; "must" refuses to begin a job, "never" to go on with one.
-          writer: who writes in the journal.
+          shard: a name for this process's part of the job, if others have the other parts.
 
         Raises:
           JobError: if `out` is the output of something else or of another call, somebody else is
@@ -92,23 +94,46 @@ class Job:
         if resume not in RESUME:
             raise ArgumentTypeError(f"resume must be one of {RESUME}, and is {resume!r}.")
         files, call = JobFiles(Path(out)), json.loads(json.dumps(fingerprint))
+        end = time.monotonic() + (_PATIENCE if shard else 0)
+        while True:
+            try:
+                if files.read() is None:
+                    job = cls._begun(files, call, plan, store, resume)
+                    if shard is None:
+                        return job
+                    job.close()  # which has it alone
+                return cls._opened(files, call, store, "auto" if shard else resume, shard)
+            except LockedError:  # by another shard, which begins it
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
+
+    @classmethod
+    def _opened(
+        cls,
+        files: JobFiles,
+        call: dict[str, Any],
+        store: Callable[[Plan], Store],
+        resume: str,
+        shard: str | None,
+    ) -> Job:
         description = files.read()
-        if description is None:
-            return cls._begun(files, call, plan, store, resume, writer)
+        assert description is not None
         _check(files, description, call, resume)
         with contextlib.ExitStack() as on_error:
-            end, lock = files.read_end(), None
+            end, locks = files.read_end(), []
             if end is None:
-                lock = _locked(files, on_error)
+                locks = _locked(files, on_error, shard)
                 end = files.read_end()
             if end is not None:  # perhaps by who had the lock
                 on_error.close()
-                lock = None
-            job = cls(
-                files, description.plan, _checked(files, description, store), writer, lock, end
-            )
-            if lock:
-                remove_file(files.preparing)
+                locks = []
+            kept = _checked(files, description, store)
+            job = cls(files, description.plan, kept, shard or "main", locks, end)
+            if locks:
+                if shard is None:
+                    remove_file(files.preparing)
+                    kept.clean()
                 _ = job.done  # it is told here if the journal cannot be read
             on_error.pop_all()
             return job
@@ -121,7 +146,6 @@ class Job:
         plan: Callable[[], Plan],
         store: Callable[[Plan], Store],
         resume: str,
-        writer: str,
     ) -> Job:
         if resume == "must":
             raise JobError(
@@ -133,16 +157,16 @@ class Job:
         kept = store(wanted)
         make_folder(files.folder)
         with contextlib.ExitStack() as on_error:
-            lock = _locked(files, on_error)
+            locks = _locked(files, on_error)
             if files.read() is not None:  # somebody else was faster
-                lock.release()
-                return cls.open(files.out, call, plan, store, resume, writer)
+                on_error.close()
+                return cls._opened(files, call, store, resume, None)
             _check_not_foreign(files)
             _prepare(files, kept)
             files.write(Description(wanted, kept.describe(), call))
             remove_file(files.preparing)
             on_error.pop_all()
-            return cls(files, wanted, kept, writer, lock)
+            return cls(files, wanted, kept, "main", locks)
 
     @functools.cached_property
     def done(self) -> dict[int, Record]:
@@ -164,6 +188,11 @@ class Job:
         for record in self._journal.append_many(records):
             self.done.setdefault(record.unit.number, record)
 
+    def look_again(self) -> None:
+        """Sees what others, who have journals of their own, have done since."""
+        self.__dict__.pop("done", None)
+        _ = self.done
+
     def finish(self, summary: dict[str, Any]) -> None:
         """Says that all is done, and this of it, which is `finished` from now on.
 
@@ -182,10 +211,11 @@ class Job:
 
     def close(self) -> None:
         """Leaves the job to others. What is not done yet, the same call goes on with."""
-        if self._lock and self._lock.held:
+        if self._held:
             if self.finished is None:
                 self._render_quarantine()
-            self._lock.release()
+            for lock in self._locks:
+                lock.release()
         self._journal.close()
 
     def __enter__(self) -> Job:
@@ -194,8 +224,12 @@ class Job:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    @property
+    def _held(self) -> bool:
+        return bool(self._locks) and all(lock.held for lock in self._locks)
+
     def _check_held(self) -> None:
-        if not (self._lock and self._lock.held):
+        if not self._held:
             raise JobError(
                 f"The job of {self._files.out} is not open for writing: it is finished, was "
                 "closed, or was opened by the process that this one was forked from."
@@ -219,18 +253,26 @@ class Job:
         return file.getvalue()
 
 
-def _locked(files: JobFiles, on_error: contextlib.ExitStack) -> Lock:
-    try:
-        lock = Lock(files.lock)
-    except JobError as error:
-        raise JobError(
-            f"Another call is at work on {files.out}: {error} Wait for it, or end it: the same "
-            "call goes on with what it has committed."
-        ) from None
-    on_error.callback(lock.release)
-    for folder in (files.folder, files.partials):
-        remove_unfinished(folder)
-    return lock
+def _locked(
+    files: JobFiles, on_error: contextlib.ExitStack, shard: str | None = None
+) -> list[Lock]:
+    """Takes the job's lock alone, or with others who have other shards."""
+    locks: list[Lock] = []
+    wanted = [(files.lock, shard is not None)]
+    for path, shared in [*wanted, *([(files.lock_of(shard), False)] if shard else [])]:
+        try:
+            locks.append(Lock(path, shared))
+        except LockedError as error:
+            on_error.close()
+            raise LockedError(
+                f"Another call is at work on {files.out}: {error} Wait for it, or end it: the same "
+                "call goes on with what it has committed."
+            ) from None
+        on_error.callback(locks[-1].release)
+    if shard is None:
+        for folder in (files.folder, files.partials):
+            remove_unfinished(folder)
+    return locks
 
 
 def _check(files: JobFiles, description: Description, call: dict[str, Any], resume: str) -> None:

@@ -42,6 +42,10 @@ class JobFiles:
         """Held by who writes."""
         return self.folder / "lock"
 
+    def lock_of(self, shard: str) -> Path:
+        """Held by who does this shard of the units, beside others who do theirs."""
+        return self.folder / f"lock-{shard}"
+
     @property
     def journal(self) -> Path:
         """The folder of the journal."""

@@ -31,19 +31,25 @@ class Holder(NamedTuple):
         return f"{who}, since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.since))}"
 
 
+class LockedError(JobError):
+    """Somebody else has the lock."""
+
+
 class Lock:
-    """A lock on a file, which says in it who has it.
+    """A lock on a file, which says in it who has it. Several may have one that is `shared`.
 
     The system lets go of it when the process ends, however it ends. A child that the process forks
     does not have it: it would keep it after the parent's end.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, shared: bool = False):
         with writing(path):
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
-                if not _taken(file):
-                    raise JobError(f"{path} is held by {last_holder(path) or 'another process'}.")
+                if not _taken(file, shared):
+                    raise LockedError(
+                        f"{path} is held by {last_holder(path) or 'another process'}."
+                    )
                 holder = Holder(os.getpid(), socket.gethostname(), time.time())
                 os.ftruncate(file, 0)
                 os.pwrite(file, json.dumps(holder._asdict()).encode(), 0)
@@ -89,18 +95,18 @@ def last_holder(path: Path) -> Holder | None:
 def is_held(path: Path) -> bool:
     """Whether anybody has the lock."""
     try:
-        file = os.open(path, os.O_RDONLY)
+        file = os.open(path, os.O_RDONLY)  # to lock it, this is enough
     except FileNotFoundError:
         return False
     try:
-        return not _locked(file, shared=True)
+        return not _locked(file)
     finally:
         os.close(file)
 
 
-def _taken(file: int) -> bool:
+def _taken(file: int, shared: bool) -> bool:
     end = time.monotonic() + _PATIENCE
-    while not _locked(file):
+    while not _locked(file, shared):
         if time.monotonic() > end:
             return False
         time.sleep(0.01)

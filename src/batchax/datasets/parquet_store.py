@@ -49,6 +49,8 @@ class ParquetStore(Store):
     def check(self) -> None:
         if not self._out.is_dir():
             raise StorageError(f"{self._out} is missing.")
+
+    def clean(self) -> None:
         remove_unfinished(self._out)
 
     def result(self) -> Any:

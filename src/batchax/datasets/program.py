@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from batchax.datasets.inputs import Input, Inputs, capacity_of
+from batchax.datasets.inputs import Input, Inputs, capacity_of, find_inputs
 from batchax.datasets.outputs import Output, arrays_of, find_outputs, lanes_of
 from batchax.datasets.parts import Rows
 from batchax.execution.memory import Auto, fitting_chunk, parse_limit
@@ -29,19 +29,45 @@ class RowFunction:
 
     Attributes:
       fun: the function of one row.
-      inputs: its arguments.
-      in_axes: as for `vmap`.
+      arrays: its arguments, as the user gave them.
+      inputs: what is known of these.
+      in_axes: as for `vmap`, by the place of arguments.
       out_axes: as for `vmap`.
       key: a random key, from which each row gets its own; None for no keys.
       options: other options of `vmap`.
     """
 
     fun: Callable[..., Any]
+    arrays: tuple[Any, ...]
     inputs: Inputs
     in_axes: Any
     out_axes: Any
     key: Any
     options: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        fun: Callable[..., Any],
+        arrays: tuple[Any, ...],
+        in_axes: Any,
+        out_axes: Any,
+        key: Any,
+        options: dict[str, Any],
+    ) -> RowFunction:
+        """The function with its arguments, of which what is on disk is opened.
+
+        Raises:
+          ArgumentTypeError, AxisError, StorageError: see `find_inputs`.
+        """
+        in_axes = _by_position(fun, in_axes, len(arrays), key is not None)
+        inputs = find_inputs(fun, in_axes, arrays)
+        return cls(fun, arrays, inputs, in_axes, out_axes, key, options)
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return getattr(self.fun, "__name__", type(self.fun).__name__)
 
     def batched(self, numbers: Any, rows: Sequence[Any], shared: Sequence[Any]) -> Any:
         """The outputs of a batch, reductions not yet reduced.
@@ -114,9 +140,7 @@ class RowFunction:
     def fitting(self, memory_limit: Any) -> int:
         """How many rows fit the memory at a time: `batch_size="auto"`."""
         most = max(1, min(self.inputs.rows, _MOST_BYTES // max(self.row_bytes, 1)))
-        auto = Auto(
-            parse_limit(memory_limit), getattr(self.fun, "__name__", type(self.fun).__name__)
-        )
+        auto = Auto(parse_limit(memory_limit), self.name)
         compile_for = lambda size: Program(self, size).compiled
         return fitting_chunk(auto, most, ("map", object()), compile_for)
 
@@ -206,7 +230,7 @@ def takes_key_by_name(fun: Callable[..., Any]) -> bool:
     return "key" in names[1:]
 
 
-def axes_by_position(fun: Callable[..., Any], in_axes: Any, count: int, keyed: bool) -> Any:
+def _by_position(fun: Callable[..., Any], in_axes: Any, count: int, keyed: bool) -> Any:
     """`in_axes` by the place of arguments, of which a key that comes first is none."""
     if not isinstance(in_axes, dict) or not keyed or takes_key_by_name(fun):
         return in_axes

@@ -15,7 +15,7 @@ class Report:
     """What `batchax.map` returns.
 
     Attributes:
-      rows: how many rows there are, all of which are done.
+      rows: how many rows there are.
       reused: how many of them an earlier call had done.
       quarantined: how many of them have no result; `bad` says which.
       outputs: where results are: what the function returns, with a path in place of each array;
@@ -23,6 +23,7 @@ class Report:
       reduced: what the function returns, with what `batchax.Reduce` makes of all rows in place of
         each array that is reduced, and None in place of others.
       seconds: how long this call took.
+      left: how many rows are left to other shards of the job.
       bad: the rows without a result, each with its number `row`, its `error` and a `traceback`.
     """
 
@@ -33,14 +34,17 @@ class Report:
     reduced: Any
     seconds: float
     bad: Sequence[Bad] = field(default=(), repr=False)
+    left: int = 0
 
     def __str__(self) -> str:
-        new = self.rows - self.reused
+        new = self.rows - self.reused - self.left
         parts = [f"{self.rows:,} rows"]
         if self.reused:
             parts.append(f"{self.reused:,} reused")
         if self.quarantined:
             parts.append(f"{self.quarantined:,} quarantined")
+        if self.left:
+            parts.append(f"{self.left:,} left to other shards")
         parts.append(duration(self.seconds))
         if new and self.seconds:
             parts.append(f"{new / self.seconds:,.0f} rows/s")

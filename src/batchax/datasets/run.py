@@ -12,19 +12,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from batchax.datasets.checksums import checksum
+from batchax.datasets.engines.engine import Threads
 from batchax.datasets.fingerprint import fingerprint
 from batchax.datasets.job import Job
 from batchax.datasets.outputs import combined, finished
-from batchax.datasets.parts import Record, Rows, Unit
-from batchax.datasets.pipeline import Stop, interruptible, run_units, trying
+from batchax.datasets.parts import Record, Rows
+from batchax.datasets.pipeline import Stop, interruptible
 from batchax.datasets.plan import Plan
-from batchax.datasets.program import Program, RowFunction
+from batchax.datasets.program import RowFunction
 from batchax.datasets.progress import Progress
 from batchax.datasets.report import Report
 from batchax.datasets.sources import as_source
 from batchax.datasets.stores import open_store
-from batchax.datasets.units import Computed, Policy, compute_unit
+from batchax.datasets.units import Policy
+from batchax.datasets.work import Work
 from batchax.errors import RowError
 from batchax.rows.ragged import Ragged
 
@@ -47,6 +48,7 @@ class How:
     resume: str
     version: str | None
     progress: bool | Callable[[int, int], Any]
+    engine: Threads
     begun: float
 
 
@@ -62,7 +64,8 @@ def run(function: RowFunction, how: How) -> Report:
             return _report(function, how, job, job.plan.rows)
         reused = sum(r.unit.rows for r in job.done.values())
         _run_left(function, how, job, reused)
-        job.finish(_summary(function, job))
+        if len(job.done) == len(job.plan):
+            job.finish(_summary(function, job))
         return _report(function, how, job, reused)
     finally:
         job.close()
@@ -75,7 +78,8 @@ def _job(function: RowFunction, how: How) -> Job | JobInMemory:
     if how.out is None:
         made = plan()
         return JobInMemory(made, store(made))
-    return Job.open(how.out, _fingerprint(function, how), plan, store, how.resume)
+    call = _fingerprint(function, how)
+    return Job.open(how.out, call, plan, store, how.resume, how.engine.shard)
 
 
 def _fingerprint(function: RowFunction, how: How) -> dict[str, Any]:
@@ -111,73 +115,52 @@ def _plan(function: RowFunction, how: How) -> Plan:
 
 def _run_left(function: RowFunction, how: How, job: Job | JobInMemory, reused: int) -> None:
     """Runs the units that are not done."""
-    inputs, stop = function.inputs, Stop()
+    stop = Stop()
+    work = Work(function, job.plan, job.store, how.policy, how.retries, stop)
     quarantined = sum(len(r.quarantined) for r in job.done.values())
-    name = getattr(function.fun, "__name__", type(function.fun).__name__)
-    progress = Progress(how.progress, name, job.plan.rows, reused)
+    progress = Progress(how.progress, function.name, job.plan.rows, reused)
     if reused:
         progress.say(f"{reused:,} of {job.plan.rows:,} rows are done already")
-    left = (job.plan.unit(k) for k in range(len(job.plan)) if k not in job.done)
-    program: list[Program] = []
+    left = [k for k in how.engine.units(job.plan) if k not in job.done]
 
-    def read(unit: Unit) -> list[np.ndarray | Rows]:
-        parts = []
-        for m in inputs.mapped:
-            work = functools.partial(m.source.read, m.axis, unit.start, unit.stop)
-            parts.append(trying(work, how.retries, stop))
-        return parts
-
-    def compute(unit: Unit, data: Sequence[np.ndarray | Rows]) -> Computed:
-        if not program:  # nothing is compiled where nothing is left to do
-            program.append(Program(function, job.plan.batch_size))
-        return compute_unit(program[0], unit, data, how.policy)
-
-    def write(computed: Computed) -> Record:
-        trying(lambda: job.store.write(computed.unit, computed.results), how.retries, stop)
-        return Record(
-            computed.unit,
-            list(map(checksum, computed.results)) if how.out else [],
-            seconds=computed.seconds,
-            quarantined=computed.bad,
-            reduced=computed.reduced,
-        )
-
-    def record(records: Sequence[Record]) -> None:
+    def tell(rows: int, bad: int) -> None:
         nonlocal quarantined
-        job.record(records)
-        for done in records:
-            progress.advance(done.unit.rows, len(done.quarantined))
-            quarantined += len(done.quarantined)
+        progress.advance(rows, bad)
+        quarantined += bad
         if how.max_errors is not None and quarantined > how.max_errors:
-            stop.because(_too_many(quarantined, how.max_errors, records))
+            stop.because(
+                RowError(
+                    f"{quarantined} rows have no result, and max_errors is {how.max_errors}. The "
+                    "file quarantine.jsonl in the folder of the job says what went wrong."
+                )
+            )
 
     with interruptible(stop, progress.say):
         try:
-            run_units(left, read, compute, write, record, stop)
+            how.engine.run(work, map(job.plan.unit, left), job.record, tell)
         except BaseException as error:
             progress.close(f"stopped: {type(error).__name__}. {_kept(job)}")
             raise
-    if len(job.done) < len(job.plan):
+        finally:
+            job.look_again()
+    if any(k not in job.done for k in left):
         progress.close(_kept(job))
         raise KeyboardInterrupt
-    progress.close(f"{job.plan.rows:,} rows done")
+    missing = job.plan.rows - _rows_done(job)
+    others = f", {missing:,} are left to other shards" if missing else ""
+    progress.close(f"{_rows_done(job):,} rows done{others}")
+
+
+def _rows_done(job: Job | JobInMemory) -> int:
+    return sum(r.unit.rows for r in job.done.values())
 
 
 def _kept(job: Job | JobInMemory) -> str:
-    rows = sum(r.unit.rows for r in job.done.values())
+    job.look_again()
+    rows = f"{_rows_done(job):,} of {job.plan.rows:,} rows"
     if isinstance(job, JobInMemory):
-        return f"{rows:,} of {job.plan.rows:,} rows were done."
-    return (
-        f"{rows:,} of {job.plan.rows:,} rows are done and kept; the same call goes on from there."
-    )
-
-
-def _too_many(count: int, most: int, records: Sequence[Record]) -> RowError:
-    last = next(r.quarantined[-1] for r in reversed(records) if r.quarantined)
-    return RowError(
-        f"{count} rows have no result, and max_errors is {most}. One of them is row {last.row}: "
-        f"{last.error}"
-    )
+        return f"{rows} were done."
+    return f"{rows} are done and kept; the same call goes on from there."
 
 
 def _summary(function: RowFunction, job: Job | JobInMemory) -> dict[str, Any]:
@@ -195,14 +178,16 @@ def _summary(function: RowFunction, job: Job | JobInMemory) -> dict[str, Any]:
 
 
 def _report(function: RowFunction, how: How, job: Job | JobInMemory, reused: int) -> Report:
-    assert job.finished is not None
-    bad, reduced = job.finished["bad"], job.finished["reduced"]
+    if job.finished is None:  # other shards have not
+        bad, reduced = [b for r in job.done.values() for b in r.quarantined], {}
+    else:
+        bad, reduced = job.finished["bad"], job.finished["reduced"]
     kept = job.store.result()
     outputs = [
         None if o.reduces else _shown(kept[o.leaf.name] if isinstance(kept, dict) else kept)
         for o in function.outputs
     ]
-    wholes = [reduced[o.leaf.name] if o.reduces else None for o in function.outputs]
+    wholes = [reduced.get(o.leaf.name) for o in function.outputs]
     return Report(
         rows=job.plan.rows,
         reused=reused,
@@ -211,6 +196,7 @@ def _report(function: RowFunction, how: How, job: Job | JobInMemory, reused: int
         reduced=function.tree_of(wholes),
         seconds=time.monotonic() - how.begun,
         bad=bad,
+        left=0 if job.finished else job.plan.rows - _rows_done(job),
     )
 
 
@@ -230,6 +216,9 @@ class JobInMemory:
     def record(self, records: Sequence[Record]) -> None:
         """Notes units that are done."""
         self.done |= {r.unit.number: r for r in records}
+
+    def look_again(self) -> None:
+        """Nobody else does anything."""
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Notes that all are."""

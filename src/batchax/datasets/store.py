@@ -21,7 +21,8 @@ Results = Sequence[np.ndarray | Rows]
 class Store:
     """Where results are kept. Different units may be written from several threads.
 
-    Whoever calls `prepare` or `check` holds the job's lock: these remove what was left unfinished.
+    Whoever calls `prepare` or `clean` has the job's lock for itself: these remove what was left
+    unfinished.
 
     Attributes:
       leaves: the arrays of results.
@@ -61,6 +62,9 @@ class Store:
           StorageError: it is missing or damaged.
         """
         raise NotImplementedError
+
+    def clean(self) -> None:
+        """Removes what writers that were killed left unfinished."""
 
     def write(self, unit: Unit, results: Results) -> None:
         """Writes the results of a unit, one for each leaf, over whatever is there.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +53,11 @@ class Policy:
 
 
 def compute_unit(
-    program: Program, unit: Unit, data: Sequence[np.ndarray | Rows], policy: Policy
+    program: Program,
+    unit: Unit,
+    data: Sequence[np.ndarray | Rows],
+    policy: Policy,
+    known: Sequence[Bad] = (),
 ) -> Computed:
     """Computes the rows of a unit.
 
@@ -61,6 +66,7 @@ def compute_unit(
       unit: which rows.
       data: these rows of each mapped argument.
       policy: what becomes of rows that fail.
+      known: rows that are not to be computed.
 
     Raises:
       RowError: a row fails, and `policy` does not say to go on without it.
@@ -68,9 +74,9 @@ def compute_unit(
     begun = time.monotonic()
     outputs = program.function.outputs
     found: list[list[Any]] = []
-    bad: list[Bad] = []
-    for batch, arrays in _ahead(_batches(program, unit, data)):
-        results, error = _tried(lambda: fetched(outputs, arrays(), batch.count))
+    bad = list(known)
+    for batch, arrays in _ahead(_batches(program, unit, data), {b.row for b in known}):
+        results, error = _tried(arrays)
         if error is not None:
             results, failed = _without_failing(batch, error, policy)
             bad += failed
@@ -84,9 +90,20 @@ def compute_unit(
         unit,
         [x for o, x in zip(outputs, joined, strict=True) if not o.reduces],
         {o.leaf.name: x for o, x in zip(outputs, joined, strict=True) if o.reduces},
-        bad,
+        sorted(bad, key=lambda b: b.row),
         time.monotonic() - begun,
     )
+
+
+def probe(
+    program: Program, unit: Unit, data: Sequence[np.ndarray | Rows], rows: Iterable[int]
+) -> None:
+    """Computes these rows of a unit, and none of its others."""
+    for batch in _batches(program, unit, data):
+        places = batch.places_of(rows)
+        if places:
+            others = set(range(batch.count)) - set(places)
+            jax.block_until_ready(batch.start(dict.fromkeys(others, places[0])))
 
 
 def _tried(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
@@ -137,6 +154,11 @@ class _Batch:
     def is_full(self) -> bool:
         return self.count == self.program.batch_size
 
+    def places_of(self, rows: Iterable[int]) -> list[int]:
+        """Where these rows of the dataset are in the batch, of those that are in it."""
+        places = (row - self.unit.start - self.first for row in rows)
+        return sorted(place for place in places if 0 <= place < self.count)
+
     def row(self, place: int) -> int:
         """The number of a row in the dataset."""
         return self.unit.start + self.first + place
@@ -155,18 +177,22 @@ def _batches(program: Program, unit: Unit, data: Sequence[Any]) -> Iterator[_Bat
         yield _Batch(program, unit, data, first, min(program.batch_size, unit.rows - first))
 
 
-def _ahead(batches: Iterator[_Batch]) -> Iterator[tuple[_Batch, Callable[[], list[Any]]]]:
+def _ahead(
+    batches: Iterator[_Batch], known: set[int]
+) -> Iterator[tuple[_Batch, Callable[[], list[Any]]]]:
     """Each batch, and its results once they are there; the next is begun before they are read."""
     waiting: list[tuple[_Batch, Callable[[], list[Any]]]] = []
     for batch in batches:
-        waiting.append((batch, _begun(batch)))
+        gone = dict.fromkeys(batch.places_of(known))
+        get = functools.partial(_recomputed, batch, gone) if gone else _begun(batch)
+        waiting.append((batch, get))
         if len(waiting) > 1:
             yield waiting.pop(0)
     yield from waiting
 
 
 def _begun(batch: _Batch) -> Callable[[], list[Any]]:
-    reduces = any(o.reduces for o in batch.program.function.outputs)
+    outputs = batch.program.function.outputs
     arrays, error = _tried(batch.start)  # some errors are known at once, others when it is read
     if error is not None:
 
@@ -174,9 +200,9 @@ def _begun(batch: _Batch) -> Callable[[], list[Any]]:
             raise error
 
         return fail
-    if reduces and not batch.is_full:
-        return lambda: _with_reduced(batch, arrays, {})
-    return lambda: arrays
+    if any(o.reduces for o in outputs) and not batch.is_full:
+        return lambda: fetched(outputs, _with_reduced(batch, arrays, {}), batch.count)
+    return lambda: fetched(outputs, arrays, batch.count)
 
 
 def _with_reduced(batch: _Batch, arrays: list[Any], instead: dict[int, int]) -> list[Any]:
@@ -277,8 +303,7 @@ def _without_nonfinite(
     bad = [Bad(batch.row(place), str(error)) for place, error in sorted(wrong.items())]
     if policy.on_nonfinite == "raise":
         raise _row_error(batch, bad, "on_nonfinite")
-    gone = {row - batch.unit.start - batch.first for row in known} & set(range(batch.count))
-    return _recomputed(batch, {**dict.fromkeys(gone), **wrong}), bad
+    return _recomputed(batch, {**dict.fromkeys(batch.places_of(known)), **wrong}), bad
 
 
 def _last_line(error: Exception) -> str:

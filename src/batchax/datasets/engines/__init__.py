@@ -1,0 +1,7 @@
+"""Engines run the units of a plan: pools of processes, Dask, or the shards of an array of jobs.
+
+A worker gets the path of a file that says what is to be done (`call.py`) and the number of a unit.
+It reads the rows, computes them, writes the results and says in a journal of its own that they are
+durable (`worker.py`): nothing large goes through an engine. Who submits units keeps a few in flight
+(`submitting.py`), and finds out what is wrong with those that end their workers (`alone.py`).
+"""

@@ -1,0 +1,153 @@
+"""A call of `map`, in a file from which other processes take it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from batchax.datasets.durable import replace_file
+from batchax.datasets.failures import needed
+from batchax.datasets.job_files import JobFiles
+from batchax.datasets.journal import Journal
+from batchax.datasets.memory import InMemory, InRagged, Mapped
+from batchax.datasets.plan import Plan
+from batchax.datasets.program import RowFunction
+from batchax.datasets.stores import reopen_store
+from batchax.datasets.units import Policy
+from batchax.datasets.work import Work
+from batchax.errors import ArgumentTypeError, UnsupportedError
+from batchax.frontend.arguments import spread_in_axes
+
+_MOST_BYTES = 64 * 2**20  # of rows in memory that are worth a copy for each worker
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a worker has to know.
+
+    Attributes:
+      fun: the function of one row.
+      arrays: its arguments: what is on disk as paths.
+      in_axes, out_axes, options: as for `RowFunction`.
+      key: what makes the random key, if there is one.
+      x64: whether JAX computes in double precision.
+      out: where the output is.
+      store: what it says of itself.
+      plan: which rows are a unit.
+      policy: what becomes of rows that fail.
+      retries: how many times reading and writing are tried again.
+    """
+
+    fun: Callable[..., Any]
+    arrays: tuple[Any, ...]
+    in_axes: Any
+    out_axes: Any
+    options: dict[str, Any]
+    key: tuple[str, np.ndarray] | None
+    x64: bool
+    out: str
+    store: dict[str, Any]
+    plan: Plan
+    policy: Policy
+    retries: int
+
+    def work(self) -> Work:
+        """The work, in the process of a worker."""
+        jax.config.update("jax_enable_x64", self.x64)
+        key = None
+        if self.key is not None:
+            impl, data = self.key
+            key = jax.random.wrap_key_data(jax.numpy.asarray(data), impl=impl) if impl else data
+        function = RowFunction.of(
+            self.fun, self.arrays, self.in_axes, self.out_axes, key, self.options
+        )
+        store = reopen_store(self.out, self.store)
+        return Work(function, self.plan, store, self.policy, self.retries)
+
+    def journal(self, writer: str) -> Journal:
+        """A journal for this writer alone."""
+        return Journal(JobFiles(Path(self.out)).journal, writer)
+
+
+def saved(work: Work, out: Path) -> str:
+    """Writes the call down beside the output; returns the path of that file.
+
+    Raises:
+      UnsupportedError: workers could not do it.
+      ImportError: cloudpickle is not installed.
+    """
+    cloudpickle = needed("cloudpickle", "executor, to hand functions to other processes,")
+    _check(work.function)
+    out, function = out.absolute(), work.function
+    call = Call(
+        function.fun,
+        _portable(function),
+        function.in_axes,
+        function.out_axes,
+        function.options,
+        _parts_of_key(function.key),
+        bool(jax.config.jax_enable_x64),  # pyright: ignore[reportAttributeAccessIssue]
+        str(out),
+        work.store.describe(),
+        work.plan,
+        work.policy,
+        work.retries,
+    )
+    try:
+        content = cloudpickle.dumps(call)
+    except Exception as error:
+        raise ArgumentTypeError(
+            f"executor was given, and {function.name} or its arguments cannot be handed to other "
+            f"processes: {type(error).__name__}: {error} Give paths in place of open files, and "
+            "let the function close over arrays and plain objects only."
+        ) from error
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    path = JobFiles(out).folder / f"call-{digest}.pickle"
+    replace_file(path, content)
+    return str(path)
+
+
+def _check(function: RowFunction) -> None:
+    mesh = function.options.get("mesh")
+    if mesh is not None and mesh != "all":
+        raise UnsupportedError(
+            "mesh is a mesh of this process's devices, and with executor each worker has its own. "
+            'Give mesh="all": all devices of a worker.'
+        )
+    for m in function.inputs.mapped:
+        size = m.row_bytes * m.rows
+        if isinstance(m.source, (InMemory, InRagged, Mapped)) and size > _MOST_BYTES:
+            raise UnsupportedError(
+                f"{m.source.name} has rows in the memory of this process ({size:,} bytes), which "
+                "workers cannot read. Save them, numpy.save('x.npy', x), and give the path."
+            )
+
+
+def _portable(function: RowFunction) -> tuple[Any, ...]:
+    """Its arguments, with paths and arrays that mean the same in another process."""
+    leaves, rebuild = spread_in_axes(function.fun, function.in_axes, function.arrays, {})
+
+    def portable(x: Any, mapped: bool) -> Any:
+        if isinstance(x, Path) or (mapped and isinstance(x, str)):
+            return type(x)(Path.cwd() / x)
+        return np.asarray(x) if isinstance(x, jax.Array) else x
+
+    values = [
+        jax.tree.map(lambda x, mapped=leaf.spec is not None: portable(x, mapped), leaf.value)
+        for leaf in leaves
+    ]
+    return rebuild(values)[0]
+
+
+def _parts_of_key(key: Any) -> tuple[str, np.ndarray] | None:
+    if key is None:
+        return None
+    if jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return str(jax.random.key_impl(key)), np.asarray(jax.random.key_data(key))
+    return "", np.asarray(key)

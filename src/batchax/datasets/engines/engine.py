@@ -1,0 +1,130 @@
+"""Who runs the units of a job: what the option `executor` of `map` says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchax.datasets.engines.call import saved
+from batchax.datasets.engines.pools import Pool, find_pool
+from batchax.datasets.engines.submitting import Submitting
+from batchax.datasets.parts import Record, Unit
+from batchax.datasets.pipeline import run_units
+from batchax.datasets.plan import Plan
+from batchax.datasets.work import Work
+from batchax.errors import ArgumentTypeError, UnsupportedError
+
+_SHARD = re.compile(r"shard:(\d+)/(\d+)")
+
+Tell = Callable[[int, int], None]
+"""Is told of rows that are done, and of how many of them are without a result."""
+
+
+class Threads:
+    """Threads of this process: one reads, one computes, some write.
+
+    Attributes:
+      shard: the name of this process's part of the job, if others have the other parts.
+    """
+
+    shard: str | None = None
+
+    def units(self, plan: Plan) -> Iterable[int]:
+        """The numbers of the units that are to be done here."""
+        return range(len(plan))
+
+    def run(
+        self,
+        work: Work,
+        units: Iterable[Unit],
+        record: Callable[[Sequence[Record]], None],
+        tell: Tell,
+    ) -> None:
+        """Runs units.
+
+        Args:
+          work: what there is to do for each.
+          units: which.
+          record: writes down what was done here.
+          tell: is told of what was written down.
+        """
+
+        def written(records: Sequence[Record]) -> None:
+            record(records)
+            for done in records:
+                tell(done.unit.rows, len(done.quarantined))
+
+        run_units(units, work.read, work.compute, work.write, written, work.stop)
+
+
+@dataclass(frozen=True)
+class Shard(Threads):
+    """The same, for every so-manieth unit.
+
+    Attributes:
+      index: the first of these.
+      count: how many processes share the units.
+    """
+
+    index: int
+    count: int
+
+    @property
+    def shard(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return f"shard-{self.index}-of-{self.count}"
+
+    def units(self, plan: Plan) -> Iterable[int]:
+        return range(self.index, len(plan), self.count)
+
+
+@dataclass(frozen=True)
+class Workers(Threads):
+    """Other processes, to which units are submitted.
+
+    Attributes:
+      pool: to which.
+      out: the output.
+    """
+
+    pool: Pool
+    out: Path
+
+    def run(
+        self,
+        work: Work,
+        units: Iterable[Unit],
+        record: Callable[[Sequence[Record]], None],
+        tell: Tell,
+    ) -> None:
+        path, quarantine = saved(work, self.out), work.policy.on_error == "quarantine"
+        done = lambda unit: tell(unit.rows, unit.bad)
+        Submitting(self.pool, path, work.function.name, quarantine, done, work.stop).run(units)
+
+
+def find_engine(executor: Any, out: Path | None) -> Threads:
+    """The engine that `executor` names.
+
+    Raises:
+      ArgumentTypeError: it names none.
+      UnsupportedError: results are to stay in memory, or processes are forked.
+    """
+    if executor is None:
+        return Threads()
+    if out is None:
+        raise UnsupportedError(
+            "executor was given, and out=None: results of other processes do not come to the "
+            'memory of this one. Give a path, such as out="y.zarr".'
+        )
+    shard = _SHARD.fullmatch(executor) if isinstance(executor, str) else None
+    if shard is None:
+        return Workers(find_pool(executor), out)
+    index, count = map(int, shard.groups())
+    if not (count and index <= count):
+        raise ArgumentTypeError(
+            f"executor={executor!r}: of {count} shards, numbers go from 0 to {count - 1}, or from "
+            f"1 to {count}."
+        )
+    return Shard(index % count, count)  # whether they are counted from 0 or from 1

@@ -1,0 +1,77 @@
+"""The work of one unit: read, computed, kept. Whoever runs units does it by this."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from batchax.datasets.checksums import checksum
+from batchax.datasets.parts import Bad, Record, Rows, Unit
+from batchax.datasets.pipeline import Stop, trying
+from batchax.datasets.plan import Plan
+from batchax.datasets.program import Program, RowFunction
+from batchax.datasets.units import Computed, Policy, compute_unit
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What there is to do for each unit of a plan.
+
+    Attributes:
+      function: of a row.
+      plan: which rows are a unit.
+      store: keeps results.
+      policy: what becomes of rows that fail.
+      retries: how many times reading and writing are tried again.
+      stop: may say that nothing is to be tried again.
+    """
+
+    function: RowFunction
+    plan: Plan
+    store: Any
+    policy: Policy
+    retries: int
+    stop: Stop = field(default_factory=Stop)
+    _compiling: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def program(self) -> Program:
+        """The program of a batch. Compiled when it is first asked for."""
+        with self._compiling:
+            return self._program
+
+    @functools.cached_property
+    def _program(self) -> Program:
+        return Program(self.function, self.plan.batch_size)
+
+    def read(self, unit: Unit) -> list[np.ndarray | Rows]:
+        """The rows of a unit, of each mapped argument."""
+        parts = []
+        for m in self.function.inputs.mapped:
+            read = functools.partial(m.source.read, m.axis, unit.start, unit.stop)
+            parts.append(trying(read, self.retries, self.stop))
+        return parts
+
+    def compute(
+        self, unit: Unit, data: Sequence[np.ndarray | Rows], known: Sequence[Bad] = ()
+    ) -> Computed:
+        """Their results; rows that are `known` to be bad are not computed."""
+        return compute_unit(self.program, unit, data, self.policy, known)
+
+    def write(self, computed: Computed) -> Record:
+        """Keeps results; says of them what the journal is to say."""
+        write = functools.partial(self.store.write, computed.unit, computed.results)
+        trying(write, self.retries, self.stop)
+        in_memory = self.store.kind == "memory"
+        return Record(
+            computed.unit,
+            [] if in_memory else list(map(checksum, computed.results)),
+            seconds=computed.seconds,
+            quarantined=computed.bad,
+            reduced=computed.reduced,
+        )
