@@ -17,6 +17,9 @@ from benchmarks.chunks import report as chunks_report
 from benchmarks.chunks.measure import measured as measured_in_chunks
 from benchmarks.chunks.workloads import CURVE
 from benchmarks.chunks.workloads import WORKLOADS as CHUNKED
+from benchmarks.datasets import report as datasets_report
+from benchmarks.datasets.measure import WORKLOADS as ON_DISK
+from benchmarks.datasets.measure import measured as measured_on_disk
 from benchmarks.devices import report as devices_report
 from benchmarks.devices.measure import measured as measured_on_devices
 from benchmarks.devices.workloads import WORKLOADS as ON_DEVICES
@@ -121,6 +124,14 @@ PARTS = {
         devices_report.line,
         devices_report.summary,
         devices_report.write,
+    ),
+    "datasets": Part(
+        datasets_report.TITLE,
+        {f"datasets: {name}": w for name, w in ON_DISK.items()},
+        measured_on_disk,
+        datasets_report.line,
+        datasets_report.summary,
+        datasets_report.write,
     ),
     "bounded": Part(
         bounded.TITLE,

@@ -1,0 +1,190 @@
+"""Each limit, the map, and other ways, in turns; memory and jobs of many units by themselves."""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import batchax as bx
+from benchmarks.datasets.limits import limits
+from benchmarks.datasets.ways import NEEDS, WAYS, mapped, prepare
+from benchmarks.datasets.workloads import WORKLOADS as OVER_FILES
+from benchmarks.datasets.workloads import DatasetWorkload
+from benchmarks.measure import Ratio, ratio_of_medians
+
+TURNS = 7
+STEADY = "bx.map, steady"
+GIGABYTES = (1, 4, 16)
+UNITS = 100_000
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A function over a dataset.
+
+    Attributes:
+      work: which.
+      rows: how many.
+      seconds: of each turn: of the limits, of the map once it is under way, for all rows; of whole
+        calls in each way.
+      missing: ways that need a library that is not installed.
+    """
+
+    work: DatasetWorkload
+    rows: int
+    seconds: dict[str, list[float]]
+    missing: list[str]
+
+    @property
+    def slowest(self) -> str:
+        """The limit that binds."""
+        return max(("reading", "computing", "writing"), key=lambda x: np.median(self.seconds[x]))
+
+    @property
+    def steady(self) -> Ratio:
+        """The map under way over the slowest limit."""
+        return ratio_of_medians(self.seconds[STEADY], self.seconds[self.slowest])
+
+    def against(self, way: str) -> Ratio:
+        """The whole call of the map to Zarr over another way's."""
+        return ratio_of_medians(self.seconds["bx.map to Zarr"], self.seconds[way])
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The peak resident memory of a process, before a map and with it, by GB of input."""
+
+    before: dict[float, int] = field(default_factory=dict)
+    peak: dict[float, int] = field(default_factory=dict)
+    seconds: dict[float, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Units:
+    """A job of units of one row: seconds for all, and to open it again when it is finished."""
+
+    count: int
+    seconds: float
+    reopened: float
+
+
+WORKLOADS: dict[str, Any] = {**OVER_FILES, "memory": "memory", "many units": "many units"}
+
+
+def measured(work: Any, quick: bool) -> Iterator[Timed | Memory | Units]:
+    """One result."""
+    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCHMARKS_DISK")) as folder:
+        if work == "memory":
+            yield _memory(Path(folder), (0.01, 0.02) if quick else GIGABYTES)
+        elif work == "many units":
+            yield _units(Path(folder), 50 if quick else UNITS)
+        else:
+            yield _timed(work, Path(folder), quick)
+
+
+def _timed(work: DatasetWorkload, folder: Path, quick: bool) -> Timed:
+    rows = 4 * work.commit_rows if quick else work.rows
+    x = folder / "x.npy"
+    work.save(x, rows)
+    installed = {d.name for d in importlib.metadata.distributions()}
+    missing = [way for way, library in NEEDS.items() if library not in installed]
+    ways = {name: way for name, way in WAYS.items() if name not in missing}
+    prepare(ways, x)
+    functions = dict(limits(work, x, rows))
+    functions[STEADY] = lambda out: _steady(work, x, out)
+    for name, way in ways.items():
+        functions[name] = lambda out, way=way: _whole(way, work, x, out)
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    order = list(functions.items())
+    for _ in range(1 if quick else TURNS):
+        for name, function in order:
+            gc.collect()  # what is still mapped stays in memory
+            _forget(x)
+            out = folder / "out"
+            out.mkdir()
+            seconds[name].append(function(out / "y"))
+            shutil.rmtree(out)
+        order.reverse()
+    return Timed(work, rows, seconds, missing)
+
+
+def _whole(way: Callable[..., None], work: DatasetWorkload, x: Path, out: Path) -> float:
+    begun = time.perf_counter()
+    way(work, x, out)
+    return time.perf_counter() - begun
+
+
+def _steady(work: DatasetWorkload, x: Path, out: Path) -> float:
+    """Seconds for all rows at the rate from when a quarter of them is done."""
+    done: list[tuple[int, float]] = []
+    mapped(work, x, out, lambda rows, total: done.append((rows, time.perf_counter())))
+    total = done[-1][0]
+    first = next(i for i, (rows, _) in enumerate(done) if rows >= total / 4)
+    (rows_then, then), (_, end) = done[first], done[-1]
+    return (end - then) / (total - rows_then) * total
+
+
+def _forget(x: Path) -> None:
+    """Files of input are read from the disk, as far as the system does what it is asked to."""
+    for file in [x, *x.with_suffix(".arrow").glob("*")]:
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+# The peak is that of this program: what getrusage tells begins with that of who started it.
+_MAP = """
+import re, sys, time
+import jax.numpy as jnp
+import batchax as bx
+peak = lambda: 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])
+jnp.ones(3).block_until_ready()
+before, begun = peak(), time.perf_counter()
+bx.map(lambda x: jnp.stack([x.mean(), x.max()]), sys.argv[1], out=sys.argv[2], progress=False)
+print(before, peak(), time.perf_counter() - begun)
+"""
+
+
+def _memory(folder: Path, sizes: tuple[float, ...]) -> Memory:
+    found = Memory()
+    for size in sizes:
+        x, columns = folder / "x.npy", 4096
+        shape = round(size * 1e9 / columns / 4), columns
+        with open(x, "wb") as file:
+            header = {"shape": shape, "fortran_order": False, "descr": "<f4"}
+            np.lib.format.write_array_header_1_0(file, header)
+            file.truncate(file.tell() + 4 * shape[0] * shape[1])  # zeros that take no space
+        out = folder / f"y{size}.npy"
+        command = [sys.executable, "-c", _MAP, str(x), str(out)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        before, peak, seconds = map(float, said.split())
+        found.before[size], found.peak[size] = round(before), round(peak)
+        found.seconds[size] = seconds
+    return found
+
+
+def _units(folder: Path, count: int) -> Units:
+    x, fun = folder / "x.npy", lambda x: jnp.tanh(x)
+    np.save(x, np.zeros((count, 8), np.float32))
+
+    def call() -> float:
+        begun = time.perf_counter()
+        bx.map(fun, x, out=folder / "y.npy", batch_size=1, commit_rows=1, progress=False)
+        return time.perf_counter() - begun
+
+    first = call()
+    return Units(count, first, call())
