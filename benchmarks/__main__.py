@@ -17,6 +17,7 @@ from benchmarks.chunks import report as chunks_report
 from benchmarks.chunks.measure import measured as measured_in_chunks
 from benchmarks.chunks.workloads import CURVE
 from benchmarks.chunks.workloads import WORKLOADS as CHUNKED
+from benchmarks.cluster import report as cluster_report
 from benchmarks.datasets import report as datasets_report
 from benchmarks.datasets.measure import WORKLOADS as ON_DISK
 from benchmarks.datasets.measure import measured as measured_on_disk
@@ -132,6 +133,14 @@ PARTS = {
         datasets_report.line,
         datasets_report.summary,
         datasets_report.write,
+    ),
+    "cluster": Part(
+        cluster_report.TITLE,
+        {f"cluster: {name}": w for name, w in cluster_report.WORKLOADS.items()},
+        cluster_report.measure,
+        cluster_report.line,
+        cluster_report.summary,
+        cluster_report.write,
     ),
     "bounded": Part(
         bounded.TITLE,
