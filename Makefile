@@ -12,6 +12,7 @@
 #   make test-newest  the suite with the newest versions of everything, whatever they are
 #   make fuzz N=10000  so many random programs, in every way to run them, against the loop
 #                   over examples
+#   make kills N=300  so many calls of bx.map killed, gone on with, and compared with others
 #   make lint       lint and types alone
 #   make docs       the generated pages in docs/
 #   make bench      against jax.vmap, lax.map and others: tables of time and memory
@@ -27,7 +28,7 @@ COMPUTES = tests/laws tests/rules tests/rows tests/divergence tests/execution te
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo check test test-all test-newest fuzz lint style browser docs bench constraints clean
+.PHONY: demo check test test-all test-newest fuzz kills lint style browser docs bench constraints clean
 
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
@@ -131,6 +132,10 @@ SEED ?= 0
 fuzz: .venv/ready
 	cd tests && ../.venv/bin/python -m fuzz --kind dense --count $(N) --seed $(SEED)
 	cd tests && ../.venv/bin/python -m fuzz --kind ragged --count $$(($(N) / 2)) --seed $(SEED)
+
+# SEED= draws other moments. N is 1000 if nobody says: five minutes.
+kills: .venv/ready
+	cd tests && ../.venv/bin/python -m kills --count $(N) --seed $(SEED)
 
 clean:
 	rm -rf .venv .venv312 .venv-newest out .cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,223 @@
+"""Kills calls of `map`, each again and again until it ends, and compares what they leave.
+
+The oracle is the same call that nobody killed: each file of the output has the same bytes, and what
+is reported is the same. Units that the journal has are never computed again.
+
+Each call is a process of its own, forked from this one. That takes a tenth of a second, not the one
+or two that JAX takes to start, and is sound as long as nothing that has threads was used here: not
+JAX's backend, nor TensorStore.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import logging
+import os
+import pickle
+import random
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Before they are imported: libraries that would begin threads.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
+
+import jax
+import tensorstore  # noqa: F401  (imported once, for all that are forked)
+
+from batchax.datasets import steps
+from batchax.datasets.checksums import is_whole, unsealed
+from batchax.datasets.inspect import status, verify
+from kills.jobs import JOBS, ROWS, UNIT, write_inputs
+
+AT_ANY_TIME = "at any time"
+Job = Callable[[Path, Path], Any]
+MOMENTS = [*steps.STEPS, AT_ANY_TIME]
+PATIENCE = 10  # kills, after which a call may end
+
+
+class Watch:
+    """Counts steps, and kills this process when it is at one for so many times."""
+
+    def __init__(self, moment: str = "", count: int = 0) -> None:
+        self._fatal = moment, count
+        self._lock = threading.Lock()  # several threads write
+        self.seen: collections.Counter[str] = collections.Counter()
+
+    def __call__(self, step: str) -> None:
+        with self._lock:
+            self.seen[step] += 1
+            if (step, self.seen[step]) == self._fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def call(job: Job, inputs: Path, out: Path, watch: Watch) -> Any:
+    """What a child does: the call, and what it returned."""
+    steps.watch(watch)
+    report = job(inputs, out)
+    (path,) = out.glob("*.job")
+    assert verify(path.with_suffix(""))
+    reduced = jax.tree.map(lambda x: (str(x.dtype), x.shape, x.tobytes()), report.reduced)
+    bad = [(b.row, b.error) for b in report.bad]
+    return report.reused, (report.rows, report.quarantined, bad, reduced), watch.seen
+
+
+def forked(
+    job: Job, inputs: Path, out: Path, watch: Watch, seconds: float | None = None
+) -> tuple[int, Any]:
+    """A call in a child, killed after so many seconds; its exit code, and what `call` returned."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reading)
+        try:
+            answer = pickle.dumps(call(job, inputs, out, watch))
+            with os.fdopen(writing, "wb") as file:
+                file.write(answer)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    os.close(writing)
+    killer = threading.Timer(120 if seconds is None else seconds, os.kill, (child, signal.SIGKILL))
+    killer.start()
+    with os.fdopen(reading, "rb") as file:
+        answer = file.read()
+    killer.cancel()
+    killer.join()  # no thread is left when the next child is forked
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    return code, pickle.loads(answer) if code == 0 else None
+
+
+class Whole(NamedTuple):
+    """What a call returns and leaves that nobody kills."""
+
+    told: Any
+    left: dict[str, Any]
+    seen: collections.Counter[str]
+    seconds: float
+
+
+def whole(job: Job, inputs: Path, out: Path) -> Whole:
+    out.mkdir()
+    begin = time.perf_counter()
+    code, answer = forked(job, inputs, out, Watch())
+    assert code == 0, f"{job.__name__} fails by itself"
+    reused, told, seen = answer
+    assert reused == 0
+    assert set(seen) == set(steps.STEPS)
+    return Whole(told, left_by(out), seen, time.perf_counter() - begin)
+
+
+def left_by(out: Path) -> dict[str, Any]:
+    """The files of an output, and those of its job that say what became of rows."""
+    left: dict[str, Any] = {}
+    for path in filter(Path.is_file, out.rglob("*")):
+        name = str(path.relative_to(out))
+        assert not name.endswith((".unfinished", "__lock")), f"{path} was left behind"
+        if path.name == "quarantine.jsonl":  # tracebacks begin wherever the call was made
+            entries = map(json.loads, path.read_text().splitlines())
+            left[name] = [(entry["row"], entry["error"]) for entry in entries]
+        elif ".job/" not in name or path.name == "ok.npy":
+            left[name] = path.read_bytes()
+    return left
+
+
+def units_done(out: Path) -> list[int]:
+    """The units in the journal, each as often as it was computed."""
+    files = (p.read_bytes() for p in out.glob("*.job/journal/*"))
+    lines = [line for content in files for line in content.split(b"\n")[:-1]]
+    return [entry["unit"] for entry in unsealed(filter(is_whole, lines))]
+
+
+class Tally(collections.Counter[str]):
+    """Kills at each moment, and what came of them."""
+
+    @property
+    def kills(self) -> int:
+        return sum(self[moment] for moment in MOMENTS)
+
+    def __str__(self) -> str:
+        told = [
+            f"{self.kills:,} kills of calls for {self['outputs']:,} outputs, {self['resumed']:,} "
+            f"resumptions, {self['reused']:,} units reused by the calls that ended. Killed"
+        ]
+        return "\n".join(told + [f"{self[moment]:6,} {moment}" for moment in MOMENTS])
+
+
+def one_output(
+    job: Job, inputs: Path, out: Path, expected: Whole, draw: random.Random, tally: Tally
+) -> None:
+    """Computes an output by calls that are killed, and compares it."""
+    out.mkdir()
+    code, answer, before, kills = -1, None, [], 0
+    while code:
+        before = units_done(out)
+        tally["resumed"] += kills > 0
+        moment = draw.choice(MOMENTS) if kills < PATIENCE else ""
+        watch = Watch(moment, 1 + int(expected.seen[moment] * draw.random() ** 2))
+        after = draw.random() * expected.seconds if moment == AT_ANY_TIME else None
+        code, answer = forked(job, inputs, out, watch, after)
+        assert code in (0, -signal.SIGKILL), f"{job.__name__}, killed {kills} times: {code}"
+        done = units_done(out)
+        assert done[: len(before)] == before, "what the journal said, it says no more"
+        assert len(set(done)) == len(done), "a unit that was done was computed again"
+        if code:
+            tally[moment] += 1
+            kills += 1
+            for folder in out.glob("*.job"):
+                if (folder / "job.json").exists():
+                    assert status(folder.with_suffix("")).done == rows_of(done)
+    reused, told, _ = answer
+    assert reused == rows_of(before)
+    assert told == expected.told, f"{job.__name__} reports {told}, and not {expected.told}"
+    found, left = left_by(out), expected.left
+    others = [name for name in {**found, **left} if found.get(name) != left.get(name)]
+    assert not others, f"{job.__name__} leaves {others} in {out} otherwise"
+    tally["outputs"] += 1
+    tally["reused"] += len(before)
+
+
+def rows_of(units: list[int]) -> int:
+    return sum(min(UNIT, ROWS - unit * UNIT) for unit in units)
+
+
+def run(count: int, seed: int, root: Path) -> Tally:
+    """Kills so many calls, and a few more."""
+    draw, tally = random.Random(seed), Tally()
+    (inputs := root / "inputs").mkdir()
+    write_inputs(inputs)
+    expected: dict[str, Whole] = {}
+    while tally.kills < count:
+        job = JOBS[tally["outputs"] % len(JOBS)]
+        if job.__name__ not in expected:
+            expected[job.__name__] = whole(job, inputs, root / job.__name__)
+        out = root / f"{tally['outputs']}-{job.__name__}"
+        one_output(job, inputs, out, expected[job.__name__], draw, tally)
+    return tally
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="kills", description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=300, help="kills")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    logging.getLogger("jax").setLevel(logging.CRITICAL)  # rows that fail are meant to
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as root:
+        print(run(options.count, options.seed, Path(root)))
+    print(f"{time.perf_counter() - begin:.0f} s: what they left is what calls leave that end")
+
+
+if __name__ == "__main__":
+    main()
