@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -212,6 +213,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
+    warnings.filterwarnings("error", ".* is damaged")  # a line torn by a kill is not
     logging.getLogger("jax").setLevel(logging.CRITICAL)  # rows that fail are meant to
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as root:

@@ -73,7 +73,7 @@ def quarantine(x: Path, out: Path) -> bx.Report:
 
 def zeros(x: Path, out: Path) -> bx.Report:
     """Chunks of nothing but fill values, which some libraries do not write."""
-    return bx.map(lambda x: x * 0, x / "x.npy", out=out / "y.zarr", **SIZES)
+    return bx.map(jnp.zeros_like, x / "x.npy", out=out / "y.zarr", **SIZES)
 
 
 JOBS = [zarr, zarr_group, npy, parquet, quarantine, zeros]
