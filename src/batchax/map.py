@@ -13,6 +13,7 @@ from batchax.datasets.engines.engine import find_engine
 from batchax.datasets.program import RowFunction
 from batchax.datasets.report import Report
 from batchax.datasets.run import How, run
+from batchax.datasets.stores import kind_of
 from batchax.datasets.units import Policy
 from batchax.divergence.compact import Compact
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
@@ -106,16 +107,18 @@ def map(
             f"map expects a function of one row, got {fun!r} of type {type(fun).__name__}."
         )
     check_out_axes(out_axes)
+    kind_of(out)  # what cannot be one is refused before any work
     _check_options(batch_size, commit_rows, on_error, on_nonfinite, max_errors, retries, resume)
-    out = None if out is None else Path(out)
-    engine = find_engine(executor, out)
+    _check_version_and_progress(version, progress)
+    _check_key(key)
+    engine = find_engine(executor, None if out is None else Path(out))
     options = {"divergence": divergence, "mesh": _of_this_process(mesh)}
     function = RowFunction.of(fun, arrays, in_axes, out_axes, key, options)
     how = How(
         out=out,
-        batch_size=batch_size,
+        batch_size=batch_size if batch_size == "auto" else int(batch_size),
         memory_limit=memory_limit,
-        commit_rows=commit_rows,
+        commit_rows=None if commit_rows is None else int(commit_rows),
         policy=Policy(on_error, on_nonfinite),
         max_errors=max_errors,
         retries=retries,
@@ -164,3 +167,27 @@ def _check_options(
             raise ArgumentTypeError(f"{name} must be a non-negative int, got {value!r}.")
     if resume not in ("auto", "never"):
         raise ArgumentTypeError(f'resume must be "auto" or "never", got {resume!r}.')
+
+
+def _check_version_and_progress(version: Any, progress: Any) -> None:
+    if not (version is None or isinstance(version, str)):
+        raise ArgumentTypeError(f"version must be a string or None, got {version!r}.")
+    if not (isinstance(progress, bool) or callable(progress)):
+        raise ArgumentTypeError(
+            f"progress must be True, False, or a function of the rows done and of those there are; "
+            f"got {progress!r}."
+        )
+
+
+def _check_key(key: Any) -> None:
+    if key is None:
+        return
+    try:
+        single = jax.random.key_data(key).ndim == 1
+    except TypeError:
+        single = False
+    if not single:
+        raise ArgumentTypeError(
+            f"key must be one random key, of which each row gets its own, as jax.random.key(0) "
+            f"makes it; got {key!r}."
+        )

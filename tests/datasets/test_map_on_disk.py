@@ -220,21 +220,28 @@ def test_storage_that_fails_is_tried_again(x, fails, monkeypatch):
             run()
 
 
+def interrupted_at(*rows):
+    """A function that is slow, and sends what Ctrl-C sends when it was called for so many rows."""
+    count = [0]
+
+    def wait(x):
+        count[0] += 1
+        if count[0] in rows:
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.02)
+        return x * 2
+
+    return lambda x: jax.pure_callback(wait, x, x, vmap_method="sequential")
+
+
 def test_control_c_keeps_what_was_computed(x, capsys):
-    def slowly(x):
-        def wait(x):
-            time.sleep(0.02)
-            return x * 2
-
-        return jax.pure_callback(wait, x, x, vmap_method="sequential")
-
-    options = dict(out="y.npy", version="1", **{**SIZE, "progress": True})
-    timer = threading.Timer(0.7, lambda: os.kill(os.getpid(), signal.SIGINT))
-    timer.start()
+    slowly, options = (
+        interrupted_at(14),
+        dict(out="y.npy", version="1", **SIZE | {"progress": True}),
+    )
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         bx.map(slowly, "x.npy", **options)
-    timer.join()
     assert signal.getsignal(signal.SIGINT) is handler
     told = capsys.readouterr().err
     assert "Interrupted: what is being computed is finished and kept" in told
@@ -242,6 +249,16 @@ def test_control_c_keeps_what_was_computed(x, capsys):
     report = bx.map(slowly, "x.npy", **options)
     assert 0 < report.reused < ROWS
     assert f"{report.reused} of {ROWS} rows are done already" in capsys.readouterr().err
+    np.testing.assert_array_equal(np.load("y.npy"), x * 2)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "quarantine"])
+def test_control_c_twice_is_no_failure_of_a_row(x, on_error):
+    slowly, options = interrupted_at(14, 15), dict(out="y.npy", version="1", **SIZE)
+    with pytest.raises(KeyboardInterrupt):
+        bx.map(slowly, "x.npy", on_error=on_error, **options)
+    report = bx.map(slowly, "x.npy", **options)
+    assert (report.reused, report.quarantined) == (8, 0)
     np.testing.assert_array_equal(np.load("y.npy"), x * 2)
 
 

@@ -97,9 +97,10 @@ class ParquetColumn(Column):
             with reading(f"{name}: {part}"), self._parquet.ParquetFile(part) as file:
                 schema, metadata = file.schema_arrow, file.metadata
                 if column not in schema.names:
+                    none = f"there is no column {column!r} in {part}"
+                    asked = none if column else "say which column is meant, after ':'"
                     raise ArgumentTypeError(
-                        f"{name}: there is no column {column!r} in {part}; there are: "
-                        f"{', '.join(schema.names)}."
+                        f"{name}: {asked}; there are: {', '.join(schema.names)}."
                     )
                 if kind is not None and schema.field(column).type != kind:
                     raise StorageError(

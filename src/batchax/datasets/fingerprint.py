@@ -48,7 +48,7 @@ def fingerprint(
     paths = jax.tree_util.tree_flatten_with_path(shapes)[0]
     described = {
         "program": _digest(program),
-        "results": [jax.tree_util.keystr(path) for path, _ in paths],
+        "results": {jax.tree_util.keystr(path): f"{x.dtype}{x.shape}" for path, x in paths},
         "inputs": [{"name": source.name, **source.identity()} for source in sources],
         "options": options,
         "jax": jax.__version__,
@@ -143,8 +143,11 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     ]
     around = _changed(_only(old, _AROUND), _only(new, _AROUND))
     same_arguments = _types(old) == _types(new)
-    if old.get("results") != new.get("results"):
+    was, now = old.get("results", {}), new.get("results", {})
+    if list(was) != list(now):
         told.append("the function returns arrays by other names")
+    elif was != now and same_arguments:
+        told += [f"the function's result{each}" for each in _changed(was, now)]
     elif old.get("program") != new.get("program") and same_arguments and not around:
         told.append("the function computes something else")
     return told + around

@@ -17,7 +17,7 @@ from batchax.datasets.durable import replace_file
 from batchax.datasets.journal import sizes
 from batchax.datasets.parts import Bad
 from batchax.datasets.plan import Plan
-from batchax.errors import JobError, StorageError
+from batchax.errors import ArgumentTypeError, JobError, StorageError
 
 _FORMAT = 1  # what a later version that writes something else can tell this one by
 
@@ -31,6 +31,13 @@ class JobFiles:
     """
 
     out: Path
+
+    def __post_init__(self) -> None:
+        if self.out.name in ("", ".."):
+            raise ArgumentTypeError(
+                f"{str(self.out)!r} cannot be an output, which has a name of its own: results go "
+                "to a new file or folder."
+            )
 
     @property
     def folder(self) -> Path:

@@ -37,7 +37,8 @@ class NpyStore(Store):
         if len(self.leaves) != 1:
             names = ", ".join(repr(leaf.name) for leaf in self.leaves)
             raise ArgumentTypeError(
-                f"{out} can hold one array, and the function returns {len(self.leaves)}: {names}. "
+                f"{out} can hold one array, and the function returns "
+                f"{f'{len(self.leaves)}: {names}' if names else 'none with rows'}. "
                 'Use out="scores.zarr", or a folder of Parquet files.'
             )
         refuse_ragged(self.leaves, "a .npy file")

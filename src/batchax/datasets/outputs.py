@@ -12,13 +12,14 @@ import numpy as np
 
 from batchax.datasets.parts import Leaf
 from batchax.datasets.source import native
-from batchax.errors import ArgumentTypeError, UnsupportedError
+from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.execution.streaming import partial_result, reduced_type, where_real
 from batchax.frontend.arguments import is_position
 from batchax.frontend.containers import is_container
 from batchax.frontend.outputs import AUTO, Reduce, is_output_spec, reduce_batch
 from batchax.frontend.prefixes import spread_specs
 from batchax.rows.ragged import Ragged
+from batchax.rules.neutral import NEUTRAL
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,11 @@ def find_outputs(found: Any, out_axes: Any, rows: int) -> list[Output]:
       AxisError: `out_axes` does not fit the outputs.
     """
     leaves, _ = spread_specs(out_axes, found, "out", "out_axes", is_output_spec, by_name=True)
+    named, _ = jax.tree_util.tree_flatten_with_path(found, is_leaf=is_container)
     outputs = []
-    for leaf in leaves:
+    for leaf, (keys, _) in zip(leaves, named, strict=True):
         x, spec = leaf.value, leaf.spec
-        name = _name(leaf.path)
+        name = jax.tree_util.keystr(keys, simple=True, separator="/")  # of "out['a'][0].b": "a/0/b"
         if isinstance(x, Ragged):
             if not is_position(spec) or x.axis:
                 raise UnsupportedError(
@@ -84,6 +86,11 @@ def find_outputs(found: Any, out_axes: Any, rows: int) -> list[Output]:
                     f"out_axes gives {spec!r} for {leaf.path}: map reduces what it is told to; "
                     'leave out unmapped="keep".'
                 )
+            if not rows and spec.kind in ("max", "min"):
+                raise AxisError(
+                    f"out_axes gives {spec!r} for {leaf.path}, and there are no rows: of nothing "
+                    f"there is no {spec.kind}."
+                )
             dtype = np.dtype(reduced_type(spec.kind, x).dtype)
             outputs.append(Output(leaf.path, Leaf(name, x.shape[1:], dtype), spec.kind))
         elif is_position(spec) or spec is AUTO:
@@ -102,12 +109,6 @@ def find_outputs(found: Any, out_axes: Any, rows: int) -> list[Output]:
             f"{', '.join(map(repr, names))}. Return a dict with a name for each."
         )
     return outputs
-
-
-def _name(path: str) -> str:
-    """The path of an output as a name: "out['a'][0].b" is "a/0/b"."""
-    keys = path.removeprefix("out").replace("]", "").replace("[", "\0").replace(".", "\0")
-    return "/".join(key.strip("'\"") for key in keys.split("\0")[1:])
 
 
 def lanes_of(out_axes: Any) -> Any:
@@ -148,6 +149,13 @@ def combined(kind: str, parts: Sequence[np.ndarray]) -> np.ndarray:
         pairs = [_COMBINE[kind](a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
         parts = [*pairs, *parts[len(pairs) * 2 :]]
     return parts[0]
+
+
+def of_no_rows(output: Output) -> np.ndarray:
+    """A part of a reduction that changes no other."""
+    kind = "sum" if output.reduces == "mean" else output.reduces
+    assert kind is not None
+    return np.full(output.leaf.shape, NEUTRAL[kind](output.leaf.dtype), output.leaf.dtype)
 
 
 def finished(output: Output, whole: np.ndarray, rows: int) -> np.ndarray:

@@ -15,7 +15,7 @@ import numpy as np
 from batchax.datasets.engines.engine import Threads
 from batchax.datasets.fingerprint import fingerprint
 from batchax.datasets.job import Job
-from batchax.datasets.outputs import combined, finished
+from batchax.datasets.outputs import combined, finished, of_no_rows
 from batchax.datasets.parts import Record, Rows
 from batchax.datasets.pipeline import Stop, interruptible
 from batchax.datasets.plan import Plan
@@ -38,7 +38,7 @@ class How:
       begun: when the call began.
     """
 
-    out: Path | None
+    out: str | Path | None
     batch_size: Any
     memory_limit: Any
     commit_rows: int | None
@@ -79,7 +79,7 @@ def _job(function: RowFunction, how: How) -> Job | JobInMemory:
         made = plan()
         return JobInMemory(made, store(made))
     call = _fingerprint(function, how)
-    return Job.open(how.out, call, plan, store, how.resume, how.engine.shard)
+    return Job.open(Path(how.out), call, plan, store, how.resume, how.engine.shard)
 
 
 def _fingerprint(function: RowFunction, how: How) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _fingerprint(function: RowFunction, how: How) -> dict[str, Any]:
         "commit_rows": how.commit_rows,
         "in_axes": {m.path: m.axis for m in inputs.mapped},
         "out_axes": outputs,
-        "key": None if key is None else np.asarray(jax.random.key_data(key)).tolist(),
+        "key": None if key is None else _described_key(key),
         # Neither way has kept a result that is not finite: one may go on with what the other did.
         "on_nonfinite": how.policy.on_nonfinite and "given",
         **{name: str(option) for name, option in function.options.items()},
@@ -101,6 +101,11 @@ def _fingerprint(function: RowFunction, how: How) -> dict[str, Any]:
     sources = [*(m.source for m in inputs.mapped), *shared]
     call, types = function.of_one_row()
     return fingerprint(function.fun, types, call, sources, options, how.version)
+
+
+def _described_key(key: Any) -> str:
+    """Of what kind it is counts, too: the same numbers give rows other keys."""
+    return f"{jax.random.key_impl(key)} {np.asarray(jax.random.key_data(key)).tolist()}"
 
 
 def _plan(function: RowFunction, how: How) -> Plan:
@@ -123,10 +128,7 @@ def _run_left(function: RowFunction, how: How, job: Job | JobInMemory, reused: i
         progress.say(f"{reused:,} of {job.plan.rows:,} rows are done already")
     left = [k for k in how.engine.units(job.plan) if k not in job.done]
 
-    def tell(rows: int, bad: int) -> None:
-        nonlocal quarantined
-        progress.advance(rows, bad)
-        quarantined += bad
+    def check_how_many() -> None:
         if how.max_errors is not None and quarantined > how.max_errors:
             stop.because(
                 RowError(
@@ -134,6 +136,14 @@ def _run_left(function: RowFunction, how: How, job: Job | JobInMemory, reused: i
                     "file quarantine.jsonl in the folder of the job says what went wrong."
                 )
             )
+
+    def tell(rows: int, bad: int) -> None:
+        nonlocal quarantined
+        progress.advance(rows, bad)
+        quarantined += bad
+        check_how_many()
+
+    check_how_many()  # of calls before
 
     with interruptible(stop, progress.say):
         try:
@@ -171,7 +181,7 @@ def _summary(function: RowFunction, job: Job | JobInMemory) -> dict[str, Any]:
     reduced = {}
     for output in function.outputs:
         if output.reduces:
-            parts = [r.reduced[output.leaf.name] for r in records]
+            parts = [r.reduced[output.leaf.name] for r in records] or [of_no_rows(output)]
             whole = combined(output.reduces, parts)
             reduced[output.leaf.name] = finished(output, whole, rows)
     return {"bad": bad, "reduced": reduced}

@@ -115,7 +115,8 @@ class Files:
     """
 
     def __init__(self, path: Path, name: str) -> None:
-        self.path, self._name = path.absolute(), name
+        # One file has one path, from whatever folder and through whatever links it is named.
+        self.path, self._name = path.resolve(), name
         self._seen = self._look()
 
     def check(self) -> None:

@@ -14,7 +14,7 @@ from batchax.datasets.parts import Leaf
 from batchax.datasets.plan import Plan
 from batchax.datasets.store import Store, described_leaves
 from batchax.datasets.zarr_store import ZarrStore
-from batchax.errors import ArgumentTypeError, JobError
+from batchax.errors import ArgumentTypeError
 
 
 def open_store(out: str | os.PathLike[str] | None, leaves: Sequence[Leaf], plan: Plan) -> Store:
@@ -30,32 +30,39 @@ def open_store(out: str | os.PathLike[str] | None, leaves: Sequence[Leaf], plan:
       ArgumentTypeError: there is no such kind of store, or it has no form for one of the results.
       ImportError: a library that it needs is not installed.
     """
-    return _store(out, leaves, plan.unit_rows)
+    return _store(kind_of(out), out, leaves, plan.unit_rows)
 
 
 def reopen_store(out: str | os.PathLike[str], description: dict[str, Any]) -> Store:
     """The store that `Store.describe` described."""
-    store = _store(out, described_leaves(description), description["unit_rows"])
-    if store.kind != description["kind"]:
-        raise JobError(
-            f"{out} would be a store of kind {store.kind}, and the job wrote one of kind "
-            f"{description['kind']}."
-        )
-    return store
+    leaves, unit_rows = described_leaves(description), description["unit_rows"]
+    return _store(description["kind"], out, leaves, unit_rows)
 
 
-def _store(out: Any, leaves: Sequence[Leaf], unit_rows: int) -> Store:
-    if out is None:
+def _store(kind: str, out: Any, leaves: Sequence[Leaf], unit_rows: int) -> Store:
+    if kind == MemoryStore.kind:
         return MemoryStore(leaves, unit_rows)
-    if not isinstance(out, (str, os.PathLike)) or not os.fspath(out):
+    stores = {store.kind: store for store in (NpyStore, ZarrStore, ParquetStore)}
+    return stores[kind](Path(out), leaves, unit_rows)
+
+
+def kind_of(out: Any) -> str:
+    """The kind of the store for an output.
+
+    Raises:
+      ArgumentTypeError: there is none.
+    """
+    if out is None:
+        return MemoryStore.kind
+    if not isinstance(out, (str, Path)) or not str(out):
         raise ArgumentTypeError(f"out must be a path or None, and is {out!r}.")
+    if "://" in str(out):
+        raise ArgumentTypeError(f"out={str(out)!r}: results are written to a local disk.")
     path = Path(out)
-    if path.suffix == ".npy":
-        return NpyStore(path, leaves, unit_rows)
-    if path.suffix == ".zarr":
-        return ZarrStore(path, leaves, unit_rows)
+    if path.suffix in (".npy", ".zarr"):
+        return path.suffix[1:]
     if path.suffix in ("", ".parquet") or str(out).endswith("/"):
-        return ParquetStore(path, leaves, unit_rows)
+        return ParquetStore.kind
     hdf5 = path.suffix in (".h5", ".hdf5", ".he5")
     why = " HDF5 is read but not written: a writer that is killed damages the file." if hdf5 else ""
     raise ArgumentTypeError(

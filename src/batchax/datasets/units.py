@@ -13,11 +13,10 @@ import numpy as np
 
 from batchax import _compat
 from batchax.datasets.inputs import rows_of
-from batchax.datasets.outputs import combined, nothing
+from batchax.datasets.outputs import combined, nothing, of_no_rows
 from batchax.datasets.parts import Bad, Rows, Unit
 from batchax.datasets.program import Program, fetched
 from batchax.errors import RowError
-from batchax.rules.neutral import NEUTRAL
 
 
 @dataclass(frozen=True)
@@ -111,6 +110,8 @@ def _tried(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         return work(), None
     except Exception as error:
+        if _last_line(error).startswith("KeyboardInterrupt"):  # raised while a callback ran
+            raise KeyboardInterrupt from None
         return None, error
 
 
@@ -276,8 +277,7 @@ def _blanked(output: Any, x: Any, places: list[int]) -> Any:
 def _of_no_rows(output: Any, batch: _Batch) -> Any:
     leaf = output.leaf
     if output.reduces:
-        neutral = NEUTRAL["sum" if output.reduces == "mean" else output.reduces](leaf.dtype)
-        return np.full(leaf.shape, neutral, leaf.dtype)
+        return of_no_rows(output)
     if leaf.ragged is not None:
         return Rows(np.zeros((0, *leaf.shape[1:]), leaf.dtype), np.zeros(batch.count, np.int32))
     shape = list(leaf.shape)

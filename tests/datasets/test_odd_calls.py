@@ -1,0 +1,201 @@
+"""`map` called in odd ways: paths, names, numbers of rows, arguments of the wrong kind."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+from batchax.datasets.inspect import status, verify
+
+FLOAT = jax.dtypes.canonicalize_dtype(float)
+
+
+@pytest.fixture
+def x(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    x = np.random.default_rng(0).standard_normal((10, 3)).astype(FLOAT)
+    np.save("x.npy", x)
+    return x
+
+
+def same(x):
+    return x
+
+
+def quiet(fun, *args, **options):
+    return bx.map(fun, *args, progress=False, **options)
+
+
+def test_one_input_by_many_names(x, tmp_path, monkeypatch):
+    quiet(same, "x.npy", out="y.npy")
+    os.symlink(tmp_path, tmp_path / "link")
+    os.symlink("x.npy", tmp_path / "also.npy")
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "sub")
+    for name in ("../x.npy", "../link/x.npy", "../also.npy", tmp_path / "x.npy"):
+        assert quiet(same, name, out="../y.npy").reused == 10
+    assert quiet(same, "../x.npy", out=tmp_path / "link" / "y.npy").reused == 10
+
+
+def test_a_folder_is_what_ends_in_a_slash(x):
+    report = quiet(same, "x.npy", out="v1.2/")
+    assert report.outputs == "v1.2:result"
+    assert quiet(same, "x.npy", out="v1.2/").reused == 10
+    assert status("v1.2/").done == 10
+    assert verify("v1.2")
+    with pytest.raises(bx.ArgumentTypeError, match="results are written to"):
+        quiet(same, "x.npy", out="v1.2")
+
+
+NO_OUTPUT = ["", ".", "..", "/", "a/..", 3, True, b"y.npy", "s3://bucket/y.zarr", "y.h5"]
+
+
+@pytest.mark.parametrize("out", NO_OUTPUT)
+def test_what_cannot_be_an_output(x, out, tmp_path):
+    with pytest.raises(bx.ArgumentTypeError, match="out"):
+        quiet(same, "x.npy", out=out)
+    assert os.listdir(tmp_path) == ["x.npy"]
+
+
+def test_the_status_of_what_cannot_be_an_output(x):
+    with pytest.raises(bx.ArgumentTypeError, match=r"'\.' cannot be an output"):
+        status(".")
+
+
+NAMES = ["a.b", "a'b", 'a"b', "a[0]", "a b", "ä", "c", ".hidden", "a/b"]
+
+
+@pytest.mark.parametrize("out", ["y.zarr", "y.parquet"])
+def test_names_of_results_are_the_keys_of_dicts(x, out):
+    fun = lambda x: {name: x + i for i, name in enumerate(NAMES)}
+    report = quiet(fun, "x.npy", out=out)
+    for i, name in enumerate(NAMES):
+        where = f"{out}/{name}" if out == "y.zarr" else f"{out}:{name}"
+        assert report.outputs[name] == where
+        np.testing.assert_array_equal(quiet(same, where).outputs, x + FLOAT.type(i))
+
+
+def test_a_name_with_a_dot_is_no_path(x):
+    report = quiet(lambda x: {"a.b": x, "a": {"b": x + 1}}, "x.npy", out="y.zarr")
+    assert report.outputs == {"a.b": "y.zarr/a.b", "a": {"b": "y.zarr/a/b"}}
+
+
+@pytest.mark.parametrize("name", ["..", "a/", "a/../b"])
+def test_names_that_would_leave_the_group(x, name):
+    with pytest.raises(bx.ArgumentTypeError, match="cannot be the name of an array"):
+        quiet(lambda x: {name: x, "z": x}, "x.npy", out="y.zarr")
+
+
+@pytest.mark.parametrize("out", [None, "y.zarr"])
+def test_reductions_over_no_rows(x, out):
+    axes = (0, bx.Reduce("sum"), bx.Reduce("prod"), bx.Reduce("mean"))
+    fun = lambda x: (x, x, x, x.sum())
+    for _ in range(2):
+        report = quiet(fun, x[:0], out=out, out_axes=axes)
+        np.testing.assert_array_equal(report.reduced[1], np.zeros(3))
+        np.testing.assert_array_equal(report.reduced[2], np.ones(3))
+        assert np.isnan(report.reduced[3])
+    with pytest.raises(bx.AxisError, match="of nothing there is no max"):
+        quiet(same, x[:0], out_axes=bx.Reduce("max"))
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+@pytest.mark.parametrize("out", [None, "y.npy", "y.zarr", "y.parquet"])
+def test_hardly_any_rows(x, rows, out):
+    for again in range(2):
+        report = quiet(same, x[:rows], out=out)
+        assert (report.rows, report.reused) == (rows, rows if again and out else 0)
+    if out:
+        assert verify(out)
+        assert status(out).finished
+
+
+def test_sizes_that_are_numbers_of_numpy(x):
+    report = quiet(same, x, out="y.npy", batch_size=np.int64(2), commit_rows=np.int32(4))
+    assert report.rows == 10
+    assert quiet(same, x, out="y.npy", batch_size=2, commit_rows=4).reused == 10
+
+
+def test_the_kind_of_a_key_counts(x):
+    draw = lambda key, x: x + jax.random.uniform(key)
+    call = lambda kind: quiet(draw, "x.npy", out="y.npy", key=jax.random.key(1, impl=kind))
+    call("rbg")
+    assert call("rbg").reused == 10
+    with pytest.raises(bx.JobError, match=r"key was rbg .*, is unsafe_rbg"):
+        call("unsafe_rbg")
+
+
+def test_too_many_rows_that_fail_stay_too_many(x):
+    x[2:5] = np.nan
+    options = dict(out="y.npy", on_nonfinite="quarantine", batch_size=2)
+    for _ in range(2):
+        with pytest.raises(bx.RowError, match="3 rows have no result, and max_errors is 0"):
+            quiet(same, x, max_errors=0, **options)
+    assert quiet(same, x, max_errors=3, **options).quarantined == 3
+
+
+def test_results_of_another_type_are_told(x):
+    quiet(same, x.astype(np.float32), out="y.npy")
+    with pytest.raises(bx.JobError, match=r"result was float32\(3,\), is float16\(3,\)"):
+        quiet(lambda x: x.astype(np.float16), x.astype(np.float32), out="y.npy")
+
+
+MISTAKES = {
+    "key, a number": (dict(key=3), "key must be one random key"),
+    "key, a string": (dict(key="a"), "key must be one random key"),
+    "keys": (dict(key=jax.random.split(jax.random.key(0))), "key must be one random key"),
+    "raw keys": (dict(key=jax.random.split(jax.random.PRNGKey(0))), "key must be one random key"),
+    "progress": (dict(progress="no"), "progress must be True, False, or a function"),
+    "version": (dict(version=1), "version must be a string"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_name_the_argument(x, name):
+    options, message = MISTAKES[name]
+    with pytest.raises(bx.ArgumentTypeError, match=message):
+        bx.map(same, x, **{"progress": False, **options})
+
+
+def test_nothing_with_rows_for_a_file_with_one_array(x):
+    with pytest.raises(bx.ArgumentTypeError, match="returns none with rows"):
+        quiet(lambda x: None, x, out="y.npy")
+
+
+def test_a_column_that_is_not_named(x):
+    quiet(same, x, out="y.parquet")
+    with pytest.raises(bx.ArgumentTypeError, match=r"say which column is meant.* result"):
+        quiet(same, "y.parquet")
+
+
+def test_progress_that_fails_loses_nothing(x):
+    def fail(done, of):
+        raise RuntimeError("a bug in progress")
+
+    with pytest.raises(RuntimeError, match="a bug in progress"):
+        bx.map(same, x, out="y.npy", progress=fail)
+    assert quiet(same, x, out="y.npy").reused == 10
+
+
+DTYPES = ["bool", "int8", "uint32", "complex64", "float16", "bfloat16"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out", [None, "y.npy", "y.zarr", "y.parquet"])
+def test_elements_of_any_type(x, dtype, out):
+    fun = lambda x: (x * 3).astype(dtype)
+    if (dtype, out) in [
+        ("bfloat16", "y.npy"),
+        ("bfloat16", "y.parquet"),
+        ("complex64", "y.parquet"),
+    ]:
+        with pytest.raises(bx.ArgumentTypeError, match=f"of dtype {dtype}"):
+            quiet(fun, x, out=out)
+        return
+    got = quiet(same, quiet(fun, np.abs(x), out=out).outputs).outputs
+    assert got.dtype == jnp.dtype(dtype)
+    np.testing.assert_array_equal(got, np.asarray(jax.vmap(fun)(np.abs(x))))
+    assert out is None or verify(out)
