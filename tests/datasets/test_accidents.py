@@ -1,0 +1,273 @@
+"""What happens to disks, files and processes while `map` is at work, or between two calls."""
+
+import contextlib
+import itertools
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import batchax as bx
+from batchax.command import main
+from batchax.datasets import pipeline
+from batchax.datasets.inspect import status, verify
+from batchax.datasets.store import Store
+
+FLOAT = jax.dtypes.canonicalize_dtype(float)
+ROWS, SIZE = 40, dict(batch_size=4, commit_rows=4)
+OUTS = ["y.zarr", "y.npy", "y.parquet"]
+
+
+@pytest.fixture
+def x(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pipeline, "_PAUSE", 0.0)
+    x = np.random.default_rng(0).standard_normal((ROWS, 300)).astype(FLOAT)
+    np.save("x.npy", x)
+    return x
+
+
+def double(x):
+    return x * 2
+
+
+def doubled(out, **options):
+    return bx.map(double, "x.npy", out=out, **{**SIZE, "progress": False, **options})
+
+
+@pytest.fixture
+def at_write(monkeypatch):
+    """Has something done just before the write of this number."""
+
+    def at(number, work):
+        write, count = Store.write, itertools.count(1)
+
+        def counted(self, *args):
+            if next(count) == number:
+                work()
+            return write(self, *args)
+
+        monkeypatch.setattr(Store, "write", counted)
+
+    return at
+
+
+@pytest.fixture
+def half_done(at_write):
+    """Makes an output, and ends in the middle."""
+
+    def fail():
+        raise OSError("enough")
+
+    def half(out):
+        at_write(6, fail)
+        with pytest.raises(OSError, match="enough"):
+            doubled(out, retries=0)
+
+    return half
+
+
+def check(out, x):
+    """The output is whole, and what was asked for."""
+    assert verify(out)
+    where = f"{out}:result" if Path(out).suffix == ".parquet" else out
+    got = bx.map(lambda y: y, where, progress=False).outputs
+    np.testing.assert_array_equal(got, x * 2)
+
+
+def copy(old, new):
+    (shutil.copytree if Path(old).is_dir() else shutil.copy)(old, new)
+
+
+@pytest.mark.parametrize("out", OUTS)
+def test_an_output_goes_on_elsewhere_with_its_folder_and_not_without(x, half_done, out):
+    half_done(out)
+    os.mkdir("far")
+    for new in (f"far/{out}", f"far/other{Path(out).suffix}"):
+        copy(out, new)
+        copy(f"{out}.job", f"{new}.job")
+        assert 0 < doubled(new).reused < ROWS
+        check(new, x)
+    copy(out, f"far/without-{out}")
+    with pytest.raises(bx.JobError, match=f"without-{out} is there already"):
+        doubled(f"far/without-{out}")
+    copy(f"{out}.job", f"far/gone-{out}.job")
+    with pytest.raises(bx.JobError, match=f"gone-{out} is gone"):
+        doubled(f"far/gone-{out}")
+    assert 0 < doubled(out).reused < ROWS
+    check(out, x)
+
+
+def test_inputs_that_are_moved_are_named(x, half_done):
+    half_done("y.npy")
+    os.mkdir("far")
+    shutil.copy2("x.npy", "far/x.npy")
+    with pytest.raises(
+        bx.JobError, match=r"args\[0\] \(far/x.npy\) was /.*/x.npy, is /.*/far/x.np"
+    ):
+        bx.map(double, "far/x.npy", out="y.npy", progress=False, **SIZE)
+
+
+def no_file_grows(bytes):
+    """From now on no file of this process's gets longer than that: as on a disk that is full."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes, hard))
+
+
+@pytest.mark.parametrize("out", OUTS)
+@pytest.mark.parametrize("bytes", [0, 1500])  # none for the journal, or for results alone
+def test_no_space_is_left(x, at_write, out, bytes):
+    at_write(6, lambda: no_file_grows(bytes))
+    try:
+        with pytest.raises(bx.StorageError, match=r"y\..*no space is left.*what was committed is"):
+            doubled(out, retries=0)
+    finally:
+        no_file_grows(resource.RLIM_INFINITY)
+    done = status(out).done
+    assert done < ROWS
+    assert verify(out)
+    assert doubled(out).reused == done
+    check(out, x)
+
+
+@pytest.fixture
+def small_disk(x, tmp_path):
+    """A disk of its own for a test, and a command that changes how it is mounted."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = shutil.which("mount")
+    made = mount and subprocess.run(
+        [mount, "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True
+    )
+    if not made or made.returncode:
+        pytest.skip("a disk that is small or read-only takes root, who may mount it")
+    yield disk, lambda how: subprocess.run([mount, "-o", f"remount,{how}", disk], check=True)
+    subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize("out", OUTS)
+def test_a_disk_that_fills(x, at_write, small_disk, out):
+    disk, _ = small_disk
+    other = disk / "other"
+
+    def fill():
+        with contextlib.suppress(OSError), open(other, "wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+
+    at_write(6, fill)
+    with pytest.raises(bx.StorageError, match="no space is left") as told:
+        doubled(disk / out, retries=0)
+    assert str(disk) in str(told.value)
+    done = status(disk / out).done
+    other.unlink()
+    assert doubled(disk / out).reused == done
+    check(str(disk / out), x)
+
+
+@pytest.mark.parametrize("out", OUTS)
+def test_a_disk_that_is_only_read(x, half_done, small_disk, out):
+    disk, remount = small_disk
+    remount("ro")
+    with pytest.raises(bx.StorageError, match=r"y\..*Read-only .* this process may write to"):
+        doubled(disk / out)
+    remount("rw")
+    half_done(disk / out)
+    remount("ro")
+    with pytest.raises(bx.StorageError, match=r"y\..*Read-only .* this process may write to"):
+        doubled(disk / out)
+    assert 0 < status(disk / out).done < ROWS
+    assert verify(disk / out)
+    remount("rw")
+    doubled(disk / out)
+    remount("ro")
+    assert doubled(disk / out).reused == ROWS
+    check(str(disk / out), x)
+
+
+@pytest.mark.parametrize("out", OUTS)
+def test_damage_is_found_and_the_same_call_mends_it(x, out):
+    doubled(out)
+    left = {path: path.read_bytes() for path in files(out)}
+    largest = max(left, key=lambda path: (len(left[path]), path))
+    with open(largest, "r+b") as file:
+        file.seek(len(left[largest]) - 700)
+        file.write(b"\x55" * 8)
+    found = verify(out)
+    assert len(found.damaged) == 1
+    assert "damaged" in str(found.damaged[0]) or found.damaged[0].unit.rows == 4
+    assert doubled(out).reused == ROWS - 4
+    assert {path: path.read_bytes() for path in files(out)} == left
+    assert verify(out)
+
+
+def files(out):
+    return [p for p in [Path(out), *Path(out).rglob("*")] if p.is_file()]
+
+
+def test_an_input_that_is_cut_short(x):
+    os.truncate("x.npy", 3000)
+    with pytest.raises(bx.StorageError, match=r"x.npy is truncated"):
+        doubled("y.npy")
+    assert not os.path.exists("y.npy.job")
+
+
+@pytest.mark.parametrize("how", ["path", "mapped", "opened"])
+def test_an_input_that_shrinks_while_it_is_read(x, how):
+    long = np.lib.format.open_memmap("long.npy", "w+", FLOAT, (4000, 30))
+    del long
+    given = {
+        "path": lambda: "long.npy",
+        "mapped": lambda: np.load("long.npy", mmap_mode="r"),
+        "opened": lambda: np.load("long.npy", mmap_mode="r")[10:],
+    }[how]()
+
+    def cut(done, of):
+        os.truncate("long.npy", 1000)
+
+    with pytest.raises(bx.StorageError, match=r"long.npy was changed since it was opened"):
+        bx.map(double, given, out="y.npy", progress=cut, retries=1, **SIZE)
+
+
+MODEL = """
+import time
+import jax
+
+def slow(x):
+    def wait(x):
+        time.sleep(0.02)
+        return x * 2
+
+    return jax.pure_callback(wait, x, x, vmap_method="sequential")
+"""
+
+
+@pytest.mark.only_in_whole_runs
+def test_a_second_process_and_one_that_is_asked_to_end(x, monkeypatch, capsys):
+    Path("slow_model.py").write_text(MODEL)
+    monkeypatch.syspath_prepend(os.getcwd())
+    command = "map slow_model:slow --in x.npy --out y.npy --version 1".split()
+    command += "--batch-size 4 --commit-rows 4 --no-progress".split()
+    env = {**os.environ, "PYTHONPATH": str(Path(bx.__file__).parents[1])}
+    with subprocess.Popen([sys.executable, "-m", "batchax", *command], env=env) as first:
+        while first.poll() is None and not os.path.exists("y.npy.job/journal/main.jsonl"):
+            time.sleep(0.01)
+        assert main(command) == 1
+        told = capsys.readouterr().err
+        assert (
+            f"Another call is at work on y.npy: y.npy.job/lock is held by process {first.pid}"
+            in (told)
+        )
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(60) == -signal.SIGTERM
+    assert main(command) == 0
+    assert " reused" in capsys.readouterr().out
+    check("y.npy", x)
