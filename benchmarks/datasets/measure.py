@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import batchax as bx
+from batchax.datasets.journal import Journal
+from batchax.datasets.parts import Record, Unit
 from benchmarks.datasets.limits import limits
 from benchmarks.datasets.ways import NEEDS, WAYS, mapped, prepare
 from benchmarks.datasets.workloads import WORKLOADS as OVER_FILES
@@ -74,11 +76,19 @@ class Memory:
 
 @dataclass(frozen=True)
 class Units:
-    """A job of units of one row: seconds for all, and to open it again when it is finished."""
+    """A job of units of one row.
+
+    Attributes:
+      count: how many.
+      seconds: for all of them.
+      reopened: to open it again when it is finished.
+      journal: for a line of the journal, by how many are synced at once.
+    """
 
     count: int
     seconds: float
     reopened: float
+    journal: dict[int, float]
 
 
 WORKLOADS: dict[str, Any] = {**OVER_FILES, "memory": "memory", "many units": "many units"}
@@ -117,6 +127,7 @@ def _timed(work: DatasetWorkload, folder: Path, quick: bool) -> Timed:
             out.mkdir()
             seconds[name].append(function(out / "y"))
             shutil.rmtree(out)
+            os.sync()  # what is removed keeps the disk busy, too
         order.reverse()
     return Timed(work, rows, seconds, missing)
 
@@ -186,5 +197,16 @@ def _units(folder: Path, count: int) -> Units:
         bx.map(fun, x, out=folder / "y.npy", batch_size=1, commit_rows=1, progress=False)
         return time.perf_counter() - begun
 
-    first = call()
-    return Units(count, first, call())
+    first, again = call(), call()
+    return Units(count, first, again, {group: _line(folder, group) for group in (1, 100)})
+
+
+def _line(folder: Path, group: int) -> float:
+    """Seconds for a line of a journal, of which so many are written down at once."""
+    journal = Journal(folder / f"journal{group}", "main")
+    records = [Record(Unit(k, k, k + 1), [k], seconds=0.1) for k in range(1000)]
+    begun = time.perf_counter()
+    for start in range(0, len(records), group):
+        journal.append_many(records[start : start + group])
+    journal.close()
+    return (time.perf_counter() - begun) / len(records)

@@ -63,7 +63,14 @@ def _missed(r: Timed) -> str:
 
 def _units(r: Units) -> str:
     each = f"{r.seconds / r.count * 1e6:,.0f} µs each"
-    return f"{r.seconds:.1f} s, {each}; opened again when finished in {r.reopened:.3f} s"
+    lines = " and ".join(
+        f"{seconds * 1e6:,.0f} µs where {group} {'is' if group == 1 else 'are'} synced at once"
+        for group, seconds in r.journal.items()
+    )
+    return (
+        f"{r.seconds:.1f} s, {each}; opened again when finished in {r.reopened:.3f} s. A line of "
+        f"the journal takes {lines}"
+    )
 
 
 def _spread(seconds: Sequence[float]) -> str:
