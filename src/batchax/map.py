@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -110,7 +112,7 @@ def map(
     kind_of(out)  # what cannot be one is refused before any work
     _check_options(batch_size, commit_rows, on_error, on_nonfinite, max_errors, retries, resume)
     _check_version_and_progress(version, progress)
-    _check_key(key)
+    _check_key(fun, key, len(arrays))
     engine = find_engine(executor, None if out is None else Path(out))
     options = {"divergence": divergence, "mesh": _of_this_process(mesh)}
     function = RowFunction.of(fun, arrays, in_axes, out_axes, key, options)
@@ -179,7 +181,7 @@ def _check_version_and_progress(version: Any, progress: Any) -> None:
         )
 
 
-def _check_key(key: Any) -> None:
+def _check_key(fun: Callable[..., Any], key: Any, count: int) -> None:
     if key is None:
         return
     try:
@@ -191,3 +193,12 @@ def _check_key(key: Any) -> None:
             f"key must be one random key, of which each row gets its own, as jax.random.key(0) "
             f"makes it; got {key!r}."
         )
+    with contextlib.suppress(ValueError):  # no signature
+        parameters = inspect.signature(fun).parameters.values()
+        kinds = [p.kind for p in parameters]
+        if len(kinds) <= count and inspect.Parameter.VAR_POSITIONAL not in kinds:
+            name = getattr(fun, "__name__", type(fun).__name__)
+            raise ArgumentTypeError(
+                f"key is given, and {name} has no parameter for the key of a row beside those for "
+                f"its {count} arrays: it comes first, or is called key."
+            )

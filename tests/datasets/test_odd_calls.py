@@ -143,6 +143,44 @@ def test_results_of_another_type_are_told(x):
         quiet(lambda x: x.astype(np.float16), x.astype(np.float32), out="y.npy")
 
 
+def test_results_whose_axis_is_left_to_us(x):
+    fun = lambda x: (x, x.sum(), 3.0)
+    report = quiet(fun, x.T, in_axes=1, out_axes=bx.AUTO, batch_size=4)
+    np.testing.assert_array_equal(report.outputs[0], x)
+    np.testing.assert_array_equal(report.outputs[2], np.full(10, 3.0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64"])
+def test_what_is_not_finite_is_seen_in_any_type(x, dtype):
+    x[3, 1] = np.nan
+    report = quiet(lambda x: x.astype(dtype), x, on_nonfinite="quarantine", batch_size=4)
+    assert [bad.row for bad in report.bad] == [3]
+
+
+def test_what_is_not_finite_is_seen_in_rows_of_different_lengths(x):
+    x[3, 1] = x[5, 2] = np.inf
+    rows = bx.Ragged.from_rows([row[: 1 + i % 3] for i, row in enumerate(x)])
+    report = quiet(lambda t: t * 2, rows, on_nonfinite="quarantine", batch_size=4)
+    assert [bad.row for bad in report.bad] == [5]
+    assert [len(row) for row in report.outputs.rows()] == [1, 2, 3, 1, 2, 0, 1, 2, 3, 1]
+
+
+def test_what_is_masked_is_no_number(x):
+    with pytest.raises(bx.ArgumentTypeError, match=r"args\[0\] is a masked array"):
+        quiet(same, np.ma.masked_less(x, 0))
+
+
+@pytest.mark.parametrize("fun", [same, lambda *, x: x, jax.jit(same)])
+def test_a_key_and_nobody_who_takes_it(x, fun):
+    with pytest.raises(bx.ArgumentTypeError, match=r"key is given, and .* has no parameter for"):
+        quiet(fun, x, key=jax.random.key(0))
+
+
+def test_a_key_for_any_arguments(x):
+    fun = lambda *args: args[1] + jax.random.uniform(args[0])
+    assert quiet(fun, x, key=jax.random.key(0)).rows == 10
+
+
 MISTAKES = {
     "key, a number": (dict(key=3), "key must be one random key"),
     "key, a string": (dict(key="a"), "key must be one random key"),

@@ -65,6 +65,11 @@ class Mapped(Source):
 
 def in_memory(x: Any, name: str) -> Source:
     """A source of an array of NumPy, mapped or not, or of a number."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise ArgumentTypeError(
+            f"{name} is a masked array, and what is masked would count as numbers. Fill it "
+            "(x.filled), or drop those rows."
+        )
     whole = x
     while isinstance(whole, np.memmap) and isinstance(whole.base, np.ndarray):
         whole = whole.base

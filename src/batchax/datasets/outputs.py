@@ -112,9 +112,10 @@ def find_outputs(found: Any, out_axes: Any, rows: int) -> list[Output]:
 
 
 def lanes_of(out_axes: Any) -> Any:
-    """`out_axes` for the lanes of everything, of what is reduced, too."""
+    """`out_axes` for the lanes of everything: of what is reduced or left to us, too."""
     is_leaf = lambda x: x is None or is_output_spec(x)
-    return jax.tree.map(lambda x: 0 if isinstance(x, Reduce) else x, out_axes, is_leaf=is_leaf)
+    first = lambda x: 0 if isinstance(x, Reduce) or x is AUTO else x
+    return jax.tree.map(first, out_axes, is_leaf=is_leaf)
 
 
 def arrays_of(outputs: Sequence[Output], out: Any, real: Any = None) -> list[Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from batchax import _compat
@@ -292,10 +293,9 @@ def _without_nonfinite(
     outputs = batch.program.function.outputs
     wrong: dict[int, Exception] = {}
     for output, x in zip(outputs, results, strict=True):
-        if output.reduces or isinstance(x, Rows) or not np.issubdtype(x.dtype, np.inexact):
+        if output.reduces or not jnp.issubdtype(output.leaf.dtype, jnp.inexact):
             continue
-        finite = np.isfinite(np.moveaxis(x, output.leaf.axis, 0).reshape(batch.count, -1)).all(1)
-        for place in np.flatnonzero(~finite):
+        for place in _places_not_finite(x, output.leaf.axis):
             if batch.row(int(place)) not in known:
                 wrong.setdefault(int(place), FloatingPointError(f"{output.path} is not finite"))
     if not wrong:
@@ -304,6 +304,15 @@ def _without_nonfinite(
     if policy.on_nonfinite == "raise":
         raise _row_error(batch, bad, "on_nonfinite")
     return _recomputed(batch, {**dict.fromkeys(batch.places_of(known)), **wrong}), bad
+
+
+def _places_not_finite(x: np.ndarray | Rows, axis: int) -> np.ndarray:
+    """Which rows have elements that are not finite."""
+    data = x.data if isinstance(x, Rows) else np.moveaxis(x, axis, 0)
+    places = np.flatnonzero(~np.isfinite(data).all(tuple(range(1, data.ndim))))
+    return (
+        np.repeat(np.arange(len(x.lengths)), x.lengths)[places] if isinstance(x, Rows) else places
+    )
 
 
 def _last_line(error: Exception) -> str:
