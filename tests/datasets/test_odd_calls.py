@@ -1,6 +1,8 @@
 """`map` called in odd ways: paths, names, numbers of rows, arguments of the wrong kind."""
 
+import io
 import os
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -216,6 +218,20 @@ def test_progress_that_fails_loses_nothing(x):
     with pytest.raises(RuntimeError, match="a bug in progress"):
         bx.map(same, x, out="y.npy", progress=fail)
     assert quiet(same, x, out="y.npy").reused == 10
+
+
+class Gone(io.StringIO):
+    """A file whose reader went away."""
+
+    def write(self, text):
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("stderr", [None, Gone()])
+def test_nobody_sees_how_far_it_is(x, monkeypatch, capsys, stderr):
+    monkeypatch.setattr(sys, "stderr", stderr)
+    assert bx.map(same, x, out="y.npy").rows == 10
+    assert capsys.readouterr().out == ""
 
 
 DTYPES = ["bool", "int8", "uint32", "complex64", "float16", "bfloat16"]

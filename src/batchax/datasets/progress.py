@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -48,8 +49,9 @@ class Progress:
         if self._how is True:
             if self._bar is not None:
                 self._bar.print(text)
-            else:
-                print(f"{self._name}: {text}", file=sys.stderr, flush=True)
+            elif sys.stderr is not None:  # as in a process without a terminal
+                with contextlib.suppress(OSError):  # nobody reads it any more: work goes on
+                    print(f"{self._name}: {text}", file=sys.stderr, flush=True)
 
     def close(self, text: str) -> None:
         """The last line."""
@@ -103,7 +105,7 @@ class _Bar:
 
 def _bar(name: str, total: int, done: int) -> _Bar | None:
     """A bar, where somebody sees it and rich is installed."""
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         return None
     try:
         return _Bar(name, total, done)
