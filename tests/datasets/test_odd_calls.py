@@ -52,6 +52,15 @@ def test_a_folder_is_what_ends_in_a_slash(x):
         quiet(same, "x.npy", out="v1.2")
 
 
+class Place:
+    def __fspath__(self):
+        return "v1.2/"
+
+
+def test_whatever_stands_for_a_path_is_an_output(x):
+    assert quiet(same, "x.npy", out=Place()).outputs == "v1.2:result"
+
+
 NO_OUTPUT = ["", ".", "..", "/", "a/..", 3, True, b"y.npy", "s3://bucket/y.zarr", "y.h5"]
 
 

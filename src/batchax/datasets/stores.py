@@ -54,18 +54,19 @@ def kind_of(out: Any) -> str:
     """
     if out is None:
         return MemoryStore.kind
-    if not isinstance(out, (str, Path)) or not str(out):
+    if not isinstance(out, (str, os.PathLike)) or not os.fspath(out):
         raise ArgumentTypeError(f"out must be a path or None, and is {out!r}.")
-    if "://" in str(out):
-        raise ArgumentTypeError(f"out={str(out)!r}: results are written to a local disk.")
-    path = Path(out)
+    name = str(os.fspath(out))
+    if "://" in name:
+        raise ArgumentTypeError(f"out={name!r}: results are written to a local disk.")
+    path = Path(name)
     if path.suffix in (".npy", ".zarr"):
         return path.suffix[1:]
-    if path.suffix in ("", ".parquet") or str(out).endswith("/"):
+    if path.suffix in ("", ".parquet") or name.endswith("/"):
         return ParquetStore.kind
     hdf5 = path.suffix in (".h5", ".hdf5", ".he5")
     why = " HDF5 is read but not written: a writer that is killed damages the file." if hdf5 else ""
     raise ArgumentTypeError(
-        f"out={str(out)!r}: results are written to .zarr, .npy, or a folder of Parquet files (no "
+        f"out={name!r}: results are written to .zarr, .npy, or a folder of Parquet files (no "
         f"suffix, or a slash at the end).{why}"
     )
