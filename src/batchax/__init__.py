@@ -28,6 +28,7 @@ from batchax.execution.memory import BatchSizeChoice as BatchSizeChoice
 from batchax.execution.memory import batch_size_choices as batch_size_choices
 from batchax.explain.explain import explain as explain
 from batchax.explain.explanation import Explanation as Explanation
+from batchax.find_nonfinite import find_nonfinite as find_nonfinite
 from batchax.frontend.containers import register_container as register_container
 from batchax.frontend.containers import unregister_container as unregister_container
 from batchax.frontend.lane_keys import split_key as split_key

@@ -1,0 +1,54 @@
+"""`find_nonfinite`: which lanes are bad, and what made them so."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from batchax.errors import ArgumentTypeError
+from batchax.nonfinite.find import NonFinite, find
+
+
+def find_nonfinite(
+    fun: Callable[..., Any], in_axes: Any = 0, **options: Any
+) -> Callable[..., NonFinite]:
+    """Runs a function over a batch, and finds what makes results NaN or infinite, lane by lane.
+
+    For each lane with such a result: the equation that made the first value on the way to it that
+    is not finite, with the line of its source, the iteration of loops around it, and for the first
+    few lanes what the equation was given; or the argument that it came in with. An infinity that
+    reaches no result, and becomes no NaN on the way to one, such as that of a mask, is no fault::
+
+        def f(x):
+            return jnp.where(x > 0, jnp.sqrt(x), 0.0)
+
+        print(bx.find_nonfinite(jax.grad(f))(jnp.array([4.0, 0.0, -1.0])))
+
+    Each value has a handful of integers beside it, which costs one more reduction for each
+    equation. Programs inside calls that are none of JAX's, such as functions with a batching rule
+    of the user's, are one equation each.
+
+    Args:
+      fun: a function of one example, as for `vmap`; a derivative, for what its backward pass does.
+      in_axes: as for `vmap`.
+      **options: of `vmap`: `batch_size` for batches larger than memory, `axis_name`, `mesh`.
+
+    Returns:
+      A function of the batch. It returns what was found: `.lanes`, `.faults`; false if nothing was;
+      printed, how many lanes each equation is to blame for, and the first few lanes.
+
+    Raises:
+      ArgumentTypeError: `fun` is not callable. What `vmap` raises.
+    """
+    if not callable(fun):
+        raise ArgumentTypeError(
+            f"find_nonfinite expects a function of one example, got {fun!r} of type "
+            f"{type(fun).__name__}."
+        )
+
+    @functools.wraps(fun)
+    def found(*args: Any, **kwargs: Any) -> NonFinite:
+        return find(fun, in_axes, options, args, kwargs)
+
+    return found

@@ -1,0 +1,273 @@
+"""Lanes with results that are not finite, and the equations that made them so."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from batchax.frontend.arguments import spread_in_axes
+from batchax.nonfinite.origins import (
+    FIRST_LOOP,
+    KIND,
+    NAN,
+    PLACE,
+    TURNED,
+    Evaluator,
+    Marked,
+    Places,
+    Watch,
+    blank_view,
+    loop_depth,
+)
+from batchax.vmap import vmap
+
+_WITH_VALUES = 5  # lanes of which the operands are shown
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Where a result of a lane that is not finite comes from.
+
+    Attributes:
+      lane: the index of the lane.
+      output: which result: "out['loss']".
+      kind: "nan" or "inf", of the result.
+      primitive: of the equation that made it; "" if it came in.
+      line: of the user's source that made the equation.
+      argument: the argument, or "a value that the function closes over", if it came in with that.
+      iterations: of the loops around the equation, outermost first.
+      turned: of an infinity that became a NaN, the equation that made it one, and its line.
+      operands: the values that the equation was given in this lane, for people; None but for the
+        first few lanes.
+    """
+
+    lane: int
+    output: str
+    kind: str
+    primitive: str
+    line: str
+    argument: str
+    iterations: tuple[int, ...]
+    turned: str
+    operands: Sequence[str] | None = None
+
+    def __str__(self) -> str:
+        line = self.line.rpartition(os.sep)[2]
+        if self.argument:
+            return (
+                f"lane {self.lane}: {self.output} is {self.kind}: it came in with {self.argument}"
+            )
+        made = "an infinity made by" if self.turned else "made by"
+        lines = [f"lane {self.lane}: {self.output} is {self.kind}, {made} `{self.primitive}`"]
+        if self.iterations:
+            loops = ", ".join(map(str, self.iterations))
+            lines[0] += f" in iteration {loops}"
+        lines.append(f"  {line}")
+        for k, x in enumerate(self.operands or ()):
+            lines.append(f"  operand {k}: {x}")
+        if self.turned:
+            lines.append(f"  became a NaN by {self.turned}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """What `find_nonfinite` found. False if all is finite.
+
+    Attributes:
+      lanes: the indices of lanes with results that are not finite.
+      faults: for each of them where the first such result comes from.
+      size: how many lanes there are.
+    """
+
+    lanes: np.ndarray
+    faults: Sequence[Fault]
+    size: int
+
+    def __bool__(self) -> bool:
+        return bool(self.faults)
+
+    def __str__(self) -> str:
+        if not self.faults:
+            return f"All results of {self.size:,} lanes are finite."
+        lines = [f"{len(self.lanes):,} of {self.size:,} lanes have results that are not finite."]
+        counts: dict[tuple[str, str], int] = {}
+        for f in self.faults:
+            key = (f.primitive or f.argument, f.line.rpartition(os.sep)[2])
+            counts[key] = counts.get(key, 0) + 1
+        for (what, line), count in sorted(counts.items(), key=lambda item: -item[1]):
+            lines.append(f"  {count:,} from {what} {line}".rstrip())
+        shown = [f for f in self.faults if f.operands is not None or f.argument]
+        lines += map(str, shown[:_WITH_VALUES])
+        return "\n".join(lines)
+
+
+def find(
+    fun: Callable[..., Any], in_axes: Any, options: dict[str, Any], args: Any, kwargs: Any
+) -> NonFinite:
+    """Runs the batched function, and says what of it is not finite."""
+    leaves, rebuild = spread_in_axes(fun, in_axes, args, kwargs)
+    program = _Marking(fun, [leaf.path for leaf in leaves], rebuild)
+    values, specs = [leaf.value for leaf in leaves], [leaf.spec for leaf in leaves]
+    compiled = functools.partial(_compiled, values, specs)
+    marks = compiled(vmap(program.origins, (specs,), **options))
+    if not marks:
+        return NonFinite(np.zeros(0, int), [], 0)
+    every = np.stack([np.asarray(x) for x in marks], 1)  # lane, output, entry
+    size = len(every)
+    worst = every[:, :, KIND].argmax(1)
+    first = every[np.arange(size), worst]
+    lanes = np.flatnonzero(first[:, KIND])
+    operands: dict[int, Sequence[str]] = {}
+    shown = lanes[first[lanes, PLACE] > 0][:_WITH_VALUES]
+    for place in dict.fromkeys(first[shown, PLACE].tolist()):
+        of_place = vmap(program.operands(place), (0, specs), **options)
+        seen = compiled(functools.partial(of_place, first[:, FIRST_LOOP:]))
+        for lane in shown[first[shown, PLACE] == place].tolist():
+            operands[lane] = program.shown(place, [np.asarray(x)[lane] for x in seen])
+    faults = [
+        program.fault(lane, int(worst[lane]), first[lane], operands.get(lane))
+        for lane in lanes.tolist()
+    ]
+    return NonFinite(lanes, faults, size)
+
+
+def _compiled(values: Sequence[Any], specs: Sequence[Any], run: Callable[..., Any]) -> Any:
+    """What a function makes of the leaves, compiled. What is no array it sees as it is."""
+    flat, structure = jax.tree.flatten(list(values))
+    mapped = jax.tree.leaves(
+        [jax.tree.map(lambda _, s=s: s is not None, v) for v, s in zip(values, specs, strict=True)]
+    )
+    arrays = {
+        i: x
+        for i, (x, m) in enumerate(zip(flat, mapped, strict=True))
+        if (m and isinstance(x, (jax.Array, np.ndarray))) or _may_be_bad(x)
+    }
+
+    def of_arrays(*xs: Any) -> Any:
+        given = dict(zip(arrays, xs, strict=True))
+        return run(structure.unflatten([given.get(i, x) for i, x in enumerate(flat)]))
+
+    return jax.jit(of_arrays)(*arrays.values())
+
+
+class _Marking:
+    """A function of one example that returns origins, of the leaves of its arguments.
+
+    Args:
+      fun: the function.
+      paths: of the leaves.
+      rebuild: makes its arguments of the leaves.
+    """
+
+    def __init__(self, fun: Callable[..., Any], paths: Sequence[str], rebuild: Any) -> None:
+        self._fun, self._paths, self._rebuild = fun, paths, rebuild
+        self._places, self._inputs, self._outputs = Places(), [""], [""]
+
+    def origins(self, values: Sequence[Any]) -> list[Any]:
+        """Where the results come from, those that may be bad."""
+        self._places = Places()  # a function may be staged more than once: the last time counts
+        evaluator, outs, names = self._evaluated(values, self._places)
+        origins = evaluator.whole(outs)
+        self._outputs = [n for n, o in zip(names, origins, strict=True) if o is not None]
+        return [origin for origin in origins if origin is not None]
+
+    def operands(self, place: int) -> Callable[..., list[Any]]:
+        """From iterations, and the leaves, to what an equation was given in these."""
+
+        blank = blank_view(self._places.place(place).eqn)
+
+        def seen(iterations: Any, values: Sequence[Any]) -> list[Any]:
+            return self._evaluated(values, Places(), Watch(place, iterations), blank)[0].seen
+
+        return seen
+
+    def _evaluated(
+        self,
+        values: Sequence[Any],
+        places: Places,
+        watch: Watch | None = None,
+        blank: Sequence[Any] = (),
+    ) -> tuple[Evaluator, list[Marked], list[str]]:
+        flat, structure = jax.tree_util.tree_flatten_with_path(list(values))
+        arrays = {i: x for i, (_, x) in enumerate(flat) if isinstance(x, Tracer) or _may_be_bad(x)}
+
+        def of_arrays(*xs: Any) -> Any:
+            given = dict(zip(arrays, xs, strict=True))
+            filled = [given.get(i, x) for i, (_, x) in enumerate(flat)]
+            args, kwargs = self._rebuild(structure.unflatten(filled))
+            return self._fun(*args, **kwargs)
+
+        program, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays.values())
+        evaluator = Evaluator(places, loop_depth(program.jaxpr), watch, blank)
+        self._inputs = [
+            self._paths[int(keys[0].idx)] + jax.tree_util.keystr(keys[1:])
+            for i, (keys, _) in enumerate(flat)
+            if i in arrays
+        ]
+        consts = [evaluator.input(c, -len(arrays) - 1) for c in program.consts]
+        given = [evaluator.input(x, -1 - k) for k, x in enumerate(arrays.values())]
+        outs = evaluator.run(program.jaxpr, consts, given)
+        named = jax.tree_util.tree_flatten_with_path(shapes)[0]
+        return evaluator, outs, ["out" + jax.tree_util.keystr(keys) for keys, _ in named]
+
+    def fault(
+        self, lane: int, output: int, origin: np.ndarray, operands: Sequence[str] | None
+    ) -> Fault:
+        """What an origin says."""
+        place, kind = int(origin[PLACE]), "nan" if origin[KIND] == NAN else "inf"
+        of = self._places.place(place).eqn if place > 0 else None
+        return Fault(
+            lane,
+            self._outputs[output],
+            kind,
+            of.primitive.name if of is not None else "",
+            self._where(place) if of is not None else "",
+            self._where(place) if of is None else "",
+            tuple(int(i) for i in origin[FIRST_LOOP:] if i >= 0),
+            self._turned(int(origin[TURNED])),
+            operands,
+        )
+
+    def _turned(self, number: int) -> str:
+        if not number:
+            return ""
+        place = self._places.place(number)
+        return f"`{place.eqn.primitive.name}` {place.line.rpartition(os.sep)[2]}"
+
+    def shown(self, place: int, views: Sequence[np.ndarray]) -> list[str]:
+        """The operands of an equation, for people."""
+        eqn = self._places.place(place).eqn
+        return [_shown(v.aval, x) for v, x in zip(eqn.invars, views, strict=True)]
+
+    def _where(self, place: int) -> str:
+        """The line of an equation, or an argument."""
+        if place > 0:
+            return self._places.place(place).line
+        if place < -len(self._inputs):
+            return "a value that the function closes over"
+        return self._inputs[-1 - place] if place else ""
+
+
+def _may_be_bad(x: Any) -> bool:
+    """Whether a leaf is an array of floats; what is not, the function may want to look at."""
+    is_array = isinstance(x, (jax.Array, np.ndarray, np.generic))
+    return is_array and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _shown(aval: Any, x: np.ndarray) -> str:
+    kind = f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+    if x.shape == tuple(aval.shape):
+        return f"{kind} {np.array2string(x, precision=6, separator=', ')}"
+    if not jnp.issubdtype(aval.dtype, jnp.number):
+        return kind
+    nans, infs, least, most = x
+    return f"{kind} {nans:.0f} NaN, {infs:.0f} infinite, others from {least:.6g} to {most:.6g}"

@@ -1,0 +1,244 @@
+"""`find_nonfinite`: the lanes are those of the loop, and the blame lies where it was put."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import batchax as bx
+
+FLOAT = jax.dtypes.canonicalize_dtype(float)
+
+
+def one(found):
+    (fault,) = found.faults
+    return fault
+
+
+def lines_of(fault):
+    return fault.primitive, fault.iterations, fault.argument
+
+
+def test_a_gradient_where_both_branches_of_where_are_computed():
+    def f(x):
+        return jnp.where(x > 0, jnp.sqrt(x), 0.0)
+
+    found = bx.find_nonfinite(jax.grad(f))(jnp.array([4.0, 0.0, -1.0, 9.0]))
+    assert found.lanes.tolist() == [1, 2]
+    zero, negative = found.faults
+    assert (zero.primitive, zero.kind) == ("div", "nan")
+    assert zero.operands[1].endswith(" 0.")
+    assert zero.turned.startswith("`mul` test_find_nonfinite.py")  # by a zero
+    assert negative.primitive == "sqrt"
+    assert "-1" in negative.operands[0]
+    text = str(found)
+    assert text.startswith("2 of 4 lanes have results that are not finite.")
+    assert "test_find_nonfinite.py" in text
+    assert not bx.find_nonfinite(jax.grad(f))(jnp.array([4.0, 9.0]))
+
+
+def test_an_infinity_of_a_mask_is_no_fault():
+    def attend(x, mask):
+        return jax.nn.softmax(jnp.where(mask, x, -jnp.inf))
+
+    x = jnp.ones((3, 4))
+    mask = jnp.ones((3, 4), bool).at[1, 2].set(False).at[2].set(False)
+    found = bx.find_nonfinite(attend)(x, mask)
+    assert found.lanes.tolist() == [2]
+    assert "(test_an_infinity_of_a_mask_is_no_fault.<locals>.attend)" in one(found).line
+    assert one(found).turned.startswith("`sub` test_find_nonfinite.py")  # inf - inf
+
+
+def test_what_came_in_with_an_argument():
+    tree = {"w": jnp.ones((3, 2)).at[1, 0].set(jnp.nan), "b": jnp.ones(3)}
+    found = bx.find_nonfinite(lambda t, s: (t["w"] * t["b"]).sum() + s, (0, None))(tree, 1.0)
+    assert one(found).lane == 1
+    assert one(found).argument == "args[0]['w']"
+    assert "it came in with args[0]['w']" in str(found)
+    shared = jnp.array([1.0, jnp.inf])
+    found = bx.find_nonfinite(lambda x, s: x * s, (0, None))(jnp.ones(2), shared)
+    assert {f.argument for f in found.faults} == {"args[1]"}
+    found = bx.find_nonfinite(lambda x: x * shared)(jnp.ones(2))
+    assert {f.argument for f in found.faults} == {"a value that the function closes over"}
+
+
+def growing(x, n):
+    return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] / (3.0 - c[0])), (0, x))[1]
+
+
+def stepping(xs):
+    return lax.scan(lambda c, x: (c + x, jnp.log(x)), xs[0], xs)[1]
+
+
+def backwards(xs):
+    return lax.scan(lambda c, x: (c * x, 1 / c), jnp.ones((), FLOAT), xs, reverse=True)[1]
+
+
+def nested(x, n):
+    def outer(i, c):
+        return lax.fori_loop(0, 3, lambda j, c: c / jnp.where((i == 1) & (j == n), 0.0, 1.0), c)
+
+    return lax.fori_loop(0, 2, outer, x)
+
+
+def branching(x):
+    return lax.cond(x > 0, lambda x: jnp.log(x - 1), lambda x: x, x)
+
+
+@jax.custom_jvp
+def with_rule(x):
+    return jnp.exp(x)
+
+
+with_rule.defjvp(lambda primals, tangents: (with_rule(*primals), tangents[0] / primals[0]))
+
+CASES = {
+    "while": (growing, ([2.0, 2.0, 3.0], [2, 5, 4]), [1, 2], ("div", (3,), "")),
+    "scan": (stepping, ([[1.0, 2, 3], [1, 0, 0], [1, 1, -1]],), [1, 2], ("log", (1,), "")),
+    "scan, reverse": (backwards, ([[1.0, 0, 3], [1, 2, 3]],), [0], ("div", (0,), "")),
+    "nested loops": (nested, ([1.0, 1.0], [2, 7]), [0], ("div", (1, 2), "")),
+    "branch": (branching, ([3.0, 0.5, -2.0],), [1], ("log", (), "")),
+    "custom_jvp": (with_rule, ([1.0, 1e9],), [1], ("exp", (), "")),
+    "derivative rule": (jax.grad(with_rule), ([1.0, 0.0],), [1], ("div", (), "")),
+    "checkpoint": (
+        jax.grad(jax.checkpoint(lambda x: jnp.sqrt(x))),
+        ([1.0, 0.0],),
+        [1],
+        ("div", (), ""),
+    ),
+    "jit": (jax.jit(lambda x: jax.jit(jnp.log)(x) * 2), ([1.0, 0.0],), [1], ("log", (), "")),
+    "vmap inside": (
+        lambda x: bx.vmap(lambda x: jnp.log(x))(x).sum(),
+        ([[1.0, 2], [3, 0], [1, -1]],),
+        [1, 2],
+        ("log", (), ""),
+    ),
+    "forward mode": (
+        lambda x: jax.jvp(jnp.sqrt, (x,), (jnp.ones_like(x),))[1],
+        ([4.0, 0.0],),
+        [1],
+        ("div", (), ""),
+    ),
+}
+WAYS = {
+    "all at once": {},
+    "chunks": {"batch_size": 2},
+    "compact": {"divergence": "compact"},
+    "devices": {"mesh": "all"},
+}
+
+
+def arrays(values):
+    return [jnp.asarray(x, int if isinstance(x[0], int) else FLOAT) for x in values]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CASES)
+def test_the_equation_and_the_iteration(name, way):
+    fun, values, lanes, first = CASES[name]
+    found = bx.find_nonfinite(fun, **WAYS[way])(*arrays(values))
+    assert found.lanes.tolist() == lanes
+    assert lines_of(found.faults[0]) == first
+    assert all(fault.operands for fault in found.faults)
+    assert "test_find_nonfinite.py" in found.faults[0].line
+
+
+def test_under_jit_the_values_are_not_there():
+    with pytest.raises(Exception, match=r"traced|Tracer"):
+        jax.jit(lambda x: bx.find_nonfinite(jnp.log)(x).lanes)(jnp.ones(2))
+
+
+def test_rows_of_different_lengths():
+    rows = [[1.0, 2.0], [0.0], [3.0, 4.0, 0.0], [1.0]]
+    x = bx.Ragged.from_rows([np.array(row, FLOAT) for row in rows])
+    found = bx.find_nonfinite(lambda t: (1 / t).sum())(x)
+    assert found.lanes.tolist() == [1, 2]
+    assert {f.primitive for f in found.faults} == {"div"}
+
+
+def test_collectives_spread_it():
+    fun = lambda x: lax.pmean(jnp.log(x), "i")
+    found = bx.find_nonfinite(fun, axis_name="i")(jnp.array([1.0, 0.0, 2.0]))
+    assert found.lanes.tolist() == [0, 1, 2]
+    assert found.faults[1].primitive == "log"
+    assert found.faults[0].primitive == "psum"  # of its own it is finite
+
+
+def test_functions_without_floats_and_other_objects():
+    assert not bx.find_nonfinite(lambda x: x + 1)(jnp.arange(3))
+    found = bx.find_nonfinite(lambda x, how: getattr(jnp, how)(x), (0, None))(jnp.zeros(2), "log")
+    assert found.lanes.tolist() == [0, 1]
+    flag = np.array(True)
+    fun = lambda x, flag: jnp.log(x) if flag else x
+    assert bx.find_nonfinite(fun, (0, None))(jnp.zeros(2), flag).lanes.tolist() == [0, 1]
+    with pytest.raises(bx.ArgumentTypeError, match="find_nonfinite expects a function"):
+        bx.find_nonfinite(3)
+    with pytest.raises(bx.AxisError, match="in_axes"):
+        bx.find_nonfinite(jnp.log, (0, 0))(jnp.ones(2))
+
+
+def test_complex_and_low_precision():
+    x = jnp.array([1 + 1j, 0], jnp.complex64)
+    assert bx.find_nonfinite(lambda z: 1 / z)(x).lanes.tolist() == [1]
+    low = jnp.array([1.0, 300.0], jnp.bfloat16)
+    assert bx.find_nonfinite(jnp.exp)(low).lanes.tolist() == [1]
+
+
+def test_many_lanes_are_counted_and_few_are_shown():
+    x = jnp.linspace(-1, 1, 1000).at[3].set(jnp.nan)
+    found = bx.find_nonfinite(jnp.log, batch_size=64)(x)
+    np.testing.assert_array_equal(found.lanes, np.flatnonzero(~(np.asarray(x) > 0)))
+    assert sum(f.operands is not None for f in found.faults) == 5
+    assert len(str(found)) < 2000
+    assert "499 from log" in str(found)
+
+
+STEPS = {"log": "log", "sqrt": "sqrt", "square": "square", "negative": "neg", "exp": "exp"}
+
+
+@given(
+    st.lists(st.sampled_from(sorted(STEPS)), max_size=5),
+    st.data(),
+)
+@settings(max_examples=30, deadline=None)
+def test_random_programs(names, data):
+    values = data.draw(
+        st.lists(st.sampled_from([-2.0, -1.0, 0.0, 1.0, 1e30, np.nan]), min_size=1, max_size=6)
+    )
+
+    def fun(x):
+        steps = [x]
+        for name in names:
+            steps.append(getattr(jnp, name)(steps[-1]))
+        return steps
+
+    x = jnp.asarray(values, np.float32)
+    found = bx.find_nonfinite(lambda x: fun(x)[-1])(x)
+    bad = [i for i, v in enumerate(x) if not np.isfinite(fun(v)[-1])]
+    assert found.lanes.tolist() == bad
+    for fault in found.faults:
+        steps = [np.asarray(s) for s in fun(x[fault.lane])]
+        if fault.argument:
+            assert not np.isfinite(steps[0])
+            continue
+        k = next(k for k in range(len(steps)) if all(~np.isfinite(steps[k:])))
+        assert fault.primitive == STEPS[names[k - 1]]
+
+
+def test_several_threads():
+    failures = []
+
+    def work(k):
+        found = bx.find_nonfinite(lambda x: jnp.log(x - k))(jnp.arange(6.0))
+        if found.lanes.tolist() != list(range(k + 1)):
+            failures.append(k)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not failures
