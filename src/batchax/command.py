@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 from batchax.commands import dataset, explain
 from batchax.commands.words import Mistake
@@ -29,8 +30,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+def _version() -> str:
+    try:
+        return version("batchax")
+    except PackageNotFoundError:  # run from its sources
+        return "from sources"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="batchax", description="The batching system for JAX.")
+    parser.add_argument("--version", action="version", version=f"batchax {_version()}")
     commands = parser.add_subparsers(title="commands", required=True)
     explain.add_to(commands)
     dataset.add_to(commands)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast
@@ -225,7 +226,22 @@ def vmap(
             recording.fact("outputs", described=outputs.described, types=types)
         return outputs.rebuild(outs)
 
+    rest = dict(memory_limit=memory_limit, spmd_axis_name=spmd_axis_name, mesh=mesh)
+    _made[batched] = fun, said | rest
     return cast(F, batched)
+
+
+_made: weakref.WeakKeyDictionary[Any, tuple[Callable[..., Any], dict[str, Any]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def made_by_vmap(batched: Any) -> tuple[Callable[..., Any], dict[str, Any]] | None:
+    """The function of one example, and the options, of what `vmap` returned; else None."""
+    try:
+        return _made.get(batched)
+    except TypeError:  # nothing that weak references, or hashes, are there for
+        return None
 
 
 def _run(

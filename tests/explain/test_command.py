@@ -115,3 +115,15 @@ def test_the_command_is_installed(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["explain", "--help"])
     assert "--in-axes" in capsys.readouterr().out
+
+
+def test_types_by_their_names_in_numpy(capsys):
+    assert main(["explain", "jax.numpy:tanh", "--args", "float32[3,2]"]) == 0
+    assert "batched over 3 lanes" in capsys.readouterr().out
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("batchax ")

@@ -448,3 +448,21 @@ def test_a_batch_on_a_mesh_that_types_tell_of(options):
         x = jax.device_put(jnp.ones((8, 2)), jax.NamedSharding(mesh, jax.P("d")))
         explanation = bx.explain(jnp.sin, compile=False, **options)(x)
     assert [eqn.primitive for eqn in explanation.equations] == ["sin"]
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"mesh": "all"}, {"axis_name": "i"}])
+def test_what_vmap_made_is_explained_as_what_it_was_made_of(options):
+    fun, args = lambda x, w: jnp.tanh(x @ w), (jnp.ones((4, 3)), jnp.ones((3, 2)))
+    made = bx.explain(bx.vmap(fun, (0, None), **options), compile=False)(*args)
+    given = bx.explain(fun, (0, None), compile=False, **options)(*args)
+    assert str(made) == str(given)
+    assert made.options == options
+    nested = bx.explain(bx.vmap(fun, (0, None)), (0, None), compile=False)
+    assert nested(jnp.ones((2, 4, 3)), args[1]).lanes == 2
+
+
+def test_its_repr_is_one_line():
+    explanation = bx.explain(lambda x: x + 1, compile=False)(jnp.ones(3))
+    assert repr(explanation) == (
+        "<Explanation of <lambda>: 3 lanes, 1 equation, 0 findings; print it, or .to_html(path)>"
+    )

@@ -14,7 +14,7 @@ from batchax.commands.words import Mistake, batch_size, function, literal
 from batchax.explain.explain import explain
 from batchax.explain.text import for_terminal
 
-_DTYPES = {
+_SHORT = {
     "bool": "bool",
     "bf16": "bfloat16",
     **{f"f{n}": f"float{n}" for n in (16, 32, 64)},
@@ -22,6 +22,7 @@ _DTYPES = {
     **{f"u{n}": f"uint{n}" for n in (8, 16, 32, 64)},
     **{f"c{n}": f"complex{n}" for n in (64, 128)},
 }
+_DTYPES = _SHORT | {name: name for name in _SHORT.values()}
 _TYPE = re.compile(r"(\w+)\[([\d,\s]*)\]")
 
 
@@ -44,13 +45,29 @@ def add_to(commands: Any) -> None:
         help="the type of each argument of the batched function, such as f32[5,3]; a Python "
         'value, such as 3 or True; or a tree of types: \'{"w": "f32[3]"}\'',
     )
-    command.add_argument("--in-axes", nargs="*", default=["0"], metavar="AXIS")
-    command.add_argument("--out-axes", default="0", metavar="AXIS")
-    command.add_argument("--axis-name")
-    command.add_argument("--axis-size", type=int)
+    command.add_argument(
+        "--in-axes",
+        nargs="*",
+        default=["0"],
+        metavar="AXIS",
+        help="the batch axis of each argument, or one for all; None: it is the same for all lanes",
+    )
+    command.add_argument("--out-axes", default="0", metavar="AXIS", help="where results have it")
+    command.add_argument("--axis-name", help="for collectives")
+    command.add_argument("--axis-size", type=int, help="how many lanes, if no argument says so")
     command.add_argument("--batch-size", metavar="LANES", help='a number, or "auto"')
     command.add_argument("--memory-limit", metavar="BYTES", help="such as 2GiB")
-    command.add_argument("--divergence", choices=["predicate", "compact"])
+    command.add_argument(
+        "--divergence",
+        choices=["predicate", "compact"],
+        help="what lanes do that are done with a loop: wait, or leave",
+    )
+    command.add_argument(
+        "--layout",
+        choices=["auto", "packed", "padded", "grouped"],
+        help="how rows of different lengths are held",
+    )
+    command.add_argument("--buckets", type=int, help="into how many groups rows go by length")
     command.add_argument("--html", metavar="FILE", help="write a page to this file, too")
     command.add_argument(
         "--measure", action="store_true", help="run it, on random numbers, and time it"
@@ -68,6 +85,8 @@ def _run(options: argparse.Namespace) -> int:
         "batch_size": batch_size(options.batch_size),
         "memory_limit": options.memory_limit,
         "divergence": options.divergence,
+        "layout": options.layout,
+        "buckets": options.buckets,
     }
     given = {name: value for name, value in vmap_options.items() if value is not None}
     explained = explain(
@@ -113,7 +132,8 @@ def _type(text: str, required: str | None = None) -> jax.ShapeDtypeStruct | None
             return None
         raise Mistake(
             f"--args: {text!r} is not a type{f' (in {required})' if required else ''}. Write a "
-            f"dtype and a shape, such as f32[5,3]; dtypes are {', '.join(_DTYPES)}, and key."
+            f"dtype and a shape, such as f32[5,3]; dtypes are {', '.join(_SHORT)}, their names in "
+            "NumPy, and key."
         )
     sizes = [size.strip() for size in match[2].split(",")]
     shape = tuple(int(size) for size in sizes if size)

@@ -20,7 +20,7 @@ from batchax.explain.measure import measure as measure_ways
 from batchax.explain.memory import counted_by_compiler, find_memory
 from batchax.explain.naming import Names
 from batchax.explain.staging import Staged, stage
-from batchax.vmap import vmap
+from batchax.vmap import made_by_vmap, vmap
 
 
 def explain(
@@ -39,7 +39,7 @@ def explain(
     the per-example function, and so to the line, that it comes from.
 
     Args:
-      fun: the per-example function.
+      fun: the per-example function; or, without more than that, what `vmap` made of one.
       in_axes, out_axes: as in `vmap`.
       compile: whether to compile the batched program, for the peak memory and for findings that
         depend on what the compiler makes of it. That takes most of the time.
@@ -61,8 +61,29 @@ def explain(
         print(explanation)
         explanation.to_html("f.html")
     """
-    batched = vmap(fun, in_axes, out_axes, **vmap_options)
+    made = made_by_vmap(fun)
+    if made is not None and (in_axes, out_axes, vmap_options) == (0, 0, {}):
+        batched, (fun, vmap_options) = fun, made
+        in_axes, out_axes = vmap_options["in_axes"], vmap_options["out_axes"]
+        vmap_options = {k: v for k, v in vmap_options.items() if v is not _USUAL[k].default}
+        vmap_options = {k: v for k, v in vmap_options.items() if k not in ("in_axes", "out_axes")}
+    else:
+        batched = vmap(fun, in_axes, out_axes, **vmap_options)
+    return _of_batched(batched, fun, in_axes, out_axes, vmap_options, compile, measure)
 
+
+_USUAL = inspect.signature(vmap).parameters
+
+
+def _of_batched(
+    batched: Callable[..., Any],
+    fun: Callable[..., Any],
+    in_axes: Any,
+    out_axes: Any,
+    options: dict[str, Any],
+    compile: bool,
+    measure: bool,
+) -> Callable[..., Explanation]:
     @whatever_jit
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         if measure:
@@ -73,9 +94,9 @@ def explain(
         timings: tuple[Timing, ...] = ()
         if measure:
             call = args, kwargs, staged, compiled
-            timings = measure_ways(fun, in_axes, out_axes, vmap_options, *call)
+            timings = measure_ways(fun, in_axes, out_axes, options, *call)
         compiled = compiled if compile else None
-        return _explain(name, staged, compiled, dict(vmap_options), timings)
+        return _explain(name, staged, compiled, dict(options), timings)
 
     return explained
 

@@ -7,6 +7,7 @@ from typing import Any
 from batchax.explain.account import Account
 from batchax.explain.page.document import as_embedded_page, as_page
 from batchax.explain.text import as_text, for_terminal
+from batchax.frontend.arguments import count
 
 
 class Explanation(Account):
@@ -35,6 +36,17 @@ class Explanation(Account):
 
     def __str__(self) -> str:
         return as_text(self)
+
+    def __repr__(self) -> str:
+        parts = (
+            count(n, what)
+            for n, what in (
+                (self.lanes, "lane"),
+                (len(self.equations), "equation"),
+                (len(self.findings), "finding"),
+            )
+        )
+        return f"<Explanation of {self.name}: {', '.join(parts)}; print it, or .to_html(path)>"
 
     def __rich__(self) -> Any:
         return for_terminal(self)
