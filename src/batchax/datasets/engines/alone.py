@@ -2,65 +2,92 @@
 
 When a process ends, those who wait for it do not know which of its units it was, or whether it was
 any: memory may have run out for another reason, or somebody stopped it. So each is run again, in a
-process of its own. If that ends as well, its rows are parted in halves, and so on, until those are
-found that end a process by themselves.
+process of its own. If that ends as well, and would with nothing else beside it, the rows are parted
+in halves, and so on, until those are found that end a process by themselves.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 import pickle
+import queue
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from batchax.datasets.engines.worker import Done, probe_rows, run_unit
+from batchax.datasets.engines.attempts import Attempts, EndedError
+from batchax.datasets.engines.worker import Done, portable, probe_rows, run_unit
 from batchax.datasets.parts import Bad, Unit
 from batchax.errors import JobError, RowError
 
-_CHILD = "from batchax.datasets.engines.alone import child; child()"
+_CHILD = "import sys; sys.path[:] = {!r}; from batchax.datasets.engines.alone import child; child()"
 
 
-class _Ended(Exception):
-    """A process that ended, and did not say why."""
+def run_apart(folder: str, unit: Unit, attempt: int) -> Done | None:
+    """As `run_unit`, in a process of its own.
+
+    Raises:
+      EndedError: that ended.
+    """
+    with _Child() as child:
+        return child.does(run_unit, folder, unit.number, attempt)
 
 
-def run_alone(path: str, unit: Unit, attempt: int, quarantine: bool) -> Done:
-    """As `run_unit`, in processes that may end.
+def run_alone(folder: str, unit: Unit, attempt: int, quarantine: bool) -> Done | None:
+    """The same while nothing else runs; and if the process ends, finds out for which rows.
 
     Args:
-      path: of the file that says what is to be done.
+      folder: of the call.
       unit: what to run.
-      attempt: how many times it was begun before.
+      attempt: which attempt at it this is.
       quarantine: whether rows that end a process are to be left out, rather than to be an error.
 
     Raises:
       RowError: a row ends the process that computes it, and is not to be left out.
       JobError: the unit does, and none of its rows by itself.
     """
-    try:
-        return _in_child(run_unit, path, unit.number, attempt)
-    except _Ended as ended:
-        most = unit.rows if quarantine else 1
-        rows = _ending(path, unit, list(range(unit.start, unit.stop)), most)
+    attempts = Attempts(Path(folder))
+    with _Child() as child:
+
+        def run(known: Sequence[Bad] = ()) -> Done | None:
+            attempts.forget(unit.number, attempt)  # it may have been begun, by a process that ended
+            return child.does(run_unit, folder, unit.number, attempt, known)
+
+        try:
+            return run()
+        except EndedError as ended:
+            how = str(ended)
+        probe = functools.partial(child.does, probe_rows, folder, unit.number)
+        try:
+            probe([])
+        except EndedError:
+            raise JobError(
+                f"the process that is to compute rows {unit.start} to {unit.stop} ends ({how}) "
+                "before it computes any. What was done is kept."
+            ) from None
+        rows = _ending(probe, range(unit.start, unit.stop), unit.rows if quarantine else 1)
         if not rows:
             raise JobError(
-                f"rows {unit.start} to {unit.stop} end the process that computes them ({ended}), "
+                f"rows {unit.start} to {unit.stop} end the process that computes them ({how}), "
                 "and no row does by itself: they may need more memory than there is. What was done "
                 "is kept. Take a smaller batch_size, and another out=, since units change with it."
-            ) from None
+            )
         if not quarantine:
             raise RowError(
-                f"row {rows[0]} ends the process that computes it ({ended}). What was done is "
+                f"row {rows[0]} ends the process that computes it ({how}). What was done is "
                 "kept: mend the row and call again, or go on without such rows with "
                 'on_error="quarantine".'
-            ) from None
-        known = [Bad(row, f"ends the process that computes it: {ended}") for row in rows]
-        return _in_child(run_unit, path, unit.number, attempt, known)
+            )
+        return run([Bad(row, f"ends the process that computes it: {how}") for row in rows])
 
 
-def _ending(path: str, unit: Unit, rows: Sequence[int], most: int) -> list[int]:
+def _ending(probe: Callable[[list[int]], Any], rows: Sequence[int], most: int) -> list[int]:
     """Which of the rows that end a process together do so alone."""
     if len(rows) == 1:
         return list(rows)
@@ -68,37 +95,80 @@ def _ending(path: str, unit: Unit, rows: Sequence[int], most: int) -> list[int]:
     half = len(rows) // 2
     for part in (rows[:half], rows[half:]):
         try:
-            _in_child(probe_rows, path, unit.number, part)
-        except _Ended:
-            found += _ending(path, unit, part, most - len(found))
+            probe(list(part))
+        except EndedError:
+            found += _ending(probe, part, most - len(found))
         if len(found) >= most:
             break
     return found
 
 
-def _in_child(function: Any, *args: Any) -> Any:
-    """What a function returns, or raises, in a process of its own."""
-    asked = pickle.dumps((function, args))
-    child = subprocess.run([sys.executable, "-c", _CHILD], input=asked, stdout=subprocess.PIPE)
-    try:
-        returned, error = pickle.loads(child.stdout)
-    except Exception:
-        code = child.returncode
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-        raise _Ended(how) from None
-    if error is not None:
-        raise error
-    return returned
+class _Child:
+    """A process that may end, and is started when there is something to do and it does not run."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def does(self, function: Any, *args: Any) -> Any:
+        """What a function returns, or raises, there.
+
+        Raises:
+          EndedError: the process ended.
+        """
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _CHILD.format(sys.path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is not for it
+            )
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            pickle.dump((function, args), process.stdin)
+            process.stdin.flush()
+            returned, error = pickle.load(process.stdout)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            code = process.wait()
+            self.__exit__()
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+            raise EndedError(how) from None
+        if error is not None:
+            raise error
+        return returned
+
+    def __enter__(self) -> _Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is None:
+            return
+        self._process.kill()  # what it was to do it has done
+        with contextlib.suppress(OSError):  # there is something left to be flushed
+            self._process.communicate()
+        self._process = None
 
 
 def child() -> None:
     """In the process: does what is asked for on its input, and says what came of it."""
-    answers = sys.stdout.buffer
-    sys.stdout = sys.stderr  # what the user's function prints is no answer
-    function, args = pickle.load(sys.stdin.buffer)
-    try:
-        answer = function(*args), None
-    except Exception as error:
-        answer = None, error
-    answers.write(pickle.dumps(answer))
-    answers.flush()
+    asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what the user's function prints is no answer
+    questions: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def listen() -> None:
+        try:
+            while True:
+                questions.put(pickle.load(asked))
+        except EOFError:  # the parent has ended
+            os._exit(1)
+
+    threading.Thread(target=listen, daemon=True).start()
+    while True:
+        function, args = questions.get()
+        try:
+            answer = function(*args), None
+        except Exception as error:
+            answer = None, portable(error)
+        pickle.dump(answer, answers)
+        answers.flush()

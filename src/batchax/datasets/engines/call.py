@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from batchax.datasets.durable import replace_file
+from batchax.datasets.engines.attempts import Attempts
 from batchax.datasets.failures import needed
 from batchax.datasets.job_files import JobFiles
 from batchax.datasets.journal import Journal
@@ -25,6 +25,13 @@ from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.frontend.arguments import spread_in_axes
 
 _MOST_BYTES = 64 * 2**20  # of rows in memory that are worth a copy for each worker
+_SETTINGS = (  # of JAX that change what a program computes
+    "enable_x64",
+    "default_matmul_precision",
+    "default_prng_impl",
+    "numpy_dtype_promotion",
+    "threefry_partitionable",
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class Call:
       arrays: its arguments: what is on disk as paths.
       in_axes, out_axes, options: as for `RowFunction`.
       key: what makes the random key, if there is one.
-      x64: whether JAX computes in double precision.
+      jax: what JAX is set to.
       out: where the output is.
       store: what it says of itself.
       plan: which rows are a unit.
@@ -50,7 +57,7 @@ class Call:
     out_axes: Any
     options: dict[str, Any]
     key: tuple[str, np.ndarray] | None
-    x64: bool
+    jax: dict[str, Any]
     out: str
     store: dict[str, Any]
     plan: Plan
@@ -59,7 +66,6 @@ class Call:
 
     def work(self) -> Work:
         """The work, in the process of a worker."""
-        jax.config.update("jax_enable_x64", self.x64)
         key = None
         if self.key is not None:
             impl, data = self.key
@@ -70,13 +76,21 @@ class Call:
         store = reopen_store(self.out, self.store)
         return Work(function, self.plan, store, self.policy, self.retries)
 
+    @contextlib.contextmanager
+    def settings(self) -> Iterator[None]:
+        """JAX as it is set where the call was made, in this thread; others may do other calls."""
+        with contextlib.ExitStack() as stack:
+            for name, value in self.jax.items():
+                stack.enter_context(getattr(jax, name)(value))
+            yield
+
     def journal(self, writer: str) -> Journal:
         """A journal for this writer alone."""
         return Journal(JobFiles(Path(self.out)).journal, writer)
 
 
-def saved(work: Work, out: Path) -> str:
-    """Writes the call down beside the output; returns the path of that file.
+def saved(work: Work, out: Path) -> Attempts:
+    """Writes the call down beside the output, in a folder for the attempts at its units.
 
     Raises:
       UnsupportedError: workers could not do it.
@@ -92,7 +106,7 @@ def saved(work: Work, out: Path) -> str:
         function.out_axes,
         function.options,
         _parts_of_key(function.key),
-        bool(jax.config.jax_enable_x64),  # pyright: ignore[reportAttributeAccessIssue]
+        {name: getattr(jax.config, f"jax_{name}") for name in _SETTINGS},
         str(out),
         work.store.describe(),
         work.plan,
@@ -107,10 +121,9 @@ def saved(work: Work, out: Path) -> str:
             f"processes: {type(error).__name__}: {error} Give paths in place of open files, and "
             "let the function close over arrays and plain objects only."
         ) from error
-    digest = hashlib.sha256(content).hexdigest()[:16]
-    path = JobFiles(out).folder / f"call-{digest}.pickle"
-    replace_file(path, content)
-    return str(path)
+    attempts = Attempts.of_new_call(JobFiles(out).folder)
+    attempts.call.write_bytes(content)
+    return attempts
 
 
 def _check(function: RowFunction) -> None:

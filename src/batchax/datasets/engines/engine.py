@@ -85,11 +85,11 @@ class Workers(Threads):
     """Other processes, to which units are submitted.
 
     Attributes:
-      pool: to which.
+      make_pool: makes what they are submitted to.
       out: the output.
     """
 
-    pool: Pool
+    make_pool: Callable[[], Pool]
     out: Path
 
     def run(
@@ -99,9 +99,10 @@ class Workers(Threads):
         record: Callable[[Sequence[Record]], None],
         tell: Tell,
     ) -> None:
-        path, quarantine = saved(work, self.out), work.policy.on_error == "quarantine"
+        attempts, quarantine = saved(work, self.out), work.policy.on_error == "quarantine"
         done = lambda unit: tell(unit.rows, unit.bad)
-        Submitting(self.pool, path, work.function.name, quarantine, done, work.stop).run(units)
+        name, pool = work.function.name, self.make_pool()
+        Submitting(pool, attempts, name, quarantine, done, work.stop).run(units)
 
 
 def find_engine(executor: Any, out: Path | None) -> Threads:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
+import signal
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor
 from typing import Any
 
+from batchax.datasets.engines.attempts import EndedError
 from batchax.datasets.failures import needed
 from batchax.errors import ArgumentTypeError, JobError, UnsupportedError
+
+_KNOWN = 5.0  # seconds for which it is known how many workers a cluster has
 
 
 class Pool:
@@ -19,7 +26,7 @@ class Pool:
       deaths: the errors of units whose worker ended.
     """
 
-    deaths: tuple[type[BaseException], ...] = (BrokenExecutor,)
+    deaths: tuple[type[BaseException], ...] = (BrokenExecutor, EndedError)
 
     def __init__(self, executor: Executor, own: bool = False) -> None:
         self._executor, self._own, self._broken = executor, own, 0
@@ -50,6 +57,9 @@ class Pool:
             self._executor.shutdown(wait=False, cancel_futures=True)
         self._executor, self._own = _spawned(workers), True
 
+    def wait_until_there(self) -> None:
+        """Returns once it takes units, after it cancelled some that nobody had asked it to."""
+
     def close(self, hurry: bool = False) -> None:
         """Ends what was made here; in a `hurry` what still runs there, too."""
         if not self._own:
@@ -60,20 +70,26 @@ class Pool:
         if hurry:
             for process in processes:
                 process.kill()
+            for process in processes:
+                process.join()
 
 
 class DaskPool(Pool):
     """The workers of a cluster."""
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, own: bool = False) -> None:
         distributed = needed("distributed", "executor, to run units on a cluster,")
-        self._client = client
-        self.deaths = (distributed.scheduler.KilledWorker,)
+        self._client, self._own = client, own
+        self.deaths = (distributed.scheduler.KilledWorker, EndedError)
         self._names = 0
+        self._counted, self._workers = -_KNOWN, 1
 
     @property
     def workers(self) -> int:
-        return max(1, sum(self._client.nthreads().values()))
+        if time.monotonic() - self._counted > _KNOWN:
+            self._counted = time.monotonic()
+            self._workers = max(1, sum(self._client.nthreads().values()))
+        return self._workers
 
     @property
     def generation(self) -> int:
@@ -87,12 +103,23 @@ class DaskPool(Pool):
     def make_anew(self) -> None:
         """Dask starts workers itself."""
 
+    def wait_until_there(self) -> None:
+        while self._client.status == "connecting":
+            time.sleep(0.1)
+        if self._client.status != "running":
+            raise JobError(
+                "the scheduler of Dask is gone. What was done is kept: the same call, with another "
+                "executor, goes on from there."
+            )
+
     def close(self, hurry: bool = False) -> None:
         """The cluster stays."""
+        if self._own:
+            self._client.close()
 
 
-def find_pool(executor: Any) -> Pool:
-    """What the option `executor` names.
+def find_pool(executor: Any) -> Callable[[], Pool]:
+    """What makes the pool that the option `executor` names.
 
     Raises:
       ArgumentTypeError: it is no executor.
@@ -101,15 +128,15 @@ def find_pool(executor: Any) -> Pool:
     if isinstance(executor, str):
         kind, _, where = executor.partition(":")
         if kind == "processes" and where.isdigit() and int(where) > 0:
-            return Pool(_spawned(int(where)), own=True)
+            return lambda: Pool(_spawned(int(where)), own=True)
         if kind == "dask" and where:
             distributed = needed("distributed", f"executor={executor!r}")
-            return DaskPool(distributed.Client(where))
+            return lambda: DaskPool(distributed.Client(where, set_as_default=False), own=True)
         raise ArgumentTypeError(
             f'executor={executor!r}: give "processes:4", "dask:tcp://host:8786" or "shard:3/16".'
         )
     if type(executor).__module__.split(".")[0] == "distributed":
-        return DaskPool(executor)
+        return functools.partial(DaskPool, executor)
     if not isinstance(executor, Executor):
         raise ArgumentTypeError(
             "executor must be None, an executor of concurrent.futures, a client of Dask, or one of "
@@ -122,8 +149,22 @@ def find_pool(executor: Any) -> Pool:
             "executor forks its processes, and JAX does not survive that. Give it "
             'mp_context=multiprocessing.get_context("spawn"), or pass executor="processes:4".'
         )
-    return Pool(executor)
+    return functools.partial(Pool, executor)
 
 
 def _spawned(workers: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(workers, mp_context=context, initializer=_as_worker)
+
+
+def _as_worker() -> None:
+    """A worker ends with who made it, not by Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()

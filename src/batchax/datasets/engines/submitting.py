@@ -1,42 +1,66 @@
 """Units submitted to workers, a few at a time, until all are done.
 
 Twice as many as there are workers are in flight: enough that none waits for the next, and few, so
-that little is lost with whoever ends. A unit whose worker ended is run alone (`alone.py`); one that
-takes far longer than others is begun a second time, and whichever is done first stands.
+that little is lost with whoever ends. A unit whose worker ended is run again in a process of its
+own, and if that ends, too, while nothing else runs (`alone.py`). One that takes far longer than
+others is begun a second time, and whichever is done first stands.
 """
 
 from __future__ import annotations
 
-import functools
 import queue
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any
 
-from batchax.datasets.engines.alone import run_alone
+from batchax.datasets.engines.alone import run_alone, run_apart
+from batchax.datasets.engines.attempts import Attempts
 from batchax.datasets.engines.pools import Pool
 from batchax.datasets.engines.worker import Done, run_unit
 from batchax.datasets.parts import Unit
 from batchax.datasets.pipeline import Stop
+from batchax.errors import JobError
 
 _LOOK = 0.2  # seconds after which it is looked who is slow, and whether somebody asked to stop
 _SLOW = 10.0  # times the median, after which a unit is begun a second time
 _KNOWN = 5  # units that say what the median is
+_IN_VAIN = 3  # times that all workers may end one after the other, and nothing is done
+_ENDING = (
+    "the workers end, again and again, before they have begun a unit. What was done is kept. A "
+    "script that starts processes has to do it below `if __name__ == '__main__':`, for they import "
+    "it. What the workers print may say more."
+)
+
+_WITH_OTHERS, _APART, _ALONE = range(3)  # how carefully a unit is run
 
 
-@dataclass
+@dataclass(eq=False)
 class _Tried:
-    """A unit that was submitted."""
+    """An attempt at a unit, that was submitted.
+
+    Attributes:
+      unit: the unit.
+      attempt: which attempt at it this is.
+      care: one of the three above.
+      generation: of the pool that has it.
+      submitted: when.
+      seen: when it was first seen to run.
+      twice: whether it was so slow that there is another attempt.
+      over: whether that was faster.
+    """
 
     unit: Unit
     attempt: int
-    begun: float
+    care: int
     generation: int
+    submitted: float
+    seen: float | None = None
     twice: bool = False
+    over: bool = False
 
 
 class Submitting:
@@ -44,7 +68,7 @@ class Submitting:
 
     Args:
       pool: to whom.
-      path: of the file that says what is to be done.
+      attempts: at the units of the call.
       name: of what is done, for people.
       quarantine: whether rows that end their worker are left out.
       done: is told of each unit that is done, once.
@@ -54,18 +78,22 @@ class Submitting:
     def __init__(
         self,
         pool: Pool,
-        path: str,
+        attempts: Attempts,
         name: str,
         quarantine: bool,
         done: Callable[[Done], None],
         stop: Stop,
     ) -> None:
-        self._pool, self._path, self._name, self._stop = pool, path, name, stop
+        self._pool, self._attempts, self._name, self._stop = pool, attempts, name, stop
         self._quarantine, self._tell = quarantine, done
         self._running: dict[Any, _Tried] = {}
         self._ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._done: set[int] = set()
+        self._again: deque[tuple[Unit, int]] = deque()  # and how carefully
+        self._suspects: deque[Unit] = deque()  # to be run alone
+        self._tries: Counter[int] = Counter()  # of units that were tried more than once
         self._seconds: deque[float] = deque(maxlen=101)
+        self._examining = False  # these
+        self._in_vain = 0  # workers that ended since somebody had something of them
 
     def run(self, units: Iterable[Unit]) -> None:
         """Runs these units.
@@ -73,43 +101,63 @@ class Submitting:
         Raises:
           Exception: the first that one of them raised. Units that were begun are waited for.
         """
-        left = iter(units)
-        waiting = next(left, None)
-        with ThreadPoolExecutor(max(1, self._pool.workers), "batchax-alone") as self._alone:
-            while (waiting and not self._stop.now) or self._units_running():
-                room = 2 * self._pool.workers
-                while waiting and not self._stop.now and len(self._running) < room:
-                    self._submit(waiting, 0)
-                    waiting = next(left, None)
+        self._left = iter(units)
+        try:
+            while True:
+                if not self._stop.now:
+                    self._submit_some()
+                if all(t.over for t in self._running.values()):
+                    break  # at nothing, or at what is done already
                 for future in self._some_that_ended():
                     self._take(future)
                 if self._stop.now:
-                    for future in list(self._running):
-                        future.cancel()
+                    self._cancel(self._is_waiting)
                 else:
                     self._begin_slow_ones_again()
-        slow = bool(self._running)  # what was begun twice, and is done
-        for future in self._running:
-            future.cancel()
-        self._pool.close(hurry=slow)
+        finally:
+            left = bool(self._running)
+            self._cancel(lambda tried: True)
+            self._attempts.end_all()
+            self._pool.close(hurry=left)
         if self._stop.error is not None:
             raise self._stop.error
 
-    def _units_running(self) -> bool:
-        return any(t.unit.number not in self._done for t in self._running.values())
+    def _submit_some(self) -> None:
+        """Submits units as long as there is room for them.
 
-    def _submit(self, unit: Unit, attempt: int) -> None:
+        Suspects are run one at a time when there is nothing else, or when they have become many.
+        """
+        if any(t.care == _ALONE for t in self._running.values()):
+            return
+        room = 2 * self._pool.workers
+        self._examining = bool(self._suspects) and (self._examining or len(self._suspects) >= room)
+        while not self._examining and len(self._running) < room:
+            if not self._again:
+                unit = next(self._left, None)
+                if unit is None:
+                    break
+                self._again.append((unit, _WITH_OTHERS))
+            self._submit(*self._again.popleft())
+        if self._suspects and all(t.over for t in self._running.values()):
+            self._examining = True
+            self._submit(self._suspects.popleft(), _ALONE)
+
+    def _submit(self, unit: Unit, care: int) -> None:
+        attempt = self._tries[unit.number]
+        folder = str(self._attempts.folder)
+        fun, *args = [
+            (run_unit, folder, unit.number, attempt),
+            (run_apart, folder, unit, attempt),
+            (run_alone, folder, unit, attempt, self._quarantine),
+        ][care]
         name = f"{self._name}-unit-{unit.number}"
-        generation = self._pool.generation
         try:
-            future = self._pool.submit(name, run_unit, self._path, unit.number, attempt)
+            future = self._pool.submit(name, fun, *args)
         except self._pool.deaths:  # of somebody else, just now
             self._pool.make_anew()
-            future = self._pool.submit(name, run_unit, self._path, unit.number, attempt)
-        self._follow(future, _Tried(unit, attempt, time.monotonic(), generation))
-
-    def _follow(self, future: Any, tried: _Tried) -> None:
-        self._running[future] = tried
+            future = self._pool.submit(name, fun, *args)
+        now = time.monotonic()
+        self._running[future] = _Tried(unit, attempt, care, self._pool.generation, now)
         future.add_done_callback(self._ended.put)
 
     def _some_that_ended(self) -> list[Any]:
@@ -123,25 +171,34 @@ class Submitting:
             return futures
 
     def _take(self, future: Any) -> None:
-        """What came of a unit."""
-        tried = self._running.pop(future, None)
-        if tried is None:
-            return
+        """What came of an attempt."""
+        tried = self._running.pop(future)
         try:
             done = future.result()
         except self._pool.deaths:
             self._after_death(tried)
         except CancelledError:
-            if not self._stop.now and tried.unit.number not in self._done:
-                self._submit(tried.unit, tried.attempt + 1)
+            if not self._stop.now and not tried.over:
+                self._pool.wait_until_there()
+                self._try_again(tried, tried.care)
         except BaseException as error:
-            if tried.unit.number not in self._done:
+            if not tried.over:
                 self._stop.because(error)
         else:
-            if done.number not in self._done:
-                self._done.add(done.number)
-                self._seconds.append(time.monotonic() - tried.begun)
-                self._tell(done)
+            if done is not None and not tried.over:
+                self._is_done(tried, done)
+
+    def _is_done(self, tried: _Tried, done: Done) -> None:
+        self._in_vain = 0
+        self._seconds.append(done.seconds)
+        if self._tries.pop(done.number, 0):
+            self._attempts.end(done.number)
+            for other in self._running.values():
+                other.over = other.over or other.unit == tried.unit
+            self._again = deque(x for x in self._again if x[0] != tried.unit)
+            self._suspects = deque(x for x in self._suspects if x != tried.unit)
+            self._cancel(lambda other: other.over and self._is_waiting(other))
+        self._tell(done)
 
     def _after_death(self, tried: _Tried) -> None:
         """Its worker ended: of this unit, or of another that was in it or in its pool."""
@@ -150,21 +207,40 @@ class Submitting:
                 self._pool.make_anew()
             except Exception as error:
                 self._stop.because(error)
-        if self._stop.now or tried.unit.number in self._done:
+        if self._stop.now or tried.over:
             return
-        attempt = tried.attempt + 1
-        run = functools.partial(run_alone, self._path, tried.unit, attempt, self._quarantine)
-        self._follow(
-            self._alone.submit(run), _Tried(tried.unit, attempt, time.monotonic(), -1, True)
-        )
+        waiting = tried.care == _WITH_OTHERS and self._is_waiting(tried)
+        self._in_vain = self._in_vain + 1 if waiting or tried.care == _ALONE else 0
+        if self._in_vain > _IN_VAIN * 2 * self._pool.workers:
+            self._stop.because(JobError(_ENDING))
+            return
+        self._try_again(tried, tried.care if waiting else min(tried.care + 1, _ALONE))
+
+    def _try_again(self, tried: _Tried, care: int) -> None:
+        self._tries[tried.unit.number] += 1
+        if care == _ALONE:
+            self._suspects.append(tried.unit)
+        else:
+            self._again.append((tried.unit, care))
+
+    def _cancel(self, which: Callable[[_Tried], bool]) -> None:
+        for future, tried in list(self._running.items()):
+            if which(tried):
+                future.cancel()
+
+    def _is_waiting(self, tried: _Tried) -> bool:
+        return not self._attempts.is_running(tried.unit.number, tried.attempt)
 
     def _begin_slow_ones_again(self) -> None:
         if len(self._seconds) < _KNOWN:
             return
         most = max(1.0, _SLOW * statistics.median(self._seconds))
         now = time.monotonic()
-        for tried in list(self._running.values()):
-            if not tried.twice and now - tried.begun > most:
+        for tried in self._running.values():
+            if tried.twice or tried.care or now - tried.submitted < most:
+                continue
+            if tried.seen is None and not self._is_waiting(tried):
+                tried.seen = now  # it may have begun just now: clocks of workers may be wrong
+            if tried.seen is not None and now - tried.seen > most:
                 tried.twice = True
-                if tried.unit.number not in self._done:
-                    self._submit(tried.unit, tried.attempt + 1)
+                self._try_again(tried, _WITH_OTHERS)

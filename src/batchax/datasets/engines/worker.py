@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import multiprocessing
 import os
 import pickle
 import secrets
+import signal
 import socket
 import threading
+import time
+import traceback
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from batchax.datasets.parts import Bad, Unit
+from batchax.datasets.engines.attempts import Attempts
+from batchax.datasets.parts import Bad
 from batchax.datasets.units import probe
 from batchax.datasets.work import Work
+from batchax.errors import JobError
 
 _MOST_CALLS = 4  # that a worker keeps compiled
 
@@ -28,7 +35,7 @@ class Done(NamedTuple):
       number: of the unit.
       rows: how many it has.
       bad: how many of them have no result.
-      seconds: how long it took to compute.
+      seconds: how long it took to read, compute and write.
     """
 
     number: int
@@ -39,51 +46,103 @@ class Done(NamedTuple):
 
 @dataclass(frozen=True)
 class _Job:
+    """What a worker keeps of a call; `call` is a `Call`, which this module does not import."""
+
+    call: Any
     work: Work
     journal: Any
 
 
-def run_unit(path: str, number: int, attempt: int = 0, known: Sequence[Bad] = ()) -> Done:
+def run_unit(folder: str, number: int, attempt: int = 0, known: Sequence[Bad] = ()) -> Done | None:
     """Reads, computes and keeps a unit, and writes that down.
 
     Args:
-      path: of the file that says what is to be done.
+      folder: of the call, as `Attempts` has it.
       number: of the unit.
-      attempt: how many times it was begun before.
+      attempt: which attempt at it this is.
       known: rows that are not to be computed.
+
+    Returns:
+      None if the unit is over, and what was computed dropped.
 
     Raises:
       RowError: a row fails.
       StorageError: something cannot be read or written.
+      EndedError: a worker ended in the middle of this very attempt.
     """
-    job = _job(path)
-    work, unit = job.work, job.work.plan.unit(number)
-    record = work.write(work.compute(unit, work.read(unit), known))
-    job.journal.append(replace(record, attempt=attempt))
-    return Done(number, unit.rows, len(record.quarantined), record.seconds)
+    attempts = Attempts(Path(folder))
+    if attempts.is_over(number):
+        return None
+    with _here(folder) as job, attempts.running(number, attempt):
+        begun, work = time.monotonic(), job.work
+        unit = work.plan.unit(number)
+        computed = work.compute(unit, work.read(unit), known)
+        if attempts.is_over(number):
+            return None
+        record = work.write(computed)
+        job.journal.append(replace(record, attempt=attempt))
+        return Done(number, unit.rows, len(record.quarantined), time.monotonic() - begun)
 
 
-def probe_rows(path: str, number: int, rows: Sequence[int]) -> None:
+def probe_rows(folder: str, number: int, rows: Sequence[int]) -> None:
     """Computes these rows of a unit, and none of its others, and drops the results."""
-    work = _job(path).work
-    unit: Unit = work.plan.unit(number)
-    probe(work.program, unit, work.read(unit), rows)
+    with _here(folder) as job:
+        unit = job.work.plan.unit(number)
+        probe(job.work.program, unit, job.work.read(unit), rows)
+
+
+@contextlib.contextmanager
+def _here(folder: str) -> Iterator[_Job]:
+    """The job of a call, with its program compiled, and this process as the call wants it."""
+    try:
+        with _undisturbed():
+            job = _job(folder)
+            with job.call.settings():
+                _ = job.work.program
+                yield job
+    except Exception as error:
+        raise portable(error) from None
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C in a terminal reaches the processes of a pool, too: what they do is to be kept."""
+    in_pool = multiprocessing.parent_process() is not None
+    if not in_pool or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def portable(error: Exception) -> Exception:
+    """An error that can be handed to another process."""
+    try:
+        if type(pickle.loads(pickle.dumps(error))) is type(error):
+            return error
+    except Exception:
+        pass
+    return JobError("".join(traceback.format_exception(error)))
 
 
 _jobs: OrderedDict[str, _Job] = OrderedDict()
 _lock = threading.Lock()
 
 
-def _job(path: str) -> _Job:
+def _job(folder: str) -> _Job:
     with _lock:
-        if path not in _jobs:
-            call = pickle.loads(Path(path).read_bytes())
-            _jobs[path] = _Job(call.work(), call.journal(_writer()))
+        if folder not in _jobs:
+            call = pickle.loads(Attempts(Path(folder)).call.read_bytes())
+            with call.settings():
+                _jobs[folder] = _Job(call, call.work(), call.journal(_writer()))
             if len(_jobs) > _MOST_CALLS:
                 _, old = _jobs.popitem(last=False)
                 old.journal.close()
-        _jobs.move_to_end(path)
-        return _jobs[path]
+        _jobs.move_to_end(folder)
+        return _jobs[folder]
 
 
 @functools.cache
