@@ -83,7 +83,7 @@ def nothing() -> None:
 def _seconds_of_nothing(executor: Any, count: int) -> float:
     if executor is None:
         return 0.0
-    pool = find_pool(executor)
+    pool = find_pool(executor)()
     pool.submit("nothing", nothing).result()  # workers begin
     begun = time.perf_counter()
     waiting = [pool.submit("nothing", nothing) for _ in range(count)]

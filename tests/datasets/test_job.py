@@ -140,15 +140,18 @@ def test_a_description_of_another_version(out, monkeypatch):
         opened(out)
 
 
-def test_a_job_is_finished_only_as_long_as_the_journal_is_what_it_was(out):
+def test_a_job_is_finished_only_as_long_as_nothing_of_the_journal_is_lost(out):
     completed(out)
     (folder(out) / "done.json").write_bytes(b"{")
     with opened(out) as job:
         assert job.finished is None
         assert len(job.done) == 5
         job.finish({})
-    with open(folder(out) / "journal" / "main.jsonl", "ab") as file:
-        file.write(b"torn")
+    journal = folder(out) / "journal" / "main.jsonl"
+    with open(journal, "ab") as file:
+        file.write(b"more")
+    assert opened(out).finished
+    journal.write_bytes(journal.read_bytes()[:-5])
     with opened(out) as job:
         assert job.finished is None
 

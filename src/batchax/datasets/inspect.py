@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 from batchax.datasets.checksums import checksum
 from batchax.datasets.job_files import Description, JobFiles
@@ -19,7 +20,25 @@ from batchax.datasets.stores import reopen_store
 from batchax.errors import JobError, StorageError
 
 _RECENT = 200  # units that say how fast it goes
-_SHOWN = 20  # units that are listed one by one
+_SHOWN = 20  # units, or writers, that are listed one by one
+
+
+class Writer(NamedTuple):
+    """One of several that have committed units.
+
+    Attributes:
+      name: of its journal.
+      rows: how many of them are its.
+      holder: who that is, if it has a shard and is at work.
+    """
+
+    name: str
+    rows: int
+    holder: Holder | None
+
+    def __str__(self) -> str:
+        who = f", {self.holder}" if self.holder else ""
+        return f"{self.name}: {self.rows:,} rows{who}"
 
 
 @dataclass(frozen=True)
@@ -32,8 +51,9 @@ class Status:
       done: rows that are committed, those in quarantine among them.
       quarantined: rows that have no result.
       finished: whether all is done, and that was said.
-      holder: who is at work on it.
+      holder: who is at work on it; of those who have shards, who has been for longest.
       rate: rows a second, of the units that were committed last by who is, or was last, at work.
+      writers: workers and shards, if there are any.
     """
 
     out: Path
@@ -43,6 +63,7 @@ class Status:
     finished: bool
     holder: Holder | None
     rate: float | None
+    writers: Sequence[Writer] = ()
 
     @property
     def to_do(self) -> int:
@@ -60,9 +81,14 @@ class Status:
         if self.rate:
             left = f", {duration(self.to_do / self.rate)} left" if self.holder else ""
             lines.append(f"  rate         {self.rate:,.3g} rows a second{left}")
+        if [w.name for w in self.writers] != ["main"]:
+            lines += _listed(self.writers, "writers")
         return "\n".join(lines)
 
     def _state(self) -> str:
+        shards = sum(w.holder is not None for w in self.writers)
+        if shards:
+            return f"running in {shards} shard{'s' if shards > 1 else ''}"
         if self.holder:
             return f"running in {self.holder}"
         return "finished" if self.finished else "stopped; the same call goes on with it"
@@ -78,6 +104,11 @@ def status(out: str | Path) -> Status:
     description = _description(files)
     finished = files.read_end() is not None
     holder = last_holder(files.lock)
+    shards = {files.shard_of(x): last_holder(x) for x in files.locks_of_shards if is_held(x)}
+    at_work = min(filter(None, shards.values()), key=attrgetter("since"), default=None)
+    if at_work is None and is_held(files.lock):
+        at_work = holder
+    last = at_work or holder
     done = list(read_journal(files.journal).values())
     return Status(
         out=files.out,
@@ -85,9 +116,17 @@ def status(out: str | Path) -> Status:
         done=sum(r.unit.rows for r in done),
         quarantined=sum(len(r.quarantined) for r in done),
         finished=finished,
-        holder=holder if is_held(files.lock) else None,
-        rate=_rate(done, holder.since) if holder else None,
+        holder=at_work,
+        rate=_rate(done, last.since) if last else None,
+        writers=_writers(done, shards),
     )
+
+
+def _writers(done: Iterable[Record], shards: Mapping[str, Holder | None]) -> list[Writer]:
+    rows = dict.fromkeys(shards, 0)
+    for record in done:
+        rows[record.writer] = rows.get(record.writer, 0) + record.unit.rows
+    return [Writer(name, count, shards.get(name)) for name, count in sorted(rows.items())]
 
 
 def _rate(done: Iterable[Record], since: float) -> float | None:
@@ -141,15 +180,20 @@ class Verified:
             return f"{self.out}: {self.rows:,} rows are what was written."
         lost = sum(d.unit.rows for d in self.damaged)
         lines = [f"{self.out}: of {self.rows:,} rows, {lost:,} are not what was written:"]
-        lines += [f"  {damaged}" for damaged in self.damaged[:_SHOWN]]
-        if len(self.damaged) > _SHOWN:
-            lines.append(f"  and {len(self.damaged) - _SHOWN:,} more such units")
+        lines += _listed(self.damaged, "such units")
         return "\n".join([*lines, self._advice()])
 
     def _advice(self) -> str:
         if self.withdrawn:
             return "They count as not done now: the same call computes them again."
         return "Somebody is at work on it. Once they are not, verify again, and then the same call."
+
+
+def _listed(each: Sequence[object], of: str) -> list[str]:
+    lines = [f"  {x}" for x in each[:_SHOWN]]
+    if len(each) > _SHOWN:
+        lines.append(f"  and {len(each) - _SHOWN:,} more {of}")
+    return lines
 
 
 def verify(out: str | Path) -> Verified:
@@ -167,7 +211,8 @@ def verify(out: str | Path) -> Verified:
         journal = _own_journal(files, stack)
         records = read_journal(files.journal)
         damaged = list(_damaged(records.values(), store))
-        if journal is not None:
+        if journal is not None and damaged:
+            files.withdraw_end()
             for each in damaged:
                 journal.withdraw([records[each.unit.number]], each.reason)
     rows = sum(r.unit.rows for r in records.values())

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from batchax.datasets.checksums import checksum
 from batchax.datasets.durable import (
     make_folder,
     remove_file,
@@ -24,7 +25,7 @@ from batchax.datasets.durable import (
 )
 from batchax.datasets.fingerprint import differences
 from batchax.datasets.job_files import Description, JobFiles
-from batchax.datasets.journal import Journal, read_journal
+from batchax.datasets.journal import Journal, read_attempts
 from batchax.datasets.lock import Lock, LockedError
 from batchax.datasets.parts import Bad, Record
 from batchax.datasets.plan import Plan
@@ -61,6 +62,7 @@ class Job:
         self.finished = finished
         self._files = files
         self._locks = locks
+        self._differ: dict[int, list[Record]] = {}
         self._journal = Journal(files.journal, writer)
 
     @classmethod
@@ -171,7 +173,7 @@ class Job:
     @functools.cached_property
     def done(self) -> dict[int, Record]:
         """The units that are done, by number."""
-        done = read_journal(self._files.journal)
+        done, self._differ = read_attempts(self._files.journal)
         for number, record in done.items():
             if not number < len(self.plan) or record.unit != self.plan.unit(number):
                 raise JobError(
@@ -193,6 +195,22 @@ class Job:
         self.__dict__.pop("done", None)
         _ = self.done
 
+    def settle(self) -> None:
+        """Of units that were written more than once, keeps the records of what is there now.
+
+        Where a program gives other bits each time, two attempts at a unit leave two records and
+        one result. A unit with a result of which there is no record is not done any more.
+        """
+        for records in self._differ.values():
+            try:
+                found = [checksum(x) for x in self.store.read(records[0].unit)]
+            except StorageError:
+                found = None
+            wrong = [r for r in records if list(r.checksums) != found]
+            self._journal.withdraw(wrong, "written over by another attempt")
+        if self._differ:
+            self.look_again()
+
     def finish(self, summary: dict[str, Any]) -> None:
         """Says that all is done, and this of it, which is `finished` from now on.
 
@@ -212,11 +230,22 @@ class Job:
     def close(self) -> None:
         """Leaves the job to others. What is not done yet, the same call goes on with."""
         if self._held:
-            if self.finished is None:
+            ended, shared = self.finished is not None, len(self._locks) > 1
+            if not ended and not shared:
                 self._render_quarantine()
             for lock in self._locks:
                 lock.release()
+            if not ended and shared:
+                self._render_as_last()
         self._journal.close()
+
+    def _render_as_last(self) -> None:
+        """For a shard: who goes before others may not know what these say."""
+        with contextlib.suppress(LockedError), contextlib.ExitStack() as stack:
+            stack.callback(Lock(self._files.lock).release)
+            if self._files.read_end() is None:
+                self.look_again()
+                self._render_quarantine()
 
     def __enter__(self) -> Job:
         return self
@@ -270,6 +299,8 @@ def _locked(
             ) from None
         on_error.callback(locks[-1].release)
     if shard is None:
+        for path in files.locks_of_shards:
+            remove_file(path)
         for folder in (files.folder, files.partials):
             remove_unfinished(folder)
     return locks

@@ -13,13 +13,15 @@ from typing import Any
 
 from batchax.datasets import partials
 from batchax.datasets.checksums import is_whole, sealed, unsealed
-from batchax.datasets.durable import replace_file
+from batchax.datasets.durable import remove_file, replace_file
 from batchax.datasets.journal import sizes
 from batchax.datasets.parts import Bad
 from batchax.datasets.plan import Plan
 from batchax.errors import ArgumentTypeError, JobError, StorageError
 
 _FORMAT = 1  # what a later version that writes something else can tell this one by
+
+_SHARD = "lock-"  # and the name of a shard
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,16 @@ class JobFiles:
 
     def lock_of(self, shard: str) -> Path:
         """Held by who does this shard of the units, beside others who do theirs."""
-        return self.folder / f"lock-{shard}"
+        return self.folder / f"{_SHARD}{shard}"
+
+    def shard_of(self, lock: Path) -> str:
+        """Which shard a lock is of."""
+        return lock.name.removeprefix(_SHARD)
+
+    @property
+    def locks_of_shards(self) -> list[Path]:
+        """Those that somebody has taken since the job was one process's alone."""
+        return sorted(self.folder.glob(f"{_SHARD}*"))
 
     @property
     def journal(self) -> Path:
@@ -114,18 +125,24 @@ class JobFiles:
     def read_end(self) -> dict[str, Any] | None:
         """What was said at the end, see `write_end`.
 
-        None if the job has not ended, the journal went on since, or that is damaged: then the job
-        is to be ended again.
+        None if the job has not ended, the journal is less than it was, or that is damaged: then the
+        job is to be ended again. That the journal is more says nothing: it may be of an attempt
+        that others were faster than.
         """
         try:
             content = _read(self._end)
-            if content is None or content["journal"] != sizes(self.journal):
+            now = sizes(self.journal)
+            if content is None or any(now.get(x, 0) < n for x, n in content["journal"].items()):
                 return None
             reduced = dict(partials.Reduced(content["reduced"], self.partials))
         except (FileNotFoundError, StorageError):
             return None
         bad = [Bad(*each) for each in content["bad"]]
         return {**content["more"], "bad": bad, "reduced": reduced}
+
+    def withdraw_end(self) -> None:
+        """The job has not ended, since something that was done is so no longer."""
+        remove_file(self._end)
 
     def write_end(
         self, bad: Sequence[Bad] = (), reduced: Mapping[str, Any] | None = None, **more: Any

@@ -101,20 +101,32 @@ class Journal:
 
 def read_journal(folder: Path) -> dict[int, Record]:
     """The record of each unit that is done: of all writers, the first that was not withdrawn."""
-    entries = [entry for path in _files(folder) for entry in _entries(path)]
-    withdrawn = {(e["unit"], e["withdrawn"]) for e in entries if "withdrawn" in e}
+    return read_attempts(folder)[0]
+
+
+def read_attempts(folder: Path) -> tuple[dict[int, Record], dict[int, list[Record]]]:
+    """The same; and all records of units that were written more than once, and differ."""
+    entries = [(entry, path.stem) for path in _files(folder) for entry in _entries(path)]
+    withdrawn = {(e["unit"], e["withdrawn"]) for e, _ in entries if "withdrawn" in e}
     done: dict[int, Record] = {}
-    for entry in entries:
-        if "withdrawn" in entry or (entry["unit"], entry["ended"]) in withdrawn:
+    differ: dict[int, list[Record]] = {}
+    for entry, writer in entries:
+        number = entry["unit"]
+        if "withdrawn" in entry or (number, entry["ended"]) in withdrawn:
             continue
-        first = done.get(entry["unit"])
-        if first is None or entry["ended"] < first.ended:
-            done[entry["unit"]] = _record(entry, folder)
-    return done
+        record = _record(entry, folder, writer)
+        first = done.setdefault(number, record)
+        if first is record:
+            continue
+        if number in differ or first.checksums != record.checksums:
+            differ.setdefault(number, [first]).append(record)
+        if record.ended < first.ended:
+            done[number] = record
+    return done, differ
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """The size of each file of the journal: if they are what they were, so is what it says."""
+    """The size of each file of the journal."""
     return {path.name: path.stat().st_size for path in _files(folder)}
 
 
@@ -147,7 +159,7 @@ def _damaged(lines: Sequence[bytes], whole: Sequence[bool]) -> Iterator[int]:
             yield number
 
 
-def _record(entry: dict[str, Any], folder: Path) -> Record:
+def _record(entry: dict[str, Any], folder: Path, writer: str) -> Record:
     reduced = entry.get("reduced")
     return Record(
         Unit(entry["unit"], entry["start"], entry["stop"]),
@@ -157,4 +169,5 @@ def _record(entry: dict[str, Any], folder: Path) -> Record:
         tuple(Bad(*bad) for bad in entry.get("quarantined", ())),
         partials.Reduced(reduced, folder.parent / partials.FOLDER) if reduced else {},
         entry["ended"],
+        writer,
     )

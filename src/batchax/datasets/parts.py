@@ -86,6 +86,7 @@ class Record:
       quarantined: the rows that have no result.
       reduced: for each reduction over the rows, the part of this unit.
       ended: when that was written down, in seconds since 1970; the journal sets it.
+      writer: whose journal says it, if it was read there.
     """
 
     unit: Unit
@@ -95,3 +96,4 @@ class Record:
     quarantined: Sequence[Bad] = ()
     reduced: Mapping[str, Any] = field(default_factory=dict)
     ended: float = 0.0
+    writer: str = field(default="", compare=False)

@@ -63,9 +63,13 @@ def run(function: RowFunction, how: How) -> Report:
         if job.finished is not None:
             return _report(function, how, job, job.plan.rows)
         reused = sum(r.unit.rows for r in job.done.values())
-        _run_left(function, how, job, reused)
-        if len(job.done) == len(job.plan):
-            job.finish(_summary(function, job))
+        while job.finished is None:
+            _run_left(function, how, job, reused)
+            if len(job.done) < len(job.plan):
+                break
+            job.settle()
+            if len(job.done) == len(job.plan):
+                job.finish(_summary(function, job))
         return _report(function, how, job, reused)
     finally:
         job.close()
@@ -229,6 +233,9 @@ class JobInMemory:
 
     def look_again(self) -> None:
         """Nobody else does anything."""
+
+    def settle(self) -> None:
+        """Nobody else wrote anything."""
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Notes that all are."""
