@@ -56,12 +56,18 @@ def pytest_addoption(parser):
         metavar="DIRS",
         help="where --every leaves tests out; run all others",
     )
+    parser.addoption(
+        "--nightly", action="store_true", help="run tests that take long, and no others"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
     share, sampled = config.getoption("every"), tuple(config.getoption("of").split())
 
     def runs(item):
+        nightly = item.get_closest_marker("nightly") is not None
+        if nightly or config.getoption("nightly"):
+            return nightly and config.getoption("nightly")
         if share == 1 or not item.nodeid.startswith(sampled):
             return True
         whole = item.get_closest_marker("only_in_whole_runs") is not None

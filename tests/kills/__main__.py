@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
 import logging
 import os
 import pickle
@@ -35,9 +34,9 @@ import jax
 import tensorstore  # noqa: F401  (imported once, for all that are forked)
 
 from batchax.datasets import steps
-from batchax.datasets.checksums import is_whole, unsealed
 from batchax.datasets.inspect import status, verify
-from kills.jobs import JOBS, ROWS, UNIT, write_inputs
+from kills.jobs import JOBS, write_inputs
+from kills.left import left_by, rows_of, units_done
 
 AT_ANY_TIME = "at any time"
 Job = Callable[[Path, Path], Any]
@@ -119,27 +118,6 @@ def whole(job: Job, inputs: Path, out: Path) -> Whole:
     return Whole(told, left_by(out), seen, time.perf_counter() - begin)
 
 
-def left_by(out: Path) -> dict[str, Any]:
-    """The files of an output, and those of its job that say what became of rows."""
-    left: dict[str, Any] = {}
-    for path in filter(Path.is_file, out.rglob("*")):
-        name = str(path.relative_to(out))
-        assert not name.endswith((".unfinished", "__lock")), f"{path} was left behind"
-        if path.name == "quarantine.jsonl":  # tracebacks begin wherever the call was made
-            entries = map(json.loads, path.read_text().splitlines())
-            left[name] = [(entry["row"], entry["error"]) for entry in entries]
-        elif ".job/" not in name or path.name == "ok.npy":
-            left[name] = path.read_bytes()
-    return left
-
-
-def units_done(out: Path) -> list[int]:
-    """The units in the journal, each as often as it was computed."""
-    files = (p.read_bytes() for p in out.glob("*.job/journal/*"))
-    lines = [line for content in files for line in content.split(b"\n")[:-1]]
-    return [entry["unit"] for entry in unsealed(filter(is_whole, lines))]
-
-
 class Tally(collections.Counter[str]):
     """Kills at each moment, and what came of them."""
 
@@ -186,10 +164,6 @@ def one_output(
     assert not others, f"{job.__name__} leaves {others} in {out} otherwise"
     tally["outputs"] += 1
     tally["reused"] += len(before)
-
-
-def rows_of(units: list[int]) -> int:
-    return sum(min(UNIT, ROWS - unit * UNIT) for unit in units)
 
 
 def run(count: int, seed: int, root: Path) -> Tally:

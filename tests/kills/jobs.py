@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +26,12 @@ def write_inputs(folder: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"t": rows}), folder / "t.parquet")
 
 
-def zarr(x: Path, out: Path) -> bx.Report:
+def zarr(x: Path, out: Path, **more: Any) -> bx.Report:
     w = np.arange(6, dtype=np.float32).reshape(3, 2)
-    return bx.map(lambda x: jnp.tanh(x @ w), x / "x.npy", out=out / "y.zarr", **SIZES)
+    return bx.map(lambda x: jnp.tanh(x @ w), x / "x.npy", out=out / "y.zarr", **SIZES, **more)
 
 
-def zarr_group(x: Path, out: Path) -> bx.Report:
+def zarr_group(x: Path, out: Path, **more: Any) -> bx.Report:
     """A small reduction, which is in the journal, and one that has a file beside it."""
 
     def fun(key, x):
@@ -38,22 +39,24 @@ def zarr_group(x: Path, out: Path) -> bx.Report:
         return {"y": x * noise[:3], "mean": x.sum(), "in": {"second": jnp.outer(noise, noise)}}
 
     axes = {"y": 0, "mean": bx.Reduce("mean"), "in": {"second": bx.Reduce("sum")}}
-    options = dict(key=jax.random.key(3), out_axes=axes, **SIZES)
+    options = dict(key=jax.random.key(3), out_axes=axes, **SIZES, **more)
     return bx.map(fun, x / "x.npy", out=out / "y.zarr", **options)
 
 
-def npy(x: Path, out: Path) -> bx.Report:
-    return bx.map(lambda x: x[::-1] * 2, x / "x.npy", out=out / "y.npy", out_axes=1, **SIZES)
+def npy(x: Path, out: Path, **more: Any) -> bx.Report:
+    return bx.map(
+        lambda x: x[::-1] * 2, x / "x.npy", out=out / "y.npy", out_axes=1, **SIZES, **more
+    )
 
 
-def parquet(x: Path, out: Path) -> bx.Report:
+def parquet(x: Path, out: Path, **more: Any) -> bx.Report:
     def fun(t, x):
         return {"twice": t * 2, "sum": t.sum(), "x": x}
 
-    return bx.map(fun, f"{x}/t.parquet:t", x / "x.npy", out=out / "y.parquet", **SIZES)
+    return bx.map(fun, f"{x}/t.parquet:t", x / "x.npy", out=out / "y.parquet", **SIZES, **more)
 
 
-def quarantine(x: Path, out: Path) -> bx.Report:
+def quarantine(x: Path, out: Path, **more: Any) -> bx.Report:
     """Rows that fail, one by one and a unit of them, and one that is not finite."""
 
     def on_host(i, x):
@@ -66,14 +69,14 @@ def quarantine(x: Path, out: Path) -> bx.Report:
         return {"y": jnp.where(i == 8, jnp.nan, y), "sum": x.sum()}
 
     axes = {"y": 0, "sum": bx.Reduce("sum")}
-    options = dict(on_error="quarantine", on_nonfinite="quarantine", version="1", **SIZES)
+    options = dict(on_error="quarantine", on_nonfinite="quarantine", version="1", **SIZES, **more)
     i = np.arange(ROWS, dtype=np.int32)
     return bx.map(fun, i, x / "x.npy", out=out / "y.zarr", out_axes=axes, **options)
 
 
-def zeros(x: Path, out: Path) -> bx.Report:
+def zeros(x: Path, out: Path, **more: Any) -> bx.Report:
     """Chunks of nothing but fill values, which some libraries do not write."""
-    return bx.map(jnp.zeros_like, x / "x.npy", out=out / "y.zarr", **SIZES)
+    return bx.map(jnp.zeros_like, x / "x.npy", out=out / "y.zarr", **SIZES, **more)
 
 
 JOBS = [zarr, zarr_group, npy, parquet, quarantine, zeros]

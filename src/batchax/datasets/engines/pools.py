@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor
 from typing import Any
 
@@ -44,6 +44,11 @@ class Pool:
     def submit(self, name: str, fun: Callable[..., Any], *args: Any) -> Any:
         """A future of ``fun(*args)``; `name` is what people see."""
         return self._executor.submit(fun, *args)
+
+    def cancel(self, futures: Sequence[Any]) -> None:
+        """Takes units back that were not begun; others may run on."""
+        for future in futures:
+            future.cancel()
 
     def make_anew(self) -> None:
         """Makes another one, since a process that ended breaks it for all others, too."""
@@ -88,7 +93,10 @@ class DaskPool(Pool):
     def workers(self) -> int:
         if time.monotonic() - self._counted > _KNOWN:
             self._counted = time.monotonic()
-            self._workers = max(1, sum(self._client.nthreads().values()))
+            try:
+                self._workers = max(1, sum(self._client.nthreads().values()))
+            except OSError:  # the connection is lost
+                self.wait_until_there()
         return self._workers
 
     @property
@@ -99,6 +107,10 @@ class DaskPool(Pool):
         self._names += 1  # Dask gives one answer for one name
         key = f"{name}-{self._names}-{id(self):x}"
         return self._client.submit(fun, *args, key=key, pure=False)
+
+    def cancel(self, futures: Sequence[Any]) -> None:
+        if futures and self._client.status == "running":
+            self._client.cancel(list(futures))
 
     def make_anew(self) -> None:
         """Dask starts workers itself."""

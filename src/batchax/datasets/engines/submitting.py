@@ -224,9 +224,7 @@ class Submitting:
             self._again.append((tried.unit, care))
 
     def _cancel(self, which: Callable[[_Tried], bool]) -> None:
-        for future, tried in list(self._running.items()):
-            if which(tried):
-                future.cancel()
+        self._pool.cancel([future for future, tried in self._running.items() if which(tried)])
 
     def _is_waiting(self, tried: _Tried) -> bool:
         return not self._attempts.is_running(tried.unit.number, tried.attempt)

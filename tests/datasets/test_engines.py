@@ -1,0 +1,441 @@
+"""`map` on pools of processes, on Dask, and in shards: what comes of it is the same."""
+
+import itertools
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+
+import cloudpickle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+from batchax.datasets.engines import submitting
+from batchax.datasets.engines.attempts import Attempts
+from batchax.datasets.engines.pools import Pool
+from batchax.datasets.inspect import status, verify
+from batchax.datasets.journal import read_journal
+from kills import jobs
+from kills.left import left_by
+
+from support import engine_calls
+from support.engine_calls import ROWS, UNIT, call
+
+pytestmark = pytest.mark.only_in_whole_runs  # they start processes
+ROOT = Path(bx.__file__).parents[1]
+ENV = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(jobs.__file__).parents[1]}"}
+
+
+@pytest.fixture
+def x(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return engine_calls.write_inputs()
+
+
+@pytest.fixture(scope="module")
+def processes():
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def threads():
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def dask(tmp_path_factory):
+    """A cluster of processes, begun elsewhere: what is relative means something else there."""
+    import distributed
+
+    before = os.getcwd()
+    os.chdir(tmp_path_factory.mktemp("dask"))
+    options = dict(n_workers=2, threads_per_worker=1, dashboard_address=None)
+    with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster) as client:
+        os.chdir(before)
+        yield client
+
+
+@pytest.fixture(params=["processes", "threads", "dask"])
+def engine(request):
+    return request.getfixturevalue(request.param)
+
+
+def command(*args):
+    return [sys.executable, "-m", "support.engine_calls", *map(str, args)]
+
+
+def started(*args, **options):
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command(*args), stdout=pipe, stderr=pipe, text=True, env=ENV, **options)
+
+
+def ended(process, seconds=90):
+    out, err = process.communicate(timeout=seconds)
+    assert process.returncode == 0, err
+    return json.loads("[" + out.replace(" ", ",", 2) + "]")
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def units_done(out="y.npy"):
+    return len(read_journal(Path(f"{out}.job/journal")))
+
+
+def assert_whole(x, without=()):
+    """All is done and as it should be, and nothing is left of who did it."""
+    y, found = np.load("y.npy"), status("y.npy")
+    kept = np.setdiff1d(np.arange(ROWS), list(without))
+    np.testing.assert_array_equal(y[kept], x[kept] * 2)
+    assert (found.done, found.finished, found.holder) == (ROWS, True, None)
+    assert verify("y.npy")
+    assert not list(Path("y.npy.job").glob("engine-*"))
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """What calls leave and report that have no executor."""
+    folder = tmp_path_factory.mktemp("expected")
+    jobs.write_inputs(folder)
+    found = {}
+    for job in jobs.JOBS:
+        (out := folder / job.__name__).mkdir()
+        found[job.__name__] = told(job(folder, out)), left_by(out)
+    return folder, found
+
+
+def told(report):
+    reduced = jax.tree.map(lambda x: (str(x.dtype), x.tobytes()), report.reduced)
+    return report.rows, report.quarantined, [(b.row, b.error) for b in report.bad], reduced
+
+
+@pytest.mark.parametrize("job", jobs.JOBS, ids=lambda job: job.__name__)
+def test_the_same_bytes(job, engine, expected, tmp_path):
+    inputs, found = expected
+    report = job(inputs, tmp_path, executor=engine)
+    assert (told(report), left_by(tmp_path)) == found[job.__name__]
+    records = [p.read_bytes() for p in tmp_path.glob("*.job/journal/*")]
+    assert sum(r.count(b'"unit"') for r in records) == 12  # each once
+    assert job(inputs, tmp_path, executor=engine).reused == jobs.ROWS
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_shards_that_begin_together(count, expected, tmp_path):
+    inputs, found = expected
+    for job in (jobs.zarr_group, jobs.quarantine):
+        (out := tmp_path / job.__name__).mkdir()
+        first = count % 2  # they may be counted from 1, or from 0
+        names = [f"shard:{k}/{count}" for k in range(first, first + count)]
+        with ThreadPoolExecutor(count) as pool:
+            reports = list(pool.map(lambda name: job(inputs, out, executor=name), names))
+        (last, *_) = [r for r in reports if not r.left]
+        assert (told(last), left_by(out)) == found[job.__name__]
+        assert job(inputs, out).reused == jobs.ROWS
+
+
+def test_shards_run_again_with_another_number(x, capfd):
+    for k in (1, 2):
+        report = call(engine_calls.slowly, f"shard:{k}/5")
+    assert report.left == ROWS - 6 * UNIT
+    assert "shard-2-of-5: 12 rows" in str(status("y.npy"))
+    for k in range(2):
+        report = call(engine_calls.slowly, f"shard:{k}/2")
+    assert (report.left, report.reused) == (0, ROWS - 5 * UNIT)
+    assert_whole(x)
+
+
+def test_the_same_settings_of_jax(tmp_path, monkeypatch, processes, dask):
+    monkeypatch.chdir(tmp_path)
+    x = np.random.default_rng(0).standard_normal((8, 3))
+    fun = lambda x: (x @ x.T, jax.random.normal(jax.random.key(0)) + x, jnp.arange(2.0))
+    for wide, pool in itertools.product([True, False, True], [processes, dask]):
+        with jax.enable_x64(wide):
+            key = jax.random.PRNGKey(1)
+            fun = lambda key, x: (x.sum() + jax.random.normal(key), jnp.arange(2.0))
+            whole = bx.map(fun, x, key=key, progress=False)
+            out = f"y{time.monotonic()}.zarr"
+            bx.map(fun, x, key=key, progress=False, out=out, executor=pool)
+        for k in range(2):
+            import zarr
+
+            y = zarr.open_array(f"{out}/{k}", mode="r")[...]
+            assert y.dtype == (np.float64 if wide else np.float32)
+            np.testing.assert_array_equal(y, whole.outputs[k])
+
+
+def test_little_goes_through_the_scheduler_and_few_units_wait(x, processes, monkeypatch):
+    sizes, most, submit = [], [0], Pool.submit
+
+    def watched(self, name, *args):
+        sizes.append(len(cloudpickle.dumps(args)))
+        future = submit(self, name, *args)
+        future.add_done_callback(lambda f: sizes.append(len(pickle.dumps(f.result()))))
+        return future
+
+    running = submitting.Submitting._some_that_ended
+
+    def count(self):
+        most[0] = max(most[0], len(self._running))
+        return running(self)
+
+    monkeypatch.setattr(Pool, "submit", watched)
+    monkeypatch.setattr(submitting.Submitting, "_some_that_ended", count)
+    w = jnp.ones((3, 100_000))
+    fun = lambda x: (x @ w).sum()
+    bx.map(fun, x, out="y.npy", executor=processes, batch_size=2, commit_rows=4, progress=False)
+    assert len(sizes) == 2 * ROWS // UNIT
+    assert max(sizes) < 500
+    assert most[0] == 4
+
+
+def test_rows_that_fail(x, engine):
+    with pytest.raises(bx.RowError, match=r"row (6|50) of .* fails: ValueError: spoilt"):
+        call(engine_calls.spoilt, engine)
+    with pytest.raises(bx.RowError, match="2 rows have no result, and max_errors is 1"):
+        call(engine_calls.spoilt, engine, on_error="quarantine", max_errors=1)
+    report = call(engine_calls.spoilt, engine, on_error="quarantine")
+    assert [b.row for b in report.bad] == [6, 50]
+    assert_whole(x, [6, 50])
+
+
+def test_errors_that_cannot_be_pickled(x, processes):
+    class OddError(Exception):
+        def __init__(self, a, b):
+            super().__init__("odd")
+
+    def fun(x):
+        raise OddError(1, 2)
+
+    with pytest.raises(OddError):  # it is found before anything is begun
+        bx.map(fun, "x.npy", out="y.npy", executor=processes)
+    from batchax.datasets.engines.worker import portable
+
+    assert "odd" in str(portable(OddError(1, 2)))
+
+
+def test_what_is_no_executor_or_cannot_be_one(x, processes):
+    wrong = [
+        ("threads", bx.ArgumentTypeError, 'give "processes:4"'),
+        ("processes:0", bx.ArgumentTypeError, 'give "processes:4"'),
+        ("shard:4/3", bx.ArgumentTypeError, "numbers go from 0 to 2"),
+        (3, bx.ArgumentTypeError, "got 3 of type int"),
+        (ProcessPoolExecutor(1), bx.UnsupportedError, "forks its processes"),
+    ]
+    for executor, error, message in wrong:
+        with pytest.raises(error, match=message):
+            bx.map(jnp.sin, "x.npy", out="y.npy", executor=executor)
+    with pytest.raises(bx.UnsupportedError, match="out=None"):
+        bx.map(jnp.sin, "x.npy", executor=processes)
+    large = np.broadcast_to(np.float32(0), (2**25, 1))
+    with pytest.raises(bx.UnsupportedError, match="rows in the memory of this process"):
+        bx.map(jnp.sin, large, out="y.npy", executor=processes, batch_size=2**20, version="1")
+    with open("x.npy") as file, pytest.raises(bx.ArgumentTypeError, match="cannot be handed to"):
+        bx.map(lambda x: (file.name, x)[1], "x.npy", out="z.npy", executor=processes)
+
+
+def test_a_pool_that_is_broken_is_replaced(x):
+    pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+    with pytest.raises(BrokenExecutor):
+        pool.submit(os._exit, 1).result()
+    call(engine_calls.slowly, pool)
+    assert_whole(x)
+
+
+def test_rows_that_end_their_process(x):
+    report = call(engine_calls.fatally_at_41, "processes:2", on_error="quarantine")
+    assert [b.row for b in report.bad] == [41]  # and nobody who was there
+    assert "SIGKILL" in report.bad[0].error
+    assert_whole(x, [41])
+
+
+@pytest.mark.nightly
+def test_rows_that_end_workers_of_dask(x, dask):
+    before = set(dask.run(os.getpid).values())
+    with pytest.raises(bx.RowError, match=r"row (9|41) ends the process .* SIGKILL"):
+        call(engine_calls.fatally, dask)
+    report = call(engine_calls.fatally, dask, on_error="quarantine")
+    assert [b.row for b in report.bad] == [9, 41]
+    assert_whole(x, [9, 41])
+    wait_for(lambda: len(dask.nthreads()) == 2)  # the cluster is as it was
+    assert set(dask.run(os.getpid).values()) != before
+
+
+@pytest.mark.nightly
+def test_what_ends_only_in_company_is_not_blamed(x):
+    assert call(engine_calls.fatally_in_company, "processes:2").quarantined == 0
+    assert_whole(x)
+
+
+@pytest.mark.nightly
+def test_all_workers_end(x):
+    call(engine_calls.fatally_for_all, "processes:2")
+    assert len(list(Path().glob("died-*"))) >= 2
+    assert_whole(x)
+
+
+@pytest.mark.parametrize("executor", ["processes:2", "threads"])
+def test_a_unit_that_takes_long_is_begun_again(x, executor, request):
+    """And whoever comes late changes nothing."""
+    pool = request.getfixturevalue(executor) if executor == "threads" else executor
+    begun = time.monotonic()
+    call(engine_calls.asleep_once, pool)
+    assert Path("slept").exists()
+    if executor == "threads":
+        assert_whole(x)
+        before = {p: p.read_bytes() for p in Path("y.npy.job").rglob("*") if p.is_file()}
+        time.sleep(max(0, begun + 6 - time.monotonic()))
+        assert before == {p: p.read_bytes() for p in Path("y.npy.job").rglob("*") if p.is_file()}
+    assert_whole(x)
+    assert call(engine_calls.asleep_once, pool).reused == ROWS
+
+
+def test_attempts(tmp_path):
+    attempts = Attempts.of_new_call(tmp_path)
+    with attempts.running(3, 0):
+        assert attempts.is_running(3, 0)
+        with pytest.raises(Exception, match="its worker ended"), attempts.running(3, 0):
+            pass
+    assert not attempts.is_running(3, 0)
+    assert not attempts.is_over(3)
+    attempts.end(3)
+    assert attempts.is_over(3)
+    assert not attempts.is_over(4)
+    other = Attempts.of_new_call(tmp_path)
+    assert attempts.is_over(4)
+    with attempts.running(4, 0):
+        pass
+    other.end_all()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_interrupted(x):
+    """Workers finish what they have, and say nothing."""
+    process = started("slowly", "processes:2", start_new_session=True)
+    wait_for(lambda: units_done() > 1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, err = process.communicate(timeout=60)
+    assert process.returncode
+    assert err.count("Traceback") == 1, err  # of who called
+    assert "KeyboardInterrupt" in err
+    assert "kept; the same call goes on" in err
+    done = units_done()
+    assert call(engine_calls.slowly, None).reused == done * UNIT
+    assert_whole(x)
+
+
+def test_the_client_is_killed(x):
+    process = started("slowly", "processes:2")
+    wait_for(lambda: units_done() > 1)
+    process.kill()
+    process.communicate()  # which ends when the workers have ended
+    wait_for(lambda: status("y.npy").holder is None)
+    done = units_done()
+    assert 1 < done < ROWS // UNIT
+    assert call(engine_calls.slowly, "processes:1").reused >= done * UNIT
+    assert_whole(x)
+
+
+@pytest.mark.nightly
+def test_shards_killed(x):
+    shards = [started("slowly", f"shard:{k}/3") for k in range(3)]
+    wait_for(lambda: units_done() > 2)
+    shards[1].kill()
+    shards[1].communicate()
+    for shard in (shards[0], shards[2]):
+        ended(shard)
+    left = ended(started("slowly", "shard:1/3"))
+    assert left[1] == 0
+    assert_whole(x)
+
+
+SCRIPT = """
+import sys
+import numpy as np
+import batchax as bx
+
+def triple(x):
+    return x * factor
+
+factor = 3
+
+def main(out):
+    bx.map(lambda x: triple(x) + 1, "x.npy", out=out, executor="processes:1", progress=False)
+"""
+
+
+def test_functions_of_a_script(x):
+    Path("script.py").write_text(SCRIPT + "if __name__ == '__main__':\n    main('y.npy')\n")
+    done = subprocess.run([sys.executable, "script.py"], **ran())
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_array_equal(np.load("y.npy"), x * 3 + 1)
+
+
+@pytest.mark.nightly
+def test_a_script_that_says_not_that_it_is_one(x):
+    Path("script.py").write_text(SCRIPT + "main('z.npy')\n")
+    done = subprocess.run([sys.executable, "script.py"], **ran())
+    assert done.returncode
+    assert "JobError: the workers end, again and again" in done.stderr
+    assert "if __name__ == '__main__'" in done.stderr
+
+
+def ran():
+    return dict(env=ENV, capture_output=True, text=True, timeout=100)
+
+
+@pytest.fixture
+def scheduler(tmp_path):
+    """Dask's scheduler and workers as commands start them; kills them in the end."""
+    running = []
+
+    def start(*args):
+        options = dict(env=ENV, cwd=tmp_path, stderr=subprocess.DEVNULL)
+        running.append(subprocess.Popen([sys.executable, "-m", "dask", *args], **options))
+        return running[-1]
+
+    file = tmp_path / "scheduler.json"
+    begin = ["scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard"]
+    start(*begin, "--scheduler-file", str(file))
+    wait_for(file.exists)
+    for _ in range(2):
+        start("worker", "--scheduler-file", str(file), "--nthreads", "1", "--no-dashboard")
+    yield running[0], json.loads(file.read_text())["address"]
+    for process in running:
+        process.terminate()
+    for process in running:
+        process.wait(30)
+
+
+@pytest.mark.nightly
+def test_the_scheduler_is_killed(x, scheduler):
+    import dask.config
+
+    process, address = scheduler
+
+    killer = threading.Thread(target=lambda: (wait_for(lambda: units_done() > 2), process.kill()))
+    killer.start()
+    with (
+        dask.config.set({"distributed.comm.timeouts.connect": "2s"}),
+        pytest.raises(bx.JobError, match="the scheduler of Dask is gone"),
+    ):
+        call(engine_calls.slowly, f"dask:{address}")
+    killer.join()
+    done = units_done()
+    assert call(engine_calls.slowly, "processes:2").reused >= done * UNIT > 0
+    assert_whole(x)
