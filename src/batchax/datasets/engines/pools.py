@@ -43,7 +43,14 @@ class Pool:
 
     def submit(self, name: str, fun: Callable[..., Any], *args: Any) -> Any:
         """A future of ``fun(*args)``; `name` is what people see."""
-        return self._executor.submit(fun, *args)
+        if not self._own:
+            return self._executor.submit(fun, *args)
+        # It starts processes here, which have the mask of this thread: Ctrl-C is not for them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            return self._executor.submit(fun, *args)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def cancel(self, futures: Sequence[Any]) -> None:
         """Takes units back that were not begun; others may run on."""
@@ -166,17 +173,16 @@ def find_pool(executor: Any) -> Callable[[], Pool]:
 
 def _spawned(workers: int) -> ProcessPoolExecutor:
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers, mp_context=context, initializer=_as_worker)
+    return ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent)
 
 
-def _as_worker() -> None:
-    """A worker ends with who made it, not by Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _end_with_parent() -> None:
+    """Sees to it that this process ends when who made it was killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
-    def end_with_parent() -> None:
+    def wait() -> None:
         parent.join()
         os._exit(1)
 
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=wait, daemon=True).start()
