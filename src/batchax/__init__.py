@@ -7,6 +7,7 @@ from batchax import user_rules as user_rules
 from batchax.auto_vmap import auto_vmap as auto_vmap
 from batchax.batch_jaxpr import batch_jaxpr as batch_jaxpr
 from batchax.bounded_while import bounded_while as bounded_while
+from batchax.check import check as check
 from batchax.check_rule import check_rule as check_rule
 from batchax.custom_vmap import custom_vmap as custom_vmap
 from batchax.divergence.compact import Compact as Compact
@@ -16,6 +17,7 @@ from batchax.errors import AxisError as AxisError
 from batchax.errors import BatchaxError as BatchaxError
 from batchax.errors import JobError as JobError
 from batchax.errors import MemoryLimitError as MemoryLimitError
+from batchax.errors import MismatchError as MismatchError
 from batchax.errors import ProcessesError as ProcessesError
 from batchax.errors import RowError as RowError
 from batchax.errors import RuleMismatchError as RuleMismatchError

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from batchax.comparing import difference, directions
 from batchax.errors import ArgumentTypeError, RuleMismatchError
 from batchax.kernel.axis import move_axis
 from batchax.kernel.derivatives import with_values
@@ -202,7 +203,7 @@ def _of_smooth(fun: Callable[..., Any], case: _Case, xs: Sequence[Any]) -> Calla
 def _jvp(fun: Callable[..., Any], case: _Case) -> Callable[..., Any]:
     def run(*xs: Any) -> dict[str, Any]:
         points = [xs[k] for k in case.smooth]
-        outs, dots = jax.jvp(_of_smooth(fun, case, xs), points, _directions(points, 1))
+        outs, dots = jax.jvp(_of_smooth(fun, case, xs), points, directions(points, 1))
         return {"out": outs, "tangent of out": dots}
 
     return run
@@ -212,7 +213,7 @@ def _vjp(fun: Callable[..., Any], case: _Case) -> Callable[..., Any]:
     def run(*xs: Any) -> dict[str, Any]:
         outs, pull = jax.vjp(_of_smooth(fun, case, xs), *(xs[k] for k in case.smooth))
         names = (f"cotangent of {case.paths[k]}" for k in case.smooth)
-        return dict(zip(names, pull(_directions(outs, 2)), strict=True))
+        return dict(zip(names, pull(directions(outs, 2)), strict=True))
 
     return run
 
@@ -223,7 +224,7 @@ def _jvp_of_vjp(fun: Callable[..., Any], case: _Case) -> Callable[..., Any]:
             return _vjp(fun, case)(*with_values(xs, case.smooth, points))
 
         points = [xs[k] for k in case.smooth]
-        dots = jax.jvp(pull, points, _directions(points, 1))[1]
+        dots = jax.jvp(pull, points, directions(points, 1))[1]
         return {f"tangent of the {name}": dot for name, dot in dots.items()}
 
     return run
@@ -275,38 +276,10 @@ class _Comparison:
             path = f"{keys[0].key}{jax.tree_util.keystr(keys[1:])}"
             if (g.shape, g.dtype) != (e.shape, e.dtype):
                 return f"{path} is {g.dtype}{list(g.shape)}, expected {e.dtype}{list(e.shape)}"
-            problem = self._values_differ(_comparable(g), _comparable(e))
+            problem = difference(g, e, self.rtol, self.atol)
             if problem:
                 return path + problem
         return ""
-
-    def _values_differ(self, got: np.ndarray, expected: np.ndarray) -> str:
-        if is_inexact(got):
-            rounding = 1000 * float(jnp.finfo(got.dtype).eps)
-            finite = np.abs(expected[np.isfinite(expected)])
-            rtol = rounding if self.rtol is None else self.rtol
-            atol = rounding if self.atol is None else self.atol
-            atol *= float(finite.max()) if finite.size else 1.0
-            close = np.isclose(got, expected, rtol, atol, equal_nan=True)
-        else:
-            close = np.asarray(got == expected)
-        if close.all():
-            return ""
-        index = tuple(map(int, np.argwhere(~close)[0]))
-        entry = f", entry {index}" if index else ""
-        return (
-            f"{entry}: {got[index]}, expected {expected[index]} "
-            f"({close.size - np.count_nonzero(close)} of {close.size} entries differ)"
-        )
-
-
-def _comparable(x: Any) -> np.ndarray:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return np.asarray(jax.random.key_data(x))
-    if x.dtype == jax.dtypes.float0:
-        return np.zeros(x.shape, bool)
-    small = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-    return np.asarray(x.astype(jnp.float32) if small else x)
 
 
 def _varied(x: Any, lane: int) -> Any:
@@ -323,14 +296,6 @@ def _varied(x: Any, lane: int) -> Any:
     if x.dtype == bool and not x.ndim:
         return x ^ bool(lane % 2)
     return jnp.roll(x, lane, 0) if x.ndim else x
-
-
-def _directions(xs: Sequence[Any], seed: int) -> Any:
-    def one(x: Any) -> Any:
-        values = np.random.default_rng(seed).normal(size=np.shape(x))
-        return jnp.asarray(values).astype(jnp.result_type(x))
-
-    return [one(x) for x in xs]
 
 
 def _is_plain(x: Any) -> bool:

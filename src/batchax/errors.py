@@ -55,5 +55,9 @@ class RuleReplacedWarning(UserWarning):
     """A batching rule of batchax's own was replaced, for the whole process."""
 
 
-class RuleMismatchError(BatchaxError, AssertionError):
+class MismatchError(BatchaxError, AssertionError):
+    """A batched function does not compute what a loop over the examples computes."""
+
+
+class RuleMismatchError(MismatchError):
     """A batching rule does not compute what a loop over the examples computes."""

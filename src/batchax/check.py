@@ -1,0 +1,228 @@
+"""`check`: whether a function is right under batching."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from batchax.comparing import difference, directions
+from batchax.errors import ArgumentTypeError, MismatchError, UnsupportedError
+from batchax.frontend.arguments import is_position, spread_in_axes
+from batchax.rows.ragged import Ragged
+from batchax.rules.masking import is_inexact
+from batchax.vmap import vmap
+
+
+def check(
+    fun: Callable[..., Any],
+    in_axes: Any = 0,
+    *,
+    lanes: int = 4,
+    derivatives: bool = True,
+    rtol: float | None = None,
+    atol: float | None = None,
+    **options: Any,
+) -> Callable[..., None]:
+    """Compares a batched function with the function itself, for some of the lanes.
+
+    For test suites, "is my function right under batching?" in one line::
+
+        def test_energy_of_a_batch():
+            bx.check(energy, (None, 0), batch_size=16)(params, molecules)
+
+    The batched function runs as it does in the program, for all lanes, with the options given; the
+    function runs by itself for the first lane, the last, and some between. Values are compared, and
+    derivatives: with respect to what is mapped, and to arrays that all lanes share.
+
+    Args:
+      fun: a function of one example, as for `vmap`.
+      in_axes: as for `vmap`.
+      lanes: how many lanes to compare.
+      derivatives: whether to compare derivatives. Those that the function does not have for one
+        example are left out.
+      rtol: relative tolerance; by default 1,000 times the rounding of the dtype.
+      atol: absolute tolerance, relative to the largest value of the array; likewise.
+      **options: of `vmap`, such as `batch_size`, `divergence`, `mesh`, `layout`.
+
+    Returns:
+      A function of the batch. It returns nothing.
+
+    Raises:
+      MismatchError: (an AssertionError) something differs: the message says in which lane, which
+        entry of which output or derivative, what came and what was expected.
+      ArgumentTypeError: `fun` is not callable, or the arguments are traced.
+      UnsupportedError: `axis_name` is given: a lane by itself has no others to meet.
+    """
+    if not callable(fun):
+        raise ArgumentTypeError(
+            f"check expects a function of one example, got {fun!r} of type {type(fun).__name__}."
+        )
+    if options.get("axis_name") is not None:
+        raise UnsupportedError(
+            "check compares with the function of one lane by itself, which has no others to meet: "
+            "axis_name has no meaning there. Compare with jax.vmap instead."
+        )
+    tolerance = {"rtol": rtol, "atol": atol}
+
+    @functools.wraps(fun)
+    def checked(*args: Any, **kwargs: Any) -> None:
+        comparison = _Comparison(fun, in_axes, options, args, kwargs, lanes, tolerance)
+        comparison.values()
+        if derivatives:
+            comparison.derivatives()
+
+    return checked
+
+
+class _Comparison:
+    """A batched function, and examples of some of its lanes."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        in_axes: Any,
+        options: dict[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        lanes: int,
+        tolerance: dict[str, float | None],
+    ) -> None:
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
+            raise ArgumentTypeError(
+                "check compares values, and an argument is traced. Call it outside of jit."
+            )
+        leaves, self._rebuild = spread_in_axes(fun, in_axes, args, kwargs)
+        self._fun, self._tolerance = fun, tolerance
+        self._name = getattr(fun, "__name__", type(fun).__name__)
+        self._paths = [leaf.path for leaf in leaves]
+        self._whole = [leaf.value for leaf in leaves]
+        specs = [leaf.spec for leaf in leaves]
+        self._batched = vmap(self._of_leaves, (specs,), **options)
+        # What the function sees of each lane `vmap` says itself, of any kind of axis.
+        self._mapped = [i for i, spec in enumerate(specs) if spec is not None]
+        # An axis that a position names is a view; others are laid out for all lanes.
+        self._positions = [s if is_position(s) else None for s in specs]
+        seen = vmap(lambda xs: [xs[i] for i in self._mapped], (specs,), **_kept(options))
+        self._examples = seen(self._whole)
+        size = next(_size(x) for x in self._examples)
+        self._lanes = sorted({int(i) for i in np.linspace(0, size - 1, lanes).round()})
+
+    def _of_leaves(self, leaves: Sequence[Any]) -> Any:
+        args, kwargs = self._rebuild(leaves)
+        return self._fun(*args, **kwargs)
+
+    def _example(self, lane: int) -> list[Any]:
+        """The leaves as the function of this lane sees them."""
+        leaves = list(self._whole)
+        for i, x in zip(self._mapped, self._examples, strict=True):
+            leaves[i] = jax.tree.map(lambda x: _lane(x, lane), x, is_leaf=_is_rows)
+        return leaves
+
+    def values(self) -> None:
+        """Compares what the functions return."""
+        got = self._batched(self._whole)
+        for lane in self._lanes:
+            expected = self._of_leaves(self._example(lane))
+            self._same(
+                lane, "out", jax.tree.map(lambda x: _lane(x, lane), got, is_leaf=_is_rows), expected
+            )
+
+    def derivatives(self) -> None:
+        """Compares cotangents of the arguments, of results that have some in one lane alone."""
+        smooth = [
+            i
+            for i, x in enumerate(self._whole)
+            if _is_smooth(x) and (i not in self._mapped or self._positions[i] is not None)
+        ]
+        if not smooth:
+            return
+
+        def of_smooth(run: Callable[..., Any], leaves: Sequence[Any]) -> Callable[..., list[Any]]:
+            def of_points(*points: Any) -> list[Any]:
+                given = dict(zip(smooth, points, strict=True))
+                outs = run([given.get(i, x) for i, x in enumerate(leaves)])
+                return [y for y in jax.tree.leaves(outs) if is_inexact(jnp.asarray(y))]
+
+            return of_points
+
+        outs, pull = jax.vjp(
+            of_smooth(self._batched, self._whole), *(self._whole[i] for i in smooth)
+        )
+        for lane in self._lanes:
+            leaves = self._example(lane)
+            points = [leaves[i] for i in smooth]
+            try:
+                of_lane, pull_lane = jax.vjp(of_smooth(self._of_leaves, leaves), *points)
+                cotangents = directions(of_lane, lane)
+                expected = pull_lane(cotangents)
+            except Exception:  # there is none for one example
+                return
+            alone = [
+                jnp.zeros_like(y).at[lane].set(c) for y, c in zip(outs, cotangents, strict=True)
+            ]
+            for i, g, e in zip(smooth, pull(alone), expected, strict=True):
+                axis = self._positions[i]
+                if axis is not None:
+                    self._alone(lane, i, jnp.moveaxis(g, axis, 0))
+                    g = jnp.take(g, lane, axis)
+                self._same(lane, f"cotangent of {self._paths[i]}", g, e)
+
+    def _alone(self, lane: int, leaf: int, cotangents: Any) -> None:
+        """No other lane has a cotangent."""
+        size = np.abs(np.asarray(cotangents)).reshape(len(cotangents), -1).max(1, initial=0)
+        size[lane] = 0
+        if size.any():
+            raise MismatchError(
+                f"{self._name} differs under batching from what it does for one example: results "
+                f"of lane {lane} have a derivative by {self._paths[leaf]} of lane "
+                f"{int(size.argmax())}."
+            )
+
+    def _same(self, lane: int, what: str, got: Any, expected: Any) -> None:
+        trees = [jax.tree.structure(x) for x in (got, expected)]
+        problem = ""
+        if trees[0] != trees[1]:
+            problem = f" has the structure {trees[0]}, expected {trees[1]}"
+        leaves = jax.tree_util.tree_flatten_with_path(got)[0]
+        for (keys, g), e in zip(leaves, jax.tree.leaves(expected), strict=not problem):
+            if problem:
+                break
+            g, e = jnp.asarray(g), jnp.asarray(e)
+            if (g.shape, g.dtype) != (e.shape, e.dtype):
+                problem = f" is {g.dtype}{list(g.shape)}, expected {e.dtype}{list(e.shape)}"
+            else:
+                problem = difference(g, e, **self._tolerance)
+            what += jax.tree_util.keystr(keys) if problem else ""
+        if problem:
+            raise MismatchError(
+                f"{self._name} differs under batching from what it does for one example: in lane "
+                f"{lane}, {what}{problem}."
+            )
+
+
+def _kept(options: dict[str, Any]) -> dict[str, Any]:
+    """Of options those that say which lanes there are."""
+    return {k: v for k, v in options.items() if k == "axis_size"}
+
+
+def _is_rows(x: Any) -> bool:
+    return isinstance(x, Ragged)
+
+
+def _size(x: Any) -> int:
+    return len(x.lengths) if _is_rows(x) else jax.tree.leaves(x)[0].shape[0]
+
+
+def _lane(x: Any, lane: int) -> Any:
+    return x.rows()[lane] if _is_rows(x) else x[lane]
+
+
+def _is_smooth(x: Any) -> bool:
+    """Whether a leaf is an array that there may be derivatives by."""
+    return isinstance(x, (jax.Array, np.ndarray)) and is_inexact(x)

@@ -1,0 +1,107 @@
+"""`check`: silent where a batched function is right, and exact about where it is not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import batchax as bx
+
+FLOAT = jax.dtypes.canonicalize_dtype(float)
+
+
+def numbers(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), FLOAT)
+
+
+def layer(w, x):
+    return {"y": jnp.tanh(x @ w), "most": x.max()}
+
+
+def halving(x):
+    return lax.while_loop(lambda x: x > 1, lambda x: x / 2, x)
+
+
+RIGHT = {
+    "shared and mapped": (layer, (None, 0), (numbers(3, 2), numbers(10, 3)), {}),
+    "another axis": (lambda x: x * 2, 1, (numbers(3, 10),), {}),
+    "chunks": (layer, (None, 0), (numbers(3, 2), numbers(10, 3)), {"batch_size": 3}),
+    "devices": (layer, (None, 0), (numbers(3, 2), numbers(10, 3)), {"mesh": "all"}),
+    "a tree": (lambda t: t["a"] @ t["b"], 0, ({"a": numbers(5, 3), "b": numbers(5, 3)},), {}),
+    "a loop": (halving, 0, (jnp.arange(1.0, 30.0),), {"divergence": "compact"}),
+    "integers": (lambda n: n * n, 0, (jnp.arange(7),), {}),
+    "one lane": (jnp.sin, 0, (numbers(1),), {}),
+    "keys": (
+        lambda k, x: x * jax.random.normal(k),
+        (bx.split_key, 0),
+        (jax.random.key(0), numbers(6)),
+        {},
+    ),
+    "tiles": (lambda t: t - t.mean(), bx.tiles(size=2), (numbers(6),), {}),
+    "a name": (lambda how, x: getattr(jnp, how)(x), (None, 0), ("exp", numbers(4)), {}),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_is_silent(name):
+    fun, in_axes, args, options = RIGHT[name]
+    assert bx.check(fun, in_axes, **options)(*args) is None
+
+
+def test_rows_of_different_lengths():
+    rows = bx.Ragged.from_rows([np.arange(float(n), dtype=FLOAT) for n in (3, 1, 4)])
+    bx.check(lambda t: (t * 2, t.sum()))(rows)
+
+
+def with_rule(rule):
+    @bx.custom_vmap
+    def fun(x):
+        return jnp.sin(x)
+
+    fun.def_vmap(lambda size, batched, x: (rule(x), True))
+    return fun
+
+
+def test_a_value_that_differs():
+    wrong = with_rule(lambda x: jnp.sin(x) + (jnp.arange(9.0) == 8) * jnp.array(0.5, FLOAT))
+    x = numbers(9)
+    with pytest.raises(bx.MismatchError, match=r"fun differs.*in lane 8, out: .*, expected ") as e:
+        bx.check(wrong)(x)
+    assert isinstance(e.value, AssertionError)
+    bx.check(wrong, lanes=1)(x)  # of which lane 8 is none
+
+
+def test_a_derivative_that_differs():
+    wrong = with_rule(lambda x: lax.stop_gradient(jnp.sin(x)))
+    with pytest.raises(bx.MismatchError, match=r"lane 0, cotangent of args\[0\]: 0.0, expected"):
+        bx.check(wrong)(numbers(5))
+    bx.check(wrong, derivatives=False)(numbers(5))
+
+
+def test_lanes_that_leak_into_others():
+    leaky = with_rule(lambda x: jnp.sin(x) + (x[::-1] - lax.stop_gradient(x[::-1])))
+    with pytest.raises(
+        bx.MismatchError, match=r"of lane 0 have a derivative by args\[0\] of lane 3"
+    ):
+        bx.check(leaky)(jnp.ones(4, FLOAT))
+
+
+def test_the_largest_difference_is_named():
+    wrong = with_rule(lambda x: jnp.sin(x) + jnp.asarray([[0.0, 1.0, 5.0]], FLOAT))
+    with pytest.raises(bx.MismatchError, match=r"entry \(2,\).*2 of 3 entries differ"):
+        bx.check(wrong)(numbers(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x: bx.check(3)(x), bx.ArgumentTypeError, "check expects a function"),
+        (lambda x: bx.check(jnp.sin, axis_name="i")(x), bx.UnsupportedError, "no others to meet"),
+        (lambda x: jax.jit(lambda x: bx.check(jnp.sin)(x))(x), bx.ArgumentTypeError, "traced"),
+        (lambda x: bx.check(jnp.sin, (0, 0))(x), bx.AxisError, "in_axes has 2 entries"),
+    ],
+)
+def test_mistakes(call, error, message):
+    with pytest.raises(error, match=message):
+        call(numbers(4))
