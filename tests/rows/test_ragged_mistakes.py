@@ -168,11 +168,6 @@ MISTAKES = {
     ),
     "a row that there is not": (lambda: EXAMPLE[4], IndexError, "no row 4 of 4 rows"),
     "a row before the first": (lambda: EXAMPLE[-5], IndexError, "no row -5 of 4 rows"),
-    "several rows": (
-        lambda: EXAMPLE[1:3],
-        bx.ArgumentTypeError,
-        r"for an int; got slice\(1, 3, None\)",
-    ),
     "a row of traced lengths": (
         lambda: jax.jit(lambda x: x[0])(EXAMPLE),
         bx.ArgumentTypeError,

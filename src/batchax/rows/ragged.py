@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +27,11 @@ from batchax.rows.checks import (
 from batchax.rows.checks import known_lengths as known_lengths
 from batchax.rows.converters import Converters
 from batchax.rows.index import RowIndex, pack_rows, pad_rows
+from batchax.rows.selecting import Selecting
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Ragged(Converters, BatchOfRows):
+class Ragged(Converters, Selecting, BatchOfRows):
     """Rows of different lengths: their elements one after another in one array.
 
     A pytree with the leaves `data` and `lengths`: it goes through ``jax.jit``, ``jax.grad``,
@@ -227,56 +228,12 @@ class Ragged(Converters, BatchOfRows):
         """The number of rows."""
         return self.lengths.shape[0]
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.rows())
-
-    def __getitem__(self, i: int) -> Any:
-        """Row `i`, as an array of its own length; lengths must be known.
-
-        Raises:
-          IndexError: there is no such row.
-          ArgumentTypeError: `i` is no int, or lengths are traced.
-        """
-        if not isinstance(i, (int, np.integer)) or isinstance(i, bool):
-            raise ArgumentTypeError(
-                f"Ragged: x[i] is row i, for an int; got {i!r} of type {type(i).__name__}. For "
-                "several rows use x.rows(), a list."
-            )
-        ends = self._known_ends()
-        if not -len(ends) <= i < len(ends):
-            raise IndexError(f"Ragged: there is no row {i} of {len(ends)} rows")
-        return self._row(ends, int(i) % len(ends))
-
     def to_padded(self, fill_value: Any = 0) -> Any:
         """An array of shape ``(B, ..., max_length, ...)``, with `fill_value` after each row.
 
         What comes after rows of random keys are keys of zeros, whatever `fill_value` is.
         """
         return pad_rows(self.data, self.index, self.axis, fill_value)
-
-    def rows(self) -> list[Any]:
-        """The rows, as a list of arrays; lengths must be known.
-
-        Raises:
-          ArgumentTypeError: lengths are traced.
-        """
-        ends = self._known_ends()
-        return [self._row(ends, i) for i in range(len(ends))]
-
-    def _known_ends(self) -> np.ndarray:
-        self._check_has_lengths()
-        known = known_lengths(self.lengths)
-        if known is None:
-            raise ArgumentTypeError(
-                "Ragged: a row has a shape of its own, for which lengths must be known, but these "
-                "are traced: take rows outside of jit, or use to_padded()."
-            )
-        return np.cumsum(known)
-
-    def _row(self, ends: np.ndarray, i: int) -> Any:
-        part = [slice(None)] * self.data.ndim
-        part[self.axis] = slice(int(ends[i - 1]) if i else 0, int(ends[i]))
-        return self.data[tuple(part)]
 
     def _check_has_lengths(self) -> None:
         if self.lengths.dtype == jax.dtypes.float0:
@@ -288,6 +245,33 @@ class Ragged(Converters, BatchOfRows):
     def with_data(self, data: Any) -> Ragged:
         """Rows of the same lengths with other elements, which share the size under `vmap`."""
         return Ragged(data, self.lengths, self.max_length, axis=self.axis)
+
+    def astype(self, dtype: Any) -> Ragged:
+        """The same rows with elements of another dtype."""
+        return self.with_data(self.data.astype(dtype))
+
+    def with_capacity(self, capacity: int) -> Ragged:
+        """The same rows in an array with room for `capacity` elements along the ragged axis.
+
+        A compiled function is compiled once for batches of one capacity, as many rows, and one
+        `max_length`, whatever the lengths.
+
+        Raises:
+          AxisError: the rows have more elements.
+        """
+        size = self.data.shape[self.axis]
+        known = known_lengths(self.lengths)
+        least = size if known is None else int(known.sum())
+        if capacity < least:
+            raise AxisError(
+                f"Ragged.with_capacity: the rows have {least} elements, and capacity is {capacity}."
+            )
+        room = [(0, 0)] * self.data.ndim
+        room[self.axis] = (0, max(0, capacity - size))
+        part = [slice(None)] * self.data.ndim
+        part[self.axis] = slice(0, capacity)
+        numpy = np if isinstance(self.data, np.ndarray) else jnp
+        return self.with_data(numpy.pad(self.data[tuple(part)], room))
 
     def with_max_length(self, max_length: int) -> Ragged:
         """The same rows with another bound on their lengths."""
