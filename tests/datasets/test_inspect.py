@@ -24,8 +24,8 @@ NAMED = Leaf("y", (20, 3), np.dtype(np.float32))
 RAGGED = Leaf("words", (20,), np.dtype(np.int32), ragged=1)
 
 
-def opened(out, leaves=(LEAF,), plan=PLAN):
-    return Job.open(out, {}, lambda: plan, lambda plan: open_store(out, leaves, plan))
+def opened(out, leaves=(LEAF,), plan=PLAN, **options):
+    return Job.open(out, {}, lambda: plan, lambda plan: open_store(out, leaves, plan), **options)
 
 
 def result(leaf, unit):
@@ -128,6 +128,22 @@ sys.stdin.read()
         other.kill()
     assert status(out).holder is None
     assert last_holder(out.with_name("y.npy.job") / "lock").pid == other.pid
+
+
+def test_shards_that_are_at_work(out):
+    with opened(out, shard="shard-0-of-3") as first:
+        computed(first, [0, 3])
+        with opened(out, shard="shard-1-of-3") as second:
+            computed(second, [1])
+            assert not verify(out).withdrawn
+            text = str(status(out))
+            assert "running in 2 shards" in text
+            assert "shard-0-of-3: 8 rows, this process, since 20" in text
+            assert "shard-1-of-3: 4 rows, this process" in text
+        assert "running in 1 shard\n" in str(status(out))
+    assert "stopped" in str(status(out))
+    opened(out).close()
+    assert not list(out.with_name("y.npy.job").glob("lock-*"))
 
 
 def damage(path):

@@ -156,6 +156,25 @@ def test_a_job_is_finished_only_as_long_as_nothing_of_the_journal_is_lost(out):
         assert job.finished is None
 
 
+def test_of_two_results_that_differ_the_record_of_what_is_there_is_kept(out):
+    with opened(out) as job:
+        computed(job, range(5))
+        unit = job.plan.unit(2)
+        for later in ([7, 8, 9, 9], [1, 2, 3, 4]):  # written over, and over
+            job.record([Record(unit, [checksum(np.array(later))])])
+        job.store.write(unit, [np.array([7, 8, 9, 9])])
+        job.look_again()
+        job.settle()
+        assert job.done[2].checksums == [checksum(np.array([7, 8, 9, 9]))]
+        job.record([Record(unit, [checksum(np.array([1]))])])
+        job.store.write(unit, [np.array([0, 0, 0, 0])])
+        job.look_again()
+        job.settle()
+        assert set(job.done) == {0, 1, 3, 4}  # nobody knows what that is
+        computed(job, [2])
+        job.finish({})
+
+
 @pytest.mark.parametrize("size", [2, 2000])
 def test_what_is_said_at_the_end(out, size):
     bad = [Bad(3, "ValueError", "where"), Bad(5, "x")]

@@ -199,8 +199,8 @@ def rows_of(data: np.ndarray | Rows, axis: int, index: np.ndarray, places: np.nd
     return np.take(data, index, axis)
 
 
-def capacity_of(lengths: np.ndarray, batch_size: int) -> int:
-    """How many elements a batch may have, if the last is filled up with its last row."""
+def elements_of_batches(lengths: np.ndarray, batch_size: int) -> np.ndarray:
+    """How many elements each batch has, if the last is filled up with its last row."""
     missing = -len(lengths) % batch_size
     filled = np.concatenate([lengths, np.repeat(lengths[-1:], missing)]).astype(np.int64)
-    return max(1, int(filled.reshape(-1, batch_size).sum(1).max(initial=0)))
+    return filled.reshape(-1, batch_size).sum(1)

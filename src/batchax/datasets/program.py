@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from batchax.datasets.inputs import Input, Inputs, capacity_of, find_inputs
+from batchax.datasets.inputs import Input, Inputs, elements_of_batches, find_inputs
 from batchax.datasets.outputs import Output, arrays_of, find_outputs, lanes_of
 from batchax.datasets.parts import Rows
 from batchax.execution.memory import Auto, fitting_chunk, parse_limit
@@ -20,6 +21,8 @@ from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap
 
 _MOST_BYTES = 64 * 2**20  # of a batch that batch_size="auto" chooses: more rows gain nothing
+_ROOMS = 4  # programs for batches of rows of different lengths, by how many elements these have
+_WORTH = 2**29  # elements that need not be padded, for which compiling all of these is worth it
 _FLOPS, _BYTES = 2e10, 1e10  # a second, of an average machine: a plan is the same on all
 
 
@@ -148,54 +151,106 @@ class RowFunction:
 class Program:
     """A function of `batch_size` rows, compiled.
 
+    Units have as many rows each, since chunks of Zarr do, and not as many elements. Where lengths
+    differ much, there are several programs: for the largest batch, and for half as many elements,
+    and so on.
+
     Attributes:
       function: of a row.
       batch_size: how many rows.
-      compiled: what it is compiled to.
+      compiled: the program for the largest batch.
     """
 
     def __init__(self, function: RowFunction, batch_size: int) -> None:
         self.function, self.batch_size = function, batch_size
         self._types = function.types(batch_size)
-        outputs = function.outputs
-        self.compiled = self._compile(
-            lambda *batch: arrays_of(outputs, function.batched(*batch)), []
-        )
+        self._programs: dict[tuple[bool, int], Any] = {}
+        self._lock = threading.Lock()  # several threads may want one
+        self.compiled = self._compiled(0)
         (_, _, places), _ = self.compiled.input_shardings
         self._shared = [
             jax.device_put(x, place)
             for x, place in zip(function.inputs.shared, places, strict=True)
         ]
 
-    def _compile(self, run: Callable[..., list[Any]], more: Sequence[Any]) -> Any:
-        # What is not used stays an argument: all programs are called alike.
-        return jax.jit(run, keep_unused=True).lower(*self._types, *more).compile()
+    def room_for(self, elements: Sequence[int]) -> int:
+        """Which program has room for so many elements of the rows of each argument.
+
+        The one of number `k` has room for the largest batch, halved `k` times: rows of different
+        lengths are padded to that. So it depends on nothing but the rows of a batch.
+        """
+        rows = [x for x in zip(self._types[1], elements, strict=True) if isinstance(x[0], Ragged)]
+        fits = lambda room: all(n <= _capacity(type, room) for type, n in rows)
+        return max(filter(fits, range(self._rooms)), default=0)
 
     @functools.cached_property
-    def _masked(self) -> Any:
-        """What some of the rows are reduced to. Compiled when it is needed."""
-        outputs = self.function.outputs
+    def _rooms(self) -> int:
+        """How many programs there are. That depends on the lengths of all rows."""
+        saved = 0
+        for m, type in zip(self.function.inputs.mapped, self._types[1], strict=True):
+            if m.source.lengths is not None:
+                elements = elements_of_batches(m.source.lengths, self.batch_size)
+                rooms = np.array([_capacity(type, room) for room in range(_ROOMS)])
+                least = np.where(elements[:, None] <= rooms, rooms, rooms[0]).min(1)
+                saved += int((rooms[0] - least).sum())
+        return _ROOMS if saved >= _WORTH else 1
 
-        def reduced(numbers: Any, rows: Any, shared: Any, real: Any) -> list[Any]:
-            arrays = arrays_of(outputs, self.function.batched(numbers, rows, shared), real)
-            return [x for x, o in zip(arrays, outputs, strict=True) if o.reduces]
-
-        return self._compile(reduced, [jax.ShapeDtypeStruct((self.batch_size,), np.bool_)])
-
-    def start(self, numbers: np.ndarray, rows: Sequence[Any]) -> list[Any]:
-        """Begins to compute a batch, of rows of these numbers."""
-        return self.compiled(numbers.astype(np.uint32), self._rows(rows), self._shared)
+    def start(self, numbers: np.ndarray, rows: Sequence[Any], room: int) -> list[Any]:
+        """Begins to compute a batch, of rows of these numbers, by the program with that room."""
+        return self._compiled(room)(*self._arguments(numbers, rows, room))
 
     def reduced(
-        self, numbers: np.ndarray, rows: Sequence[Any], real: np.ndarray
+        self, numbers: np.ndarray, rows: Sequence[Any], room: int, real: np.ndarray
     ) -> list[np.ndarray]:
         """What those rows of a batch that are `real` are reduced to."""
-        numbers = numbers.astype(np.uint32)
-        return list(map(np.asarray, self._masked(numbers, self._rows(rows), self._shared, real)))
+        arguments = self._arguments(numbers, rows, room)
+        return list(map(np.asarray, self._compiled(room, masked=True)(*arguments, real)))
 
-    def _rows(self, rows: Sequence[Any]) -> list[Any]:
-        _, types, _ = self._types
-        return [_as_typed(x, type) for x, type in zip(rows, types, strict=True)]
+    def _compiled(self, room: int, masked: bool = False) -> Any:
+        """The program with that room; `masked` takes rows that count, and has reductions only."""
+        with self._lock:
+            if (masked, room) not in self._programs:
+                run = self._run_masked if masked else self._run
+                types = [*self._types]
+                types[1] = [_in_room(type, room) for type in types[1]]
+                if masked:
+                    types.append(jax.ShapeDtypeStruct((self.batch_size,), np.bool_))
+                # What is not used stays an argument: all programs are called alike.
+                compiled = jax.jit(run, keep_unused=True).lower(*types).compile()
+                self._programs[masked, room] = compiled
+            return self._programs[masked, room]
+
+    def _run(self, *batch: Any) -> list[Any]:
+        return arrays_of(self.function.outputs, self.function.batched(*batch))
+
+    def _run_masked(self, numbers: Any, rows: Any, shared: Any, real: Any) -> list[Any]:
+        outputs = self.function.outputs
+        arrays = arrays_of(outputs, self.function.batched(numbers, rows, shared), real)
+        return [x for x, o in zip(arrays, outputs, strict=True) if o.reduces]
+
+    def _arguments(self, numbers: np.ndarray, rows: Sequence[Any], room: int) -> Any:
+        typed = [
+            _as_typed(x, _in_room(type, room)) for x, type in zip(rows, self._types[1], strict=True)
+        ]
+        return numbers.astype(np.uint32), typed, self._shared
+
+
+def _capacity(type: Ragged, room: int) -> int:
+    """How many elements a program has room for."""
+    return -(-type.data.shape[0] // 2**room)
+
+
+def _in_room(type: Any, room: int) -> Any:
+    """The type of an argument of the program with that room."""
+    if not isinstance(type, Ragged) or room == 0:
+        return type
+    shape = (_capacity(type, room), *type.data.shape[1:])
+    return _ragged_type(shape, type.data.dtype, len(type), type.max_length)
+
+
+def _ragged_type(shape: tuple[int, ...], dtype: Any, rows: int, longest: int) -> Any:
+    data, lengths = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((rows,), np.int32)
+    return jax.eval_shape(lambda *parts: Ragged(parts[0], parts[1], longest), data, lengths)
 
 
 def _as_typed(x: Any, type: Any) -> Any:
@@ -252,9 +307,8 @@ def _type_of_row(m: Input) -> Any:
 def _type_of_batch(m: Input, batch_size: int) -> Any:
     source, dtype = m.source, jax.dtypes.canonicalize_dtype(m.source.dtype)
     if source.lengths is not None:
-        capacity = capacity_of(source.lengths, batch_size)
-        data = jax.ShapeDtypeStruct((capacity, *source.shape[1:]), dtype)
-        lengths = jax.ShapeDtypeStruct((batch_size,), np.int32)
-        return jax.eval_shape(lambda *parts: Ragged(parts[0], parts[1], m.longest), data, lengths)
+        elements = elements_of_batches(source.lengths, batch_size)
+        capacity = max(1, int(elements.max(initial=0)))
+        return _ragged_type((capacity, *source.shape[1:]), dtype, batch_size, m.longest)
     shape = (*source.shape[: m.axis], batch_size, *source.shape[m.axis + 1 :])
     return jax.ShapeDtypeStruct(shape, dtype)

@@ -165,13 +165,15 @@ class _Batch:
         """The number of a row in the dataset."""
         return self.unit.start + self.first + place
 
-    def _arguments(self, instead: dict[int, int]) -> tuple[np.ndarray, list[Any]]:
+    def _arguments(self, instead: dict[int, int]) -> tuple[np.ndarray, list[Any], int]:
         places = np.minimum(np.arange(self.program.batch_size), self.count - 1)
         index = np.array([instead.get(int(p), int(p)) for p in places]) if instead else places
         index, places = index + self.first, places + self.first
         mapped = self.program.function.inputs.mapped
         rows = [rows_of(x, m.axis, index, places) for m, x in zip(mapped, self.data, strict=True)]
-        return index + self.unit.start, rows
+        # By the rows that are there, whichever others take their places: so bits do not change.
+        elements = [int(x.lengths[places].sum()) if isinstance(x, Rows) else 0 for x in self.data]
+        return index + self.unit.start, rows, self.program.room_for(elements)
 
 
 def _batches(program: Program, unit: Unit, data: Sequence[Any]) -> Iterator[_Batch]:
