@@ -136,6 +136,7 @@ fuzz: .venv/ready
 # SEED= draws other moments. N is 1000 if nobody says: five minutes.
 kills: .venv/ready
 	cd tests && ../.venv/bin/python -m kills --count $(N) --seed $(SEED)
+	cd tests && ../.venv/bin/python -m kills.engines --count 30 --seed $(SEED)
 	.venv/bin/python -m pytest -q --nightly tests/datasets
 
 clean:
