@@ -9,13 +9,8 @@ import jax
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
-from batchax.frontend.arguments import (
-    check_axis_name,
-    check_axis_size,
-    count,
-    is_position,
-    mesh_axis_names,
-)
+from batchax.frontend.arguments import check_axis_name, check_axis_size, mesh_axis_names
+from batchax.frontend.in_axes import count, is_position
 from batchax.frontend.outputs import AUTO
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import ANYWHERE, ZERO_IF_MAPPED, batch_inner

@@ -12,7 +12,6 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.execution.early_exit import run_until
-from batchax.frontend.arguments import is_position
 from batchax.frontend.carries import (
     carry_keys,
     check_predicate,
@@ -21,6 +20,7 @@ from batchax.frontend.carries import (
     flatten_carry,
     settle,
 )
+from batchax.frontend.in_axes import is_position
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import stage_function
 

@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from batchax.comparing import difference, directions
 from batchax.errors import ArgumentTypeError, MismatchError, UnsupportedError
-from batchax.frontend.arguments import is_position, spread_in_axes
+from batchax.frontend.in_axes import is_position, spread_in_axes
 from batchax.rows.ragged import Ragged
 from batchax.rules.masking import is_inexact
 from batchax.vmap import vmap

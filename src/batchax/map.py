@@ -19,7 +19,7 @@ from batchax.datasets.stores import kind_of
 from batchax.datasets.units import Policy
 from batchax.divergence.compact import Compact
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
-from batchax.frontend.arguments import is_position
+from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import check_out_axes
 
 _ON_ERROR = ("raise", "quarantine")

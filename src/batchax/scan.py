@@ -15,14 +15,11 @@ from batchax.execution.early_exit import run_until
 from batchax.execution.steps import ScanProgram
 from batchax.frontend.advice import named_in_errors
 from batchax.frontend.arguments import (
-    STEPS,
     Mapped,
     check_axis_size,
-    check_in_axes,
     find_axis_size,
     flatten_arguments,
     give_lane_indices,
-    is_position,
 )
 from batchax.frontend.carries import (
     carry_keys,
@@ -34,6 +31,7 @@ from batchax.frontend.carries import (
     settle,
 )
 from batchax.frontend.containers import BatchOfRows, is_container_spec
+from batchax.frontend.in_axes import STEPS, check_in_axes, is_position
 from batchax.frontend.outputs import (
     FlatOutputs,
     flatten_outputs,

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
-from batchax.frontend.arguments import is_position
+from batchax.frontend.in_axes import is_position
 from batchax.frontend.parts import AxisSpec, Parts
 from batchax.rows.ragged import Ragged
 

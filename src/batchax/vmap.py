@@ -22,18 +22,17 @@ from batchax.execution.mesh import find_mesh, placed, puts_traced
 from batchax.execution.shards import Shards, find_shards
 from batchax.frontend.advice import named_in_errors
 from batchax.frontend.arguments import (
-    LANES,
     FlatArguments,
     Mapped,
     check_axis_name,
     check_axis_size,
-    check_in_axes,
     find_axis_size,
     find_mesh_axis,
     flatten_arguments,
     give_lane_indices,
     mesh_axis_names,
 )
+from batchax.frontend.in_axes import LANES, check_in_axes
 from batchax.frontend.outputs import (
     Described,
     FlatOutputs,

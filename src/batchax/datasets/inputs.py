@@ -14,7 +14,7 @@ import numpy as np
 from batchax.datasets.parts import Rows
 from batchax.datasets.sources import Source, as_source
 from batchax.errors import ArgumentTypeError, AxisError
-from batchax.frontend.arguments import check_in_axes, is_position, spread_in_axes
+from batchax.frontend.in_axes import check_in_axes, is_position, spread_in_axes
 
 
 @dataclass(frozen=True)

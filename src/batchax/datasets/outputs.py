@@ -14,8 +14,8 @@ from batchax.datasets.parts import Leaf
 from batchax.datasets.source import native
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.execution.streaming import partial_result, reduced_type, where_real
-from batchax.frontend.arguments import is_position
 from batchax.frontend.containers import is_container
+from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import AUTO, Reduce, is_output_spec, reduce_batch
 from batchax.frontend.prefixes import spread_specs
 from batchax.rows.ragged import Ragged

@@ -15,7 +15,7 @@ from batchax.divergence.loops import parting_loop
 from batchax.divergence.widths import Step, choose_widths, most_left
 from batchax.divergence.window import Plan
 from batchax.errors import ArgumentTypeError, AxisError
-from batchax.frontend.arguments import is_position
+from batchax.frontend.in_axes import is_position
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 from batchax.kernel.divergence import BoundedLoop, Branches, PlacedOutputs, WhileLoop

@@ -17,7 +17,7 @@ from batchax.execution.mesh import placed, puts_traced
 from batchax.execution.processes import of_several_processes
 from batchax.execution.section_runner import SectionRunner
 from batchax.execution.shards import Shards, check_shared, lanes_for_all, on_shards
-from batchax.frontend.arguments import is_position
+from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import FlatOutputs
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition

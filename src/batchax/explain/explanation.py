@@ -7,7 +7,7 @@ from typing import Any
 from batchax.explain.account import Account
 from batchax.explain.page.document import as_embedded_page, as_page
 from batchax.explain.text import as_text, for_terminal
-from batchax.frontend.arguments import count
+from batchax.frontend.in_axes import count
 
 
 class Explanation(Account):

@@ -7,13 +7,12 @@ one example sees. Every check happens before any work is done.
 
 from __future__ import annotations
 
-import inspect
 import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +23,11 @@ from jax.sharding import PartitionSpec
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.advice import by_name, is_key, may_be_key, split_key
-from batchax.frontend.containers import BatchOfRows, is_container_spec, parts_of_argument
+from batchax.frontend.containers import BatchOfRows, parts_of_argument
+from batchax.frontend.in_axes import LANES, Terms, is_position, listed, show, spread_in_axes
 from batchax.frontend.local_rows import LocalRows, only_mapped
 from batchax.frontend.parts import LANE_INDEX, AxisSpec
-from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
+from batchax.frontend.prefixes import SpecifiedLeaf
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.varying import as_lanes
 
@@ -48,73 +48,6 @@ class FlatArguments:
 
     mapped: list[Mapped]
     rebuild: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-
-
-@dataclass(frozen=True)
-class Terms:
-    """How messages speak of what is mapped.
-
-    Attributes:
-      lanes: what the mapped axes count.
-      size: the option that gives their number.
-      each: when an argument is the same for each of them.
-      axis: what the new axis of an output is called.
-      outputs: what the mapped outputs are called.
-      first: number of the first positional argument that `in_axes` covers.
-    """
-
-    lanes: str
-    size: str
-    each: str
-    axis: str
-    outputs: str
-    first: int
-
-
-LANES = Terms("lanes", "axis_size", "for all lanes", "batch axis", "out", 0)
-STEPS = Terms("steps", "length", "at every step", "axis of the steps", "ys", 1)
-
-
-def check_in_axes(fun: Callable[..., Any], in_axes: Any) -> None:
-    """Refuses, before any call, an `in_axes` that no call could satisfy."""
-    if isinstance(in_axes, dict):
-        _check_parameter_names(fun, in_axes)
-    elif not (
-        in_axes is None
-        or is_input_spec(in_axes)
-        or isinstance(in_axes, (tuple, list))
-        or is_container_spec(in_axes)
-    ):
-        raise ArgumentTypeError(
-            "in_axes must be an int, None, a tuple or list with an entry for each positional "
-            f"argument, a dict by parameter name, or a callable; got {_show(in_axes)}."
-        )
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(in_axes)[0]:
-        if not (is_input_spec(leaf) or is_container_spec(leaf)):
-            raise ArgumentTypeError(
-                f"in_axes{jax.tree_util.keystr(keys)} must be an int, None or a callable from "
-                f"leaves to those; got {_show(leaf)}."
-            )
-
-
-def is_input_spec(spec: Any) -> bool:
-    """Whether `spec` gives an axis by itself: an int, a kind of axis, or a rule for leaves."""
-    return is_position(spec) or isinstance(spec, AxisSpec) or _is_rule(spec)
-
-
-def _is_rule(spec: Any) -> bool:
-    """Whether `spec` is a function from leaves to what is to be done with them."""
-    return (
-        callable(spec)
-        and not isinstance(spec, AxisSpec)
-        and not is_container_spec(spec)
-        and jax.tree_util.all_leaves([spec])
-    )
-
-
-def is_position(spec: Any) -> TypeGuard[int]:
-    """Whether `spec` is an int, of Python or NumPy, and not a bool."""
-    return isinstance(spec, (int, np.integer)) and not isinstance(spec, bool)
 
 
 def flatten_arguments(
@@ -144,46 +77,6 @@ def flatten_arguments(
     _check_references(mapped)
 
     return FlatArguments(mapped, lambda examples: rebuild([part(examples) for part in parts]))
-
-
-def spread_in_axes(
-    fun: Callable[..., Any],
-    in_axes: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    terms: Terms = LANES,
-) -> tuple[list[SpecifiedLeaf], Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """The leaves of the arguments, each with what `in_axes` says of it.
-
-    Also how to make arguments of what stands for the leaves, in their order.
-
-    Raises:
-      AxisError: `in_axes` does not fit the arguments.
-    """
-    specs, keyword_specs, names = _by_argument(fun, in_axes, args, terms)
-    leaves: list[SpecifiedLeaf] = []
-    rebuilds = []
-    for i, (arg, spec) in enumerate(zip(args, specs, strict=True)):
-        path = f"args[{i + terms.first}]" + (f" ({names[i]!r})" if i < len(names) else "")
-        arg_leaves, rebuild = spread_specs(spec, arg, path, "in_axes", is_input_spec, True)
-        leaves += arg_leaves
-        rebuilds.append(rebuild)
-    for name, arg in kwargs.items():
-        arg_leaves, rebuild = spread_specs(
-            keyword_specs.get(name, 0), arg, f"kwargs[{name!r}]", "in_axes", is_input_spec, True
-        )
-        leaves += arg_leaves
-        rebuilds.append(rebuild)
-    for leaf in leaves:
-        if _is_rule(leaf.spec):
-            leaf.spec = _from_callable(leaf)
-
-    def rebuild_all(values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        left = iter(values)
-        rebuilt = [rebuild(left) for rebuild in rebuilds]
-        return tuple(rebuilt[: len(args)]), dict(zip(kwargs, rebuilt[len(args) :], strict=True))
-
-    return leaves, rebuild_all
 
 
 def find_axis_size(mapped: Sequence[Mapped], axis_size: Any, terms: Terms = LANES) -> Any:
@@ -218,7 +111,7 @@ def find_axis_size(mapped: Sequence[Mapped], axis_size: Any, terms: Terms = LANE
     rest = {s for m, s in zip(sized, sizes, strict=True) if m not in keys}
     lanes = rest.pop() if len(rest) == 1 else "n"
     raise AxisError(
-        f"the mapped axes must have {wanted}, but they have {_listed(sorted(set(sizes)))}:\n"
+        f"the mapped axes must have {wanted}, but they have {listed(sorted(set(sizes)))}:\n"
         + "\n".join(lines)
         + f"\nGive None in in_axes for an argument that is the same {terms.each}."
         + by_name([m.path for m in odd])
@@ -317,7 +210,7 @@ def give_lane_indices(mapped: Sequence[Mapped], axis: Axis) -> None:
 def check_axis_size(axis_size: Any, required: bool = False, terms: Terms = LANES) -> None:
     """Refuses a number of lanes that is no non-negative int."""
     if not (_is_size(axis_size) or (axis_size is None and not required)):
-        raise ArgumentTypeError(f"{terms.size} must be a non-negative int, got {_show(axis_size)}.")
+        raise ArgumentTypeError(f"{terms.size} must be a non-negative int, got {show(axis_size)}.")
 
 
 def _is_size(x: Any) -> bool:
@@ -347,79 +240,8 @@ def check_axis_name(axis_name: Any, option: str = "axis_name") -> None:
         hash(axis_name)
     except TypeError:
         raise ArgumentTypeError(
-            f"{option} must be hashable, such as a string, got {_show(axis_name)}."
+            f"{option} must be hashable, such as a string, got {show(axis_name)}."
         ) from None
-
-
-def _by_argument(
-    fun: Callable[..., Any], in_axes: Any, args: tuple[Any, ...], terms: Terms
-) -> tuple[Sequence[Any], dict[str, Any], Sequence[str]]:
-    """What is specified of each positional argument, and of keywords; and parameters' names.
-
-    Names are those of the positional arguments, if axes go by name: messages have them, too.
-    """
-    if isinstance(in_axes, dict):
-        return _by_name(fun, in_axes, args)
-    if isinstance(in_axes, (tuple, list)):
-        if len(in_axes) != len(args):
-            which = " after the carry" if terms.first else ""
-            raise AxisError(
-                f"in_axes has {count(len(in_axes), 'entry', 'entries')}, but the function was "
-                f"called with {count(len(args), 'positional argument')}{which}. Give one entry for "
-                "each positional argument; arguments passed by keyword are mapped over axis 0 "
-                "(use a dict by parameter name for another axis)."
-            )
-        return in_axes, {}, ()
-    return [in_axes] * len(args), {}, ()
-
-
-def _by_name(
-    fun: Callable[..., Any], in_axes: dict[str, Any], args: tuple[Any, ...]
-) -> tuple[Sequence[Any], dict[str, Any], Sequence[str]]:
-    kinds = inspect.Parameter
-    parameters = list(inspect.signature(fun).parameters.values())
-    specs: list[Any] = []
-    names: list[str] = []
-    for parameter in parameters:
-        if len(specs) == len(args):
-            break
-        if parameter.kind is kinds.VAR_POSITIONAL:
-            rest = len(args) - len(specs)
-            spec = in_axes.get(parameter.name, 0)
-            if type(spec) not in (tuple, list):  # a named tuple is the axes of a tree
-                spec = [spec] * rest
-            elif len(spec) != rest:
-                raise AxisError(
-                    f"in_axes[{parameter.name!r}] has {len(spec)} entries, but {rest} arguments "
-                    f"were passed for *{parameter.name}."
-                )
-            specs += spec
-            names += [f"*{parameter.name}"] * rest
-        elif parameter.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD):
-            specs.append(in_axes.get(parameter.name, 0))
-            names.append(parameter.name)
-    specs += [0] * (len(args) - len(specs))  # too many: the call itself will say so
-    return specs, in_axes, names
-
-
-def _check_parameter_names(fun: Callable[..., Any], in_axes: dict[str, Any]) -> None:
-    try:
-        parameters = inspect.signature(fun).parameters
-    except (TypeError, ValueError):
-        raise ArgumentTypeError(
-            "in_axes is a dict by parameter name, but the parameters of "
-            f"{getattr(fun, '__name__', fun)!r} cannot be read; give a tuple by position."
-        ) from None
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return
-    unknown = [name for name in in_axes if name not in parameters]
-    if unknown:
-        raise AxisError(
-            f"in_axes names {_listed(map(repr, unknown))}, but the parameters of "
-            f"{getattr(fun, '__name__', 'the function')!r} are {_listed(map(repr, parameters))}. "
-            "A dict given as in_axes goes by parameter name; to describe a dict argument write "
-            "in_axes=({...},)."
-        )
 
 
 def _leaf_parts(
@@ -446,7 +268,7 @@ def _leaf_parts(
         return lambda examples: made_of.join([part(examples) for part in inside])
     if not is_position(spec):
         raise ArgumentTypeError(
-            f"in_axes gives {_show(spec)} for {leaf.path}, which is "
+            f"in_axes gives {show(spec)} for {leaf.path}, which is "
             f"{type(value).__name__}: that kind of axis is for another registered container."
         )
     if isinstance(value, LocalRows) and not spread:
@@ -466,7 +288,7 @@ def _check_rows_spec(path: str, spec: Any) -> None:
         )
     if not is_position(spec) and not getattr(spec, "names_rows", False):
         raise ArgumentTypeError(
-            f"in_axes gives {_show(spec)} for {path}, which is a batch of rows: that kind of axis "
+            f"in_axes gives {show(spec)} for {path}, which is a batch of rows: that kind of axis "
             'is for arrays. Give 0, or a name for the size of rows, batchax.ragged("n").'
         )
 
@@ -483,16 +305,6 @@ def _parts_on_mesh(leaf: SpecifiedLeaf, mapped: list[Mapped]) -> Callable[[Seque
         return lambda _: leaf.value
     return lambda examples: jax.tree.unflatten(
         structure, [examples[found[i]] if i in found else x for i, x in enumerate(values)]
-    )
-
-
-def _from_callable(leaf: SpecifiedLeaf) -> Any:
-    axis = leaf.spec(leaf.value)
-    if axis is None or (is_input_spec(axis) and not _is_rule(axis)) or is_container_spec(axis):
-        return axis
-    raise ArgumentTypeError(
-        f"the callable given in in_axes must return an int or None, but for {leaf.path} it "
-        f"returned {_show(axis)}."
     )
 
 
@@ -561,16 +373,3 @@ def _check_references(mapped: list[Mapped]) -> None:
 
 def _shape(x: Any) -> str:
     return "(" + ", ".join(map(str, x.shape)) + ("," if len(x.shape) == 1 else "") + ")"
-
-
-def _listed(items: Any) -> str:
-    return ", ".join(str(item) for item in items)
-
-
-def count(n: int, one: str, several: str | None = None) -> str:
-    """`n` and what is counted, for messages: "1 entry", "2 values"."""
-    return f"{n} {one if n == 1 else several or one + 's'}"
-
-
-def _show(value: Any) -> str:
-    return f"{value!r} of type {type(value).__name__}"

@@ -12,8 +12,8 @@ import numpy as np
 from jax.core import Tracer
 
 from batchax.errors import ArgumentTypeError, AxisError
-from batchax.frontend.arguments import LANES, Terms, is_position
 from batchax.frontend.containers import is_container, is_container_spec, parts_of_output
+from batchax.frontend.in_axes import LANES, Terms, is_position
 from batchax.frontend.parts import AxisSpec
 from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
 from batchax.kernel.axis import Axis, AxisPosition, match_axis, move_axis

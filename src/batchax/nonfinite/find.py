@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from batchax.frontend.arguments import spread_in_axes
+from batchax.frontend.in_axes import spread_in_axes
 from batchax.nonfinite.origins import (
     FIRST_LOOP,
     KIND,

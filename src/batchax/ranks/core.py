@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from batchax.errors import ArgumentTypeError
-from batchax.frontend.arguments import is_position
+from batchax.frontend.in_axes import is_position
 
 
 @dataclass(frozen=True)

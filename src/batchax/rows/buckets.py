@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from batchax.errors import ArgumentTypeError, AxisError
-from batchax.frontend.arguments import is_position
+from batchax.frontend.in_axes import is_position
 from batchax.rows.groups import join_lanes, join_rows, split_lanes, split_rows
 from batchax.rows.ragged import Ragged, known_lengths
 

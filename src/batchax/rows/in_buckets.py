@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
-from batchax.frontend.arguments import Mapped, is_position
+from batchax.frontend.arguments import Mapped
+from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import Described, FlatOutputs, OutputArray, place
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
-from batchax.frontend.arguments import is_position
+from batchax.frontend.in_axes import is_position
 from batchax.frontend.parts import AxisSpec, Parts
 from batchax.rows.checks import as_lengths, known_lengths, shown_lengths
 from batchax.rows.ragged import Ragged, RaggedSize, check_size_name

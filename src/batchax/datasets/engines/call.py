@@ -22,7 +22,7 @@ from batchax.datasets.stores import reopen_store
 from batchax.datasets.units import Policy
 from batchax.datasets.work import Work
 from batchax.errors import ArgumentTypeError, UnsupportedError
-from batchax.frontend.arguments import spread_in_axes
+from batchax.frontend.in_axes import spread_in_axes
 
 _MOST_BYTES = 64 * 2**20  # of rows in memory that are worth a copy for each worker
 _SETTINGS = (  # of JAX that change what a program computes
