@@ -16,7 +16,7 @@
 #   make lint       lint and types alone
 #   make docs       the generated pages in docs/
 #   make bench      against jax.vmap, lax.map and others: tables of time and memory
-#                   and plots in docs/ (a quarter of an hour)
+#                   and plots in docs/ (half an hour)
 
 JOBS ?= 2
 N ?= 1000
