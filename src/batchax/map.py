@@ -44,6 +44,7 @@ def map(
     retries: int = 2,
     resume: Literal["auto", "never"] = "auto",
     version: str | None = None,
+    inputs_by: Literal["file", "content"] = "file",
     progress: bool | Callable[[int, int], Any] = True,
 ) -> Report:
     """Applies a function of one row to all rows of a dataset.
@@ -89,6 +90,9 @@ def map(
       resume: "auto": go on where an earlier call ended; "never": refuse if there was one.
       version: names what the function does, where that cannot be seen: if it calls the host
         (``jax.pure_callback``), what that does is not in its program.
+      inputs_by: by what a file of input is known to be the same when the call goes on. "file": its
+        path, size and time. "content": a checksum of all that it holds, which takes a reading of
+        it, and lets it lie elsewhere.
       progress: True shows how far it is, False nothing; or a function of the rows done, and of how
         many there are.
 
@@ -111,6 +115,8 @@ def map(
     check_out_axes(out_axes)
     kind_of(out)  # what cannot be one is refused before any work
     _check_options(batch_size, commit_rows, on_error, on_nonfinite, max_errors, retries, resume)
+    if inputs_by not in ("file", "content"):
+        raise ArgumentTypeError(f'inputs_by must be "file" or "content", got {inputs_by!r}.')
     _check_version_and_progress(version, progress)
     _check_key(fun, key, len(arrays))
     engine = find_engine(executor, None if out is None else Path(out))
@@ -126,6 +132,7 @@ def map(
         retries=retries,
         resume=resume,
         version=version,
+        by_content=inputs_by == "content",
         progress=progress,
         engine=engine,
         begun=begun,

@@ -147,6 +147,19 @@ def test_an_input_that_was_changed_is_refused(x):
         bx.map(double, "x.npy", out="y.zarr", **SIZE)
 
 
+def test_an_input_may_be_known_by_what_it_holds(x):
+    options = dict(out="y.zarr", inputs_by="content", **SIZE)
+    bx.map(double, "x.npy", **options)
+    os.mkdir("elsewhere")
+    os.replace("x.npy", "elsewhere/x.npy")
+    assert bx.map(double, "elsewhere/x.npy", **options).reused == ROWS
+    np.save("elsewhere/x.npy", x + 1)
+    with pytest.raises(bx.JobError, match=r"args\[0\] has other values"):
+        bx.map(double, "elsewhere/x.npy", **options)
+    with pytest.raises(bx.ArgumentTypeError, match="inputs_by must be"):
+        bx.map(double, "elsewhere/x.npy", **{**options, "inputs_by": "name"})
+
+
 def test_an_output_of_something_else_is_refused(x):
     np.save("y.npy", x)
     with pytest.raises(bx.JobError, match=r"y\.npy is there already"):

@@ -60,6 +60,12 @@ def add_to(commands: Any) -> None:
     command.add_argument("--max-errors", type=int, metavar="ROWS")
     command.add_argument("--retries", type=int, default=2, metavar="TIMES")
     command.add_argument("--version", help="of a function that calls the host")
+    command.add_argument(
+        "--inputs-by",
+        choices=["file", "content"],
+        default="file",
+        help="how a file is known to be the same: by path, size and time, or by what it holds",
+    )
     command.add_argument("--seed", type=int, help="of a random key, of which each row gets its own")
     command.add_argument("--no-progress", action="store_true")
     command.set_defaults(run=_map, failed=_FAILED)
@@ -117,6 +123,7 @@ def _map(options: argparse.Namespace) -> int:
             max_errors=options.max_errors,
             retries=options.retries,
             version=options.version,
+            inputs_by=options.inputs_by,
             progress=not options.no_progress,
         )
     except KeyboardInterrupt:

@@ -22,6 +22,7 @@ from batchax.datasets.plan import Plan
 from batchax.datasets.program import RowFunction
 from batchax.datasets.progress import Progress
 from batchax.datasets.report import Report
+from batchax.datasets.source import ByContent
 from batchax.datasets.sources import as_source
 from batchax.datasets.stores import open_store
 from batchax.datasets.units import Policy
@@ -47,6 +48,7 @@ class How:
     retries: int
     resume: str
     version: str | None
+    by_content: bool
     progress: bool | Callable[[int, int], Any]
     engine: Threads
     begun: float
@@ -102,7 +104,9 @@ def _fingerprint(function: RowFunction, how: How) -> dict[str, Any]:
         **{name: str(option) for name, option in function.options.items()},
     }
     shared = map(as_source, inputs.shared, inputs.shared_paths)
-    sources = [*(m.source for m in inputs.mapped), *shared]
+    sources: list[Any] = [*(m.source for m in inputs.mapped), *shared]
+    if how.by_content:
+        sources = list(map(ByContent, sources))
     call, types = function.of_one_row()
     return fingerprint(function.fun, types, call, sources, options, how.version)
 

@@ -107,6 +107,21 @@ class Source:
             yield start, min(start + step, count)
 
 
+class ByContent:
+    """A source that is known by what it holds, wherever that is.
+
+    Args:
+      source: the source.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.name, self._source = source.name.split(" (")[0], source
+
+    def identity(self) -> dict[str, Any]:
+        """A checksum of all that it holds."""
+        return Source.identity(self._source)
+
+
 class Files:
     """What is known of files without reading them: that they are what they were when opened.
 
