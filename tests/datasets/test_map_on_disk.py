@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.datasets import pipeline
+from batchax.datasets import inspect, pipeline, plan
 from batchax.datasets.source import Source
 from batchax.datasets.store import Store
 
@@ -319,3 +319,27 @@ def test_memory_does_not_grow_with_the_dataset(x, monkeypatch):
 def test_a_mesh_of_devices_and_rows_that_do_not_come_out_even(x):
     report = bx.map(double, x[:37], mesh="all", **SIZE)
     np.testing.assert_array_equal(report.outputs, x[:37] * 2)
+
+
+@pytest.mark.parametrize("out", ["y.zarr", "y.npy", "y.parquet"])
+def test_units_of_rows_of_different_lengths(x, out, monkeypatch):
+    lengths = np.concatenate([np.full(60, 2), np.full(20, 90)])
+    rows = [np.full(n, k, FLOAT) for k, n in enumerate(lengths)]
+    ragged = bx.Ragged.from_rows(rows)
+    monkeypatch.setattr(plan, "_BYTES", 4000)  # so that there are several units
+    options = dict(out=out, batch_size=4, progress=False)
+    with monkeypatch.context() as patched:
+        stopped_after(patched, 2)
+        with pytest.raises(OSError, match="no more"):
+            bx.map(lambda t: t.sum(), ragged, **options)
+    report = bx.map(lambda t: t.sum(), ragged, **options)
+    job = json.loads(Path(f"{out}.job/job.json").read_text())
+    ends = job["plan"]["ends"]
+    sizes = [lengths[a:b].sum() for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+    assert len(ends) > 3
+    assert max(sizes) < 1.7 * np.mean(sizes)
+    assert max(np.diff([0, *ends])) > 10  # of short rows more
+    assert report.reused == ends[1]
+    back = bx.map(lambda y: y, report.outputs, progress=False)
+    np.testing.assert_allclose(back.outputs, lengths * np.arange(80), rtol=1e-6)
+    assert inspect.verify(out)

@@ -1,6 +1,7 @@
 """Which rows are committed at once, and files that are whole or not there."""
 
 import errno
+import itertools
 import json
 import os
 from pathlib import Path
@@ -143,3 +144,21 @@ def test_errors_say_what_to_do(tmp_path, number, says):
 def test_errors_that_name_their_file_stay_as_they_are():
     with pytest.raises(StorageError, match="as it was"), durable.writing(Path("x.npy")):
         raise StorageError("as it was")
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=300), st.integers(1, 9), st.integers(1, 8))
+def test_units_of_about_as_many_elements(lengths, batch_size, batches):
+    even = Plan(len(lengths), batch_size, batch_size * batches)
+    plan = even.by_elements(np.array(lengths))
+    units = [plan.unit(k) for k in range(len(plan))]
+    assert [u.number for u in units] == list(range(len(units)))
+    assert units[0].start == 0
+    assert units[-1].stop == len(lengths)
+    assert all(a.stop == b.start for a, b in itertools.pairwise(units))
+    assert all(u.rows > 0 and u.start % plan.chunk_rows == 0 for u in units)
+    assert len(plan) <= len(even)
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    if plan.ends is not None:
+        of_batch = max(sum(lengths[i : i + batch_size]) for i in range(0, len(lengths), batch_size))
+        share = sum(lengths) / len(even)
+        assert all(sum(lengths[u.start : u.stop]) <= share + of_batch for u in units)

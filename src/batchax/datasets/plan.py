@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from operator import index
 from typing import Any
+
+import numpy as np
 
 from batchax.datasets.parts import Unit
 from batchax.errors import ArgumentTypeError, AxisError
@@ -16,7 +18,8 @@ _BYTES = 64 * 2**20  # of rows and results that a unit may take: several are in 
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows in units of one size, but for the last.
+    """Rows in units: of one size, but for the last; or, of rows of different lengths, of whole
+    batches with about the same number of elements.
 
     It depends on sizes and arguments alone: the same call makes the same plan, wherever it runs and
     whatever was done before.
@@ -24,22 +27,42 @@ class Plan:
     Attributes:
       rows: of the dataset.
       batch_size: rows that the program computes at a time.
-      unit_rows: rows of a unit, a multiple of `batch_size`.
+      unit_rows: rows of a unit, a multiple of `batch_size`; of units that differ, on average.
+      ends: the row after each unit, if they differ.
     """
 
     rows: int
     batch_size: int
     unit_rows: int
+    ends: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
-        return -(-self.rows // self.unit_rows)
+        return -(-self.rows // self.unit_rows) if self.ends is None else len(self.ends)
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows that stores may keep together: units are whole numbers of those, but the last."""
+        return self.unit_rows if self.ends is None else self.batch_size
 
     def unit(self, number: int) -> Unit:
         """The unit with this number."""
         if not 0 <= number < len(self):
             raise IndexError(f"unit {number} of a plan of {len(self)}")
+        if self.ends is not None:
+            return Unit(number, self.ends[number - 1] if number else 0, self.ends[number])
         start = number * self.unit_rows
         return Unit(number, start, min(start + self.unit_rows, self.rows))
+
+    def by_elements(self, lengths: np.ndarray) -> Plan:
+        """As many units, about, of as many elements each, of rows of these lengths."""
+        if len(self) < 2:
+            return self
+        ends = np.append(np.arange(self.batch_size, self.rows, self.batch_size), self.rows)
+        done = np.cumsum(lengths, dtype=np.int64)[ends - 1]  # after each batch
+        # A batch belongs to the unit in whose share of all elements its last one is.
+        share = (done - 1).clip(0) * len(self) // max(1, int(done[-1]))
+        last = np.append(share[1:] != share[:-1], True)
+        return replace(self, ends=tuple(ends[last].tolist()))
 
     @classmethod
     def of(
@@ -75,7 +98,8 @@ class Plan:
     @classmethod
     def from_json(cls, plan: dict[str, Any]) -> Plan:
         """The plan that `to_json` described."""
-        return cls(**plan)
+        ends = plan.get("ends")
+        return cls(**{**plan, "ends": None if ends is None else tuple(ends)})
 
 
 def _asked_for(commit_rows: Any, batch_size: int) -> int:

@@ -151,7 +151,7 @@ class RowFunction:
 class Program:
     """A function of `batch_size` rows, compiled.
 
-    Units have as many rows each, since chunks of Zarr do, and not as many elements. Where lengths
+    Units have about as many elements each, and batches as many rows. Where lengths
     differ much, there are several programs: for the largest batch, and for half as many elements,
     and so on.
 

@@ -123,7 +123,12 @@ def _plan(function: RowFunction, how: How) -> Plan:
         if how.commit_rows is not None:
             size = max(n for n in range(1, size + 1) if how.commit_rows % n == 0)
     size = max(1, min(size, rows))
-    return Plan.of(rows, size, function.row_bytes, function.row_seconds, how.commit_rows)
+    plan = Plan.of(rows, size, function.row_bytes, function.row_seconds, how.commit_rows)
+    lengths = [m.source.lengths for m in function.inputs.mapped]
+    of_rows = [x for x in lengths if x is not None]
+    if how.commit_rows is not None or not of_rows:
+        return plan
+    return plan.by_elements(np.sum(of_rows, axis=0))
 
 
 def _run_left(function: RowFunction, how: How, job: Job | JobInMemory, reused: int) -> None:

@@ -26,7 +26,7 @@ class Store:
 
     Attributes:
       leaves: the arrays of results.
-      unit_rows: rows of a unit, but for the last.
+      unit_rows: rows of a chunk: of a unit, or of a batch, if units differ.
     """
 
     kind = ""

@@ -30,7 +30,7 @@ def open_store(out: str | os.PathLike[str] | None, leaves: Sequence[Leaf], plan:
       ArgumentTypeError: there is no such kind of store, or it has no form for one of the results.
       ImportError: a library that it needs is not installed.
     """
-    return _store(kind_of(out), out, leaves, plan.unit_rows)
+    return _store(kind_of(out), out, leaves, plan.chunk_rows)
 
 
 def reopen_store(out: str | os.PathLike[str], description: dict[str, Any]) -> Store:

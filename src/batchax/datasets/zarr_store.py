@@ -86,9 +86,10 @@ class ZarrStore(Store):
         with _writing(self._out):
             futures = []
             for leaf, chunked, result in zip(self.leaves, self._chunked, results, strict=True):
-                whole = unit._replace(stop=unit.start + self.unit_rows)
+                rows = -(-unit.rows // self.unit_rows) * self.unit_rows  # of whole chunks
+                whole = unit._replace(stop=unit.start + rows)
                 future = chunked[part_of(leaf, whole)].write(
-                    _padded(np.asarray(result), leaf.axis, self.unit_rows),
+                    _padded(np.asarray(result), leaf.axis, rows),
                     can_reference_source_data_indefinitely=True,
                 )
                 future.commit.force()
