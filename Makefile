@@ -97,7 +97,7 @@ browser:
 	found || echo "No Chromium on this machine: tests of pages are skipped."
 
 docs: .venv/ready
-	.venv/bin/python docs/generate_primitives.py
+	.venv/bin/python tools/generate_primitives.py
 
 bench: .venv/ready
 	.venv/bin/python -m benchmarks

@@ -168,13 +168,13 @@ def main(arguments: list[str] | None = None) -> list[Any]:
         "--out",
         metavar="DIR",
         type=Path,
-        help="where the pages and pictures go (default: docs for a run of everything, nowhere for "
+        help="where the pages and pictures go (default: docs/benchmarks for a run of everything, nowhere for "
         "--quick and --only)",
     )
     options = parser.parse_args(arguments)
     out = options.out
     if out is None and not options.quick and not options.only:
-        out = Path("docs")
+        out = Path("docs/benchmarks")
 
     results, known = [], []
     for name in [options.part] if options.part else PARTS:

@@ -201,8 +201,8 @@ def summary(results: Sequence[BoundedResult]) -> str:
 
 
 def write(results: Sequence[BoundedResult], folder: Path) -> list[Path]:
-    """Writes `benchmarks_bounded.md` into `folder`."""
-    page = folder / "benchmarks_bounded.md"
+    """Writes `bounded.md` into `folder`."""
+    page = folder / "bounded.md"
     page.write_text(_page(results))
     return [page]
 

@@ -76,7 +76,7 @@ def summary(results: Sequence[Result]) -> str:
 
 def write(results: Sequence[Result], folder: Path) -> list[Path]:
     """Writes `benchmarks.md` and `benchmarks.png` into `folder`."""
-    page, picture = folder / "benchmarks.md", folder / "benchmarks.png"
+    page, picture = folder / "vmap.md", folder / "vmap.png"
     plot(results, picture)
     page.write_text(_page(results))
     return [page, picture]
@@ -98,7 +98,7 @@ def _page(results: Sequence[Result]) -> str:
 
 {summary(results)}
 
-![Ratios of tracing and run time for each workload](benchmarks.png)
+![Ratios of tracing and run time for each workload](vmap.png)
 
 Both vmaps batch the same per-example function in one process, in turns. Ratios are batchax's
 median over that of `jax.vmap`, below 1 where batchax is faster, with a 95% bootstrap interval.

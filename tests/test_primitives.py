@@ -8,8 +8,8 @@ import jax
 import pytest
 
 ROOT = Path(__file__).parents[1]
-GENERATOR = ROOT / "docs" / "generate_primitives.py"
-PAGE = ROOT / "docs" / "primitives.md"
+GENERATOR = ROOT / "tools" / "generate_primitives.py"
+PAGE = ROOT / "docs" / "reference" / "primitives.md"
 
 # Batched by JAX's own rule.
 JAX_ONLY = {

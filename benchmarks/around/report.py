@@ -33,8 +33,8 @@ def summary(results: Sequence[PairResult]) -> str:
 
 
 def write(results: Sequence[PairResult], folder: Path) -> list[Path]:
-    """Writes `benchmarks_around.md` into `folder`."""
-    page = folder / "benchmarks_around.md"
+    """Writes `around.md` into `folder`."""
+    page = folder / "around.md"
     page.write_text(_page(results))
     return [page]
 

@@ -90,8 +90,8 @@ def _goals(results: Iterable[ChunkedResult]) -> list[str]:
 
 
 def write(results: Sequence[ChunkedResult], folder: Path) -> list[Path]:
-    """Writes `benchmarks_chunks.md`, and `benchmarks_chunks.png` if there is a curve."""
-    page, picture = folder / "benchmarks_chunks.md", folder / "benchmarks_chunks.png"
+    """Writes `chunks.md`, and `chunks.png` if there is a curve."""
+    page, picture = folder / "chunks.md", folder / "chunks.png"
     page.write_text(_page(results))
     *_, curve = _sorted(results)
     if not curve:
@@ -169,7 +169,7 @@ def _curve_section(curve: Sequence[ChunkedResult]) -> str:
         )
     return f"""## Over chunk sizes
 
-![Time and temporaries over chunk sizes](benchmarks_chunks.png)
+![Time and temporaries over chunk sizes](chunks.png)
 
 The {EXAMPLE.name}, {EXAMPLE.lanes} lanes: median time and temporaries.
 

@@ -50,8 +50,8 @@ def summary(results: Sequence[Measured]) -> str:
 
 
 def write(results: Sequence[Measured], folder: Path) -> list[Path]:
-    """Writes `benchmarks_datasets.md` into `folder`."""
-    page = folder / "benchmarks_datasets.md"
+    """Writes `datasets.md` into `folder`."""
+    page = folder / "datasets.md"
     page.write_text(_page(results))
     return [page]
 

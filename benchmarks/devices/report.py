@@ -50,8 +50,8 @@ def summary(results: Sequence[DeviceResult]) -> str:
 
 
 def write(results: Sequence[DeviceResult], folder: Path) -> list[Path]:
-    """Writes `benchmarks_devices.md` into `folder`."""
-    page = folder / "benchmarks_devices.md"
+    """Writes `devices.md` into `folder`."""
+    page = folder / "devices.md"
     page.write_text(_page(results))
     return [page]
 

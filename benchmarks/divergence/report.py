@@ -78,8 +78,8 @@ def summary(results: Sequence[DivergenceResult]) -> str:
 
 
 def write(results: Sequence[DivergenceResult], folder: Path) -> list[Path]:
-    """Writes `benchmarks_divergence.md` and `benchmarks_divergence.png` into `folder`."""
-    page, picture = folder / "benchmarks_divergence.md", folder / "benchmarks_divergence.png"
+    """Writes `divergence.md` and `divergence.png` into `folder`."""
+    page, picture = folder / "divergence.md", folder / "divergence.png"
     plot(results, picture)
     page.write_text(_page(results))
     return [page, picture]
@@ -111,7 +111,7 @@ def _page(results: Sequence[DivergenceResult]) -> str:
 
 {summary(results)}
 
-![Time of each way over that of compact, and lane-steps of use](benchmarks_divergence.png)
+![Time of each way over that of compact, and lane-steps of use](divergence.png)
 
 The same function of one example, for all lanes, in several ways:
 

@@ -50,8 +50,8 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def write(results: Sequence[Result], folder: Path) -> list[Path]:
-    """Writes `benchmarks_ranks.md` into `folder`."""
-    page = folder / "benchmarks_ranks.md"
+    """Writes `ranks.md` into `folder`."""
+    page = folder / "ranks.md"
     page.write_text(_page(results))
     return [page]
 

@@ -70,8 +70,8 @@ def summary(results: Sequence[RowResult]) -> str:
 
 
 def write(results: Sequence[RowResult], folder: Path) -> list[Path]:
-    """Writes `benchmarks_rows.md` and `benchmarks_rows.png` into `folder`."""
-    page, picture = folder / "benchmarks_rows.md", folder / "benchmarks_rows.png"
+    """Writes `rows.md` and `rows.png` into `folder`."""
+    page, picture = folder / "rows.md", folder / "rows.png"
     plot(results, picture)
     page.write_text(_page(results))
     return [page, picture]
@@ -89,7 +89,7 @@ def _page(results: Sequence[RowResult]) -> str:
 
 {summary(results)}
 
-![Run time of each way, relative to bx.vmap of a Ragged](benchmarks_rows.png)
+![Run time of each way, relative to bx.vmap of a Ragged](rows.png)
 
 {COUNT} rows of lognormal lengths: padded to the longest they hold {waste():.1f} elements for each
 true one. Those of the *longer tail* are 96, padded to {TAIL_BOUND}: {tail_waste():.1f} elements for

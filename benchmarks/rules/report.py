@@ -47,8 +47,8 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def write(results: Sequence[Result], folder: Path) -> list[Path]:
-    """Writes `benchmarks_rules.md` into `folder`."""
-    page = folder / "benchmarks_rules.md"
+    """Writes `rules.md` into `folder`."""
+    page = folder / "rules.md"
     page.write_text(_page(results))
     return [page]
 

@@ -35,12 +35,12 @@ def test_the_command_measures_and_reports(tmp_path, capsys):
         assert min(r.ours.total_bytes, r.other.total_bytes) > 0
         assert 0 < r.trace.low <= r.trace.value <= r.trace.high
         assert 0 < r.run.low <= r.run.value <= r.run.high
-    page = (tmp_path / "benchmarks.md").read_text()
+    page = (tmp_path / "vmap.md").read_text()
     printed = capsys.readouterr().out
     for name in chosen:
         assert f"| {name} |" in page
         assert name in printed
-    assert (tmp_path / "benchmarks.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "vmap.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_command_names_what_there_is(capsys):

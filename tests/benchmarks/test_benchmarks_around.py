@@ -22,7 +22,7 @@ def test_the_command_measures_and_reports(tmp_path, capsys):
     results = command.main(["around", "--quick", "--out", str(tmp_path)])
     assert [r.pair.name for r in results] == [w.name for w in WORKLOADS.values()]
     assert all(0 < r.ratio.low <= r.ratio.value <= r.ratio.high for r in results)
-    page = (tmp_path / "benchmarks_around.md").read_text()
+    page = (tmp_path / "around.md").read_text()
     printed = capsys.readouterr().out
     for r in results:
         assert f"| {r.pair.name} | {r.pair.other} |" in page

@@ -24,7 +24,7 @@ def test_all_loops_have_the_same_gradient(workload):
 def test_the_command_measures_and_reports(tmp_path, capsys):
     results = command.main(["bounded", "--quick", "--out", str(tmp_path)])
     assert [r.name for r in results] == list(WORKLOADS)
-    page = (tmp_path / "benchmarks_bounded.md").read_text()
+    page = (tmp_path / "bounded.md").read_text()
     printed = capsys.readouterr().out
     for r in results:
         assert all(0 < x.low <= x.value <= x.high for x in r.ratios.values())

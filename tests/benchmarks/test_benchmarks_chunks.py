@@ -75,8 +75,8 @@ def test_the_command_measures_and_reports(tmp_path, capsys):
         for way in r.ways.values():
             assert way.seconds > 0
             assert 0 < way.ratio.low <= way.ratio.value <= way.ratio.high
-    page = (tmp_path / "benchmarks_chunks.md").read_text()
+    page = (tmp_path / "chunks.md").read_text()
     assert "**per-example gradients** (8 / 4, axes None, 0, 0 to 0)" in page
     assert "| gradient | 4 |" in page
     assert capsys.readouterr().out.count("over lax.map") == len(results)
-    assert (tmp_path / "benchmarks_chunks.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "chunks.png").read_bytes().startswith(b"\x89PNG")

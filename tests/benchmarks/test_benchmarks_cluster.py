@@ -22,7 +22,7 @@ def test_a_scheduler_that_is_too_slow_is_the_limit():
 @pytest.mark.only_in_whole_runs
 def test_the_command_measures_and_reports(tmp_path, capsys):
     results = command.main(["cluster", "--quick", "--out", str(tmp_path)])
-    page = (tmp_path / "benchmarks_cluster.md").read_text()
+    page = (tmp_path / "cluster.md").read_text()
     printed = capsys.readouterr().out
     assert len(results) == 7
     for result in results[:3]:

@@ -33,7 +33,7 @@ def test_the_command_measures_and_reports(tmp_path, capsys):
     assert timed.seconds.keys() >= {"reading", "computing", "writing", STEADY, "a loop to .npy"}
     assert list(memory.peak) == [0.01, 0.02]
     assert all(memory.peak[gb] >= memory.before[gb] > 1e7 for gb in memory.peak)
-    page = (tmp_path / "benchmarks_datasets.md").read_text()
+    page = (tmp_path / "datasets.md").read_text()
     assert report.summary([timed, memory, units]) in page
     assert "| products of short rows |" in page
     assert "products of short rows" in capsys.readouterr().out

@@ -54,7 +54,7 @@ def test_the_command_measures_and_reports(tmp_path, capsys):
         assert r.result.hlo == "same"
         assert 0 < r.result.run.low <= r.result.run.value <= r.result.run.high
     assert all(r.same for r in results)
-    page = (tmp_path / "benchmarks_devices.md").read_text()
+    page = (tmp_path / "devices.md").read_text()
     printed = capsys.readouterr().out
     for r in results:
         assert f"| {r.result.name} |" in page

@@ -57,7 +57,7 @@ def test_the_command_measures_and_reports(tmp_path, capsys):
     only = "heavy-tailed"
     results = command.main(["divergence", "--quick", "--only", only, "--out", str(tmp_path)])
     assert [r.name for r in results] == ["64x64 products, heavy-tailed counts"]
-    page = (tmp_path / "benchmarks_divergence.md").read_text()
+    page = (tmp_path / "divergence.md").read_text()
     printed = capsys.readouterr().out
     for r in results:
         assert r.yardsticks
@@ -66,4 +66,4 @@ def test_the_command_measures_and_reports(tmp_path, capsys):
         assert f"| {r.name} |" in page
         assert r.name in printed
     assert report.summary(results) in page
-    assert (tmp_path / "benchmarks_divergence.png").stat().st_size > 1000
+    assert (tmp_path / "divergence.png").stat().st_size > 1000

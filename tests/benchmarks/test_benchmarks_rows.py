@@ -31,11 +31,11 @@ def test_the_command_measures_and_reports(tmp_path, capsys):
     results = command.main(["rows", "--quick", "--only", "bag", "--out", str(tmp_path)])
     ways = [measure.PADDED, measure.PACKED, measure.LOOP]
     assert [r.way for r in results] == 2 * ways
-    page = (tmp_path / "benchmarks_rows.md").read_text()
+    page = (tmp_path / "rows.md").read_text()
     printed = capsys.readouterr().out
     for r in results:
         assert 0 < r.run.low <= r.run.value <= r.run.high
         assert f"| {r.name} | {r.way} |" in page
         assert r.name in printed
     assert report.summary(results) in page
-    assert (tmp_path / "benchmarks_rows.png").stat().st_size > 1000
+    assert (tmp_path / "rows.png").stat().st_size > 1000

@@ -68,7 +68,7 @@ def test_the_command_measures_and_reports(tmp_path, capsys, monkeypatch):
         assert 0 < r.trace.low <= r.trace.value <= r.trace.high
         assert 0 < r.run.low <= r.run.value <= r.run.high
         assert r.ours.counts["equations"] > 0
-    page = (tmp_path / "benchmarks_rules.md").read_text()
+    page = (tmp_path / "rules.md").read_text()
     printed = capsys.readouterr().out
     for r in results:
         assert f"| {r.name} |" in page

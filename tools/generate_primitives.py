@@ -1,6 +1,6 @@
-"""Writes docs/primitives.md: every primitive that JAX exports, and which rule serves it.
+"""Writes docs/reference/primitives.md: every primitive that JAX exports, and which rule serves it.
 
-    python docs/generate_primitives.py [file to write]
+    python tools/generate_primitives.py [file to write]
 
 Run in a process of its own: libraries that add primitives to JAX's tables must
 not have been imported.
@@ -15,7 +15,7 @@ import jax
 from batchax import _compat
 from batchax.kernel.registry import find_rule, is_own, rule_origin
 
-PAGE = Path(__file__).with_name("primitives.md")
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "primitives.md"
 
 # Without operands that could be batched there is nothing for a rule to do.
 NEVER_BATCHED = {
