@@ -125,6 +125,16 @@ def _compiled_programs_fit_memory():
         jax.clear_caches()
 
 
+@pytest.fixture
+def own_registrations(monkeypatch):
+    """What an example registers is gone after it."""
+    from batchax.frontend import containers
+    from batchax.kernel import registry
+
+    for module, name in ((registry, "_rules"), (containers, "_containers")):
+        monkeypatch.setattr(module, name, getattr(module, name).copy())
+
+
 def _much_is_held():
     """Whether this process is near 3 GiB, or half the mappings Linux allows a process.
 

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from batchax.frontend import containers
-from batchax.kernel import registry
-
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
+
+pytestmark = pytest.mark.usefixtures("own_registrations")
 
 
 def blocks(page):
@@ -31,13 +30,6 @@ def blocks(page):
         adjacent = end is not None and not text[end : match.start()].strip()
         end = match.end()
         yield match[2].strip(), match[3], text[: match.start()].count("\n") + 2, adjacent
-
-
-@pytest.fixture(autouse=True)
-def own_registrations(monkeypatch):
-    """What an example registers is gone after it."""
-    for module, name in ((registry, "_rules"), (containers, "_containers")):
-        monkeypatch.setattr(module, name, getattr(module, name).copy())
 
 
 def pages_with_code():

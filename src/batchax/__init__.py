@@ -1,66 +1,81 @@
-"""batchax: write a function for one example, run it over any batch, in JAX."""
+"""batchax: write a function for one example, run it over any batch, in JAX.
 
-from batchax import execution as execution
-from batchax import rows as rows
-from batchax import rules as rules
-from batchax import user_rules as user_rules
-from batchax.auto_vmap import auto_vmap as auto_vmap
-from batchax.batch_jaxpr import batch_jaxpr as batch_jaxpr
-from batchax.bounded_while import bounded_while as bounded_while
-from batchax.check import check as check
-from batchax.check_rule import check_rule as check_rule
-from batchax.custom_vmap import custom_vmap as custom_vmap
-from batchax.divergence.compact import Compact as Compact
-from batchax.divergence.lane_steps import LaneSteps as LaneSteps
-from batchax.errors import ArgumentTypeError as ArgumentTypeError
-from batchax.errors import AxisError as AxisError
-from batchax.errors import BatchaxError as BatchaxError
-from batchax.errors import JobError as JobError
-from batchax.errors import MemoryLimitError as MemoryLimitError
-from batchax.errors import MismatchError as MismatchError
-from batchax.errors import ProcessesError as ProcessesError
-from batchax.errors import RowError as RowError
-from batchax.errors import RuleMismatchError as RuleMismatchError
-from batchax.errors import RuleReplacedWarning as RuleReplacedWarning
-from batchax.errors import SequentialFallbackWarning as SequentialFallbackWarning
-from batchax.errors import SmallerChunksWarning as SmallerChunksWarning
-from batchax.errors import StorageError as StorageError
-from batchax.errors import UnsupportedError as UnsupportedError
-from batchax.execution.memory import BatchSizeChoice as BatchSizeChoice
-from batchax.execution.memory import batch_size_choices as batch_size_choices
-from batchax.explain.explain import explain as explain
-from batchax.explain.explanation import Explanation as Explanation
-from batchax.find_nonfinite import find_nonfinite as find_nonfinite
-from batchax.frontend.containers import register_container as register_container
-from batchax.frontend.containers import unregister_container as unregister_container
-from batchax.frontend.lane_keys import split_key as split_key
-from batchax.frontend.local_rows import local as local
-from batchax.frontend.outputs import AUTO as AUTO
-from batchax.frontend.outputs import Reduce as Reduce
-from batchax.gather import gather as gather
-from batchax.host_function import host_function as host_function
-from batchax.kernel.axis import Axis as Axis
-from batchax.kernel.axis import axis_to_front as axis_to_front
-from batchax.kernel.axis import match_axis as match_axis
-from batchax.kernel.axis import move_axis as move_axis
-from batchax.kernel.inner import ZERO_IF_MAPPED as ZERO_IF_MAPPED
-from batchax.kernel.registry import register_rule as register_rule
-from batchax.kernel.rule_makers import broadcasting as broadcasting
-from batchax.kernel.rule_makers import reducing as reducing
-from batchax.kernel.rule_makers import vectorized as vectorized
-from batchax.map import map as map
-from batchax.rows.buckets import Buckets as Buckets
-from batchax.rows.buckets import bucket as bucket
-from batchax.rows.lane_sizes import size as size
-from batchax.rows.ragged import Ragged as Ragged
-from batchax.rows.ragged import ragged as ragged
-from batchax.same_program import Comparison as Comparison
-from batchax.same_program import same_program as same_program
-from batchax.scan import scan as scan
-from batchax.sequential_vmap import sequential_vmap as sequential_vmap
-from batchax.stack import stack as stack
-from batchax.stack import unstack as unstack
-from batchax.tiles import tiles as tiles
-from batchax.vmap import vmap as vmap
+Examples in docstrings begin where these have been imported::
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import batchax as bx
+"""
+
+# Rules and ways to run an axis are registered when their modules are imported.
+from batchax import execution, rows, rules, user_rules  # noqa: F401
+from batchax.auto_vmap import auto_vmap
+from batchax.batch_jaxpr import batch_jaxpr
+from batchax.bounded_while import bounded_while
+from batchax.check import check
+from batchax.check_rule import check_rule
+from batchax.custom_vmap import custom_vmap
+from batchax.divergence.compact import Compact
+from batchax.divergence.lane_steps import LaneSteps
+from batchax.errors import (
+    ArgumentTypeError,
+    AxisError,
+    BatchaxError,
+    JobError,
+    MemoryLimitError,
+    MismatchError,
+    ProcessesError,
+    RowError,
+    RuleMismatchError,
+    RuleReplacedWarning,
+    SequentialFallbackWarning,
+    SmallerChunksWarning,
+    StorageError,
+    UnsupportedError,
+)
+from batchax.execution.memory import BatchSizeChoice, batch_size_choices
+from batchax.explain.explain import explain
+from batchax.explain.explanation import Explanation
+from batchax.find_nonfinite import find_nonfinite
+from batchax.frontend.containers import register_container, unregister_container
+from batchax.frontend.lane_keys import split_key
+from batchax.frontend.local_rows import local
+from batchax.frontend.outputs import AUTO, Reduce
+from batchax.gather import gather
+from batchax.host_function import host_function
+from batchax.kernel.axis import Axis, axis_to_front, match_axis, move_axis
+from batchax.kernel.inner import ZERO_IF_MAPPED
+from batchax.kernel.registry import register_rule
+from batchax.kernel.rule_makers import broadcasting, reducing, vectorized
+from batchax.map import map
+from batchax.rows.buckets import Buckets, bucket
+from batchax.rows.lane_sizes import size
+from batchax.rows.ragged import Ragged, ragged
+from batchax.same_program import Comparison, same_program
+from batchax.scan import scan
+from batchax.sequential_vmap import sequential_vmap
+from batchax.stack import stack, unstack
+from batchax.tiles import tiles
+from batchax.vmap import vmap
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AUTO", "ZERO_IF_MAPPED", "ArgumentTypeError", "Axis", "AxisError", "BatchSizeChoice",
+    "BatchaxError", "Buckets", "Compact", "Comparison", "Explanation", "JobError", "LaneSteps",
+    "MemoryLimitError", "MismatchError", "ProcessesError", "Ragged", "Reduce", "RowError",
+    "RuleMismatchError", "RuleReplacedWarning", "SequentialFallbackWarning",
+    "SmallerChunksWarning", "StorageError", "UnsupportedError", "auto_vmap", "axis_to_front",
+    "batch_jaxpr", "batch_size_choices", "bounded_while", "broadcasting", "bucket", "check",
+    "check_rule", "custom_vmap", "explain", "find_nonfinite", "gather", "host_function",
+    "local", "map", "match_axis", "move_axis", "ragged", "reducing", "register_container",
+    "register_rule", "same_program", "scan", "sequential_vmap", "size", "split_key", "stack",
+    "tiles", "unregister_container", "unstack", "vectorized", "vmap",
+]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    """What completion shows: the public names, and not the modules they are made in."""
+    return __all__

@@ -8,56 +8,178 @@ from __future__ import annotations
 
 
 class BatchaxError(Exception):
-    """Root of every exception that batchax raises on purpose."""
+    """Root of every exception that batchax raises on purpose.
+
+    Example:
+      >>> try:
+      ...     bx.vmap(jnp.add)(jnp.ones(3), jnp.ones(4))
+      ... except bx.BatchaxError as error:
+      ...     print(type(error).__name__)
+      AxisError
+    """
 
 
 class AxisError(BatchaxError, ValueError):
-    """An axis, an axis size or an axis specification that does not fit."""
+    """An axis, an axis size or an axis specification that does not fit; a ``ValueError``.
+
+    Example:
+      >>> bx.vmap(jnp.add)(jnp.ones(3), jnp.ones(4))
+      Traceback (most recent call last):
+      batchax.errors.AxisError: the mapped axes must have one size, but they have 3, 4:
+        args[0]: shape (3,), axis 0, size 3
+        args[1]: shape (4,), axis 0, size 4
+      Give None in in_axes for an argument that is the same for all lanes.
+    """
 
 
 class ArgumentTypeError(BatchaxError, TypeError):
-    """An argument, option or output of the wrong type."""
+    """An argument, option or output of the wrong type; a ``TypeError``.
+
+    Example:
+      >>> bx.vmap(jnp.sin)("three")
+      Traceback (most recent call last):
+      batchax.errors.ArgumentTypeError: args[0] is to be mapped, but it is of type str, ...
+    """
 
 
 class UnsupportedError(BatchaxError, NotImplementedError):
-    """A program that batchax cannot run correctly and therefore refuses."""
+    """A program that batchax cannot run correctly and therefore refuses.
+
+    It is a ``NotImplementedError``; the message names what of the program it is.
+
+    Example:
+      >>> bx.check(lambda x: jax.lax.psum(x, "i"), axis_name="i")(jnp.ones(3))
+      Traceback (most recent call last):
+      batchax.errors.UnsupportedError: check compares with the function of one lane by itself, ...
+    """
 
 
 class MemoryLimitError(BatchaxError, ValueError):
-    """Not even one lane at a time fits the memory allowed."""
+    """Not even one lane at a time fits the memory allowed; a ``ValueError``.
+
+    Example:
+      >>> gram = lambda x: jnp.outer(x, x)
+      >>> jax.jit(bx.vmap(gram, batch_size="auto", memory_limit="1kB"))(jnp.ones((10, 100)))
+      Traceback (most recent call last):
+      batchax.errors.MemoryLimitError: memory_limit is 1000 B, but <lambda> needs ...
+    """
 
 
 class StorageError(BatchaxError, OSError):
-    """A file or an array on disk that cannot be read or written."""
+    """A file or an array on disk that cannot be read or written; an ``OSError``.
+
+    Example:
+      >>> bx.map(jnp.sin, "missing.npy")
+      Traceback (most recent call last):
+      batchax.errors.StorageError: args[0] (missing.npy): there is no such file. ...
+    """
 
 
 class JobError(BatchaxError, RuntimeError):
-    """A job on disk that is another one, is held by somebody else, or is damaged."""
+    """A job on disk that is another one, is held by somebody else, or is damaged.
+
+    It is a ``RuntimeError``. Nothing has been written over.
+
+    Example:
+      >>> report = bx.map(jnp.sin, np.arange(4.0), out="y.npy", progress=False)
+      >>> bx.map(jnp.cos, np.arange(4.0), out="y.npy", progress=False)
+      Traceback (most recent call last):
+      batchax.errors.JobError: y.npy holds results of another call: ...
+    """
 
 
 class RowError(BatchaxError, RuntimeError):
-    """A row of a dataset for which the function fails."""
+    """A row of a dataset for which the function fails; a ``RuntimeError``.
+
+    What was done is kept, and the same call of `map` goes on from there.
+
+    Example:
+      >>> x = np.array([1.0, -1.0])
+      >>> bx.map(jnp.log, x, on_nonfinite="raise", progress=False)
+      Traceback (most recent call last):
+      batchax.errors.RowError: row 1 ...
+    """
 
 
 class ProcessesError(BatchaxError, RuntimeError):
-    """The processes that run one program did not all make the same call."""
+    """The processes that run one program did not all make the same call; a ``RuntimeError``.
+
+    All of them raise it, where otherwise some would wait for others for ever.
+
+    Example:
+      >>> try:
+      ...     losses = bx.gather(jnp.ones(3))
+      ... except bx.ProcessesError as error:  # on every process
+      ...     print(error)  # which of them called what
+    """
 
 
 class SequentialFallbackWarning(UserWarning):
-    """A primitive without a batching rule runs one lane after another."""
+    """A primitive without a batching rule runs one lane after another.
+
+    The message names the primitive and the line that uses it.
+
+    Example:
+      >>> import warnings
+      >>> from jax.extend.core import Primitive
+      >>> cube_p = Primitive("cube")
+      >>> _ = cube_p.def_abstract_eval(lambda x: x)
+      >>> with warnings.catch_warnings():
+      ...     warnings.simplefilter("error", bx.SequentialFallbackWarning)
+      ...     bx.vmap(cube_p.bind)(jnp.arange(3))
+      Traceback (most recent call last):
+      batchax.errors.SequentialFallbackWarning: the primitive `cube` at ... has no batching rule...
+    """
 
 
 class SmallerChunksWarning(UserWarning):
-    """Memory ran out and a batch goes on in chunks smaller than asked for."""
+    """Memory ran out and a batch goes on in chunks smaller than asked for.
+
+    Example:
+      >>> import warnings
+      >>> with warnings.catch_warnings():  # who would rather have the error
+      ...     warnings.simplefilter("error", bx.SmallerChunksWarning)
+      ...     print(bx.vmap(jnp.square, batch_size=2)(jnp.arange(4)))
+      [0 1 4 9]
+    """
 
 
 class RuleReplacedWarning(UserWarning):
-    """A batching rule of batchax's own was replaced, for the whole process."""
+    """A batching rule of batchax's own was replaced, for the whole process.
+
+    Example:
+      >>> import warnings
+      >>> with warnings.catch_warnings():
+      ...     warnings.simplefilter("error", bx.RuleReplacedWarning)
+      ...     bx.register_rule("sin")(lambda axis, args, axes: (args[0], axes[0]))
+      Traceback (most recent call last):
+      batchax.errors.RuleReplacedWarning: batchax has a batching rule for the primitive `sin` ...
+    """
 
 
 class MismatchError(BatchaxError, AssertionError):
-    """A batched function does not compute what a loop over the examples computes."""
+    """A batched function does not compute what a loop over the examples computes.
+
+    What `check` raises; an ``AssertionError``.
+
+    Example:
+      >>> double = bx.custom_vmap(lambda x: 2 * x)
+      >>> _ = double.def_vmap(lambda axis_size, in_batched, x: (x + 2, True))
+      >>> bx.check(double)(jnp.arange(3.0))
+      Traceback (most recent call last):
+      batchax.errors.MismatchError: <lambda> differs under batching from what it does ...
+    """
 
 
 class RuleMismatchError(MismatchError):
-    """A batching rule does not compute what a loop over the examples computes."""
+    """A batching rule does not compute what a loop over the examples computes.
+
+    What `check_rule` raises; an ``AssertionError``.
+
+    Example:
+      >>> double = bx.custom_vmap(lambda x: 2 * x)
+      >>> _ = double.def_vmap(lambda axis_size, in_batched, x: (x + 2, True))
+      >>> bx.check_rule(double, jnp.ones(2))
+      Traceback (most recent call last):
+      batchax.errors.RuleMismatchError: the batching rule of <lambda> differs from a loop ...
+    """

@@ -36,6 +36,14 @@ class Compact:
     Raises:
       ArgumentTypeError: (a TypeError) an attribute has the wrong type.
       AxisError: (a ValueError) `width` is less than one, or `threshold` not in 0..1.
+
+    Example:
+      >>> def steps_to_one(n):
+      ...     step = lambda n: jnp.where(n % 2, 3 * n + 1, n // 2)
+      ...     one = lambda s: s[0] != 1
+      ...     return jax.lax.while_loop(one, lambda s: (step(s[0]), s[1] + 1), (n, 0))[1]
+      >>> print(bx.vmap(steps_to_one, divergence=bx.Compact(width=2))(jnp.arange(1, 8)))
+      [ 0  1  7  2  5  8 16]
     """
 
     width: int | None = None
@@ -71,15 +79,24 @@ class Compact:
             )
 
     def inside(self) -> Compact:
-        """How lanes are run in what is inside a loop or a branch that lanes part ways in."""
+        """How lanes are run in what is inside a loop or a branch that lanes part ways in.
+
+        :meta private:
+        """
         return replace(self, _nesting=self._nesting + 1, _most=None)
 
     def at_most(self, width: int) -> Compact:
-        """As this, with no more than so many lanes at a time."""
+        """As this, with no more than so many lanes at a time.
+
+        :meta private:
+        """
         return replace(self, _most=width)
 
     def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
-        """The results of all lanes; None where they are to be masked."""
+        """The results of all lanes; None where they are to be masked.
+
+        :meta private:
+        """
         match parting:
             case WhileLoop():
                 return self._run_loop(axis, parting)
@@ -111,6 +128,8 @@ class Compact:
           size: number of lanes.
           test, body: the programs of a step.
           differs: which operands of the body each lane has its own of.
+
+        :meta private:
         """
         step = Step.of(test, body, differs)
         most = size if self._most is None else min(size, self._most)

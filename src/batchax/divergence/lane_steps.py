@@ -18,15 +18,15 @@ class LaneSteps:
     not done are of use. Steps are counted while programs run, compiled ones too, and are added
     up until `reset`. Reading waits for what has been dispatched.
 
-    Attributes:
-      run: lane-steps that were computed.
-      useful: lane-steps that some lane needed.
-
-    Example::
-
-        steps = bx.LaneSteps()
-        bx.vmap(f, divergence=bx.Compact(steps=steps))(xs)
-        print(steps.utilization)
+    Example:
+      >>> def count_down(n):
+      ...     return jax.lax.while_loop(lambda n: n > 0, lambda n: n - 1, n)
+      >>> steps = bx.LaneSteps()
+      >>> _ = bx.vmap(count_down, divergence=bx.Compact(steps=steps))(jnp.array([1, 5, 2]))
+      >>> steps.useful
+      8
+      >>> 0.5 < steps.utilization <= 1
+      True
     """
 
     def __init__(self) -> None:
@@ -34,11 +34,13 @@ class LaneSteps:
 
     @property
     def run(self) -> int:
+        """How many lane-steps were computed."""
         jax.effects_barrier()
         return self._run
 
     @property
     def useful(self) -> int:
+        """How many lane-steps some lane needed."""
         jax.effects_barrier()
         return self._useful
 
@@ -48,7 +50,14 @@ class LaneSteps:
         return self.useful / self.run if self.run else 1.0
 
     def reset(self) -> None:
-        """Starts from zero."""
+        """Starts from zero.
+
+        Example:
+          >>> steps = bx.LaneSteps()
+          >>> steps.reset()
+          >>> steps
+          LaneSteps(run=0, useful=0, utilization=100%)
+        """
         jax.effects_barrier()
         self._run = self._useful = 0
 
@@ -58,7 +67,10 @@ class LaneSteps:
         )
 
     def add(self, widths: Sequence[int], tallies: Sequence[Any]) -> None:
-        """Stages the adding up of what each window of a loop counts when the program runs."""
+        """Stages the adding up of what each window of a loop counts when the program runs.
+
+        :meta private:
+        """
 
         def count(tallies: Any) -> None:
             for width, (iterations, high, low) in zip(widths, tallies, strict=True):

@@ -259,10 +259,20 @@ class Account:
 
     @property
     def work(self) -> Work:
-        """What one call costs, for all lanes."""
+        """What one call costs, for all lanes: `flops`, and `bytes` read and written."""
         return sum((eqn.work for eqn in self.equations), self.outside)
 
     def walk(self) -> Iterator[Equation]:
-        """All equations, those inside of loops and branches included, in order."""
+        """All equations, those inside of loops and branches included, in order.
+
+        Yields:
+          Each `Equation` once, an equation before those inside it.
+
+        Example:
+          >>> def grow(x):
+          ...     return jax.lax.while_loop(lambda x: x < 9, lambda x: 2 * x, x)
+          >>> [equation.primitive for equation in bx.explain(grow)(jnp.ones(8)).walk()]
+          ['while', 'mul', 'lt']
+        """
         for eqn in self.equations:
             yield from eqn.walk()

@@ -52,14 +52,18 @@ def explain(
       ``jax.ShapeDtypeStruct``. It returns an `Explanation`.
 
     Raises:
-      What `vmap` raises, for options and arguments that do not fit.
       ArgumentTypeError: (a TypeError) `measure` is asked for and an argument has no values.
+      BatchaxError: what `vmap` raises, for options and arguments that do not fit.
 
-    Example::
-
-        explanation = bx.explain(f, in_axes=(None, 0, None))(M, v, b)
-        print(explanation)
-        explanation.to_html("f.html")
+    Example:
+      >>> def f(M, v):
+      ...     return jnp.tanh(M @ v).sum()
+      >>> explanation = bx.explain(f, in_axes=(None, 0))(jnp.ones((3, 5)), jnp.ones((8, 5)))
+      >>> print(explanation)
+      f, batched over 8 lanes
+      ...
+      >>> [equation.primitive for equation in explanation.equations]
+      ['dot_general', 'tanh', 'reduce_sum']
     """
     made = made_by_vmap(fun)
     if made is not None and (in_axes, out_axes, vmap_options) == (0, 0, {}):

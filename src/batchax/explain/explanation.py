@@ -11,7 +11,7 @@ from batchax.frontend.in_axes import count
 
 
 class Explanation(Account):
-    """How a function was batched, and what that costs.
+    """How a function was batched, and what that costs: what `explain` returns.
 
     ``str()`` is a listing, which ``rich.print`` prints in colours; `to_html` writes a page, which a
     notebook shows.
@@ -32,6 +32,16 @@ class Explanation(Account):
       timings: what was measured, if it was asked for.
       devices: what lanes are spread over, if they are; then `memory` and `compiled` are those of
         one device.
+
+    Example:
+      >>> def f(m, x):
+      ...     return jax.lax.cond(x > 0, jnp.linalg.inv, lambda m: m, m)
+      >>> explanation = bx.explain(f, (None, 0))(jnp.eye(30), jnp.arange(8.0))
+      >>> explanation
+      <Explanation of f: 8 lanes, 3 equations, 1 finding; print it, or .to_html(path)>
+      >>> for finding in explanation.findings:
+      ...     print(finding.message)
+      `cond` runs each of its 2 branches for all 8 lanes: ...
     """
 
     def __str__(self) -> str:
@@ -55,6 +65,13 @@ class Explanation(Account):
         return as_embedded_page(self)
 
     def to_html(self, path: Any) -> None:
-        """Writes a page to `path` that shows everything, needs nothing else and opens offline."""
+        """Writes a page that shows everything, needs nothing else and opens offline.
+
+        Args:
+          path: the file to write, a str or a path.
+
+        Example:
+          >>> bx.explain(jnp.sin)(jnp.ones(8)).to_html("sin.html")
+        """
         with open(path, "w", encoding="utf-8") as file:
             file.write(as_page(self))

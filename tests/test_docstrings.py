@@ -1,0 +1,56 @@
+"""Docstrings of what is public: each is a reference entry, with an example that runs."""
+
+import contextlib
+import doctest
+import inspect
+import io
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+from batchax.datasets.report import Report
+from batchax.nonfinite.find import NonFinite
+
+pytestmark = pytest.mark.usefixtures("own_registrations")
+
+
+def entries():
+    """What a reference has an entry for: public names, what they return, and public methods."""
+    public = {name: getattr(bx, name) for name in bx.__all__}
+    for name, x in {**public, "Report": Report, "NonFinite": NonFinite}.items():
+        yield name, x
+        if inspect.isclass(x) and not issubclass(x, Exception):
+            yield from methods(name, x)
+
+
+def methods(name, cls):
+    """The methods and properties of a class, but for those that are not for users."""
+    for key in dir(cls):
+        x = inspect.getattr_static(cls, key)
+        x = getattr(x, "__func__", x)
+        if key.startswith(("_", "tree_")) or not (inspect.isfunction(x) or isinstance(x, property)):
+            continue
+        if ":meta private:" not in (x.__doc__ or ""):
+            yield f"{name}.{key}", x
+
+
+ENTRIES = dict(entries())
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_examples_print_what_is_shown(name, tmp_path):
+    known = {"bx": bx, "jax": jax, "jnp": jnp, "np": np}
+    text = inspect.getdoc(ENTRIES[name])
+    examples = doctest.DocTestParser().get_doctest(text, known, name, None, 0)
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE  # x64 prints more digits
+    wrong = io.StringIO()
+    with contextlib.chdir(tmp_path):  # where examples leave their files
+        doctest.DocTestRunner(optionflags=flags).run(examples, out=wrong.write)
+    assert not wrong.getvalue()
+
+
+def test_completion_and_star_have_the_public_names_only():
+    assert dir(bx) == sorted(bx.__all__)
