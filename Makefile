@@ -15,6 +15,7 @@
 #   make kills N=300  so many calls of bx.map killed, gone on with, and compared with others
 #   make lint       lint and types alone
 #   make docs       the generated pages in docs/
+#   make notebooks  the examples as notebooks, in out/notebooks/
 #   make bench      against jax.vmap, lax.map and others: tables of time and memory
 #                   and plots in docs/ (half an hour)
 
@@ -28,7 +29,7 @@ COMPUTES = tests/laws tests/rules tests/rows tests/divergence tests/execution te
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo check test test-all test-newest fuzz kills lint style browser docs bench constraints clean
+.PHONY: demo check test test-all test-newest fuzz kills lint style browser docs notebooks bench constraints clean
 
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
@@ -98,6 +99,9 @@ browser:
 
 docs: .venv/ready
 	.venv/bin/python tools/generate_primitives.py
+
+notebooks: .venv/ready
+	.venv/bin/python tools/notebooks.py
 
 bench: .venv/ready
 	.venv/bin/python -m benchmarks

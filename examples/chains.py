@@ -6,7 +6,6 @@ builds differ, from chain to chain and from draw to draw. With `jax.vmap` each t
 is as long as the longest; with `divergence="compact"` chains that have their tree
 make room. The covariance of the draws is compared with that of the target.
 
-    pip install blackjax
     python examples/chains.py [folder for the picture]
 """
 
@@ -14,17 +13,19 @@ import sys
 import time
 from pathlib import Path
 
-import blackjax
-import jax
-import jax.numpy as jnp
-import matplotlib
-import numpy as np
-from jax import lax
+try:
+    import blackjax
+    import jax
+    import jax.numpy as jnp
+    import matplotlib.pyplot as plt
+    import numpy as np
+    from jax import lax
 
-import batchax as bx
+    import batchax as bx
+except ModuleNotFoundError as missing:
+    sys.exit(f"This needs {missing.name}; in a checkout of batchax: pip install '.[demo]' blackjax")
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+plt.switch_backend("Agg")  # pictures are written to files
 
 CHAINS = 512
 DRAWS = 10

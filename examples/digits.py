@@ -14,16 +14,18 @@ import sys
 import time
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import matplotlib
-import numpy as np
-from sklearn.datasets import load_digits
+try:
+    import jax
+    import jax.numpy as jnp
+    import matplotlib.pyplot as plt
+    import numpy as np
+    from sklearn.datasets import load_digits
 
-import batchax as bx
+    import batchax as bx
+except ModuleNotFoundError as missing:
+    sys.exit(f"This needs {missing.name}; in a checkout of batchax: pip install '.[demo]'")
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+plt.switch_backend("Agg")  # pictures are written to files
 
 HIDDEN = 32
 STEPS = 400

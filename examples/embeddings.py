@@ -6,7 +6,6 @@ over the file, in a process that kills itself (SIGKILL) when half of the rows ar
 call goes on from there. Then images are looked up by their vectors: those nearest to a digit that
 the network has never seen should show the same one.
 
-    pip install '.[demo,data]'
     python examples/embeddings.py [folder for the files and the picture]
 """
 
@@ -19,16 +18,19 @@ import sys
 import time
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import matplotlib
-import numpy as np
-from sklearn.datasets import load_digits
+try:
+    import jax
+    import jax.numpy as jnp
+    import matplotlib.pyplot as plt
+    import numpy as np
+    import tensorstore  # noqa: F401  (writes Zarr)
+    from sklearn.datasets import load_digits
 
-import batchax as bx
+    import batchax as bx
+except ModuleNotFoundError as missing:
+    sys.exit(f"This needs {missing.name}; in a checkout of batchax: pip install '.[demo,data]'")
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+plt.switch_backend("Agg")  # pictures are written to files
 
 ROWS = 1_000_000
 COMMIT = 8192  # rows that are committed at once

@@ -12,13 +12,16 @@ import sys
 import time
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from sklearn.datasets import load_breast_cancer
+try:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax import lax
+    from sklearn.datasets import load_breast_cancer
 
-import batchax as bx
+    import batchax as bx
+except ModuleNotFoundError as missing:
+    sys.exit(f"This needs {missing.name}; in a checkout of batchax: pip install '.[demo]'")
 
 PENALTIES = 512
 WEAKEST, STRONGEST = 1e-3, 10.0
@@ -56,7 +59,7 @@ def seconds(call):
     return time.perf_counter() - start
 
 
-def main(folder):
+def main(folder="out"):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     data = load_breast_cancer()
@@ -92,4 +95,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "out")
+    main(*sys.argv[1:])

@@ -12,16 +12,18 @@ import sys
 import time
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import matplotlib
-import numpy as np
-from jax import lax
+try:
+    import jax
+    import jax.numpy as jnp
+    import matplotlib.pyplot as plt
+    import numpy as np
+    from jax import lax
 
-import batchax as bx
+    import batchax as bx
+except ModuleNotFoundError as missing:
+    sys.exit(f"This needs {missing.name}; in a checkout of batchax: pip install '.[demo]'")
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+plt.switch_backend("Agg")  # pictures are written to files
 
 HEIGHT, WIDTH = 512, 640
 LIMIT = 1000

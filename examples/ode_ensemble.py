@@ -5,7 +5,6 @@ oscillator, one initial value. Over an ensemble whose stiffness spans decades a
 few need dozens of times as many steps as most. With `jax.vmap` all wait for the
 last; with `divergence="compact"` a solver that is done makes room for another.
 
-    pip install diffrax
     python examples/ode_ensemble.py [folder for the picture]
 """
 
@@ -13,16 +12,18 @@ import sys
 import time
 from pathlib import Path
 
-import diffrax
-import jax
-import jax.numpy as jnp
-import matplotlib
-import numpy as np
+try:
+    import diffrax
+    import jax
+    import jax.numpy as jnp
+    import matplotlib.pyplot as plt
+    import numpy as np
 
-import batchax as bx
+    import batchax as bx
+except ModuleNotFoundError as missing:
+    sys.exit(f"This needs {missing.name}; in a checkout of batchax: pip install '.[demo]' diffrax")
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+plt.switch_backend("Agg")  # pictures are written to files
 
 LANES = 4096
 STIFFEST = 100.0

@@ -16,17 +16,19 @@ import sys
 import time
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import matplotlib
-import numpy as np
-from jax import lax
-from jax.scipy.stats import norm
+try:
+    import jax
+    import jax.numpy as jnp
+    import matplotlib.pyplot as plt
+    import numpy as np
+    from jax import lax
+    from jax.scipy.stats import norm
 
-import batchax as bx
+    import batchax as bx
+except ModuleNotFoundError as missing:
+    sys.exit(f"This needs {missing.name}; in a checkout of batchax: pip install '.[demo]'")
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+plt.switch_backend("Agg")  # pictures are written to files
 
 EQUATIONS = 32_768
 COMPONENTS = 16

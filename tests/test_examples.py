@@ -1,6 +1,8 @@
 """The examples run, agree with their loops, and draw something."""
 
+import ast
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -9,10 +11,11 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+def load(name, folder=EXAMPLES):
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -100,3 +103,40 @@ def test_divergence(name, sizes, expected, tmp_path, capsys):
     account = capsys.readouterr().out
     assert all(words in account for words in expected)
     assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_missing_is_said_in_one_sentence(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "batchax", None)
+    with pytest.raises(
+        SystemExit, match=r"^This needs batchax; in a checkout of batchax: pip inst"
+    ):
+        load(name)
+
+
+def test_notebooks(tmp_path, capsys, monkeypatch):
+    notebooks = load("notebooks", EXAMPLES.parent / "tools")
+    notebooks.main(tmp_path)
+    written = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.ipynb")}
+    assert sorted(written) == NAMES
+    for name, notebook in written.items():
+        story, first, *rest = (cell["source"] for cell in notebook["cells"])
+        source = (EXAMPLES / f"{name}.py").read_text()
+        assert story.startswith("# ")
+        if first.startswith("%%writefile"):
+            assert first.partition("\n")[2] == source
+        else:
+            program = ast.parse(source).body[1:-1]  # but for the docstring, and what runs it
+            parts = ast.parse("\n".join([first, *rest])).body[: len(program)]
+            assert [*map(ast.dump, parts)] == [*map(ast.dump, program)]
+
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "__main__"}
+    *cells, run, picture = written["mandelbrot"]["cells"][1:]
+    for cell in cells:
+        exec(cell["source"], namespace)
+    namespace.update(HEIGHT=40, WIDTH=50, LIMIT=60)
+    exec(run["source"], namespace)
+    assert "2,000 points" in capsys.readouterr().out
+    assert (tmp_path / "out/mandelbrot.png").exists()
+    assert 'Image("out/mandelbrot.png")' in picture["source"]
