@@ -80,6 +80,11 @@ def test_arguments_that_share_a_size():
             same(mine, theirs)
 
 
+def test_one_object_as_two_arguments():
+    for mine, row in zip(bx.vmap(jnp.add)(X, X).rows(), X.rows(), strict=True):
+        same(mine, 2 * row)
+
+
 def test_arguments_of_separate_sizes():
     y = ragged(3, lengths=(2, 2, 3, 1), seed=1)
     check_rows(lambda x, y: jax.nn.softmax(x @ y.T) @ y, X, y)

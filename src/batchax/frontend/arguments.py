@@ -26,6 +26,7 @@ from batchax.frontend.advice import by_name, is_key, may_be_key, split_key
 from batchax.frontend.containers import BatchOfRows, parts_of_argument
 from batchax.frontend.in_axes import LANES, Terms, is_position, listed, show, spread_in_axes
 from batchax.frontend.local_rows import LocalRows, only_mapped
+from batchax.frontend.outputs import is_array
 from batchax.frontend.parts import LANE_INDEX, AxisSpec
 from batchax.frontend.prefixes import SpecifiedLeaf
 from batchax.kernel.axis import Axis, AxisPosition
@@ -363,7 +364,7 @@ def _check_references(mapped: list[Mapped]) -> None:
     first: dict[int, Mapped] = {}
     for m in mapped:
         same = first.setdefault(id(m.value), m)
-        if same is not m and m.value is not LANE_INDEX and _compat.is_reference(m.value):
+        if same is not m and is_array(m.value) and _compat.is_reference(m.value):
             raise AxisError(
                 f"{same.path} and {m.path} are the same reference (jax.new_ref), and a function "
                 "that is staged must be given each only once. Pass it at one of the two places, or "
