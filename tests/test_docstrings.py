@@ -4,6 +4,7 @@ import contextlib
 import doctest
 import inspect
 import io
+import re
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,19 @@ def methods(name, cls):
 
 
 ENTRIES = dict(entries())
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_is_a_reference_entry(name):
+    """One line first, all that may be given, and an example."""
+    x = ENTRIES[name]
+    text = inspect.getdoc(x) or ""
+    assert re.match(r"[^\n]+\.(\n\n|\Z)", text)
+    assert isinstance(x, property) or "\nExample:\n" in text
+    if inspect.isfunction(x) or (inspect.isclass(x) and not issubclass(x, Exception)):
+        for given in inspect.signature(x).parameters:
+            described = re.search(rf"^  (\w+, )*\**{given}(, \w+)*:", text, re.MULTILINE)
+            assert described or given.startswith("_") or given in ("self", "cls"), given
 
 
 @pytest.mark.parametrize("name", ENTRIES)

@@ -34,15 +34,6 @@ _OPTIONS = (*_CHUNKS, "divergence")
 def auto_vmap(*ranks: Any, **named: Any) -> Any:
     """Lets a function of known ranks take any batch dimensions, as NumPy's functions do.
 
-    ::
-
-        @bx.auto_vmap(s=0, v=1, m=2)
-        def f(s, v, m):  # a scalar, a vector, a matrix
-            return v @ m @ v + s * v.size
-
-        f(2.0, jnp.ones((5, 3)), jnp.ones((5, 3, 3)))  # five of them
-        f(jnp.ones((4, 1)), jnp.ones((5, 3)), jnp.eye(3))  # 4 x 5, with one matrix
-
     What an argument has in front of the declared dimensions is its batch shape. Batch
     shapes broadcast as in NumPy, but nothing is copied to the full batch: the function is
     mapped (`vmap`) over each dimension for those arguments that have it, once for each run
@@ -73,6 +64,15 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
       ArgumentTypeError: (a TypeError) a rank that is none, an unknown parameter, too many
         ranks, a signature or annotation that cannot be read; when called: an argument with a
         rank that is not an array.
+
+    Example:
+      >>> @bx.auto_vmap(s=0, v=1, m=2)
+      ... def f(s, v, m):  # a scalar, a vector, a matrix
+      ...     return v @ m @ v + s * v.size
+      >>> f(2.0, jnp.ones((5, 3)), jnp.ones((5, 3, 3))).shape  # five of them
+      (5,)
+      >>> f(jnp.ones((4, 1)), jnp.ones((5, 3)), jnp.eye(3)).shape  # 4 x 5, with one matrix
+      (4, 5)
     """
     if len(ranks) == 1 and not named and callable(ranks[0]):
         return _decorate(ranks[0], _Declared(annotated_ranks(ranks[0])))

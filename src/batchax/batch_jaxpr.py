@@ -49,6 +49,12 @@ def batch_jaxpr(
       ArgumentTypeError: the first argument is not a closed jaxpr, or `axis_size`
         is not a size.
       AxisError: `in_axes` or `out_axes` does not fit the program.
+
+    Example:
+      >>> program = jax.make_jaxpr(lambda w, x: w @ x)(jnp.ones((2, 3)), jnp.ones(3))
+      >>> batched, out_axes = bx.batch_jaxpr(program, axis_size=8, in_axes=(None, 0))
+      >>> [x.shape for x in batched.in_avals], out_axes
+      ([(2, 3), (8, 3)], (0,))
     """
     if not isinstance(closed_jaxpr, _compat.ClosedJaxpr):
         raise ArgumentTypeError(

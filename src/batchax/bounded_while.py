@@ -70,6 +70,17 @@ def bounded_while(
         structure, shapes and dtypes of the carry.
       UnsupportedError: (a NotImplementedError) the loop is differentiated and does input or
         output (``io_callback``), which computing steps again would do twice.
+
+    References:
+      Which carries are kept: P. Stumm and A. Walther, New algorithms for optimal online
+      checkpointing, SIAM J. Sci. Comput. 32(2), 2010, doi:10.1137/080742439.
+
+    Example:
+      >>> def sqrt(a):  # Newton's method
+      ...     far = lambda x: abs(x * x - a) > 1e-4 * a
+      ...     return bx.bounded_while(far, lambda x: (x + a / x) / 2, a, max_steps=50)
+      >>> print(bx.vmap(jax.grad(sqrt))(jnp.array([4.0, 16.0, 25.0])).round(3))
+      [0.25  0.125 0.1  ]
     """
     for name, fun in (("cond_fun", cond_fun), ("body_fun", body_fun)):
         if not callable(fun):

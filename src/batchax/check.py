@@ -31,14 +31,10 @@ def check(
 ) -> Callable[..., None]:
     """Compares a batched function with the function itself, for some of the lanes.
 
-    For test suites, "is my function right under batching?" in one line::
-
-        def test_energy_of_a_batch():
-            bx.check(energy, (None, 0), batch_size=16)(params, molecules)
-
-    The batched function runs as it does in the program, for all lanes, with the options given; the
-    function runs by itself for the first lane, the last, and some between. Values are compared, and
-    derivatives: with respect to what is mapped, and to arrays that all lanes share.
+    For test suites, "is my function right under batching?" in one line. The batched function runs
+    as it does in the program, for all lanes, with the options given; the function runs by itself
+    for the first lane, the last, and some between. Values are compared, and derivatives: with
+    respect to what is mapped, and to arrays that all lanes share.
 
     Args:
       fun: a function of one example, as for `vmap`.
@@ -58,6 +54,11 @@ def check(
         entry of which output or derivative, what came and what was expected.
       ArgumentTypeError: `fun` is not callable, or the arguments are traced.
       UnsupportedError: `axis_name` is given: a lane by itself has no others to meet.
+
+    Example:
+      >>> def energy(charge, positions):
+      ...     return charge * jnp.sum(positions**2)
+      >>> bx.check(energy, (None, 0), batch_size=2)(2.0, jnp.ones((5, 3)))
     """
     if not callable(fun):
         raise ArgumentTypeError(

@@ -33,10 +33,7 @@ def check_rule(
 
     For test suites: it tries the rule with every combination of arguments batched, along
     the first and the last axis, compiled and not, under a second vmap, and with
-    derivatives of both modes and of second order, and raises at the first difference::
-
-        def test_solve_batch():
-            bx.check_rule(solve, jnp.eye(3) + 0.1, jnp.ones(3))
+    derivatives of both modes and of second order, and raises at the first difference.
 
     Args:
       fun: a `custom_vmap` function, or any function that `vmap` can batch.
@@ -58,6 +55,11 @@ def check_rule(
         entry of which output, what came and what was expected.
       ArgumentTypeError: (a TypeError) no argument is an array, or `others` do not have the
         structure of `example_args`.
+
+    Example:
+      >>> total = bx.custom_vmap(lambda x: jnp.sum(x))
+      >>> _ = total.def_vmap(lambda axis_size, in_batched, x: (jnp.sum(x, axis=1), True))
+      >>> bx.check_rule(total, jnp.ones(3))
     """
     examples = _Examples(example_args, others)
     check = _Comparison(getattr(fun, "__name__", repr(fun)), rtol, atol)

@@ -25,19 +25,7 @@ class custom_vmap(Generic[P, R]):
     """Gives `fun`, a function of one example, a batching rule.
 
     Wherever the function meets a batch, of `batchax.vmap` or ``jax.vmap``, the rule
-    computes all lanes at once::
-
-        @bx.custom_vmap
-        def solve(a, b):
-            return jnp.linalg.solve(a, b)
-
-        @solve.def_vmap
-        def solve_batch(axis_size, in_batched, a, b):
-            a_batched, b_batched = in_batched
-            if not a_batched:  # one matrix: factor it once
-                return jnp.linalg.solve(a, b.T).T, True
-            b = b if b_batched else jnp.broadcast_to(b, (axis_size, *b.shape))
-            return jnp.linalg.solve(a, b[..., None])[..., 0], True
+    computes all lanes at once.
 
     The rule is all there is to write: derivatives of a batch are those of the rule, in
     every order of `vmap`, ``jvp``, ``grad``, ``linearize``, ``jit``, ``checkpoint`` and
@@ -60,8 +48,9 @@ class custom_vmap(Generic[P, R]):
     A gradient of each lane with respect to an argument that all lanes share runs the rule
     for one lane, where that shares dear work, or with that argument batched.
 
-    Attributes:
-      fun: the function.
+    Args:
+      fun: the function. Its arguments and results are pytrees of arrays; other arguments may be
+        any Python objects.
 
     Raises:
       ArgumentTypeError: (a TypeError) `fun`, or a rule, is not callable, a rule does not
@@ -71,7 +60,22 @@ class custom_vmap(Generic[P, R]):
       UnsupportedError: (a NotImplementedError) the function is batched and has no rule, or
         is differentiated and does input or output.
 
-    JAX's ``custom_vmap`` (proposed in JAX #9073) has no reverse mode.
+    References:
+      JAX #9073, the proposal of ``jax.custom_batching.custom_vmap``, which has no reverse mode.
+
+    Example:
+      >>> @bx.custom_vmap
+      ... def solve(a, b):
+      ...     return jnp.linalg.solve(a, b)
+      >>> @solve.def_vmap
+      ... def solve_batch(axis_size, in_batched, a, b):
+      ...     a_batched, b_batched = in_batched
+      ...     if not a_batched:  # one matrix: factor it once
+      ...         return jnp.linalg.solve(a, b.T).T, True
+      ...     b = b if b_batched else jnp.broadcast_to(b, (axis_size, *b.shape))
+      ...     return jnp.linalg.solve(a, b[..., None])[..., 0], True
+      >>> bx.vmap(solve, (None, 0))(jnp.eye(3), jnp.ones((8, 3))).shape
+      (8, 3)
     """
 
     fun: Callable[P, R]
@@ -106,6 +110,17 @@ class custom_vmap(Generic[P, R]):
 
         Returns:
           `rule`.
+
+        Raises:
+          ArgumentTypeError: (a TypeError) `rule` is not callable.
+
+        Example:
+          >>> norm = bx.custom_vmap(lambda x: jnp.sqrt(jnp.sum(x**2)))
+          >>> @norm.def_vmap
+          ... def norms(axis_size, in_batched, x):
+          ...     return jnp.sqrt(jnp.sum(x**2, axis=1)), True
+          >>> print(bx.vmap(norm)(jnp.array([[3.0, 4.0], [6.0, 8.0]])))
+          [ 5. 10.]
         """
         _check_callable("def_vmap", "a batching rule", rule)
         self._rule = rule
@@ -122,6 +137,17 @@ class custom_vmap(Generic[P, R]):
 
         Returns:
           `rule`.
+
+        Raises:
+          ArgumentTypeError: (a TypeError) `rule` is not callable.
+
+        Example:
+          >>> softplus = bx.custom_vmap(lambda x: jnp.log1p(jnp.exp(x)))
+          >>> @softplus.def_jvp
+          ... def _(primals, tangents):
+          ...     return softplus(*primals), jax.nn.sigmoid(*primals) * tangents[0]
+          >>> print(jax.grad(softplus)(100.0))  # exp(100) is infinite
+          1.0
         """
         _check_callable("def_jvp", "a rule `rule(primals, tangents)`", rule)
         self._derivatives = self._derivatives.replace(jvp=rule)
@@ -139,6 +165,15 @@ class custom_vmap(Generic[P, R]):
             have leaves that are no arrays.
           bwd: ``bwd(residuals, cotangent) -> cotangents``, a tuple with one for each
             argument, or None in place of zeros.
+
+        Raises:
+          ArgumentTypeError: (a TypeError) `fwd` or `bwd` is not callable.
+
+        Example:
+          >>> clipped = bx.custom_vmap(lambda x: x)
+          >>> clipped.def_vjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1, 1),))
+          >>> print(jax.grad(lambda x: 10 * clipped(x))(2.0))
+          1.0
         """
         _check_callable("def_vjp", "a rule `fwd(*args)`", fwd)
         _check_callable("def_vjp", "a rule `bwd(residuals, cotangent)`", bwd)

@@ -18,12 +18,7 @@ def find_nonfinite(
     For each lane with such a result: the equation that made the first value on the way to it that
     is not finite, with the line of its source, the iteration of loops around it, and for the first
     few lanes what the equation was given; or the argument that it came in with. An infinity that
-    reaches no result, and becomes no NaN on the way to one, such as that of a mask, is no fault::
-
-        def f(x):
-            return jnp.where(x > 0, jnp.sqrt(x), 0.0)
-
-        print(bx.find_nonfinite(jax.grad(f))(jnp.array([4.0, 0.0, -1.0])))
+    reaches no result, and becomes no NaN on the way to one, such as that of a mask, is no fault.
 
     Each value has a handful of integers beside it, which costs one more reduction for each
     equation. Programs inside calls that are none of JAX's, such as functions with a batching rule
@@ -35,11 +30,25 @@ def find_nonfinite(
       **options: of `vmap`: `batch_size` for batches larger than memory, `axis_name`, `mesh`.
 
     Returns:
-      A function of the batch. It returns what was found: `.lanes`, `.faults`; false if nothing was;
-      printed, how many lanes each equation is to blame for, and the first few lanes.
+      A function of the batch. It returns what was found, with the attributes `lanes` and `faults`.
+      That is false if nothing was found; printed, it says how many lanes each equation is to blame
+      for, and shows the first few lanes.
 
     Raises:
-      ArgumentTypeError: `fun` is not callable. What `vmap` raises.
+      ArgumentTypeError: `fun` is not callable.
+      BatchaxError: what `vmap` raises, for options and arguments that do not fit.
+
+    Example:
+      >>> def f(x):
+      ...     return jnp.where(x > 0, jnp.sqrt(x), 0.0)
+      >>> found = bx.find_nonfinite(jax.grad(f))(jnp.array([4.0, 0.0, -1.0]))
+      >>> print(found)
+      2 of 3 lanes have results that are not finite.
+      ...
+      >>> for fault in found.faults:
+      ...     print(fault.lane, fault.kind, fault.primitive)
+      1 nan div
+      2 nan sqrt
     """
     if not callable(fun):
         raise ArgumentTypeError(

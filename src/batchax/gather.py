@@ -21,10 +21,7 @@ def gather(tree: Any, to: Literal["all"] | int = "all") -> Any:
     """Brings arrays to the host, those that are spread over several processes too.
 
     Results of ``vmap(..., mesh=)`` stay on the devices that computed them, where ``np.asarray`` can
-    not read what other processes have::
-
-        losses = bx.vmap(loss, (None, 0), mesh="all")(params, rows)
-        every_loss = bx.gather(losses)
+    not read what other processes have.
 
     It is a collective: all processes must call it, in the same order. Arrays are sent a block at a
     time, so devices need memory for a block and not for the whole; nothing is sent of what this
@@ -43,6 +40,11 @@ def gather(tree: Any, to: Literal["all"] | int = "all") -> Any:
       AxisError: there is no process of that index.
       ProcessesError: not all processes make the call, or not with such arrays.
       UnsupportedError: an array is traced.
+
+    Example:
+      >>> losses = bx.vmap(jnp.square, mesh="all")(jnp.arange(4))
+      >>> bx.gather(losses).tolist()
+      [0, 1, 4, 9]
     """
     count = jax.process_count()
     if to != "all":

@@ -18,15 +18,10 @@ def host_function(
 ) -> Callable[..., Any]:
     """Makes a Python function of one example callable from JAX, over any batch.
 
-    For libraries that compute outside of JAX (NumPy, SciPy, a simulator)::
-
-        quad = bx.host_function(integrate, jax.ShapeDtypeStruct((), jnp.float32), threads=4)
-        bx.vmap(quad)(xs)
-
-    For a batch the host is called once (``jax.pure_callback``), and `fun` for each lane:
-    one after another, in order, or several at a time in threads. Threads help where `fun`
-    waits or lets go of Python's lock, as NumPy, SciPy and most compiled libraries do
-    (the wish of JAX #24756).
+    For libraries that compute outside of JAX (NumPy, SciPy, a simulator). For a batch the host
+    is called once (``jax.pure_callback``), and `fun` for each lane: one after another, in order,
+    or several at a time in threads. Threads help where `fun` waits or lets go of Python's lock,
+    as NumPy, SciPy and most compiled libraries do.
 
     Args:
       fun: takes arguments of one example, whose arrays are NumPy arrays, and returns
@@ -44,6 +39,15 @@ def host_function(
       ArgumentTypeError: (a TypeError) `fun` is not callable or `threads` is not an int.
       AxisError: (a ValueError) `threads` is less than one; or, when it runs, a result of
         another structure or shape than `out_type` (JAX reports it with its own type).
+
+    References:
+      JAX #24756, the wish for lanes of a callback in threads.
+
+    Example:
+      >>> import math
+      >>> gamma = bx.host_function(math.gamma, jax.ShapeDtypeStruct((), jnp.float32), threads=4)
+      >>> print(bx.vmap(gamma)(jnp.arange(1.0, 6.0)))
+      [ 1.  1.  2.  6. 24.]
     """
     if not callable(fun):
         raise ArgumentTypeError(

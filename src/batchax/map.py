@@ -50,13 +50,7 @@ def map(
     """Applies a function of one row to all rows of a dataset.
 
     Rows are read, computed and written a batch at a time, so the dataset may be larger than memory.
-    What is done stays done: if the process dies, the same call goes on where it was::
-
-        import numpy as np
-
-        np.save("x.npy", np.random.rand(1000, 8).astype("float32"))
-        report = bx.map(lambda x: x / jnp.linalg.norm(x), "x.npy", out="unit.zarr")
-        print(report)
+    What is done stays done: if the process dies, the same call goes on where it was.
 
     Args:
       fun: a function of one row, as for `vmap`.
@@ -97,7 +91,8 @@ def map(
         many there are.
 
     Returns:
-      A report: `rows`, `reused`, `quarantined`, `outputs`, `reduced`, `seconds`.
+      A report, with the attributes `rows`, `reused`, `quarantined`, `outputs`, `reduced`,
+      `seconds`, `bad` and `left`.
 
     Raises:
       ArgumentTypeError: an argument has the wrong type.
@@ -106,6 +101,14 @@ def map(
       StorageError: something cannot be read or written.
       JobError: `out` is there and of another job, or in use.
       KeyboardInterrupt: Ctrl-C, after what was being computed is kept.
+
+    Example:
+      >>> np.save("x.npy", np.arange(12.0).reshape(4, 3))
+      >>> report = bx.map(jnp.sum, "x.npy", out="sums.npy", progress=False)
+      >>> report.rows, report.outputs
+      (4, 'sums.npy')
+      >>> print(np.load("sums.npy"))
+      [ 3. 12. 21. 30.]
     """
     begun = time.monotonic()
     if not callable(fun):

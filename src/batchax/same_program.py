@@ -34,6 +34,13 @@ class Comparison:
         how often each operation occurs.
       difference: the first difference; None where there is none.
       compiled: whether the optimised programs were compared, or the staged ones.
+
+    Example:
+      >>> comparison = bx.same_program(lambda x: x * x, lambda x: x + x, jnp.ones(3))
+      >>> bool(comparison)
+      False
+      >>> comparison.operations
+      (('mul',), ('add',))
     """
 
     same: bool
@@ -67,23 +74,7 @@ def same_program(
     cancel or that the next operation does away with, axes of size one, operations that change
     nothing, and whether a type is weak. Constants are compared by value, loops and branches
     by their bodies, and what ``shard_map`` runs on each device by what it is, where ``vmap`` with
-    `mesh` wrote it, too::
-
-        import jax
-        import jax.numpy as jnp
-
-        import batchax as bx
-
-        def f(M, v, b):
-            return jnp.tanh(M @ v + b).sum()
-
-        def by_hand(M, vs, b):
-            return jnp.tanh(jnp.einsum("ij,bj->bi", M, vs) + b).sum(axis=1)
-
-        shapes = [(3, 5), (8, 5), (3,)]
-        M, vs, b = (jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)
-        print(bx.same_program(bx.vmap(f, (None, 0, None)), by_hand, M, vs, b))
-        # the same program: dot_general, add, tanh, reduce_sum
+    `mesh` wrote it, too.
 
     Functions that are the same program compute the same, up to the order in which a sum adds.
     Those that are not may still do so: a sum of products is not a contraction, as a program.
@@ -103,6 +94,15 @@ def same_program(
     Raises:
       ArgumentTypeError: if `f` or `g` cannot be called. What a function raises for these
         arguments is raised as it is.
+
+    Example:
+      >>> def f(M, v):
+      ...     return jnp.tanh(M @ v).sum()
+      >>> def by_hand(M, vs):
+      ...     return jnp.tanh(jnp.einsum("ij,bj->bi", M, vs)).sum(axis=1)
+      >>> M, vs = jnp.ones((3, 5)), jnp.ones((8, 5))
+      >>> print(bx.same_program(bx.vmap(f, (None, 0)), by_hand, M, vs))
+      the same program: dot_general, tanh, reduce_sum
     """
     for name, fun in (("f", f), ("g", g)):
         if not callable(fun):

@@ -56,16 +56,9 @@ def scan(
 ) -> Callable[..., tuple[Any, Any]]:
     """Loops `fun`, a function of one step, over an axis of its arguments.
 
-    ``lax.scan`` as a transformation in the manner of `vmap`::
-
-        def step(carry, x, params):
-            carry = jnp.tanh(params["w"] @ carry + x)
-            return carry, carry
-
-        carry, ys = bx.scan(step, in_axes=(1, None), out_axes=1)(init, xs, params)
-
-    runs ``carry, ys[:, t] = step(carry, xs[:, t], params)`` for each `t` in turn. Prefer
-    it to ``lax.scan`` where the axis of the steps is not the first one (the arrays are
+    ``lax.scan`` as a transformation in the manner of `vmap`: with ``in_axes=(1, None)`` and
+    ``out_axes=1`` it runs ``carry, ys[:, t] = fun(carry, xs[:, t], params)`` for each `t` in
+    turn. Prefer it to ``lax.scan`` where the axis of the steps is not the first one (the arrays are
     read and written where they are, without a transposed copy), where some arguments are
     the same at every step, or are no arrays, or where a step takes several arguments.
     With everything along axis 0 it is ``lax.scan``.
@@ -99,7 +92,7 @@ def scan(
         the last lane; the others are masked.
 
     Returns:
-      A function ``(init, *xs, **kwargs) -> (carry, ys)``: from the first carry and the
+      A function ``(init, *xs, **kwargs) -> (carry, ys)``, from the first carry and the
       whole arrays to the last carry and the stacked `ys`. An `x` of shape
       ``(*before, length, *after)`` mapped over axis ``len(before)`` reaches `fun` with
       shape ``(*before, *after)``; an output of `fun` of shape ``(*before, *after)`` comes
@@ -116,6 +109,18 @@ def scan(
         over another axis than its first, or is used together with `until`; or there are both
         `until` and `unroll`; or, with `until`, steps that do input or output are
         differentiated.
+
+    References:
+      With `until`, what reverse mode keeps: as for `bounded_while`.
+
+    Example:
+      >>> def step(carry, x, w):
+      ...     carry = jnp.tanh(w @ carry + x)
+      ...     return carry, carry
+      >>> init, xs, w = jnp.zeros(3), jnp.ones((3, 50)), jnp.eye(3)
+      >>> last, ys = bx.scan(step, in_axes=(1, None), out_axes=1)(init, xs, w)
+      >>> last.shape, ys.shape
+      ((3,), (3, 50))
     """
     if not callable(fun):
         raise ArgumentTypeError(

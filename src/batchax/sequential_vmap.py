@@ -20,13 +20,7 @@ def sequential_vmap(fun: Callable[P, R]) -> custom_vmap[P, R]:
 
     For a function that needs too much memory for several lanes at once, whose lanes are
     to have their effects in order, or that does less for one lane than for many (a
-    branch not taken, a loop that ends early)::
-
-        @bx.sequential_vmap
-        def simulate(parameters):
-            ...
-
-        results = bx.vmap(simulate)(all_parameters)
+    branch not taken, a loop that ends early).
 
     Under several vmaps the loops are nested. Effects (prints, ``io_callback``) come in
     order of the lanes. It may be differentiated, in reverse mode too (that of JAX,
@@ -41,6 +35,13 @@ def sequential_vmap(fun: Callable[P, R]) -> custom_vmap[P, R]:
 
     Raises:
       ArgumentTypeError: (a TypeError) `fun` is not callable.
+
+    Example:
+      >>> @bx.sequential_vmap
+      ... def largest(m):  # one matrix in memory at a time
+      ...     return jnp.max(m @ m.T)
+      >>> print(bx.vmap(lambda x: largest(jnp.outer(x, x)))(jnp.ones((4, 3))))
+      [3. 3. 3. 3.]
     """
     sequential = custom_vmap(fun)
 

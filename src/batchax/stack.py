@@ -18,10 +18,7 @@ from batchax.frontend.outputs import is_array
 def stack(trees: Sequence[Any]) -> Any:
     """Trees of one structure as one, whose arrays have one more axis, in front.
 
-    What `vmap` maps over, of an ensemble of models or a list of states::
-
-        models = [init(key) for key in keys]
-        bx.vmap(apply, (0, None))(bx.stack(models), x)
+    What `vmap` maps over, of an ensemble of models or a list of states.
 
     Args:
       trees: pytrees of one structure. Arrays and numbers at one place have one shape and dtype;
@@ -34,6 +31,14 @@ def stack(trees: Sequence[Any]) -> Any:
       AxisError: (a ValueError) there is no tree; or two differ in structure, or in the shape, dtype
         or value of a leaf: the message names the first such leaf, and the trees.
       ArgumentTypeError: (a TypeError) a leaf is a `Ragged`, a sparse matrix or another container.
+
+    Example:
+      >>> models = [{"w": jnp.full((3, 2), i), "name": "linear"} for i in range(4)]
+      >>> bx.stack(models)["w"].shape
+      (4, 3, 2)
+      >>> apply = lambda w, x: w @ x
+      >>> bx.vmap(apply, (0, None))(bx.stack(models)["w"], jnp.ones(2)).shape
+      (4, 3)
     """
     trees = list(trees)
     if not trees:
@@ -71,6 +76,11 @@ def unstack(tree: Any) -> list[Any]:
     Raises:
       AxisError: (a ValueError) there is no array, or first axes are missing or differ in size.
       ArgumentTypeError: (a TypeError) as for `stack`.
+
+    Example:
+      >>> models = bx.unstack({"w": jnp.arange(6).reshape(3, 2)})
+      >>> print(len(models), models[1]["w"])
+      3 [2 3]
     """
     leaves, structure = _leaves("unstack: tree", tree)
     arrays = [(jax.tree_util.keystr(keys), x) for keys, x in leaves if is_array(x)]

@@ -98,12 +98,8 @@ def tiles(
 ) -> Tiles:
     """In `in_axes`, blocks of an axis as lanes; in `out_axes`, blocks joined along an axis.
 
-    The function sees blocks of `size` elements along `axis`, one after another::
-
-        # local attention: tokens attend to those of their block of 64
-        bx.vmap(attention, bx.tiles(size=64), bx.tiles())(tokens)    # (n, d) -> (n, d)
-
-    is what ``x.reshape(n // 64, 64, d)``, ``vmap`` and a reshape back would be: nothing is copied.
+    The function sees blocks of `size` elements along `axis`, one after another: as by
+    ``x.reshape(n // size, size, d)``, `vmap` and a reshape back. Nothing is copied.
 
     Args:
       size: how many elements along `axis` a block has.
@@ -114,8 +110,17 @@ def tiles(
         the last block is shorter. The function then sees rows with a symbolic size, as those of
         a `Ragged`; give it in `out_axes`, too.
 
+    Returns:
+      What `in_axes` and `out_axes` of `vmap` take in place of an int.
+
     Raises:
       ArgumentTypeError: an argument is of the wrong type, or both `size` and `count` are given.
+
+    Example:
+      >>> def attention(x):  # tokens attend to those of their block
+      ...     return jax.nn.softmax(x @ x.T) @ x
+      >>> bx.vmap(attention, bx.tiles(size=64), bx.tiles())(jnp.ones((256, 8))).shape
+      (256, 8)
     """
     for name, n in (("size", size), ("count", count)):
         if n is not None and not (is_position(n) and n > 0):

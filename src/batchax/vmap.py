@@ -152,6 +152,15 @@ def vmap(
     Warns:
       SmallerChunksWarning: memory ran out, outside of `jit`, with chunks of `batch_size`
         lanes, and the call goes on with fewer.
+
+    Example:
+      >>> def predict(w, x):  # of one example
+      ...     return jnp.tanh(w @ x)
+      >>> w, xs = jnp.ones((3, 5)), jnp.ones((8, 5))
+      >>> bx.vmap(predict, in_axes=(None, 0))(w, xs).shape
+      (8, 3)
+      >>> bx.vmap(predict, (None, 0), bx.Reduce("mean"), batch_size=2)(w, xs).shape
+      (3,)
     """
     if not callable(fun):
         raise ArgumentTypeError(

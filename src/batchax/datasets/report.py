@@ -25,6 +25,14 @@ class Report:
       seconds: how long this call took.
       left: how many rows are left to other shards of the job.
       bad: the rows without a result, each with its number `row`, its `error` and a `traceback`.
+
+    Example:
+      >>> x = np.array([1.0, -1.0, 4.0])
+      >>> report = bx.map(jnp.log, x, on_nonfinite="quarantine", progress=False)
+      >>> print(report)
+      3 rows, 1 quarantined, ...
+      >>> report.bad[0].row
+      1
     """
 
     rows: int

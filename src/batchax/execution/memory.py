@@ -49,6 +49,14 @@ class BatchSizeChoice:
       limit: bytes that were allowed.
       tried: for each batch size that was tried the bytes that the compiled program
         needs for temporaries, arguments and outputs.
+
+    Example:
+      >>> def f(x):
+      ...     return jnp.sort(jnp.outer(x, x), axis=None)[0]
+      >>> smallest = bx.vmap(f, batch_size="auto", memory_limit="1MiB")(jnp.ones((1000, 32)))
+      >>> print(bx.batch_size_choices()[-1])
+      f: ... of 1000 lanes at a time, which need ... of the 1 MiB allowed
+      ...
     """
 
     program: str
@@ -109,6 +117,15 @@ def batch_size_choices() -> list[BatchSizeChoice]:
     A choice is made when a program is compiled: one for a function that runs forward,
     another for its derivative. The same are logged, at level INFO, by the logger
     "batchax". `str` of a choice is a table for people.
+
+    Returns:
+      A new list of `BatchSizeChoice`.
+
+    Example:
+      >>> total = bx.vmap(jnp.sum, batch_size="auto", memory_limit="1MiB")(jnp.ones((100, 3)))
+      >>> choice = bx.batch_size_choices()[-1]
+      >>> choice.size, choice.tried[choice.batch_size] <= choice.limit
+      (100, True)
     """
     return list(_chosen.values())
 

@@ -259,7 +259,7 @@ class Account:
 
     @property
     def work(self) -> Work:
-        """What one call costs, for all lanes: `flops`, and `bytes` read and written."""
+        """What one call costs, for all lanes, in `flops` and in `bytes` read and written."""
         return sum((eqn.work for eqn in self.equations), self.outside)
 
     def walk(self) -> Iterator[Equation]:

@@ -45,11 +45,7 @@ def local(tree: Any) -> Any:
     Where several processes run one program, an array of NumPy given to ``vmap(..., mesh="all")`` is
     the whole batch on each of them. Of ``local(x)`` each process has its own rows, as many as it
     happens to have, or none; they run on its own devices, and the batch is those of process 0, then
-    those of process 1, and so on::
-
-        rows = load_part(jax.process_index())
-        mean_loss = bx.vmap(loss, (None, 0), bx.Reduce("mean"), mesh="all")
-        mean_loss(params, bx.local(rows))  # over the rows of all processes
+    those of process 1, and so on.
 
     How many rows each has the processes tell each other, so all of them must make the call.
     With one process it is the whole batch.
@@ -64,6 +60,12 @@ def local(tree: Any) -> Any:
       ArgumentTypeError: a leaf is no array.
       UnsupportedError: it is traced (inside of `jit` arrays are those of all processes), or
         is spread over several processes already.
+
+    Example:
+      >>> rows = np.arange(4.0) + 4 * jax.process_index()  # what this process has read
+      >>> mean = bx.vmap(jnp.square, out_axes=bx.Reduce("mean"), mesh="all")
+      >>> print(mean(bx.local(rows)))  # over the rows of all processes, here of one
+      3.5
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_container)
     return structure.unflatten([_local(f"x{jax.tree_util.keystr(k)}", x) for k, x in leaves])

@@ -20,14 +20,22 @@ from batchax.kernel.axis import Axis, AxisPosition, match_axis, move_axis
 
 
 class _Auto:
-    """The type of `AUTO`."""
+    """What `out_axes` says for a batch axis at 0 where an output depends on the batch, else none.
+
+    In `batch_jaxpr` the batch axis stays where the program makes it.
+
+    Example:
+      >>> f = lambda w, x: {"w": 2 * w, "y": w * x}
+      >>> out = bx.vmap(f, in_axes=(None, 0), out_axes=bx.AUTO)(3.0, jnp.ones(8))
+      >>> jax.tree.map(jnp.shape, out)
+      {'w': (), 'y': (8,)}
+    """
 
     def __repr__(self) -> str:
         return "batchax.AUTO"
 
 
 AUTO = _Auto()
-"""In `out_axes`: batch axis at 0 where an output depends on the batch, else none."""
 
 _REDUCTIONS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], Any]]] = {
     # kind: (over the batch axis, for a value that is the same in all lanes)
@@ -52,6 +60,11 @@ class Reduce:
 
     Raises:
       AxisError: `kind` or `unmapped` is none of these.
+
+    Example:
+      >>> loss = lambda w, x: (w * x) ** 2
+      >>> print(bx.vmap(loss, (None, 0), bx.Reduce("mean"))(2.0, jnp.array([1.0, 2.0, 3.0, 4.0])))
+      30.0
     """
 
     kind: str

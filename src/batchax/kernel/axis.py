@@ -34,6 +34,16 @@ class Axis:
         sharded over (meshes with axes of type Explicit), or None.
       divergence: how lanes that part ways are run (`kernel.divergence`), or None to have
         them masked.
+
+    Example:
+      >>> from jax.extend.core import Primitive
+      >>> lanes_p = Primitive("lanes")  # the number of lanes, one in a loop
+      >>> _ = lanes_p.def_abstract_eval(lambda x: x)
+      >>> @bx.register_rule(lanes_p)
+      ... def _(axis, args, axes):
+      ...     return jnp.int32(axis.size), None
+      >>> print(bx.vmap(lanes_p.bind, out_axes=bx.AUTO)(jnp.arange(5, dtype="int32")))
+      5
     """
 
     size: int
@@ -47,6 +57,15 @@ def move_axis(x: Any, source: int, destination: int) -> Any:
     """`x` with axis `source` at `destination`; both may be negative.
 
     Emits nothing when the axis is there already.
+
+    Args:
+      x: an array.
+      source: the axis to move.
+      destination: where it is in the result.
+
+    Example:
+      >>> bx.move_axis(jnp.ones((2, 3, 4)), 0, -1).shape
+      (3, 4, 2)
     """
     ndim = x.ndim
     source, destination = source % ndim, destination % ndim
@@ -94,14 +113,41 @@ def expand_axis(x: Any, destination: int) -> Any:
 
 
 def match_axis(axis: Axis, x: Any, source: AxisPosition, destination: int) -> Any:
-    """`x` with its batch axis at `destination`, repeated if it had none."""
+    """`x` with its batch axis at `destination`, repeated if it had none.
+
+    Args:
+      axis: the axis that a rule is called for.
+      x: an array.
+      source: where `x` has the batch axis; None if it does not depend on the batch.
+      destination: where the result has it.
+
+    Example:
+      >>> axis = bx.Axis(size=5)
+      >>> bx.match_axis(axis, jnp.ones((5, 3)), 0, 1).shape
+      (3, 5)
+      >>> bx.match_axis(axis, jnp.ones(3), None, 1).shape
+      (3, 5)
+    """
     if source is None:
         return broadcast_axis(axis, x, destination)
     return move_axis(x, source, destination)
 
 
 def axis_to_front(axis: Axis, x: Any, source: AxisPosition) -> Any:
-    """`x` with its batch axis first, repeated if it had none."""
+    """`x` with its batch axis first, repeated if it had none.
+
+    Args:
+      axis: the axis that a rule is called for.
+      x: an array.
+      source: where `x` has the batch axis; None if it does not depend on the batch.
+
+    Example:
+      >>> axis = bx.Axis(size=5)
+      >>> bx.axis_to_front(axis, jnp.ones((3, 5)), 1).shape
+      (5, 3)
+      >>> bx.axis_to_front(axis, jnp.ones(3), None).shape
+      (5, 3)
+    """
     return match_axis(axis, x, source, 0)
 
 

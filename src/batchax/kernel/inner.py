@@ -39,7 +39,15 @@ class _Placement(enum.Enum):
 
 ANYWHERE: Any = _Placement.ANYWHERE
 ZERO_IF_MAPPED: Any = _Placement.ZERO_IF_MAPPED
-"""In `batch_jaxpr`: an output has the batch axis first if it depends on the batch, or none."""
+ZERO_IF_MAPPED.__doc__ = """\
+What `out_axes` of `batch_jaxpr` says for a batch axis at 0 where an output has one, else none.
+
+Example:
+  >>> program = jax.make_jaxpr(lambda w, x: (2 * w, x.sum()))(1.0, jnp.ones(3))
+  >>> _, out_axes = bx.batch_jaxpr(program, 8, (None, 1), out_axes=bx.ZERO_IF_MAPPED)
+  >>> out_axes
+  (None, 0)
+"""
 
 # Weak in the body, so that arrays a body holds are freed with it; bounded, for
 # bodies whose batched form refers back to them.

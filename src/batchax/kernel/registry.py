@@ -77,12 +77,16 @@ def register_rule(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
       RuleReplacedWarning: batchax has a rule for the primitive, which is replaced.
 
     Example:
-      A primitive whose per-example operand is a vector::
-
-        @bx.register_rule(my_norm_p)
-        def _(axis, args, axes):
-            x = bx.axis_to_front(axis, args[0], axes[0])
-            return my_batched_norm_p.bind(x), 0
+      >>> from jax.extend.core import Primitive
+      >>> reverse_p = Primitive("reverse")  # of a vector
+      >>> _ = reverse_p.def_impl(lambda x: x[::-1]), reverse_p.def_abstract_eval(lambda x: x)
+      >>> @bx.register_rule(reverse_p)
+      ... def _(axis, args, axes):
+      ...     x = bx.axis_to_front(axis, args[0], axes[0])
+      ...     return x[:, ::-1], 0
+      >>> print(bx.vmap(reverse_p.bind)(jnp.array([[1, 2, 3], [4, 5, 6]])))
+      [[3 2 1]
+       [6 5 4]]
     """
     if not isinstance(primitive, (_compat.Primitive, str)):
         raise ArgumentTypeError(

@@ -35,9 +35,16 @@ def vectorized(primitive: Primitive) -> None:
 
     Rows of a `Ragged` are treated so, too: packed or padded, it runs on all of them at once.
 
-    Example::
+    Args:
+      primitive: a ``jax.extend.core.Primitive``.
 
-        bx.vectorized(cube_p)
+    Example:
+      >>> from jax.extend.core import Primitive
+      >>> cube_p = Primitive("cube")
+      >>> _ = cube_p.def_impl(lambda x: x**3), cube_p.def_abstract_eval(lambda x: x)
+      >>> bx.vectorized(cube_p)
+      >>> print(bx.vmap(cube_p.bind)(jnp.arange(4)))
+      [ 0  1  8 27]
     """
 
     def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
@@ -58,9 +65,16 @@ def broadcasting(primitive: Primitive) -> None:
     to broadcast, as those of ``jax.lax.add`` do. Rows of a `Ragged` are treated so, too:
     packed or padded, it runs on all of them at once.
 
-    Example::
+    Args:
+      primitive: a ``jax.extend.core.Primitive``.
 
-        bx.broadcasting(hypot_p)
+    Example:
+      >>> from jax.extend.core import Primitive
+      >>> hypot_p = Primitive("hypot")
+      >>> _ = hypot_p.def_impl(jnp.hypot), hypot_p.def_abstract_eval(lambda x, y: x)
+      >>> bx.broadcasting(hypot_p)
+      >>> print(bx.vmap(hypot_p.bind, (0, None))(jnp.array([3.0, 0.0]), jnp.float32(4.0)))
+      [5. 4.]
     """
 
     def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
@@ -79,9 +93,14 @@ def reducing(primitive: Primitive, neutral: Any = None) -> None:
         operand's dtype that returns one. Rows of a `Ragged`, padded with it, are then reduced
         all at once. Without it those of one length are, for as many lengths as there are.
 
-    Example::
-
-        bx.reducing(norm_p, neutral=0)
+    Example:
+      >>> from jax.extend.core import Primitive
+      >>> norm_p = Primitive("norm")  # of a vector
+      >>> _ = norm_p.def_impl(lambda x, axes: jnp.sqrt(jnp.sum(x**2, axes)))
+      >>> _ = norm_p.def_abstract_eval(lambda x, axes: jax.core.ShapedArray((), x.dtype))
+      >>> bx.reducing(norm_p, neutral=0)
+      >>> print(bx.vmap(lambda x: norm_p.bind(x, axes=(0,)))(jnp.array([[3.0, 4.0], [0.0, 2.0]])))
+      [5. 2.]
     """
 
     def rule(axis: Axis, args: Any, axes_: Any, /, **params: Any) -> tuple[Any, Any]:

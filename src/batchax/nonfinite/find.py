@@ -86,6 +86,13 @@ class NonFinite:
       lanes: the indices of lanes with results that are not finite.
       faults: for each of them where the first such result comes from.
       size: how many lanes there are.
+
+    Example:
+      >>> found = bx.find_nonfinite(jnp.log)(jnp.array([1.0, 0.0, -1.0]))
+      >>> print(found.lanes)
+      [1 2]
+      >>> [(fault.kind, fault.primitive) for fault in found.faults]
+      [('inf', 'log'), ('nan', 'log')]
     """
 
     lanes: np.ndarray

@@ -25,6 +25,16 @@ class Buckets:
       sizes: the size of each bucket, increasing.
       rows: the indices of the rows in each, increasing. Every row is in one.
       max_length: what all rows would be padded to without buckets.
+
+    Example:
+      >>> buckets = bx.bucket([1, 2, 2, 9, 10], max_buckets=2)
+      >>> buckets
+      Buckets(5 rows in 2 sizes, waste 1.08; 2.08 in one size of 10)
+        size  rows  elements  waste
+           2     3         5   1.20
+          10     2        19   1.05
+      >>> [rows.tolist() for rows in buckets.rows]
+      [[0, 1, 2], [3, 4]]
     """
 
     lengths: np.ndarray
@@ -60,6 +70,13 @@ class Buckets:
         Raises:
           AxisError: `x` has other rows.
           ArgumentTypeError: its lengths are traced.
+
+        Example:
+          >>> x = bx.Ragged(jnp.arange(6), [1, 3, 2])
+          >>> for part in bx.bucket(x, 2).split(x):
+          ...     print(part.lengths.tolist(), part.max_length)
+          [1] 1
+          [3, 2] 3
         """
         if isinstance(x, Ragged):
             self._check_lengths(x)
@@ -78,9 +95,17 @@ class Buckets:
           parts: for each bucket a `Ragged`, or an array, with an entry for each of its rows.
           axis: of arrays: where their rows are.
 
+        Returns:
+          A `Ragged` if the parts are, otherwise an array.
+
         Raises:
           AxisError: there is not one part for each bucket, or one has another number of rows.
           ArgumentTypeError: parts are neither all `Ragged` nor all arrays.
+
+        Example:
+          >>> buckets = bx.bucket([1, 9, 2], max_buckets=2)
+          >>> print(buckets.join([np.array([1, 2]), np.array([9])]))
+          [1 9 2]
         """
         parts = list(parts)
         if len(parts) != len(self.sizes):
@@ -146,14 +171,23 @@ def bucket(ragged_or_lengths: Any, max_buckets: int = 8, *, multiple_of: int = 1
       max_buckets: the most sizes; each is compiled for by itself.
       multiple_of: sizes are multiples of it.
 
+    Returns:
+      The `Buckets`. They are what `buckets` of `vmap` takes.
+
     Raises:
       ArgumentTypeError: (a TypeError) lengths are traced or no integers, or an option is none.
       AxisError: (a ValueError) a length is negative, or an option is less than 1.
 
-    Example::
+    References:
+      Grouping on a line by a dynamic programme: W. D. Fisher, On grouping for maximum
+      homogeneity, 1958; R. Bellman, 1973.
 
-      buckets = bx.bucket(x, 4)
-      out = buckets.join([bx.vmap(f)(part) for part in buckets.split(x)])
+    Example:
+      >>> x = bx.Ragged(jnp.arange(6), [1, 3, 2])
+      >>> buckets = bx.bucket(x, 2)
+      >>> parts = [jax.jit(bx.vmap(jnp.sum))(part) for part in buckets.split(x)]
+      >>> print(buckets.join(parts))
+      [0 6 9]
     """
     for name, value in (("max_buckets", max_buckets), ("multiple_of", multiple_of)):
         if not is_position(value):
@@ -206,10 +240,9 @@ def _lengths_of(x: Any) -> np.ndarray:
 def _cheapest(sizes: np.ndarray, counts: np.ndarray, most: int) -> list[int]:
     """Which of the increasing `sizes` to use, at most so many, for the least elements in all.
 
-    The dynamic programme for grouping on a line (W. D. Fisher, On grouping for maximum
-    homogeneity, 1958; R. Bellman, 1973): the best use of k sizes for the first j lengths ends in
-    one group after the best use of k - 1 for those before. Where that group begins does not
-    decrease with j, since what a group costs is Monge, which saves looking at earlier ones.
+    The dynamic programme that `bucket` refers to: the best use of k sizes for the first j lengths
+    ends in one group after the best use of k - 1 for those before. Where that group begins does
+    not decrease with j, since what a group costs is Monge, which saves looking at earlier ones.
     """
     count = len(sizes)
     before = np.concatenate([[0], np.cumsum(counts)])  # rows among the first j sizes

@@ -35,8 +35,18 @@ class Converters:
 
         Its values are copied from the host's memory, without PyTorch's gradients.
 
+        Args:
+          nested: the tensor.
+          max_length: as for `Ragged`.
+
         Raises:
           ArgumentTypeError: it is of another kind.
+
+        Example:
+          >>> import torch  # doctest: +SKIP
+          >>> rows = [torch.ones(3), torch.ones(1)]  # doctest: +SKIP
+          >>> nested = torch.nested.nested_tensor(rows, layout=torch.jagged)  # doctest: +SKIP
+          >>> x = bx.Ragged.from_torch(nested)  # doctest: +SKIP
         """
         _check_has("from_torch", nested, "a nested tensor of layout torch.jagged", _TORCH)
         values, offsets = _from_tensor(nested.values()), _from_tensor(nested.offsets())
@@ -48,7 +58,14 @@ class Converters:
         return _from_offsets(cls, values, offsets, max_length, at)
 
     def to_torch(self) -> Any:
-        """A nested tensor of PyTorch in the jagged layout, on the CPU."""
+        """A nested tensor of PyTorch in the jagged layout, on the CPU.
+
+        Raises:
+          ArgumentTypeError: values are traced, or random keys.
+
+        Example:
+          >>> nested = bx.Ragged(jnp.arange(6), [1, 3, 2]).to_torch()  # doctest: +SKIP
+        """
         values, offsets = self._parts("to_torch")
         import torch  # pyright: ignore[reportMissingImports]
 
@@ -64,9 +81,17 @@ class Converters:
     def from_tensorflow(cls: type[R], ragged: Any, max_length: int | None = None) -> R:
         """From a ``tf.RaggedTensor`` with one ragged axis.
 
+        Args:
+          ragged: the tensor.
+          max_length: as for `Ragged`.
+
         Raises:
           ArgumentTypeError: it is no such tensor.
           AxisError: several of its axes are ragged.
+
+        Example:
+          >>> import tensorflow as tf  # doctest: +SKIP
+          >>> x = bx.Ragged.from_tensorflow(tf.ragged.constant([[1, 2], [3]]))  # doctest: +SKIP
         """
         _check_has("from_tensorflow", ragged, "a tf.RaggedTensor", ("flat_values", "row_splits"))
         rank = getattr(ragged, "ragged_rank", 1)
@@ -84,8 +109,18 @@ class Converters:
 
         Its values may be lists of a fixed size, which are trailing axes of the rows.
 
+        Args:
+          array: the array.
+          max_length: as for `Ragged`.
+
         Raises:
           ArgumentTypeError: it is of another kind, or has nulls or what is no number.
+
+        Example:
+          >>> import pyarrow
+          >>> x = bx.Ragged.from_arrow(pyarrow.array([[1, 2, 3], [], [4]]))
+          >>> print(bx.vmap(jnp.sum)(x))
+          [6 0 4]
         """
         if hasattr(array, "combine_chunks"):
             array = array.combine_chunks()
@@ -94,7 +129,16 @@ class Converters:
         return _from_offsets(cls, values, offsets, max_length)
 
     def to_arrow(self) -> Any:
-        """A ``pyarrow.ListArray``; trailing axes of the rows are lists of a fixed size."""
+        """A ``pyarrow.ListArray``; trailing axes of the rows are lists of a fixed size.
+
+        Raises:
+          ArgumentTypeError: values are traced, or have no form in Arrow.
+          AxisError: the ragged axis is not the first of a row.
+
+        Example:
+          >>> bx.Ragged(jnp.arange(6), [1, 3, 2]).to_arrow().to_pylist()
+          [[0], [1, 2, 3], [4, 5]]
+        """
         values, offsets = self._parts("to_arrow", axis=0)
         with _refused("to_arrow", values):
             return arrow.from_lists(values, offsets)
@@ -103,8 +147,18 @@ class Converters:
     def from_awkward(cls: type[R], array: Any, max_length: int | None = None) -> R:
         """From an ``awkward.Array`` with one axis of variable size, the second.
 
+        Args:
+          array: the array.
+          max_length: as for `Ragged`.
+
         Raises:
           ArgumentTypeError: it is of another kind, such as one with missing values or records.
+
+        Example:
+          >>> import awkward
+          >>> x = bx.Ragged.from_awkward(awkward.Array([[1, 2, 3], [], [4]]))
+          >>> print(bx.vmap(jnp.sum)(x))
+          [6 0 4]
         """
         _check_has("from_awkward", array, "an awkward.Array", ("layout",))
         layout = array.layout.to_packed()
@@ -119,7 +173,16 @@ class Converters:
         return _from_offsets(cls, values, offsets, max_length)
 
     def to_awkward(self) -> Any:
-        """An ``awkward.Array``; trailing axes of the rows are regular."""
+        """An ``awkward.Array``; trailing axes of the rows are regular.
+
+        Raises:
+          ArgumentTypeError: values are traced, or have no form in awkward.
+          AxisError: the ragged axis is not the first of a row.
+
+        Example:
+          >>> bx.Ragged(jnp.arange(6), [1, 3, 2]).to_awkward().to_list()
+          [[0], [1, 2, 3], [4, 5]]
+        """
         values, offsets = self._parts("to_awkward", axis=0)
         import awkward  # pyright: ignore[reportMissingImports]
 

@@ -73,11 +73,7 @@ class LaneSize(AxisSpec):
 def size(name: str, max_size: int | None = None) -> LaneSize:
     """In `in_axes`: an array of ints holds a size for each lane, which the function is given.
 
-    The function sees a dimension, of which it may make arrays, as those of a row of a `Ragged`::
-
-        sizes = jnp.array([3, 0, 5])
-        bx.vmap(lambda n: jnp.arange(n).sum(), bx.size("n", max_size=5))(sizes)    # [3, 0, 10]
-
+    The function sees a dimension, of which it may make arrays, as those of a row of a `Ragged`.
     What has that size in every lane comes back as a `Ragged`.
 
     Args:
@@ -86,8 +82,16 @@ def size(name: str, max_size: int | None = None) -> LaneSize:
       max_size: an int that no size exceeds; needed where sizes are traced, in ``jax.jit`` say.
         A traced size beyond it counts as `max_size`, and one below zero as zero.
 
+    Returns:
+      What `in_axes` of `vmap` takes in place of an int.
+
     Raises:
       ArgumentTypeError: `name` is no identifier, or `max_size` no int.
+
+    Example:
+      >>> sizes = jnp.array([3, 0, 5])
+      >>> print(bx.vmap(lambda n: jnp.arange(n).sum(), bx.size("n", max_size=5))(sizes))
+      [ 3  0 10]
     """
     check_size_name(name, "size")
     if max_size is not None and not (is_position(max_size) and max_size >= 0):

@@ -39,13 +39,8 @@ class Ragged(Converters, Selecting, BatchOfRows):
     rows, of which the function sees one, as an array that has the row's own length.
 
     Derivatives are with respect to `data`. ``jax.grad`` refuses the integers in `lengths` unless
-    told otherwise, and what it then returns is a Ragged whose lengths hold nothing (dtype
-    float0). Both of these give a Ragged of gradients that has lengths::
-
-      g = jax.grad(loss, allow_int=True)(x)
-      g = x.with_data(g.data)
-
-      g = x.with_data(jax.grad(lambda data: loss(x.with_data(data)))(x.data))
+    told otherwise (``allow_int=True``), and what it then returns is a Ragged whose lengths hold
+    nothing (dtype float0). `with_data` makes a Ragged of gradients of it that has lengths.
 
     Args:
       data: array of any dtype, random keys included. Along `axis` it has the elements of row 0,
@@ -63,6 +58,13 @@ class Ragged(Converters, Selecting, BatchOfRows):
         beyond `max_length`; or they add up to more than `data` has; or `axis` is out of range.
         Where `lengths` are traced their values are not known, and nothing is raised for those:
         each is clipped to ``[0, max_length]``, and rows end where `data` ends.
+
+    Example:
+      >>> x = bx.Ragged(jnp.arange(6.0), lengths=[1, 3, 2])
+      >>> print(bx.vmap(jnp.sum)(x))
+      [0. 6. 9.]
+      >>> print(bx.vmap(lambda row: row - row.mean())(x)[1])
+      [-1.  0.  1.]
     """
 
     data: Any
@@ -90,9 +92,22 @@ class Ragged(Converters, Selecting, BatchOfRows):
     ) -> Ragged:
         """From arrays that differ in their size along `axis` only.
 
+        Args:
+          rows: the rows, arrays of one dtype.
+          max_length: as for `Ragged`.
+          axis: the ragged axis of a row.
+
+        Returns:
+          A `Ragged` of these rows, in NumPy's memory if all of them are.
+
         Raises:
           AxisError: there is no row, or two differ in another axis.
           ArgumentTypeError: a row is no array, or two differ in dtype.
+
+        Example:
+          >>> x = bx.Ragged.from_rows([jnp.arange(3), jnp.arange(1)])
+          >>> print(bx.vmap(jnp.sum)(x))
+          [3 0]
         """
         rows = list(rows)
         if not rows:
@@ -131,6 +146,17 @@ class Ragged(Converters, Selecting, BatchOfRows):
             ``B * N`` elements, and each length is clipped to what a row has room for.
           max_length: default N.
           axis: the ragged axis of a row.
+
+        Returns:
+          A `Ragged` of B rows, without the padding.
+
+        Raises:
+          AxisError: shapes do not fit, or a known length is more than a row has.
+
+        Example:
+          >>> x = bx.Ragged.from_padded(jnp.array([[1, 2, 3], [4, 0, 0]]), lengths=[3, 1])
+          >>> print(x.data)
+          [1 2 3 4]
         """
         padded, lengths = as_data(padded, "padded"), as_lengths(lengths)
         if padded.ndim < 2:
@@ -173,6 +199,17 @@ class Ragged(Converters, Selecting, BatchOfRows):
             before it counts as that one, and each is clipped to the elements that `flat` has.
           max_length: as for `Ragged`.
           axis: the ragged axis of a row.
+
+        Returns:
+          A `Ragged` of B rows.
+
+        Raises:
+          AxisError: known offsets decrease, or are not within `flat`.
+
+        Example:
+          >>> x = bx.Ragged.from_offsets(jnp.arange(6), [0, 1, 4, 6])
+          >>> print(x[1])
+          [1 2 3]
         """
         flat, offsets = as_data(flat, "flat"), as_lengths(offsets, "offsets")
         at = checked_axis(axis, flat)
@@ -207,12 +244,12 @@ class Ragged(Converters, Selecting, BatchOfRows):
 
     @property
     def dtype(self) -> Any:
-        """Of the elements."""
+        """The dtype of the elements."""
         return self.data.dtype
 
     @property
     def offsets(self) -> Any:
-        """Where each row begins and the last one ends: int32 of shape ``(B + 1,)``."""
+        """Where each row begins and the last one ends, as int32 of shape ``(B + 1,)``."""
         index = self.index
         numpy = np if isinstance(index.starts, np.ndarray) else jnp
         ends = index.starts + index.lengths
@@ -220,7 +257,10 @@ class Ragged(Converters, Selecting, BatchOfRows):
 
     @property
     def index(self) -> RowIndex:
-        """Where the elements of each row are."""
+        """Where the elements of each row are.
+
+        :meta private:
+        """
         self._check_has_lengths()
         return RowIndex.of(self.lengths, self.data.shape[self.axis], self.max_length)
 
@@ -231,7 +271,15 @@ class Ragged(Converters, Selecting, BatchOfRows):
     def to_padded(self, fill_value: Any = 0) -> Any:
         """An array of shape ``(B, ..., max_length, ...)``, with `fill_value` after each row.
 
-        What comes after rows of random keys are keys of zeros, whatever `fill_value` is.
+        Args:
+          fill_value: of the dtype of the elements. What comes after rows of random keys are keys
+            of zeros, whatever this is.
+
+        Example:
+          >>> print(bx.Ragged(jnp.arange(6), [1, 3, 2]).to_padded(-1))
+          [[ 0 -1 -1]
+           [ 1  2  3]
+           [ 4  5 -1]]
         """
         return pad_rows(self.data, self.index, self.axis, fill_value)
 
@@ -243,11 +291,30 @@ class Ragged(Converters, Selecting, BatchOfRows):
             )
 
     def with_data(self, data: Any) -> Ragged:
-        """Rows of the same lengths with other elements, which share the size under `vmap`."""
+        """Rows of the same lengths with other elements, which share the size under `vmap`.
+
+        Args:
+          data: an array with as many elements along the ragged axis.
+
+        Example:
+          >>> x = bx.Ragged(jnp.arange(6.0), [1, 3, 2])
+          >>> loss = lambda x: bx.vmap(lambda row: jnp.sum(row**2))(x).sum()
+          >>> g = jax.grad(loss, allow_int=True)(x)
+          >>> print(x.with_data(g.data)[1])
+          [2. 4. 6.]
+        """
         return Ragged(data, self.lengths, self.max_length, axis=self.axis)
 
     def astype(self, dtype: Any) -> Ragged:
-        """The same rows with elements of another dtype."""
+        """The same rows with elements of another dtype.
+
+        Args:
+          dtype: as for ``jax.Array.astype``.
+
+        Example:
+          >>> bx.Ragged(jnp.arange(6), [1, 3, 2]).astype("float32")
+          Ragged(3 rows of float32[n,], lengths=[1, 3, 2], max_length=3)
+        """
         return self.with_data(self.data.astype(dtype))
 
     def with_capacity(self, capacity: int) -> Ragged:
@@ -256,8 +323,16 @@ class Ragged(Converters, Selecting, BatchOfRows):
         A compiled function is compiled once for batches of one capacity, as many rows, and one
         `max_length`, whatever the lengths.
 
+        Args:
+          capacity: the size of `data` along the ragged axis.
+
         Raises:
           AxisError: the rows have more elements.
+
+        Example:
+          >>> x = bx.Ragged(jnp.arange(6), [1, 3, 2]).with_capacity(100)
+          >>> x.data.shape, len(x)
+          ((100,), 3)
         """
         size = self.data.shape[self.axis]
         known = known_lengths(self.lengths)
@@ -274,7 +349,19 @@ class Ragged(Converters, Selecting, BatchOfRows):
         return self.with_data(numpy.pad(self.data[tuple(part)], room))
 
     def with_max_length(self, max_length: int) -> Ragged:
-        """The same rows with another bound on their lengths."""
+        """The same rows with another bound on their lengths.
+
+        Args:
+          max_length: as for `Ragged`.
+
+        Raises:
+          AxisError: a row is longer.
+
+        Example:
+          >>> x = bx.Ragged(jnp.arange(6), [1, 3, 2]).with_max_length(16)
+          >>> x.to_padded().shape
+          (3, 16)
+        """
         return Ragged(self.data, self.lengths, max_length, axis=self.axis)
 
     def tree_flatten_with_keys(self) -> Any:
@@ -362,8 +449,17 @@ def ragged(name: str) -> RaggedSize:
     Args:
       name: a Python identifier, such as "n".
 
+    Returns:
+      What `in_axes` and `out_axes` of `vmap` take in place of an int.
+
     Raises:
       ArgumentTypeError: it is none.
+
+    Example:
+      >>> x = bx.Ragged(jnp.arange(6), [1, 3, 2])
+      >>> y = bx.Ragged(jnp.ones(6, int), [1, 3, 2])
+      >>> print(bx.vmap(lambda x, y: (x * y).sum(), bx.ragged("n"))(x, y))
+      [0 6 9]
     """
     check_size_name(name, "ragged")
     return RaggedSize(name)

@@ -62,9 +62,17 @@ class Selecting:
     def concatenate(cls: type[S], batches: Sequence[S]) -> S:
         """The rows of several, one after another.
 
+        Args:
+          batches: at least one `Ragged`. Rows differ in their length only.
+
         Raises:
           AxisError: there are none, or their rows differ in another axis than the ragged one.
           ArgumentTypeError: they differ in dtype, or lengths are traced.
+
+        Example:
+          >>> x = bx.Ragged(jnp.arange(6), [1, 3, 2])
+          >>> bx.Ragged.concatenate([x, x[:1]]).lengths.tolist()
+          [1, 3, 2, 1]
         """
         batches = list(batches)
         if not batches:
@@ -88,6 +96,10 @@ class Selecting:
 
         Raises:
           ArgumentTypeError: lengths are traced.
+
+        Example:
+          >>> [row.tolist() for row in bx.Ragged(jnp.arange(6), [1, 3, 2]).rows()]
+          [[0], [1, 2, 3], [4, 5]]
         """
         ends = self._known_ends()
         return [self._row(ends, i) for i in range(len(ends))]
