@@ -16,6 +16,8 @@
 #   make lint       lint and types alone
 #   make docs       the generated pages in docs/
 #   make notebooks  the examples as notebooks, in out/notebooks/
+#   make site       all pages, the reference and a search as a site, in out/site/
+#   make package    the wheel and the source distribution, built and tried, in dist/
 #   make bench      against jax.vmap, lax.map and others: tables of time and memory
 #                   and plots in docs/ (half an hour)
 
@@ -29,7 +31,7 @@ COMPUTES = tests/laws tests/rules tests/rows tests/divergence tests/execution te
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo check test test-all test-newest fuzz kills lint style browser docs notebooks bench constraints clean
+.PHONY: demo check test test-all test-newest fuzz kills lint style browser docs notebooks site package bench constraints clean
 
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
@@ -70,8 +72,8 @@ endef
 test-newest:
 	rm -rf .venv-newest
 	"$$(sh tools/find_python.sh 3.13 || sh tools/find_python.sh)" -m venv .venv-newest
-	.venv-newest/bin/python -m pip install --quiet hatchling editables
-	.venv-newest/bin/python -m pip install --quiet --no-build-isolation -e '.[demo,test]'
+	.venv-newest/bin/python -m pip install --quiet hatchling hatch-fancy-pypi-readme editables
+	.venv-newest/bin/python -m pip install --quiet --no-build-isolation -e '.[demo,site,test]'
 	.venv-newest/bin/python -m pip install --quiet --upgrade jax jaxlib
 	.venv-newest/bin/python -c "import jax, sys; print('JAX', jax.__version__, 'on', sys.version)"
 	.venv-newest/bin/python -m pytest -q tests/test_compat.py
@@ -103,6 +105,14 @@ docs: .venv/ready
 notebooks: .venv/ready
 	.venv/bin/python tools/notebooks.py
 
+# A warning, such as of a link that leads nowhere, is an error.
+site: .venv/ready
+	.venv/bin/sphinx-build -q -W --keep-going -b html docs out/site
+	@echo "The site is in out/site/index.html."
+
+package: .venv/ready
+	sh tools/package.sh .venv/bin/python
+
 bench: .venv/ready
 	.venv/bin/python -m benchmarks
 
@@ -120,9 +130,9 @@ bench: .venv/ready
 	  { "$$python" -m venv --clear --without-pip $(@D) && \
 	    "$$python" -m pip --python $(@D)/bin/python install --quiet pip; }; } && \
 	pins=$$($(@D)/bin/python -c 'import sys; print("py3%d" % min(sys.version_info[1], 13))') && \
-	$(@D)/bin/python -m pip install --quiet -c constraints/$$pins.txt hatchling editables && \
+	$(@D)/bin/python -m pip install --quiet -c constraints/$$pins.txt hatchling hatch-fancy-pypi-readme editables && \
 	$(@D)/bin/python -m pip install --quiet --no-build-isolation -c constraints/$$pins.txt \
-	    -e '.[demo,test]' && \
+	    -e '.[demo,site,test]' && \
 	touch $@
 
 # The newest versions that work together, written down. Run the suite afterwards.
@@ -144,4 +154,4 @@ kills: .venv/ready
 	.venv/bin/python -m pytest -q --nightly tests/datasets
 
 clean:
-	rm -rf .venv .venv312 .venv-newest out .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv312 .venv-newest out dist .cache .pytest_cache .ruff_cache .hypothesis

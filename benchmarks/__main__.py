@@ -168,8 +168,8 @@ def main(arguments: list[str] | None = None) -> list[Any]:
         "--out",
         metavar="DIR",
         type=Path,
-        help="where the pages and pictures go (default: docs/benchmarks for a run of everything, nowhere for "
-        "--quick and --only)",
+        help="where the pages and pictures go (default: docs/benchmarks for a run of everything, "
+        "nowhere for --quick and --only)",
     )
     options = parser.parse_args(arguments)
     out = options.out
