@@ -120,11 +120,11 @@ an engine reads, computes and writes one unit after another.
 ## Simulated
 
 {MANY:,} workers and {most:,} units, played through event by event ([the
-program](../../benchmarks/cluster/simulated.py)). Assumed: the times of units are spread log-normally
-around their mean; every {DEATHS:.0f} s on average a worker dies, loses what it was computing and
-what waited for it, and is back, compiled, after {BACK:.0f} s; one scheduler handles one task at a
-time, in the time that Dask was measured to take ({task * 1e3:.2f} ms); storage keeps up with
-everybody.
+program](../../benchmarks/cluster/simulated.py)). Assumed: the times of units are spread
+log-normally around their mean; every {DEATHS:.0f} s on average a worker dies, loses what it was
+computing and what waited for it, and is back, compiled, after {BACK:.0f} s; one scheduler handles
+one task at a time, in the time that Dask was measured to take ({task * 1e3:.2f} ms); storage keeps
+up with everybody.
 
 | | takes | longer than the work | units computed again | scheduler busy |
 | --- | ---: | ---: | ---: | ---: |
