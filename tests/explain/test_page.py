@@ -18,7 +18,7 @@ from batchax.explain.page.markup import doublings, size
 from batchax.explain.wording import show_flops
 
 from support.browser import browser
-from support.explanations import HOSTILE, array, large, rich
+from support.explanations import HOSTILE, array, large, layers, rich
 
 WIDE = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
 
@@ -40,6 +40,7 @@ def files(tmp_path_factory):
     place = tmp_path_factory.mktemp("pages")
     rich().to_html(place / "rich.html")
     (place / "large.html").write_text(_page_of(large), encoding="utf-8")
+    (place / "layers.html").write_text(_page_of(layers), encoding="utf-8")
     cell = f"<!doctype html><meta charset=utf-8><h1>Cell</h1>{rich()._repr_html_()}"
     (place / "notebook.html").write_text(cell, encoding="utf-8")
     return place
@@ -310,6 +311,8 @@ def test_tab_reaches_what_there_is(page):
     assert _focused(page) == "skip"
     _press(page, "ENTER")
     assert _focused(page) == "program"
+    _press(page, "TAB")
+    assert _focused(page) == "find"
     _press(page, "TAB", "TAB", "TAB")  # past the two buttons
     assert _focused(page) == "e1"
     assert _one(page, "#inspector").text.startswith("1 tanh")
@@ -356,7 +359,7 @@ def test_a_finding_leads_to_its_equation(page):
         "one lane after another",
     ]
     page.find_element("id", "close").click()
-    link = _all(page, ".finding a")[2]
+    link = _all(page, ".finding a.to")[2]
     assert link.text == "Go to equation 7.2, lane_solver"
     assert "<here>" in _all(page, ".finding")[2].text
     page.execute_script("arguments[0].focus()", link)
@@ -535,6 +538,60 @@ def test_on_paper_all_parts_are_open(page):
     assert not any(part.get_attribute("open") for part in _all(page, ".part"))
 
 
+def _search(page, text):
+    from selenium.webdriver import ActionChains
+
+    ActionChains(page).send_keys("/" + text).perform()
+    shown = page.execute_script(
+        "return [...document.querySelectorAll('.row, .again li, .lines tbody tr')]"
+        ".filter(e => e.checkVisibility()).map(e => e.id.replace(/-.*/, ''))"
+    )
+    return shown, _one(page, "#found").get_property("value")
+
+
+def test_search_keeps_what_has_all_the_words(page):
+    shown, said = _search(page, "Sin steps.py")
+    # What is found, inside of what it is in, which is opened for it; and lines.
+    assert (shown, said) == (["e4", "e4.3", "e4.3.1", "s9"], "1 equation, 1 line")
+    _press(page, "ENTER")
+    assert _focused(page) == "e4.3.1"
+    _press(page, "ENTER")
+    assert _one(page, "[id='e4.3.1'] .panel").is_displayed()
+    shown, said = _search(page, "zzz")
+    assert (shown, said) == ([], "0 equations, 0 lines")
+    _press(page, "ESCAPE")
+    assert _one(page, "#found").get_property("value") == ""
+    assert len([row for row in _all(page, ".row") if row.is_displayed()]) == 13
+    # A link to what is not shown shows all again.
+    _search(page, "exp")
+    page.execute_script("arguments[0].click()", _all(page, ".finding a.to")[0])
+    assert _focused(page) == "e4"
+
+
+def test_what_repeats_is_one_row_that_opens(chromium, files):
+    _screen(chromium, **WIDE)
+    chromium.get((files / "layers.html").as_uri())
+    rows = [row.text for row in _all(chromium, ".flow .row, .flow .again") if row.is_displayed()]
+    assert len(rows) == 4
+    assert rows[2].startswith("… 5 more times what 1 to 2 do: 3 to 12, ")
+    assert rows[3].startswith("13")
+    (rail,) = _all(chromium, '.rail.in.end[data-from="3"]')  # from the fold to what comes after it
+    assert rail.is_displayed()
+    chromium.execute_script("location.hash = '#e8'")
+    assert _focused_id(chromium) == "e8"
+    assert _one(chromium, "#e8").text == "8 v8 = tanh v7, like 2"
+    _one(chromium, "#e8 a").click()
+    assert _focused(chromium) == "e2"
+    shown, said = _search(chromium, "tanh")
+    assert said == "6 equations, 1 line"
+    assert "e8" in shown
+    assert _complaints(chromium) == []
+
+
+def _focused_id(session):
+    return session.execute_script("return document.activeElement.id")
+
+
 def test_two_thousand_equations(chromium, files):
     _screen(chromium, **WIDE)
     start = time.perf_counter()
@@ -585,7 +642,12 @@ def real():
     return bx.explain(function, in_axes=(None, 0))(jnp.eye(3), jnp.ones((4, 3)))
 
 
-@pytest.mark.parametrize("make", [rich, large, real])
+def test_findings_come_first():
+    text = _page_of(rich)
+    assert text.index('id="findings"') < text.index('id="summary"') < text.index('id="program"')
+
+
+@pytest.mark.parametrize("make", [rich, large, layers, real])
 def test_ids_are_unique_and_links_lead_somewhere(make):
     text = _page_of(make)
     ids = re.findall(r'\bid="([^"]*)"', text)

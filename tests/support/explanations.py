@@ -194,6 +194,26 @@ def rich(lanes=LANES):
     )
 
 
+def layers(count=6):
+    """A network of layers that are alike, each of two equations, and a sum."""
+    name = lambda k: array(f"v{k}", 16)
+    product, bend = line(3, "x = w @ x"), line(4, "x = jnp.tanh(x)")
+    made = [
+        equation(
+            str(k + 1),
+            *(("tanh", bend) if k % 2 else ("dot_general", product)),
+            [name(k)],
+            [name(k + 1)],
+        )
+        for k in range(2 * count)
+    ]
+    total = array("total")
+    last = equation(
+        str(2 * count + 1), "reduce_sum", line(5, "return x.sum()"), [name(2 * count)], [total]
+    )
+    return Explanation("layers", LANES, (name(0),), (total,), (*made, last))
+
+
 def large(equations=2_000, bodies=10):
     """A program of many equations: `bodies` loops of a hundred, and the rest in one list."""
     name = lambda k: f"v{k}"
@@ -208,7 +228,7 @@ def large(equations=2_000, bodies=10):
                 equation(
                     f"{k + 1}.{n + 1}",
                     "mul",
-                    source(k),
+                    source(n),
                     [array(f"w{k}_{n}", 16)],
                     [array(f"w{k}_{n + 1}", 16)],
                     role="body",

@@ -6,13 +6,14 @@ import contextlib
 import functools
 import os
 import traceback
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 
 # A warning is filed under the user's line; publicly it can be had as text only.
-from jax._src.source_info_util import user_frame
+from jax._src.source_info_util import user_frame, user_frames
 from jax.extend import source_info_util
 
 current_name_stack = source_info_util.current_name_stack
@@ -54,6 +55,15 @@ def user_file_and_line(source_info: Any) -> tuple[str, int]:
         return frame.file_name, frame.start_line
     frame = _calling_frame()
     return (frame.filename, frame.lineno or 0) if frame else ("<unknown>", 0)
+
+
+def calling_files_and_lines(source_info: Any) -> Iterator[tuple[str, int]]:
+    """File and line of every call that was under way when an equation was made, innermost first.
+
+    Those inside of JAX, batchax and Python's own library are left out.
+    """
+    for frame in user_frames(source_info.traceback):
+        yield frame.file_name, frame.start_line
 
 
 # JAX forgets where a function was called from when it stages it: the line of an equation may be

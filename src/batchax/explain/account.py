@@ -34,17 +34,19 @@ class Value:
 
 @dataclass(frozen=True)
 class Source:
-    """A line of the user's code.
+    """A line of the user's code, or of a library's that it calls.
 
     Attributes:
       file: its path.
       line: its number, from 1; 0 if it is not known.
       text: what it says, without indentation; empty if it cannot be read.
+      called_from: of a line of an installed library, the user's own line that led there.
     """
 
     file: str
     line: int
     text: str
+    called_from: Source | None = None
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Explanation(Account):
             count(n, what)
             for n, what in (
                 (self.lanes, "lane"),
-                (len(self.equations), "equation"),
+                (sum(1 for _ in self.walk()), "equation"),
                 (len(self.findings), "finding"),
             )
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.inner import batched_aval
 from batchax.kernel.recording import Record, Recorder
 from batchax.programs.shapes import bytes_of
-from batchax.programs.source_lines import source_line
+from batchax.programs.source_lines import calling_line, is_installed, source_line
 
 _LIBRARY = os.path.dirname(jax.__file__)
 
@@ -48,24 +49,36 @@ class Listing:
         self._placed = _results(recorder)
         self._known: dict[str, Value] = {}  # by name
         entries = entries_of(recorder, attribution)
-        self.equations = self._listed(entries, "")
+        self.equations = self._listed(entries, "", None)
 
     def _listed(
-        self, entries: Sequence[Entry], prefix: str, role: str = "", times: int | None = 1
+        self,
+        entries: Sequence[Entry],
+        prefix: str,
+        around: Source | None,
+        role: str = "",
+        times: int | None = 1,
     ) -> tuple[Equation, ...]:
         found = []
-        for entry, source, role_of_it in self._flat(entries, None, role):
+        for entry, source, role_of_it in self._flat(entries, None, around, role):
             number = f"{prefix}{len(found) + 1}"
             found.append(self._equation(entry, source, role_of_it, number, times))
         return tuple(found)
 
     def _flat(
-        self, entries: Sequence[Entry], caller: Source | None, role: str
+        self, entries: Sequence[Entry], caller: Source | None, around: Source | None, role: str
     ) -> Iterator[tuple[Entry, Source, str]]:
-        """The entries with the lines and roles they are listed under, calls opened."""
+        """The entries with the lines and roles they are listed under, calls opened.
+
+        Args:
+          entries: of one program.
+          caller: the line that all of them are listed under, if they are of a function of JAX's.
+          around: the line of the call, loop or branch that they are inside of.
+          role: what they are there.
+        """
         for entry in entries:
             record = entry.shown
-            source = caller or source_of(entry.eqn)
+            source = caller or source_of(entry.eqn, around)
             role_of_it = record.role or role
             if not entry.parts or facts_of(entry.eqn.primitive).nests or is_users(record):
                 yield entry, source, role_of_it
@@ -74,7 +87,7 @@ class Listing:
             self.names.enter(program)
             self._name_alike(program.invars, _passed_to(entry.eqn))
             caller_of_parts = source if _is_library(program) else caller
-            yield from self._flat(entry.parts, caller_of_parts, role_of_it)
+            yield from self._flat(entry.parts, caller_of_parts, source, role_of_it)
             self._name_alike(entry.eqn.outvars, program.outvars)
 
     def _equation(
@@ -97,7 +110,7 @@ class Listing:
             ]
             out_axes, out_types = [a for a, _ in placed], [t for _, t in placed]
         enters = self._name_inside(entry)
-        parts = self._listed(entry.parts, f"{number}.", "body", times)
+        parts = self._listed(entry.parts, f"{number}.", source, "body", times)
         outputs = self._values(eqn.outvars, out_axes, record.axis, out_types)
         self._known.update((v.name, v) for v in outputs)
         service, rule = served_by(record)
@@ -227,9 +240,19 @@ def type_name(aval: Any) -> str:
         return str(aval)
 
 
-def source_of(eqn: Any) -> Source:
-    """The user's line that made an equation."""
-    return Source(*source_line(eqn))
+def source_of(eqn: Any, around: Source | None) -> Source:
+    """The line that made an equation; of a library's, with the user's own that led there.
+
+    JAX forgets where a function was called from that it stages by itself. Then that is the line of
+    what the equation is inside of, `around`.
+    """
+    source, own = Source(*source_line(eqn)), calling_line(eqn)
+    if own is not None:
+        return replace(source, called_from=Source(*own))
+    if around is None or not is_installed(source.file):
+        return source
+    led = around.called_from or around
+    return source if is_installed(led.file) else replace(source, called_from=led)
 
 
 def _program_of(part: Entry) -> Any:

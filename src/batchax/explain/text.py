@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from batchax.execution.memory import show_bytes
-from batchax.explain.account import Account, Equation, Finding, Memory, Value, Work
+from batchax.explain.account import Account, Equation, Memory, Source, Value, Work
+from batchax.explain.lines import dearest_lines, own_line
+from batchax.explain.repeats import Again, alike, fold
 from batchax.explain.wording import (
     SERVICES,
     count,
@@ -15,11 +17,13 @@ from batchax.explain.wording import (
     show_flops,
     show_seconds,
     show_work,
+    told_again,
 )
 from batchax.programs.source_lines import shown_place
 
 _WIDTH = 100  # of a line of prose
 _MOST_HELD = 5
+_MOST_VALUES = 12
 
 
 def as_text(explanation: Account) -> str:
@@ -31,9 +35,9 @@ def _lines(explanation: Account) -> Iterator[str]:
     lanes = count(explanation.lanes, "lane")
     yield f"{explanation.name}, batched over {lanes}{_options(explanation)}"
     yield ""
-    yield from _summary(explanation)
+    yield from _findings(explanation)
     yield ""
-    yield from _findings(explanation.findings)
+    yield from _summary(explanation)
     yield ""
     yield from _program(explanation)
     if explanation.timings:
@@ -61,6 +65,9 @@ def _summary(explanation: Account) -> Iterator[str]:
         yield f"  compiled   {show_work(explanation.compiled)}, by the compiler's count"
     if explanation.memory is not None:
         yield from _memory(explanation.memory)
+    for i, (line, share) in enumerate(dearest_lines(explanation)):
+        lead = " " * 13 if i else "  lines      "
+        yield f"{lead}{share:>4.0%}  {_place(line.source)}"
 
 
 def _memory(memory: Memory) -> Iterator[str]:
@@ -75,15 +82,29 @@ def _memory(memory: Memory) -> Iterator[str]:
         yield f"             {size}  {held.type} {held.what} ({held.kind}{where})"
 
 
-def _findings(findings: Sequence[Finding]) -> Iterator[str]:
-    if not findings:
+def _findings(explanation: Account) -> Iterator[str]:
+    if not explanation.findings:
         yield "Findings: none."
         return
+    sources = {eqn.number: eqn.source for eqn in explanation.walk()}
     yield "Findings, dearest first:"
-    for i, finding in enumerate(findings, 1):
+    for i, finding in enumerate(explanation.findings, 1):
         at = f" (equation {finding.equation})" if finding.equation else ""
         yield from _wrapped(f"{i}. {finding.message}{at}", "  ", "     ")
+        if finding.equation in sources and sources[finding.equation].line:
+            yield f"     at {_place(sources[finding.equation])}"
         yield from _wrapped(finding.remedy, "     -> ", "        ")
+
+
+def _place(source: Source) -> str:
+    """A line of the user's, with the line of a library's that it led to, if it did."""
+    own = own_line(source)
+    through = f"  (in {_where(source)})" if source.called_from else ""
+    return f"{_where(own)}  {own.text}{through}"
+
+
+def _where(source: Source) -> str:
+    return shown_place(source.file, source.line)
 
 
 def _wrapped(text: str, first: str, others: str) -> Iterator[str]:
@@ -95,36 +116,63 @@ def _wrapped(text: str, first: str, others: str) -> Iterator[str]:
 def _program(explanation: Account) -> Iterator[str]:
     yield "The program of one example -> of all lanes (* is the batch axis), the rule that batched"
     yield "each operation, and its cost for one lane and for all:"
-    for value in explanation.arguments:
-        yield f"  {value.name}: {_types(value)}"
-    every = list(explanation.walk())
-    widths = [min(most, max((len(c(e)) for e in every), default=0)) for c, most in _COLUMNS]
+    for told in _values(explanation.arguments):
+        yield f"  {told}"
+    shown = list(_shown(explanation.equations))
+    widths = [min(most, max((len(c(e)) for e in shown), default=0)) for c, most in _COLUMNS]
     yield from _equations(explanation.equations, widths, "  ")
-    results = ", ".join(f"{v.name}: {_types(v)}" for v in explanation.outputs)
-    yield f"  returns {results}"
+    yield f"  returns {', '.join(_values(explanation.outputs))}"
+
+
+def _values(values: Sequence[Value]) -> list[str]:
+    """Names and types, those of many that are alike as one, and not all of very many."""
+    if len(values) <= _MOST_VALUES:
+        return [f"{v.name}: {_types(v)}" for v in values]
+    told = [
+        f"{name}: {_types(same[0])}" + f" ({len(same)} of these)" * (len(same) > 1)
+        for name, same in alike(values)
+    ]
+    if len(told) <= _MOST_VALUES:
+        return told
+    named = sum(len(same) for _, same in alike(values)[: _MOST_VALUES - 1])
+    size = sum(v.bytes for v in values)
+    last = f"... and {len(values) - named} more; all together {show_bytes(size)}"
+    return [*told[: _MOST_VALUES - 1], last]
+
+
+def _shown(equations: Sequence[Equation]) -> Iterator[Equation]:
+    """The equations that are listed, those inside of others included."""
+    for entry in fold(equations):
+        if isinstance(entry, Equation):
+            yield entry
+            yield from _shown(entry.parts)
 
 
 def _equations(
     equations: Sequence[Equation],
     widths: Sequence[int],
     indent: str,
-    line: tuple[str, int] = ("", 0),
+    line: Source | None = None,
 ) -> Iterator[str]:
-    role = equations[0].role if equations else ""
-    if role:
-        yield f"{indent}{_heading(role, equations[0])}"
-    for eqn in equations:
-        if eqn.role != role:
-            role, line = eqn.role, ("", 0)
-            yield f"{indent}{_heading(role, eqn)}"
-        at = (eqn.source.file, eqn.source.line)
-        if at != line and eqn.source.line:
-            line = at
-            yield f"{indent}{shown_place(*at)}  {eqn.source.text}"
-        cells = [f"{cell(eqn):<{w}}" for (cell, _), w in zip(_COLUMNS, widths, strict=True)]
-        yield f"{indent}  {eqn.number:>3}  {'  '.join(cells)}"
-        if eqn.parts:
-            yield from _equations(eqn.parts, widths, indent + "    ", line)
+    role = ""
+    for entry in fold(equations):
+        if isinstance(entry, Again):
+            yield f"{indent}  ...  {told_again(entry)}"
+            continue
+        if entry.role != role:
+            yield f"{indent}{_heading(entry.role, entry)}"
+            line, role = (None if role else line), entry.role
+        if entry.source != line and entry.source.line:
+            own, before = entry.source.called_from, line and line.called_from
+            if own is not None and own != before:
+                yield f"{indent}{_where(own)}  {own.text}"
+            line = entry.source
+            lead = "  in " if own is not None else ""
+            yield f"{indent}{lead}{_where(line)}  {line.text}"
+        cells = [f"{cell(entry):<{w}}" for (cell, _), w in zip(_COLUMNS, widths, strict=True)]
+        yield f"{indent}  {entry.number:>3}  {'  '.join(cells)}"
+        if entry.parts:
+            yield from _equations(entry.parts, widths, indent + "    ", line)
 
 
 def _heading(role: str, eqn: Equation) -> str:

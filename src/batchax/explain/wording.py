@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from batchax.execution.memory import show_bytes
 from batchax.explain.account import Devices, Work
+from batchax.explain.repeats import Again
 
 SERVICES = {
     "own": "batched by rules of batchax",
@@ -13,6 +14,9 @@ SERVICES = {
     "once": "done once for all lanes",
 }
 """How equations are batched, for people."""
+
+
+_MOST_COPIES = 4
 
 
 def count(n: int, what: str) -> str:
@@ -36,6 +40,16 @@ def show_work(work: Work) -> str:
     return f"{show_flops(work.flops)}, {show_bytes(round(work.bytes))} read and written"
 
 
+def told_again(again: Again) -> str:
+    """What equations repeat, in a line."""
+    first, last = again.like[0].number, again.like[-1].number
+    what = f"like {first}" if first == last else f"what {first} to {last} do"
+    often = f"{again.rounds:,} more" if first == last else count(again.rounds, "more time")
+    cost = f"{show_flops(again.work.flops)}, {show_bytes(round(again.work.bytes))}"
+    where = f"{again.number} to {again.equations[-1].number}"
+    return f"{often} {what}: {where}, {cost}"
+
+
 def show_devices(devices: Devices) -> list[str]:
     """What lanes are spread over, what devices hold and exchange: a sentence each."""
     told = f"{devices.count} along {', '.join(devices.axes)}: {count(devices.each, 'lane')} each"
@@ -44,7 +58,12 @@ def show_devices(devices: Devices) -> list[str]:
         told += " of the work"
     found = [told]
     if devices.replicated:
-        held = (f"{v.name} ({show_bytes(v.bytes)})" for v in devices.replicated)
+        largest = sorted(devices.replicated, key=lambda v: -v.bytes)
+        held = [f"{v.name} ({show_bytes(v.bytes)})" for v in largest[:_MOST_COPIES]]
+        others = largest[_MOST_COPIES:]
+        if others:
+            size = sum(v.bytes for v in others)
+            held.append(f"and {count(len(others), 'other')} ({show_bytes(size)})")
         found.append(f"a copy on each of {', '.join(held)}")
     if devices.collectives is not None:
         moved = (

@@ -55,18 +55,50 @@ def _merged(kinds: Sequence[Kind], draft: Draft) -> list[Finding]:
         for finding in kind(draft):
             key = finding.kind, finding.message, finding.remedy
             alike.setdefault(key, []).append(finding)
-    return [_as_one(findings) for findings in alike.values()]
+    return _without_nested([_as_one(findings) for findings in alike.values()])
+
+
+def _without_nested(findings: Sequence[Finding]) -> list[Finding]:
+    """What is found, with what is inside of something of its kind told there, if it says the same.
+
+    Loops in a loop wait for the same lanes, and are mended by what mends the outermost.
+    """
+    inside: dict[int, list[Finding]] = {i: [] for i in range(len(findings))}
+    for i, finding in enumerate(findings):
+        around = (j for j, other in enumerate(findings) if _is_inside(finding, other))
+        outermost = min(around, key=lambda j: len(findings[j].equation), default=None)
+        if outermost is not None:
+            del inside[i]
+            inside[outermost].append(finding)
+    return [_with_nested(findings[i], nested) for i, nested in inside.items()]
+
+
+def _is_inside(finding: Finding, other: Finding) -> bool:
+    same = (finding.kind, finding.remedy) == (other.kind, other.remedy)
+    return same and finding.equation.startswith(f"{other.equation}.")
+
+
+def _with_nested(finding: Finding, nested: Sequence[Finding]) -> Finding:
+    if not nested:
+        return finding
+    more = f"{count(len(nested), 'equation')} inside of it"
+    return replace(
+        finding, message=f"{finding.message} The same holds for {more}: {_named(nested)}."
+    )
+
+
+def _named(findings: Sequence[Finding]) -> str:
+    numbers = ", ".join(finding.equation for finding in findings[:_MOST_NAMED])
+    return f"{numbers}{', ...' if len(findings) > _MOST_NAMED else ''}"
 
 
 def _as_one(findings: Sequence[Finding]) -> Finding:
     first, *others = findings
     if not others:
         return first
-    numbers = ", ".join(finding.equation for finding in others[:_MOST_NAMED])
-    more = ", ..." if len(others) > _MOST_NAMED else ""
     return replace(
         first,
         message=f"{first.message} The same holds for {count(len(others), 'equation')} more: "
-        f"{numbers}{more}.",
+        f"{_named(others)}.",
         cost=sum(finding.cost for finding in findings),
     )

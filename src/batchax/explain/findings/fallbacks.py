@@ -16,17 +16,26 @@ _CALLBACKS = frozenset("io_callback debug_callback debug_print pure_callback ffi
 
 def rules_of_jax(draft: Draft) -> Iterator[Finding]:
     """Primitives that only JAX has a rule for. There is no price: it may serve as well."""
-    for eqn, _ in draft.walk():
-        if eqn.service == "jax":
-            yield Finding(
-                "fallback to the rule of JAX",
-                f"`{eqn.primitive}` has no rule of batchax's: that of JAX serves it, as in "
-                "jax.vmap.",
-                "Nothing needs to be done. If it moves or repeats more than it has to, give it a "
-                f"rule with @batchax.register_rule({_expression(eqn)}).",
-                eqn.number,
-                0.0,
-            )
+    served = [eqn for eqn, _ in draft.walk() if eqn.service == "jax"]
+    names = dict.fromkeys(f"`{eqn.primitive}`" for eqn in served)
+    if len(names) == 1:
+        found = f"{', '.join(names)} has no rule of batchax's: that of JAX serves it"
+        which = f"it moves or repeats more than it has to, give it a rule with {_rule(served[0])}"
+    else:
+        found = f"{', '.join(names)} have no rules of batchax's: those of JAX serve them"
+        which = "one moves or repeats more than it has to, give it a rule: @batchax.register_rule"
+    for eqn in served:
+        yield Finding(
+            "fallback to the rule of JAX",
+            f"{found}, as in jax.vmap.",
+            f"Nothing needs to be done. If {which}.",
+            eqn.number,
+            0.0,
+        )
+
+
+def _rule(eqn: Equation) -> str:
+    return f"@batchax.register_rule({_expression(eqn)})"
 
 
 def one_lane_after_another(draft: Draft) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ def details(eqn: Equation, makers: list[Equation | None], gives: dict[str, None]
     """All there is to know of one equation."""
     rows = [_operand("takes", v, m) for v, m in zip(eqn.inputs, makers, strict=True)]
     rows += [_operand("gives", v, None) for v in eqn.outputs]
+    lines = [s for s in (eqn.source.called_from, eqn.source) if s is not None]
     heads = [tag("th", text, scope="col") for text in ("", "value", "one example", "batched", "")]
     each = eqn.per_lane
     facts = [
@@ -33,8 +34,13 @@ def details(eqn: Equation, makers: list[Equation | None], gives: dict[str, None]
         *((str(key).capitalize(), str(value)) for key, value in eqn.notes.items()),
     ]
     return Html(
-        tag("p", tag("b", f"{eqn.number} {eqn.primitive}"), " ", _place(eqn.source), class_="head")
-        + (tag("pre", eqn.source.text) if eqn.source.text else "")
+        tag(
+            "p",
+            tag("b", f"{eqn.number} {eqn.primitive}"),
+            [(" ", to_line(source)) for source in lines],
+            class_="head",
+        )
+        + "".join(tag("pre", source.text) for source in lines if source.text)
         + tag(
             "div",
             tag(
@@ -59,7 +65,8 @@ def _listed(numbers: dict[str, None]) -> list[Html]:
     return [tag("span", link_to(number), " ") for number in numbers]
 
 
-def _place(source: Source) -> Html | None:
+def to_line(source: Source) -> Html | None:
+    """A link to a line's row, if it is known."""
     if not source.file:
         return None
     name = source.file.replace("\\", "/").rsplit("/", 1)[-1]

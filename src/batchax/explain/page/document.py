@@ -98,13 +98,13 @@ def _header(explanation: Account) -> Html:
 
 def _sections(explanation: Account) -> list[Html]:
     shown = [
-        _section("summary", "Summary", summary(explanation)),
         _section("findings", "Findings", findings(explanation)),
+        _section("summary", "Summary", summary(explanation)),
         _section("program", "Program", _program(explanation)),
         _section("lines", "Source lines", sources(explanation)),
     ]
     if explanation.memory:
-        shown.insert(1, _section("memory", "Memory", memory(explanation.memory)))
+        shown.insert(2, _section("memory", "Memory", memory(explanation.memory)))
     if explanation.timings:
         drawn = tag("div", charts(explanation), class_="charts")
         shown.append(_section("timings", "Timings", [drawn, timings(explanation)]))
@@ -119,7 +119,17 @@ def _section(name: str, title: str, *content) -> Html:
 def _program(explanation: Account) -> list[Html]:
     how = (
         "Enter shows the details of an equation. Down and Up go to the next and the one before, "
-        "Right opens what is inside, Left closes it or goes out."
+        "Right opens what is inside, Left closes it or goes out. / goes to the search, whose Enter "
+        "goes to the next that is found, and Escape shows all."
+    )
+    search = tag(
+        "p",
+        tag("label", "Find by name, primitive, rule, or line: ", for_="find"),
+        tag("input", id="find", type="search", size=28, autocomplete="off", aria_keyshortcuts="/"),
+        " ",
+        tag("output", id="found", for_="find"),
+        class_="find",
+        hidden=True,
     )
     tools = tag(
         "p",
@@ -137,6 +147,7 @@ def _program(explanation: Account) -> list[Html]:
     )
     return [
         legend(explanation),
+        search,
         tag("p", how, class_="how", hidden=True),
         tools,
         tag(

@@ -25,7 +25,10 @@ from batchax.explain.page.markup import (
     tag,
     typed,
 )
+from batchax.explain.page.repeated import again
+from batchax.explain.repeats import Again, alike, fold
 from batchax.explain.wording import SERVICES, count, show_flops
+from batchax.programs.source_lines import shown_place
 
 _COLUMNS = 8
 """Rails side by side in a gutter. A longer-lived value that finds no place there has only stubs."""
@@ -44,6 +47,7 @@ class Scope:
     Attributes:
       equations: in order.
       entries: what they use that comes from outside.
+      rows: the equations, those that repeat others taken together.
       outputs: what leaves; empty where that is not known.
       around: the scope that holds the equation whose part this is.
       starts: of what a loop carries, the name of what it is at first.
@@ -55,8 +59,10 @@ class Scope:
     around: Scope | None = None
     starts: dict[str, str] = field(default_factory=dict)
     makers: dict[str, Equation] = field(default_factory=dict)
+    rows: Sequence[Equation | Again] = ()
 
     def __post_init__(self):
+        self.rows = fold(self.equations)
         self.makers = {out.name: eqn for eqn in self.equations for out in eqn.outputs}
 
     def maker(self, name: str) -> Equation | None:
@@ -162,7 +168,7 @@ def legend(explanation: Account) -> Html:
 
 
 def _scope(scope: Scope, scale: BarScale) -> Html:
-    first = len(scope.entries) + 1
+    first = len(_entering(scope)) + 1
     ways = list(_rails(scope, first))
     columns, width = _places(ways)
     users: dict[str, list[str]] = {}
@@ -171,16 +177,19 @@ def _scope(scope: Scope, scale: BarScale) -> Html:
             users.setdefault(value.name, []).append(eqn.number)
     seen: Source | None = None
     rows = []
-    for row, eqn in enumerate(scope.equations, first):
-        rows.append(_equation(eqn, row, scope, users, scale, eqn.source != seen))
-        seen = eqn.source
+    for row, entry in enumerate(scope.rows, first):
+        if isinstance(entry, Again):
+            rows.append(again(entry, row))
+            continue
+        rows.append(_equation(entry, row, scope, users, scale, entry.source != seen))
+        seen = entry.source
     word = "argument" if scope.around is None else "enters"
-    leaving = first + len(scope.equations)
+    leaving = first + len(scope.rows)
     return tag(
         "div",
-        _values(scope.entries, 1, word, scale, scope.starts),
+        _values(_entering(scope), 1, word, scale, scope.starts),
         tag("ol", rows, role="list", aria_label="Equations"),
-        _values(scope.outputs, leaving, "result", scale),
+        _values([(v.name, [v]) for v in scope.outputs], leaving, "result", scale),
         tag("div", [_drawn(way, columns.get(k)) for k, way in enumerate(ways)], class_="rails")
         if ways
         else None,
@@ -189,29 +198,46 @@ def _scope(scope: Scope, scale: BarScale) -> Html:
     )
 
 
+_MANY = 24
+"""Of more values that enter, those of one type whose places in a tree differ are one row."""
+
+
+def _entering(scope: Scope) -> list[tuple[str, Sequence[Value]]]:
+    """What enters, by rows: values that are alike, and what they are called together."""
+    if len(scope.entries) <= _MANY:
+        return [(v.name, [v]) for v in scope.entries]
+    return alike(scope.entries)
+
+
 def _values(
-    values: Sequence[Value],
+    rows: Sequence[tuple[str, Sequence[Value]]],
     row: int,
     word: str,
     scale: BarScale,
     starts: Mapping[str, str] | None = None,
 ) -> Html | None:
-    if not values:
+    if not rows:
         return None
     items = [
         tag(
             "li",
             tag("span", word, class_="word"),
             tag(
-                "span", tag("b", value.name), _start((starts or {}).get(value.name)), class_="name"
+                "span",
+                tag("b", name),
+                _start((starts or {}).get(name)),
+                tag("small", f" {len(values)} of these", title=", ".join(v.name for v in values))
+                if len(values) > 1
+                else None,
+                class_="name",
             ),
-            tag("span", typed(value), class_="type"),
-            scale.bar(value),
+            tag("span", typed(values[0]), class_="type"),
+            scale.bar(values[0]),
             style=f"grid-row:{row + k}",
             class_="value",
-            data_name=value.name,
+            data_name="\n".join(v.name for v in values),
         )
-        for k, value in enumerate(values)
+        for k, (name, values) in enumerate(rows)
     ]
     return tag("ul", items, role="list", aria_label=_LABELS[word])
 
@@ -223,18 +249,20 @@ def _start(name: str | None) -> Html | None:
 
 def _rails(scope: Scope, first: int) -> Iterator[Rail]:
     uses: dict[str, list[tuple[int, int]]] = {}
-    for row, eqn in enumerate(scope.equations, first):
-        for k, value in enumerate(eqn.inputs):
+    for row, entry in enumerate(scope.rows, first):
+        for k, value in enumerate(entry.inputs):
             uses.setdefault(value.name, []).append((row, k))
     for k, value in enumerate(scope.outputs):
-        uses.setdefault(value.name, []).append((first + len(scope.equations) + k, 0))
-    for row, value in enumerate(scope.entries, 1):
-        if value.name in uses:
-            yield Rail(value, row, tuple(uses[value.name]), "", False)
-    for row, eqn in enumerate(scope.equations, first):
-        for value in eqn.outputs:
+        uses.setdefault(value.name, []).append((first + len(scope.rows) + k, 0))
+    for row, (_, values) in enumerate(_entering(scope), 1):
+        for value in values:
             if value.name in uses:
-                yield Rail(value, row, tuple(uses[value.name]), eqn.number, bool(eqn.parts))
+                yield Rail(value, row, tuple(uses[value.name]), "", False)
+    for row, entry in enumerate(scope.rows, first):
+        nested = isinstance(entry, Equation) and bool(entry.parts)
+        for value in entry.outputs:
+            if value.name in uses:
+                yield Rail(value, row, tuple(uses[value.name]), entry.number, nested)
 
 
 def _places(ways: Sequence[Rail]) -> tuple[dict[int, int], int]:
@@ -344,4 +372,4 @@ def _part(eqn: Equation, role: str, parts: list[Equation], around: Scope, scale:
 
 def _said(source: Source) -> str:
     """What a line says; where it is, if it cannot be read."""
-    return source.text or (f"{source.file}:{source.line}" if source.file else "")
+    return source.text or (shown_place(source.file, source.line) if source.file else "")

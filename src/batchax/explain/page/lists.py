@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from batchax.explain.account import Account, Equation, Source, Timing, Work
-from batchax.explain.page.details import source_anchor
+from batchax.explain.findings.draft import price
+from batchax.explain.lines import lines_of, own_line
+from batchax.explain.page.details import source_anchor, to_line
 from batchax.explain.page.markup import Html, link_to, percent, size, tag
 from batchax.explain.wording import count, show_flops, show_seconds
+from batchax.programs.source_lines import is_installed, shown_place
 
 _MANY = 12
 """More links than this are folded away."""
+
+_MOST_LINKS = 40
+"""More than so many are not shown."""
 
 
 def findings(explanation: Account) -> Html:
     """What costs more than it would have to, dearest first, each with what to do."""
     if not explanation.findings:
         return tag("p", "Nothing found that costs more than it would have to.")
-    primitives = {eqn.number: eqn.primitive for eqn in explanation.walk()}
+    equations = {eqn.number: eqn for eqn in explanation.walk()}
     items = []
     for finding in sorted(explanation.findings, key=lambda f: -f.cost):
-        known = finding.equation in primitives
-        label = f"Go to equation {finding.equation}, {primitives.get(finding.equation)}"
+        eqn = equations.get(finding.equation)
         items.append(
             tag(
                 "li",
                 tag("h3", finding.kind),
                 tag("p", finding.message),
                 tag("p", tag("b", "What to do: "), finding.remedy, class_="remedy"),
-                tag("p", link_to(finding.equation, label)) if known else None,
+                None if eqn is None else tag("p", _place(eqn)),
                 class_="finding",
             )
         )
@@ -38,15 +44,17 @@ def findings(explanation: Account) -> Html:
 
 def sources(explanation: Account) -> list[Html]:
     """The user's lines by file, with what each made and its share of the cost."""
-    made: dict[Source, list[Equation]] = {}
-    for eqn in explanation.walk():
-        made.setdefault(eqn.source, []).append(eqn)
-    own = {source: sum(map(_alone, eqns), Work()) for source, eqns in made.items()}
-    whole = sum(own.values(), Work())
-    known = sorted((s for s in made if s.file), key=lambda s: (s.file, s.line))
+    by_itself = {line.source: line for line in lines_of(explanation, _by_itself)}
+    own = {line.source: line for line in lines_of(explanation, own_line)}
+    whole = sum((line.work for line in by_itself.values()), Work())
+    # A line of the user's counts for the libraries that it calls, whose lines come after it.
+    known = sorted(
+        (line for line in (by_itself | own).values() if line.source.file),
+        key=lambda line: (is_installed(line.source.file), line.source.file, line.source.line),
+    )
     shown = []
-    for file, lines in groupby(known, key=lambda s: s.file):
-        rows = [_line(source, made[source], own[source], whole) for source in lines]
+    for file, lines in groupby(known, key=lambda line: line.source.file):
+        rows = [_line(line.source, line.equations, line.work, whole) for line in lines]
         heads = ("line", "code", "share of FLOPs", "share of bytes", "equations")
         table = tag(
             "table",
@@ -56,24 +64,35 @@ def sources(explanation: Account) -> list[Html]:
             class_="lines",
         )
         shown += [tag("h3", tag("code", file)), tag("div", table, class_="wide")]
-    left = sum(len(eqns) for source, eqns in made.items() if not source.file)
+    left = sum(len(line.equations) for line in by_itself.values() if not line.source.file)
     if left:
         shown.append(tag("p", f"{count(left, 'equation')} without a known line.", class_="note"))
     return shown
 
 
-def _alone(eqn: Equation) -> Work:
-    """The work of an equation without that of its parts, which have lines of their own."""
-    inside = sum((part.work for part in eqn.parts), Work())
-    return Work(
-        max(eqn.work.flops - inside.flops, 0.0),
-        max(eqn.work.bytes - inside.bytes, 0.0),
-    )
+def _by_itself(source: Source) -> Source:
+    return replace(source, called_from=None)
 
 
-def _line(source: Source, eqns: list[Equation], work: Work, whole: Work) -> Html:
+def _place(eqn: Equation) -> list[Html | str | None]:
+    """Links to the equation that a finding is about, and to its line."""
+    line = own_line(eqn.source)
+    label = f"Go to equation {eqn.number}, {eqn.primitive}"
+    if not line.file:
+        return [link_to(eqn.number, label)]
+    return [link_to(eqn.number, label), ", ", to_line(line), ": ", tag("code", line.text)]
+
+
+def _line(source: Source, eqns: Sequence[Equation], work: Work, whole: Work) -> Html:
+    dearest = {e.number for e in sorted(eqns, key=lambda e: -price(e.work))[:_MOST_LINKS]}
     links = tag(
-        "span", [(link_to(eqn.number, f"{eqn.number} {eqn.primitive}"), " ") for eqn in eqns]
+        "span",
+        [
+            (link_to(eqn.number, f"{eqn.number} {eqn.primitive}"), " ")
+            for eqn in eqns
+            if eqn.number in dearest
+        ],
+        f"and {len(eqns) - _MOST_LINKS:,} that cost less" if len(eqns) > _MOST_LINKS else None,
     )
     if len(eqns) > _MANY:
         links = tag("details", tag("summary", count(len(eqns), "equation")), links)
@@ -86,6 +105,7 @@ def _line(source: Source, eqns: list[Equation], work: Work, whole: Work) -> Html
         tag("td", links, class_="links"),
         id=source_anchor(source),
         tabindex="-1",
+        data_place=shown_place(source.file, source.line),
     )
 
 

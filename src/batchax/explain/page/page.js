@@ -47,9 +47,11 @@
         }
       }
       for (const value of scope.querySelectorAll(":scope > ul > .value")) {
-        const key = "=" + value.dataset.name;
-        if (!named.has(key)) named.set(key, []);
-        named.get(key).push(value);
+        for (const name of value.dataset.name.split("\n")) {
+          const key = "=" + name;
+          if (!named.has(key)) named.set(key, []);
+          named.get(key).push(value);
+        }
       }
       rails.set(scope, named);
     }
@@ -94,6 +96,7 @@
   const reveal = (id) => {
     const target = byId(id);
     if (!target) return false;
+    if (target.closest(".missed")) seek("");
     for (let at = target.parentElement; at; at = at.parentElement) {
       if (at.localName === "details") at.open = true;
     }
@@ -115,11 +118,68 @@
   addEventListener("popstate", arrive);
   arrive();
 
+  // Search: equations and lines with all the words stay, with what they are inside of.
+  const field = byId("find");
+  let places = null; // what can be found, and its words; made when first needed
+  let hits = [];
+  let opened = [];
+  const seek = (text) => {
+    field.value = text;
+    const asked = words(text.trim().toLowerCase().replace(/\s+/g, " "));
+    places ??= [...document.querySelectorAll(".flow .row, .again li, .lines tbody tr")].map((node) => {
+      const own = node.querySelector(":scope > .equation") ?? node;
+      return [node, `${own.textContent} ${node.dataset.place ?? ""}`.toLowerCase()];
+    });
+    opened.forEach((box) => (box.open = false));
+    opened = [];
+    hits = [];
+    for (const [node, said] of places) {
+      const hit = asked.every((word) => said.includes(word));
+      node.classList.toggle("missed", !hit);
+      if (hit) hits.push(node);
+    }
+    const found = new Set(hits);
+    for (const box of document.querySelectorAll(".flow .again")) {
+      box.classList.toggle("missed", ![...box.querySelectorAll("li")].some((node) => found.has(node)));
+    }
+    for (const hit of asked.length ? hits : []) {
+      for (let at = hit.parentElement; at && !at.classList.contains("flow"); at = at.parentElement) {
+        at.classList.remove("missed");
+        if (at.localName !== "details" || at.open) continue;
+        at.open = true;
+        opened.push(at);
+      }
+    }
+    flow.classList.toggle("searched", asked.length > 0);
+    const rows = hits.filter((hit) => hit.localName === "tr").length;
+    const number = (n, what) => `${n.toLocaleString("en")} ${what}${n === 1 ? "" : "s"}`;
+    byId("found").value = asked.length
+      ? `${number(hits.length - rows, "equation")}, ${number(rows, "line")}`
+      : "";
+  };
+  field.addEventListener("input", () => seek(field.value));
+  const next = () => {
+    const at = hits.findIndex((hit) => hit === document.activeElement.closest(".row, .again li, tr"));
+    const hit = hits[(at + 1) % hits.length];
+    if (hit) reveal(hit.id);
+  };
+  field.addEventListener("keydown", (event) => {
+    if (event.key === "Enter") next();
+    else if (event.key === "Escape") seek("");
+    else return;
+    event.preventDefault();
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key !== "/" || event.target === field || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    field.focus();
+  });
+  document.querySelector(".find").hidden = false;
+
   // Arrow keys.
   const summaries = "summary";
   const seen = (node) => {
-    const closed = node.parentElement.parentElement.closest("details:not([open])");
-    return !closed;
+    return !node.parentElement.parentElement.closest("details:not([open])") && !node.closest(".missed");
   };
   const step = (from, by) => {
     const all = [...flow.querySelectorAll(summaries)];

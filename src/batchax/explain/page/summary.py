@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from batchax.explain.account import Account, Devices, Memory
+from batchax.explain.lines import dearest_lines
+from batchax.explain.page.details import to_line
 from batchax.explain.page.markup import SIGNS, Html, glyph, link_to, percent, size, tag
 from batchax.explain.wording import SERVICES, count, show_devices, show_flops
 
@@ -35,8 +37,27 @@ def summary(explanation: Account) -> list[Html | None]:
         shares,
         tag("ul", services, class_="services", role="list"),
         _costs(explanation),
+        _lines(explanation),
         _devices(explanation.devices) if explanation.devices else None,
     ]
+
+
+def _lines(explanation: Account) -> Html | None:
+    """The user's lines that cost most."""
+    dearest = dearest_lines(explanation)
+    if not dearest:
+        return None
+    rows = [
+        tag(
+            "tr",
+            tag("td", percent(share, 1.0), class_="figure"),
+            tag("td", tag("code", line.source.text)),
+            tag("td", to_line(line.source)),
+        )
+        for line, share in dearest
+    ]
+    table = tag("table", tag("caption", "Lines that cost most"), tag("tbody", rows))
+    return tag("div", table, class_="wide")
 
 
 def _devices(devices: Devices) -> Html:
