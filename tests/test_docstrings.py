@@ -32,9 +32,10 @@ def methods(name, cls):
     for key in dir(cls):
         x = inspect.getattr_static(cls, key)
         x = getattr(x, "__func__", x)
-        if key.startswith(("_", "tree_")) or not (inspect.isfunction(x) or isinstance(x, property)):
+        if not (inspect.isfunction(x) or isinstance(x, property)):
             continue
-        if ":meta private:" not in (x.__doc__ or ""):
+        hidden = key.startswith(("_", "tree_")) or ":meta private:" in (x.__doc__ or "")
+        if not hidden or key == "__getitem__":
             yield f"{name}.{key}", x
 
 
@@ -47,7 +48,7 @@ def test_is_a_reference_entry(name):
     x = ENTRIES[name]
     text = inspect.getdoc(x) or ""
     assert re.match(r"[^\n]+\.(\n\n|\Z)", text)
-    assert isinstance(x, property) or "\nExample:\n" in text
+    assert isinstance(x, property) or re.search(r"\nExample:\n(.+\n\n)?  >>> ", text)
     if inspect.isfunction(x) or (inspect.isclass(x) and not issubclass(x, Exception)):
         for given in inspect.signature(x).parameters:
             described = re.search(rf"^  (\w+, )*\**{given}(, \w+)*:", text, re.MULTILINE)

@@ -36,7 +36,8 @@ class Ragged(Converters, Selecting, BatchOfRows):
 
     A pytree with the leaves `data` and `lengths`: it goes through ``jax.jit``, ``jax.grad``,
     ``jax.device_put`` and libraries that save arrays. As an argument of `vmap` it is a batch of
-    rows, of which the function sees one, as an array that has the row's own length.
+    rows, of which the function sees one, as an array that has the row's own length. ``len(x)`` is
+    the number of rows, ``x[i]`` row `i`, and ``x[1:3]``, ``x[[0, 2]]`` or a mask some of them.
 
     Derivatives are with respect to `data`. ``jax.grad`` refuses the integers in `lengths` unless
     told otherwise (``allow_int=True``), and what it then returns is a Ragged whose lengths hold

@@ -39,6 +39,11 @@ class Selecting:
         Raises:
           IndexError: there is no such row.
           ArgumentTypeError: `i` is nothing of these, or lengths are traced.
+
+        Example:
+          >>> x = bx.Ragged(jnp.arange(6), [1, 3, 2])
+          >>> print(x[1], x[-2:].lengths, x[[2, 0]].lengths)
+          [1 2 3] [3 2] [2 1]
         """
         ends = self._known_ends()
         if isinstance(i, (int, np.integer)) and not isinstance(i, bool):
