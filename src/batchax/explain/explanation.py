@@ -38,7 +38,7 @@ class Explanation(Account):
       ...     return jax.lax.cond(x > 0, jnp.linalg.inv, lambda m: m, m)
       >>> explanation = bx.explain(f, (None, 0))(jnp.eye(30), jnp.arange(8.0))
       >>> explanation
-      <Explanation of f: 8 lanes, 3 equations, 1 finding; print it, or .to_html(path)>
+      <Explanation of f: 8 lanes, ... equations, 1 finding; print it, or .to_html(path)>
       >>> for finding in explanation.findings:
       ...     print(finding.message)
       `cond` runs each of its 2 branches for all 8 lanes: ...
