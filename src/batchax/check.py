@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from batchax.comparing import difference, directions
+from batchax.comparing import difference_of_trees, directions
 from batchax.errors import ArgumentTypeError, MismatchError, UnsupportedError
 from batchax.frontend.in_axes import is_position, spread_in_axes
 from batchax.rows.ragged import Ragged
@@ -186,24 +186,11 @@ class _Comparison:
             )
 
     def _same(self, lane: int, what: str, got: Any, expected: Any) -> None:
-        trees = [jax.tree.structure(x) for x in (got, expected)]
-        problem = ""
-        if trees[0] != trees[1]:
-            problem = f" has the structure {trees[0]}, expected {trees[1]}"
-        leaves = jax.tree_util.tree_flatten_with_path(got)[0]
-        for (keys, g), e in zip(leaves, jax.tree.leaves(expected), strict=not problem):
-            if problem:
-                break
-            g, e = jnp.asarray(g), jnp.asarray(e)
-            if (g.shape, g.dtype) != (e.shape, e.dtype):
-                problem = f" is {g.dtype}{list(g.shape)}, expected {e.dtype}{list(e.shape)}"
-            else:
-                problem = difference(g, e, **self._tolerance)
-            what += jax.tree_util.keystr(keys) if problem else ""
+        problem = difference_of_trees({what: got}, {what: expected}, **self._tolerance)
         if problem:
             raise MismatchError(
                 f"{self._name} differs under batching from what it does for one example: in lane "
-                f"{lane}, {what}{problem}."
+                f"{lane}, {problem}."
             )
 
 

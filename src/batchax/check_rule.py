@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from batchax.comparing import difference, directions
+from batchax.comparing import difference_of_trees, directions
 from batchax.errors import ArgumentTypeError, RuleMismatchError
 from batchax.kernel.axis import move_axis
 from batchax.kernel.derivatives import with_values
@@ -264,24 +264,9 @@ class _Comparison:
             got = batched(*case.values)
         except Exception as error:
             raise RuleMismatchError(f"{where}it raised {type(error).__name__}: {error}") from error
-        problem = self._difference(got, expected)
+        problem = difference_of_trees(got, expected, self.rtol, self.atol)
         if problem:
             raise RuleMismatchError(where + problem)
-
-    def _difference(self, got: dict[str, Any], expected: dict[str, Any]) -> str:
-        trees = [jax.tree.structure(x) for x in (got, expected)]
-        if trees[0] != trees[1]:
-            return f"the structure of the output is {trees[0]}, expected {trees[1]}"
-        leaves = jax.tree_util.tree_flatten_with_path(got)[0]
-        for (keys, g), e in zip(leaves, jax.tree.leaves(expected), strict=True):
-            g, e = jnp.asarray(g), jnp.asarray(e)
-            path = f"{keys[0].key}{jax.tree_util.keystr(keys[1:])}"
-            if (g.shape, g.dtype) != (e.shape, e.dtype):
-                return f"{path} is {g.dtype}{list(g.shape)}, expected {e.dtype}{list(e.shape)}"
-            problem = difference(g, e, self.rtol, self.atol)
-            if problem:
-                return path + problem
-        return ""
 
 
 def _varied(x: Any, lane: int) -> Any:

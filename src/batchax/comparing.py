@@ -41,6 +41,26 @@ def difference(got: Any, expected: Any, rtol: float | None, atol: float | None) 
     )
 
 
+def difference_of_trees(
+    got: dict[str, Any], expected: dict[str, Any], rtol: float | None, atol: float | None
+) -> str:
+    """In words, the first leaf in which trees differ, by their names; "" if there is none."""
+    for name, tree in got.items():
+        structures = [jax.tree.structure(x) for x in (tree, expected[name])]
+        if structures[0] != structures[1]:
+            return f"{name} has the structure {structures[0]}, expected {structures[1]}"
+        leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+        for (keys, g), e in zip(leaves, jax.tree.leaves(expected[name]), strict=True):
+            g, e = jnp.asarray(g), jnp.asarray(e)
+            path = name + jax.tree_util.keystr(keys)
+            if (g.shape, g.dtype) != (e.shape, e.dtype):
+                return f"{path} is {g.dtype}{list(g.shape)}, expected {e.dtype}{list(e.shape)}"
+            problem = difference(g, e, rtol, atol)
+            if problem:
+                return path + problem
+    return ""
+
+
 def directions(xs: Any, seed: int) -> list[Any]:
     """For each array random numbers of its shape and dtype: tangents, or cotangents."""
 

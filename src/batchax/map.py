@@ -118,8 +118,7 @@ def map(
     check_out_axes(out_axes)
     kind_of(out)  # what cannot be one is refused before any work
     _check_options(batch_size, commit_rows, on_error, on_nonfinite, max_errors, retries, resume)
-    if inputs_by not in ("file", "content"):
-        raise ArgumentTypeError(f'inputs_by must be "file" or "content", got {inputs_by!r}.')
+    _check_one_of("inputs_by", inputs_by, "file", "content")
     _check_version_and_progress(version, progress)
     _check_key(fun, key, len(arrays))
     engine = find_engine(executor, None if out is None else Path(out))
@@ -165,20 +164,20 @@ def _check_options(
 ) -> None:
     if batch_size != "auto" and not (is_position(batch_size) and batch_size > 0):
         raise AxisError(f'batch_size must be a positive int or "auto", got {batch_size!r}.')
-    for name, value in {"commit_rows": commit_rows}.items():
-        if value is not None and not (is_position(value) and value > 0):
-            raise AxisError(f"{name} must be a positive int or None, got {value!r}.")
-    if on_error not in _ON_ERROR:
-        raise ArgumentTypeError(f'on_error must be "raise" or "quarantine", got {on_error!r}.')
-    if on_nonfinite not in (None, *_ON_ERROR):
-        raise ArgumentTypeError(
-            f'on_nonfinite must be "raise", "quarantine" or None, got {on_nonfinite!r}.'
-        )
+    if commit_rows is not None and not (is_position(commit_rows) and commit_rows > 0):
+        raise AxisError(f"commit_rows must be a positive int or None, got {commit_rows!r}.")
+    _check_one_of("on_error", on_error, *_ON_ERROR)
+    _check_one_of("on_nonfinite", on_nonfinite, *_ON_ERROR, None)
+    _check_one_of("resume", resume, "auto", "never")
     for name, value in {"max_errors": max_errors, "retries": retries}.items():
         if not (is_position(value) and value >= 0) and not (name == "max_errors" and value is None):
             raise ArgumentTypeError(f"{name} must be a non-negative int, got {value!r}.")
-    if resume not in ("auto", "never"):
-        raise ArgumentTypeError(f'resume must be "auto" or "never", got {resume!r}.')
+
+
+def _check_one_of(name: str, value: Any, *choices: str | None) -> None:
+    if value not in choices:
+        *others, last = ["None" if choice is None else f'"{choice}"' for choice in choices]
+        raise ArgumentTypeError(f"{name} must be {', '.join(others)} or {last}, got {value!r}.")
 
 
 def _check_version_and_progress(version: Any, progress: Any) -> None:

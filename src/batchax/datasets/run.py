@@ -160,12 +160,13 @@ def _run_left(function: RowFunction, how: How, job: Job | JobInMemory, reused: i
 
     with interruptible(stop, progress.say):
         try:
-            how.engine.run(work, map(job.plan.unit, left), job.record, tell)
+            try:
+                how.engine.run(work, map(job.plan.unit, left), job.record, tell)
+            finally:
+                job.look_again()
         except BaseException as error:
             progress.close(f"stopped: {type(error).__name__}. {_kept(job)}")
             raise
-        finally:
-            job.look_again()
     if any(k not in job.done for k in left):
         progress.close(_kept(job))
         raise KeyboardInterrupt
@@ -179,7 +180,6 @@ def _rows_done(job: Job | JobInMemory) -> int:
 
 
 def _kept(job: Job | JobInMemory) -> str:
-    job.look_again()
     rows = f"{_rows_done(job):,} of {job.plan.rows:,} rows"
     if isinstance(job, JobInMemory):
         return f"{rows} were done."

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from batchax import _compat
+from batchax.datasets.halving import fail_alone
 from batchax.datasets.inputs import rows_of
 from batchax.datasets.outputs import combined, nothing, of_no_rows
 from batchax.datasets.parts import Bad, Rows, Unit
@@ -223,8 +224,13 @@ def _without_failing(
 ) -> tuple[list[Any], list[Bad]]:
     """The results of a batch that fails, and the rows that it fails for."""
     most = 1 if policy.on_error == "raise" else batch.count
+
+    def tried(part: Sequence[int]) -> Exception | None:
+        others = dict.fromkeys(set(range(batch.count)) - set(part), part[0])
+        return _tried(lambda: jax.block_until_ready(batch.start(others)))[1]
+
     with _compat.callbacks_fail_silently():  # the same one, again and again
-        failing = _failing_rows(batch, list(range(batch.count)), error, most)
+        failing = fail_alone(range(batch.count), error, tried, most)
     bad = [
         Bad(batch.row(place), _last_line(found), str(found))
         for place, found in sorted(failing.items())
@@ -232,24 +238,6 @@ def _without_failing(
     if policy.on_error == "raise" or not bad:
         raise _row_error(batch, bad, "on_error", error) from error
     return _recomputed(batch, failing), bad
-
-
-def _failing_rows(
-    batch: _Batch, places: list[int], error: Exception, most: int
-) -> dict[int, Exception]:
-    """Of rows that fail together those that fail by themselves, each with its error."""
-    if len(places) == 1:
-        return {places[0]: error}
-    found: dict[int, Exception] = {}
-    half = len(places) // 2
-    for part in (places[:half], places[half:]):
-        others = dict.fromkeys(set(range(batch.count)) - set(part), part[0])
-        _, again = _tried(lambda others=others: jax.block_until_ready(batch.start(others)))
-        if again is not None:
-            found |= _failing_rows(batch, part, again, most - len(found))
-        if len(found) >= most:
-            break
-    return found
 
 
 def _recomputed(batch: _Batch, failing: dict[int, Any]) -> list[Any]:

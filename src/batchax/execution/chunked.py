@@ -131,20 +131,22 @@ def run_in_chunks(
     build = lambda: _compat.stage(run, list(map(jax.typeof, program.args)))
     specs = tuple(output.spec for output in outputs.described)
     places = zip(map(jax.typeof, program.args), positions, strict=True)
-    try:
+
+    def outs(remembers: bool) -> list[Any]:
         if traced:
             return run(*program.args)
-        whole = (
-            _staged.get(call_key(axis, program.staged, shards, chunking, specs, *places), build)
-            if remembers
-            else build()
-        )
+        if remembers:
+            key = call_key(axis, program.staged, shards, chunking, specs, *places)
+            whole = _staged.get(key, build)
+        else:
+            whole = build()
+        return eval_jaxpr(whole.jaxpr, whole.consts, *program.args)
+
+    try:
+        return outs(remembers)
     except _OtherConstants:
         program, consts, positions = held, [], held.axes
-        if traced:
-            return run(*program.args)
-        whole = build()
-    return eval_jaxpr(whole.jaxpr, whole.consts, *program.args)
+        return outs(False)
 
 
 def _check_no_references(values: Iterable[Any]) -> None:

@@ -9,7 +9,6 @@ in halves, and so on, until those are found that end a process by themselves.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import pickle
 import queue
@@ -17,12 +16,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from batchax.datasets.engines.attempts import Attempts, EndedError
 from batchax.datasets.engines.worker import Done, portable, probe_rows, run_unit
+from batchax.datasets.halving import fail_alone
 from batchax.datasets.parts import Bad, Unit
 from batchax.errors import JobError, RowError
 
@@ -61,17 +61,23 @@ def run_alone(folder: str, unit: Unit, attempt: int, quarantine: bool) -> Done |
 
         try:
             return run()
-        except EndedError as ended:
-            how = str(ended)
-        probe = functools.partial(child.does, probe_rows, folder, unit.number)
-        try:
-            probe([])
-        except EndedError:
+        except EndedError as error:
+            ended, how = error, str(error)
+
+        def tried(rows: Sequence[int]) -> EndedError | None:
+            try:
+                child.does(probe_rows, folder, unit.number, list(rows))
+            except EndedError as error:
+                return error
+            return None
+
+        if tried([]) is not None:
             raise JobError(
                 f"the process that is to compute rows {unit.start} to {unit.stop} ends ({how}) "
                 "before it computes any. What was done is kept."
-            ) from None
-        rows = _ending(probe, range(unit.start, unit.stop), unit.rows if quarantine else 1)
+            )
+        most = unit.rows if quarantine else 1
+        rows = list(fail_alone(range(unit.start, unit.stop), ended, tried, most))
         if not rows:
             raise JobError(
                 f"rows {unit.start} to {unit.stop} end the process that computes them ({how}), "
@@ -85,22 +91,6 @@ def run_alone(folder: str, unit: Unit, attempt: int, quarantine: bool) -> Done |
                 'on_error="quarantine".'
             )
         return run([Bad(row, f"ends the process that computes it: {how}") for row in rows])
-
-
-def _ending(probe: Callable[[list[int]], Any], rows: Sequence[int], most: int) -> list[int]:
-    """Which of the rows that end a process together do so alone."""
-    if len(rows) == 1:
-        return list(rows)
-    found: list[int] = []
-    half = len(rows) // 2
-    for part in (rows[:half], rows[half:]):
-        try:
-            probe(list(part))
-        except EndedError:
-            found += _ending(probe, part, most - len(found))
-        if len(found) >= most:
-            break
-    return found
 
 
 class _Child:
