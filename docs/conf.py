@@ -27,6 +27,7 @@ myst_enable_extensions = ["colon_fence"]
 default_role = "code"
 autodoc_typehints = "none"  # they say types and shapes themselves
 autodoc_member_order = "bysource"
+napoleon_use_ivar = True  # attributes as one list
 napoleon_use_rtype = False
 # Names as users write them: `jax.Array`, not `jaxlib._jax.Array`.
 python_use_unqualified_type_names = True
