@@ -135,6 +135,15 @@ def own_registrations(monkeypatch):
         monkeypatch.setattr(module, name, getattr(module, name).copy())
 
 
+@pytest.fixture
+def unfiltered_tracebacks():
+    """Tracebacks with all of their frames, and without a note that some are hidden."""
+    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "off")
+    yield
+    jax.config.update("jax_traceback_filtering", before)
+
+
 def _much_is_held():
     """Whether this process is near 3 GiB, or half the mappings Linux allows a process.
 

@@ -511,6 +511,18 @@ def test_functions_that_others_stand_in_for():
     assert at() == original
 
 
+def test_frames_that_jax_hides():
+    @_compat.api_boundary
+    def call(fun):
+        return _compat.name_stack_extended("x")(fun)()  # a frame of contextlib
+
+    with pytest.raises(ZeroDivisionError) as raised:
+        call(lambda: 1 / 0)
+    files = [Path(frame.path).name for frame in raised.traceback]
+    assert "contextlib.py" not in files, "JAX shows frames of files that are registered with it"
+    assert "traceback_util.py" not in files, "JAX filters no traceback at `api_boundary`"
+
+
 def test_programs():
     weak = jax.make_jaxpr(lambda x: _compat.weakly(x + 0))(X)
     assert weak.out_avals[0].weak_type

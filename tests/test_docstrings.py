@@ -15,7 +15,8 @@ import batchax as bx
 from batchax.datasets.report import Report
 from batchax.nonfinite.find import NonFinite
 
-pytestmark = pytest.mark.usefixtures("own_registrations")
+# The note that frames are hidden is a part of an error's message to doctest.
+pytestmark = pytest.mark.usefixtures("own_registrations", "unfiltered_tracebacks")
 
 
 def entries():

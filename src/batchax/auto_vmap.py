@@ -31,6 +31,7 @@ _CHUNKS = {"batch_size": None, "memory_limit": None, "residuals": "recompute"}
 _OPTIONS = (*_CHUNKS, "divergence")
 
 
+@_compat.api_boundary
 def auto_vmap(*ranks: Any, **named: Any) -> Any:
     """Lets a function of known ranks take any batch dimensions, as NumPy's functions do.
 
@@ -77,6 +78,7 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     if len(ranks) == 1 and not named and callable(ranks[0]):
         return _decorate(ranks[0], _Declared(annotated_ranks(ranks[0])))
 
+    @_compat.api_boundary
     def decorate(fun: F) -> F:
         if not callable(fun):
             raise ArgumentTypeError(
@@ -125,6 +127,7 @@ def _decorate(fun: F, declared: _Declared) -> F:
     signature, name = _signature(fun), _name(fun)
 
     @functools.wraps(fun)
+    @_compat.api_boundary
     def batched(*args: Any, **kwargs: Any) -> Any:
         try:
             bound = signature.bind(*args, **kwargs)

@@ -16,6 +16,7 @@ from batchax.kernel.axis import Axis
 from batchax.kernel.inner import ANYWHERE, ZERO_IF_MAPPED, batch_inner
 
 
+@_compat.api_boundary
 def batch_jaxpr(
     closed_jaxpr: _compat.ClosedJaxpr,
     axis_size: int | None,

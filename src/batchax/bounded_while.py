@@ -25,6 +25,7 @@ from batchax.kernel.axis import Axis
 from batchax.kernel.inner import stage_function
 
 
+@_compat.api_boundary
 def bounded_while(
     cond_fun: Callable[[Any], Any],
     body_fun: Callable[[Any], Any],

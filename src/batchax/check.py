@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from batchax import _compat
 from batchax.comparing import difference_of_trees, directions
 from batchax.errors import ArgumentTypeError, MismatchError, UnsupportedError
 from batchax.frontend.in_axes import is_position, spread_in_axes
@@ -19,6 +20,7 @@ from batchax.rules.masking import is_inexact
 from batchax.vmap import vmap
 
 
+@_compat.api_boundary
 def check(
     fun: Callable[..., Any],
     in_axes: Any = 0,
@@ -72,6 +74,7 @@ def check(
     tolerance = {"rtol": rtol, "atol": atol}
 
     @functools.wraps(fun)
+    @_compat.api_boundary
     def checked(*args: Any, **kwargs: Any) -> None:
         comparison = _Comparison(fun, in_axes, options, args, kwargs, lanes, tolerance)
         comparison.values()

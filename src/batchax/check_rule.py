@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from batchax import _compat
 from batchax.comparing import difference_of_trees, directions
 from batchax.errors import ArgumentTypeError, RuleMismatchError
 from batchax.kernel.axis import move_axis
@@ -21,6 +22,7 @@ from batchax.vmap import vmap
 _MOST_SUBSETS = 32
 
 
+@_compat.api_boundary
 def check_rule(
     fun: Callable[..., Any],
     *example_args: Any,
@@ -263,7 +265,8 @@ class _Comparison:
         try:
             got = batched(*case.values)
         except Exception as error:
-            raise RuleMismatchError(f"{where}it raised {type(error).__name__}: {error}") from error
+            told = f"{where}it raised {type(error).__name__}: {error}"
+            raise RuleMismatchError(told) from _compat.without_hidden_frames(error)
         problem = difference_of_trees(got, expected, self.rtol, self.atol)
         if problem:
             raise RuleMismatchError(where + problem)

@@ -21,6 +21,7 @@ R = TypeVar("R")
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
+@_compat.api_boundary
 class custom_vmap(Generic[P, R]):
     """Gives `fun`, a function of one example, a batching rule.
 

@@ -6,10 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from batchax import _compat
 from batchax.errors import ArgumentTypeError
 from batchax.nonfinite.find import NonFinite, find
 
 
+@_compat.api_boundary
 def find_nonfinite(
     fun: Callable[..., Any], in_axes: Any = 0, **options: Any
 ) -> Callable[..., NonFinite]:
@@ -57,6 +59,7 @@ def find_nonfinite(
         )
 
     @functools.wraps(fun)
+    @_compat.api_boundary
     def found(*args: Any, **kwargs: Any) -> NonFinite:
         return find(fun, in_axes, options, args, kwargs)
 

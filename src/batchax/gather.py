@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.execution.meetings import of_this_process
 from batchax.execution.processes import from_all
@@ -17,6 +18,7 @@ from batchax.execution.processes import from_all
 _BLOCK = 64 * 2**20  # bytes that all processes together send at a time
 
 
+@_compat.api_boundary
 def gather(tree: Any, to: Literal["all"] | int = "all") -> Any:
     """Brings arrays to the host, those that are spread over several processes too.
 

@@ -10,9 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 
 
+@_compat.api_boundary
 def host_function(
     fun: Callable[..., Any], out_type: Any, *, threads: int = 1
 ) -> Callable[..., Any]:
@@ -60,6 +62,7 @@ def host_function(
         raise AxisError(f"threads is {threads}, but at least one lane must run at a time.")
 
     @functools.wraps(fun)
+    @_compat.api_boundary
     def on_host(*args: Any) -> Any:
         wanted = out_type(*args) if callable(out_type) else out_type
         wanted = jax.tree.map(_type, wanted)

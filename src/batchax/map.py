@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import jax
 
+from batchax import _compat
 from batchax.datasets.engines.engine import find_engine
 from batchax.datasets.program import RowFunction
 from batchax.datasets.report import Report
@@ -25,6 +26,7 @@ from batchax.frontend.outputs import check_out_axes
 _ON_ERROR = ("raise", "quarantine")
 
 
+@_compat.api_boundary
 def map(
     fun: Callable[..., Any],
     *arrays: Any,

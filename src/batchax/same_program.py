@@ -63,6 +63,7 @@ class Comparison:
         return f"the same program: {', '.join(first) or 'no operations'}"
 
 
+@_compat.api_boundary
 def same_program(
     f: Callable[..., Any], g: Callable[..., Any], /, *args: Any, compiled: bool = False
 ) -> Comparison:

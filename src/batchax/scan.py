@@ -44,6 +44,7 @@ from batchax.kernel.inner import example_aval, stage_described, stage_function
 from batchax.kernel.rule_results import describe_returned
 
 
+@_compat.api_boundary
 def scan(
     fun: Callable[..., tuple[Any, Any]],
     in_axes: Any = 0,
@@ -133,6 +134,7 @@ def scan(
     _check_until(until, unroll)
 
     @functools.wraps(fun)
+    @_compat.api_boundary
     def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         flat = flatten_arguments(_after_carry(fun, init), in_axes, args, kwargs, STEPS)
         _check_arrays(flat.mapped)

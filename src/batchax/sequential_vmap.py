@@ -7,6 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
+from batchax import _compat
 from batchax.custom_vmap import custom_vmap
 from batchax.kernel import recording
 from batchax.scan import scan
@@ -15,6 +16,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@_compat.api_boundary
 def sequential_vmap(fun: Callable[P, R]) -> custom_vmap[P, R]:
     """Makes `fun` run for one lane after another wherever it is batched.
 

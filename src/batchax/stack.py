@@ -15,6 +15,7 @@ from batchax.frontend.containers import is_container
 from batchax.frontend.outputs import is_array
 
 
+@_compat.api_boundary
 def stack(trees: Sequence[Any]) -> Any:
     """Trees of one structure as one, whose arrays have one more axis, in front.
 
@@ -63,6 +64,7 @@ def stack(trees: Sequence[Any]) -> Any:
     return jax.tree.unflatten(structure, stacked)
 
 
+@_compat.api_boundary
 def unstack(tree: Any) -> list[Any]:
     """The trees that `stack` made one of: arrays without their first axis.
 

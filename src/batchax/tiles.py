@@ -90,6 +90,7 @@ class Tiles(AxisSpec):
         return f"batchax.tiles({', '.join(given)})"
 
 
+@_compat.api_boundary
 def tiles(
     size: int | None = None,
     count: int | None = None,

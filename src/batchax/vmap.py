@@ -53,6 +53,7 @@ from batchax.rows.run import RowOptions, check_row_options, run_rows
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+@_compat.api_boundary
 def vmap(
     fun: F,
     in_axes: Any = 0,
@@ -190,6 +191,7 @@ def vmap(
     )  # fmt: skip
 
     @functools.wraps(fun)
+    @_compat.api_boundary
     def batched(*args: Any, **kwargs: Any) -> Any:
         flat = flatten_arguments(fun, in_axes, args, kwargs, on_mesh=in_parts, spread=bool(on_mesh))
         if on_mesh is None:

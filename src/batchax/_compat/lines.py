@@ -20,10 +20,10 @@ current_name_stack = source_info_util.current_name_stack
 name_stack_extended = source_info_util.transform_name_stack
 current_source = source_info_util.current
 
-_BATCHAX = os.path.dirname(os.path.dirname(__file__))
+BATCHAX = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 # What JAX reports as the user's line is not to be one of ours.
-source_info_util.register_exclusion(_BATCHAX)
+source_info_util.register_exclusion(BATCHAX)
 
 
 def user_source(source_info: Any, outer_name_stack: Any) -> AbstractContextManager[None]:
@@ -68,7 +68,7 @@ def calling_files_and_lines(source_info: Any) -> Iterator[tuple[str, int]]:
 
 # JAX forgets where a function was called from when it stages it: the line of an equation may be
 # none of the user's, if what is batched is a function of JAX's itself. Then it is the call's.
-_NOT_THE_USERS = (os.path.dirname(jax.__file__), _BATCHAX, contextlib.__file__, functools.__file__)
+_NOT_THE_USERS = (os.path.dirname(jax.__file__), BATCHAX, contextlib.__file__, functools.__file__)
 
 
 def _calling_frame() -> traceback.FrameSummary | None:

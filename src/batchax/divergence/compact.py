@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from batchax import _compat
 from batchax.divergence.bounded import run_bounded_loop
 from batchax.divergence.branches import run_branches
 from batchax.divergence.lane_steps import LaneSteps
@@ -21,6 +22,7 @@ from batchax.kernel.axis import Axis
 from batchax.kernel.divergence import BoundedLoop, Branches, PlacedOutputs, WhileLoop
 
 
+@_compat.api_boundary
 @dataclass(frozen=True)
 class Compact:
     """How lanes that part ways are run, for ``vmap(..., divergence=Compact(...))``.

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from batchax import _compat
 from batchax.execution.eager import whatever_jit
 from batchax.explain.account import Timing
 from batchax.explain.attribution import Attribution, Tally
@@ -23,6 +24,7 @@ from batchax.explain.staging import Staged, stage
 from batchax.vmap import made_by_vmap, vmap
 
 
+@_compat.api_boundary
 def explain(
     fun: Callable[..., Any],
     in_axes: Any = 0,
@@ -88,6 +90,7 @@ def _of_batched(
     compile: bool,
     measure: bool,
 ) -> Callable[..., Explanation]:
+    @_compat.api_boundary
     @whatever_jit
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         if measure:

@@ -47,6 +47,7 @@ class BatchOfRows:
 _containers: dict[type, Container] = {}
 
 
+@_compat.api_boundary
 def register_container(
     type: type,
     *,
@@ -127,6 +128,7 @@ def register_container(
     _lend_to_jax(_containers[type])
 
 
+@_compat.api_boundary
 def unregister_container(type: type) -> None:
     """Undoes `register_container`: instances of `type` are what they were before.
 

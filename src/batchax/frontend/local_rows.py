@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from batchax import _compat
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.frontend.containers import is_container
 
@@ -39,6 +40,7 @@ class LocalRows:
         raise only_mapped("it was used as an array")
 
 
+@_compat.api_boundary
 def local(tree: Any) -> Any:
     """Says of an argument of `vmap` that its rows are this process's own.
 

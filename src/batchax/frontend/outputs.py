@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import is_container, is_container_spec, parts_of_output
 from batchax.frontend.in_axes import LANES, Terms, is_position
@@ -47,6 +48,7 @@ _REDUCTIONS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], Any]]] = {
 }
 
 
+@_compat.api_boundary
 @dataclass(frozen=True)
 class Reduce:
     """In `out_axes`: the output is reduced over the batch.

@@ -55,6 +55,7 @@ _count = 0
 _lock = threading.RLock()
 
 
+@_compat.api_boundary
 def register_rule(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
     """Decorator that makes a function the batching rule of `primitive`.
 

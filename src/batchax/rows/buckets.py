@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.in_axes import is_position
 from batchax.rows.groups import join_lanes, join_rows, split_lanes, split_rows
 from batchax.rows.ragged import Ragged, known_lengths
 
 
+@_compat.api_boundary
 @dataclass(frozen=True, eq=False, repr=False)
 class Buckets:
     """Rows in groups, each with a size that its rows are padded to.
@@ -159,6 +161,7 @@ class Buckets:
         return "\n".join(lines)
 
 
+@_compat.api_boundary
 def bucket(ragged_or_lengths: Any, max_buckets: int = 8, *, multiple_of: int = 1) -> Buckets:
     """Groups rows by length into few sizes, with as little padding as possible.
 

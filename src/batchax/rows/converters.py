@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.rows import arrow
 from batchax.rows.checks import known_lengths
@@ -22,6 +23,7 @@ from batchax.rows.checks import known_lengths
 R = TypeVar("R", bound="Converters")
 
 
+@_compat.api_boundary
 class Converters:
     """The methods of `Ragged` for batches of other libraries."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.parts import AxisSpec, Parts
@@ -70,6 +71,7 @@ class LaneSize(AxisSpec):
         return f"batchax.size({self.name!r}{bound})"
 
 
+@_compat.api_boundary
 def size(name: str, max_size: int | None = None) -> LaneSize:
     """In `in_axes`: an array of ints holds a size for each lane, which the function is given.
 

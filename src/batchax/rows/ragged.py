@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import BatchOfRows
 from batchax.frontend.parts import AxisSpec, Parts
@@ -30,6 +31,7 @@ from batchax.rows.index import RowIndex, pack_rows, pad_rows
 from batchax.rows.selecting import Selecting
 
 
+@_compat.api_boundary
 @jax.tree_util.register_pytree_with_keys_class
 class Ragged(Converters, Selecting, BatchOfRows):
     """Rows of different lengths: their elements one after another in one array.
@@ -438,6 +440,7 @@ def _rows_of(batch: Any) -> Ragged:
     return Ragged(jnp.reshape(batch, (count * size, *rest)), lengths, size)
 
 
+@_compat.api_boundary
 def ragged(name: str) -> RaggedSize:
     """In `in_axes`: the name of the size that the rows of a `Ragged` have.
 

@@ -129,7 +129,7 @@ def run_rows(
                 "they are dealt out to devices. Leave one of them out."
             )
         return by_length()
-    known = all_known(mapped)
+    may_go_by_length = all_known(mapped) and options.shards is None
     sizes_of, sizes = find_sizes(mapped)
 
     def stage(dims: Sequence[Any]) -> tuple[_compat.ClosedJaxpr, FlatOutputs]:
@@ -142,9 +142,12 @@ def run_rows(
     except Exception as error:
         # The function may need sizes as numbers, for an `if n > 5`: rows of one length have these.
         # If it is wrong, it fails again.
-        if known and options.shards is None:
-            return by_length()
-        raise _cannot_stage(error, sizes, lambda: _works_for_known(stage, sizes)) from error
+        if not may_go_by_length:
+            told = _cannot_stage(error, sizes, lambda: _works_for_known(stage, sizes))
+            raise told from _compat.without_hidden_frames(error)
+        staged = outputs = None
+    if staged is None or outputs is None:
+        return by_length()
     described = list(map(place_ragged, outputs.described, [a.shape for a in staged.out_avals]))
     outputs = replace(outputs, described=described)
     call = Call(axis, staged, mapped, sizes_of, sizes, outputs)
@@ -155,17 +158,17 @@ def run_rows(
             return _run_on_devices(call, options, options.shards, run_dense), outputs
         return _run_here(call, options, run_dense), outputs
     except _ASKED_FOR_NUMBERS as error:  # in a derivative rule, which is staged by now
-        if known and options.shards is None:
-            return by_length()
-        raise _cannot_stage(error, sizes, lambda: True) from error
+        if not may_go_by_length:
+            told = _cannot_stage(error, sizes, lambda: True)
+            raise told from _compat.without_hidden_frames(error)
     except CannotPad as error:
-        if known and options.shards is None:
-            return by_length()
-        raise UnsupportedError(
-            f"{error}\nRows of one length could run together, but the lengths are traced here: "
-            "call it outside of jit, or close over the Ragged, so that they are known"
-            + (", and leave mesh out." if options.shards else ".")
-        ) from None
+        if not may_go_by_length:
+            raise UnsupportedError(
+                f"{error}\nRows of one length could run together, but the lengths are traced here: "
+                "call it outside of jit, or close over the Ragged, so that they are known"
+                + (", and leave mesh out." if options.shards else ".")
+            ) from None
+    return by_length()
 
 
 def _cannot_stage(error: Exception, sizes: Sequence[RowSize], works_for_known: Any) -> Exception:

@@ -8,12 +8,14 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 import numpy as np
 
+from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.rows.checks import known_lengths
 
 S = TypeVar("S", bound="Selecting")
 
 
+@_compat.api_boundary
 class Selecting:
     """The methods of `Ragged` that take rows out, and put rows together; lengths must be known."""
 
