@@ -243,8 +243,8 @@ def test_rows_on_a_mesh_that_types_tell_of(spec):
 
 def test_lists_of_numbers_are_told_from_arrays():
     for batch, hint in (
-        ([1.0, 2.0], r"If args\[0\] is one batch, pass jax.numpy.asarray\(args\[0\]\)\.$"),
-        ([[1.0, 2.0], [3.0]], r"different lengths batchax.Ragged.from_rows\(args\[0\]\)\.$"),
+        ([1.0, 2.0], r"(?m)If args\[0\] is one batch, pass jax.numpy.asarray\(args\[0\]\)\.$"),
+        ([[1.0, 2.0], [3.0]], r"(?m)different lengths batchax.Ragged.from_rows\(args\[0\]\)\.$"),
     ):
         with pytest.raises(bx.AxisError, match=hint):
             bx.vmap(lambda x: x)(batch)
