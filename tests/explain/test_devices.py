@@ -83,3 +83,18 @@ def test_chunks_are_counted_on_a_device():
     x = jnp.ones((64, 5))
     (finding,) = explained(affine, x, W, mesh="all", batch_size=2, compile=False).findings
     assert finding.message.startswith("8 chunks of 2 lanes")
+
+
+def test_what_a_lane_reads_is_counted_once_though_devices_run_chunks():
+    def f(t, x):
+        return jax.lax.scan(lambda c, i: (c + t[i].sum(), None), 0.0, x)[0]
+
+    table, x = jnp.ones((1000, 50)), jnp.ones((64, 10), int)
+    messages = {
+        finding.message
+        for options in ({}, {"mesh": "all"}, {"mesh": "all", "batch_size": 4})
+        for finding in bx.explain(f, (None, 0), compile=False, **options)(table, x).findings
+        if "gather" in finding.kind
+    }
+    assert len(messages) == 1
+    assert "640 windows of 50 elements" in messages.pop()

@@ -80,6 +80,38 @@ def test_figures_of_padding():
     assert f"buckets=2: {(6 * 5 + 2 * 40) / 96:.2f} places" in finding.remedy
 
 
+def two_scans(x):
+    return jnp.cumsum(jnp.tanh(jnp.cumsum(x, 0) @ jnp.ones((WIDTH, WIDTH))), 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, "8 rows take 320 places for 96 elements"),
+        ({"batch_size": 3}, "8 rows take 320 places for 96 elements"),
+        ({"layout": "padded"}, "8 rows take 320 places for 96 elements"),
+    ],
+    ids=str,
+)
+def test_rows_are_counted_once(options, told):
+    """Though there are several padded regions, and chunks."""
+    (message,) = [f.message for f in found(two_scans, rows(), **options) if "padded" in f.kind]
+    assert told in message
+    if not options:
+        assert "2 operations padded in 2 regions" in message
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 1}], ids=str)
+def test_rows_of_a_device_are_said_to_be(options):
+    (finding,) = found(two_scans, rows([40, *[1] * 15]), mesh="all", **options)
+    assert "4 rows on each device take 160 places for at most" in finding.message
+
+
+def test_rows_in_buckets_are_counted_once():
+    (finding,) = found(two_scans, rows([1, 2, 4, 8, 16, 32, 64]), buckets=2)
+    assert "7 rows take 208 places for 127 elements" in finding.message
+
+
 def test_figures_where_lengths_are_traced():
     (finding,) = found(pads, abstract(rows()))
     assert "320 places for at most 96 elements" in finding.message

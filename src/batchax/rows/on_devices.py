@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from batchax.execution.shards import Shards, on_shards, spec_of
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import place
+from batchax.kernel import recording
 from batchax.kernel.axis import AxisPosition
 from batchax.rows.arguments import RowSize, capacity_of
 from batchax.rows.blocks import moved
@@ -141,6 +142,7 @@ def run_on_devices(call: Call, shards: Shards, run_rows: Callable[[Call], list[A
     weights = sum(jnp.asarray(size.index.lengths) for size in call.sizes)
     dealt = Dealt.of(weights, shards.count)
     devices, slots = dealt.row.shape
+    recording.fact("dealt", devices=devices)
     lengths = [dealt.dealt(jnp.asarray(size.index.lengths)) for size in call.sizes]
     rooms = [_room(call, size, devices, slots) for size in call.sizes]
     arguments = list(lengths)

@@ -111,7 +111,7 @@ def _remedy_of_loops(draft: Draft, record: Record) -> str:
             'Move the collective out of the loop: then divergence="compact" lets lanes leave it '
             "when they are done."
         )
-    size = max(1, draft.lanes // 16)
+    size = max(1, draft.each // 16)
     return (
         "Sort the batch by how many steps lanes are likely to take, and give "
         f"batch_size={size}: the loop of each chunk ends with its own last lane."

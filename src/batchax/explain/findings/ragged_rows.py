@@ -29,7 +29,8 @@ def padding(draft: Draft) -> Iterator[Finding]:
     padded = [r for r in regions if r["layout"] == "padded" and _operations(r)]
     if not padded or _facts(draft, "groups"):  # grouped after an attempt to pad them
         return
-    sizes = [_leading(r["sizes"]) for r in padded]
+    # Regions of one program hold the same rows.
+    sizes = list({id(s): s for s in (_leading(r["sizes"]) for r in padded)}.values())
     places = sum(s.rows * s.bound for s in sizes)
     elements, known = 0, True
     for size in sizes:
@@ -39,10 +40,11 @@ def padding(draft: Draft) -> Iterator[Finding]:
         return
     eqns = [e for e in draft.equations if e.rule != "rows.packed"]
     work = sum((e.work for e in eqns), Work())
-    rows = sum(s.rows for s in sizes)
+    rows = count(sum(s.rows for s in sizes), "row")
+    rows += " on each device" * bool(_facts(draft, "dealt"))
     yield Finding(
         "ragged rows run padded",
-        f"{_described(regions)} Padded, {count(rows, 'row')} take {count(places, 'place')} for "
+        f"{_described(regions)} Padded, {rows} take {count(places, 'place')} for "
         f"{'' if known else 'at most '}{count(elements, 'element')}: "
         f"{places / elements:.2f} for each, and {show_work(work)}.",
         _remedy(draft, sizes, places / elements, known),

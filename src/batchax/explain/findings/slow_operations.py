@@ -117,5 +117,5 @@ def _remedy_of_factorisation(name: str, rows: int) -> str:
 def _times_of_chunk(draft: Draft, record: Record, times: int | None) -> float:
     """How often each lane does what is done `times` times, once for each chunk among them."""
     size = record.axis.size
-    chunks = max(1, draft.lanes // size) if isinstance(size, int) and size else 1
+    chunks = max(1, draft.each // size) if isinstance(size, int) and size else 1
     return max(1.0, (times or 1) / chunks)
