@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -355,6 +356,46 @@ def test_measuring_runs_it_in_turns_with_a_loop_and_other_chunks():
 
     with pytest.raises(bx.ArgumentTypeError, match=r"args\[0\]\['w'\] has no values"):
         bx.explain(lambda p: p["w"], measure=True)({"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
+
+
+def test_measuring_has_a_limit_and_says_what_it_left_out():
+    x, w = jnp.ones((20, 3)), jnp.ones((3, 3))
+    explained = bx.explain(lambda x, w: jnp.tanh(x @ w), (0, None), measure=True, time_limit=0)
+    explanation = explained(x, w)
+    assert [t.batch_size for t in explanation.timings] == [None]
+    assert explanation.unmeasured == ("loop", 4, 16)
+    left = "No time was left to measure a loop over examples, 4 lanes at a time, 16 lanes at a time"
+    for shown in (str(explanation), explanation._repr_html_()):
+        assert left in " ".join(shown.split())
+
+
+def test_examples_to_measure_are_cut_by_one_program():
+    """Not by one for each of them, which took minutes to compile."""
+    compiled = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        bx.explain(lambda x: x * 3 + 1, measure=True)(jnp.ones((100, 3)))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert 3 <= len(compiled) < 20
+
+
+def test_slow_examples_are_measured_for_some_lanes():
+    def slow(x):
+        wait = lambda x: (time.sleep(0.02), np.asarray(x))[1]
+        type = jax.ShapeDtypeStruct((), jnp.float32)
+        return jax.pure_callback(wait, type, x, vmap_method="broadcast_all")
+
+    start = time.monotonic()
+    explanation = bx.explain(slow, measure=True, time_limit=2)(jnp.arange(1000.0))
+    assert time.monotonic() - start < 15
+    (loop,) = [t for t in explanation.timings if t.batch_size == "loop"]
+    assert loop.seconds > 1000 * 0.02  # of all lanes, though not all were run
 
 
 def test_rows_are_listed_as_the_function_of_one_row():

@@ -72,6 +72,13 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--measure", action="store_true", help="run it, on random numbers, and time it"
     )
+    command.add_argument(
+        "--time-limit",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="after which --measure begins nothing more (default: 60)",
+    )
     command.set_defaults(run=_run, failed=2)
 
 
@@ -94,6 +101,7 @@ def _run(options: argparse.Namespace) -> int:
         in_axes[0] if len(in_axes) == 1 else in_axes,
         literal(options.out_axes, "--out-axes"),
         measure=options.measure,
+        time_limit=options.time_limit,
         **given,
     )
     explanation = explained(*args)

@@ -257,6 +257,7 @@ class Account:
     compiled: Work | None = None
     options: dict[str, Any] = field(default_factory=dict)
     timings: tuple[Timing, ...] = ()
+    unmeasured: tuple[int | Literal["loop"] | None, ...] = ()
     devices: Devices | None = None
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ def explain(
     *,
     compile: bool = True,
     measure: bool = False,
+    time_limit: float = 60.0,
     **vmap_options: Any,
 ) -> Callable[..., Explanation]:
     """Shows how ``batchax.vmap(fun, in_axes, out_axes, **vmap_options)`` batches a function.
@@ -47,6 +49,9 @@ def explain(
         depend on what the compiler makes of it. That takes most of the time.
       measure: whether to run the batched function, too, and to time it against a loop over
         examples and in chunks of several sizes. Arguments must then be arrays.
+      time_limit: with `measure`, seconds after which no other chunk size is tried and nothing is
+        timed again; `Explanation.unmeasured` has what there was no time for. The function as it
+        is runs once however long that takes.
       **vmap_options: the other options of `vmap`, such as ``batch_size``.
 
     Returns:
@@ -71,11 +76,15 @@ def explain(
     if made is not None and (in_axes, out_axes, vmap_options) == (0, 0, {}):
         batched, (fun, vmap_options) = fun, made
         in_axes, out_axes = vmap_options["in_axes"], vmap_options["out_axes"]
-        vmap_options = {k: v for k, v in vmap_options.items() if v is not _USUAL[k].default}
-        vmap_options = {k: v for k, v in vmap_options.items() if k not in ("in_axes", "out_axes")}
+        vmap_options = {
+            k: v
+            for k, v in vmap_options.items()
+            if k not in ("in_axes", "out_axes") and v is not _USUAL[k].default
+        }
     else:
         batched = vmap(fun, in_axes, out_axes, **vmap_options)
-    return _of_batched(batched, fun, in_axes, out_axes, vmap_options, compile, measure)
+    limit = time_limit if measure else None
+    return _of_batched(batched, fun, in_axes, out_axes, vmap_options, compile, limit)
 
 
 _USUAL = inspect.signature(vmap).parameters
@@ -88,22 +97,25 @@ def _of_batched(
     out_axes: Any,
     options: dict[str, Any],
     compile: bool,
-    measure: bool,
+    measuring: float | None,
 ) -> Callable[..., Explanation]:
     @_compat.api_boundary
     @whatever_jit
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        if measure:
+        if measuring is not None:
             check_values(args, kwargs)
+        start = time.monotonic()
         staged = stage(batched, args, kwargs, _parameters(fun))
         name = getattr(fun, "__name__", type(fun).__name__)
-        compiled = staged.compile() if compile or measure else None
+        compiled = staged.compile() if compile or measuring is not None else None
         timings: tuple[Timing, ...] = ()
-        if measure:
+        left: tuple[Any, ...] = ()
+        if measuring is not None:
             call = args, kwargs, staged, compiled
-            timings = measure_ways(fun, in_axes, out_axes, options, *call)
+            limits = time.monotonic() - start, measuring
+            timings, left = measure_ways(fun, in_axes, out_axes, options, *call, *limits)
         compiled = compiled if compile else None
-        return _explain(name, staged, compiled, dict(options), timings)
+        return _explain(name, staged, compiled, dict(options), timings, left)
 
     return explained
 
@@ -119,7 +131,12 @@ def _parameters(fun: Callable[..., Any]) -> list[str]:
 
 
 def _explain(
-    name: str, staged: Staged, compiled: Any, options: dict[str, Any], timings: tuple[Timing, ...]
+    name: str,
+    staged: Staged,
+    compiled: Any,
+    options: dict[str, Any],
+    timings: tuple[Timing, ...],
+    unmeasured: tuple[Any, ...],
 ) -> Explanation:
     recorder, program = staged.recorder, staged.traced.jaxpr
     attribution = Attribution(recorder, program)
@@ -162,6 +179,7 @@ def _explain(
         memory=memory,
         compiled=counted,
         timings=timings,
+        unmeasured=unmeasured,
         outside=attribution.tallies.get(None, Tally()).work,
         options=options,
         devices=devices,

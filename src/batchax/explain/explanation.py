@@ -30,6 +30,7 @@ class Explanation(Account):
         write nothing and a loop counts as one step; None where XLA says nothing.
       options: the options that `vmap` was given.
       timings: what was measured, if it was asked for.
+      unmeasured: the batch sizes, as in a `Timing`, that there was no time to measure.
       devices: what lanes are spread over, if they are; then `memory` and `compiled` are those of
         one device.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -26,12 +27,13 @@ from batchax.vmap import vmap
 
 _ROUNDS = 7
 _LONGEST = 0.2  # seconds that one measurement of a round may take, but for a single call
-_MOST_EXAMPLES = 256  # that the loop is run for; of more it takes proportionally longer
+_LONGEST_LOOP = 0.5  # the same of the loop over examples, which runs for some of them
+_MOST_EXAMPLES = 256  # that it runs for; of more it takes proportionally longer
 
 
 @dataclass(frozen=True)
 class _Way:
-    """A way to run all lanes."""
+    """A way to run all lanes, or a share of them."""
 
     batch_size: int | Literal["loop"] | None
     call: Callable[[], Any]
@@ -48,41 +50,65 @@ def measure(
     kwargs: dict[str, Any],
     staged: Staged,
     compiled: Any,
-) -> tuple[Timing, ...]:
+    prepared: float,
+    time_limit: float,
+) -> tuple[tuple[Timing, ...], tuple[int | Literal["loop"] | None, ...]]:
     """Times the batched function, in turns with a loop over examples and with other chunk sizes.
 
     The loop calls the compiled per-example function for one lane after another, on examples cut
-    before; over a named axis, and for rows, there is none. For more than 256 lanes it runs for
-    256, and its time is that times the number of lanes over 256.
+    before; over a named axis, and for rows, there is none. It runs for no more than 256 examples,
+    and for fewer where they take long, spread evenly over the lanes; its time is what all would
+    take. Of chunks the largest are tried first: small ones are the slowest.
 
     Args:
       fun, in_axes, out_axes, options: the function, and how it is batched.
       args, kwargs: the call's arguments.
       staged, compiled: the batched function as it is.
+      prepared: seconds that it took to stage and to compile it.
+      time_limit: seconds after which no more is begun. The function as it is runs once, whatever
+        that takes.
 
     Returns:
-      The function as it is first, then the others. The time of one call is the median of seven
-      rounds, the spread their fastest and slowest.
+      The times: of the function as it is first, then the others. The time of one call is the
+      median of up to seven rounds, the spread their fastest and slowest. And the chunk sizes, or
+      the loop, for which there was no time.
     """
+    end = time.monotonic() + time_limit
     flat = flatten_arguments(fun, in_axes, args, kwargs)
     lanes = find_axis_size(flat.mapped, options.get("axis_size"))
     rows = any(isinstance(m.value, Ragged) for m in flat.mapped)
     given = options.get("batch_size")
-    ways = [_batched(given, staged, compiled)]
-    if not rows and options.get("axis_name") is None:
-        ways.append(_loop(fun, in_axes, args, kwargs, lanes))
-    sizes = [] if rows or not isinstance(lanes, int) else [*_sizes(lanes), None]
-    for size in sizes:
-        if size == given:
-            continue
+
+    def made(size: int | Literal["loop"] | None) -> _Way:
+        if size == "loop":
+            return _loop(fun, in_axes, args, kwargs, lanes)
         changed = {**options, "batch_size": size}
         changed.pop("memory_limit", None)
+        other = stage(vmap(fun, in_axes, out_axes, **changed), args, kwargs, ())
+        return _batched(size, other, other.compile())
+
+    wanted: list[int | Literal["loop"] | None] = []
+    if not rows and options.get("axis_name") is None:
+        wanted.append("loop")
+    if not rows and isinstance(lanes, int):
+        wanted += [size for size in (None, *_sizes(lanes)) if size != given]
+    first = _batched(given, staged, compiled)
+    begun, left = [(first, _first_call(first))], []
+    longest = prepared + 2 * begun[0][1]
+    for size in wanted:
+        start = time.monotonic()
+        if start + longest > end:
+            left.append(size)
+            continue
         try:
-            other = stage(vmap(fun, in_axes, out_axes, **changed), args, kwargs, ())
-            ways.append(_batched(size, other, other.compile()))
+            way = made(size)
         except UnsupportedError:
             break  # it cannot run in chunks
-    return _times(ways)
+        begun.append((way, _first_call(way)))
+        longest = max(longest, time.monotonic() - start)
+    in_order = lambda size: (size != "loop", math.inf if size is None else size)
+    begun[1:] = sorted(begun[1:], key=lambda pair: in_order(pair[0].batch_size))
+    return _times(begun, end), tuple(sorted(left, key=in_order))
 
 
 def check_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -101,8 +127,8 @@ def check_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _sizes(lanes: int) -> list[int]:
-    """Chunk sizes to try: powers of four below the number of lanes."""
-    return [4**k for k in range(1, 12) if 4**k < lanes]
+    """Chunk sizes to try: powers of four below the number of lanes, the largest first."""
+    return [4**k for k in range(11, 0, -1) if 4**k < lanes]
 
 
 def _batched(batch_size: Any, staged: Staged, compiled: Any) -> _Way:
@@ -119,14 +145,16 @@ def _loop(
     leaves, tree = jax.tree.flatten((args, kwargs))
     flat = flatten_arguments(fun, in_axes, args, kwargs)
     give_lane_indices(flat.mapped, Axis(lanes))
-    count = min(lanes, _MOST_EXAMPLES)
-    examples = [
-        [
-            m.value if m.axis is None else lax.index_in_dim(m.value, i, m.axis, keepdims=False)
-            for m in flat.mapped
+
+    @jax.jit  # with the place as an argument: one program for all examples
+    def example_at(values: list[Any], i: Any) -> list[Any]:
+        return [
+            x if m.axis is None else lax.dynamic_index_in_dim(x, i, m.axis, keepdims=False)
+            for m, x in zip(flat.mapped, values, strict=True)
         ]
-        for i in range(count)
-    ]
+
+    values = [m.value for m in flat.mapped]
+    example = example_at(values, 0)
 
     def compiled(is_traced: Callable[[Any], bool]) -> Callable[[list[Any]], Any]:
         places = [i for i, x in enumerate(leaves) if is_traced(x)]
@@ -139,27 +167,37 @@ def _loop(
             with nullcontext() if arrays else jax.ensure_compile_time_eval():
                 return arrays_inside(fun(*args, **kwargs))
 
-        program = jax.jit(one_example).lower(arrays, examples[0]).compile()
+        program = jax.jit(one_example).lower(arrays, example).compile()
         return lambda example: program(arrays, example)
 
     run = with_arrays_traced(compiled)
+    jax.block_until_ready(run(example))
+    fitting = int(_LONGEST_LOOP / max(_seconds(lambda: run(example), 1), 1e-6))
+    count = min(lanes, _MOST_EXAMPLES, max(1, fitting))
+    examples = [example_at(values, k * lanes // count) for k in range(count)]
     return _Way("loop", lambda: [run(example) for example in examples], None, count / lanes)
 
 
-def _times(ways: list[_Way]) -> tuple[Timing, ...]:
-    calls = []
-    for way in ways:
-        jax.block_until_ready(way.call())
-        once = _seconds(way.call, 1)
-        calls.append(max(1, int(_LONGEST / _ROUNDS / max(once, 1e-6))))
-    found: list[list[float]] = [[] for _ in ways]
+def _first_call(way: _Way) -> float:
+    """Seconds of a call: of the second, where the first is short."""
+    first = _seconds(way.call, 1)
+    return first if first > 1 else _seconds(way.call, 1)
+
+
+def _times(begun: list[tuple[_Way, float]], end: float) -> tuple[Timing, ...]:
+    calls = [max(1, int(_LONGEST / _ROUNDS / max(once, 1e-6))) for _, once in begun]
+    a_round = sum(n * once for n, (_, once) in zip(calls, begun, strict=True))
+    found: list[list[float]] = [[] for _ in begun]
     for _ in range(_ROUNDS):
-        for way, n, seconds in zip(ways, calls, found, strict=True):
+        if time.monotonic() + a_round > end:
+            break
+        for (way, _), n, seconds in zip(begun, calls, found, strict=True):
             seconds.append(_seconds(way.call, n) / way.share)
-    return tuple(
-        Timing(way.batch_size, statistics.median(s), (min(s), max(s)), way.peak)
-        for way, s in zip(ways, found, strict=True)
-    )
+    timings = []
+    for (way, once), seconds in zip(begun, found, strict=True):
+        s = seconds or [once / way.share]
+        timings.append(Timing(way.batch_size, statistics.median(s), (min(s), max(s)), way.peak))
+    return tuple(timings)
 
 
 def _seconds(call: Callable[[], Any], times: int) -> float:

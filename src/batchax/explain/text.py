@@ -16,6 +16,8 @@ from batchax.explain.wording import (
     show_devices,
     show_flops,
     show_seconds,
+    show_unmeasured,
+    show_way,
     show_work,
     told_again,
 )
@@ -260,11 +262,10 @@ def _timings(explanation: Account) -> Iterator[str]:
     yield "Measured:"
     for timing in explanation.timings:
         low, high = map(show_seconds, timing.spread)
-        what = {None: "all lanes at once", "loop": "a loop over examples"}.get(
-            timing.batch_size, f"{timing.batch_size} lanes at a time"
-        )
         memory = "" if timing.peak is None else f", {show_bytes(timing.peak)}"
+        what = show_way(timing.batch_size)
         yield f"  {what:<24} {show_seconds(timing.seconds):>9} ({low} to {high}){memory}"
+    yield from _wrapped(show_unmeasured(explanation), "  ", "  ")
 
 
 def for_terminal(explanation: Account) -> Any:

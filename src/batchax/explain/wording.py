@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchax.execution.memory import show_bytes
-from batchax.explain.account import Devices, Work
+from batchax.explain.account import Account, Devices, Work
 from batchax.explain.repeats import Again
 
 SERVICES = {
@@ -73,6 +73,20 @@ def show_devices(devices: Devices) -> list[str]:
         found.append(f"exchanged: {', '.join(moved) or 'nothing'}")
         found.append("memory, and what the compiler counts, are those of one of them")
     return found
+
+
+def show_way(batch_size: int | str | None) -> str:
+    """How lanes were run for a `Timing`."""
+    special = {None: "all lanes at once", "loop": "a loop over examples"}
+    return special.get(batch_size) or f"{batch_size:,} lanes at a time"
+
+
+def show_unmeasured(explanation: Account) -> str:
+    """What there was no time to measure, as a sentence; empty if nothing."""
+    if not explanation.unmeasured:
+        return ""
+    ways = ", ".join(map(show_way, explanation.unmeasured))
+    return f"No time was left to measure {ways}: give a longer time_limit."
 
 
 def show_seconds(seconds: float) -> str:

@@ -11,7 +11,7 @@ from batchax.explain.findings.draft import price
 from batchax.explain.lines import lines_of, own_line
 from batchax.explain.page.details import source_anchor, to_line
 from batchax.explain.page.markup import Html, link_to, percent, size, tag
-from batchax.explain.wording import count, show_flops, show_seconds
+from batchax.explain.wording import count, show_flops, show_seconds, show_unmeasured
 from batchax.programs.source_lines import is_installed, shown_place
 
 _MANY = 12
@@ -115,8 +115,8 @@ def _share(part: float, whole: float, figure: str) -> Html:
     return tag("span", bar, f" {percent(part, whole)} ({figure})", class_="measure")
 
 
-def timings(explanation: Account) -> Html:
-    """What the charts show, as a table."""
+def timings(explanation: Account) -> list[Html | None]:
+    """What the charts show, as a table, and what is not in it."""
     order: Sequence[Timing] = sorted(
         explanation.timings,
         key=lambda t: (t.batch_size == "loop", t.batch_size is None, str(t.batch_size).zfill(20)),
@@ -141,4 +141,5 @@ def timings(explanation: Account) -> Html:
         tag("thead", tag("tr", [tag("th", h, scope="col") for h in heads])),
         tag("tbody", rows),
     )
-    return tag("div", table, class_="wide")
+    left = show_unmeasured(explanation)
+    return [tag("div", table, class_="wide"), tag("p", left, class_="note") if left else None]
