@@ -502,6 +502,56 @@ def test_what_vmap_made_is_explained_as_what_it_was_made_of(options):
     assert nested(jnp.ones((2, 4, 3)), args[1]).lanes == 2
 
 
+def test_jit_around_what_vmap_made_is_looked_through():
+    batched, args = bx.vmap(affine, (None, 0, None)), (M, V, B)
+    plain = str(bx.explain(batched, compile=False)(*args))
+    jitted = jax.jit(batched)
+    jitted(*args)  # it remembers a program, of which there are no notes
+    wrappers = [jitted, jax.jit(jitted), jax.checkpoint(batched)]
+    equinox = pytest.importorskip("equinox")
+    for wrapped in (*wrappers, equinox.filter_jit(batched)):
+        explanation = bx.explain(wrapped, compile=False)(*args)
+        assert len(explanation.equations) == 6
+        assert str(explanation).splitlines()[0] == plain.splitlines()[0]
+    timed = bx.explain(jitted, measure=True)(*args)
+    assert [t.batch_size for t in timed.timings] == [None, "loop", 4]
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"mesh": "all"}], ids=str)
+def test_a_gradient_of_what_vmap_made_counts_for_the_lines_it_is_of(options):
+    batched = bx.vmap(affine, (None, 0, None), bx.Reduce("mean"), **options)
+    forward = bx.explain(batched, compile=False)(M, V, B)
+    for gradient in (jax.grad(batched), jax.jit(jax.value_and_grad(batched))):
+        explanation = bx.explain(gradient, measure=not options)(M, V, B)
+        assert explanation.options == options
+        assert [v.name for v in explanation.arguments] == ["M", "v", "b"]
+        product, alone = (by_primitive(e)["dot_general"] for e in (explanation, forward))
+        assert product.work.flops >= 2 * alone.work.flops
+        assert explanation.unmeasured == ()
+        assert [t.batch_size for t in explanation.timings] == [None] * (not options)
+
+
+def test_a_program_that_is_remembered_cannot_be_explained():
+    batched = jax.jit(bx.vmap(affine, (None, 0, None), bx.Reduce("mean")))
+    gradient = jax.grad(batched)
+    gradient(M, V, B)
+    batched(M, V, B)
+    jax.grad(batched)(M, V, B)
+    with pytest.raises(bx.ArgumentTypeError, match="Leave jit out, or give explain what vmap"):
+        bx.explain(gradient)(M, V, B)
+
+
+def test_a_function_that_scans_is_listed_with_its_steps():
+    def total(x, w):
+        step = lambda c, t, w: (c + jnp.tanh(t * w).sum(), None)
+        return bx.scan(step, (0, None))(0.0, x, w)[0]
+
+    explanation = bx.explain(total, (0, None), compile=False)(jnp.ones((4, 7)), jnp.ones(2))
+    (loop,) = [e for e in explanation.equations if e.parts]
+    assert "tanh" in {part.primitive for part in loop.parts}
+    assert {part.times for part in loop.parts} == {7}
+
+
 def test_its_repr_is_one_line():
     explanation = bx.explain(lambda x: x + 1, compile=False)(jnp.ones(3))
     assert repr(explanation) == (

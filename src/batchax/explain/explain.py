@@ -5,9 +5,12 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from batchax import _compat
+from batchax.errors import ArgumentTypeError
 from batchax.execution.eager import whatever_jit
 from batchax.explain.account import Timing
 from batchax.explain.attribution import Attribution, Tally
@@ -17,7 +20,7 @@ from batchax.explain.findings.draft import Draft
 from batchax.explain.findings.every import find_findings
 from batchax.explain.interface import arguments_of, outputs_of
 from batchax.explain.listing import Listing
-from batchax.explain.measure import check_values
+from batchax.explain.measure import as_it_is, check_values, measure_alone
 from batchax.explain.measure import measure as measure_ways
 from batchax.explain.memory import counted_by_compiler, find_memory
 from batchax.explain.naming import Names
@@ -43,7 +46,9 @@ def explain(
     the per-example function, and so to the line, that it comes from.
 
     Args:
-      fun: the per-example function; or, without more than that, what `vmap` made of one.
+      fun: the per-example function; or, without more than that, what `vmap` made of one, or what
+        `jax.jit`, `jax.grad` and the like made of that. What a gradient costs then counts for
+        the lines it is the gradient of, and results are those of the batched function.
       in_axes, out_axes: as in `vmap`.
       compile: whether to compile the batched program, for the peak memory and for findings that
         depend on what the compiler makes of it. That takes most of the time.
@@ -72,50 +77,97 @@ def explain(
       >>> [equation.primitive for equation in explanation.equations]
       ['dot_general', 'tanh', 'reduce_sum']
     """
-    made = made_by_vmap(fun)
-    if made is not None and (in_axes, out_axes, vmap_options) == (0, 0, {}):
-        batched, (fun, vmap_options) = fun, made
-        in_axes, out_axes = vmap_options["in_axes"], vmap_options["out_axes"]
-        vmap_options = {
-            k: v
-            for k, v in vmap_options.items()
-            if k not in ("in_axes", "out_axes") and v is not _USUAL[k].default
-        }
-    else:
+    given = None
+    if (in_axes, out_axes, vmap_options) == (0, 0, {}):
+        given = _made_of_vmap(fun)
+    if given is None:
         batched = vmap(fun, in_axes, out_axes, **vmap_options)
-    limit = time_limit if measure else None
-    return _of_batched(batched, fun, in_axes, out_axes, vmap_options, compile, limit)
+        ways = _Ways(fun, in_axes, out_axes, vmap_options)
+        return _of_batched(batched, ways, compile, time_limit if measure else None)
+    batched, (fun, options) = given
+    usual = inspect.signature(vmap).parameters
+    ways = _Ways(
+        fun,
+        options["in_axes"],
+        options["out_axes"],
+        {
+            k: v
+            for k, v in options.items()
+            if k not in ("in_axes", "out_axes") and v is not usual[k].default
+        },
+        alone=made_by_vmap(batched) is None,
+    )
+    return _of_batched(batched, ways, compile, time_limit if measure else None)
 
 
-_USUAL = inspect.signature(vmap).parameters
+@dataclass(frozen=True)
+class _Ways:
+    """A function of one example, and how it is batched.
+
+    Attributes:
+      fun: the function.
+      in_axes, out_axes, options: as `vmap` was given them.
+      alone: whether what is explained is more than the batched function, such as its gradient, and
+        so cannot be run in another way to compare.
+    """
+
+    fun: Callable[..., Any]
+    in_axes: Any
+    out_axes: Any
+    options: dict[str, Any]
+    alone: bool = False
+
+
+def _made_of_vmap(fun: Any) -> tuple[Any, tuple[Any, dict[str, Any]]] | None:
+    """What to stage of a function that `vmap` made, or that was made of one, as `jax.grad` does.
+
+    Returns:
+      The function without `jit` around it, which would remember a program without notes; the
+      per-example function inside, and the options. None if no `vmap` is known to be inside.
+    """
+    whole = inner = fun
+    while (made := made_by_vmap(inner)) is None:
+        within = inner.func if isinstance(inner, partial) else getattr(inner, "__wrapped__", None)
+        if within is None:
+            return None
+        if whole is inner and hasattr(inner, "lower"):
+            whole = within
+        inner = within
+    return whole, made
 
 
 def _of_batched(
-    batched: Callable[..., Any],
-    fun: Callable[..., Any],
-    in_axes: Any,
-    out_axes: Any,
-    options: dict[str, Any],
-    compile: bool,
-    measuring: float | None,
+    batched: Callable[..., Any], ways: _Ways, compile: bool, time_limit: float | None
 ) -> Callable[..., Explanation]:
+    """What explains a call of `batched`; and measures it, if there is a limit for that."""
+
     @_compat.api_boundary
     @whatever_jit
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        if measuring is not None:
+        if time_limit is not None:
             check_values(args, kwargs)
         start = time.monotonic()
-        staged = stage(batched, args, kwargs, _parameters(fun))
-        name = getattr(fun, "__name__", type(fun).__name__)
-        compiled = staged.compile() if compile or measuring is not None else None
+        staged = stage(batched, args, kwargs, _parameters(batched))
+        if not staged.recorder.facts:
+            raise ArgumentTypeError(
+                "explain found no vmap: the function was called before, and jax.jit or "
+                "jax.checkpoint inside of it remembers what it did. Leave jit out, or give explain "
+                "what vmap returned."
+            )
+        name = getattr(ways.fun, "__name__", type(ways.fun).__name__)
+        compiled = staged.compile() if compile or time_limit is not None else None
         timings: tuple[Timing, ...] = ()
         left: tuple[Any, ...] = ()
-        if measuring is not None:
-            call = args, kwargs, staged, compiled
-            limits = time.monotonic() - start, measuring
-            timings, left = measure_ways(fun, in_axes, out_axes, options, *call, *limits)
+        if time_limit is not None:
+            way = as_it_is(ways.options.get("batch_size"), staged, compiled)
+            limits = time.monotonic() - start, time_limit
+            if ways.alone:
+                timings = measure_alone(way, time_limit)
+            else:
+                how = ways.fun, ways.in_axes, ways.out_axes, ways.options
+                timings, left = measure_ways(way, *how, args, kwargs, *limits)
         compiled = compiled if compile else None
-        return _explain(name, staged, compiled, dict(options), timings, left)
+        return _explain(name, staged, compiled, dict(ways.options), timings, left)
 
     return explained
 

@@ -41,15 +41,20 @@ class _Way:
     share: float = 1.0
 
 
+def measure_alone(way: _Way, time_limit: float) -> tuple[Timing, ...]:
+    """Times a function as it is."""
+    end = time.monotonic() + time_limit
+    return _times([(way, _first_call(way))], end)
+
+
 def measure(
+    first: _Way,
     fun: Callable[..., Any],
     in_axes: Any,
     out_axes: Any,
     options: dict[str, Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    staged: Staged,
-    compiled: Any,
     prepared: float,
     time_limit: float,
 ) -> tuple[tuple[Timing, ...], tuple[int | Literal["loop"] | None, ...]]:
@@ -61,10 +66,10 @@ def measure(
     take. Of chunks the largest are tried first: small ones are the slowest.
 
     Args:
+      first: the batched function as it is.
       fun, in_axes, out_axes, options: the function, and how it is batched.
       args, kwargs: the call's arguments.
-      staged, compiled: the batched function as it is.
-      prepared: seconds that it took to stage and to compile it.
+      prepared: seconds that it took to stage and to compile it as it is.
       time_limit: seconds after which no more is begun. The function as it is runs once, whatever
         that takes.
 
@@ -77,7 +82,6 @@ def measure(
     flat = flatten_arguments(fun, in_axes, args, kwargs)
     lanes = find_axis_size(flat.mapped, options.get("axis_size"))
     rows = any(isinstance(m.value, Ragged) for m in flat.mapped)
-    given = options.get("batch_size")
 
     def made(size: int | Literal["loop"] | None) -> _Way:
         if size == "loop":
@@ -85,14 +89,13 @@ def measure(
         changed = {**options, "batch_size": size}
         changed.pop("memory_limit", None)
         other = stage(vmap(fun, in_axes, out_axes, **changed), args, kwargs, ())
-        return _batched(size, other, other.compile())
+        return as_it_is(size, other, other.compile())
 
     wanted: list[int | Literal["loop"] | None] = []
     if not rows and options.get("axis_name") is None:
         wanted.append("loop")
     if not rows and isinstance(lanes, int):
-        wanted += [size for size in (None, *_sizes(lanes)) if size != given]
-    first = _batched(given, staged, compiled)
+        wanted += [size for size in (None, *_sizes(lanes)) if size != first.batch_size]
     begun, left = [(first, _first_call(first))], []
     longest = prepared + 2 * begun[0][1]
     for size in wanted:
@@ -131,7 +134,8 @@ def _sizes(lanes: int) -> list[int]:
     return [4**k for k in range(11, 0, -1) if 4**k < lanes]
 
 
-def _batched(batch_size: Any, staged: Staged, compiled: Any) -> _Way:
+def as_it_is(batch_size: Any, staged: Staged, compiled: Any) -> _Way:
+    """A batched function that was staged and compiled, as a way to run its lanes."""
     return _Way(batch_size, lambda: compiled(*staged.arrays), memory_of(compiled).bytes)
 
 
