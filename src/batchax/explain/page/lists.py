@@ -44,16 +44,17 @@ def findings(explanation: Account) -> Html:
 
 def sources(explanation: Account) -> list[Html]:
     """The user's lines by file, with what each made and its share of the cost."""
-    by_itself = {line.source: line for line in lines_of(explanation, _by_itself)}
-    own = {line.source: line for line in lines_of(explanation, own_line)}
-    whole = sum((line.work for line in by_itself.values()), Work())
-    # A line of the user's counts for the libraries that it calls, whose lines come after it.
-    known = sorted(
-        (line for line in (by_itself | own).values() if line.source.file),
-        key=lambda line: (is_installed(line.source.file), line.source.file, line.source.line),
-    )
+    by_itself = lines_of(explanation, _by_itself)
+    whole = sum((line.work for line in by_itself), Work())
+    # A line of the user's counts for the libraries that it calls, whose lines come after those.
+    own = [line for line in lines_of(explanation, own_line) if not is_installed(line.source.file)]
+    of_libraries = [line for line in by_itself if is_installed(line.source.file)]
+    place = lambda line: (line.source.file, line.source.line)
+    known = [*sorted(own, key=place), *sorted(of_libraries, key=place)]
     shown = []
-    for file, lines in groupby(known, key=lambda line: line.source.file):
+    for file, lines in groupby(
+        (k for k in known if k.source.file), key=lambda line: line.source.file
+    ):
         rows = [_line(line.source, line.equations, line.work, whole) for line in lines]
         heads = ("line", "code", "share of FLOPs", "share of bytes", "equations")
         table = tag(
@@ -64,7 +65,7 @@ def sources(explanation: Account) -> list[Html]:
             class_="lines",
         )
         shown += [tag("h3", tag("code", file)), tag("div", table, class_="wide")]
-    left = sum(len(line.equations) for line in by_itself.values() if not line.source.file)
+    left = sum(len(line.equations) for line in by_itself if not line.source.file)
     if left:
         shown.append(tag("p", f"{count(left, 'equation')} without a known line.", class_="note"))
     return shown
