@@ -144,13 +144,14 @@ def _argument_of(draft: Draft, eqn: Equation) -> tuple[str, str] | None:
 def _output_of(draft: Draft, size: int) -> tuple[str, str] | None:
     """Which output is moved to where `out_axes` wants it."""
     final = {v.name: v for eqn in draft.equations for v in eqn.outputs}
-    for output in draft.outputs:
+    for i, output in enumerate(draft.outputs):
         made = final.get(output.name)
         if made is None or made.axis is None or output.bytes != size:
             continue
+        which = f"output {i}, {output.name}," if len(draft.outputs) > 1 else "the output"
         if output.axis is not None and output.axis != made.axis:
             return (
-                f"out_axes wants the batch axis of {output.name} at {output.axis}, and it is "
+                f"out_axes wants the batch axis of {which} at {output.axis}, and it is "
                 f"computed as {marked(made)}",
                 f"Give out_axes={made.axis} for it.",
             )
