@@ -92,9 +92,17 @@ def test_data_parallel_on_two_processes():
         ),
         ("environments", dict(AGENTS=8, STEPS=5, SIZE=9, FLOOR=12), ["8 agents", "agreed"]),
         ("roots", dict(EQUATIONS=16, COMPONENTS=3, LEVELS=9), ["16 equations", "agreed"]),
+        ("molecules", dict(MOLECULES=10, STEPS=100), ["10 molecules of 3 to 62", "agreed"]),
+        ("nbody", dict(LANES=8, CHUNK=3, FRAMES=30), ["8 encounters of 600", "agreed"]),
+        ("private_sgd", dict(STEPS=3, NOISE=(1.0,)), ["3 runs at once", "agreed", "not private"]),
+        (
+            "gaussian_process",
+            dict(PATIENTS=30, FOLDS=3, STARTS=2, STEPS=5, CHUNK=3),
+            ["6 fits to 20 patients", "agreed", "least squares"],
+        ),
     ],
 )
-def test_divergence(name, sizes, expected, tmp_path, capsys):
+def test_agrees_with_the_loop_and_draws(name, sizes, expected, tmp_path, capsys):
     example = load(name)
     for size, value in sizes.items():
         assert hasattr(example, size)
