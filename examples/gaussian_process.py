@@ -3,9 +3,9 @@
 The progress of diabetes over a year (200 of the patients that scikit-learn ships) is predicted by
 a Gaussian process with a length scale for each of ten measurements. The fit of one process to one
 training set is written once: `jax.grad` of its likelihood, and a loop of Adam. `batchax.vmap` runs
-it for all folds of a cross-validation and, around that, from several starts, since the likelihood
-has several maxima. A loop over some of the fits checks it, and least squares on the same folds
-says what it is worth.
+it for all folds of a cross-validation and, around that, from several starts, of which the best is
+kept for each fold. A loop over some of the fits checks it, and least squares on the same folds
+says what it is worth: as much, for these patients, but without a spread for each.
 
     python examples/gaussian_process.py [folder for the picture]
 """

@@ -122,6 +122,11 @@ def test_what_is_missing_is_said_in_one_sentence(name, monkeypatch):
         load(name)
 
 
+def test_all_are_on_their_page():
+    page = (EXAMPLES.parent / "docs" / "examples.md").read_text()
+    assert not [name for name in NAMES if f"](../examples/{name}.py)" not in page]
+
+
 def test_notebooks(tmp_path, capsys, monkeypatch):
     notebooks = load("notebooks", EXAMPLES.parent / "tools")
     notebooks.main(tmp_path)
