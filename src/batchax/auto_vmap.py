@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from batchax import _compat
 from batchax.divergence.compact import find_divergence
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.execution.chunked import find_chunking
+from batchax.frontend.batched import Batched
 from batchax.frontend.containers import check_by_position, is_container
 from batchax.frontend.outputs import flatten_arrays, is_array
 from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
@@ -25,12 +26,19 @@ from batchax.ranks.dimensions import Argument, check_cores, run
 from batchax.ranks.signature import parse_signature
 from batchax.rows.ragged import Ragged
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+Out = TypeVar("Out")
 
 _CHUNKS = {"batch_size": None, "memory_limit": None, "residuals": "recompute"}
 _OPTIONS = (*_CHUNKS, "divergence")
 
 
+@overload
+def auto_vmap(fun: Callable[P, Out], /) -> Batched[P, Out, Any]: ...
+@overload
+def auto_vmap(  # pyright: ignore[reportOverlappingOverload] - a rank may be of many types
+    *ranks: Any, **named: Any
+) -> Callable[[Callable[P, Out]], Batched[P, Out, Any]]: ...
 @_compat.api_boundary
 def auto_vmap(*ranks: Any, **named: Any) -> Any:
     """Lets a function of known ranks take any batch dimensions, as NumPy's functions do.
@@ -79,7 +87,7 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         return _decorate(ranks[0], _Declared(annotated_ranks(ranks[0])))
 
     @_compat.api_boundary
-    def decorate(fun: F) -> F:
+    def decorate(fun: Callable[..., Any]) -> Callable[..., Any]:
         if not callable(fun):
             raise ArgumentTypeError(
                 f"auto_vmap(...) decorates a function, got {fun!r} of type {type(fun).__name__}."
@@ -123,7 +131,7 @@ def _name(fun: Callable[..., Any]) -> str:
     return getattr(fun, "__name__", type(fun).__name__)
 
 
-def _decorate(fun: F, declared: _Declared) -> F:
+def _decorate(fun: Callable[..., Any], declared: _Declared) -> Callable[..., Any]:
     signature, name = _signature(fun), _name(fun)
 
     @functools.wraps(fun)
@@ -159,7 +167,7 @@ def _decorate(fun: F, declared: _Declared) -> F:
         except _ReturnsContainers:
             return of_all(True)
 
-    return cast(F, batched)
+    return batched
 
 
 class _ReturnsContainers(Exception):

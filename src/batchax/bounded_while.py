@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.extend.core.primitives import while_p
@@ -24,14 +24,16 @@ from batchax.frontend.in_axes import is_position
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import stage_function
 
+Carry = TypeVar("Carry")
+
 
 @_compat.api_boundary
 def bounded_while(
     cond_fun: Callable[[Any], Any],
-    body_fun: Callable[[Any], Any],
+    body_fun: Callable[[Any], Carry],
     init_val: Any,
     max_steps: int,
-) -> Any:
+) -> Carry:
     """``lax.while_loop`` that takes at most `max_steps` steps, and has derivatives in reverse.
 
     Does what this does in Python::

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,18 @@ from jax.core import Tracer
 from batchax import _compat
 from batchax.comparing import difference_of_trees, directions
 from batchax.errors import ArgumentTypeError, MismatchError, UnsupportedError
+from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import is_position, spread_in_axes
 from batchax.rows.ragged import Ragged
 from batchax.rules.masking import is_inexact
 from batchax.vmap import vmap
 
+P = ParamSpec("P")
+
 
 @_compat.api_boundary
 def check(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     in_axes: Any = 0,
     *,
     lanes: int = 4,
@@ -30,7 +33,7 @@ def check(
     rtol: float | None = None,
     atol: float | None = None,
     **options: Any,
-) -> Callable[..., None]:
+) -> Batched[P, None, None]:
     """Compares a batched function with the function itself, for some of the lanes.
 
     For test suites, "is my function right under batching?" in one line. The batched function runs
@@ -81,7 +84,7 @@ def check(
         if derivatives:
             comparison.derivatives()
 
-    return checked
+    return cast(Any, checked)
 
 
 class _Comparison:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, cast
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError
+from batchax.frontend.batched import Batched
 from batchax.nonfinite.find import NonFinite, find
+
+P = ParamSpec("P")
 
 
 @_compat.api_boundary
 def find_nonfinite(
-    fun: Callable[..., Any], in_axes: Any = 0, **options: Any
-) -> Callable[..., NonFinite]:
+    fun: Callable[P, Any], in_axes: Any = 0, **options: Any
+) -> Batched[P, NonFinite, NonFinite]:
     """Runs a function over a batch, and finds what makes results NaN or infinite, lane by lane.
 
     For each lane with such a result: the equation that made the first value on the way to it that
@@ -63,4 +66,4 @@ def find_nonfinite(
     def found(*args: Any, **kwargs: Any) -> NonFinite:
         return find(fun, in_axes, options, args, kwargs)
 
-    return found
+    return cast(Any, found)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ParamSpec, cast
 
 import jax
 import numpy as np
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
+from batchax.frontend.batched import Batched
+
+P = ParamSpec("P")
 
 
 @_compat.api_boundary
 def host_function(
-    fun: Callable[..., Any], out_type: Any, *, threads: int = 1
-) -> Callable[..., Any]:
+    fun: Callable[P, Any], out_type: Any, *, threads: int = 1
+) -> Batched[P, Any, Any]:
     """Makes a Python function of one example callable from JAX, over any batch.
 
     For libraries that compute outside of JAX (NumPy, SciPy, a simulator). For a batch the host
@@ -71,7 +74,7 @@ def host_function(
         return jax.pure_callback(on_batch, wanted, *args, vmap_method="expand_dims")
 
     del on_host.__wrapped__  # parameters that are not given are up to the function alone
-    return on_host
+    return cast(Any, on_host)
 
 
 def _type(x: Any) -> Any:

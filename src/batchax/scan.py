@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from batchax.frontend.arguments import (
     flatten_arguments,
     give_lane_indices,
 )
+from batchax.frontend.batched import Batched
 from batchax.frontend.carries import (
     carry_keys,
     check_predicate,
@@ -43,10 +44,13 @@ from batchax.kernel.axis import Axis
 from batchax.kernel.inner import example_aval, stage_described, stage_function
 from batchax.kernel.rule_results import describe_returned
 
+P = ParamSpec("P")
+Carry = TypeVar("Carry")
+
 
 @_compat.api_boundary
 def scan(
-    fun: Callable[..., tuple[Any, Any]],
+    fun: Callable[Concatenate[Any, P], tuple[Carry, Any]],
     in_axes: Any = 0,
     out_axes: Any = 0,
     *,
@@ -54,7 +58,7 @@ def scan(
     reverse: bool = False,
     unroll: int | bool = 1,
     until: Callable[[Any], Any] | None = None,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Batched[Concatenate[Any, P], tuple[Carry, Any], tuple[Carry, Any]]:
     """Loops `fun`, a function of one step, over an axis of its arguments.
 
     ``lax.scan`` as a transformation in the manner of `vmap`: with ``in_axes=(1, None)`` and

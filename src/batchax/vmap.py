@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from batchax.frontend.arguments import (
     give_lane_indices,
     mesh_axis_names,
 )
+from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import LANES, check_in_axes
 from batchax.frontend.outputs import (
     Described,
@@ -50,12 +51,13 @@ from batchax.rows.buckets import Buckets
 from batchax.rows.ragged import Ragged
 from batchax.rows.run import RowOptions, check_row_options, run_rows
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+Out = TypeVar("Out")
 
 
 @_compat.api_boundary
 def vmap(
-    fun: F,
+    fun: Callable[P, Out],
     in_axes: Any = 0,
     out_axes: Any = 0,
     axis_name: Hashable | None = None,
@@ -70,7 +72,7 @@ def vmap(
     layout: Literal["auto", "packed", "padded", "grouped"] = "auto",
     buckets: int | Buckets | None = None,
     mesh: Any = None,
-) -> F:
+) -> Batched[P, Out, Any]:
     """Batches `fun`, a function of one example, over an axis of its arguments.
 
     A drop-in for ``jax.vmap``: ``vmap(fun)(xs)[i] == fun(xs[i])`` for each lane
@@ -238,7 +240,7 @@ def vmap(
 
     rest = dict(memory_limit=memory_limit, spmd_axis_name=spmd_axis_name, mesh=mesh)
     _made[batched] = fun, said | rest
-    return cast(F, batched)
+    return cast(Any, batched)
 
 
 _made: weakref.WeakKeyDictionary[Any, tuple[Callable[..., Any], dict[str, Any]]] = (

@@ -155,7 +155,7 @@ class SectionRunner:
                 streams = _streams(self.axis, eqn)
                 known = v in self.env and v is not self.lane
                 if not known or (streams and self.shards and self.env[v][1] is not None):
-                    how = Reduce(_STREAMED[eqn.primitive.name]) if streams else 0
+                    how = _STREAMED[eqn.primitive.name] if streams else 0
                     collected[id(eqn), v] = Target(v, how)
         return collected
 
@@ -285,7 +285,7 @@ def _streams(axis: Axis, eqn: Any) -> bool:
 
 
 _STREAMED = {
-    name: kind
-    for names, kind in zip(REDUCTIONS, ("sum", "max", "min"), strict=True)
+    name: how
+    for names, how in zip(REDUCTIONS, map(Reduce, ("sum", "max", "min")), strict=True)
     for name in names.split()
 }

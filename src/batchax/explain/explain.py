@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError
@@ -25,12 +25,15 @@ from batchax.explain.measure import measure as measure_ways
 from batchax.explain.memory import counted_by_compiler, find_memory
 from batchax.explain.naming import Names
 from batchax.explain.staging import Staged, stage
+from batchax.frontend.batched import Batched
 from batchax.vmap import made_by_vmap, vmap
+
+P = ParamSpec("P")
 
 
 @_compat.api_boundary
 def explain(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     in_axes: Any = 0,
     out_axes: Any = 0,
     *,
@@ -38,7 +41,7 @@ def explain(
     measure: bool = False,
     time_limit: float = 60.0,
     **vmap_options: Any,
-) -> Callable[..., Explanation]:
+) -> Batched[P, Explanation, Explanation]:
     """Shows how ``batchax.vmap(fun, in_axes, out_axes, **vmap_options)`` batches a function.
 
     Nothing is run, but with `measure`. The function is staged, batched and compiled as ``jax.jit``

@@ -69,7 +69,7 @@ class Reduce:
       30.0
     """
 
-    kind: str
+    kind: Literal["sum", "mean", "max", "min", "prod"]
     unmapped: Literal["reduce", "keep"] = "reduce"
 
     def __post_init__(self) -> None:

@@ -1,0 +1,132 @@
+"""Calls as users write them. What a type checker is to say of a line stands behind it.
+
+Behind `reveal_type` that is a type; elsewhere the rule of pyright that is broken, or nothing.
+"""
+
+from typing import Any, NamedTuple, reveal_type
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import batchax as bx
+
+x, rows = jnp.ones(3), bx.Ragged.from_rows([np.ones(2), np.ones(3)])
+
+
+class State(NamedTuple):
+    position: Array
+    step: Array
+
+
+def f(x: Array, scale: float = 2.0) -> Array:
+    return x * scale
+
+
+def move(state: State, force: Array) -> tuple[State, Array]:
+    return State(state.position + force, state.step + 1), force
+
+
+def plain(x, y=1):
+    return x + y
+
+
+class Model:
+    def __call__(self, x: Array) -> Array:
+        return x
+
+    @bx.vmap
+    def method(self, x: Array) -> Array:
+        return x
+
+
+# vmap: arrays where the function of one example has arrays, and anything elsewhere
+reveal_type(bx.vmap(f)(x))  # Array
+reveal_type(bx.vmap(f)(x, scale=3.0))  # Array
+reveal_type(bx.vmap(f)(rows))  # Any
+reveal_type(bx.vmap(f)(x, x))  # Any
+reveal_type(bx.vmap(f)(np.ones(3)))  # Any
+reveal_type(bx.vmap(bx.vmap(f))(x))  # Array
+reveal_type(bx.vmap(plain, (0, None))(x, 2))  # Unknown
+reveal_type(bx.vmap(Model())(x))  # Array
+reveal_type(bx.vmap(move)(State(x, x), x)[0].position)  # Array
+reveal_type(bx.vmap(lambda x: (x, x))(x))  # tuple[Unknown, Unknown]
+reveal_type(bx.vmap(f).__name__)  # str
+bx.vmap(jnp.add)(x, x)
+bx.vmap(jax.jit(f))(rows)
+bx.vmap(jax.grad(f))(x)
+Model().method(rows)
+Model().method(x)
+jax.jit(bx.vmap(f))(rows)
+jax.grad(bx.vmap(f))(x)
+jax.vmap(bx.vmap(f))(x)
+bx.vmap(f, layout="paddd")  # reportArgumentType
+bx.vmap(f, divergence="compcat")  # reportArgumentType
+bx.vmap(f, divergence=bx.Compact(width=4), out_axes=bx.Reduce("mean"))
+bx.vmap(f, residuals="kept")  # reportArgumentType
+bx.vmap(f, batch_size="aut")  # reportArgumentType
+bx.vmap(f, batchsize=3)  # reportCallIssue
+bx.vmap(3)  # reportArgumentType
+bx.Reduce("avg")  # reportArgumentType
+bx.Reduce("sum", unmapped="drop")  # reportArgumentType
+
+
+# auto_vmap
+@bx.auto_vmap(x=1)
+def named(x: Array, n: int = 1) -> Array:
+    return x * n
+
+
+@bx.auto_vmap
+def annotated(x: Array) -> Array:
+    return x
+
+
+@bx.auto_vmap("(n)->()", batch_size=4)
+def total(x: Array) -> Array:
+    return x.sum()
+
+
+reveal_type(named(x, n=2))  # Array
+reveal_type(named([1.0, 2.0]))  # Any
+reveal_type(annotated(x))  # Array
+reveal_type(total(x))  # Array
+reveal_type(bx.auto_vmap(f)(x))  # Array
+
+# scan: the carry has the type that a step returns
+reveal_type(bx.scan(move)(State(x, x), x)[0])  # State
+reveal_type(bx.scan(move)(State(x, x), force=rows)[0])  # State
+bx.scan(lambda carry, x: (carry + x, None))(0.0, x)
+bx.scan(f)(0.0, x)  # reportArgumentType
+
+
+# loops, and functions with rules
+def halve(x: Array) -> Array:
+    return x / 2
+
+
+reveal_type(bx.bounded_while(lambda x: x > 1, halve, 8.0, 10))  # Array
+
+
+@bx.custom_vmap
+def solve(a: Array, b: Array) -> Array:
+    return jnp.linalg.solve(a, b)
+
+
+@solve.def_vmap
+def solve_batch(axis_size: int, in_batched: Any, a: Array, b: Array):
+    return jnp.linalg.solve(a, b[..., None])[..., 0], True
+
+
+reveal_type(solve(x, x))  # Array
+solve(x)  # reportCallIssue
+reveal_type(bx.vmap(solve)(x, x))  # Array
+reveal_type(bx.sequential_vmap(f)(x))  # Array
+bx.host_function(f, jax.ShapeDtypeStruct((), jnp.float32))(x)
+
+# what looks at functions
+reveal_type(bx.check(f)(rows))  # None
+reveal_type(bx.explain(f)(x).lanes)  # int
+reveal_type(bx.explain(f)(rows).lanes)  # int
+reveal_type(bx.find_nonfinite(f)(rows).lanes)  # ndarray[tuple[Any, ...], dtype[Any]]
