@@ -109,7 +109,7 @@ REFUSED = {
         lambda: bx.stack([{"m": MATRIX}, {"m": MATRIX}]),
         "stack: trees[0]['m'] is a BCOO: a batch of those is more than a batch of the arrays",
     ),
-    "rows": (lambda: bx.unstack([bx.Ragged.from_rows([X])]), "unstack: tree[0] is a Ragged"),
+    "rows": (lambda: bx.stack([[bx.Ragged.from_rows([X])]]), "trees[0][0] is a Ragged"),
     "references": (lambda: bx.stack([jax.new_ref(1.0)] * 2), "trees[0] is a reference"),
     "nothing to take apart": (lambda: bx.unstack({"f": "x"}), "the tree holds no array"),
     "a number": (lambda: bx.unstack([X, 1.0]), "tree[1] is a number, which has no first axis"),

@@ -11,7 +11,7 @@ import numpy as np
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
-from batchax.frontend.containers import is_container
+from batchax.frontend.containers import BatchOfRows, is_container
 from batchax.frontend.outputs import is_array
 
 
@@ -48,7 +48,7 @@ def stack(trees: Sequence[Any]) -> Any:
     (first, structure), *_ = flat
     for i, (_, other) in enumerate(flat):
         if other != structure:
-            raise AxisError(_structures_differ(trees, i))
+            raise AxisError(structures_differ("stack: trees", trees, i))
     stacked = []
     for k, (keys, leaf) in enumerate(first):
         leaves = [pairs[k][1] for pairs, _ in flat]
@@ -66,44 +66,48 @@ def stack(trees: Sequence[Any]) -> Any:
 
 @_compat.api_boundary
 def unstack(tree: Any) -> list[Any]:
-    """The trees that `stack` made one of: arrays without their first axis.
+    """The trees that `stack` made one of: arrays without their first axis, rows of a `Ragged`.
 
     Args:
-      tree: a pytree whose arrays have shapes ``(n, ...)``, the same `n` for all. What is no array
-        is in each of the trees.
+      tree: a pytree whose arrays have shapes ``(n, ...)``, the same `n` for all; a `Ragged` has
+        `n` rows. What is neither is in each of the trees.
 
     Returns:
       A list of `n` trees.
 
     Raises:
       AxisError: (a ValueError) there is no array, or first axes are missing or differ in size.
-      ArgumentTypeError: (a TypeError) as for `stack`.
+      ArgumentTypeError: (a TypeError) a leaf is a sparse matrix or another container, or a `Ragged`
+        whose lengths are traced.
 
     Example:
       >>> models = bx.unstack({"w": jnp.arange(6).reshape(3, 2)})
       >>> print(len(models), models[1]["w"])
       3 [2 3]
     """
-    leaves, structure = _leaves("unstack: tree", tree)
-    arrays = [(jax.tree_util.keystr(keys), x) for keys, x in leaves if is_array(x)]
+    leaves, structure = _leaves("unstack: tree", tree, rows=True)
+    arrays = [(jax.tree_util.keystr(keys), x) for keys, x in leaves if _has_lanes(x)]
     if not arrays:
         raise AxisError("unstack: the tree holds no array, so the number of trees is not known.")
     path, first = arrays[0]
     for other, x in arrays:
-        if not np.ndim(x):
+        if not np.shape(x):
             raise AxisError(f"unstack: tree{other} is a number, which has no first axis.")
         if np.shape(x)[0] != np.shape(first)[0]:
             raise AxisError(
                 f"unstack: tree{other} has shape {np.shape(x)}, but tree{path} has shape "
                 f"{np.shape(first)}: their first axes must have one size."
             )
-    return [
-        jax.tree.unflatten(structure, [x[i] if is_array(x) else x for _, x in leaves])
-        for i in range(np.shape(first)[0])
-    ]
+    count = np.shape(first)[0]
+    columns = [list(x) if _has_lanes(x) else [x] * count for _, x in leaves]
+    return [jax.tree.unflatten(structure, row) for row in zip(*columns, strict=True)]
 
 
-def _leaves(name: str, tree: Any) -> tuple[Sequence[Any], Any]:
+def _has_lanes(x: Any) -> bool:
+    return is_array(x) or isinstance(x, BatchOfRows)
+
+
+def _leaves(name: str, tree: Any, rows: bool = False) -> tuple[Sequence[Any], Any]:
     """The leaves of a tree with their paths, and its structure."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_container)
     for keys, x in leaves:
@@ -112,7 +116,7 @@ def _leaves(name: str, tree: Any) -> tuple[Sequence[Any], Any]:
                 f"{name}{jax.tree_util.keystr(keys)} is a reference (jax.new_ref). Stack what it "
                 "holds, reference[...]."
             )
-        if is_container(x):
+        if is_container(x) and not (rows and isinstance(x, BatchOfRows)):
             raise ArgumentTypeError(
                 f"{name}{jax.tree_util.keystr(keys)} is a {type(x).__name__}: a batch of those is "
                 "more than a batch of the arrays that it is made of. Stack those, and make it of "
@@ -136,18 +140,25 @@ def _described(x: Any) -> str:
     return f"{aval.dtype}{list(aval.shape)}"
 
 
-def _structures_differ(trees: Sequence[Any], i: int) -> str:
-    """Where the structures of the first tree and of tree `i` part."""
+def structures_differ(name: str, trees: Sequence[Any], i: int) -> str:
+    """Where the structures of the first of some trees and of tree `i` part.
+
+    Args:
+      name: what a message calls the trees: where they were given, and as what.
+      trees: all of them.
+      i: the one that differs.
+    """
     first, other = (
         [jax.tree_util.keystr(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
         for tree in (trees[0], trees[i])
     )
+    short = name.split()[-1]
     for here, there, j in ((first, other, i), (other, first, 0)):
         missing = next((path for path in here if path not in there), None)
         if missing is not None:
             return (
-                f"stack: trees[{j}] has no leaf {missing or 'by itself'}, which "
-                f"trees[{i - j}] has. Trees must have one structure."
+                f"{name}[{j}] has no leaf {missing or 'by itself'}, which {short}[{i - j}] has. "
+                "Trees must have one structure."
             )
     structures = [jax.tree.structure(tree) for tree in (trees[0], trees[i])]
-    return f"stack: trees[{i}] has the structure {structures[1]}, but trees[0] {structures[0]}."
+    return f"{name}[{i}] has the structure {structures[1]}, but {short}[0] {structures[0]}."

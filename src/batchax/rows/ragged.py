@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
@@ -23,11 +24,11 @@ from batchax.rows.checks import (
     check_max_length,
     checked_axis,
     shown_lengths,
-    without,
 )
 from batchax.rows.checks import known_lengths as known_lengths
 from batchax.rows.converters import Converters
 from batchax.rows.index import RowIndex, pack_rows, pad_rows
+from batchax.rows.joining import check_same_lengths, join, leaves_of_rows
 from batchax.rows.selecting import Selecting
 
 
@@ -89,28 +90,44 @@ class Ragged(Converters, Selecting, BatchOfRows):
         greatest = capacity if known is None else int(known.max(initial=0))
         self.max_length = greatest if max_length is None else int(max_length)
 
+    @overload
+    @classmethod
+    def from_rows(
+        cls, rows: Sequence[ArrayLike], max_length: int | None = None, *, axis: int = 0
+    ) -> Ragged: ...
+    @overload
     @classmethod
     def from_rows(
         cls, rows: Sequence[Any], max_length: int | None = None, *, axis: int = 0
-    ) -> Ragged:
-        """From arrays that differ in their size along `axis` only.
+    ) -> Any: ...
+    @classmethod
+    def from_rows(cls, rows: Sequence[Any], max_length: int | None = None, *, axis: int = 0) -> Any:
+        """From arrays that differ in their size along `axis` only, or from trees of such arrays.
 
         Args:
-          rows: the rows, arrays of one dtype.
+          rows: the rows, arrays of one dtype; or trees of one structure, whose leaves are such
+            arrays and have one length in each row: dicts, for several features of each element.
           max_length: as for `Ragged`.
-          axis: the ragged axis of a row.
+          axis: the ragged axis of a row, or of each leaf of one.
 
         Returns:
-          A `Ragged` of these rows, in NumPy's memory if all of them are.
+          A `Ragged` of these rows, in NumPy's memory if all of them are. Of trees: a tree like
+          them with a `Ragged` for each leaf, all of the same lengths, of which `vmap` takes
+          rows; `unstack` makes the list of rows of it again.
 
         Raises:
-          AxisError: there is no row, or two differ in another axis.
-          ArgumentTypeError: a row is no array, or two differ in dtype.
+          AxisError: there is no row; two differ in structure or in another axis; a leaf has
+            another length than the rest of its row, or is a number.
+          ArgumentTypeError: a row, or a leaf, is no array, or two differ in dtype.
 
         Example:
           >>> x = bx.Ragged.from_rows([jnp.arange(3), jnp.arange(1)])
           >>> print(bx.vmap(jnp.sum)(x))
           [3 0]
+          >>> rows = [{"x": np.ones((n, 2)), "w": np.arange(n)} for n in (3, 1)]
+          >>> print(bx.vmap(lambda row: row["w"] @ row["x"])(bx.Ragged.from_rows(rows)))
+          [[3. 3.]
+           [0. 0.]]
         """
         rows = list(rows)
         if not rows:
@@ -118,23 +135,13 @@ class Ragged(Converters, Selecting, BatchOfRows):
                 "Ragged.from_rows needs at least one row: without any, neither dtype nor shape "
                 "are known. For a batch of no rows give Ragged(data, lengths) with empty arrays."
             )
-        arrays = [as_data(row, f"rows[{i}]") for i, row in enumerate(rows)]
-        at = checked_axis(axis, arrays[0])
-        first = arrays[0]
-        for i, x in enumerate(arrays):
-            if x.dtype != first.dtype:
-                raise ArgumentTypeError(
-                    f"Ragged.from_rows: rows[{i}] has dtype {x.dtype}, but rows[0] has "
-                    f"{first.dtype}. Convert them to one dtype."
-                )
-            if without(x.shape, at) != without(first.shape, at) or x.ndim != first.ndim:
-                raise AxisError(
-                    f"Ragged.from_rows: rows[{i}] has shape {x.shape} and rows[0] {first.shape}: "
-                    f"rows may differ along axis {at} only."
-                )
-        concatenate = np.concatenate if all(isinstance(x, np.ndarray) for x in rows) else None
-        data = (concatenate or jnp.concatenate)(arrays, axis=at)
-        return cls(data, np.array([x.shape[at] for x in arrays], np.int32), max_length, axis=at)
+        leaves, structure = leaves_of_rows(rows)
+        joined = [(path, *join(path, values, axis)) for path, values in leaves]
+        first, _, lengths, _ = joined[0]
+        for path, _, others, _ in joined[1:]:
+            check_same_lengths((first, lengths), (path, others))
+        batches = [cls(data, lengths, max_length, axis=at) for _, data, _, at in joined]
+        return jax.tree.unflatten(structure, batches)
 
     @classmethod
     def from_padded(

@@ -1,0 +1,96 @@
+"""What `Ragged.from_rows` is given: a row is an array, or a tree of arrays of one length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from batchax.errors import ArgumentTypeError, AxisError
+from batchax.frontend.containers import is_container
+from batchax.rows.checks import as_data, checked_axis, without
+from batchax.stack import structures_differ
+
+_NAME = "Ragged.from_rows: rows"
+
+
+def leaves_of_rows(rows: Sequence[Any]) -> tuple[list[tuple[str, list[Any]]], Any]:
+    """For each leaf of the rows, its path and what the rows have there; and their structure.
+
+    Raises:
+      AxisError: two rows differ in structure.
+    """
+    flat = [jax.tree_util.tree_flatten_with_path(row, is_leaf=_is_leaf) for row in rows]
+    first, structure = flat[0]
+    if not first or any(isinstance(row, list) for row in rows):  # a list is an array, as for NumPy
+        return [("", list(rows))], jax.tree.structure(0)
+    for i, (_, other) in enumerate(flat):
+        if other != structure:
+            raise AxisError(structures_differ(_NAME, rows, i))
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return [(jax.tree_util.keystr(at[0][0]), [x for _, x in at]) for at in columns], structure
+
+
+def join(path: str, rows: Sequence[Any], axis: int) -> tuple[Any, np.ndarray, int]:
+    """The elements of rows one after another, how many each has, and along which axis.
+
+    Args:
+      path: of the leaf of the user's rows that these are.
+      rows: what each has there.
+      axis: the ragged one, as the user gave it.
+
+    Raises:
+      AxisError: two differ in another axis, or there is no axis.
+      ArgumentTypeError: one is no array, or two differ in dtype.
+    """
+    for i, x in enumerate(rows):
+        if is_container(x):
+            raise ArgumentTypeError(f"{_NAME}[{i}]{path} must be an array, got {type(x).__name__}.")
+    arrays = [as_data(x, f"rows[{i}]{path}") for i, x in enumerate(rows)]
+    first = arrays[0]
+    if path and not first.ndim:
+        raise AxisError(
+            f"{_NAME}[0]{path} is a number, which has no axis for the elements of a row. Stack "
+            f"what each row has one of, jnp.stack([row{path} for row in rows]), and map it beside "
+            "the rows."
+        )
+    at = checked_axis(axis, first)
+    for i, x in enumerate(arrays):
+        if x.dtype != first.dtype:
+            raise ArgumentTypeError(
+                f"{_NAME}[{i}]{path} has dtype {x.dtype}, but rows[0]{path} has {first.dtype}. "
+                "Convert them to one dtype."
+            )
+        if x.ndim != first.ndim or without(x.shape, at) != without(first.shape, at):
+            raise AxisError(
+                f"{_NAME}[{i}]{path} has shape {x.shape} and rows[0]{path} {first.shape}: rows may "
+                f"differ along axis {at} only."
+            )
+    numpy = np if all(isinstance(x, np.ndarray) for x in rows) else jnp
+    return numpy.concatenate(arrays, axis=at), np.array([x.shape[at] for x in arrays], np.int32), at
+
+
+def check_same_lengths(first: tuple[str, np.ndarray], other: tuple[str, np.ndarray]) -> None:
+    """Refuses leaves of a row, by path and lengths in all rows, that differ in length.
+
+    Raises:
+      AxisError: they do; the first such row is named.
+    """
+    (path, lengths), (there, others) = first, other
+    if (lengths != others).any():
+        i = int(np.argmax(lengths != others))
+        raise AxisError(
+            f"{_NAME}[{i}]{there} has length {others[i]}, but rows[{i}]{path} has length "
+            f"{lengths[i]}: the leaves of a row have one length. Others are a batch of their own, "
+            f"Ragged.from_rows([row{there} for row in rows]); or, if all rows have as many, "
+            f"jnp.stack([row{there} for row in rows])."
+        )
+
+
+def _is_leaf(x: Any) -> bool:
+    """Whether `x` is one array, as `Ragged` takes it, by JAX's account of trees or not."""
+    numbers = type(x) in (list, tuple) and all(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(x))
+    return numbers or is_container(x)

@@ -1,0 +1,137 @@
+"""Rows that are trees: `Ragged.from_rows` makes a tree of batches, `unstack` rows again."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+
+
+class Points(NamedTuple):
+    at: jax.Array
+    weight: jax.Array
+
+
+def same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def rows(make, lengths=(3, 1, 0, 2)):
+    keys = jax.random.split(jax.random.key(0), len(lengths))
+    return [
+        make(jax.random.normal(k, (n, 2)), jnp.arange(n))
+        for k, n in zip(keys, lengths, strict=True)
+    ]
+
+
+KINDS = {
+    "dict": lambda x, w: {"x": x, "w": w},
+    "tuple": lambda x, w: (x, w),
+    "NamedTuple": Points,
+    "nested, with None": lambda x, w: {"points": Points(x, w), "mask": None},
+    "NumPy": lambda x, w: {"x": np.asarray(x), "w": np.asarray(w)},
+    "lists of numbers": lambda x, w: {"x": x, "w": [float(v) for v in w]},
+}
+
+
+def moment(row):
+    x, w = (
+        jax.tree.leaves(row)
+        if not isinstance(row, dict) or "x" not in row
+        else (row["x"], row["w"])
+    )
+    return jnp.tanh(w @ x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_function_sees_one_row(kind):
+    all_rows = rows(KINDS[kind])
+    batch = bx.Ragged.from_rows(all_rows)
+    leaves = jax.tree.leaves(batch, is_leaf=lambda x: isinstance(x, bx.Ragged))
+    assert all(isinstance(x, bx.Ragged) for x in leaves)
+    assert {tuple(x.lengths) for x in leaves} == {(3, 1, 0, 2)}
+    as_arrays = [jax.tree.map(jnp.asarray, r, is_leaf=lambda x: type(x) is list) for r in all_rows]
+    expected = jnp.stack([moment(r) for r in as_arrays])
+    np.testing.assert_allclose(bx.vmap(moment)(batch), expected, rtol=1e-5)
+    named = jax.jit(bx.vmap(moment, in_axes=bx.ragged("n")))
+    np.testing.assert_allclose(named(batch), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple", "NamedTuple", "nested, with None", "NumPy"])
+def test_unstack_gives_the_rows_back(kind):
+    all_rows = rows(KINDS[kind])
+    for row, again in zip(all_rows, bx.unstack(bx.Ragged.from_rows(all_rows)), strict=True):
+        same(row, again)
+
+
+def test_unstack_beside_arrays():
+    batch = {"x": bx.Ragged.from_rows([jnp.arange(2), jnp.arange(3)]), "y": jnp.arange(2), "z": "a"}
+    first, second = bx.unstack(batch)
+    same(first["x"], jnp.arange(2))
+    assert (second["y"], second["z"]) == (1, "a")
+    with pytest.raises(bx.AxisError, match=r"tree\['y'\] has shape \(3,\), but tree\['x'\]"):
+        bx.unstack({**batch, "y": jnp.arange(3)})
+
+
+def test_results_of_trees_go_back_too():
+    all_rows = rows(KINDS["dict"])
+    double = bx.vmap(lambda row: jax.tree.map(lambda x: 2 * x, row))
+    for row, again in zip(all_rows, bx.unstack(double(bx.Ragged.from_rows(all_rows))), strict=True):
+        same(jax.tree.map(lambda x: 2 * x, row), again)
+
+
+def test_what_is_in_memory_of_numpy_stays_there():
+    batch = bx.Ragged.from_rows(rows(KINDS["NumPy"]))
+    assert len(bx.Ragged.from_rows(rows(KINDS["dict"]), 5)["x"].rows()) == 4
+    assert batch["x"].max_length == 3
+    assert bx.Ragged.from_rows(rows(KINDS["dict"]), 5)["w"].max_length == 5
+
+
+def test_other_axes_and_lists():
+    pair = [(jnp.ones((2, n)), jnp.ones((1, n))) for n in (3, 4)]
+    x, y = bx.Ragged.from_rows(pair, axis=1)
+    assert (x.shape, y.shape) == ((2, 2, None), (2, 1, None))
+    lists = bx.Ragged.from_rows([[1.0, 2.0], [3.0]])
+    assert lists.data.tolist() == [1.0, 2.0, 3.0]
+    points = bx.Ragged.from_rows([[np.ones(2), np.ones(2), np.ones(2)], [np.zeros(2)]])
+    assert points.shape == (2, None, 2)
+
+
+X, W = jnp.ones((3, 2)), jnp.ones(3)
+MISTAKES = {
+    "length": (
+        [{"x": X, "w": W}, {"x": X, "w": W[:2]}],
+        r"rows\[1\]\['x'\] has length 3, but rows\[1\]\['w'\] has length 2: the leaves of a row",
+    ),
+    "number": (
+        [{"x": X, "label": 1.0}],
+        r"rows\[0\]\['label'\] is a number.*jnp.stack\(\[row\['label'\] for row in rows\]\)",
+    ),
+    "structure": (
+        [{"x": X, "w": W}, {"x": X}],
+        r"rows\[1\] has no leaf \['w'\], which rows\[0\] has",
+    ),
+    "array and tree": ([X, {"x": X}], r"rows\[1\] has no leaf by itself, which rows\[0\] has"),
+    "shape": (
+        [{"x": X}, {"x": W}],
+        r"rows\[1\]\['x'\] has shape \(3,\) and rows\[0\]\['x'\] \(3, 2\)",
+    ),
+    "dtype": (
+        [{"x": X}, {"x": X.astype(int)}],
+        r"rows\[1\]\['x'\] has dtype int.., but rows\[0\]\['x'\] has float..",
+    ),
+    "no array": ([{"x": X, "name": "a"}], r"rows\[0\]\['name'\] must be an array, got str"),
+    "nothing": ([{}], "must be an array, got dict"),
+    "rows in rows": ([{"x": bx.Ragged.from_rows([X])}], "must be an array, got Ragged"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_name_row_and_leaf(mistake):
+    given, message = MISTAKES[mistake]
+    with pytest.raises((bx.AxisError, bx.ArgumentTypeError), match=message):
+        bx.Ragged.from_rows(given)
