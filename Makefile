@@ -4,7 +4,7 @@
 #   make demo       per-example gradients on real data, with a picture
 #   make check      lint, and one test of twelve: two minutes, for while one works
 #   make test       lint, types, the whole test suite (what computes in double precision, and a
-#                   sixth of that in single precision too), and a part of it on Python 3.12
+#                   twelfth of that in single precision too), and a part of it on Python 3.12
 #                   with JAX 0.12; on Debian, as root, it installs Chromium, in which pages
 #                   are tested
 #   make test-all   lint, types, and the whole suite in both precisions on both versions, and
@@ -31,7 +31,7 @@ COMPUTES = tests/laws tests/rules tests/rows tests/divergence tests/execution te
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo check test test-all test-newest fuzz kills lint style browser docs notebooks site package bench constraints clean
+.PHONY: demo check test double single newer test-all test-newest fuzz kills lint types style browser docs notebooks site package bench constraints clean
 
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
@@ -39,13 +39,24 @@ demo: .venv/ready
 check: style
 	.venv/bin/python $(PYTEST) --every 12
 
-# What computes runs in double precision, and one test of six of it in single precision as well.
-test: lint browser
+# Two parts run at a time: some tests wait, for processes they kill, and a part that is made ready,
+# begins or ends has no work for all cores. What a part prints comes when it is done.
+test: style browser
+	@echo "Four parts, two at a time: each says what it found when it is done."
+	+@$(MAKE) --no-print-directory -j 2 $(if $(filter output-sync,$(.FEATURES)),-Otarget) \
+	    double types newer single
+
+# What computes runs in double precision, and one test of twelve of it in single precision as well.
+double: .venv/ready
 	@echo "In double precision, what computes:"
-	$(DOUBLE) .venv/bin/python $(PYTEST) $(COMPUTES)
+	@$(DOUBLE) .venv/bin/python $(PYTEST) $(COMPUTES)
+
+single: .venv/ready
 	@echo "In single precision, all else, and a part of that:"
-	.venv/bin/python $(PYTEST) --every 6 --of "$(COMPUTES)"
-	$(call on_3_12,$(PYTEST) --every 20)
+	@.venv/bin/python $(PYTEST) --every 12 --of "$(COMPUTES)"
+
+newer:
+	$(call on_3_12,$(PYTEST) --every 30)
 
 test-all: test
 	@echo "The whole suite in single precision, on Python 3.12 in both, and random programs: most"
@@ -79,7 +90,9 @@ test-newest:
 	.venv-newest/bin/python -m pytest -q tests/test_compat.py
 	.venv-newest/bin/python $(PYTEST)
 
-lint: style
+lint: style types
+
+types: .venv/ready
 	.venv/bin/pyright --pythonpath .venv/bin/python
 
 style: .venv/ready

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 import zlib
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -113,8 +114,9 @@ def pytest_sessionstart(session):
     if hasattr(session.config, "workerinput") or not compiled.exists():
         return
     for entry in compiled.iterdir():
-        if entry.stat().st_atime < time.time() - 7 * 24 * 3600:
-            entry.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another session may do the same
+            if entry.stat().st_atime < time.time() - 7 * 24 * 3600:
+                entry.unlink()
 
 
 @pytest.fixture(scope="module", autouse=True)
