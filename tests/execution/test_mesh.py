@@ -18,7 +18,7 @@ import batchax as bx
 from batchax.execution.section_body import LanesToRun
 from batchax.kernel.axis import Axis
 
-from support.oracle import example, same
+from support.oracle import at_once, example, same
 
 W = example((5, 2), seed=1)
 CLOSE = dict(rtol=1e-5, atol=1e-5)
@@ -83,16 +83,19 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("lanes", [8, 7, 2])
+@pytest.mark.parametrize(("lanes", "outside_jit"), [(8, None), (7, 1), (2, None)])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_lanes_on_devices_compute_what_they_do_on_one(name, lanes):
+def test_lanes_on_devices_compute_what_they_do_on_one(name, lanes, outside_jit):
     fun, options = FUNCTIONS[name]
     x = example((lanes, 5))
-    expected = bx.vmap(fun, **options)(x)
-    for batch_size in (None, 1):
-        batched = bx.vmap(fun, mesh="all", batch_size=batch_size, **options)
-        same(batched(x), expected, CLOSE)
-        same(jax.jit(batched)(np.asarray(x)), expected, CLOSE)
+    on_devices = {
+        batch_size: bx.vmap(fun, mesh="all", batch_size=batch_size, **options)
+        for batch_size in (None, 1)
+    }
+    expected = jax.jit(bx.vmap(fun, **options))(x)
+    for got in at_once(*on_devices.values())(np.asarray(x)):
+        same(got, expected, CLOSE)
+    same(on_devices[outside_jit](x), expected, CLOSE)
 
 
 @pytest.mark.parametrize("lanes", [1, 4, 9])
@@ -121,14 +124,17 @@ def test_derivatives(kind, lanes):
         reduced = bx.vmap(one, out_axes=bx.Reduce(kind), axis_name="i", **options)
         return (reduced(x) ** 2).sum()
 
-    expected = jax.value_and_grad(loss, (0, 1))(w, x)
-    for options in ({}, {"batch_size": 1}, {"batch_size": 1, "residuals": "keep"}):
-        on_devices = jax.value_and_grad(functools.partial(loss, mesh="all", **options), (0, 1))
-        same(jax.jit(on_devices)(w, x), expected, CLOSE)
-    same(on_devices(w, x), expected, CLOSE)
+    expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(w, x)
+    on_devices = [
+        jax.value_and_grad(functools.partial(loss, mesh="all", **options), (0, 1))
+        for options in ({}, {"batch_size": 1}, {"batch_size": 1, "residuals": "keep"})
+    ]
+    for got in at_once(*on_devices)(w, x):
+        same(got, expected, CLOSE)
+    same(on_devices[-1](w, x), expected, CLOSE)
     tangents = (w, jnp.cos(x))
     got = jax.jvp(functools.partial(loss, mesh="all"), (w, x), tangents)
-    same(got, jax.jvp(loss, (w, x), tangents), CLOSE)
+    same(got, jax.jit(lambda *ts: jax.jvp(loss, (w, x), ts))(*tangents), CLOSE)
 
 
 @pytest.mark.parametrize("lanes", [8, 7])
@@ -147,16 +153,17 @@ def test_derivatives_of_what_is_on_one_device_by_wish(shared, mapped, lanes):
     args = put(given[0], shared), put(given[1], mapped)
     for fun in (with_shared_argument, with_held_value):
         on_all = functools.partial(fun, mesh="all")
-        losses = [lambda w, x, f=f: (f(w, x) ** 2).sum() for f in (on_all, fun)]
-        for which in (0, 1, (0, 1)):
-            got, expected = (
-                jax.grad(loss, which)(*a) for loss, a in zip(losses, (args, given), strict=True)
-            )
-            same(jax.device_get(got), expected, CLOSE)
-        for x, gradient in zip(args, got, strict=True):
-            assert not x.committed or gradient.devices() == x.devices()
+        gradient = lambda f, which: jax.grad(lambda w, x: (f(w, x) ** 2).sum(), which)
+        expected = jax.jit(gradient(fun, (0, 1)))(*given)
+        for which in (0, 1):
+            same(jax.device_get(gradient(on_all, which)(*args)), expected[which], CLOSE)
+        got = gradient(on_all, (0, 1))(*args)
+        same(jax.device_get(got), expected, CLOSE)
+        for x, g in zip(args, got, strict=True):
+            assert not x.committed or g.devices() == x.devices()
         for mode in (lambda f, a: jax.jvp(f, a, a), lambda f, a: jax.jacfwd(f, (0, 1))(*a)):
-            same(jax.device_get(mode(on_all, args)), mode(fun, given), CLOSE)
+            alone = jax.jit(functools.partial(mode, fun))(given)
+            same(jax.device_get(mode(on_all, args)), alone, CLOSE)
 
 
 def test_parameters_on_other_axes_stay_so_where_they_are_differentiated():

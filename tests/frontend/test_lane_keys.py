@@ -23,9 +23,9 @@ def noisy(key, x):
 
 
 def each(fun, key, *xs):
-    """`fun` of each example, with the key of its lane."""
-    lanes = len(xs[0])
-    return jnp.stack([fun(jax.random.fold_in(key, i), *(x[i] for x in xs)) for i in range(lanes)])
+    """`fun` of each example, with the key of its lane; random bits take long to compile."""
+    lanes = jnp.arange(len(xs[0]))
+    return jax.lax.map(lambda a: fun(jax.random.fold_in(key, a[0]), *a[1]), (lanes, xs))
 
 
 @pytest.mark.parametrize("key", [TYPED, RAW], ids=["typed", "raw"])
