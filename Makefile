@@ -55,8 +55,9 @@ single: .venv/ready
 	@echo "In single precision, all else, and a part of that:"
 	@.venv/bin/python $(PYTEST) --every 12 --of "$(COMPUTES)"
 
+# One process: to collect all tests takes longer than to run so few.
 newer:
-	$(call on_3_12,$(PYTEST) --every 30)
+	$(call on_3_12,$(PYTEST) -n 0 --every 30)
 
 test-all: test
 	@echo "The whole suite in single precision, on Python 3.12 in both, and random programs: most"
