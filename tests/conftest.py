@@ -133,8 +133,11 @@ def own_registrations(monkeypatch):
     from batchax.frontend import containers
     from batchax.kernel import registry
 
-    for module, name in ((registry, "_rules"), (containers, "_containers")):
-        monkeypatch.setattr(module, name, getattr(module, name).copy())
+    monkeypatch.setattr(registry, "_rules", registry._rules.copy())
+    before = set(containers._containers)
+    yield
+    for added in set(containers._containers) - before:  # JAX knows of them, too
+        containers.unregister_container(added)
 
 
 @pytest.fixture
