@@ -100,8 +100,42 @@ def test_the_largest_difference_is_named():
         (lambda x: bx.check(jnp.sin, axis_name="i")(x), bx.UnsupportedError, "no others to meet"),
         (lambda x: jax.jit(lambda x: bx.check(jnp.sin)(x))(x), bx.ArgumentTypeError, "traced"),
         (lambda x: bx.check(jnp.sin, (0, 0))(x), bx.AxisError, "in_axes has 2 entries"),
+        (lambda x: bx.check(jnp.sin, lanes=0)(x), bx.ArgumentTypeError, "positive int, got 0"),
+        (lambda x: bx.check(jnp.sin, lanes="all")(x), bx.ArgumentTypeError, "positive int, got"),
     ],
 )
 def test_mistakes(call, error, message):
     with pytest.raises(error, match=message):
         call(numbers(4))
+
+
+@pytest.mark.parametrize("out_axes", [1, bx.Reduce("mean"), bx.AUTO])
+def test_lanes_are_compared_wherever_results_go(out_axes):
+    bx.check(lambda x: jnp.stack([x, 2 * x]), out_axes=out_axes)(numbers(5))
+
+
+def test_batches_of_nothing_and_lanes_of_no_argument():
+    bx.check(jnp.sin)(numbers(0))
+    bx.check(jnp.sin)(bx.Ragged(numbers(0), np.zeros(0, int)))
+    bx.check(lambda: jnp.ones(3), axis_size=4)()
+
+
+@pytest.mark.parametrize(
+    ("fun", "in_axes", "args"),
+    [
+        (lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0), 0, (jnp.arange(4.0),)),
+        (lambda w, x: jnp.sqrt(w * x), (None, 0), (jnp.array(2.0), jnp.arange(4.0))),
+    ],
+)
+def test_an_infinite_derivative_of_one_lane_is_no_leak(fun, in_axes, args):
+    bx.check(fun, in_axes)(*args)
+
+
+def test_derivatives_that_one_example_does_not_have_are_left_out():
+    on_host = lambda x: jax.pure_callback(np.sin, x, x, vmap_method="expand_dims")
+    bx.check(on_host)(numbers(4))
+
+
+def test_errors_name_the_arguments_of_the_user():
+    with pytest.raises(bx.AxisError, match=r"args\[1\]: shape \(4,\)"):
+        bx.check(lambda x, y: x + y)(numbers(3), numbers(4))

@@ -16,6 +16,7 @@ from batchax.comparing import difference_of_trees, directions
 from batchax.errors import ArgumentTypeError, MismatchError, UnsupportedError
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import is_position, spread_in_axes
+from batchax.frontend.outputs import lanes_first
 from batchax.rows.ragged import Ragged
 from batchax.rules.masking import is_inexact
 from batchax.vmap import vmap
@@ -49,7 +50,8 @@ def check(
         example are left out.
       rtol: relative tolerance; by default 1,000 times the rounding of the dtype.
       atol: absolute tolerance, relative to the largest value of the array; likewise.
-      **options: of `vmap`, such as `batch_size`, `divergence`, `mesh`, `layout`.
+      **options: of `vmap`, such as `batch_size`, `divergence`, `mesh`, `layout`. `out_axes` may be
+        among them, and has no say: results are compared lane by lane.
 
     Returns:
       A function of the batch. It returns nothing.
@@ -57,7 +59,8 @@ def check(
     Raises:
       MismatchError: (an AssertionError) something differs: the message says in which lane, which
         entry of which output or derivative, what came and what was expected.
-      ArgumentTypeError: `fun` is not callable, or the arguments are traced.
+      ArgumentTypeError: `fun` is not callable, `lanes` is no positive int, or the arguments are
+        traced.
       UnsupportedError: `axis_name` is given: a lane by itself has no others to meet.
 
     Example:
@@ -74,6 +77,8 @@ def check(
             "check compares with the function of one lane by itself, which has no others to meet: "
             "axis_name has no meaning there. Compare with jax.vmap instead."
         )
+    if not (is_position(lanes) and lanes > 0):
+        raise ArgumentTypeError(f"lanes must be a positive int, got {lanes!r}.")
     tolerance = {"rtol": rtol, "atol": atol}
 
     @functools.wraps(fun)
@@ -104,25 +109,27 @@ class _Comparison:
             raise ArgumentTypeError(
                 "check compares values, and an argument is traced. Call it outside of jit."
             )
+        self._batched = vmap(fun, in_axes, **lanes_first(options))
         leaves, self._rebuild = spread_in_axes(fun, in_axes, args, kwargs)
         self._fun, self._tolerance = fun, tolerance
         self._name = getattr(fun, "__name__", type(fun).__name__)
         self._paths = [leaf.path for leaf in leaves]
         self._whole = [leaf.value for leaf in leaves]
         specs = [leaf.spec for leaf in leaves]
-        self._batched = vmap(self._of_leaves, (specs,), **options)
+        self._got = self._called(self._batched, self._whole)
         # What the function sees of each lane `vmap` says itself, of any kind of axis.
         self._mapped = [i for i, spec in enumerate(specs) if spec is not None]
         # An axis that a position names is a view; others are laid out for all lanes.
         self._positions = [s if is_position(s) else None for s in specs]
         seen = vmap(lambda xs: [xs[i] for i in self._mapped], (specs,), **_kept(options))
         self._examples = seen(self._whole)
-        size = next(_size(x) for x in self._examples)
-        self._lanes = sorted({int(i) for i in np.linspace(0, size - 1, lanes).round()})
+        size = next(map(_size, self._examples), options.get("axis_size"))
+        spread = np.linspace(0, size - 1, lanes).round() if size else ()
+        self._lanes = sorted(set(map(int, spread)))
 
-    def _of_leaves(self, leaves: Sequence[Any]) -> Any:
+    def _called(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
         args, kwargs = self._rebuild(leaves)
-        return self._fun(*args, **kwargs)
+        return fun(*args, **kwargs)
 
     def _example(self, lane: int) -> list[Any]:
         """The leaves as the function of this lane sees them."""
@@ -133,12 +140,10 @@ class _Comparison:
 
     def values(self) -> None:
         """Compares what the functions return."""
-        got = self._batched(self._whole)
         for lane in self._lanes:
-            expected = self._of_leaves(self._example(lane))
-            self._same(
-                lane, "out", jax.tree.map(lambda x: _lane(x, lane), got, is_leaf=_is_rows), expected
-            )
+            expected = self._called(self._fun, self._example(lane))
+            got = jax.tree.map(lambda x: _lane(x, lane), self._got, is_leaf=_is_rows)
+            self._same(lane, "out", got, expected)
 
     def derivatives(self) -> None:
         """Compares cotangents of the arguments, of results that have some in one lane alone."""
@@ -147,37 +152,39 @@ class _Comparison:
             for i, x in enumerate(self._whole)
             if _is_smooth(x) and (i not in self._mapped or self._positions[i] is not None)
         ]
-        if not smooth:
+        if not smooth or not self._lanes:
             return
 
-        def of_smooth(run: Callable[..., Any], leaves: Sequence[Any]) -> Callable[..., list[Any]]:
+        def vjp(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
             def of_points(*points: Any) -> list[Any]:
                 given = dict(zip(smooth, points, strict=True))
-                outs = run([given.get(i, x) for i, x in enumerate(leaves)])
+                outs = self._called(fun, [given.get(i, x) for i, x in enumerate(leaves)])
                 return [y for y in jax.tree.leaves(outs) if is_inexact(jnp.asarray(y))]
 
-            return of_points
+            return jax.vjp(of_points, *(leaves[i] for i in smooth))
 
-        outs, pull = jax.vjp(
-            of_smooth(self._batched, self._whole), *(self._whole[i] for i in smooth)
-        )
+        of_lanes = {}
         for lane in self._lanes:
-            leaves = self._example(lane)
-            points = [leaves[i] for i in smooth]
             try:
-                of_lane, pull_lane = jax.vjp(of_smooth(self._of_leaves, leaves), *points)
-                cotangents = directions(of_lane, lane)
-                expected = pull_lane(cotangents)
+                ys, pull = vjp(self._fun, self._example(lane))
+                cotangents = directions(ys, lane)
+                of_lanes[lane] = cotangents, pull(cotangents)
             except Exception:  # there is none for one example
                 return
+        outs, pull = vjp(self._batched, self._whole)
+        # Zero times infinity: of a lane's own making, though its results have no cotangent.
+        never = [jnp.isnan(g) for g in pull([jnp.zeros_like(y) for y in outs])]
+        for lane, (cotangents, expected) in of_lanes.items():
             alone = [
                 jnp.zeros_like(y).at[lane].set(c) for y, c in zip(outs, cotangents, strict=True)
             ]
-            for i, g, e in zip(smooth, pull(alone), expected, strict=True):
+            for i, g, e, nan in zip(smooth, pull(alone), expected, never, strict=True):
                 axis = self._positions[i]
                 if axis is not None:
-                    self._alone(lane, i, jnp.moveaxis(g, axis, 0))
+                    self._alone(lane, i, jnp.moveaxis(jnp.where(nan, 0, g), axis, 0))
                     g = jnp.take(g, lane, axis)
+                else:
+                    g = jnp.where(nan, e, g)
                 self._same(lane, f"cotangent of {self._paths[i]}", g, e)
 
     def _alone(self, lane: int, leaf: int, cotangents: Any) -> None:

@@ -122,6 +122,11 @@ def is_output_spec(spec: Any) -> bool:
     return is_position(spec) or isinstance(spec, (_Auto, Reduce, AxisSpec))
 
 
+def lanes_first(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of `vmap` but for those that say where results go: for who looks at each lane."""
+    return {k: v for k, v in options.items() if k not in ("out_axes", "sum_match")}
+
+
 def flatten_outputs(
     out: Any, out_axes: Any, size: Any, terms: Terms = LANES, sum_match: bool = False
 ) -> tuple[list[Any], FlatOutputs]:
