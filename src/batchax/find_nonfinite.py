@@ -33,6 +33,7 @@ def find_nonfinite(
       fun: a function of one example, as for `vmap`; a derivative, for what its backward pass does.
       in_axes: as for `vmap`.
       **options: of `vmap`: `batch_size` for batches larger than memory, `axis_name`, `mesh`.
+        `out_axes` may be among them, and has no say: results are looked at lane by lane.
 
     Returns:
       A function of the batch. It returns what was found, with the attributes `lanes` and `faults`.
@@ -40,7 +41,7 @@ def find_nonfinite(
       for, and shows the first few lanes.
 
     Raises:
-      ArgumentTypeError: `fun` is not callable.
+      ArgumentTypeError: `fun` is not callable, or the arguments are traced.
       BatchaxError: what `vmap` raises, for options and arguments that do not fit.
 
     Example:

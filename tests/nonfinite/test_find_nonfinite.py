@@ -149,7 +149,7 @@ def test_the_equation_and_the_iteration(name, way):
 
 
 def test_under_jit_the_values_are_not_there():
-    with pytest.raises(Exception, match=r"traced|Tracer"):
+    with pytest.raises(bx.ArgumentTypeError, match="an argument is traced"):
         jax.jit(lambda x: bx.find_nonfinite(jnp.log)(x).lanes)(jnp.ones(2))
 
 
@@ -180,6 +180,36 @@ def test_functions_without_floats_and_other_objects():
         bx.find_nonfinite(3)
     with pytest.raises(bx.AxisError, match="in_axes"):
         bx.find_nonfinite(jnp.log, (0, 0))(jnp.ones(2))
+
+
+def test_lanes_are_looked_at_wherever_results_go():
+    x = jnp.array([1.0, 0.0, 2.0])
+    for out_axes in (1, bx.Reduce("mean")):
+        found = bx.find_nonfinite(lambda x: x[None] / x, out_axes=out_axes)(x)
+        assert found.lanes.tolist() == [1]
+
+
+def test_results_that_are_constants_or_integers():
+    found = bx.find_nonfinite(lambda x: (x, jnp.inf))(jnp.ones(2))
+    assert [f.output for f in found.faults] == ["out[1]"] * 2
+    assert found.faults[0].argument == "a value that the function closes over"
+    assert str(bx.find_nonfinite(lambda x: x + 1)(jnp.arange(3))).endswith("3 lanes are finite.")
+
+
+def test_text_without_a_line_and_with_a_matrix():
+    text = str(bx.find_nonfinite(jnp.log)(jnp.zeros(1)))
+    assert all(line.strip() for line in text.splitlines())
+    text = str(bx.find_nonfinite(jnp.linalg.cholesky)(-jnp.eye(2)[None]))
+    assert "operand 0: float32[2,2] [[-1., -0.], [-0., -1.]]" in text.replace("float64", "float32")
+
+
+def test_mistakes_are_told_in_terms_of_the_user():
+    with pytest.raises(bx.AxisError, match=r"args\[1\]: shape \(4,\)"):
+        bx.find_nonfinite(lambda x, y: x / y)(jnp.ones(3), jnp.ones(4))
+    with pytest.raises(bx.ArgumentTypeError, match="the function returned out of type str"):
+        bx.find_nonfinite(lambda x: "a")(jnp.ones(3))
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"Use jax\.numpy\.where"):
+        bx.find_nonfinite(lambda x: x if x > 0 else -x)(jnp.ones(3))
 
 
 def test_complex_and_low_precision():

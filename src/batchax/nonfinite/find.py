@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from batchax.errors import ArgumentTypeError
 from batchax.frontend.in_axes import spread_in_axes
+from batchax.frontend.outputs import lanes_first
 from batchax.nonfinite.origins import (
     FIRST_LOOP,
     KIND,
@@ -70,7 +72,7 @@ class Fault:
         if self.iterations:
             loops = ", ".join(map(str, self.iterations))
             lines[0] += f" in iteration {loops}"
-        lines.append(f"  {line}")
+        lines += [f"  {line}"] if line else []
         for k, x in enumerate(self.operands or ()):
             lines.append(f"  operand {k}: {x}")
         if self.turned:
@@ -121,13 +123,18 @@ def find(
     fun: Callable[..., Any], in_axes: Any, options: dict[str, Any], args: Any, kwargs: Any
 ) -> NonFinite:
     """Runs the batched function, and says what of it is not finite."""
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
+        raise ArgumentTypeError(
+            "find_nonfinite looks at values, and an argument is traced. Call it outside of jit."
+        )
+    # Staged as it is, so that what does not fit is refused by `vmap`, in terms of the user's.
+    jax.eval_shape(lambda: vmap(fun, in_axes, **options)(*args, **kwargs))
+    options = lanes_first(options)
     leaves, rebuild = spread_in_axes(fun, in_axes, args, kwargs)
     program = _Marking(fun, [leaf.path for leaf in leaves], rebuild)
     values, specs = [leaf.value for leaf in leaves], [leaf.spec for leaf in leaves]
     compiled = functools.partial(_compiled, values, specs)
     marks = compiled(vmap(program.origins, (specs,), **options))
-    if not marks:
-        return NonFinite(np.zeros(0, int), [], 0)
     every = np.stack([np.asarray(x) for x in marks], 1)  # lane, output, entry
     size = len(every)
     worst = every[:, :, KIND].argmax(1)
@@ -183,9 +190,11 @@ class _Marking:
         """Where the results come from, those that may be bad."""
         self._places = Places()  # a function may be staged more than once: the last time counts
         evaluator, outs, names = self._evaluated(values, self._places)
-        origins = evaluator.whole(outs)
-        self._outputs = [n for n, o in zip(names, origins, strict=True) if o is not None]
-        return [origin for origin in origins if origin is not None]
+        closed_over = -len(self._inputs) - 1
+        outs = [evaluator.input(x.value, closed_over) if x.origin is None else x for x in outs]
+        found = {n: x.origin for n, x in zip(names, outs, strict=True) if x.origin is not None}
+        self._outputs = ["", *found]
+        return [evaluator.nowhere, *found.values()]  # so much of a lane without such results
 
     def operands(self, place: int) -> Callable[..., list[Any]]:
         """From iterations, and the leaves, to what an equation was given in these."""
@@ -220,7 +229,7 @@ class _Marking:
             for i, (keys, _) in enumerate(flat)
             if i in arrays
         ]
-        consts = [evaluator.input(c, -len(arrays) - 1) for c in program.consts]
+        consts = [evaluator.input(c, -len(self._inputs) - 1) for c in program.consts]
         given = [evaluator.input(x, -1 - k) for k, x in enumerate(arrays.values())]
         outs = evaluator.run(program.jaxpr, consts, given)
         named = jax.tree_util.tree_flatten_with_path(shapes)[0]
@@ -248,7 +257,7 @@ class _Marking:
         if not number:
             return ""
         place = self._places.place(number)
-        return f"`{place.eqn.primitive.name}` {place.line.rpartition(os.sep)[2]}"
+        return f"`{place.eqn.primitive.name}` {place.line.rpartition(os.sep)[2]}".rstrip()
 
     def shown(self, place: int, views: Sequence[np.ndarray]) -> list[str]:
         """The operands of an equation, for people."""
@@ -273,7 +282,7 @@ def _may_be_bad(x: Any) -> bool:
 def _shown(aval: Any, x: np.ndarray) -> str:
     kind = f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
     if x.shape == tuple(aval.shape):
-        return f"{kind} {np.array2string(x, precision=6, separator=', ')}"
+        return f"{kind} {' '.join(np.array2string(x, precision=6, separator=', ').split())}"
     if not jnp.issubdtype(aval.dtype, jnp.number):
         return kind
     nans, infs, least, most = x

@@ -141,11 +141,15 @@ class Evaluator:
 
     def whole(self, values: Sequence[Marked]) -> list[Any]:
         """The origins of values; None for those that cannot be bad."""
-        zero = jnp.zeros(FIRST_LOOP + self._depth, np.int32)
         return [
-            None if not _may_be_bad(v.value) else zero if v.origin is None else v.origin
+            None if not _may_be_bad(v.value) else self.nowhere if v.origin is None else v.origin
             for v in values
         ]
+
+    @property
+    def nowhere(self) -> Any:
+        """The origin of what is finite."""
+        return jnp.zeros(FIRST_LOOP + self._depth, np.int32)
 
     def _equation(
         self, eqn: Any, operands: list[Marked], iterations: tuple[Any, ...]
