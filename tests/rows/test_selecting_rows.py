@@ -34,6 +34,7 @@ CHOICES = {
     "array": (np.array([2, 1]), [2, 1]),
     "array of JAX": (jnp.array([2, 1]), [2, 1]),
     "mask": ([True, False, False, True], [0, 3]),
+    "range": (range(0, 3, 2), [0, 2]),
     "none": ([], []),
     "empty slice": (slice(2, 2), []),
 }
@@ -55,6 +56,7 @@ def test_one_row_is_an_array():
     np.testing.assert_array_equal(ragged[2], rows[2])
     np.testing.assert_array_equal(ragged[-1], rows[3])
     np.testing.assert_array_equal(ragged[np.int32(0)], rows[0])
+    np.testing.assert_array_equal(ragged[jnp.argmax(ragged.lengths)], rows[3])
 
 
 @pytest.mark.parametrize(
@@ -99,6 +101,8 @@ def test_rows_of_several(axis):
         bx.Ragged.concatenate([])
     with pytest.raises(bx.AxisError, match=r"batches\[1\] has rows of int32"):
         bx.Ragged.concatenate([ragged, ragged.astype(np.int32)])
+    with pytest.raises(bx.ArgumentTypeError, match=r"batches\[0\] must be a Ragged, got"):
+        bx.Ragged.concatenate(ragged)  # whose rows are arrays
 
 
 def nothing():
@@ -112,6 +116,16 @@ def test_another_dtype_has_the_same_lengths():
     got = ragged.astype(np.int32)
     assert got.dtype == np.int32
     same(got, rows)
+
+
+def test_room_for_keys_and_for_no_number():
+    keys = bx.Ragged(jax.random.split(jax.random.key(0), 3), [1, 2])
+    roomy = keys.with_capacity(5)
+    assert roomy.data.shape == (5,)
+    assert (roomy[1] == keys[1]).all()
+    for capacity in (4.0, "4"):
+        with pytest.raises(bx.ArgumentTypeError, match="capacity must be an int, got"):
+            keys.with_capacity(capacity)
 
 
 def test_one_capacity_is_one_compilation():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -338,12 +339,20 @@ class Ragged(Converters, Selecting, BatchOfRows):
 
         Raises:
           AxisError: the rows have more elements.
+          ArgumentTypeError: `capacity` is no int.
 
         Example:
           >>> x = bx.Ragged(jnp.arange(6), [1, 3, 2]).with_capacity(100)
           >>> x.data.shape, len(x)
           ((100,), 3)
         """
+        try:
+            capacity = operator.index(capacity)
+        except TypeError:
+            raise ArgumentTypeError(
+                f"Ragged.with_capacity: capacity must be an int, got {capacity!r} of type "
+                f"{type(capacity).__name__}."
+            ) from None
         size = self.data.shape[self.axis]
         known = known_lengths(self.lengths)
         least = size if known is None else int(known.sum())
@@ -351,12 +360,13 @@ class Ragged(Converters, Selecting, BatchOfRows):
             raise AxisError(
                 f"Ragged.with_capacity: the rows have {least} elements, and capacity is {capacity}."
             )
-        room = [(0, 0)] * self.data.ndim
-        room[self.axis] = (0, max(0, capacity - size))
         part = [slice(None)] * self.data.ndim
         part[self.axis] = slice(0, capacity)
+        room = list(self.data.shape)
+        room[self.axis] = max(0, capacity - size)
         numpy = np if isinstance(self.data, np.ndarray) else jnp
-        return self.with_data(numpy.pad(self.data[tuple(part)], room))
+        parts = [self.data[tuple(part)], numpy.zeros(room, self.dtype)]
+        return self.with_data(numpy.concatenate(parts, axis=self.axis))
 
     def with_max_length(self, max_length: int) -> Ragged:
         """The same rows with another bound on their lengths.

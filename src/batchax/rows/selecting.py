@@ -48,14 +48,13 @@ class Selecting:
           [1 2 3] [3 2] [2 1]
         """
         ends = self._known_ends()
-        if isinstance(i, (int, np.integer)) and not isinstance(i, bool):
-            return self._row(ends, _place(int(i), len(ends)))
         if isinstance(i, slice):
             return self._some(ends, range(len(ends))[i])
-        chosen = np.asarray(i) if isinstance(i, (list, tuple, np.ndarray)) else None
-        if chosen is None and hasattr(i, "__array__"):
-            chosen = np.asarray(i)
-        if chosen is not None and chosen.ndim == 1:
+        is_indices = isinstance(i, (int, list, tuple, range)) or hasattr(i, "__array__")
+        chosen = np.asarray(i if is_indices else None)
+        if chosen.ndim == 0 and np.issubdtype(chosen.dtype, np.integer):
+            return self._row(ends, _place(int(chosen), len(ends)))
+        if chosen.ndim == 1:
             if chosen.dtype == bool and len(chosen) == len(ends):
                 return self._some(ends, np.flatnonzero(chosen))
             if np.issubdtype(chosen.dtype, np.integer) or not chosen.size:
@@ -73,8 +72,9 @@ class Selecting:
           batches: at least one `Ragged`. Rows differ in their length only.
 
         Raises:
-          AxisError: there are none, or their rows differ in another axis than the ragged one.
-          ArgumentTypeError: they differ in dtype, or lengths are traced.
+          AxisError: there are none, or their rows differ in dtype, or in another axis than the
+            ragged one.
+          ArgumentTypeError: one is no `Ragged`, or lengths are traced.
 
         Example:
           >>> x = bx.Ragged(jnp.arange(6), [1, 3, 2])
@@ -84,6 +84,12 @@ class Selecting:
         batches = list(batches)
         if not batches:
             raise AxisError("Ragged.concatenate needs at least one Ragged.")
+        for k, x in enumerate(batches):
+            if not isinstance(x, Selecting):
+                raise ArgumentTypeError(
+                    f"Ragged.concatenate: batches[{k}] must be a Ragged, got {type(x).__name__}. "
+                    "Of rows Ragged.from_rows(rows) makes one."
+                )
         first = batches[0]
         kinds = [_kind(x) for x in batches]
         for k, kind in enumerate(kinds):
