@@ -226,7 +226,11 @@ def test_it_is_the_same_in_another_process_and_elsewhere(tmp_path):
         ({"crc32c": 1}, {"crc32c": 2}, "args[0] has other values"),
         ({"crc32c": 1, "path": "a"}, {"crc32c": 1, "path": "b"}, None),
         ({"path": "a"}, {"path": "b"}, "args[0] was a, is b"),
-        ({"crc32c": 1}, {"path": "b"}, "args[0] was in memory, is b"),
+        (
+            {"crc32c": 1},
+            {"path": "b"},
+            'args[0] was known by what it holds (in memory, or by inputs_by="content"), is b',
+        ),
         (
             {"path": "a", "size": 80, "name": "args[0] (a)"},
             {"path": "a", "size": 96, "name": "args[0] (a)"},

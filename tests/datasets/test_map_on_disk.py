@@ -160,6 +160,14 @@ def test_an_input_may_be_known_by_what_it_holds(x):
         bx.map(double, "elsewhere/x.npy", **{**options, "inputs_by": "name"})
 
 
+def test_disable_jit_is_not_for_the_program_of_a_batch(x):
+    options = dict(out_axes=(0, bx.Reduce("sum")), out="y.npy", progress=False)
+    with jax.disable_jit():
+        report = bx.map(lambda row: (jnp.sin(row), row.sum()), "x.npy", **options)
+    np.testing.assert_allclose(np.load("y.npy"), np.sin(x), rtol=1e-6)
+    np.testing.assert_allclose(report.reduced[1], x.sum(), rtol=1e-5)
+
+
 def test_an_output_of_something_else_is_refused(x):
     np.save("y.npy", x)
     with pytest.raises(bx.JobError, match=r"y\.npy is there already"):

@@ -176,6 +176,10 @@ def _said(value: Any) -> str:
     return "not given" if value is None else str(value)
 
 
+def _known_by(source: dict[str, Any]) -> str:
+    return source.get("path", 'known by what it holds (in memory, or by inputs_by="content")')
+
+
 def _inputs(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> Iterator[str]:
     if len(old) != len(new):
         yield f"there were {len(old)} arrays of input, now {len(new)}"
@@ -189,7 +193,7 @@ def _inputs(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> Iterator[st
             if was["crc32c"] != now["crc32c"]:
                 yield f"{name} has other values"
         elif was.get("path") != now.get("path"):
-            yield f"{name} was {was.get('path', 'in memory')}, is {now.get('path', 'in memory')}"
+            yield f"{name} was {_known_by(was)}, is {_known_by(now)}"
         elif was.get("size") != now.get("size"):
             yield f"{name} was changed on disk: {was['size']} bytes, now {now['size']}"
         elif was.get("modified_ns") != now.get("modified_ns"):

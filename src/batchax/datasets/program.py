@@ -15,6 +15,7 @@ import numpy as np
 from batchax.datasets.inputs import Input, Inputs, elements_of_batches, find_inputs
 from batchax.datasets.outputs import Output, arrays_of, find_outputs, lanes_of
 from batchax.datasets.parts import Rows
+from batchax.execution.eager import whatever_jit
 from batchax.execution.memory import Auto, fitting_chunk, parse_limit
 from batchax.programs.cost import cost_of_program
 from batchax.rows.ragged import Ragged
@@ -195,10 +196,12 @@ class Program:
                 saved += int((rooms[0] - least).sum())
         return _ROOMS if saved >= _WORTH else 1
 
+    @whatever_jit
     def start(self, numbers: np.ndarray, rows: Sequence[Any], room: int) -> list[Any]:
         """Begins to compute a batch, of rows of these numbers, by the program with that room."""
         return self._compiled(room)(*self._arguments(numbers, rows, room))
 
+    @whatever_jit
     def reduced(
         self, numbers: np.ndarray, rows: Sequence[Any], room: int, real: np.ndarray
     ) -> list[np.ndarray]:
