@@ -52,7 +52,8 @@ from batchax.kernel.rule_makers import broadcasting, reducing, vectorized
 from batchax.map import map
 from batchax.rows.buckets import Buckets, bucket
 from batchax.rows.lane_sizes import size
-from batchax.rows.ragged import Ragged, ragged
+from batchax.rows.ragged import Ragged
+from batchax.rows.row_size import ragged
 from batchax.same_program import Comparison, same_program
 from batchax.scan import scan
 from batchax.sequential_vmap import sequential_vmap

@@ -21,10 +21,11 @@ from batchax.frontend.arguments import Mapped
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import example_aval
 from batchax.kernel.lasting import Lasting
-from batchax.rows.checks import shown_lengths
+from batchax.rows.checks import known_lengths, shown_lengths
 from batchax.rows.comparisons import Lengths
 from batchax.rows.index import RowIndex
-from batchax.rows.ragged import Ragged, RaggedSize, known_lengths
+from batchax.rows.ragged import Ragged
+from batchax.rows.row_size import RaggedSize
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from jax.core import Tracer
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.in_axes import is_position
+from batchax.rows.checks import known_lengths
 from batchax.rows.groups import join_lanes, join_rows, split_lanes, split_rows
-from batchax.rows.ragged import Ragged, known_lengths
+from batchax.rows.ragged import Ragged
 
 
 @_compat.api_boundary

@@ -21,7 +21,8 @@ from batchax.errors import AxisError, UnsupportedError
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import AUTO, FlatOutputs, OutputArray, Reduce, check_unbatched
 from batchax.kernel.axis import Axis, AxisPosition, broadcast_axis, move_axis
-from batchax.rows.ragged import Ragged, known_lengths
+from batchax.rows.checks import known_lengths
+from batchax.rows.ragged import Ragged
 from batchax.rows.recipes import same_value
 from batchax.rules.in_turn import in_turn as run_in_turn
 from batchax.rules.masking import is_inexact

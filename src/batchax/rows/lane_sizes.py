@@ -13,7 +13,8 @@ from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.parts import AxisSpec, Parts
 from batchax.rows.checks import as_lengths, known_lengths, shown_lengths
-from batchax.rows.ragged import Ragged, RaggedSize, check_size_name
+from batchax.rows.ragged import Ragged
+from batchax.rows.row_size import RaggedSize, check_size_name
 
 
 @dataclass(frozen=True)
