@@ -161,6 +161,16 @@ def test_rows_of_different_lengths():
     assert {f.primitive for f in found.faults} == {"div"}
 
 
+def test_lengths_are_known_as_they_are_to_vmap():
+    rows = [np.arange(float(n), dtype=FLOAT) for n in (3, 1, 2)]
+    x, y = bx.Ragged.from_rows(rows), bx.Ragged.from_rows(rows[:])
+    assert bx.find_nonfinite(lambda a, b: a / b)(x, y).lanes.tolist() == [0, 1, 2]  # one size
+    fun = lambda a: 1 / (a * int(a.shape[0] > 1)).sum()  # asks for a number
+    assert bx.find_nonfinite(fun)(x).lanes.tolist() == [1]
+    by_length = lambda a: jnp.linalg.eigvalsh(jnp.outer(a, a)).sum() / (a.sum() - 1)
+    assert bx.find_nonfinite(by_length)(x).lanes.tolist() == [2]
+
+
 def test_collectives_spread_it():
     fun = lambda x: lax.pmean(jnp.log(x), "i")
     found = bx.find_nonfinite(fun, axis_name="i")(jnp.array([1.0, 0.0, 2.0]))

@@ -29,6 +29,7 @@ from batchax.nonfinite.origins import (
     blank_view,
     loop_depth,
 )
+from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap
 
 _WITH_VALUES = 5  # lanes of which the operands are shown
@@ -155,7 +156,13 @@ def find(
 
 
 def _compiled(values: Sequence[Any], specs: Sequence[Any], run: Callable[..., Any]) -> Any:
-    """What a function makes of the leaves, compiled. What is no array it sees as it is."""
+    """What a function makes of the leaves, compiled.
+
+    What is no array it sees as it is; lengths of rows, too, which `vmap` knows outside of `jit`.
+    """
+    is_rows = lambda x: isinstance(x, Ragged)
+    rows = filter(is_rows, jax.tree.leaves(list(values), is_leaf=is_rows))
+    lengths = {id(x.lengths) for x in rows}
     flat, structure = jax.tree.flatten(list(values))
     mapped = jax.tree.leaves(
         [jax.tree.map(lambda _, s=s: s is not None, v) for v, s in zip(values, specs, strict=True)]
@@ -163,7 +170,8 @@ def _compiled(values: Sequence[Any], specs: Sequence[Any], run: Callable[..., An
     arrays = {
         i: x
         for i, (x, m) in enumerate(zip(flat, mapped, strict=True))
-        if (m and isinstance(x, (jax.Array, np.ndarray))) or _may_be_bad(x)
+        if id(x) not in lengths
+        and ((m and isinstance(x, (jax.Array, np.ndarray))) or _may_be_bad(x))
     }
 
     def of_arrays(*xs: Any) -> Any:
