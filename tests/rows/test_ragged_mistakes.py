@@ -173,6 +173,11 @@ MISTAKES = {
         bx.ArgumentTypeError,
         r"lengths must be known.*traced.*to_padded\(\)",
     ),
+    "separate sizes of traced lengths": (
+        lambda: jax.jit(bx.vmap(lambda a, b: a + b))(EXAMPLE, EXAMPLE[:]),
+        bx.UnsupportedError,
+        r'(?s)sizes of their own.*: n elements.*: m elements.*in_axes=bx.ragged\("n"\)',
+    ),
     "rows of traced lengths": (
         lambda: jax.jit(lambda x: x.rows())(EXAMPLE),
         bx.ArgumentTypeError,

@@ -223,6 +223,9 @@ def row_avals(
     return avals
 
 
+SIZES_DIFFER = "The rows of these arguments have sizes of their own:"
+
+
 @contextmanager
 def sizes_in_errors(
     mapped: Sequence[Mapped], sizes_of: Sequence[RowSize | None], sizes: Sequence[RowSize]
@@ -231,16 +234,15 @@ def sizes_in_errors(
     try:
         yield
     except (TypeError, ValueError) as error:
-        top = "The rows of these arguments have sizes of their own:"
         message = str(error.args[0]) if error.args else ""
-        if len(sizes) > 1 and "shape" in message and not message.startswith(top):
+        if len(sizes) > 1 and "shape" in message and not message.startswith(SIZES_DIFFER):
             lines = [
                 f"  {m.path}: {size.name} elements{_shown(size)}"
                 for m, size in zip(mapped, sizes_of, strict=True)
                 if size is not None
             ]
             remedy = 'Where they are the same, say so: in_axes=bx.ragged("n") for each of them.'
-            message = "\n".join([top, *lines, remedy, f"JAX says: {message}"])
+            message = "\n".join([SIZES_DIFFER, *lines, remedy, f"JAX says: {message}"])
             error.args = (message, *error.args[1:])
         raise
 

@@ -22,6 +22,7 @@ from batchax.kernel.inner import stage_described
 from batchax.kernel.lasting import Lasting
 from batchax.kernel.named_axes import uses_name
 from batchax.rows.arguments import (
+    SIZES_DIFFER,
     RowSize,
     all_known,
     capacity_of,
@@ -185,6 +186,8 @@ def _cannot_stage(error: Exception, sizes: Sequence[RowSize], works_for_known: A
     names = ", ".join(size.name for size in sizes)
     if asked or works_for_known():
         line = line_of(error)
+        if str(error).startswith(SIZES_DIFFER):  # and they are alike for rows of known lengths
+            return UnsupportedError(f"{line + ': ' if line else ''}{error}")
         what = error.question if isinstance(error, UndecidedSizeError) else str(error)
         what = what.split("\n")[0].rstrip(".")
         return UnsupportedError(
