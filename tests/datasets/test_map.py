@@ -151,6 +151,18 @@ def test_rows_of_different_lengths():
     np.testing.assert_allclose(sums, [row.sum(0) for row in rows], **CLOSE)
 
 
+def test_arguments_whose_rows_have_the_same_lengths_share_a_size(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [{"a": rng.standard_normal(n), "b": np.ones(n)} for n in rng.integers(1, 9, 21)]
+    x = bx.Ragged.from_rows(jax.tree.map(lambda x: x.astype(FLOAT), rows))
+    fun = lambda t: (t["a"] + t["b"]).sum()
+    expected = [row["a"].sum() + len(row["a"]) for row in rows]
+    for out in (None, str(tmp_path / "y.npy")):
+        report = bx.map(fun, x, out=out, batch_size=4, commit_rows=8)
+        got = report.outputs if out is None else np.load(out)
+        np.testing.assert_allclose(got, expected, **CLOSE)
+
+
 def test_batches_of_few_elements_are_padded_to_few(monkeypatch):
     rng = np.random.default_rng(0)
     rows = [rng.standard_normal(n).astype(FLOAT) for n in [0, 1, 2, 3, 4, 6, 9, 13, 20, 30, 45, 70]]

@@ -81,7 +81,11 @@ class RowFunction:
           rows: of each mapped argument those rows.
           shared: what all rows share.
         """
-        args, kwargs = self.inputs.arguments(rows, shared)
+        alike = [
+            rows[j] if i == j else Ragged(rows[i].data, rows[j].lengths, rows[i].max_length)
+            for i, j in enumerate(self._same_lengths)
+        ]
+        args, kwargs = self.inputs.arguments(alike, shared)
         in_axes = self.in_axes
         if self.key is not None:
             keys = jax.vmap(functools.partial(jax.random.fold_in, self.key))(numbers)
@@ -90,6 +94,16 @@ class RowFunction:
             else:
                 args, in_axes = (keys, *args), _with_key(in_axes, len(args))
         return vmap(self.fun, in_axes, lanes_of(self.out_axes), **self.options)(*args, **kwargs)
+
+    @functools.cached_property
+    def _same_lengths(self) -> list[int]:
+        """Of each mapped argument the first whose rows have the same lengths: `vmap` cannot see."""
+        lengths = [m.source.lengths for m in self.inputs.mapped]
+        same = lambda x, y: x is not None and y is not None and np.array_equal(x, y)
+        return [
+            next((j for j in range(i) if same(lengths[j], lengths[i])), i)
+            for i in range(len(lengths))
+        ]
 
     def types(self, batch_size: int) -> tuple[Any, list[Any], list[Any]]:
         """The types of the arguments of `batched`."""
