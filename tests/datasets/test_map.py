@@ -163,6 +163,19 @@ def test_arguments_whose_rows_have_the_same_lengths_share_a_size(tmp_path):
         np.testing.assert_allclose(got, expected, **CLOSE)
 
 
+@pytest.mark.skipif(jax.config.jax_enable_x64, reason="64 bits hold them")
+def test_integers_that_do_not_fit_fail_their_row():
+    x = np.arange(9)
+    np.testing.assert_array_equal(bx.map(lambda x: x, x).outputs, x)
+    x[6] = 2**40
+    with pytest.raises(bx.RowError, match=r"row 6 of args\[0\].*int64 does not fit into int32"):
+        bx.map(lambda x: x, x, batch_size=4)
+    report = bx.map(lambda x: x, x, batch_size=4, on_error="quarantine")
+    np.testing.assert_array_equal(report.outputs, [0, 1, 2, 3, 4, 5, 0, 7, 8])
+    rows = bx.Ragged(np.arange(5.0), [2, 3])  # what is no integer is rounded
+    np.testing.assert_allclose(bx.map(jnp.sum, rows).outputs, [1, 9])
+
+
 def test_batches_of_few_elements_are_padded_to_few(monkeypatch):
     rng = np.random.default_rng(0)
     rows = [rng.standard_normal(n).astype(FLOAT) for n in [0, 1, 2, 3, 4, 6, 9, 13, 20, 30, 45, 70]]
