@@ -110,9 +110,9 @@ class Ragged(Converters, Selecting, BatchOfRows):
           axis: the ragged axis of a row, or of each leaf of one.
 
         Returns:
-          A `Ragged` of these rows, in NumPy's memory if all of them are. Of trees: a tree like
-          them with a `Ragged` for each leaf, all of the same lengths, of which `vmap` takes
-          rows; `unstack` makes the list of rows of it again.
+          A `Ragged` of these rows. Of trees: a tree like them with a `Ragged` for each leaf, all
+          of the same lengths, of which `vmap` takes rows; `unstack` makes the list of rows of it
+          again.
 
         Raises:
           AxisError: there is no row; two differ in structure or in another axis; a leaf has
