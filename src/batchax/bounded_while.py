@@ -12,6 +12,7 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.execution.early_exit import run_until
+from batchax.execution.loop_progress import find_progress
 from batchax.frontend.carries import (
     carry_keys,
     check_predicate,
@@ -33,6 +34,8 @@ def bounded_while(
     body_fun: Callable[[Any], Carry],
     init_val: Any,
     max_steps: int,
+    *,
+    progress: bool | Callable[[int, int], Any] = False,
 ) -> Carry:
     """``lax.while_loop`` that takes at most `max_steps` steps, and has derivatives in reverse.
 
@@ -62,6 +65,9 @@ def bounded_while(
       init_val: the first carry: a pytree of arrays and numbers whose structure, shapes and
         dtypes stay the same from step to step.
       max_steps: how many steps are taken at most, a positive int.
+      progress: whether to show how many steps are done, of at most how many, in a terminal or
+        notebook; or a function that is called with these, from a thread of JAX's. At most about
+        a hundred times, inside of `jit`, too.
 
     Returns:
       The carry after the last step.
@@ -92,6 +98,7 @@ def bounded_while(
                 f"{name}."
             )
     _check_max_steps(max_steps)
+    told = find_progress(progress, body_fun, "steps")
     advice = "let cond_fun and body_fun close over other objects"
     carry, structure = flatten_carry(init_val, "init_val", "bounded_while", advice)
     keys = carry_keys(init_val)
@@ -113,7 +120,7 @@ def bounded_while(
     with _compat.name_stack_extended("bounded_while"):
         tested, staged, _, carry = settle(stage, carry)
         check_types(body_fun, keys, carry, staged.out_avals)
-        outs = run_until(tested, staged, carry, [], (), (), int(max_steps))
+        outs = run_until(tested, staged, carry, [], (), (), int(max_steps), progress=told)
     return jax.tree.unflatten(structure, outs)
 
 

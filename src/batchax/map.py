@@ -22,6 +22,7 @@ from batchax.divergence.compact import Compact
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import check_out_axes
+from batchax.progress import check_progress
 
 _ON_ERROR = ("raise", "quarantine")
 
@@ -185,11 +186,7 @@ def _check_one_of(name: str, value: Any, *choices: str | None) -> None:
 def _check_version_and_progress(version: Any, progress: Any) -> None:
     if not (version is None or isinstance(version, str)):
         raise ArgumentTypeError(f"version must be a string or None, got {version!r}.")
-    if not (isinstance(progress, bool) or callable(progress)):
-        raise ArgumentTypeError(
-            f"progress must be True, False, or a function of the rows done and of those there are; "
-            f"got {progress!r}."
-        )
+    check_progress(progress, "rows")
 
 
 def _check_key(fun: Callable[..., Any], key: Any, count: int) -> None:

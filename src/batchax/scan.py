@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.execution.early_exit import run_until
+from batchax.execution.loop_progress import find_progress
 from batchax.execution.steps import ScanProgram
 from batchax.frontend.advice import named_in_errors
 from batchax.frontend.arguments import (
@@ -58,6 +59,7 @@ def scan(
     reverse: bool = False,
     unroll: int | bool = 1,
     until: Callable[[Any], Any] | None = None,
+    progress: bool | Callable[[int, int], Any] = False,
 ) -> Batched[Concatenate[Any, P], tuple[Carry, Any], tuple[Carry, Any]]:
     """Loops `fun`, a function of one step, over an axis of its arguments.
 
@@ -95,6 +97,9 @@ def scan(
         taken; in reverse about ``2 * sqrt(length)`` carries are kept beside the arrays that
         are scanned, and steps are computed again from those. Under `vmap` the loop ends with
         the last lane; the others are masked.
+      progress: whether to show how many steps are done, at what rate, and the time left, in a
+        terminal or notebook; or a function that is called with the steps done and those there
+        are, from a thread of JAX's. At most about a hundred times, inside of `jit`, too.
 
     Returns:
       A function ``(init, *xs, **kwargs) -> (carry, ys)``, from the first carry and the
@@ -136,6 +141,7 @@ def scan(
     check_axis_size(length, terms=STEPS)
     _check_unroll(unroll)
     _check_until(until, unroll)
+    told = find_progress(progress, fun, "steps")
 
     @functools.wraps(fun)
     @_compat.api_boundary
@@ -143,6 +149,11 @@ def scan(
         flat = flatten_arguments(_after_carry(fun, init), in_axes, args, kwargs, STEPS)
         _check_arrays(flat.mapped)
         steps = find_axis_size(flat.mapped, length, STEPS)
+        if told is not None and not isinstance(steps, int):
+            raise UnsupportedError(
+                f"progress was given, but the number of steps is {steps}, a symbolic size. Export "
+                "the function for a known size, or leave progress out."
+            )
         axis = Axis(steps)
         give_lane_indices(flat.mapped, axis)
         xs, x_axes = [m.value for m in flat.mapped], tuple(m.axis for m in flat.mapped)
@@ -198,10 +209,12 @@ def scan(
             )
             if tested is None:
                 body, consts = _compat.hoist_constants(staged)
-                program = ScanProgram(body, n_carry, x_axes, places, steps, bool(reverse), unroll)
+                how = steps, bool(reverse), unroll, told
+                program = ScanProgram(body, n_carry, x_axes, places, *how)
                 outs = program.run(consts, carry, xs)
             else:
-                outs = run_until(tested, staged, carry, xs, x_axes, places, steps, bool(reverse))
+                how = steps, bool(reverse), told
+                outs = run_until(tested, staged, carry, xs, x_axes, places, *how)
         return jax.tree.unflatten(structure, outs[:n_carry]), outputs.rebuild(outs[n_carry:])
 
     return scanned

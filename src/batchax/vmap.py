@@ -72,6 +72,7 @@ def vmap(
     layout: Literal["auto", "packed", "padded", "grouped"] = "auto",
     buckets: int | Buckets | None = None,
     mesh: Any = None,
+    progress: bool | Callable[[int, int], Any] = False,
 ) -> Batched[P, Out, Any]:
     """Batches `fun`, a function of one example, over an axis of its arguments.
 
@@ -134,6 +135,9 @@ def vmap(
         lanes do not come out even the last is repeated, and counts once. On several processes,
         all of which make the call, arrays of NumPy are the whole batch; ``batchax.local(x)`` is a
         process's own rows. None: lanes stay where they are.
+      progress: whether to show how many chunks are done, at what rate, and the time left, in a
+        terminal or notebook; or a function that is called with the chunks done and those there
+        are, from a thread of JAX's. It goes with `batch_size`, and is for inside of `jit`, too.
 
     Returns:
       A function of the same parameters as `fun`, over batches. Outputs whose size depends on the
@@ -176,7 +180,7 @@ def vmap(
     spmd_axis_name = mesh_axis_names(spmd_axis_name)
     check_row_options(layout, buckets, batch_size)
     lanes_that_part = find_divergence(divergence)
-    chunking = find_chunking(fun, batch_size, memory_limit, residuals)
+    chunking = find_chunking(fun, batch_size, memory_limit, residuals, progress)
     in_parts = chunking is not None or lanes_that_part is not None
     on_mesh = find_mesh(mesh)
     if on_mesh is not None and spmd_axis_name is not None:
@@ -189,7 +193,7 @@ def vmap(
     said = dict(
         in_axes=in_axes, out_axes=out_axes, axis_name=axis_name, axis_size=axis_size,
         sum_match=sum_match, batch_size=batch_size, residuals=residuals, divergence=divergence,
-        layout=layout, buckets=buckets,
+        layout=layout, buckets=buckets, progress=progress,
     )  # fmt: skip
 
     @functools.wraps(fun)

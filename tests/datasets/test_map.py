@@ -18,7 +18,7 @@ FLOAT = jax.dtypes.canonicalize_dtype(float)
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch):
-    monkeypatch.setattr("batchax.datasets.progress.Progress.say", lambda *_: None)
+    monkeypatch.setattr("batchax.progress.Progress.say", lambda *_: None)
 
 
 def numbers(*shape, seed=0):

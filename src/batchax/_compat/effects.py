@@ -13,6 +13,9 @@ from typing import Any
 
 import jax
 
+# Of a primitive that calls the host where that can be seen, as ``jax.debug.callback`` does.
+from jax._src.debugging import debug_effect as debug_effect
+
 
 def named_axes(effects: Any) -> set[Hashable]:
     """Names of the mapped axes that an equation with these effects uses."""

@@ -14,10 +14,10 @@ from batchax.datasets.job_files import Description, JobFiles
 from batchax.datasets.journal import Journal, read_journal
 from batchax.datasets.lock import Holder, Lock, is_held, last_holder
 from batchax.datasets.parts import Record, Unit
-from batchax.datasets.progress import duration
 from batchax.datasets.store import Store, called
 from batchax.datasets.stores import reopen_store
 from batchax.errors import JobError, StorageError
+from batchax.progress import duration
 
 _RECENT = 200  # units that say how fast it goes
 _SHOWN = 20  # units, or writers, that are listed one by one

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from batchax.datasets.parts import Bad
-from batchax.datasets.progress import duration
+from batchax.progress import duration
 
 
 @dataclass(frozen=True)

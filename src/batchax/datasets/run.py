@@ -20,7 +20,6 @@ from batchax.datasets.parts import Record, Rows
 from batchax.datasets.pipeline import Stop, interruptible
 from batchax.datasets.plan import Plan
 from batchax.datasets.program import RowFunction
-from batchax.datasets.progress import Progress
 from batchax.datasets.report import Report
 from batchax.datasets.source import ByContent
 from batchax.datasets.sources import as_source
@@ -28,6 +27,7 @@ from batchax.datasets.stores import open_store
 from batchax.datasets.units import Policy
 from batchax.datasets.work import Work
 from batchax.errors import RowError
+from batchax.progress import Progress
 from batchax.rows.ragged import Ragged
 
 

@@ -25,6 +25,7 @@ from batchax.execution.bounded_as_while import as_while
 from batchax.execution.bounded_batching import batch_bounded_loop
 from batchax.execution.bounded_loop import Form, no_checkpoints
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
+from batchax.execution.loop_progress import end_loop
 from batchax.execution.operand_specs import WHOLE, Lanes
 from batchax.execution.slices import with_derivative_of
 from batchax.kernel.axis import Axis, AxisPosition, match_axis, move_axis
@@ -51,8 +52,11 @@ def run_bounded_loop(axis: Axis, loop: BoundedLoop, width: int) -> PlacedOutputs
         return None
     form = loop.form
     recorded = isinstance(form, Form) and form.kept is not None
+    # Lanes at steps of their own have a common count at the end only. And in blocks a call of the
+    # host would keep what only derivatives need.
+    told, loop = form.progress, replace(loop, form=replace(form, progress=None))
     if recorded:
-        loop = replace(loop, form=replace(form, kept=None))
+        loop = replace(loop, form=replace(loop.form, kept=None))
     blocks = _Blocks(replace(axis, name=None, divergence=None), replace(loop, args=()), width)
 
     def build() -> Any:
@@ -66,6 +70,7 @@ def run_bounded_loop(axis: Axis, loop: BoundedLoop, width: int) -> PlacedOutputs
             if last is None:
                 return None
             outs, _ = finish(last[0])
+            end_loop(told, lax.reduce_max(outs[-1], (0,)), form.length, outs)
             other = blocks.run(lax.neg(outs[-1]), args)
             return [
                 with_derivative_of(x, y) if is_inexact(x) else x
@@ -75,7 +80,7 @@ def run_bounded_loop(axis: Axis, loop: BoundedLoop, width: int) -> PlacedOutputs
         # Compiled as one program, in which what only derivatives need is dropped.
         return jax.jit(run)
 
-    key = (axis, loop.test, *loop.guarded, loop.form, tuple(loop.axes), width, "bounded")
+    key = (axis, loop.test, *loop.guarded, loop.form, told, tuple(loop.axes), width, "bounded")
     outs = remembered(loop.steps[-1], key, build)(list(loop.args))
     if outs is None or not recorded:
         return None if outs is None else (outs, [0] * len(outs))

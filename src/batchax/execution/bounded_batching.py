@@ -185,6 +185,7 @@ def _run_tested(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         x_axes=_x_axes(loop),
         y_axes=[a + 1 for a in form.y_axes],
         kept=None if form.kept is None else [2 + i for i in form.kept],
+        progress=form.progress,
     )
     _, steps, *carry = found.carry
     return _results(form, [*carry, *found.ys, *found.checkpoints, steps])
@@ -206,6 +207,7 @@ def _run_counted(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         x_axes=(0, *_x_axes(loop)),
         y_axes=[a + 1 for a in form.y_axes],
         kept=form.kept,
+        progress=form.progress,
     )
     steps = lax.clamp(np.int32(0), counts, np.int32(form.length))
     return _results(form, [*found.carry, *found.ys, *found.checkpoints, steps])
@@ -235,6 +237,7 @@ def _run_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         length=form.length,
         x_axes=(0, *_x_axes(loop)),
         y_axes=[a if a is None else a + 1 for a in form.y_axes],
+        progress=form.progress,
     )
     return [*returned, *ys], [0] * form.n_results
 

@@ -17,6 +17,7 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.bounded_loop import Form, LoopStep, Values, bounded_loop, bounded_loop_p
+from batchax.execution.loop_progress import derivative_of
 from batchax.execution.reverse_sweep import SweepForm, reverse_sweep
 from batchax.kernel.derivatives import tangents_of, with_values
 from batchax.rules.batched_transpose import reached
@@ -122,6 +123,7 @@ class _Derivative:
             length=form.length,
             x_axes=(*form.x_axes, *take(form.x_axes, self.xs)),
             y_axes=take(form.y_axes, self.ys),
+            progress=derivative_of(form.progress, "tangents"),
         )
         return [*found.carry[len(carry) :], *found.ys]
 
@@ -151,6 +153,7 @@ class _Derivative:
             length=form.length,
             x_axes=(*form.x_axes, *take(form.y_axes, self.ys)),
             y_axes=(*[None] * n_consts, *take(form.x_axes, self.xs)),
+            progress=derivative_of(form.progress, "cotangents"),
         )
         return [*found[:n_consts], *ct_carry, *found[n_consts:]]
 

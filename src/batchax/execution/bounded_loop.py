@@ -28,6 +28,8 @@ from batchax import _compat
 from batchax.execution.checkpoints import Round, blank_checkpoints, n_checkpoints
 from batchax.execution.eager import compile_program, whatever_jit
 from batchax.execution.entries import entry_of, put_entry
+from batchax.execution.loop_progress import begin_step, end_loop
+from batchax.execution.loop_runs import LoopProgress
 from batchax.jaxprs.bodies import Body, describe_bodies
 from batchax.jaxprs.own_primitives import stands_for
 from batchax.jaxprs.program_key import program_key
@@ -49,6 +51,7 @@ class Form:
       x_axes: where each of the xs has the axis of the steps.
       y_axes: where each of the ys gets it.
       kept: the values of the carry that checkpoints have; None: no checkpoints are recorded.
+      progress: who is told how far it is.
     """
 
     n_test: int
@@ -58,6 +61,7 @@ class Form:
     x_axes: tuple[int, ...]
     y_axes: tuple[int, ...]
     kept: tuple[int, ...] | None
+    progress: LoopProgress | None = None
 
     @property
     def n_results(self) -> int:
@@ -115,6 +119,7 @@ def bounded_loop(
     x_axes: Sequence[int] = (),
     y_axes: Sequence[int] = (),
     kept: Sequence[int] | None = None,
+    progress: LoopProgress | None = None,
 ) -> Results:
     """Runs a bounded loop; it may be differentiated and batched.
 
@@ -133,6 +138,7 @@ def bounded_loop(
       x_axes: where each of the `xs` has the axis of the steps.
       y_axes: where each of the ys gets it.
       kept: the values of the carry to record checkpoints of; None: no checkpoints.
+      progress: who is told how far it is; None: nobody.
     """
     (staged, safe), tested, carry, xs = settle(
         body, guarded, consts, carry, xs, x_axes, count, test, test_consts
@@ -143,7 +149,8 @@ def bounded_loop(
         (tested,), test_held = with_constants_as_inputs([tested])
     test_consts, consts = [*test_held, *test_consts], [*held, *consts]
     sizes = len(test_consts), len(consts), len(carry), length
-    form = Form(*sizes, tuple(x_axes), tuple(y_axes), None if kept is None else tuple(kept))
+    kept = None if kept is None else tuple(kept)
+    form = Form(*sizes, tuple(x_axes), tuple(y_axes), kept, progress)
     operands = [count, *test_consts, *consts, *carry, *xs]
     outs = bounded_loop_p.bind(*operands, test=tested, body=staged, guarded=safe, form=form)
     return form.results(outs)
@@ -238,6 +245,7 @@ def run(*operands: Any, test: Any, body: Any, guarded: Any, form: Form) -> list[
     if form.length == 0:
         kept = blank_checkpoints(kept) if kept else []
         return list(map(_typed, [*carry, *ys, *kept, n], avals))
+    total = form.length if test is not None else count
     count, places = lax.min(count, np.int32(form.length)), n_checkpoints(form.length)
 
     def going_on(state: Any) -> Any:
@@ -248,6 +256,7 @@ def run(*operands: Any, test: Any, body: Any, guarded: Any, form: Form) -> list[
 
     def step(state: Any) -> Any:
         n, carry, ys, now, kept = state
+        begin_step(form.progress, n, total, form.length)
         x = [entry_of(x, n, a) for x, a in zip(xs, form.x_axes, strict=True)]
         outs = eval_jaxpr(body.jaxpr, body.consts, *consts, *carry, *x)
         new, entries = outs[: form.n_carry], outs[form.n_carry :]
@@ -262,6 +271,7 @@ def run(*operands: Any, test: Any, body: Any, guarded: Any, form: Form) -> list[
     # Checkpoints that nobody uses, as in forward mode, the compiler leaves out.
     first = None if form.kept is None else Round(jnp.stack([n, n]))
     n, carry, ys, last, arrays = lax.while_loop(going_on, step, (n, carry, ys, first, kept[1:]))
+    end_loop(form.progress, n, total, carry)
     kept = [] if last is None else [last.numbers(n, places), *arrays]
     return list(map(_typed, [*carry, *ys, *kept, n], avals))
 

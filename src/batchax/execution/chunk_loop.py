@@ -35,6 +35,8 @@ from batchax import _compat
 from batchax.execution import gathered_lanes
 from batchax.execution.buffers import blank
 from batchax.execution.eager import compile_for_account, run_eagerly, whatever_jit
+from batchax.execution.loop_progress import begin_step, derivative_of, end_loop
+from batchax.execution.loop_runs import LoopProgress
 from batchax.execution.memory import Auto, fitting_chunk
 from batchax.execution.operand_specs import (
     WHOLE,
@@ -97,6 +99,7 @@ class ChunkLoop:
       results: the spec of each result.
       size: number of lanes.
       chunk: number of lanes in a chunk (the last may have fewer), or `Auto`.
+      progress: who is told how far it is.
     """
 
     body: ChunkBody
@@ -104,6 +107,7 @@ class ChunkLoop:
     results: tuple[Result, ...]
     size: int
     chunk: int | Auto
+    progress: LoopProgress | None = None
 
     def derivative(self, name: str, **changes: Any) -> ChunkLoop:
         """A loop over the same lanes that computes a derivative of this one."""
@@ -115,7 +119,8 @@ class ChunkLoop:
             if name == "cotangents":
                 program = program.removeprefix("tangents of ")
             chunk = replace(chunk, program=f"{name} of {program}")
-        return replace(self, chunk=chunk, **changes)
+        progress = derivative_of(self.progress, name)
+        return replace(self, chunk=chunk, progress=progress, **changes)
 
     @property
     def gathers(self) -> bool:
@@ -210,8 +215,10 @@ def run(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
         loop = replace(loop, chunk=chunk)
 
     found = gathered_lanes.in_order(operands[0], chunk) if loop.gathers else None
+    total = -(-loop.size // chunk)
 
     def run_chunk(index: Any, width: int) -> tuple[list[Any], gathered_lanes.GatheredLanes | None]:
+        begin_step(loop.progress, index, total)
         program = loop.program(avals, width)
         (start,) = _compat.varying_alike([index * np.int32(chunk)], like=operands)
         gathered = None if found is None else gathered_lanes.of_chunk(*found, start, width)
@@ -222,7 +229,9 @@ def run(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
         return eval_jaxpr(program.jaxpr, program.consts, start, *parts), gathered
 
     if loop.size <= chunk and not loop.gathers:
-        return list(map(of_only_chunk, run_chunk(np.int32(0), loop.size)[0], loop.results))
+        results = list(map(of_only_chunk, run_chunk(np.int32(0), loop.size)[0], loop.results))
+        end_loop(loop.progress, np.int32(1), 1, results)
+        return results
 
     def step(index: Any, width: int, results: Sequence[Any]) -> list[Any]:
         outs, gathered = run_chunk(index, width)
@@ -237,7 +246,7 @@ def run(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
         chunks = lax.div(count + np.int32(chunk - 1), np.int32(chunk))
         (first,) = _compat.varying_alike([jnp.int32(0)], like=operands)
         results = lax.fori_loop(first, chunks, lambda i, results: step(i, chunk, results), results)
-    elif rest and _compat.calls_back(program.effects):
+    elif rest and (loop.progress is not None or _compat.calls_back(program.effects)):
         # The last chunk is a step of the loop, too. After the loop it would be a program that does
         # not depend on it, and nothing would keep its calls of the host from being made first.
         def either(i: Any, results: list[Any]) -> list[Any]:
@@ -267,6 +276,7 @@ def run(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
         results = lax.fori_loop(
             np.int32(0), np.int32(full), lambda i, results: step(i, chunk, results), results
         )
+    end_loop(loop.progress, np.int32(total), total, results)
     return [
         lax.convert_element_type(x, t.dtype) if isinstance(spec, Sum) else x
         for x, t, spec in zip(results, types, loop.results, strict=True)
@@ -277,19 +287,21 @@ def run(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
 def chosen_chunk(loop: ChunkLoop, avals: Sequence[Any]) -> int:
     """The size of the chunks that `batch_size="auto"` means for this loop."""
     assert isinstance(loop.chunk, Auto)
+    auto, loop = loop.chunk, replace(loop, progress=None)  # which needs no memory
 
     def compiled(chunk: int) -> Any:
         candidate = functools.partial(run_flat, replace(loop, chunk=chunk))
         return compile_for_account(candidate, avals)
 
-    return fitting_chunk(loop.chunk, loop.size, _key(loop, avals, 1), compiled)
+    return fitting_chunk(auto, loop.size, _key(loop, avals, 1), compiled)
 
 
 def _key(loop: ChunkLoop, avals: Sequence[Any], chunk: int) -> Hashable:
     """A key: equal for loops that do the same in chunks of that size."""
     widths = {chunk} if loop.gathers else {min(chunk, loop.size), loop.size % chunk} - {0}
     programs = (program_key(loop.program(avals, width)) for width in sorted(widths))
-    return chunk, loop.size, loop.operands, loop.results, tuple(avals), *programs
+    own = loop.size, loop.operands, loop.results, loop.progress
+    return chunk, *own, tuple(avals), *programs
 
 
 def run_flat(loop: ChunkLoop, *operands: Any) -> list[Any]:

@@ -12,6 +12,8 @@ from jax.core import eval_jaxpr
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.execution.local_rows import in_jit
+from batchax.execution.loop_progress import find_progress
+from batchax.execution.loop_runs import LoopProgress
 from batchax.execution.memory import Auto, parse_limit
 from batchax.execution.mesh import placed, puts_traced
 from batchax.execution.processes import of_several_processes
@@ -34,10 +36,12 @@ class Chunking:
       batch_size: at most that many at a time.
       keep: whether reverse mode keeps what each chunk computed, rather than compute it
         again.
+      progress: who is told how many chunks are done.
     """
 
     batch_size: int | Auto
     keep: bool
+    progress: LoopProgress | None = None
 
     def applies_to(self, size: Any) -> bool:
         """Whether a batch of that size has more than one chunk, or may have."""
@@ -46,11 +50,17 @@ class Chunking:
                 f"batch_size was given, but the number of lanes is {size}, a symbolic size. "
                 "Export the function for a known size, or leave batch_size out."
             )
+        if self.progress is not None:  # of one chunk, too
+            return size > 0
         return size > 1 if isinstance(self.batch_size, Auto) else size > self.batch_size
 
 
 def find_chunking(
-    fun: Callable[..., Any], batch_size: Any, memory_limit: Any, residuals: Any
+    fun: Callable[..., Any],
+    batch_size: Any,
+    memory_limit: Any,
+    residuals: Any,
+    progress: Any = False,
 ) -> Chunking | None:
     """What the options of `vmap` ask for; None if all lanes are to run at once.
 
@@ -64,11 +74,17 @@ def find_chunking(
         raise ArgumentTypeError(
             f'memory_limit goes with batch_size="auto"; batch_size is {batch_size!r}.'
         )
+    told = find_progress(progress, fun, "chunks")
     if batch_size is None:
+        if told is not None:
+            raise ArgumentTypeError(
+                f"progress is {progress!r}, but batch_size is None: all lanes run at once, and "
+                "there are no chunks to count. Give batch_size, or leave progress out."
+            )
         return None
     if batch_size == "auto":
         name = getattr(fun, "__name__", type(fun).__name__)
-        return Chunking(Auto(parse_limit(memory_limit), name), residuals == "keep")
+        return Chunking(Auto(parse_limit(memory_limit), name), residuals == "keep", told)
     if not is_position(batch_size):
         raise ArgumentTypeError(
             f'batch_size must be a positive int, "auto" or None, got {batch_size!r} of type '
@@ -79,7 +95,7 @@ def find_chunking(
             f"batch_size is {batch_size}, but at least one lane must run at a time. Give a "
             "positive int; None runs all lanes at once."
         )
-    return Chunking(int(batch_size), residuals == "keep")
+    return Chunking(int(batch_size), residuals == "keep", told)
 
 
 def run_in_chunks(
@@ -121,7 +137,8 @@ def run_in_chunks(
     def run(*args: Any) -> list[Any]:
         if shards is None:
             how = chunking.batch_size, chunking.keep
-            runner = SectionRunner(axis, *how, program.staged, args, positions, outputs.described)
+            more = outputs.described, shards, chunking.progress
+            runner = SectionRunner(axis, *how, program.staged, args, positions, *more)
             return runner.outputs()[0]
         shard = OneShard(chunking, axis, positions, shards, stage, consts)
         return on_shards(shards, shard.run, args, positions)[0]
@@ -240,7 +257,8 @@ class OneShard:
         if isinstance(size, Auto):
             size = replace(size, together=of_several_processes(self.shards.mesh))
         described = outputs.described
-        runner = SectionRunner(axis, size, keep, staged, args, positions, described, self.shards)
+        more = described, self.shards, self.chunking.progress
+        runner = SectionRunner(axis, size, keep, staged, args, positions, *more)
         return *runner.outputs(), outputs
 
 

@@ -15,6 +15,7 @@ from jax.core import eval_jaxpr
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.bounded_loop import Values, bounded_loop
+from batchax.execution.loop_runs import LoopProgress
 from batchax.jaxprs.program_key import program_key
 from batchax.kernel.axis import AxisPosition
 
@@ -33,6 +34,7 @@ class BoundedSteps:
       out_axes: where each of the ys gets it, counted from the front.
       length: the largest number of steps.
       reverse: whether the last entry comes first.
+      progress: who is told how far it is.
     """
 
     test: _compat.ClosedJaxpr = field(compare=False)
@@ -42,6 +44,7 @@ class BoundedSteps:
     out_axes: tuple[int, ...]
     length: int
     reverse: bool = False
+    progress: LoopProgress | None = None
     key: Hashable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -98,6 +101,7 @@ def _run(
         length=steps.length,
         x_axes=axes,
         y_axes=steps.out_axes,
+        progress=steps.progress,
     )
     return [*found.carry, *turned(found.ys, steps.out_axes)]
 
@@ -111,6 +115,7 @@ def run_until(
     out_axes: tuple[int, ...],
     length: int,
     reverse: bool = False,
+    progress: LoopProgress | None = None,
 ) -> list[Any]:
     """Runs staged steps while the staged predicate is true; see `BoundedSteps`.
 
@@ -122,7 +127,7 @@ def run_until(
     entries = body.in_avals[len(carry) :]
     test, test_consts = _without_references(test)
     body, consts = _without_references(body, xs)
-    steps = BoundedSteps(test, body, len(carry), in_axes, out_axes, length, reverse)
+    steps = BoundedSteps(test, body, len(carry), in_axes, out_axes, length, reverse, progress)
     return steps.run(test_consts, consts, carry, list(map(_compat.varying_as, xs, entries)))
 
 

@@ -21,8 +21,10 @@ from batchax.execution.chunk_loop import (
     results_before,
     run,
 )
+from batchax.execution.loop_progress import begin_step, end_loop
 from batchax.execution.memory import Auto
 from batchax.execution.operand_specs import Extreme, Lanes, PerChunk
+from batchax.execution.progress_back import through_step
 from batchax.execution.slices import scan_slices
 from batchax.rules.in_turn import calls_library, in_turn
 
@@ -49,7 +51,8 @@ def run_loop(loop: ChunkLoop, operands: Sequence[Any], keep: bool) -> list[Any]:
     others = [k for k in range(len(loop.results)) if k not in extreme]
     outs = dict(zip(others, _run_keeping(_selected(loop, others), operands), strict=True))
     if extreme:
-        outs |= zip(extreme, chunk_loop(_selected(loop, extreme), operands), strict=True)
+        rest = _selected(replace(loop, progress=None), extreme)  # one of the two tells
+        outs |= zip(extreme, chunk_loop(rest, operands), strict=True)
     return [outs[k] for k in range(len(loop.results))]
 
 
@@ -83,15 +86,23 @@ def _run_keeping(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
     types = program.out_avals
     axes = [spec.axis if isinstance(spec, Lanes) else None for spec in loop.operands]
 
+    total = -(-loop.size // chunk)
+
     def step(index: Any, results: list[Any], parts: Sequence[Any], width: int) -> list[Any]:
         (start,) = _compat.varying_alike([index * np.int32(chunk)], like=operands)
         outs = loop.body.function(width)(start, *parts)
         return collect(loop, results, outs, index)
 
+    def in_loop(index: Any, results: list[Any], parts: Sequence[Any]) -> tuple[list[Any], None]:
+        if full > 1:  # a loop of one step is none, to a compiler
+            begin_step(loop.progress, index, total)
+            results = through_step(loop.progress, results, index, total)
+        return step(index, results, parts, chunk), None
+
     results = _compat.varying_alike(results_before(loop, program), like=operands)
     full, rest = divmod(loop.size, chunk)
     results, _ = scan_slices(
-        lambda i, results, parts: (step(i, results, parts, chunk), None),
+        in_loop,
         results,
         operands,
         axes,
@@ -106,4 +117,5 @@ def _run_keeping(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
         if calls_library(program.jaxpr):  # two such calls must not run at once: `rules/in_turn.py`
             results, parts = in_turn(results, parts)
         results = step(jnp.int32(full), results, parts, rest)
+    end_loop(loop.progress, np.int32(total), total, results)
     return [lax.convert_element_type(x, t.dtype) for x, t in zip(results, types, strict=True)]

@@ -30,6 +30,8 @@ from batchax.execution.bounded_loop import (
 )
 from batchax.execution.checkpoints import Stack, blank_checkpoints
 from batchax.execution.entries import entry_of, put_entry
+from batchax.execution.loop_progress import begin_step, end_loop
+from batchax.execution.loop_runs import LoopProgress
 from batchax.kernel.derivatives import with_values
 
 
@@ -45,6 +47,7 @@ class SweepForm:
       length: how many steps there are at most.
       x_axes: where each of the xs has the axis of the steps.
       y_axes: where each of the ys gets it; None: they are added up.
+      progress: who is told how far it is.
     """
 
     n_consts: int
@@ -54,6 +57,7 @@ class SweepForm:
     length: int
     x_axes: tuple[int, ...]
     y_axes: tuple[int | None, ...]
+    progress: LoopProgress | None = None
     n_test: ClassVar[int] = 0  # how many steps there are is known: it has no predicate
 
     @property
@@ -91,6 +95,7 @@ def reverse_sweep(
     length: int,
     x_axes: Sequence[int],
     y_axes: Sequence[int | None],
+    progress: LoopProgress | None = None,
 ) -> tuple[list[Any], list[Any]]:
     """Goes back over the steps of a bounded loop; may be differentiated and batched.
 
@@ -111,6 +116,7 @@ def reverse_sweep(
       length: how many that may be at most.
       x_axes: where each of the `xs` has the axis of the steps.
       y_axes: where each of the ys gets it; None: they are added up.
+      progress: who is told how far it is; None: nobody.
 
     Returns:
       What is carried back, before the first step; and the ys.
@@ -122,7 +128,7 @@ def reverse_sweep(
     )
     programs, held = with_constants_as_inputs([*programs, *more])
     sizes = len(held) + len(consts), len(carry), tuple(range(len(carry)) if kept is None else kept)
-    form = SweepForm(*sizes, len(returning), length, tuple(x_axes), tuple(y_axes))
+    form = SweepForm(*sizes, len(returning), length, tuple(x_axes), tuple(y_axes), progress)
     steps = _compat.scalar_like(jax.typeof(count), np.dtype(np.int32))
     types = checkpoint_types(steps, types, form)
     if checkpoints is None:
@@ -177,6 +183,7 @@ def run(*operands: Any, forth: Any, back: Any, guarded: Any, form: SweepForm) ->
 
         def step(state: Any) -> Any:
             i, returning, ys = state
+            begin_step(form.progress, count - one - (t - i), count, form.length)
             x = [*whole(stack.carry_at(i)), *entries(t - i)]
             outs = eval_jaxpr(back.jaxpr, back.consts, *consts, *returning, *x)
             returning, found = outs[: form.n_back], outs[form.n_back :]
@@ -191,7 +198,8 @@ def run(*operands: Any, forth: Any, back: Any, guarded: Any, form: SweepForm) ->
 
     stack = Stack.of(checkpoints, [carry[i] for i in form.kept], count)
     first = count - one, stack, returning, ys
-    *_, returning, ys = lax.while_loop(lambda s: s[0] >= 0, turn, first)
+    last, *_, returning, ys = lax.while_loop(lambda s: s[0] >= 0, turn, first)
+    end_loop(form.progress, count, count, [last])
     return [*returning, *ys]
 
 

@@ -12,6 +12,8 @@ import numpy as np
 from jax import lax
 
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop
+from batchax.execution.loop_progress import end_loop
+from batchax.execution.loop_runs import LoopProgress
 from batchax.execution.memory import Auto
 from batchax.execution.operand_specs import WHOLE, Lanes
 from batchax.execution.sections import Env, section_for
@@ -32,12 +34,14 @@ class LanesToRun:
         all lanes are the index of the first, from which each chunk counts, and that after the last.
       repeated: how many lanes at the end may repeat another one, and are no part then of what
         lanes are reduced to.
+      progress: who is told how many chunks are done.
     """
 
     axis: Axis
     batch_size: int | Auto
     index: Any
     repeated: int = 0
+    progress: LoopProgress | None = None
 
     def may_repeat(self, width: int) -> bool:
         """Whether chunks of `width` lanes may have some that repeat another.
@@ -106,10 +110,12 @@ class SectionBody:
             for v, a in zip(self.section.invars, positions, strict=True)
         )
         body = ChunkBody(self._chunk.of_width)
-        self.loop = ChunkLoop(body, operand_kinds, (), lanes.axis.size, lanes.batch_size)
+        size, chunk = lanes.axis.size, lanes.batch_size
+        self.loop = ChunkLoop(body, operand_kinds, (), size, chunk, lanes.progress)
         self.of_only_chunk: list[Any] | None = None
-        if isinstance(lanes.batch_size, int) and lanes.axis.size <= lanes.batch_size:
-            self.of_only_chunk = body.function(lanes.axis.size)(np.int32(0), *self.operands)
+        if isinstance(chunk, int) and size <= chunk:
+            self.of_only_chunk = body.function(size)(np.int32(0), *self.operands)
+            end_loop(lanes.progress, np.int32(1), 1, self.of_only_chunk)
             types = list(map(jax.typeof, self.of_only_chunk))
         else:
             avals = list(map(jax.typeof, self.operands))

@@ -13,6 +13,8 @@ from jax.extend.core.primitives import while_p
 
 from batchax import _compat
 from batchax.execution.chunk_loop import of_only_chunk
+from batchax.execution.loop_progress import end_loop
+from batchax.execution.loop_runs import LoopProgress
 from batchax.execution.memory import Auto
 from batchax.execution.names import expose_names, is_exposed
 from batchax.execution.placement import run_loop
@@ -54,10 +56,12 @@ class SectionRunner:
         positions: Sequence[AxisPosition],
         described: Sequence[OutputArray],
         shards: Shards | None = None,
+        progress: LoopProgress | None = None,
     ) -> None:
         self.axis, self.keep, self.shards = axis, keep, shards
         self.local = axis if shards is None else replace(axis, size=shards.each)
         staged = _compat.without_references(staged, axis.name, axis.size)
+        self.in_chunks = False
         self.lane, values = None, list(zip(args, positions, strict=True))
         self.described = described
         # A lane that repeats another makes a difference only where lanes meet.
@@ -73,7 +77,7 @@ class SectionRunner:
             v: (c, None) for v, c in zip(self.jaxpr.constvars, staged.consts, strict=True)
         }
         self.env.update(zip(self.jaxpr.invars, values, strict=True))
-        self.lanes = LanesToRun(self.local, batch_size, self.lane, repeated).apart()
+        self.lanes = LanesToRun(self.local, batch_size, self.lane, repeated, progress).apart()
         self.batch_bytes = bytes_per_lane(
             v for v, (_, a) in self.env.items() if a is not None and v is not self.lane
         )
@@ -110,6 +114,8 @@ class SectionRunner:
                 outs[i] = x.value if final else self._placed(described[i], x)
                 positions[i] = _placed_at(outvars[i], described[i].spec, x.position)
             if not cuts:
+                if not self.in_chunks:  # nothing was left to do for lanes
+                    end_loop(self.lanes.progress, np.int32(1), 1, list(outs.values()))
                 order = range(len(outvars))
                 return [outs[i] for i in order], [positions[i] for i in order]
             for target in kept:
@@ -228,6 +234,7 @@ class SectionRunner:
         if not section.section.eqns and not targets:
             return {}
         found: dict[Target, Found] = {}
+        self.in_chunks = True
         if section.of_only_chunk is None:
             if section.shared:  # batching found that all lanes have the same
                 found = SectionBody(

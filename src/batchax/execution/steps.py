@@ -17,6 +17,9 @@ from jax.extend.core import unmapped_aval
 
 from batchax import _compat
 from batchax.execution.buffers import blank
+from batchax.execution.loop_progress import begin_step, end_loop
+from batchax.execution.loop_runs import LoopProgress
+from batchax.execution.progress_back import through_step
 from batchax.execution.slices import scan_slices, with_derivative_of
 from batchax.jaxprs.program_key import program_key
 from batchax.kernel.axis import AxisPosition, expand_axis
@@ -36,6 +39,7 @@ class ScanProgram:
       length: number of steps.
       reverse: whether the last step comes first.
       unroll: as for ``lax.scan``.
+      progress: who is told how far it is.
     """
 
     body: _compat.ClosedJaxpr = field(compare=False)
@@ -45,6 +49,7 @@ class ScanProgram:
     length: Any
     reverse: bool
     unroll: int | bool
+    progress: LoopProgress | None = None
     key: Hashable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -81,6 +86,7 @@ def _run(steps: ScanProgram, consts: list[Any], carry: list[Any], xs: list[Any])
     def swept(sweep: _Sweep, state: Any) -> tuple[Any, list[Any]]:
         def step(index: Any, state: Any, parts: list[Any]) -> Any:
             carry, arrays = state
+            carry = _begin(steps, sweep, index, carry)
             carry, ys = (
                 _block(steps, sweep.width, one, carry, parts) if sweep.width else one(carry, parts)
             )
@@ -110,6 +116,7 @@ def _run(steps: ScanProgram, consts: list[Any], carry: list[Any], xs: list[Any])
     for sweep in reversed(sweeps) if steps.reverse else sweeps:
         state, found[sweep] = swept(sweep, state)
     carry, arrays = state
+    end_loop(steps.progress, np.int32(steps.length), steps.length, carry)
     ys = [
         None if pieces[0] is None else jnp.moveaxis(jnp.concatenate(pieces), 0, a)
         for *pieces, a in zip(*(found[sweep] for sweep in sweeps), axes, strict=True)
@@ -164,6 +171,26 @@ def _sweeps(steps: ScanProgram, xs: Sequence[Any]) -> list[_Sweep]:
     count, rest = divmod(steps.length, _WIDTH)
     sweeps = _Sweep(0, count, _WIDTH), _Sweep(count * _WIDTH, 1, rest)
     return [sweep for sweep in sweeps if sweep.count and sweep.width]
+
+
+def _begin(steps: ScanProgram, sweep: _Sweep, index: Any, carry: list[Any]) -> list[Any]:
+    """The carry at the start of a step, or of a block of them; tells that it begins."""
+    if steps.progress is None:
+        return carry
+    together = steps.length if steps.unroll is True else max(int(steps.unroll), 1)
+    # Of fewer a compiler makes no loop, and nothing keeps calls in order, but that the last one is
+    # told what was computed before: in reverse that is the one of the first steps.
+    loops = sweep.count >= 2 * together
+    width = sweep.width or 1
+    done = sweep.first + index * np.int32(width)
+    if steps.reverse:
+        done = np.int32(steps.length - width) - done
+    if loops:
+        begin_step(steps.progress, done, steps.length, width=width, together=together)
+    first = sweep.first + width == steps.length if steps.reverse else sweep.first == 0
+    if loops or (sweep.count == 1 and first):
+        return through_step(steps.progress, carry, done, steps.length, width, together)
+    return carry
 
 
 def _block(

@@ -1,0 +1,204 @@
+"""How far something is: a bar where somebody watches, plain lines, or a function of the user's."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import importlib.util
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from batchax.errors import ArgumentTypeError
+
+_EVERY = 10.0  # seconds between plain lines
+_REDRAWN = 0.1  # seconds between two looks of a bar, which takes milliseconds to draw
+
+How = bool | Callable[[int, int], Any]
+
+
+def check_progress(progress: Any, unit: str) -> None:
+    """Refuses what the option `progress` cannot be.
+
+    Raises:
+      ArgumentTypeError: it is neither a bool nor callable.
+    """
+    if not (isinstance(progress, bool) or callable(progress)):
+        raise ArgumentTypeError(
+            f"progress must be True, False, or a function of the {unit} done and of those there "
+            f"are; got {progress!r}."
+        )
+
+
+class Progress:
+    """Shows what is done, rate, and time left; nothing if it is told to show nothing.
+
+    Args:
+      how: True, False, or a function that is called with how many are done and how many there are.
+      name: of what is being done.
+      total: how many there are.
+      reused: how many of them were done before, which say nothing of the rate.
+      unit: what is counted.
+      attended: whether nothing is written where nobody watches, such as to a file; and whoever
+        began may go away without a word, so that output stays as others left it.
+    """
+
+    def __init__(
+        self,
+        how: How,
+        name: str,
+        total: int,
+        reused: int = 0,
+        unit: str = "rows",
+        attended: bool = False,
+    ) -> None:
+        self._how, self._name, self._total, self._reused = how, name, total, reused
+        self._unit, self._done, self._bad = unit, reused, 0
+        self._begun = self._said = time.monotonic()
+        self._lock = threading.Lock()
+        self._shown = how is True and (not attended or _watched())
+        self._bar = _Bar(name, total, reused, attended) if self._shown and _draws() else None
+
+    def advance(self, count: int, bad: int = 0) -> None:
+        """So many more are done, of which some have no result."""
+        with self._lock:
+            self._done += count
+            self._bad += bad
+            if callable(self._how):
+                self._how(self._done, self._total)
+            elif self._bar is not None:
+                self._bar.update(self._done, self._state)
+            elif self._shown and time.monotonic() - self._said > _EVERY:
+                self._said = time.monotonic()
+                self.say(self._line())
+
+    def say(self, text: str) -> None:
+        """A line for people, if any are wanted."""
+        if self._bar is not None:
+            self._bar.print(text)
+        elif self._shown and sys.stderr is not None:  # as in a process without a terminal
+            with contextlib.suppress(OSError):  # nobody reads it any more: work goes on
+                print(f"{self._name}: {text}", file=sys.stderr, flush=True)
+
+    def close(self, text: str | None = None) -> None:
+        """The end, with a last line or, if lines were written, with how far it came."""
+        if text is None and self._bar is None and self._said > self._begun:
+            text = self._line()
+        if self._bar is not None:
+            self._bar.close(self._done, self._state())
+            self._bar = None
+        if text is not None:
+            self.say(text)
+
+    def _state(self) -> str:
+        seconds = time.monotonic() - self._begun
+        rate = (self._done - self._reused) / seconds if seconds > 0 else 0.0
+        left = (self._total - self._done) / rate if rate else float("inf")
+        parts = [f"{rate:,.{0 if rate >= 10 else 2}f} {self._unit}/s"]
+        if left != float("inf"):
+            parts.append(f"{duration(left)} left")
+        if self._reused:
+            parts.append(f"{self._reused:,} reused")
+        if self._bad:
+            parts.append(f"{self._bad:,} quarantined")
+        return ", ".join(parts)
+
+    def _line(self) -> str:
+        share = self._done / self._total if self._total else 1.0
+        return f"{self._done:,} of {self._total:,} {self._unit} ({share:.0%}), {self._state()}"
+
+
+class _Bar:
+    """One of the bars that are shown together."""
+
+    def __init__(self, name: str, total: int, done: int, attended: bool) -> None:
+        self._drawn = time.monotonic()
+        with _lock:
+            self._bars = _bars_shown(attended)
+            self._task = self._bars.add_task(name, total=total, completed=done, state="")
+            self._bars.refresh()
+
+    def update(self, done: int, state: Callable[[], str]) -> None:
+        if time.monotonic() - self._drawn > _REDRAWN:
+            self._bars.update(self._task, completed=done, state=state(), refresh=True)
+            self._drawn = time.monotonic()
+
+    def print(self, text: str) -> None:
+        self._bars.console.print(text, highlight=False, markup=False)
+
+    def close(self, done: int, state: str) -> None:
+        with _lock:
+            self._bars.update(self._task, completed=done, state=state, refresh=True)
+            if len(self._bars.tasks) > 1:  # what it was a part of goes on
+                self._bars.remove_task(self._task)
+            else:
+                _stop()
+
+
+_lock = threading.RLock()
+_shown: Any = None  # the bars of rich: a terminal has one place for them, whoever asks
+
+
+def _bars_shown(attended: bool) -> Any:
+    global _shown
+    if _shown is None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import Progress as Bars
+
+        # What nobody is sure to close must not hold on to the terminal: no thread that draws,
+        # no streams in place of the user's, and the cursor stays.
+        _shown = Bars(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}"),
+            console=Console(stderr=True),
+            auto_refresh=not attended,
+            redirect_stdout=not attended,
+            redirect_stderr=not attended,
+        )
+        _shown.start()
+        if attended:
+            _shown.console.show_cursor(True)
+    return _shown
+
+
+@atexit.register
+def _stop() -> None:
+    """Leaves the bars as they are, with a new line after them."""
+    global _shown
+    with _lock:
+        if _shown is not None:
+            _shown.stop()
+        _shown = None
+
+
+def _watched() -> bool:
+    """Whether somebody sees what is written to the standard error."""
+    return _in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
+
+
+def _in_notebook() -> bool:
+    shell = getattr(builtins, "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel")
+
+
+def _draws() -> bool:
+    """Whether there are bars: somebody watches, and what draws them is installed."""
+    needed = ["rich", "ipywidgets"] if _in_notebook() else ["rich"]
+    return _watched() and all(map(importlib.util.find_spec, needed))
+
+
+def duration(seconds: float) -> str:
+    """A time for people: "3 h 20 min", "41 s"."""
+    if seconds < 60:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours / 24:.1f} days"
