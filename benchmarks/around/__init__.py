@@ -1,1 +1,1 @@
-"""What is around a compiled program: importing, tracing large programs, calls outside of `jit`."""
+"""What is around a compiled program: importing, tracing, calls outside of `jit`, progress."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.around.measure import PairResult
 from benchmarks.report import interval, made_with
 
-TITLE = "Around the compiled program: importing, tracing, calls outside of jit"
+TITLE = "Around the compiled program: importing, tracing, calls outside of jit, progress"
 
 
 def line(result: PairResult) -> str:
@@ -63,7 +63,8 @@ Both sides of a pair are done in one process (importing: each in a process of it
 Ratios are batchax's median over the other, with a 95% bootstrap interval. *Tracing* is
 `jax.make_jaxpr` of a function made anew each time, in processor time of its thread. *Calls outside
 of jit* are on the clock, of a function that is staged anew each time, and found again by what it
-does; operations are run one by one.
+does; operations are run one by one. *Saying how far it is* is a compiled program with `progress=` a
+function that does nothing.
 
 {lines}
 """

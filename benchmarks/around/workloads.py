@@ -107,6 +107,29 @@ def _calls(name: str, fun: Callable[[Any], Any], other: str, goal: float, **opti
     return Pair(name, "calls outside of jit", other, make, time.perf_counter, 31, goal)
 
 
+def _chunks(progress: Any, quick: bool) -> Callable[[], Any]:
+    x = normal(20 if quick else 500, 64, 32)
+    fun = lambda x: jnp.sort(jnp.tanh(x @ x.T), axis=0).sum()
+    batched = jax.jit(bx.vmap(fun, batch_size=10, progress=progress))
+    return lambda: jax.block_until_ready(batched(x))
+
+
+def _steps(size: int, length: int, progress: Any, quick: bool) -> Callable[[], Any]:
+    x, w = normal(size, size), normal(size, size, seed=1) / size
+    step = lambda c, _: (jnp.tanh(c @ w) if size > 1 else jnp.tanh(c + w), None)
+    length = 20 if quick else length
+    scan = jax.jit(bx.scan(step, in_axes=None, length=length, progress=progress))
+    return lambda: jax.block_until_ready(scan(x, x))
+
+
+def _telling(name: str, make: Callable[[Any, bool], Callable[[], Any]], goal: float) -> Pair:
+    def both(quick: bool) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        return make(lambda done, total: None, quick), make(False, quick)
+
+    family = "saying how far it is"
+    return Pair(name, family, "without progress", both, time.perf_counter, 21, goal)
+
+
 def _importing(quick: bool) -> tuple[Callable[[], Any], Callable[[], Any]]:
     def run(module: str) -> Any:
         # Bytecode is there, as it is where a package was installed.
@@ -153,6 +176,9 @@ _PAIRS = [
     _calls("a network, rows", _elementwise, "a dense batch", 2.5),
     _calls("a sum, rows", lambda x: jnp.sum(jnp.sin(x) ** 2), "a dense batch", 2.5),
     _calls("attention, rows", _attention, "a dense batch", 2.5),
+    _telling("50 chunks", _chunks, 1.01),
+    _telling("1,000 steps of 256 x 256", functools.partial(_steps, 256, 1000), 1.01),
+    _telling("100,000 steps of one number", functools.partial(_steps, 1, 100_000), 3.0),
 ]
 
 WORKLOADS = {f"{p.family}: {p.name}": p for p in _PAIRS}

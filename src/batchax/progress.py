@@ -112,30 +112,47 @@ class Progress:
 
 
 class _Bar:
-    """One of the bars that are shown together."""
+    """One of the bars that are shown together.
+
+    Beside others it is shown once it has been there for a while: a loop inside another one may be
+    over many times in a second.
+    """
 
     def __init__(self, name: str, total: int, done: int, attended: bool) -> None:
+        self._what, self._attended = (name, total), attended
+        self._bars: Any = None
         self._drawn = time.monotonic()
         with _lock:
-            self._bars = _bars_shown(attended)
-            self._task = self._bars.add_task(name, total=total, completed=done, state="")
-            self._bars.refresh()
+            if _shown is None:
+                self._draw(done, "")
 
     def update(self, done: int, state: Callable[[], str]) -> None:
         if time.monotonic() - self._drawn > _REDRAWN:
-            self._bars.update(self._task, completed=done, state=state(), refresh=True)
+            with _lock:
+                self._draw(done, state())
             self._drawn = time.monotonic()
 
     def print(self, text: str) -> None:
-        self._bars.console.print(text, highlight=False, markup=False)
+        with _lock:
+            if self._bars is None:
+                self._draw(0, "")
+            self._bars.console.print(text, highlight=False, markup=False)
 
     def close(self, done: int, state: str) -> None:
         with _lock:
-            self._bars.update(self._task, completed=done, state=state, refresh=True)
+            if self._bars is None:
+                return
+            self._draw(done, state)
             if len(self._bars.tasks) > 1:  # what it was a part of goes on
                 self._bars.remove_task(self._task)
             else:
                 _stop()
+
+    def _draw(self, done: int, state: str) -> None:
+        if self._bars is None:
+            self._bars, (name, total) = _bars_shown(self._attended), self._what
+            self._task = self._bars.add_task(name, total=total, state="")
+        self._bars.update(self._task, completed=done, state=state, refresh=True)
 
 
 _lock = threading.RLock()

@@ -129,6 +129,12 @@ def test_a_long_loop_tells_about_a_hundred_times(length, unroll):
     assert len(told) > 30
 
 
+def test_many_chunks_tell_about_a_hundred_times():
+    told = []
+    bx.vmap(one, batch_size=1, progress=lambda *a: told.append(a))(jnp.ones(250))
+    assert told == [(n, 250) for n in (*range(3, 250, 3), 250)]
+
+
 @pytest.mark.parametrize("options", [{}, {"reverse": True}, {"unroll": True}])
 def test_steps_in_blocks_and_written_out(options):
     told = []
@@ -314,6 +320,24 @@ def test_a_bar_in_a_terminal(monkeypatch):
     assert all(part in text for part in ("one", "0/4", "4/4", "chunks/s", "left"))
     first = text.index("0/4")
     assert text.rindex("\x1b[?25h", 0, first) > text.rindex("\x1b[?25l", 0, first)  # the cursor
+
+
+def test_a_bar_inside_another_is_shown_if_it_lasts(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", stream := Terminal())
+    outer = bars.Progress(True, "outer", 2, unit="chunks", attended=True)
+    short, long = (bars.Progress(True, name, 3, attended=True) for name in ("short", "long"))
+    short.advance(3)
+    short.close()
+    monkeypatch.setattr(bars, "_REDRAWN", -1.0)
+    long.advance(1)
+    long.close()
+    outer.close()
+    text = stream.getvalue()
+    assert "outer" in text
+    assert "long" in text
+    assert "short" not in text
+    assert bars._shown is None
 
 
 def test_nothing_where_nobody_watches(monkeypatch):

@@ -65,6 +65,7 @@ def begin_step(
     """
     most = total if most is None else most
     if progress is not None and most > 1:  # of the only step it is enough to tell that it is done
+        done = lax.convert_element_type(done, np.int32)  # indices of JAX's may have 64 bits
         _tell(progress, False, done, total, (), _due(done, most, width, together))
 
 
