@@ -66,8 +66,8 @@ def bounded_while(
         dtypes stay the same from step to step.
       max_steps: how many steps are taken at most, a positive int.
       progress: whether to show how many steps are done, of at most how many, in a terminal or
-        notebook; or a function that is called with these, from a thread of JAX's. At most about
-        a hundred times, inside of `jit`, too.
+        notebook; or a function that is called with these, from a thread of JAX's. About fifty
+        times at most, inside of `jit`, too.
 
     Returns:
       The carry after the last step.

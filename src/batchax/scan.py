@@ -99,7 +99,7 @@ def scan(
         the last lane; the others are masked.
       progress: whether to show how many steps are done, at what rate, and the time left, in a
         terminal or notebook; or a function that is called with the steps done and those there
-        are, from a thread of JAX's. At most about a hundred times, inside of `jit`, too.
+        are, from a thread of JAX's. About fifty times at most, inside of `jit`, too.
 
     Returns:
       A function ``(init, *xs, **kwargs) -> (carry, ys)``, from the first carry and the

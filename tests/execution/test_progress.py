@@ -99,7 +99,7 @@ def test_going_back_over_a_loop_is_told_too(name):
     fun, steps, total = LOOPS[name]
     told = []
     loss = lambda x: fun(x, progress=lambda *a: told.append(a)).sum()
-    jax.grad(loss)(X)
+    jax.block_until_ready(jax.value_and_grad(loss)(X))
     ahead, *back = runs(told)
     assert ahead == every(steps, total)
     if total > 1:
@@ -119,20 +119,22 @@ def test_the_program_is_the_same_without(name):
 
 @pytest.mark.parametrize("length", [1000, 257, 101])
 @pytest.mark.parametrize("unroll", [1, 3])
-def test_a_long_loop_tells_about_a_hundred_times(length, unroll):
+def test_a_long_loop_tells_about_fifty_times(length, unroll):
     told = []
     scan = bx.scan(step, unroll=unroll, progress=lambda *a: told.append(a))
-    scan(0.0, jnp.ones(length))
-    assert len(told) <= 101
+    jax.block_until_ready(scan(0.0, jnp.ones(length)))
+    assert len(told) <= 51
     assert told[-1] == (length, length)
     assert len(runs(told)) == 1
-    assert len(told) > 30
+    assert len(told) > 15
 
 
-def test_many_chunks_tell_about_a_hundred_times():
+def test_many_chunks_tell_about_fifty_times():
     told = []
-    bx.vmap(one, batch_size=1, progress=lambda *a: told.append(a))(jnp.ones(250))
-    assert told == [(n, 250) for n in (*range(3, 250, 3), 250)]
+    bx.vmap(one, batch_size=1, progress=lambda *a: told.append(a))(
+        jnp.ones(250)
+    ).block_until_ready()
+    assert told == [(n, 250) for n in (*range(5, 250, 5), 250)]
 
 
 @pytest.mark.parametrize("options", [{}, {"reverse": True}, {"unroll": True}])
@@ -140,7 +142,7 @@ def test_steps_in_blocks_and_written_out(options):
     told = []
     scan = bx.scan(step, in_axes=1, out_axes=1, progress=lambda *a: told.append(a), **options)
     x = jnp.ones((16, 40))
-    jax.grad(lambda x: scan(x[:, 0], x)[0].sum())(x)
+    jax.block_until_ready(jax.value_and_grad(lambda x: scan(x[:, 0], x)[0].sum())(x))
     assert next(run[-1] for run in runs(told)) == (40, 40)
     if "unroll" not in options:
         assert [n for n, _ in runs(told)[0]] == ([8, 24, 40] if "reverse" in options else [16, 40])
@@ -157,11 +159,11 @@ def test_lanes_that_part_ways():
         )
 
     x = jnp.linspace(0, 9, 512)
-    bx.vmap(many, divergence="compact")(x)
+    jax.block_until_ready(bx.vmap(many, divergence="compact")(x))
     assert runs(told) == [[(90, 200)]] or told[-1][0] in (90, 91)
     del told[:]
     loop = lambda x: lax.while_loop(lambda c: c < 5, lambda c: c + 0.5, x)
-    bx.vmap(loop, divergence="compact", batch_size=64, progress=tell)(x)
+    jax.block_until_ready(bx.vmap(loop, divergence="compact", batch_size=64, progress=tell)(x))
     assert told[-1][0] == told[-1][1]
     assert len(runs(told)) == 1
 
@@ -169,7 +171,8 @@ def test_lanes_that_part_ways():
 def test_a_function_that_collectives_cut_is_several_loops():
     told = []
     centred = lambda x: jnp.sin(x - lax.pmean(jnp.tanh(x), "i"))
-    bx.vmap(centred, axis_name="i", batch_size=5, progress=lambda *a: told.append(a))(X)
+    whole = bx.vmap(centred, axis_name="i", batch_size=5, progress=lambda *a: told.append(a))
+    jax.block_until_ready(whole(X))
     assert runs(told) == [every(2, 2)] * 2
 
 
@@ -179,7 +182,8 @@ def test_loops_inside_loops():
     def of_lane(x):
         return bx.scan(step, length=3, in_axes=None, progress=lambda *a: inner.append(a))(x, x)[0]
 
-    bx.vmap(of_lane, batch_size=5, progress=lambda *a: outer.append(a))(X)
+    lanes = bx.vmap(of_lane, batch_size=5, progress=lambda *a: outer.append(a))
+    jax.block_until_ready(lanes(X))
     assert outer == every(2, 2)
     assert inner == every(3, 3) * 2
 
@@ -193,7 +197,7 @@ def test_rows_of_different_lengths():
         layout="padded",
         progress=lambda *a: told.append(a),
     )
-    total(rows)
+    jax.block_until_ready(total(rows))
     assert told
     assert all(run[-1][0] == run[-1][1] for run in runs(told))
 
@@ -214,8 +218,9 @@ def test_lanes_on_a_mesh_are_those_of_one_device(which, residuals):
     assert told[-1] == (chunks, chunks)
     assert len(runs(told)) == 1
     del told[:]
-    jax.grad(lambda x: spread(x).sum())(x)
-    assert [run[-1] for run in runs(told)] == [(chunks, chunks)] * 2
+    # Both results are waited for: the loop of the first one may run beside that of the other.
+    jax.block_until_ready(jax.value_and_grad(lambda x: spread(x).sum())(x))
+    assert told.count((chunks, chunks)) == 2
 
 
 @pytest.mark.parametrize("checked", [True, False])
@@ -228,8 +233,7 @@ def test_inside_shard_map(options, checked):
         lambda x: scan(x[0], x)[0], mesh=mesh, in_specs=P(None, "a"), out_specs=P("a"),
         check_vma=checked,
     )  # fmt: skip
-    jax.jit(jax.grad(lambda x: both(x).sum()))(jnp.ones((5, 4)))
-    jax.effects_barrier()
+    jax.block_until_ready(jax.jit(jax.value_and_grad(lambda x: both(x).sum()))(jnp.ones((5, 4))))
     assert sorted(told) == sorted(every(5, 5) * 2)
 
 
@@ -257,7 +261,7 @@ class Teller:
 def test_functions_are_known_by_identity():
     first, second = Teller(), Teller()
     for teller in (first, second, first):
-        bx.scan(step, progress=teller.tell)(0.0, jnp.ones(2))
+        jax.block_until_ready(bx.scan(step, progress=teller.tell)(0.0, jnp.ones(2)))
     assert (first.told, second.told) == ([1, 2, 1, 2], [1, 2])
 
 

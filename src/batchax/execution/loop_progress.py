@@ -1,6 +1,6 @@
 """How far a loop is that runs inside a compiled program: where such a program calls the host.
 
-That is at the start of a step, about a hundred times in a loop, and once more after the last step.
+That is at the start of a step, about fifty times in a loop, and once more after the last step.
 Nothing that is passed to the host depends on a batch, so a loop that is batched is still one loop.
 """
 
@@ -25,7 +25,7 @@ from batchax.kernel.axis import Axis
 from batchax.kernel.registry import register_own_rule
 from batchax.progress import How, check_progress
 
-_CALLS = 100  # in a loop: each takes 20 to 50 microseconds
+_CALLS = 50  # in a loop: each takes 20 to 50 microseconds, more on a busy machine
 
 
 def find_progress(how: How, fun: Any, unit: str) -> LoopProgress | None:
