@@ -134,9 +134,8 @@ class _Bar:
 
     def print(self, text: str) -> None:
         with _lock:
-            if self._bars is None:
-                self._draw(0, "")
-            self._bars.console.print(text, highlight=False, markup=False)
+            bars = _bars_shown(self._attended) if self._bars is None else self._bars
+            bars.console.print(text, highlight=False, markup=False)
 
     def close(self, done: int, state: str) -> None:
         with _lock:
