@@ -41,7 +41,7 @@ PRICED_OTHERWISE = set(
     check debug_callback debug_print ffi_call inspect_sharding io_callback pure_callback
     pmax pmin psum psum_invariant reduce_scatter unreduced_pmax unreduced_pmin unreduced_psum
     unreduced_reduce_scatter
-    follow in_turn reverse_sweep safe_lanes scaled_dot some_active
+    follow in_turn reverse_sweep safe_lanes scaled_dot some_active tell_progress
     """.split()
 )
 

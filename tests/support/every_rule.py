@@ -368,6 +368,8 @@ def _spread(_, cotangents):
 def _own():
     chunked = bx.vmap(jnp.sin, batch_size=2)
     loop = lambda x: bx.bounded_while(lambda c: c.sum() < 9, jnp.sin, x, 5)
+    telling = bx.scan(lambda c, x: (jnp.sin(c) * x, None), progress=lambda done, total: None)
+    told = lambda x: telling(x[0], x)[0]
     return {
         "divergence.loop_primitive": {
             "parting_loop": (
@@ -381,6 +383,11 @@ def _own():
             "reverse_sweep": (jax.grad(lambda x: loop(x).sum()), X),
         },
         "execution.chunk_batching": {"chunk_loop": (chunked, X)},
+        "execution.loop_progress": {"tell_progress": (told, X)},
+        "execution.progress_back": {
+            "progress_through": (told, X),
+            "progress_back": (lambda x: jax.jvp(told, (x,), (x,))[1], X),
+        },
         "execution.slices": {"follow": (follow_p.bind, X, X)},
         "rules.in_turn": {"in_turn": (partial(in_turn_p.bind, count=1), X, X)},
         "rules.in_place": {"some_active": (some_active_p.bind, BOOL, BOOL)},

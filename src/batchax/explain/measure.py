@@ -22,6 +22,7 @@ from batchax.frontend.containers import arrays_inside
 from batchax.kernel.axis import Axis
 from batchax.kernel.derivatives import with_values
 from batchax.programs.peak import memory_of
+from batchax.progress import Progress
 from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap
 
@@ -96,9 +97,13 @@ def measure(
         wanted.append("loop")
     if not rows and isinstance(lanes, int):
         wanted += [size for size in (None, *_sizes(lanes)) if size != first.batch_size]
+    # Nobody watches: nothing is shown.
+    name = getattr(fun, "__name__", type(fun).__name__)
+    shown = Progress(True, f"measuring {name}", len(wanted) + 1, unit="ways", attended=True)
     begun, left = [(first, _first_call(first))], []
     longest = prepared + 2 * begun[0][1]
     for size in wanted:
+        shown.advance(1)
         start = time.monotonic()
         if start + longest > end:
             left.append(size)
@@ -110,6 +115,8 @@ def measure(
         begun.append((way, _first_call(way)))
         longest = max(longest, time.monotonic() - start)
     in_order = lambda size: (size != "loop", math.inf if size is None else size)
+    shown.advance(1)
+    shown.close()
     begun[1:] = sorted(begun[1:], key=lambda pair: in_order(pair[0].batch_size))
     return _times(begun, end), tuple(sorted(left, key=in_order))
 
