@@ -135,6 +135,16 @@ def test_unroll(unroll):
     check(recur, INIT, XS, PARAMS, in_axes=(-1, None), out_axes=out_axes, unroll=unroll)
 
 
+def test_all_steps_are_written_out_whatever_ran_before():
+    """True is 1 to whoever compares it, and a program that was kept for 1 has a loop."""
+    for unroll in (1, True, 0, False):
+        program = jax.make_jaxpr(bx.scan(recur, (-1, None), unroll=unroll))(INIT, XS, PARAMS)
+        (scan,) = (eqn for eqn in program.eqns if eqn.primitive.name == "scan")
+        whole = unroll is True or (unroll is not False and unroll == 0)
+        assert scan.params["unroll"] == (scan.params["length"] if whole else 1)
+        bx.scan(recur, (-1, None), unroll=unroll)(INIT, XS, PARAMS)
+
+
 def step_of_many(carry, x, y):
     """Works for every dtype: entries are stored, and what is inexact moves the carry."""
     return carry + jnp.sum(x).astype(carry.dtype), {"x": x, "pair": (x[..., None], y * 2)}

@@ -209,7 +209,7 @@ def scan(
             )
             if tested is None:
                 body, consts = _compat.hoist_constants(staged)
-                how = steps, bool(reverse), unroll, told
+                how = steps, bool(reverse), _written_out(unroll, steps), told
                 program = ScanProgram(body, n_carry, x_axes, places, *how)
                 outs = program.run(consts, carry, xs)
             else:
@@ -275,6 +275,13 @@ def _not_stacked(where: str, spec: Any) -> str:
 def _check_unroll(unroll: Any) -> None:
     if not isinstance(unroll, bool) and not (is_position(unroll) and unroll >= 0):
         raise ArgumentTypeError(f"unroll must be a bool or a non-negative int, got {unroll!r}.")
+
+
+def _written_out(unroll: int | bool, steps: Any) -> int:
+    """How many steps an iteration of the loop has: all of them for True, and for 0, as in JAX."""
+    if isinstance(unroll, bool):  # True would be 1 to whoever compares it
+        unroll = 0 if unroll else 1
+    return unroll or (max(steps, 1) if isinstance(steps, int) else 0)
 
 
 def _check_until(until: Any, unroll: Any) -> None:

@@ -38,7 +38,7 @@ class ScanProgram:
       out_axes: where each of the ys gets it, counted from the front.
       length: number of steps.
       reverse: whether the last step comes first.
-      unroll: as for ``lax.scan``.
+      unroll: how many steps an iteration has; 0 for all, where their number is a symbol.
       progress: who is told how far it is.
     """
 
@@ -48,7 +48,7 @@ class ScanProgram:
     out_axes: tuple[int, ...]
     length: Any
     reverse: bool
-    unroll: int | bool
+    unroll: int
     progress: LoopProgress | None = None
     key: Hashable = field(init=False, repr=False)
 
@@ -162,7 +162,6 @@ def _sweeps(steps: ScanProgram, xs: Sequence[Any]) -> list[_Sweep]:
         isinstance(steps.length, int)
         and steps.length >= _FEWEST
         and steps.unroll == 1
-        and steps.unroll is not True
         and any(math.prod(x.shape[:-1]) >= _WIDTH for x in last)
         and not any(map(_compat.is_reference, xs))
     )
@@ -177,7 +176,7 @@ def _begin(steps: ScanProgram, sweep: _Sweep, index: Any, carry: list[Any]) -> l
     """The carry at the start of a step, or of a block of them; tells that it begins."""
     if steps.progress is None:
         return carry
-    together = steps.length if steps.unroll is True else max(int(steps.unroll), 1)
+    together = steps.unroll or steps.length
     # Of fewer a compiler makes no loop, and nothing keeps calls in order, but that the last one is
     # told what was computed before: in reverse that is the one of the first steps.
     loops = sweep.count >= 2 * together
