@@ -282,7 +282,7 @@ def _varied(x: Any, lane: int) -> Any:
         return folded.reshape(x.shape)
     if is_inexact(x):
         change = 1 + 0.1 * np.random.default_rng(lane).uniform(-1, 1, x.shape)
-        return (x * change).astype(x.dtype)
+        return x * jnp.asarray(change, x.dtype)
     if x.dtype == bool and not x.ndim:
         return x ^ bool(lane % 2)
     return jnp.roll(x, lane, 0) if x.ndim else x

@@ -56,8 +56,9 @@ def shares(loop: ChunkLoop, extremes: Sequence[int], operands: Sequence[Any]) ->
 
 
 def _shares(kind: str, best: Any, count: Any) -> Any:
-    holds = (best == of_only_chunk(best, Extreme(kind, 0))).astype(count.dtype)
-    return holds / jnp.sum(holds * count, axis=0)
+    spec = Extreme(kind, 0)
+    holds = _holders(spec, best, of_only_chunk(best, spec)).astype(count.dtype)
+    return holds / jnp.sum(holds * count, axis=0, keepdims=True)
 
 
 def extreme_tangent(spec: Extreme, x: Any, tangent: Any, share: Any) -> Any:

@@ -105,7 +105,7 @@ class Blocks:
         nothing = jnp.zeros(count, np.int32)
         self.class_of_row = sum((x.astype(np.int32) for x in fits), nothing)
         kinds = np.arange(number, dtype=np.int32)
-        rows = (self.class_of_row[:, None] == kinds).sum(0, dtype=np.int32)
+        rows = (self.class_of_row[:, None] == kinds[None]).sum(0, dtype=np.int32)
         last_row = jnp.cumsum(rows, dtype=np.int32)
         filled = (rows + capacity - 1) // capacity
         last_block = jnp.cumsum(filled, dtype=np.int32)
@@ -116,10 +116,10 @@ class Blocks:
         self.block, self.slot = first_block[self.class_of_row] + rank // room, rank % room
 
         blocks = np.arange(classes.blocks, dtype=np.int32)
-        self.number = (blocks[:, None] >= last_block).sum(1, dtype=np.int32)
+        self.number = (blocks[:, None] >= last_block[None]).sum(1, dtype=np.int32)
         self.kind = jnp.minimum(self.number, np.int32(number - 1))  # of those that hold none, too
         first = first_row[self.kind] + (blocks - first_block[self.kind]) * capacity[self.kind]
-        slots = np.arange(classes.rows[-1], dtype=np.int32)
+        slots = np.arange(classes.rows[-1], dtype=np.int32)[None]
         places = first[:, None] + slots
         self.own = (slots < capacity[self.kind][:, None]) & (places < last_row[self.kind][:, None])
         # In place of a row that is missing the first of the block is run again.
@@ -167,7 +167,7 @@ class Blocks:
         -1 where there is none.
         """
         widths = jnp.maximum(jnp.asarray(self.classes.widths(dim)), 1)[self.kind][:, None]
-        places = np.arange(self.classes.elements(dim), dtype=np.int32)
+        places = np.arange(self.classes.elements(dim), dtype=np.int32)[None]
         slot, place = places // widths, places % widths
         of_slots = lambda x: jnp.take_along_axis(x, slot, 1, mode="clip")
         start, size = (of_slots(x[self.row]) for x in (elements.starts, elements.sizes))

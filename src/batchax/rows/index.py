@@ -158,12 +158,12 @@ def _pack(
     packed = jnp.moveaxis(jnp.take(flat, places, axis=0, mode="clip"), 0, axis)
     if exact:
         return packed
-    belongs = jnp.arange(capacity, dtype=jnp.int32) < jnp.sum(lengths)
+    belongs = jnp.arange(capacity, dtype=jnp.int32) < jnp.sum(lengths, dtype=np.int32)
     return _zero_unless(packed, belongs, (axis,))
 
 
 def _mask(lengths: Any, bound: int) -> Any:
-    return jnp.asarray(lengths)[:, None] > jnp.arange(bound, dtype=jnp.int32)
+    return jnp.asarray(lengths)[:, None] > jnp.arange(bound, dtype=jnp.int32)[None]
 
 
 def _zero_unless(x: Any, belongs: Any, dims: tuple[int, ...]) -> Any:

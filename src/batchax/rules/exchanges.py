@@ -289,10 +289,12 @@ def _take_ragged(operand: Any, output: Any, starts: Any, sizes: Any, targets: An
     lanes, rows = operand.shape[:2]
     if lanes * rows == 0:
         return output
-    by_receiver = lambda x: jnp.swapaxes(x.reshape(lanes, lanes, -1, 1), 0, 1)
+    # Users may give each in another type; -1 and the number of all rows must fit into that of all.
+    dtype = np.dtype(f"i{max(4, *(x.dtype.itemsize for x in (starts, sizes, targets)))}")
+    by_receiver = lambda x: jnp.swapaxes(x.astype(dtype).reshape(lanes, lanes, -1, 1), 0, 1)
     starts, sizes, targets = map(by_receiver, (starts, sizes, targets))
-    within = lax.iota(targets.dtype, output.shape[1]) - targets
-    senders = lax.iota(targets.dtype, lanes)[:, None, None]
+    within = lax.broadcasted_iota(dtype, (1, 1, 1, output.shape[1]), 3) - targets
+    senders = lax.broadcasted_iota(dtype, (1, lanes, 1, 1), 1)
     sent = (within >= 0) & (within < sizes)
     source = jnp.where(sent, senders * rows + starts + within, -1).max((1, 2))
     found = _folded(operand, 0, 2)[jnp.maximum(source, 0)]

@@ -148,7 +148,7 @@ def _batched_indices(
             out.append(_spread(lanes, index.axis, 1, shape))
         elif d in moving:
             places = np.arange(index.size, dtype=np.int32) * index.stride
-            start = jnp.clip(_number(index.start, size), 0, size - 1 - places.max(initial=0))
+            start = jnp.clip(_number(index.start, size), 0, size - 1 - int(places.max(initial=0)))
             starts = _spread(start, index.start.axis, 1, shape)
             along = lax.broadcast_in_dim(places, shape, (block.index(d),))
             out.append(starts + along.astype(starts.dtype))

@@ -65,12 +65,12 @@ def _gather(
         out = op.bind(array, places, unique_indices=False, indices_are_sorted=False)
     if mode == IN_BOUNDS and not exact:
         batch = [axis for axis in range(out.ndim) if axis not in dimension_numbers.offset_dims]
-        out = _dropped_in_reverse(out, in_bounds(at, last_places(op, rooms))[..., 0], batch)
+        out = _dropped_in_reverse(out, in_bounds(at, last_places(op, rooms, at))[..., 0], batch)
     return op.cut(out, op.out_shape)
 
 
 def _moved_inside(op: Operation, at: Any, rooms: Sequence[Any], mode: Any) -> Any:
-    limits = last_places(op, rooms)
+    limits = last_places(op, rooms, at)
     if mode == FILL_OR_DROP:
         return jnp.where(in_bounds(at, limits), at, -1)
     return jnp.clip(at, 0, jnp.maximum(limits, 0))
@@ -121,12 +121,17 @@ def within(op: Operation, start: Any, room: Any, size: Any) -> Any:
     """Where a window of a size begins that is to begin at `start`, in a row with room for it."""
     if _fits(op, start, room, size):
         return int(start)
-    return jnp.clip(as_index(start), 0, jnp.maximum(op.sizes.value(room), 0))
+    at = as_index(start)
+    return jnp.clip(at, 0, jnp.asarray(jnp.maximum(op.sizes.value(room), 0), at.dtype))
 
 
-def last_places(op: Operation, rooms: Sequence[Any]) -> Any:
-    """The greatest index in each indexed dimension, where windows may be moved by `rooms`."""
-    return jnp.stack([jnp.asarray(op.sizes.value(room), np.int32) for room in rooms])
+def last_places(op: Operation, rooms: Sequence[Any], at: Any) -> Any:
+    """The greatest index in each indexed dimension, where windows may be moved by `rooms`.
+
+    Of the type of the indices `at`, and with as many dimensions.
+    """
+    limits = jnp.stack([jnp.asarray(op.sizes.value(room), at.dtype) for room in rooms])
+    return lax.expand_dims(limits, range(at.ndim - 1))
 
 
 def in_bounds(at: Any, limits: Any) -> Any:

@@ -84,9 +84,9 @@ def window(op: Operation, x: Any, axis: int, start: Any, of: Any, dim: Any, stri
         if end > bound:  # where no row of these lengths has such a window
             x = pad_end(x, axis, end - bound)
         return lax.slice_in_dim(x, start, end, stride, axis)
-    size = op.sizes.size(dim)
+    start, size = jnp.asarray(start, np.int32), op.sizes.size(dim)
     source = steps(count, start, stride, op.sizes.size(of))
-    source = jnp.where(jnp.arange(count) < size, source, -1)
+    source = jnp.where(jnp.arange(count, dtype=np.int32) < size, source, -1)
     back = jnp.arange(bound, dtype=np.int32) - start
     target = jnp.where((back >= 0) & (back % stride == 0), back // stride, -1)
     return moved(x, axis, source, jnp.where(target < size, target, -1))
@@ -172,6 +172,7 @@ def overwritten(
             config[axis] = (start, bound - start - count, 0)
             update = lax.pad(update, jnp.zeros((), update.dtype), config)
         else:
+            start = jnp.asarray(start, np.int32)
             source = steps(bound, -start, 1, op.sizes.size(size))
             update = moved(update, axis, source, steps(count, start, 1, bound))
         at = jnp.arange(bound, dtype=np.int32)

@@ -78,7 +78,7 @@ def _tile(op: Operation, x: Row, *, reps: Any) -> Any:
             value = lax.tile(value, _only(value, axis, op.sizes.bound(count)))
         elif is_symbolic(count):
             size = jnp.maximum(op.sizes.size(dim), 1)
-            value = jnp.take(value, jnp.arange(bound) % size, axis, mode="clip")
+            value = jnp.take(value, jnp.arange(bound, dtype=np.int32) % size, axis, mode="clip")
         elif count != 1:
             shape = [*op.out_shape[:axis], *x.shape[axis:]]
             value = join(op, [Row(value, tuple(shape))] * count, axis)

@@ -75,7 +75,7 @@ def _scatter(
             starts[axis] = within(op, indices.value[k], rooms[k], sizes[axis])
         written = None
         if mode != CLIP and not all(isinstance(start, int) for start in starts):
-            written = in_bounds(at, last_places(op, rooms))[0]
+            written = in_bounds(at, last_places(op, rooms, at))[0]
         array = jnp.asarray(x.value)
         return overwritten(op, array, update, starts, x.shape, sizes, WRITES[name], written)
     at, written = _targets(op, at, indices.shape, rooms, mode)
@@ -91,7 +91,7 @@ def _scatter(
 
 def _targets(op: Operation, at: Any, shape: Any, rooms: Any, mode: Any) -> tuple[Any, Any]:
     """Where windows begin; and which are written, as one more dimension of size one."""
-    limits = last_places(op, rooms)
+    limits = last_places(op, rooms, at)
     if mode == CLIP:
         at = jnp.clip(at, 0, limits)
     written = in_bounds(at, limits)
@@ -120,7 +120,8 @@ def _by_element(
     dim = dnums.update_window_dims[shown.index(axis)]
     window = tuple(d for d in dnums.update_window_dims if d != dim)
     new = dim - sum(d < dim for d in window)  # of the dimensions that are not of windows
-    count, size = op.sizes.bound(shape[dim]), op.sizes.size(shape[dim])
+    count = op.sizes.bound(shape[dim])
+    size = jnp.asarray(op.sizes.size(shape[dim]), at.dtype)
     own = lax.iota(at.dtype, count)
     along = [1] * (at.ndim + 1)
     along[new] = count
@@ -129,7 +130,7 @@ def _by_element(
     at, written = jnp.expand_dims(at, new), jnp.expand_dims(written, new)
     if axis in indexed:
         step = jnp.asarray([i == axis for i in indexed], at.dtype)
-        at = at + own * step
+        at = at + own * lax.expand_dims(step, range(at.ndim - 1))
     else:
         indexed = (*indexed, axis)
         whole = jnp.broadcast_to(own, (*at.shape[:new], count, *at.shape[new + 1 : -1], 1))
