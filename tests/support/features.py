@@ -150,7 +150,8 @@ def bounded():
 
 
 def collectives():
-    f = lambda x: x / lax.psum(x, "i") + lax.pmax(jnp.sin(x), "i") * lax.axis_index("i")
+    lane = lambda x: lax.axis_index("i").astype(x.dtype)
+    f = lambda x: x / lax.psum(x, "i") + lax.pmax(jnp.sin(x), "i") * lane(x)
     whole = bx.vmap(f, axis_name="i")
     chunks = bx.vmap(f, axis_name="i", batch_size=3)
     return whole(X), chunks(X), jax.grad(lambda x: (whole(x) ** 2).sum())(X)
@@ -207,7 +208,7 @@ FEATURES = {
         jax.grad(lambda v: bx.vmap(with_jvp())(v).sum() + bx.vmap(with_vjp())(v).sum())(V),
     ),
     "linear algebra": lambda: bx.vmap(jax.grad(lambda x: jnp.linalg.cholesky(
-        jnp.eye(3) + x * jnp.ones((3, 3))).sum()))(X),
+        jnp.eye(3, dtype=x.dtype) + x * jnp.ones((3, 3), x.dtype)).sum()))(X),
     "keys": lambda: bx.vmap(jax.random.normal)(jax.random.split(jax.random.key(0), 5)),
     "chunks": in_chunks(),
     "chunks, residuals kept": in_chunks(residuals="keep"),
@@ -238,13 +239,13 @@ FEATURES = {
     "register_rule": lambda: bx.vmap(of_new_primitive())(X),
     "bounded_while": bounded,
     "scan": lambda: jax.grad(lambda v: bx.scan(
-        lambda c, x: (c * x, c + x), in_axes=1, out_axes=1)(jnp.ones(2), v)[1].sum())(V[:2]),
+        lambda c, x: (c * x, c + x), in_axes=1, out_axes=1)(v[:, 0] * 0 + 1, v)[1].sum())(V[:2]),
     "tiles": lambda: [
         bx.vmap(lambda b: b - b.mean(), spec, bx.tiles())(X)
         for spec in (bx.tiles(count=7), bx.tiles(3, last="short"))
     ],
     "keys and sizes": lambda: bx.vmap(
-        lambda key, n, x: jax.random.normal(key, (n,)).sum() * x,
+        lambda key, n, x: jax.random.normal(key, (n,), x.dtype).sum() * x,
         (bx.split_key, bx.size("n", 4), 0),
     )(jax.random.key(0), np.arange(7) % 5, X),
     "sparse matrices": lambda: bx.vmap(lambda m: m * 2.0)(
