@@ -80,7 +80,7 @@ class Progress:
         if self._bar is not None:
             self._bar.print(text)
         elif self._shown and sys.stderr is not None:  # as in a process without a terminal
-            with contextlib.suppress(OSError):  # nobody reads it any more: work goes on
+            with _nobody_reads():
                 print(f"{self._name}: {text}", file=sys.stderr, flush=True)
 
     def close(self, text: str | None = None) -> None:
@@ -133,7 +133,7 @@ class _Bar:
             self._drawn = time.monotonic()
 
     def print(self, text: str) -> None:
-        with _lock:
+        with _lock, _nobody_reads():
             bars = _bars_shown(self._attended) if self._bars is None else self._bars
             bars.console.print(text, highlight=False, markup=False)
 
@@ -148,10 +148,17 @@ class _Bar:
                 _stop()
 
     def _draw(self, done: int, state: str) -> None:
-        if self._bars is None:
-            self._bars, (name, total) = _bars_shown(self._attended), self._what
-            self._task = self._bars.add_task(name, total=total, state="")
-        self._bars.update(self._task, completed=done, state=state, refresh=True)
+        with _nobody_reads():
+            if self._bars is None:
+                bars, (name, total) = _bars_shown(self._attended), self._what
+                self._task = bars.add_task(name, total=total, state="")
+                self._bars = bars
+            self._bars.update(self._task, completed=done, state=state, refresh=True)
+
+
+def _nobody_reads() -> Any:
+    """Lets work go on where what is written to is closed, or a terminal that is gone."""
+    return contextlib.suppress(OSError, ValueError)
 
 
 _lock = threading.RLock()
@@ -167,7 +174,7 @@ def _bars_shown(attended: bool) -> Any:
 
         # What nobody is sure to close must not hold on to the terminal: no thread that draws,
         # no streams in place of the user's, and the cursor stays.
-        _shown = Bars(
+        bars = Bars(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -177,9 +184,10 @@ def _bars_shown(attended: bool) -> Any:
             redirect_stdout=not attended,
             redirect_stderr=not attended,
         )
-        _shown.start()
+        bars.start()
         if attended:
-            _shown.console.show_cursor(True)
+            bars.console.show_cursor(True)
+        _shown = bars
     return _shown
 
 
@@ -187,15 +195,19 @@ def _bars_shown(attended: bool) -> Any:
 def _stop() -> None:
     """Leaves the bars as they are, with a new line after them."""
     global _shown
-    with _lock:
-        if _shown is not None:
-            _shown.stop()
-        _shown = None
+    with _lock, _nobody_reads():
+        bars, _shown = _shown, None
+        if bars is not None:
+            bars.stop()
 
 
 def _watched() -> bool:
     """Whether somebody sees what is written to the standard error."""
-    return _in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
+    if _in_notebook():
+        return True
+    with contextlib.suppress(AttributeError, ValueError):  # there is none, or it is closed
+        return sys.stderr.isatty()
+    return False
 
 
 def _in_notebook() -> bool:

@@ -326,6 +326,32 @@ def test_a_bar_in_a_terminal(monkeypatch):
     assert text.rindex("\x1b[?25h", 0, first) > text.rindex("\x1b[?25l", 0, first)  # the cursor
 
 
+class Gone(Terminal):
+    def write(self, text):
+        raise OSError("the terminal is gone")
+
+
+class Plain:
+    """What some editors have: it cannot be asked whether it is a terminal."""
+
+    write = flush = lambda *_: None
+
+
+CLOSED = Terminal()
+CLOSED.close()
+
+
+@pytest.mark.parametrize(
+    "stream", [Gone(), CLOSED, Plain(), None], ids=["gone", "closed", "plain", "none"]
+)
+def test_the_program_goes_on_where_nothing_can_be_written(stream, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", stream)
+    out = jax.jit(bx.vmap(one, batch_size=3, progress=True))(X)
+    assert jnp.allclose(out, one(X), rtol=1e-6)
+    assert bars._shown is None
+    bx.map(one, np.asarray(X), progress=True)
+
+
 def test_a_bar_inside_another_is_shown_if_it_lasts(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", stream := Terminal())

@@ -9,6 +9,7 @@ several threads at a time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 import traceback
@@ -70,7 +71,12 @@ class _Run:
         self.at, self.heard = 0, time.monotonic()
         self._told, self._how, self._failed = 0, progress.how, False
         self._longest = 0.0
-        self._shown = Progress(self._how, progress.name, total, 0, progress.unit, attended=True)
+        self._progress, self._total = progress, total
+
+    @functools.cached_property
+    def _shown(self) -> Progress:
+        told = self._progress
+        return Progress(told.how, told.name, self._total, 0, told.unit, attended=True)
 
     def hear(self, at: int) -> None:
         now = time.monotonic()
@@ -80,9 +86,11 @@ class _Run:
     def tell(self, done: int, ended: bool) -> None:
         """Whatever goes wrong with telling it, the program goes on."""
         try:
-            if (done or ended) and not self._failed:
+            if not self._failed:
                 more, self._told = done - self._told, done
-                self._shown.advance(more)
+                shown = self._shown  # from the first step on, of which there is nothing to tell
+                if done or ended:
+                    shown.advance(more)
         except Exception as error:
             self._failed = True
             place = traceback.extract_tb(error.__traceback__)[-1]
