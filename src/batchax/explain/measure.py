@@ -87,8 +87,9 @@ def measure(
     def made(size: int | Literal["loop"] | None) -> _Way:
         if size == "loop":
             return _loop(fun, in_axes, args, kwargs, lanes)
-        changed = {**options, "batch_size": size}
-        changed.pop("memory_limit", None)
+        of_chunks = ("memory_limit", "progress", *(["residuals"] if size is None else []))
+        changed: dict[str, Any] = {k: v for k, v in options.items() if k not in of_chunks}
+        changed["batch_size"] = size
         other = stage(vmap(fun, in_axes, out_axes, **changed), args, kwargs, ())
         return as_it_is(size, other, other.compile())
 
