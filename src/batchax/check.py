@@ -14,6 +14,7 @@ from jax.core import Tracer
 from batchax import _compat
 from batchax.comparing import difference_of_trees, directions
 from batchax.errors import ArgumentTypeError, MismatchError, UnsupportedError
+from batchax.frontend.arguments import check_callable
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import is_position, spread_in_axes
 from batchax.frontend.outputs import lanes_first
@@ -68,10 +69,7 @@ def check(
       ...     return charge * jnp.sum(positions**2)
       >>> bx.check(energy, (None, 0), batch_size=2)(2.0, jnp.ones((5, 3)))
     """
-    if not callable(fun):
-        raise ArgumentTypeError(
-            f"check expects a function of one example, got {fun!r} of type {type(fun).__name__}."
-        )
+    check_callable("check", "a function of one example", fun)
     if options.get("axis_name") is not None:
         raise UnsupportedError(
             "check compares with the function of one lane by itself, which has no others to meet: "

@@ -9,7 +9,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 
 from batchax import _compat
-from batchax.errors import ArgumentTypeError
+from batchax.frontend.arguments import check_callable
 from batchax.frontend.outputs import flatten_arrays
 from batchax.user_rules.arguments import split_arguments
 from batchax.user_rules.call import call, with_captured
@@ -82,7 +82,7 @@ class custom_vmap(Generic[P, R]):
     fun: Callable[P, R]
 
     def __init__(self, fun: Callable[P, R]) -> None:
-        _check_callable("custom_vmap", "a function of one example", fun)
+        check_callable("custom_vmap", "a function of one example", fun)
         functools.update_wrapper(self, fun)
         self.fun = fun
         self._rule: Callable[..., Any] | None = None
@@ -123,7 +123,7 @@ class custom_vmap(Generic[P, R]):
           >>> print(bx.vmap(norm)(jnp.array([[3.0, 4.0], [6.0, 8.0]])))
           [ 5. 10.]
         """
-        _check_callable("def_vmap", "a batching rule", rule)
+        check_callable("def_vmap", "a batching rule", rule)
         self._rule = rule
         return rule
 
@@ -150,7 +150,7 @@ class custom_vmap(Generic[P, R]):
           >>> print(jax.grad(softplus)(100.0))  # exp(100) is infinite
           1.0
         """
-        _check_callable("def_jvp", "a rule `rule(primals, tangents)`", rule)
+        check_callable("def_jvp", "a rule `rule(primals, tangents)`", rule)
         self._derivatives = self._derivatives.replace(jvp=rule)
         return rule
 
@@ -176,8 +176,8 @@ class custom_vmap(Generic[P, R]):
           >>> print(jax.grad(lambda x: 10 * clipped(x))(2.0))
           1.0
         """
-        _check_callable("def_vjp", "a rule `fwd(*args)`", fwd)
-        _check_callable("def_vjp", "a rule `bwd(residuals, cotangent)`", bwd)
+        check_callable("def_vjp", "a rule `fwd(*args)`", fwd)
+        check_callable("def_vjp", "a rule `bwd(residuals, cotangent)`", bwd)
         self._derivatives = self._derivatives.replace(fwd=fwd, bwd=bwd)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -220,10 +220,3 @@ class custom_vmap(Generic[P, R]):
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a method: the instance is the first argument."""
         return self if instance is None else functools.partial(self, instance)
-
-
-def _check_callable(where: str, what: str, fun: Any) -> None:
-    if not callable(fun):
-        raise ArgumentTypeError(
-            f"{where} expects {what}, got {fun!r} of type {type(fun).__name__}."
-        )

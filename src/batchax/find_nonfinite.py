@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, cast
 
 from batchax import _compat
-from batchax.errors import ArgumentTypeError
+from batchax.frontend.arguments import check_callable
 from batchax.frontend.batched import Batched
 from batchax.nonfinite.find import NonFinite, find
 
@@ -56,11 +56,7 @@ def find_nonfinite(
       1 nan div
       2 nan sqrt
     """
-    if not callable(fun):
-        raise ArgumentTypeError(
-            f"find_nonfinite expects a function of one example, got {fun!r} of type "
-            f"{type(fun).__name__}."
-        )
+    check_callable("find_nonfinite", "a function of one example", fun)
 
     @functools.wraps(fun)
     @_compat.api_boundary

@@ -12,6 +12,7 @@ import numpy as np
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
+from batchax.frontend.arguments import check_callable
 from batchax.frontend.batched import Batched
 
 P = ParamSpec("P")
@@ -54,11 +55,7 @@ def host_function(
       >>> print(bx.vmap(gamma)(jnp.arange(1.0, 6.0)))
       [ 1.  1.  2.  6. 24.]
     """
-    if not callable(fun):
-        raise ArgumentTypeError(
-            f"host_function expects a function of one example, got {fun!r} of type "
-            f"{type(fun).__name__}."
-        )
+    check_callable("host_function", "a function of one example", fun)
     if isinstance(threads, bool) or not isinstance(threads, int):
         raise ArgumentTypeError(f"threads must be a positive int, got {threads!r}.")
     if threads < 1:

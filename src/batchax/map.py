@@ -20,6 +20,7 @@ from batchax.datasets.stores import kind_of
 from batchax.datasets.units import Policy
 from batchax.divergence.compact import Compact
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.frontend.arguments import check_callable
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import check_out_axes
 from batchax.progress import check_progress
@@ -114,10 +115,7 @@ def map(
       [ 3. 12. 21. 30.]
     """
     begun = time.monotonic()
-    if not callable(fun):
-        raise ArgumentTypeError(
-            f"map expects a function of one row, got {fun!r} of type {type(fun).__name__}."
-        )
+    check_callable("map", "a function of one row", fun)
     check_out_axes(out_axes)
     kind_of(out)  # what cannot be one is refused before any work
     _check_options(batch_size, commit_rows, on_error, on_nonfinite, max_errors, retries, resume)

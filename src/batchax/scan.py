@@ -18,6 +18,7 @@ from batchax.frontend.advice import named_in_errors
 from batchax.frontend.arguments import (
     Mapped,
     check_axis_size,
+    check_callable,
     find_axis_size,
     flatten_arguments,
     give_lane_indices,
@@ -132,10 +133,7 @@ def scan(
       >>> last.shape, ys.shape
       ((3,), (3, 50))
     """
-    if not callable(fun):
-        raise ArgumentTypeError(
-            f"scan expects a function of one step, got {fun!r} of type {type(fun).__name__}."
-        )
+    check_callable("scan", "a function of one step", fun)
     check_in_axes(_after_carry(fun, None), in_axes)
     _check_out_axes(out_axes)
     check_axis_size(length, terms=STEPS)
@@ -199,7 +197,7 @@ def scan(
                     "scan reads references along axis 0 only. Give it None in in_axes, and index "
                     "it in the step."
                 )
-        with named_in_errors(flat.mapped, STEPS.each), _compat.name_stack_extended("scan"):
+        with named_in_errors(fun, flat.mapped, STEPS.each), _compat.name_stack_extended("scan"):
             tested, staged, outputs, carry = settle(stage, carry)
             check_types(fun, keys, carry, staged.out_avals)
             described = outputs.described

@@ -26,6 +26,7 @@ from batchax.frontend.arguments import (
     Mapped,
     check_axis_name,
     check_axis_size,
+    check_callable,
     find_axis_size,
     find_mesh_axis,
     flatten_arguments,
@@ -169,10 +170,7 @@ def vmap(
       >>> bx.vmap(predict, (None, 0), bx.Reduce("mean"), batch_size=2)(w, xs).shape
       (3,)
     """
-    if not callable(fun):
-        raise ArgumentTypeError(
-            f"vmap expects a function of one example, got {fun!r} of type {type(fun).__name__}."
-        )
+    check_callable("vmap", "a function of one example", fun)
     check_in_axes(fun, in_axes)
     check_out_axes(out_axes)
     check_axis_name(axis_name)
@@ -222,12 +220,13 @@ def vmap(
         shards = None if on_mesh is None else on_mesh.shards(size, own)
         run = functools.partial(_run, chunking=chunking, shards=shards)
         ragged = any(isinstance(m.value, Ragged) for m in flat.mapped)
-        if buckets is not None and not ragged:
-            raise ArgumentTypeError(
-                "buckets was given, which is for rows of different lengths, but no mapped argument "
-                "is a batchax.Ragged."
-            )
-        with named_in_errors(flat.mapped, LANES.each):
+        for option, given in {"buckets": buckets is not None, "layout": layout != "auto"}.items():
+            if given and not ragged:
+                raise ArgumentTypeError(
+                    f"{option} was given, which is for rows of different lengths, but no mapped "
+                    "argument is a batchax.Ragged."
+                )
+        with named_in_errors(fun, flat.mapped, LANES.each):
             if ragged:
                 for m in flat.mapped:  # `rows/` moves them about before they are on their devices
                     m.value = jnp.asarray(m.value) if isinstance(m.value, np.ndarray) else m.value

@@ -316,7 +316,7 @@ def test_explain_names_no_secret_marks_in_programs_that_are_run():
 
 
 def test_mistakes_are_those_of_vmap():
-    with pytest.raises(bx.ArgumentTypeError, match="vmap expects a function"):
+    with pytest.raises(bx.ArgumentTypeError, match="explain expects a function"):
         bx.explain(3)
     with pytest.raises(bx.AxisError, match="one size"):
         bx.explain(affine, (None, 0, 0))(M, V, B)
@@ -351,7 +351,8 @@ def test_measuring_runs_it_in_turns_with_a_loop_and_other_chunks():
     def rank(x):
         return lax.axis_index("i") + x
 
-    chunked = bx.explain(rank, axis_name="i", batch_size=4, measure=True)(jnp.arange(8.0))
+    chunks = dict(batch_size=4, residuals="keep", progress=lambda *_: None)
+    chunked = bx.explain(rank, axis_name="i", **chunks, measure=True)(jnp.arange(8.0))
     assert [t.batch_size for t in chunked.timings] == [4, None]
 
     with pytest.raises(bx.ArgumentTypeError, match=r"args\[0\]\['w'\] has no values"):

@@ -403,6 +403,30 @@ def test_batch_jaxpr():
             call()
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda f, x: bx.vmap(f)(x),
+        lambda f, x: bx.check(f)(x),
+        lambda f, x: bx.find_nonfinite(f)(x),
+        lambda f, x: bx.explain(f, batch_size=2)(x),
+        lambda f, x: bx.explain(lambda x: f(x) + 1)(x),
+        lambda f, x: bx.map(f, x, progress=False),
+    ],
+)
+@pytest.mark.parametrize("transform", [bx.vmap, jax.vmap])
+def test_what_is_batched_already(call, transform):
+    with pytest.raises(ValueError, match=r"(?s)^(sin|<lambda>) gets.*batched already.*rank|axis"):
+        call(transform(jnp.sin), np.arange(3.0, dtype=np.float32))
+
+
+def test_options_without_effect():
+    with pytest.raises(bx.ArgumentTypeError, match="residuals is 'keep', but batch_size is None"):
+        bx.vmap(jnp.sin, residuals="keep")
+    with pytest.raises(bx.ArgumentTypeError, match=r"layout was given.*no mapped argument is a"):
+        bx.vmap(jnp.sin, layout="packed")(jnp.ones(3))
+
+
 def test_register_rule_and_register_container():
     with pytest.raises(bx.ArgumentTypeError, match="expects a primitive"):
         bx.register_rule(jnp.sin)

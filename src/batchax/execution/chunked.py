@@ -76,6 +76,11 @@ def find_chunking(
         )
     told = find_progress(progress, fun, "chunks")
     if batch_size is None:
+        if residuals != "recompute":
+            raise ArgumentTypeError(
+                f"residuals is {residuals!r}, but batch_size is None: all lanes run at once, and "
+                "what they computed is kept. Give batch_size, or leave residuals out."
+            )
         if told is not None:
             raise ArgumentTypeError(
                 f"progress is {progress!r}, but batch_size is None: all lanes run at once, and "

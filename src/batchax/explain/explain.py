@@ -25,6 +25,7 @@ from batchax.explain.measure import measure as measure_ways
 from batchax.explain.memory import counted_by_compiler, find_memory
 from batchax.explain.naming import Names
 from batchax.explain.staging import Staged, stage
+from batchax.frontend.arguments import check_callable
 from batchax.frontend.batched import Batched
 from batchax.vmap import made_by_vmap, vmap
 
@@ -80,6 +81,7 @@ def explain(
       >>> [equation.primitive for equation in explanation.equations]
       ['dot_general', 'tanh', 'reduce_sum']
     """
+    check_callable("explain", "a function of one example, or what vmap made of one", fun)
     given = None
     if (in_axes, out_axes, vmap_options) == (0, 0, {}):
         given = _made_of_vmap(fun)

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from batchax.errors import AxisError
+
 
 def by_name(paths: Sequence[str]) -> str:
     """Of keyword arguments among `paths`: how to give them None. Empty if there are none.
@@ -49,23 +51,42 @@ def may_be_key(x: Any) -> bool:
 
 
 @contextmanager
-def named_in_errors(mapped: Sequence[Any], each: str) -> Iterator[None]:
-    """While a function of one example is run: puts on top of JAX's errors which argument it was.
+def named_in_errors(fun: Any, mapped: Sequence[Any], each: str) -> Iterator[None]:
+    """While a function of one example is run: puts on top of errors what to do about them.
 
     Args:
+      fun: the function.
       mapped: what is mapped, each with a path, a value and an axis.
       each: when an argument is the same for each of the lanes.
     """
     try:
         yield
     except (TypeError, ValueError) as error:
-        top = _what_python_needed(error, mapped, each) or _key_in_parts(error, mapped, each)
+        top = (
+            _batched_already(fun, error)
+            or _what_python_needed(error, mapped, each)
+            or _key_in_parts(error, mapped, each)
+        )
         if top and error.args and _SAYS not in str(error.args[0]):
-            error.args = (f"{top}{_SAYS}{error.args[0]}", *error.args[1:])
+            says = "\n" if isinstance(error, AxisError) else _SAYS
+            error.args = (f"{top}{says}{error.args[0]}", *error.args[1:])
         raise
 
 
 _SAYS = "\nJAX says: "
+NO_SUCH_AXIS = "in_axes names an axis that the argument does not have:"
+
+
+def _batched_already(fun: Any, error: Exception) -> str:
+    if not str(error).startswith((NO_SUCH_AXIS, "vmap was requested to map its argument along")):
+        return ""
+    return (
+        f"{getattr(fun, '__name__', type(fun).__name__)} gets its arguments without the axes that "
+        "are mapped here, and maps over an axis that they do not have. If it is batched already, "
+        "give the function of one example instead, with its in_axes."
+    )
+
+
 _INSTEAD = {
     jax.errors.TracerBoolConversionError: (
         "`if`, `while`, `and`, `or` and `not` of Python need",

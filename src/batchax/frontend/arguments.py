@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
-from batchax.frontend.advice import by_name, is_key, may_be_key, split_key
+from batchax.frontend.advice import NO_SUCH_AXIS, by_name, is_key, may_be_key, split_key
 from batchax.frontend.containers import BatchOfRows, parts_of_argument
 from batchax.frontend.in_axes import LANES, Terms, is_position, listed, show, spread_in_axes
 from batchax.frontend.local_rows import LocalRows, only_mapped
@@ -208,6 +208,14 @@ def give_lane_indices(mapped: Sequence[Mapped], axis: Axis) -> None:
         m.value = indices
 
 
+def check_callable(where: str, what: str, fun: Any) -> None:
+    """Refuses what is no function."""
+    if not callable(fun):
+        raise ArgumentTypeError(
+            f"{where} expects {what}, got {fun!r} of type {type(fun).__name__}."
+        )
+
+
 def check_axis_size(axis_size: Any, required: bool = False, terms: Terms = LANES) -> None:
     """Refuses a number of lanes that is no non-negative int."""
     if not (_is_size(axis_size) or (axis_size is None and not required)):
@@ -350,7 +358,7 @@ def _check_ranges(mapped: list[Mapped], terms: Terms) -> None:
     if wrong:
         lanes = sizes.pop() if len(sizes) == 1 else "n"
         raise AxisError(
-            "in_axes names an axis that the argument does not have:\n"
+            f"{NO_SUCH_AXIS}\n"
             + "\n".join(f"  {m.path}: shape {_shape(m.value)}, axis {m.axis}" for m in wrong)
             + "\nAn axis must be in [-ndim, ndim); give None for an argument without a batch axis."
             + by_name([m.path for m in wrong])
