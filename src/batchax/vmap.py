@@ -150,7 +150,7 @@ def vmap(
         parameter name, nothing mapped and no `axis_size`, or an output that
         depends on the batch where `out_axes` says None.
       ArgumentTypeError: (a TypeError) `fun` is not callable, an argument to be
-        mapped or an output is not an array, or an option has the wrong type.
+        mapped or an output is not an array, or an option has the wrong type, or no effect.
       MemoryLimitError: (a ValueError) `memory_limit` is too little for one lane.
       ProcessesError: (a RuntimeError) with `mesh`, outside of `jit`, not all processes make the
         call, or not the same.
