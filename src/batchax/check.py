@@ -9,12 +9,11 @@ from typing import Any, ParamSpec, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from batchax import _compat
 from batchax.comparing import difference_of_trees, directions
 from batchax.errors import ArgumentTypeError, MismatchError, UnsupportedError
-from batchax.frontend.arguments import check_callable
+from batchax.frontend.arguments import check_callable, check_untraced
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import is_position, spread_in_axes
 from batchax.frontend.outputs import lanes_first
@@ -103,10 +102,7 @@ class _Comparison:
         lanes: int,
         tolerance: dict[str, float | None],
     ) -> None:
-        if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
-            raise ArgumentTypeError(
-                "check compares values, and an argument is traced. Call it outside of jit."
-            )
+        check_untraced("check compares values", (args, kwargs))
         self._batched = vmap(fun, in_axes, **lanes_first(options))
         leaves, self._rebuild = spread_in_axes(fun, in_axes, args, kwargs)
         self._fun, self._tolerance = fun, tolerance

@@ -216,6 +216,12 @@ def check_callable(where: str, what: str, fun: Any) -> None:
         )
 
 
+def check_untraced(purpose: str, arguments: Any) -> None:
+    """Refuses arguments without values, for what has a purpose that needs some."""
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
+        raise ArgumentTypeError(f"{purpose}, and an argument is traced. Call it outside of jit.")
+
+
 def check_axis_size(axis_size: Any, required: bool = False, terms: Terms = LANES) -> None:
     """Refuses a number of lanes that is no non-negative int."""
     if not (_is_size(axis_size) or (axis_size is None and not required)):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from batchax.errors import ArgumentTypeError
+from batchax.frontend.arguments import check_untraced
 from batchax.frontend.in_axes import spread_in_axes
 from batchax.frontend.outputs import lanes_first
 from batchax.nonfinite.origins import (
@@ -124,10 +124,7 @@ def find(
     fun: Callable[..., Any], in_axes: Any, options: dict[str, Any], args: Any, kwargs: Any
 ) -> NonFinite:
     """Runs the batched function, and says what of it is not finite."""
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
-        raise ArgumentTypeError(
-            "find_nonfinite looks at values, and an argument is traced. Call it outside of jit."
-        )
+    check_untraced("find_nonfinite looks at values", (args, kwargs))
     # Staged as it is, so that what does not fit is refused by `vmap`, in terms of the user's.
     jax.eval_shape(lambda: vmap(fun, in_axes, **options)(*args, **kwargs))
     options = lanes_first(options)

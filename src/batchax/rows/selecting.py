@@ -99,10 +99,9 @@ class Selecting:
                     f"{kinds[0]}. Rows may differ in their length only."
                 )
         parts = [x._packed(x._known_ends()) for x in batches]
-        numpy = np if all(isinstance(x, np.ndarray) for x in parts) else jnp
         lengths = np.concatenate([np.asarray(x.lengths) for x in batches])
         most = max(x.max_length for x in batches)
-        return cls(numpy.concatenate(parts, axis=first.axis), lengths, most, axis=first.axis)
+        return cls(_one_after_another(parts, first.axis), lengths, most, axis=first.axis)
 
     def rows(self) -> list[Any]:
         """The rows, as a list of arrays.
@@ -119,9 +118,8 @@ class Selecting:
 
     def _some(self: S, ends: np.ndarray, chosen: Sequence[int] | np.ndarray) -> S:
         parts = [self._row(ends, int(i)) for i in chosen] or [self._packed(ends[:0])]
-        numpy = np if isinstance(self.data, np.ndarray) else jnp
         lengths = np.asarray(self.lengths)[np.asarray(chosen, int)]
-        data = numpy.concatenate(parts, axis=self.axis)
+        data = _one_after_another(parts, self.axis)
         return type(self)(data, lengths, self.max_length, axis=self.axis)
 
     def _packed(self, ends: np.ndarray) -> Any:
@@ -147,6 +145,12 @@ class Selecting:
 
     def _check_has_lengths(self) -> None:
         raise NotImplementedError
+
+
+def _one_after_another(parts: Sequence[Any], axis: int) -> Any:
+    """Joined along an axis: of NumPy if all are, as rows may be that were never on a device."""
+    numpy = np if all(isinstance(x, np.ndarray) for x in parts) else jnp
+    return numpy.concatenate(parts, axis=axis)
 
 
 def _place(i: int, count: int) -> int:
