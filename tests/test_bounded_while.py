@@ -76,6 +76,28 @@ def test_equals_a_python_loop():
         assert int(got["n"]) == steps
 
 
+def test_no_steps():
+    """The carry as it came, in whichever way it is run, and derivatives that pass through."""
+    told = []
+
+    def f(x, progress=False):
+        init = {"y": x, "n": 0, "w": jnp.ones(2)}
+        cond, body = lambda c: c["n"] < x.sum(), lambda c: {**c, "y": jnp.sin(c["y"] / 0)}
+        return bx.bounded_while(cond, body, init, 0, progress=progress)["y"]
+
+    xs = example((5, 2))
+    ways = [{}, {"batch_size": 2}, {"divergence": "compact"}, {"mesh": "all"}]
+    for way in ways:
+        batched = [bx.vmap(g, **way) for g in (f, jax.jacrev(f), jax.jacfwd(f))]
+        values, *derivatives = jax.jit(lambda xs, fs=batched: [g(xs) for g in fs])(xs)
+        same(values, xs)
+        for found in derivatives:
+            same(found, jnp.broadcast_to(jnp.eye(2), (5, 2, 2)))
+    same(f(xs[0], lambda *counts: told.append(counts)), xs[0])
+    jax.effects_barrier()
+    assert told == [(0, 0)]
+
+
 def derivatives_of(f):
     """Both modes, in one program."""
 
@@ -637,9 +659,13 @@ MISTAKES = {
     "max_steps": (
         lambda: bx.bounded_while(bool, abs, 0, 2.0),
         bx.ArgumentTypeError,
-        "max_steps must be a positive int, got 2.0 of type float",
+        "max_steps must be an int, zero or more, got 2.0 of type float",
     ),
-    "no steps": (lambda: bx.bounded_while(bool, abs, 0, 0), bx.AxisError, "positive int, got 0"),
+    "fewer than none": (
+        lambda: bx.bounded_while(bool, abs, 0, -1),
+        bx.AxisError,
+        "zero or more, got -1",
+    ),
     "no array": (
         lambda: bx.bounded_while(lambda c: True, lambda c: c, {"a": "text"}, 3),
         bx.ArgumentTypeError,

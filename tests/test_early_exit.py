@@ -224,3 +224,21 @@ def test_mistakes(mistake):
     call, error, message = MISTAKES[mistake]
     with pytest.raises(error, match=message):
         call()
+
+
+def test_derivatives_and_progress_of_no_steps():
+    """The carry as it came, and its derivatives; whoever watches is told that there is nothing."""
+    told = []
+
+    def last(c, xs, progress=False):
+        step = lambda c, x: (jnp.log(-c) * x.sum(), c)
+        return bx.scan(step, 1, until=lambda c: c > 2, progress=progress)(c, xs)[0]
+
+    cs, xs = jnp.array([1.0, 5.0, 2.0]), jnp.zeros((3, 2, 0))
+    of = [last, jax.grad(last), jax.jacfwd(last)]
+    every = lambda cs, xs: [bx.vmap(f, batch_size=b)(cs, xs) for f in of for b in (None, 2)]
+    for i, found in enumerate(jax.jit(every)(cs, xs)):
+        same(found, cs if i < 2 else jnp.ones(3))
+    last(cs[0], xs[0], progress=lambda *counts: told.append(counts))
+    jax.effects_barrier()
+    assert told == [(0, 0)]

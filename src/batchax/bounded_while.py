@@ -64,7 +64,8 @@ def bounded_while(
         arrays, with respect to which the loop may be differentiated.
       init_val: the first carry: a pytree of arrays and numbers whose structure, shapes and
         dtypes stay the same from step to step.
-      max_steps: how many steps are taken at most, a positive int.
+      max_steps: how many steps are taken at most, an int. With 0 the carry is returned as it came,
+        in the types that a step would give it.
       progress: whether to show how many steps are done, of at most how many, in a terminal or
         notebook; or a function that is called with these, from a thread of JAX's. About fifty
         times at most, inside of `jit`, too.
@@ -73,7 +74,7 @@ def bounded_while(
       The carry after the last step.
 
     Raises:
-      AxisError: (a ValueError) `max_steps` is less than one.
+      AxisError: (a ValueError) `max_steps` is negative.
       ArgumentTypeError: (a TypeError) `cond_fun` or `body_fun` is not callable, `max_steps` is
         not an int, `cond_fun` does not return a truth value, or `body_fun` does not keep the
         structure, shapes and dtypes of the carry.
@@ -127,11 +128,11 @@ def bounded_while(
 def _check_max_steps(max_steps: Any) -> None:
     if not is_position(max_steps):
         raise ArgumentTypeError(
-            f"max_steps must be a positive int, got {max_steps!r} of type "
+            f"max_steps must be an int, zero or more, got {max_steps!r} of type "
             f"{type(max_steps).__name__}."
         )
-    if max_steps < 1:
-        raise AxisError(f"max_steps must be a positive int, got {max_steps}.")
+    if max_steps < 0:
+        raise AxisError(f"max_steps must be zero or more, got {max_steps}.")
 
 
 # JAX says of its own loop that it has no reverse mode, and what else to use: this, too.

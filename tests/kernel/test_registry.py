@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import Primitive
@@ -177,3 +178,56 @@ def test_reducing_with_several_operands_and_results():
     fun = jax.jit(lambda x, y: p.bind(x, y, axes=(1,)))
     x, y = example((2, 4, 3)), example((2, 3), seed=1)
     check(fun, x, y, in_axes=(1, None), against_jax=False, derivatives=False, jit=False)
+
+
+def test_reducing_dimensions_counted_from_the_end():
+    p = new_primitive(
+        "last_sum",
+        lambda x, *, axes: x.sum(axes),
+        lambda x, axes: like(left(x.shape, axes), x.dtype),
+    )
+    left = lambda shape, axes: [n for d, n in enumerate(shape) if not {d, d - len(shape)} & {*axes}]
+    bx.reducing(p, neutral=0)
+    x = example((2, 3, 4))
+    for axes in ((-1,), (-2,), (0, -1)):
+        fun = lambda x, axes=axes: p.bind(x, axes=axes)
+        together = jax.jit(lambda x, f=fun: [bx.vmap(f, in_axes=i)(x) for i in range(3)])
+        same(together(x), [jax.vmap(lambda x, a=axes: x.sum(a), in_axes=i)(x) for i in range(3)])
+    rows = [example((n, 3), seed=n) for n in (2, 4)]
+    of_rows = lambda x: p.bind(x, axes=(-2,))
+    for layout in ("auto", "packed", "padded"):
+        found = bx.vmap(of_rows, layout=layout)(bx.Ragged.from_rows(rows))
+        same(found, jnp.stack([x.sum(0) for x in rows]))
+    for axes, cure in (((2,), "has 2 dimensions"), (1, "is a tuple of ints")):
+        with pytest.raises((bx.AxisError, bx.ArgumentTypeError), match=cure):
+            registry.find_rule(p)(bx.Axis(4), [x], [2], axes=axes)
+
+
+# The helpers of rules
+
+
+def test_moving_and_matching_axes():
+    axis, x = bx.Axis(5), example((5, 3))
+    match = bx.match_axis
+    assert match(axis, x, None, None) is x
+    same(match(axis, x, -2, np.int64(1)), x.T)
+    same(match(axis, x, 0, None, sum_match=True), x.sum(0))
+    same(match(axis, x[0], None, None, sum_match=True), x[0])
+    same(match(axis, 2.0, None, 0), jnp.full(5, 2.0))
+    ranges = "give an int from -2 to 1"
+    wrong = [
+        (lambda: bx.move_axis(x, 0, 5), f"destination is 5, but x, of shape (5, 3), .*{ranges}"),
+        (lambda: bx.move_axis(x, -3, 0), f"source is -3.*{ranges}"),
+        (lambda: match(axis, x, 7, 0), f"source is 7.*{ranges}"),
+        (lambda: match(axis, x, 2, None, sum_match=True), f"source is 2.*{ranges}"),
+        (lambda: match(axis, x[0], None, 2), "has 2 axes once it is repeated for each lane"),
+        (lambda: match(axis, x, 0, None), "sum_match=True for their sum"),
+        (lambda: bx.axis_to_front(axis, x, -4), f"source is -4.*{ranges}"),
+        (lambda: bx.axis_to_front(axis, 2.0, 0), "has no axis"),
+    ]
+    for call, message in wrong:
+        with pytest.raises(bx.AxisError, match=message.replace("(5, 3)", r"\(5, 3\)")):
+            call()
+    for position in (None, True, 0.0):
+        with pytest.raises(bx.ArgumentTypeError, match=f"must be an int, got {position}"):
+            bx.move_axis(x, 0, position)

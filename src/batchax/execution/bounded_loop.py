@@ -243,6 +243,7 @@ def run(*operands: Any, test: Any, body: Any, guarded: Any, form: Form) -> list[
     *blank, n = map(zeros, avals[form.n_carry :])
     ys, kept = blank[: len(form.y_axes)], blank[len(form.y_axes) :]
     if form.length == 0:
+        end_loop(form.progress, n, 0, carry)
         kept = blank_checkpoints(kept) if kept else []
         return list(map(_typed, [*carry, *ys, *kept, n], avals))
     total = form.length if test is not None else count

@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from batchax import _compat
+from batchax.errors import ArgumentTypeError, AxisError
 
 AxisPosition = int | None
 """Where the batch axis of a value is: a position, or None for "not batched"."""
@@ -63,12 +64,17 @@ def move_axis(x: Any, source: int, destination: int) -> Any:
       source: the axis to move.
       destination: where it is in the result.
 
+    Raises:
+      AxisError: (a ValueError) `x` has no such axis.
+      ArgumentTypeError: (a TypeError) `source` or `destination` is not an int.
+
     Example:
       >>> bx.move_axis(jnp.ones((2, 3, 4)), 0, -1).shape
       (3, 4, 2)
     """
-    ndim = x.ndim
-    source, destination = source % ndim, destination % ndim
+    ndim = np.ndim(x)
+    source = _in_range("source", source, x, ndim)
+    destination = _in_range("destination", destination, x, ndim)
     if source == destination:
         return x
     order = [i for i in range(ndim) if i != source]
@@ -79,7 +85,7 @@ def move_axis(x: Any, source: int, destination: int) -> Any:
 def broadcast_axis(axis: Axis, x: Any, destination: int) -> Any:
     """An unbatched `x` repeated for every lane, batch axis at `destination`."""
     ndim = jax.numpy.ndim(x)
-    destination %= ndim + 1
+    destination = _in_range("destination", destination, x, ndim + 1)
     shape = list(jax.numpy.shape(x))
     shape.insert(destination, axis.size)
     kept = [i for i in range(ndim + 1) if i != destination]
@@ -102,7 +108,7 @@ def lanes_vary_over(axis: Axis) -> frozenset[Hashable]:
 def expand_axis(x: Any, destination: int) -> Any:
     """An unbatched `x` with a batch axis of size one, for broadcasting later."""
     ndim = np.ndim(x)  # also of a literal, which is a Python number
-    destination %= ndim + 1
+    destination = _in_range("destination", destination, x, ndim + 1)
     # What lax.expand_dims emits, without the time it takes: most mixed operands come here.
     return lax.broadcast_in_dim_p.bind(
         x,
@@ -112,14 +118,28 @@ def expand_axis(x: Any, destination: int) -> Any:
     )
 
 
-def match_axis(axis: Axis, x: Any, source: AxisPosition, destination: int) -> Any:
+def match_axis(
+    axis: Axis,
+    x: Any,
+    source: AxisPosition,
+    destination: AxisPosition,
+    *,
+    sum_match: bool = False,
+) -> Any:
     """`x` with its batch axis at `destination`, repeated if it had none.
 
     Args:
       axis: the axis that a rule is called for.
       x: an array.
       source: where `x` has the batch axis; None if it does not depend on the batch.
-      destination: where the result has it.
+      destination: where the result has it; None if it is to have none.
+      sum_match: whether an `x` with a batch axis is summed over it where `destination` is None,
+        as the cotangent of what all lanes share is.
+
+    Raises:
+      AxisError: (a ValueError) there is no such axis; or `destination` is None, `x` has a batch
+        axis, and `sum_match` is false.
+      ArgumentTypeError: (a TypeError) `source` or `destination` is neither an int nor None.
 
     Example:
       >>> axis = bx.Axis(size=5)
@@ -127,7 +147,19 @@ def match_axis(axis: Axis, x: Any, source: AxisPosition, destination: int) -> An
       (3, 5)
       >>> bx.match_axis(axis, jnp.ones(3), None, 1).shape
       (3, 5)
+      >>> bx.match_axis(axis, jnp.ones((5, 3)), 0, None, sum_match=True).shape
+      (3,)
     """
+    if destination is None:
+        if source is None:
+            return x
+        source = _in_range("source", source, x, np.ndim(x))
+        if not sum_match:
+            raise AxisError(
+                f"source is {source} and destination None, but lanes of shape {np.shape(x)} do not "
+                "become one value by themselves. Give sum_match=True for their sum, or a position."
+            )
+        return jax.numpy.sum(x, axis=source)
     if source is None:
         return broadcast_axis(axis, x, destination)
     return move_axis(x, source, destination)
@@ -141,6 +173,10 @@ def axis_to_front(axis: Axis, x: Any, source: AxisPosition) -> Any:
       x: an array.
       source: where `x` has the batch axis; None if it does not depend on the batch.
 
+    Raises:
+      AxisError: (a ValueError) `x` has no such axis.
+      ArgumentTypeError: (a TypeError) `source` is neither an int nor None.
+
     Example:
       >>> axis = bx.Axis(size=5)
       >>> bx.axis_to_front(axis, jnp.ones((3, 5)), 1).shape
@@ -149,6 +185,24 @@ def axis_to_front(axis: Axis, x: Any, source: AxisPosition) -> Any:
       (5, 3)
     """
     return match_axis(axis, x, source, 0)
+
+
+def _in_range(name: str, position: Any, x: Any, ndim: int) -> int:
+    """`position`, of an axis among `ndim`, counted from the front."""
+    if type(position) is int and -ndim <= position < ndim:  # by far the most frequent case
+        return position % ndim
+    if isinstance(position, bool) or not isinstance(position, (int, np.integer)):
+        raise ArgumentTypeError(
+            f"{name} must be an int, got {position!r} of type {type(position).__name__}."
+        )
+    if -ndim <= position < ndim:
+        return int(position) % ndim
+    repeated = " once it is repeated for each lane" if ndim > np.ndim(x) else ""
+    axes = f"{ndim} ax{'i' if ndim == 1 else 'e'}s" if ndim else "no axis"
+    cure = f": give an int from {-ndim} to {ndim - 1}" if ndim else ""
+    raise AxisError(
+        f"{name} is {position}, but x, of shape {np.shape(x)}, has {axes}{repeated}{cure}."
+    )
 
 
 def shift_dims(dims: Any, position: int) -> tuple[int, ...]:

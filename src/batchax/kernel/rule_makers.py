@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from batchax._compat import Primitive
-from batchax.errors import ArgumentTypeError
+from batchax.errors import ArgumentTypeError, AxisError
 from batchax.jaxprs.primitive_facts import describe
 from batchax.kernel.axis import (
     Axis,
@@ -110,7 +110,7 @@ def reducing(primitive: Primitive, neutral: Any = None) -> None:
                 f"`axes`; `{primitive}` has {', '.join(map(repr, params)) or 'no parameters'}."
             )
         args, position = matched(axis, args, axes_) if len(args) > 1 else (args, axes_[0])
-        dims = shift_dims(params["axes"], position)
+        dims = shift_dims(reduced_dims(primitive, params["axes"], args[0].ndim - 1), position)
         out_axis = position - sum(d < position for d in dims)
         if "out_sharding" in params:
             sharding = params["out_sharding"]
@@ -126,6 +126,23 @@ def _register(primitive: Primitive, rule: Any, maker: str, **facts: Any) -> None
     register_rule(primitive)(rule)
     if is_foreign(primitive):  # what JAX's are is said in the tables of their families
         describe([primitive], **facts)
+
+
+def reduced_dims(primitive: Primitive, dims: Any, rank: int) -> tuple[int, ...]:
+    """What a primitive registered as `reducing` removes of `rank` dimensions, from the front."""
+    several = isinstance(dims, (tuple, list))
+    if not (several and all(isinstance(d, (int, np.integer)) for d in dims)):
+        raise ArgumentTypeError(
+            "reducing is for a primitive whose parameter `axes` is a tuple of ints; that of "
+            f"`{primitive}` is {dims!r}."
+        )
+    wrong = [d for d in dims if not -rank <= d < rank]
+    if wrong:
+        raise AxisError(
+            f"the parameter `axes` of the primitive `{primitive}` is {dims}, but its operand has "
+            f"{rank} dimension{'s' if rank != 1 else ''} for one example."
+        )
+    return tuple(d % rank for d in dims)
 
 
 def _alike(primitive: Primitive, out: Any, out_axis: Any) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ from jax.extend.core.primitives import custom_jvp_call_p
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import body_parameter, facts_of
+from batchax.kernel.rule_makers import reduced_dims
 from batchax.rows.padded_rules.custom_derivatives import staged_jvp_rule
 from batchax.rows.segments import REDUCTIONS
 from batchax.rows.sizes import depends_on_sizes, has_symbols, is_symbolic
@@ -46,6 +47,11 @@ def _apart(*names: str) -> Callable[[Any, int], bool]:
         return True
 
     return check
+
+
+def _not_reduced(eqn: Any, at: int) -> bool:
+    dims = reduced_dims(eqn.primitive, eqn.params["axes"], len(eqn.invars[0].aval.shape))
+    return at not in dims
 
 
 def _always(eqn: Any, at: int) -> bool:
@@ -170,7 +176,7 @@ def _how_it_acts(primitive: _compat.Primitive) -> tuple[Callable[[Any, int], boo
     if facts.elementwise:
         return _always, True
     if facts.reduces:
-        return _apart("axes"), False
+        return _not_reduced, False
     if _compat.is_namesake(primitive):
         return None, False
     return _ACTS_ON_ELEMENTS.get(primitive.name), primitive.name == "broadcast_in_dim"

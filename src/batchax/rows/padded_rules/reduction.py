@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from batchax.jaxprs.primitive_facts import facts_of
+from batchax.kernel.rule_makers import reduced_dims
 from batchax.rows.padded import Operation, Row, padded_rule
 from batchax.rules.neutral import NEUTRAL
 
@@ -20,6 +21,7 @@ def _reduce(op: Operation, x: Row, *, axes: Any, **params: Any) -> Any:
 @padded_rule(fact="reduces")
 def _reduce_to_neutral(op: Operation, *rows: Row, axes: Any, **params: Any) -> Any:
     """A third party's reduction, known by a word: `batchax.reducing`."""
+    axes = reduced_dims(op.eqn.primitive, axes, len(rows[0].shape))
     if all(op.sizes.is_exact(row.shape[a]) for row in rows for a in axes):
         return op.bind(*(row.value for row in rows))
     neutral = facts_of(op.eqn.primitive).neutral
