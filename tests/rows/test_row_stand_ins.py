@@ -101,6 +101,25 @@ def test_pairs_that_a_row_has_not_got_do_not_reach_the_gradient():
     check_rows(fun, ragged(lengths=(3, 5, 2)), np.float32(0.7), in_axes=(0, None))
 
 
+PRODUCTS = {
+    "all": jnp.prod,
+    "of columns": lambda x: jnp.prod(x, 0).sum(),
+    "of what is not ragged": lambda x: jnp.prod(x, 1).sum(),
+    "of pairs": lambda x: jnp.prod(1 + x[:, None, 0] * x[None, :, 1]),
+    "of some": lambda x: jnp.prod(x, where=x > 0),
+    "of none": lambda x: (jnp.prod(x[:0], 0) * x.sum(0)).sum(),
+    "running": lambda x: lax.cumprod(x).sum() + lax.cummax(x, 0, reverse=True).sum(),
+    "by a function": lambda x: lax.reduce(x, jnp.zeros((), x.dtype), jnp.hypot, (0, 1)),
+    "twice": lambda x: jax.grad(jnp.prod)(x).sum(),
+}
+
+
+@pytest.mark.parametrize("lengths", [(3, 0, 4), (0, 0)])
+def test_the_gradient_of_a_product_of_a_row(lengths):
+    every = lambda x: [jax.grad(product)(x) for product in PRODUCTS.values()]
+    check_rows(every, ragged(2, lengths=lengths, spare=0), derivatives=False)
+
+
 LOOPS = {
     "of what is not ragged": lambda x: lax.fori_loop(
         0, x.shape[0], lambda i, c: jnp.sin(c) + i, (x**2).sum()

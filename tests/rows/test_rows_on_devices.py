@@ -55,6 +55,11 @@ def test_lengths_of_all_kinds(lengths):
     check(f, ragged(3, lengths=LENGTHS[lengths]))
 
 
+def test_rows_without_any_elements():
+    f = lambda x: (attend(x), x.sum(), x[1:], jax.grad(jnp.prod)(x))
+    check(f, ragged(3, lengths=(0, 0, 0), poison=False), batch_size=1)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"batch_size": 2}, {"buckets": 2}, {"layout": "padded"}, {"layout": "packed"}],

@@ -187,6 +187,8 @@ def moved(x: Any, there: Any, back: Any) -> Any:
 
 
 def _take_or_zero(x: Any, index: Any) -> Any:
+    if not x.shape[0]:  # there is nothing that an index could be clipped to
+        return jnp.zeros((len(index), *x.shape[1:]), x.dtype)
     taken = jnp.take(x, index, axis=0, mode="clip")
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # random keys: there is no zero
         return taken

@@ -9,7 +9,8 @@ symbolic size go to JAX's own function.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Hashable, Iterator
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -158,15 +159,11 @@ def _associative_scan(
     axis = axis % np.ndim(leaves[0])
     if reverse:
         elems = jax.tree.map(lambda x: jnp.flip(x, axis), elems)
-    pair = [jax.tree.map(lambda x, i=i: _constant_at(x, i, axis), elems) for i in (0, 1)]
+    pair = _first_pair(elems, axis)
 
     def combine(before: Any, after: Any) -> Any:
         own = after[1]
-        operands = [
-            jax.tree.map(lambda x, y: jnp.where(_along(own, x, axis), x, y), given, first)
-            for given, first in zip((before[0], after[0]), pair, strict=True)
-        ]
-        return fn(*operands), own
+        return fn(*map(lambda *x: _where(own, *x, axis), (before[0], after[0]), pair)), own
 
     wide = jax.tree.map(lambda x: _with_zeros(x, most, axis), elems)
     own = jnp.arange(most) < jnp.asarray(sizes[0])
@@ -176,22 +173,74 @@ def _associative_scan(
     return jax.tree.map(lambda x: jnp.flip(x, axis), out) if reverse else out
 
 
+@_compat.stands_in_for("jax._src.lax.lax", "_reduce_jvp")  # of a product, and of any function
+def _reduce_jvp(
+    original: Any, fn: Any, starts: Any, primals: Any, tangents: Any, axes: Sequence[int]
+) -> Any:
+    # JAX combines the two halves of all that is reduced, and their halves, so it wants to know how
+    # much that is. Here it is as much as the longest row has, and pairs are as in a scan.
+    shape = np.shape(primals[0])
+    room = [_room(size) if i in axes else size for i, size in enumerate(shape)]
+    if not any(map(_compat.is_row_size, shape)) or any(size is None for size in room):
+        return original(fn, starts, primals, tangents, axes)
+    of_each = fn
+    for _ in shape:
+        of_each = jax.vmap(of_each)
+
+    def reduce(*xs: Any) -> Any:
+        for axis in axes:
+            most = room[axis]
+            xs = [_with(start, x, most, axis) for x, start in zip(xs, starts, strict=True)]
+            pair, own = _first_pair(xs, axis), jnp.arange(most) < jnp.asarray(shape[axis])
+            while len(own) > 1:
+                (first, second), (own, both) = _halves(xs, axis), _halves(own, 0)
+                given = map(lambda *x: _where(both, *x, axis), (first, second), pair)
+                xs = _where(both, of_each(*itertools.chain(*given)), first, axis)
+        return tuple(lax.squeeze(x, axes) for x in xs)
+
+    return jax.jvp(reduce, tuple(primals), tuple(tangents))
+
+
+def _halves(xs: Any, axis: int) -> tuple[Any, Any]:
+    """Two halves of arrays along an axis, as long as each other: the second may end with a zero."""
+    half = (jax.tree.leaves(xs)[0].shape[axis] + 1) // 2
+    cut = lambda *at: jax.tree.map(lambda x: lax.slice_in_dim(x, *at, axis=axis), xs)
+    return cut(0, half), jax.tree.map(lambda x: _with_zeros(x, half, axis), cut(half, None))
+
+
+def _room(size: Any) -> int | None:
+    """The most that a size may be, and room for what an empty row comes to."""
+    most = greatest(size)
+    return None if most is None else max(most, 1)
+
+
 def _with_zeros(x: Any, size: Any, axis: int = 0) -> Any:
     """`x` with zeros after its elements along an axis, which is of that size then."""
-    return _padded(x, size - np.shape(x)[axis], axis)
+    return _with(0, x, size, axis)
 
 
-def _padded(x: Any, by: Any, axis: int) -> Any:
+def _with(value: Any, x: Any, size: Any, axis: int) -> Any:
+    """As `_with_zeros`, with that value in place of zero."""
+    return _padded(x, size - np.shape(x)[axis], axis, value)
+
+
+def _padded(x: Any, by: Any, axis: int, value: Any = 0) -> Any:
     x = jnp.asarray(x)
     config = [(0, by if i == axis else 0, 0) for i in range(x.ndim)]
-    return lax.pad(x, jnp.zeros((), x.dtype), config)
+    return lax.pad(x, jnp.asarray(value, x.dtype), config)
 
 
-def _constant_at(x: Any, index: int, axis: int) -> Any:
-    """The element at an index, or the last one, with its axis, and without a derivative."""
-    return lax.stop_gradient(jnp.take(x, np.array([index]), axis, mode="clip"))
+def _first_pair(xs: Any, axis: int) -> list[Any]:
+    """The first two elements along an axis, with it, and without a derivative."""
+    take = lambda i: lambda x: jnp.take(x, np.array([i]), axis, mode="clip")
+    return [lax.stop_gradient(jax.tree.map(take(i), xs)) for i in (0, 1)]
 
 
-def _along(mask: Any, x: Any, axis: int) -> Any:
-    """`mask` with as many axes as `x`, as its `axis`."""
-    return mask.reshape([-1 if i == axis else 1 for i in range(x.ndim)])
+def _where(mask: Any, xs: Any, others: Any, axis: int) -> Any:
+    """`xs` where `mask`, which is along that axis, is true, and `others` where not."""
+
+    def pick(x: Any, other: Any) -> Any:
+        shape = [-1 if i == axis else 1 for i in range(x.ndim)]
+        return jnp.where(mask.reshape(shape), x, other)
+
+    return jax.tree.map(pick, xs, others)
