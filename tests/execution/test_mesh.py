@@ -336,6 +336,57 @@ def test_extremes_of_all_lanes(kind):
     assert "all-gather" not in text
 
 
+WITHOUT_NUMBERS = [1, np.nan, 3, 2, -0.0, 0, -np.inf, np.inf]
+WITH_TIES = [-0.0, 0, -3, 5, 5, -3, 4, 1]
+EXCHANGED = {
+    **{
+        dtype: jnp.asarray([WITHOUT_NUMBERS, WITH_TIES], dtype).T
+        for dtype in ("bfloat16", "float32", "float8_e4m3fn")
+    },
+    **{
+        dtype: jnp.asarray([jnp.iinfo(dtype).min, 1, 0, 1, 1, jnp.iinfo(dtype).max, 0, 2], dtype)
+        for dtype in ("int4", "uint8", "int32")
+    },
+    # NaN among complex numbers is lost on one device, too.
+    "complex64": jnp.asarray([1 + 2j, 1 + 3j, 1 - 2j, 1, 0, -1, 1, 1 - 3j]),
+    "bool": jnp.arange(8) == 5,
+}
+
+
+def test_what_devices_exchange_is_exact_for_all_numbers():
+    groups = [[0, 7], [1, 2], [5, 4], [3, 6]]
+    kinds = ("max", "min", "sum", "prod")
+
+    def together(x, **options):
+        def one(x):
+            of_all = lax.pmax(x, "i"), lax.pmin(x, "i"), lax.psum(x, "i")
+            return of_all, lax.pmin(x, "i", axis_index_groups=groups)
+
+        reduced = tuple(map(bx.Reduce, kinds))
+        same_for_all = bx.vmap(lambda x: (x,) * len(kinds), out_axes=reduced, **options)
+        return bx.vmap(one, axis_name="i", **options)(x), same_for_all(x)
+
+    def all_together(xs, **options):
+        return {dtype: together(x, **options) for dtype, x in xs.items()}
+
+    def told_apart(tree):
+        return jax.tree.map(lambda x: np.asarray(x).astype(complex), tree)
+
+    on_one = functools.partial(all_together, batch_size=3)
+    expected, in_chunks = at_once(all_together, on_one)(EXCHANGED)
+    most, least, *_ = expected["float32"][1]
+    np.testing.assert_array_equal([most, least], [[np.nan, 5], [np.nan, -3]])
+    # Beside what is spread over devices the compiler spreads all else, too.
+    on_devices = jax.jit(functools.partial(all_together, mesh="all"))(EXCHANGED)
+    for got in (in_chunks, on_devices):
+        assert jax.tree.map(jnp.dtype, got) == jax.tree.map(jnp.dtype, expected)
+        jax.tree.map(np.testing.assert_array_equal, told_apart(got), told_apart(expected))
+    # A batch that is spread over devices already.
+    four = NamedSharding(mesh_of(4), P("a"))
+    x = jax.device_put(EXCHANGED["float32"], four)
+    same(bx.vmap(lambda x: x, out_axes=bx.Reduce("max"), batch_size=1)(x), most)
+
+
 def test_lanes_that_repeat_are_in_the_last_chunk_if_chunks_can_be_so():
     generator = np.random.default_rng(0)
     for _ in range(300):

@@ -24,10 +24,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.execution.chunk_loop import of_only_chunk
+from batchax.execution.chunk_loop import accumulator, of_only_chunk
 from batchax.execution.operand_specs import Extreme, PerChunk, Result, Sum
 from batchax.kernel.axis import Axis, AxisPosition, inserted
 from batchax.rules.masking import is_inexact
+from batchax.rules.neutral import NEUTRAL
 from batchax.user_rules.linear import linear_with_transpose
 
 T = TypeVar("T")
@@ -132,8 +133,6 @@ class Shards:
         match kind:
             case Sum():
                 return lax.psum(x, self.names)
-            case Extreme() if x.dtype == np.bool_:
-                return self._gathered_extreme(kind, x)
             case Extreme():
                 return self._extreme(kind, x)
             case PerChunk(axis):
@@ -162,9 +161,26 @@ class Shards:
         return linear_with_transpose(ahead, back, [], xs, key) if xs else []
 
     def _extreme(self, kind: Extreme, x: Any) -> Any:
+        """The extreme of all shards' extremes: NaN if one of them is.
+
+        An all-reduce may drop NaN (on CPUs it does), so whether there is one is exchanged beside
+        the numbers. Of complex numbers and truth values not all devices have one: these are
+        gathered.
+        """
+        truth_or_complex = x.dtype == np.bool_ or jnp.issubdtype(x.dtype, jnp.complexfloating)
+        if truth_or_complex:
+            return self._gathered_extreme(kind, x)
+        exchange, missing = (lax.pmax, 1) if kind.kind == "max" else (lax.pmin, -1)
+
         @jax.custom_jvp
         def extreme(x: Any) -> Any:
-            return (lax.pmax if kind.kind == "max" else lax.pmin)(x, self.names)
+            if not is_inexact(x):
+                return exchange(x, self.names)
+            wide = x.astype(accumulator(x.dtype))
+            found = jnp.where(jnp.isnan(wide), missing, 0).astype(wide.dtype)
+            number = jnp.where(found != 0, NEUTRAL[kind.kind](wide.dtype), wide)
+            number, found = exchange(jnp.stack([number, found]), self.names)
+            return jnp.where(found != 0, np.nan, number).astype(x.dtype)
 
         @extreme.defjvp
         def _(primals: Any, tangents: Any) -> Any:

@@ -38,13 +38,27 @@ class _Auto:
 
 AUTO = _Auto()
 
+
+def _whole_bytes(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """A reduction of JAX's that does not know how integers of less than a byte add up."""
+
+    def over_batch(x: Any, axis: int) -> Any:
+        if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
+            x = x.astype(np.int8 if jnp.issubdtype(x.dtype, jnp.signedinteger) else np.uint8)
+        return reduce(x, axis=axis)
+
+    return over_batch
+
+
+_sum, _prod = map(_whole_bytes, (jnp.sum, jnp.prod))
+
 _REDUCTIONS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], Any]]] = {
     # kind: (over the batch axis, for a value that is the same in all lanes)
-    "sum": (jnp.sum, lambda x, n: jnp.sum(x[None], axis=0) * n),
+    "sum": (_sum, lambda x, n: _sum(x[None], axis=0) * n),
     "mean": (jnp.mean, lambda x, n: jnp.mean(x[None], axis=0)),
     "max": (jnp.max, lambda x, n: x),
     "min": (jnp.min, lambda x, n: x),
-    "prod": (jnp.prod, lambda x, n: jnp.prod(x[None], axis=0) ** n),
+    "prod": (_prod, lambda x, n: _prod(x[None], axis=0) ** n),
 }
 
 

@@ -6,20 +6,26 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 
 def lowest(dtype: Any) -> Any:
     """What no value of `dtype` is less than."""
     if jnp.issubdtype(dtype, jnp.inexact):
-        return -jnp.inf
+        return -_infinity(dtype)
     return False if dtype == jnp.bool_ else jnp.iinfo(dtype).min
 
 
 def highest(dtype: Any) -> Any:
     """What no value of `dtype` is more than."""
     if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.inf
+        return _infinity(dtype)
     return True if dtype == jnp.bool_ else jnp.iinfo(dtype).max
+
+
+def _infinity(dtype: Any) -> Any:
+    """Infinity; of small floats that have none, such as float8_e4m3fn, the largest number."""
+    return np.inf if np.isinf(np.asarray(np.inf, dtype)) else float(jnp.finfo(dtype).max)
 
 
 NEUTRAL: dict[str, Callable[[Any], Any]] = {
