@@ -13,7 +13,8 @@ from pathlib import Path
 import jax
 
 from batchax import _compat
-from batchax.kernel.registry import find_rule, is_own, rule_origin
+from batchax.jaxprs.own_primitives import is_own
+from batchax.kernel.registry import find_rule, rule_origin
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "primitives.md"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax._src.shard_map import shard_map_p
 from jax.interpreters import batching
 
 from batchax._compat.jaxprs import Primitive
+from batchax._compat.staging import tracing
 
 
 def find_primitive(name: str) -> Primitive | None:
@@ -59,6 +61,35 @@ def platform_index(platforms: Any) -> Any:
     Only ``jax.lax.platform_dependent`` spells it, together with the branches.
     """
     return platform_index_p.bind(platforms=platforms)
+
+
+def lower_early(
+    primitive: Primitive,
+    programs: Callable[[Any], Sequence[Any]],
+    operations: Callable[..., Any],
+    compute: Callable[..., Any],
+) -> None:
+    """Says what to do with `primitive` where the `programs` in its parameters are "high".
+
+    JAX, from 0.12 on, describes some operations (``jnp.searchsorted``, ``jnp.nonzero``) by objects,
+    and replaces what holds such a one by simpler operations before all else. Without a word from a
+    primitive it looks into some of its parameters only, and then knows no replacement.
+
+    Args:
+      primitive: a primitive that runs programs.
+      programs: from its parameters, those.
+      operations: what takes its place in a program.
+      compute: what it does where operands are arrays, and no program is made.
+    """
+
+    def is_high(*avals: Any, **params: Any) -> bool:
+        return any(program.is_high for program in programs(params))
+
+    def replaced(*operands: Any, **params: Any) -> Any:
+        return (operations if tracing() else compute)(*operands, **params)
+
+    primitive.is_high = is_high
+    primitive.to_lojax = replaced
 
 
 def weakly(x: Any) -> Any:

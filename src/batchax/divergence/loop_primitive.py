@@ -14,25 +14,18 @@ from typing import Any
 import jax
 from jax import lax
 from jax.core import eval_jaxpr
-from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.divergence.loops import PartingLoop
-from batchax.jaxprs.own_primitives import stands_for
-from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import Axis, AxisPosition, match_axis, move_axis
-from batchax.kernel.derivatives import tangents_of
 from batchax.kernel.inner import batch_inner, remembered
 from batchax.kernel.named_axes import uses_name
-from batchax.kernel.registry import register_own_rule
+from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.programs.shapes import bytes_of
 
 # To be one set, lanes of one axis that share an operand get copies of it. These may take so many
 # times the bytes of what the lanes carry.
 _MOST_REPEATED = 4
-
-parting_loop_p = _compat.Primitive("parting_loop")
-parting_loop_p.multiple_results = True
 
 
 def bind(loop: PartingLoop, operands: Sequence[Any]) -> list[Any]:
@@ -43,8 +36,7 @@ def bind(loop: PartingLoop, operands: Sequence[Any]) -> list[Any]:
     return parting_loop_p.bind(*operands, loop=loop, program=program)
 
 
-@parting_loop_p.def_impl
-def _impl(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
+def _compiled(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
     compiled = remembered(program, "compiled", lambda: jax.jit(_function(program)))
     return compiled(*operands)
 
@@ -55,31 +47,10 @@ def _function(program: Any) -> Any:
     return lambda *operands: eval_jaxpr(jaxpr, consts, *operands)
 
 
-@parting_loop_p.def_effectful_abstract_eval
-def _types(*avals: Any, loop: PartingLoop, program: Any) -> Any:
-    return list(program.out_avals), program.effects
-
-
 def _run(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
     return eval_jaxpr(program.jaxpr, program.consts, *operands)
 
 
-def _jvp(primals: Any, tangents: Any, *, loop: PartingLoop, program: Any) -> Any:
-    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    given = [tangents[i] for i in moving]
-    every = range(len(program.out_avals))
-    outs, dots = tangents_of(_function(program), primals, moving, given, every)
-    zero = jax.dtypes.float0
-    return outs, [
-        ad.Zero(jax.typeof(x).to_tangent_aval()) if jax.typeof(t).dtype == zero else t
-        for x, t in zip(outs, dots, strict=True)
-    ]
-
-
-enter("nests: parting_loop")
-
-
-@register_own_rule(parting_loop_p, may_name_axis=True)
 def _batched(
     axis: Axis, args: Any, axes: Any, /, *, loop: PartingLoop, program: Any
 ) -> tuple[list[Any], Sequence[AxisPosition]]:
@@ -136,5 +107,15 @@ def _merged(
     return replace(loop, axis=wide, positions=positions, plan=plan), [*operands, *carry]
 
 
-ad.primitive_jvps[parting_loop_p] = _jvp
-stands_for(parting_loop_p, _run)
+parting_loop_p = own_primitive(
+    "parting_loop",
+    called="while",
+    operations=_run,
+    compute=_compiled,
+    types=lambda *avals, loop, program: list(program.out_avals),
+    programs=("program",),
+    facts="nests",
+    rule=_batched,
+    jvp=OF_OPERATIONS,
+    transpose=OF_OPERATIONS,
+)

@@ -24,13 +24,11 @@ from batchax.execution.bounded_loop import (
     no_checkpoints,
 )
 from batchax.execution.reverse_sweep import SweepForm, reverse_sweep, reverse_sweep_p
-from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition, match_axis
 from batchax.kernel.divergence import BoundedLoop, PlacedOutputs
 from batchax.kernel.inner import ANYWHERE, batch_inner
 from batchax.kernel.interpreter import interpret
-from batchax.kernel.registry import register_own_rule
 from batchax.rules.hazards import hazards
 from batchax.rules.loops import predicate, settle
 from batchax.rules.mask_plan import MaskPlan, plan_masking
@@ -40,19 +38,14 @@ from batchax.rules.parting import run_parting
 Step = Callable[[Any, Values, Values, Values], tuple[Values, Values]]
 """As a `LoopStep`, of the lanes that are active: they come first."""
 
-enter("endless costly nests: bounded_loop")  # while its steps are not counted
-enter("linear costly nests: reverse_sweep")
 
-
-@register_own_rule(bounded_loop_p, may_name_axis=True)
-def _batched(
+def batch_loop(
     axis: Axis, args: Any, axes: Any, /, *, test: Any, body: Any, guarded: Any, form: Form
 ) -> PlacedOutputs:
     return batch_bounded_loop(axis, BoundedLoop(test, [body], [guarded], form, args, axes))
 
 
-@register_own_rule(reverse_sweep_p, may_name_axis=True)
-def _batched_sweep(
+def batch_sweep(
     axis: Axis, args: Any, axes: Any, /, *, forth: Any, back: Any, guarded: Any, form: SweepForm
 ) -> PlacedOutputs:
     return batch_bounded_loop(axis, BoundedLoop(None, [forth, back], guarded, form, args, axes))

@@ -25,7 +25,7 @@ from batchax.rules.hazards import hazards
 from batchax.user_rules.linear import linear_with_transpose
 
 
-def _jvp(
+def jvp(
     primals: Values, tangents: Values, *, test: Any, body: Any, guarded: Any, form: Form
 ) -> tuple[list[Any], list[Any]]:
     _, _, *groups = form.split(primals)
@@ -294,13 +294,9 @@ def parts(items: Sequence[Any], *sizes: int) -> list[list[Any]]:
     return [*found, items]
 
 
-def _transpose(*_: Any, **params: Any) -> Any:
+def transpose(*_: Any, **params: Any) -> Any:
     raise UnsupportedError(
         "a bounded loop (batchax.bounded_while, or a scan with until) is differentiated in reverse "
         "mode, and the steps of it contain a loop that has no derivative in reverse, such as "
         "lax.while_loop. Use batchax.bounded_while there, too."
     )
-
-
-ad.primitive_jvps[bounded_loop_p] = _jvp
-ad.primitive_transposes[bounded_loop_p] = _transpose

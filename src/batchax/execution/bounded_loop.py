@@ -21,18 +21,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer, eval_jaxpr
+from jax.core import eval_jaxpr
 from jax.extend.core import mapped_aval, unmapped_aval
 
 from batchax import _compat
 from batchax.execution.checkpoints import Round, blank_checkpoints, n_checkpoints
-from batchax.execution.eager import compile_program, whatever_jit
 from batchax.execution.entries import entry_of, put_entry
 from batchax.execution.loop_progress import begin_step, end_loop
 from batchax.execution.loop_runs import LoopProgress
-from batchax.jaxprs.bodies import Body, describe_bodies
-from batchax.jaxprs.own_primitives import stands_for
-from batchax.jaxprs.program_key import program_key
+from batchax.kernel.own_primitive import declare
 
 Values = Sequence[Any]
 LoopStep = Callable[[Values, Values, Values], tuple[Values, Values]]
@@ -101,8 +98,7 @@ class Results(NamedTuple):
     steps: Any
 
 
-bounded_loop_p = _compat.Primitive("bounded_loop")
-bounded_loop_p.multiple_results = True
+bounded_loop_p = declare("bounded_loop")
 
 
 def bounded_loop(
@@ -314,49 +310,3 @@ def checkpoint_types(steps: Any, carry: Sequence[Any], form: Any) -> list[Any]:
         return []
     size, kept = n_checkpoints(form.length), (carry[i] for i in form.kept)
     return [unmapped_aval(size, 0, aval.strip_weak_type()) for aval in (steps, *kept)]
-
-
-@bounded_loop_p.def_effectful_abstract_eval
-def _abstract_eval(*avals: Any, test: Any, body: Any, guarded: Any, form: Form) -> Any:
-    effects = body.effects if test is None else body.effects | test.effects
-    return result_types(test, body, form, avals[0]), effects
-
-
-def define(primitive: _compat.Primitive, run: Callable[..., list[Any]]) -> None:
-    """Says that a primitive whose parameters are programs and a form does what `run` does.
-
-    `run` makes no use of the parameter `guarded`.
-    """
-
-    @whatever_jit
-    def impl(*operands: Any, **params: Any) -> list[Any]:
-        values = {name: value for name, value in params.items() if name != "guarded"}
-        key = run, *(program_key(v) if _is_program(v) else v for v in values.values())
-        return compile_program(key, functools.partial(run, **params), operands)(*operands)
-
-    def to_lojax(*operands: Any, **params: Any) -> list[Any]:
-        # What JAX, from 0.12 on, calls if a program holds primitives that it lowers before others.
-        traced = any(isinstance(x, Tracer) for x in operands)
-        return run(*operands, **params) if traced else impl(*operands, **params)
-
-    def bodies(eqn: Any) -> tuple[Body, ...]:
-        # As calls: how often they run, and which operand is which, the operations it stands for
-        # say.
-        values = (v for value in eqn.params.values() for v in _listed(value))
-        return tuple(Body("call", v, (), (), 0) for v in values if _is_program(v))
-
-    primitive.def_impl(impl)
-    primitive.to_lojax = to_lojax
-    stands_for(primitive, run)
-    describe_bodies(primitive, bodies)
-
-
-def _is_program(value: Any) -> bool:
-    return isinstance(value, _compat.ClosedJaxpr)
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, tuple) else (value,)
-
-
-define(bounded_loop_p, run)

@@ -6,19 +6,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop, chunk_loop_p
+from batchax.execution.chunk_derivatives import jvp, transpose
+from batchax.execution.chunk_loop import (
+    ChunkBody,
+    ChunkLoop,
+    chunk_loop,
+    chunk_loop_p,
+    compute,
+    result_types,
+    run,
+)
 from batchax.execution.gathered_batching import batch_gathered
 from batchax.execution.operand_specs import ActiveMask, Sum, Whole
-from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import Axis, AxisPosition, match_axis
 from batchax.kernel.inner import batch_function
-from batchax.kernel.registry import register_own_rule
+from batchax.kernel.own_primitive import own_primitive
 from batchax.rules.batched_transpose import reached
 
-enter("nests: chunk_loop")
 
-
-@register_own_rule(chunk_loop_p, may_name_axis=True)
 def _batched(
     axis: Axis,
     args: Sequence[Any],
@@ -37,14 +42,14 @@ def _batched(
     def of_width(width: int) -> Any:
         one_example = loop.body.function(width)
 
-        def run(start: Any, *xs: Any) -> list[Any]:
+        def batched(start: Any, *xs: Any) -> list[Any]:
             outs, out_axes = batch_function(axis, one_example, [start, *xs], [None, *axes])
             return [
                 match_axis(axis, x, a, 0) if hit else x
                 for x, a, hit in zip(outs, out_axes, hits, strict=True)
             ]
 
-        return run
+        return batched
 
     operands = tuple(map(_shifted, loop.operands, axes))
     results = tuple(
@@ -61,3 +66,17 @@ def _shifted(spec: Any, position: AxisPosition) -> Any:
     if position is None or isinstance(spec, (Whole, Sum, ActiveMask)):
         return spec
     return replace(spec, axis=spec.axis + (position <= spec.axis))
+
+
+own_primitive(
+    chunk_loop_p,
+    called="vmap in chunks",
+    operations=lambda *operands, loop, program: run(loop, operands),
+    compute=compute,
+    types=lambda *avals, loop, program: result_types(loop, program),
+    programs=("program",),
+    facts="nests",
+    rule=_batched,
+    jvp=jvp,
+    transpose=transpose,
+)

@@ -21,6 +21,7 @@ from batchax.execution.chunk_loop import (
     chosen_chunk,
     chunk_loop,
     chunk_loop_p,
+    result_types,
 )
 from batchax.execution.chunk_scalar import can_run, inner_product, is_loss, loop_with_gradient
 from batchax.execution.memory import Auto
@@ -42,10 +43,10 @@ from batchax.rules.in_turn import calls_library, in_turn
 from batchax.rules.masking import is_inexact
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: ChunkLoop, program: Any) -> Any:
+def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: ChunkLoop, program: Any) -> Any:
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
     marked = [False, *(i in moving for i in range(len(primals)))]
-    types = [loop.result_aval(a, k) for a, k in zip(program.out_avals, loop.results, strict=True)]
+    types = result_types(loop, program)
     zeros: list[Any] = [ad.Zero(aval.to_tangent_aval()) for aval in types]
     found = [
         k
@@ -161,7 +162,7 @@ def _refuse_effects(program: Any) -> None:
         )
 
 
-def _transpose(
+def transpose(
     cotangents: Sequence[Any], *operands: Any, loop: ChunkLoop, program: Any
 ) -> list[Any]:
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
@@ -219,7 +220,3 @@ def _as_operand(spec: Result) -> Operand:
         case _:
             assert not isinstance(spec, Extreme)
             return spec
-
-
-ad.primitive_jvps[chunk_loop_p] = _jvp
-ad.primitive_transposes[chunk_loop_p] = _transpose

@@ -52,8 +52,8 @@ from batchax.execution.operand_specs import (
     Whole,
     resized,
 )
-from batchax.jaxprs.own_primitives import stands_for
 from batchax.jaxprs.program_key import program_key
+from batchax.kernel.own_primitive import declare
 from batchax.rules.in_turn import zero_after
 from batchax.rules.neutral import highest, lowest
 
@@ -167,8 +167,7 @@ class ChunkLoop:
                 return aval
 
 
-chunk_loop_p = _compat.Primitive("chunk_loop")
-chunk_loop_p.multiple_results = True
+chunk_loop_p = declare("chunk_loop")
 
 
 def chunk_loop(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
@@ -422,8 +421,8 @@ def accumulator(dtype: Any) -> Any:
     return np.dtype(np.float32) if small else dtype
 
 
-@chunk_loop_p.def_impl
-def _impl(*operands: Any, loop: ChunkLoop, program: Any) -> list[Any]:
+def compute(*operands: Any, loop: ChunkLoop, program: Any) -> list[Any]:
+    """What `run` computes, compiled; in smaller chunks where memory runs out."""
     avals = [jax.typeof(x) for x in operands]
     chunk = loop.chunk if isinstance(loop.chunk, int) else chosen_chunk(loop, avals)
 
@@ -437,18 +436,6 @@ def _impl(*operands: Any, loop: ChunkLoop, program: Any) -> list[Any]:
     return run_eagerly(with_chunk, chunk, operands, may_change)
 
 
-@chunk_loop_p.def_effectful_abstract_eval
-def _abstract_eval(*avals: Any, loop: ChunkLoop, program: Any) -> Any:
-    outs = [loop.result_aval(a, k) for a, k in zip(program.out_avals, loop.results, strict=True)]
-    return outs, program.effects
-
-
-def _to_lojax(*operands: Any, loop: ChunkLoop, program: Any) -> list[Any]:
-    """What JAX, from 0.12 on, calls if a program holds primitives that it lowers before others."""
-    traced = any(isinstance(x, Tracer) for x in operands)
-    return run(loop, operands) if traced else _impl(*operands, loop=loop, program=program)
-
-
-chunk_loop_p.to_lojax = _to_lojax
-
-stands_for(chunk_loop_p, lambda *operands, loop, program: run(loop, operands))
+def result_types(loop: ChunkLoop, program: Any) -> list[Any]:
+    """The types of what a chunk loop returns whose chunks do `program`."""
+    return [loop.result_aval(a, k) for a, k in zip(program.out_avals, loop.results, strict=True)]

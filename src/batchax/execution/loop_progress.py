@@ -14,15 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import eval_jaxpr
-from jax.interpreters import ad
 from jax.sharding import AxisType
 
 from batchax import _compat
 from batchax.execution.loop_runs import LoopProgress, Told
-from batchax.jaxprs.own_primitives import stands_for
-from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import Axis
-from batchax.kernel.registry import register_own_rule
+from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.progress import How, check_progress
 
 _CALLS = 50  # in a loop: each takes 0.1 to 0.2 milliseconds
@@ -153,24 +150,10 @@ def _entry(values: Sequence[Any]) -> Sequence[Any]:
     return []
 
 
-# A primitive, as a batch axis of what a call waits for must not multiply the call.
-tell_progress_p = _compat.Primitive("tell_progress")
-tell_progress_p.multiple_results = True
-enter(": tell_progress")
-stands_for(tell_progress_p, _call)
-
-
-@tell_progress_p.def_impl
-def _impl(*operands: Any, told: Told) -> list[Any]:
+def _call_when_computed(*operands: Any, told: Told) -> list[Any]:
     return _call(*jax.block_until_ready(operands), told=told)
 
 
-@tell_progress_p.def_effectful_abstract_eval
-def _abstract_eval(*avals: Any, told: Told) -> Any:
-    return [], {_compat.debug_effect}
-
-
-@register_own_rule(tell_progress_p)
 def _batched(axis: Axis, args: Any, axes: Any, /, *, told: Told) -> tuple[list[Any], list[Any]]:
     return tell_progress_p.bind(*args, told=told), []
 
@@ -179,4 +162,17 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, told: Told) -> Any:
     return tell_progress_p.bind(*primals, told=told), []
 
 
-ad.primitive_jvps[tell_progress_p] = _jvp
+# A primitive, as a batch axis of what a call waits for must not multiply the call.
+tell_progress_p = own_primitive(
+    "tell_progress",
+    called="progress",
+    operations=_call,
+    compute=_call_when_computed,
+    types=lambda *avals, told: [],
+    programs=(),
+    effects=lambda told: [_compat.debug_effect],
+    facts="",
+    rule=_batched,
+    jvp=_jvp,
+    transpose=OF_OPERATIONS,
+)

@@ -13,13 +13,10 @@ from typing import Any
 import numpy as np
 from jax.interpreters import ad
 
-from batchax import _compat
 from batchax.execution.loop_progress import derivative_of, end_step
 from batchax.execution.loop_runs import LoopProgress
-from batchax.jaxprs.own_primitives import stands_for
-from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import Axis
-from batchax.kernel.registry import register_own_rule
+from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.rules.masking import is_inexact
 
 
@@ -37,22 +34,8 @@ def through_step(
     return [found.get(i, x) for i, x in enumerate(carry)]
 
 
-_through_p = _compat.Primitive("progress_through")
-_through_p.multiple_results = True
-_back_p = _compat.Primitive("progress_back")
-enter(": progress_through progress_back")
-
-
 def _same(*operands: Any, **_: Any) -> list[Any]:
     return list(operands[:-1])
-
-
-_through_p.def_impl(_same)
-_through_p.def_abstract_eval(_same)
-stands_for(_through_p, _same)
-_back_p.def_impl(lambda x, done, **_: x)
-_back_p.def_abstract_eval(lambda x, done, **_: x)
-stands_for(_back_p, lambda x, done, **_: x)
 
 
 def _jvp_through(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> Any:
@@ -77,16 +60,35 @@ def _transpose_back(
     return [cotangent, None]
 
 
-ad.primitive_jvps[_through_p] = _jvp_through
-ad.primitive_jvps[_back_p] = _jvp_back
-ad.primitive_transposes[_back_p] = _transpose_back
-
-
-@register_own_rule(_through_p)
 def _batched_through(axis: Axis, args: Any, axes: Any, /, **how: Any) -> Any:
     return _through_p.bind(*args, **how), list(axes[:-1])
 
 
-@register_own_rule(_back_p)
 def _batched_back(axis: Axis, args: Any, axes: Any, /, **how: Any) -> Any:
     return _back_p.bind(*args, **how), axes[0]
+
+
+_through_p = own_primitive(
+    "progress_through",
+    called="progress",
+    operations=_same,
+    types=_same,
+    programs=(),
+    facts="",
+    rule=_batched_through,
+    jvp=_jvp_through,
+    transpose=OF_OPERATIONS,
+)
+
+_back_p = own_primitive(
+    "progress_back",
+    called="progress",
+    operations=lambda x, done, **how: x,
+    types=lambda x, done, **how: x,
+    programs=(),
+    facts="",
+    rule=_batched_back,
+    jvp=_jvp_back,
+    transpose=_transpose_back,
+    several=False,
+)

@@ -22,7 +22,6 @@ from batchax.execution.bounded_loop import (
     LoopStep,
     Values,
     checkpoint_types,
-    define,
     settle,
     varied,
     with_constants_as_inputs,
@@ -33,6 +32,7 @@ from batchax.execution.entries import entry_of, put_entry
 from batchax.execution.loop_progress import begin_step, end_loop
 from batchax.execution.loop_runs import LoopProgress
 from batchax.kernel.derivatives import with_values
+from batchax.kernel.own_primitive import declare
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,7 @@ class SweepForm:
         return operands[0], *parts
 
 
-reverse_sweep_p = _compat.Primitive("reverse_sweep")
-reverse_sweep_p.multiple_results = True
+reverse_sweep_p = declare("reverse_sweep")
 
 
 def reverse_sweep(
@@ -211,11 +210,3 @@ def result_types(back: Any, form: SweepForm) -> list[Any]:
         for a, aval in zip(form.y_axes, outs[form.n_back :], strict=True)
     ]
     return [*(aval.strip_weak_type() for aval in outs[: form.n_back]), *ys]
-
-
-@reverse_sweep_p.def_effectful_abstract_eval
-def _abstract_eval(*avals: Any, forth: Any, back: Any, guarded: Any, form: SweepForm) -> Any:
-    return result_types(back, form), forth.effects | back.effects
-
-
-define(reverse_sweep_p, run)

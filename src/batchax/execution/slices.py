@@ -17,11 +17,8 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
-from batchax import _compat
-from batchax.jaxprs.own_primitives import stands_for
-from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import Axis, AxisPosition, match_axis
-from batchax.kernel.registry import register_own_rule
+from batchax.kernel.own_primitive import own_primitive
 from batchax.rules.masking import is_inexact
 
 
@@ -107,12 +104,6 @@ def with_derivative_of(value: Any, other: Any) -> Any:
     return follow_p.bind(value, other)
 
 
-follow_p = _compat.Primitive("follow")
-follow_p.def_impl(lambda value, other: value)
-follow_p.def_abstract_eval(lambda value, other: value)
-stands_for(follow_p, lambda value, other: value)
-
-
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
     return follow_p.bind(*primals), tangents[1]
 
@@ -123,10 +114,6 @@ def _transpose(cotangent: Any, value: Any, other: Any) -> list[Any]:
     return [ad.Zero(value.aval) if ad.is_undefined_primal(value) else None, cotangent]
 
 
-enter(": follow")
-
-
-@register_own_rule(follow_p)
 def _batched(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, AxisPosition]:
     position = next(a for a in axes if a is not None)
     return follow_p.bind(
@@ -134,5 +121,15 @@ def _batched(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, AxisPosition]:
     ), position
 
 
-ad.primitive_jvps[follow_p] = _jvp
-ad.primitive_transposes[follow_p] = _transpose
+follow_p = own_primitive(
+    "follow",
+    called="a value with the derivatives of another",
+    operations=lambda value, other: value,
+    types=lambda value, other: value,
+    programs=(),
+    facts="",
+    rule=_batched,
+    jvp=_jvp,
+    transpose=_transpose,
+    several=False,
+)

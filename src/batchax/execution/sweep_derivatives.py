@@ -33,7 +33,7 @@ from batchax.kernel.derivatives import with_values
 from batchax.user_rules.linear import linear_with_transpose
 
 
-def _jvp(
+def jvp(
     primals: Values, tangents: Values, *, forth: Any, back: Any, guarded: Any, form: SweepForm
 ) -> tuple[list[Any], list[Any]]:
     outs = reverse_sweep_p.bind(*primals, forth=forth, back=back, guarded=guarded, form=form)
@@ -170,6 +170,3 @@ class _Derivative:
         ct_returning = take(found.carry[form.n_carry :], self.returning)
         ct_consts, ct_xs = parts(ys, len(self.consts))
         return [*ct_consts, *returned[n:], *ct_xs, *ct_returning]
-
-
-ad.primitive_jvps[reverse_sweep_p] = _jvp

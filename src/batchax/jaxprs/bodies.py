@@ -5,7 +5,7 @@ Nobody else takes the parameters of `scan`, `while` and `cond` apart, but for th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,8 +139,26 @@ _BODIES: dict[str, Callable[[Any], tuple[Body, ...]]] = {
 }
 
 
-def describe_bodies(primitive: _compat.Primitive, find: Callable[[Any], tuple[Body, ...]]) -> None:
-    """Says, for a primitive of batchax's own, which programs its equations run."""
+def held_programs(params: Mapping[str, Any], names: Sequence[str]) -> list[_compat.ClosedJaxpr]:
+    """The programs in the parameters of these names, each of which is one, some, or none."""
+    values = (params[name] for name in names)
+    listed = (value if isinstance(value, tuple) else (value,) for value in values)
+    return [p for value in listed for p in value if isinstance(p, _compat.ClosedJaxpr)]
+
+
+def describe_bodies(primitive: _compat.Primitive, names: Sequence[str]) -> None:
+    """Says, for a primitive of batchax's own, which parameters hold programs that it runs.
+
+    Of several programs nobody knows which operand is which, nor how often they run: that the
+    operations say which it stands for.
+    """
+
+    def find(eqn: Any) -> tuple[Body, ...]:
+        programs = held_programs(eqn.params, names)
+        if len(programs) == 1:
+            return (_call(eqn, programs[0]),)
+        return tuple(Body("call", program, (), (), 0) for program in programs)
+
     _BODIES[primitive.name] = find
 
 

@@ -7,6 +7,7 @@ as one thing. Compilers get the operations it stands for, and so does whoever re
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,14 +15,35 @@ from jax.interpreters import mlir
 
 from batchax import _compat
 
-_operations: dict[_compat.Primitive, Callable[..., Any]] = {}
+
+@dataclass(frozen=True)
+class _Own:
+    operations: Callable[..., Any]
+    called: str
 
 
-def stands_for(primitive: _compat.Primitive, operations: Callable[..., Any]) -> None:
-    """Says that `primitive` is lowered as the function `operations` of operands and parameters."""
-    _operations[primitive] = operations
+_own: dict[_compat.Primitive, _Own] = {}
+
+
+def stands_for(primitive: _compat.Primitive, operations: Callable[..., Any], called: str) -> None:
+    """Says that `primitive` is lowered as the function `operations` of operands and parameters.
+
+    Users call what it does `called`.
+    """
+    _own[primitive] = _Own(operations, called)
     several = primitive.multiple_results
     mlir.register_lowering(primitive, mlir.lower_fun(operations, multiple_results=several))
+
+
+def is_own(primitive: _compat.Primitive) -> bool:
+    """Whether `primitive` is one of batchax's own."""
+    return primitive in _own
+
+
+def shown(primitive: _compat.Primitive) -> str:
+    """What a message calls a primitive: one of batchax's own, what users know it by."""
+    own = _own.get(primitive)
+    return primitive.name if own is None else own.called
 
 
 def operations_of(eqn: Any) -> _compat.ClosedJaxpr | None:
@@ -29,12 +51,12 @@ def operations_of(eqn: Any) -> _compat.ClosedJaxpr | None:
 
     That program may hold primitives of batchax's own, too.
     """
-    operations = _operations.get(eqn.primitive)
-    if operations is None:
+    own = _own.get(eqn.primitive)
+    if own is None:
         return None
 
     def run(*operands: Any) -> Any:
-        out = operations(*operands, **eqn.params)
+        out = own.operations(*operands, **eqn.params)
         return out if eqn.primitive.multiple_results else [out]
 
     with eqn.ctx.manager:  # of the mesh that was in scope, and its axes inside `shard_map`

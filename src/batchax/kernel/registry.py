@@ -50,7 +50,6 @@ class Registered:
 # Keyed by the primitive, or by name for primitives JAX defines but does not
 # export until the module that owns them is imported.
 _rules: dict[_compat.Primitive | str, Registered] = {}
-_own: set[_compat.Primitive] = set()
 _count = 0
 _lock = threading.RLock()
 
@@ -131,27 +130,24 @@ def _take_over(primitive: _compat.Primitive | str, rule: Rule) -> None:
     jax.clear_caches()  # JAX keeps programs that were batched by the old rule
 
 
-def register_own_rule(
-    primitive: _compat.Primitive, may_name_axis: bool = False, looks_ahead: bool = False
-) -> Callable[[Rule], Rule]:
+def serve_own(
+    primitive: _compat.Primitive, rule: Rule, may_name_axis: bool, looks_ahead: bool
+) -> None:
     """As `register_rule`, for a primitive of batchax's own: ``jax.vmap`` has the rule, too.
 
     Args:
       primitive: a primitive of batchax's own.
+      rule: its rule.
       may_name_axis: whether it may contain a collective over the axis being mapped, and
         have the rule called for it, too, where no operand is batched.
       looks_ahead: whether the rule is given its place in the program, where that is known
         (``jax.vmap`` does not know it); see `Registered`.
     """
-
-    def decorate(rule: Rule) -> Rule:
-        _own.add(primitive)
-        _serve_jax(primitive, replace=True, may_name_axis=may_name_axis)
-        register_rule(primitive)(rule)
-        _rules[primitive] = replace(_rules[primitive], looks_ahead=looks_ahead)
-        return rule
-
-    return decorate
+    _serve_jax(primitive, replace=True, may_name_axis=may_name_axis)
+    register_rule(primitive)(rule)
+    with _lock:
+        entry = replace(_rules[primitive], origin=rule.__module__, looks_ahead=looks_ahead)
+        _rules[primitive] = entry
 
 
 def _serve_jax(primitive: _compat.Primitive, replace: bool, may_name_axis: bool = False) -> None:
@@ -174,11 +170,6 @@ def _serve_jax(primitive: _compat.Primitive, replace: bool, may_name_axis: bool 
 
     if replace or primitive not in batching.fancy_primitive_batchers:
         batching.fancy_primitive_batchers[primitive] = for_jax
-
-
-def is_own(primitive: _compat.Primitive) -> bool:
-    """Whether `primitive` is one of batchax's own."""
-    return primitive in _own
 
 
 def _module_outside_the_kernel() -> str:

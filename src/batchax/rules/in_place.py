@@ -31,11 +31,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from batchax import _compat
 from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES, Body, bind_with, bodies_of
 from batchax.jaxprs.evaluate import bind_equation, evaluate
-from batchax.jaxprs.own_primitives import stands_for
-from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import Axis, AxisPosition, move_axis
 from batchax.kernel.inner import remembered, stage_function
-from batchax.kernel.registry import register_own_rule
+from batchax.kernel.own_primitive import NoDerivative, own_primitive
 from batchax.rules.aliases import (
     SCATTERS,
     aliases_of,
@@ -313,16 +311,12 @@ _PROGRAMS: dict[str, Callable[..., Sequence[Any]]] = {
 
 # Whether a loop in a program goes on.
 
-some_active_p = _compat.Primitive("some_active")
-enter(": some_active")
-"""``active & more``. Where lanes share `more` they go on together, as long as one is active."""
-
 
 def _goes_on(active: Any, more: Any) -> Any:
+    """``active & more``. Where lanes share `more` they go on together, as long as one is active."""
     return lax.bitwise_and(more, lax.broadcast(active, np.shape(more)))
 
 
-@register_own_rule(some_active_p)
 def _batched(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, AxisPosition]:
     (active, more), (live_at, more_at) = args, axes
     if more_at is None:
@@ -334,6 +328,18 @@ def _batched(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, AxisPosition]:
     return lax.bitwise_and(more, expand_like(active, 0, more)), 0
 
 
-some_active_p.def_impl(jax.jit(_goes_on))
-some_active_p.def_abstract_eval(lambda active, more: more)
-stands_for(some_active_p, _goes_on)
+_NO_NUMBERS = NoDerivative("whether a loop goes on is no number: it has no derivative.")
+
+some_active_p = own_primitive(
+    "some_active",
+    called="the predicate of a loop",
+    operations=_goes_on,
+    compute=jax.jit(_goes_on),
+    types=lambda active, more: more,
+    programs=(),
+    facts="",
+    rule=_batched,
+    jvp=_NO_NUMBERS,
+    transpose=_NO_NUMBERS,
+    several=False,
+)

@@ -22,13 +22,10 @@ from jax.extend.core import jaxprs_in_params
 from jax.interpreters import ad
 
 from batchax import _compat
-from batchax.jaxprs.own_primitives import stands_for
-from batchax.jaxprs.primitive_facts import enter, facts_of
+from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel.axis import Axis, AxisPosition
-from batchax.kernel.registry import register_own_rule
+from batchax.kernel.own_primitive import own_primitive
 from batchax.rules.masking import is_inexact
-
-enter("linear: in_turn")
 
 _known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
@@ -87,7 +84,7 @@ def _bind(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], list[
 
 
 def _wait(*xs: Any, count: int) -> list[Any]:
-    """What `in_turn_p` computes."""
+    """What `in_turn_p` stands for."""
     first, second = xs[:count], xs[count:]
 
     def on_processor(first: Any, second: Any) -> list[Any]:
@@ -103,13 +100,6 @@ def _wait(*xs: Any, count: int) -> list[Any]:
             default=lambda first, second: second,
         ),
     ]
-
-
-in_turn_p = _compat.Primitive("in_turn")
-in_turn_p.multiple_results = True
-in_turn_p.def_impl(lambda *xs, count: list(xs))
-in_turn_p.def_abstract_eval(lambda *avals, count: list(avals))
-stands_for(in_turn_p, _wait)
 
 
 def _apart(xs: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
@@ -135,12 +125,21 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, count: int) -> list[An
     return [ct if type(ct) is ad.Zero else next(found) for ct in cotangents]
 
 
-@register_own_rule(in_turn_p)
 def _batched(
     axis: Axis, args: Any, axes: Sequence[AxisPosition], /, *, count: int
 ) -> tuple[list[Any], Sequence[AxisPosition]]:
     return in_turn_p.bind(*args, count=count), axes
 
 
-ad.primitive_jvps[in_turn_p] = _jvp
-ad.primitive_transposes[in_turn_p] = _transpose
+in_turn_p = own_primitive(
+    "in_turn",
+    called="the order of two calls of a library",
+    operations=_wait,
+    compute=lambda *xs, count: list(xs),
+    types=lambda *avals, count: list(avals),
+    programs=(),
+    facts="linear",
+    rule=_batched,
+    jvp=_jvp,
+    transpose=_transpose,
+)

@@ -31,14 +31,9 @@ from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.jaxprs.own_primitives import stands_for
-from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import Axis, AxisPosition, axis_to_front, move_axis
-from batchax.kernel.registry import register_own_rule
+from batchax.kernel.own_primitive import own_primitive
 from batchax.rules.mask_plan import MaskPlan
-
-safe_lanes_p = _compat.Primitive("safe_lanes")
-enter("linear: safe_lanes")
 
 
 def safe_lanes(active: Any, x: Any, depth: int, fill: str = "donor") -> Any:
@@ -61,7 +56,7 @@ def safe_lanes(active: Any, x: Any, depth: int, fill: str = "donor") -> Any:
 
 @functools.partial(jax.jit, static_argnames=("depth", "fill"))
 def _values(active: Any, x: Any, *, depth: int, fill: str) -> Any:
-    """What `safe_lanes_p` computes; masked lanes get the `fill` "donor" or "zero"."""
+    """What `safe_lanes_p` stands for; masked lanes get the `fill` "donor" or "zero"."""
     no_lanes = any(isinstance(n, int) and n == 0 for n in active.shape)
     if fill == "keep" or (fill == "donor" and depth == 0) or no_lanes:
         return x
@@ -110,7 +105,6 @@ def _cut(tangent: Any, active: Any, depth: int) -> Any:
     return safe_lanes_p.bind(active, tangent, depth=depth, fill="zero")
 
 
-@register_own_rule(safe_lanes_p)
 def _batched(
     axis: Axis, args: Any, axes: Any, /, *, depth: int, fill: str
 ) -> tuple[Any, AxisPosition]:
@@ -128,11 +122,18 @@ def _batched(
     return safe_lanes_p.bind(active, x, depth=depth + 1, fill=fill), 0
 
 
-safe_lanes_p.def_impl(_values)
-safe_lanes_p.def_abstract_eval(lambda active, x, **params: x)
-stands_for(safe_lanes_p, _values)
-ad.primitive_jvps[safe_lanes_p] = _jvp
-ad.primitive_transposes[safe_lanes_p] = _transpose
+safe_lanes_p = own_primitive(
+    "safe_lanes",
+    called="a branch or loop that lanes leave",
+    operations=_values,
+    types=lambda active, x, **how: x,
+    programs=(),
+    facts="linear",
+    rule=_batched,
+    jvp=_jvp,
+    transpose=_transpose,
+    several=False,
+)
 
 
 def run_masked(

@@ -4,4 +4,3 @@ Importing this package registers both.
 """
 
 from batchax.user_rules import batching as batching
-from batchax.user_rules import derivatives as derivatives

@@ -8,12 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from batchax import _compat
-from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.inner import batch_function
 from batchax.kernel.interpreter import ProgramRun
-from batchax.kernel.registry import register_own_rule
+from batchax.kernel.own_primitive import own_primitive
 from batchax.user_rules.call import (
     BatchedFlat,
     DerivativeStep,
@@ -23,8 +22,10 @@ from batchax.user_rules.call import (
     custom_call_p,
     effects_had,
     per_example,
+    result_types,
     spread,
 )
+from batchax.user_rules.derivatives import jvp, transpose
 from batchax.user_rules.one_lane import of_one_lane, one_lane
 from batchax.user_rules.rule import UserRule
 from batchax.user_rules.together import (
@@ -39,13 +40,10 @@ from batchax.user_rules.together import (
     with_pullback_of_one,
 )
 
-enter("endless costly: custom_batched_call")  # what a rule will do is not known
-
 Place = tuple[ProgramRun, Any]
 """A run through a program, and the equation of it that is batched."""
 
 
-@register_own_rule(custom_call_p, may_name_axis=True, looks_ahead=True)
 def _batched(
     axis: Axis,
     args: Sequence[Any],
@@ -151,3 +149,17 @@ def _derivatives(
     for step, of_operands in zip(steps, later, strict=True):
         function = step.batched(axis, function, of_operands)
     return function
+
+
+own_primitive(
+    custom_call_p,
+    called="a function with a batching rule",
+    operations=lambda *operands, jaxpr, steps, rule: per_example(jaxpr, steps)(*operands),
+    types=lambda *avals, jaxpr, steps, rule: result_types(jaxpr, steps),
+    programs=("jaxpr",),
+    facts="endless costly",  # what a rule will do is not known
+    rule=_batched,
+    jvp=jvp,
+    transpose=transpose,
+    looks_ahead=True,
+)

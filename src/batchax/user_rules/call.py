@@ -22,11 +22,11 @@ from jax.core import eval_jaxpr
 from jax.extend.core import Literal
 
 from batchax import _compat
-from batchax.jaxprs.own_primitives import stands_for
 from batchax.kernel.axis import Axis, match_axis
 from batchax.kernel.captured import captured_tracers, equations_for
 from batchax.kernel.derivatives import Flat, tangents_of, transposed
 from batchax.kernel.inner import batch_function, batched_aval
+from batchax.kernel.own_primitive import declare
 
 Flags = Sequence[bool]
 """For each of some values whether it is batched; the batch axis is then the first."""
@@ -207,8 +207,7 @@ def spread(axis: Axis, x: Any, batched: bool, wanted: bool) -> Any:
     return x.sum(0) if batched and not wanted else x
 
 
-custom_call_p = _compat.Primitive("custom_batched_call")
-custom_call_p.multiple_results = True
+custom_call_p = declare("custom_batched_call")
 
 
 def per_example(jaxpr: _compat.ClosedJaxpr, steps: Sequence[DerivativeStep]) -> Flat:
@@ -278,19 +277,3 @@ def without_effects(jaxpr: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
     eqns = equations_for(jaxpr.jaxpr, live)
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
     return _compat.close(jaxpr.jaxpr.replace(eqns=eqns, effects=effects), jaxpr.consts)
-
-
-@custom_call_p.def_impl
-def _run(*operands: Any, jaxpr: Any, steps: Any, rule: Any) -> Sequence[Any]:
-    return per_example(jaxpr, steps)(*operands)
-
-
-@custom_call_p.def_effectful_abstract_eval
-def _types(*avals: Any, jaxpr: Any, steps: Any, rule: Any) -> Any:
-    return result_types(jaxpr, steps), jaxpr.effects
-
-
-# For programs with primitives that JAX, from 0.12 on, lowers before all others.
-custom_call_p.to_lojax = _run
-
-stands_for(custom_call_p, _run)

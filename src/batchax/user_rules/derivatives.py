@@ -26,7 +26,7 @@ from batchax.user_rules.call import (
 )
 
 
-def _jvp(
+def jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, steps: Any, rule: Any
 ) -> tuple[Sequence[Any], list[Any]]:
     moving = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
@@ -88,7 +88,7 @@ def _refuse_effects(jaxpr: Any, of: Sequence[int]) -> None:
         )
 
 
-def _transpose(
+def transpose(
     cotangents: Sequence[Any], *operands: Any, jaxpr: Any, steps: Any, rule: Any
 ) -> list[Any]:
     linear = tuple(i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
@@ -106,7 +106,3 @@ def _transpose(
     for i, ct in zip(linear, outs, strict=True):
         results[i] = ct
     return results
-
-
-ad.primitive_jvps[custom_call_p] = _jvp
-ad.primitive_transposes[custom_call_p] = _transpose

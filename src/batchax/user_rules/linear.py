@@ -14,20 +14,15 @@ from jax.core import eval_jaxpr
 from jax.interpreters import ad
 
 from batchax import _compat
-from batchax.jaxprs.own_primitives import stands_for
-from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.derivatives import tangents_of
 from batchax.kernel.inner import batch_inner
 from batchax.kernel.lasting import Lasting
-from batchax.kernel.registry import register_own_rule
+from batchax.kernel.own_primitive import own_primitive
 from batchax.rules.batched_transpose import batched_transpose
 
 Linear = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 """A function of residuals, and of values it is linear in."""
-
-linear_p = _compat.Primitive("linear_with_transpose")
-linear_p.multiple_results = True
 
 
 def linear_with_transpose(
@@ -87,14 +82,8 @@ def _bind(
     )
 
 
-@linear_p.def_impl
 def _run(*operands: Any, forward: Any, transpose: Any, count: int) -> list[Any]:
     return eval_jaxpr(forward.jaxpr, forward.consts, *operands)
-
-
-@linear_p.def_effectful_abstract_eval
-def _types(*avals: Any, forward: Any, transpose: Any, count: int) -> Any:
-    return list(forward.out_avals), forward.effects
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[list[Any], list[Any]]:
@@ -123,10 +112,6 @@ def _transpose(cotangents: Any, *operands: Any, forward: Any, transpose: Any, co
     ]
 
 
-enter(": linear_with_transpose")
-
-
-@register_own_rule(linear_p, may_name_axis=True)
 def _batched(
     axis: Axis, args: Any, axes: Any, /, *, forward: Any, transpose: Any, count: int
 ) -> tuple[list[Any], Sequence[AxisPosition]]:
@@ -141,7 +126,14 @@ def _batched(
     return _bind(ahead, back_program, args[:count], args[count:]), out_axes
 
 
-ad.primitive_jvps[linear_p] = _jvp
-ad.primitive_transposes[linear_p] = _transpose
-linear_p.to_lojax = _run
-stands_for(linear_p, _run)
+linear_p = own_primitive(
+    "linear_with_transpose",
+    called="a linear function with a transpose",
+    operations=_run,
+    types=lambda *avals, forward, transpose, count: list(forward.out_avals),
+    programs=("forward",),
+    facts="",
+    rule=_batched,
+    jvp=_jvp,
+    transpose=_transpose,
+)

@@ -1,0 +1,175 @@
+"""How a primitive of batchax's own is made: all that JAX and batchax ask of one, said in one call.
+
+Such a primitive exists so that a derivative or a batch axis can treat what it does as one thing. It
+stands for ordinary operations of JAX, and what is not said otherwise follows from those: how it is
+computed and compiled, what it costs, and that it may hold operations of any kind.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.interpreters import ad
+
+from batchax import _compat
+from batchax.errors import UnsupportedError
+from batchax.jaxprs.bodies import describe_bodies, held_programs
+from batchax.jaxprs.own_primitives import stands_for
+from batchax.jaxprs.primitive_facts import enter
+from batchax.kernel.derivatives import tangents_of, transposed, with_values
+from batchax.kernel.registry import Rule, serve_own
+
+Derivative = Callable[..., Any]
+
+
+OF_OPERATIONS: Any = object()
+"""As `jvp` or `transpose`: that of the operations which a primitive stands for."""
+
+
+@dataclass(frozen=True)
+class NoDerivative:
+    """As `jvp` or `transpose`: there is none, and who asks for it is told why."""
+
+    message: str
+
+    def __call__(self, *args: Any, **params: Any) -> Any:
+        raise UnsupportedError(self.message)
+
+
+def declare(name: str, several: bool = True) -> _compat.Primitive:
+    """A primitive that `own_primitive` defines in a later module, one that has all of its parts.
+
+    What binds it is often what its derivatives are made of, and cannot wait for them.
+
+    Args:
+      name: its name.
+      several: whether it has a list of results, and not one.
+    """
+    primitive = _compat.Primitive(name)
+    primitive.multiple_results = several
+    _declared.append(primitive)
+    return primitive
+
+
+_declared: list[_compat.Primitive] = []
+
+
+def declared() -> tuple[_compat.Primitive, ...]:
+    """All primitives of batchax's own; after ``import batchax`` they are defined, too."""
+    return tuple(_declared)
+
+
+def own_primitive(
+    primitive: _compat.Primitive | str,
+    *,
+    called: str,
+    operations: Callable[..., Any],
+    types: Callable[..., Any],
+    programs: Sequence[str],
+    facts: str,
+    rule: Rule,
+    jvp: Derivative,
+    transpose: Derivative,
+    compute: Callable[..., Any] | None = None,
+    effects: Callable[..., Iterable[Any]] | None = None,
+    several: bool = True,
+    looks_ahead: bool = False,
+) -> _compat.Primitive:
+    """Defines a primitive of batchax's own.
+
+    Args:
+      primitive: its name, or what `declare` returned.
+      called: what users call what it does, for messages and listings.
+      operations: what it stands for, a function of its operands and parameters made of ordinary
+        operations. Compilers get these, and whoever reads a program or asks what it costs.
+      types: the types of its results, from those of its operands and the parameters.
+      programs: the parameters that hold programs which it runs, or tuples of them; none of most.
+        They say what its effects are, and may hold a collective over an axis that is mapped.
+      facts: what is true of it, words of `Facts`.
+      rule: how it is batched, by ``jax.vmap`` as well; see `register_rule`.
+      jvp: its derivative in forward mode, as JAX wants it; `OF_OPERATIONS`, or a `NoDerivative`.
+      transpose: its transpose, likewise.
+      compute: what it does on arrays outside of a compiled program; the operations one after
+        another if not given.
+      effects: its effects, from its parameters; those of its programs if not given.
+      several: whether it has a list of results, and not one.
+      looks_ahead: whether `rule` is given its place in a program; see `Registered`.
+
+    Returns:
+      The primitive.
+    """
+    if isinstance(primitive, str):
+        primitive = declare(primitive, several)
+    compute = operations if compute is None else compute
+
+    def abstract(*avals: Any, **params: Any) -> Any:
+        if effects is not None:
+            return types(*avals, **params), set(effects(**params))
+        found = (program.effects for program in held_programs(params, programs))
+        return types(*avals, **params), set().union(*found)
+
+    primitive.def_impl(compute)
+    primitive.def_effectful_abstract_eval(abstract)
+    stands_for(primitive, operations, called)
+    if programs:
+        describe_bodies(primitive, programs)
+        _compat.lower_early(
+            primitive, lambda params: held_programs(params, programs), operations, compute
+        )
+    enter(f"{facts}: {primitive.name}")
+    serve_own(primitive, rule, may_name_axis=bool(programs), looks_ahead=looks_ahead)
+    flat = _flat(operations, primitive.multiple_results)
+    ad.primitive_jvps[primitive] = (
+        functools.partial(_jvp, flat, primitive) if jvp is OF_OPERATIONS else jvp
+    )
+    ad.primitive_transposes[primitive] = (
+        functools.partial(_transpose, flat, primitive) if transpose is OF_OPERATIONS else transpose
+    )
+    return primitive
+
+
+def _flat(operations: Callable[..., Any], several: bool) -> Callable[..., list[Any]]:
+    """`operations` as a function that returns a list."""
+    return lambda *xs, **how: list(operations(*xs, **how)) if several else [operations(*xs, **how)]
+
+
+def _jvp(
+    operations: Callable[..., list[Any]],
+    primitive: _compat.Primitive,
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    **params: Any,
+) -> tuple[Any, Any]:
+    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    types, _ = primitive.abstract_eval(*map(jax.typeof, primals), **params)
+    every = range(len(types) if primitive.multiple_results else 1)
+    run = functools.partial(operations, **params)
+    outs, found = tangents_of(run, primals, moving, [tangents[i] for i in moving], every)
+    dots = [
+        ad.Zero(jax.typeof(x).to_tangent_aval()) if t.dtype == jax.dtypes.float0 else t
+        for x, t in zip(outs, found, strict=True)
+    ]
+    return (outs, dots) if primitive.multiple_results else (outs[0], dots[0])
+
+
+def _transpose(
+    operations: Callable[..., list[Any]],
+    primitive: _compat.Primitive,
+    cotangents: Any,
+    *operands: Any,
+    **params: Any,
+) -> list[Any]:
+    cotangents = cotangents if primitive.multiple_results else [cotangents]
+    linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
+    types = [operands[i].aval for i in linear]
+    of = [k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
+    found: list[Any] = [ad.Zero(aval) for aval in types]
+    if of:
+        others = [x for x in operands if not ad.is_undefined_primal(x)]
+        run = functools.partial(operations, **params)
+        found = transposed(run, others, linear, types, of)([cotangents[k] for k in of])
+    return with_values([None] * len(operands), linear, found)
