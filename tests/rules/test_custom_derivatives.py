@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import jaxpr_as_fun
 
@@ -724,6 +725,56 @@ def test_the_functions_of_jax_that_have_rules():
         ) * jax.nn.silu(x) + jax.scipy.special.xlogy(jnp.abs(x), jnp.abs(x) + 1)
 
     check(f, X, nested=True, eager=False)
+
+
+def test_a_rule_alone_uses_the_name_of_the_axis():
+    """Nothing in the program shows it, and the operand is the same in all lanes."""
+
+    @jax.custom_jvp
+    def forward(x):
+        return x * lax.axis_size("i")
+
+    @forward.defjvp
+    def _(primals, tangents):
+        tangent = tangents[0] * (lax.psum(2.0, "i") + lax.axis_index("i"))
+        return forward(*primals), tangent * lax.axis_size("j")
+
+    @jax.custom_vjp
+    def reverse(x):
+        return x * lax.axis_size("i")
+
+    reverse.defvjp(
+        lambda x: (reverse(x), lax.psum(x, "i")),
+        lambda r, c: ((lax.axis_index("i") + lax.axis_index("j")) * r * c,),
+    )
+    wraps = [
+        lambda f: f,
+        lambda f: lambda x: eval_jaxpr(jax.make_jaxpr(f)(x).jaxpr, [], x)[0],
+        jax.jit,
+        jax.checkpoint,
+        lambda f: lambda x: lax.cond(x > 0, f, jnp.sin, x),
+        lambda f: lambda x: lax.scan(lambda c, _: (f(c) / 4, None), x, None, length=1)[0],
+    ]
+    scale = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 0.25])
+    of_lanes = np.arange(1.0, 5.0)
+
+    def total(x, f, **options):
+        inner = bx.vmap(lambda _, x: f(x), (0, None), axis_name="j")
+        outer = bx.vmap(lambda w, x: w * inner(jnp.ones(3), x), (0, None), axis_name="i", **options)
+        return outer(jnp.asarray(of_lanes), x).sum()
+
+    def gradients(x):
+        return [
+            [jax.grad(total)(x, wrap(f), **options) for wrap in wraps]
+            for f in (forward, reverse)
+            for options in ({}, {"batch_size": 4})
+        ]
+
+    of_forward = sum(w * 3 * (8 + i) * 3 for i, w in enumerate(of_lanes))
+    of_reverse = sum(w * (i + j) * 4 * 2.0 for i, w in enumerate(of_lanes) for j in range(3))
+    expected = [of_forward * scale] * 2 + [of_reverse * scale] * 2
+    for got, known in zip(jax.jit(gradients)(2.0), expected, strict=True):
+        np.testing.assert_allclose(got, known, rtol=1e-5)
 
 
 def test_empty_batches():

@@ -19,7 +19,7 @@ from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.fallback import run_without_rule
-from batchax.kernel.named_axes import uses_name
+from batchax.kernel.named_axes import may_use_name
 from batchax.kernel.reference_axes import create_batched, references_to_batch
 from batchax.kernel.registry import find
 from batchax.kernel.rule_results import run_rule
@@ -108,7 +108,7 @@ def batch_equation(
     """
     # What does not depend on the batch is emitted once, for all lanes.
     shared = operand_axes.count(None) == len(operand_axes) and not (
-        creates_batched or (axis.name is not None and uses_name(eqn, axis.name))
+        creates_batched or (axis.name is not None and may_use_name(eqn, axis.name))
     )
     if axis.spmd_name is not None and not shared:
         check_lanes_apart(axis, eqn)

@@ -41,6 +41,40 @@ def uses_name(eqn: Any, name: Hashable) -> bool:
     return name in unmarked or ANY_NAME in unmarked
 
 
+def may_use_name(eqn: Any, name: Hashable) -> bool:
+    """Whether `eqn` uses `name`, or has derivative rules inside, which may once they are traced.
+
+    Rules that JAX traces when they are needed leave no mark in a program, and once the axis is
+    mapped nothing tells them of it but the rule that batches their call.
+    """
+    return uses_name(eqn, name) or _has_rules(eqn)
+
+
+def gives_index(eqn: Any, name: Hashable) -> bool:
+    """Whether `eqn`, or an equation inside it, asks for the index of the lane over `name`."""
+    if eqn.primitive.name == "axis_index":
+        return name in as_names(eqn.params["axis_name"])
+    return any(gives_index(e, name) for p in jaxprs_in_params(eqn.params) for e in p.eqns)
+
+
+def _has_rules(eqn: Any) -> bool:
+    if not _RULES.isdisjoint(eqn.params):
+        return True
+    return any(map(_has_rules_inside, jaxprs_in_params(eqn.params)))
+
+
+def _has_rules_inside(jaxpr: Any) -> bool:
+    if jaxpr not in _with_rules:
+        _with_rules[jaxpr] = any(map(_has_rules, jaxpr.eqns))
+    return _with_rules[jaxpr]
+
+
+# The parameters that hold the derivative rules of ``custom_jvp`` and ``custom_vjp``.
+_RULES = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk"})
+
+_with_rules: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
 def _unmarked(eqn: Any) -> frozenset[Hashable]:
     """Names that `eqn` uses without an effect that says so; `ANY_NAME` if it may use any."""
     holder = facts_of(eqn.primitive).names

@@ -19,6 +19,7 @@ from jax.extend.core import Literal
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel.axis import Axis, AxisPosition, lanes_vary_over, match_axis
 from batchax.kernel.interpreter import interpret
+from batchax.kernel.named_axes import gives_index
 
 
 def batched_transpose(
@@ -64,11 +65,11 @@ def reached(jaxpr: Any, marked: Sequence[bool]) -> list[bool]:
     return [_is_in(marks, v) for v in jaxpr.outvars]
 
 
-def multiplies(jaxpr: Any, cotangents: Sequence[bool], batched: Sequence[bool]) -> bool:
-    """Whether what a reverse rule computes from some cotangents differs between lanes.
+def multiplies(axis: Axis, jaxpr: Any, cotangents: Sequence[bool], batched: Sequence[bool]) -> bool:
+    """Whether what a reverse rule computes from some cotangents differs between lanes of `axis`.
 
     It does if a value computed from those `cotangents` and another computed from the `batched`
-    inputs meet in an operation, other than an addition.
+    inputs, or from the index of the lane, meet in an operation, other than an addition.
     """
     linear = {v for v, m in zip(jaxpr.invars, cotangents, strict=True) if m}
     varying = {v for v, m in zip(jaxpr.invars, batched, strict=True) if m}
@@ -80,7 +81,7 @@ def multiplies(jaxpr: Any, cotangents: Sequence[bool], batched: Sequence[bool]) 
             return True
         if by:
             linear.update(eqn.outvars)
-        if over:
+        if over or gives_index(eqn, axis.name):
             varying.update(eqn.outvars)
     return False
 

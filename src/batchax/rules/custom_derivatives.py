@@ -327,7 +327,7 @@ class _Reverse:
             one = [i == len(positions) - len(out_axes) + k for i in range(len(positions))]
             hits = zip(reached(jaxpr, one), in_axes, strict=False)  # logs follow
             by_lane = any(hit and a is not None for hit, a in hits)
-            by_lane = by_lane or multiplies(jaxpr, one, batched)
+            by_lane = by_lane or multiplies(self.axis, jaxpr, one, batched)
             needed.append(0 if out_axis is None and by_lane else None)
         return needed
 
