@@ -11,7 +11,7 @@
 #                   2,000 random programs: an hour on two cores
 #   make test-newest  the suite with the newest versions of everything, whatever they are
 #   make fuzz N=10000  so many random programs, in every way to run them, against the loop
-#                   over examples
+#                   over examples, on the oldest and the newest JAX
 #   make kills N=300  so many calls of bx.map killed, gone on with, and compared with others
 #   make lint       lint and types alone
 #   make docs       the generated pages in docs/
@@ -155,11 +155,18 @@ constraints:
 	sh tools/freeze.sh 3.12 > constraints/py312.new && mv constraints/py312.new constraints/py312.txt
 	sh tools/freeze.sh 3.13 > constraints/py313.new && mv constraints/py313.new constraints/py313.txt
 
-# SEED= draws the same programs again.
-SEED ?= 0
+# On both ends of the range of JAX's versions. SEED= draws the same programs again; a hundred have
+# one seed, so that SEED=30 goes on after N=3000.
 fuzz: .venv/ready
-	cd tests && ../.venv/bin/python -m fuzz --kind dense --count $(N) --seed $(SEED)
-	cd tests && ../.venv/bin/python -m fuzz --kind ragged --count $$(($(N) / 2)) --seed $(SEED)
+	$(call fuzzed,.venv)
+	@if sh tools/find_python.sh 3.12 >/dev/null; then \
+	    $(MAKE) --no-print-directory .venv312/ready && $(call fuzzed,.venv312); \
+	else \
+	    echo "No working Python 3.12 on this machine: random programs ran on one version only."; \
+	fi
+
+fuzzed = $(foreach kind,dense ragged,(cd tests && ../$(1)/bin/python -m fuzz --kind $(kind) \
+    --count $$(($(N) / $(if $(filter ragged,$(kind)),2,1))) --seed $(SEED) --jobs $(JOBS)) &&) true
 
 # SEED= draws other moments. N is 1000 if nobody says: five minutes.
 kills: .venv/ready

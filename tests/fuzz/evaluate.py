@@ -5,6 +5,8 @@ operation once for its shapes, and what is simple NumPy does. Loops, branches an
 opened. With several lanes, each holds its own values; a collective sees those of all.
 """
 
+import functools
+
 import jax
 import numpy as np
 from jax.extend import core
@@ -20,18 +22,26 @@ class Endless(Exception):
     """A loop takes more steps than a random program should."""
 
 
-def evaluate(closed, lanes):
-    """The results of a staged program for each lane: lists of arrays, one for each lane."""
+class NotANumber(Exception):
+    """An operation that was watched gave NaN, as `jax.debug_nans` would have noticed."""
+
+
+def evaluate(closed, lanes, watch=False):
+    """The results of a staged program for each lane: lists of arrays, one for each lane.
+
+    watch: whether to raise where an operation by itself gives NaN. Calls, loops and branches are
+      one operation each, as they are outside of `jit`.
+    """
     with np.errstate(all="ignore"):
         columns = [list(column) for column in zip(*lanes, strict=True)]
         consts = [[_known(c)] * len(lanes) for c in closed.consts]
-        outs = _run(closed.jaxpr, consts, columns, len(lanes))
+        outs = _run(closed.jaxpr, consts, columns, len(lanes), watch)
     return [list(row) for row in zip(*outs, strict=True)] if outs else [[] for _ in lanes]
 
 
-def evaluate_one(closed, args):
+def evaluate_one(closed, args, watch=False):
     """The results of a staged program for one set of arguments."""
-    return evaluate(closed, [[_known(x) for x in args]])[0]
+    return evaluate(closed, [[_known(x) for x in args]], watch)[0]
 
 
 def _known(x):
@@ -41,7 +51,7 @@ def _known(x):
     return np.asarray(x) if isinstance(x, (bool, int, float, complex, np.generic)) else x
 
 
-def _run(jaxpr, consts, args, size):
+def _run(jaxpr, consts, args, size, watch=False):
     env = {}
     env.update(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
@@ -53,16 +63,22 @@ def _run(jaxpr, consts, args, size):
 
     for eqn in jaxpr.eqns:
         operands = [read(v) for v in eqn.invars]
-        outs = _equation(eqn, operands, size)
+        outs = _equation(eqn, operands, size, watch)
+        if watch and any(_has_nan(x) for column in outs for x in column):
+            raise NotANumber(eqn.primitive.name)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
 
-def _equation(eqn, operands, size):
+def _has_nan(x):
+    return isinstance(x, np.ndarray) and x.dtype.kind not in "iubO" and bool((x != x).any())
+
+
+def _equation(eqn, operands, size, watch=False):
     name = eqn.primitive.name
     if name in _CALLS:
         inner = eqn.params[_CALLS[name]]
-        return _closed(inner, operands, size)
+        return _closed(inner, operands, size, watch and name.startswith("custom_"))
     if name in _COLLECTIVES and "i" in _names(eqn.params):
         return _COLLECTIVES[name](eqn, operands, size)
     if name in _LOCK_STEP:
@@ -77,13 +93,13 @@ def _equation(eqn, operands, size):
     return [list(column) for column in zip(*lanes, strict=True)] or [[] for _ in eqn.outvars]
 
 
-def _closed(program, operands, size):
+def _closed(program, operands, size, watch=False):
     if isinstance(program, core.ClosedJaxpr):
         consts = [[_known(c)] * size for c in program.consts]
         program = program.jaxpr
     else:
         consts = []
-    return _run(program, consts, operands, size)
+    return _run(program, consts, operands, size, watch)
 
 
 def _operation(eqn, xs):
@@ -93,7 +109,8 @@ def _operation(eqn, xs):
         outs = fun(*xs, **eqn.params)
         outs = outs if primitive.multiple_results else [outs]
         return [np.asarray(x, v.aval.dtype) for x, v in zip(outs, eqn.outvars, strict=True)]
-    outs = primitive.bind(*xs, **primitive.get_bind_params(eqn.params))
+    run = functools.partial(primitive.bind, **primitive.get_bind_params(eqn.params))
+    outs = (jax.jit(run) if primitive.name == "shard_map" else run)(*xs)
     return [_known(x) for x in (outs if primitive.multiple_results else [outs])]
 
 

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import io_callback
+from jax.sharding import Mesh
 
 import batchax as bx
 
-from fuzz.evaluate import Endless, evaluate, evaluate_one
+from fuzz.evaluate import Endless, NotANumber, evaluate, evaluate_one
 from fuzz.programs import HELPERS, PRELUDE, Program
 
 OUTER = 2  # lanes of a vmap around
@@ -42,6 +44,8 @@ class Case:
     engine: "staged" (evaluated operation by operation), "jit" or "eager".
     mode: "values", "jvp", "vjp" or "jvp of vjp".
     inner: what `vmap` means inside the program.
+    wild: whether arguments hold zeros, infinities and NaN.
+    watched: whether it runs with `jax.debug_nans`.
     """
 
     program: Program
@@ -55,6 +59,8 @@ class Case:
     engine: str
     mode: str
     inner: str
+    wild: bool = False
+    watched: bool = False
 
     @property
     def nested(self):
@@ -81,15 +87,16 @@ class Case:
             if axis is not None:
                 shape.insert(axis if axis >= 0 else axis + len(shape) + 1, self.lanes)
             shape = ([OUTER] if self.nested else []) + shape
-            lines.append(f"    {array_text(t.dtype, tuple(shape), self.seed, self.rounded)},")
+            lines.append(f"    {array_text(t.dtype, tuple(shape), self)},")
         return "\n".join([*lines, "]"])
 
     def script(self):
         """A program that can be pasted."""
-        helpers = "\n".join(HELPERS[h] for h in self.program.helpers)
         run = RUNS[self.mode]
         compiled = "print(jax.jit(lambda args: run(batched, args))(args))"
-        parts = [PRELUDE, f"vmap = {self.inner}\n", helpers, self.program.source]
+        parts = [PRELUDE, f"vmap = {self.inner}\n", helpers_of(self), self.program.source]
+        if self.watched:
+            parts.insert(1, 'jax.config.update("jax_debug_nans", True)\n')
         parts += [self.arguments() + "\n", f"batched = {self.batched()}", run]
         parts.append("print(run(batched, args))" if self.engine == "eager" else compiled)
         if self.mode == "values" and not self.nested and not self.program.named:
@@ -97,11 +104,16 @@ class Case:
         else:
             parts.append(f"batched = {self.batched('jax.vmap')}")
             parts.append(compiled)
+        if self.program.effects:
+            parts.append("jax.effects_barrier()\nprint(*TOLD, sep='\\n')")
         return "\n".join(part for part in parts if part)
 
 
 # What is refused by name, as documented.
-REFUSALS = ["inside a loop or branch needs all lanes at once"]
+REFUSALS = [
+    "inside a loop or branch needs all lanes at once",
+    "a function that does input or output",  # differentiated in chunks
+]
 
 REDUCTIONS = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
 
@@ -155,8 +167,13 @@ def _listed(texts):
     return "".join(f"{t}, " for t in texts).strip()
 
 
-def array_text(dtype, shape, seed, rounded=False):
+def helpers_of(case):
+    return "\n".join(HELPERS[h] for h in [*case.program.helpers, *["spoil"] * case.wild])
+
+
+def array_text(dtype, shape, case):
     """Text that makes an array of random numbers."""
+    seed = case.seed
     if dtype == "key":
         if not shape:
             return f"jax.random.key({seed})"
@@ -168,8 +185,10 @@ def array_text(dtype, shape, seed, rounded=False):
     values = f"rng.normal(size={shape})"
     if dtype.startswith("complex"):
         values += f" + 1j * rng.normal(size={shape})"
-    if rounded:
+    if case.rounded:
         values = f"np.round({values})"
+    if case.wild:
+        values = f"spoil({values}, rng)"
     return f'jnp.asarray({values}, "{dtype}")'
 
 
@@ -179,8 +198,8 @@ def is_inexact(x):
 
 def namespace(case, vmap):
     names = {"jax": jax, "jnp": jnp, "np": np, "lax": lax, "bx": bx, "vmap": vmap}
-    for helper in case.program.helpers:
-        exec(HELPERS[helper], names)
+    names |= {"Mesh": Mesh, "io_callback": io_callback, "TOLD": []}
+    exec(helpers_of(case), names)
     exec(case.program.source, names)
     return names
 
@@ -245,14 +264,21 @@ def judge(case):
     if case.mode == "values":
         tangents, cotangents = [], []
     expected = one_by_one(case, alone["f"], args, tangents, cotangents)
-    got = batched(case, args, tangents, cotangents)
+    should, told = list(alone["TOLD"]), []
+    got = watched(functools.partial(batched, case, args, tangents, cotangents, told=told))
     problem = difference(got, expected, case.loose)
     if problem is None:
+        if said := told_otherwise(told, should, case):
+            raise Found(f"calls: {said[:20]} {' '.join(case.options)}", f"{said}\n{case.script()}")
         return
     if problem.kind == "values" and ill_conditioned(
         case, alone["f"], args, tangents, cotangents, expected, problem
     ):
         raise Discarded("ill-conditioned")
+    if not case.program.named:
+        compiled = one_by_one(case, alone["f"], args, tangents, cotangents, compiled=True)
+        if difference(got, compiled, case.loose) is None:
+            raise Discarded("NumPy says otherwise than XLA, of the example alone")
     if case.engine == "staged":
         again = batched(case, args, tangents, cotangents, engine="jit")
         if difference(again, expected, case.loose) is None:
@@ -267,6 +293,56 @@ def judge(case):
             theirs = f"jax.vmap raises {type(error).__name__}"
     where = f"{problem.kind} of {problem.what} {case.mode} {' '.join(case.options)}"
     raise Found(where, f"{problem.text}; {theirs}\n\n{case.script()}")
+
+
+def watched(run):
+    """What `run(engine=None)` gives; `Found` if `jax.debug_nans` stops it outside of `jit`."""
+    try:
+        return run()
+    except NotANumber as error:
+        try:
+            with jax.debug_nans(True):
+                run(engine="eager")
+        except Found as found:
+            if "FloatingPointError" in found.signature:
+                raise
+        raise Discarded("NaN, but inside of a call") from error
+
+
+def told_otherwise(got, expected, case):
+    """What is wrong with the calls of callbacks; None if nothing is.
+
+    Each call that the loop over examples makes happens once. Ordered ones happen, for one lane, in
+    the order in which they do alone; and at a place that each lane calls once at most, in the
+    order of the lanes (of one axis: a step of a loop is made for all lanes before the next one).
+    """
+    free, places = list(range(len(expected))), []
+    for call in got:
+        found = next((k for k in free if _same_call(call, expected[k], case.loose)), None)
+        if found is None:
+            return f"a call that no example makes, or once more: {call}"
+        free.remove(found)
+        places.append(found)
+    if free:
+        return f"calls are missing: {[expected[k] for k in free]}"
+    ordered = [k for k in places if expected[k][1]]
+    lane = lambda k: expected[k][2].tobytes()
+    for i in {lane(k) for k in ordered}:
+        mine = [k for k in ordered if lane(k) == i]
+        if mine != sorted(mine):
+            return f"order in a lane: {[expected[k] for k in mine]}"
+    for place in {expected[k][0] for k in ordered if not case.nested}:
+        mine = [k for k in ordered if expected[k][0] == place]
+        if len({lane(k) for k in mine}) == len(mine) and mine != sorted(mine):
+            return f"order of the lanes: {[expected[k] for k in mine]}"
+    return None
+
+
+def _same_call(a, b, loose):
+    return a[:2] == b[:2] and all(
+        x.shape == y.shape and x.dtype == y.dtype and not _wrong(x, y, loose).any()
+        for x, y in zip(a[2:], b[2:], strict=True)
+    )
 
 
 def direction(shape, dtype, rng):
@@ -284,18 +360,18 @@ def _batched_shape(case, kind, axis):
     return tuple([OUTER] if case.nested else []) + tuple(shape)
 
 
-def one_by_one(case, f, args, tangents, cotangents):
+def one_by_one(case, f, args, tangents, cotangents, compiled=False):
     """What the loop over examples gives, arranged as a batched function's results are."""
     if not case.nested:
-        return _one_batch(case, f, args, tangents, cotangents)
+        return _one_batch(case, f, args, tangents, cotangents, compiled)
     rounds = [
-        _one_batch(case, f, *([x[o] for x in xs] for xs in (args, tangents, cotangents)))
+        _one_batch(case, f, *([x[o] for x in xs] for xs in (args, tangents, cotangents)), compiled)
         for o in range(OUTER)
     ]
     return jax.tree.map(lambda *xs: _stacked(xs, 0), *rounds)
 
 
-def _one_batch(case, f, args, tangents, cotangents):
+def _one_batch(case, f, args, tangents, cotangents, compiled):
     n = case.lanes
     floats = [k for k, x in enumerate(args) if is_inexact(x)]
     float_axes = [case.in_axes[k] for k in floats]
@@ -335,7 +411,12 @@ def _one_batch(case, f, args, tangents, cotangents):
     try:
         env = [("i", n)] if case.program.named else []
         staged, shapes = jax.make_jaxpr(flat, axis_env=env, return_shape=True)(*lanes[0])
-        results = evaluate(staged, lanes)
+        if compiled:
+            results = [jax.tree.leaves(jax.jit(flat)(*lane)) for lane in lanes]
+        else:
+            results = evaluate(staged, lanes, case.watched)
+    except NotANumber:
+        raise Discarded("NaN alone") from None
     except Endless:
         raise Discarded("endless") from None
     except Exception as error:
@@ -382,8 +463,8 @@ def _lane(x, i, axis):
     return x[(slice(None),) * (axis % x.ndim) + (i,)]
 
 
-def batched(case, args, tangents, cotangents, engine=None, vmap="bx.vmap"):
-    """What the batched function gives."""
+def batched(case, args, tangents, cotangents, engine=None, vmap="bx.vmap", told=None):
+    """What the batched function gives; calls of callbacks are noted in `told`."""
     engine = engine or case.engine
     names = namespace(case, eval(case.inner) if vmap == "bx.vmap" else jax.vmap)
     try:
@@ -391,14 +472,21 @@ def batched(case, args, tangents, cotangents, engine=None, vmap="bx.vmap"):
             strict()
             fun = eval(case.batched(vmap), names)
             run = derived(fun, case.mode)
-            if engine == "eager":
-                return run(args, tangents, cotangents)
-            if engine == "jit":
-                return jax.jit(run)(args, tangents, cotangents)
-            operands, structure = jax.tree.flatten((args, tangents, cotangents))
-            flat = lambda *xs: run(*jax.tree.unflatten(structure, xs))
-            staged, shapes = jax.make_jaxpr(flat, return_shape=True)(*operands)
-            return jax.tree.unflatten(jax.tree.structure(shapes), evaluate_one(staged, operands))
+            if engine == "staged":
+                operands, structure = jax.tree.flatten((args, tangents, cotangents))
+                flat = lambda *xs: run(*jax.tree.unflatten(structure, xs))
+                staged, shapes = jax.make_jaxpr(flat, return_shape=True)(*operands)
+                outs = evaluate_one(staged, operands, case.watched)
+                outs = jax.tree.unflatten(jax.tree.structure(shapes), outs)
+            else:
+                outs = (jax.jit(run) if engine == "jit" else run)(args, tangents, cotangents)
+            if case.program.effects and told is not None:
+                jax.block_until_ready(outs)
+                jax.effects_barrier()
+                told += names["TOLD"]
+            return outs
+    except NotANumber:
+        raise
     except Exception as error:
         if vmap == "jax.vmap":
             raise
@@ -437,6 +525,8 @@ def strictly(call, case, refused):
         with warnings.catch_warnings():
             strict()
             return call()
+    except NotANumber:
+        raise
     except Exception as error:
         refused(error)
         raise a_find(error, case) from error
@@ -492,12 +582,17 @@ def _wrong(a, b, loose):
     return np.asarray(a != b)
 
 
+def digits_lost(loose):
+    """By how much rounding is more than in double precision."""
+    return 1e7 if loose == 0.1 else 1e5 if loose else 1
+
+
 def ill_conditioned(case, f, args, tangents, cotangents, expected, problem):
     """Whether rounding may have done it: a slight change of the arguments does as much."""
     rng = np.random.default_rng(0)
     g, k = problem.place
     for size in (1e-14, 1e-13, 1e-12, 1e-11, 1e-10, 1e-9):
-        size = size * (1e5 if case.loose else 1)
+        size = size * digits_lost(case.loose)
         moved = [
             jnp.asarray(np.asarray(x) + size * direction(x.shape, x.dtype, rng), x.dtype)
             if is_inexact(x)

@@ -32,6 +32,33 @@ def _slice(x, *, start_indices, limit_indices, strides, **_):
     return x[tuple(map(slice, start_indices, limit_indices, strides))]
 
 
+def _pad(x, value, *, padding_config):
+    for d, (low, high, interior) in enumerate(padding_config):
+        x = np.moveaxis(x, d, 0)
+        size = x.shape[0] + interior * max(x.shape[0] - 1, 0)
+        wide = np.full((max(low, 0) + size + max(high, 0), *x.shape[1:]), value, x.dtype)
+        wide[max(low, 0) :][:size][:: interior + 1] = x
+        x = np.moveaxis(wide[max(-low, 0) : len(wide) - max(-high, 0)], 0, d)
+    return x
+
+
+def _places(x, sizes, starts):
+    return tuple(
+        slice(s := int(min(max(start, 0), most - size)), s + size)
+        for start, size, most in zip(starts, sizes, x.shape, strict=True)
+    )
+
+
+def _dynamic_slice(x, *starts, slice_sizes):
+    return x[_places(x, slice_sizes, starts)]
+
+
+def _dynamic_update_slice(x, update, *starts):
+    x = x.copy()
+    x[_places(x, update.shape, starts)] = update
+    return x
+
+
 def _dot(x, y, *, dimension_numbers, **_):
     (left, right), (left_batch, right_batch) = dimension_numbers
     letters = iter("abcdefghijklmnopqrstuvwxyz")
@@ -87,6 +114,7 @@ TABLE = {
         "log1p": np.log1p,
         "expm1": np.expm1,
         "sqrt": np.sqrt,
+        "rem": np.fmod,
         "rsqrt": lambda x: 1 / np.sqrt(x),
         "cbrt": np.cbrt,
         "square": np.square,
@@ -122,6 +150,9 @@ TABLE = {
     "reshape": _reshape,
     "squeeze": lambda x, *, dimensions: np.squeeze(x, tuple(dimensions)),
     "expand_dims": lambda x, *, dimensions: np.expand_dims(x, tuple(dimensions)),
+    "pad": _pad,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
     "transpose": lambda x, *, permutation: np.transpose(x, permutation),
     "rev": lambda x, *, dimensions: np.flip(x, dimensions) if dimensions else x,
     "concatenate": lambda *xs, dimension: np.concatenate(xs, dimension),
@@ -162,6 +193,10 @@ def _fits(name, xs, params):
         return False
     if name.startswith(("reduce_max", "reduce_min")):
         return all(x.size for x in xs)
+    if name == "rem":
+        return bool((xs[1] != 0).all())
+    if name.startswith("dynamic_"):
+        return len(params) < 2  # not of sizes that vary
     return not (
         name == "div" and kinds & set("iu") and any(abs(x).max(initial=0) > 2**50 for x in xs)
     )
@@ -169,7 +204,8 @@ def _fits(name, xs, params):
 
 _COMPLEX = frozenset(
     "add add_any sub mul neg real imag select_n copy broadcast_in_dim reshape squeeze expand_dims "
-    "transpose rev concatenate slice dot_general reduce_sum abs eq ne stop_gradient".split()
+    "transpose rev concatenate slice pad dynamic_slice dynamic_update_slice dot_general "
+    "reduce_sum abs eq ne stop_gradient".split()
 )
 
 

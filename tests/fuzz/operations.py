@@ -474,6 +474,65 @@ jax.vmap(jax.random.normal)({kn})
 jnp.where({i} > 1, {kn}[0], {kn}[1])
 """
 
+# Where a number may be none, or no number: for data that has such, and branches that avoid it.
+RISKY = """
+{f} / {f2}
+jnp.log({f})
+jnp.sqrt({f})
+1 / {f}
+{f} * jnp.inf
+jnp.where({f} > 0, jnp.sqrt({f}), 0.5)
+jnp.where({f} == 0, 0.0, {f} / {f})
+jnp.arccos({f})
+{f} ** 0.5
+{f} - {f}
+jnp.exp(40 * {f})
+jnp.log({f} * {f})
+jnp.isnan({f})
+jnp.nansum({n}, 0)
+jnp.nanmax({n}, -1)
+jnp.nan_to_num({f}, nan=0.5, posinf=2.0, neginf=-2.0)
+jnp.linalg.norm({f})
+jnp.max({n}, 0)
+jnp.argmax({n}, -1)
+jnp.sort({n}, -1)
+{n} / jnp.sum({n})
+{f} == {f}
+jax.nn.softmax(jnp.where({n} > 0, {n}, -jnp.inf), -1)
+"""
+
+# Floats of few digits, and complex numbers.
+SMALL = """
+{h} + {=h2}
+{h} * {h2}
+-{h}
+jnp.max({h})
+jnp.mean({h})
+jnp.sin({h})
+jnp.where({h} > 0, {h}, 0.5)
+{h}.astype(jnp.float32)
+jnp.sum({h} * {h})
+jnp.cumsum({h}.ravel())
+jnp.sort({h}.ravel())
+{h}.ravel()[{i}]
+{h}.at[...].add(0.5)
+{h}.ravel().at[{i}].add({h}.ravel()[0])
+jnp.dot({h}.ravel(), {h}.ravel())
+{c} * {c2}
+{c} - {=c2}
+jnp.sum({c})
+jnp.mean({c})
+jnp.sin({c}.real)
+jnp.tanh({c}.real) * {c}
+{c}.astype(jnp.complex64)
+jnp.conj({c}) * {c} * 0.2
+{c}.ravel().at[{i}].add(1j)
+jnp.prod(jnp.tanh({c}.real) + 0.5j)
+jnp.cumsum({c}.ravel())
+jnp.dot({c}.ravel(), {c}.ravel()) * 0.3
+jnp.exp(1j * {c}.real)
+"""
+
 COLLECTIVES = """
 lax.psum({f}, "i") * 0.2
 lax.pmean({f}, "i")

@@ -27,10 +27,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import io_callback
+from jax.sharding import Mesh
 
 import batchax as bx
 
 jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_num_cpu_devices", 4)
 """
 
 HELPERS = {
@@ -72,6 +75,25 @@ def with_vjp(fun):
 
     doubled.defvjp(lambda *args: (fun(*args), args), backward)
     return doubled
+''',
+    "tell": '''\
+TOLD = []
+
+
+def tell(place, ordered):
+    """A function for callbacks: notes where it is called and with what, and returns the last."""
+
+    def call(*xs):
+        TOLD.append((place, ordered, *map(np.array, xs)))
+        return np.array(xs[-1])
+
+    return call
+''',
+    "spoil": '''\
+def spoil(x, rng):
+    """`x`, with zeros, infinities and NaN in it."""
+    bad = [np.nan, np.inf, -np.inf, 0.0, 0.0]
+    return np.choose(np.minimum(rng.integers(0, 16, x.shape), 5), [*bad, x])
 ''',
 }
 
@@ -142,8 +164,8 @@ KINDS = {
     "iv": lambda t: t.dtype in ("int32", "int64") and t.rank == 1 and t.size,
     "I": lambda t: t.dtype in ("int32", "int64"),
     "b": lambda t: t.dtype == "bool",
-    "c": lambda t: t.dtype == "complex128",
-    "cn": lambda t: t.dtype == "complex128" and t.rank and t.size,
+    "c": lambda t: "complex" in t.dtype,
+    "cn": lambda t: "complex" in t.dtype and t.rank and t.size,
     "k": lambda t: t.dtype == "key" and not t.shape,
     "kn": lambda t: t.dtype == "key" and t.rank == 1,
     "h": lambda t: t.dtype in ("float16", "bfloat16"),
@@ -171,7 +193,11 @@ TABLE = [
     for expression in [operations.read(getattr(operations, family))]
     for _ in range(parts)
 ]
+# XLA multiplies groups of a convolution by zeros of other groups: NaN spreads, as in `jax.vmap`.
+SPREADING = set(operations.read(operations.CONVOLUTIONS))
 COLLECTIVES = operations.read(operations.COLLECTIVES)
+RISKY = operations.read(operations.RISKY)
+SMALL = operations.read(operations.SMALL)
 
 
 @functools.cache
@@ -231,14 +257,22 @@ class Program:
     def loose(self):
         """By how much numbers of few digits may be off; 0 if there are none."""
         text = f"{self.arguments} {self.source}"
-        return 0.1 if "float16" in text else 3e-3 if "float32" in text else 0
+        if "float16" in text:
+            return 0.1
+        return 3e-3 if "float32" in text or "complex64" in text else 0
+
+    @property
+    def effects(self):
+        return "tell" in self.helpers
 
 
 class Drawing:
     """Draws one program, by a function `choose(n)` of a number below `n`."""
 
-    def __init__(self, choose, named=False):
+    def __init__(self, choose, named=False, more=None):
         self.below = choose
+        self.more = {"risky": RISKY, "small": SMALL}.get(more, [])
+        self.effects = more == "effects"
         self.types = {}
         self.count = 0
         self.reverse = True
@@ -267,8 +301,12 @@ class Drawing:
         """Adds a line with one operation; False where no operands fit."""
         if block.collectives and self.chance(25):
             expression = self.choose(COLLECTIVES)
+        elif self.more and self.chance(35):
+            expression = self.choose(self.more)
         else:
             expression = self.choose(self.choose(TABLE))
+            if self.more is RISKY and expression in SPREADING:
+                return False
         return self.expression(block, expression) is not None
 
     def expression(self, block, expression):
@@ -303,7 +341,9 @@ class Drawing:
         for _ in range(most):
             if not self.chance(85):
                 break
-            if depth and self.chance(35):
+            if self.effects and self.chance(30):
+                effect(self, block, depth)
+            elif depth and self.chance(35):
                 self.choose(STRUCTURES)(self, block, depth - 1)
             else:
                 self.operation(block)
@@ -631,6 +671,28 @@ def reference(d, block, depth):
     d.assign(block, d.types[x], f"{ref}[...]")
 
 
+def effect(d, block, depth):
+    """A callback, which is given the first argument, so that it knows the lane."""
+    found = d.fitting(block, lambda t: t.dtype not in ("key", "bfloat16") and not t.ragged)
+    if not found or "x1" not in block.names:
+        return
+    x = d.choose(found[:5])
+    place = f'"{d.name(None, "c")}"'
+    ordered = d.chance(50)
+    tell = f"tell({place}, {ordered})"
+    given = f"lax.stop_gradient(x1), lax.stop_gradient({x})"
+    like = f"jax.ShapeDtypeStruct({x}.shape, {x}.dtype)"
+    kind = d.choose(["debug", "debug", "io", "io", "pure"])
+    if kind == "debug":
+        block.lines.append(f"jax.debug.callback({tell}, {given}, ordered={ordered})")
+    elif kind == "io":
+        d.assign(block, d.types[x], f"io_callback({tell}, {like}, {given}, ordered={ordered})")
+    elif d.types[x].dtype == "float64":
+        method = d.choose(["sequential", "expand_dims", "broadcast_all"])
+        text = f"jax.pure_callback(np.tanh, {like}, lax.stop_gradient({x}), "
+        d.assign(block, d.types[x], f'{text}vmap_method="{method}")')
+
+
 STRUCTURES = [
     branch,
     branch,
@@ -667,6 +729,15 @@ ARGUMENTS = [
     Type("int64", (2,)),
 ]
 
+SMALL_ARGUMENTS = [
+    Type("float16", (3,)),
+    Type("bfloat16", (2, 3)),
+    Type("complex64", (2,)),
+    Type("bfloat16", ()),
+    Type("complex128", (2, 2)),
+    Type("float16", ()),
+    Type("complex64", ()),
+]
 
 ROWS = [
     Type("float64", ("n",)),
@@ -679,14 +750,19 @@ ROWS = [
 ]
 
 
-def draw_program(choose, named=False, ragged=False, most=6, depth=2):
-    """Draws a program; see `Drawing`."""
-    d = Drawing(choose, named)
+def draw_program(choose, named=False, ragged=False, most=6, depth=2, more=None):
+    """Draws a program; see `Drawing`.
+
+    more: "risky" for operations that give NaN, "small" for small floats and complex numbers,
+      "effects" for callbacks.
+    """
+    d = Drawing(choose, named, more)
+    arguments = ARGUMENTS + (SMALL_ARGUMENTS * 2 if more == "small" else [])
     if ragged:
         kinds = [d.choose(ROWS[:3])] + [d.choose(ROWS) for _ in range(d.below(2))]
-        kinds += [d.choose(ARGUMENTS) for _ in range(d.below(3))]
+        kinds += [d.choose(arguments) for _ in range(d.below(3))]
     else:
-        kinds = [ARGUMENTS[0]] + [d.choose(ARGUMENTS) for _ in range(1 + d.below(3))]
+        kinds = [ARGUMENTS[0]] + [d.choose(arguments) for _ in range(1 + d.below(3))]
     names = [d.name(kind, "x") for kind in kinds]
     block = Block(names=list(names), collectives=named)
     for _ in range(most):
@@ -706,7 +782,7 @@ def draw_program(choose, named=False, ragged=False, most=6, depth=2):
 
 
 def used(lines, outputs):
-    """The lines that outputs depend on; a function inside is one statement."""
+    """The lines that outputs depend on, or have effects; a function inside is one statement."""
     statements = []
     for line in lines:
         if line.startswith(" "):
@@ -714,11 +790,17 @@ def used(lines, outputs):
         else:
             statements.append([line])
     needed, kept = set(outputs), []
+    loud = {"tell"}  # functions with effects
+    for statement in statements:
+        found = re.match(r"def (\w+)", statement[0])
+        if found and loud & set(re.findall(r"\w+", " ".join(statement))):
+            loud.add(found[1])
     for statement in reversed(statements):
         head = statement[0]
         found = re.match(r"def (\w+)", head)
         defined = [found[1]] if found else re.findall(r"\w+", head.split(" = ")[0])
-        if needed & set(defined):
+        effects = not found and loud & set(re.findall(r"\w+", head))
+        if needed & set(defined) or effects:
             kept.append(statement)
             needed |= set(re.findall(r"\b[a-z]\d+\b", " ".join(statement)))
     return [line for statement in reversed(kept) for line in statement]

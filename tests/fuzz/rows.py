@@ -1,5 +1,6 @@
 """Programs of one row, and ways to run them over ragged batches."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,21 +10,25 @@ import numpy as np
 
 import batchax as bx
 
-from fuzz.evaluate import Endless, evaluate, evaluate_one
+from fuzz.evaluate import Endless, NotANumber, evaluate, evaluate_one
 from fuzz.judge import (
     Discarded,
     Found,
     array_text,
     derived,
     difference,
+    digits_lost,
     direction,
     first_line,
+    helpers_of,
     is_inexact,
     namespace,
     quietly,
     strictly,
+    watched,
 )
-from fuzz.programs import HELPERS, PRELUDE, Program, draw_program
+from fuzz.programs import PRELUDE, Program, draw_program
+from fuzz.ways import DEVICES, ON_DEVICES
 
 LENGTHS = [[3, 1, 4, 3], [2, 4, 2], [4], [1, 3, 1, 1, 3], [2, 0, 3], [5, 2, 5]]
 
@@ -37,8 +42,6 @@ OPTIONS = [
     ['layout="padded"', "divergence=bx.Compact(width=2)"],
     ["batch_size=2", "buckets=2"],
     ["batch_size=3", 'divergence="compact"'],
-    ['mesh="all"'],
-    ['mesh="all"', "batch_size=1"],
 ]
 ONLY_KNOWN = {'layout="grouped"', "buckets=2"}
 
@@ -61,6 +64,9 @@ class RowCase:
     mode: str
     spare: int
     inner: str = "jax.vmap"
+    rounded: bool = False
+    wild: bool = False
+    watched: bool = False
 
     @property
     def loose(self):
@@ -87,7 +93,7 @@ class RowCase:
         for t, axis in zip(self.program.arguments, self.in_axes, strict=True):
             if not t.ragged:
                 shape = t.shape if axis is None else (self.rows, *t.shape)
-                lines.append(f"    {array_text(t.dtype, shape, self.seed)},")
+                lines.append(f"    {array_text(t.dtype, shape, self)},")
                 continue
             at = t.ragged[0]
             lengths = self.lengths[t.shape[at]]
@@ -96,14 +102,16 @@ class RowCase:
             wrap = "np" if self.known else "jnp"
             most = max(lengths) + self.spare
             lines.append(
-                f"    bx.Ragged({array_text(t.dtype, tuple(shape), self.seed)}, "
+                f"    bx.Ragged({array_text(t.dtype, tuple(shape), self)}, "
                 f"{wrap}.array({lengths}), {most}, axis={at}),"
             )
         return "\n".join([*lines, "]"])
 
     def script(self):
-        helpers = "\n".join(HELPERS[h] for h in self.program.helpers)
+        helpers = helpers_of(self)
         parts = [PRELUDE, f"vmap = {self.inner}\n", helpers, self.program.source, self.arguments()]
+        if self.watched:
+            parts.insert(1, 'jax.config.update("jax_debug_nans", True)\n')
         call = f"{self.batched()}(*args)" if self.known else f"jax.jit({self.batched()})(*args)"
         parts.append(f"\n# {self.mode}, {self.engine}\nprint({call})")
         parts.append(
@@ -117,12 +125,15 @@ def draw_rows(choose):
     """Draws a program of one row and a way to run it."""
     pick = lambda options: options[choose(len(options))]
     chance = lambda percent: choose(100) >= 100 - percent
-    program = draw_program(choose, ragged=True, most=5, depth=1 + chance(30))
+    more = pick([None] * 6 + ["risky", "risky", "small"])
+    program = draw_program(choose, ragged=True, most=5, depth=1 + chance(30), more=more)
     lengths = {"n": pick(LENGTHS)}
     other = [x for x in LENGTHS if len(x) == len(lengths["n"])]
     lengths["m"] = [x + 1 for x in pick(other)[::-1]]
     in_axes = [0 if t.ragged or chance(50) else None for t in program.arguments]
+    spread = chance(8)
     options = pick(OPTIONS) if chance(70) else []
+    options = [pick(DEVICES), *pick(ON_DEVICES)] if spread else options
     known = bool(set(options) & ONLY_KNOWN) or chance(40)
     mode = pick(["values", "values", "vjp", "jvp", "vjp"])
     if not program.reverse and mode == "vjp":
@@ -131,6 +142,8 @@ def draw_rows(choose):
         mode = "vjp" if program.reverse else "values"
     if not (any(t.inexact for t in program.outputs) and any(t.inexact for t in program.arguments)):
         mode = "values"
+    watching = more == "risky" and not spread and chance(50)
+    engine = pick(["staged"] * 13 + ["jit", "jit", "eager"])
     return RowCase(
         program=program,
         lengths=lengths,
@@ -138,10 +151,13 @@ def draw_rows(choose):
         seed=choose(1000),
         in_axes=in_axes,
         options=options,
-        engine=pick(["staged"] * 13 + ["jit", "jit", "eager"]),
+        engine="staged" if watching else "jit" if spread else engine,
         mode=mode,
         spare=pick([2, 0]),
         inner=pick(["jax.vmap", "bx.vmap"]),
+        rounded=watching,
+        wild=more == "risky" and not watching,
+        watched=watching,
     )
 
 
@@ -165,7 +181,7 @@ def judge_rows(case):
     ]
     tangents = [] if case.mode in ("values", "vjp") else tangents
     expected, cotangents = alone(case, names["f"], args, tangents)
-    got = batched(case, args, tangents, cotangents)
+    got = watched(functools.partial(batched, case, args, tangents, cotangents))
     problem = difference(got, expected, case.loose)
     if problem is None:
         return
@@ -210,7 +226,9 @@ def alone(case, f, args, tangents):
             program, out_shapes, wanted = staged[str(shapes)]
             pulled_from = [direction(y.shape, y.dtype, rng) for y in wanted]
             flat = jax.tree.leaves((one, dots, pulled_from))
-            (result,) = evaluate(program, [flat])
+            (result,) = evaluate(program, [flat], case.watched)
+        except NotANumber:
+            raise Discarded("NaN alone") from None
         except Endless:
             raise Discarded("endless") from None
         except Exception as error:
@@ -311,7 +329,9 @@ def batched(case, args, tangents, cotangents, engine=None):
         staged, shapes = jax.make_jaxpr(
             lambda *xs: body(*jax.tree.unflatten(structure, xs)), return_shape=True
         )(*flat)
-        return jax.tree.unflatten(jax.tree.structure(shapes), evaluate_one(staged, flat))
+        return jax.tree.unflatten(
+            jax.tree.structure(shapes), evaluate_one(staged, flat, case.watched)
+        )
 
     ys, others, dots, pulled, ends = strictly(call, case, refused)
     ends = iter(ends)
@@ -355,7 +375,7 @@ def _rounding(case, f, args, tangents, expected, problem):
     rng = np.random.default_rng(0)
     g, k = problem.place
     for size in (1e-14, 1e-12, 1e-10, 1e-9):
-        size = size * (1e5 if case.loose else 1)
+        size = size * digits_lost(case.loose)
         moved = []
         for x in args:
             data = data_of(x)
