@@ -327,8 +327,8 @@ def told_otherwise(got, expected, case):
         return f"calls are missing: {[expected[k] for k in free]}"
     ordered = [k for k in places if expected[k][1]]
     lane = lambda k: expected[k][2].tobytes()
-    for i in {lane(k) for k in ordered}:
-        mine = [k for k in ordered if lane(k) == i]
+    for order, i in {(expected[k][1], lane(k)) for k in ordered}:
+        mine = [k for k in ordered if expected[k][1] == order and lane(k) == i]
         if mine != sorted(mine):
             return f"order in a lane: {[expected[k] for k in mine]}"
     for place in {expected[k][0] for k in ordered if not case.nested}:

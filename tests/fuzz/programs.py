@@ -80,11 +80,14 @@ def with_vjp(fun):
 TOLD = []
 
 
-def tell(place, ordered):
-    """A function for callbacks: notes where it is called and with what, and returns the last."""
+def tell(place, order=None):
+    """A function for callbacks: notes where it is called and with what, and returns the last.
+
+    order: "debug" or "io", for calls that JAX keeps in order among those of the same kind.
+    """
 
     def call(*xs):
-        TOLD.append((place, ordered, *map(np.array, xs)))
+        TOLD.append((place, order, *map(np.array, xs)))
         return np.array(xs[-1])
 
     return call
@@ -679,10 +682,10 @@ def effect(d, block, depth):
     x = d.choose(found[:5])
     place = f'"{d.name(None, "c")}"'
     ordered = d.chance(50)
-    tell = f"tell({place}, {ordered})"
     given = f"lax.stop_gradient(x1), lax.stop_gradient({x})"
     like = f"jax.ShapeDtypeStruct({x}.shape, {x}.dtype)"
     kind = d.choose(["debug", "debug", "io", "io", "pure"])
+    tell = f'tell({place}, "{kind}")' if ordered else f"tell({place})"
     if kind == "debug":
         block.lines.append(f"jax.debug.callback({tell}, {given}, ordered={ordered})")
     elif kind == "io":
