@@ -11,7 +11,7 @@ from jax import lax
 import batchax as bx
 
 from support.chunks import check_chunks
-from support.oracle import agree, example, same
+from support.oracle import agree, example, same, together
 
 LANES = 4
 PERM = [(0, 2), (2, 1), (1, 3), (3, 0)]
@@ -232,8 +232,14 @@ def test_index_of_the_lane_in_loops_and_branches():
 IN_LOOPS = {
     "scan": lambda x: lax.scan(lambda c, _: (lax.psum(c, "i"), None), x, None, length=2)[0],
     "while": lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: c + lax.psum(c, "i"), x),
+    "while of each lane": lambda x: lax.while_loop(
+        lambda c: c.sum() < 3, lambda c: jnp.abs(c) + 1 + lax.pmean(jnp.abs(c), "i"), x
+    ),
     "fori_loop": lambda x: lax.fori_loop(0, 2, lambda _, c: c - lax.pmean(c, "i"), x),
     "cond": lambda x: lax.cond(x[0] > 0, lambda x: lax.psum(x, "i"), lambda x: x, x),
+    "cond of all": lambda x: lax.cond(
+        lax.psum(x[0], "i") > 0, lambda x: lax.psum(x, "i"), lambda x: x, x
+    ),
     "jit in scan": lambda x: lax.scan(
         lambda c, _: (jax.jit(lambda y: lax.all_gather(y, "i")[0])(c), None), x, None, length=2
     )[0],
@@ -241,43 +247,139 @@ IN_LOOPS = {
 
 
 @pytest.mark.parametrize("name", IN_LOOPS)
-def test_a_collective_in_a_loop_is_refused_before_any_work(name):
+def test_a_collective_in_a_loop_runs_its_steps_in_chunks(name):
+    fun = lambda x: IN_LOOPS[name](jnp.sin(x) - lax.pmean(x, "i")) * x
+    forward_only = "while" in name
+    x = example((5, 3))
+    options = dict(axis_name="i", derivatives=not forward_only, eager=name == "scan")
+    check_chunks(fun, x, **options)
+    if name == "scan":
+        check_chunks(fun, x, **options, residuals="keep", second=True)
+
+
+def test_effects_around_and_in_a_loop_with_a_collective_happen_once():
     calls = []
 
+    def told(kind, x):
+        note = lambda x: calls.append(kind) or np.asarray(x)
+        return jax.experimental.io_callback(note, jax.typeof(x), x, ordered=True)
+
     def fun(x):
-        jax.debug.callback(lambda: calls.append("debug"))
-        x = jax.experimental.io_callback(
-            lambda x: calls.append("io") or x, jax.typeof(x), x, ordered=True
-        )
-        x = jax.pure_callback(
-            lambda x: calls.append("pure") or x, jax.typeof(x), x, vmap_method="sequential"
-        )
-        return IN_LOOPS[name](x - lax.pmean(x, "i"))
+        step = lambda c, _: (told("step", c) - lax.psum(c, "i"), None)
+        return lax.scan(step, told("before", x), None, length=2)[0]
 
     x = example((5, 3))
-    batched = bx.vmap(fun, axis_name="i", batch_size=2)
-    for call in (batched, jax.jit(batched), jax.grad(lambda x: batched(x).sum())):
-        with pytest.raises(bx.errors.UnsupportedError) as caught:
-            call(x)
-        message = str(caught.value)
-        assert "inside a loop or branch" in message
-        assert "batch axis 'i'" in message
-        assert f"{__file__.rsplit('/', 1)[-1]}:" in message  # the user's line
-        assert "leave batch_size and mesh out" in message
+    got = jax.jit(bx.vmap(fun, axis_name="i", batch_size=2))(x)
     jax.effects_barrier()
-    assert not calls
-    # It runs where all lanes are there at once.
-    jax.eval_shape(bx.vmap(fun, axis_name="i", batch_size=5), x)
+    assert calls == ["before"] * 5 + ["step"] * 10
+    rest = x - x.sum(0)
+    same(got, rest - rest.sum(0))
 
 
-def test_a_collective_in_a_function_with_a_derivative_rule_is_refused():
+def test_a_collective_in_a_function_with_a_derivative_rule():
     @jax.custom_jvp
     def f(x):
         return x - lax.pmean(x, "i")
 
-    f.defjvp(lambda p, t: (f(*p), t[0]))
-    with pytest.raises(bx.errors.UnsupportedError, match=r"inside `custom_jvp_call`"):
-        bx.vmap(f, axis_name="i", batch_size=2)(example((5, 3)))
+    f.defjvp(lambda p, t: (f(*p), 3 * t[0]))
+    check_chunks(lambda x: f(jnp.sin(x)), example((5, 3)), axis_name="i")
+
+
+def test_memory_of_a_step_with_a_collective_is_that_of_a_chunk():
+    def fun(x, w):
+        def step(c, _):
+            y = jnp.tanh(jnp.outer(c, w))
+            return c + y.sum(1) - lax.pmean(c, "i"), None
+
+        return lax.scan(step, x, None, length=3)[0].sum()
+
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 256), (256,)))
+    chunked = bx.vmap(fun, (0, None), axis_name="i", batch_size=2)
+    for of in (chunked, jax.grad(lambda x, w: chunked(x, w).sum())):
+        stats = jax.jit(of).lower(x, w).compile().memory_analysis()
+        assert stats.temp_size_in_bytes < 64 * 256 * 256 * 4 / 4
+
+
+# Chunks in chunks
+
+
+IN_BOTH = {
+    "psum": lambda x, w: jnp.sin(x * w) - lax.psum(jnp.cos(x * w), "i"),
+    "pmax": lambda x, w: jnp.sin(x * w) - lax.pmax(x, "i"),
+    "all_gather": lambda x, w: x * lax.all_gather(jnp.cos(x * w), "i").sum(0),
+    "ppermute": lambda x, w: x * lax.ppermute(x * w, "i", [(0, 2), (2, 4), (4, 0)]),
+    "axis_index": lambda x, w: x * w * lax.axis_index("i"),
+    "both": lambda x, w: jnp.sin(x * w) - lax.psum(x, ("i", "j")),
+    "one after the other": lambda x, w: x - lax.psum(lax.pmean(jnp.sin(x), "j") * x * w, "i"),
+    "twice": lambda x, w: standardised(standardised(x * w)),
+    "scan": lambda x, w: lax.scan(lambda c, y: (jnp.sin(y) - lax.pmean(c, "i"), c), x, x * w)[0],
+    "bounded_while": lambda x, w: bx.bounded_while(
+        lambda c: jnp.abs(c).sum() < 3, lambda c: 2 * c * w + lax.pmean(c, "i"), x, 4
+    ),
+    "cond": lambda x, w: lax.cond(w.sum() < 0, jnp.sin, lambda x: x - lax.pmean(x * x, "i"), x * w),
+}
+
+
+def standardised(x):
+    return jnp.sin(x) - lax.pmean(x * x, "i")
+
+
+def in_both(fun, outer, inner):
+    rows = bx.vmap(fun, (0, None), axis_name="j", **inner)
+    return bx.vmap(rows, (0, None), axis_name="i", **outer)
+
+
+CHUNKS = {"batch_size": 2}
+
+
+def test_chunks_in_chunks_that_meet_over_the_outer_axis():
+    def every(outer, inner):
+        return lambda x, w: {k: in_both(f, outer, inner)(x, w) for k, f in IN_BOTH.items()}
+
+    x, w = example((5, 3, 2), seed=3), example((2,), seed=4)
+    found = jax.jit(together({"got": every(CHUNKS, CHUNKS), "expected": every({}, {})}))(x, w)
+    for name, got in found["got"].items():
+        same(got, found["expected"][name], None, name)
+    same(in_both(IN_BOTH["twice"], CHUNKS, CHUNKS)(x, w), found["expected"]["twice"])  # eager
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "names"),
+    [
+        (CHUNKS, CHUNKS, ("psum", "all_gather", "both", "bounded_while")),
+        ({"batch_size": 2, "residuals": "keep"}, CHUNKS, ("twice", "scan")),
+        ({"batch_size": 3}, {"batch_size": 2, "residuals": "keep"}, ("twice", "scan")),
+        ({"mesh": "all"}, CHUNKS, ("ppermute", "axis_index", "scan", "bounded_while")),
+        ({"mesh": "all", "batch_size": 1}, CHUNKS, ("twice", "cond")),
+    ],
+    ids=["plain", "outer keeps", "inner keeps", "mesh", "mesh and chunks"],
+)
+def test_derivatives_of_chunks_in_chunks_that_meet_over_the_outer_axis(outer, inner, names):
+    fun = lambda x, w: sum(IN_BOTH[name](x, w) for name in names)
+
+    def every(*how):
+        def of(x, w):
+            out, back = jax.vjp(in_both(fun, *how), x, w)
+            return out, back(jnp.cos(x)), jax.jvp(in_both(fun, *how), (x, w), (w * x, w))[1]
+
+        return of
+
+    x, w = example((5, 3, 2), seed=3), example((2,), seed=4)
+    found = jax.jit(together({"got": every(outer, inner), "expected": every({}, {})}))(x, w)
+    same(found["got"], found["expected"])
+
+
+def test_three_levels_of_chunks():
+    def fun(x):
+        y = jnp.sin(x) - lax.psum(x * x, "a") + lax.pmean(x, ("a", "c"))
+        return y * lax.axis_index("b") - lax.pmax(y, "b")
+
+    def nested(**how):
+        f = bx.vmap(fun, axis_name="c", **how)
+        f = bx.vmap(f, axis_name="b", **how)
+        return bx.vmap(f, axis_name="a", **how)
+
+    agree(nested(batch_size=2), nested(), example((3, 4, 3)))
 
 
 def test_collectives_over_an_outer_axis_run_anywhere():

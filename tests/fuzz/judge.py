@@ -111,7 +111,7 @@ class Case:
 
 # What is refused by name, as documented.
 REFUSALS = [
-    "inside a loop or branch needs all lanes at once",
+    "is inside a loop or branch that runs some lanes of another axis at a time",
     "a function that does input or output",  # differentiated in chunks
 ]
 

@@ -1,8 +1,9 @@
-"""A program in which the mapped axis is named by collectives at its top level only.
+"""A program whose equations at the top level name the mapped axis, if lanes meet in them.
 
 In chunks a lane's index is not its place in the chunk, and a collective must see
 the lanes of all chunks. So calls that contain either are opened, and the index
-becomes an input of the program, which loops and branches receive as any other value.
+becomes an input of the program, which loops and branches receive as any other value
+unless they hold a collective: these are run for all lanes, and their bodies opened then.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal
 from jax.extend.core.primitives import copy_p, while_p
 
 from batchax import _compat
@@ -25,20 +26,16 @@ from batchax.execution.sections import Section
 from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES, bind_with, bodies_of
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import body_parameter, facts_of
+from batchax.jaxprs.spoken import line_of, spoken
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import remembered
 from batchax.kernel.named_axes import as_names, uses_name
-from batchax.user_rules.call import custom_call_p
 
 
 def expose_names(axis: Axis, staged: _compat.ClosedJaxpr) -> Section:
     """`staged` with the index of the lane as its first input and calls opened.
 
     Variables keep their identity: derivative rules may have closed over them.
-
-    Raises:
-      UnsupportedError: a loop, a branch or a function with a derivative rule contains
-        a collective over the axis.
     """
     lane = _lane_variable()
     index = lane.aval
@@ -143,9 +140,7 @@ def _use(axis: Axis, eqn: Any, xs: list[Any], lane: Any, top: bool) -> Sequence[
 
     `top`: whether it is at the top level, where a collective can be given all lanes.
     """
-    name = eqn.primitive.name
-
-    if name == "axis_index":
+    if _is_index(eqn):
         return [_index(axis, eqn.params["axis_name"], lane)]
     if facts_of(eqn.primitive).cast:
         others = tuple(n for n in eqn.params["axes"] if n != axis.name)
@@ -153,19 +148,33 @@ def _use(axis: Axis, eqn: Any, xs: list[Any], lane: Any, top: bool) -> Sequence[
     if _is_opened(eqn):
         body = _compat.close(eqn.params[body_parameter(eqn)])
         return _evaluate(axis, body.jaxpr, body.consts, xs, lane, top)
-    if name in LOOPS_AND_BRANCHES:
+    if not lanes_meet(axis, eqn):
         programs = [index_as_input(axis, _compat.close(b.program)) for b in bodies_of(eqn)]
         return bind_with(eqn, xs, programs, [lane])
-    user_rule = eqn.primitive is custom_call_p  # which serves all lanes at once
-    if top and (user_rule or not any(True for _ in jaxprs_in_params(eqn.params))):
+    if top:
         return bind_equation(eqn, xs)
-    name = f"the batching rule of {eqn.params['rule'].name}" if user_rule else f"`{name}`"
-    where = "inside a loop or branch" if not top else f"inside {name}"
     raise UnsupportedError(
-        f"{_compat.user_line(eqn.source_info)}: {name} over the batch axis {axis.name!r} "
-        f"{where} needs all lanes at once, which chunks and devices do not have. Move the "
-        "collective out of it, or leave batch_size and mesh out."
+        f"{line_of(eqn)}: {spoken(eqn)} over the batch axis {axis.name!r} is "
+        "inside a loop or branch that runs some lanes of another axis at a time, and needs all of "
+        "them at once. Move the collective out of it, or leave divergence out."
     )
+
+
+def lanes_meet(axis: Axis, eqn: Any) -> bool:
+    """Whether an equation needs more of other lanes than to know which one it is."""
+    if not uses_name(eqn, axis.name) or _is_index(eqn) or facts_of(eqn.primitive).cast:
+        return False
+    if _is_opened(eqn):
+        bodies = [_compat.close(eqn.params[body_parameter(eqn)]).jaxpr]
+    elif eqn.primitive.name in LOOPS_AND_BRANCHES:
+        bodies = [body.jaxpr for body in bodies_of(eqn)]
+    else:
+        return True
+    return any(lanes_meet(axis, e) for body in bodies for e in body.eqns)
+
+
+def _is_index(eqn: Any) -> bool:
+    return eqn.primitive.name == "axis_index"
 
 
 def _index(axis: Axis, names: Any, lane: Any) -> Any:

@@ -174,7 +174,7 @@ class _Chunk:
 
         None if all are.
         """
-        axis = replace(self.lanes.axis, size=width, name=None, mesh_axis=None)
+        axis = replace(self.lanes.axis, size=width, name=None, mesh_axis=None, bodies=None)
         values = [
             x[0] + start + lax.iota(np.int32, width) if v is self.lanes.index else x
             for v, x in zip(self.section.invars, xs, strict=True)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
-from jax.extend.core.primitives import while_p
+from jax.extend.core.primitives import cond_p, scan_p, while_p
 
 from batchax import _compat
-from batchax.execution.chunk_loop import of_only_chunk
+from batchax.execution.bounded_loop import bounded_loop_p
+from batchax.execution.chunk_loop import chunk_loop_p, of_only_chunk
 from batchax.execution.loop_progress import end_loop
 from batchax.execution.loop_runs import LoopProgress
 from batchax.execution.memory import Auto
 from batchax.execution.names import expose_names, is_exposed
 from batchax.execution.placement import run_loop
+from batchax.execution.reverse_sweep import reverse_sweep_p
 from batchax.execution.section_body import Found, LanesToRun, SectionBody, Target
 from batchax.execution.sections import (
     Env,
@@ -193,7 +195,7 @@ class SectionRunner:
                     streamed = lax.convert_element_type(x.value, v.aval.dtype)
                 else:
                     self.env[v] = x.value, x.position
-            if eqn.primitive is while_p:
+            if eqn.primitive is while_p and not is_exposed(self.axis, eqn):
                 loops.append(eqn)
             elif streamed is None:
                 whole.append(eqn)
@@ -206,9 +208,30 @@ class SectionRunner:
             narrow = self.axis.divergence.at_most(self.lanes.batch_size)
             run_whole(replace(self.local, divergence=narrow), loops, self.env)
         if self.shards is None:
-            run_whole(self.axis, whole, self.env)
-        else:
-            self._run_gathered(self.shards, whole)
+            run_whole(self._in_sections(), whole, self.env)
+            return
+        gathered = [eqn for eqn in whole if not self._run_together(eqn)]
+        self._run_gathered(self.shards, gathered)
+
+    def _in_sections(self, shards: Shards | None = None) -> Axis:
+        """The axis, for loops and branches with sections inside."""
+        how = self.lanes.batch_size, self.keep, shards
+        return replace(self.axis, bodies=BodiesInSections(self.axis, *how))
+
+    def _run_together(self, eqn: Any) -> bool:
+        """Runs a loop or branch whose lanes meet on each shard, for its lanes.
+
+        It is not if some lanes might go where others do not: the shards could not meet there.
+        """
+        gathers = eqn.primitive is chunk_loop_p and eqn.params["loop"].gathers
+        if eqn.primitive not in _TOGETHER or gathers:
+            return False
+        axis = replace(self._in_sections(self.shards), size=self.local.size, divergence=_refusing)
+        try:
+            run_whole(axis, [eqn], self.env)
+        except LanesPart:
+            return False
+        return True
 
     def _run_gathered(self, shards: Shards, eqns: Sequence[Any]) -> None:
         """Runs equations for the lanes of all shards, on each of them."""
@@ -218,7 +241,7 @@ class SectionRunner:
             if position is not None:
                 x = shards.without_repeated(shards.gathered(x, position), position)
             env[v] = x, position
-        run_whole(self.axis, eqns, env)
+        run_whole(self._in_sections(), eqns, env)
         for v in (v for eqn in eqns for v in eqn.outvars):
             x, position = env[v]
             if position is not None:
@@ -264,6 +287,56 @@ class SectionRunner:
                 out = finish(target.how.kind, out, self.axis.size, aval)
             found[target] = Found(_compat.weakly(out) if aval.weak_type else out, 0)
         return found
+
+
+@dataclass(frozen=True)
+class BodiesInSections:
+    """Runs the programs inside loops and branches in which lanes meet section by section, too.
+
+    So a step has as many lanes at a time as what is around the loop, and meets all of them.
+
+    Attributes:
+      axis: the axis of all lanes.
+      batch_size: how many run at a time.
+      keep: whether reverse mode keeps what each chunk computed.
+      shards: what lanes are spread over.
+    """
+
+    axis: Axis
+    batch_size: int | Auto
+    keep: bool
+    shards: Shards | None
+
+    def run(
+        self, program: _compat.ClosedJaxpr, args: Sequence[Any], axes: Sequence[AxisPosition]
+    ) -> tuple[list[Any], list[AxisPosition]]:
+        """What a program returns for all lanes, and where that carries the batch axis."""
+        outputs = [OutputArray("", AUTO)] * len(program.out_avals)
+        how = self.axis, self.batch_size, self.keep
+        return SectionRunner(*how, program, args, axes, outputs, self.shards).outputs()
+
+
+class LanesPart(Exception):
+    """Lanes may go where others do not, in an equation for which that must not be."""
+
+
+@dataclass(frozen=True)
+class _Refusing:
+    """In the place of a way to run lanes that part ways."""
+
+    def run(self, axis: Axis, parting: Any) -> Any:
+        """Raises `LanesPart`."""
+        raise LanesPart
+
+    def at_most(self, width: int) -> _Refusing:
+        """Itself."""
+        return self
+
+
+_refusing = _Refusing()
+
+# Whose rules batch the programs in them with `kernel.inner`, unless lanes part ways.
+_TOGETHER = frozenset([scan_p, while_p, cond_p, chunk_loop_p, bounded_loop_p, reverse_sweep_p])
 
 
 def _how(v: Any, spec: Any) -> Any:

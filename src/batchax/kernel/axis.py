@@ -35,6 +35,8 @@ class Axis:
         sharded over (meshes with axes of type Explicit), or None.
       divergence: how lanes that part ways are run (`kernel.divergence`), or None to have
         them masked.
+      bodies: what runs the programs inside loops and branches in which lanes meet: an object with
+        a method ``run(program, args, axes)``, or None to run all operations for all lanes.
 
     Example:
       >>> from jax.extend.core import Primitive
@@ -52,6 +54,7 @@ class Axis:
     spmd_name: tuple[Hashable, ...] | None = None
     mesh_axis: Hashable | None = None
     divergence: Any = None
+    bodies: Any = None
 
 
 def move_axis(x: Any, source: int, destination: int) -> Any:

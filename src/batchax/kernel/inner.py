@@ -23,6 +23,7 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition, lanes_vary_over, match_axis
 from batchax.kernel.captured import may_be_differentiated
 from batchax.kernel.interpreter import interpret
+from batchax.kernel.named_axes import uses_name
 from batchax.kernel.registry import registrations
 from batchax.kernel.varying import Varying, types_varying, vary_over
 
@@ -120,7 +121,7 @@ def _batch_inner(
     varying: Varying,
 ) -> tuple[_compat.ClosedJaxpr, tuple[AxisPosition, ...]]:
     def run(*args: Any) -> tuple[list[Any], tuple[AxisPosition, ...]]:
-        outs, axes = interpret(axis, body.jaxpr, body.consts, args, in_axes)
+        outs, axes = run_inner(axis, body, args, in_axes)
         places = [_place(a, w) for a, w in zip(axes, wanted, strict=True)]
         placed = [
             x if to is None else match_axis(axis, x, a, to)
@@ -263,4 +264,17 @@ def batch_function(
     """A flat per-example function applied to batched values, from inside a rule."""
     avals = [example_aval(axis, jax.typeof(x), a) for x, a in zip(args, axes, strict=True)]
     staged = stage_function(axis, fun, avals)
-    return interpret(axis, staged.jaxpr, staged.consts, args, axes)
+    return run_inner(axis, staged, args, axes)
+
+
+def run_inner(
+    axis: Axis,
+    program: _compat.ClosedJaxpr,
+    args: Sequence[Any],
+    axes: Sequence[AxisPosition],
+) -> tuple[list[Any], list[AxisPosition]]:
+    """Runs a program inside an equation for all lanes, in the way that the axis has for it."""
+    bodies = None if axis.name is None else axis.bodies
+    if bodies is not None and any(uses_name(eqn, axis.name) for eqn in program.jaxpr.eqns):
+        return bodies.run(program, args, axes)
+    return interpret(axis, program.jaxpr, program.consts, args, axes)
