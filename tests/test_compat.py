@@ -30,6 +30,7 @@ from batchax.kernel.registry import find_rule
 from batchax.programs.wire import integer, message, messages, read_message
 from batchax.rows import stand_ins
 
+from support.high_operations import cube
 from support.shared_store import clients
 
 SOURCES = sorted(Path(_compat.__file__).parent.glob("*.py"))
@@ -535,6 +536,20 @@ def test_programs():
     closing = jax.make_jaxpr(lambda x: x + np.arange(3.0))(X)
     body, consts = _compat.hoist_constants(closing)
     assert len(body.in_avals) == 1 + len(consts)
+
+
+def test_programs_that_are_lowered_early():
+    program = jax.make_jaxpr(cube)(1.0)
+    held_p = jex_core.Primitive("held")
+    held_p.def_abstract_eval(lambda x, held: x)
+    run = lambda x, held: jax.core.eval_jaxpr(held[0].jaxpr, held[0].consts, x)[0]
+    _compat.lower_early(
+        held_p, lambda params: params["held"], run, lambda x, held: run(x, held) + 1
+    )
+    held = lambda x: held_p.bind(x, held=(program,))
+    message = "JAX does not ask for what takes the place of a primitive that holds a high operation"
+    assert jax.jit(held)(2.0) == 8, message
+    assert held(2.0) == 9, message
 
 
 def test_what_a_compiler_says_of_a_program():

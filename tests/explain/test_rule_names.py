@@ -4,7 +4,9 @@ import jax
 import pytest
 
 import batchax as bx
+from batchax.jaxprs.own_primitives import shown
 from batchax.kernel import registry
+from batchax.kernel.own_primitive import declared
 
 from support.every_rule import NAME, RULES
 
@@ -77,14 +79,20 @@ def test_every_rule_is_in_the_table():
 def test_rule_is_named(module, name):
     fun, *types = RULES[module][name]
     explanation = bx.explain(fun, axis_name=NAME, compile=False)(*types)
-    found = {(e.primitive.split()[0], e.service, e.rule) for e in explanation.walk()}
+    own = {shown(p) for p in declared()}
+    names = [
+        (e, e.primitive if e.primitive in own else e.primitive.split()[0])
+        for e in explanation.walk()
+    ]
+    found = {(called, e.service, e.rule) for e, called in names}
     primitives = {primitive for primitive, _, _ in found}
+    called = {p.name: shown(p) for p in declared()}.get(name, name)
     if name in CALLS:
-        assert name not in primitives
+        assert called not in primitives
         called = CALLS[name]
         (of_it,) = [m for m, programs in RULES.items() if called in programs]
         assert (called, "own", of_it) in found
     elif name in USERS:
-        assert (name, "user", USERS[name]) in found
+        assert (called, "user", USERS[name]) in found
     else:
-        assert (name, SERVICES.get(name, "own"), module) in found
+        assert (called, SERVICES.get(name, "own"), module) in found

@@ -32,7 +32,7 @@ def _compiled(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 own_primitive(
     bounded_loop.bounded_loop_p,
-    called="bounded_while",
+    called="bounded loop",
     operations=bounded_loop.run,
     compute=_compiled(bounded_loop.run),
     types=lambda count, *avals, test, body, guarded, form: bounded_loop.result_types(
@@ -47,7 +47,7 @@ own_primitive(
 
 own_primitive(
     reverse_sweep.reverse_sweep_p,
-    called="the derivative of bounded_while",
+    called="derivative of a bounded loop",
     operations=reverse_sweep.run,
     compute=_compiled(reverse_sweep.run),
     types=lambda *avals, forth, back, guarded, form: reverse_sweep.result_types(back, form),

@@ -134,8 +134,8 @@ def _is_first_device(axes: Sequence[tuple[Hashable, Any]]) -> Any:
 
 def _call(*operands: Any, told: Told) -> list[Any]:
     """Calls the host, once what follows the numbers among the operands is computed."""
-    count = 1 if told.total is not None else 2
-    jax.debug.callback(told, *operands[:count], *_entry(operands[count:]))
+    numbers, after = operands[: told.numbers], operands[told.numbers :]
+    jax.debug.callback(told, *numbers, *_entry(after))
     return []
 
 
@@ -155,7 +155,10 @@ def _call_when_computed(*operands: Any, told: Told) -> list[Any]:
 
 
 def _batched(axis: Axis, args: Any, axes: Any, /, *, told: Told) -> tuple[list[Any], list[Any]]:
-    return tell_progress_p.bind(*args, told=told), []
+    # Lanes that left a loop at steps of their own: it goes on to the last of these.
+    numbers = list(zip(args, axes, strict=True))[: told.numbers]
+    told_of = [x if a is None else lax.reduce_max(x, (a,)) for x, a in numbers]
+    return tell_progress_p.bind(*told_of, *args[told.numbers :], told=told), []
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, told: Told) -> Any:

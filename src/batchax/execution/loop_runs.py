@@ -58,6 +58,11 @@ class Told:
     ended: bool | None
     total: int | None
 
+    @property
+    def numbers(self) -> int:
+        """How many numbers it is called with, before what may follow."""
+        return 1 if self.total is not None else 2
+
     def __call__(self, done: Any, *more: Any) -> None:
         done, total = int(done), int(more[0]) if self.total is None else self.total
         ended = done == total if self.ended is None else self.ended

@@ -123,7 +123,7 @@ def _batched(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, AxisPosition]:
 
 follow_p = own_primitive(
     "follow",
-    called="a value with the derivatives of another",
+    called="value with another's derivative",
     operations=lambda value, other: value,
     types=lambda value, other: value,
     programs=(),

@@ -11,6 +11,7 @@ from jax.extend.core import jaxprs_in_params
 from batchax import _compat
 from batchax.explain.account import Service
 from batchax.explain.attribution import Attribution, Tally
+from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel.axis import Axis
 from batchax.kernel.recording import Record, Recorder
@@ -130,7 +131,7 @@ def _runs_programs(entry: Entry) -> bool:
 
 def shown_name(eqn: Any) -> str:
     """The name of an equation's primitive; of a call also what is called."""
-    name, called = eqn.primitive.name, eqn.params.get("name")
+    name, called = shown(eqn.primitive), eqn.params.get("name")
     return f"{name} {called}" if isinstance(called, str) and called else name
 
 

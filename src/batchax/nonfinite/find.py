@@ -16,6 +16,7 @@ from jax.core import Tracer
 from batchax.frontend.arguments import check_untraced
 from batchax.frontend.in_axes import spread_in_axes
 from batchax.frontend.outputs import lanes_first
+from batchax.jaxprs.own_primitives import shown
 from batchax.nonfinite.origins import (
     FIRST_LOOP,
     KIND,
@@ -250,7 +251,7 @@ class _Marking:
             lane,
             self._outputs[output],
             kind,
-            of.primitive.name if of is not None else "",
+            shown(of.primitive) if of is not None else "",
             self._where(place) if of is not None else "",
             self._where(place) if of is None else "",
             tuple(int(i) for i in origin[FIRST_LOOP:] if i >= 0),
@@ -262,7 +263,7 @@ class _Marking:
         if not number:
             return ""
         place = self._places.place(number)
-        return f"`{place.eqn.primitive.name}` {place.line.rpartition(os.sep)[2]}".rstrip()
+        return f"`{shown(place.eqn.primitive)}` {place.line.rpartition(os.sep)[2]}".rstrip()
 
     def shown(self, place: int, views: Sequence[np.ndarray]) -> list[str]:
         """The operands of an equation, for people."""

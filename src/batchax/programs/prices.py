@@ -38,8 +38,7 @@ MOVES = _names(
     bitcast_convert_type broadcast_in_dim broadcast_to concatenate copy create_token dce_sink
     device_put dim_as_value dynamic_slice dynamic_update_slice empty empty2 freeze gather get imag
     iota layout_constraint lu_pivots_to_permutation name new_ref optimization_barrier pad
-    pbroadcast pbroadcast_dynamic platform_index ppermute precv preduced progress_back
-    progress_through psend pvary
+    pbroadcast pbroadcast_dynamic platform_index ppermute precv preduced psend pvary
     ragged_all_to_all random_clone random_unwrap random_wrap real reduced_vary_cast reshape
     reshard rev scatter sharding_constraint slice split squeeze stack stage stop_gradient swap
     tie tile to_edtype transpose unstack vary_unreduced_cast with_memory_space_constraint

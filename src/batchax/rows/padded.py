@@ -26,6 +26,7 @@ from jax.extend.core import jaxprs_in_params
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.evaluate import bind_equation, evaluate
+from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel import recording
 from batchax.kernel.varying import bind_varying
@@ -138,7 +139,7 @@ class Operation:
 
     def refuse(self, why: str) -> CannotPad:
         """The error for an operation that padding would make inexact."""
-        return CannotPad(str(self.eqn.primitive), why).within(self.eqn)
+        return CannotPad(shown(self.eqn.primitive), why).within(self.eqn)
 
 
 class CannotPad(UnsupportedError):

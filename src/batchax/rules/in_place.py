@@ -332,7 +332,7 @@ _NO_NUMBERS = NoDerivative("whether a loop goes on is no number: it has no deriv
 
 some_active_p = own_primitive(
     "some_active",
-    called="the predicate of a loop",
+    called="predicate of a loop",
     operations=_goes_on,
     compute=jax.jit(_goes_on),
     types=lambda active, more: more,

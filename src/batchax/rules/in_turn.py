@@ -133,7 +133,7 @@ def _batched(
 
 in_turn_p = own_primitive(
     "in_turn",
-    called="the order of two calls of a library",
+    called="order of calls of a library",
     operations=_wait,
     compute=lambda *xs, count: list(xs),
     types=lambda *avals, count: list(avals),

@@ -124,7 +124,7 @@ def _batched(
 
 safe_lanes_p = own_primitive(
     "safe_lanes",
-    called="a branch or loop that lanes leave",
+    called="operands of masked lanes",
     operations=_values,
     types=lambda active, x, **how: x,
     programs=(),

@@ -153,7 +153,7 @@ def _derivatives(
 
 own_primitive(
     custom_call_p,
-    called="a function with a batching rule",
+    called="function with a batching rule",
     operations=lambda *operands, jaxpr, steps, rule: per_example(jaxpr, steps)(*operands),
     types=lambda *avals, jaxpr, steps, rule: result_types(jaxpr, steps),
     programs=("jaxpr",),

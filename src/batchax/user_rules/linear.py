@@ -128,7 +128,7 @@ def _batched(
 
 linear_p = own_primitive(
     "linear_with_transpose",
-    called="a linear function with a transpose",
+    called="linear function with a transpose",
     operations=_run,
     types=lambda *avals, forward, transpose, count: list(forward.out_avals),
     programs=("forward",),

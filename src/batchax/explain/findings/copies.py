@@ -85,7 +85,7 @@ def _shared_of(eqn: Equation) -> str:
 def _remedy_of_repeated(eqn: Equation | None) -> str:
     if eqn is None:
         return "Give out_axes=None for it, or out_axes=batchax.AUTO: it is returned once then."
-    if eqn.primitive in ("while", "scan", "bounded_loop"):
+    if eqn.primitive in ("while", "scan", "bounded loop"):
         return (
             "It is part of the carry, which some step makes depend on the lane. Leave what does "
             "not change out of the carry: a loop may close over it."

@@ -1,0 +1,209 @@
+"""Primitives of batchax's own around operations of any kind, in every way, against the loop.
+
+Since 0.12 JAX describes some operations (`jnp.searchsorted`, `jnp.nonzero`, ...) by objects, which
+authors of libraries could do before. What holds such a "high" operation has to say how it is
+replaced, before anything else is lowered.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import jaxprs_in_params
+
+import batchax as bx
+from batchax.execution.slices import with_derivative_of
+from batchax.kernel.own_primitive import declared
+from batchax.rules.in_place import some_active_p
+from batchax.rules.in_turn import in_turn
+from batchax.user_rules.linear import linear_with_transpose
+
+from support.high_operations import OLD, cube
+from support.oracle import same
+
+TABLE = np.linspace(0.0, 4.0, 5, dtype=np.float32)
+X = np.linspace(0.3, 2.1, 3, dtype=np.float32)
+
+
+def root(x):
+    """The square root of 1 + x, found."""
+    solve = lambda f, guess: lax.fori_loop(0, 8, lambda _, r: r - f(r) / (2 * r), guess)
+    return lax.custom_root(
+        lambda r: r * r - 1 - x, 1 + x, solve, lambda g, y: y / g(jnp.ones_like(y))
+    )
+
+
+# Functions of a number, which is about 1. With JAX 0.12 each holds a high operation, one of each
+# kind that JAX has: `interp`, `histogram`, `digitize`, `unique`, `argwhere` are made of these.
+HIGH = {
+    "of an author's": lambda x: 0.1 * cube(x),
+    "searchsorted": lambda x: x * jnp.searchsorted(TABLE, x),
+    "interp": lambda x: jnp.interp(x, TABLE, TABLE * TABLE),
+    "nonzero": lambda x: x * jnp.nonzero(x < TABLE, size=3)[0].sum(),
+    "ldexp": lambda x: jnp.ldexp(x, 2),
+    "frexp": lambda x: jnp.frexp(x)[0],
+    "root": root,
+}
+
+
+def small(x):
+    """Of about 1 again, with the kinds of high operations that there are on each version of JAX."""
+    return 0.3 * cube(jnp.sin(x)) + 0.2 * jnp.searchsorted(TABLE, x)
+
+
+def diverging(f, loop):
+    """A loop that takes another number of steps for each example, and the same as a plain loop."""
+    return lambda x: loop(lambda c: c[0] < 1 + x, lambda c: (c[0] + 1, c[1] + f(c[1])), (0.0, x))[1]
+
+
+def taken(cond, body, carry, most=4):
+    def step(_, carry):
+        return jax.tree.map(functools.partial(jnp.where, cond(carry)), body(carry), carry)
+
+    return lax.fori_loop(0, most, step, carry)
+
+
+def bounded(cond, body, carry, **options):
+    return bx.bounded_while(cond, body, carry, 4, **options)
+
+
+def by_rule(f):
+    @bx.custom_vmap
+    def called(x):
+        return f(x)
+
+    called.def_vmap(lambda axis_size, in_batched, x: (jax.vmap(f)(x), True))
+    return called
+
+
+def steps(f, **options):
+    step = lambda c, t: (f(c) + t, c)
+    scan = bx.scan(step, **options) if options else functools.partial(lax.scan, step)
+    return lambda x: scan(x, x * TABLE[:2])[0]
+
+
+def either(f):
+    return lambda x: lax.cond(x > 1, lambda x: f(x) / x, f, x)
+
+
+def gradient(f):
+    return lambda x: jax.grad(f)(x)
+
+
+def tangent(f):
+    return lambda x: jax.jvp(f, (x,), (x,))[1]
+
+
+def derivatives_of(name, f):
+    """Of some primitives `AROUND` has derivatives already, and a `while` has none in reverse."""
+    if name in ("reverse_sweep", "progress_back"):
+        return []
+    if name == "parting_loop":
+        return [lambda xs: jax.jvp(f, (xs,), (jnp.cos(xs),))[1]]
+    return [lambda xs: jax.grad(lambda xs: (f(xs) * jnp.cos(xs)).sum())(xs)]
+
+
+COMPACT = {"divergence": bx.Compact(width=2)}
+SILENT = {"progress": lambda done, total: None}
+FACTORS = TABLE[1:4]
+
+
+def each(f, mapped=lax.map):
+    """The sum over a few numbers, of a loop over them if nothing else is said."""
+    if mapped is lax.map:
+        mapped = lambda f: functools.partial(lax.map, f)
+    return lambda x: mapped(f)(x * FACTORS).sum()
+
+
+# For each primitive, of a function of a number: a function with the primitive around that one or
+# beside it, and the same without.
+AROUND = {
+    "chunk_loop": lambda f: (each(f, functools.partial(bx.vmap, batch_size=2)), each(f)),
+    "parting_loop": lambda f: (
+        each(diverging(f, lax.while_loop), functools.partial(bx.vmap, **COMPACT)),
+        each(diverging(f, lax.while_loop)),
+    ),
+    "bounded_loop": lambda f: (diverging(f, bounded), diverging(f, taken)),
+    "reverse_sweep": lambda f: (gradient(diverging(f, bounded)), gradient(diverging(f, taken))),
+    "custom_batched_call": lambda f: (by_rule(f), f),
+    "linear_with_transpose": lambda f: (
+        lambda x: linear_with_transpose(
+            *[lambda r, x: [f(r[0]) * x[0]]] * 2, [lax.stop_gradient(x)], [x]
+        )[0],
+        lambda x: f(lax.stop_gradient(x)) * x,
+    ),
+    "tell_progress": lambda f: (
+        diverging(f, functools.partial(bounded, **SILENT)),
+        diverging(f, taken),
+    ),
+    "progress_through": lambda f: (steps(f, **SILENT), steps(f)),
+    "progress_back": lambda f: (tangent(steps(f, **SILENT)), tangent(steps(f))),
+    "follow": lambda f: (lambda x: with_derivative_of(f(x), f(x)), f),
+    "in_turn": lambda f: (lambda x: in_turn([f(x)], [f(2 * x)])[1][0], lambda x: f(2 * x)),
+    "safe_lanes": lambda f: (each(either(f), bx.vmap), each(either(f))),
+    "some_active": lambda f: (
+        lambda x: x * some_active_p.bind(x > 1, f(x) > 0),
+        lambda x: x * ((x > 1) & (f(x) > 0)),
+    ),
+}
+
+
+WAYS = {
+    "jax.vmap": jax.vmap,
+    "in chunks": functools.partial(bx.vmap, batch_size=2),
+    "compact in chunks": functools.partial(bx.vmap, batch_size=2, **COMPACT),
+    "one by one": lambda f: lambda xs: jnp.stack([f(x) for x in xs[:1]]),
+}
+NESTED = {
+    "jax.vmap of chunks": lambda f: jax.vmap(bx.vmap(f, batch_size=2)),
+    "vmap of compact": lambda f: bx.vmap(bx.vmap(f, **COMPACT)),
+}
+
+
+def primitives_in(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive
+        for inner in jaxprs_in_params(eqn.params):
+            yield from primitives_in(getattr(inner, "jaxpr", inner))
+
+
+def test_every_primitive_has_a_case():
+    assert {p.name for p in declared()} == set(AROUND)
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_in_every_way(name):
+    fun, reference = AROUND[name](small)
+    xs, pairs = jnp.asarray(X), jnp.stack([X, X[::-1]])
+
+    def compute(xs, pairs):
+        ways = {way: transform(fun)(xs) for way, transform in WAYS.items()}
+        ways |= {way: transform(fun)(pairs)[1, ::-1] for way, transform in NESTED.items()}
+        loop = functools.partial(lax.map, reference)
+        both = [[d(xs) for d in derivatives_of(name, f)] for f in (WAYS["in chunks"](fun), loop)]
+        return ways, loop(xs), both
+
+    staged = jax.make_jaxpr(compute)(xs, pairs)
+    assert name in map(str, primitives_in(staged.jaxpr))
+    got, expected, derivatives = jax.jit(compute)(xs, pairs)
+    same(*derivatives)
+    got["at once"] = fun(xs[0])[None]
+    got["at once, in chunks"] = bx.vmap(fun, batch_size=2, **COMPACT)(xs)
+    for way, value in got.items():
+        same(value, expected[: len(value)], where=f"{way}: ")
+
+
+def test_around_every_operation():
+    loops = {kind: diverging(f, lax.while_loop) for kind, f in HIGH.items()}
+    all_of = lambda x: {kind: loop(x) for kind, loop in loops.items()}
+    batched = bx.vmap(all_of, batch_size=2, **COMPACT)
+    expected, got = jax.jit(lambda xs: (lax.map(all_of, xs), batched(xs)))(X)
+    same(got, expected)
+    same(batched(X), expected)  # outside of `jit`
+    if OLD is None:
+        for kind, f in HIGH.items():
+            high = map(str, primitives_in(jax.make_jaxpr(f)(X[0]).jaxpr))
+            assert "call_hi_primitive" in high, kind
