@@ -28,7 +28,6 @@ from batchax.kernel.axis import Axis
 from batchax.kernel.captured import closes_over_tracers
 from batchax.kernel.registry import find_rule
 from batchax.programs.wire import integer, message, messages, read_message
-from batchax.rows import stand_ins
 
 from support.high_operations import cube
 from support.shared_store import clients
@@ -494,22 +493,29 @@ def test_sizes():
     assert traced(np.int32(5)) == 3
 
 
-def stood_in_for():
-    """What `rows/stand_ins.py` replaces within JAX."""
-    for node in ast.walk(ast.parse(Path(stand_ins.__file__).read_text())):
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "stands_in_for":
-            yield tuple(argument.value for argument in node.args)
-
-
 def test_functions_that_others_stand_in_for():
-    found = list(stood_in_for())
-    assert found
-    at = lambda: [getattr(importlib.import_module(module), name) for module, name in found]
+    places = sorted(_compat.STAND_IN_PLACES.values())
+    at = lambda: [getattr(importlib.import_module(module), name) for module, name in places]
     original = at()
     with _compat.standing_in():
-        for place, now, before in zip(found, at(), original, strict=True):
+        for place, now, before in zip(places, at(), original, strict=True):
             assert now.__wrapped__ is before, place
     assert at() == original
+
+
+def test_sizes_of_a_class_of_their_own():
+    class Size(_compat.RowDimension):
+        pass
+
+    n, m = _compat.row_symbols(Size, ["n", "m"], None)
+    assert (str(n + m), n + m == m + n, n == 1, n == m) == ("n + m", True, False, False)
+    made = [n + 1, n * m, n // 2, n % 3, n.max(m), jax.core.max_dim(n, 2), -n, divmod(n, 2)[1]]
+    assert {type(size) for size in made} == {Size}, "JAX makes sizes elsewhere, too"
+    x = jax.make_jaxpr(lambda: (jnp.asarray(n), jnp.int8(1) * n, lax.select(True, n, m)))()
+    types = [(str(aval.dtype), aval.weak_type) for aval in x.out_avals]
+    assert types == [(str(jnp.asarray(1).dtype), True), ("int8", False), types[0]]
+    (of_jax,) = jax.export.symbolic_shape("n")
+    assert type(of_jax + 1) is _compat.SIZE
 
 
 def test_frames_that_jax_hides():

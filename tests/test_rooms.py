@@ -82,10 +82,40 @@ def test_no_circles():
         visit(module)
 
 
+def names_of_private_modules(path):
+    """Imports, attributes and texts that name private modules of JAX."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [f".{node.attr}"]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value]
+        else:
+            continue
+        yield from (name for name in names if re.search(r"(jax|^)\._src\b", name))
+
+
 def test_private_jax_is_in_one_room_only():
     private = {
         room_of(module)
         for module, path in modules().items()
-        if any(name.startswith("jax._src") for name in imported(path))
+        if any(True for _ in names_of_private_modules(path))
     }
     assert private == {"_compat/"}
+
+
+def test_private_modules_are_found_however_they_are_named(tmp_path):
+    ways = (
+        "import jax._src.core",
+        "from jax import _src",
+        "from jax._src import core",
+        "jax._src.core.Tracer",
+        'importlib.import_module("jax._src.core")',
+        '{"a": ("jax._src.lax", "add")}',
+    )
+    for way in ways:
+        (tmp_path / "module.py").write_text(way)
+        assert list(names_of_private_modules(tmp_path / "module.py")), way

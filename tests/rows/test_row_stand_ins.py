@@ -3,6 +3,10 @@
 import math
 import pickle
 import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -212,3 +216,81 @@ def test_functions_of_jax_are_its_own_again_after_a_call():
     assert seen[0]
     assert functions == (jax.random.permutation, jax.lax.associative_scan)
     assert pickle.loads(pickle.dumps(functions)) == functions
+
+
+def in_another_thread(call):
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(call).result()
+
+
+def test_a_program_with_symbolic_sizes_beside_rows_that_are_staged():
+    functions = jax.random.permutation, lax.associative_scan
+    (n,) = jax.export.symbolic_shape("n")
+    spec = jax.ShapeDtypeStruct((n,), jnp.float32)
+
+    def f(x):
+        n = x.shape[0]
+        said = n == 1, n != 1, n > 0, bool(n), n in {1, 2}, {n + 1: 7}[1 + n], type(2 * n)
+        assert said == (False, True, True, True, False, 7, type(n))
+        return x[: n // 2].sum() + lax.fori_loop(0, n, lambda i, c: c + i, 0) + n
+
+    def refused(f):
+        try:
+            jax.eval_shape(f, spec)
+        except Exception as error:
+            return type(error), str(error)
+
+    def program():
+        refusals = [
+            refused(lambda x: x[x.shape[0] - 1]),
+            refused(lambda x: lax.associative_scan(jnp.add, x)),
+            refused(lambda x: jax.grad(jnp.prod)(x)),
+            refused(lambda x: jnp.convolve(x, jnp.ones(3))),
+            refused(lambda x: jax.random.permutation(jax.random.key(0), x)),
+        ]
+        assert None not in refusals
+        exported = jax.export.export(jax.jit(f))(spec)
+        module = re.sub(r" loc\(.*|#loc.*\n", "", exported.mlir_module())
+        return module, exported.out_avals, refusals
+
+    def of_others():
+        at_hand = jax.random.permutation, lax.associative_scan
+        return at_hand == functions, pickle.loads(pickle.dumps(at_hand)) == functions, program()
+
+    seen = []
+
+    def one_row(x):
+        seen.extend([program(), in_another_thread(of_others)])
+        return lax.associative_scan(jnp.add, x)
+
+    expected = program()
+    got = jax.jit(bx.vmap(one_row))(ragged(lengths=(2, 3)))
+    assert got.data.shape[0] == 8
+    assert expected == program() == seen[0]
+    assert seen[1] == (True, True, expected)
+
+
+def test_what_was_found_while_rows_were_staged_is_jaxs_for_others():
+    found = []
+
+    def f(x):
+        found.append(lax.associative_scan)
+        held = in_another_thread(lambda: found[0](jnp.add, jnp.arange(4)))
+        return found[0](jnp.add, x), held
+
+    jax.jit(bx.vmap(f))(ragged(lengths=(2, 3)))
+    assert found[0](jnp.add, jnp.arange(4)).tolist() == [0, 1, 3, 6]
+
+
+def test_a_function_that_is_replaced_while_rows_are_staged_stays_replaced(monkeypatch):
+    def f(x):
+        monkeypatch.setattr(jax.random, "permutation", len)
+        return x
+
+    jax.jit(bx.vmap(f))(ragged(lengths=(2, 3)))
+    assert jax.random.permutation is len
+
+
+def test_nothing_of_jax_is_changed_but_for_rows_that_are_staged():
+    command = [sys.executable, "-m", "support.held_by_jax"]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[1])

@@ -19,5 +19,6 @@ from batchax._compat.primitives import *
 from batchax._compat.row_sizes import *
 from batchax._compat.sharded import *
 from batchax._compat.staging import *
+from batchax._compat.stand_ins import *
 from batchax._compat.tracebacks import *
 from batchax._compat.vmap_of_jax import *

@@ -1,18 +1,19 @@
-"""Symbolic sizes of rows, and functions of JAX that must not take them for numbers."""
+"""Symbolic sizes of rows, of a class of their own."""
 
 from __future__ import annotations
 
 import functools
-import importlib
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.core
 import numpy as np
+from jax._src.dtypes import (
+    python_scalar_types,
+    python_scalar_types_to_dtypes,
+    register_weak_scalar_type,
+)
 
 
 class RowScope(jax.export.SymbolicScope):
@@ -27,98 +28,73 @@ class RowScope(jax.export.SymbolicScope):
         self.lengths = lengths
 
 
-def row_symbols(names: Sequence[str], lengths: Any) -> tuple[Any, ...]:
-    """Symbolic sizes of rows, in a scope of their own."""
+SIZE: Any = type(jax.export.symbolic_shape("n")[0])
+
+
+class RowDimension(SIZE):
+    """A symbolic size of rows: JAX's in all but its class, which has answers of its own.
+
+    JAX's sizes say False where they cannot tell whether they are equal, and there is no public way
+    to make them refuse. What is computed from sizes of this class is of this class again: JAX names
+    its own where it makes a new one. So all of JAX's methods that return sizes are wrapped.
+    """
+
+    __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        # JAX looks these up by the type itself, in tables that have no public way in.
+        register_weak_scalar_type(cls)
+        python_scalar_types.add(cls)
+        python_scalar_types_to_dtypes[cls] = python_scalar_types_to_dtypes[SIZE]
+
+    def is_known_to_be(self, other: Any) -> bool:
+        """JAX's answer to whether two sizes are equal, which is False if they may differ."""
+        if isinstance(other, SIZE):
+            return other.scope is self.scope and self._eq(other)
+        return isinstance(other, (int, np.integer)) and self._eq(other)
+
+    def hashed(self) -> int:
+        """JAX's hash, which is that of the expression."""
+        return SIZE.__hash__(self)
+
+    def __eq__(self, other: Any) -> bool:
+        return self.is_known_to_be(other)
+
+    def __ne__(self, other: Any) -> bool:
+        return not self.is_known_to_be(other)
+
+    def __hash__(self) -> int:
+        return self.hashed()
+
+
+def _of_its_class(method: Any) -> Any:
+    @functools.wraps(method)
+    def wrapped(self: Any, *others: Any) -> Any:
+        made = method(self, *others)
+        own = lambda x: type(self)(x._sorted_terms, x._scope) if type(x) is SIZE else x
+        return tuple(map(own, made)) if isinstance(made, tuple) else own(made)
+
+    return wrapped
+
+
+for _name in (
+    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __neg__ __floordiv__ __rfloordiv__ "
+    "__mod__ __rmod__ __divmod__ __rdivmod__ max rmax min rmin __deepcopy__"
+).split():
+    setattr(RowDimension, _name, _of_its_class(getattr(SIZE, _name)))
+
+
+def row_symbols(kind: type[RowDimension], names: Sequence[str], lengths: Any) -> tuple[Any, ...]:
+    """Symbolic sizes of rows, of a class of their own, in a scope of their own."""
     if not names:
         return ()
-    return tuple(jax.export.symbolic_shape(", ".join(names), scope=RowScope(lengths)))
+    of_jax: Any = jax.export.symbolic_shape(", ".join(names), scope=RowScope(lengths))
+    return tuple(kind(size._sorted_terms, size.scope) for size in of_jax)
 
 
 def is_row_size(x: Any) -> bool:
     """Whether `x` is an expression of sizes that `row_symbols` made."""
-    return type(x) is SIZE and type(x.scope) is RowScope
-
-
-SIZE: Any = type(jax.export.symbolic_shape("n")[0])
-
-
-def answers_for_row_sizes(*names: str) -> Callable[[Any], Any]:
-    """Decorator: what methods of these names, such as ``__eq__``, do where rows' sizes are asked.
-
-    It is called with the method's name, what JAX does, the frame of the caller, and the
-    operands. JAX's sizes say False where they cannot tell whether they are equal, and there is no
-    public way to make them refuse. Sizes of other scopes are left as they are.
-    """
-
-    def decorate(answer: Callable[..., Any]) -> Callable[..., Any]:
-        for name in names:
-            # Without a `__bool__` an object is true.
-            setattr(SIZE, name, _answered(name, getattr(SIZE, name, bool), answer))
-        return answer
-
-    return decorate
-
-
-def _answered(name: str, original: Any, answer: Callable[..., Any]) -> Any:
-    if original is bool:
-        original = lambda size: True
-
-    @functools.wraps(original)
-    def method(self: Any, *others: Any) -> Any:
-        if type(self.scope) is not RowScope:
-            return original(self, *others)
-        return answer(name, original, sys._getframe(1), self, *others)
-
-    return method
-
-
-def stands_in_for(module: str, name: str) -> Callable[[Any], Any]:
-    """Decorator: what a function within JAX does while rows are staged (`standing_in`).
-
-    For those that read a size as a number where they need not, and cannot be told otherwise. It is
-    called with that function first, and does what that does for all but sizes of rows.
-    """
-
-    def decorate(replacement: Callable[..., Any]) -> Callable[..., Any]:
-        try:
-            within = importlib.import_module(module)
-            original = getattr(within, name)
-        except (ModuleNotFoundError, AttributeError):  # a JAX that has moved it refuses as ever
-            return replacement
-        ours = functools.wraps(original)(functools.partial(replacement, original))
-        _stand_ins.append((within, name, original, ours))
-        return replacement
-
-    return decorate
-
-
-_stand_ins: list[tuple[Any, str, Any, Any]] = []  # where, its name, JAX's, ours; made by imports
-
-_standing_in = 0
-
-_stand_ins_lock = threading.Lock()
-
-
-@contextmanager
-def standing_in() -> Iterator[None]:
-    """While it lasts JAX's functions are those of `stands_in_for`, and afterwards its own again.
-
-    Other threads that call them meanwhile get what JAX does: they have no sizes of rows.
-    """
-    global _standing_in
-    with _stand_ins_lock:
-        _standing_in += 1
-        if _standing_in == 1:
-            for within, name, _, ours in _stand_ins:
-                setattr(within, name, ours)
-    try:
-        yield
-    finally:
-        with _stand_ins_lock:
-            _standing_in -= 1
-            if _standing_in == 0:
-                for within, name, original, _ in _stand_ins:
-                    setattr(within, name, original)
+    return isinstance(x, RowDimension)
 
 
 def symbols(dim: Any) -> frozenset[str]:

@@ -16,13 +16,13 @@ from jax.core import ShapedArray
 from jax.sharding import AxisType
 
 from batchax import _compat
-from batchax.errors import AxisError, UnsupportedError
+from batchax.errors import AxisError, BatchaxError, UnsupportedError
 from batchax.frontend.arguments import Mapped
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import example_aval
 from batchax.kernel.lasting import Lasting
 from batchax.rows.checks import known_lengths, shown_lengths
-from batchax.rows.comparisons import Lengths
+from batchax.rows.comparisons import Lengths, SizeOfRow
 from batchax.rows.index import RowIndex
 from batchax.rows.ragged import Ragged
 from batchax.rows.row_size import RaggedSize
@@ -176,7 +176,7 @@ def _symbols(names: Sequence[str], lengths: Lengths) -> tuple[Any, ...]:
     """
     values = tuple(lengths.values[name].tobytes() for name in names)
     key = (tuple(names), lengths.aligned, values)
-    return _known_symbols.get(key, lambda: _compat.row_symbols(names, lengths))
+    return _known_symbols.get(key, lambda: _compat.row_symbols(SizeOfRow, names, lengths))
 
 
 _NAMES = ["n", "m", "k", "l", *(f"n{i}" for i in range(1, 1000))]
@@ -235,7 +235,8 @@ def sizes_in_errors(
         yield
     except (TypeError, ValueError) as error:
         message = str(error.args[0]) if error.args else ""
-        if len(sizes) > 1 and "shape" in message and not message.startswith(SIZES_DIFFER):
+        of_shapes = "shape" in message and not isinstance(error, BatchaxError)
+        if len(sizes) > 1 and of_shapes and not message.startswith(SIZES_DIFFER):
             lines = [
                 f"  {m.path}: {size.name} elements{_shown(size)}"
                 for m, size in zip(mapped, sizes_of, strict=True)

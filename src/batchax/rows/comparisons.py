@@ -4,12 +4,14 @@ JAX's symbolic sizes say that ``n == 1`` is False, as they do of all they cannot
 ``n > 0`` is True, as they take sizes to be positive. A row alone may have one element, or none.
 So what the user's code asks is answered by looking at the lengths that rows may have: if the
 answer is the same for all of them it is given, and if not the question is refused. Questions that
-JAX asks, whether shapes are known to be equal, are answered as JAX does.
+JAX asks, whether shapes are known to be equal, are answered as JAX does. A size has no hash but for
+JAX, which keeps by types what it has traced: in a dict, what is compared depends on the hash.
 """
 
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
@@ -22,7 +24,7 @@ from jax.core import Tracer
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.rows.user_code import is_users, line_around, looks_up
+from batchax.rows.user_code import is_users, line_around
 
 _MOST_COMBINATIONS = 1 << 20
 
@@ -37,6 +39,17 @@ class UndecidedSizeError(UnsupportedError, jax.errors.InconclusiveDimensionOpera
             "jnp.where(jnp.asarray(x.shape[0]) == 1, ...)."
         )
         self.question = question
+
+
+class HashedSizeError(UndecidedSizeError, TypeError):
+    """A size that is hashed: not hashable, as Python calls it, for those who ask beforehand."""
+
+    def __init__(self, line: str, size: Any) -> None:
+        super().__init__(
+            line,
+            f"the size {size} is hashed, as a key of a dict or set is: which key it is differs "
+            "from row to row",
+        )
 
 
 @dataclass(frozen=True)
@@ -61,45 +74,50 @@ class Lengths:
         return dict(zip(sorted(names), arrays, strict=True))
 
 
-_QUESTIONS = {
-    "__eq__": (operator.eq, "=="),
-    "__ne__": (operator.ne, "!="),
-    "__lt__": (operator.lt, "<"),
-    "__le__": (operator.le, "<="),
-    "__gt__": (operator.gt, ">"),
-    "__ge__": (operator.ge, ">="),
-}
+class SizeOfRow(_compat.RowDimension):
+    """A size of rows, which answers the user's questions by the lengths that rows may have."""
 
+    __slots__ = ()
 
-@_compat.answers_for_row_sizes(*_QUESTIONS)
-def _compare(name: str, by_jax: Any, frame: FrameType, size: Any, other: Any) -> Any:
-    if not is_users(frame):
-        return by_jax(size, other)
-    ask, sign = _QUESTIONS[name]
-    if isinstance(other, (jax.Array, Tracer, np.ndarray)):
-        return ask(jnp.asarray(size), other)
-    number = isinstance(other, (int, float, np.number))
-    if not number and not (_compat.is_row_size(other) and other.scope is size.scope):
-        return by_jax(size, other)
-    return _answer(frame, ask, size, other, f"{size} {sign} {other}")
+    def __eq__(self, other: Any) -> Any:
+        return self._compared(operator.eq, "==", other)
 
+    def __ne__(self, other: Any) -> Any:
+        return self._compared(operator.ne, "!=", other)
 
-@_compat.answers_for_row_sizes("__bool__")
-def _is_true(name: str, by_jax: Any, frame: FrameType, size: Any) -> bool:
-    if not is_users(frame):
-        return by_jax(size)
-    return _answer(frame, operator.ne, size, 0, f"bool({size})")
+    def __lt__(self, other: Any) -> Any:
+        return self._compared(operator.lt, "<", other)
 
+    def __le__(self, other: Any) -> Any:
+        return self._compared(operator.le, "<=", other)
 
-@_compat.answers_for_row_sizes("__hash__")
-def _hash(name: str, by_jax: Any, frame: FrameType, size: Any) -> int:
-    if is_users(frame) and looks_up(frame):
-        raise UndecidedSizeError(
-            line_around(frame),
-            f"the size {size} is used as a key of a dict or set: which key it is differs from row "
-            "to row",
-        )
-    return by_jax(size)
+    def __gt__(self, other: Any) -> Any:
+        return self._compared(operator.gt, ">", other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._compared(operator.ge, ">=", other)
+
+    def __bool__(self) -> bool:
+        frame = sys._getframe(1)
+        return _answer(frame, operator.ne, self, 0, f"bool({self})") if is_users(frame) else True
+
+    def __hash__(self) -> int:
+        # Whoever asks may look for a number, of which nothing is said here.
+        frame = sys._getframe(1)
+        if is_users(frame):
+            raise HashedSizeError(line_around(frame), self)
+        return self.hashed()
+
+    def _compared(self, ask: Any, sign: str, other: Any) -> Any:
+        frame = sys._getframe(2)
+        if not is_users(frame):
+            return getattr(super(), f"__{ask.__name__}__")(other)
+        if isinstance(other, (jax.Array, Tracer, np.ndarray)):
+            return ask(jnp.asarray(self), other)
+        number = isinstance(other, (int, float, np.number))
+        if not number and not (_compat.is_row_size(other) and other.scope is self.scope):
+            return getattr(super(), f"__{ask.__name__}__")(other)
+        return _answer(frame, ask, self, other, f"{self} {sign} {other}")
 
 
 def _answer(frame: FrameType, ask: Any, size: Any, other: Any, question: str) -> bool:

@@ -26,7 +26,7 @@ from batchax.errors import UnsupportedError
 from batchax.rows.comparisons import agreed, greatest
 
 
-@_compat.stands_in_for("jax._src.lax.parallel", "_psum")
+@_compat.stands_in_for("psum")
 def _psum(original: Any, x: Any, names: Any, **kwargs: Any) -> Any:
     # JAX takes what is no array for a constant, and multiplies it by the number of lanes. The
     # length of a row is no constant: a symbolic one is made an array; a number that may be one,
@@ -58,14 +58,14 @@ def rows_of_one_length(axis_name: Hashable | None) -> Iterator[None]:
 _grouped: ContextVar[Hashable | None] = ContextVar("grouped", default=None)
 
 
-@_compat.stands_in_for("jax._src.numpy.indexing", "_parse_indices")
+@_compat.stands_in_for("indices")
 def _parse_indices(original: Any, indices: Any, *args: Any) -> Any:
     # JAX takes an int or an array for an index, and a symbolic size is neither.
     indices = (jnp.asarray(i) if _compat.is_row_size(i) else i for i in indices)
     return original(tuple(indices), *args)
 
 
-@_compat.stands_in_for("jax._src.lax.control_flow.loops", "while_loop")
+@_compat.stands_in_for("loop of fori_loop")
 def _fori_loop(original: Any, cond: Any, body: Any, init: Any) -> Any:
     # Of a `fori_loop` JAX makes a scan, which has a reverse mode, if it knows the number of steps
     # as an int, and else a `while_loop`, which has none. This makes a scan for a symbolic one, too.
@@ -86,20 +86,19 @@ def _fori_loop(original: Any, cond: Any, body: Any, init: Any) -> Any:
     return last, stop, values
 
 
-@_compat.stands_in_for("jax.random", "permutation")
-@_compat.stands_in_for("jax._src.random.core", "permutation")
+@_compat.stands_in_for("permutation")
 def _permutation(original: Any, key: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     # JAX does the same with an int: it permutes `jnp.arange` of it.
     return original(key, jnp.arange(x) if _compat.is_row_size(x) else x, *args, **kwargs)
 
 
-@_compat.stands_in_for("jax._src.random.core", "_shuffle")
+@_compat.stands_in_for("shuffle")
 def _shuffle(original: Any, key: Any, x: Any, axis: Any) -> Any:
     # JAX sorts by random keys, in so many rounds that no two elements are likely to have had equal
     # keys in each. That number grows with the size. Here there are the rounds of the longest row,
     # and a row that takes fewer keeps what it has in the others.
-    most = greatest(x.size)
-    if most is None or not _compat.is_row_size(x.size):
+    most = greatest(x.size) if _compat.is_row_size(x.size) else None
+    if most is None:
         return original(key, x, axis)
     for count in range(1, _rounds(most) + 1):
         key, own = jax.random.split(key)
@@ -115,7 +114,7 @@ def _rounds(size: int) -> int:
     return int(np.ceil(3 * np.log(max(1, size)) / np.log(np.iinfo(np.uint32).max)))
 
 
-@_compat.stands_in_for("jax._src.numpy.lax_numpy", "_conv")
+@_compat.stands_in_for("convolution")
 def _convolution(original: Any, x: Any, y: Any, mode: str, op: str, *args: Any, **more: Any) -> Any:
     # JAX swaps the two if the second is longer, so it has to know. Here zeros follow both, up to
     # sizes that all rows share, and the wanted part of the result begins at a place that depends
@@ -140,9 +139,7 @@ def _convolution(original: Any, x: Any, y: Any, mode: str, op: str, *args: Any, 
     return jnp.take(whole, jnp.arange(size) + (start + first), mode="clip")
 
 
-@_compat.stands_in_for("jax.lax", "associative_scan")
-@_compat.stands_in_for("jax._src.lax.control_flow", "associative_scan")
-@_compat.stands_in_for("jax._src.lax.control_flow.loops", "associative_scan")  # of cumprod
+@_compat.stands_in_for("associative_scan", "associative_scan of cumprod")
 def _associative_scan(
     original: Any, fn: Callable[..., Any], elems: Any, reverse: bool = False, axis: int = 0
 ) -> Any:
@@ -153,8 +150,8 @@ def _associative_scan(
     sizes = [np.shape(x)[axis] for x in leaves if -np.ndim(x) <= axis < np.ndim(x)]
     if not sizes or len(sizes) < len(leaves) or any(size != sizes[0] for size in sizes):
         return original(fn, elems, reverse, axis)
-    most = greatest(sizes[0])
-    if most is None or not _compat.is_row_size(sizes[0]):
+    most = greatest(sizes[0]) if _compat.is_row_size(sizes[0]) else None
+    if most is None:
         return original(fn, elems, reverse, axis)
     axis = axis % np.ndim(leaves[0])
     if reverse:
@@ -163,7 +160,8 @@ def _associative_scan(
 
     def combine(before: Any, after: Any) -> Any:
         own = after[1]
-        return fn(*map(lambda *x: _where(own, *x, axis), (before[0], after[0]), pair)), own
+        given = zip((before[0], after[0]), pair, strict=True)
+        return fn(*(_where(own, xs, safe, axis) for xs, safe in given)), own
 
     wide = jax.tree.map(lambda x: _with_zeros(x, most, axis), elems)
     own = jnp.arange(most) < jnp.asarray(sizes[0])
@@ -173,15 +171,15 @@ def _associative_scan(
     return jax.tree.map(lambda x: jnp.flip(x, axis), out) if reverse else out
 
 
-@_compat.stands_in_for("jax._src.lax.lax", "_reduce_jvp")  # of a product, and of any function
+@_compat.stands_in_for("derivative of a reduction")  # by a product, or by any function
 def _reduce_jvp(
     original: Any, fn: Any, starts: Any, primals: Any, tangents: Any, axes: Sequence[int]
 ) -> Any:
     # JAX combines the two halves of all that is reduced, and their halves, so it wants to know how
     # much that is. Here it is as much as the longest row has, and pairs are as in a scan.
     shape = np.shape(primals[0])
-    room = [_room(size) if i in axes else size for i, size in enumerate(shape)]
-    if not any(map(_compat.is_row_size, shape)) or any(size is None for size in room):
+    room = {i: _room(shape[i]) for i in axes} if any(map(_compat.is_row_size, shape)) else {}
+    if not room or None in room.values():
         return original(fn, starts, primals, tangents, axes)
     of_each = fn
     for _ in shape:
@@ -190,12 +188,13 @@ def _reduce_jvp(
     def reduce(*xs: Any) -> Any:
         for axis in axes:
             most = room[axis]
-            xs = [_with(start, x, most, axis) for x, start in zip(xs, starts, strict=True)]
-            pair, own = _first_pair(xs, axis), jnp.arange(most) < jnp.asarray(shape[axis])
+            ends: Any = [_with(s, x, most, axis) for x, s in zip(xs, starts, strict=True)]
+            pair, own = _first_pair(ends, axis), jnp.arange(most) < jnp.asarray(shape[axis])
             while len(own) > 1:
-                (first, second), (own, both) = _halves(xs, axis), _halves(own, 0)
-                given = map(lambda *x: _where(both, *x, axis), (first, second), pair)
-                xs = _where(both, of_each(*itertools.chain(*given)), first, axis)
+                halves, (own, both) = _halves(ends, axis), _halves(own, 0)
+                given = (_where(both, *each, axis) for each in zip(halves, pair, strict=True))
+                ends = _where(both, of_each(*itertools.chain(*given)), halves[0], axis)
+            xs = tuple(ends)
         return tuple(lax.squeeze(x, axes) for x in xs)
 
     return jax.jvp(reduce, tuple(primals), tuple(tangents))
