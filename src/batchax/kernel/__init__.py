@@ -5,7 +5,8 @@ To read, in this order:
 1. `axis`: the axis being mapped, and where a value carries it.
 2. `inner`: a function of one example becomes a program; a program, its batched form.
 3. `interpreter`: a program is run for all lanes, equation by equation.
-4. `registry`: the table of rules; `rule_makers`: rules made of what a primitive is.
+4. `registry`: the table of rules; `rule_makers`: rules made of what a primitive is;
+   `own_primitive`: how a primitive of batchax's own is made.
 5. `fallback`: what has no rule.
 6. `named_axes`: which equations see the axis by its name.
 
