@@ -96,7 +96,7 @@ def check_listed(jaxpr, listed, in_order):
             parts = [part for part in entry.parts if part.role == role]
             check_listed(program, parts, in_order)
             # A loop that only some lanes run asks which these are.
-            assert all(part.primitive == "some_active" for part in parts)
+            assert all(part.primitive == "predicate of a loop" for part in parts)
 
 
 def is_of(entry, eqn):

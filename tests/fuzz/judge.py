@@ -111,7 +111,6 @@ class Case:
 
 # What is refused by name, as documented.
 REFUSALS = [
-    "is inside a loop or branch that runs some lanes of another axis at a time",
     "a function that does input or output",  # differentiated in chunks
 ]
 

@@ -61,11 +61,11 @@ def fingerprint(
 def _calls_of_host(jaxpr: Any) -> Iterator[str]:
     from jax.extend.core import jaxprs_in_params
 
-    from batchax import _compat
+    from batchax.jaxprs.spoken import line_of
 
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in _ON_HOST:
-            yield f"{eqn.primitive.name} at {_compat.user_line(eqn.source_info)}"
+            yield f"{eqn.primitive.name} at {line_of(eqn)}"
         for inner in jaxprs_in_params(eqn.params):
             yield from _calls_of_host(inner)
 

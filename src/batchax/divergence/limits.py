@@ -7,6 +7,7 @@ from typing import Any
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
+from batchax.jaxprs.spoken import line_of, spoken
 from batchax.kernel.axis import Axis
 from batchax.rules.hazards import find_collective
 
@@ -39,7 +40,7 @@ def refuse_collectives(programs: Iterable[_compat.ClosedJaxpr], where: str) -> N
         eqn = find_collective(program.jaxpr)
         if eqn is not None:
             raise UnsupportedError(
-                f"{_compat.user_line(eqn.source_info)}: `{eqn.primitive.name}` over a named axis "
+                f"{line_of(eqn)}: {spoken(eqn)} over a named axis "
                 f'is inside {where}, and divergence="compact" runs lanes at different times there: '
                 "a collective would meet some of them only. Move it out, or use "
                 'divergence="predicate".'

@@ -18,10 +18,12 @@ from jax import lax
 from jax.core import eval_jaxpr
 
 from batchax import _compat
+from batchax.errors import UnsupportedError
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, accumulator, chunk_loop
 from batchax.execution.gathered_lanes import fitting_width
-from batchax.execution.names import index_as_input
+from batchax.execution.names import index_as_input, lanes_meet
 from batchax.execution.operand_specs import WHOLE, ActiveMask, Gathered, Lanes, Sum, Whole
+from batchax.jaxprs.spoken import line_of, spoken
 from batchax.kernel.axis import Axis, AxisPosition, broadcast_axis, match_axis, move_axis
 from batchax.kernel.inner import batch_function
 
@@ -58,12 +60,24 @@ def _with_index(axis: Axis, loop: ChunkLoop) -> ChunkLoop:
             *own, lane = xs
             types = [jax.typeof(start), *map(jax.typeof, own)]
             staged = _compat.stage(one_example, types, [(axis.name, axis.size)])
+            _check_apart(axis, staged)
             program = index_as_input(axis, staged)
             return eval_jaxpr(program.jaxpr, program.consts, lane, start, *own)
 
         return run
 
     return replace(loop, body=ChunkBody(of_width, of=loop.body), operands=(*loop.operands, WHOLE))
+
+
+def _check_apart(axis: Axis, program: _compat.ClosedJaxpr) -> None:
+    eqn = next((e for e in program.jaxpr.eqns if lanes_meet(axis, e)), None)
+    if eqn is not None:
+        raise UnsupportedError(
+            f"{line_of(eqn)}: {spoken(eqn)} uses the axis {axis.name!r} inside a branch that not "
+            'every lane takes, and divergence="compact" runs lanes of several axes together there. '
+            f"Take lax.axis_index({axis.name!r}) outside of the branch, or use "
+            'divergence="predicate".'
+        )
 
 
 def _one_by_one(

@@ -21,12 +21,10 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import copy_p, while_p
 
 from batchax import _compat
-from batchax.errors import UnsupportedError
 from batchax.execution.sections import Section
 from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES, bind_with, bodies_of
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import body_parameter, facts_of
-from batchax.jaxprs.spoken import line_of, spoken
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import remembered
 from batchax.kernel.named_axes import as_names, uses_name
@@ -48,7 +46,7 @@ def expose_names(axis: Axis, staged: _compat.ClosedJaxpr) -> Section:
         def run(lane: Any, *xs: Any, eqn: Any = eqn) -> list[Any]:
             names = _compat.current_name_stack()
             with _compat.user_source(eqn.source_info, names), eqn.ctx.manager:
-                return _distinct(_use(axis, eqn, list(xs), lane, True), [lane, *xs])
+                return _distinct(_use(axis, eqn, list(xs), lane), [lane, *xs])
 
         types = [index, *(v.aval for v in eqn.invars)]
         part = _compat.stage(run, types, _names(axis))
@@ -69,10 +67,10 @@ def _lane_variable() -> Any:
 
 
 def index_as_input(axis: Axis, program: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
-    """`program` with the index of the lane as one more input, the first."""
+    """`program`, in which no lanes meet, with the index of the lane as its first input."""
 
     def run(lane: Any, *xs: Any) -> list[Any]:
-        return _evaluate(axis, jaxpr, consts, xs, lane, False)
+        return _evaluate(axis, jaxpr, consts, xs, lane)
 
     jaxpr, consts = program.jaxpr, program.consts
     types = [jax.typeof(np.int32(0)), *program.in_avals]
@@ -127,19 +125,16 @@ def _distinct(outs: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
 
 
 def _evaluate(
-    axis: Axis, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], lane: Any, top: bool
+    axis: Axis, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], lane: Any
 ) -> list[Any]:
     def run_equation(eqn: Any, xs: list[Any]) -> Sequence[Any]:
-        return _use(axis, eqn, xs, lane, top) if is_exposed(axis, eqn) else bind_equation(eqn, xs)
+        return _use(axis, eqn, xs, lane) if is_exposed(axis, eqn) else bind_equation(eqn, xs)
 
     return evaluate(jaxpr, consts, args, run_equation)
 
 
-def _use(axis: Axis, eqn: Any, xs: list[Any], lane: Any, top: bool) -> Sequence[Any]:
-    """The results of an equation that `is_exposed`, for the lane with the index `lane`.
-
-    `top`: whether it is at the top level, where a collective can be given all lanes.
-    """
+def _use(axis: Axis, eqn: Any, xs: list[Any], lane: Any) -> Sequence[Any]:
+    """The results of an equation that `is_exposed`, for the lane with the index `lane`."""
     if _is_index(eqn):
         return [_index(axis, eqn.params["axis_name"], lane)]
     if facts_of(eqn.primitive).cast:
@@ -147,17 +142,11 @@ def _use(axis: Axis, eqn: Any, xs: list[Any], lane: Any, top: bool) -> Sequence[
         return bind_equation(eqn, xs, axes=others) if others else xs
     if _is_opened(eqn):
         body = _compat.close(eqn.params[body_parameter(eqn)])
-        return _evaluate(axis, body.jaxpr, body.consts, xs, lane, top)
+        return _evaluate(axis, body.jaxpr, body.consts, xs, lane)
     if not lanes_meet(axis, eqn):
         programs = [index_as_input(axis, _compat.close(b.program)) for b in bodies_of(eqn)]
         return bind_with(eqn, xs, programs, [lane])
-    if top:
-        return bind_equation(eqn, xs)
-    raise UnsupportedError(
-        f"{line_of(eqn)}: {spoken(eqn)} over the batch axis {axis.name!r} is "
-        "inside a loop or branch that runs some lanes of another axis at a time, and needs all of "
-        "them at once. Move the collective out of it, or leave divergence out."
-    )
+    return bind_equation(eqn, xs)  # at the top level, where all lanes can be had
 
 
 def lanes_meet(axis: Axis, eqn: Any) -> bool:

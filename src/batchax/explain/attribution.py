@@ -8,6 +8,7 @@ from typing import Any
 
 from batchax.explain.account import Work
 from batchax.jaxprs.evaluate import plan
+from batchax.jaxprs.own_primitives import shown
 from batchax.kernel.recording import Record, Recorder
 from batchax.programs.cost import Cost, cost_around, cost_of_equation
 from batchax.programs.inner import devices_of, integers_in, programs_in
@@ -80,7 +81,7 @@ class Attribution:
         tally = self.tallies.setdefault(record, Tally(times=times, skipped=skipped))
         often = 1 if times is None else times
         name = eqn.primitive.name
-        tally.emitted.append(name)
+        tally.emitted.append(shown(eqn.primitive))
         tally.work += Work(often * (cost.flops + cost.transcendentals), often * cost.bytes)
         if tally.times is not None and (times is None or times > tally.times):
             tally.times = times

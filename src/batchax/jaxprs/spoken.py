@@ -7,13 +7,12 @@ from typing import Any
 
 from batchax import _compat
 from batchax.jaxprs.bodies import bodies_of
-from batchax.jaxprs.own_primitives import is_own, shown
+from batchax.jaxprs.own_primitives import shown
 
 
 def spoken(eqn: Any) -> str:
-    """What an equation is called: a primitive by its name, one of batchax's own in plain words."""
-    words = shown(eqn.primitive)
-    return words if is_own(eqn.primitive) else f"`{words}`"
+    """What an equation is called in a sentence."""
+    return f"`{shown(eqn.primitive)}`"
 
 
 def line_of(eqn: Any) -> str:

@@ -16,6 +16,7 @@ from jax import lax
 from batchax import _compat
 from batchax.errors import SequentialFallbackWarning
 from batchax.jaxprs.evaluate import bind_equation
+from batchax.jaxprs.spoken import line_of, spoken
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition, move_axis
 
@@ -57,9 +58,8 @@ def run_without_rule(
 
 
 def _warn(axis: Axis, eqn: Any) -> None:
-    line = _compat.user_line(eqn.source_info, running=True)
     warnings.warn_explicit(
-        f"the primitive `{eqn.primitive}` at {line} has no batching rule: it runs for the "
+        f"the primitive {spoken(eqn)} at {line_of(eqn)} has no batching rule: it runs for the "
         f"{axis.size} lanes one after another. Give it a rule with @batchax.register_rule to run "
         "them together.",
         SequentialFallbackWarning,

@@ -20,6 +20,7 @@ from batchax import _compat
 from batchax.errors import AxisError
 from batchax.jaxprs.evaluate import bind_equation
 from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.spoken import spoken
 from batchax.kernel.axis import Axis, AxisPosition, lanes_vary_over
 from batchax.kernel.named_axes import uses_name
 
@@ -92,7 +93,7 @@ def check_lanes_apart(axis: Axis, eqn: Any) -> None:
         if name in manual and not casts and not holds_programs(eqn) and uses_name(eqn, name):
             raise AxisError(
                 f"spmd_axis_name {axis.spmd_name} shards the batch, but inside shard_map "
-                f"`{eqn.primitive}` is over {name!r}: different examples would meet in it. Shard "
+                f"{spoken(eqn)} is over {name!r}: different examples would meet in it. Shard "
                 "the batch over another axis of the mesh."
             )
 

@@ -17,6 +17,7 @@ from batchax.frontend.arguments import check_untraced
 from batchax.frontend.in_axes import spread_in_axes
 from batchax.frontend.outputs import lanes_first
 from batchax.jaxprs.own_primitives import shown
+from batchax.jaxprs.spoken import spoken
 from batchax.nonfinite.origins import (
     FIRST_LOOP,
     KIND,
@@ -263,7 +264,7 @@ class _Marking:
         if not number:
             return ""
         place = self._places.place(number)
-        return f"`{shown(place.eqn.primitive)}` {place.line.rpartition(os.sep)[2]}".rstrip()
+        return f"{spoken(place.eqn)} {place.line.rpartition(os.sep)[2]}".rstrip()
 
     def shown(self, place: int, views: Sequence[np.ndarray]) -> list[str]:
         """The operands of an equation, for people."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
+from batchax.jaxprs.own_primitives import shown
 from batchax.programs.canonical import CanonicalProgram
 from batchax.programs.canonical_values import LEAVES, Table
 from batchax.programs.source_lines import shown_place, source_line
@@ -174,8 +175,9 @@ def _equation(table: Table, program: CanonicalProgram, n: int) -> ComparedOperat
         f"{k}={v}" for k, v in eqn.params.items() if v is not None and len(str(v)) <= 60
     )
     given = f"[{params}]" if params else ""
-    text = f"{eqn.primitive.name}{given} {' -> '.join(short)}"
-    return ComparedOperation(text, eqn.primitive.name, file, line, source, *shapes)
+    name = shown(eqn.primitive)
+    text = f"{name}{given} {' -> '.join(short)}"
+    return ComparedOperation(text, name, file, line, source, *shapes)
 
 
 def _short(v: Any) -> str:

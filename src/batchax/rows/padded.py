@@ -28,6 +28,7 @@ from batchax.errors import UnsupportedError
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.spoken import line_of
 from batchax.kernel import recording
 from batchax.kernel.varying import bind_varying
 from batchax.rows.sizes import Sizes, depends_on_sizes
@@ -151,7 +152,7 @@ class CannotPad(UnsupportedError):
 
     def within(self, eqn: Any) -> CannotPad:
         """This error, of something inside an equation. What JAX has cached knows no line."""
-        self._line = self._line or _compat.user_line(eqn.source_info)
+        self._line = self._line or line_of(eqn)
         return self
 
     def __str__(self) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
-from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.evaluate import bind_equation, evaluate
+from batchax.jaxprs.spoken import line_of, spoken
 from batchax.kernel.axis import Axis, match_axis
 from batchax.kernel.interpreter import batch_equation
 from batchax.kernel.named_axes import uses_name
@@ -64,7 +64,7 @@ def _of_lanes(axis: Axis, eqn: Any, operands: list[Any], dependent: Sequence[boo
         for x, d in zip(operands, dependent, strict=True)
     ]
     hint = f"Map a function in the rule: batchax.vmap(..., axis_name={axis.name!r})."
-    where = f"{_compat.user_line(eqn.source_info)}: `{eqn.primitive}` over {axis.name!r}"
+    where = f"{line_of(eqn)}: {spoken(eqn)} over {axis.name!r}"
     if any(True for _ in jaxprs_in_params(eqn.params)):
         raise UnsupportedError(f"{where} contains a collective over the lanes of a rule. {hint}")
     outs, out_axes = batch_equation(axis, eqn, operands, positions)
