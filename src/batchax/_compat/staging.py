@@ -151,11 +151,14 @@ def mesh_axis_taken(mesh_axis: Any) -> AbstractContextManager[None]:
 
 
 def without_references(program: ClosedJaxpr, name: Hashable | None, size: Any) -> ClosedJaxpr:
-    """`program`, which may use the axis `name`, with references it creates turned into values."""
+    """`program`, which may use the axis `name`, with references it creates turned into values.
+
+    JAX would open operations that it lowers early at the same time, and lose their derivatives.
+    """
     if not makes_references(program.effects):
         return program
     with named_scope(name, size):
-        return discharge_state(program)
+        return discharge_state(program, lower=False)
 
 
 def tracing() -> bool:
