@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, ParamSpec, TypeVar, cast
@@ -242,21 +241,18 @@ def vmap(
         return outputs.rebuild(outs)
 
     rest = dict(memory_limit=memory_limit, spmd_axis_name=spmd_axis_name, mesh=mesh)
-    _made[batched] = fun, said | rest
+    vars(batched)[_MADE_OF] = fun, said | rest
     return cast(Any, batched)
 
 
-_made: weakref.WeakKeyDictionary[Any, tuple[Callable[..., Any], dict[str, Any]]] = (
-    weakref.WeakKeyDictionary()
-)
+_MADE_OF = "_batchax_made_of"
 
 
 def made_by_vmap(batched: Any) -> tuple[Callable[..., Any], dict[str, Any]] | None:
     """The function of one example, and the options, of what `vmap` returned; else None."""
-    try:
-        return _made.get(batched)
-    except TypeError:  # nothing that weak references, or hashes, are there for
-        return None
+    made = getattr(batched, "__dict__", {}).get(_MADE_OF)
+    # What wraps a function, as `jax.jit` does, gets its attributes, but another `__wrapped__`.
+    return made if made is not None and made[0] is batched.__wrapped__ else None
 
 
 def _run(
@@ -307,7 +303,7 @@ def _run(
         with running(program):
             # The batch axis of an output is known only after its last operation. Where
             # operations are computed as they are met, a mistake must be found before.
-            if any(output.spec is None for output in described) and not program.traced:
+            if any(output.spec is None for output in described):
                 outs, out_axes = program.run_if(check)
             else:
                 outs, out_axes = program.run()

@@ -10,7 +10,7 @@ import pytest
 import batchax as bx
 from batchax.execution import eager, memory
 from batchax.execution.memory import needed_bytes, parse_limit, show_bytes
-from batchax.kernel.lasting import Lasting
+from batchax.memo import Memo
 
 from support.oracle import example, same
 
@@ -241,10 +241,10 @@ def test_bytes_for_people():
 @pytest.fixture
 def scarce(monkeypatch):
     """Memory for at most 15 lanes, which is noticed when a program runs."""
-    real = eager.compile_program
+    real = eager.jitted
     ran = []
 
-    def limited(key, program, operands):
+    def limited(key, program):
         chunk = program.args[0].chunk
 
         def run(*operands):
@@ -253,11 +253,11 @@ def scarce(monkeypatch):
                 raise jax.errors.JaxRuntimeError(
                     "RESOURCE_EXHAUSTED: Out of memory allocating 2147483648 bytes."
                 )
-            return real(key, program, operands)(*operands)
+            return real(key, program)(*operands)
 
         return run
 
-    monkeypatch.setattr(eager, "compile_program", limited)
+    monkeypatch.setattr(eager, "jitted", limited)
     return ran
 
 
@@ -292,10 +292,10 @@ def test_effects_are_not_done_twice(scarce):
 
 
 def test_other_errors_are_passed_on(monkeypatch):
-    def broken(key, program, operands):
+    def broken(key, program):
         raise jax.errors.JaxRuntimeError("INTERNAL: no")
 
-    monkeypatch.setattr(eager, "compile_program", broken)
+    monkeypatch.setattr(eager, "jitted", broken)
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         bx.vmap(jnp.sin, batch_size=20)(X)
 
@@ -307,14 +307,14 @@ def test_calls_outside_jit_compile_a_program_once(monkeypatch):
     def call(w):
         return bx.vmap(lambda x: f(x, w), batch_size=7)(X)
 
-    kept = Lasting(most=128)  # the one of the process may be full
+    kept = Memo("for this test", most=128)  # the one of the process may be full
     monkeypatch.setattr(eager, "_compiled", kept)
     w = jnp.float32(5.0)
     same(call(2.0), jnp.sin(X) * 2)
     same(call(w), jnp.sin(X) * 5)
-    before = len(kept._known)
+    before = len(kept)
     same(call(2.0), jnp.sin(X) * 2)
     same(call(w + 1), jnp.sin(X) * 6)  # an operand
-    assert len(kept._known) == before
+    assert len(kept) == before
     same(call(3.0), jnp.sin(X) * 3)  # another constant, another program
-    assert len(kept._known) > before
+    assert len(kept) > before

@@ -267,13 +267,13 @@ def where_memory_runs_out_chunks_are_not_halved():
     def out_of_memory(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: not on this process")
 
-    compiles, eager.compile_program = eager.compile_program, out_of_memory
+    real, eager.jitted = eager.jitted, out_of_memory
     try:
         with pytest.raises(jax.errors.JaxRuntimeError) as caught:
             bx.vmap(elementwise, batch_size=2)(x)
         assert "2 lanes at a time are not halved" in caught.value.__notes__[0]
     finally:
-        eager.compile_program = compiles
+        eager.jitted = real
 
 
 @case

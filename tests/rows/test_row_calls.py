@@ -295,7 +295,7 @@ def test_a_call_outside_of_jit_is_batched_once(monkeypatch):
     monkeypatch.setattr(
         rows_run._compat, "stage_described", lambda *a, **k: built.append(1) or real(*a, **k)
     )
-    rows_run._staged._known.clear()
+    rows_run._staged.cache_clear()
     weights = example((4,), seed=1)
 
     def batched(w, scale=1.0, layout="auto"):

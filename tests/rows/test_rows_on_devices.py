@@ -140,10 +140,10 @@ def test_one_program_serves_all_lengths():
         jax.block_until_ready(out.data)
 
     on_devices((3, 1, 5))
-    staged, programs = len(traced), len(rows_run._on_devices._known)
+    staged, programs = len(traced), len(rows_run._on_devices)
     on_devices((2, 2, 5))
     assert len(traced) == staged + 1  # to know what the function does
-    assert len(rows_run._on_devices._known) == programs
+    assert len(rows_run._on_devices) == programs
 
 
 def test_programs_that_are_kept_hold_no_arrays():

@@ -9,7 +9,7 @@ from typing import Any
 from batchax import _compat
 from batchax.execution import bounded_derivatives, bounded_loop, reverse_sweep, sweep_derivatives
 from batchax.execution.bounded_batching import batch_loop, batch_sweep
-from batchax.execution.eager import compile_program, whatever_jit
+from batchax.execution.eager import jitted, whatever_jit
 from batchax.jaxprs.program_key import program_key
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 
@@ -24,8 +24,7 @@ def _compiled(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
             program_key(value) if isinstance(value, _compat.ClosedJaxpr) else value
             for value in values.values()
         )
-        program = functools.partial(run, **params)
-        return compile_program((run, *known), program, operands)(*operands)
+        return jitted((run, *known), functools.partial(run, **params))(*operands)
 
     return compute
 

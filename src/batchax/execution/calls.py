@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from batchax.execution.local_rows import in_jit, lanes_of_processes, own_rows
 from batchax.execution.processes import of_several_processes
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.local_rows import LocalRows
+from batchax.memo import memoized
 
 
 @contextlib.contextmanager
@@ -75,6 +75,6 @@ def _types(arguments: Any, local: Mapping[int, Any]) -> Iterator[str]:
     yield f"structure: {structure}"
 
 
-@functools.lru_cache
+@memoized("descriptions of meshes", most=128)
 def _of_mesh(mesh: Mesh) -> str:
     return f"{mesh}, devices {[device.id for device in mesh.devices.flat]}"

@@ -89,6 +89,7 @@ class ChunkBody:
         return self._staged[key]
 
 
+@_compat.held_weakly
 @dataclass(frozen=True)
 class ChunkLoop:
     """What a chunk loop does.

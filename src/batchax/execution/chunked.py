@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
@@ -25,7 +24,8 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.captured import MappedProgram
 from batchax.kernel.inner import example_aval
-from batchax.kernel.lasting import Lasting, call_key
+from batchax.kernel.lasting import call_key, evaluated
+from batchax.memo import Memo
 
 
 @dataclass(frozen=True)
@@ -131,44 +131,33 @@ def run_in_chunks(
         check_shared(shared, program.staged.consts)
         recording.fact("shards", shards=shards, shared=_shared_variables(program))
     traced = program.traced
-    # A choice of chunk size is noted for each call, and so is what `explain` asks for.
-    remembers = not (traced or recording.is_on() or isinstance(chunking.batch_size, Auto))
     held, consts = program, []
     passes = not traced or (shards is not None and puts_traced(shards.mesh))
     if passes and not recording.is_on():
         program, consts = _with_constants_passed(program, shards)
     axis, positions = program.axis, program.axes
 
-    def run(*args: Any) -> list[Any]:
+    def run(*args: Any) -> tuple[list[Any], None]:
         if shards is None:
             how = chunking.batch_size, chunking.keep
             more = outputs.described, shards, chunking.progress
             runner = SectionRunner(axis, *how, program.staged, args, positions, *more)
-            return runner.outputs()[0]
+            return runner.outputs()[0], None
         shard = OneShard(chunking, axis, positions, shards, stage, consts)
-        return on_shards(shards, shard.run, args, positions)[0]
+        return on_shards(shards, shard.run, args, positions)[0], None
 
-    # Outside of `jit` operations are computed as they are met. The whole is staged first, so
-    # that what is wrong with it is found before anything is computed.
-    build = lambda: _compat.stage(run, list(map(jax.typeof, program.args)))
-    specs = tuple(output.spec for output in outputs.described)
-    places = zip(map(jax.typeof, program.args), positions, strict=True)
+    def key() -> Hashable:
+        specs = tuple(output.spec for output in outputs.described)
+        places = zip(map(jax.typeof, program.args), positions, strict=True)
+        return call_key(axis, program.staged, shards, chunking, specs, *places)
 
-    def outs(remembers: bool) -> list[Any]:
-        if traced:
-            return run(*program.args)
-        if remembers:
-            key = call_key(axis, program.staged, shards, chunking, specs, *places)
-            whole = _staged.get(key, build)
-        else:
-            whole = build()
-        return eval_jaxpr(whole.jaxpr, whole.consts, *program.args)
-
+    # A choice of chunk size is noted for each call.
+    kept = None if isinstance(chunking.batch_size, Auto) else (_staged, key)
     try:
-        return outs(remembers)
+        return evaluated(run, program.args, traced, kept=kept)[0]
     except _OtherConstants:
         program, consts, positions = held, [], held.axes
-        return outs(False)
+        return evaluated(run, program.args, traced)[0]
 
 
 def _check_no_references(values: Iterable[Any]) -> None:
@@ -267,7 +256,7 @@ class OneShard:
         return *runner.outputs(), outputs
 
 
-_staged = Lasting(most=64)  # what calls outside of `jit` have cut into sections, and batched
+_staged = Memo("calls outside of jit, cut into sections and batched", most=64)
 
 
 def _kind(x: Any) -> Any:

@@ -15,11 +15,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from batchax import _compat
 from batchax.errors import SmallerChunksWarning
-from batchax.kernel.lasting import Lasting
+from batchax.memo import Memo
 
 # A call outside `jit` stages its function anew, and JAX would compile anew what was staged
 # anew. So programs are kept under keys that say what they do.
-_compiled = Lasting(most=128)
+_compiled = Memo("programs that are compiled outside of jit", most=128)
 
 
 whatever_jit = jax.disable_jit(False)
@@ -44,7 +44,7 @@ def run_eagerly(
     """
     while True:
         try:
-            outs = compile_program(*with_chunk(chunk), operands)(*operands)
+            outs = jitted(*with_chunk(chunk))(*operands)
             return jax.block_until_ready(outs) if may_change else outs
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error) or not may_change or chunk == 1:
@@ -66,13 +66,12 @@ def run_eagerly(
         chunk //= 2
 
 
-def compile_program(
-    key: Hashable, program: Callable[..., list[Any]], operands: Sequence[Any]
-) -> Callable[..., Any]:
-    """Compiles a program, unless one of the same key has been compiled for such operands."""
-    types = tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in operands)
-    key = (key, types, jax.default_backend())
-    return _compiled.get(key, lambda: jax.jit(program).lower(*operands).compile())
+def jitted(key: Hashable, program: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """``jax.jit(program)``, the same for programs of one key.
+
+    So what it was compiled for JAX knows: types, devices, options.
+    """
+    return _compiled.get((key, _compat.trace_context()), lambda: jax.jit(program))
 
 
 _IN_A_HURRY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

@@ -15,6 +15,7 @@ import jax
 
 from batchax.errors import ArgumentTypeError, MemoryLimitError
 from batchax.execution import meetings
+from batchax.memo import Memo
 from batchax.programs.peak import CompilersAccount, memory_of
 
 logger = logging.getLogger("batchax")
@@ -108,15 +109,16 @@ def show_bytes(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{value:.4g} {unit}"
 
 
-_chosen: dict[Any, BatchSizeChoice] = {}
+_chosen = Memo("choices of chunk sizes", most=1024)
 
 
 def batch_size_choices() -> list[BatchSizeChoice]:
-    """What ``batch_size="auto"`` has chosen so far, and why; the newest choice last.
+    """What ``batch_size="auto"`` has chosen so far, and why; what was asked for last, last.
 
     A choice is made when a program is compiled: one for a function that runs forward,
     another for its derivative. The same are logged, at level INFO, by the logger
-    "batchax". `str` of a choice is a table for people.
+    "batchax". `str` of a choice is a table for people. The last 1024 choices are known, until
+    ``jax.clear_caches()``.
 
     Returns:
       A new list of `BatchSizeChoice`.
@@ -127,7 +129,7 @@ def batch_size_choices() -> list[BatchSizeChoice]:
       >>> choice.size, choice.tried[choice.batch_size] <= choice.limit
       (100, True)
     """
-    return list(_chosen.values())
+    return _chosen.values()
 
 
 def fitting_chunk(
@@ -152,7 +154,8 @@ def fitting_chunk(
       MemoryLimitError: one lane at a time needs more.
     """
     key = (key, auto, jax.default_backend())
-    if key not in _chosen:
+
+    def choose() -> BatchSizeChoice:
         # Processes that would choose otherwise than others would wait for them for ever. So what
         # the choice is made by is that of the process that has least room.
         most = functools.partial(_most_of_all, auto.program) if auto.together else list
@@ -170,9 +173,11 @@ def fitting_chunk(
             )  # fmt: skip
             return CompilersAccount(*most(astuple(memory_of(compile_for(chunk)))))
 
-        found = _chosen.setdefault(key, _search(auto.program, limit, size, account))
+        found = _search(auto.program, limit, size, account)
         logger.info("batch_size='auto': %s", found)
-    return _chosen[key].batch_size
+        return found
+
+    return _chosen.get(key, choose).batch_size
 
 
 def _most_of_all(program: str, numbers: Sequence[int]) -> list[int]:

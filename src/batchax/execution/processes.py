@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from batchax.errors import UnsupportedError
+from batchax.memo import memoized
 
 
 def of_several_processes(mesh: Any) -> bool:
@@ -50,7 +50,7 @@ def from_all(x: np.ndarray) -> np.ndarray:
     return np.asarray(put_by_program(own, everywhere))
 
 
-@functools.cache
+@memoized("meshes of the devices of processes", most=1)
 def _by_process() -> tuple[NamedSharding, NamedSharding]:
     """A part for each process, on its devices; and the whole on all.
 

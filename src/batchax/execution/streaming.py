@@ -7,7 +7,6 @@ so that a last chunk with fewer lanes counts for what it is.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from jax import lax
 from batchax.execution.chunk_loop import accumulator
 from batchax.execution.operand_specs import SUM, Extreme, PerChunk, Result
 from batchax.frontend.outputs import reduce_batch
+from batchax.memo import memoized
 from batchax.rules.neutral import NEUTRAL
 
 
@@ -53,12 +53,11 @@ def finish(kind: str, result: Any, size: int, like: Any) -> Any:
 
 def reduced_type(kind: str, lanes: Any) -> Any:
     """A type of the dtype, weak or not, that a reduction of such lanes has."""
-    wide = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-    return _reduced_type(kind, lanes.dtype, lanes.weak_type, wide)
+    return _reduced_type(kind, lanes.dtype, lanes.weak_type)
 
 
-@functools.lru_cache(maxsize=256)
-def _reduced_type(kind: str, dtype: Any, weak_type: bool, wide: bool) -> Any:
+@memoized("types of reductions", most=256)
+def _reduced_type(kind: str, dtype: Any, weak_type: bool) -> Any:
     one = jax.ShapeDtypeStruct((1,), dtype, weak_type=weak_type)
     return jax.eval_shape(lambda x: reduce_batch(kind, x, 0), one)
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -28,12 +27,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.core import ShapedArray, Tracer, eval_jaxpr
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import Literal, jaxprs_in_params
 
 from batchax import _compat
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.interpreter import interpret
+from batchax.kernel.lasting import evaluated
+from batchax.memo import Memo
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,9 +64,7 @@ class MappedProgram:
         def batched(*args: Any) -> tuple[list[Any], list[AxisPosition]]:
             return replace(self, args=args).run()
 
-        staged, axes = _compat.stage_described(batched, [jax.typeof(x) for x in self.args])
-        check(axes)
-        return eval_jaxpr(staged.jaxpr, staged.consts, *self.args), axes
+        return evaluated(batched, self.args, self.traced, check)
 
     def resolve(self, values: Sequence[Any]) -> tuple[list[Any], list[AxisPosition]]:
         """`values` with placeholders of this program replaced, and their axes."""
@@ -142,13 +141,12 @@ def closed_over(eqn: Any) -> list[Any]:
     return [v for v in dict.fromkeys(found) if v is not None]
 
 
-_known: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+_closed_over = Memo("variables that derivative rules in programs close over", most=4096)
 
 
 def _closed_over_inside(jaxpr: Any) -> list[Any]:
-    if jaxpr not in _known:
-        _known[jaxpr] = [v for eqn in jaxpr.eqns for v in closed_over(eqn)]
-    return _known[jaxpr]
+    find = lambda: [v for eqn in jaxpr.eqns for v in closed_over(eqn)]
+    return _closed_over.get(None, find, owner=jaxpr)
 
 
 def resolve(

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
-import threading
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +24,7 @@ from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import uses_name
 from batchax.kernel.registry import registrations
 from batchax.kernel.varying import Varying, types_varying, vary_over
+from batchax.memo import Memo
 
 
 class _Placement(enum.Enum):
@@ -50,11 +49,8 @@ Example:
   (None, 0)
 """
 
-# Weak in the body, so that arrays a body holds are freed with it; bounded, for
-# bodies whose batched form refers back to them.
-_built: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-_MOST_BODIES = 4096
-_lock = threading.RLock()  # may be taken twice: a finalizer that runs meanwhile may come here, too
+# Arrays that a body holds are freed with it, but where its batched form refers back to it.
+_built = Memo("programs inside programs, batched", most=4096)
 
 
 def batch_inner(
@@ -83,8 +79,9 @@ def batch_inner(
     anywhere = (ANYWHERE,) * len(body.out_avals)
     wanted = anywhere if out_axes is ANYWHERE else tuple(out_axes)
     key = (axis, in_axes, varying, lanes_vary_over(axis))
-    built, context = _memory(body)
-    fits = built.get(((key, anywhere), context))  # it may have them where they are wanted
+    built, context = _memory()
+    # It may have them where they are wanted.
+    fits = built.find(((key, anywhere), context), owner=body)
     if fits is not None and all(w in (ANYWHERE, a) for w, a in zip(wanted, fits[1], strict=True)):
         return fits
     build = lambda: _batch_inner(axis, body, in_axes, wanted, varying)
@@ -93,24 +90,16 @@ def batch_inner(
 
 def remembered(body: _compat.ClosedJaxpr, key: Any, build: Callable[[], Any]) -> Any:
     """What `build` returns, built once for each `key` for as long as `body` lives."""
-    built, context = _memory(body)
-    key = (key, context)
-    if key not in built:
-        built.setdefault(key, build())  # another thread may have been faster
-    return built[key]
+    built, context = _memory()
+    return built.get((key, context), build, owner=body)
 
 
-def _memory(body: _compat.ClosedJaxpr) -> tuple[dict[Any, Any], Any]:
-    """What was built from `body`, and what of the surroundings that depends on."""
+def _memory() -> tuple[Memo, Hashable]:
+    """Where to remember what is built, and what of the surroundings that depends on."""
     # Rules of derivatives are asked only where something may be differentiated, and while notes
     # are taken each record has its own marks.
     built, place = recording.memory() or (_built, None)
-    wide = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-    with _lock:
-        known = built.setdefault(body, {})
-        if len(built) > _MOST_BODIES:
-            del built[next(iter(built))]
-    return known, (place, wide, registrations(), may_be_differentiated())
+    return built, (place, _compat.trace_context(), registrations(), may_be_differentiated())
 
 
 def _batch_inner(

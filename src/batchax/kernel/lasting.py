@@ -1,47 +1,19 @@
-"""What outlives a call, and is shared by all threads.
-
-Whatever else is mutable belongs to one call, or to one thread (a context variable).
-"""
+"""Calls outside of tracing, and how their programs are known again."""
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.jaxprs.program_key import program_key
+from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 from batchax.kernel.registry import registrations
-
-
-class Lasting:
-    """Results by key, of which those that were not asked for longest are forgotten first.
-
-    No lock is held while something is built, which may run the user's code. Two threads that
-    ask for the same at once may both build it, and get the same one.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._known: OrderedDict[Hashable, Any] = OrderedDict()
-        self._lock = threading.RLock()  # comparing keys may run code that comes here again
-
-    def get(self, key: Hashable, build: Callable[[], Any]) -> Any:
-        """What `build` returns, built only if there is nothing for `key` yet."""
-        with self._lock:
-            if key in self._known:
-                self._known.move_to_end(key)
-                return self._known[key]
-        built = build()
-        with self._lock:
-            found = self._known.setdefault(key, built)
-            if len(self._known) > self._most:
-                self._known.popitem(last=False)
-            return found
+from batchax.memo import Memo
 
 
 def call_key(axis: Axis, program: _compat.ClosedJaxpr, *rest: Hashable) -> Hashable:
@@ -55,5 +27,47 @@ def call_key(axis: Axis, program: _compat.ClosedJaxpr, *rest: Hashable) -> Hasha
       program: the program of one example.
       rest: what else the call depends on: the types of its arguments, say.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    return axis, program_key(program), registrations(), mesh, *rest
+    return axis, program_key(program), registrations(), _compat.trace_context(), *rest
+
+
+def evaluated(
+    run: Callable[..., tuple[list[Any], Any]],
+    args: Sequence[Any],
+    traced: bool,
+    check: Callable[[Any], None] = lambda described: None,
+    kept: tuple[Memo, Callable[[], Hashable]] | None = None,
+) -> tuple[list[Any], Any]:
+    """The arrays that `run` returns for `args`, and what describes them.
+
+    Where nothing is traced, operations would be computed as they are met. So the whole is staged
+    first: what is wrong with it is found before anything is computed, and it may be kept. What
+    notes are taken of is not, and nothing that is kept is used for it.
+
+    Args:
+      run: returns arrays, and what describes them.
+      args: its arguments.
+      traced: whether running it traces operations, rather than computing them.
+      check: raises if what describes the arrays is wrong.
+      kept: where the staged program is kept, and what makes its key; None for nowhere.
+    """
+    if traced:
+        outs, described = run(*args)
+        check(described)
+        return outs, described
+
+    def stage() -> tuple[_compat.ClosedJaxpr, Any]:
+        return _compat.stage_described(run, list(map(jax.typeof, args)))
+
+    if kept is None or recording.is_on():
+        whole, described = stage()
+    else:
+        memo, key = kept
+        whole, described = memo.get(key(), stage)
+    check(described)
+    try:
+        return eval_jaxpr(whole.jaxpr, whole.consts, *args), described
+    except _compat.FoundNaN as error:
+        # Of a compiled program inside, with `jax.debug_nans`. As they are met, operations that are
+        # to blame say so themselves.
+        run(*args)
+        raise FloatingPointError(str(error)) from None

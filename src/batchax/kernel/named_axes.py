@@ -6,7 +6,6 @@ collective over our axis, or a call, loop or branch with one inside.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable
 from typing import Any
 
@@ -16,16 +15,13 @@ from batchax import _compat
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel.axis import names_in
 from batchax.kernel.registry import is_foreign, registrations
+from batchax.memo import Memo
 
 # In the place of names, for a call whose batching rule, of a user, is told the name of the axis:
 # whichever that is, the rule may use it.
 ANY_NAME = object()
 
-# For each program the names, and how many rules were registered when they were found: which names
-# count depends on whose rule a primitive has.
-_known: weakref.WeakKeyDictionary[Any, tuple[int, frozenset[Hashable]]] = (
-    weakref.WeakKeyDictionary()
-)
+_names = Memo("names of axes that programs use", most=4096)
 
 
 def as_names(axis_name: Any) -> tuple[Hashable, ...]:
@@ -64,15 +60,13 @@ def _has_rules(eqn: Any) -> bool:
 
 
 def _has_rules_inside(jaxpr: Any) -> bool:
-    if jaxpr not in _with_rules:
-        _with_rules[jaxpr] = any(map(_has_rules, jaxpr.eqns))
-    return _with_rules[jaxpr]
+    return _with_rules.get(None, lambda: any(map(_has_rules, jaxpr.eqns)), owner=jaxpr)
 
 
 # The parameters that hold the derivative rules of ``custom_jvp`` and ``custom_vjp``.
 _RULES = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk"})
 
-_with_rules: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+_with_rules = Memo("whether programs hold derivative rules", most=4096)
 
 
 def _unmarked(eqn: Any) -> frozenset[Hashable]:
@@ -90,8 +84,6 @@ def _unmarked(eqn: Any) -> frozenset[Hashable]:
 
 
 def _unmarked_inside(jaxpr: Any) -> frozenset[Hashable]:
-    known = _known.get(jaxpr)
-    if known is None or known[0] != registrations():
-        names = frozenset().union(*map(_unmarked, jaxpr.eqns))
-        known = _known[jaxpr] = registrations(), names
-    return known[1]
+    # Which names count depends on whose rule a primitive has.
+    find = lambda: frozenset[Hashable]().union(*map(_unmarked, jaxpr.eqns))
+    return _names.get(registrations(), find, owner=jaxpr)

@@ -10,7 +10,6 @@ equations in that program.
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,6 +20,7 @@ import jax
 
 from batchax import _compat
 from batchax.kernel.axis import Axis, AxisPosition
+from batchax.memo import Memo
 
 _MARK = "batchax_equation_"
 _MARKS = re.compile(_MARK + r"(\d+)")
@@ -106,7 +106,7 @@ class Recorder:
         self.facts: list[tuple[str, dict[str, Any]]] = []
         # Used in place of the programs that `kernel.inner` remembers: a program that is taken from
         # there is not batched again, so nothing would be noted of it.
-        self.built: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self.built = Memo("programs inside programs, batched while notes are taken", most=4096)
 
     @contextmanager
     def active(self, inside: Record | None = None) -> Iterator[None]:

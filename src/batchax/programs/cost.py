@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from batchax.jaxprs.bodies import bodies_of
+from batchax.memo import Memo
 from batchax.programs import prices
 from batchax.programs.inner import Inner, integers_in, programs_in
 from batchax.programs.shapes import bytes_of, reads_symbols, size_of
@@ -113,7 +113,7 @@ def cost_around(eqn: Any, inner: Sequence[Inner]) -> Cost:
     return Cost()
 
 
-_known: weakref.WeakKeyDictionary[Any, dict[Any, Cost]] = weakref.WeakKeyDictionary()
+_costs = Memo("what programs cost", most=8192)
 
 
 def cost_of_program(
@@ -133,10 +133,8 @@ def cost_of_program(
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     marks = None if differs is None else tuple(differs)
     key = (*map(known.get, (*jaxpr.constvars, *jaxpr.invars)), marks, steps)
-    costs = {} if reads_symbols() else _known.setdefault(jaxpr, {})
-    if key not in costs:
-        costs[key] = _sum(_of_equations(jaxpr, known, marks, steps))
-    return costs[key]
+    count = lambda: _sum(_of_equations(jaxpr, known, marks, steps))
+    return count() if reads_symbols() else _costs.get(key, count, owner=jaxpr)
 
 
 def _of_equations(

@@ -20,7 +20,7 @@ from batchax.errors import AxisError, BatchaxError, UnsupportedError
 from batchax.frontend.arguments import Mapped
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import example_aval
-from batchax.kernel.lasting import Lasting
+from batchax.memo import Memo
 from batchax.rows.checks import known_lengths, shown_lengths
 from batchax.rows.comparisons import Lengths, SizeOfRow
 from batchax.rows.index import RowIndex
@@ -166,7 +166,7 @@ def _lengths(names: Sequence[str], batches: Sequence[Ragged], bounds: Sequence[i
     return Lengths(dict(zip(names, ranges, strict=True)), False)
 
 
-_known_symbols = Lasting(most=64)
+_known_symbols = Memo("symbolic sizes of rows", most=64)
 
 
 def _symbols(names: Sequence[str], lengths: Lengths) -> tuple[Any, ...]:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, BatchaxError, UnsupportedError
@@ -19,8 +18,9 @@ from batchax.frontend.outputs import Described, FlatOutputs, check_unbatched, pl
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.inner import stage_described
-from batchax.kernel.lasting import Lasting
+from batchax.kernel.lasting import evaluated
 from batchax.kernel.named_axes import uses_name
+from batchax.memo import Memo
 from batchax.rows.arguments import (
     SIZES_DIFFER,
     RowSize,
@@ -269,7 +269,7 @@ def _run_on_devices(
     return _on_devices.get(key, lambda: jax.jit(run))(*given)
 
 
-_on_devices = Lasting(most=64)  # programs for calls outside of `jit`
+_on_devices = Memo("calls outside of jit, of rows on devices", most=64)
 
 
 def _run_padded(call: Call, run_dense: RunDense) -> list[Any]:
@@ -348,7 +348,7 @@ def _find_regions(
     return program, regions_of_classes(program, layouts, batched), classes
 
 
-_staged = Lasting(most=64)  # what calls outside of `jit` have batched
+_staged = Memo("calls outside of jit, of rows, batched", most=64)
 
 
 def _run_regions(call: Call, layout: str, most: int | Literal["auto"] | None) -> list[Any]:
@@ -385,15 +385,9 @@ def _run_regions(call: Call, layout: str, most: int | Literal["auto"] | None) ->
             for out in outs
         ], [out.axis for out in outs]
 
-    if call.traced:
-        outs, axes = run(*call.values)
-        check_unbatched(call.axis, call.described, axes)
-    else:  # staged first, so that what is wrong is found before anything is computed
-        stage = lambda: _compat.stage_described(run, list(map(jax.typeof, call.values)))
-        key = call.key(), layout, most
-        whole, axes = stage() if recording.is_on() else _staged.get(key, stage)
-        check_unbatched(call.axis, call.described, axes)
-        outs = eval_jaxpr(whole.jaxpr, whole.consts, *call.values)
+    check = functools.partial(check_unbatched, call.axis, call.described)
+    kept = _staged, lambda: (call.key(), layout, most)
+    outs, axes = evaluated(run, call.values, call.traced, check, kept)
     results = []
     for x, shape, axis, output in zip(outs, call.shapes, axes, call.described, strict=True):
         if not has_symbols(shape):

@@ -9,7 +9,6 @@ if none of the updates on the way were made, it would hold what the input holds.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from jax.extend.core import Literal
 from batchax import _compat
 from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES, Body, bodies_of
 from batchax.jaxprs.primitive_facts import facts_of
+from batchax.memo import Memo
 
 SCATTERS = frozenset(
     p.name
@@ -53,21 +53,23 @@ class Origin(NamedTuple):
     updated: bool
 
 
-_known: weakref.WeakKeyDictionary[Any, dict[Any, Origin]] = weakref.WeakKeyDictionary()
+_origins = Memo("variables of programs that are an input but for updates", most=4096)
 
 
 def origins(jaxpr: Any) -> dict[Any, Origin]:
     """The variables of `jaxpr` that are an input but for updates."""
-    if jaxpr not in _known:
-        found = {v: Origin(i, False) for i, v in enumerate(jaxpr.invars)}
-        for eqn in jaxpr.eqns:
-            for alias in aliases_of(eqn):
-                source = origin_of(found, eqn.invars[alias.operand])
-                if source is not None:
-                    updated = source.updated or alias.updated
-                    found[eqn.outvars[alias.result]] = Origin(source.input, updated)
-        _known[jaxpr] = found
-    return _known[jaxpr]
+    return _origins.get(None, lambda: _find_origins(jaxpr), owner=jaxpr)
+
+
+def _find_origins(jaxpr: Any) -> dict[Any, Origin]:
+    found = {v: Origin(i, False) for i, v in enumerate(jaxpr.invars)}
+    for eqn in jaxpr.eqns:
+        for alias in aliases_of(eqn):
+            source = origin_of(found, eqn.invars[alias.operand])
+            if source is not None:
+                updated = source.updated or alias.updated
+                found[eqn.outvars[alias.result]] = Origin(source.input, updated)
+    return found
 
 
 def origin_of(found: dict[Any, Origin], v: Any) -> Origin | None:

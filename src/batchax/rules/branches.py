@@ -9,7 +9,6 @@ update in place goes through one after another, and each updates its own lanes (
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -29,6 +28,7 @@ from batchax.kernel.inner import ANYWHERE, batch_inner, returning_alike
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.registry import register_rule
 from batchax.kernel.varying import varying_of
+from batchax.memo import memoized
 from batchax.rules.hazards import hazards
 from batchax.rules.in_place import masked, updated_operands
 from batchax.rules.in_turn import calls_library, in_turn
@@ -191,7 +191,7 @@ def _if_any(
     return cond_p.bind(taken, *operands, branches=(nothing, program)), list(out_axes)
 
 
-@functools.lru_cache(maxsize=1024)
+@memoized("programs that return zeros", most=1024)
 def _zeros(
     in_avals: tuple[Any, ...], out_avals: tuple[Any, ...], kept: tuple[tuple[int, int], ...]
 ) -> _compat.ClosedJaxpr:

@@ -6,7 +6,6 @@ module says which do.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from jax.extend.core.primitives import scan_p, while_p
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import Facts, facts_of
+from batchax.memo import Memo
 from batchax.programs.inner import integers_in, programs_in
 
 _FEW_STEPS = 16  # of a loop, that masked lanes may take
@@ -51,23 +51,25 @@ class Hazards:
     collective: bool
 
 
-_known: weakref.WeakKeyDictionary[Any, Hazards] = weakref.WeakKeyDictionary()
+_hazards = Memo("what may go wrong in masked lanes of programs", most=4096)
 
 
 def hazards(jaxpr: Any) -> Hazards:
     """The hazards of `jaxpr`, programs inside it included."""
-    if jaxpr not in _known:
-        eqns = list(_equations(jaxpr))
-        facts = list(map(_facts, eqns))
-        _known[jaxpr] = Hazards(
-            nonlinear=not all(map(_is_linear, eqns)),
-            partial=not all(map(_is_total, eqns)),
-            immoderate=not all(f.moderate for f in facts),
-            endless=any(f.endless for f in facts),
-            costly=any(f.costly for f in facts),
-            collective=any(map(_is_collective, eqns)),
-        )
-    return _known[jaxpr]
+    return _hazards.get(None, lambda: _find_hazards(jaxpr), owner=jaxpr)
+
+
+def _find_hazards(jaxpr: Any) -> Hazards:
+    eqns = list(_equations(jaxpr))
+    facts = list(map(_facts, eqns))
+    return Hazards(
+        nonlinear=not all(map(_is_linear, eqns)),
+        partial=not all(map(_is_total, eqns)),
+        immoderate=not all(f.moderate for f in facts),
+        endless=any(f.endless for f in facts),
+        costly=any(f.costly for f in facts),
+        collective=any(map(_is_collective, eqns)),
+    )
 
 
 def is_endless(eqn: Any) -> bool:

@@ -10,7 +10,6 @@ on the results of what comes first. That takes a number that is zero, as no comp
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,20 +24,20 @@ from batchax import _compat
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.own_primitive import own_primitive
+from batchax.memo import Memo
 from batchax.rules.masking import is_inexact
 
-_known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+_callers = Memo("whether programs have a library called", most=4096)
 
 
 def calls_library(jaxpr: Any) -> bool:
     """Whether a program, or one inside it, has a library called on CPUs."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    if jaxpr not in _known:
-        _known[jaxpr] = any(
-            facts_of(eqn.primitive).library or any(map(calls_library, jaxprs_in_params(eqn.params)))
-            for eqn in jaxpr.eqns
-        )
-    return _known[jaxpr]
+    find = lambda: any(
+        facts_of(eqn.primitive).library or any(map(calls_library, jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
+    return _callers.get(None, find, owner=jaxpr)
 
 
 def in_turn(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], list[Any]]:

@@ -17,8 +17,8 @@ from batchax import _compat
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.derivatives import tangents_of
 from batchax.kernel.inner import batch_inner
-from batchax.kernel.lasting import Lasting
 from batchax.kernel.own_primitive import own_primitive
+from batchax.memo import Memo
 from batchax.rules.batched_transpose import batched_transpose
 
 Linear = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
@@ -51,11 +51,11 @@ def linear_with_transpose(
 
     if key is None:
         return _bind(*both(), residuals, operands)
-    ahead, back = _staged.get((key, known, linear), both)
+    ahead, back = _staged.get((key, known, linear, _compat.trace_context()), both)
     return _bind(ahead, back, residuals, operands)
 
 
-_staged = Lasting(most=1024)
+_staged = Memo("linear functions, and their transposes", most=1024)
 
 
 def _bind(

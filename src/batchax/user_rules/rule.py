@@ -23,6 +23,7 @@ from batchax.user_rules.collectives import run_with_collectives
 RuleFunction = Callable[..., tuple[Any, Any]]
 
 
+@_compat.held_weakly
 @dataclass(frozen=True)
 class UserRule:
     """The batching rule of one call: what the user gave, and how to call it.
@@ -58,7 +59,7 @@ class UserRule:
         """The name of the user's rule."""
         return getattr(self.rule, "__qualname__", self.name)
 
-    @property
+    @functools.cached_property
     def asks(self) -> tuple[str, ...]:
         """Which of the names of the axis the rule asks for."""
         return _asked_for(self.rule)
@@ -192,7 +193,6 @@ _WHERE_LANES_ARE = (
 )
 
 
-@functools.lru_cache(maxsize=256)
 def _asked_for(rule: RuleFunction | None) -> tuple[str, ...]:
     """Which of the names of the axis the rule has keyword-only parameters for."""
     if rule is None:

@@ -1,0 +1,138 @@
+"""What outlives a call: all of it is kept in `Memo`s, which all threads share.
+
+Whatever else is mutable belongs to one call or to one thread (a context variable), or is a table
+that is filled from outside: of rules, say.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar, cast
+
+from batchax import _compat
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# One lock for all memos, so that no two threads wait for each other's. It may be taken twice:
+# comparing keys, or a finalizer that runs meanwhile, may come here again.
+_lock = threading.RLock()
+
+_all: weakref.WeakSet[Memo] = weakref.WeakSet()
+
+
+class Memo:
+    """Results by key, of which those that were not asked for longest are forgotten first.
+
+    No lock is held while something is built, which may run the user's code. Two threads that ask
+    for the same at once may both build it, and get the same one. ``jax.clear_caches()`` empties
+    every memo.
+
+    A key says all that the result depends on, JAX's options included where they matter
+    (`_compat.trace_context`). Neither keys nor results hold tracers; arrays in them live until
+    they are forgotten.
+
+    Attributes:
+      of: what is kept, for people.
+      most: how many results there may be.
+    """
+
+    def __init__(self, of: str, most: int) -> None:
+        self.of, self.most = of, most
+        self._known: OrderedDict[tuple[int, Hashable], Any] = OrderedDict()
+        self._owners: dict[int, tuple[weakref.ref[Any], set[Hashable]]] = {}  # and their keys
+        with _lock:
+            _all.add(self)
+        _compat.empty_with_caches(self)
+
+    def get(self, key: Hashable, build: Callable[[], Any], owner: Any = None) -> Any:
+        """What `build` returns, built only if there is nothing for `key` yet.
+
+        Args:
+          key: what the result depends on.
+          build: builds it.
+          owner: an object that it is remembered for, such as a program, and forgotten with. It is
+            known by identity, and not kept alive, unless the result does so.
+        """
+        # An owner's entries are gone before there can be another object of its `id`.
+        whole = id(owner), key
+        with _lock:
+            if whole in self._known:
+                self._known.move_to_end(whole)
+                return self._known[whole]
+        built = build()
+        with _lock:
+            if whole in self._known:  # another thread was faster
+                return self._known[whole]
+            if owner is not None:
+                self._keys_of(owner).add(key)
+            self._known[whole] = built
+            while len(self._known) > self.most:
+                (number, old), _ = self._known.popitem(last=False)
+                self._owner_has_lost(number, old)
+        return built
+
+    def find(self, key: Hashable, owner: Any = None) -> Any:
+        """What there is for `key`; None if there is nothing."""
+        with _lock:
+            return self._known.get((id(owner), key))
+
+    def values(self) -> list[Any]:
+        """What is kept; what was asked for last, last."""
+        with _lock:
+            return list(self._known.values())
+
+    def cache_clear(self) -> None:
+        """Forgets everything. JAX calls it by this name."""
+        with _lock:  # what is forgotten is freed once nobody looks anything up
+            self._known, self._owners, old = OrderedDict(), {}, self._known
+        del old
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def _keys_of(self, owner: Any) -> set[Hashable]:
+        if id(owner) not in self._owners:
+            ref = weakref.ref(owner, functools.partial(self._owner_is_gone, id(owner)))
+            self._owners[id(owner)] = ref, set()
+        return self._owners[id(owner)][1]
+
+    def _owner_is_gone(self, number: int, _: Any) -> None:
+        with _lock:
+            _, keys = self._owners.pop(number, (None, ()))
+            freed = [self._known.pop((number, key), None) for key in keys]
+        del freed
+
+    def _owner_has_lost(self, number: int, key: Hashable) -> None:
+        if number in self._owners:
+            keys = self._owners[number][1]
+            keys.discard(key)
+            if not keys:
+                del self._owners[number]
+
+
+def memoized(of: str, most: int) -> Callable[[F], F]:
+    """Decorator: the results of a function of hashable arguments are kept in a `Memo`.
+
+    They may depend on JAX's options, too.
+    """
+
+    def decorate(fun: F) -> F:
+        memo = Memo(of, most)
+
+        @functools.wraps(fun)
+        def kept(*args: Any) -> Any:
+            return memo.get((args, _compat.trace_context()), lambda: fun(*args))
+
+        return cast(F, kept)
+
+    return decorate
+
+
+def memos() -> list[Memo]:
+    """All that there are."""
+    with _lock:
+        return sorted(_all, key=lambda memo: memo.of)
