@@ -6,7 +6,9 @@ what is no longer so.
 """
 
 import ast
+import gc
 import importlib
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -566,3 +568,56 @@ def test_what_a_compiler_says_of_a_program():
     located = [message(b[3]) for b in messages(assignment[1])]
     assert located
     assert ids >= {integer(place[4]) for place in located}
+
+
+# --- caches -------------------------------------------------------------------------------------
+
+
+class Cache:
+    of = "for this test"
+    cleared = 0
+
+    def cache_clear(self):
+        self.cleared += 1
+
+
+def test_jax_clears_what_is_kept_with_its_caches():
+    cache = Cache()
+    _compat.empty_with_caches(cache)
+    jax.clear_caches()
+    assert cache.cleared == 1
+
+
+def test_what_a_staged_program_depends_on():
+    here = _compat.trace_context()
+    assert here == _compat.trace_context()
+    assert hash(here) == hash(_compat.trace_context())
+    wide = jax.config.jax_enable_x64
+    for other in (
+        jax.enable_x64(not wide),
+        jax.default_matmul_precision("highest"),
+        jax.default_device(jax.devices()[1]),
+    ):
+        with other:
+            assert _compat.trace_context() != here
+
+
+def test_nan_in_a_jitted_program_inside():
+    program = jax.make_jaxpr(jax.jit(jnp.log))(X)
+    with jax.debug_nans(True), pytest.raises(_compat.FoundNaN):
+        jax.core.eval_jaxpr(program.jaxpr, program.consts, -X)
+
+
+def test_parameters_that_jax_holds_weakly():
+    @_compat.held_weakly
+    class Held:
+        pass
+
+    primitive = jex_core.Primitive("for_this_test")
+    primitive.def_abstract_eval(lambda x, held: x)
+    held = Held()
+    alive = weakref.ref(held)
+    jax.make_jaxpr(partial(primitive.bind, held=held))(X)
+    del held
+    gc.collect()
+    assert alive() is None

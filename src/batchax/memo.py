@@ -7,9 +7,10 @@ that is filled from outside: of rules, say.
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast
 
@@ -42,7 +43,7 @@ class Memo:
 
     def __init__(self, of: str, most: int) -> None:
         self.of, self.most = of, most
-        self._known: OrderedDict[tuple[int, Hashable], Any] = OrderedDict()
+        self._known: dict[tuple[int, Hashable], _Kept] = {}
         self._owners: dict[int, tuple[weakref.ref[Any], set[Hashable]]] = {}  # and their keys
         with _lock:
             _all.add(self)
@@ -59,36 +60,39 @@ class Memo:
         """
         # An owner's entries are gone before there can be another object of its `id`.
         whole = id(owner), key
-        with _lock:
-            if whole in self._known:
-                self._known.move_to_end(whole)
-                return self._known[whole]
-        built = build()
-        with _lock:
-            if whole in self._known:  # another thread was faster
-                return self._known[whole]
-            if owner is not None:
-                self._keys_of(owner).add(key)
-            self._known[whole] = built
-            while len(self._known) > self.most:
-                (number, old), _ = self._known.popitem(last=False)
-                self._owner_has_lost(number, old)
-        return built
+        found = self._find(whole)
+        if found is None:
+            built = build()
+            with _lock:
+                found = self._find(whole)  # another thread may have been faster
+                if found is None:
+                    if owner is not None:
+                        self._keys_of(owner).add(key)
+                    found = self._known[whole] = _Kept(built)
+                    self._forget_oldest()
+        return found.value
 
     def find(self, key: Hashable, owner: Any = None) -> Any:
         """What there is for `key`; None if there is nothing."""
-        with _lock:
-            return self._known.get((id(owner), key))
+        found = self._find((id(owner), key))
+        return None if found is None else found.value
 
     def values(self) -> list[Any]:
         """What is kept; what was asked for last, last."""
         with _lock:
-            return list(self._known.values())
+            return [kept.value for kept in sorted(self._known.copy().values(), key=_asked)]
+
+    def _find(self, whole: tuple[int, Hashable]) -> _Kept | None:
+        with _lock:
+            found = self._known.get(whole)
+            if found is not None:
+                found.asked = next(_times)
+            return found
 
     def cache_clear(self) -> None:
         """Forgets everything. JAX calls it by this name."""
         with _lock:  # what is forgotten is freed once nobody looks anything up
-            self._known, self._owners, old = OrderedDict(), {}, self._known
+            self._known, self._owners, old = {}, {}, self._known
         del old
 
     def __len__(self) -> int:
@@ -106,12 +110,31 @@ class Memo:
             freed = [self._known.pop((number, key), None) for key in keys]
         del freed
 
-    def _owner_has_lost(self, number: int, key: Hashable) -> None:
-        if number in self._owners:
-            keys = self._owners[number][1]
-            keys.discard(key)
-            if not keys:
-                del self._owners[number]
+    def _forget_oldest(self) -> None:
+        if len(self._known) <= self.most:
+            return
+        # To look for them takes time, so it is done for several at once.
+        in_order = sorted(self._known.copy().items(), key=lambda item: _asked(item[1]))
+        for (number, key), _ in in_order[: max(1, self.most // 8)]:
+            self._known.pop((number, key), None)
+            if number in self._owners:
+                keys = self._owners[number][1]
+                keys.discard(key)
+                if not keys:
+                    del self._owners[number]
+
+
+class _Kept:
+    """A result, and when it was asked for last: no dict changes while keys in it are compared."""
+
+    __slots__ = "asked", "value"
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.asked = value, next(_times)
+
+
+_times = itertools.count()
+_asked = operator.attrgetter("asked")
 
 
 def memoized(of: str, most: int) -> Callable[[F], F]:

@@ -13,6 +13,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 import batchax as bx
+from batchax.explain import measure
 from batchax.explain.account import Timing
 from batchax.explain.explain import explain
 from batchax.explain.findings.chunks import chunk_sizes
@@ -439,3 +440,102 @@ def test_what_was_measured_says_which_chunks_are_best():
     near = (16, 0.8e-3, 0.85e-3, 0.95e-3)
     assert not measured(all_at_once, loop, near, slow)
     assert not measured(all_at_once, loop)
+
+
+def followed(monkeypatch, seconds, fun, in_axes, *args, **options):
+    """What is explained where a call takes so long by its way: what was advised, or the size."""
+    tried = []
+
+    def times(begun, end):
+        ways = [way for way, _ in begun]
+        tried.extend(way.advice for way in ways if way.advice)
+        keys = ["now", *(measure.show_options(w.advice) or w.batch_size for w in ways[1:])]
+        known = [seconds.get(key, 1.0) for key in keys]
+        return tuple(
+            Timing(w.batch_size, s, (0.9 * s, 1.1 * s), w.peak, w.compiling, w.advice)
+            for w, s in zip(ways, known, strict=True)
+        )
+
+    monkeypatch.setattr(measure, "_times", times)
+    monkeypatch.setattr(measure, "_sizes", lambda lanes: [])
+    return explain(fun, in_axes, measure=True, **options)(*args), tried
+
+
+COMPACT = {"divergence": "compact"}
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_advice_is_measured_and_given_where_it_pays(pays, monkeypatch):
+    args = jnp.ones((4096, 64)), jnp.eye(64)
+    seconds = {"now": 4.0, "divergence='compact'": 2.0 if pays else 3.6}
+    explanation, tried = followed(monkeypatch, seconds, loop, (0, None), *args)
+    assert tried == [COMPACT]
+    (timing,) = [t for t in explanation.timings if t.advice]
+    assert timing.compiling > 0
+    found = [f for f in explanation.findings if f.kind == "loop waits for its slowest lane"]
+    if pays:
+        assert found[0].message.endswith(" It took 4 s, with divergence='compact' 2 s.")
+        assert found[0].remedy.startswith('Give divergence="compact"')
+    else:
+        assert not found
+    for shown in (str(explanation), explanation._repr_html_()):
+        assert ("divergence='compact'" if "<" not in shown else "divergence=") in shown
+    assert "compiled in" in str(explanation)
+
+
+def test_what_is_advised_of_a_branch_if_taking_lanes_apart_does_not_pay(monkeypatch):
+    def branch(x, w):
+        return lax.cond(x.sum() > 0, lambda x: jnp.linalg.inv(w * x.sum()), lambda x: w, x)
+
+    args = jnp.ones((512, 8)), jnp.eye(24)
+    seconds = {"now": 4.0, "divergence='compact'": 3.9}
+    explanation, tried = followed(monkeypatch, seconds, branch, (0, None), *args)
+    assert tried == [COMPACT]
+    (found,) = [f for f in explanation.findings if f.kind == "branch runs for all lanes"]
+    assert found.message.endswith(" It took 4 s, with divergence='compact' 3.9 s.")
+    assert found.remedy.startswith("If the predicate is the same in all lanes")
+    assert not found.advice
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_buckets_that_are_advised_are_measured(pays, monkeypatch):
+    rows = bx.Ragged(np.ones((96, 64), np.float32), np.array([3, 1, 40, 2, 5, 2, 39, 4], np.int32))
+    seconds = {"now": 4.0, "buckets=2": 1.0 if pays else 8.0}
+    f = lambda row: jnp.cumsum(jnp.tanh(row), axis=0)
+    explanation, tried = followed(monkeypatch, seconds, f, 0, rows)
+    assert tried == [{"buckets": 2}]
+    (found,) = [f for f in explanation.findings if f.kind == "ragged rows run padded"]
+    assert found.message.endswith(f"with buckets=2 {1 if pays else 8} s.")
+    assert ("buckets" in found.remedy) == pays
+
+
+def test_advice_of_a_chunk_size_is_measured(monkeypatch):
+    """What is reckoned from prices is not advised any more."""
+    x = jnp.ones((4096, 4))
+    advised = [f.advice for f in explain(jnp.sin, batch_size=1)(x).findings]
+    assert advised == [{"batch_size": 512}]
+    for seconds, remedies in ((0.9, []), (0.5, ["Give batch_size=512."])):
+        seconds = {"now": 1.0, 512: seconds}
+        explanation, _ = followed(monkeypatch, seconds, jnp.sin, 0, x, batch_size=1)
+        assert [t.batch_size for t in explanation.timings] == [1, "loop", 512, None]
+        assert [f.remedy for f in explanation.findings] == remedies
+
+
+def test_advice_there_is_no_time_for_is_given_as_it_was():
+    args = jnp.ones((4096, 64)), jnp.eye(64)
+    explanation = explain(loop, (0, None), measure=True, time_limit=0)(*args)
+    assert "divergence='compact'" in explanation.unmeasured
+    assert "divergence='compact'" in str(explanation)
+    (found,) = [f for f in explanation.findings if f.advice]
+    assert found.advice == COMPACT
+    assert "It took" not in found.message
+
+
+def test_measured_for_real(monkeypatch):
+    monkeypatch.setattr(measure, "_sizes", lambda lanes: [])
+    args = jnp.ones((512, 16)), jnp.eye(16)
+    explanation = explain(loop, (0, None), measure=True)(*args)
+    (timing,) = [t for t in explanation.timings if t.advice]
+    assert timing.advice == COMPACT
+    assert explanation.timings[0].advice == {}
+    assert all(t.compiling > 0 for t in explanation.timings)

@@ -22,6 +22,7 @@ from batchax.rules.loops import MaskedBody, predicate
 from batchax.rules.masking import select_lanes
 
 
+@_compat.held_weakly
 @dataclass(frozen=True)
 class PartingLoop:
     """What a loop does that lanes leave one by one; equal to another that does the same.

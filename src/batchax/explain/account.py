@@ -135,6 +135,8 @@ class Finding:
       remedy: what to do about it.
       equation: the `number` of the equation it is about, or "".
       cost: its price, for the order of findings: nanoseconds, roughly.
+      advice: the options that the remedy says to give `vmap`, which can be measured.
+      otherwise: the remedy if those do not pay; if empty, there is nothing to say then.
     """
 
     kind: str
@@ -142,6 +144,8 @@ class Finding:
     remedy: str
     equation: str
     cost: float
+    advice: dict[str, Any] = field(default_factory=dict)
+    otherwise: str = ""
 
 
 @dataclass(frozen=True)
@@ -234,12 +238,16 @@ class Timing:
       seconds: of one call: the median of several.
       spread: the fastest and the slowest of these.
       peak: bytes, by the compiler's account; None for the loop.
+      compiling: seconds that it took to stage, batch and compile it; None if that is not known.
+      advice: the options that were given because a finding advised it; empty for other ways.
     """
 
     batch_size: int | Literal["loop"] | None
     seconds: float
     spread: tuple[float, float]
     peak: int | None
+    compiling: float | None = None
+    advice: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -257,7 +265,7 @@ class Account:
     compiled: Work | None = None
     options: dict[str, Any] = field(default_factory=dict)
     timings: tuple[Timing, ...] = ()
-    unmeasured: tuple[int | Literal["loop"] | None, ...] = ()
+    unmeasured: tuple[int | str | None, ...] = ()
     devices: Devices | None = None
 
     @property

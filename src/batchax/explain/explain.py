@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ParamSpec
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError
 from batchax.execution.eager import whatever_jit
-from batchax.explain.account import Timing
 from batchax.explain.attribution import Attribution, Tally
 from batchax.explain.devices import find_devices
 from batchax.explain.explanation import Explanation
@@ -57,8 +56,9 @@ def explain(
       compile: whether to compile the batched program, for the peak memory and for findings that
         depend on what the compiler makes of it. That takes most of the time.
       measure: whether to run the batched function, too, and to time it against a loop over
-        examples and in chunks of several sizes. Arguments must then be arrays.
-      time_limit: with `measure`, seconds after which no other chunk size is tried and nothing is
+        examples, with what findings advise, and in chunks of several sizes. Advice that does not
+        pay is left out. Arguments must then be arrays.
+      time_limit: with `measure`, seconds after which nothing else is tried and nothing is
         timed again; `Explanation.unmeasured` has what there was no time for. The function as it
         is runs once however long that takes.
       **vmap_options: the other options of `vmap`, such as ``batch_size``.
@@ -161,18 +161,19 @@ def _of_batched(
             )
         name = getattr(ways.fun, "__name__", type(ways.fun).__name__)
         compiled = staged.compile() if compile or time_limit is not None else None
-        timings: tuple[Timing, ...] = ()
-        left: tuple[Any, ...] = ()
-        if time_limit is not None:
-            way = as_it_is(ways.options.get("batch_size"), staged, compiled)
-            limits = time.monotonic() - start, time_limit
-            if ways.alone:
-                timings = measure_alone(way, time_limit)
-            else:
-                how = ways.fun, ways.in_axes, ways.out_axes, ways.options
-                timings, left = measure_ways(way, *how, args, kwargs, *limits)
-        compiled = compiled if compile else None
-        return _explain(name, staged, compiled, dict(ways.options), timings, left)
+        made = time.monotonic() - start
+        explanation, draft = _explain(name, staged, compiled if compile else None, ways.options)
+        if time_limit is None:
+            return explanation
+        way = as_it_is(ways.options.get("batch_size"), staged, compiled, made)
+        if ways.alone:
+            timings, left, tried = measure_alone(way, time_limit), (), ()
+        else:
+            how = ways.fun, ways.in_axes, ways.out_axes, ways.options
+            advised = [f.advice for f in explanation.findings if f.advice]
+            timings, left, tried = measure_ways(way, *how, args, kwargs, advised, time_limit)
+        findings = find_findings(replace(draft, timings=timings, tried=tried))
+        return replace(explanation, timings=timings, unmeasured=left, findings=findings)
 
     return explained
 
@@ -192,9 +193,8 @@ def _explain(
     staged: Staged,
     compiled: Any,
     options: dict[str, Any],
-    timings: tuple[Timing, ...],
-    unmeasured: tuple[Any, ...],
-) -> Explanation:
+) -> tuple[Explanation, Draft]:
+    """An explanation without what is measured, and what its findings are made from."""
     recorder, program = staged.recorder, staged.traced.jaxpr
     attribution = Attribution(recorder, program)
     example = recorder.programs[0] if recorder.programs else None
@@ -216,17 +216,16 @@ def _explain(
         numbers=listing.numbers,
         tallies=attribution.tallies,
         recorder=recorder,
-        options=options,
+        options=dict(options),
         lanes=axis.size,
         each=axis.size if shards is None else shards["shards"].each,
         compiled=compiled,
         temporaries=memory and memory.temporaries,
-        timings=timings,
         arguments=arguments,
         outputs=outputs,
     )
     devices = None if shards is None else find_devices(draft, staged, names, **shards)
-    return Explanation(
+    explanation = Explanation(
         name=name,
         lanes=axis.size,
         arguments=arguments,
@@ -235,9 +234,8 @@ def _explain(
         findings=find_findings(draft),
         memory=memory,
         compiled=counted,
-        timings=timings,
-        unmeasured=unmeasured,
         outside=attribution.tallies.get(None, Tally()).work,
-        options=options,
+        options=dict(options),
         devices=devices,
     )
+    return explanation, draft

@@ -30,7 +30,8 @@ class Explanation(Account):
         write nothing and a loop counts as one step; None where XLA says nothing.
       options: the options that `vmap` was given.
       timings: what was measured, if it was asked for.
-      unmeasured: the batch sizes, as in a `Timing`, that there was no time to measure.
+      unmeasured: what there was no time to measure: batch sizes, as in a `Timing`, and options
+        that were advised, such as "divergence='compact'".
       devices: what lanes are spread over, if they are; then `memory` and `compiled` are those of
         one device.
 

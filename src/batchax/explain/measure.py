@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
@@ -17,6 +17,7 @@ from jax.core import Tracer
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.explain.account import Timing
 from batchax.explain.staging import Staged, stage, with_arrays_traced
+from batchax.explain.wording import show_options
 from batchax.frontend.arguments import find_axis_size, flatten_arguments, give_lane_indices
 from batchax.frontend.containers import arrays_inside
 from batchax.kernel.axis import Axis
@@ -40,6 +41,8 @@ class _Way:
     call: Callable[[], Any]
     peak: int | None
     share: float = 1.0
+    compiling: float | None = None
+    advice: dict[str, Any] = field(default_factory=dict)
 
 
 def measure_alone(way: _Way, time_limit: float) -> tuple[Timing, ...]:
@@ -56,10 +59,12 @@ def measure(
     options: dict[str, Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    prepared: float,
+    advised: Sequence[dict[str, Any]],
     time_limit: float,
-) -> tuple[tuple[Timing, ...], tuple[int | Literal["loop"] | None, ...]]:
-    """Times the batched function, in turns with a loop over examples and with other chunk sizes.
+) -> tuple[tuple[Timing, ...], tuple[int | str | None, ...], tuple[dict[str, Any], ...]]:
+    """Times the batched function, in turns with other ways to run it.
+
+    These are a loop over examples, what findings advise, and other chunk sizes.
 
     The loop calls the compiled per-example function for one lane after another, on examples cut
     before; over a named axis, and for rows, there is none. It runs for no more than 256 examples,
@@ -70,56 +75,82 @@ def measure(
       first: the batched function as it is.
       fun, in_axes, out_axes, options: the function, and how it is batched.
       args, kwargs: the call's arguments.
-      prepared: seconds that it took to stage and to compile it as it is.
+      advised: options of `vmap` that findings advise, each of which is followed by itself.
       time_limit: seconds after which no more is begun. The function as it is runs once, whatever
         that takes.
 
     Returns:
       The times: of the function as it is first, then the others. The time of one call is the
-      median of up to seven rounds, the spread their fastest and slowest. And the chunk sizes, or
-      the loop, for which there was no time.
+      median of up to seven rounds, the spread their fastest and slowest. Then what there was no
+      time for: the loop, advice, chunk sizes. And the advice that was followed, be it refused.
     """
     end = time.monotonic() + time_limit
     flat = flatten_arguments(fun, in_axes, args, kwargs)
     lanes = find_axis_size(flat.mapped, options.get("axis_size"))
     rows = any(isinstance(m.value, Ragged) for m in flat.mapped)
 
-    def made(size: int | Literal["loop"] | None) -> _Way:
+    def made(size: _Size, advice: dict[str, Any]) -> _Way:
+        start = time.monotonic()
         if size == "loop":
-            return _loop(fun, in_axes, args, kwargs, lanes)
-        of_chunks = ("memory_limit", "progress", *(["residuals"] if size is None else []))
-        changed: dict[str, Any] = {k: v for k, v in options.items() if k not in of_chunks}
-        changed["batch_size"] = size
-        other = stage(vmap(fun, in_axes, out_axes, **changed), args, kwargs, ())
-        return as_it_is(size, other, other.compile())
+            way = _loop(fun, in_axes, args, kwargs, lanes)
+        else:
+            more: dict[str, Any] = {} if size == first.batch_size else {"batch_size": size}
+            unused = ["progress"]
+            if "batch_size" in more:
+                unused += ["memory_limit", *(["residuals"] if size is None else [])]
+            changed: dict[str, Any] = (
+                {k: v for k, v in options.items() if k not in unused} | more | advice
+            )
+            other = stage(vmap(fun, in_axes, out_axes, **changed), args, kwargs, ())
+            way = as_it_is(size, other, other.compile())
+        return replace(way, compiling=time.monotonic() - start, advice=advice)
 
-    wanted: list[int | Literal["loop"] | None] = []
+    wanted: list[tuple[Any, dict[str, Any]]] = []
     if not rows and options.get("axis_name") is None:
-        wanted.append("loop")
+        wanted.append(("loop", {}))
+    sizes: list[_Size] = [advice["batch_size"] for advice in advised if "batch_size" in advice]
+    wanted += [(first.batch_size, advice) for advice in advised if "batch_size" not in advice]
     if not rows and isinstance(lanes, int):
-        wanted += [size for size in (None, *_sizes(lanes)) if size != first.batch_size]
+        sizes = [*sizes, None, *_sizes(lanes)]
+    sizes = [size for size in dict.fromkeys(sizes) if size != first.batch_size]
+    wanted += [(size, {}) for size in sizes]
     # Nobody watches: nothing is shown.
     name = getattr(fun, "__name__", type(fun).__name__)
     shown = Progress(True, f"measuring {name}", len(wanted) + 1, unit="ways", attended=True)
     begun, left = [(first, _first_call(first))], []
-    longest = prepared + 2 * begun[0][1]
-    for size in wanted:
+    longest = (first.compiling or 0.0) + 2 * begun[0][1]
+    tried: list[dict[str, Any]] = []
+    in_chunks = True
+    for size, advice in wanted:
         shown.advance(1)
         start = time.monotonic()
-        if start + longest > end:
-            left.append(size)
+        if not (in_chunks or advice):
             continue
+        if start + longest > end:
+            left.append((size, advice))
+            continue
+        tried += [advice] if advice else []
         try:
-            way = made(size)
+            way = made(size, advice)
         except UnsupportedError:
-            break  # it cannot run in chunks
+            in_chunks = in_chunks and bool(advice)
+            continue
         begun.append((way, _first_call(way)))
         longest = max(longest, time.monotonic() - start)
-    in_order = lambda size: (size != "loop", math.inf if size is None else size)
     shown.advance(1)
     shown.close()
-    begun[1:] = sorted(begun[1:], key=lambda pair: in_order(pair[0].batch_size))
-    return _times(begun, end), tuple(sorted(left, key=in_order))
+    begun[1:] = sorted(begun[1:], key=lambda pair: _in_order(pair[0].batch_size, pair[0].advice))
+    left = sorted(left, key=lambda way: _in_order(*way))
+    unmeasured = tuple(show_options(advice) or size for size, advice in left)
+    return _times(begun, end), unmeasured, tuple(tried)
+
+
+_Size = int | Literal["loop"] | None
+
+
+def _in_order(size: _Size, advice: dict[str, Any]) -> tuple[bool, bool, float]:
+    """The loop first, then chunks by their size, then what was advised."""
+    return bool(advice), size != "loop", size if isinstance(size, int) else math.inf
 
 
 def check_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -142,9 +173,12 @@ def _sizes(lanes: int) -> list[int]:
     return [4**k for k in range(11, 0, -1) if 4**k < lanes]
 
 
-def as_it_is(batch_size: Any, staged: Staged, compiled: Any) -> _Way:
+def as_it_is(
+    batch_size: Any, staged: Staged, compiled: Any, compiling: float | None = None
+) -> _Way:
     """A batched function that was staged and compiled, as a way to run its lanes."""
-    return _Way(batch_size, lambda: compiled(*staged.arrays), memory_of(compiled).bytes)
+    peak = memory_of(compiled).bytes
+    return _Way(batch_size, lambda: compiled(*staged.arrays), peak, compiling=compiling)
 
 
 def _loop(
@@ -208,7 +242,9 @@ def _times(begun: list[tuple[_Way, float]], end: float) -> tuple[Timing, ...]:
     timings = []
     for (way, once), seconds in zip(begun, found, strict=True):
         s = seconds or [once / way.share]
-        timings.append(Timing(way.batch_size, statistics.median(s), (min(s), max(s)), way.peak))
+        median, spread = statistics.median(s), (min(s), max(s))
+        how = way.peak, way.compiling, way.advice
+        timings.append(Timing(way.batch_size, median, spread, *how))
     return tuple(timings)
 
 

@@ -16,8 +16,8 @@ from batchax.explain.wording import (
     show_devices,
     show_flops,
     show_seconds,
+    show_timed,
     show_unmeasured,
-    show_way,
     show_work,
     told_again,
 )
@@ -263,8 +263,10 @@ def _timings(explanation: Account) -> Iterator[str]:
     for timing in explanation.timings:
         low, high = map(show_seconds, timing.spread)
         memory = "" if timing.peak is None else f", {show_bytes(timing.peak)}"
-        what = show_way(timing.batch_size)
-        yield f"  {what:<24} {show_seconds(timing.seconds):>9} ({low} to {high}){memory}"
+        made = timing.compiling
+        compiled = "" if made is None else f", compiled in {show_seconds(made)}"
+        shown = f"{show_timed(timing):<24} {show_seconds(timing.seconds):>9} ({low} to {high})"
+        yield f"  {shown}{memory}{compiled}"
     yield from _wrapped(show_unmeasured(explanation), "  ", "  ")
 
 

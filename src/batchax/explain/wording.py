@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from batchax.execution.memory import show_bytes
-from batchax.explain.account import Account, Devices, Work
+from batchax.explain.account import Account, Devices, Timing, Work
 from batchax.explain.repeats import Again
 
 SERVICES = {
@@ -75,10 +78,22 @@ def show_devices(devices: Devices) -> list[str]:
     return found
 
 
-def show_way(batch_size: int | str | None) -> str:
-    """How lanes were run for a `Timing`."""
+def show_way(way: int | str | None) -> str:
+    """How lanes were run for a `Timing`, whose `batch_size` or advice this is."""
+    if isinstance(way, int):
+        return f"{way:,} lanes at a time"
     special = {None: "all lanes at once", "loop": "a loop over examples"}
-    return special.get(batch_size) or f"{batch_size:,} lanes at a time"
+    return special.get(way) or str(way)
+
+
+def show_options(options: Mapping[str, Any]) -> str:
+    """Options as they are given: "divergence='compact'"."""
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+def show_timed(timing: Timing) -> str:
+    """What a `Timing` is of."""
+    return show_way(show_options(timing.advice) or timing.batch_size)
 
 
 def show_unmeasured(explanation: Account) -> str:

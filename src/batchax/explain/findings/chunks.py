@@ -7,13 +7,12 @@ from collections.abc import Iterator
 
 from batchax.execution.memory import free_memory, show_bytes
 from batchax.explain.account import Finding
-from batchax.explain.findings.draft import Draft
+from batchax.explain.findings.draft import Draft, pays
 from batchax.explain.wording import count, show_seconds
 from batchax.programs.weights import FINDINGS, LAUNCH
 
 _MOST_OVERHEAD = 0.05  # of a chunk's time, where its size is well chosen
 _TOO_MUCH = 0.25  # of it, where it is not
-_SLOWER = 1.25  # times the fastest of what was measured: worth a word
 _CACHE = 4 << 20  # bytes of temporaries that are hardly worth making chunks for
 
 
@@ -43,6 +42,7 @@ def chunk_sizes(draft: Draft) -> Iterator[Finding]:
             _remedy_of_small(draft, best),
             "",
             each * (chunks - math.ceil(draft.each / best)),
+            advice={"batch_size": best if best < draft.each else None},
         )
     elif draft.temporaries and draft.temporaries > _CACHE and size >= 4 * best:
         each_lane = draft.temporaries / min(size, draft.each)
@@ -57,14 +57,15 @@ def chunk_sizes(draft: Draft) -> Iterator[Finding]:
             f"Give batch_size={best}: {show_bytes(round(best * each_lane))} of them are enough.",
             "",
             FINDINGS.byte * draft.temporaries,
+            advice={"batch_size": best},
         )
 
 
 def _measured(draft: Draft) -> Iterator[Finding]:
     now, *others = draft.timings
-    tried = [t for t in others if t.batch_size != "loop"]
+    tried = [t for t in others if t.batch_size != "loop" and not t.advice]
     best = min(tried, key=lambda t: t.seconds, default=now)
-    if best.seconds * _SLOWER > now.seconds or best.spread[1] > now.spread[0]:
+    if not pays(now, best):
         return
     size = best.batch_size
     lanes = "all lanes at once" if size is None else f"{count(int(size), 'lane')} at a time"

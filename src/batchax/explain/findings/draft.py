@@ -34,6 +34,14 @@ def price_fused(equations: Sequence[Equation]) -> float:
     return total
 
 
+_SLOWER = 1.25  # times what was measured of another way: worth a word
+
+
+def pays(now: Timing, then: Timing) -> bool:
+    """Whether a way is so much faster than another that no round of it took as long."""
+    return then.seconds * _SLOWER <= now.seconds and then.spread[1] <= now.spread[0]
+
+
 _FUSED = frozenset(["rules.elementwise", "rules.shape", "rules.masking"])
 
 
@@ -53,6 +61,7 @@ class Draft:
       temporaries: bytes that it takes for what is neither argument nor output, if known.
       arguments, outputs: of one example and of all.
       timings: what was measured: of the program as it is first.
+      tried: the advice that was followed to measure what it brings; it may have been refused.
     """
 
     equations: Sequence[Equation]
@@ -67,6 +76,7 @@ class Draft:
     arguments: Sequence[Value] = field(default=())
     outputs: Sequence[Value] = field(default=())
     timings: Sequence[Timing] = field(default=())
+    tried: Sequence[Mapping[str, Any]] = field(default=())
 
     @cached_property
     def records(self) -> dict[str, list[Record]]:

@@ -8,12 +8,12 @@ from dataclasses import replace
 from batchax.explain.account import Finding
 from batchax.explain.findings.chunks import chunk_sizes, memory
 from batchax.explain.findings.copies import repeated, transposed
-from batchax.explain.findings.draft import Draft
+from batchax.explain.findings.draft import Draft, pays
 from batchax.explain.findings.fallbacks import one_lane_after_another, rules_of_jax
 from batchax.explain.findings.lanes_apart import branches, loops
 from batchax.explain.findings.ragged_rows import groups, padding, spare_room
 from batchax.explain.findings.slow_operations import factorisations, gathers
-from batchax.explain.wording import count
+from batchax.explain.wording import count, show_options, show_seconds
 
 Kind = Callable[[Draft], Iterator[Finding]]
 
@@ -45,7 +45,29 @@ def find_findings(draft: Draft) -> tuple[Finding, ...]:
     least = max(_LEAST, _LEAST_SHARE * draft.price)
     found = [f for f in _merged(_TOLD_IF_DEAR, draft) if f.cost >= least]
     found += _merged(_TOLD_ALWAYS, draft)
+    found = [f for finding in found for f in _as_measured(finding, draft)]
     return tuple(sorted(found, key=lambda finding: -finding.cost))
+
+
+def _as_measured(finding: Finding, draft: Draft) -> Iterator[Finding]:
+    """A finding whose advice was followed: with what that brings, or without the advice."""
+    if not finding.advice or finding.advice not in draft.tried:
+        yield finding
+        return
+    now = draft.timings[0]
+    then = next((t for t in draft.timings if t.advice == finding.advice), None)
+    what = show_options(finding.advice)
+    if then is None:
+        told = f" {what} was refused."
+    else:
+        told = f" It took {show_seconds(now.seconds)}, with {what} {show_seconds(then.seconds)}."
+    if then is not None and pays(now, then):
+        yield replace(finding, message=finding.message + told)
+    elif finding.otherwise:
+        otherwise = finding.otherwise
+        yield replace(
+            finding, message=finding.message + told, remedy=otherwise, advice={}, otherwise=""
+        )
 
 
 def _merged(kinds: Sequence[Kind], draft: Draft) -> list[Finding]:

@@ -43,29 +43,36 @@ def branches(draft: Draft) -> Iterator[Finding]:
             f"`cond` runs each of its {n} branches for all {count(draft.lanes, 'lane')}: "
             f"{show_work(total)}, where a lane uses one of them. If lanes take all equally often, "
             f"{unused:.0%} of that is for nothing.",
-            _remedy_of_branches(draft, record),
-            eqn.number,
-            wasted,
+            equation=eqn.number,
+            cost=wasted,
+            **_remedy_of_branches(draft, record),
         )
 
 
-def _remedy_of_branches(draft: Draft, record: Record) -> str:
+def _remedy_of_branches(draft: Draft, record: Record) -> dict[str, Any]:
+    """The remedy of a finding, and what it advises."""
     shared = (
         "If the predicate is the same in all lanes, compute it from arguments with in_axes=None: "
         "one branch runs then."
     )
     answer = _ask_compact(record)
-    if answer is True and _masked_by_option(draft):
-        return f'Give divergence="compact": a branch runs for the lanes that take it. {shared}'
-    if answer == "collective":
-        return (
-            'Move the collective out of the branches: then divergence="compact" can run each for '
-            f"the lanes that take it. {shared}"
-        )
-    return (
+    masked = (
         f"{shared} If not, have branches return what is cheap, and compute once, after them, what "
         "they have in common: to take lanes apart would cost more than masking does here."
     )
+    if answer is True and _masked_by_option(draft):
+        remedy = f'Give divergence="compact": a branch runs for the lanes that take it. {shared}'
+        return {"remedy": remedy, "advice": _COMPACT, "otherwise": masked}
+    if answer == "collective":
+        remedy = (
+            'Move the collective out of the branches: then divergence="compact" can run each for '
+            f"the lanes that take it. {shared}"
+        )
+        return {"remedy": remedy}
+    return {"remedy": masked}
+
+
+_COMPACT = {"divergence": "compact"}
 
 
 def loops(draft: Draft) -> Iterator[Finding]:
@@ -83,9 +90,9 @@ def loops(draft: Draft) -> Iterator[Finding]:
             f"`{eqn.primitive}` goes on until the last of {lanes_at_a_time(draft, record)} is "
             f"done. Each step costs {show_work(step)} for all of them, whether they are done or "
             "not.",
-            _remedy_of_loops(draft, record),
-            eqn.number,
-            price(step) * steps / 2,
+            equation=eqn.number,
+            cost=price(step) * steps / 2,
+            **_remedy_of_loops(draft, record),
         )
 
 
@@ -102,20 +109,24 @@ def _step_of(eqn: Equation) -> tuple[Work, int]:
     return Work(total.flops / steps, total.bytes / steps), steps
 
 
-def _remedy_of_loops(draft: Draft, record: Record) -> str:
+def _remedy_of_loops(draft: Draft, record: Record) -> dict[str, Any]:
+    """The remedy of a finding, and what it advises."""
     answer = _ask_compact(record)
     if answer is True and _masked_by_option(draft):
-        return 'Give divergence="compact": lanes that are done leave the loop, others take over.'
+        remedy = 'Give divergence="compact": lanes that are done leave the loop, others take over.'
+        return {"remedy": remedy, "advice": _COMPACT}
     if answer == "collective":
-        return (
+        remedy = (
             'Move the collective out of the loop: then divergence="compact" lets lanes leave it '
             "when they are done."
         )
+        return {"remedy": remedy}
     size = max(1, draft.each // 16)
-    return (
+    remedy = (
         "Sort the batch by how many steps lanes are likely to take, and give "
         f"batch_size={size}: the loop of each chunk ends with its own last lane."
     )
+    return {"remedy": remedy}
 
 
 def _masked_by_option(draft: Draft) -> bool:

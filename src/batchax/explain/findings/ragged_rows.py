@@ -47,9 +47,9 @@ def padding(draft: Draft) -> Iterator[Finding]:
         f"{_described(regions)} Padded, {rows} take {count(places, 'place')} for "
         f"{'' if known else 'at most '}{count(elements, 'element')}: "
         f"{places / elements:.2f} for each, and {show_work(work)}.",
-        _remedy(draft, sizes, places / elements, known),
-        "",
-        (1 - elements / places) * price(work),
+        equation="",
+        cost=(1 - elements / places) * price(work),
+        **_remedy(draft, sizes, places / elements, known),
     )
 
 
@@ -76,23 +76,29 @@ def _described(regions: Sequence[dict[str, Any]]) -> str:
     return f"Rows run with {' and '.join(told)}."
 
 
-def _remedy(draft: Draft, sizes: Sequence[NotedSize], waste: float, known: bool) -> str:
+def _remedy(draft: Draft, sizes: Sequence[NotedSize], waste: float, known: bool) -> dict[str, Any]:
+    """The remedy of a finding, and what it advises."""
     if draft.options.get("layout") == "padded":
-        return 'Leave layout="padded" out: what can run packed does so where it costs less.'
+        remedy = 'Leave layout="padded" out: what can run packed does so where it costs less.'
+        return {"remedy": remedy, "advice": {"layout": "auto"}}
     if not known:
-        return (
-            "Give the Ragged the least max_length that holds (x.with_max_length), or vmap "
-            "buckets=4: rows of similar length run together then."
-        )
+        least = "Give the Ragged the least max_length that holds (x.with_max_length)"
+        remedy = f"{least}, or vmap buckets=4: rows of similar length run together then."
+        if draft.options.get("buckets") is not None:
+            return {"remedy": remedy}
+        return {"remedy": remedy, "advice": {"buckets": 4}, "otherwise": f"{least}."}
+    cut = "Cut the longest rows in two, or leave them to a call of their own."
     if draft.options.get("buckets") is not None:
-        number = len(sizes)
-        return f"Give buckets={2 * number}: each bucket is padded to its own longest row."
+        number = 2 * len(sizes)
+        remedy = f"Give buckets={number}: each bucket is padded to its own longest row."
+        return {"remedy": remedy, "advice": {"buckets": number}, "otherwise": cut}
     longest = max(sizes, key=lambda s: s.bound)
     best = _best_buckets(longest, waste)
     if best is None:
-        return "Cut the longest rows in two, or leave them to a call of their own."
+        return {"remedy": cut}
     number, rest = best
-    return f"Give buckets={number}: {rest:.2f} places for each element then."
+    remedy = f"Give buckets={number}: {rest:.2f} places for each element then."
+    return {"remedy": remedy, "advice": {"buckets": number}, "otherwise": cut}
 
 
 def _best_buckets(size: NotedSize, waste: float) -> tuple[int, float] | None:

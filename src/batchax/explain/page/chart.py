@@ -44,7 +44,7 @@ class LogAxis:
 
 def charts(explanation: Account) -> list[Html]:
     """Time and peak memory over the batch size; the loop is a line of reference."""
-    sized = [t for t in explanation.timings if t.batch_size != "loop"]
+    sized = [t for t in explanation.timings if t.batch_size != "loop" and not t.advice]
     sized.sort(key=lambda t: _lanes(t, explanation.lanes))
     loop = next((t.seconds for t in explanation.timings if t.batch_size == "loop"), None)
     time = [

@@ -11,7 +11,13 @@ from batchax.explain.findings.draft import price
 from batchax.explain.lines import lines_of, own_line
 from batchax.explain.page.details import source_anchor, to_line
 from batchax.explain.page.markup import Html, link_to, percent, size, tag
-from batchax.explain.wording import count, show_flops, show_seconds, show_unmeasured
+from batchax.explain.wording import (
+    count,
+    show_flops,
+    show_options,
+    show_seconds,
+    show_unmeasured,
+)
 from batchax.programs.source_lines import is_installed, shown_place
 
 _MANY = 12
@@ -120,22 +126,32 @@ def timings(explanation: Account) -> list[Html | None]:
     """What the charts show, as a table, and what is not in it."""
     order: Sequence[Timing] = sorted(
         explanation.timings,
-        key=lambda t: (t.batch_size == "loop", t.batch_size is None, str(t.batch_size).zfill(20)),
+        key=lambda t: (
+            bool(t.advice),
+            t.batch_size == "loop",
+            t.batch_size is None,
+            str(t.batch_size).zfill(20),
+        ),
     )
     words = {None: "all at once", "loop": "Python loop"}
     rows = [
         tag(
             "tr",
-            tag("th", words.get(t.batch_size) or f"{t.batch_size:,}", scope="row"),
+            tag(
+                "th",
+                show_options(t.advice) or words.get(t.batch_size) or f"{t.batch_size:,}",
+                scope="row",
+            ),
             tag("td", show_seconds(t.seconds), class_="figure"),
             tag(
                 "td", f"{show_seconds(t.spread[0])} to {show_seconds(t.spread[1])}", class_="figure"
             ),
             tag("td", size(t.peak) if t.peak is not None else "-", class_="figure"),
+            tag("td", "-" if t.compiling is None else show_seconds(t.compiling), class_="figure"),
         )
         for t in order
     ]
-    heads = ("lanes at a time", "median time", "fastest to slowest", "peak memory")
+    heads = ("lanes at a time", "median time", "fastest to slowest", "peak memory", "compiled in")
     table = tag(
         "table",
         tag("caption", "Measured"),

@@ -1,0 +1,327 @@
+"""What outlives a call: its bounds, its keys, its threads, and that JAX empties it."""
+
+import ast
+import gc
+import sys
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+from batchax.memo import Memo, memoized, memos
+
+from support.oracle import same
+
+PACKAGE = Path(bx.__file__).parent
+
+
+# --- one memo ----------------------------------------------------------------------------------
+
+
+class Owner:
+    pass
+
+
+def test_what_was_not_asked_for_longest_is_forgotten_first():
+    memo = Memo("for this test", most=2)
+    built = []
+
+    def get(key, owner=None):
+        return memo.get(key, lambda: built.append(key) or key, owner)
+
+    assert [get("a"), get("b"), get("a"), get("c"), get("a"), get("b")] == list("abacab")
+    assert built == ["a", "b", "c", "b"]
+    assert memo.values() == ["a", "b"]
+    assert memo.find("c") is None
+    first, second = Owner(), Owner()
+    get("x", first), get("x", second), get("x", first)
+    assert built[4:] == ["x", "x"]
+    assert get("y", first) == memo.find("y", first) == "y"  # in place of the second's
+    assert memo.find("x", second) is None
+
+
+def test_what_has_an_owner_is_forgotten_with_it():
+    memo = Memo("for this test", most=100)
+    owner, value = Owner(), Owner()
+    alive = weakref.ref(value)
+    memo.get(1, lambda value=value: value, owner)
+    memo.get(2, lambda: 2, owner)
+    memo.get(1, lambda: 3)  # of nobody
+    del value
+    assert alive() is not None
+    del owner
+    assert (alive(), memo.values()) == (None, [3])
+
+
+def test_what_fails_is_not_kept():
+    memo = Memo("for this test", most=1)
+    with pytest.raises(ZeroDivisionError):
+        memo.get(1, lambda: 1 / 0)
+    assert memo.get(1, lambda: 2) == 2
+
+
+def test_nothing_is_held_while_something_is_built():
+    """Another thread looks up, clears, and builds the same, and all get one result."""
+    memo, other = Memo("for this test", most=4), Memo("for this test, too", most=4)
+
+    def build():
+        with ThreadPoolExecutor(1) as pool:  # would wait for ever
+            found = pool.submit(lambda: memo.get("k", lambda: object()))
+            pool.submit(lambda: other.get("k", int)).result(60)
+            pool.submit(other.cache_clear).result(60)
+            firsts.append(found.result(60))
+        return object()
+
+    firsts = []
+    assert memo.get("k", build) is firsts[0]
+    assert memo.get("k", build) is firsts[0]
+
+
+def test_keys_whose_comparison_comes_here_again():
+    memo = Memo("for this test", most=16)
+
+    class Key:
+        def __hash__(self):
+            return 0
+
+        def __eq__(self, other):
+            memo.get("inside", lambda: 1)
+            return self is other
+
+    keys = [Key() for _ in range(6)]
+    for _ in range(2):
+        assert [memo.get(key, lambda i=i: i) for i, key in enumerate(keys)] == list(range(6))
+
+
+def test_many_threads_and_owners_that_go():
+    memo, before = Memo("for this test", most=50), sys.getswitchinterval()
+
+    def work(seed):
+        random, kept = np.random.default_rng(seed), []
+        for i in range(600):
+            key, owner = int(random.integers(40)), random.choice([None, *kept[-3:]])
+            assert memo.get(key, lambda key=key, o=owner: (key, id(o)), owner) == (key, id(owner))
+            kept.append(Owner())
+            del kept[:-3]
+            if i % 200 == 199:
+                memo.cache_clear()
+            assert len(memo) <= 50 + 8  # one more for each thread, for a moment
+
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(work, range(8)))
+    finally:
+        sys.setswitchinterval(before)
+    assert {owner for owner, _ in memo._known} - {id(None)} == set(memo._owners)
+
+
+def test_results_of_functions_depend_on_options_of_jax():
+    made = []
+
+    @memoized("for this test", most=8)
+    def zero(dtype):
+        made.append(dtype)
+        return jnp.zeros(1, dtype).dtype
+
+    with jax.enable_x64(False):
+        assert [zero(float), zero(float)] == [np.float32] * 2
+    with jax.enable_x64(True):
+        assert zero(float) == np.float64
+    assert len(made) == 2
+
+
+# --- all of them -------------------------------------------------------------------------------
+
+X, LENGTHS = np.arange(6, dtype=np.float32), np.array([2, 1, 3], np.int32)
+WAYS = {
+    "at once": lambda f, **how: bx.vmap(f, **how)(X),
+    "chunks": lambda f, **how: bx.vmap(f, batch_size=4, **how)(X),
+    "compact chunks": lambda f, **how: bx.vmap(f, batch_size=4, divergence="compact", **how)(X),
+    "rows": lambda f, **how: bx.vmap(f, **how)(bx.Ragged(X, LENGTHS)),
+    "devices": lambda f, **how: bx.vmap(f, mesh="all", **how)(X),
+}
+
+
+def closure(array):
+    """A function that holds an array in a way that programs hold it, too."""
+
+    @bx.custom_vmap
+    def scaled(x):
+        return x * array[0]
+
+    @scaled.def_vmap
+    def _(size, batched, x):
+        return x * array[0], batched[0]
+
+    return jax.jit(lambda x: scaled(x) + array[1])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_calls_of_new_functions_keep_memory_flat(way, monkeypatch):
+    """What they close over lives as long as one of the few programs that are kept."""
+    for memo in memos():
+        memo.cache_clear()
+        monkeypatch.setattr(memo, "most", 2)
+    arrays = []
+    for i in range(6):
+        array = jnp.full(1000, float(i))
+        arrays.append(weakref.ref(array))
+        WAYS[way](closure(array))
+        del array
+    gc.collect()
+    assert [i for i, array in enumerate(arrays) if array() is not None] in ([], [5], [4, 5])
+    assert all(len(memo) <= 2 for memo in memos())
+
+
+def test_jax_empties_all_of_them():
+    array = jnp.ones(1000)
+    alive = weakref.ref(array)
+    f = closure(array)
+    expected = [jax.tree.leaves(call(f)) for call in WAYS.values()]
+    jax.jit(bx.vmap(f, out_axes=bx.Reduce("sum"), batch_size="auto"))(X)
+    assert sum(map(len, memos())) > len(WAYS)
+    assert bx.batch_size_choices()
+    jax.clear_caches()
+    assert {memo.of: len(memo) for memo in memos() if len(memo)} == {}
+    assert not bx.batch_size_choices()
+    for call, outs in zip(WAYS.values(), expected, strict=True):  # and are filled again
+        same(jax.tree.leaves(call(f)), outs)
+    del array, f, call
+    jax.clear_caches()
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_options_of_jax_between_two_calls(way):
+    """The second call is as `jax.vmap` is under the same options, not as the first."""
+    call = WAYS[way]
+
+    def total(x):
+        return jnp.sum(jnp.floor(x).astype(jnp.int16).astype(int))
+
+    reduced = lambda: call(total, out_axes=bx.Reduce("sum"))
+    for wide, dtype in ((False, np.int32), (True, np.int64), (False, np.int32)):
+        with jax.enable_x64(wide):
+            same(reduced(), jnp.asarray(15, dtype))
+
+    def random(x):
+        return jax.random.uniform(jax.random.key(3)) + 0 * x.sum()
+
+    def draw():
+        return np.asarray(call(random))[0]
+
+    firsts = draw()
+    with jax.default_prng_impl("rbg"):
+        assert draw() == np.float32(jax.random.uniform(jax.random.key(3)))
+    assert draw() == firsts
+
+    logarithm = lambda x: jnp.log(0 * x.sum() - 1)
+    call(logarithm)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        call(logarithm)
+
+
+def test_the_default_device_between_two_calls():
+    """As `jax.jit` does, chunks follow it with what was put nowhere in particular."""
+    x = jnp.asarray(X)
+    first, second = jax.devices()[:2]
+    f = bx.vmap(jnp.sin, batch_size=4)
+    for device in (first, second, first):
+        with jax.default_device(device):
+            assert f(x).devices() == jax.jit(jnp.sin)(x).devices() == {device}
+    assert f(jax.device_put(x, first)).devices() == {first}
+
+
+# --- there is nothing else ---------------------------------------------------------------------
+
+NO_CACHES = {
+    "datasets/engines/worker.py": {
+        "_jobs": "jobs of which this process does units, with files open",
+        "_writer": "the name of this process",
+    },
+    "datasets/lock.py": {"_held": "locks that are held, to let go of"},
+    "datasets/tensorstores.py": {"limited_context": "the one context, of no program"},
+    "execution/loop_runs.py": {"_runs": "loops that run now"},
+    "execution/names.py": {"_lane_variable": "one variable, which stands in programs"},
+    "explain/page/document.py": {"_resource": "files of this package"},
+    "frontend/containers.py": {"_containers": "a table that users fill"},
+    "jaxprs/own_primitives.py": {"_own": "a table, of imports"},
+    "jaxprs/primitive_facts.py": {"_facts": "a table, of imports"},
+    "kernel/fallback.py": {"_warned": "the lines that a warning was given for"},
+    "kernel/own_primitive.py": {"_declared": "a table, of imports"},
+    "kernel/registry.py": {"_rules": "a table that users fill"},
+    "memo.py": {"_all": "the memos"},
+    "programs/canonical.py": {"rules": "a table, of imports", "rules_by_fact": "another"},
+    "rows/padded.py": {"_rules": "a table, of imports", "_rules_by_fact": "a table, of imports"},
+    "rows/padded_rules/custom_derivatives.py": {"_by_name": "a table, of imports"},
+}
+
+
+def kept_by_hand(path):
+    """The names of whatever a module fills as it runs, and of functions that remember results."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.Module, ast.ClassDef)):
+            for statement in node.body:
+                if isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value:
+                    targets = getattr(statement, "targets", None) or [statement.target]
+                    if is_empty(statement.value):
+                        yield from map(ast.unparse, targets)
+                if isinstance(statement, ast.FunctionDef):
+                    used = [getattr(d, "func", d) for d in statement.decorator_list]
+                    if any(
+                        getattr(d, "attr", getattr(d, "id", "")).endswith("cache") for d in used
+                    ):
+                        yield statement.name
+
+
+def is_empty(value):
+    if isinstance(value, ast.Call):
+        made = getattr(value.func, "attr", getattr(value.func, "id", ""))
+        return made.startswith("Weak") or made in ("OrderedDict", "defaultdict", "dict", "set")
+    return isinstance(value, (ast.Dict, ast.List)) and not list(ast.iter_child_nodes(value))[1:]
+
+
+def test_whatever_is_kept_is_in_memos():
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        where = path.relative_to(PACKAGE).as_posix()
+        if not where.startswith("_compat/"):  # tables of JAX's names, and what is in use now
+            names = set(kept_by_hand(path))
+            if names:
+                found[where] = names
+    assert found == {where: set(names) for where, names in NO_CACHES.items()}
+
+
+def test_memos_say_what_they_are():
+    found = memos()
+    assert len({memo.of for memo in found}) == len(found) > 12
+    assert all(memo.of and 0 < memo.most <= 8192 for memo in found)
+
+
+def test_memos_emptied_while_threads_batch():
+    f = closure(jnp.arange(2.0) + 1)
+    expected = {way: jax.tree.leaves(call(f)) for way, call in WAYS.items()}
+    done = threading.Event()
+
+    def clear():
+        while not done.wait(0.001):
+            for memo in memos():
+                memo.cache_clear()
+
+    with ThreadPoolExecutor(3) as pool:
+        clearing = pool.submit(clear)
+        try:
+            for got in pool.map(lambda _: {w: WAYS[w](f) for w in ("at once", "rows")}, range(2)):
+                for way, out in got.items():
+                    same(jax.tree.leaves(out), expected[way])
+        finally:
+            done.set()
+        clearing.result()
