@@ -131,7 +131,8 @@ def vmap(
         a quarter and so on, in at most so many sizes.
       mesh: the devices to spread lanes over, each of which runs its lanes, `batch_size` of them at
         a time. "all": every device. A ``jax.sharding.Mesh``: all axes of it; a tuple of one and the
-        name of an axis, or of names: those, and what is sharded over others stays as it is. Where
+        name of an axis, or of names: those, and what is sharded over others stays as it is. Types
+        of results tell of it where ``jax.set_mesh`` has set it, or types of arguments do. Where
         lanes do not come out even the last is repeated, and counts once. On several processes,
         all of which make the call, arrays of NumPy are the whole batch; ``batchax.local(x)`` is a
         process's own rows. None: lanes stay where they are.
@@ -205,7 +206,9 @@ def vmap(
 
     def batch(flat: FlatArguments, own: Sequence[range] = ()) -> Any:
         size = find_axis_size(flat.mapped, axis_size)
-        mesh_axis = find_mesh_axis(flat.mapped, spmd_axis_name)
+        values = [m.value for m in flat.mapped]
+        shards = None if on_mesh is None else on_mesh.shards(size, values, own)
+        mesh_axis = None if shards else find_mesh_axis(flat.mapped, spmd_axis_name)
         spmd = None if mesh_axis is not None else spmd_axis_name
         axis = Axis(size, axis_name, spmd, mesh_axis, lanes_that_part)
         give_lane_indices(flat.mapped, axis)
@@ -216,7 +219,6 @@ def vmap(
             out = fun(*example_args, **example_kwargs)
             return flatten_outputs(out, out_axes, size, sum_match=sum_match)
 
-        shards = None if on_mesh is None else on_mesh.shards(size, own)
         run = functools.partial(_run, chunking=chunking, shards=shards)
         ragged = any(isinstance(m.value, Ragged) for m in flat.mapped)
         for option, given in {"buckets": buckets is not None, "layout": layout != "auto"}.items():

@@ -1,5 +1,6 @@
 """`vmap(mesh=)`: lanes spread over devices give what they give on one."""
 
+import contextlib
 import functools
 import os
 import re
@@ -267,21 +268,95 @@ def test_what_is_sharded_over_other_axes_stays_as_it_is():
     assert closed(x).sharding.shard_shape((8, 2)) == (4, 1)
 
 
-@pytest.mark.parametrize("lanes", [8, 7])
-@pytest.mark.parametrize("names", ["a", ("a", "b")])
-def test_a_mesh_that_types_tell_of(names, lanes):
-    devices = np.array(jax.devices()).reshape(2, 2)
-    mesh = Mesh(devices, ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
-    x = example((lanes, 5))
-    closed = bx.vmap(lambda x: jnp.tanh(x @ W), mesh=(mesh, names))
-    passed = bx.vmap(lambda x, w: jnp.tanh(x @ w), (0, None), mesh=(mesh, names))
-    expected = jnp.tanh(x @ W)
-    same(jax.device_get(closed(x)), expected, CLOSE)
-    with pytest.raises(bx.UnsupportedError, match=r"jax\.set_mesh"):
-        jax.jit(closed)(x)
-    with jax.set_mesh(mesh):
-        for out in (closed(x), passed(x, W), jax.jit(closed)(x), jax.jit(passed)(x, W)):
-            same(jax.device_get(out), expected, CLOSE)
+def with_mesh(mesh):
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+@pytest.mark.parametrize(("set_mesh", "lanes"), [(False, 8), (True, 8), (True, 7)])
+def test_a_mesh_as_jax_makes_it(set_mesh, lanes):
+    mesh = jax.make_mesh((4,), ("d",))
+    x, rows = example((lanes, 5)), bx.Ragged.from_rows([np.ones(n) for n in (3, 0, 2, 1, 1)])
+    ways = [
+        (lambda x: jnp.tanh(x @ W), {}),
+        (lambda x: jnp.tanh(x @ W), {"batch_size": 1, "out_axes": bx.Reduce("max")}),
+        (normalised, {"axis_name": "i"}),
+        (grows, {"divergence": "compact"}),
+    ]
+
+    def all_ways(x, rows, **options):
+        results = [bx.vmap(fun, **options, **more)(x) for fun, more in ways]
+        return results, bx.vmap(jnp.sum, **options)(rows)
+
+    def loss(w, x, **options):
+        return bx.vmap(lambda w, x: jnp.sin(x @ w), (None, 0), bx.Reduce("mean"), **options)(w, x)
+
+    def gradient(w, x, **options):
+        total = lambda w, x: loss(w, x, **options).sum()
+        return jax.value_and_grad(total, (0, 1))(w, x)
+
+    def everything(w, x, rows, **options):
+        return all_ways(x, rows, **options), gradient(w, x, **options)
+
+    expected = jax.jit(everything)(W, x, rows)
+    with with_mesh(mesh if set_mesh else None):
+        got = jax.jit(functools.partial(everything, mesh=mesh))(W, x, rows)
+        same(jax.device_get(got), expected, CLOSE)
+        same(jax.device_get(gradient(W, x, mesh=mesh)), expected[1], CLOSE)
+        outside = bx.vmap(ways[0][0], mesh=mesh)(np.asarray(x))
+        inside = got[0][0][0]
+        same(jax.device_get(outside), inside, CLOSE)
+        for out in (outside, inside):
+            # An array on four devices has as many rows on each: seven are on all.
+            spec = P("d") if lanes == 8 else P()
+            assert out.sharding.is_equivalent_to(NamedSharding(mesh, spec), out.ndim)
+            told = jax.typeof(out).sharding.spec
+            assert told == P("d" if set_mesh and lanes == 8 else None, None)
+
+
+def test_results_are_typed_as_arguments_are_where_no_mesh_is_set():
+    mesh = jax.make_mesh((4,), ("d",))
+    typed = jax.device_put(example((8, 5)), NamedSharding(mesh, P("d")))
+    plain = np.asarray(typed)
+    for given in (mesh, mesh_of(4, names="d"), "all"):
+        batched = bx.vmap(lambda x: jnp.tanh(x @ W), mesh=given)
+        for out in (batched(typed), jax.jit(batched)(typed)):
+            assert jax.typeof(out + typed[:, :2]) == jax.typeof(typed[:, :2])
+            same(jax.device_get(out), jnp.tanh(plain @ W), CLOSE)
+        # JAX takes no such part of an array that is sharded by its type.
+        same(batched(plain)[1:3], jnp.tanh(plain[1:3] @ W), CLOSE)
+        got = jax.grad(lambda x, batched=batched: batched(x).sum())(typed)
+        assert jax.typeof(got) == jax.typeof(typed)
+        same(jax.device_get(got), jax.grad(lambda x: jnp.tanh(x @ W).sum())(plain), CLOSE)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_the_mesh_that_is_set_says_what_types_tell(axis_type):
+    is_set = jax.make_mesh((2, 2), ("a", "b"), axis_types=(axis_type,) * 2)
+    other = {AxisType.Explicit: AxisType.Auto, AxisType.Auto: AxisType.Explicit}[axis_type]
+    given = jax.make_mesh((2, 2), ("a", "b"), axis_types=(other,) * 2)
+    x = np.asarray(example((8, 5)))
+    function = lambda x, w: jnp.tanh(x @ w)
+    with jax.set_mesh(is_set):
+        for mesh in ("all", given, (given, "b"), is_set):
+            batched = bx.vmap(function, (0, None), mesh=mesh)
+            explicit = axis_type is AxisType.Explicit
+            lanes = None if not explicit else "b" if isinstance(mesh, tuple) else ("a", "b")
+            for out in (batched(x, W), jax.jit(batched)(x, W)):
+                assert jax.typeof(out).sharding.spec == P(lanes, None)
+                same(jax.device_get(out), jnp.tanh(x @ W), CLOSE)
+            total = jax.grad(lambda w, batched=batched: batched(x, w).sum())
+            expected = jax.grad(lambda w: jnp.tanh(x @ w).sum())(np.asarray(W))
+            same(jax.device_get(total(W)), expected, CLOSE)
+        for mesh in (mesh_of(4), mesh_of(2)):
+            with pytest.raises(
+                bx.UnsupportedError, match=r"jax\.set_mesh has set one of the axes 'a'"
+            ):
+                bx.vmap(jnp.sin, mesh=mesh)(x)
+    with (
+        jax.set_mesh(mesh_of(2)),
+        pytest.raises(bx.UnsupportedError, match="mesh has the axis 'devices' of size 4"),
+    ):
+        bx.vmap(jnp.sin, mesh="all")(x)
 
 
 EIGHT_DEVICES = """

@@ -42,16 +42,17 @@ class OnMesh:
         check_spans(mesh)
         return mesh, self.names or tuple(mesh.axis_names)
 
-    def shards(self, lanes: Any, own: Sequence[range] = ()) -> Shards | None:
+    def shards(self, lanes: Any, values: Sequence[Any], own: Sequence[range] = ()) -> Shards | None:
         """What so many lanes are spread over; None if there are none.
 
         Args:
           lanes: how many.
+          values: the arguments.
           own: the lanes of each process, where rows are its own.
 
         Raises:
-          UnsupportedError: the number of lanes is a symbol, devices are taken already, or the mesh
-            is one of some processes.
+          UnsupportedError: the number of lanes is a symbol, devices are taken already, another mesh
+            is set, or the mesh is one of some processes.
         """
         if not isinstance(lanes, int):
             raise UnsupportedError(
@@ -67,8 +68,47 @@ class OnMesh:
                 f"{', '.join(map(repr, taken.manual_axes))}, or another vmap with mesh: there each "
                 "device runs a program of its own. Leave mesh out of the inner one."
             )
-        mesh, names = self.devices
+        mesh, names = self._as_types_tell(values)
         return Shards(mesh, names, lanes, on_own_devices(mesh, names, own) if own else ())
+
+    def _as_types_tell(self, values: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+        """The mesh with its axes of those types that JAX goes by here, and names.
+
+        Whether types of arrays tell of a mesh is not for the mesh to say that is given: they do as
+        the mesh that is set has it, and if none is, as arguments are. What is given plain is
+        computed plain. What is differentiated outside of `jit` is, too: JAX cannot tell devices
+        there from types alone.
+        """
+        mesh, names = self.devices
+        around = jax.sharding.get_abstract_mesh()
+        if not around.empty:
+            told = around if _compat.tracing() else jax.sharding.get_mesh()
+        else:
+            plain = _compat.tracing() and not in_jit()
+            told = next(filter(None, map(_typed_mesh, () if plain else values)), None)
+        if told is not None and told.size == mesh.size:
+            if self.mesh is None:
+                return told, tuple(told.axis_names)
+            if told.shape == mesh.shape:
+                return mesh.update(axis_types=told.axis_types), names
+        if around.empty:
+            return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names)), names
+        raise UnsupportedError(
+            f"mesh has {_in_words(mesh)}, and jax.set_mesh has set one of {_in_words(around)}: JAX "
+            "runs programs on the mesh that is set, and on no other. Pass that one, or call the "
+            "function where it is not set."
+        )
+
+
+def _typed_mesh(x: Any) -> Any:
+    """The mesh that the type of an argument tells of, if it does."""
+    mesh = getattr(sharding_of(x), "mesh", None)
+    return mesh if AxisType.Explicit in getattr(mesh, "axis_types", ()) else None
+
+
+def _in_words(mesh: Any) -> str:
+    axes = " and ".join(f"{name!r} of size {size}" for name, size in mesh.shape.items())
+    return f"the axis {axes}" if len(mesh.shape) == 1 else f"the axes {axes}"
 
 
 def find_mesh(mesh: Any) -> OnMesh | None:
@@ -129,12 +169,7 @@ def _placed(shards: Shards, x: Any, position: AxisPosition) -> Any:
         x = jnp.asarray(x)
     types = dict(zip(shards.mesh.axis_names, shards.mesh.axis_types, strict=True))
     typed = any(types[name] == AxisType.Explicit for name in shards.names)
-    if isinstance(x, Tracer) and typed:
-        if jax.sharding.get_abstract_mesh().empty:
-            raise UnsupportedError(
-                "mesh has axes of type Explicit, which types tell of, and no mesh is set. Call it "
-                "inside `with jax.set_mesh(mesh):`, or use a mesh whose axes are of type Auto."
-            )
+    if typed and (isinstance(x, Tracer) or isinstance(shards.mesh, AbstractMesh)):
         x = x if position is None else shards.filled_up(x, position)
         spec = _with_other_axes(shards, x, position)
         return jax.sharding.reshard(x, NamedSharding(shards.mesh, spec))
@@ -186,9 +221,12 @@ def _put_traced(shards: Shards, x: Any, position: AxisPosition) -> Any:
     """
     value = _compat.value_of(x)
     x = x if position is None else shards.filled_up(x, position)
-    if value is None or not value.committed or value.devices() == set(shards.mesh.devices.flat):
+    if value is None or not value.committed:
         return x
-    source = value.sharding if len(value.devices()) == 1 else None
+    typed = _typed_mesh(x) is not None
+    if value.devices() == set(shards.mesh.devices.flat) and not typed:
+        return x
+    source = value.sharding if len(value.devices()) == 1 or typed else None
     to = NamedSharding(shards.mesh, spec_of(shards, position))
     try:
         return jax.device_put(x, to, src=source)

@@ -101,10 +101,8 @@ class Shards:
 
     def without_repeated(self, x: Any, axis: int) -> Any:
         """What `filled_up` was given."""
-        spec = jax.typeof(x).sharding.spec
-        if self.repeated and axis < len(spec) and spec[axis] is not None:
-            # By its type, which allows shards of one size only.
-            x = _with_whole_axis(x, axis)
+        if self.repeated and is_sharded(x, axis):  # such types allow shards of one size only
+            x = with_whole_axis(x, axis)
         places = np.empty(self.lanes, int)
         for i, lanes in enumerate(self.of_each):
             places[lanes] = i * self.each + np.arange(len(lanes))
@@ -295,12 +293,19 @@ def lanes_for_all(
     }
     if axis.mesh_axis is not None:
         args = [
-            x if a is None else _with_whole_axis(x, a) for x, a in zip(args, positions, strict=True)
+            x if a is None else with_whole_axis(x, a) for x, a in zip(args, positions, strict=True)
         ]
     return math.lcm(*parts), list(args)
 
 
-def _with_whole_axis(x: Any, position: int) -> Any:
+def is_sharded(x: Any, axis: int) -> bool:
+    """Whether an array is sharded along an axis by its type."""
+    spec = jax.typeof(x).sharding.spec
+    return axis < len(spec) and spec[axis] is not None
+
+
+def with_whole_axis(x: Any, position: int) -> Any:
+    """An array that is sharded by its type, but not along that axis."""
     sharding: Any = jax.typeof(x).sharding
     spec = [None if d == position else entry for d, entry in enumerate(sharding.spec)]
     return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec(*spec)))

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding
 
-from batchax.execution.shards import Shards, on_shards, spec_of
+from batchax.execution.shards import Shards, is_sharded, on_shards, spec_of, with_whole_axis
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import place
 from batchax.kernel import recording
@@ -182,7 +182,8 @@ def run_on_devices(call: Call, shards: Shards, run_rows: Callable[[Call], list[A
 
     placed = [_put(shards, x, a) for x, a in zip(arguments, positions, strict=True)]
     outs, notes = on_shards(replace(shards, lanes=devices), of_device, placed, positions)
-    of_all = iter(outs)
+    # Rows go back to where they were from anywhere, which no type of a sharded array allows.
+    of_all = iter([with_whole_axis(x, 0) if is_sharded(x, 0) else x for x in outs])
     results = []
     for output, noted in zip(call.described, notes, strict=True):
         x = next(of_all)

@@ -152,11 +152,22 @@ def run_rows(
     described = list(map(place_ragged, outputs.described, [a.shape for a in staged.out_avals]))
     outputs = replace(outputs, described=described)
     call = Call(axis, staged, mapped, sizes_of, sizes, outputs)
-    if not (call.traced or recording.is_on()):
+    plain = jax.sharding.get_abstract_mesh().empty
+    if not (call.traced or recording.is_on()) and (plain or options.shards is None):
         call = call.with_constants_passed()
+
+    def staged_here(call: Call) -> Call:
+        """The call where it is to run: on a device types tell of the mesh that is set no more."""
+        if plain:
+            return call
+        dims = [size.symbol for size in sizes]
+        avals = row_avals(call.axis, call.mapped, call.sizes_of, call.sizes, dims)
+        return replace(call, staged=stage_described(axis, one_row, avals)[0])
+
     try:
         if options.shards is not None:
-            return _run_on_devices(call, options, options.shards, run_dense), outputs
+            run_own = lambda call: _run_here(staged_here(call), options, run_dense)
+            return _run_on_devices(call, options, options.shards, run_own), outputs
         return _run_here(call, options, run_dense), outputs
     except _ASKED_FOR_NUMBERS as error:  # in a derivative rule, which is staged by now
         if not may_go_by_length:
@@ -240,9 +251,9 @@ def _run_here(call: Call, options: RowOptions, run_dense: RunDense) -> list[Any]
 
 
 def _run_on_devices(
-    call: Call, options: RowOptions, shards: Shards, run_dense: RunDense
+    call: Call, options: RowOptions, shards: Shards, run_rows: Callable[[Call], list[Any]]
 ) -> list[Any]:
-    """The outputs of a call, whose rows are dealt out to devices."""
+    """The outputs of a call, whose rows are dealt out to devices, each of which does `run_rows`."""
     name = call.axis.name
     if name is not None and any(uses_name(eqn, name) for eqn in call.staged.jaxpr.eqns):
         raise UnsupportedError(
@@ -251,12 +262,11 @@ def _run_on_devices(
             "batch with out_axes=batchax.Reduce(...), or leave mesh out."
         )
     if not call.axis.size:
-        return _run_here(call, options, run_dense)
+        return run_rows(call)
 
     kept = call.without_values()
 
     def run(lengths: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        run_rows = functools.partial(_run_here, options=options, run_dense=run_dense)
         return run_on_devices(kept.with_values(lengths, values), shards, run_rows)
 
     given = [size.batch.lengths for size in call.sizes], call.values
