@@ -88,6 +88,7 @@ QUESTIONS = {
     "hashed": lambda x: hash(x.shape) == hash((1, 3)),
     "a field": lambda x: Size(x.shape[0]) in {Size(1)},
     "remembered": lambda x: doubled(x.shape[0]),
+    "known to jit alone": lambda x: ones(x.shape[0])[0] + (x.shape[0] == 1),
 }
 
 
@@ -104,6 +105,9 @@ class Size:
 class Table(UserDict):
     def of(self, size):
         return self.get(size, 1.0)
+
+
+ones = jax.jit(jnp.ones, static_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnums=1, static_argnames="more")
@@ -149,6 +153,13 @@ def test_a_question_that_rows_answer_differently_is_refused_where_lengths_are_tr
     x = ragged(3)
     program = jax.make_jaxpr(lambda data: bx.vmap(as_number(question))(x.with_data(data)))(x.data)
     assert program.out_avals[0].shape == (4,)
+
+
+@pytest.mark.parametrize("name", ["kept", "hashed", "remembered", "known to jit alone"])
+def test_a_hash_is_refused_as_what_it_is(name):
+    with pytest.raises(UnsupportedError, match="traced: the size n is hashed, as a key") as caught:
+        jax.make_jaxpr(bx.vmap(as_number(QUESTIONS[name])))(ragged(3))
+    assert "comparisons" not in str(caught.value).replace(__file__, "")
 
 
 def test_where_lengths_are_known_each_row_has_its_own_answers():

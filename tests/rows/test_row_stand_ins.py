@@ -273,12 +273,17 @@ def test_a_program_with_symbolic_sizes_beside_rows_that_are_staged():
 def test_what_was_found_while_rows_were_staged_is_jaxs_for_others():
     found = []
 
+    def of_others():
+        jax.eval_shape(bx.vmap(lambda x: lax.associative_scan(jnp.add, x)), rows)
+        return found[0](jnp.add, jnp.arange(4))
+
     def f(x):
         found.append(lax.associative_scan)
-        held = in_another_thread(lambda: found[0](jnp.add, jnp.arange(4)))
-        return found[0](jnp.add, x), held
+        before = in_another_thread(of_others)
+        return found[0](jnp.add, x), lax.associative_scan(jnp.add, x), before
 
-    jax.jit(bx.vmap(f))(ragged(lengths=(2, 3)))
+    rows = ragged(lengths=(2, 3))
+    jax.eval_shape(bx.vmap(f), rows)
     assert found[0](jnp.add, jnp.arange(4)).tolist() == [0, 1, 3, 6]
 
 

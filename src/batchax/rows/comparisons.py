@@ -11,6 +11,7 @@ JAX, which keeps by types what it has traced: in a dict, what is compared depend
 from __future__ import annotations
 
 import operator
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,11 +46,19 @@ class HashedSizeError(UndecidedSizeError, TypeError):
     """A size that is hashed: not hashable, as Python calls it, for those who ask beforehand."""
 
     def __init__(self, line: str, size: Any) -> None:
-        super().__init__(
-            line,
-            f"the size {size} is hashed, as a key of a dict or set is: which key it is differs "
-            "from row to row",
-        )
+        super().__init__(line, f"the size {size} {_HASHED}")
+
+
+_HASHED = "is hashed, as a key of a dict or set is: which key it is would differ from row to row"
+
+
+def question_of(error: Exception) -> str:
+    """What was asked, if `error` is that a size does not say; else what that says."""
+    if isinstance(error, UndecidedSizeError):
+        return error.question
+    told = str(error)
+    hashed = re.search(f"the size [^\n]* {_HASHED}", told)  # `jax.jit` keeps the text of an error
+    return hashed[0] if hashed else told.split("\n")[0].rstrip(".")
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from batchax.rows.buckets import Buckets
 from batchax.rows.by_length import RunDense, run_by_length
 from batchax.rows.call import Call
 from batchax.rows.class_choice import choose_classes, find_classes
-from batchax.rows.comparisons import UndecidedSizeError
+from batchax.rows.comparisons import question_of
 from batchax.rows.in_buckets import by_bucket, check_buckets, run_in_buckets
 from batchax.rows.index import pad_rows
 from batchax.rows.layouts import Costs, choose_layouts
@@ -199,11 +199,10 @@ def _cannot_stage(error: Exception, sizes: Sequence[RowSize], works_for_known: A
         line = line_of(error)
         if str(error).startswith(SIZES_DIFFER):  # and they are alike for rows of known lengths
             return UnsupportedError(f"{line + ': ' if line else ''}{error}")
-        what = error.question if isinstance(error, UndecidedSizeError) else str(error)
-        what = what.split("\n")[0].rstrip(".")
         return UnsupportedError(
             f"{line + ': ' if line else ''}the function needs the length of a row as a number, and "
-            f"here rows have a symbolic size ({names}), because their lengths are traced: {what}."
+            f"here rows have a symbolic size ({names}), because their lengths are traced: "
+            f"{question_of(error)}."
             "\nCall it outside of jit, or close over the Ragged, so that lengths are known: then "
             "rows of one length run together, and with buckets= those of which it holds alike. To "
             "compute with a size use jnp.asarray(x.shape[0])."
