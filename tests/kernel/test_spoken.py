@@ -50,6 +50,11 @@ def kept(x):
     return io_callback(np.asarray, jax.typeof(x), x)
 
 
+def meeting_and_telling(x):
+    jax.debug.callback(lambda: None)
+    return lax.psum(x, "i")
+
+
 def summed(f):
     return jax.grad(lambda x: f(x).sum())
 
@@ -86,6 +91,11 @@ REFUSED = {
         bx.vmap(with_rule(lambda x, i: newton(x, lambda c: lax.psum(c, i))), axis_name="i"),
         X,
         f"{HERE}.*`bounded loop` over 'i' contains",
+    ),
+    "calls and collectives of lanes that part ways on devices": (
+        bx.vmap(lambda x: newton(x, meeting_and_telling), axis_name="i", mesh="all"),
+        X,
+        f"{HERE}.*`bounded loop` holds both a callback with effects and a collective",
     ),
     "derivative of a bounded loop that calls the host": (
         summed(lambda x: newton(x, kept)),

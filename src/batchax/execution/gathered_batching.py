@@ -21,7 +21,7 @@ from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, accumulator, chunk_loop
 from batchax.execution.gathered_lanes import fitting_width
-from batchax.execution.names import index_as_input, lanes_meet
+from batchax.execution.names import find_meeting, index_as_input
 from batchax.execution.operand_specs import WHOLE, ActiveMask, Gathered, Lanes, Sum, Whole
 from batchax.jaxprs.spoken import line_of, spoken
 from batchax.kernel.axis import Axis, AxisPosition, broadcast_axis, match_axis, move_axis
@@ -70,7 +70,7 @@ def _with_index(axis: Axis, loop: ChunkLoop) -> ChunkLoop:
 
 
 def _check_apart(axis: Axis, program: _compat.ClosedJaxpr) -> None:
-    eqn = next((e for e in program.jaxpr.eqns if lanes_meet(axis, e)), None)
+    eqn = find_meeting(axis, program.jaxpr.eqns)
     if eqn is not None:
         raise UnsupportedError(
             f"{line_of(eqn)}: {spoken(eqn)} uses the axis {axis.name!r} inside a branch that not "

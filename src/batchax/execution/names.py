@@ -9,7 +9,7 @@ unless they hold a collective: these are run for all lanes, and their bodies ope
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -143,23 +143,30 @@ def _use(axis: Axis, eqn: Any, xs: list[Any], lane: Any) -> Sequence[Any]:
     if _is_opened(eqn):
         body = _compat.close(eqn.params[body_parameter(eqn)])
         return _evaluate(axis, body.jaxpr, body.consts, xs, lane)
-    if not lanes_meet(axis, eqn):
+    if find_meeting(axis, [eqn]) is None:
         programs = [index_as_input(axis, _compat.close(b.program)) for b in bodies_of(eqn)]
         return bind_with(eqn, xs, programs, [lane])
     return bind_equation(eqn, xs)  # at the top level, where all lanes can be had
 
 
-def lanes_meet(axis: Axis, eqn: Any) -> bool:
-    """Whether an equation needs more of other lanes than to know which one it is."""
-    if not uses_name(eqn, axis.name) or _is_index(eqn) or facts_of(eqn.primitive).cast:
-        return False
-    if _is_opened(eqn):
-        bodies = [_compat.close(eqn.params[body_parameter(eqn)]).jaxpr]
-    elif eqn.primitive.name in LOOPS_AND_BRANCHES:
-        bodies = [body.jaxpr for body in bodies_of(eqn)]
-    else:
-        return True
-    return any(lanes_meet(axis, e) for body in bodies for e in body.eqns)
+def find_meeting(axis: Axis, eqns: Iterable[Any]) -> Any:
+    """The first equation, inside calls, loops and branches, too, in which lanes meet, or None.
+
+    They do if it needs more of other lanes than to know which one it is.
+    """
+    for eqn in eqns:
+        if not uses_name(eqn, axis.name) or _is_index(eqn) or facts_of(eqn.primitive).cast:
+            continue
+        if _is_opened(eqn):
+            bodies = [_compat.close(eqn.params[body_parameter(eqn)]).jaxpr]
+        elif eqn.primitive.name in LOOPS_AND_BRANCHES:
+            bodies = [body.jaxpr for body in bodies_of(eqn)]
+        else:
+            return eqn
+        found = find_meeting(axis, (e for body in bodies for e in body.eqns))
+        if found is not None:
+            return found
+    return None
 
 
 def _is_index(eqn: Any) -> bool:

@@ -12,6 +12,7 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import cond_p, scan_p, while_p
 
 from batchax import _compat
+from batchax.errors import UnsupportedError
 from batchax.execution.bounded_loop import bounded_loop_p
 from batchax.execution.chunk_loop import chunk_loop_p, of_only_chunk
 from batchax.execution.loop_progress import end_loop
@@ -35,6 +36,7 @@ from batchax.execution.sections import (
 from batchax.execution.shards import Shards
 from batchax.execution.streaming import finish
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce, check_unbatched, place
+from batchax.jaxprs.spoken import line_of, spoken
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.captured import closed_over
 from batchax.rules.collectives import REDUCTIONS
@@ -235,6 +237,13 @@ class SectionRunner:
 
     def _run_gathered(self, shards: Shards, eqns: Sequence[Any]) -> None:
         """Runs equations for the lanes of all shards, on each of them."""
+        calls = next((eqn for eqn in eqns if _compat.calls_back(eqn.effects)), None)
+        if calls is not None:
+            raise UnsupportedError(
+                f"{line_of(calls)}: {spoken(calls)} holds both a callback with effects and a "
+                f"collective over the batch axis {self.axis.name!r}: each device would run it for "
+                "all lanes, and make all calls. Move one of the two out of it, or leave mesh out."
+            )
         env: Env = {}
         for v in {v for eqn in eqns for v in variables(eqn)}:
             x, position = self.env[v]
