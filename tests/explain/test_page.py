@@ -424,7 +424,7 @@ def test_points_of_the_charts_are_where_the_numbers_are(page):
     assert {"1", "2", "4", "all", "lanes at a time"} <= set(labels)
     assert len(time_chart.find_elements("css selector", "g")) == 4  # spreads
     rows = [[c.text for c in _all(r, "th, td")] for r in _all(page, "#timings tbody tr")]
-    assert rows[2] == ["4", "2 ms", "1.8 ms to 2.6 ms", "25.39 KiB"]
+    assert rows[2] == ["4", "2 ms", "1.8 ms to 2.6 ms", "25.39 KiB", "-"]
     assert rows[3][0] == "all at once"
     assert rows[4][:2] == ["Python loop", "40 ms"]
 
