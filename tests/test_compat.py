@@ -621,3 +621,12 @@ def test_parameters_that_jax_holds_weakly():
     del held
     gc.collect()
     assert alive() is None
+
+
+def test_calls_that_would_be_inlined_can_be_kept():
+    called = jax.jit(jnp.sin, inline=True)
+    inlined = lambda x: called(x)
+    names = lambda fun: [eqn.primitive.name for eqn in jax.make_jaxpr(fun)(1.0).eqns]
+    assert names(inlined) == ["sin"]
+    assert names(_compat.keeping_calls(inlined)) == ["jit"]
+    assert names(_compat.keeping_calls(jax.grad(inlined))) != names(jax.grad(inlined))

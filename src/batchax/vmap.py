@@ -47,6 +47,7 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 from batchax.kernel.captured import MappedProgram, running
 from batchax.kernel.inner import example_aval, stage_described
+from batchax.kernel.looking import WHOLE, unseen
 from batchax.rows.buckets import Buckets
 from batchax.rows.ragged import Ragged
 from batchax.rows.run import RowOptions, check_row_options, run_rows
@@ -234,7 +235,13 @@ def vmap(
                 # A padded row is computed by a program that was staged for one mesh.
                 run_padded = functools.partial(run, shards=None, may_shard=False)
                 options = replace(rows, shards=shards)
-                outs, outputs = run_rows(axis, one_example, flat.mapped, run_padded, options)
+
+                def run_all(*values: Any) -> tuple[list[Any], FlatOutputs]:
+                    pairs = zip(flat.mapped, values, strict=True)
+                    mapped = [replace(m, value=x) for m, x in pairs]
+                    return run_rows(axis, one_example, mapped, run_padded, options)
+
+                outs, outputs = unseen(run_all, [m.value for m in flat.mapped], WHOLE)
             else:
                 outs, outputs = run(axis, one_example, flat.mapped)
         if recording.is_on():

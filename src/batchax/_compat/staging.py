@@ -94,6 +94,39 @@ def described(
     return use(arrays), descriptions[-1]
 
 
+class _KeepingCalls:
+    """A trace that stages each call of ``jax.jit`` as one.
+
+    JAX writes the operations of some of its functions into the program that they are called in,
+    which then does not say that they were one call, whose results alone are looked at for NaN.
+    """
+
+    def __init__(self, trace: Any) -> None:
+        self._trace = trace
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trace, name)
+
+    def process_primitive(self, primitive: Primitive, operands: Any, params: Any) -> Any:
+        if primitive is jex_primitives.jit_p:
+            inline = params["inline"]  # a bool, since 0.12 one of several words
+            params = {**params, "inline": getattr(type(inline), "AUTO", False)}
+        return self._trace.process_primitive(primitive, operands, params)
+
+
+def keeping_calls(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun`, each of whose calls of ``jax.jit`` is staged as a call, whatever its `inline` says."""
+
+    @functools.wraps(fun)
+    def run(*args: Any) -> Any:
+        with jex_core.take_current_trace() as trace:
+            around: Any = _KeepingCalls(trace)
+        with jex_core.set_current_trace(around):
+            return fun(*args)
+
+    return run
+
+
 class _InShardMap:
     """A trace inside ``shard_map`` that types what lanes do as ``jax.vmap`` would.
 

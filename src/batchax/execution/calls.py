@@ -11,10 +11,11 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from batchax.execution import meetings
-from batchax.execution.local_rows import in_jit, lanes_of_processes, own_rows
+from batchax.execution.local_rows import lanes_of_processes, own_rows
 from batchax.execution.processes import of_several_processes
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.local_rows import LocalRows
+from batchax.kernel.looking import in_jit
 from batchax.memo import memoized
 
 

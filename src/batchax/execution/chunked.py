@@ -10,7 +10,6 @@ import jax
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
-from batchax.execution.local_rows import in_jit
 from batchax.execution.loop_progress import find_progress
 from batchax.execution.loop_runs import LoopProgress
 from batchax.execution.memory import Auto, parse_limit
@@ -25,6 +24,7 @@ from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.captured import MappedProgram
 from batchax.kernel.inner import example_aval
 from batchax.kernel.lasting import call_key, evaluated
+from batchax.kernel.looking import WHOLE, in_jit, unseen
 from batchax.memo import Memo
 
 
@@ -153,11 +153,16 @@ def run_in_chunks(
 
     # A choice of chunk size is noted for each call.
     kept = None if isinstance(chunking.batch_size, Auto) else (_staged, key)
+
+    def evaluate(*args: Any) -> list[Any]:
+        return evaluated(run, args, traced, kept=kept)[0]
+
     try:
-        return evaluated(run, program.args, traced, kept=kept)[0]
+        return unseen(evaluate, program.args, WHOLE)
     except _OtherConstants:
         program, consts, positions = held, [], held.axes
-        return evaluated(run, program.args, traced)[0]
+        kept = None
+        return unseen(evaluate, program.args, WHOLE)
 
 
 def _check_no_references(values: Iterable[Any]) -> None:
@@ -209,7 +214,12 @@ def run_on_shards(
     _check_no_references(args)
     check_shared([x for x, a in zip(args, positions, strict=True) if a is None], [])
     shard = OneShard(chunking, axis, positions, shards, checked)
-    return on_shards(shards, shard.run, args, positions, compiled=not in_jit())
+    compiled = not in_jit()
+
+    def run(*args: Any) -> tuple[list[Any], FlatOutputs]:
+        return on_shards(shards, shard.run, args, positions, compiled)
+
+    return unseen(run, args, WHOLE)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,15 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import AbstractMesh
 
-from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
 from batchax.execution.processes import from_all
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.containers import BatchOfRows
 from batchax.frontend.local_rows import LocalRows
+from batchax.kernel.looking import in_jit
 
 
 def own_rows(mesh: Any, mapped: Sequence[Mapped]) -> list[int]:
@@ -87,11 +86,6 @@ def _local(mapped: Sequence[Mapped]) -> list[tuple[Mapped, LocalRows, int]]:
         for m in mapped
         if isinstance(m.value, LocalRows) and m.axis is not None
     ]
-
-
-def in_jit() -> bool:
-    """Whether operations become part of a program, rather than being computed here and now."""
-    return _compat.tracing() and isinstance(jnp.zeros(()), Tracer)
 
 
 def on_own_devices(mesh: Any, names: Sequence[Any], own: Sequence[range]) -> tuple[range, ...]:

@@ -14,11 +14,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
-from batchax.execution.local_rows import in_jit, on_own_devices
+from batchax.execution.local_rows import on_own_devices
 from batchax.execution.processes import check_spans, of_several_processes, put_by_program
 from batchax.execution.shards import Shards, sharding_of, spec_of
 from batchax.frontend.local_rows import LocalRows
 from batchax.kernel.axis import AxisPosition, inserted
+from batchax.kernel.looking import in_jit
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition, lanes_vary_over, match_axis
 from batchax.kernel.captured import may_be_differentiated
 from batchax.kernel.interpreter import interpret
+from batchax.kernel.looking import looks_here
 from batchax.kernel.named_axes import uses_name
 from batchax.kernel.registry import registrations
 from batchax.kernel.varying import Varying, types_varying, vary_over
@@ -190,6 +191,8 @@ def stage_function(
     named = [] if axis.name is None else [(axis.name, axis.size)]
 
     def stage(f: Callable[..., Any], selecting: bool = False) -> _compat.ClosedJaxpr:
+        if looks_here():
+            f = _compat.keeping_calls(f)
         with recording.paused(axis), _compat.mesh_axis_taken(axis.mesh_axis):
             return _compat.stage(f, avals, named, arg_names, transformation, selecting)
 

@@ -14,12 +14,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jax.core import Tracer
+from jax.extend.core.primitives import jit_p
+
 from batchax import _compat
 from batchax.jaxprs.evaluate import bind_equation, evaluate
+from batchax.jaxprs.own_primitives import is_own, shown
+from batchax.jaxprs.primitive_facts import body_parameter, facts_of
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.fallback import run_without_rule
-from batchax.kernel.named_axes import may_use_name
+from batchax.kernel.looking import found, in_jit, looks_here, unseen
+from batchax.kernel.named_axes import has_rules, may_use_name
 from batchax.kernel.reference_axes import create_batched, references_to_batch
 from batchax.kernel.registry import find
 from batchax.kernel.rule_results import run_rule
@@ -71,11 +77,12 @@ def interpret(
     """
     one_for_each_lane = references_to_batch(axis, jaxpr, axes)
     whole = ProgramRun(jaxpr)
+    run = batch_looked_at if looks_here() else batch_equation
 
     def run_equation(eqn: Any, operands: list[Placed]) -> Iterable[Placed]:
         values, positions = [x for x, _ in operands], [a for _, a in operands]
         for_each_lane = not one_for_each_lane.isdisjoint(eqn.outvars)
-        outs = batch_equation(axis, eqn, values, positions, for_each_lane, whole)
+        outs = run(axis, eqn, values, positions, for_each_lane, whole)
         return zip(*outs, strict=True)
 
     with recording.run(jaxpr):
@@ -124,6 +131,59 @@ def batch_equation(
     else:
         outs, out_axes = batch(axis, eqn, operands, operand_axes)
     return (as_lanes(axis, outs, out_axes) if checked else outs), out_axes
+
+
+def batch_looked_at(
+    axis: Axis,
+    eqn: Any,
+    operands: list[Any],
+    operand_axes: list[AxisPosition],
+    creates_batched: bool = False,
+    whole: ProgramRun | None = None,
+) -> tuple[Sequence[Any], Sequence[AxisPosition]]:
+    """As `batch_equation`, where JAX looks for NaN, or infinity, in what is computed.
+
+    JAX is to find what it finds in one example: in the results of an equation, but not in what
+    masked lanes make on the way to them.
+
+    Raises:
+      FloatingPointError: there is one in the results, as JAX says it, with the user's line.
+    """
+    primitive, facts = eqn.primitive, facts_of(eqn.primitive)
+    run = functools.partial(batch_equation, axis, eqn, creates_batched=creates_batched)
+    if creates_batched or any(map(_compat.is_reference, operands)):
+        return run(operands, operand_axes, whole=whole)
+    hidden = lambda: unseen(lambda *xs: run(list(xs), operand_axes), operands, shown(primitive))
+    calls_back = _compat.observed(eqn.effects)
+    body = _compat.close(eqn.params[body_parameter(eqn)]) if facts.body else None
+    try:
+        if facts.nests or is_own(primitive):
+            return hidden()
+        if in_jit():
+            return run(operands, operand_axes, whole=whole)
+        if body is not None and primitive is not jit_p:
+            if calls_back:
+                return hidden()
+            # JAX computes it operation by operation.
+            outs = interpret(axis, body.jaxpr, body.consts, operands, operand_axes)
+            return hidden() if any(isinstance(x, Tracer) for x in operands) else outs
+        try:
+            return run(operands, operand_axes, whole=whole)
+        except (FloatingPointError, _compat.FoundNaN):
+            if has_rules(eqn) or calls_back:
+                raise  # it was in what the function does; or may not be done twice
+        try:
+            return hidden()
+        except FloatingPointError:
+            if body is not None:  # JAX would say which operation in it, and so it is looked for
+                interpret(axis, body.jaxpr, body.consts, operands, operand_axes)
+            raise
+    except (FloatingPointError, _compat.FoundNaN) as error:
+        if isinstance(error, _compat.FoundNaN):
+            error = found(error, shown(primitive))
+        if not hasattr(error, "__notes__"):
+            error.add_note(f"in {_compat.user_line(eqn.source_info, running=True)}")
+        raise error from None
 
 
 def _fits(eqn: Any, operands: Sequence[Any]) -> bool:

@@ -53,10 +53,13 @@ def gives_index(eqn: Any, name: Hashable) -> bool:
     return any(gives_index(e, name) for p in jaxprs_in_params(eqn.params) for e in p.eqns)
 
 
+def has_rules(eqn: Any) -> bool:
+    """Whether `eqn` calls a function with a derivative rule."""
+    return not _RULES.isdisjoint(eqn.params)
+
+
 def _has_rules(eqn: Any) -> bool:
-    if not _RULES.isdisjoint(eqn.params):
-        return True
-    return any(map(_has_rules_inside, jaxprs_in_params(eqn.params)))
+    return has_rules(eqn) or any(map(_has_rules_inside, jaxprs_in_params(eqn.params)))
 
 
 def _has_rules_inside(jaxpr: Any) -> bool:
