@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import batchax as bx
 
-from support.oracle import example, same
+from support.oracle import at_once, example, same
 
 W = example((2, 3), seed=1)
 X = example((3, 16), seed=2)
@@ -265,3 +265,13 @@ def test_a_batch_size_is_chosen_in_a_shard_map_of_the_users_own():
         return jax.jit(jax.grad(lambda w, x: sum(jnp.sum(jnp.sin(y)) for y in f(w, x)), (0, 1)))
 
     same(of(spread)(*sharded(mesh)), of(jax.vmap(predict, (None, 1), (1, 0)))(W, X))
+
+
+def test_chunks_of_plain_arrays_under_a_mesh_that_types_tell_of():
+    # They are from before the mesh was set, so their types say nothing of it.
+    w, x = jnp.asarray(W), jnp.asarray(X)
+    both = lambda **options: lambda w, x: (outputs(w, x, **options), gradient(w, x, **options))
+    expected = jax.jit(both())(w, x)
+    with jax.set_mesh(mesh_of(AxisType.Explicit)):
+        got = at_once(both(batch_size=3), both(batch_size=3, residuals="keep"))(w, x)
+    same(jax.device_get(got), [expected] * 2)

@@ -30,6 +30,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import mapped_aval
+from jax.sharding import PartitionSpec
 
 from batchax import _compat
 from batchax.execution import gathered_lanes
@@ -402,6 +403,9 @@ def _collect(
 
 
 def _write(result: Any, out: Any, start: Any, axis: int) -> Any:
+    if jax.typeof(out).sharding.mesh.empty and not jax.typeof(result).sharding.mesh.empty:
+        # Of an array from before `jax.set_mesh`, whose type tells of no mesh.
+        out = jax.sharding.reshard(out, PartitionSpec(*[None] * out.ndim))
     return lax.dynamic_update_slice_in_dim(result, out, start, axis, allow_negative_indices=False)
 
 
