@@ -1,0 +1,46 @@
+"""Features two, three and more at a time, next to the loop over examples."""
+
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from support import together
+from support.oracle import same
+from support.together import FEATURES, REFUSED
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "together.md"
+
+
+def named(features):
+    return "+".join(f for f in FEATURES if f in features)
+
+
+ROWS = together.covering_array()
+
+
+@pytest.mark.parametrize("features", ROWS, ids=named)
+def test_features_together(features):
+    same(together.call(features), together.reference(features))
+
+
+def test_all_pairs_are_together_and_most_triples():
+    for size, share in [(2, 1.0), (3, 0.6)]:
+        wanted = together.together(size)
+        found = {frozenset(c) for row in ROWS for c in combinations(row, size)}
+        assert len(found & set(wanted)) >= share * len(wanted)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("features", together.together(3), ids=named)
+def test_each_triple(features):
+    same(together.call(features), together.reference(features))
+
+
+@pytest.mark.parametrize("features", REFUSED, ids=named)
+def test_what_is_refused_says_so(features):
+    assert REFUSED[features] in " ".join(str(together.refusal(features)).split())
+
+
+def test_the_page_is_as_it_is_made():
+    assert PAGE.read_text() == together.page(), "run `make docs`"
