@@ -115,6 +115,7 @@ browser:
 
 docs: .venv/ready
 	.venv/bin/python tools/generate_primitives.py
+	.venv/bin/python tools/generate_together.py
 
 notebooks: .venv/ready
 	.venv/bin/python tools/notebooks.py

@@ -3,11 +3,14 @@
 from itertools import combinations
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
+
+import batchax as bx
 
 from support import together
 from support.oracle import same
-from support.together import FEATURES, REFUSED
+from support.together import FEATURES, NEEDS, OPTIONS, REFUSED, X
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "together.md"
 
@@ -40,6 +43,12 @@ def test_each_triple(features):
 @pytest.mark.parametrize("features", REFUSED, ids=named)
 def test_what_is_refused_says_so(features):
     assert REFUSED[features] in " ".join(str(together.refusal(features)).split())
+
+
+@pytest.mark.parametrize("feature", NEEDS)
+def test_what_has_no_effect_alone_is_refused(feature):
+    with pytest.raises(bx.ArgumentTypeError):
+        bx.vmap(jnp.sin, **OPTIONS[feature])(X)
 
 
 def test_the_page_is_as_it_is_made():

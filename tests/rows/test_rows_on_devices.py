@@ -171,3 +171,21 @@ def test_what_needs_all_rows_is_refused(name):
     fun, options, match = REFUSED[name]
     with pytest.raises(bx.UnsupportedError, match=match):
         bx.vmap(fun, mesh="all", **options)(ragged(3, lengths=LENGTHS["even"]))
+
+
+@pytest.mark.parametrize("vmap", [jax.vmap, bx.vmap])
+def test_a_batch_of_batches_outside_of_jit(vmap):
+    """Its axis is not spread over devices with that of the rows."""
+    data, lengths = example((2, 13), seed=2), np.array([3, 1, 4, 2, 3], np.int32)
+    batch = lambda mesh: (
+        lambda data: bx.vmap(lambda row: (jnp.cumsum(row), row.sum()), mesh=mesh)(
+            bx.Ragged(data, lengths)
+        )
+    )
+    got, expected = ([batch(mesh)(x) for x in data] for mesh in ["all", None])
+    same(got, expected)
+    same(
+        vmap(lambda x: batch("all")(x)[0].data)(data),
+        jnp.stack([rows.data for rows, _ in expected]),
+    )
+    same(vmap(lambda x: batch("all")(x)[1])(data), jnp.stack([sums for _, sums in expected]))

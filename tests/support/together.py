@@ -22,7 +22,7 @@ ROWS = [np.cos(i + np.arange(float(n))) for i, n in enumerate(LENGTHS)]
 OPTIONS = {
     "mesh": {"mesh": "all"},
     "chunks": {"batch_size": 2},
-    "progress": {"batch_size": 2, "progress": lambda done, total: None},
+    "progress": {"progress": lambda done, total: None},
     "compact": {"divergence": "compact"},
     "packed": {"layout": "packed"},
     "padded": {"layout": "padded"},
@@ -32,26 +32,26 @@ OPTIONS = {
 
 # What each feature is, and the options or calls that it is written as.
 FEATURES = {
-    "mesh": 'lanes over devices, `mesh="all"`',
-    "chunks": "a few lanes at a time, `batch_size=2`",
-    "progress": "a bar, or a function that is called, `progress=`",
-    "compact": 'lanes that leave a loop, `divergence="compact"`',
-    "rows": "rows of different lengths, `Ragged`",
-    "packed": 'rows one after another, `layout="packed"`',
-    "padded": 'rows of one size, `layout="padded"`',
-    "grouped": 'rows of one length together, `layout="grouped"`',
-    "buckets": "groups of rows of similar length, `buckets=2`",
-    "rule": "a function with a batching rule, `custom_vmap`",
-    "keys": "a random key for each lane, `split_key`",
-    "tiles": "blocks of an axis as lanes, `tiles`",
-    "sizes": "a size for each lane, `size`",
-    "reduce": 'results reduced over the batch, `Reduce("mean")`',
-    "names": "collectives, `axis_name=`",
-    "grad": "derivatives in reverse, `jax.grad` around",
-    "jvp": "derivatives forward, `jax.jvp` around",
-    "jax.vmap": "`jax.vmap` around",
-    "bx.vmap": "`bx.vmap` around",
-    "jit": "`jax.jit` around",
+    "mesh": ("lanes over devices", '`mesh="all"`'),
+    "chunks": ("a few lanes at a time", "`batch_size=2`"),
+    "progress": ("a bar, or a function that is called", "`progress=`"),
+    "compact": ("lanes that leave a loop", '`divergence="compact"`'),
+    "rows": ("rows of different lengths", "`Ragged`"),
+    "packed": ("rows one after another", '`layout="packed"`'),
+    "padded": ("rows of one size", '`layout="padded"`'),
+    "grouped": ("rows of one length together", '`layout="grouped"`'),
+    "buckets": ("groups of rows of similar length", "`buckets=2`"),
+    "rule": ("a function with a batching rule", "`custom_vmap`"),
+    "keys": ("a random key for each lane", "`split_key`"),
+    "tiles": ("blocks of an axis as lanes", "`tiles`"),
+    "sizes": ("a size for each lane", "`size`"),
+    "reduce": ("results reduced over the batch", '`Reduce("mean")`'),
+    "names": ("collectives", "`axis_name=`"),
+    "grad": ("derivatives in reverse", "`jax.grad` around"),
+    "jvp": ("derivatives forward", "`jax.jvp` around"),
+    "jax.vmap": ("a batch of batches", "`jax.vmap` around"),
+    "bx.vmap": ("a batch of batches", "`bx.vmap` around"),
+    "jit": ("compiled", "`jax.jit` around"),
 }
 
 # What cannot be had without another feature.
@@ -117,8 +117,8 @@ def key(x):
     return jax.random.fold_in(jax.random.key(3), (x[0, 0] > 0.7).astype(int))
 
 
-# By feature: the name of the argument, its entry in `in_axes`, the batch of it, and that of one lane.
-# They depend on `x`, so that what is around the batch differentiates and batches them, too.
+# By feature: the name of the argument, its entry in `in_axes`, the batch of it, what a lane has of
+# it. They depend on `x`, so that what is around the batch differentiates and batches them, too.
 KINDS = {
     "rows": ("row", 0, rows, lambda x, i: ROWS[i] * x[0, 0]),
     "tiles": (
@@ -187,7 +187,7 @@ def around(features, run, vmap=None):
     x = jnp.asarray(X)
     if "grad" in features:
         total = lambda x, run=run: sum(jnp.sum(jnp.sin(v)) for v in run(x))
-        run = lambda x, f=jax.grad(total): [f(x)]
+        run = lambda x: [jax.grad(total)(x)]
     if "jvp" in features:
         run = lambda x, f=run: [*jax.jvp(f, (x,), (jnp.cos(x),))]
     for name, theirs in [("jax.vmap", jax.vmap), ("bx.vmap", bx.vmap)]:
@@ -222,6 +222,7 @@ REFUSED = {
     frozenset({"grouped", "names"}): "it can only run for rows of one length at a time",
     frozenset({"buckets", "names"}): "those of one bucket run at a time",
     frozenset({"mesh", "rows", "names"}): "a device knows only its own",
+    frozenset({"mesh", "sizes", "names"}): "a device knows only its own",
 }
 
 
@@ -270,12 +271,10 @@ def refusal(features):
 def page():
     """`docs/reference/together.md`."""
     lines = [PREFACE, "| feature | in a call |", "|---|---|"]
-    for name, text in FEATURES.items():
-        about, _, written = text.rpartition(", ")
-        lines.append(f"| {about} | {written} |")
+    lines += [f"| {about} | {written} |" for about, written in FEATURES.values()]
     lines += [REFUSALS, "| together | the error |", "|---|---|"]
     for features in REFUSED:
-        names = " and ".join(FEATURES[f].rpartition(", ")[2] for f in FEATURES if f in features)
+        names = " and ".join(FEATURES[f][1] for f in FEATURES if f in features)
         text = " ".join(str(refusal(features)).split())
         lines.append(f"| {names} | {text} |")
     return "\n".join(lines) + "\n"
@@ -284,15 +283,15 @@ def page():
 PREFACE = """\
 # Features together
 
-Whatever batchax can do, it is to do together with all else: rows of different lengths in chunks, on
-several devices, under two derivatives. The suite runs each pair of these features, and most triples, in
-calls that have up to eight of them at a time, and compares with the loop over examples; every triple
-runs each night. Made by `make docs` from the table that the suite runs.
+Whatever batchax can do, it is to do together with all else: rows of different lengths in chunks,
+on several devices, under two derivatives. The suite runs every pair of these features, and most
+triples, in calls that have up to eight of them at a time, and compares with the loop over examples.
+Every triple by itself runs each night. Made by `make docs` from the table that the suite runs.
 """
 
 REFUSALS = """
-`progress=` needs `batch_size`, and `layout=` and `buckets=` need a `Ragged`: without it they would have no
-effect, and are refused. A call has one `layout`, and `buckets` are padded.
+`progress=` needs `batch_size`, and `layout=` and `buckets=` need a `Ragged`: without it they would
+have no effect, and are refused. A call has one `layout`.
 
 ## What is refused
 

@@ -175,7 +175,8 @@ def _placed(shards: Shards, x: Any, position: AxisPosition) -> Any:
         spec = _with_other_axes(shards, x, position)
         return jax.sharding.reshard(x, NamedSharding(shards.mesh, spec))
     if isinstance(x, Tracer) and puts_traced(shards.mesh):
-        return _put_traced(shards, x, position)
+        filled = x if position is None else shards.filled_up(x, position)
+        return put_traced(shards, filled, position, _compat.value_of(x))
     if isinstance(x, Tracer) or isinstance(shards.mesh, AbstractMesh):
         # Where the values will be, `jit` and `shard_map` say.
         return x if position is None else _filled_up_anywhere(shards, x, position)
@@ -214,14 +215,14 @@ def puts_traced(mesh: Any) -> bool:
     return not (isinstance(mesh, AbstractMesh) or of_several_processes(mesh) or in_jit())
 
 
-def _put_traced(shards: Shards, x: Any, position: AxisPosition) -> Any:
+def put_traced(shards: Shards, x: Any, position: AxisPosition, value: Any) -> Any:
     """An array that is differentiated, with its lanes where shards want them.
 
     What the user put on other devices is put there, and the cotangent of what was on one of them
     goes back. All else `jit` puts where it is needed.
+
+    value: what is known of where it is; None if nothing is.
     """
-    value = _compat.value_of(x)
-    x = x if position is None else shards.filled_up(x, position)
     if value is None or not value.committed:
         return x
     typed = _typed_mesh(x) is not None

@@ -18,8 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, NamedSharding
 
+from batchax import _compat
+from batchax.execution.mesh import put_traced, puts_traced
 from batchax.execution.shards import Shards, is_sharded, on_shards, spec_of, with_whole_axis
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import place
@@ -221,6 +224,9 @@ def _arguments(call: Call) -> list[tuple[Mapped, RowSize | None]]:
 def _put(shards: Shards, x: Any, position: AxisPosition) -> Any:
     if isinstance(shards.mesh, AbstractMesh):
         return x
+    if isinstance(x, Tracer) and puts_traced(shards.mesh):
+        # It may have another axis, inside of ``jax.vmap``, that must not be spread.
+        return put_traced(shards, x, position, _compat.value_of(x))
     return jax.device_put(x, NamedSharding(shards.mesh, spec_of(shards, position)))
 
 
