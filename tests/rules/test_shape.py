@@ -116,6 +116,17 @@ def test_broadcast_that_permutes():
     check_all(cases, derivatives=False)
 
 
+def test_places_that_are_integers_of_numpy():
+    """Positions that rules compute from them meet JAX again where a loop holds what they return."""
+
+    def f(x):
+        wide = lax.broadcast_in_dim(x, (2, *x.shape), tuple(np.arange(1, 1 + x.ndim)))
+        flat = lax.reduce_sum_p.bind(wide, axes=(np.int64(0),), out_sharding=None)
+        return lax.fori_loop(0, 2, lambda i, y: y * jnp.sum(wide) + flat, x)
+
+    quickly(f, example((3, 2, 4)), in_axes=2, derivatives=False)
+
+
 @pytest.mark.parametrize("name", ONE_ARRAY)
 def test_no_more_operations_than_jax(name):
     for in_axis in (0, 1, 2):

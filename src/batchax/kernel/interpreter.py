@@ -212,5 +212,13 @@ def _batch(
     more = {"place": (whole, eqn)} if found.looks_ahead and whole is not None else {}
     out, out_axes = found.rule(axis, operands, operand_axes, **eqn.params, **more)
     if primitive.multiple_results:
-        return out, out_axes
-    return [out], [out_axes]
+        return out, list(map(_number, out_axes))
+    return [out], [_number(out_axes)]
+
+
+def _number(position: AxisPosition) -> AxisPosition:
+    """A position as Python's int, which JAX asks for.
+
+    Rules compute it from parameters, of which users may have made NumPy's integers.
+    """
+    return position if position is None or type(position) is int else int(position)
