@@ -27,7 +27,7 @@ CALLS = {
 
 # Rules that go through the lanes one after another, and rules that ask the user's.
 SERVICES = {
-    **dict.fromkeys("io_callback debug_callback debug_print".split(), "lanes"),
+    **dict.fromkeys("io_callback debug_callback debug_print lane_calls".split(), "lanes"),
     **dict.fromkeys("rng_bit_generator rng_uniform select_and_scatter".split(), "lanes"),
     **dict.fromkeys("custom_vmap_call custom_batched_call".split(), "user"),
 }

@@ -146,7 +146,7 @@ def test_io_callback(ordered, jit):
             jax.vmap(fun, (1, None))(x, 1.0)
 
 
-def test_ordered_io_callbacks_follow_the_program_and_then_the_lanes():
+def test_ordered_io_callbacks_follow_the_lanes_and_then_the_program():
     log = Log(returns=False)
 
     def fun(x):
@@ -162,7 +162,7 @@ def test_ordered_io_callbacks_follow_the_program_and_then_the_lanes():
 
     jax.jit(bx.vmap(fun))(jnp.arange(2.0))
     jax.effects_barrier()
-    assert log.calls == [(0.0,), (1.0,), *[(10.0,), (11.0,)] * 2, (99.0,)]
+    assert log.calls == [(0.0,), *[(10.0,)] * 2, (1.0,), *[(11.0,)] * 2, (99.0,)]
 
 
 @pytest.mark.parametrize("ordered", [False, True])
@@ -260,6 +260,39 @@ def test_checks_made_by_checkify():
     assert batched(x, jnp.array([0, 1, 2]))[0].get() is None
     assert "out-of-bounds" in batched(x, jnp.array([0, 9, 2]))[0].get()
     assert "nan" in batched(x.at[1].set(-1.0), jnp.array([0, 1, 2]))[0].get()
+
+
+def test_checks_are_made_for_the_lanes_that_are_there():
+    def f(x):
+        def halved(x):
+            checkify.check(x > 3, "x is {}", x)
+            return x / 2
+
+        half = lax.cond(x > 2, halved, lambda x: x, x)
+        return half + lax.while_loop(lambda x: x > 3, halved, x)
+
+    batched = jax.jit(checkify.checkify(bx.vmap(f)))
+    assert batched(jnp.array([0.0, 4.0, -1.0, 9.0]))[0].get() is None
+    assert "x is 2.5" in batched(jnp.array([0.0, 2.5, 9.0]))[0].get()
+
+
+def test_calls_for_lanes_that_types_say_are_sharded():
+    log = Log()
+
+    def f(x):
+        call = lambda x: io_callback(log, SCALAR, x)
+        return jax.pure_callback(log, SCALAR, x, vmap_method="sequential"), lax.cond(
+            x > 1, call, lambda x: x, x
+        )
+
+    mesh = jax.make_mesh((2,), ("d",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.arange(4.0), jax.NamedSharding(mesh, jax.P("d")))
+        out = jax.jit(bx.vmap(f))(x)
+    jax.effects_barrier()
+    assert [jax.typeof(y).sharding.spec for y in out] == [jax.P("d")] * 2
+    same(out, (x, x))
+    assert sorted(log.calls) == [(0.0,), (1.0,), (2.0,), (2.0,), (3.0,), (3.0,)]
 
 
 def test_error_for_each_lane():

@@ -22,6 +22,7 @@ from batchax._compat import find_primitive
 from batchax.execution.slices import follow_p
 from batchax.rules.in_place import some_active_p
 from batchax.rules.in_turn import in_turn_p
+from batchax.rules.lane_calls import lane_calls_p
 from batchax.rules.masking import safe_lanes
 from batchax.user_rules.linear import linear_with_transpose
 from rules.test_collectives import COLLECTIVES
@@ -365,6 +366,11 @@ def _spread(_, cotangents):
     return [jnp.broadcast_to(c, (3,)) for c in cotangents]
 
 
+def _calls_of_lanes(active, x):
+    program = jax.make_jaxpr(lambda x: jax.debug.callback(lambda x: None, x))(x)
+    lane_calls_p.bind(active, x, program=program, shared=(True,), placed=False)
+
+
 def _own():
     chunked = bx.vmap(jnp.sin, batch_size=2)
     loop = lambda x: bx.bounded_while(lambda c: c.sum() < 9, jnp.sin, x, 5)
@@ -390,6 +396,7 @@ def _own():
         },
         "execution.slices": {"follow": (follow_p.bind, X, X)},
         "rules.in_turn": {"in_turn": (partial(in_turn_p.bind, count=1), X, X)},
+        "rules.lane_calls": {"lane_calls": (_calls_of_lanes, BOOL, X)},
         "rules.in_place": {"some_active": (some_active_p.bind, BOOL, BOOL)},
         "rules.masking": {"safe_lanes": (lambda active, x: safe_lanes(active, x, 0), BOOL, X)},
         "user_rules.batching": {"custom_batched_call": (batched_by_rule, X)},

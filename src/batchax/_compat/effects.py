@@ -27,19 +27,24 @@ def observed(effects: Any) -> bool:
     return any(type(e).__name__ != "NamedAxisEffect" for e in effects)
 
 
-def ordered_by_lane(effects: Any) -> bool:
-    """Whether a program with these effects must run for one lane after another.
+def in_order(effects: Any) -> bool:
+    """Whether calls of Python in a program with these effects are to happen in order."""
+    return any(type(e).__name__ in ("OrderedIOEffect", "OrderedDebugEffect") for e in effects)
 
-    So do input and output in a program that some lanes do not run, and whatever
-    is to happen in order.
-    """
-    ordered = {"IOEffect", "OrderedIOEffect", "OrderedDebugEffect"}
-    return any(type(e).__name__ in ordered for e in effects)
+
+def ordered_by_lane(effects: Any) -> bool:
+    """Whether a program with these effects does input or output, or what is to happen in order."""
+    return in_order(effects) or any(type(e).__name__ == "IOEffect" for e in effects)
 
 
 def calls_back(effects: Any) -> bool:
     """Whether a program with these effects calls Python where it can be seen."""
     return ordered_by_lane(effects) or any(type(e).__name__ == "DebugEffect" for e in effects)
+
+
+def checks(effects: Any) -> bool:
+    """Whether a program with these effects has a runtime check of ``checkify``."""
+    return any(type(e).__name__ == "ErrorEffect" for e in effects)
 
 
 @contextmanager

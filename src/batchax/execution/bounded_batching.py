@@ -30,7 +30,8 @@ from batchax.kernel.divergence import BoundedLoop, PlacedOutputs
 from batchax.kernel.inner import ANYWHERE, batch_inner
 from batchax.kernel.interpreter import interpret
 from batchax.rules.hazards import hazards
-from batchax.rules.loops import predicate, settle
+from batchax.rules.lane_calls import is_seen, with_active
+from batchax.rules.loops import predicate, predicate_if, settle
 from batchax.rules.mask_plan import MaskPlan, plan_masking
 from batchax.rules.masking import is_inexact, run_masked, select_lanes
 from batchax.rules.parting import run_parting
@@ -149,16 +150,18 @@ def _run_tested(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     _, test_at, *_ = form.split(loop.axes)
     counts, test_consts, consts, carry, xs = form.split(_of_lanes(axis, loop))
 
-    def active_lanes(consts: Values, carry: Values) -> Any:
+    def active_lanes(consts: Values, carry: Values, active: Any = None) -> Any:
         operands, positions = [*consts[1:n], *carry], [*test_at, *[0] * len(carry)]
-        return predicate(axis, loop.test, operands, positions)
+        if active is None:
+            return predicate(axis, loop.test, operands, positions)
+        return predicate_if(axis, active, loop.test, operands, positions)
 
     def tested(step: Step) -> LoopStep:
         def run(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
             active, steps, *carry = carry
             new, ys = step(active, consts[n:], carry, x)
             steps = steps + lax.convert_element_type(active, np.int32)
-            active &= active_lanes(consts, new) & (steps < consts[0])
+            active &= active_lanes(consts, new, active) & (steps < consts[0])
             return [active, steps, *new], ys
 
         return run
@@ -278,9 +281,12 @@ def _masked(
 
     def plan(program: Any, differentiated: bool) -> MaskPlan:
         """What masked lanes need in a step; of one with derivatives, or without."""
-        inexact = {i for i, v in enumerate(program.jaxpr.invars) if is_inexact(v.aval)}
-        needed = inexact if differentiated else ()
-        return plan_masking(program.jaxpr, positions, needed, may_take_mask=False)
+        calls = is_seen(program)
+        jaxpr = (with_active(axis, program) if calls else program).jaxpr
+        inexact = {i for i, v in enumerate(jaxpr.invars) if is_inexact(v.aval)}
+        needed, mine = inexact if differentiated else (), range(calls)
+        at = [*[0] * calls, *positions]
+        return plan_masking(jaxpr, at, needed, mine, may_take_mask=False)
 
     plain, safe = plan(body, False), plan(guarded, True)
     step = made(_masked_step(axis, body, positions, plain))
@@ -294,11 +300,16 @@ def _masked_step(
 ) -> Step:
     """A step of the active lanes; the others keep their carry, and return zeros."""
 
+    calls = is_seen(program)
+    if calls:
+        program, positions = with_active(axis, program), [0, *positions]
+
     def run(operands: Values, positions: Sequence[AxisPosition]) -> PlacedOutputs:
         return interpret(axis, program.jaxpr, program.consts, operands, positions)
 
     def step(active: Any, consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
-        outs, at = run_masked(active, run, [*consts, *carry, *x], positions, plan, ())
+        operands = [*[active] * calls, *consts, *carry, *x]
+        outs, at = run_masked(active, run, operands, positions, plan, ())
         outs = [match_axis(axis, x, a, 0) for x, a in zip(outs, at, strict=True)]
         new, ys = outs[: len(carry)], outs[len(carry) :]
         new = [select_lanes(active, 0, x, old) for x, old in zip(new, carry, strict=True)]

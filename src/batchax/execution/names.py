@@ -4,12 +4,17 @@ In chunks a lane's index is not its place in the chunk, and a collective must se
 the lanes of all chunks. So calls that contain either are opened, and the index
 becomes an input of the program, which loops and branches receive as any other value
 unless they hold a collective: these are run for all lanes, and their bodies opened then.
+
+Calls of the host are told the index, too: those that all lanes have in common are made for the
+first of all, and those of lanes that fill up a device not at all (`rules/lane_calls.py`).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,32 +26,96 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import copy_p, while_p
 
 from batchax import _compat
-from batchax.execution.sections import Section
+from batchax.errors import UnsupportedError
+from batchax.execution.sections import Section, variables
 from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES, bind_with, bodies_of
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import body_parameter, facts_of
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import remembered
 from batchax.kernel.named_axes import as_names, uses_name
+from batchax.rules.calls import CALLS
+from batchax.rules.collectives import REDUCTIONS
+from batchax.rules.lane_calls import bind_if, call_if, calls_host, calls_in
 
 
-def expose_names(axis: Axis, staged: _compat.ClosedJaxpr) -> Section:
+@dataclass(frozen=True)
+class HostCalls:
+    """The calls of the host in a program whose lanes run in parts, in chunks or on devices.
+
+    Attributes:
+      batched: the variables that may depend on the batch.
+      devices: the axes of the mesh that lanes are spread over; empty for no mesh.
+      own: with devices, the index of the first lane of this one, and that after the last, if some
+        may fill it up that are not its own.
+    """
+
+    batched: AbstractSet[Any] = frozenset()
+    devices: tuple[Any, ...] = ()
+    own: Any = None
+
+    @classmethod
+    def of(cls, axis: Axis, jaxpr: Any, positions: Sequence[Any], **devices: Any) -> HostCalls:
+        """Those of `jaxpr`, whose inputs have the batch axis at these positions."""
+        batched = {v for v, a in zip(jaxpr.invars, positions, strict=True) if a is not None}
+        for eqn in jaxpr.eqns:
+            named = axis.name is not None and uses_name(eqn, axis.name)
+            reduces = named and eqn.primitive.name in _REDUCTIONS
+            if not reduces and (named or not batched.isdisjoint(variables(eqn))):
+                batched.update(eqn.outvars)
+        return cls(batched, **devices)
+
+    def of_each_lane(self, eqn: Any) -> bool:
+        """Whether an equation makes calls that may depend on the batch."""
+        return _calls(eqn) and not self.batched.isdisjoint(variables(eqn))
+
+    def of_one_device(self, eqn: Any) -> bool:
+        """Whether an equation makes calls that one device is to make for all."""
+        return bool(self.devices) and _calls(eqn) and not self.of_each_lane(eqn)
+
+
+_REDUCTIONS = frozenset(name for names in REDUCTIONS for name in names.split())
+
+
+def _calls(eqn: Any) -> bool:
+    """Whether calls in an equation are to be told the lane. What is in order is so by itself."""
+    return calls_host(eqn) and not _compat.in_order(eqn.effects)
+
+
+def expose_names(
+    axis: Axis, staged: _compat.ClosedJaxpr, calls: HostCalls = HostCalls()
+) -> Section:
     """`staged` with the index of the lane as its first input and calls opened.
 
     Variables keep their identity: derivative rules may have closed over them.
+
+    Args:
+      axis: the axis being mapped.
+      staged: the program.
+      calls: the calls of the host in it; by default they stay as they are.
+
+    Raises:
+      UnsupportedError: a call of the host that all devices have in common returns something.
     """
     lane = _lane_variable()
     index = lane.aval
     eqns, constvars, consts = [], [*staged.jaxpr.constvars], [*staged.consts]
     for eqn in staged.jaxpr.eqns:
-        if not is_exposed(axis, eqn):
+        exposed, of_one = is_exposed(axis, eqn), calls.of_one_device(eqn)
+        of_lanes = calls.of_each_lane(eqn) or (exposed and of_one)
+        if not (exposed or of_one or of_lanes):
             eqns.append(eqn)
             continue
 
-        def run(lane: Any, *xs: Any, eqn: Any = eqn) -> list[Any]:
+        def run(lane: Any, *xs: Any, eqn: Any = eqn, of_lanes: bool = of_lanes) -> list[Any]:
             names = _compat.current_name_stack()
             with _compat.user_source(eqn.source_info, names), eqn.ctx.manager:
-                return _distinct(_use(axis, eqn, list(xs), lane), [lane, *xs])
+                if of_lanes or is_exposed(axis, eqn):
+                    caller = _caller(lane, calls.own) if of_lanes else None
+                    outs = _use(axis, eqn, list(xs), lane, caller)
+                else:
+                    outs = _on_one_device(axis, eqn, xs, calls.devices)
+                return _distinct(outs, [lane, *xs])
 
         types = [index, *(v.aval for v in eqn.invars)]
         part = _compat.stage(run, types, _names(axis))
@@ -66,15 +135,42 @@ def _lane_variable() -> Any:
     return _compat.stage(lambda i: [i], [jax.typeof(np.int32(0))]).jaxpr.invars[0]
 
 
-def index_as_input(axis: Axis, program: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
-    """`program`, in which no lanes meet, with the index of the lane as its first input."""
+def _on_one_device(
+    axis: Axis, eqn: Any, xs: Sequence[Any], names: tuple[Any, ...]
+) -> Sequence[Any]:
+    """The results of an equation whose calls of the host are made by the first device only."""
+    for call in (call for call in calls_in(eqn) if call.outvars):
+        raise UnsupportedError(
+            f"{_compat.user_line(call.source_info)}: a callback with effects returns a value that "
+            "is the same for all lanes, and lanes are spread over devices (mesh was given, or the "
+            "arguments are sharded): each would make the call. Make it before, and pass what it "
+            "returns with None in in_axes."
+        )
+    return bind_if(axis, eqn, xs, lax.eq(lax.axis_index(names), np.int32(0)))
+
+
+def _caller(lane: Any, own: Any) -> Any:
+    """The index of a lane for calls of the host: negative if it only fills up a device."""
+    if own is None:
+        return lane
+    return lax.select(lax.lt(lane, own[1]), lane, lax.full_like(lane, -1))
+
+
+def index_as_input(
+    axis: Axis, program: _compat.ClosedJaxpr, calls: bool = False
+) -> _compat.ClosedJaxpr:
+    """`program`, in which no lanes meet, with the index of the lane as its first input.
+
+    With `calls` there is another one, the index that calls of the host are told.
+    """
 
     def run(lane: Any, *xs: Any) -> list[Any]:
-        return _evaluate(axis, jaxpr, consts, xs, lane)
+        caller, xs = (xs[0], xs[1:]) if calls else (None, xs)
+        return _evaluate(axis, jaxpr, consts, xs, lane, caller)
 
     jaxpr, consts = program.jaxpr, program.consts
-    types = [jax.typeof(np.int32(0)), *program.in_avals]
-    key = axis, "index_as_input"
+    types = [*[jax.typeof(np.int32(0))] * (1 + calls), *program.in_avals]
+    key = axis, "index_as_input", calls
     return remembered(program, key, lambda: _compat.stage(run, types, _names(axis)))
 
 
@@ -125,28 +221,36 @@ def _distinct(outs: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
 
 
 def _evaluate(
-    axis: Axis, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], lane: Any
+    axis: Axis, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], lane: Any, caller: Any
 ) -> list[Any]:
     def run_equation(eqn: Any, xs: list[Any]) -> Sequence[Any]:
-        return _use(axis, eqn, xs, lane) if is_exposed(axis, eqn) else bind_equation(eqn, xs)
+        used = is_exposed(axis, eqn) or (caller is not None and _calls(eqn))
+        return _use(axis, eqn, xs, lane, caller) if used else bind_equation(eqn, xs)
 
     return evaluate(jaxpr, consts, args, run_equation)
 
 
-def _use(axis: Axis, eqn: Any, xs: list[Any], lane: Any) -> Sequence[Any]:
-    """The results of an equation that `is_exposed`, for the lane with the index `lane`."""
+def _use(axis: Axis, eqn: Any, xs: list[Any], lane: Any, caller: Any) -> Sequence[Any]:
+    """The results of an equation that `is_exposed`, for the lane with the index `lane`.
+
+    Or of one that calls the host, if `caller` is the index that it is told.
+    """
+    name, exposed = eqn.primitive.name, is_exposed(axis, eqn)
     if _is_index(eqn):
         return [_index(axis, eqn.params["axis_name"], lane)]
     if facts_of(eqn.primitive).cast:
         others = tuple(n for n in eqn.params["axes"] if n != axis.name)
         return bind_equation(eqn, xs, axes=others) if others else xs
-    if _is_opened(eqn):
+    if _is_opened(eqn) and (exposed or name not in CALLS):
         body = _compat.close(eqn.params[body_parameter(eqn)])
-        return _evaluate(axis, body.jaxpr, body.consts, xs, lane)
-    if find_meeting(axis, [eqn]) is None:
-        programs = [index_as_input(axis, _compat.close(b.program)) for b in bodies_of(eqn)]
-        return bind_with(eqn, xs, programs, [lane])
-    return bind_equation(eqn, xs)  # at the top level, where all lanes can be had
+        return _evaluate(axis, body.jaxpr, body.consts, xs, lane, caller)
+    if exposed and find_meeting(axis, [eqn]) is not None:
+        return bind_equation(eqn, xs)  # at the top level, where all lanes can be had
+    if name in LOOPS_AND_BRANCHES or name in CALLS:
+        more = [lane] if caller is None else [lane, caller]
+        bodies = [_compat.close(body.program) for body in bodies_of(eqn)]
+        return bind_with(eqn, xs, [index_as_input(axis, b, len(more) > 1) for b in bodies], more)
+    return call_if(eqn, xs, np.True_, caller)
 
 
 def find_meeting(axis: Axis, eqns: Iterable[Any]) -> Any:

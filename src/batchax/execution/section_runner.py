@@ -18,7 +18,7 @@ from batchax.execution.chunk_loop import chunk_loop_p, of_only_chunk
 from batchax.execution.loop_progress import end_loop
 from batchax.execution.loop_runs import LoopProgress
 from batchax.execution.memory import Auto
-from batchax.execution.names import expose_names, is_exposed
+from batchax.execution.names import HostCalls, expose_names, is_exposed
 from batchax.execution.placement import run_loop
 from batchax.execution.reverse_sweep import reverse_sweep_p
 from batchax.execution.section_body import Found, LanesToRun, SectionBody, Target
@@ -40,6 +40,7 @@ from batchax.jaxprs.spoken import line_of, spoken
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.captured import closed_over
 from batchax.rules.collectives import REDUCTIONS
+from batchax.rules.lane_calls import calls_in
 
 _SMALL = 256  # bytes that a loop cut out may hold of each lane, however little the batch has
 
@@ -71,8 +72,9 @@ class SectionRunner:
         # A lane that repeats another makes a difference only where lanes meet.
         meet = axis.name is not None or any(isinstance(o.spec, Reduce) for o in described)
         repeated = shards.most_repeated if shards is not None and meet else 0
-        if repeated or any(is_exposed(axis, eqn) for eqn in staged.jaxpr.eqns):
-            staged = expose_names(axis, staged)
+        calls = self._host_calls(staged.jaxpr, positions, batch_size)
+        if repeated or calls or any(is_exposed(axis, eqn) for eqn in staged.jaxpr.eqns):
+            staged = expose_names(axis, staged, calls or HostCalls())
             self.lane = staged.jaxpr.invars[0]
             all_lanes = np.array([0, axis.size], np.int32)
             values.insert(0, (all_lanes if shards is None else shards.own_lanes(), 0))
@@ -85,6 +87,31 @@ class SectionRunner:
         self.batch_bytes = bytes_per_lane(
             v for v, (_, a) in self.env.items() if a is not None and v is not self.lane
         )
+
+    def _host_calls(
+        self, jaxpr: Any, positions: Sequence[AxisPosition], batch_size: int | Auto
+    ) -> HostCalls | None:
+        """The calls of the host, if there are any, and if lanes run in parts.
+
+        Raises:
+          UnsupportedError: they are to be in order, and devices would make them.
+        """
+        axis, shards = self.axis, self.shards
+        calls = [call for eqn in jaxpr.eqns for call in calls_in(eqn)]
+        if not calls:
+            return None
+        if shards is None or shards.count == 1:
+            in_parts = isinstance(batch_size, Auto) or batch_size < self.local.size
+            return HostCalls.of(axis, jaxpr, positions) if in_parts else None
+        for call in calls:
+            if _compat.in_order(call.effects):
+                raise UnsupportedError(
+                    f"{_compat.user_line(call.source_info)}: a callback is to be called in order "
+                    "(ordered=True), and lanes are spread over devices (mesh was given, or the "
+                    "arguments are sharded), which run at the same time. Leave out ordered or mesh."
+                )
+        own = shards.own_lanes() if shards.most_repeated else None
+        return HostCalls.of(axis, jaxpr, positions, devices=shards.names, own=own)
 
     def outputs(self) -> tuple[list[Any], list[AxisPosition]]:
         """What the program returns, placed, and where it carries the batch axis."""

@@ -37,6 +37,8 @@ class Facts:
       body: of a call, the parameters that may hold the program that it is a call of.
       again: of a call: in reverse its program is computed again.
       marked: of a call: it says something of how its program is to be compiled or run.
+      once: a call of the host that is made once, for all lanes.
+      guarded: what is inside runs for active lanes only, which the primitive is told.
       nests: a loop or branch: what is inside runs more or less often than what is around it.
       combines: a program that it holds is the function with which it combines two elements.
       names: of a primitive that uses named axes without an effect that says so, the parameter
@@ -59,6 +61,8 @@ class Facts:
     body: tuple[str, ...] = ()
     again: bool = False
     marked: bool = False
+    once: bool = False
+    guarded: bool = False
     nests: bool = False
     combines: bool = False
     names: str = ""

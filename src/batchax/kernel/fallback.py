@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from batchax import _compat
 from batchax.errors import SequentialFallbackWarning
@@ -81,7 +82,9 @@ def one_after_another(
     """
     recording.note(service="lanes")
     batched = [
-        move_axis(x, a, 0) for x, a in zip(operands, operand_axes, strict=True) if a is not None
+        lanes_together(move_axis(x, a, 0))
+        for x, a in zip(operands, operand_axes, strict=True)
+        if a is not None
     ]
 
     def step(carry: None, lane: list[Any]) -> tuple[None, list[Any]]:
@@ -90,4 +93,22 @@ def one_after_another(
         return carry, one_lane(*xs)
 
     _, outs = lax.scan(step, None, batched, length=axis.size, unroll=unroll)
-    return outs
+    return [lanes_spread(axis, x) for x in outs]
+
+
+def lanes_together(x: Any) -> Any:
+    """`x` with axis 0 on each device, where its type says that it is sharded: to be taken apart."""
+    sharding: Any = jax.typeof(x).sharding
+    if sharding.mesh.empty or sharding.spec[:1] in ((), (None,)):
+        return x
+    return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec(None, *sharding.spec[1:])))
+
+
+def lanes_spread(axis: Axis, x: Any) -> Any:
+    """`x`, with lanes along axis 0, of the type that values batched over `axis` have."""
+    if axis.mesh_axis is None:
+        return x
+    sharding: Any = jax.typeof(x).sharding
+    spec = PartitionSpec(axis.mesh_axis, *sharding.spec[1:])
+    mesh = jax.sharding.get_abstract_mesh() if sharding.mesh.empty else sharding.mesh
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))

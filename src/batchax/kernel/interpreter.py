@@ -24,6 +24,7 @@ from batchax.jaxprs.primitive_facts import body_parameter, facts_of
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.fallback import run_without_rule
+from batchax.kernel.in_order import Placed, evaluate_in_order, in_order
 from batchax.kernel.looking import found, in_jit, looks_here, unseen
 from batchax.kernel.named_axes import has_rules, may_use_name
 from batchax.kernel.reference_axes import create_batched, references_to_batch
@@ -36,9 +37,6 @@ from batchax.kernel.varying import (
     varies_as_staged,
     vary_alike,
 )
-
-Placed = tuple[Any, AxisPosition]
-"""A value, and where it carries the batch axis."""
 
 
 @dataclass(eq=False)
@@ -85,14 +83,13 @@ def interpret(
         outs = run(axis, eqn, values, positions, for_each_lane, whole)
         return zip(*outs, strict=True)
 
+    placed = [(x, None) for x in consts], list(zip(args, axes, strict=True))
     with recording.run(jaxpr):
-        outputs = evaluate(
-            jaxpr,
-            [(x, None) for x in consts],
-            list(zip(args, axes, strict=True)),
-            run_equation,
-            lambda literal: (literal.val, None),
-        )
+        if in_order(jaxpr):
+            outputs = evaluate_in_order(axis, jaxpr, *placed, run_equation)
+        else:
+            number = lambda literal: (literal.val, None)
+            outputs = evaluate(jaxpr, *placed, run_equation, number)
     return [value for value, _ in outputs], [position for _, position in outputs]
 
 

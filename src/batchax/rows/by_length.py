@@ -35,6 +35,7 @@ from batchax.kernel.inner import stage_described
 from batchax.kernel.named_axes import uses_name
 from batchax.rows.arguments import RowSize, all_known, find_sizes, row_avals, sizes_in_errors
 from batchax.rows.groups import Placed, check_constants, groups_of, in_front, run_in_groups
+from batchax.rows.host_calls import refuse_order
 from batchax.rows.outputs import place_ragged
 from batchax.rows.ragged import Ragged
 from batchax.rows.recipes import same_recipe
@@ -81,6 +82,9 @@ def run_by_length(
     programs, outputs = [program for program, _ in staged], staged[-1][1]
     described = outputs.described
     _check_programs(axis, described, programs, lengths)
+    if len(groups) > 1:
+        for program in programs:
+            refuse_order(program)
     check_constants([each for _, each in staged])
     for at in _more_lengths(lengths):
         try:

@@ -38,6 +38,7 @@ from batchax.rows.by_length import RunDense, run_by_length
 from batchax.rows.call import Call
 from batchax.rows.class_choice import choose_classes, find_classes
 from batchax.rows.comparisons import question_of
+from batchax.rows.host_calls import refuse_calls, refuse_order
 from batchax.rows.in_buckets import by_bucket, check_buckets, run_in_buckets
 from batchax.rows.index import pad_rows
 from batchax.rows.layouts import Costs, choose_layouts
@@ -62,12 +63,14 @@ class RowOptions:
       in_chunks: whether there will be several chunks of that many rows.
       buckets: which rows run together, or how many groups of them there may be.
       shards: the devices that rows are dealt out to, if the user said so.
+      of_bucket: whether there are other rows, in other buckets.
     """
 
     layout: Literal["auto", "packed", "padded", "grouped"]
     in_chunks: Callable[[Any], bool]
     buckets: int | Buckets | None = None
     shards: Shards | None = None
+    of_bucket: bool = False
 
 
 def check_row_options(layout: Any, buckets: Any, batch_size: Any) -> None:
@@ -119,7 +122,7 @@ def run_rows(
     check_meshes(mapped)
     recording.fact("rows", axis=axis)
     if options.buckets is not None and by_bucket(axis, mapped, options.buckets):
-        each = replace(options, buckets=None)
+        each = replace(options, buckets=None, of_bucket=True)
         run_bucket = functools.partial(run_rows, run_dense=run_dense, options=each)
         return run_in_buckets(axis, one_row, mapped, options.buckets, run_bucket)
     by_length = functools.partial(run_by_length, axis, one_row, mapped, run_dense)
@@ -149,6 +152,8 @@ def run_rows(
         staged = outputs = None
     if staged is None or outputs is None:
         return by_length()
+    if options.of_bucket:
+        refuse_order(staged)
     described = list(map(place_ragged, outputs.described, [a.shape for a in staged.out_avals]))
     outputs = replace(outputs, described=described)
     call = Call(axis, staged, mapped, sizes_of, sizes, outputs)
@@ -262,6 +267,8 @@ def _run_on_devices(
         )
     if not call.axis.size:
         return run_rows(call)
+    if shards.count > 1:
+        refuse_calls(call.staged)
 
     kept = call.without_values()
 

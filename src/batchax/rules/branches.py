@@ -28,10 +28,10 @@ from batchax.kernel.inner import ANYWHERE, batch_inner, returning_alike
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.registry import register_rule
 from batchax.kernel.varying import varying_of
-from batchax.memo import memoized
 from batchax.rules.hazards import hazards
 from batchax.rules.in_place import masked, updated_operands
 from batchax.rules.in_turn import calls_library, in_turn
+from batchax.rules.lane_calls import is_seen, returning_zeros, with_active
 from batchax.rules.mask_plan import plan_masking
 from batchax.rules.masking import expand_like, is_inexact, run_masked
 from batchax.rules.parting import run_parting
@@ -134,6 +134,11 @@ def one_branch(
 
     But in the results `updated` they hold the operand that is named there.
     """
+    active, mine = lax.eq(index, np.asarray(i, index.dtype)), frozenset[int]()
+    if is_seen(branch):
+        branch, mine = with_active(axis, branch), frozenset({0})
+        operands, positions = [active, *operands], [0, *positions]
+        updated = {k: operand + 1 for k, operand in updated.items()}
     jaxpr = branch.jaxpr
     written = _compat.written_inputs(jaxpr)
     differentiable = {
@@ -141,11 +146,10 @@ def one_branch(
     }
     # Arrays updated in place stay those of their lane; what is read from them is replaced.
     own = frozenset(updated.values())
-    plan = plan_masking(jaxpr, positions, differentiable, own, updates=bool(updated))
+    plan = plan_masking(jaxpr, positions, differentiable, own | mine, updates=bool(updated))
     if plan.runs_as_it_is and not (plan.skippable or written):
         return interpret(axis, jaxpr, branch.consts, operands, positions)
 
-    active = lax.eq(index, np.asarray(i, index.dtype))
     program = branch
     if plan.takes_mask:
         program = masked(axis, branch, own, plan.fill if plan.harmed else None)
@@ -186,30 +190,11 @@ def _if_any(
         operands[operand], positions[operand] = match_axis(axis, x, position, 0), 0
     wanted = [0 if k in kept else ANYWHERE for k in range(len(branch.out_avals))]
     program, out_axes = batch_inner(axis, branch, positions, wanted, varying_of(operands))
-    nothing = _zeros(tuple(program.in_avals), tuple(program.out_avals), tuple(kept.items()))
+    nothing = returning_zeros(
+        tuple(program.in_avals), tuple(program.out_avals), tuple(kept.items())
+    )
     taken = lax.convert_element_type(lax.reduce_or(active, (0,)), np.int32)
     return cond_p.bind(taken, *operands, branches=(nothing, program)), list(out_axes)
-
-
-@memoized("programs that return zeros", most=1024)
-def _zeros(
-    in_avals: tuple[Any, ...], out_avals: tuple[Any, ...], kept: tuple[tuple[int, int], ...]
-) -> _compat.ClosedJaxpr:
-    """A program of these types that returns zeros, and an operand for each result in `kept`."""
-    handed_on = dict(kept)
-
-    def zero(aval: Any) -> Any:
-        sharding = None if aval.sharding.mesh.empty else aval.sharding
-        x = _compat.varying_as(lax.full(aval.shape, 0, aval.dtype, sharding=sharding), aval)
-        return _compat.weakly(x) if aval.weak_type else x
-
-    def zeros(*operands: Any) -> list[Any]:
-        return [
-            operands[handed_on[k]] if k in handed_on else zero(aval)
-            for k, aval in enumerate(out_avals)
-        ]
-
-    return _compat.stage(zeros, in_avals)
 
 
 def select_results(

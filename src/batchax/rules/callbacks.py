@@ -20,6 +20,7 @@ from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import Axis, axis_to_front, expand_axis, move_axis
 from batchax.kernel.fallback import one_after_another
 from batchax.kernel.registry import register_rule
+from batchax.rules.lane_calls import failures
 
 enter(
     """
@@ -139,7 +140,7 @@ def _check(primitive: _compat.Primitive) -> None:
         if axis.size == 0:
             return [], []
         args = [x if a is None else move_axis(x, a, 0) for x, a in zip(args, axes, strict=True)]
-        count = err_tree.children()[0].num_leaves  # an error: predicates, codes and payloads
+        count = failures(err_tree)
         failed = functools.reduce(jnp.logical_or, args[:count])
         first = jnp.argmax(failed) if jnp.ndim(failed) else 0
         args = [

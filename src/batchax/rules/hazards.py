@@ -78,7 +78,7 @@ def is_endless(eqn: Any) -> bool:
     It may if it holds loops that a counter ends after a few steps, whatever their operands are:
     the stages of a Runge-Kutta method, say. To run them costs less than to replace operands.
     """
-    programs = _programs(tuple(eqn.params.values()))
+    programs = _inside(eqn)
     endless = _facts(eqn).endless or any(hazards(program).endless for program in programs)
     return endless and _waits(eqn, {})
 
@@ -104,8 +104,13 @@ def find_collective(jaxpr: Any) -> Any:
 def _equations(jaxpr: Any) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
         yield eqn
-        for program in _programs(tuple(eqn.params.values())):
+        for program in _inside(eqn):
             yield from _equations(program)
+
+
+def _inside(eqn: Any) -> Iterator[Any]:
+    """The programs in an equation, but for those that run in active lanes only."""
+    return iter(()) if _facts(eqn).guarded else _programs(tuple(eqn.params.values()))
 
 
 def _programs(value: Any) -> Iterator[Any]:

@@ -47,7 +47,7 @@ from batchax.rules.hazards import is_endless
 from batchax.rules.masking import expand_like, is_inexact, safe_lanes
 
 
-def _live_type() -> Any:
+def live_type() -> Any:
     """The type of the predicate of one lane, which tells of the mesh in scope."""
     mesh = jax.sharding.get_abstract_mesh()
     sharding = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
@@ -109,7 +109,7 @@ def masked(
         return _run(_Lane(axis, active, fill), program, operands, own)
 
     def build() -> _compat.ClosedJaxpr:
-        return stage_function(axis, run, [_live_type(), *program.in_avals])
+        return stage_function(axis, run, [live_type(), *program.in_avals])
 
     return remembered(program, ("masked", axis, own, fill), build)
 
@@ -286,7 +286,7 @@ def _goes_on_if_active(axis: Axis, test: _compat.ClosedJaxpr) -> _compat.ClosedJ
         (more,) = eval_jaxpr(program.jaxpr, program.consts, active, *operands)
         return [some_active_p.bind(active, more)]
 
-    return stage_function(axis, goes_on, [_live_type(), *test.in_avals])
+    return stage_function(axis, goes_on, [live_type(), *test.in_avals])
 
 
 def _jit(lane: _Lane, eqn: Any, xs: Any, mine: set[int]) -> Sequence[Any]:

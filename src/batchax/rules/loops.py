@@ -30,6 +30,7 @@ from batchax.kernel.varying import (
     varying_of,
 )
 from batchax.rules.in_place import masked_in_place, updates_in_place
+from batchax.rules.lane_calls import is_seen, with_active
 from batchax.rules.mask_plan import MaskPlan, plan_masking
 from batchax.rules.masking import run_masked, select_lanes
 from batchax.rules.parting import run_parting
@@ -119,7 +120,9 @@ def _every_step(axis: Axis, loop: WhileLoop) -> PlacedOutputs:
     """Every step that some lane takes, for all lanes; those that are done keep their carry."""
     operands = (*loop.test_consts, *loop.body_consts, *loop.carry)
     masked = MaskedBody.of(axis, loop.test, loop.body, tuple(loop.body_at))
-    as_it_is = masked.plan.runs_as_it_is and not any(map(_compat.is_reference, operands))
+    calls = any(map(is_seen, (loop.test, loop.body)))
+    references = any(map(_compat.is_reference, operands))
+    as_it_is = masked.plan.runs_as_it_is and not (calls or references)
     outs = _selecting(axis, loop) if as_it_is else _masking(masked, loop)
     return outs, [0] * len(outs)
 
@@ -196,12 +199,14 @@ class MaskedBody:
       body: the program of one example.
       positions: where each of its constants has the batch axis; carries have it in front.
       plan: what finished lanes need in it.
+      calls: whether it calls the host. It is run `with_active` then, as the plan knows.
     """
 
     axis: Axis
     body: _compat.ClosedJaxpr
     positions: tuple[AxisPosition, ...]
     plan: MaskPlan
+    calls: bool
 
     @classmethod
     def of(
@@ -214,29 +219,35 @@ class MaskedBody:
         """The body of a loop with the predicate `test`, masked as it needs to be."""
         # Nothing counts as differentiable: a `while` has no reverse mode, in which a NaN would
         # spread, and in forward mode tangents are carried, and selected as all that is.
+        calls = is_seen(body)
+        program = with_active(axis, body) if calls else body
         plan = plan_masking(
-            body.jaxpr,
-            [*positions, *[0] * len(body.out_avals)],
+            program.jaxpr,
+            [*[0] * calls, *positions, *[0] * len(body.out_avals)],
             differentiable=(),
+            updated=range(calls),
             updates=updates_in_place(body, len(positions)),
             may_take_mask=not test.out_avals[0].shape,  # unless an example has lanes of its own
         )
-        return cls(axis, body, positions, plan)
+        return cls(axis, body, positions, plan, calls)
 
     def step(self, active: Any, consts: Sequence[Any], carry: Sequence[Any]) -> list[Any]:
         """The next carry of the lanes that are active, and the last one of the others."""
         front: list[AxisPosition] = [0] * len(carry)
         positions = [*self.positions, *front]
         program, kept = self.body, frozenset()
+        if self.calls:
+            program, positions = with_active(self.axis, program), [0, *positions]
+            consts = [_of_each_lane(active), *consts]
+        written = _compat.written_inputs(program.jaxpr)
         if self.plan.takes_mask:
-            program, kept = masked_in_place(self.axis, self.body, len(consts))
+            program, kept = masked_in_place(self.axis, program, len(consts))
 
         def run(operands: list[Any], positions: list[AxisPosition]) -> PlacedOutputs:
             mask, mask_at = ([active], [0]) if self.plan.takes_mask else ([], [])
             values, places = [*mask, *operands], [*mask_at, *positions]
             return interpret(self.axis, program.jaxpr, program.consts, values, places)
 
-        written = _compat.written_inputs(self.body.jaxpr)
         new, at = run_masked(active, run, [*consts, *carry], positions, self.plan, written)
         new = _matched(self.axis, new, at, front)
         return [
@@ -266,7 +277,7 @@ def _masked_loop(
         carry = masked.step(active, consts[:n_body], carry)
         tested = [*(consts[i] for i in places), *carry]
         tested_at = [*(consts_at[i] for i in places), *front]
-        return [active & predicate(axis, cond_jaxpr, tested, tested_at), *carry]
+        return [active & predicate_if(axis, active, cond_jaxpr, tested, tested_at), *carry]
 
     def any_active(active: Any, *_: Any) -> list[Any]:
         return [lax.reduce_or(active, tuple(range(active.ndim)))]
@@ -283,6 +294,19 @@ def _masked_loop(
     how = masked.plan  # not the body itself, which would then never be freed
     key = axis, how, cond_jaxpr, consts_at, places, varying, lanes_vary_over(axis)
     return remembered(body_jaxpr, key, build)
+
+
+def predicate_if(axis: Axis, active: Any, cond_jaxpr: Any, operands: Any, positions: Any) -> Any:
+    """As `predicate`, which calls the host for lanes that are active only."""
+    if is_seen(cond_jaxpr):
+        cond_jaxpr = with_active(axis, cond_jaxpr)
+        operands, positions = [_of_each_lane(active), *operands], [0, *positions]
+    return predicate(axis, cond_jaxpr, operands, positions)
+
+
+def _of_each_lane(active: Any) -> Any:
+    """Whether a lane is active: one that has lanes of its own is if any of them is."""
+    return active if active.ndim == 1 else lax.reduce_or(active, tuple(range(1, active.ndim)))
 
 
 def predicate(axis: Axis, cond_jaxpr: Any, operands: Any, positions: Any) -> Any:

@@ -10,7 +10,6 @@ from batchax.errors import UnsupportedError
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.divergence import BoundedLoop, Branches, PlacedOutputs, WhileLoop
-from batchax.kernel.fallback import one_after_another
 from batchax.rules.hazards import hazards
 
 Parting = TypeVar("Parting", WhileLoop, BoundedLoop, Branches)
@@ -32,7 +31,7 @@ def run_parting(
       primitive, args, axes, params: the equation.
       parting: the same, as an axis with a way of its own is given it.
       masked: runs it for all lanes, each of which drops what is not its own. So it is run unless
-        effects must come in the order of lanes, or the axis has another way.
+        the axis has another way.
 
     Raises:
       UnsupportedError: effects must come in order, and lanes depend on each other, or on a
@@ -40,11 +39,8 @@ def run_parting(
     """
     programs = [p for v in params.values() for p in (v if isinstance(v, tuple) else [v])]
     programs = [p.jaxpr for p in programs if isinstance(p, _compat.ClosedJaxpr)]
-    if any(_compat.ordered_by_lane(program.effects) for program in programs):
-        _check_order(programs, args, axes)
-        one_lane = lambda *xs: primitive.bind(*xs, **params)
-        outs = list(one_after_another(axis, one_lane, args, axes))
-        return outs, [0] * len(outs)
+    if any(_compat.in_order(program.effects) for program in programs):
+        _refuse_order(programs)
     placed = None if axis.divergence is None else axis.divergence.run(axis, parting)
     if placed is None:
         recording.note(divergence="masked")
@@ -52,20 +48,20 @@ def run_parting(
     return placed
 
 
-def _check_order(
-    programs: Sequence[Any], args: Sequence[Any], axes: Sequence[AxisPosition]
-) -> None:
-    """Refuses an equation whose lanes are to run one after another, and cannot."""
+def _refuse_order(programs: Sequence[Any]) -> None:
+    """Refuses an equation whose lanes were to run one after another, and cannot.
+
+    Where they can they do, before any rule is asked (`kernel/in_order.py`).
+    """
     where = "a branch that not every lane takes, or a loop that ends at its own step in each lane,"
     if any(hazards(program).collective for program in programs):
         raise UnsupportedError(
-            f"{where} holds both a callback with effects and a collective over a named axis: its "
-            "lanes would have to run one after another, to keep the effects in order, and "
-            "together, for the collective. Move one of the two out of it."
+            f"{where} holds both a callback in order (ordered=True) and a collective over a named "
+            "axis: its lanes would have to run one after another, for the order, and together, for "
+            "the collective. Move one of the two out of it."
         )
-    if any(_compat.is_reference(x) and a is not None for x, a in zip(args, axes, strict=True)):
-        raise UnsupportedError(
-            f"{where} holds both a callback with effects and a reference (jax.new_ref) with a "
-            "batch axis: its lanes run one after another, and a reference cannot be taken apart "
-            "into lanes. Read the reference before and write it after."
-        )
+    raise UnsupportedError(
+        f"{where} holds both a callback in order (ordered=True) and a reference (jax.new_ref): its "
+        "lanes run one after another, and a reference cannot be taken apart into lanes. Read the "
+        "reference before and write it after."
+    )

@@ -1,0 +1,151 @@
+"""Programs with effects that come in order: in that of the loop over the examples.
+
+Of a callback that is called in order (``ordered=True``) that loop makes all calls of one example
+before those of the next. So here lanes run one after another, from the first such callback to the
+last. As few equations as possible do: what a later callback does not need of an earlier one is
+computed before or after, for all lanes together.
+
+What all lanes have in common is called once; lanes come one after another before it, and again
+after it. So they do where they meet, in a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+from jax.extend.core.primitives import cond_p
+
+from batchax import _compat
+from batchax.jaxprs.evaluate import Step, bind_equation, plan, walk
+from batchax.jaxprs.primitive_facts import facts_of
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.fallback import one_after_another
+from batchax.kernel.named_axes import uses_name
+
+Placed = tuple[Any, AxisPosition]
+"""A value, and where it carries the batch axis."""
+
+
+def in_order(jaxpr: Any) -> bool:
+    """Whether a program has effects that come in order."""
+    return any(eqn.effects and _compat.in_order(eqn.effects) for eqn in jaxpr.eqns)
+
+
+def evaluate_in_order(
+    axis: Axis,
+    jaxpr: Any,
+    consts: Sequence[Placed],
+    args: Sequence[Placed],
+    run_equation: Callable[[Any, list[Placed]], Iterable[Placed]],
+) -> list[Placed]:
+    """What `jaxpr` returns, as `evaluate` of `run_equation`, with effects in order."""
+    env: dict[Any, Placed] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    steps = [step._replace(dead=()) for step in plan(jaxpr)]
+    waiting: list[Step] = []
+    made: set[Any] = set()
+
+    def read(v: Any) -> Placed:
+        return (v.val, None) if isinstance(v, Literal) else env[v]
+
+    def run(steps: Iterable[Step]) -> None:
+        walk(steps, env, read, lambda step, operands: run_equation(step.eqn, operands))
+
+    def run_waiting() -> None:
+        calls, others = _needed(waiting)
+        if len(calls) > 1 or any(_repeats(step.eqn, read(step.inputs[0])) for step in calls):
+            inside = set(map(id, calls))
+            reads = [jaxpr.outvars, *(s.inputs for s in steps if id(s) not in inside)]
+            _run_lanes(axis, calls, env, read, set().union(*map(_variables, reads)))
+        else:
+            run(calls)
+        run(others)
+        waiting.clear()
+        made.clear()
+
+    for step in steps:
+        waits = not made.isdisjoint(_variables(step.inputs))
+        if not (waits or _compat.in_order(step.eqn.effects)):
+            run([step])
+        elif waits or any(read(v)[1] is not None for v in step.inputs):
+            if _needs_all(axis, step.eqn):
+                run_waiting()
+                run([step])
+            else:
+                waiting.append(step)
+                made.update(step.outputs)
+        else:  # the same for all lanes
+            run_waiting()
+            run([step])
+    run_waiting()
+    return list(map(read, jaxpr.outvars))
+
+
+def _needs_all(axis: Axis, eqn: Any) -> bool:
+    """Whether lanes cannot run an equation one after another: they meet, or part a reference."""
+    named = axis.name is not None and uses_name(eqn, axis.name)
+    return named or any(hasattr(v.aval, "inner_aval") for v in eqn.invars)
+
+
+def _repeats(eqn: Any, first: Placed) -> bool:
+    """Whether an equation runs a program more or less often than once for each lane."""
+    together = eqn.primitive is cond_p and first[1] is None
+    return facts_of(eqn.primitive).nests and not together
+
+
+def _needed(steps: Sequence[Step]) -> tuple[list[Step], list[Step]]:
+    """The steps with effects that come in order, with all that later ones need; and the others."""
+    needed: set[Any] = set()
+    calls, others = [], []
+    for step in reversed(steps):
+        if _compat.in_order(step.eqn.effects) or not needed.isdisjoint(step.outputs):
+            calls.append(step)
+            needed.update(_variables(step.inputs))
+        else:
+            others.append(step)
+    return calls[::-1], others[::-1]
+
+
+def _variables(read: Iterable[Any]) -> list[Any]:
+    return [v for v in read if not isinstance(v, Literal)]
+
+
+def _run_lanes(
+    axis: Axis,
+    steps: Sequence[Step],
+    env: dict[Any, Placed],
+    read: Callable[[Any], Placed],
+    wanted: set[Any],
+) -> None:
+    """Runs steps for one lane after another; what they make that is `wanted` is left in `env`."""
+    made = {v for step in steps for v in step.outputs}
+    read_here = dict.fromkeys(v for step in steps for v in _variables(step.inputs))
+    inputs = [v for v in read_here if v not in made]
+    outputs = [v for step in steps for v in step.outputs if v in wanted]
+
+    def one_lane(*xs: Any) -> list[Any]:
+        own = dict(zip(inputs, xs, strict=True))
+        value = lambda v: v.val if isinstance(v, Literal) else own[v]
+        walk(steps, own, value, lambda step, xs: bind_equation(step.eqn, xs))
+        return [own[v] for v in outputs]
+
+    values, positions = [read(v)[0] for v in inputs], [read(v)[1] for v in inputs]
+    if recording.is_on():
+        at = dict(zip(inputs, positions, strict=True))
+        for step in steps[1:]:
+            with _recorded(axis, step, at):
+                recording.note(service="lanes")
+        with _recorded(axis, steps[0], at):
+            outs = one_after_another(axis, one_lane, values, positions)
+    else:
+        outs = one_after_another(axis, one_lane, values, positions)
+    env.update(zip(outputs, [(x, 0) for x in outs], strict=True))
+
+
+def _recorded(axis: Axis, step: Step, at: dict[Any, AxisPosition]) -> Any:
+    """While notes of an equation are taken whose operands have the batch axis `at` a position."""
+    positions = [None if isinstance(v, Literal) else at.get(v, 0) for v in step.inputs]
+    return recording.equation(axis, step.eqn, positions, False)
