@@ -89,6 +89,18 @@ def either(f):
     return lambda x: lax.cond(x > 1, lambda x: f(x) / x, f, x)
 
 
+def loud(f):
+    """`f`, with a call of the host where its values are computed."""
+
+    @jax.custom_jvp
+    def called(x):
+        jax.debug.callback(lambda x: None, x)
+        return f(x)
+
+    called.defjvp(lambda primals, tangents: jax.jvp(f, primals, tangents))
+    return lambda x: lax.cond(x > 1, called, f, x)
+
+
 def gradient(f):
     return lambda x: jax.grad(f)(x)
 
@@ -144,6 +156,7 @@ AROUND = {
     "follow": lambda f: (lambda x: with_derivative_of(f(x), f(x)), f),
     "in_turn": lambda f: (lambda x: in_turn([f(x)], [f(2 * x)])[1][0], lambda x: f(2 * x)),
     "safe_lanes": lambda f: (each(either(f), bx.vmap), each(either(f))),
+    "lane_calls": lambda f: (each(loud(f), bx.vmap), each(f)),
     "some_active": lambda f: (
         lambda x: x * some_active_p.bind(x > 1, f(x) > 0),
         lambda x: x * ((x > 1) & (f(x) > 0)),
