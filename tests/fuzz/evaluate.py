@@ -110,7 +110,10 @@ def _operation(eqn, xs):
         outs = outs if primitive.multiple_results else [outs]
         return [np.asarray(x, v.aval.dtype) for x, v in zip(outs, eqn.outvars, strict=True)]
     run = functools.partial(primitive.bind, **primitive.get_bind_params(eqn.params))
-    outs = (jax.jit(run) if primitive.name == "shard_map" else run)(*xs)
+    if primitive.name == "shard_map":
+        outs = jax.jit(lambda *xs: jax.tree.leaves(run(*xs)))(*xs)
+    else:
+        outs = run(*xs)
     return [_known(x) for x in (outs if primitive.multiple_results else [outs])]
 
 

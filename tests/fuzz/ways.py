@@ -11,6 +11,8 @@ DEVICES = [
     'mesh=Mesh(np.array(jax.devices()[:1]), ("d",))',
     f'mesh=({GRID}, "d")',
     f'mesh=({GRID}, ("e", "d"))',
+    'mesh=jax.make_mesh((4,), ("d",))',
+    'mesh=(jax.make_mesh((2, 2), ("d", "e")), ("e", "d"))',
 ]
 
 # What goes with a mesh.
