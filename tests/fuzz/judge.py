@@ -112,6 +112,7 @@ class Case:
 # What is refused by name, as documented.
 REFUSALS = [
     "a function that does input or output",  # differentiated in chunks
+    "a callback is to be called in order",  # on devices
 ]
 
 REDUCTIONS = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
