@@ -111,9 +111,8 @@ def _operation(eqn, xs):
         return [np.asarray(x, v.aval.dtype) for x, v in zip(outs, eqn.outvars, strict=True)]
     run = functools.partial(primitive.bind, **primitive.get_bind_params(eqn.params))
     if primitive.name == "shard_map":
-        outs = jax.jit(lambda *xs: list(run(*xs)))(*xs)
-    else:
-        outs = run(*xs)
+        run = jax.jit(lambda *xs, bind=run: list(bind(*xs)))
+    outs = run(*xs)
     return [_known(x) for x in (outs if primitive.multiple_results else [outs])]
 
 
