@@ -183,3 +183,21 @@ def test_derivatives_see_the_same_random_numbers():
         return jax.value_and_grad(lambda x: bx.vmap(dropout, **options)(keys, x).sum())
 
     same(jax.jit(value_and_gradient(batch_size=2))(x), jax.jit(value_and_gradient())(x))
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 2}, {"batch_size": 1}, {"mesh": "all"}])
+def test_what_lanes_share_may_be_computed_by_what_makes_calls(options, wrap):
+    """A loop of numbers that all lanes share, which is told each lane's own."""
+    seen = []
+
+    def f(x, w):
+        def step(c):
+            jax.debug.callback(lambda *xs: seen.append(tuple(map(float, xs))), x, c[1])
+            return c[0] + 1, jnp.sin(c[1]) * 0 + c[0]
+
+        return lax.while_loop(lambda c: c[0] < 3, step, (0.0, w))[1], w
+
+    got = wrap(bx.vmap(f, (0, None), (None, 0), **options))(X, 1.0)
+    same(got, (jnp.asarray(2.0), jnp.ones(LANES)))
+    jax.effects_barrier()
+    assert sorted(seen) == [(i, c) for i in range(LANES) for c in (0.0, 1.0, 1.0)]

@@ -95,14 +95,16 @@ class SectionBody:
         eqns: Sequence[Any],
         targets: Sequence[Target],
         effects: bool = True,
+        same: Sequence[Target] = (),
     ) -> None:
+        """`same`: targets known not to depend on the batch, which are returned for each lane."""
         self.targets = targets
         self.section = section_for(eqns, [t.variable for t in targets], env, effects)
         if lanes.repeated and lanes.index not in self.section.invars:
             self.section = self.section.replace(invars=[lanes.index, *self.section.invars])
         self.operands = [env[v][0] for v in self.section.invars]
         positions = [env[v][1] for v in self.section.invars]
-        self._chunk = _Chunk(lanes, self.section, positions, targets)
+        self._chunk = _Chunk(lanes, self.section, positions, targets, same)
         self.specs, self.reduced = self._chunk.specs, self._chunk.reduced
 
         operand_kinds = tuple(
@@ -146,6 +148,7 @@ class _Chunk:
       section: the equations.
       positions: where operands have the batch axis.
       targets: what is wanted.
+      same: those that do not depend on the batch, and are returned for each lane all the same.
       specs: the spec of each target, noted; None if it does not depend on the batch.
       reduced: notes of what becomes of those that are reduced.
     """
@@ -154,6 +157,7 @@ class _Chunk:
     section: Any
     positions: Sequence[AxisPosition]
     targets: Sequence[Target]
+    same: Sequence[Target] = ()
     specs: dict[Target, Any] = field(default_factory=dict)
     reduced: dict[Target, Any] = field(default_factory=dict)
 
@@ -163,7 +167,12 @@ class _Chunk:
         def run(start: Any, *xs: Any) -> list[Any]:
             outs, positions, real = self.interpret(width, start, xs)
             found = zip(self.targets, outs, positions, strict=True)
-            return [self._result(target, x, position, real) for target, x, position in found]
+            return [
+                self._of_each(target, x, width)
+                if target in self.same
+                else self._result(target, x, position, real)
+                for target, x, position in found
+            ]
 
         return run
 
@@ -186,6 +195,10 @@ class _Chunk:
             real = lax.lt(values[place], lax.broadcast(xs[place][1], (width,)))
         with running(program):
             return *program.run(), real
+
+    def _of_each(self, target: Target, x: Any, width: int) -> Any:
+        self.specs[target] = Lanes(0)
+        return lax.broadcast(x, (width,))
 
     def _result(self, target: Target, x: Any, position: AxisPosition, real: Any) -> Any:
         """What a chunk returns for one target. Notes the spec of the target in `specs`."""

@@ -295,18 +295,24 @@ class SectionRunner:
         found: dict[Target, Found] = {}
         self.in_chunks = True
         if section.of_only_chunk is None:
+            same: list[Target] = []
             if section.shared:  # batching found that all lanes have the same
-                found = SectionBody(
-                    self.lanes, self.env, eqns, section.shared, effects=False
-                ).of_first_lane()
+                # What makes calls is not computed once more for the first lane.
+                same = [t for t in section.shared if self._calls_back(eqns, t)]
+                quiet = [t for t in section.shared if t not in same]
+                if quiet:
+                    found = SectionBody(
+                        self.lanes, self.env, eqns, quiet, effects=False
+                    ).of_first_lane()
                 section = SectionBody(
-                    self.lanes, self.env, eqns, [t for t in targets if t not in found]
+                    self.lanes, self.env, eqns, [t for t in targets if t not in found], same=same
                 )
             loop = replace(section.loop, results=tuple(section.specs.values()))
             # To keep residuals is to scan, and JAX runs the derivative rules of what it scans when
             # the values that they close over are gone.
             keep = self.keep and not any(map(closed_over, section.section.eqns))
             outs = dict(zip(section.specs, run_loop(loop, section.operands, keep), strict=True))
+            found |= {t: Found(outs.pop(t)[0], None) for t in same}
         else:
             outs = dict(zip(targets, section.of_only_chunk, strict=True))
             found = {t: Found(outs.pop(t), None) for t in section.shared}
@@ -323,6 +329,10 @@ class SectionRunner:
                 out = finish(target.how.kind, out, self.axis.size, aval)
             found[target] = Found(_compat.weakly(out) if aval.weak_type else out, 0)
         return found
+
+    def _calls_back(self, eqns: Sequence[Any], target: Target) -> bool:
+        section = section_for(eqns, [target.variable], self.env, effects=False)
+        return any(_compat.calls_back(eqn.effects) for eqn in section.eqns)
 
 
 @dataclass(frozen=True)
