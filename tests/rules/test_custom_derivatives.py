@@ -257,6 +257,36 @@ def test_symbolic_zeros_reach_a_vjp_rule():
         assert zeros == [[False, True]]
 
 
+def test_a_reverse_rule_branches_on_what_a_forward_rule_was_told():
+    """As those of Equinox's loops do: flags among residuals are Python's, and known."""
+
+    @jax.custom_vjp
+    def f(x, y):
+        return x * y
+
+    def fwd(x, y):
+        return x.value * y.value, (x.value, y.value, x.perturbed, y.perturbed, 3)
+
+    def bwd(residuals, cotangent):
+        x, y, wrt_x, wrt_y, times = residuals
+        return times * cotangent * y if wrt_x else None, 5 * cotangent * x if wrt_y else None
+
+    f.defvjp(fwd, bwd, symbolic_zeros=True)
+
+    def derivatives(vmap):
+        total = lambda x, y: vmap(f)(x, y).sum()
+        shared = lambda y: vmap(lambda x: f(x, y))(X).sum()
+        inside = vmap(jax.grad(lambda x, y: f(x, y).sum(), 1))(X, X)
+        nested = jax.grad(lambda x: vmap(vmap(f))(x, X).sum())(X)
+        both, one = jax.grad(total, (0, 1))(X, X), jax.grad(total)(X, X)
+        return both, one, jax.grad(shared)(W), inside, nested
+
+    ways = [bx.vmap, functools.partial(bx.vmap, batch_size=2), jax.vmap]
+    *got, expected = at_once(*[functools.partial(derivatives, way) for way in ways])()
+    for result in (*got, derivatives(bx.vmap)):
+        same(result, expected)
+
+
 def test_integers_keys_and_booleans():
     key = jax.random.split(jax.random.key(0), 3)
 

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Literal
 from jax.interpreters import ad
 
 from batchax import _compat
@@ -204,7 +205,7 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
     reverse = _Reverse(axis, bwd, program, axes, types)
     # What the latest forward run said of its residuals. JAX calls `forward` and, later, `backward`,
     # and hands on arrays alone from the one to the other: what describes them has to wait here.
-    kept = _Residuals((), ())
+    kept = _Residuals((), (), ())
 
     def run_forward(perturbed: Sequence[bool], primals: Any) -> tuple[list[Any], Axes, _Residuals]:
         with _compat.named_scope(axis.name, axis.size):
@@ -218,7 +219,9 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
         inputs = list(zip(axes, body.jaxpr.invars, strict=True))
         residuals = [next(computed) if f is None else inputs[f] for f in out_trees()[2]]
         types = [*(v.aval for _, v in residuals), *body.out_avals]
-        return outs, out_axes, _Residuals([a for a, _ in residuals], types_varying(types))
+        at = [a for a, _ in residuals]
+        known = [v.val if isinstance(v, Literal) else None for _, v in residuals]
+        return outs, out_axes, _Residuals(at, types_varying(types), known)
 
     def call(*xs: Any) -> list[Any]:
         outs, out_axes = interpret(axis, body.jaxpr, body.consts, xs, axes)
@@ -267,10 +270,17 @@ class _Residuals:
     Attributes:
       axes: where each has the batch axis.
       varying: over which axes of a mesh they, and after them the outputs, were staged to vary.
+      known: the number that each is whatever the arguments are, else None. A reverse rule may ask
+        for it in Python: which arguments a forward rule was told to be differentiated, say.
     """
 
     axes: Axes
     varying: Varying
+    known: Sequence[Any]
+
+    def computed(self, residuals: Iterable[Any]) -> list[Any]:
+        """Those that are no numbers known before."""
+        return [x for x, known in zip(residuals, self.known, strict=True) if known is None]
 
 
 class _Reverse:
@@ -286,8 +296,9 @@ class _Reverse:
     def __call__(self, kept: _Residuals, residuals: Any, cotangents: Any, ct_axes: Axes) -> Any:
         axis = self.axis
         types = map(_type, [*residuals, *cotangents])
-        staged, zeros, logs, has_logs = self._stage(types, [*kept.axes, *ct_axes], kept.varying)
+        staged, zeros, logs, has_logs = self._stage(types, ct_axes, kept)
         consts, const_axes = resolve(self.program, staged.consts)
+        residuals, residual_axes = kept.computed(residuals), kept.computed(kept.axes)
         given = [(c, a) for c, a in zip(cotangents, ct_axes, strict=True) if not _is_zero(c)]
         first = len(consts) + len(residuals)
         wanted = [a for a, zero in zip(self.in_axes, zeros, strict=True) if zero is None]
@@ -296,7 +307,7 @@ class _Reverse:
             axis,
             _compat.constants_as_inputs(staged.jaxpr),
             [*consts, *residuals, *(c for c, _ in given)],
-            [*const_axes, *kept.axes, *(a for _, a in given)],
+            [*const_axes, *residual_axes, *(a for _, a in given)],
             range(first, first + len(given)),
             wanted,
         )
@@ -316,10 +327,10 @@ class _Reverse:
         multiplied with something that differs by lane.
         """
         types = [*map(_type, residuals), *(jax.typeof(x).to_tangent_aval() for x in outs)]
-        staged, zeros, _, _ = self._stage(types, [*kept.axes, *out_axes], kept.varying)
+        staged, zeros, _, _ = self._stage(types, out_axes, kept)
         jaxpr = _compat.constants_as_inputs(staged.jaxpr)
         _, const_axes = resolve(self.program, staged.consts)
-        positions = [*const_axes, *kept.axes, *out_axes]
+        positions = [*const_axes, *kept.computed(kept.axes), *out_axes]
         batched = [a is not None for a in positions]
         in_axes = [a for a, zero in zip(self.in_axes, zeros, strict=True) if zero is None]
         needed: list[AxisPosition] = []
@@ -331,8 +342,13 @@ class _Reverse:
             needed.append(0 if out_axis is None and by_lane else None)
         return needed
 
-    def _stage(self, types: Iterable[Any], axes: Axes, varying: Varying) -> Any:
+    def _stage(self, types: Iterable[Any], ct_axes: Axes, kept: _Residuals) -> Any:
         """The rule for one example, and which cotangents it returns are symbolic zeros.
+
+        Args:
+          types: of residuals and cotangents.
+          ct_axes: where cotangents have the batch axis.
+          kept: what is said of residuals.
 
         Returns:
           The staged rule, for those inputs and outputs that are no symbolic zeros; the
@@ -345,24 +361,28 @@ class _Reverse:
 
         inputs = [
             SymbolicZero(example(t.aval, a, over)) if _is_zero(t) else example(t, a, over)
-            for t, a, over in zip(types, axes, varying, strict=True)
+            for t, a, over in zip(types, [*kept.axes, *ct_axes], kept.varying, strict=True)
         ]
-        key = tuple((x.aval, True) if _is_zero(x) else (x, False) for x in inputs)
+        known = [*kept.known, *[None] * len(ct_axes)]
+        key = (*((x.aval, True) if _is_zero(x) else (x, False) for x in inputs), *known)
         if key not in self._staged:
-            self._staged[key] = self._stage_for(inputs)
+            self._staged[key] = self._stage_for(inputs, known)
         return self._staged[key]
 
-    def _stage_for(self, inputs: Sequence[Any]) -> Any:
+    def _stage_for(self, inputs: Sequence[Any], known: Sequence[Any]) -> Any:
+        # What is passed on as it is: symbolic zeros, and known numbers.
+        as_it_is = [x if _is_zero(x) else v for x, v in zip(inputs, known, strict=True)]
+
         def one_example(*xs: Any) -> tuple[list[Any], Any]:
             given = iter(xs)
-            result = self.bwd.call_wrapped(*(x if _is_zero(x) else next(given) for x in inputs))
+            result = self.bwd.call_wrapped(*(next(given) if x is None else x for x in as_it_is))
             cotangents, logs = _compat.cotangents_and_logs(result)
             zeros = [c if isinstance(c, (ad.Zero, SymbolicZero)) else None for c in cotangents]
             leaves, structure = jax.tree.flatten(logs)
             outs = [c for c, z in zip(cotangents, zeros, strict=True) if z is None] + leaves
             return outs, (zeros, structure, isinstance(result, tuple))
 
-        given = [x for x in inputs if not _is_zero(x)]
+        given = [x for x, v in zip(inputs, as_it_is, strict=True) if v is None]
         program, description = stage_described(self.axis, one_example, given)
         return program, *description
 
