@@ -6,12 +6,11 @@ import contextlib
 import gc
 import io
 import multiprocessing
+import random
 import resource
 import time
 
 import jax
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
 
 from fuzz.judge import Discarded, Found, judge
 from fuzz.rows import draw_rows, judge_rows
@@ -23,10 +22,6 @@ MOST_MEMORY = 3_000_000  # KiB; compiled operations are kept until the process h
 DRAWN = {"dense": (draw_case, judge), "ragged": (draw_rows, judge_rows)}
 
 
-class Enough(BaseException):
-    """Ends the search for a smaller program."""
-
-
 class Block:
     """The programs of one seed: counts, and what was found."""
 
@@ -34,54 +29,83 @@ class Block:
         self.kind, self.number, self.count, self.show = kind, number, count, show
         self.programs, self.smaller = 0, 0
         self.discarded: collections.Counter[str] = collections.Counter()
-        self.known = collections.Counter(dict.fromkeys(known, 0))
+        self.before = known
+        self.known: collections.Counter[str] = collections.Counter()
 
     def run(self):
-        """Runs all programs; the first that fails in a new way is made as small as can be."""
-        last = []
+        """Runs all programs; one that fails in a new way is made as small as can be."""
         drawn, judged = DRAWN[self.kind]
-
-        @seed(self.number)
-        @settings(
-            max_examples=self.count,
-            deadline=None,
-            database=None,
-            report_multiple_bugs=False,
-            suppress_health_check=list(HealthCheck),
-            phases=[Phase.generate, Phase.shrink],
-        )
-        @given(st.data())
-        def programs(data):
-            case = drawn(lambda n: data.draw(_below(n)) if n > 1 else 0)
-            last[:] = [case]
-            if not failing:
-                self.programs += 1
-            elif self.smaller < MOST_SMALLER:
-                self.smaller += 1
-            else:
-                raise Enough
+        for k in range(self.count):
+            choices = Choices(random.Random(f"{self.number} {k}"))
+            self.programs += 1
             try:
-                judged(case)
-            except Discarded as reason:
-                self.discard(case, reason)
-            except Found as found:
-                if found.signature in self.known:
-                    self.known[found.signature] += 1
-                    return
-                failing[case.script()] = found
-                raise
-
-        failing: dict[str, Found] = {}
-        try:
-            programs()
-        except (Found, Enough):
-            found = failing[min(failing, key=len)]
+                found = self.judged(judged, drawn(choices))
+            except Exception as error:  # of the generator
+                self.known[f"generator: {type(error).__name__}"] += 1
+                self.tell(type(error).__name__, repr(error))
+                continue
+            if found is None:
+                continue
             self.known[found.signature] += 1
-            self.tell(found.signature, str(found))
-        except Exception as error:  # of the generator
-            case = last[0].script() if last else ""
-            self.known[f"generator: {type(error).__name__}"] += 1
-            self.tell(type(error).__name__, f"{error!r}\n{case}")
+            if self.known[found.signature] == 1 and found.signature not in self.before:
+                found = self.smaller_than(found, choices.made, drawn, judged)
+                self.tell(found.signature, str(found))
+
+    def judged(self, judged, case):
+        """What is found of a case; None if nothing is."""
+        try:
+            judged(case)
+        except Discarded as reason:
+            self.discard(case, reason)
+        except Found as found:
+            return found
+        return None
+
+    def smaller_than(self, found, made, drawn, judged):
+        """The find of a smaller program that fails in the same way: of fewer, lower choices."""
+        left = MOST_SMALLER
+
+        def fails(made):
+            nonlocal left, found
+            left -= 1
+            self.smaller += 1
+            try:
+                case = drawn(again := Choices(None, made))
+                judged(case)
+            except Found as other:
+                if other.signature == found.signature:
+                    found = other
+                    return again.made
+            except Exception:  # it says nothing, or cannot be drawn
+                pass
+            return None
+
+        size = max(len(made) // 2, 1)
+        while left > 0:
+            at, went = 0, False
+            while at < len(made) and left > 0:
+                part = made[at : at + size]
+                options = [made[:at] + made[at + size :]]
+                if any(part):
+                    options.append(made[:at] + [0] * len(part) + made[at + size :])
+                for option in options:
+                    if (
+                        left > 0
+                        and (less := fails(option))
+                        and (len(less), less)
+                        < (
+                            len(made),
+                            made,
+                        )
+                    ):
+                        made, went = less, True
+                        break
+                else:
+                    at += size
+            if size == 1 and not went:
+                break
+            size = max(size // 2, 1)
+        return found
 
     def discard(self, case, reason):
         self.discarded[str(reason)[:200]] += 1
@@ -92,14 +116,21 @@ class Block:
         print(f"--- {self.kind}, seed {self.number}: {found}\n{text}\n", flush=True)
 
 
-_strategies = {}
+class Choices:
+    """Numbers below others, at random or as they are given, and noted; 0 where none are left."""
+
+    def __init__(self, rng, given=()):
+        self.rng, self.given, self.made = rng, iter(given), []
+
+    def __call__(self, n):
+        if n <= 1:
+            return 0
+        number = self.rng.randrange(n) if self.rng else min(next(self.given, 0), n - 1)
+        self.made.append(number)
+        return number
+
+
 _cleared = 1
-
-
-def _below(n):
-    if n not in _strategies:
-        _strategies[n] = st.integers(0, n - 1)
-    return _strategies[n]
 
 
 def run_block(*args):
@@ -144,6 +175,4 @@ def blocks(options, known):
             done, running = concurrent.futures.wait(
                 running, return_when=concurrent.futures.FIRST_COMPLETED
             )
-            for block, *rest in (future.result() for future in done):
-                left += block.count - block.programs  # a block ends where it finds something
-                yield block, *rest
+            yield from (future.result() for future in done)
