@@ -198,7 +198,10 @@ def vmap(
     @functools.wraps(fun)
     @_compat.api_boundary
     def batched(*args: Any, **kwargs: Any) -> Any:
-        flat = flatten_arguments(fun, in_axes, args, kwargs, on_mesh=in_parts, spread=bool(on_mesh))
+        spread = on_mesh is not None
+        flat = flatten_arguments(
+            fun, in_axes, args, kwargs, on_mesh=in_parts or spread, spread=spread
+        )
         if on_mesh is None:
             return batch(flat)
         given = {"args": args, "kwargs": kwargs}

@@ -330,6 +330,32 @@ def test_results_are_typed_as_arguments_are_where_no_mesh_is_set():
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_what_lanes_share_inside_jit_may_have_a_type_that_tells_of_the_mesh(axis_type):
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(axis_type,) * 2)
+    auto = axis_type is AxisType.Auto
+    w = jax.device_put(W, NamedSharding(mesh, P(None, "b" if auto else None)))
+    lanes, rows = np.ones((4, 5)), bx.Ragged.from_rows([np.ones((n, 5)) for n in (3, 1)])
+    given = bx.vmap(lambda x, w: jnp.tanh(x @ w), (0, None), mesh=(mesh, "a"))
+    summed = bx.vmap(lambda row, w: (row @ w).sum(0), (0, None), mesh=(mesh, "a"))
+    got = jax.jit(lambda x, rows, w: (given(x, w), summed(rows, w)))(lanes, rows, w)
+    expected = jnp.tanh(lanes @ W), jnp.stack([3 * W.sum(0), W.sum(0)])
+    same(jax.device_get(got), expected, CLOSE)
+
+    def closed(x, w):
+        return bx.vmap(lambda x: jnp.cumsum(x @ w, 0).sum(), mesh=(mesh, "a"))(x)
+
+    for x in (lanes, rows):
+        with (
+            contextlib.nullcontext()
+            if auto
+            else pytest.raises(
+                bx.UnsupportedError, match="Pass it as an argument, with None in in_axes"
+            )
+        ):
+            jax.eval_shape(jax.jit(closed), x, w)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
 def test_the_mesh_that_is_set_says_what_types_tell(axis_type):
     is_set = jax.make_mesh((2, 2), ("a", "b"), axis_types=(axis_type,) * 2)
     other = {AxisType.Explicit: AxisType.Auto, AxisType.Auto: AxisType.Explicit}[axis_type]

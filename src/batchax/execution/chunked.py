@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from batchax import _compat
-from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.errors import ArgumentTypeError, AxisError, BatchaxError, UnsupportedError
 from batchax.execution.loop_progress import find_progress
 from batchax.execution.loop_runs import LoopProgress
 from batchax.execution.memory import Auto, parse_limit
@@ -219,7 +219,15 @@ def run_on_shards(
     def run(*args: Any) -> tuple[list[Any], FlatOutputs]:
         return on_shards(shards, shard.run, args, positions, compiled)
 
-    return unseen(run, args, WHOLE)
+    try:
+        return unseen(run, args, WHOLE)
+    except (NotImplementedError, ValueError) as error:
+        if not isinstance(error, BatchaxError):  # of JAX's: is it of what the function closes over?
+            whole = [
+                example_aval(axis, jax.typeof(x), a) for x, a in zip(args, positions, strict=True)
+            ]
+            check_shared([], stage(whole)[0].consts)
+        raise
 
 
 @dataclass(frozen=True, eq=False)

@@ -65,6 +65,12 @@ class Call:
         lengths = (size.index.lengths for size in self.sizes)
         return any(isinstance(x, Tracer) for x in (*self.values, *self.staged.consts, *lengths))
 
+    @property
+    def tells_of_mesh(self) -> bool:
+        """Whether types of what it is given tell of the mesh of a program around it."""
+        traced = [x for x in (*self.values, *self.staged.consts) if isinstance(x, Tracer)]
+        return any(not jax.typeof(x).sharding.mesh.empty for x in traced)
+
     def with_constants_passed(self) -> Call:
         """The same call, of a program that holds no values."""
         program, consts = _compat.hoist_constants(self.staged)

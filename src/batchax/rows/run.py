@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, BatchaxError, UnsupportedError
-from batchax.execution.shards import Shards
+from batchax.execution.shards import Shards, check_shared
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import Described, FlatOutputs, check_unbatched, place
 from batchax.kernel import recording
@@ -157,12 +157,12 @@ def run_rows(
     described = list(map(place_ragged, outputs.described, [a.shape for a in staged.out_avals]))
     outputs = replace(outputs, described=described)
     call = Call(axis, staged, mapped, sizes_of, sizes, outputs)
-    plain = jax.sharding.get_abstract_mesh().empty
+    plain = jax.sharding.get_abstract_mesh().empty and not call.tells_of_mesh
     if not (call.traced or recording.is_on()) and (plain or options.shards is None):
         call = call.with_constants_passed()
 
     def staged_here(call: Call) -> Call:
-        """The call where it is to run: on a device types tell of the mesh that is set no more."""
+        """The call where it is to run: on a device types tell of a mesh of all devices no more."""
         if plain:
             return call
         dims = [size.symbol for size in sizes]
@@ -267,6 +267,7 @@ def _run_on_devices(
         )
     if not call.axis.size:
         return run_rows(call)
+    check_shared([], call.staged.consts)
     if shards.count > 1:
         refuse_calls(call.staged)
 
