@@ -163,15 +163,16 @@ def run_rows(
 
     def staged_here(call: Call) -> Call:
         """The call where it is to run: on a device types tell of a mesh of all devices no more."""
-        if plain:
-            return call
-        dims = [size.symbol for size in sizes]
+        dims = [size.symbol for size in call.sizes]
         avals = row_avals(call.axis, call.mapped, call.sizes_of, call.sizes, dims)
         return replace(call, staged=stage_described(axis, one_row, avals)[0])
 
+    # What is kept is made of this, and the function holds its arguments.
+    there = (lambda call: call) if plain else staged_here
+
     try:
         if options.shards is not None:
-            run_own = lambda call: _run_here(staged_here(call), options, run_dense)
+            run_own = lambda call: _run_here(there(call), options, run_dense)
             return _run_on_devices(call, options, options.shards, run_own), outputs
         return _run_here(call, options, run_dense), outputs
     except _ASKED_FOR_NUMBERS as error:  # in a derivative rule, which is staged by now
