@@ -445,6 +445,9 @@ def test_a_symbolic_number_of_lanes_is_refused():
     x = jax.ShapeDtypeStruct((n, 3), jnp.float32)
     with pytest.raises(bx.errors.UnsupportedError, match="symbolic size"):
         jax.export.export(jax.jit(bx.vmap(jnp.sin, batch_size=2)))(x)
+    rows = bx.Ragged.from_rows([jnp.ones(2), jnp.ones(1)])
+    with pytest.raises(bx.UnsupportedError, match="lengths are traced, call it outside of jit"):
+        jax.jit(bx.vmap(bx.vmap(jnp.sin, batch_size=1)))(rows)
 
 
 def test_a_call_outside_of_jit_is_cut_into_chunks_once(monkeypatch):

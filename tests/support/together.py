@@ -298,5 +298,7 @@ have no effect, and are refused. A call has one `layout`.
 
 ## What is refused
 
-Beside these, no two of the features and no three of them are refused together.
+Beside these, no two of the features and no three of them are refused together, where the lengths
+of rows are known. Where they are traced, as those of a `Ragged` that is passed into `jax.jit` are,
+`layout="grouped"` is refused, and so is `buckets=` with `batch_size=`.
 """

@@ -47,8 +47,9 @@ class Chunking:
         """Whether a batch of that size has more than one chunk, or may have."""
         if not isinstance(size, int):
             raise UnsupportedError(
-                f"batch_size was given, but the number of lanes is {size}, a symbolic size. "
-                "Export the function for a known size, or leave batch_size out."
+                f"batch_size was given, but the number of lanes is {size}, a symbolic size. Leave "
+                "batch_size out; or have the size known: export the function for one, or, if it "
+                "is the length of a row whose lengths are traced, call it outside of jit."
             )
         if self.progress is not None:  # of one chunk, too
             return size > 0

@@ -306,6 +306,11 @@ def place(axis: Axis, output: OutputArray, value: Any, position: AxisPosition) -
                 return value
             _, for_all = _REDUCTIONS[spec.kind]
             return for_all(jnp.asarray(value), axis.size)
+        if spec.kind in ("max", "min") and isinstance(axis.size, int) and not axis.size:
+            raise AxisError(
+                f"out_axes gives {spec!r} for {output.path}, and the batch has no lanes: of "
+                f"nothing there is no {spec.kind}."
+            )
         return reduce_batch(spec.kind, value, position)
     if spec is None:
         return value
