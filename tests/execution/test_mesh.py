@@ -555,6 +555,43 @@ def test_no_lanes():
     assert bx.vmap(jnp.sin, mesh="all")(jnp.ones((0, 3))).shape == (0, 3)
 
 
+@pytest.mark.parametrize("set_mesh", [False, True])
+def test_on_a_device_a_function_meets_no_mesh(set_mesh):
+    """As some solvers do: it compares types of arrays, and computes with what it knows already."""
+
+    def types(xs):
+        return [x.sharding for x in jax.tree.leaves(jax.eval_shape(lambda: xs))]
+
+    def known():
+        with jax.ensure_compile_time_eval():
+            return float(jnp.where(jnp.array(True) | jnp.array(False), 2.0, jnp.inf))
+
+    @jax.custom_vjp
+    def f(x, y):
+        return known() * jnp.sin(x) * y
+
+    def forward(x, y):
+        return f(x.value, y.value), (x.value, y.value, jnp.zeros(()))
+
+    def backward(residuals, cotangent):
+        assert set(types((residuals, cotangent))) == {None}
+        x, y, _ = residuals
+        return known() * jnp.cos(x) * y * cotangent, known() * jnp.sin(x) * cotangent
+
+    f.defvjp(forward, backward, symbolic_zeros=True)
+    looped = lambda x: lax.scan(lambda y, _: (jax.jit(f)(x[0], y), None), x[1], None, length=2)[0]
+    mesh = mesh_of(4)
+    spread = functools.partial(bx.vmap, mesh=mesh)
+    xs = example((6, 2))
+    with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
+        got = at_once(
+            spread(jax.value_and_grad(looped)),
+            jax.grad(lambda xs: spread(looped)(xs).sum()),
+        )(xs)
+    want = jax.vmap(jax.value_and_grad(looped))(xs)
+    same(got, [want, want[1]], CLOSE)
+
+
 def test_what_is_refused_by_name():
     mesh = mesh_of(2, 2)
     with pytest.raises(bx.AxisError, match=r"the mesh has the axes 'a', 'b'; .* over 'c'"):

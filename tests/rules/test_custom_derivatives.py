@@ -265,10 +265,12 @@ def test_a_reverse_rule_branches_on_what_a_forward_rule_was_told():
         return x * y
 
     def fwd(x, y):
-        return x.value * y.value, (x.value, y.value, x.perturbed, y.perturbed, 3)
+        known = x.perturbed, y.perturbed, 3, jnp.zeros(())  # the last is an array, and stays one
+        return x.value * y.value, (x.value, y.value, *known)
 
     def bwd(residuals, cotangent):
-        x, y, wrt_x, wrt_y, times = residuals
+        x, y, wrt_x, wrt_y, times, zero = residuals
+        cotangent += zero.sum()
         return times * cotangent * y if wrt_x else None, 5 * cotangent * x if wrt_y else None
 
     f.defvjp(fwd, bwd, symbolic_zeros=True)

@@ -20,6 +20,7 @@ from batchax import _compat
 from batchax.execution.loop_runs import LoopProgress, Told
 from batchax.kernel.axis import Axis
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
+from batchax.kernel.varying import mesh_around
 from batchax.progress import How, check_progress
 
 _CALLS = 50  # in a loop: each takes 0.1 to 0.2 milliseconds
@@ -113,7 +114,7 @@ def _tell(
     known = isinstance(total, int)
     operands = [done, *([] if known else [total]), *after]
     told = Told(progress, ended, total if known else None)
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = mesh_around()
     if mesh.manual_axes:
         first = _is_first_device([(name, mesh.shape[name]) for name in mesh.manual_axes])
         # A branch whose predicate is the same at each step JAX drops where it differentiates.

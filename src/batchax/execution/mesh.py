@@ -20,6 +20,7 @@ from batchax.execution.shards import Shards, sharding_of, spec_of
 from batchax.frontend.local_rows import LocalRows
 from batchax.kernel.axis import AxisPosition, inserted
 from batchax.kernel.looking import in_jit
+from batchax.kernel.varying import mesh_around
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class OnMesh:
             )
         if lanes == 0:
             return None
-        taken = jax.sharding.get_abstract_mesh()
+        taken = mesh_around()
         if AxisType.Manual in taken.axis_types:
             raise UnsupportedError(
                 "mesh was given inside a jax.shard_map over "

@@ -24,7 +24,13 @@ from batchax.kernel.interpreter import interpret
 from batchax.kernel.looking import looks_here
 from batchax.kernel.named_axes import uses_name
 from batchax.kernel.registry import registrations
-from batchax.kernel.varying import Varying, types_varying, vary_over
+from batchax.kernel.varying import (
+    Varying,
+    as_without_mesh,
+    types_varying,
+    vary_over,
+    without_mesh,
+)
 from batchax.memo import Memo
 
 
@@ -189,12 +195,14 @@ def stage_function(
     own branch: then the function is staged again, with types as if lanes did.
     """
     named = [] if axis.name is None else [(axis.name, axis.size)]
+    types = as_without_mesh(avals)
 
     def stage(f: Callable[..., Any], selecting: bool = False) -> _compat.ClosedJaxpr:
         if looks_here():
             f = _compat.keeping_calls(f)
-        with recording.paused(axis), _compat.mesh_axis_taken(axis.mesh_axis):
-            return _compat.stage(f, avals, named, arg_names, transformation, selecting)
+        taken = _compat.mesh_axis_taken(axis.mesh_axis)
+        with recording.paused(axis), taken, without_mesh():
+            return _compat.stage(f, types, named, arg_names, transformation, selecting)
 
     try:
         return stage(fun)

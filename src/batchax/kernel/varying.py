@@ -10,11 +10,14 @@ it are staged again for the types that they are given now.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import jax
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from batchax import _compat
 from batchax.errors import AxisError
@@ -28,6 +31,62 @@ Made = TypeVar("Made")
 
 Varying = tuple[frozenset[Hashable], ...]
 """Over which axes of a mesh each of several values varies."""
+
+
+_without: ContextVar[AbstractMesh | None] = ContextVar("batchax_without_mesh", default=None)
+"""The mesh that functions are being staged without."""
+
+
+@contextmanager
+def without_mesh() -> Iterator[None]:
+    """Context to stage a function of one example in, for types `as_without_mesh` has them.
+
+    Inside a ``shard_map`` that has a whole mesh, and whose types do not say what varies, the mesh
+    is of no use to a function. It is staged as it is without one, then. Libraries compare types of
+    arrays, and a number's never tells of a mesh; and JAX cannot compute with known values in
+    there, where a mesh is set.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not _useless(mesh):
+        yield
+        return
+    token = _without.set(mesh)
+    try:
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            yield
+    finally:
+        _without.reset(token)
+
+
+def as_without_mesh(types: Sequence[Any]) -> list[Any]:
+    """These types as they are where a function is staged `without_mesh`, if that leaves one out.
+
+    What is derived of such a function later meets types of the mesh that was left out.
+    """
+    none = AbstractMesh((), ())
+    return [
+        x.update(sharding=NamedSharding(none, PartitionSpec(*[None] * x.ndim)))
+        if _useless(_mesh_of(x)) and not _compat.varying_axes(x)
+        else x
+        for x in types
+    ]
+
+
+def _mesh_of(aval: Any) -> Any:
+    if hasattr(aval, "inner_aval"):  # a reference is of the mesh that it was made in
+        return AbstractMesh((), ())
+    return aval.sharding.mesh
+
+
+def _useless(mesh: Any) -> bool:
+    return set(mesh.axis_types) == {AxisType.Manual} and not _compat.checked_axes()
+
+
+def mesh_around() -> Any:
+    """The mesh in scope, also where a function is staged `without_mesh`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    without = _without.get()
+    return without if mesh.empty and without is not None else mesh
 
 
 def varying_of(values: Sequence[Any]) -> Varying:

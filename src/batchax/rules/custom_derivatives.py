@@ -36,7 +36,7 @@ from batchax.kernel.captured import may_be_differentiated, program_behind, resol
 from batchax.kernel.inner import batched_aval, example_aval, stage_described
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.registry import register_rule
-from batchax.kernel.varying import Varying, types_varying
+from batchax.kernel.varying import Varying, as_without_mesh, types_varying, without_mesh
 from batchax.rules.batched_transpose import batched_transpose, match_or_zeros, multiplies, reached
 
 Axes = Sequence[AxisPosition]
@@ -139,7 +139,7 @@ def _custom_jvp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
 
     def differentiate(zeros: Sequence[bool], primals: Any, tangents: Any) -> Any:
         """The rule on primals and those tangents that are not symbolic zeros."""
-        with _compat.named_scope(axis.name, axis.size):
+        with _compat.named_scope(axis.name, axis.size), without_mesh():
             jaxpr, consts, out_zeros = trace_rule.call_wrapped(*zeros)
         consts, const_axes = resolve(program, consts)
         own_axes = axes[skip:]
@@ -208,7 +208,7 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
     kept = _Residuals((), (), ())
 
     def run_forward(perturbed: Sequence[bool], primals: Any) -> tuple[list[Any], Axes, _Residuals]:
-        with _compat.named_scope(axis.name, axis.size):
+        with _compat.named_scope(axis.name, axis.size), without_mesh():
             jaxpr, consts = trace_forward.call_wrapped(*perturbed)
         consts, const_axes = resolve(program, consts)
         jaxpr = _compat.constants_as_inputs(jaxpr)
@@ -220,7 +220,7 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
         residuals = [next(computed) if f is None else inputs[f] for f in out_trees()[2]]
         types = [*(v.aval for _, v in residuals), *body.out_avals]
         at = [a for a, _ in residuals]
-        known = [v.val if isinstance(v, Literal) else None for _, v in residuals]
+        known = [_number(v) for _, v in residuals]
         return outs, out_axes, _Residuals(at, types_varying(types), known)
 
     def call(*xs: Any) -> list[Any]:
@@ -357,14 +357,16 @@ class _Reverse:
         """
 
         def example(aval: Any, a: AxisPosition, over: Any) -> Any:
-            return _compat.with_varying_axes(example_aval(self.axis, aval, a), over)
+            aval = _compat.with_varying_axes(example_aval(self.axis, aval, a), over)
+            return as_without_mesh([aval])[0]
 
         inputs = [
             SymbolicZero(example(t.aval, a, over)) if _is_zero(t) else example(t, a, over)
             for t, a, over in zip(types, [*kept.axes, *ct_axes], kept.varying, strict=True)
         ]
         known = [*kept.known, *[None] * len(ct_axes)]
-        key = (*((x.aval, True) if _is_zero(x) else (x, False) for x in inputs), *known)
+        numbers = [(type(x), x) for x in known]  # True is 1, and not the same
+        key = (*((x.aval, True) if _is_zero(x) else (x, False) for x in inputs), *numbers)
         if key not in self._staged:
             self._staged[key] = self._stage_for(inputs, known)
         return self._staged[key]
@@ -385,6 +387,12 @@ class _Reverse:
         given = [x for x, v in zip(inputs, as_it_is, strict=True) if v is None]
         program, description = stage_described(self.axis, one_example, given)
         return program, *description
+
+
+def _number(x: Any) -> Any:
+    """The number that a variable of a program is in truth, else None: arrays are no numbers."""
+    number = isinstance(x, Literal) and isinstance(x.val, (bool, int, float, complex))
+    return x.val if number else None
 
 
 def _counted_once(cotangent: Any, aval: Any) -> Any:
