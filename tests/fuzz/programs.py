@@ -196,8 +196,6 @@ TABLE = [
     for expression in [operations.read(getattr(operations, family))]
     for _ in range(parts)
 ]
-# XLA multiplies groups of a convolution by zeros of other groups: NaN spreads, as in `jax.vmap`.
-SPREADING = set(operations.read(operations.CONVOLUTIONS))
 COLLECTIVES = operations.read(operations.COLLECTIVES)
 RISKY = operations.read(operations.RISKY)
 SMALL = operations.read(operations.SMALL)
@@ -308,8 +306,6 @@ class Drawing:
             expression = self.choose(self.more)
         else:
             expression = self.choose(self.choose(TABLE))
-            if self.more is RISKY and expression in SPREADING:
-                return False
         return self.expression(block, expression) is not None
 
     def expression(self, block, expression):

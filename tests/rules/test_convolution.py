@@ -1,14 +1,21 @@
 """Convolution with images, kernels or both batched, against the loop over examples."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
 import batchax as bx
 
-from support.batches import SIZE, assert_own_rule, batch
-from support.oracle import check, quickly, same
+from support import batches
+from support.batches import SIZE, assert_own_rule
+from support.oracle import check, loop_function, quickly, same
+
+# On a CPU lanes of wider ones run one after another.
+batch = functools.partial(batches.batch, dtype=jnp.float32)
 
 SIDES = [(0, None), (None, 0), (0, 0)]
 PLACES = [(1, None), (4, None), (None, 1), (None, 3), (2, 4)]
@@ -97,8 +104,27 @@ def test_dtypes(in_axes):
         (jnp.int8, {"preferred_element_type": jnp.int32}),
     ):
         images, kernel, _ = GROUPS["plain"]
-        args = batch(images, in_axes[0], dtype), batch(kernel, in_axes[1], dtype, seed=1)
+        args = (
+            batch(images, in_axes[0], dtype=dtype),
+            batch(kernel, in_axes[1], dtype=dtype, seed=1),
+        )
         check(convolution(**options), *args, in_axes=in_axes, **VALUES_ONLY)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_numbers_of_64_bits_of_one_lane_reach_no_other(dtype):
+    """Compilers for CPUs multiply images of all lanes with kernels of all, most of them by zero."""
+
+    def f(w, x):
+        return jnp.sum(jnp.abs(convolution()(x, w)) ** 2)
+
+    with jax.enable_x64(True):
+        x = batches.batch((1, 1, 4, 4), 2, dtype, seed=1).at[0, 0, 1, 2, 2].set(jnp.nan)
+        w = batches.batch((2, 1, 3, 3), 1, dtype, seed=2)
+        for given, axis in ((w, 1), (w[:, 0], None)):
+            got = jax.jit(bx.vmap(jax.value_and_grad(f, (0, 1)), (axis, 2)))(given, x)
+            same(got, loop_function(jax.value_and_grad(f, (0, 1)), (axis, 2), 0)(given, x))
+            assert not np.isnan(got[1][0][::2]).any()
 
 
 def test_images_and_kernels_at_the_front_are_not_transposed():

@@ -5,17 +5,24 @@ more output channels; where both differ each lane is a group of channels (or of
 images, where the convolution has those groups). Groups are the slow part of
 the dimension they divide, so the lanes go inside the groups of an operand that
 the other operand shares, and outside them where every lane has its own groups.
+
+On a CPU, XLA has no kernel for groups of numbers of 64 bits: it computes what all lanes' images
+give with all lanes' kernels, most of it times zero, which takes up to hundreds of times as
+long, and makes a NaN of one lane one of all. There such lanes run one after another.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from batchax.jaxprs.primitive_facts import enter
-from batchax.kernel.axis import Axis, sharding_with_axis
+from batchax.kernel.axis import Axis, move_axis, sharding_with_axis
+from batchax.kernel.fallback import one_after_another
 from batchax.kernel.inner import example_aval
 from batchax.kernel.registry import register_rule
 
@@ -36,14 +43,38 @@ def _conv_general_dilated(
     **params: Any,
 ) -> tuple[Any, Any]:
     (lhs, rhs), (lhs_axis, rhs_axis) = args, axes
-    images, channels = dimension_numbers.lhs_spec[:2]
-    out_channels = dimension_numbers.rhs_spec[0]
-    result_images, result_channels = dimension_numbers.out_spec[:2]
     params["dimension_numbers"] = dimension_numbers
     groups = {"feature_group_count": feature_group_count, "batch_group_count": batch_group_count}
     if axis.size == 0:  # no dimension may be cut into no groups
         return _empty(args, axes, {**params, **groups, "out_sharding": None}), 0
 
+    if lhs_axis is not None and rhs_axis is not None and _in_turn_on_cpus(axis, lhs):
+        one = functools.partial(
+            lax.conv_general_dilated_p.bind, out_sharding=out_sharding, **groups, **params
+        )
+        in_turn = lambda *xs: one_after_another(axis, lambda *x: [one(*x)], xs, axes)[0]
+        in_groups = lambda *xs: move_axis(
+            *_in_groups(axis, xs, axes, out_sharding, groups, params), 0
+        )
+        return lax.platform_dependent(lhs, rhs, cpu=in_turn, default=in_groups), 0
+    return _in_groups(axis, args, axes, out_sharding, groups, params)
+
+
+def _in_turn_on_cpus(axis: Axis, x: Any) -> bool:
+    """Whether lanes that share no operand run one after another, where the device is a CPU."""
+    wide = jnp.issubdtype(x.dtype, jnp.inexact) and jnp.finfo(x.dtype).bits == 64
+    return wide and axis.mesh_axis is None and axis.spmd_name is None
+
+
+def _in_groups(
+    axis: Axis, args: Any, axes: Any, out_sharding: Any, groups: dict[str, int], params: Any
+) -> tuple[Any, int]:
+    """The convolutions of all lanes as one, of images, of channels, or in groups."""
+    (lhs, rhs), (lhs_axis, rhs_axis) = args, axes
+    groups, batch_group_count = dict(groups), groups["batch_group_count"]
+    images, channels = params["dimension_numbers"].lhs_spec[:2]
+    out_channels = params["dimension_numbers"].rhs_spec[0]
+    result_images, result_channels = params["dimension_numbers"].out_spec[:2]
     # The lanes go outside the dimension they join, unless they follow it already.
     lhs_dim, result_dim, outside = images, result_channels, True
     if lhs_axis is not None and rhs_axis is not None:
