@@ -340,6 +340,13 @@ def test_what_lanes_share_inside_jit_may_have_a_type_that_tells_of_the_mesh(axis
     got = jax.jit(lambda x, rows, w: (given(x, w), summed(rows, w)))(lanes, rows, w)
     expected = jnp.tanh(lanes @ W), jnp.stack([3 * W.sum(0), W.sum(0)])
     same(jax.device_get(got), expected, CLOSE)
+    options = {"mesh": (mesh, "a"), "batch_size": 1}
+    halved = lambda row, w: lax.fori_loop(0, 2, lambda _, y: y / 2, (row @ w).sum(0))
+    got = bx.vmap(halved, (0, None), **options)(rows, w)  # outside of jit, too
+    same(jax.device_get(got), expected[1] / 4, CLOSE)
+    if auto:
+        got = jax.jit(bx.vmap(lambda row: halved(row, w), **options))(rows)
+        same(jax.device_get(got), expected[1] / 4, CLOSE)
 
     def closed(x, w):
         return bx.vmap(lambda x: jnp.cumsum(x @ w, 0).sum(), mesh=(mesh, "a"))(x)

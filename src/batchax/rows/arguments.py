@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import ShapedArray
+from jax.core import ShapedArray, Tracer
 from jax.sharding import AxisType
 
 from batchax import _compat
@@ -212,7 +212,11 @@ def row_avals(
     avals = []
     for m, size in zip(mapped, sizes_of, strict=True):
         if size is None:
-            avals.append(example_aval(axis, jax.typeof(m.value), m.axis))
+            aval = example_aval(axis, jax.typeof(m.value), m.axis)
+            if not isinstance(m.value, Tracer) and not any(aval.sharding.spec):
+                # What is staged may run on each device, where this mesh is another one.
+                aval = ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+            avals.append(aval)
             continue
         aval = jax.typeof(m.value.data)
         shape = list(aval.shape)

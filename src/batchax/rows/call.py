@@ -68,8 +68,8 @@ class Call:
     @property
     def tells_of_mesh(self) -> bool:
         """Whether types of what it is given tell of the mesh of a program around it."""
-        traced = [x for x in (*self.values, *self.staged.consts) if isinstance(x, Tracer)]
-        return any(not jax.typeof(x).sharding.mesh.empty for x in traced)
+        given = (*self.values, *self.staged.consts) if self.traced else ()
+        return any(not jax.typeof(x).sharding.mesh.empty for x in given)
 
     def with_constants_passed(self) -> Call:
         """The same call, of a program that holds no values."""
