@@ -3,10 +3,10 @@
 #
 #   make demo       per-example gradients on real data, with a picture
 #   make check      lint, and one test of twelve: two minutes, for while one works
-#   make test       lint, types, the whole test suite (what computes in double precision, and a
-#                   twelfth of that in single precision too), and a part of it on Python 3.12
-#                   with JAX 0.12; on Debian, as root, it installs Chromium, in which pages
-#                   are tested
+#   make test       lint, types, the whole test suite (what computes in double precision with
+#                   the newest JAX that is known, where Python 3.12 is found; all else, and a
+#                   twelfth of that, in single precision with the oldest); on Debian, as
+#                   root, it installs Chromium, in which pages are tested
 #   make test-all   lint, types, and the whole suite in both precisions on both versions, and
 #                   2,000 random programs: an hour on two cores
 #   make test-newest  the suite with the newest versions of everything, whatever they are
@@ -30,8 +30,11 @@ DOUBLE = JAX_ENABLE_X64=1
 COMPUTES = tests/laws tests/rules tests/rows tests/divergence tests/execution tests/user_rules
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Some machines ask Python to keep no bytecode. Then each process that tests start compiles all of
+# batchax for itself, which takes longer than what it does.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test double single newer test-all test-newest fuzz kills lint types style browser docs notebooks site package bench constraints clean
+.PHONY: demo check test double single test-all test-newest fuzz kills lint types style browser docs notebooks site package bench constraints clean
 
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
@@ -42,32 +45,29 @@ check: style
 # Two parts run at a time: some tests wait, for processes they kill, and a part that is made ready,
 # begins or ends has no work for all cores. What a part prints comes when it is done.
 test: style browser
-	@echo "Four parts, two at a time: each says what it found when it is done."
+	@echo "Three parts, two at a time: each says what it found when it is done."
 	+@$(MAKE) --no-print-directory -j 2 $(if $(filter output-sync,$(.FEATURES)),-Otarget) \
-	    double types newer single
+	    double types single
 
-# What computes runs in double precision, and one test of twelve of it in single precision as well.
+# What computes runs in double precision with the newest JAX that is known, and one test of twelve
+# of it in single precision with the oldest: neither version sees a small part only.
 double: .venv/ready
-	@echo "In double precision, what computes:"
-	@$(DOUBLE) .venv/bin/python $(PYTEST) $(COMPUTES)
+	$(call on_3_12,$(PYTEST) $(COMPUTES),$(DOUBLE),$(DOUBLE) .venv/bin/python $(PYTEST) $(COMPUTES))
 
 single: .venv/ready
-	@echo "In single precision, all else, and a part of that:"
+	@echo "In single precision, all else, and a part of what computes:"
 	@.venv/bin/python $(PYTEST) --every 12 --of "$(COMPUTES)"
-
-# One process: to collect all tests takes longer than to run so few.
-newer:
-	$(call on_3_12,$(PYTEST) -n 0 --every 30)
 
 test-all: test
 	@echo "The whole suite in single precision, on Python 3.12 in both, and random programs: most"
 	@echo "of an hour."
 	.venv/bin/python $(PYTEST)
 	$(call on_3_12,$(PYTEST))
-	$(call on_3_12,$(PYTEST) $(COMPUTES),$(DOUBLE))
+	$(DOUBLE) .venv/bin/python $(PYTEST) $(COMPUTES)
 	$(MAKE) --no-print-directory fuzz N=2000
 
-# The canary tells what JAX has changed before anything else does.
+# Pytest with these arguments, in an environment of this kind; and what to do in its place where there
+# is no Python 3.12. The canary tells what JAX has changed before anything else does.
 comma := ,
 define on_3_12
 	@if sh tools/find_python.sh 3.12 >/dev/null; then \
@@ -76,7 +76,8 @@ define on_3_12
 	    .venv312/bin/python -m pytest -q tests/test_compat.py && \
 	    $(2) .venv312/bin/python $(1); \
 	else \
-	    echo "No working Python 3.12 on this machine: the suite ran on one version only."; \
+	    echo "No working Python 3.12 on this machine: the suite runs on one version only."; \
+	    $(or $(3),true); \
 	fi
 endef
 
