@@ -65,7 +65,7 @@ REFUSED = {
     "call of auto_vmap": lambda: bx.auto_vmap(x=2)(lambda x: x)(X),
     "custom_vmap": lambda: bx.custom_vmap(3),
     "call of custom_vmap": lambda: bx.custom_vmap(lambda x: x)(),
-    "bounded_while": lambda: bx.bounded_while(bad, bad, 0.0, 0),
+    "bounded_while": lambda: bx.bounded_while(bad, bad, 0.0, -1),
     "Reduce": lambda: bx.Reduce("avg"),
     "Compact": lambda: bx.Compact(width=0),
     "Ragged": lambda: bx.Ragged(X, [5]),

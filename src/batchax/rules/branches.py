@@ -134,9 +134,10 @@ def one_branch(
 
     But in the results `updated` they hold the operand that is named there.
     """
-    active, mine = lax.eq(index, np.asarray(i, index.dtype)), frozenset[int]()
+    taken = lambda: lax.eq(index, np.asarray(i, index.dtype))
+    active, mine = None, frozenset[int]()
     if is_seen(branch):
-        branch, mine = with_active(axis, branch), frozenset({0})
+        branch, active, mine = with_active(axis, branch), taken(), frozenset({0})
         operands, positions = [active, *operands], [0, *positions]
         updated = {k: operand + 1 for k, operand in updated.items()}
     jaxpr = branch.jaxpr
@@ -150,6 +151,7 @@ def one_branch(
     if plan.runs_as_it_is and not (plan.skippable or written):
         return interpret(axis, jaxpr, branch.consts, operands, positions)
 
+    active = taken() if active is None else active
     program = branch
     if plan.takes_mask:
         program = masked(axis, branch, own, plan.fill if plan.harmed else None)
