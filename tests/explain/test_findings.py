@@ -394,6 +394,12 @@ def test_no_advice_that_does_not_help():
     assert "Move the collective out" in finding.remedy
 
 
+def found_in_double(fun, *shapes):
+    with jax.enable_x64(True):
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.float64) for shape in shapes]
+        return found(fun, *arrays, compile=False)
+
+
 @pytest.mark.parametrize(
     ("program", "words"),
     [
@@ -401,6 +407,7 @@ def test_no_advice_that_does_not_help():
         (lambda: found(sequential("sequential"), f32(8), compile=False), "vmap_method"),
         (lambda: found(branch_with_effect, f32(8), compile=False), "Move the call out"),
         (lambda: found(bx.sequential_vmap(jnp.sin), f32(8), compile=False), "sequential_vmap"),
+        (lambda: found_in_double(jnp.convolve, (8, 9), (8, 3)), "float32 run at once"),
     ],
 )
 def test_why_lanes_run_one_after_another(program, words):

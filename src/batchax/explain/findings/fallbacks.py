@@ -90,6 +90,12 @@ _REASONS: tuple[tuple[Callable[[Equation, Record], bool], str, str], ...] = (
         "together then.",
     ),
     (
+        lambda eqn, _: eqn.primitive == "conv_general_dilated",
+        "lanes share neither images nor kernels, and for numbers of 64 bits a compiler for CPUs "
+        "would multiply the images of all with the kernels of all, most of them times zero.",
+        "Nothing: that takes longer. Convolutions of float32 run at once.",
+    ),
+    (
         lambda *_: True,
         "neither batchax nor JAX has a batching rule for it.",
         "Give it a rule with @batchax.register_rule({primitive}), which computes all lanes at "
