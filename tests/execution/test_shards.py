@@ -4,7 +4,6 @@ import contextlib
 import functools
 import math
 import re
-from importlib.metadata import version
 
 import jax
 import jax.numpy as jnp
@@ -240,11 +239,7 @@ def test_a_mesh_of_one_device():
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P(None, "d"), P()], ids=str)
-def test_a_batch_size_is_chosen_where_only_arrays_know_their_mesh(axis_type, spec, request):
-    if axis_type == AxisType.Explicit and spec == P() and version("jax") >= "0.12":
-        # Known, and to be mended: a chunk's result tells of the mesh, and what it is written into
-        # does not.
-        request.applymarker(pytest.mark.xfail(strict=True))
+def test_a_batch_size_is_chosen_where_only_arrays_know_their_mesh(axis_type, spec):
     x = jax.device_put(X, NamedSharding(mesh_of(axis_type), spec))
     options = dict(in_axes=(None, 1), out_axes=1, batch_size="auto", memory_limit="1MiB")
 

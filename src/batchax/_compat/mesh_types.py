@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 
 # Whether types inside ``shard_map`` say over which axes of the mesh a value varies.
 from jax._src.config import _check_vma as check_vma
@@ -78,3 +79,15 @@ def scalar_like(aval: Any, dtype: Any) -> Any:
     """The type of a scalar that varies over the same mesh axes as values of type `aval`."""
     sharding = aval.sharding.update(spec=jax.sharding.PartitionSpec())
     return aval.update(shape=(), dtype=dtype, weak_type=False, sharding=sharding)
+
+
+def filled(aval: Any, value: Any, dtype: Any = None) -> Any:
+    """An array of the shape and the sharding that a type has, each entry of it `value`.
+
+    Since JAX 0.12 ``lax.full`` leaves a mesh out of a type that nothing is sharded over.
+    """
+    dtype, sharding = dtype or aval.dtype, aval.sharding
+    if sharding.mesh.empty:
+        return lax.full(aval.shape, value, dtype)
+    x = lax.full(aval.shape, value, dtype, sharding=sharding)
+    return jax.sharding.reshard(x, sharding) if jax.typeof(x).sharding.mesh.empty else x

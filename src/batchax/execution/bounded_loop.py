@@ -275,8 +275,7 @@ def run(*operands: Any, test: Any, body: Any, guarded: Any, form: Form) -> list[
 
 def zeros(aval: Any) -> Any:
     """Zeros of this type, sharded and varying over the axes of a mesh as it says."""
-    sharding = None if aval.sharding.mesh.empty else aval.sharding
-    return varied(lax.full(aval.shape, 0, aval.dtype, sharding=sharding), [aval])
+    return varied(_compat.filled(aval, 0), [aval])
 
 
 def _typed(x: Any, aval: Any) -> Any:

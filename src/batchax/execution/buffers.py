@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from batchax import _compat
+
 
 def blank(aval: Any, number: int) -> Any:
     """An array of type `aval` of which every entry will be written over.
@@ -16,9 +18,9 @@ def blank(aval: Any, number: int) -> Any:
     hold the same value the compiler makes a single one, and then has to copy that for each loop
     that writes into it.
     """
-    sharding = None if aval.sharding.mesh.empty else aval.sharding
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):  # random keys: they cannot hold a number
+        sharding = None if aval.sharding.mesh.empty else aval.sharding
         return lax.empty(aval.shape, aval.dtype, out_sharding=sharding)
     # Small numbers differ in narrow dtypes too: in bfloat16, 300 and 301 are the same.
     value = number % 2 == 0 if aval.dtype == bool else number % 100
-    return lax.full(aval.shape, value, aval.dtype, sharding=sharding)
+    return _compat.filled(aval, value)

@@ -349,17 +349,16 @@ def results_before(loop: ChunkLoop, program: _compat.ClosedJaxpr) -> list[Any]:
 
 def _before(loop: ChunkLoop, aval: Any, spec: Result, number: int) -> Any:
     whole = loop.result_aval(aval, spec)
-    sharding = None if whole.sharding.mesh.empty else whole.sharding
     match spec:
         case Sum():
-            return lax.full(whole.shape, 0, accumulator(whole.dtype), sharding=sharding)
+            return _compat.filled(whole, 0, accumulator(whole.dtype))
         case Extreme("max"):
-            return lax.full(whole.shape, lowest(whole.dtype), whole.dtype, sharding=sharding)
+            return _compat.filled(whole, lowest(whole.dtype))
         case Extreme():
-            return lax.full(whole.shape, highest(whole.dtype), whole.dtype, sharding=sharding)
+            return _compat.filled(whole, highest(whole.dtype))
         # Lanes that are not gathered stay zero. Extended dtypes (random keys) have no zero.
         case Gathered() if not jnp.issubdtype(whole.dtype, jax.dtypes.extended):
-            return lax.full(whole.shape, 0, whole.dtype, sharding=sharding)
+            return _compat.filled(whole, 0)
         case _:
             return blank(whole, number)
 

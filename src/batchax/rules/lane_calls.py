@@ -279,8 +279,7 @@ def returning_zeros(
     handed_on = dict(kept)
 
     def zero(aval: Any) -> Any:
-        sharding = None if aval.sharding.mesh.empty else aval.sharding
-        x = _compat.varying_as(lax.full(aval.shape, 0, aval.dtype, sharding=sharding), aval)
+        x = _compat.varying_as(_compat.filled(aval, 0), aval)
         return _compat.weakly(x) if aval.weak_type else x
 
     def zeros(*operands: Any) -> list[Any]:
