@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import json
 import os
@@ -48,6 +47,8 @@ class Job:
       finished: what was said when all was done; None as long as it is not.
     """
 
+    kept = "are done and kept; the same call goes on from there."
+
     def __init__(
         self,
         files: JobFiles,
@@ -62,6 +63,7 @@ class Job:
         self.finished = finished
         self._files = files
         self._locks = locks
+        self._done: dict[int, Record] | None = None  # until it is asked for
         self._differ: dict[int, list[Record]] = {}
         self._journal = Journal(files.journal, writer)
 
@@ -170,9 +172,15 @@ class Job:
             on_error.pop_all()
             return cls(files, wanted, kept, "main", locks)
 
-    @functools.cached_property
+    @property
     def done(self) -> dict[int, Record]:
         """The units that are done, by number."""
+        if self._done is None:
+            self._done = self._told()
+        return self._done
+
+    def _told(self) -> dict[int, Record]:
+        """The units that all journals say are done."""
         done, self._differ = read_attempts(self._files.journal)
         for number, record in done.items():
             if not number < len(self.plan) or record.unit != self.plan.unit(number):
@@ -192,8 +200,7 @@ class Job:
 
     def look_again(self) -> None:
         """Sees what others, who have journals of their own, have done since."""
-        self.__dict__.pop("done", None)
-        _ = self.done
+        self._done = self._told()
 
     def settle(self) -> None:
         """Of units that were written more than once, keeps the records of what is there now.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ import numpy as np
 from batchax.datasets.engines.engine import Threads
 from batchax.datasets.fingerprint import fingerprint
 from batchax.datasets.job import Job
+from batchax.datasets.jobs import AnyJob, JobInMemory
 from batchax.datasets.outputs import combined, finished, of_no_rows
-from batchax.datasets.parts import Record, Rows
+from batchax.datasets.parts import Rows
 from batchax.datasets.pipeline import Stop, interruptible
 from batchax.datasets.plan import Plan
 from batchax.datasets.program import RowFunction
@@ -77,7 +78,7 @@ def run(function: RowFunction, how: How) -> Report:
         job.close()
 
 
-def _job(function: RowFunction, how: How) -> Job | JobInMemory:
+def _job(function: RowFunction, how: How) -> AnyJob:
     leaves = [o.leaf for o in function.outputs if not o.reduces]
     plan = functools.partial(_plan, function, how)
     store = lambda plan: open_store(how.out, leaves, plan)
@@ -131,7 +132,7 @@ def _plan(function: RowFunction, how: How) -> Plan:
     return plan.by_elements(np.sum(of_rows, axis=0))
 
 
-def _run_left(function: RowFunction, how: How, job: Job | JobInMemory, reused: int) -> None:
+def _run_left(function: RowFunction, how: How, job: AnyJob, reused: int) -> None:
     """Runs the units that are not done."""
     stop = Stop()
     work = Work(function, job.plan, job.store, how.policy, how.retries, stop)
@@ -175,18 +176,15 @@ def _run_left(function: RowFunction, how: How, job: Job | JobInMemory, reused: i
     progress.close(f"{_rows_done(job):,} rows done{others}")
 
 
-def _rows_done(job: Job | JobInMemory) -> int:
+def _rows_done(job: AnyJob) -> int:
     return sum(r.unit.rows for r in job.done.values())
 
 
-def _kept(job: Job | JobInMemory) -> str:
-    rows = f"{_rows_done(job):,} of {job.plan.rows:,} rows"
-    if isinstance(job, JobInMemory):
-        return f"{rows} were done."
-    return f"{rows} are done and kept; the same call goes on from there."
+def _kept(job: AnyJob) -> str:
+    return f"{_rows_done(job):,} of {job.plan.rows:,} rows {job.kept}"
 
 
-def _summary(function: RowFunction, job: Job | JobInMemory) -> dict[str, Any]:
+def _summary(function: RowFunction, job: AnyJob) -> dict[str, Any]:
     """What is kept of a job that is done."""
     records = [job.done[k] for k in sorted(job.done)]
     bad = [b for r in records for b in r.quarantined]
@@ -200,7 +198,7 @@ def _summary(function: RowFunction, job: Job | JobInMemory) -> dict[str, Any]:
     return {"bad": bad, "reduced": reduced}
 
 
-def _report(function: RowFunction, how: How, job: Job | JobInMemory, reused: int) -> Report:
+def _report(function: RowFunction, how: How, job: AnyJob, reused: int) -> Report:
     if job.finished is None:  # other shards have not
         bad, reduced = [b for r in job.done.values() for b in r.quarantined], {}
     else:
@@ -225,30 +223,3 @@ def _report(function: RowFunction, how: How, job: Job | JobInMemory, reused: int
 
 def _shown(x: Any) -> Any:
     return Ragged(*x) if isinstance(x, Rows) else x
-
-
-class JobInMemory:
-    """A job of which nothing is kept once the process ends."""
-
-    def __init__(self, plan: Plan, store: Any) -> None:
-        self.plan, self.store = plan, store
-        self.done: dict[int, Record] = {}
-        self.finished: dict[str, Any] | None = None
-        store.prepare()
-
-    def record(self, records: Sequence[Record]) -> None:
-        """Notes units that are done."""
-        self.done |= {r.unit.number: r for r in records}
-
-    def look_again(self) -> None:
-        """Nobody else does anything."""
-
-    def settle(self) -> None:
-        """Nobody else wrote anything."""
-
-    def finish(self, summary: dict[str, Any]) -> None:
-        """Notes that all are."""
-        self.finished = summary
-
-    def close(self) -> None:
-        """There is nothing to close."""
