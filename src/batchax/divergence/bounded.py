@@ -31,7 +31,7 @@ from batchax.execution.slices import with_derivative_of
 from batchax.kernel.axis import Axis, AxisPosition, match_axis, move_axis
 from batchax.kernel.divergence import BoundedLoop, PlacedOutputs
 from batchax.kernel.inner import remembered
-from batchax.kernel.named_axes import uses_name
+from batchax.kernel.named_axes import any_uses_axis
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
 
@@ -44,9 +44,8 @@ def run_bounded_loop(axis: Axis, loop: BoundedLoop, width: int) -> PlacedOutputs
       loop: the loop, or the sweep.
       width: how many lanes make a block.
     """
-    programs = [p for p in (loop.test, *loop.steps, *loop.guarded) if p is not None]
-    eqns = [eqn for program in programs for eqn in program.jaxpr.eqns]
-    if axis.name is not None and any(uses_name(eqn, axis.name) for eqn in eqns):
+    programs = (loop.test, *loop.steps, *loop.guarded)
+    if any_uses_axis(axis, *filter(None, programs)):
         return None
     if any(_compat.varying_axes(jax.typeof(x)) for x in loop.args):
         return None

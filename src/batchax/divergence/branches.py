@@ -31,7 +31,7 @@ from batchax.kernel.captured import closed_over
 from batchax.kernel.derivatives import with_values
 from batchax.kernel.divergence import Branches, PlacedOutputs
 from batchax.kernel.interpreter import interpret
-from batchax.kernel.named_axes import uses_name
+from batchax.kernel.named_axes import any_uses_axis
 from batchax.programs.cost import STEPS, cost_of_program
 from batchax.programs.weights import TOGETHER
 from batchax.rules.branches import after_branches, one_branch, select_results
@@ -93,7 +93,7 @@ class _Part:
         self.width, self.index = width, branches.index
         self.axis, self.operands, self.positions = axis, branches.operands, branches.positions
         self.program = program
-        if axis.name is not None and any(uses_name(eqn, axis.name) for eqn in program.jaxpr.eqns):
+        if any_uses_axis(axis, program):
             self._take_index()
         jaxpr = self.program.jaxpr
         read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
@@ -130,9 +130,8 @@ class _Part:
         mesh_axes = _compat.varying_axes(jax.typeof(self.index))
         if any(_compat.varying_axes(jax.typeof(self.operands[k])) != mesh_axes for k in self.used):
             return False
-        name, eqns = self.axis.name, self.program.jaxpr.eqns
         # A batching rule of the user's may be told the name, and use it.
-        return name is None or not any(uses_name(eqn, name) for eqn in eqns)
+        return not any_uses_axis(self.axis, self.program)
 
     def _is_worth_it(self) -> bool:
         # A loop of unknown length may cost anything. A callback is made for lanes that take the

@@ -19,7 +19,7 @@ from batchax import _compat
 from batchax.divergence.loops import PartingLoop
 from batchax.kernel.axis import Axis, AxisPosition, match_axis, move_axis
 from batchax.kernel.inner import batch_inner, remembered
-from batchax.kernel.named_axes import uses_name
+from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.programs.shapes import bytes_of
 
@@ -68,8 +68,7 @@ def _merged(
 ) -> tuple[PartingLoop, list[Any]] | None:
     """The loop of the lanes of both axes; None where it cannot be, or would copy too much."""
     together = isinstance(axis.size, int) and axis.mesh_axis is None and axis.spmd_name is None
-    eqns = [*loop.test.jaxpr.eqns, *loop.body.jaxpr.eqns]
-    if not together or (axis.name is not None and any(uses_name(e, axis.name) for e in eqns)):
+    if not together or any_uses_axis(axis, loop.test, loop.body):
         return None
     count = len(loop.positions)
     lanes = axis.size * loop.axis.size

@@ -17,7 +17,7 @@ from batchax.execution.names import index_as_input
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.divergence import WhileLoop
 from batchax.kernel.inner import remembered
-from batchax.kernel.named_axes import uses_name
+from batchax.kernel.named_axes import any_uses_axis
 from batchax.rules.loops import MaskedBody, predicate
 from batchax.rules.masking import select_lanes
 
@@ -127,12 +127,10 @@ def _with_index(axis: Axis, loop: WhileLoop) -> WhileLoop:
 
     In a window the place of a lane is not its index.
     """
-    programs = loop.test, loop.body
-    eqns = [eqn for program in programs for eqn in program.jaxpr.eqns]
-    if axis.name is None or not any(uses_name(eqn, axis.name) for eqn in eqns):
+    if not any_uses_axis(axis, loop.test, loop.body):
         return loop
     lanes = lax.iota(np.int32, axis.size)
-    test, body = (index_as_input(axis, program) for program in programs)
+    test, body = (index_as_input(axis, program) for program in (loop.test, loop.body))
     return replace(
         loop,
         test=test,

@@ -33,7 +33,7 @@ from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import body_parameter, facts_of
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import remembered
-from batchax.kernel.named_axes import as_names, uses_name
+from batchax.kernel.named_axes import as_names, uses_axis
 from batchax.rules.calls import CALLS
 from batchax.rules.collectives import REDUCTIONS
 from batchax.rules.lane_calls import bind_if, call_if, calls_host, calls_in
@@ -59,7 +59,7 @@ class HostCalls:
         """Those of `jaxpr`, whose inputs have the batch axis at these positions."""
         batched = {v for v, a in zip(jaxpr.invars, positions, strict=True) if a is not None}
         for eqn in jaxpr.eqns:
-            named = axis.name is not None and uses_name(eqn, axis.name)
+            named = uses_axis(axis, eqn)
             reduces = named and eqn.primitive.name in _REDUCTIONS
             if not reduces and (named or not batched.isdisjoint(variables(eqn))):
                 batched.update(eqn.outvars)
@@ -179,7 +179,7 @@ def is_exposed(axis: Axis, eqn: Any) -> bool:
 
     Loops that lanes leave one by one draw lanes from all chunks, if they are at the top level.
     """
-    if axis.name is not None and uses_name(eqn, axis.name):
+    if uses_axis(axis, eqn):
         return True
     return axis.divergence is not None and _is_call_with_loop(eqn)
 
@@ -259,7 +259,7 @@ def find_meeting(axis: Axis, eqns: Iterable[Any]) -> Any:
     They do if it needs more of other lanes than to know which one it is.
     """
     for eqn in eqns:
-        if not uses_name(eqn, axis.name) or _is_index(eqn) or facts_of(eqn.primitive).cast:
+        if not uses_axis(axis, eqn) or _is_index(eqn) or facts_of(eqn.primitive).cast:
             continue
         if _is_opened(eqn):
             bodies = [_compat.close(eqn.params[body_parameter(eqn)]).jaxpr]

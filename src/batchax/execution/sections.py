@@ -20,7 +20,7 @@ from batchax.jaxprs.bodies import bodies_of
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.captured import closed_over
 from batchax.kernel.interpreter import interpret
-from batchax.kernel.named_axes import uses_name
+from batchax.kernel.named_axes import uses_axis
 from batchax.rules.batched_transpose import reached
 
 Env = dict[Any, tuple[Any, AxisPosition]]
@@ -77,7 +77,7 @@ def run_shared(axis: Axis, eqns: Sequence[Any], env: Env) -> list[Any]:
         return v in defined or (v in env and env[v][1] is None)
 
     for eqn in eqns:
-        if all(map(is_shared, variables(eqn))) and not _touches(axis, eqn):
+        if all(map(is_shared, variables(eqn))) and not uses_axis(axis, eqn):
             shared.append(eqn)
             defined.update(eqn.outvars)
         else:
@@ -112,7 +112,7 @@ def find_cuts(
     for eqn in eqns:
         if not blocked.isdisjoint(variables(eqn)):
             blocked.update(eqn.outvars)
-        elif id(eqn) in loops or _touches(axis, eqn):
+        elif id(eqn) in loops or uses_axis(axis, eqn):
             cuts.append(eqn)
             blocked.update(eqn.outvars)
         else:
@@ -168,7 +168,3 @@ def variables(eqn: Any) -> list[Any]:
 def bytes_per_lane(vs: Iterable[Any]) -> int:
     """What the values of some variables take for one lane."""
     return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in vs)
-
-
-def _touches(axis: Axis, eqn: Any) -> bool:
-    return axis.name is not None and uses_name(eqn, axis.name)

@@ -23,7 +23,7 @@ from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.fallback import one_after_another
-from batchax.kernel.named_axes import uses_name
+from batchax.kernel.named_axes import uses_axis
 
 Placed = tuple[Any, AxisPosition]
 """A value, and where it carries the batch axis."""
@@ -86,8 +86,7 @@ def evaluate_in_order(
 
 def _needs_all(axis: Axis, eqn: Any) -> bool:
     """Whether lanes cannot run an equation one after another: they meet, or part a reference."""
-    named = axis.name is not None and uses_name(eqn, axis.name)
-    return named or any(hasattr(v.aval, "inner_aval") for v in eqn.invars)
+    return uses_axis(axis, eqn) or any(hasattr(v.aval, "inner_aval") for v in eqn.invars)
 
 
 def _repeats(eqn: Any, first: Placed) -> bool:

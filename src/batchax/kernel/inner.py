@@ -22,7 +22,7 @@ from batchax.kernel.axis import Axis, AxisPosition, lanes_vary_over, match_axis
 from batchax.kernel.captured import may_be_differentiated
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.looking import looks_here
-from batchax.kernel.named_axes import uses_name
+from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.registry import registrations
 from batchax.kernel.varying import (
     Varying,
@@ -274,7 +274,6 @@ def run_inner(
     axes: Sequence[AxisPosition],
 ) -> tuple[list[Any], list[AxisPosition]]:
     """Runs a program inside an equation for all lanes, in the way that the axis has for it."""
-    bodies = None if axis.name is None else axis.bodies
-    if bodies is not None and any(uses_name(eqn, axis.name) for eqn in program.jaxpr.eqns):
-        return bodies.run(program, args, axes)
+    if axis.bodies is not None and any_uses_axis(axis, program):
+        return axis.bodies.run(program, args, axes)
     return interpret(axis, program.jaxpr, program.consts, args, axes)

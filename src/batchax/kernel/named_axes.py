@@ -13,7 +13,7 @@ from jax.extend.core import jaxprs_in_params
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.kernel.axis import names_in
+from batchax.kernel.axis import Axis, names_in
 from batchax.kernel.registry import is_foreign, registrations
 from batchax.memo import Memo
 
@@ -35,6 +35,16 @@ def uses_name(eqn: Any, name: Hashable) -> bool:
         return True
     unmarked = _unmarked(eqn)
     return name in unmarked or ANY_NAME in unmarked
+
+
+def uses_axis(axis: Axis, eqn: Any) -> bool:
+    """Whether `eqn` uses the name of `axis`, if that has one."""
+    return axis.name is not None and uses_name(eqn, axis.name)
+
+
+def any_uses_axis(axis: Axis, *programs: Any) -> bool:
+    """Whether an equation of these programs uses the name of `axis`."""
+    return any(uses_axis(axis, eqn) for program in programs for eqn in program.jaxpr.eqns)
 
 
 def may_use_name(eqn: Any, name: Hashable) -> bool:

@@ -14,7 +14,7 @@ from jax.extend.core import Literal, unmapped_aval
 
 from batchax import _compat
 from batchax.kernel.axis import Axis, AxisPosition, axis_to_front
-from batchax.kernel.named_axes import uses_name
+from batchax.kernel.named_axes import uses_axis
 
 _CREATES = frozenset({"new_ref", "empty_ref"})
 
@@ -36,9 +36,7 @@ def references_to_batch(axis: Axis, jaxpr: Any, axes: Sequence[AxisPosition]) ->
     while count != len(batched):  # a loop, because an earlier equation may read what a later writes
         count = len(batched)
         for eqn in jaxpr.eqns:
-            if not batched.isdisjoint(_variables(eqn)) or (
-                axis.name is not None and uses_name(eqn, axis.name)
-            ):
+            if not batched.isdisjoint(_variables(eqn)) or uses_axis(axis, eqn):
                 batched.update(eqn.outvars)
                 batched.update(eqn.invars[i] for i in _compat.written_inputs(eqn))
     return frozenset(created & batched)

@@ -32,7 +32,7 @@ from batchax.frontend.outputs import (
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, move_axis
 from batchax.kernel.inner import stage_described
-from batchax.kernel.named_axes import uses_name
+from batchax.kernel.named_axes import any_uses_axis
 from batchax.rows.arguments import RowSize, all_known, find_sizes, row_avals, sizes_in_errors
 from batchax.rows.groups import Placed, check_constants, groups_of, in_front, run_in_groups
 from batchax.rows.host_calls import refuse_order
@@ -173,7 +173,7 @@ def _check_programs(
                 f"length {_shown(at)}. Let it return the same number of arrays, of the same dtypes "
                 "and numbers of axes, for each row."
             )
-        if axis.name is not None and any(uses_name(eqn, axis.name) for eqn in program.jaxpr.eqns):
+        if any_uses_axis(axis, program):
             raise UnsupportedError(
                 f"the function uses the axis {axis.name!r}, whose lanes are all rows, but it can "
                 "only run for rows of one length at a time. Compute what rows share outside of "

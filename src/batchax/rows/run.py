@@ -19,7 +19,7 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.inner import stage_described
 from batchax.kernel.lasting import evaluated
-from batchax.kernel.named_axes import uses_name
+from batchax.kernel.named_axes import any_uses_axis
 from batchax.memo import Memo
 from batchax.rows.arguments import (
     SIZES_DIFFER,
@@ -259,12 +259,11 @@ def _run_on_devices(
     call: Call, options: RowOptions, shards: Shards, run_rows: Callable[[Call], list[Any]]
 ) -> list[Any]:
     """The outputs of a call, whose rows are dealt out to devices, each of which does `run_rows`."""
-    name = call.axis.name
-    if name is not None and any(uses_name(eqn, name) for eqn in call.staged.jaxpr.eqns):
+    if any_uses_axis(call.axis, call.staged):
         raise UnsupportedError(
-            f"mesh was given, and the function has a collective over axis_name {name!r}, whose "
-            "lanes are rows of different lengths: a device knows only its own. Reduce over the "
-            "batch with out_axes=batchax.Reduce(...), or leave mesh out."
+            "mesh was given, and the function has a collective over axis_name "
+            f"{call.axis.name!r}, whose lanes are rows of different lengths: a device knows only "
+            "its own. Reduce over the batch with out_axes=batchax.Reduce(...), or leave mesh out."
         )
     if not call.axis.size:
         return run_rows(call)
