@@ -542,7 +542,7 @@ def test_programs():
     index = jax.make_jaxpr(lambda: _compat.platform_index((("cpu",), None)))()
     assert index.jaxpr.eqns[0].primitive.name == "platform_index"
     closing = jax.make_jaxpr(lambda x: x + np.arange(3.0))(X)
-    body, consts = _compat.hoist_constants(closing)
+    (body,), consts = _compat.hoist_constants(closing)
     assert len(body.in_avals) == 1 + len(consts)
 
 

@@ -199,7 +199,7 @@ class custom_vmap(Generic[P, R]):
 
         types = list(map(jax.typeof, operands))
         staged, out_tree = _compat.stage_described(one_example, types, transformation="custom_vmap")
-        jaxpr, closed = _compat.hoist_constants(staged)
+        (jaxpr,), closed = _compat.hoist_constants(staged)
         jaxpr, closed = with_captured(jaxpr, closed, self._rule)
         rule = UserRule(
             self._name,

@@ -206,7 +206,7 @@ def scan(
                 int(o.spec) % (len(t.shape) + 1) for o, t in zip(described, types, strict=True)
             )
             if tested is None:
-                body, consts = _compat.hoist_constants(staged)
+                (body,), consts = _compat.hoist_constants(staged)
                 how = steps, bool(reverse), _written_out(unroll, steps), told
                 program = ScanProgram(body, n_carry, x_axes, places, *how)
                 outs = program.run(consts, carry, xs)

@@ -35,20 +35,33 @@ def without_constants(jaxpr: Any) -> Any:
 def constants_as_inputs(jaxpr: Any) -> Any:
     """`jaxpr`, open or closed, with its constants as leading inputs and none left.
 
-    Since 0.11 JAX does so already for the rules of custom derivatives. What this package stages
-    itself, and hands on without constants, needs it with every version.
+    Since 0.11 JAX does so already for the rules of custom derivatives, whose constants it hands
+    over beside them.
     """
     if not jaxpr.constvars:
         return jaxpr
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
 
-def hoist_constants(body: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
-    """`body` with its constants as leading inputs, and the constants.
+def hoist_constants(*programs: ClosedJaxpr) -> tuple[list[ClosedJaxpr], list[Any]]:
+    """`programs` with the constants of all of them as leading inputs, and the constants.
 
-    Some primitives (remat, calls) take a body without constants only.
+    Some primitives (remat, calls) take a body without constants only. And a primitive is
+    differentiated and batched with respect to its operands only: what a derivative rule in its
+    program closes over, a constant, must be one of them.
     """
-    return close(constants_as_inputs(body.jaxpr)), list(body.consts)
+    different = list({id(program): program for program in programs}.values())
+    slots = [v for program in different for v in program.jaxpr.constvars]
+    if not slots:
+        return list(programs), []
+    hoisted = {
+        id(program): close(
+            program.jaxpr.replace(constvars=[], invars=[*slots, *program.jaxpr.invars])
+        )
+        for program in different
+    }
+    consts = [x for program in different for x in program.consts]
+    return [hoisted[id(program)] for program in programs], consts
 
 
 def opened(body: ClosedJaxpr) -> tuple[Any, list[Any]]:

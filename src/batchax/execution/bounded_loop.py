@@ -139,10 +139,10 @@ def bounded_loop(
     (staged, safe), tested, carry, xs = settle(
         body, guarded, consts, carry, xs, x_axes, count, test, test_consts
     )
-    (staged, safe), held = with_constants_as_inputs([staged, safe])
+    (staged, safe), held = _compat.hoist_constants(staged, safe)
     test_held: list[Any] = []
     if tested is not None:
-        (tested,), test_held = with_constants_as_inputs([tested])
+        (tested,), test_held = _compat.hoist_constants(tested)
     test_consts, consts = [*test_held, *test_consts], [*held, *consts]
     sizes = len(test_consts), len(consts), len(carry), length
     kept = None if kept is None else tuple(kept)
@@ -150,26 +150,6 @@ def bounded_loop(
     operands = [count, *test_consts, *consts, *carry, *xs]
     outs = bounded_loop_p.bind(*operands, test=tested, body=staged, guarded=safe, form=form)
     return form.results(outs)
-
-
-def with_constants_as_inputs(
-    programs: Sequence[_compat.ClosedJaxpr],
-) -> tuple[list[_compat.ClosedJaxpr], list[Any]]:
-    """Programs with the constants of all of them as their first inputs, and the constants.
-
-    A derivative rule in a program closes over these. A primitive is differentiated and batched
-    with respect to its operands only, so they become operands.
-    """
-    different = list({id(program): program for program in programs}.values())
-    slots = [v for program in different for v in program.jaxpr.constvars]
-    if not slots:
-        return list(programs), []
-    opened = {}
-    for program in different:
-        invars = [*slots, *program.jaxpr.invars]
-        opened[id(program)] = _compat.close(program.jaxpr.replace(constvars=[], invars=invars))
-    consts = [x for program in different for x in program.consts]
-    return [opened[id(program)] for program in programs], consts
 
 
 def settle(

@@ -287,7 +287,7 @@ def _with_constants_passed(
     program: MappedProgram, shards: Shards | None
 ) -> tuple[MappedProgram, Sequence[Any]]:
     """The same, of a program that holds no values; and those, its first arguments now."""
-    staged, consts = _compat.hoist_constants(program.staged)
+    (staged,), consts = _compat.hoist_constants(program.staged)
     none: list[AxisPosition] = [None] * len(consts)
     if shards is not None:
         consts = placed(shards, ["a value that the function closes over"] * len(none), consts, none)

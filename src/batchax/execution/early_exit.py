@@ -140,4 +140,5 @@ def _without_references(
             "a reference (jax.new_ref) is used in a loop that ends on a value and keeps what its "
             "derivative needs, which a reference would not hold. Put the array into the carry."
         )
-    return _compat.hoist_constants(_compat.without_references(staged, None, 0))
+    (program,), consts = _compat.hoist_constants(_compat.without_references(staged, None, 0))
+    return program, consts

@@ -24,7 +24,6 @@ from batchax.execution.bounded_loop import (
     checkpoint_types,
     settle,
     varied,
-    with_constants_as_inputs,
     zeros,
 )
 from batchax.execution.checkpoints import Stack, blank_checkpoints
@@ -125,7 +124,7 @@ def reverse_sweep(
     more, _, returning, _ = settle(
         back, guarded[1], consts, returning, xs, x_axes, count, first_entries=types
     )
-    programs, held = with_constants_as_inputs([*programs, *more])
+    programs, held = _compat.hoist_constants(*programs, *more)
     sizes = len(held) + len(consts), len(carry), tuple(range(len(carry)) if kept is None else kept)
     form = SweepForm(*sizes, len(returning), length, tuple(x_axes), tuple(y_axes), progress)
     steps = _compat.scalar_like(jax.typeof(count), np.dtype(np.int32))

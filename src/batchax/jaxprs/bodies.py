@@ -222,7 +222,7 @@ def _cond_with(eqn: Any, bodies: Any, operands: Any, programs: Any, more: Any) -
 
 def _call_with(eqn: Any, bodies: Any, operands: Any, programs: Any, more: Any) -> Sequence[Any]:
     holder = body_parameter(eqn)
-    program, consts = _compat.hoist_constants(programs[0])
+    (program,), consts = _compat.hoist_constants(programs[0])
     held = program if isinstance(eqn.params[holder], _compat.ClosedJaxpr) else program.jaxpr
     return bind_equation(eqn, [*consts, *more, *operands], **{holder: held})
 

@@ -73,7 +73,7 @@ class Call:
 
     def with_constants_passed(self) -> Call:
         """The same call, of a program that holds no values."""
-        program, consts = _compat.hoist_constants(self.staged)
+        (program,), consts = _compat.hoist_constants(self.staged)
         given = [Mapped("a constant", x, None) for x in consts]
         sizes_of = [*[None] * len(given), *self.sizes_of]
         return replace(self, staged=program, mapped=[*given, *self.mapped], sizes_of=sizes_of)

@@ -52,7 +52,7 @@ def _call(name: str) -> None:
         holder = next(h for h in facts_of(primitive).body if h in params)
         body, varying = _compat.close(params[holder]), varying_of(args)
         body, out_axes = batch_inner(axis, body, axes, varying=varying)
-        body, consts = _compat.hoist_constants(body)
+        (body,), consts = _compat.hoist_constants(body)
         body = body if isinstance(params[holder], _compat.ClosedJaxpr) else body.jaxpr
         bound = primitive.get_bind_params({**params, holder: body})
         return primitive.bind(*consts, *args, **bound), out_axes
@@ -185,7 +185,7 @@ def _remat_opt(
 ) -> Batched:
     varying = varying_of(args[num_consts:])  # rules that live on must not hold values
     forward, out_axes = batch_inner(axis, fwd_jaxpr, axes, varying=varying_of(args))
-    forward, consts = _compat.hoist_constants(forward)
+    (forward,), consts = _compat.hoist_constants(forward)
 
     @functools.cache
     def function() -> tuple[Any, Sequence[Any]]:

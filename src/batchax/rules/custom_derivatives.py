@@ -297,7 +297,8 @@ class _Reverse:
         axis = self.axis
         types = map(_type, [*residuals, *cotangents])
         staged, zeros, logs, has_logs = self._stage(types, ct_axes, kept)
-        consts, const_axes = resolve(self.program, staged.consts)
+        (rule,), consts = _compat.hoist_constants(staged)
+        consts, const_axes = resolve(self.program, consts)
         residuals, residual_axes = kept.computed(residuals), kept.computed(kept.axes)
         given = [(c, a) for c, a in zip(cotangents, ct_axes, strict=True) if not _is_zero(c)]
         first = len(consts) + len(residuals)
@@ -305,7 +306,7 @@ class _Reverse:
         wanted += [0] * logs.num_leaves
         outs = batched_transpose(
             axis,
-            _compat.constants_as_inputs(staged.jaxpr),
+            rule.jaxpr,
             [*consts, *residuals, *(c for c, _ in given)],
             [*const_axes, *residual_axes, *(a for _, a in given)],
             range(first, first + len(given)),
@@ -328,17 +329,17 @@ class _Reverse:
         """
         types = [*map(_type, residuals), *(jax.typeof(x).to_tangent_aval() for x in outs)]
         staged, zeros, _, _ = self._stage(types, out_axes, kept)
-        jaxpr = _compat.constants_as_inputs(staged.jaxpr)
-        _, const_axes = resolve(self.program, staged.consts)
+        (rule,), consts = _compat.hoist_constants(staged)
+        _, const_axes = resolve(self.program, consts)
         positions = [*const_axes, *kept.computed(kept.axes), *out_axes]
         batched = [a is not None for a in positions]
         in_axes = [a for a, zero in zip(self.in_axes, zeros, strict=True) if zero is None]
         needed: list[AxisPosition] = []
         for k, out_axis in enumerate(out_axes):
             one = [i == len(positions) - len(out_axes) + k for i in range(len(positions))]
-            hits = zip(reached(jaxpr, one), in_axes, strict=False)  # logs follow
+            hits = zip(reached(rule.jaxpr, one), in_axes, strict=False)  # logs follow
             by_lane = any(hit and a is not None for hit, a in hits)
-            by_lane = by_lane or multiplies(self.axis, jaxpr, one, batched)
+            by_lane = by_lane or multiplies(self.axis, rule.jaxpr, one, batched)
             needed.append(0 if out_axis is None and by_lane else None)
         return needed
 

@@ -65,19 +65,13 @@ def _bind(
     operands: Sequence[Any],
 ) -> list[Any]:
     """The call, with the constants of both programs as residuals of either."""
-    consts = [*ahead.consts, *back.consts]
-    slots = [*ahead.jaxpr.constvars, *back.jaxpr.constvars]
-
-    def without_constants(body: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
-        jaxpr = body.jaxpr
-        return _compat.close(jaxpr.replace(constvars=[], invars=[*slots, *jaxpr.invars]))
-
+    (ahead, back), consts = _compat.hoist_constants(ahead, back)
     return linear_p.bind(
         *consts,
         *residuals,
         *operands,
-        forward=without_constants(ahead),
-        transpose=without_constants(back),
+        forward=ahead,
+        transpose=back,
         count=len(consts) + len(residuals),
     )
 

@@ -118,5 +118,5 @@ def bind_call(eqn: Any, fun: Flat, values: Sequence[Any]) -> list[Any]:
 
 def staged(fun: Flat, values: Sequence[Any]) -> tuple[_compat.ClosedJaxpr, list[Any]]:
     """A program without constants that computes `fun`, and all of its operands."""
-    program, consts = _compat.hoist_constants(_compat.stage(fun, list(map(jax.typeof, values))))
+    (program,), consts = _compat.hoist_constants(_compat.stage(fun, list(map(jax.typeof, values))))
     return program, [*consts, *values]
