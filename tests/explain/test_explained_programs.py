@@ -83,7 +83,7 @@ def inside(eqn):
 
 def check_listed(jaxpr, listed, in_order):
     """Takes from `listed` what the equations of a program are listed as."""
-    for eqn, *_ in plan(jaxpr):
+    for eqn, *_ in plan(jaxpr.eqns, jaxpr.outvars):
         programs, places = inside(eqn), [i for i, e in enumerate(listed) if is_of(e, eqn)]
         shared = any(listed[i].service == "once" for i in places[: 1 if in_order else None])
         if list(programs) == [""] and not shared:

@@ -17,6 +17,7 @@ from jax.extend.core.primitives import while_p
 
 from batchax import _compat
 from batchax.jaxprs.bodies import bodies_of
+from batchax.jaxprs.evaluate import plan, variables_read
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.captured import closed_over
 from batchax.kernel.interpreter import interpret
@@ -57,16 +58,15 @@ def section_for(
 
     It has every one of `eqns` with effects, unless `effects` is false.
     """
-    live = {v for v in outvars if not isinstance(v, Literal) and v not in known}
-    used = {v for v in outvars if not isinstance(v, Literal) and v in known}
-    taken = []
-    for eqn in reversed(eqns):
-        if not live.isdisjoint(eqn.outvars) or (effects and eqn.effects):
-            taken.append(eqn)
-            for v in variables(eqn):
-                (used if v in known else live).add(v)
-    order = [v for v in known if v in used]
-    return Section(taken[::-1], order, list(outvars))
+
+    def reads(eqn: Any) -> list[Any]:
+        return [v for v in variables(eqn) if v not in known]
+
+    wanted = {v for v in outvars if not isinstance(v, Literal)}
+    steps = plan(eqns, wanted.difference(known), lambda eqn: effects and eqn.effects, reads)
+    taken = [step.eqn for step in steps]
+    used = wanted.union(*map(variables, taken))
+    return Section(taken, [v for v in known if v in used], list(outvars))
 
 
 def run_shared(axis: Axis, eqns: Sequence[Any], env: Env) -> list[Any]:
@@ -162,7 +162,7 @@ def crossing(eqns: Sequence[Any], free: Sequence[Any], cuts: Sequence[Any]) -> l
 
 def variables(eqn: Any) -> list[Any]:
     """The variables that an equation reads, now or in a derivative rule that closes over them."""
-    return [v for v in eqn.invars if not isinstance(v, Literal)] + closed_over(eqn)
+    return variables_read(eqn) + closed_over(eqn)
 
 
 def bytes_per_lane(vs: Iterable[Any]) -> int:

@@ -58,7 +58,8 @@ class Attribution:
         devices: int,
     ) -> None:
         known = integers_in(program, integers)
-        for eqn, *_ in plan(getattr(program, "jaxpr", program)):
+        jaxpr = getattr(program, "jaxpr", program)
+        for eqn, *_ in plan(jaxpr.eqns, jaxpr.outvars):
             # What a rule calls has no mark of its own, and belongs to what called it.
             record = self._recorder.record_of(eqn.source_info.name_stack) or around
             with self._recorder.active(inside=record):

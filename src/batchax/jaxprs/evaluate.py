@@ -6,6 +6,7 @@ differ in what stands for a value, and in what they do with an equation.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -38,8 +39,18 @@ def evaluate(
     def read(v: Any) -> Any:
         return number(v) if isinstance(v, Literal) else env[v]
 
-    walk(plan(jaxpr), env, read, lambda step, operands: run_equation(step.eqn, operands))
+    walk(
+        plan(jaxpr.eqns, jaxpr.outvars),
+        env,
+        read,
+        lambda step, operands: run_equation(step.eqn, operands),
+    )
     return list(map(read, jaxpr.outvars))
+
+
+def variables_read(eqn: Any) -> list[Any]:
+    """The operands of an equation that are no numbers written in the program."""
+    return [v for v in eqn.invars if not isinstance(v, Literal)]
 
 
 class Step(NamedTuple):
@@ -76,18 +87,29 @@ def bind_equation(eqn: Any, operands: Sequence[Any], **changes: Any) -> Sequence
     return out if primitive.multiple_results else [out]
 
 
-def plan(jaxpr: Any) -> list[Step]:
-    """The equations that are needed, each with the variables that are dead after it.
+def plan(
+    eqns: Sequence[Any],
+    outvars: Iterable[Any],
+    keeps: Callable[[Any], Any] = operator.attrgetter("effects"),
+    reads: Callable[[Any], Iterable[Any]] = variables_read,
+) -> list[Step]:
+    """Those of `eqns` that `outvars` need, each with the variables that are dead after it.
 
     Dropping a value after its last use keeps eager runs within the memory that
     ordinary Python code would have needed.
+
+    Args:
+      eqns: equations of a program, in order.
+      outvars: what is wanted of them.
+      keeps: which of them are needed anyhow, by default for their effects.
+      reads: the variables that an equation needs.
     """
-    live = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    live = {v for v in outvars if not isinstance(v, Literal)}
     steps = []
-    for eqn in reversed(jaxpr.eqns):
-        if not eqn.effects and live.isdisjoint(eqn.outvars):
+    for eqn in reversed(eqns):
+        if live.isdisjoint(eqn.outvars) and not keeps(eqn):
             continue
-        used = {v for v in eqn.invars if not isinstance(v, Literal)}
+        used = set(reads(eqn))
         steps.append(Step(eqn, eqn.invars, eqn.outvars, (used | set(eqn.outvars)) - live))
         live |= used
     return steps[::-1]

@@ -28,9 +28,10 @@ from typing import Any
 
 import jax
 from jax.core import ShapedArray, Tracer
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import jaxprs_in_params
 
 from batchax import _compat
+from batchax.jaxprs.evaluate import plan
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.lasting import evaluated
@@ -74,7 +75,8 @@ class MappedProgram:
         needed = [v for v in variables if v is not None and v in own]
         if not needed:
             return list(values), [None] * len(values)
-        jaxpr = jaxpr.replace(eqns=equations_for(jaxpr, needed), outvars=needed)
+        eqns = [step.eqn for step in plan(jaxpr.eqns, needed, keeps=lambda _: False)]
+        jaxpr = jaxpr.replace(eqns=eqns, outvars=needed)
         outs, axes = interpret(self.axis, jaxpr, self.staged.consts, self.args, self.axes)
         found = dict(zip(needed, zip(outs, axes, strict=True), strict=True))
         pairs = [found.get(v, (x, None)) for v, x in zip(variables, values, strict=True)]
@@ -156,16 +158,6 @@ def resolve(
     if program is None:
         return list(values), [None] * len(values)
     return program.resolve(values)
-
-
-def equations_for(jaxpr: Any, needed: Iterable[Any]) -> list[Any]:
-    """The equations that the variables `needed` depend on."""
-    live, eqns = set(needed), []
-    for eqn in reversed(jaxpr.eqns):
-        if not live.isdisjoint(eqn.outvars):
-            eqns.append(eqn)
-            live |= {v for v in eqn.invars if not isinstance(v, Literal)}
-    return eqns[::-1]
 
 
 _MOST_OBJECTS = 10_000  # a rule bound to something larger is taken to hold a tracer

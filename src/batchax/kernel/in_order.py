@@ -44,7 +44,7 @@ def evaluate_in_order(
     """What `jaxpr` returns, as `evaluate` of `run_equation`, with effects in order."""
     env: dict[Any, Placed] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
-    steps = [step._replace(dead=()) for step in plan(jaxpr)]
+    steps = [step._replace(dead=()) for step in plan(jaxpr.eqns, jaxpr.outvars)]
     waiting: list[Step] = []
     made: set[Any] = set()
 
@@ -97,15 +97,11 @@ def _repeats(eqn: Any, first: Placed) -> bool:
 
 def _needed(steps: Sequence[Step]) -> tuple[list[Step], list[Step]]:
     """The steps with effects that come in order, with all that later ones need; and the others."""
-    needed: set[Any] = set()
-    calls, others = [], []
-    for step in reversed(steps):
-        if _compat.in_order(step.eqn.effects) or not needed.isdisjoint(step.outputs):
-            calls.append(step)
-            needed.update(_variables(step.inputs))
-        else:
-            others.append(step)
-    return calls[::-1], others[::-1]
+    eqns = [step.eqn for step in steps]
+    needed = plan(eqns, (), keeps=lambda eqn: _compat.in_order(eqn.effects))
+    inside = {id(step.eqn) for step in needed}
+    calls = [step for step in steps if id(step.eqn) in inside]
+    return calls, [step for step in steps if id(step.eqn) not in inside]
 
 
 def _variables(read: Iterable[Any]) -> list[Any]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import Literal, unmapped_aval
+from jax.extend.core import unmapped_aval
 
 from batchax import _compat
+from batchax.jaxprs.evaluate import variables_read
 from batchax.kernel.axis import Axis, AxisPosition, axis_to_front
 from batchax.kernel.named_axes import uses_axis
 
@@ -36,7 +37,7 @@ def references_to_batch(axis: Axis, jaxpr: Any, axes: Sequence[AxisPosition]) ->
     while count != len(batched):  # a loop, because an earlier equation may read what a later writes
         count = len(batched)
         for eqn in jaxpr.eqns:
-            if not batched.isdisjoint(_variables(eqn)) or uses_axis(axis, eqn):
+            if not batched.isdisjoint(variables_read(eqn)) or uses_axis(axis, eqn):
                 batched.update(eqn.outvars)
                 batched.update(eqn.invars[i] for i in _compat.written_inputs(eqn))
     return frozenset(created & batched)
@@ -53,7 +54,3 @@ def create_batched(
     if position is None:
         x, position = axis_to_front(axis, x, None), 0
     return [eqn.primitive.bind(x, **eqn.params)], [position]
-
-
-def _variables(eqn: Any) -> list[Any]:
-    return [v for v in eqn.invars if not isinstance(v, Literal)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -33,7 +32,7 @@ def _recipe(program: _compat.ClosedJaxpr, index: int) -> list[Any]:
         return v.val if isinstance(v, Literal) else names[v]
 
     steps: list[Any] = []
-    for eqn, *_ in plan(SimpleNamespace(eqns=jaxpr.eqns, outvars=[out])):
+    for eqn, *_ in plan(jaxpr.eqns, [out]):
         steps += [eqn.primitive.name, _text(eqn.params), *map(read, eqn.invars)]
         steps += _constants_in(eqn.params)
         names.update((v, f"{len(steps)}, {i}, {v.aval}") for i, v in enumerate(eqn.outvars))

@@ -87,7 +87,7 @@ def flatten(program: _compat.ClosedJaxpr) -> RowProgram:
         def read(v: Any) -> int | Constant:
             return Constant(v.val, np.shape(v.val)) if isinstance(v, Literal) else env[v]
 
-        for eqn, *_ in plan(body.jaxpr):
+        for eqn, *_ in plan(body.jaxpr.eqns, body.jaxpr.outvars):
             inputs = tuple(map(read, eqn.invars))
             if facts_of(eqn.primitive).is_plain_call:
                 inner = _compat.close(eqn.params[body_parameter(eqn)])

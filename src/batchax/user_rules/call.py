@@ -19,11 +19,11 @@ from typing import Any
 
 import jax
 from jax.core import eval_jaxpr
-from jax.extend.core import Literal
 
 from batchax import _compat
+from batchax.jaxprs.evaluate import plan
 from batchax.kernel.axis import Axis, match_axis
-from batchax.kernel.captured import captured_tracers, equations_for
+from batchax.kernel.captured import captured_tracers
 from batchax.kernel.derivatives import Flat, tangents_of, transposed
 from batchax.kernel.inner import batch_function, batched_aval
 from batchax.kernel.own_primitive import declare
@@ -273,7 +273,7 @@ def with_captured(
 
 def without_effects(jaxpr: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
     """A program with the equations only that its results need."""
-    live = {v for v in jaxpr.jaxpr.outvars if not isinstance(v, Literal)}
-    eqns = equations_for(jaxpr.jaxpr, live)
+    needed = plan(jaxpr.jaxpr.eqns, jaxpr.jaxpr.outvars, keeps=lambda _: False)
+    eqns = [step.eqn for step in needed]
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
     return _compat.close(jaxpr.jaxpr.replace(eqns=eqns, effects=effects), jaxpr.consts)

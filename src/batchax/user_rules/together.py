@@ -74,7 +74,7 @@ def _pairs(jaxpr: Any) -> dict[int, Values | Pullbacks]:
     pairs: dict[int, Values | Pullbacks] = {}
     calls: dict[Any, Any] = {}  # by rule, steps and operands
     tangents: dict[Any, Any] = {}  # by those of what they are the tangents of
-    for eqn in (step.eqn for step in plan(jaxpr)):
+    for eqn in (step.eqn for step in plan(jaxpr.eqns, jaxpr.outvars)):
         if eqn.primitive is not custom_call_p:
             continue
         rule, steps = id(eqn.params["rule"]), eqn.params["steps"]
