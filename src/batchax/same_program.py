@@ -10,14 +10,10 @@ from typing import Any
 
 import jax
 
-# The rules of canonical forms are registered when their modules are imported.
-import batchax.programs.canonical_bodies
-import batchax.programs.canonical_contractions
-import batchax.programs.canonical_shapes  # noqa: F401
 from batchax import _compat
 from batchax.errors import ArgumentTypeError
 from batchax.programs import hlo_text
-from batchax.programs.canonical import CanonicalProgram
+from batchax.programs.canonical_form import canonical
 from batchax.programs.canonical_values import Table
 from batchax.programs.differences import Difference, first_difference, operations
 
@@ -114,7 +110,7 @@ def same_program(
     staged = [jax.make_jaxpr(fun, return_shape=True)(*args) for fun in (f, g)]
     (first, out), (second, other) = staged
     table = Table()
-    programs = tuple(CanonicalProgram(table, _compat.without_dead(p)) for p in (first, second))
+    programs = tuple(canonical(table, p) for p in (first, second))
     found = tuple(operations(table, p) for p in programs)
     difference = _of_outputs(out, other)
     if difference is None and not compiled:

@@ -28,7 +28,6 @@ from batchax.programs.canonical_values import (
     CanonicalValue,
     Node,
     Table,
-    contents,
     typed,
     whole,
     without_ones,
@@ -214,7 +213,9 @@ class CanonicalProgram:
         shape, dtype = typed(jax.typeof(x) if aval is None else aval)
         if isinstance(x, (bool, int, float, complex)):
             x = np.asarray(x, dtype)
-        node = self.leaf("constant", (contents(x), shape), (), without_ones(shape), dtype)
+        node = self.leaf(
+            "constant", (self.table.contents(x), shape), (), without_ones(shape), dtype
+        )
         return whole(node, shape)
 
     def parameters(self, params: Any, reads: Sequence[int], bodies: list[int]) -> Hashable:
@@ -240,7 +241,8 @@ class CanonicalProgram:
                 return tuple(map(inner, x))
             if isinstance(x, np.generic):
                 x = x.item()
-            return contents(x) if isinstance(x, (np.ndarray, jax.Array)) else value_key(x)
+            array = isinstance(x, (np.ndarray, jax.Array))
+            return self.table.contents(x) if array else value_key(x)
 
         return inner(params)
 

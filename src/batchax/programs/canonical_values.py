@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +58,7 @@ class Table:
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self._numbers: dict[Node, int] = {}
+        self._arrays: dict[Hashable, list[Any]] = {}  # by dtype and shape, the large constants
 
     def number(self, node: Node) -> int:
         """The number of this node, a new one if there is none like it."""
@@ -66,6 +66,33 @@ class Table:
         if found == len(self.nodes):
             self.nodes.append(node)
         return found
+
+    def contents(self, x: Any) -> Hashable:
+        """A key equal for arrays that hold the same."""
+        if isinstance(x, Tracer) or _compat.is_reference(x):
+            return value_key(x)
+        if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return str(jax.random.key_impl(x)), self.contents(jax.random.key_data(x))
+        x = x if isinstance(x, jax.Array) else np.asarray(x)
+        kind = x.dtype, x.shape
+        if x.nbytes <= _SMALL:
+            return *kind, np.asarray(x).tobytes()
+        # Few are of one shape, and to compare two of them takes less than to digest one. Most are
+        # the same object in all programs.
+        alike = self._arrays.setdefault(kind, [])
+        known = (k for k, other in enumerate(alike) if x is other or _same_bytes(x, other))
+        number = next(known, len(alike))
+        if number == len(alike):
+            alike.append(x)
+        return *kind, number
+
+
+_SMALL = 1024  # bytes of an array that is part of its key
+
+
+def _same_bytes(x: Any, y: Any) -> bool:
+    a, b = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (x, y))
+    return np.array_equal(a, b)
 
 
 def whole(node: int, shape: Sequence[Any]) -> CanonicalValue:
@@ -93,13 +120,3 @@ def is_placed(sharding: Any) -> bool:
     """Whether a sharding says anything of a type: only axes of type Explicit are in types."""
     types = getattr(getattr(sharding, "mesh", None), "axis_types", (AxisType.Explicit,))
     return sharding is not None and AxisType.Explicit in types
-
-
-def contents(x: Any) -> Hashable:
-    """A key equal for arrays that hold the same."""
-    if isinstance(x, Tracer) or _compat.is_reference(x):
-        return value_key(x)
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return str(jax.random.key_impl(x)), contents(jax.random.key_data(x))
-    x = np.asarray(x)
-    return x.dtype, x.shape, hashlib.sha256(np.ascontiguousarray(x).tobytes()).digest()

@@ -33,12 +33,12 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Axis, move_axis
 from batchax.kernel.inner import stage_described
 from batchax.kernel.named_axes import any_uses_axis
+from batchax.programs.canonical_form import same_results
 from batchax.rows.arguments import RowSize, all_known, find_sizes, row_avals, sizes_in_errors
 from batchax.rows.groups import Placed, check_constants, groups_of, in_front, run_in_groups
 from batchax.rows.host_calls import refuse_order
 from batchax.rows.outputs import place_ragged
 from batchax.rows.ragged import Ragged
-from batchax.rows.recipes import same_recipe
 from batchax.rows.stand_ins import rows_of_one_length
 from batchax.rules.in_turn import calls_library
 
@@ -95,8 +95,8 @@ def run_by_length(
             programs.append(more)
     shapes = [_symbolic_shape(kind) for kind in zip(*map(_shapes, programs), strict=True)]
     wanted = [
-        _place_for_groups(axis, output, i, shape, programs)
-        for i, (output, shape) in enumerate(zip(described, shapes, strict=True))
+        _place_for_groups(axis, output, shape, same)
+        for output, shape, same in zip(described, shapes, same_results(programs), strict=True)
     ]
 
     def one_row_in_group(*values: Any) -> tuple[list[Any], FlatOutputs]:
@@ -192,16 +192,12 @@ def _symbolic_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
 
 
 def _place_for_groups(
-    axis: Axis,
-    output: OutputArray,
-    i: int,
-    shape: tuple[Any, ...],
-    programs: Sequence[_compat.ClosedJaxpr],
+    axis: Axis, output: OutputArray, shape: tuple[Any, ...], same: bool
 ) -> OutputArray:
-    """Where output `i` goes in each group."""
+    """Where an output goes in each group; `same`, if programs of all lengths compute it alike."""
     output = in_front(place_ragged(output, shape))
     shared = output.spec is None or output.spec is AUTO
-    if not shared or all(same_recipe(programs[0], other, i) for other in programs[1:]):
+    if not shared or same:
         return output
     check_unbatched(axis, [output], [0])
     return replace(output, spec=0)

@@ -21,9 +21,9 @@ from batchax.errors import AxisError, UnsupportedError
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import AUTO, FlatOutputs, OutputArray, Reduce, check_unbatched
 from batchax.kernel.axis import Axis, AxisPosition, broadcast_axis, move_axis
+from batchax.programs.canonical_values import Table
 from batchax.rows.checks import known_lengths
 from batchax.rows.ragged import Ragged
-from batchax.rows.recipes import same_value
 from batchax.rules.in_turn import in_turn as run_in_turn
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
@@ -111,10 +111,10 @@ def check_constants(groups: Sequence[FlatOutputs]) -> None:
     Raises:
       AxisError: some do.
     """
-    first, *rest = map(_constants, groups)
+    table, (first, *rest) = Table(), map(_constants, groups)
     for others in rest:
         for x, y in zip(first, others, strict=True):
-            if not same_value(x, y):
+            if table.contents(x) != table.contents(y):
                 raise AxisError(
                     f"the function returns a number that depends on the row, {x} for one length "
                     f"and {y} for another, but out_axes says None for it. Give the position the "
