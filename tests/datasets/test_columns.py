@@ -7,6 +7,8 @@ import pytest
 
 import batchax as bx
 from batchax.datasets.sources import as_source
+from batchax.rows.arrow import from_dense
+from batchax.testing import SourceTests
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -71,6 +73,26 @@ def folder(at, name):
 @pytest.fixture(params=[in_memory, sliced, chunked, one_file, row_groups, folder])
 def column(request, tmp_path):
     return lambda name: as_source(request.param(tmp_path, name), "args[0]")
+
+
+class TestColumns(SourceTests):
+    empty = False
+    lengths = tuple(LENGTHS)
+
+    @pytest.fixture(params=["arrow", "parquet"])
+    def source_of(self, request, tmp_path):
+        def source_of(x):
+            column = from_dense(x)
+            if request.param == "arrow":
+                return as_source(column, "x")
+            parquet.write_table(arrow.table({"x": column}), tmp_path / "x.parquet", 2)
+            return as_source(f"{tmp_path}/x.parquet:x", "x")
+
+        return source_of
+
+    @pytest.fixture
+    def ragged_of(self):
+        return lambda rows: as_source(arrow.array(rows, arrow.list_(arrow.float32())), "x")
 
 
 NUMBERS = {

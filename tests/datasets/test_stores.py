@@ -3,10 +3,7 @@
 import errno
 import json
 import os
-import subprocess
 import sys
-import threading
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -15,10 +12,15 @@ import pytest
 import batchax as bx
 from batchax.datasets import steps
 from batchax.datasets.checksums import checksum
-from batchax.datasets.parts import Leaf, Rows
+from batchax.datasets.memory_store import MemoryStore
+from batchax.datasets.npy_store import NpyStore
+from batchax.datasets.parquet_store import ParquetStore
+from batchax.datasets.parts import Leaf
 from batchax.datasets.plan import Plan
 from batchax.datasets.sources import as_source
 from batchax.datasets.stores import open_store, reopen_store
+from batchax.datasets.zarr_store import ZarrStore
+from batchax.testing import StoreTests
 
 PLAN = Plan(10, 2, 4)  # units of 4, 4 and 2 rows
 
@@ -55,6 +57,24 @@ def check_all(store, leaves, plan=PLAN):
             assert checksum(got) == checksum(rows_of(each, unit))
 
 
+class TestZarr(StoreTests):
+    store, suffix, ragged = ZarrStore, "zarr", False
+    dtypes = (*StoreTests.dtypes, "bfloat16", "float8_e4m3fn", "complex64")
+
+
+class TestNpy(StoreTests):
+    store, suffix = NpyStore, "npy"
+    trees = ragged = mends = False  # units have no files of their own
+
+
+class TestParquet(StoreTests):
+    store, suffix, empty = ParquetStore, "parquet", False
+
+
+class TestMemory(StoreTests):
+    store, suffix = MemoryStore, ""
+
+
 KINDS = ("x.zarr", "x.npy", "x.parquet", None)
 NUMBERS = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64".split()
 
@@ -77,31 +97,6 @@ def test_what_is_written_is_read_back(kind, dtype, place):
         again = reopen_store(place(kind), json.loads(json.dumps(store.describe())))
         again.check()
         check_all(again, leaves)
-
-
-@pytest.mark.parametrize(
-    ("shape", "axis"), [((3, 10), 1), ((2, 10, 5), 1), ((10,), 0), ((2, 3, 10), 2)]
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_lie_along_any_axis(kind, shape, axis, place):
-    leaves = [leaf(shape=shape, axis=axis)]
-    check_all(written(place(kind), leaves), leaves)
-
-
-@pytest.mark.parametrize("rows", [0, 1, 3, 4, 5])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_last_unit_may_have_any_number_of_rows(kind, rows, place):
-    leaves, plan = [leaf(shape=(rows, 3))], Plan(rows, 2, 4)
-    store = written(place(kind), leaves, plan)
-    check_all(store, leaves, plan)
-    if rows and kind:
-        assert as_source(store.result(), "x").shape == (rows, 3)
-
-
-@pytest.mark.parametrize("kind", ["x.zarr", "x.npy", None])
-def test_rows_without_elements(kind, place):
-    leaves = [leaf(shape=(10, 0))]
-    check_all(written(place(kind), leaves), leaves)
 
 
 @pytest.mark.parametrize(
@@ -132,35 +127,6 @@ def test_a_tree_of_results(kind, place):
         np.testing.assert_array_equal(as_source(result["a/b"], "x").whole(), values(TREE[1]))
 
 
-@pytest.mark.parametrize("kind", ["x.parquet", None])
-def test_rows_of_different_lengths(kind, place):
-    leaves = [leaf("r", ragged=0), leaf("s", (10,))]
-    store = open_store(place(kind), leaves, PLAN)
-    store.prepare()
-    lengths = np.array([0, 3, 1, 0, 2, 5, 0, 0, 1, 0])
-    ends = np.concatenate([[0], np.cumsum(lengths)])
-    data = np.arange(36.0, dtype=np.float32).reshape(12, 3)
-    given = {}
-    for number in range(3):
-        unit = PLAN.unit(number)
-        part = Rows(data[ends[unit.start] : ends[unit.stop]], lengths[unit.start : unit.stop])
-        store.write(unit, [part, rows_of(leaves[1], unit)])
-        given[unit] = part
-    for unit, part in given.items():
-        got, plain = store.read(unit)
-        np.testing.assert_array_equal(got.data, part.data)
-        np.testing.assert_array_equal(got.lengths, part.lengths)
-        assert checksum(got) == checksum(part)
-        np.testing.assert_array_equal(plain, rows_of(leaves[1], unit))
-    result = store.result()["r"]
-    if kind:
-        source = as_source(result, "x")
-        np.testing.assert_array_equal(source.lengths, lengths)
-        result = source.read(0, 0, 10)
-    np.testing.assert_array_equal(result.data, data)
-    np.testing.assert_array_equal(result.lengths, lengths)
-
-
 def test_others_read_zarr(place):
     zarr = pytest.importorskip("zarr")
     written(place("x.zarr"), TREE)
@@ -189,17 +155,6 @@ def test_others_read_npy_and_parquet(place):
 def files(folder):
     inside = folder.rglob("*") if folder.is_dir() else [folder]
     return {path.relative_to(folder): path.read_bytes() for path in inside if path.is_file()}
-
-
-@pytest.mark.parametrize("kind", ["x.zarr", "x.npy", "x.parquet"])
-def test_the_same_results_make_the_same_bytes_whatever_was_there(kind, place):
-    store = written(place(kind), [leaf()])
-    before = files(place(kind))
-    unit = PLAN.unit(2)  # the chunk that sticks out of the array
-    store.write(unit, [rows_of(leaf(), unit) + 1])
-    assert files(place(kind)) != before
-    store.write(unit, [rows_of(leaf(), unit)])
-    assert files(place(kind)) == before
 
 
 @pytest.mark.parametrize("kind", ["x.zarr", "x.parquet"])
@@ -259,89 +214,6 @@ def test_steps_of_writing(kind, place):
         steps.watch()
     seen = [step for step in seen if step != steps.BEFORE_RENAME]
     assert seen == [steps.BEFORE_WRITE, steps.IN_WRITE, steps.AFTER_WRITE]
-
-
-# TensorStore has threads, and ends a process that forks after it was used.
-MAKE_AND_DIE = """
-import os, sys
-import numpy as np
-from batchax.datasets import steps
-from batchax.datasets.parts import Leaf
-from batchax.datasets.plan import Plan
-from batchax.datasets.stores import open_store
-
-for left in range(12):
-    child = os.fork()
-    if not child:
-        out = os.path.join(sys.argv[1], str(left), sys.argv[2])
-        store = open_store(out, [Leaf("y", (10, 3), np.dtype(np.float32))], Plan(10, 2, 4))
-
-        def at_step(_):
-            global left
-            if not left:
-                os.kill(os.getpid(), 9)
-            left -= 1
-
-        steps.watch(at_step)
-        store.prepare()
-        os._exit(0)
-    print(os.waitpid(child, 0)[1])
-"""
-
-
-@pytest.mark.parametrize("kind", ["x.zarr", "x.npy"])
-def test_a_process_killed_while_the_output_is_made(kind, tmp_path):
-    """Nothing is there, or all of it; made again, it is as if nothing had happened."""
-    leaves = [leaf("y")]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", MAKE_AND_DIE, tmp_path, kind],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdout=subprocess.PIPE,
-        check=True,
-        text=True,
-    )
-    ends = [int(line) for line in done.stdout.split()]
-    killed = ends.index(0)
-    assert ends == [9] * killed + [0] * (12 - killed)
-    assert killed >= 3
-    for left in range(12):
-        out = tmp_path / str(left) / kind
-        store = open_store(out, leaves, PLAN)
-        if out.exists():
-            store.check()
-        else:
-            assert left < killed
-            store.prepare()
-        store.write(PLAN.unit(0), [rows_of(leaves[0], PLAN.unit(0))])
-        assert os.listdir(out.parent) == [kind]
-
-
-def test_units_are_written_from_several_threads(place):
-    for kind in KINDS:
-        plan, leaves = Plan(400, 2, 4), [leaf(shape=(3, 400), axis=1)]
-        store = open_store(place(kind), leaves, plan)
-        store.prepare()
-
-        def work(first, store=store, plan=plan, leaves=leaves):
-            for number in range(first, len(plan), 4):
-                store.write(plan.unit(number), [rows_of(leaves[0], plan.unit(number))])
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        check_all(store, leaves, plan)
-
-
-@pytest.mark.parametrize("kind", ["x.zarr", "x.npy", "x.parquet"])
-def test_what_is_there_is_never_written_over(kind, place):
-    place(kind).mkdir()
-    (place(kind) / "precious").write_text("data")
-    store = open_store(place(kind), [leaf()], PLAN)
-    with pytest.raises(bx.JobError, match="is there already"):
-        store.prepare()
-    assert files(place(kind)) == {Path("precious"): b"data"}
 
 
 @pytest.mark.parametrize("kind", ["x.zarr", "x.npy", "x.parquet"])

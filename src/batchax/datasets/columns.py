@@ -42,7 +42,7 @@ class Column(Source):
             )
         super().__init__(name, (rows, *sizes), element.to_pandas_dtype())
 
-    def _get(self, index: Index) -> Any:
+    def get(self, index: Index) -> Any:
         got = self._convert(self._rows(index[0].start, index[0].stop))
         return got if isinstance(got, Rows) else got[(slice(None), *index[1:])]
 
@@ -84,6 +84,8 @@ class ParquetColumn(Column):
     A row group is decoded at a time, and the latest are kept for the next unit.
     """
 
+    has_members = True
+
     def __init__(self, path: Path, column: str, name: str) -> None:
         self._parquet = needed("pyarrow.parquet", f"{name}: Parquet")
         self._column, self._lock = column, threading.Lock()
@@ -124,9 +126,9 @@ class ParquetColumn(Column):
             found = [self._lengths(self._decode(i)) for i in range(len(self._groups))]
         return np.concatenate([np.zeros(0, np.int64), *found])
 
-    def identity(self) -> dict[str, Any]:
+    def origin(self) -> dict[str, Any]:
         files = [part.identity() for part in self._files]
-        return {"files": files, "column": self._column, **self._form()}
+        return {"files": files, "column": self._column}
 
     def _rows(self, start: int, stop: int) -> Any:
         parts = []

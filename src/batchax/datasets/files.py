@@ -22,34 +22,39 @@ class NpyFile(Source):
 
     gives_fresh = True
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path, member: str, name: str) -> None:
         self._files = Files(path, name)
         with reading(name), open(path, "rb") as file:
             self._layout = Layout.of(file)
         super().__init__(name, self._layout.shape, self._layout.dtype)
 
-    def identity(self) -> dict[str, Any]:
-        return {**self._files.identity(), **self._form()}
+    def origin(self) -> dict[str, Any]:
+        return self._files.identity()
 
-    def _get(self, index: Index) -> np.ndarray:
+    def get(self, index: Index) -> np.ndarray:
         self._files.check()
         with open(self._files.path, "rb", buffering=0) as file:
             return self._layout.read(file, len(index) - 1, index[-1] if index else slice(0, 1))
 
 
-def npz_array(path: Path, member: str, name: str) -> Source:
+class NpzArray(InMemory):
     """An array of an .npz file. It is small, or is put into a file that can be read in parts."""
-    files = Files(path, name)
-    with reading(name), np.load(path, allow_pickle=False) as archive:
-        if member not in archive:
-            raise _not_in(name, member, sorted(archive))
-        array = archive[member]
-    return InMemory(array, name, {**files.identity(), "member": member})
+
+    has_members = True
+
+    def __init__(self, path: Path, member: str, name: str) -> None:
+        files = Files(path, name)
+        with reading(name), np.load(path, allow_pickle=False) as archive:
+            if member not in archive:
+                raise _not_in(name, member, sorted(archive))
+            array = archive[member]
+        super().__init__(array, name, {**files.identity(), "member": member})
 
 
 class Hdf5Dataset(Source):
     """A dataset in an HDF5 file, which is open while it is read and no longer."""
 
+    has_members = True
     gives_fresh = True
 
     def __init__(self, path: Path, member: str, name: str) -> None:
@@ -64,10 +69,10 @@ class Hdf5Dataset(Source):
             shape, dtype = found.shape, found.dtype
         super().__init__(name, shape, dtype)
 
-    def identity(self) -> dict[str, Any]:
-        return {**self._files.identity(), "member": self._member, **self._form()}
+    def origin(self) -> dict[str, Any]:
+        return {**self._files.identity(), "member": self._member}
 
-    def _get(self, index: Index) -> Any:
+    def get(self, index: Index) -> Any:
         with self._lock:
             self._files.check()
             with self._h5py.File(self._files.path, "r") as file:
@@ -82,7 +87,7 @@ class ZarrFolder(Source):
 
     gives_fresh = True
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path, member: str, name: str) -> None:
         tensorstore = needed("tensorstore", f"{name}: Zarr")
         driver = zarr_format(path)
         if driver is None:
@@ -101,10 +106,10 @@ class ZarrFolder(Source):
         super().__init__(name, self._array.shape, self._array.dtype.numpy_dtype)
         self._files = Files(path, name)
 
-    def identity(self) -> dict[str, Any]:
-        return {**self._files.identity(), **self._form()}
+    def origin(self) -> dict[str, Any]:
+        return self._files.identity()
 
-    def _get(self, index: Index) -> Any:
+    def get(self, index: Index) -> Any:
         return self._array[index].read().result()
 
 

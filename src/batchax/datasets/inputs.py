@@ -118,7 +118,7 @@ def _shared(
     named, structure = jax.tree_util.tree_flatten_with_path(value)
     leaves, places = [x for _, x in named], {}
     for i, (keys, x) in enumerate(named):
-        if isinstance(x, Path):
+        if isinstance(x, (Path, Source)):
             x = as_source(x, path).whole()
         elif not isinstance(x, (np.ndarray, jax.Array)) and _on_disk(x):
             x = np.asarray(x[...])

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from batchax.datasets.parts import Rows
-from batchax.datasets.source import Files, Index, Source
+from batchax.datasets.source import Files, Index, Source, native
 from batchax.errors import ArgumentTypeError
 from batchax.rows.checks import known_lengths
 
@@ -27,10 +27,10 @@ class InMemory(Source):
         self._array, self._origin = np.asarray(x), origin
         super().__init__(name, self._array.shape, self._array.dtype)
 
-    def identity(self) -> dict[str, Any]:
-        return {**self._origin, **self._form()} if self._origin else super().identity()
+    def origin(self) -> dict[str, Any] | None:
+        return self._origin
 
-    def _get(self, index: Index) -> Any:
+    def get(self, index: Index) -> Any:
         return self._array[index]
 
 
@@ -50,11 +50,11 @@ class Mapped(Source):
         self._files = Files(Path(str(x.filename)), name)
         super().__init__(name, x.shape, x.dtype)
 
-    def identity(self) -> dict[str, Any]:
+    def origin(self) -> dict[str, Any]:
         place = {"at": self._at, "strides": list(self._array.strides)}
-        return {**self._files.identity(), **place, **self._form()}
+        return {**self._files.identity(), **place}
 
-    def _get(self, index: Index) -> np.ndarray:
+    def get(self, index: Index) -> np.ndarray:
         self._files.check()
         got = np.array(self._array[index], self.dtype, order="C")
         if isinstance(self._mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
@@ -90,15 +90,15 @@ class InRagged(Source):
             raise ArgumentTypeError(f"{name}: lengths of rows must be known, and these are traced.")
         self._lengths = known.astype(np.int64)
         self._offsets = np.concatenate([[0], np.cumsum(self._lengths)])
-        native_only = Source(name, (), x.dtype)  # refuses random keys before they are converted
+        dtype = native(x.dtype, name)  # which refuses random keys before they are converted
         self._data = np.moveaxis(np.asarray(x.data), x.axis, 0)
-        super().__init__(name, (len(known), *self._data.shape[1:]), native_only.dtype)
+        super().__init__(name, (len(known), *self._data.shape[1:]), dtype)
 
     @cached_property
     def lengths(self) -> np.ndarray | None:
         return self._lengths
 
-    def _get(self, index: Index) -> Rows:
+    def get(self, index: Index) -> Rows:
         start, stop = index[0].start, index[0].stop
         elements = slice(self._offsets[start], self._offsets[stop])
         return Rows(self._data[elements], self._lengths[start:stop])
@@ -124,10 +124,10 @@ class Sliced(Source):
         self.gives_fresh = self._tensorstore
         self._array = _from_zero(x) if self._tensorstore else x
 
-    def identity(self) -> dict[str, Any]:
-        return {**self._origin, **self._form()} if self._origin else super().identity()
+    def origin(self) -> dict[str, Any] | None:
+        return self._origin
 
-    def _get(self, index: Index) -> Any:
+    def get(self, index: Index) -> Any:
         if self._tensorstore:
             return self._array[index].read().result()
         with self._lock:

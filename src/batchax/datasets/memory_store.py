@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,8 @@ class MemoryStore(Store):
 
     kind = "memory"
 
-    def __init__(self, leaves: Sequence[Leaf], unit_rows: int) -> None:
-        super().__init__(leaves, unit_rows)
+    def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
+        super().__init__(out, leaves, unit_rows)
         self._arrays: list[np.ndarray | None] = []
         self._ragged: dict[tuple[int, int], Rows] = {}  # by unit and leaf
 
@@ -31,7 +32,7 @@ class MemoryStore(Store):
     def check(self) -> None:
         raise JobError("results in memory are gone with their process: there is no job to go on.")
 
-    def _write(self, unit: Unit, results: Results) -> None:
+    def put(self, unit: Unit, results: Results) -> None:
         for i, (leaf, array, result) in enumerate(
             zip(self.leaves, self._arrays, results, strict=True)
         ):
@@ -49,7 +50,7 @@ class MemoryStore(Store):
         ]
 
     def result(self) -> Any:
-        return self._each(
+        return self.each(
             [self._rows(i) if array is None else array for i, array in enumerate(self._arrays)]
         )
 

@@ -29,11 +29,8 @@ _CANNOT = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}  # file systems without
 class NpyStore(Store):
     """One array. Rows are written at their places; the file is never mapped to memory."""
 
-    kind = "npy"
-
     def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
-        super().__init__(leaves, unit_rows)
-        self._out = out
+        super().__init__(out, leaves, unit_rows)
         if len(self.leaves) != 1:
             names = ", ".join(repr(leaf.name) for leaf in self.leaves)
             raise ArgumentTypeError(
@@ -50,10 +47,10 @@ class NpyStore(Store):
             )
 
     def prepare(self) -> None:
-        make_place(self._out, self.leaves)
+        make_place(self.out, self.leaves)
         header = {"shape": self._leaf.shape, "fortran_order": False}
         descr = np.lib.format.dtype_to_descr(self._leaf.dtype)
-        with replacing(self._out) as beside, open(beside, "xb") as file:
+        with replacing(self.out) as beside, open(beside, "xb") as file:
             np.lib.format.write_array_header_1_0(file, {**header, "descr": descr})
             file.flush()
             size = Layout(self._leaf.shape, self._leaf.dtype, file.tell()).size
@@ -63,19 +60,19 @@ class NpyStore(Store):
         self._layout()
 
     def result(self) -> str:
-        return str(self._out)
+        return str(self.out)
 
     def read(self, unit: Unit) -> list[np.ndarray | Rows]:
         layout, picked = self._layout(), slice(unit.start, unit.stop)
-        rows = f"{self._out}: rows {unit.start} to {unit.stop}"
-        with reading(rows), open(self._out, "rb", buffering=0) as file:
+        rows = f"{self.out}: rows {unit.start} to {unit.stop}"
+        with reading(rows), open(self.out, "rb", buffering=0) as file:
             return [layout.read(file, self._leaf.axis, picked)]
 
-    def _write(self, unit: Unit, results: Results) -> None:
+    def put(self, unit: Unit, results: Results) -> None:
         layout = self._layout()
         pieces = layout.pieces(np.asarray(results[0]), self._leaf.axis, unit.start)
         reached(BEFORE_WRITE)
-        with writing(self._out), open(self._out, "r+b", buffering=0) as file:
+        with writing(self.out), open(self.out, "r+b", buffering=0) as file:
             for i, (offset, piece) in enumerate(pieces):
                 if i == 1:
                     reached(IN_WRITE)
@@ -84,14 +81,14 @@ class NpyStore(Store):
         reached(AFTER_WRITE)
 
     def _layout(self) -> Layout:
-        if not self._out.exists():
-            raise StorageError(f"{self._out} is missing.")
-        with reading(str(self._out)), open(self._out, "rb") as file:
+        if not self.out.exists():
+            raise StorageError(f"{self.out} is missing.")
+        with reading(str(self.out)), open(self.out, "rb") as file:
             layout = Layout.of(file)
         expected = self._leaf.shape, self._leaf.dtype, False
         if (layout.shape, layout.dtype, layout.fortran) != expected:
             raise JobError(
-                f"{self._out} holds {layout.dtype}{layout.shape}, and this job's results are "
+                f"{self.out} holds {layout.dtype}{layout.shape}, and this job's results are "
                 f"{self._leaf.dtype}{self._leaf.shape}: somebody else wrote it. Choose another out="
                 "."
             )

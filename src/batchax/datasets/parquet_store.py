@@ -25,13 +25,10 @@ class ParquetStore(Store):
     the same bytes.
     """
 
-    kind = "parquet"
-
     def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
-        super().__init__(leaves, unit_rows)
+        super().__init__(out, leaves, unit_rows)
         self._parquet = needed("pyarrow.parquet", f"{out}: Parquet")
         self._arrow = needed("pyarrow", f"{out}: Parquet")
-        self._out = out
         for leaf in self.leaves:
             number = leaf.dtype.kind in "biuf" and leaf.dtype.isbuiltin == 1
             if not number or 0 in leaf.shape[: leaf.axis] + leaf.shape[leaf.axis + 1 :]:
@@ -42,19 +39,19 @@ class ParquetStore(Store):
         self._columns = [leaf.name or "result" for leaf in self.leaves]
 
     def prepare(self) -> None:
-        if not (self._out.is_dir() and not any(self._out.iterdir())):
-            make_place(self._out)
-            make_folder(self._out)
+        if not (self.out.is_dir() and not any(self.out.iterdir())):
+            make_place(self.out)
+            make_folder(self.out)
 
     def check(self) -> None:
-        if not self._out.is_dir():
-            raise StorageError(f"{self._out} is missing.")
+        if not self.out.is_dir():
+            raise StorageError(f"{self.out} is missing.")
 
     def clean(self) -> None:
-        remove_unfinished(self._out)
+        remove_unfinished(self.out)
 
     def result(self) -> Any:
-        return self._each([f"{self._out}:{column}" for column in self._columns])
+        return self.each([f"{self.out}:{column}" for column in self._columns])
 
     def read(self, unit: Unit) -> list[np.ndarray | Rows]:
         part = self._part(unit)
@@ -68,12 +65,15 @@ class ParquetStore(Store):
                     f"{part} has {table.num_rows} rows of {', '.join(table.column_names)}, and "
                     f"{unit.rows} of {', '.join(self._columns)} were written."
                 )
-            return [
-                _from_column(leaf, column.combine_chunks(), str(part))
-                for leaf, column in zip(self.leaves, table.columns, strict=True)
-            ]
+            try:
+                return [
+                    _from_column(leaf, column.combine_chunks(), str(part))
+                    for leaf, column in zip(self.leaves, table.columns, strict=True)
+                ]
+            except ArgumentTypeError as error:  # of other types than were written
+                raise StorageError(f"{part} is damaged: {error}") from error
 
-    def _write(self, unit: Unit, results: Results) -> None:
+    def put(self, unit: Unit, results: Results) -> None:
         arrays = [_to_column(*pair) for pair in zip(self.leaves, results, strict=True)]
         table, file = self._arrow.table(arrays, names=self._columns), io.BytesIO()
         self._parquet.write_table(
@@ -87,7 +87,7 @@ class ParquetStore(Store):
         replace_file(self._part(unit), file.getvalue())
 
     def _part(self, unit: Unit) -> Path:
-        return self._out / f"part-{unit.number:08d}.parquet"
+        return self.out / f"part-{unit.number:08d}.parquet"
 
 
 def _to_column(leaf: Leaf, result: np.ndarray | Rows) -> Any:

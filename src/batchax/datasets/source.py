@@ -21,15 +21,26 @@ Index = tuple[slice, ...]
 class Source:
     """One input, of which rows are read. Several threads may read at once.
 
-    Attributes:
-      name: for people, such as "args[0]['w'] (x.npy)".
+    A kind of source says what `get` returns, and what it is known by: `origin`. Where rows have
+    different lengths, `lengths` says which. If it is found by the suffix of a file, it is made as
+    ``Kind(path, member, name)``, with what came after a colon as the member.
+
+    Args:
+      name: for messages, such as "args[0]['w'] (x.npy)".
       shape: of all rows. Where rows have different lengths, without the axis along which they do.
-      dtype: of the elements, in this machine's byte order.
+      dtype: of the elements: numbers of NumPy's, or of ml_dtypes.
+
+    Attributes:
+      name, shape: as given.
+      dtype: the same in this machine's byte order.
       ragged: whether rows have different lengths.
+      has_members: whether a file holds several arrays, one of which is named after a colon.
+      gives_fresh: whether `get` returns arrays that nobody else has, although NumPy cannot tell.
     """
 
     ragged = False
-    gives_fresh = False  # `_get` returns arrays that nobody else has, although NumPy cannot tell
+    has_members = False
+    gives_fresh = False
 
     def __init__(self, name: str, shape: Any, dtype: Any) -> None:
         self.name = name
@@ -61,25 +72,43 @@ class Source:
         """All of it, for what all rows share."""
         return self._read(tuple(slice(0, size) for size in self.shape[:1]), f"{self.name}: all")
 
+    def get(self, index: Index) -> Any:
+        """The part that the index picks: slices of leading axes, without steps and in range.
+
+        Returns:
+          an array, or `Rows` where rows have different lengths. Any exception becomes a
+          StorageError that names the rows.
+        """
+        raise NotImplementedError
+
+    def origin(self) -> dict[str, Any] | None:
+        """Where the rows lie, and what changes when they do, for JSON: such as `Files.identity`.
+
+        None: nothing says so, and the source is known by a checksum of all that it holds.
+        """
+        return None
+
     def identity(self) -> dict[str, Any]:
-        """What tells it from another one, for JSON: by itself, a checksum of all that it holds."""
+        """What tells it from another one, for JSON."""
+        origin = self.origin()
+        return {
+            **(self.content() if origin is None else origin),
+            "shape": list(self.shape),
+            "dtype": str(self.dtype),
+        }
+
+    def content(self) -> dict[str, Any]:
+        """A checksum of all that it holds, for which all of it is read."""
         crc = 0
         for start, stop in self._blocks():
             got = self.read(0, start, stop) if self.shape else self.whole()
             for part in got if isinstance(got, Rows) else (got,):
                 crc = crc32c(part, crc)
-        return {"crc32c": crc, **self._form()}
-
-    def _get(self, index: Index) -> Any:
-        """The part that the index picks; all, of axes that it leaves out."""
-        raise NotImplementedError
-
-    def _form(self) -> dict[str, Any]:
-        return {"shape": list(self.shape), "dtype": str(self.dtype)}
+        return {"crc32c": crc}
 
     def _read(self, index: Index, part: str) -> Any:
         with reading(part):
-            got = self._get(index)
+            got = self.get(index)
             if isinstance(got, Rows):
                 return Rows(self._fresh(got.data), np.array(got.lengths))
             got = self._fresh(got)
@@ -107,7 +136,7 @@ class Source:
             yield start, min(start + step, count)
 
 
-class ByContent:
+class ByContent(Source):
     """A source that is known by what it holds, wherever that is.
 
     Args:
@@ -115,11 +144,11 @@ class ByContent:
     """
 
     def __init__(self, source: Source) -> None:
-        self.name, self._source = source.name.split(" (")[0], source
+        super().__init__(source.name.split(" (")[0], source.shape, source.dtype)
+        self._source = source
 
-    def identity(self) -> dict[str, Any]:
-        """A checksum of all that it holds."""
-        return Source.identity(self._source)
+    def content(self) -> dict[str, Any]:
+        return self._source.content()
 
 
 class Files:

@@ -10,13 +10,28 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from batchax.datasets.columns import ArrowColumn, ParquetColumn
-from batchax.datasets.files import Hdf5Dataset, NpyFile, ZarrFolder, npz_array
+from batchax.datasets.columns import ArrowColumn
+from batchax.datasets.kinds import Kinds
 from batchax.datasets.memory import InMemory, InRagged, Sliced, in_memory
 from batchax.datasets.source import Source, native
 from batchax.datasets.tensorstores import zarr_format
 from batchax.errors import ArgumentTypeError, StorageError
 from batchax.rows.ragged import Ragged
+
+SOURCES = Kinds(
+    "batchax.sources",
+    Source,
+    {
+        "npy": "batchax.datasets.files:NpyFile",
+        "npz": "batchax.datasets.files:NpzArray",
+        "zarr": "batchax.datasets.files:ZarrFolder",
+        "h5": "batchax.datasets.files:Hdf5Dataset",
+        "hdf5": "batchax.datasets.files:Hdf5Dataset",
+        "he5": "batchax.datasets.files:Hdf5Dataset",
+        "parquet": "batchax.datasets.columns:ParquetColumn",
+    },
+)
+"""By the suffix of a file. Another package adds its own as entry points of that group."""
 
 
 def as_source(x: Any, name: str) -> Source:
@@ -24,8 +39,8 @@ def as_source(x: Any, name: str) -> Source:
 
     Args:
       x: an array of NumPy or JAX, a number, a `Ragged`; anything with `shape`, `dtype` and slices
-        (h5py, zarr-python, xarray, TensorStore); an array of Arrow; or a path, as `open_path` takes
-        it.
+        (h5py, zarr-python, xarray, TensorStore); an array of Arrow; a path, as `open_path` takes
+        it; or a source, as which it stays.
       name: of the argument, for messages.
 
     Raises:
@@ -34,6 +49,8 @@ def as_source(x: Any, name: str) -> Source:
     """
     if isinstance(x, (str, os.PathLike)):
         return open_path(os.fspath(x), name)
+    if isinstance(x, Source):
+        return x
     if isinstance(x, Tracer):
         raise ArgumentTypeError(
             f"{name} is traced: rows of a dataset are read where values are known, so call this "
@@ -62,29 +79,37 @@ def open_path(path: str, name: str) -> Source:
     Args:
       path: "x.npy", "x.zarr", "x.zarr/sub/array"; and with the name of what is meant in a file of
         several: "x.npz:name", "x.h5:group/dataset", "x.parquet:column", or a folder of Parquet
-        files, "folder:column".
+        files, "folder:column". A suffix that another package reads is as good.
       name: of the argument, for messages.
+
+    Raises:
+      StorageError: there is no such file or array, or it is damaged.
+      ArgumentTypeError: nobody reads such files, or there are no numbers in it.
+      ImportError: a package that this needs is not installed, or is wrong.
     """
     file, member = _split(path)
     name = f"{name} ({path})"
     if not file.exists():
         raise StorageError(f"{name}: there is no such file. Its path in full: {file.absolute()}.")
-    if file.suffix == ".npz":
-        return npz_array(file, member, name)
-    if file.suffix in (".h5", ".hdf5", ".he5"):
-        return Hdf5Dataset(file, member, name)
-    if file.suffix == ".parquet" or (file.is_dir() and any(file.glob("*.parquet"))):
-        return ParquetColumn(file, member, name)
-    if member:
+    kind = _kind_of(file)
+    if kind is None:
+        raise ArgumentTypeError(
+            f"{name}: of what kind this is is not known. Rows are read of {SOURCES.listed()}."
+        )
+    source: Any = SOURCES.load(kind)
+    if member and not source.has_members:
         raise StorageError(f"{name}: {file} has no arrays with names, such as {member!r}.")
-    if file.suffix == ".npy":
-        return NpyFile(file, name)
-    if file.suffix == ".zarr" or zarr_format(file):
-        return ZarrFolder(file, name)
-    raise ArgumentTypeError(
-        f"{name}: of what kind this is is not known. Rows are read of .npy, .npz, .zarr, .h5 and "
-        ".parquet."
-    )
+    return source(file, member, name)
+
+
+def _kind_of(file: Path) -> str | None:
+    """By the suffix; of a folder with another one, or without, by what is in it."""
+    kind = file.suffix[1:]
+    if kind in SOURCES:
+        return kind
+    if file.is_dir() and any(file.glob("*.parquet")):
+        return "parquet"
+    return "zarr" if zarr_format(file) else None
 
 
 def _split(path: str) -> tuple[Path, str]:

@@ -21,18 +21,25 @@ Results = Sequence[np.ndarray | Rows]
 class Store:
     """Where results are kept. Different units may be written from several threads.
 
-    Whoever calls `prepare` or `clean` has the job's lock for itself: these remove what was left
-    unfinished.
+    A kind of store says what `prepare`, `check`, `put`, `read` and `result` do, and `clean` if
+    writers leave things behind. Making one writes nothing, and raises an ArgumentTypeError if there
+    is no form for one of the leaves. Whoever calls `prepare` or `clean` has the job's lock for
+    itself: these remove what was left unfinished.
 
-    Attributes:
+    Args:
+      out: what the user gave.
       leaves: the arrays of results.
       unit_rows: rows of a chunk: of a unit, or of a batch, if units differ.
+
+    Attributes:
+      out, leaves, unit_rows: as given.
+      kind: under which it was found.
     """
 
     kind = ""
 
-    def __init__(self, leaves: Sequence[Leaf], unit_rows: int) -> None:
-        self.leaves, self.unit_rows = tuple(leaves), unit_rows
+    def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
+        self.out, self.leaves, self.unit_rows = out, tuple(leaves), unit_rows
         names = [leaf.name for leaf in self.leaves]
         for leaf in self.leaves:
             if not isinstance(leaf.dtype, np.dtype):
@@ -66,14 +73,13 @@ class Store:
     def clean(self) -> None:
         """Removes what writers that were killed left unfinished."""
 
-    def write(self, unit: Unit, results: Results) -> None:
-        """Writes the results of a unit, one for each leaf, over whatever is there.
+    def put(self, unit: Unit, results: Results) -> None:
+        """Writes the results of a unit over whatever is there, which may be damaged or half a one.
 
-        They are durable when this returns.
+        They are durable when this returns: on the disk, under their names. `results` has one for
+        each leaf, with its shape and dtype.
         """
-        self._write(
-            unit, [_fitting(*each, unit) for each in zip(self.leaves, results, strict=True)]
-        )
+        raise NotImplementedError
 
     def read(self, unit: Unit) -> list[np.ndarray | Rows]:
         """The results of a unit that was written.
@@ -87,16 +93,17 @@ class Store:
         """What the user is given: a path, or one for each name; of a store in memory, arrays."""
         raise NotImplementedError
 
+    def write(self, unit: Unit, results: Results) -> None:
+        """Writes the results of a unit, once they are seen to fit."""
+        self.put(unit, [_fitting(*each, unit) for each in zip(self.leaves, results, strict=True)])
+
     def describe(self) -> dict[str, Any]:
         """For JSON, what `stores.reopen_store` makes the same store of."""
         leaves = [{**vars(leaf), "dtype": str(leaf.dtype)} for leaf in self.leaves]
         return {"kind": self.kind, "unit_rows": self.unit_rows, "leaves": leaves}
 
-    def _write(self, unit: Unit, results: Results) -> None:
-        raise NotImplementedError
-
-    def _each(self, results: Sequence[Any]) -> Any:
-        """One result if the function returns one array, else one for each name."""
+    def each(self, results: Sequence[Any]) -> Any:
+        """Of one for each leaf: one if the function returns one array, else one for each name."""
         if [leaf.name for leaf in self.leaves] == [""]:
             return results[0]
         return {leaf.name: x for leaf, x in zip(self.leaves, results, strict=True)}

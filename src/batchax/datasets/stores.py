@@ -7,14 +7,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from batchax.datasets.kinds import Kinds
 from batchax.datasets.memory_store import MemoryStore
-from batchax.datasets.npy_store import NpyStore
-from batchax.datasets.parquet_store import ParquetStore
 from batchax.datasets.parts import Leaf
 from batchax.datasets.plan import Plan
 from batchax.datasets.store import Store, described_leaves
-from batchax.datasets.zarr_store import ZarrStore
 from batchax.errors import ArgumentTypeError
+
+FOLDER = "parquet"  # of a name without a suffix
+
+STORES = Kinds(
+    "batchax.stores",
+    Store,
+    {
+        "zarr": "batchax.datasets.zarr_store:ZarrStore",
+        "npy": "batchax.datasets.npy_store:NpyStore",
+        "parquet": "batchax.datasets.parquet_store:ParquetStore",
+    },
+)
+"""By the suffix of an output. Another package adds its own as entry points of that group."""
 
 
 def open_store(out: str | os.PathLike[str] | None, leaves: Sequence[Leaf], plan: Plan) -> Store:
@@ -22,13 +33,13 @@ def open_store(out: str | os.PathLike[str] | None, leaves: Sequence[Leaf], plan:
 
     Args:
       out: "x.zarr", "x.npy", a folder for Parquet files, which has no suffix or ".parquet" or ends
-        in a slash; None for memory.
+        in a slash; a path with a suffix that another package writes; None for memory.
       leaves: the arrays of results.
       plan: says how many rows are written at once.
 
     Raises:
       ArgumentTypeError: there is no such kind of store, or it has no form for one of the results.
-      ImportError: a library that it needs is not installed.
+      ImportError: a library that it needs is not installed, or a package that adds it is wrong.
     """
     return _store(kind_of(out), out, leaves, plan.chunk_rows)
 
@@ -41,9 +52,10 @@ def reopen_store(out: str | os.PathLike[str], description: dict[str, Any]) -> St
 
 def _store(kind: str, out: Any, leaves: Sequence[Leaf], unit_rows: int) -> Store:
     if kind == MemoryStore.kind:
-        return MemoryStore(leaves, unit_rows)
-    stores = {store.kind: store for store in (NpyStore, ZarrStore, ParquetStore)}
-    return stores[kind](Path(out), leaves, unit_rows)
+        return MemoryStore(Path(), leaves, unit_rows)
+    store = STORES.load(kind)(Path(out), leaves, unit_rows)
+    store.kind = kind
+    return store
 
 
 def kind_of(out: Any) -> str:
@@ -59,14 +71,17 @@ def kind_of(out: Any) -> str:
     name = str(os.fspath(out))
     if "://" in name:
         raise ArgumentTypeError(f"out={name!r}: results are written to a local disk.")
-    path = Path(name)
-    if path.suffix in (".npy", ".zarr"):
-        return path.suffix[1:]
-    if path.suffix in ("", ".parquet") or name.endswith("/"):
-        return ParquetStore.kind
-    hdf5 = path.suffix in (".h5", ".hdf5", ".he5")
-    why = " HDF5 is read but not written: a writer that is killed damages the file." if hdf5 else ""
+    kind = Path(name).suffix[1:]
+    if kind in STORES:
+        return kind
+    if not kind or name.endswith("/"):
+        return FOLDER
+    why = (
+        " HDF5 is read but not written: a writer that is killed damages the file."
+        if kind in ("h5", "hdf5", "he5")
+        else ""
+    )
     raise ArgumentTypeError(
-        f"out={name!r}: results are written to .zarr, .npy, or a folder of Parquet files (no "
+        f"out={name!r}: results are written to {STORES.listed()}, or a folder of Parquet files (no "
         f"suffix, or a slash at the end).{why}"
     )

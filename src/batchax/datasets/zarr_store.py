@@ -31,20 +31,17 @@ class ZarrStore(Store):
     folder. A chunk that is not there was not written: those of zeros are, too.
     """
 
-    kind = "zarr"
-
     def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
-        super().__init__(leaves, unit_rows)
+        super().__init__(out, leaves, unit_rows)
         self._tensorstore = needed("tensorstore", f"{out}: Zarr")
-        self._out = out
         refuse_ragged(self.leaves, "Zarr")
         self._check_names()
         self._paths = [out / leaf.name for leaf in self.leaves]
         self._chunked = [self._open_chunks(*x) for x in zip(self._paths, self.leaves, strict=True)]
 
     def prepare(self) -> None:
-        make_place(self._out, self.leaves)
-        with replacing(self._out) as beside:
+        make_place(self.out, self.leaves)
+        with replacing(self.out) as beside:
             try:
                 make_folder(beside)
                 for group in self._groups():
@@ -52,7 +49,7 @@ class ZarrStore(Store):
                     replace_file(beside / group / "zarr.json", _GROUP)
                 for leaf in self.leaves:
                     make_folder(beside / leaf.name)
-                    with _writing(self._out):
+                    with _writing(self.out):
                         self._open(beside / leaf.name, leaf, create=True)
             except BaseException:
                 shutil.rmtree(beside, ignore_errors=True)
@@ -60,8 +57,8 @@ class ZarrStore(Store):
 
     def check(self) -> None:
         for group in self._groups():
-            if not (self._out / group / "zarr.json").exists():
-                raise StorageError(f"{self._out / group / 'zarr.json'} is missing.")
+            if not (self.out / group / "zarr.json").exists():
+                raise StorageError(f"{self.out / group / 'zarr.json'} is missing.")
         for path, leaf in zip(self._paths, self.leaves, strict=True):
             if not (path / "zarr.json").exists():
                 raise StorageError(f"{path / 'zarr.json'} is missing.")
@@ -74,16 +71,16 @@ class ZarrStore(Store):
                 ) from error
 
     def result(self) -> Any:
-        return self._each([str(path) for path in self._paths])
+        return self.each([str(path) for path in self._paths])
 
     def read(self, unit: Unit) -> list[np.ndarray | Rows]:
-        with reading(f"{self._out}: rows {unit.start} to {unit.stop}"):
+        with reading(f"{self.out}: rows {unit.start} to {unit.stop}"):
             parts = zip(self.leaves, self._chunked, strict=True)
             return [chunked[part_of(leaf, unit)].read().result() for leaf, chunked in parts]
 
-    def _write(self, unit: Unit, results: Results) -> None:
+    def put(self, unit: Unit, results: Results) -> None:
         reached(BEFORE_WRITE)
-        with _writing(self._out):
+        with _writing(self.out):
             futures = []
             for leaf, chunked, result in zip(self.leaves, self._chunked, results, strict=True):
                 rows = -(-unit.rows // self.unit_rows) * self.unit_rows  # of whole chunks
