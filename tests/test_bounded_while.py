@@ -14,6 +14,7 @@ from batchax.execution.bounded_as_while import as_while
 from batchax.execution.bounded_loop import bounded_loop, bounded_loop_p
 from batchax.execution.checkpoints import n_checkpoints
 from batchax.execution.reverse_sweep import reverse_sweep
+from batchax.execution.watched import Steps
 from batchax.kernel.axis import Axis
 
 from support.oracle import at_once, check, check_derivatives, direction, example, same, same_type
@@ -518,7 +519,7 @@ def test_a_sweep_makes_do_with_any_checkpoints(given):
         return [ct], [ct, consts[0] * ct]
 
     def sweep(n, x, xs, extra):
-        options = dict(length=most, x_axes=[0])
+        options = dict(steps=Steps(most), x_axes=[0])
         found = bounded_loop(
             step, [2.0], [x], [xs], count=n + extra, y_axes=(), kept=[0], **options
         )
@@ -612,7 +613,7 @@ def test_as_while(tested):
         test = lambda consts, c: c[0].sum() < consts[0]
         test = dict(test=test, test_consts=[limit]) if tested else {}
         options = dict(x_axes=[0], y_axes=[1], **test)
-        found = bounded_loop(step, [w], [carry], [xs], count=count, length=length, **options)
+        found = bounded_loop(step, [w], [carry], [xs], count=count, steps=Steps(length), **options)
         return [*found.carry, *found.ys, found.steps]
 
     axes = (0, 0, 0, 1)

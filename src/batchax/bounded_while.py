@@ -13,6 +13,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.execution.early_exit import run_until
 from batchax.execution.loop_progress import find_progress
+from batchax.execution.watched import Steps
 from batchax.frontend.carries import (
     carry_keys,
     check_predicate,
@@ -121,7 +122,7 @@ def bounded_while(
     with _compat.name_stack_extended("bounded_while"):
         tested, staged, _, carry = settle(stage, carry)
         check_types(body_fun, keys, carry, staged.out_avals)
-        outs = run_until(tested, staged, carry, [], (), (), int(max_steps), progress=told)
+        outs = run_until(tested, staged, carry, [], (), (), Steps(int(max_steps), told))
     return jax.tree.unflatten(structure, outs)
 
 

@@ -14,6 +14,7 @@ from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.execution.early_exit import run_until
 from batchax.execution.loop_progress import find_progress
 from batchax.execution.steps import ScanProgram
+from batchax.execution.watched import Steps
 from batchax.frontend.advice import named_in_errors
 from batchax.frontend.arguments import (
     Mapped,
@@ -152,7 +153,7 @@ def scan(
                 f"progress was given, but the number of steps is {steps}, a symbolic size. Export "
                 "the function for a known size, or leave progress out."
             )
-        axis = Axis(steps)
+        axis, watched = Axis(steps), Steps(steps, told)
         give_lane_indices(flat.mapped, axis)
         xs, x_axes = [m.value for m in flat.mapped], tuple(m.axis for m in flat.mapped)
         carry, structure = flatten_carry(
@@ -207,11 +208,11 @@ def scan(
             )
             if tested is None:
                 (body,), consts = _compat.hoist_constants(staged)
-                how = steps, bool(reverse), _written_out(unroll, steps), told
+                how = watched, bool(reverse), _written_out(unroll, steps)
                 program = ScanProgram(body, n_carry, x_axes, places, *how)
                 outs = program.run(consts, carry, xs)
             else:
-                how = steps, bool(reverse), told
+                how = watched, bool(reverse)
                 outs = run_until(tested, staged, carry, xs, x_axes, places, *how)
         return jax.tree.unflatten(structure, outs[:n_carry]), outputs.rebuild(outs[n_carry:])
 

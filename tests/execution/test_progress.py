@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import batchax as bx
 from batchax import progress as bars
-from batchax.execution import loop_runs
+from batchax.execution import loop_progress
 
 X = jnp.linspace(0.1, 0.9, 10)
 
@@ -245,7 +245,7 @@ def test_one_program_in_several_threads():
     [t.start() for t in threads]
     [t.join() for t in threads]
     assert collections.Counter(told) == dict.fromkeys(every(10, 10), 3)
-    assert not any(loop_runs._runs.values())
+    assert not loop_progress._running
 
 
 class Teller:
@@ -280,7 +280,7 @@ def test_a_function_that_fails_is_not_called_again(transform):
     assert jnp.allclose(out, one(X), rtol=1e-6)
 
 
-def test_a_program_that_fails_does_not_disturb_the_next(monkeypatch):
+def test_a_program_that_fails_does_not_disturb_the_next():
     told, broken = [], [True]
 
     def on_host(x):
@@ -293,19 +293,33 @@ def test_a_program_that_fails_does_not_disturb_the_next(monkeypatch):
     with pytest.raises(jax.errors.JaxRuntimeError):
         jax.block_until_ready(fun(X))
     assert 0 < len(told) < 10
-    assert any(loop_runs._runs.values())
+    assert loop_progress._running
     del told[:]
     broken.clear()
     broken.append(False)
-    monkeypatch.setattr(loop_runs._Run, "seems_left", lambda run: True)
     jax.block_until_ready(fun(X))
     assert told == every(10, 10)
-    assert not any(loop_runs._runs.values())
+    assert not loop_progress._running
 
 
 class Terminal(io.StringIO):
     def isatty(self):
         return True
+
+
+def test_runs_of_a_loop_share_a_bar_and_what_failed_is_not_left_there(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", stream := Terminal())
+    monkeypatch.setattr(bars, "_REDRAWN", -1.0)
+    loop, other = (loop_progress.LoopProgress(True, name, "steps") for name in ("loop", "other"))
+    for done in (0, 1, 2, 1, 3, 2):  # of two runs
+        loop(done, 4, False)
+    assert "3/4" in stream.getvalue().rpartition("loop")[2]
+    monkeypatch.setattr(loop_progress._Shown, "seems_left", lambda shown: True)
+    other(0, 2, False)
+    assert list(loop_progress._running) == [(other, 2)]
+    other(1, 2, True)
+    assert bars._shown is None
+    assert not loop_progress._running
 
 
 def shown(monkeypatch, stream):

@@ -105,13 +105,9 @@ def gradient(f):
     return lambda x: jax.grad(f)(x)
 
 
-def tangent(f):
-    return lambda x: jax.jvp(f, (x,), (x,))[1]
-
-
 def derivatives_of(name, f):
     """Of some primitives `AROUND` has derivatives already, and a `while` has none in reverse."""
-    if name in ("reverse_sweep", "progress_back"):
+    if name == "reverse_sweep":
         return []
     if name == "parting_loop":
         return [lambda xs: jax.jvp(f, (xs,), (jnp.cos(xs),))[1]]
@@ -151,8 +147,7 @@ AROUND = {
         diverging(f, functools.partial(bounded, **SILENT)),
         diverging(f, taken),
     ),
-    "progress_through": lambda f: (steps(f, **SILENT), steps(f)),
-    "progress_back": lambda f: (tangent(steps(f, **SILENT)), tangent(steps(f))),
+    "progress_back": lambda f: (steps(f, **SILENT), steps(f)),
     "follow": lambda f: (lambda x: with_derivative_of(f(x), f(x)), f),
     "in_turn": lambda f: (lambda x: in_turn([f(x)], [f(2 * x)])[1][0], lambda x: f(2 * x)),
     "safe_lanes": lambda f: (each(either(f), bx.vmap), each(either(f))),

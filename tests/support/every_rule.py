@@ -389,12 +389,8 @@ def _own():
             "reverse_sweep": (jax.grad(lambda x: loop(x).sum()), X),
         },
         "execution.chunk_batching": {"chunk_loop": (chunked, X)},
-        "execution.loop_progress": {"tell_progress": (told, X)},
-        "execution.progress_back": {
-            "progress_through": (told, X),
-            "progress_back": (lambda x: jax.jvp(told, (x,), (x,))[1], X),
-        },
         "execution.slices": {"follow": (follow_p.bind, X, X)},
+        "execution.watched": {"tell_progress": (told, X), "progress_back": (told, X)},
         "rules.in_turn": {"in_turn": (partial(in_turn_p.bind, count=1), X, X)},
         "rules.lane_calls": {"lane_calls": (_calls_of_lanes, BOOL, X)},
         "rules.in_place": {"some_active": (some_active_p.bind, BOOL, BOOL)},

@@ -25,9 +25,9 @@ from batchax.execution.bounded_as_while import as_while
 from batchax.execution.bounded_batching import batch_bounded_loop
 from batchax.execution.bounded_loop import Form, no_checkpoints
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
-from batchax.execution.loop_progress import end_loop
 from batchax.execution.operand_specs import WHOLE, Lanes
 from batchax.execution.slices import with_derivative_of
+from batchax.execution.watched import Steps
 from batchax.kernel.axis import Axis, AxisPosition, match_axis, move_axis
 from batchax.kernel.divergence import BoundedLoop, PlacedOutputs
 from batchax.kernel.inner import remembered
@@ -53,7 +53,7 @@ def run_bounded_loop(axis: Axis, loop: BoundedLoop, width: int) -> PlacedOutputs
     recorded = isinstance(form, Form) and form.kept is not None
     # Lanes at steps of their own have a common count at the end only. And in blocks a call of the
     # host would keep what only derivatives need.
-    told, loop = form.progress, replace(loop, form=replace(form, progress=None))
+    loop = replace(loop, form=replace(form, steps=Steps(form.steps.most)))
     if recorded:
         loop = replace(loop, form=replace(loop.form, kept=None))
     blocks = _Blocks(replace(axis, name=None, divergence=None), replace(loop, args=()), width)
@@ -69,7 +69,7 @@ def run_bounded_loop(axis: Axis, loop: BoundedLoop, width: int) -> PlacedOutputs
             if last is None:
                 return None
             outs, _ = finish(last[0])
-            end_loop(told, lax.reduce_max(outs[-1], (0,)), form.length, outs)
+            form.steps.end(lax.reduce_max(outs[-1], (0,)), results=outs)
             other = blocks.run(lax.neg(outs[-1]), args)
             return [
                 with_derivative_of(x, y) if is_inexact(x) else x
@@ -79,7 +79,16 @@ def run_bounded_loop(axis: Axis, loop: BoundedLoop, width: int) -> PlacedOutputs
         # Compiled as one program, in which what only derivatives need is dropped.
         return jax.jit(run)
 
-    key = (axis, loop.test, *loop.guarded, loop.form, told, tuple(loop.axes), width, "bounded")
+    key = (
+        axis,
+        loop.test,
+        *loop.guarded,
+        loop.form,
+        form.steps,
+        tuple(loop.axes),
+        width,
+        "bounded",
+    )
     outs = remembered(loop.steps[-1], key, build)(list(loop.args))
     if outs is None or not recorded:
         return None if outs is None else (outs, [0] * len(outs))

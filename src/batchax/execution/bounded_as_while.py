@@ -38,7 +38,7 @@ def as_while(
     count, test_consts, consts, carry, xs = form.split(args)
     count_at, test_at, consts_at, carry_at, xs_at = form.split(axes)
     programs = remembered(body, (test, form, "while"), lambda: _programs(test, body, form))
-    counts = lax.clamp(np.int32(0), match_axis(axis, count, count_at, 0), np.int32(form.length))
+    counts = lax.clamp(np.int32(0), match_axis(axis, count, count_at, 0), np.int32(form.steps.most))
     arrays = [match_axis(axis, x, None, 0) for x in map(zeros, _arrays(test, body, form))]
     going_on, step = programs
     first = [match_axis(axis, x, a, 0) for x, a in zip(carry, carry_at, strict=True)]
@@ -71,13 +71,13 @@ def _programs(test: Any, body: Any, form: Form) -> tuple[_compat.ClosedJaxpr, _c
     number = jax.typeof(np.int32(0))
     body_types = list(body.in_avals)
     entries = body_types[n_consts + n_carry :]
-    xs = [unmapped_aval(form.length, a, t) for a, t in zip(form.x_axes, entries, strict=True)]
+    xs = [unmapped_aval(form.steps.most, a, t) for a, t in zip(form.x_axes, entries, strict=True)]
     state = [number, *body_types[n_consts : n_consts + n_carry], *_arrays(test, body, form)]
     test_types = [] if test is None else list(test.in_avals[:n_test])
 
     def going_on(count: Any, *values: Any) -> list[Any]:
         consts, (n, *rest) = values[:n_test], values[n_test:]
-        more = n < lax.min(count, np.int32(form.length))
+        more = n < lax.min(count, np.int32(form.steps.most))
         if test is None:
             return [more]
         return [more & eval_jaxpr(test.jaxpr, test.consts, *consts, *rest[:n_carry])[0]]

@@ -176,12 +176,11 @@ def _run_tested(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         xs,
         guarded=guarded,
         test=lambda _, carry: lax.reduce_or(carry[0], (0,)),
-        count=np.int32(form.length),
-        length=form.length,
+        count=np.int32(form.steps.most),
+        steps=form.steps,
         x_axes=_x_axes(loop),
         y_axes=[a + 1 for a in form.y_axes],
         kept=None if form.kept is None else [2 + i for i in form.kept],
-        progress=form.progress,
     )
     _, steps, *carry = found.carry
     return _results(form, [*carry, *found.ys, *found.checkpoints, steps])
@@ -196,16 +195,15 @@ def _run_counted(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         program,
         [counts, *consts],
         carry,
-        [lax.iota(np.int32, form.length), *xs],
+        [lax.iota(np.int32, form.steps.most), *xs],
         guarded=guarded,
         count=lax.reduce_max(counts, (0,)),
-        length=form.length,
+        steps=form.steps,
         x_axes=(0, *_x_axes(loop)),
         y_axes=[a + 1 for a in form.y_axes],
         kept=form.kept,
-        progress=form.progress,
     )
-    steps = lax.clamp(np.int32(0), counts, np.int32(form.length))
+    steps = lax.clamp(np.int32(0), counts, np.int32(form.steps.most))
     return _results(form, [*found.carry, *found.ys, *found.checkpoints, steps])
 
 
@@ -226,14 +224,13 @@ def _run_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         carry,
         checkpoints,
         returning,
-        [lax.iota(np.int32, form.length), *xs],
+        [lax.iota(np.int32, form.steps.most), *xs],
         kept=form.kept,
         guarded=(forth_guarded, back_guarded),
         count=lax.reduce_max(counts, (0,)),
-        length=form.length,
+        steps=form.steps,
         x_axes=(0, *_x_axes(loop)),
         y_axes=[a if a is None else a + 1 for a in form.y_axes],
-        progress=form.progress,
     )
     return [*returned, *ys], [0] * form.n_results
 

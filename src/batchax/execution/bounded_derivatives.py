@@ -17,7 +17,6 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.bounded_loop import Form, LoopStep, Values, bounded_loop, bounded_loop_p
-from batchax.execution.loop_progress import derivative_of
 from batchax.execution.reverse_sweep import SweepForm, reverse_sweep
 from batchax.kernel.derivatives import tangents_of, with_values
 from batchax.rules.batched_transpose import reached
@@ -120,10 +119,9 @@ class _Derivative:
             [*carry, *dcarry],
             [*xs, *dxs],
             count=steps,
-            length=form.length,
+            steps=form.steps.derivative("tangents"),
             x_axes=(*form.x_axes, *take(form.x_axes, self.xs)),
             y_axes=take(form.y_axes, self.ys),
-            progress=derivative_of(form.progress, "tangents"),
         )
         return [*found.carry[len(carry) :], *found.ys]
 
@@ -150,10 +148,9 @@ class _Derivative:
             kept=form.kept,
             guarded=(None if self.guarded is self.body else forth(self.guarded), None),
             count=steps,
-            length=form.length,
+            steps=form.steps.derivative("cotangents"),
             x_axes=(*form.x_axes, *take(form.y_axes, self.ys)),
             y_axes=(*[None] * n_consts, *take(form.x_axes, self.xs)),
-            progress=derivative_of(form.progress, "cotangents"),
         )
         return [*found[:n_consts], *ct_carry, *found[n_consts:]]
 

@@ -27,8 +27,7 @@ from jax.extend.core import mapped_aval, unmapped_aval
 from batchax import _compat
 from batchax.execution.checkpoints import Round, blank_checkpoints, n_checkpoints
 from batchax.execution.entries import entry_of, put_entry
-from batchax.execution.loop_progress import begin_step, end_loop
-from batchax.execution.loop_runs import LoopProgress
+from batchax.execution.watched import Steps
 from batchax.kernel.own_primitive import declare
 
 Values = Sequence[Any]
@@ -44,21 +43,19 @@ class Form:
       n_test: number of constants of the predicate.
       n_consts: number of constants of the body.
       n_carry: number of values in the carry.
-      length: how many steps there are at most.
+      steps: how many there are at most.
       x_axes: where each of the xs has the axis of the steps.
       y_axes: where each of the ys gets it.
       kept: the values of the carry that checkpoints have; None: no checkpoints are recorded.
-      progress: who is told how far it is.
     """
 
     n_test: int
     n_consts: int
     n_carry: int
-    length: int
+    steps: Steps
     x_axes: tuple[int, ...]
     y_axes: tuple[int, ...]
     kept: tuple[int, ...] | None
-    progress: LoopProgress | None = None
 
     @property
     def n_results(self) -> int:
@@ -111,11 +108,10 @@ def bounded_loop(
     test_consts: Values = (),
     guarded: LoopStep | None = None,
     count: Any,
-    length: int,
+    steps: Steps,
     x_axes: Sequence[int] = (),
     y_axes: Sequence[int] = (),
     kept: Sequence[int] | None = None,
-    progress: LoopProgress | None = None,
 ) -> Results:
     """Runs a bounded loop; it may be differentiated and batched.
 
@@ -130,11 +126,10 @@ def bounded_loop(
         batched loop has one in which the operands of masked lanes are replaced: derivatives may
         need that where values do not.
       count: how many steps to take, or fewer if `test` says so.
-      length: how many that may be at most.
+      steps: how many that may be at most.
       x_axes: where each of the `xs` has the axis of the steps.
       y_axes: where each of the ys gets it.
       kept: the values of the carry to record checkpoints of; None: no checkpoints.
-      progress: who is told how far it is; None: nobody.
     """
     (staged, safe), tested, carry, xs = settle(
         body, guarded, consts, carry, xs, x_axes, count, test, test_consts
@@ -144,9 +139,9 @@ def bounded_loop(
     if tested is not None:
         (tested,), test_held = _compat.hoist_constants(tested)
     test_consts, consts = [*test_held, *test_consts], [*held, *consts]
-    sizes = len(test_consts), len(consts), len(carry), length
+    sizes = len(test_consts), len(consts), len(carry), steps
     kept = None if kept is None else tuple(kept)
-    form = Form(*sizes, tuple(x_axes), tuple(y_axes), kept, progress)
+    form = Form(*sizes, tuple(x_axes), tuple(y_axes), kept)
     operands = [count, *test_consts, *consts, *carry, *xs]
     outs = bounded_loop_p.bind(*operands, test=tested, body=staged, guarded=safe, form=form)
     return form.results(outs)
@@ -218,12 +213,13 @@ def run(*operands: Any, test: Any, body: Any, guarded: Any, form: Form) -> list[
     avals = result_types(test, body, form, jax.typeof(count))
     *blank, n = map(zeros, avals[form.n_carry :])
     ys, kept = blank[: len(form.y_axes)], blank[len(form.y_axes) :]
-    if form.length == 0:
-        end_loop(form.progress, n, 0, carry)
+    most = form.steps.most
+    if most == 0:
+        form.steps.end(n, results=carry)
         kept = blank_checkpoints(kept) if kept else []
         return list(map(_typed, [*carry, *ys, *kept, n], avals))
-    total = form.length if test is not None else count
-    count, places = lax.min(count, np.int32(form.length)), n_checkpoints(form.length)
+    total = None if test is not None else count
+    count, places = lax.min(count, np.int32(most)), n_checkpoints(most)
 
     def going_on(state: Any) -> Any:
         n, carry, *_ = state
@@ -233,7 +229,7 @@ def run(*operands: Any, test: Any, body: Any, guarded: Any, form: Form) -> list[
 
     def step(state: Any) -> Any:
         n, carry, ys, now, kept = state
-        begin_step(form.progress, n, total, form.length)
+        form.steps.begin(n, total)
         x = [entry_of(x, n, a) for x, a in zip(xs, form.x_axes, strict=True)]
         outs = eval_jaxpr(body.jaxpr, body.consts, *consts, *carry, *x)
         new, entries = outs[: form.n_carry], outs[form.n_carry :]
@@ -248,7 +244,7 @@ def run(*operands: Any, test: Any, body: Any, guarded: Any, form: Form) -> list[
     # Checkpoints that nobody uses, as in forward mode, the compiler leaves out.
     first = None if form.kept is None else Round(jnp.stack([n, n]))
     n, carry, ys, last, arrays = lax.while_loop(going_on, step, (n, carry, ys, first, kept[1:]))
-    end_loop(form.progress, n, total, carry)
+    form.steps.end(n, total, carry)
     kept = [] if last is None else [last.numbers(n, places), *arrays]
     return list(map(_typed, [*carry, *ys, *kept, n], avals))
 
@@ -267,7 +263,7 @@ def result_types(test: Any, body: Any, form: Form, count: Any) -> list[Any]:
     """The types of what `run` returns: last carry, ys, checkpoints if recorded, steps."""
     outs = body.out_avals
     ys = [
-        unmapped_aval(form.length, a, aval)
+        unmapped_aval(form.steps.most, a, aval)
         for a, aval in zip(form.y_axes, outs[form.n_carry :], strict=True)
     ]
     carry = body.in_avals[form.n_consts : form.n_consts + form.n_carry]
@@ -287,5 +283,5 @@ def checkpoint_types(steps: Any, carry: Sequence[Any], form: Any) -> list[Any]:
     """The types of the checkpoints of a loop, from that of a number of steps and of its carry."""
     if form.kept is None:
         return []
-    size, kept = n_checkpoints(form.length), (carry[i] for i in form.kept)
+    size, kept = n_checkpoints(form.steps.most), (carry[i] for i in form.kept)
     return [unmapped_aval(size, 0, aval.strip_weak_type()) for aval in (steps, *kept)]

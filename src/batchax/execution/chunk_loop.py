@@ -36,8 +36,7 @@ from batchax import _compat
 from batchax.execution import gathered_lanes
 from batchax.execution.buffers import blank
 from batchax.execution.eager import compile_for_account, run_eagerly, whatever_jit
-from batchax.execution.loop_progress import begin_step, derivative_of, end_loop
-from batchax.execution.loop_runs import LoopProgress
+from batchax.execution.loop_progress import LoopProgress
 from batchax.execution.memory import Auto, fitting_chunk
 from batchax.execution.operand_specs import (
     WHOLE,
@@ -53,6 +52,7 @@ from batchax.execution.operand_specs import (
     Whole,
     resized,
 )
+from batchax.execution.watched import Steps
 from batchax.jaxprs.program_key import program_key
 from batchax.kernel.own_primitive import declare
 from batchax.rules.in_turn import zero_after
@@ -121,8 +121,8 @@ class ChunkLoop:
             if name == "cotangents":
                 program = program.removeprefix("tangents of ")
             chunk = replace(chunk, program=f"{name} of {program}")
-        progress = derivative_of(self.progress, name)
-        return replace(self, chunk=chunk, progress=progress, **changes)
+        told = None if self.progress is None else self.progress.derivative(name)
+        return replace(self, chunk=chunk, progress=told, **changes)
 
     @property
     def gathers(self) -> bool:
@@ -216,10 +216,10 @@ def run(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
         loop = replace(loop, chunk=chunk)
 
     found = gathered_lanes.in_order(operands[0], chunk) if loop.gathers else None
-    total = -(-loop.size // chunk)
+    steps = Steps(-(-loop.size // chunk), loop.progress)
 
     def run_chunk(index: Any, width: int) -> tuple[list[Any], gathered_lanes.GatheredLanes | None]:
-        begin_step(loop.progress, index, total)
+        steps.begin(index)
         program = loop.program(avals, width)
         (start,) = _compat.varying_alike([index * np.int32(chunk)], like=operands)
         gathered = None if found is None else gathered_lanes.of_chunk(*found, start, width)
@@ -231,7 +231,7 @@ def run(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
 
     if loop.size <= chunk and not loop.gathers:
         results = list(map(of_only_chunk, run_chunk(np.int32(0), loop.size)[0], loop.results))
-        end_loop(loop.progress, np.int32(1), 1, results)
+        steps.end(1, results=results)
         return results
 
     def step(index: Any, width: int, results: Sequence[Any]) -> list[Any]:
@@ -277,7 +277,7 @@ def run(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
         results = lax.fori_loop(
             np.int32(0), np.int32(full), lambda i, results: step(i, chunk, results), results
         )
-    end_loop(loop.progress, np.int32(total), total, results)
+    steps.end(steps.most, results=results)
     return [
         lax.convert_element_type(x, t.dtype) if isinstance(spec, Sum) else x
         for x, t, spec in zip(results, types, loop.results, strict=True)

@@ -10,8 +10,7 @@ import jax
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, BatchaxError, UnsupportedError
-from batchax.execution.loop_progress import find_progress
-from batchax.execution.loop_runs import LoopProgress
+from batchax.execution.loop_progress import LoopProgress, find_progress
 from batchax.execution.memory import Auto, parse_limit
 from batchax.execution.mesh import placed, puts_traced
 from batchax.execution.processes import of_several_processes

@@ -15,7 +15,7 @@ from jax.core import eval_jaxpr
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.bounded_loop import Values, bounded_loop
-from batchax.execution.loop_runs import LoopProgress
+from batchax.execution.watched import Steps
 from batchax.jaxprs.program_key import program_key
 from batchax.kernel.axis import AxisPosition
 
@@ -32,9 +32,8 @@ class BoundedSteps:
       n_carry: number of values in the carry.
       in_axes: where each of the xs has the axis of the steps; None: the same at each.
       out_axes: where each of the ys gets it, counted from the front.
-      length: the largest number of steps.
+      steps: the largest number of steps.
       reverse: whether the last entry comes first.
-      progress: who is told how far it is.
     """
 
     test: _compat.ClosedJaxpr = field(compare=False)
@@ -42,9 +41,8 @@ class BoundedSteps:
     n_carry: int
     in_axes: tuple[AxisPosition, ...]
     out_axes: tuple[int, ...]
-    length: int
+    steps: Steps
     reverse: bool = False
-    progress: LoopProgress | None = None
     key: Hashable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -61,34 +59,34 @@ class BoundedSteps:
         return _run(self, list(test_consts), list(consts), list(carry), list(xs))
 
 
-# Compiled as one program, and only once: `steps` is equal for loops that do the same, while outside
+# Compiled as one program, and only once: `loop` is equal for loops that do the same, while outside
 # of `jit` each call would stage its functions anew.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _run(
-    steps: BoundedSteps,
+    loop: BoundedSteps,
     test_consts: list[Any],
     consts: list[Any],
     carry: list[Any],
     xs: list[Any],
 ) -> list[Any]:
-    axes = [a for a in steps.in_axes if a is not None]
-    scanned = [x for x, a in zip(xs, steps.in_axes, strict=True) if a is not None]
-    shared = [x for x, a in zip(xs, steps.in_axes, strict=True) if a is None]
+    axes = [a for a in loop.in_axes if a is not None]
+    scanned = [x for x, a in zip(xs, loop.in_axes, strict=True) if a is not None]
+    shared = [x for x, a in zip(xs, loop.in_axes, strict=True) if a is None]
 
     def turned(arrays: Sequence[Any], axes: Sequence[int]) -> list[Any]:
-        if not steps.reverse:
+        if not loop.reverse:
             return list(arrays)
         return [lax.rev(x, [a]) for x, a in zip(arrays, axes, strict=True)]
 
     def test(consts: Values, carry: Values) -> Any:
-        return eval_jaxpr(steps.test.jaxpr, (), *consts, *carry)[0]
+        return eval_jaxpr(loop.test.jaxpr, (), *consts, *carry)[0]
 
     def step(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
         entries, same = iter(x), iter(consts[len(consts) - len(shared) :])
-        parts = [next(same) if a is None else next(entries) for a in steps.in_axes]
+        parts = [next(same) if a is None else next(entries) for a in loop.in_axes]
         own = consts[: len(consts) - len(shared)]
-        outs = eval_jaxpr(steps.body.jaxpr, (), *own, *carry, *parts)
-        return outs[: steps.n_carry], outs[steps.n_carry :]
+        outs = eval_jaxpr(loop.body.jaxpr, (), *own, *carry, *parts)
+        return outs[: loop.n_carry], outs[loop.n_carry :]
 
     found = bounded_loop(
         step,
@@ -97,13 +95,12 @@ def _run(
         turned(scanned, axes),
         test=test,
         test_consts=test_consts,
-        count=np.int32(steps.length),
-        length=steps.length,
+        count=np.int32(loop.steps.most),
+        steps=loop.steps,
         x_axes=axes,
-        y_axes=steps.out_axes,
-        progress=steps.progress,
+        y_axes=loop.out_axes,
     )
-    return [*found.carry, *turned(found.ys, steps.out_axes)]
+    return [*found.carry, *turned(found.ys, loop.out_axes)]
 
 
 def run_until(
@@ -113,9 +110,8 @@ def run_until(
     xs: Sequence[Any],
     in_axes: tuple[AxisPosition, ...],
     out_axes: tuple[int, ...],
-    length: int,
+    steps: Steps,
     reverse: bool = False,
-    progress: LoopProgress | None = None,
 ) -> list[Any]:
     """Runs staged steps while the staged predicate is true; see `BoundedSteps`.
 
@@ -127,8 +123,8 @@ def run_until(
     entries = body.in_avals[len(carry) :]
     test, test_consts = _without_references(test)
     body, consts = _without_references(body, xs)
-    steps = BoundedSteps(test, body, len(carry), in_axes, out_axes, length, reverse, progress)
-    return steps.run(test_consts, consts, carry, list(map(_compat.varying_as, xs, entries)))
+    loop = BoundedSteps(test, body, len(carry), in_axes, out_axes, steps, reverse)
+    return loop.run(test_consts, consts, carry, list(map(_compat.varying_as, xs, entries)))
 
 
 def _without_references(

@@ -21,11 +21,10 @@ from batchax.execution.chunk_loop import (
     results_before,
     run,
 )
-from batchax.execution.loop_progress import begin_step, end_loop
 from batchax.execution.memory import Auto
 from batchax.execution.operand_specs import Extreme, Lanes, PerChunk
-from batchax.execution.progress_back import through_step
 from batchax.execution.slices import scan_slices
+from batchax.execution.watched import Steps
 from batchax.rules.in_turn import calls_library, in_turn
 
 
@@ -86,7 +85,7 @@ def _run_keeping(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
     types = program.out_avals
     axes = [spec.axis if isinstance(spec, Lanes) else None for spec in loop.operands]
 
-    total = -(-loop.size // chunk)
+    steps = Steps(-(-loop.size // chunk), loop.progress)
 
     def step(index: Any, results: list[Any], parts: Sequence[Any], width: int) -> list[Any]:
         (start,) = _compat.varying_alike([index * np.int32(chunk)], like=operands)
@@ -95,8 +94,8 @@ def _run_keeping(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
 
     def in_loop(index: Any, results: list[Any], parts: Sequence[Any]) -> tuple[list[Any], None]:
         if full > 1:  # a loop of one step is none, to a compiler
-            begin_step(loop.progress, index, total)
-            results = through_step(loop.progress, results, index, total)
+            steps.begin(index)
+            results = steps.through(results, index)
         return step(index, results, parts, chunk), None
 
     results = _compat.varying_alike(results_before(loop, program), like=operands)
@@ -117,5 +116,5 @@ def _run_keeping(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
         if calls_library(program.jaxpr):  # two such calls must not run at once: `rules/in_turn.py`
             results, parts = in_turn(results, parts)
         results = step(jnp.int32(full), results, parts, rest)
-    end_loop(loop.progress, np.int32(total), total, results)
+    steps.end(steps.most, results=results)
     return [lax.convert_element_type(x, t.dtype) for x, t in zip(results, types, strict=True)]

@@ -28,8 +28,7 @@ from batchax.execution.bounded_loop import (
 )
 from batchax.execution.checkpoints import Stack, blank_checkpoints
 from batchax.execution.entries import entry_of, put_entry
-from batchax.execution.loop_progress import begin_step, end_loop
-from batchax.execution.loop_runs import LoopProgress
+from batchax.execution.watched import Steps
 from batchax.kernel.derivatives import with_values
 from batchax.kernel.own_primitive import declare
 
@@ -43,20 +42,18 @@ class SweepForm:
       n_carry: number of values in the carry of the loop.
       kept: the values of the carry that checkpoints have; going back needs no others.
       n_back: number of values that are carried back.
-      length: how many steps there are at most.
+      steps: how many there are at most.
       x_axes: where each of the xs has the axis of the steps.
       y_axes: where each of the ys gets it; None: they are added up.
-      progress: who is told how far it is.
     """
 
     n_consts: int
     n_carry: int
     kept: tuple[int, ...]
     n_back: int
-    length: int
+    steps: Steps
     x_axes: tuple[int, ...]
     y_axes: tuple[int | None, ...]
-    progress: LoopProgress | None = None
     n_test: ClassVar[int] = 0  # how many steps there are is known: it has no predicate
 
     @property
@@ -90,10 +87,9 @@ def reverse_sweep(
     kept: Sequence[int] | None = None,
     guarded: tuple[LoopStep | None, LoopStep | None] = (None, None),
     count: Any,
-    length: int,
+    steps: Steps,
     x_axes: Sequence[int],
     y_axes: Sequence[int | None],
-    progress: LoopProgress | None = None,
 ) -> tuple[list[Any], list[Any]]:
     """Goes back over the steps of a bounded loop; may be differentiated and batched.
 
@@ -111,10 +107,9 @@ def reverse_sweep(
         to `back`, nor for those that do.
       guarded: programs that are differentiated in place of `forth` and `back`; None: the same.
       count: how many steps there were.
-      length: how many that may be at most.
+      steps: how many that may be at most.
       x_axes: where each of the `xs` has the axis of the steps.
       y_axes: where each of the ys gets it; None: they are added up.
-      progress: who is told how far it is; None: nobody.
 
     Returns:
       What is carried back, before the first step; and the ys.
@@ -126,9 +121,9 @@ def reverse_sweep(
     )
     programs, held = _compat.hoist_constants(*programs, *more)
     sizes = len(held) + len(consts), len(carry), tuple(range(len(carry)) if kept is None else kept)
-    form = SweepForm(*sizes, len(returning), length, tuple(x_axes), tuple(y_axes), progress)
-    steps = _compat.scalar_like(jax.typeof(count), np.dtype(np.int32))
-    types = checkpoint_types(steps, types, form)
+    form = SweepForm(*sizes, len(returning), steps, tuple(x_axes), tuple(y_axes))
+    number = _compat.scalar_like(jax.typeof(count), np.dtype(np.int32))
+    types = checkpoint_types(number, types, form)
     if checkpoints is None:
         checkpoints = blank_checkpoints(list(map(zeros, types)))
     checkpoints = [varied(x, [aval]) for x, aval in zip(checkpoints, types, strict=True)]
@@ -146,10 +141,10 @@ def run(*operands: Any, forth: Any, back: Any, guarded: Any, form: SweepForm) ->
     """The sweep as ordinary operations of JAX."""
     count, consts, carry, checkpoints, returning, xs = form.split(operands)
     ys = list(map(zeros, result_types(back, form)[form.n_back :]))
-    if form.length == 0:
+    if form.steps.most == 0:
         return [*returning, *ys]
     one = np.int32(1)
-    count = lax.clamp(np.int32(0), count, np.int32(form.length))
+    count = lax.clamp(np.int32(0), count, np.int32(form.steps.most))
 
     def entries(t: Any) -> list[Any]:
         return [entry_of(x, t, a) for x, a in zip(xs, form.x_axes, strict=True)]
@@ -181,7 +176,7 @@ def run(*operands: Any, forth: Any, back: Any, guarded: Any, form: SweepForm) ->
 
         def step(state: Any) -> Any:
             i, returning, ys = state
-            begin_step(form.progress, count - one - (t - i), count, form.length)
+            form.steps.begin(count - one - (t - i), count)
             x = [*whole(stack.carry_at(i)), *entries(t - i)]
             outs = eval_jaxpr(back.jaxpr, back.consts, *consts, *returning, *x)
             returning, found = outs[: form.n_back], outs[form.n_back :]
@@ -197,7 +192,7 @@ def run(*operands: Any, forth: Any, back: Any, guarded: Any, form: SweepForm) ->
     stack = Stack.of(checkpoints, [carry[i] for i in form.kept], count)
     first = count - one, stack, returning, ys
     last, *_, returning, ys = lax.while_loop(lambda s: s[0] >= 0, turn, first)
-    end_loop(form.progress, count, count, [last])
+    form.steps.end(count, count, [last])
     return [*returning, *ys]
 
 
@@ -205,7 +200,7 @@ def result_types(back: Any, form: SweepForm) -> list[Any]:
     """The types of what `run` returns: what is carried back, and the ys."""
     outs = back.out_avals
     ys = [
-        aval.strip_weak_type() if a is None else unmapped_aval(form.length, a, aval)
+        aval.strip_weak_type() if a is None else unmapped_aval(form.steps.most, a, aval)
         for a, aval in zip(form.y_axes, outs[form.n_back :], strict=True)
     ]
     return [*(aval.strip_weak_type() for aval in outs[: form.n_back]), *ys]

@@ -12,8 +12,7 @@ import numpy as np
 from jax import lax
 
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop
-from batchax.execution.loop_progress import end_loop
-from batchax.execution.loop_runs import LoopProgress
+from batchax.execution.loop_progress import LoopProgress
 from batchax.execution.memory import Auto
 from batchax.execution.operand_specs import WHOLE, Lanes
 from batchax.execution.sections import Env, section_for
@@ -117,7 +116,6 @@ class SectionBody:
         self.of_only_chunk: list[Any] | None = None
         if isinstance(chunk, int) and size <= chunk:
             self.of_only_chunk = body.function(size)(np.int32(0), *self.operands)
-            end_loop(lanes.progress, np.int32(1), 1, self.of_only_chunk)
             types = list(map(jax.typeof, self.of_only_chunk))
         else:
             avals = list(map(jax.typeof, self.operands))

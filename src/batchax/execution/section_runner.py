@@ -15,8 +15,7 @@ from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.bounded_loop import bounded_loop_p
 from batchax.execution.chunk_loop import chunk_loop_p, of_only_chunk
-from batchax.execution.loop_progress import end_loop
-from batchax.execution.loop_runs import LoopProgress
+from batchax.execution.loop_progress import LoopProgress
 from batchax.execution.memory import Auto
 from batchax.execution.names import HostCalls, expose_names, is_exposed
 from batchax.execution.placement import run_loop
@@ -35,6 +34,7 @@ from batchax.execution.sections import (
 )
 from batchax.execution.shards import Shards
 from batchax.execution.streaming import finish
+from batchax.execution.watched import Steps
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce, check_unbatched, place
 from batchax.jaxprs.spoken import line_of, spoken
 from batchax.kernel.axis import Axis, AxisPosition
@@ -145,8 +145,8 @@ class SectionRunner:
                 outs[i] = x.value if final else self._placed(described[i], x)
                 positions[i] = _placed_at(outvars[i], described[i].spec, x.position)
             if not cuts:
-                if not self.in_chunks:  # nothing was left to do for lanes
-                    end_loop(self.lanes.progress, np.int32(1), 1, list(outs.values()))
+                if not self.in_chunks:  # all lanes are one chunk, or nothing was left to do for any
+                    Steps(1, self.lanes.progress).end(1, results=list(outs.values()))
                 order = range(len(outvars))
                 return [outs[i] for i in order], [positions[i] for i in order]
             for target in kept:
@@ -293,8 +293,8 @@ class SectionRunner:
         if not section.section.eqns and not targets:
             return {}
         found: dict[Target, Found] = {}
-        self.in_chunks = True
         if section.of_only_chunk is None:
+            self.in_chunks = True
             same: list[Target] = []
             if section.shared:  # batching found that all lanes have the same
                 # What makes calls is not computed once more for the first lane.

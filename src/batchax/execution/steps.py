@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,10 +17,8 @@ from jax.extend.core import unmapped_aval
 
 from batchax import _compat
 from batchax.execution.buffers import blank
-from batchax.execution.loop_progress import begin_step, end_loop
-from batchax.execution.loop_runs import LoopProgress
-from batchax.execution.progress_back import through_step
 from batchax.execution.slices import scan_slices, with_derivative_of
+from batchax.execution.watched import Steps
 from batchax.jaxprs.program_key import program_key
 from batchax.kernel.axis import AxisPosition, expand_axis
 from batchax.rules.masking import is_inexact
@@ -36,20 +34,18 @@ class ScanProgram:
       n_carry: number of values in the carry.
       in_axes: where each of the xs has the axis of the steps; None: the same at each.
       out_axes: where each of the ys gets it, counted from the front.
-      length: number of steps.
+      steps: how many there are.
       reverse: whether the last step comes first.
       unroll: how many steps an iteration has; 0 for all, where their number is a symbol.
-      progress: who is told how far it is.
     """
 
     body: _compat.ClosedJaxpr = field(compare=False)
     n_carry: int
     in_axes: tuple[AxisPosition, ...]
     out_axes: tuple[int, ...]
-    length: Any
+    steps: Steps
     reverse: bool
     unroll: int
-    progress: LoopProgress | None = None
     key: Hashable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -63,32 +59,34 @@ class ScanProgram:
 # Compiled as one program, in which what only derivatives need is dropped. Outside of `jit` it would
 # be computed.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _run(steps: ScanProgram, consts: list[Any], carry: list[Any], xs: list[Any]) -> list[Any]:
-    types = steps.body.out_avals[steps.n_carry :]
-    axes = steps.out_axes
-    sweeps = _sweeps(steps, xs)
+def _run(program: ScanProgram, consts: list[Any], carry: list[Any], xs: list[Any]) -> list[Any]:
+    types = program.body.out_avals[program.n_carry :]
+    axes, length = program.out_axes, program.steps.most
+    sweeps = _sweeps(program, xs)
     # lax.scan stacks along axis 0. Along another one, and for several sweeps, each step writes its
     # entry where it belongs in an array that is part of the carry.
-    written = [k for k, a in enumerate(axes) if (a != 0 or len(sweeps) > 1) and steps.length != 0]
+    written = [k for k, a in enumerate(axes) if (a != 0 or len(sweeps) > 1) and length != 0]
     # Their derivatives are those of what lax.scan stacks as well. Nobody looks at the values of
     # that, so the compiler drops it where nothing is differentiated.
     stacked = [k for k, t in enumerate(types) if k not in written or is_inexact(t)]
-    first = len(steps.body.jaxpr.eqns)
+    first = len(program.body.jaxpr.eqns)
     arrays = []
     for k in written:
-        array = blank(unmapped_aval(steps.length, axes[k], types[k]), first + k)
+        array = blank(unmapped_aval(length, axes[k], types[k]), first + k)
         arrays.append(_compat.varying_as(array, types[k]))
 
     def one(carry: list[Any], entries: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        outs = eval_jaxpr(steps.body.jaxpr, (), *consts, *carry, *entries)
-        return outs[: steps.n_carry], outs[steps.n_carry :]
+        outs = eval_jaxpr(program.body.jaxpr, (), *consts, *carry, *entries)
+        return outs[: program.n_carry], outs[program.n_carry :]
 
     def swept(sweep: _Sweep, state: Any) -> tuple[Any, list[Any]]:
         def step(index: Any, state: Any, parts: list[Any]) -> Any:
             carry, arrays = state
-            carry = _begin(steps, sweep, index, carry)
+            carry = _begin(program, sweep, index, carry)
             carry, ys = (
-                _block(steps, sweep.width, one, carry, parts) if sweep.width else one(carry, parts)
+                _block(program, sweep.width, one, carry, parts)
+                if sweep.width
+                else one(carry, parts)
             )
             at = sweep.first + index * np.int32(sweep.width or 1)
             arrays = [
@@ -102,21 +100,21 @@ def _run(steps: ScanProgram, consts: list[Any], carry: list[Any], xs: list[Any])
 
         part = [
             x if a is None or not sweep.first else lax.slice_in_dim(x, sweep.first, None, axis=a)
-            for x, a in zip(xs, steps.in_axes, strict=True)
+            for x, a in zip(xs, program.in_axes, strict=True)
         ]
         state, ys = scan_slices(
-            step, state, part, steps.in_axes, sweep.width, sweep.count,
-            reverse=steps.reverse, unroll=1 if sweep.width else steps.unroll,
+            step, state, part, program.in_axes, sweep.width, sweep.count,
+            reverse=program.reverse, unroll=1 if sweep.width else program.unroll,
         )  # fmt: skip
         if sweep.width:
             ys = [y if y is None else y.reshape(-1, *y.shape[2:]) for y in ys]
         return state, ys
 
     state, found = (carry, arrays), {}
-    for sweep in reversed(sweeps) if steps.reverse else sweeps:
+    for sweep in reversed(sweeps) if program.reverse else sweeps:
         state, found[sweep] = swept(sweep, state)
     carry, arrays = state
-    end_loop(steps.progress, np.int32(steps.length), steps.length, carry)
+    program.steps.end(length, results=carry)
     ys = [
         None if pieces[0] is None else jnp.moveaxis(jnp.concatenate(pieces), 0, a)
         for *pieces, a in zip(*(found[sweep] for sweep in sweeps), axes, strict=True)
@@ -151,61 +149,59 @@ columns in blocks of 16 take 0.8 times as long, and no second array. Other sizes
 _FEWEST = 4  # steps for which that is done
 
 
-def _sweeps(steps: ScanProgram, xs: Sequence[Any]) -> list[_Sweep]:
+def _sweeps(program: ScanProgram, xs: Sequence[Any]) -> list[_Sweep]:
     """All steps one by one; or in blocks, of which the last one may be smaller."""
-    types = steps.body.out_avals[steps.n_carry :]
+    types, length = program.body.out_avals[program.n_carry :], program.steps.most
     last = [
-        *(x for x, a in zip(xs, steps.in_axes, strict=True) if a is not None and a == x.ndim - 1),
-        *(t for t, a in zip(types, steps.out_axes, strict=True) if a and a == len(t.shape)),
+        *(x for x, a in zip(xs, program.in_axes, strict=True) if a is not None and a == x.ndim - 1),
+        *(t for t, a in zip(types, program.out_axes, strict=True) if a and a == len(t.shape)),
     ]
     in_blocks = (
-        isinstance(steps.length, int)
-        and steps.length >= _FEWEST
-        and steps.unroll == 1
+        isinstance(length, int)
+        and length >= _FEWEST
+        and program.unroll == 1
         and any(math.prod(x.shape[:-1]) >= _WIDTH for x in last)
         and not any(map(_compat.is_reference, xs))
     )
     if not in_blocks:
-        return [_Sweep(0, steps.length, None)]
-    count, rest = divmod(steps.length, _WIDTH)
+        return [_Sweep(0, length, None)]
+    count, rest = divmod(length, _WIDTH)
     sweeps = _Sweep(0, count, _WIDTH), _Sweep(count * _WIDTH, 1, rest)
     return [sweep for sweep in sweeps if sweep.count and sweep.width]
 
 
-def _begin(steps: ScanProgram, sweep: _Sweep, index: Any, carry: list[Any]) -> list[Any]:
+def _begin(program: ScanProgram, sweep: _Sweep, index: Any, carry: list[Any]) -> list[Any]:
     """The carry at the start of a step, or of a block of them; tells that it begins."""
-    if steps.progress is None:
+    if program.steps.told is None:
         return carry
-    together = steps.unroll or steps.length
+    length, width = program.steps.most, sweep.width or 1
+    steps = replace(program.steps, width=width, together=program.unroll or length)
     # Of fewer a compiler makes no loop, and nothing keeps calls in order, but that the last one is
     # told what was computed before: in reverse that is the one of the first steps.
-    loops = sweep.count >= 2 * together
-    width = sweep.width or 1
+    loops = sweep.count >= 2 * steps.together
     done = sweep.first + index * np.int32(width)
-    if steps.reverse:
-        done = np.int32(steps.length - width) - done
+    if program.reverse:
+        done = np.int32(length - width) - done
     if loops:
-        begin_step(steps.progress, done, steps.length, width=width, together=together)
-    first = sweep.first + width == steps.length if steps.reverse else sweep.first == 0
-    if loops or (sweep.count == 1 and first):
-        return through_step(steps.progress, carry, done, steps.length, width, together)
-    return carry
+        steps.begin(done)
+    first = sweep.first + width == length if program.reverse else sweep.first == 0
+    return steps.through(carry, done) if loops or (sweep.count == 1 and first) else carry
 
 
 def _block(
-    steps: ScanProgram, width: int, one: Any, carry: list[Any], parts: Sequence[Any]
+    program: ScanProgram, width: int, one: Any, carry: list[Any], parts: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
     """`width` steps: the carry after them, and their ys, stacked along axis 0."""
     scanned = [
         None if a is None else jnp.moveaxis(part, a, 0)
-        for part, a in zip(parts, steps.in_axes, strict=True)
+        for part, a in zip(parts, program.in_axes, strict=True)
     ]
 
     def step(carry: list[Any], entries: list[Any]) -> tuple[list[Any], list[Any]]:
-        pairs = zip(parts, entries, steps.in_axes, strict=True)
+        pairs = zip(parts, entries, program.in_axes, strict=True)
         return one(carry, [part if a is None else entry for part, entry, a in pairs])
 
-    return lax.scan(step, carry, scanned, length=width, reverse=steps.reverse)
+    return lax.scan(step, carry, scanned, length=width, reverse=program.reverse)
 
 
 def _part(y: Any, axis: int, width: int | None) -> Any:

@@ -29,6 +29,7 @@ from batchax.execution.bounded_derivatives import (
 )
 from batchax.execution.bounded_loop import Values, bounded_loop
 from batchax.execution.reverse_sweep import SweepForm, reverse_sweep, reverse_sweep_p
+from batchax.execution.watched import Steps
 from batchax.kernel.derivatives import with_values
 from batchax.user_rules.linear import linear_with_transpose
 
@@ -108,7 +109,7 @@ class _Derivative:
             [*returning, *dreturning],
             [*xs, *dxs],
             count=count,
-            length=form.length,
+            steps=Steps(form.steps.most),
             x_axes=(*form.x_axes, *take(form.x_axes, self.xs)),
             y_axes=form.y_axes,
         )
@@ -153,7 +154,7 @@ class _Derivative:
         shared = [*consts, *take(ct_ys, sums)], [*carry, *ct_back]
         entries = [*xs, *take(ct_ys, rest)]
         x_axes = *form.x_axes, *take(form.y_axes, rest)
-        steps = {"count": count, "length": form.length, "x_axes": x_axes}
+        steps = {"count": count, "steps": Steps(form.steps.most), "x_axes": x_axes}
         every = range(len(carry) + n)
         found = bounded_loop(forth, *shared, entries, kept=every, **steps)
         ct_carry = [zeros_like(x) for x in take(carry, self.carry)]
