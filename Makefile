@@ -17,6 +17,7 @@
 #   make docs       the generated pages in docs/
 #   make notebooks  the examples as notebooks, in out/notebooks/
 #   make site       all pages, the reference and a search as a site, in out/site/
+#   make changes    what changed since the release; with VERSION=0.2.0, put into CHANGELOG.md
 #   make package    the wheel and the source distribution, built and tried, in dist/
 #   make bench      against jax.vmap, lax.map and others: tables of time and memory
 #                   and plots in docs/ (half an hour)
@@ -34,7 +35,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # batchax for itself, which takes longer than what it does.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test double single test-all test-newest fuzz kills lint types style browser docs notebooks site package bench constraints clean
+.PHONY: demo check test double single test-all test-newest fuzz kills lint types style \
+    browser docs notebooks site changes package bench constraints clean
 
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
@@ -126,6 +128,9 @@ site: .venv/ready
 	.venv/bin/sphinx-build -q -W --keep-going -b html docs out/site
 	@echo "The site is in out/site/index.html."
 
+changes: .venv/ready
+	.venv/bin/towncrier build --version $(or $(VERSION),unreleased) $(if $(VERSION),--yes,--draft)
+
 package: .venv/ready
 	sh tools/package.sh .venv/bin/python
 
@@ -134,11 +139,11 @@ bench: .venv/ready
 
 # An environment is ready when everything in it has the version that the
 # constraints name. The build backend is installed with the rest, under the same
-# constraints, and so the package is built without isolation.
-.venv/ready: VERSION =
-.venv312/ready: VERSION = 3.12
+# constraints, and so the package is built without isolation. PY=3.13 makes the first of them
+# with that version.
+.venv312/ready: override PY = 3.12
 .venv/ready .venv312/ready: pyproject.toml $(wildcard constraints/*.txt)
-	@python=$$(sh tools/find_python.sh $(VERSION)) || \
+	@python=$$(sh tools/find_python.sh $(PY)) || \
 	    { echo "batchax needs Python 3.11 or newer, and found none that works." >&2; exit 1; }; \
 	echo "Making $(@D) with $$python (a minute or so, once)" && \
 	rm -rf $(@D) && \

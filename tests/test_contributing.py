@@ -1,0 +1,125 @@
+"""What contributors meet: workflows, hooks, forms and fragments call what there is."""
+
+import itertools
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = set(re.findall(r"^([\w-]+):", MAKEFILE, re.MULTILINE))
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+FRAGMENTS = [path for path in (ROOT / "changes").iterdir() if path.name != "README.md"]
+TYPES = {
+    each["directory"]
+    for each in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["towncrier"]["type"]
+}
+
+
+def read(path):
+    return yaml.safe_load(path.read_text())
+
+
+def jobs_as_run(workflow):
+    """Each job of a workflow, once for each entry of its matrix, with that entry filled in."""
+    for job in workflow["jobs"].values():
+        matrix = dict(job.get("strategy", {}).get("matrix", {}))
+        entries = matrix.pop("include", [{}])
+        for values in itertools.product(*matrix.values()):
+            for entry in entries:
+                known = {**dict(zip(matrix, values, strict=True)), **entry}
+                fill = lambda match, known=known: str(known.get(match[1], ""))
+                text = re.sub(r"\$\{\{ matrix\.(\w+) \}\}", fill, yaml.safe_dump(job, width=1000))
+                yield yaml.safe_load(re.sub(r"\$\{\{.*?\}\}", "0", text))
+
+
+def targets_in(command):
+    """What a command asks make for."""
+    for line in command.splitlines():
+        for asked in re.findall(r"\bmake ([^&|;\n]*)", line):
+            yield from (word for word in asked.split() if not re.search(r"^-|=", word))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_make_what_there_is(path):
+    workflow = read(path)
+    assert workflow["permissions"] == {"contents": "read"}
+    made = set()
+    for job in jobs_as_run(workflow):
+        assert job["timeout-minutes"]
+        for step in job["steps"]:
+            assert ("uses" in step) != ("run" in step)
+            assert re.search(r"@v\d+$", step.get("uses", "@v1"))
+            made |= set(targets_in(step.get("run", "")))
+    assert made <= TARGETS, made - TARGETS
+    assert made
+
+
+def test_every_version_that_is_pinned_is_tested():
+    tests = next(path for path in WORKFLOWS if path.stem == "tests")
+    known = {f"3.{path.stem[3:]}" for path in (ROOT / "constraints").glob("py3*.txt")}
+    (job,) = [job for job in read(tests)["jobs"].values() if "strategy" in job]
+    assert {entry["python"] for entry in job["strategy"]["matrix"]["include"]} == known
+    made = {word for each in jobs_as_run(read(tests)) for step in each["steps"]
+            for word in targets_in(step.get("run", ""))}  # fmt: skip
+    whole = re.search(r"^test: .*\n(?:\t.*\n)*", MAKEFILE, re.MULTILINE)[0]
+    assert all(part in made for part in ("lint", "double", "single"))
+    assert all(part in whole for part in ("style", "types", "double", "single"))
+
+
+def test_the_hooks_are_those_of_make_lint():
+    config = read(ROOT / ".pre-commit-config.yaml")
+    (source,) = config["repos"]
+    assert source["repo"] == "local"
+    called = [target for hook in source["hooks"] for target in targets_in(hook["entry"])]
+    (lint,) = re.findall(r"^lint: (.*)$", MAKEFILE, re.MULTILINE)
+    assert called == lint.split()
+    assert all(hook["language"] == "system" for hook in source["hooks"])
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
+def test_forms_ask_what_is_needed(path):
+    form = read(path)
+    if path.stem == "config":
+        return
+    assert {"name", "description", "labels", "body"} <= set(form)
+    asked = [field["id"] for field in form["body"]]
+    assert len(set(asked)) == len(asked)
+    assert any(field.get("validations", {}).get("required") for field in form["body"])
+    if path.stem == "bug":
+        assert {"program", "explain", "versions"} <= set(asked)
+
+
+@pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: path.name)
+def test_fragments_are_well_formed(path):
+    assert re.fullmatch(rf"(\d+|\+[\w-]+)\.({'|'.join(TYPES)})(\.\d+)?\.md", path.name)
+    text = path.read_text()
+    assert text.strip()
+    assert text.endswith((".\n", ").\n"))
+    assert not re.search(r"^(#|- |\* )|\n\n", text, re.MULTILINE), "a sentence or two"
+
+
+def test_fragments_become_a_part_of_the_changes(tmp_path):
+    for name in ("pyproject.toml", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "changes").mkdir()
+    (tmp_path / "changes" / "7.fix.md").write_text("A sum of nothing is nothing.\n")
+    (tmp_path / "changes" / "+lanes.feature.md").write_text("Lanes have colors.\n")
+    command = [sys.executable, "-m", "towncrier", "build", "--yes", "--version", "9.8.7"]
+    command += ["--date", "2100-01-01"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "9.8.7" in (tmp_path / "CHANGELOG.md").read_text(), done.stderr
+    title, mark, new, *_ = (tmp_path / "CHANGELOG.md").read_text().split("\n\n")
+    assert (title, mark) == ("# Changes", "<!-- towncrier release notes start -->")
+    assert new == "## 9.8.7 (2100-01-01)"
+    text = (tmp_path / "CHANGELOG.md").read_text()
+    assert text.index("- Lanes have colors.") < text.index("- A sum of nothing is nothing. (#7)")
+    assert text.endswith((ROOT / "CHANGELOG.md").read_text().split(f"{mark}\n")[1].lstrip())
+    assert not list((tmp_path / "changes").iterdir())
