@@ -21,6 +21,8 @@
 #   make package    the wheel and the source distribution, built and tried, in dist/
 #   make bench      against jax.vmap, lax.map and others: tables of time and memory
 #                   and plots in docs/ (half an hour)
+#   make bench-history  the same as a line of out/benchmarks/history.jsonl, and a chart over
+#                   commits of all lines there; BENCH="vmap --quick" for a part
 
 JOBS ?= 2
 N ?= 1000
@@ -36,7 +38,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check test double single test-all test-newest fuzz kills lint types style \
-    browser docs notebooks site changes package bench constraints clean
+    browser docs notebooks site changes package bench bench-history constraints clean
 
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
@@ -136,6 +138,12 @@ package: .venv/ready
 
 bench: .venv/ready
 	.venv/bin/python -m benchmarks
+
+HISTORY ?= out/benchmarks/history.jsonl
+
+bench-history: .venv/ready
+	.venv/bin/python -m benchmarks $(BENCH) --history $(HISTORY)
+	.venv/bin/python -m benchmarks.history $(HISTORY)
 
 # An environment is ready when everything in it has the version that the
 # constraints name. The build backend is installed with the rest, under the same

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bounded, report
+from benchmarks import bounded, history, report
 from benchmarks.around import report as around_report
 from benchmarks.around.measure import measured as measured_around
 from benchmarks.around.workloads import WORKLOADS as AROUND
@@ -171,12 +171,19 @@ def main(arguments: list[str] | None = None) -> list[Any]:
         help="where the pages and pictures go (default: docs/benchmarks for a run of everything, "
         "nowhere for --quick and --only)",
     )
+    parser.add_argument(
+        "--history",
+        metavar="FILE",
+        type=Path,
+        help="adds the ratios to this file, under the commit that is checked out; pages are then "
+        "written with --out only",
+    )
     options = parser.parse_args(arguments)
     out = options.out
-    if out is None and not options.quick and not options.only:
+    if out is None and not (options.quick or options.only or options.history):
         out = Path("docs/benchmarks")
 
-    results, known = [], []
+    results, known, ratios = [], [], {}
     for name in [options.part] if options.part else PARTS:
         part = PARTS[name]
         known += part.workloads
@@ -186,27 +193,33 @@ def main(arguments: list[str] | None = None) -> list[Any]:
             if not options.only or any(text in label for text in options.only)
         }
         if chosen:
-            found = _run(part, list(chosen.values()), options.quick)
+            labeled = _run(part, chosen, options.quick)
+            found = [result for _, result in labeled]
             results += found
+            for label, result in labeled:
+                ratios |= history.ratios_in(label, result)
             if out is not None:
                 out.mkdir(parents=True, exist_ok=True)
                 print(f"Wrote {' and '.join(map(str, part.write(found, out)))}.")
     if not results:
         parser.error("no workload has that in its name. There are: " + ", ".join(known))
+    if options.history is not None:
+        history.append(options.history, history.run_of(ratios, report.made_with()))
     return results
 
 
-def _run(part: Part, chosen: Sequence[Any], quick: bool) -> list[Any]:
+def _run(part: Part, chosen: dict[str, Any], quick: bool) -> list[tuple[str, Any]]:
     start = time.monotonic()
     results = []
     print(f"{part.title}:")
-    for i, work in enumerate(chosen, 1):
+    for i, (label, work) in enumerate(chosen.items(), 1):
         began = time.monotonic()
         for result in part.measure(work, quick):
-            results.append(result)
+            results.append((label, result))
             print(f"[{i:2}/{len(chosen)}] {part.line(result)} {time.monotonic() - began:6.1f} s")
             began = time.monotonic()
-    print(f"\n{part.summary(results)}\nTook {time.monotonic() - start:.0f} s.")
+    print(f"\n{part.summary([result for _, result in results])}")
+    print(f"Took {time.monotonic() - start:.0f} s.")
     return results
 
 

@@ -50,7 +50,7 @@ def targets_in(command):
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_workflows_make_what_there_is(path):
     workflow = read(path)
-    assert workflow["permissions"] == {"contents": "read"}
+    assert workflow["permissions"] == {"contents": "read"}  # a job that needs more says so
     made = set()
     for job in jobs_as_run(workflow):
         assert job["timeout-minutes"]

@@ -1,0 +1,119 @@
+"""Benchmarks over commits: what is kept, what is told, and the chart."""
+
+import xml.etree.ElementTree as xml
+from dataclasses import dataclass
+
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import history
+from benchmarks.history import Line, Run
+from benchmarks.measure import Ratio
+
+
+def runs(**values):
+    """Runs of made-up commits, from the values of each measurement; None where it was not made."""
+    count = max(map(len, values.values()))
+    return [
+        Run(f"c{i:02}", f"2100-01-{i + 1:02}", "By hand.", {
+            name: Ratio(each[i], each[i] * 0.95, each[i] * 1.05)
+            for name, each in values.items()
+            if each[i] is not None
+        })
+        for i in range(count)
+    ]  # fmt: skip
+
+
+HISTORY = runs(
+    steady=[1.0, 1.02, 0.98, 1.01, 1.03],
+    slow=[1.0, 1.0, 1.1, 1.0, 1.5],
+    fast=[2.0, 2.1, 2.0, 1.9, 1.0],
+    new=[None, None, None, None, 3.0],
+    gone=[1.0, 1.0, 1.0, 1.0, None],
+    sparse=[1.0, None, 1.0, None, 1.0],
+)
+
+
+def test_what_is_written_is_read(tmp_path):
+    file = tmp_path / "folder" / "history.jsonl"
+    for run in HISTORY:
+        history.append(file, run)
+    assert history.read(file) == HISTORY
+    again = Run("c01", "2100-02-01", "Again.", {"steady": Ratio(9.0, 9.0, 9.0)})
+    history.append(file, again)
+    assert history.read(file) == [*HISTORY[:1], *HISTORY[2:], again]
+
+
+def test_what_became_slower_is_told_first():
+    lines = history.lines_of(HISTORY)
+    assert [line.name for line in lines] == ["slow", "steady", "new", "sparse", "fast"]
+    assert [line.verdict for line in lines] == ["slower", "", "", "", "faster"]
+    assert lines[0].change == pytest.approx(1.5)
+    assert history.lines_of([]) == []
+
+
+def test_noise_is_not_told():
+    wide = [(0, Ratio(1.0, 0.9, 1.1)), (1, Ratio(1.5, 1.05, 2.0))]
+    assert Line("wide", wide).verdict == ""
+    assert Line("small", [(0, Ratio(1.0, 1.0, 1.0)), (1, Ratio(1.05, 1.04, 1.06))]).verdict == ""
+
+
+def test_only_the_latest_runs_are_compared_with():
+    (line,) = history.lines_of(runs(x=[1.0] * 30 + [2.0] * 11))
+    assert line.change == 1
+    assert line.verdict == ""
+
+
+def test_every_measurement_has_a_chart():
+    page = history.page(HISTORY)
+    charts = [xml.fromstring(part + "</svg>") for part in page.split("</svg>")[:-1]
+              for part in [part[part.index("<svg"):]]]  # fmt: skip
+    assert [each.get("aria-label") for each in charts] == [
+        "slow",
+        "steady",
+        "new",
+        "sparse",
+        "fast",
+    ]
+    assert [len(each.findall("g/circle")) for each in charts] == [5, 5, 1, 3, 5]
+    for each in charts:
+        shapes = each.find("polyline").get("points"), each.find("polygon").get("points")
+        for point in " ".join(shapes).split():
+            x, y = map(float, point.split(","))
+            assert 0 <= x <= 320
+            assert 0 <= y <= 48
+    assert "1 slower and 1 faster" in page
+    assert "c04" in page
+    assert history.page([])
+
+
+def test_names_are_text():
+    assert "<b>" not in history.page(runs(**{"<b>": [1.0, 2.0]}))
+
+
+def test_ratios_are_found_wherever_they_are():
+    @dataclass(frozen=True)
+    class Result:
+        name: str
+        run: Ratio
+        ways: dict
+        seconds: float = 1.0
+
+    one, two = Ratio(1.0, 0.9, 1.1), Ratio(2.0, 1.9, 2.1)
+    result = Result("forward", one, {"map": two, "scan": one})
+    assert history.ratios_in("rows: sums", result) == {
+        "rows: sums: forward, run": one,
+        "rows: sums: forward, ways, map": two,
+        "rows: sums: forward, ways, scan": one,
+    }
+
+
+def test_a_run_of_the_benchmarks_is_a_line(tmp_path, capsys):
+    file = tmp_path / "history.jsonl"
+    command.main(["vmap", "--quick", "--only", "matvec with own matrix", "--history", str(file)])
+    history.main([str(file)])
+    (run,) = history.read(file)
+    assert run.commit
+    assert [name.rpartition(", ")[2] for name in run.ratios] == ["trace", "run"]
+    assert "Commits: 1, " in file.with_suffix(".html").read_text()
+    assert "Wrote" in capsys.readouterr().out
