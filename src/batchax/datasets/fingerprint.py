@@ -59,15 +59,12 @@ def fingerprint(
 
 
 def _calls_of_host(jaxpr: Any) -> Iterator[str]:
-    from jax.extend.core import jaxprs_in_params
-
+    from batchax.jaxprs.inside import with_inside
     from batchax.jaxprs.spoken import line_of
 
-    for eqn in jaxpr.eqns:
+    for eqn in with_inside(jaxpr.eqns):
         if eqn.primitive.name in _ON_HOST:
             yield f"{eqn.primitive.name} at {line_of(eqn)}"
-        for inner in jaxprs_in_params(eqn.params):
-            yield from _calls_of_host(inner)
 
 
 def _digest(program: Any) -> str:

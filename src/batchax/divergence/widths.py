@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import jaxprs_in_params
 
 from batchax import _compat
+from batchax.jaxprs.inside import with_inside
 from batchax.programs.cost import STEPS, Cost, cost_of_program
 from batchax.programs.shapes import bytes_of
 from batchax.programs.weights import LAUNCH, TOGETHER
@@ -60,8 +60,7 @@ def _device() -> _Device:
 
 def length(jaxpr: Any) -> int:
     """How many operations a program has, to be compiled: each counts once, in loops too."""
-    inner = (p for eqn in jaxpr.eqns for p in jaxprs_in_params(eqn.params))
-    return len(jaxpr.eqns) + sum(length(getattr(p, "jaxpr", p)) for p in inner)
+    return sum(1 for _ in with_inside(jaxpr.eqns))
 
 
 @dataclass(frozen=True)

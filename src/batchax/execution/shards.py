@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.chunk_loop import accumulator, of_only_chunk
 from batchax.execution.operand_specs import Extreme, PerChunk, Result, Sum
+from batchax.jaxprs.inside import with_inside
 from batchax.kernel.axis import Axis, AxisPosition, inserted
 from batchax.rules.masking import is_inexact
 from batchax.rules.neutral import NEUTRAL
@@ -270,12 +270,8 @@ def _needs_all_devices(jaxpr: Any, names: Collection[Any]) -> bool:
 
 def _shard_maps(jaxpr: Any) -> Iterator[Any]:
     """The equations of ``shard_map`` in a program, and in programs inside it."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "shard_map":
-            yield eqn
-        else:
-            for inner in jaxprs_in_params(eqn.params):
-                yield from _shard_maps(inner)
+    is_one = lambda eqn: eqn.primitive.name == "shard_map"
+    return filter(is_one, with_inside(jaxpr.eqns, lambda eqn: not is_one(eqn)))
 
 
 def lanes_for_all(

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.extend.core import jaxprs_in_params
-
 from batchax import _compat
 from batchax.explain.account import Service
 from batchax.explain.attribution import Attribution, Tally
+from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel.axis import Axis
@@ -126,7 +125,7 @@ def _runs_programs(entry: Entry) -> bool:
     """Whether what is inside an equation is its own, and not how its rule goes about it."""
     eqn = entry.eqn
     own = facts_of(eqn.primitive).nests or eqn.primitive.name == "call_hi_primitive"
-    return own or is_users(entry.shown) or any(True for _ in jaxprs_in_params(eqn.params))
+    return own or is_users(entry.shown) or bool(programs_inside(eqn))
 
 
 def shown_name(eqn: Any) -> str:

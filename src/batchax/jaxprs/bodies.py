@@ -11,11 +11,11 @@ from typing import Any
 
 from jax import lax
 from jax.core import eval_jaxpr
-from jax.extend.core import jaxprs_in_params
 from jax.extend.core.primitives import cond_p, scan_p, while_p
 
 from batchax import _compat
 from batchax.jaxprs.evaluate import bind_equation
+from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.primitive_facts import body_parameter, facts_of
 
 
@@ -87,7 +87,7 @@ def bodies_of(eqn: Any) -> tuple[Body, ...]:
         return ()
     if facts.body:
         return (_call(eqn, eqn.params[body_parameter(eqn)]),)
-    return tuple(_call(eqn, program) for program in list(jaxprs_in_params(eqn.params))[:1])
+    return tuple(_call(eqn, program) for program in programs_inside(eqn)[:1])
 
 
 def _call(eqn: Any, program: Any) -> Body:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from batchax import _compat
-from batchax.jaxprs.bodies import bodies_of
+from batchax.jaxprs.inside import with_inside
 from batchax.jaxprs.own_primitives import shown
 
 
@@ -20,12 +19,5 @@ def line_of(eqn: Any) -> str:
 
     Where neither is known, of the line that is running now.
     """
-    lines = (_compat.user_line(source) for source in _sources(eqn))
+    lines = (_compat.user_line(e.source_info) for e in with_inside([eqn]))
     return next(filter(None, lines), "") or _compat.user_line(eqn.source_info, running=True)
-
-
-def _sources(eqn: Any) -> Iterator[Any]:
-    yield eqn.source_info
-    for body in bodies_of(eqn):
-        for inner in body.jaxpr.eqns:
-            yield from _sources(inner)

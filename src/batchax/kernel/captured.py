@@ -28,10 +28,10 @@ from typing import Any
 
 import jax
 from jax.core import ShapedArray, Tracer
-from jax.extend.core import jaxprs_in_params
 
 from batchax import _compat
 from batchax.jaxprs.evaluate import plan
+from batchax.jaxprs.inside import programs_inside
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.lasting import evaluated
@@ -138,7 +138,7 @@ def closed_over(eqn: Any) -> list[Any]:
     """The variables that rules in `eqn`, and in programs inside it, close over."""
     rules = [rule for name, rule in eqn.params.items() if name in _RULES]
     found = list(map(_compat.staged_variable, _tracers(rules))) if rules else []
-    for inner in jaxprs_in_params(eqn.params):
+    for inner in programs_inside(eqn):
         found += _closed_over_inside(inner)
     return [v for v in dict.fromkeys(found) if v is not None]
 

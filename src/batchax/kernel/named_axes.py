@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from jax.extend.core import jaxprs_in_params
-
 from batchax import _compat
+from batchax.jaxprs.inside import Anywhere, programs_inside, with_inside
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel.axis import Axis, names_in
 from batchax.kernel.registry import is_foreign, registrations
@@ -53,14 +52,15 @@ def may_use_name(eqn: Any, name: Hashable) -> bool:
     Rules that JAX traces when they are needed leave no mark in a program, and once the axis is
     mapped nothing tells them of it but the rule that batches their call.
     """
-    return uses_name(eqn, name) or _has_rules(eqn)
+    return uses_name(eqn, name) or _rules.in_equation(eqn)
 
 
 def gives_index(eqn: Any, name: Hashable) -> bool:
     """Whether `eqn`, or an equation inside it, asks for the index of the lane over `name`."""
-    if eqn.primitive.name == "axis_index":
-        return name in as_names(eqn.params["axis_name"])
-    return any(gives_index(e, name) for p in jaxprs_in_params(eqn.params) for e in p.eqns)
+    return any(
+        e.primitive.name == "axis_index" and name in as_names(e.params["axis_name"])
+        for e in with_inside([eqn])
+    )
 
 
 def has_rules(eqn: Any) -> bool:
@@ -68,18 +68,10 @@ def has_rules(eqn: Any) -> bool:
     return not _RULES.isdisjoint(eqn.params)
 
 
-def _has_rules(eqn: Any) -> bool:
-    return has_rules(eqn) or any(map(_has_rules_inside, jaxprs_in_params(eqn.params)))
-
-
-def _has_rules_inside(jaxpr: Any) -> bool:
-    return _with_rules.get(None, lambda: any(map(_has_rules, jaxpr.eqns)), owner=jaxpr)
-
-
 # The parameters that hold the derivative rules of ``custom_jvp`` and ``custom_vjp``.
 _RULES = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk"})
 
-_with_rules = Memo("whether programs hold derivative rules", most=4096)
+_rules = Anywhere(has_rules)
 
 
 def _unmarked(eqn: Any) -> frozenset[Hashable]:
@@ -89,7 +81,7 @@ def _unmarked(eqn: Any) -> frozenset[Hashable]:
         return frozenset(as_names(eqn.params[holder]))
     if getattr(eqn.params.get("rule"), "told_name", False):
         return frozenset([ANY_NAME])
-    inner = frozenset().union(*map(_unmarked_inside, jaxprs_in_params(eqn.params)))
+    inner = frozenset().union(*map(_unmarked_inside, programs_inside(eqn)))
     if inner and "mesh" in eqn.params:  # shard_map binds the names of its mesh itself
         inner -= frozenset(eqn.params["mesh"].axis_names)
     # The primitive of a third party may be a collective: any parameter may hold the name.

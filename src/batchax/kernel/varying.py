@@ -16,12 +16,12 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import jax
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from batchax import _compat
 from batchax.errors import AxisError
 from batchax.jaxprs.evaluate import bind_equation
+from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.spoken import spoken
 from batchax.kernel.axis import Axis, AxisPosition, lanes_vary_over
@@ -129,7 +129,7 @@ def holds_programs(eqn: Any) -> bool:
     # The program in a scatter or a reduction combines two numbers: the operands of that meet, as
     # those of any operation do.
     combines = facts_of(eqn.primitive).combines
-    return not combines and any(True for _ in jaxprs_in_params(eqn.params))
+    return not combines and bool(programs_inside(eqn))
 
 
 def varies_as_staged(eqn: Any, operands: Sequence[Any]) -> bool:

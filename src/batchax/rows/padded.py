@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import jaxprs_in_params
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.evaluate import bind_equation, evaluate
+from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.spoken import line_of
@@ -232,7 +232,7 @@ def fold_known(eqn: Any, values: Sequence[Any]) -> list[Any] | None:
     if not all(map(_is_known, values)) or eqn.effects:
         return None
     avals = [v.aval for v in eqn.outvars]
-    if any(True for _ in jaxprs_in_params(eqn.params)) or not all(map(_is_index, avals)):
+    if programs_inside(eqn) or not all(map(_is_index, avals)):
         return None
     with jax.ensure_compile_time_eval():
         return [np.asarray(x) for x in bind_equation(eqn, values)]

@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import jaxprs_in_params
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
+from batchax.jaxprs.inside import Anywhere
 
 is_symbolic = jax.export.is_symbolic_dim
 
@@ -138,12 +138,15 @@ class Sizes:
         return self.bound(params) if is_symbolic(params) else params
 
 
-def depends_on_sizes(eqn: Any) -> bool:
-    """Whether an equation, or a program inside it, speaks of a symbolic size."""
+def _speaks_of_sizes(eqn: Any) -> bool:
     atoms = itertools.chain(eqn.invars, eqn.outvars)
     if any(has_symbols(getattr(v.aval, "shape", ())) for v in atoms):
         return True
-    return _in_params(eqn.params) or any(map(_inside, jaxprs_in_params(eqn.params)))
+    return _in_params(eqn.params)
+
+
+depends_on_sizes = Anywhere(_speaks_of_sizes).in_equation
+"""Whether an equation, or a program inside it, speaks of a symbolic size."""
 
 
 def has_symbols(shape: Sequence[Any]) -> bool:
@@ -156,8 +159,3 @@ def _in_params(params: Any) -> bool:
         return any(map(_in_params, params.values()))
     parts: Any = params if type(params) in (tuple, list) else ()
     return any(map(_in_params, parts)) or (parts == () and is_symbolic(params))
-
-
-def _inside(jaxpr: Any) -> bool:
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    return any(map(depends_on_sizes, jaxpr.eqns))

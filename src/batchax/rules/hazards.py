@@ -16,6 +16,7 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import scan_p, while_p
 
 from batchax import _compat
+from batchax.jaxprs.inside import programs_inside, with_inside
 from batchax.jaxprs.primitive_facts import Facts, facts_of
 from batchax.memo import Memo
 from batchax.programs.inner import integers_in, programs_in
@@ -78,7 +79,7 @@ def is_endless(eqn: Any) -> bool:
     It may if it holds loops that a counter ends after a few steps, whatever their operands are:
     the stages of a Runge-Kutta method, say. To run them costs less than to replace operands.
     """
-    programs = _inside(eqn)
+    programs = () if _facts(eqn).guarded else programs_inside(eqn)
     endless = _facts(eqn).endless or any(hazards(program).endless for program in programs)
     return endless and _waits(eqn, {})
 
@@ -102,24 +103,8 @@ def find_collective(jaxpr: Any) -> Any:
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for program in _inside(eqn):
-            yield from _equations(program)
-
-
-def _inside(eqn: Any) -> Iterator[Any]:
-    """The programs in an equation, but for those that run in active lanes only."""
-    return iter(()) if _facts(eqn).guarded else _programs(tuple(eqn.params.values()))
-
-
-def _programs(value: Any) -> Iterator[Any]:
-    """The jaxprs in a parameter: itself, or in tuples of any type."""
-    if isinstance(value, _compat.JAXPR_TYPES):
-        yield value.jaxpr if isinstance(value, _compat.ClosedJaxpr) else value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _programs(item)
+    """All equations of a program, but for those in programs that run in active lanes only."""
+    return with_inside(jaxpr.eqns, lambda eqn: not _facts(eqn).guarded)
 
 
 def _facts(eqn: Any) -> Facts:
@@ -158,6 +143,5 @@ def _is_collective(eqn: Any) -> bool:
     facts = facts_of(eqn.primitive)
     if facts.names:
         return not facts.cast
-    inside = any(True for _ in _programs(tuple(eqn.params.values())))
     index = eqn.primitive.name == "axis_index"
-    return not (inside or index) and bool(_compat.named_axes(eqn.effects))
+    return not (index or programs_inside(eqn)) and bool(_compat.named_axes(eqn.effects))

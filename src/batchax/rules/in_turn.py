@@ -17,27 +17,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import jaxprs_in_params
 from jax.interpreters import ad
 
 from batchax import _compat
+from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.own_primitive import own_primitive
-from batchax.memo import Memo
 from batchax.rules.masking import is_inexact
 
-_callers = Memo("whether programs have a library called", most=4096)
-
-
-def calls_library(jaxpr: Any) -> bool:
-    """Whether a program, or one inside it, has a library called on CPUs."""
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    find = lambda: any(
-        facts_of(eqn.primitive).library or any(map(calls_library, jaxprs_in_params(eqn.params)))
-        for eqn in jaxpr.eqns
-    )
-    return _callers.get(None, find, owner=jaxpr)
+calls_library = Anywhere(lambda eqn: facts_of(eqn.primitive).library).in_program
+"""Whether a program, or one inside it, has a library called on CPUs."""
 
 
 def in_turn(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], list[Any]]:

@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import jaxprs_in_params
 from jax.extend.core.primitives import cond_p
 from jax.interpreters import ad
 
@@ -28,6 +27,7 @@ from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES, bind_with, bodies_of
 from batchax.jaxprs.evaluate import bind_equation, evaluate
+from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition, axis_to_front, move_axis
@@ -46,12 +46,7 @@ lane_calls_p = declare("lane_calls")
 
 def calls_host(eqn: Any) -> bool:
     """Whether an equation calls the host for a lane: not only to tell how far a loop is."""
-    if not _compat.calls_back(eqn.effects):
-        return False
-    programs = list(jaxprs_in_params(eqn.params))
-    if not programs:
-        return not facts_of(eqn.primitive).once
-    return any(calls_host(eqn) for p in programs for eqn in getattr(p, "jaxpr", p).eqns)
+    return bool(calls_in(eqn))
 
 
 def is_seen(program: Any) -> bool:
@@ -62,10 +57,12 @@ def is_seen(program: Any) -> bool:
 
 def calls_in(eqn: Any) -> list[Any]:
     """The equations in one, be it that itself, that call the host themselves."""
-    if not calls_host(eqn):
+    if not _compat.calls_back(eqn.effects):
         return []
-    inner = [e for p in jaxprs_in_params(eqn.params) for e in getattr(p, "jaxpr", p).eqns]
-    return [found for e in inner for found in calls_in(e)] if inner else [eqn]
+    programs = programs_inside(eqn)
+    if programs:
+        return [call for p in programs for e in p.eqns for call in calls_in(e)]
+    return [] if facts_of(eqn.primitive).once else [eqn]
 
 
 def with_active(axis: Axis, program: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:

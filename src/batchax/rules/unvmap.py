@@ -8,15 +8,14 @@ derivatives in reverse: what they count they count for all lanes together, and c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
 from jax.extend.core.primitives import while_p
 
 from batchax import _compat
 from batchax.jaxprs.evaluate import bind_equation, evaluate
+from batchax.jaxprs.inside import with_inside
 from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.inner import remembered
 
@@ -49,12 +48,5 @@ def asked_of_each_lane(test: _compat.ClosedJaxpr, body: _compat.ClosedJaxpr) -> 
 
 def _stays_together(jaxpr: Any) -> bool:
     """Whether a program checks that lanes stay together; loops in it check for themselves."""
-    return any(
-        eqn.primitive.name == "nonbatchable"
-        or (eqn.primitive is not while_p and any(map(_stays_together, _programs(eqn))))
-        for eqn in jaxpr.eqns
-    )
-
-
-def _programs(eqn: Any) -> Iterator[Any]:
-    return (getattr(program, "jaxpr", program) for program in jaxprs_in_params(eqn.params))
+    eqns = with_inside(jaxpr.eqns, lambda eqn: eqn.primitive is not while_p)
+    return any(eqn.primitive.name == "nonbatchable" for eqn in eqns)

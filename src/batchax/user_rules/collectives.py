@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal
 
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.evaluate import bind_equation, evaluate
+from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.spoken import line_of, spoken
 from batchax.kernel.axis import Axis, match_axis
 from batchax.kernel.interpreter import batch_equation
@@ -65,7 +66,7 @@ def _of_lanes(axis: Axis, eqn: Any, operands: list[Any], dependent: Sequence[boo
     ]
     hint = f"Map a function in the rule: batchax.vmap(..., axis_name={axis.name!r})."
     where = f"{line_of(eqn)}: {spoken(eqn)} over {axis.name!r}"
-    if any(True for _ in jaxprs_in_params(eqn.params)):
+    if programs_inside(eqn):
         raise UnsupportedError(f"{where} contains a collective over the lanes of a rule. {hint}")
     outs, out_axes = batch_equation(axis, eqn, operands, positions)
     in_front = any(a is not None for a in positions)

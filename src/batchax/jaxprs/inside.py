@@ -1,0 +1,66 @@
+"""All that is inside an equation, whatever it is there for: `bodies` has what an equation runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from batchax import _compat
+from batchax.memo import Memo
+
+
+def programs_inside(eqn: Any) -> list[Any]:
+    """The programs in the parameters of an equation, without their constants.
+
+    Those that it runs, and those with which it combines two elements, or is differentiated.
+    """
+    found: list[Any] = []
+    for value in eqn.params.values():
+        _add_programs(value, found)
+    return found
+
+
+def _add_programs(value: Any, found: list[Any]) -> None:
+    if isinstance(value, _compat.JAXPR_TYPES):
+        found.append(getattr(value, "jaxpr", value))
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            _add_programs(each, found)
+
+
+def with_inside(
+    eqns: Iterable[Any], enters: Callable[[Any], bool] = lambda eqn: True
+) -> Iterator[Any]:
+    """Equations, and after each those in programs inside it, if `enters` says so of it."""
+    for eqn in eqns:
+        yield eqn
+        if enters(eqn):
+            for program in programs_inside(eqn):
+                yield from with_inside(program.eqns, enters)
+
+
+@dataclass(frozen=True, eq=False)
+class Anywhere:
+    """Whether something is true of an equation, or of one inside it.
+
+    Answers are kept for programs, which are inside of many.
+
+    Attributes:
+      is_true: of an equation by itself.
+    """
+
+    is_true: Callable[[Any], bool]
+
+    def in_equation(self, eqn: Any) -> bool:
+        """Whether it is true of `eqn`, or of one inside it."""
+        return self.is_true(eqn) or any(map(self.in_program, programs_inside(eqn)))
+
+    def in_program(self, program: Any) -> bool:
+        """Whether it is true of an equation of `program`, or of one inside it."""
+        jaxpr = getattr(program, "jaxpr", program)
+        find = lambda: any(map(self.in_equation, jaxpr.eqns))
+        return _answers.get(self, find, owner=jaxpr)
+
+
+_answers = Memo("what is true anywhere in programs", most=8192)
