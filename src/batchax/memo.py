@@ -155,6 +155,21 @@ def memoized(of: str, most: int) -> Callable[[F], F]:
     return decorate
 
 
+def kept_with(of: str) -> Callable[[F], F]:
+    """Decorator: what a function makes of an object, and of hashables, is kept with the object."""
+
+    def decorate(fun: F) -> F:
+        memo = Memo(of, most=4096)
+
+        @functools.wraps(fun)
+        def kept(owner: Any, *args: Any) -> Any:
+            return memo.get(args, lambda: fun(owner, *args), owner)
+
+        return cast(F, kept)
+
+    return decorate
+
+
 def memos() -> list[Memo]:
     """All that there are."""
     with _lock:

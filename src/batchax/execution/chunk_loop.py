@@ -75,6 +75,7 @@ class ChunkBody:
         self.function = function
         self._names = _compat.names_in_scope() if of is None else of._names
         self._mesh = jax.sharding.get_abstract_mesh() if of is None else of._mesh
+        # In no memo, as what derivative rules close over may be of a trace: it goes with the loop.
         self._staged: dict[Any, _compat.ClosedJaxpr] = {}
 
     def staged(self, width: int, operands: Sequence[Any]) -> _compat.ClosedJaxpr:

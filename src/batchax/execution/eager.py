@@ -20,6 +20,7 @@ from batchax.memo import Memo
 # A call outside `jit` stages its function anew, and JAX would compile anew what was staged
 # anew. So programs are kept under keys that say what they do.
 _compiled = Memo("programs that are compiled outside of jit", most=128)
+_inlined = Memo("loops that are compiled outside of jit, or traced", most=1024)
 
 
 whatever_jit = jax.disable_jit(False)
@@ -66,12 +67,18 @@ def run_eagerly(
         chunk //= 2
 
 
-def jitted(key: Hashable, program: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+def jitted(
+    key: Hashable, program: Callable[..., list[Any]], inline: bool = False
+) -> Callable[..., list[Any]]:
     """``jax.jit(program)``, the same for programs of one key.
 
-    So what it was compiled for JAX knows: types, devices, options.
+    So what it was compiled for JAX knows: types, devices, options. Where it is traced and `inline`,
+    no call of it is left. (Had JAX the program as a static argument, it would keep it for ever, and
+    what functions in it close over.)
     """
-    return _compiled.get((key, _compat.trace_context()), lambda: jax.jit(program))
+    memo = _inlined if inline else _compiled
+    make = lambda: jax.jit(program, inline=inline)
+    return memo.get((key, _compat.trace_context()), make)
 
 
 _IN_A_HURRY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

@@ -7,7 +7,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
 from jax.core import eval_jaxpr
@@ -15,6 +14,7 @@ from jax.core import eval_jaxpr
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.bounded_loop import Values, bounded_loop
+from batchax.execution.eager import jitted
 from batchax.execution.watched import Steps
 from batchax.jaxprs.program_key import program_key
 from batchax.kernel.axis import AxisPosition
@@ -56,12 +56,11 @@ class BoundedSteps:
         xs: Sequence[Any],
     ) -> list[Any]:
         """The last carry and the stacked ys: zeros where no step was taken."""
-        return _run(self, list(test_consts), list(consts), list(carry), list(xs))
+        # One program, compiled once: outside of `jit` each call stages its functions anew.
+        run = jitted(self, functools.partial(_run, self), inline=True)
+        return run(list(test_consts), list(consts), list(carry), list(xs))
 
 
-# Compiled as one program, and only once: `loop` is equal for loops that do the same, while outside
-# of `jit` each call would stage its functions anew.
-@functools.partial(jax.jit, static_argnums=0, inline=True)
 def _run(
     loop: BoundedSteps,
     test_consts: list[Any],

@@ -8,7 +8,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -17,6 +16,7 @@ from jax.extend.core import unmapped_aval
 
 from batchax import _compat
 from batchax.execution.buffers import blank
+from batchax.execution.eager import jitted
 from batchax.execution.slices import scan_slices, with_derivative_of
 from batchax.execution.watched import Steps
 from batchax.jaxprs.program_key import program_key
@@ -53,12 +53,12 @@ class ScanProgram:
 
     def run(self, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
         """The last carry and the stacked ys."""
-        return _run(self, list(consts), list(carry), list(xs))
+        run = jitted(self, functools.partial(_run, self), inline=True)
+        return run(list(consts), list(carry), list(xs))
 
 
 # Compiled as one program, in which what only derivatives need is dropped. Outside of `jit` it would
 # be computed.
-@functools.partial(jax.jit, static_argnums=0, inline=True)
 def _run(program: ScanProgram, consts: list[Any], carry: list[Any], xs: list[Any]) -> list[Any]:
     types = program.body.out_avals[program.n_carry :]
     axes, length = program.out_axes, program.steps.most

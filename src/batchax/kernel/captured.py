@@ -35,7 +35,7 @@ from batchax.jaxprs.inside import programs_inside
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.lasting import evaluated
-from batchax.memo import Memo
+from batchax.memo import kept_with
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,12 +143,9 @@ def closed_over(eqn: Any) -> list[Any]:
     return [v for v in dict.fromkeys(found) if v is not None]
 
 
-_closed_over = Memo("variables that derivative rules in programs close over", most=4096)
-
-
+@kept_with("variables that derivative rules in programs close over")
 def _closed_over_inside(jaxpr: Any) -> list[Any]:
-    find = lambda: [v for eqn in jaxpr.eqns for v in closed_over(eqn)]
-    return _closed_over.get(None, find, owner=jaxpr)
+    return [v for eqn in jaxpr.eqns for v in closed_over(eqn)]
 
 
 def resolve(

@@ -14,13 +14,11 @@ from batchax.jaxprs.inside import Anywhere, programs_inside, with_inside
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel.axis import Axis, names_in
 from batchax.kernel.registry import is_foreign, registrations
-from batchax.memo import Memo
+from batchax.memo import kept_with
 
 # In the place of names, for a call whose batching rule, of a user, is told the name of the axis:
 # whichever that is, the rule may use it.
 ANY_NAME = object()
-
-_names = Memo("names of axes that programs use", most=4096)
 
 
 def as_names(axis_name: Any) -> tuple[Hashable, ...]:
@@ -81,14 +79,16 @@ def _unmarked(eqn: Any) -> frozenset[Hashable]:
         return frozenset(as_names(eqn.params[holder]))
     if getattr(eqn.params.get("rule"), "told_name", False):
         return frozenset([ANY_NAME])
-    inner = frozenset().union(*map(_unmarked_inside, programs_inside(eqn)))
+    # Which names count depends on whose rule a primitive has.
+    inner = frozenset().union(
+        *(_unmarked_inside(program, registrations()) for program in programs_inside(eqn))
+    )
     if inner and "mesh" in eqn.params:  # shard_map binds the names of its mesh itself
         inner -= frozenset(eqn.params["mesh"].axis_names)
     # The primitive of a third party may be a collective: any parameter may hold the name.
     return inner | names_in(eqn.params) if is_foreign(eqn.primitive) else inner
 
 
-def _unmarked_inside(jaxpr: Any) -> frozenset[Hashable]:
-    # Which names count depends on whose rule a primitive has.
-    find = lambda: frozenset[Hashable]().union(*map(_unmarked, jaxpr.eqns))
-    return _names.get(registrations(), find, owner=jaxpr)
+@kept_with("names of axes that programs use")
+def _unmarked_inside(jaxpr: Any, registered: Any) -> frozenset[Hashable]:
+    return frozenset[Hashable]().union(*map(_unmarked, jaxpr.eqns))

@@ -18,7 +18,7 @@ from jax.extend.core import Literal
 from batchax import _compat
 from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES, Body, bodies_of
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.memo import Memo
+from batchax.memo import kept_with
 
 SCATTERS = frozenset(
     p.name
@@ -53,15 +53,9 @@ class Origin(NamedTuple):
     updated: bool
 
 
-_origins = Memo("variables of programs that are an input but for updates", most=4096)
-
-
+@kept_with("variables of programs that are an input but for updates")
 def origins(jaxpr: Any) -> dict[Any, Origin]:
     """The variables of `jaxpr` that are an input but for updates."""
-    return _origins.get(None, lambda: _find_origins(jaxpr), owner=jaxpr)
-
-
-def _find_origins(jaxpr: Any) -> dict[Any, Origin]:
     found = {v: Origin(i, False) for i, v in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         for alias in aliases_of(eqn):

@@ -291,6 +291,7 @@ class _Reverse:
     ) -> None:
         self.axis, self.bwd, self.program, self.in_axes = axis, bwd, program, in_axes
         self.types = types  # of the inputs
+        # In no memo, as what the rule closes over may be of a trace: it goes with this call.
         self._staged: dict[Any, Any] = {}
 
     def __call__(self, kept: _Residuals, residuals: Any, cotangents: Any, ct_axes: Axes) -> Any:

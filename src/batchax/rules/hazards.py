@@ -18,7 +18,7 @@ from jax.extend.core.primitives import scan_p, while_p
 from batchax import _compat
 from batchax.jaxprs.inside import programs_inside, with_inside
 from batchax.jaxprs.primitive_facts import Facts, facts_of
-from batchax.memo import Memo
+from batchax.memo import kept_with
 from batchax.programs.inner import integers_in, programs_in
 
 _FEW_STEPS = 16  # of a loop, that masked lanes may take
@@ -52,15 +52,9 @@ class Hazards:
     collective: bool
 
 
-_hazards = Memo("what may go wrong in masked lanes of programs", most=4096)
-
-
+@kept_with("what may go wrong in masked lanes of programs")
 def hazards(jaxpr: Any) -> Hazards:
     """The hazards of `jaxpr`, programs inside it included."""
-    return _hazards.get(None, lambda: _find_hazards(jaxpr), owner=jaxpr)
-
-
-def _find_hazards(jaxpr: Any) -> Hazards:
     eqns = list(_equations(jaxpr))
     facts = list(map(_facts, eqns))
     return Hazards(
