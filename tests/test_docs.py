@@ -101,5 +101,18 @@ def test_links_lead_somewhere(page):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+DECISIONS = [p for p in (ROOT / "docs" / "decisions").glob("*.md") if p.name != "index.md"]
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
+def test_decisions_are_short_and_listed(page):
+    text = page.read_text()
+    assert re.findall("^## (.*)", text, re.MULTILINE) == ["Context", "Decision", "Consequences"]
+    assert len(text.split()) < 400
+    listed = (page.parent / "index.md").read_text()
+    assert f"[{text.splitlines()[0].removeprefix('# ')}]({page.name})" in listed
+    assert f"\n{page.stem}\n" in listed
+
+
 if __name__ == "__main__":
     run(Path(sys.argv[1]))
