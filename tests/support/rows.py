@@ -49,6 +49,7 @@ def check_rows(
     eager=False,
     modes=("jvp", "vjp"),
     rules=False,
+    ways=None,
     **options,
 ):
     """Compares `bx.vmap(fun)` with a loop over the rows: values, dtypes and derivatives.
@@ -64,15 +65,21 @@ def check_rows(
     modes: the derivatives that the function has, where it has not both.
     rules: the function has rules of derivatives, which compute its values in their own way: they
       are computed without derivatives too.
-    options: of `bx.vmap`.
+    ways: by name, options of several calls, all compared with one loop. A call whose program is
+      that of another is left out.
+    options: of `bx.vmap`, of all calls.
     """
     axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
-    batched = bx.vmap(fun, in_axes=in_axes, **options)
+    batched = {
+        name: bx.vmap(fun, in_axes=in_axes, **options, **way)
+        for name, way in (ways or {"": {}}).items()
+    }
     one = jax.jit(fun)  # is looked at once for each length
     raggeds = [x for x in jax.tree.leaves(args, is_leaf=_is_rows) if _is_rows(x)]
     count, lengths = len(raggeds[0]), {id(x.lengths) for x in raggeds}
     leaves, structure = jax.tree.flatten(args)
     moving = [i for i, x in enumerate(leaves) if derivatives and is_inexact(x)]
+    modes = modes if moving else ()
     given = {i: x for i, x in enumerate(leaves) if id(x) not in lengths}
     # What belongs to no row has no derivative; its direction is poisoned as it is.
     tangents = {
@@ -82,9 +89,6 @@ def check_rows(
     def whole(values):
         return jax.tree.unflatten(structure, [values.get(i, x) for i, x in enumerate(leaves)])
 
-    def results(out):
-        return _inexact(out), out
-
     def alone(values):
         args = whole(values)
         rows = [
@@ -93,54 +97,85 @@ def check_rows(
         ]
         return [_inexact(row) for row in rows], rows
 
-    def compute(args, values, tangents):
+    cotangents = [
+        {name: _direction(y, k) for k, (name, y) in enumerate(row.items())}
+        for row in (jax.eval_shape(alone, given)[0] if "vjp" in modes else [])
+    ]
+
+    def theirs(values, tangents):
         points = {i: values[i] for i in moving}
-        every = dict(enumerate(jax.tree.leaves(args))) if traced else values
-
-        def ours(points):
-            return results(batched(*whole({**every, **points})))
-
-        def ours_of_known_lengths(points):
-            return results(batched(*whole({**values, **points})))
-
-        def theirs(points):
-            return alone({**values, **points})
-
-        got, expected = {}, {}
-        if rules or not moving or "jvp" not in modes:
-            got["values"] = ours(points)[1]
-        if not moving:
-            return got, {"values": theirs(points)[1]}
+        fun = lambda points: alone({**values, **points})
+        expected = {}
+        if not modes:
+            expected["values"] = fun(points)[1]
         if "jvp" in modes:
             _, expected["jvp"], expected["values"] = jax.jvp(
-                theirs, (points,), (tangents,), has_aux=True
+                fun, (points,), (tangents,), has_aux=True
             )
+        if "vjp" in modes:
+            _, pull, expected["values"] = jax.vjp(fun, points, has_aux=True)
+            (expected["vjp"],) = pull(cotangents)
+        return expected
+
+    def ours(batched, args, values, tangents):
+        points = {i: values[i] for i in moving}
+        every = dict(enumerate(jax.tree.leaves(args))) if traced else values
+        got = {}
+
+        def fun(points, of=every):
+            out = batched(*whole({**of, **points}))
+            return _inexact(out), out
+
+        if rules or "jvp" not in modes:
+            got["values"] = fun(points)[1]
+        if "jvp" in modes:
             outs, dots, got["values beside jvp"] = jax.jvp(
-                ours, (points,), (tangents,), has_aux=True
+                fun, (points,), (tangents,), has_aux=True
             )
             got["jvp"] = {name: _with_lengths(dots[name], out) for name, out in outs.items()}
         if "vjp" in modes:
-            outs, pull, expected["values"] = jax.vjp(theirs, points, has_aux=True)
-            cotangents = [
-                {name: _direction(y, k) for k, (name, y) in enumerate(row.items())} for row in outs
-            ]
-            (expected["vjp"],) = pull(cotangents)
+            of = every if reverse_traced else values
             outs, pull, got["values of known lengths"] = jax.vjp(
-                ours if reverse_traced else ours_of_known_lengths, points, has_aux=True
+                lambda points: fun(points, of), points, has_aux=True
             )
             (got["vjp"],) = pull(_cotangents_like(outs, cotangents))
-        return got, expected
+        return got
 
-    got, expected = jax.jit(compute)(args, given, tangents)
-    for what in ("values", "values beside jvp", "values of known lengths"):
-        if what in got:
-            _same_rows(got[what], expected["values"], tolerance, what)
-    if eager:
-        _same_rows(batched(*args), expected["values"], tolerance, "values outside of jit")
-    if "jvp" in expected:
-        _same_rows(got["jvp"], expected["jvp"], tolerance, "jvp")
-    if "vjp" in expected:
-        same(got["vjp"], expected["vjp"], tolerance, "vjp")
+    if len(batched) > 1:
+        known = "vjp" in modes and not reverse_traced
+        batched = _of_other_programs(
+            batched,
+            lambda f: [
+                jax.make_jaxpr(f)(*args),
+                known and jax.make_jaxpr(lambda values: f(*whole(values)))(given),
+            ],
+        )
+
+    def compute(args, values, tangents):
+        got = {way: ours(f, args, values, tangents) for way, f in batched.items()}
+        return got, theirs(values, tangents)
+
+    results, expected = jax.jit(compute)(args, given, tangents)
+    for way, got in results.items():
+        where = f"{way}: " if way else ""
+        for what in ("values", "values beside jvp", "values of known lengths"):
+            if what in got:
+                _same_rows(got[what], expected["values"], tolerance, where + what)
+        if eager:
+            outside = batched[way](*args)
+            _same_rows(outside, expected["values"], tolerance, f"{where}values outside of jit")
+        if "jvp" in modes:
+            _same_rows(got["jvp"], expected["jvp"], tolerance, f"{where}jvp")
+        if "vjp" in modes:
+            same(got["vjp"], expected["vjp"], tolerance, f"{where}vjp")
+
+
+def _of_other_programs(functions, staged):
+    """The first of those `functions` of which `staged` are the same programs."""
+    first = {}
+    for name, function in functions.items():
+        first.setdefault(tuple(map(str, staged(function))), name)
+    return {name: functions[name] for name in first.values()}
 
 
 def check_rows_of_all(functions, *args, **options):
