@@ -23,7 +23,8 @@ from jax import lax
 from batchax import _compat
 from batchax.execution.bounded_as_while import as_while
 from batchax.execution.bounded_batching import batch_bounded_loop
-from batchax.execution.bounded_loop import Form, no_checkpoints
+from batchax.execution.bounded_forms import Form
+from batchax.execution.bounded_loop import no_checkpoints
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
 from batchax.execution.operand_specs import WHOLE, Lanes
 from batchax.execution.slices import with_derivative_of

@@ -145,8 +145,8 @@ class Compact:
         if self._nesting or calls_back(programs) or not can_move(axis, loop.args):
             return None
         step, form = loop.steps[-1], loop.form
-        consts_at = loop.axes[1 + form.n_test :][: form.n_consts]
         others = len(step.in_avals) - form.n_consts
+        consts_at = form.split(loop.axes).consts
         differs = [*(a is not None for a in consts_at), *[True] * others]
         widths = self.plan(axis.size, loop.test, step, differs).widths
         width = widths[1] if len(widths) > 1 else axis.size

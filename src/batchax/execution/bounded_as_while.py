@@ -12,7 +12,8 @@ from jax.core import eval_jaxpr
 from jax.extend.core import unmapped_aval
 
 from batchax import _compat
-from batchax.execution.bounded_loop import Form, Values, result_types, zeros
+from batchax.execution.bounded_forms import Form
+from batchax.execution.bounded_loop import Values, result_types, zeros
 from batchax.execution.entries import entry_of, put_entry
 from batchax.kernel.axis import Axis, match_axis
 from batchax.kernel.divergence import PlacedOutputs, WhileLoop
@@ -35,20 +36,20 @@ def as_while(
     Returns:
       The loop, and a function from its last carry to the results of the bounded loop.
     """
-    count, test_consts, consts, carry, xs = form.split(args)
-    count_at, test_at, consts_at, carry_at, xs_at = form.split(axes)
+    given, at = form.split(args), form.split(axes)
     programs = remembered(body, (test, form, "while"), lambda: _programs(test, body, form))
-    counts = lax.clamp(np.int32(0), match_axis(axis, count, count_at, 0), np.int32(form.steps.most))
+    counts = match_axis(axis, given.count, at.count, 0)
+    counts = lax.clamp(np.int32(0), counts, np.int32(form.steps.most))
     arrays = [match_axis(axis, x, None, 0) for x in map(zeros, _arrays(test, body, form))]
     going_on, step = programs
-    first = [match_axis(axis, x, a, 0) for x, a in zip(carry, carry_at, strict=True)]
+    first = [match_axis(axis, x, a, 0) for x, a in zip(given.carry, at.carry, strict=True)]
     loop = WhileLoop(
         test=going_on,
         body=step,
-        test_consts=[count, *test_consts],
-        test_at=[count_at, *test_at],
-        body_consts=[count, *consts, *xs],
-        body_at=[count_at, *consts_at, *xs_at],
+        test_consts=[given.count, *given.test],
+        test_at=[at.count, *at.test],
+        body_consts=[given.count, *given.consts, *given.xs],
+        body_at=[at.count, *at.consts, *at.xs],
         carry=[lax.full_like(counts, 0), *first, *arrays],
     )
 

@@ -15,15 +15,15 @@ import numpy as np
 from jax import lax
 
 from batchax.errors import UnsupportedError
+from batchax.execution.bounded_forms import Form, Operands, SweepForm
 from batchax.execution.bounded_loop import (
-    Form,
     LoopStep,
     Values,
     bounded_loop,
     bounded_loop_p,
     no_checkpoints,
 )
-from batchax.execution.reverse_sweep import SweepForm, reverse_sweep, reverse_sweep_p
+from batchax.execution.reverse_sweep import reverse_sweep, reverse_sweep_p
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition, match_axis
 from batchax.kernel.divergence import BoundedLoop, PlacedOutputs
@@ -61,68 +61,57 @@ def batch_bounded_loop(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
 def _batch_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     form: SweepForm = loop.form
     loop = _with_common_checkpoints(loop)
-    count_at, consts_at, carry_at, (_, *kept_at), returning_at, xs_at = form.split(loop.axes)
-    if count_at is not None:
+    at = form.split(loop.axes)
+    if at.count is not None:
         (forth, back), operands = loop.steps, (loop.args, loop.axes)
         params = {"forth": forth, "back": back, "guarded": tuple(loop.guarded), "form": form}
         return run_parting(axis, reverse_sweep_p, *operands, params, loop, _every_step)
     recording.note(divergence="together")
-    entries_at = list(map(_entry_axis, xs_at, form.x_axes))
-    kept_at = dict(zip(form.kept, kept_at, strict=True))
-    carry_at = [
-        0 if a is None and kept_at.get(i) is not None else a for i, a in enumerate(carry_at)
-    ]
-    carry_at, _, *forth = _settled(
-        axis, loop.steps[0], loop.guarded[0], consts_at, carry_at, entries_at
+    entries = list(map(_entry_axis, at.xs, form.x_axes))
+    kept = dict(zip(form.kept, at.checkpoints[1:], strict=True))
+    carry = [0 if a is None and kept.get(i) is not None else a for i, a in enumerate(at.carry)]
+    carry, _, *forth = _settled(axis, loop.steps[0], loop.guarded[0], at.consts, carry, entries)
+    before = [*carry, *entries]
+    returning, ys, *back = _settled(
+        axis, loop.steps[1], loop.guarded[1], at.consts, at.returning, before
     )
-    every_at = [*carry_at, *entries_at]
-    returning_at, ys_at, *back = _settled(
-        axis, loop.steps[1], loop.guarded[1], consts_at, returning_at, every_at
-    )
-    y_axes = tuple(
-        s if s is None else s + (a is not None and a <= s)
-        for a, s in zip(ys_at, form.y_axes, strict=True)
-    )
-    stacked_at = _stacked_at(carry_at, form)
-    wanted = [None, *consts_at, *carry_at, *stacked_at, *returning_at, *xs_at]
+    checkpoints = _stacked_at(carry, form)
+    wanted = at._replace(carry=carry, checkpoints=checkpoints, returning=returning)
+    y_axes = _steps_axes(ys, form.y_axes)
     outs = reverse_sweep_p.bind(
         *_placed(axis, loop, wanted),
         forth=forth[0],
         back=back[0],
         guarded=(forth[1], back[1]),
-        form=replace(form, x_axes=_steps_axes(xs_at, form.x_axes), y_axes=y_axes),
+        form=replace(form, x_axes=_steps_axes(at.xs, form.x_axes), y_axes=y_axes),
     )
-    placed = [
-        a if a is None or s is None else a + (s <= a) for a, s in zip(ys_at, y_axes, strict=True)
-    ]
-    return outs, [*returning_at, *placed]
+    return outs, [*returning, *map(_whole_axis, ys, y_axes)]
 
 
 def _batch_loop(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     test, (body,), (guarded,), form = loop.test, loop.steps, loop.guarded, loop.form
-    count_at, test_at, consts_at, carry_at, xs_at = form.split(loop.axes)
-    entries_at = list(map(_entry_axis, xs_at, form.x_axes))
-    settled, ys_at, *programs = _settled(axis, body, guarded, consts_at, carry_at, entries_at)
-    decided_at, tested = count_at, test
-    if test is not None and count_at is None:
+    at = form.split(loop.axes)
+    entries = list(map(_entry_axis, at.xs, form.x_axes))
+    carry, ys, *programs = _settled(axis, body, guarded, at.consts, at.carry, entries)
+    decided_at, tested = at.count, test
+    if test is not None and at.count is None:
         with recording.part("condition"):
-            tested, (decided_at,) = batch_inner(axis, test, (*test_at, *settled))
+            tested, (decided_at,) = batch_inner(axis, test, (*at.test, *carry))
     if decided_at is not None:
         params = {"test": test, "body": body, "guarded": guarded, "form": form}
         equation = bounded_loop_p, loop.args, loop.axes, params
         return run_parting(axis, *equation, loop, _every_step)
 
     recording.note(divergence="together")
-    y_axes = tuple(s + (a is not None and a <= s) for a, s in zip(ys_at, form.y_axes, strict=True))
+    y_axes = _steps_axes(ys, form.y_axes)
     outs = bounded_loop_p.bind(
-        *_placed(axis, loop, [count_at, *test_at, *consts_at, *settled, *xs_at]),
+        *_placed(axis, loop, at._replace(carry=carry)),
         test=tested,
         body=programs[0],
         guarded=programs[1],
-        form=replace(form, x_axes=_steps_axes(xs_at, form.x_axes), y_axes=y_axes),
+        form=replace(form, x_axes=_steps_axes(at.xs, form.x_axes), y_axes=y_axes),
     )
-    placed = [a if a is None else a + (s <= a) for a, s in zip(ys_at, y_axes, strict=True)]
-    return outs, [*settled, *placed, *_stacked_at(settled, form), None]
+    return outs, [*carry, *map(_whole_axis, ys, y_axes), *_stacked_at(carry, form), None]
 
 
 def _every_step(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
@@ -147,8 +136,7 @@ def _run_tested(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     """
     form: Form = loop.form
     n = 1 + form.n_test
-    _, test_at, *_ = form.split(loop.axes)
-    counts, test_consts, consts, carry, xs = form.split(_of_lanes(axis, loop))
+    test_at, lanes = form.split(loop.axes).test, _of_lanes(axis, loop)
 
     def active_lanes(consts: Values, carry: Values, active: Any = None) -> Any:
         operands, positions = [*consts[1:n], *carry], [*test_at, *[0] * len(carry)]
@@ -166,20 +154,20 @@ def _run_tested(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
 
         return run
 
-    consts = [counts, *test_consts, *consts]
-    active = active_lanes(consts, carry) & (counts > 0)
+    consts = [lanes.count, *lanes.test, *lanes.consts]
+    active = active_lanes(consts, lanes.carry) & (lanes.count > 0)
     program, guarded = _masked(axis, loop, 0, tested)
     found = bounded_loop(
         program,
         consts,
-        [active, lax.full_like(active, 0, np.int32), *carry],
-        xs,
+        [active, lax.full_like(active, 0, np.int32), *lanes.carry],
+        lanes.xs,
         guarded=guarded,
         test=lambda _, carry: lax.reduce_or(carry[0], (0,)),
         count=np.int32(form.steps.most),
         steps=form.steps,
         x_axes=_x_axes(loop),
-        y_axes=[a + 1 for a in form.y_axes],
+        y_axes=_steps_axes([0] * len(form.y_axes), form.y_axes),
         kept=None if form.kept is None else [2 + i for i in form.kept],
     )
     _, steps, *carry = found.carry
@@ -189,21 +177,21 @@ def _run_tested(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
 def _run_counted(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     """A loop whose number of steps is known."""
     form: Form = loop.form
-    counts, _, consts, carry, xs = form.split(_of_lanes(axis, loop))
+    lanes = _of_lanes(axis, loop)
     program, guarded = _masked(axis, loop, 0, _counted)
     found = bounded_loop(
         program,
-        [counts, *consts],
-        carry,
-        [lax.iota(np.int32, form.steps.most), *xs],
+        [lanes.count, *lanes.consts],
+        lanes.carry,
+        [lax.iota(np.int32, form.steps.most), *lanes.xs],
         guarded=guarded,
-        count=lax.reduce_max(counts, (0,)),
+        count=lax.reduce_max(lanes.count, (0,)),
         steps=form.steps,
         x_axes=(0, *_x_axes(loop)),
-        y_axes=[a + 1 for a in form.y_axes],
+        y_axes=_steps_axes([0] * len(form.y_axes), form.y_axes),
         kept=form.kept,
     )
-    steps = lax.clamp(np.int32(0), counts, np.int32(form.steps.most))
+    steps = lax.clamp(np.int32(0), lanes.count, np.int32(form.steps.most))
     return _results(form, [*found.carry, *found.ys, *found.checkpoints, steps])
 
 
@@ -213,24 +201,24 @@ def _run_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     So each step is taken together with the same step of the other lanes, as it was going forth.
     """
     form: SweepForm = loop.form
-    counts, consts, carry, checkpoints, returning, xs = form.split(_of_lanes(axis, loop))
+    lanes = _of_lanes(axis, loop)
     (forth, forth_guarded), (back, back_guarded) = (
         _masked(axis, loop, i, counted) for i, counted in enumerate((_counted, _counted_back(form)))
     )
     returned, ys = reverse_sweep(
         forth,
         back,
-        [counts, *consts],
-        carry,
-        checkpoints,
-        returning,
-        [lax.iota(np.int32, form.steps.most), *xs],
+        [lanes.count, *lanes.consts],
+        lanes.carry,
+        lanes.checkpoints,
+        lanes.returning,
+        [lax.iota(np.int32, form.steps.most), *lanes.xs],
         kept=form.kept,
         guarded=(forth_guarded, back_guarded),
-        count=lax.reduce_max(counts, (0,)),
+        count=lax.reduce_max(lanes.count, (0,)),
         steps=form.steps,
         x_axes=(0, *_x_axes(loop)),
-        y_axes=[a if a is None else a + 1 for a in form.y_axes],
+        y_axes=_steps_axes([0] * len(form.y_axes), form.y_axes),
     )
     return [*returned, *ys], [0] * form.n_results
 
@@ -268,13 +256,9 @@ def _masked(
       i: which of its programs.
       made: makes it of a step that is told which lanes are active.
     """
-    form, body, guarded = loop.form, loop.steps[i], loop.guarded[i]
-    if isinstance(form, SweepForm):
-        _, consts_at, carry_at, _, returning_at, xs_at = form.split(loop.axes)
-        carried = [*returning_at, *carry_at] if i else carry_at
-    else:
-        _, _, consts_at, carried, xs_at = form.split(loop.axes)
-    positions = [*consts_at, *[0] * len(carried), *map(_entry_axis, xs_at, form.x_axes)]
+    body, guarded, at = loop.steps[i], loop.guarded[i], loop.form.split(loop.axes)
+    carried = [*at.returning, *at.carry] if i else at.carry
+    positions = [*at.consts, *[0] * len(carried), *map(_entry_axis, at.xs, loop.form.x_axes)]
 
     def plan(program: Any, differentiated: bool) -> MaskPlan:
         """What masked lanes need in a step; of one with derivatives, or without."""
@@ -315,19 +299,17 @@ def _masked_step(
     return step
 
 
-def _of_lanes(axis: Axis, loop: BoundedLoop) -> list[Any]:
+def _of_lanes(axis: Axis, loop: BoundedLoop) -> Operands:
     """The operands, of which counts, and all that is carried, have the batch axis in front."""
-    form = loop.form
-    if isinstance(form, SweepForm):
-        _, consts_at, carry_at, _, returning_at, xs_at = form.split(loop.axes)
-        lanes = [0] * len(carry_at)
-        carried = [*lanes, *_stacked_at(lanes, form), *[0] * len(returning_at)]
-        positions = [0, *consts_at, *carried, *xs_at]
-    else:
-        count_at, test_at, consts_at, carry_at, xs_at = form.split(loop.axes)
-        count_at = count_at if count_at is None else 0
-        positions = [count_at, *test_at, *consts_at, *[0] * len(carry_at), *xs_at]
-    return _placed(axis, loop, positions)
+    at = loop.form.split(loop.axes)
+    carry, returning = [0] * len(at.carry), [0] * len(at.returning)
+    wanted = at._replace(
+        count=None if at.count is None else 0,
+        carry=carry,
+        checkpoints=_stacked_at(carry, loop.form) if at.checkpoints else [],
+        returning=returning,
+    )
+    return loop.form.split(_placed(axis, loop, wanted))
 
 
 def _results(form: Form, outs: list[Any]) -> PlacedOutputs:
@@ -346,24 +328,19 @@ def _stacked_at(carry_at: Sequence[AxisPosition], form: Form | SweepForm) -> lis
 
 def _with_common_checkpoints(loop: BoundedLoop) -> BoundedLoop:
     """A sweep with checkpoints of the same steps in each lane: if they differ, with none."""
-    form = loop.form
-    before = 1 + form.n_consts + form.n_carry
-    if loop.axes[before] is None:
+    given, at = loop.form.split(loop.args), loop.form.split(loop.axes)
+    if at.checkpoints[0] is None:
         return loop
-    none = no_checkpoints(loop.steps[0], form)
-    after = before + len(none)
-    return replace(
-        loop,
-        args=[*loop.args[:before], *none, *loop.args[after:]],
-        axes=[*loop.axes[:before], *[None] * len(none), *loop.axes[after:]],
-    )
+    none = no_checkpoints(loop.steps[0], loop.form)
+    given, at = given._replace(checkpoints=none), at._replace(checkpoints=[None] * len(none))
+    return replace(loop, args=given.flat, axes=at.flat)
 
 
-def _placed(axis: Axis, loop: BoundedLoop, positions: Sequence[AxisPosition]) -> list[Any]:
-    """The operands, with the batch axis at these positions."""
+def _placed(axis: Axis, loop: BoundedLoop, wanted: Operands) -> list[Any]:
+    """The operands, with the batch axis where it is wanted of each."""
     return [
         x if to is None else match_axis(axis, x, a, to)
-        for x, a, to in zip(loop.args, loop.axes, positions, strict=True)
+        for x, a, to in zip(loop.args, loop.axes, wanted.flat, strict=True)
     ]
 
 
@@ -394,13 +371,24 @@ def _entry_axis(position: AxisPosition, steps_axis: int) -> AxisPosition:
     return position if position is None or position <= steps_axis else position - 1
 
 
-def _x_axes(loop: BoundedLoop) -> tuple[int, ...]:
+def _whole_axis(position: AxisPosition, steps_axis: int | None) -> AxisPosition:
+    """Where an array of entries has the batch axis, which is at `position` of an entry.
+
+    If they are added up (`steps_axis` is None), the sum has it where an entry does.
+    """
+    if position is None or steps_axis is None:
+        return position
+    return position + (steps_axis <= position)
+
+
+def _x_axes(loop: BoundedLoop) -> tuple[Any, ...]:
     """Where the xs of all lanes have the axis of the steps."""
-    form = loop.form
-    xs_at = loop.axes[len(loop.axes) - len(form.x_axes) :]
-    return _steps_axes(xs_at, form.x_axes)
+    return _steps_axes(loop.form.split(loop.axes).xs, loop.form.x_axes)
 
 
-def _steps_axes(positions: Sequence[AxisPosition], axes: Sequence[int]) -> tuple[int, ...]:
-    """Where arrays with a batch axis have the axis of the steps."""
-    return tuple(s + (a is not None and a <= s) for a, s in zip(positions, axes, strict=True))
+def _steps_axes(positions: Sequence[AxisPosition], axes: Sequence[int | None]) -> tuple[Any, ...]:
+    """Where arrays with a batch axis have the axis of the steps, if they have one."""
+    return tuple(
+        s if s is None else s + (a is not None and a <= s)
+        for a, s in zip(positions, axes, strict=True)
+    )

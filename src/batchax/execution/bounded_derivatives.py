@@ -16,8 +16,9 @@ from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.execution.bounded_loop import Form, LoopStep, Values, bounded_loop, bounded_loop_p
-from batchax.execution.reverse_sweep import SweepForm, reverse_sweep
+from batchax.execution.bounded_forms import Form, SweepForm
+from batchax.execution.bounded_loop import LoopStep, Values, bounded_loop, bounded_loop_p
+from batchax.execution.reverse_sweep import reverse_sweep
 from batchax.kernel.derivatives import tangents_of, with_values
 from batchax.rules.batched_transpose import reached
 from batchax.rules.hazards import hazards
@@ -27,8 +28,8 @@ from batchax.user_rules.linear import linear_with_transpose
 def jvp(
     primals: Values, tangents: Values, *, test: Any, body: Any, guarded: Any, form: Form
 ) -> tuple[list[Any], list[Any]]:
-    _, _, *groups = form.split(primals)
-    _, _, *dots = form.split(tangents)
+    given, moved = form.split(primals), form.split(tangents)
+    dots = moved.consts, moved.carry, moved.xs
     derivative = _Derivative(body, guarded, form, *moving(guarded.jaxpr, form, *dots))
     programs = {"test": test, "body": body, "guarded": guarded}
     if not (derivative.carry or derivative.ys):
@@ -52,11 +53,10 @@ def jvp(
         recorded = replace(form, kept=tuple(sorted({*needed, *(form.kept or ())})))
     derivative = replace(derivative, form=recorded)
     results = recorded.results(bounded_loop_p.bind(*primals, **programs, form=recorded))
-    consts, carry, xs = groups
-    given = list(map(take, dots, (derivative.consts, derivative.carry, derivative.xs)))
-    refuse_shared(results.steps, [*take(consts, derivative.consts), *take(xs, derivative.xs)])
-    residuals = [results.steps, *consts, *carry, *results.checkpoints, *xs]
-    tangents = [ad.instantiate_zeros(t) for group in given for t in group]
+    which = derivative.consts, derivative.carry, derivative.xs
+    refuse_shared(results.steps, [*take(given.consts, which[0]), *take(given.xs, which[2])])
+    residuals = [results.steps, *given.consts, *given.carry, *results.checkpoints, *given.xs]
+    tangents = [ad.instantiate_zeros(t) for group in map(take, dots, which) for t in group]
     if needed is None:
         found = derivative.forward(residuals, tangents)
     else:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from jax.core import eval_jaxpr
 from jax.extend.core import mapped_aval, unmapped_aval
 
 from batchax import _compat
+from batchax.execution.bounded_forms import Form, Results
 from batchax.execution.checkpoints import Round, blank_checkpoints, n_checkpoints
 from batchax.execution.entries import entry_of, put_entry
 from batchax.execution.watched import Steps
@@ -33,66 +33,6 @@ from batchax.kernel.own_primitive import declare
 Values = Sequence[Any]
 LoopStep = Callable[[Values, Values, Values], tuple[Values, Values]]
 """A function of constants, the carry and entries of the xs, to the carry and the ys."""
-
-
-@dataclass(frozen=True)
-class Form:
-    """What the operands and results of a bounded loop are.
-
-    Attributes:
-      n_test: number of constants of the predicate.
-      n_consts: number of constants of the body.
-      n_carry: number of values in the carry.
-      steps: how many there are at most.
-      x_axes: where each of the xs has the axis of the steps.
-      y_axes: where each of the ys gets it.
-      kept: the values of the carry that checkpoints have; None: no checkpoints are recorded.
-    """
-
-    n_test: int
-    n_consts: int
-    n_carry: int
-    steps: Steps
-    x_axes: tuple[int, ...]
-    y_axes: tuple[int, ...]
-    kept: tuple[int, ...] | None
-
-    @property
-    def n_results(self) -> int:
-        """How many results there are."""
-        n_kept = 0 if self.kept is None else 1 + len(self.kept)
-        return self.n_carry + len(self.y_axes) + n_kept + 1
-
-    def split(self, operands: Values) -> tuple[Any, Values, Values, Values, Values]:
-        """The bound, the constants of predicate and body, the carry and the xs."""
-        a = 1 + self.n_test
-        b = a + self.n_consts
-        c = b + self.n_carry
-        operands = list(operands)
-        return operands[0], operands[1:a], operands[a:b], operands[b:c], operands[c:]
-
-    def results(self, outs: Values) -> Results:
-        """What the primitive returned, a flat list, as `Results`."""
-        a = self.n_carry
-        b = a + len(self.y_axes)
-        return Results(list(outs[:a]), list(outs[a:b]), list(outs[b:-1]), outs[-1])
-
-
-class Results(NamedTuple):
-    """What a bounded loop returns.
-
-    Attributes:
-      carry: the carry after the last step.
-      ys: what the steps returned, stacked; zeros where no step was taken.
-      checkpoints: if they were to be recorded, what was kept of some carries, stacked; before that
-        the number of steps that each came after, `UNUSED` where none was kept.
-      steps: how many steps were taken.
-    """
-
-    carry: list[Any]
-    ys: list[Any]
-    checkpoints: list[Any]
-    steps: Any
 
 
 bounded_loop_p = declare("bounded_loop")
@@ -209,7 +149,7 @@ def varied(x: Any, like: Sequence[Any]) -> Any:
 
 def run(*operands: Any, test: Any, body: Any, guarded: Any, form: Form) -> list[Any]:
     """The bounded loop as ordinary operations of JAX."""
-    count, test_consts, consts, carry, xs = form.split(operands)
+    count, test_consts, consts, carry, _, _, xs = form.split(operands)
     avals = result_types(test, body, form, jax.typeof(count))
     *blank, n = map(zeros, avals[form.n_carry :])
     ys, kept = blank[: len(form.y_axes)], blank[len(form.y_axes) :]

@@ -8,8 +8,7 @@ that from the checkpoints that the loop recorded, and computes again what is mis
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +17,7 @@ from jax.core import eval_jaxpr
 from jax.extend.core import unmapped_aval
 
 from batchax import _compat
+from batchax.execution.bounded_forms import SweepForm
 from batchax.execution.bounded_loop import (
     LoopStep,
     Values,
@@ -31,46 +31,6 @@ from batchax.execution.entries import entry_of, put_entry
 from batchax.execution.watched import Steps
 from batchax.kernel.derivatives import with_values
 from batchax.kernel.own_primitive import declare
-
-
-@dataclass(frozen=True)
-class SweepForm:
-    """What the operands and results of a sweep are.
-
-    Attributes:
-      n_consts: number of constants of both programs.
-      n_carry: number of values in the carry of the loop.
-      kept: the values of the carry that checkpoints have; going back needs no others.
-      n_back: number of values that are carried back.
-      steps: how many there are at most.
-      x_axes: where each of the xs has the axis of the steps.
-      y_axes: where each of the ys gets it; None: they are added up.
-    """
-
-    n_consts: int
-    n_carry: int
-    kept: tuple[int, ...]
-    n_back: int
-    steps: Steps
-    x_axes: tuple[int, ...]
-    y_axes: tuple[int | None, ...]
-    n_test: ClassVar[int] = 0  # how many steps there are is known: it has no predicate
-
-    @property
-    def n_results(self) -> int:
-        """How many results there are."""
-        return self.n_back + len(self.y_axes)
-
-    def split(self, operands: Values) -> tuple[Any, Values, Values, Values, Values, Values]:
-        """The count, constants, first carry, checkpoints, what is carried back, and the xs."""
-        a = 1 + self.n_consts
-        b = a + self.n_carry
-        c = b + 1 + len(self.kept)
-        d = c + self.n_back
-        operands = list(operands)
-        parts = operands[1:a], operands[a:b], operands[b:c], operands[c:d], operands[d:]
-        return operands[0], *parts
-
 
 reverse_sweep_p = declare("reverse_sweep")
 
@@ -139,7 +99,7 @@ def reverse_sweep(
 
 def run(*operands: Any, forth: Any, back: Any, guarded: Any, form: SweepForm) -> list[Any]:
     """The sweep as ordinary operations of JAX."""
-    count, consts, carry, checkpoints, returning, xs = form.split(operands)
+    count, _, consts, carry, checkpoints, returning, xs = form.split(operands)
     ys = list(map(zeros, result_types(back, form)[form.n_back :]))
     if form.steps.most == 0:
         return [*returning, *ys]

@@ -27,8 +27,9 @@ from batchax.execution.bounded_derivatives import (
     with_tangents,
     zeros_like,
 )
+from batchax.execution.bounded_forms import SweepForm
 from batchax.execution.bounded_loop import Values, bounded_loop
-from batchax.execution.reverse_sweep import SweepForm, reverse_sweep, reverse_sweep_p
+from batchax.execution.reverse_sweep import reverse_sweep, reverse_sweep_p
 from batchax.execution.watched import Steps
 from batchax.kernel.derivatives import with_values
 from batchax.user_rules.linear import linear_with_transpose
@@ -38,12 +39,13 @@ def jvp(
     primals: Values, tangents: Values, *, forth: Any, back: Any, guarded: Any, form: SweepForm
 ) -> tuple[list[Any], list[Any]]:
     outs = reverse_sweep_p.bind(*primals, forth=forth, back=back, guarded=guarded, form=form)
-    count, consts, carry, _, returning, xs = form.split(primals)
-    _, dconsts, dcarry, _, dreturning, dxs = form.split(tangents)
-    of_consts, of_carry, of_xs, _ = moving(guarded[0].jaxpr, form, dconsts, dcarry, dxs)
-    which = of_consts, of_carry, of_xs, places(list(map(moves, dreturning)))
+    count, _, consts, carry, _, returning, xs = form.split(primals)
+    dots = form.split(tangents)
+    groups = dots.consts, dots.carry, dots.xs
+    of_consts, of_carry, of_xs, _ = moving(guarded[0].jaxpr, form, *groups)
+    which = of_consts, of_carry, of_xs, places(list(map(moves, dots.returning)))
     derivative = _Derivative(guarded[0], guarded[1], form, *which)
-    given = map(take, (dconsts, dcarry, dxs, dreturning), which)
+    given = map(take, (*groups, dots.returning), which)
     operands = [ad.instantiate_zeros(t) for group in given for t in group]
     if not operands:
         return outs, list(map(no_tangent, outs))
