@@ -104,6 +104,7 @@ types: .venv/ready
 style: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/vulture
 
 # Pages are tested in a browser. Where it can be installed it is; elsewhere those tests are
 # skipped, and say what they need.

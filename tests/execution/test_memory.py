@@ -9,8 +9,9 @@ import pytest
 
 import batchax as bx
 from batchax.execution import eager, memory
-from batchax.execution.memory import needed_bytes, parse_limit, show_bytes
+from batchax.execution.memory import parse_limit, show_bytes
 from batchax.memo import Memo
+from batchax.programs.peak import memory_of
 
 from support.oracle import example, same
 
@@ -45,7 +46,7 @@ def test_what_was_chosen_fits_and_more_would_not(limit):
     f = auto(limit)
     program = compiled(f, W, X)
     allowed = parse_limit(limit)
-    assert needed_bytes(program) <= allowed
+    assert memory_of(program).bytes <= allowed
     same(program(W, X), bx.vmap(wide, (None, 0))(W, X))
     choice = last_choice("wide")
     assert choice.limit == allowed
@@ -53,7 +54,7 @@ def test_what_was_chosen_fits_and_more_would_not(limit):
     assert 1 < choice.batch_size < LANES
     assert choice.tried[choice.batch_size] <= allowed
     more = bx.vmap(wide, (None, 0), batch_size=2 * choice.batch_size)
-    assert needed_bytes(compiled(more, W, X)) > allowed
+    assert memory_of(compiled(more, W, X)).bytes > allowed
 
 
 def test_a_derivative_chooses_for_itself():
@@ -183,10 +184,10 @@ def test_with_reductions(kind):
 def test_under_an_outer_vmap_the_choice_counts_all_its_lanes():
     xs = jnp.stack([X, -X, 2 * X])
     alone = compiled(auto("1MiB"), W, X)
-    assert needed_bytes(alone) <= 2**20
+    assert memory_of(alone).bytes <= 2**20
     one = last_choice("wide").batch_size
     program = compiled(jax.vmap(auto("1MiB"), (None, 0)), W, xs)
-    assert needed_bytes(program) <= 2**20
+    assert memory_of(program).bytes <= 2**20
     assert last_choice("wide").batch_size < one
     same(program(W, xs), bx.vmap(bx.vmap(wide, (None, 0)), (None, 0))(W, xs))
 

@@ -8,7 +8,6 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.execution.memory import needed_bytes
 from batchax.programs.hlo import (
     Computation,
     Instruction,
@@ -18,7 +17,7 @@ from batchax.programs.hlo import (
     read_module,
 )
 from batchax.programs.liveness import held_at_worst
-from batchax.programs.peak import peak_of
+from batchax.programs.peak import memory_of, peak_of
 from batchax.programs.wire import integer, integers, read_message, text
 from benchmarks.workloads import WORKLOADS
 
@@ -56,7 +55,7 @@ many small operations | gradients of a transformer | mixture density
 def agrees(program):
     found = peak_of(program)
     assert found.values
-    assert found.bytes == needed_bytes(program)
+    assert found.bytes == memory_of(program).bytes
     if found.temporaries > SMALL:
         assert BOUNDS[0] <= found.explained <= BOUNDS[1], found.explained
     return found
@@ -270,6 +269,6 @@ def test_where_the_compiler_does_not_say_the_totals_stand():
         read_module(Silent())
     found = peak_of(Silent())
     assert found.values == ()
-    assert found.bytes == needed_bytes(program)
+    assert found.bytes == memory_of(program).bytes
     with pytest.raises(UnreadableProgram):
         held_at_worst(read_module(program), b"")

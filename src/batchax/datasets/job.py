@@ -257,7 +257,7 @@ class Job:
     def __enter__(self) -> Job:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

@@ -239,11 +239,6 @@ def _without_rest(size: int, low: int, guess: int) -> int:
     return next((c for c in range(guess, fewest - 1, -1) if size % c == 0), guess)
 
 
-def needed_bytes(compiled: Any) -> int:
-    """Temporaries, arguments and outputs of a compiled program."""
-    return memory_of(compiled).bytes
-
-
 def free_memory() -> int:
     """Bytes that the default device has free; for a CPU, those of the machine."""
     stats = jax.local_devices()[0].memory_stats()

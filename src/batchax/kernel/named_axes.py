@@ -90,5 +90,5 @@ def _unmarked(eqn: Any) -> frozenset[Hashable]:
 
 
 @kept_with("names of axes that programs use")
-def _unmarked_inside(jaxpr: Any, registered: Any) -> frozenset[Hashable]:
+def _unmarked_inside(jaxpr: Any, _: int) -> frozenset[Hashable]:
     return frozenset[Hashable]().union(*map(_unmarked, jaxpr.eqns))

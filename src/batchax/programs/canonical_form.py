@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 # The rules of canonical forms are registered when their modules are imported.
-import batchax.programs.canonical_bodies
-import batchax.programs.canonical_contractions
-import batchax.programs.canonical_shapes  # noqa: F401
 from batchax import _compat
+from batchax.programs import canonical_bodies as canonical_bodies
+from batchax.programs import canonical_contractions as canonical_contractions
+from batchax.programs import canonical_shapes as canonical_shapes
 from batchax.programs.canonical import CanonicalProgram
 from batchax.programs.canonical_values import Table
 
