@@ -20,11 +20,13 @@ import numpy as np
 import pytest
 
 import batchax as bx
+from batchax.datasets.engines import call as engines_call
 from batchax.datasets.engines import submitting
 from batchax.datasets.engines.attempts import Attempts
 from batchax.datasets.engines.pools import Pool
 from batchax.datasets.inspect import status, verify
 from batchax.datasets.journal import read_journal
+from batchax.datasets.sources import as_source
 from kills import jobs
 from kills.left import left_by
 
@@ -247,6 +249,15 @@ def test_what_is_no_executor_or_cannot_be_one(x, processes):
         bx.map(jnp.sin, large, out="y.npy", executor=processes, batch_size=2**20, version="1")
     with open("x.npy") as file, pytest.raises(bx.ArgumentTypeError, match="cannot be handed to"):
         bx.map(lambda x: (file.name, x)[1], "x.npy", out="z.npy", executor=processes)
+
+
+def test_who_computes_reads_files_and_is_handed_sources(x, processes, monkeypatch):
+    np.savez("x.npz", x=np.load("x.npy"))
+    source = as_source(Path("x.npy").absolute(), "rows")
+    monkeypatch.setattr(engines_call, "_MOST_BYTES", 0)  # of what would be copied
+    for i, rows in enumerate(("x.npz:x", source)):
+        bx.map(jnp.sin, rows, out=f"y{i}.npy", executor=processes, progress=False)
+        np.testing.assert_allclose(np.load(f"y{i}.npy"), np.sin(np.load("x.npy")), rtol=1e-5)
 
 
 def test_a_pool_that_is_broken_is_replaced(x):

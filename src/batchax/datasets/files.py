@@ -41,6 +41,7 @@ class NpzArray(InMemory):
     """An array of an .npz file. It is small, or is put into a file that can be read in parts."""
 
     has_members = True
+    in_process = False  # who has the path reads it
 
     def __init__(self, path: Path, member: str, name: str) -> None:
         files = Files(path, name)

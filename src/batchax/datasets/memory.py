@@ -23,6 +23,8 @@ class InMemory(Source):
     Its identity is a checksum of what it holds, unless `origin` says where that came from.
     """
 
+    in_process = True
+
     def __init__(self, x: Any, name: str, origin: dict[str, Any] | None = None) -> None:
         self._array, self._origin = np.asarray(x), origin
         super().__init__(name, self._array.shape, self._array.dtype)
@@ -41,6 +43,7 @@ class Mapped(Source):
     """
 
     gives_fresh = True
+    in_process = True  # who pickles it, pickles what is mapped
 
     def __init__(self, x: np.memmap, whole: np.memmap, name: str) -> None:
         if whole.mode != "r":
@@ -83,6 +86,7 @@ class InRagged(Source):
     """A `Ragged` whose values are known."""
 
     ragged = True
+    in_process = True
 
     def __init__(self, x: Any, name: str) -> None:
         known = known_lengths(x.lengths)

@@ -36,11 +36,13 @@ class Source:
       ragged: whether rows have different lengths.
       has_members: whether a file holds several arrays, one of which is named after a colon.
       gives_fresh: whether `get` returns arrays that nobody else has, although NumPy cannot tell.
+      in_process: whether its rows are handed to another process by a copy of them all.
     """
 
     ragged = False
     has_members = False
     gives_fresh = False
+    in_process = False
 
     def __init__(self, name: str, shape: Any, dtype: Any) -> None:
         self.name = name

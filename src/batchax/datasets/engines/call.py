@@ -15,7 +15,6 @@ from batchax.datasets.engines.attempts import Attempts
 from batchax.datasets.failures import needed
 from batchax.datasets.job_files import JobFiles
 from batchax.datasets.journal import Journal
-from batchax.datasets.memory import InMemory, InRagged, Mapped
 from batchax.datasets.plan import Plan
 from batchax.datasets.program import RowFunction
 from batchax.datasets.stores import reopen_store
@@ -135,7 +134,7 @@ def _check(function: RowFunction) -> None:
         )
     for m in function.inputs.mapped:
         size = m.row_bytes * m.rows
-        if isinstance(m.source, (InMemory, InRagged, Mapped)) and size > _MOST_BYTES:
+        if m.source.in_process and size > _MOST_BYTES:
             raise UnsupportedError(
                 f"{m.source.name} has rows in the memory of this process ({size:,} bytes), which "
                 "workers cannot read. Save them, numpy.save('x.npy', x), and give the path."
