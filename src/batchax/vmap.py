@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
-from typing import Any, Literal, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 
 from batchax import _compat
 from batchax.divergence.compact import Compact, find_divergence
 from batchax.errors import ArgumentTypeError
+from batchax.execution.call import Call, execute, through
 from batchax.execution.calls import call_of_all
-from batchax.execution.chunked import Chunking, find_chunking, run_in_chunks, run_on_shards
-from batchax.execution.mesh import find_mesh, placed, puts_traced
-from batchax.execution.shards import Shards, find_shards
+from batchax.execution.chunked import find_chunking
+from batchax.execution.mesh import find_mesh
+from batchax.execution.on_devices import dealt_out, in_parts
 from batchax.frontend.advice import named_in_errors
 from batchax.frontend.arguments import (
     FlatArguments,
-    Mapped,
     check_axis_name,
     check_axis_size,
     check_callable,
@@ -35,22 +31,16 @@ from batchax.frontend.arguments import (
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import LANES, check_in_axes
 from batchax.frontend.outputs import (
-    Described,
     FlatOutputs,
-    as_array,
     check_out_axes,
-    check_unbatched,
     flatten_outputs,
-    place,
 )
+from batchax.frontend.rows import find_row_options, passes_of_rows
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
-from batchax.kernel.captured import MappedProgram, running
-from batchax.kernel.inner import example_aval, stage_described
-from batchax.kernel.looking import WHOLE, unseen
-from batchax.rows.buckets import Buckets
-from batchax.rows.ragged import Ragged
-from batchax.rows.run import RowOptions, check_row_options, run_rows
+
+if TYPE_CHECKING:  # what runs rows is found by `frontend.rows`
+    from batchax.rows.buckets import Buckets
 
 P = ParamSpec("P")
 Out = TypeVar("Out")
@@ -177,17 +167,15 @@ def vmap(
     check_axis_name(axis_name)
     check_axis_size(axis_size)
     spmd_axis_name = mesh_axis_names(spmd_axis_name)
-    check_row_options(layout, buckets, batch_size)
+    rows = find_row_options(layout, buckets, batch_size)
     lanes_that_part = find_divergence(divergence)
     chunking = find_chunking(fun, batch_size, memory_limit, residuals, progress)
-    in_parts = chunking is not None or lanes_that_part is not None
+    some_at_a_time = chunking is not None or lanes_that_part is not None
     on_mesh = find_mesh(mesh)
     if on_mesh is not None and spmd_axis_name is not None:
         raise ArgumentTypeError(
             "mesh and spmd_axis_name both say which devices lanes are spread over. Give mesh alone."
         )
-    in_chunks = lambda lanes: chunking is not None and chunking.applies_to(lanes)
-    rows = RowOptions(layout, in_chunks, buckets)
 
     said = dict(
         in_axes=in_axes, out_axes=out_axes, axis_name=axis_name, axis_size=axis_size,
@@ -200,7 +188,7 @@ def vmap(
     def batched(*args: Any, **kwargs: Any) -> Any:
         spread = on_mesh is not None
         flat = flatten_arguments(
-            fun, in_axes, args, kwargs, on_mesh=in_parts or spread, spread=spread
+            fun, in_axes, args, kwargs, on_mesh=some_at_a_time or spread, spread=spread
         )
         if on_mesh is None:
             return batch(flat)
@@ -223,30 +211,13 @@ def vmap(
             out = fun(*example_args, **example_kwargs)
             return flatten_outputs(out, out_axes, size, sum_match=sum_match)
 
-        run = functools.partial(_run, chunking=chunking, shards=shards)
-        ragged = any(isinstance(m.value, Ragged) for m in flat.mapped)
-        for option, given in {"buckets": buckets is not None, "layout": layout != "auto"}.items():
-            if given and not ragged:
-                raise ArgumentTypeError(
-                    f"{option} was given, which is for rows of different lengths, but no mapped "
-                    "argument is a batchax.Ragged."
-                )
+        passes = passes_of_rows(rows, flat.mapped, shards, chunking)
+        if not passes:
+            passes = [in_parts(chunking)]
+            if shards is not None:
+                passes.insert(0, dealt_out(shards))
         with named_in_errors(fun, flat.mapped, LANES.each):
-            if ragged:
-                for m in flat.mapped:  # `rows/` moves them about before they are on their devices
-                    m.value = jnp.asarray(m.value) if isinstance(m.value, np.ndarray) else m.value
-                # A padded row is computed by a program that was staged for one mesh.
-                run_padded = functools.partial(run, shards=None, may_shard=False)
-                options = replace(rows, shards=shards)
-
-                def run_all(*values: Any) -> tuple[list[Any], FlatOutputs]:
-                    pairs = zip(flat.mapped, values, strict=True)
-                    mapped = [replace(m, value=x) for m, x in pairs]
-                    return run_rows(axis, one_example, mapped, run_padded, options)
-
-                outs, outputs = unseen(run_all, [m.value for m in flat.mapped], WHOLE)
-            else:
-                outs, outputs = run(axis, one_example, flat.mapped)
+            outs, outputs = execute(through(passes, Call(axis, one_example, flat.mapped)))
         if recording.is_on():
             types = [jax.tree.map(jax.typeof, x) for x in outs]
             recording.fact("outputs", described=outputs.described, types=types)
@@ -265,63 +236,3 @@ def made_by_vmap(batched: Any) -> tuple[Callable[..., Any], dict[str, Any]] | No
     made = getattr(batched, "__dict__", {}).get(_MADE_OF)
     # What wraps a function, as `jax.jit` does, gets its attributes, but another `__wrapped__`.
     return made if made is not None and made[0] is batched.__wrapped__ else None
-
-
-def _run(
-    axis: Axis,
-    one_example: Described,
-    mapped: list[Mapped],
-    chunking: Chunking | None,
-    shards: Shards | None = None,
-    may_shard: bool = True,
-) -> tuple[list[Any], FlatOutputs]:
-    """Stages the per-example function, batches it and places its outputs.
-
-    Args:
-      axis: the axis being mapped.
-      one_example: the function, which returns arrays and what describes them.
-      mapped: its arguments.
-      chunking: how many lanes run at a time; None for all.
-      shards: what lanes are to be spread over, if the user said so.
-      may_shard: whether each device may run the lanes that arguments say it has.
-    """
-    with _compat.name_stack_extended("vmap"):
-        names = [m.path for m in mapped]
-        values = [m.value for m in mapped]
-        axes = [m.axis for m in mapped]
-        if shards is not None:
-            values = placed(shards, names, values, axes)
-        present = axis if shards is None else replace(axis, size=shards.each * shards.count)
-        avals = [example_aval(present, jax.typeof(x), a) for x, a in zip(values, axes, strict=True)]
-        stage = lambda avals: stage_described(axis, one_example, avals, names)
-        traced = any(isinstance(x, Tracer) for x in values)
-        if shards and traced and not (puts_traced(shards.mesh) or recording.is_on()):
-            each = chunking or Chunking(shards.each, keep=True)
-            outs, outputs = run_on_shards(each, axis, values, axes, stage, shards)
-            return list(map(as_array, outs)), outputs
-        staged, outputs = stage(avals)
-        described = outputs.described
-        recording.found_program(axis, staged, mapped)
-        program = MappedProgram(axis, staged, values, axes)
-        spread, in_parts = shards is not None, chunking is not None or axis.divergence is not None
-        if in_parts and may_shard and not spread:
-            shards = find_shards(axis, values, axes, staged.jaxpr)
-        if chunking is None and shards is not None:
-            chunking = Chunking(shards.each, keep=True)
-        if chunking is not None and (spread or chunking.applies_to(axis.size)):
-            outs = run_in_chunks(chunking, program, outputs, stage, shards)
-            return list(map(as_array, outs)), outputs
-        check = functools.partial(check_unbatched, axis, described)
-        with running(program):
-            # The batch axis of an output is known only after its last operation. Where
-            # operations are computed as they are met, a mistake must be found before.
-            if any(output.spec is None for output in described):
-                outs, out_axes = program.run_if(check)
-            else:
-                outs, out_axes = program.run()
-                check(out_axes)
-        outs = [
-            as_array(place(axis, output, x, a))
-            for output, x, a in zip(described, outs, out_axes, strict=True)
-        ]
-        return outs, outputs

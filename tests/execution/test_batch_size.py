@@ -455,7 +455,7 @@ def test_a_call_outside_of_jit_is_cut_into_chunks_once(monkeypatch):
     built = []
     real = chunked.SectionRunner
     monkeypatch.setattr(chunked, "SectionRunner", lambda *a: built.append(1) or real(*a))
-    monkeypatch.setattr(chunked, "_staged", Memo("for this test", most=2))
+    monkeypatch.setattr(chunked, "kept_in_chunks", Memo("for this test", most=2))
     x, w = example((6, 3), seed=1), example((3,), seed=2)
 
     def check(times, w, x, scale=1.0, **options):

@@ -9,8 +9,9 @@ import pytest
 from jax.custom_derivatives import SymbolicZero, linear_call
 
 import batchax as bx
+from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.rows import run as rows_run
+from batchax.rows import in_regions
 
 from support.oracle import example, same, shares
 from support.rows import check_rows, check_rows_of_all, chosen, ragged
@@ -291,11 +292,11 @@ def test_a_batching_rule_serves_arrays_of_one_size_and_rows_are_computed_by_the_
 def test_a_call_outside_of_jit_is_batched_once(monkeypatch):
     """Calls that do the same share what was batched; any that differ do not."""
     built = []
-    real = rows_run._compat.stage_described
+    real = _compat.stage_described
     monkeypatch.setattr(
-        rows_run._compat, "stage_described", lambda *a, **k: built.append(1) or real(*a, **k)
+        _compat, "stage_described", lambda *a, **k: built.append(1) or real(*a, **k)
     )
-    rows_run._staged.cache_clear()
+    in_regions.kept_in_regions.cache_clear()
     weights = example((4,), seed=1)
 
     def batched(w, scale=1.0, layout="auto"):

@@ -12,8 +12,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 import batchax as bx
-from batchax.rows import run as rows_run
-from batchax.rows.on_devices import Dealt
+from batchax.rows.on_devices import Dealt, kept_on_devices
 
 from support.oracle import example, same
 from support.rows import check_rows, ragged
@@ -140,10 +139,10 @@ def test_one_program_serves_all_lengths():
         jax.block_until_ready(out.data)
 
     on_devices((3, 1, 5))
-    staged, programs = len(traced), len(rows_run._on_devices)
+    staged, programs = len(traced), len(kept_on_devices)
     on_devices((2, 2, 5))
     assert len(traced) == staged + 1  # to know what the function does
-    assert len(rows_run._on_devices) == programs
+    assert len(kept_on_devices) == programs
 
 
 def test_programs_that_are_kept_hold_no_arrays():

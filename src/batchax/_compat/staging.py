@@ -206,9 +206,11 @@ def tracing() -> bool:
 def value_of(tracer: Any) -> Any:
     """The array that a tracer stands for, if there is one: what is differentiated has values.
 
-    Only private code asks for it; in public it is what ``bool(tracer)`` looks at.
+    Only private code asks for it; in public it is what ``bool(tracer)`` looks at. What was given as
+    an array of NumPy is on no device: then there is none.
     """
-    return tracer.to_concrete_value()
+    value = tracer.to_concrete_value()
+    return value if isinstance(value, jax.Array) else None
 
 
 def is_live(tracer: Any) -> bool:

@@ -41,6 +41,14 @@ class Mapped:
     value: Any
     axis: AxisPosition
     spec: Any = None  # what `in_axes` says of a batch of rows
+    given: Any = None  # the user's own, if `value` stands for it
+
+    def put(self, value: Any) -> Mapped:
+        """The same argument, whose value is now elsewhere, or in another form."""
+        if value is self.value:
+            return self
+        given = self.value if self.given is None else self.given
+        return Mapped(self.path, value, self.axis, self.spec, given)
 
 
 @dataclass

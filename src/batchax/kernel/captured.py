@@ -23,7 +23,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -34,7 +34,6 @@ from batchax.jaxprs.evaluate import plan
 from batchax.jaxprs.inside import programs_inside
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.interpreter import interpret
-from batchax.kernel.lasting import evaluated
 from batchax.memo import kept_with
 
 
@@ -46,26 +45,18 @@ class MappedProgram:
     staged: Any  # a closed jaxpr, or a part of one that looks like it
     args: Sequence[Any]
     axes: Sequence[AxisPosition]
+    computes: bool = False  # whether what is staged of it will be computed at once
 
     @property
     def traced(self) -> bool:
         """Whether running it traces operations, rather than computing them at once."""
-        return any(isinstance(x, Tracer) for x in (*self.args, *self.staged.consts))
+        values = (*self.args, *self.staged.consts)
+        return not self.computes and any(isinstance(x, Tracer) for x in values)
 
     def run(self) -> tuple[list[Any], list[AxisPosition]]:
         """Its outputs for all lanes, and where they carry the batch axis."""
         jaxpr, consts = self.staged.jaxpr, self.staged.consts
         return interpret(self.axis, jaxpr, consts, self.args, self.axes)
-
-    def run_if(
-        self, check: Callable[[Sequence[AxisPosition]], None]
-    ) -> tuple[list[Any], list[AxisPosition]]:
-        """As `run`, but `check` sees where the outputs will be before any is computed."""
-
-        def batched(*args: Any) -> tuple[list[Any], list[AxisPosition]]:
-            return replace(self, args=args).run()
-
-        return evaluated(batched, self.args, self.traced, check)
 
     def resolve(self, values: Sequence[Any]) -> tuple[list[Any], list[AxisPosition]]:
         """`values` with placeholders of this program replaced, and their axes."""

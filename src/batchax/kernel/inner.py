@@ -174,7 +174,7 @@ def example_aval(axis: Axis, aval: Any, position: AxisPosition) -> Any:
     over = lanes_vary_over(axis)
     if over:
         aval = _compat.with_varying_axes(aval, _compat.varying_axes(aval) - over)
-    return mapped_aval(axis.size, position, aval)
+    return mapped_aval(aval.shape[position], position, aval)  # with lanes that repeat others
 
 
 def stage_function(

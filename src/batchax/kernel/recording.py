@@ -237,11 +237,12 @@ def found_program(axis: Axis, staged: Any, mapped: Sequence[Any]) -> None:
     place = _active()
     if place is not None and place.record is None:
         jaxpr = staged.jaxpr
-        values = [getattr(m.value, "data", m.value) for m in mapped]
+        given = [m.value if m.given is None else m.given for m in mapped]
+        values = [getattr(x, "data", x) for x in given]
         pairs = zip(values, zip(jaxpr.invars, (m.axis for m in mapped), strict=False), strict=False)
         consts = zip(staged.consts, ((v, None) for v in jaxpr.constvars), strict=True)
-        given = {_compat.staged_variable(x): found for x, found in (*pairs, *consts)}
-        place.recorder.programs.append(PerExample(axis, given, tuple(jaxpr.outvars)))
+        own = {_compat.staged_variable(x): found for x, found in (*pairs, *consts)}
+        place.recorder.programs.append(PerExample(axis, own, tuple(jaxpr.outvars)))
 
 
 def note(**facts: Any) -> None:

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.in_axes import is_position
+from batchax.frontend.rows import GroupsOfRows
 from batchax.rows.checks import known_lengths
 from batchax.rows.groups import join_lanes, join_rows, split_lanes, split_rows
 from batchax.rows.ragged import Ragged
@@ -20,7 +21,7 @@ from batchax.rows.ragged import Ragged
 
 @_compat.api_boundary
 @dataclass(frozen=True, eq=False, repr=False)
-class Buckets:
+class Buckets(GroupsOfRows):
     """Rows in groups, each with a size that its rows are padded to.
 
     Attributes:

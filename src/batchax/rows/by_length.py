@@ -11,7 +11,7 @@ it is ragged, and where what computes it changes it depends on the row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +20,11 @@ import numpy as np
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
+from batchax.execution.call import Call, Outputs
+from batchax.execution.chunked import Chunking
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import (
     AUTO,
-    Described,
     FlatOutputs,
     OutputArray,
     check_unbatched,
@@ -37,6 +38,7 @@ from batchax.programs.canonical_form import same_results
 from batchax.rows.arguments import RowSize, all_known, find_sizes, row_avals, sizes_in_errors
 from batchax.rows.groups import Placed, check_constants, groups_of, in_front, run_in_groups
 from batchax.rows.host_calls import refuse_order
+from batchax.rows.in_padding import executed_as_arrays
 from batchax.rows.outputs import place_ragged
 from batchax.rows.ragged import Ragged
 from batchax.rows.stand_ins import rows_of_one_length
@@ -45,28 +47,20 @@ from batchax.rules.in_turn import calls_library
 Lengths = tuple[int, ...]
 """The length of a row, for each of the sizes that rows have."""
 
-RunDense = Callable[[Axis, Described, list[Mapped]], tuple[list[Any], FlatOutputs]]
 
-
-def run_by_length(
-    axis: Axis,
-    one_row: Described,
-    mapped: list[Mapped],
-    run_dense: RunDense,
-) -> tuple[list[Any], FlatOutputs]:
+def run_by_length(call: Call, chunking: Chunking | None) -> Outputs:
     """The outputs of a function of one row, by a batch for each length of rows.
 
     Args:
-      axis: the axis being mapped, whose lanes are rows.
-      one_row: the function, which returns arrays and what describes them.
-      mapped: its arguments, some of which are `Ragged`.
-      run_dense: what `vmap` does with a function of arrays of one size.
+      call: of a function of one row, some of whose arguments are `Ragged`.
+      chunking: how many rows of one length run at a time; None for all.
 
     Raises:
       UnsupportedError: lengths are traced; or the function uses the name of the axis, which
         stands for all rows; or outputs are of different kinds for different lengths.
       AxisError: `out_axes` asks for what an output cannot be.
     """
+    axis, one_row, mapped = call.axis, call.function, call.mapped
     _check_known(mapped)
     sizes_of, sizes = find_sizes(mapped)
     groups, lengths = _groups_and_lengths(axis, sizes)
@@ -104,7 +98,8 @@ def run_by_length(
         return arrays, replace(outputs, described=wanted)
 
     def run_group(g: int, group: Axis, part: list[Mapped]) -> tuple[list[Placed], FlatOutputs]:
-        outs, _ = run_dense(group, one_row_in_group, list(map(_dense, part)))
+        arrays = Call(group, one_row_in_group, list(map(_dense, part)))
+        outs, _ = executed_as_arrays(arrays, chunking)
         return [_of_group(group, x, shape) for x, shape in zip(outs, shapes, strict=True)], outputs
 
     # What the name of the axis stands for is all rows, in each of the groups.

@@ -11,38 +11,36 @@ import jax
 from jax.core import Tracer
 
 from batchax import _compat
+from batchax.execution.call import Call
 from batchax.frontend.arguments import Mapped
-from batchax.frontend.outputs import FlatOutputs, OutputArray
-from batchax.kernel.axis import Axis
+from batchax.frontend.outputs import FlatOutputs
+from batchax.kernel.inner import stage_described
 from batchax.kernel.lasting import call_key
-from batchax.rows.arguments import RowSize, capacity_of
+from batchax.rows.arguments import RowSize, capacity_of, find_sizes, row_avals, sizes_in_errors
+from batchax.rows.outputs import place_ragged
 from batchax.rows.ragged import Ragged
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
-    """A function of one row, staged, and what it was called with.
+class RowCall(Call):
+    """A function of one row, called for all rows: its program has a symbol for each size of rows.
 
     Attributes:
-      axis: the axis being mapped, whose lanes are rows.
-      staged: the function, with a symbol for each size of rows.
-      mapped: its arguments.
-      sizes_of: the size of each, None for those that are not ragged.
+      sizes_of: the size of each argument, None for those that are not ragged.
       sizes: all that there are.
-      outputs: how to rebuild what it returned.
+      gives_lengths: whether the lengths of rows are values like any other, the first ones; if not,
+        a program for other lengths is another one.
     """
 
-    axis: Axis
-    staged: _compat.ClosedJaxpr
-    mapped: list[Mapped]
-    sizes_of: list[RowSize | None]
-    sizes: list[RowSize]
-    outputs: FlatOutputs
+    sizes_of: Sequence[RowSize | None] = ()
+    sizes: Sequence[RowSize] = ()
+    gives_lengths: bool = False
 
-    @property
-    def described(self) -> Sequence[OutputArray]:
-        """The arrays that it returned."""
-        return self.outputs.described
+    @classmethod
+    def of(cls, call: Call) -> RowCall:
+        """A call some of whose arguments are `Ragged`."""
+        sizes_of, sizes = find_sizes(call.mapped)
+        return cls(call.axis, call.function, call.mapped, call.way, sizes_of=sizes_of, sizes=sizes)
 
     @property
     def shapes(self) -> list[tuple[Any, ...]]:
@@ -55,69 +53,102 @@ class Call:
         return {size.name: size.bound for size in self.sizes}
 
     @property
-    def values(self) -> list[Any]:
+    def lengths(self) -> list[Any]:
+        """The lengths of rows, for each size."""
+        return [size.batch.lengths for size in self.sizes]
+
+    @property
+    def arrays(self) -> list[Any]:
         """The arrays of the arguments."""
         return [m.value.data if isinstance(m.value, Ragged) else m.value for m in self.mapped]
+
+    @property
+    def values(self) -> list[Any]:
+        return [*self.lengths, *self.arrays] if self.gives_lengths else self.arrays
+
+    @property
+    def arguments(self) -> list[tuple[Mapped, RowSize | None]]:
+        """The arguments, each with its size if it is ragged."""
+        return list(zip(self.mapped, self.sizes_of, strict=True))
+
+    def _stage(self) -> tuple[_compat.ClosedJaxpr, FlatOutputs]:
+        staged, outputs = self.staged_for([size.symbol for size in self.sizes])
+        shapes = [a.shape for a in staged.out_avals]
+        described = list(map(place_ragged, outputs.described, shapes))
+        return staged, replace(outputs, described=described)
+
+    def staged_for(self, dims: Sequence[Any]) -> tuple[_compat.ClosedJaxpr, FlatOutputs]:
+        """The function staged for a row whose sizes are these, and what describes its outputs."""
+        given, sizes_of = self.mapped[self.constants :], self.sizes_of[self.constants :]
+        avals = row_avals(self.axis, given, sizes_of, self.sizes, dims)
+        with sizes_in_errors(given, sizes_of, self.sizes):
+            return stage_described(self.axis, self.function, avals, [m.path for m in given])
 
     @cached_property
     def traced(self) -> bool:
         """Whether running it traces operations, rather than computing them at once."""
         lengths = (size.index.lengths for size in self.sizes)
-        return any(isinstance(x, Tracer) for x in (*self.values, *self.staged.consts, *lengths))
+        return any(isinstance(x, Tracer) for x in (*self.arrays, *self.staged.consts, *lengths))
 
     @property
     def tells_of_mesh(self) -> bool:
-        """Whether types of what it is given tell of the mesh of a program around it."""
-        given = (*self.values, *self.staged.consts) if self.traced else ()
+        """Whether types of what it is given tell of a mesh: one that is set, or of its arrays."""
+        if not jax.sharding.get_abstract_mesh().empty:
+            return True
+        given = (*self.arrays, *self.staged.consts) if self.traced else ()
         return any(not jax.typeof(x).sharding.mesh.empty for x in given)
 
-    def with_constants_passed(self) -> Call:
-        """The same call, of a program that holds no values."""
-        (program,), consts = _compat.hoist_constants(self.staged)
-        given = [Mapped("a constant", x, None) for x in consts]
-        sizes_of = [*[None] * len(given), *self.sizes_of]
-        return replace(self, staged=program, mapped=[*given, *self.mapped], sizes_of=sizes_of)
+    def with_constants_passed(self) -> RowCall:
+        call = super().with_constants_passed()
+        assert isinstance(call, RowCall)
+        added = [None] * (call.constants - self.constants)
+        return replace(call, sizes_of=[*added, *self.sizes_of])
 
-    def with_values(self, lengths: Sequence[Any], values: Sequence[Any]) -> Call:
-        """The same call of other arrays, with such lengths of rows for each size."""
+    def with_values(self, values: Sequence[Any]) -> RowCall:
+        if self.gives_lengths:
+            count = len(self.sizes)
+            return self.with_rows(values[:count], values[count:])
+        given = zip(self.mapped, values, strict=True)
+        return replace(
+            self, mapped=[_put(m, x, getattr(m.value, "lengths", None)) for m, x in given]
+        )
+
+    def with_rows(self, lengths: Sequence[Any], arrays: Sequence[Any]) -> RowCall:
+        """The same call of other rows, with such lengths for each size."""
         mapped: list[Mapped] = []
         batches: dict[int, Ragged] = {}
-        for m, x, size in zip(self.mapped, values, self.sizes_of, strict=True):
-            if size is not None:
-                k = self.sizes.index(size)
-                x = Ragged(x, lengths[k], m.value.max_length, axis=m.value.axis)
-                batches.setdefault(k, x)
-            mapped.append(replace(m, value=x))
+        for (m, size), x in zip(self.arguments, arrays, strict=True):
+            k = None if size is None else self.sizes.index(size)
+            mapped.append(_put(m, x, None if k is None else lengths[k]))
+            if k is not None:
+                batches.setdefault(k, mapped[-1].value)
         sizes = [replace(size, batch=batches[k]) for k, size in enumerate(self.sizes)]
         sizes_of = [None if s is None else sizes[self.sizes.index(s)] for s in self.sizes_of]
         return replace(self, mapped=mapped, sizes=sizes, sizes_of=sizes_of)
 
-    def without_values(self) -> Call:
-        """The same call with types for arrays: what is kept for long must not hold those."""
-        sizes = [replace(size, batch=jax.tree.map(jax.typeof, size.batch)) for size in self.sizes]
-        return replace(
-            self,
-            mapped=[replace(m, value=jax.tree.map(jax.typeof, m.value)) for m in self.mapped],
-            sizes=sizes,
-            sizes_of=[None if s is None else sizes[self.sizes.index(s)] for s in self.sizes_of],
-        )
-
-    def key(self, lengths: bool = True) -> Hashable:
-        """Equal for calls that do the same, whatever the values, if nothing is traced.
-
-        `lengths`: whether the rows have the same lengths, too.
-        """
+    @property
+    def key(self) -> Hashable:
         arguments = [
             (jax.typeof(x), m.axis, None if size is None else (size.name, m.value.axis))
-            for x, m, size in zip(self.values, self.mapped, self.sizes_of, strict=True)
+            for x, (m, size) in zip(self.arrays, self.arguments, strict=True)
         ]
         rows = [
             (
                 size.name,
                 size.bound,
                 capacity_of(size.batch),
-                size.index.lengths.tobytes() if lengths else None,
+                None if self.gives_lengths else size.index.lengths.tobytes(),
             )
             for size in self.sizes
         ]
-        return call_key(self.axis, self.staged, *arguments, *rows)
+        specs = tuple(output.spec for output in self.described)
+        return call_key(self.axis, self.staged, self.way, specs, *arguments, *rows)
+
+
+def _put(m: Mapped, array: Any, lengths: Any) -> Mapped:
+    """An argument of this array; rows if it has such lengths."""
+    if lengths is None:
+        return m.put(array)
+    if array is m.value.data and lengths is m.value.lengths:
+        return m
+    return m.put(Ragged(array, lengths, m.value.max_length, axis=m.value.axis))

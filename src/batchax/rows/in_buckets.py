@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.errors import AxisError, UnsupportedError
+from batchax.execution.call import Call, Outputs, execute
 from batchax.frontend.arguments import Mapped
-from batchax.frontend.in_axes import is_position
-from batchax.frontend.outputs import Described, FlatOutputs, OutputArray, place
+from batchax.frontend.outputs import FlatOutputs, OutputArray, place
+from batchax.frontend.rows import GroupsOfRows
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 from batchax.rows.arguments import all_known, find_sizes
@@ -22,23 +23,8 @@ from batchax.rows.groups import Placed, in_front, run_in_groups
 from batchax.rows.outputs import place_ragged
 from batchax.rows.ragged import Ragged
 
-RunRows = Callable[[Axis, Described, list[Mapped]], tuple[list[Any], FlatOutputs]]
 
-
-def check_buckets(buckets: Any) -> None:
-    """Refuses, when `vmap` is called, what no call could use as `buckets`."""
-    if buckets is None or isinstance(buckets, Buckets):
-        return
-    if not is_position(buckets):
-        raise ArgumentTypeError(
-            "buckets must be a positive int, the result of batchax.bucket(...), or None; got "
-            f"{buckets!r} of type {type(buckets).__name__}."
-        )
-    if buckets < 1:
-        raise AxisError(f"buckets must be a positive int, got {buckets}.")
-
-
-def by_bucket(axis: Axis, mapped: list[Mapped], buckets: int | Buckets) -> bool:
+def by_bucket(axis: Axis, mapped: Sequence[Mapped], buckets: int | GroupsOfRows) -> bool:
     """Whether rows are put into buckets by what their lengths are; if not, while they run.
 
     Raises:
@@ -61,30 +47,24 @@ def by_bucket(axis: Axis, mapped: list[Mapped], buckets: int | Buckets) -> bool:
     return known
 
 
-def run_in_buckets(
-    axis: Axis,
-    one_row: Described,
-    mapped: list[Mapped],
-    buckets: int | Buckets,
-    run_rows: RunRows,
-) -> tuple[list[Any], FlatOutputs]:
+def run_in_buckets(call: Call, buckets: int | GroupsOfRows) -> Outputs:
     """The outputs of a function of one row, run for the rows of each bucket by itself.
 
     Args:
-      axis: the axis being mapped, whose lanes are rows.
-      one_row: the function, which returns arrays and what describes them.
-      mapped: its arguments, some of which are `Ragged`. Buckets are for the lengths of that with
-        the most elements, and of those that have the same; others are as long in each bucket
-        as their longest row there.
+      call: of the function, in the way that rows of a bucket run. Buckets are for the lengths of
+        that `Ragged` with the most elements, and of those that have the same; others are as long
+        in each bucket as their longest row there.
       buckets: which rows run together, or how many groups of them there may be.
-      run_rows: what `vmap` does with the rows of one bucket.
 
     Raises:
       AxisError: the buckets are for other lengths.
     """
+    axis, mapped = call.axis, call.mapped
     sizes_of, sizes = find_sizes(mapped)
     leading = max(sizes, key=lambda size: int(np.asarray(size.batch.lengths).sum()))
-    buckets = buckets if isinstance(buckets, Buckets) else bucket(leading.batch, int(buckets))
+    if isinstance(buckets, int):
+        buckets = bucket(leading.batch, buckets)
+    assert isinstance(buckets, Buckets)
     if not np.array_equal(buckets.lengths, np.asarray(leading.batch.lengths)):
         path = next(m.path for m, size in zip(mapped, sizes_of, strict=True) if size is leading)
         raise AxisError(
@@ -93,10 +73,10 @@ def run_in_buckets(
         )
     recording.fact("buckets", buckets=buckets)
     if not axis.size:
-        return run_rows(axis, one_row, mapped)
+        return execute(call)
 
     def one_row_in_bucket(*values: Any) -> tuple[list[Any], _InBucket]:
-        arrays, outputs = one_row(*values)
+        arrays, outputs = call.function(*values)
         described = list(map(in_front, outputs.described))
         return arrays, _InBucket(described, outputs.rebuild, outputs, list(map(jnp.ndim, arrays)))
 
@@ -105,7 +85,8 @@ def run_in_buckets(
             replace(m, value=m.value.with_max_length(buckets.sizes[g])) if size is leading else m
             for m, size in zip(part, sizes_of, strict=True)
         ]
-        outs, outputs = run_rows(group, one_row_in_bucket, bounded)
+        own = replace(call, axis=group, function=one_row_in_bucket, mapped=bounded)
+        outs, outputs = execute(own)
         assert isinstance(outputs, _InBucket)
         return [
             (x, 0 if isinstance(x, Ragged) or np.ndim(x) > ndim else None)

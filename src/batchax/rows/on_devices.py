@@ -10,7 +10,7 @@ transpose.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,16 +22,27 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, NamedSharding
 
 from batchax import _compat
+from batchax.errors import UnsupportedError
+from batchax.execution.call import Call, Outputs, Way, execute
 from batchax.execution.mesh import put_traced, puts_traced
-from batchax.execution.shards import Shards, is_sharded, on_shards, spec_of, with_whole_axis
-from batchax.frontend.arguments import Mapped
+from batchax.execution.shards import (
+    Shards,
+    check_shared,
+    is_sharded,
+    on_shards,
+    spec_of,
+    with_whole_axis,
+)
 from batchax.frontend.outputs import place
 from batchax.kernel import recording
 from batchax.kernel.axis import AxisPosition
+from batchax.kernel.named_axes import any_uses_axis
+from batchax.memo import Memo
 from batchax.rows.arguments import RowSize, capacity_of
 from batchax.rows.blocks import moved
-from batchax.rows.call import Call
+from batchax.rows.call import RowCall
 from batchax.rows.groups import in_front
+from batchax.rows.host_calls import refuse_calls
 from batchax.rows.index import RowIndex
 from batchax.rows.ragged import Ragged
 
@@ -134,14 +145,68 @@ class _Output:
     size: int | None = None
 
 
-def run_on_devices(call: Call, shards: Shards, run_rows: Callable[[Call], list[Any]]) -> list[Any]:
-    """The outputs of a call, whose rows are dealt out to devices.
+kept_on_devices = Memo("calls outside of jit, of rows on devices", most=64)
 
-    Args:
-      call: of a function of one row.
+
+@dataclass(frozen=True)
+class RowsOnDevices(Way):
+    """Rows dealt out to devices, each of which runs those that it has.
+
+    One program serves all batches of arrays of the same size: lengths are arguments of it.
+
+    Attributes:
       shards: the devices: each is a lane.
-      run_rows: from the call with the rows of one device, whose lengths are traced, to its outputs.
+      of_each: how a device runs its rows.
+      stages_again: whether types tell of a mesh, which on a device they do no more: there the
+        function is staged again.
     """
+
+    shards: Shards
+    of_each: Way
+    stages_again: bool
+
+    @property
+    def memo(self) -> Memo | None:
+        return kept_on_devices
+
+    def note(self, call: Call) -> None:
+        pass  # each device will
+
+    def prepared(self, call: Call) -> Call:
+        assert isinstance(call, RowCall)
+        if any_uses_axis(call.axis, call.staged):
+            raise UnsupportedError(
+                "mesh was given, and the function has a collective over axis_name "
+                f"{call.axis.name!r}, whose lanes are rows of different lengths: a device knows "
+                "only its own. Reduce over the batch with out_axes=batchax.Reduce(...), or leave "
+                "mesh out."
+            )
+        if not call.axis.size:
+            return replace(call, way=self.of_each)
+        check_shared([], call.staged.consts)
+        if self.shards.count > 1:
+            refuse_calls(call.staged)
+        return replace(call, gives_lengths=True)
+
+    def passes_constants(self, call: Call) -> bool:
+        return not (call.traced or self.stages_again)
+
+    def run(self, call: Call) -> tuple[list[Any], Any]:
+        def run(*values: Any) -> list[Any]:
+            given = call.with_values(values)
+            assert isinstance(given, RowCall)
+            return _run_on_devices(given, self)
+
+        outs = (jax.jit(run) if call.computes else run)(*call.values)
+        return jax.tree.flatten(outs)
+
+    def finish(self, call: Call, arrays: list[Any], said: Any) -> Outputs:
+        return jax.tree.unflatten(said, arrays), call.outputs
+
+
+def _run_on_devices(call: RowCall, way: RowsOnDevices) -> list[Any]:
+    """The outputs of a call, whose rows are dealt out to devices."""
+    shards = way.shards
     weights = sum(jnp.asarray(size.index.lengths) for size in call.sizes)
     dealt = Dealt.of(weights, shards.count)
     devices, slots = dealt.row.shape
@@ -150,7 +215,7 @@ def run_on_devices(call: Call, shards: Shards, run_rows: Callable[[Call], list[A
     rooms = [_room(call, size, devices, slots) for size in call.sizes]
     arguments = list(lengths)
     positions: list[AxisPosition] = [0] * len(lengths)
-    for m, size in _arguments(call):
+    for m, size in call.arguments:
         x = m.value
         if size is not None:
             k = call.sizes.index(size)
@@ -166,11 +231,11 @@ def run_on_devices(call: Call, shards: Shards, run_rows: Callable[[Call], list[A
         own = [
             x if a is None else lax.squeeze(x, (0,)) for x, a in zip(values, positions, strict=True)
         ]
-        local = _local_call(call, own[: len(lengths)], own[len(lengths) :], slots)
+        local = _local_call(call, way, own[: len(lengths)], own[len(lengths) :], slots)
         outs: list[Any] = []
         found: list[AxisPosition] = []
         noted = []
-        for x, shape in zip(run_rows(local), call.shapes, strict=True):
+        for x, shape in zip(execute(local)[0], call.shapes, strict=True):
             if isinstance(x, Ragged):
                 known = (k for k, s in enumerate(local.sizes) if s.batch.lengths is x.lengths)
                 noted.append(_Output(True, x.axis, x.max_length, next(known, None)))
@@ -198,7 +263,7 @@ def run_on_devices(call: Call, shards: Shards, run_rows: Callable[[Call], list[A
     return results
 
 
-def _room(call: Call, size: RowSize, devices: int, slots: int) -> int:
+def _room(call: RowCall, size: RowSize, devices: int, slots: int) -> int:
     """How many elements one device may have."""
     room, bound = capacity_of(size.batch), size.bound
     if len(call.sizes) > 1:  # dealt out by their sum, of which one may be all
@@ -207,18 +272,21 @@ def _room(call: Call, size: RowSize, devices: int, slots: int) -> int:
     return min(slots * bound, -(-room // devices) + bound + min(bound, room // call.axis.size))
 
 
-def _local_call(call: Call, lengths: Sequence[Any], values: Sequence[Any], slots: int) -> Call:
-    """The call with the rows of one device, which are in front of `values`."""
-    places = [m.axis if size is None else m.value.axis for m, size in _arguments(call)]
-    moved = [x if a is None else jnp.moveaxis(x, 0, a) for x, a in zip(values, places, strict=True)]
-    local = call.with_values(lengths, moved)
-    described = list(map(in_front, call.outputs.described))
-    outputs = replace(call.outputs, described=described)
-    return replace(local, axis=replace(call.axis, size=slots), outputs=outputs)
-
-
-def _arguments(call: Call) -> list[tuple[Mapped, RowSize | None]]:
-    return list(zip(call.mapped, call.sizes_of, strict=True))
+def _local_call(
+    call: RowCall, way: RowsOnDevices, lengths: Sequence[Any], arrays: Sequence[Any], slots: int
+) -> RowCall:
+    """The call with the rows of one device, which are in front of `arrays`."""
+    places = [m.axis if size is None else m.value.axis for m, size in call.arguments]
+    moved = [x if a is None else jnp.moveaxis(x, 0, a) for x, a in zip(arrays, places, strict=True)]
+    local = replace(
+        call.with_rows(lengths, moved),
+        axis=replace(call.axis, size=slots),
+        way=way.of_each,
+        gives_lengths=False,
+    )
+    staged = replace(local, program=None).staged if way.stages_again else call.staged
+    outputs = replace(call.outputs, described=list(map(in_front, call.described)))
+    return replace(local, program=(staged, outputs))
 
 
 def _put(shards: Shards, x: Any, position: AxisPosition) -> Any:
@@ -230,7 +298,7 @@ def _put(shards: Shards, x: Any, position: AxisPosition) -> Any:
     return jax.device_put(x, NamedSharding(shards.mesh, spec_of(shards, position)))
 
 
-def _collected(call: Call, dealt: Dealt, noted: _Output, x: Any, lengths: Any) -> Ragged:
+def _collected(call: RowCall, dealt: Dealt, noted: _Output, x: Any, lengths: Any) -> Ragged:
     """A ragged output, from the rows of each device and their lengths."""
     assert noted.axis is not None
     devices, room = x.shape[:2]

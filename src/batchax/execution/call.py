@@ -1,0 +1,313 @@
+"""A call of `vmap` as a value, the passes it goes through, and `execute`, which runs it.
+
+A `Call` is a function of one example, its arguments, and the *way* that its axis is to run. It
+begins as one of all lanes at once. A pass takes a call and returns one: with lanes that devices
+have, with a few that run at a time. What is left after all passes is executed::
+
+    outs, outputs = execute(through(passes, Call(axis, function, mapped)))
+
+A new way to run an axis is a subclass of `Way`, and a pass that gives it to the calls it is for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+from jax.core import Tracer, eval_jaxpr
+
+from batchax import _compat
+from batchax.frontend.arguments import Mapped
+from batchax.frontend.outputs import (
+    Described,
+    FlatOutputs,
+    OutputArray,
+    as_array,
+    check_unbatched,
+    place,
+)
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.captured import MappedProgram, running
+from batchax.kernel.inner import example_aval, stage_described
+from batchax.kernel.lasting import call_key
+from batchax.kernel.looking import WHOLE, looks_here, unseen
+from batchax.memo import Memo
+
+Outputs = tuple[list[Any], FlatOutputs]
+"""What a call returns: arrays, and how to rebuild what they are of."""
+
+
+class Way:
+    """A way to run an axis, as a value: ways that are equal do the same to equal calls.
+
+    Only `run` must be said. `execute` knows the rest: whether operations are traced or computed,
+    whether notes are taken, whether a program is kept from one call to the next.
+
+    Attributes:
+      hides: whether values are computed that are not the user's, which ``jax.debug_nans`` must not
+        see: of lanes that are masked or repeated, of blank buffers.
+      makes_calls: whether `run` makes calls, each of which is executed for itself, and returns
+        results and how to rebuild them. Nothing is staged for such a way.
+    """
+
+    hides: ClassVar[bool] = True
+    makes_calls: ClassVar[bool] = False
+
+    @property
+    def memo(self) -> Memo | None:
+        """Where its programs are kept, for calls outside of `jit`; None for nowhere."""
+        return None
+
+    def run(self, call: Call) -> tuple[list[Any], Any]:
+        """The arrays of all lanes, and what there is to say of them, which holds no array."""
+        raise NotImplementedError
+
+    def needs_program(self, call: Call) -> bool:
+        """Whether the function is staged before it runs, for all lanes alike."""
+        return True
+
+    def note(self, call: Call) -> None:
+        """Says what runs, to whoever takes notes."""
+        recording.found_program(call.axis, call.staged, call.mapped)
+
+    def prepared(self, call: Call) -> Call:
+        """The call as this way wants it, once it is known that it will be run so.
+
+        Raises:
+          UnsupportedError: it cannot.
+        """
+        return call
+
+    def stages_whole(self, call: Call) -> bool:
+        """Whether all it does is staged before any of it is computed."""
+        return True
+
+    def passes_constants(self, call: Call) -> bool:
+        """Whether what the function closes over is given to the program as arguments are."""
+        return self.memo is not None and not call.traced
+
+    def put(self, constants: Sequence[Any]) -> Sequence[Any]:
+        """What the function closes over, where it is wanted."""
+        return constants
+
+    def may_keep(self, said: Any) -> bool:
+        """Whether a program may be kept of whose results `run` said this."""
+        return True
+
+    def check(self, call: Call, said: Any) -> None:
+        """Refuses results of which `run` said this, before they are computed."""
+
+    def finish(self, call: Call, arrays: list[Any], said: Any) -> Outputs:
+        """The results, where they are wanted."""
+        return arrays, call.outputs
+
+
+@dataclass(frozen=True)
+class AllAtOnce(Way):
+    """All lanes at once, equation by equation: what ``jax.vmap`` does."""
+
+    hides: ClassVar[bool] = False
+
+    def stages_whole(self, call: Call) -> bool:
+        """Only where a result may be refused, which is known after its last operation."""
+        return any(output.spec is None for output in call.described)
+
+    def run(self, call: Call) -> tuple[list[Any], Sequence[AxisPosition]]:
+        values, positions = call.values, call.positions
+        program = MappedProgram(call.axis, call.staged, values, positions, call.computes)
+        with running(program):
+            return program.run()
+
+    def check(self, call: Call, said: Any) -> None:
+        check_unbatched(call.axis, call.described, said)
+
+    def finish(self, call: Call, arrays: list[Any], said: Any) -> Outputs:
+        placed = zip(call.described, arrays, said, strict=True)
+        return [place(call.axis, output, x, a) for output, x, a in placed], call.outputs
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A function of one example, called for all lanes.
+
+    Attributes:
+      axis: the axis being mapped.
+      function: the function, which returns arrays and what describes them.
+      mapped: its arguments. First those that stand for what it closes over, if these are passed.
+      way: how lanes are to run.
+      constants: how many arguments stand for what it closes over.
+      program: the function staged for one example, and what describes its outputs; None as long as
+        nobody has asked.
+      computes: whether what is staged of it will be computed at once.
+    """
+
+    axis: Axis
+    function: Described
+    mapped: Sequence[Mapped]
+    way: Way = AllAtOnce()
+    constants: int = 0
+    program: tuple[_compat.ClosedJaxpr, FlatOutputs] | None = None
+    computes: bool = False
+
+    @property
+    def values(self) -> list[Any]:
+        """The arguments of all lanes."""
+        return [m.value for m in self.mapped]
+
+    @property
+    def positions(self) -> list[AxisPosition]:
+        """Where they have the batch axis."""
+        return [m.axis for m in self.mapped]
+
+    @property
+    def shared(self) -> list[Any]:
+        """Those that all lanes have alike."""
+        return [m.value for m in self.mapped if m.axis is None]
+
+    @property
+    def staged(self) -> _compat.ClosedJaxpr:
+        """The function of one example as a program, which it is staged to if it has not been."""
+        return self._program[0]
+
+    @property
+    def outputs(self) -> FlatOutputs:
+        """How to rebuild what the function returned."""
+        return self._program[1]
+
+    @property
+    def described(self) -> Sequence[OutputArray]:
+        """The arrays that it returned."""
+        return self.outputs.described
+
+    @functools.cached_property
+    def _program(self) -> tuple[_compat.ClosedJaxpr, FlatOutputs]:
+        return self.program or self._stage()
+
+    def _stage(self) -> tuple[_compat.ClosedJaxpr, FlatOutputs]:
+        given = self.mapped[self.constants :]
+        avals = [example_aval(self.axis, jax.typeof(m.value), m.axis) for m in given]
+        return stage_described(self.axis, self.function, avals, [m.path for m in given])
+
+    def with_program(self) -> Call:
+        """The same call, staged: calls that are made of it will not be staged again."""
+        return replace(self, program=self._program)
+
+    @property
+    def given_traced(self) -> bool:
+        """Whether an argument is traced."""
+        return any(isinstance(x, Tracer) for x in self.values)
+
+    @functools.cached_property
+    def traced(self) -> bool:
+        """Whether running it traces operations, rather than computing them at once."""
+        return self.given_traced or any(isinstance(x, Tracer) for x in self.staged.consts)
+
+    def with_values(self, values: Sequence[Any]) -> Call:
+        """The same call of other arrays."""
+        mapped = [m.put(x) for m, x in zip(self.mapped, values, strict=True)]
+        return replace(self, mapped=mapped)
+
+    def with_constants_passed(self) -> Call:
+        """The same call, of a program that holds no values."""
+        (staged,), consts = _compat.hoist_constants(self.staged)
+        given = [Mapped(CONSTANT, x, None) for x in self.way.put(consts)]
+        return replace(
+            self,
+            mapped=[*given, *self.mapped],
+            constants=len(given) + self.constants,
+            program=(staged, self.outputs),
+        )
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for calls that do the same, whatever the values, if nothing is traced."""
+        specs = tuple(output.spec for output in self.described)
+        places = zip(map(jax.typeof, self.values), self.positions, strict=True)
+        return call_key(self.axis, self.staged, self.way, specs, *places)
+
+
+CONSTANT = "a value that the function closes over"
+
+Pass = Callable[[Call], Call]
+
+
+def through(passes: Iterable[Pass], call: Call) -> Call:
+    """A call after these passes, in order."""
+    return functools.reduce(lambda call, change: change(call), passes, call)
+
+
+def execute(call: Call) -> Outputs:
+    """What a call returns.
+
+    Whoever adds a way to run an axis need not know what is decided here.
+
+    Raises:
+      AxisError: a result depends on the batch where it must not.
+      UnsupportedError: it cannot run in its way.
+    """
+    way = call.way
+    if way.makes_calls:
+        return unseen(lambda *values: way.run(call.with_values(values)), call.values, WHOLE)
+    with _compat.name_stack_extended("vmap"):
+        if recording.is_on() or way.needs_program(call):
+            call = call.with_program()
+            way.note(call)
+        call = way.prepared(call)
+        way = call.way
+        if way.passes_constants(call) and not recording.is_on():
+            call = call.with_constants_passed()
+
+        def evaluate(*values: Any) -> tuple[list[Any], Any]:
+            return _evaluated(call, values)
+
+        run = functools.partial(unseen, name=WHOLE) if way.hides else _seen
+        arrays, said = run(evaluate, call.values)
+        outs, outputs = way.finish(call, arrays, said)
+    return list(map(as_array, outs)), outputs
+
+
+def _seen(run: Callable[..., Any], args: Sequence[Any]) -> Any:
+    return run(*args)
+
+
+def _evaluated(call: Call, values: Sequence[Any]) -> tuple[list[Any], Any]:
+    """The arrays that a way returns for these values, and what it says of them.
+
+    Where nothing is traced operations would be computed as they are met. So the whole is staged
+    first: what is wrong with it is found before anything is computed, and it may be kept. What
+    notes are taken of is not, and nothing that is kept is used for it.
+    """
+    way = call.way
+    if not call.traced and way.stages_whole(call):
+        program, said = _whole(call, values)
+        way.check(call, said)
+        if not looks_here():  # at the results of the user's operations, which are those of `run`
+            return eval_jaxpr(program.jaxpr, program.consts, *values), said
+    arrays, said = way.run(call.with_values(values))
+    way.check(call, said)
+    return arrays, said
+
+
+def _whole(call: Call, values: Sequence[Any]) -> tuple[_compat.ClosedJaxpr, Any]:
+    """All that a way does with such values as one program, and what it says of the results."""
+    way, memo = call.way, call.way.memo
+
+    def run(*values: Any) -> tuple[list[Any], Any]:
+        return way.run(replace(call.with_values(values), computes=True))
+
+    def stage() -> tuple[_compat.ClosedJaxpr, Any]:
+        return _compat.stage_described(run, list(map(jax.typeof, values)))
+
+    if memo is None or recording.is_on():
+        return stage()
+    key = call.key
+    kept = memo.find(key)
+    if kept is None:
+        kept = stage()
+        if way.may_keep(kept[1]):
+            kept = memo.get(key, lambda: kept)
+    return kept

@@ -1,0 +1,103 @@
+"""What `vmap` knows of rows: the options that are for them, and who runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from batchax.errors import ArgumentTypeError, AxisError
+from batchax.frontend.arguments import Mapped
+from batchax.frontend.containers import BatchOfRows
+from batchax.frontend.in_axes import is_position
+
+
+class GroupsOfRows:
+    """Base of what `buckets` may be beside a number: which rows run together."""
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """What `vmap` was asked for where rows are concerned.
+
+    Attributes:
+      layout: how rows are held while they are computed.
+      buckets: which rows run together, or how many groups of them there may be.
+    """
+
+    layout: Literal["auto", "packed", "padded", "grouped"] = "auto"
+    buckets: int | GroupsOfRows | None = None
+
+    def check_used(self) -> None:
+        """Refuses options that no argument has rows for.
+
+        Raises:
+          ArgumentTypeError: one was given.
+        """
+        given = {"buckets": self.buckets is not None, "layout": self.layout != "auto"}
+        for option, there in given.items():
+            if there:
+                raise ArgumentTypeError(
+                    f"{option} was given, which is for rows of different lengths, but no mapped "
+                    "argument is a batchax.Ragged."
+                )
+
+
+def find_row_options(layout: Any, buckets: Any, batch_size: Any) -> RowOptions:
+    """What the options of `vmap` ask for where rows are concerned.
+
+    Raises:
+      ArgumentTypeError: one is of the wrong type, or they do not go together.
+      AxisError: there are to be fewer than one bucket.
+    """
+    buckets = _checked_buckets(buckets)
+    if layout not in ("auto", "packed", "padded", "grouped"):
+        raise ArgumentTypeError(
+            f'layout must be "auto", "packed", "padded" or "grouped", got {layout!r}.'
+        )
+    if layout == "packed" and batch_size is not None:
+        raise ArgumentTypeError(
+            'layout="packed" does not go with batch_size: chunks hold padded rows. Leave one of '
+            "them out; buckets= helps where padding takes too much memory."
+        )
+    if layout == "grouped" and buckets is not None:
+        raise ArgumentTypeError(
+            'layout="grouped" runs rows of one length together, and buckets= rows of similar '
+            "length. Give one of them."
+        )
+    return RowOptions(layout, buckets)
+
+
+def _checked_buckets(buckets: Any) -> int | GroupsOfRows | None:
+    if buckets is None or isinstance(buckets, GroupsOfRows):
+        return buckets
+    if not is_position(buckets):
+        raise ArgumentTypeError(
+            "buckets must be a positive int, the result of batchax.bucket(...), or None; got "
+            f"{buckets!r} of type {type(buckets).__name__}."
+        )
+    if buckets < 1:
+        raise AxisError(f"buckets must be a positive int, got {buckets}.")
+    return int(buckets)
+
+
+PassOfRows = Callable[[RowOptions, Any, Any], Any]
+"""From what was asked for rows, the shards, and the chunks of lanes to the pass for rows."""
+
+_run_by: list[PassOfRows] = []
+
+
+def runs_rows(make: PassOfRows) -> PassOfRows:
+    """Decorator: who runs rows. It lives above those who only need to know that there are rows."""
+    _run_by[:] = [make]
+    return make
+
+
+def passes_of_rows(
+    options: RowOptions, mapped: Sequence[Mapped], shards: Any, chunking: Any
+) -> list[Any]:
+    """The pass for a call some of whose arguments are rows; none for any other."""
+    if any(isinstance(m.value, BatchOfRows) for m in mapped):
+        return [make(options, shards, chunking) for make in _run_by]
+    options.check_used()
+    return []

@@ -1,0 +1,62 @@
+"""The whole program on padded rows, batched as `vmap` does for arrays of one size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from batchax.execution.call import Call, execute, through
+from batchax.execution.chunked import Chunking
+from batchax.execution.on_devices import in_parts
+from batchax.frontend.arguments import Mapped
+from batchax.frontend.outputs import FlatOutputs
+from batchax.kernel import recording
+from batchax.rows.call import RowCall
+from batchax.rows.index import pad_rows
+from batchax.rows.outputs import as_ragged
+from batchax.rows.padded import Row, run_padded
+from batchax.rows.sizes import Sizes, has_symbols
+from batchax.rows.steps import flatten
+
+
+def executed_as_arrays(call: Call, chunking: Chunking | None) -> tuple[list[Any], FlatOutputs]:
+    """What a call of arrays returns that stands for rows, so many of them at a time.
+
+    A padded row is computed by a program that was staged for one mesh, so it stays where it is.
+    """
+    return execute(through([in_parts(chunking, where_types_say=False)], call))
+
+
+def execute_padded(call: RowCall, chunking: Chunking | None) -> tuple[list[Any], FlatOutputs]:
+    """What a call returns, each of whose rows is padded to the longest."""
+    if recording.is_on():
+        steps = flatten(call.staged).steps
+        recording.fact("region", layout="padded", steps=steps, sizes=[s.noted for s in call.sizes])
+    recording.found_program(call.axis, call.staged, call.mapped)
+    staged, bounds = call.staged, call.bounds
+    shapes = [v.aval.shape for v in staged.jaxpr.invars]
+
+    def padded_row(*values: Any) -> tuple[list[Any], FlatOutputs]:
+        lengths = dict(zip(bounds, values, strict=False))
+        arguments = [
+            Row(x, shape, None if size is None else 0)
+            for x, shape, size in zip(values[len(bounds) :], shapes, call.sizes_of, strict=True)
+        ]
+        rows = run_padded(Sizes(bounds, lengths), staged.jaxpr, staged.consts, arguments)
+        return [row.value for row in rows], call.outputs
+
+    arguments = [
+        Mapped(f"the lengths {size.name}", jnp.asarray(size.index.lengths), 0)
+        for size in call.sizes
+    ]
+    for m, size in zip(call.mapped, call.sizes_of, strict=True):
+        if size is not None:
+            padded = pad_rows(m.value.data, size.index_in(m.value), m.value.axis)
+            m = Mapped(m.path, padded, 0)
+        arguments.append(m)
+    outs, _ = executed_as_arrays(Call(call.axis, padded_row, arguments), chunking)
+    return [
+        as_ragged(x, shape, call.sizes) if has_symbols(shape) else x
+        for x, shape in zip(outs, call.shapes, strict=True)
+    ], call.outputs

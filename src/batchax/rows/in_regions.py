@@ -1,0 +1,148 @@
+"""Rows in regions of the program, each of which holds them in one layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from batchax.errors import UnsupportedError
+from batchax.execution.call import Call, Outputs, Way
+from batchax.frontend.outputs import check_unbatched, place
+from batchax.frontend.rows import RowOptions
+from batchax.kernel import recording
+from batchax.kernel.axis import AxisPosition
+from batchax.memo import Memo
+from batchax.rows.arguments import RowSize, capacity_of, with_room
+from batchax.rows.blocks import SizeClasses
+from batchax.rows.call import RowCall
+from batchax.rows.class_choice import choose_classes, find_classes
+from batchax.rows.layouts import Costs, choose_layouts
+from batchax.rows.outputs import as_ragged
+from batchax.rows.packed import Packed, PackedRows, Segments
+from batchax.rows.padded import Operation
+from batchax.rows.ragged import Ragged
+from batchax.rows.regions import Region, find_regions, regions_of_classes, run_regions
+from batchax.rows.size_classes import obstacle
+from batchax.rows.sizes import Sizes, has_symbols
+from batchax.rows.steps import RowProgram, flatten
+
+Classes = int | Literal["auto"] | None
+"""How many size classes rows may be in: so many, as many as pay, or none."""
+
+
+kept_in_regions = Memo("calls outside of jit, of rows, batched", most=64)
+
+
+@dataclass(frozen=True)
+class InRegions(Way):
+    """Region by region, each of which holds rows in one layout.
+
+    Attributes:
+      layout: that of all regions, or "auto".
+      classes: how many size classes padded rows may be in.
+    """
+
+    layout: str
+    classes: Classes = None
+
+    @property
+    def memo(self) -> Memo | None:
+        return kept_in_regions
+
+    def run(self, call: Call) -> tuple[list[Any], list[AxisPosition]]:
+        assert isinstance(call, RowCall)
+        program, regions, classes = self._find_regions(call)
+        for region in regions if recording.is_on() else ():
+            sizes = [s.noted for s in call.sizes]
+            name = "in size classes" if classes and region.layout == "padded" else region.layout
+            recording.fact("region", layout=name, steps=region.steps, sizes=sizes)
+        segments = {size.name: Segments(size.index, capacity_of(size.batch)) for size in call.sizes}
+        rows = PackedRows(call.axis, segments)
+        arguments = [
+            _packed(rows, x, m.axis if size is None else m.value.axis, size)
+            for x, (m, size) in zip(call.arrays, call.arguments, strict=True)
+        ]
+        with recording.run(call.staged.jaxpr):
+            outs = run_regions(rows, call.bounds, program, regions, arguments, classes)
+        return [
+            Operation(None, rows.sizes).cut(out.value, out.shape)
+            if out.axis is None and has_symbols(out.shape)
+            else out.value
+            for out in outs
+        ], [out.axis for out in outs]
+
+    def check(self, call: Call, said: Any) -> None:
+        check_unbatched(call.axis, call.described, said)
+
+    def finish(self, call: Call, arrays: list[Any], said: Any) -> Outputs:
+        assert isinstance(call, RowCall)
+        results = []
+        for x, shape, axis, output in zip(arrays, call.shapes, said, call.described, strict=True):
+            if not has_symbols(shape):
+                results.append(place(call.axis, output, jnp.asarray(x), axis))
+            elif axis is not None:
+                results.append(as_ragged(x, shape, call.sizes))
+            else:
+                size = next(s for s in call.sizes if s.symbol in shape)
+                at = shape.index(size.symbol)
+                results.append(Ragged(x, size.batch.lengths, size.bound, axis=at))
+        return results, call.outputs
+
+    def _find_regions(self, call: RowCall) -> tuple[RowProgram, list[Region], SizeClasses | None]:
+        """The program in regions, and the classes that padded rows are in."""
+        program = flatten(call.staged)
+        batched = [m.axis is not None for m in call.mapped]
+        room = {size.name: capacity_of(size.batch) for size in call.sizes}
+        costs = Costs(Sizes(room, {}), Sizes(call.bounds, {}), len(call.sizes[0].batch))
+        only = self.layout if self.layout in ("packed", "padded") else None
+        layouts = choose_layouts(program, batched, costs, only)
+        if self.classes == "auto":
+            classes = choose_classes(program, layouts, batched, costs)
+        else:
+            classes = (
+                None
+                if self.classes is None
+                else find_classes(program, batched, costs, self.classes)
+            )
+        if classes is None:
+            return program, find_regions(program, layouts), None
+        return program, regions_of_classes(program, layouts, batched), classes
+
+
+def _packed(rows: PackedRows, x: Any, at: AxisPosition, size: RowSize | None) -> Packed:
+    """An argument as it is held where rows are packed; `at`: its axis of rows, or of elements."""
+    if size is None:
+        shape = list(jnp.shape(x))
+        if at is not None:
+            del shape[at]
+        return Packed(x, tuple(shape), at)
+    assert at is not None
+    x = with_room(x, at, capacity_of(size.batch))
+    shape = list(jnp.shape(x))
+    shape[at] = size.symbol
+    return Packed(Operation(None, rows.sizes).cut(x, shape), tuple(shape))
+
+
+def most_classes(call: RowCall, options: RowOptions, in_chunks: bool) -> Classes:
+    """How many size classes rows may be in; None where they are in none.
+
+    Raises:
+      UnsupportedError: the program cannot run in size classes, but was asked to.
+    """
+    room = [capacity_of(size.batch) for size in call.sizes]
+    if not (call.axis.size and max(call.bounds.values()) and all(room)):
+        return None  # there is nothing to put anywhere
+    why = obstacle(call.axis, call.staged, in_chunks)
+    if options.buckets is None:
+        # Outside of `jit` a loop over blocks would be compiled.
+        return "auto" if options.layout == "auto" and call.traced and why is None else None
+    if why is not None:
+        raise UnsupportedError(
+            "buckets was given, and the lengths of rows are traced here, so that they would be "
+            f"put into buckets while they run; but {why}. Leave buckets out, or call vmap where "
+            "lengths are known, outside of jit."
+        )
+    assert isinstance(options.buckets, int)  # groups need known lengths, and run one by one
+    return options.buckets
