@@ -13,5 +13,5 @@ To read, in this order:
 What these lean on: `varying` (types inside `shard_map`), `reference_axes`, `captured` (values that
 rules of derivatives closed over), `rule_results` (checks of what rules of users return),
 `derivatives`, `recording` (notes for `explain`), `divergence` (what ways to run an axis are
-asked), `lasting` (calls outside of tracing), `looking` (where `jax.debug_nans` looks).
+asked), `lasting` (how programs are known again), `looking` (where `jax.debug_nans` looks).
 """
