@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
@@ -17,12 +18,10 @@ from batchax.execution.steps import ScanProgram
 from batchax.execution.watched import Steps
 from batchax.frontend.advice import named_in_errors
 from batchax.frontend.arguments import (
-    Mapped,
     check_axis_size,
     check_callable,
     find_axis_size,
     flatten_arguments,
-    give_lane_indices,
 )
 from batchax.frontend.batched import Batched
 from batchax.frontend.carries import (
@@ -34,8 +33,9 @@ from batchax.frontend.carries import (
     name_of,
     settle,
 )
-from batchax.frontend.containers import BatchOfRows, is_container_spec
+from batchax.frontend.containers import is_container_spec
 from batchax.frontend.in_axes import STEPS, check_in_axes, is_position
+from batchax.frontend.mapped import Mapped, MappedRows, with_lane_indices
 from batchax.frontend.outputs import (
     FlatOutputs,
     flatten_outputs,
@@ -154,7 +154,7 @@ def scan(
                 "the function for a known size, or leave progress out."
             )
         axis, watched = Axis(steps), Steps(steps, told)
-        give_lane_indices(flat.mapped, axis)
+        flat = replace(flat, mapped=with_lane_indices(flat.mapped, axis))
         xs, x_axes = [m.value for m in flat.mapped], tuple(m.axis for m in flat.mapped)
         carry, structure = flatten_carry(
             init, "args[0]", "scan", "pass other objects as arguments with None in in_axes"
@@ -226,7 +226,7 @@ def _check_arrays(mapped: Sequence[Mapped]) -> None:
       ArgumentTypeError: an argument is one.
     """
     for m in mapped:
-        if isinstance(m.value, BatchOfRows):
+        if isinstance(m, MappedRows):
             raise ArgumentTypeError(
                 f"{m.path} is a {type(m.value).__name__}, whose rows differ in length; the steps "
                 "of a scan have one shape. To scan over each row use lax.scan in the function of a "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
 
 import jax
@@ -23,13 +24,12 @@ from batchax.frontend.arguments import (
     check_axis_size,
     check_callable,
     find_axis_size,
-    find_mesh_axis,
     flatten_arguments,
-    give_lane_indices,
     mesh_axis_names,
 )
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import LANES, check_in_axes
+from batchax.frontend.mapped import find_mesh_axis, with_lane_indices
 from batchax.frontend.outputs import (
     FlatOutputs,
     check_out_axes,
@@ -193,8 +193,8 @@ def vmap(
         if on_mesh is None:
             return batch(flat)
         given = {"args": args, "kwargs": kwargs}
-        with call_of_all(on_mesh.devices[0], fun, given, flat.mapped, said) as own:
-            return batch(flat, own)
+        with call_of_all(on_mesh.devices[0], fun, given, flat.mapped, said) as (mapped, own):
+            return batch(replace(flat, mapped=mapped), own)
 
     def batch(flat: FlatArguments, own: Sequence[range] = ()) -> Any:
         size = find_axis_size(flat.mapped, axis_size)
@@ -203,7 +203,7 @@ def vmap(
         mesh_axis = None if shards else find_mesh_axis(flat.mapped, spmd_axis_name)
         spmd = None if mesh_axis is not None else spmd_axis_name
         axis = Axis(size, axis_name, spmd, mesh_axis, lanes_that_part)
-        give_lane_indices(flat.mapped, axis)
+        mapped = with_lane_indices(flat.mapped, axis)
 
         @functools.wraps(fun)  # JAX's messages name the user's function
         def one_example(*examples: Any) -> tuple[list[Any], FlatOutputs]:
@@ -211,13 +211,13 @@ def vmap(
             out = fun(*example_args, **example_kwargs)
             return flatten_outputs(out, out_axes, size, sum_match=sum_match)
 
-        passes = passes_of_rows(rows, flat.mapped, shards, chunking)
+        passes = passes_of_rows(rows, mapped, shards, chunking)
         if not passes:
             passes = [in_parts(chunking)]
             if shards is not None:
                 passes.insert(0, dealt_out(shards))
-        with named_in_errors(fun, flat.mapped, LANES.each):
-            outs, outputs = execute(through(passes, Call(axis, one_example, flat.mapped)))
+        with named_in_errors(fun, mapped, LANES.each):
+            outs, outputs = execute(through(passes, Call(axis, one_example, mapped)))
         if recording.is_on():
             types = [jax.tree.map(jax.typeof, x) for x in outs]
             recording.fact("outputs", described=outputs.described, types=types)

@@ -20,7 +20,7 @@ import jax
 from jax.core import Tracer, eval_jaxpr
 
 from batchax import _compat
-from batchax.frontend.arguments import Mapped
+from batchax.frontend.mapped import Mapped
 from batchax.frontend.outputs import (
     Described,
     FlatOutputs,

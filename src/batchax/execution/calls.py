@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, Mesh
 from batchax.execution import meetings
 from batchax.execution.local_rows import lanes_of_processes, own_rows
 from batchax.execution.processes import of_several_processes
-from batchax.frontend.arguments import Mapped
 from batchax.frontend.local_rows import LocalRows
+from batchax.frontend.mapped import Mapped, OwnRows
 from batchax.kernel.looking import in_jit
 from batchax.memo import memoized
 
@@ -26,7 +26,7 @@ def call_of_all(
     arguments: Any,
     mapped: Sequence[Mapped],
     options: Mapping[str, Any],
-) -> Iterator[list[range]]:
+) -> Iterator[tuple[list[Mapped], list[range]]]:
     """A call with `mesh`, which all its processes make, if there are several.
 
     Inside of `jit` nobody knows when it is made.
@@ -35,18 +35,19 @@ def call_of_all(
       mesh: the devices.
       fun: the function that is batched.
       arguments: of the call.
-      mapped: those that are mapped; local rows are told where they are among those of all.
+      mapped: those that are mapped.
       options: those of `vmap` that change what is computed.
 
     Returns:
-      Inside: the lanes of each process, where rows are its own; otherwise none.
+      Inside: what is mapped, with local rows where they are among those of all; and the lanes of
+      each process, where rows are its own, otherwise none.
     """
     numbers = own_rows(mesh, mapped)
     if not of_several_processes(mesh) or isinstance(mesh, AbstractMesh) or in_jit():
         yield lanes_of_processes(mapped, [numbers], 0)
         return
     name = getattr(fun, "__qualname__", type(fun).__qualname__)
-    local = {id(m.value): m.axis for m in mapped if isinstance(m.value, LocalRows)}
+    local = {id(m.value): m.axis for m in mapped if isinstance(m, OwnRows)}
     lines = [
         f"function: {getattr(fun, '__module__', '')}.{name}",
         f"mesh: {_of_mesh(mesh)}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -13,9 +14,8 @@ from jax.sharding import AbstractMesh
 
 from batchax.errors import AxisError, UnsupportedError
 from batchax.execution.processes import from_all
-from batchax.frontend.arguments import Mapped
-from batchax.frontend.containers import BatchOfRows
 from batchax.frontend.local_rows import LocalRows
+from batchax.frontend.mapped import Mapped, MappedRows, OwnRows
 from batchax.kernel.looking import in_jit
 
 
@@ -37,7 +37,7 @@ def own_rows(mesh: Any, mapped: Sequence[Mapped]) -> list[int]:
             "abstract: how many rows each process has is not known there. Call the function of "
             "vmap outside of jit; what it runs is compiled and remembered all the same."
         )
-    if any(isinstance(m.value, BatchOfRows) for m in mapped):
+    if any(isinstance(m, MappedRows) for m in mapped):
         raise UnsupportedError(
             f"{own[0][0].path} is batchax.local(x), beside rows of different lengths: those are "
             "dealt out to devices by lengths that all processes must know. Give all rows on all "
@@ -49,10 +49,10 @@ def own_rows(mesh: Any, mapped: Sequence[Mapped]) -> list[int]:
 
 def lanes_of_processes(
     mapped: Sequence[Mapped], found: Sequence[Sequence[int]], process: int
-) -> list[range]:
-    """The lanes of each process; none if no rows are local.
+) -> tuple[list[Mapped], list[range]]:
+    """The arguments, and the lanes of each process; none if no rows are local.
 
-    The arguments with local rows are told where their rows are among those of all.
+    Arguments with local rows have their rows where these are among those of all.
 
     Args:
       mapped: the arguments.
@@ -64,7 +64,7 @@ def lanes_of_processes(
     """
     own = _local(mapped)
     if not own:
-        return []
+        return list(mapped), []
     counts = [count for (count,) in found]
     if min(counts) < 0:
         wrong = [str(p) for p, count in enumerate(counts) if count < 0]
@@ -75,17 +75,16 @@ def lanes_of_processes(
         )
     ends = [0, *accumulate(counts)]
     ranges = [range(a, b) for a, b in pairwise(ends)]
-    for m, x, axis in own:
-        m.value = _among_all(x, axis, ranges, ranges[process]) if ends[-1] else x.array
-    return ranges if ends[-1] else []
+    if not ends[-1]:
+        return [
+            replace(m, value=m.value.array) if isinstance(m, OwnRows) else m for m in mapped
+        ], []
+    among = {id(m): _among_all(x, axis, ranges, ranges[process]) for m, x, axis in own}
+    return [replace(m, value=among.get(id(m), m.value)) for m in mapped], ranges
 
 
 def _local(mapped: Sequence[Mapped]) -> list[tuple[Mapped, LocalRows, int]]:
-    return [
-        (m, m.value, m.axis)
-        for m in mapped
-        if isinstance(m.value, LocalRows) and m.axis is not None
-    ]
+    return [(m, m.value, m.axis) for m in mapped if isinstance(m, OwnRows) and m.axis is not None]
 
 
 def on_own_devices(mesh: Any, names: Sequence[Any], own: Sequence[range]) -> tuple[range, ...]:

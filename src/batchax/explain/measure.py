@@ -18,8 +18,9 @@ from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.explain.account import Timing
 from batchax.explain.staging import Staged, stage, with_arrays_traced
 from batchax.explain.wording import show_options
-from batchax.frontend.arguments import find_axis_size, flatten_arguments, give_lane_indices
+from batchax.frontend.arguments import find_axis_size, flatten_arguments
 from batchax.frontend.containers import arrays_inside
+from batchax.frontend.mapped import with_lane_indices
 from batchax.kernel.axis import Axis
 from batchax.kernel.derivatives import with_values
 from batchax.programs.peak import memory_of
@@ -190,7 +191,7 @@ def _loop(
 ) -> _Way:
     leaves, tree = jax.tree.flatten((args, kwargs))
     flat = flatten_arguments(fun, in_axes, args, kwargs)
-    give_lane_indices(flat.mapped, Axis(lanes))
+    flat = replace(flat, mapped=with_lane_indices(flat.mapped, Axis(lanes)))
 
     @jax.jit  # with the place as an argument: one program for all examples
     def example_at(values: list[Any], i: Any) -> list[Any]:

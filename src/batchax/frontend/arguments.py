@@ -18,40 +18,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
 
 from batchax import _compat
-from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.advice import NO_SUCH_AXIS, by_name, is_key, may_be_key, split_key
 from batchax.frontend.containers import BatchOfRows, parts_of_argument
 from batchax.frontend.in_axes import LANES, Terms, is_position, listed, show, spread_in_axes
 from batchax.frontend.local_rows import LocalRows, only_mapped
+from batchax.frontend.mapped import LaneIndices, Mapped, MappedRows, OwnRows
 from batchax.frontend.outputs import is_array
 from batchax.frontend.parts import LANE_INDEX, AxisSpec
 from batchax.frontend.prefixes import SpecifiedLeaf
-from batchax.kernel.axis import Axis, AxisPosition
-from batchax.kernel.varying import as_lanes
 
 
-@dataclass
-class Mapped:
-    """One array that is batched: where it came from, its value and its axis."""
-
-    path: str
-    value: Any
-    axis: AxisPosition
-    spec: Any = None  # what `in_axes` says of a batch of rows
-    given: Any = None  # the user's own, if `value` stands for it
-
-    def put(self, value: Any) -> Mapped:
-        """The same argument, whose value is now elsewhere, or in another form."""
-        if value is self.value:
-            return self
-        given = self.value if self.given is None else self.given
-        return Mapped(self.path, value, self.axis, self.spec, given)
-
-
-@dataclass
+@dataclass(frozen=True)
 class FlatArguments:
     """A call's mapped arrays, and how to rebuild the arguments of one example."""
 
@@ -82,7 +62,7 @@ def flatten_arguments(
     leaves, rebuild = spread_in_axes(fun, in_axes, args, kwargs, terms)
     mapped: list[Mapped] = []
     parts = [_leaf_parts(leaf, mapped, on_mesh, spread) for leaf in leaves]
-    _check_ranges(mapped, terms)
+    mapped = _in_range(mapped, terms)
     _check_references(mapped)
 
     return FlatArguments(mapped, lambda examples: rebuild([part(examples) for part in parts]))
@@ -95,7 +75,7 @@ def find_axis_size(mapped: Sequence[Mapped], axis_size: Any, terms: Terms = LANE
       AxisError: sizes disagree, with each other or with `axis_size`, or there
         is no mapped argument and no `axis_size`.
     """
-    sized = [m for m in mapped if m.axis is not None and m.value is not LANE_INDEX]
+    sized = [m for m in mapped if m.lanes is not None]
     if not sized:
         if axis_size is None:
             raise AxisError(
@@ -104,7 +84,7 @@ def find_axis_size(mapped: Sequence[Mapped], axis_size: Any, terms: Terms = LANE
                 f"{terms.size}."
             )
         return axis_size
-    sizes = [m.value.shape[m.axis] for m in sized]
+    sizes = [m.lanes for m in sized]
     if all(s == sizes[0] for s in sizes) and axis_size in (None, sizes[0]):
         return sizes[0]
     usual = axis_size if axis_size is not None else Counter(sizes).most_common(1)[0][0]
@@ -162,58 +142,6 @@ def _hint_for_rows(sized: Sequence[Mapped]) -> str:
                 f"batchax.Ragged.from_rows({path})."
             )
     return ""
-
-
-_NOT_IN_TYPES = (BatchOfRows, LocalRows)
-
-
-def find_mesh_axis(mapped: Sequence[Mapped], spmd_axis_name: Any) -> Any:
-    """The mesh axis that the types of the arguments say the mapped axis is sharded over.
-
-    Raises:
-      AxisError: the arguments say different things, or not what `spmd_axis_name` says.
-    """
-    entries = {}
-    for m in mapped:
-        if m.axis is None or m.value is LANE_INDEX or isinstance(m.value, _NOT_IN_TYPES):
-            continue
-        spec = getattr(getattr(jax.typeof(m.value), "sharding", None), "spec", ())
-        entries[m.path] = spec[m.axis] if m.axis < len(spec) else None
-    found = set(entries.values())
-    if len(found) > 1:
-        raise AxisError(
-            "the mapped axes must be sharded over one mesh axis, but they are sharded as\n"
-            + "\n".join(f"  {path}: {entry!r}" for path, entry in entries.items())
-            + "\nUse jax.sharding.reshard on the arguments that differ."
-        )
-    mesh_axis = next(iter(found), None)
-    if None not in (mesh_axis, spmd_axis_name) and spmd_axis_name not in (mesh_axis, (mesh_axis,)):
-        raise AxisError(
-            f"spmd_axis_name {spmd_axis_name} was given, but the mapped axes are sharded over "
-            f"{mesh_axis!r} by their types. Leave spmd_axis_name out."
-        )
-    return mesh_axis
-
-
-def give_lane_indices(mapped: Sequence[Mapped], axis: Axis) -> None:
-    """Puts the indices of all lanes where arguments want that of a lane."""
-    wanted = [m for m in mapped if m.value is LANE_INDEX]
-    if not wanted:
-        return
-    indices = jnp.arange(axis.size, dtype=np.int32)
-    if axis.mesh_axis is not None:  # as the types of the arguments have it
-        sharded = next(m for m in mapped if m.axis is not None and m not in wanted)
-        if jax.sharding.get_abstract_mesh().empty:
-            raise UnsupportedError(
-                f"{wanted[0].path} needs the index of each lane, and {sharded.path} is sharded "
-                f"over {axis.mesh_axis!r}, an axis of type Explicit, of a mesh that is not set. "
-                "Call it inside `with jax.set_mesh(mesh):`."
-            )
-        on_mesh = jax.typeof(sharded.value).sharding.update(spec=PartitionSpec(axis.mesh_axis))
-        indices = jax.sharding.reshard(indices, on_mesh)
-    (indices,) = as_lanes(axis, [indices], [0])
-    for m in wanted:
-        m.value = indices
 
 
 def check_callable(where: str, what: str, fun: Any) -> None:
@@ -277,7 +205,7 @@ def _leaf_parts(
     index = len(mapped)
     if isinstance(value, BatchOfRows):
         _check_rows_spec(leaf.path, spec)
-        mapped.append(Mapped(leaf.path, value, 0, spec))
+        mapped.append(MappedRows(leaf.path, value, 0, spec))
         return lambda examples: examples[index]
     if isinstance(spec, AxisSpec):
         made_of = spec.of_argument(value, leaf.path)
@@ -294,11 +222,16 @@ def _leaf_parts(
             f"in_axes gives {show(spec)} for {leaf.path}, which is "
             f"{type(value).__name__}: that kind of axis is for another registered container."
         )
-    if isinstance(value, LocalRows) and not spread:
-        raise only_mapped(f"for {leaf.path} there is no mesh")
-    if value is not LANE_INDEX and not (spread and isinstance(value, LocalRows)):
+    kind = Mapped
+    if value is LANE_INDEX:
+        kind = LaneIndices
+    elif isinstance(value, LocalRows):
+        kind = OwnRows
+        if not spread:
+            raise only_mapped(f"for {leaf.path} there is no mesh")
+    else:
         value = _as_array(value, leaf.path, spread)
-    mapped.append(Mapped(leaf.path, value, int(spec)))
+    mapped.append(kind(leaf.path, value, int(spec)))
     return lambda examples: examples[index]
 
 
@@ -357,19 +290,17 @@ def _as_array(value: Any, path: str, on_host: bool) -> Any:
         ) from None
 
 
-def _check_ranges(mapped: list[Mapped], terms: Terms) -> None:
-    """Makes axes non-negative; lists every axis that its array does not have."""
-    wrong, sizes = [], set()
-    for m in mapped:
-        if m.axis is None or m.value is LANE_INDEX:
-            continue
-        ndim = len(m.value.shape)
-        if not -ndim <= m.axis < ndim:
-            wrong.append(m)
-        else:
-            m.axis %= ndim
-            sizes.add(m.value.shape[m.axis])
+def _in_range(mapped: Sequence[Mapped], terms: Terms) -> list[Mapped]:
+    """The arguments with axes that are not negative; lists every axis that its array does not have.
+
+    Raises:
+      AxisError: there is one.
+    """
+    pairs = [(m, m.with_own_axis()) for m in mapped]
+    wrong = [m for m, found in pairs if found is None]
+    checked = [found for _, found in pairs if found is not None]
     if wrong:
+        sizes = {m.lanes for m in checked} - {None}
         lanes = sizes.pop() if len(sizes) == 1 else "n"
         raise AxisError(
             f"{NO_SUCH_AXIS}\n"
@@ -379,6 +310,7 @@ def _check_ranges(mapped: list[Mapped], terms: Terms) -> None:
             + "".join(split_key(m.path, lanes, terms.each) for m in wrong if is_key(m.value))
             + _hint_for_numbers(wrong)
         )
+    return checked
 
 
 def _check_references(mapped: list[Mapped]) -> None:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from batchax.errors import ArgumentTypeError, AxisError
-from batchax.frontend.arguments import Mapped
-from batchax.frontend.containers import BatchOfRows
 from batchax.frontend.in_axes import is_position
+from batchax.frontend.mapped import Mapped, MappedRows
 
 
 class GroupsOfRows:
@@ -97,7 +96,7 @@ def passes_of_rows(
     options: RowOptions, mapped: Sequence[Mapped], shards: Any, chunking: Any
 ) -> list[Any]:
     """The pass for a call some of whose arguments are rows; none for any other."""
-    if any(isinstance(m.value, BatchOfRows) for m in mapped):
+    if any(isinstance(m, MappedRows) for m in mapped):
         return [make(options, shards, chunking) for make in _run_by]
     options.check_used()
     return []

@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from batchax import _compat
 from batchax.execution.call import Call
-from batchax.frontend.arguments import Mapped
+from batchax.frontend.mapped import Mapped
 from batchax.frontend.outputs import FlatOutputs
 from batchax.kernel.inner import stage_described
 from batchax.kernel.lasting import call_key

@@ -18,7 +18,7 @@ from jax import lax
 
 from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
-from batchax.frontend.arguments import Mapped
+from batchax.frontend.mapped import Mapped
 from batchax.frontend.outputs import AUTO, FlatOutputs, OutputArray, Reduce, check_unbatched
 from batchax.kernel.axis import Axis, AxisPosition, broadcast_axis, move_axis
 from batchax.programs.canonical_values import Table
