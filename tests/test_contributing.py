@@ -84,6 +84,13 @@ def test_the_hooks_are_those_of_make_lint():
     assert all(hook["language"] == "system" for hook in source["hooks"])
 
 
+def test_pages_say_to_make_what_there_is():
+    for page in ("CONTRIBUTING.md", "README.md", "docs/releases.md", "changes/README.md"):
+        asked = re.findall(r"(?:^|`)make ([a-z][\w-]*)", (ROOT / page).read_text(), re.MULTILINE)
+        assert asked, page
+        assert set(asked) <= TARGETS, page
+
+
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
 def test_forms_ask_what_is_needed(path):
     form = read(path)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import batchax as bx
+from batchax.datasets import kinds
 from batchax.datasets.sources import SOURCES, as_source
 from batchax.datasets.stores import STORES
 
@@ -85,14 +86,24 @@ def test_they_are_loaded_when_they_are_used(packages, tmp_path):
     assert not (tmp_path / "y.lazy").exists()
 
 
-@pytest.mark.parametrize("kinds", [SOURCES, STORES])
-def test_what_is_no_source_or_store(kinds, packages):
-    group, base = kinds._group, kinds._base.__name__
+@pytest.mark.parametrize("table", [SOURCES, STORES])
+def test_what_is_no_source_or_store(table, packages):
+    group, base = table._group, table._base.__name__
     install(packages, "wrong", "x = 3", {group: {"three": "wrong:x", "none": "wrong:y"}})
     with pytest.raises(ImportError, match=rf"wrong: .* subclass of batchax.datasets.{base}.* is 3"):
-        kinds.load("three")
+        table.load("three")
     with pytest.raises(ImportError, match=r"wrong: .*cannot be loaded: AttributeError"):
-        kinds.load("none")
+        table.load("none")
+
+
+def test_what_is_installed_is_not_looked_at_for_what_is_ours(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(kinds, "entry_points", None)
+    rows = np.ones((4, 2), np.float32)
+    np.save("x.npy", rows)
+    for out in ("y.zarr", "y.npy", "y", "z/"):
+        report = bx.map(lambda x: 2 * x, "x.npy", out=out, progress=False)
+        np.testing.assert_array_equal(as_source(report.outputs, "y").whole(), 2 * rows)
 
 
 def test_two_packages_with_one_suffix(packages):

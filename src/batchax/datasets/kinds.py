@@ -26,7 +26,7 @@ class Kinds(Generic[T]):
         self._own = {name: EntryPoint(name, value, group) for name, value in own.items()}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._own or bool(self._added(name))
+        return name in self._own or (name != "" and bool(self._added(name)))
 
     def listed(self) -> str:
         """All names as suffixes, for messages."""
