@@ -43,6 +43,7 @@ from batchax.frontend.containers import register_container, unregister_container
 from batchax.frontend.lane_keys import split_key
 from batchax.frontend.local_rows import local
 from batchax.frontend.outputs import AUTO, Reduce
+from batchax.frontend.reduction import Reduction
 from batchax.gather import gather
 from batchax.host_function import host_function
 from batchax.kernel.axis import Axis, axis_to_front, match_axis, move_axis
@@ -66,14 +67,14 @@ __version__ = "0.1.0"
 __all__ = [
     "AUTO", "ZERO_IF_MAPPED", "ArgumentTypeError", "Axis", "AxisError", "BatchSizeChoice",
     "BatchaxError", "Buckets", "Compact", "Comparison", "Explanation", "JobError", "LaneSteps",
-    "MemoryLimitError", "MismatchError", "ProcessesError", "Ragged", "Reduce", "RowError",
-    "RuleMismatchError", "RuleReplacedWarning", "SequentialFallbackWarning",
+    "MemoryLimitError", "MismatchError", "ProcessesError", "Ragged", "Reduce", "Reduction",
+    "RowError", "RuleMismatchError", "RuleReplacedWarning", "SequentialFallbackWarning",
     "SmallerChunksWarning", "StorageError", "UnsupportedError", "auto_vmap", "axis_to_front",
     "batch_jaxpr", "batch_size_choices", "bounded_while", "broadcasting", "bucket", "check",
-    "check_rule", "custom_vmap", "explain", "find_nonfinite", "gather", "host_function",
-    "local", "map", "match_axis", "move_axis", "ragged", "reducing", "register_container",
-    "register_rule", "same_program", "scan", "sequential_vmap", "size", "split_key", "stack",
-    "tiles", "unregister_container", "unstack", "vectorized", "vmap",
+    "check_rule", "custom_vmap", "explain", "find_nonfinite", "gather", "host_function", "local",
+    "map", "match_axis", "move_axis", "ragged", "reducing", "register_container", "register_rule",
+    "same_program", "scan", "sequential_vmap", "size", "split_key", "stack", "tiles",
+    "unregister_container", "unstack", "vectorized", "vmap",
 ]  # fmt: skip
 
 

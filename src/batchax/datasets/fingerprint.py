@@ -47,7 +47,7 @@ def fingerprint(
         )
     paths = jax.tree_util.tree_flatten_with_path(shapes)[0]
     described = {
-        "program": _digest(program),
+        "program": digest(program),
         "results": {jax.tree_util.keystr(path): f"{x.dtype}{x.shape}" for path, x in paths},
         "inputs": [{"name": source.name, **source.identity()} for source in sources],
         "options": options,
@@ -67,7 +67,7 @@ def _calls_of_host(jaxpr: Any) -> Iterator[str]:
             yield f"{eqn.primitive.name} at {line_of(eqn)}"
 
 
-def _digest(program: Any) -> str:
+def digest(program: Any) -> str:
     """Of the program as StableHLO, without names that mean nothing, and of what it closes over.
 
     That is an argument of the text: as a part of it, large arrays would take many times their

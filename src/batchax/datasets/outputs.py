@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,16 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from batchax.datasets.fingerprint import digest
 from batchax.datasets.parts import Leaf
 from batchax.datasets.source import native
-from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
-from batchax.execution.streaming import partial_result, reduced_type, where_real
+from batchax.errors import ArgumentTypeError, UnsupportedError
+from batchax.execution.streaming import result_type
+from batchax.frontend import reducing
 from batchax.frontend.containers import is_container
 from batchax.frontend.in_axes import is_position
-from batchax.frontend.outputs import AUTO, Reduce, is_output_spec, reduce_batch
+from batchax.frontend.outputs import AUTO, Reduce, check_lanes, check_reduces, is_output_spec
 from batchax.frontend.prefixes import spread_specs
+from batchax.frontend.reduction import Reduction
 from batchax.rows.ragged import Ragged
-from batchax.rules.neutral import NEUTRAL
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,35 @@ class Output:
     Attributes:
       path: for messages: "out['loss']".
       leaf: the array of all rows; what is reduced over them has the shape of one row.
-      reduces: how it is reduced over the rows; None if each row has its own.
+      spec: how it is reduced over the rows; None if each row has its own.
+      row: the type of what one row has, if it is reduced.
     """
 
     path: str
     leaf: Leaf
-    reduces: str | None = None
+    spec: Reduce | None = None
+    row: Any = None
+
+    @property
+    def reduces(self) -> Reduction | None:
+        """The reduction over the rows, if it is reduced."""
+        return None if self.spec is None else self.spec.reduction
+
+    @functools.cached_property
+    def state(self) -> Any:
+        """The types of what is known of some of the rows, if it is reduced."""
+        assert self.spec is not None
+        return reducing.state_type(self.spec.reduction, self.row)
+
+    @property
+    def described(self) -> int | str:
+        """For JSON: where it has the rows, or which reduction it is."""
+        if self.spec is None:
+            return self.leaf.axis
+        if isinstance(self.spec.kind, str):
+            return self.spec.kind
+        parts = functools.partial(reducing.in_two_parts, self.spec.kind)
+        return digest(jax.make_jaxpr(parts)(self.row, self.row))
 
     @property
     def row_bytes(self) -> int:
@@ -86,13 +112,17 @@ def find_outputs(found: Any, out_axes: Any, rows: int) -> list[Output]:
                     f"out_axes gives {spec!r} for {leaf.path}: map reduces what it is told to; "
                     'leave out unmapped="keep".'
                 )
-            if not rows and spec.kind in ("max", "min"):
-                raise AxisError(
-                    f"out_axes gives {spec!r} for {leaf.path}, and there are no rows: of nothing "
-                    f"there is no {spec.kind}."
+            one = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+            check_reduces(spec, one, leaf.path)
+            check_lanes(spec, rows, leaf.path, "there are no rows")
+            reduction, result = spec.reduction, result_type(spec.reduction, x, 0)
+            if reduction.index and rows > np.iinfo(np.int32).max:
+                raise UnsupportedError(
+                    f"out_axes gives {spec!r} for {leaf.path}, and there are {rows:,} rows: their "
+                    "numbers do not fit into an int32. Map fewer rows in a call."
                 )
-            dtype = np.dtype(reduced_type(spec.kind, x).dtype)
-            outputs.append(Output(leaf.path, Leaf(name, x.shape[1:], dtype), spec.kind))
+            whole = Leaf(name, result.shape, np.dtype(result.dtype))
+            outputs.append(Output(leaf.path, whole, spec, one))
         elif is_position(spec) or spec is AUTO:
             axis = 0 if spec is AUTO else int(spec) % len(x.shape)
             shape = (*x.shape[:axis], rows, *x.shape[axis + 1 :])
@@ -118,61 +148,67 @@ def lanes_of(out_axes: Any) -> Any:
     return jax.tree.map(first, out_axes, is_leaf=is_leaf)
 
 
-def arrays_of(outputs: Sequence[Output], out: Any, real: Any = None) -> list[Any]:
-    """Inside a program: what the lanes of a batch come to, an array or a `Ragged` for each output.
+def arrays_of(outputs: Sequence[Output], out: Any, numbers: Any, real: Any = None) -> list[Any]:
+    """Inside a program: what the lanes of a batch come to.
 
-    Reductions leave out lanes that are not `real`, if that is given, and are in the dtype in which
-    they are added up.
+    Args:
+      outputs: all of them.
+      out: what the function of a batch returned, reductions not yet reduced.
+      numbers: of the rows of the batch in the dataset.
+      real: which lanes count in reductions; None: all.
+
+    Returns:
+      An array, a `Ragged` or the state of a reduction for each output.
     """
     leaves = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Ragged))
     arrays = []
     for output, x in zip(outputs, leaves, strict=True):
-        if output.reduces is None:
-            arrays.append(x)
-            continue
-        x = x if real is None else where_real(real, x, 0, output.reduces)
-        part, _ = partial_result(output.reduces, x, 0)
-        if output.reduces == "prod":
-            part = part[0]
-        elif output.reduces in ("max", "min"):
-            part = reduce_batch(output.reduces, part, 0)
-        arrays.append(part)
+        if output.reduces is not None:
+            index = numbers.astype(np.int32)
+            states = reducing.states_of(output.reduces, x, 0, index, real)
+            x = reducing.folded(output.reduces, *states)
+        arrays.append(x)
     return arrays
 
 
-def combined(kind: str, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Parts of a reduction as one: neighbours first, then neighbours of those.
-
-    That order depends on nothing but how many there are.
-    """
-    parts = [_wide(x) for x in parts]
-    while len(parts) > 1:
-        pairs = [_COMBINE[kind](a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
-        parts = [*pairs, *parts[len(pairs) * 2 :]]
-    return parts[0]
+def combined(output: Output, parts: Sequence[Any]) -> Any:
+    """States of some of the rows as one, in double precision."""
+    assert output.reduces is not None
+    return reducing.on_host(output.reduces, [jax.tree.map(_wide, part) for part in parts])
 
 
-def of_no_rows(output: Output) -> np.ndarray:
-    """A part of a reduction that changes no other."""
-    kind = "sum" if output.reduces == "mean" else output.reduces
-    assert kind is not None
-    return np.full(output.leaf.shape, NEUTRAL[kind](output.leaf.dtype), output.leaf.dtype)
+def of_no_rows(output: Output) -> Any:
+    """A state that changes no other."""
+    assert output.reduces is not None
+    return jax.tree.map(
+        lambda x, none: np.full(x.shape, none, x.dtype),
+        output.state,
+        reducing.neutral_like(output.reduces, output.state),
+    )
 
 
-def finished(output: Output, whole: np.ndarray, rows: int) -> np.ndarray:
-    """A reduction over so many rows, from all its parts."""
-    with np.errstate(all="ignore"):
-        value = whole / rows if output.reduces == "mean" else whole
-        return np.asarray(value).astype(output.leaf.dtype)
+def finished(output: Output, whole: Any, rows: int) -> np.ndarray:
+    """A reduction over so many rows, from the state of all."""
+    assert output.reduces is not None
+    return reducing.finished_on_host(output.reduces, whole, rows, output.leaf.dtype)
 
 
-_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
-    "sum": np.add,
-    "mean": np.add,
-    "prod": np.multiply,
-    "max": np.maximum,
-    "min": np.minimum,
-}
+def named_parts(output: Output, state: Any) -> dict[str, np.ndarray]:
+    """The arrays of a state by names, as a journal keeps them."""
+    arrays = jax.tree.leaves(state)
+    return dict(zip(_part_names(output, len(arrays)), arrays, strict=True))
+
+
+def state_of(output: Output, named: Mapping[str, np.ndarray]) -> Any:
+    """What `named_parts` was given."""
+    structure = jax.tree.structure(output.state)
+    names = _part_names(output, structure.num_leaves)
+    return structure.unflatten([named[name] for name in names])
+
+
+def _part_names(output: Output, count: int) -> list[str]:
+    name = output.leaf.name
+    return [name] if count == 1 else [f"{name}#{i}" for i in range(count)]
 
 
 def _wide(x: np.ndarray) -> np.ndarray:

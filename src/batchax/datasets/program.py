@@ -218,10 +218,10 @@ class Program:
     @whatever_jit
     def reduced(
         self, numbers: np.ndarray, rows: Sequence[Any], room: int, real: np.ndarray
-    ) -> list[np.ndarray]:
+    ) -> list[Any]:
         """What those rows of a batch that are `real` are reduced to."""
         arguments = self._arguments(numbers, rows, room)
-        return list(map(np.asarray, self._compiled(room, masked=True)(*arguments, real)))
+        return jax.tree.map(np.asarray, self._compiled(room, masked=True)(*arguments, real))
 
     def _compiled(self, room: int, masked: bool = False) -> Any:
         """The program with that room; `masked` takes rows that count, and has reductions only."""
@@ -238,11 +238,12 @@ class Program:
             return self._programs[masked, room]
 
     def _run(self, *batch: Any) -> list[Any]:
-        return arrays_of(self.function.outputs, self.function.batched(*batch))
+        numbers, *_ = batch
+        return arrays_of(self.function.outputs, self.function.batched(*batch), numbers)
 
     def _run_masked(self, numbers: Any, rows: Any, shared: Any, real: Any) -> list[Any]:
         outputs = self.function.outputs
-        arrays = arrays_of(outputs, self.function.batched(numbers, rows, shared), real)
+        arrays = arrays_of(outputs, self.function.batched(numbers, rows, shared), numbers, real)
         return [x for x, o in zip(arrays, outputs, strict=True) if o.reduces]
 
     def _arguments(self, numbers: np.ndarray, rows: Sequence[Any], room: int) -> Any:
@@ -299,7 +300,7 @@ def fetched(outputs: Sequence[Output], arrays: Sequence[Any], rows: int) -> list
             lengths = np.asarray(x.lengths)[:rows]
             results.append(Rows(np.asarray(x.data)[: lengths.sum()], lengths))
         elif output.reduces:
-            results.append(np.asarray(x))
+            results.append(jax.tree.map(np.asarray, x))
         else:
             results.append(np.asarray(x)[(slice(None),) * output.leaf.axis + (slice(rows),)])
     return results

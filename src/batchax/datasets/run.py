@@ -16,7 +16,7 @@ from batchax.datasets.engines.engine import Threads
 from batchax.datasets.fingerprint import fingerprint
 from batchax.datasets.job import Job
 from batchax.datasets.jobs import AnyJob, JobInMemory
-from batchax.datasets.outputs import combined, finished, of_no_rows
+from batchax.datasets.outputs import combined, finished, of_no_rows, state_of
 from batchax.datasets.parts import Rows
 from batchax.datasets.pipeline import Stop, interruptible
 from batchax.datasets.plan import Plan
@@ -92,7 +92,7 @@ def _job(function: RowFunction, how: How) -> AnyJob:
 def _fingerprint(function: RowFunction, how: How) -> dict[str, Any]:
     """What tells this call from others with other results."""
     inputs = function.inputs
-    outputs = {o.path: o.reduces or o.leaf.axis for o in function.outputs}
+    outputs = {o.path: o.described for o in function.outputs}
     key = function.key
     options = {
         "batch_size": how.batch_size,
@@ -192,8 +192,8 @@ def _summary(function: RowFunction, job: AnyJob) -> dict[str, Any]:
     reduced = {}
     for output in function.outputs:
         if output.reduces:
-            parts = [r.reduced[output.leaf.name] for r in records] or [of_no_rows(output)]
-            whole = combined(output.reduces, parts)
+            parts = [state_of(output, r.reduced) for r in records] or [of_no_rows(output)]
+            whole = combined(output, parts)
             reduced[output.leaf.name] = finished(output, whole, rows)
     return {"bad": bad, "reduced": reduced}
 

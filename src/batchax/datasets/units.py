@@ -15,7 +15,7 @@ import numpy as np
 from batchax import _compat
 from batchax.datasets.halving import fail_alone
 from batchax.datasets.inputs import rows_of
-from batchax.datasets.outputs import combined, nothing, of_no_rows
+from batchax.datasets.outputs import combined, named_parts, nothing, of_no_rows
 from batchax.datasets.parts import Bad, Rows, Unit
 from batchax.datasets.program import Program, fetched
 from batchax.errors import RowError
@@ -28,7 +28,7 @@ class Computed:
     Attributes:
       unit: its rows.
       results: of each output that has rows.
-      reduced: of each output that has none, by its name: what the rows of the unit come to.
+      reduced: of each output that has none, by names: what the rows of the unit come to.
       bad: the rows without a result.
       seconds: how long it took.
     """
@@ -90,7 +90,12 @@ def compute_unit(
     return Computed(
         unit,
         [x for o, x in zip(outputs, joined, strict=True) if not o.reduces],
-        {o.leaf.name: x for o, x in zip(outputs, joined, strict=True) if o.reduces},
+        {
+            name: part
+            for o, x in zip(outputs, joined, strict=True)
+            if o.reduces
+            for name, part in named_parts(o, x).items()
+        },
         sorted(bad, key=lambda b: b.row),
         time.monotonic() - begun,
     )
@@ -119,7 +124,7 @@ def _tried(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 def _joined(output: Any, parts: Sequence[Any]) -> Any:
     if output.reduces:
-        return combined(output.reduces, parts)
+        return combined(output, parts)
     if isinstance(parts[0], Rows):
         return Rows(*map(np.concatenate, zip(*parts, strict=True)))
     return parts[0] if len(parts) == 1 else np.concatenate(parts, output.leaf.axis)
@@ -147,7 +152,7 @@ class _Batch:
         """Begins to compute it; `instead` says which rows of it others take the places of."""
         return self.program.start(*self._arguments(instead or {}))
 
-    def reduced(self, instead: dict[int, int]) -> list[np.ndarray]:
+    def reduced(self, instead: dict[int, int]) -> list[Any]:
         """What the rows whose places no others take are reduced to."""
         real = np.arange(self.program.batch_size) < self.count
         real[list(instead)] = False

@@ -53,10 +53,10 @@ from batchax.execution.operand_specs import (
     resized,
 )
 from batchax.execution.watched import Steps
+from batchax.jaxprs.neutral import accumulator, highest, lowest
 from batchax.jaxprs.program_key import program_key
 from batchax.kernel.own_primitive import declare
 from batchax.rules.in_turn import zero_after
-from batchax.rules.neutral import highest, lowest
 
 
 class ChunkBody:
@@ -418,12 +418,6 @@ def of_only_chunk(out: Any, spec: Result) -> Any:
 
 _COMPARE = {"max": lax.max, "min": lax.min}
 _REDUCE = {"max": jnp.max, "min": jnp.min}
-
-
-def accumulator(dtype: Any) -> Any:
-    """The dtype in which values of `dtype` are added up: float32 for smaller floats."""
-    small = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-    return np.dtype(np.float32) if small else dtype
 
 
 def compute(*operands: Any, loop: ChunkLoop, program: Any) -> list[Any]:

@@ -19,10 +19,11 @@ from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, accumulator, chunk_loop
+from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
 from batchax.execution.gathered_lanes import fitting_width
 from batchax.execution.names import find_meeting, index_as_input
 from batchax.execution.operand_specs import WHOLE, ActiveMask, Gathered, Lanes, Sum, Whole
+from batchax.jaxprs.neutral import accumulator
 from batchax.jaxprs.spoken import line_of, spoken
 from batchax.kernel.axis import Axis, AxisPosition, broadcast_axis, match_axis, move_axis
 from batchax.kernel.inner import batch_function

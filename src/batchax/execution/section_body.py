@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,8 +16,9 @@ from batchax.execution.loop_progress import LoopProgress
 from batchax.execution.memory import Auto
 from batchax.execution.operand_specs import WHOLE, Lanes
 from batchax.execution.sections import Env, section_for
-from batchax.execution.streaming import partial_result, reduced_type, where_real
+from batchax.execution.streaming import Partial, partial_result
 from batchax.frontend.outputs import Reduce
+from batchax.frontend.reduction import Reduction
 from batchax.kernel.axis import Axis, AxisPosition, move_axis
 from batchax.kernel.captured import MappedProgram, running
 
@@ -79,6 +80,11 @@ class Target:
     variable: Any
     how: Any
 
+    @property
+    def reduction(self) -> Reduction | None:
+        """How it is reduced; None if it is not."""
+        return self.how.reduction if isinstance(self.how, Reduce) else None
+
 
 class SectionBody:
     """A section as a chunk loop: its body for one chunk, its operands, the specs of its results.
@@ -99,7 +105,8 @@ class SectionBody:
         """`same`: targets known not to depend on the batch, which are returned for each lane."""
         self.targets = targets
         self.section = section_for(eqns, [t.variable for t in targets], env, effects)
-        if lanes.repeated and lanes.index not in self.section.invars:
+        indexed = any(t.reduction is not None and t.reduction.index for t in targets)
+        if (lanes.repeated or indexed) and lanes.index not in self.section.invars:
             self.section = self.section.replace(invars=[lanes.index, *self.section.invars])
         self.operands = [env[v][0] for v in self.section.invars]
         positions = [env[v][1] for v in self.section.invars]
@@ -120,12 +127,22 @@ class SectionBody:
         else:
             avals = list(map(jax.typeof, self.operands))
             types = self.loop.program(avals, self.loop.width).out_avals
-        self.types = dict(zip(targets, types, strict=True))
+        self.types = self.of_targets(types)
+
+    @property
+    def results(self) -> tuple[Any, ...]:
+        """The specs of all results."""
+        return tuple(spec for specs in self.specs.values() for spec in specs)
+
+    def of_targets(self, results: Iterable[Any]) -> dict[Target, list[Any]]:
+        """Results, or what belongs to each, by target: a reduced one may have several."""
+        each = iter(results)
+        return {t: [next(each) for _ in self.specs[t]] for t in self.targets}
 
     @property
     def shared(self) -> list[Target]:
         """The targets that turned out not to depend on the batch."""
-        return [t for t, spec in self.specs.items() if spec is None]
+        return [t for t, specs in self.specs.items() if specs == [None]]
 
     def of_first_lane(self) -> dict[Target, Found]:
         """The targets, which are the same in all lanes, from the first."""
@@ -133,7 +150,7 @@ class SectionBody:
             lax.slice_in_dim(x, 0, 1, axis=spec.axis) if isinstance(spec, Lanes) else x
             for x, spec in zip(self.operands, self.loop.operands, strict=True)
         ]
-        outs, _, _ = self._chunk.interpret(1, jnp.int32(0), parts)
+        outs, *_ = self._chunk.interpret(1, jnp.int32(0), parts)
         return {t: Found(x, None) for t, x in zip(self.targets, outs, strict=True)}
 
 
@@ -147,8 +164,8 @@ class _Chunk:
       positions: where operands have the batch axis.
       targets: what is wanted.
       same: those that do not depend on the batch, and are returned for each lane all the same.
-      specs: the spec of each target, noted; None if it does not depend on the batch.
-      reduced: notes of what becomes of those that are reduced.
+      specs: the specs of each target, noted; None if it does not depend on the batch.
+      reduced: notes of what a chunk adds to those that are reduced.
     """
 
     lanes: LanesToRun
@@ -156,30 +173,33 @@ class _Chunk:
     positions: Sequence[AxisPosition]
     targets: Sequence[Target]
     same: Sequence[Target] = ()
-    specs: dict[Target, Any] = field(default_factory=dict)
-    reduced: dict[Target, Any] = field(default_factory=dict)
+    specs: dict[Target, list[Any]] = field(default_factory=dict)
+    reduced: dict[Target, Partial] = field(default_factory=dict)
 
     def of_width(self, width: int) -> Callable[..., list[Any]]:
         """The function of one chunk of `width` lanes; see `ChunkBody`."""
 
         def run(start: Any, *xs: Any) -> list[Any]:
-            outs, positions, real = self.interpret(width, start, xs)
+            outs, positions, index, real = self.interpret(width, start, xs)
             found = zip(self.targets, outs, positions, strict=True)
             return [
-                self._of_each(target, x, width)
-                if target in self.same
-                else self._result(target, x, position, real)
+                result
                 for target, x, position in found
+                for result in (
+                    self._of_each(target, x, width)
+                    if target in self.same
+                    else self._results(target, x, position, index, real)
+                )
             ]
 
         return run
 
     def interpret(
         self, width: int, start: Any, xs: Sequence[Any]
-    ) -> tuple[list[Any], list[AxisPosition], Any]:
-        """The targets for `width` lanes, where they have the batch axis, and which lanes are real.
+    ) -> tuple[list[Any], list[AxisPosition], Any, Any]:
+        """The targets for `width` lanes, and where they have the batch axis.
 
-        None if all are.
+        And the index of each lane, if anything uses it; and which lanes are real, None if all are.
         """
         axis = replace(self.lanes.axis, size=width, name=None, mesh_axis=None, bodies=None)
         values = [
@@ -187,28 +207,31 @@ class _Chunk:
             for v, x in zip(self.section.invars, xs, strict=True)
         ]
         program = MappedProgram(axis, self.section, values, self.positions)
-        real = None
-        if self.lanes.may_repeat(width):
+        index = real = None
+        if self.lanes.index in self.section.invars:
             place = self.section.invars.index(self.lanes.index)
-            real = lax.lt(values[place], lax.broadcast(xs[place][1], (width,)))
+            index = values[place]
+            if self.lanes.may_repeat(width):
+                real = lax.lt(index, lax.broadcast(xs[place][1], (width,)))
         with running(program):
-            return *program.run(), real
+            return *program.run(), index, real
 
-    def _of_each(self, target: Target, x: Any, width: int) -> Any:
-        self.specs[target] = Lanes(0)
-        return lax.broadcast(x, (width,))
+    def _of_each(self, target: Target, x: Any, width: int) -> list[Any]:
+        self.specs[target] = [Lanes(0)]
+        return [lax.broadcast(x, (width,))]
 
-    def _result(self, target: Target, x: Any, position: AxisPosition, real: Any) -> Any:
-        """What a chunk returns for one target. Notes the spec of the target in `specs`."""
+    def _results(
+        self, target: Target, x: Any, position: AxisPosition, index: Any, real: Any
+    ) -> list[Any]:
+        """What a chunk returns for one target. Notes the specs of that in `specs`."""
+        reduction = target.reduction
         if position is None:
-            self.specs[target] = None
-            return x
-        if isinstance(target.how, Reduce):
-            kind = target.how.kind
-            self.reduced[target] = reduced_type(kind, jax.typeof(x))
-            if real is not None:
-                x = where_real(real, x, position, kind)
-            x, self.specs[target] = partial_result(kind, x, position)
-            return x
-        self.specs[target] = Lanes(target.how)
-        return move_axis(x, position, target.how)
+            self.specs[target] = [None]
+        elif reduction is not None:
+            arrays, part = partial_result(reduction, x, position, index, real)
+            self.specs[target], self.reduced[target] = part.specs, part
+            return arrays
+        else:
+            self.specs[target] = [Lanes(target.how)]
+            x = move_axis(x, position, target.how)
+        return [x]

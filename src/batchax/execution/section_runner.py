@@ -73,7 +73,8 @@ class SectionRunner:
         meet = axis.name is not None or any(isinstance(o.spec, Reduce) for o in described)
         repeated = shards.most_repeated if shards is not None and meet else 0
         calls = self._host_calls(staged.jaxpr, positions, batch_size)
-        if repeated or calls or any(is_exposed(axis, eqn) for eqn in staged.jaxpr.eqns):
+        indexed = any(isinstance(o.spec, Reduce) and o.spec.reduction.index for o in described)
+        if repeated or indexed or calls or any(is_exposed(axis, eqn) for eqn in staged.jaxpr.eqns):
             staged = expose_names(axis, staged, calls or HostCalls())
             self.lane = staged.jaxpr.invars[0]
             all_lanes = np.array([0, axis.size], np.int32)
@@ -307,26 +308,28 @@ class SectionRunner:
                 section = SectionBody(
                     self.lanes, self.env, eqns, [t for t in targets if t not in found], same=same
                 )
-            loop = replace(section.loop, results=tuple(section.specs.values()))
+            loop = replace(section.loop, results=section.results)
             # To keep residuals is to scan, and JAX runs the derivative rules of what it scans when
             # the values that they close over are gone.
             keep = self.keep and not any(map(closed_over, section.section.eqns))
-            outs = dict(zip(section.specs, run_loop(loop, section.operands, keep), strict=True))
-            found |= {t: Found(outs.pop(t)[0], None) for t in same}
+            outs = section.of_targets(run_loop(loop, section.operands, keep))
+            found |= {t: Found(outs.pop(t)[0][0], None) for t in same}
         else:
-            outs = dict(zip(targets, section.of_only_chunk, strict=True))
-            found = {t: Found(outs.pop(t), None) for t in section.shared}
-            outs = {t: of_only_chunk(x, section.specs[t]) for t, x in outs.items()}
+            outs = section.of_targets(section.of_only_chunk)
+            found = {t: Found(outs.pop(t)[0], None) for t in section.shared}
+            outs = {t: list(map(of_only_chunk, xs, section.specs[t])) for t, xs in outs.items()}
         if self.shards is not None:
-            kinds = [section.specs[target] for target in outs]
-            returned = [target not in inside for target in outs]
-            of_all = self.shards.combined(kinds, list(outs.values()), returned)
-            outs = dict(zip(outs, of_all, strict=True))
-        for target, out in outs.items():
-            aval = section.types[target]
-            if isinstance(target.how, Reduce):
-                aval = section.reduced[target]
-                out = finish(target.how.kind, out, self.axis.size, aval)
+            kinds = [spec for target in outs for spec in section.specs[target]]
+            returned = [target not in inside for target in outs for _ in section.specs[target]]
+            of_each = [x for xs in outs.values() for x in xs]
+            of_all = iter(self.shards.combined(kinds, of_each, returned))
+            outs = {target: [next(of_all) for _ in xs] for target, xs in outs.items()}
+        for target, results in outs.items():
+            if target.reduction is not None:
+                part = section.reduced[target]
+                out, aval = finish(target.reduction, part, results, self.axis.size), part.result
+            else:
+                (out,), (aval,) = results, section.types[target]
             found[target] = Found(_compat.weakly(out) if aval.weak_type else out, 0)
         return found
 

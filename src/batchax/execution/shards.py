@@ -23,12 +23,12 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.execution.chunk_loop import accumulator, of_only_chunk
+from batchax.execution.chunk_loop import of_only_chunk
 from batchax.execution.operand_specs import Extreme, PerChunk, Result, Sum
 from batchax.jaxprs.inside import with_inside
+from batchax.jaxprs.neutral import NEUTRAL, accumulator
 from batchax.kernel.axis import Axis, AxisPosition, inserted
 from batchax.rules.masking import is_inexact
-from batchax.rules.neutral import NEUTRAL
 from batchax.user_rules.linear import linear_with_transpose
 
 T = TypeVar("T")

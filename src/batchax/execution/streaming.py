@@ -1,67 +1,88 @@
 """Reducing over the batch chunk by chunk, without a result for each lane.
 
-Sums, and the means made of them, add one partial sum for each chunk. Floats of less
-than 32 bits are added up in float32; a mean is the sum over all lanes divided once,
-so that a last chunk with fewer lanes counts for what it is.
+What is added up over the batch, or is the extreme of it, is held once by a chunk loop, floats of
+less than 32 bits in float32; of other reductions there is a state for each chunk, which are
+combined after the loop. A mean is the sum over all lanes divided once, so that a last chunk with
+fewer lanes counts for what it is.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
-from batchax.execution.chunk_loop import accumulator
 from batchax.execution.operand_specs import SUM, Extreme, PerChunk, Result
-from batchax.frontend.outputs import reduce_batch
+from batchax.frontend import reducing
+from batchax.frontend.reduction import Reduction
 from batchax.memo import memoized
-from batchax.rules.neutral import NEUTRAL
 
 
-def partial_result(kind: str, x: Any, axis: int) -> tuple[Any, Result]:
-    """What one chunk adds to a reduction of `x`, whose lanes are along `axis`."""
-    match kind:
-        case "sum" | "mean":
-            return jnp.sum(x, axis=axis, dtype=_dtype(kind, x)), SUM
-        case "prod":
-            # The derivative of a product needs, for each chunk, the product of the others. So the
-            # product of each chunk is kept.
-            return jnp.prod(x, axis=axis, dtype=_dtype(kind, x))[None], PerChunk(0)
-        case _:
-            return x, Extreme(kind, axis)
+class Partial(NamedTuple):
+    """Of what kind that is which one chunk adds to a reduction.
+
+    Attributes:
+      specs: how a chunk loop collects each array of it.
+      structure: of the state.
+      result: the type that the reduction has when done all at once.
+    """
+
+    specs: list[Result]
+    structure: Any
+    result: Any
 
 
-def where_real(real: Any, x: Any, axis: int, kind: str) -> Any:
-    """`x` with what changes no reduction of that kind in lanes that are not `real`."""
-    neutral = NEUTRAL["sum" if kind == "mean" else kind](x.dtype)
-    return lax.select(lax.broadcast_in_dim(real, x.shape, (axis,)), x, lax.full_like(x, neutral))
+def partial_result(
+    reduction: Reduction, x: Any, axis: int, index: Any = None, real: Any = None
+) -> tuple[list[Any], Partial]:
+    """What one chunk adds to a reduction of `x`, whose lanes are along `axis`: arrays.
+
+    Args:
+      reduction: which one.
+      x: the outputs of lanes.
+      axis: along which.
+      index: of these lanes, if the reduction takes that.
+      real: which lanes count; None: all.
+    """
+    result = result_type(reduction, x, axis)
+    states, at = reducing.states_of(reduction, x, axis, index, real)
+    arrays, structure = jax.tree.flatten(states)
+    specs: list[Result]
+    operation = reducing.operation_of(reduction)
+    match operation and operation.held:
+        case None:
+            # The derivative of such a reduction needs, for each chunk, the state of the others. So
+            # that of each chunk is kept.
+            arrays = [s[None] for s in jax.tree.leaves(reducing.folded(reduction, states, at))]
+            specs = [PerChunk(0) for _ in arrays]
+        case "sum":
+            arrays = jax.tree.leaves(reducing.folded(reduction, states, at))
+            specs = [SUM for _ in arrays]
+        case kind:
+            specs = [Extreme(kind, at) for _ in arrays]
+    return arrays, Partial(specs, structure, result)
 
 
-def finish(kind: str, result: Any, size: int, like: Any) -> Any:
+def finish(reduction: Reduction, part: Partial, results: Sequence[Any], size: int) -> Any:
     """The reduction over all lanes, from what a chunk loop collected.
 
-    `like` is the type that the reduction has when done all at once.
+    `part` is of what kind the chunks added something.
     """
-    if kind == "mean":
-        result = result / size
-    elif kind == "prod":
-        result = jnp.prod(result, axis=0)
-    return result.astype(like.dtype)
+    state = jax.tree.unflatten(part.structure, results)
+    if PerChunk in map(type, part.specs):
+        state = reducing.folded(reduction, state)
+    return reducing.finished(reduction, state, size).astype(part.result.dtype)
 
 
-def reduced_type(kind: str, lanes: Any) -> Any:
-    """A type of the dtype, weak or not, that a reduction of such lanes has."""
-    return _reduced_type(kind, lanes.dtype, lanes.weak_type)
+def result_type(reduction: Reduction, x: Any, axis: int) -> Any:
+    """The type of a reduction of lanes along an axis, done all at once."""
+    aval = jax.typeof(x)
+    shape = (*aval.shape[:axis], 1, *aval.shape[axis + 1 :])
+    return _result_type(reduction, axis, shape, aval.dtype, aval.weak_type)
 
 
 @memoized("types of reductions", most=256)
-def _reduced_type(kind: str, dtype: Any, weak_type: bool) -> Any:
-    one = jax.ShapeDtypeStruct((1,), dtype, weak_type=weak_type)
-    return jax.eval_shape(lambda x: reduce_batch(kind, x, 0), one)
-
-
-def _dtype(kind: str, x: Any) -> Any:
-    """The dtype in which a reduction is added up or multiplied."""
-    return accumulator(reduced_type(kind, jax.typeof(x)).dtype)
+def _result_type(reduction: Reduction, axis: int, shape: Any, dtype: Any, weak_type: bool) -> Any:
+    one = jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
+    return jax.eval_shape(lambda x: reducing.of_all(reduction, x, axis), one)

@@ -13,10 +13,13 @@ from jax.core import Tracer
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
+from batchax.frontend import reducing
 from batchax.frontend.containers import is_container, is_container_spec, parts_of_output
 from batchax.frontend.in_axes import LANES, Terms, is_position
+from batchax.frontend.named_reductions import REDUCTIONS, Kind, has_reduction
 from batchax.frontend.parts import AxisSpec
 from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
+from batchax.frontend.reduction import Reduction
 from batchax.kernel.axis import Axis, AxisPosition, match_axis, move_axis
 
 
@@ -39,43 +42,27 @@ class _Auto:
 AUTO = _Auto()
 
 
-def _whole_bytes(reduce: Callable[..., Any]) -> Callable[..., Any]:
-    """A reduction of JAX's that does not know how integers of less than a byte add up."""
-
-    def over_batch(x: Any, axis: int) -> Any:
-        if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
-            x = x.astype(np.int8 if jnp.issubdtype(x.dtype, jnp.signedinteger) else np.uint8)
-        return reduce(x, axis=axis)
-
-    return over_batch
-
-
-_sum, _prod = map(_whole_bytes, (jnp.sum, jnp.prod))
-
-_REDUCTIONS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], Any]]] = {
-    # kind: (over the batch axis, for a value that is the same in all lanes)
-    "sum": (_sum, lambda x, n: _sum(x[None], axis=0) * n),
-    "mean": (jnp.mean, lambda x, n: jnp.mean(x[None], axis=0)),
-    "max": (jnp.max, lambda x, n: x),
-    "min": (jnp.min, lambda x, n: x),
-    "prod": (_prod, lambda x, n: _prod(x[None], axis=0) ** n),
-}
-
-
 @_compat.api_boundary
 @dataclass(frozen=True)
 class Reduce:
     """In `out_axes`: the output is reduced over the batch.
 
     Attributes:
-      kind: "sum", "mean", "max", "min" or "prod". Dtypes follow ``jnp.sum`` and
-        its siblings: small integers and booleans are summed as integers of the
-        default width, a mean of integers is a float.
+      kind: "sum", "mean", "max", "min", "prod", "logsumexp", "any", "all", "var", "argmax" or
+        "argmin", or a `Reduction` of one's own. Dtypes, NaN and what is there of no lanes follow
+        ``jnp.sum``, ``jax.nn.logsumexp`` and their siblings: small integers and booleans are summed
+        as integers of the default width, a mean of integers is a float, and of nothing there is no
+        max, min, argmax or argmin. "var" divides by the number of lanes; "argmax" and "argmin" are
+        the index of a lane, the first of those that have the value.
       unmapped: what becomes of an output that does not depend on the batch. "reduce": what would
         become of as many copies of it as there are lanes. "keep": it is returned as it is.
 
     Raises:
       AxisError: `kind` or `unmapped` is none of these.
+
+    References:
+      T. F. Chan, G. H. Golub and R. J. LeVeque, "Algorithms for computing the sample variance:
+      analysis and recommendations", The American Statistician 37(3), 1983: of parts of "var".
 
     Example:
       >>> loss = lambda w, x: (w * x) ** 2
@@ -83,13 +70,16 @@ class Reduce:
       30.0
     """
 
-    kind: Literal["sum", "mean", "max", "min", "prod"]
+    kind: Kind | Reduction
     unmapped: Literal["reduce", "keep"] = "reduce"
 
     def __post_init__(self) -> None:
-        if self.kind not in _REDUCTIONS:
+        if not isinstance(self.kind, Reduction) and (
+            not isinstance(self.kind, str) or self.kind not in REDUCTIONS
+        ):
             raise AxisError(
-                f"Reduce({self.kind!r}): the reductions are {', '.join(map(repr, _REDUCTIONS))}."
+                f"Reduce({self.kind!r}): the reductions are {', '.join(map(repr, REDUCTIONS))}, "
+                "and a batchax.Reduction of your own."
             )
         if self.unmapped not in ("reduce", "keep"):
             raise AxisError(
@@ -99,6 +89,11 @@ class Reduce:
     def __repr__(self) -> str:
         unmapped = "" if self.unmapped == "reduce" else f", unmapped={self.unmapped!r}"
         return f"batchax.Reduce({self.kind!r}{unmapped})"
+
+    @property
+    def reduction(self) -> Reduction:
+        """What it does."""
+        return self.kind if isinstance(self.kind, Reduction) else REDUCTIONS[self.kind]
 
 
 @dataclass(frozen=True)
@@ -248,16 +243,48 @@ def _check_position(value: Any, path: str, spec: Any, terms: Terms) -> None:
             "another type. Give an int, None, batchax.AUTO or batchax.Reduce(...). An output whose "
             "size depends on the row comes back as a Ragged by itself."
         )
-    if isinstance(spec, Reduce) and _is_extended(value):
-        raise ArgumentTypeError(
-            f"out_axes gives {spec!r} for {path}, of dtype {value.dtype}, which has no such "
-            "reduction. Give an int, and reduce what is made of it."
-        )
+    if isinstance(spec, Reduce):
+        if _is_extended(value):
+            raise ArgumentTypeError(
+                f"out_axes gives {spec!r} for {path}, of dtype {value.dtype}, which has no such "
+                "reduction. Give an int, and reduce what is made of it."
+            )
+        check_reduces(spec, jax.typeof(value), path)
     ndim = jnp.ndim(value) + 1
     if is_position(spec) and not -ndim <= spec < ndim:
         raise AxisError(
             f"out_axes gives {spec} for {path}, which has {ndim} axes with the {terms.axis}: "
             f"give an int in [{-ndim}, {ndim})."
+        )
+
+
+def check_reduces(spec: Reduce, output: Any, path: str) -> None:
+    """Refuses an output of one example that has no such reduction, going by its type.
+
+    Raises:
+      ArgumentTypeError: it has none.
+    """
+    if not all(isinstance(n, int) for n in output.shape):
+        return  # of rows of different lengths, for which there is another message
+    if isinstance(spec.kind, Reduction):
+        reducing.check(spec.kind, output, path)
+    elif not has_reduction(spec.kind, output.dtype):
+        raise ArgumentTypeError(
+            f"out_axes gives {spec!r} for {path}, of dtype {output.dtype}, which has no such "
+            "reduction."
+        )
+
+
+def check_lanes(spec: Reduce, lanes: Any, path: str, nothing: str) -> None:
+    """Refuses to reduce no lanes if there is no result of nothing.
+
+    Raises:
+      AxisError: there is none.
+    """
+    if isinstance(lanes, int) and not lanes and not spec.reduction.of_nothing:
+        raise AxisError(
+            f"out_axes gives {spec!r} for {path}, and {nothing}: of nothing there is no "
+            f"{spec.kind}."
         )
 
 
@@ -285,12 +312,6 @@ def check_unbatched(
         )
 
 
-def reduce_batch(kind: str, x: Any, position: int) -> Any:
-    """What `Reduce(kind)` makes of a batch whose lanes are along axis `position`."""
-    over_batch, _ = _REDUCTIONS[kind]
-    return over_batch(x, axis=position)
-
-
 def as_array(x: Any) -> Any:
     """A result as an array: a constant of a staged program is of a type that is JAX's own."""
     constant = isinstance(x, (np.ndarray, bool, int, float, complex))
@@ -304,14 +325,9 @@ def place(axis: Axis, output: OutputArray, value: Any, position: AxisPosition) -
         if position is None:
             if spec.unmapped == "keep":
                 return value
-            _, for_all = _REDUCTIONS[spec.kind]
-            return for_all(jnp.asarray(value), axis.size)
-        if spec.kind in ("max", "min") and isinstance(axis.size, int) and not axis.size:
-            raise AxisError(
-                f"out_axes gives {spec!r} for {output.path}, and the batch has no lanes: of "
-                f"nothing there is no {spec.kind}."
-            )
-        return reduce_batch(spec.kind, value, position)
+            return reducing.of_shared(spec.reduction, jnp.asarray(value), axis.size)
+        check_lanes(spec, axis.size, output.path, "the batch has no lanes")
+        return reducing.of_all(spec.reduction, value, position)
     if spec is None:
         return value
     if isinstance(spec, _Auto):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from batchax.jaxprs.neutral import NEUTRAL
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel.rule_makers import reduced_dims
 from batchax.rows.padded import Operation, Row, padded_rule
-from batchax.rules.neutral import NEUTRAL
 
 
 @padded_rule(

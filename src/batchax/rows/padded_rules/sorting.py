@@ -7,10 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from batchax.jaxprs.neutral import highest, lowest
 from batchax.rows.padded import Operation, Row, padded_rule
 from batchax.rows.padded_rules.moving import pad_end
 from batchax.rows.sizes import is_symbolic
-from batchax.rules.neutral import highest, lowest
 
 
 @padded_rule("sort")

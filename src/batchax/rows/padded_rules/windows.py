@@ -7,10 +7,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from batchax.jaxprs.neutral import NEUTRAL, highest, lowest
 from batchax.rows.padded import Operation, Row, padded_rule
 from batchax.rows.padded_rules.moving import padded
 from batchax.rows.sizes import is_symbolic
-from batchax.rules.neutral import NEUTRAL, highest, lowest
 
 
 @padded_rule("reduce_window_sum", "reduce_window_max", "reduce_window_min")

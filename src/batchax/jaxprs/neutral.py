@@ -1,4 +1,7 @@
-"""What changes no result of a reduction: what padding holds, and lanes that do not count."""
+"""What changes no result of a reduction, and the dtype in which values are added up.
+
+Padding holds what changes no result, and so do lanes that do not count.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,12 @@ def highest(dtype: Any) -> Any:
 def _infinity(dtype: Any) -> Any:
     """Infinity; of small floats that have none, such as float8_e4m3fn, the largest number."""
     return np.inf if np.isinf(np.asarray(np.inf, dtype)) else float(jnp.finfo(dtype).max)
+
+
+def accumulator(dtype: Any) -> Any:
+    """The dtype in which values of `dtype` are added up: float32 for smaller floats."""
+    small = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return np.dtype(np.float32) if small else dtype
 
 
 NEUTRAL: dict[str, Callable[[Any], Any]] = {
