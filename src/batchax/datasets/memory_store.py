@@ -17,6 +17,7 @@ class MemoryStore(Store):
     """Arrays of NumPy, filled unit by unit. Of rows of different lengths, `Rows`."""
 
     kind = "memory"
+    lasts = False
 
     def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
         super().__init__(out, leaves, unit_rows)

@@ -34,9 +34,11 @@ class Store:
     Attributes:
       out, leaves, unit_rows: as given.
       kind: under which it was found.
+      lasts: whether what it keeps outlives the process, and so has checksums in the journal.
     """
 
     kind = ""
+    lasts = True
 
     def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
         self.out, self.leaves, self.unit_rows = out, tuple(leaves), unit_rows

@@ -67,10 +67,9 @@ class Work:
         """Keeps results; says of them what the journal is to say."""
         write = functools.partial(self.store.write, computed.unit, computed.results)
         trying(write, self.retries, self.stop)
-        in_memory = self.store.kind == "memory"
         return Record(
             computed.unit,
-            [] if in_memory else list(map(checksum, computed.results)),
+            list(map(checksum, computed.results)) if self.store.lasts else [],
             seconds=computed.seconds,
             quarantined=computed.bad,
             reduced=computed.reduced,
