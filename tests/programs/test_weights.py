@@ -8,7 +8,7 @@ import pytest
 import batchax as bx
 from batchax.programs.cost import STEPS, Cost, cost_of_program
 from batchax.programs.shapes import reading_symbols
-from batchax.programs.weights import FINDINGS, ROWS, TOGETHER
+from batchax.programs.weights import FINDINGS, PLANS, ROWS, TOGETHER
 
 W = np.ones((50, 50), np.float32)
 X = np.ones(50, np.float32)
@@ -35,7 +35,7 @@ def test_a_loop_costs_no_less_than_a_step(differs):
     for loop in loops:
         whole = cost(loop, X, differs=differs, steps=STEPS)
         assert whole.launches >= once.launches
-        assert all(w.time(whole) >= w.time(once) for w in (TOGETHER, ROWS, FINDINGS))
+        assert all(w.time(whole) >= w.time(once) for w in (TOGETHER, ROWS, FINDINGS, PLANS))
 
 
 def test_what_lanes_share_is_read_once_and_done_once():

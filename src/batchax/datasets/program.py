@@ -18,13 +18,13 @@ from batchax.datasets.parts import Rows
 from batchax.execution.eager import whatever_jit
 from batchax.execution.memory import Auto, fitting_chunk, parse_limit
 from batchax.programs.cost import cost_of_program
+from batchax.programs.weights import PLANS
 from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap
 
 _MOST_BYTES = 64 * 2**20  # of a batch that batch_size="auto" chooses: more rows gain nothing
 _ROOMS = 4  # programs for batches of rows of different lengths, by how many elements these have
 _WORTH = 2**29  # elements that need not be padded, for which compiling all of these is worth it
-_FLOPS, _BYTES = 2e10, 1e10  # a second, of an average machine: a plan is the same on all
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,8 +147,7 @@ class RowFunction:
         """How long a row takes, going by its operations, on a machine of average speed."""
         rows = 8
         cost = cost_of_program(jax.make_jaxpr(self.batched)(*self.types(rows)))
-        work = (cost.flops + 10 * cost.transcendentals) / _FLOPS
-        return (work + cost.bytes / _BYTES) / rows
+        return PLANS.time(cost) / 1e9 / rows
 
     @property
     def row_bytes(self) -> int:

@@ -6,11 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from batchax import _compat
 from batchax.execution import bounded_derivatives, bounded_loop, reverse_sweep, sweep_derivatives
 from batchax.execution.bounded_batching import batch_loop, batch_sweep
 from batchax.execution.eager import jitted, whatever_jit
-from batchax.jaxprs.program_key import program_key
+from batchax.jaxprs.program_key import value_key
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 
 
@@ -20,10 +19,7 @@ def _compiled(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     @whatever_jit
     def compute(*operands: Any, **params: Any) -> list[Any]:
         values = {name: value for name, value in params.items() if name != "guarded"}
-        known = (
-            program_key(value) if isinstance(value, _compat.ClosedJaxpr) else value
-            for value in values.values()
-        )
+        known = map(value_key, values.values())
         return jitted((run, *known), functools.partial(run, **params))(*operands)
 
     return compute

@@ -54,7 +54,7 @@ from batchax.execution.operand_specs import (
 )
 from batchax.execution.watched import Steps
 from batchax.jaxprs.neutral import accumulator, highest, lowest
-from batchax.jaxprs.program_key import program_key
+from batchax.jaxprs.program_key import value_key
 from batchax.kernel.own_primitive import declare
 from batchax.rules.in_turn import zero_after
 
@@ -301,7 +301,7 @@ def chosen_chunk(loop: ChunkLoop, avals: Sequence[Any]) -> int:
 def _key(loop: ChunkLoop, avals: Sequence[Any], chunk: int) -> Hashable:
     """A key: equal for loops that do the same in chunks of that size."""
     widths = {chunk} if loop.gathers else {min(chunk, loop.size), loop.size % chunk} - {0}
-    programs = (program_key(loop.program(avals, width)) for width in sorted(widths))
+    programs = (value_key(loop.program(avals, width)) for width in sorted(widths))
     own = loop.size, loop.operands, loop.results, loop.progress
     return chunk, *own, tuple(avals), *programs
 

@@ -16,7 +16,7 @@ from batchax.errors import UnsupportedError
 from batchax.execution.bounded_loop import Values, bounded_loop
 from batchax.execution.eager import jitted
 from batchax.execution.watched import Steps
-from batchax.jaxprs.program_key import program_key
+from batchax.jaxprs.program_key import value_key
 from batchax.kernel.axis import AxisPosition
 
 
@@ -46,7 +46,7 @@ class BoundedSteps:
     key: Hashable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "key", (program_key(self.test), program_key(self.body)))
+        object.__setattr__(self, "key", (value_key(self.test), value_key(self.body)))
 
     def run(
         self,

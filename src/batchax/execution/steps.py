@@ -19,7 +19,7 @@ from batchax.execution.buffers import blank
 from batchax.execution.eager import jitted
 from batchax.execution.slices import scan_slices, with_derivative_of
 from batchax.execution.watched import Steps
-from batchax.jaxprs.program_key import program_key
+from batchax.jaxprs.program_key import value_key
 from batchax.kernel.axis import AxisPosition, expand_axis
 from batchax.rules.masking import is_inexact
 
@@ -49,7 +49,7 @@ class ScanProgram:
     key: Hashable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "key", program_key(self.body))
+        object.__setattr__(self, "key", value_key(self.body))
 
     def run(self, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
         """The last carry and the stacked ys."""

@@ -4,6 +4,10 @@ A call outside ``jit`` stages its function anew, and JAX knows programs by ident
 would compile each time. Two programs with equal keys have the same operations, with the
 same parameters, wired alike, and the same functions of the user's behind callbacks and
 derivative rules. What cannot be compared counts as different.
+
+There are two other equalities, each for a purpose of its own: the canonical form (of `programs/`)
+sees through other ways to write what is computed, and compares constants by what they hold; and
+the fingerprint of a dataset outlives the process.
 """
 
 from __future__ import annotations
@@ -34,13 +38,8 @@ class _Same:
         return id(self.value)
 
 
-def program_key(program: _compat.ClosedJaxpr) -> Hashable:
-    """A value that is equal for programs that do the same."""
-    return value_key(program)
-
-
 def value_key(x: Any) -> Hashable:
-    """A value that is equal for Python objects that mean the same in a program."""
+    """A value that is equal for programs that do the same, and for objects that mean the same."""
     return _key(x, ())
 
 

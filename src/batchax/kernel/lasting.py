@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from batchax import _compat
-from batchax.jaxprs.program_key import program_key
+from batchax.jaxprs.program_key import value_key
 from batchax.kernel.axis import Axis
 from batchax.kernel.registry import registrations
 
@@ -21,4 +21,4 @@ def call_key(axis: Axis, program: _compat.ClosedJaxpr, *rest: Hashable) -> Hasha
       program: the program of one example.
       rest: what else the call depends on: the types of its arguments, say.
     """
-    return axis, program_key(program), registrations(), _compat.trace_context(), *rest
+    return axis, value_key(program), registrations(), _compat.trace_context(), *rest

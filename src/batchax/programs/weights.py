@@ -43,6 +43,10 @@ FINDINGS = Weights(transcendental=0.03, byte=0.1, fused=0.1, flop=0.03)
 """What is told of a program, dearest first, by the operations and bytes that a listing shows: in it
 functions are operations as others, and arrays of all lanes lie in memory, not in a cache."""
 
+PLANS = Weights(transcendental=0.5, fused=0.1, byte=0.1, flop=0.05, serial=0.05, place=0, call=0)
+"""How many rows on disk make a unit. On an average machine, for a plan is the same on all; where it
+was begun it goes on, so these are not what is measured today."""
+
 # Nanoseconds, too, of what not every use counts.
 LAUNCH = 300.0  # to begin an operation; most are fused with others
 STEP = 1_000.0  # of a loop that runs operations of one lane
