@@ -162,7 +162,7 @@ def on_devices():
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     f = bx.vmap(lambda row: row / row.sum(), mesh=mesh)
     total = lambda data: f(bx.Ragged(data, rows.lengths)).data.sum()
-    return f(rows), jax.grad(total)(rows.data)
+    return f(rows), jax.make_jaxpr(jax.grad(total))(rows.data)
 
 
 def parts_of_references(starts):
@@ -178,9 +178,9 @@ X = np.linspace(0.1, 2, 14, dtype=np.float32).reshape(7, 2)
 ROWS_OF_X = bx.Ragged(X[:, 0], np.array([3, 4], np.int32))
 OTHERS = {
     **{
-        kind: lambda kind=kind: jax.jacrev(
-            bx.vmap(jnp.sin, batch_size=3, out_axes=bx.Reduce(kind))
-        )(jnp.asarray(X))
+        kind: lambda kind=kind: jax.make_jaxpr(
+            jax.jacrev(bx.vmap(jnp.sin, batch_size=3, out_axes=bx.Reduce(kind)))
+        )(X)
         for kind in ("sum", "mean", "max", "min", "prod")
     },
     "exchanges": exchanged,
