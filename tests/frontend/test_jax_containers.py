@@ -2,20 +2,23 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import sparse
 from jax.interpreters import batching
 
 import batchax as bx
 
-from support.oracle import same
+from support.oracle import at_once, same
 
-DENSE = jnp.arange(24.0).reshape(3, 2, 4) % 3
-VECTORS = jnp.arange(12.0).reshape(3, 4)
+FLOAT = jax.dtypes.canonicalize_dtype(float)
+DENSE = np.arange(24, dtype=FLOAT).reshape(3, 2, 4) % 3
+VECTORS = np.arange(12, dtype=FLOAT).reshape(3, 4)
 
 
 def of_dense(kind, x, n_batch=0):
-    return kind.fromdense(x, n_batch=n_batch, nse=8)
+    """A sparse matrix, made by one program."""
+    return jax.jit(lambda x: kind.fromdense(x, n_batch=n_batch, nse=8))(x)
 
 
 @pytest.mark.parametrize("kind", [sparse.BCOO, sparse.BCSR])
@@ -23,18 +26,22 @@ def of_dense(kind, x, n_batch=0):
 def test_sparse_matrices(kind, options):
     """Passed in, made inside, returned; alone and in a tree; and shared by all lanes."""
     batch, one = of_dense(kind, DENSE, 1), of_dense(kind, DENSE[0])
-    product = lambda m, x: m @ x
-    same(bx.vmap(product, **options)(batch, VECTORS), jax.vmap(product)(batch, VECTORS))
-    same(jax.jit(bx.vmap(product, **options))(batch, VECTORS), jax.vmap(product)(batch, VECTORS))
-    shared, back = bx.vmap(lambda m, x: (m @ x, m), (None, 0), (0, None), **options)(one, VECTORS)
-    same(shared, VECTORS @ DENSE[0].T)
-    same(back.todense(), DENSE[0])
-    made = bx.vmap(lambda x: {"m": of_dense(kind, x)}, **options)(DENSE)["m"]
-    assert type(made) is kind
-    assert made.shape == DENSE.shape
-    same(made.todense(), DENSE)
-    tree = bx.vmap(lambda p: (p[1] @ p[0]).sum(), **options)((VECTORS, batch))
-    same(tree, jnp.einsum("bij,bj->b", DENSE, VECTORS))
+    product = bx.vmap(lambda m, x: m @ x, **options)
+
+    @jax.jit
+    def everything(batch, one):
+        both = bx.vmap(lambda m, x: (m @ x, m), (None, 0), (0, None), **options)
+        shared, back = both(one, VECTORS)
+        made = bx.vmap(lambda x: {"m": of_dense(kind, x)}, **options)(DENSE)["m"]
+        assert type(made) is kind
+        assert made.shape == DENSE.shape
+        tree = bx.vmap(lambda p: (p[1] @ p[0]).sum(), **options)((VECTORS, batch))
+        return product(batch, VECTORS), shared, back.todense(), made.todense(), tree
+
+    products = np.einsum("bij,bj->bi", DENSE, VECTORS)
+    expected = products, VECTORS @ DENSE[0].T, DENSE[0], DENSE, products.sum(1)
+    same(everything(batch, one), expected)
+    same(product(batch, VECTORS), products, where="outside of jit")
 
 
 def test_sparse_matrices_are_differentiated_and_nested():
@@ -45,20 +52,22 @@ def test_sparse_matrices_are_differentiated_and_nested():
             m = sparse.BCOO((data, batch.indices), shape=batch.shape)
             return (vmap(lambda m, x: m @ x)(m, x) ** 2).sum()
 
-        return jax.jit(jax.grad(total, (0, 1)))(batch.data, VECTORS)
+        return jax.grad(total, (0, 1))(batch.data, VECTORS)
 
-    same(loss(bx.vmap), loss(jax.vmap))
-    same(loss(lambda f: bx.vmap(f, batch_size=2)), loss(jax.vmap))
-    deep = jnp.stack([DENSE, DENSE + 1])
+    in_chunks = lambda f: bx.vmap(f, batch_size=2)
+    *got, expected = jax.jit(lambda: [*map(loss, [bx.vmap, in_chunks, jax.vmap])])()
+    for gradients in got:
+        same(gradients, expected)
+    deep = np.stack([DENSE, DENSE + 1])
     twice = of_dense(sparse.BCOO, deep, 2)
     product = lambda m, x: m @ x
-    expected = jnp.einsum("cbij,bj->cbi", deep, VECTORS)
-    for outer in (bx.vmap, jax.vmap):
-        for inner in (bx.vmap, jax.vmap):
-            same(outer(inner(product), (0, None))(twice, VECTORS), expected)
-    last = bx.vmap(lambda m: m.todense(), 1)(twice)
-    same(last, jnp.moveaxis(deep, 1, 0))
-    same(bx.vmap(lambda m: m.todense(), -3)(twice), jnp.moveaxis(deep, 1, 0))
+    ways = [(bx.vmap, bx.vmap), (bx.vmap, jax.vmap), (jax.vmap, bx.vmap)]
+    nested = [outer(inner(product), (0, None)) for outer, inner in ways]
+    for got in at_once(*nested)(twice, VECTORS):
+        same(got, np.einsum("cbij,bj->cbi", deep, VECTORS))
+    dense = [bx.vmap(lambda m: m.todense(), axis) for axis in (1, -3)]
+    for got in at_once(*dense)(twice):
+        same(got, np.moveaxis(deep, 1, 0))
 
 
 def test_a_type_that_computes_as_it_is_taken_apart():
@@ -112,16 +121,21 @@ def test_sparse_matrices_refused(name):
 
 
 def test_ranks():
-    deep = jnp.stack([DENSE, DENSE + 1])
-    matrices = of_dense(sparse.BCOO, deep, 2)
+    deep = np.stack([DENSE, DENSE + 1])
+    matrices, one = of_dense(sparse.BCOO, deep, 2), of_dense(sparse.BCOO, DENSE[0])
     product = bx.auto_vmap(2, 1)(lambda m, x: m @ x)
-    expected = jnp.einsum("cbij,bj->cbi", deep, VECTORS)
-    same(product(matrices, VECTORS), expected)
-    same(product(matrices, VECTORS[None]), expected)
-    same(product(of_dense(sparse.BCOO, DENSE[0]), VECTORS), VECTORS @ DENSE[0].T)
     made = bx.auto_vmap(2)(lambda x: of_dense(sparse.BCOO, x))
-    for x in (DENSE[0], DENSE, deep, deep[:1]):
-        assert made(x).shape == x.shape
-        same(made(x).todense(), x)
+    dense = DENSE[0], DENSE, deep, deep[:1]
+
+    @jax.jit
+    def everything(matrices, one):
+        products = product(matrices, VECTORS), product(matrices, VECTORS[None])
+        each = [made(x) for x in dense]
+        assert [m.shape for m in each] == [x.shape for x in dense]
+        return [*products, product(one, VECTORS), *[m.todense() for m in each]]
+
+    expected = np.einsum("cbij,bj->cbi", deep, VECTORS)
+    same(everything(matrices, one), [expected, expected, VECTORS @ DENSE[0].T, *dense])
+    same(product(one, VECTORS), VECTORS @ DENSE[0].T, where="outside of jit")
     with pytest.raises(bx.AxisError, match="batch dimension -2 of m has one element"):
         product(of_dense(sparse.BCOO, deep[:1], 2), jnp.ones((2, 3, 4)))

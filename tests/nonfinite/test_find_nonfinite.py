@@ -167,7 +167,7 @@ def test_lengths_are_known_as_they_are_to_vmap():
     assert bx.find_nonfinite(lambda a, b: a / b)(x, y).lanes.tolist() == [0, 1, 2]  # one size
     fun = lambda a: 1 / (a * int(a.shape[0] > 1)).sum()  # asks for a number
     assert bx.find_nonfinite(fun)(x).lanes.tolist() == [1]
-    by_length = lambda a: jnp.linalg.eigvalsh(jnp.outer(a, a)).sum() / (a.sum() - 1)
+    by_length = lambda a: jnp.abs(jnp.fft.fft(a)).sum() / (a.sum() - 1)
     assert bx.find_nonfinite(by_length)(x).lanes.tolist() == [2]
 
 
@@ -251,22 +251,23 @@ def test_random_programs(names, data):
         st.lists(st.sampled_from([-2.0, -1.0, 0.0, 1.0, 1e30, np.nan]), min_size=1, max_size=6)
     )
 
-    def fun(x):
+    def steps(x, of):
         steps = [x]
         for name in names:
-            steps.append(getattr(jnp, name)(steps[-1]))
+            steps.append(getattr(of, name)(steps[-1]))
         return steps
 
-    x = jnp.asarray(values, np.float32)
-    found = bx.find_nonfinite(lambda x: fun(x)[-1])(x)
-    bad = [i for i, v in enumerate(x) if not np.isfinite(fun(v)[-1])]
-    assert found.lanes.tolist() == bad
+    x = np.array(values, np.float32)
+    found = bx.find_nonfinite(lambda x: steps(x, jnp)[-1])(x)
+    with np.errstate(all="ignore"):
+        finite = np.isfinite(steps(x, np))
+    assert found.lanes.tolist() == np.flatnonzero(~finite[-1]).tolist()
     for fault in found.faults:
-        steps = [np.asarray(s) for s in fun(x[fault.lane])]
+        mine = finite[:, fault.lane]
         if fault.argument:
-            assert not np.isfinite(steps[0])
+            assert not mine[0]
             continue
-        k = next(k for k in range(len(steps)) if all(~np.isfinite(steps[k:])))
+        k = next(k for k in range(len(mine)) if not mine[k:].any())
         assert fault.primitive == STEPS[names[k - 1]]
 
 
