@@ -12,10 +12,9 @@ from batchax.execution.chunk_loop import (
     ChunkLoop,
     chunk_loop,
     chunk_loop_p,
-    compute,
     result_types,
-    run,
 )
+from batchax.execution.chunk_run import compute, run
 from batchax.execution.gathered_batching import batch_gathered
 from batchax.execution.operand_specs import ActiveMask, Sum, Whole
 from batchax.kernel.axis import Axis, AxisPosition, match_axis

@@ -18,11 +18,11 @@ from batchax.execution.chunk_extremes import extreme_tangent, shares
 from batchax.execution.chunk_loop import (
     ChunkBody,
     ChunkLoop,
-    chosen_chunk,
     chunk_loop,
     chunk_loop_p,
     result_types,
 )
+from batchax.execution.chunk_run import chosen_chunk
 from batchax.execution.chunk_scalar import can_run, inner_product, is_loss, loop_with_gradient
 from batchax.execution.memory import Auto
 from batchax.execution.operand_specs import (

@@ -18,7 +18,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop, of_only_chunk
+from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
+from batchax.execution.chunk_results import of_only_chunk
 from batchax.execution.operand_specs import Extreme, PerChunk
 
 

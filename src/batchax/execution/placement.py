@@ -15,12 +15,10 @@ from batchax import _compat
 from batchax.execution.chunk_loop import (
     ChunkBody,
     ChunkLoop,
-    chosen_chunk,
     chunk_loop,
-    collect,
-    results_before,
-    run,
 )
+from batchax.execution.chunk_results import collect, results_before
+from batchax.execution.chunk_run import chosen_chunk, run
 from batchax.execution.memory import Auto
 from batchax.execution.operand_specs import Extreme, Lanes, PerChunk
 from batchax.execution.slices import scan_slices

@@ -14,7 +14,8 @@ from jax.extend.core.primitives import cond_p, scan_p, while_p
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.bounded_loop import bounded_loop_p
-from batchax.execution.chunk_loop import chunk_loop_p, of_only_chunk
+from batchax.execution.chunk_loop import chunk_loop_p
+from batchax.execution.chunk_results import of_only_chunk
 from batchax.execution.loop_progress import LoopProgress
 from batchax.execution.memory import Auto
 from batchax.execution.names import HostCalls, expose_names, is_exposed

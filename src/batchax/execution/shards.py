@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.execution.chunk_loop import of_only_chunk
+from batchax.execution.chunk_results import of_only_chunk
 from batchax.execution.operand_specs import Extreme, PerChunk, Result, Sum
 from batchax.jaxprs.inside import with_inside
 from batchax.jaxprs.neutral import NEUTRAL, accumulator

@@ -1,0 +1,218 @@
+"""How the chunks of a chunk loop run: one after another, as ordinary operations of JAX."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import eval_jaxpr
+
+from batchax import _compat
+from batchax.execution import gathered_lanes
+from batchax.execution.chunk_loop import ChunkLoop
+from batchax.execution.chunk_results import collect, of_only_chunk, results_before
+from batchax.execution.eager import compile_for_account, run_eagerly, whatever_jit
+from batchax.execution.gathered_lanes import GatheredLanes
+from batchax.execution.memory import Auto, fitting_chunk
+from batchax.execution.operand_specs import (
+    ActiveMask,
+    Gathered,
+    GatheredOrZero,
+    Lanes,
+    Operand,
+    PerChunk,
+    Sum,
+    Whole,
+)
+from batchax.execution.watched import Steps
+from batchax.jaxprs.program_key import value_key
+from batchax.rules.in_turn import zero_after
+
+
+def run(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
+    """The chunk loop as ordinary operations of JAX."""
+    avals = [jax.typeof(x) for x in operands]
+    if isinstance(loop.chunk, Auto):
+        loop = replace(loop, chunk=chosen_chunk(loop, avals))
+    chunks = _Chunks.of(loop, operands)
+    if loop.size <= chunks.width and not loop.gathers:
+        outs, _ = chunks.run(np.int32(0), loop.size)
+        results = list(map(of_only_chunk, outs, loop.results))
+        chunks.steps.end(1, results=results)
+        return results
+
+    program = loop.program(avals, chunks.width)
+    results = _compat.varying_alike(results_before(loop, program), like=operands)
+    results = _in_loop(chunks, program, results)
+    chunks.steps.end(chunks.steps.most, results=results)
+    return [
+        lax.convert_element_type(x, t.dtype) if isinstance(spec, Sum) else x
+        for x, t, spec in zip(results, program.out_avals, loop.results, strict=True)
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunks:
+    """The chunks of a loop, each of which is known by its index.
+
+    Attributes:
+      loop: the loop.
+      width: how many lanes a chunk has; the last may have fewer.
+      operands: those of the loop.
+      picked: of lanes that a mask picks their order, and how many there are; None: all run.
+      steps: who is told of them.
+    """
+
+    loop: ChunkLoop
+    width: int
+    operands: Sequence[Any]
+    picked: tuple[Any, Any] | None
+    steps: Steps
+
+    @classmethod
+    def of(cls, loop: ChunkLoop, operands: Sequence[Any]) -> _Chunks:
+        """Those of a loop whose chunk size is known."""
+        assert isinstance(loop.chunk, int)
+        picked = gathered_lanes.in_order(operands[0], loop.chunk) if loop.gathers else None
+        steps = Steps(-(-loop.size // loop.chunk), loop.progress)
+        return cls(loop, loop.chunk, operands, picked, steps)
+
+    def run(self, index: Any, width: int) -> tuple[list[Any], GatheredLanes | None]:
+        """What a chunk of `width` lanes returns, and the lanes that were gathered for it."""
+        self.steps.begin(index)
+        loop, operands = self.loop, self.operands
+        program = loop.program([jax.typeof(x) for x in operands], width)
+        (start,) = _compat.varying_alike([index * np.int32(self.width)], like=operands)
+        gathered = None
+        if self.picked is not None:
+            gathered = gathered_lanes.of_chunk(*self.picked, start, width)
+        parts = [
+            _part(x, spec, start, index, width, gathered)
+            for x, spec in zip(operands, loop.operands, strict=True)
+        ]
+        return eval_jaxpr(program.jaxpr, program.consts, start, *parts), gathered
+
+    def step(self, index: Any, width: int, results: Sequence[Any]) -> list[Any]:
+        """The results so far, with those of one more chunk."""
+        outs, gathered = self.run(index, width)
+        return collect(self.loop, results, outs, index, gathered)
+
+
+def _in_loop(chunks: _Chunks, program: _compat.ClosedJaxpr, results: list[Any]) -> list[Any]:
+    """The results of all chunks, which do `program`, from what they are before the first."""
+    full, rest = divmod(chunks.loop.size, chunks.width)
+
+    def step(i: Any, results: list[Any]) -> list[Any]:
+        return chunks.step(i, chunks.width, results)
+
+    if chunks.picked is not None:
+        _, count = chunks.picked
+        total = lax.div(count + np.int32(chunks.width - 1), np.int32(chunks.width))
+        (first,) = _compat.varying_alike([jnp.int32(0)], like=chunks.operands)
+        return lax.fori_loop(first, total, step, results)
+    if not rest:
+        return lax.fori_loop(np.int32(0), np.int32(full), step, results)
+    if chunks.loop.progress is None and not _compat.calls_back(program.effects):
+        return _last_after(chunks, full, rest, results)
+
+    # The last chunk is a step of the loop, too. After the loop it would be a program that does
+    # not depend on it, and nothing would keep its calls of the host from being made first.
+    def either(i: Any, results: list[Any]) -> list[Any]:
+        last = functools.partial(chunks.step, i, rest)
+        return lax.cond(i < full, functools.partial(step, i), last, results)
+
+    return lax.fori_loop(np.int32(0), np.int32(full + 1), either, results)
+
+
+def _last_after(chunks: _Chunks, full: int, rest: int, results: list[Any]) -> list[Any]:
+    """The results of `full` chunks in a loop, and of one of the `rest` of the lanes after it.
+
+    The last must not run at the same time as the others (`rules/in_turn.py` says why). So its
+    index is how many are done, counted in the loop with a zero that no compiler knows and that
+    depends on what each chunk computed. Read from the results, which the last chunk writes into,
+    the zero would have them copied.
+    """
+
+    def counted(i: Any, carry: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+        done, results = carry
+        outs, gathered = chunks.run(i, chunks.width)
+        done = lax.add(done, lax.add(np.int32(1), zero_after(outs)))
+        (done,) = _compat.varying_alike([done], like=chunks.operands)
+        return done, collect(chunks.loop, results, outs, i, gathered)
+
+    (none,) = _compat.varying_alike([jnp.int32(0)], like=chunks.operands)
+    done, results = lax.fori_loop(np.int32(0), np.int32(full), counted, (none, results))
+    return chunks.step(done, rest, results)
+
+
+def _part(
+    x: Any,
+    spec: Operand,
+    start: Any,
+    index: Any,
+    width: int,
+    gathered: GatheredLanes | None,
+) -> Any:
+    """What one chunk sees of an operand."""
+    match spec:
+        case ActiveMask():
+            assert gathered is not None
+            return gathered.counts
+        case Gathered(axis) | GatheredOrZero(axis):
+            assert gathered is not None
+            return gathered_lanes.take(x, gathered, axis, isinstance(spec, GatheredOrZero))
+        case Whole():
+            return x
+        case Lanes(axis) if x.shape[axis] == width:  # the only chunk
+            return x
+        case Lanes(axis):
+            return lax.dynamic_slice_in_dim(x, start, width, axis, allow_negative_indices=False)
+        case PerChunk(axis):
+            return lax.dynamic_slice_in_dim(x, index, 1, axis, allow_negative_indices=False)
+
+
+@whatever_jit
+def chosen_chunk(loop: ChunkLoop, avals: Sequence[Any]) -> int:
+    """The size of the chunks that `batch_size="auto"` means for this loop."""
+    assert isinstance(loop.chunk, Auto)
+    auto, loop = loop.chunk, replace(loop, progress=None)  # which needs no memory
+
+    def compiled(chunk: int) -> Any:
+        candidate = functools.partial(run_flat, replace(loop, chunk=chunk))
+        return compile_for_account(candidate, avals)
+
+    return fitting_chunk(auto, loop.size, _key(loop, avals, 1), compiled)
+
+
+def _key(loop: ChunkLoop, avals: Sequence[Any], chunk: int) -> Hashable:
+    """A key: equal for loops that do the same in chunks of that size."""
+    widths = {chunk} if loop.gathers else {min(chunk, loop.size), loop.size % chunk} - {0}
+    programs = (value_key(loop.program(avals, width)) for width in sorted(widths))
+    own = loop.size, loop.operands, loop.results, loop.progress
+    return chunk, *own, tuple(avals), *programs
+
+
+def run_flat(loop: ChunkLoop, *operands: Any) -> list[Any]:
+    """`run` with each operand an argument, as what is compiled wants them."""
+    return run(loop, operands)
+
+
+def compute(*operands: Any, loop: ChunkLoop, program: Any) -> list[Any]:
+    """What `run` computes, compiled; in smaller chunks where memory runs out."""
+    avals = [jax.typeof(x) for x in operands]
+    chunk = loop.chunk if isinstance(loop.chunk, int) else chosen_chunk(loop, avals)
+
+    def with_chunk(chunk: int) -> tuple[Hashable, Callable[..., list[Any]]]:
+        run_in_such = functools.partial(run_flat, replace(loop, chunk=chunk))
+        return _key(loop, avals, chunk), run_in_such
+
+    # Where memory runs out the loop is run again, in smaller chunks. It must not be if that would
+    # repeat an effect, or if values have an entry for each chunk: their shapes say how many.
+    may_change = not (program.effects or PerChunk in map(type, (*loop.operands, *loop.results)))
+    return run_eagerly(with_chunk, chunk, operands, may_change)
