@@ -1,8 +1,6 @@
 """Sources and stores that other packages add."""
 
 import importlib
-import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from batchax.datasets import kinds
 from batchax.datasets.sources import SOURCES, as_source
 from batchax.datasets.stores import STORES
 
-from support.packages import FENCE, install, install_of_page
+from support.packages import install, install_of_page
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guides" / "own_storage.md"
@@ -31,24 +29,6 @@ def packages(tmp_path, monkeypatch):
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(folder)):
             del sys.modules[name]
     importlib.invalidate_caches()
-
-
-@pytest.mark.parametrize("which", ["not killed", pytest.param("killed", marks=pytest.mark.nightly)])
-def test_the_package_of_the_guide_passes_its_tests(which, tmp_path):
-    install_of_page(GUIDE, tmp_path)
-    blocks = [text for language, text in FENCE.findall(GUIDE.read_text()) if language == "python"]
-    (tests,) = [text for text in blocks if "SourceTests" in text]
-    (tmp_path / "test_tiny_format.py").write_text(tests)
-    options = ["-q", "-k", which, "-W", "error", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, tmp_path],
-        env={"PYTHONPATH": ":".join([*sys.path, str(tmp_path)]), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= (1 if which == "killed" else 25)
 
 
 def test_a_job_goes_on_and_is_verified_in_a_store_of_another_package(packages, tmp_path):

@@ -151,8 +151,11 @@ class SourceTests:
 
 
 def _numbers(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """No two alike where the dtype can tell them apart."""
-    return np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
+    """No two alike where the dtype can tell them apart, and none that fits a narrower one."""
+    numbers, kind = np.arange(int(np.prod(shape))).reshape(shape), np.dtype(dtype)
+    if kind.kind in "iu":
+        return numbers.astype(kind) * kind.type(np.iinfo(kind).max // max(1, numbers.size))
+    return (numbers * 1000 / 7 if kind.kind != "b" else numbers % 2).astype(kind)
 
 
 def _same(got: Any, expected: np.ndarray) -> None:
