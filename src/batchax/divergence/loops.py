@@ -18,7 +18,7 @@ from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.divergence import WhileLoop
 from batchax.kernel.inner import remembered
 from batchax.kernel.named_axes import any_uses_axis
-from batchax.rules.loops import MaskedBody, predicate
+from batchax.rules.masked_loops import MaskedBody, predicate
 from batchax.rules.masking import select_lanes
 
 

@@ -29,10 +29,11 @@ from batchax.kernel.axis import Axis, AxisPosition, match_axis
 from batchax.kernel.divergence import BoundedLoop, PlacedOutputs
 from batchax.kernel.inner import ANYWHERE, batch_inner
 from batchax.kernel.interpreter import interpret
+from batchax.rules.carried_axes import settle
 from batchax.rules.hazards import hazards
 from batchax.rules.lane_calls import is_seen, with_active
-from batchax.rules.loops import predicate, predicate_if, settle
 from batchax.rules.mask_plan import MaskPlan, plan_masking
+from batchax.rules.masked_loops import predicate, predicate_if
 from batchax.rules.masking import is_inexact, run_masked, select_lanes
 from batchax.rules.parting import run_parting
 

@@ -1,0 +1,100 @@
+"""Where the carry of a loop has the batch axis, and what it varies over: found by its body.
+
+A carry starts as its initial value is, and becomes batched only if some iteration makes it so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from batchax.kernel.axis import Axis, AxisPosition, match_axis
+from batchax.kernel.inner import ANYWHERE, batch_inner, returning
+from batchax.kernel.varying import Varying, settle_varying, types_varying, vary_over
+
+
+def settle(
+    axis: Axis,
+    body: Any,
+    consts_at: Any,
+    carry_at: Any,
+    xs_at: Any,
+    varying: Varying = (),
+    lowest: int = 0,
+) -> tuple[Any, list[AxisPosition], list[AxisPosition]]:
+    """The batched body, and where it receives and returns the batch axis of each carry.
+
+    A carry that is batched stays so. Its axis goes where the body leaves it, but
+    never before dimension `lowest`, so that it is moved once and not in each
+    iteration. `varying` says over which axes of a mesh the operands vary; each carry
+    comes to vary, from the start, over all that some iteration makes it vary over.
+    """
+    first, n = len(consts_at), len(carry_at)
+    varying = varying or (frozenset(),) * (first + n + len(xs_at))
+    before, after = varying[:first], varying[first + n :]
+
+    def batched(vary: Varying) -> tuple[Any, Varying]:
+        made = _settle_axes(
+            axis, body, consts_at, carry_at, xs_at, (*before, *vary, *after), lowest
+        )
+        return made, types_varying(made[0].out_avals[:n])
+
+    program, carry_at, ys_at = settle_varying(varying[first : first + n], batched)
+    carry = types_varying(program.in_avals[first : first + n])
+    return returning(program, (*carry, *[frozenset()] * len(ys_at))), carry_at, ys_at
+
+
+def _settle_axes(
+    axis: Axis, body: Any, consts_at: Any, carry_at: Any, xs_at: Any, varying: Varying, lowest: int
+) -> tuple[Any, list[AxisPosition], list[AxisPosition]]:
+    """As `settle`, for operands of which it is known what they vary over."""
+
+    def allowed(a: AxisPosition) -> AxisPosition:
+        return a if a is None else max(a, lowest)
+
+    def batch(carry_at: Any, wanted: Any) -> tuple[Any, Any]:
+        return batch_inner(axis, body, (*consts_at, *carry_at, *xs_at), wanted, varying)
+
+    def pinned(carry_at: Any) -> list[Any]:
+        ys = len(body.out_avals) - len(carry_at)
+        return [*(ANYWHERE if a is None else a for a in carry_at), *[ANYWHERE] * ys]
+
+    n, carry_at, wanted = len(carry_at), list(map(allowed, carry_at)), ANYWHERE
+    if axis.divergence is not None:
+        # Programs of lanes that part ways are long: they are made once the axes are found.
+        together = replace(axis, divergence=None)
+        _, carry_at, _ = _settle_axes(together, body, consts_at, carry_at, xs_at, varying, lowest)
+        wanted = pinned(carry_at)
+    batched, out = batch(carry_at, wanted)
+    while list(out[:n]) != carry_at:
+        # What has the axis goes where the body leaves it, once; what comes to have it, too.
+        free = wanted is ANYWHERE
+        carry_at = [
+            allowed(new) if old is None or (free and new is not None) else old
+            for old, new in zip(carry_at, out[:n], strict=True)
+        ]
+        wanted = pinned(carry_at)
+        batched, out = batch(carry_at, wanted)
+    return batched, carry_at, list(out[n:])
+
+
+def match_carry(
+    axis: Axis, values: Sequence[Any], sources: Any, destinations: Any, types: Sequence[Any] = ()
+) -> list[Any]:
+    """Values with their batch axes where they are to be; None is left as it is.
+
+    They vary over what values of these `types` do, if any are given.
+    """
+    values = [
+        x if to is None else match_axis(axis, x, a, to)
+        for x, a, to in zip(values, sources, destinations, strict=True)
+    ]
+    return vary_over(values, types_varying(types[: len(values)])) if types else values
+
+
+def split_operands(
+    items: Any, n_first: int, n_second: int
+) -> tuple[list[Any], list[Any], list[Any]]:
+    items = list(items)
+    return items[:n_first], items[n_first : n_first + n_second], items[n_first + n_second :]
