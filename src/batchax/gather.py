@@ -12,8 +12,8 @@ from jax.core import Tracer
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
-from batchax.execution.meetings import of_this_process
-from batchax.execution.processes import from_all
+from batchax.execution.devices.meetings import of_this_process
+from batchax.execution.devices.processes import from_all
 
 _BLOCK = 64 * 2**20  # bytes that all processes together send at a time
 

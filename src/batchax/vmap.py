@@ -13,9 +13,9 @@ from batchax import _compat
 from batchax.divergence.compact import Compact, find_divergence
 from batchax.errors import ArgumentTypeError
 from batchax.execution.call import Call, execute, through
-from batchax.execution.calls import call_of_all
 from batchax.execution.chunked import find_chunking
-from batchax.execution.mesh import find_mesh
+from batchax.execution.devices.calls import call_of_all
+from batchax.execution.devices.mesh import find_mesh
 from batchax.execution.on_devices import dealt_out, in_parts
 from batchax.frontend.advice import named_in_errors
 from batchax.frontend.arguments import (

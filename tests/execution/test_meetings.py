@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import batchax as bx
-from batchax.execution import meetings
-from batchax.execution.meetings import Meetings
+from batchax.execution.devices import meetings
+from batchax.execution.devices.meetings import Meetings
 
 from support.shared_store import clients, on_all
 

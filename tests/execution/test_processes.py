@@ -24,7 +24,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import batchax as bx
-from batchax.execution import eager, meetings, memory
+from batchax.execution import eager, memory
+from batchax.execution.devices import meetings
 
 from support.oracle import example, same
 from support.shared_store import free_port

@@ -9,10 +9,11 @@ from typing import Any
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.execution.call import Call, Way
+from batchax.execution.devices.shards import Shards
+from batchax.execution.devices.telling import lanes_for_all
 from batchax.execution.loop_progress import LoopProgress, find_progress
 from batchax.execution.memory import Auto, parse_limit
 from batchax.execution.section_runner import SectionRunner
-from batchax.execution.shards import Shards, lanes_for_all
 from batchax.frontend.in_axes import is_position
 from batchax.memo import Memo
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from batchax.errors import ArgumentTypeError, MemoryLimitError
-from batchax.execution import meetings
+from batchax.execution.devices import meetings
 from batchax.memo import Memo
 from batchax.programs.peak import CompilersAccount, memory_of
 

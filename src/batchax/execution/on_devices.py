@@ -12,10 +12,11 @@ from batchax import _compat
 from batchax.errors import BatchaxError
 from batchax.execution.call import CONSTANT, Call, Outputs, Pass, Way
 from batchax.execution.chunked import Chunking, InChunks, check_no_references, kept_in_chunks
+from batchax.execution.devices.placing import placed, puts_traced
+from batchax.execution.devices.processes import of_several_processes
+from batchax.execution.devices.shards import Shards, on_shards
+from batchax.execution.devices.telling import check_shared, find_shards
 from batchax.execution.memory import Auto
-from batchax.execution.mesh import placed, puts_traced
-from batchax.execution.processes import of_several_processes
-from batchax.execution.shards import Shards, check_shared, find_shards, on_shards
 from batchax.frontend.outputs import FlatOutputs
 from batchax.kernel import recording
 from batchax.kernel.axis import AxisPosition

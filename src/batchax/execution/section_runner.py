@@ -16,6 +16,8 @@ from batchax.errors import UnsupportedError
 from batchax.execution.bounded_loop import bounded_loop_p
 from batchax.execution.chunk_loop import chunk_loop_p
 from batchax.execution.chunk_results import of_only_chunk
+from batchax.execution.devices.results import combined
+from batchax.execution.devices.shards import Shards
 from batchax.execution.loop_progress import LoopProgress
 from batchax.execution.memory import Auto
 from batchax.execution.names import HostCalls, expose_names, is_exposed
@@ -33,7 +35,6 @@ from batchax.execution.sections import (
     section_for,
     variables,
 )
-from batchax.execution.shards import Shards
 from batchax.execution.streaming import finish
 from batchax.execution.watched import Steps
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce, check_unbatched, place
@@ -323,7 +324,7 @@ class SectionRunner:
             kinds = [spec for target in outs for spec in section.specs[target]]
             returned = [target not in inside for target in outs for _ in section.specs[target]]
             of_each = [x for xs in outs.values() for x in xs]
-            of_all = iter(self.shards.combined(kinds, of_each, returned))
+            of_all = iter(combined(self.shards, kinds, of_each, returned))
             outs = {target: [next(of_all) for _ in xs] for target, xs in outs.items()}
         for target, results in outs.items():
             if target.reduction is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from batchax.execution.shards import Shards
+from batchax.execution.devices.shards import Shards
 from batchax.explain.account import Collective, Devices
 from batchax.explain.findings.draft import Draft
 from batchax.explain.listing import value_of

@@ -24,15 +24,9 @@ from jax.sharding import AbstractMesh, NamedSharding
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.call import Call, Outputs, Way, execute
-from batchax.execution.mesh import put_traced, puts_traced
-from batchax.execution.shards import (
-    Shards,
-    check_shared,
-    is_sharded,
-    on_shards,
-    spec_of,
-    with_whole_axis,
-)
+from batchax.execution.devices.placing import put_traced, puts_traced
+from batchax.execution.devices.shards import Shards, is_sharded, on_shards, with_whole_axis
+from batchax.execution.devices.telling import check_shared
 from batchax.frontend.outputs import place
 from batchax.kernel import recording
 from batchax.kernel.axis import AxisPosition
@@ -295,7 +289,7 @@ def _put(shards: Shards, x: Any, position: AxisPosition) -> Any:
     if isinstance(x, Tracer) and puts_traced(shards.mesh):
         # It may have another axis, inside of ``jax.vmap``, that must not be spread.
         return put_traced(shards, x, position, _compat.value_of(x))
-    return jax.device_put(x, NamedSharding(shards.mesh, spec_of(shards, position)))
+    return jax.device_put(x, NamedSharding(shards.mesh, shards.spec(position)))
 
 
 def _collected(call: RowCall, dealt: Dealt, noted: _Output, x: Any, lengths: Any) -> Ragged:

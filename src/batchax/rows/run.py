@@ -12,7 +12,7 @@ from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.call import Call, Outputs, Pass, Way, execute
 from batchax.execution.chunked import Chunking
-from batchax.execution.shards import Shards
+from batchax.execution.devices.shards import Shards
 from batchax.frontend.rows import RowOptions, runs_rows
 from batchax.kernel import recording
 from batchax.rows.arguments import all_known, check_meshes

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from batchax.execution import meetings
-from batchax.execution.local_rows import lanes_of_processes, own_rows
-from batchax.execution.processes import of_several_processes
+from batchax.execution.devices import meetings
+from batchax.execution.devices.local_rows import lanes_of_processes, own_rows
+from batchax.execution.devices.processes import of_several_processes
 from batchax.frontend.local_rows import LocalRows
 from batchax.frontend.mapped import Mapped, OwnRows
 from batchax.kernel.looking import in_jit

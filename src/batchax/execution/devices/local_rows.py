@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from batchax.errors import AxisError, UnsupportedError
-from batchax.execution.processes import from_all
+from batchax.execution.devices.processes import from_all
 from batchax.frontend.local_rows import LocalRows
 from batchax.frontend.mapped import Mapped, MappedRows, OwnRows
 from batchax.kernel.looking import in_jit
