@@ -3,12 +3,14 @@
 #
 #   make demo       per-example gradients on real data, with a picture
 #   make check      lint, and one test of twelve: two minutes, for while one works
-#   make test       lint, types, the whole test suite (what computes in double precision with
-#                   the newest JAX that is known, where Python 3.12 is found; all else, and a
-#                   twelfth of that, in single precision with the oldest); on Debian, as
-#                   root, it installs Chromium, in which pages are tested
-#   make test-all   lint, types, and the whole suite in both precisions on both versions, and
-#                   2,000 random programs: an hour on two cores
+#   make test       lint, types, the whole test suite (one half of what computes in double
+#                   precision with the newest JAX that is known, where Python 3.12 is found;
+#                   the other half, and all else, in single precision with the oldest); on
+#                   Debian, as root, it installs Chromium, in which pages are tested
+#   make test-all   lint, types, and the whole suite in both precisions on both versions, with
+#                   all references compiled, and 2,000 random programs: an hour on two cores
+#   make nightly    tests that run at night only: every three features together, programs of
+#                   libraries in every way (half an hour)
 #   make test-newest  the suite with the newest versions of everything, whatever they are
 #   make fuzz N=10000  so many random programs, in every way to run them, against the loop
 #                   over examples, on the oldest and the newest JAX
@@ -37,8 +39,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # batchax for itself, which takes longer than what it does.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test double single test-all test-newest fuzz kills lint types style \
-    browser docs notebooks site changes package bench bench-history constraints clean
+.PHONY: demo check test double single test-all nightly test-newest fuzz kills lint types \
+    style browser docs notebooks site changes package bench bench-history constraints clean
 
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
@@ -53,22 +55,27 @@ test: style browser
 	+@$(MAKE) --no-print-directory -j 2 $(if $(filter output-sync,$(.FEATURES)),-Otarget) \
 	    double types single
 
-# What computes runs in double precision with the newest JAX that is known, and one test of twelve
-# of it in single precision with the oldest: neither version sees a small part only.
+# One half of what computes runs in double precision with the newest JAX that is known, the other
+# in single precision with the oldest: neither version sees a small part only.
+ONE_HALF = $(PYTEST) --part 1/2 $(COMPUTES)
 double: .venv/ready
-	$(call on_3_12,$(PYTEST) $(COMPUTES),$(DOUBLE),$(DOUBLE) .venv/bin/python $(PYTEST) $(COMPUTES))
+	$(call on_3_12,$(ONE_HALF),$(DOUBLE),$(DOUBLE) .venv/bin/python $(ONE_HALF))
 
 single: .venv/ready
-	@echo "In single precision, all else, and a part of what computes:"
-	@.venv/bin/python $(PYTEST) --every 12 --of "$(COMPUTES)"
+	@echo "In single precision, all else, and the other half of what computes:"
+	@.venv/bin/python $(PYTEST) --part 2/2 --of "$(COMPUTES)"
 
 test-all: test
 	@echo "The whole suite in single precision, on Python 3.12 in both, and random programs: most"
 	@echo "of an hour."
-	.venv/bin/python $(PYTEST)
+	.venv/bin/python $(PYTEST) --compile-all
 	$(call on_3_12,$(PYTEST))
+	$(call on_3_12,$(PYTEST) --part 2/2 $(COMPUTES),$(DOUBLE))
 	$(DOUBLE) .venv/bin/python $(PYTEST) $(COMPUTES)
 	$(MAKE) --no-print-directory fuzz N=2000
+
+nightly: .venv/ready
+	.venv/bin/python $(PYTEST) --nightly $(COMPUTES)
 
 # Pytest with these arguments, in an environment of this kind; and what to do in its place where there
 # is no Python 3.12. The canary tells what JAX has changed before anything else does.

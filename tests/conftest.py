@@ -53,27 +53,45 @@ def pytest_addoption(parser):
         "--every", type=int, default=1, metavar="N", help="run one test of N, the same each time"
     )
     parser.addoption(
+        "--part", default="1/1", metavar="K/N", help="run the K-th of N parts of the tests"
+    )
+    parser.addoption(
         "--of",
         default="tests",
         metavar="DIRS",
-        help="where --every leaves tests out; run all others",
+        help="where --every and --part leave tests out; run all others",
+    )
+    parser.addoption(
+        "--compile-all",
+        action="store_true",
+        help="compile what results are compared with, too, and compare what NumPy makes of it",
     )
     parser.addoption(
         "--nightly", action="store_true", help="run tests that take long, and no others"
     )
 
 
+def pytest_configure(config):
+    from support import oracle
+
+    oracle.COMPILED = config.getoption("compile_all")
+
+
 def pytest_collection_modifyitems(config, items):
-    share, sampled = config.getoption("every"), tuple(config.getoption("of").split())
+    share, divided = config.getoption("every"), tuple(config.getoption("of").split())
+    part, parts = map(int, config.getoption("part").split("/"))
 
     def runs(item):
         nightly = item.get_closest_marker("nightly") is not None
         if nightly or config.getoption("nightly"):
             return nightly and config.getoption("nightly")
-        if share == 1 or not item.nodeid.startswith(sampled):
+        number = zlib.crc32(item.nodeid.encode())
+        if not item.nodeid.startswith(divided):
             return True
+        if number % parts != part - 1 and item.get_closest_marker("in_every_part") is None:
+            return False
         whole = item.get_closest_marker("only_in_whole_runs") is not None
-        return not whole and zlib.crc32(item.nodeid.encode()) % share == 0
+        return share == 1 or (not whole and number // parts % share == 0)
 
     items[:] = filter(runs, items)
 

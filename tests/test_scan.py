@@ -14,6 +14,8 @@ from jax import lax
 import batchax as bx
 
 from support.oracle import (
+    Claim,
+    alike,
     at_once,
     claims_of_derivatives,
     example,
@@ -21,7 +23,7 @@ from support.oracle import (
     same,
     same_type,
     settle,
-    together,
+    types,
 )
 
 
@@ -88,14 +90,13 @@ def check(fun, *args, in_axes, out_axes, second=False, **options):
 def compare(got, expected, args, second=False, *more):
     """Values, types and derivatives of `got` are those of `expected`, as are values of `more`."""
 
-    def agree(results):
-        for value in (results["got"], *more):
-            same(value, results["expected"])
-        jax.tree.map(same_type, results["got"], results["expected"])
+    def agree(ours, theirs):
+        for value in (ours["got"], *more):
+            alike()({"got": value}, theirs)
 
-    values = together({"got": got, "expected": expected})
-    derivatives = claims_of_derivatives(got, expected, args, second)
-    settle([(values, args, agree), *derivatives])
+    assert types(got, args) == types(expected, args)
+    values = Claim({"got": got}, {}, {"expected": expected}, args, agree)
+    settle([values, *claims_of_derivatives(got, expected, args, second)])
 
 
 def recur(carry, x, params):

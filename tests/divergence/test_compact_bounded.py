@@ -42,16 +42,12 @@ def test_values_and_derivatives(name):
     ours = bx.vmap(fun, axes, divergence=NARROW)
     masked = bx.vmap(fun, axes)
     in_axes = axes if isinstance(axes, tuple) else (axes,) * len(args)
-    ways = {"ours": ours, "masked": masked, "loop": oracle.in_turn(fun, in_axes)}
-
-    def agree(results):
-        oracle.same(results["ours"], results["masked"], None, "masked")
-        jax.tree.map(oracle.same_type, results["ours"], results["masked"])
-        oracle.same(results["ours"], results["loop"], None, "loop")
-
+    assert oracle.types(ours, args) == oracle.types(masked, args)
+    theirs = {"loop": oracle.in_turn(fun, in_axes), "masked": masked}
+    values = oracle.Claim({"ours": ours}, {}, theirs, args, oracle.alike())
     second = name == "bounded_while"
     derivatives = oracle.claims_of_derivatives(ours, masked, args, second)
-    oracle.settle([(oracle.together(ways), args, agree), *derivatives])
+    oracle.settle([values, *derivatives])
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

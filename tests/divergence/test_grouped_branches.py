@@ -15,7 +15,7 @@ import batchax as bx
 from batchax.errors import UnsupportedError
 
 from support import oracle
-from support.oracle import at_once, example, same
+from support.oracle import agree, at_once, example, same
 
 N, D = 11, 8
 NARROW = bx.Compact(width=4)
@@ -101,7 +101,7 @@ def test_cond(in_axes):
     if in_axes == AXES[0]:  # outside of jit
         same(ours(P, x, w), jax.jit(alone)(P, x, w), SOME)
     else:
-        same(*at_once(ours, alone)(P, x, w), SOME)
+        agree(ours, alone, P, x, w, tolerance=SOME)
 
 
 def test_derivatives_of_every_order():
@@ -302,7 +302,7 @@ def test_a_vmap_inside():
 
     check(f, P, jnp.stack([X, X + 1], 1))
     pairs = lambda v: lambda ps, xs: v(model, (0, 0, None))(ps, xs, W)
-    same(*at_once(compact(pairs(jax.vmap)), jax.vmap(pairs(jax.vmap)))(MASKS, PAIRS))
+    agree(compact(pairs(jax.vmap)), jax.vmap(pairs(jax.vmap)), MASKS, PAIRS)
 
 
 @pytest.mark.parametrize("residuals", ["recompute", "keep"])

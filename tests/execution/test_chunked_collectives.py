@@ -11,7 +11,7 @@ from jax import lax
 import batchax as bx
 
 from support.chunks import check_chunks
-from support.oracle import agree, example, same, together
+from support.oracle import agree, example, same
 
 LANES = 4
 PERM = [(0, 2), (2, 1), (1, 3), (3, 0)]
@@ -190,12 +190,10 @@ def test_several_names(name, names):
     fun = lambda x: COLLECTIVES[name](jnp.sin(x), names)
     both = lambda outer, inner: outer(inner(fun, axis_name="j"), axis_name="i")
     chunked = functools.partial(bx.vmap, batch_size=2)
-    expected = jax.jit(both(bx.vmap, bx.vmap))(x)
-    for outer, inner in ((bx.vmap, chunked), (chunked, bx.vmap), (chunked, chunked)):
-        same(jax.jit(both(outer, inner))(x), expected)
+    ways = [(bx.vmap, chunked), (chunked, bx.vmap), (chunked, chunked)]
     if name != "all_gather":  # jax.vmap gathers over one name
-        for outer, inner in ((jax.vmap, chunked), (chunked, jax.vmap)):
-            same(jax.jit(both(outer, inner))(x), expected)
+        ways += [(jax.vmap, chunked), (chunked, jax.vmap)]
+    agree({str(way): both(*way) for way in ways}, both(bx.vmap, bx.vmap), x)
     if name not in ("all_gather", "pmax"):  # JAX cannot differentiate pmax of an outer axis
         total = lambda outer: lambda x: (jnp.sin(both(outer, chunked)(x)) * x).sum()
         agree(jax.grad(total(chunked)), jax.grad(total(jax.vmap)), x)
@@ -337,10 +335,8 @@ def test_chunks_in_chunks_that_meet_over_the_outer_axis():
         return lambda x, w: {k: in_both(f, outer, inner)(x, w) for k, f in IN_BOTH.items()}
 
     x, w = example((5, 3, 2), seed=3), example((2,), seed=4)
-    found = jax.jit(together({"got": every(CHUNKS, CHUNKS), "expected": every({}, {})}))(x, w)
-    for name, got in found["got"].items():
-        same(got, found["expected"][name], None, name)
-    same(in_both(IN_BOTH["twice"], CHUNKS, CHUNKS)(x, w), found["expected"]["twice"])  # eager
+    found = agree(every(CHUNKS, CHUNKS), every({}, {}), x, w)
+    same(in_both(IN_BOTH["twice"], CHUNKS, CHUNKS)(x, w), found["twice"])  # eager
 
 
 @pytest.mark.parametrize(
@@ -365,8 +361,7 @@ def test_derivatives_of_chunks_in_chunks_that_meet_over_the_outer_axis(outer, in
         return of
 
     x, w = example((5, 3, 2), seed=3), example((2,), seed=4)
-    found = jax.jit(together({"got": every(outer, inner), "expected": every({}, {})}))(x, w)
-    same(found["got"], found["expected"])
+    agree(every(outer, inner), every({}, {}), x, w)
 
 
 def test_three_levels_of_chunks():

@@ -3,7 +3,14 @@
 Only those whose meaning in NumPy leaves no doubt. The rest is run by JAX.
 """
 
+import ml_dtypes
 import numpy as np
+from jax.lax import RoundingMethod
+from scipy import special
+
+from fuzz import numpy_gathers
+
+SMALL_FLOATS = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))
 
 
 def _divide(x, y):
@@ -20,6 +27,7 @@ def _broadcast(x, *, shape, broadcast_dimensions, **_):
     ones = [1] * len(shape)
     for size, d in zip(x.shape, broadcast_dimensions, strict=True):
         ones[d] = size
+    x = x.transpose(np.argsort(broadcast_dimensions))
     return np.broadcast_to(x.reshape(ones), shape)
 
 
@@ -104,9 +112,15 @@ TABLE = {
         "max": np.maximum,
         "min": np.minimum,
         "abs": np.abs,
+        "pow": np.power,
         "sin": np.sin,
         "cos": np.cos,
         "tan": np.tan,
+        "asin": np.arcsin,
+        "acos": np.arccos,
+        "atan": np.arctan,
+        "sinh": np.sinh,
+        "cosh": np.cosh,
         "tanh": np.tanh,
         "exp": np.exp,
         "exp2": np.exp2,
@@ -121,6 +135,15 @@ TABLE = {
         "floor": np.floor,
         "ceil": np.ceil,
         "asinh": np.arcsinh,
+        "acosh": np.arccosh,
+        "atanh": np.arctanh,
+        "erf": special.erf,
+        "erfc": special.erfc,
+        "erf_inv": special.erfinv,
+        "lgamma": special.gammaln,
+        "digamma": special.digamma,
+        "bessel_i0e": special.i0e,
+        "bessel_i1e": special.i1e,
         "atan2": np.arctan2,
         "is_finite": np.isfinite,
         "logistic": lambda x: 1 / (1 + np.exp(-x)),
@@ -134,6 +157,8 @@ TABLE = {
         "or": np.bitwise_or,
         "xor": np.bitwise_xor,
         "not": np.invert,
+        "nextafter": np.nextafter,
+        "conj": np.conj,
         "real": np.real,
         "imag": np.imag,
         "complex": lambda x, y: x + 1j * y,
@@ -142,6 +167,8 @@ TABLE = {
         "copy": np.copy,
         "copy_p": np.copy,
         "stop_gradient": np.copy,
+        "name": np.copy,
+        "pvary": np.copy,
     }.items()
 } | {
     "integer_pow": lambda x, *, y: x**y if y >= 0 else 1 / x ** (-y),
@@ -156,6 +183,16 @@ TABLE = {
     "transpose": lambda x, *, permutation: np.transpose(x, permutation),
     "rev": lambda x, *, dimensions: np.flip(x, dimensions) if dimensions else x,
     "concatenate": lambda *xs, dimension: np.concatenate(xs, dimension),
+    "stack": lambda *xs, axis: np.stack(xs, axis),
+    "tile": lambda x, *, reps: np.tile(x, reps),
+    "round": lambda x, *, rounding_method: (
+        np.round(x)
+        if rounding_method == RoundingMethod.TO_NEAREST_EVEN
+        else np.copysign(np.floor(abs(x) + 0.5), x)
+    ),
+    "split": lambda x, *, sizes, axis: np.split(x, np.cumsum(sizes)[:-1], axis),
+    "device_put": lambda *xs, **_: list(xs),
+    "unstack": lambda x, *, axis: list(np.moveaxis(x, axis, 0)),
     "slice": _slice,
     "iota": lambda *, dtype, shape, dimension, **_: np.broadcast_to(
         np.arange(shape[dimension]).reshape(
@@ -168,8 +205,9 @@ TABLE = {
     "reduce_prod": _reduction(np.prod),
     "reduce_max": _reduction(np.max),
     "reduce_min": _reduction(np.min),
-    "reduce_and": _reduction(np.all),
-    "reduce_or": _reduction(np.any),
+    "reduce_and": _reduction(np.bitwise_and.reduce),
+    "reduce_or": _reduction(np.bitwise_or.reduce),
+    "reduce_xor": _reduction(np.bitwise_xor.reduce),
     "argmax": lambda x, *, axes, **_: np.argmax(x, axes[0]),
     "argmin": lambda x, *, axes, **_: np.argmin(x, axes[0]),
     "cumsum": _running(np.cumsum),
@@ -186,6 +224,8 @@ def _fits(name, xs, params):
         return False
     kinds = {x.dtype.kind for x in xs}
     if not kinds <= set("fiubc"):
+        return False
+    if name == "scatter" and params["update_jaxpr"] is not None:
         return False
     if name == "iota":
         return np.dtype(params["dtype"]).kind in "fiu"
@@ -204,14 +244,17 @@ def _fits(name, xs, params):
 
 _COMPLEX = frozenset(
     "add add_any sub mul neg real imag select_n copy broadcast_in_dim reshape squeeze expand_dims "
-    "transpose rev concatenate slice pad dynamic_slice dynamic_update_slice dot_general "
-    "reduce_sum abs eq ne stop_gradient".split()
+    "transpose rev concatenate stack unstack split device_put slice pad tile gather scatter "
+    "scatter-add dynamic_slice dynamic_update_slice dot_general reduce_sum abs conj eq ne name "
+    "stop_gradient pvary".split()
 )
 
 
 def convert(x, *, new_dtype, **_):
     """`convert_element_type`, or None where NumPy may mean something else."""
     new = np.dtype(new_dtype)
+    if new in SMALL_FLOATS:
+        new = np.dtype(np.float32)
     if new.kind not in "fiub" or x.dtype.kind not in "fiub":
         return None
     if x.dtype.kind == "f" and new.kind in "iu":
@@ -225,9 +268,21 @@ def convert(x, *, new_dtype, **_):
 
 def find(primitive, xs, params):
     """The NumPy function for an equation, of operands and parameters; or None."""
-    name = primitive.name
+    wide = [_wide(x) for x in xs]
+    fun = _find(primitive.name, wide, params)
+    if fun is None or all(a is b for a, b in zip(wide, xs, strict=True)):
+        return fun
+    return None if primitive.name == "nextafter" else lambda *_, **params: fun(*wide, **params)
+
+
+def _wide(x):
+    """Floats of 16 bits are rounded after each operation, which is done with more."""
+    return x.astype(np.float32) if getattr(x, "dtype", None) in SMALL_FLOATS else x
+
+
+def _find(name, xs, params):
     if name == "convert_element_type":
         whole = isinstance(xs[0], np.ndarray) and not hasattr(params["new_dtype"], "_rules")
         return convert if whole and convert(xs[0], **params) is not None else None
-    fun = TABLE.get(name)
+    fun = TABLE.get(name) or numpy_gathers.TABLE.get(name)
     return fun if fun is not None and _fits(name, xs, params) else None

@@ -1,9 +1,11 @@
 """Libraries that users batch with do not notice which vmap they have.
 
-First a small real program of each, with gradients, in every way to run a batch, against the loop
-over examples. Then the libraries' own uses of ``jax.vmap``, with batchax in its place.
+First a small real program of each, with gradients, in one way to run a batch, and each night in
+every way, against the loop over examples. Then the libraries' own uses of ``jax.vmap``, with
+batchax in its place.
 """
 
+import itertools
 import sys
 
 import blackjax
@@ -229,19 +231,29 @@ def numpyro_variational_inference(dtype):
     return step, (KEYS, points(dtype, 2))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_program(name):
+def run_in(ways, name):
     fun, args = PROGRAMS[name](DTYPE)
     staged = jax.jit(fun)  # once: `vmap` stages what it is given, too
-    ways = {way: bx.vmap(staged, **options) for way, options in WAYS.items()}
-    ways["alone"] = lambda *args: jax.lax.map(lambda lane: staged(*lane), args)
-    found = jax.jit(together(ways), compiler_options=QUICK)(*args)
+    batched = {way: bx.vmap(staged, **WAYS[way]) for way in ways}
+    alone = lambda *args: jax.lax.map(lambda lane: staged(*lane), args)
+    found = jax.jit(together({**batched, "alone": alone}), compiler_options=QUICK)(*args)
     want = found.pop("alone")
     tolerance = dict(rtol=1e-8, atol=1e-8)
     if jnp.float32 == DTYPE:  # what steps are chosen by an error estimate is sensitive
         tolerance = dict(rtol=2e-3, atol=2e-3)
     for way, got in found.items():
         same(got, want, tolerance, way)
+
+
+@pytest.mark.parametrize(("name", "way"), zip(PROGRAMS, itertools.cycle(WAYS), strict=False))
+def test_program(name, way):
+    run_in([way], name)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_in_every_way(name):
+    run_in(WAYS, name)
 
 
 # The libraries' own calls of `jax.vmap`.

@@ -14,9 +14,7 @@ from fuzz.judge import Discarded, judge
 from fuzz.rows import draw_rows, judge_rows
 from fuzz.ways import draw_case
 
-pytestmark = pytest.mark.skipif(
-    bool(jax.config.jax_enable_x64), reason="in double precision in any case: once is enough"
-)
+pytestmark = pytest.mark.in_every_part  # on each version of JAX
 
 
 def _run(data, draw, judged):
@@ -26,13 +24,13 @@ def _run(data, draw, judged):
             judged(case)
 
 
-@settings(max_examples=110)
+@settings(max_examples=130)
 @given(st.data())
 def test_programs_of_one_example(data):
     _run(data, draw_case, judge)
 
 
-@settings(max_examples=60)
+@settings(max_examples=70)
 @given(st.data())
 def test_programs_of_one_row(data):
     _run(data, draw_rows, judge_rows)

@@ -17,7 +17,17 @@ import batchax as bx
 from batchax.kernel.registry import find_rule
 
 from support.derivative_rules import tripled_jvp
-from support.oracle import agree, at_once, check, example, loop, loop_function, same, together
+from support.oracle import (
+    agree,
+    at_once,
+    check,
+    example,
+    loop,
+    loop_function,
+    plainly,
+    same,
+    together,
+)
 
 X = example((3, 2), seed=1)
 Y = example((2, 3), seed=2)
@@ -219,7 +229,7 @@ def test_symbolic_zeros_reach_a_jvp_rule():
     g = bx.vmap(f)
     same(
         jax.grad(lambda x: g(x, X)[0].sum())(X),
-        jax.grad(lambda x: jax.vmap(f)(x, X)[0].sum())(X),
+        plainly(jax.grad(lambda x: jax.vmap(f)(x, X)[0].sum()), X),
     )
     assert seen == [[False, True]] * 2
     for wrap in (lambda h: h, jax.jit):

@@ -4,7 +4,16 @@ import jax
 
 import batchax as bx
 
-from support.oracle import direction, is_inexact, loop_function, same, same_type, together
+from support.oracle import (
+    Claim,
+    alike,
+    direction,
+    is_inexact,
+    loop_function,
+    same,
+    same_type,
+    settle,
+)
 
 
 def check_chunks(
@@ -36,20 +45,20 @@ def check_chunks(
     jax.tree.map(same_type, jax.eval_shape(chunked, *args), jax.eval_shape(plain, *args))
 
     everything, points = {}, ()
-    for way, f in {"got": chunked, "expected": plain}.items():
+    for way, f in {"got": chunked, "all at once": plain}.items():
         everything[way], points = _everything(f, args, derivatives, forward, second)
+    ours = {"got": everything.pop("got")}
+    claims = [Claim(ours, {}, everything, points, alike(tolerance))]
     if against_loop:
-        looped = loop_function(fun, in_axes, out_axes)
-        everything["loop"] = lambda *_: looped(*args)
-    results = jax.jit(together(everything))(*points)
-    got, expected = results["got"], results["expected"]
-    same(got, expected, tolerance, "all at once")
+        looped = loop_function(jax.jit(fun), in_axes, out_axes)
+        claims.append(Claim({}, {}, {"loop": looped}, args, lambda *_: None))
+    (ours, _), *looped = settle(claims)
+    for _, results in looped:
+        alike(tolerance)({"got": ours["got"]["out"]}, results)
     if eager:
         out = chunked(*args)
-        same(out, expected["out"], tolerance, "outside jit")
+        same(out, ours["got"]["out"], tolerance, "outside jit")
         jax.tree.map(same_type, out, jax.eval_shape(plain, *args))
-    if against_loop:
-        same(got["out"], results["loop"], tolerance, "loop")
 
 
 def _everything(f, args, derivatives, forward, second):

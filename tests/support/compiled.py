@@ -4,7 +4,15 @@ import jax
 
 import batchax as bx
 
-from support.oracle import direction, is_inexact, loop_function, same, same_type, together
+from support.oracle import (
+    Claim,
+    alike,
+    direction,
+    is_inexact,
+    loop_function,
+    same_type,
+    settle,
+)
 
 
 def check_compiled(fun, *args, in_axes=0, out_axes=0, axis_name=None, reverse=True, types=True):
@@ -18,8 +26,10 @@ def check_compiled(fun, *args, in_axes=0, out_axes=0, axis_name=None, reverse=Tr
     options = dict(in_axes=in_axes, out_axes=out_axes, axis_name=axis_name)
     inexact = [i for i, x in enumerate(args) if is_inexact(x)]
 
+    staged = jax.jit(fun)
+
     def everything(vmap):
-        f = vmap(fun, **options)
+        f = vmap(staged, **options)
 
         def only(*xs):
             full = list(args)
@@ -41,13 +51,12 @@ def check_compiled(fun, *args, in_axes=0, out_axes=0, axis_name=None, reverse=Tr
 
         return run
 
-    ways = {"got": everything(bx.vmap), "jax.vmap": everything(jax.vmap)}
+    theirs = {"jax.vmap": everything(jax.vmap)}
     if axis_name is None:
-        ways["loop"] = lambda *_: loop_function(fun, in_axes, out_axes)(*args)
-    results = jax.jit(together(ways))(*(args[i] for i in inexact))
-    same(results["got"], results["jax.vmap"], where="jax.vmap")
-    if axis_name is None:
-        same(results["got"][0], results["loop"], where="loop")
+        one_by_one = lambda fun, in_axes, out_axes, **_: loop_function(fun, in_axes, out_axes)
+        theirs = {"loop": everything(one_by_one), **theirs}
+    points = [args[i] for i in inexact]
+    settle([Claim({"got": everything(bx.vmap)}, {}, theirs, points, alike())])
     if types:
         jax.tree.map(
             same_type, *(jax.eval_shape(v(fun, **options), *args) for v in (bx.vmap, jax.vmap))

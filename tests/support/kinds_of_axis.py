@@ -1,11 +1,9 @@
 """The oracle for kinds of axis: what is written by hand, in every way of running."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
-from support.oracle import claims_of_derivatives, is_inexact, same, settle
+from support.oracle import Claim, agree, claims_of_derivatives, is_inexact, same, settle
 
 WAYS = {
     "all at once": {},
@@ -26,8 +24,8 @@ def check_kind(make, reference, *args, ways=WAYS, derivatives=True, outer=True, 
     for way, options in ways.items():
         batched = make(**options)
         same(batched(*args), expected, tolerance, f"{way}, eager")
-        in_jit = partial(same, expected=expected, tolerance=tolerance, where=f"{way}, jit")
-        claims = [(batched, args, in_jit)]
+        in_jit = lambda ours, _, way=way: same(ours["got"], expected, tolerance, f"{way}, jit")
+        claims = [Claim({"got": batched}, {}, {}, args, in_jit)]
         if derivatives:
             claims += claims_of_derivatives(batched, reference, args, True, tolerance, f"{way}: ")
         settle(claims)
@@ -39,5 +37,4 @@ def check_kind(make, reference, *args, ways=WAYS, derivatives=True, outer=True, 
             for i, x in enumerate(args)
         ]
         if varied:
-            both = jax.jit(lambda *xs: [jax.vmap(f, axes)(*xs) for f in (make(), reference)])
-            same(*both(*twice), tolerance, "under jax.vmap")
+            agree(jax.vmap(make(), axes), jax.vmap(reference, axes), *twice, tolerance=tolerance)

@@ -5,13 +5,21 @@ a plain Python loop over the examples and with `jax.vmap`: values, dtypes, weak
 types, derivatives of both modes, and nestings with itself and `jax.vmap`.
 """
 
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import batchax as bx
+
+from fuzz.evaluate import Unknown, evaluate_by_numpy
+
+# Whether all that results are compared with is compiled, and NumPy's reference one more result.
+COMPILED = False
 
 
 def check(fun, *args, eager=True, jit=True, **options):
@@ -38,16 +46,86 @@ def check_all(cases, **options):
     settle(everything)
 
 
+class Claim(NamedTuple):
+    """What must hold of functions of the same arguments, each of which has a name.
+
+    compiled: ours, which XLA runs; all claims are one program.
+    staged: ours, too; operations that NumPy knows are left to it.
+    theirs: references, of which the first is enough that NumPy can evaluate. The last takes the
+        least time to compile.
+    verdict: looks at the results of ours, and of references, by their names.
+    """
+
+    compiled: dict[str, Callable]
+    staged: dict[str, Callable]
+    theirs: dict[str, Callable]
+    args: Sequence[Any]
+    verdict: Callable
+
+
 def settle(claims, jit=True):
-    """Computes all that is claimed, as one program if `jit`, and looks whether it is so."""
-    functions, arguments, verdicts = zip(*claims, strict=True)
+    """Computes all that is claimed, what is compiled as one program if `jit`, and judges it.
+
+    Returns the results of each claim: of ours, and of references.
+    """
+    compiled, arguments, verdicts = [], [], []
+    for claim in claims:
+        ours, theirs = by_numpy(claim) if jit else ({}, {})
+        left = {n: f for n, f in claim.staged.items() if n not in ours}
+        compiled.append([together(claim.compiled | left), together(_left(claim.theirs, theirs))])
+        arguments.append(claim.args)
+        verdicts.append((claim.verdict, ours, theirs))
 
     def compute(arguments):
-        return [f(*args) for f, args in zip(functions, arguments, strict=True)]
+        return [[f(*args) for f in two] for two, args in zip(compiled, arguments, strict=True)]
 
     results = (jax.jit(compute) if jit else compute)(arguments)
-    for verdict, result in zip(verdicts, results, strict=True):
-        verdict(result)
+    everything = []
+    for (verdict, *known), found in zip(verdicts, results, strict=True):
+        everything.append([{**x, **y} for x, y in zip(known, found, strict=True)])
+        verdict(*everything[-1])
+    return everything
+
+
+def alike(tolerance=None, where=""):
+    """The verdict that each of ours returns the same as each reference."""
+
+    def verdict(ours, theirs):
+        for mine, got in ours.items():
+            for name, expected in theirs.items():
+                same(got, expected, tolerance, f"{where}{mine}, {name}")
+
+    return verdict
+
+
+def _left(theirs, known):
+    """The references that must be compiled."""
+    if COMPILED:
+        return theirs
+    return {} if known else dict([*theirs.items()][-1:])
+
+
+def by_numpy(claim):
+    """Results by NumPy alone: of ours where it can, and of one reference if it can."""
+    ours, theirs = {}, {}
+    for name, function in claim.theirs.items():
+        with suppress(Unknown, TypeError):  # JAX takes no derivatives of a few functions alone
+            theirs[f"{name} by NumPy"] = evaluated(function, claim.args)
+            break
+    if theirs and not COMPILED:
+        for name, function in claim.staged.items():
+            with suppress(Unknown):
+                ours[name] = evaluated(function, claim.args)
+    return ours, theirs
+
+
+def evaluated(fun, args):
+    """What `fun` returns by NumPy, operation by operation: nothing is compiled."""
+    leaves, tree = jax.tree.flatten(args)
+    staged, out = jax.make_jaxpr(
+        lambda leaves: fun(*jax.tree.unflatten(tree, leaves)), return_shape=True
+    )(leaves)
+    return jax.tree.unflatten(jax.tree.structure(out), evaluate_by_numpy(staged, leaves))
 
 
 def claims(
@@ -82,34 +160,33 @@ def claims(
     options = dict(in_axes=in_axes, out_axes=out_axes)
     if axis_name is not None:
         options["axis_name"] = axis_name
-    batched, one_by_one = bx.vmap(fun, **options), loop_function(fun, in_axes, out_axes)
-    if not unrolled:
-        one_by_one = in_turn(fun, in_axes)
-    reference = jax.vmap(fun, **options) if against_jax else one_by_one
-
-    ways = {}
-    if jit or not eager:
-        ways["jit outside"] = batched
-    if jit:
-        ways["jit inside"] = bx.vmap(jax.jit(fun), **options)
+    batched, staged = bx.vmap(fun, **options), jax.jit(fun) if jit else fun
+    compiled = {"jit outside": batched} if jit or not eager else {}
+    inside = {"jit inside": bx.vmap(staged, **options)} if jit else {}
+    theirs = {}
     if axis_name is None:
-        ways["loop"] = one_by_one
+        one_by_one = loop_function(staged, in_axes, out_axes)
+        theirs["loop"] = one_by_one if unrolled else in_turn(fun, in_axes)
     if against_jax:
-        ways["jax.vmap"] = reference
+        theirs["jax.vmap"] = jax.vmap(staged, **options)
     outside_jit = batched(*args) if eager else None
 
-    def verdict(results):
-        got = outside_jit if eager else results["jit outside"]
-        for way, value in results.items():
+    def verdict(ours, theirs):
+        got = outside_jit if eager else ours["jit outside"]
+        for way, value in {**ours, **theirs}.items():
             same(got, value, tolerance, where + way)
         if against_jax:
-            jax.tree.map(same_type, got, results["jax.vmap"])
+            expected = types(jax.vmap(staged, **options), args)
+            assert [*map(jax.typeof, jax.tree.leaves(got))] == expected, where
 
-    yield together(ways), args, verdict
+    yield Claim(compiled, inside, theirs, args, verdict)
     if derivatives:
-        yield from claims_of_derivatives(batched, reference, args, second, tolerance, where)
+        ours = bx.vmap(staged, **options)
+        yield from claims_of_derivatives(
+            ours, theirs, args, second, tolerance, where, compiled=False
+        )
     if nested:
-        yield claim_of_nesting(fun, args, options, tolerance, where)
+        yield claim_of_nesting(staged, args, options, tolerance, where)
 
 
 def shares(names, count):
@@ -220,8 +297,15 @@ def check_derivatives(batched, reference, args, second=False, tolerance=None, ji
         settle([claim], jit)
 
 
-def claims_of_derivatives(batched, reference, args, second=False, tolerance=None, where=""):
-    """See `claims` and `check_derivatives`: one, or none where nothing has derivatives."""
+def claims_of_derivatives(
+    batched, theirs, args, second=False, tolerance=None, where="", compiled=True
+):
+    """See `claims` and `check_derivatives`: one, or none where nothing has derivatives.
+
+    theirs: functions whose derivatives must be the same, by names; or one.
+    compiled: whether derivatives of `batched` must be, see `Claim`.
+    """
+    theirs = theirs if isinstance(theirs, dict) else {"expected": theirs}
     diff = [i for i, arg in enumerate(args) if all(map(is_inexact, jax.tree.leaves(arg)))]
     if not diff:
         return
@@ -233,7 +317,7 @@ def claims_of_derivatives(batched, reference, args, second=False, tolerance=None
             full[i] = x
         return [y for y in jax.tree.leaves(f(*full)) if is_inexact(y)]
 
-    types = jax.eval_shape(partial(values, reference), *points)
+    types = jax.eval_shape(partial(values, [*theirs.values()][-1]), *points)
     if not types:
         return
     tangents = tuple(direction(x, 1) for x in points)
@@ -250,12 +334,14 @@ def claims_of_derivatives(batched, reference, args, second=False, tolerance=None
             ways["jvp of vjp"] = lambda *xs: jax.jvp(pull, xs, tangents)[1]
         return together(ways)
 
-    def verdict(results):
-        for way, value in results["got"].items():
-            same(value, results["expected"][way], tolerance, where + way)
+    def verdict(ours, theirs):
+        for whose, expected in theirs.items():
+            for way, value in ours["got"].items():
+                same(value, expected[way], tolerance, f"{where}{way}, {whose}")
 
-    both = {"got": derivatives(batched), "expected": derivatives(reference)}
-    yield together(both), points, verdict
+    theirs = {name: derivatives(f) for name, f in theirs.items()}
+    ours = {"got": derivatives(batched)}
+    yield Claim(ours if compiled else {}, {} if compiled else ours, theirs, points, verdict)
 
 
 def claim_of_nesting(fun, args, options, tolerance=None, where=""):
@@ -263,23 +349,32 @@ def claim_of_nesting(fun, args, options, tolerance=None, where=""):
     doubled = [
         jax.tree.map(lambda x: jnp.stack([x, x[..., ::-1] if x.ndim else x]), a) for a in args
     ]
-    pairs = ((jax.vmap, jax.vmap), (bx.vmap, bx.vmap), (bx.vmap, jax.vmap), (jax.vmap, bx.vmap))
+    pairs = ((bx.vmap, bx.vmap), (bx.vmap, jax.vmap), (jax.vmap, bx.vmap))
     ways = {
         f"{outer.__module__} of {inner.__module__}": outer(inner(fun, **options))
         for outer, inner in pairs
     }
 
-    def verdict(results):
-        expected = results[next(iter(ways))]
-        for way, got in results.items():
-            same(got, expected, tolerance, where + way)
-
-    return together(ways), doubled, verdict
+    theirs = {"jax.vmap": jax.vmap(jax.vmap(fun, **options))}
+    return Claim({}, ways, theirs, doubled, alike(tolerance, where))
 
 
 def agree(got, expected, *args, tolerance=None):
-    """Two functions return the same, compiled as one program."""
-    same(*at_once(got, expected)(*args), tolerance)
+    """A function, or each of several by their names, returns what another does.
+
+    Returns what the first does.
+    """
+    ours = got if isinstance(got, dict) else {"got": got}
+    [(results, _)] = settle([Claim(ours, {}, {"expected": expected}, args, alike(tolerance))])
+    return results[next(iter(ours))]
+
+
+def plainly(fun, *args):
+    """What `fun` returns: by NumPy, or as one program if an operation is missing there."""
+    if not COMPILED:
+        with suppress(Unknown):
+            return evaluated(fun, args)
+    return jax.jit(fun)(*args)
 
 
 def same(got, expected, tolerance=None, where=""):
@@ -293,6 +388,11 @@ def same(got, expected, tolerance=None, where=""):
         np.testing.assert_allclose(
             plain(g), plain(e), **(tolerance or tolerances(e.dtype)), err_msg=where
         )
+
+
+def types(fun, args):
+    """The types of what `fun` returns, weak types included."""
+    return jax.make_jaxpr(fun)(*args).out_avals
 
 
 def same_type(got, expected):

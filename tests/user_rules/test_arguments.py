@@ -10,7 +10,7 @@ import pytest
 
 import batchax as bx
 
-from support.oracle import example, same
+from support.oracle import example, plainly, same
 
 VMAPS = pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap], ids=["bx", "jax"])
 
@@ -124,8 +124,9 @@ def test_trees_are_flagged_leaf_by_leaf(vmap):
         jax.grad(lambda w: vmap(lambda x: g({"w": w, "b": [1.0]}, x)["y"].sum())(xs).sum())(
             params["w"]
         ),
-        jax.grad(lambda w: jax.vmap(lambda x: f({"w": w, "b": [1.0]}, x)["y"].sum())(xs).sum())(
-            params["w"]
+        plainly(
+            jax.grad(lambda w: jax.vmap(lambda x: f({"w": w, "b": [1.0]}, x)["y"].sum())(xs).sum()),
+            params["w"],
         ),
     )
 
@@ -135,7 +136,7 @@ def test_keys_and_integers(vmap):
     g, noted = seen_by(lambda key, n, x: (jax.random.normal(key, (2,)) * x, n + 1, key))
     keys = jax.random.split(jax.random.key(0), 3)
     args = keys, jnp.arange(3), example((3,))
-    same(vmap(g)(*args), jax.vmap(g.fun)(*args))
+    same(vmap(g)(*args), plainly(jax.vmap(g.fun), *args))
     of_x = lambda f: jax.grad(lambda x: f(*args[:2], x)[0].sum())
     same(of_x(vmap(g))(args[2]), of_x(jax.vmap(g.fun))(args[2]))
     assert all(flags == [True, True, True] for flags, _, _ in noted)
@@ -216,7 +217,7 @@ def test_axes_that_are_not_the_first(vmap, out_axes):
     g, noted = seen_by(lambda x, y: x @ y)
     x, y = example((4, 3, 5)), example((5, 4, 2), seed=1)
     got = vmap(g, in_axes=(1, None), out_axes=out_axes)(x, y[:, 0])
-    same(got, jax.vmap(jnp.matmul, (1, None), out_axes)(x, y[:, 0]))
+    same(got, plainly(jax.vmap(jnp.matmul, (1, None), out_axes), x, y[:, 0]))
     assert noted[0][1][0].shape == (3, 4, 5)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import batchax as bx
 
-from support.oracle import at_once, example, same
+from support.oracle import agree, at_once, example, same
 
 VMAPS = pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap], ids=["bx", "jax"])
 
@@ -91,7 +91,7 @@ def test_reverse_mode(vmap, order, which, scale):
     f, calls = make(jvp=which in ("jvp", "both"), vjp=which in ("vjp", "both"))
     x, y = example((3,)), example((3,), seed=1)
     ours, expected = ORDERS[order](vmap, f), ORDERS[order](jax.vmap, reference(scale))
-    same(*at_once(ours, expected)(x, y))
+    agree(ours, expected, x, y)
     if which == "both":  # outside of jit
         same(ours(x, y), jax.jit(expected)(x, y))
     if order == "grad of vmap":
@@ -105,7 +105,7 @@ def test_forward_mode(vmap, order, which):
     f, _ = make(jvp=True, vjp=which == "both")
     x, y = example((3,)), example((3,), seed=1)
     ours, expected = FORWARD[order](vmap, f), FORWARD[order](jax.vmap, reference(3))
-    same(*at_once(ours, expected)(x, y))
+    agree(ours, expected, x, y)
     if which == "both":  # outside of jit
         same(ours(x, y), jax.jit(expected)(x, y))
 

@@ -8,7 +8,7 @@ from jax.experimental import io_callback
 
 import batchax as bx
 
-from support.oracle import at_once, check, example, loop_function, same
+from support.oracle import agree, check, example, loop_function, same
 from support.programs import random_program
 
 VMAPS = pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap], ids=["bx", "jax"])
@@ -30,7 +30,7 @@ def test_random_programs(seed):
         return jax.grad(of_floats, (0, 1, 2))
 
     ours, loop = map(cotangents, (bx.vmap(f, axes), loop_function(f, axes, 0)))
-    same(*at_once(ours, loop)(args[0], args[1], args[3]))
+    agree(ours, loop, args[0], args[1], args[3])
 
 
 @VMAPS

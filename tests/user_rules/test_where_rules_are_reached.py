@@ -7,7 +7,7 @@ from jax import lax
 
 import batchax as bx
 
-from support.oracle import at_once, example, same
+from support.oracle import agree, example, plainly, same
 from support.user_rules import Telling
 
 BOTH, FIRST, SECOND = (True, True), (True, False), (False, True)
@@ -90,10 +90,10 @@ INSIDE = {
 def test_a_batch_is_by_the_rule_however_it_is_differentiated_inside(vmap, which):
     inside, f = INSIDE[which], Telling(plain, ten)
     ours = vmap(inside(f.function))
-    same(*at_once(ours, jax.vmap(inside(ten)))(XS, WS))
+    agree(ours, jax.vmap(inside(ten)), XS, WS)
     assert f.seen == {(3, BOTH)}
     if which in ("value", "grad"):  # outside of jit
-        same(ours(XS, WS), jax.vmap(inside(ten))(XS, WS))
+        same(ours(XS, WS), plainly(jax.vmap(inside(ten)), XS, WS))
 
 
 OUTSIDE = {
@@ -114,7 +114,7 @@ OUTSIDE = {
 def test_derivatives_of_a_batch_are_those_of_the_rule(vmap, which):
     outside, f = OUTSIDE[which], Telling(plain, ten)
     ours = outside(vmap(f.function))
-    same(*at_once(ours, outside(jax.vmap(ten)))(XS, WS))
+    agree(ours, outside(jax.vmap(ten)), XS, WS)
     assert f.seen == {(3, BOTH)}
     if which in ("jvp", "linearize", "grad"):  # outside of jit
         same(ours(XS, WS), outside(jax.vmap(ten))(XS, WS))
@@ -133,7 +133,7 @@ def test_what_a_rule_is_told_of_a_batch(vmap, axes, flags):
         ours, by_hand = (
             transform(v(g, axes, -1)) for v, g in ((vmap, f.function), (jax.vmap, ten))
         )
-        same(*at_once(ours, by_hand)(xs, ws))
+        agree(ours, by_hand, xs, ws)
         assert f.seen == {(3, flags)}
 
 
@@ -142,7 +142,7 @@ def test_what_is_the_same_for_all_lanes_is_batched_where_its_cotangents_are(vmap
     for argnums, flags in ((0, FIRST), (1, BOTH), ((0, 1), BOTH)):
         f = Telling(plain, ten)
         run = lambda f, vmap, n=argnums: vmap(jax.grad(total(f), n), (0, None))
-        same(*at_once(run(f.function, vmap), run(ten, jax.vmap))(XS, W))
+        agree(run(f.function, vmap), run(ten, jax.vmap), XS, W)
         assert {(3, flags)} <= f.seen <= {(3, FIRST), (3, BOTH)}
 
 
@@ -150,7 +150,7 @@ def test_what_is_the_same_for_all_lanes_is_batched_where_its_cotangents_are(vmap
 def test_in_chunks_a_rule_has_a_chunk(inside):
     f = Telling(plain, ten)
     got = bx.vmap(inside(f.function), batch_size=2)(XS, WS)
-    same(got, jax.vmap(inside(ten))(XS, WS))
+    same(got, plainly(jax.vmap(inside(ten)), XS, WS))
     assert {(2, BOTH)} <= f.seen <= {(2, BOTH), (1, BOTH)}
 
 
@@ -181,9 +181,9 @@ def test_one_example_is_by_the_function(which, compiled):
     run = ONE_EXAMPLE[which](f.function)
     by_hand = ONE_EXAMPLE[which](plain)
     if compiled:
-        same(*at_once(run, by_hand)(X, W))
+        agree(run, by_hand, X, W)
     else:
-        same(run(X, W), jax.jit(by_hand)(X, W))
+        same(run(X, W), plainly(by_hand, X, W))
     assert f.seen == set()
 
 
@@ -206,7 +206,7 @@ def test_of_two_axes_the_rule_has_the_inner_one(outer, inner, which, derivative)
     ]
     f = Telling(plain, ten)
     run = lambda f, outer, inner: derivative(outer(inner(f, inner_axes), outer_axes))
-    same(*at_once(run(f.function, outer, inner), run(ten, jax.vmap, jax.vmap))(*args))
+    agree(run(f.function, outer, inner), run(ten, jax.vmap, jax.vmap), *args)
     assert f.seen == {(3, flags)}
 
 
@@ -224,13 +224,13 @@ def test_a_rule_that_calls_a_function_with_a_rule_reaches_that(vmap, derivative)
     second = Telling(ten, lambda x, w: 7 * ten(x, w))
     first = Telling(plain, second.function)
     xss, wss = example((4, 3, 2), seed=5), example((4, 3, 2), seed=6)
-    same(*at_once(derivative(vmap(first.function)), derivative(ten))(XS, WS))
+    agree(derivative(vmap(first.function)), derivative(ten), XS, WS)
     assert (first.seen, second.seen) == ({(3, BOTH)}, set())
     seven = lambda x, w: 7 * ten(x, w)
-    same(*at_once(derivative(vmap(vmap(first.function))), derivative(seven))(xss, wss))
+    agree(derivative(vmap(vmap(first.function))), derivative(seven), xss, wss)
     assert (first.seen, second.seen) == ({(3, BOTH)}, {(4, BOTH)})
     inside = vmap(vmap(derivative(first.function)))
-    same(*at_once(inside, jax.vmap(jax.vmap(derivative(seven))))(xss, wss))
+    agree(inside, jax.vmap(jax.vmap(derivative(seven))), xss, wss)
     assert (first.seen, second.seen) == ({(3, BOTH)}, {(4, BOTH)})
 
 
@@ -261,9 +261,9 @@ def test_a_closed_over_value_that_is_differentiated(vmap, compiled):
     for transform in (gradient, pushed_by_two, linearized_by_two, lambda f: jax.hessian(total(f))):
         run = transform(by_rule)
         if compiled:
-            same(*at_once(run, transform(want))(W, XS))
+            agree(run, transform(want), W, XS)
         else:
-            same(run(W, XS), jax.jit(transform(want))(W, XS))
+            same(run(W, XS), plainly(transform(want), W, XS))
         assert seen.pop() == {(3, (True,))}
 
 
@@ -285,8 +285,8 @@ def test_of_a_batch_of_what_it_closes_over_a_rule_is_not_told(vmap, derivative):
         seen.append(f.seen)
         return f.function(x)
 
-    same(*at_once(derivative(vmap(one)), derivative(plain))(XS, WS))
-    same(*at_once(vmap(derivative(one)), jax.vmap(derivative(plain)))(XS, WS))
+    agree(derivative(vmap(one)), derivative(plain), XS, WS)
+    agree(vmap(derivative(one)), jax.vmap(derivative(plain)), XS, WS)
     assert len(seen) >= 2
     assert not any(seen)
 
@@ -301,5 +301,5 @@ def test_a_gradient_for_each_lane_is_a_batch_of_what_it_closes_over(vmap):
 
     value, got = vmap(jax.value_and_grad(one, 1), (0, None))(XS, W)
     same(value, ten(XS, W).sum(1))  # of the value it is not
-    same(got, jax.vmap(jax.grad(lambda w, x: plain(x, w).sum()), (None, 0))(W, XS))
+    same(got, plainly(jax.vmap(jax.grad(lambda w, x: plain(x, w).sum()), (None, 0)), W, XS))
     assert f[-1].seen == {(3, (True,))}
