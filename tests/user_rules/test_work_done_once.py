@@ -56,7 +56,9 @@ ONCE = tuple(DERIVATIVES)[:8]
 def test_a_loop_and_its_derivative(vmap, which):
     derivative = DERIVATIVES[which]
     ours, plain = (vmap(derivative(f), SHARED) for f in (with_identity_rule(loop), loop))
-    agree(ours, plain, W, XS)
+    # NumPy and XLA round each step in its own way.
+    wide = dict.fromkeys(("rtol", "atol"), 1000 * jnp.finfo(W.dtype).eps)
+    agree(ours, plain, W, XS, tolerance=wide if which == "hessian" else None)
     if vmap is bx.vmap and which in ONCE:
         assert operations(ours, W, XS)["scan"] <= operations(plain, W, XS)["scan"]
 
