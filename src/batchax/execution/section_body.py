@@ -43,6 +43,11 @@ class LanesToRun:
     repeated: int = 0
     progress: LoopProgress | None = None
 
+    @property
+    def are_one_chunk(self) -> bool:
+        """Whether they need no loop."""
+        return isinstance(self.batch_size, int) and self.axis.size <= self.batch_size
+
     def may_repeat(self, width: int) -> bool:
         """Whether chunks of `width` lanes may have some that repeat another.
 
@@ -118,10 +123,10 @@ class SectionBody:
             for v, a in zip(self.section.invars, positions, strict=True)
         )
         body = ChunkBody(self._chunk.of_width)
-        size, chunk = lanes.axis.size, lanes.batch_size
-        self.loop = ChunkLoop(body, operand_kinds, (), size, chunk, lanes.progress)
+        size = lanes.axis.size
+        self.loop = ChunkLoop(body, operand_kinds, (), size, lanes.batch_size, lanes.progress)
         self.of_only_chunk: list[Any] | None = None
-        if isinstance(chunk, int) and size <= chunk:
+        if lanes.are_one_chunk:
             self.of_only_chunk = body.function(size)(np.int32(0), *self.operands)
             types = list(map(jax.typeof, self.of_only_chunk))
         else:
