@@ -16,7 +16,7 @@ from batchax.execution.chunk_loop import (
 )
 from batchax.execution.chunk_run import compute, run
 from batchax.execution.gathered_batching import batch_gathered
-from batchax.execution.operand_specs import ActiveMask, Sum, Whole
+from batchax.execution.operand_specs import ActiveMask, Combined, Sum, Whole, of_states
 from batchax.kernel.axis import Axis, AxisPosition, match_axis
 from batchax.kernel.inner import batch_function
 from batchax.kernel.own_primitive import own_primitive
@@ -37,6 +37,8 @@ def _batched(
     if loop.gathers and axes[0] is not None:
         return batch_gathered(axis, args, axes, loop, named), [0] * len(loop.results)
     hits = [named or hit for hit in reached(program.jaxpr, marked)]
+    of_state = lambda _, places: [any(hits[places])] * len(hits[places])
+    hits = of_states(loop.results, hits, of_state)
 
     def of_width(width: int) -> Any:
         one_example = loop.body.function(width)
@@ -64,6 +66,8 @@ def _shifted(spec: Any, position: AxisPosition) -> Any:
     """The spec of a value with one more axis, at `position`."""
     if position is None or isinstance(spec, (Whole, Sum, ActiveMask)):
         return spec
+    if isinstance(spec, Combined):
+        return replace(spec, outer=spec.outer + 1)
     return replace(spec, axis=spec.axis + (position <= spec.axis))
 
 

@@ -24,10 +24,12 @@ from batchax.execution.chunk_loop import (
 )
 from batchax.execution.chunk_run import chosen_chunk
 from batchax.execution.chunk_scalar import can_run, inner_product, is_loss, loop_with_gradient
+from batchax.execution.chunk_states import in_parts
 from batchax.execution.memory import Auto
 from batchax.execution.operand_specs import (
     SUM,
     WHOLE,
+    Combined,
     Extreme,
     Gathered,
     GatheredOrZero,
@@ -37,7 +39,7 @@ from batchax.execution.operand_specs import (
     Sum,
     cotangent_spec,
 )
-from batchax.kernel.derivatives import tangents_of, transposed
+from batchax.kernel.derivatives import tangents_of, transposed, with_values
 from batchax.rules.batched_transpose import reached
 from batchax.rules.in_turn import calls_library, in_turn
 from batchax.rules.masking import is_inexact
@@ -53,6 +55,12 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: ChunkLoop, pro
         for k, (hit, zero) in enumerate(zip(reached(program.jaxpr, marked), zeros, strict=True))
         if hit and zero.aval.dtype != jax.dtypes.float0
     ]
+    if any(isinstance(loop.results[k], Combined) for k in found):
+        each, of_all = in_parts(loop, primals)
+        of_moving = lambda *xs: of_all(chunk_loop(each, with_values(primals, moving, xs)))
+        given, moved = ([x[i] for i in moving] for x in (primals, tangents))
+        outs, dots = jax.jvp(of_moving, given, moved)
+        return outs, [dots[k] if k in found else zero for k, zero in enumerate(zeros)]
     if is_loss(loop, found, types, [primals[i] for i in moving]):
         (k,) = found
         with_gradient = loop_with_gradient(loop, k, moving)
@@ -218,5 +226,5 @@ def _as_operand(spec: Result) -> Operand:
         case Gathered(axis):
             return GatheredOrZero(axis)
         case _:
-            assert not isinstance(spec, Extreme)
+            assert not isinstance(spec, (Extreme, Combined))
             return spec

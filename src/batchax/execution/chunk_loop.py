@@ -34,6 +34,7 @@ from batchax.execution.memory import Auto
 from batchax.execution.operand_specs import (
     WHOLE,
     ActiveMask,
+    Combined,
     Extreme,
     Gathered,
     GatheredOrZero,
@@ -155,7 +156,7 @@ class ChunkLoop:
                 return resized(aval, axis, -(-self.size // self.chunk))
             case Extreme(_, axis):
                 return mapped_aval(aval.shape[axis], axis, aval)
-            case Sum():
+            case Sum() | Combined():
                 return aval
 
 

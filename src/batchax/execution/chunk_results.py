@@ -15,7 +15,16 @@ from batchax import _compat
 from batchax.execution.buffers import blank
 from batchax.execution.chunk_loop import ChunkLoop
 from batchax.execution.gathered_lanes import GatheredLanes, put
-from batchax.execution.operand_specs import Extreme, Gathered, Lanes, PerChunk, Result, Sum
+from batchax.execution.operand_specs import (
+    Combined,
+    Extreme,
+    Gathered,
+    Lanes,
+    PerChunk,
+    Result,
+    Sum,
+    of_states,
+)
 from batchax.jaxprs.neutral import accumulator, highest, lowest
 
 
@@ -35,6 +44,8 @@ def _before(loop: ChunkLoop, aval: Any, spec: Result, number: int) -> Any:
     match spec:
         case Sum():
             return _compat.filled(whole, 0, accumulator(whole.dtype))
+        case Combined():
+            return _compat.filled(whole, spec.neutral)
         case Extreme("max"):
             return _compat.filled(whole, lowest(whole.dtype))
         case Extreme():
@@ -56,10 +67,12 @@ def collect(
     """The results so far, with what one more chunk, number `index`, returned: `outs`."""
     assert isinstance(loop.chunk, int)
     start = index * np.int32(loop.chunk)
-    return [
+    collected = [
         _collect(spec, result, out, start, index, gathered)
         for spec, result, out in zip(loop.results, results, outs, strict=True)
     ]
+    both = lambda spec, places: spec.combined(results[places], outs[places])
+    return of_states(loop.results, collected, both)
 
 
 def _collect(
@@ -82,6 +95,8 @@ def _collect(
             return lax.add(result, lax.convert_element_type(out, result.dtype))
         case Extreme():
             return _COMPARE[spec.kind](result, of_only_chunk(out, spec))
+        case Combined():  # with others, of the same state
+            return out
 
 
 def _write(result: Any, out: Any, start: Any, axis: int) -> Any:

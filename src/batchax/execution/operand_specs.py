@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+from jax import lax
 from jax.extend.core import mapped_aval, unmapped_aval
+
+from batchax.frontend import reducing
+from batchax.frontend.reduction import Reduction
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,54 @@ class Extreme:
 
     kind: str
     axis: int
+
+
+@dataclass(frozen=True)
+class Combined:
+    """An array of the state of a reduction, which is combined with that of each chunk in turn.
+
+    The arrays of a state are results one after another.
+
+    Attributes:
+      reduction: which one.
+      structure: of a state.
+      number: of this array in it.
+      neutral: what it is before the first chunk.
+      outer: how many axes of outer vmaps come first.
+    """
+
+    reduction: Reduction
+    structure: Any
+    number: int
+    neutral: Any
+    outer: int = 0
+
+    def combined(self, one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
+        """The arrays of the state of both."""
+        return self._arrays(functools.partial(reducing.combined, self.reduction), 0, one, other)
+
+    def folded(self, parts: Sequence[Any]) -> list[Any]:
+        """The arrays of the state of all parts, which are along axis 0."""
+        return self._arrays(functools.partial(reducing.folded, self.reduction), 1, parts)
+
+    def _arrays(self, function: Callable[..., Any], axis: int, *states: Sequence[Any]) -> list[Any]:
+        for _ in range(self.outer):
+            function = jax.vmap(function, axis)
+        state = function(*(jax.tree.unflatten(self.structure, x) for x in states))
+        types = [x.dtype for x in states[0]]
+        return list(map(lax.convert_element_type, jax.tree.leaves(state), types))
+
+
+def of_states(
+    specs: Sequence[Any], xs: Sequence[Any], function: Callable[[Combined, slice], Sequence[Any]]
+) -> list[Any]:
+    """`xs`, with what `function` makes of those that are arrays of a state, given their places."""
+    xs = list(xs)
+    for k, spec in enumerate(specs):
+        if isinstance(spec, Combined) and not spec.number:
+            places = slice(k, k + spec.structure.num_leaves)
+            xs[places] = function(spec, places)
+    return xs
 
 
 @dataclass(frozen=True)
@@ -77,7 +132,7 @@ class GatheredOrZero:
 
 
 Operand = Whole | Lanes | PerChunk | ActiveMask | Gathered | GatheredOrZero
-Result = Lanes | PerChunk | Sum | Extreme | Gathered
+Result = Lanes | PerChunk | Sum | Extreme | Combined | Gathered
 
 WHOLE, SUM = Whole(), Sum()
 

@@ -19,6 +19,7 @@ from batchax.execution.chunk_loop import (
 )
 from batchax.execution.chunk_results import collect, results_before
 from batchax.execution.chunk_run import chosen_chunk, run
+from batchax.execution.chunk_states import in_parts
 from batchax.execution.memory import Auto
 from batchax.execution.operand_specs import Extreme, Lanes, PerChunk
 from batchax.execution.slices import scan_slices
@@ -42,6 +43,7 @@ def run_loop(loop: ChunkLoop, operands: Sequence[Any], keep: bool) -> list[Any]:
     if isinstance(loop.chunk, int) and loop.size <= loop.chunk and not loop.gathers:
         # Of the only chunk what JAX keeps is what it keeps without chunks.
         return run(loop, _compat.varying_alike(operands))
+    loop, of_all = in_parts(loop, operands)
     # The derivative of an extreme value compares values again, in a second loop, whatever is kept:
     # extremes stay results of the primitive, which has that derivative.
     extreme = [k for k, spec in enumerate(loop.results) if isinstance(spec, Extreme)]
@@ -50,7 +52,7 @@ def run_loop(loop: ChunkLoop, operands: Sequence[Any], keep: bool) -> list[Any]:
     if extreme:
         rest = _selected(replace(loop, progress=None), extreme)  # one of the two tells
         outs |= zip(extreme, chunk_loop(rest, operands), strict=True)
-    return [outs[k] for k in range(len(loop.results))]
+    return of_all([outs[k] for k in range(len(loop.results))])
 
 
 def _selected(loop: ChunkLoop, which: Sequence[int]) -> ChunkLoop:

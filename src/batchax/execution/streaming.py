@@ -1,9 +1,9 @@
 """Reducing over the batch chunk by chunk, without a result for each lane.
 
-What is added up over the batch, or is the extreme of it, is held once by a chunk loop, floats of
-less than 32 bits in float32; of other reductions there is a state for each chunk, which are
-combined after the loop. A mean is the sum over all lanes divided once, so that a last chunk with
-fewer lanes counts for what it is.
+What is added up over the batch, or is the extreme of it, floats of less than 32 bits in float32,
+is held once by a chunk loop; so is any other state, but for derivatives: these need the state of
+each chunk. A mean is the sum over all lanes divided once, so that a last chunk with fewer lanes
+counts for what it is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from batchax.execution.operand_specs import SUM, Extreme, PerChunk, Result
+from batchax.execution.operand_specs import SUM, Combined, Extreme, PerChunk, Result
 from batchax.frontend import reducing
 from batchax.frontend.reduction import Reduction
 from batchax.memo import memoized
@@ -51,9 +51,16 @@ def partial_result(
     specs: list[Result]
     operation = reducing.operation_of(reduction)
     match operation and operation.held:
+        case None if operation is None:
+            state = reducing.folded(reduction, states, at)
+            arrays, none = jax.tree.leaves(state), reducing.neutral_like(reduction, state)
+            specs = [
+                Combined(reduction, structure, k, number)
+                for k, number in enumerate(jax.tree.leaves(none))
+            ]
         case None:
-            # The derivative of such a reduction needs, for each chunk, the state of the others. So
-            # that of each chunk is kept.
+            # The derivative of a product needs, for each chunk, the product of the others. So the
+            # product of each chunk is kept.
             arrays = [s[None] for s in jax.tree.leaves(reducing.folded(reduction, states, at))]
             specs = [PerChunk(0) for _ in arrays]
         case "sum":

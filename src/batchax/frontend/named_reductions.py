@@ -96,31 +96,34 @@ def _as_often(x: Any, n: Any) -> Any:
     return one + jnp.log(jnp.asarray(n, accumulator(one.real.dtype))).astype(one.dtype)
 
 
-# --- var: how many, their mean, the sum of squared deviations from it -----------------------------
+# --- var: how many, their mean, what rounding left of it, squared deviations from it added up -----
 
 
 def _moments(x: Any) -> Any:
     x = _wide(jnp.mean)(x)
-    return jnp.ones((), np.int32), x, jnp.zeros_like(x.real)
+    return jnp.ones((), np.int32), x, jnp.zeros_like(x), jnp.zeros_like(x.real)
 
 
 def _add_moments(states: Any) -> Any:
-    """Moments of all parts from those of each.
+    """Moments of all parts from those of each, by Chan, Golub and LeVeque, 1979.
 
-    Those of two are in Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
-    computing sample variances", 1979. Deviations are from the mean of all: nothing cancels.
+    Deviations are from the mean of all: squares do not cancel. The mean is rounded, and what that
+    leaves is a part of the state, as in their corrected two-pass algorithm (1983). Without it, a
+    mean that is much larger than the deviation would drift by more than that, chunk by chunk.
     """
-    counts, means, deviations = states
+    counts, means, rests, deviations = states
     count = jnp.sum(counts, 0, counts.dtype)
     weights = counts.reshape((-1, *[1] * (means.ndim - 1))).astype(means.dtype)
-    mean = jnp.sum(weights * means, 0) / jnp.maximum(count, 1).astype(means.dtype)
-    apart = means - mean
-    squares = (weights * apart * jnp.conj(apart)).real
-    return count, mean, jnp.sum(deviations + squares, 0)
+    of_all = lambda x: jnp.sum(weights * x, 0) / jnp.maximum(count, 1).astype(means.dtype)
+    mean = of_all(means)
+    apart = means - mean + rests
+    rest = of_all(apart)
+    squares = (weights * (apart - rest) * jnp.conj(apart - rest)).real
+    return count, mean, rest, jnp.sum(deviations + squares, 0)
 
 
 def _variance(state: Any, n: Any) -> Any:
-    return state[2] / n
+    return state[-1] / n
 
 
 # --- argmax and argmin: the value, and the index of the first lane that has it --------------------

@@ -29,9 +29,9 @@ class Reduction:
     run. A state is an array or a pytree of arrays: all that is known of some lanes. Derivatives
     are those of the operations; give a function its own by ``jax.custom_jvp``.
 
-    In chunks and on devices a state is kept for each chunk, unless `combine` is ``jnp.add``,
-    ``jnp.maximum`` or ``jnp.minimum``: of these there is one for all. They, and ``jnp.multiply``,
-    combine states array by array.
+    Chunks add to one state, in turn. Derivatives keep the state of each chunk, unless `combine` is
+    ``jnp.add``. This, ``jnp.multiply``, ``jnp.maximum`` and ``jnp.minimum`` combine states array by
+    array, and a sum is one exchange between devices.
 
     Attributes:
       combine: a function of two states, of some lanes and of lanes after them, that returns the

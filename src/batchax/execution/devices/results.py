@@ -14,7 +14,7 @@ from jax import lax
 
 from batchax.execution.chunk_results import of_only_chunk
 from batchax.execution.devices.shards import Shards
-from batchax.execution.operand_specs import Extreme, PerChunk, Result, Sum
+from batchax.execution.operand_specs import Combined, Extreme, PerChunk, Result, Sum, of_states
 from batchax.jaxprs.neutral import NEUTRAL, accumulator
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
@@ -29,10 +29,11 @@ def combined(
     """
     sums = [i for i, kind in enumerate(kinds) if isinstance(kind, Sum) and returned[i]]
     summed = dict(zip(sums, _summed(shards, [xs[i] for i in sums]), strict=True))
-    return [
+    of_all = [
         summed[i] if i in summed else _combined(shards, kind, x)
         for i, (kind, x) in enumerate(zip(kinds, xs, strict=True))
     ]
+    return of_states(kinds, of_all, lambda spec, places: spec.folded(of_all[places]))
 
 
 def _combined(shards: Shards, kind: Result, x: Any) -> Any:
@@ -43,6 +44,8 @@ def _combined(shards: Shards, kind: Result, x: Any) -> Any:
             return _extreme(shards, kind, x)
         case PerChunk(axis):
             return shards.gathered(x, axis)
+        case Combined():
+            return shards.gathered(x[None], 0)
         case _:
             return x
 
