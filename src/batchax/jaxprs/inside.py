@@ -15,18 +15,18 @@ def programs_inside(eqn: Any) -> list[Any]:
 
     Those that it runs, and those with which it combines two elements, or is differentiated.
     """
-    found: list[Any] = []
+    programs: list[Any] = []
     for value in eqn.params.values():
-        _add_programs(value, found)
-    return found
+        _add_programs(value, programs)
+    return programs
 
 
-def _add_programs(value: Any, found: list[Any]) -> None:
+def _add_programs(value: Any, programs: list[Any]) -> None:
     if isinstance(value, _compat.JAXPR_TYPES):
-        found.append(getattr(value, "jaxpr", value))
+        programs.append(getattr(value, "jaxpr", value))
     elif isinstance(value, (tuple, list)):
         for each in value:
-            _add_programs(each, found)
+            _add_programs(each, programs)
 
 
 def with_inside(

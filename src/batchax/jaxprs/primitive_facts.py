@@ -129,8 +129,8 @@ def has_entry(primitive: _compat.Primitive) -> bool:
 
 def facts_of(primitive: _compat.Primitive) -> Facts:
     """What is known of a primitive."""
-    found = _facts.get(primitive)
-    if found is not None:
-        return found
-    found = _facts.get(primitive.name)
-    return UNKNOWN if found is None or _compat.is_namesake(primitive) else found
+    facts = _facts.get(primitive)
+    if facts is not None:
+        return facts
+    facts = _facts.get(primitive.name)
+    return UNKNOWN if facts is None or _compat.is_namesake(primitive) else facts

@@ -69,8 +69,8 @@ class MappedProgram:
         eqns = [step.eqn for step in plan(jaxpr.eqns, needed, keeps=lambda _: False)]
         jaxpr = jaxpr.replace(eqns=eqns, outvars=needed)
         outs, axes = interpret(self.axis, jaxpr, self.staged.consts, self.args, self.axes)
-        found = dict(zip(needed, zip(outs, axes, strict=True), strict=True))
-        pairs = [found.get(v, (x, None)) for v, x in zip(variables, values, strict=True)]
+        computed = dict(zip(needed, zip(outs, axes, strict=True), strict=True))
+        pairs = [computed.get(v, (x, None)) for v, x in zip(variables, values, strict=True)]
         return [x for x, _ in pairs], [a for _, a in pairs]
 
 
@@ -116,8 +116,8 @@ def captured_tracers(rule: Any) -> list[Tracer]:
 
     Not those that other objects there hold as attributes.
     """
-    found = _tracers([rule], lambda x: ())
-    return list({id(t): t for t in found if t is not None}.values())
+    tracers = _tracers([rule], lambda x: ())
+    return list({id(t): t for t in tracers if t is not None}.values())
 
 
 # The parameters of equations that hold functions which are traced later: derivative rules of JAX's
@@ -128,10 +128,10 @@ _RULES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "rule")
 def closed_over(eqn: Any) -> list[Any]:
     """The variables that rules in `eqn`, and in programs inside it, close over."""
     rules = [rule for name, rule in eqn.params.items() if name in _RULES]
-    found = list(map(_compat.staged_variable, _tracers(rules))) if rules else []
+    variables = list(map(_compat.staged_variable, _tracers(rules))) if rules else []
     for inner in programs_inside(eqn):
-        found += _closed_over_inside(inner)
-    return [v for v in dict.fromkeys(found) if v is not None]
+        variables += _closed_over_inside(inner)
+    return [v for v in dict.fromkeys(variables) if v is not None]
 
 
 @kept_with("variables that derivative rules in programs close over")

@@ -49,8 +49,8 @@ def run_without_rule(
                 spmd_axis_name=axis.spmd_name,
             )(*operands)
 
-        _, found = _compat.described(look, batch)
-        return [x for x, _ in found], [position for _, position in found]
+        _, placed = _compat.described(look, batch)
+        return [x for x, _ in placed], [position for _, position in placed]
 
     if not recording.is_watched():  # if one is, `explain` has a finding for it
         _warn(axis, eqn)

@@ -113,13 +113,13 @@ def _run_lanes(
     steps: Sequence[Step],
     env: dict[Any, Placed],
     read: Callable[[Any], Placed],
-    wanted: set[Any],
+    needed: set[Any],
 ) -> None:
-    """Runs steps for one lane after another; what they make that is `wanted` is left in `env`."""
+    """Runs steps for one lane after another; what they make that is `needed` is left in `env`."""
     made = {v for step in steps for v in step.outputs}
     read_here = dict.fromkeys(v for step in steps for v in _variables(step.inputs))
     inputs = [v for v in read_here if v not in made]
-    outputs = [v for step in steps for v in step.outputs if v in wanted]
+    outputs = [v for step in steps for v in step.outputs if v in needed]
 
     def one_lane(*xs: Any) -> list[Any]:
         own = dict(zip(inputs, xs, strict=True))

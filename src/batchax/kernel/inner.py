@@ -84,15 +84,15 @@ def batch_inner(
     """
     in_axes = tuple(in_axes)
     anywhere = (ANYWHERE,) * len(body.out_avals)
-    wanted = anywhere if out_axes is ANYWHERE else tuple(out_axes)
+    out_axes = anywhere if out_axes is ANYWHERE else tuple(out_axes)
     key = (axis, in_axes, varying, lanes_vary_over(axis))
     built, context = _memory()
     # It may have them where they are wanted.
     fits = built.find(((key, anywhere), context), owner=body)
-    if fits is not None and all(w in (ANYWHERE, a) for w, a in zip(wanted, fits[1], strict=True)):
+    if fits is not None and all(w in (ANYWHERE, a) for w, a in zip(out_axes, fits[1], strict=True)):
         return fits
-    build = lambda: _batch_inner(axis, body, in_axes, wanted, varying)
-    return remembered(body, (key, wanted), build)
+    build = lambda: _batch_inner(axis, body, in_axes, out_axes, varying)
+    return remembered(body, (key, out_axes), build)
 
 
 def remembered(body: _compat.ClosedJaxpr, key: Any, build: Callable[[], Any]) -> Any:
@@ -113,12 +113,12 @@ def _batch_inner(
     axis: Axis,
     body: _compat.ClosedJaxpr,
     in_axes: tuple[AxisPosition, ...],
-    wanted: tuple[Any, ...],
+    out_axes: tuple[Any, ...],
     varying: Varying,
 ) -> tuple[_compat.ClosedJaxpr, tuple[AxisPosition, ...]]:
     def run(*args: Any) -> tuple[list[Any], tuple[AxisPosition, ...]]:
         outs, axes = run_inner(axis, body, args, in_axes)
-        places = [_place(a, w) for a, w in zip(axes, wanted, strict=True)]
+        places = [_place(a, w) for a, w in zip(axes, out_axes, strict=True)]
         placed = [
             x if to is None else match_axis(axis, x, a, to)
             for x, a, to in zip(outs, axes, places, strict=True)
@@ -131,16 +131,16 @@ def _batch_inner(
     return _compat.stage_described(run, avals)
 
 
-def _place(position: AxisPosition, wanted: Any) -> AxisPosition:
-    if wanted is ZERO_IF_MAPPED:
+def _place(position: AxisPosition, out_axis: Any) -> AxisPosition:
+    if out_axis is ZERO_IF_MAPPED:
         return None if position is None else 0
-    return position if wanted is ANYWHERE else wanted
+    return position if out_axis is ANYWHERE else out_axis
 
 
 def returning(program: _compat.ClosedJaxpr, varying: Varying) -> _compat.ClosedJaxpr:
     """`program` with results that vary over these axes of a mesh, too."""
-    found = types_varying(program.out_avals)
-    if all(want <= have for have, want in zip(found, varying, strict=True)):
+    own = types_varying(program.out_avals)
+    if all(want <= have for have, want in zip(own, varying, strict=True)):
         return program
 
     def run(*args: Any) -> list[Any]:
@@ -153,8 +153,8 @@ def returning_alike(programs: Sequence[_compat.ClosedJaxpr]) -> list[_compat.Clo
     """`programs`, of which each result varies over what it does in any of them."""
     if not _compat.checked_axes():
         return list(programs)
-    found = [types_varying(program.out_avals) for program in programs]
-    varying = tuple(frozenset().union(*each) for each in zip(*found, strict=True))
+    by_program = [types_varying(program.out_avals) for program in programs]
+    varying = tuple(frozenset().union(*each) for each in zip(*by_program, strict=True))
     return [returning(program, varying) for program in programs]
 
 

@@ -200,14 +200,14 @@ def _batch(
     primitive = eqn.primitive
     if shared:
         return bind_equation(eqn, operands), [None] * len(eqn.outvars)
-    found = find(primitive)
-    if found is None:
+    registered = find(primitive)
+    if registered is None:
         return run_without_rule(axis, eqn, operands, operand_axes)
-    if found.is_users:
+    if registered.is_users:
         types = [v.aval for v in eqn.outvars]
-        return run_rule(axis, primitive, found.rule, operands, operand_axes, eqn.params, types)
-    more = {"place": (whole, eqn)} if found.looks_ahead and whole is not None else {}
-    out, out_axes = found.rule(axis, operands, operand_axes, **eqn.params, **more)
+        return run_rule(axis, primitive, registered.rule, operands, operand_axes, eqn.params, types)
+    more = {"place": (whole, eqn)} if registered.looks_ahead and whole is not None else {}
+    out, out_axes = registered.rule(axis, operands, operand_axes, **eqn.params, **more)
     if primitive.multiple_results:
         return out, list(map(_number, out_axes))
     return [out], [_number(out_axes)]

@@ -96,7 +96,7 @@ def _as_one_program(run: Callable[..., T], args: Any) -> Callable[..., T]:
 
     leaves, tree = jax.tree.flatten(args)
     types = [jax.typeof(x) for x in leaves if isinstance(x, Tracer)]
-    program, (out_tree, known) = _compat.stage_described(of_traced, types)
+    program, (out_tree, at_hand) = _compat.stage_described(of_traced, types)
     evaluate = functools.partial(eval_jaxpr, program.jaxpr, program.consts)
     if in_jit() and not _compat.observed(program.effects):
         # What reverse mode keeps is looked at where a `jit` around ends: so it keeps arguments.
@@ -107,7 +107,7 @@ def _as_one_program(run: Callable[..., T], args: Any) -> Callable[..., T]:
     def call(*args: Any) -> T:
         xs = [x for x in jax.tree.leaves(args) if isinstance(x, Tracer)]
         made = iter(eval_jaxpr(whole.jaxpr, whole.consts, *xs))
-        outs = [next(made) if x is None else x[0] for x in known]
+        outs = [next(made) if x is None else x[0] for x in at_hand]
         return jax.tree.unflatten(out_tree, outs)
 
     return call

@@ -109,8 +109,8 @@ def own_primitive(
     def abstract(*avals: Any, **params: Any) -> Any:
         if effects is not None:
             return types(*avals, **params), set(effects(**params))
-        found = (program.effects for program in held_programs(params, programs))
-        return types(*avals, **params), set().union(*found)
+        inner = (program.effects for program in held_programs(params, programs))
+        return types(*avals, **params), set().union(*inner)
 
     primitive.def_impl(compute)
     primitive.def_effectful_abstract_eval(abstract)
@@ -148,10 +148,10 @@ def _jvp(
     types, _ = primitive.abstract_eval(*map(jax.typeof, primals), **params)
     every = range(len(types) if primitive.multiple_results else 1)
     run = functools.partial(operations, **params)
-    outs, found = tangents_of(run, primals, moving, [tangents[i] for i in moving], every)
+    outs, computed = tangents_of(run, primals, moving, [tangents[i] for i in moving], every)
     dots = [
         ad.Zero(jax.typeof(x).to_tangent_aval()) if t.dtype == jax.dtypes.float0 else t
-        for x, t in zip(outs, found, strict=True)
+        for x, t in zip(outs, computed, strict=True)
     ]
     return (outs, dots) if primitive.multiple_results else (outs[0], dots[0])
 
@@ -167,9 +167,9 @@ def _transpose(
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     types = [operands[i].aval for i in linear]
     of = [k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
-    found: list[Any] = [ad.Zero(aval) for aval in types]
+    results: list[Any] = [ad.Zero(aval) for aval in types]
     if of:
         others = [x for x in operands if not ad.is_undefined_primal(x)]
         run = functools.partial(operations, **params)
-        found = transposed(run, others, linear, types, of)([cotangents[k] for k in of])
-    return with_values([None] * len(operands), linear, found)
+        results = transposed(run, others, linear, types, of)([cotangents[k] for k in of])
+    return with_values([None] * len(operands), linear, results)

@@ -241,7 +241,7 @@ def found_program(axis: Axis, staged: Any, mapped: Sequence[Any]) -> None:
         values = [getattr(x, "data", x) for x in given]
         pairs = zip(values, zip(jaxpr.invars, (m.axis for m in mapped), strict=False), strict=False)
         consts = zip(staged.consts, ((v, None) for v in jaxpr.constvars), strict=True)
-        own = {_compat.staged_variable(x): found for x, found in (*pairs, *consts)}
+        own = {_compat.staged_variable(x): placed for x, placed in (*pairs, *consts)}
         place.recorder.programs.append(PerExample(axis, own, tuple(jaxpr.outvars)))
 
 

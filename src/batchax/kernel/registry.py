@@ -114,8 +114,8 @@ def register_rule(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
 
 def _take_over(primitive: _compat.Primitive | str, rule: Rule) -> None:
     """Forgets what was made of the rule that `rule` replaces, if there is one."""
-    known = _compat.find_primitive(primitive) if isinstance(primitive, str) else primitive
-    replaced = _rules.get(primitive) if known is None else find(known)
+    declared = _compat.find_primitive(primitive) if isinstance(primitive, str) else primitive
+    replaced = _rules.get(primitive) if declared is None else find(declared)
     if replaced is None:
         return
     if not replaced.is_users:
@@ -125,8 +125,8 @@ def _take_over(primitive: _compat.Primitive | str, rule: Rule) -> None:
             RuleReplacedWarning,
             *_compat.user_file_and_line(_compat.current_source()),
         )
-    elif known is not None:
-        forget(known)
+    elif declared is not None:
+        forget(declared)
     jax.clear_caches()  # JAX keeps programs that were batched by the old rule
 
 

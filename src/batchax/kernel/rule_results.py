@@ -37,18 +37,18 @@ def describe_returned(out: Any) -> str:
     return f"{what} of length {len(out)}" if isinstance(out, (tuple, list)) else what
 
 
-def split_pair(where: str, result: Any, wanted: str, meaning: str) -> tuple[Any, Any]:
+def split_pair(where: str, result: Any, form: str, meaning: str) -> tuple[Any, Any]:
     """The two things that a rule has to return.
 
     Args:
       where: the rule, and what it is for, as the subject of a sentence.
       result: what it returned.
-      wanted: what the two are called.
+      form: what the two are called.
       meaning: what the second one says.
     """
     if not (isinstance(result, (tuple, list)) and len(result) == 2):
         raise ArgumentTypeError(
-            f"{where} must return a pair `{wanted}`, but it returned "
+            f"{where} must return a pair `{form}`, but it returned "
             f"{describe_returned(result)}. {meaning}"
         )
     return result[0], result[1]
@@ -74,10 +74,10 @@ def fitted(
     Raises:
       AxisError: some do not; all of them are listed.
     """
-    found = [_matched(axis, *result[1:]) for result in results]
+    matched = [_matched(axis, *result[1:]) for result in results]
     wrong = [
         f"  {name}: {problem}"
-        for (name, *_), (_, problem) in zip(results, found, strict=True)
+        for (name, *_), (_, problem) in zip(results, matched, strict=True)
         if problem
     ]
     if wrong:
@@ -86,7 +86,7 @@ def fitted(
             + "\n".join(wrong)
             + f"\n{meaning}"
         )
-    return [x for x, _ in found]
+    return [x for x, _ in matched]
 
 
 def _matched(
@@ -143,15 +143,15 @@ def run_rule(
         result = rule(axis, args, axes, **params)
     where = f"{shown}, {of},"
     several = primitive.multiple_results
-    wanted = "outs, out_axes" if several else "out, out_axis"
-    outs, out_axes = split_pair(where, result, wanted, _MEANING)
+    form = "outs, out_axes" if several else "out, out_axis"
+    outs, out_axes = split_pair(where, result, form, _MEANING)
     if not several:
         outs, out_axes = [outs], [out_axes]
-    for name, found in (("outs", outs), ("out_axes", out_axes)):
-        if not (isinstance(found, (tuple, list)) and len(found) == len(types)):
+    for name, returned in (("outs", outs), ("out_axes", out_axes)):
+        if not (isinstance(returned, (tuple, list)) and len(returned) == len(types)):
             raise ArgumentTypeError(
                 f"{where} must return a list of {len(types)} in {name}, one for each result of "
-                f"`{primitive}`, but it returned {describe_returned(found)}. {_MEANING}"
+                f"`{primitive}`, but it returned {describe_returned(returned)}. {_MEANING}"
             )
     names = [f"[{i}]" if several else "" for i in range(len(types))]
     placed = [

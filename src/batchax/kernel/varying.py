@@ -177,8 +177,8 @@ def settle_varying(carry: Varying, build: Callable[[Varying], tuple[Made, Varyin
       build: makes programs for a carry that varies so; and says what the next one varies over.
     """
     while True:
-        made, found = build(carry)
-        wider = tuple(old | new for old, new in zip(carry, found, strict=True))
+        made, after = build(carry)
+        wider = tuple(old | new for old, new in zip(carry, after, strict=True))
         if wider == carry:
             return made
         carry = wider

@@ -56,19 +56,19 @@ class Origin(NamedTuple):
 @kept_with("variables of programs that are an input but for updates")
 def origins(jaxpr: Any) -> dict[Any, Origin]:
     """The variables of `jaxpr` that are an input but for updates."""
-    found = {v: Origin(i, False) for i, v in enumerate(jaxpr.invars)}
+    by_variable = {v: Origin(i, False) for i, v in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         for alias in aliases_of(eqn):
-            source = origin_of(found, eqn.invars[alias.operand])
+            source = origin_of(by_variable, eqn.invars[alias.operand])
             if source is not None:
                 updated = source.updated or alias.updated
-                found[eqn.outvars[alias.result]] = Origin(source.input, updated)
-    return found
+                by_variable[eqn.outvars[alias.result]] = Origin(source.input, updated)
+    return by_variable
 
 
-def origin_of(found: dict[Any, Origin], v: Any) -> Origin | None:
-    """What `found` says of a variable; None for a number written in the program."""
-    return None if isinstance(v, Literal) else found.get(v)
+def origin_of(by_variable: dict[Any, Origin], v: Any) -> Origin | None:
+    """What `by_variable` says of a variable; None for a number written in the program."""
+    return None if isinstance(v, Literal) else by_variable.get(v)
 
 
 def kept_outputs(jaxpr: Any) -> dict[int, Origin]:
@@ -104,9 +104,9 @@ def carried_inputs(jaxpr: Any, n_consts: int, inputs: set[int]) -> set[int]:
 
     A carry may hold what was another before.
     """
-    found = origins(jaxpr)
+    by_variable = origins(jaxpr)
     carries = enumerate(jaxpr.outvars[: len(jaxpr.invars) - n_consts], n_consts)
-    moves = [(k, origin_of(found, v)) for k, v in carries]
+    moves = [(k, origin_of(by_variable, v)) for k, v in carries]
     size = -1
     while size < len(inputs):
         size = len(inputs)
@@ -142,21 +142,21 @@ def _is_small_update(eqn: Any) -> bool:
 
 def _through_bodies(bodies: Sequence[Body]) -> list[Alias]:
     """The results that are one operand in each body; for a loop, as the same carry again."""
-    found: list[dict[int, Alias]] = []
+    of_bodies: list[dict[int, Alias]] = []
     for body in bodies:
         if body.role == "condition" or not body.operands:
             continue
         kept = kept_outputs(body.jaxpr).items()
-        found.append(
+        of_bodies.append(
             {
                 body.results[k]: Alias(body.operands[source.input], body.results[k], source.updated)
                 for k, source in kept
                 if not body.is_repeated or (k < body.carried and source.input == body.same + k)
             }
         )
-    first, *others = found or [{}]
+    first, *others = of_bodies or [{}]
     return [
-        alias._replace(updated=any(each[k].updated for each in found))
+        alias._replace(updated=any(each[k].updated for each in of_bodies))
         for k, alias in first.items()
         if all(k in each and each[k].operand == alias.operand for each in others)
     ]

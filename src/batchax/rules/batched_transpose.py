@@ -50,10 +50,7 @@ def batched_transpose(
         args = [_in_first_lane(axis, x) if s else x for x, s in zip(args, shared, strict=True)]
         axes = [0 if s else a for a, s in zip(axes, shared, strict=True)]
     outs, out_axes = interpret(axis, jaxpr, (), args, axes)
-    return [
-        _sum_or_match(axis, x, a, wanted)
-        for x, a, wanted in zip(outs, out_axes, in_axes, strict=True)
-    ]
+    return [_sum_or_match(axis, x, a, to) for x, a, to in zip(outs, out_axes, in_axes, strict=True)]
 
 
 def reached(jaxpr: Any, marked: Sequence[bool]) -> list[bool]:

@@ -101,21 +101,21 @@ def _common_branch(
     """All lanes take the same branch: a `cond` of batched branches."""
     recording.note(divergence="together")
 
-    def batch(i: int, wanted: Any = ANYWHERE) -> Any:
+    def batch(i: int, places: Any = ANYWHERE) -> Any:
         with recording.part(f"branch {i}"):
-            return batch_inner(axis, branches[i], positions, wanted, varying_of(operands))
+            return batch_inner(axis, branches[i], positions, places, varying_of(operands))
 
     batched = [batch(i) for i in range(len(branches))]
     # All branches must return an output alike: with its batch axis where the first that has one has
     # it. Those that do not are batched again.
     out_axes = [
-        next((a for a in found if a is not None), None)
-        for found in zip(*(found for _, found in batched), strict=True)
+        next((a for a in axes if a is not None), None)
+        for axes in zip(*(axes for _, axes in batched), strict=True)
     ]
-    wanted = [ANYWHERE if a is None else a for a in out_axes]
+    places = [ANYWHERE if a is None else a for a in out_axes]
     programs = [
-        program if list(found) == out_axes else batch(i, wanted)[0]
-        for i, (program, found) in enumerate(batched)
+        program if list(axes) == out_axes else batch(i, places)[0]
+        for i, (program, axes) in enumerate(batched)
     ]
     programs = tuple(returning_alike(programs))
     return cond_p.bind(index, *operands, branches=programs, **params), out_axes
@@ -190,8 +190,8 @@ def _if_any(
     for operand in kept.values():
         x, position = operands[operand], positions[operand]
         operands[operand], positions[operand] = match_axis(axis, x, position, 0), 0
-    wanted = [0 if k in kept else ANYWHERE for k in range(len(branch.out_avals))]
-    program, out_axes = batch_inner(axis, branch, positions, wanted, varying_of(operands))
+    places = [0 if k in kept else ANYWHERE for k in range(len(branch.out_avals))]
+    program, out_axes = batch_inner(axis, branch, positions, places, varying_of(operands))
     nothing = returning_zeros(
         tuple(program.in_avals), tuple(program.out_avals), tuple(kept.items())
     )

@@ -190,8 +190,8 @@ def _remat_opt(
     @functools.cache
     def function() -> tuple[Any, Sequence[Any]]:
         body = _compat.close(*fun_jaxpr_thunk())
-        wanted = [ANYWHERE if a is None else a for a in out_axes[num_res:]]
-        body, got = batch_inner(axis, body, axes[num_consts:], wanted, varying)
+        places = [ANYWHERE if a is None else a for a in out_axes[num_res:]]
+        body, got = batch_inner(axis, body, axes[num_consts:], places, varying)
         if tuple(got) != tuple(out_axes[num_res:]):
             raise UnsupportedError(
                 "the forward rule of a custom_vjp function (optimize_remat=True) returns an "

@@ -53,29 +53,29 @@ def _settle_axes(
     def allowed(a: AxisPosition) -> AxisPosition:
         return a if a is None else max(a, lowest)
 
-    def batch(carry_at: Any, wanted: Any) -> tuple[Any, Any]:
-        return batch_inner(axis, body, (*consts_at, *carry_at, *xs_at), wanted, varying)
+    def batch(carry_at: Any, outs_at: Any) -> tuple[Any, Any]:
+        return batch_inner(axis, body, (*consts_at, *carry_at, *xs_at), outs_at, varying)
 
     def pinned(carry_at: Any) -> list[Any]:
         ys = len(body.out_avals) - len(carry_at)
         return [*(ANYWHERE if a is None else a for a in carry_at), *[ANYWHERE] * ys]
 
-    n, carry_at, wanted = len(carry_at), list(map(allowed, carry_at)), ANYWHERE
+    n, carry_at, outs_at = len(carry_at), list(map(allowed, carry_at)), ANYWHERE
     if axis.divergence is not None:
         # Programs of lanes that part ways are long: they are made once the axes are found.
         together = replace(axis, divergence=None)
         _, carry_at, _ = _settle_axes(together, body, consts_at, carry_at, xs_at, varying, lowest)
-        wanted = pinned(carry_at)
-    batched, out = batch(carry_at, wanted)
+        outs_at = pinned(carry_at)
+    batched, out = batch(carry_at, outs_at)
     while list(out[:n]) != carry_at:
         # What has the axis goes where the body leaves it, once; what comes to have it, too.
-        free = wanted is ANYWHERE
+        free = outs_at is ANYWHERE
         carry_at = [
             allowed(new) if old is None or (free and new is not None) else old
             for old, new in zip(carry_at, out[:n], strict=True)
         ]
-        wanted = pinned(carry_at)
-        batched, out = batch(carry_at, wanted)
+        outs_at = pinned(carry_at)
+        batched, out = batch(carry_at, outs_at)
     return batched, carry_at, list(out[n:])
 
 

@@ -99,8 +99,8 @@ def _cast(primitive: _compat.Primitive) -> None:
         axis: Axis, args: Any, positions: Any, /, *, axes: Sequence[Any], **params: Any
     ) -> tuple[Any, Any]:
         (x,), (position,) = args, positions
-        known = _compat.varying_axes(jax.typeof(x)) if primitive.name == "pvary" else ()
-        others = tuple(name for name in axes if name != axis.name and name not in known)
+        already = _compat.varying_axes(jax.typeof(x)) if primitive.name == "pvary" else ()
+        others = tuple(name for name in axes if name != axis.name and name not in already)
         return (primitive.bind(x, axes=others, **params) if others else x), position
 
 

@@ -297,9 +297,9 @@ def _take_ragged(operand: Any, output: Any, starts: Any, sizes: Any, targets: An
     senders = lax.broadcasted_iota(dtype, (1, lanes, 1, 1), 1)
     sent = (within >= 0) & (within < sizes)
     source = jnp.where(sent, senders * rows + starts + within, -1).max((1, 2))
-    found = _folded(operand, 0, 2)[jnp.maximum(source, 0)]
+    taken = _folded(operand, 0, 2)[jnp.maximum(source, 0)]
     received = lax.broadcast_in_dim(source >= 0, output.shape, (0, 1))
-    return lax.select(received, found, output)
+    return lax.select(received, taken, output)
 
 
 def _one_sided(name: str) -> None:

@@ -85,8 +85,8 @@ def _waits(eqn: Any, integers: Mapping[Any, int]) -> bool:
         most = [p.most for p in inner if p.role == "body"] if eqn.primitive is while_p else [None]
         if any(n is None or n > _FEW_STEPS for n in most):
             return True
-    known = [integers_in(p.jaxpr, p.integers) for p in inner]
-    return any(_waits(e, n) for p, n in zip(inner, known, strict=True) for e in p.jaxpr.eqns)
+    inside = [integers_in(p.jaxpr, p.integers) for p in inner]
+    return any(_waits(e, n) for p, n in zip(inner, inside, strict=True) for e in p.jaxpr.eqns)
 
 
 def find_collective(jaxpr: Any) -> Any:

@@ -82,11 +82,11 @@ def updated_operands(branches: Sequence[_compat.ClosedJaxpr]) -> dict[int, int]:
     Returns:
       The operand for each such result. No operand is updated for two results.
     """
-    found: dict[int, int] = {}
+    operands: dict[int, int] = {}
     for k, (operand, updated) in kept_operands(branches).items():
-        if updated and operand not in found.values():
-            found[k] = operand
-    return found
+        if updated and operand not in operands.values():
+            operands[k] = operand
+    return operands
 
 
 def masked(

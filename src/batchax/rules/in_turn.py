@@ -102,16 +102,16 @@ def _apart(xs: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, count: int) -> Any:
     first, second = _bind(*_apart(tangents, count))
-    found = iter([*first, *second])
-    dots = [t if type(t) is ad.Zero else next(found) for t in tangents]
+    computed = iter([*first, *second])
+    dots = [t if type(t) is ad.Zero else next(computed) for t in tangents]
     return in_turn_p.bind(*primals, count=count), dots
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, count: int) -> list[Any]:
     first, second = _apart(cotangents, count)
     second, first = _bind(second, first)
-    found = iter([*first, *second])
-    return [ct if type(ct) is ad.Zero else next(found) for ct in cotangents]
+    computed = iter([*first, *second])
+    return [ct if type(ct) is ad.Zero else next(computed) for ct in cotangents]
 
 
 def _batched(

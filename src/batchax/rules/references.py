@@ -48,8 +48,8 @@ def _get(axis: Axis, args: Any, axes: Any, /, *, tree: Any) -> tuple[Any, Any]:
     indices = _indices(tree, args[1:], axes[1:])
     if indices is None:
         return jax.ref.get(args[0]), axes[0]
-    batched, found, wanted = _batched_indices(axis, args[0], axes[0], indices)
-    return _as_example(jax.ref.get(args[0], batched), found, wanted)
+    batched, in_batch, in_example = _batched_indices(axis, args[0], axes[0], indices)
+    return _as_example(jax.ref.get(args[0], batched), in_batch, in_example)
 
 
 @register_rule("swap")
@@ -59,9 +59,9 @@ def _swap(axis: Axis, args: Any, axes: Any, /, *, tree: Any) -> tuple[Any, Any]:
     indices = _indices(tree, args[2:], axes[2:])
     if indices is None:
         return jax.ref.swap(ref, ..., match_axis(axis, value, value_axis, position)), position
-    batched, found, wanted = _batched_indices(axis, ref, position, indices)
-    value = _as_found(axis, value, value_axis, found, wanted)
-    return _as_example(jax.ref.swap(ref, batched, value), found, wanted)
+    batched, in_batch, in_example = _batched_indices(axis, ref, position, indices)
+    value = _as_found(axis, value, value_axis, in_batch, in_example)
+    return _as_example(jax.ref.swap(ref, batched, value), in_batch, in_example)
 
 
 @register_rule("addupdate")
@@ -72,8 +72,8 @@ def _addupdate(axis: Axis, args: Any, axes: Any, /, *, tree: Any) -> tuple[Any, 
     if indices is None:
         jax.ref.addupdate(ref, ..., match_axis(axis, value, value_axis, position))
     else:
-        batched, found, wanted = _batched_indices(axis, ref, position, indices)
-        jax.ref.addupdate(ref, batched, _as_found(axis, value, value_axis, found, wanted))
+        batched, in_batch, in_example = _batched_indices(axis, ref, position, indices)
+        jax.ref.addupdate(ref, batched, _as_found(axis, value, value_axis, in_batch, in_example))
     return [], []
 
 
@@ -123,7 +123,7 @@ def _batched_indices(
     rank = max((np.ndim(i.value) - (i.axis is not None) for i in _arrays(indices)), default=0)
     block = [("array", d) for d in range(rank)]
     names: list[Any] = [None if isinstance(i, _Index) else d for d, i in enumerate(indices)]
-    wanted = _selected(names, block)
+    in_example = _selected(names, block)
     sizes = list(ref.shape)
     if position is not None:
         names.insert(position, BATCH)
@@ -134,7 +134,7 @@ def _batched_indices(
         out = [i.value if isinstance(i, _Index) else _with_value(i) for i in indices]
         if position is not None:
             out.insert(position, slice(None))
-        return tuple(out), _selected(names, block), wanted
+        return tuple(out), _selected(names, block), in_example
 
     # One array of indices for each dimension whose index varies: over the lanes,
     # over the index arrays of one example, and along slices that start anywhere.
@@ -156,7 +156,7 @@ def _batched_indices(
             out.append(_with_value(index))
     if position is not None:
         out.insert(position, lax.broadcasted_iota(np.int32, shape, 0))
-    return tuple(out), _selected(names, block), wanted
+    return tuple(out), _selected(names, block), in_example
 
 
 def _arrays(indices: Any) -> list[_Index]:
@@ -217,19 +217,19 @@ def _selected(names: list[Any], block: list[Any]) -> list[Any]:
     return [*slices[:at], *block, *slices[at:]]
 
 
-def _as_example(x: Any, found: list[Any], wanted: list[Any]) -> tuple[Any, int]:
+def _as_example(x: Any, in_batch: list[Any], in_example: list[Any]) -> tuple[Any, int]:
     """What was read, in the order of one example, and where its batch axis is."""
-    if [name for name in found if name != BATCH] == wanted:
-        return x, found.index(BATCH)
-    return lax.transpose(x, [found.index(name) for name in (BATCH, *wanted)]), 0
+    if [name for name in in_batch if name != BATCH] == in_example:
+        return x, in_batch.index(BATCH)
+    return lax.transpose(x, [in_batch.index(name) for name in (BATCH, *in_example)]), 0
 
 
 def _as_found(
-    axis: Axis, x: Any, position: AxisPosition, found: list[Any], wanted: list[Any]
+    axis: Axis, x: Any, position: AxisPosition, in_batch: list[Any], in_example: list[Any]
 ) -> Any:
     """What is to be written, in the order in which the indices of all lanes find it."""
     if position is None:
         x, position = match_axis(axis, x, None, 0), 0
-    given = [*wanted[:position], BATCH, *wanted[position:]]
-    order = [given.index(name) for name in found]
+    given = [*in_example[:position], BATCH, *in_example[position:]]
+    order = [given.index(name) for name in in_batch]
     return x if order == list(range(x.ndim)) else lax.transpose(x, order)

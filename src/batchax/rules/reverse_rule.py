@@ -39,7 +39,7 @@ class Residuals:
 
     def computed(self, residuals: Iterable[Any]) -> list[Any]:
         """Those that are no numbers known before."""
-        return [x for x, known in zip(residuals, self.known, strict=True) if known is None]
+        return [x for x, number in zip(residuals, self.known, strict=True) if number is None]
 
 
 class ReverseRule:
@@ -62,15 +62,15 @@ class ReverseRule:
         residuals, residual_axes = kept.computed(residuals), kept.computed(kept.axes)
         given = [(c, a) for c, a in zip(cotangents, ct_axes, strict=True) if not _is_zero(c)]
         first = len(consts) + len(residuals)
-        wanted = [a for a, zero in zip(self.in_axes, zeros, strict=True) if zero is None]
-        wanted += [0] * logs.num_leaves
+        out_axes = [a for a, zero in zip(self.in_axes, zeros, strict=True) if zero is None]
+        out_axes += [0] * logs.num_leaves
         outs = batched_transpose(
             axis,
             rule.jaxpr,
             [*consts, *residuals, *(c for c, _ in given)],
             [*const_axes, *residual_axes, *(a for _, a in given)],
             range(first, first + len(given)),
-            wanted,
+            out_axes,
         )
         rest = iter(outs)
         results = [
@@ -125,16 +125,16 @@ class ReverseRule:
             SymbolicZero(example(t.aval, a, over)) if _is_zero(t) else example(t, a, over)
             for t, a, over in zip(types, [*kept.axes, *ct_axes], kept.varying, strict=True)
         ]
-        known = [*kept.known, *[None] * len(ct_axes)]
-        numbers = [(type(x), x) for x in known]  # True is 1, and not the same
-        key = (*((x.aval, True) if _is_zero(x) else (x, False) for x in inputs), *numbers)
+        numbers = [*kept.known, *[None] * len(ct_axes)]
+        typed = [(type(x), x) for x in numbers]  # True is 1, and not the same
+        key = (*((x.aval, True) if _is_zero(x) else (x, False) for x in inputs), *typed)
         if key not in self._staged:
-            self._staged[key] = self._stage_for(inputs, known)
+            self._staged[key] = self._stage_for(inputs, numbers)
         return self._staged[key]
 
-    def _stage_for(self, inputs: Sequence[Any], known: Sequence[Any]) -> Any:
+    def _stage_for(self, inputs: Sequence[Any], numbers: Sequence[Any]) -> Any:
         # What is passed on as it is: symbolic zeros, and known numbers.
-        as_it_is = [x if _is_zero(x) else v for x, v in zip(inputs, known, strict=True)]
+        as_it_is = [x if _is_zero(x) else v for x, v in zip(inputs, numbers, strict=True)]
 
         def one_example(*xs: Any) -> tuple[list[Any], Any]:
             given = iter(xs)

@@ -69,8 +69,8 @@ class CallOutputs:
         Raises:
           UnsupportedError: a value depends on the batch where that was not known.
         """
-        for position, wanted in zip(axes, self.axes, strict=True):
-            if wanted is None and position is not None:
+        for position, to in zip(axes, self.axes, strict=True):
+            if to is None and position is not None:
                 raise UnsupportedError(
                     "a derivative rule makes an output depend on the batch that does not "
                     "depend on it where the function is not differentiated. Let the function "

@@ -31,13 +31,13 @@ def _custom_linear_solve(
         if program is None:
             return None
         # Where no batch axis is wanted, none turns up. Two of the four have no auxiliary data.
-        wanted = [ANYWHERE if a is None else a for a in (*b_axes, *aux_axes)]
-        wanted = wanted[: len(program.out_avals)]
-        return batch_inner(axis, program, [*its_axes, *b_axes], wanted)[0]
+        places = [ANYWHERE if a is None else a for a in (*b_axes, *aux_axes)]
+        places = places[: len(program.out_avals)]
+        return batch_inner(axis, program, [*its_axes, *b_axes], places)[0]
 
     b = [
-        x if wanted is None else match_axis(axis, x, a, wanted)
-        for x, a, wanted in zip(args[start:], axes[start:], b_axes, strict=True)
+        x if to is None else match_axis(axis, x, a, to)
+        for x, a, to in zip(args[start:], axes[start:], b_axes, strict=True)
     ]
     outs = lax.linear_solve_p.bind(
         *args[:start],
@@ -59,16 +59,16 @@ def _solution_axes(
     program makes batched until nothing is added.
     """
     n = len(given)
-    wanted: list[int | None] = [None if a is None else 0 for a in given] + [None] * (n_out - n)
-    while None in wanted:
-        found = list(wanted)
+    axes: list[int | None] = [None if a is None else 0 for a in given] + [None] * (n_out - n)
+    while None in axes:
+        grown = list(axes)
         for program, its_axes in zip(programs, const_axes, strict=True):
             if program is None:
                 continue
-            _, out_axes = batch_inner(axis, program, [*its_axes, *wanted[:n]])
+            _, out_axes = batch_inner(axis, program, [*its_axes, *axes[:n]])
             for i, a in enumerate(out_axes):
-                found[i] = found[i] if a is None else 0
-        if found == wanted:
+                grown[i] = grown[i] if a is None else 0
+        if grown == axes:
             break
-        wanted = found
-    return wanted[:n], wanted[n:]
+        axes = grown
+    return axes[:n], axes[n:]
