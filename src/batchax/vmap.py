@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
 import jax
 
 from batchax import _compat
-from batchax.divergence.compact import Compact, find_divergence
+from batchax.divergence.compact import Compact, find_divergence, parting_ways
 from batchax.errors import ArgumentTypeError
 from batchax.execution.call import Call, execute, through
 from batchax.execution.chunked import find_chunking
@@ -35,7 +35,7 @@ from batchax.frontend.outputs import (
     check_out_axes,
     flatten_outputs,
 )
-from batchax.frontend.rows import find_row_options, passes_of_rows
+from batchax.frontend.rows import find_row_options, pass_of_rows
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 
@@ -168,9 +168,9 @@ def vmap(
     check_axis_size(axis_size)
     spmd_axis_name = mesh_axis_names(spmd_axis_name)
     rows = find_row_options(layout, buckets, batch_size)
-    lanes_that_part = find_divergence(divergence)
+    compact = find_divergence(divergence)
     chunking = find_chunking(fun, batch_size, memory_limit, residuals, progress)
-    some_at_a_time = chunking is not None or lanes_that_part is not None
+    some_at_a_time = chunking is not None or compact is not None
     on_mesh = find_mesh(mesh)
     if on_mesh is not None and spmd_axis_name is not None:
         raise ArgumentTypeError(
@@ -202,7 +202,7 @@ def vmap(
         shards = None if on_mesh is None else on_mesh.shards(size, values, own)
         mesh_axis = None if shards else find_mesh_axis(flat.mapped, spmd_axis_name)
         spmd = None if mesh_axis is not None else spmd_axis_name
-        axis = Axis(size, axis_name, spmd, mesh_axis, lanes_that_part)
+        axis = Axis(size, axis_name, spmd, mesh_axis)
         mapped = with_lane_indices(flat.mapped, axis)
 
         @functools.wraps(fun)  # JAX's messages name the user's function
@@ -211,11 +211,12 @@ def vmap(
             out = fun(*example_args, **example_kwargs)
             return flatten_outputs(out, out_axes, size, sum_match=sum_match)
 
-        passes = passes_of_rows(rows, mapped, shards, chunking)
-        if not passes:
-            passes = [in_parts(chunking)]
-            if shards is not None:
-                passes.insert(0, dealt_out(shards))
+        passes = [
+            parting_ways(compact),
+            pass_of_rows(rows, mapped, shards, chunking),
+            dealt_out(shards),
+            in_parts(chunking),
+        ]
         with named_in_errors(fun, mapped, LANES.each):
             outs, outputs = execute(through(passes, Call(axis, one_example, mapped)))
         if recording.is_on():

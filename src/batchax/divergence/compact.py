@@ -16,6 +16,7 @@ from batchax.divergence.loops import parting_loop
 from batchax.divergence.widths import Step, choose_widths, most_left
 from batchax.divergence.window import Plan
 from batchax.errors import ArgumentTypeError, AxisError
+from batchax.execution.call import Call, Pass
 from batchax.frontend.in_axes import is_position
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
@@ -156,6 +157,15 @@ class Compact:
         if placed is not None:
             recording.note(divergence="compact", widths=widths[:2])
         return placed
+
+
+def parting_ways(how: Compact | None) -> Pass:
+    """The pass that says what lanes do that part ways; None: they are masked."""
+
+    def change(call: Call) -> Call:
+        return replace(call, axis=replace(call.axis, divergence=how)) if how else call
+
+    return change
 
 
 def find_divergence(option: Any) -> Compact | None:

@@ -10,7 +10,7 @@ import jax
 
 from batchax import _compat
 from batchax.errors import BatchaxError
-from batchax.execution.call import CONSTANT, Call, Outputs, Pass, Way
+from batchax.execution.call import CONSTANT, AllAtOnce, Call, Outputs, Pass, Way
 from batchax.execution.chunked import Chunking, InChunks, check_no_references, kept_in_chunks
 from batchax.execution.devices.placing import placed, puts_traced
 from batchax.execution.devices.processes import of_several_processes
@@ -24,10 +24,12 @@ from batchax.kernel.looking import in_jit
 from batchax.memo import Memo
 
 
-def dealt_out(shards: Shards) -> Pass:
+def dealt_out(shards: Shards | None) -> Pass:
     """The pass for lanes that the user wants on the devices of a mesh: it puts them there."""
 
     def change(call: Call) -> Call:
+        if shards is None or not isinstance(call.way, AllAtOnce):  # rows go there by themselves
+            return call
         paths = [m.path for m in call.mapped]
         values = placed(shards, paths, call.values, call.positions)
         return replace(call.with_values(values), way=OnDevices(shards))
@@ -47,7 +49,8 @@ def in_parts(chunking: Chunking | None, where_types_say: bool = True) -> Pass:
     def change(call: Call) -> Call:
         if isinstance(call.way, OnDevices):
             return replace(call, way=replace(call.way, chunking=chunking))
-        how = chunking
+        if not isinstance(call.way, AllAtOnce):
+            return call
         if where_types_say and (chunking is not None or call.axis.divergence is not None):
             call = call.with_program()
             shards = find_shards(call.axis, call.values, call.positions, call.staged.jaxpr)
@@ -55,9 +58,9 @@ def in_parts(chunking: Chunking | None, where_types_say: bool = True) -> Pass:
                 way = OnDevices(shards, chunking)
                 applies = way.of_each.applies_to(call.axis.size)
                 return replace(call, way=way) if applies else call
-        if how is None or not how.applies_to(call.axis.size):
+        if chunking is None or not chunking.applies_to(call.axis.size):
             return call
-        return replace(call, way=InChunks(how))
+        return replace(call, way=InChunks(chunking))
 
     return change
 

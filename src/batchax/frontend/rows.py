@@ -80,23 +80,31 @@ def _checked_buckets(buckets: Any) -> int | GroupsOfRows | None:
     return int(buckets)
 
 
-PassOfRows = Callable[[RowOptions, Any, Any], Any]
-"""From what was asked for rows, the shards, and the chunks of lanes to the pass for rows."""
+Pass = Callable[[Any], Any]
+"""From a call to a call; `execution/`, above, has both."""
 
-_run_by: list[PassOfRows] = []
+MakePass = Callable[[RowOptions, Any, Any], Pass]
+
+_run_by: list[MakePass] = []
 
 
-def runs_rows(make: PassOfRows) -> PassOfRows:
-    """Decorator: who runs rows. It lives above those who only need to know that there are rows."""
+def runs_rows(make: MakePass) -> MakePass:
+    """Decorator: from what was asked for rows, the shards, and the chunks of lanes to their pass.
+
+    Who runs rows lives above those who only need to know that there are rows.
+    """
     _run_by[:] = [make]
     return make
 
 
-def passes_of_rows(
-    options: RowOptions, mapped: Sequence[Mapped], shards: Any, chunking: Any
-) -> list[Any]:
-    """The pass for a call some of whose arguments are rows; none for any other."""
+def pass_of_rows(options: RowOptions, mapped: Sequence[Mapped], shards: Any, chunking: Any) -> Pass:
+    """The pass for a call some of whose arguments are rows, which leaves any other as it is.
+
+    Raises:
+      ArgumentTypeError: an option is for rows, and there are none.
+    """
     if any(isinstance(m, MappedRows) for m in mapped):
-        return [make(options, shards, chunking) for make in _run_by]
+        (make,) = _run_by
+        return make(options, shards, chunking)
     options.check_used()
-    return []
+    return lambda call: call
