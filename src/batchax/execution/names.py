@@ -28,9 +28,9 @@ from jax.extend.core.primitives import copy_p, while_p
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.sections import Section, variables
-from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES, bind_with, bodies_of
+from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES, bind_with, bodies_of, program_called
 from batchax.jaxprs.evaluate import bind_equation, evaluate
-from batchax.jaxprs.primitive_facts import body_parameter, facts_of
+from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import remembered
 from batchax.kernel.named_axes import as_names, uses_axis
@@ -187,7 +187,7 @@ def is_exposed(axis: Axis, eqn: Any) -> bool:
 def _is_call_with_loop(eqn: Any) -> bool:
     if not _is_opened(eqn):
         return False
-    jaxpr = _compat.close(eqn.params[body_parameter(eqn)]).jaxpr
+    jaxpr = program_called(eqn).jaxpr
     # Loops of JAX's own, as those in `jax.random.poisson`, have few and cheap steps: over the lanes
     # of one chunk at a time they were measured to take half as long as over all lanes.
     if _compat.name_within_jax(jaxpr):
@@ -242,7 +242,7 @@ def _use(axis: Axis, eqn: Any, xs: list[Any], lane: Any, caller: Any) -> Sequenc
         others = tuple(n for n in eqn.params["axes"] if n != axis.name)
         return bind_equation(eqn, xs, axes=others) if others else xs
     if _is_opened(eqn) and (exposed or name not in CALLS):
-        body = _compat.close(eqn.params[body_parameter(eqn)])
+        body = program_called(eqn)
         return _evaluate(axis, body.jaxpr, body.consts, xs, lane, caller)
     if exposed and find_meeting(axis, [eqn]) is not None:
         return bind_equation(eqn, xs)  # at the top level, where all lanes can be had
@@ -262,7 +262,7 @@ def find_meeting(axis: Axis, eqns: Iterable[Any]) -> Any:
         if not uses_axis(axis, eqn) or _is_index(eqn) or facts_of(eqn.primitive).cast:
             continue
         if _is_opened(eqn):
-            bodies = [_compat.close(eqn.params[body_parameter(eqn)]).jaxpr]
+            bodies = [program_called(eqn).jaxpr]
         elif eqn.primitive.name in LOOPS_AND_BRANCHES:
             bodies = [body.jaxpr for body in bodies_of(eqn)]
         else:

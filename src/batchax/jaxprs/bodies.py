@@ -14,7 +14,6 @@ from jax.core import eval_jaxpr
 from jax.extend.core.primitives import cond_p, scan_p, while_p
 
 from batchax import _compat
-from batchax.jaxprs.evaluate import bind_equation
 from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.primitive_facts import body_parameter, facts_of
 
@@ -86,8 +85,13 @@ def bodies_of(eqn: Any) -> tuple[Body, ...]:
     if facts.combines:
         return ()
     if facts.body:
-        return (_call(eqn, eqn.params[body_parameter(eqn)]),)
+        return (_call(eqn, eqn.params[body_parameter(eqn.primitive, eqn.params)]),)
     return tuple(_call(eqn, program) for program in programs_inside(eqn)[:1])
+
+
+def program_called(eqn: Any) -> _compat.ClosedJaxpr:
+    """The program inside a call, one whose `Facts` say so."""
+    return _compat.close(eqn.params[body_parameter(eqn.primitive, eqn.params)])
 
 
 def _call(eqn: Any, program: Any) -> Body:
@@ -221,10 +225,21 @@ def _cond_with(eqn: Any, bodies: Any, operands: Any, programs: Any, more: Any) -
 
 
 def _call_with(eqn: Any, bodies: Any, operands: Any, programs: Any, more: Any) -> Sequence[Any]:
-    holder = body_parameter(eqn)
-    (program,), consts = _compat.hoist_constants(programs[0])
-    held = program if isinstance(eqn.params[holder], _compat.ClosedJaxpr) else program.jaxpr
-    return bind_equation(eqn, [*consts, *more, *operands], **{holder: held})
+    return bind_call(eqn.primitive, eqn.params, programs[0], [*more, *operands])
+
+
+def bind_call(
+    primitive: _compat.Primitive, params: Mapping[str, Any], program: Any, operands: Sequence[Any]
+) -> list[Any]:
+    """The results of a call, one whose `Facts` say so, with another program inside.
+
+    Its constants become operands.
+    """
+    holder = body_parameter(primitive, params)
+    (program,), consts = _compat.hoist_constants(program)
+    held = program if isinstance(params[holder], _compat.ClosedJaxpr) else program.jaxpr
+    params = primitive.get_bind_params({**params, holder: held})
+    return primitive.bind(*consts, *operands, **params)
 
 
 _REBUILT: dict[_compat.Primitive, Callable[..., Sequence[Any]]] = {

@@ -7,7 +7,7 @@ true of. What nobody has said is taken to be false, which is safe, and may be sl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,9 +116,9 @@ def forget(primitive: _compat.Primitive) -> None:
     _facts.pop(primitive, None)
 
 
-def body_parameter(eqn: Any) -> str:
+def body_parameter(primitive: _compat.Primitive, params: Mapping[str, Any]) -> str:
     """The parameter of a call, one whose `Facts` say so, that holds the program inside."""
-    return next(name for name in facts_of(eqn.primitive).body if name in eqn.params)
+    return next(name for name in facts_of(primitive).body if name in params)
 
 
 def has_entry(primitive: _compat.Primitive) -> bool:

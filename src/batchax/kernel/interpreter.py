@@ -18,9 +18,10 @@ from jax.core import Tracer
 from jax.extend.core.primitives import jit_p
 
 from batchax import _compat
+from batchax.jaxprs.bodies import program_called
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.own_primitives import is_own, shown
-from batchax.jaxprs.primitive_facts import body_parameter, facts_of
+from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition
 from batchax.kernel.fallback import run_without_rule
@@ -152,7 +153,7 @@ def batch_looked_at(
         return run(operands, operand_axes, whole=whole)
     hidden = lambda: unseen(lambda *xs: run(list(xs), operand_axes), operands, shown(primitive))
     calls_back = _compat.observed(eqn.effects)
-    body = _compat.close(eqn.params[body_parameter(eqn)]) if facts.body else None
+    body = program_called(eqn) if facts.body else None
     try:
         if facts.nests or is_own(primitive):
             return hidden()

@@ -27,7 +27,7 @@ _WITH_RULES = {
 
 
 def _call(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
-    holder = _WITH_RULES.get(eqn.primitive.name) or body_parameter(eqn)
+    holder = _WITH_RULES.get(eqn.primitive.name) or body_parameter(eqn.primitive, eqn.params)
     return p.read(_compat.close(eqn.params[holder]), args)
 
 

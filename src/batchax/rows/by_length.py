@@ -75,7 +75,7 @@ def run_by_length(call: Call, chunking: Chunking | None) -> Outputs:
     staged = [stage(at) for at in lengths]
     programs, outputs = [program for program, _ in staged], staged[-1][1]
     described = outputs.described
-    _check_programs(axis, described, programs, lengths)
+    _check_programs(axis, programs, lengths)
     if len(groups) > 1:
         for program in programs:
             refuse_order(program)
@@ -154,7 +154,6 @@ def _kinds(program: _compat.ClosedJaxpr) -> list[Any]:
 
 def _check_programs(
     axis: Axis,
-    described: Sequence[OutputArray],
     programs: Sequence[_compat.ClosedJaxpr],
     lengths: Sequence[Lengths],
 ) -> None:

@@ -19,15 +19,15 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
+from batchax.jaxprs.bodies import bind_call, program_called
 from batchax.jaxprs.evaluate import walk
-from batchax.jaxprs.primitive_facts import body_parameter, facts_of
+from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition, move_axis
 from batchax.kernel.interpreter import batch_equation
 from batchax.rows.index import RowIndex
 from batchax.rows.packing import REDUCED, ragged_axis
 from batchax.rows.padded import Operation, Row, fold_known, run_equation
-from batchax.rows.padded_rules.inside import bind_call
 from batchax.rows.segments import reduce_segments
 from batchax.rows.sizes import Sizes, depends_on_sizes, is_symbolic
 from batchax.rows.steps import Constant, RowProgram, flatten
@@ -159,19 +159,20 @@ def run_packed(rows: PackedRows, eqn: Any, values: Sequence[Packed]) -> list[Pac
 
 def _run_again(rows: PackedRows, eqn: Any, values: Sequence[Packed]) -> list[Packed]:
     """A program that is computed again in reverse, packed as it would be by itself."""
-    body = _compat.close(eqn.params[body_parameter(eqn)])
-    program = flatten(body)
+    body = program_called(eqn)
+    flat = flatten(body)
     moving = [i for i, v in enumerate(values) if not isinstance(v.value, np.ndarray)]
 
     def run(*arrays: Any) -> tuple[list[Any], list[Packed]]:
         given = dict(zip(moving, arrays, strict=True))
         operands = [replace(v, value=given.get(i, v.value)) for i, v in enumerate(values)]
         with recording.run(body.jaxpr):
-            found = _run_steps(rows.inside(), program, operands)
+            found = _run_steps(rows.inside(), flat, operands)
         return [x.value for x in found], [replace(x, value=None) for x in found]
 
     given = [values[i].value for i in moving]
-    outs, found = _compat.described(run, lambda run: bind_call(eqn, run, given))
+    program, found = _compat.stage_described(run, list(map(jax.typeof, given)))
+    outs = bind_call(eqn.primitive, eqn.params, program, given)
     return [replace(x, value=out) for x, out in zip(found, outs, strict=True)]
 
 

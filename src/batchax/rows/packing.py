@@ -10,7 +10,8 @@ import numpy as np
 from jax.extend.core.primitives import custom_jvp_call_p
 
 from batchax import _compat
-from batchax.jaxprs.primitive_facts import body_parameter, facts_of
+from batchax.jaxprs.bodies import program_called
+from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel.rule_makers import reduced_dims
 from batchax.rows.padded_rules.custom_derivatives import staged_jvp_rule
 from batchax.rows.segments import REDUCTIONS
@@ -123,7 +124,7 @@ def _acts_on_elements(eqn: Any, seen: _Rules) -> bool:
     name, params = eqn.primitive.name, eqn.params
     facts = facts_of(eqn.primitive)
     if facts.is_plain_call or facts.again:
-        return _acts_inside(params[body_parameter(eqn)], seen)
+        return _acts_inside(program_called(eqn), seen)
     if name == "dim_as_value":
         return False
     if name == "iota":
@@ -217,7 +218,7 @@ def _can_pack(eqn: Any, batched: Sequence[bool], seen: _Rules) -> bool:
 
 def _can_pack_inside(eqn: Any, batched: Sequence[bool], seen: _Rules) -> bool:
     """Whether `run_packed` computes each equation of the program that a call holds."""
-    program = flatten(_compat.close(eqn.params[body_parameter(eqn)]))
+    program = flatten(program_called(eqn))
     differs = dict.fromkeys(program.shapes, False)
     differs.update(enumerate(batched))
     for step in program.steps:

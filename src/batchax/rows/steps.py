@@ -10,8 +10,9 @@ import numpy as np
 from jax.extend.core import Literal
 
 from batchax import _compat
+from batchax.jaxprs.bodies import program_called
 from batchax.jaxprs.evaluate import plan
-from batchax.jaxprs.primitive_facts import body_parameter, facts_of
+from batchax.jaxprs.primitive_facts import facts_of
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def flatten(program: _compat.ClosedJaxpr) -> RowProgram:
         for eqn, *_ in plan(body.jaxpr.eqns, body.jaxpr.outvars):
             inputs = tuple(map(read, eqn.invars))
             if facts_of(eqn.primitive).is_plain_call:
-                inner = _compat.close(eqn.params[body_parameter(eqn)])
+                inner = program_called(eqn)
                 outs = walk(inner, inputs, (eqn, *callers))
                 env.update(zip(eqn.outvars, outs, strict=True))
                 continue

@@ -16,7 +16,8 @@ from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
-from batchax.jaxprs.primitive_facts import enter, facts_of
+from batchax.jaxprs.bodies import bind_call
+from batchax.jaxprs.primitive_facts import body_parameter, enter
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, AxisPosition, move_axis
 from batchax.kernel.captured import program_behind, resolve
@@ -49,13 +50,9 @@ def _call(name: str) -> None:
     def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> Batched:
         primitive = _compat.find_primitive(name)
         assert primitive is not None
-        holder = next(h for h in facts_of(primitive).body if h in params)
-        body, varying = _compat.close(params[holder]), varying_of(args)
-        body, out_axes = batch_inner(axis, body, axes, varying=varying)
-        (body,), consts = _compat.hoist_constants(body)
-        body = body if isinstance(params[holder], _compat.ClosedJaxpr) else body.jaxpr
-        bound = primitive.get_bind_params({**params, holder: body})
-        return primitive.bind(*consts, *args, **bound), out_axes
+        body = _compat.close(params[body_parameter(primitive, params)])
+        body, out_axes = batch_inner(axis, body, axes, varying=varying_of(args))
+        return bind_call(primitive, params, body, args), out_axes
 
 
 for _name in CALLS:

@@ -7,15 +7,14 @@ from typing import Any
 import jax
 
 from batchax import _compat
+from batchax.jaxprs.bodies import bind_call, program_called
 from batchax.jaxprs.own_primitives import expanded
-from batchax.jaxprs.primitive_facts import body_parameter
 from batchax.rows.padded import CannotPad, Operation, Row, padded_rule, run_padded
 from batchax.rows.padded_rules.inside import (
     Moving,
     SizedCall,
     arrays,
     as_function,
-    bind_call,
     run_inside,
 )
 from batchax.user_rules.call import per_example
@@ -36,8 +35,9 @@ def _call(op: Operation, *rows: Row, **params: Any) -> Any:
 def _kept_call(op: Operation, *rows: Row, **params: Any) -> Any:
     """A call that says something about its program, such as that reverse mode computes it again."""
     operands = Moving(rows)
-    fun = as_function(op, params[body_parameter(op.eqn)], operands)
-    return bind_call(op.eqn, fun, operands.values)
+    fun = as_function(op, program_called(op.eqn), operands)
+    program = _compat.stage(fun, list(map(jax.typeof, operands.values)))
+    return bind_call(op.eqn.primitive, op.eqn.params, program, operands.values)
 
 
 @padded_rule("remat_opt")

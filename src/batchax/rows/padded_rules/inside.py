@@ -11,7 +11,6 @@ import jax
 from jax import lax
 
 from batchax import _compat
-from batchax.jaxprs.primitive_facts import body_parameter
 from batchax.rows.padded import Operation, Row, run_padded
 from batchax.rows.sizes import Sizes
 
@@ -106,14 +105,6 @@ def as_function(op: Operation, body: Any, operands: Moving) -> Flat:
         return arrays(run_inside(op.sizes, body, operands.filled_in(values)), body.out_avals)
 
     return run
-
-
-def bind_call(eqn: Any, fun: Flat, values: Sequence[Any]) -> list[Any]:
-    """The results of a call of the kind of `eqn`, of a program that computes `fun`."""
-    primitive, params, holder = eqn.primitive, eqn.params, body_parameter(eqn)
-    body, values = staged(fun, values)
-    as_given = body if isinstance(params[holder], _compat.ClosedJaxpr) else body.jaxpr
-    return primitive.bind(*values, **primitive.get_bind_params({**params, holder: as_given}))
 
 
 def staged(fun: Flat, values: Sequence[Any]) -> tuple[_compat.ClosedJaxpr, list[Any]]:
