@@ -312,12 +312,12 @@ def test_runs_of_a_loop_share_a_bar_and_what_failed_is_not_left_there(monkeypatc
     monkeypatch.setattr(bars, "_REDRAWN", -1.0)
     loop, other = (loop_progress.LoopProgress(True, name, "steps") for name in ("loop", "other"))
     for done in (0, 1, 2, 1, 3, 2):  # of two runs
-        loop(done, 4, False)
+        loop.tell(done, 4, False)
     assert "3/4" in stream.getvalue().rpartition("loop")[2]
     monkeypatch.setattr(loop_progress._Shown, "seems_left", lambda shown: True)
-    other(0, 2, False)
+    other.tell(0, 2, False)
     assert list(loop_progress._running) == [(other, 2)]
-    other(1, 2, True)
+    other.tell(1, 2, True)
     assert bars._shown is None
     assert not loop_progress._running
 

@@ -44,13 +44,12 @@ class LoopProgress:
         """That of a loop which computes a derivative of this one."""
         return replace(self, name=f"{name} of {self.name.removeprefix('tangents of ')}")
 
-    def __call__(self, done: Any, total: Any, over: Any, *_: Any) -> None:
-        """What a program calls. A loop is `over` when its steps are done, or earlier if it says so.
+    def tell(self, done: int, total: int, over: bool) -> None:
+        """So many steps are done of a loop, which may be over before all of them are.
 
-        Whatever goes wrong here, the program goes on.
+        Whatever goes wrong with telling it, the program goes on.
         """
-        done, total = int(done), int(total)
-        over = bool(over) or done == total
+        over = over or done == total
         shown = _shown(self, total, done, over)
         if shown.failed:
             return
@@ -70,6 +69,27 @@ class LoopProgress:
             )
         if over:
             shown.close()
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a program calls, with the steps done and, if it is not known, how many there are.
+
+    Anything may follow. What is known is not passed by the program: each number takes time.
+    """
+
+    progress: LoopProgress
+    total: int | None
+    over: bool
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers it is called with, before what may follow."""
+        return 1 if self.total is not None else 2
+
+    def __call__(self, done: Any, *more: Any) -> None:
+        total = int(more[0]) if self.total is None else self.total
+        self.progress.tell(int(done), total, self.over)
 
 
 def find_progress(how: How, fun: Any, unit: str) -> LoopProgress | None:

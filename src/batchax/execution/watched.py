@@ -24,7 +24,7 @@ from jax.interpreters import ad
 from jax.sharding import AxisType
 
 from batchax import _compat
-from batchax.execution.loop_progress import LoopProgress
+from batchax.execution.loop_progress import LoopProgress, Told
 from batchax.kernel.axis import Axis
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.kernel.varying import mesh_around
@@ -96,7 +96,9 @@ class Steps:
         self, done: Any, total: Any, due: Any, after: Sequence[Any] = (), over: bool = False
     ) -> None:
         """Calls the host if it is `due`, from one device of those that run the same program."""
-        total = np.int32(self.most) if total is None else total
+        assert self.told is not None
+        told = Told(self.told, self.most if total is None else None, over)
+        operands = [done, *([] if total is None else [total]), *after]
         mesh = mesh_around()
         if mesh.manual_axes:
             first = _is_first_device([(name, mesh.shape[name]) for name in mesh.manual_axes])
@@ -105,7 +107,7 @@ class Steps:
             due = lax.bitwise_and(*_compat.varying_alike([due, first]))
 
         def tell() -> list[Any]:
-            return tell_progress_p.bind(done, total, *after, told=self.told, over=over)
+            return tell_progress_p.bind(*operands, told=told)
 
         if due is None:
             tell()
@@ -120,9 +122,10 @@ def _is_first_device(axes: Sequence[tuple[Hashable, Any]]) -> Any:
     return eval_jaxpr(program.jaxpr, program.consts)[0]
 
 
-def _call(done: Any, total: Any, *after: Any, told: LoopProgress, over: bool) -> list[Any]:
-    """Calls the host, once what follows the numbers is computed."""
-    jax.debug.callback(told, done, total, np.bool_(over), *_entry(after))
+def _call(*operands: Any, told: Told) -> list[Any]:
+    """Calls the host, once what follows the numbers among the operands is computed."""
+    numbers, after = operands[: told.numbers], operands[told.numbers :]
+    jax.debug.callback(told, *numbers, *_entry(after))
     return []
 
 
@@ -137,15 +140,17 @@ def _entry(values: Sequence[Any]) -> Sequence[Any]:
     return []
 
 
-def _call_when_computed(*operands: Any, **how: Any) -> list[Any]:
-    return _call(*jax.block_until_ready(operands), **how)
+def _call_when_computed(*operands: Any, told: Told) -> list[Any]:
+    return _call(*jax.block_until_ready(operands), told=told)
 
 
-def _batched_call(axis: Axis, args: Any, axes: Any, /, **how: Any) -> tuple[list[Any], list[Any]]:
+def _batched_call(
+    axis: Axis, args: Any, axes: Any, /, *, told: Told
+) -> tuple[list[Any], list[Any]]:
     # Lanes that left a loop at steps of their own: it goes on to the last of these.
-    numbers = zip(args[:2], axes, strict=False)
+    numbers = zip(args[: told.numbers], axes, strict=False)
     furthest = [x if a is None else lax.reduce_max(x, (a,)) for x, a in numbers]
-    return tell_progress_p.bind(*furthest, *args[2:], **how), []
+    return tell_progress_p.bind(*furthest, *args[told.numbers :], told=told), []
 
 
 # A primitive, as a batch axis of what a call waits for must not multiply the call.
@@ -154,12 +159,12 @@ tell_progress_p = own_primitive(
     called="progress",
     operations=_call,
     compute=_call_when_computed,
-    types=lambda *avals, **how: [],
+    types=lambda *avals, told: [],
     programs=(),
-    effects=lambda **how: [_compat.debug_effect],
+    effects=lambda told: [_compat.debug_effect],
     facts="once",
     rule=_batched_call,
-    jvp=lambda primals, tangents, **how: (tell_progress_p.bind(*primals, **how), []),
+    jvp=lambda primals, tangents, told: (tell_progress_p.bind(*primals, told=told), []),
     transpose=OF_OPERATIONS,
 )
 
