@@ -12,8 +12,9 @@ from batchax.rows.sizes import Sizes
 from batchax.rows.steps import flatten
 
 from support.oracle import same, shares
-from support.rows import check_rows, check_rows_of_all, ragged
+from support.rows import check_rows, check_rows_of_all, layouts, ragged
 
+BOTH = layouts("packed", "padded")
 WEIGHTS = jnp.asarray(np.random.default_rng(3).normal(size=(3, 3)), float)
 
 
@@ -69,10 +70,9 @@ def test_packed_rows_give_what_each_row_alone_gives(names):
     check_rows_of_all(functions, ragged(3), layout="packed", rules=True)
 
 
-@pytest.mark.parametrize("layout", ["auto", "padded"])
 @pytest.mark.parametrize("name", ["a network, pooled", "attention between networks"])
-def test_other_layouts_give_the_same(name, layout):
-    check_rows(FUNCTIONS[name], ragged(3), layout=layout)
+def test_other_layouts_give_the_same(name):
+    check_rows(FUNCTIONS[name], ragged(3), ways=layouts("auto", "padded"))
 
 
 @pytest.mark.parametrize("layout", ["auto", "packed"])
@@ -92,23 +92,20 @@ def test_what_differs_between_rows_reaches_each_of_their_elements():
         return jnp.tanh(x * scale + w[0] - (x @ w).mean(0)).sum(0)
 
     each = jnp.arange(1.0, 5.0), jnp.stack([WEIGHTS * k for k in (1, 2, 3, 4)])
-    for layout in ("packed", "padded"):
-        check_rows(f, ragged(3), *each, layout=layout)
+    check_rows(f, ragged(3), *each, ways=BOTH)
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_rows_without_elements(layout):
+def test_rows_without_elements():
     x = ragged(3, lengths=(3, 0, 2, 0))
-    check_rows(lambda x: jnp.tanh(x @ WEIGHTS).sum(0), x, layout=layout)
-    check_rows(lambda x: attend(jnp.log(jnp.abs(x))), x, layout=layout)
+    check_rows(lambda x: jnp.tanh(x @ WEIGHTS).sum(0), x, ways=BOTH)
+    check_rows(lambda x: attend(jnp.log(jnp.abs(x))), x, ways=BOTH)
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_two_sizes_pooled_apart(layout):
+def test_two_sizes_pooled_apart():
     def f(x, y):
         return jnp.tanh(x @ WEIGHTS).sum(0) * jnp.sin(y).max(0)
 
-    check_rows(f, ragged(3), ragged(3, lengths=(2, 4, 1, 1), seed=1), layout=layout)
+    check_rows(f, ragged(3), ragged(3, lengths=(2, 4, 1, 1), seed=1), ways=BOTH)
 
 
 def test_data_of_other_sizes_with_the_same_lengths():

@@ -17,10 +17,10 @@ from jax import lax
 import batchax as bx
 from batchax.errors import UnsupportedError
 
-from support.rows import check_rows, ragged
+from support.rows import check_rows, layouts, ragged
 
 KERNEL = np.random.default_rng(5).normal(size=3).astype(np.float32)
-LAYOUTS = ["packed", "padded", "auto"]
+LAYOUTS = layouts("packed", "padded", "auto")
 
 
 def indexed(x):
@@ -38,9 +38,8 @@ def indexed(x):
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_size_is_an_index(layout):
-    check_rows(indexed, ragged(3), layout=layout)
+def test_a_size_is_an_index():
+    check_rows(indexed, ragged(3), ways=LAYOUTS)
 
 
 @pytest.mark.parametrize("function", [jnp.convolve, jnp.correlate])
@@ -140,10 +139,9 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_loop_up_to_the_size_has_a_reverse_mode(layout):
+def test_a_loop_up_to_the_size_has_a_reverse_mode():
     every = lambda x: [loop(x) for loop in LOOPS.values()]
-    check_rows(every, ragged(3, lengths=(3, 2, 1)), layout=layout)
+    check_rows(every, ragged(3, lengths=(3, 2, 1)), ways=LAYOUTS)
 
 
 def test_other_loops_up_to_a_size_run_forward():

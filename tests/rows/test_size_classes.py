@@ -13,7 +13,7 @@ import batchax as bx
 from batchax.rows.blocks import SizeClasses
 
 from support.oracle import agree, at_once, example, same
-from support.rows import check_rows, ragged
+from support.rows import check_rows, layouts, ragged
 
 # No, one and the most elements of a class of three, one more, and one that has a class for itself.
 LENGTHS = (5, 11, 1, 11, 0, 3, 20, 11, 1, 6)
@@ -67,8 +67,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_rows_in_classes_are_those_of_a_loop(name):
-    layouts = {layout: {"layout": layout} for layout in ("auto", "packed", "padded")}
-    in_three(FUNCTIONS[name], rows(3), ways=layouts)
+    in_three(FUNCTIONS[name], rows(3), ways=layouts("auto", "packed", "padded"))
 
 
 @pytest.mark.parametrize(

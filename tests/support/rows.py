@@ -178,6 +178,11 @@ def _of_other_programs(functions, staged):
     return {name: functions[name] for name in first.values()}
 
 
+def layouts(*names):
+    """Ways to call `vmap`, for `check_rows`."""
+    return {name: {"layout": name} for name in names}
+
+
 def check_rows_of_all(functions, *args, **options):
     """`check_rows` of many functions, by their names: one program takes less time than many.
 
