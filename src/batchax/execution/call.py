@@ -183,9 +183,13 @@ class Call:
         """The arrays that it returned."""
         return self.outputs.described
 
-    @functools.cached_property
+    @property
     def _program(self) -> tuple[_compat.ClosedJaxpr, FlatOutputs]:
-        return self.program or self._stage()
+        # A cached_property of Python 3.11 has one lock for all calls: a function that waits for a
+        # thread in which another is staged would wait for ever.
+        if "found" not in self.__dict__:
+            self.__dict__["found"] = self.program or self._stage()
+        return self.__dict__["found"]
 
     def _stage(self) -> tuple[_compat.ClosedJaxpr, FlatOutputs]:
         given = self.mapped[self.constants :]
@@ -201,7 +205,7 @@ class Call:
         """Whether an argument is traced."""
         return any(isinstance(x, Tracer) for x in self.values)
 
-    @functools.cached_property
+    @property
     def traced(self) -> bool:
         """Whether running it traces operations, rather than computing them at once."""
         return self.given_traced or any(isinstance(x, Tracer) for x in self.staged.consts)

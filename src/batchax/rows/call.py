@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -84,7 +83,7 @@ class RowCall(Call):
         with sizes_in_errors(given, sizes_of, self.sizes):
             return stage_described(self.axis, self.function, avals, [m.path for m in given])
 
-    @cached_property
+    @property
     def traced(self) -> bool:
         """Whether running it traces operations, rather than computing them at once."""
         lengths = (size.index.lengths for size in self.sizes)
