@@ -181,8 +181,12 @@ OTHERS = {
         kind: lambda kind=kind: jax.make_jaxpr(
             jax.jacrev(bx.vmap(jnp.sin, batch_size=3, out_axes=bx.Reduce(kind)))
         )(X)
-        for kind in ("sum", "mean", "max", "min", "prod")
+        for kind in ("sum", "mean", "max", "min", "prod", "logsumexp", "var")
     },
+    "argmax": lambda: bx.vmap(jnp.sin, batch_size=3, out_axes=bx.Reduce("argmax"))(X),
+    "reductions of a map": lambda: bx.map(
+        lambda x: (x, x), X, out_axes=(bx.Reduce("var"), bx.Reduce("logsumexp")), batch_size=3
+    ).reduced,
     "exchanges": exchanged,
     "rows on devices": on_devices,
     "references": lambda: parts_of_references(jnp.arange(3)),

@@ -70,6 +70,8 @@ bx.vmap(f, batchsize=3)  # reportCallIssue
 bx.vmap(3)  # reportArgumentType
 bx.Reduce("avg")  # reportArgumentType
 bx.Reduce("sum", unmapped="drop")  # reportArgumentType
+bx.Reduce(bx.Reduction(jnp.add, 0, lane=jnp.square))
+bx.Reduction("sum", 0)  # reportArgumentType
 
 
 # auto_vmap

@@ -149,7 +149,7 @@ def lanes_that_meet():
 
 @case
 def reductions():
-    for kind in ("sum", "mean", "max", "min", "prod"):
+    for kind in ("sum", "mean", "max", "min", "prod", "var", "argmax"):
         for rows in ((2,) * jax.process_count(), uneven()):
             x, own = rows_of(*rows)
             reduced = functools.partial(bx.vmap, lambda x: jnp.tanh(x @ W), 0, bx.Reduce(kind))

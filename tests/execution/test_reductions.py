@@ -1,6 +1,7 @@
 """What is true of every reduction over the batch, in every way that lanes run."""
 
 import functools
+import pickle
 from typing import get_args
 
 import jax
@@ -24,6 +25,14 @@ SMOOTH = ("sum", "mean", "max", "min", "prod", "logsumexp", "var")
 def composed(first, second):
     """Of two affine functions one after another: not the same the other way round."""
     return first[0] * second[0], first[1] * second[0] + second[1]
+
+
+def and_the_next(x):
+    return x, x + 1
+
+
+def difference(state, n):
+    return state[0] - state[1]
 
 
 OWN = {
@@ -316,6 +325,12 @@ def test_what_has_no_such_reduction_is_refused():
 
     with pytest.raises(bx.ArgumentTypeError, match="close over a value that is traced"):
         jax.grad(scaled)(2.0)
+
+
+def test_it_can_be_sent_to_other_processes():
+    total = bx.Reduction(jnp.add, (0, 0), lane=and_the_next, finish=difference)
+    again = pickle.loads(pickle.dumps(bx.Reduce(total)))
+    same(bx.vmap(jnp.sin, out_axes=again, batch_size=2)(jnp.zeros(3)), jnp.asarray(-3.0))
 
 
 def test_how_it_is_shown():

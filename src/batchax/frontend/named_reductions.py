@@ -82,7 +82,7 @@ def _sum_exponentials(states: Any) -> Any:
     """As ``jax.nn.logsumexp``: only the exponentials have a derivative, not what they are over."""
     exponents, sums = states
     most = lax.stop_gradient(jnp.max(exponents, 0, initial=-np.inf))
-    scaled = jnp.exp(exponents - _if_finite(most)).astype(sums.dtype) * sums
+    scaled = jnp.exp(exponents - _if_finite(most)[None]).astype(sums.dtype) * sums
     return most, jnp.sum(scaled, 0)
 
 
@@ -114,12 +114,13 @@ def _add_moments(states: Any) -> Any:
     counts, means, rests, deviations = states
     count = jnp.sum(counts, 0, counts.dtype)
     weights = counts.reshape((-1, *[1] * (means.ndim - 1))).astype(means.dtype)
-    of_all = lambda x: jnp.sum(weights * x, 0) / jnp.maximum(count, 1).astype(means.dtype)
+    some = jnp.maximum(count, 1).astype(means.dtype)
+    of_all = lambda x: jnp.sum(weights * x, 0) / some
     mean = of_all(means)
-    apart = means - mean + rests
+    apart = means - mean[None] + rests
     rest = of_all(apart)
-    squares = (weights * (apart - rest) * jnp.conj(apart - rest)).real
-    return count, mean, rest, jnp.sum(deviations + squares, 0)
+    apart -= rest[None]
+    return count, mean, rest, jnp.sum(deviations + (weights * apart * jnp.conj(apart)).real, 0)
 
 
 def _variance(state: Any, n: Any) -> Any:
@@ -137,7 +138,7 @@ def _first_of(extreme: Callable[..., Any]) -> Callable[[Any], Any]:
     def fold(states: Any) -> Any:
         values, lanes = states
         best = extreme(values, 0)
-        holds = lax.eq(values, jnp.broadcast_to(best, values.shape))
+        holds = lax.eq(values, jnp.broadcast_to(best[None], values.shape))
         if jnp.issubdtype(values.dtype, jnp.floating):
             holds |= jnp.isnan(values)  # if one is, so is `best`, which no number equals
         return best, jnp.min(jnp.where(holds, lanes, jnp.full_like(lanes, _NONE)), 0)

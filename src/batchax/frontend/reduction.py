@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from batchax import _compat
@@ -96,6 +97,16 @@ class Reduction:
                     f"dtype, in the structure of a state; got {leaf!r} of type "
                     f"{type(leaf).__name__}."
                 )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is known of ``jnp.add`` is known of that object, and a copy of it would be another.
+        name = getattr(self.combine, "__name__", "")
+        return vars(self) | ({"combine": name} if getattr(jnp, name, 0) is self.combine else {})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        combine = state["combine"]
+        named = isinstance(combine, str)
+        vars(self).update(state, combine=getattr(jnp, combine) if named else combine)
 
     def __repr__(self) -> str:
         named = {name: getattr(self, name) for name in ("combine", "lane", "finish")}
