@@ -16,17 +16,16 @@ def programs_inside(eqn: Any) -> list[Any]:
     Those that it runs, and those with which it combines two elements, or is differentiated.
     """
     programs: list[Any] = []
-    for value in eqn.params.values():
-        _add_programs(value, programs)
+    _add_programs(eqn.params.values(), programs)
     return programs
 
 
-def _add_programs(value: Any, programs: list[Any]) -> None:
-    if isinstance(value, _compat.JAXPR_TYPES):
-        programs.append(getattr(value, "jaxpr", value))
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            _add_programs(each, programs)
+def _add_programs(values: Iterable[Any], programs: list[Any]) -> None:
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            _add_programs(value, programs)
+        elif isinstance(value, _compat.JAXPR_TYPES):
+            programs.append(getattr(value, "jaxpr", value))
 
 
 def with_inside(
