@@ -173,19 +173,19 @@ class _Part:
         loop = ChunkLoop(ChunkBody(of_width), specs, (Gathered(0),) * len(made), size, chunk)
         outs = chunk_loop(loop, [active, *(self.operands[k] for k in used)])
         jaxpr = program.jaxpr
-        found = dict(zip(jaxpr.invars, zip(self.operands, positions, strict=True), strict=True))
-        found |= {v: (_typed(x, v.aval), 0) for v, x in zip(made, outs, strict=True)}
-        found |= {v: (x, None) for v, x in zip(jaxpr.constvars, program.consts, strict=True)}
-        placed = [(v.val, None) if isinstance(v, Literal) else found[v] for v in jaxpr.outvars]
+        env = dict(zip(jaxpr.invars, zip(self.operands, positions, strict=True), strict=True))
+        env |= {v: (_typed(x, v.aval), 0) for v, x in zip(made, outs, strict=True)}
+        env |= {v: (x, None) for v, x in zip(jaxpr.constvars, program.consts, strict=True)}
+        placed = [(v.val, None) if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
         return [x for x, _ in placed], [a for _, a in placed]
 
 
 def _chunk(work: float) -> int:
     """How many lanes make a chunk, if each does so many nanoseconds of work."""
     processor = jax.default_backend() == "cpu"
-    wanted, widest = (500_000.0, 1024) if processor else (50_000_000.0, 16_384)
+    enough, widest = (500_000.0, 1024) if processor else (50_000_000.0, 16_384)
     width = _NARROWEST
-    while width < widest and width * work < wanted:
+    while width < widest and width * work < enough:
         width *= 2
     return width
 

@@ -89,8 +89,8 @@ def _programs(test: Any, body: Any, form: Form) -> tuple[_compat.ClosedJaxpr, _c
         carry, ys = rest[:n_carry], rest[n_carry:]
         x = [entry_of(x, n, a) for x, a in zip(xs, form.x_axes, strict=True)]
         outs = eval_jaxpr(body.jaxpr, body.consts, *consts, *carry, *x)
-        new, found = outs[:n_carry], outs[n_carry:]
-        ys = [put_entry(y, e, n, a) for y, e, a in zip(ys, found, form.y_axes, strict=True)]
+        new, step_ys = outs[:n_carry], outs[n_carry:]
+        ys = [put_entry(y, e, n, a) for y, e, a in zip(ys, step_ys, form.y_axes, strict=True)]
         return [n + np.int32(1), *new, *ys]
 
     return (

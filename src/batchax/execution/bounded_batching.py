@@ -77,10 +77,10 @@ def _batch_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         axis, loop.steps[1], loop.guarded[1], at.consts, at.returning, before
     )
     checkpoints = _stacked_at(carry, form)
-    wanted = at._replace(carry=carry, checkpoints=checkpoints, returning=returning)
+    targets = at._replace(carry=carry, checkpoints=checkpoints, returning=returning)
     y_axes = _steps_axes(ys, form.y_axes)
     outs = reverse_sweep_p.bind(
-        *_placed(axis, loop, wanted),
+        *_placed(axis, loop, targets),
         forth=forth[0],
         back=back[0],
         guarded=(forth[1], back[1]),
@@ -158,7 +158,7 @@ def _run_tested(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     consts = [lanes.count, *lanes.test, *lanes.consts]
     active = active_lanes(consts, lanes.carry) & (lanes.count > 0)
     program, guarded = _masked(axis, loop, 0, tested)
-    found = bounded_loop(
+    results = bounded_loop(
         program,
         consts,
         [active, lax.full_like(active, 0, np.int32), *lanes.carry],
@@ -171,8 +171,8 @@ def _run_tested(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         y_axes=_steps_axes([0] * len(form.y_axes), form.y_axes),
         kept=None if form.kept is None else [2 + i for i in form.kept],
     )
-    _, steps, *carry = found.carry
-    return _results(form, [*carry, *found.ys, *found.checkpoints, steps])
+    _, steps, *carry = results.carry
+    return _results(form, [*carry, *results.ys, *results.checkpoints, steps])
 
 
 def _run_counted(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
@@ -180,7 +180,7 @@ def _run_counted(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     form: Form = loop.form
     lanes = _of_lanes(axis, loop)
     program, guarded = _masked(axis, loop, 0, _counted)
-    found = bounded_loop(
+    results = bounded_loop(
         program,
         [lanes.count, *lanes.consts],
         lanes.carry,
@@ -193,7 +193,7 @@ def _run_counted(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         kept=form.kept,
     )
     steps = lax.clamp(np.int32(0), lanes.count, np.int32(form.steps.most))
-    return _results(form, [*found.carry, *found.ys, *found.checkpoints, steps])
+    return _results(form, [*results.carry, *results.ys, *results.checkpoints, steps])
 
 
 def _run_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
@@ -304,13 +304,13 @@ def _of_lanes(axis: Axis, loop: BoundedLoop) -> Operands:
     """The operands, of which counts, and all that is carried, have the batch axis in front."""
     at = loop.form.split(loop.axes)
     carry, returning = [0] * len(at.carry), [0] * len(at.returning)
-    wanted = at._replace(
+    targets = at._replace(
         count=None if at.count is None else 0,
         carry=carry,
         checkpoints=_stacked_at(carry, loop.form) if at.checkpoints else [],
         returning=returning,
     )
-    return loop.form.split(_placed(axis, loop, wanted))
+    return loop.form.split(_placed(axis, loop, targets))
 
 
 def _results(form: Form, outs: list[Any]) -> PlacedOutputs:
@@ -337,11 +337,11 @@ def _with_common_checkpoints(loop: BoundedLoop) -> BoundedLoop:
     return replace(loop, args=given.flat, axes=at.flat)
 
 
-def _placed(axis: Axis, loop: BoundedLoop, wanted: Operands) -> list[Any]:
+def _placed(axis: Axis, loop: BoundedLoop, targets: Operands) -> list[Any]:
     """The operands, with the batch axis where it is wanted of each."""
     return [
         x if to is None else match_axis(axis, x, a, to)
-        for x, a, to in zip(loop.args, loop.axes, wanted.flat, strict=True)
+        for x, a, to in zip(loop.args, loop.axes, targets.flat, strict=True)
     ]
 
 
@@ -360,10 +360,10 @@ def _settled(
             break
         _, settled, ys_at = settle(axis, body, consts_at, more, entries_at)
     ys_at = [b if a is None else a for a, b in zip(ys_at, kept_ys_at, strict=True)]
-    wanted = [ANYWHERE if a is None else a for a in (*settled, *ys_at)]
+    out_axes = [ANYWHERE if a is None else a for a in (*settled, *ys_at)]
     inputs = (*consts_at, *settled, *entries_at)
-    program, _ = batch_inner(axis, body, inputs, wanted)
-    kept, _ = batch_inner(axis, guarded, inputs, wanted)
+    program, _ = batch_inner(axis, body, inputs, out_axes)
+    kept, _ = batch_inner(axis, guarded, inputs, out_axes)
     return settled, ys_at, program, kept
 
 

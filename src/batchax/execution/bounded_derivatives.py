@@ -58,12 +58,14 @@ def jvp(
     residuals = [results.steps, *given.consts, *given.carry, *results.checkpoints, *given.xs]
     tangents = [ad.instantiate_zeros(t) for group in map(take, dots, which) for t in group]
     if needed is None:
-        found = derivative.forward(residuals, tangents)
+        out_tangents = derivative.forward(residuals, tangents)
     else:
-        found = linear_with_transpose(derivative.forward, derivative.back, residuals, tangents)
+        out_tangents = linear_with_transpose(
+            derivative.forward, derivative.back, residuals, tangents
+        )
     kept = _chosen(results.checkpoints, recorded, form)
     outs = [*results.carry, *results.ys, *kept, results.steps]
-    return outs, with_values(list(map(no_tangent, outs)), derivative.outputs, found)
+    return outs, with_values(list(map(no_tangent, outs)), derivative.outputs, out_tangents)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class _Derivative:
             dots = take(dots, self.outputs)
             return [*outs[: form.n_carry], *dots[: len(dcarry)]], dots[len(dcarry) :]
 
-        found = bounded_loop(
+        results = bounded_loop(
             step,
             [*consts, *dconsts],
             [*carry, *dcarry],
@@ -123,7 +125,7 @@ class _Derivative:
             x_axes=(*form.x_axes, *take(form.x_axes, self.xs)),
             y_axes=take(form.y_axes, self.ys),
         )
-        return [*found.carry[len(carry) :], *found.ys]
+        return [*results.carry[len(carry) :], *results.ys]
 
     def back(self, residuals: Values, cotangents: Values) -> list[Any]:
         """The cotangents of constants, first carry and xs."""
@@ -137,7 +139,7 @@ class _Derivative:
 
             return step
 
-        ct_carry, found = reverse_sweep(
+        ct_carry, cts = reverse_sweep(
             forth(self.body),
             self._step_back,
             consts,
@@ -152,7 +154,7 @@ class _Derivative:
             x_axes=(*form.x_axes, *take(form.y_axes, self.ys)),
             y_axes=(*[None] * n_consts, *take(form.x_axes, self.xs)),
         )
-        return [*found[:n_consts], *ct_carry, *found[n_consts:]]
+        return [*cts[:n_consts], *ct_carry, *cts[n_consts:]]
 
     def _step_back(self, consts: Values, cts: Values, x: Values) -> tuple[Values, Values]:
         """From cotangents after a step to those before it, and of constants and xs."""
@@ -164,8 +166,8 @@ class _Derivative:
             return take(outs, self.outputs)
 
         _, pull = jax.vjp(of_moving, *take(primals, self.inputs))
-        found = pull([*cts, *ct_ys])
-        ct_consts, cts, ct_xs = parts(found, len(self.consts), len(self.carry))
+        pulled = pull([*cts, *ct_ys])
+        ct_consts, cts, ct_xs = parts(pulled, len(self.consts), len(self.carry))
         return cts, [*ct_consts, *ct_xs]
 
     def needed(self) -> list[int]:
@@ -185,13 +187,13 @@ class _Derivative:
         program = _compat.stage(back, [*inputs[:n], *cts[:n_cts], *inputs[n:], *cts[n_cts:]])
         used = _compat.used_inputs(program, [True] * len(program.out_avals))[n + n_cts :][:n_carry]
         while True:
-            flags, found = [*used, *[False] * len(self.form.y_axes)], used
+            flags, needs = [*used, *[False] * len(self.form.y_axes)], used
             for program in (self.body, self.guarded):
                 more = _compat.used_inputs(program, flags)[n : n + n_carry]
-                found = [old or new for old, new in zip(found, more, strict=True)]
-            if found == used:
+                needs = [old or new for old, new in zip(needs, more, strict=True)]
+            if needs == used:
                 return places(used)
-            used = found
+            used = needs
 
 
 def _chosen(checkpoints: Values, recorded: Form, form: Form) -> list[Any]:
@@ -210,17 +212,17 @@ def moving(
     A carry has one if it starts with one, or if some step gives it one.
     """
     n = form.n_carry
-    known, entries = list(map(moves, consts)), list(map(moves, xs))
+    of_consts, entries = list(map(moves, consts)), list(map(moves, xs))
     smooth = [v.aval.to_tangent_aval().dtype != jax.dtypes.float0 for v in jaxpr.outvars]
-    found = [m and s for m, s in zip(map(moves, carry), smooth, strict=False)]
+    of_carry = [m and s for m, s in zip(map(moves, carry), smooth, strict=False)]
     while True:
-        hits = reached(jaxpr, [*known, *found, *entries])
+        hits = reached(jaxpr, [*of_consts, *of_carry, *entries])
         hits = [hit and s for hit, s in zip(hits, smooth, strict=True)]
-        more = [old or hit for old, hit in zip(found, hits, strict=False)]
-        if more == found:
+        more = [old or hit for old, hit in zip(of_carry, hits, strict=False)]
+        if more == of_carry:
             break
-        found = more
-    return places(known), places(found), places(entries), places(hits[n:])
+        of_carry = more
+    return places(of_consts), places(of_carry), places(entries), places(hits[n:])
 
 
 def moves(tangent: Any) -> bool:
@@ -284,11 +286,11 @@ def places(flags: Sequence[bool]) -> list[int]:
 
 def parts(items: Sequence[Any], *sizes: int) -> list[list[Any]]:
     """`items` in lists of these sizes, and the rest."""
-    items, found = list(items), []
+    items, groups = list(items), []
     for n in sizes:
-        found.append(items[:n])
+        groups.append(items[:n])
         items = items[n:]
-    return [*found, items]
+    return [*groups, items]
 
 
 def transpose(*_: Any, **params: Any) -> Any:

@@ -107,8 +107,9 @@ def settle(
     first carry is cast to vary over the axes of the mesh that a step makes it vary over. It, the
     xs and the ys also vary over those that the number of steps varies over.
     """
-    known, test_known = list(map(jax.typeof, consts)), list(map(jax.typeof, test_consts))
-    n, n_test = len(known), len(test_known)
+    const_types = list(map(jax.typeof, consts))
+    test_const_types = list(map(jax.typeof, test_consts))
+    n, n_test = len(const_types), len(test_const_types)
     carry, xs = list(carry), list(xs)
     deciding = [jax.typeof(count)]
     while True:
@@ -116,7 +117,7 @@ def settle(
         tested = None
         if test is not None:
             predicate = lambda *xs: [test(xs[:n_test], xs[n_test:])]
-            tested = _compat.stage(predicate, [*test_known, *types])
+            tested = _compat.stage(predicate, [*test_const_types, *types])
             deciding = [jax.typeof(count), tested.out_avals[0]]
         xs = [varied(x, deciding) for x in xs]
         whole = zip(map(jax.typeof, xs), x_axes, strict=True)
@@ -129,7 +130,7 @@ def settle(
                 new = [varied(x, [t]) for x, t in zip(new, types, strict=True)]
                 return [*new, *(varied(y, deciding) for y in ys)]
 
-            return _compat.stage(run, [*known, *types, *entries])
+            return _compat.stage(run, [*const_types, *types, *entries])
 
         plain = staged(body)
         kept = plain if guarded is None else staged(guarded)

@@ -19,8 +19,8 @@ def _compiled(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     @whatever_jit
     def compute(*operands: Any, **params: Any) -> list[Any]:
         values = {name: value for name, value in params.items() if name != "guarded"}
-        known = map(value_key, values.values())
-        return jitted((run, *known), functools.partial(run, **params))(*operands)
+        keys = map(value_key, values.values())
+        return jitted((run, *keys), functools.partial(run, **params))(*operands)
 
     return compute
 

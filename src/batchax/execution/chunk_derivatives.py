@@ -50,19 +50,19 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: ChunkLoop, pro
     marked = [False, *(i in moving for i in range(len(primals)))]
     types = result_types(loop, program)
     zeros: list[Any] = [ad.Zero(aval.to_tangent_aval()) for aval in types]
-    found = [
+    dependent = [
         k
         for k, (hit, zero) in enumerate(zip(reached(program.jaxpr, marked), zeros, strict=True))
         if hit and zero.aval.dtype != jax.dtypes.float0
     ]
-    if any(isinstance(loop.results[k], Combined) for k in found):
+    if any(isinstance(loop.results[k], Combined) for k in dependent):
         each, of_all = in_parts(loop, primals)
         of_moving = lambda *xs: of_all(chunk_loop(each, with_values(primals, moving, xs)))
         given, moved = ([x[i] for i in moving] for x in (primals, tangents))
         outs, dots = jax.jvp(of_moving, given, moved)
-        return outs, [dots[k] if k in found else zero for k, zero in enumerate(zeros)]
-    if is_loss(loop, found, types, [primals[i] for i in moving]):
-        (k,) = found
+        return outs, [dots[k] if k in dependent else zero for k, zero in enumerate(zeros)]
+    if is_loss(loop, dependent, types, [primals[i] for i in moving]):
+        (k,) = dependent
         with_gradient = loop_with_gradient(loop, k, moving)
         if can_run(with_gradient, primals):
             outs = chunk_loop(with_gradient, primals)
@@ -70,20 +70,20 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: ChunkLoop, pro
             zeros[k] = inner_product(gradient, [tangents[i] for i in moving])
             return outs, zeros
     outs = chunk_loop_p.bind(*primals, loop=loop, program=program)
-    if not found:
+    if not dependent:
         return outs, zeros
     _refuse_effects(program)
 
-    extremes = [k for k in found if isinstance(loop.results[k], Extreme)]
+    extremes = [k for k in dependent if isinstance(loop.results[k], Extreme)]
     if extremes and isinstance(loop.chunk, Auto):
         # `shares` has an entry for each chunk, so the number of chunks must be known by now.
-        loop = replace(loop, chunk=_chunk_of_reverse(loop, moving, found, primals, outs))
+        loop = replace(loop, chunk=_chunk_of_reverse(loop, moving, dependent, primals, outs))
     parts = shares(loop, extremes, primals)
-    tangent_loop = _tangent_loop(loop, moving, found, [PerChunk(0)] * len(parts))
+    tangent_loop = _tangent_loop(loop, moving, dependent, [PerChunk(0)] * len(parts))
     given = _after(outs, primals) if calls_library(program.jaxpr) else primals
     dots = chunk_loop(tangent_loop, [*given, *(tangents[i] for i in moving), *parts])
-    found_tangents = dict(zip(found, dots, strict=True))
-    return outs, [found_tangents.get(k, zero) for k, zero in enumerate(zeros)]
+    dots_of = dict(zip(dependent, dots, strict=True))
+    return outs, [dots_of.get(k, zero) for k, zero in enumerate(zeros)]
 
 
 def _after(outs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
@@ -104,9 +104,9 @@ def _after(outs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
 
 
 def _tangent_loop(
-    loop: ChunkLoop, moving: Sequence[int], found: Sequence[int], share_kinds: Sequence[Operand]
+    loop: ChunkLoop, moving: Sequence[int], dependent: Sequence[int], share_kinds: Sequence[Operand]
 ) -> ChunkLoop:
-    """The loop for the tangents `found`.
+    """The loop for the tangents of the results `dependent`.
 
     Its operands are those of `loop`, the tangents of those that are `moving`, and the
     `shares` of the extremes among its results.
@@ -120,10 +120,10 @@ def _tangent_loop(
             primals, tangents, parts = xs[:n], xs[n : n + len(moving)], xs[n + len(moving) :]
 
             of_chunk = functools.partial(primal, start)
-            outs, dots = tangents_of(of_chunk, primals, moving, tangents, found)
+            outs, dots = tangents_of(of_chunk, primals, moving, tangents, dependent)
             share = iter(parts)
             results = []
-            for k, t in zip(found, dots, strict=True):
+            for k, t in zip(dependent, dots, strict=True):
                 spec = loop.results[k]
                 extreme = isinstance(spec, Extreme)
                 results.append(extreme_tangent(spec, outs[k], t, next(share)) if extreme else t)
@@ -131,7 +131,7 @@ def _tangent_loop(
 
         return run
 
-    specs = (loop.results[k] for k in found)
+    specs = (loop.results[k] for k in dependent)
     return loop.derivative(
         "tangents",
         body=ChunkBody(of_width, of=loop.body),
@@ -141,7 +141,7 @@ def _tangent_loop(
 
 
 def _chunk_of_reverse(
-    loop: ChunkLoop, moving: Sequence[int], found: Sequence[int], primals: Any, outs: Any
+    loop: ChunkLoop, moving: Sequence[int], dependent: Sequence[int], primals: Any, outs: Any
 ) -> int:
     """The chunk size that fits the reverse pass of a loop with extremes.
 
@@ -150,14 +150,14 @@ def _chunk_of_reverse(
     types = [jax.typeof(x) for x in primals]
     parts = [
         unmapped_aval(1, 0, jax.typeof(outs[k]).update(dtype=np.dtype(np.float32)))
-        for k in found
+        for k in dependent
         if isinstance(loop.results[k], Extreme)
     ]
-    tangent_loop = _tangent_loop(loop, moving, found, [WHOLE] * len(parts))
+    tangent_loop = _tangent_loop(loop, moving, dependent, [WHOLE] * len(parts))
     linear = range(len(types), len(types) + len(moving))
     avals = [*types, *(types[i].to_tangent_aval() for i in moving), *parts]
-    reverse, others = _reverse_loop(tangent_loop, linear, range(len(found)), avals)
-    cotangents = [jax.typeof(outs[k]).to_tangent_aval() for k in found]
+    reverse, others = _reverse_loop(tangent_loop, linear, range(len(dependent)), avals)
+    cotangents = [jax.typeof(outs[k]).to_tangent_aval() for k in dependent]
     return chosen_chunk(reverse, [*(avals[i] for i in others), *cotangents])
 
 

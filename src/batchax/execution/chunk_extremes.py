@@ -37,22 +37,22 @@ def shares(loop: ChunkLoop, extremes: Sequence[int], operands: Sequence[Any]) ->
 
         def run(start: Any, *xs: Any) -> list[Any]:
             outs = primal(start, *xs)
-            found = []
+            counted = []
             for k in extremes:
                 spec = _extreme(loop, k)
                 best = of_only_chunk(outs[k], spec)
                 count = jnp.sum(_holders(spec, outs[k], best), spec.axis, dtype=jnp.float32)
-                found += [best[None], count[None]]
-            return found
+                counted += [best[None], count[None]]
+            return counted
 
         return run
 
     body = ChunkBody(of_width, of=loop.body)
     counting = replace(loop, body=body, results=(PerChunk(0),) * (2 * len(extremes)))
-    found = chunk_loop(counting, list(map(lax.stop_gradient, operands)))
+    counted = chunk_loop(counting, list(map(lax.stop_gradient, operands)))
     return [
         _shares(_extreme(loop, k).kind, best, count)
-        for k, best, count in zip(extremes, found[::2], found[1::2], strict=True)
+        for k, best, count in zip(extremes, counted[::2], counted[1::2], strict=True)
     ]
 
 

@@ -22,14 +22,14 @@ from batchax.kernel.derivatives import with_values
 
 
 def is_loss(
-    loop: ChunkLoop, found: Sequence[int], outs: Sequence[Any], operands: Sequence[Any]
+    loop: ChunkLoop, dependent: Sequence[int], outs: Sequence[Any], operands: Sequence[Any]
 ) -> bool:
-    """Whether the results `found` are one real scalar, a sum, and the operands are real, too."""
+    """Whether `dependent` results are one real scalar, a sum, and the operands are real, too."""
     return (
-        len(found) == 1
-        and isinstance(loop.results[found[0]], Sum)
-        and outs[found[0]].shape == ()
-        and all(jnp.issubdtype(x.dtype, jnp.floating) for x in (*operands, outs[found[0]]))
+        len(dependent) == 1
+        and isinstance(loop.results[dependent[0]], Sum)
+        and outs[dependent[0]].shape == ()
+        and all(jnp.issubdtype(x.dtype, jnp.floating) for x in (*operands, outs[dependent[0]]))
     )
 
 

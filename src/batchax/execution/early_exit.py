@@ -87,7 +87,7 @@ def _run(
         outs = eval_jaxpr(loop.body.jaxpr, (), *own, *carry, *parts)
         return outs[: loop.n_carry], outs[loop.n_carry :]
 
-    found = bounded_loop(
+    results = bounded_loop(
         step,
         [*consts, *shared],
         carry,
@@ -99,7 +99,7 @@ def _run(
         x_axes=axes,
         y_axes=loop.out_axes,
     )
-    return [*found.carry, *turned(found.ys, loop.out_axes)]
+    return [*results.carry, *turned(results.ys, loop.out_axes)]
 
 
 def run_until(

@@ -55,8 +55,8 @@ def in_order(active: Any, room: int) -> tuple[Any, Any]:
 
 def _by_loop(room: int) -> Any:
     def run(active: Any) -> tuple[Any, Any]:
-        def step(i: Any, found: tuple[Any, Any]) -> tuple[Any, Any]:
-            order, count = found
+        def step(i: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+            order, count = state
             # Between known bounds `lax.fori_loop` counts in the type of Python's integers, which
             # is int64 in double precision.
             (i,) = _compat.varying_alike([lax.convert_element_type(i, np.int32)], like=[active])

@@ -173,17 +173,17 @@ def fitting_chunk(
             )  # fmt: skip
             return CompilersAccount(*most(astuple(memory_of(compile_for(chunk)))))
 
-        found = _search(auto.program, limit, size, account)
-        logger.info("batch_size='auto': %s", found)
-        return found
+        choice = _search(auto.program, limit, size, account)
+        logger.info("batch_size='auto': %s", choice)
+        return choice
 
     return _chosen.get(key, choose).batch_size
 
 
 def _most_of_all(program: str, numbers: Sequence[int]) -> list[int]:
     """Of each of the numbers that processes have here the largest."""
-    found = meetings.of_this_process().meet(f"the choice of batch_size for {program}", "", numbers)
-    return list(map(max, *found))
+    of_all = meetings.of_this_process().meet(f"the choice of batch_size for {program}", "", numbers)
+    return list(map(max, *of_all))
 
 
 _PATIENCE = 5.0  # seconds that a choice may take before it is said what is being done
@@ -198,11 +198,11 @@ def _search(
     tried: dict[int, int] = {}
 
     def fits(chunk: int) -> bool:
-        found = account(chunk)
-        tried[chunk] = found.bytes
+        needs = account(chunk)
+        tried[chunk] = needs.bytes
         if len(tried) == 1:  # what does not grow with the chunk, as far as one account tells
-            tried[0] = found.bytes - found.temporaries
-        return found.bytes <= limit
+            tried[0] = needs.bytes - needs.temporaries
+        return needs.bytes <= limit
 
     low, high = 0, size + 1  # the largest that fits, the smallest that does not
     guess = min(_SMALL, size)
@@ -218,9 +218,9 @@ def _search(
         if not low:
             guess = 1
             continue
-        known = sorted(tried)
-        below = max(known.index(low) - 1, 0) if high > size else known.index(low)
-        first, second = known[below], known[below + 1]
+        chunks = sorted(tried)
+        below = max(chunks.index(low) - 1, 0) if high > size else chunks.index(low)
+        first, second = chunks[below], chunks[below + 1]
         slope = (tried[second] - tried[first]) / (second - first)
         meets = first + (limit - tried[first]) / slope if slope > 0 else size
         guess = _without_rest(size, low, int(min(meets, high - 1)))
@@ -246,7 +246,7 @@ def free_memory() -> int:
         return stats["bytes_limit"] - stats["bytes_in_use"]
     try:
         with open("/proc/meminfo") as lines:
-            found = dict(line.split(":", 1) for line in lines)
-        return int(found["MemAvailable"].split()[0]) * 1024
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -267,9 +267,9 @@ def find_meeting(axis: Axis, eqns: Iterable[Any]) -> Any:
             bodies = [body.jaxpr for body in bodies_of(eqn)]
         else:
             return eqn
-        found = find_meeting(axis, (e for body in bodies for e in body.eqns))
-        if found is not None:
-            return found
+        meeting = find_meeting(axis, (e for body in bodies for e in body.eqns))
+        if meeting is not None:
+            return meeting
     return None
 
 

@@ -139,10 +139,10 @@ def run(*operands: Any, forth: Any, back: Any, guarded: Any, form: SweepForm) ->
             form.steps.begin(count - one - (t - i), count)
             x = [*whole(stack.carry_at(i)), *entries(t - i)]
             outs = eval_jaxpr(back.jaxpr, back.consts, *consts, *returning, *x)
-            returning, found = outs[: form.n_back], outs[form.n_back :]
+            returning, step_ys = outs[: form.n_back], outs[form.n_back :]
             ys = [
                 lax.add(y, e) if a is None else put_entry(y, e, t - i, a)
-                for y, e, a in zip(ys, found, form.y_axes, strict=True)
+                for y, e, a in zip(ys, step_ys, form.y_axes, strict=True)
             ]
             return i + one, returning, ys
 

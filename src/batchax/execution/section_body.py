@@ -186,10 +186,10 @@ class _Chunk:
 
         def run(start: Any, *xs: Any) -> list[Any]:
             outs, positions, index, real = self.interpret(width, start, xs)
-            found = zip(self.targets, outs, positions, strict=True)
+            outputs = zip(self.targets, outs, positions, strict=True)
             return [
                 result
-                for target, x, position in found
+                for target, x, position in outputs
                 for result in (
                     self._of_each(target, x, width)
                     if target in self.same

@@ -52,21 +52,21 @@ class Section:
 
 
 def section_for(
-    eqns: Sequence[Any], outvars: Sequence[Any], known: Collection[Any], effects: bool = True
+    eqns: Sequence[Any], outvars: Sequence[Any], given: Collection[Any], effects: bool = True
 ) -> Section:
-    """The section that computes `outvars` from variables that are `known`.
+    """The section that computes `outvars` from variables that are `given`.
 
     It has every one of `eqns` with effects, unless `effects` is false.
     """
 
     def reads(eqn: Any) -> list[Any]:
-        return [v for v in variables(eqn) if v not in known]
+        return [v for v in variables(eqn) if v not in given]
 
-    wanted = {v for v in outvars if not isinstance(v, Literal)}
-    steps = plan(eqns, wanted.difference(known), lambda eqn: effects and eqn.effects, reads)
+    results = {v for v in outvars if not isinstance(v, Literal)}
+    steps = plan(eqns, results.difference(given), lambda eqn: effects and eqn.effects, reads)
     taken = [step.eqn for step in steps]
-    used = wanted.union(*map(variables, taken))
-    return Section(taken, [v for v in known if v in used], list(outvars))
+    used = results.union(*map(variables, taken))
+    return Section(taken, [v for v in given if v in used], list(outvars))
 
 
 def run_shared(axis: Axis, eqns: Sequence[Any], env: Env) -> list[Any]:
@@ -132,7 +132,7 @@ def parting_loops(eqns: Sequence[Any], env: Env, most: int) -> set[int]:
     def differs(v: Any) -> bool:
         return not isinstance(v, Literal) and (v not in env or env[v][1] is not None)
 
-    found = set()
+    parting = set()
     for eqn in eqns:
         if eqn.primitive is not while_p or _compat.ordered_by_lane(eqn.effects):
             continue
@@ -148,8 +148,8 @@ def parting_loops(eqns: Sequence[Any], env: Env, most: int) -> set[int]:
                 break
             carry = [n or c for n, c in zip(new, carry, strict=True)]
         if any(reached(test.jaxpr, [*(marks[i] for i in test.operands[: test.same]), *carry])):
-            found.add(id(eqn))
-    return found
+            parting.add(id(eqn))
+    return parting
 
 
 def crossing(eqns: Sequence[Any], free: Sequence[Any], cuts: Sequence[Any]) -> list[Any]:

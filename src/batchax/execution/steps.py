@@ -110,14 +110,14 @@ def _run(program: ScanProgram, consts: list[Any], carry: list[Any], xs: list[Any
             ys = [y if y is None else y.reshape(-1, *y.shape[2:]) for y in ys]
         return state, ys
 
-    state, found = (carry, arrays), {}
+    state, ys_of = (carry, arrays), {}
     for sweep in reversed(sweeps) if program.reverse else sweeps:
-        state, found[sweep] = swept(sweep, state)
+        state, ys_of[sweep] = swept(sweep, state)
     carry, arrays = state
     program.steps.end(length, results=carry)
     ys = [
         None if pieces[0] is None else jnp.moveaxis(jnp.concatenate(pieces), 0, a)
-        for *pieces, a in zip(*(found[sweep] for sweep in sweeps), axes, strict=True)
+        for *pieces, a in zip(*(ys_of[sweep] for sweep in sweeps), axes, strict=True)
     ]
     for array, k in zip(arrays, written, strict=True):
         array = _compat.weakly(array) if types[k].weak_type else array

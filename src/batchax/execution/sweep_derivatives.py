@@ -102,7 +102,7 @@ class _Derivative:
             outs, dots = behind(consts, returning, *parts(x, len(carry) + len(dcarry)))
             return [*outs[:n], *dots[:n]], dots[n:]
 
-        found, ys = reverse_sweep(
+        returned, ys = reverse_sweep(
             forth,
             back,
             [*consts, *dconsts],
@@ -115,7 +115,7 @@ class _Derivative:
             x_axes=(*form.x_axes, *take(form.x_axes, self.xs)),
             y_axes=form.y_axes,
         )
-        return [*found[n:], *ys]
+        return [*returned[n:], *ys]
 
     def back(self, residuals: Values, cotangents: Values) -> list[Any]:
         """The cotangents of constants, first carry, xs and what returns."""
@@ -149,8 +149,8 @@ class _Derivative:
                 return [*take(ahead, self.carry), *flat(self.behind)(*consts, *returning, *others)]
 
             outs, pull = jax.vjp(both, *take(primals, self.inputs))
-            found = pull([*ct_carry, *cts_of_step(cts, of_sums, of_rest)])
-            ct_consts, ct_carry, ct_xs = parts(found, len(self.consts), n_moving)
+            pulled = pull([*ct_carry, *cts_of_step(cts, of_sums, of_rest)])
+            ct_consts, ct_carry, ct_xs = parts(pulled, len(self.consts), n_moving)
             return [*outs[n_moving : n_moving + n], *ct_carry], [*ct_consts, *ct_xs]
 
         shared = [*consts, *take(ct_ys, sums)], [*carry, *ct_back]
@@ -158,18 +158,18 @@ class _Derivative:
         x_axes = *form.x_axes, *take(form.y_axes, rest)
         steps = {"count": count, "steps": Steps(form.steps.most), "x_axes": x_axes}
         every = range(len(carry) + n)
-        found = bounded_loop(forth, *shared, entries, kept=every, **steps)
+        results = bounded_loop(forth, *shared, entries, kept=every, **steps)
         ct_carry = [zeros_like(x) for x in take(carry, self.carry)]
         returned, ys = reverse_sweep(
             forth,
             back,
             *shared,
-            found.checkpoints,
+            results.checkpoints,
             [*returning, *ct_carry],
             entries,
             y_axes=(*[None] * len(self.consts), *take(form.x_axes, self.xs)),
             **steps,
         )
-        ct_returning = take(found.carry[form.n_carry :], self.returning)
+        ct_returning = take(results.carry[form.n_carry :], self.returning)
         ct_consts, ct_xs = parts(ys, len(self.consts))
         return [*ct_consts, *returned[n:], *ct_xs, *ct_returning]

@@ -19,7 +19,7 @@ def by_name(paths: Sequence[str]) -> str:
 
     An int, a tuple or a list in ``in_axes`` says nothing of keyword arguments.
     """
-    names = dict.fromkeys(found[1] for path in paths if (found := _KEYWORD.match(path)))
+    names = dict.fromkeys(keyword[1] for path in paths if (keyword := _KEYWORD.match(path)))
     if not names:
         return ""
     entries = ", ".join(f"{name}: None" for name in names)

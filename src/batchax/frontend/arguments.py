@@ -94,13 +94,13 @@ def find_axis_size(mapped: Sequence[Mapped], axis_size: Any, terms: Terms = LANE
         + ("" if tie or s == usual else f"   <- not {usual}")
         for m, s in zip(sized, sizes, strict=True)
     ]
-    wanted = "one size" if axis_size is None else f"the size given as {terms.size}, {axis_size}"
+    demand = "one size" if axis_size is None else f"the size given as {terms.size}, {axis_size}"
     odd = [m for m, s in zip(sized, sizes, strict=True) if tie or s != usual]
     keys = [m for m in odd if m.axis == 0 and may_be_key(m.value)]
     rest = {s for m, s in zip(sized, sizes, strict=True) if m not in keys}
     lanes = rest.pop() if len(rest) == 1 else "n"
     raise AxisError(
-        f"the mapped axes must have {wanted}, but they have {listed(sorted(set(sizes)))}:\n"
+        f"the mapped axes must have {demand}, but they have {listed(sorted(set(sizes)))}:\n"
         + "\n".join(lines)
         + f"\nGive None in in_axes for an argument that is the same {terms.each}."
         + by_name([m.path for m in odd])
@@ -112,12 +112,12 @@ def find_axis_size(mapped: Sequence[Mapped], axis_size: Any, terms: Terms = LANE
 def _hint_for_numbers(wrong: Sequence[Mapped]) -> str:
     """What to do with a list of numbers, or of lists of them, that may be an array."""
     for m in wrong:
-        found = _IN_LIST.match(m.path)
-        if found and not m.value.shape:
-            advice = f"pass jax.numpy.asarray({found[1]})"
-            if found[2].count("[") > 1:
-                advice += f", or of rows of different lengths batchax.Ragged.from_rows({found[1]})"
-            return f"{_TREE} If {found[1]} is one batch, {advice}."
+        match = _IN_LIST.match(m.path)
+        if match and not m.value.shape:
+            advice = f"pass jax.numpy.asarray({match[1]})"
+            if match[2].count("[") > 1:
+                advice += f", or of rows of different lengths batchax.Ragged.from_rows({match[1]})"
+            return f"{_TREE} If {match[1]} is one batch, {advice}."
     return ""
 
 
@@ -252,15 +252,15 @@ def _check_rows_spec(path: str, spec: Any) -> None:
 def _parts_on_mesh(leaf: SpecifiedLeaf, mapped: list[Mapped]) -> Callable[[Sequence[Any]], Any]:
     """Adds the arrays of an unmapped leaf whose types tell of a mesh, without an axis."""
     values, structure = jax.tree.flatten(leaf.value)
-    found = {}
+    index_of = {}
     for i, x in enumerate(values):
         if isinstance(x, jax.Array) and not jax.typeof(x).sharding.mesh.empty:
-            found[i] = len(mapped)
+            index_of[i] = len(mapped)
             mapped.append(Mapped(leaf.path, x, None))
-    if not found:
+    if not index_of:
         return lambda _: leaf.value
     return lambda examples: jax.tree.unflatten(
-        structure, [examples[found[i]] if i in found else x for i, x in enumerate(values)]
+        structure, [examples[index_of[i]] if i in index_of else x for i, x in enumerate(values)]
     )
 
 
@@ -297,8 +297,8 @@ def _in_range(mapped: Sequence[Mapped], terms: Terms) -> list[Mapped]:
       AxisError: there is one.
     """
     pairs = [(m, m.with_own_axis()) for m in mapped]
-    wrong = [m for m, found in pairs if found is None]
-    checked = [found for _, found in pairs if found is not None]
+    wrong = [m for m, own in pairs if own is None]
+    checked = [own for _, own in pairs if own is not None]
     if wrong:
         sizes = {m.lanes for m in checked} - {None}
         lanes = sizes.pop() if len(sizes) == 1 else "n"

@@ -110,10 +110,10 @@ def check_predicate(fun: Callable[..., Any], out: Any) -> Any:
     except TypeError:
         aval = None
     if aval is None or aval.shape != () or aval.dtype != np.bool_:
-        found = describe_returned(out) if aval is None else aval.str_short()
+        returned = describe_returned(out) if aval is None else aval.str_short()
         raise ArgumentTypeError(
             f"{name_of(fun)} must return one truth value, a boolean array of shape (), but it "
-            f"returned {found}."
+            f"returned {returned}."
         )
     return out
 

@@ -268,11 +268,11 @@ def _lend_to_jax(container: Container) -> None:
 
 def arrays_inside(tree: Any) -> list[Any]:
     """The arrays in a tree, and those that containers in it are made of."""
-    found = []
+    arrays = []
     for x in jax.tree.leaves(tree, is_leaf=is_container):
         parts = parts_of_output(x, None, "out", None)
-        found += jax.tree.leaves(x) if parts is None else arrays_inside(parts.values)
-    return found
+        arrays += jax.tree.leaves(x) if parts is None else arrays_inside(parts.values)
+    return arrays
 
 
 def is_container(value: Any) -> bool:

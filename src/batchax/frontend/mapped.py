@@ -97,14 +97,14 @@ def find_mesh_axis(mapped: Sequence[Mapped], spmd_axis_name: Any) -> Any:
       AxisError: the arguments say different things, or not what `spmd_axis_name` says.
     """
     entries = {m.path: entry for m in mapped for entry in m.sharded_over()}
-    found = set(entries.values())
-    if len(found) > 1:
+    mesh_axes = set(entries.values())
+    if len(mesh_axes) > 1:
         raise AxisError(
             "the mapped axes must be sharded over one mesh axis, but they are sharded as\n"
             + "\n".join(f"  {path}: {entry!r}" for path, entry in entries.items())
             + "\nUse jax.sharding.reshard on the arguments that differ."
         )
-    mesh_axis = next(iter(found), None)
+    mesh_axis = next(iter(mesh_axes), None)
     if None not in (mesh_axis, spmd_axis_name) and spmd_axis_name not in (mesh_axis, (mesh_axis,)):
         raise AxisError(
             f"spmd_axis_name {spmd_axis_name} was given, but the mapped axes are sharded over "
@@ -119,19 +119,19 @@ def with_lane_indices(mapped: Sequence[Mapped], axis: Axis) -> list[Mapped]:
     Raises:
       UnsupportedError: lanes are sharded by their types over a mesh that is not set.
     """
-    wanted = [m for m in mapped if isinstance(m, LaneIndices)]
-    if not wanted:
+    of_indices = [m for m in mapped if isinstance(m, LaneIndices)]
+    if not of_indices:
         return list(mapped)
     indices = jnp.arange(axis.size, dtype=np.int32)
     if axis.mesh_axis is not None:  # as the types of the arguments have it
-        sharded = next(m for m in mapped if m.axis is not None and m not in wanted)
+        sharded = next(m for m in mapped if m.axis is not None and m not in of_indices)
         if jax.sharding.get_abstract_mesh().empty:
             raise UnsupportedError(
-                f"{wanted[0].path} needs the index of each lane, and {sharded.path} is sharded "
+                f"{of_indices[0].path} needs the index of each lane, and {sharded.path} is sharded "
                 f"over {axis.mesh_axis!r}, an axis of type Explicit, of a mesh that is not set. "
                 "Call it inside `with jax.set_mesh(mesh):`."
             )
         on_mesh = jax.typeof(sharded.value).sharding.update(spec=PartitionSpec(axis.mesh_axis))
         indices = jax.sharding.reshard(indices, on_mesh)
     (indices,) = as_lanes(axis, [indices], [0])
-    return [Mapped(m.path, indices, 0) if m in wanted else m for m in mapped]
+    return [Mapped(m.path, indices, 0) if m in of_indices else m for m in mapped]

@@ -86,12 +86,12 @@ def parts_of_output(value: Any, spec: Any, path: str, size: Any) -> Parts:
 
 def _position(value: Any, spec: Any, ndim: int, path: str, what: str) -> Any:
     """`spec` as the registration takes it: an int from the end is none for it."""
-    wanted, name = _compat.type_of_batch_axis(value), type(value).__name__
+    kind, name = _compat.type_of_batch_axis(value), type(value).__name__
     spec = int(spec) if isinstance(spec, np.integer) else spec
-    if not isinstance(spec, wanted) or isinstance(spec, bool):
+    if not isinstance(spec, kind) or isinstance(spec, bool):
         raise ArgumentTypeError(
             f"{what} gives {spec!r} for {path}, but the batch axis of a {name} is given by a "
-            f"{wanted.__name__}. Give one, or None if it does not depend on the batch."
+            f"{kind.__name__}. Give one, or None if it does not depend on the batch."
         )
     return spec + ndim if isinstance(spec, int) and -ndim <= spec < 0 else spec
 

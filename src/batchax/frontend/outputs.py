@@ -175,8 +175,8 @@ def flatten_outputs(
             return lambda outs: join([each(outs) for each in inside])
         check_array(value, leaf.path)
         _check_position(value, leaf.path, spec, terms)
-        known = not isinstance(value, Tracer) and not jax.export.is_symbolic_dim(value)
-        if spec is None and known and whole:
+        constant = not isinstance(value, Tracer) and not jax.export.is_symbolic_dim(value)
+        if spec is None and constant and whole:
             return lambda _: value  # a constant comes back as it is
         if spec is None and whole and sum_match and not _is_extended(value):
             spec = Reduce("sum", unmapped="keep")

@@ -191,13 +191,13 @@ def combined(reduction: Reduction, one: Any, other: Any) -> Any:
     return reduction.combine(one, other)
 
 
-def _check_same(reduction: Reduction, name: str, found: Any, state: Any, path: str) -> None:
+def _check_same(reduction: Reduction, name: str, returned: Any, state: Any, path: str) -> None:
     types = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
-    same = jax.tree.structure(found) == jax.tree.structure(state)
-    if not same or types(found) != types(state):
+    same = jax.tree.structure(returned) == jax.tree.structure(state)
+    if not same or types(returned) != types(state):
         raise ArgumentTypeError(
             f"{name} of {reduction!r} must return a state as it takes them, {_shown(state)} for "
-            f"{path}, and returns {_shown(found)}."
+            f"{path}, and returns {_shown(returned)}."
         )
 
 

@@ -156,12 +156,12 @@ def find_sizes(mapped: Sequence[Mapped]) -> tuple[list[RowSize | None], list[Row
 
 def _lengths(names: Sequence[str], batches: Sequence[Ragged], bounds: Sequence[int]) -> Lengths:
     """The lengths that rows of these sizes may have."""
-    known = [known_lengths(batch.lengths) for batch in batches]
-    if all(x is not None and len(x) for x in known):
-        return Lengths(dict(zip(names, map(np.asarray, known), strict=True)), True)
+    lengths = [known_lengths(batch.lengths) for batch in batches]
+    if all(x is not None and len(x) for x in lengths):
+        return Lengths(dict(zip(names, map(np.asarray, lengths), strict=True)), True)
     ranges = [
         np.arange(bound + 1) if x is None or not len(x) else np.unique(x)
-        for x, bound in zip(known, bounds, strict=True)
+        for x, bound in zip(lengths, bounds, strict=True)
     ]
     return Lengths(dict(zip(names, ranges, strict=True)), False)
 
@@ -253,8 +253,8 @@ def sizes_in_errors(
 
 
 def _shown(size: RowSize) -> str:
-    known = known_lengths(size.batch.lengths)
-    return "" if known is None else f", {size.name} = {shown_lengths(known)}"
+    lengths = known_lengths(size.batch.lengths)
+    return "" if lengths is None else f", {size.name} = {shown_lengths(lengths)}"
 
 
 def capacity_of(batch: Ragged) -> int:

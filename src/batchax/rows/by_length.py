@@ -88,14 +88,14 @@ def run_by_length(call: Call, chunking: Chunking | None) -> Outputs:
         if _kinds(more) == _kinds(programs[0]):
             programs.append(more)
     shapes = [_symbolic_shape(kind) for kind in zip(*map(_shapes, programs), strict=True)]
-    wanted = [
+    of_groups = [
         _place_for_groups(axis, output, shape, same)
         for output, shape, same in zip(described, shapes, same_results(programs), strict=True)
     ]
 
     def one_row_in_group(*values: Any) -> tuple[list[Any], FlatOutputs]:
         arrays, outputs = one_row(*values)
-        return arrays, replace(outputs, described=wanted)
+        return arrays, replace(outputs, described=of_groups)
 
     def run_group(g: int, group: Axis, part: list[Mapped]) -> tuple[list[Placed], FlatOutputs]:
         arrays = Call(group, one_row_in_group, list(map(_dense, part)))
@@ -127,9 +127,9 @@ def _groups_and_lengths(
     """The rows of each group, and how long they are."""
     if not axis.size:  # a group of no rows, for what the outputs are
         return [np.zeros(0, np.int32)], [tuple(size.bound for size in sizes)]
-    known = [np.asarray(size.batch.lengths) for size in sizes]
-    groups = groups_of(*known)
-    return groups, [tuple(int(x[rows[0]]) for x in known) for rows in groups]
+    lengths = [np.asarray(size.batch.lengths) for size in sizes]
+    groups = groups_of(*lengths)
+    return groups, [tuple(int(x[rows[0]]) for x in lengths) for rows in groups]
 
 
 def _more_lengths(lengths: Sequence[Lengths]) -> Iterator[Lengths]:

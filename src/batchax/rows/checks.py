@@ -65,11 +65,11 @@ def checked_axis(axis: Any, array: Any) -> int:
     return int(axis) % array.ndim
 
 
-def check_lengths(known: np.ndarray, capacity: int, most: int | None, data: Any, at: int) -> None:
-    if (known < 0).any():
-        i = int(np.argmax(known < 0))
-        raise AxisError(f"Ragged: lengths[{i}] is {known[i]}; a length cannot be negative.")
-    total = int(known.sum())
+def check_lengths(lengths: np.ndarray, capacity: int, most: int | None, data: Any, at: int) -> None:
+    if (lengths < 0).any():
+        i = int(np.argmax(lengths < 0))
+        raise AxisError(f"Ragged: lengths[{i}] is {lengths[i]}; a length cannot be negative.")
+    total = int(lengths.sum())
     if total > capacity:
         raise AxisError(
             f"Ragged: the lengths add up to {total}, but data, of shape {tuple(data.shape)}, has "
@@ -77,13 +77,13 @@ def check_lengths(known: np.ndarray, capacity: int, most: int | None, data: Any,
             "padding; for padded rows use Ragged.from_padded(padded, lengths)."
         )
     if most is not None:
-        check_each(known, int(most), f"max_length, {most}")
+        check_each(lengths, int(most), f"max_length, {most}")
 
 
-def check_each(known: np.ndarray, most: int, what: str) -> None:
-    if (known > most).any():
-        i = int(np.argmax(known > most))
-        raise AxisError(f"Ragged: lengths[{i}] is {known[i]}, more than {what}.")
+def check_each(lengths: np.ndarray, most: int, what: str) -> None:
+    if (lengths > most).any():
+        i = int(np.argmax(lengths > most))
+        raise AxisError(f"Ragged: lengths[{i}] is {lengths[i]}, more than {what}.")
 
 
 def check_max_length(most: Any) -> None:

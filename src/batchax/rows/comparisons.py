@@ -140,15 +140,15 @@ def _answer(frame: FrameType, ask: Any, size: Any, other: Any, question: str) ->
 
 def agreed(size: Any, other: Any, ask: Any = operator.ge) -> bool | None:
     """The answer to ``ask(size, other)`` if it is one for all rows there may be, else None."""
-    found = _in_every_row(size, other)
-    answers = [] if found is None else np.unique(ask(*found))
+    values = _in_every_row(size, other)
+    answers = [] if values is None else np.unique(ask(*values))
     return bool(answers[0]) if len(answers) == 1 else None
 
 
 def greatest(size: Any) -> int | None:
     """The most that a size, or number, is in any row there may be; None if that is unknown."""
-    found = _in_every_row(size)
-    return None if found is None else max(int(np.max(found[0])), 0)
+    values = _in_every_row(size)
+    return None if values is None else max(int(np.max(values[0])), 0)
 
 
 def _in_every_row(*sizes: Any) -> list[Any] | None:

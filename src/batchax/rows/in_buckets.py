@@ -30,8 +30,8 @@ def by_bucket(axis: Axis, mapped: Sequence[Mapped], buckets: int | GroupsOfRows)
     Raises:
       UnsupportedError: the buckets are given, and lengths are traced; or the axis has a name.
     """
-    known = all_known(mapped)
-    if not known and isinstance(buckets, Buckets):
+    lengths_known = all_known(mapped)
+    if not lengths_known and isinstance(buckets, Buckets):
         raise UnsupportedError(
             "buckets was given, but the lengths of rows are traced here, and these buckets are for "
             "lengths that are known: call vmap outside of jit, or close over the Ragged so that "
@@ -44,7 +44,7 @@ def by_bucket(axis: Axis, mapped: Sequence[Mapped], buckets: int | GroupsOfRows)
             "of one bucket run at a time. Leave one of them out; to reduce over all rows use "
             "out_axes=batchax.Reduce(...)."
         )
-    return known
+    return lengths_known
 
 
 def run_in_buckets(call: Call, buckets: int | GroupsOfRows) -> Outputs:

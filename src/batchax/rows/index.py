@@ -43,9 +43,9 @@ class RowIndex:
     def of(cls, lengths: Any, capacity: int, bound: int) -> RowIndex:
         """For rows of these lengths in an array with room for `capacity` elements."""
         if not isinstance(lengths, Tracer):  # checked when the Ragged was made
-            known = np.asarray(lengths).astype(np.int32)
-            starts = (np.cumsum(known) - known).astype(np.int32)
-            return cls(starts, known, bound, int(known.sum()) == capacity)
+            sizes = np.asarray(lengths).astype(np.int32)
+            starts = (np.cumsum(sizes) - sizes).astype(np.int32)
+            return cls(starts, sizes, bound, int(sizes.sum()) == capacity)
         clipped = jnp.clip(lengths.astype(jnp.int32), 0, min(bound, capacity))
         ends = jnp.minimum(jnp.cumsum(clipped), capacity)
         starts = jnp.concatenate([jnp.zeros((1,), ends.dtype), ends])[:-1]
@@ -106,7 +106,7 @@ def _linear_gather(forward: Any, transpose: Any, index: RowIndex, x: Any, *how: 
     residuals = [index.starts, index.lengths, index.place_in_padded(capacity)]
 
     def of(gather: Any) -> Any:
-        return lambda known, xs: [gather(xs[0], *known, axis, index.bound, index.exact)]
+        return lambda arrays, xs: [gather(xs[0], *arrays, axis, index.bound, index.exact)]
 
     if not is_inexact(x):
         return of(forward)(residuals, [x])[0]

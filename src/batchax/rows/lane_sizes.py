@@ -26,12 +26,12 @@ class LaneSize(AxisSpec):
 
     def of_argument(self, value: Any, path: str) -> Parts:
         sizes = self._checked(value, path)
-        known = known_lengths(sizes)
+        values = known_lengths(sizes)
         count = sizes.shape[0]
-        if known is None:
+        if values is None:
             room, bound = count * (self.max_size or 0), self.max_size
         else:
-            room, bound = int(known.sum()), self.max_size or int(known.max(initial=0))
+            room, bound = int(values.sum()), self.max_size or int(values.max(initial=0))
         # Rows of those lengths that nobody reads. What the function is given is their size.
         rows = Ragged(jnp.zeros(room, bool), sizes, bound)
         return Parts([rows], [RaggedSize(self.name)], lambda examples: examples[0].shape[0])
@@ -53,16 +53,16 @@ class LaneSize(AxisSpec):
                 "lanes."
             )
         sizes = as_lengths(value)
-        known = known_lengths(sizes)
-        if known is None and self.max_size is None:
+        values = known_lengths(sizes)
+        if values is None and self.max_size is None:
             raise ArgumentTypeError(
                 f"in_axes gives {self!r} for {path}, whose values are traced here: give a bound "
                 f"for them, batchax.size({self.name!r}, max_size=...)."
             )
         most = np.inf if self.max_size is None else self.max_size
-        if known is not None and len(known) and not (0 <= known.min() <= known.max() <= most):
+        if values is not None and len(values) and not (0 <= values.min() <= values.max() <= most):
             raise AxisError(
-                f"in_axes gives {self!r} for {path}, whose sizes are {shown_lengths(known)}: each "
+                f"in_axes gives {self!r} for {path}, whose sizes are {shown_lengths(values)}: each "
                 f"must be {'0 or more' if self.max_size is None else f'in [0, {most}]'}."
             )
         return sizes

@@ -227,20 +227,20 @@ def _run_on_devices(call: RowCall, way: RowsOnDevices) -> list[Any]:
         ]
         local = _local_call(call, way, own[: len(lengths)], own[len(lengths) :], slots)
         outs: list[Any] = []
-        found: list[AxisPosition] = []
+        axes: list[AxisPosition] = []
         noted = []
         for x, shape in zip(execute(local)[0], call.shapes, strict=True):
             if isinstance(x, Ragged):
-                known = (k for k, s in enumerate(local.sizes) if s.batch.lengths is x.lengths)
-                noted.append(_Output(True, x.axis, x.max_length, next(known, None)))
+                matches = (k for k, s in enumerate(local.sizes) if s.batch.lengths is x.lengths)
+                noted.append(_Output(True, x.axis, x.max_length, next(matches, None)))
                 outs += [jnp.moveaxis(x.data, x.axis, 0)[None], x.lengths[None]]
-                found += [0, 0]
+                axes += [0, 0]
                 continue
             batched = jnp.ndim(x) > len(shape)
             noted.append(_Output(batched))
             outs.append(x[None] if batched else x)
-            found.append(0 if batched else None)
-        return outs, found, noted
+            axes.append(0 if batched else None)
+        return outs, axes, noted
 
     placed = [_put(shards, x, a) for x, a in zip(arguments, positions, strict=True)]
     outs, notes = on_shards(replace(shards, lanes=devices), of_device, placed, positions)

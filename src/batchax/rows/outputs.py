@@ -71,12 +71,12 @@ def _lengths_of(dim: Any, bound: int, sizes: Sequence[RowSize]) -> tuple[Any, in
     """The size `dim` of each row, and room enough for all rows."""
     used = [size for size in sizes if size.name in _compat.symbols(dim)]
     lengths = {size.name: size.index.lengths for size in used}
-    known = all(isinstance(x, np.ndarray) for x in lengths.values())
-    numpy = np if known else jnp
-    found = numpy.maximum(_compat.evaluate_size(dim, lengths), 0)
-    if known:
-        found = np.asarray(found, np.int32)
-        return found, int(found.sum())
+    lengths_known = all(isinstance(x, np.ndarray) for x in lengths.values())
+    numpy = np if lengths_known else jnp
+    row_sizes = numpy.maximum(_compat.evaluate_size(dim, lengths), 0)
+    if lengths_known:
+        row_sizes = np.asarray(row_sizes, np.int32)
+        return row_sizes, int(row_sizes.sum())
     capacity = len(used[0].batch) * bound
     if len(used) == 1:
         # Often less room is enough: ``a + b * length`` is at least `dim` for every length, and all
@@ -86,4 +86,4 @@ def _lengths_of(dim: Any, bound: int, sizes: Sequence[RowSize]) -> tuple[Any, in
         values = np.maximum(_compat.evaluate_size(dim, {used[0].name: at}), 0)
         slope = int(np.max(-((values[0] - values[1:]) // at[1:]), initial=0))
         capacity = min(capacity, int(len(used[0].batch) * values[0] + slope * total))
-    return found, capacity
+    return row_sizes, capacity

@@ -167,13 +167,13 @@ def _run_again(rows: PackedRows, eqn: Any, values: Sequence[Packed]) -> list[Pac
         given = dict(zip(moving, arrays, strict=True))
         operands = [replace(v, value=given.get(i, v.value)) for i, v in enumerate(values)]
         with recording.run(body.jaxpr):
-            found = _run_steps(rows.inside(), flat, operands)
-        return [x.value for x in found], [replace(x, value=None) for x in found]
+            results = _run_steps(rows.inside(), flat, operands)
+        return [x.value for x in results], [replace(x, value=None) for x in results]
 
     given = [values[i].value for i in moving]
-    program, found = _compat.stage_described(run, list(map(jax.typeof, given)))
+    program, layouts = _compat.stage_described(run, list(map(jax.typeof, given)))
     outs = bind_call(eqn.primitive, eqn.params, program, given)
-    return [replace(x, value=out) for x, out in zip(found, outs, strict=True)]
+    return [replace(x, value=out) for x, out in zip(layouts, outs, strict=True)]
 
 
 def _run_steps(rows: PackedRows, program: RowProgram, arguments: Sequence[Packed]) -> list[Packed]:
@@ -208,10 +208,10 @@ def _reduce(rows: PackedRows, eqn: Any, x: Packed, at: int) -> Packed:
     value = move_axis(value, at - sum(a < at for a in others), 0)
     op = Operation(eqn, rows.sizes)
     value = op.cut(value, (x.shape[at], *value.shape[1:]))
-    found = reduce_segments(
+    reduced = reduce_segments(
         REDUCED[name], value, jnp.asarray(segments.rows), len(segments.index.starts)
     )
-    return Packed(found, eqn.outvars[0].aval.shape, 0)
+    return Packed(reduced, eqn.outvars[0].aval.shape, 0)
 
 
 def _for_each_element(rows: PackedRows, eqn: Any, x: Packed, shape: Sequence[Any]) -> Row:

@@ -103,16 +103,16 @@ class Operation:
     def filled(self, row: Row, value: Any, axes: Sequence[int] | None = None) -> Any:
         """The array of `row` with `value` in its padding along `axes` (default: all)."""
         padded = self.sizes.padded_axes(row.shape)
-        wanted = {a for a in padded if axes is None or a in axes}
-        if _same(row.fill, value) or not wanted:
+        to_fill = {a for a in padded if axes is None or a in axes}
+        if _same(row.fill, value) or not to_fill:
             return row.value
         done: set[int] = set()
         if row.partly is not None and _same(row.partly[0], value):
             done = set(row.partly[1])
-        if not wanted <= done:
+        if not to_fill <= done:
             # The row stays filled: what uses it next may want the same.
-            row.value = self.masked(row, value, sorted(wanted - done))
-            done |= wanted
+            row.value = self.masked(row, value, sorted(to_fill - done))
+            done |= to_fill
             row.fill = value if done == set(padded) else None
             row.partly = value, tuple(sorted(done))
         return row.value

@@ -45,12 +45,12 @@ def find_regions(program: RowProgram, layouts: Sequence[Layout | None]) -> list[
     while waiting:
         taken: list[RowStep] = []
         left = []
-        for step, wanted in waiting:
-            if wanted in (None, layout) and done.issuperset(step.used):
+        for step, chosen in waiting:
+            if chosen in (None, layout) and done.issuperset(step.used):
                 taken.append(step)
                 done.update(step.outputs)
             else:
-                left.append((step, wanted))
+                left.append((step, chosen))
         if taken:
             regions.append(Region(layout, taken))
         waiting = left
@@ -102,12 +102,12 @@ def run_regions(
         values.put(number, value, "packed")
     last_use = _last_uses(program, regions)
     for k, region in enumerate(regions):
-        wanted = {v for v, last in last_use.items() if last > k}
+        live = {v for v, last in last_use.items() if last > k}
         if region.layout == "packed":
             _run_packed(values, region)
         else:
-            _run_padded(values, region, wanted, program, classes)
-        values.keep_only(wanted)
+            _run_padded(values, region, live, program, classes)
+        values.keep_only(live)
     return [
         Packed(v.value, v.shape)
         if isinstance(v, Constant)
@@ -140,13 +140,13 @@ class _Values:
 
     def get(self, number: int, layout: Layout) -> Packed:
         """A value; if it is ragged, in that layout: padded ones have the rows in front."""
-        found = self._found.get((number, layout))
-        if found is None:
-            found = self._found[number, other_layout(layout)]
-            if has_symbols(found.shape):
-                found = self._moved(found, layout)
-            self._found[number, layout] = found
-        return found
+        value = self._found.get((number, layout))
+        if value is None:
+            value = self._found[number, other_layout(layout)]
+            if has_symbols(value.shape):
+                value = self._moved(value, layout)
+            self._found[number, layout] = value
+        return value
 
     def keep_only(self, numbers: set[int]) -> None:
         """Forgets what will not be used, so that its memory is free."""
@@ -179,23 +179,25 @@ def _run_packed(values: _Values, region: Region) -> None:
 def _run_padded(
     values: _Values,
     region: Region,
-    wanted: set[int],
+    live: set[int],
     program: RowProgram,
     classes: SizeClasses | None,
 ) -> None:
     """A region as a function of one padded row, batched as any function is."""
     made = {v for step in region.steps for v in step.outputs}
     needed = sorted({v for step in region.steps for v in step.used} - made)
-    results = sorted(made & wanted)
+    results = sorted(made & live)
     layouts: list[Layout] = [
         "packed" if classes and is_packable(program.shapes[v]) else "padded" for v in needed
     ]
-    found = [values.get(v, layout) for v, layout in zip(needed, layouts, strict=True)]
-    known = {v: x for v, x in zip(needed, found, strict=True) if isinstance(x.value, np.ndarray)}
-    inputs = {v: x for v, x in zip(needed, found, strict=True) if v not in known}
+    operands = [values.get(v, layout) for v, layout in zip(needed, layouts, strict=True)]
+    constants = {
+        v: x for v, x in zip(needed, operands, strict=True) if isinstance(x.value, np.ndarray)
+    }
+    inputs = {v: x for v, x in zip(needed, operands, strict=True) if v not in constants}
 
     def one_row(sizes: Sizes, *args: Any) -> list[Any]:
-        env = {v: Row(x.value, x.shape) for v, x in known.items()}
+        env = {v: Row(x.value, x.shape) for v, x in constants.items()}
         for (v, given), x in zip(inputs.items(), args, strict=True):
             zero = has_symbols(given.shape) and (classes or v not in values.left_padded)
             env[v] = Row(x, given.shape, 0 if zero else None)

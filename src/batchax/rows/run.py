@@ -81,21 +81,21 @@ class InRows(Way):
                     "before they are dealt out to devices. Leave one of them out."
                 )
             return run_by_length(call, self.chunking)
-        known = all_known(mapped) and self.shards is None
-        outs = self._of_any_length(RowCall.of(call), known)
+        lengths_known = all_known(mapped) and self.shards is None
+        outs = self._of_any_length(RowCall.of(call), lengths_known)
         return run_by_length(call, self.chunking) if outs is None else outs
 
-    def _of_any_length(self, call: RowCall, known: bool) -> Outputs | None:
+    def _of_any_length(self, call: RowCall, lengths_known: bool) -> Outputs | None:
         """What a call returns that is staged once for rows of any length.
 
-        None where that cannot be, and lengths are `known`: rows of one length may run together.
+        None where that cannot be, but lengths are known: rows of one length may run together.
         """
         try:
             call = replace(call, program=call.with_program().program)
         except Exception as error:
             # The function may need sizes as numbers, for an `if n > 5`: rows of one length have
             # these. If it is wrong, it fails again.
-            if known:
+            if lengths_known:
                 return None
             works = lambda: works_for_known(call.staged_for, call.sizes)
             raise cannot_stage(error, call.sizes, works) from _compat.without_hidden_frames(error)
@@ -107,12 +107,12 @@ class InRows(Way):
         try:
             return execute(replace(call, way=way))
         except ASKED_FOR_NUMBERS as error:  # in a derivative rule, which is staged by now
-            if known:
+            if lengths_known:
                 return None
             told = cannot_stage(error, call.sizes, lambda: True)
             raise told from _compat.without_hidden_frames(error)
         except CannotPad as error:
-            if known:
+            if lengths_known:
                 return None
             raise cannot_pad(error, self.shards is not None) from None
 

@@ -130,13 +130,13 @@ class Selecting:
 
     def _known_ends(self) -> np.ndarray:
         self._check_has_lengths()
-        known = known_lengths(self.lengths)
-        if known is None:
+        lengths = known_lengths(self.lengths)
+        if lengths is None:
             raise ArgumentTypeError(
                 "Ragged: a row has a shape of its own, for which lengths must be known, but these "
                 "are traced: take rows outside of jit, or use to_padded()."
             )
-        return np.cumsum(known)
+        return np.cumsum(lengths)
 
     def _row(self, ends: np.ndarray, i: int) -> Any:
         part = [slice(None)] * self.data.ndim

@@ -91,11 +91,11 @@ def run_in_classes(
             for x, w, each in zip(xs, whole, given, strict=True)
         ]
         axes = [None if w else 0 for w in whole]
-        outs, found = batch_function(lanes, functools.partial(padded_row, k), args, axes)
+        outs, at = batch_function(lanes, functools.partial(padded_row, k), args, axes)
         return [
             _block_of_rows(classes, axis_to_front(lanes, x, a), shape)
-            for x, a, shape in zip(outs, found, shapes, strict=True)
-        ], found
+            for x, a, shape in zip(outs, at, shapes, strict=True)
+        ], at
 
     types = [
         jax.typeof(x) if w else jax.typeof(x).update(shape=x.shape[1:])
@@ -122,7 +122,7 @@ def run_in_classes(
     for i, (x, shape) in enumerate(zip(outs, shapes, strict=True)):
         x = move.out_of_blocks(_compat.weakly(x) if types[i].weak_type else x, shape)
         # What rows share is the same in each of them: the first stands for all.
-        shared = ragged_axis(shape) is None and all(found[i] is None for _, found in staged)
+        shared = ragged_axis(shape) is None and all(at[i] is None for _, at in staged)
         results.append(Packed(x.value[0], shape) if shared else x)
     return results
 

@@ -54,9 +54,9 @@ class Sizes:
     def _find_bound(self, dim: Any) -> int:
         if str(dim) in self.bounds:
             return self.bounds[str(dim)]
-        found = self.in_every_row(dim)
-        if found is not None:
-            return max(int(np.max(found[0])), 0)
+        values = self.in_every_row(dim)
+        if values is not None:
+            return max(int(np.max(values[0])), 0)
         # Sizes too long to try all lengths. An expression that only grows with each symbol is
         # greatest where all of them are; of others nothing is known.
         names = sorted(_compat.symbols(dim))
@@ -100,8 +100,8 @@ class Sizes:
 
         Sizes computed while that is staged are its tracers, and are not kept for the outer one.
         """
-        known = dict(self._sizes) if values is None else {}
-        return replace(self, values=self.values if values is None else values, _sizes=known)
+        kept = dict(self._sizes) if values is None else {}
+        return replace(self, values=self.values if values is None else values, _sizes=kept)
 
     def is_exact(self, dim: Any) -> bool:
         """Whether arrays have no padding along a dimension of that size."""

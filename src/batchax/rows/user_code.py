@@ -25,11 +25,11 @@ def line_around(frame: FrameType) -> str:
 
 def line_of(error: BaseException) -> str:
     """`file:line (function)` of the user's code that raised `error`; "" if there is none."""
-    found = ""
+    place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         if not (_is_tool(frame) or _belongs(frame, _JAX)):
-            found = _line(frame, line)
-    return found
+            place = _line(frame, line)
+    return place
 
 
 def _caller(frame: FrameType) -> FrameType:

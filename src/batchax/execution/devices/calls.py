@@ -56,8 +56,8 @@ def call_of_all(
     ]
     text = re.sub(r" at 0x[0-9a-f]+", "", "\n".join(lines))  # each process has addresses of its own
     together = meetings.of_this_process()
-    with together.call(f"vmap of {name}", text, numbers) as found:
-        yield lanes_of_processes(mapped, found, together.process)
+    with together.call(f"vmap of {name}", text, numbers) as of_all:
+        yield lanes_of_processes(mapped, of_all, together.process)
 
 
 def _types(arguments: Any, local: Mapping[int, Any]) -> Iterator[str]:

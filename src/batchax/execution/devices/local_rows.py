@@ -48,7 +48,7 @@ def own_rows(mesh: Any, mapped: Sequence[Mapped]) -> list[int]:
 
 
 def lanes_of_processes(
-    mapped: Sequence[Mapped], found: Sequence[Sequence[int]], process: int
+    mapped: Sequence[Mapped], numbers: Sequence[Sequence[int]], process: int
 ) -> tuple[list[Mapped], list[range]]:
     """The arguments, and the lanes of each process; none if no rows are local.
 
@@ -56,7 +56,7 @@ def lanes_of_processes(
 
     Args:
       mapped: the arguments.
-      found: what `own_rows` says on each process.
+      numbers: what `own_rows` says on each process.
       process: which of them this is.
 
     Raises:
@@ -65,7 +65,7 @@ def lanes_of_processes(
     own = _local(mapped)
     if not own:
         return list(mapped), []
-    counts = [count for (count,) in found]
+    counts = [count for (count,) in numbers]
     if min(counts) < 0:
         wrong = [str(p) for p, count in enumerate(counts) if count < 0]
         sizes = "".join(f"\n  {m.path}: {x.shape[axis]} rows" for m, x, axis in own)
@@ -98,13 +98,13 @@ def on_own_devices(mesh: Any, names: Sequence[Any], own: Sequence[range]) -> tup
     count = int(np.prod([mesh.shape[name] for name in names]))
     devices = np.transpose(mesh.devices, order).reshape(count, -1)
     processes = [{device.process_index for device in row} for row in devices]
-    if any(len(found) > 1 for found in processes):
+    if any(len(ids) > 1 for ids in processes):
         raise UnsupportedError(
             "an argument is batchax.local(x), and the lanes of a shard would be on devices of "
             f"processes {', '.join(map(str, sorted(max(processes, key=len))))}. Give a mesh whose "
             f"axes besides {', '.join(map(repr, names))} stay within a process."
         )
-    owners = [found.pop() for found in processes]
+    owners = [ids.pop() for ids in processes]
     lanes = dict(zip(sorted(set(owners)), own, strict=True))
     each = max(-(-len(r) // owners.count(p)) for p, r in lanes.items())
     left = dict(lanes)

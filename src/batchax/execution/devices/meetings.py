@@ -67,9 +67,9 @@ class Meetings:
     ) -> Iterator[list[list[int]]]:
         """Meets for what is done within. That it failed others are told when they next meet."""
         with self.lock:
-            found = self.meet(what, text, numbers)
+            of_all = self.meet(what, text, numbers)
             try:
-                yield found
+                yield of_all
             except BaseException as error:
                 self._failed = f"{type(error).__name__}: {error}"[: 2 * _CHARACTERS]
                 key = f"{_place(self._number - 1)}/failed/{self.process}"
@@ -100,12 +100,12 @@ class Meetings:
                 self._decide(at, *_outcome(everything))
                 if number and number % _KEPT == 0:
                     self.store.key_value_delete(os.path.dirname(before))
-            how, found = self._end(at, before)
+            how, outcome = self._end(at, before)
             last, self._last, self._failed = self._last, what, ""
             if how == "together":
-                return found
+                return outcome
             reasons = {"late": self._late, "failed": self._failure, "differ": self._difference}
-            why = f"{what}: {reasons[how](found, at, text)}"
+            why = f"{what}: {reasons[how](outcome, at, text)}"
             raise ProcessesError(f"{why}The last that all came to was {last}." if last else why)
 
     def _end(self, at: str, before: str) -> Any:
@@ -127,9 +127,9 @@ class Meetings:
                 if missing:
                     self._decide(at, "late", sorted(missing))
 
-    def _decide(self, at: str, how: str, found: Any) -> None:
+    def _decide(self, at: str, how: str, outcome: Any) -> None:
         try:
-            self.store.key_value_set(f"{at}/end", json.dumps([how, found]))
+            self.store.key_value_set(f"{at}/end", json.dumps([how, outcome]))
         except jax.errors.JaxRuntimeError as error:
             if "ALREADY_EXISTS" not in str(error):
                 raise
@@ -152,16 +152,16 @@ class Meetings:
             "the same order. "
         )
 
-    def _failure(self, found: tuple[int, str], at: str, text: str) -> str:
-        process, why = found
+    def _failure(self, failure: tuple[int, str], at: str, text: str) -> str:
+        process, why = failure
         who = "this process" if process == self.process else f"process {process}"
         return f"{who} failed in the call before, and others did not: {why}. "
 
-    def _difference(self, found: list[tuple[str, str]], at: str, text: str) -> str:
+    def _difference(self, came_for: list[tuple[str, str]], at: str, text: str) -> str:
         """What another process came for that this one did not."""
         self.store.key_value_set(f"{at}/text/{self.process}", text)
-        own = found[self.process]
-        other = next(p for p, said in enumerate(found) if said != own)
+        own = came_for[self.process]
+        other = next(p for p, said in enumerate(came_for) if said != own)
         theirs = self.store.blocking_key_value_get(f"{at}/text/{other}", int(1e3 * TIMEOUT))
         here, there = text.splitlines(), theirs.splitlines()
         return (
@@ -182,10 +182,10 @@ def _outcome(said: dict[int, Any]) -> tuple[str, Any]:
     failed = {p: why for p, (_, _, why, _) in said.items() if why}
     if 0 < len(failed) < len(said):
         return "failed", min(failed.items())
-    found = [said[p] for p in sorted(said)]
-    if len({digest for _, digest, _, _ in found}) > 1:
-        return "differ", [(what, digest) for what, digest, _, _ in found]
-    return "together", [numbers for _, _, _, numbers in found]
+    in_order = [said[p] for p in sorted(said)]
+    if len({digest for _, digest, _, _ in in_order}) > 1:
+        return "differ", [(what, digest) for what, digest, _, _ in in_order]
+    return "together", [numbers for _, _, _, numbers in in_order]
 
 
 def _only(these: list[str], others: list[str]) -> str:

@@ -28,10 +28,10 @@ def check_spans(mesh: Any) -> None:
     count = jax.process_count()
     if count == 1 or isinstance(mesh, AbstractMesh):
         return
-    found = {device.process_index for device in mesh.devices.flat}
-    if found not in ({jax.process_index()}, set(range(count))):
+    processes = {device.process_index for device in mesh.devices.flat}
+    if processes not in ({jax.process_index()}, set(range(count))):
         raise UnsupportedError(
-            f"mesh has devices of process {', '.join(map(str, sorted(found)))} of {count}, and "
+            f"mesh has devices of process {', '.join(map(str, sorted(processes)))} of {count}, and "
             f"this is process {jax.process_index()}. Give a mesh of devices of all processes, such "
             'as mesh="all", or of jax.local_devices() alone.'
         )

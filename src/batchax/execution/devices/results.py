@@ -88,10 +88,10 @@ def _extreme(shards: Shards, kind: Extreme, x: Any) -> Any:
         if not is_inexact(x):
             return exchange(x, shards.names)
         wide = x.astype(accumulator(x.dtype))
-        found = jnp.where(jnp.isnan(wide), missing, 0).astype(wide.dtype)
-        number = jnp.where(found != 0, NEUTRAL[kind.kind](wide.dtype), wide)
-        number, found = exchange(jnp.stack([number, found]), shards.names)
-        return jnp.where(found != 0, np.nan, number).astype(x.dtype)
+        marks = jnp.where(jnp.isnan(wide), missing, 0).astype(wide.dtype)
+        number = jnp.where(marks != 0, NEUTRAL[kind.kind](wide.dtype), wide)
+        number, marks = exchange(jnp.stack([number, marks]), shards.names)
+        return jnp.where(marks != 0, np.nan, number).astype(x.dtype)
 
     @extreme.defjvp
     def _(primals: Any, tangents: Any) -> Any:

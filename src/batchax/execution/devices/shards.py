@@ -69,8 +69,8 @@ class Shards:
         A shard of no lanes repeats the last lane before, if there is one.
         """
         place = np.arange(self.each)
-        found = [np.minimum(r.start + place, max(r.stop - 1, 0)) for r in self.of_each]
-        return np.concatenate(found)
+        lanes = [np.minimum(r.start + place, max(r.stop - 1, 0)) for r in self.of_each]
+        return np.concatenate(lanes)
 
     @property
     def repeated(self) -> int:
@@ -163,8 +163,8 @@ def on_shards(
     outputs = _compat.Outputs()
 
     def one_shard(*xs: Any) -> tuple[Any, tuple[list[AxisPosition], T]]:
-        outs, found, more = run(*xs)
-        return outputs.told(outs, [shards.spec(a) for a in found]), (found, more)
+        outs, at, more = run(*xs)
+        return outputs.told(outs, [shards.spec(a) for a in at]), (at, more)
 
     def on_all(one_shard: Callable[..., Any]) -> list[Any]:
         mapped = jax.shard_map(
@@ -177,8 +177,8 @@ def on_shards(
         )
         return (jax.jit(mapped) if compiled else mapped)(*args).arrays
 
-    outs, (found, more) = _compat.described(one_shard, on_all)
+    outs, (at, more) = _compat.described(one_shard, on_all)
     outs = [
-        x if a is None else shards.without_repeated(x, a) for x, a in zip(outs, found, strict=True)
+        x if a is None else shards.without_repeated(x, a) for x, a in zip(outs, at, strict=True)
     ]
     return outs, more

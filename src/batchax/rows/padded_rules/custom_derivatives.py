@@ -120,8 +120,8 @@ def _custom_jvp(
         given = [
             Row(t, row.shape) for t, row, zero in zip(moving, rows, zeros, strict=True) if not zero
         ]
-        found = run_inside(inner.sizes, rule, [*call.constants(consts), *rows, *given])
-        outs = arrays(found, rule.out_avals)
+        results = run_inside(inner.sizes, rule, [*call.constants(consts), *rows, *given])
+        outs = arrays(results, rule.out_avals)
         count = len(body.out_avals)
         dots = iter(outs[count:])
         return outs[:count], [
@@ -162,8 +162,8 @@ def _custom_vjp(
             perturbs.call_wrapped(*(x for row, moves in pairs for x in (row.value, moves)))
         jaxpr, consts = fwd_jaxpr_thunk.call_wrapped(*perturbed[num_consts:])
         rule = _compat.close(_compat.constants_as_inputs(jaxpr))
-        found = run_inside(inner.sizes, rule, [*call.constants(consts), *rows[num_consts:]])
-        outs = arrays(found, rule.out_avals)
+        results = run_inside(inner.sizes, rule, [*call.constants(consts), *rows[num_consts:]])
+        outs = arrays(results, rule.out_avals)
         count = len(outs) - len(body.out_avals)
         made = iter(zip(outs[:count], rule.out_avals[:count], strict=True))
         given = [v.aval for v in op.eqn.invars]
@@ -184,8 +184,8 @@ def _custom_vjp(
         values = [*residuals.values, *(ct for ct in cotangents if not isinstance(ct, SymbolicZero))]
         inputs = typed_rows(values, rule.in_avals)
         call.constants(rule.consts)
-        found = iter(arrays(run_inside(sizes, rule, inputs), rule.out_avals))
-        return tuple(call.for_values([None if z else next(found) for z in zeros], None))
+        returned = iter(arrays(run_inside(sizes, rule, inputs), rule.out_avals))
+        return tuple(call.for_values([None if z else next(returned) for z in zeros], None))
 
     function.defvjp(forward, reverse, symbolic_zeros=True)
     return function(*values)

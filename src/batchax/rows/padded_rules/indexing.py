@@ -113,8 +113,10 @@ def _fits(op: Operation, start: Any, room: Any, size: Any) -> bool:
     """Whether it is known that a window that begins at `start` is within every row, or empty."""
     if not isinstance(start, (int, np.ndarray, np.integer)):
         return False
-    found = op.sizes.in_every_row(room, size)
-    return found is not None and bool(np.all((start >= 0) & (start <= found[0]) | (found[1] <= 0)))
+    values = op.sizes.in_every_row(room, size)
+    return values is not None and bool(
+        np.all((start >= 0) & (start <= values[0]) | (values[1] <= 0))
+    )
 
 
 def within(op: Operation, start: Any, room: Any, size: Any) -> Any:

@@ -71,16 +71,16 @@ def _reshape(op: Operation, x: Row, *, new_sizes: Any, dimensions: Any, **params
     groups = _groups(x.shape, new_sizes)
     moving = [not (_leads(op, olds) and _leads(op, news)) for olds, news in groups]
     total = [math.prod(op.sizes.bounds_of(olds)) for olds, _ in groups]
-    wanted = [math.prod(op.sizes.bounds_of(news)) for _, news in groups]
-    if not any(moving) and total == wanted:
+    new_total = [math.prod(op.sizes.bounds_of(news)) for _, news in groups]
+    if not any(moving) and total == new_total:
         return op.result(lax.reshape(x.value, bounds), x.fill)
     out = lax.reshape(x.value, total)
     for axis, (olds, news) in enumerate(groups):
         if moving[axis]:
             out = moved(out, axis, _places(op, news, olds), _places(op, olds, news))
         else:
-            out = pad_end(out, axis, wanted[axis] - total[axis])
-            out = lax.slice_in_dim(out, 0, wanted[axis], axis=axis)
+            out = pad_end(out, axis, new_total[axis] - total[axis])
+            out = lax.slice_in_dim(out, 0, new_total[axis], axis=axis)
     return lax.reshape(out, bounds)
 
 
@@ -119,10 +119,10 @@ def _places(op: Operation, news: Sequence[Any], olds: Sequence[Any]) -> Any:
     for place, dim in zip(at, news, strict=True):
         size = op.sizes.size(dim)
         linear, inside = linear * size + place, inside & (place < size)
-    found: Any = 0
+    in_olds: Any = 0
     stride = 1
     for dim in reversed(olds):
         size = jnp.maximum(op.sizes.size(dim), 1)
-        found = found + linear % size * stride
+        in_olds = in_olds + linear % size * stride
         linear, stride = linear // size, stride * op.sizes.bound(dim)
-    return jnp.where(inside, found, -1)
+    return jnp.where(inside, in_olds, -1)
