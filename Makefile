@@ -3,9 +3,9 @@
 #
 #   make demo       per-example gradients on real data, with a picture
 #   make check      lint, and one test of twelve: two minutes, for while one works
-#   make test       lint, types, the whole test suite (one half of what computes in double
+#   make test       lint, types, the whole test suite (a third of what computes in double
 #                   precision with the newest JAX that is known, where Python 3.12 is found;
-#                   the other half, and all else, in single precision with the oldest); on
+#                   the rest of it, and all else, in single precision with the oldest); on
 #                   Debian, as root, it installs Chromium, in which pages are tested
 #   make test-all   lint, types, and the whole suite in both precisions on both versions, with
 #                   all references compiled, and 2,000 random programs: an hour on two cores
@@ -55,22 +55,23 @@ test: style browser
 	+@$(MAKE) --no-print-directory -j 2 $(if $(filter output-sync,$(.FEATURES)),-Otarget) \
 	    double types single
 
-# One half of what computes runs in double precision with the newest JAX that is known, the other
-# in single precision with the oldest: neither version sees a small part only.
-ONE_HALF = $(PYTEST) --part 1/2 $(COMPUTES)
+# A third of what computes runs in double precision with the newest JAX that is known, the rest in
+# single precision with the oldest, which compiles in half the time: neither version sees a small
+# part only.
+A_THIRD = $(PYTEST) --part 1/3 $(COMPUTES)
 double: .venv/ready
-	$(call on_3_12,$(ONE_HALF),$(DOUBLE),$(DOUBLE) .venv/bin/python $(ONE_HALF))
+	$(call on_3_12,$(A_THIRD),$(DOUBLE),$(DOUBLE) .venv/bin/python $(A_THIRD))
 
 single: .venv/ready
-	@echo "In single precision, all else, and the other half of what computes:"
-	@.venv/bin/python $(PYTEST) --part 2/2 --of "$(COMPUTES)"
+	@echo "In single precision, all else, and two thirds of what computes:"
+	@.venv/bin/python $(PYTEST) --part 2,3/3 --of "$(COMPUTES)"
 
 test-all: test
 	@echo "The whole suite in single precision, on Python 3.12 in both, and random programs: most"
 	@echo "of an hour."
 	.venv/bin/python $(PYTEST) --compile-all
 	$(call on_3_12,$(PYTEST))
-	$(call on_3_12,$(PYTEST) --part 2/2 $(COMPUTES),$(DOUBLE))
+	$(call on_3_12,$(PYTEST) --part 2$(comma)3/3 $(COMPUTES),$(DOUBLE))
 	$(DOUBLE) .venv/bin/python $(PYTEST) $(COMPUTES)
 	$(MAKE) --no-print-directory fuzz N=2000
 

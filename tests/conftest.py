@@ -53,7 +53,10 @@ def pytest_addoption(parser):
         "--every", type=int, default=1, metavar="N", help="run one test of N, the same each time"
     )
     parser.addoption(
-        "--part", default="1/1", metavar="K/N", help="run the K-th of N parts of the tests"
+        "--part",
+        default="1/1",
+        metavar="K,../N",
+        help="run these of N parts of the tests: 2,3/3 is what 1/3 leaves out",
     )
     parser.addoption(
         "--of",
@@ -79,7 +82,8 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     share, divided = config.getoption("every"), tuple(config.getoption("of").split())
-    part, parts = map(int, config.getoption("part").split("/"))
+    mine, parts = config.getoption("part").split("/")
+    mine, parts = {int(k) - 1 for k in mine.split(",")}, int(parts)
 
     def runs(item):
         nightly = item.get_closest_marker("nightly") is not None
@@ -88,7 +92,7 @@ def pytest_collection_modifyitems(config, items):
         number = zlib.crc32(item.nodeid.encode())
         if not item.nodeid.startswith(divided):
             return True
-        if number % parts != part - 1 and item.get_closest_marker("in_every_part") is None:
+        if number % parts not in mine and item.get_closest_marker("in_every_part") is None:
             return False
         whole = item.get_closest_marker("only_in_whole_runs") is not None
         return share == 1 or (not whole and number // parts % share == 0)
