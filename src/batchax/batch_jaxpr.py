@@ -68,8 +68,8 @@ def batch_jaxpr(
     spmd_axis_name = mesh_axis_names(spmd_axis_name)
     in_axes = _positions("in_axes", in_axes, closed_jaxpr.in_avals, (None,))
     out_axes = _positions("out_axes", out_axes, closed_jaxpr.out_avals, (AUTO, ZERO_IF_MAPPED))
-    wanted = [ANYWHERE if p is AUTO else p for p in out_axes]
-    return batch_inner(Axis(size, axis_name, spmd_axis_name), closed_jaxpr, in_axes, wanted)
+    places = [ANYWHERE if p is AUTO else p for p in out_axes]
+    return batch_inner(Axis(size, axis_name, spmd_axis_name), closed_jaxpr, in_axes, places)
 
 
 def _any_size(program: _compat.ClosedJaxpr) -> Any:

@@ -115,8 +115,10 @@ class _Examples:
         """The sets of leaves to batch: all, if they are not too many."""
         units = [(i,) for i in self.arrays]
         if 2 ** len(units) > _MOST_SUBSETS:  # then of whole arguments
-            found = {self.argument[i] for i in self.arrays}
-            units = [tuple(i for i in self.arrays if self.argument[i] == a) for a in sorted(found)]
+            several = {self.argument[i] for i in self.arrays}
+            units = [
+                tuple(i for i in self.arrays if self.argument[i] == a) for a in sorted(several)
+            ]
         sizes = range(1, len(units) + 1)
         every = itertools.chain.from_iterable(itertools.combinations(units, n) for n in sizes)
         for chosen in itertools.islice(every, _MOST_SUBSETS):

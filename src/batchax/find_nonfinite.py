@@ -60,7 +60,7 @@ def find_nonfinite(
 
     @functools.wraps(fun)
     @_compat.api_boundary
-    def found(*args: Any, **kwargs: Any) -> NonFinite:
+    def of_batch(*args: Any, **kwargs: Any) -> NonFinite:
         return find(fun, in_axes, options, args, kwargs)
 
-    return cast(Any, found)
+    return cast(Any, of_batch)

@@ -66,8 +66,8 @@ def gather(tree: Any, to: Literal["all"] | int = "all") -> Any:
     sent = [x for x in leaves if isinstance(x, jax.Array) and not _is_here(x)]
     text = "\n".join([f"to: {to}", *(f"{x.dtype}{list(x.shape)}" for x in sent)])
     with of_this_process().call("gather", text) if sent else contextlib.nullcontext():
-        found = [_gathered(x, keep) if isinstance(x, jax.Array) else x for x in leaves]
-    return jax.tree.unflatten(structure, found) if keep else None
+        gathered = [_gathered(x, keep) if isinstance(x, jax.Array) else x for x in leaves]
+    return jax.tree.unflatten(structure, gathered) if keep else None
 
 
 def _is_here(x: jax.Array) -> bool:

@@ -64,11 +64,11 @@ def host_function(
     @functools.wraps(fun)
     @_compat.api_boundary
     def on_host(*args: Any) -> Any:
-        wanted = out_type(*args) if callable(out_type) else out_type
-        wanted = jax.tree.map(_type, wanted)
+        out_types = out_type(*args) if callable(out_type) else out_type
+        out_types = jax.tree.map(_type, out_types)
         ranks = [np.ndim(x) for x in jax.tree.leaves(args)]
-        on_batch = functools.partial(_on_lanes, fun, threads, ranks, wanted)
-        return jax.pure_callback(on_batch, wanted, *args, vmap_method="expand_dims")
+        on_batch = functools.partial(_on_lanes, fun, threads, ranks, out_types)
+        return jax.pure_callback(on_batch, out_types, *args, vmap_method="expand_dims")
 
     del on_host.__wrapped__  # parameters that are not given are up to the function alone
     return cast(Any, on_host)
@@ -80,7 +80,7 @@ def _type(x: Any) -> Any:
 
 
 def _on_lanes(
-    fun: Callable[..., Any], threads: int, ranks: Sequence[int], wanted: Any, *args: Any
+    fun: Callable[..., Any], threads: int, ranks: Sequence[int], out_types: Any, *args: Any
 ) -> Any:
     """`fun` for each lane of arguments with any number of batch axes in front."""
     leaves, structure = jax.tree.flatten(args)
@@ -91,7 +91,7 @@ def _on_lanes(
         np.broadcast_to(x, batch + x.shape[len(front) :])
         for x, front in zip(leaves, fronts, strict=True)
     ]
-    types, out_structure = jax.tree.flatten(wanted)
+    types, out_structure = jax.tree.flatten(out_types)
     outs = [np.empty(batch + t.shape, t.dtype) for t in types]
 
     def run(lane: tuple[int, ...]) -> None:

@@ -60,22 +60,22 @@ class Memo:
         """
         # An owner's entries are gone before there can be another object of its `id`.
         whole = id(owner), key
-        found = self._find(whole)
-        if found is None:
+        entry = self._find(whole)
+        if entry is None:
             built = build()
             with _lock:
-                found = self._find(whole)  # another thread may have been faster
-                if found is None:
+                entry = self._find(whole)  # another thread may have been faster
+                if entry is None:
                     if owner is not None:
                         self._keys_of(owner).add(key)
-                    found = self._known[whole] = _Kept(built)
+                    entry = self._known[whole] = _Kept(built)
                     self._forget_oldest()
-        return found.value
+        return entry.value
 
     def find(self, key: Hashable, owner: Any = None) -> Any:
         """What there is for `key`; None if there is nothing."""
-        found = self._find((id(owner), key))
-        return None if found is None else found.value
+        entry = self._find((id(owner), key))
+        return None if entry is None else entry.value
 
     def values(self) -> list[Any]:
         """What is kept; what was asked for last, last."""
@@ -84,10 +84,10 @@ class Memo:
 
     def _find(self, whole: tuple[int, Hashable]) -> _Kept | None:
         with _lock:
-            found = self._known.get(whole)
-            if found is not None:
-                found.asked = next(_times)
-            return found
+            entry = self._known.get(whole)
+            if entry is not None:
+                entry.asked = next(_times)
+            return entry
 
     def cache_clear(self) -> None:
         """Forgets everything. JAX calls it by this name."""

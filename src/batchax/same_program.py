@@ -111,14 +111,14 @@ def same_program(
     (first, out), (second, other) = staged
     table = Table()
     programs = tuple(canonical(table, p) for p in (first, second))
-    found = tuple(operations(table, p) for p in programs)
+    listed = tuple(operations(table, p) for p in programs)
     difference = _of_outputs(out, other)
     if difference is None and not compiled:
         names = [_output(path) for path, _ in jax.tree_util.tree_leaves_with_path(out)]
         difference = first_difference(table, programs, names)  # pyright: ignore
     if compiled and difference is None:
         return _compare_compiled(f, g, args)
-    return Comparison(difference is None, found, difference)  # pyright: ignore
+    return Comparison(difference is None, listed, difference)  # pyright: ignore
 
 
 def _of_outputs(out: Any, other: Any) -> Difference | None:
@@ -149,27 +149,27 @@ def _compare_compiled(f: Callable[..., Any], g: Callable[..., Any], args: Any) -
         for fun in (f, g)
     ]
     first, second = (hlo_text.normalised_hlo(t or "") for t in texts)
-    found = hlo_text.operations(first), hlo_text.operations(second)
+    listed = hlo_text.operations(first), hlo_text.operations(second)
     if first == second and "{...}" in first:
         what = (
             "They hold constants that the compiler does not print, and that cannot be compared. "
             "Give large arrays as arguments, rather than close over them."
         )
-        return Comparison(False, found, Difference(what), compiled=True)
+        return Comparison(False, listed, Difference(what), compiled=True)
     if first == second:
-        return Comparison(True, found, None, compiled=True)
+        return Comparison(True, listed, None, compiled=True)
     lines = (t.splitlines() for t in (first, second))
     a, b = next(((a, b) for a, b in zip_longest(*lines, fillvalue="") if a != b), ("", ""))
     counts = [
-        f"{name} {found[0][name]} and {found[1][name]}"
-        for name in sorted(found[0] | found[1])
-        if found[0][name] != found[1][name]
+        f"{name} {listed[0][name]} and {listed[1][name]}"
+        for name in sorted(listed[0] | listed[1])
+        if listed[0][name] != listed[1][name]
     ]
     what = f"Operations that do not occur as often: {', '.join(counts)}." if counts else (
         "Each operation occurs as often in both."
     )  # fmt: skip
     what += f" The first line that differs:\n  first:  {a.strip()}\n  second: {b.strip()}"
-    return Comparison(False, found, Difference(what), compiled=True)
+    return Comparison(False, listed, Difference(what), compiled=True)
 
 
 def _counted(operations: Counter[str]) -> str:

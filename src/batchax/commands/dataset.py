@@ -150,6 +150,6 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    found = verify(options.out)
-    print(found)
-    return _FAILED if found.damaged else _DONE
+    result = verify(options.out)
+    print(result)
+    return _FAILED if result.damaged else _DONE

@@ -23,16 +23,16 @@ def function(name: str) -> Callable[..., Any]:
             f"{name!r} does not name a function. Write module:function, such as model:loss, or "
             "path/to/file.py:function."
         )
-    found = _module(place)
+    target = _module(place)
     for attribute in attributes.split("."):
-        if not hasattr(found, attribute):
-            there = [n for n, f in vars(found).items() if callable(f) and not n.startswith("_")]
-            known = f" It has {', '.join(sorted(there)[:10])}." if there else ""
-            raise Mistake(f"{place} has no {attribute!r}.{known}")
-        found = getattr(found, attribute)
-    if not callable(found):
-        raise Mistake(f"{name} is not a function, but a {type(found).__name__}.")
-    return found
+        if not hasattr(target, attribute):
+            there = [n for n, f in vars(target).items() if callable(f) and not n.startswith("_")]
+            hint = f" It has {', '.join(sorted(there)[:10])}." if there else ""
+            raise Mistake(f"{place} has no {attribute!r}.{hint}")
+        target = getattr(target, attribute)
+    if not callable(target):
+        raise Mistake(f"{name} is not a function, but a {type(target).__name__}.")
+    return target
 
 
 def _module(place: str) -> Any:

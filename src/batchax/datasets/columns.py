@@ -123,8 +123,8 @@ class ParquetColumn(Column):
         if not self.ragged:
             return None
         with reading(f"{self.name}: the lengths of rows"):
-            found = [self._lengths(self._decode(i)) for i in range(len(self._groups))]
-        return np.concatenate([np.zeros(0, np.int64), *found])
+            parts = [self._lengths(self._decode(i)) for i in range(len(self._groups))]
+        return np.concatenate([np.zeros(0, np.int64), *parts])
 
     def origin(self) -> dict[str, Any]:
         files = [part.identity() for part in self._files]

@@ -62,12 +62,12 @@ class Hdf5Dataset(Source):
         self._h5py = needed("h5py", f"{name}: HDF5")
         self._files, self._member, self._lock = Files(path, name), member, threading.Lock()
         with reading(name), self._h5py.File(path, "r") as file:
-            found = file.get(member)
-            if not hasattr(found, "dtype"):
+            dataset = file.get(member)
+            if not hasattr(dataset, "dtype"):
                 datasets: list[str] = []
                 file.visititems(lambda at, x: datasets.append(at) if hasattr(x, "dtype") else None)
                 raise _not_in(name, member, datasets)
-            shape, dtype = found.shape, found.dtype
+            shape, dtype = dataset.shape, dataset.dtype
         super().__init__(name, shape, dtype)
 
     def origin(self) -> dict[str, Any]:

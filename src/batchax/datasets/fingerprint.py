@@ -80,10 +80,10 @@ def digest(program: Any) -> str:
     constants = {id(c): c for c in _constants(program)}
 
     def of_constants(values: Sequence[Any], *args: Any) -> Any:
-        known = dict(zip(constants, values, strict=True))
+        by_id = dict(zip(constants, values, strict=True))
 
         def run(program: Any, args: Sequence[Any]) -> list[Any]:
-            consts = [known[id(c)] for c in program.consts]
+            consts = [by_id[id(c)] for c in program.consts]
             return evaluate(program.jaxpr, consts, args, run_equation)
 
         def run_equation(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:

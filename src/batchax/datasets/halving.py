@@ -21,12 +21,12 @@ def fail_alone(
     """
     if len(rows) == 1:
         return {rows[0]: error}
-    found: dict[int, Exception] = {}
+    alone: dict[int, Exception] = {}
     half = len(rows) // 2
     for part in (rows[:half], rows[half:]):
         again = tried(part)
         if again is not None:
-            found |= fail_alone(part, again, tried, most - len(found))
-        if len(found) >= most:
+            alone |= fail_alone(part, again, tried, most - len(alone))
+        if len(alone) >= most:
             break
-    return found
+    return alone

@@ -238,8 +238,8 @@ def _damaged(records: Iterable[Record], store: Store) -> Iterator[Damaged]:
         except StorageError as error:
             yield Damaged(record.unit, str(error))
             continue
-        for leaf, found, written in zip(store.leaves, sums, record.checksums, strict=True):
-            if found != written:
+        for leaf, read, written in zip(store.leaves, sums, record.checksums, strict=True):
+            if read != written:
                 yield Damaged(record.unit, f"{called(leaf)} has other bytes than were written")
                 break
 

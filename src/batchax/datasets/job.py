@@ -157,8 +157,8 @@ class Job:
                 "one is begun."
             )
         _check_not_foreign(files)
-        wanted = plan()  # before anything is on disk, since arguments may be wrong
-        kept = store(wanted)
+        new_plan = plan()  # before anything is on disk, since arguments may be wrong
+        kept = store(new_plan)
         make_folder(files.folder)
         with contextlib.ExitStack() as on_error:
             locks = _locked(files, on_error)
@@ -167,10 +167,10 @@ class Job:
                 return cls._opened(files, call, store, resume, None)
             _check_not_foreign(files)
             _prepare(files, kept)
-            files.write(Description(wanted, kept.describe(), call))
+            files.write(Description(new_plan, kept.describe(), call))
             remove_file(files.preparing)
             on_error.pop_all()
-            return cls(files, wanted, kept, "main", locks)
+            return cls(files, new_plan, kept, "main", locks)
 
     @property
     def done(self) -> dict[int, Record]:
@@ -210,10 +210,10 @@ class Job:
         """
         for records in self._differ.values():
             try:
-                found = [checksum(x) for x in self.store.read(records[0].unit)]
+                sums = [checksum(x) for x in self.store.read(records[0].unit)]
             except StorageError:
-                found = None
-            wrong = [r for r in records if list(r.checksums) != found]
+                sums = None
+            wrong = [r for r in records if list(r.checksums) != sums]
             self._journal.withdraw(wrong, "written over by another attempt")
         if self._differ:
             self.look_again()
@@ -294,8 +294,8 @@ def _locked(
 ) -> list[Lock]:
     """Takes the job's lock alone, or with others who have other shards."""
     locks: list[Lock] = []
-    wanted = [(files.lock, shard is not None)]
-    for path, shared in [*wanted, *([(files.lock_of(shard), False)] if shard else [])]:
+    main = [(files.lock, shard is not None)]
+    for path, shared in [*main, *([(files.lock_of(shard), False)] if shard else [])]:
         try:
             locks.append(Lock(path, shared))
         except LockedError as error:

@@ -55,17 +55,17 @@ class Kinds(Generic[T]):
         (entry,) = entries
         where = f"{_package(entry)}: the entry point {name} = {entry.value} of {self._group}"
         try:
-            found = entry.load()
+            loaded = entry.load()
         except Exception as error:
             raise ImportError(
                 f"{where} cannot be loaded: {type(error).__name__}: {error}"
             ) from error
-        if not (isinstance(found, type) and issubclass(found, self._base)):
+        if not (isinstance(loaded, type) and issubclass(loaded, self._base)):
             raise ImportError(
                 f"{where} must be a subclass of batchax.datasets.{self._base.__name__}, and is "
-                f"{found!r}."
+                f"{loaded!r}."
             )
-        return found
+        return loaded
 
     def _added(self, name: str) -> list[EntryPoint]:
         return list(entry_points(group=self._group, name=name))

@@ -89,14 +89,14 @@ class InRagged(Source):
     in_process = True
 
     def __init__(self, x: Any, name: str) -> None:
-        known = known_lengths(x.lengths)
-        if known is None:
+        lengths = known_lengths(x.lengths)
+        if lengths is None:
             raise ArgumentTypeError(f"{name}: lengths of rows must be known, and these are traced.")
-        self._lengths = known.astype(np.int64)
+        self._lengths = lengths.astype(np.int64)
         self._offsets = np.concatenate([[0], np.cumsum(self._lengths)])
         dtype = native(x.dtype, name)  # which refuses random keys before they are converted
         self._data = np.moveaxis(np.asarray(x.data), x.axis, 0)
-        super().__init__(name, (len(known), *self._data.shape[1:]), dtype)
+        super().__init__(name, (len(lengths), *self._data.shape[1:]), dtype)
 
     @cached_property
     def lengths(self) -> np.ndarray | None:

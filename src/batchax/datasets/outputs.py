@@ -69,11 +69,11 @@ class Output:
         return int(np.prod(shape)) * self.leaf.dtype.itemsize
 
 
-def find_outputs(found: Any, out_axes: Any, rows: int) -> list[Output]:
+def find_outputs(types: Any, out_axes: Any, rows: int) -> list[Output]:
     """The outputs for all rows.
 
     Args:
-      found: the types of the outputs of one batch, as `lanes_of` has them.
+      types: of the outputs of one batch, as `lanes_of` has them.
       out_axes: as the user gave it.
       rows: how many there are.
 
@@ -81,8 +81,8 @@ def find_outputs(found: Any, out_axes: Any, rows: int) -> list[Output]:
       UnsupportedError: an output cannot be kept.
       AxisError: `out_axes` does not fit the outputs.
     """
-    leaves, _ = spread_specs(out_axes, found, "out", "out_axes", is_output_spec, by_name=True)
-    named, _ = jax.tree_util.tree_flatten_with_path(found, is_leaf=is_container)
+    leaves, _ = spread_specs(out_axes, types, "out", "out_axes", is_output_spec, by_name=True)
+    named, _ = jax.tree_util.tree_flatten_with_path(types, is_leaf=is_container)
     outputs = []
     for leaf, (keys, _) in zip(leaves, named, strict=True):
         x, spec = leaf.value, leaf.spec

@@ -71,7 +71,7 @@ def run_units(
     Raises:
       Exception: the first that any of the functions raised.
     """
-    found: queue.Queue[tuple[Unit, T] | None] = queue.Queue(AHEAD)
+    ready: queue.Queue[tuple[Unit, T] | None] = queue.Queue(AHEAD)
     written: queue.Queue[Record | None] = queue.Queue()
     room = threading.Semaphore(WRITERS + 1)
 
@@ -80,10 +80,10 @@ def run_units(
             for unit in units:
                 if stop.now:
                     break
-                _put(found, (unit, read(unit)), stop)
+                _put(ready, (unit, read(unit)), stop)
         except BaseException as error:
             stop.because(error)
-        _put(found, None, stop)
+        _put(ready, None, stop)
 
     def write_one(computed: Any) -> None:
         try:
@@ -112,7 +112,7 @@ def run_units(
         try:
             while not stop.now:
                 try:
-                    item = found.get(timeout=0.2)
+                    item = ready.get(timeout=0.2)
                 except queue.Empty:
                     continue
                 if item is None:

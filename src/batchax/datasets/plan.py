@@ -88,8 +88,8 @@ class Plan:
         batches = _SECONDS / (row_seconds * batch_size) if row_seconds > 0 else math.inf
         fit = _BYTES / (row_bytes * batch_size) if row_bytes > 0 else math.inf
         least = max(1, -(-rows // batch_size))  # that hold all rows
-        wanted = min(math.ceil(min(batches, least)), math.floor(min(fit, least)))
-        return cls(rows, batch_size, batch_size * max(1, wanted))
+        count = min(math.ceil(min(batches, least)), math.floor(min(fit, least)))
+        return cls(rows, batch_size, batch_size * max(1, count))
 
     def to_json(self) -> dict[str, Any]:
         """What `from_json` reads."""

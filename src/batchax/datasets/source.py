@@ -195,17 +195,17 @@ def native(dtype: Any, name: str) -> np.dtype:
       ArgumentTypeError: it is of something else.
     """
     try:
-        known = np.dtype(dtype)
+        own = np.dtype(dtype)
         # NumPy's own object for it: h5py's say a byte order, and JAX hands on whose it saw first.
-        if known.kind in "biufc" and known.isbuiltin != 2:
-            known = np.dtype(known.newbyteorder("=").str)
+        if own.kind in "biufc" and own.isbuiltin != 2:
+            own = np.dtype(own.newbyteorder("=").str)
     except TypeError:
         raise ArgumentTypeError(
             f"{name}: the dtype {dtype} is none of NumPy's. Convert it with numpy.asarray; of "
             "random keys, give the numbers: jax.random.key_data(keys)."
         ) from None
-    if known.kind not in "biufc" and known.isbuiltin != 2:  # 2: added to NumPy, such as bfloat16
+    if own.kind not in "biufc" and own.isbuiltin != 2:  # 2: added to NumPy, such as bfloat16
         raise ArgumentTypeError(
-            f"{name}: elements of dtype {known} are no numbers. Convert them, or leave them out."
+            f"{name}: elements of dtype {own} are no numbers. Convert them, or leave them out."
         )
-    return known
+    return own

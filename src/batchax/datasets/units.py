@@ -58,7 +58,7 @@ def compute_unit(
     unit: Unit,
     data: Sequence[np.ndarray | Rows],
     policy: Policy,
-    known: Sequence[Bad] = (),
+    left_out: Sequence[Bad] = (),
 ) -> Computed:
     """Computes the rows of a unit.
 
@@ -67,16 +67,16 @@ def compute_unit(
       unit: which rows.
       data: these rows of each mapped argument.
       policy: what becomes of rows that fail.
-      known: rows that are not to be computed.
+      left_out: rows that are not to be computed.
 
     Raises:
       RowError: a row fails, and `policy` does not say to go on without it.
     """
     begun = time.monotonic()
     outputs = program.function.outputs
-    found: list[list[Any]] = []
-    bad = list(known)
-    for batch, arrays in _ahead(_batches(program, unit, data), {b.row for b in known}):
+    of_batches: list[list[Any]] = []
+    bad = list(left_out)
+    for batch, arrays in _ahead(_batches(program, unit, data), {b.row for b in left_out}):
         results, error = _tried(arrays)
         if error is not None:
             results, failed = _without_failing(batch, error, policy)
@@ -84,8 +84,8 @@ def compute_unit(
         if policy.on_nonfinite:
             results, failed = _without_nonfinite(batch, results, policy, {b.row for b in bad})
             bad += failed
-        found.append(results)
-    columns = list(zip(*found, strict=True))
+        of_batches.append(results)
+    columns = list(zip(*of_batches, strict=True))
     joined = [_joined(o, column) for o, column in zip(outputs, columns, strict=True)]
     return Computed(
         unit,
@@ -188,12 +188,12 @@ def _batches(program: Program, unit: Unit, data: Sequence[Any]) -> Iterator[_Bat
 
 
 def _ahead(
-    batches: Iterator[_Batch], known: set[int]
+    batches: Iterator[_Batch], left_out: set[int]
 ) -> Iterator[tuple[_Batch, Callable[[], list[Any]]]]:
     """Each batch, and its results once they are there; the next is begun before they are read."""
     waiting: list[tuple[_Batch, Callable[[], list[Any]]]] = []
     for batch in batches:
-        gone = dict.fromkeys(batch.places_of(known))
+        gone = dict.fromkeys(batch.places_of(left_out))
         get = functools.partial(_recomputed, batch, gone) if gone else _begun(batch)
         waiting.append((batch, get))
         if len(waiting) > 1:
@@ -237,8 +237,7 @@ def _without_failing(
     with _compat.callbacks_fail_silently():  # the same one, again and again
         failing = fail_alone(range(batch.count), error, tried, most)
     bad = [
-        Bad(batch.row(place), _last_line(found), str(found))
-        for place, found in sorted(failing.items())
+        Bad(batch.row(place), _last_line(why), str(why)) for place, why in sorted(failing.items())
     ]
     if policy.on_error == "raise" or not bad:
         raise _row_error(batch, bad, "on_error", error) from error
@@ -282,7 +281,7 @@ def _of_no_rows(output: Any, batch: _Batch) -> Any:
 
 
 def _without_nonfinite(
-    batch: _Batch, results: list[Any], policy: Policy, known: set[int]
+    batch: _Batch, results: list[Any], policy: Policy, bad_rows: set[int]
 ) -> tuple[list[Any], list[Bad]]:
     """The same for rows whose results are not finite."""
     outputs = batch.program.function.outputs
@@ -291,14 +290,14 @@ def _without_nonfinite(
         if output.reduces or not jnp.issubdtype(output.leaf.dtype, jnp.inexact):
             continue
         for place in _places_not_finite(x, output.leaf.axis):
-            if batch.row(int(place)) not in known:
+            if batch.row(int(place)) not in bad_rows:
                 wrong.setdefault(int(place), FloatingPointError(f"{output.path} is not finite"))
     if not wrong:
         return results, []
     bad = [Bad(batch.row(place), str(error)) for place, error in sorted(wrong.items())]
     if policy.on_nonfinite == "raise":
         raise _row_error(batch, bad, "on_nonfinite")
-    return _recomputed(batch, {**dict.fromkeys(batch.places_of(known)), **wrong}), bad
+    return _recomputed(batch, {**dict.fromkeys(batch.places_of(bad_rows)), **wrong}), bad
 
 
 def _places_not_finite(x: np.ndarray | Rows, axis: int) -> np.ndarray:

@@ -58,10 +58,10 @@ class Work:
         return parts
 
     def compute(
-        self, unit: Unit, data: Sequence[np.ndarray | Rows], known: Sequence[Bad] = ()
+        self, unit: Unit, data: Sequence[np.ndarray | Rows], left_out: Sequence[Bad] = ()
     ) -> Computed:
-        """Their results; rows that are `known` to be bad are not computed."""
-        return compute_unit(self.program, unit, data, self.policy, known)
+        """Their results; those `left_out` are not computed."""
+        return compute_unit(self.program, unit, data, self.policy, left_out)
 
     def write(self, computed: Computed) -> Record:
         """Keeps results; says of them what the journal is to say."""

@@ -165,10 +165,10 @@ def _padded(result: np.ndarray, axis: int, rows: int) -> np.ndarray:
 @contextlib.contextmanager
 def _writing(out: Path) -> Iterator[None]:
     """Errors of TensorStore become what `writing` knows: it tells of the system's in words only."""
-    known = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM
+    codes = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM
     with writing(out):
         try:
             yield
         except ValueError as error:
-            code = next((code for code in known if os.strerror(code) in str(error)), errno.EIO)
-            raise OSError(code, os.strerror(code) if code in known else reason(error)) from error
+            code = next((code for code in codes if os.strerror(code) in str(error)), errno.EIO)
+            raise OSError(code, os.strerror(code) if code in codes else reason(error)) from error

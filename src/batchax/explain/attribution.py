@@ -57,15 +57,15 @@ class Attribution:
         skipped: bool,
         devices: int,
     ) -> None:
-        known = integers_in(program, integers)
+        integers = integers_in(program, integers)
         jaxpr = getattr(program, "jaxpr", program)
         for eqn, *_ in plan(jaxpr.eqns, jaxpr.outvars):
             # What a rule calls has no mark of its own, and belongs to what called it.
             record = self._recorder.record_of(eqn.source_info.name_stack) or around
             with self._recorder.active(inside=record):
-                inner = programs_in(eqn, known)
+                inner = programs_in(eqn, integers)
             if not inner:
-                cost = cost_of_equation(eqn, known)
+                cost = cost_of_equation(eqn, integers)
                 self._add(record, eqn, devices * cost, times, skipped)
                 continue
             if any(p.role != "call" for p in inner):

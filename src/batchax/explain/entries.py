@@ -94,9 +94,9 @@ def _places(recorder: Recorder) -> dict[Record, Any]:
             continue
         program, lanes = run.key, lanes_of(records[0].axis)
         operations = tuple(shown_name(r.eqn) for r in records)
-        known = made.setdefault((around, operations), (lanes, program))
-        if known[0] != lanes:
-            program = known[1]
+        first = made.setdefault((around, operations), (lanes, program))
+        if first[0] != lanes:
+            program = first[1]
         places.update((r, (around, program, i)) for i, r in enumerate(records))
     return places
 
@@ -115,9 +115,9 @@ def _used_runs(recorder: Recorder, attribution: Attribution) -> set[Any]:
     runs: dict[Any, list[Any]] = {}
     for record in recorder.records:
         runs.setdefault((record.parent, record.role), []).append(record.run)
-    for (parent, _), found in runs.items():
-        if used.isdisjoint(found) and (parent is None or parent.run in used):
-            used.add(found[-1])
+    for (parent, _), of_role in runs.items():
+        if used.isdisjoint(of_role) and (parent is None or parent.run in used):
+            used.add(of_role[-1])
     return used
 
 

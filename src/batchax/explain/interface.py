@@ -20,28 +20,28 @@ from batchax.rows.ragged import Ragged
 def arguments_of(staged: Staged, example: PerExample | None, names: Names) -> tuple[Value, ...]:
     """The arguments, whose names their variables in the program get."""
     given = {} if example is None else example.arguments
-    found = []
+    values = []
     for placeholder, path in zip(staged.placeholders, staged.paths, strict=True):
         variable, position = given.get(placeholder, (None, None))
         if variable is None:  # the program does not use it
             names.take(path)
             aval = placeholder.aval
-            found.append(Value(path, type_name(aval), type_name(aval), None, bytes_of([aval])))
+            values.append(Value(path, type_name(aval), type_name(aval), None, bytes_of([aval])))
             continue
         names.give(variable, path)
         aval = variable.aval
         batched = placeholder.aval
-        found.append(
+        values.append(
             Value(path, type_name(aval), type_name(batched), position, bytes_of([batched]))
         )
-    return tuple(found)
+    return tuple(values)
 
 
 def outputs_of(
     example: PerExample, names: Names, described: Sequence[OutputArray], types: Sequence[Any]
 ) -> tuple[Value, ...]:
     """The results, under the names of their variables, as they are placed: their types then."""
-    found = []
+    values = []
     for v, output, final in zip(example.outputs, described, types, strict=True):
         if isinstance(final, Ragged):
             position, final = final.axis, final.data
@@ -49,8 +49,8 @@ def outputs_of(
             position = _out_axis(output.spec, v.aval, final)
         aval = ShapedArray(final.shape, final.dtype)
         value = value_of(names.of(v), v.aval, None, example.axis)
-        found.append(Value(value.name, value.example, type_name(aval), position, bytes_of([aval])))
-    return tuple(found)
+        values.append(Value(value.name, value.example, type_name(aval), position, bytes_of([aval])))
+    return tuple(values)
 
 
 def _out_axis(spec: Any, example: Any, final: Any) -> int | None:

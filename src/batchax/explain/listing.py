@@ -59,11 +59,11 @@ class Listing:
         role: str = "",
         times: int | None = 1,
     ) -> tuple[Equation, ...]:
-        found = []
+        equations = []
         for entry, source, role_of_it in self._flat(entries, None, around, role):
-            number = f"{prefix}{len(found) + 1}"
-            found.append(self._equation(entry, source, role_of_it, number, times))
-        return tuple(found)
+            number = f"{prefix}{len(equations) + 1}"
+            equations.append(self._equation(entry, source, role_of_it, number, times))
+        return tuple(equations)
 
     def _flat(
         self, entries: Sequence[Entry], caller: Source | None, around: Source | None, role: str
@@ -203,13 +203,13 @@ class Listing:
 
 def _results(recorder: Recorder) -> dict[Any, tuple[AxisPosition, Any]]:
     """Where results of what stands in for equations have the batch axis, and their types."""
-    found: dict[Any, tuple[AxisPosition, Any]] = {}
+    results: dict[Any, tuple[AxisPosition, Any]] = {}
     widest = sorted(recorder.records, key=lambda r: lanes_of(r.axis))
     for record in widest:
         if record.parent is not None and record.parent.stand_in is not None:
             for v, a in zip(record.eqn.outvars, record.out_axes, strict=False):
-                found[v] = a, batched_aval(record.axis, v.aval, a)
-    return found
+                results[v] = a, batched_aval(record.axis, v.aval, a)
+    return results
 
 
 def value_of(

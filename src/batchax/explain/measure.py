@@ -106,23 +106,23 @@ def measure(
             way = as_it_is(size, other, other.compile())
         return replace(way, compiling=time.monotonic() - start, advice=advice)
 
-    wanted: list[tuple[Any, dict[str, Any]]] = []
+    ways: list[tuple[Any, dict[str, Any]]] = []
     if not rows and options.get("axis_name") is None:
-        wanted.append(("loop", {}))
+        ways.append(("loop", {}))
     sizes: list[_Size] = [advice["batch_size"] for advice in advised if "batch_size" in advice]
-    wanted += [(first.batch_size, advice) for advice in advised if "batch_size" not in advice]
+    ways += [(first.batch_size, advice) for advice in advised if "batch_size" not in advice]
     if not rows and isinstance(lanes, int):
         sizes = [*sizes, None, *_sizes(lanes)]
     sizes = [size for size in dict.fromkeys(sizes) if size != first.batch_size]
-    wanted += [(size, {}) for size in sizes]
+    ways += [(size, {}) for size in sizes]
     # Nobody watches: nothing is shown.
     name = getattr(fun, "__name__", type(fun).__name__)
-    shown = Progress(True, f"measuring {name}", len(wanted) + 1, unit="ways", attended=True)
+    shown = Progress(True, f"measuring {name}", len(ways) + 1, unit="ways", attended=True)
     begun, left = [(first, _first_call(first))], []
     longest = (first.compiling or 0.0) + 2 * begun[0][1]
     tried: list[dict[str, Any]] = []
     in_chunks = True
-    for size, advice in wanted:
+    for size, advice in ways:
         shown.advance(1)
         start = time.monotonic()
         if not (in_chunks or advice):
@@ -234,14 +234,14 @@ def _first_call(way: _Way) -> float:
 def _times(begun: list[tuple[_Way, float]], end: float) -> tuple[Timing, ...]:
     calls = [max(1, int(_LONGEST / _ROUNDS / max(once, 1e-6))) for _, once in begun]
     a_round = sum(n * once for n, (_, once) in zip(calls, begun, strict=True))
-    found: list[list[float]] = [[] for _ in begun]
+    measured: list[list[float]] = [[] for _ in begun]
     for _ in range(_ROUNDS):
         if time.monotonic() + a_round > end:
             break
-        for (way, _), n, seconds in zip(begun, calls, found, strict=True):
+        for (way, _), n, seconds in zip(begun, calls, measured, strict=True):
             seconds.append(_seconds(way.call, n) / way.share)
     timings = []
-    for (way, once), seconds in zip(begun, found, strict=True):
+    for (way, once), seconds in zip(begun, measured, strict=True):
         s = seconds or [once / way.share]
         median, spread = statistics.median(s), (min(s), max(s))
         how = way.peak, way.compiling, way.advice

@@ -57,13 +57,13 @@ class Again:
 
 def fold(equations: Sequence[Equation]) -> list[Equation | Again]:
     """The equations of one scope, with those that repeat the ones before them taken together."""
-    found: list[Equation | Again] = []
+    folded: list[Equation | Again] = []
     for _, of_role in groupby(equations, key=lambda eqn: eqn.role):
         eqns = list(of_role)
         kinds: dict[Hashable, int] = {}
         codes = np.array([kinds.setdefault(_kind(eqn), len(kinds)) for eqn in eqns])
-        found += _fold(eqns, codes)
-    return found
+        folded += _fold(eqns, codes)
+    return folded
 
 
 def _fold(equations: Sequence[Equation], codes: np.ndarray) -> list[Equation | Again]:

@@ -228,23 +228,23 @@ def _brief(work: Work) -> str:
 
 def _remarks(eqn: Equation) -> str:
     """What its rule did besides: how lanes part ways, what it moved and repeated."""
-    found = []
+    remarks = []
     divergence = eqn.notes.get("divergence")
     if divergence == "masked":
         why = eqn.notes.get("why")
-        found.append(f"lanes masked: {why}" if why else "lanes masked")
+        remarks.append(f"lanes masked: {why}" if why else "lanes masked")
     if divergence == "asked of all":
-        found.append("goes on while any lane does")
+        remarks.append("goes on while any lane does")
     if divergence == "compact":
-        found.append(f"windows of {', '.join(map(str, eqn.notes['widths']))} lanes")
+        remarks.append(f"windows of {', '.join(map(str, eqn.notes['widths']))} lanes")
     if divergence == "grouped":
         branches = ", ".join(map(str, eqn.notes["apart"]))
-        found.append(f"branch {branches} for the lanes that take it")
+        remarks.append(f"branch {branches} for the lanes that take it")
     if eqn.moves:
-        found.append(f"{show_bytes(eqn.moves)} transposed")
+        remarks.append(f"{show_bytes(eqn.moves)} transposed")
     if eqn.broadcasts:
-        found.append(f"{show_bytes(eqn.broadcasts)} repeated")
-    return "; ".join(found)
+        remarks.append(f"{show_bytes(eqn.broadcasts)} repeated")
+    return "; ".join(remarks)
 
 
 _COLUMNS: tuple[tuple[Callable[[Equation], str], int], ...] = (

@@ -59,7 +59,7 @@ def show_devices(devices: Devices) -> list[str]:
     if devices.repeated:
         told += f", of which {devices.repeated} in all repeat another, {devices.imbalance:.1%}"
         told += " of the work"
-    found = [told]
+    sentences = [told]
     if devices.replicated:
         largest = sorted(devices.replicated, key=lambda v: -v.bytes)
         held = [f"{v.name} ({show_bytes(v.bytes)})" for v in largest[:_MOST_COPIES]]
@@ -67,15 +67,15 @@ def show_devices(devices: Devices) -> list[str]:
         if others:
             size = sum(v.bytes for v in others)
             held.append(f"and {count(len(others), 'other')} ({show_bytes(size)})")
-        found.append(f"a copy on each of {', '.join(held)}")
+        sentences.append(f"a copy on each of {', '.join(held)}")
     if devices.collectives is not None:
         moved = (
             f"{c.kind} {show_bytes(c.bytes)}" + f" (equation {c.equation})" * bool(c.equation)
             for c in devices.collectives
         )
-        found.append(f"exchanged: {', '.join(moved) or 'nothing'}")
-        found.append("memory, and what the compiler counts, are those of one of them")
-    return found
+        sentences.append(f"exchanged: {', '.join(moved) or 'nothing'}")
+        sentences.append("memory, and what the compiler counts, are those of one of them")
+    return sentences
 
 
 def show_way(way: int | str | None) -> str:

@@ -199,9 +199,9 @@ class _Marking:
         evaluator, outs, names = self._evaluated(values, self._places)
         closed_over = -len(self._inputs) - 1
         outs = [evaluator.input(x.value, closed_over) if x.origin is None else x for x in outs]
-        found = {n: x.origin for n, x in zip(names, outs, strict=True) if x.origin is not None}
-        self._outputs = ["", *found]
-        return [evaluator.nowhere, *found.values()]  # so much of a lane without such results
+        by_name = {n: x.origin for n, x in zip(names, outs, strict=True) if x.origin is not None}
+        self._outputs = ["", *by_name]
+        return [evaluator.nowhere, *by_name.values()]  # so much of a lane without such results
 
     def operands(self, place: int) -> Callable[..., list[Any]]:
         """From iterations, and the leaves, to what an equation was given in these."""

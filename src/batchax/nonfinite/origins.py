@@ -184,14 +184,14 @@ class Evaluator:
         if not _may_be_bad(x):
             return Marked(x)
         kind = _kind(x)
-        found = self._origin(kind, np.int32(number), iterations)
+        mark = self._origin(kind, np.int32(number), iterations)
         marks = [o.origin for o in operands if o.origin is not None]
         for worst in (INFINITE, NAN):  # of several operands a NaN is to blame, if there is one
             for origin in reversed(marks):
                 turned = jnp.where((kind == NAN) & (origin[KIND] < NAN), number, origin[TURNED])
                 handed_on = origin.at[KIND].set(kind).at[TURNED].set(turned)
-                found = jnp.where(origin[KIND] >= worst, handed_on, found)
-        return Marked(x, jnp.where(kind > 0, found, 0))
+                mark = jnp.where(origin[KIND] >= worst, handed_on, mark)
+        return Marked(x, jnp.where(kind > 0, mark, 0))
 
     def _origin(self, kind: Any, place: Any, iterations: tuple[Any, ...]) -> Any:
         rest = [-1] * (self._depth - len(iterations))

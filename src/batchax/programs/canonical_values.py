@@ -62,10 +62,10 @@ class Table:
 
     def number(self, node: Node) -> int:
         """The number of this node, a new one if there is none like it."""
-        found = self._numbers.setdefault(node, len(self.nodes))
-        if found == len(self.nodes):
+        n = self._numbers.setdefault(node, len(self.nodes))
+        if n == len(self.nodes):
             self.nodes.append(node)
-        return found
+        return n
 
     def contents(self, x: Any) -> Hashable:
         """A key equal for arrays that hold the same."""
@@ -80,8 +80,8 @@ class Table:
         # Few are of one shape, and to compare two of them takes less than to digest one. Most are
         # the same object in all programs.
         alike = self._arrays.setdefault(kind, [])
-        known = (k for k, other in enumerate(alike) if x is other or _same_bytes(x, other))
-        number = next(known, len(alike))
+        same = (k for k, other in enumerate(alike) if x is other or _same_bytes(x, other))
+        number = next(same, len(alike))
         if number == len(alike):
             alike.append(x)
         return *kind, number

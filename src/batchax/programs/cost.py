@@ -129,22 +129,22 @@ def cost_of_program(
       integers: integers that are known of its inputs.
       differs, steps: as for an equation, of its inputs.
     """
-    known = integers_in(jaxpr, integers)
+    integers = integers_in(jaxpr, integers)
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     marks = None if differs is None else tuple(differs)
-    key = (*map(known.get, (*jaxpr.constvars, *jaxpr.invars)), marks, steps)
-    count = lambda: _sum(_of_equations(jaxpr, known, marks, steps))
+    key = (*map(integers.get, (*jaxpr.constvars, *jaxpr.invars)), marks, steps)
+    count = lambda: _sum(_of_equations(jaxpr, integers, marks, steps))
     return count() if reads_symbols() else _costs.get(key, count, owner=jaxpr)
 
 
 def _of_equations(
-    jaxpr: Any, known: Mapping[Any, int], differs: Sequence[bool] | None, steps: int
+    jaxpr: Any, integers: Mapping[Any, int], differs: Sequence[bool] | None, steps: int
 ) -> Iterator[Cost]:
     own = set(itertools.compress(jaxpr.invars, differs or ()))
     for eqn in jaxpr.eqns:
         marks = [not isinstance(v, Literal) and v in own for v in eqn.invars]
         if differs is None or any(marks):  # if not, it runs once for all lanes
-            yield cost_of_equation(eqn, known, None if differs is None else marks, steps)
+            yield cost_of_equation(eqn, integers, None if differs is None else marks, steps)
             own.update(eqn.outvars)
 
 

@@ -57,20 +57,20 @@ def programs_in(eqn: Any, integers: Mapping[Any, int] | None = None) -> list[Inn
       integers: the integers known in the program that it is from, as `integers_in` finds
         them. With them a `while` that counts up to a bound has its number of steps.
     """
-    known = integers or {}
+    integers = integers or {}
     if eqn.primitive.name == "call_hi_primitive":
         own = expanded(eqn.params["_prim"], [v.aval for v in eqn.invars])
     else:
         own = operations_of(eqn)
     if own is not None:
         inputs = tuple(range(len(eqn.invars)))
-        return [Inner("call", own.jaxpr, 1, 1, inputs, _passed_on(own, eqn.invars, known))]
+        return [Inner("call", own.jaxpr, 1, 1, inputs, _passed_on(own, eqn.invars, integers))]
     bodies = bodies_of(eqn)
     if [body.role for body in bodies] == ["condition", "body"]:
         test, body = bodies
-        return _tested_and_run(eqn, test, body, known)
+        return _tested_and_run(eqn, test, body, integers)
     return [
-        _inner(body, body.times, body.times, _known_inside(eqn, body, known)) for body in bodies
+        _inner(body, body.times, body.times, _known_inside(eqn, body, integers)) for body in bodies
     ]
 
 
@@ -85,30 +85,30 @@ def _inner(body: Body, times: Any, most: Any, integers: Mapping[Any, int]) -> In
     return Inner(body.role, body.jaxpr, times, most, body.operands[: body.same], integers)
 
 
-def _known_inside(eqn: Any, body: Body, known: Mapping[Any, int]) -> dict[Any, int]:
-    return _passed_on(body.program, [eqn.invars[i] for i in body.operands[: body.same]], known)
+def _known_inside(eqn: Any, body: Body, integers: Mapping[Any, int]) -> dict[Any, int]:
+    return _passed_on(body.program, [eqn.invars[i] for i in body.operands[: body.same]], integers)
 
 
 def _open(program: Any) -> Any:
     return getattr(program, "jaxpr", program)
 
 
-def _passed_on(program: Any, operands: Any, known: Mapping[Any, int]) -> dict[Any, int]:
+def _passed_on(program: Any, operands: Any, integers: Mapping[Any, int]) -> dict[Any, int]:
     """The integers that the first inputs of a program are known to be."""
-    found = integers_in(program)
+    inside = integers_in(program)
     for var, operand in zip(_open(program).invars, operands, strict=False):
-        value = _integer(operand, known)
+        value = _integer(operand, integers)
         if value is not None:
-            found[var] = value
-    return found
+            inside[var] = value
+    return inside
 
 
 # --- how many steps a loop that counts takes ---------------------------------------------------
 
 
-def _tested_and_run(eqn: Any, test: Body, body: Body, known: Mapping[Any, int]) -> list[Inner]:
-    of_test, of_body = (_known_inside(eqn, part, known) for part in (test, body))
-    start = [_integer(eqn.invars[i], known) for i in body.carry_operands]
+def _tested_and_run(eqn: Any, test: Body, body: Body, integers: Mapping[Any, int]) -> list[Inner]:
+    of_test, of_body = (_known_inside(eqn, part, integers) for part in (test, body))
+    start = [_integer(eqn.invars[i], integers) for i in body.carry_operands]
     tested, before = test.jaxpr.invars[test.same :], body.jaxpr.invars[body.same :]
     carried = _Carry(start, tested, before, body.jaxpr.outvars)
     steps, most = _steps(carried, test.jaxpr, body.jaxpr, of_test, of_body)
@@ -147,7 +147,7 @@ def _steps(
     of_test = integers_in(test, of_test | _given(carried.tested, fixed))
     of_body = of_body | _given(carried.before, fixed)
     asked = _asked(test, test.outvars[0])
-    found = []
+    counts = []
     for counter, bound in filter(None, (_below(test, v, of_test) for v in asked)):
         if counter not in carried.tested:
             continue
@@ -155,8 +155,8 @@ def _steps(
         start = carried.start[place]
         stride = _added(body, carried.before[place], carried.after[place], of_body)
         if start is not None and stride is not None and stride >= 1:
-            found.append(max(0, -((start - bound) // stride)))
-    most = min(found, default=None)
+            counts.append(max(0, -((start - bound) // stride)))
+    most = min(counts, default=None)
     return (most if len(asked) == 1 else None), most
 
 
@@ -172,7 +172,7 @@ def _given(variables: list[Any], values: list[int | None]) -> dict[Any, int]:
     return {v: n for v, n in zip(variables, values, strict=True) if n is not None}
 
 
-def _below(test: Any, asked: Any, known: Mapping[Any, int]) -> tuple[Any, int] | None:
+def _below(test: Any, asked: Any, integers: Mapping[Any, int]) -> tuple[Any, int] | None:
     """The variable, and the bound below which it is if the boolean `asked` is true."""
     made = None if isinstance(asked, Literal) else _maker(test, asked)
     if made is None or made.primitive.name not in _COMPARISONS:
@@ -181,7 +181,7 @@ def _below(test: Any, asked: Any, known: Mapping[Any, int]) -> tuple[Any, int] |
     name = made.primitive.name
     if name in ("gt", "ge"):
         low, high = high, low
-    bound = _integer(high, known)
+    bound = _integer(high, integers)
     if bound is None or isinstance(low, Literal):
         return None
     while (made := _maker(test, low)) is not None and facts_of(made.primitive).alias:
@@ -192,13 +192,13 @@ def _below(test: Any, asked: Any, known: Mapping[Any, int]) -> tuple[Any, int] |
 _COMPARISONS = frozenset(["lt", "le", "gt", "ge"])
 
 
-def _added(body: Any, before: Any, after: Any, known: Mapping[Any, int]) -> int | None:
+def _added(body: Any, before: Any, after: Any, integers: Mapping[Any, int]) -> int | None:
     """What a step adds to a variable; None if it is not a known integer."""
     made = _maker(body, after)
     if made is None or made.primitive.name != "add" or before not in made.invars:
         return None
     first, second = made.invars
-    return _integer(second if first is before else first, integers_in(body, known))
+    return _integer(second if first is before else first, integers_in(body, integers))
 
 
 def _maker(jaxpr: Any, variable: Any) -> Any:
@@ -225,24 +225,24 @@ def integers_in(program: Any, inputs: Mapping[Any, int] | None = None) -> dict[A
       inputs: integers that are known of its inputs.
     """
     jaxpr = _open(program)
-    known = dict(inputs or {})
+    integers = dict(inputs or {})
     for var, value in zip(jaxpr.constvars, getattr(program, "consts", ()), strict=False):
         if _is_integer(value):
-            known[var] = int(value)
+            integers[var] = int(value)
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         keeps = facts_of(eqn.primitive).alias
         if not (keeps or name in _OF_TWO) or not _is_integer(eqn.outvars[0].aval):
             continue
-        values = [n for v in eqn.invars if (n := _integer(v, known)) is not None]
+        values = [n for v in eqn.invars if (n := _integer(v, integers)) is not None]
         if len(values) == len(eqn.invars):
-            known[eqn.outvars[0]] = _OF_TWO[name](*values) if name in _OF_TWO else values[0]
-    return known
+            integers[eqn.outvars[0]] = _OF_TWO[name](*values) if name in _OF_TWO else values[0]
+    return integers
 
 
-def _integer(operand: Any, known: Mapping[Any, int]) -> int | None:
+def _integer(operand: Any, integers: Mapping[Any, int]) -> int | None:
     if not isinstance(operand, Literal):
-        return known.get(operand)
+        return integers.get(operand)
     return int(operand.val) if _is_integer(operand.aval) else None
 
 

@@ -84,8 +84,8 @@ class Peak(CompilersAccount):
         What is missing is lost between values, which do not fit together without gaps, and
         tables of what is in a tuple.
         """
-        found = sum(v.bytes for v in self.values if v.kind == "temporary")
-        return found / self.temporaries if self.temporaries else 1.0
+        accounted = sum(v.bytes for v in self.values if v.kind == "temporary")
+        return accounted / self.temporaries if self.temporaries else 1.0
 
 
 def memory_of(compiled: Any) -> CompilersAccount:

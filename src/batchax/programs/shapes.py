@@ -90,16 +90,16 @@ def _pairs_of_window(
     """Along one dimension: how many pairs of place and element of the window meet an element."""
     if not all(isinstance(n, int) for n in (size, window, places, padding[0])):
         return 1
-    found = 0
+    pairs = 0
     for offset in range(window):
         first = offset * window_dilation - padding[0]
         if dilation == 1:  # places p with 0 <= first + p * stride < size
             low, high = max(0, -(first // stride)), min(places, -((first - size) // stride))
-            found += max(0, high - low)
+            pairs += max(0, high - low)
         else:
             at = (first + place * stride for place in range(places))
-            found += sum(p % dilation == 0 and 0 <= p // dilation < size for p in at)
-    return found
+            pairs += sum(p % dilation == 0 and 0 <= p // dilation < size for p in at)
+    return pairs
 
 
 def size_of_window(eqn: Any) -> int:

@@ -27,8 +27,8 @@ class Weights:
         """Nanoseconds, roughly."""
         computed = self.flop * (cost.flops - cost.serial) + self.serial * cost.serial
         moved = self.byte * (cost.bytes - cost.fused) + self.fused * cost.fused
-        found = self.place * cost.places + self.call * cost.calls
-        return self.transcendental * cost.transcendentals + computed + moved + found
+        other = self.place * cost.places + self.call * cost.calls
+        return self.transcendental * cost.transcendentals + computed + moved + other
 
 
 TOGETHER = Weights(transcendental=0.2, fused=0.0)

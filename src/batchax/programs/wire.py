@@ -66,16 +66,16 @@ def messages(values: Sequence[bytes]) -> Iterator[Fields]:
 
 def integers(values: Sequence[int | bytes]) -> tuple[int, ...]:
     """The values of a field that holds any number of integers, by themselves or packed."""
-    found: list[int] = []
+    numbers: list[int] = []
     for value in values:
         if isinstance(value, int):
-            found.append(value)
+            numbers.append(value)
             continue
         at = 0
         while at < len(value):
             one, at = _integer(value, at)
-            found.append(one)
-    return tuple(found)
+            numbers.append(one)
+    return tuple(numbers)
 
 
 def integer(values: Sequence[int]) -> int:

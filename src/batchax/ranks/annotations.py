@@ -27,8 +27,8 @@ def annotated_ranks(fun: Callable[..., Any]) -> dict[str, Any]:
             f"the annotations of {name} cannot be read ({type(error).__name__}: {error}). Declare "
             "ranks instead: batchax.auto_vmap(1, 2), or by parameter name."
         ) from None
-    found = {p: _core(f"{name}({p})", hints[p]) for p in parameters if p in hints}
-    ranks = {p: core for p, core in found.items() if core is not None}
+    cores = {p: _core(f"{name}({p})", hints[p]) for p in parameters if p in hints}
+    ranks = {p: core for p, core in cores.items() if core is not None}
     if not ranks:
         raise ArgumentTypeError(
             f"no parameter of {name} is annotated with a shape, as in x: Float[Array, 'n m'] "

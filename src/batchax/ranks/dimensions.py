@@ -89,10 +89,10 @@ def broadcast_batch(arguments: Sequence[Argument]) -> tuple[int, ...]:
     shape = []
     for d in range(-ndim, 0):
         sizes = [a.batch[d] for a in arguments if len(a.batch) >= -d]
-        found = list(dict.fromkeys(n for n in sizes if n != 1))
-        if len(found) > 1:
+        distinct = list(dict.fromkeys(n for n in sizes if n != 1))
+        if len(distinct) > 1:
             raise AxisError(_clash(arguments, d, sizes))
-        shape.append(found[0] if found else 1)
+        shape.append(distinct[0] if distinct else 1)
     return tuple(shape)
 
 

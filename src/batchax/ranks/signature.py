@@ -18,13 +18,13 @@ def parse_signature(text: str) -> tuple[list[Core], list[Core]]:
     Raises:
       ArgumentTypeError: `text` is not a signature.
     """
-    found = _SIGNATURE.fullmatch(text)
-    if found is None:
+    match = _SIGNATURE.fullmatch(text)
+    if match is None:
         raise ArgumentTypeError(
             f"{text!r} is not a signature of core dimensions: expected the form "
             '"(n),(n,m)->(m)", with a name or a size for each dimension, and () for a scalar.'
         )
-    inputs, outputs = (list(map(_core, re.findall(_CORE, part))) for part in found.groups())
+    inputs, outputs = (list(map(_core, re.findall(_CORE, part))) for part in match.groups())
     return inputs, outputs
 
 

@@ -94,17 +94,17 @@ def _by_rule(
     if place is not None and id(place[1]) in kept:
         return kept.pop(id(place[1]))(args, axes)
     later = None if place is None else later_calls(*place)
-    flags = wanted = [a is not None for a in axes]
+    flags = targets = [a is not None for a in axes]
     if isinstance(later, Pullbacks):
-        wanted = [f or i in later.moving for i, f in enumerate(flags)]
-        if any(_before(steps, wanted, "flags_before")[: len(rule.closed)]):
-            later, wanted = None, flags
+        targets = [f or i in later.moving for i, f in enumerate(flags)]
+        if any(_before(steps, targets, "flags_before")[: len(rule.closed)]):
+            later, targets = None, flags
     again = steps  # with these the rule is computed after its function was
     if isinstance(later, Values):
         again = steps[:-1]
         steps = (*again, replace(steps[-1], values=True))
     values = _before(steps, flags, "values_before")
-    needed = _before(steps, wanted, "flags_before")
+    needed = _before(steps, targets, "flags_before")
     pullback = None
     with effects_had(bool(again)):
         alone = one_lane(axis, rule, jaxpr, values, needed)
@@ -116,9 +116,9 @@ def _by_rule(
                 else:
                     result = batch_function(axis, function, args, axes)
         else:
-            function = _derivatives(axis, rule, steps, wanted)
+            function = _derivatives(axis, rule, steps, targets)
             front = map(functools.partial(to_front, axis), args, axes)
-            front = list(map(functools.partial(spread, axis), front, flags, wanted))
+            front = list(map(functools.partial(spread, axis), front, flags, targets))
             if isinstance(later, Pullbacks):
                 result, pullback = with_pullback(axis, function, front, later)
             else:

@@ -81,12 +81,14 @@ class Tangents:
           flags: which operands are batched.
         """
         together = self.flags_before(flags)
-        wanted = [*together, *(together[i] for i in self.moving)]
+        targets = [*together, *(together[i] for i in self.moving)]
 
         def run(*xs: Any) -> tuple[list[Any], Flags]:
-            given = list(map(functools.partial(spread, axis), xs, flags, wanted))
-            outs, found = _compat.described(before, lambda arrays: self.function(arrays)(*given))
-            return outs, [*(found[k] for k in self.of), *(found if self.values else ())]
+            given = list(map(functools.partial(spread, axis), xs, flags, targets))
+            outs, out_flags = _compat.described(
+                before, lambda arrays: self.function(arrays)(*given)
+            )
+            return outs, [*(out_flags[k] for k in self.of), *(out_flags if self.values else ())]
 
         return run
 
@@ -133,11 +135,13 @@ class Cotangents:
 
         def run(*xs: Any) -> tuple[list[Any], Flags]:
             others, cotangents = xs[: -len(self.of)], xs[-len(self.of) :]
-            pull, found = _compat.described(
+            pull, out_flags = _compat.described(
                 before, lambda arrays: transposed(arrays, others, self.linear, types, self.of)
             )
-            wanted = [found[k] for k in self.of]
-            given = map(functools.partial(spread, axis), cotangents, flags[-len(self.of) :], wanted)
+            targets = [out_flags[k] for k in self.of]
+            given = map(
+                functools.partial(spread, axis), cotangents, flags[-len(self.of) :], targets
+            )
             outs = pull(list(given))
             return outs, [True] * len(self.linear)
 
@@ -160,8 +164,8 @@ class MappedStep:
         axes = [0 if m else None for m in self.mapped]
 
         def run(*xs: Any) -> list[Any]:
-            outs, found = batch_function(self.axis, before, xs, axes)
-            return [match_axis(self.axis, x, a, 0) for x, a in zip(outs, found, strict=True)]
+            outs, out_axes = batch_function(self.axis, before, xs, axes)
+            return [match_axis(self.axis, x, a, 0) for x, a in zip(outs, out_axes, strict=True)]
 
         return run
 
@@ -185,10 +189,12 @@ class MappedStep:
         axes = [int(f) if m else None for m, f in zip(self.mapped, flags, strict=True)]
 
         def run(*xs: Any) -> tuple[list[Any], Flags]:
-            (outs, found), out_flags = _compat.described(
+            (outs, out_axes), out_flags = _compat.described(
                 before, lambda arrays: batch_function(self.axis, arrays, xs, axes)
             )
-            placed = map(functools.partial(match_axis, self.axis), outs, found, map(int, out_flags))
+            placed = map(
+                functools.partial(match_axis, self.axis), outs, out_axes, map(int, out_flags)
+            )
             return list(placed), out_flags
 
         return run
@@ -197,14 +203,14 @@ class MappedStep:
 DerivativeStep = Tangents | Cotangents | MappedStep
 
 
-def spread(axis: Axis, x: Any, batched: bool, wanted: bool) -> Any:
+def spread(axis: Axis, x: Any, batched: bool, target: bool) -> Any:
     """A value as batched as is wanted.
 
     Cotangents of a result that is the same for all lanes add up.
     """
-    if wanted and not batched:
+    if target and not batched:
         return match_axis(axis, x, None, 0)
-    return x.sum(0) if batched and not wanted else x
+    return x.sum(0) if batched and not target else x
 
 
 custom_call_p = declare("custom_batched_call")
@@ -261,8 +267,8 @@ def with_captured(
       closed: those.
       rule: the user's rule.
     """
-    known = set(map(id, closed))
-    more = [t for t in captured_tracers(rule) if id(t) not in known and _compat.is_live(t)]
+    closed_ids = set(map(id, closed))
+    more = [t for t in captured_tracers(rule) if id(t) not in closed_ids and _compat.is_live(t)]
     if not more:
         return jaxpr, list(closed)
     slots = _compat.stage(lambda *xs: list(xs), list(map(jax.typeof, more))).jaxpr.invars

@@ -37,13 +37,13 @@ def linear_with_transpose(
     Functions given with equal keys do the same to operands of the same types: they are staged
     once.
     """
-    known = tuple(map(jax.typeof, residuals))
+    residual_types = tuple(map(jax.typeof, residuals))
     linear = tuple(jax.typeof(x).to_tangent_aval() for x in operands)
 
     def stage(function: Linear, types: Sequence[Any]) -> _compat.ClosedJaxpr:
-        count = len(known)
+        count = len(residual_types)
         run = lambda *xs: function(xs[:count], xs[count:])
-        return _compat.stage(run, [*known, *types])
+        return _compat.stage(run, [*residual_types, *types])
 
     def both() -> tuple[_compat.ClosedJaxpr, _compat.ClosedJaxpr]:
         ahead = stage(forward, linear)
@@ -51,7 +51,7 @@ def linear_with_transpose(
 
     if key is None:
         return _bind(*both(), residuals, operands)
-    ahead, back = _staged.get((key, known, linear, _compat.trace_context()), both)
+    ahead, back = _staged.get((key, residual_types, linear, _compat.trace_context()), both)
     return _bind(ahead, back, residuals, operands)
 
 

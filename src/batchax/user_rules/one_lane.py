@@ -66,8 +66,8 @@ def one_lane(
 
     def run(*xs: Any) -> list[Any]:
         given = [lax.expand_dims(x, (0,)) if f else x for x, f in zip(xs, flags, strict=True)]
-        outs, found = rule.run(alone, flags[count:], given[:count], given[count:])
-        return [lax.squeeze(x, (0,)) if f else x for x, f in zip(outs, found, strict=True)]
+        outs, out_flags = rule.run(alone, flags[count:], given[:count], given[count:])
+        return [lax.squeeze(x, (0,)) if f else x for x, f in zip(outs, out_flags, strict=True)]
 
     try:
         with of_one_lane():

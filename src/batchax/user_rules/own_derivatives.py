@@ -134,9 +134,9 @@ class _Call:
             for k, ct in zip(smooth_outs, cotangents, strict=True):
                 every[k] = ct
             again = replace(residuals, arrays=values[count:])
-            found = self.backward(again, jax.tree.unflatten(structure, every))
+            pulled = self.backward(again, jax.tree.unflatten(structure, every))
             return [
-                jax.numpy.zeros_like(primals[i]) if found[i] is None else found[i]
+                jax.numpy.zeros_like(primals[i]) if pulled[i] is None else pulled[i]
                 for i in self.smooth
             ]
 

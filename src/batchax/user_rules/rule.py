@@ -105,16 +105,16 @@ class UserRule:
         return outs, out_flags
 
     def _resolved(self, consts: Sequence[Any], closed: Sequence[Any]) -> list[Any]:
-        known = dict(zip(map(id, self.closed), closed, strict=True))
+        by_id = dict(zip(map(id, self.closed), closed, strict=True))
         values, positions = resolve(program_behind(self.rule), consts)
         for const, x, position in zip(consts, values, positions, strict=True):
-            if id(const) in known:
+            if id(const) in by_id:
                 continue
             if position is not None:
                 raise self._closes_over("that is batched")
             if isinstance(x, Tracer) and not _compat.is_live(x):
                 raise self._closes_over("of a transformation that is over")
-        return [known.get(id(c), x) for c, x in zip(consts, values, strict=True)]
+        return [by_id.get(id(c), x) for c, x in zip(consts, values, strict=True)]
 
     def _closes_over(self, what: str) -> UnsupportedError:
         return UnsupportedError(

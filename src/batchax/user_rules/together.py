@@ -94,10 +94,10 @@ def _pairs(jaxpr: Any) -> dict[int, Values | Pullbacks]:
                 if pulled is None or len(linear) != len(moving) or _vary(directions, first):
                     continue
                 back = Pullbacks(moving, tuple(results[j] for j in of))
-                known = pairs.setdefault(id(pulled), back)
-                if isinstance(known, Pullbacks) and known.moving == moving and known.of == back.of:
+                pair = pairs.setdefault(id(pulled), back)
+                if isinstance(pair, Pullbacks) and pair.moving == moving and pair.of == back.of:
                     own = [MappedStep(d.axis, d.mapped[first:]) for d in directions]
-                    known.calls.append((eqn, own))
+                    pair.calls.append((eqn, own))
     return pairs
 
 
@@ -114,7 +114,7 @@ def with_pullback(
     axis: Axis, function: BatchedFlat, args: Sequence[Any], later: Pullbacks
 ) -> tuple[Batched, Callable[..., Batched]]:
     """What a function of batches returns, and what `later` calls do, given their directions."""
-    (outs, pull), found = _compat.described(
+    (outs, pull), out_flags = _compat.described(
         function, lambda arrays: pullback_of(arrays, args, later.moving, later.of)
     )
 
@@ -123,15 +123,15 @@ def with_pullback(
         flags = [a is not None for a in axes[-count:]]
 
         def reverse(*cotangents: Any) -> tuple[list[Any], Flags]:
-            wanted = [found[k] for k in later.of]
-            placed = map(functools.partial(spread, axis), cotangents, flags, wanted)
+            targets = [out_flags[k] for k in later.of]
+            placed = map(functools.partial(spread, axis), cotangents, flags, targets)
             return list(pull(list(placed))), [True] * len(later.moving)
 
         in_front = map(functools.partial(to_front, axis), operands[-count:], axes[-count:])
         step = lambda before, step: step.batched(axis, before, flags)
         return positions(*functools.reduce(step, directions, reverse)(*in_front))
 
-    return positions(outs, found), pullback
+    return positions(outs, out_flags), pullback
 
 
 def with_pullback_of_one(

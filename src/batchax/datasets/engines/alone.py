@@ -55,9 +55,9 @@ def run_alone(folder: str, unit: Unit, attempt: int, quarantine: bool) -> Done |
     attempts = Attempts(Path(folder))
     with _Child() as child:
 
-        def run(known: Sequence[Bad] = ()) -> Done | None:
+        def run(left_out: Sequence[Bad] = ()) -> Done | None:
             attempts.forget(unit.number, attempt)  # it may have been begun, by a process that ended
-            return child.does(run_unit, folder, unit.number, attempt, known)
+            return child.does(run_unit, folder, unit.number, attempt, left_out)
 
         try:
             return run()

@@ -53,14 +53,16 @@ class _Job:
     journal: Any
 
 
-def run_unit(folder: str, number: int, attempt: int = 0, known: Sequence[Bad] = ()) -> Done | None:
+def run_unit(
+    folder: str, number: int, attempt: int = 0, left_out: Sequence[Bad] = ()
+) -> Done | None:
     """Reads, computes and keeps a unit, and writes that down.
 
     Args:
       folder: of the call, as `Attempts` has it.
       number: of the unit.
       attempt: which attempt at it this is.
-      known: rows that are not to be computed.
+      left_out: rows that are not to be computed.
 
     Returns:
       None if the unit is over, and what was computed dropped.
@@ -76,7 +78,7 @@ def run_unit(folder: str, number: int, attempt: int = 0, known: Sequence[Bad] = 
     with _here(folder) as job, attempts.running(number, attempt):
         begun, work = time.monotonic(), job.work
         unit = work.plan.unit(number)
-        computed = work.compute(unit, work.read(unit), known)
+        computed = work.compute(unit, work.read(unit), left_out)
         if attempts.is_over(number):
             return None
         record = work.write(computed)

@@ -56,10 +56,10 @@ def _made_by(
         return None
     inside = draft.module.computations[instruction.called[0]]
     by_name = {i.name: i for i in inside.instructions}
-    found = by_name[inside.root]
-    while found.opcode in _SAME and found.operands:
-        found = by_name[found.operands[0]]
-    return (found, inside) if found.opcode == opcode else None
+    made = by_name[inside.root]
+    while made.opcode in _SAME and made.operands:
+        made = by_name[made.operands[0]]
+    return (made, inside) if made.opcode == opcode else None
 
 
 def _repeats_lanes(
@@ -108,10 +108,10 @@ def transposed(draft: Draft) -> Iterator[Finding]:
             continue
         number, size = draft.number_of(instruction), instruction.shape.bytes
         eqn = draft.equation(number)
-        found = _output_of(draft, size) if eqn is None else _argument_of(draft, eqn)
-        if found is None:
+        moved = _output_of(draft, size) if eqn is None else _argument_of(draft, eqn)
+        if moved is None:
             continue
-        what, remedy = found
+        what, remedy = moved
         yield Finding(
             "transposed array",
             f"{what}: {show_bytes(size)} are written again, as {instruction.shape.text}.",

@@ -81,12 +81,12 @@ class Draft:
     @cached_property
     def records(self) -> dict[str, list[Record]]:
         """By number in the listing; that of the most lanes first."""
-        found: dict[str, list[Record]] = {}
+        by_number: dict[str, list[Record]] = {}
         for record, number in self.numbers.items():
-            found.setdefault(number, []).append(record)
-        for records in found.values():
+            by_number.setdefault(number, []).append(record)
+        for records in by_number.values():
             records.sort(key=lambda r: -r.axis.size if isinstance(r.axis.size, int) else 0)
-        return found
+        return by_number
 
     @cached_property
     def lanes_at_once(self) -> frozenset[int]:

@@ -43,10 +43,10 @@ def find_findings(draft: Draft) -> tuple[Finding, ...]:
     Left out is what costs less than a microsecond or than one percent of the call.
     """
     least = max(_LEAST, _LEAST_SHARE * draft.price)
-    found = [f for f in _merged(_TOLD_IF_DEAR, draft) if f.cost >= least]
-    found += _merged(_TOLD_ALWAYS, draft)
-    found = [f for finding in found for f in _as_measured(finding, draft)]
-    return tuple(sorted(found, key=lambda finding: -finding.cost))
+    findings = [f for f in _merged(_TOLD_IF_DEAR, draft) if f.cost >= least]
+    findings += _merged(_TOLD_ALWAYS, draft)
+    findings = [f for finding in findings for f in _as_measured(finding, draft)]
+    return tuple(sorted(findings, key=lambda finding: -finding.cost))
 
 
 def _as_measured(finding: Finding, draft: Draft) -> Iterator[Finding]:

@@ -19,15 +19,15 @@ def rules_of_jax(draft: Draft) -> Iterator[Finding]:
     served = [eqn for eqn, _ in draft.walk() if eqn.service == "jax"]
     names = dict.fromkeys(f"`{eqn.primitive}`" for eqn in served)
     if len(names) == 1:
-        found = f"{', '.join(names)} has no rule of batchax's: that of JAX serves it"
+        what = f"{', '.join(names)} has no rule of batchax's: that of JAX serves it"
         which = f"it moves or repeats more than it has to, give it a rule with {_rule(served[0])}"
     else:
-        found = f"{', '.join(names)} have no rules of batchax's: those of JAX serve them"
+        what = f"{', '.join(names)} have no rules of batchax's: those of JAX serve them"
         which = "one moves or repeats more than it has to, give it a rule: @batchax.register_rule"
     for eqn in served:
         yield Finding(
             "fallback to the rule of JAX",
-            f"{found}, as in jax.vmap.",
+            f"{what}, as in jax.vmap.",
             f"Nothing needs to be done. If {which}.",
             eqn.number,
             0.0,

@@ -32,9 +32,9 @@ def padding(draft: Draft) -> Iterator[Finding]:
     # Regions of one program hold the same rows.
     sizes = list({id(s): s for s in (_leading(r["sizes"]) for r in padded)}.values())
     places = sum(s.rows * s.bound for s in sizes)
-    elements, known = 0, True
+    elements, exact = 0, True
     for size in sizes:
-        known &= size.lengths is not None
+        exact &= size.lengths is not None
         elements += size.capacity if size.lengths is None else int(size.lengths.sum())
     if not elements or places <= _ENOUGH * elements:
         return
@@ -45,11 +45,11 @@ def padding(draft: Draft) -> Iterator[Finding]:
     yield Finding(
         "ragged rows run padded",
         f"{_described(regions)} Padded, {rows} take {count(places, 'place')} for "
-        f"{'' if known else 'at most '}{count(elements, 'element')}: "
+        f"{'' if exact else 'at most '}{count(elements, 'element')}: "
         f"{places / elements:.2f} for each, and {show_work(work)}.",
         equation="",
         cost=(1 - elements / places) * price(work),
-        **_remedy(draft, sizes, places / elements, known),
+        **_remedy(draft, sizes, places / elements, exact),
     )
 
 
@@ -63,25 +63,25 @@ def _operations(region: dict[str, Any]) -> int:
 
 def _described(regions: Sequence[dict[str, Any]]) -> str:
     """The layouts of the regions and how many operations each has."""
-    found: dict[str, tuple[int, int]] = {}
+    by_layout: dict[str, tuple[int, int]] = {}
     for region in regions:
         n = _operations(region)
         if n:
-            k, m = found.get(region["layout"], (0, 0))
-            found[region["layout"]] = k + 1, m + n
+            k, m = by_layout.get(region["layout"], (0, 0))
+            by_layout[region["layout"]] = k + 1, m + n
     told = [
         f"{count(m, 'operation')} {layout} in {count(k, 'region')}"
-        for layout, (k, m) in found.items()
+        for layout, (k, m) in by_layout.items()
     ]
     return f"Rows run with {' and '.join(told)}."
 
 
-def _remedy(draft: Draft, sizes: Sequence[NotedSize], waste: float, known: bool) -> dict[str, Any]:
+def _remedy(draft: Draft, sizes: Sequence[NotedSize], waste: float, exact: bool) -> dict[str, Any]:
     """The remedy of a finding, and what it advises."""
     if draft.options.get("layout") == "padded":
         remedy = 'Leave layout="padded" out: what can run packed does so where it costs less.'
         return {"remedy": remedy, "advice": {"layout": "auto"}}
-    if not known:
+    if not exact:
         least = "Give the Ragged the least max_length that holds (x.with_max_length)"
         remedy = f"{least}, or vmap buckets=4: rows of similar length run together then."
         if draft.options.get("buckets") is not None:
@@ -103,9 +103,9 @@ def _remedy(draft: Draft, sizes: Sequence[NotedSize], waste: float, known: bool)
 
 def _best_buckets(size: NotedSize, waste: float) -> tuple[int, float] | None:
     """The fewest buckets that do nearly as well as eight do, and their waste; None if none help."""
-    found = [(k, bucket(size.lengths, k).waste) for k in range(2, _MOST_BUCKETS + 1)]
-    least = min(w for _, w in found)
-    number, rest = next((k, w) for k, w in found if w <= 1.2 * least)
+    wastes = [(k, bucket(size.lengths, k).waste) for k in range(2, _MOST_BUCKETS + 1)]
+    least = min(w for _, w in wastes)
+    number, rest = next((k, w) for k, w in wastes if w <= 1.2 * least)
     return (number, rest) if rest < 0.9 * waste else None
 
 

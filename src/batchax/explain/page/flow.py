@@ -67,8 +67,8 @@ class Scope:
 
     def maker(self, name: str) -> Equation | None:
         """The equation that gives the value of this name, here or around."""
-        found = self.makers.get(name)
-        return self.around.maker(name) if found is None and self.around else found
+        eqn = self.makers.get(name)
+        return self.around.maker(name) if eqn is None and self.around else eqn
 
 
 @dataclass(frozen=True)

@@ -56,10 +56,10 @@ def sources(explanation: Account) -> list[Html]:
     own = [line for line in lines_of(explanation, own_line) if not is_installed(line.source.file)]
     of_libraries = [line for line in by_itself if is_installed(line.source.file)]
     place = lambda line: (line.source.file, line.source.line)
-    known = [*sorted(own, key=place), *sorted(of_libraries, key=place)]
+    ordered = [*sorted(own, key=place), *sorted(of_libraries, key=place)]
     shown = []
     for file, lines in groupby(
-        (k for k in known if k.source.file), key=lambda line: line.source.file
+        (k for k in ordered if k.source.file), key=lambda line: line.source.file
     ):
         rows = [_line(line.source, line.equations, line.work, whole) for line in lines]
         heads = ("line", "code", "share of FLOPs", "share of bytes", "equations")
