@@ -45,14 +45,14 @@ def is_namesake(primitive: Primitive) -> bool:
 
 def primitives_by_name() -> dict[str, Primitive]:
     """The primitives in the tables that JAX exports, by the names JAX gives them."""
-    found: dict[str, Primitive] = {}
+    by_name: dict[str, Primitive] = {}
     for module in (jex_primitives, jax.lax, jax.lax.linalg):
         for value in vars(module).copy().values():  # which a thread may be adding to
             if isinstance(value, Primitive):
-                found[value.name] = value
+                by_name[value.name] = value
     for primitive in (*batching.fancy_primitive_batchers.copy(), shard_map_p):
-        found.setdefault(primitive.name, primitive)  # what others call the same comes later
-    return found
+        by_name.setdefault(primitive.name, primitive)  # what others call the same comes later
+    return by_name
 
 
 def platform_index(platforms: Any) -> Any:

@@ -68,8 +68,8 @@ class _StandIn:
         self.module, self.name, self.original, self.ours = module, name, original, ours
 
     def __get__(self, module: Any, kind: Any = None) -> Any:
-        found = vars(self.module)[self.name]
-        return self.original if found is self.ours and not _staging.get() else found
+        there = vars(self.module)[self.name]
+        return self.original if there is self.ours and not _staging.get() else there
 
     def __set__(self, module: Any, value: Any) -> None:
         vars(self.module)[self.name] = value

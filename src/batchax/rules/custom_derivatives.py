@@ -86,8 +86,8 @@ def _custom_jvp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
         placed = [
             SymbolicZero(jax.typeof(x).to_tangent_aval())
             if t is None
-            else match_or_zeros(axis, t, a, wanted)
-            for x, t, a, wanted in zip(outs, out_tangents, tangent_axes, outputs.axes, strict=True)
+            else match_or_zeros(axis, t, a, to)
+            for x, t, a, to in zip(outs, out_tangents, tangent_axes, outputs.axes, strict=True)
         ]
         return [*outs, *placed]
 
@@ -124,8 +124,8 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
         residuals = [next(computed) if f is None else inputs[f] for f in out_trees()[2]]
         types = [*(v.aval for _, v in residuals), *body.out_avals]
         at = [a for a, _ in residuals]
-        known = [known_number(v) for _, v in residuals]
-        return outs, out_axes, Residuals(at, types_varying(types), known)
+        numbers = [known_number(v) for _, v in residuals]
+        return outs, out_axes, Residuals(at, types_varying(types), numbers)
 
     def call(*xs: Any) -> list[Any]:
         outs, out_axes = interpret(axis, body.jaxpr, body.consts, xs, axes)
