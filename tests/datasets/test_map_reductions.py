@@ -73,6 +73,24 @@ def test_without_rows_that_fail(bad):
     same(report.reduced, wanted)
 
 
+def test_without_all_rows():
+    def fail(x):
+        raise ValueError("no such row")
+
+    def fun(x):
+        x = jax.pure_callback(fail, jax.typeof(x), x, vmap_method="sequential")
+        return dict.fromkeys(axes, x)
+
+    axes = {kind: AXES[kind] for kind in ("argmax", "logsumexp", "sum", "any")}
+    got = bx.map(fun, X[:6, 0], out_axes=axes, on_error="quarantine", **SIZE).reduced
+    assert {k: x.item() for k, x in got.items()} == {
+        "argmax": -1,
+        "logsumexp": -np.inf,
+        "sum": 0,
+        "any": False,
+    }
+
+
 def test_parts_are_kept_with_the_job(tmp_path):
     stop = [True]
 

@@ -319,6 +319,10 @@ def test_what_has_no_such_reduction_is_refused():
     with pytest.raises(bx.AxisError, match=r"'logsumexp'.* and a batchax.Reduction of your own"):
         bx.Reduce(np.zeros(3))
 
+    least = bx.Reduction(jnp.maximum, -jnp.inf)
+    with pytest.raises(bx.ArgumentTypeError, match=r"neutral of .* is -inf, which is no int8, as"):
+        bx.vmap(lambda x: x, out_axes=bx.Reduce(least))(np.zeros(3, np.int8))
+
     def scaled(w):
         total = bx.Reduction(jnp.add, 0, lane=lambda x: x * w)
         return bx.vmap(lambda x: x, out_axes=bx.Reduce(total))(jnp.ones(3))

@@ -129,7 +129,7 @@ def _variance(state: Any, n: Any) -> Any:
 
 # --- argmax and argmin: the value, and the index of the first lane that has it --------------------
 
-_NONE = np.iinfo(np.int32).max  # later than every lane
+_NONE = np.iinfo(np.int32).max  # later than every lane; -1 if no row of a dataset has a result
 
 
 def _first_of(extreme: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -152,7 +152,7 @@ def _argument(of_lanes: Callable[..., Any], extreme: Callable[..., Any], neutral
         _of_two(fold),
         (neutral, _NONE),
         lane=lambda x, index: (lax.stop_gradient(x), jnp.full(x.shape, index)),
-        finish=lambda state, n: state[1],
+        finish=lambda state, n: jnp.where(state[1] == _NONE, -1, state[1]),
         index=True,
         fold=fold,
         of_lanes=of_lanes,

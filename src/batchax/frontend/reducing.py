@@ -154,12 +154,20 @@ def check(reduction: Reduction, output: Any, path: str) -> None:
         fold = jax.eval_shape(lambda s: folded(reduction, s), several)
         _check_same(reduction, "fold", fold, state, path)
     try:
-        neutral_like(reduction, state)
+        numbers = neutral_like(reduction, state)
     except ValueError:
         raise ArgumentTypeError(
             f"neutral of {reduction!r} is {reduction.neutral!r}, but a state of {path} is "
             f"{_shown(state)}: give a number, or one for each array of a state."
         ) from None
+    for number, x in zip(jax.tree.leaves(numbers), jax.tree.leaves(state), strict=True):
+        if jnp.issubdtype(x.dtype, jnp.integer) and not (
+            jnp.iinfo(x.dtype).min <= number <= jnp.iinfo(x.dtype).max
+        ):
+            raise ArgumentTypeError(
+                f"neutral of {reduction!r} is {number!r}, which is no {x.dtype}, as a state of "
+                f"{path} has. Give a function of the dtype that returns one."
+            )
     result = jax.eval_shape(lambda s: finished(reduction, s, 2), state)
     if not _is_array(result):
         function = "finish" if reduction.finish is not None else "lane, without finish,"

@@ -32,7 +32,8 @@ class Reduction:
 
     Chunks add to one state, in turn. Derivatives keep the state of each chunk, unless `combine` is
     ``jnp.add``. This, ``jnp.multiply``, ``jnp.maximum`` and ``jnp.minimum`` combine states array by
-    array, and a sum is one exchange between devices.
+    array, and a sum is one exchange between devices. `bx.map` combines the states of batches on the
+    host, in double precision.
 
     Attributes:
       combine: a function of two states, of some lanes and of lanes after them, that returns the
@@ -40,7 +41,7 @@ class Reduction:
       neutral: the state of no lanes: ``combine(neutral, state)`` is ``state``. For each array of a
         state a number, or a function that returns one for its dtype; one number for all will do.
       lane: a function of an output of one example that returns the state of that lane; None: the
-        output is its state. `bx.map` combines states in double precision.
+        output is its state.
       finish: a function of the state of all lanes, and of how many these are, that returns the
         result, an array; None: the state is the result.
       index: whether `lane` takes the index of the lane, too, an int32.
