@@ -1,12 +1,14 @@
 """The oracle for ragged batches: a Python loop over the rows, each alone."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import batchax as bx
 
-from support.oracle import direction, is_inexact, same, together
+from support.oracle import Claim, direction, is_inexact, same, settle, together
 
 LENGTHS = (3, 5, 1, 4)
 
@@ -54,7 +56,7 @@ def check_rows(
 ):
     """Compares `bx.vmap(fun)` with a loop over the rows: values, dtypes and derivatives.
 
-    All of it is one program, since compiling is what takes time.
+    All of ours is one program, since compiling is what takes time; NumPy evaluates the loop.
 
     args: `Ragged`s, arrays with a lane for each row, or trees of those; None in `in_axes` for
       what all rows share.
@@ -151,23 +153,25 @@ def check_rows(
             ],
         )
 
-    def compute(args, values, tangents):
-        got = {way: ours(f, args, values, tangents) for way, f in batched.items()}
-        return got, theirs(values, tangents)
+    def verdict(results, loops):
+        for way, got in results.items():
+            where = f"{way}: " if way else ""
+            outside = batched[way](*args) if eager else None
+            for expected in loops.values():
+                for what in ("values", "values beside jvp", "values of known lengths"):
+                    if what in got:
+                        _same_rows(got[what], expected["values"], tolerance, where + what)
+                if eager:
+                    whose = f"{where}values outside of jit"
+                    _same_rows(outside, expected["values"], tolerance, whose)
+                if "jvp" in modes:
+                    _same_rows(got["jvp"], expected["jvp"], tolerance, f"{where}jvp")
+                if "vjp" in modes:
+                    same(got["vjp"], expected["vjp"], tolerance, f"{where}vjp")
 
-    results, expected = jax.jit(compute)(args, given, tangents)
-    for way, got in results.items():
-        where = f"{way}: " if way else ""
-        for what in ("values", "values beside jvp", "values of known lengths"):
-            if what in got:
-                _same_rows(got[what], expected["values"], tolerance, where + what)
-        if eager:
-            outside = batched[way](*args)
-            _same_rows(outside, expected["values"], tolerance, f"{where}values outside of jit")
-        if "jvp" in modes:
-            _same_rows(got["jvp"], expected["jvp"], tolerance, f"{where}jvp")
-        if "vjp" in modes:
-            same(got["vjp"], expected["vjp"], tolerance, f"{where}vjp")
+    compiled = {way: partial(ours, f) for way, f in batched.items()}
+    loops = {"a loop": lambda args, *given: theirs(*given)}
+    settle([Claim(compiled, {}, loops, (args, given, tangents), verdict)])
 
 
 def _of_other_programs(functions, staged):
