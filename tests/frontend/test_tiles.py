@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import batchax as bx
 
 from support.kinds_of_axis import check_kind
-from support.oracle import example, same
+from support.oracle import agree, example, same
 
 X = example((12, 5), seed=1)
 
@@ -113,14 +113,14 @@ def test_a_short_last_block_of_another_axis():
     spec, out = bx.tiles(4, axis=1, last="short"), bx.tiles(axis=1, last="short")
     fun = lambda block: jnp.cumsum(block, 1)
     x = example((3, 10), seed=7)
-    got = bx.vmap(fun, spec, out)(x)
-    same(got, in_blocks(fun, x, 4, 1))
-    total = bx.vmap(lambda block: (block**2).mean(), spec)(x)
-    same(total, jnp.stack([(x[:, i : i + 4] ** 2).mean() for i in (0, 4, 8)]))
-    joined = jax.jit(bx.vmap(running, bx.tiles(5, last="short"), bx.tiles()))(X)
-    same(joined, in_blocks(running, X, 5))  # rows are joined though `out_axes` expected none
-    fits = bx.vmap(fun, bx.tiles(5, axis=1, last="short"), out)(x)
-    same(fits, in_blocks(fun, x, 5, 1))
+    agree(bx.vmap(fun, spec, out), lambda x: in_blocks(fun, x, 4, 1), x)
+    square = lambda block: (block**2).mean()
+    of_each = lambda x: jnp.stack([square(x[:, i : i + 4]) for i in (0, 4, 8)])
+    agree(bx.vmap(square, spec), of_each, x)
+    joined = bx.vmap(running, bx.tiles(5, last="short"), bx.tiles())
+    agree(joined, lambda x: in_blocks(running, x, 5), X)  # though `out_axes` expected no rows
+    fits = bx.vmap(fun, bx.tiles(5, axis=1, last="short"), out)
+    agree(fits, lambda x: in_blocks(fun, x, 5, 1), x)
 
 
 def test_nothing_is_copied():
@@ -134,10 +134,10 @@ def test_no_elements_and_all_in_one():
     assert bx.vmap(running, bx.tiles(4), bx.tiles())(jnp.zeros((0, 5))).shape == (0, 5)
     totals = bx.vmap(lambda block, k: block.sum() + k, (bx.tiles(count=3), 0))
     same(totals(jnp.zeros(0), jnp.arange(3.0)), jnp.arange(3.0))  # three blocks of no elements
-    same(bx.vmap(running, bx.tiles(12), bx.tiles())(X), running(X))
-    same(bx.vmap(running, bx.tiles(1), bx.tiles())(X), in_blocks(running, X, 1))
-    (only,) = bx.vmap(running, bx.tiles(50, last="short"))(X).rows()
-    same(only, running(X))
+    agree(bx.vmap(running, bx.tiles(12), bx.tiles()), running, X)
+    agree(bx.vmap(running, bx.tiles(1), bx.tiles()), lambda x: in_blocks(running, x, 1), X)
+    (only,) = jax.jit(bx.vmap(running, bx.tiles(50, last="short")))(X).rows()
+    same(only, jax.jit(running)(X))
     assert bx.vmap(running, bx.tiles(50, last="short"))(X).max_length == 12  # padded to no more
 
 
