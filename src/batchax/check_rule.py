@@ -19,7 +19,7 @@ from batchax.kernel.derivatives import with_values
 from batchax.rules.masking import is_inexact
 from batchax.vmap import vmap
 
-_MOST_SUBSETS = 32
+_MOST_SUBSETS = 32  # that are tried: each compiles programs of its own
 
 
 @_compat.api_boundary

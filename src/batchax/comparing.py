@@ -10,6 +10,8 @@ import numpy as np
 
 from batchax.rules.masking import is_inexact
 
+_ROUNDINGS = 1000  # by which results may differ: the order of sums is not the same
+
 
 def difference(got: Any, expected: Any, rtol: float | None, atol: float | None) -> str:
     """In words, the largest difference of two arrays of one shape and dtype; "" if there is none.
@@ -23,7 +25,7 @@ def difference(got: Any, expected: Any, rtol: float | None, atol: float | None) 
     if not is_inexact(got):
         close, error = np.asarray(got == expected), np.asarray(got != expected)
     else:
-        rounding = 1000 * float(jnp.finfo(got.dtype).eps)
+        rounding = _ROUNDINGS * float(jnp.finfo(got.dtype).eps)
         finite = np.abs(expected[np.isfinite(expected)])
         relative = rounding if rtol is None else rtol
         absolute = rounding if atol is None else atol

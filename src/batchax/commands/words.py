@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+_MOST_NAMED = 10  # functions, where there is none of a name
+
 
 class Mistake(Exception):
     """Something in the command line is not as it must be."""
@@ -27,7 +29,7 @@ def function(name: str) -> Callable[..., Any]:
     for attribute in attributes.split("."):
         if not hasattr(target, attribute):
             there = [n for n, f in vars(target).items() if callable(f) and not n.startswith("_")]
-            hint = f" It has {', '.join(sorted(there)[:10])}." if there else ""
+            hint = f" It has {', '.join(sorted(there)[:_MOST_NAMED])}." if there else ""
             raise Mistake(f"{place} has no {attribute!r}.{hint}")
         target = getattr(target, attribute)
     if not callable(target):

@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 AHEAD = 2  # units that are read before they are computed
 WRITERS = 4  # what one disk takes at a time: synced writes overlap
+_LOOK = 0.2  # seconds after which those who wait look whether to stop
 _PAUSE = 0.1  # seconds before what failed is tried again, and twice as long after that
 
 
@@ -112,7 +113,7 @@ def run_units(
         try:
             while not stop.now:
                 try:
-                    item = ready.get(timeout=0.2)
+                    item = ready.get(timeout=_LOOK)
                 except queue.Empty:
                     continue
                 if item is None:
@@ -135,7 +136,7 @@ def _put(into: queue.Queue[Any], item: Any, stop: Stop) -> None:
     """Waits for room, as long as anybody takes things out."""
     while not stop.now:
         try:
-            into.put(item, timeout=0.2)
+            into.put(item, timeout=_LOOK)
             return
         except queue.Full:
             continue

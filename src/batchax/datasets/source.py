@@ -17,6 +17,8 @@ from batchax.errors import ArgumentTypeError, AxisError, StorageError
 
 Index = tuple[slice, ...]
 
+_BLOCK = 2**24  # bytes that are read at a time, where all rows are: they need not fit memory
+
 
 class Source:
     """One input, of which rows are read. Several threads may read at once.
@@ -129,7 +131,7 @@ class Source:
             return x
         return np.array(x, self.dtype, order="C")
 
-    def _blocks(self, size: int = 2**24) -> Iterator[tuple[int, int]]:
+    def _blocks(self, size: int = _BLOCK) -> Iterator[tuple[int, int]]:
         """Rows that are read at a time, where all are read, one after another."""
         count = self.shape[0] if self.shape else 1
         row = self.dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))

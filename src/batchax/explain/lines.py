@@ -66,5 +66,5 @@ def dearest_lines(explanation: Account) -> list[tuple[Line, float]]:
     return [(line, share) for line, share in shares[:_MOST] if share >= _LEAST_SHARE]
 
 
-_MOST = 5
-_LEAST_SHARE = 0.05
+_MOST = 5  # lines that are named
+_LEAST_SHARE = 0.05  # of the whole price, for a line to be named

@@ -28,7 +28,7 @@ from batchax.progress import Progress
 from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap
 
-_ROUNDS = 7
+_ROUNDS = 7  # of which the median is told, and the fastest and slowest
 _LONGEST = 0.2  # seconds that one measurement of a round may take, but for a single call
 _LONGEST_LOOP = 0.5  # the same of the loop over examples, which runs for some of them
 _MOST_EXAMPLES = 256  # that it runs for; of more it takes proportionally longer

@@ -11,7 +11,7 @@ from batchax.explain.entries import number_of
 from batchax.kernel.recording import Record, Recorder
 from batchax.programs.peak import LiveValue, peak_of
 
-_MOST_HELD = 12
+_MOST_HELD = 12  # values in memory that are told of, the largest first
 _ARGUMENT = re.compile(r"\w+\[(\d+)\]")
 
 

@@ -24,8 +24,8 @@ from batchax.explain.wording import (
 from batchax.programs.source_lines import shown_place
 
 _WIDTH = 100  # of a line of prose
-_MOST_HELD = 5
-_MOST_VALUES = 12
+_MOST_HELD = 5  # values in memory that are named; the page has more
+_MOST_VALUES = 12  # arguments, or outputs, that are listed one by one
 
 
 def as_text(explanation: Account) -> str:

@@ -19,7 +19,7 @@ SERVICES = {
 """How equations are batched, for people."""
 
 
-_MOST_COPIES = 4
+_MOST_COPIES = 4  # replicated values that are named
 
 
 def count(n: int, what: str) -> str:

@@ -87,7 +87,7 @@ class Table:
         return *kind, number
 
 
-_SMALL = 1024  # bytes of an array that is part of its key
+_SMALL = 1024  # bytes of an array that is part of its key; larger ones are compared
 
 
 def _same_bytes(x: Any, y: Any) -> bool:

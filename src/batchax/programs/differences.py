@@ -14,6 +14,8 @@ from batchax.programs.canonical import CanonicalProgram
 from batchax.programs.canonical_values import LEAVES, Table
 from batchax.programs.source_lines import shown_place, source_line
 
+_LONGEST = 60  # characters of a parameter that is shown
+
 
 @dataclass(frozen=True)
 class ComparedOperation:
@@ -172,7 +174,7 @@ def _equation(table: Table, program: CanonicalProgram, n: int) -> ComparedOperat
     shapes = (tuple(tuple(getattr(a, "shape", ())) for a in avals) for avals in (operands, results))
     short = (", ".join(map(_short, vs)) for vs in (eqn.invars, eqn.outvars))
     params = ", ".join(
-        f"{k}={v}" for k, v in eqn.params.items() if v is not None and len(str(v)) <= 60
+        f"{k}={v}" for k, v in eqn.params.items() if v is not None and len(str(v)) <= _LONGEST
     )
     given = f"[{params}]" if params else ""
     name = shown(eqn.primitive)

@@ -258,7 +258,8 @@ _CALLS: dict[str, int] = {
 }
 """How much longer than the shortest a call of a library takes, for a matrix of a few rows."""
 
-SERIAL = _LINEAR_ALGEBRA.keys() | {n for n, (flops, _) in TRANSCENDENTAL.items() if flops > 100}
+_MANY = 100  # operations of an element, from which on it is such a sum
+SERIAL = _LINEAR_ALGEBRA.keys() | {n for n, (flops, _) in TRANSCENDENTAL.items() if flops > _MANY}
 """Calls of a library, and sums of very many terms: what they compute, they do one after another."""
 
 FLOPS: dict[str, _Count] = {

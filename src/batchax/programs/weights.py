@@ -31,6 +31,9 @@ class Weights:
         return self.transcendental * cost.transcendentals + computed + moved + other
 
 
+# Rough figures. How well they decide, benchmarks tell: for lanes together `divergence` and `rules`,
+# for rows `rows`. By those of findings nothing is run: they order what is told, and advise.
+
 TOGETHER = Weights(transcendental=0.2, fused=0.0)
 """The share of one of many lanes that run at once. Functions fill vector registers, and what acts
 on each element is one loop with what reads it."""

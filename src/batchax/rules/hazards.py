@@ -21,7 +21,7 @@ from batchax.jaxprs.primitive_facts import Facts, facts_of
 from batchax.memo import kept_with
 from batchax.programs.inner import integers_in, programs_in
 
-_FEW_STEPS = 16  # of a loop, that masked lanes may take
+_FEW_STEPS = 16  # of a loop, that masked lanes may take rather than be given other operands
 
 # Linear where one operand is a number written in the program: which operand may vary.
 _LINEAR_IN = {"mul": (0, 1), "div": (0,)}

@@ -27,7 +27,9 @@ from batchax.errors import JobError
 
 _LOOK = 0.2  # seconds after which it is looked who is slow, and whether somebody asked to stop
 _SLOW = 10.0  # times the median, after which a unit is begun a second time
+_LEAST = 1.0  # seconds: what takes less is not slow, whatever the median is
 _KNOWN = 5  # units that say what the median is
+_RECENT = 101  # units of which the median is taken
 _IN_VAIN = 3  # times that all workers may end one after the other, and nothing is done
 _ENDING = (
     "the workers end, again and again, before they have begun a unit. What was done is kept. A "
@@ -91,7 +93,7 @@ class Submitting:
         self._again: deque[tuple[Unit, int]] = deque()  # and how carefully
         self._suspects: deque[Unit] = deque()  # to be run alone
         self._tries: Counter[int] = Counter()  # of units that were tried more than once
-        self._seconds: deque[float] = deque(maxlen=101)
+        self._seconds: deque[float] = deque(maxlen=_RECENT)
         self._examining = False  # these
         self._in_vain = 0  # workers that ended since somebody had something of them
 
@@ -232,7 +234,7 @@ class Submitting:
     def _begin_slow_ones_again(self) -> None:
         if len(self._seconds) < _KNOWN:
             return
-        most = max(1.0, _SLOW * statistics.median(self._seconds))
+        most = max(_LEAST, _SLOW * statistics.median(self._seconds))
         now = time.monotonic()
         for tried in self._running.values():
             if tried.twice or tried.care or now - tried.submitted < most:

@@ -32,9 +32,9 @@ _TOLD_IF_DEAR: tuple[Kind, ...] = (
 # What one would not expect, however little it costs.
 _TOLD_ALWAYS: tuple[Kind, ...] = (rules_of_jax, one_lane_after_another, groups)
 
-_LEAST = 1_000.0  # nanoseconds
+_LEAST = 1_000.0  # nanoseconds that a finding is worth telling for
 _LEAST_SHARE = 0.01  # of what the call costs
-_MOST_NAMED = 5
+_MOST_NAMED = 5  # equations of one finding
 
 
 def find_findings(draft: Draft) -> tuple[Finding, ...]:

@@ -96,6 +96,7 @@ def loops(draft: Draft) -> Iterator[Finding]:
         )
 
 
+_CHUNKS = 16  # that are advised: with more, lanes wait less, and more of the time goes to chunks
 _WAITING = ("masked", "asked of all")  # the latter by a predicate that looks at other lanes
 
 
@@ -121,7 +122,7 @@ def _remedy_of_loops(draft: Draft, record: Record) -> dict[str, Any]:
             "when they are done."
         )
         return {"remedy": remedy}
-    size = max(1, draft.each // 16)
+    size = max(1, draft.each // _CHUNKS)
     remedy = (
         "Sort the batch by how many steps lanes are likely to take, and give "
         f"batch_size={size}: the loop of each chunk ends with its own last lane."

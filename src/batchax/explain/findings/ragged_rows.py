@@ -15,8 +15,10 @@ from batchax.rows.arguments import NotedSize
 from batchax.rows.buckets import bucket
 from batchax.rows.sizes import depends_on_sizes
 
-_ENOUGH = 1.5  # places for each element, below which padding is no matter
-_MOST_BUCKETS = 8
+_ENOUGH = 1.5  # places for each element, up to which padding, or room to spare, is no matter
+_MOST_BUCKETS = 8  # that are advised: each is a program to compile
+_NEARLY = 1.2  # times the least waste: fewer buckets that come so close are advised instead
+_HELPS = 0.9  # of the waste without buckets; they are not advised for a smaller gain
 
 
 def _facts(draft: Draft, about: str) -> list[dict[str, Any]]:
@@ -105,8 +107,8 @@ def _best_buckets(size: NotedSize, waste: float) -> tuple[int, float] | None:
     """The fewest buckets that do nearly as well as eight do, and their waste; None if none help."""
     wastes = [(k, bucket(size.lengths, k).waste) for k in range(2, _MOST_BUCKETS + 1)]
     least = min(w for _, w in wastes)
-    number, rest = next((k, w) for k, w in wastes if w <= 1.2 * least)
-    return (number, rest) if rest < 0.9 * waste else None
+    number, rest = next((k, w) for k, w in wastes if w <= _NEARLY * least)
+    return (number, rest) if rest < _HELPS * waste else None
 
 
 def groups(draft: Draft) -> Iterator[Finding]:
@@ -137,7 +139,7 @@ def spare_room(draft: Draft) -> Iterator[Finding]:
         if size.lengths is None or not size.lengths.size:
             continue
         places, elements = size.capacity, int(np.sum(size.lengths))
-        if places <= 1.5 * max(1, elements):
+        if places <= _ENOUGH * max(1, elements):
             continue
         work = sum((e.work for e in draft.equations if e.rule == "rows.packed"), Work())
         yield Finding(

@@ -70,7 +70,7 @@ def _remedy_of_gather(name: str, windows: int, each: int, writes: bool) -> str:
 
 # --- factorisations ----------------------------------------------------------------------------
 
-_SMALL = 16  # rows and columns
+_SMALL = 16  # rows and columns: of larger matrices the arithmetic outweighs the call
 _BY_COLUMNS = 8  # up to here a loop over columns, each for all lanes, is faster
 
 
