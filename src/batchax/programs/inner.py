@@ -17,31 +17,23 @@ from batchax.jaxprs.primitive_facts import facts_of
 
 
 @dataclass(frozen=True)
-class Inner:
-    """A program that an equation runs.
+class Inner(Body):
+    """A body, with what is known about it without running anything.
 
     Attributes:
-      role: "body" of a `scan` or `while`, "condition" of a `while`, "branch 0" and so on of
-        a `cond`, or "call".
-      jaxpr: the program; constants of its own are its `constvars`.
-      times: how often it runs; None if that is known only when it has run.
+      times: how often it runs, if that is a known integer.
       most: how often at most; None if nobody knows.
-      same: the operands that its first inputs are, which are the same whenever it runs.
-      integers: those of its inputs that are integers known without running anything.
+      integers: those of its inputs that are integers known.
     """
 
-    role: str
-    jaxpr: Any
-    times: int | None
-    most: int | None
-    same: tuple[int, ...] = ()
+    most: int | None = None
     integers: Mapping[Any, int] = field(default_factory=dict, compare=False)
 
     def differing(self, operands: Sequence[bool] | None) -> list[bool] | None:
         """From whether lanes differ in each operand whether they do in each input, or may."""
         if operands is None:
             return None
-        same = [operands[i] for i in self.same]
+        same = [operands[i] for i in self.operands[: self.same]]
         return [*same, *[True] * (len(self.jaxpr.invars) - len(same))]
 
 
@@ -64,7 +56,8 @@ def programs_in(eqn: Any, integers: Mapping[Any, int] | None = None) -> list[Inn
         own = operations_of(eqn)
     if own is not None:
         inputs = tuple(range(len(eqn.invars)))
-        return [Inner("call", own.jaxpr, 1, 1, inputs, _passed_on(own, eqn.invars, integers))]
+        inside = _passed_on(own, eqn.invars, integers)
+        return [Inner("call", own, inputs, (), len(inputs), most=1, integers=inside)]
     bodies = bodies_of(eqn)
     if [body.role for body in bodies] == ["condition", "body"]:
         test, body = bodies
@@ -82,7 +75,7 @@ def devices_of(eqn: Any) -> int:
 
 def _inner(body: Body, times: Any, most: Any, integers: Mapping[Any, int]) -> Inner:
     times, most = (n if isinstance(n, int) else None for n in (times, most))
-    return Inner(body.role, body.jaxpr, times, most, body.operands[: body.same], integers)
+    return Inner(**{**vars(body), "times": times, "most": most, "integers": integers})
 
 
 def _known_inside(eqn: Any, body: Body, integers: Mapping[Any, int]) -> dict[Any, int]:
