@@ -1,6 +1,7 @@
 """Settings every test runs under."""
 
 import gc
+import itertools
 import os
 import threading
 import time
@@ -46,6 +47,37 @@ jax.config.update("jax_platforms", "cpu")
 # Staging makes millions of objects that live long; looking for cycles among them takes a tenth
 # of the time.
 gc.set_threshold(100_000, 20, 20)
+
+
+# What is compared is one program; there are a few calls outside of `jit`, and what they share is
+# compiled once, where whole files run. A test that needs more is marked.
+MOST_COMPILATIONS = 40
+_compiled = itertools.count()
+
+
+def _heard(event, *_, **__):
+    if event == "/jax/core/compile/backend_compile_duration":
+        next(_compiled)
+
+
+jax.monitoring.register_event_duration_secs_listener(_heard)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    before = next(_compiled)
+    result = yield
+    compiled = next(_compiled) - before - 1
+    marker = item.get_closest_marker("compiles")
+    most = marker.args[0] if marker else MOST_COMPILATIONS
+    if compiled > most and _whole_files(item.config, item.session.items):
+        pytest.fail(f"{compiled} compilations, more than {most}: see Tests in CONTRIBUTING.md")
+    return result
+
+
+def _whole_files(config, items):
+    few = config.getoption("every") > 1 or len(items) < 100
+    return not few and not config.getoption("compile_all")
 
 
 def pytest_addoption(parser):

@@ -21,6 +21,7 @@ def load(name, folder=EXAMPLES):
     return module
 
 
+@pytest.mark.compiles(100)
 def test_digits(tmp_path, capsys):
     digits = load("digits")
     digits.STEPS = 50
@@ -102,6 +103,7 @@ def test_data_parallel_on_two_processes():
         ),
     ],
 )
+@pytest.mark.compiles(600)
 def test_agrees_with_the_loop_and_draws(name, sizes, expected, tmp_path, capsys):
     example = load(name)
     for size, value in sizes.items():
@@ -127,6 +129,7 @@ def test_all_are_on_their_page():
     assert not [name for name in NAMES if f"](../examples/{name}.py)" not in page]
 
 
+@pytest.mark.compiles(80)
 def test_notebooks(tmp_path, capsys, monkeypatch):
     notebooks = load("notebooks", EXAMPLES.parent / "tools")
     notebooks.main(tmp_path)

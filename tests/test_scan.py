@@ -366,6 +366,7 @@ def test_closed_over_values_are_differentiated():
     same(jax.jit(jax.grad(loss), static_argnums=1)(0.3, bx.scan), expected)
 
 
+@pytest.mark.compiles(100)
 def test_gradient_without_jit():
     f, g = both(recur, (1, None), {"all": 1, "sum": 0})
     args = (INIT, XS, PARAMS)

@@ -31,6 +31,7 @@ in_both_precisions = pytest.mark.parametrize("x64", [False, True], ids=["single"
 
 @in_both_precisions
 @pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.compiles(60)
 def test_features(name, x64):
     with strict(x64):
         if name == "check_rule":  # compares values
@@ -201,6 +202,7 @@ OTHERS = {
 
 @in_both_precisions
 @pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.compiles(300)
 def test_others(name, x64):
     with strict(x64):
         OTHERS[name]()

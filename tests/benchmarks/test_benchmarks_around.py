@@ -13,11 +13,13 @@ CALLS = {n: w for n, w in WORKLOADS.items() if w.family != "tracing" and w.other
 
 
 @pytest.mark.parametrize("pair", CALLS.values(), ids=CALLS)
+@pytest.mark.compiles(80)
 def test_both_sides_call_the_same_function(pair):
     ours, other = (run() for run in pair.make(True))
     same(ours, other, dict(rtol=1e-4, atol=1e-5))
 
 
+@pytest.mark.compiles(150)
 def test_the_command_measures_and_reports(tmp_path, capsys):
     results = command.main(["around", "--quick", "--out", str(tmp_path)])
     assert [r.pair.name for r in results] == [w.name for w in WORKLOADS.values()]

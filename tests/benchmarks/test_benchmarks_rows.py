@@ -27,6 +27,7 @@ def test_all_ways_compute_the_same(workload):
         same(got, expected, tolerance=TOLERANCE)
 
 
+@pytest.mark.compiles(60)
 def test_the_command_measures_and_reports(tmp_path, capsys):
     results = command.main(["rows", "--quick", "--only", "bag", "--out", str(tmp_path)])
     ways = [measure.PADDED, measure.PACKED, measure.LOOP]

@@ -69,6 +69,7 @@ def read(outputs):
 
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
+@pytest.mark.compiles(80)
 def test_any_axes_any_sizes(data):
     rows = data.draw(st.integers(1, 40), "rows")
     shapes = data.draw(st.lists(st.lists(st.integers(1, 3), max_size=2), min_size=1, max_size=3))

@@ -80,6 +80,7 @@ NAMES = ["a.b", "a'b", 'a"b', "a[0]", "a b", "ä", "c", ".hidden", "a/b"]
 
 
 @pytest.mark.parametrize("out", ["y.zarr", "y.parquet"])
+@pytest.mark.compiles(60)
 def test_names_of_results_are_the_keys_of_dicts(x, out):
     fun = lambda x: {name: x + i for i, name in enumerate(NAMES)}
     report = quiet(fun, "x.npy", out=out)

@@ -62,6 +62,7 @@ def test_transformations(name, chunked):
 
 
 @pytest.mark.parametrize("name", ["grad", "jacrev", "jvp"])
+@pytest.mark.compiles(60)
 def test_outside_jit(name, chunked):
     ours, plain = (v(model, in_axes=(0, None)) for v in (chunked, bx.vmap))
     transformation = TRANSFORMATIONS[name]

@@ -256,6 +256,7 @@ def test_derivatives_call_as_the_values_do(capsys):
         assert Counter(made) == calls, way
 
 
+@pytest.mark.compiles(150)
 def test_rows_call_once_each(capsys):
     lists = [np.arange(n, dtype=np.float32) + i for i, n in enumerate([3, 1, 5, 2, 4])]
     rows = bx.Ragged.from_rows(lists)

@@ -64,6 +64,7 @@ def test_input_and_output_can_be_differentiated_here():
 
 
 @pytest.mark.parametrize("order", [jax.hessian, lambda f: jax.jacrev(jax.jacrev(f))])
+@pytest.mark.compiles(100)
 def test_second_derivatives(order):
     same(order(chunked_loss)(W, X), order(mean_loss)(W, X))
 

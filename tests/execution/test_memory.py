@@ -57,6 +57,7 @@ def test_what_was_chosen_fits_and_more_would_not(limit):
     assert memory_of(compiled(more, W, X)).bytes > allowed
 
 
+@pytest.mark.compiles(60)
 def test_a_derivative_chooses_for_itself():
     limit = 1_000_000
     loss = functools.partial(mean_square, limit)
@@ -166,6 +167,7 @@ def test_a_choice_reads_as_a_table():
 
 
 @pytest.mark.parametrize("kind", ["sum", "max", "prod"])
+@pytest.mark.compiles(60)
 def test_with_reductions(kind):
     f = bx.vmap(
         lambda x: jnp.sum(jnp.sort(jnp.outer(x, W[0]), axis=0)[2]) / 300,

@@ -147,6 +147,7 @@ def test_derivatives(kind, lanes):
         for lanes in (8, 7)
     ],
 )
+@pytest.mark.compiles(100)
 def test_derivatives_of_what_is_on_one_device_by_wish(shared, mapped, lanes):
     def put(x, device):
         return x if device is None else jax.device_put(x, jax.devices()[device])
@@ -204,6 +205,7 @@ def test_a_lane_draws_the_same_numbers_wherever_it_is():
 
 @pytest.mark.parametrize("outer", [jax.vmap, bx.vmap])
 @pytest.mark.parametrize("lanes", [8, 7])
+@pytest.mark.compiles(60)
 def test_under_another_vmap(outer, lanes):
     x = example((3, lanes, 5))
     batched = bx.vmap(lambda x: x - lax.pmean(x, "i"), axis_name="i", mesh="all")
@@ -235,6 +237,7 @@ def test_what_lanes_compute_by_themselves_takes_no_exchange(batch_size):
 
 
 @pytest.mark.parametrize("batch_size", [None, 1])
+@pytest.mark.compiles(200)
 def test_a_sum_exchanges_nothing_for_its_cotangent(batch_size):
     def loss(w, x, **options):
         # Reduced over the batch twice: for the result, and for other lanes to go on with.
@@ -328,6 +331,7 @@ def test_a_mesh_as_jax_makes_it(set_mesh, lanes):
             assert told == P("d" if set_mesh and lanes == 8 else None, None)
 
 
+@pytest.mark.compiles(60)
 def test_results_are_typed_as_arguments_are_where_no_mesh_is_set():
     mesh = jax.make_mesh((4,), ("d",))
     typed = jax.device_put(example((8, 5)), NamedSharding(mesh, P("d")))
@@ -378,6 +382,7 @@ def test_what_lanes_share_inside_jit_may_have_a_type_that_tells_of_the_mesh(axis
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.compiles(60)
 def test_the_mesh_that_is_set_says_what_types_tell(axis_type):
     is_set = jax.make_mesh((2, 2), ("a", "b"), axis_types=(axis_type,) * 2)
     other = {AxisType.Explicit: AxisType.Auto, AxisType.Auto: AxisType.Explicit}[axis_type]

@@ -67,6 +67,7 @@ def collectives(compiled):
 
 @pytest.mark.parametrize("batch_size", [2, 3, 8])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.compiles(100)
 def test_sharded_arrays_outside_jit(axis_type, batch_size):
     expected = outputs(W, X), gradient(W, X)
     mesh = mesh_of(axis_type)
@@ -102,6 +103,7 @@ def test_types_tell_of_the_mesh_under_jit(residuals):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.compiles(80)
 def test_a_shard_has_fewer_lanes_than_a_chunk_that_is_kept(axis_type):
     expected = outputs(W, X), gradient(W, X)
     mesh = mesh_of(axis_type)
@@ -227,6 +229,7 @@ def test_operations_that_hold_programs(axis_type, name):
     same(jax.device_get(got), expected)
 
 
+@pytest.mark.compiles(80)
 def test_a_mesh_of_one_device():
     # Types tell of it all the same.
     mesh = mesh_of(AxisType.Explicit, 1)

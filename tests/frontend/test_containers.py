@@ -234,6 +234,7 @@ def test_containers_hold_containers(options):
     same(shared, X.sum((1, 2)) + (X + 1).sum())
 
 
+@pytest.mark.compiles(100)
 def test_rows_and_sparse_matrices_in_a_container():
     dense = jnp.arange(24.0).reshape(2, 3, 4) % 3
 

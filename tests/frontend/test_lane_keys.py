@@ -28,6 +28,7 @@ def each(fun, key, *xs):
     return jax.lax.map(lambda a: fun(jax.random.fold_in(key, a[0]), *a[1]), (lanes, xs))
 
 
+@pytest.mark.compiles(60)
 def test_a_key_for_each_lane_in_every_way():
     check_kind(
         lambda **options: lambda x: bx.vmap(noisy, (bx.split_key, 0), **options)(TYPED, x),
@@ -37,6 +38,7 @@ def test_a_key_for_each_lane_in_every_way():
 
 
 @pytest.mark.parametrize("key", [TYPED, RAW], ids=["typed", "raw"])
+@pytest.mark.compiles(60)
 def test_a_key_that_is_an_argument_by_name(key):
     check_kind(
         lambda **options: bx.vmap(noisy, {"key": bx.split_key}, **options),
@@ -47,6 +49,7 @@ def test_a_key_that_is_an_argument_by_name(key):
     )
 
 
+@pytest.mark.compiles(60)
 def test_nested():
     x = example((3, 4), seed=2)
     one = bx.vmap(noisy, (bx.split_key, 0))
@@ -87,6 +90,7 @@ def test_the_mistake_that_it_removes():
     assert len(set(bx.vmap(draw, (bx.split_key, 0))(TYPED, jnp.zeros(4)).tolist())) == 4
 
 
+@pytest.mark.compiles(150)
 def test_rows():
     rows = [np.asarray(example((n,), seed=n)) for n in (3, 0, 5, 3)]
 

@@ -30,6 +30,7 @@ def agrees_with_jax(fun, *args, **options):
     axes=st.tuples(st.sampled_from([None, 0, 1, 2, -1, -3]), st.sampled_from([None, 0, 1, -2])),
     out=st.integers(-3, 2),
 )
+@pytest.mark.compiles(60)
 def test_every_input_and_output_axis(axes, out):
     if axes == (None, None):
         axes = (0, None)
@@ -272,6 +273,7 @@ def test_as_decorator():
     same(scale(3.0, jnp.arange(3.0)), 3 * jnp.arange(3.0))
 
 
+@pytest.mark.compiles(200)
 def test_under_every_transformation():
     x = example((4, 3))
     f = lambda x: jnp.sum(jnp.tanh(x) ** 2)

@@ -122,6 +122,7 @@ def said(run):
 
 
 @pytest.mark.parametrize("f", DIRTY, ids=range(len(DIRTY)))
+@pytest.mark.compiles(60)
 def test_what_an_example_has_is_found(f, capfd):
     x, mode = jnp.asarray(X), MODES[DIRTY[f]]
     with jax.debug_nans(True):

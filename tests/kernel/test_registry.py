@@ -180,6 +180,7 @@ def test_reducing_with_several_operands_and_results():
     check(fun, x, y, in_axes=(1, None), against_jax=False, derivatives=False, jit=False)
 
 
+@pytest.mark.compiles(60)
 def test_reducing_dimensions_counted_from_the_end():
     p = new_primitive(
         "last_sum",

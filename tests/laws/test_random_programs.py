@@ -26,11 +26,13 @@ def _run(data, draw, judged):
 
 @settings(max_examples=130)
 @given(st.data())
+@pytest.mark.compiles(400)
 def test_programs_of_one_example(data):
     _run(data, draw_case, judge)
 
 
 @settings(max_examples=70)
 @given(st.data())
+@pytest.mark.compiles(300)
 def test_programs_of_one_row(data):
     _run(data, draw_rows, judge_rows)

@@ -63,6 +63,7 @@ def test_equinox_mlp_as_an_argument_that_is_the_same_for_all_lanes():
     same(bx.vmap(model)(XS), got, CLOSE)  # a module is callable
 
 
+@pytest.mark.compiles(60)
 def test_equinox_ensemble_made_and_run_by_vmap():
     ensemble = eqx.filter(eqx.filter_vmap(mlp)(KEYS), eqx.is_array)
     made = eqx.filter(bx.vmap(lambda key: eqx.filter(mlp(key), eqx.is_array))(KEYS), eqx.is_array)
@@ -116,6 +117,7 @@ def test_equinox_recurrent_and_normalising_layers():
     agree(layers, example((LANES, 5, 4), seed=3))
 
 
+@pytest.mark.compiles(60)
 def test_equinox_batch_norm_over_a_named_axis():
     norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, axis_name="batch", mode="batch")
     options = dict(axis_name="batch", in_axes=(0, None), out_axes=(0, None))

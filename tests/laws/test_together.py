@@ -23,6 +23,7 @@ ROWS = together.covering_array()
 
 
 @pytest.mark.parametrize("features", ROWS, ids=named)
+@pytest.mark.compiles(150)
 def test_features_together(features):
     same(together.call(features), together.reference(features))
 

@@ -246,6 +246,7 @@ STEPS = {"log": "log", "sqrt": "sqrt", "square": "square", "negative": "neg", "e
     st.data(),
 )
 @settings(max_examples=30, deadline=None)
+@pytest.mark.compiles(100)
 def test_random_programs(names, data):
     values = data.draw(
         st.lists(st.sampled_from([-2.0, -1.0, 0.0, 1.0, 1e30, np.nan]), min_size=1, max_size=6)

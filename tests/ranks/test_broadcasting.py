@@ -71,6 +71,7 @@ def test_values_against_the_loop(name):
 
 
 @given(batches(2))
+@pytest.mark.compiles(80)
 def test_values_against_numpy_vectorize(shapes):
     args = [example((*b, 3), seed=i) for i, b in enumerate(shapes)]
     f = np.vectorize(lambda x, y: np.outer(x, y) - 1, signature="(n),(m)->(n,m)")

@@ -88,6 +88,7 @@ def test_the_ragged_axis_may_be_any(axis):
     check(lambda x: jnp.sort(x, axis) * 2, ragged(2, 3, lengths=LENGTHS["uneven"], axis=axis))
 
 
+@pytest.mark.compiles(80)
 def test_outputs_go_where_out_axes_says():
     x = ragged(3, lengths=LENGTHS["uneven"])
     specs = (*map(bx.Reduce, ["sum", "mean", "max"]), 1, bx.AUTO, None)
@@ -98,6 +99,7 @@ def test_outputs_go_where_out_axes_says():
         same(results, expected, dict(rtol=1e-5, atol=1e-5))
 
 
+@pytest.mark.compiles(80)
 def test_a_row_draws_the_same_numbers_wherever_it_is():
     x = ragged(lengths=LENGTHS["uneven"])
 
@@ -114,6 +116,7 @@ def test_one_axis_of_a_mesh():
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8, 39])
+@pytest.mark.compiles(600)
 def test_no_device_has_more_elements_than_another_by_more_than_a_row(count):
     generator = np.random.default_rng(count)
     real = {}
@@ -182,6 +185,7 @@ def test_what_needs_all_rows_is_refused(name):
 
 
 @pytest.mark.parametrize("vmap", [jax.vmap, bx.vmap])
+@pytest.mark.compiles(300)
 def test_a_batch_of_batches_outside_of_jit(vmap):
     """Its axis is not spread over devices with that of the rows."""
     data, lengths = example((2, 13), seed=2), np.array([3, 1, 4, 2, 3], np.int32)

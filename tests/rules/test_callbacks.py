@@ -252,6 +252,7 @@ def test_checks_where_only_the_message_is_batched():
     assert batched(jnp.array([4.0, 5.0]), jnp.bool_(True))[0].get() is None
 
 
+@pytest.mark.compiles(80)
 def test_checks_made_by_checkify():
     errors = checkify.index_checks | checkify.float_checks
     fun = lambda x, i: jnp.log(x)[i]

@@ -37,6 +37,7 @@ def with_rule(rule, fun=scaled):
 ARGS = jnp.array([0.3, 1.2]), jnp.array([2.0, 1.0])
 
 
+@pytest.mark.compiles(100)
 def test_a_right_rule_passes():
     bx.check_rule(with_rule(good), *ARGS)
 
@@ -116,6 +117,7 @@ def test_derivatives_can_be_left_out():
     bx.check_rule(with_rule(rule), *ARGS, derivatives=False)
 
 
+@pytest.mark.compiles(60)
 def test_derivatives_that_the_function_does_not_have_are_left_out():
     on_host = bx.host_function(lambda x: np.cumsum(x), lambda x: x)
     f = with_rule(lambda n, b, x: (jnp.cumsum(x, 1), True), on_host)
@@ -125,6 +127,7 @@ def test_derivatives_that_the_function_does_not_have_are_left_out():
         bx.check_rule(wrong, jnp.arange(3.0))
 
 
+@pytest.mark.compiles(150)
 def test_other_kinds_of_arguments():
     @bx.custom_vmap
     def f(key, index, flags, x, scale, mode):

@@ -170,6 +170,7 @@ RULES = {"whose": st.sampled_from([bx.vmap, jax.vmap]), "keep_unbatched": st.boo
     compiled=st.sampled_from([True, True, False]),
     **RULES,
 )
+@pytest.mark.compiles(300)
 def test_every_order(make, steps, whose, keep_unbatched, compiled):
     near = 0.05 if make is weak_and_narrow else 1e-4
     check_order(make, steps, whose, keep_unbatched, compiled, {"rtol": near, "atol": near})

@@ -143,6 +143,7 @@ def test_an_exception_in_a_rule_names_the_rule_and_the_call(vmap):
     assert any(frame.name == "broken_rule" for frame in frames)
 
 
+@pytest.mark.compiles(60)
 def test_a_broken_rule_breaks_nothing_but_batches():
     def broken_rule(axis_size, in_batched, x):
         raise AssertionError("not to be run")

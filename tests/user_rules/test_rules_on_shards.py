@@ -71,6 +71,7 @@ def test_each_device_runs_the_rule_for_its_lanes(vmap, checked, which):
 
 @VMAPS
 @CHECKED
+@pytest.mark.compiles(100)
 def test_without_jit(vmap, checked):
     f = Telling(plain, ten)
     run = on_shards(over_lanes(f.function, vmap), checked)

@@ -249,6 +249,7 @@ def closing(w):
 
 @VMAPS
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.compiles(60)
 def test_a_closed_over_value_that_is_differentiated(vmap, compiled):
     seen = []
 
