@@ -299,6 +299,26 @@ def test_a_reverse_rule_branches_on_what_a_forward_rule_was_told():
         same(result, expected)
 
 
+def test_a_truth_value_among_residuals_is_computed_with():
+    """A program writes it as Python's True, of which `~` is -2."""
+
+    @jax.custom_vjp
+    def f(x):
+        return 2 * x
+
+    def fwd(x):
+        return 2 * x, (x, jnp.array(True), jnp.array(3, np.int32))
+
+    def bwd(residuals, cotangent):
+        _, flag, times = residuals
+        assert (flag.dtype, times.dtype) == (np.bool_, np.int32)
+        return (jnp.where(~flag, 0, times.astype(cotangent.dtype) * cotangent),)
+
+    f.defvjp(fwd, bwd)
+    for wrap in (lambda h: h, jax.jit):
+        same(wrap(jax.grad(lambda x: bx.vmap(f)(x).sum()))(X), jnp.full_like(X, 3))
+
+
 def test_integers_keys_and_booleans():
     key = jax.random.split(jax.random.key(0), 3)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
@@ -151,9 +152,15 @@ class ReverseRule:
 
 
 def known_number(x: Any) -> Any:
-    """The number that a variable of a program is in truth, else None: arrays are no numbers."""
-    number = isinstance(x, Literal) and isinstance(x.val, (bool, int, float, complex))
-    return x.val if number else None
+    """The number that a variable of a program is in truth, else None: arrays are no numbers.
+
+    One with a dtype of its own is a scalar of NumPy. A program writes an array of one truth value
+    as Python's True, whose `~` is -2, and which has no methods of arrays.
+    """
+    if not isinstance(x, Literal) or not isinstance(x.val, (bool, int, float, complex)):
+        return None
+    aval: Any = x.aval
+    return x.val if aval.weak_type else np.dtype(aval.dtype).type(x.val)
 
 
 def _counted_once(cotangent: Any, aval: Any) -> Any:
