@@ -34,7 +34,8 @@ class Tiles(AxisSpec):
         count, size = self._count_and_size(shape, axis, path)
         if count * size < shape[axis]:
             lengths = np.append(np.full(count, size), shape[axis] - count * size).astype(np.int32)
-            return Parts([Ragged(value, lengths, axis=axis)], [0], lambda x: x[0])
+            named = [f"{path} (tiles of {size}, the last of {lengths[-1]})"]
+            return Parts([Ragged(value, lengths, axis=axis)], [0], lambda x: x[0], named)
         blocks = jnp.asarray(value)
         _check_shards(blocks, axis, count, path)
         blocks = _reshaped(blocks, axis, 1, (count, size))

@@ -186,6 +186,8 @@ def test_tiles_that_devices_cannot_have_equal_shares_of_are_refused():
         x = jax.device_put(example((8,)), NamedSharding(mesh, P("d")))
         with pytest.raises(bx.UnsupportedError, match="equal shares of 2 tiles"):
             bx.vmap(running, bx.tiles(4))(x)
+        with pytest.raises(bx.UnsupportedError, match=r"\(tiles of 3, the last of 2\).*reshard"):
+            bx.vmap(running, bx.tiles(3, last="short"))(x)
 
 
 REFUSED = {

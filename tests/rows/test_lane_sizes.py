@@ -152,6 +152,18 @@ REFUSED = {
         lambda: jax.jit(bx.vmap(jnp.arange, bx.size("n")))(SIZES),
         "batchax.size('n', max_size=...)",
     ),
+    "of this process": (
+        lambda: bx.vmap(jnp.arange, N)(bx.local(SIZES)),
+        "by sizes that all processes must know",
+    ),
+    "asked for a number": (
+        lambda: jax.jit(bx.vmap(lambda n: jnp.ones(n) if n > 1 else n, N))(SIZES),
+        "the function needs the size of a lane as a number, and here lanes have",
+    ),
+    "no padding is exact": (
+        lambda: jax.jit(bx.vmap(lambda n: jnp.fft.fft(jnp.ones(n)), N))(SIZES),
+        "Lanes of one size could run together, but the sizes are traced here",
+    ),
     "lengths differ": (
         lambda: bx.vmap(lambda n, r: r.sum() + n, (N, bx.ragged("n")))(
             SIZES, bx.Ragged.from_rows([jnp.ones(2)] * 5)

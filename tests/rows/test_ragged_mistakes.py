@@ -106,6 +106,16 @@ MISTAKES = {
         bx.ArgumentTypeError,
         r"rows\[1\] has dtype float32, but rows\[0\] has int32",
     ),
+    "lists of numbers of different dtypes": (
+        lambda: bx.Ragged.from_rows([[1.0, 2], [3]]),
+        bx.ArgumentTypeError,
+        r"rows\[1\] has dtype int\d+, .* give np\.asarray\(row, np\.float\d+\)",
+    ),
+    "numbers for rows": (
+        lambda: bx.Ragged.from_rows([1.0, 2.0]),
+        bx.AxisError,
+        r"Ragged.from_rows: rows\[0\] is a number",
+    ),
     "rows of different widths": (
         lambda: bx.Ragged.from_rows([np.zeros((1, 2)), np.zeros((1, 3))]),
         bx.AxisError,
@@ -234,7 +244,7 @@ def test_rows_on_a_mesh_that_types_tell_of(spec):
     data = jax.device_put(rows.data, NamedSharding(mesh, spec))
     spread = bx.Ragged(data, rows.lengths, rows.max_length)
     batched = bx.vmap(lambda row: jnp.sin(row).sum(0))
-    with pytest.raises(bx.UnsupportedError, match=r"args\[0\]: the data of the Ragged .* mesh"):
+    with pytest.raises(bx.UnsupportedError, match=r"args\[0\]: the data are .* mesh"):
         batched(spread)
     with jax.set_mesh(mesh):
         if spec == P():

@@ -10,7 +10,7 @@ from jax.core import Tracer
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, UnsupportedError
-from batchax.frontend.containers import is_container
+from batchax.frontend.containers import BatchOfRows, is_container
 
 
 class LocalRows:
@@ -82,6 +82,12 @@ def _local(path: str, x: Any) -> LocalRows:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         raise UnsupportedError(
             f"local: {path} is an array of several processes already: pass it as it is."
+        )
+    if isinstance(x, BatchOfRows):
+        raise ArgumentTypeError(
+            f"local: {path} is of type {type(x).__name__}. Rows of different lengths are dealt out "
+            "to devices by lengths that all processes must know: give all rows on all processes, "
+            "without local, or pad a process's own: local(x.to_padded())."
         )
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise ArgumentTypeError(

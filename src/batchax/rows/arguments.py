@@ -25,7 +25,7 @@ from batchax.rows.checks import known_lengths, shown_lengths
 from batchax.rows.comparisons import Lengths, SizeOfRow
 from batchax.rows.index import RowIndex
 from batchax.rows.ragged import Ragged
-from batchax.rows.row_size import RaggedSize
+from batchax.rows.row_size import RaggedSize, SizeAlone
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,14 @@ class RowSize:
       symbol: the symbolic size.
       batch: the first argument that has it.
       bound: no row is longer.
+      of_lanes: whether a lane was given the size, and has no rows.
     """
 
     name: str
     symbol: Any
     batch: Ragged
     bound: int
+    of_lanes: bool
 
     @cached_property
     def index(self) -> RowIndex:
@@ -110,8 +112,8 @@ def check_meshes(mapped: Sequence[Mapped]) -> None:
             else:
                 continue
             raise UnsupportedError(
-                f"{m.path}: the {what} of the Ragged are {reason}, where rows of several lengths "
-                f"do not run. {remedy}, or use a mesh whose axes are of type Auto."
+                f"{m.path}: the {what} are {reason}, where rows of several lengths do not run. "
+                f"{remedy}, or use a mesh whose axes are of type Auto."
             )
 
 
@@ -147,7 +149,8 @@ def find_sizes(mapped: Sequence[Mapped]) -> tuple[list[RowSize | None], list[Row
     sizes = []
     described = zip(groups, names, symbols, batches, bounds, strict=True)
     for (_, members), name, symbol, batch, bound in described:
-        size = RowSize(name, symbol, batch, bound)
+        of_lanes = all(isinstance(mapped[i].spec, SizeAlone) for i in members)
+        size = RowSize(name, symbol, batch, bound, of_lanes)
         sizes.append(size)
         for i in members:
             sizes_of[i] = size

@@ -51,6 +51,11 @@ def join(path: str, rows: Sequence[Any], axis: int) -> tuple[Any, np.ndarray, in
             raise ArgumentTypeError(f"{_NAME}[{i}]{path} must be an array, got {type(x).__name__}.")
     arrays = [as_data(x, f"rows[{i}]{path}") for i, x in enumerate(rows)]
     first = arrays[0]
+    if not path and not first.ndim:
+        raise AxisError(
+            f"{_NAME}[0] is a number, which has no axis for the elements of a row. Give an array "
+            "for each row, such as np.asarray([1.0])."
+        )
     if path and not first.ndim:
         raise AxisError(
             f"{_NAME}[0]{path} is a number, which has no axis for the elements of a row. Stack "
@@ -60,9 +65,13 @@ def join(path: str, rows: Sequence[Any], axis: int) -> tuple[Any, np.ndarray, in
     at = checked_axis(axis, first)
     for i, x in enumerate(arrays):
         if x.dtype != first.dtype:
+            remedy = "Convert them to one dtype."
+            if any(isinstance(row, (list, tuple)) for row in rows):
+                both = jnp.result_type(x, first)
+                remedy = f"Lists have the dtype of their numbers: give np.asarray(row, np.{both})."
             raise ArgumentTypeError(
                 f"{_NAME}[{i}]{path} has dtype {x.dtype}, but rows[0]{path} has {first.dtype}. "
-                "Convert them to one dtype."
+                f"{remedy}"
             )
         if x.ndim != first.ndim or without(x.shape, at) != without(first.shape, at):
             raise AxisError(

@@ -11,10 +11,11 @@ import numpy as np
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.in_axes import is_position
+from batchax.frontend.local_rows import LocalRows
 from batchax.frontend.parts import AxisSpec, Parts
 from batchax.rows.checks import as_lengths, known_lengths, shown_lengths
 from batchax.rows.ragged import Ragged
-from batchax.rows.row_size import RaggedSize, check_size_name
+from batchax.rows.row_size import SizeAlone, check_size_name
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,15 @@ class LaneSize(AxisSpec):
             room, bound = int(values.sum()), self.max_size or int(values.max(initial=0))
         # Rows of those lengths that nobody reads. What the function is given is their size.
         rows = Ragged(jnp.zeros(room, bool), sizes, bound)
-        return Parts([rows], [RaggedSize(self.name)], lambda examples: examples[0].shape[0])
+        return Parts([rows], [SizeAlone(self.name)], lambda examples: examples[0].shape[0])
 
     def _checked(self, value: Any, path: str) -> Any:
+        if isinstance(value, LocalRows):
+            raise UnsupportedError(
+                f"in_axes gives {self!r} for {path}, which is batchax.local(x): lanes of different "
+                "sizes are dealt out to devices by sizes that all processes must know. Give all "
+                "sizes on all processes, without local."
+            )
         try:
             shape, dtype = np.shape(value), jnp.result_type(value)
         except (TypeError, ValueError):
@@ -49,8 +56,7 @@ class LaneSize(AxisSpec):
         if not isinstance(shape[0], int):
             raise UnsupportedError(
                 f"in_axes gives {self!r} for {path}, of which there are {shape[0]}, a symbolic "
-                "number: where rows are must be known. Export the function for a known number of "
-                "lanes."
+                "number, which must be known. Export the function for a known number of lanes."
             )
         sizes = as_lengths(value)
         values = known_lengths(sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -25,39 +26,61 @@ def cannot_stage(error: Exception, sizes: Sequence[RowSize], works_for_known: An
     if isinstance(error, BatchaxError) and not asked:
         return error
     names = ", ".join(size.name for size in sizes)
+    words = _words(sizes)
+    row, length = words.row, words.length
     if asked or works_for_known():
         line = line_of(error)
         if str(error).startswith(SIZES_DIFFER):  # and they are alike for rows of known lengths
             return UnsupportedError(f"{line + ': ' if line else ''}{error}")
         return UnsupportedError(
-            f"{line + ': ' if line else ''}the function needs the length of a row as a number, and "
-            f"here rows have a symbolic size ({names}), because their lengths are traced: "
+            f"{line + ': ' if line else ''}the function needs the {length} of a {row} as a number, "
+            f"and here {row}s have a symbolic size ({names}), because their {length}s are traced: "
             f"{question_of(error)}."
-            "\nCall it outside of jit, or close over the Ragged, so that lengths are known: then "
-            "rows of one length run together, and with buckets= those of which it holds alike. To "
-            "compute with a size use jnp.asarray(x.shape[0])."
+            f"\nCall it outside of jit, or close over the {words.batch}, so that {length}s are "
+            f"known: then {row}s of one {length} run together, and with buckets= those of which it "
+            f"holds alike. To compute with a size use jnp.asarray({words.size})."
         )
     error.add_note(
-        f"Rows have a symbolic size ({names}) in the function, as their lengths are traced."
+        f"{row.capitalize()}s have a symbolic size ({names}) in the function, as their {length}s "
+        "are traced."
         + (
             " Arguments whose rows have the same lengths share a size if in_axes says so: "
             'batchax.ragged("n") for each of them.'
-            if len(sizes) > 1
+            if len(sizes) > 1 and words is _ROWS
             else ""
         )
     )
     return error
 
 
+@dataclass(frozen=True)
+class _Words:
+    """How messages speak of what has a size: the user may have given rows, or sizes alone."""
+
+    row: str
+    length: str
+    batch: str
+    size: str
+
+
+_ROWS = _Words("row", "length", "Ragged", "x.shape[0]")
+_LANES = _Words("lane", "size", "array of sizes", "n")
+
+
+def _words(sizes: Sequence[RowSize]) -> _Words:
+    return _LANES if all(size.of_lanes for size in sizes) else _ROWS
+
+
 ASKED_FOR_NUMBERS = jax.errors.InconclusiveDimensionOperation
 
 
-def cannot_pad(error: Exception, on_mesh: bool) -> Exception:
+def cannot_pad(error: Exception, sizes: Sequence[RowSize], on_mesh: bool) -> Exception:
     """What to raise where padding cannot be exact, and lengths are not known."""
+    words = _words(sizes)
     return UnsupportedError(
-        f"{error}\nRows of one length could run together, but the lengths are traced here: "
-        "call it outside of jit, or close over the Ragged, so that they are known"
-        + (", and leave mesh out." if on_mesh else ".")
+        f"{error}\n{words.row.capitalize()}s of one {words.length} could run together, but the "
+        f"{words.length}s are traced here: call it outside of jit, or close over the "
+        f"{words.batch}, so that they are known" + (", and leave mesh out." if on_mesh else ".")
     )
 
 

@@ -42,6 +42,10 @@ class RaggedSize(AxisSpec):
         return f"batchax.ragged({self.name!r})"
 
 
+class SizeAlone(RaggedSize):
+    """Rows that nobody reads, for the size that they have."""
+
+
 def _rows_of(batch: Any) -> Ragged:
     """Rows that all have one size, if they are not rows of their own already."""
     if isinstance(batch, Ragged):

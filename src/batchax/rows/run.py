@@ -114,7 +114,7 @@ class InRows(Way):
         except CannotPad as error:
             if lengths_known:
                 return None
-            raise cannot_pad(error, self.shards is not None) from None
+            raise cannot_pad(error, call.sizes, self.shards is not None) from None
 
 
 @dataclass(frozen=True)
