@@ -37,10 +37,14 @@ from batchax.programs.weights import TOGETHER
 from batchax.rules.branches import after_branches, one_branch, select_results
 from batchax.rules.hazards import hazards
 
-# Results do not depend on these.
+# Results do not depend on these; the benchmark `divergence` times branches.
 _GAIN = 4.0  # how many times the cost of moving its lanes a branch must cost to be run apart
 _LEAST = 50_000.0  # nanoseconds that a branch must take for all lanes to be run apart
 _NARROWEST = 16  # lanes in a chunk
+# Nanoseconds of work that make a chunk wide enough, beside which to begin it weighs little, and the
+# most lanes in it.
+_CHUNK_ON_CPU = (500_000.0, 1024)
+_CHUNK = (50_000_000.0, 16_384)
 
 
 def run_branches(axis: Axis, branches: Branches, width: int | None) -> PlacedOutputs | None:
@@ -183,7 +187,7 @@ class _Part:
 def _chunk(work: float) -> int:
     """How many lanes make a chunk, if each does so many nanoseconds of work."""
     processor = jax.default_backend() == "cpu"
-    enough, widest = (500_000.0, 1024) if processor else (50_000_000.0, 16_384)
+    enough, widest = _CHUNK_ON_CPU if processor else _CHUNK
     width = _NARROWEST
     while width < widest and width * work < enough:
         width *= 2

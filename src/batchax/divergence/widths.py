@@ -22,13 +22,14 @@ from batchax.programs.shapes import bytes_of
 from batchax.programs.weights import LAUNCH, TOGETHER
 from batchax.rules.aliases import kept_carries
 
+# The benchmark `divergence` times loops with windows of these widths.
 _NARROWING = 4  # the second window is this many times narrower than the first
 _FEW = 8  # the share of all lanes that a window holds at most: in a wide one few leave for long
 _FEWEST = 4  # the same where windows narrower than that would be mostly overhead
 _ROOMY = 16  # how many times as long as its overhead a step of the first window takes
 _LONE = 4  # the same of a window alone: with it the slowest lanes run until the end
 _LONGEST = 700  # operations in the programs of all windows together, about: each is compiled
-_MOST_WINDOWS = 2
+_MOST_WINDOWS = 2  # each is a program of its own to compile
 # A loop inside a loop has windows only if moving a lane costs no more than so many of its steps:
 # it is entered often, and mostly for few steps.
 _MOST_STEPS_INSIDE = 8

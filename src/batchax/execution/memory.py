@@ -188,7 +188,7 @@ def _most_of_all(program: str, numbers: Sequence[int]) -> list[int]:
 
 _PATIENCE = 5.0  # seconds that a choice may take before it is said what is being done
 _SMALL = 8  # lanes from whose account that of more is foreseen
-_MOST_COMPILATIONS = 6
+_MOST_COMPILATIONS = 6  # to choose a chunk size: each takes as long as that of the call
 _WORTH_IT = 1.25  # so much larger must a chunk be to be compiled, too
 
 

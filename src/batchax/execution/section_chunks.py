@@ -27,9 +27,9 @@ def run_chunks(setting: Setting, stage: Stage, env: Env) -> dict[Target, Found] 
     if not body.section.eqns and not targets:
         return None
     if body.of_only_chunk is None:
-        body, outs, found = _in_loop(setting, stage, env, body)
+        body, outs, by_target = _in_loop(setting, stage, env, body)
     else:
-        body, outs, found = _only_chunk(body, body.of_only_chunk)
+        body, outs, by_target = _only_chunk(body, body.of_only_chunk)
     if setting.shards is not None:
         inside = stage.inside
         specs = [spec for target in outs for spec in body.specs[target]]
@@ -43,18 +43,19 @@ def run_chunks(setting: Setting, stage: Stage, env: Env) -> dict[Target, Found] 
             out, aval = finish(target.reduction, part, results, setting.axis.size), part.result
         else:
             (out,), (aval,) = results, body.types[target]
-        found[target] = Found(_compat.weakly(out) if aval.weak_type else out, 0)
-    return found
+        by_target[target] = Found(_compat.weakly(out) if aval.weak_type else out, 0)
+    return by_target
 
 
 def _only_chunk(body: SectionBody, results: Sequence[Any]) -> _Chunked:
     outs = body.of_targets(results)
-    found = {t: Found(outs.pop(t)[0], None) for t in body.shared}
-    return body, {t: list(map(of_only_chunk, xs, body.specs[t])) for t, xs in outs.items()}, found
+    by_target = {t: Found(outs.pop(t)[0], None) for t in body.shared}
+    outs = {t: list(map(of_only_chunk, xs, body.specs[t])) for t, xs in outs.items()}
+    return body, outs, by_target
 
 
 def _in_loop(setting: Setting, stage: Stage, env: Env, body: SectionBody) -> _Chunked:
-    found: dict[Target, Found] = {}
+    by_target: dict[Target, Found] = {}
     same: list[Target] = []
     if body.shared:  # batching found that all lanes have the same
         lanes, eqns = setting.lanes, stage.free
@@ -62,16 +63,16 @@ def _in_loop(setting: Setting, stage: Stage, env: Env, body: SectionBody) -> _Ch
         same = [t for t in body.shared if _calls_back(eqns, t, env)]
         quiet = [t for t in body.shared if t not in same]
         if quiet:
-            found = SectionBody(lanes, env, eqns, quiet, effects=False).of_first_lane()
-        rest = [t for t in body.targets if t not in found]
+            by_target = SectionBody(lanes, env, eqns, quiet, effects=False).of_first_lane()
+        rest = [t for t in body.targets if t not in by_target]
         body = SectionBody(lanes, env, eqns, rest, same=same)
     loop = replace(body.loop, results=body.results)
     # To keep residuals is to scan, and JAX runs the derivative rules of what it scans when the
     # values that they close over are gone.
     keep = setting.keep and not any(map(closed_over, body.section.eqns))
     outs = body.of_targets(run_loop(loop, body.operands, keep))
-    found |= {t: Found(outs.pop(t)[0][0], None) for t in same}
-    return body, outs, found
+    by_target |= {t: Found(outs.pop(t)[0][0], None) for t in same}
+    return body, outs, by_target
 
 
 def _calls_back(eqns: Sequence[Any], target: Target, env: Env) -> bool:

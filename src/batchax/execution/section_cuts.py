@@ -28,12 +28,12 @@ InSections = Callable[[Shards | None], Axis]
 
 
 def run_cuts(
-    setting: Setting, stage: Stage, found: Mapping[Target, Found], env: Env, whole: InSections
+    setting: Setting, stage: Stage, by_target: Mapping[Target, Found], env: Env, whole: InSections
 ) -> None:
     """Runs the cuts of a stage, of which chunks found the operands; adds their results to `env`."""
     held, loops = [], []
     for eqn in stage.cuts:
-        streamed = _operands(stage, found, env, eqn)
+        streamed = _operands(stage, by_target, env, eqn)
         if eqn.primitive is while_p and not is_exposed(setting.axis, eqn):
             loops.append(eqn)
         elif streamed is None:
@@ -54,14 +54,14 @@ def run_cuts(
     _run_gathered(setting.shards, whole(None), apart, env)
 
 
-def _operands(stage: Stage, found: Mapping[Target, Found], env: Env, eqn: Any) -> Any:
+def _operands(stage: Stage, by_target: Mapping[Target, Found], env: Env, eqn: Any) -> Any:
     """Adds what chunks found for a cut to `env`; or returns its result, if they computed that."""
     streamed = None
     for v in variables(eqn):
         target = stage.collected.get((id(eqn), v))
         if target is None:
             continue
-        x = found[target]
+        x = by_target[target]
         if isinstance(target.how, Reduce) and x.position is not None:
             streamed = lax.convert_element_type(x.value, v.aval.dtype)
         else:

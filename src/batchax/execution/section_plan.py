@@ -102,13 +102,13 @@ def plan_stage(
       outputs: the outputs that are left: the variable of each, and how it is wanted.
     """
     cuts, blocked, free = find_cuts(setting.axis, eqns, _loops_to_cut(setting, eqns, env))
-    known, wanted = [], {}
+    at_hand, targets = [], {}
     for i, (v, output) in outputs.items():
         if isinstance(v, Literal) or v not in blocked:
             if _is_placed(setting, env, v, output):
-                known.append(i)
+                at_hand.append(i)
             else:
-                wanted[i] = Target(v, how_wanted(v, output.spec))
+                targets[i] = Target(v, how_wanted(v, output.spec))
     collected = {
         (id(eqn), v): target
         for eqn in cuts
@@ -116,7 +116,7 @@ def plan_stage(
         if (target := _collected(setting, env, eqn, v)) is not None
     }
     kept = [Target(v, 0) for v in _kept(setting, eqns, free, cuts)]
-    return Stage(free, cuts, known, wanted, collected, kept)
+    return Stage(free, cuts, at_hand, targets, collected, kept)
 
 
 def _loops_to_cut(setting: Setting, eqns: Sequence[Any], env: Env) -> set[int]:

@@ -79,11 +79,11 @@ class SectionRunner:
         while True:
             eqns = run_shared(setting.axis, eqns, env)
             stage = plan_stage(setting, eqns, env, left)
-            found = run_chunks(setting, stage, env)
-            looped = looped or (found is not None and not lanes.are_one_chunk)
-            found = found or {}
+            by_target = run_chunks(setting, stage, env)
+            looped = looped or (by_target is not None and not lanes.are_one_chunk)
+            by_target = by_target or {}
             ready = {i: _read(env, left[i][0]) for i in stage.known}
-            ready |= {i: found[target] for i, target in stage.wanted.items()}
+            ready |= {i: by_target[target] for i, target in stage.wanted.items()}
             ready = dict(sorted(ready.items()))
             of_outputs = [left[i][1] for i in ready]
             check_unbatched(setting.axis, of_outputs, [x.position for x in ready.values()])
@@ -91,8 +91,8 @@ class SectionRunner:
                 outs[i] = _placed(setting, *left.pop(i), x, i in stage.wanted)
             if not stage.cuts:
                 break
-            env.update((target.variable, found[target]) for target in stage.kept)
-            run_cuts(setting, stage, found, env, self._in_sections)
+            env.update((target.variable, by_target[target]) for target in stage.kept)
+            run_cuts(setting, stage, by_target, env, self._in_sections)
             eqns = stage.left_of(eqns)
         placed = [outs[i] for i in range(len(outs))]
         values = [x.value for x in placed]

@@ -130,16 +130,16 @@ class Building:
             )
         check_max_length(max_length)
         most = size if max_length is None else int(max_length)
-        known = known_lengths(lengths)
-        if known is None:
+        values = known_lengths(lengths)
+        if values is None:
             capacity, room = count * size, min(size, most)
             index = RowIndex.of(lengths, capacity, room)
             lengths = index.lengths
             padded = lax.slice_in_dim(padded, 0, room, axis=at + 1)
         else:
-            check_each(known, size, f"the {size} elements that a row of `padded` has")
-            check_each(known, most, f"max_length, {most}")
-            capacity = int(known.sum())
+            check_each(values, size, f"the {size} elements that a row of `padded` has")
+            check_each(values, most, f"max_length, {most}")
+            capacity = int(values.sum())
             index = RowIndex.of(lengths, capacity, size)
         return cls(pack_rows(padded, index, at, capacity), lengths, most, axis=at)
 
@@ -175,17 +175,17 @@ class Building:
                 "Ragged.from_offsets: offsets must have one entry more than there are rows; it "
                 "is empty."
             )
-        known, size = known_lengths(offsets), flat.shape[at]
-        if known is None:
+        values, size = known_lengths(offsets), flat.shape[at]
+        if values is None:
             offsets = lax.cummax(jnp.clip(offsets.astype(jnp.int32), 0, size))
             flat = jnp.roll(flat, -offsets[0], axis=at)
             lengths = offsets[1:] - offsets[:-1]
         else:
-            start, lengths = int(known[0]), np.diff(known)
-            if start < 0 or (lengths < 0).any() or known[-1] > size:
+            start, lengths = int(values[0]), np.diff(values)
+            if start < 0 or (lengths < 0).any() or values[-1] > size:
                 raise AxisError(
                     "Ragged.from_offsets: offsets must begin at 0 or later, never decrease, and "
-                    f"end within the {size} elements of flat; got {shown_lengths(known)}."
+                    f"end within the {size} elements of flat; got {shown_lengths(values)}."
                 )
             part = [slice(None)] * flat.ndim
             part[at] = slice(start, None)

@@ -18,7 +18,9 @@ from batchax.rows.layouts import Costs, Layout, differing_values
 from batchax.rows.sizes import Sizes
 from batchax.rows.steps import RowProgram
 
-_MOST_CLASSES = 5
+_MOST_CLASSES = 5  # that are chosen unasked: each computes blocks that are not full
+_WORTH_ON_CPU = 100_000.0  # nanoseconds of work, beside which to begin a block weighs little
+_WORTH = 50_000_000.0  # the same where many rows run at a time
 _RUNS = 1_000  # of a compiled program, over which the time to compile it is spread
 
 
@@ -31,7 +33,7 @@ def rows_in_block(program: RowProgram, batched: Sequence[bool], costs: Costs) ->
     differs = differing_values(program, batched)
     steps = (s for s in program.steps if any(differs[i] for i in s.outputs))
     work = sum(costs.of(step, "padded", differs) for step in steps) / costs.rows
-    worth = 100_000.0 if jax.default_backend() == "cpu" else 50_000_000.0  # nanoseconds
+    worth = _WORTH_ON_CPU if jax.default_backend() == "cpu" else _WORTH
     rows = 1
     while rows * work < worth and rows * _LEAST_BLOCKS < costs.rows:
         rows *= 2

@@ -27,7 +27,7 @@ from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.rows.user_code import is_users, line_around
 
-_MOST_COMBINATIONS = 1 << 20
+_MOST_COMBINATIONS = 1 << 20  # of lengths that a question is asked for; arrays hold them all
 
 
 class UndecidedSizeError(UnsupportedError, jax.errors.InconclusiveDimensionOperation):

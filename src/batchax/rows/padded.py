@@ -238,8 +238,11 @@ def fold_known(eqn: Any, values: Sequence[Any]) -> list[Any] | None:
         return [np.asarray(x) for x in bind_equation(eqn, values)]
 
 
+_FEW = 16  # numbers that are computed when a program is read: indices, not arrays of data
+
+
 def _is_index(aval: Any) -> bool:
-    small = np.prod(aval.shape) <= 16
+    small = np.prod(aval.shape) <= _FEW
     return bool(small and jnp.issubdtype(aval.dtype, jnp.integer) and not aval.weak_type)
 
 

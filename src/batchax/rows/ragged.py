@@ -79,10 +79,10 @@ class Ragged(Building, Converters, Selecting, BatchOfRows):
         self.axis = checked_axis(axis, self.data)
         capacity = self.data.shape[self.axis]
         check_max_length(max_length)
-        known = known_lengths(self.lengths)
-        if known is not None:
-            check_lengths(known, capacity, max_length, self.data, self.axis)
-        greatest = capacity if known is None else int(known.max(initial=0))
+        values = known_lengths(self.lengths)
+        if values is not None:
+            check_lengths(values, capacity, max_length, self.data, self.axis)
+        greatest = capacity if values is None else int(values.max(initial=0))
         self.max_length = greatest if max_length is None else int(max_length)
 
     @property
@@ -193,8 +193,8 @@ class Ragged(Building, Converters, Selecting, BatchOfRows):
                 f"{type(capacity).__name__}."
             ) from None
         size = self.data.shape[self.axis]
-        known = known_lengths(self.lengths)
-        least = size if known is None else int(known.sum())
+        values = known_lengths(self.lengths)
+        least = size if values is None else int(values.sum())
         if capacity < least:
             raise AxisError(
                 f"Ragged.with_capacity: the rows have {least} elements, and capacity is {capacity}."
@@ -245,13 +245,13 @@ class Ragged(Building, Converters, Selecting, BatchOfRows):
             return f"Ragged(data={self.data!r}, lengths={self.lengths!r})"
         row = [*map(str, shape)]
         row[self.axis] = "n"
-        known = known_lengths(self.lengths)
+        values = known_lengths(self.lengths)
         if self.lengths.dtype == jax.dtypes.float0:
             lengths = "none, of a derivative"
-        elif known is None:
+        elif values is None:
             lengths = "traced"
         else:  # in a tree of shapes there is a shape
-            lengths = shown_lengths(known) if known.ndim == 1 else "unknown"
+            lengths = shown_lengths(values) if values.ndim == 1 else "unknown"
         comma = "," if len(row) == 1 else ""
         return (
             f"Ragged({len(self)} rows of {self.data.dtype}[{', '.join(row)}{comma}], "
