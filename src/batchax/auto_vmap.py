@@ -20,6 +20,7 @@ from batchax.frontend.batched import Batched
 from batchax.frontend.containers import check_by_position, is_container
 from batchax.frontend.outputs import flatten_arrays, is_array
 from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
+from batchax.jaxprs.words import Value
 from batchax.ranks.annotations import annotated_ranks
 from batchax.ranks.core import Core, CoreSizes, as_cores, is_rank
 from batchax.ranks.dimensions import Argument, check_cores, run
@@ -246,7 +247,7 @@ class _Call:
             else:
                 self._rebuilds[name] = self._add(name, value, specs.get(name))
 
-    def _add(self, path: str, value: Any, spec: Any) -> Callable[[Iterator[Any]], Any]:
+    def _add(self, path: str, value: Value, spec: Any) -> Callable[[Iterator[Any]], Any]:
         if spec is None or value is None:
             return lambda _: value
         what = "a tree of ranks"
@@ -260,7 +261,7 @@ class _Call:
             parts.append(next)
         return lambda it: rebuild(iter([part(it) for part in parts]))
 
-    def rebuild(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def rebuild(self, values: Sequence[Value]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with these arrays."""
         it = iter(values)
         full = {name: rebuild(it) for name, rebuild in self._rebuilds.items()}
@@ -268,11 +269,11 @@ class _Call:
         return bound.args, bound.kwargs
 
 
-def _is_leaf(x: Any) -> bool:
+def _is_leaf(x: Value) -> bool:
     return is_container(x) or _is_numbers(x)
 
 
-def _is_numbers(x: Any) -> bool:
+def _is_numbers(x: Value) -> bool:
     """Whether `x` is a list of numbers, or of such lists; a tuple is a tree."""
     if not isinstance(x, list) or not x:
         return False

@@ -12,19 +12,20 @@ from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.arguments import check_axis_name, check_axis_size, mesh_axis_names
 from batchax.frontend.in_axes import count, is_position
 from batchax.frontend.outputs import AUTO
+from batchax.jaxprs.words import Aval, ClosedJaxpr
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import ANYWHERE, ZERO_IF_MAPPED, batch_inner
 
 
 @_compat.api_boundary
 def batch_jaxpr(
-    closed_jaxpr: _compat.ClosedJaxpr,
+    closed_jaxpr: ClosedJaxpr,
     axis_size: int | None,
     in_axes: Sequence[int | None] | int | None,
     out_axes: Any = AUTO,
     axis_name: Hashable | None = None,
     spmd_axis_name: Hashable | tuple[Hashable, ...] | None = None,
-) -> tuple[_compat.ClosedJaxpr, tuple[int | None, ...]]:
+) -> tuple[ClosedJaxpr, tuple[int | None, ...]]:
     """Batches a closed jaxpr.
 
     Args:
@@ -57,7 +58,7 @@ def batch_jaxpr(
       >>> [x.shape for x in batched.in_avals], out_axes
       ([(2, 3), (8, 3)], (0,))
     """
-    if not isinstance(closed_jaxpr, _compat.ClosedJaxpr):
+    if not isinstance(closed_jaxpr, ClosedJaxpr):
         raise ArgumentTypeError(
             "batch_jaxpr expects a closed jaxpr, as jax.make_jaxpr(f)(*args) returns it, got "
             f"{type(closed_jaxpr).__name__}."
@@ -72,7 +73,7 @@ def batch_jaxpr(
     return batch_inner(Axis(size, axis_name, spmd_axis_name), closed_jaxpr, in_axes, places)
 
 
-def _any_size(program: _compat.ClosedJaxpr) -> Any:
+def _any_size(program: ClosedJaxpr) -> Any:
     """A symbolic number of lanes, of the scope of the symbols that `program` has."""
     dims = [d for aval in program.in_avals for d in getattr(aval, "shape", ())]
     symbolic = [d for d in dims if jax.export.is_symbolic_dim(d)]
@@ -83,7 +84,7 @@ def _any_size(program: _compat.ClosedJaxpr) -> Any:
     return size
 
 
-def _positions(what: str, given: Any, avals: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+def _positions(what: str, given: Any, avals: Sequence[Aval], others: Sequence[Any]) -> list[Any]:
     """A non-negative position, or one of `others`, for each value."""
     is_other = lambda x: any(x is other for other in others)
     shown = ", ".join(map(repr, others))

@@ -23,6 +23,7 @@ from batchax.frontend.carries import (
     settle,
 )
 from batchax.frontend.in_axes import is_position
+from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import stage_function
 
@@ -115,7 +116,7 @@ def bounded_while(
         check_structure(body_fun, old, new)
         return jax.tree.leaves(new)
 
-    def stage(carry: Sequence[Any]) -> tuple[_compat.ClosedJaxpr, _compat.ClosedJaxpr, None]:
+    def stage(carry: Sequence[Value]) -> tuple[ClosedJaxpr, ClosedJaxpr, None]:
         how = list(map(jax.typeof, carry)), [f"init_val{path}" for path in keys], "bounded_while"
         return stage_function(axis, test, *how), stage_function(axis, step, *how), None
 

@@ -17,6 +17,7 @@ from batchax.frontend.arguments import check_callable, check_untraced
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import is_position, spread_in_axes
 from batchax.frontend.outputs import lanes_first
+from batchax.jaxprs.words import Value
 from batchax.rows.ragged import Ragged
 from batchax.rules.masking import is_inexact
 from batchax.vmap import vmap
@@ -97,7 +98,7 @@ class _Comparison:
         fun: Callable[..., Any],
         in_axes: Any,
         options: dict[str, Any],
-        args: tuple[Any, ...],
+        args: tuple[Value, ...],
         kwargs: dict[str, Any],
         lanes: int,
         tolerance: dict[str, float | None],
@@ -206,18 +207,18 @@ def _kept(options: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in options.items() if k == "axis_size"}
 
 
-def _is_rows(x: Any) -> bool:
+def _is_rows(x: Value) -> bool:
     return isinstance(x, Ragged)
 
 
-def _size(x: Any) -> int:
+def _size(x: Value) -> int:
     return len(x.lengths) if _is_rows(x) else jax.tree.leaves(x)[0].shape[0]
 
 
-def _lane(x: Any, lane: int) -> Any:
+def _lane(x: Value, lane: int) -> Any:
     return x.rows()[lane] if _is_rows(x) else x[lane]
 
 
-def _is_smooth(x: Any) -> bool:
+def _is_smooth(x: Value) -> bool:
     """Whether a leaf is an array that there may be derivatives by."""
     return isinstance(x, (jax.Array, np.ndarray)) and is_inexact(x)

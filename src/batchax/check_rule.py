@@ -14,6 +14,7 @@ import numpy as np
 from batchax import _compat
 from batchax.comparing import difference_of_trees, directions
 from batchax.errors import ArgumentTypeError, RuleMismatchError
+from batchax.jaxprs.words import Value
 from batchax.kernel.axis import move_axis
 from batchax.kernel.derivatives import with_values
 from batchax.rules.masking import is_inexact
@@ -196,7 +197,9 @@ def _loop_over(fun: Callable[..., Any], axes: Sequence[int | None]) -> Callable[
     return run
 
 
-def _of_smooth(fun: Callable[..., Any], case: _Case, xs: Sequence[Any]) -> Callable[..., list[Any]]:
+def _of_smooth(
+    fun: Callable[..., Any], case: _Case, xs: Sequence[Value]
+) -> Callable[..., list[Any]]:
     """Those outputs of `fun` that may have derivatives, from arguments that may."""
 
     def run(*points: Any) -> list[Any]:
@@ -274,7 +277,7 @@ class _Comparison:
             raise RuleMismatchError(where + problem)
 
 
-def _varied(x: Any, lane: int) -> Any:
+def _varied(x: Value, lane: int) -> Any:
     """An argument for another lane; one that is no array is the same."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         return x
@@ -290,7 +293,7 @@ def _varied(x: Any, lane: int) -> Any:
     return jnp.roll(x, lane, 0) if x.ndim else x
 
 
-def _is_plain(x: Any) -> bool:
+def _is_plain(x: Value) -> bool:
     """Whether `x` is of numbers, not of keys."""
     return not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 

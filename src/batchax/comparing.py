@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from batchax.jaxprs.words import Value
 from batchax.rules.masking import is_inexact
 
 _ROUNDINGS = 1000  # by which results may differ: the order of sums is not the same
@@ -66,14 +67,14 @@ def difference_of_trees(
 def directions(xs: Any, seed: int) -> list[Any]:
     """For each array random numbers of its shape and dtype: tangents, or cotangents."""
 
-    def one(x: Any) -> Any:
+    def one(x: Value) -> Any:
         values = np.random.default_rng(seed).normal(size=np.shape(x))
         return jnp.asarray(values).astype(jnp.result_type(x))
 
     return [one(x) for x in xs]
 
 
-def _comparable(x: Any) -> np.ndarray:
+def _comparable(x: Value) -> np.ndarray:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return np.asarray(jax.random.key_data(x))
     if x.dtype == jax.dtypes.float0:

@@ -14,6 +14,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.arguments import check_callable
 from batchax.frontend.batched import Batched
+from batchax.jaxprs.words import Value
 
 P = ParamSpec("P")
 
@@ -74,7 +75,7 @@ def host_function(
     return cast(Any, on_host)
 
 
-def _type(x: Any) -> Any:
+def _type(x: Value) -> Any:
     t = x if hasattr(x, "dtype") else jax.typeof(x)
     return jax.ShapeDtypeStruct(t.shape, t.dtype)
 
@@ -113,7 +114,11 @@ def _on_lanes(
 
 
 def _store(
-    fun: Callable[..., Any], outs: Sequence[Any], lane: tuple[int, ...], result: Any, structure: Any
+    fun: Callable[..., Any],
+    outs: Sequence[Value],
+    lane: tuple[int, ...],
+    result: Any,
+    structure: Any,
 ) -> None:
     name = getattr(fun, "__name__", "the function")
     leaves, got = jax.tree.flatten(result)
@@ -129,6 +134,6 @@ def _store(
         out[lane] = x
 
 
-def _finish(results: Iterator[Any]) -> None:
+def _finish(results: Iterator[Value]) -> None:
     for _ in results:  # raises what a lane raised
         pass

@@ -23,6 +23,7 @@ from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.arguments import check_callable
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import check_out_axes
+from batchax.jaxprs.words import Value
 from batchax.progress import check_progress
 
 _ON_ERROR = ("raise", "quarantine")
@@ -175,7 +176,7 @@ def _check_options(
             raise ArgumentTypeError(f"{name} must be a non-negative int, got {value!r}.")
 
 
-def _check_one_of(name: str, value: Any, *choices: str | None) -> None:
+def _check_one_of(name: str, value: Value, *choices: str | None) -> None:
     if value not in choices:
         *others, last = ["None" if choice is None else f'"{choice}"' for choice in choices]
         raise ArgumentTypeError(f"{name} must be {', '.join(others)} or {last}, got {value!r}.")

@@ -43,6 +43,7 @@ from batchax.frontend.outputs import (
 )
 from batchax.frontend.parts import AxisSpec
 from batchax.frontend.prefixes import spread_specs
+from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import example_aval, stage_described, stage_function
 from batchax.kernel.rule_results import describe_returned
@@ -178,8 +179,8 @@ def scan(
             return [jnp.logical_not(check_predicate(until, stop))]
 
         def stage(
-            carry: Sequence[Any],
-        ) -> tuple[_compat.ClosedJaxpr | None, _compat.ClosedJaxpr, FlatOutputs]:
+            carry: Sequence[Value],
+        ) -> tuple[ClosedJaxpr | None, ClosedJaxpr, FlatOutputs]:
             avals, tested, over = list(map(jax.typeof, carry)), None, frozenset()
             if until is not None:
                 names = [f"carry{path}" for path in keys]

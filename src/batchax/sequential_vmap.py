@@ -9,6 +9,7 @@ import jax
 
 from batchax import _compat
 from batchax.custom_vmap import custom_vmap
+from batchax.jaxprs.words import Value
 from batchax.kernel import recording
 from batchax.scan import scan
 
@@ -53,7 +54,7 @@ def sequential_vmap(fun: Callable[P, R]) -> custom_vmap[P, R]:
         values = [*args, *kwargs.values()]
         axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched)
 
-        def step(carry: None, values: list[Any]) -> tuple[None, Any]:
+        def step(carry: None, values: list[Value]) -> tuple[None, Any]:
             own, by_name = values[: len(args)], values[len(args) :]
             named = dict(zip(kwargs, by_name, strict=True))
             return carry, sequential(*own, **named)  # pyright: ignore[reportCallIssue]

@@ -13,6 +13,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import BatchOfRows, is_container
 from batchax.frontend.outputs import is_array
+from batchax.jaxprs.words import Value
 
 
 @_compat.api_boundary
@@ -103,7 +104,7 @@ def unstack(tree: Any) -> list[Any]:
     return [jax.tree.unflatten(structure, row) for row in zip(*columns, strict=True)]
 
 
-def _has_lanes(x: Any) -> bool:
+def _has_lanes(x: Value) -> bool:
     return is_array(x) or isinstance(x, BatchOfRows)
 
 
@@ -125,7 +126,7 @@ def _leaves(name: str, tree: Any, rows: bool = False) -> tuple[Sequence[Any], An
     return leaves, structure
 
 
-def _alike(x: Any, y: Any) -> bool:
+def _alike(x: Value, y: Value) -> bool:
     """Whether two leaves may be stacked, or, where they are no arrays, are the same."""
     if is_array(x) and is_array(y):
         a, b = jax.typeof(x), jax.typeof(y)
@@ -133,7 +134,7 @@ def _alike(x: Any, y: Any) -> bool:
     return x is y or (not is_array(x) and not is_array(y) and bool(x == y))
 
 
-def _described(x: Any) -> str:
+def _described(x: Value) -> str:
     if not is_array(x):
         return repr(x)
     aval = jax.typeof(x)

@@ -17,6 +17,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.parts import AxisSpec, Parts
+from batchax.jaxprs.words import Value
 from batchax.rows.ragged import Ragged
 
 
@@ -29,7 +30,7 @@ class Tiles(AxisSpec):
     axis: int
     last: Literal["error", "short"]
 
-    def of_argument(self, value: Any, path: str) -> Parts:
+    def of_argument(self, value: Value, path: str) -> Parts:
         shape, axis = _checked(self, "in_axes", value, path)
         count, size = self._count_and_size(shape, axis, path)
         if count * size < shape[axis]:
@@ -59,7 +60,7 @@ class Tiles(AxisSpec):
             )
         return (parts, total // parts) if self.size is None else (total // parts, parts)
 
-    def of_output(self, value: Any, path: str, size: Any) -> Parts:
+    def of_output(self, value: Value, path: str, size: Any) -> Parts:
         shape, axis = _checked(self, "out_axes", value, path)
         symbolic = not isinstance(shape[axis], int)
         rows = symbolic or self.last == "short"  # they come along axis 0
@@ -75,7 +76,7 @@ class Tiles(AxisSpec):
                 "Leave the count out, batchax.tiles(axis=...), to join whatever there is."
             )
 
-        def join(outs: Sequence[Any]) -> Any:
+        def join(outs: Sequence[Value]) -> Any:
             (x,) = outs
             if isinstance(x, Ragged):
                 return x.data
@@ -137,7 +138,7 @@ def tiles(
     return Tiles(size, count, int(axis), last)
 
 
-def _checked(spec: Tiles, what: str, value: Any, path: str) -> tuple[tuple[int, ...], int]:
+def _checked(spec: Tiles, what: str, value: Value, path: str) -> tuple[tuple[int, ...], int]:
     """The shape of a value, and the axis with blocks, not negative."""
     try:
         shape = np.shape(value)
@@ -168,7 +169,7 @@ def _checked(spec: Tiles, what: str, value: Any, path: str) -> tuple[tuple[int, 
     return shape, axis
 
 
-def _check_shards(x: Any, axis: int, count: int, path: str) -> None:
+def _check_shards(x: Value, axis: int, count: int, path: str) -> None:
     """Refuses blocks that devices cannot have in equal shares, where types say how `x` is sharded.
 
     Raises:
@@ -186,7 +187,7 @@ def _check_shards(x: Any, axis: int, count: int, path: str) -> None:
         )
 
 
-def _reshaped(x: Any, axis: int, old: int, new: Sequence[int]) -> Any:
+def _reshaped(x: Value, axis: int, old: int, new: Sequence[int]) -> Any:
     """`x` with `old` axes from `axis` on replaced by axes of the sizes `new`.
 
     Where types say how an array is sharded, the first of the new axes is as the first old one was.

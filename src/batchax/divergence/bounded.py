@@ -29,7 +29,8 @@ from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
 from batchax.execution.operand_specs import WHOLE, Lanes
 from batchax.execution.slices import with_derivative_of
 from batchax.execution.watched import Steps
-from batchax.kernel.axis import Axis, AxisPosition, match_axis, move_axis
+from batchax.jaxprs.words import Value
+from batchax.kernel.axis import Axis, Position, match_axis, move_axis
 from batchax.kernel.divergence import BoundedLoop, PlacedOutputs
 from batchax.kernel.inner import remembered
 from batchax.kernel.named_axes import any_uses_axis
@@ -60,7 +61,7 @@ def run_bounded_loop(axis: Axis, loop: BoundedLoop, width: int) -> PlacedOutputs
     blocks = _Blocks(replace(axis, name=None, divergence=None), replace(loop, args=()), width)
 
     def build() -> Any:
-        def run(args: Sequence[Any]) -> list[Any] | None:
+        def run(args: Sequence[Value]) -> list[Any] | None:
             if loop.test is None:
                 return blocks.run(lax.neg(args[0]), args)
             whole, finish = as_while(
@@ -111,7 +112,7 @@ class _Blocks:
     loop: BoundedLoop
     width: int
 
-    def run(self, order: Any, args: Sequence[Any]) -> list[Any]:
+    def run(self, order: Any, args: Sequence[Value]) -> list[Any]:
         """The results of all lanes, at the front; blocks are formed by `order`."""
         places = jnp.argsort(order)
         back = jnp.zeros_like(places).at[places].set(lax.iota(places.dtype, places.shape[0]))
@@ -127,7 +128,7 @@ class _Blocks:
 
     def _of_width(self, width: int) -> Any:
         axis = replace(self.axis, size=width)
-        positions: list[AxisPosition] = [None if a is None else 0 for a in self.loop.axes]
+        positions: list[Position] = [None if a is None else 0 for a in self.loop.axes]
 
         def run(start: Any, *xs: Any) -> list[Any]:
             outs, at = batch_bounded_loop(axis, replace(self.loop, args=xs, axes=positions))
@@ -136,7 +137,7 @@ class _Blocks:
         return run
 
 
-def _permuted(x: Any, places: Any, back: Any) -> Any:
+def _permuted(x: Value, places: Any, back: Any) -> Any:
     """The entries of `x` at `places`; `back` is the inverse permutation.
 
     With it the transpose is a gather, too. JAX's own transpose of a gather is a scatter.
@@ -144,10 +145,10 @@ def _permuted(x: Any, places: Any, back: Any) -> Any:
     if not is_inexact(x):
         return x.at[places].get(mode="promise_in_bounds")
 
-    def take(indices: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+    def take(indices: Sequence[Any], xs: Sequence[Value]) -> list[Any]:
         return [xs[0].at[indices[0]].get(mode="promise_in_bounds")]
 
-    def put_back(indices: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+    def put_back(indices: Sequence[Any], xs: Sequence[Value]) -> list[Any]:
         return [xs[0].at[indices[1]].get(mode="promise_in_bounds")]
 
     return linear_with_transpose(take, put_back, [places, back], [x], key="permuted")[0]

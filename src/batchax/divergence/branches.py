@@ -25,8 +25,9 @@ from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
 from batchax.execution.gathered_lanes import fitting_width
 from batchax.execution.names import index_as_input
 from batchax.execution.operand_specs import WHOLE, ActiveMask, Gathered
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, AxisPosition, match_axis
+from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.captured import closed_over
 from batchax.kernel.derivatives import with_values
 from batchax.kernel.divergence import Branches, PlacedOutputs
@@ -90,7 +91,7 @@ class _Part:
     def __init__(
         self,
         axis: Axis,
-        program: _compat.ClosedJaxpr,
+        program: ClosedJaxpr,
         branches: Branches,
         width: int | None,
     ) -> None:
@@ -194,9 +195,9 @@ def _chunk(work: float) -> int:
     return width
 
 
-def _spec(position: AxisPosition) -> Any:
+def _spec(position: Position) -> Any:
     return WHOLE if position is None else Gathered(position)
 
 
-def _typed(x: Any, aval: Any) -> Any:
+def _typed(x: Value, aval: Aval) -> Any:
     return _compat.weakly(x) if aval.weak_type else x

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.spoken import line_of, spoken
+from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis
 from batchax.rules.hazards import find_collective
 
 
-def can_move(axis: Axis, values: Sequence[Any]) -> bool:
+def can_move(axis: Axis, values: Sequence[Value]) -> bool:
     """Whether some lanes can be taken out of these values, and put back.
 
     Not where the number of lanes is symbolic, where a value is a reference, nor where the lanes
@@ -25,12 +25,12 @@ def can_move(axis: Axis, values: Sequence[Any]) -> bool:
     return not any(map(_compat.is_reference, values))
 
 
-def calls_back(programs: Iterable[_compat.ClosedJaxpr]) -> bool:
+def calls_back(programs: Iterable[ClosedJaxpr]) -> bool:
     """Whether programs call the host: in a window, places without a lane would call it, too."""
     return any(_compat.calls_back(program.effects) for program in programs)
 
 
-def refuse_collectives(programs: Iterable[_compat.ClosedJaxpr], where: str) -> None:
+def refuse_collectives(programs: Iterable[ClosedJaxpr], where: str) -> None:
     """Refuses programs in which lanes, or devices, meet.
 
     Raises:

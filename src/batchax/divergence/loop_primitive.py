@@ -17,7 +17,8 @@ from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.divergence.loops import PartingLoop
-from batchax.kernel.axis import Axis, AxisPosition, match_axis, move_axis
+from batchax.jaxprs.words import Value
+from batchax.kernel.axis import Axis, Position, match_axis, move_axis
 from batchax.kernel.inner import batch_inner, remembered
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
@@ -28,7 +29,7 @@ from batchax.programs.shapes import bytes_of
 _MOST_REPEATED = 4
 
 
-def bind(loop: PartingLoop, operands: Sequence[Any]) -> list[Any]:
+def bind(loop: PartingLoop, operands: Sequence[Value]) -> list[Any]:
     """Runs the loop; it may be batched, and differentiated in forward mode."""
     types = tuple(map(jax.typeof, operands))
     stage = lambda: _compat.stage(loop.run, types)
@@ -53,7 +54,7 @@ def _run(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
 
 def _batched(
     axis: Axis, args: Any, axes: Any, /, *, loop: PartingLoop, program: Any
-) -> tuple[list[Any], Sequence[AxisPosition]]:
+) -> tuple[list[Any], Sequence[Position]]:
     merged = _merged(axis, loop, args, axes)
     if merged is None:
         batched, out_axes = batch_inner(axis, program, axes)
@@ -73,7 +74,7 @@ def _merged(
     count = len(loop.positions)
     lanes = axis.size * loop.axis.size
 
-    def flat(x: Any, outer: AxisPosition, inner: AxisPosition) -> Any:
+    def flat(x: Value, outer: Position, inner: Position) -> Any:
         """All lanes of `x` in a row, inner ones together."""
         if inner is not None:
             inner += outer is not None and outer <= inner

@@ -14,7 +14,8 @@ from batchax import _compat
 from batchax.divergence.varying import with_varying_values
 from batchax.divergence.window import Plan, run_in_windows
 from batchax.execution.names import index_as_input
-from batchax.kernel.axis import Axis, AxisPosition
+from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.kernel.axis import Axis, Position
 from batchax.kernel.divergence import WhileLoop
 from batchax.kernel.inner import remembered
 from batchax.kernel.named_axes import any_uses_axis
@@ -36,10 +37,10 @@ class PartingLoop:
     """
 
     axis: Axis
-    test: _compat.ClosedJaxpr
-    body: _compat.ClosedJaxpr
+    test: ClosedJaxpr
+    body: ClosedJaxpr
     n_test: int
-    positions: tuple[AxisPosition, ...]
+    positions: tuple[Position, ...]
     plan: Plan
 
     @property
@@ -61,7 +62,7 @@ class PartingLoop:
         return [_compat.weakly(x) if t.weak_type else x for x, t in types]
 
     def _step(
-        self, width: int, consts: Sequence[Any], active: Any, carry: Sequence[Any]
+        self, width: int, consts: Sequence[Value], active: Any, carry: Sequence[Value]
     ) -> tuple[Any, list[Any]]:
         """One step of the lanes that are active; the others keep what they hold."""
         axis = replace(self.axis, size=width)
@@ -69,7 +70,7 @@ class PartingLoop:
         carry = body.step(active, consts[self.n_test :], carry)
         return active & self._test(axis, consts, carry), carry
 
-    def _test(self, axis: Axis, consts: Sequence[Any], carry: Sequence[Any]) -> Any:
+    def _test(self, axis: Axis, consts: Sequence[Value], carry: Sequence[Value]) -> Any:
         positions = [*self.positions[: self.n_test], *[0] * len(carry)]
         return predicate(axis, self.test, [*consts[: self.n_test], *carry], positions)
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from batchax import _compat
+from batchax.jaxprs.words import ClosedJaxpr
 from batchax.kernel.axis import Axis
 from batchax.kernel.divergence import WhileLoop
 from batchax.kernel.inner import batch_inner, returning
@@ -24,7 +25,7 @@ def with_varying_values(loop: WhileLoop) -> WhileLoop:
     if not over:
         return loop
 
-    def varying(program: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
+    def varying(program: ClosedJaxpr) -> ClosedJaxpr:
         return _of_values(program, (over,) * len(program.in_avals))
 
     def cast(values: Any) -> list[Any]:
@@ -40,7 +41,7 @@ def with_varying_values(loop: WhileLoop) -> WhileLoop:
     )
 
 
-def _of_values(program: _compat.ClosedJaxpr, varying: Varying) -> _compat.ClosedJaxpr:
+def _of_values(program: ClosedJaxpr, varying: Varying) -> ClosedJaxpr:
     """`program` of values that vary over these axes, as its results do then."""
     # Nothing is batched: the interpreter is run for the casts that it makes.
     nothing_batched = [None] * len(varying)

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from batchax import _compat
 from batchax.jaxprs.inside import with_inside
+from batchax.jaxprs.words import ClosedJaxpr, Jaxpr, Value
 from batchax.programs.cost import STEPS, Cost, cost_of_program
 from batchax.programs.shapes import bytes_of
 from batchax.programs.weights import LAUNCH, TOGETHER
@@ -59,7 +59,7 @@ def _device() -> _Device:
     return _DEVICES.get(jax.default_backend(), _OTHER_DEVICES)
 
 
-def length(jaxpr: Any) -> int:
+def length(jaxpr: Jaxpr) -> int:
     """How many operations a program has, to be compiled: each counts once, in loops too."""
     return sum(1 for _ in with_inside(jaxpr.eqns))
 
@@ -81,7 +81,7 @@ class Step:
     held: int
 
     @classmethod
-    def of(cls, test: Any, body: _compat.ClosedJaxpr, differs: Sequence[bool]) -> Step:
+    def of(cls, test: Any, body: ClosedJaxpr, differs: Sequence[bool]) -> Step:
         """From its programs, and which operands of the body each lane has its own of."""
         tests = [test.jaxpr] if test is not None else []
         cost = cost_of_program(body.jaxpr, differs=differs, steps=STEPS)
@@ -152,7 +152,7 @@ def most_left(widths: Sequence[int], overhead: float) -> int:
     return max(min(size - 1, round(share * size)), width)
 
 
-def time_to_move(arrays: Iterable[Any]) -> float:
+def time_to_move(arrays: Iterable[Value]) -> float:
     """What it costs to move arrays of a lane to the lanes it runs with, and back: nanoseconds."""
     each_way = (Cost(places=3, bytes=2 * bytes_of([a])) for a in arrays)  # read there, written here
     return TOGETHER.time(2 * sum(each_way, Cost()))

@@ -26,7 +26,8 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.kernel.axis import AxisPosition
+from batchax.jaxprs.words import Value
+from batchax.kernel.axis import Position
 
 LaneStep = Callable[[int, Sequence[Any], Any, Sequence[Any]], tuple[Any, list[Any]]]
 """One step of some lanes: (width, consts, active, carry) -> (active, carry)."""
@@ -82,10 +83,10 @@ class Plan:
 def run_in_windows(
     plan: Plan,
     step: LaneStep,
-    consts: Sequence[Any],
-    positions: Sequence[AxisPosition],
+    consts: Sequence[Value],
+    positions: Sequence[Position],
     active: Any,
-    carry: list[Any],
+    carry: list[Value],
 ) -> tuple[list[Any], list[Tally]]:
     """Runs a loop.
 
@@ -122,7 +123,7 @@ def run_in_windows(
 def _steps(
     step: LaneStep,
     width: int,
-    consts: Sequence[Any],
+    consts: Sequence[Value],
     left: Any,
     stays: Callable[[Any, Any], Any],
     state: Any,
@@ -166,8 +167,8 @@ class _Window:
         plan: Plan,
         widths: Sequence[int],
         step: LaneStep,
-        consts: Sequence[Any],
-        positions: Sequence[AxisPosition],
+        consts: Sequence[Value],
+        positions: Sequence[Position],
     ) -> None:
         self.plan, self.widths, self.step = plan, widths, step
         self.consts, self.positions = consts, positions
@@ -228,8 +229,8 @@ class _Window:
         some_wait: Any,
         count: Any,
         active: Any,
-        carry: list[Any],
-        consts: list[Any],
+        carry: list[Value],
+        consts: list[Value],
         tallies: list[Tally],
     ) -> Any:
         """Steps of the first places, as many as the width `k`, until enough lanes are done."""

@@ -15,6 +15,7 @@ from batchax import _compat
 from batchax.execution.bounded_forms import Form
 from batchax.execution.bounded_loop import Values, result_types, zeros
 from batchax.execution.entries import entry_of, put_entry
+from batchax.jaxprs.words import ClosedJaxpr
 from batchax.kernel.axis import Axis, match_axis
 from batchax.kernel.divergence import PlacedOutputs, WhileLoop
 from batchax.kernel.inner import remembered
@@ -66,7 +67,7 @@ def _arrays(test: Any, body: Any, form: Form) -> list[Any]:
     return result_types(test, body, form, count)[form.n_carry : -1]
 
 
-def _programs(test: Any, body: Any, form: Form) -> tuple[_compat.ClosedJaxpr, _compat.ClosedJaxpr]:
+def _programs(test: Any, body: Any, form: Form) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     """The predicate and the step of the ``while``, for one example."""
     n_test, n_consts, n_carry = form.n_test, form.n_consts, form.n_carry
     number = jax.typeof(np.int32(0))

@@ -24,8 +24,9 @@ from batchax.execution.bounded_loop import (
     no_checkpoints,
 )
 from batchax.execution.reverse_sweep import reverse_sweep, reverse_sweep_p
+from batchax.jaxprs.words import Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, AxisPosition, match_axis
+from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.divergence import BoundedLoop, PlacedOutputs
 from batchax.kernel.inner import ANYWHERE, batch_inner
 from batchax.kernel.interpreter import interpret
@@ -277,16 +278,14 @@ def _masked(
     return step, made(_masked_step(axis, guarded, positions, safe))
 
 
-def _masked_step(
-    axis: Axis, program: Any, positions: Sequence[AxisPosition], plan: MaskPlan
-) -> Step:
+def _masked_step(axis: Axis, program: Any, positions: Sequence[Position], plan: MaskPlan) -> Step:
     """A step of the active lanes; the others keep their carry, and return zeros."""
 
     calls = is_seen(program)
     if calls:
         program, positions = with_active(axis, program), [0, *positions]
 
-    def run(operands: Values, positions: Sequence[AxisPosition]) -> PlacedOutputs:
+    def run(operands: Values, positions: Sequence[Position]) -> PlacedOutputs:
         return interpret(axis, program.jaxpr, program.consts, operands, positions)
 
     def step(active: Any, consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
@@ -313,13 +312,13 @@ def _of_lanes(axis: Axis, loop: BoundedLoop) -> Operands:
     return loop.form.split(_placed(axis, loop, targets))
 
 
-def _results(form: Form, outs: list[Any]) -> PlacedOutputs:
+def _results(form: Form, outs: list[Value]) -> PlacedOutputs:
     """Results of a loop, all of which have the batch axis but the numbers of checkpoints."""
     stacked = _stacked_at([0] * form.n_carry, form)
     return outs, [*[0] * (form.n_carry + len(form.y_axes)), *stacked, 0]
 
 
-def _stacked_at(carry_at: Sequence[AxisPosition], form: Form | SweepForm) -> list[AxisPosition]:
+def _stacked_at(carry_at: Sequence[Position], form: Form | SweepForm) -> list[Position]:
     """Where checkpoints have the batch axis, of a carry that has it there."""
     if form.kept is None:
         return []
@@ -347,7 +346,7 @@ def _placed(axis: Axis, loop: BoundedLoop, targets: Operands) -> list[Any]:
 
 def _settled(
     axis: Axis, body: Any, guarded: Any, consts_at: Any, carry_at: Any, entries_at: Any
-) -> tuple[list[AxisPosition], list[AxisPosition], Any, Any]:
+) -> tuple[list[Position], list[Position], Any, Any]:
     """Where carry and ys have the batch axis, and both programs batched so."""
     program, settled, ys_at = settle(axis, body, consts_at, carry_at, entries_at)
     if guarded is body:
@@ -367,12 +366,12 @@ def _settled(
     return settled, ys_at, program, kept
 
 
-def _entry_axis(position: AxisPosition, steps_axis: int) -> AxisPosition:
+def _entry_axis(position: Position, steps_axis: int) -> Position:
     """Where an entry of an array has the batch axis, which is at `position` of the array."""
     return position if position is None or position <= steps_axis else position - 1
 
 
-def _whole_axis(position: AxisPosition, steps_axis: int | None) -> AxisPosition:
+def _whole_axis(position: Position, steps_axis: int | None) -> Position:
     """Where an array of entries has the batch axis, which is at `position` of an entry.
 
     If they are added up (`steps_axis` is None), the sum has it where an entry does.
@@ -387,7 +386,7 @@ def _x_axes(loop: BoundedLoop) -> tuple[Any, ...]:
     return _steps_axes(loop.form.split(loop.axes).xs, loop.form.x_axes)
 
 
-def _steps_axes(positions: Sequence[AxisPosition], axes: Sequence[int | None]) -> tuple[Any, ...]:
+def _steps_axes(positions: Sequence[Position], axes: Sequence[int | None]) -> tuple[Any, ...]:
     """Where arrays with a batch axis have the axis of the steps, if they have one."""
     return tuple(
         s if s is None else s + (a is not None and a <= s)

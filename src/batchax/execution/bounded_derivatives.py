@@ -19,6 +19,7 @@ from batchax.errors import UnsupportedError
 from batchax.execution.bounded_forms import Form, SweepForm
 from batchax.execution.bounded_loop import LoopStep, Values, bounded_loop, bounded_loop_p
 from batchax.execution.reverse_sweep import reverse_sweep
+from batchax.jaxprs.words import Jaxpr, Value
 from batchax.kernel.derivatives import tangents_of, with_values
 from batchax.rules.batched_transpose import reached
 from batchax.rules.hazards import hazards
@@ -205,7 +206,7 @@ def _chosen(checkpoints: Values, recorded: Form, form: Form) -> list[Any]:
 
 
 def moving(
-    jaxpr: Any, form: Form | SweepForm, consts: Values, carry: Values, xs: Values
+    jaxpr: Jaxpr, form: Form | SweepForm, consts: Values, carry: Values, xs: Values
 ) -> tuple[list[int], list[int], list[int], list[int]]:
     """Which constants, carries, xs and ys have tangents.
 
@@ -229,11 +230,11 @@ def moves(tangent: Any) -> bool:
     return type(tangent) is not ad.Zero and jax.typeof(tangent).dtype != jax.dtypes.float0
 
 
-def no_tangent(x: Any) -> Any:
+def no_tangent(x: Value) -> Any:
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
-def zeros_like(x: Any) -> Any:
+def zeros_like(x: Value) -> Any:
     return ad.instantiate_zeros(no_tangent(x))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from batchax.execution.watched import Steps
+from batchax.jaxprs.words import Value
 
 
 class Operands(NamedTuple):
@@ -25,11 +26,11 @@ class Operands(NamedTuple):
 
     count: Any
     test: list[Any]
-    consts: list[Any]
-    carry: list[Any]
+    consts: list[Value]
+    carry: list[Value]
     checkpoints: list[Any]
     returning: list[Any]
-    xs: list[Any]
+    xs: list[Value]
 
     @property
     def flat(self) -> list[Any]:
@@ -38,7 +39,7 @@ class Operands(NamedTuple):
         return [count, *itertools.chain(*groups)]
 
 
-def _split(operands: Sequence[Any], *sizes: int) -> Operands:
+def _split(operands: Sequence[Value], *sizes: int) -> Operands:
     """Operands, of groups of these sizes between the count and the xs."""
     rest = iter(operands)
     groups = (list(itertools.islice(rest, n)) for n in sizes)
@@ -56,8 +57,8 @@ class Results(NamedTuple):
       steps: how many steps were taken.
     """
 
-    carry: list[Any]
-    ys: list[Any]
+    carry: list[Value]
+    ys: list[Value]
     checkpoints: list[Any]
     steps: Any
 
@@ -90,11 +91,11 @@ class Form:
         n_kept = 0 if self.kept is None else 1 + len(self.kept)
         return self.n_carry + len(self.y_axes) + n_kept + 1
 
-    def split(self, operands: Sequence[Any]) -> Operands:
+    def split(self, operands: Sequence[Value]) -> Operands:
         """The operands, by what they are."""
         return _split(operands, self.n_test, self.n_consts, self.n_carry, 0, 0)
 
-    def results(self, outs: Sequence[Any]) -> Results:
+    def results(self, outs: Sequence[Value]) -> Results:
         """What the primitive returned, a flat list, as `Results`."""
         a = self.n_carry
         b = a + len(self.y_axes)
@@ -128,7 +129,7 @@ class SweepForm:
         """How many results there are."""
         return self.n_back + len(self.y_axes)
 
-    def split(self, operands: Sequence[Any]) -> Operands:
+    def split(self, operands: Sequence[Value]) -> Operands:
         """The operands, by what they are."""
         sizes = self.n_consts, self.n_carry, 1 + len(self.kept), self.n_back
         return _split(operands, 0, *sizes)

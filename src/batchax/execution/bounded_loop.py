@@ -28,6 +28,7 @@ from batchax.execution.bounded_forms import Form, Results
 from batchax.execution.checkpoints import Round, blank_checkpoints, n_checkpoints
 from batchax.execution.entries import entry_of, put_entry
 from batchax.execution.watched import Steps
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.own_primitive import declare
 
 Values = Sequence[Any]
@@ -123,7 +124,7 @@ def settle(
         whole = zip(map(jax.typeof, xs), x_axes, strict=True)
         entries = [*first_entries, *(mapped_aval(aval.shape[a], a, aval) for aval, a in whole)]
 
-        def staged(step: LoopStep, types: Sequence[Any] = types) -> _compat.ClosedJaxpr:
+        def staged(step: LoopStep, types: Sequence[Aval] = types) -> ClosedJaxpr:
             def run(*xs: Any) -> list[Any]:
                 rest = xs[n + len(types) :]
                 new, ys = step(xs[:n], xs[n : n + len(types)], rest)
@@ -143,7 +144,7 @@ def settle(
         carry = cast
 
 
-def varied(x: Any, like: Sequence[Any]) -> Any:
+def varied(x: Value, like: Sequence[Any]) -> Any:
     """`x`, cast to vary over the axes of the mesh that values of these types vary over."""
     return functools.reduce(_compat.varying_as, like, x)
 
@@ -190,12 +191,12 @@ def run(*operands: Any, test: Any, body: Any, guarded: Any, form: Form) -> list[
     return list(map(_typed, [*carry, *ys, *kept, n], avals))
 
 
-def zeros(aval: Any) -> Any:
+def zeros(aval: Aval) -> Any:
     """Zeros of this type, sharded and varying over the axes of a mesh as it says."""
     return varied(_compat.filled(aval, 0), [aval])
 
 
-def _typed(x: Any, aval: Any) -> Any:
+def _typed(x: Value, aval: Aval) -> Any:
     """`x`, weakly typed if `aval` is."""
     return _compat.weakly(x) if aval.weak_type and not jax.typeof(x).weak_type else x
 
@@ -220,7 +221,7 @@ def no_checkpoints(body: Any, form: Any) -> list[Any]:
     return blank_checkpoints(list(map(zeros, types)))
 
 
-def checkpoint_types(steps: Any, carry: Sequence[Any], form: Any) -> list[Any]:
+def checkpoint_types(steps: Any, carry: Sequence[Value], form: Any) -> list[Any]:
     """The types of the checkpoints of a loop, from that of a number of steps and of its carry."""
     if form.kept is None:
         return []

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from batchax import _compat
+from batchax.jaxprs.words import Aval
 
 
-def blank(aval: Any, number: int) -> Any:
+def blank(aval: Aval, number: int) -> Any:
     """An array of type `aval` of which every entry will be written over.
 
     What it holds depends on `number`, which should differ from array to array. Of arrays that

@@ -29,8 +29,9 @@ from batchax.frontend.outputs import (
     check_unbatched,
     place,
 )
+from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.axis import Axis, Position
 from batchax.kernel.captured import MappedProgram, running
 from batchax.kernel.inner import example_aval, stage_described
 from batchax.kernel.lasting import call_key
@@ -101,7 +102,7 @@ class Way:
     def check(self, call: Call, said: Any) -> None:
         """Refuses results of which `run` said this, before they are computed."""
 
-    def finish(self, call: Call, arrays: list[Any], said: Any) -> Outputs:
+    def finish(self, call: Call, arrays: list[Value], said: Any) -> Outputs:
         """The results, where they are wanted."""
         return arrays, call.outputs
 
@@ -116,7 +117,7 @@ class AllAtOnce(Way):
         """Only where a result may be refused, which is known after its last operation."""
         return any(output.spec is None for output in call.described)
 
-    def run(self, call: Call) -> tuple[list[Any], Sequence[AxisPosition]]:
+    def run(self, call: Call) -> tuple[list[Any], Sequence[Position]]:
         values, positions = call.values, call.positions
         program = MappedProgram(call.axis, call.staged, values, positions, call.computes)
         with running(program):
@@ -125,7 +126,7 @@ class AllAtOnce(Way):
     def check(self, call: Call, said: Any) -> None:
         check_unbatched(call.axis, call.described, said)
 
-    def finish(self, call: Call, arrays: list[Any], said: Any) -> Outputs:
+    def finish(self, call: Call, arrays: list[Value], said: Any) -> Outputs:
         placed = zip(call.described, arrays, said, strict=True)
         return [place(call.axis, output, x, a) for output, x, a in placed], call.outputs
 
@@ -150,7 +151,7 @@ class Call:
     mapped: Sequence[Mapped]
     way: Way = AllAtOnce()
     constants: int = 0
-    program: tuple[_compat.ClosedJaxpr, FlatOutputs] | None = None
+    program: tuple[ClosedJaxpr, FlatOutputs] | None = None
     computes: bool = False
 
     @property
@@ -159,7 +160,7 @@ class Call:
         return [m.value for m in self.mapped]
 
     @property
-    def positions(self) -> list[AxisPosition]:
+    def positions(self) -> list[Position]:
         """Where they have the batch axis."""
         return [m.axis for m in self.mapped]
 
@@ -169,7 +170,7 @@ class Call:
         return [m.value for m in self.mapped if m.axis is None]
 
     @property
-    def staged(self) -> _compat.ClosedJaxpr:
+    def staged(self) -> ClosedJaxpr:
         """The function of one example as a program, which it is staged to if it has not been."""
         return self._program[0]
 
@@ -184,14 +185,14 @@ class Call:
         return self.outputs.described
 
     @property
-    def _program(self) -> tuple[_compat.ClosedJaxpr, FlatOutputs]:
+    def _program(self) -> tuple[ClosedJaxpr, FlatOutputs]:
         # A cached_property of Python 3.11 has one lock for all calls: a function that waits for a
         # thread in which another is staged would wait for ever.
         if "found" not in self.__dict__:
             self.__dict__["found"] = self.program or self._stage()
         return self.__dict__["found"]
 
-    def _stage(self) -> tuple[_compat.ClosedJaxpr, FlatOutputs]:
+    def _stage(self) -> tuple[ClosedJaxpr, FlatOutputs]:
         given = self.mapped[self.constants :]
         avals = [example_aval(self.axis, jax.typeof(m.value), m.axis) for m in given]
         return stage_described(self.axis, self.function, avals, [m.path for m in given])
@@ -210,7 +211,7 @@ class Call:
         """Whether running it traces operations, rather than computing them at once."""
         return self.given_traced or any(isinstance(x, Tracer) for x in self.staged.consts)
 
-    def with_values(self, values: Sequence[Any]) -> Call:
+    def with_values(self, values: Sequence[Value]) -> Call:
         """The same call of other arrays."""
         mapped = [m.put(x) for m, x in zip(self.mapped, values, strict=True)]
         return replace(self, mapped=mapped)
@@ -274,11 +275,11 @@ def execute(call: Call) -> Outputs:
     return list(map(as_array, outs)), outputs
 
 
-def _seen(run: Callable[..., Any], args: Sequence[Any]) -> Any:
+def _seen(run: Callable[..., Any], args: Sequence[Value]) -> Any:
     return run(*args)
 
 
-def _evaluated(call: Call, values: Sequence[Any]) -> tuple[list[Any], Any]:
+def _evaluated(call: Call, values: Sequence[Value]) -> tuple[list[Any], Any]:
     """The arrays that a way returns for these values, and what it says of them.
 
     Where nothing is traced operations would be computed as they are met. So the whole is staged
@@ -296,14 +297,14 @@ def _evaluated(call: Call, values: Sequence[Any]) -> tuple[list[Any], Any]:
     return arrays, said
 
 
-def _whole(call: Call, values: Sequence[Any]) -> tuple[_compat.ClosedJaxpr, Any]:
+def _whole(call: Call, values: Sequence[Value]) -> tuple[ClosedJaxpr, Any]:
     """All that a way does with such values as one program, and what it says of the results."""
     way, memo = call.way, call.way.memo
 
     def run(*values: Any) -> tuple[list[Any], Any]:
         return way.run(replace(call.with_values(values), computes=True))
 
-    def stage() -> tuple[_compat.ClosedJaxpr, Any]:
+    def stage() -> tuple[ClosedJaxpr, Any]:
         return _compat.stage_described(run, list(map(jax.typeof, values)))
 
     if memo is None or recording.is_on():

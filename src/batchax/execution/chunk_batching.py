@@ -17,7 +17,8 @@ from batchax.execution.chunk_loop import (
 from batchax.execution.chunk_run import compute, run
 from batchax.execution.gathered_batching import batch_gathered
 from batchax.execution.operand_specs import ActiveMask, Combined, Sum, Whole, of_states
-from batchax.kernel.axis import Axis, AxisPosition, match_axis
+from batchax.jaxprs.words import Value
+from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.inner import batch_function
 from batchax.kernel.own_primitive import own_primitive
 from batchax.rules.batched_transpose import reached
@@ -25,13 +26,13 @@ from batchax.rules.batched_transpose import reached
 
 def _batched(
     axis: Axis,
-    args: Sequence[Any],
-    axes: Sequence[AxisPosition],
+    args: Sequence[Value],
+    axes: Sequence[Position],
     /,
     *,
     loop: ChunkLoop,
     program: Any,
-) -> tuple[list[Any], list[AxisPosition]]:
+) -> tuple[list[Any], list[Position]]:
     marked = [False, *(a is not None for a in axes)]
     named = axis.name is not None and bool(program.effects)
     if loop.gathers and axes[0] is not None:
@@ -62,7 +63,7 @@ def _batched(
     return chunk_loop(outer, args), [0 if hit else None for hit in hits]
 
 
-def _shifted(spec: Any, position: AxisPosition) -> Any:
+def _shifted(spec: Any, position: Position) -> Any:
     """The spec of a value with one more axis, at `position`."""
     if position is None or isinstance(spec, (Whole, Sum, ActiveMask)):
         return spec

@@ -39,13 +39,16 @@ from batchax.execution.operand_specs import (
     Sum,
     cotangent_spec,
 )
+from batchax.jaxprs.words import Aval, Value
 from batchax.kernel.derivatives import tangents_of, transposed, with_values
 from batchax.rules.batched_transpose import reached
 from batchax.rules.in_turn import calls_library, in_turn
 from batchax.rules.masking import is_inexact
 
 
-def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: ChunkLoop, program: Any) -> Any:
+def jvp(
+    primals: Sequence[Value], tangents: Sequence[Value], *, loop: ChunkLoop, program: Any
+) -> Any:
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
     marked = [False, *(i in moving for i in range(len(primals)))]
     types = result_types(loop, program)
@@ -86,7 +89,7 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: ChunkLoop, pro
     return outs, [dots_of.get(k, zero) for k, zero in enumerate(zeros)]
 
 
-def _after(outs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+def _after(outs: Sequence[Value], operands: Sequence[Value]) -> list[Any]:
     """`operands` for a loop that is to run after the one that computes `outs`.
 
     Both call a library, and must not run at the same time (`rules/in_turn.py` says why). It is
@@ -171,7 +174,7 @@ def _refuse_effects(program: Any) -> None:
 
 
 def transpose(
-    cotangents: Sequence[Any], *operands: Any, loop: ChunkLoop, program: Any
+    cotangents: Sequence[Value], *operands: Any, loop: ChunkLoop, program: Any
 ) -> list[Any]:
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     given = [k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
@@ -185,7 +188,7 @@ def transpose(
 
 
 def _reverse_loop(
-    loop: ChunkLoop, linear: Sequence[int], given: Sequence[int], avals: Sequence[Any]
+    loop: ChunkLoop, linear: Sequence[int], given: Sequence[int], avals: Sequence[Aval]
 ) -> tuple[ChunkLoop, list[int]]:
     """The transpose of a loop, and which of its operands it takes, before cotangents.
 

@@ -21,9 +21,10 @@ from jax import lax
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
 from batchax.execution.chunk_results import of_only_chunk
 from batchax.execution.operand_specs import Extreme, PerChunk
+from batchax.jaxprs.words import Value
 
 
-def shares(loop: ChunkLoop, extremes: Sequence[int], operands: Sequence[Any]) -> list[Any]:
+def shares(loop: ChunkLoop, extremes: Sequence[int], operands: Sequence[Value]) -> list[Any]:
     """For each of the results `extremes`, by chunk: the part of its derivative that a holder gets.
 
     A holder is a lane with the extreme value. The part is one divided by the number of holders,
@@ -62,7 +63,7 @@ def _shares(kind: str, best: Any, count: Any) -> Any:
     return holds / jnp.sum(holds * count, axis=0, keepdims=True)
 
 
-def extreme_tangent(spec: Extreme, x: Any, tangent: Any, share: Any) -> Any:
+def extreme_tangent(spec: Extreme, x: Value, tangent: Any, share: Any) -> Any:
     """What one chunk adds to the tangent of an extreme value.
 
     Args:
@@ -76,7 +77,7 @@ def extreme_tangent(spec: Extreme, x: Any, tangent: Any, share: Any) -> Any:
     return held * share[0].astype(held.dtype)
 
 
-def _holders(spec: Extreme, x: Any, best: Any) -> Any:
+def _holders(spec: Extreme, x: Value, best: Any) -> Any:
     return lax.eq(x, jnp.broadcast_to(jnp.expand_dims(best, spec.axis), x.shape))
 
 

@@ -46,6 +46,7 @@ from batchax.execution.operand_specs import (
     Whole,
     resized,
 )
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.own_primitive import declare
 
 
@@ -66,9 +67,9 @@ class ChunkBody:
         self._names = _compat.names_in_scope() if of is None else of._names
         self._mesh = jax.sharding.get_abstract_mesh() if of is None else of._mesh
         # In no memo, as what derivative rules close over may be of a trace: it goes with the loop.
-        self._staged: dict[Any, _compat.ClosedJaxpr] = {}
+        self._staged: dict[Any, ClosedJaxpr] = {}
 
-    def staged(self, width: int, operands: Sequence[Any]) -> _compat.ClosedJaxpr:
+    def staged(self, width: int, operands: Sequence[Value]) -> ClosedJaxpr:
         """Its program for a chunk of `width` lanes and operands of these types."""
         key = (width, tuple(operands))
         if key not in self._staged:
@@ -125,14 +126,14 @@ class ChunkLoop:
         """A width for which to look at the program: 1 where the chunk size is still open."""
         return self.chunk if isinstance(self.chunk, int) else 1
 
-    def program(self, avals: Sequence[Any], width: int) -> _compat.ClosedJaxpr:
+    def program(self, avals: Sequence[Aval], width: int) -> ClosedJaxpr:
         """The program of a chunk of `width` lanes, from the types of the operands."""
         return self.body.staged(width, self.of_chunk(avals, width))
 
-    def of_chunk(self, avals: Sequence[Any], width: int) -> list[Any]:
+    def of_chunk(self, avals: Sequence[Aval], width: int) -> list[Any]:
         """The types of the operands as a chunk of `width` lanes sees them."""
 
-        def seen(aval: Any, spec: Operand) -> Any:
+        def seen(aval: Aval, spec: Operand) -> Any:
             match spec:
                 case Whole():
                     return aval
@@ -145,7 +146,7 @@ class ChunkLoop:
 
         return list(map(seen, avals, self.operands))
 
-    def result_aval(self, aval: Any, spec: Result) -> Any:
+    def result_aval(self, aval: Aval, spec: Result) -> Any:
         """The type of a result, from that of a chunk's."""
         aval = aval.strip_weak_type()
         match spec:
@@ -163,7 +164,7 @@ class ChunkLoop:
 chunk_loop_p = declare("chunk_loop")
 
 
-def chunk_loop(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
+def chunk_loop(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
     """Runs a chunk loop; it may be differentiated and batched.
 
     Returns:

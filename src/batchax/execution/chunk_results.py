@@ -26,9 +26,10 @@ from batchax.execution.operand_specs import (
     of_states,
 )
 from batchax.jaxprs.neutral import accumulator, highest, lowest
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 
 
-def results_before(loop: ChunkLoop, program: _compat.ClosedJaxpr) -> list[Any]:
+def results_before(loop: ChunkLoop, program: ClosedJaxpr) -> list[Any]:
     """What the results are before the first chunk, in a loop whose chunks do `program`."""
     # `blank` wants another number for each array, in other loops as well: their programs mostly
     # differ in length.
@@ -39,7 +40,7 @@ def results_before(loop: ChunkLoop, program: _compat.ClosedJaxpr) -> list[Any]:
     ]
 
 
-def _before(loop: ChunkLoop, aval: Any, spec: Result, number: int) -> Any:
+def _before(loop: ChunkLoop, aval: Aval, spec: Result, number: int) -> Any:
     whole = loop.result_aval(aval, spec)
     match spec:
         case Sum():
@@ -59,8 +60,8 @@ def _before(loop: ChunkLoop, aval: Any, spec: Result, number: int) -> Any:
 
 def collect(
     loop: ChunkLoop,
-    results: Sequence[Any],
-    outs: Sequence[Any],
+    results: Sequence[Value],
+    outs: Sequence[Value],
     index: Any,
     gathered: GatheredLanes | None = None,
 ) -> list[Any]:

@@ -32,10 +32,11 @@ from batchax.execution.operand_specs import (
 )
 from batchax.execution.watched import Steps
 from batchax.jaxprs.program_key import value_key
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.rules.in_turn import zero_after
 
 
-def run(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
+def run(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
     """The chunk loop as ordinary operations of JAX."""
     avals = [jax.typeof(x) for x in operands]
     if isinstance(loop.chunk, Auto):
@@ -71,12 +72,12 @@ class _Chunks:
 
     loop: ChunkLoop
     width: int
-    operands: Sequence[Any]
+    operands: Sequence[Value]
     picked: tuple[Any, Any] | None
     steps: Steps
 
     @classmethod
-    def of(cls, loop: ChunkLoop, operands: Sequence[Any]) -> _Chunks:
+    def of(cls, loop: ChunkLoop, operands: Sequence[Value]) -> _Chunks:
         """Those of a loop whose chunk size is known."""
         assert isinstance(loop.chunk, int)
         picked = gathered_lanes.in_order(operands[0], loop.chunk) if loop.gathers else None
@@ -98,17 +99,17 @@ class _Chunks:
         ]
         return eval_jaxpr(program.jaxpr, program.consts, start, *parts), gathered
 
-    def step(self, index: Any, width: int, results: Sequence[Any]) -> list[Any]:
+    def step(self, index: Any, width: int, results: Sequence[Value]) -> list[Any]:
         """The results so far, with those of one more chunk."""
         outs, gathered = self.run(index, width)
         return collect(self.loop, results, outs, index, gathered)
 
 
-def _in_loop(chunks: _Chunks, program: _compat.ClosedJaxpr, results: list[Any]) -> list[Any]:
+def _in_loop(chunks: _Chunks, program: ClosedJaxpr, results: list[Value]) -> list[Any]:
     """The results of all chunks, which do `program`, from what they are before the first."""
     full, rest = divmod(chunks.loop.size, chunks.width)
 
-    def step(i: Any, results: list[Any]) -> list[Any]:
+    def step(i: Any, results: list[Value]) -> list[Any]:
         return chunks.step(i, chunks.width, results)
 
     if chunks.picked is not None:
@@ -123,14 +124,14 @@ def _in_loop(chunks: _Chunks, program: _compat.ClosedJaxpr, results: list[Any]) 
 
     # The last chunk is a step of the loop, too. After the loop it would be a program that does
     # not depend on it, and nothing would keep its calls of the host from being made first.
-    def either(i: Any, results: list[Any]) -> list[Any]:
+    def either(i: Any, results: list[Value]) -> list[Any]:
         last = functools.partial(chunks.step, i, rest)
         return lax.cond(i < full, functools.partial(step, i), last, results)
 
     return lax.fori_loop(np.int32(0), np.int32(full + 1), either, results)
 
 
-def _last_after(chunks: _Chunks, full: int, rest: int, results: list[Any]) -> list[Any]:
+def _last_after(chunks: _Chunks, full: int, rest: int, results: list[Value]) -> list[Any]:
     """The results of `full` chunks in a loop, and of one of the `rest` of the lanes after it.
 
     The last must not run at the same time as the others (`rules/in_turn.py` says why). So its
@@ -152,7 +153,7 @@ def _last_after(chunks: _Chunks, full: int, rest: int, results: list[Any]) -> li
 
 
 def _part(
-    x: Any,
+    x: Value,
     spec: Operand,
     start: Any,
     index: Any,
@@ -178,7 +179,7 @@ def _part(
 
 
 @whatever_jit
-def chosen_chunk(loop: ChunkLoop, avals: Sequence[Any]) -> int:
+def chosen_chunk(loop: ChunkLoop, avals: Sequence[Aval]) -> int:
     """The size of the chunks that `batch_size="auto"` means for this loop."""
     assert isinstance(loop.chunk, Auto)
     auto, loop = loop.chunk, replace(loop, progress=None)  # which needs no memory
@@ -190,7 +191,7 @@ def chosen_chunk(loop: ChunkLoop, avals: Sequence[Any]) -> int:
     return fitting_chunk(auto, loop.size, _key(loop, avals, 1), compiled)
 
 
-def _key(loop: ChunkLoop, avals: Sequence[Any], chunk: int) -> Hashable:
+def _key(loop: ChunkLoop, avals: Sequence[Aval], chunk: int) -> Hashable:
     """A key: equal for loops that do the same in chunks of that size."""
     widths = {chunk} if loop.gathers else {min(chunk, loop.size), loop.size % chunk} - {0}
     programs = (value_key(loop.program(avals, width)) for width in sorted(widths))

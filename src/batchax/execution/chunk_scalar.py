@@ -18,11 +18,12 @@ from jax import lax
 from batchax import _compat
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop
 from batchax.execution.operand_specs import Sum, cotangent_spec
+from batchax.jaxprs.words import Value
 from batchax.kernel.derivatives import with_values
 
 
 def is_loss(
-    loop: ChunkLoop, dependent: Sequence[int], outs: Sequence[Any], operands: Sequence[Any]
+    loop: ChunkLoop, dependent: Sequence[int], outs: Sequence[Value], operands: Sequence[Value]
 ) -> bool:
     """Whether `dependent` results are one real scalar, a sum, and the operands are real, too."""
     return (
@@ -57,7 +58,7 @@ def loop_with_gradient(loop: ChunkLoop, which: int, moving: Sequence[int]) -> Ch
     return loop.derivative("gradient", body=body, results=results)
 
 
-def can_run(loop: ChunkLoop, operands: Sequence[Any]) -> bool:
+def can_run(loop: ChunkLoop, operands: Sequence[Value]) -> bool:
     """Whether the program of a loop can be staged.
 
     The program with a gradient cannot be where something in it has no reverse mode, such as a
@@ -71,7 +72,7 @@ def can_run(loop: ChunkLoop, operands: Sequence[Any]) -> bool:
     return True
 
 
-def inner_product(gradient: Sequence[Any], tangents: Sequence[Any]) -> Any:
+def inner_product(gradient: Sequence[Any], tangents: Sequence[Value]) -> Any:
     """The inner product of two lists of arrays: the tangent of a loss with this gradient."""
     products = [jnp.sum(g * t) for g, t in zip(gradient, tangents, strict=True)]
     return sum(products[1:], start=products[0])

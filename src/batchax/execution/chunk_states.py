@@ -16,10 +16,11 @@ from batchax.execution.chunk_loop import ChunkBody, ChunkLoop
 from batchax.execution.chunk_run import chosen_chunk
 from batchax.execution.memory import Auto
 from batchax.execution.operand_specs import Combined, PerChunk, of_states
+from batchax.jaxprs.words import Value
 
 
 def in_parts(
-    loop: ChunkLoop, operands: Sequence[Any]
+    loop: ChunkLoop, operands: Sequence[Value]
 ) -> tuple[ChunkLoop, Callable[[Sequence[Any]], list[Any]]]:
     """A loop that returns the state of each chunk, and what makes the results of `loop` of its."""
     combined = [isinstance(spec, Combined) for spec in loop.results]

@@ -15,6 +15,7 @@ from batchax.execution.loop_progress import LoopProgress, find_progress
 from batchax.execution.memory import Auto, parse_limit
 from batchax.execution.section_runner import SectionRunner
 from batchax.frontend.in_axes import is_position
+from batchax.jaxprs.words import Value
 from batchax.memo import Memo
 
 
@@ -135,7 +136,7 @@ class InChunks(Way):
 kept_in_chunks = Memo("calls outside of jit, cut into sections and batched", most=64)
 
 
-def check_no_references(values: Iterable[Any]) -> None:
+def check_no_references(values: Iterable[Value]) -> None:
     """Refuses references, which neither a chunk nor a device can be given a part of."""
     if any(map(_compat.is_reference, values)):
         raise UnsupportedError(

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from batchax import _compat
 from batchax.errors import SmallerChunksWarning
+from batchax.jaxprs.words import Aval, Value
 from batchax.memo import Memo
 
 # A call outside `jit` stages its function anew, and JAX would compile anew what was staged
@@ -31,7 +32,7 @@ whatever_jit = jax.disable_jit(False)
 def run_eagerly(
     with_chunk: Callable[[int], tuple[Hashable, Callable[..., list[Any]]]],
     chunk: int,
-    operands: Sequence[Any],
+    operands: Sequence[Value],
     may_change: bool,
 ) -> list[Any]:
     """Compiles and runs a program; where memory runs out, with half the chunk size.
@@ -84,7 +85,7 @@ def jitted(
 _IN_A_HURRY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-def compile_for_account(program: Callable[..., list[Any]], avals: Sequence[Any]) -> Any:
+def compile_for_account(program: Callable[..., list[Any]], avals: Sequence[Aval]) -> Any:
     """Compiles a program for operands of which only the types are known, to see what it needs.
 
     It is not run, so on a CPU machine code is made in a hurry; values have their memory by then.

@@ -17,7 +17,8 @@ from batchax.execution.bounded_loop import Values, bounded_loop
 from batchax.execution.eager import jitted
 from batchax.execution.watched import Steps
 from batchax.jaxprs.program_key import value_key
-from batchax.kernel.axis import AxisPosition
+from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.kernel.axis import Position
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,10 @@ class BoundedSteps:
       reverse: whether the last entry comes first.
     """
 
-    test: _compat.ClosedJaxpr = field(compare=False)
-    body: _compat.ClosedJaxpr = field(compare=False)
+    test: ClosedJaxpr = field(compare=False)
+    body: ClosedJaxpr = field(compare=False)
     n_carry: int
-    in_axes: tuple[AxisPosition, ...]
+    in_axes: tuple[Position, ...]
     out_axes: tuple[int, ...]
     steps: Steps
     reverse: bool = False
@@ -51,9 +52,9 @@ class BoundedSteps:
     def run(
         self,
         test_consts: Sequence[Any],
-        consts: Sequence[Any],
-        carry: Sequence[Any],
-        xs: Sequence[Any],
+        consts: Sequence[Value],
+        carry: Sequence[Value],
+        xs: Sequence[Value],
     ) -> list[Any]:
         """The last carry and the stacked ys: zeros where no step was taken."""
         # One program, compiled once: outside of `jit` each call stages its functions anew.
@@ -64,15 +65,15 @@ class BoundedSteps:
 def _run(
     loop: BoundedSteps,
     test_consts: list[Any],
-    consts: list[Any],
-    carry: list[Any],
-    xs: list[Any],
+    consts: list[Value],
+    carry: list[Value],
+    xs: list[Value],
 ) -> list[Any]:
     axes = [a for a in loop.in_axes if a is not None]
     scanned = [x for x, a in zip(xs, loop.in_axes, strict=True) if a is not None]
     shared = [x for x, a in zip(xs, loop.in_axes, strict=True) if a is None]
 
-    def turned(arrays: Sequence[Any], axes: Sequence[int]) -> list[Any]:
+    def turned(arrays: Sequence[Value], axes: Sequence[int]) -> list[Any]:
         if not loop.reverse:
             return list(arrays)
         return [lax.rev(x, [a]) for x, a in zip(arrays, axes, strict=True)]
@@ -105,9 +106,9 @@ def _run(
 def run_until(
     test: Any,
     body: Any,
-    carry: Sequence[Any],
-    xs: Sequence[Any],
-    in_axes: tuple[AxisPosition, ...],
+    carry: Sequence[Value],
+    xs: Sequence[Value],
+    in_axes: tuple[Position, ...],
     out_axes: tuple[int, ...],
     steps: Steps,
     reverse: bool = False,
@@ -127,8 +128,8 @@ def run_until(
 
 
 def _without_references(
-    staged: _compat.ClosedJaxpr, xs: Sequence[Any] = ()
-) -> tuple[_compat.ClosedJaxpr, list[Any]]:
+    staged: ClosedJaxpr, xs: Sequence[Value] = ()
+) -> tuple[ClosedJaxpr, list[Any]]:
     """A program with its constants as leading inputs, and the constants."""
     if any(map(_compat.is_reference, (*staged.consts, *xs))):
         raise UnsupportedError(

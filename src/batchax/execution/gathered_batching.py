@@ -25,7 +25,8 @@ from batchax.execution.names import find_meeting, index_as_input
 from batchax.execution.operand_specs import WHOLE, ActiveMask, Gathered, Lanes, Sum, Whole
 from batchax.jaxprs.neutral import accumulator
 from batchax.jaxprs.spoken import line_of, spoken
-from batchax.kernel.axis import Axis, AxisPosition, broadcast_axis, match_axis, move_axis
+from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.kernel.axis import Axis, Position, broadcast_axis, match_axis, move_axis
 from batchax.kernel.inner import batch_function
 
 # How many full chunks the inner lanes must make for each outer lane to have its own loop: then its
@@ -34,7 +35,7 @@ _CHUNKS_EACH = 4
 
 
 def batch_gathered(
-    axis: Axis, args: Sequence[Any], axes: Sequence[AxisPosition], loop: ChunkLoop, named: bool
+    axis: Axis, args: Sequence[Value], axes: Sequence[Position], loop: ChunkLoop, named: bool
 ) -> list[Any]:
     """The results of a `loop` whose mask is batched, for all lanes of `axis`, along axis 0.
 
@@ -70,7 +71,7 @@ def _with_index(axis: Axis, loop: ChunkLoop) -> ChunkLoop:
     return replace(loop, body=ChunkBody(of_width, of=loop.body), operands=(*loop.operands, WHOLE))
 
 
-def _check_apart(axis: Axis, program: _compat.ClosedJaxpr) -> None:
+def _check_apart(axis: Axis, program: ClosedJaxpr) -> None:
     eqn = find_meeting(axis, program.jaxpr.eqns)
     if eqn is not None:
         raise UnsupportedError(
@@ -82,7 +83,7 @@ def _check_apart(axis: Axis, program: _compat.ClosedJaxpr) -> None:
 
 
 def _one_by_one(
-    axis: Axis, args: Sequence[Any], axes: Sequence[AxisPosition], loop: ChunkLoop
+    axis: Axis, args: Sequence[Value], axes: Sequence[Position], loop: ChunkLoop
 ) -> list[Any]:
     """The outer lanes in sequence: a chunk loop of one outer lane at a time."""
 
@@ -101,7 +102,7 @@ def _one_by_one(
 
 
 def _as_one(
-    axis: Axis, args: Sequence[Any], axes: Sequence[AxisPosition], loop: ChunkLoop
+    axis: Axis, args: Sequence[Value], axes: Sequence[Position], loop: ChunkLoop
 ) -> list[Any]:
     """One loop over the lanes of both axes."""
     specs = tuple(map(_joined_spec, loop.operands, axes))
@@ -134,12 +135,12 @@ def _as_one(
     return [_split(axis, loop, *each) for each in zip(outs, loop.results, strict=True)]
 
 
-def _joined_spec(spec: Any, position: AxisPosition) -> Any:
+def _joined_spec(spec: Any, position: Position) -> Any:
     """The spec of an operand in the loop over both axes: what outer lanes differ in is gathered."""
     return Gathered(0) if isinstance(spec, Whole) and position is not None else spec
 
 
-def _joined(axis: Axis, loop: ChunkLoop, x: Any, position: AxisPosition, spec: Any) -> Any:
+def _joined(axis: Axis, loop: ChunkLoop, x: Value, position: Position, spec: Any) -> Any:
     """An operand with the lanes of both axes along one."""
     if isinstance(spec, Whole):
         if position is None:
@@ -152,7 +153,7 @@ def _joined(axis: Axis, loop: ChunkLoop, x: Any, position: AxisPosition, spec: A
     return lax.reshape(x, (*x.shape[:at], axis.size * loop.size, *x.shape[at + 2 :]))
 
 
-def _apart(x: Any, spec: Any, before: Any) -> tuple[Any, AxisPosition]:
+def _apart(x: Value, spec: Any, before: Any) -> tuple[Any, Position]:
     """What a chunk of one lane sees, for all lanes of the chunk, and where their axis is.
 
     Args:
@@ -168,14 +169,14 @@ def _apart(x: Any, spec: Any, before: Any) -> tuple[Any, AxisPosition]:
     return lax.expand_dims(x, (at + 1,)), at
 
 
-def _together(lanes: Axis, x: Any, position: AxisPosition, spec: Any) -> Any:
+def _together(lanes: Axis, x: Value, position: Position, spec: Any) -> Any:
     """The reverse of `_apart`, for a result."""
     if isinstance(spec, Sum):
         return match_axis(lanes, x, position, 0)
     return lax.squeeze(match_axis(lanes, x, position, spec.axis), (spec.axis + 1,))
 
 
-def _split(axis: Axis, loop: ChunkLoop, x: Any, spec: Any) -> Any:
+def _split(axis: Axis, loop: ChunkLoop, x: Value, spec: Any) -> Any:
     """A result of the loop over both axes as one of `loop` for each outer lane, along axis 0."""
     at = 0 if isinstance(spec, Sum) else spec.axis
     x = lax.reshape(x, (*x.shape[:at], axis.size, loop.size, *x.shape[at + 1 :]))

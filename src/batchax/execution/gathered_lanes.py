@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
+from batchax.jaxprs.words import Value
 
 _CHUNKS = 16  # chunks that all lanes should make at least; for that, chunks are made narrower,
 _FEWEST = 16  # but no narrower than this
@@ -102,7 +103,7 @@ def of_chunk(order: Any, count: Any, start: Any, width: int) -> GatheredLanes:
     )
 
 
-def take(x: Any, lanes: GatheredLanes, axis: int, or_zero: bool = False) -> Any:
+def take(x: Value, lanes: GatheredLanes, axis: int, or_zero: bool = False) -> Any:
     """The entries of `x` along `axis` that are picked; with `or_zero`, stand-ins are zero."""
     (width,) = lanes.lanes.shape
     window = tuple(1 if d == axis else n for d, n in enumerate(x.shape))
@@ -120,7 +121,7 @@ def take(x: Any, lanes: GatheredLanes, axis: int, or_zero: bool = False) -> Any:
     return lax.select(counts, taken, lax.full_like(taken, 0))
 
 
-def put(x: Any, values: Any, places: Any, axis: int) -> Any:
+def put(x: Value, values: Any, places: Any, axis: int) -> Any:
     """`x` with `values` at these places along `axis`, which differ; out of bounds are dropped."""
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=tuple(d for d in range(x.ndim) if d != axis),

@@ -31,6 +31,7 @@ from batchax.execution.sections import Section, variables
 from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES, bind_with, bodies_of, program_called
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import remembered
 from batchax.kernel.named_axes import as_names, uses_axis
@@ -55,7 +56,7 @@ class HostCalls:
     own: Any = None
 
     @classmethod
-    def of(cls, axis: Axis, jaxpr: Any, positions: Sequence[Any], **devices: Any) -> HostCalls:
+    def of(cls, axis: Axis, jaxpr: Jaxpr, positions: Sequence[Any], **devices: Any) -> HostCalls:
         """Those of `jaxpr`, whose inputs have the batch axis at these positions."""
         batched = {v for v, a in zip(jaxpr.invars, positions, strict=True) if a is not None}
         for eqn in jaxpr.eqns:
@@ -65,11 +66,11 @@ class HostCalls:
                 batched.update(eqn.outvars)
         return cls(batched, **devices)
 
-    def of_each_lane(self, eqn: Any) -> bool:
+    def of_each_lane(self, eqn: Eqn) -> bool:
         """Whether an equation makes calls that may depend on the batch."""
         return _calls(eqn) and not self.batched.isdisjoint(variables(eqn))
 
-    def of_one_device(self, eqn: Any) -> bool:
+    def of_one_device(self, eqn: Eqn) -> bool:
         """Whether an equation makes calls that one device is to make for all."""
         return bool(self.devices) and _calls(eqn) and not self.of_each_lane(eqn)
 
@@ -77,14 +78,12 @@ class HostCalls:
 _REDUCTIONS = frozenset(name for names in REDUCTIONS for name in names.split())
 
 
-def _calls(eqn: Any) -> bool:
+def _calls(eqn: Eqn) -> bool:
     """Whether calls in an equation are to be told the lane. What is in order is so by itself."""
     return calls_host(eqn) and not _compat.in_order(eqn.effects)
 
 
-def expose_names(
-    axis: Axis, staged: _compat.ClosedJaxpr, calls: HostCalls = HostCalls()
-) -> Section:
+def expose_names(axis: Axis, staged: ClosedJaxpr, calls: HostCalls = HostCalls()) -> Section:
     """`staged` with the index of the lane as its first input and calls opened.
 
     Variables keep their identity: derivative rules may have closed over them.
@@ -107,7 +106,7 @@ def expose_names(
             eqns.append(eqn)
             continue
 
-        def run(lane: Any, *xs: Any, eqn: Any = eqn, of_lanes: bool = of_lanes) -> list[Any]:
+        def run(lane: Any, *xs: Any, eqn: Eqn = eqn, of_lanes: bool = of_lanes) -> list[Any]:
             names = _compat.current_name_stack()
             with _compat.user_source(eqn.source_info, names), eqn.ctx.manager:
                 if of_lanes or is_exposed(axis, eqn):
@@ -136,7 +135,7 @@ def _lane_variable() -> Any:
 
 
 def _on_one_device(
-    axis: Axis, eqn: Any, xs: Sequence[Any], names: tuple[Any, ...]
+    axis: Axis, eqn: Eqn, xs: Sequence[Value], names: tuple[Any, ...]
 ) -> Sequence[Any]:
     """The results of an equation whose calls of the host are made by the first device only."""
     for call in (call for call in calls_in(eqn) if call.outvars):
@@ -156,9 +155,7 @@ def _caller(lane: Any, own: Any) -> Any:
     return lax.select(lax.lt(lane, own[1]), lane, lax.full_like(lane, -1))
 
 
-def index_as_input(
-    axis: Axis, program: _compat.ClosedJaxpr, calls: bool = False
-) -> _compat.ClosedJaxpr:
+def index_as_input(axis: Axis, program: ClosedJaxpr, calls: bool = False) -> ClosedJaxpr:
     """`program`, in which no lanes meet, with the index of the lane as its first input.
 
     With `calls` there is another one, the index that calls of the host are told.
@@ -174,7 +171,7 @@ def index_as_input(
     return remembered(program, key, lambda: _compat.stage(run, types, _names(axis)))
 
 
-def is_exposed(axis: Axis, eqn: Any) -> bool:
+def is_exposed(axis: Axis, eqn: Eqn) -> bool:
     """Whether an equation uses the name of the axis, or is a call to be opened for its loops.
 
     Loops that lanes leave one by one draw lanes from all chunks, if they are at the top level.
@@ -184,7 +181,7 @@ def is_exposed(axis: Axis, eqn: Any) -> bool:
     return axis.divergence is not None and _is_call_with_loop(eqn)
 
 
-def _is_call_with_loop(eqn: Any) -> bool:
+def _is_call_with_loop(eqn: Eqn) -> bool:
     if not _is_opened(eqn):
         return False
     jaxpr = program_called(eqn).jaxpr
@@ -195,7 +192,7 @@ def _is_call_with_loop(eqn: Any) -> bool:
     return any(e.primitive is while_p or _is_call_with_loop(e) for e in jaxpr.eqns)
 
 
-def _is_opened(eqn: Any) -> bool:
+def _is_opened(eqn: Eqn) -> bool:
     """Whether an equation is a call that may be replaced by the operations of its body."""
     facts = facts_of(eqn.primitive)
     return bool(facts.body) and not facts.marked
@@ -205,7 +202,7 @@ def _names(axis: Axis) -> list[tuple[Any, Any]]:
     return [] if axis.name is None else [(axis.name, axis.size)]
 
 
-def _distinct(outs: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+def _distinct(outs: Sequence[Value], xs: Sequence[Value]) -> list[Any]:
     """`outs`, copied where one is an input, a constant, or the same as another.
 
     So each is a variable of its own, which can be renamed to the result that it stands for.
@@ -221,16 +218,16 @@ def _distinct(outs: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
 
 
 def _evaluate(
-    axis: Axis, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], lane: Any, caller: Any
+    axis: Axis, jaxpr: Jaxpr, consts: Sequence[Value], args: Sequence[Value], lane: Any, caller: Any
 ) -> list[Any]:
-    def run_equation(eqn: Any, xs: list[Any]) -> Sequence[Any]:
+    def run_equation(eqn: Eqn, xs: list[Value]) -> Sequence[Any]:
         used = is_exposed(axis, eqn) or (caller is not None and _calls(eqn))
         return _use(axis, eqn, xs, lane, caller) if used else bind_equation(eqn, xs)
 
     return evaluate(jaxpr, consts, args, run_equation)
 
 
-def _use(axis: Axis, eqn: Any, xs: list[Any], lane: Any, caller: Any) -> Sequence[Any]:
+def _use(axis: Axis, eqn: Eqn, xs: list[Value], lane: Any, caller: Any) -> Sequence[Any]:
     """The results of an equation that `is_exposed`, for the lane with the index `lane`.
 
     Or of one that calls the host, if `caller` is the index that it is told.
@@ -253,7 +250,7 @@ def _use(axis: Axis, eqn: Any, xs: list[Any], lane: Any, caller: Any) -> Sequenc
     return call_if(eqn, xs, np.True_, caller)
 
 
-def find_meeting(axis: Axis, eqns: Iterable[Any]) -> Any:
+def find_meeting(axis: Axis, eqns: Iterable[Eqn]) -> Any:
     """The first equation, inside calls, loops and branches, too, in which lanes meet, or None.
 
     They do if it needs more of other lanes than to know which one it is.
@@ -273,7 +270,7 @@ def find_meeting(axis: Axis, eqns: Iterable[Any]) -> Any:
     return None
 
 
-def _is_index(eqn: Any) -> bool:
+def _is_index(eqn: Eqn) -> bool:
     return eqn.primitive.name == "axis_index"
 
 

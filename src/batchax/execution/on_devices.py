@@ -18,8 +18,9 @@ from batchax.execution.devices.shards import Shards, on_shards
 from batchax.execution.devices.telling import check_shared, find_shards
 from batchax.execution.memory import Auto
 from batchax.frontend.outputs import FlatOutputs
+from batchax.jaxprs.words import Value
 from batchax.kernel import recording
-from batchax.kernel.axis import AxisPosition
+from batchax.kernel.axis import Position
 from batchax.kernel.looking import in_jit
 from batchax.memo import Memo
 
@@ -110,13 +111,13 @@ class OnDevices(Way):
         return not call.traced or puts_traced(self.shards.mesh)
 
     def put(self, constants: Sequence[Any]) -> Sequence[Any]:
-        none: list[AxisPosition] = [None] * len(constants)
+        none: list[Position] = [None] * len(constants)
         return placed(self.shards, [CONSTANT] * len(none), constants, none)
 
     def run(self, call: Call) -> tuple[list[Any], _Said]:
         passed = list(map(_kind, call.values[: call.constants]))
 
-        def one_shard(*values: Any) -> tuple[list[Any], list[AxisPosition], _Said]:
+        def one_shard(*values: Any) -> tuple[list[Any], list[Position], _Said]:
             own, said = _of_one_device(call.with_values(values), passed)
             return *self._chunks_of_one().runner(own, self.shards).outputs(), said
 
@@ -139,7 +140,7 @@ class OnDevices(Way):
     def may_keep(self, said: Any) -> bool:
         return said.same
 
-    def finish(self, call: Call, arrays: list[Any], said: Any) -> Outputs:
+    def finish(self, call: Call, arrays: list[Value], said: Any) -> Outputs:
         return arrays, said.outputs or call.outputs
 
 
@@ -179,6 +180,6 @@ class _Said:
     same: bool
 
 
-def _kind(x: Any) -> Any:
+def _kind(x: Value) -> Any:
     """The type of an array, wherever it is."""
     return jax.typeof(x).shape, jax.typeof(x).dtype, jax.typeof(x).weak_type

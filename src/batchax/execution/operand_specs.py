@@ -13,6 +13,7 @@ from jax.extend.core import mapped_aval, unmapped_aval
 
 from batchax.frontend import reducing
 from batchax.frontend.reduction import Reduction
+from batchax.jaxprs.words import Aval, Value
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Combined:
 
 
 def of_states(
-    specs: Sequence[Any], xs: Sequence[Any], function: Callable[[Combined, slice], Sequence[Any]]
+    specs: Sequence[Any], xs: Sequence[Value], function: Callable[[Combined, slice], Sequence[Any]]
 ) -> list[Any]:
     """`xs`, with what `function` makes of those that are arrays of a state, given their places."""
     xs = list(xs)
@@ -149,6 +150,6 @@ def cotangent_spec(spec: Operand) -> Result:
             return spec
 
 
-def resized(aval: Any, axis: int, size: int) -> Any:
+def resized(aval: Aval, axis: int, size: int) -> Any:
     """An array type with another size along `axis`. That axis is not sharded any more."""
     return unmapped_aval(size, axis, mapped_aval(aval.shape[axis], axis, aval))

@@ -24,10 +24,11 @@ from batchax.execution.memory import Auto
 from batchax.execution.operand_specs import Extreme, Lanes, PerChunk
 from batchax.execution.slices import scan_slices
 from batchax.execution.watched import Steps
+from batchax.jaxprs.words import Value
 from batchax.rules.in_turn import calls_library, in_turn
 
 
-def run_loop(loop: ChunkLoop, operands: Sequence[Any], keep: bool) -> list[Any]:
+def run_loop(loop: ChunkLoop, operands: Sequence[Value], keep: bool) -> list[Any]:
     """Runs a chunk loop.
 
     Args:
@@ -72,7 +73,7 @@ def _selected(loop: ChunkLoop, which: Sequence[int]) -> ChunkLoop:
     )
 
 
-def _run_keeping(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
+def _run_keeping(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
     """A chunk loop as a scan, whose residuals JAX keeps for each chunk."""
     operands = _compat.varying_alike(operands)
     avals = [jax.typeof(x) for x in operands]
@@ -87,12 +88,12 @@ def _run_keeping(loop: ChunkLoop, operands: Sequence[Any]) -> list[Any]:
 
     steps = Steps(-(-loop.size // chunk), loop.progress)
 
-    def step(index: Any, results: list[Any], parts: Sequence[Any], width: int) -> list[Any]:
+    def step(index: Any, results: list[Value], parts: Sequence[Any], width: int) -> list[Any]:
         (start,) = _compat.varying_alike([index * np.int32(chunk)], like=operands)
         outs = loop.body.function(width)(start, *parts)
         return collect(loop, results, outs, index)
 
-    def in_loop(index: Any, results: list[Any], parts: Sequence[Any]) -> tuple[list[Any], None]:
+    def in_loop(index: Any, results: list[Value], parts: Sequence[Any]) -> tuple[list[Any], None]:
         if full > 1:  # a loop of one step is none, to a compiler
             steps.begin(index)
             results = steps.through(results, index)

@@ -19,7 +19,8 @@ from batchax.execution.sections import Env, section_for
 from batchax.execution.streaming import Partial, partial_result
 from batchax.frontend.outputs import Reduce
 from batchax.frontend.reduction import Reduction
-from batchax.kernel.axis import Axis, AxisPosition, move_axis
+from batchax.jaxprs.words import Eqn, Value
+from batchax.kernel.axis import Axis, Position, move_axis
 from batchax.kernel.captured import MappedProgram, running
 
 
@@ -74,8 +75,8 @@ class LanesToRun:
 class Found(NamedTuple):
     """A value for all lanes; of no `position` if it is the same for all."""
 
-    value: Any
-    position: AxisPosition
+    value: Value
+    position: Position
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class SectionBody:
         self,
         lanes: LanesToRun,
         env: Env,
-        eqns: Sequence[Any],
+        eqns: Sequence[Eqn],
         targets: Sequence[Target],
         effects: bool = True,
         same: Sequence[Target] = (),
@@ -139,7 +140,7 @@ class SectionBody:
         """The specs of all results."""
         return tuple(spec for specs in self.specs.values() for spec in specs)
 
-    def of_targets(self, results: Iterable[Any]) -> dict[Target, list[Any]]:
+    def of_targets(self, results: Iterable[Value]) -> dict[Target, list[Any]]:
         """Results, or what belongs to each, by target: a reduced one may have several."""
         each = iter(results)
         return {t: [next(each) for _ in self.specs[t]] for t in self.targets}
@@ -175,7 +176,7 @@ class _Chunk:
 
     lanes: LanesToRun
     section: Any
-    positions: Sequence[AxisPosition]
+    positions: Sequence[Position]
     targets: Sequence[Target]
     same: Sequence[Target] = ()
     specs: dict[Target, list[Any]] = field(default_factory=dict)
@@ -200,8 +201,8 @@ class _Chunk:
         return run
 
     def interpret(
-        self, width: int, start: Any, xs: Sequence[Any]
-    ) -> tuple[list[Any], list[AxisPosition], Any, Any]:
+        self, width: int, start: Any, xs: Sequence[Value]
+    ) -> tuple[list[Any], list[Position], Any, Any]:
         """The targets for `width` lanes, and where they have the batch axis.
 
         And the index of each lane, if anything uses it; and which lanes are real, None if all are.
@@ -221,12 +222,12 @@ class _Chunk:
         with running(program):
             return *program.run(), index, real
 
-    def _of_each(self, target: Target, x: Any, width: int) -> list[Any]:
+    def _of_each(self, target: Target, x: Value, width: int) -> list[Any]:
         self.specs[target] = [Lanes(0)]
         return [lax.broadcast(x, (width,))]
 
     def _results(
-        self, target: Target, x: Any, position: AxisPosition, index: Any, real: Any
+        self, target: Target, x: Value, position: Position, index: Any, real: Any
     ) -> list[Any]:
         """What a chunk returns for one target. Notes the specs of that in `specs`."""
         reduction = target.reduction

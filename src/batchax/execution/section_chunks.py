@@ -14,6 +14,7 @@ from batchax.execution.section_body import Found, SectionBody, Target
 from batchax.execution.section_plan import Setting, Stage
 from batchax.execution.sections import Env, section_for
 from batchax.execution.streaming import finish
+from batchax.jaxprs.words import Eqn, Value
 from batchax.kernel.captured import closed_over
 
 _Chunked = tuple[SectionBody, dict[Target, list[Any]], dict[Target, Found]]
@@ -47,7 +48,7 @@ def run_chunks(setting: Setting, stage: Stage, env: Env) -> dict[Target, Found] 
     return by_target
 
 
-def _only_chunk(body: SectionBody, results: Sequence[Any]) -> _Chunked:
+def _only_chunk(body: SectionBody, results: Sequence[Value]) -> _Chunked:
     outs = body.of_targets(results)
     by_target = {t: Found(outs.pop(t)[0], None) for t in body.shared}
     outs = {t: list(map(of_only_chunk, xs, body.specs[t])) for t, xs in outs.items()}
@@ -75,6 +76,6 @@ def _in_loop(setting: Setting, stage: Stage, env: Env, body: SectionBody) -> _Ch
     return body, outs, by_target
 
 
-def _calls_back(eqns: Sequence[Any], target: Target, env: Env) -> bool:
+def _calls_back(eqns: Sequence[Eqn], target: Target, env: Env) -> bool:
     section = section_for(eqns, [target.variable], env, effects=False)
     return any(_compat.calls_back(eqn.effects) for eqn in section.eqns)

@@ -21,6 +21,7 @@ from batchax.execution.section_plan import Setting, Stage
 from batchax.execution.sections import Env, run_whole, variables
 from batchax.frontend.outputs import Reduce
 from batchax.jaxprs.spoken import line_of, spoken
+from batchax.jaxprs.words import Eqn
 from batchax.kernel.axis import Axis
 
 InSections = Callable[[Shards | None], Axis]
@@ -54,7 +55,7 @@ def run_cuts(
     _run_gathered(setting.shards, whole(None), apart, env)
 
 
-def _operands(stage: Stage, by_target: Mapping[Target, Found], env: Env, eqn: Any) -> Any:
+def _operands(stage: Stage, by_target: Mapping[Target, Found], env: Env, eqn: Eqn) -> Any:
     """Adds what chunks found for a cut to `env`; or returns its result, if they computed that."""
     streamed = None
     for v in variables(eqn):
@@ -69,7 +70,7 @@ def _operands(stage: Stage, by_target: Mapping[Target, Found], env: Env, eqn: An
     return streamed
 
 
-def _together(local: Axis, eqn: Any, env: Env) -> bool:
+def _together(local: Axis, eqn: Eqn, env: Env) -> bool:
     """Runs a loop or branch whose lanes meet on each shard, for its lanes.
 
     It is not if some lanes might go where others do not: the shards could not meet there.
@@ -108,7 +109,7 @@ class _Refusing:
 _refusing = _Refusing()
 
 
-def _run_gathered(shards: Shards, axis: Axis, eqns: Sequence[Any], env: Env) -> None:
+def _run_gathered(shards: Shards, axis: Axis, eqns: Sequence[Eqn], env: Env) -> None:
     """Runs equations for the lanes of all shards, on each of them."""
     calls = next((eqn for eqn in eqns if _compat.calls_back(eqn.effects)), None)
     if calls is not None:

@@ -25,7 +25,8 @@ from batchax.execution.sections import (
     variables,
 )
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce
-from batchax.kernel.axis import Axis, AxisPosition
+from batchax.jaxprs.words import Eqn
+from batchax.kernel.axis import Axis, Position
 from batchax.rules.collectives import REDUCTIONS
 
 _SMALL = 256  # bytes that a loop cut out may hold of each lane, however little the batch has
@@ -67,8 +68,8 @@ class Stage:
       kept: what is kept for later stages, which compute the rest again.
     """
 
-    free: Sequence[Any]
-    cuts: Sequence[Any]
+    free: Sequence[Eqn]
+    cuts: Sequence[Eqn]
     known: Collection[int]
     wanted: Mapping[int, Target]
     collected: Mapping[tuple[int, Any], Target]
@@ -84,14 +85,14 @@ class Stage:
         """All that chunks compute."""
         return list(dict.fromkeys([*self.wanted.values(), *self.inside]))
 
-    def left_of(self, eqns: Iterable[Any]) -> list[Any]:
+    def left_of(self, eqns: Iterable[Eqn]) -> list[Any]:
         """The equations for later stages. What has effects is not run again."""
         done = {id(eqn) for eqn in (*self.cuts, *(e for e in self.free if e.effects))}
         return [eqn for eqn in eqns if id(eqn) not in done]
 
 
 def plan_stage(
-    setting: Setting, eqns: Sequence[Any], env: Env, outputs: Mapping[int, tuple[Any, OutputArray]]
+    setting: Setting, eqns: Sequence[Eqn], env: Env, outputs: Mapping[int, tuple[Any, OutputArray]]
 ) -> Stage:
     """The next stage.
 
@@ -119,7 +120,7 @@ def plan_stage(
     return Stage(free, cuts, at_hand, targets, collected, kept)
 
 
-def _loops_to_cut(setting: Setting, eqns: Sequence[Any], env: Env) -> set[int]:
+def _loops_to_cut(setting: Setting, eqns: Sequence[Eqn], env: Env) -> set[int]:
     """The loops to run with lanes drawn from all chunks, where lanes that are done leave.
 
     What each lane holds is then kept for all lanes at once. A loop is not cut out if that is much
@@ -142,7 +143,7 @@ def _is_placed(setting: Setting, env: Env, v: Any, output: OutputArray) -> bool:
     return how_wanted(v, output.spec) == position
 
 
-def _collected(setting: Setting, env: Env, eqn: Any, v: Any) -> Target | None:
+def _collected(setting: Setting, env: Env, eqn: Eqn, v: Any) -> Target | None:
     """What a cut needs of each chunk, of one of the variables that it reads."""
     streams = _streams(setting.axis, eqn)
     if setting.knows(env, v) and not (streams and setting.shards and env[v][1] is not None):
@@ -151,7 +152,7 @@ def _collected(setting: Setting, env: Env, eqn: Any, v: Any) -> Target | None:
 
 
 def _kept(
-    setting: Setting, eqns: Sequence[Any], free: Sequence[Any], cuts: Sequence[Any]
+    setting: Setting, eqns: Sequence[Eqn], free: Sequence[Eqn], cuts: Sequence[Eqn]
 ) -> list[Any]:
     """Variables from before the cuts that are kept for after them, not computed again."""
     if not cuts:
@@ -172,14 +173,14 @@ def how_wanted(v: Any, spec: Any) -> Any:
     return 0 if spec is None or spec is AUTO else int(spec) % (len(v.aval.shape) + 1)
 
 
-def placed_at(v: Any, spec: Any, position: AxisPosition) -> AxisPosition:
+def placed_at(v: Any, spec: Any, position: Position) -> Position:
     """Where an output carries the batch axis once it is placed."""
     if isinstance(spec, Reduce) or spec is None or (spec is AUTO and position is None):
         return None
     return how_wanted(v, spec)
 
 
-def _streams(axis: Axis, eqn: Any) -> bool:
+def _streams(axis: Axis, eqn: Eqn) -> bool:
     """Whether a collective is a reduction over all lanes, which each chunk can add to."""
     params = eqn.params
     return (

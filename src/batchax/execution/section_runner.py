@@ -22,7 +22,8 @@ from batchax.execution.section_plan import Setting, placed_at, plan_stage
 from batchax.execution.sections import Env, bytes_per_lane, run_shared, section_for
 from batchax.execution.watched import Steps
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce, check_unbatched, place
-from batchax.kernel.axis import Axis, AxisPosition
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
+from batchax.kernel.axis import Axis, Position
 from batchax.rules.lane_calls import calls_in
 
 
@@ -38,8 +39,8 @@ class SectionRunner:
         batch_size: int | Auto,
         keep: bool,
         staged: Any,
-        args: Sequence[Any],
-        positions: Sequence[AxisPosition],
+        args: Sequence[Value],
+        positions: Sequence[Position],
         described: Sequence[OutputArray],
         shards: Shards | None = None,
         progress: LoopProgress | None = None,
@@ -69,10 +70,10 @@ class SectionRunner:
         lanes = LanesToRun(local, batch_size, index, repeated, progress).apart()
         self._setting = Setting(axis, lanes, keep, shards, batch_bytes)
 
-    def outputs(self) -> tuple[list[Any], list[AxisPosition]]:
+    def outputs(self) -> tuple[list[Any], list[Position]]:
         """What the program returns, placed, and where it carries the batch axis."""
         setting, env, lanes = self._setting, dict(self._known), self._setting.lanes
-        eqns: Sequence[Any] = section_for(self._jaxpr.eqns, self._jaxpr.outvars, ()).eqns
+        eqns: Sequence[Eqn] = section_for(self._jaxpr.eqns, self._jaxpr.outvars, ()).eqns
         left = dict(enumerate(zip(self._jaxpr.outvars, self._described, strict=True)))
         outs: dict[int, Found] = {}
         looped = False
@@ -109,8 +110,8 @@ class SectionRunner:
 
 def _host_calls(
     axis: Axis,
-    jaxpr: Any,
-    positions: Sequence[AxisPosition],
+    jaxpr: Jaxpr,
+    positions: Sequence[Position],
     shards: Shards | None,
     in_parts: bool,
 ) -> HostCalls | None:
@@ -169,8 +170,8 @@ class BodiesInSections:
     shards: Shards | None
 
     def run(
-        self, program: _compat.ClosedJaxpr, args: Sequence[Any], axes: Sequence[AxisPosition]
-    ) -> tuple[list[Any], list[AxisPosition]]:
+        self, program: ClosedJaxpr, args: Sequence[Value], axes: Sequence[Position]
+    ) -> tuple[list[Any], list[Position]]:
         """What a program returns for all lanes, and where that carries the batch axis."""
         outputs = [OutputArray("", AUTO)] * len(program.out_avals)
         how = self.axis, self.batch_size, self.keep

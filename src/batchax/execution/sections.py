@@ -18,13 +18,14 @@ from jax.extend.core.primitives import while_p
 from batchax import _compat
 from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.evaluate import plan, variables_read
-from batchax.kernel.axis import Axis, AxisPosition
+from batchax.jaxprs.words import Eqn, Value
+from batchax.kernel.axis import Axis, Position
 from batchax.kernel.captured import closed_over
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import uses_axis
 from batchax.rules.batched_transpose import reached
 
-Env = dict[Any, tuple[Any, AxisPosition]]
+Env = dict[Any, tuple[Any, Position]]
 """Variables whose values for all lanes are known, and where their batch axes are."""
 
 
@@ -35,11 +36,11 @@ class Section:
     It has the attributes of a jaxpr, closed and not, that an interpreter reads.
     """
 
-    eqns: Sequence[Any]
+    eqns: Sequence[Eqn]
     invars: Sequence[Any]
     outvars: Sequence[Any]
     constvars: Sequence[Any] = ()
-    consts: Sequence[Any] = ()
+    consts: Sequence[Value] = ()
 
     @property
     def jaxpr(self) -> Section:
@@ -52,14 +53,14 @@ class Section:
 
 
 def section_for(
-    eqns: Sequence[Any], outvars: Sequence[Any], given: Collection[Any], effects: bool = True
+    eqns: Sequence[Eqn], outvars: Sequence[Any], given: Collection[Any], effects: bool = True
 ) -> Section:
     """The section that computes `outvars` from variables that are `given`.
 
     It has every one of `eqns` with effects, unless `effects` is false.
     """
 
-    def reads(eqn: Any) -> list[Any]:
+    def reads(eqn: Eqn) -> list[Any]:
         return [v for v in variables(eqn) if v not in given]
 
     results = {v for v in outvars if not isinstance(v, Literal)}
@@ -69,7 +70,7 @@ def section_for(
     return Section(taken, [v for v in given if v in used], list(outvars))
 
 
-def run_shared(axis: Axis, eqns: Sequence[Any], env: Env) -> list[Any]:
+def run_shared(axis: Axis, eqns: Sequence[Eqn], env: Env) -> list[Any]:
     """Runs, once, the equations that do not depend on the batch; returns the others."""
     shared, rest, defined = [], [], set()
 
@@ -86,7 +87,7 @@ def run_shared(axis: Axis, eqns: Sequence[Any], env: Env) -> list[Any]:
     return rest
 
 
-def run_whole(axis: Axis, eqns: Sequence[Any], env: Env) -> None:
+def run_whole(axis: Axis, eqns: Sequence[Eqn], env: Env) -> None:
     """Runs equations for all lanes at once, and adds what they compute to `env`."""
     if not eqns:
         return
@@ -98,7 +99,7 @@ def run_whole(axis: Axis, eqns: Sequence[Any], env: Env) -> None:
 
 
 def find_cuts(
-    axis: Axis, eqns: Sequence[Any], loops: Collection[int]
+    axis: Axis, eqns: Sequence[Eqn], loops: Collection[int]
 ) -> tuple[list[Any], set[Any], list[Any]]:
     """The collectives over `axis` that come first, what waits for them, and what does not.
 
@@ -120,7 +121,7 @@ def find_cuts(
     return cuts, blocked, free
 
 
-def parting_loops(eqns: Sequence[Any], env: Env, most: int) -> set[int]:
+def parting_loops(eqns: Sequence[Eqn], env: Env, most: int) -> set[int]:
     """The ids of the ``while`` loops among `eqns` whose lanes end at different steps.
 
     Args:
@@ -152,7 +153,7 @@ def parting_loops(eqns: Sequence[Any], env: Env, most: int) -> set[int]:
     return parting
 
 
-def crossing(eqns: Sequence[Any], free: Sequence[Any], cuts: Sequence[Any]) -> list[Any]:
+def crossing(eqns: Sequence[Eqn], free: Sequence[Eqn], cuts: Sequence[Eqn]) -> list[Any]:
     """The variables computed by `free` equations that are needed after the `cuts`."""
     computed = {v for eqn in free for v in eqn.outvars}
     before = {id(eqn) for eqn in (*free, *cuts)}
@@ -160,7 +161,7 @@ def crossing(eqns: Sequence[Any], free: Sequence[Any], cuts: Sequence[Any]) -> l
     return [v for v in later if v in computed]
 
 
-def variables(eqn: Any) -> list[Any]:
+def variables(eqn: Eqn) -> list[Any]:
     """The variables that an equation reads, now or in a derivative rule that closes over them."""
     return variables_read(eqn) + closed_over(eqn)
 

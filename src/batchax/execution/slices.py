@@ -17,7 +17,8 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
-from batchax.kernel.axis import Axis, AxisPosition, match_axis
+from batchax.jaxprs.words import Value
+from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.own_primitive import own_primitive
 from batchax.rules.masking import is_inexact
 
@@ -25,7 +26,7 @@ from batchax.rules.masking import is_inexact
 def scan_slices(
     step: Callable[[Any, Any, list[Any]], Any],
     carry: Any,
-    xs: Sequence[Any],
+    xs: Sequence[Value],
     axes: Sequence[int | None],
     width: int | None,
     count: int,
@@ -60,7 +61,7 @@ def scan_slices(
 
 
 def _operand(
-    x: Any, axis: int | None, width: int | None, count: int
+    x: Value, axis: int | None, width: int | None, count: int
 ) -> tuple[Any, Callable[[Any, Any], Any]]:
     """What ``lax.scan`` slices for an operand, if anything, and how a step gets its part.
 
@@ -80,13 +81,13 @@ def _operand(
     )
 
 
-def _cut(x: Any, index: Any, axis: int, width: int | None) -> Any:
+def _cut(x: Value, index: Any, axis: int, width: int | None) -> Any:
     start = index if width is None else index * np.int32(width)
     part = lax.dynamic_slice_in_dim(x, start, width or 1, axis, allow_negative_indices=False)
     return lax.squeeze(part, [axis]) if width is None else part
 
 
-def _slices_first(x: Any, axis: int, width: int | None, count: int) -> Any:
+def _slices_first(x: Value, axis: int, width: int | None, count: int) -> Any:
     """The slices of `x`, stacked."""
     if width is not None:
         x = lax.slice_in_dim(x, 0, width * count, axis=axis)
@@ -95,7 +96,7 @@ def _slices_first(x: Any, axis: int, width: int | None, count: int) -> Any:
     return x if axis == 0 else jnp.moveaxis(x, axis, 0)
 
 
-def with_derivative_of(value: Any, other: Any) -> Any:
+def with_derivative_of(value: Value, other: Any) -> Any:
     """`value`, which equals `other`, with the derivatives of `other`, to all orders.
 
     A ``jax.custom_jvp`` function would lose those of second order: JAX drops its rule
@@ -104,17 +105,17 @@ def with_derivative_of(value: Any, other: Any) -> Any:
     return follow_p.bind(value, other)
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+def _jvp(primals: Sequence[Value], tangents: Sequence[Value]) -> tuple[Any, Any]:
     return follow_p.bind(*primals), tangents[1]
 
 
-def _transpose(cotangent: Any, value: Any, other: Any) -> list[Any]:
+def _transpose(cotangent: Any, value: Value, other: Any) -> list[Any]:
     # In a derivative only `other` is linear, as `value` has no tangent. Both are where a program
     # is transposed that was not differentiated before (`jax.linear_transpose`).
     return [ad.Zero(value.aval) if ad.is_undefined_primal(value) else None, cotangent]
 
 
-def _batched(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, AxisPosition]:
+def _batched(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, Position]:
     position = next(a for a in axes if a is not None)
     return follow_p.bind(
         *(match_axis(axis, x, a, position) for x, a in zip(args, axes, strict=True))

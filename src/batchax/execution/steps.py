@@ -20,7 +20,8 @@ from batchax.execution.eager import jitted
 from batchax.execution.slices import scan_slices, with_derivative_of
 from batchax.execution.watched import Steps
 from batchax.jaxprs.program_key import value_key
-from batchax.kernel.axis import AxisPosition, expand_axis
+from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.kernel.axis import Position, expand_axis
 from batchax.rules.masking import is_inexact
 
 
@@ -39,9 +40,9 @@ class ScanProgram:
       unroll: how many steps an iteration has; 0 for all, where their number is a symbol.
     """
 
-    body: _compat.ClosedJaxpr = field(compare=False)
+    body: ClosedJaxpr = field(compare=False)
     n_carry: int
-    in_axes: tuple[AxisPosition, ...]
+    in_axes: tuple[Position, ...]
     out_axes: tuple[int, ...]
     steps: Steps
     reverse: bool
@@ -51,7 +52,9 @@ class ScanProgram:
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", value_key(self.body))
 
-    def run(self, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+    def run(
+        self, consts: Sequence[Value], carry: Sequence[Value], xs: Sequence[Value]
+    ) -> list[Any]:
         """The last carry and the stacked ys."""
         run = jitted(self, functools.partial(_run, self), inline=True)
         return run(list(consts), list(carry), list(xs))
@@ -59,7 +62,9 @@ class ScanProgram:
 
 # Compiled as one program, in which what only derivatives need is dropped. Outside of `jit` it would
 # be computed.
-def _run(program: ScanProgram, consts: list[Any], carry: list[Any], xs: list[Any]) -> list[Any]:
+def _run(
+    program: ScanProgram, consts: list[Value], carry: list[Value], xs: list[Value]
+) -> list[Any]:
     types = program.body.out_avals[program.n_carry :]
     axes, length = program.out_axes, program.steps.most
     sweeps = _sweeps(program, xs)
@@ -75,7 +80,7 @@ def _run(program: ScanProgram, consts: list[Any], carry: list[Any], xs: list[Any
         array = blank(unmapped_aval(length, axes[k], types[k]), first + k)
         arrays.append(_compat.varying_as(array, types[k]))
 
-    def one(carry: list[Any], entries: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def one(carry: list[Value], entries: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         outs = eval_jaxpr(program.body.jaxpr, (), *consts, *carry, *entries)
         return outs[: program.n_carry], outs[program.n_carry :]
 
@@ -149,7 +154,7 @@ columns in blocks of 16 take 0.8 times as long, and no second array. Other sizes
 _FEWEST = 4  # steps for which that is done
 
 
-def _sweeps(program: ScanProgram, xs: Sequence[Any]) -> list[_Sweep]:
+def _sweeps(program: ScanProgram, xs: Sequence[Value]) -> list[_Sweep]:
     """All steps one by one; or in blocks, of which the last one may be smaller."""
     types, length = program.body.out_avals[program.n_carry :], program.steps.most
     last = [
@@ -170,7 +175,7 @@ def _sweeps(program: ScanProgram, xs: Sequence[Any]) -> list[_Sweep]:
     return [sweep for sweep in sweeps if sweep.count and sweep.width]
 
 
-def _begin(program: ScanProgram, sweep: _Sweep, index: Any, carry: list[Any]) -> list[Any]:
+def _begin(program: ScanProgram, sweep: _Sweep, index: Any, carry: list[Value]) -> list[Any]:
     """The carry at the start of a step, or of a block of them; tells that it begins."""
     if program.steps.told is None:
         return carry
@@ -189,7 +194,7 @@ def _begin(program: ScanProgram, sweep: _Sweep, index: Any, carry: list[Any]) ->
 
 
 def _block(
-    program: ScanProgram, width: int, one: Any, carry: list[Any], parts: Sequence[Any]
+    program: ScanProgram, width: int, one: Any, carry: list[Value], parts: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
     """`width` steps: the carry after them, and their ys, stacked along axis 0."""
     scanned = [
@@ -197,14 +202,14 @@ def _block(
         for part, a in zip(parts, program.in_axes, strict=True)
     ]
 
-    def step(carry: list[Any], entries: list[Any]) -> tuple[list[Any], list[Any]]:
+    def step(carry: list[Value], entries: list[Any]) -> tuple[list[Any], list[Any]]:
         pairs = zip(parts, entries, program.in_axes, strict=True)
         return one(carry, [part if a is None else entry for part, entry, a in pairs])
 
     return lax.scan(step, carry, scanned, length=width, reverse=program.reverse)
 
 
-def _part(y: Any, axis: int, width: int | None) -> Any:
+def _part(y: Value, axis: int, width: int | None) -> Any:
     """What is written of the ys of a step, or of a block of them: values without derivatives."""
     y = lax.stop_gradient(y) if is_inexact(y) else y
     return expand_axis(y, axis) if width is None else jnp.moveaxis(y, 0, axis)

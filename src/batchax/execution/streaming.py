@@ -16,6 +16,7 @@ import jax
 from batchax.execution.operand_specs import SUM, Combined, Extreme, PerChunk, Result
 from batchax.frontend import reducing
 from batchax.frontend.reduction import Reduction
+from batchax.jaxprs.words import Value
 from batchax.memo import memoized
 
 
@@ -34,7 +35,7 @@ class Partial(NamedTuple):
 
 
 def partial_result(
-    reduction: Reduction, x: Any, axis: int, index: Any = None, real: Any = None
+    reduction: Reduction, x: Value, axis: int, index: Any = None, real: Any = None
 ) -> tuple[list[Any], Partial]:
     """What one chunk adds to a reduction of `x`, whose lanes are along `axis`: arrays.
 
@@ -71,7 +72,7 @@ def partial_result(
     return arrays, Partial(specs, structure, result)
 
 
-def finish(reduction: Reduction, part: Partial, results: Sequence[Any], size: int) -> Any:
+def finish(reduction: Reduction, part: Partial, results: Sequence[Value], size: int) -> Any:
     """The reduction over all lanes, from what a chunk loop collected.
 
     `part` is of what kind the chunks added something.
@@ -82,7 +83,7 @@ def finish(reduction: Reduction, part: Partial, results: Sequence[Any], size: in
     return reducing.finished(reduction, state, size).astype(part.result.dtype)
 
 
-def result_type(reduction: Reduction, x: Any, axis: int) -> Any:
+def result_type(reduction: Reduction, x: Value, axis: int) -> Any:
     """The type of a reduction of lanes along an axis, done all at once."""
     aval = jax.typeof(x)
     shape = (*aval.shape[:axis], 1, *aval.shape[axis + 1 :])

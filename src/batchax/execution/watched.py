@@ -25,6 +25,7 @@ from jax.sharding import AxisType
 
 from batchax import _compat
 from batchax.execution.loop_progress import LoopProgress, Told
+from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.kernel.varying import mesh_around
@@ -59,13 +60,13 @@ class Steps:
             done = lax.convert_element_type(done, np.int32)  # indices of JAX's may have 64 bits
             self._tell(done, total, self._due(done))
 
-    def end(self, done: Any, total: Any = None, results: Sequence[Any] = ()) -> None:
+    def end(self, done: Any, total: Any = None, results: Sequence[Value] = ()) -> None:
         """After the loop: so many steps are done, and these are the results."""
         if self.told is not None:
             done = np.int32(done) if isinstance(done, int) else done
             self._tell(done, total, None, results, over=True)
 
-    def through(self, carry: Sequence[Any], done: Any) -> list[Any]:
+    def through(self, carry: Sequence[Value], done: Any) -> list[Any]:
         """The carry of a scan of JAX's at the start of a step, for the way back to be told of."""
         moving = [i for i, x in enumerate(carry) if is_inexact(x)]
         if self.told is None or not moving:
@@ -129,7 +130,7 @@ def _call(*operands: Any, told: Told) -> list[Any]:
     return []
 
 
-def _entry(values: Sequence[Any]) -> Sequence[Any]:
+def _entry(values: Sequence[Value]) -> Sequence[Any]:
     """The last entry of one of the values, if one has any: it is there when the value is."""
     for x in values:
         aval = jax.typeof(x)
@@ -178,7 +179,7 @@ def _batched_back(axis: Axis, args: Any, axes: Any, /, **how: Any) -> Any:
 
 
 def _jvp_back(
-    primals: Sequence[Any], tangents: Sequence[Any], *, steps: Steps, linear: bool
+    primals: Sequence[Value], tangents: Sequence[Value], *, steps: Steps, linear: bool
 ) -> Any:
     outs = progress_back_p.bind(*primals, steps=steps, linear=linear)
     dots = list(tangents[:-1])
@@ -190,7 +191,7 @@ def _jvp_back(
 
 
 def _transpose_back(
-    cotangents: Sequence[Any], *operands: Any, steps: Steps, linear: bool
+    cotangents: Sequence[Value], *operands: Any, steps: Steps, linear: bool
 ) -> list[Any]:
     if linear and type(cotangents[0]) is not ad.Zero:
         steps.went_back(operands[-1], cotangents[0])

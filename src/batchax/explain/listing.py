@@ -23,7 +23,7 @@ from batchax.explain.entries import (
 from batchax.explain.naming import Names
 from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.axis import Axis, Position
 from batchax.kernel.inner import batched_aval
 from batchax.kernel.recording import Record, Recorder
 from batchax.programs.shapes import bytes_of
@@ -189,7 +189,7 @@ class Listing:
     def _values(
         self,
         variables: Sequence[Any],
-        axes: Sequence[AxisPosition],
+        axes: Sequence[Position],
         axis: Axis,
         types: Sequence[Any] | None,
     ) -> tuple[Value, ...]:
@@ -201,9 +201,9 @@ class Listing:
         )
 
 
-def _results(recorder: Recorder) -> dict[Any, tuple[AxisPosition, Any]]:
+def _results(recorder: Recorder) -> dict[Any, tuple[Position, Any]]:
     """Where results of what stands in for equations have the batch axis, and their types."""
-    results: dict[Any, tuple[AxisPosition, Any]] = {}
+    results: dict[Any, tuple[Position, Any]] = {}
     widest = sorted(recorder.records, key=lambda r: lanes_of(r.axis))
     for record in widest:
         if record.parent is not None and record.parent.stand_in is not None:
@@ -215,7 +215,7 @@ def _results(recorder: Recorder) -> dict[Any, tuple[AxisPosition, Any]]:
 def value_of(
     name: str,
     example: Any,
-    position: AxisPosition,
+    position: Position,
     axis: Axis,
     batched: Any = None,
     literal: bool = False,

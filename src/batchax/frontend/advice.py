@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from batchax.errors import AxisError
+from batchax.jaxprs.words import Value
 
 
 def by_name(paths: Sequence[str]) -> str:
@@ -40,12 +41,12 @@ def split_key(path: str, lanes: Any, each: str, sure: bool = True) -> str:
     )
 
 
-def is_key(x: Any) -> bool:
+def is_key(x: Value) -> bool:
     """Whether `x` is one random key of the typed kind."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not x.shape
 
 
-def may_be_key(x: Any) -> bool:
+def may_be_key(x: Value) -> bool:
     """Whether `x` may be one random key of the old kind, an array of numbers."""
     return x.dtype == np.uint32 and x.shape in ((2,), (4,))
 

@@ -29,6 +29,7 @@ from batchax.frontend.mapped import LaneIndices, Mapped, MappedRows, OwnRows
 from batchax.frontend.outputs import is_array
 from batchax.frontend.parts import LANE_INDEX, AxisSpec
 from batchax.frontend.prefixes import SpecifiedLeaf
+from batchax.jaxprs.words import Value
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class FlatArguments:
 def flatten_arguments(
     fun: Callable[..., Any],
     in_axes: Any,
-    args: tuple[Any, ...],
+    args: tuple[Value, ...],
     kwargs: dict[str, Any],
     terms: Terms = LANES,
     on_mesh: bool = False,
@@ -164,7 +165,7 @@ def check_axis_size(axis_size: Any, required: bool = False, terms: Terms = LANES
         raise ArgumentTypeError(f"{terms.size} must be a non-negative int, got {show(axis_size)}.")
 
 
-def _is_size(x: Any) -> bool:
+def _is_size(x: Value) -> bool:
     if jax.export.is_symbolic_dim(x):
         return True
     try:
@@ -264,7 +265,7 @@ def _parts_on_mesh(leaf: SpecifiedLeaf, mapped: list[Mapped]) -> Callable[[Seque
     )
 
 
-def _as_array(value: Any, path: str, on_host: bool) -> Any:
+def _as_array(value: Value, path: str, on_host: bool) -> Any:
     """An argument as an array; one of NumPy may stay `on_host`."""
     if isinstance(value, (jax.Array, Tracer)):  # a reference is no jax.Array
         return value
@@ -326,5 +327,5 @@ def _check_references(mapped: list[Mapped]) -> None:
             )
 
 
-def _shape(x: Any) -> str:
+def _shape(x: Value) -> str:
     return "(" + ", ".join(map(str, x.shape)) + ("," if len(x.shape) == 1 else "") + ")"

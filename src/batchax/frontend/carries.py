@@ -12,6 +12,7 @@ from jax import lax
 from batchax import _compat
 from batchax.errors import ArgumentTypeError
 from batchax.frontend.outputs import is_array
+from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.rule_results import describe_returned
 
 T = TypeVar("T")
@@ -47,9 +48,9 @@ def carry_keys(init: Any) -> list[str]:
 
 
 def settle(
-    stage: Callable[[Sequence[Any]], tuple[_compat.ClosedJaxpr | None, _compat.ClosedJaxpr, T]],
-    carry: Sequence[Any],
-) -> tuple[_compat.ClosedJaxpr | None, _compat.ClosedJaxpr, T, Sequence[Any]]:
+    stage: Callable[[Sequence[Any]], tuple[ClosedJaxpr | None, ClosedJaxpr, T]],
+    carry: Sequence[Value],
+) -> tuple[ClosedJaxpr | None, ClosedJaxpr, T, Sequence[Any]]:
     """What `stage` returns for the carry (predicate, if any; step; description), and the carry.
 
     Python scalars in the carry have got the types that steps return. Inside ``shard_map`` a
@@ -65,7 +66,7 @@ def settle(
         carry = promoted
 
 
-def _promoted(x: Any, new: Any) -> Any:
+def _promoted(x: Value, new: Any) -> Any:
     """As in ``lax.scan``: a weakly typed `x` takes part in promotion with its next value."""
     x = _compat.varying_as(x, new)
     old = jax.typeof(x)
@@ -87,7 +88,7 @@ def check_structure(fun: Callable[..., Any], old: Any, new: Any) -> None:
 
 
 def check_types(
-    fun: Callable[..., Any], keys: Sequence[str], carry: Sequence[Any], outs: Sequence[Any]
+    fun: Callable[..., Any], keys: Sequence[str], carry: Sequence[Value], outs: Sequence[Value]
 ) -> None:
     """Refuses a step that changes the shapes or dtypes of the carry."""
     wrong = [

@@ -20,6 +20,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError
 from batchax.frontend import of_jax
 from batchax.frontend.parts import Parts
+from batchax.jaxprs.words import Value
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def unregister_container(type: type) -> None:
 _type = type  # where a parameter of that name hides it
 
 
-def parts_of_argument(value: Any, spec: Any, path: str) -> Parts | None:
+def parts_of_argument(value: Value, spec: Any, path: str) -> Parts | None:
     """What an argument is made of that is a container; None for any other.
 
     Raises:
@@ -187,7 +188,7 @@ def parts_of_argument(value: Any, spec: Any, path: str) -> Parts | None:
     )
 
 
-def parts_of_output(value: Any, spec: Any, path: str, size: Any) -> Parts | None:
+def parts_of_output(value: Value, spec: Any, path: str, size: Any) -> Parts | None:
     """What an output of one lane is made of that is a container; None for any other.
 
     Args:
@@ -218,7 +219,7 @@ def parts_of_output(value: Any, spec: Any, path: str, size: Any) -> Parts | None
 
 
 def _check_one_each(
-    container: Container, maker: str, arrays: Sequence[Any], axes: Sequence[Any], path: str
+    container: Container, maker: str, arrays: Sequence[Value], axes: Sequence[Any], path: str
 ) -> None:
     if len(arrays) != len(axes):
         raise ArgumentTypeError(
@@ -251,14 +252,14 @@ def _lend_to_jax(container: Container) -> None:
     except Exception:  # JAX asked it for its leaves, which it does not have yet
         return
 
-    def to_example(cont: Any, _: Any, value: Any, spec: Any) -> Any:
+    def to_example(cont: Any, _: Any, value: Value, spec: Any) -> Any:
         if spec is None:
             return value
         parts = parts_of_argument(value, spec, "the argument")
         assert parts is not None
         return parts.join([cont(x, a) for _, x, a in parts.named("")])
 
-    def to_batch(cont: Any, size: Any, example: Any, spec: Any) -> Any:
+    def to_batch(cont: Any, size: Any, example: Value, spec: Any) -> Any:
         parts = parts_of_output(example, spec, "the output", size)
         assert parts is not None
         return parts.join([cont(size, x, a) for _, x, a in parts.named("")])
@@ -275,7 +276,7 @@ def arrays_inside(tree: Any) -> list[Any]:
     return arrays
 
 
-def is_container(value: Any) -> bool:
+def is_container(value: Value) -> bool:
     """Whether `value` is an instance of a type that is registered, with batchax or with JAX."""
     return (
         _type(value) in _containers
@@ -290,7 +291,7 @@ def is_container_spec(spec: Any) -> bool:
     return _type(spec) in types or _type(spec) in _compat.types_of_batch_axes()
 
 
-def check_by_position(value: Any, path: str) -> None:
+def check_by_position(value: Value, path: str) -> None:
     """Refuses a container of which it is not known how many batch dimensions it has, and where.
 
     Raises:

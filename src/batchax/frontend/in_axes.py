@@ -14,6 +14,7 @@ from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import is_container_spec
 from batchax.frontend.parts import AxisSpec
 from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
+from batchax.jaxprs.words import Value
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def is_position(spec: Any) -> TypeGuard[int]:
 def spread_in_axes(
     fun: Callable[..., Any],
     in_axes: Any,
-    args: tuple[Any, ...],
+    args: tuple[Value, ...],
     kwargs: dict[str, Any],
     terms: Terms = LANES,
 ) -> tuple[list[SpecifiedLeaf], Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]]:
@@ -117,7 +118,7 @@ def spread_in_axes(
         if _is_rule(leaf.spec):
             leaf.spec = _from_callable(leaf)
 
-    def rebuild_all(values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def rebuild_all(values: Sequence[Value]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         left = iter(values)
         rebuilt = [rebuild(left) for rebuild in rebuilds]
         return tuple(rebuilt[: len(args)]), dict(zip(kwargs, rebuilt[len(args) :], strict=True))
@@ -126,7 +127,7 @@ def spread_in_axes(
 
 
 def _by_argument(
-    fun: Callable[..., Any], in_axes: Any, args: tuple[Any, ...], terms: Terms
+    fun: Callable[..., Any], in_axes: Any, args: tuple[Value, ...], terms: Terms
 ) -> tuple[Sequence[Any], dict[str, Any], Sequence[str]]:
     """What is specified of each positional argument, and of keywords; and parameters' names.
 
@@ -148,7 +149,7 @@ def _by_argument(
 
 
 def _by_name(
-    fun: Callable[..., Any], in_axes: dict[str, Any], args: tuple[Any, ...]
+    fun: Callable[..., Any], in_axes: dict[str, Any], args: tuple[Value, ...]
 ) -> tuple[Sequence[Any], dict[str, Any], Sequence[str]]:
     kinds = inspect.Parameter
     parameters = list(inspect.signature(fun).parameters.values())
@@ -216,6 +217,6 @@ def count(n: int, one: str, several: str | None = None) -> str:
     return f"{n} {one if n == 1 else several or one + 's'}"
 
 
-def show(value: Any) -> str:
+def show(value: Value) -> str:
     """A value that is not what it should be, for messages."""
     return f"{value!r} of type {type(value).__name__}"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import numpy as np
 
 from batchax.errors import ArgumentTypeError
 from batchax.frontend.advice import is_key, may_be_key
 from batchax.frontend.parts import LANE_INDEX, AxisSpec, Parts
+from batchax.jaxprs.words import Value
 
 
 class _SplitKey(AxisSpec):
@@ -29,7 +28,7 @@ class _SplitKey(AxisSpec):
       Array(True, dtype=bool)
     """
 
-    def of_argument(self, value: Any, path: str) -> Parts:
+    def of_argument(self, value: Value, path: str) -> Parts:
         if not (hasattr(value, "dtype") and (is_key(value) or may_be_key(value))):
             raise ArgumentTypeError(
                 f"in_axes gives {self!r} for {path}, which is {_described(value)}: it takes one "
@@ -46,7 +45,7 @@ class _SplitKey(AxisSpec):
 split_key = _SplitKey()
 
 
-def _described(value: Any) -> str:
+def _described(value: Value) -> str:
     try:
         return f"an array of shape {np.shape(value)} and dtype {jax.typeof(value).dtype}"
     except TypeError:

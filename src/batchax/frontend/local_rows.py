@@ -11,6 +11,7 @@ from jax.core import Tracer
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.frontend.containers import BatchOfRows, is_container
+from batchax.jaxprs.words import Value
 
 
 class LocalRows:
@@ -23,7 +24,7 @@ class LocalRows:
       first: the index of the first of them among those of all.
     """
 
-    def __init__(self, array: Any, shape: tuple[int, ...], first: int = 0) -> None:
+    def __init__(self, array: Value, shape: tuple[int, ...], first: int = 0) -> None:
         self.array, self.shape, self.first = array, shape, first
 
     @property
@@ -73,7 +74,7 @@ def local(tree: Any) -> Any:
     return structure.unflatten([_local(f"x{jax.tree_util.keystr(k)}", x) for k, x in leaves])
 
 
-def _local(path: str, x: Any) -> LocalRows:
+def _local(path: str, x: Value) -> LocalRows:
     if isinstance(x, Tracer):
         raise UnsupportedError(
             f"local: {path} is traced. Inside of jit an array is that of all processes, and nobody "

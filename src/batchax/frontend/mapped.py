@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from batchax.errors import AxisError, UnsupportedError
-from batchax.kernel.axis import Axis, AxisPosition
+from batchax.jaxprs.words import Value
+from batchax.kernel.axis import Axis, Position
 from batchax.kernel.varying import as_lanes
 
 Self = TypeVar("Self", bound="Mapped")
@@ -31,8 +32,8 @@ class Mapped:
     """
 
     path: str
-    value: Any
-    axis: AxisPosition
+    value: Value
+    axis: Position
     spec: Any = None
     given: Any = None
 
@@ -55,7 +56,7 @@ class Mapped:
         spec = getattr(getattr(jax.typeof(self.value), "sharding", None), "spec", ())
         return (spec[self.axis] if self.axis < len(spec) else None,)
 
-    def put(self: Self, value: Any) -> Self:
+    def put(self: Self, value: Value) -> Self:
         """The same argument, whose value is now elsewhere, or in another form."""
         if value is self.value:
             return self

@@ -13,6 +13,7 @@ from jax import lax
 from batchax.frontend.reducing import of_all
 from batchax.frontend.reduction import Reduction
 from batchax.jaxprs.neutral import accumulator, highest, lowest
+from batchax.jaxprs.words import Value
 from batchax.memo import memoized
 
 Kind = Literal[
@@ -23,7 +24,7 @@ Kind = Literal[
 def _whole_bytes(reduce: Callable[..., Any]) -> Callable[..., Any]:
     """A reduction of JAX's that does not know how integers of less than a byte add up."""
 
-    def over_batch(x: Any, axis: int) -> Any:
+    def over_batch(x: Value, axis: int) -> Any:
         if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
             x = x.astype(np.int8 if jnp.issubdtype(x.dtype, jnp.signedinteger) else np.uint8)
         return reduce(x, axis=axis)
@@ -50,7 +51,7 @@ def _of_one(reduce: Callable[..., Any]) -> Callable[[Any, Any], Any]:
     return lambda x, n: reduce(x[None], axis=0)
 
 
-def _itself(x: Any, n: Any) -> Any:
+def _itself(x: Value, n: Any) -> Any:
     return x
 
 
@@ -59,21 +60,21 @@ def _of_two(fold: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
     return lambda *states: fold(jax.tree.map(lambda *parts: jnp.stack(parts), *states))
 
 
-def _truth(x: Any) -> Any:
+def _truth(x: Value) -> Any:
     return x if x.dtype == np.bool_ else lax.ne(x, lax.full_like(x, 0))
 
 
 # --- logsumexp: the largest exponent, and the sum of exponentials over that of the largest --------
 
 
-def _exponential(x: Any) -> Any:
+def _exponential(x: Value) -> Any:
     x = _wide(jax.nn.logsumexp)(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return x.real, jnp.exp(lax.complex(jnp.zeros_like(x.imag), x.imag))
     return x, jnp.ones_like(x)
 
 
-def _if_finite(x: Any) -> Any:
+def _if_finite(x: Value) -> Any:
     """`x`; zero where it is not finite, so that no two infinities are subtracted."""
     return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
 
@@ -91,7 +92,7 @@ def _logarithm(state: Any, n: Any) -> Any:
     return jnp.log(total) + _if_finite(most).astype(total.dtype)
 
 
-def _as_often(x: Any, n: Any) -> Any:
+def _as_often(x: Value, n: Any) -> Any:
     one = jax.nn.logsumexp(x[None], axis=0)
     return one + jnp.log(jnp.asarray(n, accumulator(one.real.dtype))).astype(one.dtype)
 
@@ -99,7 +100,7 @@ def _as_often(x: Any, n: Any) -> Any:
 # --- var: how many, their mean, what rounding left of it, squared deviations from it added up -----
 
 
-def _moments(x: Any) -> Any:
+def _moments(x: Value) -> Any:
     x = _wide(jnp.mean)(x)
     return jnp.ones((), np.int32), x, jnp.zeros_like(x), jnp.zeros_like(x.real)
 

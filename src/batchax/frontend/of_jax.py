@@ -21,9 +21,10 @@ from jax.core import Tracer
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.parts import LANE_INDEX, Parts
+from batchax.jaxprs.words import Value
 
 
-def parts_of_argument(value: Any, spec: Any, path: str) -> Parts:
+def parts_of_argument(value: Value, spec: Any, path: str) -> Parts:
     """What an argument of such a type is made of.
 
     Raises:
@@ -34,7 +35,7 @@ def parts_of_argument(value: Any, spec: Any, path: str) -> Parts:
     to_example, _ = _compat.own_batches(value)
     arrays, axes = [], []
 
-    def note(x: Any, axis: Any) -> Any:
+    def note(x: Value, axis: Any) -> Any:
         arrays.append(x)
         axes.append(axis)
         return _example_of(x, axis)
@@ -49,7 +50,7 @@ def parts_of_argument(value: Any, spec: Any, path: str) -> Parts:
     return Parts(arrays, axes, join)
 
 
-def parts_of_output(value: Any, spec: Any, path: str, size: Any) -> Parts:
+def parts_of_output(value: Value, spec: Any, path: str, size: Any) -> Parts:
     """What an output of such a type is made of, for one of `size` lanes.
 
     Raises:
@@ -65,7 +66,7 @@ def parts_of_output(value: Any, spec: Any, path: str, size: Any) -> Parts:
     _, to_batch = _compat.own_batches(value)
     arrays, axes = [], []
 
-    def note(lanes: Any, x: Any, axis: Any) -> Any:
+    def note(lanes: Any, x: Value, axis: Any) -> Any:
         arrays.append(x)
         axes.append(axis)
         shape = list(np.shape(x))
@@ -77,14 +78,14 @@ def parts_of_output(value: Any, spec: Any, path: str, size: Any) -> Parts:
 
     example = without_tracers(value, lambda x: _nothing(np.shape(x), x))
 
-    def join(outs: Sequence[Any]) -> Any:
+    def join(outs: Sequence[Value]) -> Any:
         each = iter(outs)
         return to_batch(lambda *_: next(each), size, example, spec)
 
     return Parts(arrays, axes, join)
 
 
-def _position(value: Any, spec: Any, ndim: int, path: str, what: str) -> Any:
+def _position(value: Value, spec: Any, ndim: int, path: str, what: str) -> Any:
     """`spec` as the registration takes it: an int from the end is none for it."""
     kind, name = _compat.type_of_batch_axis(value), type(value).__name__
     spec = int(spec) if isinstance(spec, np.integer) else spec
@@ -105,7 +106,7 @@ def _asked(path: str, what: str, spec: Any) -> Iterator[None]:
         raise AxisError(f"{what} gives {spec!r} for {path}, which it refuses: {error}") from None
 
 
-def _example_of(x: Any, axis: Any) -> Any:
+def _example_of(x: Value, axis: Any) -> Any:
     """What stands for one lane of `x`: of its type, for which nothing is computed."""
     if x is LANE_INDEX:
         return np.int32(0)
@@ -116,10 +117,10 @@ def _example_of(x: Any, axis: Any) -> Any:
     return _nothing(shape, x)
 
 
-def without_tracers(value: Any, stand_in: Callable[[Any], Any]) -> Any:
+def without_tracers(value: Value, stand_in: Callable[[Any], Any]) -> Any:
     """`value` with stand-ins for what was traced, in a trace that has ended by now."""
 
-    def known(x: Any) -> Any:
+    def known(x: Value) -> Any:
         return stand_in(x) if isinstance(x, Tracer) else x
 
     if not jax.tree_util.all_leaves([value]):

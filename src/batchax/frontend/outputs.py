@@ -20,7 +20,8 @@ from batchax.frontend.named_reductions import REDUCTIONS, Kind, has_reduction
 from batchax.frontend.parts import AxisSpec
 from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
 from batchax.frontend.reduction import Reduction
-from batchax.kernel.axis import Axis, AxisPosition, match_axis, move_axis
+from batchax.jaxprs.words import Value
+from batchax.kernel.axis import Axis, Position, match_axis, move_axis
 
 
 class _Auto:
@@ -158,7 +159,7 @@ def flatten_outputs(
     leaves, rebuild_tree = spread_specs(
         out_axes, out, terms.outputs, "out_axes", is_output_spec, by_name=True
     )
-    arrays: list[Any] = []
+    arrays: list[Value] = []
     described: list[OutputArray] = []
 
     def part(leaf: SpecifiedLeaf, whole: bool) -> Callable[[Sequence[Any]], Any]:
@@ -209,7 +210,7 @@ def flatten_arrays(out: Any, containers: bool = False) -> tuple[list[Any], Any]:
     return [leaf for _, leaf in leaves], structure
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: Value) -> bool:
     """Whether `value` is an array to JAX, or a number."""
     try:
         jax.typeof(value)
@@ -218,7 +219,7 @@ def is_array(value: Any) -> bool:
     return True
 
 
-def check_array(value: Any, path: str) -> None:
+def check_array(value: Value, path: str) -> None:
     """Refuses an output that is not an array.
 
     Raises:
@@ -231,12 +232,12 @@ def check_array(value: Any, path: str) -> None:
         )
 
 
-def _is_extended(value: Any) -> bool:
+def _is_extended(value: Value) -> bool:
     """Whether it is of a dtype that cannot be added up, as random keys are."""
     return jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended)
 
 
-def _check_position(value: Any, path: str, spec: Any, terms: Terms) -> None:
+def _check_position(value: Value, path: str, spec: Any, terms: Terms) -> None:
     if not (spec is None or is_output_spec(spec)):
         raise ArgumentTypeError(
             f"out_axes gives {spec!r} for {path}, which is an array: that kind of axis is for "
@@ -289,7 +290,7 @@ def check_lanes(spec: Reduce, lanes: Any, path: str, nothing: str) -> None:
 
 
 def check_unbatched(
-    axis: Axis, described: Sequence[OutputArray], positions: Sequence[AxisPosition]
+    axis: Axis, described: Sequence[OutputArray], positions: Sequence[Position]
 ) -> None:
     """Refuses outputs that depend on the batch where `out_axes` says None.
 
@@ -312,13 +313,13 @@ def check_unbatched(
         )
 
 
-def as_array(x: Any) -> Any:
+def as_array(x: Value) -> Any:
     """A result as an array: a constant of a staged program is of a type that is JAX's own."""
     constant = isinstance(x, (np.ndarray, bool, int, float, complex))
     return jnp.asarray(x) if constant and jax.typeof(x).dtype != jax.dtypes.float0 else x
 
 
-def place(axis: Axis, output: OutputArray, value: Any, position: AxisPosition) -> Any:
+def place(axis: Axis, output: OutputArray, value: Value, position: Position) -> Any:
     """One batched output, where `out_axes` wants it."""
     spec = output.spec
     if isinstance(spec, Reduce):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchax.errors import ArgumentTypeError
+from batchax.jaxprs.words import Value
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Parts:
         several.
     """
 
-    values: Sequence[Any]
+    values: Sequence[Value]
     specs: Sequence[Any]
     join: Callable[[Sequence[Any]], Any]
     names: Sequence[str] = ()
@@ -45,13 +46,13 @@ class AxisSpec:
     A kind of axis for arguments alone, or for outputs alone, overrides one of the methods.
     """
 
-    def of_argument(self, value: Any, path: str) -> Parts:
+    def of_argument(self, value: Value, path: str) -> Parts:
         """What an argument is made of, for which `in_axes` gives this."""
         raise ArgumentTypeError(
             f"in_axes gives {self!r} for {path}: that kind of axis is for outputs, in out_axes."
         )
 
-    def of_output(self, value: Any, path: str, size: Any) -> Parts:
+    def of_output(self, value: Value, path: str, size: Any) -> Parts:
         """What an output of one of `size` lanes is made of, for which `out_axes` gives this."""
         raise ArgumentTypeError(
             f"out_axes gives {self!r} for {path}: that kind of axis is for arguments, in in_axes."

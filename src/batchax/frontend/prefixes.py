@@ -15,6 +15,7 @@ import jax
 
 from batchax.errors import AxisError
 from batchax.frontend.containers import is_container, is_container_spec
+from batchax.jaxprs.words import Value
 
 
 @dataclass
@@ -22,7 +23,7 @@ class SpecifiedLeaf:
     """One leaf and what the specification says of it."""
 
     path: str
-    value: Any
+    value: Value
     spec: Any
 
 

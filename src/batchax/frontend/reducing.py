@@ -18,6 +18,7 @@ from jax.core import Tracer
 
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.frontend.reduction import Reduction
+from batchax.jaxprs.words import Value
 
 
 def operation_of(reduction: Reduction) -> Operation | None:
@@ -29,7 +30,7 @@ def operation_of(reduction: Reduction) -> Operation | None:
 
 
 def states_of(
-    reduction: Reduction, x: Any, axis: int, index: Any, real: Any = None
+    reduction: Reduction, x: Value, axis: int, index: Any, real: Any = None
 ) -> tuple[Any, int]:
     """The states of lanes, and the axis along which they are.
 
@@ -113,7 +114,7 @@ def finished(reduction: Reduction, state: Any, lanes: Any) -> Any:
     return state if reduction.finish is None else reduction.finish(state, lanes)
 
 
-def of_all(reduction: Reduction, x: Any, axis: int) -> Any:
+def of_all(reduction: Reduction, x: Value, axis: int) -> Any:
     """The result, of the outputs of all lanes, which are along an axis."""
     if reduction.of_lanes is not None:
         return reduction.of_lanes(x, axis=axis)
@@ -122,7 +123,7 @@ def of_all(reduction: Reduction, x: Any, axis: int) -> Any:
     return finished(reduction, folded(reduction, *states_of(reduction, x, axis, index)), lanes)
 
 
-def of_shared(reduction: Reduction, x: Any, lanes: Any) -> Any:
+def of_shared(reduction: Reduction, x: Value, lanes: Any) -> Any:
     """The result, of so many lanes with the same output."""
     if reduction.of_copies is not None:
         return reduction.of_copies(x, lanes)

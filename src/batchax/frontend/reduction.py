@@ -19,6 +19,7 @@ import numpy as np
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError
+from batchax.jaxprs.words import Value
 
 
 @_compat.api_boundary
@@ -115,5 +116,5 @@ class Reduction:
         return f"batchax.Reduction({', '.join(of)})"
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: Value) -> bool:
     return not isinstance(x, str) and np.ndim(x) == 0 and np.asarray(x).dtype.kind in "biufcV"

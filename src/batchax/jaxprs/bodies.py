@@ -16,6 +16,7 @@ from jax.extend.core.primitives import cond_p, scan_p, while_p
 from batchax import _compat
 from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.primitive_facts import body_parameter, facts_of
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Body:
         return self.results[self.carried :] if self.is_repeated else ()
 
 
-def bodies_of(eqn: Any) -> tuple[Body, ...]:
+def bodies_of(eqn: Eqn) -> tuple[Body, ...]:
     """The programs that an equation runs to compute its results; none for most equations.
 
     A derivative rule beside a program is none of them, nor is the function with which a
@@ -89,18 +90,18 @@ def bodies_of(eqn: Any) -> tuple[Body, ...]:
     return tuple(_call(eqn, program) for program in programs_inside(eqn)[:1])
 
 
-def program_called(eqn: Any) -> _compat.ClosedJaxpr:
+def program_called(eqn: Eqn) -> ClosedJaxpr:
     """The program inside a call, one whose `Facts` say so."""
     return _compat.close(eqn.params[body_parameter(eqn.primitive, eqn.params)])
 
 
-def _call(eqn: Any, program: Any) -> Body:
+def _call(eqn: Eqn, program: Any) -> Body:
     inputs = len(getattr(program, "jaxpr", program).invars)
     operands = range(len(eqn.invars)) if inputs == len(eqn.invars) else ()
     return Body("call", program, tuple(operands), tuple(range(len(eqn.outvars))), inputs)
 
 
-def _linear_solve(eqn: Any) -> tuple[Body, ...]:
+def _linear_solve(eqn: Eqn) -> tuple[Body, ...]:
     counts, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
     first = counts.matvec + counts.vecmat
     consts = range(first, first + counts.solve)
@@ -108,14 +109,14 @@ def _linear_solve(eqn: Any) -> tuple[Body, ...]:
     return (Body("call", solve, operands, tuple(range(len(eqn.outvars))), len(operands)),)
 
 
-def _scan(eqn: Any) -> tuple[Body, ...]:
+def _scan(eqn: Eqn) -> tuple[Body, ...]:
     same, carried = _compat.scan_counts(eqn.params)
     operands, results = tuple(range(len(eqn.invars))), tuple(range(len(eqn.outvars)))
     program, times = eqn.params["jaxpr"], eqn.params["length"]
     return (Body("body", program, operands, results, same, carried, times),)
 
 
-def _while(eqn: Any) -> tuple[Body, ...]:
+def _while(eqn: Eqn) -> tuple[Body, ...]:
     n_test, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     carry = tuple(range(n_test + n_body, len(eqn.invars)))
     of_test, of_body = tuple(range(n_test)), tuple(range(n_test, n_test + n_body))
@@ -127,7 +128,7 @@ def _while(eqn: Any) -> tuple[Body, ...]:
     )
 
 
-def _cond(eqn: Any) -> tuple[Body, ...]:
+def _cond(eqn: Eqn) -> tuple[Body, ...]:
     operands, results = tuple(range(1, len(eqn.invars))), tuple(range(len(eqn.outvars)))
     return tuple(
         Body(f"branch {i}", program, operands, results, len(operands))
@@ -143,11 +144,11 @@ _BODIES: dict[str, Callable[[Any], tuple[Body, ...]]] = {
 }
 
 
-def held_programs(params: Mapping[str, Any], names: Sequence[str]) -> list[_compat.ClosedJaxpr]:
+def held_programs(params: Mapping[str, Any], names: Sequence[str]) -> list[ClosedJaxpr]:
     """The programs in the parameters of these names, each of which is one, some, or none."""
     values = (params[name] for name in names)
     listed = (value if isinstance(value, tuple) else (value,) for value in values)
-    return [p for value in listed for p in value if isinstance(p, _compat.ClosedJaxpr)]
+    return [p for value in listed for p in value if isinstance(p, ClosedJaxpr)]
 
 
 def describe_bodies(primitive: _compat.Primitive, names: Sequence[str]) -> None:
@@ -157,7 +158,7 @@ def describe_bodies(primitive: _compat.Primitive, names: Sequence[str]) -> None:
     operations say which it stands for.
     """
 
-    def find(eqn: Any) -> tuple[Body, ...]:
+    def find(eqn: Eqn) -> tuple[Body, ...]:
         programs = held_programs(eqn.params, names)
         if len(programs) == 1:
             return (_call(eqn, programs[0]),)
@@ -171,7 +172,7 @@ LOOPS_AND_BRANCHES = frozenset(p.name for p in (scan_p, while_p, cond_p))
 
 
 def bind_with(
-    eqn: Any, operands: Sequence[Any], programs: Sequence[Any], more: Sequence[Any]
+    eqn: Eqn, operands: Sequence[Value], programs: Sequence[Any], more: Sequence[Any]
 ) -> list[Any]:
     """The results of an equation of a call, loop or branch, with other programs for its bodies.
 
@@ -186,12 +187,12 @@ def bind_with(
     return list(rebuild(eqn, bodies, list(operands), list(map(_compat.close, programs)), [*more]))
 
 
-def _scan_with(eqn: Any, bodies: Any, operands: Any, programs: Any, more: Any) -> list[Any]:
+def _scan_with(eqn: Eqn, bodies: Any, operands: Any, programs: Any, more: Any) -> list[Any]:
     (body,), (program,) = bodies, programs
     first = body.same + body.carried
     consts, carry, xs = (operands[: body.same], operands[body.same : first], operands[first:])
 
-    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+    def step(carry: list[Value], x: list[Any]) -> tuple[list[Any], list[Any]]:
         outs = eval_jaxpr(program.jaxpr, program.consts, *more, *consts, *carry, *x)
         return outs[: body.carried], outs[body.carried :]
 
@@ -204,7 +205,7 @@ def _scan_with(eqn: Any, bodies: Any, operands: Any, programs: Any, more: Any) -
 _SCAN_OPTIONS = frozenset("length reverse unroll _split_transpose".split())
 
 
-def _while_with(eqn: Any, bodies: Any, operands: Any, programs: Any, more: Any) -> list[Any]:
+def _while_with(eqn: Eqn, bodies: Any, operands: Any, programs: Any, more: Any) -> list[Any]:
     test, body = bodies
     return while_p.bind(
         *more,
@@ -219,17 +220,17 @@ def _while_with(eqn: Any, bodies: Any, operands: Any, programs: Any, more: Any) 
     )
 
 
-def _cond_with(eqn: Any, bodies: Any, operands: Any, programs: Any, more: Any) -> list[Any]:
+def _cond_with(eqn: Eqn, bodies: Any, operands: Any, programs: Any, more: Any) -> list[Any]:
     index, *others = operands
     return cond_p.bind(index, *more, *others, **{**eqn.params, "branches": tuple(programs)})
 
 
-def _call_with(eqn: Any, bodies: Any, operands: Any, programs: Any, more: Any) -> Sequence[Any]:
+def _call_with(eqn: Eqn, bodies: Any, operands: Any, programs: Any, more: Any) -> Sequence[Any]:
     return bind_call(eqn.primitive, eqn.params, programs[0], [*more, *operands])
 
 
 def bind_call(
-    primitive: _compat.Primitive, params: Mapping[str, Any], program: Any, operands: Sequence[Any]
+    primitive: _compat.Primitive, params: Mapping[str, Any], program: Any, operands: Sequence[Value]
 ) -> list[Any]:
     """The results of a call, one whose `Facts` say so, with another program inside.
 
@@ -237,7 +238,7 @@ def bind_call(
     """
     holder = body_parameter(primitive, params)
     (program,), consts = _compat.hoist_constants(program)
-    held = program if isinstance(params[holder], _compat.ClosedJaxpr) else program.jaxpr
+    held = program if isinstance(params[holder], ClosedJaxpr) else program.jaxpr
     params = primitive.get_bind_params({**params, holder: held})
     return primitive.bind(*consts, *operands, **params)
 

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 from jax.extend.core import Literal
 
 from batchax import _compat
+from batchax.jaxprs.words import Eqn, Jaxpr, Value
 
 
 def evaluate(
-    jaxpr: Any,
-    consts: Sequence[Any],
-    args: Sequence[Any],
+    jaxpr: Jaxpr,
+    consts: Sequence[Value],
+    args: Sequence[Value],
     run_equation: Callable[[Any, list[Any]], Iterable[Any]],
     number: Callable[[Any], Any] = lambda literal: literal.val,
 ) -> list[Any]:
@@ -48,7 +49,7 @@ def evaluate(
     return list(map(read, jaxpr.outvars))
 
 
-def variables_read(eqn: Any) -> list[Any]:
+def variables_read(eqn: Eqn) -> list[Any]:
     """The operands of an equation that are no numbers written in the program."""
     return [v for v in eqn.invars if not isinstance(v, Literal)]
 
@@ -56,7 +57,7 @@ def variables_read(eqn: Any) -> list[Any]:
 class Step(NamedTuple):
     """An equation, what it reads, what it makes, and what nothing after it reads."""
 
-    eqn: Any
+    eqn: Eqn
     inputs: Sequence[Any]
     outputs: Sequence[Any]
     dead: Collection[Any]
@@ -80,7 +81,7 @@ def walk(
         operands = outs = None  # these would keep dead values alive
 
 
-def bind_equation(eqn: Any, operands: Sequence[Any], **changes: Any) -> Sequence[Any]:
+def bind_equation(eqn: Eqn, operands: Sequence[Value], **changes: Any) -> Sequence[Any]:
     """Emits an equation again, on other operands and with `changes` to its parameters."""
     primitive, params = eqn.primitive, {**eqn.params, **changes} if changes else eqn.params
     out = primitive.bind(*operands, **primitive.get_bind_params(params))
@@ -88,7 +89,7 @@ def bind_equation(eqn: Any, operands: Sequence[Any], **changes: Any) -> Sequence
 
 
 def plan(
-    eqns: Sequence[Any],
+    eqns: Sequence[Eqn],
     outvars: Iterable[Any],
     keeps: Callable[[Any], Any] = operator.attrgetter("effects"),
     reads: Callable[[Any], Iterable[Any]] = variables_read,

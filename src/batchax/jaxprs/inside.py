@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchax import _compat
+from batchax.jaxprs.words import Eqn, Value
 from batchax.memo import Memo
 
 
-def programs_inside(eqn: Any) -> list[Any]:
+def programs_inside(eqn: Eqn) -> list[Any]:
     """The programs in the parameters of an equation, without their constants.
 
     Those that it runs, and those with which it combines two elements, or is differentiated.
@@ -20,7 +21,7 @@ def programs_inside(eqn: Any) -> list[Any]:
     return programs
 
 
-def _add_programs(values: Iterable[Any], programs: list[Any]) -> None:
+def _add_programs(values: Iterable[Value], programs: list[Any]) -> None:
     for value in values:
         if isinstance(value, (tuple, list)):
             _add_programs(value, programs)
@@ -29,7 +30,7 @@ def _add_programs(values: Iterable[Any], programs: list[Any]) -> None:
 
 
 def with_inside(
-    eqns: Iterable[Any], enters: Callable[[Any], bool] = lambda eqn: True
+    eqns: Iterable[Eqn], enters: Callable[[Any], bool] = lambda eqn: True
 ) -> Iterator[Any]:
     """Equations, and after each those in programs inside it, if `enters` says so of it."""
     for eqn in eqns:
@@ -51,7 +52,7 @@ class Anywhere:
 
     is_true: Callable[[Any], bool]
 
-    def in_equation(self, eqn: Any) -> bool:
+    def in_equation(self, eqn: Eqn) -> bool:
         """Whether it is true of `eqn`, or of one inside it."""
         return self.is_true(eqn) or any(map(self.in_program, programs_inside(eqn)))
 

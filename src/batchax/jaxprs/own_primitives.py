@@ -14,6 +14,7 @@ import jax
 from jax.interpreters import mlir
 
 from batchax import _compat
+from batchax.jaxprs.words import ClosedJaxpr, Eqn
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def shown(primitive: _compat.Primitive) -> str:
     return primitive.name if own is None else own.called
 
 
-def operations_of(eqn: Any) -> _compat.ClosedJaxpr | None:
+def operations_of(eqn: Eqn) -> ClosedJaxpr | None:
     """The program that an equation stands for; None if its primitive is not batchax's own.
 
     That program may hold primitives of batchax's own, too.
@@ -65,7 +66,7 @@ def operations_of(eqn: Any) -> _compat.ClosedJaxpr | None:
         return _compat.stage(run, [v.aval for v in eqn.invars], names)
 
 
-def expanded(prim: Any, avals: Any) -> _compat.ClosedJaxpr:
+def expanded(prim: Any, avals: Any) -> ClosedJaxpr:
     """The program that a `call_hi_primitive` stands for, of operands of these types.
 
     That primitive of JAX's runs operations that their authors describe by an object, its

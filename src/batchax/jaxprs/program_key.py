@@ -23,13 +23,14 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.core import Literal
 
 from batchax import _compat
+from batchax.jaxprs.words import Value
 
 
 @dataclass(frozen=True, eq=False)
 class _Same:
     """Equal to what holds the same object; it keeps the object alive, unlike its ``id``."""
 
-    value: Any
+    value: Value
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and self.value is other.value
@@ -38,12 +39,12 @@ class _Same:
         return id(self.value)
 
 
-def value_key(x: Any) -> Hashable:
+def value_key(x: Value) -> Hashable:
     """A value that is equal for programs that do the same, and for objects that mean the same."""
     return _key(x, ())
 
 
-def _key(x: Any, inside: tuple[int, ...]) -> Hashable:
+def _key(x: Value, inside: tuple[int, ...]) -> Hashable:
     if id(x) in inside:
         return inside.index(id(x))
     make = next((m for kind, m in _KEYS if isinstance(x, kind)), None)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from batchax import _compat
 from batchax.jaxprs.inside import with_inside
 from batchax.jaxprs.own_primitives import shown
+from batchax.jaxprs.words import Eqn
 
 
-def spoken(eqn: Any) -> str:
+def spoken(eqn: Eqn) -> str:
     """What an equation is called in a sentence."""
     return f"`{shown(eqn.primitive)}`"
 
 
-def line_of(eqn: Any) -> str:
+def line_of(eqn: Eqn) -> str:
     """`file:line (function)` of the user's code that made an equation, or what is inside it.
 
     Where neither is known, of the line that is running now.

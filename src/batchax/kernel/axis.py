@@ -18,8 +18,9 @@ from jax.sharding import AxisType, PartitionSpec
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
+from batchax.jaxprs.words import Value
 
-AxisPosition = int | None
+Position = int | None
 """Where the batch axis of a value is: a position, or None for "not batched"."""
 
 
@@ -57,7 +58,7 @@ class Axis:
     bodies: Any = None
 
 
-def move_axis(x: Any, source: int, destination: int) -> Any:
+def move_axis(x: Value, source: int, destination: int) -> Any:
     """`x` with axis `source` at `destination`; both may be negative.
 
     Emits nothing when the axis is there already.
@@ -85,7 +86,7 @@ def move_axis(x: Any, source: int, destination: int) -> Any:
     return lax.transpose(x, order)
 
 
-def broadcast_axis(axis: Axis, x: Any, destination: int) -> Any:
+def broadcast_axis(axis: Axis, x: Value, destination: int) -> Any:
     """An unbatched `x` repeated for every lane, batch axis at `destination`."""
     ndim = jax.numpy.ndim(x)
     destination = _in_range("destination", destination, x, ndim + 1)
@@ -108,7 +109,7 @@ def lanes_vary_over(axis: Axis) -> frozenset[Hashable]:
     return _compat.checked_axes().intersection(axis.spmd_name)
 
 
-def expand_axis(x: Any, destination: int) -> Any:
+def expand_axis(x: Value, destination: int) -> Any:
     """An unbatched `x` with a batch axis of size one, for broadcasting later."""
     ndim = np.ndim(x)  # also of a literal, which is a Python number
     destination = _in_range("destination", destination, x, ndim + 1)
@@ -123,9 +124,9 @@ def expand_axis(x: Any, destination: int) -> Any:
 
 def match_axis(
     axis: Axis,
-    x: Any,
-    source: AxisPosition,
-    destination: AxisPosition,
+    x: Value,
+    source: Position,
+    destination: Position,
     *,
     sum_match: bool = False,
 ) -> Any:
@@ -168,7 +169,7 @@ def match_axis(
     return move_axis(x, source, destination)
 
 
-def axis_to_front(axis: Axis, x: Any, source: AxisPosition) -> Any:
+def axis_to_front(axis: Axis, x: Value, source: Position) -> Any:
     """`x` with its batch axis first, repeated if it had none.
 
     Args:
@@ -190,7 +191,7 @@ def axis_to_front(axis: Axis, x: Any, source: AxisPosition) -> Any:
     return match_axis(axis, x, source, 0)
 
 
-def _in_range(name: str, position: Any, x: Any, ndim: int) -> int:
+def _in_range(name: str, position: Any, x: Value, ndim: int) -> int:
     """`position`, of an axis among `ndim`, counted from the front."""
     if type(position) is int and -ndim <= position < ndim:  # by far the most frequent case
         return position % ndim
@@ -213,7 +214,7 @@ def shift_dims(dims: Any, position: int) -> tuple[int, ...]:
     return tuple(int(d + (d >= position)) for d in dims)  # NumPy ints occur
 
 
-def batch_sharding(axis: Axis, x: Any, source: AxisPosition, destination: int) -> Any:
+def batch_sharding(axis: Axis, x: Value, source: Position, destination: int) -> Any:
     """How the type of `x` is sharded once its batch axis is at `destination`.
 
     None where types do not say how arrays are sharded.

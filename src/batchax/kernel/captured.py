@@ -32,7 +32,8 @@ from jax.core import ShapedArray, Tracer
 from batchax import _compat
 from batchax.jaxprs.evaluate import plan
 from batchax.jaxprs.inside import programs_inside
-from batchax.kernel.axis import Axis, AxisPosition
+from batchax.jaxprs.words import Eqn, Jaxpr, Value
+from batchax.kernel.axis import Axis, Position
 from batchax.kernel.interpreter import interpret
 from batchax.memo import kept_with
 
@@ -43,8 +44,8 @@ class MappedProgram:
 
     axis: Axis
     staged: Any  # a closed jaxpr, or a part of one that looks like it
-    args: Sequence[Any]
-    axes: Sequence[AxisPosition]
+    args: Sequence[Value]
+    axes: Sequence[Position]
     computes: bool = False  # whether what is staged of it will be computed at once
 
     @property
@@ -53,12 +54,12 @@ class MappedProgram:
         values = (*self.args, *self.staged.consts)
         return not self.computes and any(isinstance(x, Tracer) for x in values)
 
-    def run(self) -> tuple[list[Any], list[AxisPosition]]:
+    def run(self) -> tuple[list[Any], list[Position]]:
         """Its outputs for all lanes, and where they carry the batch axis."""
         jaxpr, consts = self.staged.jaxpr, self.staged.consts
         return interpret(self.axis, jaxpr, consts, self.args, self.axes)
 
-    def resolve(self, values: Sequence[Any]) -> tuple[list[Any], list[AxisPosition]]:
+    def resolve(self, values: Sequence[Value]) -> tuple[list[Any], list[Position]]:
         """`values` with placeholders of this program replaced, and their axes."""
         variables = [_compat.staged_variable(x) for x in values]
         jaxpr = self.staged.jaxpr
@@ -125,7 +126,7 @@ def captured_tracers(rule: Any) -> list[Tracer]:
 _RULES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "rule")
 
 
-def closed_over(eqn: Any) -> list[Any]:
+def closed_over(eqn: Eqn) -> list[Any]:
     """The variables that rules in `eqn`, and in programs inside it, close over."""
     rules = [rule for name, rule in eqn.params.items() if name in _RULES]
     variables = list(map(_compat.staged_variable, _tracers(rules))) if rules else []
@@ -135,13 +136,13 @@ def closed_over(eqn: Any) -> list[Any]:
 
 
 @kept_with("variables that derivative rules in programs close over")
-def _closed_over_inside(jaxpr: Any) -> list[Any]:
+def _closed_over_inside(jaxpr: Jaxpr) -> list[Any]:
     return [v for eqn in jaxpr.eqns for v in closed_over(eqn)]
 
 
 def resolve(
-    program: MappedProgram | None, values: Sequence[Any]
-) -> tuple[list[Any], list[AxisPosition]]:
+    program: MappedProgram | None, values: Sequence[Value]
+) -> tuple[list[Any], list[Position]]:
     """Constants of a rule as values, with the position of the batch axis in each."""
     if program is None:
         return list(values), [None] * len(values)
@@ -183,7 +184,7 @@ def _parts_of_function(f: types.FunctionType) -> Iterator[Any]:
     yield from (f.__kwdefaults__ or {}).values()
 
 
-def _parts_of_object(x: Any) -> Iterable[Any]:
+def _parts_of_object(x: Value) -> Iterable[Any]:
     if isinstance(x, (tuple, list)):
         return x
     if isinstance(x, dict):

@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 
+from batchax.jaxprs.words import Aval, Value
+
 Flat = Callable[..., list[Any]]
 """A function of arrays that returns a list of arrays."""
 
 
-def with_values(xs: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+def with_values(xs: Sequence[Value], places: Sequence[int], values: Sequence[Value]) -> list[Any]:
     """`xs` with `values` at `places`."""
     full = list(xs)
     for i, x in zip(places, values, strict=True):
@@ -21,9 +23,9 @@ def with_values(xs: Sequence[Any], places: Sequence[int], values: Sequence[Any])
 
 def tangents_of(
     function: Flat,
-    primals: Sequence[Any],
+    primals: Sequence[Value],
     moving: Sequence[int],
-    tangents: Sequence[Any],
+    tangents: Sequence[Value],
     of: Sequence[int],
 ) -> tuple[list[Any], list[Any]]:
     """The results of `function`, and tangents of those `of`, from those of `moving` operands."""
@@ -33,7 +35,7 @@ def tangents_of(
 
 
 def pullback_of(
-    function: Flat, primals: Sequence[Any], moving: Sequence[int], of: Sequence[int]
+    function: Flat, primals: Sequence[Value], moving: Sequence[int], of: Sequence[int]
 ) -> tuple[list[Any], Callable[[Sequence[Any]], Sequence[Any]]]:
     """The results of `function`, and from cotangents of those `of` to those of `moving` operands.
 
@@ -45,7 +47,7 @@ def pullback_of(
 
 
 def _of_moving(
-    function: Flat, primals: Sequence[Any], moving: Sequence[int], of: Sequence[int]
+    function: Flat, primals: Sequence[Value], moving: Sequence[int], of: Sequence[int]
 ) -> tuple[Callable[..., tuple[list[Any], list[Any]]], tuple[Any, ...]]:
     """`function` of some operands, with the results `of` beside all of them; and the operands."""
 
@@ -60,7 +62,7 @@ def transposed(
     function: Flat,
     others: Sequence[Any],
     linear: Sequence[int],
-    types: Sequence[Any],
+    types: Sequence[Aval],
     of: Sequence[int],
 ) -> Callable[[Sequence[Any]], list[Any]]:
     """The transpose of `function`, from cotangents of results to those of `linear` operands.

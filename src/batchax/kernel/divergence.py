@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from batchax import _compat
-from batchax.kernel.axis import Axis, AxisPosition
+from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.kernel.axis import Axis, Position
 
-PlacedOutputs = tuple[list[Any], list[AxisPosition]]
+PlacedOutputs = tuple[list[Any], list[Position]]
 """Values, and where each carries the batch axis."""
 
 
@@ -30,13 +30,13 @@ class WhileLoop:
       carry: the first carry; all of it has the batch axis at the front.
     """
 
-    test: _compat.ClosedJaxpr
-    body: _compat.ClosedJaxpr
+    test: ClosedJaxpr
+    body: ClosedJaxpr
     test_consts: Sequence[Any]
-    test_at: Sequence[AxisPosition]
+    test_at: Sequence[Position]
     body_consts: Sequence[Any]
-    body_at: Sequence[AxisPosition]
-    carry: Sequence[Any]
+    body_at: Sequence[Position]
+    carry: Sequence[Value]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,10 +49,10 @@ class Branches:
       operands, positions: what branches are given, and where each has the batch axis.
     """
 
-    programs: Sequence[_compat.ClosedJaxpr]
+    programs: Sequence[ClosedJaxpr]
     index: Any
-    operands: Sequence[Any]
-    positions: Sequence[AxisPosition]
+    operands: Sequence[Value]
+    positions: Sequence[Position]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,12 +69,12 @@ class BoundedLoop:
       args, axes: the operands, and where each has the batch axis.
     """
 
-    test: _compat.ClosedJaxpr | None
-    steps: Sequence[_compat.ClosedJaxpr]
-    guarded: Sequence[_compat.ClosedJaxpr]
+    test: ClosedJaxpr | None
+    steps: Sequence[ClosedJaxpr]
+    guarded: Sequence[ClosedJaxpr]
     form: Any
-    args: Sequence[Any]
-    axes: Sequence[AxisPosition]
+    args: Sequence[Value]
+    axes: Sequence[Position]
 
 
 class Divergence(Protocol):

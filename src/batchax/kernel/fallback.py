@@ -18,16 +18,17 @@ from batchax import _compat
 from batchax.errors import SequentialFallbackWarning
 from batchax.jaxprs.evaluate import bind_equation
 from batchax.jaxprs.spoken import line_of, spoken
+from batchax.jaxprs.words import Eqn, Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, AxisPosition, move_axis
+from batchax.kernel.axis import Axis, Position, move_axis
 
 # Where the warning was given: by default once for each line of the user's.
 _warned: dict[Any, Any] = {}
 
 
 def run_without_rule(
-    axis: Axis, eqn: Any, operands: list[Any], operand_axes: list[AxisPosition]
-) -> tuple[Sequence[Any], Sequence[AxisPosition]]:
+    axis: Axis, eqn: Eqn, operands: list[Value], operand_axes: list[Position]
+) -> tuple[Sequence[Any], Sequence[Position]]:
     """Outputs of an equation whose primitive has no rule here."""
     primitive = eqn.primitive
 
@@ -37,7 +38,7 @@ def run_without_rule(
     if _compat.jax_has_rule(primitive):
         # The results leave `jax.vmap` as a description, beside its outputs: as one of those, each
         # would have to be placed at an axis, be it batched or not.
-        def look(*xs: Any) -> tuple[list[Any], list[tuple[Any, AxisPosition]]]:
+        def look(*xs: Any) -> tuple[list[Any], list[tuple[Any, Position]]]:
             return [], list(map(_compat.batched_by_jax, one_lane(*xs)))
 
         def batch(fun: Callable[..., Any]) -> Any:
@@ -58,7 +59,7 @@ def run_without_rule(
     return outs, [0] * len(outs)
 
 
-def _warn(axis: Axis, eqn: Any) -> None:
+def _warn(axis: Axis, eqn: Eqn) -> None:
     warnings.warn_explicit(
         f"the primitive {spoken(eqn)} at {line_of(eqn)} has no batching rule: it runs for the "
         f"{axis.size} lanes one after another. Give it a rule with @batchax.register_rule to run "
@@ -72,8 +73,8 @@ def _warn(axis: Axis, eqn: Any) -> None:
 def one_after_another(
     axis: Axis,
     one_lane: Callable[..., Any],
-    operands: Sequence[Any],
-    operand_axes: Sequence[AxisPosition],
+    operands: Sequence[Value],
+    operand_axes: Sequence[Position],
     unroll: bool = False,
 ) -> list[Any]:
     """`one_lane` applied to each lane in order; outputs have the lanes first.
@@ -96,7 +97,7 @@ def one_after_another(
     return [lanes_spread(axis, x) for x in outs]
 
 
-def lanes_together(x: Any) -> Any:
+def lanes_together(x: Value) -> Any:
     """`x` with axis 0 on each device, where its type says that it is sharded: to be taken apart."""
     sharding: Any = jax.typeof(x).sharding
     if sharding.mesh.empty or sharding.spec[:1] in ((), (None,)):
@@ -104,7 +105,7 @@ def lanes_together(x: Any) -> Any:
     return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec(None, *sharding.spec[1:])))
 
 
-def lanes_spread(axis: Axis, x: Any) -> Any:
+def lanes_spread(axis: Axis, x: Value) -> Any:
     """`x`, with lanes along axis 0, of the type that values batched over `axis` have."""
     if axis.mesh_axis is None:
         return x

@@ -20,23 +20,24 @@ from jax.extend.core.primitives import cond_p
 from batchax import _compat
 from batchax.jaxprs.evaluate import Step, bind_equation, plan, walk
 from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.words import Eqn, Jaxpr
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.axis import Axis, Position
 from batchax.kernel.fallback import one_after_another
 from batchax.kernel.named_axes import uses_axis
 
-Placed = tuple[Any, AxisPosition]
+Placed = tuple[Any, Position]
 """A value, and where it carries the batch axis."""
 
 
-def in_order(jaxpr: Any) -> bool:
+def in_order(jaxpr: Jaxpr) -> bool:
     """Whether a program has effects that come in order."""
     return any(eqn.effects and _compat.in_order(eqn.effects) for eqn in jaxpr.eqns)
 
 
 def evaluate_in_order(
     axis: Axis,
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     consts: Sequence[Placed],
     args: Sequence[Placed],
     run_equation: Callable[[Any, list[Placed]], Iterable[Placed]],
@@ -84,12 +85,12 @@ def evaluate_in_order(
     return list(map(read, jaxpr.outvars))
 
 
-def _needs_all(axis: Axis, eqn: Any) -> bool:
+def _needs_all(axis: Axis, eqn: Eqn) -> bool:
     """Whether lanes cannot run an equation one after another: they meet, or part a reference."""
     return uses_axis(axis, eqn) or any(hasattr(v.aval, "inner_aval") for v in eqn.invars)
 
 
-def _repeats(eqn: Any, first: Placed) -> bool:
+def _repeats(eqn: Eqn, first: Placed) -> bool:
     """Whether an equation runs a program more or less often than once for each lane."""
     together = eqn.primitive is cond_p and first[1] is None
     return facts_of(eqn.primitive).nests and not together
@@ -140,7 +141,7 @@ def _run_lanes(
     env.update(zip(outputs, [(x, 0) for x in outs], strict=True))
 
 
-def _recorded(axis: Axis, step: Step, at: dict[Any, AxisPosition]) -> Any:
+def _recorded(axis: Axis, step: Step, at: dict[Any, Position]) -> Any:
     """While notes of an equation are taken whose operands have the batch axis `at` a position."""
     positions = [None if isinstance(v, Literal) else at.get(v, 0) for v in step.inputs]
     return recording.equation(axis, step.eqn, positions, False)

@@ -17,8 +17,9 @@ from jax.core import eval_jaxpr
 from jax.extend.core import mapped_aval, unmapped_aval
 
 from batchax import _compat
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, AxisPosition, lanes_vary_over, match_axis
+from batchax.kernel.axis import Axis, Position, lanes_vary_over, match_axis
 from batchax.kernel.captured import may_be_differentiated
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.looking import looks_here
@@ -62,11 +63,11 @@ _built = Memo("programs inside programs, batched", most=4096)
 
 def batch_inner(
     axis: Axis,
-    body: _compat.ClosedJaxpr,
-    in_axes: Sequence[AxisPosition],
+    body: ClosedJaxpr,
+    in_axes: Sequence[Position],
     out_axes: Sequence[Any] | Any = ANYWHERE,
     varying: Varying = (),
-) -> tuple[_compat.ClosedJaxpr, tuple[AxisPosition, ...]]:
+) -> tuple[ClosedJaxpr, tuple[Position, ...]]:
     """The closed jaxpr `body` for all lanes of `axis`.
 
     Args:
@@ -95,7 +96,7 @@ def batch_inner(
     return remembered(body, (key, out_axes), build)
 
 
-def remembered(body: _compat.ClosedJaxpr, key: Any, build: Callable[[], Any]) -> Any:
+def remembered(body: ClosedJaxpr, key: Any, build: Callable[[], Any]) -> Any:
     """What `build` returns, built once for each `key` for as long as `body` lives."""
     built, context = _memory()
     return built.get((key, context), build, owner=body)
@@ -111,12 +112,12 @@ def _memory() -> tuple[Memo, Hashable]:
 
 def _batch_inner(
     axis: Axis,
-    body: _compat.ClosedJaxpr,
-    in_axes: tuple[AxisPosition, ...],
+    body: ClosedJaxpr,
+    in_axes: tuple[Position, ...],
     out_axes: tuple[Any, ...],
     varying: Varying,
-) -> tuple[_compat.ClosedJaxpr, tuple[AxisPosition, ...]]:
-    def run(*args: Any) -> tuple[list[Any], tuple[AxisPosition, ...]]:
+) -> tuple[ClosedJaxpr, tuple[Position, ...]]:
+    def run(*args: Any) -> tuple[list[Any], tuple[Position, ...]]:
         outs, axes = run_inner(axis, body, args, in_axes)
         places = [_place(a, w) for a, w in zip(axes, out_axes, strict=True)]
         placed = [
@@ -131,13 +132,13 @@ def _batch_inner(
     return _compat.stage_described(run, avals)
 
 
-def _place(position: AxisPosition, out_axis: Any) -> AxisPosition:
+def _place(position: Position, out_axis: Any) -> Position:
     if out_axis is ZERO_IF_MAPPED:
         return None if position is None else 0
     return position if out_axis is ANYWHERE else out_axis
 
 
-def returning(program: _compat.ClosedJaxpr, varying: Varying) -> _compat.ClosedJaxpr:
+def returning(program: ClosedJaxpr, varying: Varying) -> ClosedJaxpr:
     """`program` with results that vary over these axes of a mesh, too."""
     own = types_varying(program.out_avals)
     if all(want <= have for have, want in zip(own, varying, strict=True)):
@@ -149,7 +150,7 @@ def returning(program: _compat.ClosedJaxpr, varying: Varying) -> _compat.ClosedJ
     return remembered(program, ("returning", varying), lambda: _compat.stage(run, program.in_avals))
 
 
-def returning_alike(programs: Sequence[_compat.ClosedJaxpr]) -> list[_compat.ClosedJaxpr]:
+def returning_alike(programs: Sequence[ClosedJaxpr]) -> list[ClosedJaxpr]:
     """`programs`, of which each result varies over what it does in any of them."""
     if not _compat.checked_axes():
         return list(programs)
@@ -158,7 +159,7 @@ def returning_alike(programs: Sequence[_compat.ClosedJaxpr]) -> list[_compat.Clo
     return [returning(program, varying) for program in programs]
 
 
-def batched_aval(axis: Axis, aval: Any, position: AxisPosition) -> Any:
+def batched_aval(axis: Axis, aval: Aval, position: Position) -> Any:
     """The type of a value with the batch axis at `position`, from that of one example."""
     if position is None:
         return aval
@@ -167,7 +168,7 @@ def batched_aval(axis: Axis, aval: Any, position: AxisPosition) -> Any:
     return _compat.type_varying_over(aval, over) if over else aval
 
 
-def example_aval(axis: Axis, aval: Any, position: AxisPosition) -> Any:
+def example_aval(axis: Axis, aval: Aval, position: Position) -> Any:
     """The type of one example of a value whose batch axis is at `position`."""
     if position is None:
         return aval
@@ -180,10 +181,10 @@ def example_aval(axis: Axis, aval: Any, position: AxisPosition) -> Any:
 def stage_function(
     axis: Axis,
     fun: Callable[..., Any],
-    avals: Sequence[Any],
+    avals: Sequence[Aval],
     arg_names: Sequence[str] | None = None,
     transformation: str = "vmap",
-) -> _compat.ClosedJaxpr:
+) -> ClosedJaxpr:
     """Stages a flat per-example function, with the name of `axis` in scope.
 
     `arg_names` is what messages call its arguments, `transformation` what it is staged for.
@@ -197,7 +198,7 @@ def stage_function(
     named = [] if axis.name is None else [(axis.name, axis.size)]
     types = as_without_mesh(avals)
 
-    def stage(f: Callable[..., Any], selecting: bool = False) -> _compat.ClosedJaxpr:
+    def stage(f: Callable[..., Any], selecting: bool = False) -> ClosedJaxpr:
         if looks_here():
             f = _compat.keeping_calls(f)
         taken = _compat.mesh_axis_taken(axis.mesh_axis)
@@ -231,17 +232,17 @@ def stage_function(
 def stage_described(
     axis: Axis,
     fun: Callable[..., tuple[list[Any], Any]],
-    avals: Sequence[Any],
+    avals: Sequence[Aval],
     arg_names: Sequence[str] | None = None,
     transformation: str = "vmap",
-) -> tuple[_compat.ClosedJaxpr, Any]:
+) -> tuple[ClosedJaxpr, Any]:
     """As `stage_function`, of a function that returns arrays and what describes them.
 
     Returns:
       The program, of the arrays, and their description.
     """
 
-    def stage(arrays: Callable[..., Any]) -> _compat.ClosedJaxpr:
+    def stage(arrays: Callable[..., Any]) -> ClosedJaxpr:
         return stage_function(axis, arrays, avals, arg_names, transformation)
 
     return _compat.described(fun, stage)
@@ -258,9 +259,9 @@ NEEDS_VALUES = (
 def batch_function(
     axis: Axis,
     fun: Callable[..., Any],
-    args: Sequence[Any],
-    axes: Sequence[AxisPosition],
-) -> tuple[list[Any], list[AxisPosition]]:
+    args: Sequence[Value],
+    axes: Sequence[Position],
+) -> tuple[list[Any], list[Position]]:
     """A flat per-example function applied to batched values, from inside a rule."""
     avals = [example_aval(axis, jax.typeof(x), a) for x, a in zip(args, axes, strict=True)]
     staged = stage_function(axis, fun, avals)
@@ -269,10 +270,10 @@ def batch_function(
 
 def run_inner(
     axis: Axis,
-    program: _compat.ClosedJaxpr,
-    args: Sequence[Any],
-    axes: Sequence[AxisPosition],
-) -> tuple[list[Any], list[AxisPosition]]:
+    program: ClosedJaxpr,
+    args: Sequence[Value],
+    axes: Sequence[Position],
+) -> tuple[list[Any], list[Position]]:
     """Runs a program inside an equation for all lanes, in the way that the axis has for it."""
     if axis.bodies is not None and any_uses_axis(axis, program):
         return axis.bodies.run(program, args, axes)

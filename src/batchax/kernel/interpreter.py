@@ -22,8 +22,9 @@ from batchax.jaxprs.bodies import program_called
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.own_primitives import is_own, shown
 from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.words import Eqn, Jaxpr, Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.axis import Axis, Position
 from batchax.kernel.fallback import run_without_rule
 from batchax.kernel.in_order import Placed, evaluate_in_order, in_order
 from batchax.kernel.looking import found, in_jit, looks_here, unseen
@@ -50,18 +51,18 @@ class ProgramRun:
       kept: what a rule leaves for an equation that comes later, by that equation's id.
     """
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     found: dict[Any, Any] = field(default_factory=dict)
     kept: dict[int, Any] = field(default_factory=dict)
 
 
 def interpret(
     axis: Axis,
-    jaxpr: Any,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    axes: Sequence[AxisPosition],
-) -> tuple[list[Any], list[AxisPosition]]:
+    jaxpr: Jaxpr,
+    consts: Sequence[Value],
+    args: Sequence[Value],
+    axes: Sequence[Position],
+) -> tuple[list[Any], list[Position]]:
     """Runs the per-example program `jaxpr` for all lanes of `axis`.
 
     Args:
@@ -78,7 +79,7 @@ def interpret(
     whole = ProgramRun(jaxpr)
     run = batch_looked_at if looks_here() else batch_equation
 
-    def run_equation(eqn: Any, operands: list[Placed]) -> Iterable[Placed]:
+    def run_equation(eqn: Eqn, operands: list[Placed]) -> Iterable[Placed]:
         values, positions = [x for x, _ in operands], [a for _, a in operands]
         for_each_lane = not one_for_each_lane.isdisjoint(eqn.outvars)
         outs = run(axis, eqn, values, positions, for_each_lane, whole)
@@ -96,12 +97,12 @@ def interpret(
 
 def batch_equation(
     axis: Axis,
-    eqn: Any,
-    operands: list[Any],
-    operand_axes: list[AxisPosition],
+    eqn: Eqn,
+    operands: list[Value],
+    operand_axes: list[Position],
     creates_batched: bool = False,
     whole: ProgramRun | None = None,
-) -> tuple[Sequence[Any], Sequence[AxisPosition]]:
+) -> tuple[Sequence[Any], Sequence[Position]]:
     """Outputs of one equation for all lanes, always as sequences.
 
     Args:
@@ -133,12 +134,12 @@ def batch_equation(
 
 def batch_looked_at(
     axis: Axis,
-    eqn: Any,
-    operands: list[Any],
-    operand_axes: list[AxisPosition],
+    eqn: Eqn,
+    operands: list[Value],
+    operand_axes: list[Position],
     creates_batched: bool = False,
     whole: ProgramRun | None = None,
-) -> tuple[Sequence[Any], Sequence[AxisPosition]]:
+) -> tuple[Sequence[Any], Sequence[Position]]:
     """As `batch_equation`, where JAX looks for NaN, or infinity, in what is computed.
 
     JAX is to find what it finds in one example: in the results of an equation, but not in what
@@ -184,7 +185,7 @@ def batch_looked_at(
         raise error from None
 
 
-def _fits(eqn: Any, operands: Sequence[Any]) -> bool:
+def _fits(eqn: Eqn, operands: Sequence[Value]) -> bool:
     """Whether the types of operands inside ``shard_map`` let an equation be emitted as it is."""
     casts = eqn.primitive.name == "pvary"  # JAX refuses to cast a value that varies already
     return not (casts or holds_programs(eqn)) or varies_as_staged(eqn, operands)
@@ -194,10 +195,10 @@ def _batch(
     shared: bool,
     whole: ProgramRun | None,
     axis: Axis,
-    eqn: Any,
-    operands: list[Any],
-    operand_axes: list[AxisPosition],
-) -> tuple[Sequence[Any], Sequence[AxisPosition]]:
+    eqn: Eqn,
+    operands: list[Value],
+    operand_axes: list[Position],
+) -> tuple[Sequence[Any], Sequence[Position]]:
     primitive = eqn.primitive
     if shared:
         return bind_equation(eqn, operands), [None] * len(eqn.outvars)
@@ -214,7 +215,7 @@ def _batch(
     return [out], [_number(out_axes)]
 
 
-def _number(position: AxisPosition) -> AxisPosition:
+def _number(position: Position) -> Position:
     """A position as Python's int, which JAX asks for.
 
     Rules compute it from parameters, of which users may have made NumPy's integers.

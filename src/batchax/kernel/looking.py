@@ -21,6 +21,7 @@ from jax.core import Tracer, eval_jaxpr
 from jax.extend.core.primitives import copy_p
 
 from batchax import _compat
+from batchax.jaxprs.words import Value
 from batchax.kernel import recording
 
 T = TypeVar("T")
@@ -113,5 +114,5 @@ def _as_one_program(run: Callable[..., T], args: Any) -> Callable[..., T]:
     return call
 
 
-def _is_inexact(x: Any) -> bool:
+def _is_inexact(x: Value) -> bool:
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)

@@ -12,6 +12,7 @@ from typing import Any
 from batchax import _compat
 from batchax.jaxprs.inside import Anywhere, programs_inside, with_inside
 from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.words import Eqn, Jaxpr
 from batchax.kernel.axis import Axis, names_in
 from batchax.kernel.registry import is_foreign, registrations
 from batchax.memo import kept_with
@@ -26,7 +27,7 @@ def as_names(axis_name: Any) -> tuple[Hashable, ...]:
     return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
 
 
-def uses_name(eqn: Any, name: Hashable) -> bool:
+def uses_name(eqn: Eqn, name: Hashable) -> bool:
     """Whether `eqn`, or an equation inside it, is a collective over `name`."""
     if eqn.effects and name in _compat.named_axes(eqn.effects):
         return True
@@ -34,7 +35,7 @@ def uses_name(eqn: Any, name: Hashable) -> bool:
     return name in unmarked or ANY_NAME in unmarked
 
 
-def uses_axis(axis: Axis, eqn: Any) -> bool:
+def uses_axis(axis: Axis, eqn: Eqn) -> bool:
     """Whether `eqn` uses the name of `axis`, if that has one."""
     return axis.name is not None and uses_name(eqn, axis.name)
 
@@ -44,7 +45,7 @@ def any_uses_axis(axis: Axis, *programs: Any) -> bool:
     return any(uses_axis(axis, eqn) for program in programs for eqn in program.jaxpr.eqns)
 
 
-def may_use_name(eqn: Any, name: Hashable) -> bool:
+def may_use_name(eqn: Eqn, name: Hashable) -> bool:
     """Whether `eqn` uses `name`, or has derivative rules inside, which may once they are traced.
 
     Rules that JAX traces when they are needed leave no mark in a program, and once the axis is
@@ -53,7 +54,7 @@ def may_use_name(eqn: Any, name: Hashable) -> bool:
     return uses_name(eqn, name) or _rules.in_equation(eqn)
 
 
-def gives_index(eqn: Any, name: Hashable) -> bool:
+def gives_index(eqn: Eqn, name: Hashable) -> bool:
     """Whether `eqn`, or an equation inside it, asks for the index of the lane over `name`."""
     return any(
         e.primitive.name == "axis_index" and name in as_names(e.params["axis_name"])
@@ -61,7 +62,7 @@ def gives_index(eqn: Any, name: Hashable) -> bool:
     )
 
 
-def has_rules(eqn: Any) -> bool:
+def has_rules(eqn: Eqn) -> bool:
     """Whether `eqn` calls a function with a derivative rule."""
     return not _RULES.isdisjoint(eqn.params)
 
@@ -72,7 +73,7 @@ _RULES = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk"})
 _rules = Anywhere(has_rules)
 
 
-def _unmarked(eqn: Any) -> frozenset[Hashable]:
+def _unmarked(eqn: Eqn) -> frozenset[Hashable]:
     """Names that `eqn` uses without an effect that says so; `ANY_NAME` if it may use any."""
     holder = facts_of(eqn.primitive).names
     if holder:
@@ -90,5 +91,5 @@ def _unmarked(eqn: Any) -> frozenset[Hashable]:
 
 
 @kept_with("names of axes that programs use")
-def _unmarked_inside(jaxpr: Any, _: int) -> frozenset[Hashable]:
+def _unmarked_inside(jaxpr: Jaxpr, _: int) -> frozenset[Hashable]:
     return frozenset[Hashable]().union(*map(_unmarked, jaxpr.eqns))

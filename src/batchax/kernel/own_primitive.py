@@ -20,6 +20,7 @@ from batchax.errors import UnsupportedError
 from batchax.jaxprs.bodies import describe_bodies, held_programs
 from batchax.jaxprs.own_primitives import stands_for
 from batchax.jaxprs.primitive_facts import enter
+from batchax.jaxprs.words import Value
 from batchax.kernel.derivatives import tangents_of, transposed, with_values
 from batchax.kernel.registry import Rule, serve_own
 
@@ -140,8 +141,8 @@ def _flat(operations: Callable[..., Any], several: bool) -> Callable[..., list[A
 def _jvp(
     operations: Callable[..., list[Any]],
     primitive: _compat.Primitive,
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
+    primals: Sequence[Value],
+    tangents: Sequence[Value],
     **params: Any,
 ) -> tuple[Any, Any]:
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
@@ -167,7 +168,7 @@ def _transpose(
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     types = [operands[i].aval for i in linear]
     of = [k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
-    results: list[Any] = [ad.Zero(aval) for aval in types]
+    results: list[Value] = [ad.Zero(aval) for aval in types]
     if of:
         others = [x for x in operands if not ad.is_undefined_primal(x)]
         run = functools.partial(operations, **params)

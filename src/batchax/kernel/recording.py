@@ -19,7 +19,8 @@ from typing import Any
 import jax
 
 from batchax import _compat
-from batchax.kernel.axis import Axis, AxisPosition
+from batchax.jaxprs.words import Eqn, Value
+from batchax.kernel.axis import Axis, Position
 from batchax.memo import Memo
 
 _MARK = "batchax_equation_"
@@ -60,10 +61,10 @@ class Record:
     """
 
     number: int
-    eqn: Any
+    eqn: Eqn
     axis: Axis
-    in_axes: Sequence[AxisPosition] = ()
-    out_axes: Sequence[AxisPosition] = ()
+    in_axes: Sequence[Position] = ()
+    out_axes: Sequence[Position] = ()
     parent: Record | None = None
     run: Run | None = None
     role: str = ""
@@ -87,7 +88,7 @@ class PerExample:
     """
 
     axis: Axis
-    arguments: Mapping[Any, tuple[Any, AxisPosition]]
+    arguments: Mapping[Any, tuple[Any, Position]]
     outputs: Sequence[Any]
 
 
@@ -136,7 +137,7 @@ _place: ContextVar[_Place | None] = ContextVar("batchax_recording", default=None
 
 
 @contextmanager
-def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+def _set(variable: ContextVar[Any], value: Value) -> Iterator[None]:
     token = variable.set(value)
     try:
         yield
@@ -160,9 +161,7 @@ def is_watched() -> bool:
 
 
 @contextmanager
-def equation(
-    axis: Axis, eqn: Any, in_axes: Sequence[AxisPosition], shared: bool
-) -> Iterator[Record]:
+def equation(axis: Axis, eqn: Eqn, in_axes: Sequence[Position], shared: bool) -> Iterator[Record]:
     """While an equation is batched and notes are taken."""
     place = _active()
     assert place is not None
@@ -174,7 +173,7 @@ def equation(
 
 
 @contextmanager
-def meant(eqn: Any) -> Iterator[Record | None]:
+def meant(eqn: Eqn) -> Iterator[Record | None]:
     """While the form of an equation for padded rows is staged, which is batched in its place later.
 
     The operations of that form are then recorded as parts of this equation.
@@ -188,7 +187,7 @@ def meant(eqn: Any) -> Iterator[Record | None]:
 
 
 @contextmanager
-def _recorded(place: _Place, eqn: Any, axis: Axis, parent: Record | None) -> Iterator[Record]:
+def _recorded(place: _Place, eqn: Eqn, axis: Axis, parent: Record | None) -> Iterator[Record]:
     number = len(place.recorder.records)
     record = Record(number, eqn, axis, parent=parent, run=place.run, role=place.role)
     place.recorder.records.append(record)

@@ -14,13 +14,14 @@ from jax.extend.core import unmapped_aval
 
 from batchax import _compat
 from batchax.jaxprs.evaluate import variables_read
-from batchax.kernel.axis import Axis, AxisPosition, axis_to_front
+from batchax.jaxprs.words import Eqn, Jaxpr, Value
+from batchax.kernel.axis import Axis, Position, axis_to_front
 from batchax.kernel.named_axes import uses_axis
 
 _CREATES = frozenset({"new_ref", "empty_ref"})
 
 
-def references_to_batch(axis: Axis, jaxpr: Any, axes: Sequence[AxisPosition]) -> frozenset[Any]:
+def references_to_batch(axis: Axis, jaxpr: Jaxpr, axes: Sequence[Position]) -> frozenset[Any]:
     """The references created by `jaxpr` that something batched may be written to.
 
     An equation with a batched operand is taken to make all its results batched,
@@ -44,8 +45,8 @@ def references_to_batch(axis: Axis, jaxpr: Any, axes: Sequence[AxisPosition]) ->
 
 
 def create_batched(
-    axis: Axis, eqn: Any, operands: Sequence[Any], operand_axes: Sequence[AxisPosition]
-) -> tuple[list[Any], list[AxisPosition]]:
+    axis: Axis, eqn: Eqn, operands: Sequence[Value], operand_axes: Sequence[Position]
+) -> tuple[list[Any], list[Position]]:
     """The reference that `eqn` creates, with a part for each lane."""
     if eqn.primitive.name == "empty_ref":
         params = {**eqn.params, "ty": unmapped_aval(axis.size, 0, eqn.params["ty"])}

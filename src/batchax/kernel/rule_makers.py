@@ -18,9 +18,10 @@ from jax import lax
 from batchax._compat import Primitive
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.jaxprs.primitive_facts import describe
+from batchax.jaxprs.words import Value
 from batchax.kernel.axis import (
     Axis,
-    AxisPosition,
+    Position,
     expand_axis,
     match_axis,
     move_axis,
@@ -201,7 +202,7 @@ def matched(axis: Axis, args: Any, axes: Any) -> tuple[list[Any], int]:
     return [match_axis(axis, x, a, target) for x, a in zip(args, axes, strict=True)], target
 
 
-def example_shape(x: Any, position: AxisPosition) -> tuple[int, ...]:
+def example_shape(x: Value, position: Position) -> tuple[int, ...]:
     """The shape of one example of an operand."""
     shape = np.shape(x)
     return shape if position is None else shape[:position] + shape[position + 1 :]

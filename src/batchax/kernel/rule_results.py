@@ -19,7 +19,8 @@ from jax.extend.core import mapped_aval
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
-from batchax.kernel.axis import Axis, AxisPosition, inserted
+from batchax.jaxprs.words import Aval, Value
+from batchax.kernel.axis import Axis, Position, inserted
 
 
 def describe_rule(rule: Any) -> str:
@@ -58,7 +59,7 @@ def fitted(
     axis: Axis,
     where: str,
     returned_by: str,
-    results: Sequence[tuple[str, Any, str, AxisPosition, Any]],
+    results: Sequence[tuple[str, Any, str, Position, Any]],
     meaning: str,
 ) -> list[Any]:
     """The results of a rule, if they fit what one example gives.
@@ -89,9 +90,7 @@ def fitted(
     return [x for x, _ in matched]
 
 
-def _matched(
-    axis: Axis, leaf: Any, said: str, position: AxisPosition, aval: Any
-) -> tuple[Any, str]:
+def _matched(axis: Axis, leaf: Any, said: str, position: Position, aval: Aval) -> tuple[Any, str]:
     """A result of a rule with the type it must have, and what is wrong with it."""
     try:
         x = leaf if hasattr(leaf, "aval") else jnp.asarray(leaf)
@@ -116,11 +115,11 @@ def run_rule(
     axis: Axis,
     primitive: _compat.Primitive,
     rule: Callable[..., Any],
-    args: Sequence[Any],
-    axes: Sequence[AxisPosition],
+    args: Sequence[Value],
+    axes: Sequence[Position],
     params: dict[str, Any],
-    types: Sequence[Any] | None = None,
-) -> tuple[list[Any], list[AxisPosition]]:
+    types: Sequence[Aval] | None = None,
+) -> tuple[list[Any], list[Position]]:
     """The results of a user's rule for a primitive, always as lists.
 
     Args:
@@ -168,8 +167,8 @@ def run_rule(
 def _types_for_one(
     axis: Axis,
     primitive: _compat.Primitive,
-    args: Sequence[Any],
-    axes: Sequence[AxisPosition],
+    args: Sequence[Value],
+    axes: Sequence[Position],
     params: dict[str, Any],
 ) -> Sequence[Any]:
     """The types of what a primitive returns for one example."""
@@ -191,7 +190,7 @@ _MEANING = (
 )
 
 
-def _position(where: str, name: str, position: Any, aval: Any) -> AxisPosition:
+def _position(where: str, name: str, position: Any, aval: Aval) -> Position:
     """Where a rule says the lanes are, counted from the front."""
     if position is None:
         return None

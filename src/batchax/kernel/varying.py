@@ -24,7 +24,8 @@ from batchax.jaxprs.evaluate import bind_equation
 from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.spoken import spoken
-from batchax.kernel.axis import Axis, AxisPosition, lanes_vary_over
+from batchax.jaxprs.words import Aval, Eqn, Value
+from batchax.kernel.axis import Axis, Position, lanes_vary_over
 from batchax.kernel.named_axes import uses_name
 
 Made = TypeVar("Made")
@@ -58,7 +59,7 @@ def without_mesh() -> Iterator[None]:
         _without.reset(token)
 
 
-def as_without_mesh(types: Sequence[Any]) -> list[Any]:
+def as_without_mesh(types: Sequence[Aval]) -> list[Any]:
     """These types as they are where a function is staged `without_mesh`, if that leaves one out.
 
     What is derived of such a function later meets types of the mesh that was left out.
@@ -72,7 +73,7 @@ def as_without_mesh(types: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _mesh_of(aval: Any) -> Any:
+def _mesh_of(aval: Aval) -> Any:
     if hasattr(aval, "inner_aval"):  # a reference is of the mesh that it was made in
         return AbstractMesh((), ())
     return aval.sharding.mesh
@@ -89,24 +90,24 @@ def mesh_around() -> Any:
     return without if mesh.empty and without is not None else mesh
 
 
-def varying_of(values: Sequence[Any]) -> Varying:
+def varying_of(values: Sequence[Value]) -> Varying:
     """Over which axes of a mesh each of `values` varies; over none where types do not say."""
     if not _compat.checked_axes():
         return (frozenset(),) * len(values)
     return tuple(_compat.varying_axes(jax.typeof(x)) for x in values)
 
 
-def types_varying(types: Sequence[Any]) -> Varying:
+def types_varying(types: Sequence[Aval]) -> Varying:
     """Over which axes of a mesh values of these types vary."""
     return tuple(map(_compat.varying_axes, types))
 
 
-def vary_over(values: Sequence[Any], varying: Varying) -> list[Any]:
+def vary_over(values: Sequence[Value], varying: Varying) -> list[Any]:
     """`values`, cast to vary over these axes, too."""
     return [_compat.varying_over(x, v) if v else x for x, v in zip(values, varying, strict=True)]
 
 
-def vary_alike(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+def vary_alike(eqn: Eqn, operands: Sequence[Value]) -> list[Any]:
     """The operands of an equation, cast to vary over the same axes if they did for one example."""
     if len(operands) < 2 or holds_programs(eqn):
         return list(operands)
@@ -115,7 +116,7 @@ def vary_alike(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     return _compat.varying_alike(operands)
 
 
-def bind_varying(eqn: Any, operands: Sequence[Any], **changes: Any) -> Sequence[Any]:
+def bind_varying(eqn: Eqn, operands: Sequence[Value], **changes: Any) -> Sequence[Any]:
     """As `bind_equation`, for operands that may vary over more axes than for one example."""
     if not _compat.checked_axes():
         return bind_equation(eqn, operands, **changes)
@@ -124,7 +125,7 @@ def bind_varying(eqn: Any, operands: Sequence[Any], **changes: Any) -> Sequence[
     return bind_equation(eqn, vary_alike(eqn, operands), **changes)
 
 
-def holds_programs(eqn: Any) -> bool:
+def holds_programs(eqn: Eqn) -> bool:
     """Whether there are programs in `eqn` that its operands are passed to, one by one."""
     # The program in a scatter or a reduction combines two numbers: the operands of that meet, as
     # those of any operation do.
@@ -132,7 +133,7 @@ def holds_programs(eqn: Any) -> bool:
     return not combines and bool(programs_inside(eqn))
 
 
-def varies_as_staged(eqn: Any, operands: Sequence[Any]) -> bool:
+def varies_as_staged(eqn: Eqn, operands: Sequence[Value]) -> bool:
     """Whether operands vary over what they did for one example."""
     return all(
         _compat.varying_axes(v.aval) == _compat.varying_axes(jax.typeof(x))
@@ -140,7 +141,7 @@ def varies_as_staged(eqn: Any, operands: Sequence[Any]) -> bool:
     )
 
 
-def check_lanes_apart(axis: Axis, eqn: Any) -> None:
+def check_lanes_apart(axis: Axis, eqn: Eqn) -> None:
     """Refuses a collective of lanes over the very devices that they are spread over.
 
     Raises:
@@ -157,7 +158,7 @@ def check_lanes_apart(axis: Axis, eqn: Any) -> None:
             )
 
 
-def as_lanes(axis: Axis, values: Sequence[Any], axes: Sequence[AxisPosition]) -> list[Any]:
+def as_lanes(axis: Axis, values: Sequence[Value], axes: Sequence[Position]) -> list[Any]:
     """`values`, of which those with the batch axis vary over the mesh axes it is spread over."""
     over = lanes_vary_over(axis)
     if not over:

@@ -18,6 +18,7 @@ from batchax.frontend.in_axes import spread_in_axes
 from batchax.frontend.outputs import lanes_first
 from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.spoken import spoken
+from batchax.jaxprs.words import Aval, Value
 from batchax.nonfinite.origins import (
     FIRST_LOOP,
     KIND,
@@ -154,7 +155,7 @@ def find(
     return NonFinite(lanes, faults, size)
 
 
-def _compiled(values: Sequence[Any], specs: Sequence[Any], run: Callable[..., Any]) -> Any:
+def _compiled(values: Sequence[Value], specs: Sequence[Any], run: Callable[..., Any]) -> Any:
     """What a function makes of the leaves, compiled.
 
     What is no array it sees as it is; lengths of rows, too, which `vmap` knows outside of `jit`.
@@ -193,7 +194,7 @@ class _Marking:
         self._fun, self._paths, self._rebuild = fun, paths, rebuild
         self._places, self._inputs, self._outputs = Places(), [""], [""]
 
-    def origins(self, values: Sequence[Any]) -> list[Any]:
+    def origins(self, values: Sequence[Value]) -> list[Any]:
         """Where the results come from, those that may be bad."""
         self._places = Places()  # a function may be staged more than once: the last time counts
         evaluator, outs, names = self._evaluated(values, self._places)
@@ -208,14 +209,14 @@ class _Marking:
 
         blank = blank_view(self._places.place(place).eqn)
 
-        def seen(iterations: Any, values: Sequence[Any]) -> list[Any]:
+        def seen(iterations: Any, values: Sequence[Value]) -> list[Any]:
             return self._evaluated(values, Places(), Watch(place, iterations), blank)[0].seen
 
         return seen
 
     def _evaluated(
         self,
-        values: Sequence[Any],
+        values: Sequence[Value],
         places: Places,
         watch: Watch | None = None,
         blank: Sequence[Any] = (),
@@ -280,13 +281,13 @@ class _Marking:
         return self._inputs[-1 - place] if place else ""
 
 
-def _may_be_bad(x: Any) -> bool:
+def _may_be_bad(x: Value) -> bool:
     """Whether a leaf is an array of floats; what is not, the function may want to look at."""
     is_array = isinstance(x, (jax.Array, np.ndarray, np.generic))
     return is_array and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _shown(aval: Any, x: np.ndarray) -> str:
+def _shown(aval: Aval, x: np.ndarray) -> str:
     kind = f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
     if x.shape == tuple(aval.shape):
         return f"{kind} {' '.join(np.array2string(x, precision=6, separator=', ').split())}"

@@ -16,6 +16,7 @@ from batchax import _compat
 from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.words import Eqn, Jaxpr, Value
 
 FINITE, INFINITE, NAN = 0, 1, 2
 KIND, PLACE, TURNED, FIRST_LOOP = 0, 1, 2, 3
@@ -34,7 +35,7 @@ class Place:
       around: the calls, loops and branches that it is inside of, outermost first.
     """
 
-    eqn: Any
+    eqn: Eqn
     around: tuple[Any, ...]
 
     @property
@@ -51,7 +52,7 @@ class Places:
     known: list[Place] = field(default_factory=list)
     numbers: dict[tuple[int, ...], int] = field(default_factory=dict)
 
-    def number(self, eqn: Any, around: tuple[Any, ...]) -> int:
+    def number(self, eqn: Eqn, around: tuple[Any, ...]) -> int:
         """The number of an equation."""
         key = tuple(map(id, (*around, eqn)))
         if key not in self.numbers:
@@ -68,7 +69,7 @@ class Places:
 class Marked:
     """A value, and its origin; None if it is known to be finite."""
 
-    value: Any
+    value: Value
     origin: Any = None
 
 
@@ -85,12 +86,12 @@ class Watch:
     iterations: Any
 
 
-def loop_depth(jaxpr: Any) -> int:
+def loop_depth(jaxpr: Jaxpr) -> int:
     """How deep loops are nested in a program, at most."""
     return max((_depth_of(eqn) for eqn in jaxpr.eqns), default=0)
 
 
-def _depth_of(eqn: Any) -> int:
+def _depth_of(eqn: Eqn) -> int:
     inside = [loop_depth(body.jaxpr) + body.is_repeated for body in bodies_of(eqn)]
     return max(inside, default=0)
 
@@ -127,12 +128,12 @@ class Evaluator:
     ) -> list[Marked]:
         """The outputs of a program, inside loops that are in these iterations."""
 
-        def run_equation(eqn: Any, operands: list[Marked]) -> Sequence[Marked]:
+        def run_equation(eqn: Eqn, operands: list[Marked]) -> Sequence[Marked]:
             return self._equation(eqn, operands, iterations)
 
         return evaluate(program, consts, args, run_equation, lambda v: Marked(v.val))
 
-    def input(self, x: Any, number: int) -> Marked:
+    def input(self, x: Value, number: int) -> Marked:
         """An argument, or what the function closes over: its place is a number below zero."""
         if not _may_be_bad(x):
             return Marked(x)
@@ -152,7 +153,7 @@ class Evaluator:
         return jnp.zeros(FIRST_LOOP + self._depth, np.int32)
 
     def _equation(
-        self, eqn: Any, operands: list[Marked], iterations: tuple[Any, ...]
+        self, eqn: Eqn, operands: list[Marked], iterations: tuple[Any, ...]
     ) -> Sequence[Marked]:
         name = eqn.primitive.name
         inside = _INSIDE.get(name)
@@ -173,12 +174,12 @@ class Evaluator:
         self._see(number, iterations, values)
         return [self._result(x, number, operands, iterations) for x in outs]
 
-    def _inside(self, eqn: Any, seen: Sequence[Any]) -> Evaluator:
+    def _inside(self, eqn: Eqn, seen: Sequence[Any]) -> Evaluator:
         """An evaluator for a program in an equation."""
         return Evaluator(self._places, self._depth, self._watch, seen, (*self._around, eqn))
 
     def _result(
-        self, x: Any, number: int, operands: Sequence[Marked], iterations: tuple[Any, ...]
+        self, x: Value, number: int, operands: Sequence[Marked], iterations: tuple[Any, ...]
     ) -> Marked:
         """A result of an equation: what is bad in it comes from an operand, or from here."""
         if not _may_be_bad(x):
@@ -198,7 +199,7 @@ class Evaluator:
         entries = [kind, place, 0, *iterations, *rest]
         return jnp.stack([jnp.asarray(entry, np.int32) for entry in entries])
 
-    def _see(self, number: int, iterations: tuple[Any, ...], values: Sequence[Any]) -> None:
+    def _see(self, number: int, iterations: tuple[Any, ...], values: Sequence[Value]) -> None:
         if self._watch is None or self._watch.place != number:
             return
         views = list(map(_view, values))
@@ -210,7 +211,7 @@ class Evaluator:
         self.seen = [jnp.where(now, x, old) for x, old in zip(views, self.seen, strict=True)]
 
     def _scan(
-        self, eqn: Any, operands: list[Marked], iterations: tuple[Any, ...]
+        self, eqn: Eqn, operands: list[Marked], iterations: tuple[Any, ...]
     ) -> Sequence[Marked]:
         (body,) = bodies_of(eqn)
         program, n = _compat.close(body.program), body.carried
@@ -241,7 +242,7 @@ class Evaluator:
         return [*map(Marked, last, origins), *map(Marked, ys, firsts)]
 
     def _while(
-        self, eqn: Any, operands: list[Marked], iterations: tuple[Any, ...]
+        self, eqn: Eqn, operands: list[Marked], iterations: tuple[Any, ...]
     ) -> Sequence[Marked]:
         test, body = bodies_of(eqn)
         of_test, of_body = _compat.close(test.program), _compat.close(body.program)
@@ -264,7 +265,7 @@ class Evaluator:
         return list(map(Marked, last, origins))
 
     def _cond(
-        self, eqn: Any, operands: list[Marked], iterations: tuple[Any, ...]
+        self, eqn: Eqn, operands: list[Marked], iterations: tuple[Any, ...]
     ) -> Sequence[Marked]:
         index, *others = operands
         origins = self.whole(others)
@@ -291,11 +292,11 @@ _WITH_RULES = ("custom_jvp_call", "custom_vjp_call")  # calls, if nobody differe
 _INSIDE = {"scan": Evaluator._scan, "while": Evaluator._while, "cond": Evaluator._cond}
 
 
-def _plain(values: Sequence[Any]) -> list[Marked]:
+def _plain(values: Sequence[Value]) -> list[Marked]:
     return [Marked(x) for x in values]
 
 
-def _part(x: Any, origin: Any) -> Marked:
+def _part(x: Value, origin: Any) -> Marked:
     """What a step takes of a value."""
     if origin is None:
         return Marked(x)
@@ -303,22 +304,22 @@ def _part(x: Any, origin: Any) -> Marked:
     return Marked(x, jnp.where(kind > 0, origin.at[KIND].set(kind), 0))
 
 
-def _may_be_bad(x: Any) -> bool:
+def _may_be_bad(x: Value) -> bool:
     return jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
 
 
-def _kind(x: Any) -> Any:
+def _kind(x: Value) -> Any:
     """The worst that is in a value."""
     kinds = jnp.where(jnp.isnan(x), NAN, jnp.where(jnp.isinf(x), INFINITE, FINITE))
     return kinds.astype(np.int32).max(initial=FINITE)
 
 
-def blank_view(eqn: Any) -> list[Any]:
+def blank_view(eqn: Eqn) -> list[Any]:
     """What is seen of the operands of an equation before it is met."""
     return [jnp.zeros_like(_view(jnp.zeros((), v.aval.dtype), v.aval.shape)) for v in eqn.invars]
 
 
-def _view(x: Any, shape: Any = None) -> Any:
+def _view(x: Value, shape: Any = None) -> Any:
     """A value of few elements; of others how many are NaN, infinite, and the least and greatest."""
     shape = jnp.shape(x) if shape is None else shape
     if all(isinstance(n, int) for n in shape) and np.prod(shape) <= _SHOWN:

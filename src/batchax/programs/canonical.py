@@ -24,6 +24,7 @@ from batchax.jaxprs.evaluate import evaluate
 from batchax.jaxprs.own_primitives import operations_of
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.program_key import value_key
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr, Value
 from batchax.programs.canonical_values import (
     CanonicalValue,
     Node,
@@ -60,7 +61,7 @@ class CanonicalProgram:
       effect: the node of the last effect; effects are a chain, as their order is seen.
     """
 
-    def __init__(self, table: Table, program: _compat.ClosedJaxpr) -> None:
+    def __init__(self, table: Table, program: ClosedJaxpr) -> None:
         self.table = table
         self.equations: dict[int, Any] = {}
         self.level = 0
@@ -72,7 +73,7 @@ class CanonicalProgram:
 
     def node(
         self,
-        eqn: Any,
+        eqn: Eqn | None,
         name: str,
         params: Hashable,
         refs: Sequence[Any],
@@ -94,13 +95,13 @@ class CanonicalProgram:
         return self.node(None, name, params, [(r,) for r in reads], shape, dtype)
 
     def entry(
-        self, name: str, params: Hashable, aval: Any, reads: Sequence[int] = ()
+        self, name: str, params: Hashable, aval: Aval, reads: Sequence[int] = ()
     ) -> CanonicalValue:
         """A value that enters a program or a body."""
         shape, dtype = typed(aval)
         return whole(self.leaf(name, params, reads, without_ones(shape), dtype), shape)
 
-    def results(self, eqn: Any, node: int) -> list[CanonicalValue]:
+    def results(self, eqn: Eqn, node: int) -> list[CanonicalValue]:
         """The results of an equation whose node is `node`, in the layout it says."""
         return [
             self.entry("result", i, v.aval, [node])
@@ -139,14 +140,12 @@ class CanonicalProgram:
 
     # Reading
 
-    def read(
-        self, program: _compat.ClosedJaxpr, inputs: Sequence[CanonicalValue]
-    ) -> list[CanonicalValue]:
+    def read(self, program: ClosedJaxpr, inputs: Sequence[CanonicalValue]) -> list[CanonicalValue]:
         """The outputs of a program for these inputs, its calls opened."""
         consts = [self.constant(c) for c in program.consts]
         return self._read(program.jaxpr, [*consts, *inputs])
 
-    def _read(self, jaxpr: Any, inputs: Sequence[CanonicalValue]) -> list[CanonicalValue]:
+    def _read(self, jaxpr: Jaxpr, inputs: Sequence[CanonicalValue]) -> list[CanonicalValue]:
         consts = len(jaxpr.constvars)
 
         def number(literal: Any) -> CanonicalValue:
@@ -154,13 +153,13 @@ class CanonicalProgram:
 
         return evaluate(jaxpr, inputs[:consts], inputs[consts:], self._equation, number)
 
-    def _equation(self, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+    def _equation(self, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
         own = operations_of(eqn)
         if own is not None:
             return self.read(_compat.without_dead(own), args)
         return _find_rule(eqn.primitive)(self, eqn, args)
 
-    def opaque(self, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+    def opaque(self, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
         """An equation of which nothing is known: its operands as it has them, all parameters."""
         args = [self.plain(x) for x in args]
         bodies: list[int] = []
@@ -168,7 +167,7 @@ class CanonicalProgram:
         return self.results(eqn, self.operation(eqn, params, args, bodies))
 
     def operation(
-        self, eqn: Any, params: Hashable, args: Sequence[CanonicalValue], also: Sequence[int] = ()
+        self, eqn: Eqn, params: Hashable, args: Sequence[CanonicalValue], also: Sequence[int] = ()
     ) -> int:
         """The node of an equation as it stands, after the effects before it if it has one."""
         refs: list[Any] = [(x.node, x.axes, x.shape) for x in args]
@@ -184,7 +183,7 @@ class CanonicalProgram:
         return node
 
     def body(
-        self, program: _compat.ClosedJaxpr, inputs: Callable[[Any], list[CanonicalValue]]
+        self, program: ClosedJaxpr, inputs: Callable[[Any], list[CanonicalValue]]
     ) -> tuple[list[CanonicalValue], Hashable]:
         """The outputs of a body of a loop or branch, and what effects it ends with.
 
@@ -208,7 +207,7 @@ class CanonicalProgram:
 
     # Constants and parameters
 
-    def constant(self, x: Any, aval: Any = None) -> CanonicalValue:
+    def constant(self, x: Value, aval: Aval = None) -> CanonicalValue:
         """A value that is known: equal ones are one node."""
         shape, dtype = typed(jax.typeof(x) if aval is None else aval)
         if isinstance(x, (bool, int, float, complex)):
@@ -221,7 +220,7 @@ class CanonicalProgram:
     def parameters(self, params: Any, reads: Sequence[int], bodies: list[int]) -> Hashable:
         """Parameters as a key, with the programs among them read; their nodes go to `bodies`."""
 
-        def inner(x: Any) -> Hashable:
+        def inner(x: Value) -> Hashable:
             if isinstance(x, _compat.JAXPR_TYPES):
                 program = _compat.close(x)
 
@@ -247,7 +246,7 @@ class CanonicalProgram:
         return inner(params)
 
 
-def _context(eqn: Any) -> Hashable:
+def _context(eqn: Eqn) -> Hashable:
     """What the surroundings of an equation say of what it does."""
     names = ("compute_type", "threefry_partitionable")
     return tuple(value_key(getattr(eqn.ctx, name, None)) for name in names)

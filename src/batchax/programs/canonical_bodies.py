@@ -15,6 +15,7 @@ from batchax import _compat
 from batchax.jaxprs.bodies import Body, bodies_of
 from batchax.jaxprs.primitive_facts import body_parameter
 from batchax.jaxprs.program_key import value_key
+from batchax.jaxprs.words import Eqn
 from batchax.programs.canonical import CanonicalProgram, rules, rules_by_fact
 from batchax.programs.canonical_values import CanonicalValue, is_placed, typed, whole, without_ones
 
@@ -26,7 +27,7 @@ _WITH_RULES = {
 """Calls that have rules of their own for derivatives or batches, and what holds their program."""
 
 
-def _call(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+def _call(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     holder = _WITH_RULES.get(eqn.primitive.name) or body_parameter(eqn.primitive, eqn.params)
     return p.read(_compat.close(eqn.params[holder]), args)
 
@@ -40,7 +41,7 @@ def _captured(
     return CanonicalValue(inside, x.axes, x.shape, x.eqn)
 
 
-def _loop(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+def _loop(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     bodies = bodies_of(eqn)
     body = bodies[-1]
     entering = [p.plain(args[i]) for i in (*body.carry_operands, *body.sliced_operands)]
@@ -66,7 +67,7 @@ def _loop(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[Can
 _HOW_IT_RUNS = ("length", "reverse", "unroll")
 
 
-def _cond(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+def _cond(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     which, operands = p.plain(args[0]), args[1:]
     key: list[Hashable] = []
     inner: list[int] = []
@@ -82,7 +83,7 @@ def _cond(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[Can
     return p.results(eqn, p.operation(eqn, tuple(key), [which], inner))
 
 
-def _shard_map(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+def _shard_map(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     where = value_key(eqn.params["mesh"]), value_key(eqn.params["newly_manual_axes"])
     program = _compat.close(eqn.params["jaxpr"])
 
@@ -106,7 +107,7 @@ def _shard_map(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> lis
 
 
 def _sum_over_devices(
-    p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]
+    p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]
 ) -> list[CanonicalValue]:
     # Where types say what varies over the mesh it is another primitive, that does the same.
     groups = value_key(eqn.params.get("axis_index_groups"))
@@ -118,11 +119,11 @@ def _sum_over_devices(
     ]
 
 
-def _same_on_all(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+def _same_on_all(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     return args  # only its type says that it may differ
 
 
-def _reshard(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+def _reshard(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     # Of what a `shard_map` closes over only the type changes, if types say nothing of the mesh.
     return p.opaque(eqn, args) if is_placed(eqn.params["dst_sharding"]) else args
 

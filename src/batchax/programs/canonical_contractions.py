@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from batchax.jaxprs.words import Eqn
 from batchax.programs.canonical import CanonicalProgram, rules
 from batchax.programs.canonical_rules import others
 from batchax.programs.canonical_values import CanonicalValue, typed, whole, without_ones
 
 
-def _dot_general(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+def _dot_general(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     (contracted, batch), precision = eqn.params["dimension_numbers"], eqn.params["precision"]
     both = isinstance(precision, tuple) and len(precision) == 2
     out_shape, dtype = typed(eqn.outvars[0].aval)
@@ -48,7 +49,7 @@ def _dot_general(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> l
     return [CanonicalValue(node, axes, out_shape, eqn)]
 
 
-def _convolution(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+def _convolution(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     out_shape, dtype = typed(eqn.outvars[0].aval)
     numbers = eqn.params["dimension_numbers"]
     refs = []

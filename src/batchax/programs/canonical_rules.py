@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+from batchax.jaxprs.words import Eqn
 from batchax.programs.canonical import CanonicalProgram, rules, rules_by_fact
 from batchax.programs.canonical_values import CanonicalValue, is_placed, typed
 
@@ -23,7 +24,7 @@ INDEX_REDUCTIONS = ("argmax", "argmin")
 
 def aligned(
     p: CanonicalProgram,
-    eqn: Any,
+    eqn: Eqn,
     name: str,
     args: Sequence[CanonicalValue],
     shape: Sequence[Any],
@@ -97,7 +98,7 @@ def spread(x: CanonicalValue, rank: int) -> CanonicalValue:
     return x if len(x.shape) == rank else CanonicalValue(x.node, (None,) * rank, (1,) * rank, x.eqn)
 
 
-def others(p: CanonicalProgram, eqn: Any, *left_out: str) -> Hashable:
+def others(p: CanonicalProgram, eqn: Eqn, *left_out: str) -> Hashable:
     params = {k: v for k, v in eqn.params.items() if k not in left_out}
     for name in ("sharding", "out_sharding"):
         if name in params and not is_placed(params[name]):
@@ -105,7 +106,7 @@ def others(p: CanonicalProgram, eqn: Any, *left_out: str) -> Hashable:
     return p.parameters(params, (), [])
 
 
-def _elementwise(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+def _elementwise(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     shape, dtype = typed(eqn.outvars[0].aval)
     name: str = eqn.primitive.name
     name = RENAMED.get(name, name)
@@ -123,11 +124,11 @@ def _elementwise(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> l
     return aligned(p, eqn, name, args, shape, params=params, sizes=False, commutes=commutes)
 
 
-def _identity(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+def _identity(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     return args
 
 
-def _cumulative(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+def _cumulative(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     (x,) = map(p.solid, args)
     if x.shape[eqn.params["axis"]] == 1:
         return [x]
@@ -136,7 +137,7 @@ def _cumulative(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> li
     return aligned(p, eqn, eqn.primitive.name, [x], x.shape, params=params, by_dim=by_dim)
 
 
-def _reduction(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+def _reduction(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     (x,) = map(p.solid, args)
     name, gone = eqn.primitive.name, set(map(int, eqn.params["axes"]))
     kept = [d for d in range(len(x.shape)) if d not in gone]
@@ -149,7 +150,7 @@ def _reduction(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> lis
     return [y.see(kept, [shape[d] for d in kept], eqn)]
 
 
-def _sort(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+def _sort(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     args = list(map(p.solid, args))
     shape = args[0].shape
     by_dim = [d == eqn.params["dimension"] for d in range(len(shape))]

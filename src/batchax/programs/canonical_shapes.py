@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from batchax.jaxprs.words import Eqn
 from batchax.programs.canonical import CanonicalProgram, rules
 from batchax.programs.canonical_rules import aligned, spread
 from batchax.programs.canonical_values import CanonicalValue, is_placed, typed
 
 
-def _rev(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+def _rev(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     (x,) = map(p.solid, args)
     by_dim = [d in eqn.params["dimensions"] and n != 1 for d, n in enumerate(x.shape)]
     if not any(by_dim):
@@ -18,14 +19,14 @@ def _rev(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[Cano
     return aligned(p, eqn, "rev", [x], x.shape, by_dim=by_dim)
 
 
-def _slice(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+def _slice(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides = eqn.params["strides"] or (1,) * len(starts)
     return [_cut(p, eqn, args[0], list(zip(starts, limits, strides, strict=True)))]
 
 
 def _cut(
-    p: CanonicalProgram, eqn: Any, x: CanonicalValue, cuts: Sequence[tuple[Any, Any, Any]]
+    p: CanonicalProgram, eqn: Eqn, x: CanonicalValue, cuts: Sequence[tuple[Any, Any, Any]]
 ) -> CanonicalValue:
     """`x` between bounds; `cuts` has start, limit and stride of each dimension."""
     by_dim = [
@@ -41,17 +42,17 @@ def _cut(
     return y
 
 
-def _split(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+def _split(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     (x,), axis, start, outs = args, eqn.params["axis"], 0, []
     for size in eqn.params["sizes"]:
-        cuts: list[Any] = [(0, n, 1) for n in x.shape]
+        cuts = [(0, n, 1) for n in x.shape]
         cuts[axis] = (start, start + size, 1)
         outs.append(_cut(p, eqn, x, cuts))
         start += size
     return outs
 
 
-def _pad(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+def _pad(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     x, fill = args
     shape, _ = typed(eqn.outvars[0].aval)
     by_dim = [tuple(map(int, c)) for c in eqn.params["padding_config"]]
@@ -60,13 +61,13 @@ def _pad(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[Cano
     return aligned(p, eqn, "pad", [x, spread(fill, len(shape))], shape, by_dim=by_dim)
 
 
-def _concatenate(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+def _concatenate(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     shape, _ = typed(eqn.outvars[0].aval)
     by_dim = [d == eqn.params["dimension"] for d in range(len(shape))]
     return aligned(p, eqn, "concatenate", args, shape, by_dim=by_dim)
 
 
-def _stack(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+def _stack(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     shape, _ = typed(eqn.outvars[0].aval)
     along = eqn.params["axis"] % len(shape)
     dims: list[int | None] = list(range(len(shape) - 1))
@@ -79,12 +80,12 @@ def _stack(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[Ca
     return aligned(p, eqn, "concatenate", args, shape, by_dim=by_dim)
 
 
-def _transpose(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+def _transpose(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     order = list(map(int, eqn.params["permutation"]))
     return [args[0].see(order, [args[0].shape[d] for d in order], eqn)]
 
 
-def _squeeze(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+def _squeeze(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     (x,) = args
     gone = [d % len(x.shape) for d in eqn.params["dimensions"]]
     kept = [d for d in range(len(x.shape)) if d not in gone]
@@ -92,7 +93,7 @@ def _squeeze(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[
 
 
 def _broadcast_in_dim(
-    p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]
+    p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]
 ) -> list[CanonicalValue]:
     if len(args) > 1 or is_placed(eqn.params.get("sharding")):
         return p.opaque(eqn, args)
@@ -103,7 +104,7 @@ def _broadcast_in_dim(
     return [x.see(dims, shape, eqn)]
 
 
-def _iota(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+def _iota(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     if args or is_placed(eqn.params.get("sharding")):
         return p.opaque(eqn, args)
     shape, dtype = typed(eqn.outvars[0].aval)
@@ -115,7 +116,7 @@ def _iota(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[Can
     return [CanonicalValue(node, axes, shape, eqn)]
 
 
-def _reshape(p: CanonicalProgram, eqn: Any, args: list[CanonicalValue]) -> list[CanonicalValue]:
+def _reshape(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     x, (shape, dtype) = args[0], typed(eqn.outvars[0].aval)
     sized = all(isinstance(n, int) and n > 0 for n in (*x.shape, *shape))
     if len(args) > 1 or not sized or is_placed(eqn.params.get("sharding")):

@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 
 from batchax import _compat
 from batchax.jaxprs.program_key import value_key
+from batchax.jaxprs.words import Aval, Eqn, Value
 
 LEAVES = frozenset({"argument", "constant", "captured", "carried", "shard", "result", "effect"})
 """Names of nodes that are no operations: where values enter, and results of several."""
@@ -29,9 +30,9 @@ class CanonicalValue:
     node: int
     axes: tuple[int | None, ...]
     shape: tuple[Any, ...]
-    eqn: Any = field(default=None, compare=False, repr=False)
+    eqn: Eqn | None = field(default=None, compare=False, repr=False)
 
-    def see(self, dims: Sequence[int | None], shape: Sequence[Any], eqn: Any) -> CanonicalValue:
+    def see(self, dims: Sequence[int | None], shape: Sequence[Any], eqn: Eqn) -> CanonicalValue:
         """This value with its dimensions `dims`; where one is None, it is broadcast."""
         axes = tuple(
             None if d is None or size == 1 else self.axes[d]
@@ -67,7 +68,7 @@ class Table:
             self.nodes.append(node)
         return n
 
-    def contents(self, x: Any) -> Hashable:
+    def contents(self, x: Value) -> Hashable:
         """A key equal for arrays that hold the same."""
         if isinstance(x, Tracer) or _compat.is_reference(x):
             return value_key(x)
@@ -90,7 +91,7 @@ class Table:
 _SMALL = 1024  # bytes of an array that is part of its key; larger ones are compared
 
 
-def _same_bytes(x: Any, y: Any) -> bool:
+def _same_bytes(x: Value, y: Value) -> bool:
     a, b = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (x, y))
     return np.array_equal(a, b)
 
@@ -109,7 +110,7 @@ def without_ones(shape: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(s for s in shape if s != 1)
 
 
-def typed(aval: Any) -> tuple[tuple[Any, ...], Any]:
+def typed(aval: Aval) -> tuple[tuple[Any, ...], Any]:
     """Shape and dtype of a type; types of other things than arrays count as dtypes."""
     if hasattr(aval, "dtype") and not hasattr(aval, "inner_aval"):
         return tuple(aval.shape), aval.dtype

@@ -12,6 +12,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from batchax.jaxprs.bodies import bodies_of
+from batchax.jaxprs.words import Eqn, Jaxpr
 from batchax.memo import Memo
 from batchax.programs import prices
 from batchax.programs.inner import Inner, integers_in, programs_in
@@ -69,7 +70,7 @@ _amounts = operator.attrgetter(*(f.name for f in fields(Cost) if f.type == "int"
 
 
 def cost_of_equation(
-    eqn: Any,
+    eqn: Eqn,
     integers: Mapping[Any, int] | None = None,
     differs: Sequence[bool] | None = None,
     steps: int = 1,
@@ -101,7 +102,7 @@ def cost_of_equation(
     return total + cost_around(eqn, inner)
 
 
-def cost_around(eqn: Any, inner: Sequence[Inner]) -> Cost:
+def cost_around(eqn: Eqn, inner: Sequence[Inner]) -> Cost:
     """What a loop or branch costs besides running the programs `inner`, which it holds."""
     if eqn.primitive.name == "scan":
         return Cost(bytes=_cut_and_joined(eqn))
@@ -138,7 +139,7 @@ def cost_of_program(
 
 
 def _of_equations(
-    jaxpr: Any, integers: Mapping[Any, int], differs: Sequence[bool] | None, steps: int
+    jaxpr: Jaxpr, integers: Mapping[Any, int], differs: Sequence[bool] | None, steps: int
 ) -> Iterator[Cost]:
     own = set(itertools.compress(jaxpr.invars, differs or ()))
     for eqn in jaxpr.eqns:
@@ -148,7 +149,7 @@ def _of_equations(
             own.update(eqn.outvars)
 
 
-def _of_operation(eqn: Any, differs: Sequence[bool] | None) -> Cost:
+def _of_operation(eqn: Eqn, differs: Sequence[bool] | None) -> Cost:
     name = eqn.primitive.name
     flops, transcendentals = 0.0, 0.0
     if name in prices.FLOPS or (eqn.outvars and name not in prices.MOVES):
@@ -182,7 +183,7 @@ def _dearest(costs: list[Cost]) -> Cost:
     )
 
 
-def _cut_and_joined(eqn: Any) -> int:
+def _cut_and_joined(eqn: Eqn) -> int:
     """Bytes that a scan moves to cut what it scans over, and to join the results."""
     (body,) = bodies_of(eqn)
     cut = (eqn.invars[i] for i in body.sliced_operands)

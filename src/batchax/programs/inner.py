@@ -14,6 +14,7 @@ from jax.extend.core import Literal
 from batchax.jaxprs.bodies import Body, bodies_of
 from batchax.jaxprs.own_primitives import expanded, operations_of
 from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.words import Eqn, Jaxpr, Value
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Inner(Body):
         return [*same, *[True] * (len(self.jaxpr.invars) - len(same))]
 
 
-def programs_in(eqn: Any, integers: Mapping[Any, int] | None = None) -> list[Inner]:
+def programs_in(eqn: Eqn, integers: Mapping[Any, int] | None = None) -> list[Inner]:
     """The programs that an equation runs.
 
     A derivative rule beside a program is none of them, nor is the function with which a
@@ -67,7 +68,7 @@ def programs_in(eqn: Any, integers: Mapping[Any, int] | None = None) -> list[Inn
     ]
 
 
-def devices_of(eqn: Any) -> int:
+def devices_of(eqn: Eqn) -> int:
     """How many devices run the program of an equation, each for its own shards."""
     mesh, names = eqn.params.get("mesh"), eqn.params.get("newly_manual_axes")
     return 1 if mesh is None or not names else math.prod(mesh.shape[name] for name in names)
@@ -78,7 +79,7 @@ def _inner(body: Body, times: Any, most: Any, integers: Mapping[Any, int]) -> In
     return Inner(**{**vars(body), "times": times, "most": most, "integers": integers})
 
 
-def _known_inside(eqn: Any, body: Body, integers: Mapping[Any, int]) -> dict[Any, int]:
+def _known_inside(eqn: Eqn, body: Body, integers: Mapping[Any, int]) -> dict[Any, int]:
     return _passed_on(body.program, [eqn.invars[i] for i in body.operands[: body.same]], integers)
 
 
@@ -99,7 +100,7 @@ def _passed_on(program: Any, operands: Any, integers: Mapping[Any, int]) -> dict
 # --- how many steps a loop that counts takes ---------------------------------------------------
 
 
-def _tested_and_run(eqn: Any, test: Body, body: Body, integers: Mapping[Any, int]) -> list[Inner]:
+def _tested_and_run(eqn: Eqn, test: Body, body: Body, integers: Mapping[Any, int]) -> list[Inner]:
     of_test, of_body = (_known_inside(eqn, part, integers) for part in (test, body))
     start = [_integer(eqn.invars[i], integers) for i in body.carry_operands]
     tested, before = test.jaxpr.invars[test.same :], body.jaxpr.invars[body.same :]
@@ -194,7 +195,7 @@ def _added(body: Any, before: Any, after: Any, integers: Mapping[Any, int]) -> i
     return _integer(second if first is before else first, integers_in(body, integers))
 
 
-def _maker(jaxpr: Any, variable: Any) -> Any:
+def _maker(jaxpr: Jaxpr, variable: Any) -> Any:
     """The equation that a variable is a result of."""
     return next((eqn for eqn in jaxpr.eqns if variable in eqn.outvars), None)
 
@@ -233,13 +234,13 @@ def integers_in(program: Any, inputs: Mapping[Any, int] | None = None) -> dict[A
     return integers
 
 
-def _integer(operand: Any, integers: Mapping[Any, int]) -> int | None:
+def _integer(operand: Value, integers: Mapping[Any, int]) -> int | None:
     if not isinstance(operand, Literal):
         return integers.get(operand)
     return int(operand.val) if _is_integer(operand.aval) else None
 
 
-def _is_integer(x: Any) -> bool:
+def _is_integer(x: Value) -> bool:
     """Whether an array, or the type of one, is a single integer that can be looked at."""
     kind = getattr(getattr(x, "dtype", None), "kind", None)
     return kind in ("i", "u") and x.shape == () and not isinstance(x, Tracer)

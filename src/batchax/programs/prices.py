@@ -16,6 +16,7 @@ from typing import Any
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.words import Eqn
 from batchax.programs.shapes import (
     bytes_of,
     length_along,
@@ -85,7 +86,7 @@ _SEVERAL: dict[str, float] = {
 """For each element of the result, where it is not one operation."""
 
 
-def elementwise(eqn: Any) -> tuple[float, float]:
+def elementwise(eqn: Eqn) -> tuple[float, float]:
     """One operation, or what the tables say, for each element of the largest result."""
     flops, transcendentals = TRANSCENDENTAL.get(
         eqn.primitive.name, (_SEVERAL.get(eqn.primitive.name, 1), 0)
@@ -94,14 +95,14 @@ def elementwise(eqn: Any) -> tuple[float, float]:
     return flops * size, transcendentals * size
 
 
-def _power(eqn: Any) -> tuple[float, float]:
+def _power(eqn: Eqn) -> tuple[float, float]:
     """Squares and products, by the binary digits of the exponent."""
     exponent = eqn.params["y"]
     products = max(0, abs(exponent).bit_length() - 1 + abs(exponent).bit_count() - 1)
     return (products + (exponent < 0)) * size_of(eqn.outvars[0].aval), 0
 
 
-def _selection(eqn: Any) -> tuple[float, float]:
+def _selection(eqn: Eqn) -> tuple[float, float]:
     """One choice fewer than cases; a number, unlike a boolean, is compared for each."""
     choices = len(eqn.invars) - 2
     by_number = eqn.invars[0].aval.dtype != bool
@@ -111,73 +112,73 @@ def _selection(eqn: Any) -> tuple[float, float]:
 # --- operations whose cost depends on more than their results ----------------------------------
 
 
-def _read(eqn: Any) -> int:
+def _read(eqn: Eqn) -> int:
     return size_of(eqn.invars[0].aval)
 
 
 def _reduction(operations: float) -> Callable[[Any], tuple[float, float]]:
     """Elements are combined two at a time, each time with so many operations."""
 
-    def cost(eqn: Any) -> tuple[float, float]:
+    def cost(eqn: Eqn) -> tuple[float, float]:
         return operations * max(0, _read(eqn) - size_of(eqn.outvars[0].aval)), 0
 
     return cost
 
 
-def _reduction_by_program(eqn: Any) -> tuple[float, float]:
+def _reduction_by_program(eqn: Eqn) -> tuple[float, float]:
     program = eqn.params["jaxpr"]
     return _reduction(len(getattr(program, "jaxpr", program).eqns))(eqn)
 
 
-def _windows(eqn: Any) -> tuple[float, float]:
+def _windows(eqn: Eqn) -> tuple[float, float]:
     return size_of(eqn.outvars[0].aval) * (size_of_window(eqn) - 1), 0
 
 
-def _select_and_scatter(eqn: Any) -> tuple[float, float]:
+def _select_and_scatter(eqn: Eqn) -> tuple[float, float]:
     """In each window comparisons, and an addition to the element found."""
     return _read(eqn) * size_of_window(eqn), 0
 
 
-def _running_logsumexp(eqn: Any) -> tuple[float, float]:
+def _running_logsumexp(eqn: Eqn) -> tuple[float, float]:
     return 8 * _read(eqn), 2 * _read(eqn)
 
 
-def _contraction(eqn: Any) -> tuple[float, float]:
+def _contraction(eqn: Eqn) -> tuple[float, float]:
     return 2 * size_of(eqn.outvars[0].aval) * terms_of_contraction(eqn), 0
 
 
-def _convolution(eqn: Any) -> tuple[float, float]:
+def _convolution(eqn: Eqn) -> tuple[float, float]:
     return 2 * products_of_convolution(eqn), 0
 
 
-def _sort(eqn: Any) -> tuple[float, float]:
+def _sort(eqn: Eqn) -> tuple[float, float]:
     length = length_along(eqn.invars[0].aval, eqn.params.get("dimension", -1))
     return _read(eqn) * math.ceil(math.log2(max(length, 1))), 0
 
 
-def _top_k(eqn: Any) -> tuple[float, float]:
+def _top_k(eqn: Eqn) -> tuple[float, float]:
     return _read(eqn) * math.ceil(math.log2(eqn.params["k"] + 1)), 0
 
 
-def _scatter(eqn: Any) -> tuple[float, float]:
+def _scatter(eqn: Eqn) -> tuple[float, float]:
     return size_of(eqn.invars[2].aval), 0
 
 
-def _update_of_reference(eqn: Any) -> tuple[float, float]:
+def _update_of_reference(eqn: Eqn) -> tuple[float, float]:
     return size_of(eqn.invars[1].aval), 0
 
 
-def _random_bits(eqn: Any) -> tuple[float, float]:
+def _random_bits(eqn: Eqn) -> tuple[float, float]:
     """One counter is encrypted for each number of up to 64 bits."""
     return _RANDOM_WORD * size_of(eqn.outvars[0].aval), 0
 
 
-def _last_result(eqn: Any) -> tuple[float, float]:
+def _last_result(eqn: Eqn) -> tuple[float, float]:
     """Of a generator of XLA's, after whose new state come the bits."""
     return _RANDOM_WORD * size_of(eqn.outvars[-1].aval), 0
 
 
-def _fourier(eqn: Any) -> tuple[float, float]:
+def _fourier(eqn: Eqn) -> tuple[float, float]:
     """5 n log2 n of a complex transform of n numbers, half of it if they are real."""
     lengths = math.prod(eqn.params["fft_lengths"])
     real = any(v.aval.dtype.kind != "c" for v in (eqn.invars[0], eqn.outvars[0]))
@@ -188,7 +189,7 @@ def _fourier(eqn: Any) -> tuple[float, float]:
 def _of_matrices(count: Callable[[int, int], float]) -> Callable[[Any], tuple[float, float]]:
     """`count` operations for each matrix of m rows and n columns, m being the larger."""
 
-    def cost(eqn: Any) -> tuple[float, float]:
+    def cost(eqn: Eqn) -> tuple[float, float]:
         batch, m, n = matrices_of(eqn.invars[0].aval)
         return batch * count(max(m, n), min(m, n)), 0
 
@@ -199,28 +200,28 @@ def _qr(m: int, n: int) -> float:
     return 2 * m * n * n - 2 * n**3 / 3
 
 
-def _product_with_reflectors(eqn: Any) -> tuple[float, float]:
+def _product_with_reflectors(eqn: Eqn) -> tuple[float, float]:
     """Each of the reflectors, columns of the first operand, is applied to the last one."""
     _, _, count = matrices_of(eqn.invars[0].aval)
     return 4 * size_of(eqn.invars[2].aval) * count, 0
 
 
-def _symmetric_product(eqn: Any) -> tuple[float, float]:
+def _symmetric_product(eqn: Eqn) -> tuple[float, float]:
     _, _, terms = matrices_of(eqn.invars[0].aval)
     return 2 * size_of(eqn.outvars[0].aval) * terms, 0
 
 
-def _eigh(eqn: Any) -> tuple[float, float]:
+def _eigh(eqn: Eqn) -> tuple[float, float]:
     return _of_matrices(lambda m, n: 9 * n**3)(eqn)
 
 
-def _svd(eqn: Any) -> tuple[float, float]:
+def _svd(eqn: Eqn) -> tuple[float, float]:
     if eqn.params.get("compute_uv", True):
         return _of_matrices(lambda m, n: 6 * m * n * n + 20 * n**3)(eqn)
     return _of_matrices(lambda m, n: 4 * m * n * n - 4 * n**3 / 3)(eqn)
 
 
-def _triangular_solve(eqn: Any) -> tuple[float, float]:
+def _triangular_solve(eqn: Eqn) -> tuple[float, float]:
     """Each right-hand side takes the square of its length."""
     rows = length_along(eqn.invars[0].aval, -1)
     return size_of(eqn.invars[1].aval) * rows, 0
@@ -316,17 +317,17 @@ VIEWS = _names(
 """Primitives that move nothing."""
 
 
-def _what_is_read(eqn: Any) -> int:
+def _what_is_read(eqn: Eqn) -> int:
     """Of a slice or gather: its result, twice, and the indices."""
     return 2 * bytes_of([eqn.outvars[0].aval]) + bytes_of(v.aval for v in eqn.invars[1:])
 
 
-def _what_is_written(eqn: Any) -> int:
+def _what_is_written(eqn: Eqn) -> int:
     """Of an update in place: the update, twice, and the indices."""
     return 2 * bytes_of([eqn.invars[1].aval]) + bytes_of(v.aval for v in eqn.invars[2:])
 
 
-def _what_is_scattered(eqn: Any) -> int:
+def _what_is_scattered(eqn: Eqn) -> int:
     _, indices, updates = (v.aval for v in eqn.invars)
     times = 2 if eqn.primitive.name == "scatter" else 3  # what is there is read
     return times * bytes_of([updates]) + bytes_of([indices])
@@ -348,7 +349,7 @@ def has_price(primitive: _compat.Primitive) -> bool:
     )
 
 
-def bytes_moved(eqn: Any, differs: Sequence[bool] | None = None) -> int:
+def bytes_moved(eqn: Eqn, differs: Sequence[bool] | None = None) -> int:
     """Bytes read and written by an operation alone, as if nothing were fused with it.
 
     Given which operands differ between lanes, those that do not are left out.
@@ -369,13 +370,13 @@ def is_fused(primitive: _compat.Primitive) -> bool:
     return facts.elementwise or facts.reduces or primitive.name in ("broadcast_in_dim", "iota")
 
 
-def calls_of(eqn: Any) -> int:
+def calls_of(eqn: Eqn) -> int:
     """Calls of a library, each for one matrix, in units of the shortest."""
     calls = _CALLS.get(eqn.primitive.name, 0)
     return calls and calls * matrices_of(eqn.invars[0].aval)[0]
 
 
-def windows_of(eqn: Any) -> int:
+def windows_of(eqn: Eqn) -> int:
     """How many windows, at places found by an index, are read or written; 0 of most operations."""
     name = eqn.primitive.name
     if name == "gather" or name in SCATTERS:
@@ -383,7 +384,7 @@ def windows_of(eqn: Any) -> int:
     return int(name in ("dynamic_slice", "dynamic_update_slice"))
 
 
-def places_of(eqn: Any) -> int:
+def places_of(eqn: Eqn) -> int:
     """Places in memory that depend on data: of a window one, or two if it is written."""
     if eqn.primitive.name == "sort":
         return 2 * round(_sort(eqn)[0])  # the numbers that it compares

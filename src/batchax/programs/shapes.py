@@ -9,6 +9,8 @@ from contextvars import ContextVar
 from itertools import repeat
 from typing import Any
 
+from batchax.jaxprs.words import Aval, Eqn
+
 
 def _as_one(symbol: Any) -> int:
     return 1
@@ -37,23 +39,23 @@ def number_of(size: Any) -> int:
     return size if isinstance(size, int) else _of_symbol.get()(size)
 
 
-def size_of(aval: Any) -> int:
+def size_of(aval: Aval) -> int:
     """Number of elements of an array of this type."""
     return _product(getattr(aval, "shape", ()))
 
 
-def bytes_of(avals: Iterable[Any]) -> int:
+def bytes_of(avals: Iterable[Aval]) -> int:
     """The memory that arrays of these types take."""
     return sum(size_of(a) * a.dtype.itemsize for a in avals if hasattr(a, "dtype"))
 
 
-def terms_of_contraction(eqn: Any) -> int:
+def terms_of_contraction(eqn: Eqn) -> int:
     """How many products each element of a `dot_general` adds up."""
     (contracted, _), _ = eqn.params["dimension_numbers"]
     return _product(eqn.invars[0].aval.shape[d] for d in contracted)
 
 
-def products_of_convolution(eqn: Any) -> int:
+def products_of_convolution(eqn: Eqn) -> int:
     """How many products a `conv_general_dilated` adds up; those with padding are none."""
     lhs, kernel = (v.aval.shape for v in eqn.invars)
     out = eqn.outvars[0].aval.shape
@@ -102,18 +104,18 @@ def _pairs_of_window(
     return pairs
 
 
-def size_of_window(eqn: Any) -> int:
+def size_of_window(eqn: Eqn) -> int:
     """Elements of the window of a `reduce_window` or an operation like it."""
     return _product(eqn.params["window_dimensions"])
 
 
-def matrices_of(aval: Any) -> tuple[int, int, int]:
+def matrices_of(aval: Aval) -> tuple[int, int, int]:
     """Of an array of matrices: their number, and the rows and columns of each."""
     *batch, m, n = map(number_of, aval.shape)
     return math.prod(batch), m, n
 
 
-def length_along(aval: Any, dimension: int) -> int:
+def length_along(aval: Aval, dimension: int) -> int:
     """The size of one dimension."""
     return number_of(aval.shape[dimension]) if aval.shape else 1
 

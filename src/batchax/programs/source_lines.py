@@ -5,9 +5,10 @@ from __future__ import annotations
 import linecache
 import os
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from batchax import _compat
+from batchax.jaxprs.words import Eqn
 
 
 class SourceLine(NamedTuple):
@@ -18,7 +19,7 @@ class SourceLine(NamedTuple):
     text: str
 
 
-def source_line(eqn: Any) -> SourceLine:
+def source_line(eqn: Eqn) -> SourceLine:
     """The line that made an equation, its text without indentation, as far as it can be read."""
     return _at(*_compat.user_file_and_line(eqn.source_info))
 
@@ -26,7 +27,7 @@ def source_line(eqn: Any) -> SourceLine:
 _INSTALLED = re.compile(r".*[\\/](?:site|dist)-packages[\\/]")
 
 
-def calling_line(eqn: Any) -> SourceLine | None:
+def calling_line(eqn: Eqn) -> SourceLine | None:
     """The line of the user's own that called the library whose line made an equation.
 
     None if no library's line made it, or none of the user's is known.

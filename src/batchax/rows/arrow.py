@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from batchax.errors import ArgumentTypeError
+from batchax.jaxprs.words import Value
 
 
-def dense(array: Any, who: str) -> np.ndarray:
+def dense(array: Value, who: str) -> np.ndarray:
     """An array whose elements are numbers, or lists of one size of such elements.
 
     Raises:
@@ -27,7 +28,7 @@ def dense(array: Any, who: str) -> np.ndarray:
     return inner.reshape(len(array), size, *inner.shape[1:])
 
 
-def lists(array: Any, who: str) -> tuple[np.ndarray, np.ndarray]:
+def lists(array: Value, who: str) -> tuple[np.ndarray, np.ndarray]:
     """Of an array of lists, large or sliced or a view too: all elements, and where lists begin.
 
     The elements may be lists of one size, which become trailing axes. There is one offset more than
@@ -70,7 +71,7 @@ def without_gaps(starts: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.
     return np.repeat(starts - offsets[:-1], count) + np.arange(offsets[-1]), offsets
 
 
-def _check_no_nulls(array: Any, who: str) -> None:
+def _check_no_nulls(array: Value, who: str) -> None:
     if array.null_count:
         raise ArgumentTypeError(
             f"{who}: {array.null_count} entries are null, which stands for no number. Drop them "
@@ -78,7 +79,7 @@ def _check_no_nulls(array: Any, who: str) -> None:
         )
 
 
-def _numbers(array: Any, who: str) -> np.ndarray:
+def _numbers(array: Value, who: str) -> np.ndarray:
     numbers = np.asarray(array.to_numpy(zero_copy_only=False))
     if numbers.dtype.kind not in "biufc":
         raise ArgumentTypeError(

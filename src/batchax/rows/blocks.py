@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from batchax.jaxprs.words import Value
 from batchax.rows.sizes import Sizes
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
@@ -132,23 +133,23 @@ class Blocks:
         """Where each row is among the slots of all blocks."""
         return self.block * np.int32(self.classes.rows[-1]) + self.slot
 
-    def take(self, x: Any) -> Any:
+    def take(self, x: Value) -> Any:
         """An array with the rows in front as one with blocks and slots in front."""
         out = moved(x, self.row.reshape(-1), self._slots)
         return out.reshape(*self.row.shape, *x.shape[1:])
 
-    def put(self, x: Any) -> Any:
+    def put(self, x: Value) -> Any:
         """What `take` made."""
         back = jnp.where(self.own, self.row, -1).reshape(-1)
         return moved(lax.collapse(x, 0, 2), self._slots, back)
 
-    def split(self, x: Any, dim: Any, elements: Elements) -> Any:
+    def split(self, x: Value, dim: Any, elements: Elements) -> Any:
         """Rows along axis 0 in blocks: block, place in the block."""
         there, _ = self._places(dim, elements)
         out = moved(x, there, self._at(dim, elements))
         return out.reshape(self.classes.blocks, self.classes.elements(dim), *x.shape[1:])
 
-    def join(self, x: Any, dim: Any, elements: Elements) -> Any:
+    def join(self, x: Value, dim: Any, elements: Elements) -> Any:
         """What `split` made."""
         there = self._at(dim, elements)
         _, back = self._places(dim, elements)
@@ -175,7 +176,7 @@ class Blocks:
         return there.reshape(-1), jnp.where(of_slots(self.own), there, -1).reshape(-1)
 
 
-def moved(x: Any, there: Any, back: Any) -> Any:
+def moved(x: Value, there: Any, back: Any) -> Any:
     """The entries `there` of `x` along axis 0, zero for -1; in reverse those at `back` are taken.
 
     JAX would transpose a gather to a scatter, which on a CPU takes a hundred times as long.
@@ -186,7 +187,7 @@ def moved(x: Any, there: Any, back: Any) -> Any:
     return linear_with_transpose(of(0), of(1), [there, back], [x], "rows in blocks")[0]
 
 
-def _take_or_zero(x: Any, index: Any) -> Any:
+def _take_or_zero(x: Value, index: Any) -> Any:
     if not x.shape[0]:  # there is nothing that an index could be clipped to
         return jnp.zeros((len(index), *x.shape[1:]), x.dtype)
     taken = jnp.take(x, index, axis=0, mode="clip")

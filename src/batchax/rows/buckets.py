@@ -14,6 +14,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.rows import GroupsOfRows
+from batchax.jaxprs.words import Value
 from batchax.rows.checks import known_lengths
 from batchax.rows.groups import join_lanes, join_rows, split_lanes, split_rows
 from batchax.rows.ragged import Ragged
@@ -61,7 +62,7 @@ class Buckets(GroupsOfRows):
         true = int(self.lengths.sum())
         return padded / true if true else 1.0 if not padded else float("inf")
 
-    def split(self, x: Any, axis: int = 0) -> list[Any]:
+    def split(self, x: Value, axis: int = 0) -> list[Any]:
         """The rows of each bucket.
 
         Args:
@@ -217,7 +218,7 @@ def bucket(ragged_or_lengths: Any, max_buckets: int = 8, *, multiple_of: int = 1
     return Buckets(lengths, tuple(int(candidates[i]) for i in chosen), rows, most)
 
 
-def _lengths_of(x: Any) -> np.ndarray:
+def _lengths_of(x: Value) -> np.ndarray:
     lengths = x.lengths if isinstance(x, Ragged) else x
     if isinstance(lengths, Tracer):
         raise ArgumentTypeError(
@@ -272,7 +273,7 @@ def _cheapest(sizes: np.ndarray, counts: np.ndarray, most: int) -> list[int]:
     return chosen[::-1]
 
 
-def _as_array(x: Any, what: str) -> Any:
+def _as_array(x: Value, what: str) -> Any:
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError):
@@ -281,7 +282,7 @@ def _as_array(x: Any, what: str) -> Any:
         ) from None
 
 
-def _checked(axis: Any, x: Any, rows: int, what: str) -> int:
+def _checked(axis: Any, x: Value, rows: int, what: str) -> int:
     if not is_position(axis):
         raise ArgumentTypeError(f"{what}: axis must be an int, got {axis!r}.")
     if not -x.ndim <= axis < x.ndim:

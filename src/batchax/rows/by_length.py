@@ -30,6 +30,7 @@ from batchax.frontend.outputs import (
     check_unbatched,
     place,
 )
+from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, move_axis
 from batchax.kernel.inner import stage_described
@@ -67,7 +68,7 @@ def run_by_length(call: Call, chunking: Chunking | None) -> Outputs:
     recording.fact("groups", lengths=lengths, rows=[len(rows) for rows in groups])
     names = [m.path for m in mapped]
 
-    def stage(at: Lengths) -> tuple[_compat.ClosedJaxpr, FlatOutputs]:
+    def stage(at: Lengths) -> tuple[ClosedJaxpr, FlatOutputs]:
         avals = row_avals(axis, mapped, sizes_of, sizes, at)
         with rows_of_one_length(axis.name), sizes_in_errors(mapped, sizes_of, sizes):
             return stage_described(axis, one_row, avals, names)
@@ -140,11 +141,11 @@ def _more_lengths(lengths: Sequence[Lengths]) -> Iterator[Lengths]:
             yield (*longest[:i], longer, *longest[i + 1 :])
 
 
-def _shapes(program: _compat.ClosedJaxpr) -> list[tuple[int, ...]]:
+def _shapes(program: ClosedJaxpr) -> list[tuple[int, ...]]:
     return [getattr(aval, "shape", ()) for aval in program.out_avals]
 
 
-def _kinds(program: _compat.ClosedJaxpr) -> list[Any]:
+def _kinds(program: ClosedJaxpr) -> list[Any]:
     """What must be the same for rows of all lengths."""
     return [
         (getattr(aval, "dtype", None), len(shape))
@@ -154,7 +155,7 @@ def _kinds(program: _compat.ClosedJaxpr) -> list[Any]:
 
 def _check_programs(
     axis: Axis,
-    programs: Sequence[_compat.ClosedJaxpr],
+    programs: Sequence[ClosedJaxpr],
     lengths: Sequence[Lengths],
 ) -> None:
     for program, at in zip(programs, lengths, strict=True):
@@ -206,7 +207,7 @@ def _dense(m: Mapped) -> Mapped:
     return Mapped(m.path, move_axis(x, at, 0), 0)
 
 
-def _of_group(group: Axis, x: Any, shape: tuple[Any, ...]) -> Placed:
+def _of_group(group: Axis, x: Value, shape: tuple[Any, ...]) -> Placed:
     """An output of rows of one length."""
     ragged = [i for i, dim in enumerate(shape) if not isinstance(dim, int)]
     if not ragged:

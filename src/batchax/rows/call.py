@@ -9,10 +9,10 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from batchax import _compat
 from batchax.execution.call import Call
 from batchax.frontend.mapped import Mapped
 from batchax.frontend.outputs import FlatOutputs
+from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.inner import stage_described
 from batchax.kernel.lasting import call_key
 from batchax.rows.arguments import RowSize, capacity_of, find_sizes, row_avals, sizes_in_errors
@@ -70,13 +70,13 @@ class RowCall(Call):
         """The arguments, each with its size if it is ragged."""
         return list(zip(self.mapped, self.sizes_of, strict=True))
 
-    def _stage(self) -> tuple[_compat.ClosedJaxpr, FlatOutputs]:
+    def _stage(self) -> tuple[ClosedJaxpr, FlatOutputs]:
         staged, outputs = self.staged_for([size.symbol for size in self.sizes])
         shapes = [a.shape for a in staged.out_avals]
         described = list(map(place_ragged, outputs.described, shapes))
         return staged, replace(outputs, described=described)
 
-    def staged_for(self, dims: Sequence[Any]) -> tuple[_compat.ClosedJaxpr, FlatOutputs]:
+    def staged_for(self, dims: Sequence[Any]) -> tuple[ClosedJaxpr, FlatOutputs]:
         """The function staged for a row whose sizes are these, and what describes its outputs."""
         given, sizes_of = self.mapped[self.constants :], self.sizes_of[self.constants :]
         avals = row_avals(self.axis, given, sizes_of, self.sizes, dims)
@@ -103,7 +103,7 @@ class RowCall(Call):
         added = [None] * (call.constants - self.constants)
         return replace(call, sizes_of=[*added, *self.sizes_of])
 
-    def with_values(self, values: Sequence[Any]) -> RowCall:
+    def with_values(self, values: Sequence[Value]) -> RowCall:
         if self.gives_lengths:
             count = len(self.sizes)
             return self.with_rows(values[:count], values[count:])
@@ -112,7 +112,7 @@ class RowCall(Call):
             self, mapped=[_put(m, x, getattr(m.value, "lengths", None)) for m, x in given]
         )
 
-    def with_rows(self, lengths: Sequence[Any], arrays: Sequence[Any]) -> RowCall:
+    def with_rows(self, lengths: Sequence[Any], arrays: Sequence[Value]) -> RowCall:
         """The same call of other rows, with such lengths for each size."""
         mapped: list[Mapped] = []
         batches: dict[int, Ragged] = {}
@@ -144,7 +144,7 @@ class RowCall(Call):
         return call_key(self.axis, self.staged, self.way, specs, *arguments, *rows)
 
 
-def _put(m: Mapped, array: Any, lengths: Any) -> Mapped:
+def _put(m: Mapped, array: Value, lengths: Any) -> Mapped:
     """An argument of this array; rows if it has such lengths."""
     if lengths is None:
         return m.put(array)

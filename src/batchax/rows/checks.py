@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from batchax.errors import ArgumentTypeError, AxisError
+from batchax.jaxprs.words import Value
 
 
 def known_lengths(lengths: Any) -> np.ndarray | None:
@@ -54,7 +55,7 @@ def as_lengths(lengths: Any, what: str = "lengths") -> Any:
     return lengths
 
 
-def checked_axis(axis: Any, array: Any) -> int:
+def checked_axis(axis: Any, array: Value) -> int:
     if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
         raise ArgumentTypeError(f"Ragged: axis must be an int, got {axis!r}.")
     if not -array.ndim <= axis < array.ndim:

@@ -17,6 +17,7 @@ from jax.core import Tracer
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
+from batchax.jaxprs.words import Value
 from batchax.rows import arrow
 from batchax.rows.checks import known_lengths
 
@@ -106,7 +107,7 @@ class Converters:
         return _from_offsets(cls, values, splits, max_length)
 
     @classmethod
-    def from_arrow(cls: type[R], array: Any, max_length: int | None = None) -> R:
+    def from_arrow(cls: type[R], array: Value, max_length: int | None = None) -> R:
         """From a ``pyarrow.ListArray``, large or sliced or chunked or a view too.
 
         Its values may be lists of a fixed size, which are trailing axes of the rows.
@@ -146,7 +147,7 @@ class Converters:
             return arrow.from_lists(values, offsets)
 
     @classmethod
-    def from_awkward(cls: type[R], array: Any, max_length: int | None = None) -> R:
+    def from_awkward(cls: type[R], array: Value, max_length: int | None = None) -> R:
         """From an ``awkward.Array`` with one axis of variable size, the second.
 
         Args:
@@ -224,7 +225,7 @@ def _from_offsets(cls: Any, flat: Any, offsets: Any, max_length: int | None, axi
     return cls.from_offsets(flat, offsets, max_length, axis=axis)
 
 
-def _check_has(method: str, x: Any, what: str, attributes: tuple[str, ...]) -> None:
+def _check_has(method: str, x: Value, what: str, attributes: tuple[str, ...]) -> None:
     if not all(hasattr(x, name) for name in attributes):
         raise ArgumentTypeError(
             f"Ragged.{method} takes {what}, got {type(x).__name__}. For a list of rows use "

@@ -20,7 +20,8 @@ from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
 from batchax.frontend.mapped import Mapped
 from batchax.frontend.outputs import AUTO, FlatOutputs, OutputArray, Reduce, check_unbatched
-from batchax.kernel.axis import Axis, AxisPosition, broadcast_axis, move_axis
+from batchax.jaxprs.words import Value
+from batchax.kernel.axis import Axis, Position, broadcast_axis, move_axis
 from batchax.programs.canonical_values import Table
 from batchax.rows.checks import known_lengths
 from batchax.rows.ragged import Ragged
@@ -29,7 +30,7 @@ from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
 
 Outputs = TypeVar("Outputs", bound=FlatOutputs)
-Placed = tuple[Any, AxisPosition]
+Placed = tuple[Any, Position]
 """An output and where it has its rows: 0 for a `Ragged`, None for what all rows share."""
 
 RunGroup = Callable[[int, Axis, list[Mapped]], tuple[list[Placed], Outputs]]
@@ -181,7 +182,7 @@ def _joined_output(
     return join_lanes(in_front, groups), 0
 
 
-def _shape_of_row(value: Any, position: AxisPosition) -> tuple[Any, ...]:
+def _shape_of_row(value: Value, position: Position) -> tuple[Any, ...]:
     shape = list(value.data.shape if isinstance(value, Ragged) else value.shape)
     if isinstance(value, Ragged):
         shape[value.axis] = "n"
@@ -225,7 +226,7 @@ def join_rows(parts: Sequence[Ragged], groups: Sequence[np.ndarray]) -> Ragged:
     return Ragged(data, together[place], max(part.max_length for part in parts), axis=axis)
 
 
-def split_lanes(x: Any, groups: Sequence[np.ndarray], axis: int) -> list[Any]:
+def split_lanes(x: Value, groups: Sequence[np.ndarray], axis: int) -> list[Any]:
     """The lanes of each group, along `axis` of an array."""
     return _regroup([x], np.concatenate(groups), [len(rows) for rows in groups], axis)
 
@@ -263,10 +264,10 @@ def _regroup(parts: Sequence[Any], index: np.ndarray, sizes: Sequence[int], axis
     """
     given = [x.shape[axis] for x in parts]
 
-    def forward(residuals: Any, xs: Sequence[Any]) -> list[Any]:
+    def forward(residuals: Any, xs: Sequence[Value]) -> list[Any]:
         return _take_parts(xs, index, sizes, axis)
 
-    def back(residuals: Any, xs: Sequence[Any]) -> list[Any]:
+    def back(residuals: Any, xs: Sequence[Value]) -> list[Any]:
         return _take_parts(xs, _inverse(index, sum(given)), given, axis)
 
     if not all(map(is_inexact, parts)):
@@ -274,7 +275,9 @@ def _regroup(parts: Sequence[Any], index: np.ndarray, sizes: Sequence[int], axis
     return linear_with_transpose(forward, back, [], parts)
 
 
-def _take_parts(xs: Sequence[Any], index: np.ndarray, sizes: Sequence[int], axis: int) -> list[Any]:
+def _take_parts(
+    xs: Sequence[Value], index: np.ndarray, sizes: Sequence[int], axis: int
+) -> list[Any]:
     """As `_regroup`; zeros for each -1 in `index`."""
     x = xs[0] if len(xs) == 1 else jnp.concatenate(xs, axis)
     if not np.array_equal(index, np.arange(x.shape[axis])):
@@ -288,7 +291,7 @@ def _take_parts(xs: Sequence[Any], index: np.ndarray, sizes: Sequence[int], axis
     ]
 
 
-def _take(x: Any, index: np.ndarray, axis: int) -> Any:
+def _take(x: Value, index: np.ndarray, axis: int) -> Any:
     shape = (*x.shape[:axis], len(index), *x.shape[axis + 1 :])
     if x.shape[axis] == 0 or len(index) == 0:
         if not len(index):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
+from batchax.jaxprs.words import ClosedJaxpr
 from batchax.rules.lane_calls import calls_in
 
 
-def refuse_order(program: _compat.ClosedJaxpr) -> None:
+def refuse_order(program: ClosedJaxpr) -> None:
     """Refuses a program of a row with calls in order, where rows run in groups.
 
     Raises:
@@ -23,7 +24,7 @@ def refuse_order(program: _compat.ClosedJaxpr) -> None:
             )
 
 
-def refuse_calls(program: _compat.ClosedJaxpr) -> None:
+def refuse_calls(program: ClosedJaxpr) -> None:
     """Refuses a program of a row that calls the host, where rows are dealt out to devices.
 
     Raises:

@@ -15,6 +15,7 @@ from batchax.execution.call import Call, Outputs, execute
 from batchax.frontend.mapped import Mapped
 from batchax.frontend.outputs import FlatOutputs, OutputArray, place
 from batchax.frontend.rows import GroupsOfRows
+from batchax.jaxprs.words import Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 from batchax.rows.arguments import all_known, find_sizes
@@ -116,7 +117,7 @@ class _InBucket(FlatOutputs):
     ndims: list[int]
 
 
-def _placed_output(axis: Axis, output: OutputArray, x: Any, position: int | None) -> Any:
+def _placed_output(axis: Axis, output: OutputArray, x: Value, position: int | None) -> Any:
     if not isinstance(x, Ragged):
         return place(axis, output, x, position)
     (n,) = jax.export.symbolic_shape("n")

@@ -11,8 +11,9 @@ from batchax.errors import UnsupportedError
 from batchax.execution.call import Call, Outputs, Way
 from batchax.frontend.outputs import check_unbatched, place
 from batchax.frontend.rows import RowOptions
+from batchax.jaxprs.words import Value
 from batchax.kernel import recording
-from batchax.kernel.axis import AxisPosition
+from batchax.kernel.axis import Position
 from batchax.memo import Memo
 from batchax.rows.arguments import RowSize, capacity_of, with_room
 from batchax.rows.blocks import SizeClasses
@@ -51,7 +52,7 @@ class InRegions(Way):
     def memo(self) -> Memo | None:
         return kept_in_regions
 
-    def run(self, call: Call) -> tuple[list[Any], list[AxisPosition]]:
+    def run(self, call: Call) -> tuple[list[Any], list[Position]]:
         assert isinstance(call, RowCall)
         program, regions, classes = self._find_regions(call)
         for region in regions if recording.is_on() else ():
@@ -76,7 +77,7 @@ class InRegions(Way):
     def check(self, call: Call, said: Any) -> None:
         check_unbatched(call.axis, call.described, said)
 
-    def finish(self, call: Call, arrays: list[Any], said: Any) -> Outputs:
+    def finish(self, call: Call, arrays: list[Value], said: Any) -> Outputs:
         assert isinstance(call, RowCall)
         results = []
         for x, shape, axis, output in zip(arrays, call.shapes, said, call.described, strict=True):
@@ -111,7 +112,7 @@ class InRegions(Way):
         return program, regions_of_classes(program, layouts, batched), classes
 
 
-def _packed(rows: PackedRows, x: Any, at: AxisPosition, size: RowSize | None) -> Packed:
+def _packed(rows: PackedRows, x: Value, at: Position, size: RowSize | None) -> Packed:
     """An argument as it is held where rows are packed; `at`: its axis of rows, or of elements."""
     if size is None:
         shape = list(jnp.shape(x))

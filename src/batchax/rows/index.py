@@ -18,6 +18,7 @@ from jax import lax
 from jax.core import Tracer
 
 from batchax import _compat
+from batchax.jaxprs.words import Value
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
 
@@ -101,7 +102,7 @@ def pack_rows(padded: Any, index: RowIndex, axis: int, capacity: int) -> Any:
     return _linear_gather(_pack, _pad, index, padded, axis, capacity)
 
 
-def _linear_gather(forward: Any, transpose: Any, index: RowIndex, x: Any, *how: int) -> Any:
+def _linear_gather(forward: Any, transpose: Any, index: RowIndex, x: Value, *how: int) -> Any:
     axis, capacity = how
     residuals = [index.starts, index.lengths, index.place_in_padded(capacity)]
 
@@ -114,14 +115,14 @@ def _linear_gather(forward: Any, transpose: Any, index: RowIndex, x: Any, *how: 
     return linear_with_transpose(of(forward), of(transpose), residuals, [x], key)[0]
 
 
-def _running_sum(x: Any) -> Any:
+def _running_sum(x: Value) -> Any:
     """As ``jnp.cumsum`` of a vector.
 
     On a CPU that goes over the vector once for each bit of its size. Here blocks of about the
     square root of its size are summed side by side.
     """
 
-    def by_blocks(x: Any) -> Any:
+    def by_blocks(x: Value) -> Any:
         count = math.isqrt(x.size - 1) + 1
         blocks = jnp.pad(x, (0, count * count - x.size)).reshape(count, count)
         step = lambda total, each: (total + each, total + each)
@@ -166,6 +167,6 @@ def _mask(lengths: Any, bound: int) -> Any:
     return jnp.asarray(lengths)[:, None] > jnp.arange(bound, dtype=jnp.int32)[None]
 
 
-def _zero_unless(x: Any, belongs: Any, dims: tuple[int, ...]) -> Any:
+def _zero_unless(x: Value, belongs: Any, dims: tuple[int, ...]) -> Any:
     belongs = lax.broadcast_in_dim(belongs, x.shape, dims)
     return lax.select(belongs, x, lax.full_like(x, 0))

@@ -11,6 +11,7 @@ import numpy as np
 
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import is_container
+from batchax.jaxprs.words import Value
 from batchax.rows.checks import as_data, checked_axis, without
 from batchax.stack import structures_differ
 
@@ -99,7 +100,7 @@ def check_same_lengths(first: tuple[str, np.ndarray], other: tuple[str, np.ndarr
         )
 
 
-def _is_leaf(x: Any) -> bool:
+def _is_leaf(x: Value) -> bool:
     """Whether `x` is one array, as `Ragged` takes it, by JAX's account of trees or not."""
     numbers = type(x) in (list, tuple) and all(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(x))
     return numbers or is_container(x)

@@ -13,6 +13,7 @@ from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.local_rows import LocalRows
 from batchax.frontend.parts import AxisSpec, Parts
+from batchax.jaxprs.words import Value
 from batchax.rows.checks import as_lengths, known_lengths, shown_lengths
 from batchax.rows.ragged import Ragged
 from batchax.rows.row_size import SizeAlone, check_size_name
@@ -25,7 +26,7 @@ class LaneSize(AxisSpec):
     name: str
     max_size: int | None
 
-    def of_argument(self, value: Any, path: str) -> Parts:
+    def of_argument(self, value: Value, path: str) -> Parts:
         sizes = self._checked(value, path)
         values = known_lengths(sizes)
         count = sizes.shape[0]
@@ -37,7 +38,7 @@ class LaneSize(AxisSpec):
         rows = Ragged(jnp.zeros(room, bool), sizes, bound)
         return Parts([rows], [SizeAlone(self.name)], lambda examples: examples[0].shape[0])
 
-    def _checked(self, value: Any, path: str) -> Any:
+    def _checked(self, value: Value, path: str) -> Any:
         if isinstance(value, LocalRows):
             raise UnsupportedError(
                 f"in_axes gives {self!r} for {path}, which is batchax.local(x): lanes of different "

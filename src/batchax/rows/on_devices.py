@@ -28,8 +28,9 @@ from batchax.execution.devices.placing import put_traced, puts_traced
 from batchax.execution.devices.shards import Shards, is_sharded, on_shards, with_whole_axis
 from batchax.execution.devices.telling import check_shared
 from batchax.frontend.outputs import place
+from batchax.jaxprs.words import Value
 from batchax.kernel import recording
-from batchax.kernel.axis import AxisPosition
+from batchax.kernel.axis import Position
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.memo import Memo
 from batchax.rows.arguments import RowSize, capacity_of
@@ -71,11 +72,11 @@ class Dealt:
         row = order[np.minimum(turn, count - 1)]
         return cls(row, jnp.asarray(slot_of_turn)[rank], turn < count)
 
-    def dealt(self, x: Any) -> Any:
+    def dealt(self, x: Value) -> Any:
         """An array with the rows in front as one with devices and slots in front."""
         return moved(x, self.row.reshape(-1), self.slot).reshape(*self.row.shape, *x.shape[1:])
 
-    def collected(self, x: Any) -> Any:
+    def collected(self, x: Value) -> Any:
         """What `dealt` was given."""
         back = jnp.where(self.real, self.row, -1).reshape(-1)
         return moved(lax.collapse(x, 0, 2), self.slot, back)
@@ -113,11 +114,11 @@ class _Elements:
         place = slot // count * room + starts.reshape(-1)[slot] + packed.place_of(capacity)
         self._back = jnp.where(row < packed.starts.shape[0], place, -1)
 
-    def spread(self, x: Any) -> Any:
+    def spread(self, x: Value) -> Any:
         """Packed rows along axis 0 as those of each device: device, element."""
         return moved(x, self._there, self._back).reshape(*self._shape, *x.shape[1:])
 
-    def packed(self, x: Any) -> Any:
+    def packed(self, x: Value) -> Any:
         """What `spread` was given, one row after another."""
         return moved(lax.collapse(x, 0, 2), self._back, self._real)
 
@@ -194,7 +195,7 @@ class RowsOnDevices(Way):
         outs = (jax.jit(run) if call.computes else run)(*call.values)
         return jax.tree.flatten(outs)
 
-    def finish(self, call: Call, arrays: list[Any], said: Any) -> Outputs:
+    def finish(self, call: Call, arrays: list[Value], said: Any) -> Outputs:
         return jax.tree.unflatten(said, arrays), call.outputs
 
 
@@ -208,7 +209,7 @@ def _run_on_devices(call: RowCall, way: RowsOnDevices) -> list[Any]:
     lengths = [dealt.dealt(jnp.asarray(size.index.lengths)) for size in call.sizes]
     rooms = [_room(call, size, devices, slots) for size in call.sizes]
     arguments = list(lengths)
-    positions: list[AxisPosition] = [0] * len(lengths)
+    positions: list[Position] = [0] * len(lengths)
     for m, size in call.arguments:
         x = m.value
         if size is not None:
@@ -221,13 +222,13 @@ def _run_on_devices(call: RowCall, way: RowsOnDevices) -> list[Any]:
         arguments.append(x)
         positions.append(None if m.axis is None and size is None else 0)
 
-    def of_device(*values: Any) -> tuple[list[Any], list[AxisPosition], list[_Output]]:
+    def of_device(*values: Any) -> tuple[list[Any], list[Position], list[_Output]]:
         own = [
             x if a is None else lax.squeeze(x, (0,)) for x, a in zip(values, positions, strict=True)
         ]
         local = _local_call(call, way, own[: len(lengths)], own[len(lengths) :], slots)
-        outs: list[Any] = []
-        axes: list[AxisPosition] = []
+        outs: list[Value] = []
+        axes: list[Position] = []
         noted = []
         for x, shape in zip(execute(local)[0], call.shapes, strict=True):
             if isinstance(x, Ragged):
@@ -267,7 +268,7 @@ def _room(call: RowCall, size: RowSize, devices: int, slots: int) -> int:
 
 
 def _local_call(
-    call: RowCall, way: RowsOnDevices, lengths: Sequence[Any], arrays: Sequence[Any], slots: int
+    call: RowCall, way: RowsOnDevices, lengths: Sequence[Any], arrays: Sequence[Value], slots: int
 ) -> RowCall:
     """The call with the rows of one device, which are in front of `arrays`."""
     places = [m.axis if size is None else m.value.axis for m, size in call.arguments]
@@ -283,7 +284,7 @@ def _local_call(
     return replace(local, program=(staged, outputs))
 
 
-def _put(shards: Shards, x: Any, position: AxisPosition) -> Any:
+def _put(shards: Shards, x: Value, position: Position) -> Any:
     if isinstance(shards.mesh, AbstractMesh):
         return x
     if isinstance(x, Tracer) and puts_traced(shards.mesh):
@@ -292,7 +293,7 @@ def _put(shards: Shards, x: Any, position: AxisPosition) -> Any:
     return jax.device_put(x, NamedSharding(shards.mesh, shards.spec(position)))
 
 
-def _collected(call: RowCall, dealt: Dealt, noted: _Output, x: Any, lengths: Any) -> Ragged:
+def _collected(call: RowCall, dealt: Dealt, noted: _Output, x: Value, lengths: Any) -> Ragged:
     """A ragged output, from the rows of each device and their lengths."""
     assert noted.axis is not None
     devices, room = x.shape[:2]

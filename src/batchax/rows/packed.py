@@ -22,8 +22,9 @@ from batchax import _compat
 from batchax.jaxprs.bodies import bind_call, program_called
 from batchax.jaxprs.evaluate import walk
 from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.words import Eqn, Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, AxisPosition, move_axis
+from batchax.kernel.axis import Axis, Position, move_axis
 from batchax.kernel.interpreter import batch_equation
 from batchax.rows.index import RowIndex
 from batchax.rows.packing import REDUCED, ragged_axis
@@ -44,9 +45,9 @@ class Packed:
         not differ in it, or because they follow one another along the ragged axis of `shape`.
     """
 
-    value: Any
+    value: Value
     shape: tuple[Any, ...]
-    axis: AxisPosition = None
+    axis: Position = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class PackedRows:
         return _compat.evaluate_size(dim, lengths)
 
 
-def run_and_note(rows: PackedRows, eqn: Any, operands: Sequence[Packed]) -> list[Packed]:
+def run_and_note(rows: PackedRows, eqn: Eqn, operands: Sequence[Packed]) -> list[Packed]:
     """As `run_packed`, while notes may be taken."""
     if not (recording.is_on() and depends_on_sizes(eqn)):  # others are batched as in any program
         return run_packed(rows, eqn, operands)
@@ -124,18 +125,18 @@ def run_and_note(rows: PackedRows, eqn: Any, operands: Sequence[Packed]) -> list
     return outs
 
 
-def _rows_along(x: Packed) -> AxisPosition:
+def _rows_along(x: Packed) -> Position:
     """The axis for the rows, or along which they are packed."""
     return ragged_axis(x.shape) if x.axis is None else x.axis
 
 
-def run_packed(rows: PackedRows, eqn: Any, values: Sequence[Packed]) -> list[Packed]:
+def run_packed(rows: PackedRows, eqn: Eqn, values: Sequence[Packed]) -> list[Packed]:
     """The results of an equation that `packing.can_pack` accepts, for all rows."""
     shapes = [v.aval.shape for v in eqn.outvars]
     if not depends_on_sizes(eqn):
         operands, axes = [v.value for v in values], [v.axis for v in values]
         outs = fold_known(eqn, operands)
-        out_axes: Sequence[AxisPosition] = [None] * len(shapes)
+        out_axes: Sequence[Position] = [None] * len(shapes)
         if outs is None:
             outs, out_axes = batch_equation(rows.axis, eqn, operands, axes)
         return [Packed(*out) for out in zip(outs, shapes, out_axes, strict=True)]
@@ -157,7 +158,7 @@ def run_packed(rows: PackedRows, eqn: Any, values: Sequence[Packed]) -> list[Pac
     return [Packed(row.value, row.shape) for row in outs]
 
 
-def _run_again(rows: PackedRows, eqn: Any, values: Sequence[Packed]) -> list[Packed]:
+def _run_again(rows: PackedRows, eqn: Eqn, values: Sequence[Packed]) -> list[Packed]:
     """A program that is computed again in reverse, packed as it would be by itself."""
     body = program_called(eqn)
     flat = flatten(body)
@@ -187,7 +188,7 @@ def _run_steps(rows: PackedRows, program: RowProgram, arguments: Sequence[Packed
     return list(map(read, program.outputs))
 
 
-def _places(rows: PackedRows, eqn: Any) -> Packed:
+def _places(rows: PackedRows, eqn: Eqn) -> Packed:
     """Each element's place in its row, as counted by an `iota` over the row."""
     aval, at = eqn.outvars[0].aval, eqn.params["dimension"]
     segments = rows.segments[str(aval.shape[at])]
@@ -196,7 +197,7 @@ def _places(rows: PackedRows, eqn: Any) -> Packed:
     return Packed(lax.broadcast_in_dim(places, bounds, (at,)), aval.shape)
 
 
-def _reduce(rows: PackedRows, eqn: Any, x: Packed, at: int) -> Packed:
+def _reduce(rows: PackedRows, eqn: Eqn, x: Packed, at: int) -> Packed:
     """A reduction over the row, and perhaps over other axes."""
     name, axes = eqn.primitive.name, eqn.params["axes"]
     segments = rows.segments[str(x.shape[at])]
@@ -214,7 +215,7 @@ def _reduce(rows: PackedRows, eqn: Any, x: Packed, at: int) -> Packed:
     return Packed(reduced, eqn.outvars[0].aval.shape, 0)
 
 
-def _for_each_element(rows: PackedRows, eqn: Any, x: Packed, shape: Sequence[Any]) -> Row:
+def _for_each_element(rows: PackedRows, eqn: Eqn, x: Packed, shape: Sequence[Any]) -> Row:
     """An operand as it is in one long row: what differs between rows, for each element."""
     if x.axis is None:
         return Row(x.value, x.shape)

@@ -12,6 +12,7 @@ from jax.extend.core.primitives import custom_jvp_call_p
 from batchax import _compat
 from batchax.jaxprs.bodies import program_called
 from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.words import Eqn
 from batchax.kernel.rule_makers import reduced_dims
 from batchax.rows.padded_rules.custom_derivatives import staged_jvp_rule
 from batchax.rows.segments import REDUCTIONS
@@ -40,7 +41,7 @@ def is_packable(shape: Sequence[Any]) -> bool:
 def _apart(*names: str) -> Callable[[Any, int], bool]:
     """A check that axes in these parameters are not the ragged one."""
 
-    def check(eqn: Any, at: int) -> bool:
+    def check(eqn: Eqn, at: int) -> bool:
         for name in names:
             axes = eqn.params[name]
             if at in (axes if isinstance(axes, (tuple, list)) else (axes,)):
@@ -50,16 +51,16 @@ def _apart(*names: str) -> Callable[[Any, int], bool]:
     return check
 
 
-def _not_reduced(eqn: Any, at: int) -> bool:
+def _not_reduced(eqn: Eqn, at: int) -> bool:
     dims = reduced_dims(eqn.primitive, eqn.params["axes"], len(eqn.invars[0].aval.shape))
     return at not in dims
 
 
-def _always(eqn: Any, at: int) -> bool:
+def _always(eqn: Eqn, at: int) -> bool:
     return True
 
 
-def _whole_slice(eqn: Any, at: int) -> bool:
+def _whole_slice(eqn: Eqn, at: int) -> bool:
     dim = eqn.invars[0].aval.shape[at]
     params = eqn.params
     stride = 1 if params["strides"] is None else params["strides"][at]
@@ -67,7 +68,7 @@ def _whole_slice(eqn: Any, at: int) -> bool:
     return bool(params["start_indices"][at] == 0 and limit == dim and stride == 1)
 
 
-def _plain_reshape(eqn: Any, at: int) -> bool:
+def _plain_reshape(eqn: Eqn, at: int) -> bool:
     """Whether a reshape leaves the ragged axis alone, and only changes the axes of its elements."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     to = ragged_axis(after)
@@ -76,7 +77,7 @@ def _plain_reshape(eqn: Any, at: int) -> bool:
     return int(np.prod(before[:at])) == int(np.prod(after[:to]))
 
 
-def _free_in_dot(eqn: Any, at: int) -> bool:
+def _free_in_dot(eqn: Eqn, at: int) -> bool:
     """Whether the result of a product keeps the ragged axis, of one operand or paired of both.
 
     If the ragged axis is contracted, elements of a row are added up.
@@ -90,7 +91,7 @@ def _free_in_dot(eqn: Any, at: int) -> bool:
     return True
 
 
-def _looked_up(eqn: Any, at: int) -> bool:
+def _looked_up(eqn: Eqn, at: int) -> bool:
     """Whether a gather takes, for each element, something from what all rows share."""
     table, indices = (v.aval.shape for v in eqn.invars)
     if has_symbols(table):
@@ -100,7 +101,7 @@ def _looked_up(eqn: Any, at: int) -> bool:
     return ragged_axis(indices) != len(indices) - 1
 
 
-def _unpadded(eqn: Any, at: int) -> bool:
+def _unpadded(eqn: Eqn, at: int) -> bool:
     return tuple(eqn.params["padding_config"][at]) == (0, 0, 0)
 
 
@@ -118,7 +119,7 @@ def _acts_inside(body: Any, seen: _Rules) -> bool:
     return all(_acts_on_elements(eqn, seen) for eqn in body.jaxpr.eqns)
 
 
-def _acts_on_elements(eqn: Any, seen: _Rules) -> bool:
+def _acts_on_elements(eqn: Eqn, seen: _Rules) -> bool:
     if not depends_on_sizes(eqn):
         return True
     name, params = eqn.primitive.name, eqn.params
@@ -135,7 +136,7 @@ def _acts_on_elements(eqn: Any, seen: _Rules) -> bool:
     return _can_pack(eqn, [False] * len(eqn.invars), seen)
 
 
-def _custom_jvp(eqn: Any, seen: _Rules) -> bool:
+def _custom_jvp(eqn: Eqn, seen: _Rules) -> bool:
     # The rule may do what the function does not: divide by the norm of the row, for instance. And
     # it may call the function again, whose rule then reads as this one does.
     try:
@@ -183,7 +184,7 @@ def _how_it_acts(primitive: _compat.Primitive) -> tuple[Callable[[Any, int], boo
     return _ACTS_ON_ELEMENTS.get(primitive.name), primitive.name == "broadcast_in_dim"
 
 
-def can_pack(eqn: Any, batched: Sequence[bool]) -> bool:
+def can_pack(eqn: Eqn, batched: Sequence[bool]) -> bool:
     """Whether `run_packed` computes an equation.
 
     Args:
@@ -193,7 +194,7 @@ def can_pack(eqn: Any, batched: Sequence[bool]) -> bool:
     return _can_pack(eqn, batched, ())
 
 
-def _can_pack(eqn: Any, batched: Sequence[bool], seen: _Rules) -> bool:
+def _can_pack(eqn: Eqn, batched: Sequence[bool], seen: _Rules) -> bool:
     if not depends_on_sizes(eqn):
         return True
     name = eqn.primitive.name
@@ -216,7 +217,7 @@ def _can_pack(eqn: Any, batched: Sequence[bool], seen: _Rules) -> bool:
     return all(check(eqn, at) for at in places or [0])
 
 
-def _can_pack_inside(eqn: Any, batched: Sequence[bool], seen: _Rules) -> bool:
+def _can_pack_inside(eqn: Eqn, batched: Sequence[bool], seen: _Rules) -> bool:
     """Whether `run_packed` computes each equation of the program that a call holds."""
     program = flatten(program_called(eqn))
     differs = dict.fromkeys(program.shapes, False)

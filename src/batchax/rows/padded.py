@@ -29,6 +29,7 @@ from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.spoken import line_of
+from batchax.jaxprs.words import Aval, Eqn, Jaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.varying import bind_varying
 from batchax.rows.sizes import Sizes, depends_on_sizes
@@ -47,7 +48,7 @@ class Row:
       partly: a value, and the axes along which the padding is known to hold it.
     """
 
-    value: Any
+    value: Value
     shape: tuple[Any, ...]
     fill: Any = None
     partly: tuple[Any, tuple[int, ...]] | None = None
@@ -100,7 +101,7 @@ class Operation:
         outs = bind_varying(self.eqn, values, **params)
         return outs if self.eqn.primitive.multiple_results else outs[0]
 
-    def filled(self, row: Row, value: Any, axes: Sequence[int] | None = None) -> Any:
+    def filled(self, row: Row, value: Value, axes: Sequence[int] | None = None) -> Any:
         """The array of `row` with `value` in its padding along `axes` (default: all)."""
         padded = self.sizes.padded_axes(row.shape)
         to_fill = {a for a in padded if axes is None or a in axes}
@@ -117,14 +118,14 @@ class Operation:
             row.partly = value, tuple(sorted(done))
         return row.value
 
-    def masked(self, row: Row, value: Any, axes: Sequence[int] | None = None) -> Any:
+    def masked(self, row: Row, value: Value, axes: Sequence[int] | None = None) -> Any:
         """As `filled`, for a `value` that may be traced: what padding holds is not noted."""
         axes = self.sizes.padded_axes(row.shape) if axes is None else axes
         mask = self.sizes.mask(row.shape, axes)
         x = jnp.asarray(row.value)
         return x if mask is None else lax.select(mask, x, lax.full_like(x, value))
 
-    def cut(self, value: Any, shape: Sequence[Any]) -> Any:
+    def cut(self, value: Value, shape: Sequence[Any]) -> Any:
         """`value` as it is, but no derivative passes through its padding.
 
         What comes back from padding may be infinite, or no number, and zero times that is none.
@@ -134,7 +135,7 @@ class Operation:
         mask = self.sizes.mask(shape, self.sizes.padded_axes(shape))
         return value if mask is None else safe_lanes(mask, value, value.ndim, "keep")
 
-    def result(self, value: Any, fill: Any = None, index: int = 0) -> Row:
+    def result(self, value: Value, fill: Any = None, index: int = 0) -> Row:
         """A result, whose padding is known to hold `fill`."""
         return Row(value, self.eqn.outvars[index].aval.shape, fill)
 
@@ -150,7 +151,7 @@ class CannotPad(UnsupportedError):
         super().__init__(operation, why)
         self._line = ""
 
-    def within(self, eqn: Any) -> CannotPad:
+    def within(self, eqn: Eqn) -> CannotPad:
         """This error, of something inside an equation. What JAX has cached knows no line."""
         self._line = self._line or line_of(eqn)
         return self
@@ -170,7 +171,9 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b or (a != a and b != b))
 
 
-def run_padded(sizes: Sizes, jaxpr: Any, consts: Sequence[Any], rows: Sequence[Row]) -> list[Row]:
+def run_padded(
+    sizes: Sizes, jaxpr: Jaxpr, consts: Sequence[Value], rows: Sequence[Row]
+) -> list[Row]:
     """The results of a program of one row, on padded rows.
 
     Raises:
@@ -186,7 +189,7 @@ def run_padded(sizes: Sizes, jaxpr: Any, consts: Sequence[Any], rows: Sequence[R
         )
 
 
-def run_equation(sizes: Sizes, eqn: Any, rows: Sequence[Row]) -> list[Row]:
+def run_equation(sizes: Sizes, eqn: Eqn, rows: Sequence[Row]) -> list[Row]:
     """The results of one equation on padded rows."""
     with recording.meant(eqn) as record:
         outs = _run_equation(sizes, eqn, rows)
@@ -206,7 +209,7 @@ _OWN = {
 """Why batchax's own primitives, which users have not heard of, are refused."""
 
 
-def _run_equation(sizes: Sizes, eqn: Any, rows: Sequence[Row]) -> list[Row]:
+def _run_equation(sizes: Sizes, eqn: Eqn, rows: Sequence[Row]) -> list[Row]:
     shapes = [v.aval.shape for v in eqn.outvars]
     if not depends_on_sizes(eqn):
         values = [row.value for row in rows]
@@ -224,7 +227,7 @@ def _run_equation(sizes: Sizes, eqn: Any, rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def fold_known(eqn: Any, values: Sequence[Any]) -> list[Any] | None:
+def fold_known(eqn: Eqn, values: Sequence[Value]) -> list[Any] | None:
     """The results of an equation on small integers that are known while staging; else None.
 
     They stay known, as NumPy arrays, so that a rule may look at indices.
@@ -241,10 +244,10 @@ def fold_known(eqn: Any, values: Sequence[Any]) -> list[Any] | None:
 _FEW = 16  # numbers that are computed when a program is read: indices, not arrays of data
 
 
-def _is_index(aval: Any) -> bool:
+def _is_index(aval: Aval) -> bool:
     small = np.prod(aval.shape) <= _FEW
     return bool(small and jnp.issubdtype(aval.dtype, jnp.integer) and not aval.weak_type)
 
 
-def _is_known(x: Any) -> bool:
+def _is_known(x: Value) -> bool:
     return isinstance(x, (np.ndarray, np.generic, bool, int, float, complex))

@@ -12,7 +12,7 @@ import numpy as np
 
 from batchax import _compat
 from batchax.jaxprs.evaluate import walk
-from batchax.kernel.axis import AxisPosition, axis_to_front
+from batchax.kernel.axis import Position, axis_to_front
 from batchax.kernel.inner import batch_function
 from batchax.rows.blocks import SizeClasses
 from batchax.rows.index import pack_rows, pad_rows
@@ -223,7 +223,7 @@ def _run_padded(
         lengths = dict(zip(names, args, strict=False))
         return one_row(Sizes(values.bounds, lengths), *args[len(names) :])
 
-    axes: list[AxisPosition] = [*[0] * len(names), *(x.axis for x in inputs.values())]
+    axes: list[Position] = [*[0] * len(names), *(x.axis for x in inputs.values())]
     arrays = [*lengths, *(x.value for x in inputs.values())]
     outs, out_axes = batch_function(values.rows.axis, of_lengths, arrays, axes)
     for v, x, axis in zip(results, outs, out_axes, strict=True):

@@ -11,6 +11,7 @@ import numpy as np
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.parts import AxisSpec, Parts
+from batchax.jaxprs.words import Value
 from batchax.rows.ragged import Ragged
 
 
@@ -24,13 +25,13 @@ class RaggedSize(AxisSpec):
     name: str
     names_rows = True
 
-    def of_argument(self, value: Any, path: str) -> Parts:
+    def of_argument(self, value: Value, path: str) -> Parts:
         raise ArgumentTypeError(
             f"in_axes gives {self!r} for {path}, which is {type(value).__name__}: that kind of "
             "axis is for a batchax.Ragged. Make one, with Ragged.from_padded, say; or give an int."
         )
 
-    def of_output(self, value: Any, path: str, size: Any) -> Parts:
+    def of_output(self, value: Value, path: str, size: Any) -> Parts:
         if not jnp.ndim(value):
             raise AxisError(
                 f"out_axes gives {self!r} for {path}, which is a number for each lane: a row has "

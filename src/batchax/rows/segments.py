@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from batchax.jaxprs.words import Value
+
 REDUCTIONS = {
     "reduce_sum": jax.ops.segment_sum,
     "reduce_max": jax.ops.segment_max,
@@ -16,7 +18,7 @@ REDUCTIONS = {
 """The reductions over segments; JAX cannot differentiate its product over segments."""
 
 
-def reduce_segments(kind: str, x: Any, rows: Any, count: int) -> Any:
+def reduce_segments(kind: str, x: Value, rows: Any, count: int) -> Any:
     """`x` reduced over each of the `count` rows, along axis 0.
 
     Args:
@@ -29,7 +31,7 @@ def reduce_segments(kind: str, x: Any, rows: Any, count: int) -> Any:
     return _reduce(kind, x, rows, count)
 
 
-def _reduce(kind: str, x: Any, rows: Any, count: int) -> Any:
+def _reduce(kind: str, x: Value, rows: Any, count: int) -> Any:
     reduce = REDUCTIONS[kind]
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.int32)
@@ -37,11 +39,11 @@ def _reduce(kind: str, x: Any, rows: Any, count: int) -> Any:
     return reduce(x, rows, count, indices_are_sorted=True, mode="drop")
 
 
-def _extreme(kind: str, count: int, x: Any, rows: Any) -> Any:
+def _extreme(kind: str, count: int, x: Value, rows: Any) -> Any:
     """The greatest or least of each row, with a derivative: JAX has none of it over segments."""
 
     @jax.custom_jvp
-    def extreme(x: Any, rows: Any) -> Any:
+    def extreme(x: Value, rows: Any) -> Any:
         return _reduce(kind, x, rows, count)
 
     @extreme.defjvp

@@ -10,6 +10,7 @@ import numpy as np
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
+from batchax.jaxprs.words import Value
 from batchax.rows.checks import known_lengths
 
 S = TypeVar("S", bound="Selecting")
@@ -159,7 +160,7 @@ def _place(i: int, count: int) -> int:
     return i % count
 
 
-def _kind(x: Any) -> str:
+def _kind(x: Value) -> str:
     shape = [str(n) for n in x.data.shape]
     shape[x.axis] = "n"
     return f"{x.data.dtype}[{', '.join(shape)}]"

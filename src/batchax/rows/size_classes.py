@@ -24,7 +24,8 @@ from jax.core import eval_jaxpr
 from batchax import _compat
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
 from batchax.execution.operand_specs import WHOLE, ActiveMask, Gathered
-from batchax.kernel.axis import Axis, AxisPosition, axis_to_front
+from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.kernel.axis import Axis, Position, axis_to_front
 from batchax.kernel.captured import closed_over
 from batchax.kernel.inner import batch_function, returning_alike
 from batchax.rows.blocks import Blocks, Elements, SizeClasses
@@ -34,7 +35,7 @@ from batchax.rows.sizes import Sizes
 from batchax.rules.hazards import find_collective
 
 
-def obstacle(axis: Axis, program: _compat.ClosedJaxpr, in_chunks: bool) -> str | None:
+def obstacle(axis: Axis, program: ClosedJaxpr, in_chunks: bool) -> str | None:
     """Why a program cannot run in blocks of rows that are in no order; None if it can."""
     jaxpr = program.jaxpr
     if in_chunks:
@@ -84,7 +85,7 @@ def run_in_classes(
         sizes = classes.sizes(k, dict(zip(lengths, values, strict=False)))
         return one_row(sizes, *values[len(lengths) :])
 
-    def of_class(k: int, *xs: Any) -> tuple[list[Any], list[AxisPosition]]:
+    def of_class(k: int, *xs: Any) -> tuple[list[Any], list[Position]]:
         lanes = replace(rows.axis, size=classes.rows[k])
         args = [
             x if w else _rows_of_block(classes, k, x, each.shape)
@@ -146,7 +147,7 @@ class _Moving:
         bound = x.shape[1]
         return self.blocks.split(lax.collapse(x, 0, 2), dim, self._padded(dim, bound))
 
-    def out_of_blocks(self, x: Any, shape: tuple[Any, ...]) -> Packed:
+    def out_of_blocks(self, x: Value, shape: tuple[Any, ...]) -> Packed:
         """A result, from what it is in blocks."""
         at = ragged_axis(shape)
         if at is None:
@@ -170,7 +171,7 @@ class _Moving:
         return Elements(starts, self.sizes.size(dim), places // bound, places % bound)
 
 
-def _rows_of_block(classes: SizeClasses, k: int, x: Any, shape: Sequence[Any]) -> Any:
+def _rows_of_block(classes: SizeClasses, k: int, x: Value, shape: Sequence[Any]) -> Any:
     """The rows of a block of class `k`, padded and in front."""
     at, count = ragged_axis(shape), classes.rows[k]
     if at is None:
@@ -180,7 +181,7 @@ def _rows_of_block(classes: SizeClasses, k: int, x: Any, shape: Sequence[Any]) -
     return jnp.moveaxis(x, 1, at + 1)
 
 
-def _block_of_rows(classes: SizeClasses, x: Any, shape: Sequence[Any]) -> Any:
+def _block_of_rows(classes: SizeClasses, x: Value, shape: Sequence[Any]) -> Any:
     """The reverse of `_rows_of_block`, with as much room as a block of any class needs."""
     at = ragged_axis(shape)
     size = classes.rows[-1]

@@ -21,6 +21,7 @@ from jax import lax
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.inside import Anywhere
+from batchax.jaxprs.words import Eqn
 
 is_symbolic = jax.export.is_symbolic_dim
 
@@ -138,7 +139,7 @@ class Sizes:
         return self.bound(params) if is_symbolic(params) else params
 
 
-def _speaks_of_sizes(eqn: Any) -> bool:
+def _speaks_of_sizes(eqn: Eqn) -> bool:
     atoms = itertools.chain(eqn.invars, eqn.outvars)
     if any(has_symbols(getattr(v.aval, "shape", ())) for v in atoms):
         return True

@@ -23,11 +23,12 @@ from jax.core import max_dim, min_dim
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
+from batchax.jaxprs.words import Value
 from batchax.rows.comparisons import agreed, greatest
 
 
 @_compat.stands_in_for("psum")
-def _psum(original: Any, x: Any, names: Any, **kwargs: Any) -> Any:
+def _psum(original: Any, x: Value, names: Any, **kwargs: Any) -> Any:
     # JAX takes what is no array for a constant, and multiplies it by the number of lanes. The
     # length of a row is no constant: a symbolic one is made an array; a number that may be one,
     # where rows are grouped by length, is refused.
@@ -87,13 +88,13 @@ def _fori_loop(original: Any, cond: Any, body: Any, init: Any) -> Any:
 
 
 @_compat.stands_in_for("permutation")
-def _permutation(original: Any, key: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _permutation(original: Any, key: Any, x: Value, *args: Any, **kwargs: Any) -> Any:
     # JAX does the same with an int: it permutes `jnp.arange` of it.
     return original(key, jnp.arange(x) if _compat.is_row_size(x) else x, *args, **kwargs)
 
 
 @_compat.stands_in_for("shuffle")
-def _shuffle(original: Any, key: Any, x: Any, axis: Any) -> Any:
+def _shuffle(original: Any, key: Any, x: Value, axis: Any) -> Any:
     # JAX sorts by random keys, in so many rounds that no two elements are likely to have had equal
     # keys in each. That number grows with the size. Here there are the rounds of the longest row,
     # and a row that takes fewer keeps what it has in the others.
@@ -115,7 +116,9 @@ def _rounds(size: int) -> int:
 
 
 @_compat.stands_in_for("convolution")
-def _convolution(original: Any, x: Any, y: Any, mode: str, op: str, *args: Any, **more: Any) -> Any:
+def _convolution(
+    original: Any, x: Value, y: Value, mode: str, op: str, *args: Any, **more: Any
+) -> Any:
     # JAX swaps the two if the second is longer, so it has to know. Here zeros follow both, up to
     # sizes that all rows share, and the wanted part of the result begins at a place that depends
     # on the row.
@@ -213,17 +216,17 @@ def _room(size: Any) -> int | None:
     return None if most is None else max(most, 1)
 
 
-def _with_zeros(x: Any, size: Any, axis: int = 0) -> Any:
+def _with_zeros(x: Value, size: Any, axis: int = 0) -> Any:
     """`x` with zeros after its elements along an axis, which is of that size then."""
     return _with(0, x, size, axis)
 
 
-def _with(value: Any, x: Any, size: Any, axis: int) -> Any:
+def _with(value: Value, x: Value, size: Any, axis: int) -> Any:
     """As `_with_zeros`, with that value in place of zero."""
     return _padded(x, size - np.shape(x)[axis], axis, value)
 
 
-def _padded(x: Any, by: Any, axis: int, value: Any = 0) -> Any:
+def _padded(x: Value, by: Any, axis: int, value: Value = 0) -> Any:
     x = jnp.asarray(x)
     config = [(0, by if i == axis else 0, 0) for i in range(x.ndim)]
     return lax.pad(x, jnp.asarray(value, x.dtype), config)
@@ -238,7 +241,7 @@ def _first_pair(xs: Any, axis: int) -> list[Any]:
 def _where(mask: Any, xs: Any, others: Any, axis: int) -> Any:
     """`xs` where `mask`, which is along that axis, is true, and `others` where not."""
 
-    def pick(x: Any, other: Any) -> Any:
+    def pick(x: Value, other: Any) -> Any:
         shape = [-1 if i == axis else 1 for i in range(x.ndim)]
         return jnp.where(mask.reshape(shape), x, other)
 

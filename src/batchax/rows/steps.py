@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from batchax import _compat
 from batchax.jaxprs.bodies import program_called
 from batchax.jaxprs.evaluate import plan
 from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
 
 
 @dataclass(frozen=True)
 class Constant:
     """An operand that is written in the program."""
 
-    value: Any
+    value: Value
     shape: tuple[Any, ...]
 
 
@@ -34,7 +34,7 @@ class RowStep:
       callers: the equations of the calls that it is in, innermost first.
     """
 
-    eqn: Any
+    eqn: Eqn
     inputs: tuple[int | Constant, ...]
     outputs: tuple[int, ...]
     callers: tuple[Any, ...] = ()
@@ -67,7 +67,7 @@ class RowProgram:
     outputs: list[int | Constant]
 
 
-def flatten(program: _compat.ClosedJaxpr) -> RowProgram:
+def flatten(program: ClosedJaxpr) -> RowProgram:
     """The steps of `program`, with those of the programs it calls in place of calls."""
     shapes: dict[int, tuple[Any, ...]] = {}
     consts: dict[int, Any] = {}

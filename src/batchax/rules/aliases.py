@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from jax import lax
 from jax.extend.core import Literal
 
-from batchax import _compat
 from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES, Body, bodies_of
 from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr
 from batchax.memo import kept_with
 
 SCATTERS = frozenset(
@@ -54,7 +54,7 @@ class Origin(NamedTuple):
 
 
 @kept_with("variables of programs that are an input but for updates")
-def origins(jaxpr: Any) -> dict[Any, Origin]:
+def origins(jaxpr: Jaxpr) -> dict[Any, Origin]:
     """The variables of `jaxpr` that are an input but for updates."""
     by_variable = {v: Origin(i, False) for i, v in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
@@ -71,7 +71,7 @@ def origin_of(by_variable: dict[Any, Origin], v: Any) -> Origin | None:
     return None if isinstance(v, Literal) else by_variable.get(v)
 
 
-def kept_outputs(jaxpr: Any) -> dict[int, Origin]:
+def kept_outputs(jaxpr: Jaxpr) -> dict[int, Origin]:
     """The outputs of `jaxpr` that are an input but for updates, of the same shape."""
     kept = {}
     for k, v in enumerate(jaxpr.outvars):
@@ -83,13 +83,13 @@ def kept_outputs(jaxpr: Any) -> dict[int, Origin]:
     return kept
 
 
-def kept_carries(body: _compat.ClosedJaxpr, n_consts: int) -> dict[int, Origin]:
+def kept_carries(body: ClosedJaxpr, n_consts: int) -> dict[int, Origin]:
     """The carries that the body of a loop hands on but for updates."""
     kept = kept_outputs(body.jaxpr).items()
     return {k: source for k, source in kept if source.input == n_consts + k}
 
 
-def kept_operands(branches: Sequence[_compat.ClosedJaxpr]) -> dict[int, Origin]:
+def kept_operands(branches: Sequence[ClosedJaxpr]) -> dict[int, Origin]:
     """The results that are, in every branch, the same operand but for updates."""
     first, *others = (kept_outputs(branch.jaxpr) for branch in branches)
     return {
@@ -99,7 +99,7 @@ def kept_operands(branches: Sequence[_compat.ClosedJaxpr]) -> dict[int, Origin]:
     }
 
 
-def carried_inputs(jaxpr: Any, n_consts: int, inputs: set[int]) -> set[int]:
+def carried_inputs(jaxpr: Jaxpr, n_consts: int, inputs: set[int]) -> set[int]:
     """The inputs of a loop's body that hold one of `inputs` at some step.
 
     A carry may hold what was another before.
@@ -114,7 +114,7 @@ def carried_inputs(jaxpr: Any, n_consts: int, inputs: set[int]) -> set[int]:
     return inputs
 
 
-def aliases_of(eqn: Any) -> list[Alias]:
+def aliases_of(eqn: Eqn) -> list[Alias]:
     """The results of an equation that are an operand but for updates worth dropping."""
     name = eqn.primitive.name
     facts = facts_of(eqn.primitive)
@@ -127,7 +127,7 @@ def aliases_of(eqn: Any) -> list[Alias]:
     return _through_bodies(bodies_of(eqn)) if facts.body or name in LOOPS_AND_BRANCHES else []
 
 
-def _is_small_update(eqn: Any) -> bool:
+def _is_small_update(eqn: Eqn) -> bool:
     if eqn.primitive is lax.dynamic_update_slice_p:
         operand, update = (v.aval for v in eqn.invars[:2])
     elif eqn.params["dimension_numbers"].scatter_dims_to_operand_dims:

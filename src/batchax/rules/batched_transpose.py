@@ -17,18 +17,19 @@ from jax import lax
 from jax.extend.core import Literal
 
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.kernel.axis import Axis, AxisPosition, lanes_vary_over, match_axis
+from batchax.jaxprs.words import Jaxpr, Value
+from batchax.kernel.axis import Axis, Position, lanes_vary_over, match_axis
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import gives_index
 
 
 def batched_transpose(
     axis: Axis,
-    jaxpr: Any,
-    args: Sequence[Any],
-    axes: Sequence[AxisPosition],
+    jaxpr: Jaxpr,
+    args: Sequence[Value],
+    axes: Sequence[Position],
     cotangents: range,
-    in_axes: Sequence[AxisPosition],
+    in_axes: Sequence[Position],
 ) -> list[Any]:
     """Runs a per-example reverse rule for all lanes.
 
@@ -53,7 +54,7 @@ def batched_transpose(
     return [_sum_or_match(axis, x, a, to) for x, a, to in zip(outs, out_axes, in_axes, strict=True)]
 
 
-def reached(jaxpr: Any, marked: Sequence[bool]) -> list[bool]:
+def reached(jaxpr: Jaxpr, marked: Sequence[bool]) -> list[bool]:
     """Which outputs of `jaxpr` depend on the `marked` inputs."""
     marks = {v for v, m in zip(jaxpr.invars, marked, strict=True) if m}
     for eqn in jaxpr.eqns:
@@ -62,7 +63,9 @@ def reached(jaxpr: Any, marked: Sequence[bool]) -> list[bool]:
     return [_is_in(marks, v) for v in jaxpr.outvars]
 
 
-def multiplies(axis: Axis, jaxpr: Any, cotangents: Sequence[bool], batched: Sequence[bool]) -> bool:
+def multiplies(
+    axis: Axis, jaxpr: Jaxpr, cotangents: Sequence[bool], batched: Sequence[bool]
+) -> bool:
     """Whether what a reverse rule computes from some cotangents differs between lanes of `axis`.
 
     It does if a value computed from those `cotangents` and another computed from the `batched`
@@ -83,7 +86,7 @@ def multiplies(axis: Axis, jaxpr: Any, cotangents: Sequence[bool], batched: Sequ
     return False
 
 
-def match_or_zeros(axis: Axis, x: Any, source: AxisPosition, destination: AxisPosition) -> Any:
+def match_or_zeros(axis: Axis, x: Value, source: Position, destination: Position) -> Any:
     """`x` with its batch axis at `destination`, also where it is of the type float0.
 
     That is the type of the cotangent of an integer. JAX computes nothing with it, so its zeros
@@ -99,14 +102,14 @@ def match_or_zeros(axis: Axis, x: Any, source: AxisPosition, destination: AxisPo
     return np.zeros(shape, jax.dtypes.float0)
 
 
-def _sum_or_match(axis: Axis, x: Any, source: AxisPosition, destination: AxisPosition) -> Any:
+def _sum_or_match(axis: Axis, x: Value, source: Position, destination: Position) -> Any:
     if destination is None and source is not None:
         x, over = jnp.sum(x, axis=source), lanes_vary_over(axis)
         return lax.psum(x, tuple(over)) if over else x
     return match_or_zeros(axis, x, source, destination)
 
 
-def _in_first_lane(axis: Axis, x: Any) -> Any:
+def _in_first_lane(axis: Axis, x: Value) -> Any:
     """A batch, at axis 0, whose first lane is `x` and whose other lanes are zero."""
     if jax.typeof(x).dtype == jax.dtypes.float0:
         return match_or_zeros(axis, x, None, 0)

@@ -21,8 +21,9 @@ from jax.extend.core.primitives import cond_p
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
+from batchax.jaxprs.words import Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, AxisPosition, match_axis
+from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.divergence import Branches, PlacedOutputs
 from batchax.kernel.inner import ANYWHERE, batch_inner, returning_alike
 from batchax.kernel.interpreter import interpret
@@ -75,7 +76,7 @@ def _every_branch(axis: Axis, parting: Branches) -> PlacedOutputs:
 
 
 def after_branches(
-    branches: Sequence[Any], results: list[PlacedOutputs], branch: Any, operands: Sequence[Any]
+    branches: Sequence[Any], results: list[PlacedOutputs], branch: Any, operands: Sequence[Value]
 ) -> list[Any]:
     """The operands for one more branch, which must not run at once with those before it.
 
@@ -126,8 +127,8 @@ def one_branch(
     index: Any,
     i: int,
     branch: Any,
-    operands: Sequence[Any],
-    positions: Sequence[AxisPosition],
+    operands: Sequence[Value],
+    positions: Sequence[Position],
     updated: Mapping[int, int] = types.MappingProxyType({}),
 ) -> PlacedOutputs:
     """What branch `i` returns, for all lanes; those that did not take it may hold anything.
@@ -156,7 +157,7 @@ def one_branch(
     if plan.takes_mask:
         program = masked(axis, branch, own, plan.fill if plan.harmed else None)
 
-    def run(operands: list[Any], positions: list[AxisPosition]) -> PlacedOutputs:
+    def run(operands: list[Value], positions: list[Position]) -> PlacedOutputs:
         if plan.takes_mask:
             operands, positions = [active, *operands], [0, *positions]
         if plan.skippable:
@@ -178,8 +179,8 @@ def _if_any(
     axis: Axis,
     active: Any,
     branch: Any,
-    operands: list[Any],
-    positions: list[AxisPosition],
+    operands: list[Value],
+    positions: list[Position],
     kept: Mapping[int, int],
 ) -> PlacedOutputs:
     """The branch if some lane takes it; zeros, which no lane will select, if none does.
@@ -205,7 +206,7 @@ def select_results(
     """For each lane the results of its own branch; the last branch has those `updated` of all."""
     indices: dict[Any, Any] = {}  # the index, repeated to a shape
 
-    def select(cases: Sequence[tuple[Any, AxisPosition]]) -> tuple[Any, AxisPosition]:
+    def select(cases: Sequence[tuple[Any, Position]]) -> tuple[Any, Position]:
         if all(_same(x, cases[0][0]) for x, _ in cases):
             return cases[0]
         position = next((a for _, a in cases if a is not None), 0)
@@ -220,7 +221,7 @@ def select_results(
     return [x for x, _ in selected], [a for _, a in selected]
 
 
-def _same(x: Any, y: Any) -> bool:
+def _same(x: Value, y: Value) -> bool:
     """Whether two branches return the same operand, or the same number."""
     if x is y:
         return True

@@ -18,8 +18,9 @@ from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
 from batchax.jaxprs.bodies import bind_call
 from batchax.jaxprs.primitive_facts import body_parameter, enter
+from batchax.jaxprs.words import ClosedJaxpr
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, AxisPosition, move_axis
+from batchax.kernel.axis import Axis, Position, move_axis
 from batchax.kernel.captured import program_behind, resolve
 from batchax.kernel.inner import ANYWHERE, batch_function, batch_inner
 from batchax.kernel.interpreter import interpret
@@ -28,7 +29,7 @@ from batchax.kernel.varying import varying_of
 from batchax.rules.batched_transpose import batched_transpose
 from batchax.rules.sharding import batched_layout, batched_sharding
 
-Batched = tuple[list[Any], Sequence[AxisPosition]]
+Batched = tuple[list[Any], Sequence[Position]]
 
 # Most of these primitives are not exported, or exist only once the module that owns them is
 # imported.
@@ -60,7 +61,7 @@ for _name in CALLS:
 
 
 @register_rule("jit")
-def _jit(axis: Axis, args: Any, axes: Any, /, *, jaxpr: Any, **params: Any) -> Batched:
+def _jit(axis: Axis, args: Any, axes: Any, /, *, jaxpr: ClosedJaxpr, **params: Any) -> Batched:
     body, out_axes = batch_inner(axis, jaxpr, axes, varying=varying_of(args))
     for which, positions in (("in", axes), ("out", out_axes)):
         shardings, layouts = f"{which}_shardings", f"{which}_layouts"

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from batchax.kernel.axis import Axis, AxisPosition, match_axis
+from batchax.jaxprs.words import Aval, Value
+from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.inner import ANYWHERE, batch_inner, returning
 from batchax.kernel.varying import Varying, settle_varying, types_varying, vary_over
 
@@ -22,7 +23,7 @@ def settle(
     xs_at: Any,
     varying: Varying = (),
     lowest: int = 0,
-) -> tuple[Any, list[AxisPosition], list[AxisPosition]]:
+) -> tuple[Any, list[Position], list[Position]]:
     """The batched body, and where it receives and returns the batch axis of each carry.
 
     A carry that is batched stays so. Its axis goes where the body leaves it, but
@@ -47,10 +48,10 @@ def settle(
 
 def _settle_axes(
     axis: Axis, body: Any, consts_at: Any, carry_at: Any, xs_at: Any, varying: Varying, lowest: int
-) -> tuple[Any, list[AxisPosition], list[AxisPosition]]:
+) -> tuple[Any, list[Position], list[Position]]:
     """As `settle`, for operands of which it is known what they vary over."""
 
-    def allowed(a: AxisPosition) -> AxisPosition:
+    def allowed(a: Position) -> Position:
         return a if a is None else max(a, lowest)
 
     def batch(carry_at: Any, outs_at: Any) -> tuple[Any, Any]:
@@ -80,7 +81,7 @@ def _settle_axes(
 
 
 def match_carry(
-    axis: Axis, values: Sequence[Any], sources: Any, destinations: Any, types: Sequence[Any] = ()
+    axis: Axis, values: Sequence[Value], sources: Any, destinations: Any, types: Sequence[Aval] = ()
 ) -> list[Any]:
     """Values with their batch axes where they are to be; None is left as it is.
 

@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
-from batchax.kernel.axis import Axis, AxisPosition, shift_dims
+from batchax.jaxprs.words import Value
+from batchax.kernel.axis import Axis, Position, shift_dims
 from batchax.kernel.named_axes import as_names
 from batchax.kernel.registry import register_rule
 from batchax.rules.lanes import Groups, over_all_lanes, take, times
@@ -75,8 +76,8 @@ def _reducing_collective(
 
 
 def _reduce_groups(
-    x: Any, position: AxisPosition, groups: Groups, reduce: Callable[..., Any], adds_up: bool
-) -> tuple[Any, AxisPosition]:
+    x: Value, position: Position, groups: Groups, reduce: Callable[..., Any], adds_up: bool
+) -> tuple[Any, Position]:
     """The reduction over the group of each lane."""
     if position is None and groups.equal:
         return (times(x, groups.sizes[0]) if adds_up else x), None
@@ -117,7 +118,7 @@ for _name in CASTS:
 @register_rule(lax.axis_index_p)
 def _axis_index(
     axis: Axis, args: Any, positions: Any, /, *, axis_name: Any
-) -> tuple[Any, AxisPosition]:
+) -> tuple[Any, Position]:
     if axis.name in as_names(axis_name):
         sharding = None if axis.mesh_axis is None else PartitionSpec(axis.mesh_axis)
         return lax.broadcasted_iota(np.int32, (axis.size,), 0, out_sharding=sharding), 0

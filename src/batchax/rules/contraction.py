@@ -19,7 +19,7 @@ from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import (
     Axis,
-    AxisPosition,
+    Position,
     expand_axis,
     sharding_with_axis,
     shift_dims,
@@ -80,7 +80,7 @@ def _symmetric(precision: Any) -> bool:
 def batched_dimensions(
     dimension_numbers: Dimensions,
     ndims: tuple[int, int],
-    axes: tuple[AxisPosition, AxisPosition],
+    axes: tuple[Position, Position],
     grouped: Sequence[int] = (),
 ) -> tuple[Dimensions, int]:
     """Dimension numbers of a contraction with batch axes at `axes`, one of them not None.

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from batchax.jaxprs.primitive_facts import enter
+from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, move_axis, sharding_with_axis
 from batchax.kernel.fallback import one_after_another
 from batchax.kernel.inner import example_aval
@@ -60,7 +61,7 @@ def _conv_general_dilated(
     return _in_groups(axis, args, axes, out_sharding, groups, params)
 
 
-def _in_turn_on_cpus(axis: Axis, x: Any) -> bool:
+def _in_turn_on_cpus(axis: Axis, x: Value) -> bool:
     """Whether lanes that share no operand run one after another, where the device is a CPU."""
     wide = jnp.issubdtype(x.dtype, jnp.inexact) and jnp.finfo(x.dtype).bits == 64
     return wide and axis.mesh_axis is None and axis.spmd_name is None
@@ -102,7 +103,7 @@ def _in_groups(
     return lax.reshape(out, shape, out_sharding=sharding), position
 
 
-def _merge(x: Any, position: int, dim: int, outside: bool) -> Any:
+def _merge(x: Value, position: int, dim: int, outside: bool) -> Any:
     """`x` with its batch axis made part of per-example dimension `dim`.
 
     `outside`: whether the lanes are the slow part of the dimension or the fast.
@@ -115,7 +116,7 @@ def _merge(x: Any, position: int, dim: int, outside: bool) -> Any:
     return lax.reshape(x, shape, dimensions=None if order == sorted(order) else order)
 
 
-def _merged_sharding(example: Any, batched: Any, dim: int, position: int) -> Any:
+def _merged_sharding(example: Value, batched: Any, dim: int, position: int) -> Any:
     """The sharding of a result whose dimension `dim` holds the lanes as well."""
     if example is None or batched.spec[position] is None:
         return example

@@ -11,9 +11,10 @@ from jax import lax
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
+from batchax.jaxprs.words import Value
 from batchax.kernel.axis import (
     Axis,
-    AxisPosition,
+    Position,
     batch_sharding,
     inserted,
     match_axis,
@@ -102,7 +103,7 @@ def _with_scalars(
 
 
 def _filled(
-    x: Any, position: AxisPosition, target: int, shape: tuple[int, ...], sharding: Any
+    x: Value, position: Position, target: int, shape: tuple[int, ...], sharding: Any
 ) -> Any:
     """`x` repeated to `shape`, whose batch axis is `target`."""
     ndim = len(shape)

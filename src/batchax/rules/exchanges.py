@@ -17,7 +17,8 @@ from jax import lax
 from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
-from batchax.kernel.axis import Axis, AxisPosition, axis_to_front, broadcast_axis, move_axis
+from batchax.jaxprs.words import Value
+from batchax.kernel.axis import Axis, Position, axis_to_front, broadcast_axis, move_axis
 from batchax.kernel.fallback import one_after_another
 from batchax.kernel.named_axes import as_names
 from batchax.kernel.registry import register_rule
@@ -67,8 +68,8 @@ def _gathering(primitive: _compat.Primitive) -> None:
 
 
 def _gather_groups(
-    x: Any, position: int, groups: Groups, dim: int, tiled: bool
-) -> tuple[Any, AxisPosition]:
+    x: Value, position: int, groups: Groups, dim: int, tiled: bool
+) -> tuple[Any, Position]:
     """Each lane receives the values of its own group."""
     members = np.array(groups.lanes, np.int32)[groups.of_lane]
     out = jnp.moveaxis(take(x, members, position), (position, position + 1), (0, dim + 1))
@@ -105,8 +106,8 @@ def _scattering(primitive: _compat.Primitive) -> None:
 
 
 def _scatter_groups(
-    x: Any, position: AxisPosition, groups: Groups, dim: int, tiled: bool
-) -> tuple[Any, AxisPosition]:
+    x: Value, position: Position, groups: Groups, dim: int, tiled: bool
+) -> tuple[Any, Position]:
     """Each lane receives its part of the sum over its group."""
     size = groups.sizes[0]
     if position is None:
@@ -157,7 +158,7 @@ def _all_to_all(axis: Axis, args: Any, positions: Any, /, **params: Any) -> tupl
 
 
 def _exchange(
-    x: Any, position: int, split: int, concat: int, before: Any, size: Any, after: Any
+    x: Value, position: int, split: int, concat: int, before: Any, size: Any, after: Any
 ) -> tuple[Any, int]:
     """Each lane receives its part from every lane, over the axis being mapped and those around it.
 
@@ -280,7 +281,7 @@ def _ragged_all_to_all(axis: Axis, args: Any, positions: Any, /, **params: Any) 
     return _take_ragged(operand, output, *places[:3]), 0
 
 
-def _take_ragged(operand: Any, output: Any, starts: Any, sizes: Any, targets: Any) -> Any:
+def _take_ragged(operand: Value, output: Any, starts: Any, sizes: Any, targets: Any) -> Any:
     """Each row of `output` replaced by the row that some lane sends to it, if one does.
 
     `starts`, `sizes` and `targets` have, for each sender, the parts it sends, those
@@ -315,7 +316,7 @@ for _name in ("psend", "precv"):
     _one_sided(_name)
 
 
-def _folded(x: Any, dim: int, count: int) -> Any:
+def _folded(x: Value, dim: int, count: int) -> Any:
     """`x` with the `count` dimensions from `dim` on as one."""
     if count == 1:
         return x
@@ -324,7 +325,7 @@ def _folded(x: Any, dim: int, count: int) -> Any:
     return lax.reshape(x, shape)
 
 
-def _unfolded(x: Any, dim: int, sizes: Any, rest: bool = True) -> Any:
+def _unfolded(x: Value, dim: int, sizes: Any, rest: bool = True) -> Any:
     """`x` with its dimension `dim` as several of `sizes`, and what is left over."""
     shape = list(x.shape)
     left = [shape[dim] // max(int(np.prod(sizes)), 1)] if rest else []

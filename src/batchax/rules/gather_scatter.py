@@ -25,7 +25,7 @@ from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import (
     Axis,
-    AxisPosition,
+    Position,
     broadcast_axis,
     inserted,
     match_axis,
@@ -187,7 +187,7 @@ def _with_shared_indices(dnums: Any, position: int, window_position: int) -> Any
 
 
 def _with_own_indices(
-    dnums: Any, position: AxisPosition, index_position: int, window_position: int
+    dnums: Any, position: Position, index_position: int, window_position: int
 ) -> Any:
     """Dimension numbers once indices, and the operand or not, have the batch axis."""
     window, removed, indexed, paired, index_paired = dnums

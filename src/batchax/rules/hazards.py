@@ -18,6 +18,7 @@ from jax.extend.core.primitives import scan_p, while_p
 from batchax import _compat
 from batchax.jaxprs.inside import programs_inside, with_inside
 from batchax.jaxprs.primitive_facts import Facts, facts_of
+from batchax.jaxprs.words import Eqn, Jaxpr
 from batchax.memo import kept_with
 from batchax.programs.inner import integers_in, programs_in
 
@@ -53,7 +54,7 @@ class Hazards:
 
 
 @kept_with("what may go wrong in masked lanes of programs")
-def hazards(jaxpr: Any) -> Hazards:
+def hazards(jaxpr: Jaxpr) -> Hazards:
     """The hazards of `jaxpr`, programs inside it included."""
     eqns = list(_equations(jaxpr))
     facts = list(map(_facts, eqns))
@@ -67,7 +68,7 @@ def hazards(jaxpr: Any) -> Hazards:
     )
 
 
-def is_endless(eqn: Any) -> bool:
+def is_endless(eqn: Eqn) -> bool:
     """Whether an equation must not see operands of lanes that do not run it; see `Hazards`.
 
     It may if it holds loops that a counter ends after a few steps, whatever their operands are:
@@ -78,7 +79,7 @@ def is_endless(eqn: Any) -> bool:
     return endless and _waits(eqn, {})
 
 
-def _waits(eqn: Any, integers: Mapping[Any, int]) -> bool:
+def _waits(eqn: Eqn, integers: Mapping[Any, int]) -> bool:
     """Whether it, or what it runs, goes on for more than a few steps, for all that is known."""
     inner = programs_in(eqn, integers)
     if _facts(eqn).endless:
@@ -89,25 +90,25 @@ def _waits(eqn: Any, integers: Mapping[Any, int]) -> bool:
     return any(_waits(e, n) for p, n in zip(inner, inside, strict=True) for e in p.jaxpr.eqns)
 
 
-def find_collective(jaxpr: Any) -> Any:
+def find_collective(jaxpr: Jaxpr) -> Any:
     """An equation of `jaxpr`, or of a program inside it, in which lanes meet, or None."""
     if not hazards(jaxpr).collective:
         return None
     return next(filter(_is_collective, _equations(jaxpr)))
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
+def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
     """All equations of a program, but for those in programs that run in active lanes only."""
     return with_inside(jaxpr.eqns, lambda eqn: not _facts(eqn).guarded)
 
 
-def _facts(eqn: Any) -> Facts:
+def _facts(eqn: Eqn) -> Facts:
     """What is true of its primitive; a bounded loop whose steps are counted is like a scan."""
     counted = eqn.primitive.name == "bounded_loop" and eqn.params["test"] is None
     return facts_of(scan_p if counted else eqn.primitive)
 
 
-def _is_linear(eqn: Any) -> bool:
+def _is_linear(eqn: Eqn) -> bool:
     if _facts(eqn).linear:
         return True
     varying = [i for i, v in enumerate(eqn.invars) if not _is_number(v)]
@@ -118,7 +119,7 @@ def _is_linear(eqn: Any) -> bool:
     return len(varying) == 1 and varying[0] in _LINEAR_IN.get(eqn.primitive.name, ())
 
 
-def _is_total(eqn: Any) -> bool:
+def _is_total(eqn: Eqn) -> bool:
     if eqn.primitive.name == "integer_pow":
         return eqn.params["y"] >= 0
     return _facts(eqn).total or _is_linear(eqn)
@@ -133,7 +134,7 @@ def _is_inexact(v: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _is_collective(eqn: Any) -> bool:
+def _is_collective(eqn: Eqn) -> bool:
     facts = facts_of(eqn.primitive)
     if facts.names:
         return not facts.cast

@@ -31,7 +31,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from batchax import _compat
 from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES, Body, bind_with, bodies_of
 from batchax.jaxprs.evaluate import bind_equation, evaluate
-from batchax.kernel.axis import Axis, AxisPosition, move_axis
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
+from batchax.kernel.axis import Axis, Position, move_axis
 from batchax.kernel.inner import remembered, stage_function
 from batchax.kernel.own_primitive import NoDerivative, own_primitive
 from batchax.rules.aliases import (
@@ -55,8 +56,8 @@ def live_type() -> Any:
 
 
 def masked_in_place(
-    axis: Axis, body: _compat.ClosedJaxpr, n_consts: int
-) -> tuple[_compat.ClosedJaxpr, frozenset[int]]:
+    axis: Axis, body: ClosedJaxpr, n_consts: int
+) -> tuple[ClosedJaxpr, frozenset[int]]:
     """The body of a loop for lanes that may have finished it.
 
     Args:
@@ -71,12 +72,12 @@ def masked_in_place(
     return masked(axis, body), frozenset(kept_carries(body, n_consts))
 
 
-def updates_in_place(body: _compat.ClosedJaxpr, n_consts: int) -> bool:
+def updates_in_place(body: ClosedJaxpr, n_consts: int) -> bool:
     """Whether a loop with this body updates some carry in place."""
     return any(source.updated for source in kept_carries(body, n_consts).values())
 
 
-def updated_operands(branches: Sequence[_compat.ClosedJaxpr]) -> dict[int, int]:
+def updated_operands(branches: Sequence[ClosedJaxpr]) -> dict[int, int]:
     """The results that are one operand in every branch, in some updated in place.
 
     Returns:
@@ -91,10 +92,10 @@ def updated_operands(branches: Sequence[_compat.ClosedJaxpr]) -> dict[int, int]:
 
 def masked(
     axis: Axis,
-    program: _compat.ClosedJaxpr,
+    program: ClosedJaxpr,
     own: Collection[int] = (),
     fill: str | None = None,
-) -> _compat.ClosedJaxpr:
+) -> ClosedJaxpr:
     """`program` with one more operand, in front: `active`, false in a lane that drops its results.
 
     Args:
@@ -108,7 +109,7 @@ def masked(
     def run(active: Any, *operands: Any) -> list[Any]:
         return _run(_Lane(axis, active, fill), program, operands, own)
 
-    def build() -> _compat.ClosedJaxpr:
+    def build() -> ClosedJaxpr:
         return stage_function(axis, run, [live_type(), *program.in_avals])
 
     return remembered(program, ("masked", axis, own, fill), build)
@@ -128,7 +129,7 @@ class _Lane:
     active: Any
     fill: str | None
 
-    def safe(self, x: Any, fill: str | None = None) -> Any:
+    def safe(self, x: Value, fill: str | None = None) -> Any:
         """`x`, made harmless for the case that the lane is masked."""
         fill = fill or self.fill
         aval = jax.typeof(x)
@@ -136,24 +137,24 @@ class _Lane:
             return x
         return safe_lanes(self.active, x, 0, fill)
 
-    def inner(self, program: Any, own: Iterable[int]) -> _compat.ClosedJaxpr:
+    def inner(self, program: Any, own: Iterable[int]) -> ClosedJaxpr:
         return masked(self.axis, _compat.close(program), frozenset(own), self.fill)
 
 
 def _run(
-    lane: _Lane, program: _compat.ClosedJaxpr, operands: Sequence[Any], own: Collection[int]
+    lane: _Lane, program: ClosedJaxpr, operands: Sequence[Value], own: Collection[int]
 ) -> list[Any]:
     jaxpr = program.jaxpr
     arrays = {v for v, source in origins(jaxpr).items() if source.input in own}
 
-    def run_equation(eqn: Any, xs: list[Any]) -> Sequence[Any]:
+    def run_equation(eqn: Eqn, xs: list[Value]) -> Sequence[Any]:
         mine = {i for i, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in arrays}
         return _run_equation(lane, eqn, xs, mine)
 
     return evaluate(jaxpr, program.consts, operands, run_equation)
 
 
-def _run_equation(lane: _Lane, eqn: Any, xs: list[Any], mine: set[int]) -> Sequence[Any]:
+def _run_equation(lane: _Lane, eqn: Eqn, xs: list[Value], mine: set[int]) -> Sequence[Any]:
     """The results of one equation; `mine` are the operands that were not replaced: see `masked`."""
     name, aliases = eqn.primitive.name, aliases_of(eqn)
     endless = is_endless(eqn)
@@ -171,14 +172,14 @@ def _run_equation(lane: _Lane, eqn: Any, xs: list[Any], mine: set[int]) -> Seque
     return bind_equation(eqn, [lane.safe(x) if i in mine else x for i, x in enumerate(xs)])
 
 
-def _as_it_is(active: Any, eqn: Any, xs: Any) -> Sequence[Any]:
+def _as_it_is(active: Any, eqn: Eqn, xs: Any) -> Sequence[Any]:
     return bind_equation(eqn, xs)
 
 
 # Updates: in a masked lane they go to an index out of bounds, and are dropped.
 
 
-def _scatter(active: Any, eqn: Any, xs: Any) -> Sequence[Any]:
+def _scatter(active: Any, eqn: Eqn, xs: Any) -> Sequence[Any]:
     operand, indices, updates = xs
     dnums, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
     shape = np.shape(operand)
@@ -218,7 +219,7 @@ def _moved_out(active: Any, indices: Any, size: int) -> Any:
     return lax.select(active, indices, lax.sub(within, lax.full_like(within, size)))
 
 
-def _dynamic_update_slice(active: Any, eqn: Any, xs: Any) -> Sequence[Any]:
+def _dynamic_update_slice(active: Any, eqn: Eqn, xs: Any) -> Sequence[Any]:
     operand, update, *starts = xs
     shape, sizes = np.shape(operand), np.shape(update)
     moving = [d for d in range(len(shape)) if shape[d] != sizes[d]]
@@ -257,7 +258,7 @@ def _dynamic_update_slice(active: Any, eqn: Any, xs: Any) -> Sequence[Any]:
 # Programs inside: each is given `active`.
 
 
-def _inside(lane: _Lane, eqn: Any, xs: list[Any], mine: set[int]) -> Sequence[Any]:
+def _inside(lane: _Lane, eqn: Eqn, xs: list[Value], mine: set[int]) -> Sequence[Any]:
     bodies = bodies_of(eqn)
     sliced = {i for body in bodies for i in body.sliced_operands if body.is_repeated}
     xs = [lane.safe(x) if i in mine and i in sliced else x for i, x in enumerate(xs)]
@@ -265,7 +266,7 @@ def _inside(lane: _Lane, eqn: Any, xs: list[Any], mine: set[int]) -> Sequence[An
     return bind_with(eqn, xs, programs, [lane.active])
 
 
-def _for_lane(lane: _Lane, body: Body, mine: set[int]) -> _compat.ClosedJaxpr:
+def _for_lane(lane: _Lane, body: Body, mine: set[int]) -> ClosedJaxpr:
     program = _compat.close(body.program)
     if body.role == "condition":
         key = ("goes on", lane.axis)
@@ -277,7 +278,7 @@ def _for_lane(lane: _Lane, body: Body, mine: set[int]) -> _compat.ClosedJaxpr:
     return lane.inner(program, own)
 
 
-def _goes_on_if_active(axis: Axis, test: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
+def _goes_on_if_active(axis: Axis, test: ClosedJaxpr) -> ClosedJaxpr:
     # What a predicate reads needs no filling: a predicate has no derivative, and in a masked lane
     # what it says does not matter.
     program = masked(axis, test)
@@ -289,7 +290,7 @@ def _goes_on_if_active(axis: Axis, test: _compat.ClosedJaxpr) -> _compat.ClosedJ
     return stage_function(axis, goes_on, [live_type(), *test.in_avals])
 
 
-def _jit(lane: _Lane, eqn: Any, xs: Any, mine: set[int]) -> Sequence[Any]:
+def _jit(lane: _Lane, eqn: Eqn, xs: Any, mine: set[int]) -> Sequence[Any]:
     # Not made again as a call: what else it says, of shardings and donated arguments, is of no use
     # inside a loop or branch.
     return _run(lane, eqn.params["jaxpr"], xs, mine)
@@ -317,7 +318,7 @@ def _goes_on(active: Any, more: Any) -> Any:
     return lax.bitwise_and(more, lax.broadcast(active, np.shape(more)))
 
 
-def _batched(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, AxisPosition]:
+def _batched(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, Position]:
     (active, more), (live_at, more_at) = args, axes
     if more_at is None:
         # One predicate for all lanes: the loop stays one that they run together.

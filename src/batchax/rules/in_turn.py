@@ -22,7 +22,8 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.kernel.axis import Axis, AxisPosition
+from batchax.jaxprs.words import Value
+from batchax.kernel.axis import Axis, Position
 from batchax.kernel.own_primitive import own_primitive
 from batchax.rules.masking import is_inexact
 
@@ -46,7 +47,7 @@ def in_turn(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], lis
     return firsts, seconds
 
 
-def zero_after(values: Sequence[Any]) -> Any:
+def zero_after(values: Sequence[Value]) -> Any:
     """An int32 zero that is computed from the first entry of each of `values`.
 
     A 32-bit number has 32 bits that are set at most, which is less than 2**6: their count shifted
@@ -91,7 +92,7 @@ def _wait(*xs: Any, count: int) -> list[Any]:
     ]
 
 
-def _apart(xs: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
+def _apart(xs: Sequence[Value], count: int) -> tuple[list[Any], list[Any]]:
     """The values on both sides that are no symbolic zeros."""
     there = [type(x) is not ad.Zero for x in xs]
     return (
@@ -100,14 +101,14 @@ def _apart(xs: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
     )
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, count: int) -> Any:
+def _jvp(primals: Sequence[Value], tangents: Sequence[Value], *, count: int) -> Any:
     first, second = _bind(*_apart(tangents, count))
     computed = iter([*first, *second])
     dots = [t if type(t) is ad.Zero else next(computed) for t in tangents]
     return in_turn_p.bind(*primals, count=count), dots
 
 
-def _transpose(cotangents: Sequence[Any], *operands: Any, count: int) -> list[Any]:
+def _transpose(cotangents: Sequence[Value], *operands: Any, count: int) -> list[Any]:
     first, second = _apart(cotangents, count)
     second, first = _bind(second, first)
     computed = iter([*first, *second])
@@ -115,8 +116,8 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, count: int) -> list[An
 
 
 def _batched(
-    axis: Axis, args: Any, axes: Sequence[AxisPosition], /, *, count: int
-) -> tuple[list[Any], Sequence[AxisPosition]]:
+    axis: Axis, args: Any, axes: Sequence[Position], /, *, count: int
+) -> tuple[list[Any], Sequence[Position]]:
     return in_turn_p.bind(*args, count=count), axes
 
 

@@ -11,7 +11,8 @@ from jax import lax
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
-from batchax.kernel.axis import Axis, AxisPosition, inserted, match_axis
+from batchax.jaxprs.words import Value
+from batchax.kernel.axis import Axis, Position, inserted, match_axis
 from batchax.kernel.registry import register_rule
 from batchax.kernel.rule_makers import common_position
 from batchax.rules.gather_scatter import gather, scatter
@@ -105,8 +106,8 @@ def dynamic_update_slice(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, Any]
 
 
 def _starts_that_matter(
-    shape: Sequence[int], sizes: Sequence[int], starts: Sequence[Any], axes: Sequence[AxisPosition]
-) -> tuple[Sequence[Any], Sequence[AxisPosition], tuple[int, ...]]:
+    shape: Sequence[int], sizes: Sequence[int], starts: Sequence[Any], axes: Sequence[Position]
+) -> tuple[Sequence[Any], Sequence[Position], tuple[int, ...]]:
     """Starts, zero where a slice is as long as the dimension; and the dimensions of the others.
 
     A start is clamped so that the slice fits: a whole dimension starts at zero.
@@ -119,7 +120,7 @@ def _starts_that_matter(
 
 
 def _index_vectors(
-    axis: Axis, starts: Sequence[Any], axes: Sequence[AxisPosition], moving: Sequence[int]
+    axis: Axis, starts: Sequence[Any], axes: Sequence[Position], moving: Sequence[int]
 ) -> Any:
     """The starts of the `moving` dimensions, a vector for each lane."""
     columns = [match_axis(axis, starts[d], axes[d], 0) for d in moving]
@@ -130,6 +131,6 @@ def _zero(starts: Sequence[Any]) -> Any:
     return np.zeros((), jax.typeof(starts[0]).dtype if starts else np.int32)
 
 
-def _example_shape(x: Any, position: AxisPosition) -> tuple[int, ...]:
+def _example_shape(x: Value, position: Position) -> tuple[int, ...]:
     shape = np.shape(x)
     return shape if position is None else shape[:position] + shape[position + 1 :]

@@ -29,8 +29,9 @@ from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES, bind_with, bodies_of
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, AxisPosition, axis_to_front, move_axis
+from batchax.kernel.axis import Axis, Position, axis_to_front, move_axis
 from batchax.kernel.derivatives import tangents_of
 from batchax.kernel.fallback import lanes_spread, lanes_together
 from batchax.kernel.inner import batched_aval, remembered, stage_function
@@ -44,7 +45,7 @@ from batchax.rules.masking import safe_lanes
 lane_calls_p = declare("lane_calls")
 
 
-def calls_host(eqn: Any) -> bool:
+def calls_host(eqn: Eqn) -> bool:
     """Whether an equation calls the host for a lane: not only to tell how far a loop is."""
     return bool(calls_in(eqn))
 
@@ -55,7 +56,7 @@ def is_seen(program: Any) -> bool:
     return any(calls_host(eqn) or _compat.checks(eqn.effects) for eqn in eqns)
 
 
-def calls_in(eqn: Any) -> list[Any]:
+def calls_in(eqn: Eqn) -> list[Any]:
     """The equations in one, be it that itself, that call the host themselves."""
     if not _compat.calls_back(eqn.effects):
         return []
@@ -65,7 +66,7 @@ def calls_in(eqn: Any) -> list[Any]:
     return [] if facts_of(eqn.primitive).once else [eqn]
 
 
-def with_active(axis: Axis, program: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
+def with_active(axis: Axis, program: ClosedJaxpr) -> ClosedJaxpr:
     """`program`, which calls the host, and checks, if `active` only: one more operand, the first.
 
     Args:
@@ -76,20 +77,20 @@ def with_active(axis: Axis, program: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr
     def run(active: Any, *xs: Any) -> list[Any]:
         return _evaluate(axis, program, xs, active)
 
-    def build() -> _compat.ClosedJaxpr:
+    def build() -> ClosedJaxpr:
         return stage_function(axis, run, [live_type(), *program.in_avals])
 
     return remembered(program, ("with active", axis), build)
 
 
 def _evaluate(
-    axis: Axis, program: _compat.ClosedJaxpr, operands: Sequence[Any], active: Any
+    axis: Axis, program: ClosedJaxpr, operands: Sequence[Value], active: Any
 ) -> list[Any]:
     run_equation = lambda eqn, xs: bind_if(axis, eqn, xs, active)
     return evaluate(program.jaxpr, program.consts, operands, run_equation)
 
 
-def bind_if(axis: Axis, eqn: Any, xs: Sequence[Any], active: Any) -> Sequence[Any]:
+def bind_if(axis: Axis, eqn: Eqn, xs: Sequence[Value], active: Any) -> Sequence[Any]:
     """The results of an equation of one example, which can be seen if `active` only."""
     calls, name = calls_host(eqn), eqn.primitive.name
     if not (calls or _compat.checks(eqn.effects)):
@@ -113,7 +114,7 @@ def failures(err_tree: Any, **_: Any) -> int:
     return err_tree.children()[0].num_leaves  # of an error: then come codes and payloads
 
 
-def call_if(eqn: Any, operands: Sequence[Any], active: Any, lane: Any = None) -> Sequence[Any]:
+def call_if(eqn: Eqn, operands: Sequence[Value], active: Any, lane: Any = None) -> Sequence[Any]:
     """The results of an equation that calls the host, if the lane is active; else zeros.
 
     Args:
@@ -150,7 +151,7 @@ def _run(
     nothing = returning_zeros(tuple(program.in_avals), tuple(program.out_avals))
     *xs, active = _compat.varying_alike([*xs, active])
 
-    def one_lane(active: Any, xs: Sequence[Any]) -> list[Any]:
+    def one_lane(active: Any, xs: Sequence[Value]) -> list[Any]:
         index = lax.convert_element_type(active, np.int32)
         return cond_p.bind(index, *xs, branches=(nothing, program))
 
@@ -176,10 +177,10 @@ def _batched(
     axes: Any,
     /,
     *,
-    program: _compat.ClosedJaxpr,
+    program: ClosedJaxpr,
     shared: Sequence[bool],
     placed: bool,
-) -> tuple[list[Any], Sequence[AxisPosition]]:
+) -> tuple[list[Any], Sequence[Position]]:
     recording.note(service="lanes")
     count = 1 + placed  # operands that say whether a lane is active
     active, active_at, xs, xs_at = args[0], axes[0], args[count:], axes[count:]
@@ -203,9 +204,9 @@ def _batched(
 
 def _for_the_first(
     axis: Axis, args: Any, axes: Any, how: dict[str, Any]
-) -> tuple[list[Any], Sequence[AxisPosition]]:
+) -> tuple[list[Any], Sequence[Position]]:
     """A call that all lanes have in common, where this may be a part of the lanes only."""
-    program: _compat.ClosedJaxpr = how["program"]
+    program: ClosedJaxpr = how["program"]
     if program.out_avals:
         eqn = program.jaxpr.eqns[-1]
         raise UnsupportedError(
@@ -221,7 +222,7 @@ def _for_the_first(
 
 
 def _types(active: Any, *operands: Any, program: Any, **how: Any) -> list[Any]:
-    def of_lanes(aval: Any) -> Any:
+    def of_lanes(aval: Aval) -> Any:
         for size in reversed(active.shape):
             aval = batched_aval(Axis(size), aval, 0)
         return aval
@@ -268,14 +269,14 @@ own_primitive(
 
 @memoized("programs that return zeros", most=1024)
 def returning_zeros(
-    in_avals: tuple[Any, ...],
-    out_avals: tuple[Any, ...],
+    in_avals: tuple[Aval, ...],
+    out_avals: tuple[Aval, ...],
     kept: tuple[tuple[int, int], ...] = (),
-) -> _compat.ClosedJaxpr:
+) -> ClosedJaxpr:
     """A program of these types that returns zeros, and an operand for each result in `kept`."""
     handed_on = dict(kept)
 
-    def zero(aval: Any) -> Any:
+    def zero(aval: Aval) -> Any:
         x = _compat.varying_as(_compat.filled(aval, 0), aval)
         return _compat.weakly(x) if aval.weak_type else x
 

@@ -10,17 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.kernel.axis import Axis, AxisPosition, axis_to_front
+from batchax.jaxprs.words import Value
+from batchax.kernel.axis import Axis, Position, axis_to_front
 
 
-def take(x: Any, lanes: np.ndarray, position: int) -> Any:
+def take(x: Value, lanes: np.ndarray, position: int) -> Any:
     """The entries `lanes`, an array known in advance, of axis `position`."""
     if lanes.ndim == 1 and np.array_equal(lanes, np.arange(x.shape[position])):
         return x
     return jnp.take(x, lanes, axis=position, mode="clip")
 
 
-def times(x: Any, count: Any) -> Any:
+def times(x: Value, count: Any) -> Any:
     """`count` copies of `x` added up, in the dtype and weak type of `x`."""
     dtype = jnp.result_type(x)
     if jax.typeof(x).weak_type and isinstance(count, int):
@@ -42,14 +43,14 @@ class Groups:
         self.of_lane = np.repeat(np.arange(len(self.sizes), dtype=np.int32), self.sizes)[self._back]
         self.place_of_lane = np.concatenate([np.arange(n) for n in self.sizes])[self._back]
 
-    def split(self, x: Any, position: int) -> Any:
+    def split(self, x: Value, position: int) -> Any:
         """`x` with its lanes at `position` as two axes: group, and place in the group."""
         x = take(x, self._in_order, position)
         shape = list(x.shape)
         shape[position : position + 1] = [len(self.lanes), self.sizes[0]]
         return lax.reshape(x, shape)
 
-    def merge(self, x: Any, position: int) -> Any:
+    def merge(self, x: Value, position: int) -> Any:
         """The reverse of `split`."""
         shape = list(x.shape)
         shape[position : position + 2] = [len(self._back)]
@@ -72,13 +73,13 @@ def axis_size(names: Sequence[Hashable]) -> int:
 
 def over_all_lanes(
     axis: Axis,
-    x: Any,
-    position: AxisPosition,
+    x: Value,
+    position: Position,
     names: Sequence[Hashable],
     rule: Callable[..., Any],
     params: dict[str, Any],
     name_param: str,
-) -> tuple[Any, AxisPosition]:
+) -> tuple[Any, Position]:
     """A collective over our axis and others that does not come apart into one for each.
 
     Everything is gathered from the other axes, `rule` runs on the lanes of all

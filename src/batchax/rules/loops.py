@@ -13,8 +13,9 @@ from jax.extend.core.primitives import scan_p, while_p
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
+from batchax.jaxprs.words import Jaxpr
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, AxisPosition, move_axis
+from batchax.kernel.axis import Axis, Position, move_axis
 from batchax.kernel.divergence import PlacedOutputs, WhileLoop
 from batchax.kernel.inner import batch_inner, returning
 from batchax.kernel.registry import register_rule
@@ -33,7 +34,7 @@ from batchax.rules.unvmap import asked_of_each_lane
 
 
 @register_rule(scan_p)
-def _scan(axis: Axis, args: Any, axes: Any, /, *, jaxpr: Any, **params: Any) -> PlacedOutputs:
+def _scan(axis: Axis, args: Any, axes: Any, /, *, jaxpr: Jaxpr, **params: Any) -> PlacedOutputs:
     n_consts, n_carry = _compat.scan_counts(params)
     args, axes = list(args), list(axes)
     for i in range(n_consts + n_carry, len(args)):
@@ -94,7 +95,7 @@ def _while(
     if predicate_at is not None:
         # Lanes end at different steps. What the body computes for finished lanes is
         # dropped, so every carry depends on the lane.
-        front: list[AxisPosition] = [0] * len(carry)
+        front: list[Position] = [0] * len(carry)
         carry = match_carry(axis, carry, carry_at, front)
         loop = WhileLoop(cond_jaxpr, body_jaxpr, test_consts, test_at, body_consts, body_at, carry)
         args, axes = [*test_consts, *body_consts, *carry], [*test_at, *body_at, *front]

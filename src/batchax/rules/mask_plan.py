@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from jax.extend.core import Literal as Number
 
-from batchax.kernel.axis import AxisPosition
+from batchax.kernel.axis import Position
 from batchax.rules.hazards import hazards
 
 
@@ -42,7 +42,7 @@ class MaskPlan:
 
 def plan_masking(
     program: Any,
-    positions: Sequence[AxisPosition],
+    positions: Sequence[Position],
     differentiable: Collection[int],
     updated: Collection[int] = (),
     updates: bool = False,

@@ -10,8 +10,9 @@ from jax import lax
 from jax.extend.core.primitives import while_p
 
 from batchax import _compat
+from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, AxisPosition, lanes_vary_over, match_axis
+from batchax.kernel.axis import Axis, Position, lanes_vary_over, match_axis
 from batchax.kernel.divergence import PlacedOutputs, WhileLoop
 from batchax.kernel.inner import batched_aval, remembered, returning
 from batchax.kernel.interpreter import interpret
@@ -69,8 +70,8 @@ class MaskedBody:
     """
 
     axis: Axis
-    body: _compat.ClosedJaxpr
-    positions: tuple[AxisPosition, ...]
+    body: ClosedJaxpr
+    positions: tuple[Position, ...]
     plan: MaskPlan
     calls: bool
 
@@ -78,9 +79,9 @@ class MaskedBody:
     def of(
         cls,
         axis: Axis,
-        test: _compat.ClosedJaxpr,
-        body: _compat.ClosedJaxpr,
-        positions: tuple[AxisPosition, ...],
+        test: ClosedJaxpr,
+        body: ClosedJaxpr,
+        positions: tuple[Position, ...],
     ) -> MaskedBody:
         """The body of a loop with the predicate `test`, masked as it needs to be."""
         # Nothing counts as differentiable: a `while` has no reverse mode, in which a NaN would
@@ -97,9 +98,9 @@ class MaskedBody:
         )
         return cls(axis, body, positions, plan, calls)
 
-    def step(self, active: Any, consts: Sequence[Any], carry: Sequence[Any]) -> list[Any]:
+    def step(self, active: Any, consts: Sequence[Value], carry: Sequence[Value]) -> list[Any]:
         """The next carry of the lanes that are active, and the last one of the others."""
-        front: list[AxisPosition] = [0] * len(carry)
+        front: list[Position] = [0] * len(carry)
         positions = [*self.positions, *front]
         program, kept = self.body, frozenset()
         if self.calls:
@@ -109,7 +110,7 @@ class MaskedBody:
         if self.plan.takes_mask:
             program, kept = masked_in_place(self.axis, program, len(consts))
 
-        def run(operands: list[Any], positions: list[AxisPosition]) -> PlacedOutputs:
+        def run(operands: list[Value], positions: list[Position]) -> PlacedOutputs:
             mask, mask_at = ([active], [0]) if self.plan.takes_mask else ([], [])
             values, places = [*mask, *operands], [*mask_at, *positions]
             return interpret(self.axis, program.jaxpr, program.consts, values, places)
@@ -125,7 +126,7 @@ class MaskedBody:
 def _masked_loop(
     masked: MaskedBody,
     cond_jaxpr: Any,
-    consts_at: tuple[AxisPosition, ...],
+    consts_at: tuple[Position, ...],
     places: tuple[int, ...],
     varying: Varying,
 ) -> tuple[Any, Any]:

@@ -31,12 +31,13 @@ from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.kernel.axis import Axis, AxisPosition, axis_to_front, move_axis
+from batchax.jaxprs.words import Value
+from batchax.kernel.axis import Axis, Position, axis_to_front, move_axis
 from batchax.kernel.own_primitive import own_primitive
 from batchax.rules.mask_plan import MaskPlan
 
 
-def safe_lanes(active: Any, x: Any, depth: int, fill: str = "donor") -> Any:
+def safe_lanes(active: Any, x: Value, depth: int, fill: str = "donor") -> Any:
     """`x` with its masked lanes replaced by the first active one.
 
     Args:
@@ -55,7 +56,7 @@ def safe_lanes(active: Any, x: Any, depth: int, fill: str = "donor") -> Any:
 
 
 @functools.partial(jax.jit, static_argnames=("depth", "fill"))
-def _values(active: Any, x: Any, *, depth: int, fill: str) -> Any:
+def _values(active: Any, x: Value, *, depth: int, fill: str) -> Any:
     """What `safe_lanes_p` stands for; masked lanes get the `fill` "donor" or "zero"."""
     no_lanes = any(isinstance(n, int) and n == 0 for n in active.shape)
     if fill == "keep" or (fill == "donor" and depth == 0) or no_lanes:
@@ -94,7 +95,7 @@ def _jvp(primals: Any, tangents: Any, *, depth: int, fill: str) -> tuple[Any, An
     return out, _cut(tangents[1], active, depth)
 
 
-def _transpose(cotangent: Any, active: Any, x: Any, *, depth: int, fill: str) -> list[Any]:
+def _transpose(cotangent: Any, active: Any, x: Value, *, depth: int, fill: str) -> list[Any]:
     return [None, _cut(cotangent, active, depth)]
 
 
@@ -105,9 +106,7 @@ def _cut(tangent: Any, active: Any, depth: int) -> Any:
     return safe_lanes_p.bind(active, tangent, depth=depth, fill="zero")
 
 
-def _batched(
-    axis: Axis, args: Any, axes: Any, /, *, depth: int, fill: str
-) -> tuple[Any, AxisPosition]:
+def _batched(axis: Axis, args: Any, axes: Any, /, *, depth: int, fill: str) -> tuple[Any, Position]:
     (active, x), (live_at, x_at) = args, axes
     if live_at is None:  # the lanes are as they were; each holds one more axis
         if x_at < depth:
@@ -138,12 +137,12 @@ safe_lanes_p = own_primitive(
 
 def run_masked(
     active: Any,
-    run: Callable[[list[Any], list[AxisPosition]], tuple[list[Any], list[AxisPosition]]],
-    operands: Sequence[Any],
-    positions: Sequence[AxisPosition],
+    run: Callable[[list[Any], list[Position]], tuple[list[Any], list[Position]]],
+    operands: Sequence[Value],
+    positions: Sequence[Position],
     plan: MaskPlan,
     written: Collection[int],
-) -> tuple[list[Any], list[AxisPosition]]:
+) -> tuple[list[Any], list[Position]]:
     """Runs a program for all lanes so that masked lanes do no harm.
 
     Args:
@@ -191,7 +190,7 @@ def select_lanes(active: Any, position: int, new: Any, old: Any) -> Any:
     return old if new is old else lax.select(expand_like(active, position, new), new, old)
 
 
-def expand_like(x: Any, position: int, like: Any) -> Any:
+def expand_like(x: Value, position: int, like: Any) -> Any:
     """`x`, whose axes are those of `like` from `position` on, repeated to its shape."""
     if np.ndim(x) == np.ndim(like):
         return x
@@ -199,6 +198,6 @@ def expand_like(x: Any, position: int, like: Any) -> Any:
     return lax.broadcast_in_dim(x, like.shape, dims, out_sharding=jax.typeof(like).sharding)
 
 
-def is_inexact(x: Any) -> bool:
+def is_inexact(x: Value) -> bool:
     """Whether a value, or a type, may have derivatives: floats and complex numbers do."""
     return jnp.issubdtype(x.dtype, jnp.inexact)

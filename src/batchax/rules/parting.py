@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
+from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.axis import Axis, Position
 from batchax.kernel.divergence import BoundedLoop, Branches, PlacedOutputs, WhileLoop
 from batchax.rules.hazards import hazards
 
@@ -18,8 +19,8 @@ Parting = TypeVar("Parting", WhileLoop, BoundedLoop, Branches)
 def run_parting(
     axis: Axis,
     primitive: _compat.Primitive,
-    args: Sequence[Any],
-    axes: Sequence[AxisPosition],
+    args: Sequence[Value],
+    axes: Sequence[Position],
     params: dict[str, Any],
     parting: Parting,
     masked: Callable[[Axis, Parting], PlacedOutputs],
@@ -38,7 +39,7 @@ def run_parting(
         reference.
     """
     programs = [p for v in params.values() for p in (v if isinstance(v, tuple) else [v])]
-    programs = [p.jaxpr for p in programs if isinstance(p, _compat.ClosedJaxpr)]
+    programs = [p.jaxpr for p in programs if isinstance(p, ClosedJaxpr)]
     if any(_compat.in_order(program.effects) for program in programs):
         _refuse_order(programs)
     placed = None if axis.divergence is None else axis.divergence.run(axis, parting)

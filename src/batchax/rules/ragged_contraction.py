@@ -17,7 +17,7 @@ from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import (
     Axis,
-    AxisPosition,
+    Position,
     broadcast_axis,
     match_axis,
     move_axis,
@@ -90,10 +90,10 @@ def _prefix(ndim: int, ragged: int, dims: Any) -> list[int]:
 def _sizes_along(
     prefix: list[int],
     lhs: Any,
-    lhs_axis: AxisPosition,
+    lhs_axis: Position,
     axis: Axis,
     sizes: Any,
-    sizes_axis: AxisPosition,
+    sizes_axis: Position,
 ) -> Any:
     """Group sizes, in one of the two forms: the same everywhere or along all of `prefix`."""
     if lhs_axis not in prefix:

@@ -10,6 +10,7 @@ from jax import lax
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
+from batchax.jaxprs.words import Jaxpr, Value
 from batchax.kernel.axis import Axis, axis_to_front, match_axis, shift_dims
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.registry import register_rule
@@ -53,7 +54,7 @@ for _names, _make in ((REDUCTIONS, reducing), (CUMULATIVE, _cumulative)):
 
 @register_rule(lax.reduce_p)
 def _reduce(
-    axis: Axis, args: Any, axes: Any, /, *, computation: Any, jaxpr: Any, dimensions: Any
+    axis: Axis, args: Any, axes: Any, /, *, computation: Any, jaxpr: Jaxpr, dimensions: Any
 ) -> tuple[Any, Any]:
     n = len(args) // 2
     if any(a is not None for a in axes[n:]):
@@ -67,7 +68,7 @@ def _reduce(
 
 
 def _reduce_from_batched_start(
-    axis: Axis, args: Sequence[Any], axes: Any, jaxpr: Any, dimensions: Sequence[int]
+    axis: Axis, args: Sequence[Value], axes: Any, jaxpr: Jaxpr, dimensions: Sequence[int]
 ) -> tuple[list[Any], list[int]]:
     """A reduction whose initial values differ from lane to lane.
 
@@ -102,7 +103,7 @@ def _reduce_from_batched_start(
     return [lax.reshape(x, shape) for x in values], [0] * n
 
 
-def _combine(computation: Any, values: list[Any]) -> list[Any]:
+def _combine(computation: Any, values: list[Value]) -> list[Any]:
     """The computation of a reduction, on each element of flat arrays."""
     elements = Axis(values[0].size)
     outs, axes = interpret(

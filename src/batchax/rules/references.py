@@ -19,7 +19,8 @@ from jax import lax
 from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
-from batchax.kernel.axis import Axis, AxisPosition, match_axis, move_axis
+from batchax.jaxprs.words import Value
+from batchax.kernel.axis import Axis, Position, match_axis, move_axis
 from batchax.kernel.registry import register_rule
 from batchax.kernel.rule_makers import vectorized
 
@@ -35,8 +36,8 @@ for _name in ("new_ref", "freeze"):
 class _Index:
     """A dynamic index of an indexer, with the position of its batch axis."""
 
-    value: Any
-    axis: AxisPosition
+    value: Value
+    axis: Position
 
 
 BATCH = "batch"
@@ -86,7 +87,7 @@ def _broadcast_to(axis: Axis, args: Any, axes: Any, /, *, shape: Any) -> tuple[A
     return lax.broadcast_in_dim(x, (axis.size, *shape), (0, *dims)), 0
 
 
-def _check_batched(position: AxisPosition) -> None:
+def _check_batched(position: Position) -> None:
     if position is None:
         raise AxisError(
             "the function writes a value that depends on the batch, or writes at an index that "
@@ -112,7 +113,7 @@ def _indices(tree: Any, values: Any, axes: Any) -> tuple[Any, ...] | None:
 
 
 def _batched_indices(
-    axis: Axis, ref: Any, position: AxisPosition, indices: tuple[Any, ...]
+    axis: Axis, ref: Any, position: Position, indices: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], list[Any], list[Any]]:
     """Indices into all lanes of `ref`.
 
@@ -172,7 +173,7 @@ def _block_shape(indices: Any, rank: int) -> tuple[int, ...]:
     return tuple(map(int, next((s for s in shapes if len(s) == rank), ())))
 
 
-def _start_axis(index: Any) -> AxisPosition:
+def _start_axis(index: Any) -> Position:
     """Where the start of a slice has its batch axis, if it does."""
     start = getattr(index, "start", None)
     return start.axis if isinstance(start, _Index) else None
@@ -192,7 +193,7 @@ def _number(index: _Index, size: int) -> Any:
     return jnp.clip(jnp.where(i < 0, i + size, i), 0, size - 1)
 
 
-def _spread(x: Any, position: AxisPosition, start: int, shape: Any) -> Any:
+def _spread(x: Value, position: Position, start: int, shape: Any) -> Any:
     """Indices broadcast to the shape of all of them, batch axis first."""
     if position is not None:
         x = move_axis(x, position, 0)
@@ -217,7 +218,7 @@ def _selected(names: list[Any], block: list[Any]) -> list[Any]:
     return [*slices[:at], *block, *slices[at:]]
 
 
-def _as_example(x: Any, in_batch: list[Any], in_example: list[Any]) -> tuple[Any, int]:
+def _as_example(x: Value, in_batch: list[Any], in_example: list[Any]) -> tuple[Any, int]:
     """What was read, in the order of one example, and where its batch axis is."""
     if [name for name in in_batch if name != BATCH] == in_example:
         return x, in_batch.index(BATCH)
@@ -225,7 +226,7 @@ def _as_example(x: Any, in_batch: list[Any], in_example: list[Any]) -> tuple[Any
 
 
 def _as_found(
-    axis: Axis, x: Any, position: AxisPosition, in_batch: list[Any], in_example: list[Any]
+    axis: Axis, x: Value, position: Position, in_batch: list[Any], in_example: list[Any]
 ) -> Any:
     """What is to be written, in the order in which the indices of all lanes find it."""
     if position is None:

@@ -15,7 +15,8 @@ from jax.extend.core import Literal
 from jax.interpreters import ad
 
 from batchax import _compat
-from batchax.kernel.axis import Axis, AxisPosition
+from batchax.jaxprs.words import Aval, Value
+from batchax.kernel.axis import Axis, Position
 from batchax.kernel.captured import resolve
 from batchax.kernel.inner import batched_aval, example_aval, stage_described
 from batchax.kernel.varying import Varying, as_without_mesh
@@ -38,7 +39,7 @@ class Residuals:
     varying: Varying
     known: Sequence[Any]
 
-    def computed(self, residuals: Iterable[Any]) -> list[Any]:
+    def computed(self, residuals: Iterable[Value]) -> list[Any]:
         """Those that are no numbers known before."""
         return [x for x, number in zip(residuals, self.known, strict=True) if number is None]
 
@@ -47,7 +48,7 @@ class ReverseRule:
     """The reverse rule of a ``custom_vjp`` function, for all lanes."""
 
     def __init__(
-        self, axis: Axis, bwd: Any, program: Any, in_axes: Axes, types: Sequence[Any]
+        self, axis: Axis, bwd: Any, program: Any, in_axes: Axes, types: Sequence[Aval]
     ) -> None:
         self.axis, self.bwd, self.program, self.in_axes = axis, bwd, program, in_axes
         self.types = types  # of the inputs
@@ -95,7 +96,7 @@ class ReverseRule:
         positions = [*const_axes, *kept.computed(kept.axes), *out_axes]
         batched = [a is not None for a in positions]
         in_axes = [a for a, zero in zip(self.in_axes, zeros, strict=True) if zero is None]
-        needed: list[AxisPosition] = []
+        needed: list[Position] = []
         for k, out_axis in enumerate(out_axes):
             one = [i == len(positions) - len(out_axes) + k for i in range(len(positions))]
             hits = zip(reached(rule.jaxpr, one), in_axes, strict=False)  # logs follow
@@ -104,7 +105,7 @@ class ReverseRule:
             needed.append(0 if out_axis is None and by_lane else None)
         return needed
 
-    def _stage(self, types: Iterable[Any], ct_axes: Axes, kept: Residuals) -> Any:
+    def _stage(self, types: Iterable[Aval], ct_axes: Axes, kept: Residuals) -> Any:
         """The rule for one example, and which cotangents it returns are symbolic zeros.
 
         Args:
@@ -118,7 +119,7 @@ class ReverseRule:
           whether it returns any.
         """
 
-        def example(aval: Any, a: AxisPosition, over: Any) -> Any:
+        def example(aval: Aval, a: Position, over: Any) -> Any:
             aval = _compat.with_varying_axes(example_aval(self.axis, aval, a), over)
             return as_without_mesh([aval])[0]
 
@@ -151,7 +152,7 @@ class ReverseRule:
         return program, *description
 
 
-def known_number(x: Any) -> Any:
+def known_number(x: Value) -> Any:
     """The number that a variable of a program is in truth, else None: arrays are no numbers.
 
     One with a dtype of its own is a scalar of NumPy. A program writes an array of one truth value
@@ -159,11 +160,11 @@ def known_number(x: Any) -> Any:
     """
     if not isinstance(x, Literal) or not isinstance(x.val, (bool, int, float, complex)):
         return None
-    aval: Any = x.aval
+    aval: Aval = x.aval
     return x.val if aval.weak_type else np.dtype(aval.dtype).type(x.val)
 
 
-def _counted_once(cotangent: Any, aval: Any) -> Any:
+def _counted_once(cotangent: Any, aval: Aval) -> Any:
     """A cotangent for all devices, of an input that was cast to vary: from one of them only.
 
     The transpose of such a cast adds up what the devices give, so all others give zero.
@@ -174,9 +175,9 @@ def _counted_once(cotangent: Any, aval: Any) -> Any:
     return jnp.where(lax.axis_index(tuple(over)) == 0, cotangent, jnp.zeros_like(cotangent))
 
 
-def _type(x: Any) -> Any:
+def _type(x: Value) -> Any:
     return x if _is_zero(x) else jax.typeof(x)
 
 
-def _is_zero(x: Any) -> bool:
+def _is_zero(x: Value) -> bool:
     return isinstance(x, SymbolicZero)

@@ -17,11 +17,12 @@ import jax.numpy as jnp
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.kernel.axis import Axis, AxisPosition
+from batchax.jaxprs.words import Value
+from batchax.kernel.axis import Axis, Position
 from batchax.kernel.captured import may_be_differentiated
 from batchax.rules.batched_transpose import match_or_zeros
 
-Axes = Sequence[AxisPosition]
+Axes = Sequence[Position]
 
 
 class CallOutputs:
@@ -30,7 +31,7 @@ class CallOutputs:
     def __init__(self, kind: str, axis: Axis, body: Any, in_axes: Axes) -> None:
         self.axis, self.types = axis, body.out_avals
         self.signature = kind, tuple(body.in_avals), tuple(in_axes), tuple(body.out_avals)
-        self.axes: list[AxisPosition] = []
+        self.axes: list[Position] = []
         self.known = False
 
     def settle(self, axes: Axes, also: Callable[[], Axes]) -> None:
@@ -63,7 +64,7 @@ class CallOutputs:
         finally:
             _around.reset(token)
 
-    def place(self, values: Sequence[Any], axes: Axes) -> list[Any]:
+    def place(self, values: Sequence[Value], axes: Axes) -> list[Any]:
         """Values of outputs with their batch axes where `settle` decided.
 
         Raises:
@@ -86,7 +87,7 @@ _around: ContextVar[dict[Any, CallOutputs]] = ContextVar("batchax_rules_around")
 """The calls whose rules are running, by what tells a call of the same function from others."""
 
 
-def union(first: Axes, second: Axes) -> list[AxisPosition]:
+def union(first: Axes, second: Axes) -> list[Position]:
     """The positions of `first`, and where it has None those of `second`."""
     return [b if a is None else a for a, b in zip(first, second, strict=True)]
 

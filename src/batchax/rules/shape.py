@@ -17,7 +17,7 @@ from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import (
     Axis,
-    AxisPosition,
+    Position,
     inserted,
     match_axis,
     move_axis,
@@ -154,7 +154,7 @@ def concatenate(axis: Axis, args: Any, axes: Any, /, *, dimension: int) -> tuple
 @register_rule(lax.split_p)
 def split(
     batch: Axis, args: Any, positions: Any, /, *, sizes: Any, axis: int
-) -> tuple[list[Any], list[AxisPosition]]:
+) -> tuple[list[Any], list[Position]]:
     (x,), (position,) = args, positions
     outs = lax.split_p.bind(x, sizes=sizes, axis=axis + (axis >= position))
     return outs, [position] * len(outs)
@@ -172,7 +172,7 @@ def stack(batch: Axis, args: Any, positions: Any, /, *, axis: int) -> tuple[Any,
 @register_rule(lax.unstack_p)
 def unstack(
     batch: Axis, args: Any, positions: Any, /, *, axis: int
-) -> tuple[list[Any], list[AxisPosition]]:
+) -> tuple[list[Any], list[Position]]:
     (x,), (position,) = args, positions
     outs = lax.unstack_p.bind(x, axis=axis + (axis >= position))
     return outs, [position - (axis < position)] * len(outs)

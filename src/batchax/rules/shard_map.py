@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
-from batchax.kernel.axis import Axis, AxisPosition, inserted
+from batchax.kernel.axis import Axis, Position, inserted
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.registry import register_rule
 from batchax.rules.sharding import check_unused
@@ -23,8 +23,16 @@ enter(": shard_map")
 
 @register_rule("shard_map")
 def _shard_map(
-    axis: Axis, args: Any, axes: Any, /, *, jaxpr: Any, in_specs: Any, out_specs: Any, **params: Any
-) -> tuple[list[Any], Sequence[AxisPosition]]:
+    axis: Axis,
+    args: Any,
+    axes: Any,
+    /,
+    *,
+    jaxpr: Any,
+    in_specs: Any,
+    out_specs: Any,
+    **params: Any,
+) -> tuple[list[Any], Sequence[Position]]:
     manual = params["newly_manual_axes"]
     inner = _on_each_device(axis, params["mesh"], manual, jaxpr)
     spread = axis if inner is not axis else replace(axis, spmd_name=None)
@@ -33,7 +41,7 @@ def _shard_map(
     )
     bound["in_specs"] = _batched_specs(spread, in_specs, axes)
 
-    def body(*xs: Any) -> tuple[Any, list[AxisPosition]]:
+    def body(*xs: Any) -> tuple[Any, list[Position]]:
         # Run among the manual axes of the mesh: only here are values of the right type.
         outs, out_axes = interpret(inner, jaxpr, (), xs, axes)
         specs = _batched_specs(spread, out_specs, out_axes)
@@ -51,8 +59,8 @@ def _shard_map(
 _shard_map_p: Any = _compat.find_primitive("shard_map")
 
 
-def _batched_specs(axis: Axis, specs: Any, axes: Sequence[AxisPosition]) -> tuple[Any, ...]:
-    def batched(spec: Any, position: AxisPosition) -> Any:
+def _batched_specs(axis: Axis, specs: Any, axes: Sequence[Position]) -> tuple[Any, ...]:
+    def batched(spec: Any, position: Position) -> Any:
         if position is None:
             return spec
         check_unused(axis, spec, "a shard_map specification")

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
-from batchax.kernel.axis import Axis, AxisPosition, inserted, is_in_types, sharding_with_axis
+from batchax.kernel.axis import Axis, Position, inserted, is_in_types, sharding_with_axis
 from batchax.kernel.registry import register_rule
 
 enter(
@@ -69,7 +69,7 @@ def _layout_constraint(axis: Axis, args: Any, axes: Any, /, *, layout: Any) -> t
 _layout_p: Any = _compat.find_primitive("layout_constraint")
 
 
-def batched_sharding(axis: Axis, sharding: Any, position: AxisPosition) -> Any:
+def batched_sharding(axis: Axis, sharding: Any, position: Position) -> Any:
     """A sharding of one example as it is with the batch axis at `position`.
 
     The batch axis is sharded over `spmd_axis_name`, and not sharded without that.
@@ -101,7 +101,7 @@ def check_unused(axis: Axis, spec: Any, what: str) -> None:
         )
 
 
-def batched_layout(layout: Any, position: AxisPosition) -> Any:
+def batched_layout(layout: Any, position: Position) -> Any:
     """A layout of one example as it is with the batch axis, major to all others."""
     if position is None or not isinstance(layout, Layout):
         return layout

@@ -10,6 +10,7 @@ from jax import lax
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
+from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, shift_dims
 from batchax.kernel.registry import register_rule
 from batchax.kernel.rule_makers import matched
@@ -35,7 +36,7 @@ def _sort(
 
 
 def _sort_by_shared_keys(
-    args: Sequence[Any], axes: Sequence[Any], dimension: int, num_keys: int, **params: Any
+    args: Sequence[Value], axes: Sequence[Any], dimension: int, num_keys: int, **params: Any
 ) -> tuple[list[Any], list[Any]]:
     """Sorts once what is the same in every lane, and looks the rest up in that order."""
     shared = [x for x, a in zip(args, axes, strict=True) if a is None]
@@ -51,7 +52,7 @@ def _sort_by_shared_keys(
     return outs, list(axes)
 
 
-def _reorder(x: Any, position: int, order: Any, dimension: int) -> Any:
+def _reorder(x: Value, position: int, order: Any, dimension: int) -> Any:
     """`x`, its elements along per-example `dimension` in the given order."""
     (dim,) = shift_dims((dimension,), position)
     others = tuple(d for d in range(order.ndim) if d != dimension)

@@ -17,6 +17,7 @@ from batchax import _compat
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.inside import with_inside
 from batchax.jaxprs.primitive_facts import enter
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
 from batchax.kernel.inner import remembered
 
 _OF_ONE_LANE = {
@@ -28,7 +29,7 @@ _OF_ONE_LANE = {
 enter("alias: nonbatchable")
 
 
-def asked_of_each_lane(test: _compat.ClosedJaxpr, body: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
+def asked_of_each_lane(test: ClosedJaxpr, body: ClosedJaxpr) -> ClosedJaxpr:
     """The predicate of a loop, without looking at other lanes; as it is if they stay together."""
     if not any(eqn.primitive.name in _OF_ONE_LANE for eqn in test.jaxpr.eqns):
         return test
@@ -36,7 +37,7 @@ def asked_of_each_lane(test: _compat.ClosedJaxpr, body: _compat.ClosedJaxpr) -> 
         return test
     jaxpr, consts = test.jaxpr, test.consts
 
-    def run_equation(eqn: Any, operands: list[Any]) -> Any:
+    def run_equation(eqn: Eqn, operands: list[Value]) -> Any:
         of_one_lane = _OF_ONE_LANE.get(eqn.primitive.name)
         return [of_one_lane(*operands)] if of_one_lane else bind_equation(eqn, operands)
 
@@ -46,7 +47,7 @@ def asked_of_each_lane(test: _compat.ClosedJaxpr, body: _compat.ClosedJaxpr) -> 
     return remembered(test, "asked of each lane", lambda: _compat.stage(run, test.in_avals))
 
 
-def _stays_together(jaxpr: Any) -> bool:
+def _stays_together(jaxpr: Jaxpr) -> bool:
     """Whether a program checks that lanes stay together; loops in it check for themselves."""
     eqns = with_inside(jaxpr.eqns, lambda eqn: eqn.primitive is not while_p)
     return any(eqn.primitive.name == "nonbatchable" for eqn in eqns)

@@ -17,6 +17,7 @@ from jax.core import Tracer
 
 from batchax.errors import ArgumentTypeError
 from batchax.jaxprs.program_key import value_key
+from batchax.jaxprs.words import Value
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Arguments:
     operand_leaves: tuple[int, ...]
     constants_key: Hashable
 
-    def rebuild(self, operands: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def rebuild(self, operands: Sequence[Value]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with these operands."""
         filled = list(self.constants)
         for i, x in zip(self.operand_leaves, operands, strict=True):
@@ -42,7 +43,7 @@ class Arguments:
         args, names, values = jax.tree.unflatten(self.tree, filled)
         return args, dict(zip(names.names, values, strict=True))
 
-    def in_order(self, operands: Sequence[Any]) -> tuple[Any, ...]:
+    def in_order(self, operands: Sequence[Value]) -> tuple[Any, ...]:
         """The arguments by position, then those that are given by keyword only."""
         args, kwargs = self.rebuild(operands)
         return (*args, *kwargs.values())
@@ -60,7 +61,7 @@ class Arguments:
         args, _, kwargs = self.tree.children()
         return [*args.children(), *kwargs.children()]
 
-    def operands_of(self, values: Sequence[Any]) -> list[Any]:
+    def operands_of(self, values: Sequence[Value]) -> list[Any]:
         """What of `values`, each a tree like its argument or None, is for an operand."""
         leaves = []
         for value, tree in zip(values, self.trees, strict=True):
@@ -88,12 +89,12 @@ class _Names:
 jax.tree_util.register_static(_Names)
 
 
-def _is_none(x: Any) -> bool:
+def _is_none(x: Value) -> bool:
     return x is None
 
 
 def split_arguments(
-    fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    fun: Callable[..., Any], args: Sequence[Value], kwargs: dict[str, Any]
 ) -> tuple[Arguments, list[Any]]:
     """The arguments of a call of `fun`, by position where they can be, and the operands.
 
@@ -109,7 +110,7 @@ def split_arguments(
 
 
 def _by_position(
-    fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    fun: Callable[..., Any], args: Sequence[Value], kwargs: dict[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     try:
         signature = inspect.signature(fun)

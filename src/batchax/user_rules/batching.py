@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from batchax import _compat
+from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, AxisPosition
+from batchax.kernel.axis import Axis, Position
 from batchax.kernel.inner import batch_function
 from batchax.kernel.interpreter import ProgramRun
 from batchax.kernel.own_primitive import own_primitive
@@ -46,11 +47,11 @@ Place = tuple[ProgramRun, Any]
 
 def _batched(
     axis: Axis,
-    args: Sequence[Any],
-    axes: Sequence[AxisPosition],
+    args: Sequence[Value],
+    axes: Sequence[Position],
     /,
     *,
-    jaxpr: Any,
+    jaxpr: ClosedJaxpr,
     steps: tuple[DerivativeStep, ...],
     rule: UserRule,
     place: Place | None = None,
@@ -83,9 +84,9 @@ def _before(steps: Sequence[DerivativeStep], flags: Flags, which: str) -> Flags:
 def _by_rule(
     axis: Axis,
     rule: UserRule,
-    jaxpr: Any,
+    jaxpr: ClosedJaxpr,
     steps: tuple[DerivativeStep, ...],
-    args: Sequence[Any],
+    args: Sequence[Value],
     axes: Axes,
     place: Place | None,
 ) -> Batched:

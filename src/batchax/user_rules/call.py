@@ -22,6 +22,7 @@ from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.jaxprs.evaluate import plan
+from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, match_axis
 from batchax.kernel.captured import captured_tracers
 from batchax.kernel.derivatives import Flat, tangents_of, transposed
@@ -203,7 +204,7 @@ class MappedStep:
 DerivativeStep = Tangents | Cotangents | MappedStep
 
 
-def spread(axis: Axis, x: Any, batched: bool, target: bool) -> Any:
+def spread(axis: Axis, x: Value, batched: bool, target: bool) -> Any:
     """A value as batched as is wanted.
 
     Cotangents of a result that is the same for all lanes add up.
@@ -216,7 +217,7 @@ def spread(axis: Axis, x: Any, batched: bool, target: bool) -> Any:
 custom_call_p = declare("custom_batched_call")
 
 
-def per_example(jaxpr: _compat.ClosedJaxpr, steps: Sequence[DerivativeStep]) -> Flat:
+def per_example(jaxpr: ClosedJaxpr, steps: Sequence[DerivativeStep]) -> Flat:
     """What a call computes for one example."""
 
     def program(*xs: Any) -> list[Any]:
@@ -230,7 +231,7 @@ def after(steps: Sequence[DerivativeStep], function: Flat) -> Flat:
     return functools.reduce(lambda before, step: step.function(before), steps, function)
 
 
-def result_types(jaxpr: _compat.ClosedJaxpr, steps: Sequence[DerivativeStep]) -> list[Any]:
+def result_types(jaxpr: ClosedJaxpr, steps: Sequence[DerivativeStep]) -> list[Any]:
     """The types of what a call computes for one example."""
     return functools.reduce(lambda before, step: step.types(before), steps, list(jaxpr.out_avals))
 
@@ -248,7 +249,7 @@ def effects_had(had: bool) -> Iterator[None]:
         _effects_had.reset(token)
 
 
-def call(jaxpr: _compat.ClosedJaxpr, rule: Any, operands: Sequence[Any]) -> list[Any]:
+def call(jaxpr: ClosedJaxpr, rule: Any, operands: Sequence[Value]) -> list[Any]:
     """The results, for one example, of a program with a batching rule of the user's."""
     if _effects_had.get():
         jaxpr = without_effects(jaxpr)
@@ -256,8 +257,8 @@ def call(jaxpr: _compat.ClosedJaxpr, rule: Any, operands: Sequence[Any]) -> list
 
 
 def with_captured(
-    jaxpr: _compat.ClosedJaxpr, closed: Sequence[Any], rule: Any
-) -> tuple[_compat.ClosedJaxpr, list[Any]]:
+    jaxpr: ClosedJaxpr, closed: Sequence[Any], rule: Any
+) -> tuple[ClosedJaxpr, list[Any]]:
     """A program that also takes the tracers that only `rule` closes over, and does not use them.
 
     By the time the rule runs their trace may be over, and their values must be at hand.
@@ -277,7 +278,7 @@ def with_captured(
     return _compat.close(jaxpr.jaxpr.replace(invars=invars)), [*closed, *more]
 
 
-def without_effects(jaxpr: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
+def without_effects(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """A program with the equations only that its results need."""
     needed = plan(jaxpr.jaxpr.eqns, jaxpr.jaxpr.outvars, keeps=lambda _: False)
     eqns = [step.eqn for step in needed]

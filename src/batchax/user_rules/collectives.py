@@ -17,6 +17,7 @@ from batchax.errors import UnsupportedError
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.spoken import line_of, spoken
+from batchax.jaxprs.words import Eqn, Jaxpr, Value
 from batchax.kernel.axis import Axis, match_axis
 from batchax.kernel.interpreter import batch_equation
 from batchax.kernel.named_axes import uses_name
@@ -24,7 +25,11 @@ from batchax.user_rules.call import custom_call_p
 
 
 def run_with_collectives(
-    axis: Axis, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], batched: Sequence[bool]
+    axis: Axis,
+    jaxpr: Jaxpr,
+    consts: Sequence[Value],
+    args: Sequence[Value],
+    batched: Sequence[bool],
 ) -> list[Any]:
     """Runs the program of a rule whose collectives over `axis` are of its lanes.
 
@@ -39,7 +44,7 @@ def run_with_collectives(
     """
     by_lane = {v for v, b in zip(jaxpr.invars, batched, strict=True) if b}
 
-    def run_equation(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    def run_equation(eqn: Eqn, operands: list[Value]) -> Sequence[Any]:
         dependent = [not isinstance(v, Literal) and v in by_lane for v in eqn.invars]
         if any(dependent):
             by_lane.update(eqn.outvars)
@@ -53,12 +58,12 @@ def run_with_collectives(
     return evaluate(jaxpr, consts, args, run_equation)
 
 
-def _is_collective(axis: Axis, eqn: Any) -> bool:
+def _is_collective(axis: Axis, eqn: Eqn) -> bool:
     # A call with a rule of its own is not batched here.
     return eqn.primitive is not custom_call_p and uses_name(eqn, axis.name)
 
 
-def _of_lanes(axis: Axis, eqn: Any, operands: list[Any], dependent: Sequence[bool]) -> list[Any]:
+def _of_lanes(axis: Axis, eqn: Eqn, operands: list[Value], dependent: Sequence[bool]) -> list[Any]:
     """The results of a collective, with the lanes along axis 0 if an operand has them."""
     positions = [
         0 if d and np.shape(x)[:1] == (axis.size,) else None

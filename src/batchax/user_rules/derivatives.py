@@ -11,6 +11,7 @@ from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.derivatives import tangents_of
 from batchax.rules.batched_transpose import reached
 from batchax.rules.masking import is_inexact
@@ -27,7 +28,12 @@ from batchax.user_rules.call import (
 
 
 def jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, steps: Any, rule: Any
+    primals: Sequence[Value],
+    tangents: Sequence[Value],
+    *,
+    jaxpr: ClosedJaxpr,
+    steps: Any,
+    rule: Any,
 ) -> tuple[Sequence[Any], list[Any]]:
     moving = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
     types = result_types(jaxpr, steps)
@@ -59,7 +65,10 @@ def jvp(
 
 
 def _differentiable(
-    jaxpr: Any, steps: Sequence[DerivativeStep], moving: Sequence[int], types: Sequence[Any]
+    jaxpr: ClosedJaxpr,
+    steps: Sequence[DerivativeStep],
+    moving: Sequence[int],
+    types: Sequence[Aval],
 ) -> tuple[int, ...]:
     """Which results have a derivative with respect to the `moving` operands."""
     hits = [True] * len(types)
@@ -78,7 +87,7 @@ def _count_linear(steps: Sequence[DerivativeStep]) -> int:
     return 0
 
 
-def _refuse_effects(jaxpr: Any, of: Sequence[int]) -> None:
+def _refuse_effects(jaxpr: ClosedJaxpr, of: Sequence[int]) -> None:
     if of and _compat.ordered_by_lane(jaxpr.effects):
         raise UnsupportedError(
             "a function with a batching rule is differentiated whose results depend on input or "
@@ -89,11 +98,11 @@ def _refuse_effects(jaxpr: Any, of: Sequence[int]) -> None:
 
 
 def transpose(
-    cotangents: Sequence[Any], *operands: Any, jaxpr: Any, steps: Any, rule: Any
+    cotangents: Sequence[Value], *operands: Any, jaxpr: ClosedJaxpr, steps: Any, rule: Any
 ) -> list[Any]:
     linear = tuple(i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
     of = tuple(k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero)
-    results: list[Any] = [None] * len(operands)
+    results: list[Value] = [None] * len(operands)
     if not of:
         for i in linear:
             results[i] = ad.Zero(operands[i].aval)

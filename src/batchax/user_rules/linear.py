@@ -14,7 +14,8 @@ from jax.core import eval_jaxpr
 from jax.interpreters import ad
 
 from batchax import _compat
-from batchax.kernel.axis import Axis, AxisPosition
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
+from batchax.kernel.axis import Axis, Position
 from batchax.kernel.derivatives import tangents_of
 from batchax.kernel.inner import batch_inner
 from batchax.kernel.own_primitive import own_primitive
@@ -28,8 +29,8 @@ Linear = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 def linear_with_transpose(
     forward: Linear,
     transpose: Linear,
-    residuals: Sequence[Any],
-    operands: Sequence[Any],
+    residuals: Sequence[Value],
+    operands: Sequence[Value],
     key: Hashable | None = None,
 ) -> list[Any]:
     """``forward(residuals, operands)``, whose transpose is ``transpose(residuals, cts)``.
@@ -40,12 +41,12 @@ def linear_with_transpose(
     residual_types = tuple(map(jax.typeof, residuals))
     linear = tuple(jax.typeof(x).to_tangent_aval() for x in operands)
 
-    def stage(function: Linear, types: Sequence[Any]) -> _compat.ClosedJaxpr:
+    def stage(function: Linear, types: Sequence[Aval]) -> ClosedJaxpr:
         count = len(residual_types)
         run = lambda *xs: function(xs[:count], xs[count:])
         return _compat.stage(run, [*residual_types, *types])
 
-    def both() -> tuple[_compat.ClosedJaxpr, _compat.ClosedJaxpr]:
+    def both() -> tuple[ClosedJaxpr, ClosedJaxpr]:
         ahead = stage(forward, linear)
         return ahead, stage(transpose, list(ahead.out_avals))
 
@@ -59,10 +60,10 @@ _staged = Memo("linear functions, and their transposes", most=1024)
 
 
 def _bind(
-    ahead: _compat.ClosedJaxpr,
-    back: _compat.ClosedJaxpr,
-    residuals: Sequence[Any],
-    operands: Sequence[Any],
+    ahead: ClosedJaxpr,
+    back: ClosedJaxpr,
+    residuals: Sequence[Value],
+    operands: Sequence[Value],
 ) -> list[Any]:
     """The call, with the constants of both programs as residuals of either."""
     (ahead, back), consts = _compat.hoist_constants(ahead, back)
@@ -108,7 +109,7 @@ def _transpose(cotangents: Any, *operands: Any, forward: Any, transpose: Any, co
 
 def _batched(
     axis: Axis, args: Any, axes: Any, /, *, forward: Any, transpose: Any, count: int
-) -> tuple[list[Any], Sequence[AxisPosition]]:
+) -> tuple[list[Any], Sequence[Position]]:
     ahead, out_axes = batch_inner(axis, forward, axes)
 
     def back(*xs: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from typing import Any
 from jax import lax
 from jax.core import eval_jaxpr
 
-from batchax import _compat
+from batchax.jaxprs.words import ClosedJaxpr
 from batchax.kernel.axis import Axis
 from batchax.kernel.derivatives import Flat
 from batchax.kernel.inner import stage_function
@@ -44,7 +44,7 @@ def of_one_lane() -> Iterator[None]:
 
 
 def one_lane(
-    axis: Axis, rule: UserRule, jaxpr: _compat.ClosedJaxpr, flags: Flags, needed: Flags
+    axis: Axis, rule: UserRule, jaxpr: ClosedJaxpr, flags: Flags, needed: Flags
 ) -> Flat | None:
     """The rule as a function of one example, if that does once what is dear for each lane.
 
@@ -56,7 +56,7 @@ def one_lane(
       needed: which would have to be for the rule to compute all lanes.
     """
 
-    def shares(program: _compat.ClosedJaxpr) -> bool:
+    def shares(program: ClosedJaxpr) -> bool:
         costs = (cost_of_program(program, differs=f, steps=STEPS) for f in (flags, needed))
         once, each = map(TOGETHER.time, costs)
         return once < WORTH * each and axis.size * (each - once) > LAUNCH

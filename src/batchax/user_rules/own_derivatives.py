@@ -15,6 +15,7 @@ import numpy as np
 
 from batchax.errors import ArgumentTypeError
 from batchax.frontend.outputs import is_array
+from batchax.jaxprs.words import Value
 from batchax.kernel.derivatives import with_values
 from batchax.kernel.rule_results import describe_returned
 from batchax.rules.masking import is_inexact
@@ -45,7 +46,7 @@ def call_with_derivatives(
     name: str,
     call: Callable[[Arguments, Sequence[Any]], Any],
     arguments: Arguments,
-    operands: Sequence[Any],
+    operands: Sequence[Value],
 ) -> Any:
     """``call(arguments, operands)``, differentiated by `rules`."""
     given = _Call(rules, name, call, arguments, operands)
@@ -67,7 +68,7 @@ class _Call:
         name: str,
         call: Callable[[Arguments, Sequence[Any]], Any],
         arguments: Arguments,
-        operands: Sequence[Any],
+        operands: Sequence[Value],
     ) -> None:
         self.rules, self.name, self.call, self.arguments = rules, name, call, arguments
         # Those whose derivatives are arrays; of integers and keys there are none.
@@ -77,7 +78,7 @@ class _Call:
         """The function."""
         return self.call(self.arguments, operands)
 
-    def tangents(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    def tangents(self, primals: Sequence[Value], tangents: Sequence[Value]) -> tuple[Any, Any]:
         """The user's forward-mode rule."""
         assert self.rules.jvp is not None
         values = self.arguments.in_order(primals)
@@ -115,21 +116,23 @@ class _Call:
             )
         return tuple(self.arguments.operands_of(result))
 
-    def linear_tangents(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    def linear_tangents(
+        self, primals: Sequence[Value], tangents: Sequence[Value]
+    ) -> tuple[Any, Any]:
         """The forward-mode rule, whose transpose is the reverse pass."""
         out, residuals = self.forward(*primals)
         types, structure = jax.tree.flatten(jax.tree.map(jax.typeof, out))
         smooth_outs = [k for k, aval in enumerate(types) if is_inexact(aval)]
         count = len(primals)
 
-        def ahead(values: Sequence[Any], moving: Sequence[Any]) -> list[Any]:
+        def ahead(values: Sequence[Value], moving: Sequence[Any]) -> list[Any]:
             every = [np.zeros(np.shape(x), jax.dtypes.float0) for x in primals]
             for i, t in zip(self.smooth, moving, strict=True):
                 every[i] = t
             leaves = jax.tree.leaves(self.tangents(values[:count], every)[1])
             return [leaves[k] for k in smooth_outs]
 
-        def back(values: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        def back(values: Sequence[Value], cotangents: Sequence[Value]) -> list[Any]:
             every = [np.zeros(t.shape, jax.dtypes.float0) for t in types]
             for k, ct in zip(smooth_outs, cotangents, strict=True):
                 every[k] = ct
@@ -159,7 +162,7 @@ class _Residuals:
       rebuild: from those to the tree.
     """
 
-    arrays: Sequence[Any]
+    arrays: Sequence[Value]
     rebuild: Callable[[Sequence[Any]], Any]
 
     @classmethod
@@ -182,7 +185,7 @@ class _Residuals:
         return cls(arrays, rebuild)
 
 
-def _no_tangent(x: Any) -> Any:
+def _no_tangent(x: Value) -> Any:
     """The tangent of an argument that is constant: zero, or None if it is no array."""
     if not is_array(x):
         return None

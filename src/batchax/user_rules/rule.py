@@ -14,6 +14,7 @@ from jax.core import Tracer, eval_jaxpr
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis
 from batchax.kernel.captured import closes_over_tracers, program_behind, resolve
 from batchax.kernel.rule_results import describe_rule, fitted, noting, split_pair
@@ -70,7 +71,7 @@ class UserRule:
         return "axis_name" in self.asks
 
     def run(
-        self, axis: Axis, flags: Sequence[bool], closed: Sequence[Any], operands: Sequence[Any]
+        self, axis: Axis, flags: Sequence[bool], closed: Sequence[Any], operands: Sequence[Value]
     ) -> tuple[list[Any], list[bool]]:
         """The results for all lanes, and which of them are batched, at axis 0.
 
@@ -104,7 +105,7 @@ class UserRule:
             outs = eval_jaxpr(staged.jaxpr, consts, *operands)
         return outs, out_flags
 
-    def _resolved(self, consts: Sequence[Any], closed: Sequence[Any]) -> list[Any]:
+    def _resolved(self, consts: Sequence[Value], closed: Sequence[Any]) -> list[Any]:
         by_id = dict(zip(map(id, self.closed), closed, strict=True))
         values, positions = resolve(program_behind(self.rule), consts)
         for const, x, position in zip(consts, values, positions, strict=True):
@@ -124,7 +125,7 @@ class UserRule:
         )
 
     def _call(
-        self, axis: Axis, flags: Sequence[bool], operands: Sequence[Any]
+        self, axis: Axis, flags: Sequence[bool], operands: Sequence[Value]
     ) -> tuple[list[Any], list[bool]]:
         if self.rule is None:
             raise UnsupportedError(

@@ -19,7 +19,8 @@ from jax.extend.core import Literal
 
 from batchax import _compat
 from batchax.jaxprs.evaluate import plan
-from batchax.kernel.axis import Axis, AxisPosition, axis_to_front
+from batchax.jaxprs.words import Eqn, Jaxpr, Value
+from batchax.kernel.axis import Axis, Position, axis_to_front
 from batchax.kernel.derivatives import Flat, pullback_of
 from batchax.kernel.inner import batch_function, example_aval, stage_described
 from batchax.kernel.interpreter import ProgramRun, interpret
@@ -34,7 +35,7 @@ from batchax.user_rules.call import (
     spread,
 )
 
-Axes = Sequence[AxisPosition]
+Axes = Sequence[Position]
 Batched = tuple[Sequence[Any], Axes]
 """Values, and where they have the batch axis."""
 
@@ -43,7 +44,7 @@ Batched = tuple[Sequence[Any], Axes]
 class Values:
     """The call `eqn` of a function; a call before it computes `first` tangents of its results."""
 
-    eqn: Any
+    eqn: Eqn
     first: int
 
 
@@ -62,14 +63,14 @@ class Pullbacks:
     calls: list[tuple[Any, Sequence[MappedStep]]] = field(default_factory=list)
 
 
-def later_calls(run: ProgramRun, eqn: Any) -> Values | Pullbacks | None:
+def later_calls(run: ProgramRun, eqn: Eqn) -> Values | Pullbacks | None:
     """What the call `eqn` can keep something for in this run, if anything."""
     if custom_call_p not in run.found:
         run.found[custom_call_p] = _pairs(run.jaxpr)
     return run.found[custom_call_p].get(id(eqn))
 
 
-def _pairs(jaxpr: Any) -> dict[int, Values | Pullbacks]:
+def _pairs(jaxpr: Jaxpr) -> dict[int, Values | Pullbacks]:
     """What calls can keep something for, by their ids."""
     pairs: dict[int, Values | Pullbacks] = {}
     calls: dict[Any, Any] = {}  # by rule, steps and operands
@@ -111,14 +112,16 @@ def _identity(v: Any) -> Any:
 
 
 def with_pullback(
-    axis: Axis, function: BatchedFlat, args: Sequence[Any], later: Pullbacks
+    axis: Axis, function: BatchedFlat, args: Sequence[Value], later: Pullbacks
 ) -> tuple[Batched, Callable[..., Batched]]:
     """What a function of batches returns, and what `later` calls do, given their directions."""
     (outs, pull), out_flags = _compat.described(
         function, lambda arrays: pullback_of(arrays, args, later.moving, later.of)
     )
 
-    def pullback(directions: Sequence[MappedStep], operands: Sequence[Any], axes: Axes) -> Batched:
+    def pullback(
+        directions: Sequence[MappedStep], operands: Sequence[Value], axes: Axes
+    ) -> Batched:
         count = len(later.of)
         flags = [a is not None for a in axes[-count:]]
 
@@ -135,7 +138,7 @@ def with_pullback(
 
 
 def with_pullback_of_one(
-    axis: Axis, function: Flat, args: Sequence[Any], axes: Axes, later: Pullbacks
+    axis: Axis, function: Flat, args: Sequence[Value], axes: Axes, later: Pullbacks
 ) -> tuple[Batched, Callable[..., Batched]]:
     """As `with_pullback`, of a function of one example, which is batched operation by operation."""
 
@@ -154,7 +157,9 @@ def with_pullback_of_one(
     def reverse(*xs: Any) -> list[Any]:
         return list(jax.tree.unflatten(structure, xs[:count])(list(xs[count:])))
 
-    def pullback(directions: Sequence[MappedStep], operands: Sequence[Any], axes: Axes) -> Batched:
+    def pullback(
+        directions: Sequence[MappedStep], operands: Sequence[Value], axes: Axes
+    ) -> Batched:
         steps = [MappedStep(d.axis, (*same, *d.mapped)) for d in directions]
         given = [*outs[first:], *operands[-len(later.of) :]]
         places = [*out_axes[first:], *axes[-len(later.of) :]]
@@ -163,11 +168,11 @@ def with_pullback_of_one(
     return (outs[:first], out_axes[:first]), pullback
 
 
-def to_front(axis: Axis, x: Any, position: AxisPosition) -> Any:
+def to_front(axis: Axis, x: Value, position: Position) -> Any:
     """A value with the batch axis first, if it has it."""
     return x if position is None else axis_to_front(axis, x, position)
 
 
-def positions(outs: Sequence[Any], flags: Flags) -> Batched:
+def positions(outs: Sequence[Value], flags: Flags) -> Batched:
     """Values with the batch axis first where `flags` says that they have it."""
     return outs, [0 if batched else None for batched in flags]

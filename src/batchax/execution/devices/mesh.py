@@ -16,6 +16,7 @@ from batchax.execution.devices.local_rows import on_own_devices
 from batchax.execution.devices.processes import check_spans
 from batchax.execution.devices.shards import Shards
 from batchax.execution.devices.telling import typed_mesh
+from batchax.jaxprs.words import Value
 from batchax.kernel.looking import in_jit
 from batchax.kernel.varying import mesh_around
 
@@ -41,7 +42,9 @@ class OnMesh:
         check_spans(mesh)
         return mesh, self.names or tuple(mesh.axis_names)
 
-    def shards(self, lanes: Any, values: Sequence[Any], own: Sequence[range] = ()) -> Shards | None:
+    def shards(
+        self, lanes: Any, values: Sequence[Value], own: Sequence[range] = ()
+    ) -> Shards | None:
         """What so many lanes are spread over; None if there are none.
 
         Args:
@@ -70,7 +73,7 @@ class OnMesh:
         mesh, names = self._as_types_tell(values)
         return Shards(mesh, names, lanes, on_own_devices(mesh, names, own) if own else ())
 
-    def _as_types_tell(self, values: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+    def _as_types_tell(self, values: Sequence[Value]) -> tuple[Any, tuple[Any, ...]]:
         """The mesh with its axes of those types that JAX goes by here, and names.
 
         Whether types of arrays tell of a mesh is not for the mesh to say that is given: they do as
@@ -137,5 +140,5 @@ def find_mesh(mesh: Any) -> OnMesh | None:
     return OnMesh(mesh, names)
 
 
-def _is_mesh(x: Any) -> TypeGuard[Mesh | AbstractMesh]:
+def _is_mesh(x: Value) -> TypeGuard[Mesh | AbstractMesh]:
     return isinstance(x, (Mesh, AbstractMesh))

@@ -27,12 +27,13 @@ from batchax.execution.devices.processes import of_several_processes, put_by_pro
 from batchax.execution.devices.shards import Shards
 from batchax.execution.devices.telling import sharding_of, typed_mesh
 from batchax.frontend.local_rows import LocalRows
-from batchax.kernel.axis import AxisPosition, inserted
+from batchax.jaxprs.words import Value
+from batchax.kernel.axis import Position, inserted
 from batchax.kernel.looking import in_jit
 
 
 def placed(
-    shards: Shards, paths: Sequence[str], args: Sequence[Any], positions: Sequence[AxisPosition]
+    shards: Shards, paths: Sequence[str], args: Sequence[Value], positions: Sequence[Position]
 ) -> list[Any]:
     """The arguments where shards want them: lanes spread over the mesh, all else on each device.
 
@@ -47,7 +48,7 @@ def placed(
     return [_placed(shards, x, position) for x, position in zip(args, positions, strict=True)]
 
 
-def _placed(shards: Shards, x: Any, position: AxisPosition) -> Any:
+def _placed(shards: Shards, x: Value, position: Position) -> Any:
     if isinstance(x, np.ndarray) and in_jit():
         x = jnp.asarray(x)
     if isinstance(x, Tracer) or isinstance(shards.mesh, AbstractMesh):
@@ -59,7 +60,7 @@ def _placed(shards: Shards, x: Any, position: AxisPosition) -> Any:
     return _from_host(shards, x, position)
 
 
-def _put_in_program(shards: Shards, x: Any, position: AxisPosition) -> Any:
+def _put_in_program(shards: Shards, x: Value, position: Position) -> Any:
     types = dict(zip(shards.mesh.axis_names, shards.mesh.axis_types, strict=True))
     if any(types[name] == AxisType.Explicit for name in shards.names):
         spec = _with_other_axes(shards, x, position)
@@ -71,7 +72,7 @@ def _put_in_program(shards: Shards, x: Any, position: AxisPosition) -> Any:
     return x if position is None else _filled_up_anywhere(shards, x, position)
 
 
-def _sent(shards: Shards, x: jax.Array, position: AxisPosition) -> Any:
+def _sent(shards: Shards, x: jax.Array, position: Position) -> Any:
     sharding = NamedSharding(shards.mesh, _with_other_axes(shards, x, position))
     x = _filled_up(shards, x, position)
     if isinstance(x, Tracer) or x.is_fully_addressable:
@@ -81,7 +82,7 @@ def _sent(shards: Shards, x: jax.Array, position: AxisPosition) -> Any:
     return put_by_program(x, sharding)  # `jax.device_put` refuses random keys
 
 
-def _from_host(shards: Shards, x: Any, position: AxisPosition) -> jax.Array:
+def _from_host(shards: Shards, x: Value, position: Position) -> jax.Array:
     """An array of NumPy, or own rows, on devices. No copy of the whole is made for one."""
     sharding = NamedSharding(shards.mesh, _with_other_axes(shards, x, position))
     shape, first = list(x.shape), 0
@@ -102,7 +103,7 @@ def _from_host(shards: Shards, x: Any, position: AxisPosition) -> jax.Array:
     return jax.make_array_from_callback(tuple(shape), sharding, held, dtype=jax.typeof(x).dtype)
 
 
-def _filled_up(shards: Shards, x: Any, position: AxisPosition) -> Any:
+def _filled_up(shards: Shards, x: Value, position: Position) -> Any:
     return x if position is None else shards.filled_up(x, position)
 
 
@@ -114,7 +115,7 @@ def puts_traced(mesh: Any) -> bool:
     return not (isinstance(mesh, AbstractMesh) or of_several_processes(mesh) or in_jit())
 
 
-def put_traced(shards: Shards, x: Any, position: AxisPosition, value: Any) -> Any:
+def put_traced(shards: Shards, x: Value, position: Position, value: Value) -> Any:
     """An array that is differentiated, with its lanes where shards want them.
 
     What the user put on other devices is put there, and the cotangent of what was on one of them
@@ -135,7 +136,7 @@ def put_traced(shards: Shards, x: Any, position: AxisPosition, value: Any) -> An
         return jax.device_put(x, NamedSharding(shards.mesh, PartitionSpec()), src=source)
 
 
-def _filled_up_anywhere(shards: Shards, x: Any, position: int) -> Any:
+def _filled_up_anywhere(shards: Shards, x: Value, position: int) -> Any:
     """A traced array with lanes that fill up the last shards.
 
     Where lanes do not come out even each device has all of them. Left to itself the compiler puts
@@ -155,7 +156,7 @@ def _filled_up_anywhere(shards: Shards, x: Any, position: int) -> Any:
     )
 
 
-def _with_other_axes(shards: Shards, x: Any, position: AxisPosition) -> PartitionSpec:
+def _with_other_axes(shards: Shards, x: Value, position: Position) -> PartitionSpec:
     """Lanes over the axes of `shards`, and whatever `x` is sharded over besides."""
     sharding = sharding_of(x)
     entries = list(shards.spec(position))
@@ -167,7 +168,7 @@ def _with_other_axes(shards: Shards, x: Any, position: AxisPosition) -> Partitio
     return PartitionSpec(*entries)
 
 
-def _check_free(shards: Shards, path: str, x: Any, position: AxisPosition) -> None:
+def _check_free(shards: Shards, path: str, x: Value, position: Position) -> None:
     for i, entry in enumerate(getattr(sharding_of(x), "spec", ())):
         names = entry if isinstance(entry, tuple) else (entry,)
         taken = [name for name in names if name in shards.names]

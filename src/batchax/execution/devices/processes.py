@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from batchax.errors import UnsupportedError
+from batchax.jaxprs.words import Value
 from batchax.memo import memoized
 
 
@@ -65,10 +66,10 @@ def _by_process() -> tuple[NamedSharding, NamedSharding]:
     return NamedSharding(mesh, PartitionSpec("processes")), NamedSharding(mesh, PartitionSpec())
 
 
-def put_by_program(x: Any, sharding: Any) -> Any:
+def put_by_program(x: Value, sharding: Any) -> Any:
     """An array sharded otherwise, by a program that all processes run."""
     return jax.jit(_same, out_shardings=sharding)(x)
 
 
-def _same(x: Any) -> Any:
+def _same(x: Value) -> Any:
     return x

@@ -16,12 +16,13 @@ from batchax.execution.chunk_results import of_only_chunk
 from batchax.execution.devices.shards import Shards
 from batchax.execution.operand_specs import Combined, Extreme, PerChunk, Result, Sum, of_states
 from batchax.jaxprs.neutral import NEUTRAL, accumulator
+from batchax.jaxprs.words import Value
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
 
 
 def combined(
-    shards: Shards, kinds: Sequence[Result], xs: Sequence[Any], returned: Sequence[bool]
+    shards: Shards, kinds: Sequence[Result], xs: Sequence[Value], returned: Sequence[bool]
 ) -> list[Any]:
     """Inside: results of a chunk loop for all lanes, from those for each shard's.
 
@@ -36,7 +37,7 @@ def combined(
     return of_states(kinds, of_all, lambda spec, places: spec.folded(of_all[places]))
 
 
-def _combined(shards: Shards, kind: Result, x: Any) -> Any:
+def _combined(shards: Shards, kind: Result, x: Value) -> Any:
     match kind:
         case Sum():
             return lax.psum(x, shards.names)
@@ -50,14 +51,14 @@ def _combined(shards: Shards, kind: Result, x: Any) -> Any:
             return x
 
 
-def _summed(shards: Shards, xs: Sequence[Any]) -> Sequence[Any]:
+def _summed(shards: Shards, xs: Sequence[Value]) -> Sequence[Any]:
     """Sums over shards that each of them returns.
 
     Of such a result JAX gives each shard an equal share of the cotangent. The transpose of
     ``lax.psum`` would add these shares up, by an exchange; they are known to be equal.
     """
 
-    def ahead(_: Any, xs: Sequence[Any]) -> list[Any]:
+    def ahead(_: Any, xs: Sequence[Value]) -> list[Any]:
         return list(lax.psum(tuple(xs), shards.names))
 
     def back(_: Any, shares: Sequence[Any]) -> list[Any]:
@@ -71,7 +72,7 @@ def _summed(shards: Shards, xs: Sequence[Any]) -> Sequence[Any]:
     return linear_with_transpose(ahead, back, [], xs, key) if xs else []
 
 
-def _extreme(shards: Shards, kind: Extreme, x: Any) -> Any:
+def _extreme(shards: Shards, kind: Extreme, x: Value) -> Any:
     """The extreme of all shards' extremes: NaN if one of them is.
 
     An all-reduce may drop NaN (on CPUs it does), so whether there is one is exchanged beside
@@ -84,7 +85,7 @@ def _extreme(shards: Shards, kind: Extreme, x: Any) -> Any:
     exchange, missing = (lax.pmax, 1) if kind.kind == "max" else (lax.pmin, -1)
 
     @jax.custom_jvp
-    def extreme(x: Any) -> Any:
+    def extreme(x: Value) -> Any:
         if not is_inexact(x):
             return exchange(x, shards.names)
         wide = x.astype(accumulator(x.dtype))
@@ -102,5 +103,5 @@ def _extreme(shards: Shards, kind: Extreme, x: Any) -> Any:
     return extreme(x)
 
 
-def _gathered_extreme(shards: Shards, kind: Extreme, x: Any) -> Any:
+def _gathered_extreme(shards: Shards, kind: Extreme, x: Value) -> Any:
     return of_only_chunk(shards.gathered(x[None], 0), replace(kind, axis=0))

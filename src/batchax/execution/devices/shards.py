@@ -21,7 +21,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from batchax import _compat
-from batchax.kernel.axis import AxisPosition, inserted
+from batchax.jaxprs.words import Value
+from batchax.kernel.axis import Position, inserted
 
 T = TypeVar("T")
 
@@ -87,11 +88,11 @@ class Shards:
         ends = jnp.asarray([(r.start, r.stop) for r in self.of_each], np.int32)
         return lax.dynamic_index_in_dim(ends, lax.axis_index(self.names), keepdims=False)
 
-    def filled_up(self, x: Any, axis: int) -> Any:
+    def filled_up(self, x: Value, axis: int) -> Any:
         """From all lanes along `axis` to those of all shards, with lanes that repeat another."""
         return _taken(x, self.slots, axis)
 
-    def without_repeated(self, x: Any, axis: int) -> Any:
+    def without_repeated(self, x: Value, axis: int) -> Any:
         """What `filled_up` was given."""
         if self.repeated and is_sharded(x, axis):  # such types allow shards of one size only
             x = with_whole_axis(x, axis)
@@ -100,23 +101,23 @@ class Shards:
             places[lanes] = i * self.each + np.arange(len(lanes))
         return _taken(x, places, axis)
 
-    def part_of_this(self, x: Any, axis: int) -> Any:
+    def part_of_this(self, x: Value, axis: int) -> Any:
         """Inside: this shard's part of what `filled_up` returned."""
         first = lax.axis_index(self.names) * np.int32(self.each)
         return lax.dynamic_slice_in_dim(x, first, self.each, axis)
 
-    def gathered(self, x: Any, axis: int) -> Any:
+    def gathered(self, x: Value, axis: int) -> Any:
         """Inside: the lanes of all shards, on each."""
         return lax.all_gather(x, self.names, axis=axis, tiled=True)
 
-    def spec(self, position: AxisPosition) -> PartitionSpec:
+    def spec(self, position: Position) -> PartitionSpec:
         """How an array with lanes at `position` is sharded; None: the same on every device."""
         if position is None:
             return PartitionSpec()
         return PartitionSpec(*inserted((None,) * position, position, self.names))
 
 
-def _taken(x: Any, indices: np.ndarray, axis: int) -> Any:
+def _taken(x: Value, indices: np.ndarray, axis: int) -> Any:
     """`x` at these places along `axis`: slices of what lies together, one after another."""
     if np.array_equal(indices, np.arange(x.shape[axis])):
         return x
@@ -126,13 +127,13 @@ def _taken(x: Any, indices: np.ndarray, axis: int) -> Any:
     )
 
 
-def is_sharded(x: Any, axis: int) -> bool:
+def is_sharded(x: Value, axis: int) -> bool:
     """Whether an array is sharded along an axis by its type."""
     spec = jax.typeof(x).sharding.spec
     return axis < len(spec) and spec[axis] is not None
 
 
-def with_whole_axis(x: Any, position: int) -> Any:
+def with_whole_axis(x: Value, position: int) -> Any:
     """An array that is sharded by its type, but not along that axis."""
     sharding: Any = jax.typeof(x).sharding
     spec = [None if d == position else entry for d, entry in enumerate(sharding.spec)]
@@ -141,9 +142,9 @@ def with_whole_axis(x: Any, position: int) -> Any:
 
 def on_shards(
     shards: Shards,
-    run: Callable[..., tuple[list[Any], list[AxisPosition], T]],
-    args: Sequence[Any],
-    positions: Sequence[AxisPosition],
+    run: Callable[..., tuple[list[Any], list[Position], T]],
+    args: Sequence[Value],
+    positions: Sequence[Position],
     compiled: bool = True,
 ) -> tuple[list[Any], T]:
     """Runs a function on each shard of its arguments.
@@ -162,7 +163,7 @@ def on_shards(
     """
     outputs = _compat.Outputs()
 
-    def one_shard(*xs: Any) -> tuple[Any, tuple[list[AxisPosition], T]]:
+    def one_shard(*xs: Any) -> tuple[Any, tuple[list[Position], T]]:
         outs, at, more = run(*xs)
         return outputs.told(outs, [shards.spec(a) for a in at]), (at, more)
 

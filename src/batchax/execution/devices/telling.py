@@ -13,11 +13,12 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from batchax.errors import UnsupportedError
 from batchax.execution.devices.shards import Shards, with_whole_axis
 from batchax.jaxprs.inside import with_inside
-from batchax.kernel.axis import Axis, AxisPosition
+from batchax.jaxprs.words import Jaxpr, Value
+from batchax.kernel.axis import Axis, Position
 
 
 def find_shards(
-    axis: Axis, args: Sequence[Any], positions: Sequence[AxisPosition], jaxpr: Any
+    axis: Axis, args: Sequence[Value], positions: Sequence[Position], jaxpr: Jaxpr
 ) -> Shards | None:
     """What the lanes are sharded over, if that is known, and if `jaxpr` can run on each shard.
 
@@ -30,9 +31,7 @@ def find_shards(
     return None if shards is None or _needs_all_devices(jaxpr, shards.names) else shards
 
 
-def _find_shards(
-    axis: Axis, args: Sequence[Any], positions: Sequence[AxisPosition]
-) -> Shards | None:
+def _find_shards(axis: Axis, args: Sequence[Value], positions: Sequence[Position]) -> Shards | None:
     for x, position in zip(args, positions, strict=True):
         sharding = sharding_of(x)
         if names := _shards(sharding, position):
@@ -46,12 +45,12 @@ def _find_shards(
     return None
 
 
-def sharding_of(x: Any) -> Any:
+def sharding_of(x: Value) -> Any:
     """How an array is sharded, as far as that is known: of a traced one, what its type tells."""
     return getattr(jax.typeof(x) if isinstance(x, Tracer) else x, "sharding", None)
 
 
-def _shards(sharding: Any, position: AxisPosition) -> tuple[Any, ...]:
+def _shards(sharding: Any, position: Position) -> tuple[Any, ...]:
     """The names of the mesh axes that axis `position` is sharded over."""
     if position is None or not isinstance(sharding, NamedSharding):
         return ()
@@ -69,7 +68,7 @@ def _counted(mesh: Any, names: tuple[Any, ...], size: int) -> Shards | None:
     return shards if several and size % shards.count == 0 else None
 
 
-def _needs_all_devices(jaxpr: Any, names: Collection[Any]) -> bool:
+def _needs_all_devices(jaxpr: Jaxpr, names: Collection[Any]) -> bool:
     """Whether a program inside ``shard_map`` over `names` could not call it as it does."""
     return any(
         not isinstance(eqn.params["mesh"], AbstractMesh)
@@ -78,14 +77,14 @@ def _needs_all_devices(jaxpr: Any, names: Collection[Any]) -> bool:
     )
 
 
-def _shard_maps(jaxpr: Any) -> Iterator[Any]:
+def _shard_maps(jaxpr: Jaxpr) -> Iterator[Any]:
     """The equations of ``shard_map`` in a program, and in programs inside it."""
     is_one = lambda eqn: eqn.primitive.name == "shard_map"
     return filter(is_one, with_inside(jaxpr.eqns, lambda eqn: not is_one(eqn)))
 
 
 def lanes_for_all(
-    axis: Axis, args: Sequence[Any], positions: Sequence[AxisPosition], jaxpr: Any
+    axis: Axis, args: Sequence[Value], positions: Sequence[Position], jaxpr: Jaxpr
 ) -> tuple[int, list[Any]]:
     """For lanes that are not run on shards, though they may be sharded.
 
@@ -104,13 +103,13 @@ def lanes_for_all(
     return math.lcm(*parts), list(args)
 
 
-def typed_mesh(x: Any) -> Any:
+def typed_mesh(x: Value) -> Any:
     """The mesh that the type of an argument tells of, if it does."""
     mesh = getattr(sharding_of(x), "mesh", None)
     return mesh if AxisType.Explicit in getattr(mesh, "axis_types", ()) else None
 
 
-def check_shared(args: Sequence[Any], consts: Sequence[Any]) -> None:
+def check_shared(args: Sequence[Value], consts: Sequence[Value]) -> None:
     """Refuses what the function uses for every lane and a shard cannot be given.
 
     Args:

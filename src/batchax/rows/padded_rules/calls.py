@@ -9,6 +9,7 @@ import jax
 from batchax import _compat
 from batchax.jaxprs.bodies import bind_call, program_called
 from batchax.jaxprs.own_primitives import expanded
+from batchax.jaxprs.words import ClosedJaxpr
 from batchax.rows.padded import CannotPad, Operation, Row, padded_rule, run_padded
 from batchax.rows.padded_rules.inside import (
     Moving,
@@ -55,7 +56,9 @@ def _custom_vmap(op: Operation, *rows: Row, call: Any, **params: Any) -> Any:
 
 
 @padded_rule("custom_batched_call")
-def _custom_batched(op: Operation, *rows: Row, jaxpr: Any, steps: Any, **params: Any) -> Any:
+def _custom_batched(
+    op: Operation, *rows: Row, jaxpr: ClosedJaxpr, steps: Any, **params: Any
+) -> Any:
     """As `_custom_vmap`, for `batchax.custom_vmap` and its derivatives."""
     body = _compat.stage(per_example(jaxpr, steps), [v.aval for v in op.eqn.invars])
     return run_padded(op.sizes, body.jaxpr, body.consts, rows)

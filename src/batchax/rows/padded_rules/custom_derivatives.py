@@ -16,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
 from batchax import _compat
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Value
 from batchax.rows.padded import Operation, PaddedRule, Row, padded_rule
 from batchax.rows.padded_rules.inside import SizedCall, arrays, run_inside, typed_rows
 
@@ -39,12 +40,12 @@ def padded_function(name: str) -> Callable[[PaddedRule], PaddedRule]:
 class _Call(SizedCall):
     """A call of a function that has derivative rules."""
 
-    def for_each(self, values: Sequence[Any], other: Any) -> list[Any]:
+    def for_each(self, values: Sequence[Value], other: Any) -> list[Any]:
         """From one entry for each value of the call to one for each operand, else `other`."""
         given = dict(zip(self.operands.places, values[len(self.names) :], strict=True))
         return [given.get(i, other) for i in range(len(self.operands.rows))]
 
-    def for_values(self, given: Sequence[Any], other: Any) -> list[Any]:
+    def for_values(self, given: Sequence[Value], other: Any) -> list[Any]:
         """From one entry for each operand of the equation to one for each value of the call."""
         return [other] * len(self.names) + [given[i] for i in self.operands.places]
 
@@ -53,7 +54,7 @@ class _Call(SizedCall):
         op, rows = self.opened(values)
         return arrays(run_inside(op.sizes, body, rows), body.out_avals)
 
-    def zeros(self, values: Sequence[Any], types: Sequence[Any], symbolic: bool) -> list[Any]:
+    def zeros(self, values: Sequence[Value], types: Sequence[Aval], symbolic: bool) -> list[Any]:
         """Derivatives in which those that are zero, or None, have the form that the rule wants.
 
         That is a `SymbolicZero` if it was defined with symbolic zeros, or else an array.
@@ -67,7 +68,7 @@ class _Call(SizedCall):
             for x, aval in zip(values, types, strict=True)
         ]
 
-    def constants(self, consts: Iterable[Any]) -> list[Row]:
+    def constants(self, consts: Iterable[Value]) -> list[Row]:
         """What a rule closes over, which is to be no part of the row."""
         for x in consts:
             if isinstance(x, Tracer) and not _compat.is_live(x):
@@ -79,7 +80,7 @@ class _Call(SizedCall):
         return [Row(x, jax.typeof(x).shape) for x in consts]
 
 
-def staged_jvp_rule(eqn: Any) -> _compat.ClosedJaxpr:
+def staged_jvp_rule(eqn: Eqn) -> ClosedJaxpr:
     """The derivative rule of a ``custom_jvp``, where every operand has a tangent."""
     count = len(eqn.invars) - eqn.params["num_consts"]
     jaxpr, _, _ = eqn.params["jvp_jaxpr_fun"].call_wrapped(*[False] * count)
@@ -108,7 +109,7 @@ def _custom_jvp(
     def function(*values: Any) -> list[Any]:
         return call.run(body, *values)
 
-    def rule(values: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    def rule(values: Sequence[Value], tangents: Sequence[Value]) -> Any:
         inner, rows = call.opened(values)
         types = [v.aval.to_tangent_aval() for v in op.eqn.invars]
         moving = call.for_each(tangents, None)
@@ -172,7 +173,7 @@ def _custom_vjp(
         residuals = _Residuals(sizes, [x for x, _ in pairs], tuple(a for _, a in pairs))
         return outs[count:], residuals
 
-    def reverse(residuals: _Residuals, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+    def reverse(residuals: _Residuals, cotangents: Sequence[Value]) -> tuple[Any, ...]:
         sizes = op.sizes.inside(dict(zip(call.names, residuals.sizes, strict=True)))
         types = [v.aval.to_tangent_aval() for v in op.eqn.outvars]
         cotangents = call.zeros(cotangents, types, symbolic_zeros)
@@ -197,8 +198,8 @@ class _Residuals:
     """What reverse mode needs of a call: sizes, and values with their types in the row."""
 
     sizes: list[Any]
-    values: list[Any]
-    avals: tuple[Any, ...]
+    values: list[Value]
+    avals: tuple[Aval, ...]
 
     def tree_flatten(self) -> tuple[tuple[Any, Any], Any]:
         return (self.sizes, self.values), self.avals
@@ -209,7 +210,7 @@ class _Residuals:
 
 
 @_compat.standing_in()
-def _staged_reverse(backward: Any, inputs: Sequence[Any]) -> tuple[_compat.ClosedJaxpr, list[bool]]:
+def _staged_reverse(backward: Any, inputs: Sequence[Any]) -> tuple[ClosedJaxpr, list[bool]]:
     """The reverse rule for one row, for the inputs and results that are no symbolic zeros."""
 
     def one_row(*xs: Any) -> tuple[list[Any], list[bool]]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from batchax.jaxprs.words import Value
 from batchax.rows.padded import Operation, Row, padded_rule
 from batchax.rows.padded_rules.moving import pad_end, window
 from batchax.rows.sizes import has_symbols, is_symbolic
@@ -76,7 +77,7 @@ def _moved_inside(op: Operation, at: Any, rooms: Sequence[Any], mode: Any) -> An
     return jnp.clip(at, 0, jnp.maximum(limits, 0))
 
 
-def _dropped_in_reverse(x: Any, kept: Any, axes: Sequence[int]) -> Any:
+def _dropped_in_reverse(x: Value, kept: Any, axes: Sequence[int]) -> Any:
     """`x`, through which derivatives flow in reverse only where `kept`, which has its `axes`.
 
     JAX reads at an index out of bounds, where it was promised there are none, what is nearest;
@@ -85,7 +86,7 @@ def _dropped_in_reverse(x: Any, kept: Any, axes: Sequence[int]) -> Any:
     if not is_inexact(x):
         return x
 
-    def transpose(masks: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    def transpose(masks: Sequence[Any], cotangents: Sequence[Value]) -> list[Any]:
         (cotangent,) = cotangents
         mask = lax.broadcast_in_dim(masks[0], cotangent.shape, tuple(axes))
         return [lax.select(mask, cotangent, lax.full_like(cotangent, 0))]

@@ -11,6 +11,7 @@ import jax
 from jax import lax
 
 from batchax import _compat
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.rows.padded import Operation, Row, run_padded
 from batchax.rows.sizes import Sizes
 
@@ -23,7 +24,7 @@ def run_inside(sizes: Sizes, body: Any, rows: Sequence[Row]) -> list[Row]:
     return run_padded(sizes.inside(), body.jaxpr, body.consts, rows)
 
 
-def arrays(rows: Sequence[Row], avals: Sequence[Any]) -> list[Any]:
+def arrays(rows: Sequence[Row], avals: Sequence[Aval]) -> list[Any]:
     """The arrays of rows, in the dtypes of `avals`.
 
     What loops, branches and rules return must have the same types whichever program ran.
@@ -31,12 +32,12 @@ def arrays(rows: Sequence[Row], avals: Sequence[Any]) -> list[Any]:
     return [_array(row.value, aval.dtype) for row, aval in zip(rows, avals, strict=True)]
 
 
-def _array(x: Any, dtype: Any) -> Any:
+def _array(x: Value, dtype: Any) -> Any:
     same = dtype == jax.dtypes.float0 or getattr(x, "dtype", None) == dtype
     return x if same else lax.convert_element_type(x, dtype)
 
 
-def typed_rows(values: Sequence[Any], avals: Sequence[Any]) -> list[Row]:
+def typed_rows(values: Sequence[Value], avals: Sequence[Aval]) -> list[Row]:
     """Rows of which nothing but the type is known."""
     return [Row(x, aval.shape) for x, aval in zip(values, avals, strict=True)]
 
@@ -62,7 +63,7 @@ class Moving:
         empty.rows = self.filled_in([None] * len(self.places))
         return empty
 
-    def filled_in(self, values: Sequence[Any]) -> list[Row]:
+    def filled_in(self, values: Sequence[Value]) -> list[Row]:
         """All operands, with `values` for those that are not known."""
         rows = list(self.rows)
         for i, x in zip(self.places, values, strict=True):
@@ -90,7 +91,7 @@ class SizedCall:
         op = Operation(op.eqn, sizes.inside({}))
         return cls(op, operands.emptied(), tuple(sizes.values)), values
 
-    def opened(self, values: Sequence[Any]) -> tuple[Operation, list[Row]]:
+    def opened(self, values: Sequence[Value]) -> tuple[Operation, list[Row]]:
         """The equation and its operands, where the call has these `values`."""
         count = len(self.names)
         sizes = self.op.sizes.inside(dict(zip(self.names, values[:count], strict=True)))
@@ -107,7 +108,7 @@ def as_function(op: Operation, body: Any, operands: Moving) -> Flat:
     return run
 
 
-def staged(fun: Flat, values: Sequence[Any]) -> tuple[_compat.ClosedJaxpr, list[Any]]:
+def staged(fun: Flat, values: Sequence[Value]) -> tuple[ClosedJaxpr, list[Any]]:
     """A program without constants that computes `fun`, and all of its operands."""
     (program,), consts = _compat.hoist_constants(_compat.stage(fun, list(map(jax.typeof, values))))
     return program, [*consts, *values]

@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from batchax.jaxprs.words import Value
 from batchax.rows.padded import Operation, Row, padded_rule
 from batchax.rows.padded_rules.custom_derivatives import padded_function
 from batchax.rows.padded_rules.inside import Moving, arrays, run_inside, staged
@@ -38,7 +39,7 @@ def _beside_identity(op: Operation, x: Row) -> Any:
     return value if mask is None else lax.select(mask, value, _eye(op, x))
 
 
-def _outputs(op: Operation, outs: Sequence[Any]) -> list[Any]:
+def _outputs(op: Operation, outs: Sequence[Value]) -> list[Any]:
     """Results through whose padding no derivative passes."""
     avals = [v.aval for v in op.eqn.outvars]
     return [op.cut(x, aval.shape) for x, aval in zip(outs, avals, strict=True)]

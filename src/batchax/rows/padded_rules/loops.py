@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
+from batchax.jaxprs.words import Jaxpr, Value
 from batchax.rows.padded import Operation, Row, padded_rule
 from batchax.rows.padded_rules.inside import arrays, run_inside, typed_rows
 from batchax.rows.sizes import Sizes, has_symbols
@@ -29,7 +30,7 @@ from batchax.rules.masking import is_inexact, safe_lanes
 def _scan(
     op: Operation,
     *rows: Row,
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     length: Any,
     reverse: bool,
     unroll: int,
@@ -54,7 +55,7 @@ def _scan(
             again = _zeros(*operands) if _is_moderate(body) else _first_again(*operands, reverse)
             sizes, consts, parts = again.sizes, again.consts, again.parts
 
-    def step(carry: list[Any], given: Any) -> tuple[list[Any], list[Any]]:
+    def step(carry: list[Value], given: Any) -> tuple[list[Any], list[Any]]:
         i, parts = given
         active = None if size is None else lax.lt(i, jnp.asarray(size, i.dtype))
         before = carry
@@ -93,7 +94,7 @@ class _Harmless:
 
     sizes: Sizes
     consts: Sequence[Row]
-    carry: list[Any]
+    carry: list[Value]
     parts: list[Any]
 
 
@@ -101,7 +102,7 @@ def _first_again(
     op: Operation,
     size: Any,
     consts: Sequence[Row],
-    carry: Sequence[Any],
+    carry: Sequence[Value],
     xs: Sequence[Row],
     reverse: bool,
 ) -> _Harmless:
@@ -109,10 +110,10 @@ def _first_again(
     some = jnp.asarray(size) > 0
     start = jnp.maximum(jnp.asarray(size) - 1, 0) if reverse else 0
 
-    def of_a_row_with_steps(x: Any) -> Any:
+    def of_a_row_with_steps(x: Value) -> Any:
         return safe_lanes(some, x, 0)
 
-    def filled(x: Any) -> Any:
+    def filled(x: Value) -> Any:
         constant = _without_derivative(x)
         first = lax.dynamic_index_in_dim(constant, start, 0, False) if reverse else constant[0]
         taken = jnp.arange(x.shape[0], dtype=np.int32) < jnp.asarray(size)
@@ -131,7 +132,7 @@ def _first_again(
 
 
 def _zeros(
-    op: Operation, size: Any, consts: Sequence[Row], carry: Sequence[Any], xs: Sequence[Row]
+    op: Operation, size: Any, consts: Sequence[Row], carry: Sequence[Value], xs: Sequence[Row]
 ) -> _Harmless:
     """Steps not taken are of zeros, which padding often holds already, and the first carry."""
     parts = [op.filled(x, 0, (0,)) if is_inexact(x.value) else x.value for x in xs]
@@ -152,7 +153,7 @@ def _is_moderate(body: Any) -> bool:
     return not (danger.immoderate or danger.endless or ragged) and min(ranges, default=128) >= 128
 
 
-def _without_derivative(x: Any) -> Any:
+def _without_derivative(x: Value) -> Any:
     """`x` as in a lane that is not active; unlike ``lax.stop_gradient`` that can be transposed."""
     return safe_lanes(np.zeros((), bool), x, 0, "keep") if is_inexact(x) else x
 
@@ -191,7 +192,7 @@ def _while(
     carry = rows[cond_nconsts + body_nconsts :]
     avals = _compat.close(body_jaxpr).out_avals
 
-    def run(program: Any, consts: Sequence[Row], values: Sequence[Any]) -> list[Any]:
+    def run(program: Any, consts: Sequence[Row], values: Sequence[Value]) -> list[Any]:
         outs = run_inside(op.sizes, program, [*consts, *typed_rows(values, avals)])
         return arrays(outs, program.out_avals)
 

@@ -15,12 +15,13 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+from batchax.jaxprs.words import Value
 from batchax.rows.padded import Operation
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
 
 
-def moved(x: Any, axis: int, source: Any, target: Any) -> Any:
+def moved(x: Value, axis: int, source: Any, target: Any) -> Any:
     """An array that holds ``x[source[i]]`` at place `i` of `axis`.
 
     Args:
@@ -33,16 +34,16 @@ def moved(x: Any, axis: int, source: Any, target: Any) -> Any:
     if not is_inexact(x):
         return _pick(x, axis, source)
 
-    def forward(places: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    def forward(places: Sequence[Any], operands: Sequence[Value]) -> list[Any]:
         return [_pick(operands[0], axis, places[0])]
 
-    def transpose(places: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    def transpose(places: Sequence[Any], cotangents: Sequence[Value]) -> list[Any]:
         return [_pick(cotangents[0], axis, places[1])]
 
     return linear_with_transpose(forward, transpose, [source, target], [x])[0]
 
 
-def _pick(x: Any, axis: int, places: Any) -> Any:
+def _pick(x: Value, axis: int, places: Any) -> Any:
     shape = (*x.shape[:axis], places.shape[0], *x.shape[axis + 1 :])
     if x.shape[axis] == 0:
         return jnp.zeros(shape, x.dtype)
@@ -65,7 +66,9 @@ def is_static(start: Any) -> bool:
     return not isinstance(start, Tracer)
 
 
-def window(op: Operation, x: Any, axis: int, start: Any, of: Any, dim: Any, stride: int = 1) -> Any:
+def window(
+    op: Operation, x: Value, axis: int, start: Any, of: Any, dim: Any, stride: int = 1
+) -> Any:
     """The elements of `x` along `axis` from `start` on.
 
     Args:
@@ -92,7 +95,7 @@ def window(op: Operation, x: Any, axis: int, start: Any, of: Any, dim: Any, stri
     return moved(x, axis, source, jnp.where(target < size, target, -1))
 
 
-def pad_end(x: Any, axis: int, count: int) -> Any:
+def pad_end(x: Value, axis: int, count: int) -> Any:
     """`x` with `count` more elements along `axis`, which hold anything."""
     if count <= 0:
         return x
@@ -103,8 +106,8 @@ def pad_end(x: Any, axis: int, count: int) -> Any:
 
 def padded(
     op: Operation,
-    x: Any,
-    value: Any,
+    x: Value,
+    value: Value,
     config: Sequence[tuple[Any, Any, int]],
     shape: Sequence[Any],
     out_bounds: Sequence[int],
@@ -140,7 +143,7 @@ def padded(
 
 def overwritten(
     op: Operation,
-    x: Any,
+    x: Value,
     update: Any,
     starts: Sequence[Any],
     shape: Sequence[Any],

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from batchax.jaxprs.words import Value
 from batchax.rows.padded import Operation, Row, padded_rule
 from batchax.rows.padded_rules.moving import moved, padded, steps, window
 from batchax.rows.sizes import is_symbolic
@@ -85,7 +86,7 @@ def _tile(op: Operation, x: Row, *, reps: Any) -> Any:
     return op.cut(value, op.out_shape)
 
 
-def _only(x: Any, axis: int, count: int) -> tuple[int, ...]:
+def _only(x: Value, axis: int, count: int) -> tuple[int, ...]:
     return tuple(count if i == axis else 1 for i in range(x.ndim))
 
 

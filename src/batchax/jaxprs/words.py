@@ -1,0 +1,90 @@
+"""Words for what annotations are of: an equation, a program, the type of a value, a value.
+
+JAX's own classes say of a variable no more than that it has some type, and parts of a program that
+we make look like programs, too. So these say what is read of either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias
+
+from batchax import _compat
+
+Value: TypeAlias = Any
+"""What a program computes with: an array of JAX's or NumPy's, a tracer, a number, a reference."""
+
+Aval: TypeAlias = Any
+"""The type of a value: shape, dtype, and more of some. JAX has no class for what all have."""
+
+ClosedJaxpr: TypeAlias = _compat.ClosedJaxpr
+"""A program with the values of its constants."""
+
+
+class Eqn(Protocol):
+    """An equation of a program."""
+
+    @property
+    def primitive(self) -> Any:
+        """The operation."""
+        ...
+
+    @property
+    def invars(self) -> Sequence[Any]:
+        """Its operands: variables, or literals, which have a value."""
+        ...
+
+    @property
+    def outvars(self) -> Sequence[Any]:
+        """Its results."""
+        ...
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """What else the operation needs to know, programs inside it among that."""
+        ...
+
+    @property
+    def effects(self) -> Any:
+        """What it does besides."""
+        ...
+
+    @property
+    def source_info(self) -> Any:
+        """The user's line, and the stack of names."""
+        ...
+
+    @property
+    def ctx(self) -> Any:
+        """The surroundings that it was staged in."""
+        ...
+
+    def replace(self, **changes: Any) -> Any:
+        """The same with changes."""
+
+
+class Jaxpr(Protocol):
+    """A program, or a part of one; the values of its constants are given beside it."""
+
+    @property
+    def eqns(self) -> Sequence[Any]:
+        """The equations, in order."""
+        ...
+
+    @property
+    def constvars(self) -> Sequence[Any]:
+        """Its constants."""
+        ...
+
+    @property
+    def invars(self) -> Sequence[Any]:
+        """Its arguments."""
+        ...
+
+    @property
+    def outvars(self) -> Sequence[Any]:
+        """Its results: variables or literals."""
+        ...
+
+    def replace(self, **changes: Any) -> Any:
+        """The same with changes."""
