@@ -49,9 +49,10 @@ jax.config.update("jax_platforms", "cpu")
 gc.set_threshold(100_000, 20, 20)
 
 
-# What is compared is one program; there are a few calls outside of `jit`, and what they share is
-# compiled once, where whole files run. A test that needs more is marked.
-MOST_COMPILATIONS = 40
+# What is compared is one program; there are a few calls outside of `jit`. A test that needs more
+# than so many is marked. Which test compiles what several share depends on which of them comes
+# first in a process, so a few more are allowed than it should need.
+MOST_COMPILATIONS, SHARED = 40, 25
 _compiled = itertools.count()
 
 
@@ -70,7 +71,7 @@ def pytest_runtest_call(item):
     compiled = next(_compiled) - before - 1
     marker = item.get_closest_marker("compiles")
     most = marker.args[0] if marker else MOST_COMPILATIONS
-    if compiled > most and _whole_files(item.config, item.session.items):
+    if compiled > most + SHARED and _whole_files(item.config, item.session.items):
         pytest.fail(f"{compiled} compilations, more than {most}: see Tests in CONTRIBUTING.md")
     return result
 

@@ -40,6 +40,7 @@ def expected(x):
     return found | {"affine": jnp.asarray(last, jnp.float32), "rows": None}
 
 
+@pytest.mark.compiles(90)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "bool"])
 def test_of_all_rows(dtype):
     x = X.astype(dtype) if dtype.startswith("float") else np.sign(np.nan_to_num(X)).astype(dtype)

@@ -195,6 +195,7 @@ OF_ROWS = {
 }
 
 
+@pytest.mark.compiles(110)
 @pytest.mark.parametrize("way", OF_ROWS)
 def test_of_rows_of_different_lengths(way):
     rows = bx.Ragged.from_rows(ROWS)
@@ -266,6 +267,7 @@ def test_the_memory_of_a_variance_does_not_grow_with_the_number_of_lanes():
     assert needed(200) <= needed(20) + 200 * 8 * 4
 
 
+@pytest.mark.compiles(60)
 def test_what_is_found_first_is_the_first_of_all_chunks():
     x = jnp.asarray([0.0, 2.0, 1.0, 2.0, jnp.nan, 3.0, jnp.nan])
     for some in (x, x[:4], -x, jnp.full(7, -jnp.inf), jnp.full(7, jnp.inf), x[:5] > 1):

@@ -18,7 +18,8 @@ def gather(x, indices, *, dimension_numbers, slice_sizes, mode, fill_value, **_)
         fill = _fill(x.dtype) if fill_value is None else fill_value
         out = np.where(inside, out, np.asarray(fill, x.dtype))
     first = indices.ndim - 1
-    out = out.squeeze(tuple(first + k for k in small))
+    dropped = {first + k for k in small}  # of size 1, or 0 where there is nothing
+    out = out.reshape([n for i, n in enumerate(out.shape) if i not in dropped])
     return np.moveaxis(out, range(first, out.ndim), d.offset_dims)
 
 

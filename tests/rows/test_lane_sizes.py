@@ -15,6 +15,8 @@ SIZES = np.array([3, 0, 5, 1, 5])
 N = bx.size("n", max_size=6)
 OPTIONS = ({}, {"batch_size": 2}, {"divergence": "compact"}, {"layout": "padded"})
 
+pytestmark = pytest.mark.compiles(110)
+
 
 def rows_of(fun, *args):
     """What `fun` returns for each lane, as a list."""

@@ -101,7 +101,8 @@ def test_pairs_that_a_row_has_not_got_do_not_reach_the_gradient():
         joined = lambda a, b: jnp.exp(jnp.log(a * w) + jnp.log(b) - jnp.log(w))
         return lax.associative_scan(joined, jnp.abs(x) + 0.5)
 
-    check_rows(fun, ragged(lengths=(3, 5, 2)), np.float32(0.7), in_axes=(0, None))
+    weight = np.asarray(0.7, jnp.result_type(float))  # of one dtype with the rows
+    check_rows(fun, ragged(lengths=(3, 5, 2)), weight, in_axes=(0, None))
 
 
 PRODUCTS = {
