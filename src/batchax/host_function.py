@@ -71,7 +71,10 @@ def host_function(
         on_batch = functools.partial(_on_lanes, fun, threads, ranks, out_types)
         return jax.pure_callback(on_batch, out_types, *args, vmap_method="expand_dims")
 
-    del on_host.__wrapped__  # parameters that are not given are up to the function alone
+    # Parameters that are not given are up to the function alone. From 2.4 on NumPy's functions have
+    # a signature among their attributes, once somebody has asked for it.
+    for says_parameters in ("__wrapped__", "__signature__"):
+        vars(on_host).pop(says_parameters, None)
     return cast(Any, on_host)
 
 
