@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 from jax.core import Tracer, eval_jaxpr
@@ -37,6 +37,8 @@ from batchax.kernel.inner import example_aval, stage_described
 from batchax.kernel.lasting import call_key
 from batchax.kernel.looking import WHOLE, looks_here, unseen
 from batchax.memo import Memo
+
+Self = TypeVar("Self", bound="Call")
 
 Outputs = tuple[list[Any], FlatOutputs]
 """What a call returns: arrays, and how to rebuild what they are of."""
@@ -197,7 +199,7 @@ class Call:
         avals = [example_aval(self.axis, jax.typeof(m.value), m.axis) for m in given]
         return stage_described(self.axis, self.function, avals, [m.path for m in given])
 
-    def with_program(self) -> Call:
+    def with_program(self: Self) -> Self:
         """The same call, staged: calls that are made of it will not be staged again."""
         return replace(self, program=self._program)
 
@@ -269,14 +271,12 @@ def execute(call: Call) -> Outputs:
         def evaluate(*values: Any) -> tuple[list[Any], Any]:
             return _evaluated(call, values)
 
-        run = functools.partial(unseen, name=WHOLE) if way.hides else _seen
-        arrays, said = run(evaluate, call.values)
+        if way.hides:
+            arrays, said = unseen(evaluate, call.values, WHOLE)
+        else:
+            arrays, said = evaluate(*call.values)
         outs, outputs = way.finish(call, arrays, said)
     return list(map(as_array, outs)), outputs
-
-
-def _seen(run: Callable[..., Any], args: Sequence[Value]) -> Any:
-    return run(*args)
 
 
 def _evaluated(call: Call, values: Sequence[Value]) -> tuple[list[Any], Any]:

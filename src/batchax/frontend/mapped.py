@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,10 @@ class Mapped:
       axis: its batch axis; None if all lanes have it alike.
       spec: what `in_axes` says of a batch of rows.
       given: the user's own, if `value` stands for it.
+      typed: whether the type of its value may tell where lanes are.
     """
+
+    typed: ClassVar[bool] = True
 
     path: str
     value: Value
@@ -51,7 +54,7 @@ class Mapped:
 
     def sharded_over(self) -> tuple[Any, ...]:
         """The mesh axis that its type says lanes are sharded over, or None; if it says anything."""
-        if self.axis is None:
+        if self.axis is None or not self.typed:
             return ()
         spec = getattr(getattr(jax.typeof(self.value), "sharding", None), "spec", ())
         return (spec[self.axis] if self.axis < len(spec) else None,)
@@ -66,6 +69,8 @@ class Mapped:
 class LaneIndices(Mapped):
     """The index of each lane, once it is known how many there are."""
 
+    typed: ClassVar[bool] = False
+
     @property
     def lanes(self) -> Any:
         return None
@@ -73,22 +78,17 @@ class LaneIndices(Mapped):
     def with_own_axis(self: Self) -> Self:
         return self
 
-    def sharded_over(self) -> tuple[Any, ...]:
-        return ()
-
 
 class MappedRows(Mapped):
     """A batch of rows of different lengths, which no type describes."""
 
-    def sharded_over(self) -> tuple[Any, ...]:
-        return ()
+    typed: ClassVar[bool] = False
 
 
 class OwnRows(Mapped):
     """Rows that this process has by itself: not where other processes have theirs."""
 
-    def sharded_over(self) -> tuple[Any, ...]:
-        return ()
+    typed: ClassVar[bool] = False
 
 
 def find_mesh_axis(mapped: Sequence[Mapped], spmd_axis_name: Any) -> Any:

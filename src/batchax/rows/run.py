@@ -91,7 +91,7 @@ class InRows(Way):
         None where that cannot be, but lengths are known: rows of one length may run together.
         """
         try:
-            call = replace(call, program=call.with_program().program)
+            call = call.with_program()
         except Exception as error:
             # The function may need sizes as numbers, for an `if n > 5`: rows of one length have
             # these. If it is wrong, it fails again.
