@@ -28,6 +28,9 @@ from benchmarks.divergence import report as divergence_report
 from benchmarks.divergence.measure import WORKLOADS as DIVERGING
 from benchmarks.divergence.measure import measured as measured_diverging
 from benchmarks.measure import FULL, QUICK, measure
+from benchmarks.nests import report as nests_report
+from benchmarks.nests.measure import WORKLOADS as NESTS
+from benchmarks.nests.measure import measured as measured_nest
 from benchmarks.ranks import report as ranks_report
 from benchmarks.ranks.measure import measured as measured_with_ranks
 from benchmarks.ranks.workloads import WORKLOADS as WITH_RANKS
@@ -117,6 +120,14 @@ PARTS = {
         divergence_report.line,
         divergence_report.summary,
         divergence_report.write,
+    ),
+    "nests": Part(
+        nests_report.TITLE,
+        {f"nests: {name}": w for name, w in NESTS.items()},
+        measured_nest,
+        nests_report.line,
+        nests_report.summary,
+        nests_report.write,
     ),
     "devices": Part(
         devices_report.TITLE,

@@ -10,6 +10,7 @@ from benchmarks import measure
 from benchmarks.chunks import measure as of_chunks
 from benchmarks.devices import measure as of_devices
 from benchmarks.divergence import measure as of_divergence
+from benchmarks.nests import measure as of_nests
 from benchmarks.ranks import measure as of_ranks
 from benchmarks.rows import measure as of_rows
 from benchmarks.rules import measure as of_rules
@@ -20,7 +21,16 @@ HURRY = measure.Effort(traces=2, runs=2, seconds_per_run=0.0, most_lanes=4)
 @pytest.fixture(autouse=True)
 def _in_a_hurry(monkeypatch):
     """Few turns, none of which waits until what all tests have left behind is looked through."""
-    for module in (command, of_chunks, of_devices, of_divergence, of_ranks, of_rows, of_rules):
+    for module in (
+        command,
+        of_chunks,
+        of_devices,
+        of_divergence,
+        of_nests,
+        of_ranks,
+        of_rows,
+        of_rules,
+    ):
         monkeypatch.setattr(module, "QUICK", HURRY)
     no_search = SimpleNamespace(collect=lambda: None, disable=gc.disable, enable=gc.enable)
     monkeypatch.setattr(measure, "gc", no_search)

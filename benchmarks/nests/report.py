@@ -1,0 +1,229 @@
+"""What barriers cost loops of loops, in words, as a table and as pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.measure import Ratio
+from benchmarks.nests.measure import NestResult, Way
+from benchmarks.nests.workload import BASE, DIVERGENCES, PLAIN
+from benchmarks.report import made_with, named
+
+TITLE = "Loops of loops: bx.vmap against jax.vmap, one lane after another, and others' code"
+COLUMNS = (PLAIN, *DIVERGENCES, "lax.map", "threads")
+COLOURS = {PLAIN: "C3", "predicate": "C1", "compact": "C0", "lax.map": "0.5", "threads": "0.7"}
+PEERS = "C2"
+
+
+def line(result: NestResult) -> str:
+    """One nest on one line of a terminal."""
+    return (
+        f"{result.name:36} {_time(result.ways[BASE]):>8}, bound {result.bound:.2f}; "
+        + ", ".join(f"{name} {_ratio(way.run)}" for name, way in result.others.items())
+        + "; first call "
+        + ", ".join(f"{name} {way.first_ratio:.2f}" for name, way in result.others.items())
+    )
+
+
+def summary(results: Sequence[NestResult]) -> str:
+    """What the numbers say, as a Markdown list."""
+    points = []
+    for name in dict.fromkeys(name for r in results for name in r.others):
+        rows = [r for r in results if name in r.others]
+        ratios = [r.others[name].run for r in rows]
+        median = np.median([x.value for x in ratios])
+        points.append(
+            f"`{name}` takes {median:.2f} of the time of `jax.vmap` at the median of {len(rows)}"
+            + named(rows, lambda r, name=name: _ratio(r.others[name].run))
+        )
+    bounds = [r.bound for r in results]
+    points.append(
+        f"Without barriers, masked lanes take {np.median(bounds):.2f} of the steps at the median"
+        + named(results, lambda r: f"{r.bound:.2f}")
+    )
+    for name in (PLAIN, *DIVERGENCES):
+        ratios = [r.ways[name].first_ratio for r in results]
+        slowest = results[int(np.argmax(ratios))].name
+        points.append(
+            f"The first call by `{name}` takes {np.median(ratios):.1f} times as long as that of "
+            f"`jax.vmap` at the median, {max(ratios):.1f} at most ({slowest})"
+        )
+    return "\n".join(f"- {p}." for p in points)
+
+
+def write(results: Sequence[NestResult], folder: Path) -> list[Path]:
+    """Writes `nests.md`, `nests.png` and `nests-use.png` into `folder`."""
+    page, ratios, use = (folder / name for name in ("nests.md", "nests.png", "nests-use.png"))
+    plot_ratios(results, ratios)
+    plot_use(results, use)
+    page.write_text(_page(results))
+    return [page, ratios, use]
+
+
+def _page(results: Sequence[NestResult]) -> str:
+    turns = [r.turns for r in results]
+    return f"""# {TITLE}
+
+{made_with()}
+
+{summary(results)}
+
+![Time of each way over that of jax.vmap, and the bound](nests.png)
+
+Each program is a function of one example: a loop of few, long steps, and in each of them a loop
+whose length lanes do not share. Under `jax.vmap` all lanes wait for the slowest at each of the
+outer steps. Columns are the time of a way over that of `jax.vmap`, below 1 where it is faster, with
+a 95% bootstrap interval over the turns ({min(turns)} to {max(turns)}), all in one process:
+
+- *bx.vmap* as it is, and with `divergence="predicate"` and `divergence="compact"`;
+- *lax.map*: one lane after the other; *threads*: the same, with a part of the lanes on each core;
+- *peers*: for the same target, draws, chains and step sizes, by their own code and with their own
+  random numbers. [FSM-MCMC](https://github.com/HWDance/jax-fsm-mcmc) has samplers taken apart into
+  state machines by hand (`FSM_MCMC=<its checkout>` has it measured); NumPyro's chains are
+  vectorized.
+
+*Bound*: the steps of the innermost loop that the slowest lane takes in all, over those that masked
+lanes take, who wait at each step of all loops around. No way that runs all lanes, masked, can do
+with less; one that compacts them, too, can. *Of use* is the share of the lane-steps of the
+innermost loop that some lane needs: of those with barriers, of those without, and, as
+`bx.LaneSteps` counts all loops, of those of compact. *First call* is tracing, compiling and
+running, once. *Same* is the share of the outer steps, over all lanes, whose counts are those of
+`jax.vmap`, with `bx.vmap`, predicate and compact. Samplers and adaptive solvers are chaotic: where
+sums are rounded otherwise, chains part after some draws, and both are right.
+
+{_table(results)}
+
+Lanes that are active, over the time of masked lanes in steps of the innermost loop, as counts tell:
+
+![Share of lanes that are active over time, with barriers and without](nests-use.png)
+{_samplers(results)}"""
+
+
+def _table(results: Sequence[NestResult]) -> str:
+    heads = ["program", "lanes x steps", BASE, *COLUMNS, "peers", "bound", "of use", "first call"]
+    heads.append("same")
+    rows = [heads, ["---"] + ["---:"] * (2 + len(COLUMNS)) + ["---"] + ["---:"] * 4]
+    family = None
+    for r in results:
+        if r.family != family:
+            family = r.family
+            rows.append([f"**{family}**", *[""] * (len(heads) - 1)])
+        firsts = [_figures(r.ways[way].first_ratio) for way in (PLAIN, *DIVERGENCES)]
+        rows.append(
+            [
+                r.name,
+                f"{r.lanes} x {r.steps}",
+                _time(r.ways[BASE]),
+                *(_ratio(r.ways[way].run) if way in r.ways else "" for way in COLUMNS),
+                "; ".join(f"{name} {_ratio(way.run)}" for name, way in r.peers.items()),
+                f"{r.bound:.2f}",
+                " / ".join(f"{share:.0%}" for share in (*r.of_use, r.compact_of_use)),
+                f"{r.ways[BASE].first:.1f} s; " + " / ".join(firsts),
+                " / ".join(f"{r.ways[way].same:.0%}" for way in (PLAIN, *DIVERGENCES)),
+            ]
+        )
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _samplers(results: Sequence[NestResult]) -> str:
+    """Effective draws a second of all ways of samplers, where they were counted."""
+    counted = [r for r in results if any(w.draws_per_second for w in r.ways.values())]
+    if not counted:
+        return ""
+    names = list(dict.fromkeys(name for r in counted for name in (BASE, *r.others)))
+    rows = [["sampler", *names], ["---"] + ["---:"] * len(names)]
+    for r in counted:
+        every = {**r.ways, **r.peers}
+        speeds = [every[name].draws_per_second if name in every else None for name in names]
+        rows.append([r.name, *("" if x is None else f"{x:.3g}" for x in speeds)])
+    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return f"""
+Effective draws a second, of the coordinate that has the fewest, by BlackJAX's estimate from all
+chains. As many draws are taken of each sampler, none as warm-up.
+
+{table}
+"""
+
+
+def _time(way: Way) -> str:
+    return f"{1000 * way.seconds:.3g} ms" if way.seconds < 1 else f"{way.seconds:.2f} s"
+
+
+def _figures(value: Any) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
+
+
+def _ratio(ratio: Ratio) -> str:
+    return f"{_figures(ratio.value)} ({_figures(ratio.low)}-{_figures(ratio.high)})"
+
+
+def plot_ratios(results: Sequence[NestResult], path: Path) -> None:
+    """The ratios of all ways with their intervals, and the bound of each nest."""
+    plt = _pyplot()
+    figure, ax = plt.subplots(figsize=(10, 2 + 0.5 * len(results)), layout="constrained")
+    labels: set[str] = set()
+    for i, r in enumerate(results):
+        for k, (name, way) in enumerate(r.others.items()):
+            colour = COLOURS.get(name, PEERS)
+            label = name if name in COLOURS else "peers"
+            low, value, high = way.run.low, way.run.value, way.run.high
+            y = i + 0.11 * (k - 2.5)
+            ax.errorbar(
+                value,
+                y,
+                xerr=[[max(0, value - low)], [max(0, high - value)]],
+                fmt="o",
+                markersize=4.5,
+                color=colour,
+                label=label if label not in labels else None,
+            )
+            labels.add(label)
+            if label == "peers":
+                ax.annotate(f" {name}", (high, y), fontsize=7, va="center", color=colour)
+        ax.plot([r.bound] * 2, [i - 0.4, i + 0.4], color="black", label="" if i else "bound")
+    ax.axvline(1, color="black", linewidth=0.8)
+    ax.set_xscale("log")
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.grid(axis="x", color="0.9")
+    ax.set_yticks(range(len(results)), [r.name for r in results], fontsize=8)
+    ax.set_ylim(len(results) - 0.5, -0.5)
+    ax.set_title("time over that of jax.vmap (log scale; left of 1 is faster)", fontsize=10)
+    ax.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def plot_use(results: Sequence[NestResult], path: Path) -> None:
+    """The share of lanes that are active over time, a panel for each nest."""
+    plt = _pyplot()
+    columns = min(4, len(results))
+    rows = -(-len(results) // columns)
+    figure, panels = plt.subplots(
+        rows, columns, figsize=(3.2 * columns, 2.2 * rows), layout="constrained", squeeze=False
+    )
+    for ax in panels.flat[len(results) :]:
+        ax.set_axis_off()
+    for ax, r in zip(panels.flat, results, strict=False):
+        for (name, (time, share)), colour in zip(r.active.items(), ("C3", "C0"), strict=True):
+            ax.fill_between(time, share, step="pre", alpha=0.5, color=colour, label=name)
+        ax.set_xlim(0, 1)
+        ax.set_ylim(0, 1)
+        ax.yaxis.set_major_formatter("{x:.0%}")
+        ax.tick_params(labelsize=7)
+        ax.set_title(r.name, fontsize=8)
+    panels[0, 0].legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
