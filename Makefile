@@ -3,14 +3,15 @@
 #
 #   make demo       per-example gradients on real data, with a picture
 #   make check      lint, and one test of twelve: two minutes, for while one works
-#   make test       lint, types, the whole test suite (a third of what computes in double
+#   make test       lint, types, the whole test suite (a sixth of what computes in double
 #                   precision with the newest JAX that is known, where Python 3.12 is found;
 #                   the rest of it, and all else, in single precision with the oldest); on
 #                   Debian, as root, it installs Chromium, in which pages are tested
 #   make test-all   lint, types, and the whole suite in both precisions on both versions, with
 #                   all references compiled, and 2,000 random programs: an hour on two cores
 #   make nightly    tests that run at night only: every three features together, programs of
-#                   libraries in every way (half an hour)
+#                   libraries in every way, all cases of tests of which each commit runs a few;
+#                   what computes in both precisions, on both versions
 #   make test-newest  the suite with the newest versions of everything, whatever they are
 #   make fuzz N=10000  so many random programs, in every way to run them, against the loop
 #                   over examples, on the oldest and the newest JAX
@@ -55,28 +56,28 @@ test: style browser
 	+@$(MAKE) --no-print-directory -j 2 $(if $(filter output-sync,$(.FEATURES)),-Otarget) \
 	    double types single
 
-# A third of what computes runs in double precision with the newest JAX that is known, the rest in
-# single precision with the oldest, which compiles in half the time: neither version sees a small
-# part only.
-A_THIRD = $(PYTEST) --part 1/3 $(COMPUTES)
+# A sixth of each file that computes runs in double precision with the newest JAX that is known, the
+# rest in single precision with the oldest, which compiles in half the time.
+A_SIXTH = $(PYTEST) --part 1/6 $(COMPUTES)
 double: .venv/ready
-	$(call on_3_12,$(A_THIRD),$(DOUBLE),$(DOUBLE) .venv/bin/python $(A_THIRD))
+	$(call on_3_12,$(A_SIXTH),$(DOUBLE),$(DOUBLE) .venv/bin/python $(A_SIXTH))
 
 single: .venv/ready
-	@echo "In single precision, all else, and two thirds of what computes:"
-	@.venv/bin/python $(PYTEST) --part 2,3/3 --of "$(COMPUTES)"
+	@echo "In single precision, all else, and the rest of what computes:"
+	@.venv/bin/python $(PYTEST) --part 2,3,4,5,6/6 --of "$(COMPUTES)"
 
 test-all: test
 	@echo "The whole suite in single precision, on Python 3.12 in both, and random programs: most"
 	@echo "of an hour."
 	.venv/bin/python $(PYTEST) --compile-all
 	$(call on_3_12,$(PYTEST))
-	$(call on_3_12,$(PYTEST) --part 2$(comma)3/3 $(COMPUTES),$(DOUBLE))
+	$(call on_3_12,$(PYTEST) --part 2$(comma)3$(comma)4$(comma)5$(comma)6/6 $(COMPUTES),$(DOUBLE))
 	$(DOUBLE) .venv/bin/python $(PYTEST) $(COMPUTES)
 	$(MAKE) --no-print-directory fuzz N=2000
 
 nightly: .venv/ready
-	.venv/bin/python $(PYTEST) --nightly $(COMPUTES)
+	.venv/bin/python $(PYTEST) --nightly
+	$(call on_3_12,$(PYTEST) --nightly $(COMPUTES),$(DOUBLE))
 
 # Pytest with these arguments, in an environment of this kind; and what to do in its place where there
 # is no Python 3.12. The canary tells what JAX has changed before anything else does.
@@ -196,7 +197,6 @@ fuzzed = $(foreach kind,dense ragged,(cd tests && ../$(1)/bin/python -m fuzz --k
 kills: .venv/ready
 	cd tests && ../.venv/bin/python -m kills --count $(N) --seed $(SEED)
 	cd tests && ../.venv/bin/python -m kills.engines --count 30 --seed $(SEED)
-	.venv/bin/python -m pytest -q --nightly tests/datasets
 
 clean:
 	rm -rf .venv .venv312 .venv-newest out dist .cache .pytest_cache .ruff_cache .hypothesis

@@ -1,5 +1,6 @@
 """Settings every test runs under."""
 
+import collections
 import gc
 import itertools
 import os
@@ -114,23 +115,62 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    at_night = _at_night(items)
+    items[:] = [item for item in items if (item in at_night) == config.getoption("nightly")]
     share, divided = config.getoption("every"), tuple(config.getoption("of").split())
     mine, parts = config.getoption("part").split("/")
     mine, parts = {int(k) - 1 for k in mine.split(",")}, int(parts)
+    place = _places(items)
 
     def runs(item):
-        nightly = item.get_closest_marker("nightly") is not None
-        if nightly or config.getoption("nightly"):
-            return nightly and config.getoption("nightly")
-        number = zlib.crc32(item.nodeid.encode())
         if not item.nodeid.startswith(divided):
             return True
-        if number % parts not in mine and item.get_closest_marker("in_every_part") is None:
+        if place[item] % parts not in mine and item.get_closest_marker("in_every_part") is None:
             return False
         whole = item.get_closest_marker("only_in_whole_runs") is not None
-        return share == 1 or (not whole and number // parts % share == 0)
+        return share == 1 or (not whole and _number(item) % share == 0)
 
     items[:] = filter(runs, items)
+
+
+def _number(item):
+    return zlib.crc32(item.nodeid.encode())
+
+
+def _places(items):
+    """Of each among the tests of its file, by chance: each file has its share of each part."""
+    files = collections.defaultdict(list)
+    for item in sorted(items, key=_number):
+        files[item.path].append(item)
+    return {item: place for tests in files.values() for place, item in enumerate(tests)}
+
+
+def _at_night(items):
+    families = collections.defaultdict(list)
+    for item in items:
+        families[item.nodeid.split("[")[0]].append(item)
+    night = {item for item in items if item.get_closest_marker("nightly")}
+    for cases in families.values():
+        if marker := cases[0].get_closest_marker("each_commit"):
+            night.update(set(cases) - set(_covering(cases, marker.args[0])))
+    return night
+
+
+def _covering(cases, count):
+    """So many of these, among them each value of each parameter, if so many can have them."""
+    values = {
+        case: [(name, id(value)) for name, value in case.callspec.params.items()] for case in cases
+    }
+    chosen, left, seen = [], sorted(cases, key=_number), collections.Counter()
+
+    def new(case):
+        return sum(not seen[v] for v in values[case]), -sum(seen[v] for v in values[case])
+
+    while left and len(chosen) < count:
+        chosen.append(max(left, key=new))
+        left.remove(chosen[-1])
+        seen.update(values[chosen[-1]])
+    return chosen
 
 
 def pytest_collection_finish():

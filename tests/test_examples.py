@@ -104,6 +104,7 @@ def test_data_parallel_on_two_processes():
     ],
 )
 @pytest.mark.compiles(600)
+@pytest.mark.each_commit(3)
 def test_agrees_with_the_loop_and_draws(name, sizes, expected, tmp_path, capsys):
     example = load(name)
     for size, value in sizes.items():

@@ -315,6 +315,7 @@ def test_registered_containers():
 
 @pytest.mark.parametrize("vmap", [jax.vmap, bx.vmap])
 @pytest.mark.parametrize("lanes", [(0, 0, None), (1, 1, 0), (None, 2, 1)])
+@pytest.mark.each_commit(3)
 def test_batched(vmap, lanes):
     f, g = both(recur, (1, None), {"all": 1, "sum": 0})
     args = [
@@ -716,6 +717,7 @@ def test_a_reference_along_another_axis_is_refused():
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("length", [3, 4, 16, 32, 37])
+@pytest.mark.each_commit(5)
 def test_columns_are_taken_in_blocks(length, reverse):
     """Values, types and derivatives are those of `lax.scan` over the transposed array."""
     rows = 20

@@ -32,6 +32,7 @@ in_both_precisions = pytest.mark.parametrize("x64", [False, True], ids=["single"
 @in_both_precisions
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.compiles(60)
+@pytest.mark.each_commit(34)
 def test_features(name, x64):
     with strict(x64):
         if name == "check_rule":  # compares values
@@ -42,6 +43,7 @@ def test_features(name, x64):
 
 @in_both_precisions
 @pytest.mark.parametrize(("module", "name"), CASES, ids=[name for _, name in CASES])
+@pytest.mark.each_commit(235)
 def test_rules(module, name, x64):
     fun, *types = RULES[module][name]
     example = [jax.ShapeDtypeStruct(t.shape[1:], t.dtype) for t in types]
@@ -132,6 +134,7 @@ WAYS = {
 
 @in_both_precisions
 @pytest.mark.parametrize("name", ROWS)
+@pytest.mark.each_commit(45)
 def test_rows(name, x64):
     """Values and derivatives, with lengths that are known or traced, of either type of integers."""
     with strict(x64):
@@ -203,6 +206,7 @@ OTHERS = {
 @in_both_precisions
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.compiles(300)
+@pytest.mark.each_commit(17)
 def test_others(name, x64):
     with strict(x64):
         OTHERS[name]()

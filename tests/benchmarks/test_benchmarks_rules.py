@@ -14,6 +14,7 @@ TOLERANCE = dict(rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
+@pytest.mark.each_commit(2)
 def test_a_function_with_its_rule_is_the_function(workload):
     functions = (workload.with_rule(), workload.fun)
     arguments = {name: workload.arguments(name, LANES) for name in USES}

@@ -128,6 +128,7 @@ def told(report):
 
 
 @pytest.mark.parametrize("job", jobs.JOBS, ids=lambda job: job.__name__)
+@pytest.mark.each_commit(6)
 def test_the_same_bytes(job, engine, expected, tmp_path):
     inputs, found = expected
     report = job(inputs, tmp_path, executor=engine)

@@ -95,6 +95,7 @@ def test_any_axes_any_sizes(data):
 @pytest.mark.parametrize("kind", ["sum", "mean", "max", "min", "prod"])
 @pytest.mark.parametrize("rows", [16, 21])
 @pytest.mark.parametrize("dtype", [FLOAT, np.int32, np.float16, np.bool_])
+@pytest.mark.each_commit(10)
 def test_reductions(kind, rows, dtype):
     x = (numbers(rows, 3) * 3).astype(dtype)
     reduced = bx.map(lambda x: x, x, out_axes=bx.Reduce(kind), batch_size=4, commit_rows=8)
@@ -124,6 +125,7 @@ def test_results_and_reductions_together():
     ],
 )
 @pytest.mark.parametrize("in_axes", [0, (0,), {"x": 0}])
+@pytest.mark.each_commit(3)
 def test_keys_do_not_depend_on_batches(fun, in_axes):
     x, key = numbers(13), jax.random.key(7)
     keys = [jax.random.fold_in(key, i) for i in range(13)]

@@ -42,6 +42,7 @@ def expected(x):
 
 @pytest.mark.compiles(90)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "bool"])
+@pytest.mark.each_commit(2)
 def test_of_all_rows(dtype):
     x = X.astype(dtype) if dtype.startswith("float") else np.sign(np.nan_to_num(X)).astype(dtype)
     axes = {k: v for k, v in AXES.items() if k != "affine" or dtype == "float32"}

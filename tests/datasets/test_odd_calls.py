@@ -249,6 +249,7 @@ DTYPES = ["bool", "int8", "uint32", "complex64", "float16", "bfloat16"]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("out", [None, "y.npy", "y.zarr", "y.parquet"])
+@pytest.mark.each_commit(6)
 def test_elements_of_any_type(x, dtype, out):
     fun = lambda x: (x * 3).astype(dtype)
     if (dtype, out) in [

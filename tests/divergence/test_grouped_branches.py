@@ -91,6 +91,7 @@ def test_in_double_precision():
 
 
 @pytest.mark.parametrize("in_axes", AXES, ids=str)
+@pytest.mark.each_commit(2)
 def test_cond(in_axes):
     x = {0: X, 1: X.T, None: X[0]}[in_axes[1]]
     w = {None: W, 0: WS, 2: jnp.moveaxis(WS, 0, 2)}[in_axes[2]]
@@ -158,6 +159,7 @@ def test_all_in_one_branch(index):
 
 @pytest.mark.parametrize("lanes", [0, 1, 4, 9])
 @pytest.mark.parametrize("width", [1, 4, 64])
+@pytest.mark.each_commit(4)
 def test_sizes(lanes, width):
     if width == 64 and lanes not in (1, 9):
         return
@@ -264,6 +266,7 @@ WIDTHS = 2, 8  # many chunks for each outer lane, or one for several
     ],
     ids=str,
 )
+@pytest.mark.each_commit(5)
 def test_under_an_outer_vmap(outer, axes):
     vmaps = {"jax": jax.vmap, "masked": bx.vmap, "compact": compact}
     p, x, w = MASKS, PAIRS, MATRICES

@@ -100,6 +100,7 @@ def test_numpy_integers_are_sizes():
 
 @pytest.mark.parametrize("in_axis", [0, 1, 2, -1, -3])
 @pytest.mark.parametrize("out_axis", [0, 1, -1])
+@pytest.mark.each_commit(5)
 def test_axes(in_axis, out_axis):
     x = jnp.moveaxis(example((LANES, 2, 3)), 0, in_axis)
     check_chunks(

@@ -156,6 +156,7 @@ def test_infinities_that_cancel():
 @pytest.mark.parametrize("kind", ["max", "min"])
 @pytest.mark.parametrize("residuals", ["recompute", "keep"])
 @pytest.mark.compiles(60)
+@pytest.mark.each_commit(2)
 def test_ties_share_the_derivative(kind, residuals):
     sign = 1.0 if kind == "max" else -1.0
     x = sign * jnp.array([[3.0, 1.0], [2.0, 1.0], [3.0, 0.0], [1.0, 1.0], [3.0, 1.0]])

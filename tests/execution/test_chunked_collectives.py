@@ -59,6 +59,7 @@ def around(collective):
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.each_commit(5)
 def test_alone_and_within_a_program(name):
     options = dict(axis_name="i", batch_size=3, eager=False)
     check_chunks(lambda x: COLLECTIVES[name](x, "i"), X, **options)
@@ -69,6 +70,7 @@ def test_alone_and_within_a_program(name):
 
 @pytest.mark.parametrize("groups", [GROUPS, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("name", WITH_GROUPS)
+@pytest.mark.each_commit(5)
 def test_groups(name, groups):
     if groups is UNEVEN and name not in ("psum", "pmax"):
         return  # these need groups of one size
@@ -81,6 +83,7 @@ def test_groups(name, groups):
 @pytest.mark.parametrize(
     ("batch_size", "residuals"), [(1, "recompute"), (2, "recompute"), (2, "keep"), (3, "keep")]
 )
+@pytest.mark.each_commit(3)
 def test_batch_normalisation(batch_size, residuals):
     """Two levels of statistics, each of which needs the level below for all lanes."""
 
@@ -185,6 +188,7 @@ def test_dtypes(dtype):
 
 @pytest.mark.parametrize("names", [("i", "j"), ("j", "i")], ids="".join)
 @pytest.mark.parametrize("name", ["psum", "pmean", "pmax", "axis_index", "axis_size", "all_gather"])
+@pytest.mark.each_commit(6)
 def test_several_names(name, names):
     x = example((3, 5, 2), seed=3)
     fun = lambda x: COLLECTIVES[name](jnp.sin(x), names)
@@ -245,6 +249,7 @@ IN_LOOPS = {
 
 
 @pytest.mark.parametrize("name", IN_LOOPS)
+@pytest.mark.each_commit(4)
 def test_a_collective_in_a_loop_runs_its_steps_in_chunks(name):
     fun = lambda x: IN_LOOPS[name](jnp.sin(x) - lax.pmean(x, "i")) * x
     forward_only = "while" in name
@@ -350,6 +355,7 @@ def test_chunks_in_chunks_that_meet_over_the_outer_axis():
     ],
     ids=["plain", "outer keeps", "inner keeps", "mesh", "mesh and chunks"],
 )
+@pytest.mark.each_commit(2)
 def test_derivatives_of_chunks_in_chunks_that_meet_over_the_outer_axis(outer, inner, names):
     fun = lambda x, w: sum(IN_BOTH[name](x, w) for name in names)
 

@@ -53,6 +53,7 @@ TRANSFORMATIONS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
+@pytest.mark.each_commit(11)
 def test_transformations(name, chunked):
     options = dict(in_axes=(0, None), out_axes=1)
     ours, plain = (v(model, **options) for v in (chunked, bx.vmap))
@@ -63,6 +64,7 @@ def test_transformations(name, chunked):
 
 @pytest.mark.parametrize("name", ["grad", "jacrev", "jvp"])
 @pytest.mark.compiles(60)
+@pytest.mark.each_commit(3)
 def test_outside_jit(name, chunked):
     ours, plain = (v(model, in_axes=(0, None)) for v in (chunked, bx.vmap))
     transformation = TRANSFORMATIONS[name]
@@ -109,6 +111,7 @@ def test_per_example_derivatives_inside(chunked):
 
 
 @pytest.mark.parametrize("where", ["inside", "outside", "both"])
+@pytest.mark.each_commit(3)
 def test_checkpoint(where, chunked):
     inner = jax.checkpoint(model) if where != "outside" else model
     f = chunked(inner, (0, None))
@@ -134,6 +137,7 @@ def test_nested_chunks(chunked):
 
 
 @pytest.mark.parametrize("outer", [jax.vmap, bx.vmap])
+@pytest.mark.each_commit(2)
 def test_under_an_outer_vmap(outer, chunked):
     out_axes = (1, *map(bx.Reduce, ("mean", "max", "prod")))
     xs, ws = example((LANES, 2, 3), seed=6), example((3, 2), seed=7)
@@ -257,6 +261,7 @@ def tripled_vjp(closed=None):
 
 
 @pytest.mark.parametrize("make", [tripled_jvp, tripled_vjp])
+@pytest.mark.each_commit(2)
 def test_custom_rules(make, chunked):
     f = make()
 
@@ -273,6 +278,7 @@ def test_custom_rules(make, chunked):
 
 
 @pytest.mark.parametrize("make", [tripled_jvp, tripled_vjp])
+@pytest.mark.each_commit(2)
 def test_rules_that_close_over_values_of_the_example(make, chunked):
     def per_example(x, p):
         return make(jnp.cos(p) + 2)(x, x).sum()
@@ -335,6 +341,7 @@ def test_rules_that_close_over_what_surrounds_vmap(chunked):
 
 
 @pytest.mark.parametrize("outer", [jax.vmap, bx.vmap])
+@pytest.mark.each_commit(2)
 def test_custom_rules_under_an_outer_vmap(outer, chunked):
     f = tripled_vjp()
     xs = jnp.stack([X, Y])

@@ -22,6 +22,7 @@ def wrap(request):
 @pytest.mark.parametrize("batch_size", [1, 2])
 @pytest.mark.parametrize("residuals", ["recompute", "keep"])
 @pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.each_commit(4)
 def test_callbacks_run_once_for_each_lane_in_order(batch_size, residuals, ordered, wrap):
     seen, printed = [], []
 

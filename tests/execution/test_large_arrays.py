@@ -63,6 +63,7 @@ def gradient(f):
 @pytest.mark.parametrize("lanes", [8, 9], ids=["even", "remainder"])
 @pytest.mark.parametrize("in_axis", [0, 1, 2])
 @pytest.mark.parametrize("out_axis", [0, 1, 2])
+@pytest.mark.each_commit(5)
 def test_nothing_whole_is_copied_or_transposed(lanes, in_axis, out_axis):
     f = bx.vmap(model, (in_axis, None), out_axis, batch_size=4)
     x, y = array(lanes, in_axis), array(lanes, out_axis)

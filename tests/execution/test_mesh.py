@@ -86,6 +86,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize(("lanes", "outside_jit"), [(8, None), (7, 1), (2, None)])
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.each_commit(19)
 def test_lanes_on_devices_compute_what_they_do_on_one(name, lanes, outside_jit):
     fun, options = FUNCTIONS[name]
     x = example((lanes, 5))
@@ -99,6 +100,7 @@ def test_lanes_on_devices_compute_what_they_do_on_one(name, lanes, outside_jit):
 
 @pytest.mark.parametrize("lanes", [1, 4, 9])
 @pytest.mark.parametrize("name", MESHES)
+@pytest.mark.each_commit(6)
 def test_lanes_go_over_the_axes_that_are_named(name, lanes):
     x = example((3, lanes))
     batched = bx.vmap(lambda x: (jnp.cos(x), x.sum()), 1, mesh=MESHES[name]())
@@ -108,6 +110,7 @@ def test_lanes_go_over_the_axes_that_are_named(name, lanes):
 
 @pytest.mark.parametrize("lanes", [8, 7])
 @pytest.mark.parametrize("kind", ["sum", "mean", "max", "prod"])
+@pytest.mark.each_commit(4)
 def test_derivatives(kind, lanes):
     x, w = example((lanes, 5)), W
     bend = jnp.tanh
@@ -206,6 +209,7 @@ def test_a_lane_draws_the_same_numbers_wherever_it_is():
 @pytest.mark.parametrize("outer", [jax.vmap, bx.vmap])
 @pytest.mark.parametrize("lanes", [8, 7])
 @pytest.mark.compiles(60)
+@pytest.mark.each_commit(2)
 def test_under_another_vmap(outer, lanes):
     x = example((3, lanes, 5))
     batched = bx.vmap(lambda x: x - lax.pmean(x, "i"), axis_name="i", mesh="all")
@@ -291,6 +295,7 @@ def with_mesh(mesh):
 
 
 @pytest.mark.parametrize(("set_mesh", "lanes"), [(False, 8), (True, 8), (True, 7)])
+@pytest.mark.each_commit(2)
 def test_a_mesh_as_jax_makes_it(set_mesh, lanes):
     mesh = jax.make_mesh((4,), ("d",))
     x, rows = example((lanes, 5)), bx.Ragged.from_rows([np.ones(n) for n in (3, 0, 2, 1, 1)])

@@ -83,6 +83,7 @@ def test_each_step_is_told_once(name):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["chunks", "chunks that keep", "steps", "steps of a while loop"])
+@pytest.mark.each_commit(4)
 def test_a_transformed_loop_is_one_loop(name, way):
     (fun, steps, total), (transform, x) = LOOPS[name], WAYS[way]
     told = []
@@ -95,6 +96,7 @@ def test_a_transformed_loop_is_one_loop(name, way):
 
 
 @pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.each_commit(4)
 def test_going_back_over_a_loop_is_told_too(name):
     fun, steps, total = LOOPS[name]
     told = []
@@ -119,6 +121,7 @@ def test_the_program_is_the_same_without(name):
 
 @pytest.mark.parametrize("length", [1000, 257, 101])
 @pytest.mark.parametrize("unroll", [1, 3])
+@pytest.mark.each_commit(3)
 def test_a_long_loop_tells_about_fifty_times(length, unroll):
     told = []
     scan = bx.scan(step, unroll=unroll, progress=lambda *a: told.append(a))
@@ -211,6 +214,7 @@ MESHES = {"all": lambda m: "all", "a mesh": lambda m: m, "one axis of two": lamb
 
 @pytest.mark.parametrize("residuals", ["recompute", "keep"])
 @pytest.mark.parametrize("which", MESHES)
+@pytest.mark.each_commit(3)
 def test_lanes_on_a_mesh_are_those_of_one_device(which, residuals):
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
     x, devices = jnp.arange(24.0), {"all": jax.device_count(), "a mesh": 4}.get(which, 2)
@@ -229,6 +233,7 @@ def test_lanes_on_a_mesh_are_those_of_one_device(which, residuals):
 
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("options", [{}, {"until": lambda c: c.sum() > 100}])
+@pytest.mark.each_commit(2)
 def test_inside_shard_map(options, checked):
     mesh = Mesh(np.array(jax.devices()[:2]), ("a",))
     told = []

@@ -113,6 +113,7 @@ def odd_numbers():
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.each_commit(4)
 def test_every_kind_of_every_dtype(way):
     xs = {
         dtype: example((LANES, 2, 3), jnp.dtype(dtype), high=3, seed=1)
@@ -137,6 +138,7 @@ def test_every_kind_of_every_dtype(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.each_commit(4)
 def test_every_kind_has_its_derivatives(way):
     names = [*SMOOTH, *OWN]
     x = {"x": example((LANES, 3), seed=3)}
@@ -197,6 +199,7 @@ OF_ROWS = {
 
 @pytest.mark.compiles(110)
 @pytest.mark.parametrize("way", OF_ROWS)
+@pytest.mark.each_commit(2)
 def test_of_rows_of_different_lengths(way):
     rows = bx.Ragged.from_rows(ROWS)
     of_row = lambda row: jnp.stack([row.sum(), (row**2).max()])

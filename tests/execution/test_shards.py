@@ -68,6 +68,7 @@ def collectives(compiled):
 @pytest.mark.parametrize("batch_size", [2, 3, 8])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.compiles(100)
+@pytest.mark.each_commit(3)
 def test_sharded_arrays_outside_jit(axis_type, batch_size):
     expected = outputs(W, X), gradient(W, X)
     mesh = mesh_of(axis_type)
@@ -211,6 +212,7 @@ def test_an_array_that_is_closed_over_is_refused_by_shape():
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", ["median", "cumsum", "where"])
+@pytest.mark.each_commit(3)
 def test_operations_that_hold_programs(axis_type, name):
     f = {
         "median": jnp.median,

@@ -158,6 +158,7 @@ def check_work(explanation, batched, args):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.each_commit(3)
 def test_random_program(seed):
     for name, fun, args, options in drawn(seed):
         explanation = explained(fun, args, options)
@@ -190,6 +191,7 @@ def test_explaining_changes_nothing(seed):
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.each_commit(3)
 def test_explained_programs_run_as_before(seed, name):
     options = OPTIONS[name]
     explained_first, other = random_program(seed, steps=8), random_program(seed, steps=8)

@@ -187,6 +187,7 @@ OF_A_VECTOR = {
 
 @pytest.mark.parametrize("options", [{}, {"layout": "padded"}], ids=str)
 @pytest.mark.parametrize("name", OF_A_VECTOR)
+@pytest.mark.each_commit(7)
 def test_whatever_rows_do_is_listed(name, options):
     vectors = bx.Ragged.from_rows([np.ones(3, np.float32), np.ones(5, np.float32)])
     explanation = explain(OF_A_VECTOR[name], compile=False, **options)(vectors)

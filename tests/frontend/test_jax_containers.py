@@ -24,6 +24,7 @@ def of_dense(kind, x, n_batch=0):
 @pytest.mark.parametrize("kind", [sparse.BCOO, sparse.BCSR])
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"divergence": "compact"}])
 @pytest.mark.compiles(200)
+@pytest.mark.each_commit(3)
 def test_sparse_matrices(kind, options):
     """Passed in, made inside, returned; alone and in a tree; and shared by all lanes."""
     batch, one = of_dense(kind, DENSE, 1), of_dense(kind, DENSE[0])

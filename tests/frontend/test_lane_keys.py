@@ -124,6 +124,7 @@ def test_lanes_that_leave_a_loop():
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2}])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.each_commit(2)
 def test_on_a_mesh(kind, options):
     """Lanes are counted over all shards."""
     devices = jax.devices()[:4]

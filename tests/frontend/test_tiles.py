@@ -101,6 +101,7 @@ def test_blocked_matrix_product():
 
 @pytest.mark.parametrize("size", [5, 7, 12, 20])
 @pytest.mark.compiles(60)
+@pytest.mark.each_commit(2)
 def test_a_short_last_block(size):
     """The last block has its own length; also where blocks turn out to fit."""
     spec, out = bx.tiles(size, last="short"), bx.tiles(last="short")

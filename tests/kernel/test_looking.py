@@ -71,6 +71,7 @@ TRIED = [
 
 
 @pytest.mark.parametrize(("way", "mode"), TRIED)
+@pytest.mark.each_commit(4)
 def test_nothing_is_found_where_examples_have_nothing(way, mode):
     def every(x):
         return sum(f(x) for f in CLEAN)
@@ -123,6 +124,7 @@ def said(run):
 
 @pytest.mark.parametrize("f", DIRTY, ids=range(len(DIRTY)))
 @pytest.mark.compiles(60)
+@pytest.mark.each_commit(4)
 def test_what_an_example_has_is_found(f, capfd):
     x, mode = jnp.asarray(X), MODES[DIRTY[f]]
     with jax.debug_nans(True):

@@ -99,6 +99,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.each_commit(12)
 def test_one_after_another(name):
     assert one_after_another(PROGRAMS[name])
 

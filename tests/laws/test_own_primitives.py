@@ -182,14 +182,16 @@ def test_every_primitive_has_a_case():
     assert {p.name for p in declared()} == set(AROUND)
 
 
+@pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("name", AROUND)
-def test_in_every_way(name):
+@pytest.mark.each_commit(13)
+def test_in_every_way(name, half):
     fun, reference = AROUND[name](small)
     xs, pairs = jnp.asarray(X), jnp.stack([X, X[::-1]])
 
     def compute(xs, pairs):
-        ways = {way: transform(fun)(xs) for way, transform in WAYS.items()}
-        ways |= {way: transform(fun)(pairs)[1, ::-1] for way, transform in NESTED.items()}
+        ways = {way: WAYS[way](fun)(xs) for way in [*WAYS][half::2]}
+        ways |= {way: NESTED[way](fun)(pairs)[1, ::-1] for way in [*NESTED][half::2]}
         loop = functools.partial(lax.map, reference)
         both = [[d(xs) for d in derivatives_of(name, f)] for f in (WAYS["in chunks"](fun), loop)]
         return ways, loop(xs), both

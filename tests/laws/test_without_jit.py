@@ -13,6 +13,7 @@ COMPILED = ["chunks, as many as fit", "chunks, reduced", "compact branch", "boun
 
 
 @pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.each_commit(2)
 def test_what_is_compiled(name):
     expected = FEATURES[name]()
     with jax.disable_jit():

@@ -54,6 +54,7 @@ def batches(draw, count):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.each_commit(3)
 def test_values_against_the_loop(name):
     cores, fun = FUNCTIONS[name]
     jitted = jax.jit(fun)

@@ -17,6 +17,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.each_commit(3)
 def test_a_row_is_computed_as_if_alone(name):
     check_rows(FUNCTIONS[name], ragged(3))
 

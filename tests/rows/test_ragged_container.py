@@ -91,6 +91,7 @@ def through_offsets(x):
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.each_commit(14)
 def test_padded_rows_hold_each_row_and_then_the_fill_value(name, traced):
     x = KINDS[name]
     pad = padded_with_ones
@@ -108,6 +109,7 @@ def test_padded_rows_hold_each_row_and_then_the_fill_value(name, traced):
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.each_commit(14)
 def test_padded_rows_and_their_lengths_make_the_same_rows_again(name, traced):
     x = KINDS[name]
     again = through_padded_rows

@@ -79,6 +79,7 @@ OF_ONE_ROW = {
 
 
 @pytest.mark.parametrize("name", OF_ONE_ROW)
+@pytest.mark.each_commit(4)
 def test_functions_of_one_row(name):
     check_rows(OF_ONE_ROW[name], ragged(3))
 

@@ -52,6 +52,7 @@ DIFFERENTIATED = {"fourier transform", "eigenvalues", "a branch on the length", 
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.each_commit(6)
 def test_a_row_is_computed_as_if_alone(name):
     ways = dict(traced=False, derivatives=name in DIFFERENTIATED, eager=name == "several outputs")
     check_rows(FUNCTIONS[name], rows(3), layout="grouped", **ways)

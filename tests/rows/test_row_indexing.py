@@ -94,11 +94,13 @@ EMPTY = {
 
 
 @pytest.mark.parametrize("names", shares(READS, 4), ids=" ".join)
+@pytest.mark.each_commit(2)
 def test_indices_are_those_of_the_row(names):
     check_rows_of_all(chosen(READS, names), ragged(3, lengths=LENGTHS))
 
 
 @pytest.mark.parametrize("names", shares(WRITES, 4), ids=" ".join)
+@pytest.mark.each_commit(2)
 def test_what_is_written_is_within_the_row(names):
     check_rows_of_all(chosen(WRITES, names), ragged(3, lengths=LENGTHS))
 

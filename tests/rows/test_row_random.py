@@ -32,6 +32,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.each_commit(3)
 def test_bits_are_those_of_the_row_alone(shape):
     def bits(key, x, dtype):
         drawn = jax.random.bits(key, SHAPES[shape](x.shape[0]), dtype)
@@ -86,6 +87,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.each_commit(5)
 def test_draws_of_the_length_of_the_row_are_those_of_the_row_alone(name):
     # Compiled for another shape, functions of the drawn bits may round otherwise.
     near = dict(rtol=1e-6, atol=1e-6)

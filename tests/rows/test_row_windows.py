@@ -84,6 +84,7 @@ CONVOLUTIONS = {
 
 # One by one: alone each runs in packed rows, in part; together they would be padded.
 @pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.each_commit(5)
 def test_a_convolution_over_a_row_sees_nothing_of_its_padding(name):
     check_rows(CONVOLUTIONS[name], ragged(3, lengths=LENGTHS))
 

@@ -53,6 +53,7 @@ def test_rows_on_devices_are_those_of_a_loop(names):
 
 
 @pytest.mark.parametrize("lengths", [name for name in LENGTHS if name != "uneven"])
+@pytest.mark.each_commit(2)
 def test_lengths_of_all_kinds(lengths):
     f = lambda x: (attend(x), x.sum(), x[1:])
     check(f, ragged(3, lengths=LENGTHS[lengths]))

@@ -42,6 +42,7 @@ def of_row(x, y):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.each_commit(2)
 def test_rows_of_each_shard(name):
     def total(over, data):
         def rows(data, lengths, y):
@@ -56,6 +57,7 @@ def test_rows_of_each_shard(name):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.each_commit(3)
 def test_sizes_and_tiles_of_each_shard(name):
     key = jax.random.key(0)
 

@@ -66,6 +66,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.each_commit(3)
 def test_rows_in_classes_are_those_of_a_loop(name):
     in_three(FUNCTIONS[name], rows(3), ways=layouts("auto", "packed", "padded"))
 
@@ -75,6 +76,7 @@ def test_rows_in_classes_are_those_of_a_loop(name):
     [(7,) * 10, (1,) * 10, (0, 0), (7,), (0, 0, 7), (1, 2, 3, 4, 5, 6, 7, 8)],
     ids=str,
 )
+@pytest.mark.each_commit(2)
 def test_lengths_of_all_kinds(lengths):
     numbers = {f"{n} classes": {"buckets": n} for n in (1, 2, 50)}
     check(powers, rows(2, lengths=lengths), ways=numbers)

@@ -40,6 +40,7 @@ def calling(seen, method):
 
 @pytest.mark.parametrize("method", [*METHODS, "legacy_vectorized"])
 @pytest.mark.parametrize("in_axes", [(0, 0), (1, 0), (0, None), (None, 0)])
+@pytest.mark.each_commit(5)
 def test_pure_callback(method, in_axes):
     if method == "legacy_vectorized" and None in in_axes:
         return  # that method leaves unbatched operands as they are: see below
@@ -331,6 +332,7 @@ def cholesky_call(method, **options):
 
 @pytest.mark.parametrize("aliased", [False, True])
 @pytest.mark.parametrize("method", [*METHODS, "legacy_vectorized"])
+@pytest.mark.each_commit(5)
 def test_ffi_call(method, aliased):
     x = example((4, 3, 3), jnp.float32)
     x = x @ x.swapaxes(1, 2) + 3 * jnp.eye(3, dtype=jnp.float32)

@@ -158,6 +158,7 @@ PERMUTES = ("ppermute", "ppermute, some receive nothing", "pshuffle")
 
 @pytest.mark.parametrize("names", [("i", "j"), ("j", "i")], ids="".join)
 @pytest.mark.parametrize("chosen", shares(COLLECTIVES, 2), ids=" ".join)
+@pytest.mark.each_commit(2)
 def test_over_two_axes(chosen, names):
     """Ours and ours, ours inside jax.vmap and around it, ours inside shard_map."""
     one, x = all_of(chosen, names), example((2, 2, 4, 8))

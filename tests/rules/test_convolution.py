@@ -52,6 +52,7 @@ def test_served_by_our_own_rule():
 
 @pytest.mark.parametrize("kind", GROUPS)
 @pytest.mark.parametrize("in_axes", SIDES)
+@pytest.mark.each_commit(4)
 def test_groups(kind, in_axes):
     images, kernel, options = GROUPS[kind]
     args = batch(images, in_axes[0]), batch(kernel, in_axes[1], seed=1)
@@ -62,6 +63,7 @@ def test_groups(kind, in_axes):
 
 @pytest.mark.parametrize("kind", ["plain", "channel groups", "image groups"])
 @pytest.mark.parametrize("in_axes", PLACES)
+@pytest.mark.each_commit(5)
 def test_places_of_the_batch_axis(kind, in_axes):
     images, kernel, options = GROUPS[kind]
     args = batch(images, in_axes[0]), batch(kernel, in_axes[1], seed=1)

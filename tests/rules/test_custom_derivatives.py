@@ -460,6 +460,7 @@ def counted(kind, mixing):
 
 @pytest.mark.parametrize("mixing", [False, True])
 @pytest.mark.parametrize("kind", ["jvp", "vjp"])
+@pytest.mark.each_commit(2)
 def test_rules_that_call_their_function_run_once(kind, mixing):
     a, b = jnp.asarray(1.5, float), jnp.arange(3.0)
 

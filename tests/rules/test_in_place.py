@@ -352,6 +352,7 @@ def test_programs(f):
 
 @pytest.mark.parametrize("f", [insertion_sort, with_branches])
 @pytest.mark.parametrize("vmaps", [(bx.vmap, bx.vmap), (bx.vmap, jax.vmap), (jax.vmap, bx.vmap)])
+@pytest.mark.each_commit(3)
 def test_lanes_of_two_axes(f, vmaps):
     outer, inner = vmaps
     n, x = jnp.array([[2, 0, 6], [4, 5, 1]]), example((2, 3, SIZE))

@@ -101,11 +101,13 @@ def of_keys(functions, keys):
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.each_commit(3)
 def test_bits(impl):
     all_alone(of_keys(BITS, keys_of(impl)))
 
 
 @pytest.mark.parametrize("names", shares(SAMPLERS, 10), ids=" ".join)
+@pytest.mark.each_commit(5)
 def test_samplers(names):
     all_alone(of_keys({name: SAMPLERS[name] for name in names}, keys_of("threefry2x32")))
 
@@ -126,6 +128,7 @@ def test_raw_keys(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.each_commit(3)
 def test_seeds_and_data_on_any_side(impl):
     def seeded(s):
         return jr.key_data(jax.vmap(lambda s: jr.key(s, impl=impl))(s))
@@ -146,6 +149,7 @@ def test_seeds_and_data_on_any_side(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.each_commit(3)
 def test_key_arrays_with_the_batch_anywhere(impl):
     keys = keys_of(impl, (2, B))
 

@@ -49,6 +49,7 @@ def annotate(spec):
 @pytest.mark.parametrize("spmd", [None, "b", ("a", "b")])
 @pytest.mark.parametrize("in_axes", [0, 1, 2])
 @pytest.mark.parametrize("spec", [P(), P("a"), P(None, "a")])
+@pytest.mark.each_commit(9)
 def test_sharding_constraint(spmd, in_axes, spec):
     if spmd == ("a", "b") and "a" in spec:
         return
@@ -138,6 +139,7 @@ def on_devices(fun, in_specs, out_specs, **options):
 
 @pytest.mark.parametrize("in_axes", [(1, None), (2, 0), (None, 0)])
 @pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.each_commit(3)
 def test_shard_map(in_axes, checked):
     size = 3
     shapes = [(4, 6), (4,)]

@@ -136,6 +136,7 @@ def all_equations(jaxpr):
     ("solver", "in_axes"),
     [(cg, (0, 0)), (cg, (None, 0)), (cg, (0, None)), (gmres, (0, None)), (bicgstab, (0, 0))],
 )
+@pytest.mark.each_commit(3)
 def test_iterative_solvers(solver, in_axes):
     a, b = of(matrices, in_axes[0]), of(vectors, in_axes[1])
 

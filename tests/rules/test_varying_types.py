@@ -308,6 +308,7 @@ def test_a_shard_map_over_other_axes_than_the_lanes():
 
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.each_commit(2)
 def test_chunks_of_a_sharded_batch_with_a_shard_map_inside(kind, count):
     """Each lane needs all devices: chunks are taken from the whole batch."""
     mesh = mesh_of(count, kind)

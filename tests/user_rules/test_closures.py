@@ -64,6 +64,7 @@ ORDERS = {
 
 @VMAPS
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.each_commit(9)
 def test_a_value_made_ready_for_the_rule(vmap, order):
     transform, scale = ORDERS[order]
     args = (B, A) if "by the argument" in order else (A, B)

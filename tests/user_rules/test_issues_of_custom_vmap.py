@@ -53,6 +53,7 @@ def test_9073_the_example_of_the_proposal(vmap, capsys):
 
 @VMAPS
 @pytest.mark.parametrize(("in_axes", "args", "said"), SIDES)
+@pytest.mark.each_commit(4)
 def test_9073_reverse_mode_of_the_example(vmap, in_axes, args, said, capsys):
     f = lambda u, v: jnp.exp(vector_dot(u, v))
     plain = lambda u, v: jnp.exp(u @ v)
@@ -105,6 +106,7 @@ def broadcast(fun):
 @VMAPS
 @pytest.mark.parametrize("pattern", [all_at_once, expanded, broadcast, bx.sequential_vmap])
 @pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0)])
+@pytest.mark.each_commit(6)
 def test_25259_reverse_mode_of_the_common_patterns(vmap, pattern, in_axes):
     plain = lambda x, y: jnp.sin(x) * y**2
     args = [a if axis == 0 else a[0] for a, axis in zip((U, V), in_axes, strict=True)]

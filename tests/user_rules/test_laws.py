@@ -194,6 +194,7 @@ def test_random_programs(seed, steps, whose, keep_unbatched):
         lambda f, x, w: jax.vjp(f, x, w)[1](x),
     ],
 )
+@pytest.mark.each_commit(2)
 def test_derivatives_of_what_function_and_rule_close_over_inside_of_vmap(vmap, derivative):
     def run(wrap, vmap):
         f, _ = closing_over(wrap)

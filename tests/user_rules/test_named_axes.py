@@ -48,6 +48,7 @@ def with_rule(rule, fun=plain):
 
 @VMAPS
 @RULES
+@pytest.mark.each_commit(4)
 def test_values_and_derivatives(vmap, rule):
     f, xs = with_rule(rule), example((4, 2))
     run = vmap(f, axis_name="lanes")
@@ -68,6 +69,7 @@ def test_values_and_derivatives(vmap, rule):
 
 @RULES
 @pytest.mark.parametrize("batch_size", [1, 3, 4])
+@pytest.mark.each_commit(4)
 def test_in_chunks_such_a_rule_has_all_lanes(rule, batch_size):
     sizes = []
 

@@ -62,6 +62,7 @@ WAYS = pytest.mark.parametrize(
 
 @VMAPS
 @WAYS
+@pytest.mark.each_commit(6)
 def test_each_device_runs_the_rule_for_its_lanes(vmap, checked, which):
     f, outside = Telling(plain, ten), OUTSIDE[which]
     got = jax.jit(outside(on_shards(over_lanes(f.function, vmap), checked)))(XS, W)
@@ -72,6 +73,7 @@ def test_each_device_runs_the_rule_for_its_lanes(vmap, checked, which):
 @VMAPS
 @CHECKED
 @pytest.mark.compiles(100)
+@pytest.mark.each_commit(2)
 def test_without_jit(vmap, checked):
     f = Telling(plain, ten)
     run = on_shards(over_lanes(f.function, vmap), checked)
@@ -82,6 +84,7 @@ def test_without_jit(vmap, checked):
 
 @VMAPS
 @CHECKED
+@pytest.mark.each_commit(2)
 def test_derivatives_inside_of_shard_map(vmap, checked):
     """With `check_vma` JAX sums gradients of what all devices have over them, else not."""
     f = Telling(plain, ten)
@@ -117,6 +120,7 @@ def test_one_example_on_each_device_is_by_the_function(checked):
 
 @VMAPS
 @WAYS
+@pytest.mark.each_commit(6)
 def test_vmap_of_shard_map(vmap, checked, which):
     f, outside = Telling(plain, ten), OUTSIDE[which]
     many = jnp.stack([XS, 2 * XS, -XS])
@@ -162,6 +166,7 @@ def test_what_a_function_closes_over_on_shards(vmap, checked):
 
 @VMAPS
 @CHECKED
+@pytest.mark.each_commit(2)
 def test_sequential_vmap_and_chunks_on_shards(vmap, checked):
     run = on_shards(over_lanes(bx.sequential_vmap(plain), vmap), checked)
     want = jax.grad(total(plain), (0, 1))(XS, W)

@@ -15,6 +15,7 @@ VMAPS = pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap], ids=["bx", "jax"])
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.each_commit(2)
 def test_random_programs(seed):
     f = bx.sequential_vmap(random_program(seed, steps=5))
     args = example((3, 3)), example((3, 2, 3), seed=1), jnp.arange(3), example((3, 3), seed=2)
@@ -81,6 +82,7 @@ ORDERS = {
 @VMAPS
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.each_commit(7)
 def test_effects_happen_once_in_order_of_the_lanes(vmap, order, ordered):
     xs = jnp.arange(4.0)
 

@@ -87,6 +87,7 @@ INSIDE = {
 
 @VMAPS
 @pytest.mark.parametrize("which", INSIDE)
+@pytest.mark.each_commit(20)
 def test_a_batch_is_by_the_rule_however_it_is_differentiated_inside(vmap, which):
     inside, f = INSIDE[which], Telling(plain, ten)
     ours = vmap(inside(f.function))
@@ -111,6 +112,7 @@ OUTSIDE = {
 
 @VMAPS
 @pytest.mark.parametrize("which", OUTSIDE)
+@pytest.mark.each_commit(12)
 def test_derivatives_of_a_batch_are_those_of_the_rule(vmap, which):
     outside, f = OUTSIDE[which], Telling(plain, ten)
     ours = outside(vmap(f.function))
@@ -176,6 +178,7 @@ ONE_EXAMPLE = INSIDE | {
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("which", ONE_EXAMPLE)
+@pytest.mark.each_commit(28)
 def test_one_example_is_by_the_function(which, compiled):
     f = Telling(plain, ten)
     run = ONE_EXAMPLE[which](f.function)
@@ -198,6 +201,7 @@ TWICE = {
 @pytest.mark.parametrize("which", TWICE)
 @pytest.mark.parametrize("outer", [bx.vmap, jax.vmap])
 @pytest.mark.parametrize("inner", [bx.vmap, jax.vmap])
+@pytest.mark.each_commit(9)
 def test_of_two_axes_the_rule_has_the_inner_one(outer, inner, which, derivative):
     inner_axes, outer_axes, flags = TWICE[which]
     args = [
@@ -250,6 +254,7 @@ def closing(w):
 @VMAPS
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.compiles(60)
+@pytest.mark.each_commit(2)
 def test_a_closed_over_value_that_is_differentiated(vmap, compiled):
     seen = []
 
