@@ -143,7 +143,7 @@ Start = Callable[[], Callable[[], Any]]
 
 def _compiled(function: Callable[..., Any], args: Any) -> Start:
     def start() -> Callable[[], Any]:
-        compiled = jax.jit(lambda *args: function(*args)).lower(*args).compile()
+        compiled = jax.jit(lambda *args: function(*args))
         return lambda: compiled(*args)
 
     return start

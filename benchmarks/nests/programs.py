@@ -174,13 +174,18 @@ def _resets(args: Any, _: Any) -> np.ndarray:
     return (np.asarray(ages)[:, None] + steps) % EPISODE == 0
 
 
-def snake(draws: Any) -> Any:
-    """Snake by jumanji with random moves: where a game ends another begins."""
+@functools.cache
+def _game() -> Any:
+    """The game, which holds arrays: made outside of programs."""
     from jumanji.environments import Snake
     from jumanji.wrappers import AutoResetWrapper
 
-    with jax.ensure_compile_time_eval():
-        game = AutoResetWrapper(Snake())
+    return AutoResetWrapper(Snake())
+
+
+def snake(draws: Any) -> Any:
+    """Snake by jumanji with random moves: where a game ends another begins."""
+    game = _game()
 
     def step(state: Any, key: Any) -> Any:
         allowed = jnp.where(state.action_mask, 0.0, -5.0)
@@ -188,6 +193,11 @@ def snake(draws: Any) -> Any:
         return state, ((timestep.reward, state.length), timestep.last().astype(jnp.int32))
 
     return lax.scan(step, game.reset(draws[0])[0], draws)[1]
+
+
+def _moves(lanes: int, steps: int) -> tuple[Any, ...]:
+    _game()
+    return (jax.vmap(lambda key: jax.random.split(key, steps))(keys(lanes)),)
 
 
 SIMULATIONS, ACTIONS = 64, 8
@@ -268,7 +278,7 @@ WORKLOADS = [
     Nest(
         "jumanji's Snake",
         snake,
-        lambda n, steps: (jax.vmap(lambda key: jax.random.split(key, steps))(keys(n)),),
+        _moves,
         32,
         500,
         needs=("jumanji",),

@@ -156,7 +156,7 @@ WORKLOADS = [
             needs=("blackjax",),
             turns=3,
         )
-        for lanes, draws in ((100, 60), (64, 30), (512, 30))
+        for lanes, draws in ((100, 60), (64, 30), (512, 10))
     ),
     Nest(
         "elliptical slice, 400 chains",
