@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from batchax import _compat
-from batchax.divergence.compact import find_divergence
+from batchax.divergence.option import find_divergence
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.execution.chunked import find_chunking
 from batchax.frontend.batched import Batched

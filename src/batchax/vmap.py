@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
 import jax
 
 from batchax import _compat
-from batchax.divergence.compact import Compact, find_divergence, parting_ways
+from batchax.divergence.compact import Compact
+from batchax.divergence.option import find_divergence, parting_ways
 from batchax.errors import ArgumentTypeError
 from batchax.execution.call import Call, execute, through
 from batchax.execution.chunked import find_chunking
@@ -59,7 +60,7 @@ def vmap(
     batch_size: int | Literal["auto"] | None = None,
     memory_limit: int | str | None = None,
     residuals: Literal["recompute", "keep"] = "recompute",
-    divergence: Literal["predicate", "compact"] | Compact = "predicate",
+    divergence: Literal["auto", "predicate", "compact"] | Compact = "predicate",
     layout: Literal["auto", "packed", "padded", "grouped"] = "auto",
     buckets: int | Buckets | None = None,
     mesh: Any = None,
@@ -108,7 +109,7 @@ def vmap(
       divergence: what lanes do that are done with a loop, or do not take a branch. "predicate":
         they take part until all are done, masked, as in ``jax.vmap``. "compact": lanes that are
         done leave a loop, others take their places, and a branch runs for the lanes that take
-        it. `Compact` sets how.
+        it. `Compact` sets how. "auto": so it is where that surely pays, and masked elsewhere.
       layout: how rows of `Ragged` arguments are held while they are computed. "packed": one
         after another, wherever each element of a row is computed by itself, or the row is
         reduced. "padded": as arrays of one size, in which padding is masked. "grouped": rows of
@@ -170,7 +171,7 @@ def vmap(
     rows = find_row_options(layout, buckets, batch_size)
     compact = find_divergence(divergence)
     chunking = find_chunking(fun, batch_size, memory_limit, residuals, progress)
-    some_at_a_time = chunking is not None or compact is not None
+    some_at_a_time = chunking is not None or (compact is not None and compact.asked)
     on_mesh = find_mesh(mesh)
     if on_mesh is not None and spmd_axis_name is not None:
         raise ArgumentTypeError(
@@ -212,7 +213,7 @@ def vmap(
             return flatten_outputs(out, out_axes, size, sum_match=sum_match)
 
         passes = [
-            parting_ways(compact),
+            parting_ways(compact, spread=shards is not None),
             pass_of_rows(rows, mapped, shards, chunking),
             dealt_out(shards),
             in_parts(chunking),

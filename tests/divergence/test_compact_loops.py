@@ -471,7 +471,7 @@ def test_collectives_are_refused():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: bx.vmap(power, divergence="pack"), TypeError, "divergence must be .predicate."),
+        (lambda: bx.vmap(power, divergence="pack"), TypeError, "divergence must be .auto."),
         (lambda: bx.Compact(width=0), ValueError, "width is 0"),
         (lambda: bx.Compact(width=2.5), TypeError, "width must be a positive int"),
         (lambda: bx.Compact(threshold=2), ValueError, "threshold is 2"),

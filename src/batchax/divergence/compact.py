@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from batchax import _compat
 from batchax.divergence.bounded import run_bounded_loop
@@ -16,7 +16,6 @@ from batchax.divergence.loops import parting_loop
 from batchax.divergence.widths import Step, choose_widths, most_left
 from batchax.divergence.window import Plan
 from batchax.errors import ArgumentTypeError, AxisError
-from batchax.execution.call import Call, Pass
 from batchax.frontend.in_axes import is_position
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
@@ -52,6 +51,7 @@ class Compact:
     width: int | None = None
     threshold: float | None = None
     steps: LaneSteps | None = None
+    asked: ClassVar[bool] = True
     _nesting: int = field(default=0, repr=False, kw_only=True)
     _most: int | None = field(default=None, repr=False, kw_only=True)
 
@@ -157,29 +157,3 @@ class Compact:
         if placed is not None:
             recording.note(divergence="compact", widths=widths[:2])
         return placed
-
-
-def parting_ways(how: Compact | None) -> Pass:
-    """The pass that says what lanes do that part ways; None: they are masked."""
-
-    def change(call: Call) -> Call:
-        return replace(call, axis=replace(call.axis, divergence=how)) if how else call
-
-    return change
-
-
-def find_divergence(option: Any) -> Compact | None:
-    """What the option `divergence` of ``vmap`` asks for; None if lanes are to be masked.
-
-    Raises:
-      ArgumentTypeError: it is none of what it may be.
-    """
-    if isinstance(option, Compact):
-        return option
-    if option == "predicate":
-        return None
-    if option == "compact":
-        return Compact()
-    raise ArgumentTypeError(
-        f'divergence must be "predicate", "compact" or a batchax.Compact(...), got {option!r}.'
-    )

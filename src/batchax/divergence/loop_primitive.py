@@ -57,6 +57,10 @@ def _batched(
 ) -> tuple[list[Any], Sequence[Position]]:
     merged = _merged(axis, loop, args, axes)
     if merged is None:
+        if not loop.axis.divergence.asked:  # in a window lanes of the outer axis would wait
+            types = tuple(program.in_avals)
+            stage = lambda: _compat.stage(loop.masked, types)
+            program = remembered(loop.body, (*loop.but_for_body, types, "masked"), stage)
         batched, out_axes = batch_inner(axis, program, axes)
         return eval_jaxpr(batched.jaxpr, batched.consts, *args), out_axes
     both = (axis.size, loop.axis.size)
@@ -99,7 +103,7 @@ def _merged(
         x if s else flat(x, outer, inner) for s, (x, outer, inner) in zip(same, consts, strict=True)
     ]
     plan = loop.plan
-    if plan.widths[0] == loop.axis.size:
+    if plan.widths[0] == loop.axis.size or not loop.axis.divergence.asked:
         differs = [a is not None for a in (*loop.positions[loop.n_test :], *[0] * len(carry))]
         plan = loop.axis.divergence.plan(lanes, loop.test, loop.body, differs)
     wide = replace(loop.axis, size=lanes)

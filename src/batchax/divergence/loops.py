@@ -19,7 +19,7 @@ from batchax.kernel.axis import Axis, Position
 from batchax.kernel.divergence import WhileLoop
 from batchax.kernel.inner import remembered
 from batchax.kernel.named_axes import any_uses_axis
-from batchax.rules.masked_loops import MaskedBody, predicate
+from batchax.rules.masked_loops import MaskedBody, predicate, run_masking
 from batchax.rules.masking import select_lanes
 
 
@@ -60,6 +60,14 @@ class PartingLoop:
             steps.add(self.plan.widths, tallies)
         types = zip(outs, self.body.out_avals, strict=True)
         return [_compat.weakly(x) if t.weak_type else x for x, t in types]
+
+    def masked(self, *operands: Any) -> list[Any]:
+        """As `run`, with lanes that are masked until all are done."""
+        consts, carry = operands[: len(self.positions)], operands[len(self.positions) :]
+        test_at, body_at = self.positions[: self.n_test], self.positions[self.n_test :]
+        body = MaskedBody.of(self.axis, self.test, self.body, body_at)
+        consts = (consts[: self.n_test], test_at, consts[self.n_test :], body_at)
+        return run_masking(body, WhileLoop(self.test, self.body, *consts, list(carry)))
 
     def _step(
         self, width: int, consts: Sequence[Value], active: Any, carry: Sequence[Value]

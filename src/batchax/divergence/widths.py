@@ -70,12 +70,14 @@ class Step:
 
     Attributes:
       length: operations in its programs, to be compiled.
+      work: nanoseconds that a lane takes, of many that run at once.
       overhead: how many lanes have as much work as it takes to begin its operations.
       moving: how many steps of a lane cost as much as moving it in and out of a window.
       held: bytes of what a lane carries.
     """
 
     length: int
+    work: float
     overhead: float
     moving: float
     held: int
@@ -94,6 +96,7 @@ class Step:
         moving = time_to_move(itertools.compress(body.in_avals, differs))
         return cls(
             length=sum(map(length, [*tests, body.jaxpr])),
+            work=work,
             # What is fused is one operation more, in each of the programs.
             overhead=_device().begin * (begun + 1 + len(tests)) / work,
             moving=min(moving / work, _MOST_TO_MOVE),

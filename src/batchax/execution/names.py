@@ -178,7 +178,8 @@ def is_exposed(axis: Axis, eqn: Eqn) -> bool:
     """
     if uses_axis(axis, eqn):
         return True
-    return axis.divergence is not None and _is_call_with_loop(eqn)
+    apart = axis.divergence is not None and axis.divergence.asked
+    return apart and _is_call_with_loop(eqn)
 
 
 def _is_call_with_loop(eqn: Eqn) -> bool:

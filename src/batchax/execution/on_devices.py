@@ -52,7 +52,8 @@ def in_parts(chunking: Chunking | None, where_types_say: bool = True) -> Pass:
             return replace(call, way=replace(call.way, chunking=chunking))
         if not isinstance(call.way, AllAtOnce):
             return call
-        if where_types_say and (chunking is not None or call.axis.divergence is not None):
+        apart = call.axis.divergence is not None and call.axis.divergence.asked
+        if where_types_say and (chunking is not None or apart):
             call = call.with_program()
             shards = find_shards(call.axis, call.values, call.positions, call.staged.jaxpr)
             if shards is not None:

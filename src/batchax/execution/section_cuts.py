@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from jax import lax
 from jax.extend.core.primitives import cond_p, scan_p, while_p
@@ -96,6 +96,8 @@ class LanesPart(Exception):
 @dataclass(frozen=True)
 class _Refusing:
     """In the place of a way to run lanes that part ways."""
+
+    asked: ClassVar[bool] = False
 
     def run(self, axis: Axis, parting: Any) -> Any:
         """Raises `LanesPart`."""

@@ -126,7 +126,9 @@ def _loops_to_cut(setting: Setting, eqns: Sequence[Eqn], env: Env) -> set[int]:
     What each lane holds is then kept for all lanes at once. A loop is not cut out if that is much
     more than the batch itself: chunks are there to save memory.
     """
-    if setting.axis.divergence is None or isinstance(setting.lanes.batch_size, Auto):
+    divergence = setting.axis.divergence
+    asked = divergence is not None and divergence.asked
+    if not asked or isinstance(setting.lanes.batch_size, Auto):
         return set()
     return parting_loops(eqns, env, 2 * setting.batch_bytes + _SMALL)
 

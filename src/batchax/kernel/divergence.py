@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position
@@ -78,7 +78,14 @@ class BoundedLoop:
 
 
 class Divergence(Protocol):
-    """A way to run lanes that part ways. Hashable: programs batched with it are remembered."""
+    """A way to run lanes that part ways. Hashable: programs batched with it are remembered.
+
+    Attributes:
+      asked: whether the user asked for it. If so loops draw lanes from all chunks, and each device
+        runs the lanes that it has; if not, all else is as it would be without.
+    """
+
+    asked: ClassVar[bool]
 
     def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
         """The results of all lanes; None to have lanes masked."""

@@ -77,6 +77,7 @@ def _while(
     body_nconsts: int,
     body_jaxpr: Any,
 ) -> PlacedOutputs:
+    asked_of_all = cond_jaxpr
     if axis.divergence is not None:
         cond_jaxpr = asked_of_each_lane(cond_jaxpr, body_jaxpr)
     test_consts, body_consts, carry = split_operands(args, cond_nconsts, body_nconsts)
@@ -98,9 +99,17 @@ def _while(
         front: list[Position] = [0] * len(carry)
         carry = match_carry(axis, carry, carry_at, front)
         loop = WhileLoop(cond_jaxpr, body_jaxpr, test_consts, test_at, body_consts, body_at, carry)
-        args, axes = [*test_consts, *body_consts, *carry], [*test_at, *body_at, *front]
+        masked = _every_step
+        if axis.divergence and cond_jaxpr is not asked_of_all and not axis.divergence.asked:
+
+            def masked(axis: Axis, loop: WhileLoop) -> PlacedOutputs:
+                # A loop that asks about all lanes masks its own, with less than it takes here.
+                params = {"cond_jaxpr": asked_of_all, "body_jaxpr": body_jaxpr, **counts}
+                return _while(replace(axis, divergence=None), args, axes, **params)
+
+        given, at = [*test_consts, *body_consts, *carry], [*test_at, *body_at, *front]
         params = {"cond_jaxpr": cond_jaxpr, "body_jaxpr": body_jaxpr, **counts}
-        return run_parting(axis, while_p, args, axes, params, loop, _every_step)
+        return run_parting(axis, while_p, given, at, params, loop, masked)
 
     if recording.is_on():
         asked_of_all = asked_of_each_lane(cond_jaxpr, body_jaxpr) is not cond_jaxpr

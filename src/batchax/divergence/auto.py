@@ -1,0 +1,94 @@
+"""`Auto`: lanes part ways where that surely pays, and are masked elsewhere.
+
+Nobody knows before a loop runs how many steps its lanes take. So it has to cost next to nothing
+where they all take as many, in time and in compiling. A loop with dear steps has its lanes in a
+window from the first step on: the body is compiled once, as it would be for all lanes, and as wide
+a window as this one keeps a device as busy as all lanes do. What a step costs is read off its
+program, before it is compiled; loops of cheap steps are the masked loops that they would be.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+from jax.core import Tracer
+
+from batchax.divergence.compact import Compact
+from batchax.divergence.limits import calls_back
+from batchax.divergence.widths import Step
+from batchax.divergence.window import Plan
+from batchax.jaxprs.words import Value
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis
+from batchax.kernel.divergence import BoundedLoop, Branches, PlacedOutputs, WhileLoop
+from batchax.rules.hazards import hazards
+
+
+class Limits(NamedTuple):
+    """From where on it pays. Results do not depend on these; the benchmark `divergence` does."""
+
+    moving: float = 0.7
+    """how many steps of a lane it may cost to move it in and out of a window"""
+    begun: int = 16
+    """how many times as long as beginning its operations a step of a window takes"""
+    busy: float = 25_000.0
+    """nanoseconds of work in a step of a window for each core of a processor"""
+    windows: tuple[int, ...] = (16, 8)
+    """how many windows all lanes would fill: as many as leave one that is wide enough"""
+    devices: int = 1
+    """how many there may be, if lanes may be spread over them"""
+
+
+limits = Limits()
+
+
+@dataclass(frozen=True)
+class Auto(Compact):
+    """As `Compact`, where it surely pays. Nothing is refused: what it cannot do is masked."""
+
+    limits: Limits = field(default_factory=lambda: limits)
+    asked: ClassVar[bool] = False
+
+    def leaves(self, values: Sequence[Value]) -> bool:
+        """Whether lanes may be spread over devices: to move one would be to send it.
+
+        Of values that are traced nobody knows, but inside ``shard_map``, where each has its own.
+        """
+        most = self.limits.devices
+        if any(isinstance(x, Tracer) for x in values):
+            return jax.device_count() > most and not jax.sharding.get_abstract_mesh().manual_axes
+        return any(len(x.sharding.device_set) > most for x in values if isinstance(x, jax.Array))
+
+    def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
+        match parting:
+            case WhileLoop():
+                programs = [parting.test, parting.body]
+            case Branches() | BoundedLoop():
+                return None
+        if self._nesting:
+            # Who leaves the loop around it leaves this one, too; a second window is to be compiled.
+            recording.note(why="a loop around it has a window")
+            return None
+        if any(hazards(program.jaxpr).collective for program in programs) or calls_back(programs):
+            return None
+        return super().run(axis, parting)
+
+    def plan(self, size: int, test: Any, body: Any, differs: Sequence[bool]) -> Plan:
+        step = Step.of(test, body, differs)
+        widths, why = (size,), "a step costs too little, or lanes are too few, for a window"
+        if step.moving > self.limits.moving:
+            why = f"to move a lane costs as much as {step.moving:.2g} of its steps"
+        else:
+            enough = max(self.limits.begun * step.overhead, _busy(self.limits.busy) / step.work)
+            fitting = (w for n in self.limits.windows if enough <= (w := max(1, size // n)) < size)
+            widths = (next(fitting, size),)
+        return Plan(widths, None, 0, step.moving, False, why)
+
+
+def _busy(each: float) -> float:
+    """What keeps a processor busy: a narrow window runs on one core, all lanes on all of them."""
+    return each * ((os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1)

@@ -1,0 +1,44 @@
+"""The option `divergence` of ``vmap``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from batchax.divergence.auto import Auto
+from batchax.divergence.compact import Compact
+from batchax.errors import ArgumentTypeError
+from batchax.execution.call import Call, Pass
+
+
+def parting_ways(how: Compact | None, spread: bool = False) -> Pass:
+    """The pass that says what lanes do that part ways; None: they are masked.
+
+    `spread` says whether each of several devices is to run lanes of its own.
+    """
+
+    def change(call: Call) -> Call:
+        if how is None or (isinstance(how, Auto) and not spread and how.leaves(call.values)):
+            return call
+        return replace(call, axis=replace(call.axis, divergence=how))
+
+    return change
+
+
+def find_divergence(option: Any) -> Compact | None:
+    """What the option `divergence` of ``vmap`` asks for; None if lanes are to be masked.
+
+    Raises:
+      ArgumentTypeError: it is none of what it may be.
+    """
+    if isinstance(option, Compact):
+        return option
+    if option in _NAMED:
+        return _NAMED[option]()
+    raise ArgumentTypeError(
+        'divergence must be "auto", "predicate", "compact" or a batchax.Compact(...), got '
+        f"{option!r}."
+    )
+
+
+_NAMED = {"auto": Auto, "predicate": lambda: None, "compact": Compact}

@@ -1,0 +1,93 @@
+"""Lanes part ways where that pays, without being asked: `vmap(..., divergence="auto")`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import batchax as bx
+from batchax.divergence.auto import Auto
+
+from support.forced import FORCED
+from support.oracle import same
+
+N = 23
+COUNTS = jnp.asarray([3, 0, 40, 7, 7, 1, 0, 12, 5, 5, 90, 2, 1, 1, 0, 9, 33, 4, 4, 4, 6, 2, 0])
+POINTS = jnp.asarray(np.random.default_rng(0).normal(size=(N, 3)), float)
+ONE_DEVICE = Auto(limits=Auto().limits._replace(devices=1_000))
+
+
+def power(count, x):
+    step = lambda c: (c[0] + 1, jnp.tanh(0.9 * c[1]))
+    return lax.while_loop(lambda c: c[0] < count, step, (0, x))
+
+
+def loops(fun, *args, divergence, **options):
+    """What is said of the loops of a function."""
+    explained = bx.explain(fun, divergence=divergence, **options)(*args)
+    return [e.notes for e in explained.equations if e.primitive == "while"]
+
+
+def dear(count, x, weights):
+    step = lambda c: (c[0] + 1, jnp.tanh(weights @ c[1]))
+    return lax.while_loop(lambda c: c[0] < count, step, (0, x))[1]
+
+
+DEAR = jnp.zeros(8192, int), jnp.zeros((8192, 64)), jnp.zeros((64, 64))
+
+
+def test_lanes_leave_where_steps_are_dear():
+    (notes,) = loops(dear, *DEAR, in_axes=(0, 0, None), divergence=ONE_DEVICE)
+    assert notes["divergence"] == "compact"
+    assert len(notes["widths"]) == 1
+    assert notes["widths"][0] <= 1024
+
+
+def test_cheap_loops_are_as_they_were():
+    (notes,) = loops(power, COUNTS, POINTS, divergence=ONE_DEVICE)
+    assert notes["divergence"] == "masked"
+    assert notes["why"]
+    programs = [
+        jax.make_jaxpr(bx.vmap(power, divergence=d))(COUNTS, POINTS)
+        for d in (ONE_DEVICE, "predicate")
+    ]
+    assert str(programs[0]) == str(programs[1])
+
+
+def test_values_and_tangents():
+    ways = [bx.vmap(power, divergence=d) for d in (FORCED, "predicate")]
+    outs = [jax.jit(f)(COUNTS, POINTS) for f in ways]
+    same(*outs, None)
+    dots = [jax.jvp(lambda x, f=f: f(COUNTS, x)[1], (POINTS,), (POINTS,))[1] for f in ways]
+    same(*dots, None)
+
+
+def test_lanes_that_may_be_spread_stay():
+    assert jax.device_count() > 1
+    spread = jax.make_jaxpr(bx.vmap(dear, (0, 0, None), divergence="auto"))(*DEAR)
+    assert "parting_loop" not in str(spread)
+    alone = jax.make_jaxpr(bx.vmap(dear, (0, 0, None), divergence=ONE_DEVICE))(*DEAR)
+    assert "parting_loop" in str(alone)
+
+
+def test_collectives_and_calls_of_the_host_stay():
+    def meet(count, x):
+        step = lambda c: (c[0] + 1, c[1] + lax.pmean(c[1], "i"))
+        return lax.while_loop(lambda c: c[0] < count, step, (0, x))[1]
+
+    seen = []
+
+    def told(count, x):
+        def step(c):
+            jax.debug.callback(lambda i: seen.append(int(i)), c[0])
+            return c[0] + 1, c[1] / 2
+
+        return lax.while_loop(lambda c: c[0] < count, step, (0, x))[1]
+
+    outs = [
+        bx.vmap(meet, axis_name="i", divergence=d)(COUNTS, POINTS) for d in (FORCED, "predicate")
+    ]
+    same(*outs, None)
+    bx.vmap(told, divergence=FORCED)(COUNTS, POINTS)
+    jax.effects_barrier()
+    assert len(seen) == int(COUNTS.sum())
