@@ -252,7 +252,6 @@ WORKLOADS = [
         512,
         40,
         in_axes=(0, None),
-        chaotic=True,
         needs=("diffrax",),
         family="Simulations",
     ),

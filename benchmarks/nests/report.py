@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def _page(results: Sequence[NestResult]) -> str:
     turns = [r.turns for r in results]
     return f"""# {TITLE}
 
-{made_with()}
+{made_with()} {_load()}
 
 {summary(results)}
 
@@ -83,24 +84,33 @@ a 95% bootstrap interval over the turns ({min(turns)} to {max(turns)}), all in o
 - *lax.map*: one lane after the other; *threads*: the same, with a part of the lanes on each core;
 - *peers*: for the same target, draws, chains and step sizes, by their own code and with their own
   random numbers. [FSM-MCMC](https://github.com/HWDance/jax-fsm-mcmc) has samplers taken apart into
-  state machines by hand (`FSM_MCMC=<its checkout>` has it measured); NumPyro's chains are
-  vectorized.
+  state machines by hand; NumPyro's chains are vectorized; BlackJAX's own are `jax.vmap`'s. The
+  auto batching of TensorFlow Probability has no back end for JAX.
 
 *Bound*: the steps of the innermost loop that the slowest lane takes in all, over those that masked
 lanes take, who wait at each step of all loops around. No way that runs all lanes, masked, can do
 with less; one that compacts them, too, can. *Of use* is the share of the lane-steps of the
 innermost loop that some lane needs: of those with barriers, of those without, and, as
 `bx.LaneSteps` counts all loops, of those of compact. *First call* is tracing, compiling and
-running, once. *Same* is the share of the outer steps, over all lanes, whose counts are those of
-`jax.vmap`, with `bx.vmap`, predicate and compact. Samplers and adaptive solvers are chaotic: where
-sums are rounded otherwise, chains part after some draws, and both are right.
+running, the faster of two: seconds of `jax.vmap`, and how many times as long `bx.vmap`, predicate
+and compact take. *Same*: the share of the outer steps, over all lanes, in which these three have
+the counts of `jax.vmap` and, to a thousandth, its results. Samplers and adaptive solvers are
+chaotic: where sums are rounded otherwise, chains part after some draws, and both are right.
 
 {_table(results)}
 
-Lanes that are active, over the time of masked lanes in steps of the innermost loop, as counts tell:
+Lanes that are active, over the time of masked lanes in steps of the innermost loop, as counts tell;
+dotted, the mean share that `bx.LaneSteps` measured for compact:
 
 ![Share of lanes that are active over time, with barriers and without](nests-use.png)
 {_samplers(results)}"""
+
+
+def _load() -> str:
+    """What else the machine did."""
+    if not hasattr(os, "getloadavg"):
+        return ""
+    return f"Programs that ran at a time, these and others: {os.getloadavg()[2]:.1f} at the mean."
 
 
 def _table(results: Sequence[NestResult]) -> str:
@@ -210,6 +220,9 @@ def plot_use(results: Sequence[NestResult], path: Path) -> None:
     for ax, r in zip(panels.flat, results, strict=False):
         for (name, (time, share)), colour in zip(r.active.items(), ("C3", "C0"), strict=True):
             ax.fill_between(time, share, step="pre", alpha=0.5, color=colour, label=name)
+        ax.axhline(
+            r.compact_of_use, color="black", linestyle=":", label="compact, mean of all loops"
+        )
         ax.set_xlim(0, 1)
         ax.set_ylim(0, 1)
         ax.yaxis.set_major_formatter("{x:.0%}")

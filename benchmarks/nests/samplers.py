@@ -151,8 +151,6 @@ WORKLOADS = [
             counts=leaves,
             draws=lambda out: out[0],
             peers=peers.of_nuts(mixture, STEP_SIZE, DOUBLINGS, SIZE),
-            sequential=lanes <= 100,
-            chaotic=True,
             needs=("blackjax",),
             turns=3,
         )
@@ -167,7 +165,6 @@ WORKLOADS = [
         in_axes=(0, 0, None, None, None),
         draws=lambda out: out[0],
         peers=peers.of_elliptical_slice(),
-        chaotic=True,
         needs=("blackjax",),
     ),
     Nest(
@@ -177,7 +174,6 @@ WORKLOADS = [
         256,
         60,
         draws=lambda out: out[0],
-        chaotic=True,
         needs=("blackjax",),
         turns=5,
     ),

@@ -47,10 +47,8 @@ class Nest:
       counts: from the arguments and the results of all lanes to how many steps the innermost loop
         takes: (lanes, outer steps), or (lanes, outer steps, steps of the next loop, ...).
       in_axes: as for `vmap`.
-      sequential: whether one lane after the other, on one thread and on several, is among the ways.
       draws: from the results of all lanes to (lanes, draws, size), where it is a sampler.
       peers: other programs for the same task.
-      chaotic: whether a rounding changes what follows, so that ways agree on the first draws only.
       needs: modules without which it is left out.
       turns: how often each way has its turn at most.
       family: the part of the table it is in.
@@ -63,10 +61,8 @@ class Nest:
     steps: int
     counts: Callable[[Any, Any], Any] = lambda args, out: out[1]
     in_axes: Any = 0
-    sequential: bool = True
     draws: Callable[[Any], Any] | None = None
     peers: dict[str, Peer] = field(default_factory=dict)
-    chaotic: bool = False
     needs: tuple[str, ...] = ()
     turns: int = 7
     family: str = "Samplers"
@@ -79,9 +75,7 @@ class Nest:
         }
         for divergence in DIVERGENCES:
             same[divergence] = bx.vmap(self._anew(), self.in_axes, divergence=divergence)
-        if self.sequential:
-            same["lax.map"] = self.one_by_one
-        return same
+        return same | {"lax.map": self.one_by_one}
 
     def one_by_one(self, *args: Any) -> Any:
         """One lane after the other."""
