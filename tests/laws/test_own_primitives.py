@@ -182,24 +182,37 @@ def test_every_primitive_has_a_case():
     assert {p.name for p in declared()} == set(AROUND)
 
 
+def in_ways(name, fun, ways, nested):
+    def compute(xs, pairs):
+        results = {way: WAYS[way](fun)(xs) for way in ways}
+        results |= {way: NESTED[way](fun)(pairs)[1, ::-1] for way in nested}
+        return results, [d(xs) for d in derivatives_of(name, WAYS["in chunks"](fun))]
+
+    return compute
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_programs_have_it(name):
+    compute = in_ways(name, AROUND[name](small)[0], WAYS, NESTED)
+    assert name in map(str, primitives_in(jax.make_jaxpr(compute)(X, np.stack([X, X])).jaxpr))
+
+
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("name", AROUND)
 @pytest.mark.each_commit(13)
 def test_in_every_way(name, half):
     fun, reference = AROUND[name](small)
     xs, pairs = jnp.asarray(X), jnp.stack([X, X[::-1]])
-
-    def compute(xs, pairs):
-        ways = {way: WAYS[way](fun)(xs) for way in ("one by one", *[*WAYS][half:3:2])}
-        ways |= {way: NESTED[way](fun)(pairs)[1, ::-1] for way in [*NESTED][half::2]}
-        loop = functools.partial(lax.map, reference)
-        both = [[d(xs) for d in derivatives_of(name, f)] for f in (WAYS["in chunks"](fun), loop)]
-        return ways, loop(xs), both
-
-    staged = jax.make_jaxpr(compute)(xs, pairs)
-    assert name in map(str, primitives_in(staged.jaxpr))
-    got, expected, derivatives = jax.jit(compute)(xs, pairs)
-    same(*derivatives)
+    compute = in_ways(name, fun, [*WAYS][half::2], [*NESTED][half::2])
+    loop = functools.partial(lax.map, reference)
+    got, derivatives, expected, theirs = jax.jit(
+        lambda xs, pairs: (
+            *compute(xs, pairs),
+            loop(xs),
+            [d(xs) for d in derivatives_of(name, loop)],
+        )
+    )(xs, pairs)
+    same(derivatives, theirs)
     got["at once"] = fun(xs[0])[None]
     got["at once, in chunks"] = bx.vmap(fun, batch_size=2, **COMPACT)(xs)
     for way, value in got.items():
