@@ -146,10 +146,11 @@ def _places(items):
 
 
 def _at_night(items):
+    night = {item for item in items if item.get_closest_marker("nightly")}
     families = collections.defaultdict(list)
     for item in items:
-        families[item.nodeid.split("[")[0]].append(item)
-    night = {item for item in items if item.get_closest_marker("nightly")}
+        if item not in night:
+            families[item.nodeid.split("[")[0]].append(item)
     for cases in families.values():
         if marker := cases[0].get_closest_marker("each_commit"):
             night.update(set(cases) - set(_covering(cases, marker.args[0])))

@@ -44,6 +44,7 @@ def pages_with_code():
 
 @pytest.mark.parametrize("page", pages_with_code(), ids=lambda page: page.name)
 @pytest.mark.compiles(300)
+@pytest.mark.each_commit(13)
 def test_code_runs_and_prints_what_is_shown(page, tmp_path, monkeypatch):
     if "by the compiler's count" not in page.read_text():
         if "project.entry-points" in page.read_text():  # a package that the page makes

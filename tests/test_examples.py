@@ -44,6 +44,7 @@ def test_explained(tmp_path, capsys):
     assert "measurements @ weights" in page
 
 
+@pytest.mark.nightly
 def test_embeddings(tmp_path, capfd, monkeypatch):
     embeddings = load("embeddings")
     embeddings.ROWS, embeddings.COMMIT, embeddings.STEPS = 3000, 100, 100
@@ -67,6 +68,7 @@ def test_data_parallel(capsys):
     assert "agreed" in account
 
 
+@pytest.mark.nightly
 def test_data_parallel_on_two_processes():
     sizes = {"ROWS": "601", "FEATURES": "128", "STEPS": "5"}
     done = subprocess.run(
@@ -93,7 +95,12 @@ def test_data_parallel_on_two_processes():
         ),
         ("environments", dict(AGENTS=8, STEPS=5, SIZE=9, FLOOR=12), ["8 agents", "agreed"]),
         ("roots", dict(EQUATIONS=16, COMPONENTS=3, LEVELS=9), ["16 equations", "agreed"]),
-        ("molecules", dict(MOLECULES=10, STEPS=100), ["10 molecules of 3 to 62", "agreed"]),
+        pytest.param(
+            "molecules",
+            dict(MOLECULES=10, STEPS=100),
+            ["10 molecules of 3 to 62", "agreed"],
+            marks=pytest.mark.nightly,
+        ),
         ("nbody", dict(LANES=8, CHUNK=3, FRAMES=30), ["8 encounters of 600", "agreed"]),
         ("private_sgd", dict(STEPS=3, NOISE=(1.0,)), ["3 runs at once", "agreed", "not private"]),
         (

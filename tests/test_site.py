@@ -11,6 +11,8 @@ import batchax as bx
 
 ROOT = Path(__file__).parents[1]
 
+pytestmark = pytest.mark.nightly  # `make site` builds it with each change, as CI does
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):

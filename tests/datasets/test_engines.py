@@ -269,6 +269,7 @@ def test_a_pool_that_is_broken_is_replaced(x):
     assert_whole(x)
 
 
+@pytest.mark.nightly
 def test_rows_that_end_their_process(x):
     report = call(engine_calls.fatally_at_41, "processes:2", on_error="quarantine")
     assert [b.row for b in report.bad] == [41]  # and nobody who was there

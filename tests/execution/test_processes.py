@@ -396,7 +396,7 @@ def calls_of_threads():
     agree(found, [np.sin(x), np.cos(x)], CLOSE)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def outcomes(request):
     """What failed, by case and process."""
     port = free_port()
