@@ -188,8 +188,7 @@ def snake(draws: Any) -> Any:
     game = _game()
 
     def step(state: Any, key: Any) -> Any:
-        allowed = jnp.where(state.action_mask, 0.0, -5.0)
-        state, timestep = game.step(state, jax.random.categorical(key, allowed))
+        state, timestep = game.step(state, jax.random.randint(key, (), 0, 4))
         return state, ((timestep.reward, state.length), timestep.last().astype(jnp.int32))
 
     return lax.scan(step, game.reset(draws[0])[0], draws)[1]

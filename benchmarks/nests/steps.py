@@ -34,7 +34,7 @@ def of_use(counts: np.ndarray) -> tuple[float, float]:
 def active(counts: np.ndarray, points: int = 200) -> dict[str, tuple[Any, Any]]:
     """Over time, the share of lanes that are active: (time, share) with barriers and without.
 
-    Time is 1 where masked lanes are done.
+    Time is 1 where masked lanes are done. A share is that of the time before, the first no time.
     """
     lanes, whole = len(counts), max(1, masked(counts))
     flat = counts.reshape(lanes, -1)
@@ -63,7 +63,8 @@ def _of_lanes(counts: np.ndarray) -> np.ndarray:
 def _thinned(shares: np.ndarray, whole: int, points: int) -> tuple[Any, Any]:
     """Means over stretches of the time."""
     if not len(shares):
-        return np.zeros(0), np.zeros(0)
+        return np.zeros(1), np.zeros(1)
     pieces = np.array_split(shares, min(points, len(shares)))
-    ends = np.cumsum([len(piece) for piece in pieces])
-    return ends / whole, np.array([piece.mean() for piece in pieces])
+    ends = np.cumsum([0, *map(len, pieces)])
+    means = [piece.mean() for piece in pieces]
+    return ends / whole, np.array([means[0], *means])

@@ -44,9 +44,9 @@ def test_steps_with_barriers_and_without():
     assert steps.bound(counts) == 6 / 10
     assert steps.of_use(counts) == (11 / 20, 11 / 12)
     active = steps.active(counts)
-    np.testing.assert_allclose(active["with barriers"][1] * 2, [2, 1, 1, 1, 1, 1, 1, 1, 1, 1])
-    np.testing.assert_allclose(active["without"][1] * 2, [2, 2, 2, 2, 2, 1])
-    np.testing.assert_allclose(active["without"][0], np.arange(1, 7) / 10)
+    np.testing.assert_allclose(active["with barriers"][1] * 2, [2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1])
+    np.testing.assert_allclose(active["without"][1] * 2, [2, 2, 2, 2, 2, 2, 1])
+    np.testing.assert_allclose(active["without"][0], np.arange(7) / 10)
 
 
 def test_leaves_of_each_doubling():
