@@ -330,6 +330,11 @@ MISTAKES = {
         bx.AxisError,
         r"made for other lengths than those of args\[0\]",
     ),
+    "an axis that is no int": (
+        lambda: bx.bucket(X, 2).split(np.zeros((len(X), 2)), axis="rows"),
+        bx.ArgumentTypeError,
+        "axis must be an int, got 'rows'",
+    ),
     "a reduction of rows": (
         lambda: bx.vmap(lambda x: x, buckets=2, out_axes=bx.Reduce("sum"))(X),
         bx.AxisError,

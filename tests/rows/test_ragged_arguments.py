@@ -24,6 +24,15 @@ def test_rows_in_chunks(batch_size):
     check_rows(f, X, WEIGHTS, in_axes=(0, None), batch_size=batch_size)
 
 
+def test_rows_in_chunks_of_arrays_with_more_room_and_with_less():
+    x, n = np.asarray(X.data)[: sum(LENGTHS)], bx.ragged("n")
+    few, much = (bx.Ragged(np.pad(x, ((0, k), (0, 0))), X.lengths, X.max_length) for k in (0, 5))
+    batched = jax.jit(bx.vmap(lambda x, y: (x * y).sum(0), in_axes=n, batch_size=2))
+    expected = np.stack([(row**2).sum(0) for row in np.split(x, np.cumsum(LENGTHS)[:-1])])
+    for pair in ((few, much), (much, few)):
+        same(batched(*pair), expected)
+
+
 def test_rows_in_chunks_that_fit_a_limit():
     options = dict(batch_size="auto", memory_limit="1MiB", derivatives=False)
     check_rows(attend, X, traced=False, eager=True, **options)

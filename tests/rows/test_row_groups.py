@@ -316,6 +316,12 @@ def test_a_reference_of_the_size_of_a_row_is_refused_or_grouped(layout):
         np.testing.assert_array_equal(mine, (row * 2).at[0].set(7))
 
 
+def test_a_reference_that_has_a_part_for_each_row_is_refused():
+    fun = lambda x, ref: x.sum() + ref[0]
+    with pytest.raises(bx.UnsupportedError, match=r"args\[1\] is a reference.*in groups"):
+        bx.vmap(fun, layout="grouped")(rows(), jax.new_ref(jnp.ones((6, 2))))
+
+
 def test_what_a_function_raises_for_a_length_no_row_has_does_not_matter():
     def fun(x):
         assert len(x) <= 5, "too long"

@@ -59,6 +59,7 @@ SQUARE = {
         symmetric=True,
     ),
     "tridiagonal_solve": lambda x: lax.linalg.tridiagonal_solve(x[:, 0], x[:, 1] + 3, x[:, 2], x),
+    "tridiagonal_solve of each": lambda x: lax.linalg.tridiagonal_solve(x, x + 5, x, x[:, :, None]),
     "rectangular qr": lambda x: jnp.linalg.qr(jnp.concatenate([jnp.eye(3), x])),
     "least squares": lambda x: jnp.linalg.solve(x.T @ x + jnp.eye(3), x.T @ x[:, 0]),
     "fft of another axis": lambda x: jnp.abs(jnp.fft.rfft(x, axis=1)),
@@ -106,6 +107,13 @@ def test_no_nan_from_padding_reaches_shared_weights():
 
     w = jnp.array([0.1, 0.2, 0.3])
     check(likelihood, ragged(3, lengths=(3, 1)), w, in_axes=(0, None))
+
+
+def test_a_solver_needs_no_transpose_where_it_is_not_transposed():
+    def solved(x):
+        return lax.custom_linear_solve(lambda v: (x + 2) * v, x, lambda _, b: b / (x + 2))
+
+    check(solved, ragged(), modes=("jvp",))
 
 
 REFUSED = {

@@ -148,6 +148,12 @@ def test_keys_whose_draws_depend_on_how_much_is_drawn_are_refused():
         run(keys, ragged(3))
 
 
+def test_gamma_is_refused_where_its_draws_would_not_be_those_of_the_row():
+    run = lambda key, x: jax.random.gamma(key, jnp.exp(x.T))
+    with pytest.raises(UnsupportedError, match=r"an array of shape \(3, n\), ragged behind"):
+        jax.jit(bx.vmap(run, layout="padded"))(KEYS, ragged(3))
+
+
 def test_draws_that_are_not_partitionable_are_refused():
     run = jax.jit(bx.vmap(lambda key, x: jax.random.normal(key, x.shape), layout="padded"))
     refused = pytest.raises(UnsupportedError, match="jax_threefry_partitionable")

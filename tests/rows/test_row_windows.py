@@ -43,6 +43,11 @@ def test_windows_are_those_of_the_row_alone(names):
     check_rows_of_all(chosen(POOLS, names), ragged(3, lengths=LENGTHS))
 
 
+def test_no_row_is_as_long_as_a_window():
+    whole = lambda x: lax.reduce_window(x, 0.0, lax.add, (3, 1), (1, 1), "VALID")
+    check_rows(whole, ragged(3, lengths=(2, 0, 1), spare=0))
+
+
 OWN = {
     "product": windows(1.0, lax.mul, 2, 1, ((1, 0), (0, 0))),
     "logsumexp": windows(-jnp.inf, jnp.logaddexp, 3, 1, "SAME"),

@@ -333,6 +333,21 @@ def test_order_and_collective_together_are_refused():
         bx.vmap(f, axis_name="i")(X[:, 0])
 
 
+def test_order_and_references_together_are_refused():
+    def f(x):
+        ref = jax.new_ref(x)
+
+        def branch():
+            jax.experimental.io_callback(lambda _: None, None, x, ordered=True)
+            ref[...] = 2 * x
+
+        lax.cond(x > 0, branch, lambda: None)
+        return ref[...]
+
+    with pytest.raises(UnsupportedError, match=r"in order.* and a reference"):
+        bx.vmap(f)(X[:, 0])
+
+
 # References.
 
 

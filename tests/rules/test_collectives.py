@@ -9,6 +9,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import batchax as bx
 from batchax import _compat
+from batchax.errors import UnsupportedError
 from batchax.kernel.registry import find_rule
 
 from support.oracle import agree, at_once, example, same, same_type, shares
@@ -386,6 +387,8 @@ def test_pbroadcast(source):
         bx.vmap(lambda x: lax.pbroadcast(x, ("i", "j"), source), axis_name="j"), axis_name="i"
     )
     same(jax.jit(both)(y), np.broadcast_to(x[source], (2, 2, 3)))
+    outer = bx.vmap(bx.vmap(lambda x: lax.pbroadcast(x, "i", 1)), 1, axis_name="i")
+    same(jax.jit(outer)(y), np.broadcast_to(y[:, 1], (2, 2, 3)))
     if _compat.find_primitive("pbroadcast_dynamic") is not None:
         f = lambda x, s: lax.pbroadcast(x, "i", s)
         s = jnp.asarray(source, jnp.int32)
@@ -431,6 +434,16 @@ def test_ragged_all_to_all(parts):
     other, other_expected = ragged_exchange(parts=parts, seed=1)
     both = [np.stack(pair) for pair in zip(args, other, strict=True)]
     same(jax.jit(inner)(*both), np.stack([expected, other_expected], 1))
+
+
+def test_ragged_all_to_all_of_nothing_and_in_groups():
+    args, _ = ragged_exchange()
+    options = dict(axis_name="i", axis_index_groups=[[0, 1, 2]])
+    with pytest.raises(UnsupportedError, match="exchange over one whole axis at a time"):
+        bx.vmap(lambda *args: lax.ragged_all_to_all(*args, **options), axis_name="i")(*args)
+    fun = lambda *args: lax.ragged_all_to_all(*args, axis_name="i")
+    nothing = [args[0][:, :0], args[1], args[2], *[0 * x for x in args[3:]]]
+    same(bx.vmap(fun, axis_name="i")(*nothing), args[1])
 
 
 def test_inside_control_flow():

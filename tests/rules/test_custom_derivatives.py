@@ -14,6 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import jaxpr_as_fun
 
 import batchax as bx
+from batchax.errors import UnsupportedError
 from batchax.kernel.registry import find_rule
 
 from support.derivative_rules import tripled_jvp
@@ -392,6 +393,26 @@ def test_cotangents_of_shared_inputs_are_summed_once():
         same(loss(bx.vmap, out_axes)(X, W), expected)
 
 
+def test_an_integer_that_lanes_share_has_a_cotangent_of_no_number():
+    @jax.custom_vjp
+    def f(x, w):
+        return x * w, w.sum(), w.astype(int)
+
+    def bwd(residuals, cotangents):
+        (x, w), (c, s, none) = residuals, cotangents
+        assert none.dtype == jax.dtypes.float0
+        return c * w, c * x + s
+
+    f.defvjp(lambda x, w: (f(x, w), (x, w)), bwd)
+
+    def total(x, w):
+        out, shared, _ = bx.vmap(f, (0, None), (0, None, None))(x, w)
+        return out.sum() + 2 * shared
+
+    got = jax.grad(total, (0, 1))(X, W)
+    same(got, (jnp.stack([W] * len(X)), X.sum(0) + 2))
+
+
 def test_a_rule_that_makes_a_constant_depend_on_the_batch():
     @jax.custom_vjp
     def inject(x, w):
@@ -739,6 +760,14 @@ def test_optimize_remat():
         agree(jax.grad(ours, (0, 1)), jax.grad(jaxs, (0, 1)), X, W)
     per_example = jax.grad(lambda x, w: jax.checkpoint(f)(x, w).sum(), (0, 1))
     agree(bx.vmap(per_example, in_axes), jax.vmap(per_example, in_axes), X, W)
+
+
+def test_a_forward_rule_that_is_not_the_function_is_refused_where_that_runs_in_its_place():
+    f = jax.custom_vjp(lambda x, w: jnp.sin(x))
+    f.defvjp(lambda x, w: (jnp.sin(w), w), lambda w, c: (c, w), optimize_remat=True)
+    batched = bx.vmap(jax.checkpoint(lambda x: f(x, 2.0)))
+    with pytest.raises(UnsupportedError, match="the same for all lanes, where the function itself"):
+        jax.grad(lambda x: batched(x).sum())(X[:, 0])
 
 
 def test_custom_gradient_and_closure_convert():

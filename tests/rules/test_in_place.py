@@ -132,6 +132,22 @@ def test_modes_and_types_of_indices(mode):
     check(f, N, X, example((4, 20, 30)))
 
 
+def test_indices_without_a_sign_and_no_indices():
+    whole = lax.ScatterDimensionNumbers((0,), (), ())
+
+    def f(n, x):
+        def body(i, carry):
+            a, b, c = carry
+            far = lax.convert_element_type(i + SIZE - 3, "uint32")[None]
+            a = lax.scatter(a, far, x[i], _element(), mode="drop")
+            b = lax.scatter(b, far, x[i], _element(), mode="clip")
+            return a, b, lax.scatter(c, jnp.zeros(0, "int32"), x[::-1] * i, whole)
+
+        return lax.fori_loop(0, n, body, (x, x, x))
+
+    agree(bx.vmap(f), in_turn(f, (0, 0)), N, X)
+
+
 def _element():
     return lax.ScatterDimensionNumbers((), (0,), (0,))
 

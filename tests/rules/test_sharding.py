@@ -64,6 +64,12 @@ def test_sharding_constraint(spmd, in_axes, spec):
     assert got.sharding.is_equivalent_to(expected.sharding, 3)
 
 
+def test_a_sharding_on_one_device_is_one_of_any_rank():
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    f = lambda x: lax.with_sharding_constraint(x, one)
+    assert equation(bx.vmap(f), X).params["sharding"] == one
+
+
 def test_sharding_constraint_derivatives():
     f = functools.partial(bx.vmap, spmd_axis_name="b")(annotate(P("a")))
     check_derivatives(f, lambda x: x, (X,), second=True, jit=True)
