@@ -17,7 +17,7 @@ Function = Callable[..., Any]
 
 BASE = "jax.vmap"
 PLAIN = "bx.vmap"
-DIVERGENCES = ("predicate", "compact")
+DIVERGENCES = ("predicate", "auto", "compact")
 
 
 @dataclass(frozen=True)

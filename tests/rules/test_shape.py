@@ -201,6 +201,12 @@ def test_concatenate_and_stack(axis):
     check_all(cases, out_axes=1)
 
 
+def test_stack_puts_whole_arrays_after_each_other():
+    x = np.ones(5)
+    (equation, *_) = jax.make_jaxpr(bx.vmap(lambda x, y: jnp.stack([x, y])))(x, x).eqns
+    assert [v.aval.shape for v in equation.outvars] == [(2, 5)]
+
+
 def test_padding_value_for_each_lane():
     def fun(x, v):
         return lax.pad(x, v, [(1, 2, 1)]), lax.pad(x, v, [(-1, 1, 0)])

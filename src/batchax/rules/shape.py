@@ -164,7 +164,8 @@ def split(
 def stack(batch: Axis, args: Any, positions: Any, /, *, axis: int) -> tuple[Any, Any]:
     position = common_position(args, positions)
     args = [match_axis(batch, x, a, position) for x, a in zip(args, positions, strict=True)]
-    if axis < position:
+    # Where lanes need no move, whole arrays are put one after the other: nothing is interleaved.
+    if axis < position + all(own == position for own in positions):
         return lax.stack_p.bind(*args, axis=axis), position + 1
     return lax.stack_p.bind(*args, axis=axis + 1), position
 
