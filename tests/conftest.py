@@ -153,19 +153,23 @@ def _at_night(items):
             families[item.nodeid.split("[")[0]].append(item)
     for cases in families.values():
         if marker := cases[0].get_closest_marker("each_commit"):
-            night.update(set(cases) - set(_covering(cases, marker.args[0])))
+            night.update(set(cases) - set(_covering(cases, *marker.args)))
     return night
 
 
-def _covering(cases, count):
-    """So many of these, among them each value of each parameter, if so many can have them."""
+def _covering(cases, count, *first):
+    """So many of these, among them each value of each parameter, if so many can have them.
+
+    first: ids of cases that are of them in any case.
+    """
     values = {
         case: [(name, id(value)) for name, value in case.callspec.params.items()] for case in cases
     }
     chosen, left, seen = [], sorted(cases, key=_number), collections.Counter()
 
     def new(case):
-        return sum(not seen[v] for v in values[case]), -sum(seen[v] for v in values[case])
+        fresh, often = sum(not seen[v] for v in values[case]), sum(seen[v] for v in values[case])
+        return case.callspec.id in first, fresh, -often
 
     while left and len(chosen) < count:
         chosen.append(max(left, key=new))

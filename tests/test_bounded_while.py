@@ -223,6 +223,7 @@ def test_a_step_that_was_not_taken_contributes_nothing():
 
 
 @pytest.mark.parametrize("vmap", [jax.vmap, bx.vmap])
+@pytest.mark.each_commit(1)
 def test_lanes_that_leave_at_different_steps(vmap):
     f, g = smooth(bx.bounded_while), smooth(in_python)
     both = [v(h, (0, None)) for v, h in ((vmap, f), (jax.vmap, g))]

@@ -96,6 +96,7 @@ def test_derivatives():
     ("vmap", "lanes"),
     [(bx.vmap, (0, 0, None)), (bx.vmap, (None, 2, 1)), (jax.vmap, (None, 1, None))],
 )
+@pytest.mark.each_commit(2)
 def test_batched(vmap, lanes):
     """Lanes that end at different steps; the batch axis before and behind that of the steps."""
     axes = dict(zip(("c", "xs", "w"), lanes, strict=True))

@@ -51,6 +51,7 @@ def test_values_and_derivatives(name):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.each_commit(1)
 def test_gradient_of_each_lane(name):
     fun, args, axes = PROGRAMS[name]
     gradient = jax.grad(lambda *args: jnp.sum(jax.tree.leaves(fun(*args))[1] ** 2), argnums=1)

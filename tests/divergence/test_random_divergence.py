@@ -52,7 +52,7 @@ def drawn(rng, depth):
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.each_commit(3)
+@pytest.mark.each_commit(2)
 def test_drawn_programs(seed):
     rng = np.random.default_rng(seed)
     fun = drawn(rng, 3)

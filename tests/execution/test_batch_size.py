@@ -417,6 +417,7 @@ def test_references_are_refused_by_name():
 
 
 @pytest.mark.parametrize("residuals", ["recompute", "keep"])
+@pytest.mark.each_commit(1)
 def test_a_reference_of_the_function_itself(residuals):
     def f(x, w):
         ref = jax.new_ref(jnp.zeros_like(x))

@@ -28,6 +28,7 @@ def compiled_bytes(fun, *args):
 @pytest.mark.parametrize(
     ("batch_size", "residuals"), [(1, "recompute"), (3, "recompute"), (6, "keep")]
 )
+@pytest.mark.each_commit(1)
 def test_every_reduction_with_derivatives(batch_size, residuals):
     def f(x, w):
         y = jnp.sin(x) * w

@@ -83,7 +83,7 @@ def test_groups(name, groups):
 @pytest.mark.parametrize(
     ("batch_size", "residuals"), [(1, "recompute"), (2, "recompute"), (2, "keep"), (3, "keep")]
 )
-@pytest.mark.each_commit(3)
+@pytest.mark.each_commit(2)
 def test_batch_normalisation(batch_size, residuals):
     """Two levels of statistics, each of which needs the level below for all lanes."""
 
@@ -355,7 +355,7 @@ def test_chunks_in_chunks_that_meet_over_the_outer_axis():
     ],
     ids=["plain", "outer keeps", "inner keeps", "mesh", "mesh and chunks"],
 )
-@pytest.mark.each_commit(2)
+@pytest.mark.each_commit(1)
 def test_derivatives_of_chunks_in_chunks_that_meet_over_the_outer_axis(outer, inner, names):
     fun = lambda x, w: sum(IN_BOTH[name](x, w) for name in names)
 

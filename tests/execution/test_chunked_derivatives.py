@@ -101,6 +101,7 @@ def test_auxiliary_outputs(chunked):
     agree(loss(chunked), loss(bx.vmap), W)
 
 
+@pytest.mark.each_commit(1)
 def test_per_example_derivatives_inside(chunked):
     for transformation in (jax.grad, jax.hessian):
         one = transformation(lambda w, x: model(x, w).sum())
@@ -121,6 +122,7 @@ def test_checkpoint(where, chunked):
     agree(*(jax.grad(lambda *a, h=h: h(*a).sum(), (0, 1)) for h in (f, plain)), X, W)
 
 
+@pytest.mark.each_commit(1)
 def test_nested_chunks(chunked):
     pairs = example((4, LANES), seed=3)
 
@@ -155,6 +157,7 @@ def test_under_an_outer_vmap(outer, chunked):
     agree(everything(chunked), everything(bx.vmap))
 
 
+@pytest.mark.each_commit(1)
 def test_inside_loops_and_branches(chunked):
     def program(v):
         f = v(model, (0, None))
@@ -202,6 +205,7 @@ def test_loops_and_branches_inside(chunked):
     agree(program(chunked), program(bx.vmap), X, W)
 
 
+@pytest.mark.each_commit(1)
 def test_integers_and_keys_have_no_derivative(chunked):
     keys, n = jax.random.split(jax.random.key(0), LANES), jnp.arange(LANES)
 
@@ -352,6 +356,7 @@ def test_custom_rules_under_an_outer_vmap(outer, chunked):
     )
 
 
+@pytest.mark.each_commit(1)
 def test_custom_root_and_solve(chunked):
     def per_example(x, w):
         matrix = jnp.eye(3) * 4 + jnp.outer(w, x)

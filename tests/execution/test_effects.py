@@ -136,6 +136,7 @@ def loop(capsys, f):
 
 
 @pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.each_commit(1)
 def test_calls_are_those_of_the_loop(turn, capsys):
     f = jax.jit(everywhere(False, turn))
     expected, calls = loop(capsys, f)

@@ -168,6 +168,7 @@ def test_a_choice_reads_as_a_table():
 
 @pytest.mark.parametrize("kind", ["sum", "max", "prod"])
 @pytest.mark.compiles(60)
+@pytest.mark.each_commit(2)
 def test_with_reductions(kind):
     f = bx.vmap(
         lambda x: jnp.sum(jnp.sort(jnp.outer(x, W[0]), axis=0)[2]) / 300,

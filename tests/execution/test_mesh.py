@@ -151,6 +151,7 @@ def test_derivatives(kind, lanes):
     ],
 )
 @pytest.mark.compiles(100)
+@pytest.mark.each_commit(2)
 def test_derivatives_of_what_is_on_one_device_by_wish(shared, mapped, lanes):
     def put(x, device):
         return x if device is None else jax.device_put(x, jax.devices()[device])
@@ -242,6 +243,7 @@ def test_what_lanes_compute_by_themselves_takes_no_exchange(batch_size):
 
 @pytest.mark.parametrize("batch_size", [None, 1])
 @pytest.mark.compiles(200)
+@pytest.mark.each_commit(1)
 def test_a_sum_exchanges_nothing_for_its_cotangent(batch_size):
     def loss(w, x, **options):
         # Reduced over the batch twice: for the result, and for other lanes to go on with.

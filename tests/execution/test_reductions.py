@@ -113,7 +113,7 @@ def odd_numbers():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.each_commit(4)
+@pytest.mark.each_commit(3)
 def test_every_kind_of_every_dtype(way):
     xs = {
         dtype: example((LANES, 2, 3), jnp.dtype(dtype), high=3, seed=1)

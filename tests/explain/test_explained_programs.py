@@ -179,6 +179,7 @@ def test_random_program(seed):
 
 
 @pytest.mark.parametrize("seed", [0, 5, 9])
+@pytest.mark.each_commit(2)
 def test_explaining_changes_nothing(seed):
     """Neither what is explained next, nor what is run."""
     cases = list(drawn(seed))

@@ -39,6 +39,7 @@ def test_a_key_for_each_lane_in_every_way():
 
 @pytest.mark.parametrize("key", [TYPED, RAW], ids=["typed", "raw"])
 @pytest.mark.compiles(60)
+@pytest.mark.each_commit(1)
 def test_a_key_that_is_an_argument_by_name(key):
     check_kind(
         lambda **options: bx.vmap(noisy, {"key": bx.split_key}, **options),

@@ -375,7 +375,7 @@ GROUPS = [CALLS[i : i + TOGETHER] for i in range(0, len(CALLS), TOGETHER)]
 
 
 @pytest.mark.parametrize("calls", GROUPS, ids=lambda calls: f"{calls[0][0]} to {calls[-1][0]}")
-@pytest.mark.each_commit(8)
+@pytest.mark.each_commit(6)
 def test_functions_of_an_example(calls):
     cases = {name: (call, *arrays, {}) for name, call, arrays in calls}
     options = dict(derivatives=False, unrolled=False, jit=False)  # most are jitted already

@@ -246,7 +246,7 @@ def run_in(ways, name):
 
 
 @pytest.mark.parametrize(("name", "way"), zip(PROGRAMS, itertools.cycle(WAYS), strict=False))
-@pytest.mark.each_commit(4)
+@pytest.mark.each_commit(3)
 def test_program(name, way):
     run_in([way], name)
 
@@ -348,7 +348,7 @@ def blackjax_calls():
     [equinox_calls, flax_calls, numpyro_calls, blackjax_calls],
     ids=["Equinox", "Flax", "NumPyro", "BlackJAX"],
 )
-@pytest.mark.each_commit(2)
+@pytest.mark.each_commit(1)
 def test_with_vmap_of_batchax(calls, monkeypatch):
     want = jax.jit(lambda: calls(), compiler_options=QUICK)()
     batched = []

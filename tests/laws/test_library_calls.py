@@ -99,7 +99,6 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.each_commit(12)
 def test_one_after_another(name):
     assert one_after_another(PROGRAMS[name])
 

@@ -24,14 +24,14 @@ def _run(data, draw, judged):
             judged(case)
 
 
-@settings(max_examples=130)
+@settings(max_examples=60)
 @given(st.data())
 @pytest.mark.compiles(400)
 def test_programs_of_one_example(data):
     _run(data, draw_case, judge)
 
 
-@settings(max_examples=70)
+@settings(max_examples=35)
 @given(st.data())
 @pytest.mark.compiles(300)
 def test_programs_of_one_row(data):

@@ -39,6 +39,7 @@ NAMES = [name for name in FEATURES if name != "check_rule"]
 
 @pytest.mark.usefixtures("_switching_often")
 @pytest.mark.compiles(800)
+@pytest.mark.nightly
 def test_all_kinds_of_batches_at_once():
     expected = {name: results(name) for name in NAMES}
 

@@ -45,6 +45,7 @@ def test_a_size_for_each_lane(options, traced):
 
 
 @pytest.mark.parametrize("run", [lambda f: f, jax.jit])
+@pytest.mark.each_commit(1)
 def test_what_has_that_size_is_rows(run):
     def fun(n, x):
         return x * jnp.arange(n), jnp.zeros((2, n)).at[0].set(x), jnp.arange(2 * n)

@@ -19,6 +19,7 @@ def attend(x):
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.each_commit(1)
 def test_rows_in_chunks(batch_size):
     f = lambda x, w: (attend(x @ w).sum(0), x[1:] * 2)
     check_rows(f, X, WEIGHTS, in_axes=(0, None), batch_size=batch_size)

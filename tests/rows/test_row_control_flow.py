@@ -92,6 +92,7 @@ SCANS = {
 
 
 @pytest.mark.parametrize("names", shares(SCANS, 3), ids=" ".join)
+@pytest.mark.each_commit(1)
 def test_a_scan_over_a_row_takes_as_many_steps_as_the_row_has(names):
     check_all(chosen(SCANS, names), ragged(3, lengths=(3, 0, 2)))
 
@@ -102,6 +103,7 @@ def test_a_scan_of_rows_that_are_all_empty_returns_its_initial_carry():
 
 
 @pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.each_commit(1)
 def test_the_gradient_of_shared_weights_has_no_nan_from_steps_not_taken(reverse):
     def shared(x, w):
         def step(carry, row):

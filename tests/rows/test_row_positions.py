@@ -88,11 +88,13 @@ def test_parts_of_a_packed_row_are_where_its_own_size_puts_them(name):
 
 
 @pytest.mark.parametrize("names", shares(PADDED, 3), ids=" ".join)
+@pytest.mark.each_commit(2)
 def test_parts_of_a_row_are_where_its_own_size_puts_them(names):
     check_rows_of_all(chosen(FUNCTIONS, names), ragged(3, lengths=LENGTHS))
 
 
 @pytest.mark.parametrize("names", shares(EMPTY, 2), ids=" ".join)
+@pytest.mark.each_commit(1)
 def test_an_empty_row_among_others_has_the_parts_it_has_alone(names):
     check_rows_of_all(chosen(FUNCTIONS, names), ragged(3, lengths=(0, *LENGTHS)))
 

@@ -46,6 +46,7 @@ def test_bits_are_those_of_the_row_alone(shape):
 
 
 @pytest.mark.parametrize("layout", ["auto", "packed"])
+@pytest.mark.each_commit(1)
 def test_draws_do_not_depend_on_the_layout(layout):
     def run(key, x):
         shared = jax.random.bits(jax.random.key(1), x.shape)

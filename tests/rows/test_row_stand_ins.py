@@ -43,6 +43,7 @@ def test_a_size_is_an_index():
 
 
 @pytest.mark.parametrize("function", [jnp.convolve, jnp.correlate])
+@pytest.mark.each_commit(1)
 def test_a_row_is_convolved_with_what_is_shorter_or_longer(function):
     def every(x, kernel):
         modes = "full", "same", "valid"
@@ -90,6 +91,7 @@ SCANS = {
 
 
 @pytest.mark.parametrize("lengths", [(3, 0, 1, 4), (5,)])
+@pytest.mark.each_commit(1)
 def test_an_associative_scan_over_a_row(lengths):
     every = lambda x: [scan(x) for scan in SCANS.values()]
     check_rows(every, ragged(3, lengths=lengths))
@@ -119,6 +121,7 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize("lengths", [(3, 0, 4), (0, 0)])
+@pytest.mark.each_commit(1, "lengths1")
 def test_the_gradient_of_a_product_of_a_row(lengths):
     every = lambda x: [jax.grad(product)(x) for product in PRODUCTS.values()]
     check_rows(every, ragged(2, lengths=lengths, spare=0), derivatives=False)

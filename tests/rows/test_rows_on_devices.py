@@ -53,7 +53,7 @@ def test_rows_on_devices_are_those_of_a_loop(names):
 
 
 @pytest.mark.parametrize("lengths", [name for name in LENGTHS if name != "uneven"])
-@pytest.mark.each_commit(2)
+@pytest.mark.each_commit(1, "some empty")
 def test_lengths_of_all_kinds(lengths):
     f = lambda x: (attend(x), x.sum(), x[1:])
     check(f, ragged(3, lengths=LENGTHS[lengths]))
@@ -64,10 +64,14 @@ def test_rows_without_any_elements():
     check(f, ragged(3, lengths=(0, 0, 0), poison=False), batch_size=1)
 
 
-def test_with_other_options():
-    each = {"batch_size": 2}, {"buckets": 2}, {"layout": "padded"}, {"layout": "packed"}
-    ways = {str(options): options for options in each}
-    check(lambda x: attend(jnp.tanh(x)), ragged(3, lengths=LENGTHS["uneven"]), ways=ways)
+@pytest.mark.parametrize(
+    "options",
+    [{"batch_size": 2}, {"buckets": 2}, {"layout": "padded"}, {"layout": "packed"}],
+    ids=str,
+)
+@pytest.mark.each_commit(2)
+def test_with_other_options(options):
+    check(lambda x: attend(jnp.tanh(x)), ragged(3, lengths=LENGTHS["uneven"]), **options)
 
 
 def test_what_rows_have_of_their_own_and_what_they_share():
@@ -78,6 +82,7 @@ def test_what_rows_have_of_their_own_and_what_they_share():
     check(f, *given, in_axes=(0, 0, None))
 
 
+@pytest.mark.nightly
 def test_two_sizes_that_differ():
     lengths = LENGTHS["uneven"]
     x, y = ragged(3, lengths=lengths), ragged(3, lengths=lengths[::-1], seed=1)
@@ -85,6 +90,7 @@ def test_two_sizes_that_differ():
 
 
 @pytest.mark.parametrize("axis", [1, 2])
+@pytest.mark.each_commit(1)
 def test_the_ragged_axis_may_be_any(axis):
     check(lambda x: jnp.sort(x, axis) * 2, ragged(2, 3, lengths=LENGTHS["uneven"], axis=axis))
 
@@ -187,6 +193,7 @@ def test_what_needs_all_rows_is_refused(name):
 
 @pytest.mark.parametrize("vmap", [jax.vmap, bx.vmap])
 @pytest.mark.compiles(300)
+@pytest.mark.each_commit(1, "vmap0")
 def test_a_batch_of_batches_outside_of_jit(vmap):
     """Its axis is not spread over devices with that of the rows."""
     data, lengths = example((2, 13), seed=2), np.array([3, 1, 4, 2, 3], np.int32)

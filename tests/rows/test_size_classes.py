@@ -66,7 +66,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.each_commit(3)
+@pytest.mark.each_commit(2, "other sizes")
 def test_rows_in_classes_are_those_of_a_loop(name):
     in_three(FUNCTIONS[name], rows(3), ways=layouts("auto", "packed", "padded"))
 
@@ -76,13 +76,14 @@ def test_rows_in_classes_are_those_of_a_loop(name):
     [(7,) * 10, (1,) * 10, (0, 0), (7,), (0, 0, 7), (1, 2, 3, 4, 5, 6, 7, 8)],
     ids=str,
 )
-@pytest.mark.each_commit(2)
+@pytest.mark.each_commit(1)
 def test_lengths_of_all_kinds(lengths):
     numbers = {f"{n} classes": {"buckets": n} for n in (1, 2, 50)}
     check(powers, rows(2, lengths=lengths), ways=numbers)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.each_commit(1)
 def test_the_ragged_axis_may_be_any(axis):
     def f(x):
         return normed(jnp.moveaxis(x, axis, 0)) * 2, jnp.sort(x, axis)
@@ -90,6 +91,7 @@ def test_the_ragged_axis_may_be_any(axis):
     in_three(f, rows(2, 3, axis=axis), layout="padded")
 
 
+@pytest.mark.nightly
 def test_what_rows_have_of_their_own_and_what_they_share():
     def f(x, scale, w):
         y = attend(x * scale)
@@ -146,6 +148,7 @@ def test_outputs_go_where_out_axes_says():
     assert got[2].max_length == x.max_length
 
 
+@pytest.mark.nightly
 def test_rows_under_other_transformations():
     x = ragged(3, lengths=(1, 6, 2, 5, 3), poison=False)
     each = np.array([0.3, 0.5], x.data.dtype), np.stack([x.lengths, x.lengths[::-1]])

@@ -96,6 +96,7 @@ COMPILED = dict(tolerance=LOOSE, jit=False, unrolled=False)
 
 
 @pytest.mark.parametrize("names", shares(DIFFERENTIABLE, 4), ids=" ".join)
+@pytest.mark.each_commit(2)
 def test_of_a_matrix_with_derivatives(names):
     cases = {name: (jax.jit(DIFFERENTIABLE[name]), matrices(2), {}) for name in names}
     check_all(cases, **COMPILED)

@@ -79,7 +79,7 @@ def test_read(batched):
 
 @pytest.mark.parametrize("batched", ["reference", "indices", "value", "all"])
 @pytest.mark.parametrize("names", shares(INDEXERS, 2), ids=" ".join)
-@pytest.mark.each_commit(4)
+@pytest.mark.each_commit(2)
 def test_write(names, batched):
     """`swap` and `addupdate`: what is read, and what the reference holds after."""
 

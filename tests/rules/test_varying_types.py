@@ -188,11 +188,13 @@ def expected_gradient(body):
 
 
 @pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.each_commit(1)
 def test_lanes_of_one_device(count):
     check_all(functools.partial(inside, mesh=mesh_of(count)), BODIES, ways(count))
 
 
 @pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.each_commit(1)
 def test_lanes_spread_by_spmd_axis_name(count):
     check_all(functools.partial(spread, mesh=mesh_of(count)), BODIES, ways(count))
     if count == 4:

@@ -8,6 +8,7 @@ import numpy as np
 
 import batchax as bx
 
+from support import oracle
 from support.oracle import Claim, direction, is_inexact, same, settle, together
 
 LENGTHS = (3, 5, 1, 4)
@@ -64,7 +65,8 @@ def check_rows(
     traced: lengths are traced; else they are known.
     reverse_traced: they are in reverse mode, too.
     eager: also outside of `jit`.
-    modes: the derivatives that the function has, where it has not both.
+    modes: the derivatives that the function has, where it has not both. Of both, the forward mode
+      is computed with `--compile-all` only.
     rules: the function has rules of derivatives, which compute its values in their own way: they
       are computed without derivatives too.
     ways: by name, options of several calls, all compared with one loop. A call whose program is
@@ -82,6 +84,8 @@ def check_rows(
     leaves, structure = jax.tree.flatten(args)
     moving = [i for i, x in enumerate(leaves) if derivatives and is_inexact(x)]
     modes = modes if moving else ()
+    if len(modes) == 2 and not oracle.COMPILED:
+        modes = ("vjp",)  # which what belongs to no row reaches, too
     given = {i: x for i, x in enumerate(leaves) if id(x) not in lengths}
     # What belongs to no row has no derivative; its direction is poisoned as it is.
     tangents = {
@@ -128,7 +132,7 @@ def check_rows(
             out = batched(*whole({**of, **points}))
             return _inexact(out), out
 
-        if rules or "jvp" not in modes:
+        if rules or not ("jvp" in modes or ("vjp" in modes and reverse_traced)):
             got["values"] = fun(points)[1]
         if "jvp" in modes:
             outs, dots, got["values beside jvp"] = jax.jvp(
