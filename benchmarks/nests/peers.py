@@ -92,9 +92,7 @@ def _run(machine: Any, draws: Any, starts: Any) -> Callable[[], Any]:
 
     def run() -> Any:
         index = jnp.zeros(chains, int)
-        samples = get_fsm_samples_chain(
-            index, states, chains, count, starts.shape[1], step, min(100, count)
-        )[0]
+        samples, _ = get_fsm_samples_chain(index, states, chains, count, starts.shape[1], step)
         return np.swapaxes(samples, 0, 1)
 
     return run
