@@ -1,5 +1,7 @@
 """Lanes part ways where that pays, without being asked: `vmap(..., divergence="auto")`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,3 +93,58 @@ def test_collectives_and_calls_of_the_host_stay():
     bx.vmap(told, divergence=FORCED)(COUNTS, POINTS)
     jax.effects_barrier()
     assert len(seen) == int(COUNTS.sum())
+
+
+def products(times, x, weights):
+    for _ in range(times):
+        x = jnp.tanh(weights @ x)
+    return x
+
+
+def chosen(index, x, weights):
+    dear = [lambda x: products(20, x, weights), lambda x: products(20, -x, weights)]
+    return lax.switch(index, [jnp.negative, *dear], x)
+
+
+def branches(fun, *args):
+    explained = bx.explain(fun, (0, 0, None), divergence=ONE_DEVICE)(*args)
+    return [e.notes for e in explained.equations if e.primitive == "cond"]
+
+
+def test_dear_branches_run_for_the_lanes_that_take_them():
+    args = jnp.arange(8192) % 3, jnp.zeros((8192, 64)), jnp.zeros((64, 64))
+    (notes,) = branches(chosen, *args)
+    assert notes["apart"] == [1, 2]
+
+
+def test_branches_of_elementwise_functions_stay():
+    """On a processor they are one loop with the selection, which skips what is not selected."""
+
+    def f(index, x, _):
+        fifty = lambda g, x: functools.reduce(lambda y, _: g(y), range(50), x)
+        many = [functools.partial(fifty, g) for g in (jnp.sin, jnp.tanh)]
+        return lax.switch(index, many, x)
+
+    (notes,) = branches(f, jnp.arange(8192) % 2, jnp.zeros((8192, 64)), 0.0)
+    assert notes["divergence"] == "masked"
+
+
+def test_rules_of_forward_mode_give_results_without_tangents():
+    @jax.custom_jvp
+    def f(x):
+        return lax.cond(x > 0, jnp.sin, lambda x: jnp.sin(2 * x), x)
+
+    @f.defjvp
+    def rule(primals, tangents):
+        out, dot = jax.jvp(f.fun, primals, tangents)
+        return out, 2 * dot
+
+    x = jnp.linspace(-1.0, 1.0, 5)
+
+    def total(divergence, x):
+        return bx.vmap(f, divergence=divergence)(x).sum()
+
+    grads = [jax.grad(functools.partial(total, d))(x) for d in (FORCED, "predicate")]
+    same(*grads, None)
+    hessians = [jax.hessian(functools.partial(total, d))(x) for d in (FORCED, "predicate")]
+    same(*hessians, None)

@@ -16,6 +16,7 @@ import batchax as bx
 
 from fuzz.evaluate import Endless, NotANumber, evaluate, evaluate_one
 from fuzz.programs import HELPERS, PRELUDE, Program
+from support.forced import FORCED
 
 OUTER = 2  # lanes of a vmap around
 
@@ -95,6 +96,8 @@ class Case:
         run = RUNS[self.mode]
         compiled = "print(jax.jit(lambda args: run(batched, args))(args))"
         parts = [PRELUDE, f"vmap = {self.inner}\n", helpers_of(self), self.program.source]
+        if "FORCED" in f"{self.inner} {self.batched()}":
+            parts.insert(1, "from support.forced import FORCED\n")  # with tests/ in PYTHONPATH
         if self.watched:
             parts.insert(1, 'jax.config.update("jax_debug_nans", True)\n')
         parts += [self.arguments() + "\n", f"batched = {self.batched()}", run]
@@ -198,7 +201,7 @@ def is_inexact(x):
 
 def namespace(case, vmap):
     names = {"jax": jax, "jnp": jnp, "np": np, "lax": lax, "bx": bx, "vmap": vmap}
-    names |= {"Mesh": Mesh, "io_callback": io_callback, "TOLD": []}
+    names |= {"Mesh": Mesh, "io_callback": io_callback, "TOLD": [], "FORCED": FORCED}
     exec(helpers_of(case), names)
     exec(case.program.source, names)
     return names

@@ -22,6 +22,7 @@ ON_DEVICES = [
     ['divergence="compact"'],
     ["batch_size=2", 'residuals="keep"'],
     ["batch_size=2", "divergence=bx.Compact(width=2)"],
+    ["divergence=FORCED"],
 ]
 
 # What else a program is drawn from; see `draw_program`.
@@ -36,6 +37,10 @@ OPTIONS = [
     ['divergence="compact"'],
     ["divergence=bx.Compact(width=2)"],
     ["divergence=bx.Compact(width=2, threshold=0.25)"],
+    ["divergence=FORCED"],
+    ["divergence=FORCED"],
+    ["divergence=FORCED"],
+    ["batch_size=3", "divergence=FORCED"],
     ["batch_size=3", 'divergence="compact"'],
     ["batch_size=3", "divergence=bx.Compact(width=2)"],
 ]
@@ -46,8 +51,15 @@ INNER = [
     "jax.vmap",
     "lambda f, *axes: bx.vmap(f, *axes, batch_size=2)",
     'lambda f, *axes: bx.vmap(f, *axes, divergence="compact")',
+    "lambda f, *axes: bx.vmap(f, *axes, divergence=FORCED)",
 ]
-AROUND = ["jax.vmap({})", "bx.vmap({})", "bx.vmap({}, batch_size=1)", "jax.jit({})"]
+AROUND = [
+    "jax.vmap({})",
+    "bx.vmap({})",
+    "bx.vmap({}, divergence=FORCED)",
+    "bx.vmap({}, batch_size=1)",
+    "jax.jit({})",
+]
 
 
 def draw_case(choose):

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 from jax.core import Tracer
 
+from batchax.divergence.branches import BranchCost, run_branches
 from batchax.divergence.compact import Compact
 from batchax.divergence.limits import calls_back
 from batchax.divergence.widths import Step
@@ -37,6 +38,10 @@ class Limits(NamedTuple):
     """how many times as long as beginning its operations a step of a window takes"""
     busy: float = 25_000.0
     """nanoseconds of work in a step of a window for each core of a processor"""
+    gain: float = 8.0
+    """how many times as much as moving its lanes a branch costs"""
+    launched: float = 0.5
+    """which share of a branch is not one loop with what selects its result"""
     windows: tuple[int, ...] = (16, 8)
     """how many windows all lanes would fill: as many as leave one that is wide enough"""
     devices: int = 1
@@ -65,17 +70,27 @@ class Auto(Compact):
 
     def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
         match parting:
-            case WhileLoop():
-                programs = [parting.test, parting.body]
-            case Branches() | BoundedLoop():
+            case WhileLoop(test, body):
+                programs = [test, body]
+            case Branches(programs):
+                pass
+            case BoundedLoop():
                 return None
+        if any(hazards(program.jaxpr).collective for program in programs) or calls_back(programs):
+            return None
+        if isinstance(parting, Branches):
+            return run_branches(axis, parting, None, self._pays)
         if self._nesting:
             # Who leaves the loop around it leaves this one, too; a second window is to be compiled.
             recording.note(why="a loop around it has a window")
             return None
-        if any(hazards(program.jaxpr).collective for program in programs) or calls_back(programs):
-            return None
         return super().run(axis, parting)
+
+    def _pays(self, branch: BranchCost) -> bool:
+        limits = self.limits
+        dear = branch.work >= limits.gain * branch.moving
+        dear = dear and branch.begun >= limits.launched * branch.work
+        return dear and branch.work * branch.chunk >= _busy(limits.busy)
 
     def plan(self, size: int, test: Any, body: Any, differs: Sequence[bool]) -> Plan:
         step = Step.of(test, body, differs)

@@ -8,9 +8,10 @@ lanes. Other branches run for all lanes, masked.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,7 +34,7 @@ from batchax.kernel.derivatives import with_values
 from batchax.kernel.divergence import Branches, PlacedOutputs
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import any_uses_axis
-from batchax.programs.cost import STEPS, cost_of_program
+from batchax.programs.cost import STEPS, Cost, cost_of_equation, cost_of_program
 from batchax.programs.weights import TOGETHER
 from batchax.rules.branches import after_branches, one_branch, select_results
 from batchax.rules.hazards import hazards
@@ -48,13 +49,19 @@ _CHUNK_ON_CPU = (500_000.0, 1024)
 _CHUNK = (50_000_000.0, 16_384)
 
 
-def run_branches(axis: Axis, branches: Branches, width: int | None) -> PlacedOutputs | None:
+def run_branches(
+    axis: Axis,
+    branches: Branches,
+    width: int | None,
+    pays: Callable[[BranchCost], bool] | None = None,
+) -> PlacedOutputs | None:
     """What each lane's branch returns; None if all branches are to be masked.
 
     Args:
       axis: the axis being mapped.
       branches: the branches, and what they are given.
       width: how many lanes of those that take the same branch run together; None to choose.
+      pays: whether a branch is to run apart, by what it costs; None for where that may pay.
 
     Raises:
       UnsupportedError: a branch has a collective in it.
@@ -62,7 +69,7 @@ def run_branches(axis: Axis, branches: Branches, width: int | None) -> PlacedOut
     refuse_collectives(branches.programs, "a branch that not every lane takes")
     if not can_move(axis, (branches.index, *branches.operands)):
         return None
-    parts = [_Part(axis, program, branches, width) for program in branches.programs]
+    parts = [_Part(axis, program, branches, width, pays) for program in branches.programs]
     if not any(part.apart for part in parts):
         return None
     index, operands, positions = branches.index, branches.operands, branches.positions
@@ -81,6 +88,23 @@ def run_branches(axis: Axis, branches: Branches, width: int | None) -> PlacedOut
     return select_results(axis, index, results)
 
 
+class BranchCost(NamedTuple):
+    """What a branch costs, in nanoseconds for each lane.
+
+    Attributes:
+      work: to run it.
+      begun: the part of it that is not one loop with what selects the results. Whatever is in that
+        loop a processor computes for the lanes that take the branch, and for no others.
+      moving: to move what it reads and returns.
+      chunk: how many lanes run at a time.
+    """
+
+    work: float
+    begun: float
+    moving: float
+    chunk: int
+
+
 class _Part:
     """One branch: whether it is run apart (`apart`), and how.
 
@@ -94,8 +118,9 @@ class _Part:
         program: ClosedJaxpr,
         branches: Branches,
         width: int | None,
+        pays: Callable[[BranchCost], bool] | None,
     ) -> None:
-        self.width, self.index = width, branches.index
+        self.width, self.pays, self.index = width, pays, branches.index
         self.axis, self.operands, self.positions = axis, branches.operands, branches.positions
         self.program = program
         if any_uses_axis(axis, program):
@@ -110,7 +135,7 @@ class _Part:
         computed = {v for eqn in jaxpr.eqns for v in eqn.outvars}
         made = (v for v in jaxpr.outvars if not isinstance(v, Literal) and v in computed)
         self.made = list(dict.fromkeys(made))
-        differs = [a is not None for a in self.positions]
+        differs = list(map(_differs, self.positions))
         self.work = TOGETHER.time(cost_of_program(jaxpr, differs=differs, steps=STEPS))
         self.apart = self._can_run_apart() and self._is_worth_it()
 
@@ -139,15 +164,30 @@ class _Part:
         return not any_uses_axis(self.axis, self.program)
 
     def _is_worth_it(self) -> bool:
+        moved = [self.program.in_avals[k] for k in self.used if self.positions[k] is not None] + [
+            v.aval for v in self.made
+        ]
+        moving = time_to_move(moved)
+        if self.pays is not None:
+            chunk = fitting_width(_chunk(self.work), self.axis.size)
+            return self.pays(BranchCost(self.work, self._begun(), moving, chunk))
         # A loop of unknown length may cost anything. A callback is made for lanes that take the
         # branch only.
         if hazards(self.program.jaxpr).endless or _compat.calls_back(self.program.effects):
             return True
-        moved = [self.program.in_avals[k] for k in self.used if self.positions[k] is not None] + [
-            v.aval for v in self.made
-        ]
         least = _LEAST if self.width is None else 0.0
-        return self.work > _GAIN * time_to_move(moved) and self.work * self.axis.size >= least
+        return self.work > _GAIN * moving and self.work * self.axis.size >= least
+
+    def _begun(self) -> float:
+        own = set(itertools.compress(self.program.jaxpr.invars, map(_differs, self.positions)))
+        total = Cost()
+        for eqn in self.program.jaxpr.eqns:
+            marks = [not isinstance(v, Literal) and v in own for v in eqn.invars]
+            if any(marks):
+                own.update(eqn.outvars)
+                cost = cost_of_equation(eqn, differs=marks, steps=STEPS)
+                total += cost if cost.launches else Cost()
+        return TOGETHER.time(total)
 
     def run(self, active: Any) -> PlacedOutputs:
         """What the branch returns for the lanes that are `active`, and zeros for the others."""
@@ -193,6 +233,10 @@ def _chunk(work: float) -> int:
     while width < widest and width * work < enough:
         width *= 2
     return width
+
+
+def _differs(position: Position) -> bool:
+    return position is not None
 
 
 def _spec(position: Position) -> Any:

@@ -11,6 +11,7 @@ batch axis (`rule_outputs`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -48,9 +49,12 @@ def _custom_jvp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
         consts, const_axes = resolve(program, consts)
         own_axes = axes[skip:]
         tangent_axes = [a for a, zero in zip(own_axes, zeros, strict=True) if not zero]
+        # JAX wants the results without the tangents. A branch or loop of both, run for some lanes,
+        # is one equation, which gives all or nothing: lanes stay together.
+        together = replace(axis, divergence=None)
         with outputs.in_rule():
             outs, out_axes = interpret(
-                axis,
+                together,
                 _compat.constants_as_inputs(jaxpr),
                 (),
                 [*consts, *primals, *tangents],
