@@ -76,7 +76,7 @@ test-all: test
 	$(MAKE) --no-print-directory fuzz N=2000
 
 nightly: .venv/ready
-	.venv/bin/python $(PYTEST) --nightly
+	.venv/bin/python $(PYTEST) --nightly --compile-all
 	$(call on_3_12,$(PYTEST) --nightly $(COMPUTES),$(DOUBLE))
 
 # Pytest with these arguments, in an environment of this kind; and what to do in its place where there

@@ -57,6 +57,7 @@ def test_is_a_reference_entry(name):
 
 
 @pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.each_commit(50)
 def test_examples_print_what_is_shown(name, tmp_path):
     known = {"bx": bx, "jax": jax, "jnp": jnp, "np": np}
     text = inspect.getdoc(ENTRIES[name])

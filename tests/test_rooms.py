@@ -1,6 +1,7 @@
 """The rooms of the architecture page: imports go down, never up, and never in a circle."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -19,6 +20,7 @@ def rooms():
     }
 
 
+@functools.cache
 def modules():
     """The modules of the package, by their names."""
     return {
@@ -29,8 +31,13 @@ def modules():
     }
 
 
+@functools.cache
 def imported(path):
     """The modules that a file imports, wherever in it."""
+    return [*_imported(path)]
+
+
+def _imported(path):
     known = modules()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -20,6 +20,7 @@ def test_both_sides_call_the_same_function(pair):
 
 
 @pytest.mark.compiles(150)
+@pytest.mark.nightly
 def test_the_command_measures_and_reports(tmp_path, capsys):
     results = command.main(["around", "--quick", "--out", str(tmp_path)])
     assert [r.pair.name for r in results] == [w.name for w in WORKLOADS.values()]

@@ -22,6 +22,7 @@ def test_all_loops_have_the_same_gradient(workload):
         same(found, ours, dict(rtol=1e-4, atol=1e-4))
 
 
+@pytest.mark.nightly
 def test_the_command_measures_and_reports(tmp_path, capsys):
     one = "tanh of 256 numbers"  # each takes seconds to compile
     results = command.main(["bounded", "--quick", "--only", one, "--out", str(tmp_path)])

@@ -66,6 +66,7 @@ def test_small_workloads_keep_their_remainder():
     assert EXAMPLE.small().lanes % EXAMPLE.small().chunk == 0
 
 
+@pytest.mark.nightly
 def test_the_command_measures_and_reports(tmp_path, capsys):
     chosen = ["per-example gradients", "outer product, chunks of 4"]
     only = [word for name in chosen for word in ("--only", name)]

@@ -23,6 +23,7 @@ def test_ways_lead_to_the_same_results(name, tmp_path):
     np.testing.assert_allclose(got, (x[:, :, None] * x[:, None]).reshape(len(x), -1), rtol=1e-6)
 
 
+@pytest.mark.nightly
 def test_the_command_measures_and_reports(tmp_path, capsys):
     only = [a for name in ("products", "memory", "many units") for a in ("--only", name)]
     timed, memory, units = command.main(["datasets", "--quick", *only, "--out", str(tmp_path)])

@@ -47,6 +47,7 @@ def test_a_process_with_too_few_devices_asks_another(monkeypatch):
     }.items() - {("JAX_PLATFORMS", os.environ.get("JAX_PLATFORMS"))}
 
 
+@pytest.mark.nightly
 def test_the_command_measures_and_reports(tmp_path, capsys):
     results = command.main(["devices", "--quick", "--only", "elem", "--out", str(tmp_path)])
     assert [r.result.name for r in results] == ["elementwise", "elementwise, uneven"]

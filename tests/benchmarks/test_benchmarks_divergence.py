@@ -54,6 +54,7 @@ def test_the_steps_of_use_are_those_that_lanes_take():
     assert masked <= compact <= 1
 
 
+@pytest.mark.nightly
 def test_the_command_measures_and_reports(tmp_path, capsys):
     only = "heavy-tailed"
     results = command.main(["divergence", "--quick", "--only", only, "--out", str(tmp_path)])

@@ -57,6 +57,7 @@ def test_leaves_of_each_doubling():
     np.testing.assert_array_equal(leaves[0, :, :4], [[1, 0, 0, 0], [1, 2, 4, 0], [1, 2, 4, 2]])
 
 
+@pytest.mark.nightly
 def test_the_command_measures_and_reports(tmp_path, capsys):
     only = "rejection sampling"
     (result,) = command.main(["nests", "--quick", "--only", only, "--out", str(tmp_path)])

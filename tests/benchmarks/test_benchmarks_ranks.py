@@ -59,6 +59,7 @@ def test_another_package_is_measured_if_it_is_there(monkeypatch):
     assert other(jnp.eye(2), jnp.ones((3, 2))).shape == (3, 2)
 
 
+@pytest.mark.nightly
 def test_the_command_measures_and_reports(tmp_path, capsys):
     chosen = "all of two dimensions"
     results = command.main(["ranks", "--quick", "--only", chosen, "--out", str(tmp_path)])

@@ -60,6 +60,7 @@ def test_a_function_is_traced_anew_each_time():
         assert len(traces) == 2 * once > 0
 
 
+@pytest.mark.nightly
 def test_the_command_measures_and_reports(tmp_path, capsys, monkeypatch):
     for use in set(USES) - {"call", "vmap of gradient"}:
         monkeypatch.delitem(USES, use)

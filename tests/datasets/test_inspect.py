@@ -223,6 +223,7 @@ def test_no_job_to_verify(out):
         verify(out)
 
 
+@pytest.mark.nightly
 def test_hundred_thousand_units(tmp_path):
     out, plan = tmp_path / "y.npy", Plan(400_000, 4, 4)
     with opened(out, (Leaf("", (400_000,), np.dtype(np.int32)),), plan) as job:

@@ -465,6 +465,7 @@ def test_killed_at_any_step_and_nothing_is_lost(tmp_path):
     assert reused > 50
 
 
+@pytest.mark.nightly
 def test_hundred_thousand_units(out):
     plan = Plan(400_000, 2, 4)
     with opened(out, plan=plan) as job:

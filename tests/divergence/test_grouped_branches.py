@@ -266,7 +266,7 @@ WIDTHS = 2, 8  # many chunks for each outer lane, or one for several
     ],
     ids=str,
 )
-@pytest.mark.each_commit(3)
+@pytest.mark.each_commit(2)
 def test_under_an_outer_vmap(outer, axes):
     vmaps = {"jax": jax.vmap, "masked": bx.vmap, "compact": compact}
     p, x, w = MASKS, PAIRS, MATRICES

@@ -55,6 +55,7 @@ def test_against_numpy(kind):
 @pytest.mark.parametrize(
     "dtype", "bool int8 uint8 int16 int32 uint32 float16 bfloat16 float32 complex64".split()
 )
+@pytest.mark.each_commit(6)
 def test_dtypes(dtype):
     x = example((LANES, 3), jnp.dtype(dtype), high=3)
     kinds = [k for k in KINDS if k not in ("max", "min") or dtype != "complex64"]

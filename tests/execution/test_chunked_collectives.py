@@ -188,7 +188,7 @@ def test_dtypes(dtype):
 
 @pytest.mark.parametrize("names", [("i", "j"), ("j", "i")], ids="".join)
 @pytest.mark.parametrize("name", ["psum", "pmean", "pmax", "axis_index", "axis_size", "all_gather"])
-@pytest.mark.each_commit(6)
+@pytest.mark.each_commit(4)
 def test_several_names(name, names):
     x = example((3, 5, 2), seed=3)
     fun = lambda x: COLLECTIVES[name](jnp.sin(x), names)

@@ -30,6 +30,7 @@ def loops(f, *args):
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+@pytest.mark.each_commit(1)
 def test_value_and_gradient_in_one_loop(jit):
     for argnums in (0, 1, (0, 1)):
         both = jax.value_and_grad(chunked_loss, argnums)

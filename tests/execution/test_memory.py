@@ -42,6 +42,7 @@ def last_choice(program):
 
 
 @pytest.mark.parametrize("limit", [300_000, "600kB", "1 MiB"])
+@pytest.mark.each_commit(2)
 def test_what_was_chosen_fits_and_more_would_not(limit):
     f = auto(limit)
     program = compiled(f, W, X)

@@ -141,6 +141,7 @@ def test_many_chunks_tell_about_fifty_times():
 
 
 @pytest.mark.parametrize("options", [{}, {"reverse": True}, {"unroll": True}])
+@pytest.mark.each_commit(2)
 def test_steps_in_blocks_and_written_out(options):
     told = []
     scan = bx.scan(step, in_axes=1, out_axes=1, progress=lambda *a: told.append(a), **options)

@@ -138,7 +138,7 @@ def test_every_kind_of_every_dtype(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.each_commit(4)
+@pytest.mark.each_commit(3)
 def test_every_kind_has_its_derivatives(way):
     names = [*SMOOTH, *OWN]
     x = {"x": example((LANES, 3), seed=3)}

@@ -158,7 +158,7 @@ def check_work(explanation, batched, args):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.each_commit(3)
+@pytest.mark.each_commit(2)
 def test_random_program(seed):
     for name, fun, args, options in drawn(seed):
         explanation = explained(fun, args, options)
@@ -179,7 +179,7 @@ def test_random_program(seed):
 
 
 @pytest.mark.parametrize("seed", [0, 5, 9])
-@pytest.mark.each_commit(2)
+@pytest.mark.each_commit(1)
 def test_explaining_changes_nothing(seed):
     """Neither what is explained next, nor what is run."""
     cases = list(drawn(seed))

@@ -34,6 +34,7 @@ def outputs(kind):
 
 
 @pytest.mark.parametrize("kind", [dict, Pair, Fields])
+@pytest.mark.each_commit(2)
 def test_by_name(kind):
     fun = outputs(kind)
 

@@ -24,14 +24,14 @@ def _run(data, draw, judged):
             judged(case)
 
 
-@settings(max_examples=60)
+@settings(max_examples=50)
 @given(st.data())
 @pytest.mark.compiles(400)
 def test_programs_of_one_example(data):
     _run(data, draw_case, judge)
 
 
-@settings(max_examples=35)
+@settings(max_examples=25)
 @given(st.data())
 @pytest.mark.compiles(300)
 def test_programs_of_one_row(data):

@@ -24,7 +24,7 @@ ROWS = together.covering_array()
 
 @pytest.mark.parametrize("features", ROWS, ids=named)
 @pytest.mark.compiles(150)
-@pytest.mark.each_commit(6)
+@pytest.mark.each_commit(5)
 def test_features_together(features):
     same(together.call(features), together.reference(features))
 

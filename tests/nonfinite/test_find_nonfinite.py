@@ -246,7 +246,7 @@ STEPS = {"log": "log", "sqrt": "sqrt", "square": "square", "negative": "neg", "e
     st.lists(st.sampled_from(sorted(STEPS)), max_size=5),
     st.data(),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @pytest.mark.compiles(100)
 def test_random_programs(names, data):
     values = data.draw(

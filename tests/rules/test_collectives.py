@@ -237,6 +237,7 @@ WITH_DERIVATIVES = [n for n in COLLECTIVES if n not in ("pmax", "pmin", *UNSUPPO
 
 
 @pytest.mark.parametrize("names", shares(WITH_DERIVATIVES, 3), ids=" ".join)
+@pytest.mark.each_commit(3)
 def test_derivatives(names):
     def derivatives(name, vmap):
         x = example((LANES, 4, 4) if name.startswith("all_to_all") else (LANES, 4, 8))

@@ -450,6 +450,7 @@ def trapped(i, x, w):
 
 
 @pytest.mark.parametrize("indices", [[0, 1, 2, 3], [2, 2, 2, 2], [3, 0, 0, 1]])
+@pytest.mark.each_commit(1)
 def test_reverse_mode_through_branches(indices):
     i = np.array(indices)
     # Positive where a branch needs it, for the lane that takes it.

@@ -196,6 +196,7 @@ def test_no_lanes():
 
 
 @pytest.mark.parametrize("in_axes", [(0, 1), (None, 0), (0, None)])
+@pytest.mark.each_commit(2)
 def test_gamma(in_axes):
     keys = keys_of("threefry2x32")
     shapes = np.array([0.3, 1.0, 2.0] * B).reshape(B, 3)

@@ -53,7 +53,7 @@ ONCE = tuple(DERIVATIVES)[:8]
 
 @VMAPS
 @pytest.mark.parametrize("which", DERIVATIVES)
-@pytest.mark.each_commit(11)
+@pytest.mark.each_commit(7)
 def test_a_loop_and_its_derivative(vmap, which):
     derivative = DERIVATIVES[which]
     ours, plain = (vmap(derivative(f), SHARED) for f in (with_identity_rule(loop), loop))
@@ -79,7 +79,7 @@ AROUND = {
 
 @pytest.mark.parametrize("size", [None, 3], ids=["", "chunks"])
 @pytest.mark.parametrize("which", AROUND)
-@pytest.mark.each_commit(7)
+@pytest.mark.each_commit(4)
 def test_around_a_vmap_of_value_and_gradient(which, size):
     def run(f):
         each = jax.value_and_grad(total(f), (0, 1))
