@@ -226,6 +226,16 @@ def test_a_rule_may_use_the_length_of_the_row():
     check(mean, ragged(3))
 
 
+def test_the_length_of_a_row_in_a_call_is_its_own_where_rows_are_packed():
+    over_length = jax.custom_jvp(lambda x: x / x.shape[0])
+    over_length.defjvp(lambda p, t: (over_length(*p), 4 * t[0]))
+    doubled = jax.custom_jvp(lambda x: 2 * x)
+    doubled.defjvp(lambda p, t: (doubled(*p), t[0] * p[0].shape[0]))
+    kept = jax.checkpoint(lambda x: x * x.shape[0])
+    fun = lambda x: (over_length(x), doubled(x), kept(x))
+    check_rows(fun, ragged(2), layout="packed", rules=True)
+
+
 def test_rules_of_derivatives_are_kept_under_grad_of_the_batch():
     def loss(x):
         return bx.vmap(scaled_logarithm, layout="padded")(x).data[:3].sum()

@@ -339,6 +339,14 @@ def test_chunks_of_a_sharded_batch_with_a_shard_map_inside(kind, count):
         same(jax.device_get(jax.jit(f)(x, w)), want[0])
 
 
+def test_chunks_that_devices_cannot_share_evenly_have_each_lane_on_all_devices():
+    mesh = mesh_of(4, AxisType.Auto)
+    sums = jax.shard_map(lambda x: jnp.sum(x) + x, mesh=mesh, in_specs=P(), out_specs=P())
+    batched = bx.vmap(sums, batch_size=2, spmd_axis_name="d")
+    x = X[:6]
+    same(jax.jit(batched)(x), x + jnp.sum(x, 1, keepdims=True))
+
+
 def test_an_ensemble_sampler():
     """Walkers of two halves propose by stretches of each other; devices hold some ensembles."""
 
