@@ -3,7 +3,7 @@
 #
 #   make demo       per-example gradients on real data, with a picture
 #   make check      lint, and one test of twelve: two minutes, for while one works
-#   make test       lint, types, the whole test suite (a sixth of what computes in double
+#   make test       lint, types, the whole test suite (an eighth of what computes in double
 #                   precision with the newest JAX that is known, where Python 3.12 is found;
 #                   the rest of it, and all else, in single precision with the oldest); on
 #                   Debian, as root, it installs Chromium, in which pages are tested
@@ -56,22 +56,22 @@ test: style browser
 	+@$(MAKE) --no-print-directory -j 2 $(if $(filter output-sync,$(.FEATURES)),-Otarget) \
 	    double types single
 
-# A sixth of each file that computes runs in double precision with the newest JAX that is known, the
+# An eighth of each file that computes runs in double precision with the newest JAX that is known, the
 # rest in single precision with the oldest, which compiles in half the time.
-A_SIXTH = $(PYTEST) --part 1/6 $(COMPUTES)
+AN_EIGHTH = $(PYTEST) --part 1/8 $(COMPUTES)
 double: .venv/ready
-	$(call on_3_12,$(A_SIXTH),$(DOUBLE),$(DOUBLE) .venv/bin/python $(A_SIXTH))
+	$(call on_3_12,$(AN_EIGHTH),$(DOUBLE),$(DOUBLE) .venv/bin/python $(AN_EIGHTH))
 
 single: .venv/ready
 	@echo "In single precision, all else, and the rest of what computes:"
-	@.venv/bin/python $(PYTEST) --part 2,3,4,5,6/6 --of "$(COMPUTES)"
+	@.venv/bin/python $(PYTEST) --part 2,3,4,5,6,7,8/8 --of "$(COMPUTES)"
 
 test-all: test
 	@echo "The whole suite in single precision, on Python 3.12 in both, and random programs: most"
 	@echo "of an hour."
 	.venv/bin/python $(PYTEST) --compile-all
 	$(call on_3_12,$(PYTEST))
-	$(call on_3_12,$(PYTEST) --part 2$(comma)3$(comma)4$(comma)5$(comma)6/6 $(COMPUTES),$(DOUBLE))
+	$(call on_3_12,$(PYTEST) --part 2$(comma)3$(comma)4$(comma)5$(comma)6$(comma)7$(comma)8/8 $(COMPUTES),$(DOUBLE))
 	$(DOUBLE) .venv/bin/python $(PYTEST) $(COMPUTES)
 	$(MAKE) --no-print-directory fuzz N=2000
 

@@ -384,6 +384,7 @@ def test_custom_root_and_solve(chunked):
     out_axis=st.sampled_from([0, -1]),
     residuals=st.sampled_from(RESIDUALS),
 )
+@pytest.mark.nightly
 def test_random_programs(seed, batch_size, in_axes, out_axis, residuals):
     shapes = ((3,), float), ((2, 3), float), ((), jnp.int32), ((3, 3), float)
     args = [

@@ -100,7 +100,7 @@ def test_lanes_on_devices_compute_what_they_do_on_one(name, lanes, outside_jit):
 
 @pytest.mark.parametrize("lanes", [1, 4, 9])
 @pytest.mark.parametrize("name", MESHES)
-@pytest.mark.each_commit(6)
+@pytest.mark.each_commit(6, "two axes, the other way round-4")
 def test_lanes_go_over_the_axes_that_are_named(name, lanes):
     x = example((3, lanes))
     batched = bx.vmap(lambda x: (jnp.cos(x), x.sum()), 1, mesh=MESHES[name]())

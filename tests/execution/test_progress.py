@@ -83,7 +83,7 @@ def test_each_step_is_told_once(name):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["chunks", "chunks that keep", "steps", "steps of a while loop"])
-@pytest.mark.each_commit(4)
+@pytest.mark.each_commit(5, "steps of a while loop-jvp", "steps of a while loop-jit")
 def test_a_transformed_loop_is_one_loop(name, way):
     (fun, steps, total), (transform, x) = LOOPS[name], WAYS[way]
     told = []

@@ -94,6 +94,7 @@ def test_equinox_gradient_for_each_example():
     agree(jax.grad(loss), model, XS, YS, in_axes=(None, 0, 0))
 
 
+@pytest.mark.nightly
 def test_equinox_attention_with_a_mask_and_dropout():
     attention = eqx.nn.MultiheadAttention(2, 4, dropout_p=0.3, key=jax.random.key(1))
     tokens = example((LANES, 5, 4), seed=3)
@@ -134,6 +135,7 @@ class Net(linen.Module):
         return linen.Dense(2)(x)
 
 
+@pytest.mark.nightly
 def test_flax_linen_with_parameters_shared_and_mapped():
     net = Net()
     shared = jax.jit(net.init)(jax.random.key(0), XS[0])
@@ -150,6 +152,7 @@ def test_flax_linen_with_parameters_shared_and_mapped():
     agree(jax.grad(lambda p, x, y: jnp.sum((net.apply(p, x) - y) ** 2)), ensemble, XS, YS)
 
 
+@pytest.mark.nightly
 def test_flax_linen_convolution_and_attention():
     class Vision(linen.Module):
         @linen.compact

@@ -169,7 +169,7 @@ LAYOUTS = {"padded": {"layout": "padded"}, "auto": {}, "in chunks": {"batch_size
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.each_commit(4)
+@pytest.mark.each_commit(4, "in chunks-integers", "in chunks-grouped by length inside")
 def test_rows_in_buckets_are_computed_as_without(name, layout):
     fun, x = FUNCTIONS[name], ragged(2, lengths=LENGTHS)
     compiled = with_known_lengths

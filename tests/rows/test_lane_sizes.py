@@ -29,7 +29,7 @@ def polynomial(n, x):
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.each_commit(4)
+@pytest.mark.each_commit(4, "True-options3")
 def test_a_size_for_each_lane(options, traced):
     x = example((5,), seed=1)
     batched = bx.vmap(polynomial, (N, 0), **options)

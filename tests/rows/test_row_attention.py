@@ -72,6 +72,7 @@ def test_attention_sees_its_own_row():
     check_all(ONE_HEAD, ragged(3, lengths=(3, 0, 2)))
 
 
+@pytest.mark.nightly
 def test_attention_of_several_heads_sees_its_own_row():
     check_all(HEADS, ragged(2, 3, lengths=(3, 1)), tolerance=SINGLE)
 

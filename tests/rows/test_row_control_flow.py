@@ -163,6 +163,7 @@ def test_a_loop_that_starts_at_a_size_and_returns_its_counter():
     check(second_half, ragged(3))
 
 
+@pytest.mark.nightly
 def test_a_loop_that_counts_under_jit_and_over_several_sizes():
     def products(x, y):
         def body(i, c):

@@ -84,6 +84,7 @@ def test_functions_of_one_row(name):
     check_rows(OF_ONE_ROW[name], ragged(3))
 
 
+@pytest.mark.nightly
 def test_functions_of_two():
     check_rows(likelihood_of_a_process, ragged(3), ragged(seed=2), in_axes=SAME, tolerance=ROUGHLY)
     check_rows(cross_entropy, ragged(5), ragged(dtype=np.int32), in_axes=SAME)

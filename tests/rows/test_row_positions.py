@@ -109,6 +109,7 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.nightly
 def test_a_gradient_taken_of_a_row_is_that_of_the_row_alone():
     gradients = {name: jax.grad(GRADIENTS[name]) for name in GRADIENTS}
     check_rows_of_all(gradients, ragged(3, lengths=LENGTHS))

@@ -74,6 +74,7 @@ def test_with_other_options(options):
     check(lambda x: attend(jnp.tanh(x)), ragged(3, lengths=LENGTHS["uneven"]), **options)
 
 
+@pytest.mark.nightly
 def test_what_rows_have_of_their_own_and_what_they_share():
     def f(x, scale, w):
         return attend(x * scale) @ jnp.sin(w), (x @ w).sum(0) * scale, jnp.cos(w)
@@ -117,6 +118,7 @@ def test_a_row_draws_the_same_numbers_wherever_it_is():
     agree(lambda key: drawn(key, mesh="all"), drawn, jax.random.key(0))
 
 
+@pytest.mark.nightly
 def test_one_axis_of_a_mesh():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
     check_rows(attend, ragged(3, lengths=LENGTHS["uneven"]), mesh=(mesh, "b"))

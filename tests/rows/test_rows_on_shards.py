@@ -42,7 +42,7 @@ def of_row(x, y):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.each_commit(1)
+@pytest.mark.each_commit(1, "padded")
 def test_rows_of_each_shard(name):
     def total(over, data):
         def rows(data, lengths, y):

@@ -82,7 +82,7 @@ def test_every_pattern(mode):
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if MODES[mode][3]])
-@pytest.mark.each_commit(2)
+@pytest.mark.each_commit(2, "batch")
 def test_sizes_that_differ_along_other_dimensions(mode):
     fun = jax.jit(contraction(mode))
     for in_axes in ((0, 0, 0), (1, None, None), (None, None, 1), (2, None, 0)):

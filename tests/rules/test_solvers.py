@@ -172,6 +172,7 @@ def test_root_of_what_is_not_batched():
     same(slopes, jnp.asarray(3.0))
 
 
+@pytest.mark.nightly
 def test_minimize():
     def minimum(p):
         def rosenbrock(x):

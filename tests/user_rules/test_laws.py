@@ -163,7 +163,7 @@ def check_order(make, steps, whose, keep_unbatched, compiled, tolerance):
 RULES = {"whose": st.sampled_from([bx.vmap, jax.vmap]), "keep_unbatched": st.booleans()}
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     make=st.sampled_from(TABLE),
     steps=orders(),
