@@ -7,7 +7,7 @@ import pytest
 
 import batchax as bx
 
-from support.chunks import check_chunks
+from support.chunks import check_chunks, computed
 from support.oracle import agree, example, plainly, same, same_type
 
 LANES = 7
@@ -60,14 +60,14 @@ def test_dtypes(dtype):
     x = example((LANES, 3), jnp.dtype(dtype), high=3)
     kinds = [k for k in KINDS if k not in ("max", "min") or dtype != "complex64"]
     check_chunks(
-        lambda x: (x,) * len(kinds),
+        lambda x: (computed(x),) * len(kinds),
         x,
         out_axes=reduced(kinds),
         batch_size=3,
         tolerance=dict(rtol=2e-2, atol=2e-2) if "16" in dtype else None,
         derivatives=not dtype.endswith("16"),
     )
-    got = bx.vmap(lambda x: (x,) * len(kinds), 0, reduced(kinds), batch_size=3)(x)
+    got = bx.vmap(lambda x: (computed(x),) * len(kinds), 0, reduced(kinds), batch_size=3)(x)
     for kind, y in zip(kinds, got, strict=True):
         assert y.dtype == REDUCTIONS[kind](x, axis=0).dtype
 
@@ -75,7 +75,8 @@ def test_dtypes(dtype):
 def test_weak_types():
     weak = jax.jit(lambda: jnp.broadcast_to(2.0, (LANES,)))()
     assert jax.typeof(weak).weak_type
-    check_chunks(lambda x: (x,) * 5, weak, out_axes=reduced(), batch_size=3, derivatives=False)
+    fun = lambda x: (computed(x),) * 5
+    check_chunks(fun, weak, out_axes=reduced(), batch_size=3, derivatives=False)
     check_chunks(lambda x: (1, 2.0, True, 2, 0.5), X, out_axes=reduced(), derivatives=False)
 
 
@@ -111,10 +112,10 @@ def test_of_trees_and_prefixes():
 def test_a_mean_over_unequal_chunks_weighs_lanes_alike():
     # The mean of the means of (0, 0, 0), (0, 0, 0) and (7,) would be 7 / 3.
     x = jnp.zeros(LANES).at[-1].set(7.0)
-    batched = bx.vmap(lambda x: x, 0, bx.Reduce("mean"), batch_size=3)
+    batched = bx.vmap(computed, 0, bx.Reduce("mean"), batch_size=3)
     assert batched(x) == 1.0
     same(jax.grad(batched)(x), jnp.full(LANES, 1 / LANES))
-    n = bx.vmap(lambda n: n, 0, bx.Reduce("mean"), batch_size=3)(jnp.arange(LANES))
+    n = bx.vmap(computed, 0, bx.Reduce("mean"), batch_size=3)(jnp.arange(LANES))
     assert (n, n.dtype) == (3.0, jnp.zeros(()).dtype)
 
 
@@ -123,7 +124,7 @@ def test_small_floats_are_added_up_in_float32(dtype):
     # Adding ones in these dtypes stops at 2,048 and at 256.
     x = jnp.ones(5000, dtype)
     for kind, expected in (("sum", 5000), ("mean", 1)):
-        got = jax.jit(bx.vmap(lambda x: x, 0, bx.Reduce(kind), batch_size=1))(x)
+        got = jax.jit(bx.vmap(computed, 0, bx.Reduce(kind), batch_size=1))(x)
         same(got, jnp.asarray(expected, dtype))
         assert got.dtype == dtype
     # So are the cotangents of what all lanes share, which is where weights get theirs.
@@ -137,7 +138,7 @@ def test_nan_and_infinity(dtype):
     for special in (jnp.nan, jnp.inf, -jnp.inf):
         for lane in (0, 4, LANES - 1):
             x = X.astype(dtype).at[lane, 1].set(special)
-            got = jax.jit(bx.vmap(lambda x: (x,) * 5, 0, reduced(), batch_size=3))(x)
+            got = jax.jit(bx.vmap(lambda x: (computed(x),) * 5, 0, reduced(), batch_size=3))(x)
             for kind, y in zip(KINDS, got, strict=True):
                 expected = REDUCTIONS[kind](x, axis=0)
                 np.testing.assert_allclose(
@@ -145,14 +146,16 @@ def test_nan_and_infinity(dtype):
                 )
     # The extremes of batches that have nothing else.
     low, high = jnp.full(LANES, -jnp.inf), jnp.full(LANES, jnp.inf)
-    extremes = jax.jit(bx.vmap(lambda x: (x, x), 0, reduced(("max", "min")), batch_size=3))
+    extremes = jax.jit(
+        bx.vmap(lambda x: (computed(x),) * 2, 0, reduced(("max", "min")), batch_size=3)
+    )
     same(extremes(low), (-jnp.inf, -jnp.inf))
     same(extremes(high), (jnp.inf, jnp.inf))
 
 
 def test_infinities_that_cancel():
     x = jnp.zeros(LANES).at[0].set(jnp.inf).at[-1].set(-jnp.inf)
-    assert jnp.isnan(bx.vmap(lambda x: x, 0, bx.Reduce("sum"), batch_size=3)(x))
+    assert jnp.isnan(bx.vmap(computed, 0, bx.Reduce("sum"), batch_size=3)(x))
 
 
 @pytest.mark.parametrize("kind", ["max", "min"])
@@ -162,7 +165,7 @@ def test_infinities_that_cancel():
 def test_ties_share_the_derivative(kind, residuals):
     sign = 1.0 if kind == "max" else -1.0
     x = sign * jnp.array([[3.0, 1.0], [2.0, 1.0], [3.0, 0.0], [1.0, 1.0], [3.0, 1.0]])
-    f = bx.vmap(lambda x: x, 0, bx.Reduce(kind), batch_size=2, residuals=residuals)
+    f = bx.vmap(computed, 0, bx.Reduce(kind), batch_size=2, residuals=residuals)
     g = lambda x: REDUCTIONS[kind](x, axis=0)
     for wrap in (lambda h: h, jax.jit):
         same(wrap(jax.jacrev(f))(x), plainly(jax.jacrev(g), x))
@@ -189,7 +192,7 @@ def test_derivatives_of_extremes_of_what_all_lanes_share():
 def test_products_with_zeros(zeros):
     x = jnp.array([2.0, 3.0, 5.0, 0.5, 4.0]).at[jnp.arange(zeros) * 3].set(0.0)
     for residuals in ("recompute", "keep"):
-        f = bx.vmap(lambda x: x, 0, bx.Reduce("prod"), batch_size=2, residuals=residuals)
+        f = bx.vmap(computed, 0, bx.Reduce("prod"), batch_size=2, residuals=residuals)
         same(f(x), jnp.prod(x))
         agree(jax.grad(f), jax.grad(jnp.prod), x)
         agree(jax.jacfwd(f), jax.grad(jnp.prod), x)
@@ -198,7 +201,7 @@ def test_products_with_zeros(zeros):
 
 def test_empty_batches():
     empty = jnp.zeros((0, 3))
-    got = bx.vmap(lambda x: (x, x), 0, reduced(("sum", "prod")), batch_size=2)(empty)
+    got = bx.vmap(lambda x: (computed(x),) * 2, 0, reduced(("sum", "prod")), batch_size=2)(empty)
     same(got, (jnp.zeros(3), jnp.ones(3)))
 
 

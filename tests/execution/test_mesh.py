@@ -19,6 +19,7 @@ import batchax as bx
 from batchax.execution.section_body import LanesToRun
 from batchax.kernel.axis import Axis
 
+from support.chunks import computed
 from support.oracle import agree, at_once, example, same
 
 W = example((5, 2), seed=1)
@@ -498,7 +499,7 @@ def test_what_devices_exchange_is_exact_for_all_numbers():
             return of_all, lax.pmin(x, "i", axis_index_groups=groups)
 
         reduced = tuple(map(bx.Reduce, kinds))
-        same_for_all = bx.vmap(lambda x: (x,) * len(kinds), out_axes=reduced, **options)
+        same_for_all = bx.vmap(lambda x: (computed(x),) * len(kinds), out_axes=reduced, **options)
         return bx.vmap(one, axis_name="i", **options)(x), same_for_all(x)
 
     def all_together(xs, **options):
@@ -519,7 +520,7 @@ def test_what_devices_exchange_is_exact_for_all_numbers():
     # A batch that is spread over devices already.
     four = NamedSharding(mesh_of(4), P("a"))
     x = jax.device_put(EXCHANGED["float32"], four)
-    same(bx.vmap(lambda x: x, out_axes=bx.Reduce("max"), batch_size=1)(x), most)
+    same(bx.vmap(computed, out_axes=bx.Reduce("max"), batch_size=1)(x), most)
 
 
 def test_lanes_that_repeat_are_in_the_last_chunk_if_chunks_can_be_so():

@@ -12,6 +12,7 @@ import pytest
 import batchax as bx
 from batchax.frontend.named_reductions import REDUCTIONS, Kind
 
+from support.chunks import computed
 from support.oracle import at_once, example, same, same_type
 
 LANES = 7
@@ -89,11 +90,6 @@ def reduced(names, **options):
     specs = {name: ALL[name] for name in names}
 
     return bx.vmap(lambda xs: dict.fromkeys(names, computed(xs)), out_axes=specs, **options)
-
-
-def computed(xs):
-    """The same, by an operation: what is returned as it came is not reduced in chunks."""
-    return jax.tree.map(lambda x: jnp.squeeze(x[None], 0), xs)
 
 
 def references(names, xs, axis=0):
@@ -254,7 +250,7 @@ def test_a_variance_neither_cancels_nor_drifts():
     """The difference of a mean of squares and a squared mean would be noise."""
     x = np.stack([4096 + np.arange(6002) % 2, 4096 + np.linspace(0, 1, 6002)], 1).astype(np.float32)
     ways = {way: options for way, options in WAYS.items() if "chosen" not in way}
-    got = at_once(*(bx.vmap(lambda x: x, out_axes=bx.Reduce("var"), **o) for o in ways.values()))(x)
+    got = at_once(*(bx.vmap(computed, out_axes=bx.Reduce("var"), **o) for o in ways.values()))(x)
     np.testing.assert_allclose(got, [np.var(x.astype(float), 0)] * len(ways), rtol=1e-4)
 
 
