@@ -119,7 +119,7 @@ def _declared(fun: Callable[..., Any], ranks: Sequence[Any], named: Mapping[str,
     signature, outputs = _signature(fun), None
     options = {k: named[k] for k in _OPTIONS if k in named and k not in signature.parameters}
     find_chunking(fun, *(options.get(k, default) for k, default in _CHUNKS.items()))  # checks
-    find_divergence(options.get("divergence", "predicate"))  # checks
+    find_divergence(options.get("divergence", "auto"))  # checks
     if len(ranks) == 1 and isinstance(ranks[0], str):
         ranks, outputs = parse_signature(ranks[0])
     specs, extra = _by_parameter(_name(fun), signature, ranks)

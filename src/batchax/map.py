@@ -42,7 +42,7 @@ def map(
     executor: Any = None,
     mesh: Any = None,
     key: Any = None,
-    divergence: Literal["auto", "predicate", "compact"] | Compact = "predicate",
+    divergence: Literal["auto", "predicate", "compact"] | Compact = "auto",
     on_error: Literal["raise", "quarantine"] = "raise",
     on_nonfinite: Literal["raise", "quarantine"] | None = None,
     max_errors: int | None = None,

@@ -60,7 +60,7 @@ def vmap(
     batch_size: int | Literal["auto"] | None = None,
     memory_limit: int | str | None = None,
     residuals: Literal["recompute", "keep"] = "recompute",
-    divergence: Literal["auto", "predicate", "compact"] | Compact = "predicate",
+    divergence: Literal["auto", "predicate", "compact"] | Compact = "auto",
     layout: Literal["auto", "packed", "padded", "grouped"] = "auto",
     buckets: int | Buckets | None = None,
     mesh: Any = None,

@@ -183,7 +183,7 @@ def rich(lanes=LANES):
         ),
         outside=Work(0.0, 32.0),
         compiled=Work(90_000.0, 210_000.0),
-        options={"batch_size": None, "divergence": "predicate", "axis_name": "batch"},
+        options={"batch_size": None, "divergence": "auto", "axis_name": "batch"},
         timings=(
             Timing(1, 8e-3, (7e-3, 1e-2), 20_000),
             Timing(2, 4e-3, (3.8e-3, 4.5e-3), 22_000),

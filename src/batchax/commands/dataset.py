@@ -46,7 +46,7 @@ def add_to(commands: Any) -> None:
     command.add_argument("--batch-size", default="auto", metavar="ROWS", help='a number, or "auto"')
     command.add_argument("--memory-limit", metavar="BYTES", help="such as 2GiB")
     command.add_argument("--commit-rows", type=int, metavar="ROWS", help="committed at once")
-    command.add_argument("--divergence", choices=["predicate", "compact"], default="predicate")
+    command.add_argument("--divergence", choices=["auto", "predicate", "compact"], default="auto")
     command.add_argument(
         "--executor", metavar="WHO", help="processes:4, or dask:tcp://host:8786; else threads"
     )

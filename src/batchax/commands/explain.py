@@ -59,7 +59,7 @@ def add_to(commands: Any) -> None:
     command.add_argument("--memory-limit", metavar="BYTES", help="such as 2GiB")
     command.add_argument(
         "--divergence",
-        choices=["predicate", "compact"],
+        choices=["auto", "predicate", "compact"],
         help="what lanes do that are done with a loop: wait, or leave",
     )
     command.add_argument(

@@ -15,6 +15,7 @@ import numpy as np
 from batchax.datasets.inputs import Input, Inputs, elements_of_batches, find_inputs
 from batchax.datasets.outputs import Output, arrays_of, find_outputs, lanes_of
 from batchax.datasets.parts import Rows
+from batchax.divergence.auto import for_any_machine
 from batchax.execution.eager import whatever_jit
 from batchax.execution.memory import Auto, fitting_chunk, parse_limit
 from batchax.programs.cost import cost_of_program
@@ -93,7 +94,10 @@ class RowFunction:
                 kwargs = {**kwargs, "key": keys}
             else:
                 args, in_axes = (keys, *args), _with_key(in_axes, len(args))
-        return vmap(self.fun, in_axes, lanes_of(self.out_axes), **self.options)(*args, **kwargs)
+        options = dict(self.options)
+        # What was begun on one machine may go on on another, and must not round otherwise there.
+        options["divergence"] = for_any_machine(options.get("divergence", "auto"))
+        return vmap(self.fun, in_axes, lanes_of(self.out_axes), **options)(*args, **kwargs)
 
     @functools.cached_property
     def _same_lengths(self) -> list[int]:

@@ -10,6 +10,7 @@ program, before it is compiled; loops of cheap steps are the masked loops that t
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -46,6 +47,8 @@ class Limits(NamedTuple):
     """how many windows all lanes would fill: as many as leave one that is wide enough"""
     devices: int = 1
     """how many there may be, if lanes may be spread over them"""
+    cores: int = os.cpu_count() or 1
+    """that all lanes would keep busy: a narrow window runs on one"""
 
 
 limits = Limits()
@@ -76,6 +79,8 @@ class Auto(Compact):
                 pass
             case BoundedLoop():
                 return None
+        if jax.default_backend() != "cpu":  # what pays elsewhere nobody has measured
+            return None
         if any(hazards(program.jaxpr).collective for program in programs) or calls_back(programs):
             return None
         if isinstance(parting, Branches):
@@ -90,7 +95,7 @@ class Auto(Compact):
         limits = self.limits
         dear = branch.work >= limits.gain * branch.moving
         dear = dear and branch.begun >= limits.launched * branch.work
-        return dear and branch.work * branch.chunk >= _busy(limits.busy)
+        return dear and branch.work * branch.chunk >= limits.busy * limits.cores
 
     def plan(self, size: int, test: Any, body: Any, differs: Sequence[bool]) -> Plan:
         step = Step.of(test, body, differs)
@@ -98,12 +103,18 @@ class Auto(Compact):
         if step.moving > self.limits.moving:
             why = f"to move a lane costs as much as {step.moving:.2g} of its steps"
         else:
-            enough = max(self.limits.begun * step.overhead, _busy(self.limits.busy) / step.work)
-            fitting = (w for n in self.limits.windows if enough <= (w := max(1, size // n)) < size)
+            limits = self.limits
+            enough = max(limits.begun * step.overhead, limits.busy * limits.cores / step.work)
+            fitting = (w for n in limits.windows if enough <= (w := max(1, size // n)) < size)
             widths = (next(fitting, size),)
         return Plan(widths, None, 0, step.moving, False, why)
 
 
-def _busy(each: float) -> float:
-    """What keeps a processor busy: a narrow window runs on one core, all lanes on all of them."""
-    return each * ((os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1)
+def for_any_machine(option: Any) -> Any:
+    """`option`, with "auto" as what decides alike wherever a job goes on."""
+    if option != "auto":
+        return option
+    return Auto(limits=limits._replace(cores=_CORES, devices=sys.maxsize))
+
+
+_CORES = 8

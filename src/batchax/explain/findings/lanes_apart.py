@@ -131,7 +131,7 @@ def _remedy_of_loops(draft: Draft, record: Record) -> dict[str, Any]:
 
 
 def _masked_by_option(draft: Draft) -> bool:
-    return draft.options.get("divergence", "predicate") == "predicate"
+    return draft.options.get("divergence", "auto") in ("auto", "predicate")
 
 
 def _ask_compact(record: Record) -> Any:
@@ -161,6 +161,8 @@ def _ask_compact(record: Record) -> Any:
 
 class _Asked:
     """`Compact`, which remembers whether it took the first thing it was asked."""
+
+    asked = True
 
     def __init__(self) -> None:
         self.took = False
