@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import unmapped_aval
 from jax.interpreters import ad
 
@@ -39,6 +38,7 @@ from batchax.execution.operand_specs import (
     Sum,
     cotangent_spec,
 )
+from batchax.jaxprs.neutral import accumulator
 from batchax.jaxprs.words import Aval, Value
 from batchax.kernel.derivatives import tangents_of, transposed, with_values
 from batchax.rules.batched_transpose import reached
@@ -152,7 +152,7 @@ def _chunk_of_reverse(
     """
     types = [jax.typeof(x) for x in primals]
     parts = [
-        unmapped_aval(1, 0, jax.typeof(outs[k]).update(dtype=np.dtype(np.float32)))
+        unmapped_aval(1, 0, jax.typeof(outs[k]).update(dtype=accumulator(outs[k].dtype)))
         for k in dependent
         if isinstance(loop.results[k], Extreme)
     ]

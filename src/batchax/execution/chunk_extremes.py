@@ -21,6 +21,7 @@ from jax import lax
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
 from batchax.execution.chunk_results import of_only_chunk
 from batchax.execution.operand_specs import Extreme, PerChunk
+from batchax.jaxprs.neutral import accumulator
 from batchax.jaxprs.words import Value
 
 
@@ -42,7 +43,8 @@ def shares(loop: ChunkLoop, extremes: Sequence[int], operands: Sequence[Value]) 
             for k in extremes:
                 spec = _extreme(loop, k)
                 best = of_only_chunk(outs[k], spec)
-                count = jnp.sum(_holders(spec, outs[k], best), spec.axis, dtype=jnp.float32)
+                holders = _holders(spec, outs[k], best)
+                count = jnp.sum(holders, spec.axis, dtype=accumulator(outs[k].dtype))
                 counted += [best[None], count[None]]
             return counted
 
