@@ -63,7 +63,7 @@ class BranchWorkload:
         counts = np.round(lanes * np.cumsum(self.shares)).astype(int)
         index = np.searchsorted(counts, np.arange(lanes), side="right")
         index = np.random.default_rng(0).permutation(index)
-        weights = normal(2, SIZE, SIZE, seed=1) / 8
+        weights = normal(len(self.branches), SIZE, SIZE, seed=1) / 8
         return jnp.asarray(index, jnp.int32), normal(lanes, SIZE, seed=2), weights
 
     def by_hand(self, index: Any, x: Any, weights: Any) -> Any:
@@ -100,7 +100,8 @@ def _anew(fun: Callable[..., Any]) -> Callable[..., Any]:
 WAYS: dict[str, Callable[[BranchWorkload], Callable[..., Any]]] = {
     COMPACT: lambda w: bx.vmap(_anew(w.fun), IN_AXES, divergence="compact"),
     "jax.vmap": lambda w: jax.vmap(_anew(w.fun), IN_AXES),
-    "predicate": lambda w: bx.vmap(_anew(w.fun), IN_AXES),
+    "auto": lambda w: bx.vmap(_anew(w.fun), IN_AXES),
+    "predicate": lambda w: bx.vmap(_anew(w.fun), IN_AXES, divergence="predicate"),
     "by hand": lambda w: w.by_hand,
 }
 
@@ -130,6 +131,17 @@ def layers_in_a_loop(x: Any, weights: Any) -> Any:
     return lax.fori_loop(0, 20, lambda _, x: jnp.tanh(weights[0] @ x), x)
 
 
+def often(f: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    """Two hundred times the same function of each element."""
+
+    def branch(x: Any, _: Any) -> Any:
+        for _ in range(200):
+            x = f(x)
+        return x
+
+    return branch
+
+
 def doubled(x: Any, _: Any) -> Any:
     return 2 * x
 
@@ -138,6 +150,12 @@ WORKLOADS = {
     w.name: w
     for w in (
         BranchWorkload("20 products, 10% of lanes", (doubled, layers(0)), (0.9, 0.1)),
+        BranchWorkload("20 products, 5% of lanes", (doubled, layers(0)), (0.95, 0.05)),
+        BranchWorkload("20 products, all lanes", (doubled, layers(0)), (0.0, 1.0)),
+        BranchWorkload("eight of 20 products", tuple(map(layers, range(8))), (1 / 8,) * 8),
+        BranchWorkload(
+            "200 tanh or 200 sines, 50% each", (often(jnp.tanh), often(jnp.sin)), (0.5, 0.5)
+        ),
         BranchWorkload("20 products, no lane", (doubled, layers(0)), (1.0, 0.0)),
         BranchWorkload("20 products or 20 others, 50% each", (layers(0), layers(1)), (0.5, 0.5)),
         BranchWorkload("loop of 20, 10% of lanes", (doubled, layers_in_a_loop), (0.9, 0.1)),

@@ -14,7 +14,12 @@ from benchmarks.measure import Ratio
 from benchmarks.report import made_with, named, size
 
 TITLE = 'bx.vmap(..., divergence="compact") against masked lanes, lax.map and by hand'
-COLOURS = {"jax.vmap": "C0", "predicate": "C1", "lax.map": "C7"}  # all others: by hand
+COLOURS = {
+    "jax.vmap": "C0",
+    "auto": "C4",
+    "predicate": "C1",
+    "lax.map": "C7",
+}  # all others: by hand
 BY_HAND = "C2"
 
 
@@ -31,7 +36,7 @@ def summary(results: Sequence[DivergenceResult]) -> str:
     points = []
     for family in dict.fromkeys(r.family for r in results):
         chosen = [r for r in results if r.family == family]
-        for way in ("jax.vmap", "predicate", "lax.map"):
+        for way in ("jax.vmap", "auto", "predicate", "lax.map"):
             ratios = [_Row(r.name, r.ways[way].run) for r in chosen if way in r.ways]
             if ratios:
                 points.append(f"{family}, `{way}` over compact: {_in_words(ratios)}")
@@ -116,7 +121,8 @@ def _page(results: Sequence[DivergenceResult]) -> str:
 The same function of one example, for all lanes, in several ways:
 
 - *compact*: `bx.vmap(f, divergence="compact")`, with nothing set by hand;
-- *jax.vmap*, and *predicate*, which is `bx.vmap` as it is without that option: all lanes run until
+- *auto*: `bx.vmap(f)`, which takes apart what surely pays;
+- *jax.vmap*, and *predicate*, which is `bx.vmap(f, divergence="predicate")`: all lanes run until
   the last is done, and run all branches; those that are done, or take another branch, are masked;
 - *lax.map*: one lane after the other;
 - *compaction by hand*: a loop that runs until half the lanes are done, and another of half as many
@@ -151,7 +157,7 @@ the sum of squares of all lanes' results.
 def _table(results: Sequence[DivergenceResult]) -> str:
     ways = list(COLOURS)
     last = ["other ways", "of use", "compiling", "temporaries"]
-    lines = [["workload", COMPACT, *ways, *last], ["---"] + ["---:"] * 4 + ["---"] + ["---:"] * 3]
+    lines = [["workload", COMPACT, *ways, *last], ["---"] + ["---:"] * 5 + ["---"] + ["---:"] * 3]
     family = None
     for r in results:
         if r.family != family:

@@ -63,6 +63,7 @@ class LoopWorkload:
         found = {
             COMPACT: self.batched("compact"),
             "jax.vmap": jax.vmap(lambda *args: self.fun(*args), self.in_axes),
+            "auto": self.batched("auto"),
             "predicate": self.batched("predicate"),
         }
         if self.sequential:

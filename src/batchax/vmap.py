@@ -109,7 +109,8 @@ def vmap(
       divergence: what lanes do that are done with a loop, or do not take a branch. "predicate":
         they take part until all are done, masked, as in ``jax.vmap``. "compact": lanes that are
         done leave a loop, others take their places, and a branch runs for the lanes that take
-        it. `Compact` sets how. "auto": so it is where that surely pays, and masked elsewhere.
+        it. `Compact` sets how. "auto": so it is where it surely pays, on processors: in loops of
+        dear steps, and dear branches. All else is masked.
       layout: how rows of `Ragged` arguments are held while they are computed. "packed": one
         after another, wherever each element of a row is computed by itself, or the row is
         reduced. "padded": as arrays of one size, in which padding is masked. "grouped": rows of

@@ -33,7 +33,7 @@ from batchax.rules.hazards import hazards
 class Limits(NamedTuple):
     """From where on it pays. Results do not depend on these; the benchmark `divergence` does."""
 
-    moving: float = 0.7
+    moving: float = 1.2
     """how many steps of a lane it may cost to move it in and out of a window"""
     begun: int = 16
     """how many times as long as beginning its operations a step of a window takes"""
