@@ -53,7 +53,7 @@ gc.set_threshold(100_000, 20, 20)
 # What is compared is one program; there are a few calls outside of `jit`. A test that needs more
 # than so many is marked. Which test compiles what several share depends on which of them comes
 # first in a process, so a few more are allowed than it should need.
-MOST_COMPILATIONS, SHARED = 40, 25
+MOST_COMPILATIONS, SHARED = 25, 25
 _compiled = itertools.count()
 
 

@@ -87,7 +87,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize(("lanes", "outside_jit"), [(8, None), (7, 1), (2, None)])
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.each_commit(19)
+@pytest.mark.each_commit(19, "what all lanes have-8-None")
 def test_lanes_on_devices_compute_what_they_do_on_one(name, lanes, outside_jit):
     fun, options = FUNCTIONS[name]
     x = example((lanes, 5))
@@ -243,7 +243,6 @@ def test_what_lanes_compute_by_themselves_takes_no_exchange(batch_size):
 
 
 @pytest.mark.parametrize("batch_size", [None, 1])
-@pytest.mark.compiles(200)
 @pytest.mark.each_commit(1)
 def test_a_sum_exchanges_nothing_for_its_cotangent(batch_size):
     def loss(w, x, **options):

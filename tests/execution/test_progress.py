@@ -83,7 +83,6 @@ def test_each_step_is_told_once(name):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["chunks", "chunks that keep", "steps", "steps of a while loop"])
-@pytest.mark.each_commit(5, "steps of a while loop-jvp", "steps of a while loop-jit")
 def test_a_transformed_loop_is_one_loop(name, way):
     (fun, steps, total), (transform, x) = LOOPS[name], WAYS[way]
     told = []
@@ -234,7 +233,6 @@ def test_lanes_on_a_mesh_are_those_of_one_device(which, residuals):
 
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("options", [{}, {"until": lambda c: c.sum() > 100}])
-@pytest.mark.each_commit(2)
 def test_inside_shard_map(options, checked):
     mesh = Mesh(np.array(jax.devices()[:2]), ("a",))
     told = []

@@ -23,7 +23,6 @@ def of_dense(kind, x, n_batch=0):
 
 @pytest.mark.parametrize("kind", [sparse.BCOO, sparse.BCSR])
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"divergence": "compact"}])
-@pytest.mark.compiles(200)
 @pytest.mark.each_commit(3)
 def test_sparse_matrices(kind, options):
     """Passed in, made inside, returned; alone and in a tree; and shared by all lanes."""
@@ -46,7 +45,6 @@ def test_sparse_matrices(kind, options):
     same(product(batch, VECTORS), products, where="outside of jit")
 
 
-@pytest.mark.compiles(150)
 def test_sparse_matrices_are_differentiated_and_nested():
     batch = of_dense(sparse.BCOO, DENSE, 1)
 
@@ -123,7 +121,6 @@ def test_sparse_matrices_refused(name):
         call(of_dense(sparse.BCOO, DENSE, 1))
 
 
-@pytest.mark.compiles(200)
 def test_ranks():
     deep = np.stack([DENSE, DENSE + 1])
     matrices, one = of_dense(sparse.BCOO, deep, 2), of_dense(sparse.BCOO, DENSE[0])

@@ -28,7 +28,6 @@ def each(fun, key, *xs):
     return jax.lax.map(lambda a: fun(jax.random.fold_in(key, a[0]), *a[1]), (lanes, xs))
 
 
-@pytest.mark.compiles(60)
 def test_a_key_for_each_lane_in_every_way():
     check_kind(
         lambda **options: lambda x: bx.vmap(noisy, (bx.split_key, 0), **options)(TYPED, x),
@@ -38,7 +37,6 @@ def test_a_key_for_each_lane_in_every_way():
 
 
 @pytest.mark.parametrize("key", [TYPED, RAW], ids=["typed", "raw"])
-@pytest.mark.compiles(60)
 @pytest.mark.each_commit(1)
 def test_a_key_that_is_an_argument_by_name(key):
     check_kind(
@@ -50,7 +48,6 @@ def test_a_key_that_is_an_argument_by_name(key):
     )
 
 
-@pytest.mark.compiles(60)
 def test_nested():
     x = example((3, 4), seed=2)
     one = bx.vmap(noisy, (bx.split_key, 0))

@@ -123,7 +123,6 @@ def said(run):
 
 
 @pytest.mark.parametrize("f", DIRTY, ids=range(len(DIRTY)))
-@pytest.mark.compiles(60)
 @pytest.mark.each_commit(4)
 def test_what_an_example_has_is_found(f, capfd):
     x, mode = jnp.asarray(X), MODES[DIRTY[f]]

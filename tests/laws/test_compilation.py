@@ -71,7 +71,6 @@ def test_shapes_without_values():
 
 
 @pytest.mark.parametrize("differentiated", [False, True])
-@pytest.mark.compiles(60)
 def test_export(differentiated):
     def f(v):
         if not differentiated:

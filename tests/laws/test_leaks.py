@@ -23,7 +23,6 @@ NEEDS_VALUES = {"check_rule"}
 
 
 @pytest.mark.parametrize("name", FEATURES)
-@pytest.mark.compiles(300)
 @pytest.mark.each_commit(17)
 def test_no_tracer_leaks(name):
     with jax.checking_leaks():

@@ -118,7 +118,6 @@ def test_equinox_recurrent_and_normalising_layers():
     agree(layers, example((LANES, 5, 4), seed=3))
 
 
-@pytest.mark.compiles(60)
 def test_equinox_batch_norm_over_a_named_axis():
     norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, axis_name="batch", mode="batch")
     options = dict(axis_name="batch", in_axes=(0, None), out_axes=(0, None))

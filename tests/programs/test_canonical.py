@@ -44,7 +44,6 @@ def test_a_program_written_differently_is_the_same(seed):
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.compiles(80)
 @pytest.mark.each_commit(4)
 def test_a_program_with_one_operation_changed_is_not(seed):
     program = staged(seed)

@@ -181,7 +181,6 @@ def test_common_branch_stays_a_branch():
 # Inside and around other things.
 
 
-@pytest.mark.compiles(60)
 def test_platform_dependent():
     f = lambda x: lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
     check_compiled(f, X)

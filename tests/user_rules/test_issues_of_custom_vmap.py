@@ -151,7 +151,6 @@ def test_13283_a_linear_call_that_is_batched_by_a_loop(vmap):
 
 
 @VMAPS
-@pytest.mark.compiles(60)
 def test_13283_closures_over_values_that_are_traced(vmap):
     def run(w, xs, wrap, vmap):
         return vmap(wrap(lambda x: jnp.tanh(x * w) + w))(xs)
