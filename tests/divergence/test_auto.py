@@ -148,3 +148,17 @@ def test_rules_of_forward_mode_give_results_without_tangents():
     same(*grads, None)
     hessians = [jax.hessian(functools.partial(total, d))(x) for d in (FORCED, "predicate")]
     same(*hessians, None)
+
+
+def test_lanes_of_two_axes_that_cannot_be_one_set_are_masked():
+    """Where that would copy a matrix for each lane of the inner axis."""
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=(2, 16, 16)), float) / 4
+    xs = jnp.asarray(np.random.default_rng(2).normal(size=(2, N, 16)), float)
+    outs = []
+    for divergence in (FORCED, "predicate"):
+        inner = bx.vmap(dear, (0, 0, None), divergence=divergence)
+        outer = jax.vmap(inner, (None, 0, 0))
+        outs.append(jax.jit(outer)(COUNTS, xs, weights))
+        text = str(jax.make_jaxpr(outer)(COUNTS, xs, weights))
+        assert "parting_loop" not in text
+    same(*outs, None)
