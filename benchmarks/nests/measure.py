@@ -22,7 +22,6 @@ WORKLOADS = {w.name: w for w in (*SAMPLERS, *PROGRAMS)}
 FEW_STEPS = 3
 THREADS = "threads"
 CLOSE = 1e-3  # results that are as close as this are the same
-FIRST_CALLS = 2  # of which the faster counts
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Way:
     Attributes:
       seconds: the median of its run times.
       run: the ratio of its time over that of `jax.vmap`.
-      first: seconds of a first call: tracing, compiling and running.
+      first: seconds of processor time of the first call: tracing, compiling and running.
       first_ratio: `first` over that of `jax.vmap`.
       same: the share of lanes' outer steps whose results and counts are those of `jax.vmap`; None
         for peers, which draw other numbers.
@@ -101,16 +100,13 @@ def measured(nest: Nest, quick: bool) -> Iterator[NestResult]:
         else:
             programs[name] = _peer(peer.make, args)
     jax.jit(lambda *args: nest.ways()[BASE](*args)).lower(*args)  # fills JAX's caches
-    first: dict[str, float] = {}
-    for _ in range(1 if quick else FIRST_CALLS):
-        runs, out = [], {}
-        for name, start in programs.items():
-            began = time.perf_counter()
-            run = start()
-            out[name] = jax.block_until_ready(run())
-            first[name] = min(time.perf_counter() - began, first.get(name, np.inf))
-            runs.append(run)
-    runs = [_often(run, effort.seconds_per_run) for run in runs]
+    first, runs, out = {}, [], {}
+    for name, start in programs.items():
+        began = time.process_time()  # leaves other programs out
+        run = start()
+        out[name] = jax.block_until_ready(run())
+        first[name] = time.process_time() - began
+        runs.append(_often(run, effort.seconds_per_run))
     turns = min(nest.turns, effort.runs)
     times = dict(zip(programs, in_turns(runs, turns, time.perf_counter), strict=True))
     expected = nest.inner_steps(args, out[BASE])
