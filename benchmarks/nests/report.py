@@ -92,11 +92,11 @@ lanes take, who wait at each step of all loops around. No way that runs all lane
 with less; one that compacts them, too, can. *Of use* is the share of the lane-steps of the
 innermost loop that some lane needs: of those with barriers, of those without, and, as
 `bx.LaneSteps` counts all loops, of those of compact. *First call* is tracing, compiling and
-running, once, in processor time: seconds of `jax.vmap`, and how many times as long `bx.vmap` takes,
-as it is and with each of the options. *Same*: the share of the outer steps, over all lanes, in which
-these four have the counts of `jax.vmap` and, to a thousandth, its results. Samplers and adaptive
-solvers are chaotic: where sums are rounded otherwise, chains part after some draws, and both are
-right.
+running, once, in processor time: seconds of `jax.vmap`, and how many times as long `bx.vmap`
+takes, as it is and with each of the options. *Same*: the share of the outer steps, over all lanes,
+in which these four have the counts of `jax.vmap` and, to a thousandth, its results. Samplers and
+adaptive solvers are chaotic: where sums are rounded otherwise, chains part after some draws, and
+both are right.
 
 {_table(results)}
 
