@@ -11,12 +11,12 @@ import numpy as np
 
 from benchmarks.measure import Ratio
 from benchmarks.nests.measure import NestResult, Way
-from benchmarks.nests.workload import BASE, DIVERGENCES, PLAIN
+from benchmarks.nests.workload import BASE, DIVERGENCES
 from benchmarks.report import made_with, named
 
 TITLE = "Loops of loops: bx.vmap against jax.vmap, one lane after another, and others' code"
-COLUMNS = (PLAIN, *DIVERGENCES, "lax.map", "threads")
-COLOURS = dict(zip(COLUMNS, ("C3", "C1", "C4", "C0", "0.5", "0.7"), strict=True))
+COLUMNS = (*DIVERGENCES, "lax.map", "threads")
+COLOURS = dict(zip(COLUMNS, ("C1", "C3", "C0", "0.5", "0.7"), strict=True))
 PEERS = "C2"
 
 
@@ -46,7 +46,7 @@ def summary(results: Sequence[NestResult]) -> str:
         f"Without barriers, masked lanes take {np.median(bounds):.2f} of the steps at the median"
         + named(results, lambda r: f"{r.bound:.2f}")
     )
-    for name in (PLAIN, *DIVERGENCES):
+    for name in DIVERGENCES:
         ratios = [r.ways[name].first_ratio for r in results]
         slowest = results[int(np.argmax(ratios))].name
         points.append(
@@ -80,7 +80,7 @@ whose length lanes do not share. Under `jax.vmap` all lanes wait for the slowest
 outer steps. Columns are the time of a way over that of `jax.vmap`, below 1 where it is faster, with
 a 95% bootstrap interval over the turns ({min(turns)} to {max(turns)}), all in one process:
 
-- *bx.vmap* as it is, and with `divergence=` "predicate", "auto" and "compact";
+- *predicate*, *auto*, *compact*: `bx.vmap` with `divergence=` one of these; as it is, "auto";
 - *lax.map*: one lane after the other; *threads*: the same, with a part of the lanes on each core;
 - *peers*: for the same target, draws, chains and step sizes, by their own code and with their own
   random numbers. [FSM-MCMC](https://github.com/HWDance/jax-fsm-mcmc) has samplers taken apart into
@@ -93,8 +93,8 @@ with less; one that compacts them, too, can. *Of use* is the share of the lane-s
 innermost loop that some lane needs: of those with barriers, of those without, and, as
 `bx.LaneSteps` counts all loops, of those of compact. *First call* is tracing, compiling and
 running, once, in processor time: seconds of `jax.vmap`, and how many times as long `bx.vmap`
-takes, as it is and with each of the options. *Same*: the share of the outer steps, over all lanes,
-in which these four have the counts of `jax.vmap` and, to a thousandth, its results. Samplers and
+takes with each of the options. *Same*: the share of the outer steps, over all lanes, in which
+these three have the counts of `jax.vmap` and, to a thousandth, its results. Samplers and
 adaptive solvers are chaotic: where sums are rounded otherwise, chains part after some draws, and
 both are right.
 
@@ -111,7 +111,11 @@ def _load() -> str:
     """What else the machine did."""
     if not hasattr(os, "getloadavg"):
         return ""
-    return f"Programs that ran at a time, these and others: {os.getloadavg()[2]:.1f} at the mean."
+    load = os.getloadavg()[2]
+    busy = " More than there are cores: figures vary by more than their intervals say."
+    return f"Programs that ran at a time, these and others: {load:.1f} at the mean." + (
+        busy if load > (os.cpu_count() or 1) else ""
+    )
 
 
 def _table(results: Sequence[NestResult]) -> str:
@@ -123,7 +127,7 @@ def _table(results: Sequence[NestResult]) -> str:
         if r.family != family:
             family = r.family
             rows.append([f"**{family}**", *[""] * (len(heads) - 1)])
-        firsts = [_figures(r.ways[way].first_ratio) for way in (PLAIN, *DIVERGENCES)]
+        firsts = [_figures(r.ways[way].first_ratio) for way in DIVERGENCES]
         rows.append(
             [
                 r.name,
@@ -134,7 +138,7 @@ def _table(results: Sequence[NestResult]) -> str:
                 f"{r.bound:.2f}",
                 " / ".join(f"{share:.0%}" for share in (*r.of_use, r.compact_of_use)),
                 f"{r.ways[BASE].first:.1f} s; " + " / ".join(firsts),
-                " / ".join(f"{r.ways[way].same:.0%}" for way in (PLAIN, *DIVERGENCES)),
+                " / ".join(f"{r.ways[way].same:.0%}" for way in DIVERGENCES),
             ]
         )
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)

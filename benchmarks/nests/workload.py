@@ -16,7 +16,6 @@ import batchax as bx
 Function = Callable[..., Any]
 
 BASE = "jax.vmap"
-PLAIN = "bx.vmap"
 DIVERGENCES = ("predicate", "auto", "compact")
 
 
@@ -69,10 +68,7 @@ class Nest:
 
     def ways(self) -> dict[str, Function]:
         """What computes the same for all lanes; new functions each time."""
-        same = {
-            BASE: jax.vmap(self._anew(), self.in_axes),
-            PLAIN: bx.vmap(self._anew(), self.in_axes),
-        }
+        same = {BASE: jax.vmap(self._anew(), self.in_axes)}
         for divergence in DIVERGENCES:
             same[divergence] = bx.vmap(self._anew(), self.in_axes, divergence=divergence)
         return same | {"lax.map": self.one_by_one}
