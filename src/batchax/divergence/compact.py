@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from batchax import _compat
 from batchax.divergence.bounded import run_bounded_loop
 from batchax.divergence.branches import run_branches
+from batchax.divergence.flatten import run_flat
 from batchax.divergence.lane_steps import LaneSteps
 from batchax.divergence.limits import calls_back, can_move, refuse_collectives
 from batchax.divergence.loop_primitive import bind
@@ -19,7 +20,7 @@ from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.in_axes import is_position
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
-from batchax.kernel.divergence import BoundedLoop, Branches, PlacedOutputs, WhileLoop
+from batchax.kernel.divergence import AnyLoop, BoundedLoop, Branches, PlacedOutputs, WhileLoop
 
 
 @_compat.api_boundary
@@ -94,6 +95,13 @@ class Compact:
         :meta private:
         """
         return replace(self, _most=width)
+
+    def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
+        """The results of a loop of loops, in which each lane is at a place of its own.
+
+        :meta private:
+        """
+        return run_flat(axis, loop)
 
     def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
         """The results of all lanes; None where they are to be masked.

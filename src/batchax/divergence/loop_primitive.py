@@ -21,7 +21,7 @@ from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, Position, match_axis, move_axis
 from batchax.kernel.inner import batch_inner, remembered
 from batchax.kernel.named_axes import any_uses_axis
-from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
+from batchax.kernel.own_primitive import OF_OPERATIONS, Of, own_primitive
 from batchax.programs.shapes import bytes_of
 
 # To be one set, lanes of one axis that share an operand get copies of it. These may take so many
@@ -50,6 +50,10 @@ def _function(program: Any) -> Any:
 
 def _run(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
     return eval_jaxpr(program.jaxpr, program.consts, *operands)
+
+
+def _differentiated(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
+    return loop.differentiated(program, operands)
 
 
 def _batched(
@@ -102,10 +106,7 @@ def _merged(
     operands = [
         x if s else flat(x, outer, inner) for s, (x, outer, inner) in zip(same, consts, strict=True)
     ]
-    plan = loop.plan
-    if plan.widths[0] == loop.axis.size or not loop.axis.divergence.asked:
-        differs = [a is not None for a in (*loop.positions[loop.n_test :], *[0] * len(carry))]
-        plan = loop.axis.divergence.plan(lanes, loop.test, loop.body, differs)
+    plan = loop.replanned(lanes, loop.positions)
     wide = replace(loop.axis, size=lanes)
     positions = tuple(None if s else 0 for s in same)
     return replace(loop, axis=wide, positions=positions, plan=plan), [*operands, *carry]
@@ -120,6 +121,6 @@ parting_loop_p = own_primitive(
     programs=("program",),
     facts="nests",
     rule=_batched,
-    jvp=OF_OPERATIONS,
+    jvp=Of(_differentiated),
     transpose=OF_OPERATIONS,
 )

@@ -48,6 +48,18 @@ class PartingLoop:
         """A key among loops of the same body, which it does not hold: that is a weak key."""
         return self.axis, self.test, self.n_test, self.positions, self.plan
 
+    def replanned(self, lanes: int, positions: tuple[Position, ...]) -> Plan:
+        """How so many lanes are run, whose operands besides the carry have these positions."""
+        if self.plan.widths[0] != self.axis.size and self.axis.divergence.asked:
+            return self.plan
+        differs = [a is not None for a in positions[self.n_test :]]
+        differs += [True] * len(self.body.out_avals)
+        return self.axis.divergence.plan(lanes, self.test, self.body, differs)
+
+    def differentiated(self, program: ClosedJaxpr, operands: Sequence[Value]) -> list[Any]:
+        """What derivatives are taken of: `program`, which `run` staged."""
+        return eval_jaxpr(program.jaxpr, program.consts, *operands)
+
     def run(self, *operands: Any) -> list[Any]:
         """The last carry, from the operands besides the carry and the first carry."""
         consts, carry = operands[: len(self.positions)], operands[len(self.positions) :]
@@ -88,7 +100,7 @@ def parting_loop(axis: Axis, loop: WhileLoop, plan: Plan) -> tuple[PartingLoop, 
 
     Its carry may begin with more values than that of `loop` has.
     """
-    loop = with_varying_values(_with_index(axis, _with_onepredicate(axis, loop)))
+    loop = with_varying_values(with_index(axis, _with_onepredicate(axis, loop)))
     positions = (*loop.test_at, *loop.body_at)
     inside = replace(axis, name=None, divergence=axis.divergence.inside())
     operands = [*loop.test_consts, *loop.body_consts, *loop.carry]
@@ -131,7 +143,7 @@ def _with_onepredicate(axis: Axis, loop: WhileLoop) -> WhileLoop:
     return WhileLoop(test, body, (), (), consts, consts_at, [active, *loop.carry])
 
 
-def _with_index(axis: Axis, loop: WhileLoop) -> WhileLoop:
+def with_index(axis: Axis, loop: WhileLoop) -> WhileLoop:
     """A loop that is given the index of the lane, if it asks for it.
 
     In a window the place of a lane is not its index.

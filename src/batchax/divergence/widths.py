@@ -59,6 +59,11 @@ def _device() -> _Device:
     return _DEVICES.get(jax.default_backend(), _OTHER_DEVICES)
 
 
+def launch_time(count: int) -> float:
+    """Nanoseconds that it takes to begin so many operations."""
+    return count * _device().begin
+
+
 def length(jaxpr: Jaxpr) -> int:
     """How many operations a program has, to be compiled: each counts once, in loops too."""
     return sum(1 for _ in with_inside(jaxpr.eqns))

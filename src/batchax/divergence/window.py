@@ -110,7 +110,7 @@ def run_in_windows(
         stays = lambda wasted, count: plan.bears(wasted, count) & (count > 0)
         state = (active, carry, plan.blank)
         state = _alike(state, varying)
-        state = _steps(step, size, consts, left, stays, state, _count(active))
+        state = _steps(step, size, consts, left, stays, state, number_of(active))
         active, carry, tally, count = state
         tallies = [tally]
     if widths:
@@ -142,9 +142,9 @@ def _steps(
 
     def once(state: Any) -> Any:
         active, carry, tally, count, wasted = state
-        tally = _counted(tally, count)
+        tally = counted(tally, count)
         active, carry = step(width, consts, active, carry)
-        count = _count(active)
+        count = number_of(active)
         wasted += lax.convert_element_type(width - count, np.float32)
         return active, carry, tally, count, wasted
 
@@ -268,7 +268,7 @@ def _without_done(queue: Any, first: Any, end: Any, active: Any) -> tuple[Any, A
         # Others are written out of bounds, where they are dropped; each differs, as places must.
         target = lax.select(stays, before, size + place)
         queue = queue.at[target].set(queue, mode="drop", unique_indices=True)
-        return queue, end - _count(stays)
+        return queue, end - number_of(stays)
 
     def put(state: Any) -> Any:
         queue, at, to = state
@@ -285,7 +285,8 @@ def _without_done(queue: Any, first: Any, end: Any, active: Any) -> tuple[Any, A
     return queue, first
 
 
-def _count(active: Any) -> Any:
+def number_of(active: Any) -> Any:
+    """How many lanes are active."""
     if jax.default_backend() != "cpu" or active.shape[0] >= 1 << 24:  # which a float counts to
         return jnp.sum(active, dtype=np.int32)
     # A processor is given several operations for a sum, each to be compiled, but one for this.
@@ -293,7 +294,8 @@ def _count(active: Any) -> Any:
     return lax.convert_element_type(lax.dot(ones, ones), np.int32)
 
 
-def _counted(tally: Tally, count: Any) -> Tally:
+def counted(tally: Tally, count: Any) -> Tally:
+    """A tally of one more iteration, in which so many lanes are active."""
     if not tally:
         return tally
     iterations, high, low = tally

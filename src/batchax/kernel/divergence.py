@@ -77,6 +77,21 @@ class BoundedLoop:
     axes: Sequence[Position]
 
 
+@dataclass(frozen=True, eq=False)
+class AnyLoop:
+    """A ``scan`` or a ``while`` of one example, in which there may be loops that lanes leave.
+
+    Attributes:
+      primitive, params: the equation.
+      args, axes: its operands, and where each has the batch axis.
+    """
+
+    primitive: Any
+    params: dict[str, Any]
+    args: Sequence[Value]
+    axes: Sequence[Position]
+
+
 class Divergence(Protocol):
     """A way to run lanes that part ways. Hashable: programs batched with it are remembered.
 
@@ -86,6 +101,13 @@ class Divergence(Protocol):
     """
 
     asked: ClassVar[bool]
+
+    def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
+        """The results of a loop for all lanes, in which each is at a place of its own.
+
+        None where lanes take each step together, or nothing is gained.
+        """
+        ...
 
     def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
         """The results of all lanes; None to have lanes masked."""

@@ -27,7 +27,17 @@ from batchax.kernel.registry import Rule, serve_own
 Derivative = Callable[..., Any]
 
 
-OF_OPERATIONS: Any = object()
+@dataclass(frozen=True)
+class Of:
+    """As `jvp`: that of these operations; None: of those that the primitive stands for.
+
+    They compute the same in another way, one that has derivatives, or cheaper ones.
+    """
+
+    operations: Callable[..., Any] | None
+
+
+OF_OPERATIONS: Any = Of(None)
 """As `jvp` or `transpose`: that of the operations which a primitive stands for."""
 
 
@@ -92,7 +102,8 @@ def own_primitive(
         They say what its effects are, and may hold a collective over an axis that is mapped.
       facts: what is true of it, words of `Facts`.
       rule: how it is batched, by ``jax.vmap`` as well; see `register_rule`.
-      jvp: its derivative in forward mode, as JAX wants it; `OF_OPERATIONS`, or a `NoDerivative`.
+      jvp: its derivative in forward mode, as JAX wants it; `OF_OPERATIONS`, `Of` others, or a
+        `NoDerivative`.
       transpose: its transpose, likewise.
       compute: what it does on arrays outside of a compiled program; the operations one after
         another if not given.
@@ -124,9 +135,10 @@ def own_primitive(
     enter(f"{facts}: {primitive.name}")
     serve_own(primitive, rule, may_name_axis=bool(programs), looks_ahead=looks_ahead)
     flat = _flat(operations, primitive.multiple_results)
-    ad.primitive_jvps[primitive] = (
-        functools.partial(_jvp, flat, primitive) if jvp is OF_OPERATIONS else jvp
-    )
+    if isinstance(jvp, Of):
+        of = jvp.operations
+        jvp = functools.partial(_jvp, _flat(of, several) if of else flat, primitive)
+    ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = (
         functools.partial(_transpose, flat, primitive) if transpose is OF_OPERATIONS else transpose
     )

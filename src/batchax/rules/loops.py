@@ -16,7 +16,7 @@ from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.words import Jaxpr
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, move_axis
-from batchax.kernel.divergence import PlacedOutputs, WhileLoop
+from batchax.kernel.divergence import AnyLoop, PlacedOutputs, WhileLoop
 from batchax.kernel.inner import batch_inner, returning
 from batchax.kernel.registry import register_rule
 from batchax.kernel.varying import (
@@ -46,6 +46,11 @@ def _scan(axis: Axis, args: Any, axes: Any, /, *, jaxpr: Jaxpr, **params: Any) -
                     "Batch the reference along another axis, or scan over an array."
                 )
             args[i], axes[i] = move_axis(args[i], 0, 1), 1
+    if axis.divergence is not None:
+        every = {"jaxpr": jaxpr, **params}
+        placed = axis.divergence.run_nest(axis, AnyLoop(scan_p, every, args, axes))
+        if placed is not None:
+            return placed
     consts, carry, xs = split_operands(args, n_consts, n_carry)
     consts_at, carry_at, xs_at = split_operands(axes, n_consts, n_carry)
 
@@ -78,8 +83,13 @@ def _while(
     body_jaxpr: Any,
 ) -> PlacedOutputs:
     asked_of_all = cond_jaxpr
+    counts = {"cond_nconsts": cond_nconsts, "body_nconsts": body_nconsts}
     if axis.divergence is not None:
         cond_jaxpr = asked_of_each_lane(cond_jaxpr, body_jaxpr)
+        every = {"cond_jaxpr": cond_jaxpr, "body_jaxpr": body_jaxpr, **counts}
+        placed = axis.divergence.run_nest(axis, AnyLoop(while_p, every, args, axes))
+        if placed is not None:
+            return placed
     test_consts, body_consts, carry = split_operands(args, cond_nconsts, body_nconsts)
     test_at, body_at, carry_at = split_operands(axes, cond_nconsts, body_nconsts)
     test_vary, varying = map(varying_of, (test_consts, [*body_consts, *carry]))
@@ -92,7 +102,6 @@ def _while(
         test, (predicate_at,) = batch_inner(
             together, cond_jaxpr, (*test_at, *settled), varying=varies
         )
-    counts = {"cond_nconsts": cond_nconsts, "body_nconsts": body_nconsts}
     if predicate_at is not None:
         # Lanes end at different steps. What the body computes for finished lanes is
         # dropped, so every carry depends on the lane.

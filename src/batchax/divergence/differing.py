@@ -1,0 +1,96 @@
+"""Which values of a program differ between lanes, and which loops in it lanes leave one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Literal
+from jax.extend.core.primitives import cond_p, while_p
+
+from batchax.jaxprs.bodies import Body, bodies_of
+from batchax.jaxprs.words import Eqn, Jaxpr
+
+Differs = tuple[bool, ...]
+"""For each of some values whether lanes have values of their own."""
+
+
+class Differing(NamedTuple):
+    """What is so of the results of a program, or of an equation.
+
+    Attributes:
+      results: which of them differ.
+      parts: whether lanes leave a loop in it one by one, in a way that can be opened: not in a
+        branch, nor in a primitive that says nothing of its programs.
+    """
+
+    results: Differs
+    parts: bool
+
+
+def differing(jaxpr: Jaxpr, inputs: Sequence[bool]) -> Differing:
+    """That of a program, of which some inputs differ between lanes."""
+    env = dict(zip(jaxpr.invars, inputs, strict=True))
+    parts = False
+    for eqn in jaxpr.eqns:
+        of_equation = differing_in(eqn, differs_of(env, eqn.invars))
+        env.update(zip(eqn.outvars, of_equation.results, strict=True))
+        parts |= of_equation.parts
+    return Differing(differs_of(env, jaxpr.outvars), parts)
+
+
+def differs_of(env: dict[Any, bool], atoms: Sequence[Any]) -> Differs:
+    """Which of some variables differ; numbers and constants of a program do not."""
+    return tuple(not isinstance(v, Literal) and env.get(v, False) for v in atoms)
+
+
+def differing_in(eqn: Eqn, operands: Differs) -> Differing:
+    """That of an equation: where nothing else is known all results differ if an operand does."""
+    bodies = bodies_of(eqn)
+    if not bodies or not all(body.operands for body in bodies):
+        return Differing((any(operands),) * len(eqn.outvars), False)
+    if eqn.primitive is cond_p:
+        taken = [differing(b.jaxpr, [operands[k] for k in b.operands]).results for b in bodies]
+        results = tuple(operands[0] or any(each) for each in zip(*taken, strict=True))
+        return Differing(results, False)
+    if eqn.primitive is while_p:
+        return _of_while(eqn, bodies, operands)
+    (body,) = bodies
+    inside = differing_in_steps(body.jaxpr, body.same, body.carried, _given(body, operands))
+    results = [any(operands)] * len(eqn.outvars)
+    for k, differs in zip(body.results, inside.results, strict=True):
+        results[k] = differs
+    return Differing(tuple(results), inside.parts)
+
+
+def _of_while(eqn: Eqn, bodies: Sequence[Body], operands: Differs) -> Differing:
+    test, body = bodies
+    inside = differing_in_steps(body.jaxpr, body.same, body.carried, _given(body, operands))
+    tested = [operands[k] for k in test.operands[: test.same]]
+    (ends,) = differing(test.jaxpr, [*tested, *inside.results]).results
+    if not ends:
+        return inside
+    leaves = not test.jaxpr.outvars[0].aval.shape
+    return Differing((True,) * len(eqn.outvars), leaves)
+
+
+def _given(body: Body, operands: Differs) -> Differs:
+    return tuple(operands[k] for k in body.operands)
+
+
+def differing_in_steps(jaxpr: Jaxpr, same: int, carried: int, given: Differs) -> Differing:
+    """That of the body of a loop, once no step makes one more of its carry differ.
+
+    Args:
+      jaxpr: the body.
+      same, carried: how many of its inputs are constants, and how many the loop carries; others
+        are parts for each step. A call is a body that carries nothing.
+      given: which of the inputs differ, before the first step.
+    """
+    while True:
+        inside = differing(jaxpr, given)
+        before = given[same : same + carried]
+        carry = tuple(a or b for a, b in zip(before, inside.results, strict=False))
+        if carry == before:
+            return Differing((*carry, *inside.results[carried:]), inside.parts)
+        given = (*given[:same], *carry, *given[same + carried :])

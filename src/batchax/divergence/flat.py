@@ -1,0 +1,213 @@
+"""Loops of loops in which each lane is at a place of its own.
+
+Under ``jax.vmap`` all lanes leave an inner loop before any goes on with the outer one, so that in
+each step of that they wait for the slowest. Here lanes leave an inner loop when waiting for it has
+cost as much as what comes after it costs all lanes. Those that were not done stay in it: in the
+next step of the outer loop they skip what comes before it, and go on where they were.
+
+To wait so long is the best one can do, if lanes are done at a steady rate: a run of `n` steps
+wastes about `b * n**2` and what comes after it costs `c`, so a step costs least, ``(c + b * n**2) /
+n``, where both are the same.
+
+The idea is old: loops of loops become one loop (von Hanxleden and Kennedy, "Relaxing SIMD control
+flow constraints using loop transformations", 1992), and lanes are batched by where they are (Radul
+et al., 2020; Dance, Glaser, Orbanz and Adams, "Efficiently vectorized MCMC on modern accelerators",
+2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from batchax import _compat
+from batchax.divergence.loops import PartingLoop
+from batchax.divergence.nest import Inner, Nest, Segment
+from batchax.divergence.segments import SegmentRun
+from batchax.divergence.window import Plan, number_of, run_in_windows
+from batchax.execution.buffers import blank
+from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.kernel.axis import Axis, Position, match_axis
+from batchax.kernel.inner import batched_aval
+from batchax.kernel.interpreter import interpret
+from batchax.rules.masked_loops import MaskedBody, predicate
+
+_NEVER = np.float32(1e30)  # nanoseconds
+_NOBODY = np.float32(1e-6)  # lanes: what is divided by must not be zero
+
+
+@_compat.held_weakly
+@dataclass(frozen=True)
+class FlatLoop(PartingLoop):
+    """A loop of one example that holds others, for lanes at places of their own.
+
+    Attributes:
+      nest: the loop, cut.
+      together: the program of the same loop for one example, of the same operands, as JAX has it.
+        Of that derivatives are taken.
+    """
+
+    nest: Nest
+    together: ClosedJaxpr
+
+    @property
+    def but_for_body(self) -> tuple[Any, ...]:
+        """As that of any loop."""
+        return *super().but_for_body, self.nest
+
+    def replanned(self, lanes: int, positions: tuple[Position, ...]) -> Plan:
+        """How so many lanes are run."""
+        return replace(self.plan, widths=(lanes,))
+
+    def run(self, *operands: Any) -> list[Any]:
+        """The last carry, from the operands besides the carry and the first carry."""
+        count = len(self.positions)
+        consts, carry = operands[:count], list(operands[count:])
+        active = self._test(self.axis, consts, carry)
+        place, *others = self.nest.slots[len(carry) :]
+        slots = [*carry, lax.full((self.axis.size,), 0, place.dtype)]
+        slots += [blank(batched_aval(self.axis, t, 0), k) for k, t in enumerate(others)]
+        slots, _ = run_in_windows(self.plan, self._step, consts, self.positions, active, slots)
+        types = zip(slots, self.body.out_avals, strict=False)
+        return [_compat.weakly(x) if t.weak_type else x for x, t in types]
+
+    def _step(
+        self, width: int, consts: Sequence[Value], active: Any, carry: Sequence[Value]
+    ) -> tuple[Any, list[Any]]:
+        lanes = _Lanes(replace(self.axis, size=width), self.nest, self.positions)
+        active, values, _ = lanes.step(active, [*consts, *carry], _NEVER)
+        return active, values[len(consts) :]
+
+    def differentiated(self, program: ClosedJaxpr, operands: Sequence[Value]) -> list[Any]:
+        """As `run`, with lanes that wait for each other: a ``scan`` has derivatives in reverse."""
+        return self.masked(*operands)
+
+    def masked(self, *operands: Any) -> list[Any]:
+        """As `run`, with lanes that wait for each other."""
+        axis = replace(self.axis, divergence=None)
+        positions = [*self.positions, *[0] * (len(operands) - len(self.positions))]
+        outs, at = interpret(axis, self.together.jaxpr, self.together.consts, operands, positions)
+        return [match_axis(axis, x, a, 0) for x, a in zip(outs, at, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Lanes:
+    """Some lanes of a nest.
+
+    Attributes:
+      axis: their axis.
+      nest: the loop.
+      constants_at: where its constants have the batch axis; slots have it in front.
+    """
+
+    axis: Axis
+    nest: Nest
+    constants_at: tuple[Position, ...]
+
+    def step(
+        self, active: Any, values: Sequence[Value], deadline: Any
+    ) -> tuple[Any, list[Any], Any]:
+        """A step of the active lanes, or less for those that stay in a loop inside.
+
+        Args:
+          active: which lanes are in this loop.
+          values: its constants, and what all lanes hold in its slots.
+          deadline: how long it may take before lanes that wait elsewhere have waited enough.
+
+        Returns:
+          Which lanes are in it afterwards, the values, and how long it took: in nanoseconds, by a
+          model.
+        """
+        nest, values = self.nest, list(values)
+        if nest.body is not None:
+            n_test, n_consts = nest.n_test, nest.n_consts
+            masked = MaskedBody.of(self.axis, nest.test, nest.body, self.constants_at[n_test:])
+            values[n_consts:] = masked.step(active, values[n_test:n_consts], values[n_consts:])
+            return active & self.asked(values), values, self.time
+        here, spent = active & (values[self._place] == 0), self.time
+        for number, part in enumerate(nest.parts):
+            match part:
+                case Segment():
+                    values = self._run_of(part)(here, values)
+                case Inner():
+                    here, values, taken = self._come_through(
+                        number, part, here, active, values, deadline - spent
+                    )
+                    spent = spent + taken
+        return active & (self.asked(values) | ~here), values, spent
+
+    def asked(self, values: Sequence[Any]) -> Any:
+        """The predicate of each lane."""
+        nest = self.nest
+        carry = values[nest.n_consts : nest.n_consts + nest.n_carry]
+        at = [*self.constants_at[: nest.n_test], *[0] * nest.n_carry]
+        return predicate(self.axis, nest.test, [*values[: nest.n_test], *carry], at)
+
+    @property
+    def time(self) -> Any:
+        """How long a step takes, but for the loops inside and the work of lanes in segments."""
+        around = sum(self._run_of(part).overhead for part in self.nest.segments)
+        return np.float32(self.nest.price.of(self.axis.size) + around)
+
+    @property
+    def _place(self) -> int:
+        return self.nest.n_consts + self.nest.n_carry
+
+    def _run_of(self, segment: Segment) -> SegmentRun:
+        positions = (*self.constants_at, *[0] * len(self.nest.slots))
+        return SegmentRun(self.axis, self.nest.test, segment, positions)
+
+    def _come_through(
+        self,
+        number: int,
+        part: Inner,
+        here: Any,
+        active: Any,
+        values: list[Any],
+        deadline: Any,
+    ) -> tuple[Any, list[Any], Any]:
+        """Runs a loop inside, for who comes to it and who is in it, until waiting costs too much.
+
+        Returns:
+          Which lanes have come through, the values, and how long it took.
+        """
+        values, program = list(values), part.constants
+        at = [*self.constants_at, *[0] * len(self.nest.slots)]
+        reads, reads_at = [values[k] for k in part.reads], [at[k] for k in part.reads]
+        consts, consts_at = interpret(self.axis, program.jaxpr, program.consts, reads, reads_at)
+        lanes = _Lanes(self.axis, part.nest, tuple(consts_at))
+        mine = [values[k] for k in part.slots]
+        inside = active & (values[self._place] == number)
+        first = inside | (here & lanes.asked([*consts, *mine]))
+        everyone = number_of(active)
+        limit = self.time * lax.convert_element_type(everyone, np.float32)
+
+        def goes_on(state: Any) -> Any:
+            _, _, count, wasted, spent = state
+            return (count > 0) & (wasted < limit) & (spent < deadline)
+
+        def once(state: Any) -> Any:
+            runs, mine, count, wasted, spent = state
+            # Whoever waits here waits for loops further inside, too.
+            left = (limit - wasted) / lax.max(_lanes(everyone - count), _NOBODY)
+            runs, own, taken = lanes.step(runs, [*consts, *mine], lax.min(left, deadline - spent))
+            count = number_of(runs)
+            wasted = wasted + taken * _lanes(everyone - count)
+            return runs, own[len(consts) :], count, wasted, spent + taken
+
+        start = first, mine, number_of(first), np.float32(0), np.float32(0)
+        runs, mine, _, _, spent = lax.while_loop(goes_on, once, start)
+        for k, x in zip(part.slots, mine, strict=True):
+            values[k] = x
+        through = (here | inside) & ~runs
+        place = lax.select(runs, lax.full_like(values[self._place], number), values[self._place])
+        values[self._place] = lax.select(through, lax.full_like(place, 0), place)
+        return through, values, spent
+
+
+def _lanes(count: Any) -> Any:
+    return lax.convert_element_type(count, np.float32)

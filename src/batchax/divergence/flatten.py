@@ -1,0 +1,193 @@
+"""A ``scan`` or ``while`` that holds loops which lanes leave one by one, as a `FlatLoop`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core.primitives import scan_p, while_p
+
+from batchax import _compat
+from batchax.divergence.differing import differing_in_steps
+from batchax.divergence.flat import FlatLoop
+from batchax.divergence.limits import can_move
+from batchax.divergence.loop_primitive import bind
+from batchax.divergence.loops import with_index
+from batchax.divergence.nest import nest_of
+from batchax.divergence.scan_as_while import scan_as_while, while_of_scan
+from batchax.divergence.window import Plan
+from batchax.execution.names import index_as_input
+from batchax.jaxprs.words import ClosedJaxpr
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis
+from batchax.kernel.captured import closed_over
+from batchax.kernel.divergence import AnyLoop, PlacedOutputs, WhileLoop
+from batchax.kernel.inner import remembered, stage_function
+from batchax.kernel.named_axes import any_uses_axis
+from batchax.kernel.varying import varying_of
+from batchax.rules.carried_axes import match_carry, split_operands
+from batchax.rules.hazards import find_collective
+from batchax.rules.lane_calls import is_seen
+
+
+def run_flat(axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
+    """The results of a loop for all lanes, each of which is at a place of its own.
+
+    None if no loop in it parts lanes, or if something needs lanes together.
+    """
+    if not can_move(axis, loop.args) or any(varying_of(loop.args)):
+        return None
+    form = (_scan if loop.primitive is scan_p else _while)(axis, loop)
+    if form is None:
+        return None
+    programs = [p for p in loop.params.values() if isinstance(p, ClosedJaxpr)]
+    why = _together(programs)
+    if why:
+        recording.note(why=why)
+        return None
+    carry = match_carry(axis, form.carry, form.carry_at, [0] * len(form.carry))
+    whole = WhileLoop(
+        form.test, form.body, form.test_consts, form.test_at, form.body_consts, form.body_at, carry
+    )
+    together = remembered(form.body, ("together", axis), form.together)
+    if any_uses_axis(axis, form.test, form.body):
+        together = _with_index(axis, together, len(form.test_consts))
+        whole = with_index(axis, whole)
+    differs = tuple(a is not None for a in (*whole.body_at, *form.carry_at))
+    inside = replace(axis, name=None, divergence=axis.divergence.inside())
+    nest = nest_of(inside, whole.test, whole.body, differs)
+    if not nest.parts:
+        recording.note(why="what is around the loops inside costs more than these")
+        return None
+    flat = FlatLoop(
+        inside,
+        whole.test,
+        whole.body,
+        len(whole.test_consts),
+        (*whole.test_at, *whole.body_at),
+        Plan((axis.size,), None, 0, 1.0, False),
+        nest,
+        together,
+    )
+    recording.note(divergence="flat")
+    outs = bind(flat, [*whole.test_consts, *whole.body_consts, *whole.carry])
+    outs = outs[len(outs) - form.results :]
+    return outs, [0] * len(outs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Form:
+    """A loop as a ``while`` of one example.
+
+    Attributes:
+      test, body: its programs.
+      test_consts, test_at, body_consts, body_at, carry, carry_at: their operands, and where each
+        has the batch axis.
+      together: makes a program, of all those operands, that runs the loop as it was.
+      results: how many of what it carries are results, the last ones.
+    """
+
+    test: ClosedJaxpr
+    body: ClosedJaxpr
+    test_consts: Sequence[Any]
+    test_at: Sequence[Any]
+    body_consts: Sequence[Any]
+    body_at: Sequence[Any]
+    carry: Sequence[Any]
+    carry_at: Sequence[Any]
+    together: Callable[[], ClosedJaxpr]
+    results: int
+
+
+def _scan(axis: Axis, loop: AnyLoop) -> _Form | None:
+    params = loop.params
+    n_consts, n_carry = _compat.scan_counts(params)
+    differs = tuple(a is not None for a in loop.axes)
+    jaxpr = params["jaxpr"]
+    if not differing_in_steps(jaxpr.jaxpr, n_consts, n_carry, differs).parts:
+        return None
+    if params["length"] < 2:
+        return None
+    test, body = while_of_scan(axis, params)
+    consts, carry = scan_as_while(axis, params, loop.args)
+    consts_at, carry_at, xs_at = split_operands(loop.axes, n_consts, n_carry)
+    added = len(carry) - n_carry - 1
+    count = len(consts)
+
+    def together() -> ClosedJaxpr:
+        def run(*operands: Any) -> list[Any]:
+            consts, (_, *carry) = operands[:count], operands[count:]
+            operands = (*consts[:n_consts], *carry[:n_carry], *consts[n_consts:])
+            return [np.int32(params["length"]), *scan_p.bind(*operands, **params)]
+
+        return stage_function(axis, run, body.in_avals)
+
+    return _Form(
+        test,
+        body,
+        (),
+        (),
+        consts,
+        (*consts_at, *xs_at),
+        carry,
+        (None, *carry_at, *[None] * added),
+        together,
+        n_carry + added,
+    )
+
+
+def _while(axis: Axis, loop: AnyLoop) -> _Form | None:
+    params = loop.params
+    test, body = params["cond_jaxpr"], params["body_jaxpr"]
+    n_test, n_body = params["cond_nconsts"], params["body_nconsts"]
+    test_consts, body_consts, carry = split_operands(loop.args, n_test, n_body)
+    test_at, body_at, carry_at = split_operands(loop.axes, n_test, n_body)
+    if test.out_avals[0].shape:
+        return None
+    differs = tuple(a is not None for a in (*body_at, *carry_at))
+    if not differing_in_steps(body.jaxpr, n_body, len(carry), differs).parts:
+        return None
+
+    def together() -> ClosedJaxpr:
+        run = lambda *operands: while_p.bind(*operands, **params)
+        return stage_function(axis, run, [*test.in_avals[:n_test], *body.in_avals])
+
+    return _Form(
+        test,
+        body,
+        test_consts,
+        test_at,
+        body_consts,
+        body_at,
+        carry,
+        carry_at,
+        together,
+        len(carry),
+    )
+
+
+def _together(programs: Sequence[ClosedJaxpr]) -> str:
+    """Why lanes must take each step of a loop together; empty if they need not."""
+    for program in programs:
+        if find_collective(program.jaxpr) is not None:
+            return "lanes meet in a collective"
+        if is_seen(program) or _compat.calls_back(program.effects):
+            return "a step calls the host"
+        if _compat.makes_references(program.effects) or _compat.written_inputs(program.jaxpr):
+            return "a step writes to a reference"
+        if any(map(closed_over, program.jaxpr.eqns)):
+            return "a derivative rule in it closes over values"
+    return ""
+
+
+def _with_index(axis: Axis, together: ClosedJaxpr, n_test: int) -> ClosedJaxpr:
+    """`together` of the operands of a loop that is given the index of the lane twice."""
+    given = index_as_input(axis, together)
+    index, *types = given.in_avals
+    run = lambda *xs: jax.core.eval_jaxpr(
+        given.jaxpr, given.consts, *xs[: 1 + n_test], *xs[2 + n_test :]
+    )
+    return _compat.stage(run, [index, *types[:n_test], index, *types[n_test:]])

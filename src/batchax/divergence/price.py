@@ -1,0 +1,42 @@
+"""What it takes to run a program for some lanes: to begin its operations, and their work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from batchax.divergence.widths import launch_time
+from batchax.programs.cost import Cost, cost_of_program
+from batchax.programs.shapes import bytes_of
+from batchax.programs.weights import TOGETHER
+
+_STEPS = 4  # of a loop whose steps nobody knows: few, or it would have been cut
+
+
+class Price(NamedTuple):
+    """The price of a program, in nanoseconds: roughly."""
+
+    begin: float
+    """however many lanes there are"""
+    lane: float
+    """for each lane"""
+
+    def of(self, lanes: float) -> float:
+        """For so many lanes."""
+        return self.begin + lanes * self.lane
+
+
+def price_of(program: Any, differs: Sequence[bool]) -> Price:
+    """The price of a program; lanes have some operands of their own."""
+    cost = cost_of_program(program.jaxpr, differs=tuple(differs), steps=_STEPS)
+    return Price(launch_time(cost.launches + 1), TOGETHER.time(cost))
+
+
+def price_of_keeping(avals: Sequence[Any]) -> Price:
+    """The price of keeping what lanes hold that are done: both are read, and one is written."""
+    return Price(0.0, TOGETHER.time(Cost(bytes=3 * bytes_of(avals))))
+
+
+def total(prices: Sequence[Price]) -> Price:
+    """The price of programs one after another."""
+    return Price(sum(p.begin for p in prices), sum(p.lane for p in prices))

@@ -1,0 +1,190 @@
+"""What lanes do between two loops, each when it has come through the first.
+
+A segment costs most where it is wide. If lanes come to it a few at a time it is run for those, in
+blocks of a fixed width; if one lane of many makes a small part of what it takes to begin, for all
+lanes, of which those that are elsewhere are masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+from batchax.divergence.nest import Segment
+from batchax.divergence.widths import launch_time
+from batchax.divergence.window import number_of
+from batchax.execution.buffers import blank
+from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.kernel.axis import Axis, Position, match_axis, move_axis
+from batchax.kernel.inner import batched_aval
+from batchax.kernel.interpreter import interpret
+from batchax.rules.masked_loops import MaskedBody
+
+_NARROWEST = 8  # lanes in a block
+_WORTH = 2.0  # how many times as long as to begin its operations a block takes
+_BLOCKS = 3  # at least, of all lanes
+
+
+@dataclass(frozen=True)
+class SegmentRun:
+    """A segment for lanes of which each is at a place of its own.
+
+    Attributes:
+      axis: the axis of the lanes.
+      test: the predicate of the loop that the segment is a part of.
+      segment: what is done.
+      positions: where each value of the loop has the batch axis, slots included.
+    """
+
+    axis: Axis
+    test: ClosedJaxpr
+    segment: Segment
+    positions: Sequence[Position]
+
+    def __call__(self, here: Any, values: Sequence[Value]) -> list[Any]:
+        """The values, after the lanes that are `here` have done it."""
+        width = self.width
+        if width < self.axis.size:
+            return self._in_blocks(width, here, list(values))
+        return self._masked(here, list(values))
+
+    @property
+    def width(self) -> int:
+        """How many lanes do it at a time."""
+        size, price = self.axis.size, self.segment.price
+        width = _NARROWEST
+        while width * price.lane < _WORTH * price.begin and width < size:
+            width *= 2
+        return width if width * _BLOCKS <= size else size
+
+    @property
+    def overhead(self) -> float:
+        """Nanoseconds that it takes besides the work of the lanes that do it."""
+        part = self.segment
+        if self.width == self.axis.size:
+            return part.price.of(self.axis.size)
+        # The last block is half empty, on average. What it reads and writes is moved.
+        lanes = self.width / 2
+        moved = launch_time(len(part.reads) + 2 * (len(part.writes) + len(part.puts)))
+        import os
+
+        return (moved + part.price.of(lanes)) * float(os.environ.get("OVER", "1"))
+
+    @property
+    def _operands_at(self) -> list[Position]:
+        part = self.segment
+        at = [*(self.positions[k] for k in part.reads), *[0] * len(part.takes)]
+        return at + [0] * len(part.program.out_avals)
+
+    def _masked(self, here: Any, values: list[Any]) -> list[Any]:
+        part, axis = self.segment, self.axis
+        n_new = len(part.program.out_avals)
+        at = self._operands_at[:-n_new] if n_new else self._operands_at
+        masked = MaskedBody.of(axis, self.test, part.program, tuple(at))
+        lanes = lax.iota(np.int32, axis.size)
+        reads = [values[k] for k in part.reads]
+        types = part.program.out_avals[len(part.writes) :]
+        spare = [blank(batched_aval(axis, aval, 0), 0) for aval in types]
+        old = [values[k] for k in part.writes]
+        new = masked.step(here, [*reads, *self._taken(axis, values, reads, lanes)], [*old, *spare])
+        target = lax.select(here, lanes, axis.size + lanes)
+        return self._put(values, target, new, old=None)
+
+    def _in_blocks(self, width: int, here: Any, values: list[Any]) -> list[Any]:
+        part, size, axis = self.segment, self.axis.size, replace(self.axis, size=width)
+        program, changed = part.program, [*part.writes, *part.puts]
+        old_places = list(zip(part.writes, _used(program), strict=False))
+
+        def once(state: Any) -> Any:
+            left, count, changing = state
+            now = list(values)
+            for k, x in zip(changed, changing, strict=True):
+                now[k] = x
+            _, lanes = lax.top_k(left, width)  # those that are left come first
+            taken = left.at[lanes].get(mode="clip") > 0
+            # Other places hold the first lane once more.
+            own = lax.select(taken, lanes, lax.broadcast(lanes[0], (width,)))
+            reads = [_rows(now[k], self.positions[k], own) for k in part.reads]
+            entries = self._taken(axis, now, reads, own)
+            old = [_rows(now[k], 0, own if u else None, width) for k, u in old_places]
+            spare = [
+                blank(batched_aval(axis, aval, 0), 0)
+                for aval in program.out_avals[len(part.writes) :]
+            ]
+            operands = [*reads, *entries, *old, *spare]
+            outs, at = interpret(axis, program.jaxpr, program.consts, operands, self._operands_at)
+            outs = [match_axis(axis, x, a, 0) for x, a in zip(outs, at, strict=True)]
+            target = lax.select(taken, lanes, size + lax.iota(np.int32, width))
+            now = self._put(now, target, outs, old)
+            left = left.at[target].set(np.float32(0), mode="drop", unique_indices=True)
+            return left, count - np.int32(width), [now[k] for k in changed]
+
+        left = lax.convert_element_type(here, np.float32)
+        start = left, number_of(here), [values[k] for k in changed]
+        _, _, changing = lax.while_loop(lambda state: state[1] > 0, once, start)
+        for k, x in zip(changed, changing, strict=True):
+            values[k] = x
+        return values
+
+    def _taken(
+        self, axis: Axis, values: Sequence[Any], reads: Sequence[Any], lanes: Any
+    ) -> list[Any]:
+        """The entries that these lanes take, of arrays of all lanes."""
+        part = self.segment
+        if not part.takes:
+            return []
+        at = self._operands_at[: len(reads)]
+        program = part.indices
+        indices, places = interpret(axis, program.jaxpr, program.consts, reads, at)
+        taken = []
+        for k, index, place in zip(part.takes, indices, places, strict=True):
+            x = move_axis(values[k], self.positions[k], 0)
+            index = lax.clamp(
+                np.int32(0), match_axis(axis, index, place, 0), np.int32(x.shape[1] - 1)
+            )
+            taken.append(lax.expand_dims(x.at[lanes, index].get(mode="clip"), [1]))
+        return taken
+
+    def _put(
+        self, values: list[Any], target: Any, new: Sequence[Any], old: Sequence[Any] | None
+    ) -> list[Any]:
+        """`values` with what lanes write; `target` is out of bounds for those that do not.
+
+        Where there is no `old` what is written is of all lanes, and others have what they had.
+        """
+        part, count = self.segment, len(self.segment.writes)
+        values = list(values)
+        for k, x in zip(part.writes, new, strict=False):
+            values[k] = x if old is None else _with_rows(values[k], target, x)
+        for j, k in enumerate(part.puts):
+            entry, index = new[count + 2 * j], new[count + 2 * j + 1]
+            index = lax.clamp(np.int32(0), index, np.int32(values[k].shape[1] - 1))
+            rows = values[k].at[target, index]
+            values[k] = rows.set(lax.squeeze(entry, [1]), mode="drop", unique_indices=True)
+        return values
+
+
+def _rows(x: Value, position: Position, lanes: Any, width: int | None = None) -> Any:
+    """Those of some lanes; of any `width` lanes if there are no `lanes`."""
+    if position is None:
+        return x
+    if lanes is None:
+        return lax.slice_in_dim(x, 0, width, axis=position)
+    return x.at[(slice(None),) * position + (lanes,)].get(mode="clip")
+
+
+def _with_rows(x: Any, target: Any, rows: Any) -> Any:
+    return x.at[target].set(rows, mode="drop", unique_indices=True)
+
+
+def _used(program: ClosedJaxpr) -> list[bool]:
+    """For each result whether the operand in its place is read."""
+    jaxpr = program.jaxpr
+    read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
+    read |= {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    return [v in read for v in jaxpr.invars[len(jaxpr.invars) - len(jaxpr.outvars) :]]
