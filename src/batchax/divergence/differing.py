@@ -11,6 +11,12 @@ from jax.extend.core.primitives import cond_p, while_p
 from batchax.jaxprs.bodies import Body, bodies_of
 from batchax.jaxprs.words import Eqn, Jaxpr
 
+# Calls that may be replaced by what they call: they say nothing of how that is to be batched, and
+# derivatives are taken of the program as it was.
+OPENED = frozenset(
+    "scan call checkpoint closed_call core_call custom_jvp_call custom_vjp_call jit remat2".split()
+)
+
 Differs = tuple[bool, ...]
 """For each of some values whether lanes have values of their own."""
 
@@ -20,8 +26,8 @@ class Differing(NamedTuple):
 
     Attributes:
       results: which of them differ.
-      parts: whether lanes leave a loop in it one by one, in a way that can be opened: not in a
-        branch, nor in a primitive that says nothing of its programs.
+      parts: whether lanes leave a loop in it one by one, one that can be cut out: not in a branch,
+        nor in a call that must stay one.
     """
 
     results: Differs
@@ -60,7 +66,7 @@ def differing_in(eqn: Eqn, operands: Differs) -> Differing:
     results = [any(operands)] * len(eqn.outvars)
     for k, differs in zip(body.results, inside.results, strict=True):
         results[k] = differs
-    return Differing(tuple(results), inside.parts)
+    return Differing(tuple(results), inside.parts and eqn.primitive.name in OPENED)
 
 
 def _of_while(eqn: Eqn, bodies: Sequence[Body], operands: Differs) -> Differing:

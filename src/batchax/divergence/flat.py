@@ -36,7 +36,7 @@ from batchax.kernel.inner import batched_aval
 from batchax.kernel.interpreter import interpret
 from batchax.rules.masked_loops import MaskedBody, predicate
 
-_NEVER = np.float32(1e30)  # nanoseconds
+NEVER = np.float32(1e30)  # nanoseconds
 _NOBODY = np.float32(1e-6)  # lanes: what is divided by must not be zero
 
 
@@ -78,8 +78,8 @@ class FlatLoop(PartingLoop):
     def _step(
         self, width: int, consts: Sequence[Value], active: Any, carry: Sequence[Value]
     ) -> tuple[Any, list[Any]]:
-        lanes = _Lanes(replace(self.axis, size=width), self.nest, self.positions)
-        active, values, _ = lanes.step(active, [*consts, *carry], _NEVER)
+        lanes = Lanes(replace(self.axis, size=width), self.nest, self.positions)
+        active, values, _ = lanes.step(active, [*consts, *carry], NEVER)
         return active, values[len(consts) :]
 
     def differentiated(self, program: ClosedJaxpr, operands: Sequence[Value]) -> list[Any]:
@@ -95,7 +95,7 @@ class FlatLoop(PartingLoop):
 
 
 @dataclass(frozen=True)
-class _Lanes:
+class Lanes:
     """Some lanes of a nest.
 
     Attributes:
@@ -179,7 +179,7 @@ class _Lanes:
         at = [*self.constants_at, *[0] * len(self.nest.slots)]
         reads, reads_at = [values[k] for k in part.reads], [at[k] for k in part.reads]
         consts, consts_at = interpret(self.axis, program.jaxpr, program.consts, reads, reads_at)
-        lanes = _Lanes(self.axis, part.nest, tuple(consts_at))
+        lanes = Lanes(self.axis, part.nest, tuple(consts_at))
         mine = [values[k] for k in part.slots]
         inside = active & (values[self._place] == number)
         first = inside | (here & lanes.asked([*consts, *mine]))

@@ -6,21 +6,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import numpy as np
+from jax.core import eval_jaxpr
 from jax.extend.core.primitives import scan_p, while_p
 
 from batchax import _compat
+from batchax.divergence.cut import nest_of
 from batchax.divergence.differing import differing_in_steps
 from batchax.divergence.flat import FlatLoop
 from batchax.divergence.limits import can_move
 from batchax.divergence.loop_primitive import bind
 from batchax.divergence.loops import with_index
-from batchax.divergence.nest import nest_of
 from batchax.divergence.scan_as_while import scan_as_while, while_of_scan
 from batchax.divergence.window import Plan
 from batchax.execution.names import index_as_input
-from batchax.jaxprs.words import ClosedJaxpr
+from batchax.jaxprs.words import Aval, ClosedJaxpr
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 from batchax.kernel.captured import closed_over
@@ -74,8 +74,9 @@ def run_flat(axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
     )
     recording.note(divergence="flat")
     outs = bind(flat, [*whole.test_consts, *whole.body_consts, *whole.carry])
-    outs = outs[len(outs) - form.results :]
-    return outs, [0] * len(outs)
+    outs = outs[len(outs) - len(form.results) :]
+    weak = [t.weak_type for t in form.results]
+    return [_compat.weakly(x) if w else x for x, w in zip(outs, weak, strict=True)], [0] * len(outs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +88,7 @@ class _Form:
       test_consts, test_at, body_consts, body_at, carry, carry_at: their operands, and where each
         has the batch axis.
       together: makes a program, of all those operands, that runs the loop as it was.
-      results: how many of what it carries are results, the last ones.
+      results: the types of its results for one example: of the last of what it carries.
     """
 
     test: ClosedJaxpr
@@ -99,7 +100,7 @@ class _Form:
     carry: Sequence[Any]
     carry_at: Sequence[Any]
     together: Callable[[], ClosedJaxpr]
-    results: int
+    results: Sequence[Aval]
 
 
 def _scan(axis: Axis, loop: AnyLoop) -> _Form | None:
@@ -135,7 +136,7 @@ def _scan(axis: Axis, loop: AnyLoop) -> _Form | None:
         carry,
         (None, *carry_at, *[None] * added),
         together,
-        n_carry + added,
+        jaxpr.out_avals,
     )
 
 
@@ -165,7 +166,7 @@ def _while(axis: Axis, loop: AnyLoop) -> _Form | None:
         carry,
         carry_at,
         together,
-        len(carry),
+        body.out_avals,
     )
 
 
@@ -187,7 +188,5 @@ def _with_index(axis: Axis, together: ClosedJaxpr, n_test: int) -> ClosedJaxpr:
     """`together` of the operands of a loop that is given the index of the lane twice."""
     given = index_as_input(axis, together)
     index, *types = given.in_avals
-    run = lambda *xs: jax.core.eval_jaxpr(
-        given.jaxpr, given.consts, *xs[: 1 + n_test], *xs[2 + n_test :]
-    )
+    run = lambda *xs: eval_jaxpr(given.jaxpr, given.consts, *xs[: 1 + n_test], *xs[2 + n_test :])
     return _compat.stage(run, [index, *types[:n_test], index, *types[n_test:]])

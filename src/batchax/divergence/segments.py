@@ -20,13 +20,13 @@ from batchax.divergence.widths import launch_time
 from batchax.divergence.window import number_of
 from batchax.execution.buffers import blank
 from batchax.jaxprs.words import ClosedJaxpr, Value
-from batchax.kernel.axis import Axis, Position, match_axis, move_axis
+from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.inner import batched_aval
 from batchax.kernel.interpreter import interpret
 from batchax.rules.masked_loops import MaskedBody
 
-_NARROWEST = 8  # lanes in a block
-_WORTH = 2.0  # how many times as long as to begin its operations a block takes
+NARROWEST = 8  # lanes in a block
+WORTH = 2.0  # how many times as long as to begin its operations a block takes
 _BLOCKS = 3  # at least, of all lanes
 
 
@@ -57,8 +57,8 @@ class SegmentRun:
     def width(self) -> int:
         """How many lanes do it at a time."""
         size, price = self.axis.size, self.segment.price
-        width = _NARROWEST
-        while width * price.lane < _WORTH * price.begin and width < size:
+        width = NARROWEST
+        while width * price.lane < WORTH * price.begin and width < size:
             width *= 2
         return width if width * _BLOCKS <= size else size
 
@@ -71,9 +71,7 @@ class SegmentRun:
         # The last block is half empty, on average. What it reads and writes is moved.
         lanes = self.width / 2
         moved = launch_time(len(part.reads) + 2 * (len(part.writes) + len(part.puts)))
-        import os
-
-        return (moved + part.price.of(lanes)) * float(os.environ.get("OVER", "1"))
+        return moved + part.price.of(lanes)
 
     @property
     def _operands_at(self) -> list[Position]:
@@ -143,7 +141,7 @@ class SegmentRun:
         indices, places = interpret(axis, program.jaxpr, program.consts, reads, at)
         taken = []
         for k, index, place in zip(part.takes, indices, places, strict=True):
-            x = move_axis(values[k], self.positions[k], 0)
+            x = match_axis(axis, values[k], self.positions[k], 0)
             index = lax.clamp(
                 np.int32(0), match_axis(axis, index, place, 0), np.int32(x.shape[1] - 1)
             )
@@ -163,10 +161,17 @@ class SegmentRun:
             values[k] = x if old is None else _with_rows(values[k], target, x)
         for j, k in enumerate(part.puts):
             entry, index = new[count + 2 * j], new[count + 2 * j + 1]
-            index = lax.clamp(np.int32(0), index, np.int32(values[k].shape[1] - 1))
-            rows = values[k].at[target, index]
+            rows = values[k].at[target, _within(index, values[k].shape[1])]
             values[k] = rows.set(lax.squeeze(entry, [1]), mode="drop", unique_indices=True)
         return values
+
+
+def _within(index: Any, length: int) -> Any:
+    """Indices of entries, as ``dynamic_slice`` takes them: within bounds."""
+    if index.dtype.itemsize < 4:
+        index = lax.convert_element_type(index, np.int32)  # which can hold the length
+    least, most = (np.asarray(n, index.dtype) for n in (0, length - 1))
+    return lax.clamp(least, index, most)
 
 
 def _rows(x: Value, position: Position, lanes: Any, width: int | None = None) -> Any:

@@ -237,6 +237,8 @@ def _remarks(eqn: Equation) -> str:
         remarks.append("goes on while any lane does")
     if divergence == "compact":
         remarks.append(f"windows of {', '.join(map(str, eqn.notes['widths']))} lanes")
+    if divergence == "flat":
+        remarks.append("each lane is at a place of its own")
     if divergence == "grouped":
         branches = ", ".join(map(str, eqn.notes["apart"]))
         remarks.append(f"branch {branches} for the lanes that take it")

@@ -83,7 +83,7 @@ def own_primitive(
     programs: Sequence[str],
     facts: str,
     rule: Rule,
-    jvp: Derivative,
+    jvp: Derivative | Of,
     transpose: Derivative,
     compute: Callable[..., Any] | None = None,
     effects: Callable[..., Iterable[Any]] | None = None,

@@ -1,0 +1,324 @@
+"""How the body of a loop is cut at the loops in it: it makes a `Nest`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+from jax.extend.core.primitives import (
+    dynamic_slice_p,
+    dynamic_update_slice_p,
+    scan_p,
+    while_p,
+)
+
+from batchax import _compat
+from batchax.divergence.differing import Differs, differing_in, differing_in_steps, differs_of
+from batchax.divergence.nest import Inner, Nest, Segment
+from batchax.divergence.price import price_of, price_of_keeping, total
+from batchax.divergence.scan_as_while import run_as_while
+from batchax.jaxprs.bodies import bodies_of
+from batchax.jaxprs.evaluate import bind_equation, plan, walk
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn
+from batchax.kernel.axis import Axis
+from batchax.kernel.inner import remembered, stage_function
+from batchax.rules.unvmap import asked_of_each_lane
+
+FEW_STEPS = 4  # of a loop inside: those which lanes wait for anyhow
+_PLACE = jax.typeof(np.int32(0))
+
+
+def nest_of(axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr, differs: Differs) -> Nest:
+    """A ``while``, cut at the loops in it that lanes leave one by one.
+
+    Args:
+      axis: the axis of the lanes.
+      test, body: its programs; each has its own constants in front.
+      differs: which constants of the body, and what of the first carry, differ between lanes.
+    """
+    key = ("nest", axis, test, differs)
+    return remembered(body, key, lambda: _nest_of(axis, test, body, differs))
+
+
+def _nest_of(axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr, differs: Differs) -> Nest:
+    n_carry = len(body.out_avals)
+    n_body = len(body.in_avals) - n_carry
+    n_test = len(test.in_avals) - n_carry
+    asked = price_of(test, (True,) * len(test.in_avals))
+    counts = n_test, n_test + n_body, n_carry
+    inside = differing_in_steps(body.jaxpr, n_body, n_carry, differs)
+    if inside.parts:
+        differs = (*differs[:n_body], *inside.results)
+        cut = _Cut(axis, test, _opened(axis, body, differs), n_body, differs)
+        parts, slots = cut.parts(), tuple(cut.types[n_test + n_body :])
+        if _pays(parts, axis.size):
+            return Nest(test, None, parts, *counts, slots, asked)
+    slots = tuple(body.out_avals)
+    step = price_of(body, (*differs[:n_body], *[True] * n_carry))
+    return Nest(test, body, (), *counts, slots, total([asked, step, price_of_keeping(slots)]))
+
+
+def _pays(parts: Sequence[Segment | Inner], lanes: int) -> bool:
+    """Whether it may pay that lanes are at places of their own.
+
+    Not if what is around the loops inside is much dearer than some of their steps: nobody would
+    wait less for those.
+    """
+    around = total([part.price for part in parts if isinstance(part, Segment)]).of(lanes)
+    return around < FEW_STEPS * sum(_step(p.nest, lanes) for p in parts if isinstance(p, Inner))
+
+
+def _step(nest: Nest, lanes: int) -> float:
+    """Nanoseconds that a step takes, with one step of each loop inside."""
+    inside = sum(_step(part.nest, lanes) for part in nest.parts if isinstance(part, Inner))
+    return total([nest.price, *(part.price for part in nest.segments)]).of(lanes) + inside
+
+
+def _opened(axis: Axis, program: ClosedJaxpr, differs: Differs) -> ClosedJaxpr:
+    """`program` with each call that holds such a loop replaced by what it calls.
+
+    And with each ``scan`` that holds one replaced by a ``while``.
+    """
+
+    def run(*values: Any) -> list[Any]:
+        jaxpr, consts = program.jaxpr, program.consts
+        return _run_opened(axis, jaxpr, consts, values, differs)[0]
+
+    return stage_function(axis, run, program.in_avals)
+
+
+def _run_opened(
+    axis: Axis, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], differs: Differs
+) -> tuple[list[Any], list[bool]]:
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
+    apart = dict(zip(jaxpr.invars, differs, strict=True))
+
+    def run_step(step: Any, operands: list[Any]) -> Sequence[Any]:
+        eqn = step.eqn
+        of_operands = differs_of(apart, eqn.invars)
+        of_results = differing_in(eqn, of_operands)
+        apart.update(zip(eqn.outvars, of_results.results, strict=True))
+        if eqn.primitive is while_p:
+            test = asked_of_each_lane(eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"])
+            return bind_equation(eqn, operands, cond_jaxpr=test)
+        if not of_results.parts:
+            return bind_equation(eqn, operands)
+        if eqn.primitive is scan_p:
+            return run_as_while(axis, eqn.params, operands)
+        inner = _compat.close(bodies_of(eqn)[0].program)
+        return _run_opened(axis, inner.jaxpr, inner.consts, operands, of_operands)[0]
+
+    def read(v: Any) -> Any:
+        return v.val if isinstance(v, Literal) else env[v]
+
+    walk(plan(jaxpr.eqns, jaxpr.outvars), env, read, run_step)
+    return list(map(read, jaxpr.outvars)), list(differs_of(apart, jaxpr.outvars))
+
+
+class _Cut:
+    """A body of a loop, cut at the loops in it that lanes leave one by one.
+
+    Attributes:
+      inner: those loops.
+      slots: the types of what a lane keeps.
+    """
+
+    def __init__(
+        self, axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr, n_body: int, differs: Differs
+    ) -> None:
+        self.axis, self.test, self.body, self.n_body = axis, test, body, n_body
+        jaxpr = body.jaxpr
+        self.n_test = len(test.in_avals) - len(body.out_avals)
+        self.carry = jaxpr.invars[n_body:]
+        self.apart = dict(zip(jaxpr.invars, differs, strict=True))
+        self.inner: list[Eqn] = []
+        for eqn in jaxpr.eqns:
+            of_results = differing_in(eqn, differs_of(self.apart, eqn.invars))
+            self.apart.update(zip(eqn.outvars, of_results.results, strict=True))
+            if of_results.parts and eqn.primitive is while_p:
+                self.inner.append(eqn)
+
+    def parts(self) -> tuple[Segment | Inner, ...]:
+        """The segments and loops, in order."""
+        # The types of all values, constants first; and where a variable is kept. What one more is
+        # computed of is constants that all lanes share, or numbers: it is computed again wherever
+        # it is read.
+        jaxpr = self.body.jaxpr
+        self.types = [*self.test.in_avals[: self.n_test], *self.body.in_avals, _PLACE]
+        self.place = {v: self.n_test + k for k, v in enumerate(jaxpr.invars)}
+        self.again = self._computed_again()
+        own = [eqn for eqn in jaxpr.eqns if eqn not in self.inner and eqn not in self.again]
+        groups = self._groups(own)
+        inner = []
+        for eqn in self.inner:
+            nest = self._nest(eqn)
+            slots = self._keep(nest.slots)
+            self.place.update(zip(eqn.outvars, slots, strict=False))
+            inner.append((eqn, nest, slots))
+        parts: list[Segment | Inner] = []
+        for j, (eqn, nest, slots) in enumerate(inner):
+            writes = dict(zip(slots, _first_carry(eqn), strict=False))
+            if nest.parts:
+                writes[slots[nest.n_carry]] = Literal(np.int32(0), _PLACE)
+            kept = self._kept(groups, j)
+            places = self._keep([v.aval for v in kept])
+            writes.update(zip(places, kept, strict=True))
+            parts.append(self._segment(groups[j], writes))
+            # Only now: the segment computes these, and does not read them.
+            self.place.update(zip(kept, places, strict=True))
+            program, reads = self._program([], _constants(eqn), ())
+            parts.append(Inner(nest, program, reads, slots))
+        last = zip(map(self.place.__getitem__, self.carry), jaxpr.outvars, strict=True)
+        changed = {k: v for k, v in last if isinstance(v, Literal) or self.place.get(v) != k}
+        return *parts, self._segment(groups[-1], changed)
+
+    def _keep(self, types: Sequence[Aval]) -> range:
+        """More slots, of these types."""
+        self.types += types
+        return range(len(self.types) - len(types), len(self.types))
+
+    def _computed_again(self) -> list[Eqn]:
+        """Equations whose operands all lanes share, whatever step they are at."""
+        moving = set(self.carry)
+        again = []
+        for eqn in self.body.jaxpr.eqns:
+            read = [v for v in eqn.invars if not isinstance(v, Literal)]
+            if eqn in self.inner or any(v in moving or self.apart.get(v, False) for v in read):
+                moving.update(eqn.outvars)
+            else:
+                again.append(eqn)
+        return again
+
+    def _groups(self, eqns: Sequence[Eqn]) -> list[list[Eqn]]:
+        """Equations by the loop that needs them first; at last those that none does."""
+        groups, left = [], list(eqns)
+        for loop in self.inner:
+            needed = {s.eqn for s in _steps(left, loop.invars)}
+            groups.append([eqn for eqn in left if eqn in needed])
+            left = [eqn for eqn in left if eqn not in needed]
+        return [*groups, left]
+
+    def _kept(self, groups: Sequence[Sequence[Eqn]], j: int) -> list[Any]:
+        """What segment `j` computes that is read later, or by each step of the loop after it."""
+        made = [v for eqn in groups[j] for v in eqn.outvars]
+        later = [v for group in groups[j + 1 :] for eqn in group for v in eqn.invars]
+        for k, loop in enumerate(self.inner[j:]):
+            later += _constants(loop) if k == 0 else loop.invars
+        later += self.body.jaxpr.outvars
+        read = {v for v in later if not isinstance(v, Literal)}
+        return [v for v in made if v in read]
+
+    def _nest(self, eqn: Eqn) -> Nest:
+        test, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+        count = eqn.params["cond_nconsts"]
+        differs = differs_of(self.apart, eqn.invars[count:])
+        return nest_of(self.axis, test, body, differs)
+
+    def _segment(self, eqns: Sequence[Eqn], writes: dict[int, Any]) -> Segment:
+        slots = {v: k for k, v in writes.items() if not isinstance(v, Literal)}
+        puts = {}
+        for eqn in eqns:
+            k = slots.get(eqn.outvars[0])
+            if k is not None and puts_entry(eqn) and self.place.get(eqn.invars[0]) == k:
+                puts[eqn] = k
+        takes = {eqn: self.place[eqn.invars[0]] for eqn in eqns if self._takes_entry(eqn)}
+        written = {k: v for k, v in writes.items() if k not in puts.values()}
+        entries = [v for eqn in puts for v in eqn.invars[1:3]]
+        eqns = [eqn for eqn in eqns if eqn not in puts and eqn not in takes]
+        at = [eqn.invars[1] for eqn in takes]
+        _, reads = self._program(eqns, at, ())
+        program, reads = self._program(
+            eqns,
+            [*written.values(), *entries],
+            tuple(written),
+            [eqn.outvars[0] for eqn in takes],
+            reads,
+            entries,
+        )
+        indices, _ = self._program(eqns, at, (), (), reads)
+        shared = {k for k, v in enumerate(self.body.jaxpr.invars) if not self.apart[v]}
+        differs = [k - self.n_test not in shared for k in reads]
+        differs += [True] * (len(program.in_avals) - len(reads))
+        return Segment(
+            program,
+            reads,
+            tuple(written),
+            tuple(takes.values()),
+            indices,
+            tuple(puts.values()),
+            price_of(program, differs),
+        )
+
+    def _takes_entry(self, eqn: Eqn) -> bool:
+        """Whether an equation takes an entry of a constant that each lane has its own of."""
+        if eqn.primitive is not dynamic_slice_p or isinstance(eqn.invars[0], Literal):
+            return False
+        operand, _, *others = eqn.invars
+        whole = eqn.params["slice_sizes"] == (1, *operand.aval.shape[1:])
+        constant = operand in self.body.jaxpr.invars[: self.n_body]
+        return whole and constant and self.apart[operand] and all(map(_is_zero, others))
+
+    def _program(
+        self,
+        eqns: Sequence[Eqn],
+        outs: Sequence[Any],
+        writes: Sequence[int],
+        given: Sequence[Any] = (),
+        more: Sequence[int] = (),
+        spare: Sequence[Any] = (),
+    ) -> tuple[ClosedJaxpr, tuple[int, ...]]:
+        """A program of `eqns` that computes `outs`, and what it reads.
+
+        Its inputs are what it reads, with `more` before that, what is `given`, the slots that it
+        `writes`, and something of the types of what is `spare`.
+        """
+        every = set(eqns) | set(self.again)
+        steps = _steps([e for e in self.body.jaxpr.eqns if e in every], outs)
+        made = {v for step in steps for v in step.eqn.outvars} | set(given)
+        read = [v for step in steps for v in step.eqn.invars] + list(outs)
+        constants = dict(zip(self.body.jaxpr.constvars, self.body.consts, strict=True))
+        variables = dict.fromkeys(
+            v for v in read if not (isinstance(v, Literal) or v in made or v in constants)
+        )
+        own = {self.place[v]: v for v in variables}
+        reads = tuple(dict.fromkeys([*more, *(k for k in own if k not in writes)]))
+        ours = [own.get(k) for k in reads]
+        inputs = [*ours, *given, *(own.get(k) for k in writes)]
+        types = [*(self.types[k] for k in reads), *(v.aval for v in given)]
+        types += [self.types[k] for k in writes]
+        types += [v.aval for v in spare]
+
+        def run(*values: Any) -> list[Any]:
+            env = constants | {v: x for v, x in zip(inputs, values, strict=False) if v is not None}
+            number = lambda v: v.val if isinstance(v, Literal) else env[v]
+            walk(steps, env, number, lambda step, xs: bind_equation(step.eqn, xs))
+            return list(map(number, outs))
+
+        return stage_function(self.axis, run, types), reads
+
+
+def puts_entry(eqn: Eqn) -> bool:
+    """Whether an equation puts an entry into an array, along its first axis."""
+    if eqn.primitive is not dynamic_update_slice_p or isinstance(eqn.invars[0], Literal):
+        return False
+    operand, update, _, *others = eqn.invars
+    return update.aval.shape == (1, *operand.aval.shape[1:]) and all(map(_is_zero, others))
+
+
+def _is_zero(v: Any) -> bool:
+    return isinstance(v, Literal) and v.val == 0
+
+
+def _steps(eqns: Sequence[Eqn], outs: Sequence[Any]) -> list[Any]:
+    return [step._replace(dead=()) for step in plan(eqns, outs)]
+
+
+def _first_carry(loop: Eqn) -> list[Any]:
+    return [*loop.invars][loop.params["cond_nconsts"] + loop.params["body_nconsts"] :]
+
+
+def _constants(loop: Eqn) -> list[Any]:
+    return [*loop.invars][: loop.params["cond_nconsts"] + loop.params["body_nconsts"]]

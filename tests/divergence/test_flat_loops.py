@@ -1,0 +1,336 @@
+"""Loops of loops whose lanes are each at a place of their own."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import batchax as bx
+from batchax.divergence import cut, flat, segments
+
+from support import oracle
+
+LANES = 7
+
+
+@pytest.fixture(autouse=True, params=["masked", "in blocks"])
+def cuts_cheap_loops(request, monkeypatch):
+    """Programs of tests are small: they are cut whatever that costs."""
+    monkeypatch.setattr(cut, "FEW_STEPS", float("inf"))
+    if request.param == "in blocks":
+        monkeypatch.setattr(segments, "NARROWEST", 2)
+        monkeypatch.setattr(segments, "WORTH", 0.0)
+
+
+def halve(x, most):
+    """Halves until under one: a few steps, other ones in each lane."""
+    return lax.while_loop(
+        lambda c: (c[1] > 1) & (c[0] < most), lambda c: (c[0] + 1, c[1] / 2), (0, x)
+    )
+
+
+def scan_of_while(x, entries):
+    def step(x, entry):
+        i, y = halve(jnp.abs(x) + entry, 9)
+        return y * 3 + entry, (i, y)
+
+    return lax.scan(step, x, entries)
+
+
+def in_reverse(x, entries):
+    def step(x, entry):
+        i, y = halve(jnp.abs(x) + entry, 9)
+        return y * 3 + entry, (i, x)
+
+    return lax.scan(step, x, entries, reverse=True)
+
+
+def two_in_turn(x, entries):
+    def step(carry, entry):
+        a, b = carry
+        i, a = halve(jnp.abs(a) + entry, 5)
+        kept = jnp.sin(a) + i
+        j, b = halve(jnp.abs(b) + kept + entry, 7)
+        return (b + 1.5, a * 4), (i + j, kept)
+
+    return lax.scan(step, (x, x + 1), entries)
+
+
+def three_deep(x, entries):
+    def outer(x, entry):
+        def middle(carry):
+            k, x = carry
+            i, x = halve(x + 2 + entry, 6)
+            return k + 1, x * 2 + i / 8
+
+        k, x = lax.while_loop(lambda c: (c[0] < 4) & (c[1] < 3), middle, (0, jnp.abs(x)))
+        return x * 1.25, (k, x)
+
+    return lax.scan(outer, x, entries)
+
+
+def scan_in_a_scan(x, entries):
+    def outer(x, entry):
+        x, ys = lax.scan(lambda x, e: (halve(x + e + 1, 5)[1] * 3, x), x, entries)
+        return x + entry, ys.sum()
+
+    return lax.scan(outer, jnp.abs(x), entries)
+
+
+def while_of_while(x, entries):
+    def step(carry):
+        n, x, seen = carry
+        i, y = halve(x + entries[n % 3], 8)
+        return n + 1, y * 2.5, seen.at[n].set(i)
+
+    going_on = lambda c: (c[0] < 6) & (c[1] < 2.4)
+    return lax.while_loop(going_on, step, (0, jnp.abs(x), jnp.zeros(6, jnp.int32)))
+
+
+def common_steps(x, entries):
+    """All lanes take as many steps of the outer loop, which is a ``while`` all the same."""
+    return lax.fori_loop(
+        0, entries.shape[0], lambda k, x: halve(jnp.abs(x) + entries[k], 9)[1] * 3, x
+    )
+
+
+def with_keys(x, entries):
+    def step(key, entry):
+        key, own = jax.random.split(key)
+        n = jax.random.randint(own, (), 0, 6)
+        y = lax.fori_loop(0, n, lambda i, y: y * 0.5 + i, entry + x)
+        return key, (y, jax.random.uniform(own))
+
+    key = jax.random.key(3)
+    key, ys = lax.scan(step, jax.random.fold_in(key, (x * 100).astype(jnp.int32)), entries)
+    return jax.random.key_data(key), ys
+
+
+def in_calls(x, entries):
+    @jax.jit
+    def step(x, entry):
+        return jax.checkpoint(lambda x: jax.jit(halve, static_argnums=1)(x, 9)[1] * 3)(
+            jnp.abs(x) + entry
+        ), x
+
+    return lax.scan(step, x, entries)
+
+
+def arrays(x, entries):
+    """Lanes hold arrays, of several dtypes, and hand some on as they are."""
+
+    def step(carry, entry):
+        a, flag, b, same = carry
+        i, y = halve(a.sum() + entry, 9)
+        return (jnp.roll(a, 1) * y, i % 2 == 0, b + i.astype(jnp.uint8), same), (a, flag, b)
+
+    start = jnp.stack([x, x + 1, x * x]), True, jnp.zeros((2, 2), jnp.uint8), x
+    return lax.scan(step, start, entries)
+
+
+PROGRAMS = [
+    scan_of_while,
+    in_reverse,
+    two_in_turn,
+    three_deep,
+    scan_in_a_scan,
+    while_of_while,
+    common_steps,
+    with_keys,
+    in_calls,
+    arrays,
+]
+XS = np.array([0.3, 1.7, 40.0, 2.5, 0.0, 7.1, 300.0], np.float32)
+ENTRIES = np.array([0.5, 3.0, 0.1, 17.0, 1.0], np.float32)
+
+
+def is_flat(fun, *args, in_axes=(0, None), **options):
+    how = {"divergence": "compact", **options}
+    return "each lane is at a place of its own" in str(bx.explain(fun, in_axes, **how)(*args))
+
+
+def one_by_one(fun, in_axes, *args):
+    """The results of each lane alone."""
+    alone = jax.jit(fun)
+
+    def of_lane(i):
+        return [x if a is None else np.take(x, i, a) for x, a in zip(args, in_axes, strict=True)]
+
+    lanes = [alone(*of_lane(i)) for i in range(LANES)]
+    return jax.tree.map(lambda *xs: np.stack(xs), *lanes)
+
+
+def check(fun, *args, in_axes, expected=None, **options):
+    options = {"divergence": "compact", **options}
+    expected = one_by_one(fun, in_axes, *args) if expected is None else expected
+    oracle.same(jax.jit(bx.vmap(fun, in_axes, **options))(*args), expected)
+    return expected
+
+
+@pytest.mark.parametrize("fun", PROGRAMS)
+def test_lanes_have_what_they_have_alone(fun):
+    entries = (ENTRIES + XS[:, None] / 5).T
+    assert is_flat(fun, XS, ENTRIES)
+    check(fun, XS, ENTRIES, in_axes=(0, None))
+    check(fun, XS, entries, in_axes=(0, 1))
+
+
+@pytest.mark.parametrize("fun", [two_in_turn, three_deep, with_keys])
+def test_no_lane_waits_long(fun, monkeypatch):
+    """Who comes to a loop leaves it after a step, and all goes on from there."""
+    monkeypatch.setattr(flat, "NEVER", np.float32(1e-3))
+    monkeypatch.setattr(flat.Lanes, "time", np.float32(1e-6))
+    check(fun, XS, ENTRIES, in_axes=(0, None))
+
+
+def test_types_are_those_of_masked_lanes():
+    for fun in PROGRAMS:
+        ways = [bx.vmap(fun, (0, None), divergence=d) for d in ("compact", "predicate")]
+        got, expected = (jax.eval_shape(way, XS, ENTRIES) for way in ways)
+        jax.tree.map(oracle.same_type, got, expected)
+
+
+@pytest.mark.parametrize("fun", [scan_of_while, three_deep, arrays])
+def test_outside_of_jit_and_in_chunks(fun):
+    expected = one_by_one(fun, (0, None), XS, ENTRIES)
+    for options in ({}, {"batch_size": 3}):
+        got = bx.vmap(fun, (0, None), divergence="compact", **options)(XS, ENTRIES)
+        oracle.same(got, expected)
+
+
+def test_both_axes_of_nested_vmaps_are_one():
+    def nested(inner, outer):
+        return outer(inner(scan_of_while, (None, 0)), (0, None))
+
+    compact = lambda f, axes: bx.vmap(f, axes, divergence="compact")
+    rows = ENTRIES + np.arange(3, dtype=np.float32)[:, None]
+    expected = jax.jit(nested(jax.vmap, jax.vmap))(XS, rows)
+    for inner, outer in ((compact, compact), (compact, jax.vmap), (jax.vmap, compact)):
+        oracle.same(jax.jit(nested(inner, outer))(XS, rows), expected)
+
+
+def test_the_index_of_a_lane_is_its_own():
+    def fun(x, entries):
+        def step(x, entry):
+            i, y = halve(jnp.abs(x) + entry + lax.axis_index("lanes"), 9)
+            return y * 3 + lax.axis_index("lanes"), i
+
+        return lax.scan(step, x, entries)
+
+    named = {"axis_name": "lanes"}
+    expected = jax.jit(jax.vmap(fun, (0, None), **named))(XS, ENTRIES)
+    assert is_flat(fun, XS, ENTRIES, **named)
+    check(fun, XS, ENTRIES, in_axes=(0, None), expected=expected, **named)
+
+
+def test_derivatives_are_those_of_lanes_that_wait():
+    """A ``while`` of integers has derivatives in reverse around it, and so has the scan."""
+
+    def fun(x, entries):
+        def step(x, entry):
+            going_on = lambda c: c[0] < 60
+            n, _ = lax.while_loop(going_on, lambda c: (c[0] * 2 + 1, c[1] + 1), (n_of(x), 0))
+            return jnp.sin(x * entry) + lax.stop_gradient(n / 64.0), x
+
+        return lax.scan(step, x, entries)
+
+    n_of = lambda x: (lax.stop_gradient(jnp.abs(x)) * 8).astype(jnp.int32) + 1
+    assert is_flat(fun, XS, ENTRIES)
+
+    def total(vmap):
+        return lambda xs, entries: sum(jnp.sum(y**2) for y in vmap(fun, (0, None))(xs, entries))
+
+    compact = functools.partial(bx.vmap, divergence="compact")
+    for of in (lambda f: jax.grad(f, (0, 1)), lambda f: jax.value_and_grad(f), jax.jacfwd):
+        ours, theirs = (jax.jit(of(total(vmap)))(XS, ENTRIES) for vmap in (compact, jax.vmap))
+        oracle.same(ours, theirs)
+    each = jax.jit(compact(jax.grad(lambda x, e: fun(x, e)[1].sum()), (0, None)))(XS, ENTRIES)
+    oracle.same(
+        each, jax.jit(jax.vmap(jax.grad(lambda x, e: fun(x, e)[1].sum()), (0, None)))(XS, ENTRIES)
+    )
+
+
+def test_tangents():
+    def tangent(vmap, fun):
+        return lambda xs, e: jax.jvp(lambda xs: vmap(fun, (0, None))(xs, e), (xs,), (xs + 1,))[1]
+
+    compact = functools.partial(bx.vmap, divergence="compact")
+    for fun in (scan_of_while, while_of_while, three_deep):
+        ours, theirs = (jax.jit(tangent(vmap, fun))(XS, ENTRIES) for vmap in (compact, jax.vmap))
+        inexact = lambda tree: [x for x in jax.tree.leaves(tree) if x.dtype != jax.dtypes.float0]
+        oracle.same(inexact(ours), inexact(theirs))
+
+
+def test_custom_derivatives_hold_in_what_is_opened():
+    @jax.custom_jvp
+    def steps(x):
+        return halve(jnp.abs(x), 9)[1] * 3
+
+    steps.defjvp(lambda primals, tangents: (steps(*primals), 5.0 * tangents[0]))
+
+    def fun(x, entries):
+        return lax.scan(lambda x, e: (steps(x + e), x), x, entries)[0]
+
+    grad = jax.jit(
+        jax.grad(lambda xs: bx.vmap(fun, (0, None), divergence="compact")(xs, ENTRIES).sum())
+    )
+    oracle.same(grad(XS), np.full(LANES, 5.0**5, np.float32))
+    check(fun, XS, ENTRIES, in_axes=(0, None))
+
+
+def test_nan_stays_in_its_lane():
+    def fun(x, entries):
+        def step(x, entry):
+            _, y = halve(jnp.sqrt(x) + entry, 9)
+            return y * 3, jnp.log(x)
+
+        return lax.scan(step, x, entries)
+
+    xs = XS.copy()
+    xs[[1, 4]] = np.nan, -3.0
+    check(fun, xs, ENTRIES, in_axes=(0, None))
+    with jax.debug_nans(True):
+        jax.block_until_ready(bx.vmap(fun, (0, None), divergence="compact")(XS + 1, ENTRIES))
+
+
+def test_who_meets_waits():
+    """Calls of the host, collectives and references keep lanes together, and `explain` says so."""
+    seen = []
+
+    def calls(x, entries):
+        def step(x, entry):
+            i, y = halve(jnp.abs(x) + entry, 9)
+            jax.debug.callback(lambda i: seen.append(int(i)), i)
+            return y * 3, i
+
+        return lax.scan(step, x, entries)
+
+    def meets(x, entries):
+        def step(x, entry):
+            i, y = halve(jnp.abs(x) + entry, 9)
+            return y * 3 + lax.pmean(y, "lanes"), i
+
+        return lax.scan(step, x, entries)
+
+    expected = jax.jit(jax.vmap(meets, (0, None), axis_name="lanes"))(XS, ENTRIES)
+    assert not is_flat(meets, XS, ENTRIES, axis_name="lanes")
+    check(meets, XS, ENTRIES, in_axes=(0, None), expected=expected, axis_name="lanes")
+    _, counts = jax.jit(bx.vmap(calls, (0, None), divergence="compact"))(XS, ENTRIES)
+    jax.effects_barrier()
+    assert sorted(seen) == sorted(np.asarray(counts).ravel().tolist())
+
+
+def test_lanes_that_take_no_step_at_all():
+    entries = np.zeros(0, np.float32)
+    check(scan_of_while, XS, entries, in_axes=(0, None))
+
+    def never(x, entries):
+        return lax.while_loop(lambda x: x > 1e9, lambda x: halve(x, 3)[1], x + entries.sum())
+
+    check(never, XS, ENTRIES, in_axes=(0, None))
+    got = bx.vmap(scan_of_while, (0, None), divergence="compact")(XS[:0], ENTRIES)
+    assert [x.shape for x in jax.tree.leaves(got)] == [(0,), (0, 5), (0, 5)]
+    check(lambda x, e: scan_of_while(x, e)[0], XS, ENTRIES, in_axes=(0, None))
