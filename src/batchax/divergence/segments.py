@@ -17,7 +17,6 @@ from jax.extend.core import Literal
 
 from batchax.divergence.nest import Segment
 from batchax.divergence.widths import launch_time
-from batchax.divergence.window import number_of
 from batchax.execution.buffers import blank
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position, match_axis
@@ -98,18 +97,20 @@ class SegmentRun:
         program, changed = part.program, [*part.writes, *part.puts]
         old_places = list(zip(part.writes, _used(program), strict=False))
 
+        queue, count = _in_front(here)
+
         def once(state: Any) -> Any:
-            left, count, changing = state
+            first, changing = state
             now = list(values)
             for k, x in zip(changed, changing, strict=True):
                 now[k] = x
-            _, lanes = lax.top_k(left, width)  # those that are left come first
-            taken = left.at[lanes].get(mode="clip") > 0
-            # Other places hold the first lane once more.
-            own = lax.select(taken, lanes, lax.broadcast(lanes[0], (width,)))
-            reads = [_rows(now[k], self.positions[k], own) for k in part.reads]
-            entries = self._taken(axis, now, reads, own)
-            old = [_rows(now[k], 0, own if u else None, width) for k, u in old_places]
+            entry = first + lax.iota(np.int32, width)
+            # Places after the last lane hold that once more.
+            lanes = queue.at[lax.min(entry, count - np.int32(1))].get(mode="clip")
+            target = lax.select(entry < count, lanes, size + lax.iota(np.int32, width))
+            reads = [_rows(now[k], self.positions[k], lanes) for k in part.reads]
+            entries = self._taken(axis, now, reads, lanes)
+            old = [_rows(now[k], 0, lanes if u else None, width) for k, u in old_places]
             spare = [
                 blank(batched_aval(axis, aval, 0), 0)
                 for aval in program.out_avals[len(part.writes) :]
@@ -117,14 +118,11 @@ class SegmentRun:
             operands = [*reads, *entries, *old, *spare]
             outs, at = interpret(axis, program.jaxpr, program.consts, operands, self._operands_at)
             outs = [match_axis(axis, x, a, 0) for x, a in zip(outs, at, strict=True)]
-            target = lax.select(taken, lanes, size + lax.iota(np.int32, width))
             now = self._put(now, target, outs, old)
-            left = left.at[target].set(np.float32(0), mode="drop", unique_indices=True)
-            return left, count - np.int32(width), [now[k] for k in changed]
+            return first + np.int32(width), [now[k] for k in changed]
 
-        left = lax.convert_element_type(here, np.float32)
-        start = left, number_of(here), [values[k] for k in changed]
-        _, _, changing = lax.while_loop(lambda state: state[1] > 0, once, start)
+        start = np.int32(0), [values[k] for k in changed]
+        _, changing = lax.while_loop(lambda state: state[0] < count, once, start)
         for k, x in zip(changed, changing, strict=True):
             values[k] = x
         return values
@@ -142,9 +140,7 @@ class SegmentRun:
         taken = []
         for k, index, place in zip(part.takes, indices, places, strict=True):
             x = match_axis(axis, values[k], self.positions[k], 0)
-            index = lax.clamp(
-                np.int32(0), match_axis(axis, index, place, 0), np.int32(x.shape[1] - 1)
-            )
+            index = _within(match_axis(axis, index, place, 0), x.shape[1])
             taken.append(lax.expand_dims(x.at[lanes, index].get(mode="clip"), [1]))
         return taken
 
@@ -164,6 +160,17 @@ class SegmentRun:
             rows = values[k].at[target, _within(index, values[k].shape[1])]
             values[k] = rows.set(lax.squeeze(entry, [1]), mode="drop", unique_indices=True)
         return values
+
+
+def _in_front(here: Any) -> tuple[Any, Any]:
+    """The lanes that are `here`, in order, before any others; and how many they are."""
+    size = here.shape[0]
+    lanes, ones = lax.iota(np.int32, size), lax.convert_element_type(here, np.int32)
+    upto = lax.cumsum(ones)
+    # Others are written out of bounds, where they are dropped; each differs, as places must.
+    target = lax.select(here, upto - ones, size + lanes)
+    queue = lax.full_like(lanes, 0).at[target].set(lanes, mode="drop", unique_indices=True)
+    return queue, upto[size - 1]
 
 
 def _within(index: Any, length: int) -> Any:
