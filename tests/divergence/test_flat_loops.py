@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.divergence import cut, flat, segments
+from batchax.divergence import compact, cut, flat, segments
 
 from support import oracle
 
@@ -20,6 +20,7 @@ LANES = 7
 def cuts_cheap_loops(request, monkeypatch):
     """Programs of tests are small: they are cut whatever that costs."""
     monkeypatch.setattr(cut, "FEW_STEPS", float("inf"))
+    monkeypatch.setattr(compact, "NEST", 0.0)
     if request.param == "in blocks":
         monkeypatch.setattr(segments, "NARROWEST", 2)
         monkeypatch.setattr(segments, "WORTH", 0.0)

@@ -20,13 +20,14 @@ from jax.core import Tracer
 
 from batchax.divergence.branches import BranchCost, run_branches
 from batchax.divergence.compact import Compact
+from batchax.divergence.flatten import run_flat
 from batchax.divergence.limits import calls_back
 from batchax.divergence.widths import Step
 from batchax.divergence.window import Plan
 from batchax.jaxprs.words import Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
-from batchax.kernel.divergence import BoundedLoop, Branches, PlacedOutputs, WhileLoop
+from batchax.kernel.divergence import AnyLoop, BoundedLoop, Branches, PlacedOutputs, WhileLoop
 from batchax.rules.hazards import hazards
 
 
@@ -43,6 +44,8 @@ class Limits(NamedTuple):
     """how many times as much as moving its lanes a branch costs"""
     launched: float = 0.5
     """which share of a branch is not one loop with what selects its result"""
+    nest: float = 30_000.0
+    """nanoseconds that a step of a loop inside another takes for all lanes"""
     windows: tuple[int, ...] = (16, 8)
     """how many windows all lanes would fill: as many as leave one that is wide enough"""
     devices: int = 1
@@ -90,6 +93,11 @@ class Auto(Compact):
             recording.note(why="a loop around it has a window")
             return None
         return super().run(axis, parting)
+
+    def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
+        if jax.default_backend() != "cpu" or self.leaves(loop.args):
+            return None
+        return run_flat(axis, loop, self.limits.nest)
 
     def _pays(self, branch: BranchCost) -> bool:
         limits = self.limits

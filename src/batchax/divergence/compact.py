@@ -22,6 +22,10 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 from batchax.kernel.divergence import AnyLoop, BoundedLoop, Branches, PlacedOutputs, WhileLoop
 
+# Nanoseconds of a step from which on lanes of loops in loops are apart, by the benchmark `nests`:
+# to count who waits takes some operations in each step.
+NEST = 10_000.0
+
 
 @_compat.api_boundary
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ class Compact:
 
         :meta private:
         """
-        return run_flat(axis, loop)
+        return run_flat(axis, loop, NEST)
 
     def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
         """The results of all lanes; None where they are to be masked.

@@ -68,13 +68,21 @@ def _pays(parts: Sequence[Segment | Inner], lanes: int) -> bool:
     wait less for those.
     """
     around = total([part.price for part in parts if isinstance(part, Segment)]).of(lanes)
-    return around < FEW_STEPS * sum(_step(p.nest, lanes) for p in parts if isinstance(p, Inner))
+    return around < FEW_STEPS * _inside(parts, lanes)
+
+
+def inside_price(nest: Nest, lanes: int) -> float:
+    """Nanoseconds that a step of each loop inside takes."""
+    return _inside(nest.parts, lanes)
+
+
+def _inside(parts: Sequence[Segment | Inner], lanes: int) -> float:
+    return sum(_step(part.nest, lanes) for part in parts if isinstance(part, Inner))
 
 
 def _step(nest: Nest, lanes: int) -> float:
-    """Nanoseconds that a step takes, with one step of each loop inside."""
-    inside = sum(_step(part.nest, lanes) for part in nest.parts if isinstance(part, Inner))
-    return total([nest.price, *(part.price for part in nest.segments)]).of(lanes) + inside
+    own = total([nest.price, *(part.price for part in nest.segments)])
+    return own.of(lanes) + _inside(nest.parts, lanes)
 
 
 def _opened(axis: Axis, program: ClosedJaxpr, differs: Differs) -> ClosedJaxpr:

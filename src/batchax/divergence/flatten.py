@@ -11,7 +11,7 @@ from jax.core import eval_jaxpr
 from jax.extend.core.primitives import scan_p, while_p
 
 from batchax import _compat
-from batchax.divergence.cut import nest_of
+from batchax.divergence.cut import inside_price, nest_of
 from batchax.divergence.differing import differing_in_steps
 from batchax.divergence.flat import FlatLoop
 from batchax.divergence.limits import can_move
@@ -33,10 +33,15 @@ from batchax.rules.hazards import find_collective
 from batchax.rules.lane_calls import is_seen
 
 
-def run_flat(axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
+def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
     """The results of a loop for all lanes, each of which is at a place of its own.
 
-    None if no loop in it parts lanes, or if something needs lanes together.
+    None if no loop in it parts lanes, if something needs lanes together, or if it would not pay.
+
+    Args:
+      axis: the axis of the lanes.
+      loop: the loop.
+      least: nanoseconds that a step of the loops inside must take for all lanes.
     """
     if not can_move(axis, loop.args) or any(varying_of(loop.args)):
         return None
@@ -59,8 +64,8 @@ def run_flat(axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
     differs = tuple(a is not None for a in (*whole.body_at, *form.carry_at))
     inside = replace(axis, name=None, divergence=axis.divergence.inside())
     nest = nest_of(inside, whole.test, whole.body, differs)
-    if not nest.parts:
-        recording.note(why="what is around the loops inside costs more than these")
+    if not nest.parts or inside_price(nest, axis.size) < least:
+        recording.note(why="steps of the loops inside cost too little")
         return None
     flat = FlatLoop(
         inside,
