@@ -126,6 +126,16 @@ def each(f, mapped=lax.map):
     return lambda x: mapped(f)(x * FACTORS).sum()
 
 
+def drawing(f):
+    """`f` times a number that is drawn with a key of the lane's own."""
+
+    def drawn(x):
+        key = jax.random.wrap_key_data(jnp.stack([lax.convert_element_type(x, np.uint32)] * 2))
+        return f(x) * jax.random.uniform(jax.random.fold_in(jax.random.split(key)[1], 3))
+
+    return drawn
+
+
 # For each primitive, of a function of a number: a function with the primitive around that one or
 # beside it, and the same without.
 AROUND = {
@@ -156,6 +166,7 @@ AROUND = {
         lambda x: x * some_active_p.bind(x > 1, f(x) > 0),
         lambda x: x * ((x > 1) & (f(x) > 0)),
     ),
+    "drawn": lambda f: (each(drawing(f), bx.vmap), each(drawing(f))),
 }
 
 

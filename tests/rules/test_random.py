@@ -234,3 +234,41 @@ def test_gamma_derivatives():
 )
 def test_served_by_rules_of_our_own(name):
     assert (rule_origin(find_primitive(name)) or "").startswith("batchax.")
+
+
+WRITTEN_OUT = {
+    **{f"bits{w}": lambda k, w=w: jr.bits(k, (2, 3), np.dtype(f"uint{w}")) for w in (8, 16, 32)},
+    "one": jr.bits,
+    "none": lambda k: jr.bits(k, (0, 2)),
+    "split": lambda k: jr.key_data(jr.split(k, (2, 3))),
+    "fold_in": lambda k: jr.key_data(jr.fold_in(k, np.int32(-7))),
+    "words": lambda k: find_primitive("threefry2x32").bind(*jr.key_data(k), *jr.bits(k, (2, 3))),
+}
+
+
+def has_loop(fun, *args, platform="cpu"):
+    traced = jax.jit(fun).trace(*args)
+    return "while" in traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+@pytest.mark.each_commit(4)
+def test_rounds_are_written_out(name):
+    fun, keys = WRITTEN_OUT[name], keys_of("threefry2x32", (2, 3))
+    batched = bx.vmap(bx.vmap(fun), in_axes=1, out_axes=1)
+    assert not has_loop(batched, keys)
+    agree(batched, jax.vmap(jax.vmap(fun)), keys)
+
+
+def test_other_streams_are_those_of_jax():
+    keys = keys_of("threefry2x32")
+    with jax.threefry_partitionable(False):
+        assert has_loop(bx.vmap(BITS["bits"]), keys)
+        each_alone(BITS["bits"], keys)
+
+
+def test_drawn_bits_are_the_same_program_as_those_of_jax():
+    keys = keys_of("threefry2x32")
+    for name in ("normal", "permutation", "categorical"):
+        fun = SAMPLERS[name]
+        assert bx.same_program(bx.vmap(fun), jax.vmap(fun), keys)

@@ -26,14 +26,22 @@ class _Own:
 _own: dict[_compat.Primitive, _Own] = {}
 
 
-def stands_for(primitive: _compat.Primitive, operations: Callable[..., Any], called: str) -> None:
+def stands_for(
+    primitive: _compat.Primitive,
+    operations: Callable[..., Any],
+    called: str,
+    on_cpu: Callable[..., Any] | None = None,
+) -> None:
     """Says that `primitive` is lowered as the function `operations` of operands and parameters.
 
-    Users call what it does `called`.
+    Users call what it does `called`. For a CPU it is lowered as the function `on_cpu`, if given.
     """
     _own[primitive] = _Own(operations, called)
     several = primitive.multiple_results
     mlir.register_lowering(primitive, mlir.lower_fun(operations, multiple_results=several))
+    if on_cpu is not None:
+        lowering = mlir.lower_fun(on_cpu, multiple_results=several)
+        mlir.register_lowering(primitive, lowering, platform="cpu")
 
 
 def is_own(primitive: _compat.Primitive) -> bool:

@@ -86,6 +86,7 @@ def own_primitive(
     jvp: Derivative | Of,
     transpose: Derivative,
     compute: Callable[..., Any] | None = None,
+    on_cpu: Callable[..., Any] | None = None,
     effects: Callable[..., Iterable[Any]] | None = None,
     several: bool = True,
     looks_ahead: bool = False,
@@ -107,6 +108,7 @@ def own_primitive(
       transpose: its transpose, likewise.
       compute: what it does on arrays outside of a compiled program; the operations one after
         another if not given.
+      on_cpu: what a program for a CPU runs in the place of the operations, to the same results.
       effects: its effects, from its parameters; those of its programs if not given.
       several: whether it has a list of results, and not one.
       looks_ahead: whether `rule` is given its place in a program; see `Registered`.
@@ -126,7 +128,7 @@ def own_primitive(
 
     primitive.def_impl(compute)
     primitive.def_effectful_abstract_eval(abstract)
-    stands_for(primitive, operations, called)
+    stands_for(primitive, operations, called, on_cpu)
     if programs:
         describe_bodies(primitive, programs)
         _compat.lower_early(

@@ -9,6 +9,7 @@ each key gives alone. Here their lanes run one after another.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from batchax.kernel.axis import Axis, axis_to_front, move_axis
 from batchax.kernel.fallback import one_after_another
 from batchax.kernel.registry import Rule, find_rule, register_rule
 from batchax.kernel.rule_makers import broadcasting, leading_rule, vectorized
+from batchax.rules.threefry import WRITTEN_OUT, drawn
 
 enter(
     """
@@ -96,6 +98,32 @@ def _gamma(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any
     return _gamma_p.bind(*args, **params), 0
 
 
+def _written_out(name: str) -> None:
+    """Registers the operation of JAX named `name` as `drawn` where that does the same."""
+    primitive: Any = _compat.find_primitive(name)
+    others: Any = find_rule(primitive)
+
+    @register_rule(primitive)
+    def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+        if not _is_written_out(args, **params):
+            return others(axis, args, axes, **params)
+        outs, out_axes = drawn(axis, args, axes, of=name, **params)
+        return (outs, out_axes) if primitive.multiple_results else (outs[0], out_axes[0])
+
+
+def _is_written_out(operands: Any, *, shape: Any = (), **params: Any) -> bool:
+    """Whether what a key of threefry-2x32 gives is known here, and of such an array."""
+    keys = [x for x in operands if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    if any(jax.random.key_impl(x) != "threefry2x32" for x in keys):
+        return False
+    if keys and not jax.config.jax_threefry_partitionable:
+        return False
+    sizes = [*shape, *(d for x in operands for d in jax.numpy.shape(x))]
+    return all(isinstance(d, int) for d in sizes) and math.prod(shape) < 1 << 32
+
+
 for _name, _implementations in TOGETHER.items():
     _primitive = _compat.find_primitive(_name)
     _alone(_primitive, find_rule(_primitive), _implementations)
+for _name in WRITTEN_OUT:
+    _written_out(_name)

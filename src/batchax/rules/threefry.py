@@ -1,0 +1,136 @@
+"""Threefry-2x32 with its rounds written out, where JAX runs them as a loop: on a CPU.
+
+JAX has the twenty rounds of threefry (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as
+easy as 1, 2, 3", 2011) as a loop for a CPU, of a few rounds at a time, whose steps are a dozen
+small operations each. Written out they are one loop over the lanes, take a third of the time or
+less, and less time to compile. So a drawing for all lanes is a primitive of its own. It stands for
+the operation of JAX, which is what other platforms run and who reads a program sees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.interpreters import ad
+
+from batchax import _compat
+from batchax.jaxprs.words import Value
+from batchax.kernel.axis import Axis
+from batchax.kernel.own_primitive import NoDerivative, own_primitive
+from batchax.kernel.rule_makers import aligned
+
+_ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
+_PARITY = np.uint32(0x1BD11BDA)
+_GROUPS = 5  # of four rounds
+
+
+def hashed(key: Sequence[Any], x: Any, y: Any) -> list[Any]:
+    """The two words that a counter of two words, `x` and `y`, becomes under a key of two words."""
+    words = (*key, key[0] ^ key[1] ^ _PARITY)
+    x, y = x + words[0], y + words[1]
+    for group in range(_GROUPS):
+        for by in _ROTATIONS[group % 2]:
+            x = x + y
+            y = x ^ (y << np.uint32(by) | y >> np.uint32(32 - by))
+        x = x + words[(group + 1) % 3]
+        y = y + words[(group + 2) % 3] + np.uint32(group + 1)
+    return [x, y]
+
+
+def _counted(keys: Any, shape: Sequence[int]) -> list[Any]:
+    """The words of the counters 0, 1, 2, ... of an array of `shape`, for each of `keys`."""
+    data = jax.random.key_data(keys)
+    each = (*keys.shape, *(1,) * len(shape))
+    place = np.uint32(0)
+    for d in range(len(shape)):
+        stride = np.uint32(math.prod(shape[d + 1 :]))
+        along = lax.broadcasted_iota(np.uint32, (*each[: keys.ndim], *shape), keys.ndim + d)
+        place = place + along * stride
+    return hashed([data[..., i].reshape(each) for i in (0, 1)], np.uint32(0), place)
+
+
+def _bits(keys: Any, *, bit_width: int, shape: Sequence[int]) -> list[Any]:
+    high, low = _counted(keys, shape)
+    dtype = np.dtype(f"uint{bit_width}")
+    if bit_width == 64:
+        return [high.astype(dtype) << dtype.type(32) | low.astype(dtype)]
+    return [(high ^ low).astype(dtype)]
+
+
+def _split(keys: Any, *, shape: Sequence[int]) -> list[Any]:
+    return [_keys_of(_counted(keys, shape))]
+
+
+def _fold_in(keys: Any, data: Any) -> list[Any]:
+    key = jax.random.key_data(keys)
+    return [_keys_of(hashed([key[..., 0], key[..., 1]], np.uint32(0), data.astype(np.uint32)))]
+
+
+def _keys_of(words: Sequence[Any]) -> Any:
+    return jax.random.wrap_key_data(jax.numpy.stack(words, axis=-1), impl="threefry2x32")
+
+
+def _threefry(*words: Any) -> list[Any]:
+    return hashed(words[:2], *words[2:])
+
+
+WRITTEN_OUT: dict[str, Callable[..., list[Any]]] = {
+    "random_bits": _bits,
+    "random_fold_in": _fold_in,
+    "random_split": _split,
+    "threefry2x32": _threefry,
+}
+"""What a CPU runs in the place of operations of JAX on keys of threefry-2x32.
+
+They are those operations as long as ``jax_threefry_partitionable`` is on, and no array has as many
+elements as there are numbers of 32 bits.
+"""
+
+
+def _of_jax(*operands: Any, of: str, **params: Any) -> list[Any]:
+    """What `drawn_p` stands for."""
+    primitive: Any = _compat.find_primitive(of)
+    out = primitive.bind(*operands, **params)
+    return list(out) if primitive.multiple_results else [out]
+
+
+def _on_cpu(*operands: Any, of: str, **params: Any) -> list[Any]:
+    # Compilers must not write the rounds into each loop that reads what they give.
+    return list(lax.optimization_barrier(WRITTEN_OUT[of](*operands, **params)))
+
+
+def _types(*avals: Any, of: str, **params: Any) -> list[Any]:
+    primitive: Any = _compat.find_primitive(of)
+    out, _ = primitive.abstract_eval(*avals, **params)
+    return list(out) if primitive.multiple_results else [out]
+
+
+def drawn(axis: Axis, args: Any, axes: Any, /, *, of: str, **params: Any) -> tuple[Any, Any]:
+    """The rule of `drawn_p`, and of the operation of JAX named `of`, where that is the same."""
+    args, out_axis = aligned(args, axes)
+    outs = drawn_p.bind(*args, of=of, **params)
+    return outs, [out_axis] * len(outs)
+
+
+def _jvp(primals: Sequence[Value], tangents: Sequence[Value], **params: Any) -> Any:
+    outs = drawn_p.bind(*primals, **params)
+    return outs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
+
+
+drawn_p = own_primitive(
+    "drawn",
+    called="random bits",
+    operations=_of_jax,
+    on_cpu=_on_cpu,
+    types=_types,
+    programs=(),
+    facts="",
+    rule=drawn,
+    jvp=_jvp,
+    transpose=NoDerivative("random bits are no linear function of anything."),
+)
