@@ -162,3 +162,15 @@ def test_lanes_of_two_axes_that_cannot_be_one_set_are_masked():
         text = str(jax.make_jaxpr(outer)(COUNTS, xs, weights))
         assert "parting_loop" not in text
     same(*outs, None)
+
+
+def test_a_loop_that_is_masked_may_ask_for_the_index_of_a_lane_around_it():
+    def fun(x):
+        step = lambda c: (c[0] + 1, c[1] / 2 + lax.axis_index("outer") / 9)
+        return lax.while_loop(lambda c: (c[0] < 9) & (c[1] > 1), step, (0, x))
+
+    def both(vmap):
+        return jax.jit(vmap(vmap(fun), axis_name="outer"))
+
+    xs = jnp.asarray(np.random.default_rng(0).uniform(0, 99, size=(3, N)), float)
+    same(both(functools.partial(bx.vmap, divergence=FORCED))(xs), both(jax.vmap)(xs), None)

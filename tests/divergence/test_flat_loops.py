@@ -335,3 +335,46 @@ def test_lanes_that_take_no_step_at_all():
     got = bx.vmap(scan_of_while, (0, None), divergence="compact")(XS[:0], ENTRIES)
     assert [x.shape for x in jax.tree.leaves(got)] == [(0,), (0, 5), (0, 5)]
     check(lambda x, e: scan_of_while(x, e)[0], XS, ENTRIES, in_axes=(0, None))
+
+
+def entries_put_by_the_user(x, entries):
+    """One is read at once, one goes to two places, one has an index of few bits."""
+
+    def step(carry, entry):
+        k, y, once, twice, narrow = carry
+        i, y = halve(jnp.abs(y) + entry, 9)
+        once = lax.dynamic_update_slice(once, y[None], (i,))
+        twice = lax.dynamic_update_slice(twice, jnp.stack([y, entry])[None], (k - 2, 0))
+        narrow = lax.dynamic_update_slice(narrow, y[None], (k.astype(jnp.uint8) * 60,))
+        return (k + 1, y * 3, once, twice, narrow), (i, once[2], twice)
+
+    start = 0, x, jnp.zeros(9), jnp.ones((4, 2)), jnp.zeros(250)
+    return lax.scan(step, start, entries)
+
+
+def test_entries_that_are_read_once_put():
+    assert is_flat(entries_put_by_the_user, XS, ENTRIES)
+    check(entries_put_by_the_user, XS, ENTRIES, in_axes=(0, None))
+
+
+def test_a_scan_may_be_given_what_is_more_weakly_typed_than_its_results():
+    def fun(x, entries):
+        def step(carry, entry):
+            a, b, x = carry
+            i, y = halve(jnp.abs(x) + entry + b, 9)
+            return (b, y, 1.5 + entry), (i, a)
+
+        return lax.scan(step, (0.0, 0.0, x), entries)
+
+    ways = [bx.vmap(fun, (0, None), divergence=d) for d in ("compact", "predicate")]
+    assert is_flat(fun, XS, ENTRIES)
+    got, expected = (jax.jit(way)(XS, ENTRIES) for way in ways)
+    jax.tree.map(oracle.same_type, got, expected)
+
+
+def test_counted_steps_are_of_lanes_that_wait():
+    steps = bx.LaneSteps()
+    how = bx.Compact(steps=steps)
+    assert not is_flat(scan_of_while, XS, ENTRIES, divergence=how)
+    _, (counts, _) = bx.vmap(scan_of_while, (0, None), divergence=how)(XS, ENTRIES)
+    assert steps.useful == counts.sum()

@@ -105,6 +105,9 @@ class Compact:
 
         :meta private:
         """
+        if self.steps is not None:
+            recording.note(why="its steps are counted, with lanes that wait for each other")
+            return None
         return run_flat(axis, loop, NEST)
 
     def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:

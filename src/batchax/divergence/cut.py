@@ -227,10 +227,15 @@ class _Cut:
 
     def _segment(self, eqns: Sequence[Eqn], writes: dict[int, Any]) -> Segment:
         slots = {v: k for k, v in writes.items() if not isinstance(v, Literal)}
+        outs = list(writes.values())
+        read = {v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)}
         puts = {}
         for eqn in eqns:
-            k = slots.get(eqn.outvars[0])
-            if k is not None and puts_entry(eqn) and self.place.get(eqn.invars[0]) == k:
+            (array, *_), (result, *_) = eqn.invars, eqn.outvars
+            k = slots.get(result)
+            if k is None or result in read or outs.count(result) > 1:
+                continue  # all of it is needed
+            if puts_entry(eqn) and self.place.get(array) == k:
                 puts[eqn] = k
         takes = {eqn: self.place[eqn.invars[0]] for eqn in eqns if self._takes_entry(eqn)}
         written = {k: v for k, v in writes.items() if k not in puts.values()}

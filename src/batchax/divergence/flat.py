@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import numpy as np
 from jax import lax
 
@@ -30,7 +31,7 @@ from batchax.divergence.nest import Inner, Nest, Segment
 from batchax.divergence.segments import SegmentRun
 from batchax.divergence.window import Plan, number_of, run_in_windows
 from batchax.execution.buffers import blank
-from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.inner import batched_aval
 from batchax.kernel.interpreter import interpret
@@ -73,7 +74,7 @@ class FlatLoop(PartingLoop):
         slots += [blank(batched_aval(self.axis, t, 0), k) for k, t in enumerate(others)]
         slots, _ = run_in_windows(self.plan, self._step, consts, self.positions, active, slots)
         types = zip(slots, self.body.out_avals, strict=False)
-        return [_compat.weakly(x) if t.weak_type else x for x, t in types]
+        return [as_weak_as(t, x) for x, t in types]
 
     def _step(
         self, width: int, consts: Sequence[Value], active: Any, carry: Sequence[Value]
@@ -207,6 +208,13 @@ class Lanes:
         place = lax.select(runs, lax.full_like(values[self._place], number), values[self._place])
         values[self._place] = lax.select(through, lax.full_like(place, 0), place)
         return through, values, spent
+
+
+def as_weak_as(aval: Aval, x: Any) -> Any:
+    """`x`, as weakly typed as `aval`: a ``scan`` may be given what is more so than its results."""
+    if jax.typeof(x).weak_type == aval.weak_type:
+        return x
+    return _compat.weakly(x) if aval.weak_type else lax.convert_element_type(x, x.dtype)
 
 
 def _lanes(count: Any) -> Any:

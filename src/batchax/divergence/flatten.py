@@ -13,7 +13,7 @@ from jax.extend.core.primitives import scan_p, while_p
 from batchax import _compat
 from batchax.divergence.cut import inside_price, nest_of
 from batchax.divergence.differing import differing_in_steps
-from batchax.divergence.flat import FlatLoop
+from batchax.divergence.flat import FlatLoop, as_weak_as
 from batchax.divergence.limits import can_move
 from batchax.divergence.loop_primitive import bind
 from batchax.divergence.loops import with_index
@@ -80,8 +80,7 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
     recording.note(divergence="flat")
     outs = bind(flat, [*whole.test_consts, *whole.body_consts, *whole.carry])
     outs = outs[len(outs) - len(form.results) :]
-    weak = [t.weak_type for t in form.results]
-    return [_compat.weakly(x) if w else x for x, w in zip(outs, weak, strict=True)], [0] * len(outs)
+    return list(map(as_weak_as, form.results, outs)), [0] * len(outs)
 
 
 @dataclass(frozen=True, eq=False)

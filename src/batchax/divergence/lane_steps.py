@@ -16,7 +16,8 @@ class LaneSteps:
 
     A loop that holds `w` lanes runs `w` lane-steps in each iteration; those of lanes that are
     not done are of use. Steps are counted while programs run, compiled ones too, and are added
-    up until `reset`. Reading waits for what has been dispatched.
+    up until `reset`. Reading waits for what has been dispatched. Where steps are counted, lanes of
+    a loop that holds other loops leave those together.
 
     Example:
       >>> def count_down(n):

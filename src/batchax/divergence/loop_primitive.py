@@ -63,8 +63,13 @@ def _batched(
     if merged is None:
         if not loop.axis.divergence.asked:  # in a window lanes of the outer axis would wait
             types = tuple(program.in_avals)
-            stage = lambda: _compat.stage(loop.masked, types)
-            program = remembered(loop.body, (*loop.but_for_body, types, "masked"), stage)
+            key = (*loop.but_for_body, types, "masked", axis.name, axis.size)
+
+            def stage() -> Any:
+                with _compat.named_scope(axis.name, axis.size):
+                    return _compat.stage(loop.masked, types)
+
+            program = remembered(loop.body, key, stage)
         batched, out_axes = batch_inner(axis, program, axes)
         return eval_jaxpr(batched.jaxpr, batched.consts, *args), out_axes
     both = (axis.size, loop.axis.size)
