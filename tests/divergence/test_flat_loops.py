@@ -23,7 +23,7 @@ def cuts_cheap_loops(request, monkeypatch):
     monkeypatch.setattr(compact, "NEST", 0.0)
     if request.param == "in blocks":
         monkeypatch.setattr(segments, "NARROWEST", 2)
-        monkeypatch.setattr(segments, "WORTH", 0.0)
+        monkeypatch.setattr(segments, "MASKED", float("inf"))
 
 
 def halve(x, most):

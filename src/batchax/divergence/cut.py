@@ -18,7 +18,7 @@ from jax.extend.core.primitives import (
 from batchax import _compat
 from batchax.divergence.differing import Differs, differing_in, differing_in_steps, differs_of
 from batchax.divergence.nest import Inner, Nest, Segment
-from batchax.divergence.price import price_of, price_of_keeping, total
+from batchax.divergence.price import price_of, price_of_keeping, price_of_moving, total
 from batchax.divergence.scan_as_while import run_as_while
 from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.evaluate import bind_equation, plan, walk
@@ -263,6 +263,8 @@ class _Cut:
             indices,
             tuple(puts.values()),
             price_of(program, differs),
+            price_of_moving(program.in_avals[: len(reads)], program.out_avals),
+            price_of_keeping(program.out_avals[: len(written)]),
         )
 
     def _takes_entry(self, eqn: Eqn) -> bool:

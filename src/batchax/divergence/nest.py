@@ -29,6 +29,8 @@ class Segment:
       indices: the program of the indices of those entries, of the same values.
       puts: slots into which an entry is put along the first axis.
       price: what the program costs.
+      moves: what it costs to move what it reads and writes to a block of lanes, and back.
+      keeps: what it costs that lanes which are elsewhere keep what they have.
     """
 
     program: ClosedJaxpr
@@ -38,6 +40,8 @@ class Segment:
     indices: ClosedJaxpr
     puts: tuple[int, ...]
     price: Price
+    moves: Price
+    keeps: Price
 
 
 @dataclass(frozen=True, eq=False)

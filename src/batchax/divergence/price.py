@@ -37,6 +37,12 @@ def price_of_keeping(avals: Sequence[Any]) -> Price:
     return Price(0.0, TOGETHER.time(Cost(bytes=3 * bytes_of(avals))))
 
 
+def price_of_moving(read: Sequence[Any], written: Sequence[Any]) -> Price:
+    """The price of moving what some lanes read and write to where they run, and back."""
+    cost = Cost(bytes=2 * bytes_of(read) + 2 * bytes_of(written))
+    return Price(launch_time(len(read) + 2 * len(written)), TOGETHER.time(cost))
+
+
 def total(prices: Sequence[Price]) -> Price:
     """The price of programs one after another."""
     return Price(sum(p.begin for p in prices), sum(p.lane for p in prices))

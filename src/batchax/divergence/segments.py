@@ -16,7 +16,6 @@ from jax import lax
 from jax.extend.core import Literal
 
 from batchax.divergence.nest import Segment
-from batchax.divergence.widths import launch_time
 from batchax.execution.buffers import blank
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position, match_axis
@@ -24,8 +23,10 @@ from batchax.kernel.inner import batched_aval
 from batchax.kernel.interpreter import interpret
 from batchax.rules.masked_loops import MaskedBody
 
+# Results do not depend on these; the benchmark `nests` does.
 NARROWEST = 8  # lanes in a block
-WORTH = 2.0  # how many times as long as to begin its operations a block takes
+MASKED = 1.0  # how much dearer masked lanes are than by their price
+_COME = 8  # the share of all lanes that come to a segment at a time, of which nobody knows
 _BLOCKS = 3  # at least, of all lanes
 
 
@@ -54,23 +55,23 @@ class SegmentRun:
 
     @property
     def width(self) -> int:
-        """How many lanes do it at a time."""
-        size, price = self.axis.size, self.segment.price
+        """How many lanes do it at a time: as many as may come, or all if that is cheaper."""
+        size, part = self.axis.size, self.segment
         width = NARROWEST
-        while width * price.lane < WORTH * price.begin and width < size:
+        while width * _COME < size:
             width *= 2
-        return width if width * _BLOCKS <= size else size
+        block = part.price.of(width) + part.moves.of(width)
+        masked = MASKED * (part.price.of(size) + part.keeps.of(size))
+        return width if block < masked and width * _BLOCKS <= size else size
 
     @property
     def overhead(self) -> float:
         """Nanoseconds that it takes besides the work of the lanes that do it."""
-        part = self.segment
-        if self.width == self.axis.size:
-            return part.price.of(self.axis.size)
-        # The last block is half empty, on average. What it reads and writes is moved.
-        lanes = self.width / 2
-        moved = launch_time(len(part.reads) + 2 * (len(part.writes) + len(part.puts)))
-        return moved + part.price.of(lanes)
+        part, size = self.segment, self.axis.size
+        if self.width == size:
+            return part.price.of(size) + part.keeps.of(size)
+        # The last block is half empty, on average.
+        return part.price.of(self.width / 2) + part.moves.of(self.width / 2)
 
     @property
     def _operands_at(self) -> list[Position]:

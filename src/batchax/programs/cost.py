@@ -163,7 +163,7 @@ def _of_operation(eqn: Eqn, differs: Sequence[bool] | None) -> Cost:
         fused=moved if prices.is_fused(eqn.primitive) else 0,
         places=prices.places_of(eqn),
         calls=prices.calls_of(eqn),
-        launches=prices.launches_of(eqn),
+        launches=int(not (name in prices.PART_OF_OTHERS or prices.is_fused(eqn.primitive))),
     )
 
 

@@ -364,17 +364,6 @@ PART_OF_OTHERS = VIEWS | {"broadcast_in_dim", "convert_element_type"}
 """Primitives that are never operations of their own."""
 
 
-_RANDOM = _names("random_bits random_fold_in random_split threefry2x32")
-_IN_LOOP = 80  # of rounds, which XLA does not unroll on a processor
-
-
-def launches_of(eqn: Eqn) -> int:
-    """How many operations are begun, in units of one."""
-    if eqn.primitive.name in _RANDOM:
-        return _IN_LOOP
-    return int(not (eqn.primitive.name in PART_OF_OTHERS or is_fused(eqn.primitive)))
-
-
 def is_fused(primitive: _compat.Primitive) -> bool:
     """Whether it is part of a loop with what is around it, and need not write what it makes."""
     facts = facts_of(primitive)

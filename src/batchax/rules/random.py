@@ -116,7 +116,7 @@ def _is_written_out(operands: Any, *, shape: Any = (), **params: Any) -> bool:
     keys = [x for x in operands if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
     if any(jax.random.key_impl(x) != "threefry2x32" for x in keys):
         return False
-    if keys and not jax.config.jax_threefry_partitionable:
+    if keys and not jax.config.jax_threefry_partitionable:  # pyright: ignore[reportAttributeAccessIssue]
         return False
     sizes = [*shape, *(d for x in operands for d in jax.numpy.shape(x))]
     return all(isinstance(d, int) for d in sizes) and math.prod(shape) < 1 << 32
