@@ -14,6 +14,7 @@ from batchax.divergence import compact, cut, flat, segments
 from support import oracle
 
 LANES = 7
+FLAT = "each lane is at a place of its own"
 
 
 @pytest.fixture(autouse=True, params=["masked", "in blocks"])
@@ -150,7 +151,8 @@ ENTRIES = np.array([0.5, 3.0, 0.1, 17.0, 1.0], np.float32)
 
 def is_flat(fun, *args, in_axes=(0, None), **options):
     how = {"divergence": "compact", **options}
-    return "each lane is at a place of its own" in str(bx.explain(fun, in_axes, **how)(*args))
+    text = str(bx.explain(fun, in_axes, **how)(*args))
+    return FLAT in text
 
 
 def one_by_one(fun, in_axes, *args):
@@ -378,3 +380,42 @@ def test_counted_steps_are_of_lanes_that_wait():
     assert not is_flat(scan_of_while, XS, ENTRIES, divergence=how)
     _, (counts, _) = bx.vmap(scan_of_while, (0, None), divergence=how)(XS, ENTRIES)
     assert steps.useful == counts.sum()
+
+
+def test_what_lanes_share_at_a_step_is_not_copied_for_each():
+    """A lane at a step of its own would have a matrix of its own."""
+    matrices = jnp.zeros((3, 40, 40))
+
+    def fun(x, matrices):
+        def step(v, matrix):
+            going_on = lambda c: (c[0] < 9) & (c[1].sum() > 1)
+            i, v = lax.while_loop(going_on, lambda c: (c[0] + 1, matrix @ c[1]), (0, v))
+            return v + 1, i
+
+        return lax.scan(step, jnp.full(40, x), matrices)
+
+    assert not is_flat(fun, XS, matrices)
+    assert is_flat(fun, XS, jnp.stack([matrices] * LANES), in_axes=(0, 0))
+
+    def deeper(x, matrices):
+        step = lambda _, x: fun(x, matrices)[0].sum()
+        return lax.fori_loop(0, 3, step, x)
+
+    assert not is_flat(deeper, XS, matrices)
+
+
+def test_what_a_loop_inside_updates_in_place_is_not_copied_at_each_step(monkeypatch):
+    monkeypatch.setattr(cut, "FEW_STEPS", 4)
+
+    def fun(x, entries, size):
+        def step(carry, entry):
+            x, seen = carry
+            put = lambda c: (c[0] + 1, jnp.sin(c[1]) / 2, c[2].at[c[0]].set(c[1]))
+            going_on = lambda c: (c[0] < 9) & (c[1] > 0.1)
+            i, x, seen = lax.while_loop(going_on, put, (0, jnp.abs(x) + entry, seen))
+            return (x + 1, seen), i
+
+        return lax.scan(step, (x, jnp.zeros(size)), entries)
+
+    assert is_flat(functools.partial(fun, size=9), XS, ENTRIES)
+    assert not is_flat(functools.partial(fun, size=10_000), XS, ENTRIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -25,9 +26,14 @@ from batchax.jaxprs.evaluate import bind_equation, plan, walk
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import remembered, stage_function
+from batchax.programs.shapes import bytes_of
+from batchax.rules.aliases import kept_carries
 from batchax.rules.unvmap import asked_of_each_lane
 
 FEW_STEPS = 4  # of a loop inside: those which lanes wait for anyhow
+# What all lanes share at a step, and would each have their own of once they are at steps of their
+# own, may take so many times the bytes of what differs between them.
+_MOST_COPIED = 4
 _PLACE = jax.typeof(np.int32(0))
 
 
@@ -50,15 +56,21 @@ def _nest_of(axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr, differs: Differs)
     asked = price_of(test, (True,) * len(test.in_avals))
     counts = n_test, n_test + n_body, n_carry
     inside = differing_in_steps(body.jaxpr, n_body, n_carry, differs)
+    copies = False
     if inside.parts:
         differs = (*differs[:n_body], *inside.results)
         cut = _Cut(axis, test, _opened(axis, body, differs), n_body, differs)
         parts, slots = cut.parts(), tuple(cut.types[n_test + n_body :])
-        if _pays(parts, axis.size):
+        copies = cut.copies_what_is_shared()
+        copies |= any(part.nest.copies for part in parts if isinstance(part, Inner))
+        if not copies and _pays(parts, axis.size):
             return Nest(test, None, parts, *counts, slots, asked)
     slots = tuple(body.out_avals)
     step = price_of(body, (*differs[:n_body], *[True] * n_carry))
-    return Nest(test, body, (), *counts, slots, total([asked, step, price_of_keeping(slots)]))
+    kept = kept_carries(body, n_body)
+    written = price_of_keeping([aval for k, aval in enumerate(slots) if k not in kept])
+    price = total([asked, step, written])
+    return Nest(test, body, (), *counts, slots, price, copies)
 
 
 def _pays(parts: Sequence[Segment | Inner], lanes: int) -> bool:
@@ -165,16 +177,21 @@ class _Cut:
             nest = self._nest(eqn)
             slots = self._keep(nest.slots)
             self.place.update(zip(eqn.outvars, slots, strict=False))
-            inner.append((eqn, nest, slots))
+            # What a loop updates in place is copied where lanes come to it.
+            program, count = eqn.params["body_jaxpr"], eqn.params["body_nconsts"]
+            moved = [nest.slots[k] for k in kept_carries(program, count)]
+            inner.append((eqn, nest, slots, moved))
         parts: list[Segment | Inner] = []
-        for j, (eqn, nest, slots) in enumerate(inner):
+        for j, (eqn, nest, slots, moved) in enumerate(inner):
             writes = dict(zip(slots, _first_carry(eqn), strict=False))
             if nest.parts:
                 writes[slots[nest.n_carry]] = Literal(np.int32(0), _PLACE)
             kept = self._kept(groups, j)
             places = self._keep([v.aval for v in kept])
             writes.update(zip(places, kept, strict=True))
-            parts.append(self._segment(groups[j], writes))
+            segment = self._segment(groups[j], writes)
+            price = total([segment.price, price_of_keeping(moved)])
+            parts.append(replace(segment, price=price))
             # Only now: the segment computes these, and does not read them.
             self.place.update(zip(kept, places, strict=True))
             program, reads = self._program([], _constants(eqn), ())
@@ -182,6 +199,14 @@ class _Cut:
         last = zip(map(self.place.__getitem__, self.carry), jaxpr.outvars, strict=True)
         changed = {k: v for k, v in last if isinstance(v, Literal) or self.place.get(v) != k}
         return *parts, self._segment(groups[-1], changed)
+
+    def copies_what_is_shared(self) -> bool:
+        """Whether each lane would have a copy of something large that they share at a step."""
+        again = {v for eqn in self.again for v in eqn.outvars}
+        values = [*self.carry, *(v for eqn in self.body.jaxpr.eqns for v in eqn.outvars)]
+        shared = [v.aval for v in values if not self.apart[v] and v not in again]
+        own = bytes_of(v.aval for v in self.carry if self.apart[v])
+        return any(bytes_of([aval]) > _MOST_COPIED * own for aval in shared)
 
     def _keep(self, types: Sequence[Aval]) -> range:
         """More slots, of these types."""

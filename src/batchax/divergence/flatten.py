@@ -65,7 +65,7 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
     inside = replace(axis, name=None, divergence=axis.divergence.inside())
     nest = nest_of(inside, whole.test, whole.body, differs)
     if not nest.parts or inside_price(nest, axis.size) < least:
-        recording.note(why="steps of the loops inside cost too little")
+        recording.note(why="the loops inside cost too little, or copies of what they use too much")
         return None
     flat = FlatLoop(
         inside,

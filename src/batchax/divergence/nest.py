@@ -75,6 +75,7 @@ class Nest:
         next one holds the number of the part that the lane is in, zero before the first.
       slots: the types of all.
       price: what a step costs, but for the parts.
+      copies: whether each lane would have a copy of something large that lanes share at a step.
     """
 
     test: ClosedJaxpr
@@ -85,6 +86,7 @@ class Nest:
     n_carry: int
     slots: tuple[Aval, ...]
     price: Price
+    copies: bool = False
 
     @property
     def segments(self) -> list[Segment]:
