@@ -350,7 +350,8 @@ def entries_put_by_the_user(x, entries):
         narrow = lax.dynamic_update_slice(narrow, y[None], (k.astype(jnp.uint8) * 60,))
         return (k + 1, y * 3, once, twice, narrow), (i, once[2], twice)
 
-    start = 0, x, jnp.zeros(9), jnp.ones((4, 2)), jnp.zeros(250)
+    like = x.dtype
+    start = 0, x, jnp.zeros(9, like), jnp.ones((4, 2), like), jnp.zeros(250, like)
     return lax.scan(step, start, entries)
 
 
@@ -384,7 +385,7 @@ def test_counted_steps_are_of_lanes_that_wait():
 
 def test_what_lanes_share_at_a_step_is_not_copied_for_each():
     """A lane at a step of its own would have a matrix of its own."""
-    matrices = jnp.zeros((3, 40, 40))
+    matrices = jnp.zeros((3, 40, 40), np.float32)
 
     def fun(x, matrices):
         def step(v, matrix):
@@ -415,7 +416,7 @@ def test_what_a_loop_inside_updates_in_place_is_not_copied_at_each_step(monkeypa
             i, x, seen = lax.while_loop(going_on, put, (0, jnp.abs(x) + entry, seen))
             return (x + 1, seen), i
 
-        return lax.scan(step, (x, jnp.zeros(size)), entries)
+        return lax.scan(step, (x, jnp.zeros(size, x.dtype)), entries)
 
     assert is_flat(functools.partial(fun, size=9), XS, ENTRIES)
     assert not is_flat(functools.partial(fun, size=10_000), XS, ENTRIES)
