@@ -11,7 +11,7 @@ from jax import lax
 import batchax as bx
 from batchax.divergence import compact, cut, flat, segments
 
-from support import oracle
+from support import forced, oracle
 
 LANES = 7
 FLAT = "each lane is at a place of its own"
@@ -324,6 +324,30 @@ def test_who_meets_waits():
     _, counts = jax.jit(bx.vmap(calls, (0, None), divergence="compact"))(XS, ENTRIES)
     jax.effects_barrier()
     assert sorted(seen) == sorted(np.asarray(counts).ravel().tolist())
+
+
+def test_a_batching_rule_is_given_all_lanes():
+    def centered(vmap):
+        @vmap
+        def f(x):
+            return x
+
+        @f.def_vmap
+        def rule(axis_size, in_batched, x):
+            return x - x.mean(), True
+
+        return f
+
+    for vmap in (jax.custom_batching.custom_vmap, bx.custom_vmap):
+        f = centered(vmap)
+
+        def fun(x, entries, f=f):
+            return lax.scan(lambda x, e: (f(halve(jnp.abs(x) + e, 9)[1]) * 3, x), x, entries)
+
+        assert not is_flat(fun, XS, ENTRIES)
+        expected = jax.jit(jax.vmap(fun, (0, None)))(XS, ENTRIES)
+        check(fun, XS, ENTRIES, in_axes=(0, None), expected=expected)
+        check(fun, XS, ENTRIES, in_axes=(0, None), expected=expected, divergence=forced.FORCED)
 
 
 def test_lanes_that_take_no_step_at_all():

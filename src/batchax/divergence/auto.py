@@ -21,7 +21,7 @@ from jax.core import Tracer
 from batchax.divergence.branches import BranchCost, run_branches
 from batchax.divergence.compact import Compact
 from batchax.divergence.flatten import run_flat
-from batchax.divergence.limits import calls_back
+from batchax.divergence.limits import calls_back, rule_of_user
 from batchax.divergence.widths import Step
 from batchax.divergence.window import Plan
 from batchax.jaxprs.words import Value
@@ -85,6 +85,8 @@ class Auto(Compact):
         if jax.default_backend() != "cpu":  # what pays elsewhere nobody has measured
             return None
         if any(hazards(program.jaxpr).collective for program in programs) or calls_back(programs):
+            return None
+        if any(map(rule_of_user.in_program, programs)):
             return None
         if isinstance(parting, Branches):
             return run_branches(axis, parting, None, self._pays)

@@ -14,7 +14,7 @@ from batchax import _compat
 from batchax.divergence.cut import inside_price, nest_of
 from batchax.divergence.differing import differing_in_steps
 from batchax.divergence.flat import FlatLoop, as_weak_as
-from batchax.divergence.limits import can_move
+from batchax.divergence.limits import can_move, rule_of_user
 from batchax.divergence.loop_primitive import bind
 from batchax.divergence.loops import with_index
 from batchax.divergence.scan_as_while import scan_as_while, while_of_scan
@@ -179,6 +179,8 @@ def _together(programs: Sequence[ClosedJaxpr]) -> str:
     for program in programs:
         if find_collective(program.jaxpr) is not None:
             return "lanes meet in a collective"
+        if rule_of_user.in_program(program):
+            return "a batching rule is given all lanes"
         if is_seen(program) or _compat.calls_back(program.effects):
             return "a step calls the host"
         if _compat.makes_references(program.effects) or _compat.written_inputs(program.jaxpr):

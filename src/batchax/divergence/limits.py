@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
+from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.spoken import line_of, spoken
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis
@@ -28,6 +29,12 @@ def can_move(axis: Axis, values: Sequence[Value]) -> bool:
 def calls_back(programs: Iterable[ClosedJaxpr]) -> bool:
     """Whether programs call the host: in a window, places without a lane would call it, too."""
     return any(_compat.calls_back(program.effects) for program in programs)
+
+
+rule_of_user = Anywhere(lambda eqn: eqn.primitive.name in _WITH_RULE)
+"""Whether a program calls a function with a batching rule, which may look at all lanes."""
+
+_WITH_RULE = "custom_vmap_call", "custom_batched_call"
 
 
 def refuse_collectives(programs: Iterable[ClosedJaxpr], where: str) -> None:
