@@ -394,8 +394,9 @@ def test_a_scan_may_be_given_what_is_more_weakly_typed_than_its_results():
         return lax.scan(step, (0.0, 0.0, x), entries)
 
     ways = [bx.vmap(fun, (0, None), divergence=d) for d in ("compact", "predicate")]
-    assert is_flat(fun, XS, ENTRIES)
-    got, expected = (jax.jit(way)(XS, ENTRIES) for way in ways)
+    xs, entries = (jnp.asarray(x, float) for x in (XS, ENTRIES))  # as wide as a Python float
+    assert is_flat(fun, xs, entries)
+    got, expected = (jax.jit(way)(xs, entries) for way in ways)
     jax.tree.map(oracle.same_type, got, expected)
 
 
