@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 import batchax as bx
@@ -129,6 +130,7 @@ def test_branches_of_elementwise_functions_stay():
     assert notes["divergence"] == "masked"
 
 
+@pytest.mark.compiles(60)
 def test_rules_of_forward_mode_give_results_without_tangents():
     @jax.custom_jvp
     def f(x):

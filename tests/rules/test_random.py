@@ -242,7 +242,9 @@ WRITTEN_OUT = {
     "none": lambda k: jr.bits(k, (0, 2)),
     "split": lambda k: jr.key_data(jr.split(k, (2, 3))),
     "fold_in": lambda k: jr.key_data(jr.fold_in(k, np.int32(-7))),
-    "words": lambda k: find_primitive("threefry2x32").bind(*jr.key_data(k), *jr.bits(k, (2, 3), np.uint32)),
+    "words": lambda k: find_primitive("threefry2x32").bind(
+        *jr.key_data(k), *jr.bits(k, (2, 3), np.uint32)
+    ),
 }
 
 

@@ -99,6 +99,9 @@ class _Refusing:
 
     asked: ClassVar[bool] = False
 
+    def run_nest(self, axis: Axis, loop: Any) -> None:
+        """All lanes take each step, unless they part ways in one."""
+
     def run(self, axis: Axis, parting: Any) -> Any:
         """Raises `LanesPart`."""
         raise LanesPart

@@ -168,8 +168,13 @@ class _Asked:
         self.took = False
         self._compact = Compact()
 
+    def run_nest(self, axis: Any, loop: Any) -> Any:
+        return self._noted(self._compact.run_nest(axis, loop))
+
     def run(self, axis: Any, parting: Any) -> Any:
-        answer = self._compact.run(axis, parting)
+        return self._noted(self._compact.run(axis, parting))
+
+    def _noted(self, answer: Any) -> Any:
         self.took |= answer is not None
         return answer
 
