@@ -189,6 +189,15 @@ def test_no_lane_waits_long(fun, monkeypatch):
     check(fun, XS, ENTRIES, in_axes=(0, None))
 
 
+@pytest.mark.parametrize("fun", [scan_of_while, two_in_turn, three_deep, while_of_while, arrays])
+def test_lanes_take_turns_in_a_window(fun):
+    """A lane that is through gives its place to another, with all that it holds."""
+    for how in (bx.Compact(width=3), bx.Compact(width=2, threshold=0.5)):
+        assert is_flat(fun, XS, ENTRIES, divergence=how)
+        check(fun, XS, ENTRIES, in_axes=(0, None), divergence=how)
+    check(fun, XS, (ENTRIES + XS[:, None] / 5).T, in_axes=(0, 1), divergence=bx.Compact(width=3))
+
+
 def test_types_are_those_of_masked_lanes():
     for fun in PROGRAMS:
         ways = [bx.vmap(fun, (0, None), divergence=d) for d in ("compact", "predicate")]

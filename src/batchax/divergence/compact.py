@@ -9,11 +9,14 @@ from typing import Any, ClassVar
 from batchax import _compat
 from batchax.divergence.bounded import run_bounded_loop
 from batchax.divergence.branches import run_branches
+from batchax.divergence.cut import price_inside
 from batchax.divergence.flatten import run_flat
 from batchax.divergence.lane_steps import LaneSteps
 from batchax.divergence.limits import calls_back, can_move, refuse_collectives
 from batchax.divergence.loop_primitive import bind
 from batchax.divergence.loops import parting_loop
+from batchax.divergence.nest import Nest
+from batchax.divergence.price import Price, price_of_moving
 from batchax.divergence.widths import Step, choose_widths, most_left
 from batchax.divergence.window import Plan
 from batchax.errors import ArgumentTypeError, AxisError
@@ -25,6 +28,12 @@ from batchax.kernel.divergence import AnyLoop, BoundedLoop, Branches, PlacedOutp
 # Nanoseconds of a step from which on lanes of loops in loops are apart, by the benchmark `nests`:
 # to count who waits takes some operations in each step.
 NEST = 10_000.0
+# Their windows hold no fewer lanes, work as many times as long as it takes to begin operations, and
+# all lanes fill as many.
+_LEAST_OF_NESTS = 64
+_WORTH = 4.0
+_WINDOWS_OF_NESTS = 4
+_MANY = 32  # outer steps, over which what lanes need in all evens out
 
 
 @_compat.api_boundary
@@ -109,6 +118,30 @@ class Compact:
             recording.note(why="its steps are counted, with lanes that wait for each other")
             return None
         return run_flat(axis, loop, NEST)
+
+    def plan_of_nest(self, size: int, nest: Nest, length: int | None) -> Plan:
+        """How so many lanes of a loop of loops are run, each at a place of its own.
+
+        Args:
+          size: number of lanes.
+          nest: the loop.
+          length: how many steps it has, if all lanes take as many.
+
+        :meta private:
+        """
+        price = price_inside(nest)
+        many = length is not None and length > _MANY
+        width = self.width or (size if many else self._width_of_nest(size, price))
+        width = min(width, size if self._most is None else self._most)
+        moving = price_of_moving(nest.slots, nest.slots).lane / max(price.lane, 1.0)
+        return Plan((min(width, size),), self.threshold, 0, moving, False)
+
+    def _width_of_nest(self, size: int, price: Price) -> int:
+        """In a window only the slowest lanes in sum have no others in their places at the end."""
+        width = _LEAST_OF_NESTS
+        while width * price.lane < _WORTH * price.begin and width < size:
+            width *= 2
+        return width if width * _WINDOWS_OF_NESTS <= size else size
 
     def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
         """The results of all lanes; None where they are to be masked.

@@ -19,7 +19,7 @@ from jax.extend.core.primitives import (
 from batchax import _compat
 from batchax.divergence.differing import Differs, differing_in, differing_in_steps, differs_of
 from batchax.divergence.nest import Inner, Nest, Segment
-from batchax.divergence.price import price_of, price_of_keeping, price_of_moving, total
+from batchax.divergence.price import Price, price_of, price_of_keeping, price_of_moving, total
 from batchax.divergence.scan_as_while import run_as_while
 from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.evaluate import bind_equation, plan, walk
@@ -80,21 +80,20 @@ def _pays(parts: Sequence[Segment | Inner], lanes: int) -> bool:
     wait less for those.
     """
     around = total([part.price for part in parts if isinstance(part, Segment)]).of(lanes)
-    return around < FEW_STEPS * _inside(parts, lanes)
+    return around < FEW_STEPS * _inside(parts).of(lanes)
 
 
-def inside_price(nest: Nest, lanes: int) -> float:
-    """Nanoseconds that a step of each loop inside takes."""
-    return _inside(nest.parts, lanes)
+def price_inside(nest: Nest) -> Price:
+    """The price of a step of each loop inside."""
+    return _inside(nest.parts)
 
 
-def _inside(parts: Sequence[Segment | Inner], lanes: int) -> float:
-    return sum(_step(part.nest, lanes) for part in parts if isinstance(part, Inner))
+def _inside(parts: Sequence[Segment | Inner]) -> Price:
+    return total([_step(part.nest) for part in parts if isinstance(part, Inner)])
 
 
-def _step(nest: Nest, lanes: int) -> float:
-    own = total([nest.price, *(part.price for part in nest.segments)])
-    return own.of(lanes) + _inside(nest.parts, lanes)
+def _step(nest: Nest) -> Price:
+    return total([nest.price, *(part.price for part in nest.segments), _inside(nest.parts)])
 
 
 def _opened(axis: Axis, program: ClosedJaxpr, differs: Differs) -> ClosedJaxpr:

@@ -48,11 +48,13 @@ class FlatLoop(PartingLoop):
 
     Attributes:
       nest: the loop, cut.
+      length: how many steps it has for each lane, if that is known.
       together: the program of the same loop for one example, of the same operands, as JAX has it.
         Of that derivatives are taken.
     """
 
     nest: Nest
+    length: int | None
     together: ClosedJaxpr
 
     @property
@@ -62,7 +64,7 @@ class FlatLoop(PartingLoop):
 
     def replanned(self, lanes: int, positions: tuple[Position, ...]) -> Plan:
         """How so many lanes are run."""
-        return replace(self.plan, widths=(lanes,))
+        return self.axis.divergence.plan_of_nest(lanes, self.nest, self.length)
 
     def run(self, *operands: Any) -> list[Any]:
         """The last carry, from the operands besides the carry and the first carry."""

@@ -11,14 +11,13 @@ from jax.core import eval_jaxpr
 from jax.extend.core.primitives import scan_p, while_p
 
 from batchax import _compat
-from batchax.divergence.cut import inside_price, nest_of
+from batchax.divergence.cut import nest_of, price_inside
 from batchax.divergence.differing import differing_in_steps
 from batchax.divergence.flat import FlatLoop, as_weak_as
 from batchax.divergence.limits import can_move, rule_of_user
 from batchax.divergence.loop_primitive import bind
 from batchax.divergence.loops import with_index
 from batchax.divergence.scan_as_while import scan_as_while, while_of_scan
-from batchax.divergence.window import Plan
 from batchax.execution.names import index_as_input
 from batchax.jaxprs.words import Aval, ClosedJaxpr
 from batchax.kernel import recording
@@ -64,20 +63,23 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
     differs = tuple(a is not None for a in (*whole.body_at, *form.carry_at))
     inside = replace(axis, name=None, divergence=axis.divergence.inside())
     nest = nest_of(inside, whole.test, whole.body, differs)
-    if not nest.parts or inside_price(nest, axis.size) < least:
+    if not nest.parts or price_inside(nest).of(axis.size) < least:
         recording.note(why="the loops inside cost too little, or copies of what they use too much")
         return None
+    length = loop.params.get("length")
+    plan = axis.divergence.plan_of_nest(axis.size, nest, length)
     flat = FlatLoop(
         inside,
         whole.test,
         whole.body,
         len(whole.test_consts),
         (*whole.test_at, *whole.body_at),
-        Plan((axis.size,), None, 0, 1.0, False),
+        plan,
         nest,
+        length,
         together,
     )
-    recording.note(divergence="flat")
+    recording.note(divergence="flat", widths=plan.widths)
     outs = bind(flat, [*whole.test_consts, *whole.body_consts, *whole.carry])
     outs = outs[len(outs) - len(form.results) :]
     return list(map(as_weak_as, form.results, outs)), [0] * len(outs)
