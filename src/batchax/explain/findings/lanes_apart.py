@@ -169,7 +169,7 @@ class _Asked:
         self._compact = Compact()
 
     def run_nest(self, axis: Any, loop: Any) -> Any:
-        return self._noted(self._compact.run_nest(axis, loop))
+        return self._noted(self._compact.run_nest(replace(axis, divergence=self._compact), loop))
 
     def run(self, axis: Any, parting: Any) -> Any:
         return self._noted(self._compact.run(axis, parting))
