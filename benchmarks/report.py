@@ -253,3 +253,18 @@ def size(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} GB"
+
+
+def seconds(way: Any) -> str:
+    """How long a way takes, in the unit that suits."""
+    return f"{1000 * way.seconds:.3g} ms" if way.seconds < 1 else f"{way.seconds:.2f} s"
+
+
+def figures(value: Any) -> str:
+    """A ratio, in as many figures as mean something."""
+    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
+
+
+def ratio(of: Ratio) -> str:
+    """A ratio with its interval, in few figures."""
+    return f"{figures(of.value)} ({figures(of.low)}-{figures(of.high)})"

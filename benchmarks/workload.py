@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 
 @dataclass(frozen=True)
@@ -85,3 +86,15 @@ def integers(*shape: int, below: int, seed: int = 0) -> jax.Array:
 def keys(lanes: int) -> jax.Array:
     """A random key for each lane."""
     return jax.random.split(jax.random.key(0), lanes)
+
+
+def one_by_one(fun: Callable[..., Any], in_axes: Any, args: tuple[Any, ...]) -> Any:
+    """A function for one lane after the other; lanes are along the first axis where there are."""
+    axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+    own = [x for x, axis in zip(args, axes, strict=True) if axis is not None]
+
+    def one(own: Any) -> Any:
+        rest = iter(own)
+        return fun(*(x if a is None else next(rest) for x, a in zip(args, axes, strict=True)))
+
+    return lax.map(one, own)

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.divergence.measure import DivergenceResult, Way
 from benchmarks.divergence.workload import COMPACT
 from benchmarks.measure import Ratio
-from benchmarks.report import made_with, named, size
+from benchmarks.report import figures, made_with, named, ratio, seconds, size
 
 TITLE = 'bx.vmap(..., divergence="compact") against masked lanes, lax.map and by hand'
 COLOURS = {
@@ -26,8 +26,8 @@ BY_HAND = "C2"
 def line(result: DivergenceResult) -> str:
     """One workload on one line of a terminal."""
     others = {**result.others, **result.yardsticks}
-    return f"{result.name:40} {_time(result.compact):>9}; times as long: " + ", ".join(
-        f"{name} {_ratio(way.run)}" for name, way in others.items()
+    return f"{result.name:40} {seconds(result.compact):>9}; times as long: " + ", ".join(
+        f"{name} {ratio(way.run)}" for name, way in others.items()
     )
 
 
@@ -51,8 +51,8 @@ def summary(results: Sequence[DivergenceResult]) -> str:
     for r in results:
         if r.yardsticks:
             points.append(
-                f"{r.name}: compact takes {_time(r.compact)}; as many lane-steps take "
-                + "; ".join(f"{_time(way)} in a {name}" for name, way in r.yardsticks.items())
+                f"{r.name}: compact takes {seconds(r.compact)}; as many lane-steps take "
+                + "; ".join(f"{seconds(way)} in a {name}" for name, way in r.yardsticks.items())
             )
     counted = [r for r in results if r.utilization]
     if counted:
@@ -101,10 +101,10 @@ def _in_words(rows: Sequence[_Row]) -> str:
     slow = sorted((r for r in rows if r.run.low > 1), key=lambda r: -r.run.value)
     fast = sorted((r for r in rows if r.run.high < 1), key=lambda r: r.run.value)
     return (
-        f"{_figures(median)} at the median; longer beyond the interval"
-        + named(slow, lambda r: _ratio(r.run))
+        f"{figures(median)} at the median; longer beyond the interval"
+        + named(slow, lambda r: ratio(r.run))
         + "; shorter beyond it"
-        + named(fast, lambda r: _ratio(r.run))
+        + named(fast, lambda r: ratio(r.run))
     )
 
 
@@ -167,9 +167,9 @@ def _table(results: Sequence[DivergenceResult]) -> str:
         lines.append(
             [
                 r.name,
-                _time(r.compact),
-                *(_ratio(r.ways[way].run) if way in r.ways else "" for way in ways),
-                "; ".join(f"{n} {_ratio(w.run)}" for n, w in others.items() if n not in ways),
+                seconds(r.compact),
+                *(ratio(r.ways[way].run) if way in r.ways else "" for way in ways),
+                "; ".join(f"{n} {ratio(w.run)}" for n, w in others.items() if n not in ways),
                 _utilization(r),
                 _pair(r, lambda way: f"{way.compile_seconds:.1f} s"),
                 _pair(r, _temporaries),
@@ -188,18 +188,6 @@ def _pair(result: DivergenceResult, say: Any, between: str = " / ") -> str:
 
 def _utilization(result: DivergenceResult) -> str:
     return " / ".join(f"{share:.0%}" for share in result.utilization or ())
-
-
-def _time(way: Way) -> str:
-    return f"{1000 * way.seconds:.3g} ms" if way.seconds < 1 else f"{way.seconds:.2f} s"
-
-
-def _figures(value: Any) -> str:
-    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
-
-
-def _ratio(ratio: Ratio) -> str:
-    return f"{_figures(ratio.value)} ({_figures(ratio.low)}-{_figures(ratio.high)})"
 
 
 def plot(results: Sequence[DivergenceResult], path: Path) -> None:

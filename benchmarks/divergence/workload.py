@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 
 import batchax as bx
+from benchmarks.workload import one_by_one
 
 Function = Callable[..., Any]
 
@@ -92,16 +92,7 @@ class LoopWorkload:
         return (counter.utilization if counter.run else masked), masked
 
     def _one_by_one(self, *args: Any) -> Any:
-        axes = self.in_axes if isinstance(self.in_axes, tuple) else (self.in_axes,) * len(args)
-        own = [x for x, axis in zip(args, axes, strict=True) if axis is not None]
-
-        def one(own: Any) -> Any:
-            rest = iter(own)
-            return self.fun(
-                *(x if a is None else next(rest) for x, a in zip(args, axes, strict=True))
-            )
-
-        return lax.map(one, own)
+        return one_by_one(self.fun, self.in_axes, args)
 
     def _gradient(self, f: Function) -> Function:
         return jax.value_and_grad(lambda *args: (f(*args)[0] ** 2).sum(), self.gradient)

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import Ratio
-from benchmarks.nests.measure import NestResult, Way
+from benchmarks.nests.measure import NestResult
 from benchmarks.nests.workload import BASE, DIVERGENCES
-from benchmarks.report import made_with, named
+from benchmarks.report import figures, made_with, named, ratio, seconds
 
 TITLE = "Loops of loops: bx.vmap against jax.vmap, one lane after another, and others' code"
 COLUMNS = (*DIVERGENCES, "lax.map", "threads")
@@ -23,8 +22,8 @@ PEERS = "C2"
 def line(result: NestResult) -> str:
     """One nest on one line of a terminal."""
     return (
-        f"{result.name:36} {_time(result.ways[BASE]):>8}, bound {result.bound:.2f}; "
-        + ", ".join(f"{name} {_ratio(way.run)}" for name, way in result.others.items())
+        f"{result.name:36} {seconds(result.ways[BASE]):>8}, bound {result.bound:.2f}; "
+        + ", ".join(f"{name} {ratio(way.run)}" for name, way in result.others.items())
         + "; first call "
         + ", ".join(f"{name} {way.first_ratio:.2f}" for name, way in result.others.items())
     )
@@ -39,7 +38,7 @@ def summary(results: Sequence[NestResult]) -> str:
         median = np.median([x.value for x in ratios])
         points.append(
             f"`{name}` takes {median:.2f} of the time of `jax.vmap` at the median of {len(rows)}"
-            + named(rows, lambda r, name=name: _ratio(r.others[name].run))
+            + named(rows, lambda r, name=name: ratio(r.others[name].run))
         )
     bounds = [r.bound for r in results]
     points.append(
@@ -127,14 +126,14 @@ def _table(results: Sequence[NestResult]) -> str:
         if r.family != family:
             family = r.family
             rows.append([f"**{family}**", *[""] * (len(heads) - 1)])
-        firsts = [_figures(r.ways[way].first_ratio) for way in DIVERGENCES]
+        firsts = [figures(r.ways[way].first_ratio) for way in DIVERGENCES]
         rows.append(
             [
                 r.name,
                 f"{r.lanes} x {r.steps}",
-                _time(r.ways[BASE]),
-                *(_ratio(r.ways[way].run) if way in r.ways else "" for way in COLUMNS),
-                "; ".join(f"{name} {_ratio(way.run)}" for name, way in r.peers.items()),
+                seconds(r.ways[BASE]),
+                *(ratio(r.ways[way].run) if way in r.ways else "" for way in COLUMNS),
+                "; ".join(f"{name} {ratio(way.run)}" for name, way in r.peers.items()),
                 f"{r.bound:.2f}",
                 " / ".join(f"{share:.0%}" for share in (*r.of_use, r.compact_of_use)),
                 f"{r.ways[BASE].first:.1f} s; " + " / ".join(firsts),
@@ -162,18 +161,6 @@ chains. As many draws are taken of each sampler, none as warm-up.
 
 {table}
 """
-
-
-def _time(way: Way) -> str:
-    return f"{1000 * way.seconds:.3g} ms" if way.seconds < 1 else f"{way.seconds:.2f} s"
-
-
-def _figures(value: Any) -> str:
-    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
-
-
-def _ratio(ratio: Ratio) -> str:
-    return f"{_figures(ratio.value)} ({_figures(ratio.low)}-{_figures(ratio.high)})"
 
 
 def plot_ratios(results: Sequence[NestResult], path: Path) -> None:

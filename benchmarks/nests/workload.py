@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 
 import batchax as bx
+from benchmarks.workload import one_by_one
 
 Function = Callable[..., Any]
 
@@ -75,16 +75,7 @@ class Nest:
 
     def one_by_one(self, *args: Any) -> Any:
         """One lane after the other."""
-        axes = self.in_axes if isinstance(self.in_axes, tuple) else (self.in_axes,) * len(args)
-        own = [x for x, axis in zip(args, axes, strict=True) if axis is not None]
-
-        def one(own: Any) -> Any:
-            rest = iter(own)
-            return self.fun(
-                *(x if a is None else next(rest) for x, a in zip(args, axes, strict=True))
-            )
-
-        return lax.map(one, own)
+        return one_by_one(self.fun, self.in_axes, args)
 
     def of_lanes(self, args: tuple[Any, ...], chosen: Any) -> tuple[Any, ...]:
         """The arguments of some of the lanes."""

@@ -8,7 +8,6 @@ lanes. Other branches run for all lanes, masked.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -34,7 +33,7 @@ from batchax.kernel.derivatives import with_values
 from batchax.kernel.divergence import Branches, PlacedOutputs
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import any_uses_axis
-from batchax.programs.cost import STEPS, Cost, cost_of_equation, cost_of_program
+from batchax.programs.cost import STEPS, Cost, cost_of_program, costs_of_equations
 from batchax.programs.weights import TOGETHER
 from batchax.rules.branches import after_branches, one_branch, select_results
 from batchax.rules.hazards import hazards
@@ -179,15 +178,9 @@ class _Part:
         return self.work > _GAIN * moving and self.work * self.axis.size >= least
 
     def _begun(self) -> float:
-        own = set(itertools.compress(self.program.jaxpr.invars, map(_differs, self.positions)))
-        total = Cost()
-        for eqn in self.program.jaxpr.eqns:
-            marks = [not isinstance(v, Literal) and v in own for v in eqn.invars]
-            if any(marks):
-                own.update(eqn.outvars)
-                cost = cost_of_equation(eqn, differs=marks, steps=STEPS)
-                total += cost if cost.launches else Cost()
-        return TOGETHER.time(total)
+        differs = list(map(_differs, self.positions))
+        costs = costs_of_equations(self.program.jaxpr, {}, differs, STEPS)
+        return TOGETHER.time(sum((cost for cost in costs if cost.launches), Cost()))
 
     def run(self, active: Any) -> PlacedOutputs:
         """What the branch returns for the lanes that are `active`, and zeros for the others."""

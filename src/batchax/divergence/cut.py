@@ -17,12 +17,18 @@ from jax.extend.core.primitives import (
 )
 
 from batchax import _compat
-from batchax.divergence.differing import Differs, differing_in, differing_in_steps, differs_of
+from batchax.divergence.differing import (
+    Differs,
+    differing_in,
+    differing_in_steps,
+    differing_through,
+    differs_of,
+)
 from batchax.divergence.nest import Inner, Nest, Segment
 from batchax.divergence.price import Price, price_of, price_of_keeping, price_of_moving, total
 from batchax.divergence.scan_as_while import run_as_while
 from batchax.jaxprs.bodies import bodies_of
-from batchax.jaxprs.evaluate import bind_equation, plan, walk
+from batchax.jaxprs.evaluate import bind_equation, plan, variables_read, walk
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import remembered, stage_function
@@ -153,12 +159,8 @@ class _Cut:
         self.n_test = len(test.in_avals) - len(body.out_avals)
         self.carry = jaxpr.invars[n_body:]
         self.apart = dict(zip(jaxpr.invars, differs, strict=True))
-        self.inner: list[Eqn] = []
-        for eqn in jaxpr.eqns:
-            of_results = differing_in(eqn, differs_of(self.apart, eqn.invars))
-            self.apart.update(zip(eqn.outvars, of_results.results, strict=True))
-            if of_results.parts and eqn.primitive is while_p:
-                self.inner.append(eqn)
+        through = differing_through(jaxpr, self.apart)
+        self.inner = [eqn for eqn, of in through if of.parts and eqn.primitive is while_p]
 
     def parts(self) -> tuple[Segment | Inner, ...]:
         """The segments and loops, in order."""
@@ -217,7 +219,7 @@ class _Cut:
         moving = set(self.carry)
         again = []
         for eqn in self.body.jaxpr.eqns:
-            read = [v for v in eqn.invars if not isinstance(v, Literal)]
+            read = variables_read(eqn)
             if eqn in self.inner or any(v in moving or self.apart.get(v, False) for v in read):
                 moving.update(eqn.outvars)
             else:
@@ -252,7 +254,7 @@ class _Cut:
     def _segment(self, eqns: Sequence[Eqn], writes: dict[int, Any]) -> Segment:
         slots = {v: k for k, v in writes.items() if not isinstance(v, Literal)}
         outs = list(writes.values())
-        read = {v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)}
+        read = {v for eqn in eqns for v in variables_read(eqn)}
         puts = {}
         for eqn in eqns:
             (array, *_), (result, *_) = eqn.invars, eqn.outvars

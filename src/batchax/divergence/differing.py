@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
@@ -37,12 +37,16 @@ class Differing(NamedTuple):
 def differing(jaxpr: Jaxpr, inputs: Sequence[bool]) -> Differing:
     """That of a program, of which some inputs differ between lanes."""
     env = dict(zip(jaxpr.invars, inputs, strict=True))
-    parts = False
+    parts = [of_equation.parts for _, of_equation in differing_through(jaxpr, env)]
+    return Differing(differs_of(env, jaxpr.outvars), any(parts))
+
+
+def differing_through(jaxpr: Jaxpr, env: dict[Any, bool]) -> Iterator[tuple[Eqn, Differing]]:
+    """That of each equation; `env` says which inputs differ, and then which variables do."""
     for eqn in jaxpr.eqns:
         of_equation = differing_in(eqn, differs_of(env, eqn.invars))
         env.update(zip(eqn.outvars, of_equation.results, strict=True))
-        parts |= of_equation.parts
-    return Differing(differs_of(env, jaxpr.outvars), parts)
+        yield eqn, of_equation
 
 
 def differs_of(env: dict[Any, bool], atoms: Sequence[Any]) -> Differs:

@@ -29,7 +29,7 @@ from batchax import _compat
 from batchax.divergence.loops import PartingLoop
 from batchax.divergence.nest import Inner, Nest, Segment
 from batchax.divergence.segments import SegmentRun
-from batchax.divergence.window import Plan, number_of, run_in_windows
+from batchax.divergence.window import Plan, count_active, run_in_windows
 from batchax.execution.buffers import blank
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position, match_axis
@@ -186,7 +186,7 @@ class Lanes:
         mine = [values[k] for k in part.slots]
         inside = active & (values[self._place] == number)
         first = inside | (here & lanes.asked([*consts, *mine]))
-        everyone = number_of(active)
+        everyone = count_active(active)
         limit = self.time * lax.convert_element_type(everyone, np.float32)
 
         def goes_on(state: Any) -> Any:
@@ -198,11 +198,11 @@ class Lanes:
             # Whoever waits here waits for loops further inside, too.
             left = (limit - wasted) / lax.max(_lanes(everyone - count), _NOBODY)
             runs, own, taken = lanes.step(runs, [*consts, *mine], lax.min(left, deadline - spent))
-            count = number_of(runs)
+            count = count_active(runs)
             wasted = wasted + taken * _lanes(everyone - count)
             return runs, own[len(consts) :], count, wasted, spent + taken
 
-        start = first, mine, number_of(first), np.float32(0), np.float32(0)
+        start = first, mine, count_active(first), np.float32(0), np.float32(0)
         runs, mine, _, _, spent = lax.while_loop(goes_on, once, start)
         for k, x in zip(part.slots, mine, strict=True):
             values[k] = x

@@ -19,6 +19,7 @@ from batchax.divergence.loop_primitive import bind
 from batchax.divergence.loops import with_index
 from batchax.divergence.scan_as_while import scan_as_while, while_of_scan
 from batchax.execution.names import index_as_input
+from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.words import Aval, ClosedJaxpr
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
@@ -42,6 +43,9 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
       loop: the loop.
       least: nanoseconds that a step of the loops inside must take for all lanes.
     """
+    body = loop.params["jaxpr" if loop.primitive is scan_p else "body_jaxpr"]
+    if not _holds_while.in_program(body):  # as most do not: the rest is asked of few
+        return None
     if not can_move(axis, loop.args) or any(varying_of(loop.args)):
         return None
     form = (_scan if loop.primitive is scan_p else _while)(axis, loop)
@@ -83,6 +87,9 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
     outs = bind(flat, [*whole.test_consts, *whole.body_consts, *whole.carry])
     outs = outs[len(outs) - len(form.results) :]
     return list(map(as_weak_as, form.results, outs)), [0] * len(outs)
+
+
+_holds_while = Anywhere(lambda eqn: eqn.primitive is while_p)
 
 
 @dataclass(frozen=True, eq=False)

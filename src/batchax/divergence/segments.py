@@ -16,7 +16,9 @@ from jax import lax
 from jax.extend.core import Literal
 
 from batchax.divergence.nest import Segment
+from batchax.divergence.window import rows_of, with_rows
 from batchax.execution.buffers import blank
+from batchax.jaxprs.evaluate import variables_read
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.inner import batched_aval
@@ -109,9 +111,10 @@ class SegmentRun:
             # Places after the last lane hold that once more.
             lanes = queue.at[lax.min(entry, count - np.int32(1))].get(mode="clip")
             target = lax.select(entry < count, lanes, size + lax.iota(np.int32, width))
-            reads = [_rows(now[k], self.positions[k], lanes) for k in part.reads]
+            reads = [rows_of(now[k], self.positions[k], lanes) for k in part.reads]
             entries = self._taken(axis, now, reads, lanes)
-            old = [_rows(now[k], 0, lanes if u else None, width) for k, u in old_places]
+            # Of what is not read any lanes will do, and those in front need not be looked for.
+            old = [rows_of(now[k], 0, lanes) if u else now[k][:width] for k, u in old_places]
             spare = [
                 blank(batched_aval(axis, aval, 0), 0)
                 for aval in program.out_avals[len(part.writes) :]
@@ -155,7 +158,7 @@ class SegmentRun:
         part, count = self.segment, len(self.segment.writes)
         values = list(values)
         for k, x in zip(part.writes, new, strict=False):
-            values[k] = x if old is None else _with_rows(values[k], target, x)
+            values[k] = x if old is None else with_rows(values[k], x, target)
         for j, k in enumerate(part.puts):
             entry, index = new[count + 2 * j], new[count + 2 * j + 1]
             rows = values[k].at[target, _within(index, values[k].shape[1])]
@@ -182,22 +185,9 @@ def _within(index: Any, length: int) -> Any:
     return lax.clamp(least, index, most)
 
 
-def _rows(x: Value, position: Position, lanes: Any, width: int | None = None) -> Any:
-    """Those of some lanes; of any `width` lanes if there are no `lanes`."""
-    if position is None:
-        return x
-    if lanes is None:
-        return lax.slice_in_dim(x, 0, width, axis=position)
-    return x.at[(slice(None),) * position + (lanes,)].get(mode="clip")
-
-
-def _with_rows(x: Any, target: Any, rows: Any) -> Any:
-    return x.at[target].set(rows, mode="drop", unique_indices=True)
-
-
 def _used(program: ClosedJaxpr) -> list[bool]:
     """For each result whether the operand in its place is read."""
     jaxpr = program.jaxpr
-    read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
+    read = {v for eqn in jaxpr.eqns for v in variables_read(eqn)}
     read |= {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     return [v in read for v in jaxpr.invars[len(jaxpr.invars) - len(jaxpr.outvars) :]]

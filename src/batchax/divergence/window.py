@@ -110,7 +110,7 @@ def run_in_windows(
         stays = lambda wasted, count: plan.bears(wasted, count) & (count > 0)
         state = (active, carry, plan.blank)
         state = _alike(state, varying)
-        state = _steps(step, size, consts, left, stays, state, number_of(active))
+        state = _steps(step, size, consts, left, stays, state, count_active(active))
         active, carry, tally, count = state
         tallies = [tally]
     if widths:
@@ -144,7 +144,7 @@ def _steps(
         active, carry, tally, count, wasted = state
         tally = counted(tally, count)
         active, carry = step(width, consts, active, carry)
-        count = number_of(active)
+        count = count_active(active)
         wasted += lax.convert_element_type(width - count, np.float32)
         return active, carry, tally, count, wasted
 
@@ -203,11 +203,8 @@ class _Window:
         place = lax.iota(np.int32, width)
         taken = place < end - first
         lanes = queue.at[first + place].get(mode="clip")
-        carry = [x.at[lanes].get(mode="clip") for x in everyone[1:]]
-        consts = [
-            x if a is None else x.at[(slice(None),) * a + (lanes,)].get(mode="clip")
-            for x, a in zip(self.consts, self.positions, strict=True)
-        ]
+        carry = [rows_of(x, 0, lanes) for x in everyone[1:]]
+        consts = [rows_of(x, a, lanes) for x, a in zip(self.consts, self.positions, strict=True)]
         fits = [end - first <= w for w in self.widths[1:]]
         k = sum((lax.convert_element_type(fit, np.int32) for fit in fits), np.int32(0))
         runs = [functools.partial(self._run_at, k) for k in range(len(self.widths))]
@@ -217,10 +214,7 @@ class _Window:
         # Places without a lane are written out of bounds, where they are dropped: each to another
         # index, since indices are said to be unique.
         target = lax.select(taken, lanes, size + place)
-        everyone = [
-            x.at[target].set(row, mode="drop", unique_indices=True)
-            for x, row in zip(everyone, rows, strict=True)
-        ]
+        everyone = list(map(functools.partial(with_rows, target=target), everyone, rows))
         return everyone, (queue, first, end, left), tallies
 
     def _run_at(
@@ -268,7 +262,7 @@ def _without_done(queue: Any, first: Any, end: Any, active: Any) -> tuple[Any, A
         # Others are written out of bounds, where they are dropped; each differs, as places must.
         target = lax.select(stays, before, size + place)
         queue = queue.at[target].set(queue, mode="drop", unique_indices=True)
-        return queue, end - number_of(stays)
+        return queue, end - count_active(stays)
 
     def put(state: Any) -> Any:
         queue, at, to = state
@@ -285,7 +279,19 @@ def _without_done(queue: Any, first: Any, end: Any, active: Any) -> tuple[Any, A
     return queue, first
 
 
-def number_of(active: Any) -> Any:
+def rows_of(x: Value, position: Position, lanes: Any) -> Any:
+    """What these lanes have of an array of all lanes; `lanes` may repeat some."""
+    if position is None:
+        return x
+    return x.at[(slice(None),) * position + (lanes,)].get(mode="clip")
+
+
+def with_rows(x: Value, rows: Any, target: Any) -> Any:
+    """`x` with `rows` for the lanes `target`; those that are out of bounds are dropped."""
+    return x.at[target].set(rows, mode="drop", unique_indices=True)
+
+
+def count_active(active: Any) -> Any:
     """How many lanes are active."""
     if jax.default_backend() != "cpu" or active.shape[0] >= 1 << 24:  # which a float counts to
         return jnp.sum(active, dtype=np.int32)

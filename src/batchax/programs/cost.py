@@ -134,13 +134,14 @@ def cost_of_program(
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     marks = None if differs is None else tuple(differs)
     key = (*map(integers.get, (*jaxpr.constvars, *jaxpr.invars)), marks, steps)
-    count = lambda: _sum(_of_equations(jaxpr, integers, marks, steps))
+    count = lambda: _sum(costs_of_equations(jaxpr, integers, marks, steps))
     return count() if reads_symbols() else _costs.get(key, count, owner=jaxpr)
 
 
-def _of_equations(
+def costs_of_equations(
     jaxpr: Jaxpr, integers: Mapping[Any, int], differs: Sequence[bool] | None, steps: int
 ) -> Iterator[Cost]:
+    """What each equation of a program costs, but for those that run once for all lanes."""
     own = set(itertools.compress(jaxpr.invars, differs or ()))
     for eqn in jaxpr.eqns:
         marks = [not isinstance(v, Literal) and v in own for v in eqn.invars]
