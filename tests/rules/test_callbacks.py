@@ -166,6 +166,20 @@ def test_ordered_io_callbacks_follow_the_lanes_and_then_the_program():
     assert log.calls == [(0.0,), *[(10.0,)] * 2, (1.0,), *[(11.0,)] * 2, (99.0,)]
 
 
+def test_ordered_calls_of_a_loop_whose_result_is_not_used_are_made_in_reverse_mode():
+    log = Log()
+
+    def fun(x):
+        call = lambda _, c: io_callback(log, c, lax.stop_gradient(c), ordered=True)
+        lax.fori_loop(0, 2, call, x)
+        return x
+
+    _, pull = jax.vjp(bx.vmap(fun), jnp.arange(2.0))
+    same(pull(jnp.ones(2))[0], np.ones(2))
+    jax.effects_barrier()
+    assert log.calls == [(0.0,)] * 2 + [(1.0,)] * 2
+
+
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap])
 def test_debug_callback(ordered, vmap):

@@ -117,10 +117,12 @@ def _run_lanes(
     needed: set[Any],
 ) -> None:
     """Runs steps for one lane after another; what they make that is `needed` is left in `env`."""
+    # Of calls whose results nobody reads in a scan JAX's reverse mode makes none.
+    calls = {v for step in steps if _compat.in_order(step.eqn.effects) for v in step.outputs}
     made = {v for step in steps for v in step.outputs}
     read_here = dict.fromkeys(v for step in steps for v in _variables(step.inputs))
     inputs = [v for v in read_here if v not in made]
-    outputs = [v for step in steps for v in step.outputs if v in needed]
+    outputs = [v for step in steps for v in step.outputs if v in needed | calls]
 
     def one_lane(*xs: Any) -> list[Any]:
         own = dict(zip(inputs, xs, strict=True))
