@@ -73,6 +73,17 @@ def test_lanes_that_may_be_spread_stay():
     assert "parting_loop" in str(alone)
 
 
+def test_lanes_part_ways_on_each_device_of_a_mesh():
+    """Not if lanes of a device may be spread over axes that the mesh has besides."""
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=kinds)
+    specs = {"in_specs": (jax.P("a"), jax.P("a"), jax.P()), "out_specs": jax.P("a")}
+    batched = bx.vmap(dear, (0, 0, None))
+    for names, apart in (({"a", "b"}, True), ({"a"}, False)):
+        sharded = jax.shard_map(batched, mesh=mesh, axis_names=names, **specs)
+        assert ("parting_loop" in str(jax.make_jaxpr(sharded)(*DEAR))) == apart
+
+
 def test_collectives_and_calls_of_the_host_stay():
     def meet(count, x):
         step = lambda c: (c[0] + 1, c[1] + lax.pmean(c[1], "i"))

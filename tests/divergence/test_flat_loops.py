@@ -10,6 +10,7 @@ from jax import lax
 
 import batchax as bx
 from batchax.divergence import compact, cut, flat, segments
+from batchax.divergence.auto import Auto
 
 from support import forced, oracle
 
@@ -85,7 +86,7 @@ def scan_in_a_scan(x, entries):
 def while_of_while(x, entries):
     def step(carry):
         n, x, seen = carry
-        i, y = halve(x + entries[n % 3], 8)
+        i, y = halve(x + jnp.asarray(entries)[n % 3], 8)
         return n + 1, y * 2.5, seen.at[n].set(i)
 
     going_on = lambda c: (c[0] < 6) & (c[1] < 2.4)
@@ -95,7 +96,7 @@ def while_of_while(x, entries):
 def common_steps(x, entries):
     """All lanes take as many steps of the outer loop, which is a ``while`` all the same."""
     return lax.fori_loop(
-        0, entries.shape[0], lambda k, x: halve(jnp.abs(x) + entries[k], 9)[1] * 3, x
+        0, entries.shape[0], lambda k, x: halve(jnp.abs(x) + jnp.asarray(entries)[k], 9)[1] * 3, x
     )
 
 
@@ -222,6 +223,92 @@ def test_both_axes_of_nested_vmaps_are_one():
     expected = jax.jit(nested(jax.vmap, jax.vmap))(XS, rows)
     for inner, outer in ((compact, compact), (compact, jax.vmap), (jax.vmap, compact)):
         oracle.same(jax.jit(nested(inner, outer))(XS, rows), expected)
+
+
+def on_devices(fun, in_specs, out_specs, sizes=(2,), **options):
+    """`fun` of the part of its arguments that each device has, on a mesh of these sizes."""
+    kinds = (jax.sharding.AxisType.Auto,) * len(sizes)
+    mesh = jax.make_mesh(sizes, tuple("ab")[: len(sizes)], axis_types=kinds)
+    return jax.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
+
+
+def flat_loops(fun, *args):
+    """How many loops have lanes at places of their own."""
+    return str(jax.make_jaxpr(fun)(*args)).count("FlatLoop(")
+
+
+def in_turn(x, entries):
+    """Several programs: to compile one takes less time than to compile each."""
+    return [fun(x, entries) for fun in (two_in_turn, three_deep, while_of_while, arrays)]
+
+
+SHARDED = XS[:6]
+BY_DEFAULT = Auto(limits=forced.EVERYWHERE._replace(devices=1))
+ROWS, SAME, BOTH = jax.P("a"), jax.P(), jax.P("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("how", "check_vma"), [("compact", True), (bx.Compact(width=2), True), (BY_DEFAULT, False)]
+)
+def test_each_device_has_its_own_lanes(how, check_vma):
+    """Devices leave their loops on their own, whatever types say of what varies between them."""
+    batched = bx.vmap(in_turn, (0, None), divergence=how)
+    sharded = on_devices(batched, (ROWS, SAME), ROWS, check_vma=check_vma)
+    assert flat_loops(sharded, SHARDED, ENTRIES) == 4
+    expected = jax.jit(jax.vmap(in_turn, (0, None)))(SHARDED, ENTRIES)
+    oracle.same(jax.jit(sharded)(SHARDED, ENTRIES), expected)
+    if how is BY_DEFAULT:
+        dealt_out = bx.vmap(in_turn, (0, None), divergence=how, mesh="all")
+        assert flat_loops(dealt_out, SHARDED, ENTRIES) == 4
+        oracle.same(dealt_out(SHARDED, ENTRIES), expected)
+
+
+def test_what_varies_over_other_axes_than_lanes_do():
+    """Lanes differ along one axis of the mesh, entries along another, and both in a nested vmap."""
+    rows = ENTRIES + np.arange(6, dtype=np.float32)[:, None]
+
+    def nested(vmap):  # JAX asks for a carry that varies as entries do
+        both = lambda x, entries: scan_of_while(x + 0 * entries[0], entries)
+        return vmap(vmap(both, (None, 0)), (0, None))
+
+    def own(vmap):  # the carry does not vary as entries do, and may not
+        fun = lambda x, rows: lax.scan(lambda x, e: (halve(x, 3)[1] + 1, e * rows), x, ENTRIES)
+        return vmap(fun, (0, None))
+
+    compact = functools.partial(bx.vmap, divergence="compact")
+    for fun, made, count in ((nested, BOTH, 1), (own, (ROWS, jax.P("a", None, "b")), 0)):
+        sharded = on_devices(fun(compact), (ROWS, jax.P("b")), made, (2, 2))
+        assert flat_loops(sharded, SHARDED, rows) == count
+        oracle.same(jax.jit(sharded)(SHARDED, rows), jax.jit(fun(jax.vmap))(SHARDED, rows))
+
+
+def counting(x, entries):
+    """A count that all lanes share, and all devices; it is one of the results, and of the ys."""
+
+    def step(carry, entry):
+        k, x = carry
+        _, x = halve(jnp.abs(x) + entry + k, 9)
+        return (k + entry, x * 3), (k, x)
+
+    (k, x), (ks, ys) = lax.scan(step, (jnp.zeros_like(entries[0]), x), entries)
+    n, x = lax.while_loop(lambda c: c[0] < ks[3], lambda c: (c[0] + 9, halve(c[1], 3)[1]), (k, x))
+    return (k, ks, n), (x, ys)
+
+
+def test_what_lanes_share_stays_one_value():
+    axes = {"in_axes": (0, None), "out_axes": (None, 0)}
+    batched = bx.vmap(counting, divergence="compact", **axes)
+    assert flat_loops(batched, SHARDED, ENTRIES) == 2
+    expected = jax.jit(jax.vmap(counting, **axes))(SHARDED, ENTRIES)
+    oracle.same(jax.jit(batched)(SHARDED, ENTRIES), expected)
+    sharded = on_devices(batched, (ROWS, SAME), (SAME, ROWS))
+    oracle.same(jax.jit(sharded)(SHARDED, ENTRIES), expected)
+
+    def total(f):  # of a scan, which has a derivative in reverse
+        return lambda entries: sum(jnp.sum(x**2) for x in f(SHARDED, entries)[0][:2])
+
+    ours, theirs = (total(f) for f in (batched, jax.vmap(counting, **axes)))
+    oracle.same(jax.grad(ours)(ENTRIES), jax.grad(theirs)(ENTRIES))
 
 
 def test_the_index_of_a_lane_is_its_own():

@@ -28,6 +28,7 @@ from batchax.jaxprs.words import Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 from batchax.kernel.divergence import AnyLoop, BoundedLoop, Branches, PlacedOutputs, WhileLoop
+from batchax.kernel.varying import mesh_around
 from batchax.rules.hazards import hazards
 
 
@@ -67,11 +68,14 @@ class Auto(Compact):
     def leaves(self, values: Sequence[Value]) -> bool:
         """Whether lanes may be spread over devices: to move one would be to send it.
 
-        Of values that are traced nobody knows, but inside ``shard_map``, where each has its own.
+        Of values that are traced nobody knows, but where each has its own: inside a ``shard_map``
+        over all axes of its mesh.
         """
         most = self.limits.devices
         if any(isinstance(x, Tracer) for x in values):
-            return jax.device_count() > most and not jax.sharding.get_abstract_mesh().manual_axes
+            mesh = mesh_around()
+            own = bool(mesh.manual_axes) and not (mesh.auto_axes or mesh.explicit_axes)
+            return jax.device_count() > most and not own
         return any(len(x.sharding.device_set) > most for x in values if isinstance(x, jax.Array))
 
     def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
@@ -97,7 +101,7 @@ class Auto(Compact):
         return super().run(axis, parting)
 
     def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
-        if jax.default_backend() != "cpu" or self.leaves(loop.args):
+        if jax.default_backend() != "cpu":
             return None
         return run_flat(axis, loop, self.limits.nest)
 

@@ -29,6 +29,7 @@ from batchax.divergence.price import Price, price_of, price_of_keeping, price_of
 from batchax.divergence.scan_as_while import run_as_while
 from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.evaluate import bind_equation, plan, variables_read, walk
+from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import remembered, stage_function
@@ -148,6 +149,7 @@ class _Cut:
 
     Attributes:
       inner: those loops.
+      zeros: variables that are zero, cast to vary over the axes of a mesh.
       slots: the types of what a lane keeps.
     """
 
@@ -160,6 +162,10 @@ class _Cut:
         self.carry = jaxpr.invars[n_body:]
         self.apart = dict(zip(jaxpr.invars, differs, strict=True))
         through = differing_through(jaxpr, self.apart)
+        casts = [eqn for eqn in jaxpr.eqns if facts_of(eqn.primitive).cast]
+        self.zeros = {
+            e.outvars[0] for e in casts if isinstance(e.invars[0], Literal) and e.invars[0].val == 0
+        }
         self.inner = [eqn for eqn, of in through if of.parts and eqn.primitive is while_p]
 
     def parts(self) -> tuple[Segment | Inner, ...]:
@@ -261,7 +267,7 @@ class _Cut:
             k = slots.get(result)
             if k is None or result in read or outs.count(result) > 1:
                 continue  # all of it is needed
-            if puts_entry(eqn) and self.place.get(array) == k:
+            if self._puts_entry(eqn) and self.place.get(array) == k:
                 puts[eqn] = k
         takes = {eqn: self.place[eqn.invars[0]] for eqn in eqns if self._takes_entry(eqn)}
         written = {k: v for k, v in writes.items() if k not in puts.values()}
@@ -300,7 +306,18 @@ class _Cut:
         operand, _, *others = eqn.invars
         whole = eqn.params["slice_sizes"] == (1, *operand.aval.shape[1:])
         constant = operand in self.body.jaxpr.invars[: self.n_body]
-        return whole and constant and self.apart[operand] and all(map(_is_zero, others))
+        return whole and constant and self.apart[operand] and all(map(self._is_zero, others))
+
+    def _puts_entry(self, eqn: Eqn) -> bool:
+        """Whether an equation puts an entry into an array, along its first axis."""
+        if eqn.primitive is not dynamic_update_slice_p or isinstance(eqn.invars[0], Literal):
+            return False
+        operand, update, _, *others = eqn.invars
+        whole = update.aval.shape == (1, *operand.aval.shape[1:])
+        return whole and all(map(self._is_zero, others))
+
+    def _is_zero(self, v: Any) -> bool:
+        return v.val == 0 if isinstance(v, Literal) else v in self.zeros
 
     def _program(
         self,
@@ -339,18 +356,6 @@ class _Cut:
             return list(map(number, outs))
 
         return stage_function(self.axis, run, types), reads
-
-
-def puts_entry(eqn: Eqn) -> bool:
-    """Whether an equation puts an entry into an array, along its first axis."""
-    if eqn.primitive is not dynamic_update_slice_p or isinstance(eqn.invars[0], Literal):
-        return False
-    operand, update, _, *others = eqn.invars
-    return update.aval.shape == (1, *operand.aval.shape[1:]) and all(map(_is_zero, others))
-
-
-def _is_zero(v: Any) -> bool:
-    return isinstance(v, Literal) and v.val == 0
 
 
 def _steps(eqns: Sequence[Eqn], outs: Sequence[Any]) -> list[Any]:

@@ -64,7 +64,7 @@ def differing_in(eqn: Eqn, operands: Differs) -> Differing:
         results = tuple(operands[0] or any(each) for each in zip(*taken, strict=True))
         return Differing(results, False)
     if eqn.primitive is while_p:
-        return _of_while(eqn, bodies, operands)
+        return _of_while(bodies, operands)
     (body,) = bodies
     inside = differing_in_steps(body.jaxpr, body.same, body.carried, _given(body, operands))
     results = [any(operands)] * len(eqn.outvars)
@@ -73,15 +73,26 @@ def differing_in(eqn: Eqn, operands: Differs) -> Differing:
     return Differing(tuple(results), inside.parts and eqn.primitive.name in OPENED)
 
 
-def _of_while(eqn: Eqn, bodies: Sequence[Body], operands: Differs) -> Differing:
+def _of_while(bodies: Sequence[Body], operands: Differs) -> Differing:
     test, body = bodies
-    inside = differing_in_steps(body.jaxpr, body.same, body.carried, _given(body, operands))
-    tested = [operands[k] for k in test.operands[: test.same]]
-    (ends,) = differing(test.jaxpr, [*tested, *inside.results]).results
+    tested = tuple(operands[k] for k in test.operands[: test.same])
+    return differing_in_while(test.jaxpr, body.jaxpr, tested, _given(body, operands))
+
+
+def differing_in_while(test: Jaxpr, body: Jaxpr, tested: Differs, given: Differs) -> Differing:
+    """That of a ``while``.
+
+    Args:
+      test, body: its programs.
+      tested: which constants of the predicate differ.
+      given: which constants of the body do, and what of the first carry.
+    """
+    carried = len(body.outvars)
+    inside = differing_in_steps(body, len(given) - carried, carried, given)
+    (ends,) = differing(test, [*tested, *inside.results]).results
     if not ends:
         return inside
-    leaves = not test.jaxpr.outvars[0].aval.shape
-    return Differing((True,) * len(eqn.outvars), leaves)
+    return Differing((True,) * carried, not test.outvars[0].aval.shape)
 
 
 def _given(body: Body, operands: Differs) -> Differs:

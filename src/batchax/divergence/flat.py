@@ -29,7 +29,7 @@ from batchax import _compat
 from batchax.divergence.loops import PartingLoop
 from batchax.divergence.nest import Inner, Nest, Segment
 from batchax.divergence.segments import SegmentRun
-from batchax.divergence.window import Plan, count_active, run_in_windows
+from batchax.divergence.window import Plan, alike, count_active, run_in_windows
 from batchax.execution.buffers import blank
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position, match_axis
@@ -74,6 +74,7 @@ class FlatLoop(PartingLoop):
         place, *others = self.nest.slots[len(carry) :]
         slots = [*carry, lax.full((self.axis.size,), 0, place.dtype)]
         slots += [blank(batched_aval(self.axis, t, 0), k) for k, t in enumerate(others)]
+        slots = alike(slots, operands)
         slots, _ = run_in_windows(self.plan, self._step, consts, self.positions, active, slots)
         types = zip(slots, self.body.out_avals, strict=False)
         return [as_weak_as(t, x) for x, t in types]
@@ -94,7 +95,8 @@ class FlatLoop(PartingLoop):
         axis = replace(self.axis, divergence=None)
         positions = [*self.positions, *[0] * (len(operands) - len(self.positions))]
         outs, at = interpret(axis, self.together.jaxpr, self.together.consts, operands, positions)
-        return [match_axis(axis, x, a, 0) for x, a in zip(outs, at, strict=True)]
+        outs = [match_axis(axis, x, a, 0) for x, a in zip(outs, at, strict=True)]
+        return alike(outs, operands)
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,7 @@ class Lanes:
             return runs, own[len(consts) :], count, wasted, spent + taken
 
         start = first, mine, count_active(first), np.float32(0), np.float32(0)
-        runs, mine, _, _, spent = lax.while_loop(goes_on, once, start)
+        runs, mine, _, _, spent = lax.while_loop(goes_on, once, alike(start, values))
         for k, x in zip(part.slots, mine, strict=True):
             values[k] = x
         through = (here | inside) & ~runs

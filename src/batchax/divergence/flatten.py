@@ -12,17 +12,18 @@ from jax.extend.core.primitives import scan_p, while_p
 
 from batchax import _compat
 from batchax.divergence.cut import nest_of, price_inside
-from batchax.divergence.differing import differing_in_steps
+from batchax.divergence.differing import differing_in_steps, differing_in_while
 from batchax.divergence.flat import FlatLoop, as_weak_as
 from batchax.divergence.limits import can_move, rule_of_user
 from batchax.divergence.loop_primitive import bind
 from batchax.divergence.loops import with_index
 from batchax.divergence.scan_as_while import scan_as_while, while_of_scan
+from batchax.divergence.waiting import Waiting
 from batchax.execution.names import index_as_input
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.words import Aval, ClosedJaxpr
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis
+from batchax.kernel.axis import Axis, Position
 from batchax.kernel.captured import closed_over
 from batchax.kernel.divergence import AnyLoop, PlacedOutputs, WhileLoop
 from batchax.kernel.inner import remembered, stage_function
@@ -46,7 +47,7 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
     body = loop.params["jaxpr" if loop.primitive is scan_p else "body_jaxpr"]
     if not _holds_while.in_program(body):  # as most do not: the rest is asked of few
         return None
-    if not can_move(axis, loop.args) or any(varying_of(loop.args)):
+    if not can_move(axis, loop.args):
         return None
     form = (_scan if loop.primitive is scan_p else _while)(axis, loop)
     if form is None:
@@ -70,23 +71,31 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
     if not nest.parts or price_inside(nest).of(axis.size) < least:
         recording.note(why="the loops inside cost too little, or copies of what they use too much")
         return None
+    tested = tuple(a is not None for a in whole.test_at)
+    apart = differing_in_while(whole.test.jaxpr, whole.body.jaxpr, tested, differs).results
+    results = range(len(form.carry) - len(form.results), len(form.carry))
+    own = [k for k in results if apart[k]]
+    consts, consts_at = [*whole.test_consts, *whole.body_consts], (*whole.test_at, *whole.body_at)
+    waiting = Waiting(inside, together, [*consts, *form.carry], (*consts_at, *form.carry_at))
+    # Inside ``shard_map`` a count that starts from zero differs between devices once lanes have
+    # counts of their own, and so does what is computed from it.
+    operands = _compat.varying_alike([*consts, *whole.carry])
+    over = varying_of(operands)[0]
+    if over and any(varies != over for varies in waiting.varying(own)):
+        recording.note(why="a result would vary over more axes of the mesh than it does")
+        return None
     length = loop.params.get("length")
     plan = axis.divergence.plan_of_nest(axis.size, nest, length)
-    flat = FlatLoop(
-        inside,
-        whole.test,
-        whole.body,
-        len(whole.test_consts),
-        (*whole.test_at, *whole.body_at),
-        plan,
-        nest,
-        length,
-        together,
-    )
+    n_test = len(whole.test_consts)
+    flat = FlatLoop(inside, whole.test, whole.body, n_test, consts_at, plan, nest, length, together)
     recording.note(divergence="flat", widths=plan.widths)
-    outs = bind(flat, [*whole.test_consts, *whole.body_consts, *whole.carry])
-    outs = outs[len(outs) - len(form.results) :]
-    return list(map(as_weak_as, form.results, outs)), [0] * len(outs)
+    outs = bind(flat, operands)
+    at: list[Position] = [0] * len(outs)
+    shared = [k for k in results if not apart[k]]
+    for k, x, a in zip(shared, *waiting.results(shared), strict=True):
+        outs[k], at[k] = x, a
+    outs = [as_weak_as(aval, outs[k]) for aval, k in zip(form.results, results, strict=True)]
+    return outs, [at[k] for k in results]
 
 
 _holds_while = Anywhere(lambda eqn: eqn.primitive is while_p)

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.core import eval_jaxpr
 from jax.extend.core import unmapped_aval
-from jax.extend.core.primitives import dynamic_slice_p, dynamic_update_slice_p, while_p
+from jax.extend.core.primitives import while_p
 
 from batchax import _compat
 from batchax.execution.buffers import blank
@@ -50,13 +50,14 @@ def while_of_scan(axis: Axis, params: Any) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     def once(*values: Any) -> list[Any]:
         own, each, (step, *state) = split_operands(values, n_consts, len(xs))
         at = np.int32(length - 1) - step if reverse else step
+        within: Any = {"allow_negative_indices": False}
         x = [
-            lax.squeeze(dynamic_slice_p.bind(x, at, *_rest(x), slice_sizes=(1, *x.shape[1:])), [0])
+            lax.squeeze(lax.dynamic_slice(x, _place(x, at), (1, *x.shape[1:]), **within), [0])
             for x in each
         ]
         outs = eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *own, *state[:n_carry], *x)
         ys = [
-            dynamic_update_slice_p.bind(y, lax.expand_dims(e, [0]), at, *_rest(y))
+            lax.dynamic_update_slice(y, lax.expand_dims(e, [0]), _place(y, at), **within)
             for y, e in zip(state[n_carry:], outs[n_carry:], strict=True)
         ]
         return [step + np.int32(1), *outs[:n_carry], *ys]
@@ -69,8 +70,8 @@ def while_of_scan(axis: Axis, params: Any) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     return remembered(jaxpr, ("as while", axis, length, reverse, n_consts, n_carry), build)
 
 
-def _rest(x: Any) -> list[Any]:
-    return [np.int32(0)] * (x.ndim - 1)
+def _place(x: Any, at: Any) -> list[Any]:
+    return [at] + [np.int32(0)] * (x.ndim - 1)
 
 
 def scan_as_while(axis: Axis, params: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -79,5 +80,5 @@ def scan_as_while(axis: Axis, params: Any, operands: Sequence[Any]) -> tuple[lis
     _, body = while_of_scan(axis, params)
     consts, carry, xs = split_operands(operands, n_consts, n_carry)
     ys = body.out_avals[1 + n_carry :]
-    arrays = [blank(y, k) for k, y in enumerate(ys)]
+    arrays = [_compat.varying_as(blank(y, k), y) for k, y in enumerate(ys)]
     return [*consts, *xs], [np.int32(0), *carry, *arrays]

@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from batchax.divergence.nest import Segment
-from batchax.divergence.window import rows_of, with_rows
+from batchax.divergence.window import alike, rows_of, with_rows
 from batchax.execution.buffers import blank
 from batchax.jaxprs.evaluate import variables_read
 from batchax.jaxprs.words import ClosedJaxpr, Value
@@ -125,7 +125,7 @@ class SegmentRun:
             now = self._put(now, target, outs, old)
             return first + np.int32(width), [now[k] for k in changed]
 
-        start = np.int32(0), [values[k] for k in changed]
+        start = alike((np.int32(0), [values[k] for k in changed]), values)
         _, changing = lax.while_loop(lambda state: state[0] < count, once, start)
         for k, x in zip(changed, changing, strict=True):
             values[k] = x

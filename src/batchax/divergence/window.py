@@ -109,7 +109,7 @@ def run_in_windows(
         left = max(left, widths[0]) if widths else 0
         stays = lambda wasted, count: plan.bears(wasted, count) & (count > 0)
         state = (active, carry, plan.blank)
-        state = _alike(state, varying)
+        state = alike(state, varying)
         state = _steps(step, size, consts, left, stays, state, count_active(active))
         active, carry, tally, count = state
         tallies = [tally]
@@ -188,7 +188,7 @@ class _Window:
             _, (_, _, end, left), _ = state
             return (end < size) | (left > 0)
 
-        everyone, _, tallies = lax.while_loop(goes_on, self._turn, _alike(state, varying))
+        everyone, _, tallies = lax.while_loop(goes_on, self._turn, alike(state, varying))
         return everyone[1:], tallies
 
     def _turn(self, state: Any) -> Any:
@@ -309,7 +309,7 @@ def counted(tally: Tally, count: Any) -> Tally:
     return iterations + np.uint32(1), high + lax.convert_element_type(total < low, np.uint32), total
 
 
-def _alike(state: Any, like: Sequence[Any]) -> Any:
+def alike(state: Any, like: Sequence[Any]) -> Any:
     """A first carry whose values, inside ``shard_map``, vary over all that `like` varies over.
 
     The types of a carry must be the same before and after a step.
