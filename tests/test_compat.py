@@ -74,6 +74,13 @@ def test_private_names(module, name):
     assert hasattr(importlib.import_module(module), name)
 
 
+def test_an_equation_takes_one_more_name():
+    eqn = equation("sin", jnp.sin, X)
+    named = _compat.named_equation(eqn, "more", eqn.params)
+    assert str(named.source_info.name_stack).endswith("more")
+    assert (named.invars, named.outvars) == (eqn.invars, eqn.outvars)
+
+
 # --- the classes of effects --------------------------------------------------------------------
 
 

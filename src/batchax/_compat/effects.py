@@ -42,6 +42,11 @@ def calls_back(effects: Any) -> bool:
     return ordered_by_lane(effects) or any(type(e).__name__ == "DebugEffect" for e in effects)
 
 
+def does_more_than_show(effects: Any) -> bool:
+    """Whether a program with these effects does anything but show values to the host."""
+    return any(type(e).__name__ != "DebugEffect" for e in effects)
+
+
 def checks(effects: Any) -> bool:
     """Whether a program with these effects has a runtime check of ``checkify``."""
     return any(type(e).__name__ == "ErrorEffect" for e in effects)

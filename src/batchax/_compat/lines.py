@@ -78,3 +78,14 @@ def _calling_frame() -> traceback.FrameSummary | None:
         if not code.co_filename.startswith(_NOT_THE_USERS):
             return traceback.FrameSummary(code.co_filename, line, code.co_qualname)
     return None
+
+
+def named_equation(eqn: Any, name: str | None, params: dict[str, Any]) -> Any:
+    """An equation with other parameters, and with one more name, the innermost, if there is one.
+
+    Names are put around what is staged, publicly, and not around what has been.
+    """
+    source = eqn.source_info
+    if name is not None:
+        source = source.replace(name_stack=source.name_stack.extend(name))
+    return eqn.replace(params=params, source_info=source)

@@ -202,7 +202,7 @@ class _Cut:
             # Only now: the segment computes these, and does not read them.
             self.place.update(zip(kept, places, strict=True))
             program, reads = self._program([], _constants(eqn), ())
-            parts.append(Inner(nest, program, reads, slots))
+            parts.append(Inner(nest, program, reads, slots, eqn))
         last = zip(map(self.place.__getitem__, self.carry), jaxpr.outvars, strict=True)
         changed = {k: v for k, v in last if isinstance(v, Literal) or self.place.get(v) != k}
         return *parts, self._segment(groups[-1], changed)

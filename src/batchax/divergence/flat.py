@@ -32,6 +32,7 @@ from batchax.divergence.segments import SegmentRun
 from batchax.divergence.window import Plan, alike, count_active, run_in_windows
 from batchax.execution.buffers import blank
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
+from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.inner import batched_aval
 from batchax.kernel.interpreter import interpret
@@ -137,7 +138,9 @@ class Lanes:
         for number, part in enumerate(nest.parts):
             match part:
                 case Segment():
-                    values = self._run_of(part)(here, values)
+                    # Whoever takes a step comes through the last of them.
+                    with recording.uncounted(part is nest.parts[-1]):
+                        values = self._run_of(part)(here, values)
                 case Inner():
                     here, values, taken = self._come_through(
                         number, part, here, active, values, deadline - spent
@@ -183,7 +186,8 @@ class Lanes:
         values, program = list(values), part.constants
         at = [*self.constants_at, *[0] * len(self.nest.slots)]
         reads, reads_at = [values[k] for k in part.reads], [at[k] for k in part.reads]
-        consts, consts_at = interpret(self.axis, program.jaxpr, program.consts, reads, reads_at)
+        with recording.uncounted():
+            consts, consts_at = interpret(self.axis, program.jaxpr, program.consts, reads, reads_at)
         lanes = Lanes(self.axis, part.nest, tuple(consts_at))
         mine = [values[k] for k in part.slots]
         inside = active & (values[self._place] == number)
@@ -199,7 +203,10 @@ class Lanes:
             runs, mine, count, wasted, spent = state
             # Whoever waits here waits for loops further inside, too.
             left = (limit - wasted) / lax.max(_lanes(everyone - count), _NOBODY)
-            runs, own, taken = lanes.step(runs, [*consts, *mine], lax.min(left, deadline - spent))
+            left = lax.min(left, deadline - spent)
+            with recording.inside(self.axis, part.eqn):
+                recording.note(divergence="flat", widths=(self.axis.size,))
+                runs, own, taken = lanes.step(runs, [*consts, *mine], left)
             count = count_active(runs)
             wasted = wasted + taken * _lanes(everyone - count)
             return runs, own[len(consts) :], count, wasted, spent + taken

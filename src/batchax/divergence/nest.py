@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchax.divergence.price import Price
-from batchax.jaxprs.words import Aval, ClosedJaxpr
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,12 +53,14 @@ class Inner:
       constants: the program of its constants, of the values it reads.
       reads: these, as those of a `Segment`.
       slots: its own slots, among the values of the loop around it.
+      eqn: its equation.
     """
 
     nest: Nest
     constants: ClosedJaxpr
     reads: tuple[int, ...]
     slots: range
+    eqn: Eqn
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,6 +20,7 @@ from batchax.divergence.window import alike, rows_of, with_rows
 from batchax.execution.buffers import blank
 from batchax.jaxprs.evaluate import variables_read
 from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.inner import batched_aval
 from batchax.kernel.interpreter import interpret
@@ -140,7 +141,8 @@ class SegmentRun:
             return []
         at = self._operands_at[: len(reads)]
         program = part.indices
-        indices, places = interpret(axis, program.jaxpr, program.consts, reads, at)
+        with recording.uncounted():
+            indices, places = interpret(axis, program.jaxpr, program.consts, reads, at)
         taken = []
         for k, index, place in zip(part.takes, indices, places, strict=True):
             x = match_axis(axis, values[k], self.positions[k], 0)

@@ -197,7 +197,8 @@ class Call:
     def _stage(self) -> tuple[ClosedJaxpr, FlatOutputs]:
         given = self.mapped[self.constants :]
         avals = [example_aval(self.axis, jax.typeof(m.value), m.axis) for m in given]
-        return stage_described(self.axis, self.function, avals, [m.path for m in given])
+        staged = stage_described(self.axis, self.function, avals, [m.path for m in given])
+        return recording.with_numbers(staged)
 
     def with_program(self: Self) -> Self:
         """The same call, staged: calls that are made of it will not be staged again."""

@@ -251,6 +251,47 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class StepCount:
+    """The steps of a loop, or the runs of a branch, when the batched function ran.
+
+    A step that is computed for `w` lanes is `w` lane-steps, whether lanes need it or not.
+
+    Attributes:
+      equation: the `number` of the equation in the listing.
+      branch: which branch, of a `cond`; None of a loop.
+      way: how lanes ran: "together" if all take the same steps; "masked"; "compact", in windows;
+        "flat", each at a place of its own; "grouped", a branch for the lanes that take it;
+        "once", for all lanes alike.
+      needed: the lane-steps that one lane after another would take, alone; None if unknown.
+      done: those that were computed; None if unknown.
+      masked: those that would be if lanes were masked; None if unknown.
+      longest: how many steps the lane takes that takes most.
+      least: how few lane-steps it could do, run in the same way.
+      why: why they are not known; empty if they are.
+    """
+
+    equation: str
+    branch: int | None
+    way: str
+    needed: int | None = None
+    done: int | None = None
+    masked: int | None = None
+    longest: int | None = None
+    least: int | None = None
+    why: str = ""
+
+    @property
+    def of_use(self) -> float | None:
+        """The share of what was done that lanes needed; None if unknown, or nothing was."""
+        return self.needed / self.done if self.needed is not None and self.done else None
+
+    @property
+    def bound(self) -> float | None:
+        """The least share of the masked lane-steps; None if unknown, or there are none."""
+        return self.least / self.masked if self.least is not None and self.masked else None
+
+
+@dataclass(frozen=True)
 class Account:
     """What an `Explanation` holds; its attributes are described there."""
 
@@ -267,6 +308,7 @@ class Account:
     timings: tuple[Timing, ...] = ()
     unmeasured: tuple[int | str | None, ...] = ()
     devices: Devices | None = None
+    steps: tuple[StepCount, ...] = ()
 
     @property
     def work(self) -> Work:

@@ -19,16 +19,20 @@ from batchax.explain.findings.draft import Draft
 from batchax.explain.findings.every import find_findings
 from batchax.explain.interface import arguments_of, outputs_of
 from batchax.explain.listing import Listing
-from batchax.explain.measure import as_it_is, check_values, measure_alone
+from batchax.explain.measure import as_it_is, check_values, first_call, measure_alone
 from batchax.explain.measure import measure as measure_ways
 from batchax.explain.memory import counted_by_compiler, find_memory
 from batchax.explain.naming import Names
 from batchax.explain.staging import Staged, stage
+from batchax.explain.steps import count_steps, steps_unknown
 from batchax.frontend.arguments import check_callable
 from batchax.frontend.batched import Batched
 from batchax.vmap import made_by_vmap, vmap
 
 P = ParamSpec("P")
+
+# Two more programs are made to count steps, and counting is in them.
+_PROGRAMS = 3
 
 
 @_compat.api_boundary
@@ -165,15 +169,26 @@ def _of_batched(
         explanation, draft = _explain(name, staged, compiled if compile else None, ways.options)
         if time_limit is None:
             return explanation
-        way = as_it_is(ways.options.get("batch_size"), staged, compiled, made)
+        size = ways.options.get("batch_size")
+        way = as_it_is(size, staged, compiled, made)
+        listed = {eqn.number: eqn for eqn in explanation.walk()}
         if ways.alone:
-            timings, left, tried = measure_alone(way, time_limit), (), ()
+            steps = steps_unknown(listed, "it is not the batched function alone")
+        elif _PROGRAMS * (made + first_call(way)) < time_limit:
+            steps = count_steps(batched, args, kwargs, listed, size is not None)
+        else:
+            steps = steps_unknown(listed, "no time was left")
+        time_left = time_limit - (time.monotonic() - start)
+        if ways.alone:
+            timings, left, tried = measure_alone(way, time_left), (), ()
         else:
             how = ways.fun, ways.in_axes, ways.out_axes, ways.options
             advised = [f.advice for f in explanation.findings if f.advice]
-            timings, left, tried = measure_ways(way, *how, args, kwargs, advised, time_limit)
+            timings, left, tried = measure_ways(way, *how, args, kwargs, advised, time_left)
         findings = find_findings(replace(draft, timings=timings, tried=tried))
-        return replace(explanation, timings=timings, unmeasured=left, findings=findings)
+        return replace(
+            explanation, timings=timings, unmeasured=left, findings=findings, steps=steps
+        )
 
     return explained
 

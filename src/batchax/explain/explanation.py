@@ -34,6 +34,7 @@ class Explanation(Account):
         that were advised, such as "divergence='compact'".
       devices: what lanes are spread over, if they are; then `memory` and `compiled` are those of
         one device.
+      steps: with `measure`, what each loop and branch did: a `StepCount` for each.
 
     Example:
       >>> def f(m, x):

@@ -164,7 +164,8 @@ class Listing:
 
         That has other inputs only in front: which lanes are active.
         """
-        forms = (_program_of(part) for part in entry.parts if part.records[0].role == role)
+        first = (part.records[0] for part in entry.parts)
+        forms = (r.run.program for r in first if r.role == role and r.run is not None)
         program = next(forms, given.jaxpr)
         self.names.enter(program)
         added = len(program.invars) - len(given.jaxpr.invars)

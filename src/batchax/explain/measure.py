@@ -49,7 +49,7 @@ class _Way:
 def measure_alone(way: _Way, time_limit: float) -> tuple[Timing, ...]:
     """Times a function as it is."""
     end = time.monotonic() + time_limit
-    return _times([(way, _first_call(way))], end)
+    return _times([(way, first_call(way))], end)
 
 
 def measure(
@@ -118,7 +118,7 @@ def measure(
     # Nobody watches: nothing is shown.
     name = getattr(fun, "__name__", type(fun).__name__)
     shown = Progress(True, f"measuring {name}", len(ways) + 1, unit="ways", attended=True)
-    begun, left = [(first, _first_call(first))], []
+    begun, left = [(first, first_call(first))], []
     longest = (first.compiling or 0.0) + 2 * begun[0][1]
     tried: list[dict[str, Any]] = []
     in_chunks = True
@@ -136,7 +136,7 @@ def measure(
         except UnsupportedError:
             in_chunks = in_chunks and bool(advice)
             continue
-        begun.append((way, _first_call(way)))
+        begun.append((way, first_call(way)))
         longest = max(longest, time.monotonic() - start)
     shown.advance(1)
     shown.close()
@@ -225,7 +225,7 @@ def _loop(
     return _Way("loop", lambda: [run(example) for example in examples], None, count / lanes)
 
 
-def _first_call(way: _Way) -> float:
+def first_call(way: _Way) -> float:
     """Seconds of a call: of the second, where the first is short."""
     first = _seconds(way.call, 1)
     return first if first > 1 else _seconds(way.call, 1)

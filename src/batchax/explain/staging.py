@@ -51,7 +51,11 @@ class Staged:
 
 
 def stage(
-    batched: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]
+    batched: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    names: Sequence[str],
+    taking: Callable[[], Recorder] = Recorder,
 ) -> Staged:
     """Stages a batched function, without running it.
 
@@ -62,8 +66,9 @@ def stage(
       batched: what `vmap` returned.
       args, kwargs: a call's arguments.
       names: what the positional parameters are called.
+      taking: makes what takes notes.
     """
-    return with_arrays_traced(lambda traced: _stage(batched, args, kwargs, names, traced))
+    return with_arrays_traced(lambda traced: _stage(batched, args, kwargs, names, traced, taking()))
 
 
 def with_arrays_traced(make: Callable[[Callable[[Any], bool]], T]) -> T:
@@ -91,6 +96,7 @@ def _stage(
     kwargs: dict[str, Any],
     names: Sequence[str],
     is_traced: Callable[[Any], bool],
+    recorder: Recorder,
 ) -> Staged:
     leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
     lengths = {
@@ -101,7 +107,6 @@ def _stage(
         for i, (_, x) in enumerate(leaves)
         if is_traced(x) and not (id(x) in lengths and not _is_abstract(x))
     ]
-    recorder = Recorder()
 
     @functools.wraps(batched)
     def run(*arrays: Any) -> Any:

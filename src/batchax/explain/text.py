@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from batchax.execution.memory import show_bytes
-from batchax.explain.account import Account, Equation, Memory, Source, Value, Work
+from batchax.explain.account import Account, Equation, Memory, Source, StepCount, Value, Work
 from batchax.explain.lines import dearest_lines, own_line
 from batchax.explain.repeats import Again, alike, fold
 from batchax.explain.wording import (
     SERVICES,
+    STEPS_NOTE,
     count,
     show_devices,
     show_flops,
+    show_lanes_run,
     show_seconds,
     show_timed,
     show_unmeasured,
@@ -42,6 +44,9 @@ def _lines(explanation: Account) -> Iterator[str]:
     yield from _summary(explanation)
     yield ""
     yield from _program(explanation)
+    if explanation.steps:
+        yield ""
+        yield from _steps(explanation)
     if explanation.timings:
         yield ""
         yield from _timings(explanation)
@@ -260,6 +265,36 @@ _COLUMNS: tuple[tuple[Callable[[Equation], str], int], ...] = (
 """The cells of a line of the listing, and how wide they are at most."""
 
 
+def _steps(explanation: Account) -> Iterator[str]:
+    yield "Lane-steps of loops and branches, needed of those done:"
+    listed = {eqn.number: eqn for eqn in explanation.walk()}
+    rows, line = [], None
+    for counted in explanation.steps:
+        eqn = listed[counted.equation]
+        name = eqn.primitive if counted.branch is None else f"branch {counted.branch}"
+        rows.append((eqn, [eqn.number, name, show_lanes_run(eqn, counted), _use(counted)]))
+    widths = [max(len(cells[k]) for _, cells in rows) for k in range(3)]
+    for eqn, (*cells, use) in rows:
+        if eqn.source != line and eqn.source.line:
+            line = eqn.source
+            yield f"  {_place(line)}"
+        padded = [f"{cell:<{w}}" for cell, w in zip(cells, widths, strict=True)]
+        yield f"    {'  '.join(padded)}  {use}"
+    yield from _wrapped(STEPS_NOTE, "  ", "  ")
+
+
+def _use(counted: StepCount) -> str:
+    if counted.why:
+        return f"not counted: {counted.why}"
+    if counted.of_use is None:
+        return "nothing was done"
+    told = f"{counted.needed:,} of {counted.done:,}, {counted.of_use:.0%}"
+    if counted.bound is None:
+        return told
+    masked = "" if counted.masked == counted.done else f"; masked lanes do {counted.masked:,}"
+    return f"{told}{masked}; bound {counted.bound:.0%}"
+
+
 def _timings(explanation: Account) -> Iterator[str]:
     yield "Measured:"
     for timing in explanation.timings:
@@ -286,7 +321,7 @@ def for_terminal(explanation: Account) -> Any:
 
 _STYLES = (
     (r"\A.*", "bold"),
-    (r"(?m)^(Findings|The program|Measured).*$", "bold"),
+    (r"(?m)^(Findings|The program|Lane-steps|Measured).*$", "bold"),
     (r"(?m)^  \d+\. .*$", "yellow"),
     (r"(?m)^ +-> .*$", "green"),
     (r"(?m)^ +\S+:\d+  \S.*$", "italic cyan"),

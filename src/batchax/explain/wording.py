@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchax.execution.memory import show_bytes
-from batchax.explain.account import Account, Devices, Timing, Work
+from batchax.explain.account import Account, Devices, Equation, StepCount, Timing, Work
 from batchax.explain.repeats import Again
 
 SERVICES = {
@@ -18,6 +18,13 @@ SERVICES = {
 }
 """How equations are batched, for people."""
 
+
+STEPS_NOTE = (
+    "A step computed for w lanes is w lane-steps; needed are those of each lane by itself. The "
+    "bound is the share of what masked lanes would do that cannot be saved: what is needed, or, "
+    "where all lanes are at places of their own at once, as many steps for each as any takes."
+)
+"""What lane-steps are, and the bound."""
 
 _MOST_COPIES = 4  # replicated values that are named
 
@@ -76,6 +83,20 @@ def show_devices(devices: Devices) -> list[str]:
         sentences.append(f"exchanged: {', '.join(moved) or 'nothing'}")
         sentences.append("memory, and what the compiler counts, are those of one of them")
     return sentences
+
+
+def show_lanes_run(eqn: Equation, counted: StepCount) -> str:
+    """How lanes ran in a loop or branch."""
+    widths = ", ".join(f"{w:,}" for w in eqn.notes.get("widths", ()))
+    return {
+        "together": "together",
+        "masked": "masked",
+        "compact": f"windows of {widths}",
+        "flat": f"at places of their own, {widths} at a time",
+        "grouped": "those that take it",
+        "asked of all": "as long as any goes on",
+        "once": "once for all",
+    }[counted.way]
 
 
 def show_way(way: int | str | None) -> str:

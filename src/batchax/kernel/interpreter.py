@@ -87,6 +87,7 @@ def interpret(
 
     placed = [(x, None) for x in consts], list(zip(args, axes, strict=True))
     with recording.run(jaxpr):
+        recording.runs(axis)
         if in_order(jaxpr):
             outputs = evaluate_in_order(axis, jaxpr, *placed, run_equation)
         else:

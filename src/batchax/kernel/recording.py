@@ -17,11 +17,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+from jax.extend.core import Literal
 
 from batchax import _compat
 from batchax.jaxprs.words import Eqn, Value
 from batchax.kernel.axis import Axis, Position
 from batchax.memo import Memo
+from batchax.programs.marks import Mark, loop_number, numbered, put_mark
 
 _MARK = "batchax_equation_"
 _MARKS = re.compile(_MARK + r"(\d+)")
@@ -85,11 +87,18 @@ class PerExample:
         The keys are variables of the program it was batched in: the values themselves must not
         be kept for longer than that.
       outputs: the variables of its outputs.
+      program: the program, where runs are counted; None elsewhere.
+      given: what it is given, constants first, where runs are counted: the variable of each value
+        in the program it was batched in, or the value itself.
+      positions: where these have the batch axis.
     """
 
     axis: Axis
     arguments: Mapping[Any, tuple[Any, Position]]
     outputs: Sequence[Any]
+    program: Any = None
+    given: Sequence[Any] = ()
+    positions: Sequence[Position] = ()
 
 
 class Recorder:
@@ -99,9 +108,13 @@ class Recorder:
       records: a record for each equation, as often as it was batched.
       programs: what was batched.
       facts: what was said of the call as a whole, in order: what it is about, and details.
+      counts: whether what is batched has marks, by which runs of loops and branches are counted.
+      numbers: whether the loops and branches of what is batched are to have numbers for that; if
+        not, they have.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counts: bool = False, numbers: bool = True) -> None:
+        self.counts, self.numbers = counts, numbers
         self.records: list[Record] = []
         self.programs: list[PerExample] = []
         self.facts: list[tuple[str, dict[str, Any]]] = []
@@ -131,6 +144,7 @@ class _Place:
     role: str = ""
     paused: bool = False
     staged_for: Axis | None = None
+    counts: bool = True
 
 
 _place: ContextVar[_Place | None] = ContextVar("batchax_recording", default=None)
@@ -173,6 +187,18 @@ def equation(axis: Axis, eqn: Eqn, in_axes: Sequence[Position], shared: bool) ->
 
 
 @contextmanager
+def inside(axis: Axis, eqn: Eqn) -> Iterator[None]:
+    """While `eqn` is run for lanes in front, by what runs the equation around it."""
+    if _active() is None:
+        yield
+        return
+    front = [None if isinstance(v, Literal) else 0 for v in eqn.invars]
+    with equation(axis, eqn, front, False) as record:
+        record.out_axes = (0,) * len(eqn.outvars)
+        yield
+
+
+@contextmanager
 def meant(eqn: Eqn) -> Iterator[Record | None]:
     """While the form of an equation for padded rows is staged, which is batched in its place later.
 
@@ -205,6 +231,39 @@ def run(program: Any) -> Iterator[None]:
         return
     with _set(_place, replace(place, run=Run(_compat.without_constants(program)))):
         yield
+
+
+def runs(axis: Axis) -> None:
+    """Where runs are counted, stages a mark that a program inside a loop or branch runs here."""
+    place = _active()
+    if place is None or not (place.recorder.counts and place.counts) or place.record is None:
+        return
+    number = loop_number(place.record.eqn)
+    if number is None or place.role == "condition":
+        return
+    branch = place.role.removeprefix("branch ")
+    put_mark(Mark(number, int(branch) if branch.isdigit() else None, axis.size))
+
+
+@contextmanager
+def uncounted(is_counted: bool = False) -> Iterator[None]:
+    """While a part of a program is batched in which no run of all of it is to be counted."""
+    place = _place.get()
+    if place is not None:
+        place = replace(place, counts=is_counted)
+    with _set(_place, place):
+        yield
+
+
+def with_numbers(staged: Any) -> Any:
+    """A program that is going to be batched, whose loops have numbers where runs are counted."""
+    place = _active()
+    if place is None or place.record is not None:
+        return staged
+    if not (place.recorder.counts and place.recorder.numbers):
+        return staged
+    program, described = staged
+    return numbered(program), described
 
 
 @contextmanager
@@ -241,7 +300,15 @@ def found_program(axis: Axis, staged: Any, mapped: Sequence[Any]) -> None:
         pairs = zip(values, zip(jaxpr.invars, (m.axis for m in mapped), strict=False), strict=False)
         consts = zip(staged.consts, ((v, None) for v in jaxpr.constvars), strict=True)
         own = {_compat.staged_variable(x): placed for x, placed in (*pairs, *consts)}
-        place.recorder.programs.append(PerExample(axis, own, tuple(jaxpr.outvars)))
+        more: dict[str, Any] = {}
+        if place.recorder.counts:
+            of_it = [*staged.consts, *(m.value for m in mapped)]
+            at = [*[None] * len(staged.consts), *(m.axis for m in mapped)]
+            variables = map(_compat.staged_variable, of_it)
+            pairs = zip(of_it, variables, strict=True)
+            of_it = [x if v is None else v for x, v in pairs]
+            more = {"program": staged, "given": of_it, "positions": at}
+        place.recorder.programs.append(PerExample(axis, own, tuple(jaxpr.outvars), **more))
 
 
 def note(**facts: Any) -> None:

@@ -12,6 +12,7 @@ from batchax.explain.page.chart import charts
 from batchax.explain.page.flow import flow, legend
 from batchax.explain.page.lists import findings, sources, timings
 from batchax.explain.page.markup import Html, tag
+from batchax.explain.page.steps import steps
 from batchax.explain.page.summary import memory, summary
 from batchax.explain.wording import count
 
@@ -105,6 +106,8 @@ def _sections(explanation: Account) -> list[Html]:
     ]
     if explanation.memory:
         shown.insert(2, _section("memory", "Memory", memory(explanation.memory)))
+    if explanation.steps:
+        shown.append(_section("steps", "Loops and branches", steps(explanation)))
     if explanation.timings:
         drawn = tag("div", charts(explanation), class_="charts")
         shown.append(_section("timings", "Timings", [drawn, timings(explanation)]))

@@ -1,0 +1,225 @@
+"""The lane-steps of each loop and branch: how many were needed, and how many were done.
+
+Two programs are run, both staged for this alone, with marks (`programs/marks.py`): the batched
+function as it is, whose marks say what was done, and the function of one example, which counts the
+steps of each lane by itself. Batched with masks, the marks in that say what masked lanes would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from batchax import _compat
+from batchax.errors import UnsupportedError
+from batchax.explain.account import Equation, StepCount
+from batchax.explain.attribution import Attribution
+from batchax.explain.listing import Listing
+from batchax.explain.naming import Names
+from batchax.explain.staging import Staged, stage
+from batchax.jaxprs.inside import Anywhere
+from batchax.kernel.recording import PerExample, Recorder
+from batchax.programs.counted import Counted
+from batchax.programs.marks import Mark, loop_number, with_marks
+from batchax.vmap import vmap
+
+_Key = tuple[int, int | None]
+"""The number of a loop, and of a branch."""
+
+
+def count_steps(
+    batched: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    equations: Mapping[str, Equation],
+    in_chunks: bool,
+) -> tuple[StepCount, ...]:
+    """Runs a batched function once more, and counts.
+
+    Args:
+      batched: the function.
+      args, kwargs: the call's arguments.
+      equations: of its listing, by number.
+      in_chunks: whether it runs a few lanes at a time.
+    """
+    if not any(e.primitive in _SHOWN for e in equations.values()):
+        return ()
+    staged = stage(batched, args, kwargs, (), partial(Recorder, counts=True))
+    why = _uncountable(staged)
+    if not why:
+        try:
+            return tuple(_counted(staged, equations, in_chunks))
+        except UnsupportedError as error:
+            why = f"{error}"
+    return steps_unknown(equations, why)
+
+
+def steps_unknown(equations: Mapping[str, Equation], why: str) -> tuple[StepCount, ...]:
+    """The counts of all loops and branches, where nothing is counted."""
+    shown = (e for e in equations.values() if e.primitive in _SHOWN)
+    return tuple(c for eqn in shown for c in _each(eqn, {}, {}, {}, 0, why))
+
+
+_SHOWN = "scan", "while", "cond", "bounded loop"
+
+
+def _uncountable(staged: Staged) -> str:
+    """Why nothing can be counted of a batched function; empty if it may be."""
+    recorder, program = staged.recorder, staged.traced.jaxpr
+    facts = {about for about, _ in recorder.facts}
+    if "shards" in facts:
+        return "lanes are on several devices"
+    if "rows" in facts:
+        return "rows are of different lengths"
+    if _compat.ordered_by_lane(program.effects):
+        return "it calls the host, which would be called once more"
+    if _writes.in_program(program):
+        return "it has references"
+    if len(recorder.programs) != 1:
+        return "it is more than one call of vmap"
+    variables = {*program.jaxpr.invars, *program.jaxpr.constvars}
+    variables.update(v for eqn in program.jaxpr.eqns for v in eqn.outvars)
+    if any(_is_variable(v) and v not in variables for v in recorder.programs[0].given):
+        return "vmap is called inside of something else"
+    return ""
+
+
+_writes = Anywhere(lambda eqn: _compat.makes_references(eqn.effects))
+
+
+def _is_variable(x: Any) -> bool:
+    return not hasattr(x, "dtype") and hasattr(x, "aval")
+
+
+def _counted(
+    staged: Staged, equations: Mapping[str, Equation], in_chunks: bool
+) -> Iterator[StepCount]:
+    recorder = staged.recorder
+    (example,) = recorder.programs
+    variables = [v for v in example.given if _is_variable(v)]
+    n_outs = len(staged.traced.jaxpr.jaxpr.outvars)
+    counted = _counting(staged)
+
+    @jax.jit
+    def run(*arrays: Any) -> tuple[Any, Any]:
+        outs, counts = counted(*arrays, more=variables)
+        return outs[n_outs:], counts
+
+    values, counts = run(*staged.arrays)
+    values = dict(zip(variables, values, strict=True))
+    given = [values[x] if _is_variable(x) else x for x in example.given]
+    done = _by_key(counted.marks, counts)
+    chunk = max((m.lanes for m in counted.marks), default=None) if in_chunks else None
+    needed, masked = _needed(example, given, chunk)
+    loops, told = _loops(staged, example.axis.size), set[int]()
+    for number, eqn in equations.items():
+        loop = loops.get(number)
+        if loop is None and eqn.primitive == "while":
+            yield from _each(eqn, {}, {}, {}, 0, "it runs lanes of an inner vmap, too")
+        if loop is None or loop in told:  # for another number of lanes
+            continue
+        told.add(loop)
+        own = [{b: x for (k, b), x in d.items() if k == loop} for d in (needed, done, masked)]
+        lanes = 0 if in_chunks else example.axis.size
+        yield from _each(eqn, own[0], own[1], own[2], lanes)
+
+
+def _counting(staged: Staged) -> Counted:
+    recorder = staged.recorder
+
+    def around(eqn: Any) -> AbstractContextManager[None]:
+        return recorder.active(inside=recorder.record_of(eqn.source_info.name_stack))
+
+    return Counted(staged.traced.jaxpr, around)
+
+
+def _needed(
+    example: PerExample, given: Sequence[Any], chunk: int | None
+) -> tuple[dict[_Key, Any], dict[_Key, int]]:
+    """The steps that each lane takes by itself, and what masked lanes would do."""
+    (program,), _ = _compat.hoist_constants(example.program)
+    marks: list[Mark] = []
+
+    def of_one_lane(*values: Any) -> Any:
+        counted = Counted(with_marks(program))
+        marks[:] = counted.marks
+        return counted(*values)[1]
+
+    axis = example.axis
+    batched = vmap(
+        of_one_lane,
+        tuple(example.positions),
+        axis_name=axis.name,
+        axis_size=axis.size,
+        batch_size=chunk,
+        divergence="predicate",
+    )
+    staged = stage(batched, tuple(given), {}, (), partial(Recorder, counts=True, numbers=False))
+    counted = _counting(staged)
+    (own,), counts = jax.jit(counted)(*staged.arrays)
+    own = np.asarray(own).astype(np.int64)
+    of_lanes = {(m.loop, m.branch): own[:, i] for i, m in enumerate(marks)}
+    return of_lanes, _by_key(counted.marks, counts)
+
+
+def _by_key(marks: Sequence[Mark], counts: Any) -> dict[_Key, int]:
+    """The lane-steps of each loop and branch."""
+    sums: dict[_Key, int] = {}
+    for mark, count in zip(marks, np.asarray(counts), strict=True):
+        key = mark.loop, mark.branch
+        sums[key] = sums.get(key, 0) + mark.lanes * int(count)
+    return sums
+
+
+def _loops(staged: Staged, lanes: int) -> dict[str, int]:
+    """The number of each loop, and of each set of branches, by that of its equation."""
+    recorder = staged.recorder
+    listing = Listing(recorder, Attribution(recorder, staged.traced.jaxpr), Names(), lanes)
+    loops = ((number, loop_number(record.eqn)) for record, number in listing.numbers.items())
+    return {number: loop for number, loop in loops if loop is not None}
+
+
+def _each(
+    eqn: Equation,
+    needed: Mapping[int | None, Any],
+    done: Mapping[int | None, int],
+    masked: Mapping[int | None, int],
+    lanes: int,
+    why: str = "",
+) -> Iterator[StepCount]:
+    """The counts of a loop, or of each of its branches."""
+    notes = eqn.notes
+    branches: Sequence[int | None] = [None]
+    if eqn.primitive == "cond":
+        parts = {p.role.removeprefix("branch ") for p in eqn.parts}
+        listed = {int(b) for b in parts if b.isdigit()}
+        branches = sorted(listed | {b for b in needed if b is not None})
+    for branch in branches:
+        way = notes.get("divergence", "together")
+        if way == "grouped" and branch not in notes["apart"]:
+            way = "masked"
+        if eqn.service == "once":
+            yield StepCount(eqn.number, branch, "once", why=why or "it runs once for all lanes")
+        elif why or branch not in needed:
+            yield StepCount(eqn.number, branch, way, why=why or "it is not run as it is")
+        elif branch not in done and eqn.service != "own":
+            yield StepCount(eqn.number, branch, way, why="a rule that is not batchax's runs it")
+        else:
+            each, computed = needed[branch], done.get(branch, 0)
+            total, longest = int(each.sum()), int(each.max(initial=0))
+            # In a window of all lanes nobody takes the place of who is done.
+            whole = way == "flat" and notes["widths"] == (lanes,) and not _holds_flat(eqn)
+            least = lanes * longest if whole else total
+            yield StepCount(
+                eqn.number, branch, way, total, computed, masked.get(branch), longest, least
+            )
+
+
+def _holds_flat(eqn: Equation) -> bool:
+    """Whether lanes are at places of their own between loops inside it, too."""
+    return any(e.notes.get("divergence") == "flat" for e in eqn.walk() if e is not eqn)

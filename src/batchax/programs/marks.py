@@ -1,0 +1,136 @@
+"""Marks by which it is counted how often programs inside loops and branches run.
+
+Loops and branches of one example have numbers, in the names that JAX carries along. A mark is an
+operation that says: this program of this loop is run here, for so many lanes. It does nothing;
+`counted` evaluates a program that holds some, and counts them. Names and marks are put into
+programs that are only counted: what users run has none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.core import eval_jaxpr
+
+from batchax import _compat
+from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES
+from batchax.jaxprs.words import ClosedJaxpr, Eqn
+
+_LOOP = "batchax_loop_"
+_NUMBER = re.compile(_LOOP + r"(\d+)\)*$")
+_RUN = "batchax_runs_"
+_MARK = re.compile(_RUN + r"(\d+)_(\d*)_(\d+)\)*$")
+_CALLS = frozenset(("debug_callback", "debug_print"))
+
+# The parameters that hold what runs in each step, or in each branch.
+_STEPS = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches", "bounded_loop": "body"}
+_COUNTED = LOOPS_AND_BRANCHES | {"bounded_loop"}
+
+
+class Mark(NamedTuple):
+    """What a mark says.
+
+    Attributes:
+      loop: the number of a loop, or of branches.
+      branch: which of them; None of a loop.
+      lanes: how many lanes the program is run for.
+    """
+
+    loop: int
+    branch: int | None
+    lanes: int
+
+
+def loop_number(eqn: Eqn) -> int | None:
+    """The number of a loop, or of branches; None of what has none."""
+    if eqn.primitive.name not in _COUNTED:
+        return None
+    match = _NUMBER.search(str(eqn.source_info.name_stack))
+    return None if match is None else int(match[1])
+
+
+def numbered(program: ClosedJaxpr) -> ClosedJaxpr:
+    """`program` with a number for each loop in it, and all branches, wherever they are."""
+    numbers = itertools.count()
+
+    def change(eqn: Eqn, params: dict[str, Any]) -> Any:
+        counts = eqn.primitive.name in _COUNTED and not eqn.params.get("branches_platforms")
+        return _compat.named_equation(eqn, f"{_LOOP}{next(numbers)}" if counts else None, params)
+
+    return _rewritten(program, change)
+
+
+def with_marks(program: ClosedJaxpr) -> ClosedJaxpr:
+    """A program whose loops have numbers, with a mark in each step and branch, of one lane."""
+
+    def change(eqn: Eqn, params: dict[str, Any]) -> Any:
+        number = loop_number(eqn)
+        if number is not None:
+            name = _STEPS[eqn.primitive.name]
+            held = params[name]
+            marked = (
+                tuple(_marked(p, Mark(number, i, 1)) for i, p in enumerate(held))
+                if isinstance(held, tuple)
+                else _marked(held, Mark(number, None, 1))
+            )
+            params = {**params, name: marked}
+        return _compat.named_equation(eqn, None, params)
+
+    return _rewritten(program, change)
+
+
+def _marked(program: ClosedJaxpr, what: Mark) -> ClosedJaxpr:
+    def run(*operands: Any) -> list[Any]:
+        put_mark(what)
+        return eval_jaxpr(program.jaxpr, program.consts, *operands)
+
+    return _compat.stage(run, program.in_avals)
+
+
+def put_mark(what: Mark) -> None:
+    """Stages a mark."""
+    branch = "" if what.branch is None else what.branch
+    with jax.named_scope(f"{_RUN}{what.loop}_{branch}_{what.lanes}"):
+        jax.debug.callback(_nothing)
+
+
+def _nothing() -> None:
+    pass
+
+
+def mark_of(eqn: Eqn) -> Mark | None:
+    """What an equation says that is a mark; None of another."""
+    if eqn.primitive.name != "debug_callback":
+        return None
+    match = _MARK.search(str(eqn.source_info.name_stack))
+    if match is None:
+        return None
+    return Mark(int(match[1]), int(match[2]) if match[2] else None, int(match[3]))
+
+
+def shows_only(eqn: Eqn) -> bool:
+    """Whether an equation only shows something to the host: which need not be shown twice."""
+    return eqn.primitive.name in _CALLS
+
+
+def _rewritten(program: Any, change: Callable[[Any, dict[str, Any]], Any]) -> Any:
+    """`program` with each equation changed, after those in programs inside it."""
+
+    def inside(value: Any) -> Any:
+        if isinstance(value, _compat.JAXPR_TYPES):
+            return _rewritten(value, change)
+        if isinstance(value, tuple):
+            parts = list(map(inside, value))
+            if all(a is b for a, b in zip(parts, value, strict=True)):
+                return value
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        return value
+
+    jaxpr = getattr(program, "jaxpr", program)
+    eqns = [change(eqn, {k: inside(v) for k, v in eqn.params.items()}) for eqn in jaxpr.eqns]
+    jaxpr = jaxpr.replace(eqns=eqns)
+    return _compat.close(jaxpr, program.consts) if isinstance(program, ClosedJaxpr) else jaxpr
