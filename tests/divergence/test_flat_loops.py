@@ -496,12 +496,18 @@ def test_a_scan_may_be_given_what_is_more_weakly_typed_than_its_results():
     jax.tree.map(oracle.same_type, got, expected)
 
 
-def test_counted_steps_are_of_lanes_that_wait():
+@pytest.mark.parametrize("width", [None, 2])
+def test_counted_steps_are_those_of_the_innermost_loops(width):
     steps = bx.LaneSteps()
-    how = bx.Compact(steps=steps)
-    assert not is_flat(scan_of_while, XS, ENTRIES, divergence=how)
-    _, (counts, _) = bx.vmap(scan_of_while, (0, None), divergence=how)(XS, ENTRIES)
-    assert steps.useful == counts.sum()
+    how = bx.Compact(width, steps=steps)
+    assert is_flat(scan_of_while, XS, ENTRIES, divergence=how)
+    run = jax.jit(bx.vmap(scan_of_while, (0, None), divergence=how))
+    _, (counts, _) = run(XS, ENTRIES)
+    together = len(XS) * counts.max(0).sum()
+    assert steps.useful == counts.sum() < steps.run < together * 2
+    assert steps.run % (width or len(XS)) == 0
+    run(XS, ENTRIES)
+    assert steps.useful == 2 * counts.sum()
 
 
 def test_what_lanes_share_at_a_step_is_not_copied_for_each():

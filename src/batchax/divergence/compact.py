@@ -114,9 +114,6 @@ class Compact:
 
         :meta private:
         """
-        if self.steps is not None:
-            recording.note(why="its steps are counted, with lanes that wait for each other")
-            return None
         return run_flat(axis, loop, NEST)
 
     def plan_of_nest(self, size: int, nest: Nest, length: int | None) -> Plan:
@@ -134,7 +131,7 @@ class Compact:
         width = self.width or (size if many else self._width_of_nest(size, price))
         width = min(width, size if self._most is None else self._most)
         moving = price_of_moving(nest.slots, nest.slots).lane / max(price.lane, 1.0)
-        return Plan((min(width, size),), self.threshold, 0, moving, False)
+        return Plan((min(width, size),), self.threshold, 0, moving, self.steps is not None)
 
     def _width_of_nest(self, size: int, price: Price) -> int:
         """In a window only the slowest lanes in sum have no others in their places at the end."""

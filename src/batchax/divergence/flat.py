@@ -29,7 +29,14 @@ from batchax import _compat
 from batchax.divergence.loops import PartingLoop
 from batchax.divergence.nest import Inner, Nest, Segment
 from batchax.divergence.segments import SegmentRun
-from batchax.divergence.window import Plan, alike, count_active, run_in_windows
+from batchax.divergence.window import (
+    Plan,
+    Tally,
+    alike,
+    count_active,
+    counted,
+    run_in_windows,
+)
 from batchax.execution.buffers import blank
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel import recording
@@ -76,16 +83,24 @@ class FlatLoop(PartingLoop):
         slots = [*carry, lax.full((self.axis.size,), 0, place.dtype)]
         slots += [blank(batched_aval(self.axis, t, 0), k) for k, t in enumerate(others)]
         slots = alike(slots, operands)
-        slots, _ = run_in_windows(self.plan, self._step, consts, self.positions, active, slots)
+        slots, tallies = run_in_windows(
+            self.plan, self._step, consts, self.positions, active, slots
+        )
+        self._add(tallies)
         types = zip(slots, self.body.out_avals, strict=False)
         return [as_weak_as(t, x) for x, t in types]
 
     def _step(
-        self, width: int, consts: Sequence[Value], active: Any, carry: Sequence[Value]
-    ) -> tuple[Any, list[Any]]:
+        self,
+        width: int,
+        consts: Sequence[Value],
+        active: Any,
+        carry: Sequence[Value],
+        tally: Tally,
+    ) -> tuple[Any, list[Any], Tally]:
         lanes = Lanes(replace(self.axis, size=width), self.nest, self.positions)
-        active, values, _ = lanes.step(active, [*consts, *carry], NEVER)
-        return active, values[len(consts) :]
+        active, values, _, tally = lanes.step(active, [*consts, *carry], NEVER, tally)
+        return active, values[len(consts) :], tally
 
     def differentiated(self, program: ClosedJaxpr, operands: Sequence[Value]) -> list[Any]:
         """As `run`, with lanes that wait for each other: a ``scan`` has derivatives in reverse."""
@@ -115,25 +130,28 @@ class Lanes:
     constants_at: tuple[Position, ...]
 
     def step(
-        self, active: Any, values: Sequence[Value], deadline: Any
-    ) -> tuple[Any, list[Any], Any]:
+        self, active: Any, values: Sequence[Value], deadline: Any, tally: Tally
+    ) -> tuple[Any, list[Any], Any, Tally]:
         """A step of the active lanes, or less for those that stay in a loop inside.
 
         Args:
           active: which lanes are in this loop.
           values: its constants, and what all lanes hold in its slots.
           deadline: how long it may take before lanes that wait elsewhere have waited enough.
+          tally: the count of steps of loops that hold no others.
 
         Returns:
-          Which lanes are in it afterwards, the values, and how long it took: in nanoseconds, by a
-          model.
+          Which lanes are in it afterwards, the values, how long it took: in nanoseconds, by a
+          model; and the count.
         """
         nest, values = self.nest, list(values)
         if nest.body is not None:
             n_test, n_consts = nest.n_test, nest.n_consts
             masked = MaskedBody.of(self.axis, nest.test, nest.body, self.constants_at[n_test:])
             values[n_consts:] = masked.step(active, values[n_test:n_consts], values[n_consts:])
-            return active & self.asked(values), values, self.time
+            if tally:
+                tally = counted(tally, count_active(active))
+            return active & self.asked(values), values, self.time, tally
         here, spent = active & (values[self._place] == 0), self.time
         for number, part in enumerate(nest.parts):
             match part:
@@ -142,11 +160,11 @@ class Lanes:
                     with recording.uncounted(part is nest.parts[-1]):
                         values = self._run_of(part)(here, values)
                 case Inner():
-                    here, values, taken = self._come_through(
-                        number, part, here, active, values, deadline - spent
+                    here, values, taken, tally = self._come_through(
+                        number, part, here, active, values, deadline - spent, tally
                     )
                     spent = spent + taken
-        return active & (self.asked(values) | ~here), values, spent
+        return active & (self.asked(values) | ~here), values, spent, tally
 
     def asked(self, values: Sequence[Any]) -> Any:
         """The predicate of each lane."""
@@ -177,11 +195,12 @@ class Lanes:
         active: Any,
         values: list[Any],
         deadline: Any,
-    ) -> tuple[Any, list[Any], Any]:
+        tally: Tally,
+    ) -> tuple[Any, list[Any], Any, Tally]:
         """Runs a loop inside, for who comes to it and who is in it, until waiting costs too much.
 
         Returns:
-          Which lanes have come through, the values, and how long it took.
+          Which lanes have come through, the values, how long it took, and the count of steps.
         """
         values, program = list(values), part.constants
         at = [*self.constants_at, *[0] * len(self.nest.slots)]
@@ -196,29 +215,29 @@ class Lanes:
         limit = self.time * lax.convert_element_type(everyone, np.float32)
 
         def goes_on(state: Any) -> Any:
-            _, _, count, wasted, spent = state
+            _, _, count, wasted, spent, _ = state
             return (count > 0) & (wasted < limit) & (spent < deadline)
 
         def once(state: Any) -> Any:
-            runs, mine, count, wasted, spent = state
+            runs, mine, count, wasted, spent, tally = state
             # Whoever waits here waits for loops further inside, too.
             left = (limit - wasted) / lax.max(_lanes(everyone - count), _NOBODY)
             left = lax.min(left, deadline - spent)
             with recording.inside(self.axis, part.eqn):
                 recording.note(divergence="flat", widths=(self.axis.size,))
-                runs, own, taken = lanes.step(runs, [*consts, *mine], left)
+                runs, own, taken, tally = lanes.step(runs, [*consts, *mine], left, tally)
             count = count_active(runs)
             wasted = wasted + taken * _lanes(everyone - count)
-            return runs, own[len(consts) :], count, wasted, spent + taken
+            return runs, own[len(consts) :], count, wasted, spent + taken, tally
 
-        start = first, mine, count_active(first), np.float32(0), np.float32(0)
-        runs, mine, _, _, spent = lax.while_loop(goes_on, once, alike(start, values))
+        start = first, mine, count_active(first), np.float32(0), np.float32(0), tally
+        runs, mine, _, _, spent, tally = lax.while_loop(goes_on, once, alike(start, values))
         for k, x in zip(part.slots, mine, strict=True):
             values[k] = x
         through = (here | inside) & ~runs
         place = lax.select(runs, lax.full_like(values[self._place], number), values[self._place])
         values[self._place] = lax.select(through, lax.full_like(place, 0), place)
-        return through, values, spent
+        return through, values, spent, tally
 
 
 def as_weak_as(aval: Aval, x: Any) -> Any:

@@ -16,8 +16,8 @@ class LaneSteps:
 
     A loop that holds `w` lanes runs `w` lane-steps in each iteration; those of lanes that are
     not done are of use. Steps are counted while programs run, compiled ones too, and are added
-    up until `reset`. Reading waits for what has been dispatched. Where steps are counted, lanes of
-    a loop that holds other loops leave those together.
+    up until `reset`. Reading waits for what has been dispatched. Of loops of loops in which each
+    lane is at a place of its own, the steps of the innermost ones are counted.
 
     Example:
       >>> def count_down(n):

@@ -12,7 +12,7 @@ from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.divergence.varying import with_varying_values
-from batchax.divergence.window import Plan, run_in_windows
+from batchax.divergence.window import Plan, Tally, count_active, counted, run_in_windows
 from batchax.execution.names import index_as_input
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position
@@ -67,11 +67,15 @@ class PartingLoop:
         outs, tallies = run_in_windows(
             self.plan, self._step, consts, self.positions, active, list(carry)
         )
+        self._add(tallies)
+        types = zip(outs, self.body.out_avals, strict=True)
+        return [_compat.weakly(x) if t.weak_type else x for x, t in types]
+
+    def _add(self, tallies: Sequence[Tally]) -> None:
+        """Adds what each window counted to what the user is told."""
         steps = self.axis.divergence.steps
         if steps is not None:
             steps.add(self.plan.widths, tallies)
-        types = zip(outs, self.body.out_avals, strict=True)
-        return [_compat.weakly(x) if t.weak_type else x for x, t in types]
 
     def masked(self, *operands: Any) -> list[Any]:
         """As `run`, with lanes that are masked until all are done."""
@@ -82,13 +86,20 @@ class PartingLoop:
         return run_masking(body, WhileLoop(self.test, self.body, *consts, list(carry)))
 
     def _step(
-        self, width: int, consts: Sequence[Value], active: Any, carry: Sequence[Value]
-    ) -> tuple[Any, list[Any]]:
+        self,
+        width: int,
+        consts: Sequence[Value],
+        active: Any,
+        carry: Sequence[Value],
+        tally: Tally,
+    ) -> tuple[Any, list[Any], Tally]:
         """One step of the lanes that are active; the others keep what they hold."""
+        if tally:
+            tally = counted(tally, count_active(active))
         axis = replace(self.axis, size=width)
         body = MaskedBody.of(axis, self.test, self.body, self.positions[self.n_test :])
         carry = body.step(active, consts[self.n_test :], carry)
-        return active & self._test(axis, consts, carry), carry
+        return active & self._test(axis, consts, carry), carry, tally
 
     def _test(self, axis: Axis, consts: Sequence[Value], carry: Sequence[Value]) -> Any:
         positions = [*self.positions[: self.n_test], *[0] * len(carry)]

@@ -29,12 +29,12 @@ from batchax import _compat
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Position
 
-LaneStep = Callable[[int, Sequence[Any], Any, Sequence[Any]], tuple[Any, list[Any]]]
-"""One step of some lanes: (width, consts, active, carry) -> (active, carry)."""
-
 Tally = tuple[Any, ...]
 """Iterations, and lane-steps of active lanes in two halves of 32 bits, the high one first: in
 single precision JAX has no integers of 64 bits. Empty where nothing is counted."""
+
+LaneStep = Callable[[int, Sequence[Any], Any, Sequence[Any], Tally], tuple[Any, list[Any], Tally]]
+"""One step of some lanes: (width, consts, active, carry, tally) -> (active, carry, tally)."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,7 @@ def _steps(
 
     def once(state: Any) -> Any:
         active, carry, tally, count, wasted = state
-        tally = counted(tally, count)
-        active, carry = step(width, consts, active, carry)
+        active, carry, tally = step(width, consts, active, carry, tally)
         count = count_active(active)
         wasted += lax.convert_element_type(width - count, np.float32)
         return active, carry, tally, count, wasted
