@@ -176,6 +176,17 @@ def test_what_is_shared_and_what_lanes_meet_in():
     assert (shared.way, shared.why) == ("once", "it runs once for all lanes")
 
 
+def test_loops_in_which_lanes_of_all_chunks_meet():
+    def fun(n):
+        meet = lambda c, _: (c + lax.psum(c, "i") + count_down(n), None)
+        return lax.scan(meet, 1.0, None, length=3)[0] + count_down(n)
+
+    steps = steps_of(fun, NUMBERS, axis_name="i", batch_size=2)
+    (apart,) = [step for step in steps if not step.why]
+    assert (apart.needed, apart.done) == (28, 44)
+    assert [s.why for s in steps if s is not apart] == ["lanes of all chunks meet in it"] * 2
+
+
 def test_nothing_is_shown_to_the_host_once_more():
     seen = []
 

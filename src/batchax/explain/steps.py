@@ -22,7 +22,8 @@ from batchax.explain.attribution import Attribution
 from batchax.explain.listing import Listing
 from batchax.explain.naming import Names
 from batchax.explain.staging import Staged, stage
-from batchax.jaxprs.inside import Anywhere
+from batchax.jaxprs.inside import Anywhere, programs_inside
+from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.recording import PerExample, Recorder
 from batchax.programs.counted import Counted
 from batchax.programs.marks import Mark, loop_number, with_marks
@@ -117,13 +118,19 @@ def _counted(
     chunk = max((m.lanes for m in counted.marks), default=None) if in_chunks else None
     needed, masked = _needed(example, given, chunk)
     loops, told = _loops(staged, example.axis.size), set[int]()
+    meeting: list[str] = []  # numbers of loops that run in sections, each for all chunks
     for number, eqn in equations.items():
-        loop = loops.get(number)
+        loop, held = loops.get(number, (None, None))
         if loop is None and eqn.primitive == "while":
             yield from _each(eqn, {}, {}, {}, 0, "it runs lanes of an inner vmap, too")
-        if loop is None or loop in told:  # for another number of lanes
+        if loop is None or held is None or loop in told:  # for another number of lanes
             continue
         told.add(loop)
+        if in_chunks and any_uses_axis(example.axis, *map(_compat.close, programs_inside(held))):
+            meeting.append(f"{number}.")
+        if f"{number}.".startswith(tuple(meeting)):
+            yield from _each(eqn, {}, {}, {}, 0, "lanes of all chunks meet in it")
+            continue
         own = [{b: x for (k, b), x in d.items() if k == loop} for d in (needed, done, masked)]
         lanes = 0 if in_chunks else example.axis.size
         yield from _each(eqn, own[0], own[1], own[2], lanes)
@@ -176,12 +183,12 @@ def _by_key(marks: Sequence[Mark], counts: Any) -> dict[_Key, int]:
     return sums
 
 
-def _loops(staged: Staged, lanes: int) -> dict[str, int]:
-    """The number of each loop, and of each set of branches, by that of its equation."""
+def _loops(staged: Staged, lanes: int) -> dict[str, tuple[int, Any]]:
+    """The number of each loop, and of each set of branches, and its equation of one example."""
     recorder = staged.recorder
     listing = Listing(recorder, Attribution(recorder, staged.traced.jaxpr), Names(), lanes)
-    loops = ((number, loop_number(record.eqn)) for record, number in listing.numbers.items())
-    return {number: loop for number, loop in loops if loop is not None}
+    loops = ((n, loop_number(r.eqn), r.eqn) for r, n in listing.numbers.items())
+    return {number: (loop, eqn) for number, loop, eqn in loops if loop is not None}
 
 
 def _each(
