@@ -1,6 +1,7 @@
 """`scan`, `while_loop` and what is made of them, against the loop over examples."""
 
 import logging
+from dataclasses import replace
 
 import jax
 import jax.experimental
@@ -13,6 +14,7 @@ from jax.extend.core.primitives import scan_p, while_p
 
 import batchax as bx
 from batchax.errors import UnsupportedError
+from batchax.kernel import registry
 from batchax.kernel.registry import find_rule
 
 from support.compiled import check_compiled
@@ -249,6 +251,24 @@ def test_loops_in_loops_with_all_kinds_of_counts():
 
     n, m = jnp.array([0, 3, 1, 2]), jnp.array([2, 0, 5, 3])
     agree(bx.vmap(f), in_turn(f, (0, 0, 0)), n, m, X)
+
+
+@pytest.mark.parametrize("divergence", ["predicate", "auto", "compact"])
+def test_each_loop_of_a_nest_is_batched_once(divergence, monkeypatch):
+    def nest(depth, x):
+        step = lambda c: (c[0] + 1, nest(depth - 1, c[1]) if depth > 1 else jnp.sin(c[1]))
+        return lax.while_loop(lambda c: c[0] < c[1], step, (0.0, x))[1]
+
+    batched = []
+
+    def rule(axis, args, axes, **params):
+        batched.append(params["body_jaxpr"])
+        return entry.rule(axis, args, axes, **params)
+
+    entry = registry.find(while_p)
+    monkeypatch.setitem(registry._rules, while_p, replace(entry, rule=rule))
+    jax.make_jaxpr(bx.vmap(lambda x: nest(4, x), divergence=divergence))(jnp.arange(3.0))
+    assert len(batched) == 4
 
 
 def test_zero_lanes():

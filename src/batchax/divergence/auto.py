@@ -22,6 +22,7 @@ from batchax.divergence.branches import BranchCost, run_branches
 from batchax.divergence.compact import Compact
 from batchax.divergence.flatten import run_flat
 from batchax.divergence.limits import calls_back, rule_of_user
+from batchax.divergence.most import dearest_step, price_of_loops
 from batchax.divergence.widths import Step
 from batchax.divergence.window import Plan
 from batchax.jaxprs.words import Value
@@ -78,6 +79,13 @@ class Auto(Compact):
             return jax.device_count() > most and not own
         return any(len(x.sharding.device_set) > most for x in values if isinstance(x, jax.Array))
 
+    def concerns(self, axis: Axis, loop: AnyLoop) -> bool:
+        if jax.default_backend() != "cpu" or not isinstance(axis.size, int):
+            return False
+        limits = self.limits
+        dear = dearest_step(loop) * axis.size >= limits.busy * limits.cores
+        return dear or self._may_run_flat(axis, loop)
+
     def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
         match parting:
             case WhileLoop(test, body):
@@ -103,7 +111,12 @@ class Auto(Compact):
     def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
         if jax.default_backend() != "cpu":
             return None
+        if not (recording.is_on() or self._may_run_flat(axis, loop)):
+            return None  # a listing is told what it would cost
         return run_flat(axis, loop, self.limits.nest)
+
+    def _may_run_flat(self, axis: Axis, loop: AnyLoop) -> bool:
+        return price_of_loops(loop).of(axis.size) >= self.limits.nest
 
     def _pays(self, branch: BranchCost) -> bool:
         limits = self.limits

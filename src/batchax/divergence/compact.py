@@ -109,6 +109,13 @@ class Compact:
         """
         return replace(self, _most=width)
 
+    def concerns(self, axis: Axis, loop: AnyLoop) -> bool:
+        """Whether lanes may part ways in a loop, or in what is inside it.
+
+        :meta private:
+        """
+        return True  # and what cannot be done is refused
+
     def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
         """The results of a loop of loops, in which each lane is at a place of its own.
 

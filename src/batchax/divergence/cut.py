@@ -17,13 +17,6 @@ from jax.extend.core.primitives import (
 )
 
 from batchax import _compat
-from batchax.divergence.differing import (
-    Differs,
-    differing_in,
-    differing_in_steps,
-    differing_through,
-    differs_of,
-)
 from batchax.divergence.nest import Inner, Nest, Segment
 from batchax.divergence.price import Price, price_of, price_of_keeping, price_of_moving, total
 from batchax.divergence.scan_as_while import run_as_while
@@ -32,6 +25,13 @@ from batchax.jaxprs.evaluate import bind_equation, plan, variables_read, walk
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn
 from batchax.kernel.axis import Axis
+from batchax.kernel.differing import (
+    Differs,
+    differing_in,
+    differing_in_steps,
+    differing_through,
+    differs_of,
+)
 from batchax.kernel.inner import remembered, stage_function
 from batchax.programs.shapes import bytes_of
 from batchax.rules.aliases import kept_carries

@@ -12,7 +12,6 @@ from jax.extend.core.primitives import scan_p, while_p
 
 from batchax import _compat
 from batchax.divergence.cut import nest_of, price_inside
-from batchax.divergence.differing import differing_in_steps, differing_in_while
 from batchax.divergence.flat import FlatLoop, as_weak_as
 from batchax.divergence.limits import can_move, rule_of_user
 from batchax.divergence.loop_primitive import bind
@@ -25,6 +24,7 @@ from batchax.jaxprs.words import Aval, ClosedJaxpr
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position
 from batchax.kernel.captured import closed_over
+from batchax.kernel.differing import differing_in_steps, differing_in_while
 from batchax.kernel.divergence import AnyLoop, PlacedOutputs, WhileLoop
 from batchax.kernel.inner import remembered, stage_function
 from batchax.kernel.named_axes import any_uses_axis

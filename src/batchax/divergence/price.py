@@ -10,7 +10,7 @@ from batchax.programs.cost import Cost, cost_of_program
 from batchax.programs.shapes import bytes_of
 from batchax.programs.weights import TOGETHER
 
-_STEPS = 4  # of a loop whose steps nobody knows: few, or it would have been cut
+STEPS_INSIDE = 4  # of a loop whose steps nobody knows: few, or it would have been cut
 
 
 class Price(NamedTuple):
@@ -28,7 +28,7 @@ class Price(NamedTuple):
 
 def price_of(program: Any, differs: Sequence[bool]) -> Price:
     """The price of a program; lanes have some operands of their own."""
-    cost = cost_of_program(program.jaxpr, differs=tuple(differs), steps=_STEPS)
+    cost = cost_of_program(program.jaxpr, differs=tuple(differs), steps=STEPS_INSIDE)
     return Price(launch_time(cost.launches + 1), TOGETHER.time(cost))
 
 

@@ -102,6 +102,13 @@ class Divergence(Protocol):
 
     asked: ClassVar[bool]
 
+    def concerns(self, axis: Axis, loop: AnyLoop) -> bool:
+        """Whether lanes may part ways in a loop, or in what is inside it.
+
+        If not, it is batched as if there were no other way.
+        """
+        ...
+
     def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
         """The results of a loop for all lanes, in which each is at a place of its own.
 

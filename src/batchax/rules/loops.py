@@ -16,6 +16,7 @@ from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.words import Jaxpr
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, move_axis
+from batchax.kernel.differing import surely_ends_apart
 from batchax.kernel.divergence import AnyLoop, PlacedOutputs, WhileLoop
 from batchax.kernel.inner import batch_inner, returning
 from batchax.kernel.registry import register_rule
@@ -29,7 +30,7 @@ from batchax.kernel.varying import (
 from batchax.rules.carried_axes import match_carry, settle, split_operands
 from batchax.rules.lane_calls import is_seen
 from batchax.rules.masked_loops import MaskedBody, run_masking
-from batchax.rules.parting import run_parting
+from batchax.rules.parting import axis_for, run_parting
 from batchax.rules.unvmap import asked_of_each_lane
 
 
@@ -46,9 +47,10 @@ def _scan(axis: Axis, args: Any, axes: Any, /, *, jaxpr: Jaxpr, **params: Any) -
                     "Batch the reference along another axis, or scan over an array."
                 )
             args[i], axes[i] = move_axis(args[i], 0, 1), 1
+    loop = AnyLoop(scan_p, {"jaxpr": jaxpr, **params}, args, axes)
+    axis = axis_for(axis, loop)
     if axis.divergence is not None:
-        every = {"jaxpr": jaxpr, **params}
-        placed = axis.divergence.run_nest(axis, AnyLoop(scan_p, every, args, axes))
+        placed = axis.divergence.run_nest(axis, loop)
         if placed is not None:
             return placed
     consts, carry, xs = split_operands(args, n_consts, n_carry)
@@ -84,6 +86,8 @@ def _while(
 ) -> PlacedOutputs:
     asked_of_all = cond_jaxpr
     counts = {"cond_nconsts": cond_nconsts, "body_nconsts": body_nconsts}
+    every = {"cond_jaxpr": cond_jaxpr, "body_jaxpr": body_jaxpr, **counts}
+    axis = axis_for(axis, AnyLoop(while_p, every, args, axes))
     if axis.divergence is not None:
         cond_jaxpr = asked_of_each_lane(cond_jaxpr, body_jaxpr)
         every = {"cond_jaxpr": cond_jaxpr, "body_jaxpr": body_jaxpr, **counts}
@@ -95,14 +99,17 @@ def _while(
     test_vary, varying = map(varying_of, (test_consts, [*body_consts, *carry]))
     # A predicate may itself be an array (of an inner vmap); its axes lead each carry.
     lowest = len(cond_jaxpr.out_avals[0].shape)
-    together = replace(axis, divergence=None)  # enough to find what differs between lanes
-    body, settled, _ = settle(together, body_jaxpr, body_at, carry_at, (), varying, lowest)
-    with recording.part("condition"):
-        varies = (*test_vary, *types_varying(body.out_avals))
-        test, (predicate_at,) = batch_inner(
-            together, cond_jaxpr, (*test_at, *settled), varying=varies
-        )
-    if predicate_at is not None:
+    shared = None  # the predicate, if all lanes take the same steps
+    if not surely_ends_apart(axis, cond_jaxpr, body_jaxpr, test_at, body_at, carry_at):
+        together = replace(axis, divergence=None)  # enough to find what differs between lanes
+        body, settled, _ = settle(together, body_jaxpr, body_at, carry_at, (), varying, lowest)
+        with recording.part("condition"):
+            varies = (*test_vary, *types_varying(body.out_avals))
+            test, (predicate_at,) = batch_inner(
+                together, cond_jaxpr, (*test_at, *settled), varying=varies
+            )
+        shared = test if predicate_at is None else None
+    if shared is None:
         # Lanes end at different steps. What the body computes for finished lanes is
         # dropped, so every carry depends on the lane.
         front: list[Position] = [0] * len(carry)
@@ -127,7 +134,7 @@ def _while(
     body, settled, _ = settle(axis, body_jaxpr, body_at, carry_at, (), varying, lowest)
     carry = match_carry(axis, carry, carry_at, settled, body.out_avals)
     operands = (*test_consts, *body_consts, *carry)
-    return while_p.bind(*operands, cond_jaxpr=test, body_jaxpr=body, **counts), settled
+    return while_p.bind(*operands, cond_jaxpr=shared, body_jaxpr=body, **counts), settled
 
 
 def _every_step(axis: Axis, loop: WhileLoop) -> PlacedOutputs:

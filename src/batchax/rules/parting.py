@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from batchax import _compat
@@ -10,10 +11,21 @@ from batchax.errors import UnsupportedError
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position
-from batchax.kernel.divergence import BoundedLoop, Branches, PlacedOutputs, WhileLoop
+from batchax.kernel.divergence import AnyLoop, BoundedLoop, Branches, PlacedOutputs, WhileLoop
 from batchax.rules.hazards import hazards
 
 Parting = TypeVar("Parting", WhileLoop, BoundedLoop, Branches)
+
+
+def axis_for(axis: Axis, loop: AnyLoop) -> Axis:
+    """`axis`; without a way of its own where that has no use in a loop, nor inside it.
+
+    With one, programs are batched once to find out what differs between lanes, and then again.
+    """
+    # A listing says of each loop why lanes are masked in it, and so each is looked at.
+    if axis.divergence is None or recording.is_on() or axis.divergence.concerns(axis, loop):
+        return axis
+    return replace(axis, divergence=None)
 
 
 def run_parting(

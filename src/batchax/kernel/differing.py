@@ -9,7 +9,11 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import cond_p, while_p
 
 from batchax.jaxprs.bodies import Body, bodies_of
-from batchax.jaxprs.words import Eqn, Jaxpr
+from batchax.jaxprs.inside import Anywhere
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr
+from batchax.kernel.axis import Axis, Position
+from batchax.kernel.named_axes import any_uses_axis
+from batchax.kernel.registry import find
 
 # Calls that may be replaced by what they call: they say nothing of how that is to be batched, and
 # derivatives are taken of the program as it was.
@@ -115,3 +119,37 @@ def differing_in_steps(jaxpr: Jaxpr, same: int, carried: int, given: Differs) ->
         if carry == before:
             return Differing((*carry, *inside.results[carried:]), inside.parts)
         given = (*given[:same], *carry, *given[same + carried :])
+
+
+def surely_ends_apart(
+    axis: Axis,
+    test: ClosedJaxpr,
+    body: ClosedJaxpr,
+    test_at: Sequence[Position],
+    body_at: Sequence[Position],
+    carry_at: Sequence[Position],
+) -> bool:
+    """Whether a ``while`` ends at its own step in each lane; if that is not sure, False.
+
+    Args:
+      axis: the axis being mapped.
+      test, body: its programs.
+      test_at, body_at, carry_at: where operands have the batch axis.
+    """
+    if any(map(_may_agree.in_program, (test, body))) or any_uses_axis(axis, test, body):
+        return False
+    given = tuple(a is not None for a in (*body_at, *carry_at))
+    carry = differing_in_steps(body.jaxpr, len(body_at), len(carry_at), given).results
+    tested = [*(a is not None for a in test_at), *carry]
+    return differing(test.jaxpr, tested).results[0]
+
+
+def _has_other_rule(eqn: Eqn) -> bool:
+    entry = find(eqn.primitive)
+    return entry is None or entry.is_users or eqn.primitive.name in _RULES_INSIDE
+
+
+_may_agree = Anywhere(_has_other_rule)
+"""Whether a rule that is not batchax's may make what lanes share of what differs between them."""
+
+_RULES_INSIDE = "custom_vmap_call", "custom_batched_call", "call_hi_primitive"
