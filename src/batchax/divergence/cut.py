@@ -33,6 +33,7 @@ from batchax.kernel.differing import (
     differs_of,
 )
 from batchax.kernel.inner import remembered, stage_function
+from batchax.kernel.written_out import written_out
 from batchax.programs.shapes import bytes_of
 from batchax.rules.aliases import kept_carries
 from batchax.rules.unvmap import asked_of_each_lane
@@ -134,7 +135,7 @@ def _run_opened(
             return bind_equation(eqn, operands)
         if eqn.primitive is scan_p:
             return run_as_while(axis, eqn.params, operands)
-        inner = _compat.close(bodies_of(eqn)[0].program)
+        inner = written_out(eqn) or _compat.close(bodies_of(eqn)[0].program)
         return _run_opened(axis, inner.jaxpr, inner.consts, operands, of_operands)[0]
 
     def read(v: Any) -> Any:

@@ -29,6 +29,7 @@ from batchax.kernel.divergence import AnyLoop, PlacedOutputs, WhileLoop
 from batchax.kernel.inner import remembered, stage_function
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.varying import varying_of
+from batchax.kernel.written_out import LOOPS
 from batchax.rules.carried_axes import match_carry, split_operands
 from batchax.rules.hazards import find_collective
 from batchax.rules.lane_calls import is_seen
@@ -98,7 +99,7 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
     return outs, [at[k] for k in results]
 
 
-_holds_while = Anywhere(lambda eqn: eqn.primitive is while_p)
+_holds_while = Anywhere(lambda eqn: eqn.primitive is while_p or eqn.primitive.name in LOOPS)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,11 +14,13 @@ from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr
 from batchax.kernel.axis import Axis, Position
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.registry import find
+from batchax.kernel.written_out import written_out
 
 # Calls that may be replaced by what they call: they say nothing of how that is to be batched, and
 # derivatives are taken of the program as it was.
 OPENED = frozenset(
-    "scan call checkpoint closed_call core_call custom_jvp_call custom_vjp_call jit remat2".split()
+    "scan call checkpoint closed_call core_call custom_jvp_call custom_vjp_call jit remat2 "
+    "linear_with_transpose".split()
 )
 
 Differs = tuple[bool, ...]
@@ -60,6 +62,9 @@ def differs_of(env: dict[Any, bool], atoms: Sequence[Any]) -> Differs:
 
 def differing_in(eqn: Eqn, operands: Differs) -> Differing:
     """That of an equation: where nothing else is known all results differ if an operand does."""
+    operations = written_out(eqn)
+    if operations is not None:
+        return differing(operations.jaxpr, operands)
     bodies = bodies_of(eqn)
     if not bodies or not all(body.operands for body in bodies):
         return Differing((any(operands),) * len(eqn.outvars), False)
