@@ -182,11 +182,15 @@ def test_lanes_have_what_they_have_alone(fun):
     check(fun, XS, entries, in_axes=(0, 1))
 
 
+def let_nobody_wait(monkeypatch):
+    waiting_costs = property(lambda lanes: np.float32(1e-6 if lanes.nest.parts else 1.0))
+    monkeypatch.setattr(flat.Lanes, "time", waiting_costs)
+
+
 @pytest.mark.parametrize("fun", [two_in_turn, three_deep, with_keys])
 def test_no_lane_waits_long(fun, monkeypatch):
-    """Who comes to a loop leaves it after a step, and all goes on from there."""
-    monkeypatch.setattr(flat, "NEVER", np.float32(1e-3))
-    monkeypatch.setattr(flat.Lanes, "time", np.float32(1e-6))
+    """Who is in a loop leaves it after a step if another waits, and all goes on from there."""
+    let_nobody_wait(monkeypatch)
     check(fun, XS, ENTRIES, in_axes=(0, None))
 
 
@@ -547,3 +551,20 @@ def test_what_a_loop_inside_updates_in_place_is_not_copied_at_each_step(monkeypa
 
     assert is_flat(functools.partial(fun, size=9), XS, ENTRIES)
     assert not is_flat(functools.partial(fun, size=10_000), XS, ENTRIES)
+
+
+def test_a_check_of_equinox_sees_only_lanes_that_are_there(monkeypatch):
+    """Those that are still in the loop before it would not pass it."""
+    let_nobody_wait(monkeypatch)
+    eqx = pytest.importorskip("equinox")
+
+    def fun(x, entries):
+        def step(x, entry):
+            start = jnp.int32(0), jnp.abs(x) + entry
+            i, x = lax.while_loop(lambda c: c[1] > 0.1, lambda c: (c[0] + 1, c[1] / 2), start)
+            return eqx.error_if(x + 1, x > 0.1, "a lane has not come through"), i
+
+        return lax.scan(step, x, entries)
+
+    assert is_flat(fun, XS, ENTRIES)
+    check(fun, XS, ENTRIES, in_axes=(0, None))

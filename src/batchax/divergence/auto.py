@@ -46,7 +46,7 @@ class Limits(NamedTuple):
     """how many times as much as moving its lanes a branch costs"""
     launched: float = 0.5
     """which share of a branch is not one loop with what selects its result"""
-    nest: float = 30_000.0
+    nest: float = 15_000.0
     """nanoseconds that a step of a loop inside another takes for all lanes"""
     windows: tuple[int, ...] = (16, 8)
     """how many windows all lanes would fill: as many as leave one that is wide enough"""

@@ -18,7 +18,14 @@ from jax.extend.core.primitives import (
 
 from batchax import _compat
 from batchax.divergence.nest import Inner, Nest, Segment
-from batchax.divergence.price import Price, price_of, price_of_keeping, price_of_moving, total
+from batchax.divergence.price import (
+    Price,
+    price_of,
+    price_of_copying,
+    price_of_keeping,
+    price_of_moving,
+    total,
+)
 from batchax.divergence.scan_as_while import run_as_while
 from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.evaluate import bind_equation, plan, variables_read, walk
@@ -198,7 +205,7 @@ class _Cut:
             places = self._keep([v.aval for v in kept])
             writes.update(zip(places, kept, strict=True))
             segment = self._segment(groups[j], writes)
-            price = total([segment.price, price_of_keeping(moved)])
+            price = total([segment.price, price_of_copying(moved)])
             parts.append(replace(segment, price=price))
             # Only now: the segment computes these, and does not read them.
             self.place.update(zip(kept, places, strict=True))

@@ -29,6 +29,7 @@ from batchax import _compat
 from batchax.divergence.loops import PartingLoop
 from batchax.divergence.nest import Inner, Nest, Segment
 from batchax.divergence.segments import SegmentRun
+from batchax.divergence.widths import launch_time
 from batchax.divergence.window import (
     Plan,
     Tally,
@@ -45,7 +46,7 @@ from batchax.kernel.inner import batched_aval
 from batchax.kernel.interpreter import interpret
 from batchax.rules.masked_loops import MaskedBody, predicate
 
-NEVER = np.float32(1e30)  # nanoseconds
+_ENTERED = 16  # operations that it takes to enter and leave a loop inside: who waits, who goes on
 _NOBODY = np.float32(1e-6)  # lanes: what is divided by must not be zero
 
 
@@ -99,7 +100,7 @@ class FlatLoop(PartingLoop):
         tally: Tally,
     ) -> tuple[Any, list[Any], Tally]:
         lanes = Lanes(replace(self.axis, size=width), self.nest, self.positions)
-        active, values, _, tally = lanes.step(active, [*consts, *carry], NEVER, tally)
+        active, values, _, tally = lanes.step(active, [*consts, *carry], None, tally)
         return active, values[len(consts) :], tally
 
     def differentiated(self, program: ClosedJaxpr, operands: Sequence[Value]) -> list[Any]:
@@ -137,7 +138,8 @@ class Lanes:
         Args:
           active: which lanes are in this loop.
           values: its constants, and what all lanes hold in its slots.
-          deadline: how long it may take before lanes that wait elsewhere have waited enough.
+          deadline: how long it may take before lanes that wait elsewhere have waited enough; None
+            if none waits elsewhere.
           tally: the count of steps of loops that hold no others.
 
         Returns:
@@ -160,8 +162,9 @@ class Lanes:
                     with recording.uncounted(part is nest.parts[-1]):
                         values = self._run_of(part)(here, values)
                 case Inner():
+                    left = None if deadline is None else deadline - spent
                     here, values, taken, tally = self._come_through(
-                        number, part, here, active, values, deadline - spent, tally
+                        number, part, here, active, values, left, tally
                     )
                     spent = spent + taken
         return active & (self.asked(values) | ~here), values, spent, tally
@@ -177,7 +180,9 @@ class Lanes:
     def time(self) -> Any:
         """How long a step takes, but for the loops inside and the work of lanes in segments."""
         around = sum(self._run_of(part).overhead for part in self.nest.segments)
-        return np.float32(self.nest.price.of(self.axis.size) + around)
+        inner = len(self.nest.parts) - len(self.nest.segments)
+        entered = launch_time(_ENTERED * inner)
+        return np.float32(self.nest.price.of(self.axis.size) + around + entered)
 
     @property
     def _place(self) -> int:
@@ -211,26 +216,28 @@ class Lanes:
         mine = [values[k] for k in part.slots]
         inside = active & (values[self._place] == number)
         first = inside | (here & lanes.asked([*consts, *mine]))
-        everyone = count_active(active)
-        limit = self.time * lax.convert_element_type(everyone, np.float32)
+        everyone = count_active(active, np.float32)
+        limit = self.time * everyone
 
         def goes_on(state: Any) -> Any:
             _, _, count, wasted, spent, _ = state
-            return (count > 0) & (wasted < limit) & (spent < deadline)
+            going = (count > 0) & (wasted < limit)
+            return going if deadline is None else going & (spent < deadline)
 
         def once(state: Any) -> Any:
             runs, mine, count, wasted, spent, tally = state
             # Whoever waits here waits for loops further inside, too.
-            left = (limit - wasted) / lax.max(_lanes(everyone - count), _NOBODY)
-            left = lax.min(left, deadline - spent)
+            left = (limit - wasted) / lax.max(everyone - count, _NOBODY)
+            left = left if deadline is None else lax.min(left, deadline - spent)
             with recording.inside(self.axis, part.eqn):
                 recording.note(divergence="flat", widths=(self.axis.size,))
                 runs, own, taken, tally = lanes.step(runs, [*consts, *mine], left, tally)
-            count = count_active(runs)
-            wasted = wasted + taken * _lanes(everyone - count)
+            count = count_active(runs, np.float32)
+            wasted = wasted + taken * (everyone - count)
             return runs, own[len(consts) :], count, wasted, spent + taken, tally
 
-        start = first, mine, count_active(first), np.float32(0), np.float32(0), tally
+        count, zero = count_active(first, np.float32), np.float32(0)
+        start = first, mine, count, zero, zero, tally
         runs, mine, _, _, spent, tally = lax.while_loop(goes_on, once, alike(start, values))
         for k, x in zip(part.slots, mine, strict=True):
             values[k] = x
@@ -245,7 +252,3 @@ def as_weak_as(aval: Aval, x: Any) -> Any:
     if jax.typeof(x).weak_type == aval.weak_type:
         return x
     return _compat.weakly(x) if aval.weak_type else lax.convert_element_type(x, x.dtype)
-
-
-def _lanes(count: Any) -> Any:
-    return lax.convert_element_type(count, np.float32)

@@ -10,6 +10,9 @@ from batchax.programs.cost import Cost, cost_of_program
 from batchax.programs.shapes import bytes_of
 from batchax.programs.weights import TOGETHER
 
+_KEPT = 0.01  # nanoseconds for a byte: lanes come again soon, to what is in a cache
+_MOVED = 0.03
+_ROW = 2.0  # for an entry, whatever its size
 STEPS_INSIDE = 4  # of a loop whose steps nobody knows: few, or it would have been cut
 
 
@@ -33,14 +36,20 @@ def price_of(program: Any, differs: Sequence[bool]) -> Price:
 
 
 def price_of_keeping(avals: Sequence[Any]) -> Price:
-    """The price of keeping what lanes hold that are done: both are read, and one is written."""
+    """The price of keeping what lanes hold that are elsewhere, where others compute."""
+    return Price(0.0, _KEPT * bytes_of(avals))
+
+
+def price_of_copying(avals: Sequence[Any]) -> Price:
+    """The price of keeping what is updated in place elsewhere: two are read, one is written."""
     return Price(0.0, TOGETHER.time(Cost(bytes=3 * bytes_of(avals))))
 
 
 def price_of_moving(read: Sequence[Any], written: Sequence[Any]) -> Price:
     """The price of moving what some lanes read and write to where they run, and back."""
-    cost = Cost(bytes=2 * bytes_of(read) + 2 * bytes_of(written))
-    return Price(launch_time(len(read) + 2 * len(written)), TOGETHER.time(cost))
+    rows = len(read) + 2 * len(written)
+    moved = bytes_of(read) + bytes_of(written)
+    return Price(launch_time(rows), _ROW * rows + _MOVED * moved)
 
 
 def total(prices: Sequence[Price]) -> Price:

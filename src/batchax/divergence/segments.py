@@ -25,6 +25,7 @@ from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.inner import batched_aval
 from batchax.kernel.interpreter import interpret
 from batchax.rules.masked_loops import MaskedBody
+from batchax.rules.unvmap import looks_at_lanes
 
 # Results do not depend on these; the benchmark `nests` does.
 NARROWEST = 8  # lanes in a block
@@ -52,26 +53,28 @@ class SegmentRun:
     def __call__(self, here: Any, values: Sequence[Value]) -> list[Any]:
         """The values, after the lanes that are `here` have done it."""
         width = self.width
-        if width < self.axis.size:
-            return self._in_blocks(width, here, list(values))
-        return self._masked(here, list(values))
+        if width is None:
+            return self._masked(here, list(values))
+        return self._in_blocks(width, here, list(values))
 
     @property
-    def width(self) -> int:
-        """How many lanes do it at a time: as many as may come, or all if that is cheaper."""
+    def width(self) -> int | None:
+        """How many lanes do it at a time, as many as may come; None if all do it, masked."""
         size, part = self.axis.size, self.segment
         width = NARROWEST
         while width * _COME < size:
             width *= 2
+        if looks_at_lanes.in_program(part.program):  # at those that are elsewhere, too
+            return min(width, size)
         block = part.price.of(width) + part.moves.of(width)
         masked = MASKED * (part.price.of(size) + part.keeps.of(size))
-        return width if block < masked and width * _BLOCKS <= size else size
+        return width if block < masked and width * _BLOCKS <= size else None
 
     @property
     def overhead(self) -> float:
         """Nanoseconds that it takes besides the work of the lanes that do it."""
         part, size = self.segment, self.axis.size
-        if self.width == size:
+        if self.width is None:
             return part.price.of(size) + part.keeps.of(size)
         # The last block is half empty, on average.
         return part.price.of(self.width / 2) + part.moves.of(self.width / 2)

@@ -290,13 +290,13 @@ def with_rows(x: Value, rows: Any, target: Any) -> Any:
     return x.at[target].set(rows, mode="drop", unique_indices=True)
 
 
-def count_active(active: Any) -> Any:
+def count_active(active: Any, dtype: Any = np.int32) -> Any:
     """How many lanes are active."""
     if jax.default_backend() != "cpu" or active.shape[0] >= 1 << 24:  # which a float counts to
-        return jnp.sum(active, dtype=np.int32)
+        return lax.convert_element_type(jnp.sum(active, dtype=np.int32), dtype)
     # A processor is given several operations for a sum, each to be compiled, but one for this.
     ones = lax.convert_element_type(active, np.float32)
-    return lax.convert_element_type(lax.dot(ones, ones), np.int32)
+    return lax.convert_element_type(lax.dot(ones, ones), dtype)
 
 
 def counted(tally: Tally, count: Any) -> Tally:

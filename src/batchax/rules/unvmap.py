@@ -15,7 +15,7 @@ from jax.extend.core.primitives import while_p
 
 from batchax import _compat
 from batchax.jaxprs.evaluate import bind_equation, evaluate
-from batchax.jaxprs.inside import with_inside
+from batchax.jaxprs.inside import Anywhere, with_inside
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
 from batchax.kernel.inner import remembered
@@ -27,6 +27,10 @@ _OF_ONE_LANE = {
     "nonbatchable": lambda x, **_: x,  # checks that lanes stay together
 }
 enter("alias: nonbatchable")
+
+_LOOK = _OF_ONE_LANE.keys() - {"nonbatchable"}
+looks_at_lanes = Anywhere(lambda eqn: eqn.primitive.name in _LOOK)
+"""Whether a program looks at all lanes: what those hold that are elsewhere may mislead it."""
 
 
 def asked_of_each_lane(test: ClosedJaxpr, body: ClosedJaxpr) -> ClosedJaxpr:
