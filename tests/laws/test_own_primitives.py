@@ -19,6 +19,7 @@ from batchax.execution.slices import with_derivative_of
 from batchax.kernel.own_primitive import declared
 from batchax.rules.in_place import some_active_p
 from batchax.rules.in_turn import in_turn
+from batchax.sums.factored import summed_p
 from batchax.user_rules.linear import linear_with_transpose
 
 from support.high_operations import OLD, cube
@@ -166,6 +167,7 @@ AROUND = {
         lambda x: x * some_active_p.bind(x > 1, f(x) > 0),
         lambda x: x * ((x > 1) & (f(x) > 0)),
     ),
+    "summed": lambda f: (lambda x: summed_p.bind(f(x), x, terms=()), f),
     "drawn": lambda f: (each(drawing(f), bx.vmap), each(drawing(f))),
 }
 

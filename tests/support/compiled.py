@@ -61,3 +61,7 @@ def check_compiled(fun, *args, in_axes=0, out_axes=0, axis_name=None, reverse=Tr
         jax.tree.map(
             same_type, *(jax.eval_shape(v(fun, **options), *args) for v in (bx.vmap, jax.vmap))
         )
+
+
+def compiled_bytes(fun, *args):
+    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes

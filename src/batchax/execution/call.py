@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 from jax.core import Tracer, eval_jaxpr
@@ -27,6 +27,7 @@ from batchax.frontend.outputs import (
     OutputArray,
     as_array,
     check_unbatched,
+    is_added,
     place,
 )
 from batchax.jaxprs.words import ClosedJaxpr, Value
@@ -37,6 +38,8 @@ from batchax.kernel.inner import example_aval, stage_described
 from batchax.kernel.lasting import call_key
 from batchax.kernel.looking import WHOLE, looks_here, unseen
 from batchax.memo import Memo
+from batchax.sums.contracted import Summands, run_adding
+from batchax.sums.factored import factored
 
 Self = TypeVar("Self", bound="Call")
 
@@ -119,18 +122,33 @@ class AllAtOnce(Way):
         """Only where a result may be refused, which is known after its last operation."""
         return any(output.spec is None for output in call.described)
 
-    def run(self, call: Call) -> tuple[list[Any], Sequence[Position]]:
+    def run(self, call: Call) -> tuple[list[Any], _Placed]:
         values, positions = call.values, call.positions
         program = MappedProgram(call.axis, call.staged, values, positions, call.computes)
+        added = [is_added(output.spec) for output in call.described]
         with running(program):
-            return program.run()
+            arrays, positions = run_adding(program, added)
+        totals = [k for k, x in enumerate(arrays) if isinstance(x, Summands)]
+        for k in totals:
+            arrays[k] = arrays[k].of_all(call.described[k].spec.reduction)
+        return arrays, _Placed(positions, totals)
 
     def check(self, call: Call, said: Any) -> None:
-        check_unbatched(call.axis, call.described, said)
+        check_unbatched(call.axis, call.described, said.positions)
 
     def finish(self, call: Call, arrays: list[Value], said: Any) -> Outputs:
-        placed = zip(call.described, arrays, said, strict=True)
-        return [place(call.axis, output, x, a) for output, x, a in placed], call.outputs
+        placed = zip(call.described, arrays, said.positions, strict=True)
+        return [
+            x if k in said.totals else place(call.axis, output, x, a)
+            for k, (output, x, a) in enumerate(placed)
+        ], call.outputs
+
+
+class _Placed(NamedTuple):
+    """Where results have the batch axis, and which are the sums over it that are wanted."""
+
+    positions: Sequence[Position]
+    totals: Sequence[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,8 +215,11 @@ class Call:
     def _stage(self) -> tuple[ClosedJaxpr, FlatOutputs]:
         given = self.mapped[self.constants :]
         avals = [example_aval(self.axis, jax.typeof(m.value), m.axis) for m in given]
-        staged = stage_described(self.axis, self.function, avals, [m.path for m in given])
-        return recording.with_numbers(staged)
+        paths = [m.path for m in given]
+        staged, outputs = stage_described(self.axis, self.function, avals, paths)
+        added = [is_added(output.spec) for output in outputs.described]
+        staged = factored(self.axis, staged, [m.axis for m in given], added)
+        return recording.with_numbers((staged, outputs))
 
     def with_program(self: Self) -> Self:
         """The same call, staged: calls that are made of it will not be staged again."""

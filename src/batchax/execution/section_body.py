@@ -17,11 +17,12 @@ from batchax.execution.memory import Auto
 from batchax.execution.operand_specs import WHOLE, Lanes
 from batchax.execution.sections import Env, section_for
 from batchax.execution.streaming import Partial, partial_result
-from batchax.frontend.outputs import Reduce
+from batchax.frontend.outputs import Reduce, is_added
 from batchax.frontend.reduction import Reduction
 from batchax.jaxprs.words import Eqn, Value
 from batchax.kernel.axis import Axis, Position, move_axis
 from batchax.kernel.captured import MappedProgram, running
+from batchax.sums.contracted import run_adding
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,8 +220,9 @@ class _Chunk:
             index = values[place]
             if self.lanes.may_repeat(width):
                 real = lax.lt(index, lax.broadcast(xs[place][1], (width,)))
+        added = [is_added(target.how) for target in self.targets]
         with running(program):
-            return *program.run(), index, real
+            return *run_adding(program, added), index, real
 
     def _of_each(self, target: Target, x: Value, width: int) -> list[Any]:
         self.specs[target] = [Lanes(0)]

@@ -18,6 +18,9 @@ from batchax.frontend import reducing
 from batchax.frontend.reduction import Reduction
 from batchax.jaxprs.words import Value
 from batchax.memo import memoized
+from batchax.sums.contracted import Summands
+
+_ONE_ARRAY = jax.tree.structure(0)
 
 
 class Partial(NamedTuple):
@@ -41,11 +44,15 @@ def partial_result(
 
     Args:
       reduction: which one.
-      x: the outputs of lanes.
+      x: the outputs of lanes, or what lanes add up.
       axis: along which.
       index: of these lanes, if the reduction takes that.
       real: which lanes count; None: all.
     """
+    if isinstance(x, Summands):
+        of_one = (1, *x.like.shape), x.like.dtype, x.like.weak_type
+        result = _result_type(reduction, 0, *of_one)
+        return [x.state(reduction, real)], Partial([SUM], _ONE_ARRAY, result)
     result = result_type(reduction, x, axis)
     states, at = reducing.states_of(reduction, x, axis, index, real)
     arrays, structure = jax.tree.flatten(states)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.frontend.reducing import of_all
+from batchax.frontend.reducing import of_all, operation_of
 from batchax.frontend.reduction import Reduction
 from batchax.jaxprs.neutral import accumulator, highest, lowest
 from batchax.jaxprs.words import Value
@@ -215,6 +215,14 @@ REDUCTIONS: dict[str, Reduction] = {
     "argmin": _argument(jnp.argmin, jnp.min, highest),
 }
 """What `batchax.Reduce` calls them; `Kind` names them for type checkers."""
+
+
+def adds_up(reduction: Reduction) -> bool:
+    """Whether it adds lanes up as they are, floats of less than 32 bits perhaps in float32."""
+    if any(reduction is REDUCTIONS[kind] for kind in ("sum", "mean")):
+        return True
+    operation = operation_of(reduction)
+    return reduction.lane is None and operation is not None and operation.held == "sum"
 
 
 @memoized("dtypes that have a reduction", most=256)

@@ -16,7 +16,7 @@ from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend import reducing
 from batchax.frontend.containers import is_container, is_container_spec, parts_of_output
 from batchax.frontend.in_axes import LANES, Terms, is_position
-from batchax.frontend.named_reductions import REDUCTIONS, Kind, has_reduction
+from batchax.frontend.named_reductions import REDUCTIONS, Kind, adds_up, has_reduction
 from batchax.frontend.parts import AxisSpec
 from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
 from batchax.frontend.reduction import Reduction
@@ -95,6 +95,11 @@ class Reduce:
     def reduction(self) -> Reduction:
         """What it does."""
         return self.kind if isinstance(self.kind, Reduction) else REDUCTIONS[self.kind]
+
+
+def is_added(spec: Any) -> bool:
+    """Whether an output is the sum over lanes, or what is made of that."""
+    return isinstance(spec, Reduce) and adds_up(spec.reduction)
 
 
 @dataclass(frozen=True)

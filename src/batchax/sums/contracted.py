@@ -1,0 +1,236 @@
+"""Lanes added up, from the factors of what each lane adds."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+from batchax import _compat
+from batchax.frontend import reducing
+from batchax.frontend.reduction import Reduction
+from batchax.jaxprs.neutral import accumulator
+from batchax.jaxprs.words import Eqn, Value
+from batchax.kernel.axis import Position
+from batchax.kernel.captured import MappedProgram
+from batchax.kernel.interpreter import interpret
+from batchax.sums.factored import Term, summed_p
+from batchax.sums.products import Group, groups_of
+
+_LANES = -1
+"""The label of the axis of lanes."""
+
+
+class Summands(NamedTuple):
+    """What lanes add up to an output: its terms, and their factors for all lanes.
+
+    Attributes:
+      like: the type of the output of one example.
+      lanes: how many there are.
+      terms: the products.
+      factors: arrays of all lanes.
+      positions: where they have the batch axis.
+    """
+
+    like: Any
+    lanes: int
+    terms: tuple[Term, ...]
+    factors: Sequence[Value]
+    positions: Sequence[Position]
+
+    def total(self, real: Any = None) -> Any:
+        """The sum over lanes; floats of less than 32 bits are added up in float32.
+
+        real: which lanes count; None: all.
+        """
+        terms = [self._added(term, real) for term in self.terms]
+        return functools.reduce(jnp.add, terms)
+
+    def as_output(self, x: Value) -> Any:
+        """An array in the dtype of an output."""
+        return lax.convert_element_type(x, self.like.dtype)
+
+    def of_all(self, reduction: Reduction) -> Any:
+        """A reduction that adds lanes up, of all of them."""
+        result = reducing.finished(reduction, self.state(reduction), self.lanes)
+        return result if reduction.lane is None else self.as_output(result)
+
+    def state(self, reduction: Reduction, real: Any = None) -> Any:
+        """The state of a reduction that adds lanes up, of these; see `total`."""
+        total = self.total(real)
+        return self.as_output(total) if reduction.lane is None else total
+
+    def _added(self, term: Term, real: Any) -> Any:
+        arrays = [
+            _Labelled.of(self.factors[k], labels, self.positions[k]) for k, labels in term.factors
+        ]
+        first, *others = [
+            _of_group(arrays, group, real).converted(self.like.dtype)
+            for group in groups_of(term.factors)
+        ]
+        numbers = others.pop() if others and not others[-1].own else None
+        if not others:
+            total = _weighted(first, numbers, self.lanes, real)
+        else:
+            (second,) = others
+            if numbers is not None:
+                small = min(first, second, key=lambda x: math.prod(np.shape(x.value)))
+                pair = [x.times(numbers) if x is small else x for x in (first, second)]
+                first, second = pair
+            total = _contracted(first, second, term, self.lanes, real)
+        total = total.placed(term.labels, self.like.shape)
+        return -total if term.negative else total
+
+
+class _Labelled(NamedTuple):
+    """An array with a label for each dimension, that of lanes among them if it has one."""
+
+    value: Value
+    labels: tuple[int, ...]
+
+    @classmethod
+    def of(cls, x: Value, labels: tuple[int, ...], position: Position) -> _Labelled:
+        """A factor of all lanes."""
+        if position is None:
+            return cls(x, labels)
+        return cls(x, (*labels[:position], _LANES, *labels[position:]))
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """The labels but for that of lanes."""
+        return tuple(n for n in self.labels if n != _LANES)
+
+    @property
+    def has_lanes(self) -> bool:
+        """Whether it depends on the lane."""
+        return _LANES in self.labels
+
+    def aligned(self, labels: tuple[int, ...]) -> Any:
+        """Its dimensions in the order of `labels`, of size 1 where it has none."""
+        value = lax.transpose(
+            self.value, [self.labels.index(n) for n in labels if n in self.labels]
+        )
+        return lax.expand_dims(value, [d for d, n in enumerate(labels) if n not in self.labels])
+
+    def times(self, other: _Labelled) -> _Labelled:
+        """The product with what has none but its labels, and that of lanes."""
+        labels = self.labels if self.has_lanes or not other.has_lanes else (_LANES, *self.labels)
+        x, y = _compat.varying_alike([self.aligned(labels), other.aligned(labels)])
+        return _Labelled(jnp.multiply(x, y), labels)
+
+    def masked(self, real: Any) -> _Labelled:
+        """Zero in lanes that do not count."""
+        if real is None or not self.has_lanes:
+            return self
+        mask = lax.broadcast_in_dim(real, self.value.shape, (self.labels.index(_LANES),))
+        return _Labelled(lax.select(mask, self.value, lax.full_like(self.value, 0)), self.labels)
+
+    def converted(self, dtype: Any) -> _Labelled:
+        """In another dtype."""
+        return _Labelled(lax.convert_element_type(self.value, dtype), self.labels)
+
+    def placed(self, labels: tuple[int | None, ...], shape: tuple[int, ...]) -> Any:
+        """An array with dimensions of these labels, repeated along one of None."""
+        order = [n for n in labels if n is not None]
+        value = lax.transpose(self.value, [self.labels.index(n) for n in order])
+        dims = [d for d, n in enumerate(labels) if n is not None]
+        return lax.broadcast_in_dim(value, shape, dims)
+
+
+def _of_group(arrays: Sequence[_Labelled], group: Group, real: Any) -> _Labelled:
+    each = (arrays[k] for k in group.numbers)
+    return functools.reduce(_Labelled.times, each).masked(real)
+
+
+def _weighted(x: _Labelled, weights: _Labelled | None, lanes: int, real: Any) -> _Labelled:
+    """The sum over lanes of one array, times a number for each."""
+    dtype = x.value.dtype
+    if weights is None or not weights.has_lanes:
+        ones = jnp.ones((lanes,), dtype) if real is None else lax.convert_element_type(real, dtype)
+        weights = _Labelled(ones if weights is None else ones * weights.value, (_LANES,))
+    if not x.has_lanes:
+        wide = accumulator(dtype)
+        return _Labelled(x.value.astype(wide) * jnp.sum(weights.value, dtype=wide), x.labels)
+    # Of a library of linear algebra: many times as fast as what XLA makes of a sum on a CPU.
+    # Where it has a better way, on GPUs, it multiplies and adds up by itself.
+    return _dot(weights, x, [_LANES], [], lax.Precision.HIGHEST)
+
+
+def _contracted(x: _Labelled, y: _Labelled, term: Term, lanes: int, real: Any) -> _Labelled:
+    """The sum over lanes of the products of two arrays, and over labels that are not wanted."""
+    if x.has_lanes != y.has_lanes:  # what depends on the lane is added up first
+        x, y = (_weighted(a, None, lanes, real) if a.has_lanes else a for a in (x, y))
+    elif not x.has_lanes:
+        count = jnp.asarray(lanes if real is None else jnp.sum(real), x.value.dtype)
+        x = x.times(_Labelled(count, ()))
+    both = [n for n in x.labels if n in y.labels]
+    summed = [n for n in both if n not in term.labels]
+    paired = [n for n in both if n in term.labels]
+    return _dot(x, y, summed, paired, lax.Precision.HIGHEST if term.exact else term.precision)
+
+
+def _dot(
+    x: _Labelled, y: _Labelled, summed: list[int], paired: list[int], precision: Any
+) -> _Labelled:
+    dtype = jnp.promote_types(x.value.dtype, y.value.dtype)
+    lhs, rhs = _compat.varying_alike([a.value.astype(dtype) for a in (x, y)])
+    place = lambda a, names: tuple(a.labels.index(n) for n in names)
+    value = lax.dot_general(
+        lhs,
+        rhs,
+        ((place(x, summed), place(y, summed)), (place(x, paired), place(y, paired))),
+        precision=precision,
+        preferred_element_type=accumulator(dtype),
+    )
+    left = [n for a in (x, y) for n in a.labels if n not in (*summed, *paired)]
+    return _Labelled(value, (*paired, *left))
+
+
+def run_adding(program: MappedProgram, added: Sequence[bool]) -> tuple[list[Any], list[Position]]:
+    """As ``program.run()``, but outputs that are `added` up and tell of factors are `Summands`.
+
+    One that does not depend on the batch is an array all the same.
+    """
+    jaxpr = program.staged.jaxpr
+    made_by = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive is summed_p}
+    told: list[Eqn | None] = [
+        made_by.get(v) if add and not isinstance(v, Literal) else None
+        for v, add in zip(jaxpr.outvars, added, strict=True)
+    ]
+    if not any(told) or any(map(_is_sharded, program.args)):
+        return program.run()
+    inside = [
+        [v] if e is None else list(e.invars[1:]) for v, e in zip(jaxpr.outvars, told, strict=True)
+    ]
+    changed = jaxpr.replace(outvars=[v for vs in inside for v in vs])
+    outs, positions = interpret(
+        program.axis, changed, program.staged.consts, program.args, program.axes
+    )
+    each = iter(zip(outs, positions, strict=True))
+    parts = [[next(each) for _ in vs] for vs in inside]
+    results = [
+        part[0] if eqn is None else _result(eqn, program.axis.size, part)
+        for eqn, part in zip(told, parts, strict=True)
+    ]
+    return [x for x, _ in results], [a for _, a in results]
+
+
+def _result(eqn: Eqn, lanes: int, parts: Sequence[tuple[Value, Position]]) -> tuple[Any, Position]:
+    factors, positions = [x for x, _ in parts], [a for _, a in parts]
+    summands = Summands(eqn.outvars[0].aval, lanes, eqn.params["terms"], factors, positions)
+    if positions.count(None) < len(positions):
+        return summands, 0
+    value = summands.as_output(summands._replace(lanes=1).total())
+    return _compat.weakly(value) if summands.like.weak_type else value, None
+
+
+def _is_sharded(x: Value) -> bool:
+    """Whether its type says how it is sharded: then two such axes may not be contracted."""
+    return any(entry is not None for entry in getattr(jax.typeof(x).sharding, "spec", ()))

@@ -1,0 +1,204 @@
+"""Sums over lanes as contractions, against the loop over examples."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+
+from support.compiled import compiled_bytes
+from support.oracle import example, same
+
+LANES = 7
+TOTAL = bx.Reduce("sum")
+WAYS = {
+    "at once": {},
+    "chunks, and fewer lanes in the last": dict(batch_size=3),
+    "shards, with lanes that repeat others": dict(mesh="all"),
+    "chunks that are kept": dict(batch_size=2, residuals="keep"),
+}
+
+
+def clipped(g):
+    return g / jnp.maximum(1, jnp.linalg.norm(g))
+
+
+def gradient(a, b):
+    return jax.jit(jax.grad(lambda w: jnp.sum(jnp.tanh(a @ w) * b)))(jnp.full((5, 4), 0.3))
+
+
+def twice(x):
+    return x + x
+
+
+# Of vectors of 5 and 4 numbers, a matrix of 5 times 4, and sequences of 3 of such vectors.
+CASES = {
+    "outer product": lambda a, b, m, s, t: jnp.outer(a, b),
+    "clipped": lambda a, b, m, s, t: clipped(jnp.outer(a, b)),
+    "clipped in jit": lambda a, b, m, s, t: jax.jit(clipped)(jnp.outer(a, b)),
+    "gradient": lambda a, b, m, s, t: clipped(gradient(a, b)),
+    "by vdot": lambda a, b, m, s, t: jnp.outer(a, b) / jnp.sqrt(jnp.vdot(*[jnp.outer(a, b)] * 2)),
+    "sequence": lambda a, b, m, s, t: s.T @ t,
+    "clipped sequence": lambda a, b, m, s, t: clipped(s.T @ t),
+    "heads": lambda a, b, m, s, t: jnp.einsum("th,tj->htj", s, t),
+    "several terms": lambda a, b, m, s, t: jnp.outer(a, b) - 3 * jnp.outer(a[:1] * a, b) + 1,
+    "weight decay": lambda a, b, m, s, t: -jnp.outer(a, b) + jnp.arange(20.0).reshape(5, 4),
+    "rows scaled": lambda a, b, m, s, t: jnp.outer(a, b) * a[:, None] / (2 + b[0]),
+    "repeated": lambda a, b, m, s, t: jnp.broadcast_to(jnp.outer(a, b), (3, 5, 4)),
+    "one factor is shared": lambda a, b, m, s, t: jnp.outer(a, jnp.arange(4.0)) * b[0],
+    "only a scale is not": lambda a, b, m, s, t: jnp.ones((5, 4)) * b[0],
+    "all is shared": lambda a, b, m, s, t: jnp.outer(jnp.arange(5.0), jnp.arange(4.0)),
+    "an argument": lambda a, b, m, s, t: m,
+    "scaled": lambda a, b, m, s, t: m * b.sum(),
+    "by element": lambda a, b, m, s, t: jnp.sin(m) * b,
+    "three factors": lambda a, b, m, s, t: a[:, None, None] * b[:, None] * a[:3],
+    "one dimension is in both": lambda a, b, m, s, t: s[:, :, None] * t[:, None],
+    "and added up": lambda a, b, m, s, t: jnp.sum(s[:, :, None] * t[:, None], 0),
+    "transposed": lambda a, b, m, s, t: jnp.outer(a, b).T.reshape(4, 1, 5),
+    "raveled": lambda a, b, m, s, t: jnp.outer(a, b).ravel(),
+    "matrix times vector": lambda a, b, m, s, t: m @ b,
+    "squares": lambda a, b, m, s, t: jnp.outer(a, a) * jnp.outer(a, a).T,
+    "sums of sums": lambda a, b, m, s, t: functools.reduce(
+        lambda x, _: twice(x), range(6), m @ m.T
+    ),
+    "a number": lambda a, b, m, s, t: a @ a,
+    "nothing": lambda a, b, m, s, t: jnp.outer(a[:0], b),
+}
+
+
+def every_case(*xs):
+    return {name: f(*xs) for name, f in CASES.items()}
+
+
+def arrays(dtype=np.float32, lanes=LANES):
+    shapes = [(5,), (4,), (5, 4), (3, 5), (3, 4)]
+    return [example((lanes, *s), jnp.dtype(dtype), seed=k) for k, s in enumerate(shapes)]
+
+
+def loop(f, xs, kind=np.sum):
+    """What is made of the outputs of examples, one after another, in double precision."""
+    rows = [f(*row) for row in zip(*xs, strict=True)]
+    wide = lambda *outs: kind(np.stack([np.asarray(x, np.float64) for x in outs]), 0)
+    return jax.tree.map(wide, *rows)
+
+
+@functools.cache
+def expected(dtype):
+    return loop(jax.jit(every_case), arrays(dtype))
+
+
+def close(got, wanted, tolerance):
+    for name, x in got.items():
+        most = max(1, np.abs(wanted[name]).max(initial=0))
+        np.testing.assert_allclose(
+            np.asarray(x, np.float64), wanted[name], atol=tolerance * most, err_msg=name
+        )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_case(way):
+    got = jax.jit(bx.vmap(every_case, out_axes=TOTAL, **WAYS[way]))(*arrays())
+    close(got, expected("float32"), 2e-6)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 3e-2), ("float16", 4e-3)])
+def test_small_floats_are_added_up_in_float32(dtype, tolerance):
+    batched = bx.vmap(every_case, out_axes=TOTAL)
+    got = jax.jit(batched)(*arrays(dtype))
+    one = jax.eval_shape(every_case, *(x[0] for x in arrays(dtype)))
+    assert {k: x.dtype for k, x in got.items()} == {k: x.dtype for k, x in one.items()}
+    close(got, expected(dtype), tolerance)
+    # 1 + 1/512 + 1/512 and so on stays 1 in bfloat16.
+    steps = jnp.full((513, 2), 1 / 512, dtype).at[0].set(1)
+    same(bx.vmap(lambda x: x, out_axes=TOTAL)(steps), jnp.full(2, 2, dtype))
+
+
+def test_integers_wrap_around_and_others_stay_sums():
+    xs = {
+        "int8": example((LANES, 3), np.int8, high=100),
+        "int32": jnp.full((LANES, 3), 2**30, np.int32),
+        "bool": example((LANES, 3), np.bool_),
+        "complex64": jnp.array([[jnp.inf, 1j, 1 + jnp.inf * 1j]] * LANES, np.complex64),
+    }
+    same(bx.vmap(lambda x: x, out_axes=TOTAL)(xs), jax.tree.map(lambda x: jnp.sum(x, 0), xs))
+
+
+def test_derivatives():
+    names = ["clipped", "gradient", "clipped sequence", "several terms", "by element", "scaled"]
+    some = lambda *xs: {name: CASES[name](*xs) for name in names}
+
+    def value(batched, xs):
+        return sum(jnp.sum(jnp.cos(x)) for x in batched(*xs).values())
+
+    plain = lambda *xs: jax.tree.map(lambda x: x.sum(0), jax.vmap(some)(*xs))
+    ways = [plain, bx.vmap(some, out_axes=TOTAL), bx.vmap(some, out_axes=TOTAL, batch_size=3)]
+    of = lambda xs: [jax.grad(functools.partial(value, f))(xs) for f in ways]
+    theirs, *ours = jax.jit(of)(arrays())
+    for each in ours:
+        same(each, theirs, dict(rtol=1e-4, atol=1e-5))
+
+
+@pytest.mark.parametrize("way", list(WAYS)[:3])
+def test_what_is_not_finite_is_where_the_sum_has_it(way):
+    a, b = (np.array(x) for x in arrays()[:2])
+    a[1, 2], a[2, 0], a[3, 1], b[3, 0], b[4, 3] = np.inf, -np.inf, np.nan, 0, np.inf
+    scale = np.array([1, 0, 1, 2, 0, 1, 1], np.float32)
+
+    def f(a, b, s):
+        g = jnp.outer(a, b)
+        return s * g, clipped(g), g[1:]
+
+    # The last examples by themselves: shards repeat them, and must not add them up again.
+    for rows in (slice(None), slice(2, 3), slice(4, None), slice(5, None)):
+        xs = [x[rows] for x in (a, b, scale)]
+        got = bx.vmap(f, out_axes=TOTAL, **WAYS[way])(*xs)
+        with np.errstate(invalid="ignore"):
+            want = loop(f, xs)
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("large", [1e25, 1e-25, 1.0])
+def test_a_norm_overflows_where_its_product_does(large):
+    a, b = (np.array(x) for x in arrays()[:2])
+    a, b = a * np.float32(large), b / np.float32(large)
+    a[1] = 0
+    norm = lambda a, b: jnp.outer(a, b) * jnp.linalg.norm(jnp.outer(a, b))
+    got = bx.vmap(norm, out_axes=TOTAL)(a, b)
+    np.testing.assert_allclose(got, loop(norm, (a, b)), rtol=1e-5)
+
+
+def test_no_lane_has_an_array_of_its_own():
+    a, b = (example((64, n), seed=n) for n in (96, 80))
+    f = lambda a, b: clipped(jnp.outer(a, b))
+    theirs = compiled_bytes(lambda a, b: jax.vmap(f)(a, b).sum(0), a, b)
+    for options in ({}, dict(batch_size=24)):
+        assert compiled_bytes(bx.vmap(f, out_axes=TOTAL, **options), a, b) < theirs / 10
+
+
+def test_what_is_large_only_for_a_lane_is_not_held_for_all():
+    x = example((64, 40))
+    f = lambda x: jnp.exp(-((x[:, None] - x) ** 2))
+    assert compiled_bytes(bx.vmap(f, out_axes=TOTAL), x) < 64 * 40 * 40 * 4 / 10
+
+
+def test_other_outputs_are_what_they_were():
+    def f(a, b, m, s, t):
+        g = s.T @ t
+        return g, g * a[0], jnp.max(g)
+
+    got = bx.vmap(f, out_axes=(0, TOTAL, 0))(*arrays())
+    want = jax.vmap(f)(*arrays())
+    same((got[0], got[2]), (want[0], want[2]))
+    same(got[1], want[1].sum(0), dict(rtol=1e-5, atol=1e-5))
+
+
+def test_of_no_lanes_and_of_a_reduction_of_ones_own():
+    f = lambda a, b, *_: jnp.outer(a, b)
+    same(bx.vmap(f, out_axes=TOTAL)(*arrays(lanes=0)), jnp.zeros((5, 4)))
+    own = bx.Reduction(jnp.add, 0, finish=lambda total, n: total / n)
+    got = bx.vmap(f, out_axes=bx.Reduce(own), batch_size=3)(*arrays())
+    np.testing.assert_allclose(got, loop(f, arrays(), np.mean), rtol=1e-5, atol=1e-6)
