@@ -184,7 +184,7 @@ def _both(x: Product, y: Product) -> Product | None:
 def _divided(eqn: Eqn, x: Operand, y: Operand) -> Terms | None:
     """By what has fewer dimensions."""
     (by,) = y.products if len(y.products) == 1 else (None,)
-    if by is None or len(by.factors) > 1 or by.matrices or len(sizes_of(by.factors)) >= _ndim(x):
+    if by is None or len(by.factors) != 1 or by.matrices or len(sizes_of(by.factors)) >= _ndim(x):
         return None
     value, labels = by.factors[0]
     one = Product((Factor(1 / value, labels),), by.labels, by.negative)
