@@ -189,10 +189,11 @@ class _Factoring:
 
     def made_anyway(self, jaxpr: Jaxpr) -> set[int]:
         """The products of matrices which `jaxpr`, staged so, needs besides for sums."""
-        told = {id(eqn): eqn for eqn in jaxpr.eqns if eqn.primitive is summed_p}
+        told = [eqn for eqn in jaxpr.eqns if eqn.primitive is summed_p]
+        sums = {id(eqn.outvars[0]) for eqn in told}
         others = [
-            *(v for v in jaxpr.outvars if v not in {e.outvars[0] for e in told.values()}),
-            *(v for eqn in told.values() for v in eqn.invars[1:]),
+            *(v for v in jaxpr.outvars if id(v) not in sums),
+            *(v for eqn in told for v in eqn.invars[1:]),
         ]
         made = {v for step in plan(jaxpr.eqns, others) for v in step.eqn.outvars}
         return {k for k, x in self._matrices.items() if _compat.staged_variable(x) in made}
