@@ -96,3 +96,66 @@ def test_values_and_gradients_of_each_lane(fun, runs):
     got = jax.jit(vmap(both))(*args)
     assert len(runs) == 3  # values, values with what the way back needs, and the way back
     oracle.same(got, one_by_one(both, *args))
+
+
+def of_all(fun, *args):
+    """What is differentiated of all lanes."""
+    return lambda x, w: total(vmap(fun), x, args[1], w)
+
+
+def of_each(fun, *args):
+    """The same, lane by lane."""
+
+    def by_hand(x, w):
+        return sum(total(fun, x[i], args[1][i], w) for i in range(LANES))
+
+    return by_hand
+
+
+@pytest.fixture
+def args():
+    return jnp.asarray(POINTS, float), jnp.asarray(COUNTS), jnp.asarray(MATRIX, float)
+
+
+@pytest.mark.parametrize("fun", PROGRAMS)
+def test_gradients_of_all_lanes(fun, runs, args):
+    x, _, w = args
+    got = jax.jit(jax.grad(of_all(fun, *args), (0, 1)))(x, w)
+    # The values, their tangents, which are of no use here, what the way back needs, and the way.
+    assert len(runs) == 4
+    oracle.same(got, jax.jit(jax.grad(of_each(fun, *args), (0, 1)))(x, w))
+
+
+def test_tangents_and_second_derivatives(args):
+    x, _, w = args
+
+    def both(total):
+        tangent = jax.jvp(total, (x, w), (jnp.ones_like(x), jnp.ones_like(w)))
+        return tangent, jax.hessian(total, 1)(x, w)
+
+    got = jax.jit(lambda: both(of_all(scan_of_bounded, *args)))()
+    oracle.same(got, jax.jit(lambda: both(of_each(scan_of_bounded, *args)))())
+
+
+def test_gradients_in_a_vmap_more(args):
+    x, counts, w = args
+    xs = jnp.stack([x, x[::-1]])
+
+    def gradient(of):
+        return jax.jit(lambda xs: [jax.grad(of(scan_of_bounded, *args))(x, w) for x in xs])(xs)
+
+    got = jax.jit(bx.vmap(lambda x: jax.grad(of_all(scan_of_bounded, x, counts, w))(x, w)))(xs)
+    oracle.same(list(got), gradient(of_each))
+
+
+def test_a_loop_without_a_bound_is_refused_in_reverse_as_ever(args):
+    def endless(x, counts, w):
+        def step(x, count):
+            run = lambda c: (c[0] + 1, jnp.tanh(w @ c[1]))
+            return lax.while_loop(lambda c: c[0] < count, run, (0, x))[1], x
+
+        return lax.scan(step, x, counts)
+
+    for divergence in (forced.FORCED, "predicate"):
+        with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+            jax.grad(lambda x: total(vmap(endless, divergence), x, *args[1:]))(args[0])

@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
+from batchax.divergence.flat_derivatives import tangents_of_lanes
 from batchax.divergence.loops import PartingLoop
 from batchax.divergence.nest import Inner, Nest, Segment
 from batchax.divergence.segments import SegmentRun
@@ -102,6 +103,13 @@ class FlatLoop(PartingLoop):
         lanes = Lanes(replace(self.axis, size=width), self.nest, self.positions)
         active, values, _, tally = lanes.step(active, [*consts, *carry], None, tally)
         return active, values[len(consts) :], tally
+
+    def tangents(
+        self, operands: Sequence[Value], moving: Sequence[int], tangents: Sequence[Value]
+    ) -> list[Any] | None:
+        """The tangents of the results, where one example has derivatives in reverse."""
+        positions = [*self.positions, *[0] * (len(operands) - len(self.positions))]
+        return tangents_of_lanes(self.axis, self.together, operands, positions, moving, tangents)
 
     def differentiated(self, program: ClosedJaxpr, operands: Sequence[Value]) -> list[Any]:
         """As `run`, with lanes that wait for each other: a ``scan`` has derivatives in reverse."""

@@ -17,11 +17,12 @@ from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.divergence.loops import PartingLoop
+from batchax.execution.bounded_derivatives import moves, no_tangent
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, Position, match_axis, move_axis
 from batchax.kernel.inner import batch_inner, remembered
 from batchax.kernel.named_axes import any_uses_axis
-from batchax.kernel.own_primitive import OF_OPERATIONS, Of, own_primitive
+from batchax.kernel.own_primitive import OF_OPERATIONS, jvp_of, own_primitive
 from batchax.programs.shapes import bytes_of
 
 # To be one set, lanes of one axis that share an operand get copies of it. These may take so many
@@ -54,6 +55,18 @@ def _run(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
 
 def _differentiated(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
     return loop.differentiated(program, operands)
+
+
+def _jvp(
+    primals: Sequence[Value], tangents: Sequence[Any], *, loop: PartingLoop, program: Any
+) -> tuple[list[Any], list[Any]]:
+    which = [i for i, t in enumerate(tangents) if moves(t)]
+    dots = loop.tangents(primals, which, [tangents[i] for i in which])
+    if dots is None:
+        of_operations = jvp_of(_differentiated, parting_loop_p)
+        return of_operations(primals, tangents, loop=loop, program=program)
+    outs = parting_loop_p.bind(*primals, loop=loop, program=program)
+    return outs, [no_tangent(x) if t is None else t for x, t in zip(outs, dots, strict=True)]
 
 
 def _batched(
@@ -126,6 +139,6 @@ parting_loop_p = own_primitive(
     programs=("program",),
     facts="nests",
     rule=_batched,
-    jvp=Of(_differentiated),
+    jvp=_jvp,
     transpose=OF_OPERATIONS,
 )

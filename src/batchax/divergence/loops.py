@@ -60,6 +60,15 @@ class PartingLoop:
         """What derivatives are taken of: `program`, which `run` staged."""
         return eval_jaxpr(program.jaxpr, program.consts, *operands)
 
+    def tangents(
+        self, operands: Sequence[Value], moving: Sequence[int], tangents: Sequence[Value]
+    ) -> list[Any] | None:
+        """The tangents of the results, where they have a transpose; None: see `differentiated`.
+
+        Those of integers are None. `tangents` are those of the operands that are `moving`.
+        """
+        return None
+
     def run(self, *operands: Any) -> list[Any]:
         """The last carry, from the operands besides the carry and the first carry."""
         consts, carry = operands[: len(self.positions)], operands[len(self.positions) :]

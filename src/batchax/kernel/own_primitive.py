@@ -138,13 +138,17 @@ def own_primitive(
     serve_own(primitive, rule, may_name_axis=bool(programs), looks_ahead=looks_ahead)
     flat = _flat(operations, primitive.multiple_results)
     if isinstance(jvp, Of):
-        of = jvp.operations
-        jvp = functools.partial(_jvp, _flat(of, several) if of else flat, primitive)
+        jvp = jvp_of(jvp.operations or operations, primitive)
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = (
         functools.partial(_transpose, flat, primitive) if transpose is OF_OPERATIONS else transpose
     )
     return primitive
+
+
+def jvp_of(operations: Callable[..., Any], primitive: _compat.Primitive) -> Derivative:
+    """The derivative in forward mode that a primitive has if it is that of these operations."""
+    return functools.partial(_jvp, _flat(operations, primitive.multiple_results), primitive)
 
 
 def _flat(operations: Callable[..., Any], several: bool) -> Callable[..., list[Any]]:
