@@ -117,6 +117,7 @@ def args():
     return jnp.asarray(POINTS, float), jnp.asarray(COUNTS), jnp.asarray(MATRIX, float)
 
 
+@pytest.mark.each_commit(1)
 @pytest.mark.parametrize("fun", PROGRAMS)
 def test_gradients_of_all_lanes(fun, runs, args):
     x, _, w = args

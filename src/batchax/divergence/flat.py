@@ -45,6 +45,7 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.inner import batched_aval
 from batchax.kernel.interpreter import interpret
+from batchax.kernel.varying import varying_of
 from batchax.rules.masked_loops import MaskedBody, predicate
 
 _ENTERED = 16  # operations that it takes to enter and leave a loop inside: who waits, who goes on
@@ -108,6 +109,8 @@ class FlatLoop(PartingLoop):
         self, operands: Sequence[Value], moving: Sequence[int], tangents: Sequence[Value]
     ) -> list[Any] | None:
         """The tangents of the results, where one example has derivatives in reverse."""
+        if any(varying_of(operands)):  # inside ``shard_map`` what is shared would have to be cast
+            return None
         positions = [*self.positions, *[0] * (len(operands) - len(self.positions))]
         return tangents_of_lanes(self.axis, self.together, operands, positions, moving, tangents)
 

@@ -16,10 +16,10 @@ from batchax.divergence.flat import FlatLoop, as_weak_as
 from batchax.divergence.limits import can_move, rule_of_user
 from batchax.divergence.loop_primitive import bind
 from batchax.divergence.loops import with_index
+from batchax.divergence.most import holds_while
 from batchax.divergence.scan_as_while import scan_as_while, while_of_scan
 from batchax.divergence.waiting import Waiting
 from batchax.execution.names import index_as_input
-from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.words import Aval, ClosedJaxpr
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position
@@ -29,7 +29,6 @@ from batchax.kernel.divergence import AnyLoop, PlacedOutputs, WhileLoop
 from batchax.kernel.inner import remembered, stage_function
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.varying import varying_of
-from batchax.kernel.written_out import LOOPS
 from batchax.rules.carried_axes import match_carry, split_operands
 from batchax.rules.hazards import find_collective
 from batchax.rules.lane_calls import is_seen
@@ -46,7 +45,7 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
       least: nanoseconds that a step of the loops inside must take for all lanes.
     """
     body = loop.params["jaxpr" if loop.primitive is scan_p else "body_jaxpr"]
-    if not _holds_while.in_program(body):  # as most do not: the rest is asked of few
+    if not holds_while.in_program(body):  # as most do not: the rest is asked of few
         return None
     if not can_move(axis, loop.args):
         return None
@@ -97,9 +96,6 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
         outs[k], at[k] = x, a
     outs = [as_weak_as(aval, outs[k]) for aval, k in zip(form.results, results, strict=True)]
     return outs, [at[k] for k in results]
-
-
-_holds_while = Anywhere(lambda eqn: eqn.primitive is while_p or eqn.primitive.name in LOOPS)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ from batchax.divergence.widths import launch_time
 from batchax.jaxprs.inside import Anywhere, programs_inside
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr
 from batchax.kernel.divergence import AnyLoop
+from batchax.kernel.written_out import LOOPS, written_out
 from batchax.memo import kept_with
 from batchax.programs.cost import STEPS, Cost, cost_of_equation, cost_of_program
 from batchax.programs.shapes import bytes_of
@@ -45,7 +46,7 @@ def _dearest_of(primitive: object, programs: list[Jaxpr]) -> float:
 
 @kept_with("what a step of the dearest loop in programs costs")
 def _dearest(jaxpr: Jaxpr) -> float:
-    each = (_dearest_of(eqn.primitive, programs_inside(eqn)) for eqn in jaxpr.eqns)
+    each = (_dearest_of(eqn.primitive, _inside(eqn)) for eqn in jaxpr.eqns)
     return max(each, default=0.0)
 
 
@@ -59,7 +60,7 @@ def _loops_of(primitive: object, programs: list[Jaxpr]) -> Cost:
 
 @kept_with("what a step of each loop in programs costs")
 def _loops(jaxpr: Jaxpr) -> Cost:
-    return sum((_loops_of(eqn.primitive, programs_inside(eqn)) for eqn in jaxpr.eqns), Cost())
+    return sum((_loops_of(eqn.primitive, _inside(eqn)) for eqn in jaxpr.eqns), Cost())
 
 
 @kept_with("what programs cost in which each loop takes a step")
@@ -68,10 +69,10 @@ def _once(jaxpr: Jaxpr) -> Cost:
 
 
 def _once_of(eqn: Eqn) -> Cost:
-    if not _holds_while.in_equation(eqn):
+    if not holds_while.in_equation(eqn):
         return cost_of_equation(eqn, steps=STEPS_INSIDE)
     # A loop that is not cut takes more steps; but then nothing is gained by it.
-    return sum((_once(p) + _kept(p) for p in programs_inside(eqn)), Cost(launches=_BEGUN))
+    return sum((_once(p) + _kept(p) for p in _inside(eqn)), Cost(launches=_BEGUN))
 
 
 def _kept(jaxpr: Jaxpr) -> Cost:
@@ -79,4 +80,11 @@ def _kept(jaxpr: Jaxpr) -> Cost:
     return Cost(bytes=3 * bytes_of(v.aval for v in jaxpr.outvars))
 
 
-_holds_while = Anywhere(lambda eqn: eqn.primitive is while_p)
+def _inside(eqn: Eqn) -> list[Jaxpr]:
+    """The programs of an equation; of a bounded loop the one that it stands for."""
+    operations = written_out(eqn)
+    return programs_inside(eqn) if operations is None else [operations.jaxpr]
+
+
+holds_while = Anywhere(lambda eqn: eqn.primitive is while_p or eqn.primitive.name in LOOPS)
+"""Whether a program holds a loop that lanes may leave one by one."""
