@@ -60,6 +60,14 @@ def normalised(x):
     return centred / jnp.sqrt(lax.pmean(centred**2, "i") + 1e-3)
 
 
+def meets_in_a_loop(x):
+    def step(c):
+        k, x = c
+        return k + 1, normalised(x)
+
+    return lax.while_loop(lambda c: c[0] < 3, step, (0, x))[1]
+
+
 FUNCTIONS = {
     "elementwise": (lambda x: (jnp.tanh(x @ W), x.sum()), {}),
     "what lanes share": (lambda x: (x, 2 * W), {"out_axes": (1, None)}),
@@ -74,6 +82,7 @@ FUNCTIONS = {
         {"divergence": "compact"},
     ),
     "statistics of all lanes": (normalised, {"axis_name": "i"}),
+    "statistics of all lanes, in a loop": (meets_in_a_loop, {"axis_name": "i"}),
     "index and size": (lambda x: x * lax.axis_index("i") / lax.axis_size("i"), {"axis_name": "i"}),
     "what all lanes have": (lambda x: lax.all_gather(x, "i").sum(0), {"axis_name": "i"}),
     "extremes": (lambda x: lax.pmax(x, "i") - lax.pmin(x, "i"), {"axis_name": "i"}),

@@ -23,6 +23,7 @@ from batchax.frontend.outputs import Reduce
 from batchax.jaxprs.spoken import line_of, spoken
 from batchax.jaxprs.words import Eqn
 from batchax.kernel.axis import Axis
+from batchax.kernel.divergence import Divergence
 
 InSections = Callable[[Shards | None], Axis]
 """The axis of all lanes, for loops and branches that run in sections, on shards or not."""
@@ -99,6 +100,10 @@ class _Refusing:
 
     asked: ClassVar[bool] = False
 
+    def concerns(self, axis: Axis, loop: Any) -> bool:
+        """Always: whether lanes part ways in a loop is what it is asked for."""
+        return True
+
     def run_nest(self, axis: Axis, loop: Any) -> None:
         """All lanes take each step, unless they part ways in one."""
 
@@ -111,7 +116,7 @@ class _Refusing:
         return self
 
 
-_refusing = _Refusing()
+_refusing: Divergence = _Refusing()
 
 
 def _run_gathered(shards: Shards, axis: Axis, eqns: Sequence[Eqn], env: Env) -> None:

@@ -168,6 +168,9 @@ class _Asked:
         self.took = False
         self._compact = Compact()
 
+    def concerns(self, axis: Any, loop: Any) -> bool:
+        return self._compact.concerns(axis, loop)
+
     def run_nest(self, axis: Any, loop: Any) -> Any:
         return self._noted(self._compact.run_nest(replace(axis, divergence=self._compact), loop))
 
