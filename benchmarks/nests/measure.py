@@ -59,8 +59,8 @@ class NestResult:
       peers: what does the same task by other means.
       bound: the steps of a way without barriers over those of masked lanes.
       of_use: the share of lane-steps that some lane needs, with barriers and without.
-      compact_of_use: the same as `bx.LaneSteps` counts it for compact: of the innermost loops,
-        where these are flat, and of all loops elsewhere.
+      compact_of_use: the same as `bx.LaneSteps` counts it for compact: of the innermost
+        loops, where these are flat, and of all loops elsewhere.
       active: see `steps.active`.
       turns: how often each way was run.
     """
