@@ -91,11 +91,11 @@ lanes take, who wait at each step of all loops around. No way that runs all lane
 with less; one that compacts them, too, can. *Of use* is the share of the lane-steps of the
 innermost loop that some lane needs: of those with barriers, of those without, and, as
 `bx.LaneSteps` counts them, of those of compact (of all loops, where lanes wait). *First call* is
-tracing, compiling and running, once, in processor time: seconds of `jax.vmap`, and how many times as long `bx.vmap`
-takes with each of the options. *Same*: the share of the outer steps, over all lanes, in which
-these three have the counts of `jax.vmap` and, to a thousandth, its results. Samplers and
-adaptive solvers are chaotic: where sums are rounded otherwise, chains part after some draws, and
-both are right.
+tracing, compiling and running, once, in processor time: seconds of `jax.vmap`, and how many times
+as long `bx.vmap` takes with each of the options. *Same*: the share of the outer steps, over all
+lanes, in which these three have the counts of `jax.vmap` and, to a thousandth, its results.
+Samplers and adaptive solvers are chaotic: where sums are rounded otherwise, chains part after some
+draws, and both are right.
 
 {_table(results)}
 
