@@ -18,6 +18,7 @@ from jax.extend.core import Literal
 from batchax.divergence.nest import Segment
 from batchax.divergence.window import alike, rows_of, with_rows
 from batchax.execution.buffers import blank
+from batchax.execution.gathered_lanes import put, taken_at
 from batchax.jaxprs.evaluate import variables_read
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
@@ -113,7 +114,7 @@ class SegmentRun:
                 now[k] = x
             entry = first + lax.iota(np.int32, width)
             # Places after the last lane hold that once more.
-            lanes = queue.at[lax.min(entry, count - np.int32(1))].get(mode="clip")
+            lanes = taken_at(queue, lax.min(entry, count - np.int32(1)), 0)
             target = lax.select(entry < count, lanes, size + lax.iota(np.int32, width))
             reads = [rows_of(now[k], self.positions[k], lanes) for k in part.reads]
             entries = self._taken(axis, now, reads, lanes)
@@ -178,7 +179,7 @@ def _in_front(here: Any) -> tuple[Any, Any]:
     upto = lax.cumsum(ones)
     # Others are written out of bounds, where they are dropped; each differs, as places must.
     target = lax.select(here, upto - ones, size + lanes)
-    queue = lax.full_like(lanes, 0).at[target].set(lanes, mode="drop", unique_indices=True)
+    queue = put(lax.full_like(lanes, 0), lanes, target, 0)
     return queue, upto[size - 1]
 
 

@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
+from batchax.execution.gathered_lanes import put, taken_at
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Position
 
@@ -201,7 +202,7 @@ class _Window:
         end = lax.min(first + width, np.int32(size))
         place = lax.iota(np.int32, width)
         taken = place < end - first
-        lanes = queue.at[first + place].get(mode="clip")
+        lanes = taken_at(queue, lax.min(first + place, np.int32(size - 1)), 0)
         carry = [rows_of(x, 0, lanes) for x in everyone[1:]]
         consts = [rows_of(x, a, lanes) for x, a in zip(self.consts, self.positions, strict=True)]
         fits = [end - first <= w for w in self.widths[1:]]
@@ -256,14 +257,14 @@ def _without_done(queue: Any, first: Any, end: Any, active: Any) -> tuple[Any, A
     size = queue.shape[0]
     if jax.default_backend() != "cpu":
         place = lax.iota(np.int32, size)
-        stays = (place >= first) & (place < end) & active.at[queue].get(mode="clip")
+        stays = (place >= first) & (place < end) & taken_at(active, queue, 0)
         before = end - lax.cumsum(lax.convert_element_type(stays, np.int32), reverse=True)
         # Others are written out of bounds, where they are dropped; each differs, as places must.
         target = lax.select(stays, before, size + place)
-        queue = queue.at[target].set(queue, mode="drop", unique_indices=True)
+        queue = put(queue, queue, target, 0)
         return queue, end - count_active(stays)
 
-    def put(state: Any) -> Any:
+    def once(state: Any) -> Any:
         queue, at, to = state
         lane = lax.dynamic_index_in_dim(queue, at - 1, 0, False, allow_negative_indices=False)
         # Whoever comes next, if anyone, writes over a lane that is not active.
@@ -274,7 +275,7 @@ def _without_done(queue: Any, first: Any, end: Any, active: Any) -> tuple[Any, A
         return queue, at - 1, to - lax.convert_element_type(on, np.int32)
 
     # On a processor that takes half as long as sums and a scatter do, and less to compile.
-    queue, _, first = lax.while_loop(lambda state: state[1] > first, put, (queue, end, end))
+    queue, _, first = lax.while_loop(lambda state: state[1] > first, once, (queue, end, end))
     return queue, first
 
 
@@ -282,12 +283,12 @@ def rows_of(x: Value, position: Position, lanes: Any) -> Any:
     """What these lanes have of an array of all lanes; `lanes` may repeat some."""
     if position is None:
         return x
-    return x.at[(slice(None),) * position + (lanes,)].get(mode="clip")
+    return taken_at(x, lanes, position)
 
 
 def with_rows(x: Value, rows: Any, target: Any) -> Any:
     """`x` with `rows` for the lanes `target`; those that are out of bounds are dropped."""
-    return x.at[target].set(rows, mode="drop", unique_indices=True)
+    return put(x, rows, target, 0)
 
 
 def count_active(active: Any, dtype: Any = np.int32) -> Any:

@@ -105,20 +105,24 @@ def of_chunk(order: Any, count: Any, start: Any, width: int) -> GatheredLanes:
 
 def take(x: Value, lanes: GatheredLanes, axis: int, or_zero: bool = False) -> Any:
     """The entries of `x` along `axis` that are picked; with `or_zero`, stand-ins are zero."""
-    (width,) = lanes.lanes.shape
+    taken = taken_at(x, lanes.lanes, axis)
+    if not or_zero:
+        return taken
+    counts = lax.broadcast_in_dim(lanes.counts, taken.shape, (axis,))
+    return lax.select(counts, taken, lax.full_like(taken, 0))
+
+
+def taken_at(x: Value, places: Any, axis: int) -> Any:
+    """The entries of `x` at these places along `axis`, none of which is out of bounds."""
     window = tuple(1 if d == axis else n for d, n in enumerate(x.shape))
     numbers = lax.GatherDimensionNumbers(
         offset_dims=tuple(d for d in range(x.ndim) if d != axis),
         collapsed_slice_dims=(axis,),
         start_index_map=(axis,),
     )
-    indices = lax.reshape(lanes.lanes, (width, 1))
+    indices = lax.reshape(places, (*places.shape, 1))
     mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    taken = lax.gather(x, indices, numbers, window, mode=mode)
-    if not or_zero:
-        return taken
-    counts = lax.broadcast_in_dim(lanes.counts, taken.shape, (axis,))
-    return lax.select(counts, taken, lax.full_like(taken, 0))
+    return lax.gather(x, indices, numbers, window, mode=mode)
 
 
 def put(x: Value, values: Any, places: Any, axis: int) -> Any:

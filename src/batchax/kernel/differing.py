@@ -15,6 +15,7 @@ from batchax.kernel.axis import Axis, Position
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.registry import find
 from batchax.kernel.written_out import written_out
+from batchax.memo import kept_with
 
 # Calls that may be replaced by what they call: they say nothing of how that is to be batched, and
 # derivatives are taken of the program as it was.
@@ -42,6 +43,12 @@ class Differing(NamedTuple):
 
 def differing(jaxpr: Jaxpr, inputs: Sequence[bool]) -> Differing:
     """That of a program, of which some inputs differ between lanes."""
+    # Asked of each loop by all that are around it, and again where these are cut.
+    return _differing(jaxpr, tuple(inputs))
+
+
+@kept_with("what differs between lanes")
+def _differing(jaxpr: Jaxpr, inputs: Differs) -> Differing:
     env = dict(zip(jaxpr.invars, inputs, strict=True))
     parts = [of_equation.parts for _, of_equation in differing_through(jaxpr, env)]
     return Differing(differs_of(env, jaxpr.outvars), any(parts))
