@@ -553,6 +553,27 @@ def test_what_a_loop_inside_updates_in_place_is_not_copied_at_each_step(monkeypa
     assert not is_flat(functools.partial(fun, size=10_000), XS, ENTRIES)
 
 
+def test_loops_that_ask_about_all_lanes():
+    """As in the steps of diffrax."""
+    eqxi = pytest.importorskip("equinox.internal")
+
+    def fun(x, entries):
+        def attempt(carry):
+            i, x = carry
+            begins = jnp.where(eqxi.unvmap_any(x < 0), 0, 1)
+            stages = lambda c: (c[0] + 1, c[1] - 0.25 * x)
+            return i + 1, lax.while_loop(lambda c: c[0] < 3, stages, (begins, x))[1]
+
+        def step(x, entry):
+            i, x = lax.while_loop(lambda c: eqxi.unvmap_any(c[1] > 1), attempt, (0, abs(x) + entry))
+            return x + 1, i
+
+        return lax.scan(step, x, entries)
+
+    assert is_flat(fun, XS, ENTRIES)
+    check(fun, XS, ENTRIES, in_axes=(0, None))
+
+
 def test_a_check_of_equinox_sees_only_lanes_that_are_there(monkeypatch):
     """Those that are still in the loop before it would not pass it."""
     let_nobody_wait(monkeypatch)

@@ -40,10 +40,10 @@ from batchax.kernel.differing import (
     differs_of,
 )
 from batchax.kernel.inner import remembered, stage_function
+from batchax.kernel.unvmap import asked_of_each_lane
 from batchax.kernel.written_out import written_out
 from batchax.programs.shapes import bytes_of
 from batchax.rules.aliases import kept_carries
-from batchax.rules.unvmap import asked_of_each_lane
 
 FEW_STEPS = 4  # of a loop inside: those which lanes wait for anyhow
 # What all lanes share at a step, and would each have their own of once they are at steps of their

@@ -25,8 +25,8 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.inner import batched_aval
 from batchax.kernel.interpreter import interpret
+from batchax.kernel.unvmap import looks_at_lanes
 from batchax.rules.masked_loops import MaskedBody
-from batchax.rules.unvmap import looks_at_lanes
 
 # Results do not depend on these; the benchmark `nests` does.
 NARROWEST = 8  # lanes in a block

@@ -43,6 +43,7 @@ class Facts:
       combines: a program that it holds is the function with which it combines two elements.
       names: of a primitive that uses named axes without an effect that says so, the parameter
         that holds the names.
+      looks: it looks at all lanes, through the batch axis: they share what it makes.
       cast: it changes only what JAX knows of a value along the axes of a mesh.
       reduces: it removes dimensions named by its parameter `axes`.
       neutral: then, for the dtype of its operand, a value that changes no result; None where
@@ -66,6 +67,7 @@ class Facts:
     nests: bool = False
     combines: bool = False
     names: str = ""
+    looks: bool = False
     cast: bool = False
     reduces: bool = False
     neutral: Callable[[Any], Any] | None = None

@@ -10,10 +10,12 @@ from jax.extend.core.primitives import cond_p, while_p
 
 from batchax.jaxprs.bodies import Body, bodies_of
 from batchax.jaxprs.inside import Anywhere
+from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr
 from batchax.kernel.axis import Axis, Position
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.registry import find
+from batchax.kernel.unvmap import asked_of_each_lane, looks_at_lanes
 from batchax.kernel.written_out import written_out
 from batchax.memo import kept_with
 
@@ -73,6 +75,8 @@ def differing_in(eqn: Eqn, operands: Differs) -> Differing:
     if operations is not None:
         return differing(operations.jaxpr, operands)
     bodies = bodies_of(eqn)
+    if facts_of(eqn.primitive).looks:
+        return Differing((False,) * len(eqn.outvars), False)
     if not bodies or not all(body.operands for body in bodies):
         return Differing((any(operands),) * len(eqn.outvars), False)
     if eqn.primitive is cond_p:
@@ -80,7 +84,7 @@ def differing_in(eqn: Eqn, operands: Differs) -> Differing:
         results = tuple(operands[0] or any(each) for each in zip(*taken, strict=True))
         return Differing(results, False)
     if eqn.primitive is while_p:
-        return _of_while(bodies, operands)
+        return _of_while(eqn, bodies, operands)
     (body,) = bodies
     inside = differing_in_steps(body.jaxpr, body.same, body.carried, _given(body, operands))
     results = [any(operands)] * len(eqn.outvars)
@@ -89,10 +93,14 @@ def differing_in(eqn: Eqn, operands: Differs) -> Differing:
     return Differing(tuple(results), inside.parts and eqn.primitive.name in OPENED)
 
 
-def _of_while(bodies: Sequence[Body], operands: Differs) -> Differing:
+def _of_while(eqn: Eqn, bodies: Sequence[Body], operands: Differs) -> Differing:
     test, body = bodies
     tested = tuple(operands[k] for k in test.operands[: test.same])
-    return differing_in_while(test.jaxpr, body.jaxpr, tested, _given(body, operands))
+    # As the rule of the loop has it where lanes may part ways.
+    asked = asked_of_each_lane(eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"])
+    of_loop = differing_in_while(asked.jaxpr, body.jaxpr, tested, _given(body, operands))
+    # What asks about all lanes in spite of that has to have all of them at its place.
+    return of_loop._replace(parts=of_loop.parts and not looks_at_lanes.in_program(asked))
 
 
 def differing_in_while(test: Jaxpr, body: Jaxpr, tested: Differs, given: Differs) -> Differing:

@@ -20,6 +20,7 @@ from batchax.kernel.differing import surely_ends_apart
 from batchax.kernel.divergence import AnyLoop, PlacedOutputs, WhileLoop
 from batchax.kernel.inner import batch_inner, returning
 from batchax.kernel.registry import register_rule
+from batchax.kernel.unvmap import asked_of_each_lane
 from batchax.kernel.varying import (
     Varying,
     settle_varying,
@@ -31,7 +32,6 @@ from batchax.rules.carried_axes import match_carry, settle, split_operands
 from batchax.rules.lane_calls import is_seen
 from batchax.rules.masked_loops import MaskedBody, run_masking
 from batchax.rules.parting import axis_for, run_parting
-from batchax.rules.unvmap import asked_of_each_lane
 
 
 @register_rule(scan_p)

@@ -16,7 +16,7 @@ from jax.extend.core.primitives import while_p
 from batchax import _compat
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.inside import Anywhere, with_inside
-from batchax.jaxprs.primitive_facts import enter
+from batchax.jaxprs.primitive_facts import enter, facts_of
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
 from batchax.kernel.inner import remembered
 
@@ -26,10 +26,14 @@ _OF_ONE_LANE = {
     "unvmap_max": jnp.max,
     "nonbatchable": lambda x, **_: x,  # checks that lanes stay together
 }
-enter("alias: nonbatchable")
+enter(
+    """
+    alias: nonbatchable
+    looks: unvmap_any unvmap_all unvmap_max
+    """
+)
 
-_LOOK = _OF_ONE_LANE.keys() - {"nonbatchable"}
-looks_at_lanes = Anywhere(lambda eqn: eqn.primitive.name in _LOOK)
+looks_at_lanes = Anywhere(lambda eqn: facts_of(eqn.primitive).looks)
 """Whether a program looks at all lanes: what those hold that are elsewhere may mislead it."""
 
 
