@@ -101,6 +101,18 @@ def convolution_of_images_with_own_kernels(kernel, image):
     return convolve(image[None], kernel)[0]
 
 
+@workload(FAMILY, lambda n: (normal(n, 3, 3, 1, 8), normal(n, 28, 28, 1)), lanes=64)
+def convolution_of_grey_images_with_own_kernels(kernel, image):
+    return convolve(image[None], kernel)[0]
+
+
+@workload(
+    FAMILY, lambda n: (normal(3, 3, 16, 32), normal(n, 14, 14, 16)), lanes=64, in_axes=(None, 0)
+)
+def gradient_of_each_example_of_a_kernel(kernel, image):
+    return jax.grad(lambda kernel: jnp.sum(jnp.tanh(convolve(image[None], kernel))))(kernel)
+
+
 def convolve(images, kernel):
     return lax.conv_general_dilated(
         images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")

@@ -129,6 +129,69 @@ def test_numbers_of_64_bits_of_one_lane_reach_no_other(dtype):
             assert not np.isnan(got[1][0][::2]).any()
 
 
+# What a CPU computes by slices; (images, kernel, options) as in `GROUPS`.
+SLICED = {
+    "one channel": ((2, 1, 6, 5), (3, 1, 3, 2), {"padding": ((1, -1), (0, 2))}),
+    "kernel of one place": ((2, 3, 5, 4), (4, 3, 1, 1), {"strides": (2, 1), "padding": "VALID"}),
+    "few results": ((3, 2, 6, 5), (4, 2, 5, 3), {"rhs_dilation": (1, 2), "padding": "VALID"}),
+    "dilated": (
+        (1, 2, 3, 4),
+        (2, 2, 3, 5),
+        {"lhs_dilation": (2, 1), "strides": (2, 3), "padding": ((1, 1), (2, 1))},
+    ),
+    "one dimension": ((3, 2, 7), (2, 2, 6), {"strides": (1,), "padding": ((1, 1),)}),
+    "three dimensions": ((2, 1, 3, 4, 3), (2, 1, 2, 2, 2), {"strides": (1, 2, 1)}),
+}
+
+
+def sliced(kind):
+    images, kernel, options = SLICED[kind]
+    return images, kernel, convolution(**options)
+
+
+@pytest.mark.parametrize("kind", SLICED)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_by_slices_it_is_the_same_with_its_derivatives(kind, dtype):
+    images, kernel, fun = sliced(kind)
+
+    def both(x, w):
+        """Values, the gradient of the batch, and gradients of examples in a batch of batches."""
+
+        def of(vmap):
+            one = lambda x, w: jnp.sum(fun(x, w) ** 3)
+            inner = vmap(jax.grad(one, (0, 1)), (2, 0))
+            return (
+                vmap(fun, (2, 0), 1)(x, w),
+                jax.grad(lambda x, w: jnp.sum(vmap(fun, (2, 0))(x, w) ** 3), (0, 1))(x, w),
+                vmap(inner, (None, 0))(x, jnp.stack([w, 2 * w])),
+            )
+
+        return of(bx.vmap), of(jax.vmap)
+
+    with jax.enable_x64(dtype == "float64"):
+        x, w = (batches.batch(s, a, dtype, seed=1) for s, a in ((images, 2), (kernel, 0)))
+        ours, theirs = jax.jit(both)(x, w)
+        close = {"float32": 1e-3, "float64": 1e-11}[dtype]
+        same(ours, theirs, dict(rtol=close, atol=close))
+        lowered = jax.jit(bx.vmap(fun, (2, 0))).lower(x, w).as_text()
+        assert "stablehlo.convolution" not in lowered
+
+
+def test_groups_and_many_channels_are_not_cut_into_slices():
+    for images, kernel, options in (*GROUPS.values(), ((1, 8, 6, 6), (2, 8, 3, 3), {})):
+        x, w = batch(images, 0), batch(kernel, 0)
+        lowered = jax.jit(bx.vmap(convolution(**options))).lower(x, w).as_text()
+        assert "stablehlo.convolution" in lowered
+
+
+def test_the_memory_of_a_gradient_by_slices_is_that_of_operands():
+    """No slice is kept for the derivative."""
+    x, w = jnp.ones((4, 1, 1, 16, 16)), jnp.ones((4, 1, 1, 3, 3))
+    total = lambda x, w: jnp.sum(bx.vmap(convolution())(x, w))
+    _, pull = jax.vjp(total, x, w)
+    assert sum(leaf.size for leaf in jax.tree.leaves(pull)) <= x.size + w.size + 4
+
+
 def test_images_and_kernels_at_the_front_are_not_transposed():
     images, kernel, _ = GROUPS["plain"]
     for in_axes in ((0, None), (None, 0)):

@@ -8,7 +8,8 @@ the other operand shares, and outside them where every lane has its own groups.
 
 On a CPU, XLA has no kernel for groups of numbers of 64 bits: it computes what all lanes' images
 give with all lanes' kernels, most of it times zero, which takes up to hundreds of times as
-long, and makes a NaN of one lane one of all. There such lanes run one after another.
+long, and makes a NaN of one lane one of all. There such lanes run one after another, unless
+`convolution_by_slices.py` has a faster way, which it may have for numbers of 32 bits, too.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from batchax.kernel.axis import Axis, move_axis, sharding_with_axis
 from batchax.kernel.fallback import one_after_another
 from batchax.kernel.inner import example_aval
 from batchax.kernel.registry import register_rule
+from batchax.rules.convolution_by_slices import by_slices, differentiable, pays
 
 enter(": conv_general_dilated")
 
@@ -49,22 +51,30 @@ def _conv_general_dilated(
     if axis.size == 0:  # no dimension may be cut into no groups
         return _empty(args, axes, {**params, **groups, "out_sharding": None}), 0
 
-    if lhs_axis is not None and rhs_axis is not None and _in_turn_on_cpus(axis, lhs):
+    in_groups = lambda x, w: _in_groups(axis, (x, w), axes, out_sharding, groups, params)
+    lanes_are_sharded = axis.mesh_axis is not None or axis.spmd_name is not None
+    if lhs_axis is None or rhs_axis is None or lanes_are_sharded:
+        return in_groups(lhs, rhs)
+    lane = [example_aval(axis, jax.typeof(x), a) for x, a in zip(args, axes, strict=True)]
+    others = {"default": lambda x, w: move_axis(*in_groups(x, w), 0)}
+    if out_sharding is None and pays(lane, groups, params):
+        slices = lambda x, w: by_slices(
+            move_axis(x, lhs_axis, 0), move_axis(w, rhs_axis, 0), lane, params
+        )
+        of_platform = lambda x, w: lax.platform_dependent(x, w, cpu=slices, **others)
+        return differentiable(of_platform)(lhs, rhs), 0
+    if _is_wide(lhs):
         one = functools.partial(
             lax.conv_general_dilated_p.bind, out_sharding=out_sharding, **groups, **params
         )
         in_turn = lambda *xs: one_after_another(axis, lambda *x: [one(*x)], xs, axes)[0]
-        in_groups = lambda *xs: move_axis(
-            *_in_groups(axis, xs, axes, out_sharding, groups, params), 0
-        )
-        return lax.platform_dependent(lhs, rhs, cpu=in_turn, default=in_groups), 0
-    return _in_groups(axis, args, axes, out_sharding, groups, params)
+        return lax.platform_dependent(lhs, rhs, cpu=in_turn, **others), 0
+    return in_groups(lhs, rhs)
 
 
-def _in_turn_on_cpus(axis: Axis, x: Value) -> bool:
-    """Whether lanes that share no operand run one after another, where the device is a CPU."""
-    wide = jnp.issubdtype(x.dtype, jnp.inexact) and jnp.finfo(x.dtype).bits == 64
-    return wide and axis.mesh_axis is None and axis.spmd_name is None
+def _is_wide(x: Value) -> bool:
+    """Whether XLA has no kernel for groups of such numbers on a CPU."""
+    return jnp.issubdtype(x.dtype, jnp.inexact) and jnp.finfo(x.dtype).bits == 64
 
 
 def _in_groups(
