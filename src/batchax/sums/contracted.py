@@ -22,7 +22,7 @@ from batchax.kernel.axis import Position
 from batchax.kernel.captured import MappedProgram
 from batchax.kernel.interpreter import interpret
 from batchax.sums.factored import Term, summed_p
-from batchax.sums.products import Group, groups_of
+from batchax.sums.products import Group, aligned, groups_of
 
 _LANES = -1
 """The label of the axis of lanes."""
@@ -112,17 +112,10 @@ class _Labelled(NamedTuple):
         """Whether it depends on the lane."""
         return _LANES in self.labels
 
-    def aligned(self, labels: tuple[int, ...]) -> Any:
-        """Its dimensions in the order of `labels`, of size 1 where it has none."""
-        value = lax.transpose(
-            self.value, [self.labels.index(n) for n in labels if n in self.labels]
-        )
-        return lax.expand_dims(value, [d for d, n in enumerate(labels) if n not in self.labels])
-
     def times(self, other: _Labelled) -> _Labelled:
         """The product with what has none but its labels, and that of lanes."""
         labels = self.labels if self.has_lanes or not other.has_lanes else (_LANES, *self.labels)
-        x, y = _compat.varying_alike([self.aligned(labels), other.aligned(labels)])
+        x, y = _compat.varying_alike([aligned(self, labels), aligned(other, labels)])
         return _Labelled(jnp.multiply(x, y), labels)
 
     def masked(self, real: Any) -> _Labelled:

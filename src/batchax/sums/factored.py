@@ -226,15 +226,16 @@ class _Factoring:
     def _told(self, x: Operand) -> Any:
         """An output, which tells of its factors if lanes are better added up so."""
         terms = x.products
-        if not any(_is_outer(t) for t in terms):
+        if not any(map(_is_outer, terms)):
             # Products of one array and numbers for each lane; a sum of such is one array.
-            terms = (
-                terms
-                if len(terms) == 1 and len(_arrays(terms[0])) == 1
-                else Operand(x.value).products
+            first = terms[0]
+            alone = (
+                len(terms) == 1
+                and len(_arrays(first)) == 1
+                and not first.matrices
+                and set(first.labels) == set(sizes_of(first.factors))
             )
-            if terms[0].matrices or set(terms[0].labels) != set(sizes_of(terms[0].factors)):
-                terms = Operand(x.value).products
+            terms = terms if alone else Operand(x.value).products
         if not all(_is_outer(t) or self._is_held(t) for t in terms):
             return x.value
         factors = [f.value for t in terms for f in t.factors]
@@ -270,10 +271,7 @@ def _sum_of_squares(eqn: Eqn, operands: Sequence[Operand]) -> Any:
     """What a sum of squares of all elements of a product is; None if the equation is no such."""
     name = eqn.primitive.name
     if name == "reduce_sum" and len(eqn.params["axes"]) == np.ndim(operands[0].value):
-        x = operands[0]
-        while x.reshaped is not None:
-            x = x.reshaped
-        x = x.square_of
+        x = _unshaped(operands[0]).square_of
     elif name == "dot_general" and not eqn.outvars[0].aval.shape:
         x = _same(*map(_unshaped, operands))
     else:

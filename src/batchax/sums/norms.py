@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from batchax.jaxprs.words import Value
-from batchax.sums.products import Factor, Group, Product, groups_of, sizes_of
+from batchax.sums.products import Group, Product, aligned, groups_of, sizes_of
 
 
 def sum_of_squares(x: Product) -> Any:
@@ -34,15 +34,6 @@ def multiplied(factors: Any, group: Group) -> Any:
     """The product of the factors of a group, with its labels."""
     each = [aligned(factors[k], group.labels) for k in group.numbers]
     return functools.reduce(jnp.multiply, each)
-
-
-def aligned(factor: Factor, labels: tuple[int, ...]) -> Any:
-    """A factor with its dimensions in the order of `labels`, and of size 1 where it has none."""
-    value, own = factor
-    if own == labels:
-        return value
-    value = lax.transpose(value, [own.index(n) for n in labels if n in own])
-    return lax.expand_dims(value, [d for d, n in enumerate(labels) if n not in own])
 
 
 def _of_outer(parts: list[Value]) -> Any:

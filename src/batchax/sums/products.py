@@ -85,6 +85,15 @@ def sizes_of(factors: Iterable[Factor]) -> dict[int, int]:
     return {n: size for x, own in factors for n, size in zip(own, np.shape(x), strict=True)}
 
 
+def aligned(factor: tuple[Value, tuple[int, ...]], labels: tuple[int, ...]) -> Any:
+    """A factor with its dimensions in the order of `labels`, and of size 1 where it has none."""
+    value, own = factor
+    if own == labels:
+        return value
+    value = lax.transpose(value, [own.index(n) for n in labels if n in own])
+    return lax.expand_dims(value, [d for d, n in enumerate(labels) if n not in own])
+
+
 class Operand(NamedTuple):
     """What is known of a value: its products; of what it is the square, or another shape."""
 
