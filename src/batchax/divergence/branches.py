@@ -25,6 +25,7 @@ from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
 from batchax.execution.gathered_lanes import fitting_width
 from batchax.execution.names import index_as_input
 from batchax.execution.operand_specs import WHOLE, ActiveMask, Gathered
+from batchax.jaxprs.evaluate import variables_in, variables_read
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
@@ -125,14 +126,14 @@ class _Part:
         if any_uses_axis(axis, program):
             self._take_index()
         jaxpr = self.program.jaxpr
-        read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
+        read = {v for eqn in jaxpr.eqns for v in variables_read(eqn)}
         self.used = [
             k
             for k, (v, x) in enumerate(zip(jaxpr.invars, self.operands, strict=True))
             if v in read and isinstance(x, jax.Array)
         ]
         computed = {v for eqn in jaxpr.eqns for v in eqn.outvars}
-        made = (v for v in jaxpr.outvars if not isinstance(v, Literal) and v in computed)
+        made = (v for v in variables_in(jaxpr.outvars) if v in computed)
         self.made = list(dict.fromkeys(made))
         differs = list(map(_differs, self.positions))
         self.work = TOGETHER.time(cost_of_program(jaxpr, differs=differs, steps=STEPS))

@@ -28,7 +28,7 @@ from batchax.divergence.price import (
 )
 from batchax.divergence.scan_as_while import run_as_while
 from batchax.jaxprs.bodies import bodies_of
-from batchax.jaxprs.evaluate import bind_equation, plan, variables_read, walk
+from batchax.jaxprs.evaluate import bind_equation, plan, variables_in, variables_read, walk
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn
 from batchax.kernel.axis import Axis
@@ -256,7 +256,7 @@ class _Cut:
         for k, loop in enumerate(self.inner[j:]):
             later += _constants(loop) if k == 0 else loop.invars
         later += self.body.jaxpr.outvars
-        read = {v for v in later if not isinstance(v, Literal)}
+        read = set(variables_in(later))
         return [v for v in made if v in read]
 
     def _nest(self, eqn: Eqn) -> Nest:
@@ -347,7 +347,7 @@ class _Cut:
         read = [v for step in steps for v in step.eqn.invars] + list(outs)
         constants = dict(zip(self.body.jaxpr.constvars, self.body.consts, strict=True))
         variables = dict.fromkeys(
-            v for v in read if not (isinstance(v, Literal) or v in made or v in constants)
+            v for v in variables_in(read) if not (v in made or v in constants)
         )
         own = {self.place[v]: v for v in variables}
         reads = tuple(dict.fromkeys([*more, *(k for k in own if k not in writes)]))

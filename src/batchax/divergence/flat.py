@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
 
@@ -37,10 +36,9 @@ from batchax.divergence.window import (
     alike,
     count_active,
     counted,
-    run_in_windows,
 )
 from batchax.execution.buffers import blank
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
+from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.inner import batched_aval
@@ -77,21 +75,11 @@ class FlatLoop(PartingLoop):
         """How so many lanes are run."""
         return self.axis.divergence.plan_of_nest(lanes, self.nest, self.length)
 
-    def run(self, *operands: Any) -> list[Any]:
-        """The last carry, from the operands besides the carry and the first carry."""
-        count = len(self.positions)
-        consts, carry = operands[:count], list(operands[count:])
-        active = self._test(self.axis, consts, carry)
-        place, *others = self.nest.slots[len(carry) :]
-        slots = [*carry, lax.full((self.axis.size,), 0, place.dtype)]
-        slots += [blank(batched_aval(self.axis, t, 0), k) for k, t in enumerate(others)]
-        slots = alike(slots, operands)
-        slots, tallies = run_in_windows(
-            self.plan, self._step, consts, self.positions, active, slots
-        )
-        self._add(tallies)
-        types = zip(slots, self.body.out_avals, strict=False)
-        return [as_weak_as(t, x) for x, t in types]
+    def more_slots(self) -> list[Any]:
+        """The place of each lane, and slots that each writes to before it reads them."""
+        place, *others = self.nest.slots[len(self.body.out_avals) :]
+        others = [blank(batched_aval(self.axis, t, 0), k) for k, t in enumerate(others)]
+        return [lax.full((self.axis.size,), 0, place.dtype), *others]
 
     def _step(
         self,
@@ -256,10 +244,3 @@ class Lanes:
         place = lax.select(runs, lax.full_like(values[self._place], number), values[self._place])
         values[self._place] = lax.select(through, lax.full_like(place, 0), place)
         return through, values, spent, tally
-
-
-def as_weak_as(aval: Aval, x: Any) -> Any:
-    """`x`, as weakly typed as `aval`: a ``scan`` may be given what is more so than its results."""
-    if jax.typeof(x).weak_type == aval.weak_type:
-        return x
-    return _compat.weakly(x) if aval.weak_type else lax.convert_element_type(x, x.dtype)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax.core import eval_jaxpr
 
 from batchax import _compat
@@ -22,6 +21,7 @@ from batchax.kernel.axis import Axis, Position
 from batchax.kernel.derivatives import pullback_of, tangents_of
 from batchax.kernel.inner import batch_inner, remembered
 from batchax.programs.shapes import bytes_of
+from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
 
 # The cotangents that each lane has of what all share may take so many times the bytes of what it
@@ -54,7 +54,7 @@ def tangents_of_lanes(
     if copied > _MOST_SHARED * own:
         return None
     moving = tuple(moving)
-    of = tuple(k for k, aval in enumerate(program.out_avals) if _is_smooth(aval))
+    of = tuple(k for k, aval in enumerate(program.out_avals) if is_inexact(aval))
     key = ("tangents", moving, of)
     linear = remembered(program, key, lambda: _linear(program, moving, of))
     if linear is None:
@@ -88,7 +88,3 @@ def _linear(program: ClosedJaxpr, moving: Sequence[int], of: Sequence[int]) -> C
         return _compat.stage(both, [*program.in_avals, *types])
     except (ValueError, UnsupportedError):  # a loop without a bound: said where it is transposed
         return None
-
-
-def _is_smooth(aval: Any) -> bool:
-    return aval.to_tangent_aval().dtype != jax.dtypes.float0

@@ -12,10 +12,10 @@ from jax.extend.core.primitives import scan_p, while_p
 
 from batchax import _compat
 from batchax.divergence.cut import nest_of, price_inside
-from batchax.divergence.flat import FlatLoop, as_weak_as
+from batchax.divergence.flat import FlatLoop
 from batchax.divergence.limits import can_move, rule_of_user
 from batchax.divergence.loop_primitive import bind
-from batchax.divergence.loops import with_index
+from batchax.divergence.loops import as_weak_as, with_index
 from batchax.divergence.most import holds_while
 from batchax.divergence.scan_as_while import scan_as_while, while_of_scan
 from batchax.divergence.waiting import Waiting

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import numpy as np
 from jax import lax
 from jax.core import eval_jaxpr
@@ -14,7 +15,7 @@ from batchax import _compat
 from batchax.divergence.varying import with_varying_values
 from batchax.divergence.window import Plan, Tally, count_active, counted, run_in_windows
 from batchax.execution.names import index_as_input
-from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position
 from batchax.kernel.divergence import WhileLoop
 from batchax.kernel.inner import remembered
@@ -73,18 +74,17 @@ class PartingLoop:
         """The last carry, from the operands besides the carry and the first carry."""
         consts, carry = operands[: len(self.positions)], operands[len(self.positions) :]
         active = self._test(self.axis, consts, carry)
-        outs, tallies = run_in_windows(
-            self.plan, self._step, consts, self.positions, active, list(carry)
-        )
-        self._add(tallies)
-        types = zip(outs, self.body.out_avals, strict=True)
-        return [_compat.weakly(x) if t.weak_type else x for x, t in types]
-
-    def _add(self, tallies: Sequence[Tally]) -> None:
-        """Adds what each window counted to what the user is told."""
+        slots = [*carry, *self.more_slots()]
+        outs, tallies = run_in_windows(self.plan, self._step, consts, self.positions, active, slots)
         steps = self.axis.divergence.steps
         if steps is not None:
             steps.add(self.plan.widths, tallies)
+        types = self.body.out_avals
+        return [as_weak_as(t, x) for t, x in zip(types, outs[: len(types)], strict=True)]
+
+    def more_slots(self) -> list[Any]:
+        """What all lanes hold at first besides what the loop of one example carries."""
+        return []
 
     def masked(self, *operands: Any) -> list[Any]:
         """As `run`, with lanes that are masked until all are done."""
@@ -113,6 +113,13 @@ class PartingLoop:
     def _test(self, axis: Axis, consts: Sequence[Value], carry: Sequence[Value]) -> Any:
         positions = [*self.positions[: self.n_test], *[0] * len(carry)]
         return predicate(axis, self.test, [*consts[: self.n_test], *carry], positions)
+
+
+def as_weak_as(aval: Aval, x: Any) -> Any:
+    """`x`, as weakly typed as `aval`: a loop may be given what is more so than its results."""
+    if jax.typeof(x).weak_type == aval.weak_type:
+        return x
+    return _compat.weakly(x) if aval.weak_type else lax.convert_element_type(x, x.dtype)
 
 
 def parting_loop(axis: Axis, loop: WhileLoop, plan: Plan) -> tuple[PartingLoop, list[Any]]:

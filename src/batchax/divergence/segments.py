@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
 
 from batchax.divergence.nest import Segment
 from batchax.divergence.window import alike, rows_of, with_rows
 from batchax.execution.buffers import blank
 from batchax.execution.gathered_lanes import put, taken_at
-from batchax.jaxprs.evaluate import variables_read
+from batchax.jaxprs.evaluate import variables_used
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
@@ -194,6 +193,5 @@ def _within(index: Any, length: int) -> Any:
 def _used(program: ClosedJaxpr) -> list[bool]:
     """For each result whether the operand in its place is read."""
     jaxpr = program.jaxpr
-    read = {v for eqn in jaxpr.eqns for v in variables_read(eqn)}
-    read |= {v for v in jaxpr.outvars if not isinstance(v, Literal)}
-    return [v in read for v in jaxpr.invars[len(jaxpr.invars) - len(jaxpr.outvars) :]]
+    used = variables_used(jaxpr)
+    return [v in used for v in jaxpr.invars[len(jaxpr.invars) - len(jaxpr.outvars) :]]

@@ -23,6 +23,7 @@ from batchax.jaxprs.words import Jaxpr, Value
 from batchax.kernel.derivatives import tangents_of, with_values
 from batchax.rules.batched_transpose import reached
 from batchax.rules.hazards import hazards
+from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
 
 
@@ -214,7 +215,7 @@ def moving(
     """
     n = form.n_carry
     of_consts, entries = list(map(moves, consts)), list(map(moves, xs))
-    smooth = [v.aval.to_tangent_aval().dtype != jax.dtypes.float0 for v in jaxpr.outvars]
+    smooth = [is_inexact(v.aval) for v in jaxpr.outvars]
     of_carry = [m and s for m, s in zip(map(moves, carry), smooth, strict=False)]
     while True:
         hits = reached(jaxpr, [*of_consts, *of_carry, *entries])

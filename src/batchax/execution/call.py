@@ -219,7 +219,7 @@ class Call:
         staged, outputs = stage_described(self.axis, self.function, avals, paths)
         added = [is_added(output.spec) for output in outputs.described]
         staged = factored(self.axis, staged, [m.axis for m in given], added)
-        return recording.with_numbers((staged, outputs))
+        return recording.with_numbers(staged), outputs
 
     def with_program(self: Self) -> Self:
         """The same call, staged: calls that are made of it will not be staged again."""

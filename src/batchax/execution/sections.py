@@ -17,7 +17,7 @@ from jax.extend.core.primitives import while_p
 
 from batchax import _compat
 from batchax.jaxprs.bodies import bodies_of
-from batchax.jaxprs.evaluate import plan, variables_read
+from batchax.jaxprs.evaluate import plan, variables_in, variables_read
 from batchax.jaxprs.words import Eqn, Value
 from batchax.kernel.axis import Axis, Position
 from batchax.kernel.captured import closed_over
@@ -63,7 +63,7 @@ def section_for(
     def reads(eqn: Eqn) -> list[Any]:
         return [v for v in variables(eqn) if v not in given]
 
-    results = {v for v in outvars if not isinstance(v, Literal)}
+    results = set(variables_in(outvars))
     steps = plan(eqns, results.difference(given), lambda eqn: effects and eqn.effects, reads)
     taken = [step.eqn for step in steps]
     used = results.union(*map(variables, taken))

@@ -49,9 +49,20 @@ def evaluate(
     return list(map(read, jaxpr.outvars))
 
 
+def variables_in(atoms: Iterable[Any]) -> list[Any]:
+    """Those of some operands or results that are no numbers written in the program."""
+    return [v for v in atoms if not isinstance(v, Literal)]
+
+
 def variables_read(eqn: Eqn) -> list[Any]:
-    """The operands of an equation that are no numbers written in the program."""
-    return [v for v in eqn.invars if not isinstance(v, Literal)]
+    """The operands of an equation that are variables."""
+    return variables_in(eqn.invars)
+
+
+def variables_used(jaxpr: Jaxpr) -> set[Any]:
+    """The variables that a program reads, or returns."""
+    used = {v for eqn in jaxpr.eqns for v in variables_read(eqn)}
+    return used.union(variables_in(jaxpr.outvars))
 
 
 class Step(NamedTuple):
@@ -105,7 +116,7 @@ def plan(
       keeps: which of them are needed anyhow, by default for their effects.
       reads: the variables that an equation needs.
     """
-    live = {v for v in outvars if not isinstance(v, Literal)}
+    live = set(variables_in(outvars))
     steps = []
     for eqn in reversed(eqns):
         if live.isdisjoint(eqn.outvars) and not keeps(eqn):

@@ -18,7 +18,7 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import cond_p
 
 from batchax import _compat
-from batchax.jaxprs.evaluate import Step, bind_equation, plan, walk
+from batchax.jaxprs.evaluate import Step, bind_equation, plan, variables_in, walk
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Eqn, Jaxpr
 from batchax.kernel import recording
@@ -60,7 +60,7 @@ def evaluate_in_order(
         if len(calls) > 1 or any(_repeats(step.eqn, read(step.inputs[0])) for step in calls):
             inside = set(map(id, calls))
             reads = [jaxpr.outvars, *(s.inputs for s in steps if id(s) not in inside)]
-            _run_lanes(axis, calls, env, read, set().union(*map(_variables, reads)))
+            _run_lanes(axis, calls, env, read, set().union(*map(variables_in, reads)))
         else:
             run(calls)
         run(others)
@@ -68,7 +68,7 @@ def evaluate_in_order(
         made.clear()
 
     for step in steps:
-        waits = not made.isdisjoint(_variables(step.inputs))
+        waits = not made.isdisjoint(variables_in(step.inputs))
         if not (waits or _compat.in_order(step.eqn.effects)):
             run([step])
         elif waits or any(read(v)[1] is not None for v in step.inputs):
@@ -105,10 +105,6 @@ def _needed(steps: Sequence[Step]) -> tuple[list[Step], list[Step]]:
     return calls, [step for step in steps if id(step.eqn) not in inside]
 
 
-def _variables(read: Iterable[Any]) -> list[Any]:
-    return [v for v in read if not isinstance(v, Literal)]
-
-
 def _run_lanes(
     axis: Axis,
     steps: Sequence[Step],
@@ -120,9 +116,10 @@ def _run_lanes(
     # Of calls whose results nobody reads in a scan JAX's reverse mode makes none.
     calls = {v for step in steps if _compat.in_order(step.eqn.effects) for v in step.outputs}
     made = {v for step in steps for v in step.outputs}
-    read_here = dict.fromkeys(v for step in steps for v in _variables(step.inputs))
+    read_here = dict.fromkeys(v for step in steps for v in variables_in(step.inputs))
     inputs = [v for v in read_here if v not in made]
-    outputs = [v for step in steps for v in step.outputs if v in needed | calls]
+    needed = needed | calls
+    outputs = [v for step in steps for v in step.outputs if v in needed]
 
     def one_lane(*xs: Any) -> list[Any]:
         own = dict(zip(inputs, xs, strict=True))

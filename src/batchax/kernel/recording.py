@@ -255,15 +255,12 @@ def uncounted(is_counted: bool = False) -> Iterator[None]:
         yield
 
 
-def with_numbers(staged: Any) -> Any:
+def with_numbers(program: Any) -> Any:
     """A program that is going to be batched, whose loops have numbers where runs are counted."""
     place = _active()
     if place is None or place.record is not None:
-        return staged
-    if not (place.recorder.counts and place.recorder.numbers):
-        return staged
-    program, described = staged
-    return numbered(program), described
+        return program
+    return numbered(program) if place.recorder.counts and place.recorder.numbers else program
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.bodies import bodies_of
-from batchax.jaxprs.evaluate import bind_equation, plan, variables_read, walk
+from batchax.jaxprs.evaluate import bind_equation, plan, variables_read, variables_used, walk
 from batchax.jaxprs.own_primitives import expanded, operations_of, shown
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
@@ -91,8 +91,7 @@ class Counted:
         own = self._operations(eqn)
         if own is None:
             return variables_read(eqn)
-        used = {v for e in own.jaxpr.eqns for v in variables_read(e)}
-        used |= {v for v in own.jaxpr.outvars if not isinstance(v, Literal)}
+        used = variables_used(own.jaxpr)
         pairs = zip(eqn.invars, own.jaxpr.invars, strict=True)
         return [v for v, inner in pairs if inner in used and not isinstance(v, Literal)]
 

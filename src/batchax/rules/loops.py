@@ -86,12 +86,12 @@ def _while(
 ) -> PlacedOutputs:
     asked_of_all = cond_jaxpr
     counts = {"cond_nconsts": cond_nconsts, "body_nconsts": body_nconsts}
-    every = {"cond_jaxpr": cond_jaxpr, "body_jaxpr": body_jaxpr, **counts}
-    axis = axis_for(axis, AnyLoop(while_p, every, args, axes))
+    params = {"cond_jaxpr": cond_jaxpr, "body_jaxpr": body_jaxpr, **counts}
+    axis = axis_for(axis, AnyLoop(while_p, params, args, axes))
     if axis.divergence is not None:
         cond_jaxpr = asked_of_each_lane(cond_jaxpr, body_jaxpr)
-        every = {"cond_jaxpr": cond_jaxpr, "body_jaxpr": body_jaxpr, **counts}
-        placed = axis.divergence.run_nest(axis, AnyLoop(while_p, every, args, axes))
+        params = {**params, "cond_jaxpr": cond_jaxpr}
+        placed = axis.divergence.run_nest(axis, AnyLoop(while_p, params, args, axes))
         if placed is not None:
             return placed
     test_consts, body_consts, carry = split_operands(args, cond_nconsts, body_nconsts)
@@ -120,11 +120,10 @@ def _while(
 
             def masked(axis: Axis, loop: WhileLoop) -> PlacedOutputs:
                 # A loop that asks about all lanes masks its own, with less than it takes here.
-                params = {"cond_jaxpr": asked_of_all, "body_jaxpr": body_jaxpr, **counts}
-                return _while(replace(axis, divergence=None), args, axes, **params)
+                whole = {**params, "cond_jaxpr": asked_of_all}
+                return _while(replace(axis, divergence=None), args, axes, **whole)
 
         given, at = [*test_consts, *body_consts, *carry], [*test_at, *body_at, *front]
-        params = {"cond_jaxpr": cond_jaxpr, "body_jaxpr": body_jaxpr, **counts}
         return run_parting(axis, while_p, given, at, params, loop, masked)
 
     if recording.is_on():

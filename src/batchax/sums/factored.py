@@ -19,7 +19,7 @@ from jax.extend.core.primitives import jit_p
 
 from batchax import _compat
 from batchax.jaxprs.bodies import program_called
-from batchax.jaxprs.evaluate import bind_equation, evaluate, plan
+from batchax.jaxprs.evaluate import bind_equation, evaluate, plan, variables_in, variables_read
 from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
@@ -114,12 +114,12 @@ def _mark(jaxpr: Jaxpr, outvars: Sequence[Any], entered: set[int]) -> set[Any]:
     Returns:
       The variables that they may be made of.
     """
-    marked = {v for v in outvars if not isinstance(v, Literal)}
+    marked = set(variables_in(outvars))
     for eqn in reversed(jaxpr.eqns):
         if marked.isdisjoint(eqn.outvars):
             continue
         if eqn.primitive.name in OPERATIONS:
-            marked.update(v for v in eqn.invars if not isinstance(v, Literal))
+            marked.update(variables_read(eqn))
         elif eqn.primitive is jit_p:
             entered.add(id(eqn))
             body = program_called(eqn).jaxpr
