@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.sharding import PartitionSpec as P
 
 import batchax as bx
 from batchax.explain import measure
@@ -56,6 +57,11 @@ def cheap_branch(x, p):
 
 def loop(x, w):
     return lax.while_loop(lambda c: c.sum() < 10, lambda c: jnp.tanh(w @ c) + c, x)
+
+
+def loop_on_a_mesh(x, w):
+    mesh = jax.make_mesh((2,), ("d",), (jax.sharding.AxisType.Auto,))
+    return jax.shard_map(loop, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))(x, w)
 
 
 def counted_loop(x, n):
@@ -149,6 +155,9 @@ TABLE = {
             lambda: found(loop, f32(B, 32), f32(32, 32), in_axes=(0, None), compile=False),
             lambda: found(counted_loop, f32(B, 32), i32(B), compile=False),
             lambda: found(bounded, f32(B, 32), compile=False),
+            lambda: found(
+                loop_on_a_mesh, f32(B, 64), f32(32, 32), in_axes=(0, None), compile=False
+            ),
         ],
         [
             lambda: found(counted_loop, f32(B, 32), i32(), in_axes=(0, None), compile=False),

@@ -15,6 +15,15 @@ from batchax.explain.account import Equation, Finding, Work
 from batchax.explain.findings.draft import Draft, lanes_at_a_time, price, price_fused
 from batchax.explain.wording import count, show_work
 from batchax.kernel import recording
+from batchax.kernel.axis import Axis
+from batchax.kernel.divergence import (
+    AnyLoop,
+    BoundedLoop,
+    Branches,
+    Divergence,
+    PlacedOutputs,
+    WhileLoop,
+)
 from batchax.kernel.inner import batched_aval
 from batchax.kernel.recording import Record
 from batchax.kernel.registry import find_rule
@@ -154,13 +163,13 @@ def _ask_compact(record: Record) -> Any:
             jax.eval_shape(run, *operands)
     except UnsupportedError:
         return "collective"
-    except Exception:  # references, and what only runs where it stands
+    except NameError:  # of an axis of the mesh: the call is inside ``shard_map``, this is not
         return False
     return asked.took
 
 
-class _Asked:
-    """`Compact`, which remembers whether it took the first thing it was asked."""
+class _Asked(Divergence):
+    """`Compact`, which remembers whether it took anything that it was asked."""
 
     asked = True
 
@@ -168,25 +177,21 @@ class _Asked:
         self.took = False
         self._compact = Compact()
 
-    def concerns(self, axis: Any, loop: Any) -> bool:
+    def concerns(self, axis: Axis, loop: AnyLoop) -> bool:
         return self._compact.concerns(axis, loop)
 
-    def run_nest(self, axis: Any, loop: Any) -> Any:
-        return self._noted(self._compact.run_nest(replace(axis, divergence=self._compact), loop))
+    def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
+        return self._noted(self._compact.run_nest(self._own(axis), loop))
 
-    def run(self, axis: Any, parting: Any) -> Any:
-        return self._noted(self._compact.run(axis, parting))
+    def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
+        return self._noted(self._compact.run(self._own(axis), parting))
 
-    def _noted(self, answer: Any) -> Any:
-        self.took |= answer is not None
-        return answer
-
-    def inside(self) -> Compact:
-        return self._compact.inside()
-
-    def at_most(self, width: int) -> Compact:
+    def at_most(self, width: int) -> Divergence:
         return self._compact.at_most(width)
 
-    @property
-    def steps(self) -> None:
-        return None
+    def _own(self, axis: Axis) -> Axis:
+        return replace(axis, divergence=self._compact)
+
+    def _noted(self, answer: PlacedOutputs | None) -> PlacedOutputs | None:
+        self.took |= answer is not None
+        return answer
