@@ -64,6 +64,21 @@ def loop_on_a_mesh(x, w):
     return jax.shard_map(loop, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))(x, w)
 
 
+@bx.custom_vmap
+def for_all_lanes(x):
+    return jnp.tanh(jnp.outer(x, x)) @ x + x
+
+
+@for_all_lanes.def_vmap
+def _(axis_size, in_batched, x):
+    assert axis_size == B
+    return jax.vmap(for_all_lanes.fun)(x), True
+
+
+def loop_of_a_rule(x):
+    return lax.while_loop(lambda c: c.sum() < 10, for_all_lanes, x)
+
+
 def counted_loop(x, n):
     return lax.fori_loop(0, n, lambda _, x: jnp.sin(x), x)
 
@@ -158,6 +173,7 @@ TABLE = {
             lambda: found(
                 loop_on_a_mesh, f32(B, 64), f32(32, 32), in_axes=(0, None), compile=False
             ),
+            lambda: found(loop_of_a_rule, f32(B, 32), compile=False),
         ],
         [
             lambda: found(counted_loop, f32(B, 32), i32(), in_axes=(0, None), compile=False),

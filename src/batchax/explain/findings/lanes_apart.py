@@ -10,6 +10,7 @@ import jax
 from jax.extend.core import Literal
 
 from batchax.divergence.compact import Compact
+from batchax.divergence.limits import rule_of_user
 from batchax.errors import UnsupportedError
 from batchax.explain.account import Equation, Finding, Work
 from batchax.explain.findings.draft import Draft, lanes_at_a_time, price, price_fused
@@ -145,6 +146,8 @@ def _masked_by_option(draft: Draft) -> bool:
 
 def _ask_compact(record: Record) -> Any:
     """Whether lanes would be taken apart; "collective" if something inside forbids it."""
+    if rule_of_user.in_equation(record.eqn):  # what it does with other lanes nobody knows
+        return False
     rule, asked = find_rule(record.eqn.primitive), _Asked()
     axis = replace(record.axis, divergence=asked)
     invars = record.eqn.invars
