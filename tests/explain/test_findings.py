@@ -432,7 +432,7 @@ def found_in_double(fun, *shapes):
         (lambda: found(sequential("sequential"), f32(8), compile=False), "vmap_method"),
         (lambda: found(branch_with_effect, f32(8), compile=False), "Move the call out"),
         (lambda: found(bx.sequential_vmap(jnp.sin), f32(8), compile=False), "sequential_vmap"),
-        (lambda: found_in_double(jnp.convolve, (8, 60), (8, 30)), "float32 run at once"),
+        (lambda: found_in_double(jnp.convolve, (8, 600), (8, 300)), "float32 run at once"),
     ],
 )
 def test_why_lanes_run_one_after_another(program, words):
