@@ -107,7 +107,7 @@ def by_slices(lhs: Value, rhs: Value, lane: Sequence[Any], params: Any) -> Any:
     at_once = max(
         n for n in range(1, lanes + 1) if lanes % n == 0 and (n == 1 or n * wide <= _BLOCK)
     )
-    together = lambda xs: _together(*xs, places, params)
+    together = lambda xs: _together(xs[0], xs[1], places, params)
     if at_once == lanes:
         return together((lhs, rhs))
     blocks = [x.reshape(lanes // at_once, at_once, *x.shape[1:]) for x in (lhs, rhs)]
