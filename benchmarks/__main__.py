@@ -40,6 +40,9 @@ from benchmarks.rows.workloads import WORKLOADS as WITH_ROWS
 from benchmarks.rules import report as rules_report
 from benchmarks.rules.measure import measured as measured_with_rule
 from benchmarks.rules.workloads import WORKLOADS as WITH_RULE
+from benchmarks.slow import report as slow_report
+from benchmarks.slow.measure import WORKLOADS as SLOW
+from benchmarks.slow.measure import measured as measured_slow
 from benchmarks.workloads import WORKLOADS
 
 
@@ -88,6 +91,14 @@ PARTS = {
         chunks_report.line,
         chunks_report.summary,
         chunks_report.write,
+    ),
+    "slow": Part(
+        slow_report.TITLE,
+        {f"slow: {name}": w for name, w in SLOW.items()},
+        measured_slow,
+        slow_report.line,
+        slow_report.summary,
+        slow_report.write,
     ),
     "rules": Part(
         rules_report.TITLE,

@@ -1,0 +1,159 @@
+"""Many small matrices: by hand, lanes are last, and loops over rows and columns are written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.slow.workload import Slow
+from benchmarks.workload import normal
+
+FAMILY = "Small matrices"
+
+
+def inverse_by_hand(m: Any) -> Any:
+    """Of 3 x 3, by cofactors."""
+    (a, b, c), (d, e, f), (g, h, i) = jnp.moveaxis(m, 0, -1)
+    rows = [
+        [e * i - f * h, c * h - b * i, b * f - c * e],
+        [f * g - d * i, a * i - c * g, c * d - a * f],
+        [d * h - e * g, b * g - a * h, a * e - b * d],
+    ]
+    inverse = jnp.stack([jnp.stack(row) for row in rows])
+    return jnp.moveaxis(inverse / (a * rows[0][0] + b * rows[1][0] + c * rows[2][0]), -1, 0)
+
+
+def determinant_by_hand(m: Any) -> Any:
+    """Of 3 x 3, by cofactors."""
+    (a, b, c), (d, e, f), (g, h, i) = jnp.moveaxis(m, 0, -1)
+    return a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g)
+
+
+def eliminated(m: Any, b: Any) -> Any:
+    """The solutions, lanes last: Gauss and Jordan, with the largest pivot of each column."""
+    n = len(m)
+    rows = jnp.concatenate([m, b[:, None]], 1)
+    for k in range(n):
+        pivot = k + jnp.argmax(jnp.abs(rows[k:, k]), 0)
+        chosen = jnp.take_along_axis(rows, pivot[None, None], 0)[0]
+        here = jnp.arange(n)[:, None, None]
+        rows = jnp.where(here == pivot, rows[k], rows).at[k].set(chosen / chosen[k])
+        others = jnp.where(here == k, 0, rows[:, k][:, None])
+        rows = rows - others * rows[k]
+    return rows[:, n]
+
+
+def solve_by_hand(m: Any, b: Any) -> Any:
+    return eliminated(jnp.moveaxis(m, 0, -1), b.T).T
+
+
+def solve_gradient_by_hand(m: Any, b: Any) -> Any:
+    x = solve_by_hand(m, b)
+    y = solve_by_hand(jnp.swapaxes(m, 1, 2), jnp.ones_like(b))
+    return -y[:, :, None] * x[:, None, :], y
+
+
+def cholesky_by_hand(m: Any) -> Any:
+    a = jnp.moveaxis(m, 0, -1)
+    n = len(a)
+    columns: list[Any] = []
+    for j in range(n):
+        column = a[j:, j] - sum(c[j:] * c[j] for c in columns)
+        column = column / jnp.sqrt(column[0])
+        columns.append(jnp.concatenate([jnp.zeros_like(a[:j, j]), column]))
+    return jnp.moveaxis(jnp.stack(columns, 1), -1, 0)
+
+
+def eigenvalues_by_hand(m: Any) -> Any:
+    """Jacobi's rotations, of each pair of rows in turn, seven times."""
+    a = jnp.moveaxis(m, 0, -1)
+    n = len(a)
+    pairs = jnp.array([(p, q) for p in range(n) for q in range(p + 1, n)])
+
+    def rotate(step: Any, a: Any) -> Any:
+        p, q = pairs[step % len(pairs)]
+        slope = (a[q, q] - a[p, p]) / (2 * jnp.where(a[p, q] == 0, 1, a[p, q]))
+        t = jnp.where(slope < 0, -1, 1) / (jnp.abs(slope) + jnp.sqrt(slope**2 + 1))
+        t = jnp.where(a[p, q] == 0, 0, t)
+        c = 1 / jnp.sqrt(t**2 + 1)
+        a = a.at[p].set(c * (a[p] - t * a[q])).at[q].set(c * (t * a[p] + a[q]))
+        left, right = a[:, p], a[:, q]
+        return a.at[:, p].set(c * (left - t * right)).at[:, q].set(c * (t * left + right))
+
+    a = jax.lax.fori_loop(0, 7 * len(pairs), rotate, a)
+    return jnp.sort(jnp.stack([a[i, i] for i in range(n)]), 0).T
+
+
+def _square(n: int) -> Callable[[int], tuple[Any, ...]]:
+    return lambda lanes: (normal(lanes, n, n),)
+
+
+def _system(n: int) -> Callable[[int], tuple[Any, ...]]:
+    return lambda lanes: (normal(lanes, n, n) + n * jnp.eye(n), normal(lanes, n, seed=1))
+
+
+def _definite(n: int) -> Callable[[int], tuple[Any, ...]]:
+    def data(lanes: int) -> tuple[Any, ...]:
+        x = normal(lanes, n, n)
+        return (x @ jnp.swapaxes(x, 1, 2) + n * jnp.eye(n),)
+
+    return data
+
+
+def _gradient(batched: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.grad(lambda m, b: batched(m, b).sum(), (0, 1))
+
+
+_LANES = 10_000
+WORKLOADS = [
+    Slow("inv, 3 x 3", FAMILY, jnp.linalg.inv, inverse_by_hand, _square(3), _LANES, 0.25),
+    Slow("det, 3 x 3", FAMILY, jnp.linalg.det, determinant_by_hand, _square(3), _LANES, 0.25),
+    *(
+        Slow(
+            f"solve, {n} x {n}",
+            FAMILY,
+            jnp.linalg.solve,
+            solve_by_hand,
+            _system(n),
+            _LANES,
+            goal,
+            uses=(eliminated,),
+        )
+        for n, goal in ((3, 0.25), (6, 0.4))
+    ),
+    Slow(
+        "gradient of solve, 4 x 4",
+        FAMILY,
+        jnp.linalg.solve,
+        solve_gradient_by_hand,
+        _system(4),
+        _LANES,
+        0.5,
+        around=_gradient,
+        uses=(eliminated, solve_by_hand),
+    ),
+    *(
+        Slow(
+            f"cholesky, {n} x {n}",
+            FAMILY,
+            jnp.linalg.cholesky,
+            cholesky_by_hand,
+            _definite(n),
+            _LANES,
+            goal,
+        )
+        for n, goal in ((4, 0.25), (10, 0.6))
+    ),
+    Slow(
+        "eigvalsh, 6 x 6",
+        FAMILY,
+        jnp.linalg.eigvalsh,
+        eigenvalues_by_hand,
+        _definite(6),
+        _LANES,
+        0.6,
+    ),
+]

@@ -1,0 +1,126 @@
+"""What a batch makes slow, as a table, with the programs that were written by hand."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.measure import Ratio
+from benchmarks.report import interval, made_with, ratio, size
+from benchmarks.slow.measure import Outcome
+from benchmarks.slow.workload import HAND, JAX, OURS
+
+TITLE = "What a batch makes slow: bx.vmap against jax.vmap and programs by hand"
+
+
+def line(result: Outcome) -> str:
+    """One workload on one line of a terminal."""
+    times = "  ".join(f"over {name} {interval(r)}" for name, r in result.ratios.items())
+    return f"{result.workload.name:40} {times}"
+
+
+def summary(results: Sequence[Outcome]) -> str:
+    """What the numbers say, as a Markdown list."""
+    missed = (r for r in results if not r.reached)
+    points = [
+        f"{sum(r.reached for r in results)} of {len(results)} goals are reached; not"
+        + named_by(
+            missed,
+            lambda r: (
+                f"{r.ratios[r.workload.rival].value:.2f} of {r.workload.rival}, "
+                f"goal {r.workload.goal:g}"
+            ),
+        ),
+        "More than 1.5 times as long as `jax.vmap` to trace and compile"
+        + named_by(
+            (r for r in results if JAX in r.compiled and r.compiled[JAX].value > 1.5),
+            lambda r: f"{r.compiled[JAX].value:.2f}",
+        ),
+    ]
+    return "\n".join(f"- {p}." for p in points)
+
+
+def named_by(results: Iterable[Outcome], say: Callable[[Outcome], str]) -> str:
+    """Workloads by name, with what there is to say of each."""
+    pairs = [(r.workload.name, say(r)) for r in results]
+    return ": " + ("; ".join(f"{name} ({said})" for name, said in pairs) or "none")
+
+
+def write(results: Sequence[Outcome], folder: Path) -> list[Path]:
+    """Writes `slow.md` into `folder`."""
+    page = folder / "slow.md"
+    page.write_text(_page(results))
+    return [page]
+
+
+def _page(results: Sequence[Outcome]) -> str:
+    return f"""# {TITLE}
+
+{made_with()}
+
+{summary(results)}
+
+A program for one example, batched, is as fast as the batched form of each of its operations. Some
+of these are slow: people who need them fast write the program for the whole batch by hand. Here
+are both, and what `bx.vmap` makes of the function of one example, with no option but those named.
+All run in one process, in turns. Ratios are of medians, on the clock, below 1 where `bx.vmap` is
+faster, with a 95% bootstrap interval. *Goal* is what was aimed at, of the program that it names.
+*First call* is tracing and compiling, in processor time, over that of `jax.vmap`. *Temporaries* is
+what compiled programs allocate beside arguments and results: `jax.vmap`, by hand, `bx.vmap`. Of
+[rbg keys](https://docs.jax.dev/en/latest/jax.random.html), `jax.vmap` draws other numbers than each
+key draws by itself; `bx.vmap` draws the same.
+
+{_table(results)}
+
+## By hand
+
+{_programs(results)}
+"""
+
+
+def _table(results: Sequence[Outcome]) -> str:
+    heads = ["", "lanes", *(f"{n}, ms" for n in (JAX, HAND, OURS))]
+    heads += [f"over {JAX}", f"over {HAND}", "goal", "first call", "temporaries"]
+    rows = [heads, ["---"] + ["---:"] * 6 + ["---"] + ["---:"] * 2]
+    family = None
+    for r in results:
+        work = r.workload
+        if work.family != family:
+            family = work.family
+            rows.append([f"**{family}**"] + [""] * (len(heads) - 1))
+        rows.append(
+            [
+                work.name,
+                f"{work.lanes:,}",
+                *(_number(r.seconds.get(name)) for name in (JAX, HAND, OURS)),
+                *(_ratio(r.ratios.get(name)) for name in (JAX, HAND)),
+                f"{work.goal:g} of {work.rival}" + ("" if r.reached else ", missed"),
+                _ratio(r.compiled.get(JAX)),
+                " / ".join(size(each) for each in r.temporary_bytes.values()),
+            ]
+        )
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _programs(results: Sequence[Outcome]) -> str:
+    parts, shown = [], set()
+    for r in results:
+        sources = []
+        for function in (*r.workload.uses, r.workload.by_hand):
+            if function not in shown:
+                shown.add(function)
+                sources.append(textwrap.dedent(inspect.getsource(function)).strip())
+        if sources:
+            code = "\n\n\n".join(sources).replace(": Any", "").replace(" -> Any", "")
+            parts.append(f"**{r.workload.name}**\n\n```text\n{code}\n```")
+    return "\n\n".join(parts)
+
+
+def _ratio(of: Ratio | None) -> str:
+    return "" if of is None else ratio(of)
+
+
+def _number(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1000 * seconds:.3g}"
