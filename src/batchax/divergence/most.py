@@ -1,24 +1,35 @@
 """What it costs at most where lanes may part ways: in a loop, or in loops and branches inside it.
 
-That is known before anything is batched; to find out more takes as long as batching it does.
+That is known before anything is batched; to find out more takes as long as batching it does. Where
+less is told here than `Step`, or `price_inside` of what `nest_of` cuts, tell later, lanes would
+stay together and nobody would know.
 """
 
 from __future__ import annotations
 
-from jax.extend.core.primitives import cond_p, while_p
+from jax.extend.core.primitives import cond_p, scan_p, while_p
 
-from batchax.divergence.price import STEPS_INSIDE, Price
-from batchax.divergence.widths import launch_time
+from batchax.divergence.price import (
+    STEPS_INSIDE,
+    Price,
+    dearest_of,
+    price_of_copying,
+    price_of_cost,
+    price_of_keeping,
+    total,
+)
+from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.inside import Anywhere, programs_inside
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr
 from batchax.kernel.divergence import AnyLoop
 from batchax.kernel.written_out import LOOPS, written_out
 from batchax.memo import kept_with
 from batchax.programs.cost import STEPS, Cost, cost_of_equation, cost_of_program
+from batchax.programs.inner import integers_in
 from batchax.programs.shapes import bytes_of
 from batchax.programs.weights import TOGETHER
 
-_BEGUN = 2  # operations more in a loop that is cut: in its predicate, and in one more segment
+_BEGUN = 2  # operations more in a loop: in its predicate, and in its step or the last segment of it
 
 
 def dearest_step(loop: AnyLoop) -> float:
@@ -27,9 +38,8 @@ def dearest_step(loop: AnyLoop) -> float:
 
 
 def price_of_loops(loop: AnyLoop) -> Price:
-    """The price of a step of each ``while``, `loop` among them, as `nest_of` may cut them."""
-    cost = _loops_of(loop.primitive, _programs(loop))
-    return Price(launch_time(cost.launches), TOGETHER.time(cost))
+    """The price of a step of each loop inside, as `nest_of` may cut them."""
+    return total(list(map(_loops, _programs(loop))))
 
 
 def _programs(loop: AnyLoop) -> list[Jaxpr]:
@@ -50,34 +60,56 @@ def _dearest(jaxpr: Jaxpr) -> float:
     return max(each, default=0.0)
 
 
-def _loops_of(primitive: object, programs: list[Jaxpr]) -> Cost:
-    if primitive is cond_p:  # not cut
-        return Cost()
-    if primitive is while_p:
-        return sum((_once(p) + _kept(p) for p in programs), Cost(launches=_BEGUN))
-    return sum(map(_loops, programs), Cost())
-
-
-@kept_with("what a step of each loop in programs costs")
-def _loops(jaxpr: Jaxpr) -> Cost:
-    return sum((_loops_of(eqn.primitive, _inside(eqn)) for eqn in jaxpr.eqns), Cost())
-
-
-@kept_with("what programs cost in which each loop takes a step")
-def _once(jaxpr: Jaxpr) -> Cost:
-    return sum(map(_once_of, jaxpr.eqns), Cost())
-
-
-def _once_of(eqn: Eqn) -> Cost:
-    if not holds_while.in_equation(eqn):
-        return cost_of_equation(eqn, steps=STEPS_INSIDE)
-    # A loop that is not cut takes more steps; but then nothing is gained by it.
-    return sum((_once(p) + _kept(p) for p in _inside(eqn)), Cost(launches=_BEGUN))
-
-
 def _kept(jaxpr: Jaxpr) -> Cost:
     """What it costs at most that lanes which are done keep what they have."""
     return Cost(bytes=3 * bytes_of(v.aval for v in jaxpr.outvars))
+
+
+@kept_with("what a step of each loop in programs costs")
+def _loops(jaxpr: Jaxpr) -> Price:
+    return total([_loops_of(eqn) for eqn in jaxpr.eqns if holds_while.in_equation(eqn)])
+
+
+def _loops_of(eqn: Eqn) -> Price:
+    if eqn.primitive is while_p or eqn.primitive is scan_p:
+        return _step(eqn)
+    # Branches are not cut.
+    return total([] if eqn.primitive is cond_p else list(map(_loops, _inside(eqn))))
+
+
+def _step(loop: Eqn) -> Price:
+    """The price of a step: of the whole body, or of what it is cut into."""
+    kept = [v.aval for v in loop.outvars]
+    price = total([price_of_cost(Cost(launches=_BEGUN)), price_of_keeping(kept)])
+    if loop.primitive is scan_p:  # as a `while` it takes its entries, and puts them
+        (body,) = bodies_of(loop)
+        taken = [v.aval for v in body.jaxpr.invars[body.same + body.carried :]]
+        put = [v.aval for v in body.jaxpr.outvars[body.carried :]]
+        entries = Cost(
+            bytes=2 * bytes_of([*taken, *put]),
+            places=len(taken) + 2 * len(put),
+            launches=len(taken) + len(put),
+        )
+        price = total([price, price_of_cost(entries)])
+    return total([price, *map(_once, programs_inside(loop))])
+
+
+@kept_with("what programs cost in which each loop takes a step")
+def _once(jaxpr: Jaxpr) -> Price:
+    integers = integers_in(jaxpr)
+    return total([_once_of(eqn, integers) for eqn in jaxpr.eqns])
+
+
+def _once_of(eqn: Eqn, integers: dict[object, int]) -> Price:
+    whole = price_of_cost(cost_of_equation(eqn, integers, steps=STEPS_INSIDE))
+    if eqn.primitive is cond_p or not holds_while.in_equation(eqn):
+        return whole
+    if eqn.primitive is while_p or eqn.primitive is scan_p:
+        # Cut out, it has a segment before it, in which what it updates in place is copied.
+        kept = [v.aval for v in eqn.outvars]
+        segment = price_of_cost(Cost(launches=1)), price_of_copying(kept)
+        return dearest_of([whole, total([_step(eqn), *segment])])
+    return dearest_of([whole, total(list(map(_once, _inside(eqn))))])
 
 
 def _inside(eqn: Eqn) -> list[Jaxpr]:

@@ -32,7 +32,12 @@ class Price(NamedTuple):
 def price_of(program: Any, differs: Sequence[bool]) -> Price:
     """The price of a program; lanes have some operands of their own."""
     cost = cost_of_program(program.jaxpr, differs=tuple(differs), steps=STEPS_INSIDE)
-    return Price(launch_time(cost.launches + 1), TOGETHER.time(cost))
+    return price_of_cost(cost + Cost(launches=1))
+
+
+def price_of_cost(cost: Cost) -> Price:
+    """The price of what costs so much for each lane."""
+    return Price(launch_time(cost.launches), TOGETHER.time(cost))
 
 
 def price_of_keeping(avals: Sequence[Any]) -> Price:
@@ -55,3 +60,8 @@ def price_of_moving(read: Sequence[Any], written: Sequence[Any]) -> Price:
 def total(prices: Sequence[Price]) -> Price:
     """The price of programs one after another."""
     return Price(sum(p.begin for p in prices), sum(p.lane for p in prices))
+
+
+def dearest_of(prices: Sequence[Price]) -> Price:
+    """The price of the dearest of several programs, or a little more."""
+    return Price(max(p.begin for p in prices), max(p.lane for p in prices))
