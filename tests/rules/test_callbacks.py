@@ -166,6 +166,36 @@ def test_ordered_io_callbacks_follow_the_lanes_and_then_the_program():
     assert log.calls == [(0.0,), *[(10.0,)] * 2, (1.0,), *[(11.0,)] * 2, (99.0,)]
 
 
+def test_ordered_calls_with_what_all_lanes_share_are_made_once_in_a_loop_in_which_they_differ():
+    log = Log()
+
+    def steps(z, x):  # of `z` each inner lane has its own, of `x` each outer one
+        def step(i, z):
+            jax.jit(lambda i, x, z: jax.debug.callback(log, i, x, ordered=True))(i, x, z)
+            return jnp.sin(z)
+
+        return lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, step(*c)), (0, z))[1]
+
+    f = lambda x: bx.vmap(steps, (0, None))(jnp.arange(3.0) * x, x)
+    bx.vmap(f)(jnp.arange(2.0))
+    jax.effects_barrier()
+    assert log.calls == [(i, x) for x in (0.0, 1.0) for i in (0, 1)]
+
+
+def test_ordered_calls_are_each_lanes_own_where_it_differs_whether_they_are_made():
+    log = Log()
+
+    def fun(n):
+        call = lambda i: jax.debug.callback(log, i, ordered=True)
+        lax.while_loop(lambda i: i < n, lambda i: (call(7), i + 1)[1], 0)
+        lax.cond(n > 1, lambda: call(8), lambda: None)
+        return lax.scan(lambda n, x: (n + x, call(n)), n, np.arange(2))[0]
+
+    bx.vmap(fun)(jnp.arange(3))
+    jax.effects_barrier()
+    assert [x for (x,) in log.calls] == [0, 0, 7, 1, 1, 7, 7, 8, 2, 2]
+
+
 def test_ordered_calls_of_a_loop_whose_result_is_not_used_are_made_in_reverse_mode():
     log = Log()
 

@@ -15,16 +15,18 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
-from jax.extend.core.primitives import cond_p
+from jax.extend.core.primitives import cond_p, while_p
 
 from batchax import _compat
+from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.evaluate import Step, bind_equation, plan, variables_in, walk
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Eqn, Jaxpr
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position
+from batchax.kernel.differing import OPENED, differing_in, differing_through, differs_of
 from batchax.kernel.fallback import one_after_another
-from batchax.kernel.named_axes import uses_axis
+from batchax.kernel.named_axes import has_rules, uses_axis
 
 Placed = tuple[Any, Position]
 """A value, and where it carries the batch axis."""
@@ -71,18 +73,51 @@ def evaluate_in_order(
         waits = not made.isdisjoint(variables_in(step.inputs))
         if not (waits or _compat.in_order(step.eqn.effects)):
             run([step])
-        elif waits or any(read(v)[1] is not None for v in step.inputs):
+        elif waits or _calls_differ(step.eqn, [read(v)[1] is not None for v in step.eqn.invars]):
             if _needs_all(axis, step.eqn):
                 run_waiting()
                 run([step])
             else:
                 waiting.append(step)
                 made.update(step.outputs)
-        else:  # the same for all lanes
+        else:  # what it calls is the same for all lanes
             run_waiting()
             run([step])
     run_waiting()
     return list(map(read, jaxpr.outvars))
+
+
+def _calls_differ(eqn: Eqn, operands: Sequence[bool]) -> bool:
+    """Whether lanes make calls of their own in an equation, which makes some in order.
+
+    Not if all that is called with is the same for all, whatever else of the equation differs.
+
+    Args:
+      eqn: the equation.
+      operands: which of its operands differ between lanes.
+    """
+    if not any(operands):
+        return False
+    if eqn.primitive.name not in _LOOKED_INTO or has_rules(eqn):
+        return True
+    results = differing_in(eqn, tuple(operands)).results
+    if eqn.primitive is cond_p and operands[0]:
+        return True
+    if eqn.primitive is while_p and all(results):  # as where lanes leave it one by one
+        return True
+    for body in bodies_of(eqn):
+        first, last = body.same, body.same + body.carried
+        given = [operands[k] for k in body.operands]
+        given[first:last] = results[: body.carried]
+        env = dict(zip(body.jaxpr.invars, given, strict=True))
+        for inside, _ in differing_through(body.jaxpr, env):
+            called = _compat.in_order(inside.effects)
+            if called and _calls_differ(inside, differs_of(env, inside.invars)):
+                return True
+    return False
+
+
+_LOOKED_INTO = OPENED | {"while", "cond"}
 
 
 def _needs_all(axis: Axis, eqn: Eqn) -> bool:

@@ -18,7 +18,7 @@ from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.inside import Anywhere, with_inside
 from batchax.jaxprs.primitive_facts import enter, facts_of
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
-from batchax.kernel.inner import remembered
+from batchax.memo import Memo, kept_with
 
 _OF_ONE_LANE = {
     "unvmap_any": jnp.any,
@@ -41,7 +41,7 @@ def asked_of_each_lane(test: ClosedJaxpr, body: ClosedJaxpr) -> ClosedJaxpr:
     """The predicate of a loop, without looking at other lanes; as it is if they stay together."""
     if not any(eqn.primitive.name in _OF_ONE_LANE for eqn in test.jaxpr.eqns):
         return test
-    if remembered(body, "stays together", lambda: _stays_together(body.jaxpr)):
+    if _stays_together(body.jaxpr):
         return test
     jaxpr, consts = test.jaxpr, test.consts
 
@@ -52,9 +52,13 @@ def asked_of_each_lane(test: ClosedJaxpr, body: ClosedJaxpr) -> ClosedJaxpr:
     def run(*args: Any) -> list[Any]:
         return evaluate(jaxpr, consts, args, run_equation)
 
-    return remembered(test, "asked of each lane", lambda: _compat.stage(run, test.in_avals))
+    return _asked.get(_compat.trace_context(), lambda: _compat.stage(run, test.in_avals), test)
 
 
+_asked = Memo("predicates asked of each lane", most=256)
+
+
+@kept_with("whether lanes stay together in a loop")
 def _stays_together(jaxpr: Jaxpr) -> bool:
     """Whether a program checks that lanes stay together; loops in it check for themselves."""
     eqns = with_inside(jaxpr.eqns, lambda eqn: eqn.primitive is not while_p)
