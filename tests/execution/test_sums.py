@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.flatten_util import ravel_pytree
 
 import batchax as bx
 
@@ -28,6 +30,26 @@ def clipped(g):
 
 def gradient(a, b):
     return jax.jit(jax.grad(lambda w: jnp.sum(jnp.tanh(a @ w) * b)))(jnp.full((5, 4), 0.3))
+
+
+def optax_clipped(g):
+    """As ``optax.clip_by_global_norm`` has it, whose norm adds squares of an imaginary part."""
+    norm = jnp.sqrt(0.0 + jnp.sum(jnp.square(g) + jnp.square(jnp.zeros_like(g))))
+    return lax.select(norm < 1, g, (g / norm) * 2.0)
+
+
+def raveled(a, b, m, s, t):
+    """Gradients of a matrix, a vector and another matrix as one vector, and how to unravel it."""
+    return ravel_pytree([jnp.outer(a, b), (a, jnp.outer(b, -b))])
+
+
+def flat_clipped(*xs):
+    flat, unravel = raveled(*xs)
+    return unravel(flat * jnp.minimum(1, 2 / jnp.linalg.norm(flat)))
+
+
+def finite(g, other=0.0):
+    return jnp.where(jnp.isfinite(jnp.vdot(g, g)), g, other)
 
 
 def twice(x):
@@ -61,6 +83,23 @@ CASES = {
     "raveled": lambda a, b, m, s, t: jnp.outer(a, b).ravel(),
     "matrix times vector": lambda a, b, m, s, t: m @ b,
     "squares": lambda a, b, m, s, t: jnp.outer(a, a) * jnp.outer(a, a).T,
+    "where": lambda a, b, m, s, t: jnp.outer(a, b) * jnp.where(a[0] > b[0], 1 / (2 + a[0]), 1.0),
+    "clipped by optax": lambda a, b, m, s, t: optax_clipped(jnp.outer(a, b)),
+    "finite": lambda a, b, m, s, t: finite(jnp.outer(a, b)),
+    "one of two": lambda a, b, m, s, t: lax.select(a[0] > 0, jnp.outer(a, b), 2 * m),
+    "one by element": lambda a, b, m, s, t: jnp.where(m > 0, jnp.outer(a, b), 0.0),
+    "flat": lambda *xs: raveled(*xs)[0] * xs[0][0] - 2.0,
+    "flat by element": lambda *xs: raveled(*xs)[0] * jnp.arange(41.0),
+    "flat twice": lambda *xs: raveled(*xs)[0] * raveled(*xs)[0] + jnp.arange(41.0),
+    "flat and unraveled": flat_clipped,
+    "a part of it": lambda *xs: raveled(*xs)[0][3:30],
+    "columns": lambda a, b, m, s, t: jnp.concatenate([jnp.outer(a, b), m, jnp.outer(a, a)], 1),
+    "blocks": lambda a, b, m, s, t: jnp.block([[jnp.outer(a, b), m], [m.T @ m, jnp.outer(b, b)]]),
+    "rows of columns": lambda a, b, m, s, t: jnp.outer(a, b)[1:3, :2],
+    "reshaped": lambda a, b, m, s, t: jnp.outer(a, b).reshape(5, 2, 2).transpose(1, 0, 2),
+    "reshaped twice": lambda a, b, m, s, t: (
+        jnp.outer(a, b).ravel().reshape(2, 10) * jnp.arange(10.0)
+    ).reshape(4, 5),
     "sums of sums": lambda a, b, m, s, t: functools.reduce(
         lambda x, _: twice(x), range(6), m @ m.T
     ),
@@ -91,11 +130,11 @@ def expected(dtype):
 
 
 def close(got, wanted, tolerance):
-    for name, x in got.items():
-        most = max(1, np.abs(wanted[name]).max(initial=0))
-        np.testing.assert_allclose(
-            np.asarray(x, np.float64), wanted[name], atol=tolerance * most, err_msg=name
-        )
+    for (path, x), want in zip(
+        jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True
+    ):
+        atol = tolerance * max(1, np.abs(want).max(initial=0))
+        np.testing.assert_allclose(np.asarray(x, np.float64), want, atol=atol, err_msg=str(path))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -104,12 +143,18 @@ def test_every_case(way):
     close(got, expected("float32"), 2e-6)
 
 
+def test_every_case_in_double_precision():
+    with jax.enable_x64(True):
+        got = jax.jit(bx.vmap(every_case, out_axes=TOTAL, batch_size=4))(*arrays(np.float64))
+        close(got, loop(jax.jit(every_case), arrays(np.float64)), 1e-14)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 3e-2), ("float16", 4e-3)])
 def test_small_floats_are_added_up_in_float32(dtype, tolerance):
     batched = bx.vmap(every_case, out_axes=TOTAL)
     got = jax.jit(batched)(*arrays(dtype))
     one = jax.eval_shape(every_case, *(x[0] for x in arrays(dtype)))
-    assert {k: x.dtype for k, x in got.items()} == {k: x.dtype for k, x in one.items()}
+    assert [x.dtype for x in jax.tree.leaves(got)] == [x.dtype for x in jax.tree.leaves(one)]
     close(got, expected(dtype), tolerance)
     # 1 + 1/512 + 1/512 and so on stays 1 in bfloat16.
     steps = jnp.full((513, 2), 1 / 512, dtype).at[0].set(1)
@@ -127,11 +172,21 @@ def test_integers_wrap_around_and_others_stay_sums():
 
 
 def test_derivatives():
-    names = ["clipped", "gradient", "clipped sequence", "several terms", "by element", "scaled"]
+    names = [
+        "clipped",
+        "clipped by optax",
+        "flat and unraveled",
+        "one of two",
+        "gradient",
+        "clipped sequence",
+        "several terms",
+        "by element",
+        "scaled",
+    ]
     some = lambda *xs: {name: CASES[name](*xs) for name in names}
 
     def value(batched, xs):
-        return sum(jnp.sum(jnp.cos(x)) for x in batched(*xs).values())
+        return sum(jnp.sum(jnp.cos(x)) for x in jax.tree.leaves(batched(*xs)))
 
     plain = lambda *xs: jax.tree.map(lambda x: x.sum(0), jax.vmap(some)(*xs))
     ways = [plain, bx.vmap(some, out_axes=TOTAL), bx.vmap(some, out_axes=TOTAL, batch_size=3)]
@@ -149,7 +204,8 @@ def test_what_is_not_finite_is_where_the_sum_has_it(way):
 
     def f(a, b, s):
         g = jnp.outer(a, b)
-        return s * g, clipped(g), g[1:]
+        chosen = lax.select(jnp.isfinite(jnp.vdot(g, g)), g, jnp.outer(s * a, s * b))
+        return s * g, clipped(g), g[1:], optax_clipped(g), finite(g), finite(2 * g, g), chosen
 
     # The last examples by themselves: shards repeat them, and must not add them up again.
     for rows in (slice(None), slice(2, 3), slice(4, None), slice(5, None)):
@@ -171,9 +227,10 @@ def test_a_norm_overflows_where_its_product_does(large):
     np.testing.assert_allclose(got, loop(jax.jit(norm), (a, b)), rtol=1e-5)
 
 
-def test_no_lane_has_an_array_of_its_own():
+@pytest.mark.parametrize("clip", [clipped, optax_clipped, finite, lambda g: clipped(g.ravel())])
+def test_no_lane_has_an_array_of_its_own(clip):
     a, b = (example((64, n), seed=n) for n in (96, 80))
-    f = lambda a, b: clipped(jnp.outer(a, b))
+    f = lambda a, b: clip(jnp.outer(a, b))
     theirs = compiled_bytes(lambda a, b: jax.vmap(f)(a, b).sum(0), a, b)
     for options in ({}, dict(batch_size=24)):
         assert compiled_bytes(bx.vmap(f, out_axes=TOTAL, **options), a, b) < theirs / 10
@@ -198,7 +255,7 @@ def test_other_outputs_are_what_they_were():
 
 def test_of_no_lanes_and_of_a_reduction_of_ones_own():
     f = lambda a, b, *_: jnp.outer(a, b)
-    same(bx.vmap(f, out_axes=TOTAL)(*arrays(lanes=0)), jnp.zeros((5, 4)))
+    same(bx.vmap(f, out_axes=TOTAL)(*arrays(lanes=0)), jnp.zeros((5, 4), np.float32))
     own = bx.Reduction(jnp.add, 0, finish=lambda total, n: total / n)
     got = bx.vmap(f, out_axes=bx.Reduce(own), batch_size=3)(*arrays())
     np.testing.assert_allclose(got, loop(f, arrays(), np.mean), rtol=1e-5, atol=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -50,8 +51,12 @@ class Summands(NamedTuple):
 
         real: which lanes count; None: all.
         """
-        terms = [self._added(term, real) for term in self.terms]
-        return functools.reduce(jnp.add, terms)
+        pieces: dict[_Place, Any] = {}
+        for term in sorted(self.terms, key=lambda term: term.starts):
+            total = self._added(term, real)
+            place = (term.starts, term.shape)
+            pieces[place] = pieces[place] + total if place in pieces else total
+        return _assembled(pieces, self.like.shape)
 
     def as_output(self, x: Value) -> Any:
         """An array in the dtype of an output."""
@@ -85,7 +90,7 @@ class Summands(NamedTuple):
                 pair = [x.times(numbers) if x is small else x for x in (first, second)]
                 first, second = pair
             total = _contracted(first, second, term, self.lanes, real)
-        total = total.placed(term.labels, self.like.shape)
+        total = lax.reshape(total.placed(term.labels, term.sizes), term.shape)
         return -total if term.negative else total
 
 
@@ -135,6 +140,29 @@ class _Labelled(NamedTuple):
         value = lax.transpose(self.value, [self.labels.index(n) for n in order])
         dims = [d for d, n in enumerate(labels) if n is not None]
         return lax.broadcast_in_dim(value, shape, dims)
+
+
+_Place = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where a piece of an array begins, and its shape."""
+
+
+def _assembled(pieces: dict[_Place, Any], shape: tuple[int, ...]) -> Any:
+    """The array of which these are all pieces, in order; they may have elements in common."""
+    if len(pieces) == 1:
+        return next(iter(pieces.values()))
+    for d in range(len(shape)):
+        ends = itertools.accumulate((own[d] for _, own in pieces), initial=0)
+        starts = [tuple(end if k == d else 0 for k in range(len(shape))) for end in ends]
+        if starts == [*(start for start, _ in pieces), starts[-1]] and starts[-1][d] == shape[d]:
+            return lax.concatenate(_compat.varying_alike(list(pieces.values())), d)
+    padded = [
+        lax.pad(x, lax.full_like(x, 0, shape=()), edges)
+        for x, edges in (
+            (x, [(a, n - a - own, 0) for a, own, n in zip(*place, shape, strict=True)])
+            for place, x in pieces.items()
+        )
+    ]
+    return functools.reduce(jnp.add, padded)
 
 
 def _of_group(arrays: Sequence[_Labelled], group: Group, real: Any) -> _Labelled:

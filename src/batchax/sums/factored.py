@@ -31,15 +31,8 @@ from batchax.kernel.named_axes import uses_axis
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.programs.prices import is_fused
 from batchax.sums.norms import sum_of_squares
-from batchax.sums.products import (
-    OPERATIONS,
-    Operand,
-    Product,
-    Terms,
-    groups_of,
-    sizes_of,
-    terms_of,
-)
+from batchax.sums.operations import OPERATIONS, terms_of
+from batchax.sums.products import Operand, Product, Terms, arrays_of
 
 _SUMMED = ("float16", "bfloat16", "float32", "float64")
 
@@ -49,7 +42,10 @@ class Term(NamedTuple):
 
     Attributes:
       factors: the number of each factor, and the labels of its dimensions.
-      labels: of the dimensions of the output; None for one along which all elements are the same.
+      labels: the dimensions of the product; None for one along which all elements are the same.
+      sizes: their sizes.
+      shape: the shape of the product in the output, where it is after a reshape, and
+      starts: begins.
       negative: whether it is subtracted.
       precision: of a product of matrices that it is already; None if that is not said.
       exact: whether lanes are all that is summed over.
@@ -57,6 +53,9 @@ class Term(NamedTuple):
 
     factors: tuple[tuple[int, tuple[int, ...]], ...]
     labels: tuple[int | None, ...]
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+    starts: tuple[int, ...]
     negative: bool
     precision: Any
     exact: bool
@@ -205,7 +204,9 @@ class _Factoring:
         return evaluate(staged.jaxpr, consts, operands, self._run_equation, number)
 
     def _run_equation(self, eqn: Eqn, operands: list[Operand]) -> Sequence[Operand]:
-        if eqn.primitive is jit_p and (id(eqn) in self._entered or any(map(_is_product, operands))):
+        if eqn.primitive is jit_p and (
+            id(eqn) in self._entered or any(x.has_arrays for x in operands)
+        ):
             return self._evaluated(program_called(eqn), operands)
         values = [x.value for x in operands]
         squares = _sum_of_squares(eqn, operands)
@@ -214,14 +215,15 @@ class _Factoring:
         outs = bind_equation(eqn, values)
         if not uses_axis(self._axis, eqn) and all(map(self._is_shared, values)):
             self._shared |= {id(x): x for x in outs}
-        if len(outs) != 1:
+        if id(eqn) in self._apart:
             return list(map(Operand, outs))
-        (out,) = outs
-        terms = None if id(eqn) in self._apart else terms_of(eqn, operands, out)
-        if terms is not None and len(terms) == 1 and terms[0].matrices == (eqn, None):
-            self._matrices[id(eqn)] = out
+        terms = terms_of(eqn, operands, outs)
+        for x, own in zip(outs, terms, strict=True):
+            if any(t.matrices is eqn for t in own or ()):
+                self._matrices[id(eqn)] = x
         reshaped = operands[0] if eqn.primitive.name == "reshape" else None
-        return [Operand(out, terms, _root(eqn, operands), reshaped)]
+        root = _root(eqn, operands)
+        return [Operand(x, own, root, reshaped) for x, own in zip(outs, terms, strict=True)]
 
     def _told(self, x: Operand) -> Any:
         """An output, which tells of its factors if lanes are better added up so."""
@@ -231,9 +233,9 @@ class _Factoring:
             first = terms[0]
             alone = (
                 len(terms) == 1
-                and len(_arrays(first)) == 1
+                and len(arrays_of(first)) == 1
                 and not first.matrices
-                and set(first.labels) == set(sizes_of(first.factors))
+                and set(first.labels) == first.in_factors
             )
             terms = terms if alone else Operand(x.value).products
         if not all(_is_outer(t) or self._is_held(t) for t in terms):
@@ -249,22 +251,14 @@ class _Factoring:
         """Whether it is an array, which may be in memory for all lanes, times numbers."""
         if all(self._is_shared(f.value) for f in term.factors):
             return True
-        arrays, sizes = _arrays(term), sizes_of(term.factors)
-        whole = set(sizes).issubset(term.labels)
-        return len(arrays) == 1 and whole and math.prod(sizes.values()) <= self._held
-
-
-def _arrays(term: Product) -> list[Any]:
-    return [group for group in groups_of(term.factors) if group.labels]
-
-
-def _is_product(x: Operand) -> bool:
-    return x.terms is not None and any(len(_arrays(t)) > 1 for t in x.terms)
+        whole = term.in_factors.issubset(term.labels)
+        size = math.prod(n.size for n in term.in_factors)
+        return len(arrays_of(term)) == 1 and whole and size <= self._held
 
 
 def _is_outer(term: Product) -> bool:
     """Whether lanes are added up by one product of matrices, without an array for each."""
-    return len(_arrays(term)) == 2
+    return len(arrays_of(term)) == 2
 
 
 def _sum_of_squares(eqn: Eqn, operands: Sequence[Operand]) -> Any:
@@ -277,15 +271,18 @@ def _sum_of_squares(eqn: Eqn, operands: Sequence[Operand]) -> Any:
     else:
         return None
     out = eqn.outvars[0].aval
-    if x is None or len(x.products) != 1 or out.dtype.name not in ("float32", "float64"):
+    if x is None or out.dtype.name not in ("float32", "float64"):
         return None
-    squares = sum_of_squares(x.products[0])
+    squares = sum_of_squares(x)
     return squares if squares is not None and squares.dtype == out.dtype else None
 
 
 def _root(eqn: Eqn, operands: Sequence[Operand]) -> Operand | None:
     """What the result of an equation is the square of, element by element."""
     match eqn.primitive.name:
+        case "add" if any(x.is_zero for x in operands):
+            # Of a real number, optax adds the square of the imaginary part.
+            return operands[operands[0].is_zero].square_of
         case "square":
             return operands[0]
         case "integer_pow" if eqn.params["y"] == 2:
@@ -309,14 +306,24 @@ def _described(terms: Terms) -> tuple[Term, ...]:
     """The terms of an output, whose factors are numbered one after another."""
     described, count = [], 0
     for term in terms:
-        names = {n: k for k, n in enumerate(sizes_of(term.factors))}
+        each = dict.fromkeys(n for _, own in term.factors for n in own)
+        names = {n: k for k, n in enumerate(each)}
         factors = tuple(
             (count + k, tuple(names[n] for n in f.labels)) for k, f in enumerate(term.factors)
         )
         count += len(factors)
-        labels = tuple(None if n is None else names[n] for n in term.labels)
-        exact = term.matrices is None
-        described.append(Term(factors, labels, term.negative, term.precision, exact))
+        described.append(
+            Term(
+                factors,
+                labels=tuple(map(names.get, term.labels)),
+                sizes=tuple(n.size for n in term.labels),
+                shape=term.shape,
+                starts=term.starts,
+                negative=term.negative,
+                precision=term.precision,
+                exact=term.matrices is None,
+            )
+        )
     return tuple(described)
 
 

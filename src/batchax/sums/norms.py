@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,21 +18,42 @@ import numpy as np
 from jax import lax
 
 from batchax.jaxprs.words import Value
-from batchax.sums.products import Group, Product, aligned, groups_of, sizes_of
+from batchax.sums.products import Factor, Group, Operand, Product, aligned, groups_of
 
 
-def sum_of_squares(x: Product) -> Any:
-    """The sum of the squares of all elements; None if that is not a product of such sums."""
-    sizes, groups = sizes_of(x.factors), groups_of(x.factors)
+def sum_of_squares(x: Operand) -> Any:
+    """The sum of the squares of all elements; None if it is not made of such sums of factors.
+
+    That of pieces which have no element in common is the sum of theirs.
+    """
+    terms = x.products
+    apart = all(itertools.starmap(Product.is_apart, itertools.combinations(terms, 2)))
+    if not (apart and any(map(_is_outer, terms))):
+        return None
+    each = list(map(_of_product, terms))
+    return None if any(s is None for s in each) else functools.reduce(operator.add, each)
+
+
+def _is_outer(x: Product) -> bool:
+    large = [g for g in groups_of(x.factors) if math.prod(n.size for n in g.labels) > 1]
+    return len(large) > 1
+
+
+def _of_product(x: Product) -> Any:
+    groups = groups_of(x.factors)
     labels = [n for group in groups for n in group.labels]
     apart = len(labels) == len(set(labels)) and set(x.labels) == set(labels)
-    large = [g for g in groups if math.prod(sizes[n] for n in g.labels) > 1]
-    if x.matrices is not None or not apart or len(large) < 2:
+    if x.matrices is not None or not apart:
         return None
-    return _of_outer([multiplied(x.factors, group) for group in groups])
+    parts = [_multiplied(x.factors, group) for group in groups]
+    return _of_outer(parts) if _is_outer(x) else _of_one(parts)
 
 
-def multiplied(factors: Any, group: Group) -> Any:
+def _of_one(parts: list[Value]) -> Any:
+    return jnp.sum(jnp.square(functools.reduce(jnp.multiply, parts)))
+
+
+def _multiplied(factors: Sequence[Factor], group: Group) -> Any:
     """The product of the factors of a group, with its labels."""
     each = [aligned(factors[k], group.labels) for k in group.numbers]
     return functools.reduce(jnp.multiply, each)
