@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import batchax as bx
+from batchax.divergence.widths import Step
 
 from support import oracle
 
@@ -354,6 +355,26 @@ def test_each_shard_compacts_its_own_lanes():
         got = jax.jit(sharded)(COUNTS[:22] % 9, POINTS[:22])
         expected = jax.jit(bx.vmap(fun))(COUNTS[:22] % 9, POINTS[:22])
         oracle.same(got, expected, None, "shards")
+
+
+def test_on_devices_that_hold_the_same_lanes_these_wait():
+    mesh = jax.make_mesh((2,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def f(n, x):
+        return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] * 1.5), (0, x))
+
+    specs = jax.P(), jax.P(None, "devices")  # counts are alike, and so are those returned
+    batched = bx.vmap(f, divergence=bx.Compact(3))
+    sharded = jax.shard_map(batched, mesh=mesh, in_specs=specs, out_specs=specs)
+    counts, x = COUNTS[:22] % 5, jnp.stack([POINTS[:22], POINTS[:22] + 1], 1)
+    oracle.same(jax.jit(sharded)(counts, x), jax.jit(bx.vmap(f))(counts, x), None, "shards")
+
+
+def test_a_dear_predicate_is_a_part_of_what_a_step_costs():
+    stage = lambda f: jax.make_jaxpr(f)(jnp.ones((30, 30)))
+    cheap, dear = stage(lambda x: x.sum() > 0), stage(lambda x: jnp.linalg.norm(x @ x @ x) > 0)
+    body = stage(lambda x: x + 1)
+    assert Step.of(dear, body, [True]).work > 2 * Step.of(cheap, body, [True]).work
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])

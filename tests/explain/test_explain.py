@@ -1,5 +1,6 @@
 """`explain`: what it says of each equation is what the engine did."""
 
+import functools
 import inspect
 import re
 import time
@@ -530,6 +531,27 @@ def test_a_gradient_of_what_vmap_made_counts_for_the_lines_it_is_of(options):
         assert product.work.flops >= 2 * alone.work.flops
         assert explanation.unmeasured == ()
         assert [t.batch_size for t in explanation.timings] == [None] * (not options)
+
+
+@pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap])
+def test_inside_of_another_vmap_it_is_listed_and_compiled_where_it_can_be(vmap):
+    def f(x, meets):
+        explained = bx.explain(lambda y: y * (lax.psum(x, "i") if meets else x))
+        explanations.append(explained(jnp.ones((3, 2))))
+        return x
+
+    explanations = []
+    for meets in (True, False):
+        vmap(functools.partial(f, meets=meets), axis_name="i")(jnp.ones((4, 2)))
+    assert [e.equations[-1].primitive for e in explanations] == ["mul", "mul"]
+    assert [e.memory is None for e in explanations] == [True, False]
+
+    def measured(x):
+        bx.explain(lambda y: y * lax.psum(y, "i"), measure=True)(np.ones((3, 2), np.float32))
+        return x
+
+    with pytest.raises(bx.UnsupportedError, match="over the axis 'i' of a vmap or shard_map"):
+        vmap(measured, axis_name="i")(jnp.ones((4, 2)))
 
 
 def test_a_program_that_is_remembered_cannot_be_explained():

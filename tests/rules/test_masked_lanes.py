@@ -146,16 +146,22 @@ def test_eager_run_makes_no_nan():
         same(bx.vmap(f)(jnp.array([1.0, -1.0, 0.0])), jnp.array([0.0, -1.0, 0.0]))
 
 
-def test_a_harmless_branch_costs_nothing_unless_differentiated():
-    f = lambda x: lax.cond(x > 0, jnp.sin, lambda x: x * x, x)
-    x = jnp.array([1.0, -1.0, jnp.inf, jnp.nan])
+@pytest.mark.parametrize(
+    ("of_some", "value", "slope"), [(jnp.sin, np.sin(1.0), np.cos(1.0)), (jnp.log, 0.0, 1.0)]
+)
+def test_a_branch_that_shares_nothing_costs_nothing_unless_differentiated(of_some, value, slope):
+    f = lambda x: lax.cond(x > 0, of_some, lambda x: x * x, x)
+    x = jnp.array([1.0, -1.0, -0.0, jnp.nan])
     text = jax.jit(bx.vmap(f)).lower(x).as_text()
     assert "dynamic_slice" not in text
-    inside, outside = bx.vmap(jax.grad(f)), jax.grad(lambda x: bx.vmap(f)(x)[:2].sum())
-    values, *gradients = at_once(bx.vmap(f), lambda x: inside(x[:2]), lambda x: outside(x)[:2])(x)
-    same(values, np.array([np.sin(1.0), 1.0, np.nan, np.nan], x.dtype))
-    for gradient in gradients:
-        same(gradient, np.array([np.cos(1.0), -2.0], x.dtype))
+    inside, outside = bx.vmap(jax.grad(f)), jax.grad(lambda x: bx.vmap(f)(x)[:3].sum())
+    forward = lambda x: jax.jvp(bx.vmap(f), (x,), (jnp.ones_like(x),))[1][:3]
+    twice = lambda x: jax.jvp(inside, (x[:3],), (jnp.ones_like(x[:3]),))[0]
+    of = [bx.vmap(f), lambda x: inside(x[:3]), lambda x: outside(x)[:3], forward, twice]
+    values, *slopes = at_once(*of)(x)
+    same(values, np.array([value, 1.0, 0.0, np.nan], x.dtype))
+    for s in slopes:
+        same(s, np.array([slope, -2.0, 0.0], x.dtype))
 
 
 def test_hessian_and_jacrev_through_a_trap():

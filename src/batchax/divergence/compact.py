@@ -17,6 +17,7 @@ from batchax.divergence.loop_primitive import bind
 from batchax.divergence.loops import parting_loop
 from batchax.divergence.nest import Nest
 from batchax.divergence.price import Price, price_of_moving
+from batchax.divergence.waiting import VARIES_LESS, Waiting
 from batchax.divergence.widths import Step, choose_widths, most_left
 from batchax.divergence.window import Plan
 from batchax.errors import ArgumentTypeError, AxisError
@@ -24,6 +25,7 @@ from batchax.frontend.in_axes import is_position
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 from batchax.kernel.divergence import AnyLoop, BoundedLoop, Branches, PlacedOutputs, WhileLoop
+from batchax.kernel.varying import varying_of
 
 # Nanoseconds of a step from which on lanes of loops in loops are apart, by the benchmark `nests`:
 # to count who waits takes some operations in each step.
@@ -171,6 +173,10 @@ class Compact:
         plan = self.plan(axis.size, *programs, differs)
         if plan.widths == (axis.size,) and self.steps is None:
             recording.note(why=plan.why)
+            return None
+        results = range(len(loop.carry))
+        if any(varying_of(given)) and Waiting.of(axis, loop).varies_less(results):
+            recording.note(why=VARIES_LESS)
             return None
         recording.note(divergence="compact", widths=plan.widths)
         outs = bind(*parting_loop(axis, loop, plan))

@@ -18,7 +18,7 @@ from batchax.divergence.loop_primitive import bind
 from batchax.divergence.loops import as_weak_as, with_index
 from batchax.divergence.most import holds_while
 from batchax.divergence.scan_as_while import scan_as_while, while_of_scan
-from batchax.divergence.waiting import Waiting
+from batchax.divergence.waiting import VARIES_LESS, Waiting
 from batchax.execution.names import index_as_input
 from batchax.jaxprs.words import Aval, ClosedJaxpr
 from batchax.kernel import recording
@@ -28,7 +28,6 @@ from batchax.kernel.differing import differing_in_steps, differing_in_while
 from batchax.kernel.divergence import AnyLoop, PlacedOutputs, WhileLoop
 from batchax.kernel.inner import remembered, stage_function
 from batchax.kernel.named_axes import any_uses_axis
-from batchax.kernel.varying import varying_of
 from batchax.rules.carried_axes import match_carry, split_operands
 from batchax.rules.hazards import find_collective
 from batchax.rules.lane_calls import is_seen
@@ -77,19 +76,15 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
     own = [k for k in results if apart[k]]
     consts, consts_at = [*whole.test_consts, *whole.body_consts], (*whole.test_at, *whole.body_at)
     waiting = Waiting(inside, together, [*consts, *form.carry], (*consts_at, *form.carry_at))
-    # Inside ``shard_map`` a count that starts from zero differs between devices once lanes have
-    # counts of their own, and so does what is computed from it.
-    operands = _compat.varying_alike([*consts, *whole.carry])
-    over = varying_of(operands)[0]
-    if over and any(varies != over for varies in waiting.varying(own)):
-        recording.note(why="a result would vary over more axes of the mesh than it does")
+    if waiting.varies_less(own):
+        recording.note(why=VARIES_LESS)
         return None
     length = loop.params.get("length")
     plan = axis.divergence.plan_of_nest(axis.size, nest, length)
     n_test = len(whole.test_consts)
     flat = FlatLoop(inside, whole.test, whole.body, n_test, consts_at, plan, nest, length, together)
     recording.note(divergence="flat", widths=plan.widths)
-    outs = bind(flat, operands)
+    outs = bind(flat, _compat.varying_alike([*consts, *whole.carry]))
     at: list[Position] = [0] * len(outs)
     shared = [k for k in results if not apart[k]]
     for k, x, a in zip(shared, *waiting.results(shared), strict=True):

@@ -75,7 +75,7 @@ class Step:
 
     Attributes:
       length: operations in its programs, to be compiled.
-      work: nanoseconds that a lane takes, of many that run at once.
+      work: nanoseconds that a lane takes, of many that run at once, with its predicate.
       overhead: how many lanes have as much work as it takes to begin its operations.
       moving: how many steps of a lane cost as much as moving it in and out of a window.
       held: bytes of what a lane carries.
@@ -91,8 +91,8 @@ class Step:
     def of(cls, test: Any, body: ClosedJaxpr, differs: Sequence[bool]) -> Step:
         """From its programs, and which operands of the body each lane has its own of."""
         tests = [test.jaxpr] if test is not None else []
-        cost = cost_of_program(body.jaxpr, differs=differs, steps=STEPS)
-        begun = sum((cost_of_program(t, steps=STEPS) for t in tests), cost).launches
+        asked = (cost_of_program(t, differs=(True,) * len(t.invars), steps=STEPS) for t in tests)
+        cost = sum(asked, cost_of_program(body.jaxpr, differs=differs, steps=STEPS))
         held = bytes_of(body.out_avals)
         # What is carried is read and written, but for arrays that stay in place, updated or not.
         kept = kept_carries(body, len(body.in_avals) - len(body.out_avals))
@@ -103,7 +103,7 @@ class Step:
             length=sum(map(length, [*tests, body.jaxpr])),
             work=work,
             # What is fused is one operation more, in each of the programs.
-            overhead=_device().begin * (begun + 1 + len(tests)) / work,
+            overhead=_device().begin * (cost.launches + 1 + len(tests)) / work,
             moving=min(moving / work, _MOST_TO_MOVE),
             held=held,
         )

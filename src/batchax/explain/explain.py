@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, ParamSpec
 
 from batchax import _compat
-from batchax.errors import ArgumentTypeError
+from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.execution.eager import whatever_jit
 from batchax.explain.attribution import Attribution, Tally
 from batchax.explain.devices import find_devices
@@ -58,7 +58,8 @@ def explain(
         the lines it is the gradient of, and results are those of the batched function.
       in_axes, out_axes: as in `vmap`.
       compile: whether to compile the batched program, for the peak memory and for findings that
-        depend on what the compiler makes of it. That takes most of the time.
+        depend on what the compiler makes of it. That takes most of the time. A function that meets
+        other lanes over the axis of a `vmap` around this call is not compiled.
       measure: whether to run the batched function, too, and to time it against a loop over
         examples, with what findings advise, and in chunks of several sizes. Advice that does not
         pay is left out. Arguments must then be arrays.
@@ -73,6 +74,8 @@ def explain(
 
     Raises:
       ArgumentTypeError: (a TypeError) `measure` is asked for and an argument has no values.
+      UnsupportedError: (a NotImplementedError) `measure` is asked for and the function meets other
+        lanes over an axis around this call.
       BatchaxError: what `vmap` raises, for options and arguments that do not fit.
 
     Example:
@@ -164,7 +167,16 @@ def _of_batched(
                 "what vmap returned."
             )
         name = getattr(ways.fun, "__name__", type(ways.fun).__name__)
-        compiled = staged.compile() if compile or time_limit is not None else None
+        around = _compat.named_axes(staged.traced.jaxpr.effects)
+        if around and time_limit is not None:
+            raise UnsupportedError(
+                "measure=True runs the function, but it meets other lanes, or devices, over the "
+                f"axis {min(map(repr, around))} of a vmap or shard_map around the call of explain. "
+                "Leave measure out, or explain the whole function, with that axis."
+            )
+        # What meets over an axis around this can only be compiled as a part of what maps that.
+        compiles = not around and (compile or time_limit is not None)
+        compiled = staged.compile() if compiles else None
         made = time.monotonic() - start
         explanation, draft = _explain(name, staged, compiled if compile else None, ways.options)
         if time_limit is None:

@@ -120,7 +120,9 @@ def _stage(
     with recorder.active():
         traced = jax.jit(run).trace(*arrays)
     paths = [_path(leaves[i][0], names) for i in chosen]
-    return Staged(recorder, traced, traced.jaxpr.jaxpr.invars, paths, arrays)
+    # What the function closes over of a trace around this comes before its arguments.
+    inputs = traced.jaxpr.jaxpr.invars
+    return Staged(recorder, traced, inputs[len(inputs) - len(paths) :], paths, arrays)
 
 
 def _is_ragged(x: Any) -> bool:

@@ -23,8 +23,6 @@ class Facts:
       linear: its derivative does not depend on its operands: a zero cotangent stays zero
         whatever they are.
       additive: of the sums of two sets of operands it makes the sum of what it makes of each.
-      total: of numbers whose products do not overflow it makes numbers or infinity, never a NaN.
-        What is linear is total, too.
       moderate: of numbers that are not enormous it makes numbers that are not: what it returns,
         and its derivatives, are bounded, or sums of products of operands. (A gather does not:
         it makes a NaN of an index out of bounds.)
@@ -53,7 +51,6 @@ class Facts:
     elementwise: bool = False
     linear: bool = False
     additive: bool = False
-    total: bool = False
     moderate: bool = False
     alias: bool = False
     endless: bool = False

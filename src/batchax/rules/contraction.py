@@ -32,7 +32,7 @@ Dimensions = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Seq
 
 enter(
     """
-    total moderate: dot_general
+    moderate: dot_general
     : scaled_dot
     """
 )

@@ -33,11 +33,10 @@ UNARY = enter(
     linear moderate alias: convert_element_type copy name stop_gradient
     linear moderate: neg
     linear: conj imag real reduce_precision
-    total moderate: atan cos erf is_finite logistic sign sin tanh
-    total: abs asinh cbrt ceil cosh erfc exp exp2 expm1 floor integer_pow round sinh square tan
-    moderate: not
-    : acos acosh asin atanh bessel_i0e bessel_i1e clz digamma erf_inv from_edtype lgamma log
-      log1p log2 one_minus_square population_count rsqrt sqrt
+    moderate: atan cos erf is_finite logistic not sign sin tanh
+    : abs acos acosh asin asinh atanh bessel_i0e bessel_i1e cbrt ceil clz cosh digamma erf_inv erfc
+      exp exp2 expm1 floor from_edtype integer_pow lgamma log log1p log2 one_minus_square
+      population_count round rsqrt sinh sqrt square tan
     """,
     elementwise=True,
 )
@@ -45,8 +44,7 @@ NARY = enter(
     """
     linear moderate: add max min sub
     linear: complex
-    total moderate: eq eq_to ge gt le le_to lt lt_to mul ne
-    moderate: and or
+    moderate: and eq eq_to ge gt le le_to lt lt_to mul ne or
     : atan2 div igamma igamma_grad_a igammac mulhi nextafter polygamma polynomial pow
       regularized_incomplete_beta rem shift_left shift_right_arithmetic shift_right_logical
       xor zeta

@@ -34,7 +34,6 @@ class Hazards:
 
     Attributes:
       nonlinear: a derivative depends on values: NaN or inf may reach gradients.
-      partial: an operation without a value for some operands, such as a logarithm.
       immoderate: an operation that may make infinity, or a NaN, of numbers that are not
         enormous.
       endless: a loop that ends on values, or a callback: it must not see operands
@@ -46,7 +45,6 @@ class Hazards:
     """
 
     nonlinear: bool
-    partial: bool
     immoderate: bool
     endless: bool
     costly: bool
@@ -60,7 +58,6 @@ def hazards(jaxpr: Jaxpr) -> Hazards:
     facts = list(map(_facts, eqns))
     return Hazards(
         nonlinear=not all(map(_is_linear, eqns)),
-        partial=not all(map(_is_total, eqns)),
         immoderate=not all(f.moderate for f in facts),
         endless=any(f.endless for f in facts),
         costly=any(f.costly for f in facts),
@@ -117,12 +114,6 @@ def _is_linear(eqn: Eqn) -> bool:
     if not any(map(_is_inexact, eqn.outvars)):
         return True
     return len(varying) == 1 and varying[0] in _LINEAR_IN.get(eqn.primitive.name, ())
-
-
-def _is_total(eqn: Eqn) -> bool:
-    if eqn.primitive.name == "integer_pow":
-        return eqn.params["y"] >= 0
-    return _facts(eqn).total or _is_linear(eqn)
 
 
 def _is_number(v: Any) -> bool:

@@ -58,10 +58,10 @@ def plan_masking(
     updates arrays in place     it takes the mask             else each array would be copied
     waits for values, or calls  it takes the mask; where it   it might never end, or a callback
     back ("endless")            cannot, a donor's operands    see what it was not written for
-    is not linear, and has      a donor's operands if it is   zero times a NaN is a NaN, also in
-    differentiable operands     partial or lanes share such   the gradient of what lanes share;
-                                an operand; else their own,   within a lane a cut of derivatives
-                                with derivatives cut          is enough
+    is not linear, and has      a donor's operands if lanes   zero times a NaN is a NaN, also in
+    differentiable operands     share such an operand; else   the gradient of what lanes share;
+                                their own, with derivatives   within a lane a cut of derivatives
+                                cut                           is enough
     none of these               nothing                       what it computes is dropped
     ==========================  ============================  =================================
 
@@ -82,6 +82,6 @@ def plan_masking(
     read = frozenset(i for i, v in enumerate(program.invars) if v in used)
     moving = [positions[i] for i in sorted(read) if i in differentiable]
     harmed = waits or (hazard.nonlinear and bool(moving))
-    donor = waits or hazard.partial or None in moving
+    donor = waits or None in moving
     replaced = read - frozenset(updated) if harmed else frozenset()
     return MaskPlan(takes_mask, harmed, replaced, "donor" if donor else "keep", hazard.costly)

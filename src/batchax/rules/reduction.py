@@ -19,16 +19,14 @@ from batchax.kernel.rule_makers import matched, reducing
 REDUCTIONS = enter(
     """
     linear moderate: reduce_sum
-    total moderate: argmax argmin reduce_max reduce_min
-    total: reduce_and reduce_or reduce_prod
-    : reduce_xor
+    moderate: argmax argmin reduce_max reduce_min
+    : reduce_and reduce_or reduce_prod reduce_xor
     """
 )
 CUMULATIVE = enter(
     """
     linear: cumsum
-    total: cummax cummin
-    : cumlogsumexp cumprod
+    : cumlogsumexp cummax cummin cumprod
     """
 )
 enter("additive: reduce_sum")

@@ -15,12 +15,7 @@ from batchax.kernel.axis import Axis, shift_dims
 from batchax.kernel.registry import register_rule
 from batchax.kernel.rule_makers import matched
 
-enter(
-    """
-    total: sort
-    : approx_top_k top_k
-    """
-)
+enter(": approx_top_k sort top_k")
 
 
 @register_rule(lax.sort_p)

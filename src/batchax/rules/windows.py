@@ -19,7 +19,7 @@ from batchax.kernel.rule_makers import matched
 enter(
     """
     linear: reduce_window_sum
-    total: reduce_window_max reduce_window_min
+    : reduce_window_max reduce_window_min
     combines: reduce_window select_and_gather_add select_and_scatter select_and_scatter_add
     """
 )
