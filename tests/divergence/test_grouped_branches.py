@@ -13,6 +13,7 @@ from jax.extend.core import jaxprs_in_params
 
 import batchax as bx
 from batchax.errors import UnsupportedError
+from batchax.jaxprs.inside import with_inside
 
 from support import oracle
 from support.oracle import agree, at_once, example, same
@@ -172,7 +173,8 @@ def test_width_is_chosen_by_cost():
     f = lambda p, x, w: lax.cond(p, lambda x: steps(x, w, 4000), lambda x: x, x)
     chosen = bx.vmap(f, (0, 0, None), divergence="compact")
     jaxpr = jax.make_jaxpr(chosen)(jnp.tile(P, 40), jnp.tile(X, (40, 1)), W)
-    (loop,) = [e.params["loop"] for e in jaxpr.eqns if e.primitive.name == "chunk_loop"]
+    eqns = with_inside(jaxpr.eqns)
+    (loop,) = [e.params["loop"] for e in eqns if e.primitive.name == "chunk_loop"]
     assert 16 <= loop.chunk < 440
     assert loops_over_picks(chosen, P, X, W) == 1
     assert loops_over_picks(bx.vmap(f, (0, 0, None)), P, X, W) == 0

@@ -8,16 +8,18 @@ lanes. Other branches run for all lanes, masked.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
+from jax.core import eval_jaxpr
 from jax.extend.core import Literal
 
 from batchax import _compat
+from batchax.divergence.branch_derivatives import run_differentiable
 from batchax.divergence.limits import can_move, refuse_collectives
 from batchax.divergence.widths import time_to_move
 from batchax.errors import UnsupportedError
@@ -183,6 +185,17 @@ class _Part:
         costs = costs_of_equations(self.program.jaxpr, {}, differs, STEPS)
         return TOGETHER.time(sum((cost for cost in costs if cost.launches), Cost()))
 
+    def _of_used(self) -> ClosedJaxpr:
+        """The branch, from what it reads to what it computes."""
+        jaxpr = self.program.jaxpr.replace(outvars=self.made)
+        blank = [None] * len(jaxpr.invars)
+
+        def run(*xs: Any) -> list[Any]:
+            return eval_jaxpr(jaxpr, self.program.consts, *with_values(blank, self.used, xs))
+
+        types = [self.program.in_avals[k] for k in self.used]
+        return _compat.stage(run, types, _compat.names_in_scope())
+
     def run(self, active: Any) -> PlacedOutputs:
         """What the branch returns for the lanes that are `active`, and zeros for the others."""
         size, most = self.axis.size, None
@@ -194,23 +207,32 @@ class _Part:
             most = _chunk(self.work)
             chunk = fitting_width(most, size)
         axis = replace(self.axis, name=None, divergence=self.axis.divergence.inside())
-        blank = [None if k in self.used else x for k, x in enumerate(self.operands)]
+
+        def run(
+            program: ClosedJaxpr, positions: Sequence[Position], active: Any, xs: Sequence[Value]
+        ) -> list[Any]:
+            def of_width(width: int) -> Callable[..., list[Any]]:
+                lanes = replace(axis, size=width)
+
+                def run_chunk(start: Any, counts: Any, *xs: Any) -> list[Any]:
+                    outs, at = interpret(lanes, program.jaxpr, program.consts, xs, positions)
+                    return [match_axis(lanes, x, a, 0) for x, a in zip(outs, at, strict=True)]
+
+                return run_chunk
+
+            specs = (ActiveMask(most), *map(_spec, positions))
+            results = (Gathered(0),) * len(program.out_avals)
+            return chunk_loop(
+                ChunkLoop(ChunkBody(of_width), specs, results, size, chunk), [active, *xs]
+            )
+
         program, positions, used, made = self.program, self.positions, self.used, self.made
-
-        def of_width(width: int) -> Callable[..., list[Any]]:
-            lanes = replace(axis, size=width)
-
-            def run_chunk(start: Any, counts: Any, *xs: Any) -> list[Any]:
-                jaxpr = program.jaxpr.replace(outvars=made)
-                operands = with_values(blank, used, xs)
-                outs, at = interpret(lanes, jaxpr, program.consts, operands, positions)
-                return [match_axis(lanes, x, a, 0) for x, a in zip(outs, at, strict=True)]
-
-            return run_chunk
-
-        specs = (ActiveMask(most), *(_spec(positions[k]) for k in used))
-        loop = ChunkLoop(ChunkBody(of_width), specs, (Gathered(0),) * len(made), size, chunk)
-        outs = chunk_loop(loop, [active, *(self.operands[k] for k in used)])
+        of_used, at = self._of_used(), [positions[k] for k in used]
+        operands = [self.operands[k] for k in used]
+        if _compat.calls_back(program.effects):
+            outs = run(of_used, at, active, operands)
+        else:
+            outs = run_differentiable(run, of_used, at, self.work, active, operands)
         jaxpr = program.jaxpr
         env = dict(zip(jaxpr.invars, zip(self.operands, positions, strict=True), strict=True))
         env |= {v: (_typed(x, v.aval), 0) for v, x in zip(made, outs, strict=True)}

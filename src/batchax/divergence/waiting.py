@@ -18,7 +18,6 @@ from batchax.kernel.inner import remembered, stage_function
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.varying import Varying, types_varying, varying_of
 
-
 VARIES_LESS = "a result would vary over more axes of the mesh than it does"
 """Why lanes wait for each other where `Waiting.varies_less`."""
 
