@@ -18,6 +18,7 @@ from batchax.execution.chunked import find_chunking
 from batchax.execution.devices.calls import call_of_all
 from batchax.execution.devices.mesh import find_mesh
 from batchax.execution.on_devices import dealt_out, in_parts
+from batchax.execution.where_they_are import where_they_are
 from batchax.frontend.advice import named_in_errors
 from batchax.frontend.arguments import (
     FlatArguments,
@@ -128,7 +129,9 @@ def vmap(
         of results tell of it where ``jax.set_mesh`` has set it, or types of arguments do. Where
         lanes do not come out even the last is repeated, and counts once. On several processes,
         all of which make the call, arrays of NumPy are the whole batch; ``batchax.local(x)`` is a
-        process's own rows. None: lanes stay where they are.
+        process's own rows. None: lanes stay where they are. Where arguments tell of a mesh that
+        lanes are spread over, each device runs its own then, too, if that spares exchanges: in
+        loops, Fourier transforms and the like.
       progress: whether to show how many chunks are done, at what rate, and the time left, in a
         terminal or notebook; or a function that is called with the chunks done and those there
         are, from a thread of JAX's. It goes with `batch_size`, and is for inside of `jit`, too.
@@ -174,6 +177,7 @@ def vmap(
     chunking = find_chunking(fun, batch_size, memory_limit, residuals, progress)
     some_at_a_time = chunking is not None or (compact is not None and compact.asked)
     on_mesh = find_mesh(mesh)
+    spread = on_mesh is not None
     if on_mesh is not None and spmd_axis_name is not None:
         raise ArgumentTypeError(
             "mesh and spmd_axis_name both say which devices lanes are spread over. Give mesh alone."
@@ -188,7 +192,6 @@ def vmap(
     @functools.wraps(fun)
     @_compat.api_boundary
     def batched(*args: Any, **kwargs: Any) -> Any:
-        spread = on_mesh is not None
         flat = flatten_arguments(
             fun, in_axes, args, kwargs, on_mesh=some_at_a_time or spread, spread=spread
         )
@@ -217,6 +220,7 @@ def vmap(
             parting_ways(compact, spread=shards is not None),
             pass_of_rows(rows, mapped, shards, chunking),
             dealt_out(shards),
+            *([] if some_at_a_time or spread else [where_they_are(parting_ways(compact, True))]),
             in_parts(chunking),
         ]
         with named_in_errors(fun, mapped, LANES.each):
