@@ -16,6 +16,7 @@ from batchax import _compat
 from batchax.divergence.option import find_divergence
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.execution.chunked import find_chunking
+from batchax.frontend.arguments import check_small_matrices
 from batchax.frontend.batched import Batched
 from batchax.frontend.containers import check_by_position, is_container
 from batchax.frontend.outputs import flatten_arrays, is_array
@@ -31,7 +32,7 @@ P = ParamSpec("P")
 Out = TypeVar("Out")
 
 _CHUNKS = {"batch_size": None, "memory_limit": None, "residuals": "recompute"}
-_OPTIONS = (*_CHUNKS, "divergence")
+_OPTIONS = (*_CHUNKS, "divergence", "small_matrices")
 
 
 @overload
@@ -57,8 +58,8 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         dimensions of one example, for all leaves of an argument that is a tree; or a tree
         of ints that is a prefix of the argument; or None for what is not batched.
       named: ranks by parameter name. Parameters without a rank are not batched, and may be
-        any Python object. The names `batch_size`, `memory_limit`, `residuals` and
-        `divergence` are the options of `vmap`, unless the function has such a parameter: at
+        any Python object. The names `batch_size`, `memory_limit`, `residuals`, `divergence`
+        and `small_matrices` are the options of `vmap`, unless the function has such a parameter: at
         most `batch_size` lanes, of all batch dimensions together, run at a time.
 
     Returns:
@@ -120,6 +121,7 @@ def _declared(fun: Callable[..., Any], ranks: Sequence[Any], named: Mapping[str,
     options = {k: named[k] for k in _OPTIONS if k in named and k not in signature.parameters}
     find_chunking(fun, *(options.get(k, default) for k, default in _CHUNKS.items()))  # checks
     find_divergence(options.get("divergence", "auto"))  # checks
+    check_small_matrices(options.get("small_matrices", "auto"))
     if len(ranks) == 1 and isinstance(ranks[0], str):
         ranks, outputs = parse_signature(ranks[0])
     specs, extra = _by_parameter(_name(fun), signature, ranks)

@@ -20,7 +20,7 @@ from batchax.datasets.stores import kind_of
 from batchax.datasets.units import Policy
 from batchax.divergence.compact import Compact
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
-from batchax.frontend.arguments import check_callable
+from batchax.frontend.arguments import check_callable, check_small_matrices
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import check_out_axes
 from batchax.jaxprs.words import Value
@@ -43,6 +43,7 @@ def map(
     mesh: Any = None,
     key: Any = None,
     divergence: Literal["auto", "predicate", "compact"] | Compact = "auto",
+    small_matrices: Literal["auto", "library"] = "auto",
     on_error: Literal["raise", "quarantine"] = "raise",
     on_nonfinite: Literal["raise", "quarantine"] | None = None,
     max_errors: int | None = None,
@@ -79,6 +80,7 @@ def map(
       key: a random key; row `i` gets ``jax.random.fold_in(key, i)``, as the argument `key` of the
         function if it has one that is not its first, otherwise as its first argument.
       divergence: as for `vmap`.
+      small_matrices: as for `vmap`.
       on_error: what is done about rows for which the function fails (a callback raises an
         exception): "raise" stops, names the row, and can be resumed; "quarantine" goes on without
         them. Their results are NaN, or 0; the file ``ok.npy`` in the folder of the job says for
@@ -124,7 +126,9 @@ def map(
     _check_version_and_progress(version, progress)
     _check_key(fun, key, len(arrays))
     engine = find_engine(executor, None if out is None else Path(out))
-    options = {"divergence": divergence, "mesh": _of_this_process(mesh)}
+    check_small_matrices(small_matrices)
+    options = {"divergence": divergence, "small_matrices": small_matrices}
+    options |= {"mesh": _of_this_process(mesh)}
     function = RowFunction.of(fun, arrays, in_axes, out_axes, key, options)
     how = How(
         out=out,

@@ -25,6 +25,7 @@ from batchax.frontend.arguments import (
     check_axis_name,
     check_axis_size,
     check_callable,
+    check_small_matrices,
     find_axis_size,
     flatten_arguments,
     mesh_axis_names,
@@ -62,6 +63,7 @@ def vmap(
     memory_limit: int | str | None = None,
     residuals: Literal["recompute", "keep"] = "recompute",
     divergence: Literal["auto", "predicate", "compact"] | Compact = "auto",
+    small_matrices: Literal["auto", "library"] = "auto",
     layout: Literal["auto", "packed", "padded", "grouped"] = "auto",
     buckets: int | Buckets | None = None,
     mesh: Any = None,
@@ -112,6 +114,9 @@ def vmap(
         done leave a loop, others take their places, and a branch runs for the lanes that take
         it. `Compact` sets how. "auto": so it is where it surely pays, on processors: in loops of
         dear steps, and dear branches. All else is masked.
+      small_matrices: how small matrices are decomposed, of which each lane has its own. "library":
+        by a call of a library of linear algebra for each. "auto": an element of all lanes at a
+        time, on processors, for sizes and numbers of lanes for which that takes less time.
       layout: how rows of `Ragged` arguments are held while they are computed. "packed": one
         after another, wherever each element of a row is computed by itself, or the row is
         reduced. "padded": as arrays of one size, in which padding is masked. "grouped": rows of
@@ -174,6 +179,7 @@ def vmap(
     spmd_axis_name = mesh_axis_names(spmd_axis_name)
     rows = find_row_options(layout, buckets, batch_size)
     compact = find_divergence(divergence)
+    check_small_matrices(small_matrices)
     chunking = find_chunking(fun, batch_size, memory_limit, residuals, progress)
     some_at_a_time = chunking is not None or (compact is not None and compact.asked)
     on_mesh = find_mesh(mesh)
@@ -186,7 +192,7 @@ def vmap(
     said = dict(
         in_axes=in_axes, out_axes=out_axes, axis_name=axis_name, axis_size=axis_size,
         sum_match=sum_match, batch_size=batch_size, residuals=residuals, divergence=divergence,
-        layout=layout, buckets=buckets, progress=progress,
+        small_matrices=small_matrices, layout=layout, buckets=buckets, progress=progress,
     )  # fmt: skip
 
     @functools.wraps(fun)
@@ -207,7 +213,7 @@ def vmap(
         shards = None if on_mesh is None else on_mesh.shards(size, values, own)
         mesh_axis = None if shards else find_mesh_axis(flat.mapped, spmd_axis_name)
         spmd = None if mesh_axis is not None else spmd_axis_name
-        axis = Axis(size, axis_name, spmd, mesh_axis)
+        axis = Axis(size, axis_name, spmd, mesh_axis, small_matrices=small_matrices)
         mapped = with_lane_indices(flat.mapped, axis)
 
         @functools.wraps(fun)  # JAX's messages name the user's function

@@ -127,6 +127,21 @@ def each(f, mapped=lax.map):
     return lambda x: mapped(f)(x * FACTORS).sum()
 
 
+def factored(f):
+    """`f` of a number that is what it was before its square was factored, with many others."""
+
+    def of_root(x):
+        root = jnp.linalg.cholesky(jnp.diag(jnp.stack([x * x, f(x)])))
+        return f(root[0, 0]) * root[1, 1] ** 2
+
+    return of_root
+
+
+def together(f):
+    """`f` of a number, as one of many lanes."""
+    return lambda x: bx.vmap(f)(jnp.broadcast_to(x, (512,))).mean()
+
+
 def drawing(f):
     """`f` times a number that is drawn with a key of the lane's own."""
 
@@ -168,6 +183,7 @@ AROUND = {
         lambda x: x * ((x > 1) & (f(x) > 0)),
     ),
     "summed": lambda f: (lambda x: summed_p.bind(f(x), x, terms=()), f),
+    "small_matrices": lambda f: (together(factored(f)), lambda x: f(x) * f(x)),
     "drawn": lambda f: (each(drawing(f), bx.vmap), each(drawing(f))),
 }
 

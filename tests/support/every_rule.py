@@ -24,6 +24,7 @@ from batchax.rules.in_place import some_active_p
 from batchax.rules.in_turn import in_turn_p
 from batchax.rules.lane_calls import lane_calls_p
 from batchax.rules.masking import safe_lanes
+from batchax.rules.small_matrices import small_matrices_p
 from batchax.rules.threefry import drawn_p
 from batchax.user_rules.linear import linear_with_transpose
 from rules.test_collectives import COLLECTIVES
@@ -395,6 +396,12 @@ def _own():
         "rules.in_turn": {"in_turn": (partial(in_turn_p.bind, count=1), X, X)},
         "rules.lane_calls": {"lane_calls": (_calls_of_lanes, BOOL, X)},
         "rules.in_place": {"some_active": (some_active_p.bind, BOOL, BOOL)},
+        "rules.small_matrices": {
+            "small_matrices": (
+                lambda x: small_matrices_p.bind(jnp.stack([x] * 2, -1), of="cholesky"),
+                M,
+            )
+        },
         "rules.threefry": {"drawn": (partial(drawn_p.bind, of="random_split", shape=(2,)), KEYS)},
         "rules.masking": {"safe_lanes": (lambda active, x: safe_lanes(active, x, 0), BOOL, X)},
         "user_rules.batching": {"custom_batched_call": (batched_by_rule, X)},

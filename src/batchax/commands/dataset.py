@@ -47,6 +47,7 @@ def add_to(commands: Any) -> None:
     command.add_argument("--memory-limit", metavar="BYTES", help="such as 2GiB")
     command.add_argument("--commit-rows", type=int, metavar="ROWS", help="committed at once")
     command.add_argument("--divergence", choices=["auto", "predicate", "compact"], default="auto")
+    command.add_argument("--small-matrices", choices=["auto", "library"], default="auto")
     command.add_argument(
         "--executor", metavar="WHO", help="processes:4, or dask:tcp://host:8786; else threads"
     )
@@ -118,6 +119,7 @@ def _map(options: argparse.Namespace) -> int:
             executor=executor,
             key=key,
             divergence=options.divergence,
+            small_matrices=options.small_matrices,
             on_error=options.on_error,
             on_nonfinite=options.on_nonfinite,
             max_errors=options.max_errors,

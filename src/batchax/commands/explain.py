@@ -63,6 +63,11 @@ def add_to(commands: Any) -> None:
         help="what lanes do that are done with a loop: wait, or leave",
     )
     command.add_argument(
+        "--small-matrices",
+        choices=["auto", "library"],
+        help="how small matrices are decomposed: by a library, one after another, or together",
+    )
+    command.add_argument(
         "--layout",
         choices=["auto", "packed", "padded", "grouped"],
         help="how rows of different lengths are held",
@@ -92,6 +97,7 @@ def _run(options: argparse.Namespace) -> int:
         "batch_size": batch_size(options.batch_size),
         "memory_limit": options.memory_limit,
         "divergence": options.divergence,
+        "small_matrices": options.small_matrices,
         "layout": options.layout,
         "buckets": options.buckets,
     }

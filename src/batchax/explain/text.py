@@ -247,12 +247,19 @@ def _remarks(eqn: Equation) -> str:
     if divergence == "grouped":
         branches = ", ".join(map(str, eqn.notes["apart"]))
         remarks.append(f"branch {branches} for the lanes that take it")
+    if "small_matrices" in eqn.notes:
+        remarks.append(_SMALL_MATRICES[eqn.notes["small_matrices"]])
     if eqn.moves:
         remarks.append(f"{show_bytes(eqn.moves)} transposed")
     if eqn.broadcasts:
         remarks.append(f"{show_bytes(eqn.broadcasts)} repeated")
     return "; ".join(remarks)
 
+
+_SMALL_MATRICES = {
+    "together": "on a CPU, an element of all lanes at a time",
+    "library": "a call of the library for each lane",
+}
 
 _COLUMNS: tuple[tuple[Callable[[Equation], str], int], ...] = (
     (_statement, 60),

@@ -196,6 +196,12 @@ def check_axis_name(axis_name: Any, option: str = "axis_name") -> None:
         ) from None
 
 
+def check_small_matrices(option: Any) -> None:
+    """Refuses, when `vmap` is called, what the option `small_matrices` cannot be."""
+    if option not in ("auto", "library"):
+        raise ArgumentTypeError(f'small_matrices must be "auto" or "library", got {show(option)}.')
+
+
 def _leaf_parts(
     leaf: SpecifiedLeaf, mapped: list[Mapped], on_mesh: bool, spread: bool
 ) -> Callable[[Sequence[Any]], Any]:

@@ -38,6 +38,8 @@ class Axis:
         them masked.
       bodies: what runs the programs inside loops and branches in which lanes meet: an object with
         a method ``run(program, args, axes)``, or None to run all operations for all lanes.
+      small_matrices: "library" if each small matrix is decomposed by a call of the library, "auto"
+        if all are together where that takes less time.
 
     Example:
       >>> from jax.extend.core import Primitive
@@ -56,6 +58,7 @@ class Axis:
     mesh_axis: Hashable | None = None
     divergence: Any = None
     bodies: Any = None
+    small_matrices: str = "auto"
 
 
 def move_axis(x: Value, source: int, destination: int) -> Any:

@@ -230,7 +230,7 @@ def _run_rows(
 
 def _for_all(options: Mapping[str, Any]) -> Mapping[str, Any]:
     """The options that each of several nested vmaps has."""
-    return {k: v for k, v in options.items() if k == "divergence"}
+    return {k: v for k, v in options.items() if k in ("divergence", "small_matrices")}
 
 
 def _by_group(groups: Sequence[Group], options: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -25,6 +25,7 @@ from batchax.rules import references as references
 from batchax.rules import shape as shape
 from batchax.rules import shard_map as shard_map
 from batchax.rules import sharding as sharding
+from batchax.rules import small_matrices as small_matrices
 from batchax.rules import solvers as solvers
 from batchax.rules import sorting as sorting
 from batchax.rules import windows as windows

@@ -1,13 +1,14 @@
 """Linear algebra.
 
 Nearly every decomposition takes leading batch dimensions: a table says how
-many trailing dimensions each operand has. Solves with one matrix for all lanes
+many trailing dimensions each operand has. Small matrices may be decomposed
+with lanes last instead (`small_matrices.py`). Solves with one matrix for all lanes
 take the lanes as further columns instead of repeating the matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,8 @@ from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import Axis, move_axis
 from batchax.kernel.inner import batch_function
 from batchax.kernel.registry import register_rule
-from batchax.kernel.rule_makers import leading, leading_rule
+from batchax.kernel.rule_makers import leading_rule
+from batchax.rules.small_matrices import with_lanes_last
 
 enter(
     """
@@ -48,16 +50,36 @@ RANKS = {
     "tridiagonal": (2,),
 }
 
+
+def _decomposition(primitive: _compat.Primitive, ranks: Sequence[int]) -> None:
+    @register_rule(primitive)
+    def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+        return _each_its_own(primitive, ranks, axis, args, axes, params)
+
+
+def _each_its_own(
+    primitive: _compat.Primitive,
+    ranks: Sequence[int],
+    axis: Axis,
+    args: Any,
+    axes: Any,
+    params: Any,
+) -> tuple[Any, Any]:
+    """The results where lanes have matrices of their own."""
+    small = with_lanes_last(primitive, axis, args, axes, params)
+    return leading_rule(primitive, ranks, axis, args, axes, **params) if small is None else small
+
+
 for _name, _ranks in RANKS.items():
     _primitive = _compat.find_primitive(_name)
     if _primitive is not None:
-        leading(_primitive, _ranks)
+        _decomposition(_primitive, _ranks)
 
 
 @register_rule(linalg.triangular_solve_p)
 def _triangular_solve(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
     if axes[0] is not None:
-        return leading_rule(linalg.triangular_solve_p, (2, 2), axis, args, axes, **params)
+        return _each_its_own(linalg.triangular_solve_p, (2, 2), axis, args, axes, params)
     solve = partial(linalg.triangular_solve_p.bind, args[0], **params)
     return _merged(solve, args[1], axes[1], -1 if params["left_side"] else -2)
 
@@ -66,7 +88,7 @@ def _triangular_solve(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tup
 def _tridiagonal_solve(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
     *diagonals, b = args
     if any(a is not None for a in axes[:-1]):
-        return leading_rule(linalg.tridiagonal_solve_p, (1, 1, 1, 2), axis, args, axes, **params)
+        return _each_its_own(linalg.tridiagonal_solve_p, (1, 1, 1, 2), axis, args, axes, params)
     return _merged(partial(linalg.tridiagonal_solve_p.bind, *diagonals, **params), b, axes[-1], -1)
 
 

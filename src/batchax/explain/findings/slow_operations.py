@@ -80,6 +80,8 @@ def factorisations(draft: Draft) -> Iterator[Finding]:
         calls = calls_of(record.eqn)
         if not calls or not record.in_axes or record.in_axes[0] is None:
             continue
+        if eqn.notes.get("small_matrices") == "together":
+            continue
         each, rows, columns = matrices_of(record.eqn.invars[0].aval)
         if eqn.service != "own" or eqn.primitive not in eqn.emitted or max(rows, columns) > _SMALL:
             continue

@@ -1,0 +1,221 @@
+"""Decompositions of small matrices: one element of all lanes at a time, on a CPU, where that pays.
+
+They are the primitive `small_matrices_p`, which holds the name and the parameters of the primitive
+of JAX that it stands for, and the lanes along the last dimension of all operands and results. Its
+derivatives are those of JAX's primitive for one matrix, batched again, and not those of what is
+computed: elimination with pivots has none to speak of. Compiled for anything but a CPU it is the
+primitive of JAX.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import ad
+
+from batchax import _compat
+from batchax.jaxprs.words import Aval, Value
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis, match_axis
+from batchax.kernel.derivatives import tangents_of, transposed
+from batchax.kernel.inner import batch_function, batched_aval, example_aval
+from batchax.kernel.own_primitive import declare, own_primitive
+from batchax.kernel.varying import vary_over, varying_of
+from batchax.small.table import DECOMPOSITIONS, lanes_last_pays
+
+small_matrices_p = declare("small_matrices")
+
+
+def with_lanes_last(
+    primitive: _compat.Primitive, axis: Axis, args: Any, axes: Any, params: Any
+) -> tuple[Any, Any] | None:
+    """What a rule of `primitive` returns, with lanes last; None where that does not pay."""
+    decomposition = DECOMPOSITIONS.get(primitive.name)
+    if decomposition is None:
+        return None
+    recording.note(small_matrices="library")
+    if not _may(axis, args):
+        return None
+    examples = [example_aval(axis, jax.typeof(x), a) for x, a in zip(args, axes, strict=True)]
+    ranks = decomposition.ranks
+    # One example may be a batch of matrices, as ``jax.vmap`` makes it.
+    batch = examples[0].shape[: examples[0].ndim - ranks[0]]
+    lane = [
+        jax.ShapeDtypeStruct(x.shape[x.ndim - r :], x.dtype)
+        for x, r in zip(examples, ranks, strict=True)
+    ]
+    lanes = axis.size * math.prod(batch)
+    if not lanes_last_pays(primitive.name, lane, lanes, params):
+        return None
+    operands = [
+        _to_last(match_axis(axis, x, a, -1), len(batch)) for x, a in zip(args, axes, strict=True)
+    ]
+    recording.note(small_matrices="together")
+    outs = _bind(operands, of=primitive.name, **params)
+    placed = [_from_last(x, (*batch, axis.size)) for x in outs]
+    at = [x.ndim - 1 for x in placed]
+    return (placed, at) if primitive.multiple_results else (placed[0], at[0])
+
+
+def _may(axis: Axis, args: Sequence[Value]) -> bool:
+    """Whether lanes may be made one dimension with others, and all sizes are numbers."""
+    if axis.small_matrices == "library" or axis.mesh_axis is not None or axis.spmd_name is not None:
+        return False
+    types = list(map(jax.typeof, args))
+    sizes = [axis.size, *(d for x in types for d in x.shape)]
+    sharded = any(entry is not None for x in types for entry in x.sharding.spec)
+    return not sharded and all(isinstance(d, int) for d in sizes) and 0 not in sizes
+
+
+def _to_last(x: Value, batch: int) -> Any:
+    """``[*batch, *matrix, lanes]`` as ``[*matrix, all lanes]``."""
+    if not batch:
+        return x
+    matrix = range(batch, x.ndim - 1)
+    shape = [*(x.shape[d] for d in matrix), math.prod(x.shape[:batch]) * x.shape[-1]]
+    return lax.reshape(x, shape, dimensions=[*matrix, *range(batch), x.ndim - 1])
+
+
+def _from_last(x: Value, lanes: Sequence[int]) -> Any:
+    """``[*matrix, all lanes]`` as ``[*batch, *matrix, lanes]``."""
+    if len(lanes) == 1:
+        return x
+    matrix = x.ndim - 1
+    x = lax.reshape(x, (*x.shape[:-1], *lanes))
+    return lax.transpose(x, [*range(matrix, x.ndim - 1), *range(matrix), x.ndim - 1])
+
+
+def _bind(operands: Sequence[Value], **params: Any) -> list[Any]:
+    varying = varying_of(operands)
+    over = frozenset().union(*varying)
+    return small_matrices_p.bind(*vary_over(operands, tuple(over - v for v in varying)), **params)
+
+
+def _of_jax(of: str, params: Any) -> Any:
+    """The primitive of JAX named `of` as a function that returns a list."""
+    primitive: Any = _compat.find_primitive(of)
+
+    def run(*operands: Any) -> list[Any]:
+        out = primitive.bind(*operands, **params)
+        return list(out) if primitive.multiple_results else [out]
+
+    return run
+
+
+def _operations(*operands: Any, of: str, **params: Any) -> list[Any]:
+    outs = _of_jax(of, params)(*(jnp.moveaxis(x, -1, 0) for x in operands))
+    return [jnp.moveaxis(x, 0, -1) for x in outs]
+
+
+def _on_cpu(*operands: Any, of: str, **params: Any) -> list[Any]:
+    return DECOMPOSITIONS[of].run(*operands, **params)
+
+
+def _compute(*operands: Any, **params: Any) -> list[Any]:
+    with jax.disable_jit(False):  # which is for the user's programs
+        return _compiled(tuple(sorted(params.items())))(*operands)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(params: tuple[tuple[str, Any], ...]) -> Any:
+    return jax.jit(functools.partial(small_matrices_p.bind, **dict(params)))
+
+
+def _lanes(x: Aval | Value) -> Axis:
+    return Axis(x.shape[-1])
+
+
+def _types(*avals: Any, of: str, **params: Any) -> list[Any]:
+    axis = _lanes(avals[0])
+    primitive: Any = _compat.find_primitive(of)
+    out, _ = primitive.abstract_eval(*(example_aval(axis, x, x.ndim - 1) for x in avals), **params)
+    outs = list(out) if primitive.multiple_results else [out]
+    return [batched_aval(axis, x, x.ndim) for x in outs]
+
+
+def _all_lanes(function: Any, operands: Sequence[Value]) -> list[Any]:
+    """A function of one matrix of each operand, for those of all lanes, which are last."""
+    axis = _lanes(operands[0])
+    outs, axes = batch_function(axis, function, operands, [x.ndim - 1 for x in operands])
+    return [
+        match_axis(axis, x, a, x.ndim - (a is not None)) for x, a in zip(outs, axes, strict=True)
+    ]
+
+
+def _jvp(primals: Sequence[Value], tangents: Sequence[Value], *, of: str, **params: Any) -> Any:
+    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    types = _types(*map(jax.typeof, primals), of=of, **params)
+    smooth = [k for k, t in enumerate(types) if jnp.issubdtype(t.dtype, jnp.inexact)]
+
+    def one(*xs: Any) -> list[Any]:
+        outs, dots = tangents_of(
+            _of_jax(of, params), xs[: len(primals)], moving, xs[len(primals) :], smooth
+        )
+        return [*outs, *dots]
+
+    both = _all_lanes(one, [*primals, *(tangents[i] for i in moving)])
+    outs, dots = both[: len(types)], iter(both[len(types) :])
+    return outs, [
+        next(dots) if k in smooth else ad.Zero(t.to_tangent_aval()) for k, t in enumerate(types)
+    ]
+
+
+def _transpose(cotangents: Any, *operands: Any, of: str, **params: Any) -> list[Any]:
+    linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
+    given = [k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
+    results: list[Any] = [None] * len(operands)
+    for i in linear:
+        results[i] = ad.Zero(operands[i].aval)
+    if not given:
+        return results
+    others = [x for x in operands if not ad.is_undefined_primal(x)]
+    axis = _lanes(cotangents[given[0]])
+    types = [example_aval(axis, operands[i].aval, operands[i].aval.ndim - 1) for i in linear]
+
+    def one(*xs: Any) -> list[Any]:
+        back = transposed(_of_jax(of, params), xs[: len(others)], linear, types, given)
+        return back(xs[len(others) :])
+
+    outs = _all_lanes(one, [*others, *(cotangents[k] for k in given)])
+    for i, x in zip(linear, outs, strict=True):
+        results[i] = x
+    return results
+
+
+def _rule(axis: Axis, args: Any, axes: Any, /, *, of: str, **params: Any) -> tuple[Any, Any]:
+    """Lanes of two axes are those of one."""
+    if not _may(axis, args):
+        plain = replace(axis, small_matrices="library")
+        run = functools.partial(_operations, of=of, **params)
+        return batch_function(plain, run, args, axes)
+    merged = []
+    for x, a in zip(args, axes, strict=True):
+        at = x.ndim - 1 - (a is not None)
+        x = match_axis(axis, x, a, at)
+        merged.append(lax.reshape(x, (*x.shape[:at], x.shape[at] * x.shape[at + 1])))
+    recording.note(small_matrices="together")
+    outs = _bind(merged, of=of, **params)
+    outs = [lax.reshape(x, (*x.shape[:-1], axis.size, x.shape[-1] // axis.size)) for x in outs]
+    return outs, [x.ndim - 2 for x in outs]
+
+
+own_primitive(
+    small_matrices_p,
+    called="a decomposition of small matrices",
+    operations=_operations,
+    on_cpu=_on_cpu,
+    compute=_compute,
+    types=_types,
+    programs=(),
+    facts="",
+    rule=_rule,
+    jvp=_jvp,
+    transpose=_transpose,
+)

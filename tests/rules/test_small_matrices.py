@@ -1,0 +1,149 @@
+"""Decompositions of small matrices, an element of all lanes at a time, in every way of batching."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import batchax as bx
+from batchax.small.table import DECOMPOSITIONS
+
+from support.oracle import same
+
+LANES = 256
+LOOSE = dict(rtol=2e-3, atol=2e-3)
+rng = np.random.default_rng(0)
+
+
+def definite(*lead, n=2):
+    x = rng.standard_normal((*lead, n, n)).astype("float32")
+    return x @ x.swapaxes(-1, -2) + np.eye(n, dtype="float32")
+
+
+# For each decomposition a function of one matrix that has it.
+FUNCTIONS = {"cholesky": lambda a: jnp.linalg.cholesky(a) @ jnp.arange(1.0, 3.0)}
+
+
+def primitives(fun, *args):
+    return str(jax.make_jaxpr(fun)(*args))
+
+
+def test_every_decomposition_has_a_function():
+    assert set(FUNCTIONS) == set(DECOMPOSITIONS)
+
+
+def loss(f):
+    return lambda a: (jnp.sin(f(a)) ** 2).sum()
+
+
+WAYS = {
+    "call": lambda v, f: v(f),
+    "gradient of a lane": lambda v, f: v(jax.grad(loss(f))),
+    "gradient of all": lambda v, f: jax.grad(lambda xs: v(loss(f))(xs).sum()),
+    "tangents": lambda v, f: lambda xs: jax.jvp(v(f), (xs,), (jnp.cos(xs),))[1],
+    "second derivative": lambda v, f: v(
+        lambda a: jax.jvp(jax.grad(loss(f)), (a,), (jnp.ones_like(a),))[1]
+    ),
+    "of two axes": lambda v, f: lambda xs: v(v(f))(xs.reshape(2, -1, 2, 2)),
+    "jax.vmap inside": lambda v, f: lambda xs: v(jax.vmap(f))(xs.reshape(64, -1, 2, 2)),
+    "jax.vmap around": lambda v, f: lambda xs: jax.vmap(v(f), 1)(xs.reshape(-1, 2, 2, 2)),
+    "jacobian around": lambda v, f: lambda xs: jax.jacfwd(v(f))(xs[:LANES]).sum(-3),
+}
+OURS = {
+    "in chunks": lambda f: bx.vmap(f, batch_size=100),
+    "compact": lambda f: bx.vmap(f, divergence="compact"),
+    "not first": lambda f: lambda xs: bx.vmap(f, 1)(xs.swapaxes(0, 1)),
+    "library": lambda f: bx.vmap(f, small_matrices="library"),
+}
+
+
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.each_commit(4)
+def test_every_way_is_what_jax_computes(name, part):
+    f, xs = FUNCTIONS[name], jnp.asarray(definite(LANES))
+
+    pairs = {way: (make(bx.vmap, f), make(jax.vmap, f)) for way, make in WAYS.items()}
+    pairs |= {way: (make(f), jax.vmap(f)) for way, make in OURS.items()}
+    chunks = lambda xs: OURS["in chunks"](loss(f))(xs).sum()
+    pairs["in chunks, gradient"] = jax.grad(chunks), WAYS["gradient of all"](jax.vmap, f)
+    pairs = {way: pairs[way] for way in [*pairs][part::4]}
+    for way in WAYS.keys() & pairs.keys():
+        assert "small_matrices" in primitives(pairs[way][0], xs), way
+    shapes = [jax.eval_shape(theirs, xs).shape for _, theirs in pairs.values()]
+    most = max(map(math.prod, shapes))
+
+    def flat(fun):
+        return lambda xs: (lambda y: jnp.pad(y, (0, most - len(y))))(fun(xs).ravel())
+
+    # One at a time, as calls of the library wait for each other.
+    each = [fun for pair in pairs.values() for fun in map(flat, pair)]
+    run = jax.jit(lambda i, xs: lax.switch(i, each, xs))
+    for k, way in enumerate(pairs):
+        same(run(2 * k, xs), run(2 * k + 1, xs), LOOSE, where=f"{way}: ")
+
+
+def test_on_meshes():
+    f, xs = jnp.linalg.cholesky, jnp.asarray(definite(4 * LANES))
+    expected = jnp.asarray(np.linalg.cholesky(xs))
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    on_devices = jax.shard_map(bx.vmap(f), mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    for fun in (bx.vmap(f, mesh="all"), on_devices, bx.vmap(f, spmd_axis_name="d")):
+        same(jax.jit(fun)(xs), expected, LOOSE)
+    explicit = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(explicit):
+        same(jax.jit(bx.vmap(f))(jax.device_put(xs, P("d"))), expected, LOOSE)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_nan_of_one_lane_is_no_other_lanes(name):
+    f, xs = FUNCTIONS[name], definite(LANES)
+    xs[7, 1, 0] = np.nan
+    out = np.asarray(jax.jit(bx.vmap(jax.grad(loss(f))))(xs))
+    np.testing.assert_array_equal(np.isnan(out).any((1, 2)), np.arange(LANES) == 7)
+
+
+def test_where_it_is_used():
+    f, xs = jnp.linalg.cholesky, jnp.asarray(definite(LANES))
+    uses = lambda fun, *args: "small_matrices" in primitives(fun, *args)
+    assert uses(bx.vmap(f), xs)
+    assert not uses(bx.vmap(f), xs[:2])
+    assert not uses(bx.vmap(f), jnp.zeros((LANES, 100, 100)))
+    assert not uses(bx.vmap(f), jnp.zeros((LANES, 0, 0)))
+    assert not uses(bx.vmap(f, small_matrices="library"), xs)
+    assert not uses(bx.vmap(f, spmd_axis_name="d"), xs)
+    assert not uses(bx.auto_vmap(2, small_matrices="library")(f), xs)
+    assert uses(bx.auto_vmap(2)(f), xs.reshape(2, -1, 2, 2))
+
+
+def test_outside_of_jit_and_with_jit_disabled():
+    f, xs = jnp.linalg.cholesky, jnp.asarray(definite(LANES))
+    expected = np.linalg.cholesky(xs)
+    same(bx.vmap(f)(xs), jnp.asarray(expected), LOOSE)
+    with jax.disable_jit():
+        same(bx.vmap(f)(xs), jnp.asarray(expected), LOOSE)
+
+
+def test_the_option_is_checked():
+    same_matrix = lambda x: x
+    for make in (
+        lambda: bx.vmap(same_matrix, small_matrices=3),
+        lambda: bx.auto_vmap(2, small_matrices=3)(same_matrix),
+        lambda: bx.map(same_matrix, np.ones(3), small_matrices=3),
+    ):
+        with pytest.raises(TypeError, match='small_matrices must be "auto" or "library", got 3'):
+            make()
+
+
+def test_explain_says_which_ran():
+    f, xs = jnp.linalg.cholesky, jnp.asarray(definite(LANES))
+    assert "an element of all lanes at a time" in str(bx.explain(f)(xs))
+    library = bx.explain(f, small_matrices="library")(xs)
+    assert "a call of the library for each lane" in str(library)
+    assert "factorisation of small matrices" in [x.kind for x in library.findings]
+    assert "factorisation of small matrices" not in [x.kind for x in bx.explain(f)(xs).findings]
