@@ -171,6 +171,25 @@ def test_integers_wrap_around_and_others_stay_sums():
     same(bx.vmap(lambda x: x, out_axes=TOTAL)(xs), jax.tree.map(lambda x: jnp.sum(x, 0), xs))
 
 
+def test_weak_types_and_other_numbers_are_as_the_sum_has_them():
+    def f(a, b):
+        return {
+            "weak": jnp.broadcast_to(jnp.sum(a) * 0 + 1.0, (2,)) * 2.0,
+            "shared": jnp.full(3, 2.0),
+            "complex": jnp.outer(a + 1j * a, b) * (b[0] + 1j),
+            "int32": jnp.outer(jnp.int32(9 * a), jnp.int32(9 * b)) * 2**28,
+            "int8": jnp.outer(jnp.int8(40 * a), jnp.int8(3 * b)),
+            "bool": jnp.outer(a, b) > 0,
+        }
+
+    a, b, *_ = arrays()
+    got = jax.jit(bx.vmap(f, out_axes=TOTAL))(a, b)
+    lanes = jax.vmap(f)(a, b)
+    want = jax.tree.map(lambda x: jnp.sum(x, 0), lanes)
+    same(got, want, dict(rtol=1e-5, atol=1e-5))
+    assert [x.weak_type for x in got.values()] == [x.weak_type for x in want.values()]
+
+
 def test_derivatives():
     names = [
         "clipped",

@@ -181,6 +181,18 @@ def test_in_a_tree_and_in_chunks_of_any_size():
     same(bx.vmap(fun, by_leaf)({"key": TYPED, "x": X}), expected)
 
 
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_keys_of_streams_draw_what_an_example_draws(impl):
+    key = jax.random.key(7, impl=impl)
+    draw = lambda key, x: (jax.random.normal(key, (3,)) + x, jax.random.bits(key))
+    expected = each(draw, key, X)
+    for options in ({}, dict(batch_size=3), dict(mesh="all")):
+        same(jax.jit(bx.vmap(draw, (bx.split_key, 0), **options))(key, X), expected)
+    keys = jnp.stack([jax.random.fold_in(key, i) for i in range(len(X))])
+    theirs = jax.vmap(draw)(keys, X)
+    assert not np.array_equal(theirs[1], expected[1])  # which is why it is said
+
+
 REFUSED = {
     "keys": (
         lambda: bx.vmap(noisy, (bx.split_key, 0))(jax.random.split(TYPED, 7), X),

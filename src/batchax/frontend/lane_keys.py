@@ -15,7 +15,9 @@ class _SplitKey(AxisSpec):
     """What `in_axes` says for one random key, of which each lane gets a key of its own.
 
     Lane `i` gets ``jax.random.fold_in(key, i)``, whatever the chunks, the buckets or the mesh that
-    it runs in; in nested vmaps, the key of its outer lane folded with its inner index.
+    it runs in; in nested vmaps, the key of its outer lane folded with its inner index. It draws
+    what ``fun`` draws alone with that key, also where the key is one of ``impl="rbg"``, of which
+    lanes of ``jax.vmap`` draw other numbers, and take longer.
 
     A key for which `in_axes` says None is the same in each lane, and so is what is drawn from it:
     that mistake is the reason to have this. Inside a ``shard_map`` of your own, lanes are counted
