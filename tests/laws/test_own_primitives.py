@@ -86,6 +86,12 @@ def steps(f, **options):
     return lambda x: scan(x, x * TABLE[:2])[0]
 
 
+def along_columns(f):
+    """As `steps`, over an array whose columns are the entries."""
+    step = lambda c, t: (f(c) + t[0], c)
+    return lambda x: bx.scan(step, 1, 0)(x, x * TABLE[None, :2])[0]
+
+
 def either(f):
     return lambda x: lax.cond(x > 1, lambda x: f(x) / x, f, x)
 
@@ -173,6 +179,7 @@ AROUND = {
         diverging(f, functools.partial(bounded, **SILENT)),
         diverging(f, taken),
     ),
+    "scan_steps": lambda f: (along_columns(f), steps(f)),
     "progress_back": lambda f: (steps(f, **SILENT), steps(f)),
     "follow": lambda f: (lambda x: with_derivative_of(f(x), f(x)), f),
     "in_turn": lambda f: (lambda x: in_turn([f(x)], [f(2 * x)])[1][0], lambda x: f(2 * x)),

@@ -374,6 +374,10 @@ def _calls_of_lanes(active, x):
 
 
 def _own():
+    # A scan over columns as it is outside of a function that is mapped.
+    columns = bx.scan(lambda c, x: (jnp.sin(c) * x, c), 1, 1)
+    columns = jax.make_jaxpr(columns)(jnp.ones(3, jnp.float32), jnp.ones((3, 4), jnp.float32))
+    last = lambda c, x: jax.core.eval_jaxpr(columns.jaxpr, columns.consts, c, x)[1]
     chunked = bx.vmap(jnp.sin, batch_size=2)
     loop = lambda x: bx.bounded_while(lambda c: c.sum() < 9, jnp.sin, x, 5)
     telling = bx.scan(lambda c, x: (jnp.sin(c) * x, None), progress=lambda done, total: None)
@@ -391,6 +395,7 @@ def _own():
             "reverse_sweep": (jax.grad(lambda x: loop(x).sum()), X),
         },
         "execution.chunk_batching": {"chunk_loop": (chunked, X)},
+        "execution.scan_steps": {"scan_steps": (last, X, several(3, 4))},
         "execution.slices": {"follow": (follow_p.bind, X, X)},
         "execution.watched": {"tell_progress": (told, X), "progress_back": (told, X)},
         "rules.in_turn": {"in_turn": (partial(in_turn_p.bind, count=1), X, X)},

@@ -69,7 +69,7 @@ def _batch_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         params = {"forth": forth, "back": back, "guarded": tuple(loop.guarded), "form": form}
         return run_parting(axis, reverse_sweep_p, *operands, params, loop, _every_step)
     recording.note(divergence="together")
-    entries = list(map(_entry_axis, at.xs, form.x_axes))
+    entries = list(map(entry_axis, at.xs, form.x_axes))
     kept = dict(zip(form.kept, at.checkpoints[1:], strict=True))
     carry = [0 if a is None and kept.get(i) is not None else a for i, a in enumerate(at.carry)]
     carry, _, *forth = _settled(axis, loop.steps[0], loop.guarded[0], at.consts, carry, entries)
@@ -79,21 +79,21 @@ def _batch_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     )
     checkpoints = _stacked_at(carry, form)
     targets = at._replace(carry=carry, checkpoints=checkpoints, returning=returning)
-    y_axes = _steps_axes(ys, form.y_axes)
+    y_axes = steps_axes(ys, form.y_axes)
     outs = reverse_sweep_p.bind(
         *_placed(axis, loop, targets),
         forth=forth[0],
         back=back[0],
         guarded=(forth[1], back[1]),
-        form=replace(form, x_axes=_steps_axes(at.xs, form.x_axes), y_axes=y_axes),
+        form=replace(form, x_axes=steps_axes(at.xs, form.x_axes), y_axes=y_axes),
     )
-    return outs, [*returning, *map(_whole_axis, ys, y_axes)]
+    return outs, [*returning, *map(whole_axis, ys, y_axes)]
 
 
 def _batch_loop(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     test, (body,), (guarded,), form = loop.test, loop.steps, loop.guarded, loop.form
     at = form.split(loop.axes)
-    entries = list(map(_entry_axis, at.xs, form.x_axes))
+    entries = list(map(entry_axis, at.xs, form.x_axes))
     carry, ys, *programs = _settled(axis, body, guarded, at.consts, at.carry, entries)
     decided_at, tested = at.count, test
     if test is not None and at.count is None:
@@ -105,15 +105,15 @@ def _batch_loop(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         return run_parting(axis, *equation, loop, _every_step)
 
     recording.note(divergence="together")
-    y_axes = _steps_axes(ys, form.y_axes)
+    y_axes = steps_axes(ys, form.y_axes)
     outs = bounded_loop_p.bind(
         *_placed(axis, loop, at._replace(carry=carry)),
         test=tested,
         body=programs[0],
         guarded=programs[1],
-        form=replace(form, x_axes=_steps_axes(at.xs, form.x_axes), y_axes=y_axes),
+        form=replace(form, x_axes=steps_axes(at.xs, form.x_axes), y_axes=y_axes),
     )
-    return outs, [*carry, *map(_whole_axis, ys, y_axes), *_stacked_at(carry, form), None]
+    return outs, [*carry, *map(whole_axis, ys, y_axes), *_stacked_at(carry, form), None]
 
 
 def _every_step(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
@@ -169,7 +169,7 @@ def _run_tested(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         count=np.int32(form.steps.most),
         steps=form.steps,
         x_axes=_x_axes(loop),
-        y_axes=_steps_axes([0] * len(form.y_axes), form.y_axes),
+        y_axes=steps_axes([0] * len(form.y_axes), form.y_axes),
         kept=None if form.kept is None else [2 + i for i in form.kept],
     )
     _, steps, *carry = results.carry
@@ -190,7 +190,7 @@ def _run_counted(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         count=lax.reduce_max(lanes.count, (0,)),
         steps=form.steps,
         x_axes=(0, *_x_axes(loop)),
-        y_axes=_steps_axes([0] * len(form.y_axes), form.y_axes),
+        y_axes=steps_axes([0] * len(form.y_axes), form.y_axes),
         kept=form.kept,
     )
     steps = lax.clamp(np.int32(0), lanes.count, np.int32(form.steps.most))
@@ -220,7 +220,7 @@ def _run_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         count=lax.reduce_max(lanes.count, (0,)),
         steps=form.steps,
         x_axes=(0, *_x_axes(loop)),
-        y_axes=_steps_axes([0] * len(form.y_axes), form.y_axes),
+        y_axes=steps_axes([0] * len(form.y_axes), form.y_axes),
     )
     return [*returned, *ys], [0] * form.n_results
 
@@ -260,7 +260,7 @@ def _masked(
     """
     body, guarded, at = loop.steps[i], loop.guarded[i], loop.form.split(loop.axes)
     carried = [*at.returning, *at.carry] if i else at.carry
-    positions = [*at.consts, *[0] * len(carried), *map(_entry_axis, at.xs, loop.form.x_axes)]
+    positions = [*at.consts, *[0] * len(carried), *map(entry_axis, at.xs, loop.form.x_axes)]
 
     def plan(program: Any, differentiated: bool) -> MaskPlan:
         """What masked lanes need in a step; of one with derivatives, or without."""
@@ -366,12 +366,12 @@ def _settled(
     return settled, ys_at, program, kept
 
 
-def _entry_axis(position: Position, steps_axis: int) -> Position:
+def entry_axis(position: Position, steps_axis: int) -> Position:
     """Where an entry of an array has the batch axis, which is at `position` of the array."""
     return position if position is None or position <= steps_axis else position - 1
 
 
-def _whole_axis(position: Position, steps_axis: int | None) -> Position:
+def whole_axis(position: Position, steps_axis: int | None) -> Position:
     """Where an array of entries has the batch axis, which is at `position` of an entry.
 
     If they are added up (`steps_axis` is None), the sum has it where an entry does.
@@ -383,10 +383,10 @@ def _whole_axis(position: Position, steps_axis: int | None) -> Position:
 
 def _x_axes(loop: BoundedLoop) -> tuple[Any, ...]:
     """Where the xs of all lanes have the axis of the steps."""
-    return _steps_axes(loop.form.split(loop.axes).xs, loop.form.x_axes)
+    return steps_axes(loop.form.split(loop.axes).xs, loop.form.x_axes)
 
 
-def _steps_axes(positions: Sequence[Position], axes: Sequence[int | None]) -> tuple[Any, ...]:
+def steps_axes(positions: Sequence[Position], axes: Sequence[int | None]) -> tuple[Any, ...]:
     """Where arrays with a batch axis have the axis of the steps, if they have one."""
     return tuple(
         s if s is None else s + (a is not None and a <= s)

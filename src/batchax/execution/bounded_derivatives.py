@@ -32,7 +32,7 @@ def jvp(
 ) -> tuple[list[Any], list[Any]]:
     given, moved = form.split(primals), form.split(tangents)
     dots = moved.consts, moved.carry, moved.xs
-    derivative = _Derivative(body, guarded, form, *moving(guarded.jaxpr, form, *dots))
+    derivative = _Derivative(body, guarded, form, *moving(guarded.jaxpr, form.n_carry, *dots))
     programs = {"test": test, "body": body, "guarded": guarded}
     if not (derivative.carry or derivative.ys):
         outs = bounded_loop_p.bind(*primals, **programs, form=form)
@@ -207,13 +207,12 @@ def _chosen(checkpoints: Values, recorded: Form, form: Form) -> list[Any]:
 
 
 def moving(
-    jaxpr: Jaxpr, form: Form | SweepForm, consts: Values, carry: Values, xs: Values
+    jaxpr: Jaxpr, n: int, consts: Values, carry: Values, xs: Values
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Which constants, carries, xs and ys have tangents.
+    """Which constants, carries, xs and ys of a loop have tangents, that carries `n` values.
 
     A carry has one if it starts with one, or if some step gives it one.
     """
-    n = form.n_carry
     of_consts, entries = list(map(moves, consts)), list(map(moves, xs))
     smooth = [is_inexact(v.aval) for v in jaxpr.outvars]
     of_carry = [m and s for m, s in zip(map(moves, carry), smooth, strict=False)]

@@ -2,15 +2,18 @@
 
 ``lax.scan`` slices its operands along axis 0 only, and transposing an array to have
 another axis there copies it. Here the body cuts its slice from the array itself. Left
-at that, reverse mode would add up one full array for each step, so derivatives take
-another *way*: through a transposed copy that is scanned. Nobody looks at its values, so
-the compiler drops it unless something is differentiated.
+at that, reverse mode would add up one full array for each step. So derivatives take
+another *way*: the array is handed on from step to step, and each step *takes* its slice
+out of it, which nobody takes again. In reverse the cotangent is handed on likewise, and
+each step writes its slice into it, where it belongs. What steps write has a way, too: the
+same in the other direction. Nobody looks at the values of ways, so the compiler drops them
+unless something is differentiated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +24,7 @@ from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.own_primitive import own_primitive
 from batchax.rules.masking import is_inexact
+from batchax.user_rules.linear import linear_with_transpose
 
 
 def scan_slices(
@@ -50,41 +54,96 @@ def scan_slices(
       The last carry, and the `ys` stacked along axis 0.
     """
     operands = [_operand(x, a, width, count) for x, a in zip(xs, axes, strict=True)]
+    handed = [x for x, operand in zip(xs, operands, strict=True) if operand.handed_on]
 
-    def body(carry: Any, scanned: Any) -> Any:
-        index, ways = scanned
-        parts = [part(index, way) for (_, part), way in zip(operands, ways, strict=True)]
-        return step(index, carry, parts)
+    def body(state: Any, scanned: Any) -> Any:
+        (carry, handed), (index, slices) = state, scanned
+        rest, parts, handed_on = iter(handed), [], []
+        for operand, part in zip(operands, slices, strict=True):
+            part = part if operand.same is None else operand.same
+            if operand.cut is not None:
+                start = index if width is None else index * np.int32(width)
+                part = part_of(operand.cut, start, operand.axis, width or 1)
+                if operand.handed_on:
+                    way, left = take(next(rest), start, operand.axis, width or 1)
+                    part = with_derivative_of(part, way)
+                    handed_on.append(left)
+                part = lax.squeeze(part, [operand.axis]) if width is None else part
+            parts.append(part)
+        carry, ys = step(index, carry, parts)
+        return (carry, handed_on), ys
 
-    scanned = lax.iota(np.int32, count), [way for way, _ in operands]
-    return lax.scan(body, carry, scanned, length=count, reverse=reverse, unroll=unroll)
-
-
-def _operand(
-    x: Value, axis: int | None, width: int | None, count: int
-) -> tuple[Any, Callable[[Any, Any], Any]]:
-    """What ``lax.scan`` slices for an operand, if anything, and how a step gets its part.
-
-    The second is a function of the index and of the slice that ``lax.scan`` took, the way of
-    derivatives.
-    """
-    if axis is None:
-        return None, lambda index, way: x
-
-    if count == 0 or (axis == 0 and x.shape[0] == count * (width or 1)):
-        return _slices_first(x, axis, width, count), lambda index, way: way
-    if not is_inexact(x):  # no derivative, so no way for one
-        return None, lambda index, way: _cut(x, index, axis, width)
-    fixed = lax.stop_gradient(x)
-    return _slices_first(x, axis, width, count), lambda index, way: with_derivative_of(
-        _cut(fixed, index, axis, width), way
+    scanned = lax.iota(np.int32, count), [operand.scanned for operand in operands]
+    (carry, _), ys = lax.scan(
+        body, (carry, handed), scanned, length=count, reverse=reverse, unroll=unroll
     )
+    return carry, ys
 
 
-def _cut(x: Value, index: Any, axis: int, width: int | None) -> Any:
-    start = index if width is None else index * np.int32(width)
-    part = lax.dynamic_slice_in_dim(x, start, width or 1, axis, allow_negative_indices=False)
-    return lax.squeeze(part, [axis]) if width is None else part
+class _Operand(NamedTuple):
+    """How a step gets its part of an operand.
+
+    Attributes:
+      same: what each step gets, if that is the same.
+      scanned: what ``lax.scan`` slices, if anything.
+      cut: what a step cuts its part from, if anything.
+      axis: along which it does.
+      handed_on: whether the operand is handed on, for derivatives of what is cut.
+    """
+
+    same: Any = None
+    scanned: Any = None
+    cut: Any = None
+    axis: int = 0
+    handed_on: bool = False
+
+
+def _operand(x: Value, axis: int | None, width: int | None, count: int) -> _Operand:
+    if axis is None:
+        return _Operand(same=x)
+    if count == 0 or (axis == 0 and x.shape[0] == count * (width or 1)):
+        return _Operand(scanned=_slices_first(x, axis, width, count))
+    if not is_inexact(x):  # no derivative, so no way for one
+        return _Operand(cut=x, axis=axis)
+    return _Operand(cut=lax.stop_gradient(x), axis=axis, handed_on=True)
+
+
+def take(array: Value, start: Any, axis: int, width: int) -> Any:
+    """A slice of an array that is handed on, and the array, without that slice.
+
+    It is there, but may not be looked at again. That is what makes this the transpose of `put`.
+    """
+
+    def ahead(at: Sequence[Any], arrays: Sequence[Value]) -> list[Any]:
+        return [part_of(arrays[0], at[0], axis, width), arrays[0]]
+
+    def back(at: Sequence[Any], cts: Sequence[Value]) -> list[Any]:
+        return [put_part(cts[1], cts[0], at[0], axis)]
+
+    return linear_with_transpose(ahead, back, [start], [array], key=("take", axis, width))
+
+
+def put(array: Value, part: Value, start: Any, axis: int) -> Any:
+    """An array that is handed on, with a slice where it had nothing before."""
+    width = part.shape[axis]
+
+    def ahead(at: Sequence[Any], operands: Sequence[Value]) -> list[Any]:
+        return [put_part(operands[0], operands[1], at[0], axis)]
+
+    def back(at: Sequence[Any], cts: Sequence[Value]) -> list[Any]:
+        return [cts[0], part_of(cts[0], at[0], axis, width)]
+
+    return linear_with_transpose(ahead, back, [start], [array, part], key=("put", axis, width))[0]
+
+
+def put_part(array: Value, part: Value, start: Any, axis: int) -> Any:
+    """`array` with `part` in the place of a slice of it."""
+    return lax.dynamic_update_slice_in_dim(array, part, start, axis, allow_negative_indices=False)
+
+
+def part_of(x: Value, start: Any, axis: int, width: int) -> Any:
+    """A slice of `x`."""
+    return lax.dynamic_slice_in_dim(x, start, width, axis, allow_negative_indices=False)
 
 
 def _slices_first(x: Value, axis: int, width: int | None, count: int) -> Any:

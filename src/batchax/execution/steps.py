@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from jax.extend.core import unmapped_aval
 from batchax import _compat
 from batchax.execution.buffers import blank
 from batchax.execution.eager import jitted
-from batchax.execution.slices import scan_slices, with_derivative_of
+from batchax.execution.slices import part_of, put, put_part, take, with_derivative_of
 from batchax.execution.watched import Steps
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.words import ClosedJaxpr, Value
@@ -38,6 +38,7 @@ class ScanProgram:
       steps: how many there are.
       reverse: whether the last step comes first.
       unroll: how many steps an iteration has; 0 for all, where their number is a symbol.
+      after: which of the xs is there by the time that memory for the ys is, and no sooner, if any.
     """
 
     body: ClosedJaxpr = field(compare=False)
@@ -47,6 +48,7 @@ class ScanProgram:
     steps: Steps
     reverse: bool
     unroll: int
+    after: int | None = None
     key: Hashable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -56,78 +58,158 @@ class ScanProgram:
         self, consts: Sequence[Value], carry: Sequence[Value], xs: Sequence[Value]
     ) -> list[Any]:
         """The last carry and the stacked ys."""
-        run = jitted(self, functools.partial(_run, self), inline=True)
+        run = jitted(self, functools.partial(run_steps, self), inline=True)
         return run(list(consts), list(carry), list(xs))
 
 
 # Compiled as one program, in which what only derivatives need is dropped. Outside of `jit` it would
 # be computed.
-def _run(
-    program: ScanProgram, consts: list[Value], carry: list[Value], xs: list[Value]
+def run_steps(
+    program: ScanProgram,
+    consts: list[Value],
+    carry: list[Value],
+    xs: list[Value],
+    differentiable: bool = True,
 ) -> list[Any]:
+    """The last carry and the ys, by JAX's loop; with ways for derivatives, if asked."""
     types = program.body.out_avals[program.n_carry :]
     axes, length = program.out_axes, program.steps.most
     sweeps = _sweeps(program, xs)
-    # lax.scan stacks along axis 0. Along another one, and for several sweeps, each step writes its
-    # entry where it belongs in an array that is part of the carry.
-    written = [k for k, a in enumerate(axes) if (a != 0 or len(sweeps) > 1) and length != 0]
-    # Their derivatives are those of what lax.scan stacks as well. Nobody looks at the values of
-    # that, so the compiler drops it where nothing is differentiated.
-    stacked = [k for k, t in enumerate(types) if k not in written or is_inexact(t)]
+    in_blocks, single = sweeps[0].width is not None, len(sweeps) == 1
+    sliced = {i: a for i, a in enumerate(program.in_axes) if a is not None}
+    # lax.scan slices and stacks along axis 0. Along another one, and for several sweeps, each step
+    # reads its entry, or writes it, where it is in the whole array.
+    scanned = [
+        i
+        for i, a in sliced.items()
+        if single and (sweeps[0].count == 0 or (a == 0 and not in_blocks))
+    ]
+    stacked = [
+        k for k, a in enumerate(axes) if length == 0 or (a == 0 and single and not in_blocks)
+    ]
+    read = {i: a for i, a in sliced.items() if i not in scanned}
+    written = {k: a for k, a in enumerate(axes) if k not in stacked}
+    x_blocks = [i for i, a in read.items() if in_blocks and _is_last(a, xs[i].ndim)]
+    y_blocks = [k for k, a in written.items() if in_blocks and _is_last(a, types[k].ndim + 1)]
+    fixed = {i: lax.stop_gradient(xs[i]) if is_inexact(xs[i]) else xs[i] for i in read}
     first = len(program.body.jaxpr.eqns)
-    arrays = []
-    for k in written:
-        array = blank(unmapped_aval(length, axes[k], types[k]), first + k)
-        arrays.append(_compat.varying_as(array, types[k]))
+    after = None if program.after is None else xs[program.after]
 
-    def one(carry: list[Value], entries: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        outs = eval_jaxpr(program.body.jaxpr, (), *consts, *carry, *entries)
-        return outs[: program.n_carry], outs[program.n_carry :]
+    def blanks(which: Iterable[int]) -> dict[int, Any]:
+        avals = {k: unmapped_aval(length, axes[k], types[k]) for k in which}
+        arrays = {k: blank(aval, first + k, after) for k, aval in avals.items()}
+        return {k: _compat.varying_as(array, types[k]) for k, array in arrays.items()}
 
-    def swept(sweep: _Sweep, state: Any) -> tuple[Any, list[Any]]:
-        def step(index: Any, state: Any, parts: list[Any]) -> Any:
-            carry, arrays = state
-            carry = _begin(program, sweep, index, carry)
-            carry, ys = (
-                _block(program, sweep.width, one, carry, parts)
-                if sweep.width
-                else one(carry, parts)
-            )
-            at = sweep.first + index * np.int32(sweep.width or 1)
-            arrays = [
-                lax.dynamic_update_slice_in_dim(
-                    array, _part(ys[k], axes[k], sweep.width), at, axes[k],
-                    allow_negative_indices=False,
-                )
-                for array, k in zip(arrays, written, strict=True)
-            ]  # fmt: skip
-            return (carry, arrays), [y if k in stacked else None for k, y in enumerate(ys)]
+    def cut(state: _State, i: int, start: Any, width: int) -> Any:
+        part = part_of(fixed[i], start, read[i], width)
+        if i in state.handed:
+            way, state.handed[i] = take(state.handed[i], start, read[i], width)
+            part = with_derivative_of(part, way)
+        return part
 
-        part = [
-            x if a is None or not sweep.first else lax.slice_in_dim(x, sweep.first, None, axis=a)
-            for x, a in zip(xs, program.in_axes, strict=True)
+    def write(state: _State, k: int, part: Any, start: Any) -> None:
+        if k in state.ways:
+            state.ways[k] = put(state.ways[k], part, start, written[k])
+            part = lax.stop_gradient(part)
+        state.arrays[k] = put_part(state.arrays[k], part, start, written[k])
+
+    def one(state: _State, at: Any, given: dict[int, Any]) -> tuple[_State, dict[int, Any]]:
+        state = state.copy()
+        for i in read:
+            if i not in given:
+                given[i] = lax.squeeze(cut(state, i, at, 1), [read[i]])
+        entries = [
+            x if a is None else given[i]
+            for i, (x, a) in enumerate(zip(xs, program.in_axes, strict=True))
         ]
-        state, ys = scan_slices(
-            step, state, part, program.in_axes, sweep.width, sweep.count,
+        outs = eval_jaxpr(program.body.jaxpr, (), *consts, *state.carry, *entries)
+        ys = dict(enumerate(outs[program.n_carry :]))
+        for k in written:
+            if k not in y_blocks:
+                write(state, k, expand_axis(ys.pop(k), written[k]), at)
+        return state._replace(carry=outs[: program.n_carry]), ys
+
+    def block(state: _State, at: Any, width: int) -> _State:
+        state = state.copy()
+        parts = {i: jnp.moveaxis(cut(state, i, at, width), read[i], 0) for i in x_blocks}
+        inner = state.without(x_blocks, y_blocks)
+        each = at + lax.iota(np.int32, width), parts
+        inner, ys = lax.scan(
+            lambda state, x: one(state, x[0], dict(x[1])),
+            inner, each, length=width, reverse=program.reverse,
+        )  # fmt: skip
+        for k in y_blocks:
+            write(state, k, jnp.moveaxis(ys[k], 0, written[k]), at)
+        return inner.with_rest(state)
+
+    def swept(sweep: _Sweep, state: _State) -> tuple[_State, Any]:
+        def step(state: _State, x: Any) -> tuple[_State, Any]:
+            index, given = x
+            state = state._replace(carry=_begin(program, sweep, index, state.carry))
+            at = sweep.first + index * np.int32(sweep.width or 1)
+            if sweep.width:
+                return block(state, at, sweep.width), {}
+            return one(state, at, dict(given))
+
+        given = {i: xs[i] if sliced[i] == 0 else jnp.moveaxis(xs[i], sliced[i], 0) for i in scanned}
+        return lax.scan(
+            step, state, (lax.iota(np.int32, sweep.count), given), length=sweep.count,
             reverse=program.reverse, unroll=1 if sweep.width else program.unroll,
         )  # fmt: skip
-        if sweep.width:
-            ys = [y if y is None else y.reshape(-1, *y.shape[2:]) for y in ys]
-        return state, ys
 
-    state, ys_of = (carry, arrays), {}
+    smooth = [k for k in written if differentiable and is_inexact(types[k])]
+    handed = {i: xs[i] for i in read if differentiable and is_inexact(xs[i])}
+    state, ys = _State(carry, handed, blanks(written), blanks(smooth)), {}
     for sweep in reversed(sweeps) if program.reverse else sweeps:
-        state, ys_of[sweep] = swept(sweep, state)
-    carry, arrays = state
-    program.steps.end(length, results=carry)
-    ys = [
-        None if pieces[0] is None else jnp.moveaxis(jnp.concatenate(pieces), 0, a)
-        for *pieces, a in zip(*(ys_of[sweep] for sweep in sweeps), axes, strict=True)
-    ]
-    for array, k in zip(arrays, written, strict=True):
-        array = _compat.weakly(array) if types[k].weak_type else array
-        ys[k] = with_derivative_of(array, ys[k]) if k in stacked else array
-    return [*carry, *ys]
+        state, ys = swept(sweep, state)
+    program.steps.end(length, results=state.carry)
+    ys = {k: y if axes[k] == 0 else jnp.moveaxis(y, 0, axes[k]) for k, y in ys.items()}
+    for k, array in state.arrays.items():
+        array = with_derivative_of(array, state.ways[k]) if k in smooth else array
+        ys[k] = _compat.weakly(array) if types[k].weak_type else array
+    return [*state.carry, *(ys[k] for k in range(len(types)))]
+
+
+class _State(NamedTuple):
+    """What a step hands on to the next.
+
+    Attributes:
+      carry: the user's.
+      handed: arrays that entries are taken of, for derivatives.
+      arrays: what the ys are written into.
+      ways: what they are put into, for derivatives.
+    """
+
+    carry: list[Value]
+    handed: dict[int, Any]
+    arrays: dict[int, Any]
+    ways: dict[int, Any]
+
+    def copy(self) -> _State:
+        """One to change."""
+        return _State(self.carry, dict(self.handed), dict(self.arrays), dict(self.ways))
+
+    def without(self, xs: Sequence[int], ys: Sequence[int]) -> _State:
+        """Without what only blocks of steps need."""
+        return _State(
+            self.carry,
+            {i: x for i, x in self.handed.items() if i not in xs},
+            {k: y for k, y in self.arrays.items() if k not in ys},
+            {k: y for k, y in self.ways.items() if k not in ys},
+        )
+
+    def with_rest(self, other: _State) -> _State:
+        """With what `other` has besides."""
+        return _State(
+            self.carry,
+            {**other.handed, **self.handed},
+            {**other.arrays, **self.arrays},
+            {**other.ways, **self.ways},
+        )
+
+
+def _is_last(axis: int, ndim: int) -> bool:
+    return axis > 0 and axis == ndim - 1
 
 
 class _Sweep(NamedTuple):
@@ -150,6 +232,8 @@ entries of four bytes. One at a time, each of them would be read for every step.
 steps over the columns of 4,096 rows took 2.3 times as long so as to transpose the array first;
 columns in blocks of 16 take 0.8 times as long, and no second array. Other sizes take longer."""
 
+_WIDTHS = (16, 20, 24, 12, 18, 22, 14, 10, 15, 21, 11, 13, 17, 19, 23, 9, 8)
+"""As good, if there is nothing left over, the better ones first."""
 
 _FEWEST = 4  # steps for which that is done
 
@@ -170,8 +254,10 @@ def _sweeps(program: ScanProgram, xs: Sequence[Value]) -> list[_Sweep]:
     )
     if not in_blocks:
         return [_Sweep(0, length, None)]
-    count, rest = divmod(length, _WIDTH)
-    sweeps = _Sweep(0, count, _WIDTH), _Sweep(count * _WIDTH, 1, rest)
+    # Blocks of one width are one loop, of a program that is compiled once.
+    width = next((n for n in _WIDTHS if length % n == 0), _WIDTH)
+    count, rest = divmod(length, width)
+    sweeps = _Sweep(0, count, width), _Sweep(count * width, 1, rest)
     return [sweep for sweep in sweeps if sweep.count and sweep.width]
 
 
@@ -191,25 +277,3 @@ def _begin(program: ScanProgram, sweep: _Sweep, index: Any, carry: list[Value]) 
         steps.begin(done)
     first = sweep.first + width == length if program.reverse else sweep.first == 0
     return steps.through(carry, done) if loops or (sweep.count == 1 and first) else carry
-
-
-def _block(
-    program: ScanProgram, width: int, one: Any, carry: list[Value], parts: Sequence[Any]
-) -> tuple[list[Any], list[Any]]:
-    """`width` steps: the carry after them, and their ys, stacked along axis 0."""
-    scanned = [
-        None if a is None else jnp.moveaxis(part, a, 0)
-        for part, a in zip(parts, program.in_axes, strict=True)
-    ]
-
-    def step(carry: list[Value], entries: list[Any]) -> tuple[list[Any], list[Any]]:
-        pairs = zip(parts, entries, program.in_axes, strict=True)
-        return one(carry, [part if a is None else entry for part, entry, a in pairs])
-
-    return lax.scan(step, carry, scanned, length=width, reverse=program.reverse)
-
-
-def _part(y: Value, axis: int, width: int | None) -> Any:
-    """What is written of the ys of a step, or of a block of them: values without derivatives."""
-    y = lax.stop_gradient(y) if is_inexact(y) else y
-    return expand_axis(y, axis) if width is None else jnp.moveaxis(y, 0, axis)

@@ -42,7 +42,7 @@ def jvp(
     count, _, consts, carry, _, returning, xs = form.split(primals)
     dots = form.split(tangents)
     groups = dots.consts, dots.carry, dots.xs
-    of_consts, of_carry, of_xs, _ = moving(guarded[0].jaxpr, form, *groups)
+    of_consts, of_carry, of_xs, _ = moving(guarded[0].jaxpr, form.n_carry, *groups)
     which = of_consts, of_carry, of_xs, places(list(map(moves, dots.returning)))
     derivative = _Derivative(guarded[0], guarded[1], form, *which)
     given = map(take, (*groups, dots.returning), which)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -178,6 +180,23 @@ def example_aval(axis: Axis, aval: Aval, position: Position) -> Any:
     return mapped_aval(aval.shape[position], position, aval)  # with lanes that repeat others
 
 
+_staging_lanes: ContextVar[bool] = ContextVar("batchax_staging_lanes", default=False)
+
+
+@contextmanager
+def _for_lanes() -> Iterator[None]:
+    token = _staging_lanes.set(True)
+    try:
+        yield
+    finally:
+        _staging_lanes.reset(token)
+
+
+def staging_lanes() -> bool:
+    """Whether a function of one example is being staged, whose program batchax will read."""
+    return _staging_lanes.get()
+
+
 def stage_function(
     axis: Axis,
     fun: Callable[..., Any],
@@ -202,7 +221,8 @@ def stage_function(
         if looks_here():
             f = _compat.keeping_calls(f)
         taken = _compat.mesh_axis_taken(axis.mesh_axis)
-        with recording.paused(axis), taken, without_mesh():
+        lanes = _for_lanes() if transformation != "scan" else nullcontext()
+        with recording.paused(axis), taken, without_mesh(), lanes:
             return _compat.stage(f, types, named, arg_names, transformation, selecting)
 
     try:
