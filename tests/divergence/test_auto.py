@@ -187,3 +187,15 @@ def test_a_loop_that_is_masked_may_ask_for_the_index_of_a_lane_around_it():
 
     xs = jnp.asarray(np.random.default_rng(0).uniform(0, 99, size=(3, N)), float)
     same(both(functools.partial(bx.vmap, divergence=FORCED))(xs), both(jax.vmap)(xs), None)
+
+
+def test_branches_that_lanes_take_apart_hold_no_tracer_of_the_loop_around_them():
+    def fun(n, x, y):
+        def step(s):
+            of_one = lambda x, y: jnp.sin(x)
+            return s[0] + 1, lax.cond(s[0] % 2 == 0, of_one, jnp.multiply, s[1], s[2]), s[2] + 1
+
+        return lax.while_loop(lambda s: s[0] < n, step, (0, x, y))
+
+    with jax.checking_leaks():
+        jax.make_jaxpr(bx.vmap(fun, divergence=FORCED))(np.arange(3), np.ones(3), np.ones(3))

@@ -484,6 +484,27 @@ def test_entries_that_are_read_once_put():
     check(entries_put_by_the_user, XS, ENTRIES, in_axes=(0, None))
 
 
+def test_indices_of_few_bits_reach_as_far_as_others():
+    """Alone, XLA clamps one that an entry is put at as if the axis were shorter by 256."""
+
+    def fun(dtype, x, entries):
+        table = x * jnp.arange(300, dtype=x.dtype)
+
+        def step(carry, entry):
+            k, y, puts = carry
+            i, y = halve(jnp.abs(y) + entry, 9)
+            index = (k * 60 + i).astype(dtype)
+            puts = lax.dynamic_update_slice(puts, y[None], (index,))
+            return (k + 1, y * 3, puts), lax.dynamic_slice(table, (index,), (1,))
+
+        return lax.scan(step, (0, x, jnp.zeros(300, x.dtype)), entries)
+
+    few, many = (functools.partial(fun, dtype) for dtype in (jnp.uint8, jnp.int32))
+    assert is_flat(few, XS, ENTRIES)
+    expected = one_by_one(many, (0, None), XS, ENTRIES)
+    check(few, XS, ENTRIES, in_axes=(0, None), expected=expected)
+
+
 def test_a_scan_may_be_given_what_is_more_weakly_typed_than_its_results():
     def fun(x, entries):
         def step(carry, entry):
