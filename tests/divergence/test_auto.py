@@ -199,3 +199,18 @@ def test_branches_that_lanes_take_apart_hold_no_tracer_of_the_loop_around_them()
 
     with jax.checking_leaks():
         jax.make_jaxpr(bx.vmap(fun, divergence=FORCED))(np.arange(3), np.ones(3), np.ones(3))
+
+
+def test_branches_that_lanes_take_apart_may_read_numbers_and_what_all_lanes_share():
+    table = np.arange(3, dtype=np.float32)
+
+    def fun(n, x):
+        yes, no = lambda x, k, c: jnp.sin(x) * k + c.sum(), lambda x, k, c: jnp.log(x) + k
+        return lax.cond(n % 2 == 0, yes, no, x, 2.0, table)
+
+    def both(vmap):
+        grad = jax.grad(lambda x: vmap(fun)(ns, x).sum())
+        return jax.jit(lambda x: (vmap(fun)(ns, x), grad(x)))
+
+    ns, xs = np.arange(5), np.linspace(1, 2, 5, dtype=np.float32)
+    same(both(functools.partial(bx.vmap, divergence=FORCED))(xs), both(jax.vmap)(xs), None)

@@ -188,10 +188,11 @@ class _Part:
     def _of_used(self) -> ClosedJaxpr:
         """The branch, from what it reads to what it computes."""
         jaxpr = self.program.jaxpr.replace(outvars=self.made)
-        blank = [None] * len(jaxpr.invars)
+        # Numbers stay in it; what outlives a trace holds none of its arrays.
+        others = [None if isinstance(x, jax.Array) else x for x in self.operands]
 
         def run(*xs: Any) -> list[Any]:
-            return eval_jaxpr(jaxpr, self.program.consts, *with_values(blank, self.used, xs))
+            return eval_jaxpr(jaxpr, self.program.consts, *with_values(others, self.used, xs))
 
         types = [self.program.in_avals[k] for k in self.used]
         return _compat.stage(run, types, _compat.names_in_scope())
