@@ -46,6 +46,20 @@ def test_lanes_leave_where_steps_are_dear():
     assert notes["widths"][0] <= 1024
 
 
+def test_on_few_cores_a_window_is_narrower_where_its_steps_are_products():
+    def elementwise(count, x, _):
+        fifty = lambda x: functools.reduce(lambda x, _: jnp.sin(x), range(50), x)
+        step = lambda c: (c[0] + 1, fifty(c[1]))
+        return lax.while_loop(lambda c: c[0] < count, step, (0, x))[1]
+
+    args = jnp.zeros(65536, int), jnp.zeros((65536, 64)), jnp.zeros((64, 64))
+    limits = ONE_DEVICE.limits
+    for fun, cores, share in ((dear, 2, 32), (dear, 8, 16), (elementwise, 2, 16)):
+        way = Auto(limits=limits._replace(cores=cores))
+        (notes,) = loops(fun, *args, in_axes=(0, 0, None), divergence=way)
+        assert notes["widths"] == (65536 // share,)
+
+
 def test_cheap_loops_are_as_they_were():
     (notes,) = loops(power, COUNTS, POINTS, divergence=ONE_DEVICE)
     assert notes["divergence"] == "masked"

@@ -113,11 +113,13 @@ def with_keys(x, entries):
 
 
 def in_calls(x, entries):
+    """One of which is made twice, and has a constant."""
+    table = np.linspace(1.0, 2.0, 9, dtype=np.float32)
+    halved = jax.jit(lambda x: halve(x * jnp.asarray(table)[4], 9)[1] * 3)
+
     @jax.jit
     def step(x, entry):
-        return jax.checkpoint(lambda x: jax.jit(halve, static_argnums=1)(x, 9)[1] * 3)(
-            jnp.abs(x) + entry
-        ), x
+        return jax.checkpoint(lambda x: halved(halved(x) + entry))(jnp.abs(x) + entry), x
 
     return lax.scan(step, x, entries)
 

@@ -9,6 +9,7 @@ program, before it is compiled; loops of cheap steps are the masked loops that t
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 from batchax.kernel.divergence import AnyLoop, BoundedLoop, Branches, PlacedOutputs, WhileLoop
 from batchax.kernel.varying import mesh_around
+from batchax.programs.cost import STEPS
 from batchax.rules.hazards import hazards
 
 
@@ -50,6 +52,10 @@ class Limits(NamedTuple):
     """nanoseconds that a step of a loop inside another takes for all lanes"""
     windows: tuple[int, ...] = (16, 8)
     """how many windows all lanes would fill: as many as leave one that is wide enough"""
+    narrower: int = 32
+    """how many they fill on so few cores that one is kept busy by less, and masks are not free"""
+    few: int = 2
+    """how many cores those are"""
     devices: int = 1
     """how many there may be, if lanes may be spread over them"""
     cores: int = os.cpu_count() or 1
@@ -116,7 +122,10 @@ class Auto(Compact):
         return run_flat(axis, loop, self.limits.nest)
 
     def _may_run_flat(self, axis: Axis, loop: AnyLoop) -> bool:
-        return price_of_loops(loop).of(axis.size) >= self.limits.nest
+        least = self.limits.nest
+        # The dearest of loops that take several steps is soon told, and mostly tells enough.
+        surely = dearest_step(loop) * axis.size >= STEPS * least
+        return surely or price_of_loops(loop).of(axis.size) >= least
 
     def _pays(self, branch: BranchCost) -> bool:
         limits = self.limits
@@ -131,9 +140,14 @@ class Auto(Compact):
             why = f"to move a lane costs as much as {step.moving:.2g} of its steps"
         else:
             limits = self.limits
-            enough = max(limits.begun * step.overhead, limits.busy * limits.cores / step.work)
+            begun = limits.begun * step.overhead
+            enough = max(begun, limits.busy * limits.cores / step.work)
             fitting = (w for n in limits.windows if enough <= (w := max(1, size // n)) < size)
-            widths = (next(fitting, size),)
+            width = next(fitting, size)
+            if width < size and limits.cores <= limits.few and step.begun >= step.work / 2:
+                # One core takes no longer for these than two take for all lanes, which are masked.
+                width = min(width, max(size // limits.narrower, math.ceil(begun)))
+            widths = (width,)
         return Plan(widths, None, 0, step.moving, False, why)
 
 

@@ -21,7 +21,7 @@ from jax.extend.core import Literal
 from batchax import _compat
 from batchax.divergence.branch_derivatives import run_differentiable
 from batchax.divergence.limits import can_move, refuse_collectives
-from batchax.divergence.widths import time_to_move
+from batchax.divergence.widths import time_begun, time_to_move
 from batchax.errors import UnsupportedError
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
 from batchax.execution.gathered_lanes import fitting_width
@@ -36,7 +36,7 @@ from batchax.kernel.derivatives import with_values
 from batchax.kernel.divergence import Branches, PlacedOutputs
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import any_uses_axis
-from batchax.programs.cost import STEPS, Cost, cost_of_program, costs_of_equations
+from batchax.programs.cost import STEPS, cost_of_program
 from batchax.programs.weights import TOGETHER
 from batchax.rules.branches import after_branches, one_branch, select_results
 from batchax.rules.hazards import hazards
@@ -172,18 +172,14 @@ class _Part:
         moving = time_to_move(moved)
         if self.pays is not None:
             chunk = fitting_width(_chunk(self.work), self.axis.size)
-            return self.pays(BranchCost(self.work, self._begun(), moving, chunk))
+            begun = time_begun(self.program.jaxpr, list(map(_differs, self.positions)))
+            return self.pays(BranchCost(self.work, begun, moving, chunk))
         # A loop of unknown length may cost anything. A callback is made for lanes that take the
         # branch only.
         if hazards(self.program.jaxpr).endless or _compat.calls_back(self.program.effects):
             return True
         least = _LEAST if self.width is None else 0.0
         return self.work > _GAIN * moving and self.work * self.axis.size >= least
-
-    def _begun(self) -> float:
-        differs = list(map(_differs, self.positions))
-        costs = costs_of_equations(self.program.jaxpr, {}, differs, STEPS)
-        return TOGETHER.time(sum((cost for cost in costs if cost.launches), Cost()))
 
     def _of_used(self) -> ClosedJaxpr:
         """The branch, from what it reads to what it computes."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -26,11 +27,12 @@ from batchax.divergence.price import (
     price_of_moving,
     total,
 )
-from batchax.divergence.scan_as_while import run_as_while
+from batchax.divergence.scan_as_while import opened_scan
 from batchax.jaxprs.bodies import bodies_of
-from batchax.jaxprs.evaluate import bind_equation, plan, variables_in, variables_read, walk
+from batchax.jaxprs.evaluate import plan, variables_in, variables_read
+from batchax.jaxprs.joined import called, copy_of, fresh, joined, named_inputs, renamed
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr
 from batchax.kernel.axis import Axis
 from batchax.kernel.differing import (
     Differs,
@@ -39,7 +41,7 @@ from batchax.kernel.differing import (
     differing_through,
     differs_of,
 )
-from batchax.kernel.inner import remembered, stage_function
+from batchax.kernel.inner import remembered
 from batchax.kernel.unvmap import asked_of_each_lane
 from batchax.kernel.written_out import written_out
 from batchax.programs.shapes import bytes_of
@@ -116,40 +118,64 @@ def _opened(axis: Axis, program: ClosedJaxpr, differs: Differs) -> ClosedJaxpr:
 
     And with each ``scan`` that holds one replaced by a ``while``.
     """
+    jaxpr = program.jaxpr
+    constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    opening = _Opening(axis, dict(zip(jaxpr.invars, differs, strict=True)), {}, constants, renamed)
+    eqns = list(opening.equations(jaxpr))
+    if len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns)):
+        return program
+    outputs = [called(v, opening.names) for v in jaxpr.outvars]
+    return joined(jaxpr, jaxpr.invars, eqns, outputs, constants)
 
-    def run(*values: Any) -> list[Any]:
-        jaxpr, consts = program.jaxpr, program.consts
-        return _run_opened(axis, jaxpr, consts, values, differs)[0]
 
-    return stage_function(axis, run, program.in_avals)
+@dataclass(frozen=True, eq=False)
+class _Opening:
+    """How a program is opened that is, or becomes, a part of another.
 
+    Attributes:
+      axis: the axis of the lanes.
+      apart: which of its variables differ between lanes: its inputs, and then all.
+      names: what its variables are called in the other program.
+      constants: the values of constants of that, which more join.
+      own: makes of an equation, with `names`, one that is in the program once.
+    """
 
-def _run_opened(
-    axis: Axis, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], differs: Differs
-) -> tuple[list[Any], list[bool]]:
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
-    apart = dict(zip(jaxpr.invars, differs, strict=True))
+    axis: Axis
+    apart: dict[Any, bool]
+    names: dict[Any, Any]
+    constants: dict[Any, Any]
+    own: Callable[[Eqn, dict[Any, Any]], Any]
 
-    def run_step(step: Any, operands: list[Any]) -> Sequence[Any]:
-        eqn = step.eqn
-        of_operands = differs_of(apart, eqn.invars)
-        of_results = differing_in(eqn, of_operands)
-        apart.update(zip(eqn.outvars, of_results.results, strict=True))
-        if eqn.primitive is while_p:
-            test = asked_of_each_lane(eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"])
-            return bind_equation(eqn, operands, cond_jaxpr=test)
-        if not of_results.parts:
-            return bind_equation(eqn, operands)
-        if eqn.primitive is scan_p:
-            return run_as_while(axis, eqn.params, operands)
+    def equations(self, jaxpr: Jaxpr) -> Iterator[Any]:
+        """Its equations, opened."""
+        for step in plan(jaxpr.eqns, jaxpr.outvars):
+            eqn = step.eqn
+            of_operands = differs_of(self.apart, eqn.invars)
+            of_results = differing_in(eqn, of_operands)
+            self.apart.update(zip(eqn.outvars, of_results.results, strict=True))
+            if eqn.primitive is while_p:
+                yield self._asked_of_each(self.own(eqn, self.names))
+            elif not of_results.parts:
+                yield self.own(eqn, self.names)
+            elif eqn.primitive is scan_p:
+                yield from opened_scan(self.axis, self.own(eqn, self.names), self.constants)
+            else:
+                yield from self._called(eqn, of_operands)
+
+    def _asked_of_each(self, eqn: Eqn) -> Any:
+        test = asked_of_each_lane(eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"])
+        if test is eqn.params["cond_jaxpr"]:
+            return eqn
+        return eqn.replace(params={**eqn.params, "cond_jaxpr": test})
+
+    def _called(self, eqn: Eqn, differs: Differs) -> Iterator[Any]:
         inner = written_out(eqn) or _compat.close(bodies_of(eqn)[0].program)
-        return _run_opened(axis, inner.jaxpr, inner.consts, operands, of_operands)[0]
-
-    def read(v: Any) -> Any:
-        return v.val if isinstance(v, Literal) else env[v]
-
-    walk(plan(jaxpr.eqns, jaxpr.outvars), env, read, run_step)
-    return list(map(read, jaxpr.outvars)), list(differs_of(apart, jaxpr.outvars))
+        names = named_inputs(inner, [called(v, self.names) for v in eqn.invars], self.constants)
+        apart = dict(zip(inner.jaxpr.invars, differs, strict=True))
+        inside = _Opening(self.axis, apart, names, self.constants, copy_of)
+        yield from inside.equations(inner.jaxpr)
+        results = [called(v, names) for v in inner.jaxpr.outvars]
+        self.names.update(zip(eqn.outvars, results, strict=True))
 
 
 class _Cut:
@@ -244,7 +270,7 @@ class _Cut:
         """Equations by the loop that needs them first; at last those that none does."""
         groups, left = [], list(eqns)
         for loop in self.inner:
-            needed = {s.eqn for s in _steps(left, loop.invars)}
+            needed = {s.eqn for s in plan(left, loop.invars)}
             groups.append([eqn for eqn in left if eqn in needed])
             left = [eqn for eqn in left if eqn not in needed]
         return [*groups, left]
@@ -342,32 +368,23 @@ class _Cut:
         `writes`, and something of the types of what is `spare`.
         """
         every = set(eqns) | set(self.again)
-        steps = _steps([e for e in self.body.jaxpr.eqns if e in every], outs)
+        steps = plan([e for e in self.body.jaxpr.eqns if e in every], outs)
         made = {v for step in steps for v in step.eqn.outvars} | set(given)
         read = [v for step in steps for v in step.eqn.invars] + list(outs)
         constants = dict(zip(self.body.jaxpr.constvars, self.body.consts, strict=True))
-        variables = dict.fromkeys(
-            v for v in variables_in(read) if not (v in made or v in constants)
-        )
-        own = {self.place[v]: v for v in variables}
+        ours = (v for v in variables_in(read) if not (v in made or v in constants))
+        own = {self.place[v]: v for v in dict.fromkeys(ours)}
         reads = tuple(dict.fromkeys([*more, *(k for k in own if k not in writes)]))
-        ours = [own.get(k) for k in reads]
-        inputs = [*ours, *given, *(own.get(k) for k in writes)]
-        types = [*(self.types[k] for k in reads), *(v.aval for v in given)]
-        types += [self.types[k] for k in writes]
-        types += [v.aval for v in spare]
-
-        def run(*values: Any) -> list[Any]:
-            env = constants | {v: x for v, x in zip(inputs, values, strict=False) if v is not None}
-            number = lambda v: v.val if isinstance(v, Literal) else env[v]
-            walk(steps, env, number, lambda step, xs: bind_equation(step.eqn, xs))
-            return list(map(number, outs))
-
-        return stage_function(self.axis, run, types), reads
-
-
-def _steps(eqns: Sequence[Eqn], outs: Sequence[Any]) -> list[Any]:
-    return [step._replace(dead=()) for step in plan(eqns, outs)]
+        inputs = [
+            # What is read and written comes with what is written.
+            *((None if k in writes else own.get(k), self.types[k]) for k in reads),
+            *((v, v.aval) for v in given),
+            *((own.get(k), self.types[k]) for k in writes),
+            *((None, v.aval) for v in spare),
+        ]
+        variables = [fresh(aval) if v is None else v for v, aval in inputs]
+        eqns = [step.eqn for step in steps]
+        return joined(self.body.jaxpr, variables, eqns, outs, constants), reads
 
 
 def _first_carry(loop: Eqn) -> list[Any]:

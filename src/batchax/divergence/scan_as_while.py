@@ -8,27 +8,44 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.core import eval_jaxpr
-from jax.extend.core import unmapped_aval
+from jax.extend.core import Literal, unmapped_aval
 from jax.extend.core.primitives import while_p
 
 from batchax import _compat
 from batchax.execution.buffers import blank
-from batchax.jaxprs.words import ClosedJaxpr
+from batchax.jaxprs.joined import called, copied, fresh, joined
+from batchax.jaxprs.words import ClosedJaxpr, Eqn
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import remembered, stage_function
 from batchax.rules.carried_axes import split_operands
 
+_COUNT = jax.typeof(np.int32(0))
 
-def run_as_while(axis: Axis, params: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results of a ``scan`` of one example, from a ``while``."""
-    consts, first = scan_as_while(axis, params, operands)
+
+def opened_scan(axis: Axis, eqn: Eqn, constants: dict[Any, Any]) -> list[Any]:
+    """A ``scan`` of one example, an equation, as a ``while``, with equations before it.
+
+    Constants of these join `constants`.
+    """
+    params = eqn.params
+    n_consts, n_carry = _compat.scan_counts(params)
     test, body = while_of_scan(axis, params)
-    carry = [*consts, *first]
-    outs = while_p.bind(
-        *carry, cond_nconsts=0, cond_jaxpr=test, body_nconsts=len(consts), body_jaxpr=body
+    consts, carry, xs = split_operands(eqn.invars, n_consts, n_carry)
+    make = lambda: stage_function(axis, lambda: _arrays(body, n_carry), [])
+    blanks = remembered(body, ("arrays of ys", axis), make)
+    before, arrays = copied(blanks, [], constants)
+    loop = eqn.replace(
+        primitive=while_p,
+        invars=[*consts, *xs, Literal(np.int32(0), _COUNT), *carry, *arrays],
+        outvars=[fresh(_COUNT), *eqn.outvars],
+        params={
+            "cond_nconsts": 0,
+            "cond_jaxpr": test,
+            "body_nconsts": n_consts + len(xs),
+            "body_jaxpr": body,
+        },
     )
-    return list(outs[1:])
+    return [*before, loop]
 
 
 def while_of_scan(axis: Axis, params: Any) -> tuple[ClosedJaxpr, ClosedJaxpr]:
@@ -39,35 +56,60 @@ def while_of_scan(axis: Axis, params: Any) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     """
     jaxpr, length, reverse = params["jaxpr"], params["length"], params["reverse"]
     n_consts, n_carry = _compat.scan_counts(params)
-    consts, carry, xs = split_operands(jaxpr.in_avals, n_consts, n_carry)
-    stacked = lambda aval: unmapped_aval(length, 0, aval)
-    ys = list(map(stacked, jaxpr.out_avals[n_carry:]))
-    count = jax.typeof(np.int32(0))
 
     def goes_on(step: Any, *_: Any) -> list[Any]:
         return [lax.lt(step, np.int32(length))]
 
-    def once(*values: Any) -> list[Any]:
-        own, each, (step, *state) = split_operands(values, n_consts, len(xs))
-        at = np.int32(length - 1) - step if reverse else step
-        within: Any = {"allow_negative_indices": False}
-        x = [
-            lax.squeeze(lax.dynamic_slice(x, _place(x, at), (1, *x.shape[1:]), **within), [0])
-            for x in each
-        ]
-        outs = eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *own, *state[:n_carry], *x)
-        ys = [
-            lax.dynamic_update_slice(y, lax.expand_dims(e, [0]), _place(y, at), **within)
-            for y, e in zip(state[n_carry:], outs[n_carry:], strict=True)
-        ]
-        return [step + np.int32(1), *outs[:n_carry], *ys]
-
     def build() -> tuple[ClosedJaxpr, ClosedJaxpr]:
-        state = [count, *carry, *ys]
-        once_types = [*consts, *map(stacked, xs), *state]
-        return stage_function(axis, goes_on, state), stage_function(axis, once, once_types)
+        once = _step(axis, jaxpr, n_consts, n_carry, length, reverse)
+        state = once.in_avals[len(once.in_avals) - len(once.out_avals) :]
+        return stage_function(axis, goes_on, state), once
 
     return remembered(jaxpr, ("as while", axis, length, reverse, n_consts, n_carry), build)
+
+
+def _step(
+    axis: Axis, program: ClosedJaxpr, n_consts: int, n_carry: int, length: int, reverse: bool
+) -> ClosedJaxpr:
+    """The body of the ``while``: takes entries of the xs, does what `program` does, puts the ys."""
+    within: Any = {"allow_negative_indices": False}
+
+    def place(step: Any) -> Any:
+        return np.int32(length - 1) - step if reverse else step
+
+    def take(step: Any, *xs: Any) -> list[Any]:
+        at = place(step)
+        return [
+            lax.squeeze(lax.dynamic_slice(x, _place(x, at), (1, *x.shape[1:]), **within), [0])
+            for x in xs
+        ]
+
+    def put(step: Any, *values: Any) -> list[Any]:
+        at, count = place(step), len(values) // 2
+        ys = [
+            lax.dynamic_update_slice(y, lax.expand_dims(e, [0]), _place(y, at), **within)
+            for y, e in zip(values[:count], values[count:], strict=True)
+        ]
+        return [step + np.int32(1), *ys]
+
+    jaxpr = program.jaxpr
+    consts, carry, entries = split_operands(jaxpr.invars, n_consts, n_carry)
+    new, results = jaxpr.outvars[:n_carry], jaxpr.outvars[n_carry:]
+    stacked = lambda v: unmapped_aval(length, 0, v.aval)
+    step, xs, ys = fresh(_COUNT), *([fresh(stacked(v)) for v in vs] for vs in (entries, results))
+    constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
+
+    def part(fun: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        staged = stage_function(axis, fun, [v.aval for v in operands])
+        return copied(staged, operands, constants)
+
+    before, taken = part(take, [step, *xs])
+    after, last = part(put, [step, *ys, *results])
+    names = dict(zip(taken, entries, strict=True))
+    before = [e.replace(outvars=[called(v, names) for v in e.outvars]) for e in before]
+    outputs = [last[0], *new, *last[1:]]
+    inputs = [*consts, *xs, step, *carry, *ys]
+    return joined(jaxpr, inputs, [*before, *jaxpr.eqns, *after], outputs, constants)
 
 
 def _place(x: Any, at: Any) -> list[Any]:
@@ -79,6 +121,10 @@ def scan_as_while(axis: Axis, params: Any, operands: Sequence[Any]) -> tuple[lis
     n_consts, n_carry = _compat.scan_counts(params)
     _, body = while_of_scan(axis, params)
     consts, carry, xs = split_operands(operands, n_consts, n_carry)
+    return [*consts, *xs], [np.int32(0), *carry, *_arrays(body, n_carry)]
+
+
+def _arrays(body: ClosedJaxpr, n_carry: int) -> list[Any]:
+    """The ys, before there are any."""
     ys = body.out_avals[1 + n_carry :]
-    arrays = [_compat.varying_as(blank(y, k), y) for k, y in enumerate(ys)]
-    return [*consts, *xs], [np.int32(0), *carry, *arrays]
+    return [_compat.varying_as(blank(y, k), y) for k, y in enumerate(ys)]

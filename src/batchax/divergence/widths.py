@@ -17,7 +17,7 @@ import jax
 
 from batchax.jaxprs.inside import with_inside
 from batchax.jaxprs.words import ClosedJaxpr, Jaxpr, Value
-from batchax.programs.cost import STEPS, Cost, cost_of_program
+from batchax.programs.cost import STEPS, Cost, cost_of_program, costs_of_equations
 from batchax.programs.shapes import bytes_of
 from batchax.programs.weights import LAUNCH, TOGETHER
 from batchax.rules.aliases import kept_carries
@@ -76,6 +76,7 @@ class Step:
     Attributes:
       length: operations in its programs, to be compiled.
       work: nanoseconds that a lane takes, of many that run at once, with its predicate.
+      begun: the part of it that is not one loop with what selects what lanes keep.
       overhead: how many lanes have as much work as it takes to begin its operations.
       moving: how many steps of a lane cost as much as moving it in and out of a window.
       held: bytes of what a lane carries.
@@ -83,6 +84,7 @@ class Step:
 
     length: int
     work: float
+    begun: float
     overhead: float
     moving: float
     held: int
@@ -102,6 +104,7 @@ class Step:
         return cls(
             length=sum(map(length, [*tests, body.jaxpr])),
             work=work,
+            begun=time_begun(body.jaxpr, differs),
             # What is fused is one operation more, in each of the programs.
             overhead=_device().begin * (cost.launches + 1 + len(tests)) / work,
             moving=min(moving / work, _MOST_TO_MOVE),
@@ -164,6 +167,12 @@ def time_to_move(arrays: Iterable[Value]) -> float:
     """What it costs to move arrays of a lane to the lanes it runs with, and back: nanoseconds."""
     each_way = (Cost(places=3, bytes=2 * bytes_of([a])) for a in arrays)  # read there, written here
     return TOGETHER.time(2 * sum(each_way, Cost()))
+
+
+def time_begun(jaxpr: Jaxpr, differs: Sequence[bool]) -> float:
+    """Nanoseconds that a lane takes in operations which are not fused with others."""
+    costs = costs_of_equations(jaxpr, {}, differs, STEPS)
+    return TOGETHER.time(sum((cost for cost in costs if cost.launches), Cost()))
 
 
 def _power_of_two(lanes: float) -> int:

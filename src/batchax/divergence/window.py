@@ -238,17 +238,20 @@ class _Window:
                 return np.False_  # nobody waits
             return some_wait & (count > 0) & self.plan.bears(wasted, np.int32(width))
 
-        consts = [
-            x if a is None else lax.slice_in_dim(x, 0, width, axis=a)
-            for x, a in zip(consts, self.positions, strict=True)
-        ]
-        first = [x[:width] for x in (active, *carry)]
-        state = (first[0], first[1:], tallies[k])
+        def narrow(x: Value, axis: Position) -> Any:
+            if axis is None or not k:
+                return x
+            return lax.slice_in_dim(x, 0, width, axis=axis)
+
+        consts = [narrow(x, a) for x, a in zip(consts, self.positions, strict=True)]
+        state = (narrow(active, 0), [narrow(x, 0) for x in carry], tallies[k])
         run, rows, tally, count = _steps(self.step, width, consts, left, stays, state, count)
-        everyone = [
-            lax.dynamic_update_slice_in_dim(x, row, 0, 0)
-            for x, row in zip((active, *carry), (run, *rows), strict=True)
-        ]
+        everyone = [run, *rows]
+        if k:
+            everyone = [
+                lax.dynamic_update_slice_in_dim(x, row, 0, 0)
+                for x, row in zip((active, *carry), everyone, strict=True)
+            ]
         return everyone, count, [*tallies[:k], tally, *tallies[k + 1 :]]
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from batchax import _compat
 from batchax.jaxprs.words import Eqn, Value
 from batchax.memo import Memo
@@ -23,10 +25,15 @@ def programs_inside(eqn: Eqn) -> list[Any]:
 
 def _add_programs(values: Iterable[Value], programs: list[Any]) -> None:
     for value in values:
+        if type(value) in _PLAIN:  # as most are, of which there are many
+            continue
         if isinstance(value, (tuple, list)):
             _add_programs(value, programs)
         elif isinstance(value, _compat.JAXPR_TYPES):
             programs.append(getattr(value, "jaxpr", value))
+
+
+_PLAIN = frozenset({int, bool, str, float, type(None), np.dtype, type(np.dtype(float))})
 
 
 def with_inside(

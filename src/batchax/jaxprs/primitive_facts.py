@@ -81,6 +81,9 @@ UNKNOWN = Facts()
 # the module that owns them is imported. A third party's may have the same name.
 _facts: dict[_compat.Primitive | str, Facts] = {}
 
+# What is known of primitives that have been asked about: of each equation many ask several times.
+_asked: dict[_compat.Primitive, Facts] = {}
+
 
 def enter(table: str, **facts: Any) -> tuple[str, ...]:
     """Enters a table of primitives of JAX: in each line words, and the names they are true of.
@@ -108,11 +111,18 @@ def describe(primitives: Iterable[_compat.Primitive | str], **facts: Any) -> Non
     """Enters what is true of some primitives, besides what has been entered."""
     for primitive in primitives:
         _facts[primitive] = replace(_facts.get(primitive, UNKNOWN), **facts)
+    _ask_again()
 
 
 def forget(primitive: _compat.Primitive) -> None:
     """Takes back what a maker of rules said of a primitive, whose rule is another one now."""
     _facts.pop(primitive, None)
+    _ask_again()
+
+
+def _ask_again() -> None:
+    global _asked
+    _asked = {}  # another one: what a thread has looked up before now goes to the old one
 
 
 def body_parameter(primitive: _compat.Primitive, params: Mapping[str, Any]) -> str:
@@ -128,6 +138,16 @@ def has_entry(primitive: _compat.Primitive) -> bool:
 
 def facts_of(primitive: _compat.Primitive) -> Facts:
     """What is known of a primitive."""
+    asked = _asked
+    facts = asked.get(primitive)
+    if facts is None:
+        facts = _find(primitive)
+        if _compat.find_primitive(primitive.name) is not None:  # whose namesakes are known by now
+            asked[primitive] = facts
+    return facts
+
+
+def _find(primitive: _compat.Primitive) -> Facts:
     facts = _facts.get(primitive)
     if facts is not None:
         return facts

@@ -15,7 +15,7 @@ from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.words import Eqn, Jaxpr
 from batchax.memo import Memo
 from batchax.programs import prices
-from batchax.programs.inner import Inner, integers_in, programs_in
+from batchax.programs.inner import Inner, integers_given, integers_in, programs_in
 from batchax.programs.shapes import bytes_of, reads_symbols, size_of
 
 STEPS = 16  # that a loop may be taken to run, where a guess of their number is wanted
@@ -130,12 +130,11 @@ def cost_of_program(
       integers: integers that are known of its inputs.
       differs, steps: as for an equation, of its inputs.
     """
-    integers = integers_in(jaxpr, integers)
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    program, given = getattr(jaxpr, "jaxpr", jaxpr), integers_given(jaxpr, integers)
     marks = None if differs is None else tuple(differs)
-    key = (*map(integers.get, (*jaxpr.constvars, *jaxpr.invars)), marks, steps)
-    count = lambda: _sum(costs_of_equations(jaxpr, integers, marks, steps))
-    return count() if reads_symbols() else _costs.get(key, count, owner=jaxpr)
+    key = (*map(given.get, (*program.constvars, *program.invars)), marks, steps)
+    count = lambda: _sum(costs_of_equations(program, integers_in(program, given), marks, steps))
+    return count() if reads_symbols() else _costs.get(key, count, owner=program)
 
 
 def costs_of_equations(

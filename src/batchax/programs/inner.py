@@ -218,11 +218,7 @@ def integers_in(program: Any, inputs: Mapping[Any, int] | None = None) -> dict[A
       program: the program; with its constants, if it is a closed one.
       inputs: integers that are known of its inputs.
     """
-    jaxpr = _open(program)
-    integers = dict(inputs or {})
-    for var, value in zip(jaxpr.constvars, getattr(program, "consts", ()), strict=False):
-        if _is_integer(value):
-            integers[var] = int(value)
+    jaxpr, integers = _open(program), integers_given(program, inputs)
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         keeps = facts_of(eqn.primitive).alias
@@ -231,6 +227,15 @@ def integers_in(program: Any, inputs: Mapping[Any, int] | None = None) -> dict[A
         values = [n for v in eqn.invars if (n := _integer(v, integers)) is not None]
         if len(values) == len(eqn.invars):
             integers[eqn.outvars[0]] = _OF_TWO[name](*values) if name in _OF_TWO else values[0]
+    return integers
+
+
+def integers_given(program: Any, inputs: Mapping[Any, int] | None = None) -> dict[Any, int]:
+    """Those of `integers_in` that are constants or inputs: the others follow from them."""
+    integers = dict(inputs or {})
+    for var, value in zip(_open(program).constvars, getattr(program, "consts", ()), strict=False):
+        if _is_integer(value):
+            integers[var] = int(value)
     return integers
 
 
