@@ -7,7 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.flatten_util import ravel_pytree
 
+from benchmarks.slow.others import DIMENSIONS, convolve, patches
 from benchmarks.slow.workload import HAND, Slow
 from benchmarks.workload import normal
 
@@ -42,6 +46,16 @@ def clipped_gradient(parameters: Any, x: Any, y: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf * jnp.minimum(1.0, MOST / norm), g)
 
 
+def clipped_by_optax(parameters: Any, x: Any, y: Any) -> Any:
+    g = jax.grad(loss)(parameters, x, y)
+    return optax.clip_by_global_norm(MOST).update(g, optax.EmptyState())[0]
+
+
+def clipped_as_one_vector(parameters: Any, x: Any, y: Any) -> Any:
+    g, unravel = ravel_pytree(jax.grad(loss)(parameters, x, y))
+    return unravel(g * jnp.minimum(1.0, MOST / jnp.linalg.norm(g)))
+
+
 def clipped_gradients_by_hand(parameters: Any, x: Any, y: Any) -> Any:
     activations = [x]
     for w, b in parameters[:-1]:
@@ -55,6 +69,59 @@ def clipped_gradients_by_hand(parameters: Any, x: Any, y: Any) -> Any:
     norms = jnp.sqrt(sum(((a**2).sum(1) + 1) * (d**2).sum(1) for a, d in pairs))
     scale = jnp.minimum(1.0, MOST / norms)[:, None]
     return [(a.T @ (d * scale), (d * scale).sum(0)) for a, d in pairs]
+
+
+def pooled(x: Any) -> Any:
+    *shape, h, w = x.shape
+    return x.reshape(*shape, h // 2, 2, w // 2, 2).mean((-3, -1))
+
+
+def convolutional_loss(parameters: Any, x: Any, y: Any) -> Any:
+    *kernels, (w, b) = parameters
+    for k, c in kernels:
+        x = pooled(jnp.tanh(convolve(k, x) + c[:, None, None]))
+    return -jax.nn.log_softmax(x.ravel() @ w + b)[y]
+
+
+def clipped_convolutions(parameters: Any, x: Any, y: Any) -> Any:
+    g = jax.grad(convolutional_loss)(parameters, x, y)
+    return optax.clip_by_global_norm(MOST).update(g, optax.EmptyState())[0]
+
+
+def clipped_convolutions_by_hand(parameters: Any, x: Any, y: Any) -> Any:
+    *kernels, (w, b) = parameters
+    n = len(x)
+
+    def total(added: Any) -> Any:
+        *inner, last = added
+        seen, a = [], x
+        for (k, c), more in zip(kernels, inner, strict=True):
+            seen.append(patches(a, 3).reshape(n, -1, a.shape[2] * a.shape[3]))
+            out = lax.conv_general_dilated(a, k, (1, 1), "SAME", dimension_numbers=DIMENSIONS)
+            a = pooled(jnp.tanh(out + c[:, None, None] + more))
+        a = a.reshape(n, -1)
+        likely = jax.nn.log_softmax(a @ w + b + last)
+        return -jnp.take_along_axis(likely, y[:, None], 1).sum(), (seen, a)
+
+    sizes = [x.shape[2] >> depth for depth in range(len(kernels))]
+    inner = [jnp.zeros((n, len(k), s, s)) for (k, _), s in zip(kernels, sizes, strict=True)]
+    (*deltas, delta), (seen, a) = jax.grad(total, has_aux=True)([*inner, jnp.zeros((n, len(b)))])
+    flat = [d.reshape(*d.shape[:2], -1) for d in deltas]
+    own = [(d @ jnp.swapaxes(s, 1, 2), d.sum(2)) for d, s in zip(flat, seen, strict=True)]
+    norms = sum((g**2).sum((1, 2)) + (h**2).sum(1) for g, h in own)
+    scale = jnp.minimum(1.0, MOST / jnp.sqrt(norms + ((a**2).sum(1) + 1) * (delta**2).sum(1)))
+    sums = [
+        (jnp.tensordot(scale, g, 1).reshape(k.shape), scale @ h)
+        for (g, h), (k, _) in zip(own, kernels, strict=True)
+    ]
+    return [*sums, (a.T @ (delta * scale[:, None]), scale @ delta)]
+
+
+def _with_kernels(lanes: int) -> Any:
+    shapes = (8, 1, 3, 3), (16, 8, 3, 3), (7 * 7 * 16, 10)
+    widths = 8, 16, 10
+    parameters = [(normal(*s) / 10, normal(m)) for s, m in zip(shapes, widths, strict=True)]
+    return parameters, normal(lanes, 1, 28, 28, seed=1), jnp.arange(lanes) % 10
 
 
 def _parameters() -> Any:
@@ -102,5 +169,43 @@ WORKLOADS = [
         in_axes=(None, 0, 0),
         summed=True,
         options={"batch_size": 64},
+    ),
+    *(
+        Slow(
+            name,
+            FAMILY,
+            one,
+            clipped_gradients_by_hand,
+            _images,
+            lanes=512,
+            goal=1.2,
+            rival=HAND,
+            in_axes=(None, 0, 0),
+            summed=True,
+        )
+        for name, one in (
+            ("the same, by optax", clipped_by_optax),
+            ("the same, as one vector", clipped_as_one_vector),
+        )
+    ),
+    *(
+        Slow(
+            name,
+            FAMILY,
+            clipped_convolutions,
+            clipped_convolutions_by_hand,
+            _with_kernels,
+            lanes=128,
+            goal=1.2,
+            rival=HAND,
+            in_axes=(None, 0, 0),
+            summed=True,
+            options=options,
+            uses=(patches, pooled),
+        )
+        for name, options in (
+            ("of a convolutional network, by optax", {}),
+            ("of it, 32 at a time", {"batch_size": 32}),
+        )
     ),
 ]
