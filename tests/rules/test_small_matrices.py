@@ -4,9 +4,11 @@ import math
 
 import jax
 import jax.numpy as jnp
+import jax.scipy.linalg as jsl
 import numpy as np
 import pytest
 from jax import lax
+from jax.lax import linalg as ll
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -15,7 +17,7 @@ from batchax.small.table import DECOMPOSITIONS
 
 from support.oracle import same
 
-LANES = 256
+LANES = 512
 LOOSE = dict(rtol=2e-3, atol=2e-3)
 rng = np.random.default_rng(0)
 
@@ -26,7 +28,11 @@ def definite(*lead, n=2):
 
 
 # For each decomposition a function of one matrix that has it.
-FUNCTIONS = {"cholesky": lambda a: jnp.linalg.cholesky(a) @ jnp.arange(1.0, 3.0)}
+FUNCTIONS = {
+    "cholesky": lambda a: jnp.linalg.cholesky(a) @ jnp.arange(1.0, 3.0),
+    "lu": lambda a: ll.lu(a)[0] @ jnp.arange(1.0, 3.0),
+    "triangular_solve": lambda a: jsl.solve_triangular(a, jnp.arange(1.0, 3.0) + a[0], lower=True),
+}
 
 
 def primitives(fun, *args):
@@ -55,7 +61,7 @@ WAYS = {
     "jacobian around": lambda v, f: lambda xs: jax.jacfwd(v(f))(xs[:LANES]).sum(-3),
 }
 OURS = {
-    "in chunks": lambda f: bx.vmap(f, batch_size=100),
+    "in chunks": lambda f: bx.vmap(f, batch_size=300),
     "compact": lambda f: bx.vmap(f, divergence="compact"),
     "not first": lambda f: lambda xs: bx.vmap(f, 1)(xs.swapaxes(0, 1)),
     "library": lambda f: bx.vmap(f, small_matrices="library"),
@@ -113,6 +119,8 @@ def test_where_it_is_used():
     uses = lambda fun, *args: "small_matrices" in primitives(fun, *args)
     assert uses(bx.vmap(f), xs)
     assert not uses(bx.vmap(f), xs[:2])
+    assert uses(bx.vmap(jnp.linalg.inv), xs)
+    assert not uses(bx.vmap(jnp.linalg.inv), xs[:100])
     assert not uses(bx.vmap(f), jnp.zeros((LANES, 100, 100)))
     assert not uses(bx.vmap(f), jnp.zeros((LANES, 0, 0)))
     assert not uses(bx.vmap(f, small_matrices="library"), xs)

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 from batchax.jaxprs.words import Aval
 from batchax.small.cholesky import cholesky
+from batchax.small.lu import lu
 from batchax.small.pays import pays
+from batchax.small.triangular_solve import triangular_solve
 
 
 class Decomposition(NamedTuple):
@@ -28,6 +30,8 @@ class Decomposition(NamedTuple):
 
 DECOMPOSITIONS = {
     "cholesky": Decomposition(cholesky, (2,)),
+    "lu": Decomposition(lu, (2,)),
+    "triangular_solve": Decomposition(triangular_solve, (2, 2)),
 }
 
 
@@ -43,4 +47,4 @@ def lanes_last_pays(primitive: str, lane: Sequence[Aval], lanes: int, params: An
     decomposition = DECOMPOSITIONS.get(primitive)
     if decomposition is None or not decomposition.serves(lane, params):
         return False
-    return pays(primitive, lane[0].dtype.name, lane[0].shape[0], lanes)
+    return pays(primitive, lane[0].dtype.name, max(lane[0].shape), lanes)
