@@ -29,9 +29,11 @@ def definite(*lead, n=2):
 
 # For each decomposition a function of one matrix that has it.
 FUNCTIONS = {
-    "cholesky": lambda a: jnp.linalg.cholesky(a) @ jnp.arange(1.0, 3.0),
-    "lu": lambda a: ll.lu(a)[0] @ jnp.arange(1.0, 3.0),
-    "triangular_solve": lambda a: jsl.solve_triangular(a, jnp.arange(1.0, 3.0) + a[0], lower=True),
+    "cholesky": lambda a: jnp.linalg.cholesky(a) @ jnp.arange(1.0, 3.0, dtype=a.dtype),
+    "lu": lambda a: ll.lu(a)[0] @ jnp.arange(1.0, 3.0, dtype=a.dtype),
+    "triangular_solve": lambda a: jsl.solve_triangular(
+        a, jnp.arange(1.0, 3.0, dtype=a.dtype) + a[0], lower=True
+    ),
 }
 
 
