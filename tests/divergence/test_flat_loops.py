@@ -486,6 +486,7 @@ def test_entries_that_are_read_once_put():
     check(entries_put_by_the_user, XS, ENTRIES, in_axes=(0, None))
 
 
+@pytest.mark.each_commit(1)
 def test_indices_of_few_bits_reach_as_far_as_others():
     """Alone, XLA clamps one that an entry is put at as if the axis were shorter by 256."""
 
