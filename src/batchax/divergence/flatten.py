@@ -13,6 +13,7 @@ from jax.extend.core.primitives import scan_p, while_p
 from batchax import _compat
 from batchax.divergence.cut import nest_of, price_inside
 from batchax.divergence.flat import FlatLoop
+from batchax.divergence.flat_bounded import run_flat_bounded
 from batchax.divergence.limits import can_move, rule_of_user
 from batchax.divergence.loop_primitive import bind
 from batchax.divergence.loops import as_weak_as, with_index
@@ -28,9 +29,12 @@ from batchax.kernel.differing import differing_in_steps, differing_in_while
 from batchax.kernel.divergence import AnyLoop, PlacedOutputs, WhileLoop
 from batchax.kernel.inner import remembered, stage_function
 from batchax.kernel.named_axes import any_uses_axis
+from batchax.kernel.written_out import LOOPS
 from batchax.rules.carried_axes import match_carry, split_operands
 from batchax.rules.hazards import find_collective
 from batchax.rules.lane_calls import is_seen
+
+_BODIES = {"scan": "jaxpr", "while": "body_jaxpr", "bounded_loop": "body", "reverse_sweep": "back"}
 
 
 def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
@@ -43,11 +47,13 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
       loop: the loop.
       least: nanoseconds that a step of the loops inside must take for all lanes.
     """
-    body = loop.params["jaxpr" if loop.primitive is scan_p else "body_jaxpr"]
+    body = loop.params[_BODIES[loop.primitive.name]]
     if not holds_while.in_program(body):  # as most do not: the rest is asked of few
         return None
     if not can_move(axis, loop.args):
         return None
+    if loop.primitive.name in LOOPS:
+        return run_flat_bounded(axis, loop)
     form = (_scan if loop.primitive is scan_p else _while)(axis, loop)
     if form is None:
         return None

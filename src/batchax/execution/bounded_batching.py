@@ -27,7 +27,7 @@ from batchax.execution.reverse_sweep import reverse_sweep, reverse_sweep_p
 from batchax.jaxprs.words import Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
-from batchax.kernel.divergence import BoundedLoop, PlacedOutputs
+from batchax.kernel.divergence import AnyLoop, BoundedLoop, PlacedOutputs
 from batchax.kernel.inner import ANYWHERE, batch_inner
 from batchax.kernel.interpreter import interpret
 from batchax.rules.carried_axes import settle
@@ -36,7 +36,7 @@ from batchax.rules.lane_calls import is_seen, with_active
 from batchax.rules.mask_plan import MaskPlan, plan_masking
 from batchax.rules.masked_loops import predicate, predicate_if
 from batchax.rules.masking import is_inexact, run_masked, select_lanes
-from batchax.rules.parting import run_parting
+from batchax.rules.parting import axis_for, run_parting
 
 Step = Callable[[Any, Values, Values, Values], tuple[Values, Values]]
 """As a `LoopStep`, of the lanes that are active: they come first."""
@@ -45,13 +45,27 @@ Step = Callable[[Any, Values, Values, Values], tuple[Values, Values]]
 def batch_loop(
     axis: Axis, args: Any, axes: Any, /, *, test: Any, body: Any, guarded: Any, form: Form
 ) -> PlacedOutputs:
+    params = {"test": test, "body": body, "guarded": guarded, "form": form}
+    axis, placed = _flat(axis, AnyLoop(bounded_loop_p, params, args, axes))
+    if placed is not None:
+        return placed
     return batch_bounded_loop(axis, BoundedLoop(test, [body], [guarded], form, args, axes))
 
 
 def batch_sweep(
     axis: Axis, args: Any, axes: Any, /, *, forth: Any, back: Any, guarded: Any, form: SweepForm
 ) -> PlacedOutputs:
+    params = {"forth": forth, "back": back, "guarded": guarded, "form": form}
+    axis, placed = _flat(axis, AnyLoop(reverse_sweep_p, params, args, axes))
+    if placed is not None:
+        return placed
     return batch_bounded_loop(axis, BoundedLoop(None, [forth, back], guarded, form, args, axes))
+
+
+def _flat(axis: Axis, loop: AnyLoop) -> tuple[Axis, PlacedOutputs | None]:
+    """The axis as lanes have a use for it, and the results if each is at a place of its own."""
+    axis = axis_for(axis, loop)
+    return axis, None if axis.divergence is None else axis.divergence.run_nest(axis, loop)
 
 
 def batch_bounded_loop(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:

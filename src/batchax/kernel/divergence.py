@@ -79,7 +79,9 @@ class BoundedLoop:
 
 @dataclass(frozen=True, eq=False)
 class AnyLoop:
-    """A ``scan`` or a ``while`` of one example, in which there may be loops that lanes leave.
+    """A loop of one example, in which there may be loops that lanes leave.
+
+    A ``scan``, a ``while``, a bounded loop or the sweep back over one.
 
     Attributes:
       primitive, params: the equation.
