@@ -44,7 +44,8 @@ def run_flat_bounded(axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
     if operations is None:
         recording.note(why="a step uses the name of an axis")
         return None
-    at, front = tuple(loop.axes), [0] * len(program.out_avals)
+    at = tuple(loop.axes)
+    front: list[Position] = [0] * len(program.out_avals)
     with recording.paused(axis):
         flat, _ = batch_inner(axis, operations, at, front, varying_of(loop.args))
     loops = [eqn.params["loop"] for eqn in flat.jaxpr.eqns if "loop" in eqn.params]
