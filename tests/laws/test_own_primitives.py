@@ -158,6 +158,11 @@ def drawing(f):
     return drawn
 
 
+def sorting(f):
+    """`f` times a number that depends on the order of others."""
+    return lambda x: f(x) * jnp.sort(jnp.stack([x, 2 - x, x * x])) @ FACTORS
+
+
 # For each primitive, of a function of a number: a function with the primitive around that one or
 # beside it, and the same without.
 AROUND = {
@@ -191,6 +196,7 @@ AROUND = {
     ),
     "summed": lambda f: (lambda x: summed_p.bind(f(x), x, terms=()), f),
     "small_matrices": lambda f: (together(factored(f)), lambda x: f(x) * f(x)),
+    "sorted_floats": lambda f: (each(sorting(f), bx.vmap), each(sorting(f))),
     "drawn": lambda f: (each(drawing(f), bx.vmap), each(drawing(f))),
 }
 

@@ -14,6 +14,7 @@ from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, shift_dims
 from batchax.kernel.registry import register_rule
 from batchax.kernel.rule_makers import matched
+from batchax.rules.sorting_by_image import sorted_floats_p
 
 enter(": approx_top_k sort top_k")
 
@@ -26,6 +27,11 @@ def _sort(
         return _sort_by_shared_keys(args, axes, dimension, num_keys, **params)
     operands, position = matched(axis, args, axes)
     (dim,) = shift_dims((dimension,), position)
+    if len(operands) == 1:  # what is equal is the same, but for zeros
+        if jnp.issubdtype(operands[0].dtype, jnp.floating):
+            return [sorted_floats_p.bind(operands[0], dimension=dim)], [position]
+        if jnp.issubdtype(operands[0].dtype, jnp.integer):
+            params["is_stable"] = False
     outs = lax.sort_p.bind(*operands, dimension=dim, num_keys=num_keys, **params)
     return outs, [position] * len(outs)
 
