@@ -19,6 +19,7 @@ from jax.extend import source_info_util
 current_name_stack = source_info_util.current_name_stack
 name_stack_extended = source_info_util.transform_name_stack
 current_source = source_info_util.current
+in_source = source_info_util.user_context  # of frames, and with keyword `name_stack`
 
 BATCHAX = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
@@ -28,9 +29,8 @@ source_info_util.register_exclusion(BATCHAX)
 
 def user_source(source_info: Any, outer_name_stack: Any) -> AbstractContextManager[None]:
     """Context under which emitted operations carry the user's line and names."""
-    return source_info_util.user_context(
-        source_info.traceback, name_stack=outer_name_stack + source_info.name_stack
-    )
+    stack = outer_name_stack + source_info.name_stack
+    return in_source(source_info.traceback, name_stack=stack)
 
 
 def user_line(source_info: Any, running: bool = False) -> str:

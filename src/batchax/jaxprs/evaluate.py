@@ -6,6 +6,7 @@ differ in what stands for a value, and in what they do with an equation.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -81,15 +82,22 @@ def walk(
     run_step: Callable[[Any, list[Any]], Iterable[Any]],
 ) -> None:
     """Runs steps one after another, from what `env` holds; there it leaves what they make."""
-    outer_names = _compat.current_name_stack()
-    for step in steps:
-        operands = list(map(read, step.inputs))
-        with _compat.user_source(step.eqn.source_info, outer_names), step.eqn.ctx.manager:
-            outs = run_step(step, operands)
-        env.update(zip(step.outputs, outs, strict=True))
-        for v in step.dead:
-            del env[v]
-        operands = outs = None  # these would keep dead values alive
+    outer, names = _compat.current_name_stack(), None
+    # JAX has one object for all equations of the same surroundings, or of the same names.
+    for surroundings, alike in itertools.groupby(steps, lambda step: step.eqn.ctx):
+        with surroundings.manager:
+            for step in alike:
+                source = step.eqn.source_info
+                if source.name_stack is not names:
+                    names = source.name_stack
+                    stack = outer + names
+                operands = [read(v) for v in step.inputs]
+                with _compat.in_source(source.traceback, name_stack=stack):
+                    outs = run_step(step, operands)
+                env.update(zip(step.outputs, outs, strict=True))
+                for v in step.dead:
+                    del env[v]
+                operands = outs = None  # these would keep dead values alive
 
 
 def bind_equation(eqn: Eqn, operands: Sequence[Value], **changes: Any) -> Sequence[Any]:

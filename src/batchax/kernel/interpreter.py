@@ -123,13 +123,13 @@ def batch_equation(
     if checked:
         operands = vary_alike(eqn, operands)
         shared = shared and _fits(eqn, operands)
-    batch = create_batched if creates_batched else functools.partial(_batch, shared, whole)
+    how = shared, creates_batched, whole
     if recording.is_on():
         with recording.equation(axis, eqn, operand_axes, shared) as record:
-            outs, out_axes = batch(axis, eqn, operands, operand_axes)
+            outs, out_axes = _batch(axis, eqn, operands, operand_axes, *how)
             record.out_axes = tuple(out_axes)
     else:
-        outs, out_axes = batch(axis, eqn, operands, operand_axes)
+        outs, out_axes = _batch(axis, eqn, operands, operand_axes, *how)
     return (as_lanes(axis, outs, out_axes) if checked else outs), out_axes
 
 
@@ -193,16 +193,19 @@ def _fits(eqn: Eqn, operands: Sequence[Value]) -> bool:
 
 
 def _batch(
-    shared: bool,
-    whole: ProgramRun | None,
     axis: Axis,
     eqn: Eqn,
     operands: list[Value],
     operand_axes: list[Position],
+    shared: bool,
+    creates_batched: bool,
+    whole: ProgramRun | None,
 ) -> tuple[Sequence[Any], Sequence[Position]]:
     primitive = eqn.primitive
     if shared:
         return bind_equation(eqn, operands), [None] * len(eqn.outvars)
+    if creates_batched:
+        return create_batched(axis, eqn, operands, operand_axes)
     registered = find(primitive)
     if registered is None:
         return run_without_rule(axis, eqn, operands, operand_axes)

@@ -179,8 +179,10 @@ def aligned(args: Any, axes: Any) -> tuple[list[Any], int]:
 
     Unbatched operands get an axis of size one; unbatched scalars stay scalars.
     """
-    forms = {(np.ndim(x), a) for x, a in zip(args, axes, strict=True)}
-    forms.discard((0, None))
+    if None not in axes:
+        forms = {(x.ndim, a) for x, a in zip(args, axes, strict=True)}
+    else:
+        forms = {(np.ndim(x), a) for x, a in zip(args, axes, strict=True)} - {(0, None)}
     if len(forms) == 1:  # aligned as they are: by far the most frequent case
         return list(args), forms.pop()[1]
     rank = example_rank(args, axes)
