@@ -11,7 +11,7 @@ import jax
 
 from batchax import _compat
 from batchax.divergence.compact import Compact
-from batchax.divergence.option import find_divergence, parting_ways
+from batchax.divergence.option import find_divergence, parted, parting_ways
 from batchax.errors import ArgumentTypeError
 from batchax.execution.call import Call, execute, through
 from batchax.execution.chunked import find_chunking
@@ -213,17 +213,17 @@ def vmap(
         shards = None if on_mesh is None else on_mesh.shards(size, values, own)
         mesh_axis = None if shards else find_mesh_axis(flat.mapped, spmd_axis_name)
         spmd = None if mesh_axis is not None else spmd_axis_name
-        axis = Axis(size, axis_name, spmd, mesh_axis, small_matrices=small_matrices)
+        parting = parted(compact, values, spread=shards is not None)
+        axis = Axis(size, axis_name, spmd, mesh_axis, parting, small_matrices=small_matrices)
         mapped = with_lane_indices(flat.mapped, axis)
 
-        @functools.wraps(fun)  # JAX's messages name the user's function
         def one_example(*examples: Any) -> tuple[list[Any], FlatOutputs]:
             example_args, example_kwargs = flat.rebuild(examples)
             out = fun(*example_args, **example_kwargs)
             return flatten_outputs(out, out_axes, size, sum_match=sum_match)
 
+        _compat.named_after(one_example, fun)
         passes = [
-            parting_ways(compact, spread=shards is not None),
             pass_of_rows(rows, mapped, shards, chunking),
             dealt_out(shards),
             *([] if some_at_a_time or spread else [where_they_are(parting_ways(compact, True))]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +17,9 @@ import jax.extend.core.primitives as jex_primitives
 # wraps its argument in a new ``jit`` at each call, which costs more than staging a
 # small function does. This is the one piece of it that cannot be had otherwise.
 # The other tells ``jax.shard_map`` which axis of the mesh the batch is sharded over.
-# The third says which named axes there are, for what is staged later than now.
+# The third says which named axes there are, for what is staged later than now. And the first of
+# all says where a function is defined, which publicly is said only after its signature is read.
+from jax._src.api_util import fun_sourceinfo
 from jax._src.core import add_explicit_mesh_axis_names, extend_axis_env_nd, get_axis_env
 
 # JAX turns references into values where it lowers a program, and has no public spelling
@@ -33,7 +34,7 @@ from batchax._compat.mesh_types import check_vma, checked_axes, varying_as
 
 T = TypeVar("T")
 
-_ANY_ARGUMENTS = inspect.signature(lambda *args: None)
+_DEBUG_INFO = jax.api_util.debug_info("vmap", lambda: None, (), {})
 
 
 def stage(
@@ -57,14 +58,16 @@ def stage(
     if arg_names is None:
         debug_info = jax.api_util.debug_info(transformation, fun, tuple(avals), {})
     else:  # to inspect the signature for them takes as long as staging a few operations
-        debug_info = jax.api_util.debug_info(transformation, fun, (), {}, signature=_ANY_ARGUMENTS)
-        debug_info = debug_info._replace(arg_names=tuple(arg_names))
+        debug_info = _DEBUG_INFO._replace(
+            traced_for=transformation,
+            func_src_info=fun_sourceinfo(fun),
+            arg_names=tuple(arg_names),
+        )
     if checked_axes():
         fun = _in_shard_map(fun, selecting)
-    with extend_axis_env_nd(list(axis_env)):
-        jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(
-            linear_util.wrap_init(fun, debug_info=debug_info), list(avals)
-        )
+    wrapped = linear_util.wrap_init(fun, debug_info=debug_info)
+    with extend_axis_env_nd(list(axis_env)) if axis_env else nullcontext():
+        jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrapped, list(avals))
     return close(jaxpr, consts)
 
 
@@ -85,13 +88,18 @@ def described(
     """
     descriptions: list[Any] = []
 
-    @functools.wraps(fun)
     def arrays(*args: Any) -> list[Any]:
         outs, description = fun(*args)
         descriptions.append(description)
         return outs
 
+    named_after(arrays, fun)
     return use(arrays), descriptions[-1]
+
+
+def named_after(made: Callable[..., Any], fun: Callable[..., Any]) -> None:
+    """Lets JAX's messages speak of `fun` where `made` is staged, as ``functools.wraps`` does."""
+    vars(made)["__wrapped__"] = fun
 
 
 class _KeepingCalls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,18 +10,23 @@ from batchax.divergence.auto import Auto
 from batchax.divergence.compact import Compact
 from batchax.errors import ArgumentTypeError
 from batchax.execution.call import Call, Pass
+from batchax.jaxprs.words import Value
 
 
-def parting_ways(how: Compact | None, spread: bool = False) -> Pass:
-    """The pass that says what lanes do that part ways; None: they are masked.
+def parted(how: Compact | None, values: Sequence[Value], spread: bool = False) -> Compact | None:
+    """What lanes of these arguments do that part ways; None: they are masked.
 
     `spread` says whether each of several devices is to run lanes of its own.
     """
+    return None if isinstance(how, Auto) and not spread and how.leaves(values) else how
+
+
+def parting_ways(how: Compact | None, spread: bool = False) -> Pass:
+    """The pass that says so of the axis of a call."""
 
     def change(call: Call) -> Call:
-        if how is None or (isinstance(how, Auto) and not spread and how.leaves(call.values)):
-            return call
-        return replace(call, axis=replace(call.axis, divergence=how))
+        divergence = parted(how, call.values, spread)
+        return replace(call, axis=replace(call.axis, divergence=divergence))
 
     return change
 

@@ -237,6 +237,8 @@ class Call:
 
     def with_values(self, values: Sequence[Value]) -> Call:
         """The same call of other arrays."""
+        if all(x is m.value for m, x in zip(self.mapped, values, strict=True)):
+            return self
         mapped = [m.put(x) for m, x in zip(self.mapped, values, strict=True)]
         return replace(self, mapped=mapped)
 

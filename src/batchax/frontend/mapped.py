@@ -50,7 +50,9 @@ class Mapped:
         if self.axis is None:
             return self
         ndim = len(self.value.shape)
-        return replace(self, axis=self.axis % ndim) if -ndim <= self.axis < ndim else None
+        if 0 <= self.axis < ndim:
+            return self
+        return replace(self, axis=self.axis % ndim) if -ndim <= self.axis < 0 else None
 
     def sharded_over(self) -> tuple[Any, ...]:
         """The mesh axis that its type says lanes are sharded over, or None; if it says anything."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -222,15 +222,20 @@ def _recorded(place: _Place, eqn: Eqn, axis: Axis, parent: Record | None) -> Ite
         yield record
 
 
-@contextmanager
-def run(program: Any) -> Iterator[None]:
-    """While `program`, a jaxpr of one example, is run through once."""
+def _otherwise(**changes: Any) -> AbstractContextManager[None]:
+    """While notes, if any are taken, are taken with these changes."""
     place = _place.get()
-    if place is None:
-        yield
-        return
-    with _set(_place, replace(place, run=Run(_compat.without_constants(program)))):
-        yield
+    return _AS_IT_IS if place is None else _set(_place, replace(place, **changes))
+
+
+_AS_IT_IS = nullcontext()
+
+
+def run(program: Any) -> AbstractContextManager[None]:
+    """While `program`, a jaxpr of one example, is run through once."""
+    if not is_watched():
+        return _AS_IT_IS
+    return _otherwise(run=Run(_compat.without_constants(program)))
 
 
 def runs(axis: Axis) -> None:
@@ -245,14 +250,9 @@ def runs(axis: Axis) -> None:
     put_mark(Mark(number, int(branch) if branch.isdigit() else None, axis.size))
 
 
-@contextmanager
-def uncounted(is_counted: bool = False) -> Iterator[None]:
+def uncounted(is_counted: bool = False) -> AbstractContextManager[None]:
     """While a part of a program is batched in which no run of all of it is to be counted."""
-    place = _place.get()
-    if place is not None:
-        place = replace(place, counts=is_counted)
-    with _set(_place, place):
-        yield
+    return _otherwise(counts=is_counted)
 
 
 def with_numbers(program: Any) -> Any:
@@ -263,28 +263,17 @@ def with_numbers(program: Any) -> Any:
     return numbered(program) if place.recorder.counts and place.recorder.numbers else program
 
 
-@contextmanager
-def part(role: str) -> Iterator[None]:
+def part(role: str) -> AbstractContextManager[None]:
     """While a rule batches that program of its equation: "condition", "branch 0"."""
-    place = _place.get()
-    if place is None:
-        yield
-        return
-    with _set(_place, replace(place, role=role)):
-        yield
+    return _otherwise(role=role)
 
 
-@contextmanager
-def paused(staged_for: Axis | None = None) -> Iterator[None]:
+def paused(staged_for: Axis | None = None) -> AbstractContextManager[None]:
     """While no notes are to be taken: what is emitted is staged, to be looked at or batched later.
 
     `staged_for` is the axis that it will be batched over.
     """
-    place = _place.get()
-    if place is not None:
-        place = replace(place, paused=True, staged_for=staged_for)
-    with _set(_place, place):
-        yield
+    return _otherwise(paused=True, staged_for=staged_for)
 
 
 def found_program(axis: Axis, staged: Any, mapped: Sequence[Any]) -> None:

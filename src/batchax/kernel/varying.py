@@ -11,7 +11,7 @@ it are staged again for the types that they are given now.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -38,8 +38,7 @@ _without: ContextVar[AbstractMesh | None] = ContextVar("batchax_without_mesh", d
 """The mesh that functions are being staged without."""
 
 
-@contextmanager
-def without_mesh() -> Iterator[None]:
+def without_mesh() -> AbstractContextManager[None]:
     """Context to stage a function of one example in, for types `as_without_mesh` has them.
 
     Inside a ``shard_map`` that has a whole mesh, and whose types do not say what varies, the mesh
@@ -48,9 +47,11 @@ def without_mesh() -> Iterator[None]:
     there, where a mesh is set.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if not _useless(mesh):
-        yield
-        return
+    return _leaving_out(mesh) if _useless(mesh) else nullcontext()
+
+
+@contextmanager
+def _leaving_out(mesh: AbstractMesh) -> Iterator[None]:
     token = _without.set(mesh)
     try:
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
@@ -64,22 +65,23 @@ def as_without_mesh(types: Sequence[Aval]) -> list[Any]:
 
     What is derived of such a function later meets types of the mesh that was left out.
     """
-    none = AbstractMesh((), ())
-    return [
-        x.update(sharding=NamedSharding(none, PartitionSpec(*[None] * x.ndim)))
-        if _useless(_mesh_of(x)) and not _compat.varying_axes(x)
-        else x
-        for x in types
-    ]
+    return [_without_mesh(x) if _tells_of_useless(x) else x for x in types]
 
 
-def _mesh_of(aval: Aval) -> Any:
+def _without_mesh(aval: Aval) -> Any:
+    spec = PartitionSpec(*[None] * aval.ndim)
+    return aval.update(sharding=NamedSharding(AbstractMesh((), ()), spec))
+
+
+def _tells_of_useless(aval: Aval) -> bool:
     if hasattr(aval, "inner_aval"):  # a reference is of the mesh that it was made in
-        return AbstractMesh((), ())
-    return aval.sharding.mesh
+        return False
+    return _useless(aval.sharding.mesh) and not _compat.varying_axes(aval)
 
 
 def _useless(mesh: Any) -> bool:
+    if mesh.empty:
+        return False
     return set(mesh.axis_types) == {AxisType.Manual} and not _compat.checked_axes()
 
 
