@@ -223,7 +223,7 @@ class Call:
 
     def with_program(self: Self) -> Self:
         """The same call, staged: calls that are made of it will not be staged again."""
-        return replace(self, program=self._program)
+        return self if self.program is not None else replace(self, program=self._program)
 
     @property
     def given_traced(self) -> bool:

@@ -46,13 +46,12 @@ STEPS = Terms("steps", "length", "at every step", "axis of the steps", "ys", 1)
 
 def check_in_axes(fun: Callable[..., Any], in_axes: Any) -> None:
     """Refuses, before any call, an `in_axes` that no call could satisfy."""
+    if in_axes is None or is_position(in_axes):
+        return
     if isinstance(in_axes, dict):
         _check_parameter_names(fun, in_axes)
     elif not (
-        in_axes is None
-        or is_input_spec(in_axes)
-        or isinstance(in_axes, (tuple, list))
-        or is_container_spec(in_axes)
+        is_input_spec(in_axes) or isinstance(in_axes, (tuple, list)) or is_container_spec(in_axes)
     ):
         raise ArgumentTypeError(
             "in_axes must be an int, None, a tuple or list with an entry for each positional "

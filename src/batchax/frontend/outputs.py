@@ -124,6 +124,8 @@ Described = Callable[..., tuple[list[Any], FlatOutputs]]
 
 def check_out_axes(out_axes: Any) -> None:
     """Refuses, when `vmap` is called, an `out_axes` that no output could satisfy."""
+    if is_output_spec(out_axes):
+        return
     for keys, leaf in jax.tree_util.tree_flatten_with_path(out_axes)[0]:
         if not (is_output_spec(leaf) or is_container_spec(leaf)):
             raise ArgumentTypeError(

@@ -75,7 +75,8 @@ def interpret(
       The outputs and the position of the batch axis in each, None for an
       output that does not depend on the batch.
     """
-    one_for_each_lane = references_to_batch(axis, jaxpr, axes)
+    effectful = [eqn for eqn in jaxpr.eqns if eqn.effects]  # most programs have none
+    one_for_each_lane = references_to_batch(axis, jaxpr, axes) if effectful else frozenset()
     whole = ProgramRun(jaxpr)
     run = batch_looked_at if looks_here() else batch_equation
 
@@ -88,7 +89,7 @@ def interpret(
     placed = [(x, None) for x in consts], list(zip(args, axes, strict=True))
     with recording.run(jaxpr):
         recording.runs(axis)
-        if in_order(jaxpr):
+        if effectful and in_order(jaxpr):
             outputs = evaluate_in_order(axis, jaxpr, *placed, run_equation)
         else:
             number = lambda literal: (literal.val, None)
