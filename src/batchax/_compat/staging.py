@@ -51,18 +51,15 @@ def stage(
       fun: a function of flat arguments that returns a list.
       avals: the types of the arguments.
       axis_env: names and sizes of the mapped axes that `fun` may use.
-      arg_names: what JAX's messages call the arguments.
+      arg_names: what JAX's messages call the arguments; if not given, their numbers.
       transformation: what they say the function is staged for.
       selecting: whether what a predicate selects is to vary over a mesh as the predicate does.
     """
-    if arg_names is None:
-        debug_info = jax.api_util.debug_info(transformation, fun, tuple(avals), {})
-    else:  # to inspect the signature for them takes as long as staging a few operations
-        debug_info = _DEBUG_INFO._replace(
-            traced_for=transformation,
-            func_src_info=fun_sourceinfo(fun),
-            arg_names=tuple(arg_names),
-        )
+    if arg_names is None:  # to ask the signature for them takes as long as a few operations
+        arg_names = [f"args[{i}]" for i in range(len(avals))]
+    debug_info = _DEBUG_INFO._replace(
+        traced_for=transformation, func_src_info=fun_sourceinfo(fun), arg_names=tuple(arg_names)
+    )
     if checked_axes():
         fun = _in_shard_map(fun, selecting)
     wrapped = linear_util.wrap_init(fun, debug_info=debug_info)

@@ -21,13 +21,14 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.core import ShapedArray, Tracer
+from jax.tree_util import PyTreeDef
 
 from batchax import _compat
 from batchax.jaxprs.evaluate import plan
@@ -163,25 +164,30 @@ def _tracers(
     seen: set[int] = set()
     while unseen:
         x = unseen.pop()
-        if type(x) in _LEAVES or id(x) in seen:
+        kind, number = type(x), id(x)
+        if kind in _LEAVES or number in seen:
             continue
-        seen.add(id(x))
-        if isinstance(x, Tracer):
-            yield x
-            continue
+        seen.add(number)
+        find_parts = _PARTS.get(kind)
+        if find_parts is None:
+            if isinstance(x, Tracer):
+                yield x
+                continue
+            find_parts = of_object or _parts_of_object
         if len(seen) > _MOST_OBJECTS:
             yield None
             return
-        find_parts = _PARTS.get(type(x)) or of_object or _parts_of_object
-        unseen.extend(find_parts(x))
+        unseen += find_parts(x)
 
 
-def _parts_of_function(f: types.FunctionType) -> Iterator[Any]:
+def _parts_of_function(f: types.FunctionType) -> list[Any]:
+    parts = [*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
     for cell in f.__closure__ or ():
-        with suppress(ValueError):  # one that is not filled yet
-            yield cell.cell_contents
-    yield from f.__defaults__ or ()
-    yield from (f.__kwdefaults__ or {}).values()
+        try:
+            parts.append(cell.cell_contents)
+        except ValueError:  # one that is not filled yet
+            continue
+    return parts
 
 
 def _parts_of_object(x: Value) -> Iterable[Any]:
@@ -194,11 +200,14 @@ def _parts_of_object(x: Value) -> Iterable[Any]:
     return (*getattr(x, "__dict__", {}).values(), *_compat.wrapped_parts(x))
 
 
-_LEAVES = frozenset({str, bytes, bool, int, float, complex, type(None), object, ShapedArray})
+_LEAVES = frozenset(
+    {str, bytes, bool, int, float, complex, type(None), object, ShapedArray, PyTreeDef}
+)
 _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
     types.FunctionType: _parts_of_function,
     types.MethodType: lambda m: (m.__self__, m.__func__),
     functools.partial: lambda p: (p.func, *p.args, *p.keywords.values()),
+    type(jax.jit(int)): lambda f: (f.__wrapped__,),
     dict: dict.values,
     list: iter,
     tuple: iter,
