@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import batchax as bx
+from batchax.rules import convolution as convolution_rule
 from batchax.rules import convolution_by_slices
 
 from support import batches
@@ -187,12 +188,32 @@ def test_blocks_of_lanes_are_the_same_as_all_at_once(monkeypatch):
     for kind in ("several channels", "few results"):
         images, kernel, fun = sliced(kind)
         x, w = (batches.batch(s, 0, "float32", seed=1, size=4) for s in (images, kernel))
-        run = lambda: jax.jit(bx.vmap(lambda x, w, fun=fun: fun(x, w)))(x, w)
-        whole = run()
+        batched = lambda: bx.vmap(lambda x, w, fun=fun: fun(x, w))
+        whole = jax.jit(batched())(x, w)
         for block in (1, 2 * 4 * 6 * x[0].size):
             monkeypatch.setattr(convolution_by_slices, "_BLOCK", block)
-            same(run(), whole)
+            convolution_rule._by_platform.cache_clear()
+            run = jax.jit(batched())
+            assert block > 1 or "scan[" in str(jax.make_jaxpr(run)(x, w))
+            same(run(x, w), whole)
         monkeypatch.undo()
+        convolution_rule._by_platform.cache_clear()
+
+
+def test_lanes_of_the_same_convolution_share_a_program():
+    """Once staged it is emitted again for other arrays of the same types, and for no others."""
+
+    def twice(x, w):
+        return convolution()(x, w), convolution()(2 * x, w)
+
+    x, w = batch((1, 2, 6, 6), 0), batch((2, 2, 3, 3), 0)
+    outs = bx.vmap(twice)(x, w)
+    same(outs, loop_function(twice, (0, 0), 0)(x, w))
+    eqns = [e for e in jax.make_jaxpr(bx.vmap(twice))(x, w).eqns if "jaxpr" in e.params]
+    first, second = (e.params["jaxpr"] for e in eqns)
+    assert first is second
+    fewer = jax.make_jaxpr(bx.vmap(twice))(x[:2], w[:2])
+    assert fewer.out_avals[0].shape[0] == 2
 
 
 def test_groups_and_large_kernels_are_not_cut_into_slices():

@@ -179,19 +179,19 @@ def aligned(args: Any, axes: Any) -> tuple[list[Any], int]:
 
     Unbatched operands get an axis of size one; unbatched scalars stay scalars.
     """
-    if None not in axes:
-        forms = {(x.ndim, a) for x, a in zip(args, axes, strict=True)}
-    else:
-        forms = {(np.ndim(x), a) for x, a in zip(args, axes, strict=True)} - {(0, None)}
+    # What has no axis may be a number of Python's.
+    ranks = [np.ndim(x) if a is None else x.ndim - 1 for x, a in zip(args, axes, strict=True)]
+    forms = set(zip(ranks, axes, strict=True)) - {(0, None)}
     if len(forms) == 1:  # aligned as they are: by far the most frequent case
         return list(args), forms.pop()[1]
-    rank = example_rank(args, axes)
-    target = common_position(args, axes)
+    rank = max(ranks)
+    whole = {a for n, a in forms if n == rank and a is not None}
+    target = whole.pop() if len(whole) == 1 else common_position(args, axes)
     out = []
-    for x, a in zip(args, axes, strict=True):
+    for x, a, n in zip(args, axes, ranks, strict=True):
         if a is None:
-            out.append(expand_axis(x, target) if np.ndim(x) else x)
-        elif x.ndim == rank + 1:
+            out.append(expand_axis(x, target) if n else x)
+        elif n == rank:
             out.append(move_axis(x, a, target))
         else:  # one number per lane
             out.append(lax.expand_dims(x, [d for d in range(rank + 1) if d != target]))

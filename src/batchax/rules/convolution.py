@@ -21,12 +21,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.words import Value
+from batchax.kernel import recording
 from batchax.kernel.axis import Axis, move_axis, sharding_with_axis
 from batchax.kernel.fallback import one_after_another
 from batchax.kernel.inner import example_aval
 from batchax.kernel.registry import register_rule
+from batchax.memo import Memo
 from batchax.rules.convolution_by_slices import by_slices, differentiable, pays
 
 enter(": conv_general_dilated")
@@ -58,11 +61,22 @@ def _conv_general_dilated(
     lane = [example_aval(axis, jax.typeof(x), a) for x, a in zip(args, axes, strict=True)]
     others = {"default": lambda x, w: move_axis(*in_groups(x, w), 0)}
     if out_sharding is None and pays(lane, groups, params):
-        slices = lambda x, w: by_slices(
-            move_axis(x, lhs_axis, 0), move_axis(w, rhs_axis, 0), lane, params
-        )
-        of_platform = lambda x, w: lax.platform_dependent(x, w, cpu=slices, **others)
-        return differentiable(of_platform)(lhs, rhs), 0
+
+        def of_platform(lhs: Value, rhs: Value) -> Any:
+            slices = lambda x, w: by_slices(
+                move_axis(x, lhs_axis, 0), move_axis(w, rhs_axis, 0), lane, params
+            )
+            return lax.platform_dependent(lhs, rhs, cpu=slices, **others)
+
+        types = list(map(jax.typeof, args))
+        stage = lambda: _compat.stage(lambda *xs: [differentiable(of_platform)(*xs)], types)
+        if recording.is_on():  # what it is made of is listed where it is
+            program = stage()
+        else:
+            key = axis.size, tuple(axes), tuple(types), *map(_hashable, (groups, params))
+            program = _by_platform.get((key, _compat.trace_context()), stage)
+        run = functools.partial(jax.core.eval_jaxpr, propagate_source_info=False)
+        return run(program.jaxpr, program.consts, lhs, rhs)[0], 0
     if _is_wide(lhs):
         one = functools.partial(
             lax.conv_general_dilated_p.bind, out_sharding=out_sharding, **groups, **params
@@ -70,6 +84,14 @@ def _conv_general_dilated(
         in_turn = lambda *xs: one_after_another(axis, lambda *x: [one(*x)], xs, axes)[0]
         return lax.platform_dependent(lhs, rhs, cpu=in_turn, **others), 0
     return in_groups(lhs, rhs)
+
+
+# Networks have the same convolution many times over.
+_by_platform = Memo("convolutions of lanes that share nothing", most=256)
+
+
+def _hashable(params: dict[str, Any]) -> Any:
+    return tuple(sorted(params.items()))
 
 
 def _is_wide(x: Value) -> bool:
