@@ -164,12 +164,16 @@ def test_traces():
     def fun(x):
         seen.append(x)
         assert _compat.tracing()
+        assert _compat.staging(), "what stages a program is of another class now"
         assert _compat.is_live(x)
         assert _compat.staged_variable(x) is not None, f"a staged value is now a {type(x)}"
         assert jax.vmap(lambda y: _compat.is_live(x) or y)(x) is not None
         return x * 2
 
     assert not _compat.tracing()
+    assert not _compat.staging()
+    jax.vmap(lambda x: (seen.append(_compat.staging()), x)[1])(X)
+    assert seen.pop() is False  # JAX batches what is computed at once
     jax.make_jaxpr(fun)(X)
     assert not _compat.is_live(seen[0])
     assert _compat.staged_variable(X) is None
@@ -426,8 +430,14 @@ def test_names_of_axes():
     with _compat.named_scope("j", 3):
         assert _compat.names_in_scope() == [("j", 3)]
         assert jax.make_jaxpr(lambda: lax.axis_size("j"))() is not None
-    staged = _compat.stage(lambda x: [lax.psum(x, "k")], [jax.typeof(X)], [("k", 2)], ["lane"])
+    fun = lambda x: [lax.psum(x, "k")]
+    staged = _compat.stage(fun, [jax.typeof(X)], [("k", 2)], ["lane"])
     assert staged.jaxpr.debug_info.arg_names == ("lane",)
+    assert staged.jaxpr.debug_info.func_src_info.endswith(
+        f"{__file__}:{fun.__code__.co_firstlineno}"
+    )
+    unnamed = _compat.stage(lambda x, y: [x], [jax.typeof(X)] * 2)
+    assert unnamed.jaxpr.debug_info.arg_names == ("args[0]", "args[1]")
     with _compat.mesh_axis_taken("m"), _compat.mesh_axis_taken(None):
         pass
 

@@ -204,8 +204,17 @@ def tracing() -> bool:
 
     The class of the trace that computes operations at once is private.
     """
+    return _kind_of_trace() != "EvalTrace"
+
+
+def staging() -> bool:
+    """Whether a program is being staged by JAX itself, nothing around it that takes part."""
+    return _kind_of_trace() == "DynamicJaxprTrace"
+
+
+def _kind_of_trace() -> str:
     with jex_core.take_current_trace() as trace:
-        return type(trace).__name__ != "EvalTrace"
+        return type(trace).__name__
 
 
 def value_of(tracer: Any) -> Any:

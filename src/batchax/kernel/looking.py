@@ -46,6 +46,8 @@ def looks_here() -> bool:
 
 def in_jit() -> bool:
     """Whether operations become part of a program, rather than being computed here and now."""
+    if _compat.staging():
+        return True  # no need to stage an operation to see it
     return _compat.tracing() and isinstance(jnp.zeros(()), Tracer)
 
 
