@@ -82,7 +82,7 @@ def walk(
     run_step: Callable[[Any, list[Any]], Iterable[Any]],
 ) -> None:
     """Runs steps one after another, from what `env` holds; there it leaves what they make."""
-    outer, names = _compat.current_name_stack(), None
+    names, stack = None, (outer := _compat.current_name_stack())
     # JAX has one object for all equations of the same surroundings, or of the same names.
     for surroundings, alike in itertools.groupby(steps, lambda step: step.eqn.ctx):
         with surroundings.manager:

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
@@ -75,7 +76,7 @@ def _conv_general_dilated(
         else:
             key = axis.size, tuple(axes), tuple(types), *map(_hashable, (groups, params))
             program = _by_platform.get((key, _compat.trace_context()), stage)
-        run = functools.partial(jax.core.eval_jaxpr, propagate_source_info=False)
+        run = functools.partial(eval_jaxpr, propagate_source_info=False)
         return run(program.jaxpr, program.consts, lhs, rhs)[0], 0
     if _is_wide(lhs):
         one = functools.partial(
