@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -121,6 +122,7 @@ def map(
     check_callable("map", "a function of one row", fun)
     check_out_axes(out_axes)
     kind_of(out)  # what cannot be one is refused before any work
+    out = None if out is None else os.path.expanduser(out)
     _check_options(batch_size, commit_rows, on_error, on_nonfinite, max_errors, retries, resume)
     _check_one_of("inputs_by", inputs_by, "file", "content")
     _check_version_and_progress(version, progress)
@@ -130,6 +132,7 @@ def map(
     options = {"divergence": divergence, "small_matrices": small_matrices}
     options |= {"mesh": _of_this_process(mesh)}
     function = RowFunction.of(fun, arrays, in_axes, out_axes, key, options)
+    _check_apart(out, function)
     how = How(
         out=out,
         batch_size=batch_size if batch_size == "auto" else int(batch_size),
@@ -157,6 +160,20 @@ def _of_this_process(mesh: Any) -> Any:
             "dataset. Give a mesh of this process's own: jax.local_devices()."
         )
     return mesh
+
+
+def _check_apart(out: Any, function: RowFunction) -> None:
+    """An input that holds the output changes with it, and the job could not go on."""
+    if out is None:
+        return
+    place = Path(out).resolve()
+    for m in function.inputs.mapped:
+        files = m.source.files
+        if files is not None and (files.path == place or files.path in place.parents):
+            raise ArgumentTypeError(
+                f"out={str(out)!r} lies in {m.source.name}, which would change while it is read. "
+                "Give an out= beside it."
+            )
 
 
 def _check_options(

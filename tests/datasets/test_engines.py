@@ -319,7 +319,7 @@ def test_a_unit_that_takes_long_is_begun_again(x, executor, request):
 
 
 def test_attempts(tmp_path):
-    attempts = Attempts.of_new_call(tmp_path)
+    attempts = Attempts.of_new_call(tmp_path, b"")
     with attempts.running(3, 0):
         assert attempts.is_running(3, 0)
         with pytest.raises(Exception, match="its worker ended"), attempts.running(3, 0):
@@ -329,7 +329,7 @@ def test_attempts(tmp_path):
     attempts.end(3)
     assert attempts.is_over(3)
     assert not attempts.is_over(4)
-    other = Attempts.of_new_call(tmp_path)
+    other = Attempts.of_new_call(tmp_path, b"")
     assert attempts.is_over(4)
     with attempts.running(4, 0):
         pass

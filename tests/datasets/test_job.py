@@ -63,7 +63,8 @@ def test_begun_gone_on_with_and_finished(out):
         assert job.done[3].unit == PLAN.unit(3)
         computed(job, [1, 2, 4])
         job.finish({"rows": (20, 1)})
-        said = {"rows": [20, 1], "bad": [], "reduced": {}}
+        unit = [0, list(job.done[0].checksums)]  # by which another output is told from this
+        said = {"rows": [20, 1], "bad": [], "reduced": {}, "unit": unit}
         assert job.finished == said
     job = opened(out)
     assert job.finished == said

@@ -353,9 +353,9 @@ def test_a_file_that_ends_while_it_is_read(tmp_path, monkeypatch):
 
 def test_a_failure_of_another_library_names_the_rows(tmp_path):
     path = save_zarr(tmp_path / "x.zarr", X)
-    source = as_source(path, "args[0]")
     chunk = path / "c" / "0" / "0" / "0"
     chunk.write_bytes(b"broken")
+    source = as_source(path, "args[0]")
     with pytest.raises(bx.StorageError, match=r"x\.zarr.*rows 0 to 2 along axis 0") as caught:
         source.read(0, 0, 2)
     assert caught.value.__cause__ is not None

@@ -73,6 +73,6 @@ def batch_size(text: str | None) -> Any:
     """A number, "auto", or None."""
     if text is None or text == "auto":
         return text
-    if not text.isdigit():
+    if not (text.isascii() and text.isdigit()):
         raise Mistake(f'--batch-size: {text!r} is neither a number nor "auto".')
     return int(text)

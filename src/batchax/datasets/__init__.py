@@ -10,8 +10,9 @@ The names here are for packages that add a kind of source or store.
 
 from batchax.datasets.durable import make_folder, remove_unfinished, replace_file, replacing
 from batchax.datasets.failures import reading
+from batchax.datasets.known_files import Files
 from batchax.datasets.parts import Leaf, Rows, Unit
-from batchax.datasets.source import Files, Source
+from batchax.datasets.source import Source
 from batchax.datasets.store import Store, make_place, part_of, refuse_ragged
 
 __all__ = [

@@ -5,13 +5,16 @@ What is written as JSON holds its own: a line `{...,"crc32c":"01234567"}`, of al
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from batchax.datasets.parts import Rows
+from batchax.errors import StorageError
 
 
 def crc32c(data: bytes | np.ndarray, so_far: int = 0) -> int:
@@ -55,3 +58,20 @@ def is_whole(line: bytes) -> bool:
 def unsealed(lines: Iterable[bytes]) -> list[dict[str, Any]]:
     """What lines say that are whole. All at once: a parser is begun once for all of them."""
     return json.loads(b"[" + b",".join(lines) + b"]")
+
+
+@contextlib.contextmanager
+def foreign(path: Path) -> Iterator[None]:
+    """For what is read of lines that are whole: if they say something else than ours do, somebody
+    else wrote them.
+
+    Raises:
+      StorageError: they do.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise StorageError(
+            f"{path} holds what batchax did not write: {type(error).__name__}: {error}. Look who "
+            "put it there, and delete it, or the folder that it is in, to compute that again."
+        ) from error

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from batchax.datasets.failures import needed, reading
+from batchax.datasets.known_files import Files
 from batchax.datasets.parts import Rows
-from batchax.datasets.source import Files, Index, Source
+from batchax.datasets.source import Index, Source
 from batchax.errors import ArgumentTypeError, StorageError
 from batchax.rows.arrow import dense, lists
 
@@ -127,7 +128,7 @@ class ParquetColumn(Column):
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
     def origin(self) -> dict[str, Any]:
-        files = [part.identity() for part in self._files]
+        files = [part.identity(len(self._files)) for part in self._files]
         return {"files": files, "column": self._column}
 
     def _rows(self, start: int, stop: int) -> Any:
@@ -151,10 +152,12 @@ class ParquetColumn(Column):
     def _decode(self, i: int) -> Any:
         """A row group's part of the column."""
         part, group = self._groups[i]
-        self._files[part].check()
-        with self._parquet.ParquetFile(
-            self._files[part].path, page_checksum_verification=True
-        ) as file:
-            return file.read_row_group(group, [self._column], use_threads=False).column(
-                self._column
-            )
+        try:
+            with self._parquet.ParquetFile(
+                self._files[part].path, page_checksum_verification=True
+            ) as file:
+                return file.read_row_group(group, [self._column], use_threads=False).column(
+                    self._column
+                )
+        finally:  # of many files, the one that was read
+            self._files[part].check()

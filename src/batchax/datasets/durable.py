@@ -12,6 +12,7 @@ import glob
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,6 +90,40 @@ def append(path: Path, file: int, content: bytes) -> None:
         reached(IN_JOURNAL)
         _write_all(file, content[len(content) // 2 :])
         os.fsync(file)
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Opens a file of ours: a regular one. A link, a pipe or a device in its place is none, and
+    what is written to it would reach whatever it stands for.
+
+    Raises:
+      StorageError: it is no regular file.
+      OSError: it cannot be opened.
+    """
+    others = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    try:
+        file = os.open(path, flags | others, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise _not_ours(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise _not_ours(path)
+    return file
+
+
+def read_own(path: Path) -> bytes:
+    """What a file of ours holds, as `open_own` opens it."""
+    with open(open_own(path, os.O_RDONLY), "rb") as file:
+        return file.read()
+
+
+def _not_ours(path: Path) -> StorageError:
+    return StorageError(
+        f"{path} is a link, or no file, and so was not made by batchax, which reads and writes "
+        "nothing through it. Look who put it there, and delete it."
+    )
 
 
 def _write_all(file: int, content: bytes) -> None:

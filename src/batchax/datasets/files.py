@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from batchax.datasets.failures import needed, reading
+from batchax.datasets.known_files import Files
 from batchax.datasets.memory import InMemory
 from batchax.datasets.npy_layout import Layout
-from batchax.datasets.source import Files, Index, Source
+from batchax.datasets.source import Index, Source, check_shape
 from batchax.datasets.tensorstores import in_folder, limited_context, zarr_format
 from batchax.errors import ArgumentTypeError, StorageError
 
@@ -23,17 +24,16 @@ class NpyFile(Source):
     gives_fresh = True
 
     def __init__(self, path: Path, member: str, name: str) -> None:
-        self._files = Files(path, name)
+        self.files = Files(path, name)
         with reading(name), open(path, "rb") as file:
             self._layout = Layout.of(file)
         super().__init__(name, self._layout.shape, self._layout.dtype)
 
     def origin(self) -> dict[str, Any]:
-        return self._files.identity()
+        return self.files.identity()
 
     def get(self, index: Index) -> np.ndarray:
-        self._files.check()
-        with open(self._files.path, "rb", buffering=0) as file:
+        with open(self.files.path, "rb", buffering=0) as file:
             return self._layout.read(file, len(index) - 1, index[-1] if index else slice(0, 1))
 
 
@@ -60,7 +60,7 @@ class Hdf5Dataset(Source):
 
     def __init__(self, path: Path, member: str, name: str) -> None:
         self._h5py = needed("h5py", f"{name}: HDF5")
-        self._files, self._member, self._lock = Files(path, name), member, threading.Lock()
+        self.files, self._member, self._lock = Files(path, name), member, threading.Lock()
         with reading(name), self._h5py.File(path, "r") as file:
             dataset = file.get(member)
             if not hasattr(dataset, "dtype"):
@@ -68,16 +68,15 @@ class Hdf5Dataset(Source):
                 file.visititems(lambda at, x: datasets.append(at) if hasattr(x, "dtype") else None)
                 raise _not_in(name, member, datasets)
             shape, dtype = dataset.shape, dataset.dtype
+        check_shape(shape, name)
         super().__init__(name, shape, dtype)
 
     def origin(self) -> dict[str, Any]:
-        return {**self._files.identity(), "member": self._member}
+        return {**self.files.identity(), "member": self._member}
 
     def get(self, index: Index) -> Any:
-        with self._lock:
-            self._files.check()
-            with self._h5py.File(self._files.path, "r") as file:
-                return file[self._member][index]
+        with self._lock, self._h5py.File(self.files.path, "r") as file:
+            return file[self._member][index]
 
 
 class ZarrFolder(Source):
@@ -100,15 +99,15 @@ class ZarrFolder(Source):
                 f"{name} is a group of Zarr arrays. Name one of them: "
                 f"{', '.join(f'{path}/{array}' for array in arrays) or 'it has none'}."
             )
+        self.files = Files(path, name)
         with reading(name):
             self._array = tensorstore.open(
                 in_folder(driver, path), context=limited_context(), open=True, read=True
             ).result()
         super().__init__(name, self._array.shape, self._array.dtype.numpy_dtype)
-        self._files = Files(path, name)
 
     def origin(self) -> dict[str, Any]:
-        return self._files.identity()
+        return self.files.identity()
 
     def get(self, index: Index) -> Any:
         return self._array[index].read().result()

@@ -8,6 +8,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
 from batchax.datasets.source import Source
 from batchax.errors import UnsupportedError
 
@@ -35,8 +38,6 @@ def fingerprint(
     Raises:
       UnsupportedError: if the function calls Python on the host, and no `version` was given.
     """
-    import jax
-
     program, shapes = jax.make_jaxpr(call, return_shape=True)(*examples)
     on_host = next(_calls_of_host(program.jaxpr), None)
     if on_host and version is None:
@@ -45,17 +46,50 @@ def fingerprint(
             "computes cannot be seen, so nobody could tell whether a job that goes on later is "
             'still the same. Give version="1", and another one whenever that code changes.'
         )
-    paths = jax.tree_util.tree_flatten_with_path(shapes)[0]
     described = {
-        "program": digest(program),
-        "results": {jax.tree_util.keystr(path): f"{x.dtype}{x.shape}" for path, x in paths},
+        **_described(program, shapes, jax.default_backend()),
         "inputs": [{"name": source.name, **source.identity()} for source in sources],
         "options": options,
-        "jax": jax.__version__,
         "platform": jax.default_backend(),
         "version": version,
     }
     return json.loads(json.dumps(described))
+
+
+def as_seen_here(
+    examples: Sequence[Any],
+    call: Callable[..., Any],
+    rows: Sequence[Source],
+    shared: Sequence[Source],
+    platform: str,
+) -> dict[str, Any]:
+    """What a call computes, and of what, as this process sees it: a worker may see something else,
+    if a module was edited, or a file written again.
+
+    Files of rows are looked at, and not read; of rows in memory, there is a copy in the call.
+
+    Args:
+      examples, call: as for `fingerprint`.
+      rows: sources of them.
+      shared: sources of what they share, which is read.
+      platform: of the process that made the call.
+    """
+    program, shapes = jax.make_jaxpr(call, return_shape=True)(*examples)
+    each = [(s, s.origin() or {}) for s in rows] + [(s, s.content()) for s in shared]
+    inputs = [
+        {"name": s.name, "shape": s.shape, "dtype": str(s.dtype), **known_by}
+        for s, known_by in each
+    ]
+    return json.loads(json.dumps({**_described(program, shapes, platform), "inputs": inputs}))
+
+
+def _described(program: Any, shapes: Any, platform: str) -> dict[str, Any]:
+    paths = jax.tree_util.tree_flatten_with_path(shapes)[0]
+    return {
+        "program": digest(program, platform),
+        "results": {jax.tree_util.keystr(path): f"{x.dtype}{x.shape}" for path, x in paths},
+        "jax": jax.__version__,
+    }
 
 
 def _calls_of_host(jaxpr: Any) -> Iterator[str]:
@@ -67,14 +101,13 @@ def _calls_of_host(jaxpr: Any) -> Iterator[str]:
             yield f"{eqn.primitive.name} at {line_of(eqn)}"
 
 
-def digest(program: Any) -> str:
-    """Of the program as StableHLO, without names that mean nothing, and of what it closes over.
+def digest(program: Any, platform: str | None = None) -> str:
+    """Of the program as StableHLO for a platform (that of this process, if it is not given),
+    without names that mean nothing, and of what it closes over.
 
     That is an argument of the text: as a part of it, large arrays would take many times their
     memory. Most are the program's own; those that are within a call of `jit` are taken out of it.
     """
-    import jax
-
     from batchax.jaxprs.evaluate import bind_equation, evaluate
 
     constants = {id(c): c for c in _constants(program)}
@@ -94,7 +127,8 @@ def digest(program: Any) -> str:
         return run(program, args)
 
     shapes = [jax.ShapeDtypeStruct(c.shape, c.dtype) for c in constants.values()]
-    text = jax.jit(of_constants).lower(shapes, *program.in_avals).as_text()
+    traced = jax.jit(of_constants).trace(shapes, *program.in_avals)
+    text = traced.lower(lowering_platforms=(platform or jax.default_backend(),)).as_text()
     digest = hashlib.sha256(_without_names(text).encode())
     for constant in constants.values():
         array = _numbers(constant)
@@ -124,9 +158,6 @@ def _without_names(text: str) -> str:
 
 
 def _numbers(constant: Any) -> Any:
-    import jax
-    import numpy as np
-
     if jax.dtypes.issubdtype(constant.dtype, jax.dtypes.prng_key):
         constant = jax.random.key_data(constant)
     return np.ascontiguousarray(constant)
@@ -191,9 +222,14 @@ def _inputs(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> Iterator[st
                 yield f"{name} has other values"
         elif was.get("path") != now.get("path"):
             yield f"{name} was {_known_by(was)}, is {_known_by(now)}"
+        elif "sha256" in was and was["sha256"] == now.get("sha256"):
+            pass  # written again, and the same
         elif was.get("size") != now.get("size"):
             yield f"{name} was changed on disk: {was['size']} bytes, now {now['size']}"
         elif was.get("modified_ns") != now.get("modified_ns"):
-            yield f"{name} was written again since"
+            yield (
+                f"{name} was written again since, on disk (what it holds counts instead with "
+                'inputs_by="content")'
+            )
         elif {**was, "name": ""} != {**now, "name": ""}:
             yield f"{name} is not what it was"

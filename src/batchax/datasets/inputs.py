@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from batchax.datasets.parts import Rows
-from batchax.datasets.sources import Source, as_source
+from batchax.datasets.source import Source, native
+from batchax.datasets.sources import as_source
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.in_axes import check_in_axes, is_position, spread_in_axes
 
@@ -123,8 +124,9 @@ def _shared(
         elif not isinstance(x, (np.ndarray, jax.Array)) and _on_disk(x):
             x = np.asarray(x[...])
         if isinstance(x, (np.ndarray, jax.Array)):
+            name = path + jax.tree_util.keystr(keys)
             places[i] = len(shared)
-            shared[path + jax.tree_util.keystr(keys)] = x
+            shared[name] = _as_computed(x, name)
 
     def make(_: Sequence[Any], own: Sequence[Any]) -> Any:
         return structure.unflatten(
@@ -132,6 +134,32 @@ def _shared(
         )
 
     return make
+
+
+def _as_computed(x: Any, name: str) -> Any:
+    """An array that all rows share, in the dtype that JAX computes with."""
+    if isinstance(x, jax.Array):
+        return x
+    try:
+        return converted(x, jax.dtypes.canonicalize_dtype(native(x.dtype, name)))
+    except OverflowError as error:
+        raise ArgumentTypeError(f"{name}: {error}.") from None
+
+
+def converted(x: np.ndarray, dtype: Any) -> np.ndarray:
+    """An array in the dtype that JAX computes with, which may have fewer bits than its own.
+
+    Raises:
+      OverflowError: a number does not fit.
+    """
+    converted = np.asarray(x, dtype)
+    narrower = np.issubdtype(x.dtype, np.integer) and converted.dtype != x.dtype
+    if narrower and (converted != x).any():  # the last 32 bits are another number
+        raise OverflowError(
+            f"a number of dtype {x.dtype} does not fit into {dtype}, with which JAX computes if "
+            "JAX_ENABLE_X64=1 is not set"
+        )
+    return converted
 
 
 def _on_disk(x: Any) -> bool:

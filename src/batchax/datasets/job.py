@@ -139,6 +139,7 @@ class Job:
                     remove_file(files.preparing)
                     kept.clean()
                 _ = job.done  # it is told here if the journal cannot be read
+            job._check_kept()
             on_error.pop_all()
             return job
 
@@ -194,7 +195,7 @@ class Job:
 
     def record(self, records: Sequence[Record]) -> None:
         """Says that units are done, whose results are durable. So is this when it returns."""
-        self._check_held()
+        self.check()
         for record in self._journal.append_many(records):
             self.done.setdefault(record.unit.number, record)
 
@@ -223,7 +224,7 @@ class Job:
 
         That is what `JobFiles.write_end` takes: `bad` rows, `reduced` arrays, and JSON.
         """
-        self._check_held()
+        self.check()
         missing = len(self.plan) - len(self.done)
         if missing:
             raise JobError(
@@ -231,7 +232,8 @@ class Job:
             )
         self._render_quarantine()
         reached(BEFORE_END)
-        self._files.write_end(**summary)
+        first = next((r for _, r in sorted(self.done.items()) if r.checksums), None)
+        self._files.write_end(**summary, unit=first and [first.unit.number, list(first.checksums)])
         self.finished = self._files.read_end()
 
     def close(self) -> None:
@@ -264,11 +266,43 @@ class Job:
     def _held(self) -> bool:
         return bool(self._locks) and all(lock.held for lock in self._locks)
 
-    def _check_held(self) -> None:
+    def check(self) -> None:
+        """Whether this process may write, now.
+
+        Raises:
+          JobError: it may not.
+        """
         if not self._held:
             raise JobError(
                 f"The job of {self._files.out} is not open for writing: it is finished, was "
                 "closed, or was opened by the process that this one was forked from."
+            )
+        if not all(lock.holds for lock in self._locks):
+            raise JobError(
+                f"{self._files.lock} was deleted while this process was at work: by then others "
+                f"may write to {self._files.out}, and so nothing more is written to it. If you "
+                "deleted the folder of the job to begin again, end this process first."
+            )
+
+    def _check_kept(self) -> None:
+        """One unit of what is there is what was written: else somebody replaced the output."""
+        if self.finished is not None:
+            number, sums = self.finished.get("unit") or (None, None)
+            either = [sums]
+        else:
+            number = min((n for n, r in self.done.items() if r.checksums), default=None)
+            either = [] if number is None else [*self._differ.get(number, [self.done[number]])]
+            either = [list(r.checksums) for r in either]
+        if number is None:
+            return
+        unit = self.plan.unit(number)
+        if [checksum(x) for x in self.store.read(unit)] not in either:
+            raise JobError(
+                f"{self._files.out} does not hold what was written to it: rows {unit.start} to "
+                f"{unit.stop} are others. If somebody put another output in its place, put the "
+                f"right one back, or delete it and {self._files.folder} to compute it again; if "
+                f"it was damaged, `batchax verify {self._files.out}` says what is to be computed "
+                "again."
             )
 
     def _render_quarantine(self) -> None:

@@ -6,14 +6,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from batchax.datasets import partials
-from batchax.datasets.checksums import is_whole, sealed, unsealed
-from batchax.datasets.durable import remove_file, replace_file
+from batchax.datasets.checksums import foreign, is_whole, sealed, unsealed
+from batchax.datasets.durable import read_own, remove_file, replace_file
 from batchax.datasets.journal import sizes
 from batchax.datasets.parts import Bad
 from batchax.datasets.plan import Plan
@@ -97,6 +98,11 @@ class JobFiles:
     def _end(self) -> Path:
         return self.folder / "done.json"
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether somebody began to make the output."""
+        return any(map(os.path.lexists, (self._description, self.preparing)))
+
     def read(self) -> Description | None:
         """What is computed; None if no job was begun."""
         try:
@@ -108,13 +114,14 @@ class JobFiles:
                 f"{self._description} is damaged, and so nobody knows how {self.out} was made. Put "
                 f"a copy back, or delete {self.out} and {self.folder} to compute it again."
             )
-        if content["format"] != _FORMAT:
+        if content.get("format") != _FORMAT:
             raise JobError(
                 f"{self.folder} was written by another version of batchax, of which this one "
-                f"({content['format']} and not {_FORMAT}) cannot read what it says. Go on with "
+                f"({content.get('format')} and not {_FORMAT}) cannot read what it says. Go on with "
                 "that version, or use another out=."
             )
-        return Description(Plan.from_json(content["plan"]), content["store"], content["call"])
+        with foreign(self._description):
+            return Description(Plan.from_json(content["plan"]), content["store"], content["call"])
 
     def write(self, description: Description) -> None:
         """Begins the job: from now on it can be resumed."""
@@ -132,13 +139,14 @@ class JobFiles:
         try:
             content = _read(self._end)
             now = sizes(self.journal)
-            if content is None or any(now.get(x, 0) < n for x, n in content["journal"].items()):
-                return None
-            reduced = dict(partials.Reduced(content["reduced"], self.partials))
+            with foreign(self._end):
+                if content is None or any(now.get(x, 0) < n for x, n in content["journal"].items()):
+                    return None
+                reduced = dict(partials.Reduced(content["reduced"], self.partials))
+                bad = [Bad(*each) for each in content["bad"]]
+                return {**content["more"], "bad": bad, "reduced": reduced}
         except (FileNotFoundError, StorageError):
             return None
-        bad = [Bad(*each) for each in content["bad"]]
-        return {**content["more"], "bad": bad, "reduced": reduced}
 
     def withdraw_end(self) -> None:
         """The job has not ended, since something that was done is so no longer."""
@@ -177,9 +185,12 @@ class Description:
 def _read(path: Path) -> dict[str, Any] | None:
     """What a sealed file says; None if it is damaged."""
     try:
-        line = path.read_bytes().rstrip(b"\n")
-    except FileNotFoundError:
+        line = read_own(path).rstrip(b"\n")
+    except (FileNotFoundError, StorageError):
         raise
     except OSError as error:
         raise StorageError(f"{path} could not be read: {error.strerror}.") from error
-    return unsealed([line])[0] if is_whole(line) else None
+    if not is_whole(line):
+        return None
+    with foreign(path):
+        return unsealed([line])[0]

@@ -30,6 +30,9 @@ class AnyJob(Protocol):
         """The records of units that are done, by their numbers."""
         ...
 
+    def check(self) -> None:
+        """Raises a JobError if this process may not write, now."""
+
     def record(self, records: Sequence[Record]) -> None:
         """Notes units that are done."""
 
@@ -56,6 +59,9 @@ class JobInMemory:
         self.done: dict[int, Record] = {}
         self.finished: dict[str, Any] | None = None
         store.prepare()
+
+    def check(self) -> None:
+        """It may always."""
 
     def record(self, records: Sequence[Record]) -> None:
         """Notes units that are done."""

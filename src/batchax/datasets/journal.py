@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from batchax.datasets import partials
-from batchax.datasets.checksums import is_whole, sealed, unsealed
-from batchax.datasets.durable import append, make_folder, writing
+from batchax.datasets.checksums import foreign, is_whole, sealed, unsealed
+from batchax.datasets.durable import append, make_folder, open_own, read_own, writing
 from batchax.datasets.parts import Bad, Record, Unit
 from batchax.errors import StorageError
 
@@ -93,7 +93,7 @@ class Journal:
     def _open(self) -> int:
         make_folder(self._path.parent)
         with writing(self._path):
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            file = open_own(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             size = os.fstat(file).st_size
             self._at_start_of_line = size == 0 or os.pread(file, 1, size - 1) == b"\n"
         return file
@@ -107,6 +107,13 @@ def read_journal(folder: Path) -> dict[int, Record]:
 def read_attempts(folder: Path) -> tuple[dict[int, Record], dict[int, list[Record]]]:
     """The same; and all records of units that were written more than once, and differ."""
     entries = [(entry, path.stem) for path in _files(folder) for entry in _entries(path)]
+    with foreign(folder):
+        return _done(entries, folder)
+
+
+def _done(
+    entries: Sequence[tuple[dict[str, Any], str]], folder: Path
+) -> tuple[dict[int, Record], dict[int, list[Record]]]:
     withdrawn = {(e["unit"], e["withdrawn"]) for e, _ in entries if "withdrawn" in e}
     done: dict[int, Record] = {}
     differ: dict[int, list[Record]] = {}
@@ -136,7 +143,9 @@ def _files(folder: Path) -> list[Path]:
 
 def _entries(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]  # what has no end of a line is torn
+        lines = read_own(path).split(b"\n")[:-1]  # what has no end of a line is torn
+    except StorageError:
+        raise
     except OSError as error:
         raise StorageError(f"{path} could not be read: {error.strerror}.") from error
     whole = [is_whole(line) for line in lines]
@@ -149,7 +158,8 @@ def _entries(path: Path) -> list[dict[str, Any]]:
             "the disk may have damaged that, too.",
             stacklevel=2,
         )
-    return unsealed(line for line, good in zip(lines, whole, strict=True) if good)
+    with foreign(path):
+        return unsealed(line for line, good in zip(lines, whole, strict=True) if good)
 
 
 def _damaged(lines: Sequence[bytes], whole: Sequence[bool]) -> Iterator[int]:

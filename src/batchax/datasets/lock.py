@@ -10,8 +10,8 @@ import weakref
 from pathlib import Path
 from typing import NamedTuple
 
-from batchax.datasets.durable import writing
-from batchax.errors import JobError
+from batchax.datasets.durable import open_own, read_own, writing
+from batchax.errors import JobError, StorageError
 
 _PATIENCE = 0.25  # seconds: somebody who only looks whether a lock is held, holds it for a moment
 
@@ -44,7 +44,7 @@ class Lock:
 
     def __init__(self, path: Path, shared: bool = False):
         with writing(path):
-            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            file = open_own(path, os.O_RDWR | os.O_CREAT)
             try:
                 if not _taken(file, shared):
                     raise LockedError(
@@ -57,12 +57,23 @@ class Lock:
                 os.close(file)
                 raise
         self._file: int | None = file
+        self._path = path
         _held.add(self)
 
     @property
     def held(self) -> bool:
         """Whether this process has it."""
         return self._file is not None
+
+    @property
+    def holds(self) -> bool:
+        """Whether it keeps others away: one whose file was deleted keeps away nobody."""
+        if self._file is None:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self._file), os.lstat(self._path))
+        except OSError:
+            return False
 
     def release(self) -> None:
         """Lets go of it, if it is held."""
@@ -87,15 +98,15 @@ if hasattr(os, "register_at_fork"):
 def last_holder(path: Path) -> Holder | None:
     """Who took the lock last; who has it, if it is held."""
     try:
-        return Holder(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
+        return Holder(**json.loads(read_own(path)))
+    except (OSError, StorageError, ValueError, TypeError):
         return None  # nobody yet, or somebody is writing it down
 
 
 def is_held(path: Path) -> bool:
     """Whether anybody has the lock."""
     try:
-        file = os.open(path, os.O_RDONLY)  # to lock it, this is enough
+        file = open_own(path, os.O_RDONLY)  # to lock it, this is enough
     except FileNotFoundError:
         return False
     try:

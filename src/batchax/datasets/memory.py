@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from batchax.datasets.failures import reading
+from batchax.datasets.known_files import Files
 from batchax.datasets.parts import Rows
-from batchax.datasets.source import Files, Index, Source, native
+from batchax.datasets.source import Index, Source, check_shape, native
 from batchax.errors import ArgumentTypeError
 from batchax.rows.checks import known_lengths
 
@@ -50,15 +52,15 @@ class Mapped(Source):
             whole.flush()  # the file's time changes now, not when the system gets to it
         self._array, self._mapping = np.asarray(x), whole.base
         self._at = x.ctypes.data - whole.ctypes.data + whole.offset
-        self._files = Files(Path(str(x.filename)), name)
+        self.files = Files(Path(str(x.filename)), name)
         super().__init__(name, x.shape, x.dtype)
 
     def origin(self) -> dict[str, Any]:
         place = {"at": self._at, "strides": list(self._array.strides)}
-        return {**self._files.identity(), **place}
+        return {**self.files.identity(), **place}
 
     def get(self, index: Index) -> np.ndarray:
-        self._files.check()
+        self.files.check()  # who reads what a file does not have any more is killed
         got = np.array(self._array[index], self.dtype, order="C")
         if isinstance(self._mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             # Pages of the file count as this process's memory until they are given back.
@@ -121,15 +123,18 @@ class Sliced(Source):
     def __init__(self, x: Any, name: str) -> None:
         library = type(x).__module__.split(".")[0]
         self._tensorstore = library == "tensorstore"
-        dtype = x.dtype.numpy_dtype if self._tensorstore else x.dtype
-        super().__init__(name, x.shape, dtype)
+        with reading(name):  # it may have been closed
+            shape, dtype = x.shape, x.dtype.numpy_dtype if self._tensorstore else x.dtype
+        check_shape(shape, name)
+        super().__init__(name, shape, dtype)
         self._lock = threading.Lock()  # h5py is for one thread at a time; others may be
-        self._origin = _ORIGINS.get(library, lambda x, name: None)(x, name)
+        path, self._told = _PLACES.get(library, lambda x: (None, None))(x)
+        self.files = None if path is None else Files(path, name)
         self.gives_fresh = self._tensorstore
         self._array = _from_zero(x) if self._tensorstore else x
 
     def origin(self) -> dict[str, Any] | None:
-        return self._origin
+        return self._told if self.files is None else {**self.files.identity(), **self._told}
 
     def get(self, index: Index) -> Any:
         if self._tensorstore:
@@ -145,25 +150,27 @@ def _from_zero(x: Any) -> Any:
     return x[tensorstore.d[:].translate_to[0]] if x.rank else x
 
 
-def _in_hdf5(x: Any, name: str) -> dict[str, Any] | None:
+_Place = tuple[Path | None, Any]
+"""The file or folder of an array, and what else it is known by; by nothing, if that is None."""
+
+
+def _in_hdf5(x: Any) -> _Place:
     path = Path(x.file.filename)
-    return {**Files(path, name).identity(), "member": x.name} if path.is_file() else None
+    return (path, {"member": x.name}) if path.is_file() else (None, None)
 
 
-def _in_zarr(x: Any, name: str) -> dict[str, Any] | None:
+def _in_zarr(x: Any) -> _Place:
     root = getattr(x.store, "root", None)
-    return None if root is None else Files(Path(root) / x.path, name).identity()
+    return (None, None) if root is None else (Path(root) / x.path, {})
 
 
-def _in_tensorstore(x: Any, name: str) -> dict[str, Any] | None:
+def _in_tensorstore(x: Any) -> _Place:
     spec = x.spec().to_json()
     store = spec.get("kvstore", {"driver": "memory"})
     if not isinstance(store, dict) or store.get("driver") == "memory":
-        return None
+        return None, None
     told = {"spec": json.dumps(spec, sort_keys=True)}
-    if store.get("driver") == "file":
-        return {**Files(Path(store["path"]), name).identity(), **told}
-    return told
+    return (Path(store["path"]) if store.get("driver") == "file" else None), told
 
 
-_ORIGINS = {"h5py": _in_hdf5, "zarr": _in_zarr, "tensorstore": _in_tensorstore}
+_PLACES = {"h5py": _in_hdf5, "zarr": _in_zarr, "tensorstore": _in_tensorstore}

@@ -86,7 +86,7 @@ class Plan:
           commit_rows: the rows of a unit, if the user said so.
         """
         if commit_rows is not None:
-            return cls(rows, batch_size, _asked_for(commit_rows, batch_size))
+            return cls(rows, batch_size, whole_batches(commit_rows, batch_size))
         batches = _SECONDS / (row_seconds * batch_size) if row_seconds > 0 else math.inf
         fit = _BYTES / (row_bytes * batch_size) if row_bytes > 0 else math.inf
         least = max(1, -(-rows // batch_size))  # that hold all rows
@@ -104,7 +104,12 @@ class Plan:
         return cls(**{**plan, "ends": None if ends is None else tuple(ends)})
 
 
-def _asked_for(commit_rows: Any, batch_size: int) -> int:
+def whole_batches(commit_rows: Any, batch_size: int) -> int:
+    """The rows of a unit, as the user asked for.
+
+    Raises:
+      ArgumentTypeError, AxisError: they are no whole number of batches.
+    """
     try:
         asked = index(commit_rows)
     except TypeError:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from batchax.datasets.inputs import Input, Inputs, elements_of_batches, find_inputs
+from batchax.datasets.inputs import Input, Inputs, converted, elements_of_batches, find_inputs
 from batchax.datasets.outputs import Output, arrays_of, find_outputs, lanes_of
 from batchax.datasets.parts import Rows
 from batchax.divergence.auto import for_any_machine
@@ -278,21 +278,9 @@ def _as_typed(x: Any, type: Any) -> Any:
     """Rows as the program wants them."""
     if isinstance(x, Rows):
         data = np.zeros(type.data.shape, type.data.dtype)
-        data[: len(x.data)] = _converted(x.data, type.dtype)
+        data[: len(x.data)] = converted(x.data, type.dtype)
         return Ragged(data, x.lengths.astype(np.int32), type.max_length)
-    return _converted(x, type.dtype)
-
-
-def _converted(x: np.ndarray, dtype: Any) -> np.ndarray:
-    """An array in the dtype that JAX computes with, which may have fewer bits than its own."""
-    converted = np.asarray(x, dtype)
-    narrower = np.issubdtype(x.dtype, np.integer) and converted.dtype != x.dtype
-    if narrower and (converted != x).any():  # the last 32 bits are another number
-        raise OverflowError(
-            f"a number of dtype {x.dtype} does not fit into {dtype}, with which JAX computes if "
-            "JAX_ENABLE_X64=1 is not set"
-        )
-    return converted
+    return converted(x, type.dtype)
 
 
 def fetched(outputs: Sequence[Output], arrays: Sequence[Any], rows: int) -> list[Any]:

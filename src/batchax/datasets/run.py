@@ -19,7 +19,7 @@ from batchax.datasets.jobs import AnyJob, JobInMemory
 from batchax.datasets.outputs import combined, finished, of_no_rows, state_of
 from batchax.datasets.parts import Rows
 from batchax.datasets.pipeline import Stop, interruptible
-from batchax.datasets.plan import Plan
+from batchax.datasets.plan import Plan, whole_batches
 from batchax.datasets.program import RowFunction
 from batchax.datasets.report import Report
 from batchax.datasets.source import ByContent
@@ -123,8 +123,13 @@ def _plan(function: RowFunction, how: How) -> Plan:
         size = function.fitting(how.memory_limit)
         if how.commit_rows is not None:
             size = max(n for n in range(1, size + 1) if how.commit_rows % n == 0)
+    commit_rows = how.commit_rows
+    if commit_rows is not None:
+        commit_rows = whole_batches(commit_rows, size)
+        if size > rows:
+            commit_rows = max(1, rows)  # they are one batch
     size = max(1, min(size, rows))
-    plan = Plan.of(rows, size, function.row_bytes, function.row_seconds, how.commit_rows)
+    plan = Plan.of(rows, size, function.row_bytes, function.row_seconds, commit_rows)
     lengths = [m.source.lengths for m in function.inputs.mapped]
     of_rows = [x for x in lengths if x is not None]
     if how.commit_rows is not None or not of_rows:
@@ -135,7 +140,7 @@ def _plan(function: RowFunction, how: How) -> Plan:
 def _run_left(function: RowFunction, how: How, job: AnyJob, reused: int) -> None:
     """Runs the units that are not done."""
     stop = Stop()
-    work = Work(function, job.plan, job.store, how.policy, how.retries, stop)
+    work = Work(function, job.plan, job.store, how.policy, how.retries, stop, job.check)
     quarantined = sum(len(r.quarantined) for r in job.done.values())
     progress = Progress(how.progress, function.name, job.plan.rows, reused)
     if reused:
@@ -170,6 +175,7 @@ def _run_left(function: RowFunction, how: How, job: AnyJob, reused: int) -> None
             raise
     if any(k not in job.done for k in left):
         progress.close(_kept(job))
+        job.check()  # if somebody deleted its folder, that is why
         raise KeyboardInterrupt
     missing = job.plan.rows - _rows_done(job)
     others = f", {missing:,} are left to other shards" if missing else ""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from batchax.datasets.checksums import crc32c
 from batchax.datasets.failures import reading
+from batchax.datasets.known_files import Files
 from batchax.datasets.parts import Rows
 from batchax.errors import ArgumentTypeError, AxisError, StorageError
 
@@ -39,12 +38,15 @@ class Source:
       has_members: whether a file holds several arrays, one of which is named after a colon.
       gives_fresh: whether `get` returns arrays that nobody else has, although NumPy cannot tell.
       in_process: whether its rows are handed to another process by a copy of them all.
+      files: what it reads, if that is known. After each reading it is looked whether these are what
+        they were.
     """
 
     ragged = False
     has_members = False
     gives_fresh = False
     in_process = False
+    files: Files | None = None
 
     def __init__(self, name: str, shape: Any, dtype: Any) -> None:
         self.name = name
@@ -112,7 +114,11 @@ class Source:
 
     def _read(self, index: Index, part: str) -> Any:
         with reading(part):
-            got = self.get(index)
+            try:
+                got = self.get(index)
+            finally:  # that something was changed explains whatever else went wrong
+                if self.files is not None:
+                    self.files.check()
             if isinstance(got, Rows):
                 return Rows(self._fresh(got.data), np.array(got.lengths))
             got = self._fresh(got)
@@ -155,39 +161,10 @@ class ByContent(Source):
         return self._source.content()
 
 
-class Files:
-    """What is known of files without reading them: that they are what they were when opened.
-
-    Attributes:
-      path: a file, or a folder of which all files count.
-    """
-
-    def __init__(self, path: Path, name: str) -> None:
-        # One file has one path, from whatever folder and through whatever links it is named.
-        self.path, self._name = path.resolve(), name
-        self._seen = self._look()
-
-    def check(self) -> None:
-        """Raises a StorageError if they were changed since they were opened."""
-        if self._look() != self._seen:
-            raise StorageError(
-                f"{self._name}: {self.path} was changed since it was opened. Let nothing write to "
-                "it, and make the call again."
-            )
-
-    def identity(self) -> dict[str, Any]:
-        """Where they are, how large all are together, and when the latest was changed."""
-        size, modified = self._seen
-        return {"path": str(self.path), "size": size, "modified_ns": modified}
-
-    def _look(self) -> tuple[int, int]:
-        with reading(self._name):
-            files = [str(self.path)]
-            if self.path.is_dir():
-                walk = os.walk(self.path)
-                files = [os.path.join(folder, name) for folder, _, names in walk for name in names]
-            stats = [os.stat(file) for file in files]
-        return sum(s.st_size for s in stats), max((s.st_mtime_ns for s in stats), default=0)
+def check_shape(shape: Any, name: str) -> None:
+    """Refuses what has no shape, as `h5py.Empty`: it has no rows, and is no number."""
+    if shape is None:
+        raise ArgumentTypeError(f"{name} is empty, and has no shape: there are no rows in it.")
 
 
 def native(dtype: Any, name: str) -> np.dtype:
@@ -206,6 +183,11 @@ def native(dtype: Any, name: str) -> np.dtype:
             f"{name}: the dtype {dtype} is none of NumPy's. Convert it with numpy.asarray; of "
             "random keys, give the numbers: jax.random.key_data(keys)."
         ) from None
+    if own.kind in "fc" and np.finfo(own).bits > 64:
+        raise ArgumentTypeError(
+            f"{name}: JAX has no numbers of dtype {own}. Convert them: "
+            f"x.astype(numpy.{'complex128' if own.kind == 'c' else 'float64'})."
+        )
     if own.kind not in "biufc" and own.isbuiltin != 2:  # 2: added to NumPy, such as bfloat16
         raise ArgumentTypeError(
             f"{name}: elements of dtype {own} are no numbers. Convert them, or leave them out."

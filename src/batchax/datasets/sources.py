@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from batchax.datasets.columns import ArrowColumn
+from batchax.datasets.failures import reading
 from batchax.datasets.kinds import Kinds
 from batchax.datasets.memory import InMemory, InRagged, Sliced, in_memory
 from batchax.datasets.source import Source, native
@@ -48,7 +49,7 @@ def as_source(x: Any, name: str) -> Source:
       StorageError: there is no such file, or it is damaged.
     """
     if isinstance(x, (str, os.PathLike)):
-        return open_path(os.fspath(x), name)
+        return open_path(os.path.expanduser(os.fspath(x)), name)
     if isinstance(x, Source):
         return x
     if isinstance(x, Tracer):
@@ -65,7 +66,9 @@ def as_source(x: Any, name: str) -> Source:
         return in_memory(x, name)
     if type(x).__module__.split(".")[0] == "pyarrow" and hasattr(x, "slice") and hasattr(x, "type"):
         return ArrowColumn(x, name)
-    if all(hasattr(x, attribute) for attribute in ("shape", "dtype", "__getitem__")):
+    with reading(name):  # what was closed raises errors of its own
+        sliced = all(hasattr(x, attribute) for attribute in ("shape", "dtype", "__getitem__"))
+    if sliced:
         return Sliced(x, name)
     raise ArgumentTypeError(
         f"{name} is of type {type(x).__name__}, which has no rows that can be read: give an array, "

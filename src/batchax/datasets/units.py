@@ -287,17 +287,48 @@ def _without_nonfinite(
     outputs = batch.program.function.outputs
     wrong: dict[int, Exception] = {}
     for output, x in zip(outputs, results, strict=True):
-        if output.reduces or not jnp.issubdtype(output.leaf.dtype, jnp.inexact):
+        if output.reduces:
+            continue
+        if not jnp.issubdtype(output.leaf.dtype, jnp.inexact):
             continue
         for place in _places_not_finite(x, output.leaf.axis):
             if batch.row(int(place)) not in bad_rows:
                 wrong.setdefault(int(place), FloatingPointError(f"{output.path} is not finite"))
+    wrong |= _not_finite_in_sums(batch, results, {*batch.places_of(bad_rows), *wrong}, policy)
     if not wrong:
         return results, []
     bad = [Bad(batch.row(place), str(error)) for place, error in sorted(wrong.items())]
     if policy.on_nonfinite == "raise":
         raise _row_error(batch, bad, "on_nonfinite")
     return _recomputed(batch, {**dict.fromkeys(batch.places_of(bad_rows)), **wrong}), bad
+
+
+def _not_finite_in_sums(
+    batch: _Batch, results: list[Any], without: set[int], policy: Policy
+) -> dict[int, Exception]:
+    """Rows that make a reduction over the batch not finite, which keeps none of what rows have."""
+    outputs = batch.program.function.outputs
+    reduces = [o for o in outputs if o.reduces]
+    states = [x for o, x in zip(outputs, results, strict=True) if o.reduces]
+
+    def error_of(states: Sequence[Any]) -> Exception | None:
+        for output, state in zip(reduces, states, strict=True):
+            if not all(map(_is_finite, jax.tree.leaves(state))):
+                return FloatingPointError(f"{output.path} is not finite")
+        return None
+
+    def tried(part: Sequence[int]) -> Exception | None:
+        return error_of(batch.reduced(dict.fromkeys(set(range(batch.count)) - set(part), part[0])))
+
+    good = [place for place in range(batch.count) if place not in without]
+    error = error_of(states)
+    if error is None or not good or tried(good) is None:
+        return {}
+    return fail_alone(good, error, tried, 1 if policy.on_nonfinite == "raise" else len(good))
+
+
+def _is_finite(x: Any) -> bool:
+    return not jnp.issubdtype(x.dtype, jnp.inexact) or bool(np.isfinite(x).all())
 
 
 def _places_not_finite(x: np.ndarray | Rows, axis: int) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ class Work:
       policy: what becomes of rows that fail.
       retries: how many times reading and writing are tried again.
       stop: may say that nothing is to be tried again.
+      check: raises an error if nothing may be written.
     """
 
     function: RowFunction
@@ -37,6 +38,7 @@ class Work:
     policy: Policy
     retries: int
     stop: Stop = field(default_factory=Stop)
+    check: Callable[[], None] = lambda: None
     _compiling: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -65,6 +67,7 @@ class Work:
 
     def write(self, computed: Computed) -> Record:
         """Keeps results; says of them what the journal is to say."""
+        self.check()
         write = functools.partial(self.store.write, computed.unit, computed.results)
         trying(write, self.retries, self.stop)
         return Record(

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from batchax.datasets.engines.attempts import Attempts, EndedError
@@ -29,21 +28,21 @@ from batchax.errors import JobError, RowError
 _CHILD = "import sys; sys.path[:] = {!r}; from batchax.datasets.engines.alone import child; child()"
 
 
-def run_apart(folder: str, unit: Unit, attempt: int) -> Done | None:
+def run_apart(attempts: Attempts, unit: Unit, attempt: int) -> Done | None:
     """As `run_unit`, in a process of its own.
 
     Raises:
       EndedError: that ended.
     """
     with _Child() as child:
-        return child.does(run_unit, folder, unit.number, attempt)
+        return child.does(run_unit, attempts, unit.number, attempt)
 
 
-def run_alone(folder: str, unit: Unit, attempt: int, quarantine: bool) -> Done | None:
+def run_alone(attempts: Attempts, unit: Unit, attempt: int, quarantine: bool) -> Done | None:
     """The same while nothing else runs; and if the process ends, finds out for which rows.
 
     Args:
-      folder: of the call.
+      attempts: at the units of the call.
       unit: what to run.
       attempt: which attempt at it this is.
       quarantine: whether rows that end a process are to be left out, rather than to be an error.
@@ -52,12 +51,11 @@ def run_alone(folder: str, unit: Unit, attempt: int, quarantine: bool) -> Done |
       RowError: a row ends the process that computes it, and is not to be left out.
       JobError: the unit does, and none of its rows by itself.
     """
-    attempts = Attempts(Path(folder))
     with _Child() as child:
 
         def run(left_out: Sequence[Bad] = ()) -> Done | None:
             attempts.forget(unit.number, attempt)  # it may have been begun, by a process that ended
-            return child.does(run_unit, folder, unit.number, attempt, left_out)
+            return child.does(run_unit, attempts, unit.number, attempt, left_out)
 
         try:
             return run()
@@ -66,7 +64,7 @@ def run_alone(folder: str, unit: Unit, attempt: int, quarantine: bool) -> Done |
 
         def tried(rows: Sequence[int]) -> EndedError | None:
             try:
-                child.does(probe_rows, folder, unit.number, list(rows))
+                child.does(probe_rows, attempts, unit.number, list(rows))
             except EndedError as error:
                 return error
             return None

@@ -8,12 +8,15 @@ twice is done, another file says so: who is still at work on it drops what they 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from batchax.errors import JobError
 
 _NAME = "engine-{}"
 
@@ -28,22 +31,46 @@ class Attempts:
 
     Attributes:
       folder: of the call. Once it is gone, all of them are over.
+      digest: of what is to be done. Others may write to the folder, and what a worker loads is
+        code: so it is told by who made the call what to load.
     """
 
     folder: Path
+    digest: str = ""
 
     @classmethod
-    def of_new_call(cls, job: Path) -> Attempts:
-        """In the folder of a job. What calls that were killed left there is removed."""
+    def of_new_call(cls, job: Path, call: bytes) -> Attempts:
+        """In the folder of a job. What calls that were killed left there is removed.
+
+        Args:
+          job: the folder.
+          call: what is to be done.
+        """
         for folder in job.glob(_NAME.format("*")):
             shutil.rmtree(folder, ignore_errors=True)
         folder = job / _NAME.format(secrets.token_hex(4))
         folder.mkdir()
-        return cls(folder)
+        attempts = cls(folder, hashlib.sha256(call).hexdigest())
+        attempts._call.write_bytes(call)
+        return attempts
 
     @property
-    def call(self) -> Path:
-        """What is to be done."""
+    def call(self) -> bytes:
+        """What is to be done.
+
+        Raises:
+          JobError: what is there is something else.
+        """
+        call = self._call.read_bytes()
+        if hashlib.sha256(call).hexdigest() != self.digest:
+            raise JobError(
+                f"{self._call} was changed after the call was made, and so is not loaded: look who "
+                "else may write to that folder."
+            )
+        return call
+
+    @property
+    def _call(self) -> Path:
         return self.folder / "call.pickle"
 
     @contextlib.contextmanager

@@ -13,14 +13,16 @@ import numpy as np
 
 from batchax.datasets.engines.attempts import Attempts
 from batchax.datasets.failures import needed
+from batchax.datasets.fingerprint import as_seen_here, differences
 from batchax.datasets.job_files import JobFiles
 from batchax.datasets.journal import Journal
 from batchax.datasets.plan import Plan
 from batchax.datasets.program import RowFunction
+from batchax.datasets.sources import as_source
 from batchax.datasets.stores import reopen_store
 from batchax.datasets.units import Policy
 from batchax.datasets.work import Work
-from batchax.errors import ArgumentTypeError, UnsupportedError
+from batchax.errors import ArgumentTypeError, JobError, UnsupportedError
 from batchax.frontend.in_axes import spread_in_axes
 
 _MOST_BYTES = 64 * 2**20  # of rows in memory that are worth a copy for each worker
@@ -48,6 +50,8 @@ class Call:
       plan: which rows are a unit.
       policy: what becomes of rows that fail.
       retries: how many times reading and writing are tried again.
+      platform: of JAX, where the call was made.
+      seen: what it computes, and of what, as seen there.
     """
 
     fun: Callable[..., Any]
@@ -62,9 +66,15 @@ class Call:
     plan: Plan
     policy: Policy
     retries: int
+    platform: str
+    seen: dict[str, Any]
 
     def work(self) -> Work:
-        """The work, in the process of a worker."""
+        """The work, in the process of a worker.
+
+        Raises:
+          JobError: what is found here, of code and of files, is not what the call was made of.
+        """
         key = None
         if self.key is not None:
             impl, data = self.key
@@ -72,6 +82,14 @@ class Call:
         function = RowFunction.of(
             self.fun, self.arrays, self.in_axes, self.out_axes, key, self.options
         )
+        others = differences(self.seen, _seen(function, self.platform))
+        if others:
+            raise JobError(
+                f"a worker finds something else than what was asked for: {'; '.join(others)}. Each "
+                "worker imports the function and opens the files by itself. Let nothing change "
+                "them while a job runs, draw no random numbers where a module is imported, and "
+                "make the call again."
+            )
         store = reopen_store(self.out, self.store)
         return Work(function, self.plan, store, self.policy, self.retries)
 
@@ -111,6 +129,8 @@ def saved(work: Work, out: Path) -> Attempts:
         work.plan,
         work.policy,
         work.retries,
+        jax.default_backend(),
+        _seen(function, jax.default_backend()),
     )
     try:
         content = cloudpickle.dumps(call)
@@ -120,9 +140,15 @@ def saved(work: Work, out: Path) -> Attempts:
             f"processes: {type(error).__name__}: {error} Give paths in place of open files, and "
             "let the function close over arrays and plain objects only."
         ) from error
-    attempts = Attempts.of_new_call(JobFiles(out).folder)
-    attempts.call.write_bytes(content)
-    return attempts
+    return Attempts.of_new_call(JobFiles(out).folder, content)
+
+
+def _seen(function: RowFunction, platform: str) -> dict[str, Any]:
+    """What it computes, and of what, as this process sees it."""
+    inputs, (call, types) = function.inputs, function.of_one_row()
+    rows = [m.source for m in inputs.mapped]
+    shared = list(map(as_source, inputs.shared, inputs.shared_paths))
+    return as_seen_here(types, call, rows, shared, platform)
 
 
 def _check(function: RowFunction) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -113,6 +114,8 @@ class DaskPool(Pool):
     def submit(self, name: str, fun: Callable[..., Any], *args: Any) -> Any:
         self._names += 1  # Dask gives one answer for one name
         key = f"{name}-{self._names}-{id(self):x}"
+        if self._client.status != "running":
+            self.wait_until_there()
         return self._client.submit(fun, *args, key=key, pure=False)
 
     def cancel(self, futures: Sequence[Any]) -> None:
@@ -146,11 +149,11 @@ def find_pool(executor: Any) -> Callable[[], Pool]:
     """
     if isinstance(executor, str):
         kind, _, where = executor.partition(":")
-        if kind == "processes" and where.isdigit() and int(where) > 0:
+        if kind == "processes" and re.fullmatch("0*[1-9][0-9]*", where):
             return lambda: Pool(_spawned(int(where)), own=True)
         if kind == "dask" and where:
             distributed = needed("distributed", f"executor={executor!r}")
-            return lambda: DaskPool(distributed.Client(where, set_as_default=False), own=True)
+            return lambda: DaskPool(_client_of(distributed, where), own=True)
         raise ArgumentTypeError(
             f'executor={executor!r}: give "processes:4", "dask:tcp://host:8786" or "shard:3/16".'
         )
@@ -169,6 +172,16 @@ def find_pool(executor: Any) -> Callable[[], Pool]:
             'mp_context=multiprocessing.get_context("spawn"), or pass executor="processes:4".'
         )
     return functools.partial(Pool, executor)
+
+
+def _client_of(distributed: Any, where: str) -> Any:
+    try:
+        return distributed.Client(where, set_as_default=False)
+    except (OSError, ValueError) as error:
+        raise JobError(
+            f'executor="dask:{where}": there is no scheduler of Dask ({error}). Start one, '
+            "`dask scheduler`, and give the address that it prints."
+        ) from error
 
 
 def _spawned(workers: int) -> ProcessPoolExecutor:

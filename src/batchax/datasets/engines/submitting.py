@@ -146,11 +146,10 @@ class Submitting:
 
     def _submit(self, unit: Unit, care: int) -> None:
         attempt = self._tries[unit.number]
-        folder = str(self._attempts.folder)
         fun, *args = [
-            (run_unit, folder, unit.number, attempt),
-            (run_apart, folder, unit, attempt),
-            (run_alone, folder, unit, attempt, self._quarantine),
+            (run_unit, self._attempts, unit.number, attempt),
+            (run_apart, self._attempts, unit, attempt),
+            (run_alone, self._attempts, unit, attempt, self._quarantine),
         ][care]
         name = f"{self._name}-unit-{unit.number}"
         try:

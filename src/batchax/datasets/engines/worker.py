@@ -16,7 +16,6 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchax.datasets.engines.attempts import Attempts
@@ -54,12 +53,12 @@ class _Job:
 
 
 def run_unit(
-    folder: str, number: int, attempt: int = 0, left_out: Sequence[Bad] = ()
+    attempts: Attempts, number: int, attempt: int = 0, left_out: Sequence[Bad] = ()
 ) -> Done | None:
     """Reads, computes and keeps a unit, and writes that down.
 
     Args:
-      folder: of the call, as `Attempts` has it.
+      attempts: at the units of the call.
       number: of the unit.
       attempt: which attempt at it this is.
       left_out: rows that are not to be computed.
@@ -70,12 +69,12 @@ def run_unit(
     Raises:
       RowError: a row fails.
       StorageError: something cannot be read or written.
+      JobError: here the call would compute something else, or of something else.
       EndedError: a worker ended in the middle of this very attempt.
     """
-    attempts = Attempts(Path(folder))
     if attempts.is_over(number):
         return None
-    with _here(folder) as job, attempts.running(number, attempt):
+    with _here(attempts) as job, attempts.running(number, attempt):
         begun, work = time.monotonic(), job.work
         unit = work.plan.unit(number)
         computed = work.compute(unit, work.read(unit), left_out)
@@ -86,19 +85,19 @@ def run_unit(
         return Done(number, unit.rows, len(record.quarantined), time.monotonic() - begun)
 
 
-def probe_rows(folder: str, number: int, rows: Sequence[int]) -> None:
+def probe_rows(attempts: Attempts, number: int, rows: Sequence[int]) -> None:
     """Computes these rows of a unit, and none of its others, and drops the results."""
-    with _here(folder) as job:
+    with _here(attempts) as job:
         unit = job.work.plan.unit(number)
         probe(job.work.program, unit, job.work.read(unit), rows)
 
 
 @contextlib.contextmanager
-def _here(folder: str) -> Iterator[_Job]:
+def _here(attempts: Attempts) -> Iterator[_Job]:
     """The job of a call, with its program compiled, and this process as the call wants it."""
     try:
         with _undisturbed():
-            job = _job(folder)
+            job = _job(attempts)
             with job.call.settings():
                 _ = job.work.program
                 yield job
@@ -130,21 +129,21 @@ def portable(error: Exception) -> Exception:
     return JobError("".join(traceback.format_exception(error)))
 
 
-_jobs: OrderedDict[str, _Job] = OrderedDict()
+_jobs: OrderedDict[Attempts, _Job] = OrderedDict()
 _lock = threading.Lock()
 
 
-def _job(folder: str) -> _Job:
+def _job(attempts: Attempts) -> _Job:
     with _lock:
-        if folder not in _jobs:
-            call = pickle.loads(Attempts(Path(folder)).call.read_bytes())
+        if attempts not in _jobs:
+            call = pickle.loads(attempts.call)
             with call.settings():
-                _jobs[folder] = _Job(call, call.work(), call.journal(_writer()))
+                _jobs[attempts] = _Job(call, call.work(), call.journal(_writer()))
             if len(_jobs) > _MOST_CALLS:
                 _, old = _jobs.popitem(last=False)
                 old.journal.close()
-        _jobs.move_to_end(folder)
-        return _jobs[folder]
+        _jobs.move_to_end(attempts)
+        return _jobs[attempts]
 
 
 @functools.cache

@@ -1,0 +1,335 @@
+"""Inputs, outputs, code and folders that change under a map: seen, and never mixed in silence."""
+
+import json
+import os
+import shutil
+import sys
+import types
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import h5py
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore
+import zarr
+
+import batchax as bx
+from batchax.datasets import pipeline
+from batchax.datasets.checksums import crc32c
+from batchax.datasets.inspect import verify
+from batchax.datasets.known_files import _SMALL, Files
+from batchax.datasets.store import Store
+
+FLOAT = jax.dtypes.canonicalize_dtype(float)
+ROWS, UNIT = 12, dict(batch_size=2, commit_rows=2, progress=False)
+X = np.arange(1.0, 1 + 3 * ROWS).reshape(ROWS, 3).astype(FLOAT)
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pipeline, "_PAUSE", 0.0)
+
+
+def double(x):
+    return x * 2
+
+
+def save_zarr(path, x):
+    zarr.create_array(path, data=x, chunks=(2, 3), overwrite=True)
+
+
+@pytest.fixture
+def before_write(monkeypatch):
+    """Has something done before the write of this number, counted from 0."""
+
+    def before(number, work):
+        write, done = Store.write, []
+
+        def counted(self, *args):
+            done.append(args)
+            if len(done) == number + 1:
+                work()
+            return write(self, *args)
+
+        monkeypatch.setattr(Store, "write", counted)
+
+    return before
+
+
+def written_again():
+    save_zarr("x.zarr", np.tile(-X, (10, 1)))
+
+
+def a_chunk_gone():
+    next(p for p in sorted(Path("x.zarr").rglob("*")) if "c" in p.parts and p.is_file()).unlink()
+
+
+KINDS = {
+    "path": lambda: "x.zarr",
+    "zarr": lambda: zarr.open_array("x.zarr", mode="r"),
+    "tensorstore": lambda: tensorstore.open(
+        {"driver": "zarr3", "kvstore": {"driver": "file", "path": os.path.abspath("x.zarr")}}
+    ).result(),
+}
+
+
+@pytest.mark.parametrize("change", [written_again, a_chunk_gone])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_input_that_changes_in_mid_run(kind, change, before_write):
+    save_zarr("x.zarr", np.tile(X, (10, 1)))  # more units than are read before the first is written
+    before_write(1, change)
+    with pytest.raises(bx.StorageError, match=r"args\[0\].*x\.zarr was changed since"):
+        bx.map(double, KINDS[kind](), out="y.npy", **UNIT)
+    with pytest.raises(bx.JobError, match=r"y\.npy holds results of another call"):
+        bx.map(double, KINDS[kind](), out="y.npy", **UNIT)
+
+
+def test_a_folder_is_known_by_each_of_its_files():
+    """Not by the sum of sizes and the newest time: of files that were swapped these are the same"""
+    x = np.random.default_rng(0).standard_normal((4, _SMALL // 16)).astype("float32")
+    zarr.create_array("x.zarr", data=x, chunks=(1, _SMALL // 16), compressors=None)
+    chunks = sorted(p for p in Path("x.zarr").rglob("*") if "c" in p.parts and p.is_file())
+    before = Files(Path("x.zarr"), "x").identity()
+    for i, chunk in enumerate(chunks):
+        os.utime(chunk, ns=(i, i))
+    times = Files(Path("x.zarr"), "x").identity()
+    shutil.move(chunks[0], "aside")
+    shutil.move(chunks[1], chunks[0])
+    shutil.move("aside", chunks[1])
+    after = Files(Path("x.zarr"), "x").identity()
+    assert "sha256" not in before  # it is too large to be read
+    assert after["size"] == times["size"]
+    assert after["modified_ns"] == times["modified_ns"]
+    assert len({x["files"] for x in (before, times, after)}) == 3
+
+
+def test_a_small_input_that_was_written_again_and_holds_the_same():
+    for write, path in ((np.save, "x.npy"), (save_zarr, "x.zarr")):
+        write(path, X)
+        out = f"{path}.out.npy"
+        bx.map(double, path, out=out, **UNIT)
+        write(path, X)
+        os.utime(next(p for p in [Path(path), *Path(path).rglob("*")] if p.is_file()), ns=(7, 7))
+        assert bx.map(double, path, out=out, **UNIT).reused == ROWS
+        write(path, -X)
+        with pytest.raises(bx.JobError, match=rf"args\[0\] \({path}\) was "):
+            bx.map(double, path, out=out, **UNIT)
+
+
+@pytest.fixture
+def stopped(before_write):
+    """A call that stops before it has written all."""
+
+    def stopped(fun, out):
+        def stop():
+            raise RuntimeError("stopped")
+
+        before_write(3, stop)
+        with pytest.raises(RuntimeError, match="stopped"):
+            bx.map(fun, X, out=out, **UNIT)
+
+    return stopped
+
+
+@pytest.mark.parametrize("out", ["y.zarr", "y.npy", "y.parquet"])
+def test_an_output_that_is_not_finished_is_no_input(out, stopped):
+    source = f"{out}:value" if out.endswith("parquet") else out
+    stopped(jnp.sum, out)
+    arrays = [source] + ([zarr.open_array(out, mode="r")] if out == "y.zarr" else [])
+    for x in arrays:
+        with pytest.raises(bx.StorageError, match=rf"{out} is the output of a job that is not fin"):
+            bx.map(double, x, out="z.npy", **UNIT)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize("out", ["y.zarr", "y.npy"])
+def test_an_output_that_was_replaced(out, finished, stopped):
+    bx.map(lambda x: x * 3, X, out=f"other{out[1:]}", **UNIT)
+    if finished:
+        bx.map(double, X, out=out, **UNIT)
+    else:
+        stopped(double, out)
+    shutil.rmtree(out) if Path(out).is_dir() else Path(out).unlink()
+    Path(f"other{out[1:]}").rename(out)
+    with pytest.raises(bx.JobError, match=rf"{out} does not hold what was written to it: rows 0"):
+        bx.map(double, X, out=out, **UNIT)
+    if out == "y.zarr":  # what is damaged is computed again
+        assert not verify(out)
+        assert bx.map(double, X, out=out, **UNIT).reused < ROWS
+        np.testing.assert_array_equal(zarr.open_array(out, mode="r")[:], X * 2)
+
+
+def test_a_lock_that_was_deleted(before_write):
+    """Who deletes the folder of a job and begins another has that one's results, and no others"""
+    before_write(2, lambda: shutil.rmtree("y.npy.job"))
+    with pytest.raises(bx.JobError, match=r"y\.npy\.job/lock was deleted while this process"):
+        bx.map(double, X, out="y.npy", **UNIT)
+    assert not Path("y.npy.job/done.json").exists()
+
+
+@pytest.mark.parametrize("name", ["lock", "journal/main.jsonl"])
+@pytest.mark.parametrize("kind", ["link", "dangling", "pipe"])
+def test_links_in_the_folder_of_a_job_are_not_written_through(name, kind, stopped):
+    stopped(double, "y.npy")
+    place = Path("y.npy.job") / name
+    place.unlink()
+    Path("mine").write_text("precious")
+    if kind == "pipe":
+        os.mkfifo(place)
+    else:
+        place.symlink_to(Path("mine" if kind == "link" else "nothing").absolute())
+    with pytest.raises(bx.StorageError, match=r"is a link, or no file"):
+        bx.map(double, X, out="y.npy", **UNIT)
+    assert Path("mine").read_text() == "precious"
+    assert not Path("nothing").exists()
+
+
+class Disturbed(ThreadPoolExecutor):
+    """Workers that import and open by themselves, after something was done."""
+
+    def __init__(self, work):
+        super().__init__(2)
+        self._work = work
+
+    def submit(self, fun, *args, **kwargs):
+        work, self._work = self._work, None
+        if work is not None:
+            work()
+        return super().submit(fun, *args, **kwargs)
+
+
+@pytest.fixture
+def module(monkeypatch):
+    module = types.ModuleType("a_module_of_the_users")
+    source = "import jax.numpy as jnp\nW = jnp.asarray({})\ndef row(x):\n    return x * W\n"
+    exec(source.format(10.0), vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    module.edit = lambda: exec(source.format(20.0), vars(module))
+    return module
+
+
+@pytest.mark.parametrize("what", ["module", "rows", "shared", "call"])
+def test_a_worker_that_finds_something_else(what, module):
+    np.save("x.npy", X)
+    np.save("w.npy", X[0])
+    fun = module.row if what == "module" else lambda x, w: x * w
+    work = {
+        "module": module.edit,
+        "rows": lambda: np.save("x.npy", -X),
+        "shared": lambda: np.save("w.npy", -X[0]),
+        "call": lambda: next(Path().glob("*.job/engine-*/call.pickle")).write_bytes(b"evil"),
+    }[what]
+    args, in_axes = ("x.npy", Path("w.npy")), (0, None)
+    if what == "module":
+        args, in_axes = args[:1], 0
+    says = {
+        "module": "a worker finds something else.*the function computes something else",
+        "rows": r"a worker finds something else.*args\[0\] \(.*x\.npy\) was",
+        "shared": r"a worker finds something else.*args\[1\] has other values",
+        "call": r"call\.pickle was changed after the call was made",
+    }[what]
+    with Disturbed(work) as pool, pytest.raises(bx.JobError, match=says):
+        bx.map(fun, *args, in_axes=in_axes, out="y.npy", executor=pool, **UNIT)
+    with Disturbed(None) as pool:  # nothing was done yet
+        Path("y.npy").unlink()
+        shutil.rmtree("y.npy.job")
+        report = bx.map(fun, *args, in_axes=in_axes, out="y.npy", executor=pool, **UNIT)
+    assert report.rows == ROWS
+
+
+def test_fewer_rows_than_a_batch():
+    report = bx.map(double, X, out="y.npy", batch_size=50, commit_rows=100, progress=False)
+    assert report.rows == ROWS
+    with pytest.raises(bx.AxisError, match="commit_rows=70 is not a multiple of batch_size=50"):
+        bx.map(double, X, out="z.npy", batch_size=50, commit_rows=70, progress=False)
+
+
+@pytest.mark.parametrize("kind", ["sum", "mean", "max", "var"])
+def test_rows_that_make_reductions_not_finite(kind):
+    x = X.copy()
+    x[[3, 8], 1] = np.nan
+    options = dict(out_axes=bx.Reduce(kind), **UNIT)
+    with pytest.raises(bx.RowError, match=r"row 3 of .*is not finite"):
+        bx.map(double, x, on_nonfinite="raise", **options)
+    report = bx.map(double, x, on_nonfinite="quarantine", **options)
+    assert [b.row for b in report.bad] == [3, 8]
+    expected = getattr(np, kind)(np.delete(x, [3, 8], 0) * 2, axis=0)
+    np.testing.assert_allclose(report.reduced, expected, rtol=1e-5)
+
+
+def test_a_shared_integer_that_does_not_fit():
+    if jax.config.jax_enable_x64:
+        pytest.skip("it fits 64 bits")
+    with pytest.raises(bx.ArgumentTypeError, match=r"args\[1\]: a number of dtype int64 does not"):
+        bx.map(lambda x, n: x + n, X, np.int64(2**40), in_axes=(0, None), progress=False)
+
+
+def test_outputs_that_are_none():
+    with pytest.raises(bx.ArgumentTypeError, match=r"does not say as what .* give it a suffix"):
+        bx.map(double, X, out="r0", progress=False)
+    save_zarr("x.zarr", X)
+    with pytest.raises(bx.ArgumentTypeError, match=r"out='x\.zarr/y\.npy' lies in args\[0\]"):
+        bx.map(double, "x.zarr", out="x.zarr/y.npy", progress=False)
+
+
+def test_the_home_of_the_user(monkeypatch):
+    monkeypatch.setenv("HOME", str(Path("home").absolute()))
+    Path("home").mkdir()
+    np.save("home/x.npy", X)
+    bx.map(double, "~/x.npy", out="~/y.npy", progress=False)
+    np.testing.assert_array_equal(np.load("home/y.npy"), X * 2)
+    assert not Path("~").exists()
+
+
+@pytest.mark.parametrize("name", ["job.json", "done.json", "journal/main.jsonl"])
+def test_files_of_a_job_that_somebody_made_up(name):
+    """With checksums that are right: a sentence, or what they say counts for nothing"""
+    bx.map(double, X, out="y.npy", **UNIT)
+    for said in ({"format": 1}, {"unit": "x", "ended": 0}, [1], "x", {"journal": 3, "plan": []}):
+        text = json.dumps(said).encode()[:-1]
+        (Path("y.npy.job") / name).write_bytes(text + b',"crc32c":"%08x"}\n' % crc32c(text))
+        if name == "done.json":
+            assert bx.map(double, X, out="y.npy", **UNIT).reused == ROWS
+            continue
+        Path("y.npy.job/done.json").unlink(missing_ok=True)
+        with pytest.raises((bx.JobError, bx.StorageError), match=r"y\.npy\.job"):
+            bx.map(double, X, out="y.npy", **UNIT)
+
+
+def test_what_has_no_rows_that_jax_has_numbers_for():
+    with h5py.File("e.h5", "w") as file:
+        file["empty"], file["x"] = h5py.Empty("f4"), X
+        empty, closed = file["empty"], file["x"]
+        with pytest.raises(bx.ArgumentTypeError, match=r"args\[0\] is empty, and has no shape"):
+            bx.map(double, empty, progress=False)
+    with pytest.raises(bx.ArgumentTypeError, match=r"e\.h5:empty\) is empty, and has no shape"):
+        bx.map(double, "e.h5:empty", progress=False)
+    with pytest.raises(bx.StorageError, match=r"args\[0\] cannot be read"):
+        bx.map(double, closed, progress=False)
+    with pytest.raises(
+        bx.ArgumentTypeError, match=r"args\[0\]: JAX has no numbers of dtype float1"
+    ):
+        bx.map(double, X.astype(np.longdouble), progress=False)
+
+
+@pytest.mark.parametrize("executor", ["processes:²", "processes:0", "shard:²/3"])
+def test_numbers_that_are_none(executor):
+    with pytest.raises(bx.ArgumentTypeError, match='give "processes:4"'):
+        bx.map(double, X, out="y.npy", executor=executor, progress=False)
+    with pytest.raises(bx.ArgumentTypeError, match="a path has no zero bytes"):
+        bx.map(double, X, out="y\0.npy", progress=False)
+
+
+def test_a_scheduler_that_is_not_there(monkeypatch):
+    import distributed
+
+    def client(*_, **__):
+        raise OSError("Timed out trying to connect to tcp://127.0.0.1:9 after 30 s")
+
+    monkeypatch.setattr(distributed, "Client", client)
+    with pytest.raises(bx.JobError, match="there is no scheduler of Dask"):
+        bx.map(double, X, out="y.npy", executor="dask:tcp://127.0.0.1:9", **UNIT)
