@@ -30,13 +30,13 @@ def limits(work: DatasetWorkload, x: Path, rows: int) -> dict[str, Callable[[Pat
     units = [plan.unit(k) for k in range(len(plan))]
     steps = Work(function, plan, None, policy, 0)
     data = steps.read(units[0])
-    computed = steps.compute(units[0], data)
+    computed = steps.begin(units[0], data)()
 
     def reading(_: Path) -> float:
         return _seconds(steps.read, units)
 
     def computing(_: Path) -> float:
-        return _seconds(lambda _: steps.compute(units[0], data), units)
+        return _seconds(lambda _: steps.begin(units[0], data)(), units)
 
     def writing(out: Path) -> float:
         store = open_store(out.with_suffix(".zarr"), [o.leaf for o in function.outputs], plan)

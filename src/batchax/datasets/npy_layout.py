@@ -13,6 +13,7 @@ from batchax.errors import StorageError
 
 File = BufferedIOBase | RawIOBase
 
+_ALIGNED = 64  # bytes
 _GAP = 4096  # bytes; the system reads whole pages, so what lies between closer runs costs nothing
 _SPAN = 2**20  # bytes that are read at a time where there are gaps
 
@@ -68,7 +69,7 @@ class Layout:
             return flipped.read(file, len(self.shape) - 1 - axis, picked).T
         outer, inner, stride = self._runs(axis)
         count = picked.stop - picked.start
-        out = np.empty((outer, count * inner), np.uint8)
+        out = _aligned(outer * count * inner).reshape(outer, count * inner)
         if out.size:
             _fill(file, out, self.offset + picked.start * inner, stride)
         part = *self.shape[:axis], count, *self.shape[axis + 1 :]
@@ -91,6 +92,13 @@ class Layout:
         """How often indices along the axis come, the bytes of one, and those of all."""
         inner = self.dtype.itemsize * _product(self.shape[axis + 1 :])
         return _product(self.shape[:axis]), inner, inner * self.shape[axis]
+
+
+def _aligned(size: int) -> np.ndarray:
+    """So many bytes, where JAX on a CPU takes them as they are; elsewhere it would copy them."""
+    room = np.empty(size + _ALIGNED, np.uint8)
+    start = -room.ctypes.data % _ALIGNED
+    return room[start : start + size]
 
 
 def _fill(file: File, out: np.ndarray, first: int, stride: int) -> None:

@@ -52,7 +52,7 @@ class Stop:
 def run_units(
     units: Iterable[Unit],
     read: Callable[[Unit], T],
-    compute: Callable[[Unit, T], Any],
+    begin: Callable[[Unit, T], Callable[[], Any]],
     write: Callable[[Any], Record],
     record: Callable[[Sequence[Record]], None],
     stop: Stop,
@@ -64,7 +64,8 @@ def run_units(
     Args:
       units: which, in the order in which they are read.
       read: reads what a unit needs.
-      compute: computes it. In the caller's thread.
+      begin: begins to compute it, and returns what waits until it is computed; by then the next
+        one was begun. In the caller's thread.
       write: keeps it, and returns what the journal is to say of it.
       record: makes that durable.
       stop: may be told to stop by others.
@@ -110,19 +111,33 @@ def run_units(
     reader.start()
     journal.start()
     with ThreadPoolExecutor(WRITERS, "batchax-write") as writers:
+        waiting: Callable[[], Any] | None = None
+
+        def finish() -> None:
+            """The unit that was begun before, if there is one."""
+            nonlocal waiting
+            finished, waiting = waiting, None
+            if finished is not None:
+                computed = finished()
+                finished = None  # else a unit more would be held
+                room.acquire()
+                writers.submit(write_one, computed)
+
         try:
             while not stop.now:
                 try:
-                    item = ready.get(timeout=_LOOK)
+                    item = ready.get(timeout=_LOOK if waiting is None else 0)
                 except queue.Empty:
+                    finish()
                     continue
                 if item is None:
                     break
-                computed = compute(*item)
+                begun = begin(*item)
                 item = None
-                room.acquire()
-                writers.submit(write_one, computed)
-                computed = None  # else two units more would be held
+                finish()
+                waiting = begun
+            if stop.error is None:
+                finish()
         except BaseException as error:
             stop.because(error)
     written.put(None)

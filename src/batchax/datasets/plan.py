@@ -15,7 +15,9 @@ from batchax.errors import ArgumentTypeError, AxisError
 # Of work, by an estimate, that a unit is worth committing for: engines add 0.3 to 1.0% to so much
 # (benchmark: `cluster`).
 _SECONDS = 0.5
-_BYTES = 64 * 2**20  # of rows and results that a unit may take: several are in memory at a time
+# Of rows and results that a unit may take. Several are in memory at a time; and of so few the
+# allocator keeps the memory, while larger ones are mapped anew, and every page of them is cleared.
+_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from batchax.programs.weights import PLANS
 from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap
 
-_MOST_BYTES = 64 * 2**20  # of a batch that batch_size="auto" chooses: more rows gain nothing
+_MOST_BYTES = 8 * 2**20  # of a batch that batch_size="auto" chooses: more rows gain nothing
 _ROOMS = 4  # programs for batches of rows of different lengths, by how many elements these have
 _WORTH = 2**29  # elements that need not be padded, for which compiling all of these is worth it
 
@@ -49,6 +49,7 @@ class RowFunction:
     out_axes: Any
     key: Any
     options: dict[str, Any]
+    _latest: Program | None = None
 
     @classmethod
     def of(
@@ -162,8 +163,15 @@ class RowFunction:
         """How many rows fit the memory at a time: `batch_size="auto"`."""
         most = max(1, min(self.inputs.rows, _MOST_BYTES // max(self.row_bytes, 1)))
         auto = Auto(parse_limit(memory_limit), self.name)
-        compile_for = lambda size: Program(self, size).compiled
+        compile_for = lambda size: self.program(size).compiled
         return fitting_chunk(auto, most, ("map", object()), compile_for)
+
+    def program(self, batch_size: int) -> Program:
+        """The program of a batch. Of the sizes that were asked for the last is kept."""
+        if self._latest is None or self._latest.batch_size != batch_size:
+            object.__setattr__(self, "_latest", Program(self, batch_size))
+        assert self._latest is not None
+        return self._latest
 
 
 class Program:

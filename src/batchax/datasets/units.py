@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -53,14 +54,14 @@ class Policy:
     on_nonfinite: str | None
 
 
-def compute_unit(
+def begin_unit(
     program: Program,
     unit: Unit,
     data: Sequence[np.ndarray | Rows],
     policy: Policy,
     left_out: Sequence[Bad] = (),
-) -> Computed:
-    """Computes the rows of a unit.
+) -> Callable[[], Computed]:
+    """Begins to compute the rows of a unit, so that the device has something to do meanwhile.
 
     Args:
       program: of a batch.
@@ -69,14 +70,29 @@ def compute_unit(
       policy: what becomes of rows that fail.
       left_out: rows that are not to be computed.
 
-    Raises:
-      RowError: a row fails, and `policy` does not say to go on without it.
+    Returns:
+      A function that waits for the results, and returns them. It raises a RowError if a row fails,
+      and `policy` does not say to go on without it.
     """
     begun = time.monotonic()
+    batches = _ahead(_batches(program, unit, data), {b.row for b in left_out})
+    first = next(batches, None)
+    return lambda: _computed(program, unit, first, batches, policy, left_out, begun)
+
+
+def _computed(
+    program: Program,
+    unit: Unit,
+    first: _Waiting | None,
+    batches: Iterator[_Waiting],
+    policy: Policy,
+    left_out: Sequence[Bad],
+    begun: float,
+) -> Computed:
     outputs = program.function.outputs
     of_batches: list[list[Any]] = []
     bad = list(left_out)
-    for batch, arrays in _ahead(_batches(program, unit, data), {b.row for b in left_out}):
+    for batch, arrays in itertools.chain([] if first is None else [first], batches):
         results, error = _tried(arrays)
         if error is not None:
             results, failed = _without_failing(batch, error, policy)
@@ -182,16 +198,18 @@ class _Batch:
         return index + self.unit.start, rows, self.program.room_for(elements)
 
 
+_Waiting = tuple[_Batch, Callable[[], list[Any]]]
+"""A batch that was begun, and what waits for its results."""
+
+
 def _batches(program: Program, unit: Unit, data: Sequence[Any]) -> Iterator[_Batch]:
     for first in range(0, unit.rows, program.batch_size):
         yield _Batch(program, unit, data, first, min(program.batch_size, unit.rows - first))
 
 
-def _ahead(
-    batches: Iterator[_Batch], left_out: set[int]
-) -> Iterator[tuple[_Batch, Callable[[], list[Any]]]]:
+def _ahead(batches: Iterator[_Batch], left_out: set[int]) -> Iterator[_Waiting]:
     """Each batch, and its results once they are there; the next is begun before they are read."""
-    waiting: list[tuple[_Batch, Callable[[], list[Any]]]] = []
+    waiting: list[_Waiting] = []
     for batch in batches:
         gone = dict.fromkeys(batch.places_of(left_out))
         get = functools.partial(_recomputed, batch, gone) if gone else _begun(batch)

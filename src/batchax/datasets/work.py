@@ -15,7 +15,7 @@ from batchax.datasets.parts import Bad, Record, Rows, Unit
 from batchax.datasets.pipeline import Stop, trying
 from batchax.datasets.plan import Plan
 from batchax.datasets.program import Program, RowFunction
-from batchax.datasets.units import Computed, Policy, compute_unit
+from batchax.datasets.units import Computed, Policy, begin_unit
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +45,7 @@ class Work:
     def program(self) -> Program:
         """The program of a batch. Compiled when it is first asked for."""
         with self._compiling:
-            return self._program
-
-    @functools.cached_property
-    def _program(self) -> Program:
-        return Program(self.function, self.plan.batch_size)
+            return self.function.program(self.plan.batch_size)
 
     def read(self, unit: Unit) -> list[np.ndarray | Rows]:
         """The rows of a unit, of each mapped argument."""
@@ -59,11 +55,11 @@ class Work:
             parts.append(trying(read, self.retries, self.stop))
         return parts
 
-    def compute(
+    def begin(
         self, unit: Unit, data: Sequence[np.ndarray | Rows], left_out: Sequence[Bad] = ()
-    ) -> Computed:
-        """Their results; those `left_out` are not computed."""
-        return compute_unit(self.program, unit, data, self.policy, left_out)
+    ) -> Callable[[], Computed]:
+        """Begins to compute them, but for those `left_out`; returns what waits for the results."""
+        return begin_unit(self.program, unit, data, self.policy, left_out)
 
     def write(self, computed: Computed) -> Record:
         """Keeps results; says of them what the journal is to say."""

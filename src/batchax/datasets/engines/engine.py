@@ -57,7 +57,7 @@ class Threads:
             for done in records:
                 tell(done.unit.rows, len(done.quarantined))
 
-        run_units(units, work.read, work.compute, work.write, written, work.stop)
+        run_units(units, work.read, work.begin, work.write, written, work.stop)
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def run_unit(
     with _here(attempts) as job, attempts.running(number, attempt):
         begun, work = time.monotonic(), job.work
         unit = work.plan.unit(number)
-        computed = work.compute(unit, work.read(unit), left_out)
+        computed = work.begin(unit, work.read(unit), left_out)()
         if attempts.is_over(number):
             return None
         record = work.write(computed)
