@@ -52,7 +52,7 @@ def test_a_unit_is_one_batch_if_that_takes_longer():
 
 
 def test_several_units_fit_memory():
-    assert Plan.of(10**6, 16, MIB, 1e-9).unit_rows == 64
+    assert Plan.of(10**6, 16, MIB / 8, 1e-9).unit_rows == 64
     assert Plan.of(10**6, 16, 1000 * MIB, 1e-9).unit_rows == 16
 
 

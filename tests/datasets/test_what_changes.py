@@ -1,5 +1,6 @@
 """Inputs, outputs, code and folders that change under a map: seen, and never mixed in silence."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -268,8 +269,12 @@ def test_a_shared_integer_that_does_not_fit():
         bx.map(lambda x, n: x + n, X, np.int64(2**40), in_axes=(0, None), progress=False)
 
 
-def test_outputs_that_are_none():
-    with pytest.raises(bx.ArgumentTypeError, match=r"does not say as what .* give it a suffix"):
+def test_outputs_that_are_none(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ImportError, match=r"'r0' without a suffix \(\.zarr, .*Parquet, which needs"
+    ):
         bx.map(double, X, out="r0", progress=False)
     save_zarr("x.zarr", X)
     with pytest.raises(bx.ArgumentTypeError, match=r"out='x\.zarr/y\.npy' lies in args\[0\]"):

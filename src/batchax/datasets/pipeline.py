@@ -136,8 +136,10 @@ def run_units(
                 item = None
                 finish()
                 waiting = begun
-            if stop.error is None:
-                finish()
+        except BaseException as error:
+            stop.because(error)
+        try:
+            finish()  # what was begun before something failed
         except BaseException as error:
             stop.because(error)
     written.put(None)

@@ -183,7 +183,7 @@ def native(dtype: Any, name: str) -> np.dtype:
             f"{name}: the dtype {dtype} is none of NumPy's. Convert it with numpy.asarray; of "
             "random keys, give the numbers: jax.random.key_data(keys)."
         ) from None
-    if own.kind in "fc" and np.finfo(own).bits > 64:
+    if own.itemsize > {"f": 8, "c": 16}.get(own.kind, own.itemsize):
         raise ArgumentTypeError(
             f"{name}: JAX has no numbers of dtype {own}. Convert them: "
             f"x.astype(numpy.{'complex128' if own.kind == 'c' else 'float64'})."

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from batchax.datasets.failures import needed
 from batchax.datasets.kinds import Kinds
 from batchax.datasets.memory_store import MemoryStore
 from batchax.datasets.parts import Leaf
@@ -14,7 +16,7 @@ from batchax.datasets.plan import Plan
 from batchax.datasets.store import Store, described_leaves
 from batchax.errors import ArgumentTypeError
 
-FOLDER = "parquet"  # of a name that ends in a slash
+FOLDER = "parquet"  # of a name without a suffix
 
 STORES = Kinds(
     "batchax.stores",
@@ -32,8 +34,8 @@ def open_store(out: str | os.PathLike[str] | None, leaves: Sequence[Leaf], plan:
     """The store of a job's results. Nothing is written yet.
 
     Args:
-      out: "x.zarr", "x.npy", a folder for Parquet files, which has the suffix ".parquet" or ends in
-        a slash; a path with a suffix that another package writes; None for memory.
+      out: "x.zarr", "x.npy", a folder for Parquet files, which has no suffix or ".parquet" or ends
+        in a slash; a path with a suffix that another package writes; None for memory.
       leaves: the arrays of results.
       plan: says how many rows are written at once.
 
@@ -76,20 +78,18 @@ def kind_of(out: Any) -> str:
     kind = Path(name).suffix[1:]
     if kind in STORES:
         return kind
-    if name.endswith("/"):
+    if not kind or name.endswith("/"):
+        if importlib.util.find_spec("pyarrow") is None:  # who forgot the suffix means another kind
+            needed(
+                "pyarrow", f"out={name!r} without a suffix ({STORES.listed()}) is Parquet, which"
+            )
         return FOLDER
-    if not kind:
-        raise ArgumentTypeError(
-            f"out={name!r} does not say as what results are to be written: give it a suffix "
-            f'({STORES.listed()}), or a slash at the end, out="{name}/", for a folder of Parquet '
-            "files."
-        )
     why = (
         " HDF5 is read but not written: a writer that is killed damages the file."
         if kind in ("h5", "hdf5", "he5")
         else ""
     )
     raise ArgumentTypeError(
-        f"out={name!r}: results are written to {STORES.listed()}, or a folder of Parquet files (a "
-        f"slash at the end).{why}"
+        f"out={name!r}: results are written to {STORES.listed()}, or a folder of Parquet files (no "
+        f"suffix, or a slash at the end).{why}"
     )
