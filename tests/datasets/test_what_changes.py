@@ -338,3 +338,23 @@ def test_a_scheduler_that_is_not_there(monkeypatch):
     monkeypatch.setattr(distributed, "Client", client)
     with pytest.raises(bx.JobError, match="there is no scheduler of Dask"):
         bx.map(double, X, out="y.npy", executor="dask:tcp://127.0.0.1:9", **UNIT)
+
+
+def test_a_traceback_is_kept_once_for_rows_that_fail_alike():
+    def fail(x):
+        if x[0] > 1:
+            raise ValueError(f"no {x[0]:.0f}")
+        return x
+
+    fun = lambda x: jax.pure_callback(fail, x, x, vmap_method="sequential")
+    options = dict(out="y.npy", version="1", on_error="quarantine", progress=False)
+    report = bx.map(fun, X, batch_size=6, commit_rows=6, **options)
+    assert [b.row for b in report.bad] == list(range(1, ROWS))
+    assert report.bad[4].error == "ValueError: no 16"
+    tracebacks = {b.traceback for b in report.bad}
+    assert len(tracebacks) <= 4  # for each of two units: alone, and with others
+    assert all("in fail" in text for text in tracebacks)
+    for file in ("quarantine.jsonl", "done.json", "journal/main.jsonl"):
+        assert Path("y.npy.job", file).stat().st_size < 6 * len(max(tracebacks, key=len))
+    lines = Path("y.npy.job/quarantine.jsonl").read_text().splitlines()
+    assert [json.loads(line)["row"] for line in lines] == list(range(1, ROWS))

@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from batchax.datasets.fingerprint import differences
 from batchax.datasets.job_files import Description, JobFiles
 from batchax.datasets.journal import Journal, read_attempts
 from batchax.datasets.lock import Lock, LockedError
-from batchax.datasets.parts import Bad, Record
+from batchax.datasets.parts import Bad, Record, alike
 from batchax.datasets.plan import Plan
 from batchax.datasets.steps import BEFORE_END, reached
 from batchax.errors import ArgumentTypeError, JobError, StorageError
@@ -307,7 +307,7 @@ class Job:
 
     def _render_quarantine(self) -> None:
         bad = [b for _, r in sorted(self.done.items()) for b in r.quarantined]
-        lines = (json.dumps(asdict(b)) for b in bad)
+        lines = _for_people(bad)
         if bad or self._files.quarantine.exists():
             content = "".join(f"{line}\n" for line in lines)
             replace_file(self._files.quarantine, content.encode())
@@ -321,6 +321,14 @@ class Job:
         ok[[b.row for b in bad]] = False
         np.save(file, ok)
         return file.getvalue()
+
+
+def _for_people(bad: Sequence[Bad]) -> Iterator[str]:
+    """A line for each row; a traceback is in the first that has it."""
+    seen: set[str] = set()
+    for b in alike(bad):
+        yield json.dumps({**asdict(b), "traceback": "" if b.traceback in seen else b.traceback})
+        seen.add(b.traceback)
 
 
 def _locked(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from batchax.datasets import partials
 from batchax.datasets.checksums import foreign, is_whole, sealed, unsealed
 from batchax.datasets.durable import read_own, remove_file, replace_file
 from batchax.datasets.journal import sizes
-from batchax.datasets.parts import Bad
+from batchax.datasets.parts import Bad, packed, unpacked
 from batchax.datasets.plan import Plan
 from batchax.errors import ArgumentTypeError, JobError, StorageError
 
@@ -143,7 +143,7 @@ class JobFiles:
                 if content is None or any(now.get(x, 0) < n for x, n in content["journal"].items()):
                     return None
                 reduced = dict(partials.Reduced(content["reduced"], self.partials))
-                bad = [Bad(*each) for each in content["bad"]]
+                bad = unpacked(content["bad"])
                 return {**content["more"], "bad": bad, "reduced": reduced}
         except (FileNotFoundError, StorageError):
             return None
@@ -163,7 +163,7 @@ class JobFiles:
           more: what is to be known besides, for JSON.
         """
         arrays = partials.written(reduced or {}, self.partials / "all.bin")
-        content = {"bad": list(map(astuple, bad)), "reduced": arrays, "more": more}
+        content = {"bad": packed(bad), "reduced": arrays, "more": more}
         replace_file(self._end, sealed({"journal": sizes(self.journal), **content}))
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from batchax.datasets import partials
 from batchax.datasets.checksums import foreign, is_whole, sealed, unsealed
 from batchax.datasets.durable import append, make_folder, open_own, read_own, writing
-from batchax.datasets.parts import Bad, Record, Unit
+from batchax.datasets.parts import Record, Unit, packed, unpacked
 from batchax.errors import StorageError
 
 _TORN = b" torn\n"
@@ -70,7 +70,7 @@ class Journal:
             "ended": record.ended,
         }
         if record.quarantined:
-            entry["quarantined"] = [dataclasses.astuple(bad) for bad in record.quarantined]
+            entry["quarantined"] = packed(record.quarantined)
         if record.reduced:
             name = f"{number:08d}-{record.attempt}-{self._path.stem}.bin"
             path = self._path.parent.parent / partials.FOLDER / name
@@ -176,7 +176,7 @@ def _record(entry: dict[str, Any], folder: Path, writer: str) -> Record:
         entry["checksums"],
         entry["attempt"],
         entry["seconds"],
-        tuple(Bad(*bad) for bad in entry.get("quarantined", ())),
+        tuple(unpacked(entry["quarantined"])) if "quarantined" in entry else (),
         partials.Reduced(reduced, folder.parent / partials.FOLDER) if reduced else {},
         entry["ended"],
         writer,

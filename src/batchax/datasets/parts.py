@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,6 +72,31 @@ class Bad:
     row: int
     error: str
     traceback: str = ""
+
+
+def alike(bad: Iterable[Bad]) -> list[Bad]:
+    """The same rows; those that fail in one way have one traceback, that of the first of them.
+
+    A traceback takes kilobytes, and ends with what is told of its own row.
+    """
+    first: dict[str, str] = {}
+    return [
+        replace(b, traceback=first.setdefault(b.traceback.removesuffix(b.error), b.traceback))
+        for b in bad
+    ]
+
+
+def packed(bad: Iterable[Bad]) -> dict[str, list[Any]]:
+    """Rows without a result, for JSON, with each traceback once."""
+    places: dict[str, int] = {}
+    rows = [[b.row, b.error, places.setdefault(b.traceback, len(places))] for b in bad]
+    return {"rows": rows, "tracebacks": list(places)}
+
+
+def unpacked(entry: dict[str, list[Any]]) -> list[Bad]:
+    """What `packed` was given."""
+    texts = entry["tracebacks"]
+    return [Bad(row, error, texts[place]) for row, error, place in entry["rows"]]
 
 
 @dataclass(frozen=True)

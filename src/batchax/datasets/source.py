@@ -10,7 +10,6 @@ import numpy as np
 
 from batchax.datasets.checksums import crc32c
 from batchax.datasets.failures import reading
-from batchax.datasets.known_files import Files
 from batchax.datasets.parts import Rows
 from batchax.errors import ArgumentTypeError, AxisError, StorageError
 
@@ -46,7 +45,7 @@ class Source:
     has_members = False
     gives_fresh = False
     in_process = False
-    files: Files | None = None
+    files: Any = None  # `Files`, or none: a subclass that has some need not ask
 
     def __init__(self, name: str, shape: Any, dtype: Any) -> None:
         self.name = name

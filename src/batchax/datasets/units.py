@@ -17,7 +17,7 @@ from batchax import _compat
 from batchax.datasets.halving import fail_alone
 from batchax.datasets.inputs import rows_of
 from batchax.datasets.outputs import combined, named_parts, nothing, of_no_rows
-from batchax.datasets.parts import Bad, Rows, Unit
+from batchax.datasets.parts import Bad, Rows, Unit, alike
 from batchax.datasets.program import Program, fetched
 from batchax.errors import RowError
 
@@ -254,9 +254,9 @@ def _without_failing(
 
     with _compat.callbacks_fail_silently():  # the same one, again and again
         failing = fail_alone(range(batch.count), error, tried, most)
-    bad = [
+    bad = alike(
         Bad(batch.row(place), _last_line(why), str(why)) for place, why in sorted(failing.items())
-    ]
+    )
     if policy.on_error == "raise" or not bad:
         raise _row_error(batch, bad, "on_error", error) from error
     return _recomputed(batch, failing), bad
