@@ -34,7 +34,15 @@ FUNCTIONS = {
     "triangular_solve": lambda a: jsl.solve_triangular(
         a, jnp.arange(1.0, 3.0, dtype=a.dtype) + a[0], lower=True
     ),
+    # None tells of the signs of vectors.
+    "eigh": lambda a: of_values(*reversed(jnp.linalg.eigh(a))),
+    "qr": lambda a: jnp.linalg.qr(a)[1] @ jnp.arange(1.0, 3.0, dtype=a.dtype),
+    "svd": lambda a: of_values(*jnp.linalg.svd(a, full_matrices=False)[:2]),
 }
+
+
+def of_values(vectors, values):
+    return (vectors * jnp.sin(values)) @ vectors.T @ jnp.arange(1.0, 3.0, dtype=vectors.dtype)
 
 
 def primitives(fun, *args):

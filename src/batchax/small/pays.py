@@ -27,6 +27,22 @@ LEAST: dict[str, dict[str, Sequence[int | None]]] = {
         "complex64": (64, 256, 256, 256, 256, 256),
         "complex128": (64, 256, 256, 1024),
     },
+    "eigh": {
+        "float32": (None, 128, 128, 128, 128, 128, 256, 256),
+        "float64": (None, 256, 256, 128, 128, 128),
+        "complex64": (None, 256, 256, 256, 256),
+        "complex128": (None, 256),
+    },
+    "qr": {
+        "float32": (None, 128, 256, 256, 256, 256, 256, 256),
+        "float64": (None, 256, 256, 256, 256, 256),
+        "complex64": (None, 256, 256),
+    },
+    "svd": {
+        "float32": (None, 128, 128, 256, 256, 256),
+        "float64": (None, 256, 256, 256, 256),
+        "complex64": (None, 256, 256, 256),
+    },
 }
 """For each primitive and dtype the least number of lanes for matrices of 1, 2, 3 ... rows."""
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from batchax.jaxprs.words import Aval
+from batchax.small import eigh, qr, svd
 from batchax.small.cholesky import cholesky
 from batchax.small.lu import lu
 from batchax.small.pays import pays
@@ -32,6 +33,9 @@ DECOMPOSITIONS = {
     "cholesky": Decomposition(cholesky, (2,)),
     "lu": Decomposition(lu, (2,)),
     "triangular_solve": Decomposition(triangular_solve, (2, 2)),
+    "eigh": Decomposition(eigh.eigh, (2,), eigh.serves),
+    "qr": Decomposition(qr.qr, (2,), qr.serves),
+    "svd": Decomposition(svd.svd, (2,), svd.serves),
 }
 
 
