@@ -36,12 +36,13 @@ LEAST: dict[str, dict[str, Sequence[int | None]]] = {
     "qr": {
         "float32": (None, 128, 256, 256, 256, 256, 256, 256),
         "float64": (None, 256, 256, 256, 256, 256),
-        "complex64": (None, 256, 256),
+        "complex64": (None, 1024, 1024),
     },
     "svd": {
         "float32": (None, 128, 128, 256, 256, 256),
         "float64": (None, 256, 256, 256, 256),
         "complex64": (None, 256, 256, 256),
+        "complex128": (None, 256, 256),
     },
 }
 """For each primitive and dtype the least number of lanes for matrices of 1, 2, 3 ... rows."""
