@@ -102,11 +102,12 @@ def test_choices_take_few_compilations_and_are_remembered(monkeypatch, caplog):
     seen = []
     real = memory.memory_of
     monkeypatch.setattr(memory, "memory_of", lambda c: seen.append(c) or real(c))
+    limit = f"{555 * X.dtype.itemsize // 4}kB"
     with caplog.at_level(logging.INFO, logger="batchax"):
-        auto("555kB")(W, X)
+        auto(limit)(W, X)
         first = len(seen)
-        auto("555kB")(W, X + 1)
-        jax.jit(auto("555kB"))(W, X)
+        auto(limit)(W, X + 1)
+        jax.jit(auto(limit))(W, X)
     assert 2 <= first <= 3
     assert len(seen) == first
     *compiled, chosen = (r.getMessage() for r in caplog.records if r.name == "batchax")

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.core import eval_jaxpr
 from jax.interpreters import ad
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from batchax import _compat
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
@@ -78,7 +79,25 @@ def _bind(
 
 
 def _run(*operands: Any, forward: Any, transpose: Any, count: int) -> list[Any]:
-    return eval_jaxpr(forward.jaxpr, forward.consts, *operands)
+    return eval_jaxpr(forward.jaxpr, forward.consts, *_of_one_mesh(operands))
+
+
+def _of_one_mesh(operands: Sequence[Value]) -> Sequence[Any]:
+    """Operands whose types all tell of the mesh of which some do.
+
+    Zeros that JAX begins a cotangent with, and arrays from before a mesh was set, tell of none, and
+    JAX writes a part into an array only where both tell of the same.
+    """
+    meshes = [jax.typeof(x).sharding.mesh for x in operands]
+    mesh = next((m for m in meshes if AxisType.Explicit in m.axis_types), None)
+    if mesh is None:
+        return operands
+    return [
+        jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*[None] * x.ndim)))
+        if tells_of.empty
+        else x
+        for x, tells_of in zip(operands, meshes, strict=True)
+    ]
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[list[Any], list[Any]]:
