@@ -13,6 +13,7 @@ import h5py
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pyarrow.parquet
 import pytest
 import tensorstore
 import zarr
@@ -358,3 +359,19 @@ def test_a_traceback_is_kept_once_for_rows_that_fail_alike():
         assert Path("y.npy.job", file).stat().st_size < 6 * len(max(tracebacks, key=len))
     lines = Path("y.npy.job/quarantine.jsonl").read_text().splitlines()
     assert [json.loads(line)["row"] for line in lines] == list(range(1, ROWS))
+
+
+def test_no_rows_are_a_table_without_rows():
+    bx.map(lambda x: {"a": x.sum(), "b": x}, X[:0], out="y.parquet", progress=False)
+    table = pyarrow.parquet.read_table("y.parquet")
+    assert (table.num_rows, table.column_names) == (0, ["a", "b"])
+    assert bx.map(double, "y.parquet:a", progress=False).rows == 0
+
+
+def test_fewer_units_than_shards():
+    options = dict(out="y.npy", batch_size=6, commit_rows=6, progress=False)
+    with pytest.warns(UserWarning, match=r"2 units for 4 shards: 2 .*commit_rows=3 and a batch"):
+        report = bx.map(double, X, executor="shard:1/4", **options)
+    assert str(report).startswith("6 of 12 rows, 6 left to other shards")
+    with pytest.warns(UserWarning, match="2 units for 4 shards"):
+        assert bx.map(double, X, executor="shard:4/4", **options).left == 0

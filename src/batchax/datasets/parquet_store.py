@@ -42,6 +42,9 @@ class ParquetStore(Store):
         if not (self.out.is_dir() and not any(self.out.iterdir())):
             make_place(self.out)
             make_folder(self.out)
+        nothing = list(map(_of_no_rows, self.leaves))
+        if all(x is not None for x in nothing):  # a table without rows has columns
+            self.put(Unit(0, 0, 0), nothing)
 
     def check(self) -> None:
         if not self.out.is_dir():
@@ -88,6 +91,14 @@ class ParquetStore(Store):
 
     def _part(self, unit: Unit) -> Path:
         return self.out / f"part-{unit.number:08d}.parquet"
+
+
+def _of_no_rows(leaf: Leaf) -> Any:
+    """What there is of a result of no rows; None if there are some."""
+    if leaf.shape[leaf.axis]:
+        return None
+    empty = np.zeros(leaf.shape, leaf.dtype)
+    return empty if leaf.ragged is None else Rows(empty, np.zeros(0, np.int64))
 
 
 def _to_column(leaf: Leaf, result: np.ndarray | Rows) -> Any:

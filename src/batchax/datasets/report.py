@@ -46,7 +46,8 @@ class Report:
 
     def __str__(self) -> str:
         new = self.rows - self.reused - self.left
-        parts = [f"{self.rows:,} rows"]
+        whole = f"{self.rows:,} rows"
+        parts = [f"{self.rows - self.left:,} of {whole}" if self.left else whole]
         if self.reused:
             parts.append(f"{self.reused:,} reused")
         if self.quarantined:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,15 @@ class Shard(Threads):
         return f"shard-{self.index}-of-{self.count}"
 
     def units(self, plan: Plan) -> Iterable[int]:
+        if len(plan) < self.count and plan.rows:
+            each = -(-plan.rows // self.count)
+            warnings.warn(
+                f"there are {len(plan)} units for {self.count} shards: "
+                f"{self.count - len(plan)} of these have nothing to do. For units of fewer rows "
+                f"begin the job with commit_rows={each} and a batch_size that divides it (in the "
+                f"command --commit-rows {each} --batch-size {each}).",
+                stacklevel=2,
+            )
         return range(self.index, len(plan), self.count)
 
 
