@@ -263,7 +263,10 @@ NO_CACHES = {
     "frontend/containers.py": {"_containers": "a table that users fill"},
     "frontend/rows.py": {"_run_by": "who runs rows, of imports"},
     "jaxprs/own_primitives.py": {"_own": "a table, of imports"},
-    "jaxprs/primitive_facts.py": {"_facts": "a table, of imports"},
+    "jaxprs/primitive_facts.py": {
+        "_facts": "a table, of imports",
+        "_asked": "what of that table was asked, until there is more of it",
+    },
     "kernel/fallback.py": {"_warned": "the lines that a warning was given for"},
     "kernel/own_primitive.py": {"_declared": "a table, of imports"},
     "kernel/registry.py": {"_rules": "a table that users fill"},
@@ -274,6 +277,8 @@ NO_CACHES = {
     "rows/padded_rules/custom_derivatives.py": {"_by_name": "a table, of imports"},
     "rules/calls.py": {"function": "a function that an equation holds, staged once for it"},
     "rules/masking.py": {"_values": "jitted, for numbers and words"},
+    "small/eigh.py": {"_tables": "places in matrices, for each of a few sizes"},
+    "small/rotations.py": {"rounds": "the same"},
 }
 
 

@@ -28,6 +28,7 @@ from batchax.kernel.derivatives import tangents_of, transposed
 from batchax.kernel.inner import batch_function, batched_aval, example_aval
 from batchax.kernel.own_primitive import declare, own_primitive
 from batchax.kernel.varying import vary_over, varying_of
+from batchax.memo import Memo
 from batchax.small.table import DECOMPOSITIONS, lanes_last_pays
 
 small_matrices_p = declare("small_matrices")
@@ -119,13 +120,12 @@ def _on_cpu(*operands: Any, of: str, **params: Any) -> list[Any]:
 
 
 def _compute(*operands: Any, **params: Any) -> list[Any]:
+    run = lambda: jax.jit(functools.partial(small_matrices_p.bind, **params))
     with jax.disable_jit(False):  # which is for the user's programs
-        return _compiled(tuple(sorted(params.items())))(*operands)
+        return _programs.get(tuple(sorted(params.items())), run)(*operands)
 
 
-@functools.lru_cache(maxsize=256)
-def _compiled(params: tuple[tuple[str, Any], ...]) -> Any:
-    return jax.jit(functools.partial(small_matrices_p.bind, **dict(params)))
+_programs = Memo("decompositions of small matrices, outside of jit", most=256)
 
 
 def _lanes(x: Aval | Value) -> Axis:
