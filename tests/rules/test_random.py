@@ -249,8 +249,9 @@ WRITTEN_OUT = {
 
 
 def has_loop(fun, *args, platform="cpu"):
-    traced = jax.jit(fun).trace(*args)
-    return "while" in traced.lower(lowering_platforms=(platform,)).as_text()
+    """Whether there is a loop over rounds; one behind a barrier has one step, with all of them."""
+    text = jax.jit(fun).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    return text.count("stablehlo.while") > text.count("optimization_barrier")
 
 
 @pytest.mark.parametrize("name", WRITTEN_OUT)
@@ -260,6 +261,13 @@ def test_rounds_are_written_out(name):
     batched = bx.vmap(bx.vmap(fun), in_axes=1, out_axes=1)
     assert not has_loop(batched, keys)
     agree(batched, jax.vmap(jax.vmap(fun)), keys)
+
+
+def test_bits_are_not_computed_again_by_who_reads_them():
+    """Fused into the search for a maximum, as of a categorical draw, rounds are not vectorized"""
+    draw = bx.vmap(lambda key: jnp.argmax(jax.random.bits(key, (64,))))
+    text = jax.jit(draw).lower(keys_of("threefry2x32", 8)).compile().as_text()
+    assert "while(" in text
 
 
 def test_other_streams_are_those_of_jax():

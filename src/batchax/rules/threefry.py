@@ -19,7 +19,7 @@ from jax import lax
 from jax.interpreters import ad
 
 from batchax import _compat
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.words import Aval, Value
 from batchax.kernel.axis import Axis
 from batchax.kernel.own_primitive import NoDerivative, own_primitive
 from batchax.kernel.rule_makers import aligned
@@ -100,8 +100,23 @@ def _of_jax(*operands: Any, of: str, **params: Any) -> list[Any]:
 
 
 def _on_cpu(*operands: Any, of: str, **params: Any) -> list[Any]:
-    # Compilers must not write the rounds into each loop that reads what they give.
-    return list(lax.optimization_barrier(WRITTEN_OUT[of](*operands, **params)))
+    make = lambda: WRITTEN_OUT[of](*operands, **params)
+    types = _types(*map(jax.typeof, operands), of=of, **params)
+    if any(jax.dtypes.issubdtype(t.dtype, jax.dtypes.extended) for t in types):
+        return make()  # keys, which are few
+    return _computed_once(make, types)
+
+
+def _computed_once(make: Callable[[], list[Any]], types: Sequence[Aval]) -> list[Any]:
+    """What `make` returns, of these types, and what no compiler writes into loops that read it.
+
+    XLA's for CPUs forgets barriers before it fuses, and what it fuses into the search for a maximum
+    is not vectorized. So it is the result of a loop of one step, which is not known to be one.
+    """
+    one = lax.optimization_barrier(np.uint32(1))
+    blank = [_compat.varying_as(_compat.filled(t, 0), t) for t in types]
+    step = lambda state: (state[0] + np.uint32(1), make())
+    return lax.while_loop(lambda state: state[0] < one, step, (np.uint32(0), blank))[1]
 
 
 def _types(*avals: Any, of: str, **params: Any) -> list[Any]:
