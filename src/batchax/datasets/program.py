@@ -23,7 +23,8 @@ from batchax.programs.weights import PLANS
 from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap
 
-_MOST_BYTES = 8 * 2**20  # of a batch that batch_size="auto" chooses: more rows gain nothing
+# Of a batch that batch_size="auto" chooses: more rows gain nothing. An accelerator wants more.
+_MOST_BYTES, _MOST_ELSEWHERE = 8 * 2**20, 64 * 2**20
 _ROOMS = 4  # programs for batches of rows of different lengths, by how many elements these have
 _WORTH = 2**29  # elements that need not be padded, for which compiling all of these is worth it
 
@@ -161,7 +162,8 @@ class RowFunction:
 
     def fitting(self, memory_limit: Any) -> int:
         """How many rows fit the memory at a time: `batch_size="auto"`."""
-        most = max(1, min(self.inputs.rows, _MOST_BYTES // max(self.row_bytes, 1)))
+        room = _MOST_BYTES if jax.default_backend() == "cpu" else _MOST_ELSEWHERE
+        most = max(1, min(self.inputs.rows, room // max(self.row_bytes, 1)))
         auto = Auto(parse_limit(memory_limit), self.name)
         compile_for = lambda size: self.program(size).compiled
         return fitting_chunk(auto, most, ("map", object()), compile_for)
