@@ -38,6 +38,11 @@ class Outcome:
     temporary_bytes: Mapping[str, int]
 
     @property
+    def name(self) -> str:
+        """What reports call it."""
+        return self.workload.name
+
+    @property
     def reached(self) -> bool:
         """Whether the goal is reached."""
         return self.ratios[self.workload.rival].value <= self.workload.goal

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.measure import Ratio
-from benchmarks.report import interval, made_with, ratio, size
+from benchmarks.report import interval, made_with, named, ratio, size
 from benchmarks.slow.measure import Outcome
 from benchmarks.slow.workload import HAND, JAX, OURS
 
@@ -18,7 +18,7 @@ TITLE = "What a batch makes slow: bx.vmap against jax.vmap and programs by hand"
 def line(result: Outcome) -> str:
     """One workload on one line of a terminal."""
     times = "  ".join(f"over {name} {interval(r)}" for name, r in result.ratios.items())
-    return f"{result.workload.name:40} {times}"
+    return f"{result.name:40} {times}"
 
 
 def summary(results: Sequence[Outcome]) -> str:
@@ -26,7 +26,7 @@ def summary(results: Sequence[Outcome]) -> str:
     missed = (r for r in results if not r.reached)
     points = [
         f"{sum(r.reached for r in results)} of {len(results)} goals are reached; not"
-        + named_by(
+        + named(
             missed,
             lambda r: (
                 f"{r.ratios[r.workload.rival].value:.2f} of {r.workload.rival}, "
@@ -34,18 +34,12 @@ def summary(results: Sequence[Outcome]) -> str:
             ),
         ),
         "More than 1.5 times as long as `jax.vmap` to trace and compile"
-        + named_by(
+        + named(
             (r for r in results if JAX in r.compiled and r.compiled[JAX].value > 1.5),
             lambda r: f"{r.compiled[JAX].value:.2f}",
         ),
     ]
     return "\n".join(f"- {p}." for p in points)
-
-
-def named_by(results: Iterable[Outcome], say: Callable[[Outcome], str]) -> str:
-    """Workloads by name, with what there is to say of each."""
-    pairs = [(r.workload.name, say(r)) for r in results]
-    return ": " + ("; ".join(f"{name} ({said})" for name, said in pairs) or "none")
 
 
 def write(results: Sequence[Outcome], folder: Path) -> list[Path]:

@@ -145,31 +145,6 @@ WORKLOADS = [
         rival=HAND,
         summed=True,
     ),
-    Slow(
-        "clipped gradients of a network",
-        FAMILY,
-        clipped_gradient,
-        clipped_gradients_by_hand,
-        _images,
-        lanes=512,
-        goal=1.2,
-        rival=HAND,
-        in_axes=(None, 0, 0),
-        summed=True,
-    ),
-    Slow(
-        "clipped gradients, 64 at a time",
-        FAMILY,
-        clipped_gradient,
-        clipped_gradients_by_hand,
-        _images,
-        lanes=512,
-        goal=1.2,
-        rival=HAND,
-        in_axes=(None, 0, 0),
-        summed=True,
-        options={"batch_size": 64},
-    ),
     *(
         Slow(
             name,
@@ -182,10 +157,13 @@ WORKLOADS = [
             rival=HAND,
             in_axes=(None, 0, 0),
             summed=True,
+            options=options,
         )
-        for name, one in (
-            ("the same, by optax", clipped_by_optax),
-            ("the same, as one vector", clipped_as_one_vector),
+        for name, one, options in (
+            ("clipped gradients of a network", clipped_gradient, {}),
+            ("clipped gradients, 64 at a time", clipped_gradient, {"batch_size": 64}),
+            ("the same, by optax", clipped_by_optax, {}),
+            ("the same, as one vector", clipped_as_one_vector, {}),
         )
     ),
     *(

@@ -232,7 +232,7 @@ class Job:
             )
         self._render_quarantine()
         reached(BEFORE_END)
-        first = next((r for _, r in sorted(self.done.items()) if r.checksums), None)
+        first = self._first
         self._files.write_end(**summary, unit=first and [first.unit.number, list(first.checksums)])
         self.finished = self._files.read_end()
 
@@ -284,15 +284,20 @@ class Job:
                 "deleted the folder of the job to begin again, end this process first."
             )
 
+    @property
+    def _first(self) -> Record | None:
+        """The first unit that is done, by whose checksums another output is told from this one."""
+        return next((r for _, r in sorted(self.done.items()) if r.checksums), None)
+
     def _check_kept(self) -> None:
         """One unit of what is there is what was written: else somebody replaced the output."""
         if self.finished is not None:
-            number, sums = self.finished.get("unit") or (None, None)
-            either = [sums]
+            number, *either = self.finished.get("unit") or [None]
+        elif self._first is not None:
+            number = self._first.unit.number
+            either = [list(r.checksums) for r in self._differ.get(number, [self._first])]
         else:
-            number = min((n for n, r in self.done.items() if r.checksums), default=None)
-            either = [] if number is None else [*self._differ.get(number, [self.done[number]])]
-            either = [list(r.checksums) for r in either]
+            number, either = None, []
         if number is None:
             return
         unit = self.plan.unit(number)

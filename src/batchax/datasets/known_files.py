@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,9 +80,10 @@ class Files:
         if self.path.is_dir():
             told["files"] = seen.digest()
         if seen.size * count <= _SMALL:
-            told["sha256"] = self._content()
+            told["sha256"] = self._content
         return told
 
+    @cached_property
     def _content(self) -> str:
         digest = hashlib.sha256()
         with reading(self._name):

@@ -305,9 +305,7 @@ def _without_nonfinite(
     outputs = batch.program.function.outputs
     wrong: dict[int, Exception] = {}
     for output, x in zip(outputs, results, strict=True):
-        if output.reduces:
-            continue
-        if not jnp.issubdtype(output.leaf.dtype, jnp.inexact):
+        if output.reduces or not jnp.issubdtype(output.leaf.dtype, jnp.inexact):
             continue
         for place in _places_not_finite(x, output.leaf.axis):
             if batch.row(int(place)) not in bad_rows:

@@ -151,22 +151,14 @@ def _alike(primitive: Primitive, out: Any, out_axis: Any) -> tuple[Any, Any]:
     return (out, [out_axis] * len(out)) if primitive.multiple_results else (out, out_axis)
 
 
-def leading(primitive: Primitive, ranks: Sequence[int]) -> None:
-    """Registers `primitive` as taking leading batch dimensions, alike in all operands.
+def leading_rule(
+    primitive: Primitive, ranks: Sequence[int], axis: Axis, args: Any, axes: Any, /, **params: Any
+) -> tuple[Any, Any]:
+    """The rule of a primitive that takes leading batch dimensions, alike in all operands.
 
     `ranks` is how many trailing dimensions of each operand the primitive works
     on: 2 for a matrix. Results have the leading dimensions of the operands.
     """
-
-    @register_rule(primitive)
-    def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
-        return leading_rule(primitive, ranks, axis, args, axes, **params)
-
-
-def leading_rule(
-    primitive: Primitive, ranks: Sequence[int], axis: Axis, args: Any, axes: Any, /, **params: Any
-) -> tuple[Any, Any]:
-    """The rule that `leading` registers, for primitives that need it in some cases only."""
     # Where the batch axis may stay: anywhere before the dimensions that the primitive works on.
     in_place = range(np.ndim(args[0]) - (axes[0] is not None) - ranks[0] + 1)
     target = next((a for a in axes if a in in_place), 0)
