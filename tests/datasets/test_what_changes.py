@@ -22,6 +22,7 @@ import batchax as bx
 from batchax.datasets import pipeline
 from batchax.datasets.checksums import crc32c
 from batchax.datasets.inspect import verify
+from batchax.datasets.journal import Journal
 from batchax.datasets.known_files import _SMALL, Files
 from batchax.datasets.store import Store
 
@@ -167,10 +168,35 @@ def test_an_output_that_was_replaced(out, finished, stopped):
 
 def test_a_lock_that_was_deleted(before_write):
     """Who deletes the folder of a job and begins another has that one's results, and no others"""
-    before_write(2, lambda: shutil.rmtree("y.npy.job"))
+
+    def remove():  # once more where a line of the journal was written meanwhile
+        while Path("y.npy.job/lock").exists() or Path("y.npy.job/journal").exists():
+            shutil.rmtree("y.npy.job", ignore_errors=True)
+
+    before_write(2, remove)
     with pytest.raises(bx.JobError, match=r"y\.npy\.job/lock was deleted while this process"):
         bx.map(double, X, out="y.npy", **UNIT)
     assert not Path("y.npy.job/done.json").exists()
+
+
+@pytest.mark.parametrize("removed", ["y.npy.job", "y.npy.job/journal"])
+def test_a_folder_that_goes_while_the_journal_is_written(removed, monkeypatch):
+    """What is said is what happened: of a deleted job that it was, of a lost journal that it is"""
+    begin = Journal._open
+
+    def opened(self):
+        shutil.rmtree(removed, ignore_errors=True)
+        Path(removed).write_text("a file, so that no folder is made")
+        return begin(self)
+
+    monkeypatch.setattr(Journal, "_open", opened)
+    error, says = (
+        (bx.StorageError, r"could not be written")
+        if removed.endswith("journal")
+        else (bx.JobError, r"y\.npy\.job/lock was deleted while this process")
+    )
+    with pytest.raises(error, match=says):
+        bx.map(double, X, out="y.npy", **UNIT)
 
 
 @pytest.mark.parametrize("name", ["lock", "journal/main.jsonl"])

@@ -196,7 +196,12 @@ class Job:
     def record(self, records: Sequence[Record]) -> None:
         """Says that units are done, whose results are durable. So is this when it returns."""
         self.check()
-        for record in self._journal.append_many(records):
+        try:
+            records = self._journal.append_many(records)
+        except StorageError:
+            self.check()  # who deleted the folder since took the journal, too: that says why
+            raise
+        for record in records:
             self.done.setdefault(record.unit.number, record)
 
     def look_again(self) -> None:
