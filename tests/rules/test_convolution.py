@@ -240,6 +240,49 @@ def test_images_and_kernels_at_the_front_are_not_transposed():
         assert "transpose" not in str(jaxpr)
 
 
+PADDED = ((2, 1), (1, 1))
+IN_LOOPS = {
+    # name: (images, kernel, options, dtype, tolerance); enough features for the library of CPUs
+    "channels first": ((2, 4, 6, 5), (8, 4, 3, 3), {"strides": (1, 2)}, "bfloat16", 3e-2),
+    "mixed": (
+        (4, 6, 5, 2),
+        (4, 3, 4, 8),
+        {"dimension_numbers": ("CHWN", "IHWO", "HNWC"), "lhs_dilation": (2, 1), "padding": PADDED},
+        "float32",
+        1e-4,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", IN_LOOPS)
+def test_in_loops_channels_are_last_with_the_same_results(kind):
+    """In chunks, scans and while loops: XLA moves channels by itself outside of loops alone."""
+    images, kernel, options, dtype, close = IN_LOOPS[kind]
+    fun = convolution(**options)
+    x, w = batch(images, 1, dtype=dtype), batch(kernel, None, dtype=dtype)
+
+    def looped(x, w):
+        total = lambda x: jnp.sum(fun(x, w).astype("float32") ** 2)
+        down = lambda x: x - jax.grad(total)(x) / 1e3
+        x, each = lax.scan(lambda x, _: (down(x), jnp.abs(fun(x, w)).sum()), x, length=2)
+        x, _ = lax.while_loop(lambda c: c[1] < 2, lambda c: (down(c[0]), c[1] + 1), (x, 0))
+        return x, each
+
+    def of(vmap, **chunks):
+        return [
+            vmap(fun, (1, None), **chunks)(x, w),
+            vmap(fun, (None, 0), **chunks)(x[:, 0], jnp.stack([w, 2 * w, w, -w])),
+            vmap(looped, (1, None))(x, w),
+        ]
+
+    theirs = of(jax.vmap)
+    same(jax.jit(lambda: of(bx.vmap, batch_size=2))(), theirs, dict(rtol=close, atol=close * 10))
+    moved = "dim_numbers = [b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]"
+    for function, chunks in ((fun, {}), (fun, {"batch_size": 2}), (looped, {})):
+        lowered = jax.jit(bx.vmap(function, (1, None), **chunks)).lower(x, w).as_text()
+        assert (moved in lowered) == (function is looped or bool(chunks))
+
+
 def test_per_example_gradients():
     # What training with per-example gradients asks for: kernels shared, their gradients not.
     names, images, kernel = LAYOUTS["last"]

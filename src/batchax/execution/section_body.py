@@ -208,7 +208,9 @@ class _Chunk:
 
         And the index of each lane, if anything uses it; and which lanes are real, None if all are.
         """
-        axis = replace(self.lanes.axis, size=width, name=None, mesh_axis=None, bodies=None)
+        chunk = dict(size=width, name=None, mesh_axis=None, bodies=None)
+        looped = self.lanes.axis.in_loop or not self.lanes.are_one_chunk
+        axis = replace(self.lanes.axis, in_loop=looped, **chunk)
         values = [
             x[0] + start + lax.iota(np.int32, width) if v is self.lanes.index else x
             for v, x in zip(self.section.invars, xs, strict=True)

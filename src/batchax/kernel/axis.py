@@ -40,6 +40,8 @@ class Axis:
         a method ``run(program, args, axes)``, or None to run all operations for all lanes.
       small_matrices: "library" if each small matrix is decomposed by a call of the library, "auto"
         if all are together where that takes less time.
+      in_loop: whether operations are emitted into a loop, as far as batchax can know: compilers
+        do less there.
 
     Example:
       >>> from jax.extend.core import Primitive
@@ -59,6 +61,7 @@ class Axis:
     divergence: Any = None
     bodies: Any = None
     small_matrices: str = "auto"
+    in_loop: bool = False
 
 
 def move_axis(x: Value, source: int, destination: int) -> Any:
