@@ -20,7 +20,7 @@ from batchax.frontend.arguments import check_small_matrices
 from batchax.frontend.batched import Batched
 from batchax.frontend.containers import check_by_position, is_container
 from batchax.frontend.outputs import flatten_arrays, is_array
-from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
+from batchax.frontend.prefixes import SpecifiedLeaf, anew, spread_specs
 from batchax.jaxprs.words import Value
 from batchax.ranks.annotations import annotated_ranks
 from batchax.ranks.core import Core, CoreSizes, as_cores, is_rank
@@ -251,7 +251,7 @@ class _Call:
 
     def _add(self, path: str, value: Value, spec: Any) -> Callable[[Iterator[Any]], Any]:
         if spec is None or value is None:
-            return lambda _: value
+            return lambda _: anew(value)
         what = "a tree of ranks"
         leaves, rebuild = spread_specs(spec, value, path, what, is_rank, True, "rank", _is_leaf)
         parts: list[Callable[[Iterator[Any]], Any]] = []

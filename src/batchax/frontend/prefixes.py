@@ -64,7 +64,7 @@ def spread_specs(
       AxisError: `spec` is not a prefix of `tree`.
     """
     if spec is None and opaque_none:
-        return [SpecifiedLeaf(path, _with_new_containers(tree), None)], next
+        return [SpecifiedLeaf(path, tree, None)], lambda values: anew(next(values))
     if spec is None or is_spec(spec) or is_container_spec(spec):
         pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
         leaves = [
@@ -121,11 +121,14 @@ def _name_of(keys: Sequence[Any]) -> Any:
             return None
 
 
-def _with_new_containers(tree: Any) -> Any:
+def anew(tree: Any) -> Any:
     """`tree` with the same leaves in new containers, as a function under vmap sees it.
 
-    What the function does to a list or dict it was given stays inside. Something
-    that cannot be taken apart, such as a dict without an order, is passed as it is.
+    It is put together where the function is traced. So what the function does to a list or dict
+    stays inside, and a tree that knows the trace it was made in, as a module of Flax does, was made
+    in that of the function; its leaves are no part of the trace, and a number among them stays
+    known. Something that cannot be taken apart, such as a dict without an order, is passed as it
+    is.
     """
     try:
         return jax.tree.map(lambda leaf: leaf, tree, is_leaf=is_container)
