@@ -16,6 +16,7 @@ from batchax.errors import ArgumentTypeError, MismatchError, UnsupportedError
 from batchax.frontend.arguments import check_callable, check_untraced
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import is_position, spread_in_axes
+from batchax.frontend.objects import without_objects
 from batchax.frontend.outputs import lanes_first
 from batchax.jaxprs.words import Value
 from batchax.rows.ragged import Ragged
@@ -124,7 +125,7 @@ class _Comparison:
 
     def _called(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
         args, kwargs = self._rebuild(leaves)
-        return fun(*args, **kwargs)
+        return without_objects(fun(*args, **kwargs))
 
     def _example(self, lane: int) -> list[Any]:
         """The leaves as the function of this lane sees them."""

@@ -39,6 +39,7 @@ from batchax.frontend.in_axes import STEPS, check_in_axes, is_position
 from batchax.frontend.mapped import Mapped, MappedRows, with_lane_indices
 from batchax.frontend.outputs import (
     FlatOutputs,
+    flatten_arrays,
     flatten_outputs,
     is_output_spec,
 )
@@ -177,6 +178,7 @@ def scan(
             new, ys = _pair(fun, fun(old, *example_args, **example_kwargs))
             check_structure(fun, old, new)
             _check_stacked(ys, out_axes)
+            flatten_arrays(ys, containers=True, name="ys")
             arrays, outputs = flatten_outputs(ys, out_axes, steps, STEPS)
             return [*jax.tree.leaves(new), *arrays], outputs
 

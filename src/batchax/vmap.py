@@ -33,6 +33,7 @@ from batchax.frontend.arguments import (
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import LANES, check_in_axes
 from batchax.frontend.mapped import find_mesh_axis, with_lane_indices
+from batchax.frontend.objects import check_same
 from batchax.frontend.outputs import (
     FlatOutputs,
     check_out_axes,
@@ -83,15 +84,18 @@ def vmap(
         argument; a dict by parameter name, which also reaches keyword arguments
         (those not named: 0); or, in place of an int, a callable
         ``leaf -> int | None`` that is asked for each leaf below. Negative axes
-        count from the end of the batched array. Keyword arguments: 0. A `Ragged` is mapped over
+        count from the end of the batched array. An int for a whole tree is for its
+        arrays: objects that are none, such as functions, reach `fun` as they are. Keyword arguments: 0. A `Ragged` is mapped over
         its rows by 0, or by ``batchax.ragged("n")``, which names the size of a row. Beside a
         position there may be ``batchax.tiles(size=64)``, blocks of an axis as lanes;
         ``batchax.split_key``, one random key, of which each lane gets one of its own; and
         ``batchax.size("n", max_size=16)``, a size for each lane.
       out_axes: where the batch axis of each output goes: an int, None for an
         output that does not depend on the batch, ``batchax.AUTO``,
-        ``batchax.Reduce("mean")``, ``batchax.tiles()``, ``batchax.ragged("n")``, or a
-        tree of those that is a prefix of the output. A dict may name some of the keys of
+        ``batchax.Reduce("mean")``, ``batchax.tiles()``, ``batchax.ragged("n")``, a
+        callable that returns one of those for each leaf, or a
+        tree of those that is a prefix of the output. An object in a tree that is no
+        array comes out as it is, if it is the same each time that `fun` is traced. A dict may name some of the keys of
         a dict, or of the fields of a NamedTuple or dataclass; the others have 0.
       axis_name: a name for the axis, for collectives such as ``jax.lax.psum``.
       axis_size: number of lanes; needed only when no argument is mapped.
@@ -218,9 +222,14 @@ def vmap(
         mapped = with_lane_indices(flat.mapped, axis)
 
         def one_example(*examples: Any) -> tuple[list[Any], FlatOutputs]:
-            example_args, example_kwargs = flat.rebuild(examples)
-            out = fun(*example_args, **example_kwargs)
-            return flatten_outputs(out, out_axes, size, sum_match=sum_match)
+            def traced() -> tuple[list[Any], FlatOutputs]:
+                example_args, example_kwargs = flat.rebuild(examples)
+                out = fun(*example_args, **example_kwargs)
+                return flatten_outputs(out, out_axes, size, sum_match=sum_match)
+
+            arrays, outputs = traced()
+            check_same(outputs.objects, lambda: traced()[1].objects)
+            return arrays, outputs
 
         _compat.named_after(one_example, fun)
         passes = [

@@ -197,8 +197,8 @@ def test_callable_in_axes_that_returns_no_axis():
     ("value", "description"),
     [
         ("text", "of type str, not an array"),
-        (object(), "of type object, not an array"),
-        (print, "of type builtin_function_or_method, not an array"),
+        (b"text", "of type bytes, not an array"),
+        ({1.0, 2.0}, "of type set, not an array"),
         (np.array(["a", "b", "c"]), "an array of dtype <U1, which JAX does not have"),
     ],
 )
@@ -383,13 +383,38 @@ def test_output_axis_out_of_range(axis):
     )
 
 
-@pytest.mark.parametrize("value", ["text", object(), print])
+@pytest.mark.parametrize("value", ["text", {1.0}])
 def test_output_that_is_no_array(value):
     fails_as_in_jax(
         lambda vmap: vmap(lambda x: (x, [value]))(X),
         bx.ArgumentTypeError,
         f"out[1][0] of type {type(value).__name__}, which is not an array",
     )
+
+
+@pytest.mark.parametrize("make", [lambda x: lambda y: x + y, lambda x: object()])
+def test_output_that_is_another_object_each_time(make):
+    fails_as_in_jax(
+        lambda vmap: vmap(lambda x: (x, [make(x)]))(X),
+        bx.ArgumentTypeError,
+        "out[1][0] of type",
+        "is another object each time that the function is traced",
+    )
+
+
+def test_callable_out_axes_that_returns_no_axis():
+    fails(
+        lambda vmap: vmap(lambda x: {"a": x}, out_axes=lambda leaf: "first")(X),
+        bx.ArgumentTypeError,
+        "out['a']",
+        "'first'",
+    )
+
+
+@pytest.mark.parametrize("value", [object(), print])
+def test_an_object_by_itself_is_neither_mapped_nor_returned(value):
+    fails(lambda vmap: vmap(never)(X, value), bx.ArgumentTypeError, "None in in_axes")
+    fails(lambda vmap: vmap(lambda x: value)(X), bx.ArgumentTypeError, "the function returned out")
 
 
 # The other functions a user calls.

@@ -1,5 +1,6 @@
 """Models given whole, as their libraries make them, in every way to run a batch."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,19 +116,40 @@ def test_nnx_models_of_their_own():
     agrees(nnx.grad(loss), (0, None, 0), models, XS[0], YS)
 
 
-def test_nnx_calls_that_are_not_compiled():
-    """What NNX knows of traces is checked while Python runs; here it runs outside of `jit`."""
+def test_nnx_around():
     model = Net(nnx.Rngs(0))
-    got = bx.vmap(nnx.grad(loss), (None, 0, 0), batch_size=2)(model, XS, YS)
-    same(numbers(got), numbers(jax.vmap(nnx.grad(loss), (None, 0, 0))(model, XS, YS)), CLOSE)
-    around = nnx.vmap(bx.vmap(lambda m, x: m.layer(x), (None, 0)), in_axes=(None, 0))
-    same(around(model, XS[None])[0], model.layer(XS), CLOSE)
-    total = lambda batched: lambda m: jnp.sum(batched(lambda m, x: m.layer(x), (None, 0))(m, XS))
-    of_all = nnx.grad(total(bx.vmap))(model)
-    same(numbers(of_all), numbers(nnx.grad(total(jax.vmap))(model)), CLOSE)
-    assert bx.check(nnx.grad(loss), (None, 0, 0), derivatives=False)(model, XS, YS) is None
-    ranks = bx.auto_vmap(None, 1, 1)(nnx.grad(loss))
-    same(numbers(ranks(model, XS, YS)), numbers(got), CLOSE)
+
+    @nnx.jit
+    def both(model):
+        total = lambda batched: (
+            lambda m: jnp.sum(jnp.sin(batched(lambda m, x: m.layer(x), (None, 0))(m, XS)))
+        )
+        apply = lambda batched: batched(lambda m, x: m.layer(x), (None, 0))
+        ranks = bx.auto_vmap(None, 1)(lambda m, x: nnx.grad(loss)(m, x, YS[0]))
+        return [
+            numbers(
+                [
+                    nnx.vmap(apply(vmap), in_axes=(None, 0))(model, XS[None]),
+                    nnx.grad(total(vmap))(model),
+                    by_rank(model, XS),
+                ]
+            )
+            for vmap, by_rank in (
+                (bx.vmap, ranks),
+                (jax.vmap, jax.vmap(lambda m, x: nnx.grad(loss)(m, x, YS[0]), (None, 0))),
+            )
+        ]
+
+    same(*both(model), CLOSE)
+
+
+def test_nnx_outside_of_jit():
+    """What NNX knows of traces it checks while Python runs."""
+    model = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    run = lambda m, x: jnp.sum(m(x))
+    assert bx.check(nnx.grad(run, argnums=1), (None, 0))(model, XS) is None
+    assert not len(bx.find_nonfinite(run, (None, 0))(model, XS).lanes)
+    assert bx.explain(run, (None, 0))(model, XS).lanes == LANES
 
 
 def test_nnx_random_streams():
@@ -155,9 +177,72 @@ def test_what_is_no_tree_stays_known():
 
 def test_linen_model():
     model = linen.BatchNorm(use_running_average=False, axis_name="batch")
-    variables = model.init(jax.random.key(0), XS)
+    variables = jax.jit(model.init)(jax.random.key(0), XS)
     run = lambda v, x: model.apply(v, x, mutable=["batch_stats"])
     agrees_named = [
         f(run, (None, 0), axis_name="batch")(variables, XS) for f in (bx.vmap, jax.vmap)
     ]
     same(*map(numbers, agrees_named), CLOSE)
+
+
+# Leaves that are no arrays
+
+
+def mlp(key):
+    return eqx.nn.MLP(4, 2, width_size=3, depth=1, dtype=XS.dtype, key=key)
+
+
+def test_equinox_models_stacked_made_and_run():
+    square = lambda m, x: jnp.sum(m(x) ** 2)
+
+    @eqx.filter_jit
+    def all_ways(xs):
+        stacked = bx.stack([mlp(KEYS[i]) for i in range(LANES)])
+        want = eqx.filter_vmap(mlp)(KEYS)
+        expected = (
+            eqx.filter_vmap(lambda m, x: m(x))(want, xs),
+            numbers(eqx.filter_vmap(eqx.filter_grad(square))(want, xs)),
+            numbers(eqx.filter(want, eqx.is_array)),
+        )
+        return expected, {
+            name: (
+                bx.vmap(lambda m, x: m(x), **way)(stacked, xs),
+                numbers(bx.vmap(eqx.filter_grad(square), **way)(stacked, xs)),
+                numbers(eqx.filter(bx.vmap(mlp, **way)(KEYS), eqx.is_array)),
+            )
+            for name, way in WAYS.items()
+            if name in ("compact", "devices")  # the former in chunks, too
+        }
+
+    expected, got = all_ways(XS)
+    for name, results in got.items():
+        same(results, expected, CLOSE, name)
+
+
+@pytest.mark.parametrize("out_axes", [0, eqx.if_array(0), bx.AUTO], ids=str)
+def test_a_constructor_over_keys(out_axes):
+    models = bx.vmap(mlp, out_axes=out_axes)(KEYS)
+    assert models.activation is mlp(KEYS[0]).activation
+    assert jax.tree.structure(models) == jax.tree.structure(eqx.filter_vmap(mlp)(KEYS))
+
+
+def test_objects_among_arguments_and_results():
+    """Whatever looks at a function sees them, too; where results are kept they are refused."""
+    settings, config = object(), {"activation": jnp.tanh, "x": XS}
+
+    def run(config, x):
+        return {"y": config["activation"](config["x"] * x), "made by": settings}
+
+    assert bx.vmap(run)(config, XS)["made by"] is settings
+    assert bx.vmap(run, out_axes=bx.Reduce("mean"), batch_size=2)(config, XS)["made by"] is settings
+    assert bx.vmap(run, out_axes={"made by": None})(config, XS)["made by"] is settings
+    assert bx.check(run)(config, XS) is None
+    assert not len(bx.find_nonfinite(run)(config, XS).lanes)
+    assert bx.explain(run)(config, XS).lanes == LANES
+    rows = bx.Ragged.from_rows([np.ones(n, np.float32) for n in (2, 1, 2)])
+    grouped = bx.vmap(lambda c, x: (x, c["activation"]), buckets=2)(config, rows)
+    assert grouped[1] is jnp.tanh
+    with pytest.raises(bx.ArgumentTypeError, match=r"ys\[1\] of type"):
+        bx.scan(lambda carry, x: (carry, (x, jnp.sin)))(0.0, XS)
+    with pytest.raises(bx.ArgumentTypeError, match=r"out\['made by'\] of type object"):
+        bx.map(lambda x: {"x": x, "made by": settings}, np.asarray(XS), progress=False)

@@ -79,7 +79,7 @@ def find_inputs(fun: Callable[..., Any], in_axes: Any, args: tuple[Any, ...]) ->
       StorageError: a file is not there, or is damaged.
     """
     check_in_axes(fun, in_axes)
-    leaves, rebuild = spread_in_axes(fun, in_axes, args, {})
+    leaves, rebuild = spread_in_axes(fun, in_axes, args, {}, objects=False)
     mapped: list[Input] = []
     shared: dict[str, Any] = {}
     makers: list[Callable[[Sequence[Any], Sequence[Any]], Any]] = []

@@ -18,6 +18,7 @@ from batchax.datasets.parts import Rows
 from batchax.divergence.auto import for_any_machine
 from batchax.execution.eager import whatever_jit
 from batchax.execution.memory import Auto, fitting_chunk, parse_limit
+from batchax.frontend.outputs import flatten_arrays
 from batchax.programs.cost import cost_of_program
 from batchax.programs.weights import PLANS
 from batchax.rows.ragged import Ragged
@@ -99,7 +100,9 @@ class RowFunction:
         options = dict(self.options)
         # What was begun on one machine may go on on another, and must not round otherwise there.
         options["divergence"] = for_any_machine(options.get("divergence", "auto"))
-        return vmap(self.fun, in_axes, lanes_of(self.out_axes), **options)(*args, **kwargs)
+        outs = vmap(self.fun, in_axes, lanes_of(self.out_axes), **options)(*args, **kwargs)
+        flatten_arrays(outs, containers=True)  # refuses what is no array, and cannot be kept
+        return outs
 
     @functools.cached_property
     def _same_lengths(self) -> list[int]:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from batchax.frontend.containers import arrays_inside
+from batchax.frontend.objects import without_objects
 from batchax.kernel.inner import NEEDS_VALUES
 from batchax.kernel.recording import Recorder
 from batchax.rows.ragged import Ragged
@@ -114,7 +115,7 @@ def _stage(
         for i, x in zip(chosen, arrays, strict=True):
             values[i] = x
         call_args, call_kwargs = jax.tree.unflatten(tree, values)
-        return arrays_inside(batched(*call_args, **call_kwargs))
+        return arrays_inside(without_objects(batched(*call_args, **call_kwargs)))
 
     arrays = [leaves[i][1] for i in chosen]
     with recorder.active():

@@ -12,6 +12,7 @@ import numpy as np
 
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import is_container_spec
+from batchax.frontend.objects import is_object
 from batchax.frontend.parts import AxisSpec
 from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
 from batchax.jaxprs.words import Value
@@ -91,10 +92,12 @@ def spread_in_axes(
     args: tuple[Value, ...],
     kwargs: dict[str, Any],
     terms: Terms = LANES,
+    objects: bool = True,
 ) -> tuple[list[SpecifiedLeaf], Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]]:
     """The leaves of the arguments, each with what `in_axes` says of it.
 
-    Also how to make arguments of what stands for the leaves, in their order.
+    Also how to make arguments of what stands for the leaves, in their order. An axis for a tree is
+    not said of `objects` in it, which are no arrays, if there may be some.
 
     Raises:
       AxisError: `in_axes` does not fit the arguments.
@@ -116,6 +119,8 @@ def spread_in_axes(
     for leaf in leaves:
         if _is_rule(leaf.spec):
             leaf.spec = _from_callable(leaf)
+        elif objects and leaf.inside and is_position(leaf.spec) and is_object(leaf.value):
+            leaf.spec = None
 
     def rebuild_all(values: Sequence[Value]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         left = iter(values)

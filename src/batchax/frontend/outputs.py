@@ -15,8 +15,9 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend import reducing
 from batchax.frontend.containers import is_container, is_container_spec, parts_of_output
-from batchax.frontend.in_axes import LANES, Terms, is_position
+from batchax.frontend.in_axes import LANES, Terms, is_position, show
 from batchax.frontend.named_reductions import REDUCTIONS, Kind, adds_up, has_reduction
+from batchax.frontend.objects import is_object
 from batchax.frontend.parts import AxisSpec
 from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
 from batchax.frontend.reduction import Reduction
@@ -112,10 +113,17 @@ class OutputArray:
 
 @dataclass(frozen=True)
 class FlatOutputs:
-    """How to rebuild batched what the per-example function returned flat."""
+    """How to rebuild batched what the per-example function returned flat.
+
+    Attributes:
+      described: of each array what is known of it.
+      rebuild: makes the outputs of the arrays, batched.
+      objects: what is no array among the outputs, with what messages call it.
+    """
 
     described: Sequence[OutputArray]
     rebuild: Callable[[Sequence[Any]], Any]
+    objects: Sequence[tuple[str, Any]]
 
 
 Described = Callable[..., tuple[list[Any], FlatOutputs]]
@@ -136,7 +144,26 @@ def check_out_axes(out_axes: Any) -> None:
 
 def is_output_spec(spec: Any) -> bool:
     """Whether `spec` places one output by itself."""
-    return is_position(spec) or isinstance(spec, (_Auto, Reduce, AxisSpec))
+    return is_position(spec) or isinstance(spec, (_Auto, Reduce, AxisSpec)) or _is_rule(spec)
+
+
+def _is_rule(spec: Any) -> bool:
+    """Whether `spec` is a function from the outputs of one example to where they go."""
+    return (
+        callable(spec)
+        and not isinstance(spec, (_Auto, Reduce, AxisSpec, type))
+        and not is_container_spec(spec)
+    )
+
+
+def _from_rule(leaf: SpecifiedLeaf) -> Any:
+    spec = leaf.spec(leaf.value)
+    if spec is None or (is_output_spec(spec) and not _is_rule(spec)) or is_container_spec(spec):
+        return spec
+    raise ArgumentTypeError(
+        f"the callable given in out_axes must return an int, None, batchax.AUTO or "
+        f"batchax.Reduce(...), but for {leaf.path} it returned {show(spec)}."
+    )
 
 
 def lanes_first(options: dict[str, Any]) -> dict[str, Any]:
@@ -168,10 +195,16 @@ def flatten_outputs(
     )
     arrays: list[Value] = []
     described: list[OutputArray] = []
+    objects: list[tuple[str, Any]] = []
 
     def part(leaf: SpecifiedLeaf, whole: bool) -> Callable[[Sequence[Any]], Any]:
         """Adds the arrays of one leaf; returns how it is made of what these become."""
         value, spec = leaf.value, leaf.spec
+        if _is_rule(spec):
+            spec = _from_rule(leaf)
+        if (leaf.inside or spec is None) and is_object(value) and not is_container(value):
+            objects.append((leaf.path, value))
+            return lambda _: value
         if isinstance(spec, AxisSpec):
             check_array(value, leaf.path)
             made_of = spec.of_output(value, leaf.path, size)
@@ -195,16 +228,17 @@ def flatten_outputs(
 
     parts = [part(leaf, True) for leaf in leaves]
     return arrays, FlatOutputs(
-        described, lambda outs: rebuild_tree(iter([each(outs) for each in parts]))
+        described, lambda outs: rebuild_tree(iter([each(outs) for each in parts])), objects
     )
 
 
-def flatten_arrays(out: Any, containers: bool = False) -> tuple[list[Any], Any]:
+def flatten_arrays(out: Any, containers: bool = False, name: str = "out") -> tuple[list[Any], Any]:
     """The arrays that a function returned, and their structure.
 
     Args:
       out: what it returned.
       containers: whether containers are returned whole, among the arrays.
+      name: what messages call it.
 
     Raises:
       ArgumentTypeError: an output is not an array.
@@ -213,7 +247,7 @@ def flatten_arrays(out: Any, containers: bool = False) -> tuple[list[Any], Any]:
     leaves, structure = jax.tree_util.tree_flatten_with_path(out, is_leaf=is_whole)
     for keys, leaf in leaves:
         if not (containers and is_container(leaf)):
-            check_array(leaf, f"out{jax.tree_util.keystr(keys)}")
+            check_array(leaf, f"{name}{jax.tree_util.keystr(keys)}")
     return [leaf for _, leaf in leaves], structure
 
 

@@ -20,11 +20,19 @@ from batchax.jaxprs.words import Value
 
 @dataclass
 class SpecifiedLeaf:
-    """One leaf and what the specification says of it."""
+    """One leaf and what the specification says of it.
+
+    Attributes:
+      path: what messages call it.
+      value: the leaf.
+      spec: what the specification says of it.
+      inside: whether that is said of a tree which it is a leaf of, not of itself.
+    """
 
     path: str
     value: Value
     spec: Any
+    inside: bool = False
 
 
 Rebuild = Callable[[Iterator[Any]], Any]
@@ -68,7 +76,8 @@ def spread_specs(
     if spec is None or is_spec(spec) or is_container_spec(spec):
         pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
         leaves = [
-            SpecifiedLeaf(path + jax.tree_util.keystr(keys), value, spec) for keys, value in pairs
+            SpecifiedLeaf(path + jax.tree_util.keystr(keys), value, spec, bool(keys))
+            for keys, value in pairs
         ]
         count = len(leaves)
         return leaves, lambda values: jax.tree_util.tree_unflatten(

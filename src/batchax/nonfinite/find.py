@@ -15,6 +15,7 @@ from jax.core import Tracer
 
 from batchax.frontend.arguments import check_untraced
 from batchax.frontend.in_axes import spread_in_axes
+from batchax.frontend.objects import without_objects
 from batchax.frontend.outputs import lanes_first
 from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.spoken import spoken
@@ -129,7 +130,7 @@ def find(
     """Runs the batched function, and says what of it is not finite."""
     check_untraced("find_nonfinite looks at values", (args, kwargs))
     # Staged as it is, so that what does not fit is refused by `vmap`, in terms of the user's.
-    jax.eval_shape(lambda: vmap(fun, in_axes, **options)(*args, **kwargs))
+    jax.eval_shape(lambda: without_objects(vmap(fun, in_axes, **options)(*args, **kwargs)))
     options = lanes_first(options)
     leaves, rebuild = spread_in_axes(fun, in_axes, args, kwargs)
     program = _Marking(fun, [leaf.path for leaf in leaves], rebuild)
@@ -228,7 +229,7 @@ class _Marking:
             given = dict(zip(arrays, xs, strict=True))
             filled = [given.get(i, x) for i, (_, x) in enumerate(flat)]
             args, kwargs = self._rebuild(structure.unflatten(filled))
-            return self._fun(*args, **kwargs)
+            return without_objects(self._fun(*args, **kwargs))
 
         program, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays.values())
         evaluator = Evaluator(places, loop_depth(program.jaxpr), watch, blank)

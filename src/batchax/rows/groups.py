@@ -19,6 +19,7 @@ from jax import lax
 from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
 from batchax.frontend.mapped import Mapped
+from batchax.frontend.objects import is_object
 from batchax.frontend.outputs import AUTO, FlatOutputs, OutputArray, Reduce, check_unbatched
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, Position, broadcast_axis, move_axis
@@ -115,7 +116,7 @@ def check_constants(groups: Sequence[FlatOutputs]) -> None:
     table, (first, *rest) = Table(), map(_constants, groups)
     for others in rest:
         for x, y in zip(first, others, strict=True):
-            if table.contents(x) != table.contents(y):
+            if x is not y if is_object(x) else table.contents(x) != table.contents(y):
                 raise AxisError(
                     f"the function returns a number that depends on the row, {x} for one length "
                     f"and {y} for another, but out_axes says None for it. Give the position the "

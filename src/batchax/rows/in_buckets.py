@@ -79,7 +79,8 @@ def run_in_buckets(call: Call, buckets: int | GroupsOfRows) -> Outputs:
     def one_row_in_bucket(*values: Any) -> tuple[list[Any], _InBucket]:
         arrays, outputs = call.function(*values)
         described = list(map(in_front, outputs.described))
-        return arrays, _InBucket(described, outputs.rebuild, outputs, list(map(jnp.ndim, arrays)))
+        ndims = list(map(jnp.ndim, arrays))
+        return arrays, _InBucket(described, outputs.rebuild, outputs.objects, outputs, ndims)
 
     def run_group(g: int, group: Axis, part: list[Mapped]) -> tuple[list[Placed], _InBucket]:
         bounded = [

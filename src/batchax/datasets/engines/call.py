@@ -169,7 +169,9 @@ def _check(function: RowFunction) -> None:
 
 def _portable(function: RowFunction) -> tuple[Any, ...]:
     """Its arguments, with paths and arrays that mean the same in another process."""
-    leaves, rebuild = spread_in_axes(function.fun, function.in_axes, function.arrays, {})
+    leaves, rebuild = spread_in_axes(
+        function.fun, function.in_axes, function.arrays, {}, objects=False
+    )
 
     def portable(x: Any, mapped: bool) -> Any:
         if isinstance(x, Path) or (mapped and isinstance(x, str)):
