@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import batchax as bx
+from batchax.datasets.program import RowFunction
 from batchax.frontend.named_reductions import REDUCTIONS
 
 from support.oracle import same
@@ -134,3 +135,30 @@ def test_of_no_rows():
     for kind in ("argmax", "argmin"):
         with pytest.raises(bx.AxisError, match=f"there are no rows: of nothing there is no {kind}"):
             bx.map(lambda x: x, X[:0], out_axes=bx.Reduce(kind), **SIZE)
+
+
+def test_sums_need_no_array_for_each_row():
+    """Of all rows of a batch, of fewer, and without those whose products are not finite."""
+    rng = np.random.default_rng(1)
+    a, b = (rng.normal(size=(10, n)).astype(np.float32) for n in (64, 48))
+    a[3, 0] = np.nan
+    a[7] = np.inf
+
+    def clipped(a, b):
+        g = jnp.outer(a, b)
+        g = g * jnp.minimum(1, 1 / jnp.linalg.norm(g))
+        return {"sum": g, "mean": -2 * g, "row": g[0, 0]}
+
+    axes = {"sum": bx.Reduce("sum"), "mean": bx.Reduce("mean"), "row": 0}
+    report = bx.map(clipped, a, b, out_axes=axes, on_nonfinite="quarantine", **SIZE)
+    assert [bad.row for bad in report.bad] == [3, 7]
+    good = np.delete(np.arange(10), [3, 7])
+    outer = np.einsum("ki,kj->kij", *(x[good].astype(np.float64) for x in (a, b)))
+    outer /= np.maximum(1, np.linalg.norm(outer, axis=(1, 2)))[:, None, None]
+    expected = {"sum": outer.sum(0), "mean": -2 * outer.mean(0), "row": None}
+    same(report.reduced, jax.tree.map(jnp.float32, expected), dict(rtol=1e-4, atol=1e-5))
+
+    function = RowFunction.of(clipped, (a, b), 0, axes, None, {})
+    for masked in (False, True):
+        compiled = function.program(8)._compiled(0, masked)
+        assert compiled.memory_analysis().temp_size_in_bytes < 4 * outer[:8].size

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from batchax.datasets.fingerprint import digest
 from batchax.datasets.parts import Leaf
@@ -19,7 +20,14 @@ from batchax.execution.streaming import result_type
 from batchax.frontend import reducing
 from batchax.frontend.containers import is_container
 from batchax.frontend.in_axes import is_position
-from batchax.frontend.outputs import AUTO, Reduce, check_lanes, check_reduces, is_output_spec
+from batchax.frontend.outputs import (
+    AUTO,
+    Reduce,
+    check_lanes,
+    check_reduces,
+    is_added,
+    is_output_spec,
+)
 from batchax.frontend.prefixes import spread_specs
 from batchax.frontend.reduction import Reduction
 from batchax.rows.ragged import Ragged
@@ -141,11 +149,43 @@ def find_outputs(types: Any, out_axes: Any, rows: int) -> list[Output]:
     return outputs
 
 
-def lanes_of(out_axes: Any) -> Any:
-    """`out_axes` for the lanes of everything: of what is reduced or left to us, too."""
+def lanes_of(out_axes: Any, added: bool = False) -> Any:
+    """`out_axes` for the lanes of everything: of what is reduced or left to us, too.
+
+    added: what `states_to_add` made is added up.
+    """
+
+    def of_one(x: Any) -> Any:
+        if added and is_added(x):
+            return _TOTAL
+        return 0 if isinstance(x, Reduce) or x is AUTO else x
+
     is_leaf = lambda x: x is None or is_output_spec(x)
-    first = lambda x: 0 if isinstance(x, Reduce) or x is AUTO else x
-    return jax.tree.map(first, out_axes, is_leaf=is_leaf)
+    return jax.tree.map(of_one, out_axes, is_leaf=is_leaf)
+
+
+_TOTAL = Reduce(Reduction(jnp.add, 0))
+
+
+def states_to_add(out: Any, out_axes: Any, counts: Any = None) -> Any:
+    """What a row returned, with the states of what rows add up in the place of that.
+
+    So lanes are added up by `vmap`, which needs no array for each of them (`sums/`).
+
+    Args:
+      out: what it returned.
+      out_axes: as the user gave it.
+      counts: whether the row is not left out of sums; None: it is not.
+    """
+    leaves, rebuild = spread_specs(out_axes, out, "out", "out_axes", is_output_spec, by_name=True)
+
+    def state(x: Any, reduction: Reduction) -> Any:
+        x = jnp.asarray(x)
+        x = x if reduction.lane is None else reduction.lane(x)
+        return x if counts is None else lax.select(counts, x, lax.full_like(x, 0))
+
+    values = (state(x.value, x.spec.reduction) if is_added(x.spec) else x.value for x in leaves)
+    return rebuild(iter(values))
 
 
 def arrays_of(outputs: Sequence[Output], out: Any, numbers: Any, real: Any = None) -> list[Any]:
@@ -153,7 +193,7 @@ def arrays_of(outputs: Sequence[Output], out: Any, numbers: Any, real: Any = Non
 
     Args:
       outputs: all of them.
-      out: what the function of a batch returned, reductions not yet reduced.
+      out: what the function of a batch returned: lanes, but for what it added up.
       numbers: of the rows of the batch in the dataset.
       real: which lanes count in reductions; None: all.
 
@@ -163,7 +203,7 @@ def arrays_of(outputs: Sequence[Output], out: Any, numbers: Any, real: Any = Non
     leaves = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Ragged))
     arrays = []
     for output, x in zip(outputs, leaves, strict=True):
-        if output.reduces is not None:
+        if output.reduces is not None and not is_added(output.spec):
             index = numbers.astype(np.int32)
             states = reducing.states_of(output.reduces, x, 0, index, real)
             x = reducing.folded(output.reduces, *states)

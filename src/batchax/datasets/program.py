@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from batchax.datasets.inputs import Input, Inputs, converted, elements_of_batches, find_inputs
-from batchax.datasets.outputs import Output, arrays_of, find_outputs, lanes_of
+from batchax.datasets.outputs import Output, arrays_of, find_outputs, lanes_of, states_to_add
 from batchax.datasets.parts import Rows
 from batchax.divergence.auto import for_any_machine
 from batchax.execution.eager import whatever_jit
@@ -27,6 +27,7 @@ from batchax.vmap import vmap
 # Of a batch that batch_size="auto" chooses: more rows gain nothing. An accelerator wants more.
 _MOST_BYTES, _MOST_ELSEWHERE = 8 * 2**20, 64 * 2**20
 _ROOMS = 4  # programs for batches of rows of different lengths, by how many elements these have
+_COUNTS = "counts in sums"  # no name that an argument may have
 _WORTH = 2**29  # elements that need not be padded, for which compiling all of these is worth it
 
 
@@ -77,14 +78,37 @@ class RowFunction:
         """What people call it."""
         return getattr(self.fun, "__name__", type(self.fun).__name__)
 
-    def batched(self, numbers: Any, rows: Sequence[Any], shared: Sequence[Any]) -> Any:
-        """The outputs of a batch, reductions not yet reduced.
+    def batched(
+        self, numbers: Any, rows: Sequence[Any], shared: Sequence[Any], real: Any = None
+    ) -> Any:
+        """The outputs of a batch, of which what rows add up is the sum, and the rest is of rows.
 
         Args:
           numbers: of its rows in the dataset.
           rows: of each mapped argument those rows.
           shared: what all rows share.
+          real: which of the rows are added up; None: all.
         """
+
+        @functools.wraps(self.fun)
+        def adding(*args: Any, **kwargs: Any) -> Any:
+            counts = kwargs.pop(_COUNTS, None)
+            return states_to_add(self.fun(*args, **kwargs), self.out_axes, counts)
+
+        more = {} if real is None else {_COUNTS: real}
+        added = lanes_of(self.out_axes, added=True)
+        return self._vmapped(adding, added, numbers, rows, shared, more)
+
+    def _vmapped(
+        self,
+        fun: Callable[..., Any],
+        out_axes: Any,
+        numbers: Any,
+        rows: Sequence[Any],
+        shared: Sequence[Any],
+        more: dict[str, Any],
+    ) -> Any:
+        """What `vmap` makes of the function, or one like it; `more` it takes by names."""
         alike = [
             rows[j] if i == j else Ragged(rows[i].data, rows[j].lengths, rows[i].max_length)
             for i, j in enumerate(self._same_lengths)
@@ -100,7 +124,7 @@ class RowFunction:
         options = dict(self.options)
         # What was begun on one machine may go on on another, and must not round otherwise there.
         options["divergence"] = for_any_machine(options.get("divergence", "auto"))
-        outs = vmap(self.fun, in_axes, lanes_of(self.out_axes), **options)(*args, **kwargs)
+        outs = vmap(fun, in_axes, out_axes, **options)(*args, **kwargs, **more)
         flatten_arrays(outs, containers=True)  # refuses what is no array, and cannot be kept
         return outs
 
@@ -139,7 +163,8 @@ class RowFunction:
 
     @functools.cached_property
     def _returned(self) -> Any:
-        return jax.eval_shape(self.batched, *self.types(1))
+        lanes = functools.partial(self._vmapped, self.fun, lanes_of(self.out_axes), more={})
+        return jax.eval_shape(lanes, *self.types(1))
 
     @functools.cached_property
     def outputs(self) -> list[Output]:
@@ -259,7 +284,8 @@ class Program:
 
     def _run_masked(self, numbers: Any, rows: Any, shared: Any, real: Any) -> list[Any]:
         outputs = self.function.outputs
-        arrays = arrays_of(outputs, self.function.batched(numbers, rows, shared), numbers, real)
+        out = self.function.batched(numbers, rows, shared, real)
+        arrays = arrays_of(outputs, out, numbers, real)
         return [x for x, o in zip(arrays, outputs, strict=True) if o.reduces]
 
     def _arguments(self, numbers: np.ndarray, rows: Sequence[Any], room: int) -> Any:
