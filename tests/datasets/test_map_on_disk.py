@@ -310,8 +310,8 @@ def test_memory_does_not_grow_with_the_dataset(x, monkeypatch):
     alive, most = set(), [0]
     read = Source.read
 
-    def watched(self, *args):
-        got = read(self, *args)
+    def watched(self, *args, **how):
+        got = read(self, *args, **how)
         number = id(got)
         alive.add(number)
         weakref.finalize(got, alive.discard, number)

@@ -27,6 +27,8 @@ _KEPT = 2  # row groups: a unit may need the end of one and the beginning of the
 class Column(Source):
     """A column of a table: rows lie along axis 0, and are cheap to pick there alone."""
 
+    lends = True
+
     def __init__(self, name: str, rows: int, kind: Any) -> None:
         arrow = needed("pyarrow", name)
         lists_of_any_size = "list", "large_list", "list_view", "large_list_view"

@@ -11,6 +11,7 @@ import numpy as np
 
 from batchax.datasets.failures import needed, reading
 from batchax.datasets.known_files import Files
+from batchax.datasets.mapped_file import MappedArray
 from batchax.datasets.memory import InMemory
 from batchax.datasets.npy_layout import Layout
 from batchax.datasets.source import Index, Source, check_shape
@@ -19,22 +20,31 @@ from batchax.errors import ArgumentTypeError, StorageError
 
 
 class NpyFile(Source):
-    """A .npy file. It is read, not mapped: a mapped file that is cut short ends the process."""
+    """A .npy file, mapped while nobody can cut it short, and read where that cannot be known."""
 
     gives_fresh = True
+    lends = True
 
     def __init__(self, path: Path, member: str, name: str) -> None:
         self.files = Files(path, name)
         with reading(name), open(path, "rb") as file:
             self._layout = Layout.of(file)
+        self._mapped = MappedArray(self.files.path, self._layout)
         super().__init__(name, self._layout.shape, self._layout.dtype)
 
     def origin(self) -> dict[str, Any]:
         return self.files.identity()
 
     def get(self, index: Index) -> np.ndarray:
+        axis, picked = len(index) - 1, index[-1] if index else slice(0, 1)
+        mapped = self._mapped.part(axis, picked)
+        if mapped is not None:
+            return mapped
         with open(self.files.path, "rb", buffering=0) as file:
-            return self._layout.read(file, len(index) - 1, index[-1] if index else slice(0, 1))
+            return self._layout.read(file, axis, picked)
+
+    def release(self) -> None:
+        self._mapped.release()
 
 
 class NpzArray(InMemory):

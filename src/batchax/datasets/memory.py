@@ -13,6 +13,8 @@ import numpy as np
 
 from batchax.datasets.failures import reading
 from batchax.datasets.known_files import Files
+from batchax.datasets.mapped_file import MappedArray
+from batchax.datasets.npy_layout import Layout
 from batchax.datasets.parts import Rows
 from batchax.datasets.source import Index, Source, check_shape, native
 from batchax.errors import ArgumentTypeError
@@ -26,6 +28,7 @@ class InMemory(Source):
     """
 
     in_process = True
+    lends = True
 
     def __init__(self, x: Any, name: str, origin: dict[str, Any] | None = None) -> None:
         self._array, self._origin = np.asarray(x), origin
@@ -39,12 +42,14 @@ class InMemory(Source):
 
 
 class Mapped(Source):
-    """An array that maps a file. What was read does not stay in this process's memory.
+    """An array that maps a file, which is mapped once more where nobody can cut that short, else
+    copied. What was read does not stay in this process's memory.
 
     Its identity is the file with size and time, and where in it the array lies.
     """
 
     gives_fresh = True
+    lends = True
     in_process = True  # who pickles it, pickles what is mapped
 
     def __init__(self, x: np.memmap, whole: np.memmap, name: str) -> None:
@@ -53,6 +58,11 @@ class Mapped(Source):
         self._array, self._mapping = np.asarray(x), whole.base
         self._at = x.ctypes.data - whole.ctypes.data + whole.offset
         self.files = Files(Path(str(x.filename)), name)
+        fortran = x.flags.f_contiguous and not x.flags.c_contiguous
+        layout = Layout(x.shape, x.dtype, self._at, fortran)
+        self._mapped = None
+        if fortran or x.flags.c_contiguous:
+            self._mapped = MappedArray(self.files.path, layout)
         super().__init__(name, x.shape, x.dtype)
 
     def origin(self) -> dict[str, Any]:
@@ -60,12 +70,20 @@ class Mapped(Source):
         return {**self.files.identity(), **place}
 
     def get(self, index: Index) -> np.ndarray:
+        if self._mapped is not None and index:
+            mapped = self._mapped.part(len(index) - 1, index[-1])
+            if mapped is not None:
+                return mapped
         self.files.check()  # who reads what a file does not have any more is killed
         got = np.array(self._array[index], self.dtype, order="C")
         if isinstance(self._mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             # Pages of the file count as this process's memory until they are given back.
             self._mapping.madvise(mmap.MADV_DONTNEED)
         return got
+
+    def release(self) -> None:
+        if self._mapped is not None:
+            self._mapped.release()
 
 
 def in_memory(x: Any, name: str) -> Source:
@@ -89,6 +107,7 @@ class InRagged(Source):
 
     ragged = True
     in_process = True
+    lends = True
 
     def __init__(self, x: Any, name: str) -> None:
         lengths = known_lengths(x.lengths)

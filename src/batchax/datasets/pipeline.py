@@ -56,6 +56,7 @@ def run_units(
     write: Callable[[Any], Record],
     record: Callable[[Sequence[Record]], None],
     stop: Stop,
+    lasting: bool = True,
 ) -> None:
     """Runs units until there are none left, something fails, or somebody asks to stop.
 
@@ -69,6 +70,7 @@ def run_units(
       write: keeps it, and returns what the journal is to say of it.
       record: makes that durable.
       stop: may be told to stop by others.
+      lasting: whether to write is to wait for a disk, so that threads of their own do that.
 
     Raises:
       Exception: the first that any of the functions raised.
@@ -86,6 +88,13 @@ def run_units(
         except BaseException as error:
             stop.because(error)
         _put(ready, None, stop)
+
+    def keep(computed: Any) -> None:
+        if lasting:
+            room.acquire()
+            writers.submit(write_one, computed)
+        else:
+            record([write(computed)])
 
     def write_one(computed: Any) -> None:
         try:
@@ -120,8 +129,7 @@ def run_units(
             if finished is not None:
                 computed = finished()
                 finished = None  # else a unit more would be held
-                room.acquire()
-                writers.submit(write_one, computed)
+                keep(computed)
 
         try:
             while not stop.now:
@@ -135,7 +143,7 @@ def run_units(
                 begun = begin(*item)
                 item = None
                 finish()
-                waiting = begun
+                waiting, begun = begun, None  # nobody else is to hold what was read
         except BaseException as error:
             stop.because(error)
         try:

@@ -26,6 +26,7 @@ from batchax.vmap import vmap
 
 # Of a batch that batch_size="auto" chooses: more rows gain nothing. An accelerator wants more.
 _MOST_BYTES, _MOST_ELSEWHERE = 8 * 2**20, 64 * 2**20
+_FEW = 8  # rows, by whose program it is seen what a row takes
 _ROOMS = 4  # programs for batches of rows of different lengths, by how many elements these have
 _COUNTS = "counts in sums"  # no name that an argument may have
 _WORTH = 2**29  # elements that need not be padded, for which compiling all of these is worth it
@@ -162,9 +163,14 @@ class RowFunction:
         return call, [keys, rows, shared]
 
     @functools.cached_property
-    def _returned(self) -> Any:
+    def _staged(self) -> Any:
+        """The program of a few rows, none of which are added up, and what it returns."""
         lanes = functools.partial(self._vmapped, self.fun, lanes_of(self.out_axes), more={})
-        return jax.eval_shape(lanes, *self.types(1))
+        return jax.make_jaxpr(lanes, return_shape=True)(*self.types(_FEW))
+
+    @property
+    def _returned(self) -> Any:
+        return self._staged[1]
 
     @functools.cached_property
     def outputs(self) -> list[Output]:
@@ -179,9 +185,10 @@ class RowFunction:
     @property
     def row_seconds(self) -> float:
         """How long a row takes, going by its operations, on a machine of average speed."""
-        rows = 8
-        cost = cost_of_program(jax.make_jaxpr(self.batched)(*self.types(rows)))
-        return PLANS.time(cost) / 1e9 / rows
+        program, _ = self._staged
+        if any(o.reduces for o in self.outputs):
+            program = jax.make_jaxpr(self.batched)(*self.types(_FEW))
+        return PLANS.time(cost_of_program(program)) / 1e9 / _FEW
 
     @property
     def row_bytes(self) -> int:
@@ -194,7 +201,7 @@ class RowFunction:
         most = max(1, min(self.inputs.rows, room // max(self.row_bytes, 1)))
         auto = Auto(parse_limit(memory_limit), self.name)
         compile_for = lambda size: self.program(size).compiled
-        return fitting_chunk(auto, most, ("map", object()), compile_for)
+        return fitting_chunk(auto, most, ("map", object()), compile_for, all_at_first=True)
 
     def program(self, batch_size: int) -> Program:
         """The program of a batch. Of the sizes that were asked for the last is kept."""

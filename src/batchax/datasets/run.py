@@ -76,6 +76,8 @@ def run(function: RowFunction, how: How) -> Report:
         return _report(function, how, job, reused)
     finally:
         job.close()
+        for mapped in function.inputs.mapped:
+            mapped.source.release()
 
 
 def _job(function: RowFunction, how: How) -> AnyJob:

@@ -36,6 +36,7 @@ class Source:
       ragged: whether rows have different lengths.
       has_members: whether a file holds several arrays, one of which is named after a colon.
       gives_fresh: whether `get` returns arrays that nobody else has, although NumPy cannot tell.
+      lends: whether what `get` returned stays as it is, so that who only looks at it needs no copy.
       in_process: whether its rows are handed to another process by a copy of them all.
       files: what it reads, if that is known. After each reading it is looked whether these are what
         they were.
@@ -44,6 +45,7 @@ class Source:
     ragged = False
     has_members = False
     gives_fresh = False
+    lends = False
     in_process = False
     files: Any = None  # `Files`, or none: a subclass that has some need not ask
 
@@ -57,11 +59,17 @@ class Source:
         """Of each row, where rows have different lengths."""
         return None
 
-    def read(self, axis: int, start: int, stop: int) -> Any:
+    def read(self, axis: int, start: int, stop: int, fresh: bool = True) -> Any:
         """The rows `start` to `stop` along `axis`, which stays where it is.
 
+        Args:
+          axis: along which the rows lie.
+          start, stop: which.
+          fresh: whether nobody else may have the array. If not, it is not to be written to, and may
+            be a part of what is in memory, or of a file that is mapped.
+
         Returns:
-          a contiguous array that nobody else has, or `Rows` where rows have different lengths.
+          a contiguous array, or `Rows` where rows have different lengths.
 
         Raises:
           StorageError: they cannot be read.
@@ -71,7 +79,11 @@ class Source:
                 f"{self.name}: rows of different lengths lie along axis 0, not along axis {axis}."
             )
         index = *(slice(0, size) for size in self.shape[:axis]), slice(start, stop)
-        return self._read(index, f"{self.name}: rows {start} to {stop} along axis {axis}")
+        part = f"{self.name}: rows {start} to {stop} along axis {axis}"
+        return self._read(index, part, fresh)
+
+    def release(self) -> None:
+        """Is told that for now nothing more is read: what was held for that is let go of."""
 
     def whole(self) -> Any:
         """All of it, for what all rows share."""
@@ -111,7 +123,7 @@ class Source:
                 crc = crc32c(part, crc)
         return {"crc32c": crc}
 
-    def _read(self, index: Index, part: str) -> Any:
+    def _read(self, index: Index, part: str, fresh: bool = True) -> Any:
         with reading(part):
             try:
                 got = self.get(index)
@@ -119,8 +131,8 @@ class Source:
                 if self.files is not None:
                     self.files.check()
             if isinstance(got, Rows):
-                return Rows(self._fresh(got.data), np.array(got.lengths))
-            got = self._fresh(got)
+                return Rows(self._taken(got.data, fresh), np.array(got.lengths))
+            got = self._taken(got, fresh)
         expected = *(i.stop - i.start for i in index), *self.shape[len(index) :]
         if got.shape != expected:
             raise StorageError(
@@ -129,10 +141,10 @@ class Source:
             )
         return got
 
-    def _fresh(self, x: Any) -> np.ndarray:
+    def _taken(self, x: Any, fresh: bool) -> np.ndarray:
         x = np.asarray(x)
-        own = x.flags.owndata or self.gives_fresh
-        if own and x.flags.c_contiguous and x.flags.writeable and x.dtype == self.dtype:
+        own = (x.flags.owndata or self.gives_fresh) and x.flags.writeable
+        if (own or (self.lends and not fresh)) and x.flags.c_contiguous and x.dtype == self.dtype:
             return x
         return np.array(x, self.dtype, order="C")
 

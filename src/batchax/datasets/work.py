@@ -51,7 +51,7 @@ class Work:
         """The rows of a unit, of each mapped argument."""
         parts = []
         for m in self.function.inputs.mapped:
-            read = functools.partial(m.source.read, m.axis, unit.start, unit.stop)
+            read = functools.partial(m.source.read, m.axis, unit.start, unit.stop, fresh=False)
             parts.append(trying(read, self.retries, self.stop))
         return parts
 

@@ -137,6 +137,7 @@ def fitting_chunk(
     size: int,
     key: Hashable,
     compile_for: Callable[[int], Any],
+    all_at_first: bool = False,
 ) -> int:
     """The largest chunk whose program fits, to within about a quarter.
 
@@ -149,6 +150,7 @@ def fitting_chunk(
       size: number of lanes.
       key: the same for programs that do the same, to know them again.
       compile_for: compiles the program for a chunk size.
+      all_at_first: whether all lanes are tried first, as they are likely to fit.
 
     Raises:
       MemoryLimitError: one lane at a time needs more.
@@ -173,7 +175,8 @@ def fitting_chunk(
             )  # fmt: skip
             return CompilersAccount(*most(astuple(memory_of(compile_for(chunk)))))
 
-        choice = _search(auto.program, limit, size, account)
+        first = size if all_at_first else _SMALL
+        choice = _search(auto.program, limit, size, account, first)
         logger.info("batch_size='auto': %s", choice)
         return choice
 
@@ -193,7 +196,11 @@ _WORTH_IT = 1.25  # so much larger must a chunk be to be compiled, too
 
 
 def _search(
-    program: str, limit: int, size: int, account: Callable[[int], CompilersAccount]
+    program: str,
+    limit: int,
+    size: int,
+    account: Callable[[int], CompilersAccount],
+    first: int = _SMALL,
 ) -> BatchSizeChoice:
     tried: dict[int, int] = {}
 
@@ -205,7 +212,7 @@ def _search(
         return needs.bytes <= limit
 
     low, high = 0, size + 1  # the largest that fits, the smallest that does not
-    guess = min(_SMALL, size)
+    guess = min(first, size)
     while len(tried) - 1 < _MOST_COMPILATIONS:
         low, high = (guess, high) if fits(guess) else (low, guess)
         if high == 1:
@@ -216,7 +223,7 @@ def _search(
                 "smaller."
             )
         if not low:
-            guess = 1
+            guess = _SMALL if high > _SMALL else 1
             continue
         chunks = sorted(tried)
         below = max(chunks.index(low) - 1, 0) if high > size else chunks.index(low)

@@ -58,7 +58,8 @@ class Threads:
             for done in records:
                 tell(done.unit.rows, len(done.quarantined))
 
-        run_units(units, work.read, work.begin, work.write, written, work.stop)
+        lasts = work.store.lasts
+        run_units(units, work.read, work.begin, work.write, written, work.stop, lasts)
 
 
 @dataclass(frozen=True)
