@@ -508,7 +508,7 @@ def test_gradients_and_their_cost_for_every_number_of_steps(most):
 
 @pytest.mark.compiles(150)
 @pytest.mark.parametrize("given", ["recorded", "of more steps", "none"])
-@pytest.mark.each_commit(2, "of more steps")
+@pytest.mark.each_commit(1, "of more steps")
 def test_a_sweep_makes_do_with_any_checkpoints(given):
     """Also with those of a loop that took more steps, and with none at all."""
     most = 23

@@ -111,7 +111,7 @@ def test_data_parallel_on_two_processes():
     ],
 )
 @pytest.mark.compiles(600)
-@pytest.mark.each_commit(3)
+@pytest.mark.each_commit(1, "nbody-sizes6-expected6")
 def test_agrees_with_the_loop_and_draws(name, sizes, expected, tmp_path, capsys):
     example = load(name)
     for size, value in sizes.items():
@@ -138,6 +138,7 @@ def test_all_are_on_their_page():
 
 
 @pytest.mark.compiles(80)
+@pytest.mark.nightly
 def test_notebooks(tmp_path, capsys, monkeypatch):
     notebooks = load("notebooks", EXAMPLES.parent / "tools")
     notebooks.main(tmp_path)

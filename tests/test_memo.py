@@ -172,6 +172,7 @@ def closure(array):
 
 
 @pytest.mark.parametrize("way", [*WAYS, *LOOPS])
+@pytest.mark.each_commit(4)
 def test_calls_of_new_functions_keep_memory_flat(way, monkeypatch):
     """What they close over lives as long as one of the few programs that are kept."""
     for memo in memos():

@@ -826,7 +826,7 @@ def test_a_reference_along_another_axis_is_refused():
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("length", [3, 4, 16, 32, 37])
-@pytest.mark.each_commit(3)
+@pytest.mark.each_commit(1)
 def test_columns_are_taken_in_blocks(length, reverse):
     """Values, types and derivatives are those of `lax.scan` over the transposed array."""
     rows = 20

@@ -136,7 +136,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ROWS)
-@pytest.mark.each_commit(90)
+@pytest.mark.each_commit(40)
 def test_rows(name, way):
     """Values and derivatives, with lengths that are known or traced, of either type of integers."""
     x64 = way != "single"
@@ -207,7 +207,7 @@ OTHERS = {
 @in_both_precisions
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.compiles(300)
-@pytest.mark.each_commit(17)
+@pytest.mark.each_commit(9)
 def test_others(name, x64):
     with strict(x64):
         OTHERS[name]()

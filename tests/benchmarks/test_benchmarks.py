@@ -18,7 +18,7 @@ LANES = 3
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
-@pytest.mark.each_commit(24)
+@pytest.mark.each_commit(8)
 def test_both_vmaps_give_the_same(workload):
     args = workload.data(LANES)
     expected, got = at_once(*map(workload.batched_by, (jax.vmap, bx.vmap)))(*args)

@@ -11,7 +11,7 @@ from support.oracle import same
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
-@pytest.mark.each_commit(2)
+@pytest.mark.each_commit(1)
 def test_all_loops_have_the_same_gradient(workload):
     data, count = workload.data(), np.int32(5)
     ours, *others = (

@@ -20,7 +20,7 @@ def computed(fun, *args):
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
-@pytest.mark.each_commit(5)
+@pytest.mark.each_commit(2)
 def test_all_ways_give_the_same(workload):
     small = workload.small()
     use = workload.uses[-1]

@@ -23,7 +23,7 @@ TOLERANCE = dict(rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("workload", CHEAP.values(), ids=CHEAP)
-@pytest.mark.each_commit(8)
+@pytest.mark.each_commit(3)
 def test_all_ways_compute_the_same(workload):
     args = workload.arguments(LANES, FEW_STEPS)
     ways = workload.uses()["values"]

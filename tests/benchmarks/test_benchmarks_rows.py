@@ -16,7 +16,7 @@ TOLERANCE = dict(rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
-@pytest.mark.each_commit(5)
+@pytest.mark.each_commit(2)
 def test_all_ways_compute_the_same(workload):
     rows, weights = data(workload, COUNT)
     by_hand = filter(None, (workload.padded, workload.packed))

@@ -303,6 +303,7 @@ def test_all_workers_end(x):
 
 
 @pytest.mark.parametrize("executor", ["processes:2", "threads"])
+@pytest.mark.each_commit(1, "threads")
 def test_a_unit_that_takes_long_is_begun_again(x, executor, request):
     """And whoever comes late changes nothing."""
     pool = request.getfixturevalue(executor) if executor == "threads" else executor
@@ -352,6 +353,7 @@ def test_interrupted(x):
     assert_whole(x)
 
 
+@pytest.mark.nightly
 def test_the_client_is_killed(x):
     process = started("slowly", "processes:2")
     wait_for(lambda: units_done() > 1)

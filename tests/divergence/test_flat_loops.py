@@ -177,6 +177,7 @@ def check(fun, *args, in_axes, expected=None, **options):
 
 
 @pytest.mark.parametrize("fun", PROGRAMS)
+@pytest.mark.each_commit(10)
 def test_lanes_have_what_they_have_alone(fun):
     entries = (ENTRIES + XS[:, None] / 5).T
     assert is_flat(fun, XS, ENTRIES)
@@ -190,6 +191,7 @@ def let_nobody_wait(monkeypatch):
 
 
 @pytest.mark.parametrize("fun", [two_in_turn, three_deep, with_keys])
+@pytest.mark.each_commit(3)
 def test_no_lane_waits_long(fun, monkeypatch):
     """Who is in a loop leaves it after a step if another waits, and all goes on from there."""
     let_nobody_wait(monkeypatch)
@@ -197,6 +199,7 @@ def test_no_lane_waits_long(fun, monkeypatch):
 
 
 @pytest.mark.parametrize("fun", [scan_of_while, two_in_turn, three_deep, while_of_while, arrays])
+@pytest.mark.each_commit(5)
 def test_lanes_take_turns_in_a_window(fun):
     """A lane that is through gives its place to another, with all that it holds."""
     for how in (bx.Compact(width=3), bx.Compact(width=2, threshold=0.5)):
@@ -213,6 +216,7 @@ def test_types_are_those_of_masked_lanes():
 
 
 @pytest.mark.parametrize("fun", [scan_of_while, three_deep, arrays])
+@pytest.mark.each_commit(3)
 def test_outside_of_jit_and_in_chunks(fun):
     expected = one_by_one(fun, (0, None), XS, ENTRIES)
     for options in ({}, {"batch_size": 3}):
@@ -256,6 +260,7 @@ ROWS, SAME, BOTH = jax.P("a"), jax.P(), jax.P("a", "b")
 @pytest.mark.parametrize(
     ("how", "check_vma"), [("compact", True), (bx.Compact(width=2), True), (BY_DEFAULT, False)]
 )
+@pytest.mark.each_commit(3)
 def test_each_device_has_its_own_lanes(how, check_vma):
     """Devices leave their loops on their own, whatever types say of what varies between them."""
     batched = bx.vmap(in_turn, (0, None), divergence=how)

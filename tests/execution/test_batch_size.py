@@ -300,6 +300,7 @@ def test_containers():
 @pytest.mark.parametrize(
     "dtype", "int8 uint8 int32 uint32 bool float16 bfloat16 float32 complex64".split()
 )
+@pytest.mark.each_commit(4)
 def test_dtypes(dtype):
     x = example((LANES, 3), jnp.dtype(dtype), high=4)
     w = example((3,), jnp.dtype(dtype), seed=2, high=4)

@@ -59,7 +59,7 @@ def around(collective):
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-@pytest.mark.each_commit(5)
+@pytest.mark.each_commit(3)
 def test_alone_and_within_a_program(name):
     options = dict(axis_name="i", batch_size=3, eager=False)
     check_chunks(lambda x: COLLECTIVES[name](x, "i"), X, **options)
@@ -188,7 +188,7 @@ def test_dtypes(dtype):
 
 @pytest.mark.parametrize("names", [("i", "j"), ("j", "i")], ids="".join)
 @pytest.mark.parametrize("name", ["psum", "pmean", "pmax", "axis_index", "axis_size", "all_gather"])
-@pytest.mark.each_commit(4)
+@pytest.mark.each_commit(2)
 def test_several_names(name, names):
     x = example((3, 5, 2), seed=3)
     fun = lambda x: COLLECTIVES[name](jnp.sin(x), names)
@@ -355,7 +355,7 @@ def test_chunks_in_chunks_that_meet_over_the_outer_axis():
     ],
     ids=["plain", "outer keeps", "inner keeps", "mesh", "mesh and chunks"],
 )
-@pytest.mark.each_commit(1)
+@pytest.mark.each_commit(0)
 def test_derivatives_of_chunks_in_chunks_that_meet_over_the_outer_axis(outer, inner, names):
     fun = lambda x, w: sum(IN_BOTH[name](x, w) for name in names)
 

@@ -53,7 +53,7 @@ TRANSFORMATIONS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-@pytest.mark.each_commit(11)
+@pytest.mark.each_commit(6)
 def test_transformations(name, chunked):
     options = dict(in_axes=(0, None), out_axes=1)
     ours, plain = (v(model, **options) for v in (chunked, bx.vmap))
@@ -64,7 +64,7 @@ def test_transformations(name, chunked):
 
 @pytest.mark.parametrize("name", ["grad", "jacrev", "jvp"])
 @pytest.mark.compiles(60)
-@pytest.mark.each_commit(3)
+@pytest.mark.each_commit(2)
 def test_outside_jit(name, chunked):
     ours, plain = (v(model, in_axes=(0, None)) for v in (chunked, bx.vmap))
     transformation = TRANSFORMATIONS[name]

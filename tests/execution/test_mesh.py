@@ -96,7 +96,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize(("lanes", "outside_jit"), [(8, None), (7, 1), (2, None)])
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.each_commit(19, "what all lanes have-8-None")
+@pytest.mark.each_commit(10, "what all lanes have-8-None")
 def test_lanes_on_devices_compute_what_they_do_on_one(name, lanes, outside_jit):
     fun, options = FUNCTIONS[name]
     x = example((lanes, 5))
@@ -110,7 +110,7 @@ def test_lanes_on_devices_compute_what_they_do_on_one(name, lanes, outside_jit):
 
 @pytest.mark.parametrize("lanes", [1, 4, 9])
 @pytest.mark.parametrize("name", MESHES)
-@pytest.mark.each_commit(6, "two axes, the other way round-4")
+@pytest.mark.each_commit(3, "two axes, the other way round-4")
 def test_lanes_go_over_the_axes_that_are_named(name, lanes):
     x = example((3, lanes))
     batched = bx.vmap(lambda x: (jnp.cos(x), x.sum()), 1, mesh=MESHES[name]())
@@ -120,7 +120,7 @@ def test_lanes_go_over_the_axes_that_are_named(name, lanes):
 
 @pytest.mark.parametrize("lanes", [8, 7])
 @pytest.mark.parametrize("kind", ["sum", "mean", "max", "prod"])
-@pytest.mark.each_commit(4)
+@pytest.mark.each_commit(2)
 def test_derivatives(kind, lanes):
     x, w = example((lanes, 5)), W
     bend = jnp.tanh
@@ -220,7 +220,7 @@ def test_a_lane_draws_the_same_numbers_wherever_it_is():
 @pytest.mark.parametrize("outer", [jax.vmap, bx.vmap])
 @pytest.mark.parametrize("lanes", [8, 7])
 @pytest.mark.compiles(60)
-@pytest.mark.each_commit(2)
+@pytest.mark.each_commit(1)
 def test_under_another_vmap(outer, lanes):
     x = example((3, lanes, 5))
     batched = bx.vmap(lambda x: x - lax.pmean(x, "i"), axis_name="i", mesh="all")
@@ -306,7 +306,7 @@ def with_mesh(mesh):
 
 
 @pytest.mark.parametrize(("set_mesh", "lanes"), [(False, 8), (True, 8), (True, 7)])
-@pytest.mark.each_commit(2)
+@pytest.mark.each_commit(1)
 def test_a_mesh_as_jax_makes_it(set_mesh, lanes):
     mesh = jax.make_mesh((4,), ("d",))
     x, rows = example((lanes, 5)), bx.Ragged.from_rows([np.ones(n) for n in (3, 0, 2, 1, 1)])
@@ -450,6 +450,7 @@ for lanes in (16, 13, 3):
 """
 
 
+@pytest.mark.nightly
 def test_eight_devices():
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     environment = {**os.environ, "XLA_FLAGS": flags}
@@ -457,6 +458,7 @@ def test_eight_devices():
 
 
 @pytest.mark.parametrize("kind", ["max", "min"])
+@pytest.mark.each_commit(1)
 def test_extremes_of_all_lanes(kind):
     values = {
         "numbers": jnp.asarray([[3, -1], [2, 5], [3, 5], [-4, 0], [3, 1], [1, 2], [0, 5]], float),

@@ -111,7 +111,7 @@ def odd_numbers():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.each_commit(3)
+@pytest.mark.each_commit(2, "at once", "chunks of shards")
 def test_every_kind_of_every_dtype(way):
     xs = {
         dtype: example((LANES, 2, 3), jnp.dtype(dtype), high=3, seed=1)
@@ -136,7 +136,7 @@ def test_every_kind_of_every_dtype(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.each_commit(3)
+@pytest.mark.each_commit(1, "chunks of a size that is chosen")
 def test_every_kind_has_its_derivatives(way):
     names = [*SMOOTH, *OWN]
     x = {"x": example((LANES, 3), seed=3)}

@@ -68,7 +68,7 @@ def collectives(compiled):
 @pytest.mark.parametrize("batch_size", [2, 3, 8])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.compiles(100)
-@pytest.mark.each_commit(3)
+@pytest.mark.each_commit(2)
 def test_sharded_arrays_outside_jit(axis_type, batch_size):
     expected = outputs(W, X), gradient(W, X)
     mesh = mesh_of(axis_type)

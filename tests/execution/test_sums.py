@@ -138,6 +138,7 @@ def close(got, wanted, tolerance):
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.each_commit(2)
 def test_every_case(way):
     got = jax.jit(bx.vmap(every_case, out_axes=TOTAL, **WAYS[way]))(*arrays())
     close(got, expected("float32"), 2e-6)
@@ -150,6 +151,7 @@ def test_every_case_in_double_precision():
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 3e-2), ("float16", 4e-3)])
+@pytest.mark.each_commit(1)
 def test_small_floats_are_added_up_in_float32(dtype, tolerance):
     batched = bx.vmap(every_case, out_axes=TOTAL)
     got = jax.jit(batched)(*arrays(dtype))
@@ -216,6 +218,7 @@ def test_derivatives():
 
 
 @pytest.mark.parametrize("way", list(WAYS)[:3])
+@pytest.mark.each_commit(1)
 def test_what_is_not_finite_is_where_the_sum_has_it(way):
     a, b = (np.array(x) for x in arrays()[:2])
     a[1, 2], a[2, 0], a[3, 1], b[3, 0], b[4, 3] = np.inf, -np.inf, np.nan, 0, np.inf

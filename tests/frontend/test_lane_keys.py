@@ -28,6 +28,7 @@ def each(fun, key, *xs):
     return jax.lax.map(lambda a: fun(jax.random.fold_in(key, a[0]), *a[1]), (lanes, xs))
 
 
+@pytest.mark.nightly
 def test_a_key_for_each_lane_in_every_way():
     check_kind(
         lambda **options: lambda x: bx.vmap(noisy, (bx.split_key, 0), **options)(TYPED, x),
@@ -122,7 +123,7 @@ def test_lanes_that_leave_a_loop():
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2}])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.each_commit(2)
+@pytest.mark.each_commit(1)
 def test_on_a_mesh(kind, options):
     """Lanes are counted over all shards."""
     devices = jax.devices()[:4]
@@ -182,6 +183,7 @@ def test_in_a_tree_and_in_chunks_of_any_size():
 
 
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+@pytest.mark.each_commit(1)
 def test_keys_of_streams_draw_what_an_example_draws(impl):
     key = jax.random.key(7, impl=impl)
     draw = lambda key, x: (jax.random.normal(key, (3,)) + x, jax.random.bits(key))

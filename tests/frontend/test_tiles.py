@@ -40,6 +40,7 @@ def test_blocks_in_every_way(spec):
 
 
 @pytest.mark.parametrize(("axis", "out"), [(1, 1), (-1, 0), (0, -1), (-2, 1)])
+@pytest.mark.each_commit(2)
 def test_of_any_axis(axis, out):
     x = example((8, 6), seed=2)
     fun = lambda block: jnp.tanh(block).T if (axis % 2) != (out % 2) else jnp.tanh(block)

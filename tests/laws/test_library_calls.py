@@ -99,6 +99,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.each_commit(9)
 def test_one_after_another(name):
     assert one_after_another(PROGRAMS[name])
 
@@ -136,9 +137,10 @@ def test_results_of_all_types(dtype):
         same(chunked(f, size)(X), loop_function(f, (0,), 0)(X))
 
 
-def test_programs_end():
-    """Every library call, chunk by chunk with a rest, on two threads, for half a second each."""
-    program = textwrap.dedent("""
+@pytest.mark.parametrize("seconds", [0.1, pytest.param(0.5, marks=pytest.mark.nightly)])
+def test_programs_end(seconds):
+    """Every library call, chunk by chunk with a rest, on two threads, for so long each."""
+    program = f"seconds = {seconds}" + textwrap.dedent("""
         import os, time
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
@@ -157,7 +159,7 @@ def test_programs_end():
                 outs = call(s * jnp.eye(16) + jnp.ones((16, 16)) / 9)
                 return sum(jnp.abs(out).sum() for out in jax.tree.leaves(outs))
             program = jax.jit(bx.vmap(f, batch_size=1200))
-            end = time.time() + 0.5
+            end = time.time() + seconds
             while time.time() < end:
                 program(x).block_until_ready()
     """)

@@ -241,7 +241,7 @@ def test_programs_have_it(name):
 
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("name", AROUND)
-@pytest.mark.each_commit(9, "lane_calls-0")
+@pytest.mark.each_commit(5, "lane_calls-0")
 def test_in_every_way(name, half):
     fun, reference = AROUND[name](small)
     xs, pairs = jnp.asarray(X), jnp.stack([X, X[::-1]])

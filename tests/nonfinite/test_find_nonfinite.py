@@ -139,7 +139,7 @@ def arrays(values):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.each_commit(11)
+@pytest.mark.each_commit(6)
 def test_the_equation_and_the_iteration(name, way):
     fun, values, lanes, first = CASES[name]
     found = bx.find_nonfinite(fun, **WAYS[way])(*arrays(values))

@@ -57,20 +57,23 @@ def test_a_program_with_one_operation_changed_is_not(seed):
                 np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("count", "least"), [(500, 5), pytest.param(900, 20, marks=pytest.mark.nightly)]
+)
 @pytest.mark.compiles(100)
-def test_equal_expressions_compute_the_same():
+def test_equal_expressions_compute_the_same(count, least):
     rng = np.random.default_rng(0)
     shapes = [(2, 3), (3, 2), (3,), (2, 2), (1, 3), (2, 1, 3)]
     arrays = [jnp.asarray(rng.normal(size=s) * 2, jnp.float32) for s in shapes]
     table, groups = Table(), defaultdict(list)
-    for _ in range(900):
+    for _ in range(count):
         fun, shape = random_expression(rng, shapes, 3)
         program = _compat.without_dead(jax.make_jaxpr(lambda *a, fun=fun: fun(a))(*arrays))
         groups[CanonicalProgram(table, program).outputs[0], shape].append(program)
     # A group computes one value; equal programs need not be run.
     several = [{str(p): p for p in group} for group in groups.values()]
     several = [list(group.values()) for group in several if len(group) > 1]
-    assert len(several) > 20
+    assert len(several) > least
     for first, *others in several:
         expected = jaxpr_as_fun(first)(*arrays)[0]
         for other in others[:5]:

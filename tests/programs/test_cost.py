@@ -96,7 +96,7 @@ def primitives(program):
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-@pytest.mark.each_commit(24)
+@pytest.mark.each_commit(12)
 def test_workloads_cost_what_xla_counts(name):
     workload = WORKLOADS[name]
     program = jax.make_jaxpr(workload.batched_by(bx.vmap))(*workload.data(LANES))

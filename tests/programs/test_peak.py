@@ -64,7 +64,7 @@ def agrees(program):
 @pytest.mark.parametrize(
     "name", [n.strip() for n in NAMES.replace("\n", "|").split("|") if n.strip()]
 )
-@pytest.mark.each_commit(12)
+@pytest.mark.each_commit(6)
 def test_workloads(name):
     workload = WORKLOADS[name]
     agrees(compiled(workload.batched_by(bx.vmap), *workload.data(workload.lanes)))

@@ -121,6 +121,7 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize("lengths", [(3, 0, 4), (0, 0)])
+@pytest.mark.each_commit(1)
 def test_the_gradient_of_a_product_of_a_row(lengths):
     every = lambda x: [jax.grad(product)(x) for product in PRODUCTS.values()]
     check_rows(every, ragged(2, lengths=lengths, spare=0), derivatives=False)

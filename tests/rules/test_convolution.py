@@ -156,6 +156,7 @@ def sliced(kind):
 
 @pytest.mark.parametrize("kind", SLICED)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.each_commit(6)
 def test_by_slices_it_is_the_same_with_its_derivatives(kind, dtype):
     images, kernel, fun = sliced(kind)
 

@@ -77,6 +77,7 @@ def test_updates_of_one_element(in_axes):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int32", "bool", "complex64", "uint8"])
+@pytest.mark.each_commit(2)
 def test_every_update(dtype):
     """Each kind of update, of an element, of several with duplicates, of a window."""
     some = jnp.array([5, 3, 5, 280])
@@ -362,6 +363,7 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize("f", PROGRAMS)
+@pytest.mark.each_commit(5)
 def test_programs(f):
     check(f, N, X)
 

@@ -107,7 +107,7 @@ def test_bits(impl):
 
 
 @pytest.mark.parametrize("names", shares(SAMPLERS, 10), ids=" ".join)
-@pytest.mark.each_commit(5)
+@pytest.mark.each_commit(2)
 def test_samplers(names):
     all_alone(of_keys({name: SAMPLERS[name] for name in names}, keys_of("threefry2x32")))
 
@@ -128,7 +128,7 @@ def test_raw_keys(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.each_commit(3)
+@pytest.mark.each_commit(1)
 def test_seeds_and_data_on_any_side(impl):
     def seeded(s):
         return jr.key_data(jax.vmap(lambda s: jr.key(s, impl=impl))(s))

@@ -87,7 +87,7 @@ FORWARD = {
 @VMAPS
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("which", "scale"), [("jvp", 3), ("vjp", 5), ("both", 5)])
-@pytest.mark.each_commit(15)
+@pytest.mark.each_commit(8)
 def test_reverse_mode(vmap, order, which, scale):
     f, calls = make(jvp=which in ("jvp", "both"), vjp=which in ("vjp", "both"))
     x, y = example((3,)), example((3,), seed=1)

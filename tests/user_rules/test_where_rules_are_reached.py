@@ -87,7 +87,7 @@ INSIDE = {
 
 @VMAPS
 @pytest.mark.parametrize("which", INSIDE)
-@pytest.mark.each_commit(20)
+@pytest.mark.each_commit(11)
 def test_a_batch_is_by_the_rule_however_it_is_differentiated_inside(vmap, which):
     inside, f = INSIDE[which], Telling(plain, ten)
     ours = vmap(inside(f.function))
@@ -178,7 +178,7 @@ ONE_EXAMPLE = INSIDE | {
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("which", ONE_EXAMPLE)
-@pytest.mark.each_commit(28)
+@pytest.mark.each_commit(14)
 def test_one_example_is_by_the_function(which, compiled):
     f = Telling(plain, ten)
     run = ONE_EXAMPLE[which](f.function)
