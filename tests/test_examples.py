@@ -32,6 +32,13 @@ def test_digits(tmp_path, capsys):
     assert (tmp_path / "digits.png").stat().st_size > 50_000
 
 
+def test_packed_attention(capsys):
+    attention = load("packed_attention")
+    attention.SENTENCES = 4
+    assert attention.main() < 1e-4
+    assert "Gradients differ by" in capsys.readouterr().out
+
+
 def test_explained(tmp_path, capsys):
     explained = load("explained")
     explained.PENALTIES, explained.WEAKEST = 64, 0.1

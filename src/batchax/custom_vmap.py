@@ -86,6 +86,7 @@ class custom_vmap(Generic[P, R]):
         functools.update_wrapper(self, fun)
         self.fun = fun
         self._rule: Callable[..., Any] | None = None
+        self._for_rows: Callable[..., Any] | None = None
         self._derivatives = DerivativeRules()
 
     def def_vmap(self, rule: AnyFunction) -> AnyFunction:
@@ -125,6 +126,56 @@ class custom_vmap(Generic[P, R]):
         """
         check_callable("def_vmap", "a batching rule", rule)
         self._rule = rule
+        return rule
+
+    def def_rows(self, rule: AnyFunction) -> AnyFunction:
+        """Sets the rule for rows of different lengths, packed one after another; a decorator.
+
+        Where `batchax.vmap` comes to the function with rows of a `batchax.Ragged`, the rule
+        computes all of them: a kernel of your own, or of a library, finds its way in here. Rows
+        that are padded there are packed for it. Without `def_vmap`, lanes of one size are batched
+        as those of any function are.
+
+        Derivatives are those of the rule, as for `def_vmap`, or the function's own.
+
+        Args:
+          rule: ``rule(rows, ragged, *args) -> (out, out_ragged)``. Arguments come as `def_vmap` has
+            them. Those that have the size of a row have, in its place, the elements of all
+            rows one after another, and maybe more behind the last, which are zero. `ragged` has,
+            for each argument, a tree like it: True for those leaves, False for leaves that have an
+            entry for each row, along axis 0, and None for what is the same for all rows.
+
+            `rows` says where they are: ``rows.offsets``, of shape (B + 1,), ``rows.lengths``, of
+            shape (B,), ``rows.ids``, the row of each element, B for those behind the last row; all
+            are int32. ``len(rows)`` is B, ``rows.max_length`` a bound of the lengths, an int.
+
+            `out` is what the function returns, for all rows; `out_ragged` says the same of its
+            leaves, by a tree that may be a prefix of `out`. What is behind the last row may be
+            anything.
+
+            The rule is for calls in which arguments and results have one size, at most once each.
+            In others, with shapes such as (n, m) or (n + 1,), the function itself is batched.
+
+        Returns:
+          `rule`.
+
+        Raises:
+          ArgumentTypeError: (a TypeError) `rule` is not callable.
+
+        Example:
+          >>> @bx.custom_vmap
+          ... def norm(x):  # (n,)
+          ...     return jnp.sqrt(jnp.sum(x**2))
+          >>> @norm.def_rows
+          ... def norms(rows, ragged, x):  # (all elements,)
+          ...     squares = jax.ops.segment_sum(x**2, rows.ids, len(rows))
+          ...     return jnp.sqrt(squares), False
+          >>> x = bx.Ragged.from_rows([jnp.array([3.0, 4.0]), jnp.array([5.0])])
+          >>> print(bx.vmap(norm)(x))
+          [5. 5.]
+        """
+        check_callable("def_rows", "a rule for packed rows", rule)
+        self._for_rows = rule
         return rule
 
     def def_jvp(self, rule: AnyFunction) -> AnyFunction:
@@ -200,10 +251,12 @@ class custom_vmap(Generic[P, R]):
         types = list(map(jax.typeof, operands))
         staged, out_tree = _compat.stage_described(one_example, types, transformation="custom_vmap")
         (jaxpr,), closed = _compat.hoist_constants(staged)
-        jaxpr, closed = with_captured(jaxpr, closed, self._rule)
+        for rule in (self._rule, self._for_rows):
+            jaxpr, closed = with_captured(jaxpr, closed, rule)
         rule = UserRule(
             self._name,
             self._rule,
+            self._for_rows,
             arguments,
             out_tree,
             tuple(staged.out_avals),

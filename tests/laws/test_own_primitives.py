@@ -17,6 +17,7 @@ from jax.extend.core import jaxprs_in_params
 import batchax as bx
 from batchax.execution.slices import with_derivative_of
 from batchax.kernel.own_primitive import declared
+from batchax.rows.row_rules import call_later
 from batchax.rules.in_place import some_active_p
 from batchax.rules.in_turn import in_turn
 from batchax.sums.factored import summed_p
@@ -187,6 +188,10 @@ AROUND = {
     "scan_steps": lambda f: (along_columns(f), steps(f)),
     "progress_back": lambda f: (steps(f, **SILENT), steps(f)),
     "follow": lambda f: (lambda x: with_derivative_of(f(x), f(x)), f),
+    "call_later": lambda f: (
+        lambda x: call_later(lambda x: [f(x)], [jax.typeof(x)], x)[0],
+        f,
+    ),
     "in_turn": lambda f: (lambda x: in_turn([f(x)], [f(2 * x)])[1][0], lambda x: f(2 * x)),
     "safe_lanes": lambda f: (each(either(f), bx.vmap), each(either(f))),
     "lane_calls": lambda f: (each(loud(f), bx.vmap), each(f)),

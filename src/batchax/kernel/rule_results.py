@@ -56,7 +56,7 @@ def split_pair(where: str, result: Any, form: str, meaning: str) -> tuple[Any, A
 
 
 def fitted(
-    axis: Axis,
+    size: int,
     where: str,
     returned_by: str,
     results: Sequence[tuple[str, Any, str, Position, Any]],
@@ -65,7 +65,7 @@ def fitted(
     """The results of a rule, if they fit what one example gives.
 
     Args:
-      axis: the axis being mapped.
+      size: how many lanes there are.
       where: the rule, and what it is for, as the subject of a sentence.
       returned_by: what gives those types for one example.
       results: of each its name, the result, how its rule said where the lanes are, where that
@@ -75,7 +75,7 @@ def fitted(
     Raises:
       AxisError: some do not; all of them are listed.
     """
-    matched = [_matched(axis, *result[1:]) for result in results]
+    matched = [_matched(size, *result[1:]) for result in results]
     wrong = [
         f"  {name}: {problem}"
         for (name, *_), (_, problem) in zip(results, matched, strict=True)
@@ -90,7 +90,7 @@ def fitted(
     return [x for x, _ in matched]
 
 
-def _matched(axis: Axis, leaf: Any, said: str, position: Position, aval: Aval) -> tuple[Any, str]:
+def _matched(size: int, leaf: Any, said: str, position: Position, aval: Aval) -> tuple[Any, str]:
     """A result of a rule with the type it must have, and what is wrong with it."""
     try:
         x = leaf if hasattr(leaf, "aval") else jnp.asarray(leaf)
@@ -99,7 +99,7 @@ def _matched(axis: Axis, leaf: Any, said: str, position: Position, aval: Aval) -
     got = jax.typeof(x)
     if not hasattr(aval, "dtype"):  # a token
         return x, ""
-    shape = aval.shape if position is None else inserted(aval.shape, position, axis.size)
+    shape = aval.shape if position is None else inserted(aval.shape, position, size)
     if got.shape != shape:
         return x, f"with {said} expected shape {shape}, got {got.shape}"
     if got.dtype != aval.dtype and not (isinstance(leaf, (int, float, complex))):
@@ -161,7 +161,7 @@ def run_rule(
         (f"out{'s' if several else ''}{name}", x, f"out_axis {a}", a, aval)
         for name, x, a, aval in zip(names, outs, placed, types, strict=True)
     ]
-    return fitted(axis, where, f"`{primitive}`", results, _MEANING), placed
+    return fitted(axis.size, where, f"`{primitive}`", results, _MEANING), placed
 
 
 def _types_for_one(

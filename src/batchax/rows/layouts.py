@@ -19,6 +19,7 @@ from batchax.programs.cost import Cost, cost_of_equation
 from batchax.programs.shapes import reading_symbols
 from batchax.programs.weights import ROWS
 from batchax.rows.packing import REDUCED, can_pack, is_packable
+from batchax.rows.row_rules import size_of_rule
 from batchax.rows.sizes import Sizes, depends_on_sizes, has_symbols
 from batchax.rows.steps import Constant, RowProgram, RowStep
 
@@ -49,6 +50,9 @@ class Costs:
         eqn = step.eqn
         own = [not isinstance(i, Constant) and differs[i] for i in step.inputs]
         sizes, times = (self.packed, 1) if layout == "packed" else (self.padded, self.rows)
+        if layout == "packed" and size_of_rule(eqn) is not None:  # which tells rows apart
+            each = {n: -(-size // self.rows) for n, size in self.packed.bounds.items()}
+            sizes, times = Sizes(each, {}), self.rows
         with reading_symbols(sizes.bound):
             cost = times * cost_of_equation(eqn, differs=own)
         reduced = eqn.primitive.name in REDUCED and not has_symbols(eqn.outvars[0].aval.shape)

@@ -29,8 +29,9 @@ from batchax.kernel.interpreter import batch_equation
 from batchax.rows.index import RowIndex
 from batchax.rows.packing import REDUCED, ragged_axis
 from batchax.rows.padded import Operation, Row, fold_known, run_equation
+from batchax.rows.row_rules import Rows, in_packed_rows, size_of_rule
 from batchax.rows.segments import reduce_segments
-from batchax.rows.sizes import Sizes, depends_on_sizes, is_symbolic
+from batchax.rows.sizes import Sizes, depends_on_sizes, has_symbols, is_symbolic
 from batchax.rows.steps import Constant, RowProgram, flatten
 
 
@@ -148,6 +149,8 @@ def run_packed(rows: PackedRows, eqn: Eqn, values: Sequence[Packed]) -> list[Pac
         return [_places(rows, eqn)]
     if facts_of(eqn.primitive).again:
         return _run_again(rows, eqn, values)
+    if (size := size_of_rule(eqn)) is not None:
+        return _by_rule(rows, eqn, size, values)
     at = ragged_axis(values[0].shape) if values else None
     if name in REDUCED and at is not None and at in eqn.params["axes"]:
         return [_reduce(rows, eqn, values[0], at)]
@@ -156,6 +159,25 @@ def run_packed(rows: PackedRows, eqn: Eqn, values: Sequence[Packed]) -> list[Pac
         return [Packed(operands[0].value, shapes[0])]
     outs = run_equation(rows.sizes, eqn, operands)
     return [Packed(row.value, row.shape) for row in outs]
+
+
+def _by_rule(rows: PackedRows, eqn: Eqn, size: str, values: Sequence[Packed]) -> list[Packed]:
+    """A call of a function with a rule of the user's for packed rows."""
+    recording.note(service="user", rule=eqn.params["rule"].for_rows.__qualname__)
+    segments, op = rows.segments[size], Operation(eqn, rows.sizes)
+    operands = []
+    for x in values:
+        if has_symbols(x.shape):  # what is behind the last row is not the rule's to see
+            operands.append((op.masked(Row(op.cut(x.value, x.shape), x.shape), 0), True))
+        elif x.axis is None:
+            operands.append((x.value, None))
+        else:
+            operands.append((move_axis(x.value, x.axis, 0), False))
+    outs, said = in_packed_rows(eqn, Rows(segments.index, segments.capacity), operands)
+    return [
+        Packed(x, v.aval.shape, 0 if s is False else None)
+        for x, s, v in zip(outs, said, eqn.outvars, strict=True)
+    ]
 
 
 def _run_again(rows: PackedRows, eqn: Eqn, values: Sequence[Packed]) -> list[Packed]:

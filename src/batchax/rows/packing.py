@@ -15,6 +15,7 @@ from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Eqn
 from batchax.kernel.rule_makers import reduced_dims
 from batchax.rows.padded_rules.custom_derivatives import staged_jvp_rule
+from batchax.rows.row_rules import size_of_rule
 from batchax.rows.segments import REDUCTIONS
 from batchax.rows.sizes import depends_on_sizes, has_symbols, is_symbolic
 from batchax.rows.steps import Constant, flatten
@@ -200,6 +201,8 @@ def _can_pack(eqn: Eqn, batched: Sequence[bool], seen: _Rules) -> bool:
     name = eqn.primitive.name
     if name == "dim_as_value":
         return True
+    if size_of_rule(eqn) is not None:
+        return not eqn.params["steps"] and not _closes_over_rows(eqn, batched)
     shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
     ragged = {str(d) for shape in shapes for d in shape if is_symbolic(d)}
     if len(ragged) != 1 or not all(map(is_packable, shapes)):
@@ -215,6 +218,12 @@ def _can_pack(eqn: Eqn, batched: Sequence[bool], seen: _Rules) -> bool:
     if name in REDUCED and places[0] in eqn.params["axes"]:
         return eqn.invars[0].aval.dtype == jnp.bool_ or name in REDUCTIONS
     return all(check(eqn, at) for at in places or [0])
+
+
+def _closes_over_rows(eqn: Eqn, batched: Sequence[bool]) -> bool:
+    """Whether what a function with a rule closes over differs between rows."""
+    closed = len(eqn.params["rule"].closed)
+    return any(batched[:closed]) or any(has_symbols(v.aval.shape) for v in eqn.invars[:closed])
 
 
 def _can_pack_inside(eqn: Eqn, batched: Sequence[bool], seen: _Rules) -> bool:

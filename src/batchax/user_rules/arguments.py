@@ -70,13 +70,14 @@ class Arguments:
             leaves += jax.tree.leaves(spread, is_leaf=_is_none)
         return [leaves[i] for i in self.operand_leaves]
 
-    def flags(self, flags: Sequence[bool]) -> list[Any]:
-        """What a rule is told of the arguments: True for each leaf that is batched.
+    def said(self, of_operands: Sequence[Any], of_constants: Any) -> list[Any]:
+        """What a rule is told of each leaf of the arguments.
 
         A list with a tree for each positional argument, then for each that is given by
         keyword only, in order of definition.
         """
-        return list(replace(self, constants=(False,) * len(self.constants)).in_order(flags))
+        constants = (of_constants,) * len(self.constants)
+        return list(replace(self, constants=constants).in_order(of_operands))
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,9 @@ def _batched(
     count = len(rule.closed)
     values = _before(steps, flags, "values_before")
     needed = _before(steps, flags, "flags_before")
-    if any(values[count:]) and not any(needed[:count]):
+    # One for packed rows only has nothing to say of arrays, which are batched as by no rule.
+    ruled = rule.rule is not None or rule.for_rows is None
+    if ruled and any(values[count:]) and not any(needed[:count]):
         recording.note(service="user", rule=rule.shown)
         return _by_rule(axis, rule, jaxpr, steps, args, axes, place)
     if steps and not any(values) and not named:

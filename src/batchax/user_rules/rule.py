@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,27 @@ from batchax.user_rules.collectives import run_with_collectives
 RuleFunction = Callable[..., tuple[Any, Any]]
 
 
+@dataclass(frozen=True)
+class Form:
+    """How a kind of rule says where its results are.
+
+    Attributes:
+      flags: what the second thing that it returns is called; the first is `out`.
+      allowed: what that may say of a result.
+      meaning: what it says by that, for messages.
+    """
+
+    flags: str
+    allowed: tuple[bool | None, ...]
+    meaning: str
+
+    @property
+    def choices(self) -> str:
+        """What it may say, as part of a message."""
+        *others, last = map(str, self.allowed)
+        return f"{', '.join(others)} or {last}"
+
+
 @_compat.held_weakly
 @dataclass(frozen=True)
 class UserRule:
@@ -34,6 +55,7 @@ class UserRule:
     Attributes:
       name: what messages call the function the rule is for.
       rule: the user's function; None if there is none.
+      for_rows: that for packed rows of different lengths; None if there is none.
       arguments: the arguments of the call, of which tracers are operands.
       out_tree: the structure of what the function returns.
       out_types: the types of what it returns for one example.
@@ -43,6 +65,7 @@ class UserRule:
 
     name: str
     rule: RuleFunction | None
+    for_rows: RuleFunction | None
     arguments: Arguments
     out_tree: Any
     out_types: tuple[Any, ...]
@@ -85,41 +108,68 @@ class UserRule:
         def call(*xs: Any) -> tuple[list[Any], list[bool]]:
             return self._call(axis, flags, xs)
 
-        named = self.told_name and axis.name is not None
-        if not (named or closes_over_tracers(self.rule)):
+        names = (axis.name, axis.size) if self.told_name and axis.name is not None else None
+        if names is None:
+            return self.with_closed(self.rule, call, closed, operands)
+        staged, consts, out_flags = self._staged(self.rule, call, closed, operands, [names])
+        return run_with_collectives(axis, staged.jaxpr, consts, operands, flags), out_flags
+
+    def with_closed(
+        self,
+        rule: RuleFunction | None,
+        call: Callable[..., tuple[list[Any], Any]],
+        closed: Sequence[Any],
+        operands: Sequence[Value],
+    ) -> tuple[list[Any], Any]:
+        """What `call`, which calls `rule`, returns; what that closes over has the values `closed`.
+
+        Args:
+          rule: the user's.
+          call: of operands, to arrays and something that is no array.
+          closed: the values of the tracers that the function closes over.
+          operands: the operands.
+        """
+        if not closes_over_tracers(rule):
             return call(*operands)
+        staged, consts, said = self._staged(rule, call, closed, operands)
+        return eval_jaxpr(staged.jaxpr, consts, *operands), said
+
+    def _staged(
+        self,
+        rule: RuleFunction | None,
+        call: Callable[..., tuple[list[Any], Any]],
+        closed: Sequence[Any],
+        operands: Sequence[Value],
+        names: Sequence[Any] = (),
+    ) -> tuple[Any, list[Any], Any]:
         types = list(map(jax.typeof, operands))
-        names = [(axis.name, axis.size)] if named else []
         # Tracers may be of a trace that is over, and are then values of the function's, too.
         try:
             with _compat.usable(self.closed):
-                staged, out_flags = _compat.stage_described(
-                    call, types, axis_env=names, transformation="custom_vmap"
+                staged, said = _compat.stage_described(
+                    call, types, axis_env=list(names), transformation="custom_vmap"
                 )
         except jax.errors.UnexpectedTracerError as error:
-            raise self._closes_over("of a transformation that is over") from error
-        consts = self._resolved(staged.consts, closed)
-        if named:
-            outs = run_with_collectives(axis, staged.jaxpr, consts, operands, flags)
-        else:
-            outs = eval_jaxpr(staged.jaxpr, consts, *operands)
-        return outs, out_flags
+            raise self._closes_over(rule, "of a transformation that is over") from error
+        return staged, self._resolved(rule, staged.consts, closed), said
 
-    def _resolved(self, consts: Sequence[Value], closed: Sequence[Any]) -> list[Any]:
+    def _resolved(
+        self, rule: RuleFunction | None, consts: Sequence[Value], closed: Sequence[Any]
+    ) -> list[Any]:
         by_id = dict(zip(map(id, self.closed), closed, strict=True))
-        values, positions = resolve(program_behind(self.rule), consts)
+        values, positions = resolve(program_behind(rule), consts)
         for const, x, position in zip(consts, values, positions, strict=True):
             if id(const) in by_id:
                 continue
             if position is not None:
-                raise self._closes_over("that is batched")
+                raise self._closes_over(rule, "that is batched")
             if isinstance(x, Tracer) and not _compat.is_live(x):
-                raise self._closes_over("of a transformation that is over")
+                raise self._closes_over(rule, "of a transformation that is over")
         return [by_id.get(id(c), x) for c, x in zip(consts, values, strict=True)]
 
-    def _closes_over(self, what: str) -> UnsupportedError:
+    def _closes_over(self, rule: RuleFunction | None, what: str) -> UnsupportedError:
         return UnsupportedError(
-            f"{describe_rule(self.rule)}, the batching rule of {self.name}{self.called}, uses a "
+            f"{describe_rule(rule)}, the batching rule of {self.name}{self.called}, uses a "
             f"value {what}. Pass the value as an argument of {self.name}, or let the rule close "
             "over the value itself, not over an object that holds it."
         )
@@ -133,64 +183,97 @@ class UserRule:
                 f"Give it one: @{self.name}.def_vmap, or leave @custom_vmap out."
             )
         args, kwargs = self.arguments.rebuild(operands)
-        in_batched = self.arguments.flags(flags)
+        in_batched = self.arguments.said(flags, False)
         spmd = axis.spmd_name
         told = {
             "axis_name": axis.name,
             "spmd_axis_name": spmd[0] if spmd is not None and len(spmd) == 1 else spmd,
         }
         kwargs |= {name: told[name] for name in self.asks}
-        with _naming(self):
+        with self.naming(self.rule):
             result = self.rule(axis.size, in_batched, *args, **kwargs)
-        return self._checked(axis, result)
+        where = self.where(self.rule)
+        leaves, paths, out_flags = self.returned(where, result, _LANES)
+        results = [
+            (f"out{path}", leaf, f"out_batched {flag}", 0 if flag else None, aval)
+            for path, leaf, flag, aval in zip(paths, leaves, out_flags, self.out_types, strict=True)
+        ]
+        return fitted(axis.size, where, self.name, results, _LANES.meaning), out_flags
 
-    def _checked(self, axis: Axis, result: Any) -> tuple[list[Any], list[bool]]:
-        """What the rule returned, flat, if it is what it has to be."""
-        where = f"{describe_rule(self.rule)}, the batching rule of {self.name}{self.called},"
-        out, out_batched = split_pair(where, result, "out, out_batched", _WHERE_LANES_ARE)
+    def where(self, rule: RuleFunction | None) -> str:
+        """A rule of this function, as the subject of a sentence."""
+        return f"{describe_rule(rule)}, the batching rule of {self.name}{self.called},"
+
+    def naming(self, rule: RuleFunction | None) -> AbstractContextManager[None]:
+        """Adds to an exception which rule it comes from."""
+        return _naming(self, rule)
+
+    def returned(
+        self, where: str, result: Any, form: Form
+    ) -> tuple[list[Any], list[str], list[Any]]:
+        """What a rule returned, flat, if it is of the form that it has to have.
+
+        Args:
+          where: the rule, as the subject of a sentence.
+          result: what it returned.
+          form: how it says where its results are.
+
+        Returns:
+          The results, what each is called in `out`, and what the rule says of it.
+        """
+        out, flags = split_pair(where, result, f"out, {form.flags}", form.meaning)
         if isinstance(out, list) and self.out_tree == jax.tree.structure(0) and len(out) == 1:
             (out,) = out  # the form of the proposal (JAX #9073): lists, of one each
-            if isinstance(out_batched, list) and len(out_batched) == 1:
-                (out_batched,) = out_batched
+            if isinstance(flags, list) and len(flags) == 1:
+                (flags,) = flags
         leaves, tree = jax.tree.flatten(out)
         if tree != self.out_tree:
             raise AxisError(
                 f"{where} must return `out` of the structure of what {self.name} returns, but "
                 f"(each * an array)\n  {_shown(self.out_tree)}\nbecame\n  {_shown(tree)}"
             )
-        flags = self._out_flags(where, out, out_batched)
         paths = [jax.tree_util.keystr(k) for k, _ in jax.tree_util.tree_flatten_with_path(out)[0]]
-        results = [
-            (f"out{path}", leaf, f"out_batched {bool(flag)}", 0 if flag else None, aval)
-            for path, leaf, flag, aval in zip(paths, leaves, flags, self.out_types, strict=True)
-        ]
-        return fitted(axis, where, self.name, results, _WHERE_LANES_ARE), flags
-
-    def _out_flags(self, where: str, out: Any, out_batched: Any) -> list[bool]:
-        """A flag for each result, from a tree of flags that is a prefix of the results."""
-        wrong = [
-            f"  out_batched{jax.tree_util.keystr(keys)}: {flag!r}"
-            for keys, flag in jax.tree_util.tree_flatten_with_path(out_batched)[0]
-            if not (isinstance(flag, bool) or type(flag).__name__ in ("bool_", "bool"))
-        ]
-        if wrong:
-            raise ArgumentTypeError(
-                f"{where} must return True or False for each result in out_batched, but it "
-                "returned\n" + "\n".join(wrong)
-            )
-        try:
-            return jax.tree.leaves(jax.tree.broadcast(out_batched, out))
-        except ValueError:
-            raise AxisError(
-                f"{where} must return out_batched of the structure of `out`, or a prefix of it, "
-                f"but (each * a leaf) `out` is\n  {_shown(jax.tree.structure(out))}\nand "
-                f"out_batched is\n  {_shown(jax.tree.structure(out_batched))}"
-            ) from None
+        return leaves, paths, _out_flags(where, out, flags, form)
 
 
-_WHERE_LANES_ARE = (
+def _out_flags(where: str, out: Any, flags: Any, form: Form) -> list[Any]:
+    """What is said of each result, from a tree that is a prefix of the results."""
+    may_be_none = None in form.allowed
+    is_leaf = _is_none if may_be_none else None
+    wrong = [
+        f"  {form.flags}{jax.tree_util.keystr(keys)}: {flag!r}"
+        for keys, flag in jax.tree_util.tree_flatten_with_path(flags, is_leaf)[0]
+        if not (
+            isinstance(flag, bool)
+            or type(flag).__name__ in ("bool_", "bool")
+            or (flag is None and may_be_none)
+        )
+    ]
+    if wrong:
+        raise ArgumentTypeError(
+            f"{where} must return {form.choices} for each result in {form.flags}, but it "
+            "returned\n" + "\n".join(wrong)
+        )
+    try:
+        spread = jax.tree.broadcast(flags, out, is_leaf)
+    except ValueError:
+        raise AxisError(
+            f"{where} must return {form.flags} of the structure of `out`, or a prefix of it, "
+            f"but (each * a leaf) `out` is\n  {_shown(jax.tree.structure(out))}\nand "
+            f"{form.flags} is\n  {_shown(jax.tree.structure(flags))}"
+        ) from None
+    return [None if f is None else bool(f) for f in jax.tree.leaves(spread, is_leaf)]
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+_LANES = Form(
+    "out_batched",
+    (True, False),
     "A result with out_batched True has the lanes along axis 0; one with False is the same for all "
-    "lanes, and has the shape it has for one example."
+    "lanes, and has the shape it has for one example.",
 )
 
 
@@ -209,15 +292,13 @@ def _asked_for(rule: RuleFunction | None) -> tuple[str, ...]:
 
 
 @contextmanager
-def _naming(user_rule: UserRule) -> Iterator[None]:
-    """Adds to an exception which rule it comes from."""
-    rule = describe_rule(user_rule.rule)
+def _naming(user_rule: UserRule, rule: RuleFunction | None) -> Iterator[None]:
     of = f"the batching rule of {user_rule.name}{user_rule.called}"
     try:
-        with noting(f"batchax: raised in {rule}, {of}."):
+        with noting(f"batchax: raised in {describe_rule(rule)}, {of}."):
             yield
     except NameError as error:
-        if "axis name" in str(error) and not user_rule.told_name:
+        if "axis name" in str(error) and "axis_name" not in _asked_for(rule):
             error.add_note(
                 "A rule may use collectives over the axis being mapped if it has a keyword-only "
                 "parameter `axis_name`."

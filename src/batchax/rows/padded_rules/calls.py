@@ -18,6 +18,7 @@ from batchax.rows.padded_rules.inside import (
     as_function,
     run_inside,
 )
+from batchax.rows.row_rules import in_padding, size_of_rule
 from batchax.user_rules.call import per_example
 from batchax.user_rules.linear import linear_with_transpose
 
@@ -60,6 +61,9 @@ def _custom_batched(
     op: Operation, *rows: Row, jaxpr: ClosedJaxpr, steps: Any, **params: Any
 ) -> Any:
     """As `_custom_vmap`, for `batchax.custom_vmap` and its derivatives."""
+    name = size_of_rule(op.eqn)
+    if name is not None:
+        return in_padding(op, rows, name)
     body = _compat.stage(per_example(jaxpr, steps), [v.aval for v in op.eqn.invars])
     return run_padded(op.sizes, body.jaxpr, body.consts, rows)
 
