@@ -20,6 +20,7 @@
 #   make docs       the generated pages in docs/
 #   make notebooks  the examples as notebooks, in out/notebooks/
 #   make site       all pages, the reference and a search as a site, in out/site/
+#   make azurite    the server of Azure's store, for tests of az://, where there is npm
 #   make changes    what changed since the release; with VERSION=0.2.0, put into CHANGELOG.md
 #   make package    the wheel and the source distribution, built and tried, in dist/
 #   make bench      against jax.vmap, lax.map and others: tables of time and memory
@@ -41,7 +42,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check test double single test-all nightly test-newest fuzz kills lint types \
-    style browser docs notebooks site changes package bench bench-history constraints clean
+    style browser azurite docs notebooks site changes package bench bench-history constraints clean
 
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
@@ -51,7 +52,7 @@ check: style
 
 # Two parts run at a time: some tests wait, for processes they kill, and a part that is made ready,
 # begins or ends has no work for all cores. What a part prints comes when it is done.
-test: style browser
+test: style browser azurite
 	@echo "Three parts, two at a time: each says what it found when it is done."
 	+@$(MAKE) --no-print-directory -j 2 $(if $(filter output-sync,$(.FEATURES)),-Otarget) \
 	    double types single
@@ -127,6 +128,17 @@ browser:
 	        >/dev/null || true; \
 	fi; \
 	found || echo "No Chromium on this machine: tests of pages are skipped."
+
+# Tests of Azure's store need a server of it, which comes from npm. Elsewhere they are skipped.
+azurite: .cache/azurite/ready
+
+.cache/azurite/ready:
+	@if command -v npm >/dev/null 2>&1; then \
+	    echo "Installing Azurite, for tests of az:// (once)"; \
+	    mkdir -p $(@D) && npm install --silent --no-audit --no-fund --prefix $(@D) azurite@3 >/dev/null \
+	        && touch $@; \
+	fi; \
+	test -e $@ || echo "No npm on this machine, or no Azurite from it: tests of az:// are skipped."
 
 docs: .venv/ready
 	.venv/bin/python tools/generate_primitives.py

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax
 
 from batchax import _compat
+from batchax.datasets.addresses import address
 from batchax.datasets.engines.engine import find_engine
 from batchax.datasets.program import RowFunction
 from batchax.datasets.report import Report
@@ -63,10 +64,12 @@ def map(
       fun: a function of one row, as for `vmap`.
       *arrays: trees of arrays with rows: of NumPy or JAX, memory maps, anything else that has
         `shape`, `dtype` and slices (of HDF5, Zarr, TensorStore, xarray), columns of Arrow, a
-        `Ragged`; or paths: ``"x.npy"``, ``"x.zarr"``, ``"x.h5:dataset"``, ``"x.parquet:column"``.
+        `Ragged`; or paths: ``"x.npy"``, ``"x.zarr"``, ``"x.h5:dataset"``, ``"x.parquet:column"``;
+        or addresses of them in a store of objects: ``s3://``, ``gs://``, ``az://``, ``memory://``.
       out: where results are kept: ``"y.zarr"`` (an array of Zarr, or a group with an array for each
         leaf of what the function returns, named by its path), ``"y.npy"``, or the folder of a
-        Parquet dataset (``"y.parquet"``, ``"y/"``). None: arrays of NumPy in memory.
+        Parquet dataset (``"y.parquet"``, ``"y/"``), on a disk or in a store of objects
+        (``"s3://bucket/y.zarr"``). None: arrays of NumPy in memory.
       in_axes: along which axis rows lie, as for `vmap`; None for what all rows share.
       out_axes: where the rows of results go, as for `vmap`. `batchax.Reduce` reduces an output over
         all rows, and keeps none of it for each.
@@ -122,19 +125,19 @@ def map(
     check_callable("map", "a function of one row", fun)
     check_out_axes(out_axes)
     kind_of(out)  # what cannot be one is refused before any work
-    out = None if out is None else os.path.expanduser(out)
+    place = None if out is None else address(_at_home(out), "out")
     _check_options(batch_size, commit_rows, on_error, on_nonfinite, max_errors, retries, resume)
     _check_one_of("inputs_by", inputs_by, "file", "content")
     _check_version_and_progress(version, progress)
     _check_key(fun, key, len(arrays))
-    engine = find_engine(executor, None if out is None else Path(out))
+    engine = find_engine(executor, place)
     check_small_matrices(small_matrices)
     options = {"divergence": divergence, "small_matrices": small_matrices}
     options |= {"mesh": _of_this_process(mesh)}
     function = RowFunction.of(fun, arrays, in_axes, out_axes, key, options)
-    _check_apart(out, function)
+    _check_apart(place, function)
     how = How(
-        out=out,
+        out=place,
         batch_size=batch_size if batch_size == "auto" else int(batch_size),
         memory_limit=memory_limit,
         commit_rows=None if commit_rows is None else int(commit_rows),
@@ -162,11 +165,15 @@ def _of_this_process(mesh: Any) -> Any:
     return mesh
 
 
+def _at_home(out: Any) -> Any:
+    return os.path.expanduser(out) if isinstance(out, (str, os.PathLike)) else out
+
+
 def _check_apart(out: Any, function: RowFunction) -> None:
     """An input that holds the output changes with it, and the job could not go on."""
     if out is None:
         return
-    place = Path(out).resolve()
+    place = out.resolve() if isinstance(out, Path) else out
     for m in function.inputs.mapped:
         files = m.source.files
         if files is not None and (files.path == place or files.path in place.parents):

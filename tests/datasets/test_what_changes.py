@@ -19,10 +19,9 @@ import tensorstore
 import zarr
 
 import batchax as bx
-from batchax.datasets import pipeline
+from batchax.datasets import disk, pipeline
 from batchax.datasets.checksums import crc32c
 from batchax.datasets.inspect import verify
-from batchax.datasets.journal import Journal
 from batchax.datasets.known_files import _SMALL, Files
 from batchax.datasets.store import Store
 
@@ -182,14 +181,14 @@ def test_a_lock_that_was_deleted(before_write):
 @pytest.mark.parametrize("removed", ["y.npy.job", "y.npy.job/journal"])
 def test_a_folder_that_goes_while_the_journal_is_written(removed, monkeypatch):
     """What is said is what happened: of a deleted job that it was, of a lost journal that it is"""
-    begin = Journal._open
+    begin = disk._AppendedFile._open
 
     def opened(self):
         shutil.rmtree(removed, ignore_errors=True)
         Path(removed).write_text("a file, so that no folder is made")
         return begin(self)
 
-    monkeypatch.setattr(Journal, "_open", opened)
+    monkeypatch.setattr(disk._AppendedFile, "_open", opened)
     error, says = (
         (bx.StorageError, r"could not be written")
         if removed.endswith("journal")

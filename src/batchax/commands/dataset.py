@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from batchax.commands.words import Mistake, batch_size, function, literal
+from batchax.datasets.addresses import is_url
 from batchax.datasets.inspect import status, verify
+from batchax.datasets.sources import open_path
 from batchax.map import map
 
 _DONE, _FAILED, _WITH_BAD, _INTERRUPTED = 0, 1, 3, 130
@@ -139,6 +141,8 @@ def _array(text: str) -> Any:
     """An argument: the path of an array with rows, or what all rows share."""
     if not text.startswith("@"):
         return text
+    if is_url(text[1:]):
+        return open_path(text[1:], "--in")
     path = Path(text[1:])
     if path.suffix == ".npz" and path.exists():
         with np.load(path) as file:

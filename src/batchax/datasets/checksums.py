@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,7 +60,7 @@ def unsealed(lines: Iterable[bytes]) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def foreign(path: Path) -> Iterator[None]:
+def foreign(path: object) -> Iterator[None]:
     """For what is read of lines that are whole: if they say something else than ours do, somebody
     else wrote them.
 

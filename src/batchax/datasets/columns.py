@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -89,17 +88,19 @@ class ParquetColumn(Column):
 
     has_members = True
 
-    def __init__(self, path: Path, column: str, name: str) -> None:
+    def __init__(self, path: Any, column: str, name: str) -> None:
         self._parquet = needed("pyarrow.parquet", f"{name}: Parquet")
         self._column, self._lock = column, threading.Lock()
-        paths = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
-        self._files = [Files(part, name) for part in paths]
+        paths, self._files = self._parts(path, name)
         if not paths:
             raise StorageError(f"{name}: there are no .parquet files in {path}.")
         self._groups: list[tuple[int, int]] = []  # file, and row group in it
         starts, kind = [0], None
         for i, part in enumerate(paths):
-            with reading(f"{name}: {part}"), self._parquet.ParquetFile(part) as file:
+            with (
+                reading(f"{name}: {part}"),
+                self._parquet.ParquetFile(self._readable(i)) as file,
+            ):
                 schema, metadata = file.schema_arrow, file.metadata
                 if column not in schema.names:
                     none = f"there is no column {column!r} in {part}"
@@ -119,6 +120,15 @@ class ParquetColumn(Column):
         self._starts, self._kind = starts, kind
         self._kept: dict[int, Any] = {}
         super().__init__(name, starts[-1], kind)
+
+    def _parts(self, path: Any, name: str) -> tuple[list[Any], list[Any]]:
+        """The files, and what is known of each."""
+        paths = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+        return paths, [Files(part, name) for part in paths]
+
+    def _readable(self, i: int) -> Any:
+        """The file with this number, for PyArrow."""
+        return self._files[i].path
 
     @cached_property
     def lengths(self) -> np.ndarray | None:
@@ -156,7 +166,7 @@ class ParquetColumn(Column):
         part, group = self._groups[i]
         try:
             with self._parquet.ParquetFile(
-                self._files[part].path, page_checksum_verification=True
+                self._readable(part), page_checksum_verification=True
             ) as file:
                 return file.read_row_group(group, [self._column], use_threads=False).column(
                     self._column

@@ -14,6 +14,7 @@ _INSTALLED_BY = {
     "cloudpickle": ("cloudpickle", "'batchax[cluster]'"),
     "distributed": ("Dask", "'batchax[cluster]'"),
     "h5py": ("h5py", "h5py"),
+    "obstore": ("obstore", "'batchax[objects]'"),
     "pyarrow": ("PyArrow", "'batchax[parquet]'"),
     "tensorstore": ("TensorStore", "'batchax[data]'"),
 }

@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from pathlib import Path
 from typing import NamedTuple
 
+from batchax.datasets.addresses import Address, address
 from batchax.datasets.checksums import checksum
 from batchax.datasets.job_files import Description, JobFiles
 from batchax.datasets.journal import Journal, read_journal
-from batchax.datasets.lock import Holder, Lock, is_held, last_holder
+from batchax.datasets.lock import Holder
 from batchax.datasets.parts import Record, Unit
 from batchax.datasets.store import Store, called
 from batchax.datasets.stores import reopen_store
@@ -56,7 +56,7 @@ class Status:
       writers: workers and shards, if there are any.
     """
 
-    out: Path
+    out: Address
     rows: int
     done: int
     quarantined: int
@@ -94,19 +94,20 @@ class Status:
         return "finished" if self.finished else "stopped; the same call goes on with it"
 
 
-def status(out: str | Path) -> Status:
+def status(out: str | Address) -> Status:
     """How far the job is that computes `out`, while it runs and after.
 
     Raises:
       JobError: if there is none.
     """
-    files = JobFiles(Path(out))
+    files = JobFiles(address(out, "out"))
     description = _description(files)
     finished = files.read_end() is not None
-    holder = last_holder(files.lock)
-    shards = {files.shard_of(x): last_holder(x) for x in files.locks_of_shards if is_held(x)}
+    place, locks = files.place, files.locks_of_shards
+    holder = place.last_holder(files.lock)
+    shards = {files.shard_of(x): place.last_holder(x) for x in locks if place.is_held(x)}
     at_work = min(filter(None, shards.values()), key=attrgetter("since"), default=None)
-    if at_work is None and is_held(files.lock):
+    if at_work is None and place.is_held(files.lock):
         at_work = holder
     last = at_work or holder
     done = list(read_journal(files.journal).values())
@@ -167,7 +168,7 @@ class Verified:
       withdrawn: whether these count as not done from now on.
     """
 
-    out: Path
+    out: Address
     rows: int
     damaged: Sequence[Damaged]
     withdrawn: bool = True
@@ -196,7 +197,7 @@ def _listed(each: Sequence[object], of: str) -> list[str]:
     return lines
 
 
-def verify(out: str | Path) -> Verified:
+def verify(out: str | Address) -> Verified:
     """Reads back what is committed of `out`, and compares it with its checksums.
 
     What is damaged counts as not done from then on: the call that made it computes it again. But
@@ -205,7 +206,7 @@ def verify(out: str | Path) -> Verified:
     Raises:
       JobError: if there is no job.
     """
-    files = JobFiles(Path(out))
+    files = JobFiles(address(out, "out"))
     store = reopen_store(files.out, _description(files).store)
     with contextlib.ExitStack() as stack:
         journal = _own_journal(files, stack)
@@ -222,10 +223,11 @@ def verify(out: str | Path) -> Verified:
 def _own_journal(files: JobFiles, stack: contextlib.ExitStack) -> Journal | None:
     """A journal to say that units are not done, as long as nobody is at work on them."""
     try:
-        stack.callback(Lock(files.lock).release)
+        stack.callback(files.place.lock(files.lock).release)
     except (JobError, StorageError):  # held, or on a disk that is only read
         return None
     journal = Journal(files.journal, "verify")
+    journal.begin()
     stack.callback(journal.close)
     return journal
 

@@ -5,28 +5,21 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from batchax.datasets.addresses import Address
 from batchax.datasets.checksums import checksum
-from batchax.datasets.durable import (
-    make_folder,
-    remove_file,
-    remove_unfinished,
-    replace_file,
-)
 from batchax.datasets.fingerprint import differences
 from batchax.datasets.job_files import Description, JobFiles
 from batchax.datasets.journal import Journal, read_attempts
-from batchax.datasets.lock import Lock, LockedError
+from batchax.datasets.lock import LockedError
 from batchax.datasets.parts import Bad, Record, alike
+from batchax.datasets.place import AnyLock, OvertakenError
 from batchax.datasets.plan import Plan
 from batchax.datasets.steps import BEFORE_END, reached
 from batchax.errors import ArgumentTypeError, JobError, StorageError
@@ -55,7 +48,7 @@ class Job:
         plan: Plan,
         store: Store,
         writer: str,
-        locks: Sequence[Lock] = (),
+        locks: Sequence[AnyLock] = (),
         finished: dict[str, Any] | None = None,
     ):
         self.plan = plan
@@ -70,7 +63,7 @@ class Job:
     @classmethod
     def open(
         cls,
-        out: Path,
+        out: Address,
         fingerprint: dict[str, Any],
         plan: Callable[[], Plan],
         store: Callable[[Plan], Store],
@@ -97,7 +90,7 @@ class Job:
         """
         if resume not in RESUME:
             raise ArgumentTypeError(f"resume must be one of {RESUME}, and is {resume!r}.")
-        files, call = JobFiles(Path(out)), json.loads(json.dumps(fingerprint))
+        files, call = JobFiles(out), json.loads(json.dumps(fingerprint))
         end = time.monotonic() + (_PATIENCE if shard else 0)
         while True:
             try:
@@ -135,8 +128,9 @@ class Job:
             kept = _checked(files, description, store)
             job = cls(files, description.plan, kept, shard or "main", locks, end)
             if locks:
+                job._journal.begin()
                 if shard is None:
-                    remove_file(files.preparing)
+                    files.place.remove(files.preparing)
                     kept.clean()
                 _ = job.done  # it is told here if the journal cannot be read
             job._check_kept()
@@ -160,7 +154,7 @@ class Job:
         _check_not_foreign(files)
         new_plan = plan()  # before anything is on disk, since arguments may be wrong
         kept = store(new_plan)
-        make_folder(files.folder)
+        files.place.make_folder(files.folder)
         with contextlib.ExitStack() as on_error:
             locks = _locked(files, on_error)
             if files.read() is not None:  # somebody else was faster
@@ -169,9 +163,11 @@ class Job:
             _check_not_foreign(files)
             _prepare(files, kept)
             files.write(Description(new_plan, kept.describe(), call))
-            remove_file(files.preparing)
+            files.place.remove(files.preparing)
+            job = cls(files, new_plan, kept, "main", locks)
+            job._journal.begin()
             on_error.pop_all()
-            return cls(files, new_plan, kept, "main", locks)
+            return job
 
     @property
     def done(self) -> dict[int, Record]:
@@ -195,12 +191,16 @@ class Job:
 
     def record(self, records: Sequence[Record]) -> None:
         """Says that units are done, whose results are durable. So is this when it returns."""
-        self.check()
-        try:
-            records = self._journal.append_many(records)
-        except StorageError:
-            self.check()  # who deleted the folder since took the journal, too: that says why
-            raise
+        while True:
+            self.check()
+            try:
+                records = self._journal.append_many(records)
+                break
+            except OvertakenError:
+                continue  # by who has taken the lock, or by one who had it
+            except StorageError:
+                self.check()  # who deleted the folder since took the journal, too: that says why
+                raise
         for record in records:
             self.done.setdefault(record.unit.number, record)
 
@@ -256,7 +256,7 @@ class Job:
     def _render_as_last(self) -> None:
         """For a shard: who goes before others may not know what these say."""
         with contextlib.suppress(LockedError), contextlib.ExitStack() as stack:
-            stack.callback(Lock(self._files.lock).release)
+            stack.callback(self._files.place.lock(self._files.lock).release)
             if self._files.read_end() is None:
                 self.look_again()
                 self._render_quarantine()
@@ -284,7 +284,7 @@ class Job:
             )
         if not all(lock.holds for lock in self._locks):
             raise JobError(
-                f"{self._files.lock} was deleted while this process was at work: by then others "
+                f"{self._files.lock} was deleted while this process was at work, or taken: others "
                 f"may write to {self._files.out}, and so nothing more is written to it. If you "
                 "deleted the folder of the job to begin again, end this process first."
             )
@@ -318,10 +318,10 @@ class Job:
     def _render_quarantine(self) -> None:
         bad = [b for _, r in sorted(self.done.items()) for b in r.quarantined]
         lines = _for_people(bad)
-        if bad or self._files.quarantine.exists():
+        if bad or self._files.place.exists(self._files.quarantine):
             content = "".join(f"{line}\n" for line in lines)
-            replace_file(self._files.quarantine, content.encode())
-            replace_file(self._files.ok, self._ok(bad))
+            self._files.place.replace(self._files.quarantine, content.encode())
+            self._files.place.replace(self._files.ok, self._ok(bad))
 
     def _ok(self, bad: Sequence[Bad]) -> bytes:
         """For each row whether it has a result, as a file of NumPy's."""
@@ -343,13 +343,13 @@ def _for_people(bad: Sequence[Bad]) -> Iterator[str]:
 
 def _locked(
     files: JobFiles, on_error: contextlib.ExitStack, shard: str | None = None
-) -> list[Lock]:
+) -> list[AnyLock]:
     """Takes the job's lock alone, or with others who have other shards."""
-    locks: list[Lock] = []
+    locks: list[AnyLock] = []
     main = [(files.lock, shard is not None)]
     for path, shared in [*main, *([(files.lock_of(shard), False)] if shard else [])]:
         try:
-            locks.append(Lock(path, shared))
+            locks.append(files.place.lock(path, shared))
         except LockedError as error:
             on_error.close()
             raise LockedError(
@@ -359,9 +359,8 @@ def _locked(
         on_error.callback(locks[-1].release)
     if shard is None:
         for path in files.locks_of_shards:
-            remove_file(path)
-        for folder in (files.folder, files.partials):
-            remove_unfinished(folder)
+            files.place.remove(path)
+        files.place.clean(files.folder, files.partials)
     return locks
 
 
@@ -381,7 +380,7 @@ def _check(files: JobFiles, description: Description, call: dict[str, Any], resu
 
 
 def _checked(files: JobFiles, description: Description, store: Callable[[Plan], Store]) -> Store:
-    if not os.path.lexists(files.out):
+    if not files.place.exists(files.out):
         raise JobError(
             f"{files.out} is gone, and {files.folder} says what was in it. Put it back, or delete "
             "that folder, too, to compute it again."
@@ -392,12 +391,12 @@ def _checked(files: JobFiles, description: Description, store: Callable[[Plan], 
 
 
 def _check_not_foreign(files: JobFiles) -> None:
-    if files.journal.exists():
+    if files.place.exists(files.journal):
         raise JobError(
             f"{files.folder} has a journal, but job.json is gone, and so nobody knows of what. Put "
             f"it back, or delete {files.out} and {files.folder} to compute it again."
         )
-    if os.path.lexists(files.out) and not files.preparing.exists():
+    if files.place.exists(files.out) and not files.place.exists(files.preparing):
         raise JobError(
             f"{files.out} is there already, and is the output of something else: there is no job "
             f"in {files.folder}. Use another out=, or delete it."
@@ -406,16 +405,16 @@ def _check_not_foreign(files: JobFiles) -> None:
 
 def _prepare(files: JobFiles, store: Store) -> None:
     """Makes the output. Who was killed in the middle of it may have left a part."""
-    replace_file(files.preparing, b"")
-    if os.path.lexists(files.out):
+    files.place.replace(files.preparing, b"")
+    if files.place.exists(files.out):
         try:
             return store.check()
         except (JobError, StorageError):
             # Nothing is ever deleted: whoever has a use for it finds it here.
-            os.replace(files.out, files.folder / f"half-made-{secrets.token_hex(4)}")
+            files.place.set_aside(files.out, files.folder)
     try:
         store.prepare()
     except BaseException:
-        if not os.path.lexists(files.out):
-            remove_file(files.preparing)
+        if not files.place.exists(files.out):
+            files.place.remove(files.preparing)
         raise

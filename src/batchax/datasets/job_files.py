@@ -6,17 +6,18 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 from batchax.datasets import partials
+from batchax.datasets.addresses import Address, ObjectPath
 from batchax.datasets.checksums import foreign, is_whole, sealed, unsealed
-from batchax.datasets.durable import read_own, remove_file, replace_file
 from batchax.datasets.journal import sizes
 from batchax.datasets.parts import Bad, packed, unpacked
+from batchax.datasets.place import Place
+from batchax.datasets.places import place_of
 from batchax.datasets.plan import Plan
 from batchax.errors import ArgumentTypeError, JobError, StorageError
 
@@ -29,11 +30,16 @@ _SHARD = "lock-"  # and the name of a shard
 class JobFiles:
     """Where the files of the job are that computes an output.
 
+    In a store of objects, what is written again and again while the job runs lies in a folder that
+    is named by the job: one who goes on with a job that was deleted meanwhile writes nothing into
+    the next one's.
+
     Attributes:
       out: the output.
     """
 
-    out: Path
+    out: Address
+    _names: list[str] = field(default_factory=list, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.out.name in ("", ".."):
@@ -43,65 +49,79 @@ class JobFiles:
             )
 
     @property
-    def folder(self) -> Path:
+    def place(self) -> Place:
+        """What can be done where they lie."""
+        return place_of(self.out)
+
+    @property
+    def folder(self) -> Address:
         """The folder of the job."""
         return self.out.with_name(f"{self.out.name}.job")
 
     @property
-    def lock(self) -> Path:
+    def _own(self) -> Address:
+        """Where what this very job writes lies, and no other that has its place later."""
+        if not isinstance(self.out, ObjectPath):
+            return self.folder
+        if not self._names:
+            self.read()
+        return self.folder / (self._names[0] if self._names else "none")
+
+    @property
+    def lock(self) -> Address:
         """Held by who writes."""
         return self.folder / "lock"
 
-    def lock_of(self, shard: str) -> Path:
+    def lock_of(self, shard: str) -> Address:
         """Held by who does this shard of the units, beside others who do theirs."""
         return self.folder / f"{_SHARD}{shard}"
 
-    def shard_of(self, lock: Path) -> str:
+    def shard_of(self, lock: Address) -> str:
         """Which shard a lock is of."""
         return lock.name.removeprefix(_SHARD)
 
     @property
-    def locks_of_shards(self) -> list[Path]:
+    def locks_of_shards(self) -> list[Address]:
         """Those that somebody has taken since the job was one process's alone."""
-        return sorted(self.folder.glob(f"{_SHARD}*"))
+        return [self.folder / name for name in self.place.sizes(self.folder, _SHARD)]
 
     @property
-    def journal(self) -> Path:
+    def journal(self) -> Address:
         """The folder of the journal."""
-        return self.folder / "journal"
+        return self._own / "journal"
 
     @property
-    def partials(self) -> Path:
+    def partials(self) -> Address:
         """The folder of large arrays: parts of reductions, and these."""
-        return self.folder / partials.FOLDER
+        return self._own / partials.FOLDER
 
     @property
-    def quarantine(self) -> Path:
+    def quarantine(self) -> Address:
         """What went wrong with which row, for people; a rendering of the journal."""
         return self.folder / "quarantine.jsonl"
 
     @property
-    def ok(self) -> Path:
+    def ok(self) -> Address:
         """For each row whether it has a result; there if one has none."""
         return self.folder / "ok.npy"
 
     @property
-    def preparing(self) -> Path:
+    def preparing(self) -> Address:
         """There from before the output is made; without `job.json`, it may be half made."""
         return self.folder / "preparing"
 
     @property
-    def _description(self) -> Path:
+    def _description(self) -> Address:
         return self.folder / "job.json"
 
     @property
-    def _end(self) -> Path:
-        return self.folder / "done.json"
+    def _end(self) -> Address:
+        return self._own / "done.json"
 
     @property
     def is_begun(self) -> bool:
         """Whether somebody began to make the output."""
-        return any(map(os.path.lexists, (self._description, self.preparing)))
+        return any(map(self.place.exists, (self._description, self.preparing)))
 
     def read(self) -> Description | None:
         """What is computed; None if no job was begun."""
@@ -121,13 +141,17 @@ class JobFiles:
                 "that version, or use another out=."
             )
         with foreign(self._description):
+            self._names[:] = self._names or [str(content.get("name", ""))]
             return Description(Plan.from_json(content["plan"]), content["store"], content["call"])
 
     def write(self, description: Description) -> None:
         """Begins the job: from now on it can be resumed."""
         plan, store, call = description.plan.to_json(), description.store, description.call
         content = {"format": _FORMAT, "plan": plan, "store": store, "call": call}
-        replace_file(self._description, sealed(content))
+        if isinstance(self.out, ObjectPath):
+            self._names[:] = [secrets.token_hex(8)]
+            content["name"] = self._names[0]
+        self.place.create(self._description, sealed(content))
 
     def read_end(self) -> dict[str, Any] | None:
         """What was said at the end, see `write_end`.
@@ -150,7 +174,7 @@ class JobFiles:
 
     def withdraw_end(self) -> None:
         """The job has not ended, since something that was done is so no longer."""
-        remove_file(self._end)
+        self.place.remove(self._end)
 
     def write_end(
         self, bad: Sequence[Bad] = (), reduced: Mapping[str, Any] | None = None, **more: Any
@@ -164,7 +188,7 @@ class JobFiles:
         """
         arrays = partials.written(reduced or {}, self.partials / "all.bin")
         content = {"bad": packed(bad), "reduced": arrays, "more": more}
-        replace_file(self._end, sealed({"journal": sizes(self.journal), **content}))
+        self.place.replace(self._end, sealed({"journal": sizes(self.journal), **content}))
 
 
 @dataclass(frozen=True)
@@ -182,14 +206,14 @@ class Description:
     call: dict[str, Any]
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Address) -> dict[str, Any] | None:
     """What a sealed file says; None if it is damaged."""
     try:
-        line = read_own(path).rstrip(b"\n")
+        line = place_of(path).read(path).rstrip(b"\n")
     except (FileNotFoundError, StorageError):
         raise
     except OSError as error:
-        raise StorageError(f"{path} could not be read: {error.strerror}.") from error
+        raise StorageError(f"{path} could not be read: {error.strerror or error}.") from error
     if not is_whole(line):
         return None
     with foreign(path):

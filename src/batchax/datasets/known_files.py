@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from batchax.datasets.addresses import Address
 from batchax.datasets.failures import reading
 from batchax.datasets.job_files import JobFiles
 from batchax.errors import StorageError
@@ -51,7 +52,7 @@ class Files:
     def __init__(self, path: Path, name: str) -> None:
         # One file has one path, from whatever folder and through whatever links it is named.
         self.path, self._name = path.resolve(), name
-        self._refuse_unfinished()
+        refuse_unfinished(self.path, name)
         self._seen = self._look()
 
     def check(self) -> None:
@@ -106,15 +107,20 @@ class Files:
                 )
             )
 
-    def _refuse_unfinished(self) -> None:
-        """What a job has not computed yet would count as zeros."""
-        for path in (self.path, *self.path.parents):
-            if path.name and not _is_finished(JobFiles(path)):
-                raise StorageError(
-                    f"{self._name}: {path} is the output of a job that is not finished, and rows "
-                    f"that are still to come would count as zeros. `batchax status {path}` says "
-                    "how far it is; the call that began it goes on with it."
-                )
+
+def refuse_unfinished(address: Address, name: str) -> None:
+    """Refuses what a job has not computed yet, which would count as zeros.
+
+    Raises:
+      StorageError: it is, or is in, the output of a job that is not finished.
+    """
+    for path in (address, *address.parents):
+        if path.name and not _is_finished(JobFiles(path)):
+            raise StorageError(
+                f"{name}: {path} is the output of a job that is not finished, and rows "
+                f"that are still to come would count as zeros. `batchax status {path}` says "
+                "how far it is; the call that began it goes on with it."
+            )
 
 
 def _is_finished(job: JobFiles) -> bool:

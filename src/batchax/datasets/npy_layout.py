@@ -11,6 +11,21 @@ import numpy as np
 
 from batchax.errors import StorageError
 
+
+class InParts(RawIOBase):
+    """A file that is no file of the system's, of which parts are read.
+
+    Attributes:
+      size: in bytes.
+    """
+
+    size: int
+
+    def read_at(self, out: memoryview, offset: int) -> None:
+        """Fills `out` with what begins at `offset`."""
+        raise NotImplementedError
+
+
 File = BufferedIOBase | RawIOBase
 
 _ALIGNED = 64  # bytes
@@ -47,7 +62,7 @@ class Layout:
         header = formats.read_array_header_1_0 if older else formats.read_array_header_2_0
         shape, fortran, dtype = header(file)
         layout = cls(shape, dtype, file.tell(), fortran)
-        size = os.fstat(file.fileno()).st_size
+        size = file.size if isinstance(file, InParts) else os.fstat(file.fileno()).st_size
         if size < layout.size:
             raise StorageError(
                 f"{getattr(file, 'name', 'the file')} is truncated: by its header it has "
@@ -137,6 +152,8 @@ def _fill(file: File, out: np.ndarray, first: int, stride: int) -> None:
 
 
 def _read_at(file: File, out: np.ndarray, offset: int) -> None:
+    if isinstance(file, InParts):
+        return file.read_at(out.data, offset)
     view = out.data
     while view:
         count = os.preadv(file.fileno(), [view], offset)

@@ -42,6 +42,10 @@ class ParquetStore(Store):
         if not (self.out.is_dir() and not any(self.out.iterdir())):
             make_place(self.out)
             make_folder(self.out)
+        self._put_columns()
+
+    def _put_columns(self) -> None:
+        """Of no rows, a file that has the columns."""
         nothing = list(map(_of_no_rows, self.leaves))
         if all(x is not None for x in nothing):  # a table without rows has columns
             self.put(Unit(0, 0, 0), nothing)
@@ -60,7 +64,9 @@ class ParquetStore(Store):
         part = self._part(unit)
         with (
             reading(str(part)),
-            self._parquet.ParquetFile(part, page_checksum_verification=True) as file,
+            self._parquet.ParquetFile(
+                self._readable(part), page_checksum_verification=True
+            ) as file,
         ):
             table = file.read(use_threads=False)
             if table.num_rows != unit.rows or table.column_names != self._columns:
@@ -87,9 +93,16 @@ class ParquetStore(Store):
             write_page_checksum=True,
             compression="none",
         )
-        replace_file(self._part(unit), file.getvalue())
+        self._replace(self._part(unit), file.getvalue())
 
-    def _part(self, unit: Unit) -> Path:
+    def _replace(self, part: Any, content: bytes) -> None:
+        replace_file(part, content)
+
+    def _readable(self, part: Any) -> Any:
+        """What PyArrow reads."""
+        return part
+
+    def _part(self, unit: Unit) -> Any:
         return self.out / f"part-{unit.number:08d}.parquet"
 
 

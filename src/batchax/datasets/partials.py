@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from batchax.datasets.addresses import Address, ObjectPath
 from batchax.datasets.checksums import crc32c
-from batchax.datasets.durable import make_folder, replace_file
+from batchax.datasets.places import place_of
 from batchax.errors import ArgumentTypeError, StorageError
 
 FOLDER = "partials"  # of a job
 _IN_LINE = 4096  # bytes of all arrays of a record; the journal is read whole when a job goes on
 
 
-def written(reduced: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def written(reduced: Mapping[str, Any], path: Address) -> dict[str, Any]:
     """What a line of the journal says of these arrays; large ones are durable at `path` by then."""
     arrays = {name: np.asarray(x) for name, x in reduced.items()}
     for name, array in arrays.items():
@@ -35,8 +35,9 @@ def written(reduced: Mapping[str, Any], path: Path) -> dict[str, Any]:
         for name, data in content.items():
             entries[name]["data"] = base64.b64encode(data).decode()
         return entries
-    make_folder(path.parent)
-    replace_file(path, b"".join(content.values()))
+    place = place_of(path)
+    place.make_folder(path.parent)
+    place.replace(path, b"".join(content.values()))
     start = 0
     for name, data in content.items():
         entries[name] |= {"file": path.name, "start": start}
@@ -47,7 +48,7 @@ def written(reduced: Mapping[str, Any], path: Path) -> dict[str, Any]:
 class Reduced(Mapping[str, np.ndarray]):
     """The arrays that `written` wrote, each read when it is asked for."""
 
-    def __init__(self, entries: Mapping[str, Any], folder: Path):
+    def __init__(self, entries: Mapping[str, Any], folder: Address):
         self._entries = entries
         self._folder = folder
 
@@ -72,19 +73,24 @@ class Reduced(Mapping[str, np.ndarray]):
         return len(self._entries)
 
 
-def _read(path: Path, start: int, size: int) -> bytes:
+def _read(path: Address, start: int, size: int) -> bytes:
     try:
-        with open(path, "rb") as file:
-            file.seek(start)
-            data = file.read(size)
+        if isinstance(path, ObjectPath):
+            data = place_of(path).read(path)[start : start + size]
+        else:
+            with open(path, "rb") as file:
+                file.seek(start)
+                data = file.read(size)
+    except StorageError:
+        raise
     except OSError as error:
-        raise StorageError(f"{path} could not be read: {error.strerror}.") from error
+        raise StorageError(f"{path} could not be read: {error.strerror or error}.") from error
     if len(data) != size:
         raise _damaged(path)
     return data
 
 
-def _damaged(path: Path) -> StorageError:
+def _damaged(path: Address) -> StorageError:
     return StorageError(
         f"{path} is damaged: it holds a part of a reduction. Run `batchax verify` on the "
         "output, and then the same call again, which computes the rows of that part anew."

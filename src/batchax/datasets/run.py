@@ -6,12 +6,12 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from batchax.datasets.addresses import Address
 from batchax.datasets.engines.engine import Threads
 from batchax.datasets.fingerprint import fingerprint
 from batchax.datasets.job import Job
@@ -40,7 +40,7 @@ class How:
       begun: when the call began.
     """
 
-    out: str | Path | None
+    out: Address | None
     batch_size: Any
     memory_limit: Any
     commit_rows: int | None
@@ -88,7 +88,7 @@ def _job(function: RowFunction, how: How) -> AnyJob:
         made = plan()
         return JobInMemory(made, store(made))
     call = _fingerprint(function, how)
-    return Job.open(Path(how.out), call, plan, store, how.resume, how.engine.shard)
+    return Job.open(how.out, call, plan, store, how.resume, how.engine.shard)
 
 
 def _fingerprint(function: RowFunction, how: How) -> dict[str, Any]:

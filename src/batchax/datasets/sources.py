@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from batchax.datasets.addresses import ObjectPath, is_url
 from batchax.datasets.columns import ArrowColumn
 from batchax.datasets.failures import reading
 from batchax.datasets.kinds import Kinds
@@ -48,6 +49,8 @@ def as_source(x: Any, name: str) -> Source:
       ArgumentTypeError: it is nothing of these, or does not hold numbers.
       StorageError: there is no such file, or it is damaged.
     """
+    if isinstance(x, ObjectPath):
+        return open_path(str(x), name)
     if isinstance(x, (str, os.PathLike)):
         return open_path(os.path.expanduser(os.fspath(x)), name)
     if isinstance(x, Source):
@@ -90,6 +93,10 @@ def open_path(path: str, name: str) -> Source:
       ArgumentTypeError: nobody reads such files, or there are no numbers in it.
       ImportError: a package that this needs is not installed, or is wrong.
     """
+    if is_url(path):
+        from batchax.datasets.object_sources import open_object
+
+        return open_object(path, name)
     file, member = _split(path)
     name = f"{name} ({path})"
     if not file.exists():

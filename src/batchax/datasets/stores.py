@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from batchax.datasets.addresses import Address, ObjectPath, address
 from batchax.datasets.failures import needed
 from batchax.datasets.kinds import Kinds
 from batchax.datasets.memory_store import MemoryStore
 from batchax.datasets.parts import Leaf
 from batchax.datasets.plan import Plan
 from batchax.datasets.store import Store, described_leaves
-from batchax.errors import ArgumentTypeError
+from batchax.errors import ArgumentTypeError, UnsupportedError
 
 FOLDER = "parquet"  # of a name without a suffix
 
@@ -29,8 +31,14 @@ STORES = Kinds(
 )
 """By the suffix of an output. Another package adds its own as entry points of that group."""
 
+OF_OBJECTS = {
+    "zarr": "batchax.datasets.object_stores:ObjectZarr",
+    "parquet": "batchax.datasets.object_stores:ObjectParquet",
+}
+"""The same in a store of objects, where nothing can be written into the middle of a file."""
 
-def open_store(out: str | os.PathLike[str] | None, leaves: Sequence[Leaf], plan: Plan) -> Store:
+
+def open_store(out: str | Address | None, leaves: Sequence[Leaf], plan: Plan) -> Store:
     """The store of a job's results. Nothing is written yet.
 
     Args:
@@ -46,7 +54,7 @@ def open_store(out: str | os.PathLike[str] | None, leaves: Sequence[Leaf], plan:
     return _store(kind_of(out), out, leaves, plan.chunk_rows)
 
 
-def reopen_store(out: str | os.PathLike[str], description: dict[str, Any]) -> Store:
+def reopen_store(out: str | Address, description: dict[str, Any]) -> Store:
     """The store that `Store.describe` described."""
     leaves, unit_rows = described_leaves(description), description["unit_rows"]
     return _store(description["kind"], out, leaves, unit_rows)
@@ -55,9 +63,17 @@ def reopen_store(out: str | os.PathLike[str], description: dict[str, Any]) -> St
 def _store(kind: str, out: Any, leaves: Sequence[Leaf], unit_rows: int) -> Store:
     if kind == MemoryStore.kind:
         return MemoryStore(Path(), leaves, unit_rows)
-    store = STORES.load(kind)(Path(out), leaves, unit_rows)
+    place = address(out, "out")
+    of_objects = isinstance(place, ObjectPath)
+    store_class: Any = _of_objects(kind) if of_objects else STORES.load(kind)
+    store: Store = store_class(place, leaves, unit_rows)
     store.kind = kind
     return store
+
+
+def _of_objects(kind: str) -> type[Store]:
+    module, _, name = OF_OBJECTS[kind].partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def kind_of(out: Any) -> str:
@@ -68,14 +84,25 @@ def kind_of(out: Any) -> str:
     """
     if out is None:
         return MemoryStore.kind
+    if isinstance(out, ObjectPath):
+        out = str(out)
     if not isinstance(out, (str, os.PathLike)) or not os.fspath(out):
         raise ArgumentTypeError(f"out must be a path or None, and is {out!r}.")
     name = str(os.fspath(out))
     if "\0" in name:
         raise ArgumentTypeError(f"out={name!r}: a path has no zero bytes.")
-    if "://" in name:
-        raise ArgumentTypeError(f"out={name!r}: results are written to a local disk.")
-    kind = Path(name).suffix[1:]
+    place = address(out, "out")
+    kind = place.suffix[1:]
+    if isinstance(place, ObjectPath):
+        if not kind or name.endswith("/"):
+            return FOLDER
+        if kind not in OF_OBJECTS:
+            raise UnsupportedError(
+                f"out={name!r}: in a store of objects, results are written to .zarr, or to "
+                "Parquet files (.parquet, no suffix, or a slash at the end). Other files are "
+                "written into, and an object is put whole: write to a disk, and copy it there."
+            )
+        return kind
     if kind in STORES:
         return kind
     if not kind or name.endswith("/"):

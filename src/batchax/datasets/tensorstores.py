@@ -6,6 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+from batchax.datasets.addresses import Address, ObjectPath
 from batchax.datasets.failures import needed
 
 
@@ -13,18 +14,46 @@ from batchax.datasets.failures import needed
 def limited_context() -> Any:
     """Nothing is cached, and few chunks are copied at a time: memory holds the units in flight."""
     tensorstore = needed("tensorstore", "Zarr")
-    return tensorstore.Context(
-        {
-            "cache_pool": {"total_bytes_limit": 0},
-            "data_copy_concurrency": {"limit": 2},
-            "file_io_concurrency": {"limit": 4},
-        }
-    )
+    return tensorstore.Context(_LITTLE)
 
 
-def in_folder(driver: str, folder: Path, **more: Any) -> dict[str, Any]:
-    """What TensorStore is told to open. Its files are synced before they get their names."""
+_LITTLE = {
+    "cache_pool": {"total_bytes_limit": 0},
+    "data_copy_concurrency": {"limit": 2},
+    "file_io_concurrency": {"limit": 4},
+}
+
+
+class InMemory:
+    """Files of an array in memory, by their names there: to encode chunks, and to decode them.
+
+    Attributes:
+      context: of TensorStore, in which these are what its memory holds.
+    """
+
+    def __init__(self) -> None:
+        tensorstore = needed("tensorstore", "Zarr")
+        self.context = tensorstore.Context(_LITTLE)
+        self._files = tensorstore.KvStore.open({"driver": "memory"}, context=self.context).result()
+
+    def put(self, name: str, content: bytes) -> None:
+        """Puts a file."""
+        self._files.write(name, content).result()
+
+    def all(self) -> dict[str, bytes]:
+        """All that there are."""
+        names = self._files.list().result()
+        return {name.decode(): self._files.read(name).result().value for name in sorted(names)}
+
+
+def in_folder(driver: str, folder: Address, **more: Any) -> dict[str, Any]:
+    """What TensorStore is told to open. Its files are synced before they get their names.
+
+    Of a store of objects, whose bytes it does not move itself, that is a folder in memory.
+    """
     # A folder's name must end in a slash.
+    if isinstance(folder, ObjectPath):
+        return {"driver": driver, "kvstore": {"driver": "memory", "path": f"{folder.key}/"}, **more}
     store = {"driver": "file", "path": f"{folder.absolute()}/", "file_io_sync": True}
     return {"driver": driver, "kvstore": store, **more}
 

@@ -13,6 +13,7 @@ import numpy as np
 from batchax.datasets.checksums import checksum
 from batchax.datasets.parts import Bad, Record, Rows, Unit
 from batchax.datasets.pipeline import Stop, trying
+from batchax.datasets.place import OvertakenError
 from batchax.datasets.plan import Plan
 from batchax.datasets.program import Program, RowFunction
 from batchax.datasets.units import Computed, Policy, begin_unit
@@ -63,9 +64,7 @@ class Work:
 
     def write(self, computed: Computed) -> Record:
         """Keeps results; says of them what the journal is to say."""
-        self.check()
-        write = functools.partial(self.store.write, computed.unit, computed.results)
-        trying(write, self.retries, self.stop)
+        trying(functools.partial(self._write, computed), self.retries, self.stop)
         return Record(
             computed.unit,
             list(map(checksum, computed.results)) if self.store.lasts else [],
@@ -73,3 +72,12 @@ class Work:
             quarantined=computed.bad,
             reduced=computed.reduced,
         )
+
+    def _write(self, computed: Computed) -> None:
+        """Looks before each attempt whether it may write: who was overtaken looks once more."""
+        while True:
+            self.check()
+            try:
+                return self.store.write(computed.unit, computed.results)
+            except OvertakenError:
+                continue

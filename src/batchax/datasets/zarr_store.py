@@ -21,7 +21,7 @@ from batchax.datasets.store import Results, Store, called, make_place, part_of, 
 from batchax.datasets.tensorstores import in_folder, limited_context
 from batchax.errors import ArgumentTypeError, JobError, StorageError
 
-_GROUP = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
+GROUP = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
 
 
 class ZarrStore(Store):
@@ -36,7 +36,7 @@ class ZarrStore(Store):
         self._tensorstore = needed("tensorstore", f"{out}: Zarr")
         refuse_ragged(self.leaves, "Zarr")
         self._check_names()
-        self._paths = [out / leaf.name for leaf in self.leaves]
+        self._paths: list[Any] = [out / leaf.name for leaf in self.leaves]
         self._chunked = [self._open_chunks(*x) for x in zip(self._paths, self.leaves, strict=True)]
 
     def prepare(self) -> None:
@@ -46,7 +46,7 @@ class ZarrStore(Store):
                 make_folder(beside)
                 for group in self._groups():
                     make_folder(beside / group)
-                    replace_file(beside / group / "zarr.json", _GROUP)
+                    replace_file(beside / group / "zarr.json", GROUP)
                 for leaf in self.leaves:
                     make_folder(beside / leaf.name)
                     with _writing(self.out):
@@ -83,12 +83,7 @@ class ZarrStore(Store):
         with _writing(self.out):
             futures = []
             for leaf, chunked, result in zip(self.leaves, self._chunked, results, strict=True):
-                rows = -(-unit.rows // self.unit_rows) * self.unit_rows  # of whole chunks
-                whole = unit._replace(stop=unit.start + rows)
-                future = chunked[part_of(leaf, whole)].write(
-                    _padded(np.asarray(result), leaf.axis, rows),
-                    can_reference_source_data_indefinitely=True,
-                )
+                future = self._begin_to_write(chunked, leaf, unit, result)
                 future.commit.force()
                 futures.append(future)
             reached(IN_WRITE)
@@ -96,7 +91,15 @@ class ZarrStore(Store):
                 future.result()
         reached(AFTER_WRITE)
 
-    def _open_chunks(self, path: Path, leaf: Leaf) -> Any:
+    def _begin_to_write(self, chunked: Any, leaf: Leaf, unit: Unit, result: Any) -> Any:
+        rows = -(-unit.rows // self.unit_rows) * self.unit_rows  # of whole chunks
+        whole = unit._replace(stop=unit.start + rows)
+        return chunked[part_of(leaf, whole)].write(
+            _padded(np.asarray(result), leaf.axis, rows),
+            can_reference_source_data_indefinitely=True,
+        )
+
+    def _open_chunks(self, path: Any, leaf: Leaf, context: Any = None) -> Any:
         """The array with all chunks whole, before it is there.
 
         A chunk that sticks out of the array is else read before it is written, and cannot be
@@ -105,14 +108,16 @@ class ZarrStore(Store):
         rows = -(-leaf.shape[leaf.axis] // self.unit_rows) * self.unit_rows
         shape = *leaf.shape[: leaf.axis], rows, *leaf.shape[leaf.axis + 1 :]
         try:
-            return self._open(path, leaf, shape, assume_metadata=True)
+            return self._open(path, leaf, shape, context, assume_metadata=True)
         except Exception as error:
             raise ArgumentTypeError(
                 f"{called(leaf)}, of dtype {leaf.dtype} and shape {leaf.shape}, cannot be written "
                 f"to Zarr: {reason(error)}"
             ) from error
 
-    def _open(self, path: Path, leaf: Leaf, shape: Any = None, **how: bool) -> Any:
+    def _open(
+        self, path: Any, leaf: Leaf, shape: Any = None, context: Any = None, **how: bool
+    ) -> Any:
         chunk = [max(1, size) for size in leaf.shape]
         chunk[leaf.axis] = self.unit_rows
         metadata = {
@@ -129,7 +134,7 @@ class ZarrStore(Store):
         }
         missing = {"store_data_equal_to_fill_value": True, "fill_missing_data_reads": False}
         spec = in_folder("zarr3", path, metadata=metadata, **missing, **how)
-        return self._tensorstore.open(spec, context=limited_context()).result()
+        return self._tensorstore.open(spec, context=context or limited_context()).result()
 
     def _groups(self) -> list[PurePosixPath]:
         """The folders above arrays, the outer ones first."""

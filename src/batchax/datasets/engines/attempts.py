@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import secrets
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
+from batchax.datasets.addresses import Address
+from batchax.datasets.place import Place
+from batchax.datasets.places import place_of
 from batchax.errors import JobError
 
-_NAME = "engine-{}"
+_NAME = "engine-"
+_CALL = "call.pickle"
 
 
 class EndedError(Exception):
@@ -35,24 +36,23 @@ class Attempts:
         code: so it is told by who made the call what to load.
     """
 
-    folder: Path
+    folder: Address
     digest: str = ""
 
     @classmethod
-    def of_new_call(cls, job: Path, call: bytes) -> Attempts:
+    def of_new_call(cls, job: Address, call: bytes) -> Attempts:
         """In the folder of a job. What calls that were killed left there is removed.
 
         Args:
           job: the folder.
           call: what is to be done.
         """
-        for folder in job.glob(_NAME.format("*")):
-            shutil.rmtree(folder, ignore_errors=True)
-        folder = job / _NAME.format(secrets.token_hex(4))
-        folder.mkdir()
-        attempts = cls(folder, hashlib.sha256(call).hexdigest())
-        attempts._call.write_bytes(call)
-        return attempts
+        place = place_of(job)
+        for folder in place.folders(job, _NAME):
+            place.remove_all(folder)
+        folder = job / f"{_NAME}{secrets.token_hex(4)}"
+        place.put_first(folder / _CALL, call)
+        return cls(folder, hashlib.sha256(call).hexdigest())
 
     @property
     def call(self) -> bytes:
@@ -61,7 +61,7 @@ class Attempts:
         Raises:
           JobError: what is there is something else.
         """
-        call = self._call.read_bytes()
+        call = self._place.read(self._call)
         if hashlib.sha256(call).hexdigest() != self.digest:
             raise JobError(
                 f"{self._call} was changed after the call was made, and so is not loaded: look who "
@@ -70,8 +70,17 @@ class Attempts:
         return call
 
     @property
-    def _call(self) -> Path:
-        return self.folder / "call.pickle"
+    def is_there(self) -> bool:
+        """Whether the call goes on."""
+        return self._place.exists(self._call)
+
+    @property
+    def _call(self) -> Address:
+        return self.folder / _CALL
+
+    @property
+    def _place(self) -> Place:
+        return place_of(self.folder)
 
     @contextlib.contextmanager
     def running(self, unit: int, attempt: int) -> Iterator[None]:
@@ -80,10 +89,9 @@ class Attempts:
         Raises:
           EndedError: it was running before, and did not come to its end.
         """
-        path = self._running(unit, attempt)
         with contextlib.suppress(FileNotFoundError):  # the call is over
             try:
-                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+                self._place.mark(self._running(unit, attempt))
             except FileExistsError:
                 raise EndedError("its worker ended") from None
         try:
@@ -93,26 +101,27 @@ class Attempts:
 
     def is_running(self, unit: int, attempt: int) -> bool:
         """Whether it runs, or did when its worker ended."""
-        return self._running(unit, attempt).exists()
+        return self._place.exists(self._running(unit, attempt))
 
     def forget(self, unit: int, attempt: int) -> None:
         """An attempt that ended may run again."""
-        self._running(unit, attempt).unlink(missing_ok=True)
+        self._place.unmark(self._running(unit, attempt))
 
     def is_over(self, unit: int) -> bool:
         """Whether nobody waits for it any more."""
-        return self._over(unit).exists() or not self.folder.exists()
+        return self._place.exists(self._over(unit)) or not self.is_there
 
     def end(self, unit: int) -> None:
         """Nobody does."""
-        self._over(unit).touch()
+        with contextlib.suppress(FileExistsError, FileNotFoundError):
+            self._place.mark(self._over(unit))
 
     def end_all(self) -> None:
         """Nobody waits for any."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._place.remove_all(self.folder)
 
-    def _running(self, unit: int, attempt: int) -> Path:
+    def _running(self, unit: int, attempt: int) -> Address:
         return self.folder / f"{unit}-{attempt}"
 
-    def _over(self, unit: int) -> Path:
+    def _over(self, unit: int) -> Address:
         return self.folder / f"{unit}-over"

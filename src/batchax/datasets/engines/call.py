@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from batchax.datasets.addresses import Address, is_url
 from batchax.datasets.engines.attempts import Attempts
 from batchax.datasets.failures import needed
 from batchax.datasets.fingerprint import as_seen_here, differences
@@ -46,6 +47,7 @@ class Call:
       key: what makes the random key, if there is one.
       jax: what JAX is set to.
       out: where the output is.
+      journal_folder: where journals are.
       store: what it says of itself.
       plan: which rows are a unit.
       policy: what becomes of rows that fail.
@@ -62,6 +64,7 @@ class Call:
     key: tuple[str, np.ndarray] | None
     jax: dict[str, Any]
     out: str
+    journal_folder: Address
     store: dict[str, Any]
     plan: Plan
     policy: Policy
@@ -103,10 +106,10 @@ class Call:
 
     def journal(self, writer: str) -> Journal:
         """A journal for this writer alone."""
-        return Journal(JobFiles(Path(self.out)).journal, writer)
+        return Journal(self.journal_folder, writer)
 
 
-def saved(work: Work, out: Path) -> Attempts:
+def saved(work: Work, out: Address) -> Attempts:
     """Writes the call down beside the output, in a folder for the attempts at its units.
 
     Raises:
@@ -115,7 +118,8 @@ def saved(work: Work, out: Path) -> Attempts:
     """
     cloudpickle = needed("cloudpickle", "executor, to hand functions to other processes,")
     _check(work.function)
-    out, function = out.absolute(), work.function
+    out = out.absolute() if isinstance(out, Path) else out
+    function = work.function
     call = Call(
         function.fun,
         _portable(function),
@@ -125,6 +129,7 @@ def saved(work: Work, out: Path) -> Attempts:
         _parts_of_key(function.key),
         {name: getattr(jax.config, f"jax_{name}") for name in _SETTINGS},
         str(out),
+        JobFiles(out).journal,
         work.store.describe(),
         work.plan,
         work.policy,
@@ -174,7 +179,7 @@ def _portable(function: RowFunction) -> tuple[Any, ...]:
     )
 
     def portable(x: Any, mapped: bool) -> Any:
-        if isinstance(x, Path) or (mapped and isinstance(x, str)):
+        if isinstance(x, Path) or (mapped and isinstance(x, str) and not is_url(x)):
             return type(x)(Path.cwd() / x)
         return np.asarray(x) if isinstance(x, jax.Array) else x
 

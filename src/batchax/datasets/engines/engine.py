@@ -6,14 +6,15 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from batchax.datasets.addresses import Address
 from batchax.datasets.engines.call import saved
 from batchax.datasets.engines.pools import Pool, find_pool
 from batchax.datasets.engines.submitting import Submitting
 from batchax.datasets.parts import Record, Unit
 from batchax.datasets.pipeline import run_units
+from batchax.datasets.places import place_of
 from batchax.datasets.plan import Plan
 from batchax.datasets.work import Work
 from batchax.errors import ArgumentTypeError, UnsupportedError
@@ -101,7 +102,7 @@ class Workers(Threads):
     """
 
     make_pool: Callable[[], Pool]
-    out: Path
+    out: Address
 
     def run(
         self,
@@ -116,7 +117,7 @@ class Workers(Threads):
         Submitting(pool, attempts, name, quarantine, done, work.stop).run(units)
 
 
-def find_engine(executor: Any, out: Path | None) -> Threads:
+def find_engine(executor: Any, out: Address | None) -> Threads:
     """The engine that `executor` names.
 
     Raises:
@@ -131,6 +132,11 @@ def find_engine(executor: Any, out: Path | None) -> Threads:
             'memory of this one. Give a path, such as out="y.zarr".'
         )
     shard = _SHARD.fullmatch(executor) if isinstance(executor, str) else None
+    if not place_of(out).shared and (shard is None or shard[2] != "1"):
+        raise UnsupportedError(
+            f"executor was given, and out={str(out)!r} is in the memory of this process, which no "
+            "other process sees. Write to a disk or to a store of objects."
+        )
     if shard is None:
         return Workers(find_pool(executor), out)
     index, count = map(int, shard.groups())

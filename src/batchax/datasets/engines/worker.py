@@ -138,12 +138,18 @@ def _job(attempts: Attempts) -> _Job:
         if attempts not in _jobs:
             call = pickle.loads(attempts.call)
             with call.settings():
-                _jobs[attempts] = _Job(call, call.work(), call.journal(_writer()))
+                work = replace(call.work(), check=functools.partial(_check, attempts))
+                _jobs[attempts] = _Job(call, work, call.journal(_writer()))
             if len(_jobs) > _MOST_CALLS:
                 _, old = _jobs.popitem(last=False)
                 old.journal.close()
         _jobs.move_to_end(attempts)
         return _jobs[attempts]
+
+
+def _check(attempts: Attempts) -> None:
+    if not attempts.is_there:
+        raise JobError(f"the call is over: {attempts.folder} is gone.")
 
 
 @functools.cache

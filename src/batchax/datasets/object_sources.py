@@ -1,0 +1,304 @@
+"""Rows in a store of objects: .npy and Zarr arrays, columns of Parquet files.
+
+What is read is the version that was there when the input was opened, or an error: each answer says
+of which version it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+
+from batchax.datasets import objects
+from batchax.datasets.addresses import ObjectPath, address
+from batchax.datasets.columns import ParquetColumn
+from batchax.datasets.failures import needed, reading
+from batchax.datasets.known_files import refuse_unfinished
+from batchax.datasets.npy_layout import InParts, Layout
+from batchax.datasets.source import Index, Source
+from batchax.datasets.tensorstores import InMemory, in_folder
+from batchax.errors import ArgumentTypeError, StorageError, UnsupportedError
+
+_DOCUMENTS = {"zarr.json": "zarr3", ".zarray": "zarr"}
+_GROUPS = (".zgroup", "zarr.json")
+
+
+def open_object(url: str, name: str) -> Source:
+    """A source of the rows of an array in a store of objects.
+
+    Args:
+      url: "s3://bucket/x.npy", "gs://bucket/x.zarr/group/array", "az://container/x.parquet:column".
+      name: of the argument, for messages.
+
+    Raises:
+      UnsupportedError: such a store, or such a file in one, is not read.
+      ArgumentTypeError: it is no address of an object, or there are no numbers in it.
+      StorageError: there is no such object, or it cannot be read.
+    """
+    whole = address(url, name)  # which names what is not supported
+    assert isinstance(whole, ObjectPath)
+    kind, _, member = whole.key.rpartition("/")[2].partition(":")
+    path = whole
+    if member:
+        path = address(url[: len(url) - len(member) - 1], name)
+        assert isinstance(path, ObjectPath)
+    name, suffix = f"{name} ({whole})", kind.rpartition(".")[2] if "." in kind else ""
+    if suffix in ("npz", "h5", "hdf5", "he5"):
+        raise UnsupportedError(
+            f"{name}: in a store of objects, .npy, .zarr and .parquet are read. Copy it to a local "
+            "disk, or write it again as one of these."
+        )
+    if suffix == "npy":
+        return NpyObject(path, name)
+    there = ObjectFiles(path, name)
+    if suffix == "parquet" or any(part.suffix == ".parquet" for part in there.seen):
+        return ParquetObjects(there, member, name)
+    return ZarrObjects(there, name)
+
+
+class ObjectFiles:
+    """What is known of objects of input: which versions there were when they were opened.
+
+    Args:
+      path: an object, or of those below a name all.
+      name: of the argument, for messages.
+
+    Attributes:
+      path: as given.
+      seen: of each object what it was.
+    """
+
+    def __init__(self, path: ObjectPath, name: str) -> None:
+        self.path, self._name = path, name
+        refuse_unfinished(path, name)
+        with reading(name):
+            try:
+                self.seen = {path: objects.meta(path)}
+            except FileNotFoundError:
+                self.seen = dict(objects.below(path))
+        if not self.seen:
+            raise StorageError(f"{name}: there is no such object, and none below that name.")
+
+    def check(self) -> None:
+        """What is read is compared with what was there, each time: there is nothing to look at."""
+
+    def identity(self) -> dict[str, Any]:
+        """Where they are, how large all are together, and a digest of names and versions."""
+        told = sorted((str(path), m.size, m.version.name) for path, m in self.seen.items())
+        digest = hashlib.sha256(repr(told).encode()).hexdigest()
+        size = sum(m.size for m in self.seen.values())
+        return {"path": str(self.path), "size": size, "versions": digest}
+
+    def read(self, path: ObjectPath) -> bytes:
+        """An object."""
+        content, version = self._there(path, lambda: objects.read_version(path))
+        return self._same(path, content, version)
+
+    def read_part(self, path: ObjectPath, start: int, length: int) -> bytes:
+        """A part of one."""
+        get = lambda: objects.read_part(path, start, length)
+        return self._same(path, *self._there(path, get))
+
+    def _there(self, path: ObjectPath, get: Any) -> Any:
+        try:
+            return get()
+        except FileNotFoundError:
+            raise self._changed(path) from None
+
+    def _same(self, path: ObjectPath, content: bytes, version: Any) -> bytes:
+        if version.name != self.seen[path].version.name:
+            raise self._changed(path)
+        return content
+
+    def _changed(self, path: ObjectPath) -> StorageError:
+        return StorageError(
+            f"{self._name}: {path} was changed since it was opened. Let nothing write to it, and "
+            "make the call again."
+        )
+
+
+class ObjectFile(InParts):
+    """An object as a file that is read."""
+
+    def __init__(self, files: ObjectFiles, path: ObjectPath) -> None:
+        self._files, self._path, self._at = files, path, 0
+        self.size = files.seen[path].size
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self.size - self._at))
+        if count:
+            buffer[:count] = self._files.read_part(self._path, self._at, count)
+        self._at += count
+        return count
+
+    def read_at(self, out: memoryview, offset: int) -> None:
+        if len(out):
+            out[:] = self._files.read_part(self._path, offset, len(out))
+
+
+class NpyObject(Source):
+    """A .npy file as an object."""
+
+    gives_fresh = True
+
+    def __init__(self, path: ObjectPath, name: str) -> None:
+        self.files = ObjectFiles(path, name)
+        if path not in self.files.seen:
+            raise StorageError(f"{name}: there is no such object.")
+        self._file = ObjectFile(self.files, path)
+        with reading(name):
+            self._layout = Layout.of(_Header(self._file))
+        super().__init__(name, self._layout.shape, self._layout.dtype)
+
+    def origin(self) -> dict[str, Any]:
+        return self.files.identity()
+
+    def get(self, index: Index) -> np.ndarray:
+        return self._layout.read(self._file, len(index) - 1, index[-1] if index else slice(0, 1))
+
+
+class _Header(InParts):
+    """The beginning of a file, read at once."""
+
+    def __init__(self, file: ObjectFile) -> None:
+        start = bytearray(min(file.size, 2**16))
+        file.read_at(memoryview(start), 0)
+        self._start, self.size = io.BytesIO(start), file.size
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        return self._start.readinto(buffer)
+
+    def tell(self) -> int:
+        return self._start.tell()
+
+
+class ParquetObjects(ParquetColumn):
+    """A column of a Parquet file, or of all below a name."""
+
+    def __init__(self, files: ObjectFiles, column: str, name: str) -> None:
+        super().__init__(files, column, name)
+
+    def _parts(self, path: ObjectFiles, name: str) -> tuple[list[Any], list[Any]]:
+        files = path
+        paths = sorted(p for p in files.seen if p.suffix == ".parquet" or p == files.path)
+        self._all = files
+        return paths, [_One(files, part) for part in paths]
+
+    def _readable(self, i: int) -> Any:
+        return io.BufferedReader(ObjectFile(self._all, self._files[i].path), 2**20)
+
+    def origin(self) -> dict[str, Any]:
+        return {**self._all.identity(), "column": self._column}
+
+
+class _One:
+    """One object of several."""
+
+    def __init__(self, files: ObjectFiles, path: ObjectPath) -> None:
+        self._files, self.path = files, path
+
+    def check(self) -> None:
+        self._files.check()
+
+
+class ZarrObjects(Source):
+    """An array of Zarr, of version 2 or 3. Chunks are read whole, and so are shards."""
+
+    gives_fresh = True
+
+    def __init__(self, files: ObjectFiles, name: str) -> None:
+        needed("tensorstore", f"{name}: Zarr")
+        self.files, path, here = files, files.path, set(files.seen)
+        documents = [d for d in _DOCUMENTS if path / d in here]
+        arrays = _arrays(files)
+        if not documents or _is_group(files, path / documents[0]):
+            listed = ", ".join(f"{path}/{array}" for array in arrays)
+            if not any(path / d in here for d in _GROUPS) and not arrays:
+                raise StorageError(
+                    f"{name}: of what kind this is is not known. In a store of objects, .npy, "
+                    ".zarr and .parquet are read."
+                )
+            raise StorageError(
+                f"{name} is a group of Zarr arrays. Name one of them: {listed or 'it has none'}."
+            )
+        self._path, self._driver = path, _DOCUMENTS[documents[0]]
+        self._document = documents[0], files.read(path / documents[0])
+        told = json.loads(self._document[1])
+        with reading(name):
+            array = self._opened(InMemory())
+            self._name_of = _names(told, self._driver)
+            self._chunk = array.chunk_layout.write_chunk.shape
+        super().__init__(name, array.shape, array.dtype.numpy_dtype)
+
+    def origin(self) -> dict[str, Any]:
+        return self.files.identity()
+
+    def get(self, index: Index) -> Any:
+        memory = InMemory()
+        picked = [*index, *(slice(0, n) for n in self.shape[len(index) :])]
+        along = [
+            range(part.start // size, -(-part.stop // size))
+            for part, size in zip(picked, self._chunk, strict=True)
+        ]
+        for place in itertools.product(*along):
+            chunk = self._path / self._name_of(place)
+            if chunk in self.files.seen:  # those that hold the fill value may be left out
+                memory.put(chunk.key, self.files.read(chunk))
+        return self._opened(memory)[index].read().result()
+
+    def _opened(self, memory: InMemory) -> Any:
+        tensorstore = needed("tensorstore", "Zarr")
+        document, content = self._document
+        memory.put((self._path / document).key, content)
+        spec = in_folder(self._driver, self._path)
+        return tensorstore.open(spec, context=memory.context, open=True, read=True).result()
+
+
+def _names(told: dict[str, Any], driver: str) -> Any:
+    """What the object of a chunk is called, from its place in the grid."""
+    if driver == "zarr":
+        between = told.get("dimension_separator", ".")
+        return lambda place: between.join(map(str, place)) or "0"
+    encoding = told["chunk_key_encoding"]
+    default = encoding["name"] == "default"
+    if not default and encoding["name"] != "v2":
+        raise ArgumentTypeError(f"its chunks are named by {encoding['name']!r}, which is not known")
+    between = encoding.get("configuration", {}).get("separator", "/" if default else ".")
+    if default:
+        return lambda place: between.join(["c", *map(str, place)])
+    return lambda place: between.join(map(str, place)) or "0"
+
+
+def _is_group(files: ObjectFiles, document: ObjectPath) -> bool:
+    if document.name != "zarr.json":
+        return False
+    return json.loads(files.read(document)).get("node_type") == "group"
+
+
+def _arrays(files: ObjectFiles) -> list[str]:
+    """The names of arrays below."""
+    documents = [p for p in files.seen if p.name in _DOCUMENTS and p.parent != files.path]
+    arrays = [p.parent for p in documents if not _is_group(files, p)]
+    return sorted(array.key[len(files.path.key) + 1 :] for array in arrays)

@@ -1,0 +1,168 @@
+"""Results in a store of objects: Zarr arrays, and folders of Parquet files.
+
+TensorStore and PyArrow make the bytes, the same as on a disk, and `objects.py` puts them. A unit is
+put over whatever is there, but not over what somebody else has put since this process looked: who
+is overtaken looks first whether the job is still its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from batchax.datasets import objects
+from batchax.datasets.addresses import ObjectPath
+from batchax.datasets.failures import reading, reason
+from batchax.datasets.objects import Version
+from batchax.datasets.parquet_store import ParquetStore
+from batchax.datasets.parts import Leaf, Rows, Unit
+from batchax.datasets.place import OvertakenError
+from batchax.datasets.steps import AFTER_WRITE, BEFORE_WRITE, IN_WRITE, reached
+from batchax.datasets.store import Results, part_of
+from batchax.datasets.tensorstores import InMemory
+from batchax.datasets.zarr_store import GROUP, ZarrStore
+from batchax.errors import JobError, StorageError
+
+
+class Putting:
+    """Puts objects over others, on the condition that these are what they were."""
+
+    def __init__(self) -> None:
+        self._there: dict[ObjectPath, Version] = {}  # of objects that were in the way
+
+    def put(self, path: ObjectPath, content: bytes) -> None:
+        """Puts an object.
+
+        Raises:
+          OvertakenError: another one is there. If this is called again, it is put over that one.
+        """
+        there = self._there.pop(path, None)
+        try:
+            if there is None:
+                objects.create(path, content)
+            else:
+                objects.replace(path, content, there)
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):
+                self._there[path] = objects.meta(path).version
+            raise OvertakenError(f"{path} was written by somebody else.") from None
+
+
+class ObjectZarr(ZarrStore):
+    """As `ZarrStore`, whose chunks have the same names and bytes."""
+
+    out: Any
+
+    def __init__(self, out: Any, leaves: Sequence[Leaf], unit_rows: int) -> None:
+        super().__init__(out, leaves, unit_rows)
+        self._putting = Putting()
+
+    def prepare(self) -> None:
+        for path, content in self._documents().items():
+            _create(path, content)
+
+    def check(self) -> None:
+        for group in self._groups():
+            _read(self.out / str(group) / "zarr.json")
+        for path, leaf in zip(self._paths, self.leaves, strict=True):
+            memory, document = InMemory(), path / "zarr.json"
+            memory.put(document.key, _read(document))
+            try:
+                self._open(path, leaf, context=memory.context, open=True)
+            except Exception as error:
+                raise JobError(
+                    f"{path} is not the array that this job made: {reason(error)} Choose another "
+                    "out=."
+                ) from error
+
+    def read(self, unit: Unit) -> list[np.ndarray | Rows]:
+        results = []
+        for path, leaf in zip(self._paths, self.leaves, strict=True):
+            memory = InMemory()
+            for i in range(unit.start // self.unit_rows, -(-unit.stop // self.unit_rows)):
+                place = [i * (axis == leaf.axis) for axis in range(len(leaf.shape))]
+                chunk = path / f"c.{'.'.join(map(str, place))}"
+                memory.put(chunk.key, _read(chunk))
+            with reading(f"{self.out}: rows {unit.start} to {unit.stop}"):
+                chunked = self._open_chunks(path, leaf, memory.context)
+                results.append(chunked[part_of(leaf, unit)].read().result())
+        return results
+
+    def put(self, unit: Unit, results: Results) -> None:
+        reached(BEFORE_WRITE)
+        chunks: dict[str, bytes] = {}
+        for path, leaf, result in zip(self._paths, self.leaves, results, strict=True):
+            memory = InMemory()
+            chunked = self._open_chunks(path, leaf, memory.context)
+            self._begin_to_write(chunked, leaf, unit, result).result()
+            chunks |= memory.all()
+        for i, (key, content) in enumerate(chunks.items()):
+            self._putting.put(ObjectPath(self.out.scheme, self.out.bucket, key), content)
+            if not i:
+                reached(IN_WRITE)
+        reached(AFTER_WRITE)
+
+    def _documents(self) -> dict[ObjectPath, bytes]:
+        """What says what is where, the outer ones first."""
+        documents: dict[ObjectPath, bytes] = {}
+        documents |= {self.out / str(group) / "zarr.json": GROUP for group in self._groups()}
+        memory = InMemory()
+        for path, leaf in zip(self._paths, self.leaves, strict=True):
+            self._open(path, leaf, context=memory.context, create=True)
+        for key, content in memory.all().items():
+            documents[ObjectPath(self.out.scheme, self.out.bucket, key)] = content
+        return documents
+
+
+class ObjectParquet(ParquetStore):
+    """As `ParquetStore`. There are no folders: an object says that there is an output."""
+
+    out: Any
+
+    def __init__(self, out: Any, leaves: Sequence[Leaf], unit_rows: int) -> None:
+        super().__init__(out, leaves, unit_rows)
+        self._putting = Putting()
+
+    def prepare(self) -> None:
+        _create(self._begun, b"")
+        self._put_columns()
+
+    def check(self) -> None:
+        _read(self._begun)
+
+    def clean(self) -> None:
+        """What is put is whole."""
+
+    @property
+    def _begun(self) -> Any:
+        return self.out / "_begun"  # readers of such folders pass over what begins so
+
+    def _replace(self, part: Any, content: bytes) -> None:
+        reached(BEFORE_WRITE)
+        self._putting.put(part, content)
+        reached(IN_WRITE)
+        reached(AFTER_WRITE)
+
+    def _readable(self, part: Any) -> Any:
+        return io.BytesIO(_read(part))
+
+
+def _create(path: ObjectPath, content: bytes) -> None:
+    try:
+        objects.create(path, content)
+    except FileExistsError:
+        raise JobError(
+            f"{path} is there already, and nothing is ever written over. Choose another out=, or "
+            "delete it."
+        ) from None
+
+
+def _read(path: ObjectPath) -> bytes:
+    try:
+        return objects.read(path)
+    except FileNotFoundError:
+        raise StorageError(f"{path} is missing.") from None

@@ -1,0 +1,199 @@
+"""Servers of objects for tests: on this machine, each a process of its own."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import datetime
+import hashlib
+import hmac
+import http.client
+import http.server
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+KEY, SECRET = "AKIDNOBODYSHALLSEE", "wJalrSecretNobodyShallSee0123456789abcde"
+BUCKET = "bucket"
+
+
+@contextlib.contextmanager
+def s3() -> Iterator[str]:
+    """The address of moto's server of S3, with a bucket, in the environment, too."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with _running(command, port):
+        address = f"http://127.0.0.1:{port}"
+        urllib.request.urlopen(urllib.request.Request(f"{address}/{BUCKET}", method="PUT")).read()
+        with environment(**s3_at(address)):
+            yield address
+
+
+def s3_at(address: str) -> dict[str, str]:
+    """The environment of who uses that server."""
+    return {
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": address,
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+
+
+def azurite() -> str | None:
+    """Where Azurite is; None if it is not installed: `make azurite` does that."""
+    own = ROOT / ".cache" / "azurite" / "node_modules" / ".bin" / "azurite-blob"
+    return str(own) if own.exists() else shutil.which("azurite-blob")
+
+
+@contextlib.contextmanager
+def azure() -> Iterator[None]:
+    """Azurite's server of Azure, with a container, in the environment."""
+    port, program = free_port(), azurite()
+    assert program is not None
+    with tempfile.TemporaryDirectory() as folder:
+        command = [program, "--blobPort", str(port), "--location", folder, "--silent"]
+        command += ["--skipApiVersionCheck", "--disableTelemetry"]
+        with _running(command, port):
+            _make_container(port)
+            with environment(
+                AZURE_STORAGE_USE_EMULATOR="true",
+                AZURITE_BLOB_STORAGE_URL=f"http://127.0.0.1:{port}",
+            ):
+                yield
+
+
+def _make_container(port: int) -> None:
+    account = "devstoreaccount1"  # of every emulator, with this key
+    key = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+    now = datetime.datetime.now(datetime.UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
+    version = "2021-08-06"
+    told = (
+        "PUT" + "\n" * 12 + f"x-ms-date:{now}\nx-ms-version:{version}\n"
+        f"/{account}/{account}/{BUCKET}\nrestype:container"
+    )
+    signed = base64.b64encode(
+        hmac.new(base64.b64decode(key), told.encode(), hashlib.sha256).digest()
+    ).decode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/{account}/{BUCKET}?restype=container",
+        method="PUT",
+        headers={
+            "x-ms-date": now,
+            "x-ms-version": version,
+            "Authorization": f"SharedKey {account}:{signed}",
+            "Content-Length": "0",
+        },
+    )
+    urllib.request.urlopen(request).read()
+
+
+@contextlib.contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """The environment has these while the block runs."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def proxy(server: str, what: Callable[[str, str], str]) -> Iterator[str]:
+    """A server that hands requests to another one.
+
+    Args:
+      server: its address.
+      what: is told of each request, its method and path, and says what becomes of it: "pass";
+        "lose" the answer of one that was done; "fail", without doing it; "slow".
+    """
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def handle_one(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            fate = what(self.command, self.path)
+            if fate == "fail":
+                self.send_response(503)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            if fate == "slow":
+                time.sleep(0.3)
+            connection = http.client.HTTPConnection(server.removeprefix("http://"))
+            connection.request(self.command, self.path, body, dict(self.headers))
+            answer = connection.getresponse()
+            content = answer.read()
+            connection.close()
+            if fate == "lose":
+                self.close_connection = True
+                return
+            self.send_response(answer.status)
+            for name, value in answer.getheaders():
+                if name.lower() not in ("transfer-encoding", "connection", "content-length"):
+                    self.send_header(name, value)
+            size = answer.getheader("Content-Length") if self.command == "HEAD" else len(content)
+            self.send_header("Content-Length", str(size or 0))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = handle_one
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    between = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    between.daemon_threads = True
+    thread = threading.Thread(target=between.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{between.server_address[1]}"
+    finally:
+        between.shutdown()
+        thread.join()
+        between.server_close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def _running(command: list[str], port: int) -> Iterator[None]:
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 60
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except OSError:
+                assert process.poll() is None, f"{command[0]} ended"
+                assert time.monotonic() < end, f"{command[0]} does not begin"
+                time.sleep(0.05)
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
