@@ -125,7 +125,7 @@ def map(
     begun = time.monotonic()
     check_callable("map", "a function of one row", fun)
     check_out_axes(out_axes)
-    kind_of(out)  # what cannot be one is refused before any work
+    kind = kind_of(out)  # what cannot be one is refused before any work
     place = None if out is None else address(_at_home(out), "out")
     _check_options(batch_size, commit_rows, on_error, on_nonfinite, max_errors, retries, resume)
     _check_one_of("inputs_by", inputs_by, "file", "content")
@@ -139,6 +139,7 @@ def map(
     _check_apart(place, function)
     how = How(
         out=place,
+        kind=kind,
         batch_size=batch_size if batch_size == "auto" else int(batch_size),
         memory_limit=memory_limit,
         commit_rows=None if commit_rows is None else int(commit_rows),

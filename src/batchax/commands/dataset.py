@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 
 from batchax.commands.words import Mistake, batch_size, function, literal
 from batchax.datasets.addresses import is_url
-from batchax.datasets.inspect import status, verify
+from batchax.datasets.inspect import follow, status, verify
 from batchax.datasets.sources import open_path
 from batchax.map import map
 
@@ -28,6 +30,42 @@ def add_to(commands: Any) -> None:
         epilog="example: batchax map model:score --in x.npy --in @weights.npz --out scores.zarr. "
         "Exit status: 0 done, 3 done but for quarantined rows, 1 failed, 130 interrupted.",
     )
+    add_call(command)
+    command.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="do every N-th unit only: the same command N times, with I from 0 or from 1, does all",
+    )
+    command.set_defaults(run=_map, failed=_FAILED)
+
+    command = commands.add_parser(
+        "status",
+        help="how far a map is, while it runs and after",
+        description="Says how many rows of a map are done, to do and quarantined, and how fast.",
+    )
+    command.add_argument("out", help="the output of the map")
+    command.add_argument(
+        "--follow",
+        nargs="?",
+        type=float,
+        const=5.0,
+        metavar="SECONDS",
+        help="go on saying so until all is done, and look that often (default: 5)",
+    )
+    command.set_defaults(run=_status, failed=_FAILED)
+
+    command = commands.add_parser(
+        "verify",
+        help="read what a map wrote, and compare it with its checksums",
+        description="Reads all that a map wrote, and compares it with the checksums of when it was "
+        "written. What is damaged the map computes again, when it is called again.",
+    )
+    command.add_argument("out", help="the output of the map")
+    command.set_defaults(run=_verify, failed=_FAILED)
+
+
+def add_call(command: Any) -> None:
+    """Adds to a parser what says what is computed, of what, and how."""
     command.add_argument(
         "function", help="the function of one row: module:name, or path/to/file.py:name"
     )
@@ -54,11 +92,6 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--executor", metavar="WHO", help="processes:4, or dask:tcp://host:8786; else threads"
     )
-    command.add_argument(
-        "--shard",
-        metavar="I/N",
-        help="do every N-th unit only: the same command N times, with I from 0 or from 1, does all",
-    )
     command.add_argument("--on-error", choices=["raise", "quarantine"], default="raise")
     command.add_argument("--on-nonfinite", choices=["raise", "quarantine"])
     command.add_argument("--max-errors", type=int, metavar="ROWS")
@@ -72,55 +105,27 @@ def add_to(commands: Any) -> None:
     )
     command.add_argument("--seed", type=int, help="of a random key, of which each row gets its own")
     command.add_argument("--no-progress", action="store_true")
-    command.set_defaults(run=_map, failed=_FAILED)
-
-    command = commands.add_parser(
-        "status",
-        help="how far a map is, while it runs and after",
-        description="Says how many rows of a map are done, to do and quarantined, and how fast.",
-    )
-    command.add_argument("out", help="the output of the map")
-    command.set_defaults(run=_status, failed=_FAILED)
-
-    command = commands.add_parser(
-        "verify",
-        help="read what a map wrote, and compare it with its checksums",
-        description="Reads all that a map wrote, and compares it with the checksums of when it was "
-        "written. What is damaged the map computes again, when it is called again.",
-    )
-    command.add_argument("out", help="the output of the map")
-    command.set_defaults(run=_verify, failed=_FAILED)
 
 
 def _map(options: argparse.Namespace) -> int:
-    arrays = [_array(text) for text in options.inputs]
-    if not arrays:
-        raise Mistake("map needs a dataset: --in FILE, once for each argument of the function.")
-    in_axes: Any = tuple(None if text.startswith("@") else 0 for text in options.inputs)
-    if options.in_axes is not None:
-        in_axes = tuple(literal(text, "--in-axes") for text in options.in_axes)
+    call = call_of(options)
     executor = options.executor
     if options.shard is not None:
         if executor is not None:
             raise Mistake("--shard is for a process that computes by itself: give no --executor.")
         executor = f"shard:{options.shard}"
-    key = None
-    if options.seed is not None:
-        import jax
-
-        key = jax.random.key(options.seed)
     try:
         report = map(
-            function(options.function),
-            *arrays,
+            call.function,
+            *call.arrays,
             out=options.out,
-            in_axes=in_axes,
-            out_axes=literal(options.out_axes, "--out-axes"),
-            batch_size=batch_size(options.batch_size),
+            in_axes=call.in_axes,
+            out_axes=call.out_axes,
+            batch_size=call.batch_size,
             memory_limit=options.memory_limit,
             commit_rows=options.commit_rows,
             executor=executor,
-            key=key,
+            key=call.key,
             divergence=options.divergence,
             small_matrices=options.small_matrices,
             on_error=options.on_error,
@@ -138,6 +143,45 @@ def _map(options: argparse.Namespace) -> int:
     return _WITH_BAD if report.quarantined else _DONE
 
 
+@dataclass(frozen=True)
+class Call:
+    """What a command line says is to be computed.
+
+    Attributes:
+      function: of one row.
+      arrays: its arguments.
+      in_axes, out_axes, batch_size, key: as for `batchax.map`.
+    """
+
+    function: Callable[..., Any]
+    arrays: Sequence[Any]
+    in_axes: Any
+    out_axes: Any
+    batch_size: Any
+    key: Any
+
+
+def call_of(options: argparse.Namespace) -> Call:
+    """What is to be computed.
+
+    Raises:
+      Mistake: it is not said as it must be.
+    """
+    arrays = [_array(text) for text in options.inputs]
+    if not arrays:
+        raise Mistake("map needs a dataset: --in FILE, once for each argument of the function.")
+    in_axes: Any = tuple(None if text.startswith("@") else 0 for text in options.inputs)
+    if options.in_axes is not None:
+        in_axes = tuple(literal(text, "--in-axes") for text in options.in_axes)
+    key = None
+    if options.seed is not None:
+        import jax
+
+        key = jax.random.key(options.seed)
+    out_axes, size = literal(options.out_axes, "--out-axes"), batch_size(options.batch_size)
+    return Call(function(options.function), arrays, in_axes, out_axes, size, key)
+
+
 def _array(text: str) -> Any:
     """An argument: the path of an array with rows, or what all rows share."""
     if not text.startswith("@"):
@@ -152,7 +196,16 @@ def _array(text: str) -> Any:
 
 
 def _status(options: argparse.Namespace) -> int:
-    print(status(options.out))
+    if options.follow is None:
+        print(status(options.out))
+        return _DONE
+    if not options.follow > 0:
+        raise Mistake(f"--follow: {options.follow:g} is no number of seconds to wait.")
+    try:
+        for line in follow(options.out, options.follow):
+            print(line, flush=True)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
     return _DONE
 
 

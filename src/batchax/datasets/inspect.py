@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -70,8 +71,23 @@ class Status:
         """Rows that are not committed."""
         return self.rows - self.done
 
+    @property
+    def short(self) -> str:
+        """In one line."""
+        at_work = sum(w.holder is not None for w in self.writers) or int(self.holder is not None)
+        parts = [f"{self.done:,} of {self.rows:,} rows{self._share()}"]
+        if self.quarantined:
+            parts.append(f"{self.quarantined:,} quarantined")
+        parts.append(f"{at_work} at work" if at_work else "nobody at work")
+        if self.rate and at_work:
+            parts.append(f"{duration(self.to_do / self.rate)} left")
+        return ", ".join(parts)
+
+    def _share(self) -> str:
+        return f" ({self.done / self.rows:.1%})" if self.rows else ""
+
     def __str__(self) -> str:
-        share = f" ({self.done / self.rows:.1%})" if self.rows else ""
+        share = self._share()
         lines = [
             f"{self.out}: {self._state()}",
             f"  done         {self.done:,} of {self.rows:,} rows{share}",
@@ -139,6 +155,26 @@ def _rate(done: Iterable[Record], since: float) -> float | None:
         since = run[-_RECENT].ended
     rows = sum(r.unit.rows for r in run if r.ended > since)
     return rows / (run[-1].ended - since)
+
+
+def follow(out: str | Address, seconds: float) -> Iterator[str]:
+    """How far a job is, in a line whenever that has changed, and whole once it is finished.
+
+    Args:
+      out: its output. The job need not have begun.
+      seconds: after which it is looked again.
+    """
+    files, before = JobFiles(address(out, "out")), ""
+    while True:
+        now = status(files.out) if files.read() is not None else None
+        if now is not None and now.finished:
+            yield str(now)
+            return
+        line = f"{files.out}: not begun" if now is None else now.short
+        if line != before:
+            yield f"{time.strftime('%H:%M:%S')}  {line}"
+        before = line
+        time.sleep(seconds)
 
 
 @dataclass(frozen=True)

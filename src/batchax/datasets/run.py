@@ -37,10 +37,12 @@ class How:
     """The options of `batchax.map` that say how it is done, not what.
 
     Attributes:
+      kind: of the store of the output.
       begun: when the call began.
     """
 
     out: Address | None
+    kind: str
     batch_size: Any
     memory_limit: Any
     commit_rows: int | None
@@ -82,8 +84,8 @@ def run(function: RowFunction, how: How) -> Report:
 
 def _job(function: RowFunction, how: How) -> AnyJob:
     leaves = [o.leaf for o in function.outputs if not o.reduces]
-    plan = functools.partial(_plan, function, how)
-    store = lambda plan: open_store(how.out, leaves, plan)
+    plan = functools.partial(plan_of, function, how.batch_size, how.memory_limit, how.commit_rows)
+    store = lambda plan: open_store(how.out, leaves, plan, how.kind)
     if how.out is None:
         made = plan()
         return JobInMemory(made, store(made))
@@ -119,13 +121,15 @@ def _described_key(key: Any) -> str:
     return f"{jax.random.key_impl(key)} {np.asarray(jax.random.key_data(key)).tolist()}"
 
 
-def _plan(function: RowFunction, how: How) -> Plan:
-    rows, size = function.inputs.rows, how.batch_size
+def plan_of(
+    function: RowFunction, batch_size: Any, memory_limit: Any, commit_rows: int | None
+) -> Plan:
+    """The plan of a new job; see the options of `batchax.map`."""
+    rows, size, asked = function.inputs.rows, batch_size, commit_rows
     if size == "auto":
-        size = function.fitting(how.memory_limit)
-        if how.commit_rows is not None:
-            size = max(n for n in range(1, size + 1) if how.commit_rows % n == 0)
-    commit_rows = how.commit_rows
+        size = function.fitting(memory_limit)
+        if commit_rows is not None:
+            size = max(n for n in range(1, size + 1) if commit_rows % n == 0)
     if commit_rows is not None:
         commit_rows = whole_batches(commit_rows, size)
         if size > rows:
@@ -134,7 +138,7 @@ def _plan(function: RowFunction, how: How) -> Plan:
     plan = Plan.of(rows, size, function.row_bytes, function.row_seconds, commit_rows)
     lengths = [m.source.lengths for m in function.inputs.mapped]
     of_rows = [x for x in lengths if x is not None]
-    if how.commit_rows is not None or not of_rows:
+    if asked is not None or not of_rows:
         return plan
     return plan.by_elements(np.sum(of_rows, axis=0))
 

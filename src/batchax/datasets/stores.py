@@ -38,7 +38,9 @@ OF_OBJECTS = {
 """The same in a store of objects, where nothing can be written into the middle of a file."""
 
 
-def open_store(out: str | Address | None, leaves: Sequence[Leaf], plan: Plan) -> Store:
+def open_store(
+    out: str | Address | None, leaves: Sequence[Leaf], plan: Plan, kind: str | None = None
+) -> Store:
     """The store of a job's results. Nothing is written yet.
 
     Args:
@@ -46,12 +48,13 @@ def open_store(out: str | Address | None, leaves: Sequence[Leaf], plan: Plan) ->
         in a slash; a path with a suffix that another package writes; None for memory.
       leaves: the arrays of results.
       plan: says how many rows are written at once.
+      kind: of the store, if that is known: a path has lost the slash at its end.
 
     Raises:
       ArgumentTypeError: there is no such kind of store, or it has no form for one of the results.
       ImportError: a library that it needs is not installed, or a package that adds it is wrong.
     """
-    return _store(kind_of(out), out, leaves, plan.chunk_rows)
+    return _store(kind or kind_of(out), out, leaves, plan.chunk_rows)
 
 
 def reopen_store(out: str | Address, description: dict[str, Any]) -> Store:
