@@ -38,7 +38,8 @@ def batch_jaxpr(
       out_axes: for each output, or one for all, an int, ``batchax.AUTO`` or
         ``batchax.ZERO_IF_MAPPED``. AUTO leaves an output where the program makes it: unbatched
         if it does not depend on the batch, and at any position otherwise. ZERO_IF_MAPPED does,
-        too, but where it depends on the batch its batch axis is first.
+        too, but where it depends on the batch its batch axis is first. None demands that the
+        output does not depend on it.
       axis_name: the name that collectives in the program use for the axis.
       spmd_axis_name: name, or names, of the mesh axis that the batch axis is sharded over: it
         is added to the sharding annotations inside the program.
@@ -50,7 +51,8 @@ def batch_jaxpr(
     Raises:
       ArgumentTypeError: the first argument is not a closed jaxpr, or `axis_size`
         is not a size.
-      AxisError: `in_axes` or `out_axes` does not fit the program.
+      AxisError: `in_axes` or `out_axes` does not fit the program, or an output depends on the
+        batch where `out_axes` says None.
 
     Example:
       >>> program = jax.make_jaxpr(lambda w, x: w @ x)(jnp.ones((2, 3)), jnp.ones(3))
@@ -68,9 +70,19 @@ def batch_jaxpr(
     size = _any_size(closed_jaxpr) if axis_size is None else axis_size
     spmd_axis_name = mesh_axis_names(spmd_axis_name)
     in_axes = _positions("in_axes", in_axes, closed_jaxpr.in_avals, (None,))
-    out_axes = _positions("out_axes", out_axes, closed_jaxpr.out_avals, (AUTO, ZERO_IF_MAPPED))
-    places = [ANYWHERE if p is AUTO else p for p in out_axes]
-    return batch_inner(Axis(size, axis_name, spmd_axis_name), closed_jaxpr, in_axes, places)
+    out_axes = _positions(
+        "out_axes", out_axes, closed_jaxpr.out_avals, (AUTO, ZERO_IF_MAPPED, None)
+    )
+    places = [ANYWHERE if p is AUTO or p is None else p for p in out_axes]
+    axis = Axis(size, axis_name, spmd_axis_name)
+    batched, positions = batch_inner(axis, closed_jaxpr, in_axes, places)
+    for i, (position, asked) in enumerate(zip(positions, out_axes, strict=True)):
+        if asked is None and position is not None:
+            raise AxisError(
+                f"out_axes[{i}] is None, but output {i} of the program depends on the batch. Give "
+                "the position its batch axis should have, or batchax.AUTO."
+            )
+    return batched, positions
 
 
 def _any_size(program: ClosedJaxpr) -> Any:

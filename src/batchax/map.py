@@ -42,7 +42,7 @@ def map(
     memory_limit: int | str | None = None,
     commit_rows: int | None = None,
     executor: Any = None,
-    mesh: Any = None,
+    mesh: Literal["all"] | jax.sharding.Mesh | tuple[jax.sharding.Mesh, Any] | None = None,
     key: Any = None,
     divergence: Literal["auto", "predicate", "compact"] | Compact = "auto",
     small_matrices: Literal["auto", "library"] = "auto",

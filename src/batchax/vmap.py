@@ -67,7 +67,7 @@ def vmap(
     small_matrices: Literal["auto", "library"] = "auto",
     layout: Literal["auto", "packed", "padded", "grouped"] = "auto",
     buckets: int | Buckets | None = None,
-    mesh: Any = None,
+    mesh: Literal["all"] | jax.sharding.Mesh | tuple[jax.sharding.Mesh, Any] | None = None,
     progress: bool | Callable[[int, int], Any] = False,
 ) -> Batched[P, Out, Any]:
     """Batches `fun`, a function of one example, over an axis of its arguments.

@@ -8,6 +8,7 @@ import collections
 import re
 
 import jax
+import jax.experimental.sparse
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -488,3 +489,32 @@ def test_outputs_that_do_not_fit_are_refused_before_anything_runs():
     assert not ran
     shared = bx.vmap(lambda x: jax.lax.psum(x, "i"), axis_name="i", out_axes=None)
     assert shared(jnp.ones(3)) == 3
+
+
+# What goes wrong inside of the function.
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"divergence": "compact"}], ids=str)
+def test_shapes_of_one_example_where_shapes_do_not_fit(options):
+    def affine(w, batch):
+        return w @ batch["x"]
+
+    with pytest.raises(TypeError) as caught:
+        bx.vmap(affine, (None, 0), **options)(np.ones((5, 4)), {"x": np.ones((7, 3), np.float32)})
+    assert str(caught.value).startswith(
+        "affine is given one example of each argument that is mapped, without its batch axis:\n"
+        "  batch['x']: one example has shape (3,) and dtype float32\nJAX says: "
+    )
+
+
+def test_an_axis_name_that_is_not_mapped():
+    with pytest.raises(NameError, match=r'(?s)axis_name="...".*unbound axis name: batch'):
+        bx.vmap(lambda x: jax.lax.psum(x, "batch"))(X)
+
+
+def test_axes_for_the_arrays_of_a_sparse_matrix():
+    matrix = jax.experimental.sparse.BCOO.fromdense(jnp.ones((3, 4, 2)), n_batch=1)
+    axes = jax.tree.map(lambda x: 0, matrix)
+    fails(
+        lambda vmap: vmap(never, (axes,))(matrix), bx.AxisError, "in_axes gives a BCOO for args[0]"
+    )

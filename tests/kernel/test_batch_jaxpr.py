@@ -146,3 +146,11 @@ def test_lanes_sharded_over_a_mesh():
     (constraint,) = (e for e in batched.eqns if e.primitive.name == "sharding_constraint")
     assert constraint.params["sharding"].spec[0] == "d"
     same(jax.jit(jaxpr_as_fun(batched))(jnp.ones((4, 3)))[0], jnp.full((4, 3), 2.0))
+
+
+def test_an_output_that_must_not_depend_on_the_batch():
+    staged = jax.make_jaxpr(lambda w, x: (2 * w, w + x))(1.0, 2.0)
+    _, out_axes = bx.batch_jaxpr(staged, 3, (None, 0), (None, 0))
+    assert out_axes == (None, 0)
+    with pytest.raises(bx.AxisError, match=r"out_axes\[1\] is None, but output 1 .* depends"):
+        bx.batch_jaxpr(staged, 3, (None, 0), None)

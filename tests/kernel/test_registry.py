@@ -232,3 +232,27 @@ def test_moving_and_matching_axes():
     for position in (None, True, 0.0):
         with pytest.raises(bx.ArgumentTypeError, match=f"must be an int, got {position}"):
             bx.move_axis(x, 0, position)
+
+
+@pytest.mark.parametrize("rule", [lambda args, dims: None, lambda args, dims, **params: None])
+def test_a_rule_in_the_form_of_jax_is_refused(rule):
+    p = Primitive("in the form of another")
+    with pytest.raises(bx.ArgumentTypeError, match=r"rule\(axis, args, axes, .*\(args, dims"):
+        bx.register_rule(p)(rule)
+    assert find_rule(p) is None
+
+
+def test_reducing_tells_of_the_shape_of_the_batch():
+    """Some primitives have the shape of their operand among their parameters."""
+    shapes = []
+
+    def run(x, axes, input_shape):
+        shapes.append(input_shape)
+        return x.sum(axes)
+
+    p = new_primitive("sum_of_shape", run, lambda x, axes, input_shape: like(x.shape[1:], x.dtype))
+    bx.reducing(p)
+    x = example((3, 4, 2))
+    got = bx.vmap(lambda x: p.bind(x, axes=(0,), input_shape=(4, 2)))(x)
+    same(got, x.sum(1))
+    assert shapes[-1] == (3, 4, 2)

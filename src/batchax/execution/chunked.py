@@ -95,7 +95,7 @@ def find_chunking(
     if batch_size < 1:
         raise AxisError(
             f"batch_size is {batch_size}, but at least one lane must run at a time. Give a "
-            "positive int; None runs all lanes at once."
+            "positive int; None runs all lanes at once, as 0 does in jax.lax.map."
         )
     return Chunking(int(batch_size), residuals == "keep", told)
 

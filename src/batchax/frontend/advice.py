@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from batchax.errors import AxisError
+from batchax.errors import AxisError, BatchaxError
 from batchax.jaxprs.words import Value
 
 
@@ -59,11 +59,16 @@ def named_in_errors(fun: Any, mapped: Sequence[Any], each: str) -> Iterator[None
     """
     try:
         yield
+    except NameError as error:
+        if str(error).startswith("Found an unbound axis name") and error.args:
+            error.args = (f"{_NO_NAME}{_SAYS}{error.args[0]}", *error.args[1:])
+        raise
     except (TypeError, ValueError) as error:
         top = (
             _batched_already(fun, error)
             or _what_python_needed(error, mapped, each)
             or _key_in_parts(error, mapped, each)
+            or _shapes_of_one_example(fun, error, mapped)
         )
         if top and error.args and _SAYS not in str(error.args[0]):
             says = "\n" if isinstance(error, AxisError) else _SAYS
@@ -72,6 +77,10 @@ def named_in_errors(fun: Any, mapped: Sequence[Any], each: str) -> Iterator[None
 
 
 _SAYS = "\nJAX says: "
+_NO_NAME = (
+    "The function uses the name of an axis that is not mapped here. If it is the batch axis, give "
+    'its name: axis_name="..." of batchax.vmap.'
+)
 NO_SUCH_AXIS = "in_axes names an axis that the argument does not have:"
 
 
@@ -137,6 +146,23 @@ def _key_in_parts(error: Exception, mapped: Sequence[Any], each: str) -> str:
     keys = [m for m in mapped if m.axis == 0 and may_be_key(m.value)]
     advice = [split_key(m.path, m.value.shape[0], each, sure=False) for m in keys]
     return "".join(advice).removeprefix("\n")
+
+
+_ABOUT_SHAPES = re.compile(r"shape|dimension|broadcast|rank|ndim|contract", re.IGNORECASE)
+
+
+def _shapes_of_one_example(fun: Any, error: Exception, mapped: Sequence[Any]) -> str:
+    """Of an error about shapes that the function itself made: which shapes it was given."""
+    arrays = [m for m in mapped if m.axis is not None and hasattr(m.value, "dtype")]
+    elsewhere = isinstance(error, (BatchaxError, *_INSTEAD))
+    if elsewhere or not arrays or not _ABOUT_SHAPES.search(str(error)):
+        return ""
+    lines = [f"  {m.path}: {_one_example(m)}" for m in arrays]
+    name = getattr(fun, "__name__", type(fun).__name__)
+    return (
+        f"{name} is given one example of each argument that is mapped, without its batch axis:\n"
+        + "\n".join(lines)
+    )
 
 
 def _one_example(m: Any) -> str:

@@ -84,6 +84,12 @@ def spread_specs(
             treedef, [next(values) for _ in range(count)]
         )
 
+    if is_container(tree) and type(spec) is type(tree):
+        name = type(tree).__name__
+        raise AxisError(
+            f"{what} gives a {name} for {path}: a batch of those has one batch axis, not one for "
+            f"each array that it is made of. Give the {unit} of {path} itself, such as 0."
+        )
     children, treedef = _one_level(tree)
     child_specs = _by_name(spec, tree, children, path, what) if by_name else None
     if child_specs is None:

@@ -9,6 +9,7 @@ primitive's own parameters, which describe one example.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import warnings
@@ -73,6 +74,9 @@ def register_rule(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
     It is called where an operand is batched, or where the primitive's parameters name the
     axis. What it returns is checked: an exception of batchax's says what is wrong with it.
 
+    Raises:
+      ArgumentTypeError: `primitive` is none, or the rule cannot be called in that form.
+
     Warns:
       RuleReplacedWarning: batchax has a rule for the primitive, which is replaced.
 
@@ -96,6 +100,7 @@ def register_rule(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
 
     def decorate(rule: Rule) -> Rule:
         global _count
+        _check_form(primitive, rule)
         origin = _module_outside_the_kernel()
         with _lock:
             entry = Registered(rule, origin, not origin.startswith("batchax."), _count + 1)
@@ -110,6 +115,31 @@ def register_rule(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
         return rule
 
     return decorate
+
+
+def _check_form(primitive: _compat.Primitive | str, rule: Rule) -> None:
+    """Refuses a rule that cannot be called as one: in the form of JAX's own, say.
+
+    Raises:
+      ArgumentTypeError: it takes other positional arguments.
+    """
+    try:
+        parameters = inspect.signature(rule).parameters.values()
+    except (TypeError, ValueError):
+        return
+    kinds = inspect.Parameter
+    if any(p.kind is kinds.VAR_POSITIONAL for p in parameters):
+        return
+    by_place = [p for p in parameters if p.kind not in (kinds.KEYWORD_ONLY, kinds.VAR_KEYWORD)]
+    needed = [p for p in by_place if p.default is kinds.empty]
+    if len(by_place) < 3 or needed[:3] != by_place[:3]:
+        names = ", ".join(p.name for p in by_place)
+        raise ArgumentTypeError(
+            f"register_rule: a rule for `{primitive}` is called as rule(axis, args, axes, "
+            f"**params), and {describe_rule(rule)} takes ({names}). A rule in the form of "
+            "jax.interpreters.batching, rule(args, dims, **params), needs only `axis` in front: "
+            "it has the size and the name that are mapped."
+        )
 
 
 def _take_over(primitive: _compat.Primitive | str, rule: Rule) -> None:

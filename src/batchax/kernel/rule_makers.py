@@ -113,6 +113,8 @@ def reducing(primitive: Primitive, neutral: Any = None) -> None:
         args, position = matched(axis, args, axes_) if len(args) > 1 else (args, axes_[0])
         dims = shift_dims(reduced_dims(primitive, params["axes"], args[0].ndim - 1), position)
         out_axis = position - sum(d < position for d in dims)
+        if "input_shape" in params:
+            params["input_shape"] = args[0].shape
         if "out_sharding" in params:
             sharding = params["out_sharding"]
             params["out_sharding"] = sharding_with_axis(sharding, out_axis, args, axes_)
