@@ -142,6 +142,7 @@ def as_number(question):
     return lambda x: jnp.asarray(question(x)) * jnp.ones(())
 
 
+@pytest.mark.usefixtures("longer_rows")
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_a_question_that_rows_answer_differently_is_refused_where_lengths_are_traced(name):
     question = QUESTIONS[name]
@@ -155,6 +156,7 @@ def test_a_question_that_rows_answer_differently_is_refused_where_lengths_are_tr
     assert program.out_avals[0].shape == (4,)
 
 
+@pytest.mark.usefixtures("longer_rows")
 @pytest.mark.parametrize("name", ["kept", "hashed", "remembered", "known to jit alone"])
 def test_a_hash_is_refused_as_what_it_is(name):
     with pytest.raises(UnsupportedError, match="traced: the size n is hashed, as a key") as caught:
@@ -185,6 +187,7 @@ def test_rows_that_are_known_to_answer_alike_need_no_groups():
     assert "[4,7,3]" in str(program)
 
 
+@pytest.mark.usefixtures("longer_rows")
 def test_an_empty_row_is_not_said_to_have_elements():
     fun = lambda x: x.sum() / x.shape[0] if x.shape[0] > 0 else jnp.asarray(7.0, float)
     x = ragged(lengths=(2, 0, 1))

@@ -181,6 +181,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.usefixtures("longer_rows")
 @pytest.mark.parametrize("name", NUMBERS)
 def test_what_needs_a_number_is_refused_with_the_line(name):
     line = rf"{re.escape(__file__)}:{NUMBERS[name].__code__.co_firstlineno} \("

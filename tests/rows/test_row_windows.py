@@ -127,6 +127,7 @@ def test_an_empty_row_has_the_windows_it_has_alone():
     check_rows(function, ragged(3, lengths=(0, 4)))
 
 
+@pytest.mark.usefixtures("longer_rows")
 def test_windows_of_a_size_of_the_row_s_own_are_refused_by_name_where_lengths_are_traced():
     def function(x):
         return lax.reduce_window(jnp.tile(x, (2, 1)), 0.0, lax.add, x.shape, (1, 1), "VALID")

@@ -86,11 +86,11 @@ def run_by_length(call: Call, chunking: Chunking | None) -> Outputs:
             more, _ = stage(at)
         except Exception:  # no row has this length, so the function need not work for it
             continue
-        if _kinds(more) == _kinds(programs[0]):
+        if kinds(more) == kinds(programs[0]):
             programs.append(more)
-    shapes = [_symbolic_shape(kind) for kind in zip(*map(_shapes, programs), strict=True)]
+    shapes = [symbolic_shape(kind) for kind in zip(*map(_shapes, programs), strict=True)]
     of_groups = [
-        _place_for_groups(axis, output, shape, same)
+        place_for_lengths(axis, output, shape, same)
         for output, shape, same in zip(described, shapes, same_results(programs), strict=True)
     ]
 
@@ -145,7 +145,7 @@ def _shapes(program: ClosedJaxpr) -> list[tuple[int, ...]]:
     return [getattr(aval, "shape", ()) for aval in program.out_avals]
 
 
-def _kinds(program: ClosedJaxpr) -> list[Any]:
+def kinds(program: ClosedJaxpr) -> list[Any]:
     """What must be the same for rows of all lengths."""
     return [
         (getattr(aval, "dtype", None), len(shape))
@@ -159,7 +159,7 @@ def _check_programs(
     lengths: Sequence[Lengths],
 ) -> None:
     for program, at in zip(programs, lengths, strict=True):
-        if _kinds(program) != _kinds(programs[0]):
+        if kinds(program) != kinds(programs[0]):
             raise UnsupportedError(
                 "the function returns "
                 f"{', '.join(a.str_short() for a in programs[0].out_avals) or 'nothing'} for a row "
@@ -180,13 +180,13 @@ def _shown(at: Lengths) -> str:
     return " and ".join(map(str, at))
 
 
-def _symbolic_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
+def symbolic_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
     """The shape of an output for each row, with a symbol for what differs with the length."""
     (n,) = jax.export.symbolic_shape("n")
     return tuple(dims[0] if len(set(dims)) == 1 else n for dims in zip(*shapes, strict=True))
 
 
-def _place_for_groups(
+def place_for_lengths(
     axis: Axis, output: OutputArray, shape: tuple[Any, ...], same: bool
 ) -> OutputArray:
     """Where an output goes in each group; `same`, if programs of all lengths compute it alike."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -15,8 +16,9 @@ from batchax.execution.chunked import Chunking
 from batchax.execution.devices.shards import Shards
 from batchax.frontend.rows import RowOptions, runs_rows
 from batchax.kernel import recording
-from batchax.rows.arguments import all_known, check_meshes
+from batchax.rows.arguments import all_known, check_meshes, find_sizes
 from batchax.rows.by_length import run_by_length
+from batchax.rows.by_switch import MOST_LENGTHS, are_few, run_by_switch
 from batchax.rows.call import RowCall
 from batchax.rows.host_calls import refuse_order
 from batchax.rows.in_buckets import by_bucket, run_in_buckets
@@ -98,7 +100,7 @@ class InRows(Way):
             if lengths_known:
                 return None
             works = lambda: works_for_known(call.staged_for, call.sizes)
-            raise cannot_stage(error, call.sizes, works) from _compat.without_hidden_frames(error)
+            return self._by_switch(call, functools.partial(cannot_stage, error, call.sizes, works))
         if self.of_bucket:
             refuse_order(call.staged)
         way: Way = AnyLength(self.options, self.chunking)
@@ -109,12 +111,29 @@ class InRows(Way):
         except ASKED_FOR_NUMBERS as error:  # in a derivative rule, which is staged by now
             if lengths_known:
                 return None
-            told = cannot_stage(error, call.sizes, lambda: True)
-            raise told from _compat.without_hidden_frames(error)
+            told = functools.partial(cannot_stage, error, call.sizes, lambda: True)
+            return self._by_switch(call, told)
         except CannotPad as error:
             if lengths_known:
                 return None
-            raise cannot_pad(error, call.sizes, self.shards is not None) from None
+            on_mesh = self.shards is not None
+            return self._by_switch(call, functools.partial(cannot_pad, error, call.sizes, on_mesh))
+
+    def _by_switch(self, call: Call, told: functools.partial[Exception]) -> Outputs:
+        """By a branch for each length, if that can be; else raises what is `told` of an error."""
+        if self.shards is None and self.options.layout == "auto":
+            outs = run_by_switch(call, self.chunking)
+            if outs is not None:
+                return outs
+        cause, raised = told.args[0], told()
+        sizes = find_sizes(call.mapped)[1]
+        if isinstance(raised, UnsupportedError) and not any(map(are_few, sizes)):
+            raised.add_note(
+                f"Where the Ragged has a max_length of at most {MOST_LENGTHS - 1}, a program for "
+                "each length is compiled instead."
+            )
+        hidden = isinstance(cause, CannotPad)
+        raise raised from (None if hidden else _compat.without_hidden_frames(cause))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,117 @@
+"""Rows of traced lengths, of functions that have no form for any length: a branch for each."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+from batchax.errors import UnsupportedError
+from batchax.rows.by_switch import MOST_LENGTHS
+
+from support.oracle import same
+from support.rows import check_rows, ragged
+
+
+def square(x):
+    return jnp.outer(x, x) + jnp.diag(2 + jnp.arange(x.shape[0], dtype=x.dtype))
+
+
+FUNCTIONS = {
+    "spectrum": lambda x: jnp.abs(jnp.fft.rfft(x)),
+    "eigenvalues": lambda x: jnp.linalg.eigvalsh(square(x)),
+    "range": lambda x: sum(x[i] * i for i in range(len(x))),
+    "linspace": lambda x: {"row": x * jnp.linspace(0, 1, len(x)), "last": x[-1]},
+    "if": lambda x: x.sum() if x.shape[0] > 2 else x.prod(),
+    "sorted at host": lambda x: jax.pure_callback(
+        np.sort, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential"
+    ),
+}
+ROWS = dict(lengths=(3, 1, 4, 3), spare=1)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.each_commit(3, "spectrum", "range")
+def test_as_each_row_alone(name):
+    modes = () if name == "sorted at host" else ("jvp", "vjp")
+    check_rows(FUNCTIONS[name], ragged(**ROWS), modes=modes, reverse_traced=True)
+
+
+def test_in_chunks_under_vmaps_and_with_what_rows_share():
+    x = ragged(**ROWS, poison=False)
+    spectrum = lambda x, s: s * jnp.fft.fft(x).real
+    check_rows(
+        spectrum,
+        x,
+        jnp.arange(4.0),
+        in_axes=(0, 0),
+        ways={"all": {}, "chunks": {"batch_size": 2}},
+        derivatives=False,
+    )
+    s = jnp.arange(1.0, 4.0)
+    of_s = jax.jit(
+        lambda s, n: jax.vmap(
+            lambda s: bx.vmap(spectrum, (0, None))(bx.Ragged(x.data, n, x.max_length), s).data
+        )(s)
+    )
+    alone = bx.vmap(spectrum, (0, None))(x, 1.0).data
+    same(of_s(s, jnp.asarray(x.lengths)), s[:, None] * alone[None])
+
+
+def test_no_row_sees_another():
+    """NaN in one row reaches no other, nor its gradient"""
+    x = ragged(lengths=(3, 2, 4), spare=0, poison=False)
+    data = x.data.at[3].set(jnp.nan)
+    run = jax.jit(
+        lambda data, n: jax.value_and_grad(
+            lambda data: (lambda y: jnp.where(jnp.isnan(y), 0, y).sum())(
+                bx.vmap(lambda x: jnp.abs(jnp.fft.rfft(x) + 9).sum())(bx.Ragged(data, n, 4))
+            )
+        )(data)
+    )
+    value, gradient = run(data, jnp.asarray(x.lengths))
+    expected = run(x.data, jnp.asarray(x.lengths))[1]
+    assert np.isfinite(value)
+    others = np.array([0, 1, 2, 5, 6, 7, 8])
+    same(gradient[others], expected[others])
+
+
+def test_rows_that_a_function_does_not_take():
+    """They have what ``jnp.take`` fills in: in a compiled program nothing can be raised"""
+    x = bx.Ragged(jnp.arange(8.0), np.array([3, 1, 0, 4], np.int32), 4)
+    best = lambda x: jax.lax.top_k(x, 2)
+    values, places = jax.jit(lambda n: bx.vmap(best)(bx.Ragged(x.data, n, 4)))(
+        jnp.asarray(x.lengths)
+    )
+    least = np.iinfo(np.int32).min
+    np.testing.assert_array_equal(values, [[2, 1], [np.nan] * 2, [np.nan] * 2, [7, 6]])
+    np.testing.assert_array_equal(places, [[2, 1], [least] * 2, [least] * 2, [3, 2]])
+    with pytest.raises(ValueError, match="k argument to top_k"):  # where lengths are known
+        bx.vmap(best)(x)
+
+
+def refused(fun, bound=4, **options):
+    x = bx.Ragged(jnp.ones(4), np.array([3, 1], np.int32), bound)
+    vmap = bx.vmap(fun, axis_name="rows", **options)
+    return jax.make_jaxpr(lambda n: vmap(bx.Ragged(x.data, n, bound)))(jnp.asarray(x.lengths))
+
+
+def test_what_is_refused():
+    spectrum = FUNCTIONS["spectrum"]
+    refused(spectrum)
+    refused(spectrum, bound=MOST_LENGTHS - 1)
+    for options in ({"bound": MOST_LENGTHS}, {"layout": "padded"}, {"layout": "packed"}):
+        with pytest.raises(UnsupportedError, match="lengths are traced") as error:
+            refused(spectrum, **options)
+        notes = "".join(getattr(error.value, "__notes__", ()))
+        assert ("max_length of at most 32" in notes) == ("bound" in options)
+    with pytest.raises(UnsupportedError, match="lengths are traced"):  # all rows meet there
+        refused(lambda x: jax.lax.psum(spectrum(x).sum(), "rows"))
+    with pytest.raises(UnsupportedError, match="needs the length of a row as a number"):
+        refused(lambda x: jnp.fft.fft(x).real.sum().astype(int if len(x) > 2 else float))
+    with pytest.raises(UnsupportedError, match="callback is to be called in order"):
+        refused(
+            lambda x: jax.debug.callback(lambda x: None, jnp.fft.fft(x).real.sum(), ordered=True)
+        )
+    with pytest.raises(TypeError, match="can only concatenate"):
+        refused(lambda x: x.shape + 1)
