@@ -17,7 +17,7 @@ from batchax.small.table import DECOMPOSITIONS
 
 from support.oracle import same
 
-LANES = 512
+LANES = 1024
 LOOSE = dict(rtol=2e-3, atol=2e-3)
 rng = np.random.default_rng(0)
 
@@ -71,7 +71,7 @@ WAYS = {
     "jacobian around": lambda v, f: lambda xs: jax.jacfwd(v(f))(xs[:LANES]).sum(-3),
 }
 OURS = {
-    "in chunks": lambda f: bx.vmap(f, batch_size=300),
+    "in chunks": lambda f: bx.vmap(f, batch_size=600),
     "compact": lambda f: bx.vmap(f, divergence="compact"),
     "not first": lambda f: lambda xs: bx.vmap(f, 1)(xs.swapaxes(0, 1)),
     "library": lambda f: bx.vmap(f, small_matrices="library"),
