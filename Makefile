@@ -209,6 +209,7 @@ fuzzed = $(foreach kind,dense ragged,(cd tests && ../$(1)/bin/python -m fuzz --k
 kills: .venv/ready
 	cd tests && ../.venv/bin/python -m kills --count $(N) --seed $(SEED)
 	cd tests && ../.venv/bin/python -m kills.engines --count 30 --seed $(SEED)
+	cd tests && ../.venv/bin/python -m kills.objects --count $$(($(N) / 10 + 1)) --seed $(SEED)
 
 clean:
 	rm -rf .venv .venv312 .venv-newest out dist .cache .pytest_cache .ruff_cache .hypothesis
