@@ -53,6 +53,12 @@ def sort_by_hand(x: Any) -> Any:
     return lax.sort(x.T, dimension=0, is_stable=False).T
 
 
+def argsort_by_hand(x: Any) -> Any:
+    """With the rows last: what is compared is the same."""
+    places = lax.broadcasted_iota("int32", x.T.shape, 0)
+    return lax.sort((x.T, places), dimension=0, num_keys=1)[1].T
+
+
 def top_by_hand(x: Any) -> Any:
     return lax.sort(x, is_stable=False)[:, : -TOP - 1 : -1]
 
@@ -123,6 +129,15 @@ WORKLOADS = [
             rival=HAND,
         )
         for size in (16, 128)
+    ),
+    Slow(
+        "argsort of rows of 16",
+        "Sorting",
+        jnp.argsort,
+        argsort_by_hand,
+        lambda n: (normal(n, 16),),
+        lanes=10_000,
+        goal=0.3,
     ),
     Slow(
         f"top {TOP} of 1,024",

@@ -20,6 +20,7 @@ from batchax.kernel.own_primitive import declared
 from batchax.rows.row_rules import call_later
 from batchax.rules.in_place import some_active_p
 from batchax.rules.in_turn import in_turn
+from batchax.rules.sorting_network import sorted_rows_p
 from batchax.sums.factored import summed_p
 from batchax.user_rules.linear import linear_with_transpose
 
@@ -164,6 +165,16 @@ def sorting(f):
     return lambda x: f(x) * jnp.sort(jnp.stack([x, 2 - x, x * x])) @ FACTORS
 
 
+def sorting_with(f, sort):
+    """`f` times numbers that are sorted by others."""
+
+    def sorted_by_others(x):
+        keys = x * jnp.array([1.0, 2.0, -1.0])
+        return sort((keys, f(x) * jnp.arange(3.0)), num_keys=1)[1] @ jnp.array([1.0, -1.0, 3.0])
+
+    return sorted_by_others
+
+
 # For each primitive, of a function of a number: a function with the primitive around that one or
 # beside it, and the same without.
 AROUND = {
@@ -202,6 +213,15 @@ AROUND = {
     "summed": lambda f: (lambda x: summed_p.bind(f(x), x, terms=()), f),
     "small_matrices": lambda f: (together(factored(f)), lambda x: f(x) * f(x)),
     "sorted_floats": lambda f: (each(sorting(f), bx.vmap), each(sorting(f))),
+    "sorted_rows": lambda f: (
+        sorting_with(
+            f,
+            lambda xs, num_keys: sorted_rows_p.bind(
+                *xs, dimension=0, num_keys=num_keys, is_stable=True
+            ),
+        ),
+        sorting_with(f, lax.sort),
+    ),
     "drawn": lambda f: (each(drawing(f), bx.vmap), each(drawing(f))),
 }
 

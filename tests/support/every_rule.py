@@ -26,6 +26,7 @@ from batchax.rules.lane_calls import lane_calls_p
 from batchax.rules.masking import safe_lanes
 from batchax.rules.small_matrices import small_matrices_p
 from batchax.rules.sorting_by_image import sorted_floats_p
+from batchax.rules.sorting_network import sorted_rows_p
 from batchax.rules.threefry import drawn_p
 from batchax.user_rules.linear import linear_with_transpose
 from rules.test_collectives import COLLECTIVES
@@ -410,6 +411,13 @@ def _own():
         },
         "rules.sorting_by_image": {
             "sorted_floats": (partial(sorted_floats_p.bind, dimension=0), X)
+        },
+        "rules.sorting_network": {
+            "sorted_rows": (
+                partial(sorted_rows_p.bind, dimension=0, num_keys=1, is_stable=True),
+                X,
+                X,
+            )
         },
         "rules.threefry": {"drawn": (partial(drawn_p.bind, of="random_split", shape=(2,)), KEYS)},
         "rules.masking": {"safe_lanes": (lambda active, x: safe_lanes(active, x, 0), BOOL, X)},

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import jax
-from jax.core import Tracer
 
 from batchax.divergence.branches import BranchCost, run_branches
 from batchax.divergence.compact import Compact
@@ -30,7 +29,7 @@ from batchax.jaxprs.words import Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 from batchax.kernel.divergence import AnyLoop, BoundedLoop, Branches, PlacedOutputs, WhileLoop
-from batchax.kernel.varying import mesh_around
+from batchax.kernel.varying import may_be_spread
 from batchax.programs.cost import STEPS
 from batchax.rules.hazards import hazards
 
@@ -73,17 +72,8 @@ class Auto(Compact):
     asked: ClassVar[bool] = False
 
     def leaves(self, values: Sequence[Value]) -> bool:
-        """Whether lanes may be spread over devices: to move one would be to send it.
-
-        Of values that are traced nobody knows, but where each has its own: inside a ``shard_map``
-        over all axes of its mesh.
-        """
-        most = self.limits.devices
-        if any(isinstance(x, Tracer) for x in values):
-            mesh = mesh_around()
-            own = bool(mesh.manual_axes) and not (mesh.auto_axes or mesh.explicit_axes)
-            return jax.device_count() > most and not own
-        return any(len(x.sharding.device_set) > most for x in values if isinstance(x, jax.Array))
+        """Whether lanes may be spread over devices: to move one would be to send it."""
+        return may_be_spread(values, self.limits.devices)
 
     def concerns(self, axis: Axis, loop: AnyLoop) -> bool:
         if jax.default_backend() != "cpu" or not isinstance(axis.size, int):

@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from batchax import _compat
@@ -90,6 +91,19 @@ def mesh_around() -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     without = _without.get()
     return without if mesh.empty and without is not None else mesh
+
+
+def may_be_spread(values: Sequence[Value], most: int = 1) -> bool:
+    """Whether values may be spread over more devices than `most`.
+
+    Of those that are traced nobody knows, but where each device has its own: inside a
+    ``shard_map`` over all axes of its mesh.
+    """
+    if any(isinstance(x, Tracer) for x in values):
+        mesh = mesh_around()
+        own = bool(mesh.manual_axes) and not (mesh.auto_axes or mesh.explicit_axes)
+        return jax.device_count() > most and not own
+    return any(len(x.sharding.device_set) > most for x in values if isinstance(x, jax.Array))
 
 
 def varying_of(values: Sequence[Value]) -> Varying:

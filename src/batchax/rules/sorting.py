@@ -14,6 +14,7 @@ from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, shift_dims
 from batchax.kernel.registry import register_rule
 from batchax.kernel.rule_makers import matched
+from batchax.rules import sorting_network
 from batchax.rules.sorting_by_image import sorted_floats_p
 
 enter(": approx_top_k sort top_k")
@@ -32,6 +33,9 @@ def _sort(
             return [sorted_floats_p.bind(operands[0], dimension=dim)], [position]
         if jnp.issubdtype(operands[0].dtype, jnp.integer):
             params["is_stable"] = False
+    elif sorting_network.pays(operands, dim, num_keys):
+        params |= dict(dimension=dim, num_keys=num_keys)
+        return sorting_network.sorted_rows_p.bind(*operands, **params), [position] * len(operands)
     outs = lax.sort_p.bind(*operands, dimension=dim, num_keys=num_keys, **params)
     return outs, [position] * len(outs)
 

@@ -26,23 +26,30 @@ def _operations(x: Value, *, dimension: int) -> Any:
 
 
 def _on_cpu(x: Value, *, dimension: int) -> Any:
-    dtype = np.dtype(f"int{8 * x.dtype.itemsize}")
+    size, normal = magnitude(x)
+    dtype = np.dtype(size.dtype)
     bits = lax.bitcast_convert_type(x, dtype)
-    normal = np.asarray(jnp.finfo(x.dtype).tiny, x.dtype).view(dtype)
-    size = bits & np.array(np.iinfo(dtype).max, dtype)
     other_zeros = jnp.any((size < normal) & (bits != np.array(0, dtype)))
     compared = lambda x: lax.sort(x, dimension=dimension)
     return lax.cond(other_zeros, compared, lambda x: _by_image(x, dtype, dimension), x)
 
 
+def magnitude(x: Value) -> tuple[Any, Any]:
+    """The bits of floats but the sign, as integers, and those of the least normal number."""
+    dtype = np.dtype(f"int{8 * x.dtype.itemsize}")
+    bits = lax.bitcast_convert_type(x, dtype)
+    normal = np.asarray(jnp.finfo(x.dtype).tiny, x.dtype).view(dtype)
+    return bits & np.array(np.iinfo(dtype).max, dtype), normal
+
+
 def _by_image(x: Value, dtype: Any, dimension: int) -> Any:
     nan = lax.full_like(x, np.nan)  # the last one: another may be negative
     bits = lax.bitcast_convert_type(lax.select(lax.ne(x, x), nan, x), dtype)
-    order = lax.sort(_image(bits, dtype), dimension=dimension, is_stable=False)
-    return lax.bitcast_convert_type(_image(order, dtype), x.dtype)
+    order = lax.sort(image(bits, dtype), dimension=dimension, is_stable=False)
+    return lax.bitcast_convert_type(image(order, dtype), x.dtype)
 
 
-def _image(bits: Value, dtype: Any) -> Any:
+def image(bits: Value, dtype: Any) -> Any:
     """Integers in the order of the floats of these bits; of such integers, the bits."""
     sign = lax.shift_right_arithmetic(bits, lax.full_like(bits, 8 * dtype.itemsize - 1))
     return bits ^ (sign & np.array(np.iinfo(dtype).max, dtype))
