@@ -3,10 +3,11 @@
 #
 #   make demo       per-example gradients on real data, with a picture
 #   make check      lint, and one test of twelve: two minutes, for while one works
-#   make test       lint, types, the whole test suite (an eighth of what computes in double
-#                   precision with the newest JAX that is known, where Python 3.12 is found;
-#                   the rest of it, and all else, in single precision with the oldest); on
-#                   Debian, as root, it installs Chromium, in which pages are tested
+#   make test       lint, types, the test suite but for two thirds of its slow tests, others with
+#                   each commit (an eighth of what computes in double precision with the newest
+#                   JAX that is known, where Python 3.12 is found; the rest of it, and all else,
+#                   in single precision with the oldest); on Debian, as root, it installs
+#                   Chromium, in which pages are tested
 #   make test-all   lint, types, and the whole suite in both precisions on both versions, with
 #                   all references compiled, and 2,000 random programs: an hour on two cores
 #   make nightly    tests that run at night only: every three features together, programs of
@@ -34,9 +35,14 @@ SEED ?= 0
 # A file stays on one worker: what it compiled once need not compile again.
 PYTEST = -m pytest -q -n $(JOBS) --dist loadfile
 DOUBLE = JAX_ENABLE_X64=1
+# A third of the slow tests runs with each commit, another one with the next: TURN=2 runs those of
+# commit 2, 5, 8. Without a history it is the first.
+TURN ?= $(or $(shell git rev-list --count HEAD 2>/dev/null),0)
 COMPUTES = tests/laws tests/rules tests/rows tests/divergence tests/execution tests/user_rules
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Hypothesis imports what offers strategies, such as Zarr, wherever it is imported.
+export HYPOTHESIS_NO_PLUGINS = 1
 # Some machines ask Python to keep no bytecode. Then each process that tests start compiles all of
 # batchax for itself, which takes longer than what it does.
 unexport PYTHONDONTWRITEBYTECODE
@@ -59,13 +65,13 @@ test: style browser azurite
 
 # An eighth of each file that computes runs in double precision with the newest JAX that is known, the
 # rest in single precision with the oldest, which compiles in half the time.
-AN_EIGHTH = $(PYTEST) --part 1/8 $(COMPUTES)
+AN_EIGHTH = $(PYTEST) --turn $(TURN) --part 1/8 $(COMPUTES)
 double: .venv/ready
 	$(call on_3_12,$(AN_EIGHTH),$(DOUBLE),$(DOUBLE) .venv/bin/python $(AN_EIGHTH))
 
 single: .venv/ready
 	@echo "In single precision, all else, and the rest of what computes:"
-	@.venv/bin/python $(PYTEST) --part 2,3,4,5,6,7,8/8 --of "$(COMPUTES)"
+	@.venv/bin/python $(PYTEST) --turn $(TURN) --part 2,3,4,5,6,7,8/8 --of "$(COMPUTES)"
 
 test-all: test
 	@echo "The whole suite in single precision, on Python 3.12 in both, and random programs: most"
@@ -169,7 +175,8 @@ bench-history: .venv/ready
 
 # An environment is ready when everything in it has the version that the
 # constraints name. The build backend is installed with the rest, under the same
-# constraints, and so the package is built without isolation. PY=3.13 makes the first of them
+# constraints, and so the package is built without isolation. Python compiles what it imports, a
+# third of what is installed, when it first does. PY=3.13 makes the first of them
 # with that version.
 .venv312/ready: override PY = 3.12
 .venv/ready .venv312/ready: pyproject.toml $(wildcard constraints/*.txt)
@@ -181,8 +188,8 @@ bench-history: .venv/ready
 	  { "$$python" -m venv --clear --without-pip $(@D) && \
 	    "$$python" -m pip --python $(@D)/bin/python install --quiet pip; }; } && \
 	pins=$$($(@D)/bin/python -c 'import sys; print("py3%d" % min(sys.version_info[1], 13))') && \
-	$(@D)/bin/python -m pip install --quiet -c constraints/$$pins.txt hatchling hatch-fancy-pypi-readme editables && \
-	$(@D)/bin/python -m pip install --quiet --no-build-isolation -c constraints/$$pins.txt \
+	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints/$$pins.txt hatchling hatch-fancy-pypi-readme editables && \
+	$(@D)/bin/python -m pip install --quiet --no-compile --no-build-isolation -c constraints/$$pins.txt \
 	    -e '.[demo,site,test]' && \
 	touch $@
 

@@ -6,7 +6,6 @@ import itertools
 import os
 import threading
 import time
-import zlib
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -37,6 +36,8 @@ from jax import lax
 from jax._src.interpreters import mlir
 
 from batchax.rows import by_switch
+
+from support import turns
 
 settings.register_profile(
     "batchax",
@@ -69,12 +70,14 @@ jax.monitoring.register_event_duration_secs_listener(_heard)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    before = next(_compiled)
+    before, begun = next(_compiled), turns.spent()
     result = yield
+    item.user_properties.append(("processor time", turns.spent() - begun))
     compiled = next(_compiled) - before - 1
     marker = item.get_closest_marker("compiles")
     most = marker.args[0] if marker else MOST_COMPILATIONS
-    if compiled > most + SHARED and _whole_files(item.config, item.session.items):
+    shared = SHARED if item.config.getoption("turn") is None else 2 * SHARED
+    if compiled > most + shared and _whole_files(item.config, item.session.items):
         pytest.fail(f"{compiled} compilations, more than {most}: see Tests in CONTRIBUTING.md")
     return result
 
@@ -101,6 +104,15 @@ def pytest_addoption(parser):
         help="where --every and --part leave tests out; run all others",
     )
     parser.addoption(
+        "--turn",
+        type=int,
+        metavar="K",
+        help=f"of slow tests (slow.txt), run one of {turns.TURNS}: others than in turn K + 1",
+    )
+    parser.addoption(
+        "--write-slow", action="store_true", help="make slow.txt anew, for the tests that run"
+    )
+    parser.addoption(
         "--compile-all",
         action="store_true",
         help="compile what results are compared with, too, and compare what NumPy makes of it",
@@ -114,11 +126,16 @@ def pytest_configure(config):
     from support import oracle
 
     oracle.COMPILED = config.getoption("compile_all")
+    if config.getoption("write_slow") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(turns.Measured())
 
 
 def pytest_collection_modifyitems(config, items):
     at_night = _at_night(items)
     items[:] = [item for item in items if (item in at_night) == config.getoption("nightly")]
+    if (turn := config.getoption("turn")) is not None:
+        others = turns.not_in(turn, items)
+        items[:] = [item for item in items if item not in others]
     share, divided = config.getoption("every"), tuple(config.getoption("of").split())
     mine, parts = config.getoption("part").split("/")
     mine, parts = {int(k) - 1 for k in mine.split(",")}, int(parts)
@@ -136,7 +153,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _number(item):
-    return zlib.crc32(item.nodeid.encode())
+    return turns.number(item.nodeid)
 
 
 def _places(items):

@@ -75,16 +75,14 @@ def test_a_value_that_differs():
 
 def test_a_derivative_that_differs():
     wrong = with_rule(lambda x: lax.stop_gradient(jnp.sin(x)))
-    with pytest.raises(bx.MismatchError, match=r"lane 0, cotangent of args\[0\]: 0.0, expected"):
+    with pytest.raises(bx.MismatchError, match=r"lane 0, cotangent of x: 0.0, expected"):
         bx.check(wrong)(numbers(5))
     bx.check(wrong, derivatives=False)(numbers(5))
 
 
 def test_lanes_that_leak_into_others():
     leaky = with_rule(lambda x: jnp.sin(x) + (x[::-1] - lax.stop_gradient(x[::-1])))
-    with pytest.raises(
-        bx.MismatchError, match=r"of lane 0 have a derivative by args\[0\] of lane 3"
-    ):
+    with pytest.raises(bx.MismatchError, match=r"of lane 0 have a derivative by x of lane 3"):
         bx.check(leaky)(jnp.ones(4, FLOAT))
 
 
@@ -138,5 +136,5 @@ def test_derivatives_that_one_example_does_not_have_are_left_out():
 
 
 def test_errors_name_the_arguments_of_the_user():
-    with pytest.raises(bx.AxisError, match=r"args\[1\]: shape \(4,\)"):
+    with pytest.raises(bx.AxisError, match=r"y: shape \(4,\)"):
         bx.check(lambda x, y: x + y)(numbers(3), numbers(4))

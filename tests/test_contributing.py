@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from support import turns
+
 ROOT = Path(__file__).parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([\w-]+):", MAKEFILE, re.MULTILINE))
@@ -130,3 +132,11 @@ def test_fragments_become_a_part_of_the_changes(tmp_path):
     assert text.index("- Lanes have colors.") < text.index("- A sum of nothing is nothing. (#7)")
     assert text.endswith((ROOT / "CHANGELOG.md").read_text().split(f"{mark}\n")[1].lstrip())
     assert not list((tmp_path / "changes").iterdir())
+
+
+def test_slow_tests_are_there():
+    """A slow test whose name changes would run with each commit, and nobody would notice."""
+    for file, names in itertools.groupby(sorted(turns.listed()), lambda line: line.split("::")[0]):
+        text = (ROOT / "tests" / file).read_text()
+        missing = [n for n in names if f"def {n.split('::')[-1]}(" not in text]
+        assert not missing, f"make slow.txt anew: pytest --write-slow {missing}"

@@ -697,12 +697,12 @@ MISTAKES = {
     "sizes": (
         lambda: bx.scan(keep, (1, 0))(0, jnp.zeros((2, 3)), jnp.zeros(4)),
         bx.AxisError,
-        ["args[1]: shape (2, 3), axis 1, size 3", "args[2]: shape (4,)", "at every step"],
+        ["xs[0]: shape (2, 3), axis 1, size 3", "xs[1]: shape (4,)", "at every step"],
     ),
     "length": (
         lambda: bx.scan(keep, length=5)(0, jnp.zeros(4)),
         bx.AxisError,
-        ["given as length, 5", "args[1]"],
+        ["given as length, 5", "xs[0]"],
     ),
     "no length": (
         lambda: bx.scan(keep, None)(0, jnp.zeros(4)),
@@ -713,7 +713,7 @@ MISTAKES = {
     "range": (
         lambda: bx.scan(keep, 2)(0, jnp.zeros((3, 4))),
         bx.AxisError,
-        ["args[1]: shape (3, 4), axis 2"],
+        ["xs[0]: shape (3, 4), axis 2"],
     ),
     "entries": (
         lambda: bx.scan(keep, (0, 1))(0, jnp.zeros(3)),
@@ -723,7 +723,7 @@ MISTAKES = {
     "structure": (
         lambda: bx.scan(keep, ({"a": 0},))(0, {"b": jnp.zeros(3)}),
         bx.AxisError,
-        ["in_axes does not match args[1]"],
+        ["in_axes does not match xs[0]"],
     ),
     "name": (
         lambda: bx.scan(lambda carry, x: (carry, x), {"y": 0}),
@@ -739,7 +739,7 @@ MISTAKES = {
     "no array": (
         lambda: bx.scan(keep)(0, "text"),
         bx.ArgumentTypeError,
-        ["args[1]", "of type str, not an array", "None in in_axes"],
+        ["xs[0]", "of type str, not an array", "None in in_axes"],
     ),
     "out_axes AUTO": (
         lambda: bx.scan(keep, out_axes=bx.AUTO),
@@ -787,7 +787,7 @@ MISTAKES = {
     "carry no array": (
         lambda: bx.scan(keep)({"a": "text"}, jnp.zeros(3)),
         bx.ArgumentTypeError,
-        ["args[0]['a']", "of type str", "carry"],
+        ["carry['a']", "of type str", "carry"],
     ),
     "output no array": (
         lambda: bx.scan(lambda c, x: (c, "text"))(0, jnp.zeros(3)),
@@ -810,7 +810,7 @@ def test_branching_on_a_computed_value_names_the_argument():
         lambda: bx.scan(step)(0.0, jnp.zeros(3)),
         jax.errors.TracerBoolConversionError,
         "for scan",
-        "args[1]",
+        "argument x",
     )
 
 
@@ -818,7 +818,9 @@ def test_a_reference_along_another_axis_is_refused():
     def run(xs):
         return bx.scan(lambda c, x: (c, x[...]), 1)(0, jax.new_ref(xs))
 
-    fails(lambda: jax.jit(run)(jnp.zeros((2, 3))), bx.UnsupportedError, "args[1]", "axis 0")
+    fails(
+        lambda: jax.jit(run)(jnp.zeros((2, 3))), bx.UnsupportedError, "x is a reference", "axis 0"
+    )
 
 
 # --- along the last axis, in blocks ------------------------------------------------------------

@@ -26,8 +26,8 @@ class AxisError(BatchaxError, ValueError):
       >>> bx.vmap(jnp.add)(jnp.ones(3), jnp.ones(4))
       Traceback (most recent call last):
       batchax.errors.AxisError: the mapped axes must have one size, but they have 3, 4:
-        args[0]: shape (3,), axis 0, size 3
-        args[1]: shape (4,), axis 0, size 4
+        x: shape (3,), axis 0, size 3
+        y: shape (4,), axis 0, size 4
       Give None in in_axes for an argument that is the same for all lanes.
     """
 
@@ -38,7 +38,7 @@ class ArgumentTypeError(BatchaxError, TypeError):
     Example:
       >>> bx.vmap(jnp.sin)("three")
       Traceback (most recent call last):
-      batchax.errors.ArgumentTypeError: args[0] is to be mapped, but it is of type str, ...
+      batchax.errors.ArgumentTypeError: x is to be mapped, but it is of type str, ...
     """
 
 
@@ -71,7 +71,7 @@ class StorageError(BatchaxError, OSError):
     Example:
       >>> bx.map(jnp.sin, "missing.npy")
       Traceback (most recent call last):
-      batchax.errors.StorageError: args[0] (missing.npy): there is no such file. ...
+      batchax.errors.StorageError: x (missing.npy): there is no such file. ...
     """
 
 

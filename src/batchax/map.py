@@ -64,8 +64,9 @@ def map(
       fun: a function of one row, as for `vmap`.
       *arrays: trees of arrays with rows: of NumPy or JAX, memory maps, anything else that has
         `shape`, `dtype` and slices (of HDF5, Zarr, TensorStore, xarray), columns of Arrow, a
-        `Ragged`; or paths: ``"x.npy"``, ``"x.zarr"``, ``"x.h5:dataset"``, ``"x.parquet:column"``;
-        or addresses of them in a store of objects: ``s3://``, ``gs://``, ``az://``, ``memory://``.
+        `Ragged`; or paths: ``"x.npy"``, ``"x.zarr:group/array"``, ``"x.h5:dataset"``,
+        ``"x.parquet:column"``, or a pattern of them: ``"data/year=*/x.npy"``; or addresses of them
+        in a store of objects: ``s3://``, ``gs://``, ``az://``, ``memory://``.
       out: where results are kept: ``"y.zarr"`` (an array of Zarr, or a group with an array for each
         leaf of what the function returns, named by its path), ``"y.npy"``, or the folder of a
         Parquet dataset (``"y.parquet"``, ``"y/"``), on a disk or in a store of objects
@@ -176,8 +177,7 @@ def _check_apart(out: Any, function: RowFunction) -> None:
         return
     place = out.resolve() if isinstance(out, Path) else out
     for m in function.inputs.mapped:
-        files = m.source.files
-        if files is not None and (files.path == place or files.path in place.parents):
+        if any(f.path == place or f.path in place.parents for f in m.source.all_files):
             raise ArgumentTypeError(
                 f"out={str(out)!r} lies in {m.source.name}, which would change while it is read. "
                 "Give an out= beside it."

@@ -35,7 +35,7 @@ from batchax.frontend.carries import (
     settle,
 )
 from batchax.frontend.containers import is_container_spec
-from batchax.frontend.in_axes import STEPS, check_in_axes, is_position
+from batchax.frontend.in_axes import STEPS, argument_names, check_in_axes, is_position
 from batchax.frontend.mapped import Mapped, MappedRows, with_lane_indices
 from batchax.frontend.outputs import (
     FlatOutputs,
@@ -165,8 +165,9 @@ def scan(
         axis, watched = Axis(steps), Steps(steps, told)
         flat = replace(flat, mapped=with_lane_indices(flat.mapped, axis))
         xs, x_axes = [m.value for m in flat.mapped], tuple(m.axis for m in flat.mapped)
+        (of_carry,) = argument_names(fun, 1)
         carry, structure = flatten_carry(
-            init, "args[0]", "scan", "pass other objects as arguments with None in in_axes"
+            init, of_carry, "scan", "pass other objects as arguments with None in in_axes"
         )
         keys = carry_keys(init)
         n_carry = len(carry)
@@ -198,7 +199,7 @@ def scan(
                 over = _compat.varying_axes(tested.out_avals[0])
             for x, a in zip(xs, x_axes, strict=True):
                 avals.append(_compat.type_varying_over(example_aval(axis, jax.typeof(x), a), over))
-            names = [*(f"args[0]{path}" for path in keys), *(m.path for m in flat.mapped)]
+            names = [*(f"{of_carry}{path}" for path in keys), *(m.path for m in flat.mapped)]
             return tested, *stage_described(axis, one_step, avals, names, "scan")
 
         for m in flat.mapped:

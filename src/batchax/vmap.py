@@ -85,20 +85,20 @@ def vmap(
         (those not named: 0); or, in place of an int, a callable
         ``leaf -> int | None`` that is asked for each leaf below. Negative axes
         count from the end of the batched array. An int for a whole tree is for its
-        arrays: objects that are none, such as functions, reach `fun` as they are. Keyword
-        arguments: 0. A `Ragged` is mapped over its rows by 0, or by ``batchax.ragged("n")``,
-        which names the size of a row. Beside a position there may be
-        ``batchax.tiles(size=64)``, blocks of an axis as lanes;
+        arrays: objects that are none, such as functions, reach `fun` as they are. An
+        argument given by keyword has the entry of its parameter in a tuple, and 0 if there is
+        none. A `Ragged` is mapped over
+        its rows by 0, or by ``batchax.ragged("n")``, which names the size of a row. Beside a
+        position there may be ``batchax.tiles(size=64)``, blocks of an axis as lanes;
         ``batchax.split_key``, one random key, of which each lane gets one of its own; and
         ``batchax.size("n", max_size=16)``, a size for each lane.
       out_axes: where the batch axis of each output goes: an int, None for an
         output that does not depend on the batch, ``batchax.AUTO``,
         ``batchax.Reduce("mean")``, ``batchax.tiles()``, ``batchax.ragged("n")``, a
-        callable that returns one of those for each leaf, or a
-        tree of those that is a prefix of the output. An object in a tree that is no
-        array comes out as it is, if it is the same each time that `fun` is traced. A dict may
-        name some of the keys of a dict, or of the fields of a NamedTuple or dataclass; the
-        others have 0.
+        callable that returns one of those for each leaf, or a tree of those that is a
+        prefix of the output. A dict may name some of the keys of a dict, or of the fields
+        of a NamedTuple or dataclass; the others have 0. An object in a tree that is no
+        array comes out as it is, if it is the same each time that `fun` is traced.
       axis_name: a name for the axis, for collectives such as ``jax.lax.psum``.
       axis_size: number of lanes; needed only when no argument is mapped.
       spmd_axis_name: name, or names, of the mesh axis that the batch axis is

@@ -171,7 +171,7 @@ def test_integers_that_do_not_fit_fail_their_row():
     x = np.arange(9)
     np.testing.assert_array_equal(bx.map(lambda x: x, x).outputs, x)
     x[6] = 2**40
-    with pytest.raises(bx.RowError, match=r"row 6 of args\[0\].*int64 does not fit into int32"):
+    with pytest.raises(bx.RowError, match=r"row 6 of x.*int64 does not fit into int32"):
         bx.map(lambda x: x, x, batch_size=4)
     report = bx.map(lambda x: x, x, batch_size=4, on_error="quarantine")
     np.testing.assert_array_equal(report.outputs, [0, 1, 2, 3, 4, 5, 0, 7, 8])
@@ -227,7 +227,7 @@ def test_rows_that_fail_are_left_out_and_no_others(bad):
     assert [b.row for b in report.bad] == sorted(bad)
     assert all(f"row {b.row} is not to be had" in b.error for b in report.bad)
     assert report.reduced[1] == i[good].sum()
-    with pytest.raises(bx.RowError, match=rf"row {min(bad)} of args\[0\], args\[1\] fails"):
+    with pytest.raises(bx.RowError, match=rf"row {min(bad)} of i, x fails"):
         bx.map(fun, i, x, batch_size=4)
 
 
@@ -287,10 +287,10 @@ MISTAKES = {
     "all shared": (bx.AxisError, "nothing is mapped", lambda x: bx.map(fun, x, in_axes=None)),
     "counts": (
         bx.AxisError,
-        r"(?s)same number of rows.*args\[0\].*6 rows.*args\[1\]\['w'\].*4 rows",
+        r"(?s)same number of rows.*x.*6 rows.*w\['w'\].*4 rows",
         lambda x: bx.map(fun, x, {"w": x[:4]}),
     ),
-    "axis": (bx.AxisError, r"axis 2 for args\[0\]", lambda x: bx.map(fun, x, in_axes=2)),
+    "axis": (bx.AxisError, r"axis 2 for x", lambda x: bx.map(fun, x, in_axes=2)),
     "entries": (bx.AxisError, "in_axes has 2 entries", lambda x: bx.map(fun, x, in_axes=(0, 1))),
     "no file": (bx.StorageError, "there is no such file", lambda x: bx.map(fun, "none.npy")),
     "batch": (bx.AxisError, "batch_size must be", lambda x: bx.map(fun, x, batch_size=0)),

@@ -130,7 +130,7 @@ def test_rows_that_fail(x, capsys):
     np.save("x.npy", x)
     command = "map model:fragile --in x.npy --out y.npy --batch-size 8 --version 1"
     assert run(command) == 1
-    assert "row 7 of args[0] (x.npy) fails: ValueError: too large" in capsys.readouterr().err
+    assert "row 7 of x (x.npy) fails: ValueError: too large" in capsys.readouterr().err
     assert run(command + " --on-error quarantine") == 3
     assert "1 quarantined" in capsys.readouterr().out
     assert run("status y.npy") == 0

@@ -178,7 +178,7 @@ def test_what_is_not_finite_is_seen_in_rows_of_different_lengths(x):
 
 
 def test_what_is_masked_is_no_number(x):
-    with pytest.raises(bx.ArgumentTypeError, match=r"args\[0\] is a masked array"):
+    with pytest.raises(bx.ArgumentTypeError, match=r"x is a masked array"):
         quiet(same, np.ma.masked_less(x, 0))
 
 

@@ -11,7 +11,7 @@ from jax import lax
 import batchax as bx
 from batchax.divergence.auto import Auto
 
-from support.forced import FORCED
+from support.forced import FORCED, LAST, NEIGHBOURS
 from support.oracle import same
 
 N = 23
@@ -69,6 +69,95 @@ def test_cheap_loops_are_as_they_were():
         for d in (ONE_DEVICE, "predicate")
     ]
     assert str(programs[0]) == str(programs[1])
+
+
+def test_neighbours_run_together_where_steps_are_too_cheap_to_move_lanes():
+    def root(x):
+        step = lambda c: (c[0] + 1, c[1] - (jnp.exp(c[1]) - x) / jnp.exp(c[1]))
+        return lax.while_loop(lambda c: jnp.abs(jnp.exp(c[1]) - x) > 1e-3, step, (0, 0 * x))
+
+    few = Auto(limits=ONE_DEVICE.limits._replace(cores=2))
+    (notes,) = loops(root, jnp.ones(65536), divergence=few)
+    assert notes["divergence"] == "neighbours"
+    assert notes["widths"] in ((4096,), (8192,))
+    (notes,) = loops(root, jnp.ones(1024), divergence=few)
+    assert notes["divergence"] == "masked"
+
+
+def test_the_last_lanes_are_alone_where_steps_are_many_operations():
+    def step(x, operations):
+        for k in range(operations):
+            x = jnp.concatenate([x, x])[: 5 + k % 17] / 2
+            x = jnp.concatenate([x[1:], x.sum(keepdims=True)])
+        return jnp.concatenate([x, x])[:4]
+
+    def fun(count, x, operations):
+        body = lambda c: (c[0] + 1, step(c[1], operations))
+        return lax.while_loop(lambda c: c[0] < count, body, (0, x))[1]
+
+    args = jnp.zeros(2048, int), jnp.zeros((2048, 4))
+    for operations, apart in ((20, True), (1, False)):
+        many = functools.partial(fun, operations=operations)
+        (notes,) = loops(many, *args, divergence=ONE_DEVICE)
+        assert [w == 2048 for w in notes.get("widths", ())] == [True, False] * apart
+
+
+def several(count, x, key, shared):
+    """Loops of many kinds, whose lanes take `count` steps or so."""
+
+    def step(c):
+        i, x, key, total, odd, small, empty = c
+        key, own = jax.random.split(key)
+        x = jnp.tanh(shared @ x) + lax.axis_index("lane")
+        return i + 1, x, key, total + jax.random.uniform(own), ~odd, small + i.astype("int8"), empty
+
+    start = 0, x, key, 0.0, count > 3, count.astype("int8"), x[:0]
+    carried = lax.while_loop(lambda c: c[0] < count, step, start)
+    cooled = lambda c: (c[0] + 1, c[1] / (2 + lax.axis_index("lane")))
+    cool = lambda n, x: lax.while_loop(lambda c: c[0] < n, cooled, (0, x))[1]
+    return {
+        "carried": (*carried[:2], *carried[3:]),
+        "not a number": lax.while_loop(lambda c: c[0] < 9 + x[0], cooled, (0.0, x)),
+        "lanes of its own": jax.vmap(cool)(jnp.arange(3) + count, x),
+        "scanned": lax.scan(lambda x, k: (cool((count + k) % 5, x), k), x, jnp.arange(3)),
+    }
+
+
+@pytest.mark.parametrize("way", [FORCED, NEIGHBOURS, LAST], ids=["window", "neighbours", "last"])
+@pytest.mark.each_commit(2, "neighbours", "last")
+def test_loops_of_many_kinds(way):
+    points = POINTS.at[4].set(jnp.nan).at[11, 0].set(jnp.nan)
+    args = COUNTS, points, jax.random.split(jax.random.key(0), N)
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=(3, 3)), float)
+    kind = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("d",), axis_types=kind, devices=jax.devices()[:2])
+    spread = jax.shard_map(
+        bx.vmap(power, divergence=way), mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d")
+    )
+    chunked = bx.vmap(power, divergence=way, batch_size=9)
+    even = COUNTS[1:], points[1:]
+
+    def whole(divergence, *args):
+        batched = bx.vmap(several, (0, 0, 0, None), axis_name="lane", divergence=divergence)
+        return batched(*args, weights)
+
+    @jax.jit
+    def both(*args):
+        ours = whole(way, *args), chunked(*args[:2]), spread(*even)
+        return ours, (whole("predicate", *args), jax.vmap(power)(*args[:2]), jax.vmap(power)(*even))
+
+    same(*both(*args), None)
+
+
+@pytest.mark.parametrize("way", [NEIGHBOURS, LAST], ids=["neighbours", "last"])
+def test_lanes_of_two_axes_and_derivatives(way):
+    def of(vmap):
+        both = jax.vmap(vmap(power), (None, 0))
+        return lambda xs: jax.jvp(lambda xs: both(COUNTS, xs)[1], (xs,), (xs,))
+
+    xs = jnp.stack([POINTS, -POINTS])
+    ours, theirs = of(functools.partial(bx.vmap, divergence=way)), of(jax.vmap)
+    same(*jax.jit(lambda xs: (ours(xs), theirs(xs)))(xs), None)
 
 
 def test_values_and_tangents():

@@ -146,7 +146,7 @@ def test_nested_and_transformed():
 
 def test_errors():
     x = Named(X, ("a", "batch", "c"))
-    with pytest.raises(bx.ArgumentTypeError, match=r"args\[0\].*a Named is given by a Name"):
+    with pytest.raises(bx.ArgumentTypeError, match=r"for x.*a Named is given by a Name"):
         bx.vmap(lambda x: x.data)(x)
     with pytest.raises(bx.ArgumentTypeError, match=r"out_axes gives 0.*a Named is given by a Name"):
         bx.vmap(lambda x: x, BATCH)(x)
@@ -154,7 +154,7 @@ def test_errors():
         bx.vmap(lambda x: x, BATCH, bx.AUTO)(x)
     with pytest.raises(bx.ArgumentTypeError, match="another registered container"):
         bx.vmap(lambda x: x, BATCH)(jnp.ones(3))
-    with pytest.raises(bx.AxisError, match=r"args\[0\] \(array 0\): shape \(2, 3, 4\), axis 1"):
+    with pytest.raises(bx.AxisError, match=r"x \(array 0\): shape \(2, 3, 4\), axis 1"):
         bx.vmap(lambda x, y: y, (BATCH, 0))(x, jnp.ones(7))
     with pytest.raises(bx.ArgumentTypeError, match="not an array"):
         bx.vmap(lambda x: Named("text", ()), BATCH, BATCH)(x)
@@ -255,7 +255,7 @@ def test_rows_and_sparse_matrices_in_a_container():
     same(got.rows.data, rows.data * 2)
     same(got.matrix.todense(), dense * jnp.array([3.0, 6.0])[:, None, None])
     bx.unregister_container(Both)
-    with pytest.raises(bx.ArgumentTypeError, match=r"args\[0\] is to be mapped, but it is of type"):
+    with pytest.raises(bx.ArgumentTypeError, match=r"x is to be mapped, but it is of type"):
         bx.vmap(lambda x: x)(batch)
 
 

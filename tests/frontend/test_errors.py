@@ -64,8 +64,8 @@ def test_sizes_that_disagree_in_keyword_arguments_and_containers():
     fails_as_in_jax(
         lambda vmap: vmap(never)(X, scale=X, pair=Pair(X, Y)),
         bx.AxisError,
-        "kwargs['scale']: shape (3, 2), axis 0, size 3\n",
-        "kwargs['pair'].right: shape (4, 2), axis 0, size 4   <- not 3\n",
+        "scale: shape (3, 2), axis 0, size 3\n",
+        "pair.right: shape (4, 2), axis 0, size 4   <- not 3\n",
     )
 
 
@@ -217,10 +217,10 @@ def test_arguments_have_their_names_where_axes_go_by_name():
     with pytest.raises(bx.AxisError) as caught:
         f(X, {"a": X.T}, X, Y)
     assert str(caught.value).splitlines()[1:5] == [
-        "  args[0] ('x'): shape (3, 2), axis 0, size 3",
-        "  args[1] ('scale')['a']: shape (2, 3), axis 1, size 3",
-        "  args[2] ('*rest'): shape (3, 2), axis 0, size 3",
-        "  args[3] ('*rest'): shape (4, 2), axis 0, size 4   <- not 3",
+        "  x: shape (3, 2), axis 0, size 3",
+        "  scale['a']: shape (2, 3), axis 1, size 3",
+        "  rest[0]: shape (3, 2), axis 0, size 3",
+        "  rest[1]: shape (4, 2), axis 0, size 4   <- not 3",
     ]
 
 
@@ -243,10 +243,10 @@ def test_one_key_for_all_lanes():
     split = "random key: jax.random.split(key, 3) makes one for each; with None it is the same"
     keys = [jax.random.key(0), jax.random.PRNGKey(0), jax.random.PRNGKey(0, impl="rbg")]
     for key in keys:
-        fails(lambda vmap: vmap(draw)(key, X), bx.AxisError, f"args[0] is one {split} for all")
-        fails(lambda vmap: vmap(draw)(x=X, key=key), bx.AxisError, "kwargs['key'] is one random")
+        fails(lambda vmap: vmap(draw)(key, X), bx.AxisError, f"key is one {split} for all")
+        fails(lambda vmap: vmap(draw)(x=X, key=key), bx.AxisError, "key is one random")
     fails(lambda vmap: vmap(draw)(jax.random.key(0), 1.0), bx.AxisError, "split(key, n)")
-    with pytest.raises(TypeError, match=r"(?s)^If args\[0\] is one random.*key, 2\).*JAX says"):
+    with pytest.raises(TypeError, match=r"(?s)^If key is one random.*key, 2\).*JAX says"):
         bx.vmap(draw)(keys[1], X.T)  # the two numbers of the key as two lanes
 
 
@@ -311,21 +311,21 @@ def test_python_on_a_mapped_value(f, error, advice):
             batched(jnp.ones(4), y)
         message = str(caught.value)
         top, jax_says = message.split("\nJAX says: ")
-        assert f"\n  args[1]['a']: one example has shape (2,) and dtype {Y.dtype}\n" in top
+        assert f"\n  y['a']: one example has shape (2,) and dtype {Y.dtype}\n" in top
         assert advice in top
         assert "['b']" not in top
         assert message.count("JAX says") == 1
-        assert "depends on the value of the argument args[1]['a']" in jax_says
+        assert "depends on the value of the argument y['a']" in jax_says
 
 
 def test_python_on_a_value_of_a_row_a_step_and_an_argument_by_name():
     sign = lambda x: x if x.sum() > 0 else -x
     rows = bx.Ragged.from_rows([X, X[:1]])
     for call, line in (
-        (lambda: bx.vmap(sign)(rows), f"args[0]: one example has shape (n, 2) and dtype {X.dtype}"),
+        (lambda: bx.vmap(sign)(rows), f"x: one example has shape (n, 2) and dtype {X.dtype}"),
         (lambda: bx.vmap(sign)(x=X), "in_axes={'x': None}"),
-        (lambda: bx.vmap(sign, in_axes={"x": 1})(X), "args[0] ('x'): one example has shape (3,)"),
-        (lambda: bx.scan(lambda c, x: (c, sign(x)))(0.0, X), "args[1]: one example has shape (2,)"),
+        (lambda: bx.vmap(sign, in_axes={"x": 1})(X), "x: one example has shape (3,)"),
+        (lambda: bx.scan(lambda c, x: (c, sign(x)))(0.0, X), "x: one example has shape (2,)"),
     ):
         with pytest.raises(jax.errors.TracerBoolConversionError, match=re.escape(line)):
             call()

@@ -94,7 +94,7 @@ REFUSED = {
     "no batch axis": (
         lambda m: bx.vmap(lambda m: m, 2)(m),
         bx.AxisError,
-        r"in_axes gives 2 for args\[0\], which it refuses: Cannot map in_axis=2",
+        r"in_axes gives 2 for m, which it refuses: Cannot map in_axis=2",
     ),
     "no such place": (
         lambda m: bx.vmap(lambda m: m, 0, 1)(m),

@@ -159,7 +159,7 @@ def test_on_a_mesh_that_is_not_set():
         pytest.skip("needs two devices")
     mesh = jax.make_mesh((2,), ("d",), (AxisType.Explicit,), devices=devices)
     x = jax.device_put(example((4,), seed=5), NamedSharding(mesh, P("d")))
-    message = r"args\[0\] needs the index of each lane, and args\[1\] is sharded over 'd'.*set_mesh"
+    message = r"key needs the index of each lane, and x is sharded over 'd'.*set_mesh"
     with pytest.raises(bx.UnsupportedError, match=message):
         bx.vmap(noisy, (bx.split_key, 0))(TYPED, x)
 
@@ -198,7 +198,7 @@ def test_keys_of_streams_draw_what_an_example_draws(impl):
 REFUSED = {
     "keys": (
         lambda: bx.vmap(noisy, (bx.split_key, 0))(jax.random.split(TYPED, 7), X),
-        "args[0], which is an array of shape (7,) and dtype key<fry>: it takes one random key",
+        "key, which is an array of shape (7,) and dtype key<fry>: it takes one random key",
     ),
     "numbers": (lambda: bx.vmap(noisy, (bx.split_key, 0))(X, X), "it takes one random key"),
     "no array": (lambda: bx.vmap(noisy, (bx.split_key, 0))("key", X), "which is of type str"),
@@ -209,7 +209,7 @@ REFUSED = {
     ),
     "a tree of keys": (
         lambda: bx.vmap(lambda keys: 1.0, bx.split_key, axis_size=2)([TYPED, X]),
-        "args[0][1]",
+        "keys[1]",
     ),
 }
 

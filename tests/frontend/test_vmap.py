@@ -161,7 +161,7 @@ def test_branching_in_python_on_unmapped_values():
 
 
 def test_branching_in_python_on_a_mapped_value_is_refused_as_under_jit():
-    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"argument args\[1\]"):
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"argument x"):
         bx.vmap(lambda w, x: x if x > 0 else -x, (None, 0))(1.0, jnp.arange(3.0))
 
 
@@ -346,3 +346,40 @@ def test_a_failed_call_leaves_arguments_alone():
     with pytest.raises(RuntimeError, match="mine"):
         bx.vmap(fail)(tree)
     assert tree["x"].shape == (3, 2)
+
+
+def test_entries_of_a_tuple_for_arguments_given_by_keyword():
+    """As a call would bind them; what comes after the entries is mapped at 0."""
+    xs, w, ys = np.arange(6.0).reshape(3, 2), np.arange(2.0), np.arange(3.0)
+
+    def fun(x, w, y=0.0, *, z=0.0):
+        return x @ w + y + z
+
+    by_hand = xs @ w + ys
+    for in_axes in ((0, None, 0), [0, None, 0]):
+        batched = bx.vmap(fun, in_axes)
+        for got in (
+            batched(xs, w, ys),
+            batched(xs, w, y=ys),
+            batched(xs, y=ys, w=w),
+            batched(y=ys, w=w, x=xs),
+            bx.vmap(fun, in_axes, batch_size=2)(xs, y=ys, w=w),
+        ):
+            np.testing.assert_allclose(got, by_hand)
+        np.testing.assert_allclose(batched(xs, w=w, y=ys, z=ys), by_hand + ys)
+    np.testing.assert_allclose(bx.vmap(fun, (0, None))(xs, w=w), xs @ w)
+    carry, _ = bx.scan(lambda c, x, w: (c + x @ w, c), in_axes=(0, None))(0.0, xs, w=w)
+    np.testing.assert_allclose(carry, (xs @ w).sum())
+
+
+@pytest.mark.parametrize(
+    ("in_axes", "kwargs", "message"),
+    [
+        ((0, None, 0), {}, "3 entries, but the function was called with 1 positional argument."),
+        ((0, None, 0), {"y": 1}, "3 entries.* 1 positional argument and y by keyword"),
+        ((0, None, 0, 0), {"w": 1, "y": 1, "z": 1}, "4 entries.* w, y, z by keyword"),
+    ],
+)
+def test_entries_of_a_tuple_that_nothing_was_given_for(in_axes, kwargs, message):
+    with pytest.raises(bx.AxisError, match=message):
+        bx.vmap(lambda x, w, y=0.0, *, z=0.0: x, in_axes)(np.ones(3), **kwargs)

@@ -16,9 +16,10 @@ import batchax as bx
 
 from fuzz.evaluate import Endless, NotANumber, evaluate, evaluate_one
 from fuzz.programs import HELPERS, PRELUDE, Program
-from support.forced import FORCED
+from support.forced import FORCED, LAST, NEIGHBOURS
 
 OUTER = 2  # lanes of a vmap around
+_FORCED = {"FORCED": FORCED, "LAST": LAST, "NEIGHBOURS": NEIGHBOURS}
 
 
 class Discarded(Exception):
@@ -96,8 +97,10 @@ class Case:
         run = RUNS[self.mode]
         compiled = "print(jax.jit(lambda args: run(batched, args))(args))"
         parts = [PRELUDE, f"vmap = {self.inner}\n", helpers_of(self), self.program.source]
-        if "FORCED" in f"{self.inner} {self.batched()}":
-            parts.insert(1, "from support.forced import FORCED\n")  # with tests/ in PYTHONPATH
+        forced = [n for n in _FORCED if n in f"{self.inner} {self.batched()}"]
+        if forced:
+            names = ", ".join(forced)
+            parts.insert(1, f"from support.forced import {names}\n")  # with tests/ in PYTHONPATH
         if self.watched:
             parts.insert(1, 'jax.config.update("jax_debug_nans", True)\n')
         parts += [self.arguments() + "\n", f"batched = {self.batched()}", run]
@@ -201,7 +204,7 @@ def is_inexact(x):
 
 def namespace(case, vmap):
     names = {"jax": jax, "jnp": jnp, "np": np, "lax": lax, "bx": bx, "vmap": vmap}
-    names |= {"Mesh": Mesh, "io_callback": io_callback, "TOLD": [], "FORCED": FORCED}
+    names |= {"Mesh": Mesh, "io_callback": io_callback, "TOLD": [], **_FORCED}
     exec(helpers_of(case), names)
     exec(case.program.source, names)
     return names

@@ -39,7 +39,8 @@ OPTIONS = [
     ["divergence=bx.Compact(width=2, threshold=0.25)"],
     ["divergence=FORCED"],
     ["divergence=FORCED"],
-    ["divergence=FORCED"],
+    ["divergence=LAST"],
+    ["divergence=NEIGHBOURS"],
     ["batch_size=3", "divergence=FORCED"],
     ["batch_size=3", 'divergence="compact"'],
     ["batch_size=3", "divergence=bx.Compact(width=2)"],
@@ -52,6 +53,8 @@ INNER = [
     "lambda f, *axes: bx.vmap(f, *axes, batch_size=2)",
     'lambda f, *axes: bx.vmap(f, *axes, divergence="compact")',
     "lambda f, *axes: bx.vmap(f, *axes, divergence=FORCED)",
+    "lambda f, *axes: bx.vmap(f, *axes, divergence=LAST)",
+    "lambda f, *axes: bx.vmap(f, *axes, divergence=NEIGHBOURS)",
 ]
 AROUND = [
     "jax.vmap({})",

@@ -328,7 +328,7 @@ MISTAKES = {
     "a call with buckets of other lengths": (
         lambda: bx.vmap(lambda x: x.sum(), buckets=bx.bucket([1, 2]))(X),
         bx.AxisError,
-        r"made for other lengths than those of args\[0\]",
+        r"made for other lengths than those of x",
     ),
     "an axis that is no int": (
         lambda: bx.bucket(X, 2).split(np.zeros((len(X), 2)), axis="rows"),

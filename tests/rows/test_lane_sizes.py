@@ -146,7 +146,7 @@ REFUSED = {
         "of which there are b, a symbolic number",
     ),
     "two axes": (lambda: bx.vmap(jnp.arange, N)(np.ones((3, 2), int)), "of shape (3, 2)"),
-    "no array": (lambda: bx.vmap(jnp.arange, N)("sizes"), "args[0]"),
+    "no array": (lambda: bx.vmap(jnp.arange, N)("sizes"), "start"),
     "too large": (
         lambda: bx.vmap(jnp.arange, bx.size("n", max_size=2))(SIZES),
         "whose sizes are [3, 0, 5, 1, 5]: each must be in [0, 2]",

@@ -178,12 +178,12 @@ MISTAKES = {
     "an axis for rows": (
         lambda: bx.vmap(jnp.sin, in_axes=1)(X),
         bx.AxisError,
-        r"in_axes gives 1 for args\[0\], whose rows are along axis 0",
+        r"in_axes gives 1 for x, whose rows are along axis 0",
     ),
     "a name for an array": (
         lambda: bx.vmap(jnp.sin, in_axes=bx.ragged("n"))(jnp.ones(3)),
         bx.ArgumentTypeError,
-        r"args\[0\]",
+        r"for x",
     ),
     "one name for two sizes": (
         lambda: bx.vmap(jnp.add, in_axes=(bx.ragged("n"),) * 2)(X, ragged(lengths=(1, 1, 1, 1))),
@@ -193,12 +193,12 @@ MISTAKES = {
     "another number of rows": (
         lambda: bx.vmap(lambda x, y: x.sum() + y)(X, jnp.ones(5)),
         bx.AxisError,
-        r"args\[0\]: shape \(4, None, 3\), axis 0, size 4",
+        r"x: shape \(4, None, 3\), axis 0, size 4",
     ),
     "rows as steps": (
         lambda: bx.scan(lambda carry, x: (carry, x.sum()))(0.0, X),
         bx.ArgumentTypeError,
-        r"args\[1\] is a Ragged, whose rows differ in length; the steps of a scan",
+        r"x is a Ragged, whose rows differ in length; the steps of a scan",
     ),
     "no name": (lambda: bx.ragged("n + 1"), bx.ArgumentTypeError, "takes a name for the size"),
     "a number, traced": (

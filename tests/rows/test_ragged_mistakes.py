@@ -227,7 +227,7 @@ def test_an_axis_of_another_type_for_an_array_names_the_output():
 
 def test_a_list_of_rows_is_told_from_a_tree_of_batches():
     rows = [jnp.ones((n, 2)) for n in (3, 5, 2)]
-    hint = r"pass batchax\.Ragged\.from_rows\(args\[1\]\['x'\]\)"
+    hint = r"pass batchax\.Ragged\.from_rows\(x\['x'\]\)"
     with pytest.raises(bx.AxisError, match=hint):
         bx.vmap(lambda w, x: w)(jnp.ones(3), {"x": rows})
     for others in ([rows[0], jnp.ones((4, 3))], {"a": rows[0], "b": rows[1]}):
@@ -244,7 +244,7 @@ def test_rows_on_a_mesh_that_types_tell_of(spec):
     data = jax.device_put(rows.data, NamedSharding(mesh, spec))
     spread = bx.Ragged(data, rows.lengths, rows.max_length)
     batched = bx.vmap(lambda row: jnp.sin(row).sum(0))
-    with pytest.raises(bx.UnsupportedError, match=r"args\[0\]: the data are .* mesh"):
+    with pytest.raises(bx.UnsupportedError, match=r"row: the data are .* mesh"):
         batched(spread)
     with jax.set_mesh(mesh):
         if spec == P():
@@ -258,8 +258,8 @@ def test_rows_on_a_mesh_that_types_tell_of(spec):
 
 def test_lists_of_numbers_are_told_from_arrays():
     for batch, hint in (
-        ([1.0, 2.0], r"(?m)If args\[0\] is one batch, pass jax.numpy.asarray\(args\[0\]\)\.$"),
-        ([[1.0, 2.0], [3.0]], r"(?m)different lengths batchax.Ragged.from_rows\(args\[0\]\)\.$"),
+        ([1.0, 2.0], r"(?m)If x is one batch, pass jax.numpy.asarray\(x\)\.$"),
+        ([[1.0, 2.0], [3.0]], r"(?m)different lengths batchax.Ragged.from_rows\(x\)\.$"),
     ):
         with pytest.raises(bx.AxisError, match=hint):
             bx.vmap(lambda x: x)(batch)
@@ -268,6 +268,6 @@ def test_lists_of_numbers_are_told_from_arrays():
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["lengths known", "traced"])
 def test_rows_that_differ_in_length_are_named_where_they_meet(wrap):
     x, y = ragged(lengths=[3, 5]), ragged(lengths=[2, 5])
-    named = r"(?s)args\[0\]: n elements.*\n  args\[1\]: m elements.*JAX says: add got"
+    named = r"(?s)x: n elements.*\n  y: m elements.*JAX says: add got"
     with pytest.raises(TypeError, match=named):
         wrap(bx.vmap(lambda x, y: x + y))(x, y)

@@ -331,7 +331,7 @@ def test_a_reference_at_two_places_is_refused():
 
     for v, named in (
         (jax.vmap, "both a and b"),
-        (bx.vmap, r"args\[0\] and args\[1\] are the same"),
+        (bx.vmap, r"a and b are the same"),
     ):
         ref = jax.new_ref(jnp.arange(4.0))
         with pytest.raises(ValueError, match=named):
@@ -339,7 +339,7 @@ def test_a_reference_at_two_places_is_refused():
         with pytest.raises(ValueError, match=named):
             jax.jit(lambda v=v, ref=ref: v(move)(ref, ref))()
         same(ref[...], jnp.arange(4.0))
-    with pytest.raises(bx.AxisError, match=r"args\[0\]\['x'\] and args\[0\]\['y'\]"):
+    with pytest.raises(bx.AxisError, match=r"d\['x'\] and d\['y'\]"):
         bx.vmap(lambda d: move(d["x"], d["y"]))({"x": ref, "y": ref})
     x = jnp.arange(4.0)
     same(bx.vmap(lambda a, b: a + b)(x, x), 2 * x)  # arrays may be the same

@@ -1,8 +1,16 @@
 """Lanes that part ways wherever they can, however little a step costs: `divergence="auto"`."""
 
+from math import inf
+
 from batchax.divergence.auto import Auto, Limits
 
 EVERYWHERE = Limits(
-    moving=float("inf"), begun=0, busy=0, gain=0, launched=0, nest=0, windows=(3,), devices=1_000
+    moving=inf, begun=0, busy=0, gain=0, launched=0, nest=0, windows=(3,), devices=1_000
 )
 FORCED = Auto(limits=EVERYWHERE)
+
+# The same in loops of loops, too, whose lanes are not at places of their own:
+NEIGHBOURS = Auto(limits=EVERYWHERE._replace(moving=-inf, staying=inf, nest=inf))
+"""Neighbours run together, some after others."""
+LAST = Auto(limits=EVERYWHERE._replace(begun=inf, saved=0, long=0, nest=inf))
+"""All lanes run first, and the last ones in a window."""

@@ -75,8 +75,9 @@ def add_call(command: Any) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="an argument, in order: x.npy, x.zarr, x.h5:name, x.parquet:column; with @ in front, "
-        "what all rows share, of an .npz file a dict of all its arrays",
+        help="an argument, in order: x.npy, x.zarr:array, x.h5:name, x.parquet:column, or a "
+        "pattern in quotes, 'year=*/x.npy'; with @ in front, what all rows share, of an .npz file "
+        "a dict of all its arrays",
     )
     command.add_argument("--out", required=True, help="y.zarr, y.npy, or a folder: y.parquet")
     command.add_argument(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -124,7 +125,10 @@ class ParquetColumn(Column):
     def _parts(self, path: Any, name: str) -> tuple[list[Any], list[Any]]:
         """The files, and what is known of each."""
         paths = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
-        return paths, [Files(part, name) for part in paths]
+        files = [Files(part, name) for part in paths]
+        for one in files:
+            one.count = len(files)
+        return paths, files
 
     def _readable(self, i: int) -> Any:
         """The file with this number, for PyArrow."""
@@ -139,8 +143,12 @@ class ParquetColumn(Column):
             parts = [self._lengths(self._decode(i)) for i in range(len(self._groups))]
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
+    @property
+    def all_files(self) -> Sequence[Any]:
+        return self._files
+
     def origin(self) -> dict[str, Any]:
-        files = [part.identity(len(self._files)) for part in self._files]
+        files = [part.identity() for part in self._files]
         return {"files": files, "column": self._column}
 
     def _rows(self, start: int, stop: int) -> Any:

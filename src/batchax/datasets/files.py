@@ -95,10 +95,12 @@ class ZarrFolder(Source):
     Its identity is that of all files in the folder.
     """
 
+    has_members = True  # which are in folders
     gives_fresh = True
 
     def __init__(self, path: Path, member: str, name: str) -> None:
         tensorstore = needed("tensorstore", f"{name}: Zarr")
+        path = path / member
         driver = zarr_format(path)
         if driver is None:
             raise StorageError(f"{name}: there is no Zarr array in {path}.")

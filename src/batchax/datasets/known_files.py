@@ -44,6 +44,7 @@ class Files:
 
     Attributes:
       path: the same, absolute and without links.
+      count: of how many inputs these are one.
 
     Raises:
       StorageError: it cannot be looked at; or it is the output of a job that is not finished.
@@ -52,6 +53,7 @@ class Files:
     def __init__(self, path: Path, name: str) -> None:
         # One file has one path, from whatever folder and through whatever links it is named.
         self.path, self._name = path.resolve(), name
+        self.count = 1
         refuse_unfinished(self.path, name)
         self._seen = self._look()
 
@@ -67,20 +69,17 @@ class Files:
                 "it, and make the call again."
             )
 
-    def identity(self, count: int = 1) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """Where they are, how large all are together, when the latest was changed, and more.
 
         Of a folder, a digest of the names, sizes and times of all files. What is small is also
         known by what it holds: so that is the same which was written again, and holds the same.
-
-        Args:
-          count: of how many inputs these are one.
         """
         seen = self._seen
         told = {"path": str(self.path), "size": seen.size, "modified_ns": seen.modified_ns}
         if self.path.is_dir():
             told["files"] = seen.digest()
-        if seen.size * count <= _SMALL:
+        if seen.size * self.count <= _SMALL:
             told["sha256"] = self._content
         return told
 

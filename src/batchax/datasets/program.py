@@ -71,7 +71,8 @@ class RowFunction:
           ArgumentTypeError, AxisError, StorageError: see `find_inputs`.
         """
         in_axes = _by_position(fun, in_axes, len(arrays), key is not None)
-        inputs = find_inputs(fun, in_axes, arrays)
+        keyed = key is not None and not takes_key_by_name(fun)
+        inputs = find_inputs(functools.partial(fun, key) if keyed else fun, in_axes, arrays)
         return cls(fun, arrays, inputs, in_axes, out_axes, key, options)
 
     @property

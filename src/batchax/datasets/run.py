@@ -101,7 +101,7 @@ def _fingerprint(function: RowFunction, how: How) -> dict[str, Any]:
     options = {
         "batch_size": how.batch_size,
         "commit_rows": how.commit_rows,
-        "in_axes": {m.path: m.axis for m in inputs.mapped},
+        "in_axes": [m.axis for m in inputs.mapped],
         "out_axes": outputs,
         "key": None if key is None else _described_key(key),
         # Neither way has kept a result that is not finite: one may go on with what the other did.

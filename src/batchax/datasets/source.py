@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -53,6 +53,11 @@ class Source:
         self.name = name
         self.shape: tuple[int, ...] = tuple(int(size) for size in shape)
         self.dtype = native(dtype, name)
+
+    @property
+    def all_files(self) -> Sequence[Any]:
+        """All `Files` that it reads."""
+        return [] if self.files is None else [self.files]
 
     @cached_property
     def lengths(self) -> np.ndarray | None:

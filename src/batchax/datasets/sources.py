@@ -13,6 +13,7 @@ from jax.core import Tracer
 from batchax.datasets.addresses import ObjectPath, is_url
 from batchax.datasets.columns import ArrowColumn
 from batchax.datasets.failures import reading
+from batchax.datasets.joined import Joined, is_pattern, matching
 from batchax.datasets.kinds import Kinds
 from batchax.datasets.memory import InMemory, InRagged, Sliced, in_memory
 from batchax.datasets.source import Source, native
@@ -84,8 +85,10 @@ def open_path(path: str, name: str) -> Source:
 
     Args:
       path: "x.npy", "x.zarr", "x.zarr/sub/array"; and with the name of what is meant in a file of
-        several: "x.npz:name", "x.h5:group/dataset", "x.parquet:column", or a folder of Parquet
-        files, "folder:column". A suffix that another package reads is as good.
+        several: "x.npz:name", "x.h5:group/dataset", "x.zarr:sub/array", "x.parquet:column", or a
+        folder of Parquet files, "folder:column". A suffix that another package reads is as good.
+        A pattern, "data/*.npy" or "year=*/x.h5:name", names the rows of all files that it fits, by
+        name one after another.
       name: of the argument, for messages.
 
     Raises:
@@ -98,6 +101,8 @@ def open_path(path: str, name: str) -> Source:
 
         return open_object(path, name)
     file, member = _split(path)
+    if is_pattern(str(file)):
+        return _joined(str(file), member, name, path)
     name = f"{name} ({path})"
     if not file.exists():
         raise StorageError(f"{name}: there is no such file. Its path in full: {file.absolute()}.")
@@ -110,6 +115,16 @@ def open_path(path: str, name: str) -> Source:
     if member and not source.has_members:
         raise StorageError(f"{name}: {file} has no arrays with names, such as {member!r}.")
     return source(file, member, name)
+
+
+def _joined(pattern: str, member: str, name: str, path: str) -> Source:
+    paths = matching(pattern)
+    if not paths:
+        raise StorageError(
+            f"{name} ({path}): no file fits the pattern, from the folder {Path.cwd()}."
+        )
+    of = f":{member}" if member else ""
+    return Joined([open_path(f"{each}{of}", name) for each in paths], f"{name} ({path})")
 
 
 def _kind_of(file: Path) -> str | None:
@@ -126,6 +141,7 @@ def _split(path: str) -> tuple[Path, str]:
     """The file, and what comes after a colon. A file's own name may have colons, too."""
     ends = [i for i, letter in enumerate(path) if letter == ":"]
     for end in [len(path), *reversed(ends)]:
-        if Path(path[:end]).exists() and path[:end]:
+        part = path[:end]
+        if part and (Path(part).exists() or (is_pattern(part) and matching(part))):
             return Path(path[:end]), path[end + 1 :]
     return Path(path[: ends[-1]] if ends else path), ""

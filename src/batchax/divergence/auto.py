@@ -1,10 +1,18 @@
 """`Auto`: lanes part ways where that surely pays, and are masked elsewhere.
 
 Nobody knows before a loop runs how many steps its lanes take. So it has to cost next to nothing
-where they all take as many, in time and in compiling. A loop with dear steps has its lanes in a
-window from the first step on: the body is compiled once, as it would be for all lanes, and as wide
-a window as this one keeps a device as busy as all lanes do. What a step costs is read off its
-program, before it is compiled; loops of cheap steps are the masked loops that they would be.
+where they all take as many, in time and in compiling. What a step costs is read off its program,
+before it is compiled:
+
+- A loop with dear steps has its lanes in a window from the first step on: the body is compiled
+  once, as it would be for all lanes, and as wide a window as this one keeps a device as busy as all
+  lanes do.
+- Where a step is many operations, all of which take as long for a window as for many lanes, all
+  lanes run first, and those that are left in a window. The body is compiled twice, beside which
+  what moves lanes is little.
+- Where a step is too cheap to move lanes, neighbours run until the last of them is done, and then
+  the next ones: nobody is moved.
+- All other loops are the masked loops that they would be.
 """
 
 from __future__ import annotations
@@ -23,7 +31,7 @@ from batchax.divergence.compact import Compact
 from batchax.divergence.flatten import run_flat
 from batchax.divergence.limits import calls_back, rule_of_user
 from batchax.divergence.most import dearest_step, price_of_loops
-from batchax.divergence.widths import Step
+from batchax.divergence.widths import Step, different, most_left, power_of_two
 from batchax.divergence.window import Plan
 from batchax.jaxprs.words import Value
 from batchax.kernel import recording
@@ -47,6 +55,12 @@ class Limits(NamedTuple):
     """how many times as much as moving its lanes a branch costs"""
     launched: float = 0.5
     """which share of a branch is not one loop with what selects its result"""
+    staying: float = 2.0
+    """how many steps of a lane it may cost to copy it with its neighbours, and back"""
+    saved: float = 4.0
+    """how many times as long as a step of the last lanes alone one of all lanes takes"""
+    long: int = 40
+    """how many different operations a step has that may be compiled twice"""
     nest: float = 15_000.0
     """nanoseconds that a step of a loop inside another takes for all lanes"""
     windows: tuple[int, ...] = (16, 8)
@@ -125,20 +139,50 @@ class Auto(Compact):
 
     def plan(self, size: int, test: Any, body: Any, differs: Sequence[bool]) -> Plan:
         step = Step.of(test, body, differs)
-        widths, why = (size,), "a step costs too little, or lanes are too few, for a window"
-        if step.moving > self.limits.moving:
-            why = f"to move a lane costs as much as {step.moving:.2g} of its steps"
+        why = "a step costs too little, or lanes are too few, for a window"
+        left, neighbours = 0, False
+        if step.moving <= self.limits.moving:
+            widths: tuple[int, ...] = (self._from_the_start(size, step),)
+            if widths == (size,) and (last := self._of_the_last(size, step, body)) < size:
+                widths = (size, last)
+                alone = self.limits.cores <= self.limits.few
+                left = most_left(widths, step.overhead) if alone else last
         else:
-            limits = self.limits
-            begun = limits.begun * step.overhead
-            enough = max(begun, limits.busy * limits.cores / step.work)
-            fitting = (w for n in limits.windows if enough <= (w := max(1, size // n)) < size)
-            width = next(fitting, size)
-            if width < size and limits.cores <= limits.few and step.begun >= step.work / 2:
-                # One core takes no longer for these than two take for all lanes, which are masked.
-                width = min(width, max(size // limits.narrower, math.ceil(begun)))
-            widths = (width,)
-        return Plan(widths, None, 0, step.moving, False, why)
+            why = f"to move a lane costs as much as {step.moving:.2g} of its steps"
+            widths = (self._of_neighbours(size, step),)
+            neighbours = widths[0] < size
+        return Plan(widths, None, left, step.moving, False, why, neighbours)
+
+    def _from_the_start(self, size: int, step: Step) -> int:
+        """The width of a window that keeps a device as busy as all lanes do; `size` for none."""
+        limits = self.limits
+        begun = limits.begun * step.overhead
+        width = self._fitting(size, max(begun, limits.busy * limits.cores / step.work))
+        if width < size and limits.cores <= limits.few and step.begun >= step.work / 2:
+            # One core takes no longer for these than two take for all lanes, which are masked.
+            width = min(width, max(1, size // limits.narrower, math.ceil(begun)))
+        return width
+
+    def _of_neighbours(self, size: int, step: Step) -> int:
+        """How many are copied to where they are computed, which a cache holds; `size` if none."""
+        limits = self.limits
+        if step.staying > limits.staying:
+            return size
+        return self._fitting(size, limits.begun * step.overhead * max(1, limits.cores / limits.few))
+
+    def _fitting(self, size: int, enough: float) -> int:
+        every = (max(1, size // n) for n in self.limits.windows)
+        return next((width for width in every if enough <= width < size), size)
+
+    def _of_the_last(self, size: int, step: Step, body: Any) -> int:
+        """The width of a window for the lanes that others have left behind; `size` for none.
+
+        They must save much alone, and their step be most of what is compiled then.
+        """
+        limits = self.limits
+        width = min(power_of_two(step.overhead), size // 2) or size
+        saved = (size + step.overhead) / (width + step.overhead)
+        return width if saved >= limits.saved and different(body.jaxpr) >= limits.long else size
 
 
 def for_any_machine(option: Any) -> Any:

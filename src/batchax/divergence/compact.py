@@ -178,7 +178,8 @@ class Compact:
         if any(varying_of(given)) and Waiting.of(axis, loop).varies_less(results):
             recording.note(why=VARIES_LESS)
             return None
-        recording.note(divergence="compact", widths=plan.widths)
+        way = "neighbours" if plan.neighbours else "compact"
+        recording.note(divergence=way, widths=plan.widths)
         outs = bind(*parting_loop(axis, loop, plan))
         return outs[len(outs) - len(loop.carry) :], [0] * len(loop.carry)
 

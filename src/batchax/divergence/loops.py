@@ -161,7 +161,8 @@ def _with_onepredicate(axis: Axis, loop: WhileLoop) -> WhileLoop:
     def build() -> Any:
         types = [*loop.test.out_avals, *loop.body.out_avals]
         consts = [*loop.test.in_avals[:n_test], *loop.body.in_avals[:n_body]]
-        return _compat.stage(goes_on, types), _compat.stage(once, [*consts, *types])
+        with _compat.named_scope(axis.name, axis.size):
+            return _compat.stage(goes_on, types), _compat.stage(once, [*consts, *types])
 
     test, body = remembered(loop.body, ("one predicate", loop.test), build)
     operands = [*loop.test_consts, *loop.carry]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from batchax.jaxprs.inside import with_inside
+from batchax.jaxprs.inside import programs_inside, with_inside
 from batchax.jaxprs.words import ClosedJaxpr, Jaxpr, Value
 from batchax.programs.cost import STEPS, Cost, cost_of_program, costs_of_equations
 from batchax.programs.shapes import bytes_of
@@ -69,6 +69,13 @@ def length(jaxpr: Jaxpr) -> int:
     return sum(1 for _ in with_inside(jaxpr.eqns))
 
 
+def different(jaxpr: Jaxpr) -> int:
+    """How many operations a program has that differ: a compiler makes one of those that do not."""
+    types = lambda variables: tuple((v.aval.shape, v.aval.dtype) for v in variables)
+    alone = (e for e in with_inside(jaxpr.eqns) if not programs_inside(e))
+    return len({(e.primitive, types(e.invars), types(e.outvars)) for e in alone})
+
+
 @dataclass(frozen=True)
 class Step:
     """A step of a loop, as far as the widths of its windows depend on it.
@@ -80,6 +87,7 @@ class Step:
       overhead: how many lanes have as much work as it takes to begin its operations.
       moving: how many steps of a lane cost as much as moving it in and out of a window.
       held: bytes of what a lane carries.
+      staying: how many steps of a lane cost as much as copying it together with its neighbours.
     """
 
     length: int
@@ -88,6 +96,7 @@ class Step:
     overhead: float
     moving: float
     held: int
+    staying: float
 
     @classmethod
     def of(cls, test: Any, body: ClosedJaxpr, differs: Sequence[bool]) -> Step:
@@ -109,6 +118,7 @@ class Step:
             overhead=_device().begin * (cost.launches + 1 + len(tests)) / work,
             moving=min(moving / work, _MOST_TO_MOVE),
             held=held,
+            staying=TOGETHER.time(Cost(bytes=4 * held)) / work,
         )
 
 
@@ -134,9 +144,9 @@ def choose_widths(
             return (most,), "inside another, a step is too long to be compiled again"
         if step.moving > _MOST_STEPS_INSIDE and width is None:
             return (most,), "inside another, to move a lane costs more than the steps saved"
-    narrow = _power_of_two(step.overhead)
+    narrow = power_of_two(step.overhead)
     if width is None:
-        memory = _power_of_two(_device().memory / (step.held + 1))
+        memory = power_of_two(_device().memory / (step.held + 1))
         wide = min((_ROOMY if windows > 1 else _LONE) * narrow, max(narrow, memory))
         wide = min(wide, max(size // _FEW, min(narrow, size // _FEWEST)))
     else:
@@ -175,6 +185,6 @@ def time_begun(jaxpr: Jaxpr, differs: Sequence[bool]) -> float:
     return TOGETHER.time(sum((cost for cost in costs if cost.launches), Cost()))
 
 
-def _power_of_two(lanes: float) -> int:
+def power_of_two(lanes: float) -> int:
     """The nearest one."""
     return 1 << round(math.log2(max(1.0, lanes)))

@@ -52,6 +52,8 @@ class Plan:
       patience: how many steps of a lane cost as much as moving it in and out of a window.
       counts: whether lane-steps are counted.
       why: why there is no window but that of all lanes; empty if there is.
+      neighbours: whether the lanes of a window are neighbours that stay in it until all of them are
+        done, and other neighbours are next: so no lane is moved.
     """
 
     widths: tuple[int, ...]
@@ -60,6 +62,7 @@ class Plan:
     patience: float
     counts: bool
     why: str = ""
+    neighbours: bool = False
 
     def refilled_at(self, width: int) -> int:
         """How many active lanes a window of that width has at most when it is refilled, or left."""
@@ -101,6 +104,8 @@ def run_in_windows(
     Returns:
       The last carry, and for each window the count of its lane-steps.
     """
+    if plan.neighbours:
+        return _neighbours_in_turn(plan, step, consts, positions, active, carry)
     varying = [active, *carry, *consts]
     size, widths = active.shape[0], plan.widths
     tallies, count = [], np.int32(size)  # at most
@@ -119,6 +124,45 @@ def run_in_windows(
         carry, others = window.run(active, carry, count, varying)
         tallies += others
     return carry, tallies
+
+
+def _neighbours_in_turn(
+    plan: Plan,
+    step: LaneStep,
+    consts: Sequence[Value],
+    positions: Sequence[Position],
+    active: Any,
+    carry: list[Value],
+) -> tuple[list[Any], list[Tally]]:
+    """As `run_in_windows`, for neighbours that run until the last of them is done."""
+    size, (width,) = active.shape[0], plan.widths
+    fewer = size % width  # with these are some that are done
+
+    def turn(state: Any) -> Any:
+        first, everyone, tally = state
+        start = lax.min(first, np.int32(size - width)) if fewer else first
+
+        def cut(x: Value, axis: Position) -> Any:
+            if axis is None:
+                return x
+            return lax.dynamic_slice_in_dim(x, start, width, axis, allow_negative_indices=False)
+
+        active, *rows = (cut(x, 0) for x in everyone)
+        own = list(map(cut, consts, positions))
+        waits = lambda *_: np.False_
+        state = active, rows, tally
+        active, rows, tally, _ = _steps(step, width, own, 0, waits, state, count_active(active))
+
+        def put_back(x: Value, rows: Any) -> Any:
+            return lax.dynamic_update_slice_in_dim(x, rows, start, 0, allow_negative_indices=False)
+
+        ended = put_back(everyone[0], active) if fewer else everyone[0]
+        everyone = [ended, *map(put_back, everyone[1:], rows)]
+        return first + np.int32(width), everyone, tally
+
+    state = alike((np.int32(0), [active, *carry], plan.blank), [active, *carry, *consts])
+    _, (_, *carry), tally = lax.while_loop(lambda state: state[0] < size, turn, state)
+    return carry, [tally]
 
 
 def _steps(

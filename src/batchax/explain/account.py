@@ -260,8 +260,8 @@ class StepCount:
       equation: the `number` of the equation in the listing.
       branch: which branch, of a `cond`; None of a loop.
       way: how lanes ran: "together" if all take the same steps; "masked"; "compact", in windows;
-        "flat", each at a place of its own; "grouped", a branch for the lanes that take it;
-        "once", for all lanes alike.
+        "neighbours", together until the last of them is done; "flat", each at a place of its own;
+        "grouped", a branch for the lanes that take it; "once", for all lanes alike.
       needed: the lane-steps that one lane after another would take, alone; None if unknown.
       done: those that were computed; None if unknown.
       masked: those that would be if lanes were masked; None if unknown.

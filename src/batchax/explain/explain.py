@@ -157,7 +157,7 @@ def _of_batched(
     @whatever_jit
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         if time_limit is not None:
-            check_values(args, kwargs)
+            check_values(batched, args, kwargs)
         start = time.monotonic()
         staged = stage(batched, args, kwargs, _parameters(batched))
         if not staged.recorder.facts:

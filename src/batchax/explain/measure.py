@@ -20,6 +20,7 @@ from batchax.explain.staging import Staged, stage, with_arrays_traced
 from batchax.explain.wording import show_options
 from batchax.frontend.arguments import find_axis_size, flatten_arguments
 from batchax.frontend.containers import arrays_inside
+from batchax.frontend.in_axes import argument_names
 from batchax.frontend.mapped import with_lane_indices
 from batchax.kernel.axis import Axis
 from batchax.kernel.derivatives import with_values
@@ -154,15 +155,18 @@ def _in_order(size: _Size, advice: dict[str, Any]) -> tuple[bool, bool, float]:
     return bool(advice), size != "loop", size if isinstance(size, int) else math.inf
 
 
-def check_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_values(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuses arguments that a function cannot be run on.
 
     Raises:
       ArgumentTypeError: an argument has no values.
     """
-    for keys, x in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]:
-        if isinstance(x, (jax.ShapeDtypeStruct, Tracer)):
-            which = ("kwargs" if keys[0].idx else "args") + jax.tree_util.keystr(keys[1:])
+    named = [*zip(argument_names(fun, len(args)), args, strict=True), *kwargs.items()]
+    for name, argument in named:
+        for keys, x in jax.tree_util.tree_flatten_with_path(argument)[0]:
+            if not isinstance(x, (jax.ShapeDtypeStruct, Tracer)):
+                continue
+            which = name + jax.tree_util.keystr(keys)
             raise ArgumentTypeError(
                 f"measure=True runs the function, but {which} has no values: it is a "
                 f"{type(x).__name__}. Give arrays, or leave measure out."

@@ -242,6 +242,8 @@ def _remarks(eqn: Equation) -> str:
         remarks.append("goes on while any lane does")
     if divergence == "compact":
         remarks.append(f"windows of {', '.join(map(str, eqn.notes['widths']))} lanes")
+    if divergence == "neighbours":
+        remarks.append(f"{eqn.notes['widths'][0]} neighbours at a time")
     if divergence == "flat":
         remarks.append("each lane is at a place of its own")
     if divergence == "grouped":

@@ -92,6 +92,7 @@ def show_lanes_run(eqn: Equation, counted: StepCount) -> str:
         "together": "together",
         "masked": "masked",
         "compact": f"windows of {widths}",
+        "neighbours": f"{widths} neighbours at a time",
         "flat": f"at places of their own, {widths} at a time",
         "grouped": "those that take it",
         "asked of all": "as long as any goes on",

@@ -15,22 +15,19 @@ from batchax.errors import AxisError, BatchaxError
 from batchax.jaxprs.words import Value
 
 
-def by_name(paths: Sequence[str]) -> str:
+def by_name(paths: Sequence[Any]) -> str:
     """Of keyword arguments among `paths`: how to give them None. Empty if there are none.
 
     An int, a tuple or a list in ``in_axes`` says nothing of keyword arguments.
     """
-    names = dict.fromkeys(keyword[1] for path in paths if (keyword := _KEYWORD.match(path)))
+    names = dict.fromkeys(p.argument for p in paths if getattr(p, "by_keyword", False))
     if not names:
         return ""
-    entries = ", ".join(f"{name}: None" for name in names)
+    entries = ", ".join(f"{name!r}: None" for name in names)
     return (
         f"\nA keyword argument has its axis by name: in_axes={{{entries}}} (what that does not "
         "name is mapped over axis 0)."
     )
-
-
-_KEYWORD = re.compile(r"kwargs\[('[^']*')\]")
 
 
 def split_key(path: str, lanes: Any, each: str, sure: bool = True) -> str:
@@ -119,12 +116,10 @@ _INSTEAD = {
 
 def _what_python_needed(error: Exception, mapped: Sequence[Any], each: str) -> str:
     kind = next((text for type, text in _INSTEAD.items() if isinstance(error, type)), None)
-    message = str(error)  # names the arguments as they were named where the function was staged
-    named = [
-        m
-        for m in mapped
-        if m.axis is not None and re.search(re.escape(m.path) + r"(?!\[|\.\w| \()", message)
-    ]
+    # It names arguments as they were named where the function was staged, which may be elsewhere.
+    here = _STAGED_HERE.search(str(error))
+    message = here[1] if here else ""
+    named = [m for m in mapped if m.axis is not None and _names(message, m.path)]
     if kind is None or not named:
         return ""
     needs, instead = kind
@@ -135,6 +130,14 @@ def _what_python_needed(error: Exception, mapped: Sequence[Any], each: str) -> s
         + f"\nUse {instead}; or give None in in_axes for an argument that is the same {each}."
         + by_name([m.path for m in named])
     )
+
+
+_STAGED_HERE = re.compile(r" for (?:vmap|scan)\..* of the arguments? (.*)")
+
+
+def _names(message: str, path: str) -> bool:
+    """Whether a message names what has this path, and not only something inside of it."""
+    return bool(re.search(r"(?<![\w.\]])" + re.escape(path) + r"(?!\w|\[|\.\w| \()", message))
 
 
 def _key_in_parts(error: Exception, mapped: Sequence[Any], each: str) -> str:

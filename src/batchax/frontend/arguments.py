@@ -113,16 +113,18 @@ def find_axis_size(mapped: Sequence[Mapped], axis_size: Any, terms: Terms = LANE
 def _hint_for_numbers(wrong: Sequence[Mapped]) -> str:
     """What to do with a list of numbers, or of lists of them, that may be an array."""
     for m in wrong:
-        match = _IN_LIST.match(m.path)
+        whole = getattr(m.path, "argument", m.path)
+        match = _IN_LIST.match(m.path, len(whole))
         if match and not m.value.shape:
-            advice = f"pass jax.numpy.asarray({match[1]})"
+            one = whole + match[1]
+            advice = f"pass jax.numpy.asarray({one})"
             if match[2].count("[") > 1:
-                advice += f", or of rows of different lengths batchax.Ragged.from_rows({match[1]})"
-            return f"{_TREE} If {match[1]} is one batch, {advice}."
+                advice += f", or of rows of different lengths batchax.Ragged.from_rows({one})"
+            return f"{_TREE} If {one} is one batch, {advice}."
     return ""
 
 
-_IN_LIST = re.compile(r"((?:args|kwargs)\[[^]]*\].*?)((?:\[\d+\])+)$")
+_IN_LIST = re.compile(r"(.*?)((?:\[\d+\])+)$")
 _TREE = "\nA list or tuple is a tree of batches."
 
 
@@ -131,7 +133,7 @@ def _hint_for_rows(sized: Sequence[Mapped]) -> str:
     lists: dict[str, list[Mapped]] = {}
     for m in sized:
         parent, _, index = m.path.rpartition("[")
-        if index[:-1].isdigit() and parent != "args":
+        if index[:-1].isdigit() and m.path != getattr(m.path, "argument", m.path):
             lists.setdefault(parent, []).append(m)
     for path, rows in lists.items():
         shapes = [list(m.value.shape) for m in rows]

@@ -102,20 +102,23 @@ def spread_in_axes(
     Raises:
       AxisError: `in_axes` does not fit the arguments.
     """
-    specs, keyword_specs, names = _by_argument(fun, in_axes, args, terms)
+    specs, keyword_specs = _by_argument(fun, in_axes, args, kwargs, terms)
     leaves: list[SpecifiedLeaf] = []
     rebuilds = []
-    for i, (arg, spec) in enumerate(zip(args, specs, strict=True)):
-        path = f"args[{i + terms.first}]" + (f" ({names[i]!r})" if i < len(names) else "")
-        arg_leaves, rebuild = spread_specs(spec, arg, path, "in_axes", is_input_spec, True)
-        leaves += arg_leaves
+
+    def add(name: str, argument: Any, spec: Any, by_keyword: bool) -> None:
+        its_leaves, rebuild = spread_specs(spec, argument, name, "in_axes", is_input_spec, True)
+        for leaf in its_leaves:
+            leaf.path = ArgumentPath(leaf.path, name, by_keyword)
+        leaves.extend(its_leaves)
         rebuilds.append(rebuild)
+
+    names = argument_names(fun, len(args), terms.first)
+    for name, arg, spec in zip(names, args, specs, strict=True):
+        add(name, arg, spec, False)
     for name, arg in kwargs.items():
-        arg_leaves, rebuild = spread_specs(
-            keyword_specs.get(name, 0), arg, f"kwargs[{name!r}]", "in_axes", is_input_spec, True
-        )
-        leaves += arg_leaves
-        rebuilds.append(rebuild)
+        placed = name in keyword_specs and not isinstance(in_axes, dict)
+        add(name, arg, keyword_specs.get(name, 0), not placed)
     for leaf in leaves:
         if _is_rule(leaf.spec):
             leaf.spec = _from_callable(leaf)
@@ -130,39 +133,92 @@ def spread_in_axes(
     return leaves, rebuild_all
 
 
-def _by_argument(
-    fun: Callable[..., Any], in_axes: Any, args: tuple[Value, ...], terms: Terms
-) -> tuple[Sequence[Any], dict[str, Any], Sequence[str]]:
-    """What is specified of each positional argument, and of keywords; and parameters' names.
+class ArgumentPath(str):
+    """What messages call a leaf of the arguments; it knows which argument that is of.
 
-    Names are those of the positional arguments, if axes go by name: messages have them, too.
+    Attributes:
+      argument: what they call the argument.
+      by_keyword: whether it was given by its name, and `in_axes` says nothing of it but by name.
     """
+
+    argument: str
+    by_keyword: bool
+
+    def __new__(cls, path: str, argument: str, by_keyword: bool) -> ArgumentPath:
+        self = super().__new__(cls, path)
+        self.argument, self.by_keyword = argument, by_keyword
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ArgumentPath, (str(self), self.argument, self.by_keyword)
+
+
+def argument_names(fun: Callable[..., Any], count: int, first: int = 0) -> list[str]:
+    """What messages call the positional arguments of a call: by the parameters of `fun`.
+
+    Args:
+      fun: the function; of parameters that cannot be read there are numbers instead.
+      count: how many arguments there are.
+      first: the number of the first of them.
+    """
+    names: list[str] = []
+    for parameter in _positional(fun):
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            names += [f"{parameter.name}[{i}]" for i in range(count - len(names))]
+        else:
+            names.append(parameter.name)
+    names += [f"args[{i + first}]" for i in range(len(names), count)]
+    return names[:count]
+
+
+def _positional(fun: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of `fun` that positional arguments are for, as far as can be known."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    kinds = inspect.Parameter
+    return [p for p in parameters if p.kind not in (kinds.KEYWORD_ONLY, kinds.VAR_KEYWORD)]
+
+
+def _by_argument(
+    fun: Callable[..., Any],
+    in_axes: Any,
+    args: tuple[Value, ...],
+    kwargs: dict[str, Any],
+    terms: Terms,
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """What is specified of each positional argument, and of keywords."""
     if isinstance(in_axes, dict):
-        return _by_name(fun, in_axes, args)
+        return _by_name(fun, in_axes, args), in_axes
     if isinstance(in_axes, (tuple, list)):
-        if len(in_axes) != len(args):
-            which = " after the carry" if terms.first else ""
-            raise AxisError(
-                f"in_axes has {count(len(in_axes), 'entry', 'entries')}, but the function was "
-                f"called with {count(len(args), 'positional argument')}{which}. Give one entry for "
-                "each positional argument; arguments passed by keyword are mapped over axis 0 "
-                "(use a dict by parameter name for another axis)."
-            )
-        return in_axes, {}, ()
-    return [in_axes] * len(args), {}, ()
+        names = [p.name for p in _positional(fun) if p.kind is p.POSITIONAL_OR_KEYWORD]
+        rest = names[len(args) : len(in_axes)]  # given by keyword, if they are given
+        if len(in_axes) == len(args) + len(rest) and all(name in kwargs for name in rest):
+            return in_axes[: len(args)], dict(zip(rest, in_axes[len(args) :], strict=True))
+        which = " after the carry" if terms.first else ""
+        raise AxisError(
+            f"in_axes has {count(len(in_axes), 'entry', 'entries')}, but the function was "
+            f"called with {count(len(args), 'positional argument')}{which}{_by_keyword(kwargs)}. "
+            "Give one entry for each positional argument, and for each parameter after these that "
+            "is given by keyword; what else is given by keyword is mapped over axis 0 (use a dict "
+            "by parameter name for another axis)."
+        )
+    return [in_axes] * len(args), {}
+
+
+def _by_keyword(kwargs: dict[str, Any]) -> str:
+    return f" and {listed(kwargs)} by keyword" if kwargs else ""
 
 
 def _by_name(
     fun: Callable[..., Any], in_axes: dict[str, Any], args: tuple[Value, ...]
-) -> tuple[Sequence[Any], dict[str, Any], Sequence[str]]:
-    kinds = inspect.Parameter
-    parameters = list(inspect.signature(fun).parameters.values())
+) -> Sequence[Any]:
     specs: list[Any] = []
-    names: list[str] = []
-    for parameter in parameters:
+    for parameter in _positional(fun):
         if len(specs) == len(args):
             break
-        if parameter.kind is kinds.VAR_POSITIONAL:
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             rest = len(args) - len(specs)
             spec = in_axes.get(parameter.name, 0)
             if type(spec) not in (tuple, list):  # a named tuple is the axes of a tree
@@ -173,12 +229,9 @@ def _by_name(
                     f"were passed for *{parameter.name}."
                 )
             specs += spec
-            names += [f"*{parameter.name}"] * rest
-        elif parameter.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD):
+        else:
             specs.append(in_axes.get(parameter.name, 0))
-            names.append(parameter.name)
-    specs += [0] * (len(args) - len(specs))  # too many: the call itself will say so
-    return specs, in_axes, names
+    return specs + [0] * (len(args) - len(specs))  # too many: the call itself will say so
 
 
 def _check_parameter_names(fun: Callable[..., Any], in_axes: dict[str, Any]) -> None:

@@ -1,0 +1,119 @@
+"""Arrays in several files, as one array of rows: what a pattern such as `data/*.npy` names."""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import os
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchax.datasets.parts import Rows
+from batchax.datasets.source import Index, Source
+from batchax.errors import AxisError, StorageError
+
+_HELD = 8  # files that are not let go of
+
+
+def is_pattern(path: str) -> bool:
+    """Whether a path names several, and is not that of a file which is called so."""
+    return glob.has_magic(path) and not os.path.exists(path)
+
+
+def matching(pattern: str) -> list[Path]:
+    """What a pattern names, by name; ``**`` stands for folders in folders."""
+    return sorted(map(Path, glob.glob(pattern, recursive=True)))
+
+
+class Joined(Source):
+    """Rows of several sources, one after another, along axis 0.
+
+    Args:
+      parts: the sources.
+      name: for messages.
+
+    Raises:
+      StorageError: rows of them differ in shape, in dtype, or in whether their lengths differ.
+    """
+
+    lends = True
+
+    def __init__(self, parts: Sequence[Source], name: str) -> None:
+        first, *_ = parts
+        kind = lambda x: (x.shape[1:], x.dtype, x.ragged)
+        for part in parts:
+            if not part.shape:
+                raise StorageError(f"{name}: {part.name} is a number, and has no rows.")
+            if kind(part) != kind(first):
+                raise StorageError(
+                    f"{name}: rows of all files must be alike. {first.name} has rows of "
+                    f"{_row_of(first)}, and {part.name} of {_row_of(part)}."
+                )
+        self.ragged = first.ragged
+        self.in_process = any(part.in_process for part in parts)
+        self._parts = parts
+        self._held: deque[int] = deque()
+        self._ends = list(itertools.accumulate(part.shape[0] for part in parts))
+        self._files = [files for part in parts for files in part.all_files]
+        for files in self._files:
+            files.count = len(self._files)
+        super().__init__(name, (self._ends[-1], *first.shape[1:]), first.dtype)
+
+    @property
+    def all_files(self) -> Sequence[Any]:
+        return self._files
+
+    @cached_property
+    def lengths(self) -> np.ndarray | None:
+        lengths = [part.lengths for part in self._parts]
+        return np.concatenate([x for x in lengths if x is not None]) if self.ragged else None
+
+    def origin(self) -> dict[str, Any] | None:
+        origins = [part.origin() for part in self._parts]
+        return None if any(origin is None for origin in origins) else {"parts": origins}
+
+    def get(self, index: Index) -> Any:
+        if len(index) != 1:
+            raise AxisError(
+                f"{self.name}: files are joined along axis 0, so rows lie along that axis, and not "
+                f"along axis {len(index) - 1}."
+            )
+        (picked,) = index
+        got, first = [], bisect_right(self._ends, picked.start)
+        for i in range(first, len(self._parts)):
+            part, end = self._parts[i], self._ends[i]
+            begin = end - part.shape[0]
+            if got and begin >= picked.stop:
+                break
+            start, stop = max(picked.start - begin, 0), min(picked.stop, end) - begin
+            got.append(part.read(0, start, max(start, stop), fresh=False))
+            self._let_go(i)
+        if not got:
+            return self._parts[-1].read(0, self._parts[-1].shape[0], self._parts[-1].shape[0])
+        if len(got) == 1:
+            return got[0]
+        if isinstance(got[0], Rows):
+            return Rows(*map(np.concatenate, zip(*got, strict=True)))
+        return np.concatenate(got)
+
+    def _let_go(self, latest: int) -> None:
+        """Of many files few are held: the latest, of which rows may still be in use."""
+        if latest not in self._held:
+            self._held.append(latest)
+        while len(self._held) > _HELD:
+            self._parts[self._held.popleft()].release()
+
+    def release(self) -> None:
+        for part in self._parts:
+            part.release()
+
+
+def _row_of(part: Source) -> str:
+    lengths = " and lengths that differ" if part.ragged else ""
+    return f"shape {part.shape[1:]}{lengths} and dtype {part.dtype}"
