@@ -21,6 +21,8 @@ import numpy as np
 import batchax as bx
 from batchax.datasets.journal import Journal
 from batchax.datasets.parts import Record, Unit
+from benchmarks.datasets.by_hand import WORKLOADS as BY_HAND
+from benchmarks.datasets.by_hand import AgainstByHand, ByHand, measured_by_hand
 from benchmarks.datasets.limits import limits
 from benchmarks.datasets.ways import NEEDS, WAYS, mapped, prepare
 from benchmarks.datasets.workloads import WORKLOADS as OVER_FILES
@@ -91,16 +93,23 @@ class Units:
     journal: dict[int, float]
 
 
-WORKLOADS: dict[str, Any] = {**OVER_FILES, "memory": "memory", "many units": "many units"}
+WORKLOADS: dict[str, Any] = {
+    **OVER_FILES,
+    "memory": "memory",
+    "many units": "many units",
+    **{f"by hand: {name}": work for name, work in BY_HAND.items()},
+}
 
 
-def measured(work: Any, quick: bool) -> Iterator[Timed | Memory | Units]:
+def measured(work: Any, quick: bool) -> Iterator[Timed | Memory | Units | AgainstByHand]:
     """One result."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCHMARKS_DISK")) as folder:
         if work == "memory":
             yield _memory(Path(folder), (0.01, 0.02) if quick else GIGABYTES)
         elif work == "many units":
             yield _units(Path(folder), 50 if quick else UNITS)
+        elif isinstance(work, ByHand):
+            yield measured_by_hand(work, Path(folder), quick)
         else:
             yield _timed(work, Path(folder), quick)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.datasets.by_hand import AgainstByHand, table
 from benchmarks.datasets.measure import STEADY, Memory, Timed, Units
 from benchmarks.datasets.ways import WAYS
 from benchmarks.report import interval, made_with, size
@@ -14,7 +15,7 @@ from benchmarks.report import interval, made_with, size
 TITLE = "bx.map against its limits, and against loops by hand"
 GOAL = 1.05
 _LIMITS = ("reading", "computing", "writing")
-Measured = Timed | Memory | Units
+Measured = Timed | Memory | Units | AgainstByHand
 
 
 def line(result: Measured) -> str:
@@ -22,6 +23,9 @@ def line(result: Measured) -> str:
     if isinstance(result, Memory):
         peaks = ", ".join(f"{gb:g} GB: {size(x)}" for gb, x in result.peak.items())
         return f"{'peak memory by input':41} {peaks}"
+    if isinstance(result, AgainstByHand):
+        ways = [f"{way} {interval(result.against(way))}" for way in list(result.seconds)[1:]]
+        return f"{result.work.name:41} {', '.join(ways)} of the loop by hand"
     if isinstance(result, Units):
         return f"{f'{result.count:,} units':41} {_units(result)}"
     steady = f"{interval(result.steady)} of {result.slowest} alone"
@@ -41,7 +45,7 @@ def summary(results: Sequence[Measured]) -> str:
             peaks = " and ".join(f"{size(x)} for {gb:g} GB" for gb, x in r.peak.items())
             before = size(max(r.before.values()))
             points.append(f"Peak memory of the process: {peaks} of input; {before} before the map")
-        else:
+        elif isinstance(r, Units):
             points.append(f"{r.count:,} units of one row, in .npy: {_units(r)}")
     timed = [r for r in results if isinstance(r, Timed)]
     if missing := {way for r in timed for way in r.missing}:
@@ -79,6 +83,7 @@ def _spread(seconds: Sequence[float]) -> str:
 
 def _page(results: Sequence[Measured]) -> str:
     timed = [r for r in results if isinstance(r, Timed)]
+    by_hand = table([r for r in results if isinstance(r, AgainstByHand)])
     alone = [["function", "rows", *_LIMITS, "`bx.map`", "over the slowest"]]
     alone.append(["---", *["---:"] * 6])
     for r in timed:
@@ -122,4 +127,11 @@ second figure of a cell is `bx.map` to Zarr over that way. None of the others ca
 was killed.
 
 {tables[1]}
+
+Files that are in the system's memory, and nothing but defaults: seconds of the shortest loop by
+hand (a memory map, `jit(vmap)`, a memory map, nothing synced), and whole calls over it, with what
+they stage, compile and sync. Without a file of results they stay in memory; `bx.map_batches` hands
+them out to a loop that does nothing.
+
+{by_hand}
 """

@@ -51,6 +51,7 @@ from batchax.kernel.inner import ZERO_IF_MAPPED
 from batchax.kernel.registry import register_rule
 from batchax.kernel.rule_makers import broadcasting, reducing, vectorized
 from batchax.map import map
+from batchax.map_batches import map_batches
 from batchax.rows.buckets import Buckets, bucket
 from batchax.rows.lane_sizes import size
 from batchax.rows.ragged import Ragged
@@ -72,7 +73,8 @@ __all__ = [
     "SmallerChunksWarning", "StorageError", "UnsupportedError", "auto_vmap", "axis_to_front",
     "batch_jaxpr", "batch_size_choices", "bounded_while", "broadcasting", "bucket", "check",
     "check_rule", "custom_vmap", "explain", "find_nonfinite", "gather", "host_function", "local",
-    "map", "match_axis", "move_axis", "ragged", "reducing", "register_container", "register_rule",
+    "map", "map_batches", "match_axis", "move_axis", "ragged", "reducing", "register_container",
+    "register_rule",
     "same_program", "scan", "sequential_vmap", "size", "split_key", "stack", "tiles",
     "unregister_container", "unstack", "vectorized", "vmap",
 ]  # fmt: skip

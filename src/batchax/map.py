@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import os
 import time
 from collections.abc import Callable
@@ -15,17 +13,17 @@ import jax
 from batchax import _compat
 from batchax.datasets.addresses import address
 from batchax.datasets.engines.engine import find_engine
+from batchax.datasets.options import check_batch_size, check_key, check_one_of, of_this_process
 from batchax.datasets.program import RowFunction
 from batchax.datasets.report import Report
 from batchax.datasets.run import How, run
 from batchax.datasets.stores import kind_of
 from batchax.datasets.units import Policy
 from batchax.divergence.compact import Compact
-from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.arguments import check_callable, check_small_matrices
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import check_out_axes
-from batchax.jaxprs.words import Value
 from batchax.progress import check_progress
 
 _ON_ERROR = ("raise", "quarantine")
@@ -128,13 +126,13 @@ def map(
     kind = kind_of(out)  # what cannot be one is refused before any work
     place = None if out is None else address(_at_home(out), "out")
     _check_options(batch_size, commit_rows, on_error, on_nonfinite, max_errors, retries, resume)
-    _check_one_of("inputs_by", inputs_by, "file", "content")
+    check_one_of("inputs_by", inputs_by, "file", "content")
     _check_version_and_progress(version, progress)
-    _check_key(fun, key, len(arrays))
+    check_key(fun, key, len(arrays))
     engine = find_engine(executor, place)
     check_small_matrices(small_matrices)
     options = {"divergence": divergence, "small_matrices": small_matrices}
-    options |= {"mesh": _of_this_process(mesh)}
+    options |= {"mesh": of_this_process(mesh)}
     function = RowFunction.of(fun, arrays, in_axes, out_axes, key, options)
     _check_apart(place, function)
     how = How(
@@ -154,17 +152,6 @@ def map(
         begun=begun,
     )
     return run(function, how)
-
-
-def _of_this_process(mesh: Any) -> Any:
-    if isinstance(mesh, str) and mesh == "all" and jax.process_count() > 1:
-        return jax.sharding.Mesh(jax.local_devices(), ("devices",))
-    if getattr(mesh, "is_multi_process", False):
-        raise UnsupportedError(
-            "mesh has devices of several processes, and each process that calls map does the whole "
-            "dataset. Give a mesh of this process's own: jax.local_devices()."
-        )
-    return mesh
 
 
 def _at_home(out: Any) -> Any:
@@ -193,48 +180,18 @@ def _check_options(
     retries: Any,
     resume: Any,
 ) -> None:
-    if batch_size != "auto" and not (is_position(batch_size) and batch_size > 0):
-        raise AxisError(f'batch_size must be a positive int or "auto", got {batch_size!r}.')
+    check_batch_size(batch_size)
     if commit_rows is not None and not (is_position(commit_rows) and commit_rows > 0):
         raise AxisError(f"commit_rows must be a positive int or None, got {commit_rows!r}.")
-    _check_one_of("on_error", on_error, *_ON_ERROR)
-    _check_one_of("on_nonfinite", on_nonfinite, *_ON_ERROR, None)
-    _check_one_of("resume", resume, "auto", "never")
+    check_one_of("on_error", on_error, *_ON_ERROR)
+    check_one_of("on_nonfinite", on_nonfinite, *_ON_ERROR, None)
+    check_one_of("resume", resume, "auto", "never")
     for name, value in {"max_errors": max_errors, "retries": retries}.items():
         if not (is_position(value) and value >= 0) and not (name == "max_errors" and value is None):
             raise ArgumentTypeError(f"{name} must be a non-negative int, got {value!r}.")
-
-
-def _check_one_of(name: str, value: Value, *choices: str | None) -> None:
-    if value not in choices:
-        *others, last = ["None" if choice is None else f'"{choice}"' for choice in choices]
-        raise ArgumentTypeError(f"{name} must be {', '.join(others)} or {last}, got {value!r}.")
 
 
 def _check_version_and_progress(version: Any, progress: Any) -> None:
     if not (version is None or isinstance(version, str)):
         raise ArgumentTypeError(f"version must be a string or None, got {version!r}.")
     check_progress(progress, "rows")
-
-
-def _check_key(fun: Callable[..., Any], key: Any, count: int) -> None:
-    if key is None:
-        return
-    try:
-        single = jax.random.key_data(key).ndim == 1
-    except TypeError:
-        single = False
-    if not single:
-        raise ArgumentTypeError(
-            f"key must be one random key, of which each row gets its own, as jax.random.key(0) "
-            f"makes it; got {key!r}."
-        )
-    with contextlib.suppress(ValueError):  # no signature
-        parameters = inspect.signature(fun).parameters.values()
-        kinds = [p.kind for p in parameters]
-        if len(kinds) <= count and inspect.Parameter.VAR_POSITIONAL not in kinds:
-            name = getattr(fun, "__name__", type(fun).__name__)
-            raise ArgumentTypeError(
-                f"key is given, and {name} has no parameter for the key of a row beside those for "
-                f"its {count} arrays: it comes first, or is called key."
-            )

@@ -15,8 +15,10 @@ _INSTALLED_BY = {
     "distributed": ("Dask", "'batchax[cluster]'"),
     "h5py": ("h5py", "h5py"),
     "obstore": ("obstore", "'batchax[objects]'"),
+    "pandas": ("pandas", "pandas"),
     "pyarrow": ("PyArrow", "'batchax[parquet]'"),
     "tensorstore": ("TensorStore", "'batchax[data]'"),
+    "xarray": ("xarray", "xarray"),
 }
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from batchax.datasets.failures import reading
 from batchax.datasets.known_files import Files
+from batchax.datasets.labels import Labels, labels_of
 from batchax.datasets.mapped_file import MappedArray
 from batchax.datasets.npy_layout import Layout
 from batchax.datasets.parts import Rows
@@ -151,6 +152,9 @@ class Sliced(Source):
         self.files = None if path is None else Files(path, name)
         self.gives_fresh = self._tensorstore
         self._array = _from_zero(x) if self._tensorstore else x
+
+    def labels(self, axis: int) -> Labels | None:
+        return labels_of(self._array, axis)
 
     def origin(self) -> dict[str, Any] | None:
         return self._told if self.files is None else {**self.files.identity(), **self._told}

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 AHEAD = 2  # units that are read before they are computed
 WRITERS = 4  # what one disk takes at a time: synced writes overlap
-_LOOK = 0.2  # seconds after which those who wait look whether to stop
+LOOK = 0.2  # seconds after which those who wait look whether to stop
 _PAUSE = 0.1  # seconds before what failed is tried again, and twice as long after that
 
 
@@ -84,10 +84,10 @@ def run_units(
             for unit in units:
                 if stop.now:
                     break
-                _put(ready, (unit, read(unit)), stop)
+                put(ready, (unit, read(unit)), stop)
         except BaseException as error:
             stop.because(error)
-        _put(ready, None, stop)
+        put(ready, None, stop)
 
     def keep(computed: Any) -> None:
         if lasting:
@@ -134,7 +134,7 @@ def run_units(
         try:
             while not stop.now:
                 try:
-                    item = ready.get(timeout=_LOOK if waiting is None else 0)
+                    item = ready.get(timeout=LOOK if waiting is None else 0)
                 except queue.Empty:
                     finish()
                     continue
@@ -157,11 +157,11 @@ def run_units(
         raise stop.error
 
 
-def _put(into: queue.Queue[Any], item: Any, stop: Stop) -> None:
+def put(into: queue.Queue[Any], item: Any, stop: Stop) -> None:
     """Waits for room, as long as anybody takes things out."""
     while not stop.now:
         try:
-            into.put(item, timeout=_LOOK)
+            into.put(item, timeout=LOOK)
             return
         except queue.Full:
             continue

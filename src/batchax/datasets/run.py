@@ -16,6 +16,7 @@ from batchax.datasets.engines.engine import Threads
 from batchax.datasets.fingerprint import fingerprint
 from batchax.datasets.job import Job
 from batchax.datasets.jobs import AnyJob, JobInMemory
+from batchax.datasets.labels import Labels
 from batchax.datasets.outputs import combined, finished, of_no_rows, state_of
 from batchax.datasets.parts import Rows
 from batchax.datasets.pipeline import Stop, interruptible
@@ -25,6 +26,7 @@ from batchax.datasets.report import Report
 from batchax.datasets.source import ByContent
 from batchax.datasets.sources import as_source
 from batchax.datasets.stores import open_store
+from batchax.datasets.tables import Results
 from batchax.datasets.units import Policy
 from batchax.datasets.work import Work
 from batchax.errors import RowError
@@ -220,6 +222,10 @@ def _report(function: RowFunction, how: How, job: AnyJob, reused: int) -> Report
         None if o.reduces else _shown(kept[o.leaf.name] if isinstance(kept, dict) else kept)
         for o in function.outputs
     ]
+    leaves = [o.leaf for o in function.outputs]
+    results = Results(
+        [leaf.name for leaf in leaves], outputs, [leaf.axis for leaf in leaves], _labels(function)
+    )
     wholes = [reduced.get(o.leaf.name) for o in function.outputs]
     return Report(
         rows=job.plan.rows,
@@ -230,7 +236,14 @@ def _report(function: RowFunction, how: How, job: AnyJob, reused: int) -> Report
         seconds=time.monotonic() - how.begun,
         bad=bad,
         left=0 if job.finished else job.plan.rows - _rows_done(job),
+        _results=results,
     )
+
+
+def _labels(function: RowFunction) -> Labels:
+    """What rows are called in the first argument that says so."""
+    labels = (m.source.labels(m.axis) for m in function.inputs.mapped)
+    return next((x for x in labels if x is not None), Labels())
 
 
 def _shown(x: Any) -> Any:

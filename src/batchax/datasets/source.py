@@ -110,6 +110,9 @@ class Source:
         """
         return None
 
+    def labels(self, axis: int) -> Any:
+        """What rows along the axis are called, if that is known (`tables.Labels`)."""
+
     def identity(self) -> dict[str, Any]:
         """What tells it from another one, for JSON."""
         origin = self.origin()

@@ -20,6 +20,7 @@ from batchax.datasets.outputs import combined, named_parts, nothing, of_no_rows
 from batchax.datasets.parts import Bad, Rows, Unit, alike
 from batchax.datasets.program import Program, fetched
 from batchax.errors import RowError
+from batchax.rows.ragged import Ragged
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,36 @@ def _computed(
         sorted(bad, key=lambda b: b.row),
         time.monotonic() - begun,
     )
+
+
+def begin_batch(
+    program: Program, unit: Unit, data: Sequence[np.ndarray | Rows]
+) -> Callable[[], list[Any]]:
+    """Begins to compute a unit of one batch.
+
+    Returns:
+      A function that waits for the results, and returns them as they are on the device, without
+      those of rows that fill the batch up. It raises a RowError if a row fails.
+    """
+    (batch,) = _batches(program, unit, data)
+    begun, error = _tried(batch.start)
+
+    def results() -> list[Any]:
+        arrays, failed = (begun, error) if error else _tried(lambda: jax.block_until_ready(begun))
+        if failed is not None:
+            bad = _failing(batch, failed, 1)
+            raise _row_error(batch, bad, None, failed) from failed
+        outputs = program.function.outputs
+        return [_first(o, x, batch.count) for o, x in zip(outputs, arrays, strict=True)]
+
+    return results
+
+
+def _first(output: Any, x: Any, rows: int) -> Any:
+    if isinstance(x, Ragged):
+        return x if len(x) == rows else Ragged(x.data, x.lengths[:rows], x.max_length)
+    axis = output.leaf.axis
+    return x if x.shape[axis] == rows else x[(slice(None),) * axis + (slice(rows),)]
 
 
 def probe(
@@ -246,7 +277,15 @@ def _without_failing(
     batch: _Batch, error: Exception, policy: Policy
 ) -> tuple[list[Any], list[Bad]]:
     """The results of a batch that fails, and the rows that it fails for."""
-    most = 1 if policy.on_error == "raise" else batch.count
+    bad = _failing(batch, error, 1 if policy.on_error == "raise" else batch.count)
+    if policy.on_error == "raise" or not bad:
+        raise _row_error(batch, bad, "on_error", error) from error
+    failing = {b.row - batch.row(0): None for b in bad}
+    return _recomputed(batch, failing), bad
+
+
+def _failing(batch: _Batch, error: Exception, most: int) -> list[Bad]:
+    """The rows that a batch fails for, so many at most."""
 
     def tried(part: Sequence[int]) -> Exception | None:
         others = dict.fromkeys(set(range(batch.count)) - set(part), part[0])
@@ -254,12 +293,9 @@ def _without_failing(
 
     with _compat.callbacks_fail_silently():  # the same one, again and again
         failing = fail_alone(range(batch.count), error, tried, most)
-    bad = alike(
+    return alike(
         Bad(batch.row(place), _last_line(why), str(why)) for place, why in sorted(failing.items())
     )
-    if policy.on_error == "raise" or not bad:
-        raise _row_error(batch, bad, "on_error", error) from error
-    return _recomputed(batch, failing), bad
 
 
 def _recomputed(batch: _Batch, failing: dict[int, Any]) -> list[Any]:
@@ -363,7 +399,7 @@ def _last_line(error: Exception) -> str:
 
 
 def _row_error(
-    batch: _Batch, bad: Sequence[Bad], option: str, error: Exception | None = None
+    batch: _Batch, bad: Sequence[Bad], option: str | None, error: Exception | None = None
 ) -> RowError:
     names = ", ".join(m.source.name for m in batch.program.function.inputs.mapped)
     if not bad:
@@ -371,7 +407,10 @@ def _row_error(
             f"rows {batch.row(0)} to {batch.row(batch.count - 1)} of {names} fail together, and "
             f"none of them by itself: {error}"
         )
+    told = f"row {bad[0].row} of {names} fails: {bad[0].error}"
+    if option is None:
+        return RowError(told)
     return RowError(
-        f"row {bad[0].row} of {names} fails: {bad[0].error}\nWhat was done is kept, and "
-        f'the same call goes on from there; with {option}="quarantine" without such rows.'
+        f"{told}\nWhat was done is kept, and the same call goes on from there; with "
+        f'{option}="quarantine" without such rows.'
     )

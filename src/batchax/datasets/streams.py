@@ -1,0 +1,185 @@
+"""Rows that come one after another, of which nobody knows how many there are.
+
+Iterators and generators, loaders (of PyTorch, of Grain), datasets (of Hugging Face, of TFDS):
+whatever Python iterates over. What it gives each time is a row, or a batch of rows: a tree of
+arrays, of numbers, or of lists of numbers, of anything that NumPy makes an array of.
+"""
+
+from __future__ import annotations
+
+import numbers
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from batchax.datasets.source import Index, Source, native
+from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+
+ENDLESS = np.iinfo(np.int32).max  # rows of a stream, as far as anybody knows
+
+
+def is_stream(x: Any) -> bool:
+    """Whether rows of an argument are had by iterating over it, or by their numbers."""
+    if isinstance(x, (str, bytes, os.PathLike, Source, np.generic)):
+        return False
+    if not jax.tree_util.all_leaves([x]):  # it is a tree, of arrays
+        return False
+    if all(hasattr(x, name) for name in ("shape", "dtype")) or _is_arrow(x):
+        return False
+    return hasattr(x, "__iter__") or _has_numbers(x)
+
+
+def _is_arrow(x: Any) -> bool:
+    return type(x).__module__.split(".")[0] == "pyarrow" and hasattr(x, "slice")
+
+
+def _has_numbers(x: Any) -> bool:
+    """Whether rows can be asked for by number: none has to be made that is passed over."""
+    return hasattr(x, "__len__") and hasattr(x, "__getitem__")
+
+
+class StreamLeaf(Source):
+    """An array of each row of a stream, which is read in order and by `Stream.take` alone.
+
+    Args:
+      stream: the stream.
+      leaf: number of the array among those of a row.
+    """
+
+    def __init__(self, stream: Stream, leaf: int, name: str, shape: Any, dtype: Any) -> None:
+        super().__init__(name, (ENDLESS, *shape), dtype)
+        self.stream, self.leaf = stream, leaf
+
+    def get(self, index: Index) -> Any:
+        raise UnsupportedError(
+            f"{self.name} are rows that come one after another, and in_axes is None, for what all "
+            "rows share. Give 0, or an array."
+        )
+
+
+class Stream:
+    """The rows of an argument, in order.
+
+    Args:
+      x: what `is_stream` takes.
+      name: of the argument, for messages.
+      batched: whether each item is a batch, with rows along axis 0, and not a row.
+      start: how many rows are passed over.
+
+    Attributes:
+      argument: what stands for it: a tree with a `StreamLeaf` for each array of a row; None if
+        there are no rows.
+      size: rows of the first item.
+    """
+
+    def __init__(self, x: Any, name: str, batched: bool, start: int) -> None:
+        self._name, self._batched = name, batched
+        by_number = not batched and _has_numbers(x)
+        items = (x[i] for i in range(start, len(x))) if by_number else iter(x)
+        self._iterator: Iterator[Any] = items
+        self._own = items is not x  # and not the user's, who may go on with it
+        self._structure: Any = None
+        self._types: list[tuple[tuple[int, ...], np.dtype]] = []
+        self._left: list[np.ndarray] = []  # rows of a batch that were not taken yet
+        self._items = 0
+        self.argument: Any = None
+        first = self._item()
+        if first is not None:
+            self.size = len(first[0])
+            self._left = first
+            leaves = [
+                StreamLeaf(self, i, f"{name}{path}", x.shape[1:], x.dtype)
+                for i, (path, x) in enumerate(zip(self._paths, first, strict=True))
+            ]
+            self.argument = self._structure.unflatten(leaves)
+            if not by_number:
+                self._pass_over(start)
+
+    def take(self, rows: int) -> list[np.ndarray]:
+        """The next rows of each array, so many or as many as there are: shape (rows, ...)."""
+        parts, count = [self._left], len(self._left[0])
+        while count < rows:
+            item = self._item()
+            if item is None:
+                break
+            parts.append(item)
+            count += len(item[0])
+        whole = [x[0] if len(x) == 1 else np.concatenate(x) for x in zip(*parts, strict=True)]
+        self._left = [x[rows:] for x in whole]
+        return [x[:rows] for x in whole]
+
+    def close(self) -> None:
+        """Ends a generator that was made here."""
+        close = getattr(self._iterator, "close", None)
+        if self._own and close is not None:
+            close()
+
+    def _pass_over(self, rows: int) -> None:
+        while rows > len(self._left[0]):
+            rows -= len(self._left[0])
+            item = self._item()
+            if item is None:
+                rows = 0
+                self._left = [x[:0] for x in self._left]
+                break
+            self._left = item
+        self._left = [x[rows:] for x in self._left]
+
+    def _item(self) -> list[np.ndarray] | None:
+        """The arrays of the next item, with rows along axis 0; None if there is none."""
+        try:
+            item = next(self._iterator)
+        except StopIteration:
+            return None
+        name = f"{self._name}, item {self._items}"
+        self._items += 1
+        named, structure = jax.tree_util.tree_flatten_with_path(item, is_leaf=_is_numbers)
+        paths = [jax.tree_util.keystr(keys) for keys, _ in named]
+        arrays = [_array(x, f"{name}{path}") for path, (_, x) in zip(paths, named, strict=True)]
+        if not self._batched:
+            arrays = [x[None] for x in arrays]
+        if self._structure is None:
+            self._structure, self._paths = structure, paths
+            if not arrays:
+                raise ArgumentTypeError(f"{name} has no arrays.")
+            self._types = [(x.shape[1:], x.dtype) for x in arrays]
+        self._check(name, structure, arrays)
+        return arrays
+
+    def _check(self, name: str, structure: Any, arrays: Sequence[np.ndarray]) -> None:
+        if structure != self._structure:
+            raise ArgumentTypeError(
+                f"{name} is {structure}, and the first was {self._structure}: all must be alike."
+            )
+        counts = {x.shape[:1] for x in arrays}
+        if len(counts) > 1 or () in counts:
+            shapes = ", ".join(str(x.shape) for x in arrays)
+            raise AxisError(
+                f"{name} is to be a batch of rows along axis 0 of each array, and these have the "
+                f"shapes {shapes}. If it is one row, leave out batched=True."
+            )
+        for path, x, (shape, dtype) in zip(self._paths, arrays, self._types, strict=True):
+            if x.shape[1:] != shape or not np.can_cast(x.dtype, dtype, "same_kind"):
+                raise AxisError(
+                    f"{name}{path} has rows of shape {x.shape[1:]} and dtype {x.dtype}, and the "
+                    f"first ones had {shape} and {dtype}: all must be alike. Pad them, or give "
+                    "rows of different lengths as a batchax.Ragged."
+                )
+
+
+def _is_numbers(x: Any) -> bool:
+    """Whether a list stands for an array: loaders hand on rows as they are in JSON."""
+    while isinstance(x, list) and x:
+        x = x[0]
+    return isinstance(x, numbers.Number)
+
+
+def _array(x: Any, name: str) -> np.ndarray:
+    try:
+        array = np.asarray(x)
+    except Exception as error:
+        raise ArgumentTypeError(f"{name} cannot be made an array of NumPy's: {error}") from error
+    return np.asarray(array, native(array.dtype, f"{name}, of type {type(x).__name__}"))

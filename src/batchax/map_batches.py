@@ -1,0 +1,164 @@
+"""`map_batches`: a function of one row over a dataset, and its results batch after batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+
+from batchax import _compat
+from batchax.datasets.batches import Batches, of_sources, of_streams
+from batchax.datasets.options import check_batch_size, check_key, check_one_of, of_this_process
+from batchax.datasets.program import RowFunction, takes_key_by_name
+from batchax.datasets.streams import Stream, StreamLeaf, is_stream
+from batchax.divergence.compact import Compact
+from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.frontend.arguments import check_callable, check_small_matrices
+from batchax.frontend.in_axes import (
+    argument_names,
+    check_in_axes,
+    is_position,
+    spread_in_axes,
+)
+from batchax.frontend.outputs import check_out_axes
+
+
+@_compat.api_boundary
+def map_batches(
+    fun: Callable[..., Any],
+    *sources: Any,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    batch_size: int | Literal["auto"] = "auto",
+    memory_limit: int | str | None = None,
+    batched: bool = False,
+    last: Literal["short", "drop"] = "short",
+    start: int = 0,
+    ahead: int = 2,
+    mesh: Literal["all"] | jax.sharding.Mesh | tuple[jax.sharding.Mesh, Any] | None = None,
+    key: Any = None,
+    divergence: Literal["auto", "predicate", "compact"] | Compact = "auto",
+    small_matrices: Literal["auto", "library"] = "auto",
+    retries: int = 2,
+) -> Batches:
+    """Applies a function of one row to rows of a dataset, and hands out results batch after batch.
+
+    So a training loop reads what a map makes, and nothing of it needs a disk. While one batch is
+    used, the next ones are read and computed. Row `i` has the result that it has in `map`.
+
+    Args:
+      fun: a function of one row, as for `vmap`.
+      *sources: arrays with rows, or paths, as for `map`; or all that are mapped are streams:
+        whatever Python iterates over, and each item is a row (a tree of arrays, numbers or lists
+        of numbers). Iterators, datasets of Hugging Face and of Grain; with `batched` also loaders
+        (``torch.utils.data.DataLoader``, ``grain.DataLoader``).
+      in_axes: along which axis rows lie, as for `vmap`; None for what all rows share. For
+        streams 0.
+      out_axes: where the rows of results go, as for `vmap`.
+      batch_size: how many rows a batch has; "auto": as many as fit `memory_limit`, and in
+        batches of a stream as many as its first has.
+      memory_limit: bytes, or a string such as "2GiB"; by default what the device has free.
+      batched: whether each item of a stream is a batch, with rows along axis 0 of all arrays. They
+        need not have the size of the batches that are handed out.
+      last: what becomes of the last batch, if it has fewer rows: "short", or "drop".
+      start: how many rows are passed over: what `Batches.rows` said when a loop was ended. Those of
+        datasets with numbers (``x[i]``) and of arrays are not read, others are taken and dropped.
+      ahead: how many batches are read, and as many computed, before they are asked for.
+      mesh: devices to spread a batch over, as for `vmap`.
+      key: a random key; row `i` gets ``jax.random.fold_in(key, i)``, as for `map`.
+      divergence, small_matrices: as for `vmap`.
+      retries: how many times reading an array is tried again if it fails.
+
+    Returns:
+      `Batches`: an iterator of what the function returns, with rows along `out_axes`, on the
+      device. It can be closed, and says how many rows it has handed out.
+
+    Raises:
+      ArgumentTypeError: an argument has the wrong type, or items of a stream are not alike.
+      AxisError: an axis is out of range, or numbers of rows differ.
+      UnsupportedError: an output is to be reduced, or streams and arrays are mapped together.
+      RowError: the function fails for a row; when the batch with it is asked for.
+      StorageError: something cannot be read; likewise. What a stream raises is raised likewise.
+
+    Example:
+      >>> def lengths():
+      ...     for n in range(5):
+      ...         yield {"x": [n, 2 * n], "weight": 1.0}
+      >>> dot = lambda row: jnp.sum(jnp.array(row["x"])) * row["weight"]
+      >>> for batch in bx.map_batches(dot, lengths(), batch_size=2):
+      ...     print(batch)
+      [0. 3.]
+      [6. 9.]
+      [12.]
+    """
+    check_callable("map_batches", "a function of one row", fun)
+    check_out_axes(out_axes)
+    check_batch_size(batch_size)
+    check_one_of("last", last, "short", "drop")
+    for name, value, least in (("start", start, 0), ("ahead", ahead, 0), ("retries", retries, 0)):
+        if not (is_position(value) and value >= least):
+            raise ArgumentTypeError(f"{name} must be a non-negative int, got {value!r}.")
+    if not isinstance(batched, bool):
+        raise ArgumentTypeError(f"batched must be True or False, got {batched!r}.")
+    check_key(fun, key, len(sources))
+    check_small_matrices(small_matrices)
+    check_in_axes(fun, in_axes)
+    start = int(start)
+    streams, arguments = [], []
+    first = int(key is not None and not takes_key_by_name(fun))
+    names = argument_names(fun, first + len(sources))[first:]
+    for name, x in zip(names, sources, strict=True):
+        if is_stream(x):
+            streams.append(Stream(x, name, batched, start))
+            x = streams[-1].argument
+        arguments.append(x)
+    if batched and not streams:
+        raise ArgumentTypeError(
+            "batched=True says what each item of a stream is, and no argument is one: leave it out."
+        )
+    if any(stream.argument is None for stream in streams):  # nobody knows what rows would be
+        _check_all_empty(streams)
+        return Batches(None, iter(()), 1, start, int(ahead))
+    _check_alike(fun, in_axes, tuple(arguments))
+    options = {"divergence": divergence, "small_matrices": small_matrices}
+    options |= {"mesh": of_this_process(mesh)}
+    function = RowFunction.of(fun, tuple(arguments), in_axes, out_axes, key, options)
+    for m in function.inputs.mapped:
+        if isinstance(m.source, StreamLeaf) and m.axis:
+            raise AxisError(
+                f"in_axes gives {m.axis} for {m.path}: rows of a stream are along axis 0."
+            )
+    for output in function.outputs:
+        if output.reduces:
+            raise UnsupportedError(
+                f"out_axes reduces {output.path} over all rows, and map_batches hands out batches. "
+                "Use map, or reduce each batch."
+            )
+    if batch_size == "auto":
+        batch_size = streams[0].size if batched else function.fitting(memory_limit)
+    size = max(1, min(int(batch_size), function.inputs.rows))
+    _ = function.program(size)  # compiled here, where JAX is set as the caller has it
+    if streams:
+        read = of_streams(function, streams, size, start, last)
+    else:
+        read = of_sources(function, size, start, last, int(retries))
+    return Batches(function, read, size, start, int(ahead))
+
+
+def _check_alike(fun: Callable[..., Any], in_axes: Any, arguments: tuple[Any, ...]) -> None:
+    """Rows of streams are counted as they come, so nobody could compare numbers of rows before."""
+    leaves, _ = spread_in_axes(fun, in_axes, arguments, {}, objects=False)
+    mapped = [x for leaf in leaves if leaf.spec is not None for x in jax.tree.leaves(leaf.value)]
+    if len({isinstance(x, StreamLeaf) for x in mapped}) > 1:
+        raise UnsupportedError(
+            "some of the arguments that are mapped are streams, and some are arrays. Give all as "
+            "streams (iter(x) of an array), or none; or None in in_axes for what all rows share."
+        )
+
+
+def _check_all_empty(streams: list[Stream]) -> None:
+    if any(stream.argument is not None for stream in streams):
+        raise AxisError(
+            "the arguments end after different numbers of rows: some of the streams have none."
+        )
