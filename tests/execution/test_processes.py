@@ -317,10 +317,12 @@ def what_is_wrong_is_said_on_all_processes():
     x, own = rows_of(*uneven())
     batched = bx.vmap(lambda x, y: x + y, mesh="all")
     wrong = np.zeros((len(own) + (jax.process_index() == 0), 5), np.float32)
-    with pytest.raises(bx.AxisError, match=r"on process 0 they have several.*(.*\n)*.*y: shape"):
+    with pytest.raises(bx.AxisError, match=r"on process 0 they have several.*(.*\n)*.*y: "):
         batched(bx.local(own), bx.local(wrong))
     wider = np.zeros((len(own), 5 + jax.process_index()), np.float32)
-    with pytest.raises(bx.ProcessesError, match=r"same types(.*\n)*.*y: float32\[rows, [567]\]"):
+    with pytest.raises(
+        bx.ProcessesError, match=r"same types(.*\n)*.*args\[1\]: float32\[rows, [567]\]"
+    ):
         batched(bx.local(own), bx.local(wider))
     some = Mesh(
         np.array(jax.devices())[[2, 4]]
@@ -346,7 +348,7 @@ def a_call_that_not_all_processes_make():
         (one if jax.process_index() else other)(x)
     with pytest.raises(bx.ProcessesError, match=r"batch_size: \d\nand on process \d\n  batch_size"):
         bx.vmap(jnp.sin, mesh="all", batch_size=1 + jax.process_index())(x)
-    with pytest.raises(bx.ProcessesError, match=r"x: float\d\d\[2, 5\]"):
+    with pytest.raises(bx.ProcessesError, match=r"args\[0\]: float\d\d\[2, 5\]"):
         one(x if jax.process_index() else x[:2])
     spread = one(x)
     with pytest.raises(bx.ProcessesError, match="gather: all"):
