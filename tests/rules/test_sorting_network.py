@@ -134,3 +134,11 @@ def test_where_it_takes_less_time(monkeypatch):
     assert compared(256, 16)
     assert compared(1024, 512)
     assert compared(1024, 16, np.complex64)
+
+
+def test_of_a_number_of_rows_that_is_not_known():
+    (b,) = jax.export.symbolic_shape("b")
+    rows = jax.ShapeDtypeStruct((b, 16), np.float32)
+    exported = jax.export.export(jax.jit(bx.vmap(jnp.argsort)))(rows)
+    x = RNG.normal(size=(5, 16)).astype("f")
+    np.testing.assert_array_equal(exported.call(x), np.argsort(x, kind="stable"))

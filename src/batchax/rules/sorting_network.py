@@ -40,6 +40,8 @@ def pays(operands: Sequence[Any], dimension: int, num_keys: int) -> bool:
     sent from device to device.
     """
     shape = operands[0].shape
+    if not all(isinstance(n, int) for n in shape):  # symbolic ones: nobody knows how many
+        return False
     size = shape[dimension]
     ordered = all(jnp.issubdtype(x.dtype, jnp.integer) or _is_real(x) for x in operands[:num_keys])
     plain = all(not jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in operands)
