@@ -164,7 +164,7 @@ def _check_apart(out: Any, function: RowFunction) -> None:
         return
     place = out.resolve() if isinstance(out, Path) else out
     for m in function.inputs.mapped:
-        if any(f.path == place or f.path in place.parents for f in m.source.all_files):
+        if m.source.would_hold(place):
             raise ArgumentTypeError(
                 f"out={str(out)!r} lies in {m.source.name}, which would change while it is read. "
                 "Give an out= beside it."

@@ -315,3 +315,15 @@ def test_what_is_refused(case):
     call, error, match = REFUSED[case]
     with pytest.raises(error, match=match):
         call()
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_generator_that_makes_rows_in_the_same_memory(batched):
+    def rows():
+        buffer = np.zeros((2, 3) if batched else 3, np.float32)
+        for i in range(6):
+            buffer[...] = i
+            yield buffer
+
+    got = np.concatenate(list(bx.map_batches(jnp.sum, rows(), batch_size=4, batched=batched)))
+    np.testing.assert_array_equal(got, np.repeat(np.arange(6), 1 + batched) * 3)

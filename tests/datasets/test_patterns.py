@@ -168,3 +168,17 @@ def test_from_a_shell(capsys):
     words = ["map", "model.py:total", "--in", "year=*/x.npy", "--out", "y.npy", "--no-progress"]
     assert main(words) == 0
     np.testing.assert_allclose(np.load("y.npy"), X.sum(1))
+
+
+def test_an_output_that_would_fit_the_pattern():
+    """Refused before anything is written: else the same call could not go on, nor be made again"""
+    np.save("0.npy", X)
+    Path("deep/er").mkdir(parents=True)
+    np.save("deep/er/0.npy", X)
+    for pattern, out in (("*.npy", "y.npy"), ("deep/**/*.npy", "deep/a/y.npy")):
+        before = sorted(map(str, Path().rglob("*")))
+        with pytest.raises(bx.ArgumentTypeError, match=rf"out='{out}' lies in "):
+            bx.map(jnp.sum, pattern, out=out, progress=False)
+        assert sorted(map(str, Path().rglob("*"))) == before
+    for pattern, out in (("*.npy", "far/y.npy"), ("0*.npy", "y.npy"), ("deep/**/*.npy", "z.npy")):
+        assert bx.map(jnp.sum, pattern, out=out, progress=False).rows == len(X)

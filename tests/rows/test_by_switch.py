@@ -22,6 +22,7 @@ FUNCTIONS = {
     "eigenvalues": lambda x: jnp.linalg.eigvalsh(square(x)),
     "range": lambda x: sum(x[i] * i for i in range(len(x))),
     "linspace": lambda x: {"row": x * jnp.linspace(0, 1, len(x)), "last": x[-1]},
+    "numbers of Python's": lambda x: (x.sum(), len(x), len(x) > 2, float(len(x))),
     "if": lambda x: x.sum() if x.shape[0] > 2 else x.prod(),
     "sorted at host": lambda x: jax.pure_callback(
         np.sort, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential"
@@ -31,9 +32,9 @@ ROWS = dict(lengths=(3, 1, 4, 3), spare=1)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.each_commit(3, "spectrum", "range")
+@pytest.mark.each_commit(4, "spectrum", "range", "numbers of Python's")
 def test_as_each_row_alone(name):
-    modes = () if name == "sorted at host" else ("jvp", "vjp")
+    modes = () if name in ("sorted at host", "numbers of Python's") else ("jvp", "vjp")
     check_rows(FUNCTIONS[name], ragged(**ROWS), modes=modes, reverse_traced=True)
 
 

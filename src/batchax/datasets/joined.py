@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import itertools
 import os
@@ -31,11 +32,20 @@ def matching(pattern: str) -> list[Path]:
     return sorted(map(Path, glob.glob(pattern, recursive=True)))
 
 
+def _fits(path: Path, pattern: Path) -> bool:
+    """Whether a file of that path would fit a pattern, once it is there."""
+    if "**" in pattern.parts:  # any folders may stand for that
+        return fnmatch.fnmatch(str(path), str(pattern).replace("**/", "*"))
+    each = zip(path.parts, pattern.parts, strict=False)
+    return len(path.parts) == len(pattern.parts) and all(fnmatch.fnmatch(*x) for x in each)
+
+
 class Joined(Source):
     """Rows of several sources, one after another, along axis 0.
 
     Args:
       parts: the sources.
+      pattern: what their paths fit.
       name: for messages.
 
     Raises:
@@ -44,7 +54,7 @@ class Joined(Source):
 
     lends = True
 
-    def __init__(self, parts: Sequence[Source], name: str) -> None:
+    def __init__(self, parts: Sequence[Source], pattern: str, name: str) -> None:
         first, *_ = parts
         kind = lambda x: (x.shape[1:], x.dtype, x.ragged)
         for part in parts:
@@ -57,7 +67,7 @@ class Joined(Source):
                 )
         self.ragged = first.ragged
         self.in_process = any(part.in_process for part in parts)
-        self._parts = parts
+        self._parts, self._pattern = parts, Path(pattern).resolve()
         self._held: deque[int] = deque()
         self._ends = list(itertools.accumulate(part.shape[0] for part in parts))
         self._files = [files for part in parts for files in part.all_files]
@@ -68,6 +78,10 @@ class Joined(Source):
     @property
     def all_files(self) -> Sequence[Any]:
         return self._files
+
+    def would_hold(self, path: Any) -> bool:
+        fits = isinstance(path, Path) and _fits(path, self._pattern)
+        return fits or super().would_hold(path)
 
     @cached_property
     def lengths(self) -> np.ndarray | None:

@@ -59,6 +59,10 @@ class Source:
         """All `Files` that it reads."""
         return [] if self.files is None else [self.files]
 
+    def would_hold(self, path: Any) -> bool:
+        """Whether what is written to `path` is, or would be, a part of what it reads."""
+        return any(f.path == path or f.path in path.parents for f in self.all_files)
+
     @cached_property
     def lengths(self) -> np.ndarray | None:
         """Of each row, where rows have different lengths."""

@@ -125,7 +125,7 @@ def _joined(pattern: str, member: str, name: str, path: str) -> Source:
             f"{name} ({path}): no file fits the pattern, from the folder {Path.cwd()}."
         )
     of = f":{member}" if member else ""
-    return Joined([open_path(f"{each}{of}", name) for each in paths], f"{name} ({path})")
+    return Joined([open_path(f"{each}{of}", name) for each in paths], pattern, f"{name} ({path})")
 
 
 def _kind_of(file: Path) -> str | None:

@@ -178,8 +178,9 @@ def _is_numbers(x: Any) -> bool:
 
 
 def _array(x: Any, name: str) -> np.ndarray:
+    """An array of its own: whoever makes rows may make the next one in the same memory."""
     try:
-        array = np.asarray(x)
+        array = np.array(x)
     except Exception as error:
         raise ArgumentTypeError(f"{name} cannot be made an array of NumPy's: {error}") from error
     return np.asarray(array, native(array.dtype, f"{name}, of type {type(x).__name__}"))

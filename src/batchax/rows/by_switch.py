@@ -216,6 +216,7 @@ def _branch(
             for x, s, m in zip(arrays, sizes_of, mapped, strict=True)
         ]
         outs = eval_jaxpr(program.jaxpr, program.consts, *own)
-        return [result.padded(x) for result, x in zip(results, outs, strict=True)]
+        # Numbers of Python's come out as they are written in the program.
+        return [result.padded(jnp.asarray(x)) for result, x in zip(results, outs, strict=True)]
 
     return run
