@@ -443,6 +443,7 @@ def test_beside_a_reference_operations_keep_their_derivatives():
     check_chunks(f, X, eager=False)
 
 
+@pytest.mark.usefixtures("longer_rows")
 def test_a_symbolic_number_of_lanes_is_refused():
     (n,) = jax.export.symbolic_shape("n")
     x = jax.ShapeDtypeStruct((n, 3), jnp.float32)

@@ -230,6 +230,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.usefixtures("longer_rows")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     call, message = REFUSED[name]

@@ -118,6 +118,7 @@ def test_in_a_thread():
     assert found == ["<lambda>", "bad"]
 
 
+@pytest.mark.usefixtures("longer_rows")
 def test_a_cause_is_kept_and_shows_frames_of_the_user_alone():
     def if_long(x):
         return x.sum() if x.shape[0] > 2 else x.sum() * 2

@@ -204,6 +204,7 @@ def alone(f, row, x):
     return jax.jit(f)(row, x)
 
 
+@pytest.mark.usefixtures("longer_rows")
 def test_rows_reduced_to_what_nobody_said_the_neutral_value_of():
     f = lambda row: both_p.bind(row, axes=(0,))[1]
     rows = bx.Ragged.from_rows(ROWS[:3])

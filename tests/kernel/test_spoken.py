@@ -110,6 +110,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.usefixtures("longer_rows")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_is_named_as_users_know_it(name):
     call, x, said = REFUSED[name]

@@ -118,7 +118,8 @@ def test_on_meshes():
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_nan_of_one_lane_is_no_other_lanes(name):
-    f, xs = FUNCTIONS[name], definite(LANES)
+    # Vectors of values that are alike have no derivative, whoever computes it: these differ.
+    f, xs = FUNCTIONS[name], definite(LANES) + np.diag(np.array([0, 9], "float32"))
     xs[7, 1, 0] = np.nan
     out = np.asarray(jax.jit(bx.vmap(jax.grad(loss(f))))(xs))
     np.testing.assert_array_equal(np.isnan(out).any((1, 2)), np.arange(LANES) == 7)

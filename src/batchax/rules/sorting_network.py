@@ -28,6 +28,7 @@ from batchax.kernel.axis import Axis, shift_dims
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.kernel.rule_makers import matched
 from batchax.kernel.varying import may_be_spread
+from batchax.memo import memoized
 from batchax.rules.sorting_by_image import image, magnitude
 
 
@@ -156,7 +157,7 @@ def _words(x: Value) -> list[Any]:
     return [word if k == 0 and signed else word ^ lowest for k, word in enumerate(words)]
 
 
-@functools.cache
+@memoized("steps of networks that sort", most=256)
 def _partners(size: int) -> np.ndarray:
     """For each step of Batcher's network the place that each place is compared with."""
     steps = []
