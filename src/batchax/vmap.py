@@ -40,6 +40,7 @@ from batchax.frontend.outputs import (
     flatten_outputs,
 )
 from batchax.frontend.rows import find_row_options, pass_of_rows
+from batchax.frontend.words_of_others import in_our_words
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 
@@ -51,6 +52,7 @@ Out = TypeVar("Out")
 
 
 @_compat.api_boundary
+@in_our_words
 def vmap(
     fun: Callable[P, Out],
     in_axes: Any = 0,

@@ -518,3 +518,24 @@ def test_axes_for_the_arrays_of_a_sparse_matrix():
     fails(
         lambda vmap: vmap(never, (axes,))(matrix), bx.AxisError, "in_axes gives a BCOO for args[0]"
     )
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("in_dims", "in torch.func.vmap is in_axes here"),
+        ("chunk_size", "in torch.func.vmap is batch_size here"),
+        ("randomness", "batchax.split_key"),
+        ("signature", "batchax.auto_vmap"),
+        ("batchsize", "Did you mean 'batch_size'?"),
+        ("what", "It has in_axes, out_axes"),
+    ],
+)
+def test_options_in_the_words_of_others(option, says):
+    calls = [bx.vmap, bx.explain, bx.check, bx.find_nonfinite]
+    for call in calls:
+        with pytest.raises(TypeError, match=re.escape(f"has no option {option!r}")) as raised:
+            call(jnp.sin, **{option: 0})(jnp.ones(3))
+        assert says in str(raised.value)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'fun'"):
+        bx.vmap()

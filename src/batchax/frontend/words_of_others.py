@@ -1,0 +1,56 @@
+"""Options as other libraries call them, given to us: what they are here."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from batchax.errors import ArgumentTypeError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_OTHERS = {
+    "in_dims": ("torch.func.vmap", "in_axes"),
+    "out_dims": ("torch.func.vmap", "out_axes"),
+    "chunk_size": ("torch.func.vmap", "batch_size"),
+    "randomness": ("torch.func.vmap", "a key for each lane, by in_axes=batchax.split_key"),
+    "fallback_to_while_loop": (
+        "tf.vectorized_map",
+        "nothing to be asked for: what has no rule runs one lane after another, with a warning",
+    ),
+    "excluded": ("jnp.vectorize", "None in in_axes"),
+    "signature": ("jnp.vectorize", "batchax.auto_vmap, which takes one"),
+    "default": ("eqx.filter_vmap", "in_axes"),
+    "static_argnums": ("jax.jit", "None in in_axes, by which an argument stays what it is"),
+}
+
+
+def in_our_words(fun: F) -> F:
+    """Decorator of what users call: options that it does not have are refused with what to give.
+
+    Raises:
+      ArgumentTypeError: (a TypeError) names the option, and what it is here.
+    """
+    names = list(inspect.signature(fun).parameters)
+    known = frozenset(names)
+
+    @functools.wraps(fun)
+    def checked(*args: Any, **options: Any) -> Any:
+        if not known.issuperset(options):
+            raise ArgumentTypeError(_told(fun.__name__, names, options))
+        return fun(*args, **options)
+
+    return cast("F", checked)
+
+
+def _told(called: str, names: list[str], options: dict[str, Any]) -> str:
+    option = next(name for name in options if name not in names)
+    if option in _OTHERS:
+        library, ours = _OTHERS[option]
+        return f"{called}() has no option {option!r}: what that is in {library} is {ours} here."
+    near = difflib.get_close_matches(option, names, 1)
+    hint = f" Did you mean {near[0]!r}?" if near else f" It has {', '.join(names[1:])}."
+    return f"{called}() has no option {option!r}.{hint}"
