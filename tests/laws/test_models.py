@@ -8,6 +8,7 @@ import pytest
 from flax import linen, nnx
 
 import batchax as bx
+from batchax.frontend.objects import without_objects
 
 from support.oracle import example, same
 
@@ -246,3 +247,13 @@ def test_objects_among_arguments_and_results():
         bx.scan(lambda carry, x: (carry, (x, jnp.sin)))(0.0, XS)
     with pytest.raises(bx.ArgumentTypeError, match=r"out\['made by'\] of type object"):
         bx.map(lambda x: {"x": x, "made by": settings}, np.asarray(XS), progress=False)
+
+
+def test_arrays_of_a_model_that_may_be_called_are_looked_at():
+    """A module is no object: what looks at the results of a function looks at its arrays"""
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.Linear(2, 3, key=jax.random.key(0))
+    assert len(jax.tree.leaves(without_objects((model, jnp.tanh)))) == 2
+    twice = lambda x: jax.tree.map(lambda w: w * x.sum(), model)
+    listed = [e.primitive for e in bx.explain(twice, compile=False)(jnp.ones((4, 2))).walk()]
+    assert listed.count("mul") == 2
