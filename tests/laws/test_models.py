@@ -251,7 +251,6 @@ def test_objects_among_arguments_and_results():
 
 def test_arrays_of_a_model_that_may_be_called_are_looked_at():
     """A module is no object: what looks at the results of a function looks at its arrays"""
-    eqx = pytest.importorskip("equinox")
     model = eqx.nn.Linear(2, 3, key=jax.random.key(0))
     assert len(jax.tree.leaves(without_objects((model, jnp.tanh)))) == 2
     twice = lambda x: jax.tree.map(lambda w: w * x.sum(), model)
