@@ -35,11 +35,11 @@ def in_our_words(fun: F) -> F:
       ArgumentTypeError: (a TypeError) names the option, and what it is here.
     """
     names = list(inspect.signature(fun).parameters)
-    known = frozenset(names)
+    ours = frozenset(names)
 
     @functools.wraps(fun)
     def checked(*args: Any, **options: Any) -> Any:
-        if not known.issuperset(options):
+        if not ours.issuperset(options):
             raise ArgumentTypeError(_told(fun.__name__, names, options))
         return fun(*args, **options)
 
