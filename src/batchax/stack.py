@@ -12,7 +12,7 @@ import numpy as np
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import BatchOfRows, is_container
-from batchax.frontend.outputs import is_array
+from batchax.frontend.objects import is_array
 from batchax.jaxprs.words import Value
 
 

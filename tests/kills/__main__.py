@@ -74,12 +74,17 @@ def forked(
     job: Job, inputs: Path, out: Path, watch: Watch, seconds: float | None = None
 ) -> tuple[int, Any]:
     """A call in a child, killed after so many seconds; its exit code, and what `call` returned."""
+    return forked_to_do(lambda: call(job, inputs, out, watch), seconds)
+
+
+def forked_to_do(work: Callable[[], Any], seconds: float | None = None) -> tuple[int, Any]:
+    """Work in a child, killed after so many seconds; its exit code, and what it returned."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         os.close(reading)
         try:
-            answer = pickle.dumps(call(job, inputs, out, watch))
+            answer = pickle.dumps(work())
             with os.fdopen(writing, "wb") as file:
                 file.write(answer)
             os._exit(0)

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
-import pickle
 import random
 import signal
 import tempfile
-import threading
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +21,7 @@ import obstore  # noqa: F401  (imported once, for all that are forked: its threa
 from batchax.datasets import objects, steps
 from batchax.datasets.addresses import ObjectPath, address
 from batchax.datasets.inspect import status, verify
-from kills.__main__ import AT_ANY_TIME, MOMENTS, Watch
+from kills.__main__ import AT_ANY_TIME, MOMENTS, Watch, forked_to_do
 from kills.jobs import JOBS, write_inputs
 
 from support import object_servers
@@ -64,31 +60,6 @@ def call(job: Any, inputs: Path, url: str, watch: Watch) -> Any:
     return left, (report.rows, [b.row for b in report.bad], reduced), watch.seen
 
 
-def forked(work: Any, seconds: float | None = None) -> tuple[int, Any]:
-    """What a child returns; it is killed after so many seconds."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(reading)
-        try:
-            answer = pickle.dumps(work())
-            with os.fdopen(writing, "wb") as file:
-                file.write(answer)
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    os.close(writing)
-    killer = threading.Timer(120 if seconds is None else seconds, os.kill, (child, signal.SIGKILL))
-    killer.start()
-    with os.fdopen(reading, "rb") as file:
-        answer = file.read()
-    killer.cancel()
-    killer.join()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return code, pickle.loads(answer) if code == 0 else None
-
-
 def on_disk(job: Any, inputs: Path, folder: Path) -> Any:
     """What the call leaves on a disk."""
     folder.mkdir()
@@ -111,7 +82,7 @@ def run(count: int, seed: int, root: Path) -> int:
         job = KINDS[outputs % len(KINDS)]
         name = job.__name__
         if name not in expected:
-            code, expected[name] = forked(lambda: on_disk(job, inputs, root / name))
+            code, expected[name] = forked_to_do(lambda: on_disk(job, inputs, root / name))
             assert code == 0, f"{name} fails by itself"
         left, told, seen = expected[name]
         url = f"s3://{object_servers.BUCKET}/{seed}-{outputs}-{name}"
@@ -120,7 +91,7 @@ def run(count: int, seed: int, root: Path) -> int:
             moment = draw.choice(MOMENTS) if killed < PATIENCE else ""
             watch = Watch(moment, 1 + int(seen[moment] * draw.random() ** 2))
             after = draw.random() * SECONDS if moment == AT_ANY_TIME else None
-            code, answer = forked(lambda: call(job, inputs, url, watch), after)
+            code, answer = forked_to_do(lambda: call(job, inputs, url, watch), after)
             assert code in (0, -signal.SIGKILL), f"{name}, killed {killed} times: {code}"
             killed += code != 0
         now, said, _ = answer

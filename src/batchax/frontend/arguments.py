@@ -26,7 +26,7 @@ from batchax.frontend.containers import BatchOfRows, parts_of_argument
 from batchax.frontend.in_axes import LANES, Terms, is_position, listed, show, spread_in_axes
 from batchax.frontend.local_rows import LocalRows, only_mapped
 from batchax.frontend.mapped import LaneIndices, Mapped, MappedRows, OwnRows
-from batchax.frontend.outputs import is_array
+from batchax.frontend.objects import is_array
 from batchax.frontend.parts import LANE_INDEX, AxisSpec
 from batchax.frontend.prefixes import SpecifiedLeaf
 from batchax.jaxprs.words import Value

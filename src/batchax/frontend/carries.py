@@ -11,7 +11,7 @@ from jax import lax
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError
-from batchax.frontend.outputs import is_array
+from batchax.frontend.objects import is_array
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.rule_results import describe_returned
 

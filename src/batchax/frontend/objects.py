@@ -29,13 +29,14 @@ def is_object(value: Value) -> bool:
     meant = (str, bytes, numbers.Number, os.PathLike, np.ndarray, np.generic, Iterable)
     if isinstance(value, meant) or any(hasattr(value, name) for name in _OF_ARRAYS):
         return False
-    return not _is_array(value)
+    return not is_array(value)
 
 
 _OF_ARRAYS = ("shape", "dtype", "__array__", "__jax_array__", "__len__", "__dlpack__")
 
 
-def _is_array(value: Value) -> bool:
+def is_array(value: Value) -> bool:
+    """Whether `value` is an array to JAX, or a number."""
     try:
         jax.typeof(value)
     except TypeError:

@@ -17,7 +17,7 @@ from batchax.frontend import reducing
 from batchax.frontend.containers import is_container, is_container_spec, parts_of_output
 from batchax.frontend.in_axes import LANES, Terms, is_position, show
 from batchax.frontend.named_reductions import REDUCTIONS, Kind, adds_up, has_reduction
-from batchax.frontend.objects import is_object
+from batchax.frontend.objects import is_array, is_object
 from batchax.frontend.parts import AxisSpec
 from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
 from batchax.frontend.reduction import Reduction
@@ -249,15 +249,6 @@ def flatten_arrays(out: Any, containers: bool = False, name: str = "out") -> tup
         if not (containers and is_container(leaf)):
             check_array(leaf, f"{name}{jax.tree_util.keystr(keys)}")
     return [leaf for _, leaf in leaves], structure
-
-
-def is_array(value: Value) -> bool:
-    """Whether `value` is an array to JAX, or a number."""
-    try:
-        jax.typeof(value)
-    except TypeError:
-        return False
-    return True
 
 
 def check_array(value: Value, path: str) -> None:

@@ -11,6 +11,7 @@ it is ragged, and where what computes it changes it depends on the row.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -66,13 +67,7 @@ def run_by_length(call: Call, chunking: Chunking | None) -> Outputs:
     sizes_of, sizes = find_sizes(mapped)
     groups, lengths = _groups_and_lengths(axis, sizes)
     recording.fact("groups", lengths=lengths, rows=[len(rows) for rows in groups])
-    names = [m.path for m in mapped]
-
-    def stage(at: Lengths) -> tuple[ClosedJaxpr, FlatOutputs]:
-        avals = row_avals(axis, mapped, sizes_of, sizes, at)
-        with rows_of_one_length(axis.name), sizes_in_errors(mapped, sizes_of, sizes):
-            return stage_described(axis, one_row, avals, names)
-
+    stage = functools.partial(stage_at, call, sizes_of, sizes)
     staged = [stage(at) for at in lengths]
     programs, outputs = [program for program, _ in staged], staged[-1][1]
     described = outputs.described
@@ -112,6 +107,16 @@ def run_by_length(call: Call, chunking: Chunking | None) -> Outputs:
         x if isinstance(x, Ragged) else place(axis, output, x, position)
         for (x, position), output in zip(outs, described, strict=True)
     ], outputs
+
+
+def stage_at(
+    call: Call, sizes_of: Sequence[RowSize | None], sizes: Sequence[RowSize], at: Lengths
+) -> tuple[ClosedJaxpr, FlatOutputs]:
+    """The function of a row staged for rows of such lengths, and what describes its outputs."""
+    axis, mapped = call.axis, call.mapped
+    avals = row_avals(axis, mapped, sizes_of, sizes, at)
+    with rows_of_one_length(axis.name), sizes_in_errors(mapped, sizes_of, sizes):
+        return stage_described(axis, call.function, avals, [m.path for m in mapped])
 
 
 def _check_known(mapped: Sequence[Mapped]) -> None:

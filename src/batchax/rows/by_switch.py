@@ -25,18 +25,16 @@ from batchax.frontend.mapped import Mapped
 from batchax.frontend.outputs import FlatOutputs, place
 from batchax.jaxprs.words import Aval, ClosedJaxpr
 from batchax.kernel import recording
-from batchax.kernel.inner import stage_described
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.programs.canonical_form import same_results
-from batchax.rows.arguments import RowSize, capacity_of, find_sizes, row_avals, sizes_in_errors
-from batchax.rows.by_length import kinds, place_for_lengths, symbolic_shape
+from batchax.rows.arguments import RowSize, capacity_of, find_sizes
+from batchax.rows.by_length import kinds, place_for_lengths, stage_at, symbolic_shape
 from batchax.rows.groups import check_constants
 from batchax.rows.host_calls import refuse_order
-from batchax.rows.in_padding import executed_as_arrays
-from batchax.rows.index import RowIndex, pack_rows, pad_rows
+from batchax.rows.in_padding import executed_as_arrays, padded_arguments
+from batchax.rows.index import RowIndex, pack_rows
 from batchax.rows.ragged import Ragged
-from batchax.rows.sizes import is_symbolic
-from batchax.rows.stand_ins import rows_of_one_length
+from batchax.rows.sizes import ragged_axis
 
 MOST_LENGTHS = 33  # programs, one for each length: that of a row without elements is one
 
@@ -66,14 +64,7 @@ def run_by_switch(call: Call, chunking: Chunking | None) -> Outputs | None:
     if len(sizes) != 1 or not are_few(sizes[0]):
         return None
     (size,) = sizes
-    names = [m.path for m in mapped]
-
-    def stage(length: int) -> tuple[ClosedJaxpr, FlatOutputs]:
-        avals = row_avals(axis, mapped, sizes_of, sizes, (length,))
-        with rows_of_one_length(axis.name), sizes_in_errors(mapped, sizes_of, sizes):
-            return stage_described(axis, call.function, avals, names)
-
-    staged = _staged(stage, size.bound)
+    staged = _staged(lambda length: stage_at(call, sizes_of, sizes, (length,)), size.bound)
     if size.bound not in staged or not size.bound:
         return None
     if 0 in staged and not _takes_nothing(staged[0][0], staged[size.bound][0]):
@@ -107,11 +98,7 @@ def run_by_switch(call: Call, chunking: Chunking | None) -> Outputs | None:
     def padded_row(length: Any, *arrays: Any) -> tuple[list[Any], FlatOutputs]:
         return lax.switch(length, branches, *arrays), replace(outputs, described=placed)
 
-    arguments = [Mapped("the lengths", jnp.asarray(size.index.lengths), 0)]
-    for m, own in zip(mapped, sizes_of, strict=True):
-        if own is not None:
-            m = Mapped(m.path, pad_rows(m.value.data, own.index_in(m.value), m.value.axis), 0)
-        arguments.append(m)
+    arguments = padded_arguments(mapped, sizes_of, sizes)
     with _compat.named_scope(axis.name, axis.size):
         rows = Call(replace(axis, name=None), padded_row, arguments)
         outs, _ = executed_as_arrays(rows, chunking)
@@ -168,7 +155,7 @@ class _Result:
     def __init__(self, size: RowSize, lengths: Sequence[int], avals: Sequence[Aval]) -> None:
         shapes = [getattr(aval, "shape", ()) for aval in avals]
         self.shape = symbolic_shape(shapes)
-        self.at = next((k for k, d in enumerate(self.shape) if is_symbolic(d)), None)
+        self.at = ragged_axis(self.shape)
         self.bounds = tuple(map(max, *shapes)) if len(shapes) > 1 else shapes[0]
         self.aval, self._size = avals[-1], size
         if self.at is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from batchax.execution.on_devices import in_parts
 from batchax.frontend.mapped import Mapped
 from batchax.frontend.outputs import FlatOutputs
 from batchax.kernel import recording
+from batchax.rows.arguments import RowSize
 from batchax.rows.call import RowCall
 from batchax.rows.index import pad_rows
 from batchax.rows.outputs import as_ragged
@@ -26,6 +28,21 @@ def executed_as_arrays(call: Call, chunking: Chunking | None) -> tuple[list[Any]
     A padded row is computed by a program that was staged for one mesh, so it stays where it is.
     """
     return execute(through([in_parts(chunking, where_types_say=False)], call))
+
+
+def padded_arguments(
+    mapped: Sequence[Mapped], sizes_of: Sequence[RowSize | None], sizes: Sequence[RowSize]
+) -> list[Mapped]:
+    """The lengths of rows, for each size, and the arguments, each row padded to the longest."""
+    arguments = [
+        Mapped(f"the lengths {size.name}", jnp.asarray(size.index.lengths), 0) for size in sizes
+    ]
+    for m, size in zip(mapped, sizes_of, strict=True):
+        if size is not None:
+            padded = pad_rows(m.value.data, size.index_in(m.value), m.value.axis)
+            m = Mapped(m.path, padded, 0)
+        arguments.append(m)
+    return arguments
 
 
 def execute_padded(call: RowCall, chunking: Chunking | None) -> tuple[list[Any], FlatOutputs]:
@@ -46,15 +63,7 @@ def execute_padded(call: RowCall, chunking: Chunking | None) -> tuple[list[Any],
         rows = run_padded(Sizes(bounds, lengths), staged.jaxpr, staged.consts, arguments)
         return [row.value for row in rows], call.outputs
 
-    arguments = [
-        Mapped(f"the lengths {size.name}", jnp.asarray(size.index.lengths), 0)
-        for size in call.sizes
-    ]
-    for m, size in zip(call.mapped, call.sizes_of, strict=True):
-        if size is not None:
-            padded = pad_rows(m.value.data, size.index_in(m.value), m.value.axis)
-            m = Mapped(m.path, padded, 0)
-        arguments.append(m)
+    arguments = padded_arguments(call.mapped, call.sizes_of, call.sizes)
     outs, _ = executed_as_arrays(Call(call.axis, padded_row, arguments), chunking)
     return [
         as_ragged(x, shape, call.sizes) if has_symbols(shape) else x

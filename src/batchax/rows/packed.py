@@ -27,11 +27,11 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, move_axis
 from batchax.kernel.interpreter import batch_equation
 from batchax.rows.index import RowIndex
-from batchax.rows.packing import REDUCED, ragged_axis
+from batchax.rows.packing import REDUCED
 from batchax.rows.padded import Operation, Row, fold_known, run_equation
 from batchax.rows.row_rules import Rows, in_packed_rows, size_of_rule
 from batchax.rows.segments import reduce_segments
-from batchax.rows.sizes import Sizes, depends_on_sizes, has_symbols, is_symbolic
+from batchax.rows.sizes import Sizes, depends_on_sizes, has_symbols, is_symbolic, ragged_axis
 from batchax.rows.steps import Constant, RowProgram, flatten
 
 

@@ -17,7 +17,7 @@ from batchax.kernel.rule_makers import reduced_dims
 from batchax.rows.padded_rules.custom_derivatives import staged_jvp_rule
 from batchax.rows.row_rules import size_of_rule
 from batchax.rows.segments import REDUCTIONS
-from batchax.rows.sizes import depends_on_sizes, has_symbols, is_symbolic
+from batchax.rows.sizes import depends_on_sizes, has_symbols, is_symbolic, ragged_axis
 from batchax.rows.steps import Constant, flatten
 
 # How segments are reduced for each reduction over a row.
@@ -26,11 +26,6 @@ REDUCED = {
     "reduce_and": "reduce_min",
     "reduce_or": "reduce_max",
 }
-
-
-def ragged_axis(shape: Sequence[Any]) -> int | None:
-    """Where a shape has its ragged size; it must have one at most."""
-    return next((i for i, dim in enumerate(shape) if is_symbolic(dim)), None)
 
 
 def is_packable(shape: Sequence[Any]) -> bool:

@@ -18,10 +18,10 @@ from batchax.rows.blocks import SizeClasses
 from batchax.rows.index import pack_rows, pad_rows
 from batchax.rows.layouts import Layout, differing_values, other_layout
 from batchax.rows.packed import Packed, PackedRows, run_and_note
-from batchax.rows.packing import is_packable, ragged_axis
+from batchax.rows.packing import is_packable
 from batchax.rows.padded import CannotPad, Row, run_equation
 from batchax.rows.size_classes import run_in_classes
-from batchax.rows.sizes import Sizes, has_symbols, is_symbolic
+from batchax.rows.sizes import Sizes, has_symbols, is_symbolic, ragged_axis
 from batchax.rows.steps import Constant, RowProgram, RowStep
 
 

@@ -27,7 +27,7 @@ from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.kernel.rule_results import fitted
 from batchax.rows.index import RowIndex, pack_rows, pad_rows
 from batchax.rows.padded import Operation, Row
-from batchax.rows.sizes import Sizes, has_symbols, is_symbolic
+from batchax.rows.sizes import Sizes, has_symbols, is_symbolic, ragged_axis
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.call import Cotangents, DerivativeStep, after, custom_call_p
 from batchax.user_rules.rule import Form, UserRule
@@ -158,7 +158,7 @@ def in_padding(op: Operation, rows: Sequence[Row], name: str) -> list[Any]:
     rule: UserRule = params["rule"]
     given, made = params["jaxpr"].in_avals, rule.out_types
     count, bound = len(rule.closed), sizes.bounds[name]
-    at = [_ragged_at(aval) for aval in given[count:]]
+    at = [ragged_axis(aval.shape) for aval in given[count:]]
 
     def alone(length: Any, *xs: Any) -> list[Any]:
         one = Rows(RowIndex.of(length[None], bound, bound), bound)
@@ -192,7 +192,7 @@ def in_padding(op: Operation, rows: Sequence[Row], name: str) -> list[Any]:
         ]
         outs, flags = run_packed_rule(rule, packed, said, xs[:count], operands)
         padded = [
-            pad_rows(x, index, _ragged_at(aval) or 0) if flag else x
+            pad_rows(x, index, ragged_axis(aval.shape) or 0) if flag else x
             for x, flag, aval in zip(outs, flags, made, strict=True)
         ]
         return padded, [flag is not None for flag in flags]
@@ -229,10 +229,6 @@ call_later_p = own_primitive(
 def call_later(function: Callable[..., list[Any]], types: Sequence[Any], *xs: Value) -> list[Any]:
     """What `function` returns, of these `types`, which is not called before it is computed."""
     return call_later_p.bind(*xs, function=function, types=tuple(types))
-
-
-def _ragged_at(aval: Aval) -> int | None:
-    return next((k for k, d in enumerate(aval.shape) if is_symbolic(d)), None)
 
 
 def _of_bounds(sizes: Sizes, step: DerivativeStep) -> DerivativeStep:

@@ -30,8 +30,8 @@ from batchax.kernel.captured import closed_over
 from batchax.kernel.inner import batch_function, returning_alike
 from batchax.rows.blocks import Blocks, Elements, SizeClasses
 from batchax.rows.packed import Packed, PackedRows
-from batchax.rows.packing import is_packable, ragged_axis
-from batchax.rows.sizes import Sizes
+from batchax.rows.packing import is_packable
+from batchax.rows.sizes import Sizes, ragged_axis
 from batchax.rules.hazards import find_collective
 
 

@@ -155,6 +155,11 @@ def has_symbols(shape: Sequence[Any]) -> bool:
     return any(map(is_symbolic, shape))
 
 
+def ragged_axis(shape: Sequence[Any]) -> int | None:
+    """Where a shape has its ragged size; it must have one at most."""
+    return next((i for i, dim in enumerate(shape) if is_symbolic(dim)), None)
+
+
 def _in_params(params: Any) -> bool:
     if isinstance(params, dict):
         return any(map(_in_params, params.values()))
