@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import cloudpickle
@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 import batchax as bx
+from batchax.datasets.engines import alone, submitting
 from batchax.datasets.engines import call as engines_call
-from batchax.datasets.engines import submitting
 from batchax.datasets.engines.attempts import Attempts
 from batchax.datasets.engines.pools import Pool
 from batchax.datasets.inspect import status, verify
@@ -267,6 +267,62 @@ def test_a_pool_that_is_broken_is_replaced(x):
         pool.submit(os._exit, 1).result()
     call(engine_calls.slowly, pool)
     assert_whole(x)
+
+
+class DyingPool(Pool):
+    """Workers that end while they start, or cannot be started, for the first times."""
+
+    def __init__(self, executor, times, error):
+        super().__init__(executor)
+        self._left, self._error, self._made = times, error, 0
+
+    workers, generation = 2, property(lambda self: self._made)
+
+    def submit(self, name, fun, *args):
+        if isinstance(self._error, OSError) and self._left:
+            self._left -= 1
+            raise self._error
+        if self._left:
+            future = Future()
+            future.set_exception(self._error)
+            return future
+        return super().submit(name, fun, *args)
+
+    def make_anew(self):
+        self._left, self._made = max(0, self._left - 1), self._made + 1
+
+
+@pytest.mark.parametrize("error", [BrokenExecutor("ended"), BlockingIOError(11, "no processes")])
+def test_workers_that_end_while_they_start_are_started_again(x, threads, error, monkeypatch):
+    monkeypatch.setattr(submitting, "_PAUSE", 1e-3)
+
+    def begin(times):
+        pool = lambda: DyingPool(threads, times, error)
+        monkeypatch.setattr("batchax.datasets.engines.engine.find_pool", lambda _: pool)
+        return call(engine_calls.spoilt, threads, on_error="quarantine")
+
+    with pytest.raises(bx.JobError, match=r"again and again.* memory may be short"):
+        begin(100)
+    assert [b.row for b in begin(3).bad] == [6, 50]
+    assert_whole(x, [6, 50])
+
+
+@pytest.mark.each_commit(1)
+@pytest.mark.parametrize("times", [2, 100])
+def test_a_process_of_a_unit_that_ends_while_it_starts(x, times, monkeypatch):
+    """And no row is blamed for it."""
+    begun, real = itertools.count(), alone._CHILD
+    die = "import os; os.kill(os.getpid(), 9)  # {!r}"
+    child = type(
+        "Child", (), {"format": lambda _, x: (die if next(begun) < times else real).format(x)}
+    )
+    monkeypatch.setattr(alone, "_CHILD", child())
+    with alone._Child() as process:
+        if times == 2:
+            assert process.does(os.getppid) == os.getpid()
+            return
+        with pytest.raises(bx.JobError, match=r"ends while it starts \(signal SIGKILL\), 5 times"):
+            process.does(os.getppid)
 
 
 @pytest.mark.nightly

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from batchax.datasets.halving import fail_alone
 from batchax.datasets.parts import Bad, Unit
 from batchax.errors import JobError, RowError
 
+_STARTS = 5  # times that a process may end while it starts
+_PAUSE = 0.1  # seconds before it is started again, and twice as long after that
 _CHILD = "import sys; sys.path[:] = {!r}; from batchax.datasets.engines.alone import child; child()"
 
 
@@ -102,29 +105,49 @@ class _Child:
 
         Raises:
           EndedError: the process ended.
+          JobError: it ends while it starts, again and again, which no row is to blame for.
         """
         if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _CHILD.format(sys.path)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is not for it
-            )
+            self._start()
+        returned, error = self._answer(function, args)
+        if error is not None:
+            raise error
+        return returned
+
+    def _start(self) -> None:
+        for pause in (*(_PAUSE * 2**i for i in range(_STARTS - 1)), None):
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _CHILD.format(sys.path)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    start_new_session=True,  # Ctrl-C is not for it
+                )
+                self._answer(os.getpid, ())
+                return
+            except (EndedError, OSError) as error:  # or it cannot be started
+                if pause is None:
+                    raise JobError(
+                        "a process that is to run a unit by itself ends while it starts "
+                        f"({error}), {_STARTS} times. What was done is kept. If the system ends "
+                        "it, memory may be short: take fewer workers."
+                    ) from error
+                time.sleep(pause)
+
+    def _answer(self, function: Any, args: Any) -> Any:
         process = self._process
+        assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             pickle.dump((function, args), process.stdin)
             process.stdin.flush()
-            returned, error = pickle.load(process.stdout)
+            return pickle.load(process.stdout)
         except (OSError, EOFError, pickle.UnpicklingError):
             code = process.wait()
             self.__exit__()
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
             raise EndedError(how) from None
-        if error is not None:
-            raise error
-        return returned
 
     def __enter__(self) -> _Child:
         return self

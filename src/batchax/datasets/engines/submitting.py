@@ -30,11 +30,13 @@ _SLOW = 10.0  # times the median, after which a unit is begun a second time
 _LEAST = 1.0  # seconds: what takes less is not slow, whatever the median is
 _KNOWN = 5  # units that say what the median is
 _RECENT = 101  # units of which the median is taken
-_IN_VAIN = 3  # times that all workers may end one after the other, and nothing is done
+_IN_VAIN = 4  # times that all workers may end one after the other, and nothing is done
+_PAUSE = 0.1  # seconds before workers that ended in vain are started again, and twice that later
 _ENDING = (
     "the workers end, again and again, before they have begun a unit. What was done is kept. A "
     "script that starts processes has to do it below `if __name__ == '__main__':`, for they import "
-    "it. What the workers print may say more."
+    "it. If the system ends them, memory may be short: take fewer workers. What they print may say "
+    "more."
 )
 
 _WITH_OTHERS, _APART, _ALONE = range(3)  # how carefully a unit is run
@@ -152,11 +154,14 @@ class Submitting:
             (run_alone, self._attempts, unit, attempt, self._quarantine),
         ][care]
         name = f"{self._name}-unit-{unit.number}"
-        try:
-            future = self._pool.submit(name, fun, *args)
-        except self._pool.deaths:  # of somebody else, just now
-            self._pool.make_anew()
-            future = self._pool.submit(name, fun, *args)
+        while True:
+            try:
+                future = self._pool.submit(name, fun, *args)
+                break
+            except (*self._pool.deaths, OSError) as error:  # of somebody else; or none can start
+                if self._ends_in_vain(2 * self._pool.workers):
+                    raise JobError(f"{_ENDING} They end with {error!r}.") from error
+                self._make_anew()
         now = time.monotonic()
         self._running[future] = _Tried(unit, attempt, care, self._pool.generation, now)
         future.add_done_callback(self._ended.put)
@@ -203,19 +208,32 @@ class Submitting:
 
     def _after_death(self, tried: _Tried) -> None:
         """Its worker ended: of this unit, or of another that was in it or in its pool."""
+        waiting = tried.care == _WITH_OTHERS and self._is_waiting(tried)
+        in_vain = waiting or tried.care == _ALONE
+        if not in_vain:
+            self._in_vain = 0
         if tried.generation == self._pool.generation:
             try:
-                self._pool.make_anew()
+                self._make_anew()
             except Exception as error:
                 self._stop.because(error)
         if self._stop.now or tried.over:
             return
-        waiting = tried.care == _WITH_OTHERS and self._is_waiting(tried)
-        self._in_vain = self._in_vain + 1 if waiting or tried.care == _ALONE else 0
-        if self._in_vain > _IN_VAIN * 2 * self._pool.workers:
+        if in_vain and self._ends_in_vain(1):
             self._stop.because(JobError(_ENDING))
             return
         self._try_again(tried, tried.care if waiting else min(tried.care + 1, _ALONE))
+
+    def _ends_in_vain(self, attempts: int) -> bool:
+        """Notes attempts that ended before they had begun; whether these are too many."""
+        self._in_vain += attempts
+        return self._in_vain > _IN_VAIN * 2 * self._pool.workers
+
+    def _make_anew(self) -> None:
+        """Starts workers again: after a while, if the last ones had ended while they started."""
+        times = self._in_vain // (2 * self._pool.workers)
+        self._stop.asked.wait(_PAUSE * 2**times if times else 0)
+        self._pool.make_anew()
 
     def _try_again(self, tried: _Tried, care: int) -> None:
         self._tries[tried.unit.number] += 1
