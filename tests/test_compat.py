@@ -421,6 +421,10 @@ def test_lines_of_the_users():
     source = equation("sin", lambda x: jnp.sin(x), X).source_info
     assert __file__ in _compat.user_line(source)
     assert _compat.user_file_and_line(source)[0] == __file__
+    made = []
+    _compat.stage(lambda x: [made.append(jnp.sin(x)) or x], [jax.typeof(X)])
+    assert __file__ in _compat.made_at(made[0])
+    assert _compat.made_at(None) == ""
     with _compat.user_source(source, _compat.current_name_stack()):
         assert _compat.current_source() is not None
 

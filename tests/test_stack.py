@@ -35,6 +35,45 @@ def test_there_and_back():
         assert int(got.steps) == state.steps
 
 
+def test_a_bool_that_is_the_same_in_all_is_no_array():
+    trees = [{"w": jnp.full(2, float(i)), "train": True} for i in range(3)]
+    stacked = bx.stack(trees)
+    assert stacked["train"] is True
+    assert [tree["train"] for tree in bx.unstack(stacked)] == [True] * 3
+    apply = lambda tree, x: tree["w"] * x if tree["train"] else x
+    np.testing.assert_array_equal(bx.vmap(apply, (0, None))(stacked, 2.0), 2.0 * stacked["w"])
+    different = bx.stack([{"on": True}, {"on": False}])["on"]
+    np.testing.assert_array_equal(different, [True, False])
+    in_list = bx.stack([{"on": [True, False]}] * 3)["on"]  # may be meant as entries of an array
+    assert [x.shape for x in in_list] == [(3,), (3,)]
+    with pytest.raises(bx.AxisError, match=r"tree\['train'\]\[0\]: shape \(\), axis 0"):
+        bx.vmap(apply, (0, None))({**stacked, "train": [True, False]}, 2.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"divergence": "compact"}], ids=str)
+def test_dropout_in_stacked_models(options):
+    class Model(eqx.Module):
+        linear: eqx.nn.Linear
+        dropout: eqx.nn.Dropout
+
+        def __init__(self, key):
+            self.linear = eqx.nn.Linear(3, 2, key=key)
+            self.dropout = eqx.nn.Dropout(0.5)
+
+        def __call__(self, x, key):
+            return self.dropout(self.linear(x), key=key)
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    models, xs = [Model(key) for key in keys], example((3, 3))
+    loop = jnp.stack([m(x, k) for m, x, k in zip(models, xs, keys, strict=True)])
+    call = bx.vmap(lambda m, x, k: m(x, k), **options)
+    np.testing.assert_allclose(call(bx.stack(models), xs, keys), loop, rtol=1e-5)
+    make = bx.vmap(Model, out_axes=eqx.if_array(0))(keys)
+    assert make.dropout.inference is False
+    again = bx.vmap(lambda m, x, k: m(x, k), (eqx.if_array(0), 0, 0), **options)(make, xs, keys)
+    np.testing.assert_allclose(again, loop, rtol=1e-5)
+
+
 def test_an_ensemble_of_models():
     """What is no array, such as an activation function, is in each of them."""
     keys = jax.random.split(jax.random.key(0), 3)

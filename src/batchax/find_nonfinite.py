@@ -37,8 +37,8 @@ def find_nonfinite(
 
     Returns:
       A function of the batch. It returns what was found, with the attributes `lanes` and `faults`.
-      That is false if nothing was found; printed, it says how many lanes each equation is to blame
-      for, and shows the first few lanes.
+      That is false if nothing was found; printed, it tells of each cause in a block, with the
+      lanes that it is to blame for, and shows what the equation was given in one of them.
 
     Raises:
       ArgumentTypeError: `fun` is not callable, or the arguments are traced.

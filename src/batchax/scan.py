@@ -209,7 +209,8 @@ def scan(
                     "scan reads references along axis 0 only. Give it None in in_axes, and index "
                     "it in the step."
                 )
-        with named_in_errors(fun, flat.mapped, STEPS.each), _compat.name_stack_extended("scan"):
+        advised = named_in_errors(fun, flat.mapped, flat.shared, STEPS.each)
+        with advised, _compat.name_stack_extended("scan"):
             tested, staged, outputs, carry = settle(stage, carry)
             check_types(fun, keys, carry, staged.out_avals)
             described = outputs.described

@@ -12,7 +12,7 @@ import numpy as np
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import BatchOfRows, is_container
-from batchax.frontend.objects import is_array
+from batchax.frontend.objects import is_array, is_flag
 from batchax.jaxprs.words import Value
 
 
@@ -24,7 +24,8 @@ def stack(trees: Sequence[Any]) -> Any:
 
     Args:
       trees: pytrees of one structure. Arrays and numbers at one place have one shape and dtype;
-        whatever else there is (a function, a string) is the same in all.
+        whatever else there is (a function, a string) is the same in all. A bool of Python's that
+        is the same in all stays one: models say by such how they are to run.
 
     Returns:
       A pytree of that structure, whose arrays have shape ``(len(trees), ...)``.
@@ -61,7 +62,9 @@ def stack(trees: Sequence[Any]) -> Any:
                     f"{_described(leaf)}. Trees must have the same shapes and dtypes, and the same "
                     "of what is no array."
                 )
-        stacked.append(jnp.stack(leaves) if is_array(leaf) else leaf)
+        flag = is_flag(leaf, jax.tree_util.keystr(keys)) and all(x is leaf for x in leaves)
+        same = flag or not is_array(leaf)
+        stacked.append(leaf if same else jnp.stack(leaves))
     return jax.tree.unflatten(structure, stacked)
 
 
@@ -71,7 +74,7 @@ def unstack(tree: Any) -> list[Any]:
 
     Args:
       tree: a pytree whose arrays have shapes ``(n, ...)``, the same `n` for all; a `Ragged` has
-        `n` rows. What is neither is in each of the trees.
+        `n` rows. What is neither, and a bool of Python's, is in each of the trees.
 
     Returns:
       A list of `n` trees.
@@ -87,7 +90,8 @@ def unstack(tree: Any) -> list[Any]:
       3 [2 3]
     """
     leaves, structure = _leaves("unstack: tree", tree, rows=True)
-    arrays = [(jax.tree_util.keystr(keys), x) for keys, x in leaves if _has_lanes(x)]
+    named = [(jax.tree_util.keystr(keys), x) for keys, x in leaves]
+    arrays = [(path, x) for path, x in named if _has_lanes(path, x)]
     if not arrays:
         raise AxisError("unstack: the tree holds no array, so the number of trees is not known.")
     path, first = arrays[0]
@@ -100,12 +104,12 @@ def unstack(tree: Any) -> list[Any]:
                 f"{np.shape(first)}: their first axes must have one size."
             )
     count = np.shape(first)[0]
-    columns = [list(x) if _has_lanes(x) else [x] * count for _, x in leaves]
+    columns = [list(x) if _has_lanes(path, x) else [x] * count for path, x in named]
     return [jax.tree.unflatten(structure, row) for row in zip(*columns, strict=True)]
 
 
-def _has_lanes(x: Value) -> bool:
-    return is_array(x) or isinstance(x, BatchOfRows)
+def _has_lanes(path: str, x: Value) -> bool:
+    return (is_array(x) and not is_flag(x, path)) or isinstance(x, BatchOfRows)
 
 
 def _leaves(name: str, tree: Any, rows: bool = False) -> tuple[Sequence[Any], Any]:

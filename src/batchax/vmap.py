@@ -242,7 +242,7 @@ def vmap(
             *([] if some_at_a_time or spread else [where_they_are(parting_ways(compact, True))]),
             in_parts(chunking),
         ]
-        with named_in_errors(fun, mapped, LANES.each):
+        with named_in_errors(fun, mapped, flat.shared, LANES.each):
             outs, outputs = execute(through(passes, Call(axis, one_example, mapped)))
         if recording.is_on():
             types = [jax.tree.map(jax.typeof, x) for x in outs]

@@ -54,6 +54,19 @@ def test_parts_of_different_roles_are_not_taken_together():
     assert not any(isinstance(e, Again) for e in fold(parts))
 
 
+def test_batches_of_other_sizes_are_told_with_their_sizes():
+    def of(size):
+        batched = f"f32[{size},8]"
+        return [
+            replace(e, outputs=(replace(e.outputs[0], batched=batched),)) for e in kinds("abcd")
+        ]
+
+    listed, again = fold([*of(1), *of(2), *of(4)])[-2:]
+    assert listed.primitive == "d"
+    assert (again.rounds, again.sizes) == (2, ("f32[2,8]", "f32[4,8]"))
+    assert fold(kinds("abcdabcd"))[-1].sizes == ()
+
+
 def test_thousands_are_folded_in_no_time():
     random = np.random.default_rng(0)
     layer = "".join(random.choice(list("abcdefgh"), 150))

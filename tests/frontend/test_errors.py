@@ -503,8 +503,85 @@ def test_shapes_of_one_example_where_shapes_do_not_fit(options):
         bx.vmap(affine, (None, 0), **options)(np.ones((5, 4)), {"x": np.ones((7, 3), np.float32)})
     assert str(caught.value).startswith(
         "affine is given one example of each argument that is mapped, without its batch axis:\n"
-        "  batch['x']: one example has shape (3,) and dtype float32\nJAX says: "
+        "  batch['x']: one example has shape (3,) and dtype float32\n"
+        f"  w: shape (5, 4) and dtype {np.ones(1).dtype}, the same for all lanes\nJAX says: "
     )
+
+
+def test_shapes_of_what_all_share_are_listed_by_leaf_and_not_without_end():
+    model = {"layers": [np.ones((2, 2), np.float32)] * 20, "rate": 0.1, "name": "net"}
+    with pytest.raises(TypeError) as caught:
+        bx.vmap(lambda x, model: model["layers"][0] @ x, {"model": None})(X.T, model=model)
+    message = str(caught.value)
+    assert "  model['layers'][7]: shape (2, 2) and dtype float32, the same for all lanes" in message
+    assert "layers'][8]" not in message
+    assert "  and 12 more arrays, the same for all lanes\nJAX says" in message
+    with pytest.raises(TypeError, match=r"  w: shape \(3, 2\) .*, the same at every step\nJAX"):
+        bx.scan(lambda c, w, x: (c, w @ x), (None, 0))(0.0, X, X.T)
+
+
+def test_shapes_of_a_row_are_told_with_its_file(tmp_path):
+    np.save(tmp_path / "x.npy", np.ones((5, 3), np.float32))
+    with pytest.raises(TypeError) as caught:
+        bx.map(lambda w, x: x @ w, X.T, tmp_path / "x.npy", in_axes=(None, 0), progress=False)
+    assert str(caught.value).splitlines()[1:3] == [
+        f"  x ({tmp_path / 'x.npy'}): one row has shape (3,) and dtype float32",
+        f"  w: shape (2, 3) and dtype {X.dtype}, the same for all lanes",
+    ]
+
+
+# What `jax.jit` traces, and all lanes share.
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, n: x if n > 2 else -x,
+        lambda x, n: x * jnp.ones(n),
+        lambda x, n: x * jnp.zeros((n, 2)).sum(),
+        lambda x, n: sum(x for _ in range(n)),
+    ],
+)
+def test_static_arguments_under_jit(f):
+    batched = bx.vmap(f, (0, None))
+    with pytest.raises(TypeError) as caught:
+        jax.jit(batched)(jnp.ones(4), 3)
+    top, jax_says = str(caught.value).split("\nJAX says: ")
+    assert f"\n  n: shape () and dtype {jnp.asarray(3).dtype}\n" in top
+    assert "  x:" not in top
+    assert "jax.jit(..., static_argnames='n')" in top
+    assert "racer" in jax_says
+    assert jax.jit(batched, static_argnames="n")(jnp.ones(4), n=3).shape[0] == 4  # as it says
+    with pytest.raises(TypeError, match="It was computed from\n  n: one example has shape"):
+        bx.vmap(f)(jnp.ones(4), jnp.arange(4))  # of a mapped one the advice is another
+
+
+def test_a_traced_value_that_is_left_behind():
+    left = []
+
+    def step(x):
+        left.append(jnp.sin(x) + 1)
+        return x
+
+    with jax.checking_leaks():
+        with pytest.raises(Exception, match="Leaked trace") as caught:
+            bx.vmap(step)(X[:, 0])
+        with pytest.raises(Exception, match="Leaked trace") as of_jax:
+            jax.vmap(step)(X[:, 0])
+    top = str(caught.value).partition("\nJAX says: ")[0]
+    first, what, advice = top.splitlines()
+    assert first == "step leaves a traced value behind, which is none once step has returned:"
+    assert re.match(rf"  {X.dtype}\[\] of .*test_errors.py:\d+.* \(.*step\), held by .*left", what)
+    assert "Return it as an output" in advice
+    assert len(str(caught.value).splitlines()) <= len(str(of_jax.value).splitlines())
+
+
+def test_a_custom_vjp_function_forward_has_the_words_of_jax_in_it():
+    f = jax.custom_vjp(jnp.sin)
+    f.defvjp(lambda x: (f(x), x), lambda x, g: (g * jnp.cos(x),))
+    for forward in (bx.vmap(jax.jacfwd(f)), jax.jacfwd(bx.vmap(f)), jax.vmap(jax.jacfwd(f))):
+        with pytest.raises(TypeError, match="forward-mode autodiff"):
+            forward(jnp.ones(3))
 
 
 def test_an_axis_name_that_is_not_mapped():

@@ -236,7 +236,29 @@ def test_many_lanes_are_counted_and_few_are_shown():
     np.testing.assert_array_equal(found.lanes, np.flatnonzero(~(np.asarray(x) > 0)))
     assert sum(f.operands is not None for f in found.faults) == 5
     assert len(str(found)) < 2000
-    assert "499 from log" in str(found)
+    blocks = [line for line in str(found).splitlines() if line.startswith("lane")]
+    assert blocks == [
+        "lanes 0, 1, 2, 4, 5, 6, 7, 8 and 491 more: out is nan, made by `log`",
+        "lane 3: out is nan: it came in with x",
+    ]
+
+
+def test_a_block_for_each_cause_has_operands_of_one_lane():
+    def f(x, n):
+        return lax.fori_loop(0, 4, lambda i, c: c / jnp.where(i == n, 0.0, 1.0), x) + jnp.log(x)
+
+    found = bx.find_nonfinite(f)(jnp.array([1.0] * 6 + [-1.0]), jnp.array([0, 1, 1, 1, 2, 3, 9]))
+    lines = str(found).splitlines()
+    assert lines[1] == "lanes 0, 1, 2, 3, 4, 5: out is inf, made by `div`"
+    assert lines[2] == "  in iteration 0 of lane 0"  # in others in another
+    assert lines[4].startswith("  operand 0 of lane 0: float")
+    assert lines[6] == "lane 6: out is nan, made by `log`"
+    assert found.faults[6].operands is not None  # the first of its cause, although not of the first
+    assert sum(f.operands is not None for f in found.faults) == 5
+    many = bx.find_nonfinite(
+        lambda x: {f"y{i}": x + jnp.where(x == i, jnp.inf, 0.0) for i in range(9)}
+    )
+    assert str(many(jnp.arange(8.0))).endswith("\n3 lanes for 3 other causes: see .faults")
 
 
 STEPS = {"log": "log", "sqrt": "sqrt", "square": "square", "negative": "neg", "exp": "exp"}

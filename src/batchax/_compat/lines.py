@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -38,11 +40,31 @@ def user_line(source_info: Any, running: bool = False) -> str:
 
     Where there is none: "", or, if `running`, the line that is running now.
     """
-    line = source_info_util.summarize(source_info)
+    made = user_frame(source_info.traceback)
+    cell = in_cell(made.file_name, made.start_line) if made is not None else ""
+    name = made.function_name if made is not None else ""
+    line = f"{cell} ({name})" if cell else source_info_util.summarize(source_info)
     if line or not running:
         return line
     frame = _calling_frame()
-    return f"{frame.filename}:{frame.lineno} ({frame.name})" if frame else ""
+    if frame is None:
+        return ""
+    cell = in_cell(frame.filename, frame.lineno or 0)
+    return f"{cell or f'{frame.filename}:{frame.lineno}'} ({frame.name})"
+
+
+def in_cell(file: str, line: int) -> str:
+    """`cell 3, line 1`, of a file that stands for a cell of a notebook; "" of another."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    name = getattr(getattr(shell, "compile", None), "format_code_name", lambda file: None)(file)
+    number = re.fullmatch(r"In\s?\[(\d+)\]", name[1]) if name else None
+    return f"cell {number[1]}, line {line}" if number else ""
+
+
+def made_at(tracer: Any) -> str:
+    """`file:line (function)` of the user's code that made a tracer; "" if that is not known."""
+    source_info = getattr(tracer, "_line_info", None)
+    return user_line(source_info) if source_info is not None else ""
 
 
 def user_file_and_line(source_info: Any) -> tuple[str, int]:

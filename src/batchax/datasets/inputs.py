@@ -69,6 +69,11 @@ class Inputs:
     shared_paths: Sequence[str]
     arguments: Callable[[Sequence[Any], Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
+    @property
+    def names(self) -> dict[str, str]:
+        """By the path of each mapped leaf what messages call its rows, files and all."""
+        return {m.path: m.source.name for m in self.mapped}
+
 
 def find_inputs(fun: Callable[..., Any], in_axes: Any, args: tuple[Any, ...]) -> Inputs:
     """Finds out what is mapped, opens what is on disk, and counts rows.

@@ -18,6 +18,7 @@ from batchax.datasets.parts import Rows
 from batchax.divergence.auto import for_any_machine
 from batchax.execution.eager import whatever_jit
 from batchax.execution.memory import Auto, fitting_chunk, parse_limit
+from batchax.frontend.advice import come_from
 from batchax.frontend.outputs import flatten_arrays
 from batchax.programs.cost import cost_of_program
 from batchax.programs.weights import PLANS
@@ -126,7 +127,8 @@ class RowFunction:
         options = dict(self.options)
         # What was begun on one machine may go on on another, and must not round otherwise there.
         options["divergence"] = for_any_machine(options.get("divergence", "auto"))
-        outs = vmap(fun, in_axes, out_axes, **options)(*args, **kwargs, **more)
+        with come_from(self.inputs.names):
+            outs = vmap(fun, in_axes, out_axes, **options)(*args, **kwargs, **more)
         flatten_arrays(outs, containers=True)  # refuses what is no array, and cannot be kept
         return outs
 

@@ -38,6 +38,16 @@ class Again:
         return len(self.equations) // len(self.like)
 
     @property
+    def sizes(self) -> tuple[str, ...]:
+        """Where rounds are of batches of other sizes, as of size classes: a result of each."""
+        place = next((i for i, eqn in enumerate(self.like) if eqn.outputs), None)
+        if place is None:
+            return ()
+        same = self.like[place], *self.equations[place :: len(self.like)]
+        types = [eqn.outputs[0].batched for eqn in same]
+        return tuple(types[1:]) if len(set(types)) > 1 else ()
+
+    @property
     def work(self) -> Work:
         """What they cost together."""
         return sum((eqn.work for eqn in self.equations), Work())
@@ -102,10 +112,13 @@ def _longest_repeat(codes: np.ndarray) -> tuple[int, int, int]:
 
 
 def _kind(eqn: Equation) -> Hashable:
-    """What equations have in common that do the same: all but numbers, names and literals."""
-    types = tuple((v.example, v.batched, v.axis) for v in (*eqn.inputs, *eqn.outputs))
+    """What equations have in common that do the same: all but numbers, names and literals.
+
+    Sizes of the batch are no part of it: rows in size classes run the same program for each.
+    """
+    types = tuple((v.example, v.axis) for v in (*eqn.inputs, *eqn.outputs))
     how = eqn.primitive, eqn.source, eqn.service, eqn.rule, eqn.role, eqn.times
-    did = eqn.moves, eqn.broadcasts, repr(eqn.notes)
+    did = bool(eqn.moves), bool(eqn.broadcasts), repr(eqn.notes)
     return how, did, len(eqn.inputs), types, tuple(map(_kind, eqn.parts))
 
 

@@ -57,7 +57,8 @@ def told_again(again: Again) -> str:
     often = f"{again.rounds:,} more" if first == last else count(again.rounds, "more time")
     cost = f"{show_flops(again.work.flops)}, {show_bytes(round(again.work.bytes))}"
     where = f"{again.number} to {again.equations[-1].number}"
-    return f"{often} {what}: {where}, {cost}"
+    sizes = f", on batches of other sizes ({', '.join(again.sizes)})" if again.sizes else ""
+    return f"{often} {what}{sizes}: {where}, {cost}"
 
 
 def show_devices(devices: Devices) -> list[str]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from batchax.errors import AxisError, BatchaxError
+from batchax.frontend.leaked import leaked
+from batchax.frontend.prefixes import SpecifiedLeaf
 from batchax.jaxprs.words import Value
 
 
@@ -49,12 +53,15 @@ def may_be_key(x: Value) -> bool:
 
 
 @contextmanager
-def named_in_errors(fun: Any, mapped: Sequence[Any], each: str) -> Iterator[None]:
+def named_in_errors(
+    fun: Any, mapped: Sequence[Any], shared: Sequence[SpecifiedLeaf], each: str
+) -> Iterator[None]:
     """While a function of one example is run: puts on top of errors what to do about them.
 
     Args:
       fun: the function.
       mapped: what is mapped, each with a path, a value and an axis.
+      shared: what is not, each a tree with a path.
       each: when an argument is the same for each of the lanes.
     """
     try:
@@ -67,13 +74,23 @@ def named_in_errors(fun: Any, mapped: Sequence[Any], each: str) -> Iterator[None
         top = (
             _batched_already(fun, error)
             or _what_python_needed(error, mapped, each)
+            or _what_is_traced_around(error, shared, each)
             or _key_in_parts(error, mapped, each)
-            or _shapes_of_one_example(fun, error, mapped)
+            or _shapes_of_one_example(fun, error, mapped, shared, each)
         )
         if top and error.args and _SAYS not in str(error.args[0]):
             says = "\n" if isinstance(error, AxisError) else _SAYS
             error.args = (f"{top}{says}{error.args[0]}", *error.args[1:])
         raise
+    except Exception as error:
+        short = leaked(_name_of(fun), str(error))
+        if short:
+            error.args = (short,)
+        raise
+
+
+def _name_of(fun: Any) -> str:
+    return getattr(fun, "__name__", type(fun).__name__)
 
 
 _SAYS = "\nJAX says: "
@@ -88,7 +105,7 @@ def _batched_already(fun: Any, error: Exception) -> str:
     if not str(error).startswith((NO_SUCH_AXIS, "vmap was requested to map its argument along")):
         return ""
     return (
-        f"{getattr(fun, '__name__', type(fun).__name__)} gets its arguments without the axes that "
+        f"{_name_of(fun)} gets its arguments without the axes that "
         "are mapped here, and maps over an axis that they do not have. If it is batched already, "
         "give the function of one example instead, with its in_axes."
     )
@@ -115,7 +132,7 @@ _INSTEAD = {
 
 
 def _what_python_needed(error: Exception, mapped: Sequence[Any], each: str) -> str:
-    kind = next((text for type, text in _INSTEAD.items() if isinstance(error, type)), None)
+    kind = _kind(error)
     # It names arguments as they were named where the function was staged, which may be elsewhere.
     here = _STAGED_HERE.search(str(error))
     message = here[1] if here else ""
@@ -129,6 +146,33 @@ def _what_python_needed(error: Exception, mapped: Sequence[Any], each: str) -> s
         + "\n".join(lines)
         + f"\nUse {instead}; or give None in in_axes for an argument that is the same {each}."
         + by_name([m.path for m in named])
+    )
+
+
+def _kind(error: Exception) -> tuple[str, str] | None:
+    """What of Python's needs a value that is known, and what to use instead; None: nothing does."""
+    if str(error).startswith("Shapes must be 1D sequences of concrete values"):
+        return _INSTEAD[jax.errors.ConcretizationTypeError]
+    return next((text for type, text in _INSTEAD.items() if isinstance(error, type)), None)
+
+
+def _what_is_traced_around(error: Exception, shared: Sequence[SpecifiedLeaf], each: str) -> str:
+    """Of arguments that are not mapped, and not known either: ``jax.jit`` around traces them."""
+    kind = _kind(error)
+    traced = [(path, x) for path, x in _arrays_of(shared) if isinstance(x, Tracer)]
+    named = [(path, x) for path, x in traced if _names(str(error), path)]
+    numbers = [(path, x) for path, x in traced if not x.shape]
+    if kind is None or not traced:
+        return ""
+    needs, instead = kind
+    first = (named or numbers or traced)[0][0]
+    name = getattr(first, "argument", first)
+    return (
+        f"{needs} a value that is known. These are the same {each}, and are traced all the same, "
+        "by what is around, such as jax.jit:\n"
+        + _listed(named or numbers or traced, each="")
+        + f"\njax.jit(..., static_argnames={name!r}) leaves {name} as it is, and so does a "
+        f"function that closes over it; else use {instead}."
     )
 
 
@@ -151,23 +195,76 @@ def _key_in_parts(error: Exception, mapped: Sequence[Any], each: str) -> str:
 _ABOUT_SHAPES = re.compile(r"shape|dimension|broadcast|rank|ndim|contract", re.IGNORECASE)
 
 
-def _shapes_of_one_example(fun: Any, error: Exception, mapped: Sequence[Any]) -> str:
+def _shapes_of_one_example(
+    fun: Any,
+    error: Exception,
+    mapped: Sequence[Any],
+    shared: Sequence[SpecifiedLeaf],
+    each: str,
+) -> str:
     """Of an error about shapes that the function itself made: which shapes it was given."""
     arrays = [m for m in mapped if m.axis is not None and hasattr(m.value, "dtype")]
     elsewhere = isinstance(error, (BatchaxError, *_INSTEAD))
     if elsewhere or not arrays or not _ABOUT_SHAPES.search(str(error)):
         return ""
-    lines = [f"  {m.path}: {_one_example(m)}" for m in arrays]
-    name = getattr(fun, "__name__", type(fun).__name__)
+    lines = [f"  {_whence(m.path)}: {_one_example(m)}" for m in arrays]
+    others = _listed([(p, x) for p, x in _arrays_of(shared) if x.shape], f", the same {each}")
     return (
-        f"{name} is given one example of each argument that is mapped, without its batch axis:\n"
-        + "\n".join(lines)
+        f"{_name_of(fun)} is given one example of each argument that is mapped, without its batch "
+        "axis:\n" + "\n".join([*lines, *([others] if others else [])])
     )
+
+
+_MOST = 8  # arrays of a model that are listed
+
+
+def _listed(arrays: Sequence[tuple[str, Any]], each: str) -> str:
+    lines = [
+        f"  {_whence(p)}: shape {_shape(x.shape)} and dtype {x.dtype}{each}" for p, x in arrays
+    ]
+    more = len(lines) - _MOST
+    return "\n".join(lines[:_MOST] + ([f"  and {more} more arrays{each}"] if more > 0 else []))
+
+
+def _arrays_of(shared: Sequence[SpecifiedLeaf]) -> list[tuple[str, Any]]:
+    """The arrays in arguments that are not mapped, with what messages call them."""
+    return [
+        (leaf.path if not keys else _below(leaf.path, keys), x)
+        for leaf in shared
+        for keys, x in jax.tree_util.tree_flatten_with_path(leaf.value)[0]
+        if isinstance(x, (jax.Array, np.ndarray))
+    ]
+
+
+def _below(path: Any, keys: Any) -> str:
+    """The path of a leaf, which knows what `path` does of the argument that it is of."""
+    return type(path)(path + jax.tree_util.keystr(keys), path.argument, path.by_keyword)
+
+
+_whences: ContextVar[Mapping[str, str]] = ContextVar("whences", default={})  # noqa: B039
+
+
+@contextmanager
+def come_from(whence: Mapping[str, str]) -> Iterator[None]:
+    """While this lasts, messages about shapes call arguments what `whence` says, files and all."""
+    token = _whences.set(whence)
+    try:
+        yield
+    finally:
+        _whences.reset(token)
+
+
+def _whence(path: str) -> str:
+    return _whences.get().get(path, path)
 
 
 def _one_example(m: Any) -> str:
     shape = list(m.value.shape)
     del shape[m.axis]
-    row = ", ".join("n" if n is None else str(n) for n in shape)
-    dtype = m.value.dtype
-    return f"one example has shape ({row}{',' if len(shape) == 1 else ''}) and dtype {dtype}"
+    one = "one row" if m.path in _whences.get() else "one example"
+    return f"{one} has shape {_shape(shape)} and dtype {m.value.dtype}"
+
+
+def _shape(shape: Sequence[Any]) -> str:
+    sizes = ", ".join("n" if n is None else str(n) for n in shape)
+    return f"({sizes}{',' if len(shape) == 1 else ''})"

@@ -34,9 +34,10 @@ from batchax.jaxprs.words import Value
 
 @dataclass(frozen=True)
 class FlatArguments:
-    """A call's mapped arrays, and how to rebuild the arguments of one example."""
+    """A call's mapped arrays, what it has beside them, and how to rebuild what one example sees."""
 
     mapped: list[Mapped]
+    shared: list[SpecifiedLeaf]
     rebuild: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
@@ -66,7 +67,9 @@ def flatten_arguments(
     mapped = _in_range(mapped, terms)
     _check_references(mapped)
 
-    return FlatArguments(mapped, lambda examples: rebuild([part(examples) for part in parts]))
+    shared = [leaf for leaf in leaves if leaf.spec is None]
+    made = lambda examples: rebuild([part(examples) for part in parts])
+    return FlatArguments(mapped, shared, made)
 
 
 def find_axis_size(mapped: Sequence[Mapped], axis_size: Any, terms: Terms = LANES) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import is_container_spec
-from batchax.frontend.objects import is_object
+from batchax.frontend.objects import is_flag, is_object
 from batchax.frontend.parts import AxisSpec
 from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
 from batchax.jaxprs.words import Value
@@ -122,8 +122,9 @@ def spread_in_axes(
     for leaf in leaves:
         if _is_rule(leaf.spec):
             leaf.spec = _from_callable(leaf)
-        elif objects and leaf.inside and is_position(leaf.spec) and is_object(leaf.value):
-            leaf.spec = None
+        elif objects and leaf.inside and is_position(leaf.spec):
+            shared = is_object(leaf.value) or is_flag(leaf.value, leaf.path)
+            leaf.spec = None if shared else leaf.spec
 
     def rebuild_all(values: Sequence[Value]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         left = iter(values)

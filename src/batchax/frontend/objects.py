@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numbers
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -39,9 +40,20 @@ def is_array(value: Value) -> bool:
     """Whether `value` is an array to JAX, or a number."""
     try:
         jax.typeof(value)
-    except TypeError:
+    except (TypeError, ValueError):  # of what has a `__jax_array__`, as a batch of rows does
         return False
     return True
+
+
+def is_flag(value: Value, path: str) -> bool:
+    """Whether a leaf of a tree is a bool of Python's, by which a model says how it is to run.
+
+    One in a list or tuple may be meant as an entry of an array.
+    """
+    return isinstance(value, bool) and _ENTRY.search(path) is None
+
+
+_ENTRY = re.compile(r"\[\d+\]$")
 
 
 def without_objects(tree: Any) -> Any:

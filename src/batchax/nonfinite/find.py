@@ -36,7 +36,8 @@ from batchax.nonfinite.origins import (
 from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap
 
-_WITH_VALUES = 5  # lanes of which the operands are shown
+_WITH_VALUES = 5  # lanes of which the operands are shown, and causes that are told
+_NAMED = 8  # lanes of one cause that are numbered
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class Fault:
       argument: the argument, or "a value that the function closes over", if it came in with that.
       iterations: of the loops around the equation, outermost first.
       turned: of an infinity that became a NaN, the equation that made it one, and its line.
-      operands: the values that the equation was given in this lane, for people; None but for the
-        first few lanes.
+      operands: the values that the equation was given in this lane, for people; None but for a
+        few lanes, the first of each cause before others.
     """
 
     lane: int
@@ -66,23 +67,43 @@ class Fault:
     turned: str
     operands: Sequence[str] | None = None
 
+    @property
+    def cause(self) -> tuple[str, ...]:
+        """What lanes have in common that are wrong for one reason."""
+        made = self.primitive, self.line, self.argument, self.turned
+        return self.output, self.kind, *made
+
     def __str__(self) -> str:
-        line = self.line.rpartition(os.sep)[2]
-        if self.argument:
-            return (
-                f"lane {self.lane}: {self.output} is {self.kind}: it came in with {self.argument}"
-            )
-        made = "an infinity made by" if self.turned else "made by"
-        lines = [f"lane {self.lane}: {self.output} is {self.kind}, {made} `{self.primitive}`"]
-        if self.iterations:
-            loops = ", ".join(map(str, self.iterations))
-            lines[0] += f" in iteration {loops}"
-        lines += [f"  {line}"] if line else []
-        for k, x in enumerate(self.operands or ()):
-            lines.append(f"  operand {k}: {x}")
-        if self.turned:
-            lines.append(f"  became a NaN by {self.turned}")
-        return "\n".join(lines)
+        return _told([self])
+
+
+def _told(faults: Sequence[Fault]) -> str:
+    """The faults of lanes with one cause, and the operands of one of them."""
+    one = next((f for f in faults if f.operands is not None), faults[0])
+    line = one.line.rpartition(os.sep)[2]
+    several = len(faults) > 1
+    lanes = f"lanes {_numbers([f.lane for f in faults])}" if several else f"lane {one.lane}"
+    if one.argument:
+        return f"{lanes}: {one.output} is {one.kind}: it came in with {one.argument}"
+    made = "an infinity made by" if one.turned else "made by"
+    lines = [f"{lanes}: {one.output} is {one.kind}, {made} `{one.primitive}`"]
+    of_lane = f" of lane {one.lane}" if several else ""
+    loops = ", ".join(map(str, one.iterations))
+    if len({f.iterations for f in faults}) == 1 and loops:
+        lines[0] += f" in iteration {loops}"
+    elif loops:
+        lines.append(f"  in iteration {loops}{of_lane}")
+    lines += [f"  {line}"] if line else []
+    for k, x in enumerate(one.operands or ()):
+        lines.append(f"  operand {k}{of_lane}: {x}")
+    if one.turned:
+        lines.append(f"  became a NaN by {one.turned}")
+    return "\n".join(lines)
+
+
+def _numbers(lanes: Sequence[int]) -> str:
+    shown = ", ".join(map(str, lanes[:_NAMED]))
+    return shown if len(lanes) <= _NAMED else f"{shown} and {len(lanes) - _NAMED:,} more"
 
 
 @dataclass(frozen=True)
@@ -113,14 +134,16 @@ class NonFinite:
         if not self.faults:
             return f"All results of {self.size:,} lanes are finite."
         lines = [f"{len(self.lanes):,} of {self.size:,} lanes have results that are not finite."]
-        counts: dict[tuple[str, str], int] = {}
+        causes: dict[tuple[str, ...], list[Fault]] = {}
         for f in self.faults:
-            key = (f.primitive or f.argument, f.line.rpartition(os.sep)[2])
-            counts[key] = counts.get(key, 0) + 1
-        for (what, line), count in sorted(counts.items(), key=lambda item: -item[1]):
-            lines.append(f"  {count:,} from {what} {line}".rstrip())
-        shown = [f for f in self.faults if f.operands is not None or f.argument]
-        lines += map(str, shown[:_WITH_VALUES])
+            causes.setdefault(f.cause, []).append(f)
+        of_causes = sorted(causes.values(), key=len, reverse=True)
+        lines += map(_told, of_causes[:_WITH_VALUES])
+        left = of_causes[_WITH_VALUES:]
+        if left:
+            lines.append(
+                f"{sum(map(len, left)):,} lanes for {len(left):,} other causes: see .faults"
+            )
         return "\n".join(lines)
 
 
@@ -143,7 +166,10 @@ def find(
     first = every[np.arange(size), worst]
     lanes = np.flatnonzero(first[:, KIND])
     operands: dict[int, Sequence[str]] = {}
-    shown = lanes[first[lanes, PLACE] > 0][:_WITH_VALUES]
+    made = lanes[first[lanes, PLACE] > 0]
+    causes = np.stack([worst[made], *first[made][:, [PLACE, KIND, TURNED]].T], 1)
+    firsts = made[np.sort(np.unique(causes, axis=0, return_index=True)[1])]
+    shown = np.concatenate([firsts, np.setdiff1d(made, firsts)])[:_WITH_VALUES]
     for place in dict.fromkeys(first[shown, PLACE].tolist()):
         of_place = vmap(program.operands(place), (0, specs), **options)
         seen = compiled(functools.partial(of_place, first[:, FIRST_LOOP:]))

@@ -49,7 +49,13 @@ def _at(file: str, line: int) -> SourceLine:
 
 
 def shown_place(file: str, line: int) -> str:
-    """`file:line`, the path as short as it is clear: from the current directory or a library's."""
+    """`file:line`, the path as short as it is clear: from the current directory or a library's.
+
+    In a notebook `cell 3, line 1`.
+    """
+    cell = _compat.in_cell(file, line)
+    if cell:
+        return cell
     installed = _INSTALLED.match(file)
     if installed:
         return f"{file[installed.end() :]}:{line}"

@@ -24,12 +24,13 @@ from batchax.rows.checks import (
 )
 from batchax.rows.converters import Converters
 from batchax.rows.index import RowIndex, pad_rows
+from batchax.rows.no_array import NoArray
 from batchax.rows.selecting import Selecting
 
 
 @_compat.api_boundary
 @jax.tree_util.register_pytree_with_keys_class
-class Ragged(Building, Converters, Selecting, BatchOfRows):
+class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
     """Rows of different lengths: their elements one after another in one array.
 
     A pytree with the leaves `data` and `lengths`: it goes through ``jax.jit``, ``jax.grad``,

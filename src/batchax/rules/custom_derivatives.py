@@ -175,7 +175,7 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
 @register_rule("call_hi_primitive_linearized")
 def _custom_lin(axis: Axis, args: Any, axes: Any, /, **params: Any) -> Any:
     raise ArgumentTypeError(
-        "a function with a custom_vjp rule has no forward-mode derivative: its rule gives "
+        "can't apply forward-mode autodiff (jvp) to a custom_vjp function: its rule gives "
         "cotangents only. Use reverse mode (jax.grad, jax.vjp), or jax.custom_jvp for both."
     )
 

@@ -10,7 +10,7 @@ from batchax.explain.account import Account, Equation, Source, Timing, Work
 from batchax.explain.findings.draft import price
 from batchax.explain.lines import lines_of, own_line
 from batchax.explain.page.details import source_anchor, to_line
-from batchax.explain.page.markup import Html, link_to, percent, size, tag
+from batchax.explain.page.markup import Html, link_to, percent, prose, size, tag
 from batchax.explain.wording import (
     count,
     show_flops,
@@ -39,8 +39,8 @@ def findings(explanation: Account) -> Html:
             tag(
                 "li",
                 tag("h3", finding.kind),
-                tag("p", finding.message),
-                tag("p", tag("b", "What to do: "), finding.remedy, class_="remedy"),
+                tag("p", prose(finding.message)),
+                tag("p", tag("b", "What to do: "), prose(finding.remedy), class_="remedy"),
                 None if eqn is None else tag("p", _place(eqn)),
                 class_="finding",
             )

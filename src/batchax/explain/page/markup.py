@@ -59,6 +59,14 @@ def together(children: Any) -> Html:
     return Html("".join(together(child) for child in children))
 
 
+def prose(text: str) -> Html:
+    """A sentence in which code stands between backticks."""
+    parts = text.split("`")
+    if len(parts) % 2 == 0:  # one is by itself
+        return together(text)
+    return together(tag("code", part) if i % 2 else part for i, part in enumerate(parts))
+
+
 def _quoted(value: Any) -> str:
     return escape(str(value), quote=True)
 
