@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
+from jax.core import Tracer
 
 from batchax.errors import AxisError
 from batchax.frontend.containers import is_container, is_container_spec
@@ -74,6 +76,8 @@ def spread_specs(
     if spec is None and opaque_none:
         return [SpecifiedLeaf(path, tree, None)], lambda values: anew(next(values))
     if spec is None or is_spec(spec) or is_container_spec(spec):
+        if isinstance(tree, Tracer) or type(tree) is np.ndarray:  # as nearly all arguments are
+            return [SpecifiedLeaf(path, tree, spec)], next
         pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
         leaves = [
             SpecifiedLeaf(path + jax.tree_util.keystr(keys), value, spec, bool(keys))

@@ -119,13 +119,18 @@ def expand_axis(x: Value, destination: int) -> Any:
     """An unbatched `x` with a batch axis of size one, for broadcasting later."""
     ndim = np.ndim(x)  # also of a literal, which is a Python number
     destination = _in_range("destination", destination, x, ndim + 1)
+    dims = tuple(i + (i >= destination) for i in range(ndim))
+    return _expanded(x, inserted(np.shape(x), destination, 1), dims)
+
+
+def expand_lanes(x: Value, destination: int, ndim: int) -> Any:
+    """A number for each lane as an array of `ndim` dimensions of size one, and lanes."""
+    return _expanded(x, inserted((1,) * ndim, destination, x.shape[0]), (destination,))
+
+
+def _expanded(x: Value, shape: tuple[int, ...], dims: tuple[int, ...]) -> Any:
     # What lax.expand_dims emits, without the time it takes: most mixed operands come here.
-    return lax.broadcast_in_dim_p.bind(
-        x,
-        shape=inserted(np.shape(x), destination, 1),
-        broadcast_dimensions=tuple(i + (i >= destination) for i in range(ndim)),
-        sharding=None,
-    )
+    return lax.broadcast_in_dim_p.bind(x, shape=shape, broadcast_dimensions=dims, sharding=None)
 
 
 def match_axis(

@@ -164,11 +164,11 @@ def _tracers(
     seen: set[int] = set()
     while unseen:
         x = unseen.pop()
-        kind, number = type(x), id(x)
-        if kind in _LEAVES or number in seen:
+        number = id(x)
+        if number in seen:
             continue
         seen.add(number)
-        find_parts = _PARTS.get(kind)
+        find_parts = _PARTS.get(type(x))
         if find_parts is None:
             if isinstance(x, Tracer):
                 yield x
@@ -177,7 +177,7 @@ def _tracers(
         if len(seen) > _MOST_OBJECTS:
             yield None
             return
-        unseen += find_parts(x)
+        unseen += [part for part in find_parts(x) if type(part) not in _LEAVES]
 
 
 def _parts_of_function(f: types.FunctionType) -> list[Any]:
@@ -203,7 +203,16 @@ def _parts_of_object(x: Value) -> Iterable[Any]:
 _LEAVES = frozenset(
     {str, bytes, bool, int, float, complex, type(None), object, ShapedArray, PyTreeDef}
 )
+
+
+def _own_parts(call: Any) -> list[Any]:
+    """What a function with derivative rules holds, but for what `functools.wraps` copied to it."""
+    return [part for name, part in vars(call).items() if not name.startswith("_")]
+
+
 _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
+    jax.custom_jvp: _own_parts,
+    jax.custom_vjp: _own_parts,
     types.FunctionType: _parts_of_function,
     types.MethodType: lambda m: (m.__self__, m.__func__),
     functools.partial: lambda p: (p.func, *p.args, *p.keywords.values()),

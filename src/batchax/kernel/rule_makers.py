@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax import lax
 
 from batchax._compat import Primitive
 from batchax.errors import ArgumentTypeError, AxisError
@@ -23,6 +22,7 @@ from batchax.kernel.axis import (
     Axis,
     Position,
     expand_axis,
+    expand_lanes,
     match_axis,
     move_axis,
     sharding_with_axis,
@@ -188,7 +188,7 @@ def aligned(args: Any, axes: Any) -> tuple[list[Any], int]:
         elif n == rank:
             out.append(move_axis(x, a, target))
         else:  # one number per lane
-            out.append(lax.expand_dims(x, [d for d in range(rank + 1) if d != target]))
+            out.append(expand_lanes(x, target, rank))
     return out, target
 
 
