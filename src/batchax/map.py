@@ -20,7 +20,7 @@ from batchax.datasets.run import How, run
 from batchax.datasets.stores import kind_of
 from batchax.datasets.units import Policy
 from batchax.divergence.compact import Compact
-from batchax.errors import ArgumentTypeError, AxisError
+from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.arguments import check_callable, check_small_matrices
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import check_out_axes
@@ -51,6 +51,8 @@ def map(
     resume: Literal["auto", "never"] = "auto",
     version: str | None = None,
     inputs_by: Literal["file", "content"] = "file",
+    batched: bool = False,
+    stream_id: str | None = None,
     progress: bool | Callable[[int, int], Any] = True,
 ) -> Report:
     """Applies a function of one row to all rows of a dataset.
@@ -64,7 +66,8 @@ def map(
         `shape`, `dtype` and slices (of HDF5, Zarr, TensorStore, xarray), columns of Arrow, a
         `Ragged`; or paths: ``"x.npy"``, ``"x.zarr:group/array"``, ``"x.h5:dataset"``,
         ``"x.parquet:column"``, or a pattern of them: ``"data/year=*/x.npy"``; or addresses of them
-        in a store of objects: ``s3://``, ``gs://``, ``az://``, ``memory://``.
+        in a store of objects: ``s3://``, ``gs://``, ``az://``, ``memory://``. Or all that are
+        mapped are streams, as for `map_batches`: iterators, loaders, datasets of Hugging Face.
       out: where results are kept: ``"y.zarr"`` (an array of Zarr, or a group with an array for each
         leaf of what the function returns, named by its path), ``"y.npy"``, or the folder of a
         Parquet dataset (``"y.parquet"``, ``"y/"``), on a disk or in a store of objects
@@ -97,8 +100,12 @@ def map(
       inputs_by: by what a file of input is known to be the same when the call goes on. "file": its
         path, size and time. "content": a checksum of all that it holds, which takes a reading of
         it, and lets it lie elsewhere.
+      batched: whether each item of a stream is a batch, with rows along axis 0 of all arrays.
+      stream_id: names the rows of streams. Without it, a call that goes on takes all rows from the
+        first on, and compares those that are done by their checksums. With it, the name stands for
+        them: they are passed over, and are not made if they have numbers (``x[i]``).
       progress: True shows how far it is, False nothing; or a function of the rows done, and of how
-        many there are.
+        many there are (None if a stream does not say).
 
     Returns:
       A report, with the attributes `rows`, `reused`, `quarantined`, `outputs`, `reduced`,
@@ -128,12 +135,15 @@ def map(
     _check_options(batch_size, commit_rows, on_error, on_nonfinite, max_errors, retries, resume)
     check_one_of("inputs_by", inputs_by, "file", "content")
     _check_version_and_progress(version, progress)
+    if not isinstance(batched, bool):
+        raise ArgumentTypeError(f"batched must be True or False, got {batched!r}.")
     check_key(fun, key, len(arrays))
     engine = find_engine(executor, place)
     check_small_matrices(small_matrices)
     options = {"divergence": divergence, "small_matrices": small_matrices}
     options |= {"mesh": of_this_process(mesh)}
-    function = RowFunction.of(fun, arrays, in_axes, out_axes, key, options)
+    function = RowFunction.of(fun, arrays, in_axes, out_axes, key, options, batched)
+    _check_streams(function, executor, stream_id)
     _check_apart(place, function)
     how = How(
         out=place,
@@ -147,6 +157,7 @@ def map(
         resume=resume,
         version=version,
         by_content=inputs_by == "content",
+        stream_id=stream_id,
         progress=progress,
         engine=engine,
         begun=begun,
@@ -156,6 +167,23 @@ def map(
 
 def _at_home(out: Any) -> Any:
     return os.path.expanduser(out) if isinstance(out, (str, os.PathLike)) else out
+
+
+def _check_streams(function: RowFunction, executor: Any, stream_id: Any) -> None:
+    streams = function.inputs.streams
+    if not (stream_id is None or isinstance(stream_id, str)):
+        raise ArgumentTypeError(f"stream_id must be a string or None, and is {stream_id!r}.")
+    if stream_id is not None and not streams:
+        raise ArgumentTypeError(
+            f"stream_id={stream_id!r} names the rows of a stream, and no argument is one: leave it "
+            "out."
+        )
+    if streams and executor is not None:
+        raise UnsupportedError(
+            f"executor was given, and {streams[0].name} are rows that come one after another in "
+            "this process, which no other process can read. Leave out executor; or keep the rows, "
+            "bx.map(lambda x: x, ..., out='rows.zarr'), and give the path."
+        )
 
 
 def _check_apart(out: Any, function: RowFunction) -> None:

@@ -9,18 +9,13 @@ import jax
 
 from batchax import _compat
 from batchax.datasets.batches import Batches, of_sources, of_streams
+from batchax.datasets.inputs import NoRowsError
 from batchax.datasets.options import check_batch_size, check_key, check_one_of, of_this_process
-from batchax.datasets.program import RowFunction, takes_key_by_name
-from batchax.datasets.streams import Stream, StreamLeaf, is_stream
+from batchax.datasets.program import RowFunction
 from batchax.divergence.compact import Compact
-from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.frontend.arguments import check_callable, check_small_matrices
-from batchax.frontend.in_axes import (
-    argument_names,
-    check_in_axes,
-    is_position,
-    spread_in_axes,
-)
+from batchax.frontend.in_axes import check_in_axes, is_position
 from batchax.frontend.outputs import check_out_axes
 
 
@@ -105,60 +100,25 @@ def map_batches(
     check_small_matrices(small_matrices)
     check_in_axes(fun, in_axes)
     start = int(start)
-    streams, arguments = [], []
-    first = int(key is not None and not takes_key_by_name(fun))
-    names = argument_names(fun, first + len(sources))[first:]
-    for name, x in zip(names, sources, strict=True):
-        if is_stream(x):
-            streams.append(Stream(x, name, batched, start))
-            x = streams[-1].argument
-        arguments.append(x)
-    if batched and not streams:
-        raise ArgumentTypeError(
-            "batched=True says what each item of a stream is, and no argument is one: leave it out."
-        )
-    if any(stream.argument is None for stream in streams):  # nobody knows what rows would be
-        _check_all_empty(streams)
-        return Batches(None, iter(()), 1, start, int(ahead))
-    _check_alike(fun, in_axes, tuple(arguments))
     options = {"divergence": divergence, "small_matrices": small_matrices}
     options |= {"mesh": of_this_process(mesh)}
-    function = RowFunction.of(fun, tuple(arguments), in_axes, out_axes, key, options)
-    for m in function.inputs.mapped:
-        if isinstance(m.source, StreamLeaf) and m.axis:
-            raise AxisError(
-                f"in_axes gives {m.axis} for {m.path}: rows of a stream are along axis 0."
-            )
+    try:
+        function = RowFunction.of(fun, sources, in_axes, out_axes, key, options, batched, start)
+    except NoRowsError:
+        return Batches(None, iter(()), 1, start, int(ahead))
     for output in function.outputs:
         if output.reduces:
             raise UnsupportedError(
                 f"out_axes reduces {output.path} over all rows, and map_batches hands out batches. "
                 "Use map, or reduce each batch."
             )
+    streams = function.inputs.streams
     if batch_size == "auto":
         batch_size = streams[0].size if batched else function.fitting(memory_limit)
     size = max(1, min(int(batch_size), function.inputs.rows))
     _ = function.program(size)  # compiled here, where JAX is set as the caller has it
     if streams:
-        read = of_streams(function, streams, size, start, last)
+        read = of_streams(function, size, start, last)
     else:
         read = of_sources(function, size, start, last, int(retries))
     return Batches(function, read, size, start, int(ahead))
-
-
-def _check_alike(fun: Callable[..., Any], in_axes: Any, arguments: tuple[Any, ...]) -> None:
-    """Rows of streams are counted as they come, so nobody could compare numbers of rows before."""
-    leaves, _ = spread_in_axes(fun, in_axes, arguments, {}, objects=False)
-    mapped = [x for leaf in leaves if leaf.spec is not None for x in jax.tree.leaves(leaf.value)]
-    if len({isinstance(x, StreamLeaf) for x in mapped}) > 1:
-        raise UnsupportedError(
-            "some of the arguments that are mapped are streams, and some are arrays. Give all as "
-            "streams (iter(x) of an array), or none; or None in in_axes for what all rows share."
-        )
-
-
-def _check_all_empty(streams: list[Stream]) -> None:
-    if any(stream.argument is not None for stream in streams):
-        raise AxisError(
-            "the arguments end after different numbers of rows: some of the streams have none."
-        )

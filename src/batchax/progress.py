@@ -17,7 +17,7 @@ from batchax.errors import ArgumentTypeError
 _EVERY = 10.0  # seconds between plain lines
 _REDRAWN = 0.1  # seconds between two looks of a bar, which takes milliseconds to draw
 
-How = bool | Callable[[int, int], Any]
+How = bool | Callable[[int, Any], Any]
 
 
 def check_progress(progress: Any, unit: str) -> None:
@@ -39,7 +39,7 @@ class Progress:
     Args:
       how: True, False, or a function that is called with how many are done and how many there are.
       name: of what is being done.
-      total: how many there are.
+      total: how many there are; None if nobody knows.
       reused: how many of them were done before, which say nothing of the rate.
       unit: what is counted.
       attended: whether nothing is written where nobody watches, such as to a file; and whoever
@@ -50,12 +50,13 @@ class Progress:
         self,
         how: How,
         name: str,
-        total: int,
+        total: int | None,
         reused: int = 0,
         unit: str = "rows",
         attended: bool = False,
     ) -> None:
-        self._how, self._name, self._total, self._reused = how, name, total, reused
+        self._how, self._name, self._reused = how, name, reused
+        self._total = total
         self._unit, self._done, self._bad = unit, reused, 0
         self._begun = self._said = time.monotonic()
         self._lock = threading.Lock()
@@ -96,7 +97,7 @@ class Progress:
     def _state(self) -> str:
         seconds = time.monotonic() - self._begun
         rate = (self._done - self._reused) / seconds if seconds > 0 else 0.0
-        left = (self._total - self._done) / rate if rate else float("inf")
+        left = (self._total - self._done) / rate if rate and self._total else float("inf")
         parts = [f"{rate:,.{0 if rate >= 10 else 2}f} {self._unit}/s"]
         if left != float("inf"):
             parts.append(f"{duration(left)} left")
@@ -107,6 +108,8 @@ class Progress:
         return ", ".join(parts)
 
     def _line(self) -> str:
+        if self._total is None:
+            return f"{self._done:,} {self._unit}, {self._state()}"
         share = self._done / self._total if self._total else 1.0
         return f"{self._done:,} of {self._total:,} {self._unit} ({share:.0%}), {self._state()}"
 
@@ -118,7 +121,7 @@ class _Bar:
     over many times in a second.
     """
 
-    def __init__(self, name: str, total: int, done: int, attended: bool) -> None:
+    def __init__(self, name: str, total: int | None, done: int, attended: bool) -> None:
         self._what, self._attended = (name, total), attended
         self._bars: Any = None
         self._drawn = time.monotonic()

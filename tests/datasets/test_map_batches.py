@@ -304,7 +304,6 @@ REFUSED = [
     (lambda: bx.map_batches(jnp.sum, X, batch_size=0), bx.AxisError, "batch_size"),
     (lambda: bx.map_batches(jnp.sum, X, start=-1), bx.ArgumentTypeError, "start"),
     (lambda: bx.map_batches(jnp.sum, X, **ODD), bx.ArgumentTypeError, "last must be"),
-    (lambda: bx.map(jnp.sum, iter(X)), bx.ArgumentTypeError, "batchax.map_batches"),
     (lambda: list(bx.map_batches(of_arrays, iter(X), iter(Y[:5]), batch_size=3)), bx.AxisError,
      "from row 3 on there are 3 and 2"),
 ]  # fmt: skip

@@ -35,7 +35,7 @@ import tensorstore  # noqa: F401  (imported once, for all that are forked)
 
 from batchax.datasets import steps
 from batchax.datasets.inspect import status, verify
-from kills.jobs import JOBS, write_inputs
+from kills.jobs import JOBS, STREAMS, write_inputs
 from kills.left import left_by, rows_of, units_done
 
 AT_ANY_TIME = "at any time"
@@ -177,8 +177,9 @@ def run(count: int, seed: int, root: Path) -> Tally:
     (inputs := root / "inputs").mkdir()
     write_inputs(inputs)
     expected: dict[str, Whole] = {}
+    jobs = draw.sample(JOBS + STREAMS, len(JOBS + STREAMS))
     while tally.kills < count:
-        job = JOBS[tally["outputs"] % len(JOBS)]
+        job = jobs[tally["outputs"] % len(jobs)]
         if job.__name__ not in expected:
             expected[job.__name__] = whole(job, inputs, root / job.__name__)
         out = root / f"{tally['outputs']}-{job.__name__}"

@@ -79,4 +79,28 @@ def zeros(x: Path, out: Path, **more: Any) -> bx.Report:
     return bx.map(jnp.zeros_like, x / "x.npy", out=out / "y.zarr", **SIZES, **more)
 
 
+def stream_zarr(x: Path, out: Path, **more: Any) -> bx.Report:
+    """Rows of which nobody knows how many there are, and a reduction over them."""
+
+    def fun(row):
+        return {"y": jnp.tanh(row["x"]), "sum": row["x"].sum()}
+
+    axes = {"y": 1, "sum": bx.Reduce("sum")}
+    rows = ({"x": row} for row in np.load(x / "x.npy"))
+    return bx.map(fun, rows, out=out / "y.zarr", out_axes=axes, **SIZES, **more)
+
+
+def stream_npy(x: Path, out: Path, **more: Any) -> bx.Report:
+    rows = np.load(x / "x.npy")
+    batches = (rows[i : i + 7] for i in range(0, ROWS, 7))
+    how = dict(batched=True, on_nonfinite="quarantine", **SIZES, **more)
+    return bx.map(lambda x: jnp.log(x[0] + 2), batches, out=out / "y.npy", **how)
+
+
+def stream_parquet(x: Path, out: Path, **more: Any) -> bx.Report:
+    rows = iter(np.load(x / "x.npy"))
+    return bx.map(lambda x: x * 3, rows, out=out / "y.parquet", stream_id="x", **SIZES, **more)
+
+
 JOBS = [zarr, zarr_group, npy, parquet, quarantine, zeros]
+STREAMS = [stream_zarr, stream_npy, stream_parquet]  # which one process alone reads

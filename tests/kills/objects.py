@@ -22,13 +22,13 @@ from batchax.datasets import objects, steps
 from batchax.datasets.addresses import ObjectPath, address
 from batchax.datasets.inspect import status, verify
 from kills.__main__ import AT_ANY_TIME, MOMENTS, Watch, forked_to_do
-from kills.jobs import JOBS, write_inputs
+from kills.jobs import JOBS, STREAMS, write_inputs
 
 from support import object_servers
 
 PATIENCE = 6  # kills, after which a call may end
 SECONDS = 3.0  # in which a call is mostly done
-KINDS = [job for job in JOBS if job.__name__ != "npy"]
+KINDS = [job for job in JOBS + STREAMS if not job.__name__.endswith("npy")]
 
 
 class Root:
@@ -78,8 +78,9 @@ def run(count: int, seed: int, root: Path) -> int:
     (inputs := root / "inputs").mkdir()
     write_inputs(inputs)
     expected: dict[str, Any] = {}
+    kinds = draw.sample(KINDS, len(KINDS))
     while kills < count:
-        job = KINDS[outputs % len(KINDS)]
+        job = kinds[outputs % len(kinds)]
         name = job.__name__
         if name not in expected:
             code, expected[name] = forked_to_do(lambda: on_disk(job, inputs, root / name))

@@ -18,9 +18,8 @@ import numpy as np
 from batchax.datasets.parts import Rows, Unit
 from batchax.datasets.pipeline import LOOK, Stop, put, trying
 from batchax.datasets.program import RowFunction
-from batchax.datasets.streams import Stream
+from batchax.datasets.streams import arrays_of, taken
 from batchax.datasets.units import begin_batch
-from batchax.errors import AxisError
 
 _Read = tuple[Unit, Sequence[Any]]
 _JOIN = 5.0  # seconds that a thread may take to end, if what it reads from lets it wait
@@ -160,26 +159,17 @@ def of_sources(
             m.source.release()
 
 
-def of_streams(
-    function: RowFunction, streams: Sequence[Stream], batch_size: int, start: int, last: str
-) -> Iterator[_Read]:
+def of_streams(function: RowFunction, batch_size: int, start: int, last: str) -> Iterator[_Read]:
     """Batches of rows that come one after another."""
-    leaves: list[Any] = [m.source for m in function.inputs.mapped]
+    streams, leaves = function.inputs.streams, [m.source for m in function.inputs.mapped]
     try:
         for number, first in enumerate(range(start, 2**62, batch_size)):
-            taken = {stream: stream.take(batch_size) for stream in streams}
-            counts = {len(parts[0]) for parts in taken.values()}
-            if len(counts) > 1:
-                raise AxisError(
-                    f"the arguments end after different numbers of rows: from row {first} on there "
-                    f"are {' and '.join(str(len(p[0])) for p in taken.values())} in them."
-                )
-            (count,) = counts
+            parts = taken(streams, batch_size, first)
+            count = len(next(iter(parts.values()))[0])
             if count == 0 or (count < batch_size and last == "drop"):
                 return
-            parts = [taken[leaf.stream][leaf.leaf] for leaf in leaves]
-            yield Unit(number, first, first + count), parts
-            del taken, parts
+            yield Unit(number, first, first + count), arrays_of(leaves, parts)
+            del parts
             if count < batch_size:
                 return
     finally:

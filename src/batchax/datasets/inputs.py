@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from batchax.datasets.failures import reading
 from batchax.datasets.parts import Rows
 from batchax.datasets.source import Source, native
 from batchax.datasets.sources import as_source
-from batchax.errors import ArgumentTypeError, AxisError
+from batchax.datasets.streams import Stream, StreamLeaf, is_stream
+from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.in_axes import check_in_axes, is_position, spread_in_axes
 
 
@@ -59,6 +61,7 @@ class Inputs:
       rows: how many rows they have.
       shared: the arrays that all rows share.
       shared_paths: where each of these is among the arguments.
+      streams: those of the arguments whose rows come one after another; then all are such.
       arguments: from what stands for the mapped leaves and the shared arrays to arguments of the
         batched function, and keyword arguments.
     """
@@ -67,6 +70,7 @@ class Inputs:
     rows: int
     shared: Sequence[Any]
     shared_paths: Sequence[str]
+    streams: Sequence[Stream]
     arguments: Callable[[Sequence[Any], Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
     @property
@@ -75,10 +79,26 @@ class Inputs:
         return {m.path: m.source.name for m in self.mapped}
 
 
-def find_inputs(fun: Callable[..., Any], in_axes: Any, args: tuple[Any, ...]) -> Inputs:
+class NoRowsError(ArgumentTypeError):
+    """All streams are empty, and nobody knows what their rows would have been."""
+
+
+def find_inputs(
+    fun: Callable[..., Any],
+    in_axes: Any,
+    args: tuple[Any, ...],
+    batched: bool = False,
+    start: int = 0,
+) -> Inputs:
     """Finds out what is mapped, opens what is on disk, and counts rows.
 
+    Args:
+      fun, in_axes, args: what is called, and with what.
+      batched: whether each item of a stream is a batch.
+      start: how many rows of a stream are passed over.
+
     Raises:
+      NoRowsError: all streams are empty.
       ArgumentTypeError: a mapped leaf is no array, nor the path of one.
       AxisError: `in_axes` does not fit, or numbers of rows differ.
       StorageError: a file is not there, or is damaged.
@@ -87,9 +107,15 @@ def find_inputs(fun: Callable[..., Any], in_axes: Any, args: tuple[Any, ...]) ->
     leaves, rebuild = spread_in_axes(fun, in_axes, args, {}, objects=False)
     mapped: list[Input] = []
     shared: dict[str, Any] = {}
+    streams: list[Stream] = []
     makers: list[Callable[[Sequence[Any], Sequence[Any]], Any]] = []
     for leaf in leaves:
         if leaf.spec is None:
+            if isinstance(leaf.value, Iterator):
+                raise UnsupportedError(
+                    f"{leaf.path} are rows that come one after another, and in_axes is None, for "
+                    "what all rows share. Give 0, or an array."
+                )
             makers.append(_shared(leaf.value, leaf.path, shared))
             continue
         if not is_position(leaf.spec):
@@ -98,20 +124,61 @@ def find_inputs(fun: Callable[..., Any], in_axes: Any, args: tuple[Any, ...]) ->
                 "along an axis, so give its number, or None for what all rows share. For a random "
                 "key of each row pass key= to map."
             )
-        source = as_source(leaf.value, leaf.path)
-        makers.append(functools.partial(_row, len(mapped)))
-        mapped.append(Input(leaf.path, source, _axis(leaf.path, source, int(leaf.spec))))
+        with reading(leaf.path):  # what was closed raises errors of its own
+            one_by_one = is_stream(leaf.value)
+        if one_by_one:
+            streams.append(Stream(leaf.value, leaf.path, batched, start))
+            each, structure = jax.tree.flatten(streams[-1].argument)
+            makers.append(functools.partial(_rows, len(mapped), structure))
+        else:
+            each = [as_source(leaf.value, leaf.path)]
+            makers.append(functools.partial(_row, len(mapped)))
+        for source in each:
+            mapped.append(Input(leaf.path, source, _axis(leaf.path, source, int(leaf.spec))))
+    _check_streams(streams, mapped, batched)
     return Inputs(
         mapped,
         _count(mapped),
         list(shared.values()),
         list(shared),
+        streams,
         lambda rows, own: rebuild([make(rows, own) for make in makers]),
     )
 
 
 def _row(index: int, rows: Sequence[Any], _: Sequence[Any]) -> Any:
     return rows[index]
+
+
+def _rows(first: int, structure: Any, rows: Sequence[Any], _: Sequence[Any]) -> Any:
+    return structure.unflatten(rows[first : first + structure.num_leaves])
+
+
+def _check_streams(streams: Sequence[Stream], mapped: Sequence[Input], batched: bool) -> None:
+    """Rows of streams are counted as they come, so nobody could compare numbers of rows before."""
+    if batched and not streams:
+        raise ArgumentTypeError(
+            "batched=True says what each item of a stream is, and no argument is one: leave it out."
+        )
+    if streams and all(stream.argument is None for stream in streams):
+        raise NoRowsError(
+            f"{streams[0].name} has no rows, and so nobody knows what those would be that the "
+            "function takes."
+        )
+    if any(stream.argument is None for stream in streams):
+        raise AxisError(
+            "the arguments end after different numbers of rows: some of the streams have none."
+        )
+    if streams and not all(isinstance(m.source, StreamLeaf) for m in mapped):
+        raise UnsupportedError(
+            "some of the arguments that are mapped are streams, and some are arrays. Give all as "
+            "streams (iter(x) of an array), or none; or None in in_axes for what all rows share."
+        )
+    for m in mapped:
+        if streams and m.axis:
+            raise AxisError(
+                f"in_axes gives {m.axis} for {m.path}: rows of a stream are along axis 0."
+            )
 
 
 def _shared(

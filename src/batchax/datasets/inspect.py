@@ -48,7 +48,7 @@ class Status:
 
     Attributes:
       out: its output.
-      rows: of the dataset.
+      rows: of the dataset; None of a stream that has not ended.
       done: rows that are committed, those in quarantine among them.
       quarantined: rows that have no result.
       finished: whether all is done, and that was said.
@@ -58,7 +58,7 @@ class Status:
     """
 
     out: Address
-    rows: int
+    rows: int | None
     done: int
     quarantined: int
     finished: bool
@@ -67,35 +67,40 @@ class Status:
     writers: Sequence[Writer] = ()
 
     @property
-    def to_do(self) -> int:
-        """Rows that are not committed."""
-        return self.rows - self.done
+    def to_do(self) -> int | None:
+        """Rows that are not committed; None of a stream that has not ended."""
+        return None if self.rows is None else self.rows - self.done
 
     @property
     def short(self) -> str:
         """In one line."""
         at_work = sum(w.holder is not None for w in self.writers) or int(self.holder is not None)
-        parts = [f"{self.done:,} of {self.rows:,} rows{self._share()}"]
+        parts = [self._done_of_all]
         if self.quarantined:
             parts.append(f"{self.quarantined:,} quarantined")
         parts.append(f"{at_work} at work" if at_work else "nobody at work")
-        if self.rate and at_work:
+        if self.rate and at_work and self.to_do is not None:
             parts.append(f"{duration(self.to_do / self.rate)} left")
         return ", ".join(parts)
 
-    def _share(self) -> str:
-        return f" ({self.done / self.rows:.1%})" if self.rows else ""
+    @property
+    def _done_of_all(self) -> str:
+        if self.rows is None:
+            return f"{self.done:,} rows of a stream"
+        share = f" ({self.done / self.rows:.1%})" if self.rows else ""
+        return f"{self.done:,} of {self.rows:,} rows{share}"
 
     def __str__(self) -> str:
-        share = self._share()
         lines = [
             f"{self.out}: {self._state()}",
-            f"  done         {self.done:,} of {self.rows:,} rows{share}",
-            f"  to do        {self.to_do:,}",
+            f"  done         {self._done_of_all}",
+            *([] if self.to_do is None else [f"  to do        {self.to_do:,}"]),
             f"  quarantined  {self.quarantined:,}",
         ]
         if self.rate:
-            left = f", {duration(self.to_do / self.rate)} left" if self.holder else ""
+            left = ""
+            if self.holder and self.to_do is not None:
+                left = f", {duration(self.to_do / self.rate)} left"
             lines.append(f"  rate         {self.rate:,.3g} rows a second{left}")
         if [w.name for w in self.writers] != ["main"]:
             lines += _listed(self.writers, "writers")
@@ -118,7 +123,9 @@ def status(out: str | Address) -> Status:
     """
     files = JobFiles(address(out, "out"))
     description = _description(files)
-    finished = files.read_end() is not None
+    end, plan = files.read_end(), description.plan
+    done = list(read_journal(files.journal).values())
+    rows = sum(r.unit.rows for r in done)
     place, locks = files.place, files.locks_of_shards
     holder = place.last_holder(files.lock)
     shards = {files.shard_of(x): place.last_holder(x) for x in locks if place.is_held(x)}
@@ -126,13 +133,12 @@ def status(out: str | Address) -> Status:
     if at_work is None and place.is_held(files.lock):
         at_work = holder
     last = at_work or holder
-    done = list(read_journal(files.journal).values())
     return Status(
         out=files.out,
-        rows=description.plan.rows,
-        done=sum(r.unit.rows for r in done),
+        rows=(end["rows"] if end else None) if plan.open else plan.rows,
+        done=rows,
         quarantined=sum(len(r.quarantined) for r in done),
-        finished=finished,
+        finished=end is not None,
         holder=at_work,
         rate=_rate(done, last.since) if last else None,
         writers=_writers(done, shards),

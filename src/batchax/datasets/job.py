@@ -54,6 +54,7 @@ class Job:
         self.plan = plan
         self.store = store
         self.finished = finished
+        self._counts_rows = plan.open  # as they come
         self._files = files
         self._locks = locks
         self._done: dict[int, Record] | None = None  # until it is asked for
@@ -125,8 +126,10 @@ class Job:
             if end is not None:  # perhaps by who had the lock
                 on_error.close()
                 locks = []
-            kept = _checked(files, description, store)
-            job = cls(files, description.plan, kept, shard or "main", locks, end)
+            kept, plan = _checked(files, description, store), description.plan
+            if end is not None and plan.open:
+                plan = plan.ended(end["rows"])
+            job = cls(files, plan, kept, shard or "main", locks, end)
             if locks:
                 job._journal.begin()
                 if shard is None:
@@ -180,7 +183,7 @@ class Job:
         """The units that all journals say are done."""
         done, self._differ = read_attempts(self._files.journal)
         for number, record in done.items():
-            if not number < len(self.plan) or record.unit != self.plan.unit(number):
+            if record.unit.number != number or not self.plan.has(record.unit):
                 raise JobError(
                     f"{self._files.journal} is not the journal of this job: it has a unit of rows "
                     f"{record.unit.start} to {record.unit.stop}, of which there is none. Put the "
@@ -237,9 +240,21 @@ class Job:
             )
         self._render_quarantine()
         reached(BEFORE_END)
-        first = self._first
-        self._files.write_end(**summary, unit=first and [first.unit.number, list(first.checksums)])
+        first, more = self._first, dict[str, Any]()
+        if self._counts_rows:
+            self._end_store()
+            more["rows"] = self.plan.rows
+        unit = first and [first.unit.number, list(first.checksums)]
+        self._files.write_end(**summary, **more, unit=unit)
         self.finished = self._files.read_end()
+
+    def _end_store(self) -> None:
+        while True:
+            self.check()
+            try:
+                return self.store.end(self.plan.rows)
+            except OvertakenError:
+                continue
 
     def close(self) -> None:
         """Leaves the job to others. What is not done yet, the same call goes on with."""
@@ -305,7 +320,7 @@ class Job:
             number, either = None, []
         if number is None:
             return
-        unit = self.plan.unit(number)
+        unit = self.plan.unit(number) if number not in self.done else self.done[number].unit
         if [checksum(x) for x in self.store.read(unit)] not in either:
             raise JobError(
                 f"{self._files.out} does not hold what was written to it: rows {unit.start} to "
@@ -325,7 +340,10 @@ class Job:
 
     def _ok(self, bad: Sequence[Bad]) -> bytes:
         """For each row whether it has a result, as a file of NumPy's."""
-        ok, file = np.zeros(self.plan.rows, bool), io.BytesIO()
+        rows = self.plan.rows
+        if self.plan.open:
+            rows = max((r.unit.stop for r in self.done.values()), default=0)
+        ok, file = np.zeros(rows, bool), io.BytesIO()
         for record in self.done.values():
             ok[record.unit.start : record.unit.stop] = True
         ok[[b.row for b in bad]] = False

@@ -66,6 +66,8 @@ class Journal:
         }
         if record.quarantined:
             entry["quarantined"] = packed(record.quarantined)
+        if record.read:
+            entry["read"] = list(record.read)
         if record.reduced:
             name = f"{number:08d}-{record.attempt}-{self._writer}.bin"
             path = self._folder.parent / partials.FOLDER / name
@@ -151,4 +153,5 @@ def _record(entry: dict[str, Any], folder: Address, writer: str) -> Record:
         partials.Reduced(reduced, folder.parent / partials.FOLDER) if reduced else {},
         entry["ended"],
         writer,
+        entry.get("read", ()),
     )

@@ -18,15 +18,16 @@ class MemoryStore(Store):
 
     kind = "memory"
     lasts = False
+    can_grow = True
 
     def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
         super().__init__(out, leaves, unit_rows)
         self._arrays: list[np.ndarray | None] = []
-        self._ragged: dict[tuple[int, int], Rows] = {}  # by unit and leaf
+        self._parts: dict[tuple[int, int], Any] = {}  # of no array: by unit and leaf
 
     def prepare(self) -> None:
         self._arrays = [
-            np.empty(leaf.shape, leaf.dtype) if leaf.ragged is None else None
+            None if leaf.grows or leaf.ragged is not None else np.empty(leaf.shape, leaf.dtype)
             for leaf in self.leaves
         ]
 
@@ -38,30 +39,34 @@ class MemoryStore(Store):
             zip(self.leaves, self._arrays, results, strict=True)
         ):
             if isinstance(result, Rows):
-                self._ragged[unit.number, i] = Rows(result.data.copy(), result.lengths.copy())
-            elif array is not None:
+                self._parts[unit.number, i] = Rows(result.data.copy(), result.lengths.copy())
+            elif array is None:
+                self._parts[unit.number, i] = result.copy()
+            else:
                 array[part_of(leaf, unit)] = result
 
     def read(self, unit: Unit) -> list[np.ndarray | Rows]:
-        if any((unit.number, i) not in self._ragged for i in self._ragged_leaves()):
+        if any((unit.number, i) not in self._parts for i in self._leaves_in_parts()):
             raise StorageError(f"rows {unit.start} to {unit.stop} were not written.")
         return [
-            self._ragged[unit.number, i] if array is None else array[part_of(leaf, unit)].copy()
+            self._parts[unit.number, i] if array is None else array[part_of(leaf, unit)].copy()
             for i, (leaf, array) in enumerate(zip(self.leaves, self._arrays, strict=True))
         ]
 
     def result(self) -> Any:
         return self.each(
-            [self._rows(i) if array is None else array for i, array in enumerate(self._arrays)]
+            [self._joined(i) if array is None else array for i, array in enumerate(self._arrays)]
         )
 
-    def _ragged_leaves(self) -> list[int]:
+    def _leaves_in_parts(self) -> list[int]:
         return [i for i, array in enumerate(self._arrays) if array is None]
 
-    def _rows(self, i: int) -> Rows:
+    def _joined(self, i: int) -> Any:
         """The rows of all units."""
         leaf = self.leaves[i]
-        units = [self._ragged[key] for key in sorted(self._ragged) if key[1] == i]
+        units = [self._parts[key] for key in sorted(self._parts) if key[1] == i]
+        if leaf.ragged is None:
+            return np.concatenate([np.empty(leaf.shape, leaf.dtype), *units], leaf.axis)
         data = [np.zeros((0, *leaf.shape[1:]), leaf.dtype), *(rows.data for rows in units)]
         lengths = [np.zeros(0, np.int64), *(rows.lengths for rows in units)]
         return Rows(np.concatenate(data), np.concatenate(lengths))

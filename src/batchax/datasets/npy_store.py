@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,12 @@ _CANNOT = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}  # file systems without
 
 
 class NpyStore(Store):
-    """One array. Rows are written at their places; the file is never mapped to memory."""
+    """One array. Rows are written at their places; the file is never mapped to memory.
+
+    NumPy leaves room in the header for a larger number of rows, and so a file can grow.
+    """
+
+    can_grow = True
 
     def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
         super().__init__(out, leaves, unit_rows)
@@ -40,6 +46,12 @@ class NpyStore(Store):
             )
         refuse_ragged(self.leaves, "a .npy file")
         (self._leaf,) = self.leaves
+        if self._leaf.grows and self._leaf.axis:
+            raise ArgumentTypeError(
+                f"{called(self._leaf)} of a stream has its rows along axis {self._leaf.axis}, and "
+                "a .npy file grows along axis 0 alone. Leave out out_axes, or use "
+                'out="scores.zarr".'
+            )
         if self._leaf.dtype.kind not in "biufc" or self._leaf.dtype.isbuiltin != 1:
             raise ArgumentTypeError(
                 f"{called(self._leaf)} is of dtype {self._leaf.dtype}, which .npy files do not "
@@ -48,13 +60,30 @@ class NpyStore(Store):
 
     def prepare(self) -> None:
         make_place(self.out, self.leaves)
-        header = {"shape": self._leaf.shape, "fortran_order": False}
-        descr = np.lib.format.dtype_to_descr(self._leaf.dtype)
         with replacing(self.out) as beside, open(beside, "xb") as file:
-            np.lib.format.write_array_header_1_0(file, {**header, "descr": descr})
+            file.write(self._header(self._leaf.shape))
             file.flush()
             size = Layout(self._leaf.shape, self._leaf.dtype, file.tell()).size
             _take_space(file.fileno(), size)
+
+    def end(self, rows: int) -> None:
+        header, shape = self._header(self._leaf.of_rows(rows)), self._leaf.of_rows(rows)
+        offset = self._layout().offset
+        if len(header) != offset:
+            raise StorageError(f"{self.out} has no room in its header for {rows} rows.")
+        with writing(self.out), open(self.out, "r+b", buffering=0) as file:
+            os.ftruncate(file.fileno(), Layout(shape, self._leaf.dtype, offset).size)
+            os.fsync(file.fileno())
+            reached(BEFORE_WRITE)
+            _write_at(file.fileno(), memoryview(header), 0)  # in one call, and in one sector
+            os.fsync(file.fileno())
+
+    def _header(self, shape: tuple[int, ...]) -> bytes:
+        file = io.BytesIO()
+        descr = np.lib.format.dtype_to_descr(self._leaf.dtype)
+        header = {"shape": shape, "fortran_order": False, "descr": descr}
+        np.lib.format.write_array_header_1_0(file, header)
+        return file.getvalue()
 
     def check(self) -> None:
         self._layout()
@@ -86,7 +115,9 @@ class NpyStore(Store):
         with reading(str(self.out)), open(self.out, "rb") as file:
             layout = Layout.of(file)
         expected = self._leaf.shape, self._leaf.dtype, False
-        if (layout.shape, layout.dtype, layout.fortran) != expected:
+        # Of one that grows, any number of rows will do: none, or all that there were in the end.
+        shape = (0, *layout.shape[1:]) if self._leaf.grows else layout.shape
+        if (shape, layout.dtype, layout.fortran) != expected:
             raise JobError(
                 f"{self.out} holds {layout.dtype}{layout.shape}, and this job's results are "
                 f"{self._leaf.dtype}{self._leaf.shape}: somebody else wrote it. Choose another out="

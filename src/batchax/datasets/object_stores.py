@@ -16,7 +16,7 @@ import numpy as np
 
 from batchax.datasets import objects
 from batchax.datasets.addresses import ObjectPath
-from batchax.datasets.failures import reading, reason
+from batchax.datasets.failures import reading
 from batchax.datasets.objects import Version
 from batchax.datasets.parquet_store import ParquetStore
 from batchax.datasets.parts import Leaf, Rows, Unit
@@ -71,13 +71,12 @@ class ObjectZarr(ZarrStore):
         for path, leaf in zip(self._paths, self.leaves, strict=True):
             memory, document = InMemory(), path / "zarr.json"
             memory.put(document.key, _read(document))
-            try:
-                self._open(path, leaf, context=memory.context, open=True)
-            except Exception as error:
-                raise JobError(
-                    f"{path} is not the array that this job made: {reason(error)} Choose another "
-                    "out=."
-                ) from error
+            self._check_array(path, leaf, _read(document), memory.context)
+
+    def _put_document(self, path: Any, document: bytes) -> None:
+        reached(BEFORE_WRITE)
+        self._putting.put(path, document)
+        reached(AFTER_WRITE)
 
     def read(self, unit: Unit) -> list[np.ndarray | Rows]:
         results = []
@@ -105,6 +104,9 @@ class ObjectZarr(ZarrStore):
             if not i:
                 reached(IN_WRITE)
         reached(AFTER_WRITE)
+
+    def clean(self) -> None:
+        """What is put is whole."""
 
     def _documents(self) -> dict[ObjectPath, bytes]:
         """What says what is where, the outer ones first."""

@@ -77,13 +77,14 @@ class Output:
         return int(np.prod(shape)) * self.leaf.dtype.itemsize
 
 
-def find_outputs(types: Any, out_axes: Any, rows: int) -> list[Output]:
+def find_outputs(types: Any, out_axes: Any, rows: int, grows: bool = False) -> list[Output]:
     """The outputs for all rows.
 
     Args:
       types: of the outputs of one batch, as `lanes_of` has them.
       out_axes: as the user gave it.
       rows: how many there are.
+      grows: whether that is only how many there are at most.
 
     Raises:
       UnsupportedError: an output cannot be kept.
@@ -91,7 +92,7 @@ def find_outputs(types: Any, out_axes: Any, rows: int) -> list[Output]:
     """
     leaves, _ = spread_specs(out_axes, types, "out", "out_axes", is_output_spec, by_name=True)
     named, _ = jax.tree_util.tree_flatten_with_path(types, is_leaf=is_container)
-    outputs = []
+    outputs, size = [], 0 if grows else rows  # of arrays, to begin with
     for leaf, (keys, _) in zip(leaves, named, strict=True):
         x, spec = leaf.value, leaf.spec
         name = jax.tree_util.keystr(keys, simple=True, separator="/")  # of "out['a'][0].b": "a/0/b"
@@ -101,8 +102,8 @@ def find_outputs(types: Any, out_axes: Any, rows: int) -> list[Output]:
                     f"{leaf.path} has rows of different lengths, along axis {x.axis}, and out_axes "
                     f"gives {spec!r}: rows are kept if they differ along axis 0, and out_axes is 0."
                 )
-            shape, dtype = (rows, *x.data.shape[1:]), native(x.data.dtype, leaf.path)
-            outputs.append(Output(leaf.path, Leaf(name, shape, dtype, 0, 0)))
+            shape, dtype = (size, *x.data.shape[1:]), native(x.data.dtype, leaf.path)
+            outputs.append(Output(leaf.path, Leaf(name, shape, dtype, 0, 0, grows)))
             continue
         if is_container(x):
             raise UnsupportedError(
@@ -133,8 +134,8 @@ def find_outputs(types: Any, out_axes: Any, rows: int) -> list[Output]:
             outputs.append(Output(leaf.path, whole, spec, one))
         elif is_position(spec) or spec is AUTO:
             axis = 0 if spec is AUTO else int(spec) % len(x.shape)
-            shape = (*x.shape[:axis], rows, *x.shape[axis + 1 :])
-            outputs.append(Output(leaf.path, Leaf(name, shape, native(x.dtype, leaf.path), axis)))
+            shape, dtype = (*x.shape[:axis], size, *x.shape[axis + 1 :]), native(x.dtype, leaf.path)
+            outputs.append(Output(leaf.path, Leaf(name, shape, dtype, axis, None, grows)))
         else:
             raise UnsupportedError(
                 f"out_axes gives {spec!r} for {leaf.path}: map keeps what each row has, at an axis "

@@ -25,6 +25,8 @@ class ParquetStore(Store):
     the same bytes.
     """
 
+    can_grow = True
+
     def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
         super().__init__(out, leaves, unit_rows)
         self._parquet = needed("pyarrow.parquet", f"{out}: Parquet")
@@ -108,7 +110,7 @@ class ParquetStore(Store):
 
 def _of_no_rows(leaf: Leaf) -> Any:
     """What there is of a result of no rows; None if there are some."""
-    if leaf.shape[leaf.axis]:
+    if leaf.shape[leaf.axis] or leaf.grows:
         return None
     empty = np.zeros(leaf.shape, leaf.dtype)
     return empty if leaf.ragged is None else Rows(empty, np.zeros(0, np.int64))

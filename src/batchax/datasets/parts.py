@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+ENDLESS = np.iinfo(np.int32).max  # rows of a stream, as far as anybody knows
+
 
 class Unit(NamedTuple):
     """Rows that are committed at once.
@@ -38,6 +40,7 @@ class Leaf:
       dtype: of its elements.
       axis: along which the rows lie.
       ragged: the axis of a row along which rows have different lengths; None if they do not.
+      grows: whether rows are counted as they come. By `shape` there are none.
     """
 
     name: str
@@ -45,6 +48,11 @@ class Leaf:
     dtype: np.dtype
     axis: int = 0
     ragged: int | None = None
+    grows: bool = False
+
+    def of_rows(self, rows: int) -> tuple[int, ...]:
+        """The shape if there are so many rows."""
+        return *self.shape[: self.axis], rows, *self.shape[self.axis + 1 :]
 
 
 class Rows(NamedTuple):
@@ -112,6 +120,7 @@ class Record:
       reduced: for each reduction over the rows, the part of this unit.
       ended: when that was written down, in seconds since 1970; the journal sets it.
       writer: whose journal says it, if it was read there.
+      read: crc32c of the rows of a stream that it was computed of, one for each array of them.
     """
 
     unit: Unit
@@ -122,3 +131,4 @@ class Record:
     reduced: Mapping[str, Any] = field(default_factory=dict)
     ended: float = 0.0
     writer: str = field(default="", compare=False)
+    read: Sequence[int] = ()

@@ -33,12 +33,14 @@ class Plan:
       batch_size: rows that the program computes at a time.
       unit_rows: rows of a unit, a multiple of `batch_size`; of units that differ, on average.
       ends: the row after each unit, if they differ.
+      open: whether rows are counted as they come: there are not more than `rows`.
     """
 
     rows: int
     batch_size: int
     unit_rows: int
     ends: tuple[int, ...] | None = None
+    open: bool = False
 
     def __len__(self) -> int:
         return -(-self.rows // self.unit_rows) if self.ends is None else len(self.ends)
@@ -56,6 +58,17 @@ class Plan:
             return Unit(number, self.ends[number - 1] if number else 0, self.ends[number])
         start = number * self.unit_rows
         return Unit(number, start, min(start + self.unit_rows, self.rows))
+
+    def has(self, unit: Unit) -> bool:
+        """Whether this is one of its units."""
+        if not 0 <= unit.number < len(self):
+            return False
+        whole = self.unit(unit.number)
+        return unit == whole or (self.open and unit.start == whole.start < unit.stop < whole.stop)
+
+    def ended(self, rows: int) -> Plan:
+        """The plan, now that all rows are counted."""
+        return replace(self, rows=rows, open=False)
 
     def by_elements(self, lengths: np.ndarray) -> Plan:
         """As many units, about, of as many elements each, of rows of these lengths."""

@@ -65,15 +65,22 @@ class RowFunction:
         out_axes: Any,
         key: Any,
         options: dict[str, Any],
+        batched: bool = False,
+        start: int = 0,
     ) -> RowFunction:
         """The function with its arguments, of which what is on disk is opened.
+
+        Args:
+          fun, arrays, in_axes, out_axes, key, options: attributes.
+          batched, start: of streams, see `find_inputs`.
 
         Raises:
           ArgumentTypeError, AxisError, StorageError: see `find_inputs`.
         """
         in_axes = _by_position(fun, in_axes, len(arrays), key is not None)
         keyed = key is not None and not takes_key_by_name(fun)
-        inputs = find_inputs(functools.partial(fun, key) if keyed else fun, in_axes, arrays)
+        called = functools.partial(fun, key) if keyed else fun
+        inputs = find_inputs(called, in_axes, arrays, batched, start)
         return cls(fun, arrays, inputs, in_axes, out_axes, key, options)
 
     @property
@@ -178,7 +185,8 @@ class RowFunction:
     @functools.cached_property
     def outputs(self) -> list[Output]:
         """What it returns."""
-        return find_outputs(self._returned, self.out_axes, self.inputs.rows)
+        grows = bool(self.inputs.streams)
+        return find_outputs(self._returned, self.out_axes, self.inputs.rows, grows)
 
     def tree_of(self, leaves: Sequence[Any]) -> Any:
         """What it returns, of leaves for its outputs."""

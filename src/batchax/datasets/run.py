@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from batchax.datasets.report import Report
 from batchax.datasets.source import ByContent
 from batchax.datasets.sources import as_source
 from batchax.datasets.stores import open_store
+from batchax.datasets.stream_units import StreamUnits, StreamWork
 from batchax.datasets.tables import Results
 from batchax.datasets.units import Policy
 from batchax.datasets.work import Work
@@ -40,6 +41,7 @@ class How:
 
     Attributes:
       kind: of the store of the output.
+      stream_id: what the user calls the rows of streams, if there are any.
       begun: when the call began.
     """
 
@@ -54,6 +56,7 @@ class How:
     resume: str
     version: str | None
     by_content: bool
+    stream_id: str | None
     progress: bool | Callable[[int, int], Any]
     engine: Threads
     begun: float
@@ -68,6 +71,8 @@ def run(function: RowFunction, how: How) -> Report:
     job = _job(function, how)
     try:
         if job.finished is not None:
+            if function.inputs.streams and how.stream_id is None:
+                _ = list(_taken(function, how, job))  # which compares them
             return _report(function, how, job, job.plan.rows)
         reused = sum(r.unit.rows for r in job.done.values())
         while job.finished is None:
@@ -82,6 +87,8 @@ def run(function: RowFunction, how: How) -> Report:
         job.close()
         for mapped in function.inputs.mapped:
             mapped.source.release()
+        for stream in function.inputs.streams:
+            stream.close()
 
 
 def _job(function: RowFunction, how: How) -> AnyJob:
@@ -109,6 +116,7 @@ def _fingerprint(function: RowFunction, how: How) -> dict[str, Any]:
         # Neither way has kept a result that is not finite: one may go on with what the other did.
         "on_nonfinite": how.policy.on_nonfinite and "given",
         **{name: str(option) for name, option in function.options.items()},
+        **({"stream_id": how.stream_id} if inputs.streams else {}),
     }
     shared = map(as_source, inputs.shared, inputs.shared_paths)
     sources: list[Any] = [*(m.source for m in inputs.mapped), *shared]
@@ -137,6 +145,9 @@ def plan_of(
         if size > rows:
             commit_rows = max(1, rows)  # they are one batch
     size = max(1, min(size, rows))
+    if function.inputs.streams:
+        plan = Plan.of(rows, size, function.row_bytes, function.row_seconds, commit_rows)
+        return replace(plan, open=True)
     plan = Plan.of(rows, size, function.row_bytes, function.row_seconds, commit_rows)
     lengths = [m.source.lengths for m in function.inputs.mapped]
     of_rows = [x for x in lengths if x is not None]
@@ -149,11 +160,17 @@ def _run_left(function: RowFunction, how: How, job: AnyJob, reused: int) -> None
     """Runs the units that are not done."""
     stop = Stop()
     work = Work(function, job.plan, job.store, how.policy, how.retries, stop, job.check)
+    taken = _taken(function, how, job) if function.inputs.streams else None
+    left: Iterable[int] = ()
+    if taken is None:
+        left = [k for k in how.engine.units(job.plan) if k not in job.done]
+        units, total = map(job.plan.unit, left), job.plan.rows
+    else:
+        work, units, total = StreamWork(**vars(work), taken=taken), taken, taken.total
     quarantined = sum(len(r.quarantined) for r in job.done.values())
-    progress = Progress(how.progress, function.name, job.plan.rows, reused)
+    progress = Progress(how.progress, function.name, total, reused)
     if reused:
-        progress.say(f"{reused:,} of {job.plan.rows:,} rows are done already")
-    left = [k for k in how.engine.units(job.plan) if k not in job.done]
+        progress.say(f"{_of(reused, job)} are done already")
 
     def check_how_many() -> None:
         if how.max_errors is not None and quarantined > how.max_errors:
@@ -175,13 +192,16 @@ def _run_left(function: RowFunction, how: How, job: AnyJob, reused: int) -> None
     with interruptible(stop, progress.say):
         try:
             try:
-                how.engine.run(work, map(job.plan.unit, left), job.record, tell)
+                how.engine.run(work, units, job.record, tell)
             finally:
                 job.look_again()
         except BaseException as error:
             progress.close(f"stopped: {type(error).__name__}. {_kept(job)}")
             raise
-    if any(k not in job.done for k in left):
+    if taken is not None and taken.rows is not None:
+        job.plan = job.plan.ended(taken.rows)
+        left = range(len(job.plan))
+    if (taken is not None and taken.rows is None) or any(k not in job.done for k in left):
         progress.close(_kept(job))
         job.check()  # if somebody deleted its folder, that is why
         raise KeyboardInterrupt
@@ -190,12 +210,21 @@ def _run_left(function: RowFunction, how: How, job: AnyJob, reused: int) -> None
     progress.close(f"{_rows_done(job):,} rows done{others}")
 
 
+def _taken(function: RowFunction, how: How, job: AnyJob) -> StreamUnits:
+    named = how.stream_id is not None
+    return StreamUnits(function, job.plan, job.done, named, how.out)
+
+
 def _rows_done(job: AnyJob) -> int:
     return sum(r.unit.rows for r in job.done.values())
 
 
 def _kept(job: AnyJob) -> str:
-    return f"{_rows_done(job):,} of {job.plan.rows:,} rows {job.kept}"
+    return f"{_of(_rows_done(job), job)} {job.kept}"
+
+
+def _of(rows: int, job: AnyJob) -> str:
+    return f"{rows:,} rows" if job.plan.open else f"{rows:,} of {job.plan.rows:,} rows"
 
 
 def _summary(function: RowFunction, job: AnyJob) -> dict[str, Any]:

@@ -35,14 +35,21 @@ class Store:
       out, leaves, unit_rows: as given.
       kind: under which it was found.
       lasts: whether what it keeps outlives the process, and so has checksums in the journal.
+      can_grow: whether results may have rows that are counted as they come.
     """
 
     kind = ""
     lasts = True
+    can_grow = False
 
     def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
         self.out, self.leaves, self.unit_rows = out, tuple(leaves), unit_rows
         names = [leaf.name for leaf in self.leaves]
+        if self.grows and not self.can_grow:
+            raise ArgumentTypeError(
+                f"{out}: nobody knows how many rows a stream has, and {type(self).__name__} keeps "
+                'arrays of a known length. Use out="scores.zarr", or a folder of Parquet files.'
+            )
         for leaf in self.leaves:
             if not isinstance(leaf.dtype, np.dtype):
                 raise ArgumentTypeError(
@@ -74,6 +81,14 @@ class Store:
 
     def clean(self) -> None:
         """Removes what writers that were killed left unfinished."""
+
+    @property
+    def grows(self) -> bool:
+        """Whether rows are counted as they come."""
+        return any(leaf.grows for leaf in self.leaves)
+
+    def end(self, rows: int) -> None:
+        """Of results that grow: from now on they have so many rows, all of which were written."""
 
     def put(self, unit: Unit, results: Results) -> None:
         """Writes the results of a unit over whatever is there, which may be damaged or half a one.

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import numbers
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from batchax.datasets.parts import ENDLESS
 from batchax.datasets.source import Index, Source, native
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
-
-ENDLESS = np.iinfo(np.int32).max  # rows of a stream, as far as anybody knows
 
 
 def is_stream(x: Any) -> bool:
@@ -54,10 +53,17 @@ class StreamLeaf(Source):
         self.stream, self.leaf = stream, leaf
 
     def get(self, index: Index) -> Any:
-        raise UnsupportedError(
-            f"{self.name} are rows that come one after another, and in_axes is None, for what all "
-            "rows share. Give 0, or an array."
-        )
+        raise UnsupportedError(f"{self.name} are rows that come one after another, and in order.")
+
+    def origin(self) -> dict[str, Any]:
+        """That it is one: which rows those were that are done, the journal says."""
+        return {"stream": self.stream.name}
+
+    def content(self) -> dict[str, Any]:
+        return self.origin()
+
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity(), "shape": [None, *self.shape[1:]]}
 
 
 class Stream:
@@ -70,21 +76,21 @@ class Stream:
       start: how many rows are passed over.
 
     Attributes:
+      name: as given.
       argument: what stands for it: a tree with a `StreamLeaf` for each array of a row; None if
         there are no rows.
       size: rows of the first item.
     """
 
     def __init__(self, x: Any, name: str, batched: bool, start: int) -> None:
-        self._name, self._batched = name, batched
-        by_number = not batched and _has_numbers(x)
-        items = (x[i] for i in range(start, len(x))) if by_number else iter(x)
-        self._iterator: Iterator[Any] = items
-        self._own = items is not x  # and not the user's, who may go on with it
+        self.name, self._batched = name, batched
+        self._by_number = x if not batched and _has_numbers(x) else None
+        self._iterator: Iterator[Any] = iter(()) if self._by_number is not None else iter(x)
+        self._own = self._iterator is not x  # and not the user's, who may go on with it
         self._structure: Any = None
         self._types: list[tuple[tuple[int, ...], np.dtype]] = []
         self._left: list[np.ndarray] = []  # rows of a batch that were not taken yet
-        self._items = 0
+        self._items = 0 if self._by_number is None else start  # that were taken, or passed over
         self.argument: Any = None
         first = self._item()
         if first is not None:
@@ -95,8 +101,8 @@ class Stream:
                 for i, (path, x) in enumerate(zip(self._paths, first, strict=True))
             ]
             self.argument = self._structure.unflatten(leaves)
-            if not by_number:
-                self._pass_over(start)
+            if self._by_number is None:
+                self.skip(start)
 
     def take(self, rows: int) -> list[np.ndarray]:
         """The next rows of each array, so many or as many as there are: shape (rows, ...)."""
@@ -117,24 +123,43 @@ class Stream:
         if self._own and close is not None:
             close()
 
-    def _pass_over(self, rows: int) -> None:
-        while rows > len(self._left[0]):
-            rows -= len(self._left[0])
-            item = self._item()
-            if item is None:
-                rows = 0
-                self._left = [x[:0] for x in self._left]
-                break
-            self._left = item
-        self._left = [x[rows:] for x in self._left]
+    @property
+    def total(self) -> int | None:
+        """How many rows it has, if it says so."""
+        return None if self._by_number is None else len(self._by_number)
+
+    def skip(self, rows: int) -> int:
+        """Passes over rows, which are not made if they have numbers; returns how many."""
+        passed = 0
+        while passed < rows:
+            if not len(self._left[0]):
+                if self._by_number is not None:
+                    count = max(0, min(rows - passed, len(self._by_number) - self._items))
+                    self._items += count
+                    return passed + count
+                item = self._item()
+                if item is None:
+                    break
+                self._left = item
+            count = min(rows - passed, len(self._left[0]))
+            self._left = [x[count:] for x in self._left]
+            passed += count
+        return passed
+
+    def _next(self) -> Any:
+        if self._by_number is None:
+            return next(self._iterator)
+        if self._items >= len(self._by_number):
+            raise StopIteration
+        return self._by_number[self._items]
 
     def _item(self) -> list[np.ndarray] | None:
         """The arrays of the next item, with rows along axis 0; None if there is none."""
         try:
-            item = next(self._iterator)
+            item = self._next()
         except StopIteration:
             return None
-        name = f"{self._name}, item {self._items}"
+        name = f"{self.name}, item {self._items}"
         self._items += 1
         named, structure = jax.tree_util.tree_flatten_with_path(item, is_leaf=_is_numbers)
         paths = [jax.tree_util.keystr(keys) for keys, _ in named]
@@ -184,3 +209,31 @@ def _array(x: Any, name: str) -> np.ndarray:
     except Exception as error:
         raise ArgumentTypeError(f"{name} cannot be made an array of NumPy's: {error}") from error
     return np.asarray(array, native(array.dtype, f"{name}, of type {type(x).__name__}"))
+
+
+def taken(streams: Sequence[Stream], rows: int, first: int) -> dict[Stream, list[np.ndarray]]:
+    """The next rows of streams that end together, so many or as many as there are.
+
+    Args:
+      streams: which.
+      rows: how many.
+      first: the number of the first one.
+
+    Raises:
+      AxisError: one of them ends before another.
+    """
+    parts = {stream: stream.take(rows) for stream in streams}
+    counts = [len(arrays[0]) for arrays in parts.values()]
+    if len(set(counts)) > 1:
+        raise AxisError(
+            f"the arguments end after different numbers of rows: from row {first} on there are "
+            f"{' and '.join(map(str, counts))} in them."
+        )
+    return parts
+
+
+def arrays_of(
+    sources: Sequence[Any], parts: Mapping[Stream, Sequence[np.ndarray]]
+) -> list[np.ndarray]:
+    """For each `StreamLeaf` its array, of what was `taken`."""
+    return [parts[leaf.stream][leaf.leaf] for leaf in sources]

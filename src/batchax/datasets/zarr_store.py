@@ -13,12 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from batchax.datasets.durable import make_folder, replace_file, replacing, writing
+from batchax.datasets.addresses import ObjectPath
+from batchax.datasets.durable import (
+    make_folder,
+    remove_unfinished,
+    replace_file,
+    replacing,
+    writing,
+)
 from batchax.datasets.failures import needed, reading, reason
-from batchax.datasets.parts import Leaf, Rows, Unit
+from batchax.datasets.parts import ENDLESS, Leaf, Rows, Unit
 from batchax.datasets.steps import AFTER_WRITE, BEFORE_WRITE, IN_WRITE, reached
 from batchax.datasets.store import Results, Store, called, make_place, part_of, refuse_ragged
-from batchax.datasets.tensorstores import in_folder, limited_context
+from batchax.datasets.tensorstores import InMemory, in_folder, limited_context
 from batchax.errors import ArgumentTypeError, JobError, StorageError
 
 GROUP = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
@@ -30,6 +37,8 @@ class ZarrStore(Store):
     TensorStore writes a chunk beside the one that it is to be, syncs it, renames it and syncs the
     folder. A chunk that is not there was not written: those of zeros are, too.
     """
+
+    can_grow = True
 
     def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
         super().__init__(out, leaves, unit_rows)
@@ -62,13 +71,37 @@ class ZarrStore(Store):
         for path, leaf in zip(self._paths, self.leaves, strict=True):
             if not (path / "zarr.json").exists():
                 raise StorageError(f"{path / 'zarr.json'} is missing.")
-            try:
-                self._open(path, leaf, open=True)
-            except Exception as error:
-                raise JobError(
-                    f"{path} is not the array that this job made: {reason(error)} Choose another "
-                    "out=."
-                ) from error
+            self._check_array(path, leaf, (path / "zarr.json").read_bytes())
+
+    def _check_array(self, path: Any, leaf: Leaf, document: bytes, context: Any = None) -> None:
+        try:
+            shape = None
+            if leaf.grows:  # none, or all that there were in the end
+                shape = leaf.of_rows(json.loads(document)["shape"][leaf.axis])
+            self._open(path, leaf, shape, context, open=True)
+        except Exception as error:
+            raise JobError(
+                f"{path} is not the array that this job made: {reason(error)} Choose another out=."
+            ) from error
+
+    def end(self, rows: int) -> None:
+        for path, leaf in zip(self._paths, self.leaves, strict=True):
+            self._put_document(path / "zarr.json", self._document(leaf, rows))
+
+    def clean(self) -> None:
+        for path in self._paths:
+            remove_unfinished(path)  # of a document that was to say how many rows there are
+
+    def _document(self, leaf: Leaf, rows: int) -> bytes:
+        """What says what is where, of an array with so many rows."""
+        memory = InMemory()
+        anywhere = ObjectPath("memory", "any", "array")
+        self._open(anywhere, leaf, leaf.of_rows(rows), memory.context, create=True)
+        (document,) = memory.all().values()
+        return document
+
+    def _put_document(self, path: Any, document: bytes) -> None:
+        replace_file(path, document)
 
     def result(self) -> Any:
         return self.each([str(path) for path in self._paths])
@@ -105,10 +138,10 @@ class ZarrStore(Store):
         A chunk that sticks out of the array is else read before it is written, and cannot be
         written if it is damaged.
         """
-        rows = -(-leaf.shape[leaf.axis] // self.unit_rows) * self.unit_rows
-        shape = *leaf.shape[: leaf.axis], rows, *leaf.shape[leaf.axis + 1 :]
+        rows = ENDLESS if leaf.grows else leaf.shape[leaf.axis]
+        rows = -(-rows // self.unit_rows) * self.unit_rows
         try:
-            return self._open(path, leaf, shape, context, assume_metadata=True)
+            return self._open(path, leaf, leaf.of_rows(rows), context, assume_metadata=True)
         except Exception as error:
             raise ArgumentTypeError(
                 f"{called(leaf)}, of dtype {leaf.dtype} and shape {leaf.shape}, cannot be written "
