@@ -43,6 +43,7 @@ from batchax.frontend.containers import register_container, unregister_container
 from batchax.frontend.lane_keys import split_key
 from batchax.frontend.local_rows import local
 from batchax.frontend.outputs import AUTO, Reduce
+from batchax.frontend.parts import LANE_INDEX
 from batchax.frontend.reduction import Reduction
 from batchax.gather import gather
 from batchax.host_function import host_function
@@ -66,8 +67,8 @@ from batchax.vmap import vmap
 __version__ = "0.1.0"
 
 __all__ = [
-    "AUTO", "ZERO_IF_MAPPED", "ArgumentTypeError", "Axis", "AxisError", "BatchSizeChoice",
-    "BatchaxError", "Buckets", "Compact", "Comparison", "Explanation", "JobError", "LaneSteps",
+    "AUTO", "LANE_INDEX", "ZERO_IF_MAPPED", "ArgumentTypeError", "Axis", "AxisError",
+    "BatchSizeChoice", "BatchaxError", "Buckets", "Compact", "Comparison", "Explanation", "JobError", "LaneSteps",
     "MemoryLimitError", "MismatchError", "ProcessesError", "Ragged", "Reduce", "Reduction",
     "RowError", "RuleMismatchError", "RuleReplacedWarning", "SequentialFallbackWarning",
     "SmallerChunksWarning", "StorageError", "UnsupportedError", "auto_vmap", "axis_to_front",

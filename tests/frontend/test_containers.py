@@ -334,3 +334,39 @@ def test_ranks_of_containers_that_have_none():
         bx.auto_vmap(1)(lambda x: x)(Named(X, ("a", "b", "c")))
     with pytest.raises(bx.ArgumentTypeError, match="x is a Rows, which has no shape"):
         bx.auto_vmap(1)(lambda x: x)(Rows(X, jnp.arange(2)))
+
+
+class Grid:
+    """Points a step apart, that nobody stores."""
+
+    def __init__(self, start, step):
+        self.start, self.step = start, step
+
+
+@pytest.fixture
+def grids():
+    bx.register_container(
+        Grid,
+        to_arrays=lambda g, axis: ([g.step, bx.LANE_INDEX], [axis, 0]),
+        to_example=lambda g, axis, arrays: Grid(g.start + arrays[0] * arrays[1], arrays[0]),
+        from_example=lambda g, axis: [g.start, g.step],
+        to_batch=lambda g, axis, arrays: Grid(*arrays),
+    )
+    yield
+    bx.unregister_container(Grid)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"mesh": "all"}], ids=str)
+def test_the_index_of_each_lane_in_a_container(grids, options):
+    steps = jnp.arange(1.0, 6.0)
+    expected = np.array([10 + s * i for i, s in enumerate(steps)])
+    f = lambda g, x: g.start * x
+    in_grid = lambda steps, x: bx.vmap(f, (0, None), **options)(Grid(10.0, steps), x)
+    np.testing.assert_array_equal(in_grid(steps, 1.0), expected)
+    gradient = jax.jit(jax.grad(lambda steps: in_grid(steps, 1.0).sum()))
+    np.testing.assert_array_equal(gradient(steps), np.arange(5.0))
+    twice = bx.vmap(lambda x: in_grid(steps, x))(jnp.array([1.0, 2.0]))
+    np.testing.assert_array_equal(twice, [expected, 2 * expected])
+    of_jax = jax.vmap(f, (0, None), axis_size=5)
+    np.testing.assert_array_equal(of_jax(Grid(10.0, steps), 1.0), expected)
+    assert repr(bx.LANE_INDEX) == "batchax.LANE_INDEX"

@@ -1,5 +1,6 @@
 """A rule registered here serves `jax.vmap`, and whatever is made of it."""
 
+import functools
 import warnings
 
 import jax
@@ -13,6 +14,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import batchax as bx
+from batchax import _compat
+from batchax.kernel import registry
 
 from support.oracle import example, same
 
@@ -149,6 +152,34 @@ def test_a_rule_that_jax_has_stays():
     for p, mark in ((before, 1), (later, 3)):
         same(jax.vmap(p.bind)(X), jnp.full_like(X, mark))
         same(bx.vmap(p.bind)(X), jnp.full_like(X, 2))
+
+
+@pytest.mark.parametrize("table", ["primitive_batchers", "axis_primitive_batchers"])
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"divergence": "compact"}], ids=str)
+def test_a_rule_of_a_users_in_jaxs_table_is_honoured_for_primitives_with_a_rule_here(
+    table, options, monkeypatch
+):
+    rules, p = batching.fancy_primitive_batchers, jax.lax.erf_inv_p
+    monkeypatch.setitem(rules, p, rules[p])  # taken back at the end
+
+    def rule(*given, **params):
+        args, dims = given[-2:]
+        return p.bind(args[0], **params) * 0 + 7, dims[0]
+
+    getattr(batching, table)[p] = rule
+    f = lambda x: jax.lax.erf_inv(x).sum() + jnp.sin(x)  # a new one: JAX keeps what it batched
+    for batched in (bx.vmap(f, **options), jax.jit(bx.vmap(f, **options)), jax.vmap(f)):
+        same(batched(X / 100), 7.0 * X.shape[1] + jnp.sin(X / 100))
+    told = bx.explain(f, compile=False)(X)
+    assert [e.service for e in told.walk() if e.primitive == "erf_inv"] == ["jax"]
+
+
+def test_rules_of_jax_are_known_as_such():
+    """Whatever it has in its table is not taken for a user's, in any version."""
+    assert sum(rule is not None for rule in registry._of_jax.values()) > 200
+    assert not any(map(registry._is_replaced_in_jax, registry._of_jax))
+    for rule in (lambda x: x, functools.partial(lambda x: x)):
+        assert not _compat.is_jaxs_rule(rule)
 
 
 @pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap], ids=["bx", "jax"])

@@ -29,6 +29,20 @@ def jax_has_rule(primitive: Primitive) -> bool:
     }
 
 
+def is_jaxs_rule(rule: Callable[..., Any]) -> bool:
+    """Whether a rule in JAX's table is one of JAX's or of batchax's, and not of a user's.
+
+    JAX wraps what is put into its older tables, in a function that closes over the rule.
+    """
+    rule = getattr(rule, "func", rule)
+    if "BatchersProxy" in getattr(rule, "__qualname__", ""):
+        inside = (cell.cell_contents for cell in rule.__closure__ or ())
+        rule = next(x for x in inside if callable(x) and not isinstance(x, Primitive))
+        rule = getattr(rule, "func", rule)
+    module = getattr(rule, "__module__", None) or ""
+    return module.partition(".")[0] in ("jax", "jaxlib", "batchax")
+
+
 def batched_by_jax(x: Any) -> tuple[Any, int | None]:
     """A value inside a function under ``jax.vmap``, and where its batch axis is.
 

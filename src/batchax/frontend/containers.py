@@ -19,7 +19,7 @@ import numpy as np
 from batchax import _compat
 from batchax.errors import ArgumentTypeError
 from batchax.frontend import of_jax
-from batchax.frontend.parts import Parts
+from batchax.frontend.parts import LANE_INDEX, Parts
 from batchax.jaxprs.words import Value
 
 
@@ -71,7 +71,8 @@ def register_container(
         subclasses are not.
       to_arrays: ``(batch, spec) -> (arrays, axes)``: the arrays a batch is made
         of and the position of the batch axis in each, None where an array is
-        the same for every lane.
+        the same for every lane. ``batchax.LANE_INDEX`` in the place of an array, with
+        axis 0, is the index of each lane.
       to_example: ``(batch, spec, arrays) -> example``: what the per-example
         function receives; `arrays` are those of `to_arrays` without the axis.
       from_example: ``(example, spec) -> arrays``: the arrays of an instance that
@@ -252,12 +253,13 @@ def _lend_to_jax(container: Container) -> None:
     except Exception:  # JAX asked it for its leaves, which it does not have yet
         return
 
-    def to_example(cont: Any, _: Any, value: Value, spec: Any) -> Any:
+    def to_example(cont: Any, index: Any, value: Value, spec: Any) -> Any:
         if spec is None:
             return value
         parts = parts_of_argument(value, spec, "the argument")
         assert parts is not None
-        return parts.join([cont(x, a) for _, x, a in parts.named("")])
+        of_lane = lambda x, a: index() if x is LANE_INDEX else cont(x, a)
+        return parts.join([of_lane(x, a) for _, x, a in parts.named("")])
 
     def to_batch(cont: Any, size: Any, example: Value, spec: Any) -> Any:
         parts = parts_of_output(example, spec, "the output", size)

@@ -60,11 +60,29 @@ class AxisSpec:
 
 
 class _LaneIndex:
-    """The type of `LANE_INDEX`."""
+    """In the place of an array that a container is made of: the index of each lane.
+
+    What `to_arrays` of `register_container` returns may have it, with axis 0. What `to_example` is
+    then given is an int32 scalar: 0 in the first lane, whatever the chunks or the mesh that it runs
+    in. How many lanes there are, arrays say, or ``axis_size``.
+
+    Example:
+      >>> class Grid:  # points from `start`, a step apart, which nobody stores
+      ...     def __init__(self, start, step, size):
+      ...         self.start, self.step, self.size = start, step, size
+      >>> bx.register_container(
+      ...     Grid,
+      ...     to_arrays=lambda g, axis: ([jnp.zeros(g.size), bx.LANE_INDEX], [0, 0]),
+      ...     to_example=lambda g, axis, arrays: g.start + g.step * arrays[1],
+      ...     from_example=lambda g, axis: [],
+      ...     to_batch=lambda g, axis, arrays: g,
+      ... )
+      >>> print(bx.vmap(lambda x: x**2)(Grid(1.0, 0.5, 4)))
+      [1.   2.25 4.   6.25]
+    """
 
     def __repr__(self) -> str:
-        return "the index of the lane"
+        return "batchax.LANE_INDEX"
 
 
 LANE_INDEX = _LaneIndex()
-"""A part that is the index of a lane: an int32 scalar. Its axis is 0."""

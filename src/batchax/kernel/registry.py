@@ -51,6 +51,9 @@ class Registered:
 # Keyed by the primitive, or by name for primitives JAX defines but does not
 # export until the module that owns them is imported.
 _rules: dict[_compat.Primitive | str, Registered] = {}
+# Of primitives with a rule of batchax's own: that in JAX's table, which is JAX's.
+_of_jax: dict[_compat.Primitive, Any] = {}
+_UNKNOWN = object()
 _count = 0
 _lock = threading.RLock()
 
@@ -107,6 +110,8 @@ def register_rule(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
             if entry.is_users:
                 _take_over(primitive, rule)
             _rules[primitive] = entry
+            if not entry.is_users:
+                _note_rule_of_jax(primitive)
             if entry.is_users and isinstance(primitive, _compat.Primitive):
                 _serve_jax(primitive, replace=False)
             # Last: what another thread built before this is remembered under the old count, and so
@@ -202,6 +207,23 @@ def _serve_jax(primitive: _compat.Primitive, replace: bool, may_name_axis: bool 
         batching.fancy_primitive_batchers[primitive] = for_jax
 
 
+def _note_rule_of_jax(primitive: _compat.Primitive | str) -> None:
+    """Keeps what JAX's table has for `primitive` now: what is there later, a user put there."""
+    declared = _compat.find_primitive(primitive) if isinstance(primitive, str) else primitive
+    if declared is not None:
+        rule = batching.fancy_primitive_batchers.get(declared)
+        _of_jax[declared] = rule if rule is None or _compat.is_jaxs_rule(rule) else None
+
+
+def _is_replaced_in_jax(primitive: _compat.Primitive) -> bool:
+    """Whether ``jax.vmap`` batches `primitive` by a rule that a user put into JAX's table."""
+    of_jax = _of_jax.get(primitive, _UNKNOWN)
+    now = batching.fancy_primitive_batchers.get(primitive)
+    if now is of_jax or of_jax is _UNKNOWN or now is None:
+        return False
+    return of_jax is not None or not _compat.is_jaxs_rule(now)
+
+
 def _module_outside_the_kernel() -> str:
     """The module that asked for a rule, be it by itself or through a maker of rules."""
     frame = sys._getframe(1)
@@ -211,11 +233,18 @@ def _module_outside_the_kernel() -> str:
 
 
 def find(primitive: _compat.Primitive) -> Registered | None:
-    """What is registered for `primitive`, by itself or by name: the later of the two."""
+    """What is registered for `primitive`, by itself or by name: the later of the two.
+
+    None, too, for a primitive whose rule in JAX's table a user replaced: ``jax.vmap`` batches it.
+    """
     by_itself, by_name = _rules.get(primitive), _rules.get(primitive.name)
     if by_itself is None or by_name is None:
-        return by_itself or by_name
-    return max(by_itself, by_name, key=lambda entry: entry.number)
+        entry = by_itself or by_name
+    else:
+        entry = max(by_itself, by_name, key=lambda entry: entry.number)
+    if entry is not None and not entry.is_users and _is_replaced_in_jax(primitive):
+        return None
+    return entry
 
 
 def is_foreign(primitive: _compat.Primitive) -> bool:
