@@ -68,16 +68,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AUTO", "LANE_INDEX", "ZERO_IF_MAPPED", "ArgumentTypeError", "Axis", "AxisError",
-    "BatchSizeChoice", "BatchaxError", "Buckets", "Compact", "Comparison", "Explanation", "JobError", "LaneSteps",
-    "MemoryLimitError", "MismatchError", "ProcessesError", "Ragged", "Reduce", "Reduction",
-    "RowError", "RuleMismatchError", "RuleReplacedWarning", "SequentialFallbackWarning",
-    "SmallerChunksWarning", "StorageError", "UnsupportedError", "auto_vmap", "axis_to_front",
-    "batch_jaxpr", "batch_size_choices", "bounded_while", "broadcasting", "bucket", "check",
-    "check_rule", "custom_vmap", "explain", "find_nonfinite", "gather", "host_function", "local",
-    "map", "map_batches", "match_axis", "move_axis", "ragged", "reducing", "register_container",
-    "register_rule",
-    "same_program", "scan", "sequential_vmap", "size", "split_key", "stack", "tiles",
-    "unregister_container", "unstack", "vectorized", "vmap",
+    "BatchSizeChoice", "BatchaxError", "Buckets", "Compact", "Comparison", "Explanation",
+    "JobError", "LaneSteps", "MemoryLimitError", "MismatchError", "ProcessesError", "Ragged",
+    "Reduce", "Reduction", "RowError", "RuleMismatchError", "RuleReplacedWarning",
+    "SequentialFallbackWarning", "SmallerChunksWarning", "StorageError", "UnsupportedError",
+    "auto_vmap", "axis_to_front", "batch_jaxpr", "batch_size_choices", "bounded_while",
+    "broadcasting", "bucket", "check", "check_rule", "custom_vmap", "explain", "find_nonfinite",
+    "gather", "host_function", "local", "map", "map_batches", "match_axis", "move_axis", "ragged",
+    "reducing", "register_container", "register_rule", "same_program", "scan", "sequential_vmap",
+    "size", "split_key", "stack", "tiles", "unregister_container", "unstack", "vectorized", "vmap",
 ]  # fmt: skip
 
 

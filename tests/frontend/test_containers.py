@@ -339,8 +339,8 @@ def test_ranks_of_containers_that_have_none():
 class Grid:
     """Points a step apart, that nobody stores."""
 
-    def __init__(self, start, step):
-        self.start, self.step = start, step
+    def __init__(self, start, step, index=None):
+        self.start, self.step, self.index = start, step, index
 
 
 @pytest.fixture
@@ -348,7 +348,7 @@ def grids():
     bx.register_container(
         Grid,
         to_arrays=lambda g, axis: ([g.step, bx.LANE_INDEX], [axis, 0]),
-        to_example=lambda g, axis, arrays: Grid(g.start + arrays[0] * arrays[1], arrays[0]),
+        to_example=lambda g, axis, arrays: Grid(g.start, *arrays),
         from_example=lambda g, axis: [g.start, g.step],
         to_batch=lambda g, axis, arrays: Grid(*arrays),
     )
@@ -360,7 +360,7 @@ def grids():
 def test_the_index_of_each_lane_in_a_container(grids, options):
     steps = jnp.arange(1.0, 6.0)
     expected = np.array([10 + s * i for i, s in enumerate(steps)])
-    f = lambda g, x: g.start * x
+    f = lambda g, x: (g.start + g.step * g.index) * x
     in_grid = lambda steps, x: bx.vmap(f, (0, None), **options)(Grid(10.0, steps), x)
     np.testing.assert_array_equal(in_grid(steps, 1.0), expected)
     gradient = jax.jit(jax.grad(lambda steps: in_grid(steps, 1.0).sum()))
