@@ -265,7 +265,10 @@ NO_CACHES = {
     "execution/names.py": {"_lane_variable": "one variable, which stands in programs"},
     "explain/page/document.py": {"_resource": "files of this package"},
     "frontend/containers.py": {"_containers": "a table that users fill"},
-    "frontend/rows.py": {"_run_by": "who runs rows, of imports"},
+    "frontend/rows.py": {
+        "_run_by": "who runs rows, of imports",
+        "_found_by": "who finds sizes, of imports",
+    },
     "jaxprs/own_primitives.py": {"_own": "a table, of imports"},
     "jaxprs/primitive_facts.py": {
         "_facts": "a table, of imports",

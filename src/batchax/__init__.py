@@ -54,6 +54,7 @@ from batchax.kernel.rule_makers import broadcasting, reducing, vectorized
 from batchax.map import map
 from batchax.map_batches import map_batches
 from batchax.rows.buckets import Buckets, bucket
+from batchax.rows.finding import compress, nonzero, unique
 from batchax.rows.lane_sizes import size
 from batchax.rows.ragged import Ragged
 from batchax.rows.row_size import ragged
@@ -73,10 +74,11 @@ __all__ = [
     "Reduce", "Reduction", "RowError", "RuleMismatchError", "RuleReplacedWarning",
     "SequentialFallbackWarning", "SmallerChunksWarning", "StorageError", "UnsupportedError",
     "auto_vmap", "axis_to_front", "batch_jaxpr", "batch_size_choices", "bounded_while",
-    "broadcasting", "bucket", "check", "check_rule", "custom_vmap", "explain", "find_nonfinite",
-    "gather", "host_function", "local", "map", "map_batches", "match_axis", "move_axis", "ragged",
-    "reducing", "register_container", "register_rule", "same_program", "scan", "sequential_vmap",
-    "size", "split_key", "stack", "tiles", "unregister_container", "unstack", "vectorized", "vmap",
+    "broadcasting", "bucket", "check", "check_rule", "compress", "custom_vmap", "explain",
+    "find_nonfinite", "gather", "host_function", "local", "map", "map_batches", "match_axis",
+    "move_axis", "nonzero", "ragged", "reducing", "register_container", "register_rule",
+    "same_program", "scan", "sequential_vmap", "size", "split_key", "stack", "tiles", "unique",
+    "unregister_container", "unstack", "vectorized", "vmap",
 ]  # fmt: skip
 
 

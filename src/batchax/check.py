@@ -155,7 +155,7 @@ class _Comparison:
             def of_points(*points: Any) -> list[Any]:
                 given = dict(zip(smooth, points, strict=True))
                 outs = self._called(fun, [given.get(i, x) for i, x in enumerate(leaves)])
-                return [y for y in jax.tree.leaves(outs) if is_inexact(jnp.asarray(y))]
+                return [_array(y) for y in _inexact(outs)]
 
             return jax.vjp(of_points, *(leaves[i] for i in smooth))
 
@@ -171,9 +171,8 @@ class _Comparison:
         # Zero times infinity: of a lane's own making, though its results have no cotangent.
         never = [jnp.isnan(g) for g in pull([jnp.zeros_like(y) for y in outs])]
         for lane, (cotangents, expected) in of_lanes.items():
-            alone = [
-                jnp.zeros_like(y).at[lane].set(c) for y, c in zip(outs, cotangents, strict=True)
-            ]
+            placed = zip(outs, _inexact(self._got), cotangents, strict=True)
+            alone = [jnp.zeros_like(y).at[_place(of, lane)].set(c) for y, of, c in placed]
             for i, g, e, nan in zip(smooth, pull(alone), expected, never, strict=True):
                 axis = self._positions[i]
                 if axis is not None:
@@ -218,6 +217,24 @@ def _size(x: Value) -> int:
 
 def _lane(x: Value, lane: int) -> Any:
     return x.rows()[lane] if _is_rows(x) else x[lane]
+
+
+def _array(x: Value) -> Any:
+    return x.data if _is_rows(x) else x
+
+
+def _inexact(outs: Any) -> list[Any]:
+    """The results that have derivatives."""
+    leaves = jax.tree.leaves(outs, is_leaf=_is_rows)
+    return [x for x in leaves if is_inexact(jnp.asarray(_array(x)))]
+
+
+def _place(x: Value, lane: int) -> Any:
+    """Where a lane is in the array that holds all of them."""
+    if not _is_rows(x):
+        return lane
+    start, end = map(int, x.offsets[lane : lane + 2])
+    return (*[slice(None)] * x.axis, slice(start, end))
 
 
 def _is_smooth(x: Value) -> bool:

@@ -39,7 +39,7 @@ from batchax.frontend.outputs import (
     check_out_axes,
     flatten_outputs,
 )
-from batchax.frontend.rows import find_row_options, pass_of_rows
+from batchax.frontend.rows import find_row_options, finding_sizes, pass_of_rows
 from batchax.frontend.words_of_others import in_our_words
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
@@ -243,7 +243,7 @@ def vmap(
             in_parts(chunking),
         ]
         with named_in_errors(fun, mapped, flat.shared, LANES.each):
-            outs, outputs = execute(through(passes, Call(axis, one_example, mapped)))
+            outs, outputs = execute(through(passes, Call(axis, finding_sizes(one_example), mapped)))
         if recording.is_on():
             types = [jax.tree.map(jax.typeof, x) for x in outs]
             recording.fact("outputs", described=outputs.described, types=types)

@@ -17,6 +17,7 @@ from jax.extend.core import jaxprs_in_params
 import batchax as bx
 from batchax.execution.slices import with_derivative_of
 from batchax.kernel.own_primitive import declared
+from batchax.rows.found_places import found_places_p
 from batchax.rows.row_rules import call_later
 from batchax.rules.in_place import some_active_p
 from batchax.rules.in_turn import in_turn
@@ -202,6 +203,10 @@ AROUND = {
     "call_later": lambda f: (
         lambda x: call_later(lambda x: [f(x)], [jax.typeof(x)], x)[0],
         f,
+    ),
+    "found_places": lambda f: (
+        lambda x: f(x) * found_places_p.bind(x < TABLE, size=2, limit=None, called="")[0],
+        lambda x: f(x) * jnp.argmax(x < TABLE),
     ),
     "in_turn": lambda f: (lambda x: in_turn([f(x)], [f(2 * x)])[1][0], lambda x: f(2 * x)),
     "safe_lanes": lambda f: (each(either(f), bx.vmap), each(either(f))),

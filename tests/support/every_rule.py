@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import batchax as bx
 from batchax._compat import find_primitive
 from batchax.execution.slices import follow_p
+from batchax.rows.found_places import found_places_p
 from batchax.rules.in_place import some_active_p
 from batchax.rules.in_turn import in_turn_p
 from batchax.rules.lane_calls import lane_calls_p
@@ -400,6 +401,12 @@ def _own():
         "execution.scan_steps": {"scan_steps": (last, X, several(3, 4))},
         "execution.slices": {"follow": (follow_p.bind, X, X)},
         "execution.watched": {"tell_progress": (told, X), "progress_back": (told, X)},
+        "rows.found_places": {
+            "found_places": (
+                partial(found_places_p.bind, size=2, limit=None, called="batchax.compress"),
+                several(3, dtype=bool),
+            )
+        },
         "rules.in_turn": {"in_turn": (partial(in_turn_p.bind, count=1), X, X)},
         "rules.lane_calls": {"lane_calls": (_calls_of_lanes, BOOL, X)},
         "rules.in_place": {"some_active": (some_active_p.bind, BOOL, BOOL)},

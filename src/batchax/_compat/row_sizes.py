@@ -92,6 +92,12 @@ def row_symbols(kind: type[RowDimension], names: Sequence[str], lengths: Any) ->
     return tuple(kind(size._sorted_terms, size.scope) for size in of_jax)
 
 
+def another_symbol(kind: type[RowDimension], name: str, scope: RowScope) -> Any:
+    """One more symbolic size in a scope; the same one for a name that there is already."""
+    of_jax: Any = jax.export.symbolic_shape(name, scope=scope)[0]
+    return kind(of_jax._sorted_terms, scope)
+
+
 def is_row_size(x: Any) -> bool:
     """Whether `x` is an expression of sizes that `row_symbols` made."""
     return isinstance(x, RowDimension)

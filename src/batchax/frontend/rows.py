@@ -9,6 +9,7 @@ from typing import Any, Literal
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.mapped import Mapped, MappedRows
+from batchax.frontend.outputs import Described
 
 
 class GroupsOfRows:
@@ -78,6 +79,23 @@ def _checked_buckets(buckets: Any) -> int | GroupsOfRows | None:
     if buckets < 1:
         raise AxisError(f"buckets must be a positive int, got {buckets}.")
     return int(buckets)
+
+
+_found_by: list[Callable[[Described], Described]] = []
+
+
+def finds_sizes(
+    change: Callable[[Described], Described],
+) -> Callable[[Described], Described]:
+    """Decorator: from a function of one example to one that may find sizes."""
+    _found_by[:] = [change]
+    return change
+
+
+def finding_sizes(function: Described) -> Described:
+    """`function`, of one example, where it may find sizes, as `batchax.compress` does."""
+    (change,) = _found_by
+    return change(function)
 
 
 Pass = Callable[[Any], Any]

@@ -23,6 +23,7 @@ def evaluate(
     args: Sequence[Value],
     run_equation: Callable[[Any, list[Any]], Iterable[Any]],
     number: Callable[[Any], Any] = lambda literal: literal.val,
+    keeps: Callable[[Any], Any] = operator.attrgetter("effects"),
 ) -> list[Any]:
     """What `jaxpr` returns if `run_equation`, of an equation and operands, does each equation.
 
@@ -34,6 +35,7 @@ def evaluate(
       consts, args: what stands for its constants and inputs.
       run_equation: makes of what stands for the operands what stands for the results.
       number: what stands for a number written in the program, a `Literal`.
+      keeps: as for `plan`.
     """
     env = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
@@ -42,7 +44,7 @@ def evaluate(
         return number(v) if isinstance(v, Literal) else env[v]
 
     walk(
-        plan(jaxpr.eqns, jaxpr.outvars),
+        plan(jaxpr.eqns, jaxpr.outvars, keeps),
         env,
         read,
         lambda step, operands: run_equation(step.eqn, operands),

@@ -14,7 +14,7 @@ import operator
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -68,15 +68,21 @@ class Lengths:
     Attributes:
       values: for each size the lengths that occur, of row after row; or those that may occur.
       aligned: whether entries of the same place are of the same row.
+      found: the greatest of each size that the function finds.
     """
 
     values: Mapping[str, np.ndarray]
     aligned: bool
+    found: dict[str, int] = field(default_factory=dict)
 
     def of(self, names: frozenset[str]) -> dict[str, np.ndarray] | None:
         """The lengths that sizes may have together; None where those are too many."""
-        arrays = [self.values[name] for name in sorted(names)]
-        if not self.aligned:
+        arrays = [
+            self.values[name] if name in self.values else np.arange(self.found[name] + 1)
+            for name in sorted(names)
+        ]
+        if not (self.aligned and names <= self.values.keys()):
+            arrays = list(map(np.unique, arrays)) if self.aligned else arrays
             if np.prod([float(len(x)) for x in arrays]) > _MOST_COMBINATIONS:
                 return None
             arrays = np.meshgrid(*arrays)

@@ -15,10 +15,10 @@ from batchax.frontend.outputs import FlatOutputs
 from batchax.kernel import recording
 from batchax.rows.arguments import RowSize
 from batchax.rows.call import RowCall
+from batchax.rows.found_sizes import with_lengths
 from batchax.rows.index import pad_rows
-from batchax.rows.outputs import as_ragged
 from batchax.rows.padded import Row, run_padded
-from batchax.rows.sizes import Sizes, has_symbols
+from batchax.rows.sizes import Sizes
 from batchax.rows.steps import flatten
 
 
@@ -60,12 +60,10 @@ def execute_padded(call: RowCall, chunking: Chunking | None) -> tuple[list[Any],
             Row(x, shape, None if size is None else 0)
             for x, shape, size in zip(values[len(bounds) :], shapes, call.sizes_of, strict=True)
         ]
-        rows = run_padded(Sizes(bounds, lengths), staged.jaxpr, staged.consts, arguments)
-        return [row.value for row in rows], call.outputs
+        sizes = Sizes(bounds, lengths)
+        rows = run_padded(sizes, staged.jaxpr, staged.consts, arguments)
+        return with_lengths(sizes, rows, call.outputs, list, call.sizes)
 
     arguments = padded_arguments(call.mapped, call.sizes_of, call.sizes)
-    outs, _ = executed_as_arrays(Call(call.axis, padded_row, arguments), chunking)
-    return [
-        as_ragged(x, shape, call.sizes) if has_symbols(shape) else x
-        for x, shape in zip(outs, call.shapes, strict=True)
-    ], call.outputs
+    outs, outputs = executed_as_arrays(Call(call.axis, padded_row, arguments), chunking)
+    return outputs.rebuild(outs), call.outputs

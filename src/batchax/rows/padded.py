@@ -32,6 +32,7 @@ from batchax.jaxprs.spoken import line_of
 from batchax.jaxprs.words import Aval, Eqn, Jaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.varying import bind_varying
+from batchax.rows.found_places import finds_size, leaves_with_found
 from batchax.rows.sizes import Sizes, depends_on_sizes
 from batchax.rules.masking import is_inexact, safe_lanes
 
@@ -186,6 +187,7 @@ def run_padded(
             list(map(replace, rows)),  # copies: to fill them must not change the caller's
             functools.partial(run_equation, sizes),
             lambda literal: Row(literal.val, jnp.shape(literal.val)),
+            lambda eqn: eqn.effects or finds_size(eqn),
         )
 
 
@@ -220,6 +222,11 @@ def _run_equation(sizes: Sizes, eqn: Eqn, rows: Sequence[Row]) -> list[Row]:
     rule = _find_rule(eqn.primitive)
     if rule is None:
         raise op.refuse(_OWN.get(eqn.primitive.name, "it has no rule for rows."))
+    if (size := leaves_with_found(eqn)) is not None:
+        raise op.refuse(
+            f"it returns an array of the size {size}, which is found in it. Return what does not "
+            "have that size, or find it outside."
+        )
     outs = rule(op, *rows, **eqn.params)
     outs = outs if isinstance(outs, (list, tuple)) else [outs]
     return [

@@ -20,6 +20,7 @@ from batchax.rows.arguments import all_known, check_meshes, find_sizes
 from batchax.rows.by_length import run_by_length
 from batchax.rows.by_switch import MOST_LENGTHS, are_few, run_by_switch
 from batchax.rows.call import RowCall
+from batchax.rows.found_places import find_found
 from batchax.rows.host_calls import refuse_order
 from batchax.rows.in_buckets import by_bucket, run_in_buckets
 from batchax.rows.in_padding import execute_padded
@@ -154,7 +155,9 @@ class AnyLength(Way):
         assert isinstance(call, RowCall)
         in_chunks = self.chunking is not None and self.chunking.applies_to(call.axis.size)
         classes = most_classes(call, self.options, in_chunks)
-        if classes is None and (in_chunks or _compat.calls_back(call.staged.effects)):
-            # Regions would not keep the order in which programs call the host.
+        finds = find_found(call.staged)
+        if classes is None and (in_chunks or finds or _compat.calls_back(call.staged.effects)):
+            # Regions would not keep the order in which programs call the host, and hand no sizes on
+            # that one of them finds.
             return execute_padded(call, self.chunking)
         return execute(replace(call, way=InRegions(self.options.layout, classes)))

@@ -29,6 +29,7 @@ from batchax.kernel.axis import Axis, Position, axis_to_front
 from batchax.kernel.captured import closed_over
 from batchax.kernel.inner import batch_function, returning_alike
 from batchax.rows.blocks import Blocks, Elements, SizeClasses
+from batchax.rows.found_places import find_found
 from batchax.rows.packed import Packed, PackedRows
 from batchax.rows.packing import is_packable
 from batchax.rows.sizes import Sizes, ragged_axis
@@ -44,6 +45,8 @@ def obstacle(axis: Axis, program: ClosedJaxpr, in_chunks: bool) -> str | None:
         return "rows are spread over a mesh"
     if _compat.calls_back(program.effects):
         return "the function calls the host, which blocks would do in another order, and too often"
+    if find_found(program):
+        return "the function finds sizes, as batchax.compress does"
     if find_collective(jaxpr) is not None:
         return "the function has a collective over a named axis, which all rows must take part in"
     if _compat.makes_references(program.effects):

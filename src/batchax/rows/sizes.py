@@ -28,6 +28,21 @@ is_symbolic = jax.export.is_symbolic_dim
 _MOST_COMBINATIONS = 1 << 22  # of lengths that are tried, to see what an expression comes to
 
 
+@dataclass(frozen=True)
+class Limited:
+    """A size that a program finds, and how large it may be.
+
+    Attributes:
+      called: what found it.
+      limit: how large it may be.
+      count: how large it is.
+    """
+
+    called: str
+    limit: int
+    count: Any
+
+
 @dataclass
 class Sizes:
     """What the symbols of a program stand for.
@@ -36,11 +51,17 @@ class Sizes:
       bounds: the greatest value of each symbol.
       values: its value in the row at hand: an int32 scalar, traced or known.
       exact: symbols whose value is known to be the bound: nothing is padded along those.
+      found_of: for each symbol that the program finds, the size that it is at most.
+      limited: those of them for which a limit was given.
+      again: whether the program may be one that is computed again, and finds what was found.
     """
 
     bounds: Mapping[str, int]
     values: Mapping[str, Any]
     exact: frozenset[str] = frozenset()
+    found_of: Mapping[str, Any] = field(default_factory=dict)
+    limited: list[Limited] = field(default_factory=list)
+    again: bool = False
     _bounds: dict[Any, int] = field(default_factory=dict)
     _sizes: dict[Any, Any] = field(default_factory=dict)
 
@@ -52,7 +73,29 @@ class Sizes:
             self._bounds[dim] = self._find_bound(dim)
         return self._bounds[dim]
 
+    def find(self, name: str, most: Any, count: Any, limited: Limited | None) -> int:
+        """Enters a size that the program has found: `count`, and what it is at most.
+
+        Returns:
+          Its bound.
+        """
+        bound = self.bound(most) if limited is None else min(self.bound(most), limited.limit)
+        self.bounds = {**self.bounds, name: bound}
+        self.values = {**self.values, name: jnp.minimum(count, bound)}
+        self.found_of = {**self.found_of, name: most}
+        self.limited += [] if limited is None else [limited]
+        return bound
+
+    def _check_has(self, dim: Any) -> None:
+        if not _compat.symbols(dim) <= self.bounds.keys():
+            raise UnsupportedError(
+                f"the size {dim} was found in a loop, a branch or a derivative rule, and is used "
+                "outside of it; or it is of another function around this one. Return from there "
+                "what does not have that size."
+            )
+
     def _find_bound(self, dim: Any) -> int:
+        self._check_has(dim)
         if str(dim) in self.bounds:
             return self.bounds[str(dim)]
         values = self.in_every_row(dim)
@@ -94,6 +137,7 @@ class Sizes:
         """What the expression `dim` comes to in the row at hand, as arithmetic."""
         if not is_symbolic(dim):
             return int(dim)
+        self._check_has(dim)
         return _compat.evaluate_size(dim, dict(self.values))
 
     def inside(self, values: Mapping[str, Any] | None = None) -> Sizes:
@@ -102,7 +146,8 @@ class Sizes:
         Sizes computed while that is staged are its tracers, and are not kept for the outer one.
         """
         kept = dict(self._sizes) if values is None else {}
-        return replace(self, values=self.values if values is None else values, _sizes=kept)
+        values = self.values if values is None else values
+        return replace(self, values=values, limited=[], _sizes=kept, _bounds=dict(self._bounds))
 
     def is_exact(self, dim: Any) -> bool:
         """Whether arrays have no padding along a dimension of that size."""

@@ -6,6 +6,7 @@ from batchax.rows.padded_rules import contraction as contraction
 from batchax.rows.padded_rules import custom_derivatives as custom_derivatives
 from batchax.rows.padded_rules import effects as effects
 from batchax.rows.padded_rules import elementwise as elementwise
+from batchax.rows.padded_rules import finding as finding
 from batchax.rows.padded_rules import indexing as indexing
 from batchax.rows.padded_rules import linalg as linalg
 from batchax.rows.padded_rules import loops as loops

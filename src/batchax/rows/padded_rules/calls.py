@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -37,6 +38,7 @@ def _call(op: Operation, *rows: Row, **params: Any) -> Any:
 def _kept_call(op: Operation, *rows: Row, **params: Any) -> Any:
     """A call that says something about its program, such as that reverse mode computes it again."""
     operands = Moving(rows)
+    op = replace(op, sizes=replace(op.sizes, again=True))
     fun = as_function(op, program_called(op.eqn), operands)
     program = _compat.stage(fun, list(map(jax.typeof, operands.values)))
     return bind_call(op.eqn.primitive, op.eqn.params, program, operands.values)
