@@ -29,14 +29,9 @@ from batchax.divergence.flat_derivatives import tangents_of_lanes
 from batchax.divergence.loops import PartingLoop
 from batchax.divergence.nest import Inner, Nest, Segment
 from batchax.divergence.segments import SegmentRun
+from batchax.divergence.varying import alike
 from batchax.divergence.widths import launch_time
-from batchax.divergence.window import (
-    Plan,
-    Tally,
-    alike,
-    count_active,
-    counted,
-)
+from batchax.divergence.window import Plan, Tally, count_active, counted
 from batchax.execution.buffers import blank
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording

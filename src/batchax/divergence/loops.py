@@ -108,7 +108,7 @@ class PartingLoop:
         axis = replace(self.axis, size=width)
         body = MaskedBody.of(axis, self.test, self.body, self.positions[self.n_test :])
         carry = body.step(active, consts[self.n_test :], carry)
-        return active & self._test(axis, consts, carry), carry, tally
+        return lax.bitwise_and(active, self._test(axis, consts, carry)), carry, tally
 
     def _test(self, axis: Axis, consts: Sequence[Value], carry: Sequence[Value]) -> Any:
         positions = [*self.positions[: self.n_test], *[0] * len(carry)]

@@ -15,7 +15,8 @@ import numpy as np
 from jax import lax
 
 from batchax.divergence.nest import Segment
-from batchax.divergence.window import alike, rows_of, with_rows
+from batchax.divergence.varying import alike
+from batchax.divergence.window import rows_of, with_rows
 from batchax.execution.buffers import blank
 from batchax.execution.gathered_lanes import put, taken_at
 from batchax.jaxprs.evaluate import variables_used

@@ -7,8 +7,11 @@ selected by it. So the programs of the loop are made again, for values that vary
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+
+import jax
 
 from batchax import _compat
 from batchax.jaxprs.words import ClosedJaxpr
@@ -47,3 +50,12 @@ def _of_values(program: ClosedJaxpr, varying: Varying) -> ClosedJaxpr:
     nothing_batched = [None] * len(varying)
     program, _ = batch_inner(Axis(1), program, nothing_batched, varying=varying)
     return returning(program, (varying[0],) * len(program.out_avals))
+
+
+def alike(state: Any, like: Sequence[Any]) -> Any:
+    """A first carry whose values, inside ``shard_map``, vary over all that `like` varies over.
+
+    The types of a carry must be the same before and after a step.
+    """
+    leaves, structure = jax.tree.flatten(state)
+    return jax.tree.unflatten(structure, _compat.varying_alike(leaves, like=like))

@@ -3,19 +3,23 @@
 A loop batched by ``jax.vmap`` runs all lanes until the slowest is done (see JAX #8409).
 
 First all lanes run, as they do where lanes are masked, until a share of them is done. Those
-that are left queue for a window of fixed width. The first of the queue run until some of them are
-done, and the others return to the front of the queue: so waiting lanes take the places of those
-that are done (refill). When none waits, those who are left run in a narrower window (compaction),
+that are left queue for a window of fixed width. When some in it are done, those that wait take
+their places (refill). When none waits, those who are left run in a narrower window (compaction),
 so that the last slow lanes do not run in a window full of lanes that are done.
 
 A window holds the indices of its lanes: what belongs to a lane is read from, and written to,
 the arrays of all lanes by index. That is the same program for all widths, of which only steps are
 compiled once more for each.
+
+A processor is given each operation as a function of its own, which takes longer to compile than
+most loops of numbers: `refill` and `_GoesOn` make such loops, each one function.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax import _compat
+from batchax.divergence.refill import InWindow, Queue, refill
+from batchax.divergence.staged import staged_once, while_loop
+from batchax.divergence.varying import alike
 from batchax.execution.gathered_lanes import put, taken_at
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Position
@@ -33,6 +39,9 @@ from batchax.kernel.axis import Position
 Tally = tuple[Any, ...]
 """Iterations, and lane-steps of active lanes in two halves of 32 bits, the high one first: in
 single precision JAX has no integers of 64 bits. Empty where nothing is counted."""
+
+_SHORT = 1024  # lanes that are counted by a loop, which is compiled as one function
+_AT_ONCE = 32  # of them in each of its steps
 
 LaneStep = Callable[[int, Sequence[Any], Any, Sequence[Any], Tally], tuple[Any, list[Any], Tally]]
 """One step of some lanes: (width, consts, active, carry, tally) -> (active, carry, tally)."""
@@ -108,21 +117,22 @@ def run_in_windows(
         return _neighbours_in_turn(plan, step, consts, positions, active, carry)
     varying = [active, *carry, *consts]
     size, widths = active.shape[0], plan.widths
-    tallies, count = [], np.int32(size)  # at most
+    tallies = []
     if widths[0] == size:
         widths = widths[1:]
         left = plan.most_left if plan.threshold is None else plan.refilled_at(size)
         left = max(left, widths[0]) if widths else 0
-        stays = lambda wasted, count: plan.bears(wasted, count) & (count > 0)
-        state = (active, carry, plan.blank)
-        state = alike(state, varying)
-        state = _steps(step, size, consts, left, stays, state, count_active(active))
-        active, carry, tally, count = state
+        goes_on = _GoesOn(plan, size, left)
+        _, begins = goes_on.judged(active, None, np.float32(0))
+        state = alike((active, carry, plan.blank), varying)
+        active, carry, tally = _steps(step, consts, begins, goes_on, None, state)
         tallies = [tally]
-    if widths:
-        window = _Window(plan, widths, step, consts, positions)
-        carry, others = window.run(active, carry, count, varying)
-        tallies += others
+    queue = Queue.of_all(active)
+    for width, narrower in itertools.pairwise([*widths, 0]):
+        window = _Window(plan, width, narrower, step, consts, positions)
+        carry, lanes, tally = window.run(queue, carry, varying)
+        queue = Queue(lanes.index, lanes.active)
+        tallies.append(tally)
     return carry, tallies
 
 
@@ -149,59 +159,110 @@ def _neighbours_in_turn(
 
         active, *rows = (cut(x, 0) for x in everyone)
         own = list(map(cut, consts, positions))
-        waits = lambda *_: np.False_
-        state = active, rows, tally
-        active, rows, tally, _ = _steps(step, width, own, 0, waits, state, count_active(active))
+        active, rows, tally = _until_all_are_done(step, width, own, (active, rows, tally))
 
         def put_back(x: Value, rows: Any) -> Any:
             return lax.dynamic_update_slice_in_dim(x, rows, start, 0, allow_negative_indices=False)
 
         ended = put_back(everyone[0], active) if fewer else everyone[0]
         everyone = [ended, *map(put_back, everyone[1:], rows)]
-        return first + np.int32(width), everyone, tally
+        return lax.add(first, np.int32(width)), everyone, tally
 
     state = alike((np.int32(0), [active, *carry], plan.blank), [active, *carry, *consts])
-    _, (_, *carry), tally = lax.while_loop(lambda state: state[0] < size, turn, state)
+    _, (_, *carry), tally = while_loop(lambda state: lax.lt(state[0], np.int32(size)), turn, state)
     return carry, [tally]
+
+
+def _until_all_are_done(step: LaneStep, width: int, consts: Sequence[Value], state: Any) -> Any:
+    """Steps of `width` lanes, while any of them is active."""
+
+    def once(state: Any) -> Any:
+        active, carry, tally = state
+        return step(width, consts, active, carry, tally)
+
+    return while_loop(lambda state: lax.reduce_or(state[0], (0,)), once, state)
 
 
 def _steps(
     step: LaneStep,
-    width: int,
     consts: Sequence[Value],
-    left: Any,
-    stays: Callable[[Any, Any], Any],
+    begins: Any,
+    goes_on: _GoesOn,
+    waiting: Any,
     state: Any,
-    count: Any,
 ) -> Any:
-    """Steps of `width` lanes, while more than `left` of them are active, or `stays` says to go on.
-
-    `count` of them are active at first. `stays` is given the lane-steps wasted so far, and how
-    many are active.
-    """
-    active, carry, tally = state
-
-    def goes_on(state: Any) -> Any:
-        _, _, _, count, wasted = state
-        return (count > left) | stays(wasted, count)
+    """Steps of lanes: one if they `begin`, and more while they `go on`."""
 
     def once(state: Any) -> Any:
-        active, carry, tally, count, wasted = state
-        active, carry, tally = step(width, consts, active, carry, tally)
-        count = count_active(active)
-        wasted += lax.convert_element_type(width - count, np.float32)
-        return active, carry, tally, count, wasted
+        active, carry, tally, wasted, _ = state
+        active, carry, tally = step(goes_on.width, consts, active, carry, tally)
+        return active, carry, tally, *goes_on.judged(active, waiting, wasted)
 
-    start = active, carry, tally, count, lax.full_like(count, 0, np.float32)
-    return lax.while_loop(goes_on, once, start)[:4]
+    start = alike((*state, np.float32(0), begins), [begins])
+    return while_loop(lambda state: state[-1], once, start)[:3]
+
+
+@dataclass(frozen=True)
+class _GoesOn:
+    """Whether lanes go on together.
+
+    Attributes:
+      plan: how they are run.
+      width: how many there are.
+      left: how many may be active when nobody waits and they leave.
+    """
+
+    plan: Plan
+    width: int
+    left: int
+
+    def judged(self, active: Any, waiting: Any, wasted: Any) -> list[Any]:
+        """The lane-steps wasted after one more, and whether lanes go on.
+
+        Args:
+          active: which of them are active.
+          waiting: whether others wait; None for all lanes, which never take the place of another.
+          wasted: the lane-steps wasted before.
+        """
+        if waiting is None:
+            return staged_once((self, "all"), lambda *xs: self._judged(None, *xs), active, wasted)
+        return staged_once((self, "window"), self._judged, waiting, active, wasted)
+
+    def _judged(self, waiting: Any, active: Any, wasted: Any) -> tuple[Any, Any]:
+        if jax.default_backend() != "cpu" or self.width > _SHORT:
+            count = count_active(active)
+            wasted += lax.convert_element_type(self.width - count, np.float32)
+            return wasted, self._of_count(waiting, count, wasted)
+        some = math.gcd(self.width, _AT_ONCE)
+        rows = lax.reshape(active, (self.width // some, some))
+
+        def once(state: Any) -> Any:
+            row, count, wasted, _ = state
+            new = lax.dynamic_slice_in_dim(rows, row, 1, 0, allow_negative_indices=False)
+            new = lax.reduce_sum(lax.convert_element_type(new, np.int32), (0, 1))
+            count += new
+            wasted += lax.convert_element_type(some - new, np.float32)
+            return row + np.int32(1), count, wasted, self._of_count(waiting, count, wasted)
+
+        start = alike((np.int32(0), np.int32(0), wasted, np.True_), [active])
+        return lax.while_loop(lambda state: state[0] < self.width // some, once, start)[2:]
+
+    def _of_count(self, waiting: Any, count: Any, wasted: Any) -> Any:
+        plan = self.plan
+        if waiting is None:
+            return (count > self.left) | ((count > 0) & plan.bears(wasted, count))
+        bears = (count > 0) & plan.bears(wasted, np.int32(self.width))
+        full = count > plan.refilled_at(self.width)
+        return lax.select(waiting, full | bears, count > self.left)
 
 
 class _Window:
-    """A window of the first of these `widths`, or of a narrower one when nobody waits.
+    """A window of so many lanes, until nobody waits for it and they fit the `narrower` one.
 
     Attributes:
       plan: how the lanes are run.
-      widths: from the widest down, without that of all lanes.
+      width: how many lanes it holds.
+      narrower: the width of the next one; zero if there is none.
       step: one step of some lanes.
       consts, positions: what it is given beside the carry, and where each has the batch axis.
     """
@@ -209,121 +270,38 @@ class _Window:
     def __init__(
         self,
         plan: Plan,
-        widths: Sequence[int],
+        width: int,
+        narrower: int,
         step: LaneStep,
         consts: Sequence[Value],
         positions: Sequence[Position],
     ) -> None:
-        self.plan, self.widths, self.step = plan, widths, step
+        self.plan, self.width, self.narrower, self.step = plan, width, narrower, step
         self.consts, self.positions = consts, positions
 
     def run(
-        self, active: Any, everyone: list[Any], left: Any, varying: Any
-    ) -> tuple[list[Any], Sequence[Tally]]:
-        """From the carries of all lanes to their last ones, with counts of lane-steps.
+        self, queue: Queue, everyone: list[Any], varying: Any
+    ) -> tuple[list[Any], InWindow, Tally]:
+        """The carries of all lanes, who is left in the window, and the count of lane-steps."""
+        size = everyone[0].shape[0]
+        state = everyone, InWindow.empty(size, self.width), self.plan.blank
+        goes_on = _GoesOn(self.plan, self.width, self.narrower)
 
-        No more than `left` lanes are active, and none if that is zero.
-        """
-        size = active.shape[0]
-        queue = lax.iota(np.int32, size), np.int32(0), np.int32(size), left
-        state = [active, *everyone], queue, [self.plan.blank] * len(self.widths)
+        def turn(state: Any) -> Any:
+            everyone, lanes, tally = state
+            lanes = refill(queue, lanes)
+            here = lax.min(lanes.index, np.int32(size - 1))  # of places where nobody is, someone
+            carry = [rows_of(x, 0, here) for x in everyone]
+            consts = [rows_of(x, a, here) for x, a in zip(self.consts, self.positions, strict=True)]
+            state = lanes.active, carry, tally
+            active, carry, tally = _steps(
+                self.step, consts, lanes.any_active, goes_on, lanes.waiting, state
+            )
+            put_back = functools.partial(with_rows, target=lanes.index)
+            everyone = list(map(put_back, everyone, carry))
+            return everyone, lanes._replace(active=active), tally
 
-        def goes_on(state: Any) -> Any:
-            _, (_, _, end, left), _ = state
-            return (end < size) | (left > 0)
-
-        everyone, _, tallies = lax.while_loop(goes_on, self._turn, alike(state, varying))
-        return everyone[1:], tallies
-
-    def _turn(self, state: Any) -> Any:
-        """Runs the first lanes of the queue until enough are done; the others stay in front of it.
-
-        The queue begins with the lanes of the turn before, up to `end`, of which `left` are active.
-        """
-        everyone, (queue, first, end, _), tallies = state
-        queue, first = _without_done(queue, first, end, everyone[0])
-        size, width = queue.shape[0], self.widths[0]
-        end = lax.min(first + width, np.int32(size))
-        place = lax.iota(np.int32, width)
-        taken = place < end - first
-        lanes = taken_at(queue, lax.min(first + place, np.int32(size - 1)), 0)
-        carry = [rows_of(x, 0, lanes) for x in everyone[1:]]
-        consts = [rows_of(x, a, lanes) for x, a in zip(self.consts, self.positions, strict=True)]
-        fits = [end - first <= w for w in self.widths[1:]]
-        k = sum((lax.convert_element_type(fit, np.int32) for fit in fits), np.int32(0))
-        runs = [functools.partial(self._run_at, k) for k in range(len(self.widths))]
-        rows, left, tallies = lax.switch(
-            k, runs, end < size, end - first, taken, carry, consts, tallies
-        )
-        # Places without a lane are written out of bounds, where they are dropped: each to another
-        # index, since indices are said to be unique.
-        target = lax.select(taken, lanes, size + place)
-        everyone = list(map(functools.partial(with_rows, target=target), everyone, rows))
-        return everyone, (queue, first, end, left), tallies
-
-    def _run_at(
-        self,
-        k: int,
-        some_wait: Any,
-        count: Any,
-        active: Any,
-        carry: list[Value],
-        consts: list[Value],
-        tallies: list[Tally],
-    ) -> Any:
-        """Steps of the first places, as many as the width `k`, until enough lanes are done."""
-        width = self.widths[k]
-        left: Any = self.widths[k + 1] if k + 1 < len(self.widths) else 0
-        if k == 0:
-            left = lax.select(some_wait, np.int32(self.plan.refilled_at(width)), np.int32(left))
-
-        def stays(wasted: Any, count: Any) -> Any:
-            if k:
-                return np.False_  # nobody waits
-            return some_wait & (count > 0) & self.plan.bears(wasted, np.int32(width))
-
-        def narrow(x: Value, axis: Position) -> Any:
-            if axis is None or not k:
-                return x
-            return lax.slice_in_dim(x, 0, width, axis=axis)
-
-        consts = [narrow(x, a) for x, a in zip(consts, self.positions, strict=True)]
-        state = (narrow(active, 0), [narrow(x, 0) for x in carry], tallies[k])
-        run, rows, tally, count = _steps(self.step, width, consts, left, stays, state, count)
-        everyone = [run, *rows]
-        if k:
-            everyone = [
-                lax.dynamic_update_slice_in_dim(x, row, 0, 0)
-                for x, row in zip((active, *carry), everyone, strict=True)
-            ]
-        return everyone, count, [*tallies[:k], tally, *tallies[k + 1 :]]
-
-
-def _without_done(queue: Any, first: Any, end: Any, active: Any) -> tuple[Any, Any]:
-    """`queue` with only the active lanes of those from `first` to `end`, and where they start."""
-    size = queue.shape[0]
-    if jax.default_backend() != "cpu":
-        place = lax.iota(np.int32, size)
-        stays = (place >= first) & (place < end) & taken_at(active, queue, 0)
-        before = end - lax.cumsum(lax.convert_element_type(stays, np.int32), reverse=True)
-        # Others are written out of bounds, where they are dropped; each differs, as places must.
-        target = lax.select(stays, before, size + place)
-        queue = put(queue, queue, target, 0)
-        return queue, end - count_active(stays)
-
-    def once(state: Any) -> Any:
-        queue, at, to = state
-        lane = lax.dynamic_index_in_dim(queue, at - 1, 0, False, allow_negative_indices=False)
-        # Whoever comes next, if anyone, writes over a lane that is not active.
-        queue = lax.dynamic_update_index_in_dim(
-            queue, lane, to - 1, 0, allow_negative_indices=False
-        )
-        on = lax.dynamic_index_in_dim(active, lane, 0, False, allow_negative_indices=False)
-        return queue, at - 1, to - lax.convert_element_type(on, np.int32)
-
-    # On a processor that takes half as long as sums and a scatter do, and less to compile.
-    queue, _, first = lax.while_loop(lambda state: state[1] > first, once, (queue, end, end))
-    return queue, first
+        return while_loop(lambda state: state[1].waiting, turn, alike(state, varying))
 
 
 def rows_of(x: Value, position: Position, lanes: Any) -> Any:
@@ -354,12 +332,3 @@ def counted(tally: Tally, count: Any) -> Tally:
     iterations, high, low = tally
     total = low + lax.convert_element_type(count, np.uint32)
     return iterations + np.uint32(1), high + lax.convert_element_type(total < low, np.uint32), total
-
-
-def alike(state: Any, like: Sequence[Any]) -> Any:
-    """A first carry whose values, inside ``shard_map``, vary over all that `like` varies over.
-
-    The types of a carry must be the same before and after a step.
-    """
-    leaves, structure = jax.tree.flatten(state)
-    return jax.tree.unflatten(structure, _compat.varying_alike(leaves, like=like))

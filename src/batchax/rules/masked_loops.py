@@ -144,7 +144,8 @@ def _masked_loop(
         carry = masked.step(active, consts[:n_body], carry)
         tested = [*(consts[i] for i in places), *carry]
         tested_at = [*(consts_at[i] for i in places), *front]
-        return [active & predicate_if(axis, active, cond_jaxpr, tested, tested_at), *carry]
+        more = predicate_if(axis, active, cond_jaxpr, tested, tested_at)
+        return [lax.bitwise_and(active, more), *carry]
 
     def any_active(active: Any, *_: Any) -> list[Any]:
         return [lax.reduce_or(active, tuple(range(active.ndim)))]

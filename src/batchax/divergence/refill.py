@@ -1,0 +1,120 @@
+"""Who takes the places of lanes that are done: the first of those that wait, in order."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+
+from batchax.divergence.staged import staged_once
+from batchax.divergence.varying import alike
+from batchax.execution.gathered_lanes import put, taken_at
+
+
+class Queue(NamedTuple):
+    """Lanes in the order in which they come.
+
+    Attributes:
+      lanes: their indices; None for all lanes in their order.
+      active: which of them are not done: the others never come.
+    """
+
+    lanes: Any
+    active: Any
+
+    @classmethod
+    def of_all(cls, active: Any) -> Queue:
+        """All lanes."""
+        return cls(None, active)
+
+
+class InWindow(NamedTuple):
+    """Who is in a window.
+
+    Attributes:
+      index: the lane at each place. Where nobody was ever, it is out of bounds, and differs.
+      active: whether the lane is not done.
+      first: the place in the queue of the first who waits.
+      waiting: whether somebody may wait.
+      any_active: whether any lane is active.
+    """
+
+    index: Any
+    active: Any
+    first: Any
+    waiting: Any
+    any_active: Any
+
+    @classmethod
+    def empty(cls, size: int, width: int) -> InWindow:
+        """A window of that width for that many lanes, before anybody has come."""
+        index = np.arange(size, size + width, dtype=np.int32)
+        return cls(index, np.zeros(width, bool), np.int32(0), np.True_, np.False_)
+
+
+def refill(queue: Queue, window: InWindow) -> InWindow:
+    """The window with those who wait where lanes are done."""
+    of_all = queue.lanes is None
+
+    def run(*operands: Any) -> InWindow:
+        asked = Queue(None, operands[0]) if of_all else Queue(*operands[:2])
+        how = _one_by_one if jax.default_backend() == "cpu" else _at_once
+        return how(asked, InWindow(*operands[len(queue) - of_all :]))
+
+    return InWindow(*staged_once("refill", run, *queue[of_all:], *window))
+
+
+def _one_by_one(queue: Queue, window: InWindow) -> InWindow:
+    """As `refill`: on a processor that is one function to compile, and takes less time."""
+    size, width = np.int32(queue.active.shape[0]), np.int32(window.index.shape[0])
+
+    def at(x: Any, place: Any) -> Any:
+        return lax.dynamic_index_in_dim(x, place, 0, False, allow_negative_indices=False)
+
+    def put_at(x: Any, value: Any, place: Any) -> Any:
+        return lax.dynamic_update_index_in_dim(x, value, place, 0, allow_negative_indices=False)
+
+    def once(state: Any) -> Any:
+        place, (index, active, first, _, any_active) = state
+        # What is read and written in one step would be copied in each.
+        stays = at(window.active, place)
+        asked = ~stays & (first < size)
+        comes = asked & at(queue.active, first)
+        lane = first if queue.lanes is None else at(queue.lanes, first)
+        index = put_at(index, lax.select(comes, lane, at(window.index, place)), place)
+        active = put_at(active, stays | comes, place)
+        first += lax.convert_element_type(asked, np.int32)
+        place += lax.convert_element_type(comes | ~asked, np.int32)
+        return place, InWindow(index, active, first, first < size, any_active | stays | comes)
+
+    start = np.int32(0), window._replace(waiting=np.True_, any_active=np.False_)
+    start = alike(start, [*window, queue.active])
+    return lax.while_loop(lambda state: state[0] < width, once, start)[1]
+
+
+def _at_once(queue: Queue, window: InWindow) -> InWindow:
+    """As `refill`: most devices take longer for a loop of numbers than for sums and scatters."""
+    size, width = queue.active.shape[0], window.index.shape[0]
+    order, places = lax.iota(np.int32, size), lax.iota(np.int32, width)
+    waits = queue.active & (order >= window.first)
+    rank, free = _rank(waits), _rank(~window.active)
+    count = free[-1] + lax.convert_element_type(~window.active[-1], np.int32)
+    # Whoever goes nowhere is written out of bounds, each to another index.
+    place_of = put(places, places, lax.select(window.active, width + places, free), 0)
+    place = taken_at(place_of, lax.min(rank, np.int32(width - 1)), 0)
+    comes = waits & (rank < count)
+    target = lax.select(comes, place, width + order)
+    index = put(window.index, order if queue.lanes is None else queue.lanes, target, 0)
+    active = put(window.active, comes, target, 0)
+    last = lax.reduce_max(lax.select(comes, order + 1, lax.full_like(order, 0)), (0,))
+    first = lax.max(window.first, last)
+    waiting = lax.reduce_or(waits & ~comes, (0,))
+    return InWindow(index, active, first, waiting, lax.reduce_or(active, (0,)))
+
+
+def _rank(chosen: Any) -> Any:
+    """How many are chosen before each."""
+    ones = lax.convert_element_type(chosen, np.int32)
+    return lax.cumsum(ones) - ones
