@@ -212,11 +212,9 @@ fuzz: .venv/ready
 fuzzed = $(foreach kind,dense ragged,(cd tests && ../$(1)/bin/python -m fuzz --kind $(kind) \
     --count $$(($(N) / $(if $(filter ragged,$(kind)),2,1))) --seed $(SEED) --jobs $(JOBS)) &&) true
 
-# SEED= draws other moments. N is 1000 if nobody says: five minutes.
+# SEED= draws other moments. N is 1000 if nobody says: an hour.
 kills: .venv/ready
 	cd tests && ../.venv/bin/python -m kills --count $(N) --seed $(SEED)
-	cd tests && ../.venv/bin/python -m kills.engines --count 30 --seed $(SEED)
-	cd tests && ../.venv/bin/python -m kills.objects --count $$(($(N) / 10 + 1)) --seed $(SEED)
 
 clean:
 	rm -rf .venv .venv312 .venv-newest out dist .cache .pytest_cache .ruff_cache .hypothesis

@@ -5,11 +5,8 @@ import datetime
 import io
 import json
 import logging
-import os
 import random
 import re
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -577,17 +574,6 @@ def test_workers(on_s3, executor):
     assert verify(out)
     np.testing.assert_array_equal(bx.map(double, out, progress=False).outputs, 4 * X)
     assert not [name for name in below(f"{out}.job") if name.startswith("engine-")]
-
-
-@pytest.mark.nightly
-def test_killed_calls_leave_the_bytes_of_a_disk():
-    """In a process of its own, since it forks; `make kills` has more of them."""
-    command = [sys.executable, "-m", "kills.objects", "--count", "6", "--seed", "1"]
-    tests = Path(__file__).parents[1]
-    path = os.pathsep.join([str(tests), *filter(None, map(os.path.abspath, sys.path))])
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
-    assert b"the bytes of a disk" in done.stdout
 
 
 def test_the_command(on_s3, capsys, tmp_path, monkeypatch):

@@ -1,204 +1,78 @@
-"""Kills calls of `map`, each again and again until it ends, and compares what they leave.
+"""Kills calls of `map` in every way, each until it ends in spite of it; compares what they leave.
 
-The oracle is the same call that nobody killed: each file of the output has the same bytes, and what
-is reported is the same. Units that the journal has are never computed again.
-
-Each call is a process of its own, forked from this one. That takes a tenth of a second, not the one
-or two that JAX takes to start, and is sound as long as nothing that has threads was used here: not
-JAX's backend, nor TensorStore.
+`python -m kills --count 1000 --seed 0` kills so many, in the shares of `KINDS`; with `--only disk`
+of one kind alone. Each kind is a process of its own, for some fork theirs.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
+import importlib
 import logging
-import os
-import pickle
-import random
-import signal
+import subprocess
+import sys
 import tempfile
-import threading
 import time
-import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-# Before they are imported: libraries that would begin threads.
-os.environ["OPENBLAS_NUM_THREADS"] = "1"
-os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
-
-import jax
-import tensorstore  # noqa: F401  (imported once, for all that are forked)
-
-from batchax.datasets import steps
-from batchax.datasets.inspect import status, verify
-from kills.jobs import JOBS, STREAMS, write_inputs
-from kills.left import left_by, rows_of, units_done
-
-AT_ANY_TIME = "at any time"
-Job = Callable[[Path, Path], Any]
-MOMENTS = [*steps.STEPS, AT_ANY_TIME]
-PATIENCE = 10  # kills, after which a call may end
+from kills import tally
 
 
-class Watch:
-    """Counts steps, and kills this process when it is at one for so many times."""
+class Kind(NamedTuple):
+    """Something that kills calls.
 
-    def __init__(self, moment: str = "", count: int = 0) -> None:
-        self._fatal = moment, count
-        self._lock = threading.Lock()  # several threads write
-        self.seen: collections.Counter[str] = collections.Counter()
+    Attributes:
+      share: of all kills.
+      where: module and function, of how many kills, a seed and a folder; returns a `tally.Tally`.
+      what: for people.
+    """
 
-    def __call__(self, step: str) -> None:
-        with self._lock:
-            self.seen[step] += 1
-            if (step, self.seen[step]) == self._fatal:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-
-def call(job: Job, inputs: Path, out: Path, watch: Watch) -> Any:
-    """What a child does: the call, and what it returned."""
-    steps.watch(watch)
-    report = job(inputs, out)
-    (path,) = out.glob("*.job")
-    assert verify(path.with_suffix(""))
-    reduced = jax.tree.map(lambda x: (str(x.dtype), x.shape, x.tobytes()), report.reduced)
-    bad = [(b.row, b.error) for b in report.bad]
-    return report.reused, (report.rows, report.quarantined, bad, reduced), watch.seen
+    share: float
+    where: str
+    what: str
 
 
-def forked(
-    job: Job, inputs: Path, out: Path, watch: Watch, seconds: float | None = None
-) -> tuple[int, Any]:
-    """A call in a child, killed after so many seconds; its exit code, and what `call` returned."""
-    return forked_to_do(lambda: call(job, inputs, out, watch), seconds)
+KINDS = {
+    "disk": Kind(0.50, "kills.disk:run", "calls to a disk, at a step of writing"),
+    "s3": Kind(0.30, "kills.objects:run", "calls to S3, at a step of writing"),
+    "network": Kind(0.12, "kills.network:run", "networks to S3, cut in the middle of a call"),
+    "processes": Kind(0.04, "kills.engines:run", "callers and workers, and shards"),
+    "dask": Kind(0.02, "kills.dask:run_clients", "clients of Dask"),
+    "scheduler": Kind(0.02, "kills.dask:run_schedulers", "schedulers of Dask"),
+}
 
 
-def forked_to_do(work: Callable[[], Any], seconds: float | None = None) -> tuple[int, Any]:
-    """Work in a child, killed after so many seconds; its exit code, and what it returned."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(reading)
-        try:
-            answer = pickle.dumps(work())
-            with os.fdopen(writing, "wb") as file:
-                file.write(answer)
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    os.close(writing)
-    killer = threading.Timer(120 if seconds is None else seconds, os.kill, (child, signal.SIGKILL))
-    killer.start()
-    with os.fdopen(reading, "rb") as file:
-        answer = file.read()
-    killer.cancel()
-    killer.join()  # no thread is left when the next child is forked
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    return code, pickle.loads(answer) if code == 0 else None
-
-
-class Whole(NamedTuple):
-    """What a call returns and leaves that nobody kills."""
-
-    told: Any
-    left: dict[str, Any]
-    seen: collections.Counter[str]
-    seconds: float
-
-
-def whole(job: Job, inputs: Path, out: Path) -> Whole:
-    out.mkdir()
+def one(kind: str, count: int, seed: int) -> None:
+    """Kills so many of a kind, and a few more."""
+    module, _, function = KINDS[kind].where.partition(":")
+    warnings.filterwarnings("error", ".* is damaged")  # a line torn by a kill is not
+    logging.getLogger("jax").setLevel(logging.CRITICAL)  # rows that fail are meant to
     begin = time.perf_counter()
-    code, answer = forked(job, inputs, out, Watch())
-    assert code == 0, f"{job.__name__} fails by itself"
-    reused, told, seen = answer
-    assert reused == 0
-    assert set(seen) == set(steps.STEPS)
-    return Whole(told, left_by(out), seen, time.perf_counter() - begin)
-
-
-class Tally(collections.Counter[str]):
-    """Kills at each moment, and what came of them."""
-
-    @property
-    def kills(self) -> int:
-        return sum(self[moment] for moment in MOMENTS)
-
-    def __str__(self) -> str:
-        told = [
-            f"{self.kills:,} kills of calls for {self['outputs']:,} outputs, {self['resumed']:,} "
-            f"resumptions, {self['reused']:,} units reused by the calls that ended. Killed"
-        ]
-        return "\n".join(told + [f"{self[moment]:6,} {moment}" for moment in MOMENTS])
-
-
-def one_output(
-    job: Job, inputs: Path, out: Path, expected: Whole, draw: random.Random, tally: Tally
-) -> None:
-    """Computes an output by calls that are killed, and compares it."""
-    out.mkdir()
-    code, answer, before, kills = -1, None, [], 0
-    while code:
-        before = units_done(out)
-        tally["resumed"] += kills > 0
-        moment = draw.choice(MOMENTS) if kills < PATIENCE else ""
-        watch = Watch(moment, 1 + int(expected.seen[moment] * draw.random() ** 2))
-        after = draw.random() * expected.seconds if moment == AT_ANY_TIME else None
-        code, answer = forked(job, inputs, out, watch, after)
-        assert code in (0, -signal.SIGKILL), f"{job.__name__}, killed {kills} times: {code}"
-        done = units_done(out)
-        assert done[: len(before)] == before, "what the journal said, it says no more"
-        assert len(set(done)) == len(done), "a unit that was done was computed again"
-        if code:
-            tally[moment] += 1
-            kills += 1
-            for folder in out.glob("*.job"):
-                if (folder / "job.json").exists():
-                    assert status(folder.with_suffix("")).done == rows_of(done)
-    reused, told, _ = answer
-    assert reused == rows_of(before)
-    assert told == expected.told, f"{job.__name__} reports {told}, and not {expected.told}"
-    found, left = left_by(out), expected.left
-    others = [name for name in {**found, **left} if found.get(name) != left.get(name)]
-    assert not others, f"{job.__name__} leaves {others} in {out} otherwise"
-    tally["outputs"] += 1
-    tally["reused"] += len(before)
-
-
-def run(count: int, seed: int, root: Path) -> Tally:
-    """Kills so many calls, and a few more."""
-    draw, tally = random.Random(seed), Tally()
-    (inputs := root / "inputs").mkdir()
-    write_inputs(inputs)
-    expected: dict[str, Whole] = {}
-    jobs = draw.sample(JOBS + STREAMS, len(JOBS + STREAMS))
-    while tally.kills < count:
-        job = jobs[tally["outputs"] % len(jobs)]
-        if job.__name__ not in expected:
-            expected[job.__name__] = whole(job, inputs, root / job.__name__)
-        out = root / f"{tally['outputs']}-{job.__name__}"
-        one_output(job, inputs, out, expected[job.__name__], draw, tally)
-    return tally
+    with tempfile.TemporaryDirectory() as root:
+        told: tally.Tally = getattr(importlib.import_module(module), function)(
+            count, seed, Path(root)
+        )
+    print(f"{told}\n{time.perf_counter() - begin:.0f} s: what is left is what calls leave that end")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="kills", description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=300, help="kills")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=KINDS, help="one kind, in this process")
     options = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    warnings.filterwarnings("error", ".* is damaged")  # a line torn by a kill is not
-    logging.getLogger("jax").setLevel(logging.CRITICAL)  # rows that fail are meant to
-    begin = time.perf_counter()
-    with tempfile.TemporaryDirectory() as root:
-        print(run(options.count, options.seed, Path(root)))
-    print(f"{time.perf_counter() - begin:.0f} s: what they left is what calls leave that end")
+    if options.only:
+        return one(options.only, options.count, options.seed)
+    failed = []
+    for name, kind in KINDS.items():
+        count = max(1, round(options.count * kind.share))
+        print(f"{name}: {kind.what}", flush=True)
+        more = ["--count", str(count), "--seed", str(options.seed), "--only", name]
+        if subprocess.run([sys.executable, "-m", "kills", *more]).returncode:
+            failed.append(name)
+    sys.exit(f"lost: {', '.join(failed)}" if failed else 0)
 
 
 if __name__ == "__main__":

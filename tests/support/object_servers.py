@@ -120,7 +120,7 @@ def proxy(server: str, what: Callable[[str, str], str]) -> Iterator[str]:
     Args:
       server: its address.
       what: is told of each request, its method and path, and says what becomes of it: "pass";
-        "lose" the answer of one that was done; "fail", without doing it; "slow".
+        "lose" the answer of one that was done; "cut", without doing it, or "fail"; "slow".
     """
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -129,6 +129,9 @@ def proxy(server: str, what: Callable[[str, str], str]) -> Iterator[str]:
         def handle_one(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             fate = what(self.command, self.path)
+            if fate == "cut":
+                self.close_connection = True
+                return
             if fate == "fail":
                 self.send_response(503)
                 self.send_header("Content-Length", "0")
