@@ -107,7 +107,7 @@ def scan(
         `ys` of steps not taken are zeros. The time, also of derivatives, follows the steps
         taken; in reverse about ``2 * sqrt(length)`` carries are kept beside the arrays that
         are scanned, and steps are computed again from those. Under `vmap` the loop ends with
-        the last lane; the others are masked.
+        the last lane; others leave it, or are masked.
       progress: whether to show how many steps are done, at what rate, and the time left, in a
         terminal or notebook; or a function that is called with the steps done and those there
         are, from a thread of JAX's. About fifty times at most, inside of `jit`, too.

@@ -21,23 +21,28 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 
+from batchax.divergence.bounded_apart import Apart
+from batchax.divergence.bounded_parting import bounded_parting, run_apart
 from batchax.divergence.branches import BranchCost, run_branches
 from batchax.divergence.compact import Compact
 from batchax.divergence.flatten import run_flat
-from batchax.divergence.limits import calls_back, rule_of_user
-from batchax.divergence.most import dearest_step, price_of_loops
+from batchax.divergence.limits import calls_back, can_move, rule_of_user
+from batchax.divergence.most import WITH_DERIVATIVE, dearest_step, price_of_loops
 from batchax.divergence.widths import Step, different, most_left, power_of_two
 from batchax.divergence.window import Plan
+from batchax.execution.bounded_as_while import as_while
+from batchax.execution.bounded_forms import Form
 from batchax.jaxprs.words import Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 from batchax.kernel.divergence import AnyLoop, BoundedLoop, Branches, PlacedOutputs, WhileLoop
-from batchax.kernel.varying import may_be_spread
+from batchax.kernel.named_axes import any_uses_axis
+from batchax.kernel.varying import may_be_spread, varying_of
 from batchax.programs.cost import STEPS
 from batchax.rules.hazards import hazards
 
@@ -103,7 +108,7 @@ class Auto(Compact):
             case Branches(programs):
                 pass
             case BoundedLoop():
-                return None
+                programs = [p for p in (parting.test, *parting.steps) if p is not None]
         if jax.default_backend() != "cpu":  # what pays elsewhere nobody has measured
             return None
         if any(hazards(program.jaxpr).collective for program in programs) or calls_back(programs):
@@ -117,6 +122,45 @@ class Auto(Compact):
             recording.note(why="a loop around it has a window")
             return None
         return super().run(axis, parting)
+
+    def _run_bounded_loop(self, axis: Axis, loop: BoundedLoop) -> PlacedOutputs | None:
+        programs = [p for p in (loop.test, *loop.steps, *loop.guarded) if p is not None]
+        form, size = loop.form, axis.size
+        if any_uses_axis(axis, *programs) or form.steps.told is not None:
+            return None
+        if not can_move(axis, loop.args) or any(varying_of(loop.args)):
+            return None
+        axis, apart = replace(axis, name=None), self._apart(axis, loop)
+        if loop.test is None or form.kept is not None:  # an example is differentiated
+            counts_and_records = loop.test is None and isinstance(form, Form) and form.kept
+            if apart is None or counts_and_records:
+                return None
+            placed = run_apart(apart, loop)
+            recording.note(divergence="compact", widths=(size, apart.width))
+            return placed
+        body = loop.steps[0]
+        whole, finish = as_while(axis, loop.args, loop.axes, test=loop.test, body=body, form=form)
+        differs = [a is not None for a in (*whole.body_at, *[0] * len(whole.carry))]
+        plan = self.plan(size, whole.test, whole.body, differs)
+        if plan.widths == (size,):
+            recording.note(why=plan.why, divergence="masked")
+            if apart is None:
+                return None
+        else:
+            way = "neighbours" if plan.neighbours else "compact"
+            recording.note(divergence=way, widths=plan.widths)
+        return finish(bounded_parting(axis, loop, whole, plan, apart))
+
+    def _apart(self, axis: Axis, loop: BoundedLoop) -> Apart | None:
+        """How lanes are run that others leave behind in what is differentiated; None: masked."""
+        at, n_carry = loop.form.split(loop.axes), loop.form.n_carry
+        differs = [a is not None for a in (*at.consts, *[0] * n_carry, *at.xs)]
+        # A step, together with the step back over it.
+        step = Step.of(None, loop.steps[0], differs)
+        work, begun = WITH_DERIVATIVE * step.work, WITH_DERIVATIVE * step.begun
+        step = replace(step, work=work, begun=begun, moving=step.moving / WITH_DERIVATIVE)
+        width = self._from_the_start(axis.size, step)
+        return Apart(replace(axis, name=None), width, step.moving) if width < axis.size else None
 
     def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
         if jax.default_backend() != "cpu":

@@ -29,12 +29,19 @@ from batchax.programs.inner import integers_in
 from batchax.programs.shapes import bytes_of
 from batchax.programs.weights import TOGETHER
 
+WITH_DERIVATIVE = 4
+"""How many times as long a step takes together with the step back over it, at least."""
+
 _BEGUN = 2  # operations more in a loop: in its predicate, and in its step or the last segment of it
 
 
 def dearest_step(loop: AnyLoop) -> float:
     """Nanoseconds that a step of the dearest loop, or the dearest branch, takes for a lane."""
-    return _dearest_of(loop.primitive, _programs(loop))
+    programs = _programs(loop)
+    dearest = _dearest_of(loop.primitive, programs)
+    if loop.primitive.name in LOOPS:
+        dearest = max(dearest, WITH_DERIVATIVE * sum(map(_time, programs)))
+    return dearest
 
 
 def price_of_loops(loop: AnyLoop) -> Price:
@@ -49,10 +56,16 @@ def _programs(loop: AnyLoop) -> list[Jaxpr]:
 def _dearest_of(primitive: object, programs: list[Jaxpr]) -> float:
     dearest = max(map(_dearest, programs), default=0.0)
     if primitive is while_p or primitive is cond_p:
-        times = [TOGETHER.time(cost_of_program(p, steps=STEPS) + _kept(p)) for p in programs]
+        times = list(map(_time, programs))
         # A step is asked for, too; of branches a lane takes one.
         dearest = max(dearest, sum(times) if primitive is while_p else max(times))
+    if getattr(primitive, "name", None) in LOOPS:
+        dearest *= WITH_DERIVATIVE
     return dearest
+
+
+def _time(jaxpr: Jaxpr) -> float:
+    return TOGETHER.time(cost_of_program(jaxpr, steps=STEPS) + _kept(jaxpr))
 
 
 @kept_with("what a step of the dearest loop in programs costs")

@@ -81,7 +81,7 @@ def _batch_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     if at.count is not None:
         (forth, back), operands = loop.steps, (loop.args, loop.axes)
         params = {"forth": forth, "back": back, "guarded": tuple(loop.guarded), "form": form}
-        return run_parting(axis, reverse_sweep_p, *operands, params, loop, _every_step)
+        return run_parting(axis, reverse_sweep_p, *operands, params, loop, every_step)
     recording.note(divergence="together")
     entries = list(map(entry_axis, at.xs, form.x_axes))
     kept = dict(zip(form.kept, at.checkpoints[1:], strict=True))
@@ -116,7 +116,7 @@ def _batch_loop(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     if decided_at is not None:
         params = {"test": test, "body": body, "guarded": guarded, "form": form}
         equation = bounded_loop_p, loop.args, loop.axes, params
-        return run_parting(axis, *equation, loop, _every_step)
+        return run_parting(axis, *equation, loop, every_step)
 
     recording.note(divergence="together")
     y_axes = steps_axes(ys, form.y_axes)
@@ -130,10 +130,10 @@ def _batch_loop(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     return outs, [*carry, *map(whole_axis, ys, y_axes), *_stacked_at(carry, form), None]
 
 
-def _every_step(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
+def every_step(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     """Every step that some lane takes, for all lanes; those that are done are masked."""
     if loop.test is not None:
-        return _run_tested(axis, loop)
+        return run_while(axis, loop, lambda active, _: lax.reduce_or(active, (0,)))
     if any(hazards(program.jaxpr).collective for program in loop.steps):
         raise UnsupportedError(
             "a bounded loop that contains a collective over a batch axis, and that lanes leave "
@@ -145,14 +145,15 @@ def _every_step(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     return run(axis, loop)
 
 
-def _run_tested(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
-    """A loop with a predicate.
+def run_while(axis: Axis, loop: BoundedLoop, goes_on: Callable[[Any, Any], Any]) -> PlacedOutputs:
+    """A loop with a predicate, for all lanes while `goes_on` says so.
 
-    Its carry begins with the lanes that are active, and with the steps each has taken.
+    `goes_on` is given which lanes are active, and the steps each has taken. The carry begins with
+    these.
     """
     form: Form = loop.form
     n = 1 + form.n_test
-    test_at, lanes = form.split(loop.axes).test, _of_lanes(axis, loop)
+    test_at, lanes = form.split(loop.axes).test, of_lanes(axis, loop)
 
     def active_lanes(consts: Values, carry: Values, active: Any = None) -> Any:
         operands, positions = [*consts[1:n], *carry], [*test_at, *[0] * len(carry)]
@@ -179,7 +180,7 @@ def _run_tested(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         [active, lax.full_like(active, 0, np.int32), *lanes.carry],
         lanes.xs,
         guarded=guarded,
-        test=lambda _, carry: lax.reduce_or(carry[0], (0,)),
+        test=lambda _, carry: goes_on(*carry[:2]),
         count=np.int32(form.steps.most),
         steps=form.steps,
         x_axes=_x_axes(loop),
@@ -193,7 +194,7 @@ def _run_tested(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
 def _run_counted(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     """A loop whose number of steps is known."""
     form: Form = loop.form
-    lanes = _of_lanes(axis, loop)
+    lanes = of_lanes(axis, loop)
     program, guarded = _masked(axis, loop, 0, _counted)
     results = bounded_loop(
         program,
@@ -217,7 +218,7 @@ def _run_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     So each step is taken together with the same step of the other lanes, as it was going forth.
     """
     form: SweepForm = loop.form
-    lanes = _of_lanes(axis, loop)
+    lanes = of_lanes(axis, loop)
     (forth, forth_guarded), (back, back_guarded) = (
         _masked(axis, loop, i, counted) for i, counted in enumerate((_counted, _counted_back(form)))
     )
@@ -313,7 +314,7 @@ def _masked_step(axis: Axis, program: Any, positions: Sequence[Position], plan: 
     return step
 
 
-def _of_lanes(axis: Axis, loop: BoundedLoop) -> Operands:
+def of_lanes(axis: Axis, loop: BoundedLoop) -> Operands:
     """The operands, of which counts, and all that is carried, have the batch axis in front."""
     at = loop.form.split(loop.axes)
     carry, returning = [0] * len(at.carry), [0] * len(at.returning)

@@ -138,7 +138,7 @@ class ChunkLoop:
                 case Whole():
                     return aval
                 case ActiveMask():
-                    return resized(aval, 0, width)
+                    return resized(aval, 0, width).update(dtype=np.dtype(bool))
                 case PerChunk(axis):
                     return resized(aval, axis, 1)
                 case Lanes(axis) | Gathered(axis) | GatheredOrZero(axis):

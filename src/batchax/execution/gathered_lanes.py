@@ -45,10 +45,14 @@ class GatheredLanes(NamedTuple):
 def in_order(active: Any, room: int) -> tuple[Any, Any]:
     """The indices of the lanes that are `active`, in ascending order, and how many there are.
 
+    Of integers, which say how long a lane takes, those that take longest come first.
+
     The array has `room` more entries than there are lanes: a dynamic slice that would reach over
     the end is moved back, and the slice of the last chunk must not be. What is behind the active
     lanes stands for no lane.
     """
+    if active.dtype != bool:
+        return _longest_first(active, room)
     # On a CPU a scatter of single numbers takes longer than a loop over them. On most other
     # devices nothing is slower than such a loop.
     return lax.platform_dependent(active, cpu=_by_loop(room), default=_by_scatter(room))
@@ -82,6 +86,19 @@ def _by_scatter(room: int) -> Any:
         return put(order, lanes, places, 0), rank[-1]
 
     return run
+
+
+def _longest_first(lengths: Any, room: int) -> tuple[Any, Any]:
+    order, count = _nothing(lengths, room)
+    count += lax.convert_element_type(lax.reduce_sum(lax.sign(lengths), (0,)), np.int32)
+
+    def some() -> Any:
+        lanes = lax.broadcasted_iota(np.int32, lengths.shape, 0)
+        (lanes,) = _compat.varying_alike([lanes], like=[lengths])
+        _, lanes = lax.sort([lax.neg(lengths), lanes], num_keys=1)
+        return lax.dynamic_update_slice(order, lanes, [np.int32(0)])
+
+    return lax.cond(count > 0, some, lambda: order), count
 
 
 def _nothing(active: Any, room: int) -> tuple[Any, Any]:

@@ -100,6 +100,9 @@ def of_states(
 class ActiveMask:
     """A mask: for each lane, whether the loop runs for it. Always the first operand.
 
+    It may be of integers, which say how long a lane takes: lanes that take about as long are in
+    the same chunk, those of 0 in none.
+
     A chunk sees which of its lanes count. The last chunk may not be full: in place of each lane
     that it lacks it runs its first lane again, which does not count there.
 

@@ -1,0 +1,215 @@
+"""Bounded loops that all lanes begin together, and few of them end: for derivatives in reverse.
+
+Derivatives are taken of blocks of lanes that take about as many steps (`bounded.py`). How many
+must be known before, so each of these steps is computed once more: where all lanes take as many,
+for nothing. So all lanes run first, masked, as they would without any of this, until few of them
+are left. Only these go on in windows, which tell how many steps each takes, and their derivatives
+are those of blocks that begin where all lanes ended.
+
+The sweep back over such a loop goes the other way: first the blocks, to where all lanes ended, and
+from there all lanes, with the checkpoints that were recorded on their way. Its last checkpoint says
+where that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from batchax.divergence.window import count_active
+from batchax.execution.bounded_batching import batch_bounded_loop, every_step, of_lanes, run_while
+from batchax.execution.bounded_forms import Form, Operands, SweepForm
+from batchax.execution.bounded_loop import no_checkpoints
+from batchax.execution.checkpoints import UNUSED
+from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
+from batchax.execution.entries import entry_of
+from batchax.execution.operand_specs import WHOLE, ActiveMask, Gathered
+from batchax.execution.slices import with_derivative_of
+from batchax.jaxprs.words import Value
+from batchax.kernel.axis import Axis, match_axis
+from batchax.kernel.derivatives import with_values
+from batchax.kernel.divergence import BoundedLoop, PlacedOutputs
+from batchax.rules.in_turn import in_turn
+from batchax.rules.masking import is_inexact, select_lanes
+
+_LEFT = 2
+"""All lanes run until one in so many is left, or fewer."""
+
+Windows = Callable[[Sequence[Value]], Sequence[Value]]
+"""From steps taken, carry and ys of all lanes to what these are in the end."""
+
+
+@dataclass(frozen=True)
+class Apart:
+    """How lanes are run that others have left behind.
+
+    Attributes:
+      axis: the axis being mapped.
+      width: how many lanes make a block.
+      patience: how many steps of a lane cost as much as moving it to where it runs.
+    """
+
+    axis: Axis
+    width: int
+    patience: float
+
+    def loop(self, loop: BoundedLoop, windows: Windows) -> PlacedOutputs:
+        """The results of a loop with a predicate; `windows` runs those that are left."""
+        form: Form = loop.form
+        outs, at = run_while(self.axis, loop, self._many)
+        steps, n = outs[-1], form.n_carry + len(form.y_axes)
+        last = windows([steps, *outs[:n]])
+        apart = self._from(loop, outs[:n], last[0] - steps, lax.reduce_max(steps, (0,)))
+        values = [
+            with_derivative_of(x, y) if is_inexact(x) else x
+            for x, y in zip(last[1:], apart, strict=True)
+        ]
+        return [*values, *outs[n:-1], last[0]], at
+
+    def counted(self, loop: BoundedLoop) -> PlacedOutputs:
+        """The results of a loop whose lanes' numbers of steps are known."""
+        count = self._count(loop)
+        together = self._together(count)
+        outs, at = every_step(self.axis, _with_count(loop, lax.min(count, together)))
+        outs = self._from(loop, outs[:-1], lax.max(count - together, np.int32(0)), together)
+        return [*outs, count], at
+
+    def sweep(self, loop: BoundedLoop) -> PlacedOutputs:
+        """The results of a sweep."""
+        form: SweepForm = loop.form
+        lanes = of_lanes(self.axis, loop)
+        numbers, *kept = lanes.checkpoints
+        numbers = jnp.where(numbers == UNUSED, np.int32(0), numbers)
+        place = lax.argmax(numbers, 0, np.int32)
+        together = entry_of(numbers, place, 0)
+        count = self._count(loop)
+        first = [lanes.carry[i] for i in form.kept]
+        there = [
+            lax.select_n(together > 0, x, entry_of(k, place, 0))
+            for k, x in zip(kept, first, strict=True)
+        ]
+        begun = lanes._replace(count=lax.min(count, together))
+        there = [
+            with_derivative_of(x, y) if is_inexact(x) else x
+            for x, y in zip(there, self._followed(loop, begun), strict=True)
+        ]
+        # Were checkpoints written before these are read, they would be copied.
+        there, first = in_turn(there, first)
+        rest = lax.max(count - together, np.int32(0))
+        blank = no_checkpoints(loop.steps[0], form)
+        apart = lanes._replace(count=rest, carry=with_values(lanes.carry, form.kept, there))
+        at = form.split(loop.axes)
+        carried = [0] * len(lanes.carry), [None] * len(blank), [0] * len(lanes.returning)
+        axes = at._replace(count=0, carry=carried[0], checkpoints=carried[1], returning=carried[2])
+        apart = replace(loop, args=apart._replace(checkpoints=blank).flat, axes=axes.flat)
+        outs = self._in_blocks(apart, together)
+        returning = [
+            select_lanes(rest > 0, 0, x, old) for x, old in zip(outs, lanes.returning, strict=False)
+        ]
+        axes = axes._replace(checkpoints=[None, *[1] * len(kept)])
+        both = begun._replace(carry=with_values(lanes.carry, form.kept, first), returning=returning)
+        last, at = every_step(self.axis, replace(loop, args=both.flat, axes=axes.flat))
+        n = form.n_back
+        return [*last[:n], *map(lax.add, last[n:], outs[n:])], at
+
+    def _followed(self, loop: BoundedLoop, lanes: Operands) -> list[Any]:
+        """What is kept of the carry where a sweep is to end: checkpoints have no derivatives."""
+        form: SweepForm = loop.form
+        at, n = form.split(loop.axes), form.n_carry
+        at = at._replace(count=0, carry=[0] * n, checkpoints=[], returning=[])
+        forth = Form(0, form.n_consts, n, form.steps, form.x_axes, (), None)
+        args = lanes._replace(checkpoints=[], returning=[]).flat
+        programs = [loop.steps[0]], [loop.guarded[0]]
+        outs, _ = every_step(self.axis, BoundedLoop(None, *programs, forth, args, at.flat))
+        return [outs[i] for i in form.kept]
+
+    def _many(self, active: Any, steps: Any) -> Any:
+        """Whether lanes are to go on together."""
+        count = count_active(active)
+        taken = lax.convert_element_type(steps, np.float32)
+        wasted = lax.reduce_max(taken, (0,)) * np.float32(len(active)) - jnp.sum(taken)
+        waits = wasted < np.float32(self.patience) * lax.convert_element_type(count, np.float32)
+        return (count > len(active) // _LEFT) | (waits & (count > 0))
+
+    def _together(self, count: Any) -> Any:
+        """How many steps all lanes take together, of these."""
+        most = lax.reduce_max(count, (0,))
+        ranked = lambda: lax.sort(count)[-1 - len(count) // _LEFT]
+        return lax.cond(most > lax.reduce_min(count, (0,)), ranked, lambda: most)
+
+    def _count(self, loop: BoundedLoop) -> Any:
+        count, at = loop.form.split(loop.args).count, loop.form.split(loop.axes).count
+        count = match_axis(self.axis, count, at, 0)
+        return lax.clamp(np.int32(0), count, np.int32(loop.form.steps.most))
+
+    def _from(self, loop: BoundedLoop, outs: Sequence[Value], rest: Any, start: Any) -> list[Any]:
+        """The carry and ys, after as many more steps as `rest` says of each lane."""
+        given, at, n = loop.form.split(loop.args), loop.form.split(loop.axes), loop.form.n_carry
+        loop = replace(
+            loop,
+            test=None,
+            form=replace(loop.form, n_test=0, kept=None),
+            args=given._replace(count=rest, test=[], carry=outs[:n]).flat,
+            axes=at._replace(count=0, test=[], carry=[0] * n).flat,
+        )
+        apart = self._in_blocks(loop, start)
+        carry = [select_lanes(rest > 0, 0, x, old) for x, old in zip(apart, outs[:n], strict=False)]
+        later = lax.iota(np.int32, loop.form.steps.most) >= start
+        ys = zip(apart[n:-1], outs[n:], loop.form.y_axes, strict=True)
+        return [*carry, *(select_lanes(later, s + 1, y, old) for y, old, s in ys)]
+
+    def _in_blocks(self, loop: BoundedLoop, start: Any) -> list[Any]:
+        """The results of a counted loop or a sweep that begins at step `start`, and zeros."""
+        axes, form, width = loop.axes, loop.form, self.width
+        bare = replace(loop, args=(), axes=[None if a is None else 0 for a in axes])
+        lanes = replace(self.axis, name=None, divergence=None)
+
+        def of_width(width: int) -> Callable[..., list[Any]]:
+            block = replace(lanes, size=width)
+
+            def run(first: Any, counts: Any, start: Any, *xs: Any) -> list[Any]:
+                args = form.split(
+                    [
+                        x if a is None else match_axis(block, x, a, 0)
+                        for x, a in zip(xs, axes, strict=True)
+                    ]
+                )
+                at = form.split(bare.axes)
+                shifted = [
+                    _moved(x, -start, s + (a is not None))
+                    for x, s, a in zip(args.xs, form.x_axes, at.xs, strict=True)
+                ]
+                block_loop = replace(bare, args=args._replace(xs=shifted).flat)
+                outs, outs_at = batch_bounded_loop(block, block_loop)
+                outs = [match_axis(block, x, a, 0) for x, a in zip(outs, outs_at, strict=True)]
+                n = form.n_back if isinstance(form, SweepForm) else form.n_carry
+                ys = [
+                    y if s is None else _moved(y, start, s + 1)
+                    for y, s in zip(outs[n:], form.y_axes, strict=False)
+                ]
+                return [*outs[:n], *ys, *outs[n + len(ys) :]]
+
+            return run
+
+        specs = ActiveMask(), WHOLE, *(WHOLE if a is None else Gathered(a) for a in axes)
+        results = (Gathered(0),) * form.n_results
+        whole = ChunkLoop(ChunkBody(of_width), specs, results, self.axis.size, width)
+        count = loop.form.split(loop.args).count
+        return chunk_loop(whole, [count, start, *loop.args])
+
+
+def _with_count(loop: BoundedLoop, count: Any) -> BoundedLoop:
+    """`loop` with another number of steps for each lane, along axis 0."""
+    given, at = loop.form.split(loop.args), loop.form.split(loop.axes)
+    args, axes = given._replace(count=count), at._replace(count=0)
+    return replace(loop, args=args.flat, axes=axes.flat)
+
+
+def _moved(x: Value, by: Any, axis: int) -> Any:
+    """`x` with entry 0 at entry `by`, and so on; what leaves at one end comes in at the other."""
+    return jnp.roll(x, by, axis)

@@ -1,0 +1,177 @@
+"""Bounded loops whose lanes part ways without being asked, and their derivatives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+from batchax.divergence.auto import Auto
+
+from support import oracle
+from support.forced import FORCED
+
+N = 16
+MATRIX = jnp.asarray(np.random.default_rng(1).normal(size=(3, 3)) / 2, float)
+POINTS = jnp.asarray(np.random.default_rng(0).normal(size=(N, 3)), float)
+SERIES = jnp.asarray(np.random.default_rng(2).normal(size=(N, 9, 3)), float)
+COUNTS = {
+    "others": [3, 0, 12, 7, 7, 1, 0, 12, 5, 5, 40, 2, 1, 1, 0, 9],
+    "equal": [5] * N,
+    "none": [0] * N,
+    "one is left": [1] * (N - 1) + [40],
+    "half is left": [0] * (N // 2) + [11] * (N // 2),
+}
+ONE_DEVICE = Auto(limits=Auto().limits._replace(devices=1_000, cores=2))
+
+
+def settled(count, x, matrix):
+    step = lambda c: (c[0] + 1, jnp.tanh(matrix @ c[1] + x))
+    return bx.bounded_while(lambda c: c[0] < count, step, (0, x), max_steps=15)[1]
+
+
+def followed(count, x, series):
+    def step(carry, entry):
+        n, y = carry
+        y = jnp.sin(y) + entry
+        return (n + 1, y), (y * 2, n > 2)
+
+    (_, last), ys = bx.scan(step, until=lambda c: c[0] >= count)((0, x), series)
+    return last, ys
+
+
+PROGRAMS = {"bounded_while": (settled, MATRIX, None), "scan": (followed, SERIES, 0)}
+
+
+def loss(out):
+    return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(out) if oracle.is_inexact(x))
+
+
+def derivatives(name, divergence):
+    """Values and first derivatives, and second ones, from counts, points and what else there is."""
+    fun, _, of_other = PROGRAMS[name]
+    of = lambda f: bx.vmap(f, (0, 0, of_other), divergence=divergence)
+    of_all, of_each = of(fun), of(jax.grad(lambda n, x, w: loss(fun(n, x, w)), (1, 2)))
+
+    def tangents(n, x, w):
+        return jax.jvp(lambda x, w: fun(n, x, w), (x, w), (jnp.cos(x), jnp.cos(w)))
+
+    def pull(n, x, w):
+        return jax.grad(lambda x, w: loss(of_all(n, x, w)), (0, 1))(x, w)
+
+    def each_again(n, x, w):
+        return jax.grad(lambda x, w: loss(of_each(n, x, w)), (0, 1))(x, w)
+
+    first = {"values": of_all, "vjp": pull, "vjp of each": of_each, "jvp of each": of(tangents)}
+    second = {
+        "jvp": lambda n, x, w: jax.jvp(lambda x: of_all(n, x, w), (x,), (jnp.cos(x),)),
+        "vjp of vjp of each": each_again,
+        "jvp of vjp": lambda n, x, w: jax.jvp(lambda x: pull(n, x, w), (x,), (jnp.cos(x),))[1],
+    }
+    return oracle.together(first), oracle.together(second)
+
+
+def compare(name, which):
+    both = [derivatives(name, way)[which] for way in (FORCED, "predicate")]
+    compiled, other = oracle.at_once(*both), PROGRAMS[name][1]
+    for label, counts in COUNTS.items():
+        oracle.same(*compiled(jnp.asarray(counts), POINTS, other), None, f"{label}: ")
+    # Lanes that are done hold what they like.
+    counts, points = jnp.asarray(COUNTS["others"]), POINTS.at[1].set(jnp.nan).at[10].set(jnp.inf)
+    oracle.same(*compiled(counts, points, other), None, "not finite: ")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.each_commit(1)
+def test_values_and_derivatives(name):
+    compare(name, 0)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_derivatives_of_derivatives(name):
+    compare(name, 1)
+
+
+@pytest.mark.nightly
+def test_in_batches_and_in_chunks_and_recomputed():
+    axes = 0, 0, None
+    counts, points = jnp.asarray([COUNTS["others"]] * 2), jnp.stack([POINTS, POINTS[::-1]])
+
+    def gradients(divergence):
+        of_all = bx.vmap(settled, axes, divergence=divergence)
+        gradient_of = jax.grad(lambda n, x, w: loss(settled(n, x, w)), 1)
+        of_each = bx.vmap(gradient_of, axes, divergence=divergence)
+        gradient = lambda f: jax.grad(lambda x, w: loss(f(counts, x, w)), (0, 1))(points, MATRIX)
+        one = lambda f: lambda n, x, w: f(n[0], x[0], w)
+        recomputed = bx.vmap(jax.checkpoint(settled), axes, divergence=divergence)
+        chunks = bx.vmap(settled, axes, divergence=divergence, batch_size=6)
+        return {
+            "of a batch": gradient(jax.vmap(of_all, axes)),
+            "in a batch": jax.vmap(of_each, axes)(counts, points, MATRIX),
+            "of a batch of ours": gradient(bx.vmap(of_all, axes, divergence=divergence)),
+            "recomputed": gradient(one(recomputed)),
+            "whole recomputed": gradient(one(jax.checkpoint(of_all))),
+            "in chunks": gradient(one(chunks)),
+        }
+
+    oracle.same(*jax.jit(lambda: [gradients(way) for way in (FORCED, "predicate")])())
+
+
+@pytest.mark.nightly
+def test_outside_of_jit():
+    counts = jnp.asarray(COUNTS["others"])
+    of_all = [bx.vmap(settled, (0, 0, None), divergence=way) for way in (FORCED, "predicate")]
+    got, expected = (
+        (f(counts, POINTS, MATRIX), jax.grad(lambda x: loss(f(counts, x, MATRIX)))(POINTS))
+        for f in of_all
+    )
+    oracle.same(got, expected)
+
+
+def notes(fun, *args, **options):
+    explained = bx.explain(fun, divergence=ONE_DEVICE, **options)(*args)
+    return [e.notes for e in explained.equations if "bounded loop" in e.primitive]
+
+
+def test_lanes_leave_where_steps_are_dear():
+    args = jnp.zeros(8192, int), jnp.zeros((8192, 64)), jnp.zeros((64, 64))
+    (of_values,) = notes(settled, *args, in_axes=(0, 0, None))
+    assert of_values["widths"][0] < 8192
+    gradient = jax.grad(lambda n, x, w: settled(n, x, w).sum(), 1)
+    for told in notes(gradient, *args, in_axes=(0, 0, None)):
+        assert told["divergence"] == "compact"
+        assert told["widths"][0] == 8192
+    cheap = lambda n, x: bx.bounded_while(lambda x: x < n, lambda x: x + 1, x, max_steps=9)
+    (told,) = notes(cheap, jnp.zeros(8, int), jnp.zeros(8, int))
+    assert told["divergence"] == "masked"
+
+
+def test_a_sweep_does_not_copy_checkpoints():
+    args = jnp.zeros(64, int), jnp.zeros((64, 512))
+
+    def held(divergence):
+        gradient = jax.grad(lambda n, x: settled(n, x, jnp.eye(512)).sum(), 1)
+        compiled = jax.jit(bx.vmap(gradient, divergence=divergence)).lower(*args).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert held(FORCED) < 1.3 * held("predicate")
+
+
+def test_callbacks_are_made_as_by_masked_lanes():
+    def told_of(divergence):
+        told = []
+
+        def f(n, x):
+            def step(c):
+                jax.debug.callback(lambda i: told.append(int(i)), c[0])
+                return c[0] + 1, jnp.sin(c[1])
+
+            return bx.bounded_while(lambda c: c[0] < n, step, (0, x), max_steps=5)[1]
+
+        out = bx.vmap(f, divergence=divergence)(jnp.asarray([3, 0, 2]), POINTS[:3])
+        jax.block_until_ready(out)
+        jax.effects_barrier()
+        return sorted(told)
+
+    assert told_of(FORCED) == told_of("predicate") == [0, 0, 1, 1, 2]
