@@ -284,7 +284,9 @@ class _Window:
     ) -> tuple[list[Any], InWindow, Tally]:
         """The carries of all lanes, who is left in the window, and the count of lane-steps."""
         size = everyone[0].shape[0]
-        state = everyone, InWindow.empty(size, self.width), self.plan.blank
+        nobody = InWindow.empty(size, self.width)
+        nobody = nobody._replace(waiting=lax.reduce_or(queue.active, (0,)))
+        state = everyone, nobody, self.plan.blank
         goes_on = _GoesOn(self.plan, self.width, self.narrower)
 
         def turn(state: Any) -> Any:
