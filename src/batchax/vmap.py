@@ -122,9 +122,10 @@ def vmap(
         done leave a loop, others take their places, and a branch runs for the lanes that take
         it. `Compact` sets how. "auto": so it is where it surely pays, on processors: in loops of
         dear steps, and dear branches. All else is masked.
-      small_matrices: how small matrices are decomposed, of which each lane has its own. "library":
-        by a call of a library of linear algebra for each. "auto": an element of all lanes at a
-        time, on processors, for sizes and numbers of lanes for which that takes less time.
+      small_matrices: how small matrices are decomposed and multiplied, of which each lane has its
+        own. "library": by a call of a library of linear algebra for each. "auto": an element of
+        all lanes at a time, on processors, for sizes and numbers of lanes for which that takes
+        less time.
       layout: how rows of `Ragged` arguments are held while they are computed. "packed": one
         after another, wherever each element of a row is computed by itself, or the row is
         reduced. "padded": as arrays of one size, in which padding is masked. "grouped": rows of

@@ -38,7 +38,12 @@ FUNCTIONS = {
     "eigh": lambda a: of_values(*reversed(jnp.linalg.eigh(a))),
     "qr": lambda a: jnp.linalg.qr(a)[1] @ jnp.arange(1.0, 3.0, dtype=a.dtype),
     "svd": lambda a: of_values(*jnp.linalg.svd(a, full_matrices=False)[:2]),
+    "dot_general": lambda a: (wide(a) @ wide(jnp.sin(a)).T)[:2, 1],
 }
+
+
+def wide(a):
+    return jnp.concatenate([jnp.concatenate([a, a + 1], 1), jnp.concatenate([2 * a, a.T], 1)])
 
 
 def of_values(vectors, values):

@@ -4,7 +4,8 @@ An operand's dimensions are of three kinds: contracted, batch (paired with one
 of the other operand) and free (of this operand alone). Where both operands are
 batched the batch axis is one more batch dimension; where one is, it is one
 more free dimension, and the other operand is not repeated: a matrix times a
-batch of vectors is one product of matrices. Nothing is ever transposed.
+batch of vectors is one product of matrices. Nothing is ever transposed, but where
+many small matrices are multiplied (`small_matrices.py`).
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from batchax.kernel.axis import (
     Axis,
     Position,
     expand_axis,
+    move_axis,
     sharding_with_axis,
     shift_dims,
 )
 from batchax.kernel.registry import register_rule
 from batchax.kernel.rule_makers import matched
+from batchax.rules.small_matrices import with_lanes_last
 
 Dimensions = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
@@ -51,6 +54,18 @@ def _dot_general(
     **params: Any,
 ) -> tuple[Any, Any]:
     (lhs, rhs), (lhs_axis, rhs_axis) = args, axes
+    if lhs_axis is not None and rhs_axis is not None and max(lhs.ndim, rhs.ndim) == 3:
+        kept = dict(
+            dimension_numbers=dimension_numbers,
+            precision=precision,
+            out_sharding=out_sharding,
+        )
+        small = with_lanes_last(lax.dot_general_p, axis, args, axes, kept | params)
+        if small is not None:
+            out, position = small
+            # Lanes stay last where they were: else a sum over what is before them takes long.
+            were = lhs_axis == lhs.ndim - 1 or rhs_axis == rhs.ndim - 1
+            return (out, position) if were else (move_axis(out, position, 0), 0)
     if lhs_axis is None and rhs_axis == 0 and _symmetric(precision):
         # A matrix times vectors that are rows stays rows if the vectors come first.
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers

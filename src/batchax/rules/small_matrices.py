@@ -41,11 +41,12 @@ def with_lanes_last(
     decomposition = DECOMPOSITIONS.get(primitive.name)
     if decomposition is None:
         return None
-    recording.note(small_matrices="library")
+    if decomposition.ranks is not None:
+        recording.note(small_matrices="library")
     if not _may(axis, args):
         return None
     examples = [example_aval(axis, jax.typeof(x), a) for x, a in zip(args, axes, strict=True)]
-    ranks = decomposition.ranks
+    ranks = decomposition.ranks or tuple(x.ndim for x in examples)
     # One example may be a batch of matrices, as ``jax.vmap`` makes it.
     batch = examples[0].shape[: examples[0].ndim - ranks[0]]
     lane = [

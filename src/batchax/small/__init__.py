@@ -1,4 +1,4 @@
-"""Decompositions of many small matrices, one element of all of them at a time.
+"""Decompositions and products of many small matrices, one element of all of them at a time.
 
 A library is called once for each matrix, which takes longer than the arithmetic where matrices
 have a few rows. Here lanes come last: what is done to an element is done to those of all lanes,

@@ -52,8 +52,8 @@ LEAST: dict[str, dict[str, Sequence[int | None]]] = {
 """For each primitive and dtype the least number of lanes for matrices of 1, 2, 3 ... rows."""
 
 
-def pays(primitive: str, dtype: str, rows: int, lanes: int) -> bool:
-    """Whether so many matrices of so many rows take less time with lanes last."""
+def of_library(primitive: str, dtype: str, rows: int, lanes: int) -> bool:
+    """Whether so many matrices of so many rows take less time with lanes last than a library."""
     least = LEAST.get(primitive, {}).get(dtype, ())
     enough = least[rows - 1] if 0 < rows <= len(least) else None
     return enough is not None and lanes >= max(enough, _PAY_BACK.get(primitive, 512))

@@ -1,4 +1,4 @@
-"""The decompositions that can be computed with lanes last, by the names of JAX's primitives."""
+"""Decompositions and products that can be computed with lanes last, by the names of primitives."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from batchax.jaxprs.words import Aval
-from batchax.small import eigh, qr, svd
+from batchax.small import eigh, product, qr, svd
 from batchax.small.cholesky import cholesky
 from batchax.small.lu import lu
-from batchax.small.pays import pays
+from batchax.small.pays import of_library
 from batchax.small.triangular_solve import triangular_solve
 
 
 class Decomposition(NamedTuple):
-    """A decomposition.
+    """A decomposition, or a product.
 
     Attributes:
       run: computes it, of operands with lanes last and the parameters of the primitive. Its results
         are those of the primitive, in a list, with lanes last.
-      ranks: how many dimensions of each operand are of one matrix, or of one vector.
+      ranks: how many dimensions of each operand are of one matrix, or of one vector; None: all.
       serves: whether it does what the primitive does for these operands of one matrix and
         parameters.
+      pays: whether it takes less time, for so many lanes.
     """
 
     run: Callable[..., list[Any]]
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...] | None
     serves: Callable[[Sequence[Aval], Any], bool] = lambda lane, params: True
+    pays: Callable[[Sequence[Aval], int, Any], bool] | None = None
 
 
 DECOMPOSITIONS = {
@@ -36,6 +38,7 @@ DECOMPOSITIONS = {
     "eigh": Decomposition(eigh.eigh, (2,), eigh.serves),
     "qr": Decomposition(qr.qr, (2,), qr.serves),
     "svd": Decomposition(svd.svd, (2,), svd.serves),
+    "dot_general": Decomposition(product.product, None, product.serves, product.pays),
 }
 
 
@@ -51,4 +54,6 @@ def lanes_last_pays(primitive: str, lane: Sequence[Aval], lanes: int, params: An
     decomposition = DECOMPOSITIONS.get(primitive)
     if decomposition is None or not decomposition.serves(lane, params):
         return False
-    return pays(primitive, lane[0].dtype.name, max(lane[0].shape), lanes)
+    if decomposition.pays is not None:
+        return decomposition.pays(lane, lanes, params)
+    return of_library(primitive, lane[0].dtype.name, max(lane[0].shape), lanes)
