@@ -151,6 +151,9 @@ WORKLOADS = {
     for w in (
         BranchWorkload("20 products, 10% of lanes", (doubled, layers(0)), (0.9, 0.1)),
         BranchWorkload("20 products, 5% of lanes", (doubled, layers(0)), (0.95, 0.05)),
+        BranchWorkload(
+            "20 products, 5% of 256 lanes", (doubled, layers(0)), (0.95, 0.05), lanes=256
+        ),
         BranchWorkload("20 products, all lanes", (doubled, layers(0)), (0.0, 1.0)),
         BranchWorkload("eight of 20 products", tuple(map(layers, range(8))), (1 / 8,) * 8),
         BranchWorkload(

@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 import batchax as bx
 from batchax.divergence import branch_derivatives
 
-from support.forced import FORCED
+from support.forced import FORCED, MASKED_DERIVATIVES
 from support.oracle import at_once, example, same
 
 N, D = 11, 6
@@ -21,7 +21,7 @@ TAKEN = np.arange(N) % 3 == 1
 # A lane that does not take the branch would make a NaN in it.
 X = X.at[0, 0].set(jnp.nan)
 SOME = {"rtol": 1e-4, "atol": 1e-5}
-WAYS = {"compact": bx.Compact(width=4), "auto": FORCED}
+WAYS = {"compact": bx.Compact(width=4), "auto": FORCED, "masked": MASKED_DERIVATIVES}
 
 
 def dear(x, y, w):
@@ -70,7 +70,7 @@ def everything(vmap):
     }
 
 
-@pytest.mark.each_commit(2)
+@pytest.mark.each_commit(3)
 @pytest.mark.parametrize("worth", [0.0, float("inf")], ids=["kept", "again"])
 @pytest.mark.parametrize("way", WAYS)
 def test_derivatives_are_those_of_masked_lanes(way, worth, monkeypatch):
@@ -83,7 +83,9 @@ def test_derivatives_are_those_of_masked_lanes(way, worth, monkeypatch):
     for name, x, y in zip(ours, got, expected, strict=True):
         same(x, y, SOME, name)
     forward, reverse = (count("tanh", ours[k]) for k in ("values", "reverse"))
-    assert (reverse == forward) == (worth == 0)
+    assert (reverse == forward) == (worth == 0 or way == "masked")
+    loops = [count("chunk_loop", ours[k]) for k in ("values", "reverse")]
+    assert [n > 0 for n in loops] == [True, way != "masked"]
 
 
 def products(x):

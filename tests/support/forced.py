@@ -5,7 +5,15 @@ from math import inf
 from batchax.divergence.auto import Auto, Limits
 
 EVERYWHERE = Limits(
-    moving=inf, begun=0, busy=0, gain=0, launched=0, nest=0, windows=(3,), devices=1_000
+    moving=inf,
+    begun=0,
+    busy=0,
+    gain=0,
+    launched=0,
+    cached=0,
+    nest=0,
+    windows=(3,),
+    devices=1_000,
 )
 FORCED = Auto(limits=EVERYWHERE)
 
@@ -14,3 +22,5 @@ NEIGHBOURS = Auto(limits=EVERYWHERE._replace(moving=-inf, staying=inf, nest=inf)
 """Neighbours run together, some after others."""
 LAST = Auto(limits=EVERYWHERE._replace(begun=inf, saved=0, long=0, nest=inf))
 """All lanes run first, and the last ones in a window."""
+MASKED_DERIVATIVES = Auto(limits=EVERYWHERE._replace(copying=inf, cached=inf))
+"""Branches run for the lanes that take them, and their derivatives for all lanes, masked."""

@@ -60,6 +60,10 @@ class Limits(NamedTuple):
     """how many times as much as moving its lanes a branch costs"""
     launched: float = 0.5
     """which share of a branch is not one loop with what selects its result"""
+    copying: float = 2.0
+    """how many times as long as in chunks a branch takes with copies of what all lanes read"""
+    cached: int = 32_000_000
+    """bytes that a derivative keeps of all lanes at least: fewer are read from a cache"""
     staying: float = 2.0
     """how many steps of a lane it may cost to copy it with its neighbours, and back"""
     saved: float = 4.0
@@ -178,8 +182,15 @@ class Auto(Compact):
     def _pays(self, branch: BranchCost) -> bool:
         limits = self.limits
         dear = branch.work >= limits.gain * branch.moving
-        dear = dear and branch.begun >= limits.launched * branch.work
-        return dear and branch.work * branch.chunk >= limits.busy * limits.cores
+        if not dear or branch.begun < limits.launched * branch.work:
+            return False
+        apart = branch.work + branch.moving + branch.starting / branch.chunk
+        enough = limits.busy * limits.cores
+        if branch.copied >= limits.copying * apart:  # even if all lanes take it
+            return branch.work * branch.lanes >= enough
+        if 0 < branch.held < limits.cached:  # to compute it again takes longer than to read it
+            return False
+        return branch.work * branch.chunk >= enough
 
     def plan(self, size: int, test: Any, body: Any, differs: Sequence[bool]) -> Plan:
         step = Step.of(test, body, differs)

@@ -5,7 +5,7 @@ write and read what a derivative needs than to compute it again. Of a sort, say,
 it is kept, of each lane that takes the branch, and what is left of the derivative is linear.
 
 That is the choice of what to keep in reverse mode (Griewank and Walther, "Revolve", 2000), made
-once for each branch: all of it, or nothing.
+once for each branch: all of it, or nothing. Where neither surely pays, all lanes run, masked.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.axis import Position
 from batchax.kernel.derivatives import with_values
+from batchax.programs.shapes import bytes_of
 from batchax.rules.masking import is_inexact
 
 RunLanes = Callable[[ClosedJaxpr, Sequence[Position], Any, Sequence[Value]], list[Any]]
@@ -34,11 +35,26 @@ RunLanes = Callable[[ClosedJaxpr, Sequence[Position], Any, Sequence[Value]], lis
 _WORTH = 8.0
 
 
+class Derivative(NamedTuple):
+    """How a branch and its derivatives are run.
+
+    Attributes:
+      run: for the lanes that take it.
+      masked: for all lanes.
+      pays: whether derivatives are for those that take it, by how many bytes they keep of a lane.
+      work: nanoseconds that the branch takes for a lane.
+    """
+
+    run: RunLanes
+    masked: RunLanes
+    pays: Callable[[int], bool]
+    work: float
+
+
 def run_differentiable(
-    run: RunLanes,
+    way: Derivative,
     program: ClosedJaxpr,
     positions: Sequence[Position],
-    work: float,
     active: Any,
     operands: Sequence[Value],
 ) -> list[Any]:
@@ -47,13 +63,13 @@ def run_differentiable(
     Of a function whose derivative in reverse is a rule nothing can be kept: there is no other.
 
     Args:
-      run: runs a program for these lanes.
+      way: how it is run.
       program: what one example does, without effects.
       positions: where operands have the batch axis.
-      work: nanoseconds that the program takes for a lane.
       active: which lanes run it.
       operands: its operands.
     """
+    run = way.run
     if _only_in_reverse.in_program(program):
         return run(program, positions, active, operands)
 
@@ -67,8 +83,10 @@ def run_differentiable(
         moving = [i for i, t in enumerate(tangents[1:]) if not isinstance(t, SymbolicZero)]
         dots = [tangents[1 + i] for i in moving]
         kept = _kept(program, moving)
-        if time_to_move(kept.types) * _WORTH > work:
-            some = lambda *ms: run(program, positions, active, with_values(xs, moving, ms))
+        pays = way.pays(bytes_of(kept.types))
+        if not pays or time_to_move(kept.types) * _WORTH > way.work:
+            of_all = run if pays else way.masked
+            some = lambda *ms: of_all(program, positions, active, with_values(xs, moving, ms))
             return jax.jvp(some, [xs[i] for i in moving], dots)
         outs = run(kept.forward, positions, active, xs)
         count = len(program.out_avals)

@@ -19,9 +19,9 @@ from jax.core import eval_jaxpr
 from jax.extend.core import Literal
 
 from batchax import _compat
-from batchax.divergence.branch_derivatives import run_differentiable
+from batchax.divergence.branch_derivatives import Derivative, RunLanes, run_differentiable
 from batchax.divergence.limits import can_move, refuse_collectives
-from batchax.divergence.widths import time_begun, time_to_move
+from batchax.divergence.widths import launch_time, time_begun, time_to_move
 from batchax.errors import UnsupportedError
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
 from batchax.execution.gathered_lanes import fitting_width
@@ -37,6 +37,7 @@ from batchax.kernel.divergence import Branches, PlacedOutputs
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.programs.cost import STEPS, cost_of_program
+from batchax.programs.shapes import bytes_of
 from batchax.programs.weights import TOGETHER
 from batchax.rules.branches import after_branches, one_branch, select_results
 from batchax.rules.hazards import hazards
@@ -95,16 +96,25 @@ class BranchCost(NamedTuple):
 
     Attributes:
       work: to run it.
+      copied: to run it where each lane has a copy of what all lanes share, as under ``jax.vmap``.
       begun: the part of it that is not one loop with what selects the results. Whatever is in that
         loop a processor computes for the lanes that take the branch, and for no others.
       moving: to move what it reads and returns.
+      starting: to begin its operations, however many lanes run at a time.
       chunk: how many lanes run at a time.
+      lanes: how many there are.
+      held: bytes that its derivative would keep if all lanes ran at once, with what the branch
+        reads of its own; 0 where no derivative is taken.
     """
 
     work: float
+    copied: float
     begun: float
     moving: float
+    starting: float
     chunk: int
+    lanes: int
+    held: int = 0
 
 
 class _Part:
@@ -138,7 +148,8 @@ class _Part:
         made = (v for v in variables_in(jaxpr.outvars) if v in computed)
         self.made = list(dict.fromkeys(made))
         differs = list(map(_differs, self.positions))
-        self.work = TOGETHER.time(cost_of_program(jaxpr, differs=differs, steps=STEPS))
+        cost = cost_of_program(jaxpr, differs=differs, steps=STEPS)
+        self.work, self.launches = TOGETHER.time(cost), cost.launches
         self.apart = self._can_run_apart() and self._is_worth_it()
 
     def _take_index(self) -> None:
@@ -166,20 +177,33 @@ class _Part:
         return not any_uses_axis(self.axis, self.program)
 
     def _is_worth_it(self) -> bool:
-        moved = [self.program.in_avals[k] for k in self.used if self.positions[k] is not None] + [
-            v.aval for v in self.made
-        ]
-        moving = time_to_move(moved)
+        moving = time_to_move(self._moved())
         if self.pays is not None:
-            chunk = fitting_width(_chunk(self.work), self.axis.size)
-            begun = time_begun(self.program.jaxpr, list(map(_differs, self.positions)))
-            return self.pays(BranchCost(self.work, begun, moving, chunk))
+            return self.pays(self._cost(moving))
         # A loop of unknown length may cost anything. A callback is made for lanes that take the
         # branch only.
         if hazards(self.program.jaxpr).endless or _compat.calls_back(self.program.effects):
             return True
         least = _LEAST if self.width is None else 0.0
         return self.work > _GAIN * moving and self.work * self.axis.size >= least
+
+    def _moved(self) -> list[Aval]:
+        """What is moved of a lane."""
+        mine = (k for k in self.used if self.positions[k] is not None)
+        return [*(self.program.in_avals[k] for k in mine), *(v.aval for v in self.made)]
+
+    def _cost(self, moving: float) -> BranchCost:
+        jaxpr, size = self.program.jaxpr, self.axis.size
+        own = (True,) * len(jaxpr.invars)
+        return BranchCost(
+            work=self.work,
+            copied=TOGETHER.time(cost_of_program(jaxpr, differs=own, steps=STEPS)),
+            begun=time_begun(jaxpr, list(map(_differs, self.positions))),
+            moving=moving,
+            starting=launch_time(self.launches + 2 * len(self.used) + len(self.made)),
+            chunk=fitting_width(_chunk(self.work), size),
+            lanes=size,
+        )
 
     def _of_used(self) -> ClosedJaxpr:
         """The branch, from what it reads to what it computes."""
@@ -229,13 +253,35 @@ class _Part:
         if _compat.calls_back(program.effects):
             outs = run(of_used, at, active, operands)
         else:
-            outs = run_differentiable(run, of_used, at, self.work, active, operands)
+            derivative = Derivative(run, self._masked(axis), self._derivative_pays(), self.work)
+            outs = run_differentiable(derivative, of_used, at, active, operands)
         jaxpr = program.jaxpr
         env = dict(zip(jaxpr.invars, zip(self.operands, positions, strict=True), strict=True))
         env |= {v: (_typed(x, v.aval), 0) for v, x in zip(made, outs, strict=True)}
         env |= {v: (x, None) for v, x in zip(jaxpr.constvars, program.consts, strict=True)}
         placed = [(v.val, None) if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
         return [x for x, _ in placed], [a for _, a in placed]
+
+    def _derivative_pays(self) -> Callable[[int], bool]:
+        """Whether it pays for a derivative, which would keep so many bytes of a lane."""
+        if self.pays is None:
+            return lambda kept: True
+        pays, size = self.pays, self.axis.size
+        moved = self._moved()
+        cost, own = self._cost(time_to_move(moved)), bytes_of(moved)
+        return lambda kept: pays(cost._replace(held=(kept + own) * size))
+
+    def _masked(self, axis: Axis) -> RunLanes:
+        """Runs a program for all lanes; those that are not active get anything."""
+
+        def run(
+            program: ClosedJaxpr, positions: Sequence[Position], active: Any, xs: Sequence[Value]
+        ) -> list[Any]:
+            index = lax.convert_element_type(active, np.int32)
+            outs, at = one_branch(axis, index, 1, program, xs, positions)
+            return [match_axis(axis, x, a, 0) for x, a in zip(outs, at, strict=True)]
+
+        return run
 
 
 def _chunk(work: float) -> int:
