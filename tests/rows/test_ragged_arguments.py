@@ -12,6 +12,8 @@ from support.rows import LENGTHS, check_rows, ragged
 
 WEIGHTS = jnp.asarray(np.random.default_rng(3).normal(size=(3, 3)), float)
 X = ragged(3)
+SQUARES = bx.Ragged(np.ones(5), ([2, 1], [2, 1]), axis=(0, 1))
+IMAGES = bx.Ragged(np.ones(10), ([2, 1], [3, 4]), axis=(0, 1))
 
 
 def attend(x):
@@ -170,10 +172,25 @@ MISTAKES = {
         bx.AxisError,
         "rows of different lengths cannot be reduced",
     ),
-    "ragged twice": (
-        lambda: bx.vmap(lambda x: x @ x.T)(X),
-        bx.UnsupportedError,
-        r"out has the shape \(n, n\) for each row, ragged in 2 axes",
+    "a name for one of two": (
+        lambda: bx.vmap(jnp.sin, bx.ragged("n"))(SQUARES),
+        bx.AxisError,
+        r"in_axes gives batchax.ragged\('n'\) for x, whose rows have 2 ragged axes, \(0, 1\)",
+    ),
+    "two names for one": (
+        lambda: bx.vmap(jnp.sin, bx.ragged("n", "m"))(X),
+        bx.AxisError,
+        "whose rows have one ragged axis: give a name for each",
+    ),
+    "rows that are not square": (
+        lambda: bx.vmap(jnp.sin, bx.ragged("n", "n"))(IMAGES),
+        bx.AxisError,
+        "calls two sizes of the rows of x 'n', but their lengths differ: row 0 has 2 and 3",
+    ),
+    "several axes reduced over the batch": (
+        lambda: bx.vmap(lambda x: x @ x.T, out_axes=bx.Reduce("sum"))(X),
+        bx.AxisError,
+        r"whose shape for each row is \(n, n\): rows of different lengths cannot be reduced",
     ),
     "an axis for rows": (
         lambda: bx.vmap(jnp.sin, in_axes=1)(X),

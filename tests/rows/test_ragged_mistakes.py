@@ -46,6 +46,58 @@ MISTAKES = {
         bx.AxisError,
         r"lengths must have one axis.*\(\)",
     ),
+    "ragged axes in no order": (
+        lambda: bx.Ragged(np.zeros(4), ([2], [2]), axis=(1, 0)),
+        bx.AxisError,
+        r"axis is \(1, 0\); ragged axes are different ones, and in order",
+    ),
+    "a ragged axis that no row has": (
+        lambda: bx.Ragged(np.zeros(4), ([2], [2]), axis=(0, 2)),
+        bx.AxisError,
+        "axis is 2, but a row has 2 axes",
+    ),
+    "lengths along one of two axes": (
+        lambda: bx.Ragged(np.zeros(4), [4], axis=(0, 1)),
+        bx.AxisError,
+        "2 ragged axes, but lengths are 1",
+    ),
+    "lengths of other rows along the second axis": (
+        lambda: bx.Ragged(np.zeros(4), ([2], [1, 1]), axis=(0, 1)),
+        bx.AxisError,
+        r"lengths\[0\] is of 1 rows, and lengths\[1\] of 2",
+    ),
+    "a negative length along the second axis": (
+        lambda: bx.Ragged(np.zeros(4), ([2, 0], [2, -1]), axis=(0, 1)),
+        bx.AxisError,
+        r"lengths\[1\]\[1\] is -1",
+    ),
+    "a bound for one of two axes": (
+        lambda: bx.Ragged(np.zeros(4), ([2], [2]), (3,), axis=(0, 1)),
+        bx.AxisError,
+        r"max_length is \(3,\), for the ragged axes \(0, 1\)",
+    ),
+    "more elements than data has": (
+        lambda: bx.Ragged(np.zeros(4), ([2, 1], [2, 1]), axis=(0, 1)),
+        bx.AxisError,
+        r"rows of these lengths have 5 elements, but data, of shape \(4,\)",
+    ),
+    "traced lengths along two axes without a bound": (
+        lambda: jax.jit(lambda n: bx.Ragged(jnp.zeros(4), (n, n), axis=(0, 1)).data)(
+            jnp.array([2])
+        ),
+        bx.ArgumentTypeError,
+        r"lengths along the axes \(0, 1\) are traced: give a bound",
+    ),
+    "rows that differ along a third axis": (
+        lambda: bx.Ragged.from_rows([np.zeros((1, 2, 3)), np.zeros((2, 1, 4))], axis=(0, 1)),
+        bx.AxisError,
+        r"may differ along axes \(0, 1\) only",
+    ),
+    "two axes elsewhere": (
+        lambda: bx.Ragged(np.zeros(4), ([2], [2]), axis=(0, 1)).to_arrow(),
+        bx.AxisError,
+        r"ragged along the axes \(0, 1\), and there only one axis can be",
+    ),
     "lengths that are no array": (
         lambda: bx.Ragged(np.zeros(3), [[1], [1, 2]]),
         bx.ArgumentTypeError,

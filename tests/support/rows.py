@@ -12,6 +12,7 @@ from support import oracle
 from support.oracle import Claim, direction, is_inexact, same, settle, together
 
 LENGTHS = (3, 5, 1, 4)
+SHAPES = ((3, 2), (1, 4), (2, 1), (4, 3))
 
 
 def ragged(*trailing, lengths=LENGTHS, seed=0, dtype=float, axis=0, poison=True, spare=2):
@@ -34,6 +35,21 @@ def ragged(*trailing, lengths=LENGTHS, seed=0, dtype=float, axis=0, poison=True,
     lengths = np.array(lengths, np.int32)
     bound = int(lengths.max(initial=0)) + spare
     return bx.Ragged(jnp.asarray(data), lengths, bound, axis=axis)
+
+
+def images(*trailing, shapes=SHAPES, seed=0, dtype=float, axis=(0, 1), spare=1):
+    """Random rows of such shapes, ragged along two axes, with NaNs behind the last row."""
+    generator, dtype = np.random.default_rng(seed), jax.dtypes.canonicalize_dtype(dtype)
+    rows = []
+    for sizes in shapes:
+        shape = list(trailing)
+        for at, size in zip(axis, sizes, strict=True):
+            shape.insert(at, size)
+        rows.append(generator.normal(size=shape).astype(dtype))
+    x = bx.Ragged.from_rows(rows, axis=axis)
+    room = [(0, 3 * (k == axis[0])) for k in range(x.data.ndim)]
+    data = np.pad(np.asarray(x.data), room, constant_values=np.nan)
+    return bx.Ragged(data, x.lengths, tuple(n + spare for n in x.max_length), axis=axis)
 
 
 def rows_of(x, i):
@@ -80,7 +96,7 @@ def check_rows(
     }
     one = jax.jit(fun)  # is looked at once for each length
     raggeds = [x for x in jax.tree.leaves(args, is_leaf=_is_rows) if _is_rows(x)]
-    count, lengths = len(raggeds[0]), {id(x.lengths) for x in raggeds}
+    count, lengths = len(raggeds[0]), {id(n) for x in raggeds for n in x.each_length}
     leaves, structure = jax.tree.flatten(args)
     moving = [i for i, x in enumerate(leaves) if derivatives and is_inexact(x)]
     modes = modes if moving else ()
@@ -234,6 +250,14 @@ def _direction(y, seed):
     return np.random.default_rng(seed).normal(size=y.shape).astype(y.dtype)
 
 
+def _elements(row, axes):
+    """A row as its elements along the first of its ragged axes."""
+    moved = np.moveaxis(row, axes, range(axes[0], axes[0] + len(axes)))
+    rest = moved.shape[axes[0] + len(axes) :]
+    count = int(np.prod([row.shape[at] for at in axes]))
+    return moved.reshape(*moved.shape[: axes[0]], count, *rest)
+
+
 def _with_lengths(dot, out):
     """A tangent of rows, which has none for their lengths, with the lengths of the rows."""
     return out.with_data(dot.data) if isinstance(out, bx.Ragged) else dot
@@ -247,13 +271,13 @@ def _cotangents_like(outs, rows):
         if not isinstance(out, bx.Ragged):
             arranged[name] = np.stack(parts)
             continue
-        packed = np.concatenate(parts, out.axis)
+        packed = np.concatenate([_elements(part, out.axes) for part in parts], out.at)
         room = [(0, 0)] * packed.ndim
-        room[out.axis] = (0, out.data.shape[out.axis] - packed.shape[out.axis])
+        room[out.at] = (0, out.data.shape[out.at] - packed.shape[out.at])
         # A cotangent for what belongs to no row must not matter.
         packed = np.pad(packed, room, constant_values=np.nan)
-        none = np.zeros(out.lengths.shape, jax.dtypes.float0)
-        arranged[name] = jax.tree.unflatten(jax.tree.structure(out), [packed, none])
+        none = [np.zeros(n.shape, jax.dtypes.float0) for n in out.each_length]
+        arranged[name] = jax.tree.unflatten(jax.tree.structure(out), [packed, *none])
     return arranged
 
 

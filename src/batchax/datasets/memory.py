@@ -18,7 +18,7 @@ from batchax.datasets.mapped_file import MappedArray
 from batchax.datasets.npy_layout import Layout
 from batchax.datasets.parts import Rows
 from batchax.datasets.source import Index, Source, check_shape, native
-from batchax.errors import ArgumentTypeError
+from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.rows.checks import known_lengths
 
 
@@ -111,6 +111,10 @@ class InRagged(Source):
     lends = True
 
     def __init__(self, x: Any, name: str) -> None:
+        if len(x.axes) > 1:
+            raise UnsupportedError(
+                f"{name}: rows of a dataset are ragged along one axis, and these along {x.axis}."
+            )
         lengths = known_lengths(x.lengths)
         if lengths is None:
             raise ArgumentTypeError(f"{name}: lengths of rows must be known, and these are traced.")

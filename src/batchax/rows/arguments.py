@@ -21,7 +21,7 @@ from batchax.frontend.mapped import Mapped
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import example_aval
 from batchax.memo import Memo
-from batchax.rows.checks import known_lengths, shown_lengths
+from batchax.rows.checks import elements_of, known_lengths, shown_lengths
 from batchax.rows.comparisons import Lengths, SizeOfRow
 from batchax.rows.index import RowIndex
 from batchax.rows.ragged import Ragged
@@ -52,39 +52,52 @@ class RowSize:
     Attributes:
       name: of its symbol.
       symbol: the symbolic size.
-      batch: the first argument that has it.
+      lengths: of the rows, as the first argument that has it says.
       bound: no row is longer.
+      capacity: the room of packed arrays.
       of_lanes: whether a lane was given the size, and has no rows.
     """
 
     name: str
     symbol: Any
-    batch: Ragged
+    lengths: Any
     bound: int
+    capacity: int
     of_lanes: bool
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are."""
+        return self.lengths.shape[0]
 
     @cached_property
     def index(self) -> RowIndex:
-        """Where the rows of the first argument are."""
-        return RowIndex.of(self.batch.lengths, capacity_of(self.batch), self.bound)
+        """Where rows are in packed arrays."""
+        return RowIndex.of(self.lengths, self.capacity, self.bound)
 
     @cached_property
     def noted(self) -> NotedSize:
         """What notes for `explain` say of it."""
-        lengths = known_lengths(self.batch.lengths)
-        return NotedSize(len(self.batch), self.bound, capacity_of(self.batch), lengths)
+        return NotedSize(self.rows, self.bound, self.capacity, known_lengths(self.lengths))
 
-    def index_in(self, batch: Ragged) -> RowIndex:
-        """Where the rows of an argument are."""
-        if batch.lengths is self.batch.lengths and capacity_of(batch) == capacity_of(self.batch):
-            return self.index
-        return RowIndex.of(batch.lengths, capacity_of(batch), self.bound)
+
+SizesOf = tuple[RowSize, ...]
+"""The size of an argument along each of its ragged axes; none for those that have no rows."""
+
+
+def index_in(batch: Ragged, sizes: SizesOf) -> RowIndex:
+    """Where the rows of an argument of these sizes are."""
+    if len(sizes) == 1:
+        (size,) = sizes
+        if batch.lengths is size.lengths and capacity_of(batch) == size.capacity:
+            return size.index
+    return RowIndex.of_axes(batch.each_length, capacity_of(batch), [s.bound for s in sizes])
 
 
 def all_known(mapped: Sequence[Mapped]) -> bool:
     """Whether the lengths of all ragged arguments are known."""
     ragged = [m.value for m in mapped if isinstance(m.value, Ragged)]
-    return all(known_lengths(x.lengths) is not None for x in ragged)
+    return all(elements_of(x.lengths) is not None for x in ragged)
 
 
 def check_meshes(mapped: Sequence[Mapped]) -> None:
@@ -99,7 +112,7 @@ def check_meshes(mapped: Sequence[Mapped]) -> None:
     for m in mapped:
         if not isinstance(m.value, Ragged):
             continue
-        for what, x in (("data", m.value.data), ("lengths", m.value.lengths)):
+        for what, x in (("data", m.value.data), *(("lengths", x) for x in m.value.each_length)):
             sharding: Any = getattr(jax.typeof(x), "sharding", None)
             if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
                 continue
@@ -117,54 +130,97 @@ def check_meshes(mapped: Sequence[Mapped]) -> None:
             )
 
 
-def find_sizes(mapped: Sequence[Mapped]) -> tuple[list[RowSize | None], list[RowSize]]:
-    """The size of each argument, None for those that are not ragged; and all that there are.
+@dataclass(frozen=True)
+class _Along:
+    """A ragged axis of an argument.
+
+    Attributes:
+      argument: its index.
+      at: which of its ragged axes.
+      name: what `in_axes` calls the size.
+    """
+
+    argument: int
+    at: int
+    name: str | None
+
+
+def find_sizes(mapped: Sequence[Mapped]) -> tuple[list[SizesOf], list[RowSize]]:
+    """The sizes of each argument, none for those that are not ragged; and all that there are.
 
     Raises:
-      AxisError: arguments whose sizes have one name are known to differ in length.
+      AxisError: arguments whose sizes have one name are known to differ in length; or `in_axes`
+        has not a name for each ragged axis.
     """
-    groups: list[tuple[str | None, list[int]]] = []
+    groups: list[list[_Along]] = []
+    of = lambda along: mapped[along.argument].value.each_length[along.at]
+    for along in _ragged_axes(mapped):
+        for members in groups:
+            first = members[0]
+            if along.name is None and first.name is None and _same_lengths(of(along), of(first)):
+                members.append(along)
+                break
+            if along.name is not None and along.name == first.name:
+                paths = mapped[first.argument].path, mapped[along.argument].path
+                _check_equal(along.name, paths, of(first), of(along))
+                members.append(along)
+                break
+        else:
+            groups.append([along])
+    taken = {members[0].name for members in groups}
+    fresh = (s for s in _NAMES if s not in taken)
+    names = [members[0].name or next(fresh) for members in groups]
+    bounds = [
+        min(mapped[each.argument].value.each_bound[each.at] for each in members)
+        for members in groups
+    ]
+    lengths = [of(members[0]) for members in groups]
+    symbols = _symbols(names, _lengths(names, lengths, bounds))
+    size_of: dict[tuple[int, int], RowSize] = {}
+    sizes = []
+    described = zip(groups, names, symbols, lengths, bounds, strict=True)
+    for members, name, symbol, length, bound in described:
+        specs = [mapped[each.argument].spec for each in members]
+        of_lanes = all(isinstance(spec, SizeAlone) for spec in specs)
+        capacity = capacity_for([mapped[each.argument].value for each in members], length, bound)
+        sizes.append(RowSize(name, symbol, length, bound, capacity, of_lanes))
+        size_of.update({(each.argument, each.at): sizes[-1] for each in members})
+    counts = [len(m.value.axes) if isinstance(m.value, Ragged) else 0 for m in mapped]
+    return [tuple(size_of[i, k] for k in range(count)) for i, count in enumerate(counts)], sizes
+
+
+def _ragged_axes(mapped: Sequence[Mapped]) -> Iterator[_Along]:
     for i, m in enumerate(mapped):
         if not isinstance(m.value, Ragged):
             continue
-        name = m.spec.name if isinstance(m.spec, RaggedSize) else None
-        for known_as, members in groups:
-            first = mapped[members[0]]
-            if name is None and known_as is None and _same_lengths(m.value, first.value):
-                members.append(i)
-                break
-            if name is not None and name == known_as:
-                _check_equal(name, first, m)
-                members.append(i)
-                break
-        else:
-            groups.append((name, [i]))
-    taken = {name for name, _ in groups if name is not None}
-    fresh = (s for s in _NAMES if s not in taken)
-    names = [name or next(fresh) for name, _ in groups]
-    bounds = [min(mapped[i].value.max_length for i in members) for _, members in groups]
-    batches = [mapped[members[0]].value for _, members in groups]
-    symbols = _symbols(names, _lengths(names, batches, bounds))
-    sizes_of: list[RowSize | None] = [None] * len(mapped)
-    sizes = []
-    described = zip(groups, names, symbols, batches, bounds, strict=True)
-    for (_, members), name, symbol, batch, bound in described:
-        of_lanes = all(isinstance(mapped[i].spec, SizeAlone) for i in members)
-        size = RowSize(name, symbol, batch, bound, of_lanes)
-        sizes.append(size)
-        for i in members:
-            sizes_of[i] = size
-    return sizes_of, sizes
+        count = len(m.value.axes)
+        names = m.spec.names if isinstance(m.spec, RaggedSize) else (None,) * count
+        if len(names) != count:
+            axes = "one ragged axis" if count == 1 else f"{count} ragged axes, {m.value.axis}"
+            raise AxisError(
+                f"in_axes gives {m.spec!r} for {m.path}, whose rows have {axes}: give a name for "
+                "each."
+            )
+        yield from (_Along(i, k, name) for k, name in enumerate(names))
 
 
-def _lengths(names: Sequence[str], batches: Sequence[Ragged], bounds: Sequence[int]) -> Lengths:
+def capacity_for(batches: Sequence[Ragged], lengths: Any, bound: int) -> int:
+    """The room of packed arrays whose rows have such lengths, as these arguments do."""
+    packed = next((x for x in batches if len(x.axes) == 1), None)
+    if packed is not None:
+        return capacity_of(packed)
+    values = known_lengths(lengths)
+    return lengths.shape[0] * bound if values is None else int(values.sum())
+
+
+def _lengths(names: Sequence[str], lengths: Sequence[Any], bounds: Sequence[int]) -> Lengths:
     """The lengths that rows of these sizes may have."""
-    lengths = [known_lengths(batch.lengths) for batch in batches]
-    if all(x is not None and len(x) for x in lengths):
-        return Lengths(dict(zip(names, map(np.asarray, lengths), strict=True)), True)
+    values = [known_lengths(x) for x in lengths]
+    if all(x is not None and len(x) for x in values):
+        return Lengths(dict(zip(names, map(np.asarray, values), strict=True)), True)
     ranges = [
         np.arange(bound + 1) if x is None or not len(x) else np.unique(x)
-        for x, bound in zip(lengths, bounds, strict=True)
+        for x, bound in zip(values, bounds, strict=True)
     ]
     return Lengths(dict(zip(names, ranges, strict=True)), False)
 
@@ -185,20 +241,26 @@ def _symbols(names: Sequence[str], lengths: Lengths) -> tuple[Any, ...]:
 _NAMES = ["n", "m", "k", "l", *(f"n{i}" for i in range(1, 1000))]
 
 
-def _same_lengths(a: Ragged, b: Ragged) -> bool:
-    if a.lengths is b.lengths:
+def _same_lengths(a: Any, b: Any) -> bool:
+    if a is b:
         return True
-    x, y = known_lengths(a.lengths), known_lengths(b.lengths)
+    x, y = known_lengths(a), known_lengths(b)
     return x is not None and y is not None and np.array_equal(x, y)
 
 
-def _check_equal(name: str, first: Mapped, second: Mapped) -> None:
-    x, y = known_lengths(first.value.lengths), known_lengths(second.value.lengths)
+def _check_equal(name: str, paths: tuple[str, str], first: Any, second: Any) -> None:
+    x, y = known_lengths(first), known_lengths(second)
     if x is None or y is None or np.array_equal(x, y):
         return
     i = int(np.argmax(x != y))
+    if paths[0] == paths[1]:
+        raise AxisError(
+            f"in_axes calls two sizes of the rows of {paths[0]} {name!r}, but their lengths "
+            f"differ: row {i} has {x[i]} and {y[i]} elements along them. Give them different "
+            "names."
+        )
     raise AxisError(
-        f"in_axes calls the size of the rows of {first.path} and of {second.path} {name!r}, but "
+        f"in_axes calls the size of the rows of {paths[0]} and of {paths[1]} {name!r}, but "
         f"their lengths differ: row {i} has {x[i]} and {y[i]} elements. Give them different names."
     )
 
@@ -206,15 +268,15 @@ def _check_equal(name: str, first: Mapped, second: Mapped) -> None:
 def row_avals(
     axis: Axis,
     mapped: Sequence[Mapped],
-    sizes_of: Sequence[RowSize | None],
+    sizes_of: Sequence[SizesOf],
     sizes: Sequence[RowSize],
     dims: Sequence[Any],
 ) -> list[Any]:
     """The types of the arguments of one row, where its `sizes` are `dims`."""
     dim_of = {size.name: dim for size, dim in zip(sizes, dims, strict=True)}
     avals = []
-    for m, size in zip(mapped, sizes_of, strict=True):
-        if size is None:
+    for m, own in zip(mapped, sizes_of, strict=True):
+        if not own:
             aval = example_aval(axis, jax.typeof(m.value), m.axis)
             if not isinstance(m.value, Tracer) and not any(aval.sharding.spec):
                 # What is staged may run on each device, where this mesh is another one.
@@ -222,11 +284,10 @@ def row_avals(
             avals.append(aval)
             continue
         aval = jax.typeof(m.value.data)
-        shape = list(aval.shape)
-        shape[m.value.axis] = dim_of[size.name]
-        row = ShapedArray(tuple(shape), aval.dtype, weak_type=False)
-        lengths = _compat.varying_axes(jax.typeof(m.value.lengths))
-        avals.append(_compat.with_varying_axes(row, _compat.varying_axes(aval) | lengths))
+        shape = m.value.shape_of_row([dim_of[size.name] for size in own])
+        row = ShapedArray(shape, aval.dtype, weak_type=False)
+        lengths = (_compat.varying_axes(jax.typeof(x)) for x in m.value.each_length)
+        avals.append(_compat.with_varying_axes(row, _compat.varying_axes(aval).union(*lengths)))
     return avals
 
 
@@ -235,7 +296,7 @@ SIZES_DIFFER = "The rows of these arguments have sizes of their own:"
 
 @contextmanager
 def sizes_in_errors(
-    mapped: Sequence[Mapped], sizes_of: Sequence[RowSize | None], sizes: Sequence[RowSize]
+    mapped: Sequence[Mapped], sizes_of: Sequence[SizesOf], sizes: Sequence[RowSize]
 ) -> Iterator[None]:
     """Puts on top of errors about shapes which arguments have rows of different lengths."""
     try:
@@ -245,9 +306,10 @@ def sizes_in_errors(
         of_shapes = "shape" in message and not isinstance(error, BatchaxError)
         if len(sizes) > 1 and of_shapes and not message.startswith(SIZES_DIFFER):
             lines = [
-                f"  {m.path}: {size.name} elements{_shown(size)}"
-                for m, size in zip(mapped, sizes_of, strict=True)
-                if size is not None
+                f"  {m.path}: {' x '.join(size.name for size in own)} elements"
+                + "".join(map(_shown, own))
+                for m, own in zip(mapped, sizes_of, strict=True)
+                if own
             ]
             remedy = 'Where they are the same, say so: in_axes=bx.ragged("n") for each of them.'
             message = "\n".join([SIZES_DIFFER, *lines, remedy, f"JAX says: {message}"])
@@ -256,12 +318,13 @@ def sizes_in_errors(
 
 
 def _shown(size: RowSize) -> str:
-    lengths = known_lengths(size.batch.lengths)
+    lengths = known_lengths(size.lengths)
     return "" if lengths is None else f", {size.name} = {shown_lengths(lengths)}"
 
 
 def capacity_of(batch: Ragged) -> int:
-    return batch.data.shape[batch.axis]
+    """How many elements its data has room for."""
+    return batch.data.shape[batch.at]
 
 
 def with_room(data: Any, axis: int, capacity: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar, overload
 
@@ -9,23 +10,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from batchax import _compat
 from batchax.errors import AxisError
 from batchax.rows.checks import (
+    as_bounds,
     as_data,
     as_lengths,
+    as_lengths_of,
     check_each,
-    check_max_length,
+    checked_axes,
     checked_axis,
+    elements_of,
     known_lengths,
+    length_name,
     shown_lengths,
 )
-from batchax.rows.index import RowIndex, pack_rows
+from batchax.rows.index import Axes, RowIndex, pack_rows
 from batchax.rows.joining import check_same_lengths, join, leaves_of_rows
 
 B = TypeVar("B", bound="Building")
+
+Bounds = int | tuple[int | None, ...] | None
 
 
 @_compat.api_boundary
@@ -33,29 +41,29 @@ class Building:
     """The methods of `Ragged` that make one."""
 
     def __init__(
-        self, data: Any, lengths: Any, max_length: int | None = None, *, axis: int = 0
+        self, data: Any, lengths: Any, max_length: Bounds = None, *, axis: Axes = 0
     ) -> None:
         raise NotImplementedError
 
     @overload
     @classmethod
     def from_rows(
-        cls: type[B], rows: Sequence[ArrayLike], max_length: int | None = None, *, axis: int = 0
+        cls: type[B], rows: Sequence[ArrayLike], max_length: Bounds = None, *, axis: Axes = 0
     ) -> B: ...
     @overload
     @classmethod
     def from_rows(
-        cls, rows: Sequence[Any], max_length: int | None = None, *, axis: int = 0
+        cls, rows: Sequence[Any], max_length: Bounds = None, *, axis: Axes = 0
     ) -> Any: ...
     @classmethod
-    def from_rows(cls, rows: Sequence[Any], max_length: int | None = None, *, axis: int = 0) -> Any:
+    def from_rows(cls, rows: Sequence[Any], max_length: Bounds = None, *, axis: Axes = 0) -> Any:
         """From arrays that differ in their size along `axis` only, or from trees of such arrays.
 
         Args:
           rows: the rows, arrays of one dtype; or trees of one structure, whose leaves are such
             arrays and have one length in each row: dicts, for several features of each element.
           max_length: as for `Ragged`.
-          axis: the ragged axis of a row, or of each leaf of one.
+          axis: the ragged axis of a row, or of each leaf of one; several, ``(0, 1)``, for images.
 
         Returns:
           A `Ragged` of these rows. Of trees: a tree like them with a `Ragged` for each leaf, all
@@ -75,6 +83,9 @@ class Building:
           >>> print(bx.vmap(lambda row: row["w"] @ row["x"])(bx.Ragged.from_rows(rows)))
           [[3. 3.]
            [0. 0.]]
+          >>> images = [np.ones((2, 3)), np.ones((1, 4))]
+          >>> bx.Ragged.from_rows(images, axis=(0, 1))
+          Ragged(2 rows of float32[n, m], lengths=([2, 1], [3, 4]), max_length=(2, 4))
         """
         rows = list(rows)
         if not rows:
@@ -92,17 +103,18 @@ class Building:
 
     @classmethod
     def from_padded(
-        cls: type[B], padded: Any, lengths: Any, max_length: int | None = None, *, axis: int = 0
+        cls: type[B], padded: Any, lengths: Any, max_length: Bounds = None, *, axis: Axes = 0
     ) -> B:
         """From rows that are padded to one size.
 
         Args:
           padded: shape ``(B, ..., N, ...)``: a row for each entry of `lengths`, with the ragged
             axis at `axis` of a row. What lies beyond a row's length is dropped.
-          lengths: shape ``(B,)``. Where they are traced, `data` of the result has room for
-            ``B * N`` elements, and each length is clipped to what a row has room for.
+          lengths: shape ``(B,)``; a tuple, for several axes. Where they are traced, `data` of the
+            result has room for ``B * N`` elements (``B * H * W``), and each length is clipped to
+            what a row has room for.
           max_length: default N.
-          axis: the ragged axis of a row.
+          axis: the ragged axis of a row, or several, in order.
 
         Returns:
           A `Ragged` of B rows, without the padding.
@@ -115,33 +127,40 @@ class Building:
           >>> print(x.data)
           [1 2 3 4]
         """
-        padded, lengths = as_data(padded, "padded"), as_lengths(lengths)
+        padded = as_data(padded, "padded")
         if padded.ndim < 2:
             raise AxisError(
                 f"Ragged.from_padded: padded has shape {padded.shape}; it needs an axis for the "
                 "rows and one for the elements of a row."
             )
-        at = checked_axis(axis, jax.ShapeDtypeStruct(padded.shape[1:], padded.dtype))
-        count, size = padded.shape[0], padded.shape[at + 1]
-        if lengths.shape != (count,):
-            raise AxisError(
-                f"Ragged.from_padded: padded has {count} rows, shape {padded.shape}, but lengths "
-                f"has shape {lengths.shape}. Give one length for each row."
-            )
-        check_max_length(max_length)
-        most = size if max_length is None else int(max_length)
-        values = known_lengths(lengths)
-        if values is None:
-            capacity, room = count * size, min(size, most)
-            index = RowIndex.of(lengths, capacity, room)
-            lengths = index.lengths
-            padded = lax.slice_in_dim(padded, 0, room, axis=at + 1)
+        at = checked_axes(axis, jax.ShapeDtypeStruct(padded.shape[1:], padded.dtype))
+        given = as_lengths_of(at, lengths)
+        each, axes = ((given,), (at,)) if isinstance(at, int) else (given, at)
+        count, sizes = padded.shape[0], [padded.shape[k + 1] for k in axes]
+        for k, x in enumerate(each):
+            if x.shape != (count,):
+                raise AxisError(
+                    f"Ragged.from_padded: padded has {count} rows, shape {padded.shape}, but "
+                    f"{length_name(k, len(each))} has shape {x.shape}. Give one length for each "
+                    "row."
+                )
+        bounds = zip(as_bounds(at, max_length), sizes, strict=True)
+        most = tuple(size if bound is None else bound for bound, size in bounds)
+        elements = elements_of(given)
+        if elements is None:
+            sizes = list(map(min, sizes, most))
+            capacity = count * math.prod(padded.shape[k + 1] for k in axes)
+            each = [_clipped(x, size) for x, size in zip(each, sizes, strict=True)]
+            for k, size in zip(axes, sizes, strict=True):
+                padded = lax.slice_in_dim(padded, 0, size, axis=k + 1)
         else:
-            check_each(values, size, f"the {size} elements that a row of `padded` has")
-            check_each(values, most, f"max_length, {most}")
-            capacity = int(values.sum())
-            index = RowIndex.of(lengths, capacity, size)
-        return cls(pack_rows(padded, index, at, capacity), lengths, most, axis=at)
+            for k, (x, size, bound) in enumerate(zip(each, sizes, most, strict=True)):
+                x, name = np.asarray(x), length_name(k, len(each))
+                check_each(x, size, f"the {size} elements that a row of `padded` has", name)
+                check_each(x, bound, f"max_length, {bound}", name)
+            capacity = int(elements.sum())
+        index = RowIndex.of_axes(each, capacity, sizes)
+        return cls(pack_rows(padded, index, at, capacity), each, most, axis=axes)
 
     @classmethod
     def from_offsets(
@@ -191,3 +210,10 @@ class Building:
             part[at] = slice(start, None)
             flat = flat[tuple(part)] if start else flat
         return cls(flat, lengths, max_length, axis=at)
+
+
+def _clipped(lengths: Any, size: int) -> Any:
+    """Lengths of rows that have room for `size` elements: known ones are what they are."""
+    if not isinstance(lengths, Tracer):
+        return lengths
+    return jnp.clip(lengths.astype(jnp.int32), 0, size)

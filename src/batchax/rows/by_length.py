@@ -12,11 +12,13 @@ it is ragged, and where what computes it changes it depends on the row.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from batchax import _compat
@@ -37,7 +39,14 @@ from batchax.kernel.axis import Axis, move_axis
 from batchax.kernel.inner import stage_described
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.programs.canonical_form import same_results
-from batchax.rows.arguments import RowSize, all_known, find_sizes, row_avals, sizes_in_errors
+from batchax.rows.arguments import (
+    RowSize,
+    SizesOf,
+    all_known,
+    find_sizes,
+    row_avals,
+    sizes_in_errors,
+)
 from batchax.rows.groups import Placed, check_constants, groups_of, in_front, run_in_groups
 from batchax.rows.host_calls import refuse_order
 from batchax.rows.in_padding import executed_as_arrays
@@ -110,7 +119,7 @@ def run_by_length(call: Call, chunking: Chunking | None) -> Outputs:
 
 
 def stage_at(
-    call: Call, sizes_of: Sequence[RowSize | None], sizes: Sequence[RowSize], at: Lengths
+    call: Call, sizes_of: Sequence[SizesOf], sizes: Sequence[RowSize], at: Lengths
 ) -> tuple[ClosedJaxpr, FlatOutputs]:
     """The function of a row staged for rows of such lengths, and what describes its outputs."""
     axis, mapped = call.axis, call.mapped
@@ -133,7 +142,7 @@ def _groups_and_lengths(
     """The rows of each group, and how long they are."""
     if not axis.size:  # a group of no rows, for what the outputs are
         return [np.zeros(0, np.int32)], [tuple(size.bound for size in sizes)]
-    lengths = [np.asarray(size.batch.lengths) for size in sizes]
+    lengths = [np.asarray(size.lengths) for size in sizes]
     groups = groups_of(*lengths)
     return groups, [tuple(int(x[rows[0]]) for x in lengths) for rows in groups]
 
@@ -207,9 +216,10 @@ def _dense(m: Mapped) -> Mapped:
     """Rows of one length, all at the bound, as an array with the rows in front."""
     if not isinstance(m.value, Ragged):
         return m
-    x, at = m.value.data, m.value.axis
-    x = x.reshape(*x.shape[:at], len(m.value), m.value.max_length, *x.shape[at + 1 :])
-    return Mapped(m.path, move_axis(x, at, 0), 0)
+    x, at, axes = m.value.data, m.value.at, m.value.axes
+    x = x.reshape(*x.shape[:at], len(m.value), *m.value.each_bound, *x.shape[at + 1 :])
+    together = range(at + 1, at + 1 + len(axes))
+    return Mapped(m.path, jnp.moveaxis(move_axis(x, at, 0), together, [k + 1 for k in axes]), 0)
 
 
 def _of_group(group: Axis, x: Value, shape: tuple[Any, ...]) -> Placed:
@@ -217,8 +227,9 @@ def _of_group(group: Axis, x: Value, shape: tuple[Any, ...]) -> Placed:
     ragged = [i for i, dim in enumerate(shape) if not isinstance(dim, int)]
     if not ragged:
         return x, 0 if np.ndim(x) > len(shape) else None
-    (at,) = ragged
-    length = x.shape[at + 1]
-    x = move_axis(x, 0, at)
-    flat = x.reshape(*x.shape[:at], group.size * length, *x.shape[at + 2 :])
-    return Ragged(flat, np.full(group.size, length, np.int32), length, axis=at), 0
+    at, count = ragged[0], len(ragged)
+    sizes = [x.shape[k + 1] for k in ragged]
+    x = jnp.moveaxis(x, [0, *(k + 1 for k in ragged)], range(at, at + count + 1))
+    flat = x.reshape(*x.shape[:at], group.size * math.prod(sizes), *x.shape[at + count + 1 :])
+    lengths = [np.full(group.size, size, np.int32) for size in sizes]
+    return Ragged(flat, lengths, tuple(sizes), axis=tuple(ragged)), 0

@@ -8,6 +8,7 @@ lengths, and so this is for small bounds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,14 +28,14 @@ from batchax.jaxprs.words import Aval, ClosedJaxpr
 from batchax.kernel import recording
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.programs.canonical_form import same_results
-from batchax.rows.arguments import RowSize, capacity_of, find_sizes
+from batchax.rows.arguments import RowSize, SizesOf, find_sizes
 from batchax.rows.by_length import kinds, place_for_lengths, stage_at, symbolic_shape
 from batchax.rows.groups import check_constants
 from batchax.rows.host_calls import refuse_order
 from batchax.rows.in_padding import executed_as_arrays, padded_arguments
 from batchax.rows.index import RowIndex, pack_rows
 from batchax.rows.ragged import Ragged
-from batchax.rows.sizes import ragged_axis
+from batchax.rows.sizes import is_symbolic
 
 MOST_LENGTHS = 33  # programs, one for each length: that of a row without elements is one
 
@@ -78,7 +79,7 @@ def run_by_switch(call: Call, chunking: Chunking | None) -> Outputs | None:
     for program in programs:
         refuse_order(program)
     check_constants([outputs for _, outputs in staged.values()])
-    recording.fact("groups", lengths=[(n,) for n in staged], rows=[len(size.batch)])
+    recording.fact("groups", lengths=[(n,) for n in staged], rows=[size.rows])
     outputs = staged[size.bound][1]
     results = [
         _Result(size, list(staged), each)
@@ -104,7 +105,7 @@ def run_by_switch(call: Call, chunking: Chunking | None) -> Outputs | None:
         outs, _ = executed_as_arrays(rows, chunking)
     return [
         result.packed(x)
-        if result.at is not None
+        if result.axes
         else place(axis, output, x, 0 if np.ndim(x) > len(result.shape) else None)
         for x, result, output in zip(outs, results, outputs.described, strict=True)
     ], outputs
@@ -148,19 +149,19 @@ class _Result:
 
     Attributes:
       shape: for one row, with a symbol for what differs with the length.
-      at: the axis of that; None if there is none.
+      axes: those of that.
       bounds: the shape of an array that has room for that of each row.
     """
 
     def __init__(self, size: RowSize, lengths: Sequence[int], avals: Sequence[Aval]) -> None:
         shapes = [getattr(aval, "shape", ()) for aval in avals]
         self.shape = symbolic_shape(shapes)
-        self.at = ragged_axis(self.shape)
+        self.axes = tuple(i for i, dim in enumerate(self.shape) if is_symbolic(dim))
         self.bounds = tuple(map(max, *shapes)) if len(shapes) > 1 else shapes[0]
         self.aval, self._size = avals[-1], size
-        if self.at is not None:
-            self._own = np.zeros(size.bound + 1, np.int32)
-            self._own[list(lengths)] = [shape[self.at] for shape in shapes]
+        self._own = [np.zeros(size.bound + 1, np.int32) for _ in self.axes]
+        for own, at in zip(self._own, self.axes, strict=True):
+            own[list(lengths)] = [shape[at] for shape in shapes]
 
     def padded(self, x: Any) -> Any:
         """The result of one row as part of an array with room for that of each."""
@@ -175,19 +176,22 @@ class _Result:
 
     def packed(self, x: Any) -> Ragged:
         """Padded results of rows, the rows in front, as rows."""
-        assert self.at is not None
-        size, bound = self._size, self.bounds[self.at]
-        if np.array_equal(self._own, np.arange(size.bound + 1)):
-            capacity, lengths, index = capacity_of(size.batch), size.batch.lengths, size.index
-        else:
-            capacity = len(size.batch) * bound
-            lengths = jnp.asarray(self._own)[size.index.lengths]
-            index = RowIndex.of(lengths, capacity, bound)
-        return Ragged(pack_rows(x, index, self.at, capacity), lengths, bound, axis=self.at)
+        size, bounds = self._size, tuple(self.bounds[at] for at in self.axes)
+        lengths = [
+            size.lengths
+            if np.array_equal(own, np.arange(size.bound + 1))
+            else jnp.asarray(own)[size.index.lengths]
+            for own in self._own
+        ]
+        same = len(lengths) == 1 and lengths[0] is size.lengths
+        capacity = size.capacity if same else size.rows * math.prod(bounds)
+        index = size.index if same else RowIndex.of_axes(lengths, capacity, bounds)
+        axis = self.axes if len(bounds) > 1 else self.axes[0]
+        return Ragged(pack_rows(x, index, axis, capacity), lengths, bounds, axis=self.axes)
 
 
 def _branch(
-    sizes_of: Sequence[RowSize | None],
+    sizes_of: Sequence[SizesOf],
     mapped: Sequence[Mapped],
     length: int,
     program: ClosedJaxpr | None,
@@ -198,10 +202,11 @@ def _branch(
     def run(*arrays: Any) -> list[Any]:
         if program is None:
             return [result.missing() for result in results]
-        own = [
-            x if s is None else lax.slice_in_dim(x, 0, length, axis=m.value.axis)
-            for x, s, m in zip(arrays, sizes_of, mapped, strict=True)
-        ]
+        own = []
+        for x, sizes, m in zip(arrays, sizes_of, mapped, strict=True):
+            for axis in m.value.axes if sizes else ():
+                x = lax.slice_in_dim(x, 0, length, axis=axis)
+            own.append(x)
         outs = eval_jaxpr(program.jaxpr, program.consts, *own)
         # Numbers of Python's come out as they are written in the program.
         return [result.padded(jnp.asarray(x)) for result, x in zip(results, outs, strict=True)]

@@ -15,7 +15,14 @@ from batchax.frontend.outputs import FlatOutputs
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.inner import stage_described
 from batchax.kernel.lasting import call_key
-from batchax.rows.arguments import RowSize, capacity_of, find_sizes, row_avals, sizes_in_errors
+from batchax.rows.arguments import (
+    RowSize,
+    SizesOf,
+    capacity_for,
+    find_sizes,
+    row_avals,
+    sizes_in_errors,
+)
 from batchax.rows.outputs import place_ragged
 from batchax.rows.ragged import Ragged
 
@@ -25,13 +32,13 @@ class RowCall(Call):
     """A function of one row, called for all rows: its program has a symbol for each size of rows.
 
     Attributes:
-      sizes_of: the size of each argument, None for those that are not ragged.
+      sizes_of: the sizes of each argument, none for those that are not ragged.
       sizes: all that there are.
       gives_lengths: whether the lengths of rows are values like any other, the first ones; if not,
         a program for other lengths is another one.
     """
 
-    sizes_of: Sequence[RowSize | None] = ()
+    sizes_of: Sequence[SizesOf] = ()
     sizes: Sequence[RowSize] = ()
     gives_lengths: bool = False
 
@@ -54,7 +61,7 @@ class RowCall(Call):
     @property
     def lengths(self) -> list[Any]:
         """The lengths of rows, for each size."""
-        return [size.batch.lengths for size in self.sizes]
+        return [size.lengths for size in self.sizes]
 
     @property
     def arrays(self) -> list[Any]:
@@ -66,8 +73,8 @@ class RowCall(Call):
         return [*self.lengths, *self.arrays] if self.gives_lengths else self.arrays
 
     @property
-    def arguments(self) -> list[tuple[Mapped, RowSize | None]]:
-        """The arguments, each with its size if it is ragged."""
+    def arguments(self) -> list[tuple[Mapped, SizesOf]]:
+        """The arguments, each with its sizes if it is ragged."""
         return list(zip(self.mapped, self.sizes_of, strict=True))
 
     def _stage(self) -> tuple[ClosedJaxpr, FlatOutputs]:
@@ -100,7 +107,7 @@ class RowCall(Call):
     def with_constants_passed(self) -> RowCall:
         call = super().with_constants_passed()
         assert isinstance(call, RowCall)
-        added = [None] * (call.constants - self.constants)
+        added: list[SizesOf] = [()] * (call.constants - self.constants)
         return replace(call, sizes_of=[*added, *self.sizes_of])
 
     def with_values(self, values: Sequence[Value]) -> RowCall:
@@ -109,33 +116,42 @@ class RowCall(Call):
             return self.with_rows(values[:count], values[count:])
         given = zip(self.mapped, values, strict=True)
         return replace(
-            self, mapped=[_put(m, x, getattr(m.value, "lengths", None)) for m, x in given]
+            self, mapped=[_put(m, x, getattr(m.value, "each_length", None)) for m, x in given]
         )
 
     def with_rows(self, lengths: Sequence[Any], arrays: Sequence[Value]) -> RowCall:
         """The same call of other rows, with such lengths for each size."""
-        mapped: list[Mapped] = []
-        batches: dict[int, Ragged] = {}
-        for (m, size), x in zip(self.arguments, arrays, strict=True):
-            k = None if size is None else self.sizes.index(size)
-            mapped.append(_put(m, x, None if k is None else lengths[k]))
-            if k is not None:
-                batches.setdefault(k, mapped[-1].value)
-        sizes = [replace(size, batch=batches[k]) for k, size in enumerate(self.sizes)]
-        sizes_of = [None if s is None else sizes[self.sizes.index(s)] for s in self.sizes_of]
-        return replace(self, mapped=mapped, sizes=sizes, sizes_of=sizes_of)
+        given = {size.name: x for size, x in zip(self.sizes, lengths, strict=True)}
+        mapped = [
+            _put(m, x, tuple(given[size.name] for size in own) or None)
+            for (m, own), x in zip(self.arguments, arrays, strict=True)
+        ]
+        sizes = {
+            size.name: replace(
+                size,
+                lengths=given[size.name],
+                capacity=capacity_for(
+                    [m.value for m, own in zip(mapped, self.sizes_of, strict=True) if size in own],
+                    given[size.name],
+                    size.bound,
+                ),
+            )
+            for size in self.sizes
+        }
+        sizes_of = [tuple(sizes[size.name] for size in own) for own in self.sizes_of]
+        return replace(self, mapped=mapped, sizes=list(sizes.values()), sizes_of=sizes_of)
 
     @property
     def key(self) -> Hashable:
         arguments = [
-            (jax.typeof(x), m.axis, None if size is None else (size.name, m.value.axis))
-            for x, (m, size) in zip(self.arrays, self.arguments, strict=True)
+            (jax.typeof(x), m.axis, tuple(s.name for s in own), m.value.axis if own else None)
+            for x, (m, own) in zip(self.arrays, self.arguments, strict=True)
         ]
         rows = [
             (
                 size.name,
                 size.bound,
-                capacity_of(size.batch),
+                size.capacity,
                 None if self.gives_lengths else size.index.lengths.tobytes(),
             )
             for size in self.sizes
@@ -145,9 +161,10 @@ class RowCall(Call):
 
 
 def _put(m: Mapped, array: Value, lengths: Any) -> Mapped:
-    """An argument of this array; rows if it has such lengths."""
+    """An argument of this array; rows if it has such lengths, along each ragged axis."""
     if lengths is None:
         return m.put(array)
-    if array is m.value.data and lengths is m.value.lengths:
+    old = m.value.each_length
+    if array is m.value.data and all(x is y for x, y in zip(lengths, old, strict=True)):
         return m
-    return m.put(Ragged(array, lengths, m.value.max_length, axis=m.value.axis))
+    return m.put(Ragged(array, lengths, m.value.each_bound, axis=m.value.axes))

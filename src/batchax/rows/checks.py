@@ -55,36 +55,146 @@ def as_lengths(lengths: Any, what: str = "lengths") -> Any:
     return lengths
 
 
-def checked_axis(axis: Any, array: Value) -> int:
+def checked_axis(axis: Any, array: Value, more: int = 0) -> int:
+    """An axis of rows that have so many axes more than their array, not negative."""
+    ndim = array.ndim + more
     if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
         raise ArgumentTypeError(f"Ragged: axis must be an int, got {axis!r}.")
-    if not -array.ndim <= axis < array.ndim:
+    if not -ndim <= axis < ndim:
         raise AxisError(
-            f"Ragged: axis is {axis}, but a row has {array.ndim} axes; its array has shape "
+            f"Ragged: axis is {axis}, but a row has {ndim} axes; its array has shape "
             f"{tuple(array.shape)}."
         )
-    return int(axis) % array.ndim
+    return int(axis) % ndim
 
 
-def check_lengths(lengths: np.ndarray, capacity: int, most: int | None, data: Any, at: int) -> None:
-    if (lengths < 0).any():
-        i = int(np.argmax(lengths < 0))
-        raise AxisError(f"Ragged: lengths[{i}] is {lengths[i]}; a length cannot be negative.")
-    total = int(lengths.sum())
-    if total > capacity:
+def checked_axes(axis: Any, array: Value, packed: bool = False) -> int | tuple[int, ...]:
+    """The ragged axis of a row, or its ragged axes, none of them negative.
+
+    Args:
+      axis: what the user gave.
+      array: a row; or rows, `packed`, which have one axis for all that are ragged.
+
+    Raises:
+      ArgumentTypeError: it is neither an int nor a sequence of ints.
+      AxisError: one is out of range, or they are in no order.
+    """
+    if not isinstance(axis, (tuple, list)):
+        return checked_axis(axis, array)
+    more = len(axis) - 1 if packed and array.ndim else 0
+    axes = tuple(checked_axis(each, array, more) for each in axis)
+    if not axes or list(axes) != sorted(set(axes)):
         raise AxisError(
-            f"Ragged: the lengths add up to {total}, but data, of shape {tuple(data.shape)}, has "
-            f"{capacity} elements along axis {at}. Give the rows one after another, without "
-            "padding; for padded rows use Ragged.from_padded(padded, lengths)."
+            f"Ragged: axis is {axis!r}; ragged axes are different ones, and in order, such as "
+            "(0, 1)."
         )
-    if most is not None:
-        check_each(lengths, int(most), f"max_length, {most}")
+    return axes[0] if len(axes) == 1 else axes
 
 
-def check_each(lengths: np.ndarray, most: int, what: str) -> None:
+def as_lengths_of(axis: int | tuple[int, ...], lengths: Any) -> Any:
+    """The lengths along the ragged axis, or a tuple of those along each of several.
+
+    Raises:
+      AxisError: there are not lengths for each axis, or not of as many rows.
+      ArgumentTypeError: they are no integers.
+    """
+    if isinstance(axis, int):
+        return as_lengths(lengths)
+    try:
+        each = list(lengths)
+    except TypeError:
+        each = []
+    if len(each) != len(axis):
+        raise AxisError(
+            f"Ragged: axis is {axis}, {len(axis)} ragged axes, but lengths are {len(each)}. Give "
+            "the lengths along each, lengths=(heights, widths), say, each with an entry for each "
+            "row."
+        )
+    each = tuple(as_lengths(x, f"lengths[{k}]") for k, x in enumerate(each))
+    for k, x in enumerate(each):
+        if x.shape != each[0].shape:
+            raise AxisError(
+                f"Ragged: lengths[0] is of {each[0].shape[0]} rows, and lengths[{k}] of "
+                f"{x.shape[0]}. Give each with an entry for each row."
+            )
+    return each
+
+
+def as_bounds(axis: int | tuple[int, ...], max_length: Any) -> tuple[int | None, ...]:
+    """The bound of the lengths along each ragged axis, None for those that have none.
+
+    Raises:
+      ArgumentTypeError: one is no int.
+      AxisError: one is negative, or there is not one for each.
+    """
+    count = 1 if isinstance(axis, int) else len(axis)
+    bounds: tuple[Any, ...] = (max_length,) * count
+    if isinstance(max_length, (tuple, list)) and not isinstance(axis, int):
+        bounds = tuple(max_length)
+    if len(bounds) != count:
+        raise AxisError(
+            f"Ragged: max_length is {max_length!r}, for the ragged axes {axis}. Give a bound for "
+            "each, or one int."
+        )
+    for each in bounds:
+        check_max_length(each)
+    return tuple(None if each is None else int(each) for each in bounds)
+
+
+def elements_of(lengths: Any) -> np.ndarray | None:
+    """How many elements each row has, or None where that is not known.
+
+    Args:
+      lengths: those along the ragged axis, or a tuple of those along each of several.
+    """
+    each = [known_lengths(x) for x in (lengths if isinstance(lengths, tuple) else (lengths,))]
+    if any(x is None for x in each):
+        return None
+    return np.prod([x for x in each if x is not None], axis=0, dtype=np.int64)
+
+
+def check_lengths(
+    lengths: Sequence[np.ndarray],
+    capacity: int,
+    most: Sequence[int | None],
+    data: Any,
+    at: int,
+) -> None:
+    """Refuses lengths, those along each ragged axis, that are negative or too many.
+
+    Raises:
+      AxisError: some are.
+    """
+    for k, each in enumerate(lengths):
+        name = length_name(k, len(lengths))
+        if (each < 0).any():
+            i = int(np.argmax(each < 0))
+            raise AxisError(f"Ragged: {name}[{i}] is {each[i]}; a length cannot be negative.")
+    elements = elements_of(tuple(lengths))
+    assert elements is not None
+    total = int(elements.sum())
+    if total > capacity:
+        have = "the lengths add up to" if len(lengths) == 1 else "rows of these lengths have"
+        raise AxisError(
+            f"Ragged: {have} {total}{'' if len(lengths) == 1 else ' elements'}, but data, of shape "
+            f"{tuple(data.shape)}, has {capacity} elements along axis {at}. Give the rows one "
+            "after another, without padding; for padded rows use "
+            "Ragged.from_padded(padded, lengths)."
+        )
+    for k, (each, bound) in enumerate(zip(lengths, most, strict=True)):
+        if bound is not None:
+            check_each(each, bound, f"max_length, {bound}", length_name(k, len(lengths)))
+
+
+def length_name(k: int, count: int) -> str:
+    """What messages call the lengths along the ragged axis `k` of so many."""
+    return "lengths" if count == 1 else f"lengths[{k}]"
+
+
+def check_each(lengths: np.ndarray, most: int, what: str, name: str = "lengths") -> None:
     if (lengths > most).any():
         i = int(np.argmax(lengths > most))
-        raise AxisError(f"Ragged: lengths[{i}] is {lengths[i]}, more than {what}.")
+        raise AxisError(f"Ragged: {name}[{i}] is {lengths[i]}, more than {what}.")
 
 
 def check_max_length(most: Any) -> None:
@@ -98,8 +208,8 @@ def check_max_length(most: Any) -> None:
         raise AxisError(f"Ragged: max_length is {most}; no row has fewer than 0 elements.")
 
 
-def without(shape: Sequence[int], axis: int) -> tuple[int, ...]:
-    return (*shape[:axis], *shape[axis + 1 :])
+def without(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(size for k, size in enumerate(shape) if k not in axes)
 
 
 def shown_lengths(lengths: np.ndarray) -> str:

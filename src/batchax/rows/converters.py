@@ -19,7 +19,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.jaxprs.words import Value
 from batchax.rows import arrow
-from batchax.rows.checks import known_lengths
+from batchax.rows.checks import elements_of
 
 R = TypeVar("R", bound="Converters")
 
@@ -30,7 +30,7 @@ class Converters:
 
     data: Any
     lengths: Any
-    axis: int
+    axis: Any
 
     @classmethod
     def from_torch(cls: type[R], nested: Any, max_length: int | None = None) -> R:
@@ -196,7 +196,12 @@ class Converters:
 
     def _parts(self, method: str, axis: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """The elements of all rows, and where rows begin, copied into NumPy arrays."""
-        lengths = known_lengths(self.lengths)
+        lengths = elements_of(self.lengths)
+        if not isinstance(self.axis, int):
+            raise AxisError(
+                f"Ragged.{method}: rows are ragged along the axes {self.axis}, and there only one "
+                "axis can be. Take them one by one, x.rows(), or padded, x.to_padded()."
+            )
         if lengths is None or isinstance(self.data, Tracer):
             raise ArgumentTypeError(
                 f"Ragged.{method}() needs rows whose values are known, but these are traced: call "

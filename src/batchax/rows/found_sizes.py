@@ -29,16 +29,15 @@ from batchax.errors import AxisError, UnsupportedError
 from batchax.frontend.outputs import Described, FlatOutputs, OutputArray
 from batchax.frontend.rows import finds_sizes
 from batchax.memo import Memo
-from batchax.rows.arguments import RowSize, capacity_of
+from batchax.rows.arguments import RowSize
+from batchax.rows.call import RowCall
 from batchax.rows.checks import known_lengths
 from batchax.rows.comparisons import Lengths, SizeOfRow, greatest, question_of
 from batchax.rows.found_places import found_places_p
-from batchax.rows.index import RowIndex, pack_rows
-from batchax.rows.outputs import as_ragged, place_ragged
+from batchax.rows.outputs import FoundLengths, as_ragged, place_ragged
 from batchax.rows.padded import Row, run_padded
-from batchax.rows.ragged import Ragged
 from batchax.rows.refusals import ASKED_FOR_NUMBERS
-from batchax.rows.sizes import Sizes, has_symbols, is_symbolic, ragged_axis
+from batchax.rows.sizes import Sizes, has_symbols, is_symbolic
 from batchax.rows.user_code import line_of
 
 
@@ -189,7 +188,7 @@ def with_lengths(
     rows: Sequence[Row],
     outputs: FlatOutputs,
     rebuild: Callable[[list[Any]], Any],
-    of_rows: Sequence[RowSize] = (),
+    call: RowCall | None = None,
 ) -> tuple[list[Any], FlatOutputs]:
     """The results of one padded row as arrays, and the sizes that were found beside them.
 
@@ -198,8 +197,9 @@ def with_lengths(
       rows: its results.
       outputs: what describes those.
       rebuild: makes the outputs of the results of all rows, some of which are rows.
-      of_rows: the sizes that rows have.
+      call: of the function, if its arguments are rows.
     """
+    of_rows = () if call is None else call.sizes
     shapes = [row.shape for row in rows]
     own = {size.name for size in of_rows}
     dims = {str(d): d for shape in shapes for d in shape if is_symbolic(d)}
@@ -214,19 +214,16 @@ def with_lengths(
     def of_all(outs: Sequence[Any]) -> Any:
         parts = iter(outs)
         values = [next(parts) for _ in shapes]
-        sizes_found = {name: next(parts) for name in unknown}
+        sizes_found = {
+            name: _known_or_more(next(parts), room[name]) for name in unknown
+        }
         for each in limited:
             _check_limit(each.called, each.limit, next(parts))
-        results = []
-        for x, shape in zip(values, shapes, strict=True):
-            at = ragged_axis(shape)
-            if at is not None:
-                name = str(shape[at])
-                if name in unknown:
-                    x = _as_found(x, at, sizes_found[name], room[name])
-                else:
-                    x = as_ragged(x, shape, of_rows)
-            results.append(x)
+        arguments = () if call is None else call.arguments
+        results = [
+            as_ragged(x, shape, of_rows, arguments, sizes_found) if has_symbols(shape) else x
+            for x, shape in zip(values, shapes, strict=True)
+        ]
         return rebuild(results)
 
     return arrays, replace(outputs, described=[*outputs.described, *hidden], rebuild=of_all)
@@ -236,23 +233,15 @@ def _room(sizes: Sizes, of_rows: Sequence[RowSize], dim: Any) -> int | None:
     """How many elements all rows have at most of what was found of them, if less than padded."""
     while str(dim) in sizes.found_of:
         dim = sizes.found_of[str(dim)]
-    return next((capacity_of(size.batch) for size in of_rows if str(dim) == size.name), None)
+    return next((size.capacity for size in of_rows if str(dim) == size.name), None)
 
 
-def _as_found(x: Any, at: int, lengths: Any, room: int | None) -> Ragged:
-    """A result of all rows, in front and padded, as rows of these lengths."""
-    if isinstance(x, Ragged):  # of rows of one length together, whose bound is their own
-        x = x.to_padded()
-    bound = x.shape[at + 1]
+def _known_or_more(lengths: Any, room: int | None) -> FoundLengths:
+    """Sizes that were found, and how many elements all rows have at most, if that is known."""
     own = known_lengths(lengths)
     if own is not None:
-        lengths = own.astype(np.int32)
-        capacity = int(lengths.sum())
-    else:
-        lengths = jnp.maximum(lengths, 0)  # of a row that a function does not take, it is the least
-        capacity = x.shape[0] * bound if room is None else min(room, x.shape[0] * bound)
-    index = RowIndex.of(lengths, capacity, bound)
-    return Ragged(pack_rows(x, index, at, capacity), lengths, bound, axis=at)
+        return own.astype(np.int32), int(own.sum())
+    return jnp.maximum(lengths, 0), room  # of a row that a function does not take, it is the least
 
 
 def _check_limit(called: str, limit: int, counts: Any) -> None:

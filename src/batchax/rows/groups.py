@@ -24,7 +24,7 @@ from batchax.frontend.outputs import AUTO, FlatOutputs, OutputArray, Reduce, che
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, Position, broadcast_axis, move_axis
 from batchax.programs.canonical_values import Table
-from batchax.rows.checks import known_lengths
+from batchax.rows.checks import elements_of
 from batchax.rows.ragged import Ragged
 from batchax.rules.in_turn import in_turn as run_in_turn
 from batchax.rules.masking import is_inexact
@@ -184,47 +184,59 @@ def _joined_output(
 
 
 def _shape_of_row(value: Value, position: Position) -> tuple[Any, ...]:
-    shape = list(value.data.shape if isinstance(value, Ragged) else value.shape)
     if isinstance(value, Ragged):
-        shape[value.axis] = "n"
-    elif position is not None:
+        return value.shape_of_row(["n"] * len(value.axes))
+    shape = list(value.shape)
+    if position is not None:
         del shape[position]
     return tuple(shape)
 
 
 def _with_size_of(out: Ragged, arguments: Sequence[Ragged]) -> Ragged:
-    """`out`, with the bound of an argument whose rows have the same lengths."""
-    for x in arguments:
-        if np.array_equal(np.asarray(x.lengths), np.asarray(out.lengths)):
-            return Ragged(out.data, x.lengths, x.max_length, axis=out.axis)
-    return out
+    """`out`, with the bounds of arguments whose rows have the same lengths."""
+    given = [x for each in arguments for x in zip(each.each_length, each.each_bound, strict=True)]
+    along = []
+    for own in zip(out.each_length, out.each_bound, strict=True):
+        same = (x for x in given if np.array_equal(np.asarray(x[0]), np.asarray(own[0])))
+        along.append(next(same, own))
+    lengths, bounds = zip(*along, strict=True)
+    return Ragged(out.data, lengths, bounds, axis=out.axes)
 
 
 def split_rows(x: Ragged, groups: Sequence[np.ndarray]) -> list[Ragged]:
     """The rows of each group, whose lengths must be known; its longest gives the bound."""
-    lengths = _known(x)
-    starts = np.cumsum(lengths) - lengths
-    index = [_elements(starts, lengths, rows) for rows in groups]
-    datas = _regroup([x.data], np.concatenate(index), [len(i) for i in index], x.axis)
+    elements = _known(x)
+    starts = np.cumsum(elements) - elements
+    index = [_elements(starts, elements, rows) for rows in groups]
+    datas = _regroup([x.data], np.concatenate(index), [len(i) for i in index], x.at)
+    lengths = [np.asarray(each) for each in x.each_length]
     return [
-        Ragged(data, lengths[rows], None if len(rows) else x.max_length, axis=x.axis)
+        Ragged(
+            data,
+            [each[rows] for each in lengths],
+            (None,) * len(lengths) if len(rows) else x.each_bound,
+            axis=x.axes,
+        )
         for data, rows in zip(datas, groups, strict=True)
     ]
 
 
 def join_rows(parts: Sequence[Ragged], groups: Sequence[np.ndarray]) -> Ragged:
     """What `split_rows` took apart."""
-    axis = parts[0].axis
+    axis = parts[0].at
     capacities = [part.data.shape[axis] for part in parts]
-    lengths = [_known(part) for part in parts]
-    within = [np.cumsum(one) - one for one in lengths]
+    elements = [_known(part) for part in parts]
+    within = [np.cumsum(one) - one for one in elements]
     offsets = np.cumsum(capacities) - capacities
     starts = np.concatenate([at + offset for at, offset in zip(within, offsets, strict=True)])
-    together = np.concatenate(lengths)
+    together = np.concatenate(elements)
     place = _inverse(np.concatenate(groups), len(together))
     index = _elements(starts, together, place)
     (data,) = _regroup([part.data for part in parts], index, [len(index)], axis)
-    return Ragged(data, together[place], max(part.max_length for part in parts), axis=axis)
+    every = zip(*(part.each_length for part in parts), strict=True)
+    lengths = [np.concatenate(list(map(np.asarray, each)))[place] for each in every]
+    bounds = tuple(map(max, zip(*(part.each_bound for part in parts), strict=True)))
+    return Ragged(data, lengths, bounds, axis=parts[0].axes)
 
 
 def split_lanes(x: Value, groups: Sequence[np.ndarray], axis: int) -> list[Any]:
@@ -239,9 +251,10 @@ def join_lanes(parts: Sequence[Any], groups: Sequence[np.ndarray], axis: int = 0
 
 
 def _known(x: Ragged) -> np.ndarray:
-    lengths = known_lengths(x.lengths)
-    assert lengths is not None, "checked by those who make groups"
-    return lengths
+    """How many elements each row has."""
+    elements = elements_of(x.lengths)
+    assert elements is not None, "checked by those who make groups"
+    return elements
 
 
 def _elements(starts: np.ndarray, lengths: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -62,14 +62,20 @@ def run_in_buckets(call: Call, buckets: int | GroupsOfRows) -> Outputs:
     """
     axis, mapped = call.axis, call.mapped
     sizes_of, sizes = find_sizes(mapped)
-    leading = max(sizes, key=lambda size: int(np.asarray(size.batch.lengths).sum()))
+    several = next((m for m, own in zip(mapped, sizes_of, strict=True) if len(own) > 1), None)
+    if several is not None:
+        raise UnsupportedError(
+            f"buckets was given, and rows of {several.path} are ragged along the axes "
+            f"{several.value.axis}: buckets are of rows that are so along one. Leave buckets out."
+        )
+    leading = max(sizes, key=lambda size: int(np.asarray(size.lengths).sum()))
+    x = next(m for m, own in zip(mapped, sizes_of, strict=True) if leading in own)
     if isinstance(buckets, int):
-        buckets = bucket(leading.batch, buckets)
+        buckets = bucket(x.value, buckets)
     assert isinstance(buckets, Buckets)
-    if not np.array_equal(buckets.lengths, np.asarray(leading.batch.lengths)):
-        path = next(m.path for m, size in zip(mapped, sizes_of, strict=True) if size is leading)
+    if not np.array_equal(buckets.lengths, np.asarray(leading.lengths)):
         raise AxisError(
-            f"buckets were made for other lengths than those of {path}, which is {leading.batch}. "
+            f"buckets were made for other lengths than those of {x.path}, which is {x.value}. "
             "Make them for these lengths: batchax.bucket(x)."
         )
     recording.fact("buckets", buckets=buckets)
@@ -84,8 +90,8 @@ def run_in_buckets(call: Call, buckets: int | GroupsOfRows) -> Outputs:
 
     def run_group(g: int, group: Axis, part: list[Mapped]) -> tuple[list[Placed], _InBucket]:
         bounded = [
-            replace(m, value=m.value.with_max_length(buckets.sizes[g])) if size is leading else m
-            for m, size in zip(part, sizes_of, strict=True)
+            replace(m, value=m.value.with_max_length(buckets.sizes[g])) if leading in own else m
+            for m, own in zip(part, sizes_of, strict=True)
         ]
         own = replace(call, axis=group, function=one_row_in_bucket, mapped=bounded)
         outs, outputs = execute(own)
@@ -122,7 +128,5 @@ def _placed_output(axis: Axis, output: OutputArray, x: Value, position: int | No
     if not isinstance(x, Ragged):
         return place(axis, output, x, position)
     (n,) = jax.export.symbolic_shape("n")
-    shape = list(x.data.shape)
-    shape[x.axis] = n
-    place_ragged(output, shape)
+    place_ragged(output, x.shape_of_row([n] * len(x.axes)))
     return x

@@ -13,7 +13,7 @@ from batchax.execution.on_devices import in_parts
 from batchax.frontend.mapped import Mapped
 from batchax.frontend.outputs import FlatOutputs
 from batchax.kernel import recording
-from batchax.rows.arguments import RowSize
+from batchax.rows.arguments import RowSize, SizesOf, index_in
 from batchax.rows.call import RowCall
 from batchax.rows.found_sizes import with_lengths
 from batchax.rows.index import pad_rows
@@ -31,15 +31,15 @@ def executed_as_arrays(call: Call, chunking: Chunking | None) -> tuple[list[Any]
 
 
 def padded_arguments(
-    mapped: Sequence[Mapped], sizes_of: Sequence[RowSize | None], sizes: Sequence[RowSize]
+    mapped: Sequence[Mapped], sizes_of: Sequence[SizesOf], sizes: Sequence[RowSize]
 ) -> list[Mapped]:
     """The lengths of rows, for each size, and the arguments, each row padded to the longest."""
     arguments = [
         Mapped(f"the lengths {size.name}", jnp.asarray(size.index.lengths), 0) for size in sizes
     ]
-    for m, size in zip(mapped, sizes_of, strict=True):
-        if size is not None:
-            padded = pad_rows(m.value.data, size.index_in(m.value), m.value.axis)
+    for m, own in zip(mapped, sizes_of, strict=True):
+        if own:
+            padded = pad_rows(m.value.data, index_in(m.value, own), m.value.axis)
             m = Mapped(m.path, padded, 0)
         arguments.append(m)
     return arguments
@@ -57,12 +57,12 @@ def execute_padded(call: RowCall, chunking: Chunking | None) -> tuple[list[Any],
     def padded_row(*values: Any) -> tuple[list[Any], FlatOutputs]:
         lengths = dict(zip(bounds, values, strict=False))
         arguments = [
-            Row(x, shape, None if size is None else 0)
-            for x, shape, size in zip(values[len(bounds) :], shapes, call.sizes_of, strict=True)
+            Row(x, shape, 0 if own else None)
+            for x, shape, own in zip(values[len(bounds) :], shapes, call.sizes_of, strict=True)
         ]
         sizes = Sizes(bounds, lengths)
         rows = run_padded(sizes, staged.jaxpr, staged.consts, arguments)
-        return with_lengths(sizes, rows, call.outputs, list, call.sizes)
+        return with_lengths(sizes, rows, call.outputs, list, call)
 
     arguments = padded_arguments(call.mapped, call.sizes_of, call.sizes)
     outs, outputs = executed_as_arrays(Call(call.axis, padded_row, arguments), chunking)

@@ -9,16 +9,18 @@ import jax.numpy as jnp
 
 from batchax.errors import UnsupportedError
 from batchax.execution.call import Call, Outputs, Way
+from batchax.frontend.mapped import Mapped
 from batchax.frontend.outputs import check_unbatched, place
 from batchax.frontend.rows import RowOptions
 from batchax.jaxprs.words import Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Position
 from batchax.memo import Memo
-from batchax.rows.arguments import RowSize, capacity_of, with_room
+from batchax.rows.arguments import SizesOf, index_in, with_room
 from batchax.rows.blocks import SizeClasses
 from batchax.rows.call import RowCall
 from batchax.rows.class_choice import choose_classes, find_classes
+from batchax.rows.index import pad_rows
 from batchax.rows.layouts import Costs, choose_layouts
 from batchax.rows.outputs import as_ragged
 from batchax.rows.packed import Packed, PackedRows, Segments
@@ -59,12 +61,9 @@ class InRegions(Way):
             sizes = [s.noted for s in call.sizes]
             name = "in size classes" if classes and region.layout == "padded" else region.layout
             recording.fact("region", layout=name, steps=region.steps, sizes=sizes)
-        segments = {size.name: Segments(size.index, capacity_of(size.batch)) for size in call.sizes}
+        segments = {size.name: Segments(size.index, size.capacity) for size in call.sizes}
         rows = PackedRows(call.axis, segments)
-        arguments = [
-            _packed(rows, x, m.axis if size is None else m.value.axis, size)
-            for x, (m, size) in zip(call.arrays, call.arguments, strict=True)
-        ]
+        arguments = [_held(rows, m, own) for m, own in call.arguments]
         with recording.run(call.staged.jaxpr):
             outs = run_regions(rows, call.bounds, program, regions, arguments, classes)
         return [
@@ -84,19 +83,19 @@ class InRegions(Way):
             if not has_symbols(shape):
                 results.append(place(call.axis, output, jnp.asarray(x), axis))
             elif axis is not None:
-                results.append(as_ragged(x, shape, call.sizes))
+                results.append(as_ragged(x, shape, call.sizes, call.arguments))
             else:
                 size = next(s for s in call.sizes if s.symbol in shape)
                 at = shape.index(size.symbol)
-                results.append(Ragged(x, size.batch.lengths, size.bound, axis=at))
+                results.append(Ragged(x, size.lengths, size.bound, axis=at))
         return results, call.outputs
 
     def _find_regions(self, call: RowCall) -> tuple[RowProgram, list[Region], SizeClasses | None]:
         """The program in regions, and the classes that padded rows are in."""
         program = flatten(call.staged)
         batched = [m.axis is not None for m in call.mapped]
-        room = {size.name: capacity_of(size.batch) for size in call.sizes}
-        costs = Costs(Sizes(room, {}), Sizes(call.bounds, {}), len(call.sizes[0].batch))
+        room = {size.name: size.capacity for size in call.sizes}
+        costs = Costs(Sizes(room, {}), Sizes(call.bounds, {}), call.sizes[0].rows)
         only = self.layout if self.layout in ("packed", "padded") else None
         layouts = choose_layouts(program, batched, costs, only)
         if self.classes == "auto":
@@ -112,18 +111,19 @@ class InRegions(Way):
         return program, regions_of_classes(program, layouts, batched), classes
 
 
-def _packed(rows: PackedRows, x: Value, at: Position, size: RowSize | None) -> Packed:
-    """An argument as it is held where rows are packed; `at`: its axis of rows, or of elements."""
-    if size is None:
+def _held(rows: PackedRows, m: Mapped, own: SizesOf) -> Packed:
+    """An argument as it is held: packed, or padded, where it is ragged along several axes."""
+    x = m.value
+    if not own:
         shape = list(jnp.shape(x))
-        if at is not None:
-            del shape[at]
-        return Packed(x, tuple(shape), at)
-    assert at is not None
-    x = with_room(x, at, capacity_of(size.batch))
-    shape = list(jnp.shape(x))
-    shape[at] = size.symbol
-    return Packed(Operation(None, rows.sizes).cut(x, shape), tuple(shape))
+        if m.axis is not None:
+            del shape[m.axis]
+        return Packed(x, tuple(shape), m.axis)
+    shape = x.shape_of_row([each.symbol for each in own])
+    if len(own) == 1:
+        data = with_room(x.data, x.at, own[0].capacity)
+        return Packed(Operation(None, rows.sizes).cut(data, shape), shape)
+    return Packed(pad_rows(x.data, index_in(x, own), x.axis), shape, 0)
 
 
 def most_classes(call: RowCall, options: RowOptions, in_chunks: bool) -> Classes:
@@ -132,7 +132,7 @@ def most_classes(call: RowCall, options: RowOptions, in_chunks: bool) -> Classes
     Raises:
       UnsupportedError: the program cannot run in size classes, but was asked to.
     """
-    room = [capacity_of(size.batch) for size in call.sizes]
+    room = [size.capacity for size in call.sizes]
     if not (call.axis.size and max(call.bounds.values()) and all(room)):
         return None  # there is nothing to put anywhere
     why = obstacle(call.axis, call.staged, in_chunks)

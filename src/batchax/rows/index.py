@@ -3,12 +3,16 @@
 Packed, the elements of all rows follow one another along an axis; padded, each row has an
 array of the same size. Both ways are gathers, each the transpose of the other. JAX is told so:
 by itself it would transpose a gather to a scatter, a hundred times slower on a CPU.
+
+A row that is ragged along several axes is so many *pieces* along the last of them, one after
+another. To what is here they are rows: padded, all rows have as many, and some of them are empty.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -32,12 +36,15 @@ class RowIndex:
       lengths: how many elements each has, int32 of shape (B,); within the array and the bound.
       bound: no row is longer.
       exact: whether it is known that rows fill the packed array to its end.
+      before: the bounds of ragged axes before the last one, of rows that have several: there are
+        so many pieces in each, and B counts those.
     """
 
     starts: Any
     lengths: Any
     bound: int
     exact: bool
+    before: tuple[int, ...] = ()
     _places: dict[int, Any] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -51,6 +58,22 @@ class RowIndex:
         ends = jnp.minimum(jnp.cumsum(clipped), capacity)
         starts = jnp.concatenate([jnp.zeros((1,), ends.dtype), ends])[:-1]
         return cls(starts, ends - starts, bound, False)
+
+    @classmethod
+    def of_axes(cls, lengths: Sequence[Any], capacity: int, bounds: Sequence[int]) -> RowIndex:
+        """For rows of these lengths along each ragged axis."""
+        *first, last = lengths
+        if not first:
+            return cls.of(last, capacity, bounds[0])
+        known = not any(isinstance(x, Tracer) for x in lengths)
+        numpy = np if known else jnp
+        before, ndim = tuple(bounds[:-1]), len(bounds)
+        along = lambda x, k: numpy.asarray(x).reshape([-1 if i == k else 1 for i in range(ndim)])
+        pieces = along(last, 0)
+        for k, (length, bound) in enumerate(zip(first, before, strict=True)):
+            inside = along(np.arange(bound), k + 1) < along(length, 0)
+            pieces = numpy.where(inside, pieces, 0)
+        return replace(cls.of(pieces.reshape(-1), capacity, bounds[-1]), before=before)
 
     def row_of(self, capacity: int) -> Any:
         """The row of each element of the packed array; B for those that belong to none."""
@@ -82,8 +105,26 @@ class RowIndex:
         return _mask(self.lengths, self.bound)
 
 
-def pad_rows(data: Any, index: RowIndex, axis: int, fill_value: Any = 0) -> Any:
+Axes = int | tuple[int, ...]
+"""The ragged axis of a row, or its ragged axes, in order, of which packed rows have the first."""
+
+
+def pad_rows(data: Any, index: RowIndex, axis: Axes, fill_value: Any = 0) -> Any:
     """Packed rows, along `axis` of `data`, as an array of padded rows with the rows in front."""
+    if isinstance(axis, int):
+        return _pad_pieces(data, index, axis, fill_value)
+    pieces = _pad_pieces(data, index, axis[0], fill_value)
+    split = pieces.reshape(-1, *index.before, *pieces.shape[1:])
+    return jnp.moveaxis(split, *_of_pieces(axis))
+
+
+def _of_pieces(axes: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """Where an array of pieces has the ragged axes of rows, and where one of padded rows does."""
+    count = len(axes)
+    return [*range(1, count), count + axes[0]], [axis + 1 for axis in axes]
+
+
+def _pad_pieces(data: Any, index: RowIndex, axis: int, fill_value: Any) -> Any:
     rows, bound, capacity = index.starts.shape[0], index.bound, data.shape[axis]
     shape = (rows, *data.shape[:axis], bound, *data.shape[axis + 1 :])
     if fill_value is None or jnp.issubdtype(data.dtype, jax.dtypes.prng_key):
@@ -97,8 +138,12 @@ def pad_rows(data: Any, index: RowIndex, axis: int, fill_value: Any = 0) -> Any:
     return jnp.where(mask, filled, jnp.asarray(fill_value, data.dtype))
 
 
-def pack_rows(padded: Any, index: RowIndex, axis: int, capacity: int) -> Any:
+def pack_rows(padded: Any, index: RowIndex, axis: Axes, capacity: int) -> Any:
     """Padded rows, with the rows in front, one after another along `axis`; then zeros."""
+    if not isinstance(axis, int):
+        in_pieces, in_rows = _of_pieces(axis)
+        padded = jnp.moveaxis(padded, in_rows, in_pieces)
+        padded, axis = padded.reshape(-1, *padded.shape[len(axis) :]), axis[0]
     return _linear_gather(_pack, _pad, index, padded, axis, capacity)
 
 

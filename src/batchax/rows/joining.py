@@ -12,7 +12,8 @@ import numpy as np
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import is_container
 from batchax.jaxprs.words import Value
-from batchax.rows.checks import as_data, checked_axis, without
+from batchax.rows.checks import as_data, checked_axes, without
+from batchax.rows.selecting import as_elements
 from batchax.stack import structures_differ
 
 _NAME = "Ragged.from_rows: rows"
@@ -35,13 +36,13 @@ def leaves_of_rows(rows: Sequence[Any]) -> tuple[list[tuple[str, list[Any]]], An
     return [(jax.tree_util.keystr(at[0][0]), [x for _, x in at]) for at in columns], structure
 
 
-def join(path: str, rows: Sequence[Any], axis: int) -> tuple[Any, np.ndarray, int]:
-    """The elements of rows one after another, how many each has, and along which axis.
+def join(path: str, rows: Sequence[Any], axis: Any) -> tuple[Any, list[np.ndarray], Any]:
+    """The elements of rows one after another, the lengths of rows along each axis, and the axes.
 
     Args:
       path: of the leaf of the user's rows that these are.
       rows: what each has there.
-      axis: the ragged one, as the user gave it.
+      axis: the ragged one, or several, as the user gave it.
 
     Raises:
       AxisError: two differ in another axis, or there is no axis.
@@ -63,7 +64,8 @@ def join(path: str, rows: Sequence[Any], axis: int) -> tuple[Any, np.ndarray, in
             f"what each row has one of, jnp.stack([row{path} for row in rows]), and map it beside "
             "the rows."
         )
-    at = checked_axis(axis, first)
+    checked = checked_axes(axis, first)
+    axes = (checked,) if isinstance(checked, int) else checked
     for i, x in enumerate(arrays):
         if x.dtype != first.dtype:
             remedy = "Convert them to one dtype."
@@ -74,23 +76,30 @@ def join(path: str, rows: Sequence[Any], axis: int) -> tuple[Any, np.ndarray, in
                 f"{_NAME}[{i}]{path} has dtype {x.dtype}, but rows[0]{path} has {first.dtype}. "
                 f"{remedy}"
             )
-        if x.ndim != first.ndim or without(x.shape, at) != without(first.shape, at):
+        if x.ndim != first.ndim or without(x.shape, axes) != without(first.shape, axes):
+            along = f"axis {axes[0]}" if len(axes) == 1 else f"axes {checked}"
             raise AxisError(
                 f"{_NAME}[{i}]{path} has shape {x.shape} and rows[0]{path} {first.shape}: rows may "
-                f"differ along axis {at} only."
+                f"differ along {along} only."
             )
     numpy = np if all(isinstance(x, np.ndarray) for x in rows) else jnp
-    return numpy.concatenate(arrays, axis=at), np.array([x.shape[at] for x in arrays], np.int32), at
+    lengths = [np.array([x.shape[k] for x in arrays], np.int32) for k in axes]
+    elements = [as_elements(numpy.asarray(x), axes) for x in arrays]
+    return numpy.concatenate(elements, axis=axes[0]), lengths, axes
 
 
-def check_same_lengths(first: tuple[str, np.ndarray], other: tuple[str, np.ndarray]) -> None:
+def check_same_lengths(
+    first: tuple[str, Sequence[np.ndarray]], other: tuple[str, Sequence[np.ndarray]]
+) -> None:
     """Refuses leaves of a row, by path and lengths in all rows, that differ in length.
 
     Raises:
       AxisError: they do; the first such row is named.
     """
-    (path, lengths), (there, others) = first, other
-    if (lengths != others).any():
+    (path, every), (there, all_others) = first, other
+    for lengths, others in zip(every, all_others, strict=True):
+        if not (lengths != others).any():
+            continue
         i = int(np.argmax(lengths != others))
         raise AxisError(
             f"{_NAME}[{i}]{there} has length {others[i]}, but rows[{i}]{path} has length "

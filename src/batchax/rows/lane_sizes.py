@@ -36,7 +36,7 @@ class LaneSize(AxisSpec):
             room, bound = int(values.sum()), self.max_size or int(values.max(initial=0))
         # Rows of those lengths that nobody reads. What the function is given is their size.
         rows = Ragged(jnp.zeros(room, bool), sizes, bound)
-        return Parts([rows], [SizeAlone(self.name)], lambda examples: examples[0].shape[0])
+        return Parts([rows], [SizeAlone((self.name,))], lambda examples: examples[0].shape[0])
 
     def _checked(self, value: Value, path: str) -> Any:
         if isinstance(value, LocalRows):

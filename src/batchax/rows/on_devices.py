@@ -10,6 +10,9 @@ transpose.
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +36,7 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Position
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.memo import Memo
-from batchax.rows.arguments import RowSize, capacity_of
+from batchax.rows.arguments import SizesOf, capacity_of, index_in
 from batchax.rows.blocks import moved
 from batchax.rows.call import RowCall
 from batchax.rows.groups import in_front
@@ -89,7 +92,7 @@ class _Elements:
       dealt: which row is in which slot.
       packed: where rows are in an array with room for `capacity` elements.
       capacity: that room.
-      lengths: of the row of each slot.
+      lengths: how many elements the row of each slot has.
       room: that of each device's array.
     """
 
@@ -105,7 +108,8 @@ class _Elements:
         self._shape = devices, room
         taken = jnp.minimum(slots, count - 1)
         rows = jnp.take_along_axis(dealt.row, taken, 1)
-        there = jnp.where(slots < count, jnp.asarray(packed.starts)[rows] + places, -1)
+        there = jnp.asarray(packed.starts)[rows] + places
+        there = jnp.where((slots < count) & (there < capacity), there, -1)
         real = jnp.take_along_axis(jnp.asarray(dealt.real), taken, 1)
         self._there = there.reshape(-1)
         self._real = jnp.where(real, there, -1).reshape(-1)
@@ -125,19 +129,19 @@ class _Elements:
 
 @dataclass(frozen=True)
 class _Output:
-    """What a device returned: for a `Ragged` its axis and bound, and the size that it has.
+    """What a device returned: for a `Ragged` its axes and bounds, and the sizes that it has.
 
     Attributes:
       batched: whether it differs from row to row.
-      axis: along which it is ragged, or None.
-      bound: no row is longer.
-      size: which size of the arguments its rows have, if it is one of those.
+      axes: along which it is ragged.
+      bounds: no row is longer along them.
+      sizes: which sizes of the arguments its rows have along them, None if it is none of those.
     """
 
     batched: bool
-    axis: int | None = None
-    bound: int = 0
-    size: int | None = None
+    axes: tuple[int, ...] = ()
+    bounds: tuple[int, ...] = ()
+    sizes: tuple[int | None, ...] = ()
 
 
 kept_on_devices = Memo("calls outside of jit, of rows on devices", most=64)
@@ -202,25 +206,27 @@ class RowsOnDevices(Way):
 def _run_on_devices(call: RowCall, way: RowsOnDevices) -> list[Any]:
     """The outputs of a call, whose rows are dealt out to devices."""
     shards = way.shards
-    weights = sum(jnp.asarray(size.index.lengths) for size in call.sizes)
+    shapes = {tuple(s.name for s in own): own for own in call.sizes_of if own}
+    weights = sum(_elements_of([jnp.asarray(s.index.lengths) for s in x]) for x in shapes.values())
     dealt = Dealt.of(weights, shards.count)
     devices, slots = dealt.row.shape
     recording.fact("dealt", devices=devices)
     lengths = [dealt.dealt(jnp.asarray(size.index.lengths)) for size in call.sizes]
-    rooms = [_room(call, size, devices, slots) for size in call.sizes]
+    length_of = dict(zip(call.bounds, lengths, strict=True))
     arguments = list(lengths)
     positions: list[Position] = [0] * len(lengths)
-    for m, size in call.arguments:
+    for m, own in call.arguments:
         x = m.value
-        if size is not None:
-            k = call.sizes.index(size)
-            packed, capacity = size.index_in(x), capacity_of(x)
-            elements = _Elements(dealt, packed, capacity, lengths[k], rooms[k])
-            x = elements.spread(jnp.moveaxis(x.data, x.axis, 0))
+        if own:
+            packed, capacity = _packed_in(x, own), capacity_of(x)
+            of_slots = _elements_of([length_of[size.name] for size in own])
+            room = _room(own, capacity, len(shapes) == 1, (devices, slots, call.axis.size))
+            elements = _Elements(dealt, packed, capacity, of_slots, room)
+            x = elements.spread(jnp.moveaxis(x.data, x.at, 0))
         elif m.axis is not None:
             x = dealt.dealt(jnp.moveaxis(x, m.axis, 0))
         arguments.append(x)
-        positions.append(None if m.axis is None and size is None else 0)
+        positions.append(None if m.axis is None and not own else 0)
 
     def of_device(*values: Any) -> tuple[list[Any], list[Position], list[_Output]]:
         own = [
@@ -232,10 +238,11 @@ def _run_on_devices(call: RowCall, way: RowsOnDevices) -> list[Any]:
         noted = []
         for x, shape in zip(execute(local)[0], call.shapes, strict=True):
             if isinstance(x, Ragged):
-                matches = (k for k, s in enumerate(local.sizes) if s.batch.lengths is x.lengths)
-                noted.append(_Output(True, x.axis, x.max_length, next(matches, None)))
-                outs += [jnp.moveaxis(x.data, x.axis, 0)[None], x.lengths[None]]
-                axes += [0, 0]
+                places = {id(size.lengths): k for k, size in enumerate(local.sizes)}
+                sizes = tuple(places.get(id(lengths)) for lengths in x.each_length)
+                noted.append(_Output(True, x.axes, x.each_bound, sizes))
+                outs += [jnp.moveaxis(x.data, x.at, 0)[None], *(n[None] for n in x.each_length)]
+                axes += [0] * (1 + len(x.axes))
                 continue
             batched = jnp.ndim(x) > len(shape)
             noted.append(_Output(batched))
@@ -250,28 +257,56 @@ def _run_on_devices(call: RowCall, way: RowsOnDevices) -> list[Any]:
     results = []
     for output, noted in zip(call.described, notes, strict=True):
         x = next(of_all)
-        if noted.axis is None:
+        if not noted.axes:
             x = dealt.collected(x) if noted.batched else x
             results.append(place(call.axis, output, x, 0 if noted.batched else None))
         else:
-            results.append(_collected(call, dealt, noted, x, next(of_all)))
+            results.append(_collected(call, dealt, noted, x, [next(of_all) for _ in noted.axes]))
     return results
 
 
-def _room(call: RowCall, size: RowSize, devices: int, slots: int) -> int:
-    """How many elements one device may have."""
-    room, bound = capacity_of(size.batch), size.bound
-    if len(call.sizes) > 1:  # dealt out by their sum, of which one may be all
+def _elements_of(lengths: Sequence[Any]) -> Any:
+    """How many elements rows of these lengths along each ragged axis have."""
+    return functools.reduce(operator.mul, lengths)
+
+
+def _packed_in(x: Ragged, own: SizesOf) -> RowIndex:
+    """Where whole rows of an argument of these sizes are."""
+    if len(own) == 1:
+        return index_in(x, own)
+    return _one_after_another(
+        _elements_of([jnp.asarray(s.index.lengths) for s in own]),
+        math.prod(s.bound for s in own),
+    )
+
+
+def _one_after_another(elements: Any, bound: int) -> RowIndex:
+    return RowIndex(jnp.cumsum(elements) - elements, elements, bound, False)
+
+
+def _room(own: SizesOf, capacity: int, alone: bool, counts: tuple[int, int, int]) -> int:
+    """How many elements of an argument one device may have.
+
+    Args:
+      own: the sizes of its rows.
+      capacity: of the argument.
+      alone: whether rows of all arguments are of those sizes.
+      counts: how many devices there are, how many slots each has, and how many rows there are.
+    """
+    devices, slots, rows = counts
+    room = own[0].capacity if len(own) == 1 else capacity
+    bound = math.prod(size.bound for size in own)
+    if not alone:  # dealt out by their sum, of which one may be all
         return min(slots * bound, room + bound)
     # By no more than the longest row over the mean, with a shortest row that is there twice.
-    return min(slots * bound, -(-room // devices) + bound + min(bound, room // call.axis.size))
+    return min(slots * bound, -(-room // devices) + bound + min(bound, room // rows))
 
 
 def _local_call(
     call: RowCall, way: RowsOnDevices, lengths: Sequence[Any], arrays: Sequence[Value], slots: int
 ) -> RowCall:
     """The call with the rows of one device, which are in front of `arrays`."""
-    places = [m.axis if size is None else m.value.axis for m, size in call.arguments]
+    places = [m.value.at if own else m.axis for m, own in call.arguments]
     moved = [x if a is None else jnp.moveaxis(x, 0, a) for x, a in zip(arrays, places, strict=True)]
     local = replace(
         call.with_rows(lengths, moved),
@@ -293,16 +328,25 @@ def _put(shards: Shards, x: Value, position: Position) -> Any:
     return jax.device_put(x, NamedSharding(shards.mesh, shards.spec(position)))
 
 
-def _collected(call: RowCall, dealt: Dealt, noted: _Output, x: Value, lengths: Any) -> Ragged:
-    """A ragged output, from the rows of each device and their lengths."""
-    assert noted.axis is not None
+def _collected(
+    call: RowCall, dealt: Dealt, noted: _Output, x: Value, lengths: Sequence[Any]
+) -> Ragged:
+    """A ragged output, from the rows of each device and their lengths along each axis."""
     devices, room = x.shape[:2]
-    if noted.size is None:
-        own = dealt.collected(lengths)
-        capacity = min(devices * room, own.shape[0] * noted.bound)
+    own = [
+        dealt.collected(given) if k is None else call.sizes[k].lengths
+        for given, k in zip(lengths, noted.sizes, strict=True)
+    ]
+    bound = math.prod(noted.bounds)
+    capacity = min(devices * room, own[0].shape[0] * bound)
+    if len(own) == 1:
+        if noted.sizes[0] is not None:
+            capacity = call.sizes[noted.sizes[0]].capacity
+        packed = RowIndex.of(own[0], capacity, bound)
     else:
-        batch = call.sizes[noted.size].batch
-        own, capacity = batch.lengths, capacity_of(batch)
-    packed = RowIndex.of(own, capacity, noted.bound)
-    data = _Elements(dealt, packed, capacity, lengths, room).packed(x)
-    return Ragged(jnp.moveaxis(data, 0, noted.axis), own, noted.bound, axis=noted.axis)
+        clipped = [jnp.clip(n, 0, most) for n, most in zip(own, noted.bounds, strict=True)]
+        packed = _one_after_another(_elements_of(clipped).astype(np.int32), bound)
+        lengths = [jnp.clip(n, 0, most) for n, most in zip(lengths, noted.bounds, strict=True)]
+    data = _Elements(dealt, packed, capacity, _elements_of(lengths), room).packed(x)
+    data = jnp.moveaxis(data, 0, noted.axes[0])
+    return Ragged(data, own, noted.bounds, axis=noted.axes)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from batchax import _compat
-from batchax.errors import AxisError, UnsupportedError
+from batchax.errors import AxisError
+from batchax.frontend.mapped import Mapped
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce
-from batchax.rows.arguments import RowSize, capacity_of
+from batchax.rows.arguments import RowSize, SizesOf, capacity_of
+from batchax.rows.checks import elements_of
 from batchax.rows.index import RowIndex, pack_rows
 from batchax.rows.ragged import Ragged
 from batchax.rows.sizes import is_symbolic
@@ -27,18 +30,11 @@ def place_ragged(output: OutputArray, shape: Sequence[Any]) -> OutputArray:
 
     Raises:
       AxisError: `out_axes` asks for what a ragged output cannot be.
-      UnsupportedError: it is ragged in more than one axis.
     """
     ragged = [i for i, dim in enumerate(shape) if is_symbolic(dim)]
     if not ragged:
         return output
     shown = "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
-    if len(ragged) > 1:
-        raise UnsupportedError(
-            f"{output.path} has the shape {shown} for each row, ragged in {len(ragged)} axes; a "
-            "Ragged has one. Reduce over one of them in the function, or write it into an array "
-            "of a fixed size, such as jnp.zeros((size, size)).at[:n, :n].set(...)."
-        )
     if output.spec is AUTO or output.spec == 0:
         return replace(output, spec=0)
     if isinstance(output.spec, Reduce):
@@ -53,37 +49,91 @@ def place_ragged(output: OutputArray, shape: Sequence[Any]) -> OutputArray:
     )
 
 
-def as_ragged(padded: Any, shape: Sequence[Any], sizes: Sequence[RowSize]) -> Ragged:
-    """Padded rows as a `Ragged`."""
-    at = next(i for i, dim in enumerate(shape) if is_symbolic(dim))
-    dim, bound = shape[at], padded.shape[at + 1]
+FoundLengths = tuple[Any, int | None]
+"""A size that each row has found, and how many elements all rows have at most, if it is known."""
+
+
+def as_ragged(
+    padded: Any,
+    shape: Sequence[Any],
+    sizes: Sequence[RowSize],
+    arguments: Sequence[tuple[Mapped, SizesOf]],
+    sizes_found: Mapping[str, FoundLengths] | None = None,
+) -> Ragged:
+    """Padded rows as a `Ragged`.
+
+    Args:
+      padded: results of a function of one row, the rows in front.
+      shape: that of one row.
+      sizes: all that rows have.
+      arguments: of the function, each with its sizes.
+      sizes_found: those that rows have not, and found.
+    """
+    if isinstance(padded, Ragged):  # of rows of one length together, whose bound is their own
+        padded = padded.to_padded()
+    sizes_found = sizes_found or {}
+    axes = tuple(i for i, dim in enumerate(shape) if is_symbolic(dim))
+    dims = [shape[at] for at in axes]
+    bounds = [padded.shape[at + 1] for at in axes]
+    if len(dims) == 1:
+        size = next((size for size in sizes if size.symbol == dims[0]), None)
+        if size is not None:
+            data = pack_rows(padded, size.index, axes[0], size.capacity)
+            return Ragged(data, size.lengths, bounds[0], axis=axes[0])
+    lengths = [
+        sizes_found[str(dim)][0] if str(dim) in sizes_found else _lengths_of(dim, sizes)
+        for dim in dims
+    ]
+    room = padded.shape[0] * math.prod(bounds)
+    elements = elements_of(tuple(lengths))
+    if elements is not None:
+        room = int(elements.sum())
+    elif any(str(dim) in sizes_found for dim in dims):
+        most = sizes_found[str(dims[0])][1] if len(dims) == 1 else None
+        room = room if most is None else min(room, most)
+    else:
+        room = min(room, _capacity(dims, bounds, sizes, arguments))
+    at = axes[0] if len(axes) == 1 else axes
+    index = RowIndex.of_axes(lengths, room, bounds)
+    return Ragged(pack_rows(padded, index, at, room), lengths, tuple(bounds), axis=axes)
+
+
+def _lengths_of(dim: Any, sizes: Sequence[RowSize]) -> Any:
+    """The size `dim` of each row."""
     for size in sizes:
         if dim == size.symbol:
-            lengths, capacity, index = size.batch.lengths, capacity_of(size.batch), size.index
-            break
-    else:
-        lengths, capacity = _lengths_of(dim, bound, sizes)
-        index = RowIndex.of(lengths, capacity, bound)
-    return Ragged(pack_rows(padded, index, at, capacity), lengths, bound, axis=at)
-
-
-def _lengths_of(dim: Any, bound: int, sizes: Sequence[RowSize]) -> tuple[Any, int]:
-    """The size `dim` of each row, and room enough for all rows."""
+            return size.lengths
     used = [size for size in sizes if size.name in _compat.symbols(dim)]
     lengths = {size.name: size.index.lengths for size in used}
     lengths_known = all(isinstance(x, np.ndarray) for x in lengths.values())
     numpy = np if lengths_known else jnp
     row_sizes = numpy.maximum(_compat.evaluate_size(dim, lengths), 0)
-    if lengths_known:
-        row_sizes = np.asarray(row_sizes, np.int32)
-        return row_sizes, int(row_sizes.sum())
-    capacity = len(used[0].batch) * bound
+    return np.asarray(row_sizes, np.int32) if lengths_known else row_sizes
+
+
+def _capacity(
+    dims: Sequence[Any],
+    bounds: Sequence[int],
+    sizes: Sequence[RowSize],
+    arguments: Sequence[tuple[Mapped, SizesOf]],
+) -> int:
+    """Room enough for all rows, which have axes of the sizes `dims`."""
+    rows = sizes[0].rows
+    capacity = rows * math.prod(bounds)
+    for m, own in arguments:  # one may have some of these axes, and no more elements
+        left = list(map(str, dims))
+        if own and all(size.name in left and not left.remove(size.name) for size in own):
+            others = [bound for dim, bound in zip(dims, bounds, strict=True) if str(dim) in left]
+            capacity = min(capacity, capacity_of(m.value) * math.prod(others))
+    names = frozenset().union(*map(_compat.symbols, dims))
+    used = [size for size in sizes if size.name in names]
     if len(used) == 1:
-        # Often less room is enough: ``a + b * length`` is at least `dim` for every length, and all
-        # lengths together are at most the capacity of the argument.
-        total = capacity_of(used[0].batch)
+        # Often less room is enough: ``a + b * length`` is at least the number of elements for every
+        # length, and all lengths together are at most the capacity of rows of that size.
+        total = used[0].capacity
         at = np.arange(used[0].bound + 1)
-        values = np.maximum(_compat.evaluate_size(dim, {used[0].name: at}), 0)
+        each = [np.maximum(_compat.evaluate_size(dim, {used[0].name: at}), 0) for dim in dims]
+        values = np.prod(each, axis=0)
         slope = int(np.max(-((values[0] - values[1:]) // at[1:]), initial=0))
-        capacity = min(capacity, int(len(used[0].batch) * values[0] + slope * total))
-    return row_sizes, capacity
+        capacity = min(capacity, int(rows * values[0] + slope * total))
+    return capacity

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -14,11 +15,12 @@ from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import BatchOfRows
 from batchax.rows.building import Building
 from batchax.rows.checks import (
+    as_bounds,
     as_data,
-    as_lengths,
+    as_lengths_of,
     check_lengths,
-    check_max_length,
-    checked_axis,
+    checked_axes,
+    elements_of,
     known_lengths,
     shown_lengths,
 )
@@ -50,14 +52,19 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
       max_length: an int that no length exceeds, known while a program is compiled. If not
         given: the greatest length; where lengths are traced, all that `data` has room for.
       axis: the axis of a row that is ragged: the rows of a Ragged with data of shape
-        ``(3, 100)`` and axis 1 have the shapes ``(3, n)``.
+        ``(3, 100)`` and axis 1 have the shapes ``(3, n)``. Or several axes, in order, as images
+        and distance matrices have them: then `lengths` is a tuple with the lengths along each,
+        `max_length` one int or a tuple, and `data` has the ``h * w`` elements of each row, last
+        axis fastest, along the first of the axes, and not the others.
 
     Raises:
       ArgumentTypeError: (a TypeError) `data` is no array, or `lengths` are no integers.
+        Or `lengths` are traced along several axes, and no `max_length` is given.
       AxisError: (a ValueError) `lengths` is not one-dimensional, has a negative entry, or one
         beyond `max_length`; or they add up to more than `data` has; or `axis` is out of range.
         Where `lengths` are traced their values are not known, and nothing is raised for those:
-        each is clipped to ``[0, max_length]``, and rows end where `data` ends.
+        each is clipped to ``[0, max_length]``, and rows end where `data` ends (along several axes:
+        what would come after it is zero).
 
     Example:
       >>> x = bx.Ragged(jnp.arange(6.0), lengths=[1, 3, 2])
@@ -65,32 +72,96 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
       [0. 6. 9.]
       >>> print(bx.vmap(lambda row: row - row.mean())(x)[1])
       [-1.  0.  1.]
+      >>> images = bx.Ragged(jnp.arange(8), ([2, 1], [3, 2]), axis=(0, 1))
+      >>> print(images[0])
+      [[0 1 2]
+       [3 4 5]]
     """
 
     data: Any
     lengths: Any
-    max_length: int
-    axis: int
+    max_length: Any
+    axis: Any
 
     def __init__(
-        self, data: Any, lengths: Any, max_length: int | None = None, *, axis: int = 0
+        self,
+        data: Any,
+        lengths: Any,
+        max_length: int | tuple[int | None, ...] | None = None,
+        *,
+        axis: int | tuple[int, ...] = 0,
     ) -> None:
         self.data = as_data(data)
-        self.lengths = as_lengths(lengths)
-        self.axis = checked_axis(axis, self.data)
-        capacity = self.data.shape[self.axis]
-        check_max_length(max_length)
-        values = known_lengths(self.lengths)
-        if values is not None:
-            check_lengths(values, capacity, max_length, self.data, self.axis)
-        greatest = capacity if values is None else int(values.max(initial=0))
-        self.max_length = greatest if max_length is None else int(max_length)
+        self.axis = checked_axes(axis, self.data, packed=True)
+        if isinstance(axis, (tuple, list)) and isinstance(self.axis, int):  # said as several are
+            axis = tuple(axis)
+            (lengths,), (max_length,) = as_lengths_of(axis, lengths), as_bounds(axis, max_length)
+        self.lengths = as_lengths_of(self.axis, lengths)
+        bounds, capacity = as_bounds(self.axis, max_length), self.data.shape[self.at]
+        if elements_of(self.lengths) is not None:
+            values = [np.asarray(x) for x in self.each_length]
+            check_lengths(values, capacity, bounds, self.data, self.at)
+        self.max_length = tuple(map(self._bound, self.each_length, bounds))
+        if isinstance(self.axis, int):
+            (self.max_length,) = self.max_length
+
+    def _bound(self, lengths: Any, bound: int | None) -> int:
+        values = known_lengths(lengths)
+        if bound is None and values is None and len(self.axes) > 1:
+            raise ArgumentTypeError(
+                f"Ragged: the lengths along the axes {self.axis} are traced: give a bound for "
+                "each, known while a program is compiled, such as max_length=(64, 64)."
+            )
+        if bound is not None:
+            return bound
+        return self.data.shape[self.at] if values is None else int(values.max(initial=0))
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The ragged axes of a row, also where there is one.
+
+        :meta private:
+        """
+        return self.axis if isinstance(self.axis, tuple) else (self.axis,)
+
+    @property
+    def at(self) -> int:
+        """Where `data` has the elements of rows.
+
+        :meta private:
+        """
+        return self.axes[0]
+
+    @property
+    def each_length(self) -> tuple[Any, ...]:
+        """The lengths along each ragged axis.
+
+        :meta private:
+        """
+        return self.lengths if isinstance(self.lengths, tuple) else (self.lengths,)
+
+    @property
+    def each_bound(self) -> tuple[int, ...]:
+        """The bound of the lengths along each ragged axis.
+
+        :meta private:
+        """
+        return self.max_length if isinstance(self.max_length, tuple) else (self.max_length,)
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """``(B, ...)`` with the shape of a row, in which None is the ragged size."""
-        shape = [len(self), *self.data.shape]
-        shape[self.axis + 1] = None
+        """``(B, ...)`` with the shape of a row, in which None is a ragged size."""
+        return len(self), *self.shape_of_row([None] * len(self.axes))
+
+    def shape_of_row(self, sizes: Any) -> tuple[Any, ...]:
+        """The shape of a row that has these sizes along its ragged axes.
+
+        :meta private:
+        """
+        shape = [*self.data.shape]
+        del shape[self.at]
+        for axis, size in zip(self.axes, sizes, strict=True):
+            shape.insert(axis, size)
         return tuple(shape)
 
     @property
@@ -100,10 +171,11 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
 
     @property
     def offsets(self) -> Any:
-        """Where each row begins and the last one ends, as int32 of shape ``(B + 1,)``."""
+        """Where each row begins and the last one ends in `data`: int32 of shape ``(B + 1,)``."""
         index = self.index
         numpy = np if isinstance(index.starts, np.ndarray) else jnp
-        ends = index.starts + index.lengths
+        pieces = math.prod(index.before)
+        ends = (index.starts + index.lengths)[pieces - 1 :: pieces] if pieces else index.starts
         return numpy.concatenate([numpy.zeros(1, np.int32), ends])
 
     @property
@@ -113,14 +185,16 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         :meta private:
         """
         self._check_has_lengths()
-        return RowIndex.of(self.lengths, self.data.shape[self.axis], self.max_length)
+        return RowIndex.of_axes(self.each_length, self.data.shape[self.at], self.each_bound)
 
     def __len__(self) -> int:
         """The number of rows."""
-        return self.lengths.shape[0]
+        return self.each_length[0].shape[0]
 
     def to_padded(self, fill_value: Any = 0) -> Any:
         """An array of shape ``(B, ..., max_length, ...)``, with `fill_value` after each row.
+
+        Several ragged axes have a bound each: images become ``(B, H, W)``.
 
         Args:
           fill_value: of the dtype of the elements. What comes after rows of random keys are keys
@@ -135,7 +209,7 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         return pad_rows(self.data, self.index, self.axis, fill_value)
 
     def _check_has_lengths(self) -> None:
-        if self.lengths.dtype == jax.dtypes.float0:
+        if any(x.dtype == jax.dtypes.float0 for x in self.each_length):
             raise ArgumentTypeError(
                 "Ragged: this is a derivative, whose lengths JAX leaves empty (dtype float0). "
                 "Its rows are those of x.with_data(derivative.data), for the x it belongs to."
@@ -145,7 +219,7 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         """Rows of the same lengths with other elements, which share the size under `vmap`.
 
         Args:
-          data: an array with as many elements along the ragged axis.
+          data: an array with as many elements along the ragged axis, the first of several.
 
         Example:
           >>> x = bx.Ragged(jnp.arange(6.0), [1, 3, 2])
@@ -169,13 +243,13 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         return self.with_data(self.data.astype(dtype))
 
     def with_capacity(self, capacity: int) -> Ragged:
-        """The same rows in an array with room for `capacity` elements along the ragged axis.
+        """The same rows in an array with room for `capacity` elements.
 
         A compiled function is compiled once for batches of one capacity, as many rows, and one
         `max_length`, whatever the lengths.
 
         Args:
-          capacity: the size of `data` along the ragged axis.
+          capacity: the size of `data` along the ragged axis, the first of several.
 
         Raises:
           AxisError: the rows have more elements.
@@ -193,22 +267,22 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
                 f"Ragged.with_capacity: capacity must be an int, got {capacity!r} of type "
                 f"{type(capacity).__name__}."
             ) from None
-        size = self.data.shape[self.axis]
-        values = known_lengths(self.lengths)
+        size = self.data.shape[self.at]
+        values = elements_of(self.lengths)
         least = size if values is None else int(values.sum())
         if capacity < least:
             raise AxisError(
                 f"Ragged.with_capacity: the rows have {least} elements, and capacity is {capacity}."
             )
         part = [slice(None)] * self.data.ndim
-        part[self.axis] = slice(0, capacity)
+        part[self.at] = slice(0, capacity)
         room = list(self.data.shape)
-        room[self.axis] = max(0, capacity - size)
+        room[self.at] = max(0, capacity - size)
         numpy = np if isinstance(self.data, np.ndarray) else jnp
         parts = [self.data[tuple(part)], numpy.zeros(room, self.dtype)]
-        return self.with_data(numpy.concatenate(parts, axis=self.axis))
+        return self.with_data(numpy.concatenate(parts, axis=self.at))
 
-    def with_max_length(self, max_length: int) -> Ragged:
+    def with_max_length(self, max_length: int | tuple[int | None, ...]) -> Ragged:
         """The same rows with another bound on their lengths.
 
         Args:
@@ -225,9 +299,9 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         return Ragged(self.data, self.lengths, max_length, axis=self.axis)
 
     def tree_flatten_with_keys(self) -> Any:
+        leaves, static = self.tree_flatten()
         keys = jax.tree_util.GetAttrKey("data"), jax.tree_util.GetAttrKey("lengths")
-        leaves = zip(keys, (self.data, self.lengths), strict=True)
-        return tuple(leaves), (self.max_length, self.axis)
+        return tuple(zip(keys, leaves, strict=True)), static
 
     def tree_flatten(self) -> Any:
         return (self.data, self.lengths), (self.max_length, self.axis)
@@ -242,19 +316,25 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
 
     def __repr__(self) -> str:
         shape = getattr(self.data, "shape", None)
-        if shape is None or len(shape) <= self.axis or not hasattr(self.lengths, "dtype"):
+        lengths = self.each_length
+        typed = all(hasattr(x, "dtype") for x in lengths) and len(lengths) == len(self.axes)
+        if shape is None or len(shape) <= self.at or not typed:
             return f"Ragged(data={self.data!r}, lengths={self.lengths!r})"
-        row = [*map(str, shape)]
-        row[self.axis] = "n"
-        values = known_lengths(self.lengths)
-        if self.lengths.dtype == jax.dtypes.float0:
-            lengths = "none, of a derivative"
-        elif values is None:
-            lengths = "traced"
-        else:  # in a tree of shapes there is a shape
-            lengths = shown_lengths(values) if values.ndim == 1 else "unknown"
+        row = [*map(str, self.shape_of_row("nmkl"[: len(self.axes)]))]
         comma = "," if len(row) == 1 else ""
+        shown = ", ".join(map(_shown, lengths))
         return (
             f"Ragged({len(self)} rows of {self.data.dtype}[{', '.join(row)}{comma}], "
-            f"lengths={lengths}, max_length={self.max_length})"
+            f"lengths={shown if isinstance(self.axis, int) else f'({shown})'}, "
+            f"max_length={self.max_length})"
         )
+
+
+def _shown(lengths: Any) -> str:
+    if lengths.dtype == jax.dtypes.float0:
+        return "none, of a derivative"
+    values = known_lengths(lengths)
+    if values is None:
+        return "traced"
+    # In a tree of shapes there is a shape.
+    return shown_lengths(values) if values.ndim == 1 else "unknown"

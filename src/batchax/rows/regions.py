@@ -99,7 +99,7 @@ def run_regions(
     """
     values = _Values(rows, bounds)
     for number, value in [*enumerate(arguments), *_constants(program)]:
-        values.put(number, value, "packed")
+        values.put(number, value, "packed" if is_packable(value.shape) else "padded")
     last_use = _last_uses(program, regions)
     for k, region in enumerate(regions):
         live = {v for v, last in last_use.items() if last > k}

@@ -11,7 +11,7 @@ import numpy as np
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.jaxprs.words import Value
-from batchax.rows.checks import known_lengths
+from batchax.rows.checks import elements_of
 
 S = TypeVar("S", bound="Selecting")
 
@@ -22,12 +22,26 @@ class Selecting:
 
     data: Any
     lengths: Any
-    max_length: int
-    axis: int
+    axis: Any
+    max_length: Any
 
-    def __init__(
-        self, data: Any, lengths: Any, max_length: int | None = None, *, axis: int = 0
-    ) -> None:
+    def __init__(self, data: Any, lengths: Any, max_length: Any = None, *, axis: Any = 0) -> None:
+        raise NotImplementedError
+
+    @property
+    def at(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @property
+    def each_length(self) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    @property
+    def each_bound(self) -> tuple[int, ...]:
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:
@@ -100,9 +114,10 @@ class Selecting:
                     f"{kinds[0]}. Rows may differ in their length only."
                 )
         parts = [x._packed(x._known_ends()) for x in batches]
-        lengths = np.concatenate([np.asarray(x.lengths) for x in batches])
-        most = max(x.max_length for x in batches)
-        return cls(_one_after_another(parts, first.axis), lengths, most, axis=first.axis)
+        every = zip(*(x.each_length for x in batches), strict=True)
+        lengths = [np.concatenate(list(map(np.asarray, each))) for each in every]
+        most = tuple(map(max, zip(*(x.each_bound for x in batches), strict=True)))
+        return cls(_one_after_another(parts, first.at), lengths, most, axis=first.axes)
 
     def rows(self) -> list[Any]:
         """The rows, as a list of arrays.
@@ -118,34 +133,60 @@ class Selecting:
         return [self._row(ends, i) for i in range(len(ends))]
 
     def _some(self: S, ends: np.ndarray, chosen: Sequence[int] | np.ndarray) -> S:
-        parts = [self._row(ends, int(i)) for i in chosen] or [self._packed(ends[:0])]
-        lengths = np.asarray(self.lengths)[np.asarray(chosen, int)]
-        data = _one_after_another(parts, self.axis)
-        return type(self)(data, lengths, self.max_length, axis=self.axis)
+        parts = [self._elements(ends, int(i)) for i in chosen] or [self._packed(ends[:0])]
+        lengths = [np.asarray(x)[np.asarray(chosen, int)] for x in self.each_length]
+        data = _one_after_another(parts, self.at)
+        return type(self)(data, lengths, self.each_bound, axis=self.axes)
 
     def _packed(self, ends: np.ndarray) -> Any:
         """The elements of rows, without room behind the last."""
-        part = [slice(None)] * self.data.ndim
-        part[self.axis] = slice(0, int(ends[-1]) if len(ends) else 0)
-        return self.data[tuple(part)]
+        return self._part(0, int(ends[-1]) if len(ends) else 0)
 
     def _known_ends(self) -> np.ndarray:
         self._check_has_lengths()
-        lengths = known_lengths(self.lengths)
-        if lengths is None:
+        elements = elements_of(self.lengths)
+        if elements is None:
             raise ArgumentTypeError(
                 "Ragged: a row has a shape of its own, for which lengths must be known, but these "
                 "are traced: take rows outside of jit, or use to_padded()."
             )
-        return np.cumsum(lengths)
+        return np.cumsum(elements)
 
     def _row(self, ends: np.ndarray, i: int) -> Any:
+        sizes = [int(np.asarray(x)[i]) for x in self.each_length]
+        return as_row(self._elements(ends, i), self.axes, sizes)
+
+    def _elements(self, ends: np.ndarray, i: int) -> Any:
+        return self._part(int(ends[i - 1]) if i else 0, int(ends[i]))
+
+    def _part(self, start: int, stop: int) -> Any:
         part = [slice(None)] * self.data.ndim
-        part[self.axis] = slice(int(ends[i - 1]) if i else 0, int(ends[i]))
+        part[self.at] = slice(start, stop)
         return self.data[tuple(part)]
 
     def _check_has_lengths(self) -> None:
         raise NotImplementedError
+
+
+def as_row(elements: Any, axes: Sequence[int], lengths: Sequence[int]) -> Any:
+    """The elements of a row, which follow one another along the first of its ragged axes, as it."""
+    if len(axes) == 1:
+        return elements
+    at = axes[0]
+    shape = (*elements.shape[:at], *lengths, *elements.shape[at + 1 :])
+    numpy = np if isinstance(elements, np.ndarray) else jnp
+    return numpy.moveaxis(elements.reshape(shape), range(at, at + len(axes)), axes)
+
+
+def as_elements(row: Any, axes: Sequence[int]) -> Any:
+    """The reverse of `as_row`."""
+    if len(axes) == 1:
+        return row
+    numpy, at = np if isinstance(row, np.ndarray) else jnp, axes[0]
+    row = numpy.moveaxis(row, axes, range(at, at + len(axes)))
+    shape = row.shape
+    size = int(np.prod(shape[at : at + len(axes)]))
+    return row.reshape(*shape[:at], size, *shape[at + len(axes) :])
 
 
 def _one_after_another(parts: Sequence[Any], axis: int) -> Any:
@@ -161,6 +202,5 @@ def _place(i: int, count: int) -> int:
 
 
 def _kind(x: Value) -> str:
-    shape = [str(n) for n in x.data.shape]
-    shape[x.axis] = "n"
+    shape = ["n" if n is None else str(n) for n in x.shape[1:]]
     return f"{x.data.dtype}[{', '.join(shape)}]"

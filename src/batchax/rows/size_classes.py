@@ -32,13 +32,16 @@ from batchax.rows.blocks import Blocks, Elements, SizeClasses
 from batchax.rows.found_places import find_found
 from batchax.rows.packed import Packed, PackedRows
 from batchax.rows.packing import is_packable
-from batchax.rows.sizes import Sizes, ragged_axis
+from batchax.rows.sizes import Sizes, is_symbolic, ragged_axis
 from batchax.rules.hazards import find_collective
 
 
 def obstacle(axis: Axis, program: ClosedJaxpr, in_chunks: bool) -> str | None:
     """Why a program cannot run in blocks of rows that are in no order; None if it can."""
     jaxpr = program.jaxpr
+    arrays = (*jaxpr.invars, *jaxpr.outvars)
+    if any(sum(map(is_symbolic, getattr(v.aval, "shape", ()))) > 1 for v in arrays):
+        return "rows are ragged along several axes, and blocks hold rows that are so along one"
     if in_chunks:
         return "batch_size was given, too, and rows run in blocks of their own"
     if axis.mesh_axis is not None or axis.spmd_name is not None:
