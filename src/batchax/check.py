@@ -212,7 +212,7 @@ def _is_rows(x: Value) -> bool:
 
 
 def _size(x: Value) -> int:
-    return len(x.lengths) if _is_rows(x) else jax.tree.leaves(x)[0].shape[0]
+    return len(x) if _is_rows(x) else jax.tree.leaves(x)[0].shape[0]
 
 
 def _lane(x: Value, lane: int) -> Any:

@@ -254,12 +254,6 @@ REFUSED = {
         bx.UnsupportedError,
         "uses the axis 'rows'",
     ),
-    "two ragged axes": (
-        lambda x: jnp.outer(x, x),
-        {},
-        bx.UnsupportedError,
-        "ragged in 2 axes",
-    ),
     "a reduction of rows": (
         lambda x: x,
         dict(out_axes=bx.Reduce("sum")),

@@ -9,7 +9,7 @@ from jax import lax
 import batchax as bx
 
 from support.oracle import same
-from support.rows import SHAPES, check_rows, check_rows_of_all, images, ragged
+from support.rows import LENGTHS, SHAPES, check_rows, check_rows_of_all, images, ragged
 
 HW = bx.ragged("h", "w")
 X = images()
@@ -80,3 +80,139 @@ def test_convolutions_and_windows():
         "pooled": pool,
     }
     check_rows_of_all(functions, CHANNELS, in_axes=HW)
+
+
+def distances(x):
+    between = x[:, None] - x[None]
+    return (between**2).sum(-1)
+
+
+def test_square_results_of_rows_along_one_axis():
+    functions = {
+        "distances": distances,
+        "attention": lambda x: jax.nn.softmax(x @ x.T),
+        "identity": lambda x: jnp.eye(x.shape[0]),
+        "one longer": lambda x: jnp.pad(x @ x.T, ((0, 1), (0, 0))),
+        "with channels": lambda x: x[:, None] * x[None],
+        "three": lambda x: (x @ x.T)[:, :, None] * x[:, 0],
+    }
+    check_rows_of_all(functions, ragged(3))
+
+
+def test_sizes_of_several_arguments_together():
+    y, w = ragged(3), np.ones((3,))
+    x = bx.Ragged.from_rows(
+        [
+            np.arange(n * m, dtype=float).reshape(n, m)
+            for n, (_, m) in zip(LENGTHS, SHAPES, strict=True)
+        ],
+        axis=(0, 1),
+    )
+
+    def f(x, y, w):
+        return x.T @ y, (y @ w)[:, None] * x, x.sum(1) + y.sum(1), x[:, :, None] * y[:, None]
+
+    in_axes = (bx.ragged("n", "m"), bx.ragged("n"), None)
+    check_rows(f, x, y, w, in_axes=in_axes)
+    check_rows(f, x, y, w, in_axes=(0, 0, None), traced=False, derivatives=False)
+
+
+def test_a_result_shares_its_sizes_with_the_argument():
+    x = ragged(3)
+
+    @jax.jit
+    def through(x):
+        d = bx.vmap(distances)(x)
+        assert d.lengths[0] is d.lengths[1] is x.lengths
+        return bx.vmap(lambda d, x: jnp.exp(-d) @ x)(d, x)
+
+    got = through(x)
+    for mine, row in zip(got.rows(), x.rows(), strict=True):
+        same(mine, jnp.exp(-distances(row)) @ row)
+
+
+EVERYTHING = {**REDUCED, **CONTRACTED, "flipped": MOVED["flipped"], "scaled": ELEMENTWISE["scaled"]}
+
+
+def everything(x):
+    return {name: f(x) for name, f in EVERYTHING.items()}
+
+
+WAYS = {
+    "chunks": {"batch_size": 3},
+    "padded": {"layout": "padded"},
+    "packed where it can be": {"layout": "packed"},
+}
+
+
+def test_ways_to_run():
+    check_rows(everything, X, in_axes=HW, ways=WAYS, derivatives=False)
+
+
+def test_known_lengths_and_outside_of_jit():
+    check_rows(everything, X, in_axes=HW, traced=False, eager=True, derivatives=False)
+
+
+def test_rows_of_one_shape_together():
+    f = lambda x: (jnp.fft.fft(x, axis=1), x @ x.T, x.sum(0), jnp.sort(x, 0))
+    one = bx.vmap(f, HW, layout="grouped")(X)
+    for i, row in enumerate(X.rows()):
+        same([each[i] for each in one], list(f(row)))
+
+
+def test_by_a_branch_for_each_length():
+    squares = bx.vmap(lambda x: x @ x.T)(ragged(3))
+    f = lambda x: (jnp.linspace(0, 1, x.shape[0]) * x, jnp.fft.fft(x, axis=1).real)
+    got = jax.jit(bx.vmap(f, bx.ragged("n", "n")))(squares)
+    for i, row in enumerate(squares.rows()):
+        same([each[i] for each in got], list(f(row)))
+
+
+@pytest.mark.parametrize("chunks", [None, 2])
+def test_rows_on_devices(chunks):
+    x = images(shapes=((3, 2), (1, 4), (0, 3), (2, 1), (4, 3), (2, 0), (5, 1)))
+    y = bx.Ragged(jnp.arange(17.0), x.lengths[0], x.max_length[0])
+    f = lambda x, y: (x @ x.T, x.T, x.sum(1) + y, x.mean(), (y[:, None] + x)[::-1])
+    in_axes = (HW, bx.ragged("h"))
+    plain = bx.vmap(f, in_axes)(x, y)
+    spread = jax.jit(bx.vmap(f, in_axes, mesh="all", batch_size=chunks))(x, y)
+    for i in range(len(x)):
+        same([each[i] for each in spread], [each[i] for each in plain])
+
+
+def test_nan_of_one_row_stays_in_it():
+    x = X.with_data(X.data.at[2].set(np.nan))
+    got = jax.jit(bx.vmap(lambda x: (x @ x.T, jax.nn.softmax(x, 0), x.sum(1)), HW))(x)
+    assert np.isnan(got[0][0]).any()
+    for i in range(1, len(x)):
+        assert not any(np.isnan(each[i]).any() for each in got)
+
+
+def test_outer_vmaps_and_derivatives_of_each_row():
+    scales = jnp.arange(1.0, 3.0)
+    both = jax.vmap(lambda s: bx.vmap(lambda x: s * x.T, HW)(X).data)(scales)
+    same(both[1], 2 * both[0])
+    loss = lambda x: (jax.nn.softmax(x, 1) * x.T.sum(1)[:0].sum() + x**2).sum()
+    got = jax.jit(bx.vmap(jax.grad(loss), HW))(X)
+    for mine, row in zip(got.rows(), X.rows(), strict=True):
+        same(mine, jax.grad(loss)(row))
+
+
+def test_out_axes_that_ask_for_rows():
+    same_size = bx.vmap(lambda x: jnp.ones((2, 3)), HW, bx.ragged("a", "b"))(X)
+    assert [row.shape for row in same_size.rows()] == [(2, 3)] * len(X)
+    with pytest.raises(bx.AxisError, match="which is an array of one axis for each lane"):
+        bx.vmap(lambda x: jnp.ones(2), HW, bx.ragged("a", "b"))(X)
+
+
+def test_names_are_checked():
+    for names, shown in (((), "None"), (("a", "b c"), "'b c'"), ((1,), "1")):
+        with pytest.raises(bx.ArgumentTypeError, match=f"takes a name .* got {shown}"):
+            bx.ragged(*names)
+    assert repr(bx.ragged("h", "w")) == "batchax.ragged('h', 'w')"
+
+
+def test_what_has_no_form_is_refused_by_name():
+    for buckets in (2, bx.bucket([6, 4, 2, 12], 2)):
+        with pytest.raises(bx.UnsupportedError, match=r"rows of x are ragged along the axes"):
+            bx.vmap(jnp.sin, HW, buckets=buckets)(X)

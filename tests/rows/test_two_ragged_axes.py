@@ -140,7 +140,9 @@ def test_derivatives_reach_rows_and_nothing_else():
     x = bx.Ragged.from_rows(rows, axis=(0, 1)).with_capacity(20)
     weights = np.random.default_rng(1).normal(size=(5, 3, 4)).astype(np.float32)
     data = jax.jit(jax.grad(lambda data: (x.with_data(data).to_padded() * weights).sum()))(x.data)
-    same_rows(x.with_data(data), [w[: len(r), : r.shape[1]] for w, r in zip(weights, rows)])
+    same_rows(
+        x.with_data(data), [w[: len(r), : r.shape[1]] for w, r in zip(weights, rows, strict=True)]
+    )
     assert not np.asarray(data)[x.offsets[-1] :].any()
 
 

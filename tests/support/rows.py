@@ -271,9 +271,12 @@ def _cotangents_like(outs, rows):
         if not isinstance(out, bx.Ragged):
             arranged[name] = np.stack(parts)
             continue
-        packed = np.concatenate([_elements(part, out.axes) for part in parts], out.at)
+        packed = np.concatenate([_elements(part, out.axes) for part in parts], out.element_axis)
         room = [(0, 0)] * packed.ndim
-        room[out.at] = (0, out.data.shape[out.at] - packed.shape[out.at])
+        room[out.element_axis] = (
+            0,
+            out.data.shape[out.element_axis] - packed.shape[out.element_axis],
+        )
         # A cotangent for what belongs to no row must not matter.
         packed = np.pad(packed, room, constant_values=np.nan)
         none = [np.zeros(n.shape, jax.dtypes.float0) for n in out.each_length]

@@ -44,7 +44,7 @@ def outputs_of(
     values = []
     for v, output, final in zip(example.outputs, described, types, strict=True):
         if isinstance(final, Ragged):
-            position, final = final.axis, final.data
+            position, final = final.element_axis, final.data
         else:
             position = _out_axis(output.spec, v.aval, final)
         aval = ShapedArray(final.shape, final.dtype)

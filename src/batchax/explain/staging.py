@@ -100,9 +100,8 @@ def _stage(
     recorder: Recorder,
 ) -> Staged:
     leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    lengths = {
-        id(x.lengths) for x in jax.tree.leaves((args, kwargs), is_leaf=_is_ragged) if _is_ragged(x)
-    }
+    rows = filter(_is_ragged, jax.tree.leaves((args, kwargs), is_leaf=_is_ragged))
+    lengths = {id(n) for x in rows for n in x.each_length}
     chosen = [
         i
         for i, (_, x) in enumerate(leaves)

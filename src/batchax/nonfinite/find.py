@@ -189,7 +189,7 @@ def _compiled(values: Sequence[Value], specs: Sequence[Any], run: Callable[..., 
     """
     is_rows = lambda x: isinstance(x, Ragged)
     rows = filter(is_rows, jax.tree.leaves(list(values), is_leaf=is_rows))
-    lengths = {id(x.lengths) for x in rows}
+    lengths = {id(n) for x in rows for n in x.each_length}
     flat, structure = jax.tree.flatten(list(values))
     mapped = jax.tree.leaves(
         [jax.tree.map(lambda _, s=s: s is not None, v) for v, s in zip(values, specs, strict=True)]

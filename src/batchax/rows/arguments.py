@@ -324,7 +324,7 @@ def _shown(size: RowSize) -> str:
 
 def capacity_of(batch: Ragged) -> int:
     """How many elements its data has room for."""
-    return batch.data.shape[batch.at]
+    return batch.data.shape[batch.element_axis]
 
 
 def with_room(data: Any, axis: int, capacity: int) -> Any:

@@ -216,7 +216,7 @@ def _dense(m: Mapped) -> Mapped:
     """Rows of one length, all at the bound, as an array with the rows in front."""
     if not isinstance(m.value, Ragged):
         return m
-    x, at, axes = m.value.data, m.value.at, m.value.axes
+    x, at, axes = m.value.data, m.value.element_axis, m.value.axes
     x = x.reshape(*x.shape[:at], len(m.value), *m.value.each_bound, *x.shape[at + 1 :])
     together = range(at + 1, at + 1 + len(axes))
     return Mapped(m.path, jnp.moveaxis(move_axis(x, at, 0), together, [k + 1 for k in axes]), 0)

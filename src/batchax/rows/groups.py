@@ -208,7 +208,7 @@ def split_rows(x: Ragged, groups: Sequence[np.ndarray]) -> list[Ragged]:
     elements = _known(x)
     starts = np.cumsum(elements) - elements
     index = [_elements(starts, elements, rows) for rows in groups]
-    datas = _regroup([x.data], np.concatenate(index), [len(i) for i in index], x.at)
+    datas = _regroup([x.data], np.concatenate(index), [len(i) for i in index], x.element_axis)
     lengths = [np.asarray(each) for each in x.each_length]
     return [
         Ragged(
@@ -223,7 +223,7 @@ def split_rows(x: Ragged, groups: Sequence[np.ndarray]) -> list[Ragged]:
 
 def join_rows(parts: Sequence[Ragged], groups: Sequence[np.ndarray]) -> Ragged:
     """What `split_rows` took apart."""
-    axis = parts[0].at
+    axis = parts[0].element_axis
     capacities = [part.data.shape[axis] for part in parts]
     elements = [_known(part) for part in parts]
     within = [np.cumsum(one) - one for one in elements]

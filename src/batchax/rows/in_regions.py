@@ -121,7 +121,7 @@ def _held(rows: PackedRows, m: Mapped, own: SizesOf) -> Packed:
         return Packed(x, tuple(shape), m.axis)
     shape = x.shape_of_row([each.symbol for each in own])
     if len(own) == 1:
-        data = with_room(x.data, x.at, own[0].capacity)
+        data = with_room(x.data, x.element_axis, own[0].capacity)
         return Packed(Operation(None, rows.sizes).cut(data, shape), shape)
     return Packed(pad_rows(x.data, index_in(x, own), x.axis), shape, 0)
 

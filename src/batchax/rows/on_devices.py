@@ -222,7 +222,7 @@ def _run_on_devices(call: RowCall, way: RowsOnDevices) -> list[Any]:
             of_slots = _elements_of([length_of[size.name] for size in own])
             room = _room(own, capacity, len(shapes) == 1, (devices, slots, call.axis.size))
             elements = _Elements(dealt, packed, capacity, of_slots, room)
-            x = elements.spread(jnp.moveaxis(x.data, x.at, 0))
+            x = elements.spread(jnp.moveaxis(x.data, x.element_axis, 0))
         elif m.axis is not None:
             x = dealt.dealt(jnp.moveaxis(x, m.axis, 0))
         arguments.append(x)
@@ -241,7 +241,10 @@ def _run_on_devices(call: RowCall, way: RowsOnDevices) -> list[Any]:
                 places = {id(size.lengths): k for k, size in enumerate(local.sizes)}
                 sizes = tuple(places.get(id(lengths)) for lengths in x.each_length)
                 noted.append(_Output(True, x.axes, x.each_bound, sizes))
-                outs += [jnp.moveaxis(x.data, x.at, 0)[None], *(n[None] for n in x.each_length)]
+                outs += [
+                    jnp.moveaxis(x.data, x.element_axis, 0)[None],
+                    *(n[None] for n in x.each_length),
+                ]
                 axes += [0] * (1 + len(x.axes))
                 continue
             batched = jnp.ndim(x) > len(shape)
@@ -306,7 +309,7 @@ def _local_call(
     call: RowCall, way: RowsOnDevices, lengths: Sequence[Any], arrays: Sequence[Value], slots: int
 ) -> RowCall:
     """The call with the rows of one device, which are in front of `arrays`."""
-    places = [m.value.at if own else m.axis for m, own in call.arguments]
+    places = [m.value.element_axis if own else m.axis for m, own in call.arguments]
     moved = [x if a is None else jnp.moveaxis(x, 0, a) for x, a in zip(arrays, places, strict=True)]
     local = replace(
         call.with_rows(lengths, moved),

@@ -97,10 +97,10 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
             axis = tuple(axis)
             (lengths,), (max_length,) = as_lengths_of(axis, lengths), as_bounds(axis, max_length)
         self.lengths = as_lengths_of(self.axis, lengths)
-        bounds, capacity = as_bounds(self.axis, max_length), self.data.shape[self.at]
+        bounds, capacity = as_bounds(self.axis, max_length), self.data.shape[self.element_axis]
         if elements_of(self.lengths) is not None:
             values = [np.asarray(x) for x in self.each_length]
-            check_lengths(values, capacity, bounds, self.data, self.at)
+            check_lengths(values, capacity, bounds, self.data, self.element_axis)
         self.max_length = tuple(map(self._bound, self.each_length, bounds))
         if isinstance(self.axis, int):
             (self.max_length,) = self.max_length
@@ -114,7 +114,7 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
             )
         if bound is not None:
             return bound
-        return self.data.shape[self.at] if values is None else int(values.max(initial=0))
+        return self.data.shape[self.element_axis] if values is None else int(values.max(initial=0))
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -125,7 +125,7 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         return self.axis if isinstance(self.axis, tuple) else (self.axis,)
 
     @property
-    def at(self) -> int:
+    def element_axis(self) -> int:
         """Where `data` has the elements of rows.
 
         :meta private:
@@ -159,7 +159,7 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         :meta private:
         """
         shape = [*self.data.shape]
-        del shape[self.at]
+        del shape[self.element_axis]
         for axis, size in zip(self.axes, sizes, strict=True):
             shape.insert(axis, size)
         return tuple(shape)
@@ -185,7 +185,9 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         :meta private:
         """
         self._check_has_lengths()
-        return RowIndex.of_axes(self.each_length, self.data.shape[self.at], self.each_bound)
+        return RowIndex.of_axes(
+            self.each_length, self.data.shape[self.element_axis], self.each_bound
+        )
 
     def __len__(self) -> int:
         """The number of rows."""
@@ -267,7 +269,7 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
                 f"Ragged.with_capacity: capacity must be an int, got {capacity!r} of type "
                 f"{type(capacity).__name__}."
             ) from None
-        size = self.data.shape[self.at]
+        size = self.data.shape[self.element_axis]
         values = elements_of(self.lengths)
         least = size if values is None else int(values.sum())
         if capacity < least:
@@ -275,12 +277,12 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
                 f"Ragged.with_capacity: the rows have {least} elements, and capacity is {capacity}."
             )
         part = [slice(None)] * self.data.ndim
-        part[self.at] = slice(0, capacity)
+        part[self.element_axis] = slice(0, capacity)
         room = list(self.data.shape)
-        room[self.at] = max(0, capacity - size)
+        room[self.element_axis] = max(0, capacity - size)
         numpy = np if isinstance(self.data, np.ndarray) else jnp
         parts = [self.data[tuple(part)], numpy.zeros(room, self.dtype)]
-        return self.with_data(numpy.concatenate(parts, axis=self.at))
+        return self.with_data(numpy.concatenate(parts, axis=self.element_axis))
 
     def with_max_length(self, max_length: int | tuple[int | None, ...]) -> Ragged:
         """The same rows with another bound on their lengths.
@@ -318,7 +320,7 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         shape = getattr(self.data, "shape", None)
         lengths = self.each_length
         typed = all(hasattr(x, "dtype") for x in lengths) and len(lengths) == len(self.axes)
-        if shape is None or len(shape) <= self.at or not typed:
+        if shape is None or len(shape) <= self.element_axis or not typed:
             return f"Ragged(data={self.data!r}, lengths={self.lengths!r})"
         row = [*map(str, self.shape_of_row("nmkl"[: len(self.axes)]))]
         comma = "," if len(row) == 1 else ""

@@ -29,7 +29,7 @@ class Selecting:
         raise NotImplementedError
 
     @property
-    def at(self) -> int:
+    def element_axis(self) -> int:
         raise NotImplementedError
 
     @property
@@ -117,7 +117,7 @@ class Selecting:
         every = zip(*(x.each_length for x in batches), strict=True)
         lengths = [np.concatenate(list(map(np.asarray, each))) for each in every]
         most = tuple(map(max, zip(*(x.each_bound for x in batches), strict=True)))
-        return cls(_one_after_another(parts, first.at), lengths, most, axis=first.axes)
+        return cls(_one_after_another(parts, first.element_axis), lengths, most, axis=first.axes)
 
     def rows(self) -> list[Any]:
         """The rows, as a list of arrays.
@@ -135,7 +135,7 @@ class Selecting:
     def _some(self: S, ends: np.ndarray, chosen: Sequence[int] | np.ndarray) -> S:
         parts = [self._elements(ends, int(i)) for i in chosen] or [self._packed(ends[:0])]
         lengths = [np.asarray(x)[np.asarray(chosen, int)] for x in self.each_length]
-        data = _one_after_another(parts, self.at)
+        data = _one_after_another(parts, self.element_axis)
         return type(self)(data, lengths, self.each_bound, axis=self.axes)
 
     def _packed(self, ends: np.ndarray) -> Any:
@@ -161,7 +161,7 @@ class Selecting:
 
     def _part(self, start: int, stop: int) -> Any:
         part = [slice(None)] * self.data.ndim
-        part[self.at] = slice(start, stop)
+        part[self.element_axis] = slice(start, stop)
         return self.data[tuple(part)]
 
     def _check_has_lengths(self) -> None:
