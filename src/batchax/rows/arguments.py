@@ -21,7 +21,7 @@ from batchax.frontend.mapped import Mapped
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import example_aval
 from batchax.memo import Memo
-from batchax.rows.checks import elements_of, known_lengths, shown_lengths
+from batchax.rows.checks import elements_of, known_lengths, same_lengths, shown_lengths
 from batchax.rows.comparisons import Lengths, SizeOfRow
 from batchax.rows.index import RowIndex
 from batchax.rows.ragged import Ragged
@@ -157,7 +157,7 @@ def find_sizes(mapped: Sequence[Mapped]) -> tuple[list[SizesOf], list[RowSize]]:
     for along in _ragged_axes(mapped):
         for members in groups:
             first = members[0]
-            if along.name is None and first.name is None and _same_lengths(of(along), of(first)):
+            if along.name is None and first.name is None and same_lengths(of(along), of(first)):
                 members.append(along)
                 break
             if along.name is not None and along.name == first.name:
@@ -239,13 +239,6 @@ def _symbols(names: Sequence[str], lengths: Lengths) -> tuple[Any, ...]:
 
 
 _NAMES = ["n", "m", "k", "l", *(f"n{i}" for i in range(1, 1000))]
-
-
-def _same_lengths(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    x, y = known_lengths(a), known_lengths(b)
-    return x is not None and y is not None and np.array_equal(x, y)
 
 
 def _check_equal(name: str, paths: tuple[str, str], first: Any, second: Any) -> None:

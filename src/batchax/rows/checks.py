@@ -19,6 +19,14 @@ def known_lengths(lengths: Any) -> np.ndarray | None:
     return None if isinstance(lengths, Tracer) else np.asarray(lengths)
 
 
+def same_lengths(a: Any, b: Any) -> bool:
+    """Whether lengths are one array, or known to be equal."""
+    if a is b:
+        return True
+    x, y = known_lengths(a), known_lengths(b)
+    return x is not None and y is not None and np.array_equal(x, y)
+
+
 def as_data(data: Any, what: str = "data") -> Any:
     if isinstance(data, (jax.Array, Tracer)):
         return data

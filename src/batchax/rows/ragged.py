@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from batchax.rows.checks import (
     checked_axes,
     elements_of,
     known_lengths,
+    same_lengths,
     shown_lengths,
 )
 from batchax.rows.converters import Converters
@@ -322,7 +324,7 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         typed = all(hasattr(x, "dtype") for x in lengths) and len(lengths) == len(self.axes)
         if shape is None or len(shape) <= self.element_axis or not typed:
             return f"Ragged(data={self.data!r}, lengths={self.lengths!r})"
-        row = [*map(str, self.shape_of_row("nmkl"[: len(self.axes)]))]
+        row = [*map(str, self.shape_of_row(_letters(lengths)))]
         comma = "," if len(row) == 1 else ""
         shown = ", ".join(map(_shown, lengths))
         return (
@@ -330,6 +332,15 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
             f"lengths={shown if isinstance(self.axis, int) else f'({shown})'}, "
             f"max_length={self.max_length})"
         )
+
+
+def _letters(every: Sequence[Any]) -> list[str]:
+    """A letter for each ragged axis, the same for those along which rows have one length."""
+    letters: list[str] = []
+    for k, lengths in enumerate(every):
+        same = (i for i, other in enumerate(every[:k]) if same_lengths(lengths, other))
+        letters.append(next((letters[i] for i in same), "nmkl"[len(set(letters)) % 4]))
+    return letters
 
 
 def _shown(lengths: Any) -> str:

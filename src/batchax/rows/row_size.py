@@ -89,7 +89,7 @@ def ragged(*names: str) -> RaggedSize:
       [0 6 9]
       >>> images = bx.Ragged.from_rows([jnp.ones((2, 3)), jnp.ones((4, 1))], axis=(0, 1))
       >>> bx.vmap(lambda x: x @ x.T, bx.ragged("h", "w"))(images)
-      Ragged(2 rows of float32[n, m], lengths=([2, 4], [2, 4]), max_length=(4, 4))
+      Ragged(2 rows of float32[n, n], lengths=([2, 4], [2, 4]), max_length=(4, 4))
     """
     for name in names or (None,):
         check_size_name(name, "ragged")
