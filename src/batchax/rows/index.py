@@ -65,8 +65,7 @@ class RowIndex:
         *first, last = lengths
         if not first:
             return cls.of(last, capacity, bounds[0])
-        known = not any(isinstance(x, Tracer) for x in lengths)
-        numpy = np if known else jnp
+        numpy = jnp if any(isinstance(x, Tracer) for x in lengths) else np
         before, ndim = tuple(bounds[:-1]), len(bounds)
         along = lambda x, k: numpy.asarray(x).reshape([-1 if i == k else 1 for i in range(ndim)])
         pieces = along(last, 0)

@@ -338,7 +338,8 @@ def _letters(every: Sequence[Any]) -> list[str]:
     """A letter for each ragged axis, the same for those along which rows have one length."""
     letters: list[str] = []
     for k, lengths in enumerate(every):
-        same = (i for i, other in enumerate(every[:k]) if same_lengths(lengths, other))
+        typed = isinstance(lengths, jax.ShapeDtypeStruct)  # in a tree of shapes
+        same = (i for i, x in enumerate(every[:k]) if not typed and same_lengths(lengths, x))
         letters.append(next((letters[i] for i in same), "nmkl"[len(set(letters)) % 4]))
     return letters
 
