@@ -214,9 +214,7 @@ def with_lengths(
     def of_all(outs: Sequence[Any]) -> Any:
         parts = iter(outs)
         values = [next(parts) for _ in shapes]
-        sizes_found = {
-            name: _known_or_more(next(parts), room[name]) for name in unknown
-        }
+        sizes_found = {name: _known_or_more(next(parts), room[name]) for name in unknown}
         for each in limited:
             _check_limit(each.called, each.limit, next(parts))
         arguments = () if call is None else call.arguments
