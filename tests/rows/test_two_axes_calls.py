@@ -217,3 +217,16 @@ def test_what_has_no_form_is_refused_by_name():
     for buckets in (2, bx.bucket([6, 4, 2, 12], 2)):
         with pytest.raises(bx.UnsupportedError, match=r"rows of x are ragged along the axes"):
             bx.vmap(jnp.sin, HW, buckets=buckets)(X)
+
+
+def test_sizes_that_are_found_beside_each_other():
+    x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
+
+    def f(x):
+        y = bx.compress(x > 0, x)
+        return jnp.outer(y, y), jnp.outer(y, x)
+
+    got = jax.jit(bx.vmap(f))(x)
+    for i, row in enumerate(x):
+        y = row[row > 0]
+        same([each[i] for each in got], [np.outer(y, y), np.outer(y, row)])
