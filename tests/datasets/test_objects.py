@@ -257,6 +257,26 @@ def test_damage_is_found_and_mended(root, capsys):
     assert "finished" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("silent", ["/c.2", "done.json"])
+def test_a_store_that_does_not_answer_is_not_damaged(memory, monkeypatch, silent):
+    """Else a network that is cut while somebody verifies would have all computed again."""
+    out = f"{memory}/y.zarr"
+    bx.map(double, X, out=out, **UNIT)
+
+    def ask(path, done, ask, real=objects._asked):
+        def fail():
+            raise OSError("no answer")
+
+        return real(path, done, fail if silent in str(path) else ask)
+
+    with monkeypatch.context() as context:
+        context.setattr(objects, "_asked", ask)
+        with pytest.raises(bx.StorageError, match="no answer"):
+            verify(out) if silent != "done.json" else status(out)
+    assert verify(out)
+    assert bx.map(double, X, out=out, **UNIT).reused == len(X)
+
+
 def test_quarantined_rows(memory):
     x = X.copy()
     x[[3, 11], 0] = np.nan

@@ -15,6 +15,7 @@ from batchax.datasets.job_files import Description, JobFiles
 from batchax.datasets.journal import Journal, read_journal
 from batchax.datasets.lock import Holder
 from batchax.datasets.parts import Record, Unit
+from batchax.datasets.place import UnreachableError
 from batchax.datasets.store import Store, called
 from batchax.datasets.stores import reopen_store
 from batchax.errors import JobError, StorageError
@@ -247,6 +248,7 @@ def verify(out: str | Address) -> Verified:
 
     Raises:
       JobError: if there is no job.
+      StorageError: a store of objects does not answer: nothing counts as damaged for that.
     """
     files = JobFiles(address(out, "out"))
     store = reopen_store(files.out, _description(files).store)
@@ -279,6 +281,8 @@ def _damaged(records: Iterable[Record], store: Store) -> Iterator[Damaged]:
         try:
             sums = [checksum(result) for result in store.read(record.unit)]
             list(record.reduced.values())  # which compares their checksums
+        except UnreachableError:
+            raise
         except StorageError as error:
             yield Damaged(record.unit, str(error))
             continue

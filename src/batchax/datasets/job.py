@@ -19,7 +19,7 @@ from batchax.datasets.job_files import Description, JobFiles
 from batchax.datasets.journal import Journal, read_attempts
 from batchax.datasets.lock import LockedError
 from batchax.datasets.parts import Bad, Record, alike
-from batchax.datasets.place import AnyLock, OvertakenError
+from batchax.datasets.place import AnyLock, OvertakenError, UnreachableError
 from batchax.datasets.plan import Plan
 from batchax.datasets.steps import BEFORE_END, reached
 from batchax.errors import ArgumentTypeError, JobError, StorageError
@@ -220,6 +220,8 @@ class Job:
         for records in self._differ.values():
             try:
                 sums = [checksum(x) for x in self.store.read(records[0].unit)]
+            except UnreachableError:
+                raise
             except StorageError:
                 sums = None
             wrong = [r for r in records if list(r.checksums) != sums]
@@ -427,6 +429,8 @@ def _prepare(files: JobFiles, store: Store) -> None:
     if files.place.exists(files.out):
         try:
             return store.check()
+        except UnreachableError:
+            raise
         except (JobError, StorageError):
             # Nothing is ever deleted: whoever has a use for it finds it here.
             files.place.set_aside(files.out, files.folder)

@@ -16,7 +16,7 @@ from batchax.datasets.addresses import Address, ObjectPath
 from batchax.datasets.checksums import foreign, is_whole, sealed, unsealed
 from batchax.datasets.journal import sizes
 from batchax.datasets.parts import Bad, packed, unpacked
-from batchax.datasets.place import Place
+from batchax.datasets.place import Place, UnreachableError
 from batchax.datasets.places import place_of
 from batchax.datasets.plan import Plan
 from batchax.errors import ArgumentTypeError, JobError, StorageError
@@ -169,6 +169,8 @@ class JobFiles:
                 reduced = dict(partials.Reduced(content["reduced"], self.partials))
                 bad = unpacked(content["bad"])
                 return {**content["more"], "bad": bad, "reduced": reduced}
+        except UnreachableError:
+            raise
         except (FileNotFoundError, StorageError):
             return None
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from batchax.datasets.addresses import ObjectPath
 from batchax.datasets.failures import needed
+from batchax.datasets.place import UnreachableError
 from batchax.errors import StorageError
 
 T = TypeVar("T")
@@ -192,7 +193,8 @@ def _asked(path: ObjectPath, done: str, ask: Callable[[], T]) -> T:
         raise FileExistsError(f"{path} is another one") from None
     except (errors.BaseError, OSError, ValueError) as error:
         # Without the cause: its text would be in the traceback.
-        raise StorageError(f"{path} could not be {done}: {without_secrets(error)}") from None
+        told = f"{path} could not be {done}: {without_secrets(error)}"
+        raise UnreachableError(told) from None
 
 
 def without_secrets(error: BaseException) -> str:

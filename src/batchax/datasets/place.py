@@ -25,6 +25,13 @@ class OvertakenError(StorageError):
     """
 
 
+class UnreachableError(StorageError):
+    """A store does not answer, or not as it should, and so nobody knows what it holds.
+
+    That is no damage: whoever looks what is there looks again later.
+    """
+
+
 class Log(Protocol):
     """Lines that one writer appends. Threads may share it."""
 
