@@ -6,13 +6,14 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar, cast, overload
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from batchax import _compat
+from batchax.divergence.compact import Compact
 from batchax.divergence.option import find_divergence
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.execution.chunked import find_chunking
@@ -35,12 +36,24 @@ _CHUNKS = {"batch_size": None, "memory_limit": None, "residuals": "recompute"}
 _OPTIONS = (*_CHUNKS, "divergence", "small_matrices")
 
 
+class _Decorator(Protocol):
+    """What `auto_vmap` returns where ranks are declared."""
+
+    def __call__(self, fun: Callable[P, Out], /) -> Batched[P, Out, Any]: ...
+
+
 @overload
 def auto_vmap(fun: Callable[P, Out], /) -> Batched[P, Out, Any]: ...
 @overload
 def auto_vmap(  # pyright: ignore[reportOverlappingOverload] - a rank may be of many types
-    *ranks: Any, **named: Any
-) -> Callable[[Callable[P, Out]], Batched[P, Out, Any]]: ...
+    *ranks: Any,
+    batch_size: int | Literal["auto"] | None = None,
+    memory_limit: int | str | None = None,
+    residuals: Literal["recompute", "keep"] = "recompute",
+    divergence: Literal["auto", "predicate", "compact"] | Compact = "auto",
+    small_matrices: Literal["auto", "library"] = "auto",
+    **named: Any,
+) -> _Decorator: ...
 @_compat.api_boundary
 def auto_vmap(*ranks: Any, **named: Any) -> Any:
     """Lets a function of known ranks take any batch dimensions, as NumPy's functions do.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import jax
 from jax.extend.core.primitives import while_p
@@ -30,15 +30,33 @@ from batchax.kernel.inner import stage_function
 Carry = TypeVar("Carry")
 
 
-@_compat.api_boundary
+@overload
 def bounded_while(
-    cond_fun: Callable[[Any], Any],
-    body_fun: Callable[[Any], Carry],
+    cond_fun: Callable[[Carry], Any],
+    body_fun: Callable[[Carry], Carry],
+    init_val: Carry,
+    max_steps: int,
+    *,
+    progress: bool | Callable[[int, int], Any] = False,
+) -> Carry: ...
+@overload  # of numbers as the first carry, steps make arrays
+def bounded_while(
+    cond_fun: Callable[[Carry], Any],
+    body_fun: Callable[[Carry], Carry],
     init_val: Any,
     max_steps: int,
     *,
     progress: bool | Callable[[int, int], Any] = False,
-) -> Carry:
+) -> Carry: ...
+@_compat.api_boundary
+def bounded_while(
+    cond_fun: Callable[[Any], Any],
+    body_fun: Callable[[Any], Any],
+    init_val: Any,
+    max_steps: int,
+    *,
+    progress: bool | Callable[[int, int], Any] = False,
+) -> Any:
     """``lax.while_loop`` that takes at most `max_steps` steps, and has derivatives in reverse.
 
     Does what this does in Python::

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, cast
+from typing import Any, ParamSpec, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from batchax.frontend.outputs import lanes_first
 from batchax.jaxprs.words import Value
 from batchax.rows.ragged import Ragged
 from batchax.rules.masking import is_inexact
-from batchax.vmap import vmap
+from batchax.vmap import Options, vmap
 
 P = ParamSpec("P")
 
@@ -35,7 +35,7 @@ def check(
     derivatives: bool = True,
     rtol: float | None = None,
     atol: float | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> Batched[P, None, None]:
     """Compares a batched function with the function itself, for some of the lanes.
 
@@ -83,7 +83,7 @@ def check(
     @functools.wraps(fun)
     @_compat.api_boundary
     def checked(*args: Any, **kwargs: Any) -> None:
-        comparison = _Comparison(fun, in_axes, options, args, kwargs, lanes, tolerance)
+        comparison = _Comparison(fun, in_axes, dict(options), args, kwargs, lanes, tolerance)
         comparison.values()
         if derivatives:
             comparison.derivatives()

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, cast
+from typing import Any, ParamSpec, Unpack, cast
 
 from batchax import _compat
 from batchax.frontend.arguments import check_callable
 from batchax.frontend.batched import Batched
 from batchax.nonfinite.find import NonFinite, find
+from batchax.vmap import Options
 
 P = ParamSpec("P")
 
 
 @_compat.api_boundary
 def find_nonfinite(
-    fun: Callable[P, Any], in_axes: Any = 0, **options: Any
+    fun: Callable[P, Any], in_axes: Any = 0, **options: Unpack[Options]
 ) -> Batched[P, NonFinite, NonFinite]:
     """Runs a function over a batch, and finds what makes results NaN or infinite, lane by lane.
 
@@ -61,6 +62,6 @@ def find_nonfinite(
     @functools.wraps(fun)
     @_compat.api_boundary
     def of_batch(*args: Any, **kwargs: Any) -> NonFinite:
-        return find(fun, in_axes, options, args, kwargs)
+        return find(fun, in_axes, dict(options), args, kwargs)
 
     return cast(Any, of_batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -228,7 +228,7 @@ def scan(
                 outs = run_until(tested, staged, carry, xs, x_axes, places, *how)
         return jax.tree.unflatten(structure, outs[:n_carry]), outputs.rebuild(outs[n_carry:])
 
-    return scanned
+    return cast(Any, scanned)
 
 
 def _check_arrays(mapped: Sequence[Mapped]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar, cast
 
 import jax
 
@@ -49,6 +49,30 @@ if TYPE_CHECKING:  # what runs rows is found by `frontend.rows`
 
 P = ParamSpec("P")
 Out = TypeVar("Out")
+
+
+class MoreOptions(TypedDict, total=False):
+    """The options of `vmap` but `in_axes` and `out_axes`, for what takes them by name."""
+
+    axis_name: Hashable | None
+    axis_size: int | None
+    spmd_axis_name: Hashable | tuple[Hashable, ...] | None
+    sum_match: bool
+    batch_size: int | Literal["auto"] | None
+    memory_limit: int | str | None
+    residuals: Literal["recompute", "keep"]
+    divergence: Literal["auto", "predicate", "compact"] | Compact
+    small_matrices: Literal["auto", "library"]
+    layout: Literal["auto", "packed", "padded", "grouped"]
+    buckets: int | Buckets | None
+    mesh: Literal["all"] | jax.sharding.Mesh | tuple[jax.sharding.Mesh, Any] | None
+    progress: bool | Callable[[int, int], Any]
+
+
+class Options(MoreOptions, total=False):
+    """The options of `vmap` but `in_axes`, for what takes them by name."""
+
+    out_axes: Any
 
 
 @_compat.api_boundary

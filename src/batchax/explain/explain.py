@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, Unpack, cast
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, UnsupportedError
@@ -27,7 +27,7 @@ from batchax.explain.staging import Staged, stage
 from batchax.explain.steps import count_steps, steps_unknown
 from batchax.frontend.arguments import check_callable
 from batchax.frontend.batched import Batched
-from batchax.vmap import made_by_vmap, vmap
+from batchax.vmap import MoreOptions, made_by_vmap, vmap
 
 P = ParamSpec("P")
 
@@ -44,7 +44,7 @@ def explain(
     compile: bool = True,
     measure: bool = False,
     time_limit: float = 60.0,
-    **vmap_options: Any,
+    **vmap_options: Unpack[MoreOptions],
 ) -> Batched[P, Explanation, Explanation]:
     """Shows how ``batchax.vmap(fun, in_axes, out_axes, **vmap_options)`` batches a function.
 
@@ -94,8 +94,8 @@ def explain(
         given = _made_of_vmap(fun)
     if given is None:
         batched = vmap(fun, in_axes, out_axes, **vmap_options)
-        ways = _Ways(fun, in_axes, out_axes, vmap_options)
-        return _of_batched(batched, ways, compile, time_limit if measure else None)
+        ways = _Ways(fun, in_axes, out_axes, dict(vmap_options))
+        return cast(Any, _of_batched(batched, ways, compile, time_limit if measure else None))
     batched, (fun, options) = given
     usual = inspect.signature(vmap).parameters
     ways = _Ways(
@@ -109,7 +109,7 @@ def explain(
         },
         alone=made_by_vmap(batched) is None,
     )
-    return _of_batched(batched, ways, compile, time_limit if measure else None)
+    return cast(Any, _of_batched(batched, ways, compile, time_limit if measure else None))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 P = ParamSpec("P")
@@ -13,14 +14,91 @@ class Batched(Protocol[P, Out, Else]):
     """A function of a batch, made of a function of one example whose parameters are `P`.
 
     What a batch of a type is, types cannot say: of a float it is an array, and an array for one
-    example may be a `Ragged`. So there are two signatures. The first, of the function of one
-    example, has the names that editors show, and returns `Out` for what it says of arrays. For
-    all else there is the second, which takes anything, and returns `Else`.
+    example may be a `Ragged`. So there are several signatures. The first, of the function of one
+    example, has the names that editors show, and returns `Out` for what it says of arrays. The
+    others take as many arguments by position as that function does, of any types, and return
+    `Else`. So an argument that is missing or misspelled is reported by type checkers; what is
+    given by name has to be of the type that is declared, as for ``jax.vmap``.
     """
 
     __name__: str
 
+    @property
+    def __wrapped__(self) -> Callable[P, Out]: ...
+    @property
+    def _batchax_else(self) -> Else: ...  # for types alone
+
     @overload
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Out: ...
     @overload
-    def __call__(self, *args: Any, **kwargs: Any) -> Else: ...
+    def __call__(self: _Takes1[Else], a: Any, /) -> Else: ...
+    @overload
+    def __call__(self: _Takes2[Else], a: Any, b: Any, /) -> Else: ...
+    @overload
+    def __call__(self: _Takes3[Else], a: Any, b: Any, c: Any, /) -> Else: ...
+    @overload
+    def __call__(self: _Takes4[Else], a: Any, b: Any, c: Any, d: Any, /) -> Else: ...
+    @overload
+    def __call__(self: _Takes5[Else], a: Any, b: Any, c: Any, d: Any, e: Any, /) -> Else: ...
+    @overload
+    def __call__(
+        self: _Takes6[Else], a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, /
+    ) -> Else: ...
+    @overload
+    def __call__(
+        self: _Takes7[Else], a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, /
+    ) -> Else: ...
+    @overload
+    def __call__(
+        self: _Takes8[Else], a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, /
+    ) -> Else: ...
+    # A method of a class that was batched is bound to objects, as any function is.
+    def __get__(self, instance: Any, owner: Any = None) -> Callable[..., Else]: ...
+
+
+# A function of one example that takes so many arguments by position.
+
+
+class _Else(Protocol[Else]):
+    @property
+    def _batchax_else(self) -> Else: ...
+
+
+class _Takes1(_Else[Else], Protocol[Else]):
+    @property
+    def __wrapped__(self) -> Callable[[Any], Any]: ...
+
+
+class _Takes2(_Else[Else], Protocol[Else]):
+    @property
+    def __wrapped__(self) -> Callable[[Any, Any], Any]: ...
+
+
+class _Takes3(_Else[Else], Protocol[Else]):
+    @property
+    def __wrapped__(self) -> Callable[[Any, Any, Any], Any]: ...
+
+
+class _Takes4(_Else[Else], Protocol[Else]):
+    @property
+    def __wrapped__(self) -> Callable[[Any, Any, Any, Any], Any]: ...
+
+
+class _Takes5(_Else[Else], Protocol[Else]):
+    @property
+    def __wrapped__(self) -> Callable[[Any, Any, Any, Any, Any], Any]: ...
+
+
+class _Takes6(_Else[Else], Protocol[Else]):
+    @property
+    def __wrapped__(self) -> Callable[[Any, Any, Any, Any, Any, Any], Any]: ...
+
+
+class _Takes7(_Else[Else], Protocol[Else]):
+    @property
+    def __wrapped__(self) -> Callable[[Any, Any, Any, Any, Any, Any, Any], Any]: ...
+
+
+class _Takes8(_Else[Else], Protocol[Else]):
+    @property
+    def __wrapped__(self) -> Callable[[Any, Any, Any, Any, Any, Any, Any, Any], Any]: ...
