@@ -40,8 +40,10 @@ Tally = tuple[Any, ...]
 """Iterations, and lane-steps of active lanes in two halves of 32 bits, the high one first: in
 single precision JAX has no integers of 64 bits. Empty where nothing is counted."""
 
-_SHORT = 1024  # lanes that are counted by a loop, which is compiled as one function
-_AT_ONCE = 32  # of them in each of its steps
+# Lanes are counted by a loop over blocks of them, which is compiled as one function if a block is
+# small. Sums over a longer dimension are compiled as several.
+_BLOCK = 16, 32
+_MOST_BLOCKS = 256
 
 LaneStep = Callable[[int, Sequence[Any], Any, Sequence[Any], Tally], tuple[Any, list[Any], Tally]]
 """One step of some lanes: (width, consts, active, carry, tally) -> (active, carry, tally)."""
@@ -229,23 +231,23 @@ class _GoesOn:
         return staged_once((self, "window"), self._judged, waiting, active, wasted)
 
     def _judged(self, waiting: Any, active: Any, wasted: Any) -> tuple[Any, Any]:
-        if jax.default_backend() != "cpu" or self.width > _SHORT:
+        blocks, *block = _in_blocks(self.width)
+        if jax.default_backend() != "cpu" or blocks > _MOST_BLOCKS:
             count = count_active(active)
             wasted += lax.convert_element_type(self.width - count, np.float32)
             return wasted, self._of_count(waiting, count, wasted)
-        some = math.gcd(self.width, _AT_ONCE)
-        rows = lax.reshape(active, (self.width // some, some))
+        rows = lax.reshape(active, (blocks, *block))
 
         def once(state: Any) -> Any:
             row, count, wasted, _ = state
             new = lax.dynamic_slice_in_dim(rows, row, 1, 0, allow_negative_indices=False)
-            new = lax.reduce_sum(lax.convert_element_type(new, np.int32), (0, 1))
+            new = lax.reduce_sum(lax.convert_element_type(new, np.int32), (0, 1, 2))
             count += new
-            wasted += lax.convert_element_type(some - new, np.float32)
+            wasted += lax.convert_element_type(np.int32(math.prod(block)) - new, np.float32)
             return row + np.int32(1), count, wasted, self._of_count(waiting, count, wasted)
 
         start = alike((np.int32(0), np.int32(0), wasted, np.True_), [active])
-        return lax.while_loop(lambda state: state[0] < self.width // some, once, start)[2:]
+        return lax.while_loop(lambda state: state[0] < blocks, once, start)[2:]
 
     def _of_count(self, waiting: Any, count: Any, wasted: Any) -> Any:
         plan = self.plan
@@ -254,6 +256,16 @@ class _GoesOn:
         bears = (count > 0) & plan.bears(wasted, np.int32(self.width))
         full = count > plan.refilled_at(self.width)
         return lax.select(waiting, full | bears, count > self.left)
+
+
+def _in_blocks(width: int) -> tuple[int, int, int]:
+    """So many blocks, two at least, of so many rows of so many lanes: as large as may be."""
+    shape: tuple[int, ...] = ()
+    for most in reversed(_BLOCK):
+        most = min(most, max(1, width // 2))
+        divisor = next(n for n in range(most, 0, -1) if width % n == 0)
+        width, shape = width // divisor, (divisor, *shape)
+    return width, *shape  # pyright: ignore
 
 
 class _Window:
