@@ -1,11 +1,11 @@
 """From how many lanes on decompositions with lanes last take less time than the library, on a CPU.
 
-By measurements, on two cores, of 64, 256 and 10,000 matrices of 1 to 10 rows. LU factors of complex
-numbers take longer than the library's: a compiler has no vectors of complex quotients.
+By measurements, on two cores, of 64, 256 and 10,000 matrices of 1 to 10 rows.
 
-All take longer to compile, too, 0.1 s (Cholesky factors) to 0.7 s (eigenvalues). Of 256 matrices a
-call gains 0.05 to 0.1 ms, which thousands of calls would not make up for; eigenvalues and singular
-values, which iterate, gain 0.2 to 0.6 ms.
+All take longer to compile, too, 0.1 s (Cholesky factors) to 1.5 s (singular values). What a call of
+the least number of lanes gains makes up for it in 2,000 calls at most: so many seconds, divided by
+2,000 and by what is gained for each of 10,000 lanes (Cholesky factors 0.07 to 0.11 us, inverses and
+solves 0.2 to 0.3, QR 0.7, eigenvalues and singular values 1.5 to 1.8), are lanes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ LEAST: dict[str, dict[str, Sequence[int | None]]] = {
     "lu": {
         "float32": (64, 256, 256, 256, 256, 256),
         "float64": (64, 256, 256, 256, 256),
-        "complex64": (64, 1024),
-        "complex128": (64,),
+        "complex64": (64, 256, 256, 2048),
+        "complex128": (64, 256, 2048),
     },
     "triangular_solve": {
         "float32": (64, 256, 256, 256, 256, 256),
@@ -59,5 +59,5 @@ def of_library(primitive: str, dtype: str, rows: int, lanes: int) -> bool:
     return enough is not None and lanes >= max(enough, _PAY_BACK.get(primitive, 512))
 
 
-_PAY_BACK = {"eigh": 256, "svd": 256}
-"""The least number of lanes that gain something next to what it takes to compile; of others 512."""
+_PAY_BACK = {"cholesky": 1024}
+"""The least number of lanes of which 2,000 calls gain what compiling takes; of others 512."""
