@@ -220,10 +220,46 @@ def test_names_are_checked():
     assert repr(bx.ragged("h", "w")) == "batchax.ragged('h', 'w')"
 
 
-def test_what_has_no_form_is_refused_by_name():
-    for buckets in (2, bx.bucket([6, 4, 2, 12], 2)):
-        with pytest.raises(bx.UnsupportedError, match=r"rows of x are ragged along the axes"):
-            bx.vmap(jnp.sin, HW, buckets=buckets)(X)
+def test_buckets_by_both_sizes():
+    x = images(shapes=[(2, 9), (9, 2), (3, 8), (8, 3), (0, 5), (9, 9)], spare=0)
+    buckets = bx.bucket(x, 3)
+    assert sorted(buckets.sizes) == [(3, 9), (9, 3), (9, 9)]
+    assert sorted(map(sorted, (rows.tolist() for rows in buckets.rows))) == [[0, 2, 4], [1, 3], [5]]
+    assert buckets.waste == (3 * 27 + 2 * 27 + 81) / (18 + 18 + 24 + 24 + 81)
+    assert "in one size of 9 x 9" in repr(buckets)
+    assert bx.bucket(x.lengths, 2, multiple_of=4).sizes[-1] == (12, 12)
+    parts = buckets.split(x)
+    assert [part.max_length for part in parts] == list(buckets.sizes)
+    f = lambda x: (x @ x.T, x.sum(0), x.sum())
+    plain = jax.device_get(jax.jit(lambda: bx.vmap(f, HW)(x))())
+    for given in (buckets, 3):
+        got = jax.device_get(jax.jit(lambda given=given: bx.vmap(f, HW, buckets=given)(x))())
+        assert got[0].max_length == (9, 9)
+        for i in range(len(x)):
+            for mine, theirs in zip(got, plain, strict=True):
+                np.testing.assert_allclose(mine[i], theirs[i], 1e-5, 1e-5)
+    again = jax.device_get(buckets.join(parts))
+    for mine, theirs in zip(again.rows(), jax.device_get(x).rows(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    with pytest.raises(bx.AxisError, match="buckets were made for other lengths than those of x"):
+        bx.vmap(f, HW, buckets=buckets)(X)
+    with pytest.raises(bx.AxisError, match="made for one of 2"):
+        buckets.split(bx.Ragged(x.data, x.lengths[::-1], axis=(0, 1)))
+
+
+def test_many_shapes_are_put_into_few_buckets():
+    shapes = np.random.default_rng(0).integers(1, 60, (2000, 2))
+    buckets = bx.bucket(tuple(shapes.T), 6)
+    assert len(buckets.sizes) <= 6
+    assert np.array_equal(np.sort(np.concatenate(buckets.rows)), np.arange(2000))
+    for size, rows in zip(buckets.sizes, buckets.rows, strict=True):
+        assert (shapes[rows].max(0) == size).all()
+    assert buckets.waste < 0.6 * buckets.waste_unbucketed
+
+
+def test_buckets_of_traced_sizes_are_refused_by_name():
+    with pytest.raises(bx.UnsupportedError, match="rows are ragged along several axes"):
+        jax.jit(bx.vmap(jnp.sin, HW, buckets=2))(X)
 
 
 def test_sizes_that_are_found_beside_each_other():
@@ -237,3 +273,11 @@ def test_sizes_that_are_found_beside_each_other():
     for i, row in enumerate(x):
         y = row[row > 0]
         same([each[i] for each in got], [np.outer(y, y), np.outer(y, row)])
+
+
+def test_maps_refuse_rows_along_two_axes_by_name(tmp_path):
+    x, one = jax.device_get(X), bx.Ragged(np.arange(6.0), [1, 3, 2])
+    with pytest.raises(bx.UnsupportedError, match=r"are ragged along one axis, and these along"):
+        bx.map(jnp.sum, x, out=tmp_path / "sums.npy", progress=False)
+    with pytest.raises(bx.UnsupportedError, match=r"along axis \(0, 1\), and out_axes"):
+        bx.map(lambda x: jnp.outer(x, x), one, out=tmp_path / "squares.parquet", progress=False)

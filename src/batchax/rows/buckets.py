@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,8 @@ from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.rows import GroupsOfRows
 from batchax.jaxprs.words import Value
-from batchax.rows.checks import known_lengths
+from batchax.rows.boxes import find_boxes
+from batchax.rows.checks import as_tuple, elements_of
 from batchax.rows.groups import join_lanes, join_rows, split_lanes, split_rows
 from batchax.rows.ragged import Ragged
 
@@ -26,8 +28,8 @@ class Buckets(GroupsOfRows):
     """Rows in groups, each with a size that its rows are padded to.
 
     Attributes:
-      lengths: the length of each row.
-      sizes: the size of each bucket, increasing.
+      lengths: the length of each row; along each axis, where rows are ragged along several.
+      sizes: the size of each bucket, increasing; of several axes, tuples.
       rows: the indices of the rows in each, increasing. Every row is in one.
       max_length: what all rows would be padded to without buckets.
 
@@ -42,24 +44,32 @@ class Buckets(GroupsOfRows):
       [[0, 1, 2], [3, 4]]
     """
 
-    lengths: np.ndarray
-    sizes: tuple[int, ...]
+    lengths: Any
+    sizes: tuple[Any, ...]
     rows: tuple[np.ndarray, ...]
-    max_length: int
+    max_length: Any
 
     @property
     def waste(self) -> float:
         """How many elements the padded rows have for each one that is not padding; 1.0 is best."""
-        padded = sum(size * len(rows) for size, rows in zip(self.sizes, self.rows, strict=True))
+        sizes = map(_places, self.sizes)
+        padded = sum(size * len(rows) for size, rows in zip(sizes, self.rows, strict=True))
         return self._waste(padded)
 
     @property
     def waste_unbucketed(self) -> float:
         """The same, if all rows were padded to `max_length`."""
-        return self._waste(self.max_length * len(self.lengths))
+        return self._waste(_places(self.max_length) * len(self._elements))
+
+    @property
+    def _elements(self) -> np.ndarray:
+        """How many elements each row has."""
+        elements = elements_of(self.lengths)
+        assert elements is not None
+        return elements
 
     def _waste(self, padded: int) -> float:
-        true = int(self.lengths.sum())
+        true = int(self._elements.sum())
         return padded / true if true else 1.0 if not padded else float("inf")
 
     def split(self, x: Value, axis: int = 0) -> list[Any]:
@@ -90,7 +100,7 @@ class Buckets(GroupsOfRows):
                 part.with_max_length(size) for part, size in zip(parts, self.sizes, strict=True)
             ]
         x = _as_array(x, "Buckets.split: x")
-        axis = _checked(axis, x, len(self.lengths), "Buckets.split: x")
+        axis = _checked(axis, x, len(self._elements), "Buckets.split: x")
         return split_lanes(x, self.rows, axis) if self.rows else []
 
     def join(self, parts: Sequence[Any], axis: int = 0) -> Any:
@@ -135,30 +145,48 @@ class Buckets(GroupsOfRows):
         if not ragged[0]:
             return join_lanes(parts, self.rows, axis % parts[0].ndim)
         joined = join_rows(parts, self.rows)
-        if np.array_equal(np.asarray(joined.lengths), self.lengths):
+        if self.are_of(joined):
             return Ragged(joined.data, self.lengths, self.max_length, axis=joined.axis)
         return joined
 
+    def are_of(self, x: Ragged) -> bool:
+        """Whether rows of known lengths have those that the buckets are for.
+
+        :meta private:
+        """
+        own = as_tuple(self.lengths)
+        return len(own) == len(x.axes) and all(map(np.array_equal, own, x.each_length))
+
     def _check_lengths(self, x: Ragged) -> None:
-        _check_rows(x, len(self.lengths), "Buckets.split: x")
-        lengths = np.asarray(x.lengths)
-        if not np.array_equal(lengths, self.lengths):
-            i = int(np.argmax(lengths != self.lengths))
+        _check_rows(x, len(self._elements), "Buckets.split: x")
+        if self.are_of(x):
+            return
+        own = as_tuple(self.lengths)
+        if len(own) != len(x.axes):
+            raise AxisError(
+                f"Buckets.split: x has {len(x.axes)} ragged axes, but the buckets were made for "
+                f"{len(own)}. Make buckets for x: bucket(x)."
+            )
+        for lengths, mine in zip(x.each_length, own, strict=True):
+            if np.array_equal(lengths, mine):
+                continue
+            i = int(np.argmax(np.asarray(lengths) != mine))
             raise AxisError(
                 f"Buckets.split: row {i} of x has {lengths[i]} elements, but the buckets were "
-                f"made for one of {self.lengths[i]}. Make buckets for these lengths: bucket(x)."
+                f"made for one of {mine[i]}. Make buckets for these lengths: bucket(x)."
             )
 
     def __repr__(self) -> str:
         lines = [
-            f"Buckets({len(self.lengths)} rows in {len(self.sizes)} sizes, waste {self.waste:.2f}; "
-            f"{self.waste_unbucketed:.2f} in one size of {self.max_length})"
+            f"Buckets({len(self._elements)} rows in {len(self.sizes)} sizes, waste "
+            f"{self.waste:.2f}; {self.waste_unbucketed:.2f} in one size of "
+            f"{_shown(self.max_length)})"
         ]
         table = [("size", "rows", "elements", "waste")]
         for size, rows in zip(self.sizes, self.rows, strict=True):
-            true = int(self.lengths[rows].sum())
-            waste = f"{size * len(rows) / true:.2f}" if true else "-"
-            table.append((str(size), str(len(rows)), str(true), waste))
+            true = int(self._elements[rows].sum())
+            waste = f"{_places(size) * len(rows) / true:.2f}" if true else "-"
+            table.append((_shown(size), str(len(rows)), str(true), waste))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines += ["  " + "  ".join(map(str.rjust, row, widths)) for row in table]
         return "\n".join(lines)
@@ -170,10 +198,12 @@ def bucket(ragged_or_lengths: Any, max_buckets: int = 8, *, multiple_of: int = 1
 
     Runs on the host. Among all ways to give each row one of at most `max_buckets` sizes no less
     than its length, it finds the one in which rows have the fewest elements in all, and among
-    those one of the fewest sizes.
+    those one of the fewest sizes. Rows that are ragged along several axes get a size along each;
+    which rows are together is found by merging the two groups that grow least, again and again.
 
     Args:
-      ragged_or_lengths: a `Ragged` whose lengths are known, or integers, one for each row.
+      ragged_or_lengths: a `Ragged` whose lengths are known, or integers, one for each row; or a
+        tuple of those, along each ragged axis.
       max_buckets: the most sizes; each is compiled for by itself.
       multiple_of: sizes are multiples of it.
 
@@ -203,7 +233,16 @@ def bucket(ragged_or_lengths: Any, max_buckets: int = 8, *, multiple_of: int = 1
             )
         if value < 1:
             raise AxisError(f"bucket: {name} must be a positive int, got {value}.")
-    lengths = _lengths_of(ragged_or_lengths)
+    every = _lengths_of(ragged_or_lengths)
+    ragged = isinstance(ragged_or_lengths, Ragged)
+    if len(every) > 1:
+        needed = np.maximum(-(-np.stack(every, 1) // multiple_of), 1) * multiple_of
+        groups = find_boxes(needed, int(max_buckets)) if len(needed) else []
+        sizes = tuple(tuple(map(int, needed[rows].max(0))) for rows in groups)
+        greatest = tuple(int(x.max(initial=0)) for x in every)
+        most = ragged_or_lengths.max_length if ragged else greatest
+        return Buckets(every, sizes, tuple(groups), most)
+    lengths = next(iter(every))
     # A row of no elements takes room too: many operations have no meaning for size zero.
     needed = np.maximum(-(-lengths // multiple_of), 1) * multiple_of
     candidates, number, counts = np.unique(needed, return_inverse=True, return_counts=True)
@@ -211,15 +250,34 @@ def bucket(ragged_or_lengths: Any, max_buckets: int = 8, *, multiple_of: int = 1
     of_candidate = np.searchsorted(chosen, np.arange(len(candidates)))
     of_row = of_candidate[number.reshape(-1)]
     rows = tuple(np.flatnonzero(of_row == i) for i in range(len(chosen)))
-    if isinstance(ragged_or_lengths, Ragged):
-        most = ragged_or_lengths.max_length
-    else:
-        most = int(lengths.max(initial=0))
+    most = ragged_or_lengths.max_length if ragged else int(lengths.max(initial=0))
     return Buckets(lengths, tuple(int(candidates[i]) for i in chosen), rows, most)
 
 
-def _lengths_of(x: Value) -> np.ndarray:
-    lengths = x.lengths if isinstance(x, Ragged) else x
+def _places(size: Any) -> int:
+    """How many elements a row of that size has."""
+    return math.prod(as_tuple(size))
+
+
+def _shown(size: Any) -> str:
+    return " x ".join(map(str, as_tuple(size)))
+
+
+def _lengths_of(x: Value) -> tuple[np.ndarray, ...]:
+    """The lengths along each ragged axis."""
+    if isinstance(x, Ragged):
+        return tuple(_checked_lengths(x, lengths) for lengths in x.each_length)
+    several = isinstance(x, tuple) and len(x) > 1 and all(map(np.ndim, x))
+    every = tuple(_checked_lengths(x, lengths) for lengths in (x if several else (x,)))
+    if len(set(map(len, every))) > 1:
+        raise AxisError(
+            "bucket: lengths along several axes must be of as many rows, got "
+            f"{', '.join(map(str, map(len, every)))}."
+        )
+    return every
+
+
+def _checked_lengths(x: Value, lengths: Any) -> np.ndarray:
     if isinstance(lengths, Tracer):
         raise ArgumentTypeError(
             "bucket: the lengths are traced, and rows are put into buckets by what they are: call "
@@ -296,7 +354,7 @@ def _checked(axis: Any, x: Value, rows: int, what: str) -> int:
 
 
 def _check_rows(x: Ragged, rows: int, what: str) -> None:
-    if known_lengths(x.lengths) is None:
+    if elements_of(x.lengths) is None:
         raise ArgumentTypeError(
             f"{what} has traced lengths: rows can be moved between buckets only where lengths are "
             "known, outside of jit or for a Ragged that is closed over."

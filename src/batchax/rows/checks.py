@@ -149,13 +149,18 @@ def as_bounds(axis: int | tuple[int, ...], max_length: Any) -> tuple[int | None,
     return tuple(None if each is None else int(each) for each in bounds)
 
 
+def as_tuple(x: Any) -> tuple[Any, ...]:
+    """What is said of each ragged axis, of which there may be one."""
+    return x if isinstance(x, tuple) else (x,)
+
+
 def elements_of(lengths: Any) -> np.ndarray | None:
     """How many elements each row has, or None where that is not known.
 
     Args:
       lengths: those along the ragged axis, or a tuple of those along each of several.
     """
-    each = [known_lengths(x) for x in (lengths if isinstance(lengths, tuple) else (lengths,))]
+    each = [known_lengths(x) for x in as_tuple(lengths)]
     if any(x is None for x in each):
         return None
     return np.prod([x for x in each if x is not None], axis=0, dtype=np.int64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +18,9 @@ from batchax.frontend.rows import GroupsOfRows
 from batchax.jaxprs.words import Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
-from batchax.rows.arguments import all_known, find_sizes
+from batchax.rows.arguments import SizesOf, all_known, find_sizes
 from batchax.rows.buckets import Buckets, bucket
+from batchax.rows.checks import as_tuple, elements_of
 from batchax.rows.groups import Placed, in_front, run_in_groups
 from batchax.rows.outputs import place_ragged
 from batchax.rows.ragged import Ragged
@@ -61,19 +62,13 @@ def run_in_buckets(call: Call, buckets: int | GroupsOfRows) -> Outputs:
       AxisError: the buckets are for other lengths.
     """
     axis, mapped = call.axis, call.mapped
-    sizes_of, sizes = find_sizes(mapped)
-    several = next((m for m, own in zip(mapped, sizes_of, strict=True) if len(own) > 1), None)
-    if several is not None:
-        raise UnsupportedError(
-            f"buckets was given, and rows of {several.path} are ragged along the axes "
-            f"{several.value.axis}: buckets are of rows that are so along one. Leave buckets out."
-        )
-    leading = max(sizes, key=lambda size: int(np.asarray(size.lengths).sum()))
-    x = next(m for m, own in zip(mapped, sizes_of, strict=True) if leading in own)
+    sizes_of, _ = find_sizes(mapped)
+    rows = [(m, own) for m, own in zip(mapped, sizes_of, strict=True) if own]
+    x, leading = max(rows, key=lambda each: _count_elements(each[0].value))
     if isinstance(buckets, int):
         buckets = bucket(x.value, buckets)
     assert isinstance(buckets, Buckets)
-    if not np.array_equal(buckets.lengths, np.asarray(leading.lengths)):
+    if not buckets.are_of(x.value):
         raise AxisError(
             f"buckets were made for other lengths than those of {x.path}, which is {x.value}. "
             "Make them for these lengths: batchax.bucket(x)."
@@ -89,8 +84,9 @@ def run_in_buckets(call: Call, buckets: int | GroupsOfRows) -> Outputs:
         return arrays, _InBucket(described, outputs.rebuild, outputs.objects, outputs, ndims)
 
     def run_group(g: int, group: Axis, part: list[Mapped]) -> tuple[list[Placed], _InBucket]:
+        bounds = dict(zip([s.name for s in leading], as_tuple(buckets.sizes[g]), strict=True))
         bounded = [
-            replace(m, value=m.value.with_max_length(buckets.sizes[g])) if leading in own else m
+            replace(m, value=_bounded(m.value, own, bounds)) if own else m
             for m, own in zip(part, sizes_of, strict=True)
         ]
         own = replace(call, axis=group, function=one_row_in_bucket, mapped=bounded)
@@ -109,6 +105,16 @@ def run_in_buckets(call: Call, buckets: int | GroupsOfRows) -> Outputs:
     return [
         _placed_output(axis, output, *out) for output, out in zip(described, outs, strict=True)
     ], outputs
+
+
+def _count_elements(x: Ragged) -> int:
+    return int(np.asarray(elements_of(x.lengths)).sum())
+
+
+def _bounded(x: Ragged, own: SizesOf, bounds: Mapping[str, int]) -> Ragged:
+    """Rows of these sizes with the bounds that sizes have in a bucket."""
+    most = [bounds.get(s.name, n) for s, n in zip(own, x.each_bound, strict=True)]
+    return Ragged(x.data, x.each_length, tuple(most), axis=x.axes)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from batchax.rows.checks import (
     as_bounds,
     as_data,
     as_lengths_of,
+    as_tuple,
     check_lengths,
     checked_axes,
     elements_of,
@@ -124,7 +125,7 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
 
         :meta private:
         """
-        return self.axis if isinstance(self.axis, tuple) else (self.axis,)
+        return as_tuple(self.axis)
 
     @property
     def element_axis(self) -> int:
@@ -140,7 +141,7 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
 
         :meta private:
         """
-        return self.lengths if isinstance(self.lengths, tuple) else (self.lengths,)
+        return as_tuple(self.lengths)
 
     @property
     def each_bound(self) -> tuple[int, ...]:
@@ -148,7 +149,7 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
 
         :meta private:
         """
-        return self.max_length if isinstance(self.max_length, tuple) else (self.max_length,)
+        return as_tuple(self.max_length)
 
     @property
     def shape(self) -> tuple[Any, ...]:
