@@ -29,6 +29,7 @@ from benchmarks.rows.workloads import (
     RowWorkload,
     Weights,
     data,
+    image_sizes,
     lengths,
     tailed_lengths,
 )
@@ -67,7 +68,15 @@ class RowResult:
 def ours(workload: RowWorkload) -> Callable[[Rows, Weights], Any]:
     """All rows by batchax."""
     batched = bx.vmap(workload.row, in_axes=(0, None), buckets=workload.buckets)
-    return lambda rows, weights: batched(rows.ragged, weights)
+    if not workload.images:
+        return lambda rows, weights: batched(rows.ragged, weights)
+
+    def of_images(rows: Rows, weights: Weights) -> Any:
+        sizes = image_sizes(len(rows.ragged))
+        images = bx.Ragged(rows.ragged.data, sizes, rows.ragged.max_length, axis=(0, 1))
+        return batched(images, weights)
+
+    return of_images
 
 
 def measured(workload: RowWorkload, quick: bool) -> Iterator[RowResult]:

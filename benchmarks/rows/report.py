@@ -93,7 +93,8 @@ def _page(results: Sequence[RowResult]) -> str:
 
 {COUNT} rows of lognormal lengths: padded to the longest they hold {waste():.1f} elements for each
 true one. Those of the *longer tail* are 96, padded to {TAIL_BOUND}: {tail_waste():.1f} elements for
-each true one. *buckets=4* runs rows in so many size classes. A [ragged batch](ragged.md) goes
+each true one. *buckets=4* runs rows in so many size classes. Images are ragged along
+two axes, and their sizes are known while the program is compiled. A [ragged batch](ragged.md) goes
 through `bx.vmap` of the function of one row, with
 lengths traced. *Padded by hand* computes on padded rows and masks what needs it; *packed by hand*
 computes on the elements one after another, with `jax.ops.segment_sum` for sums, where there is

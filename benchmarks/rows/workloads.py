@@ -58,6 +58,8 @@ class RowWorkload:
       token_wise: whether nearly all of its work is for each element by itself.
       buckets: in how many size classes batchax runs it, if asked to.
       long_tail: whether rows are of `tailed_lengths`, not of `lengths`.
+      images: whether rows are of `image_sizes`, ragged along two axes, and these are known while
+        the program is compiled.
     """
 
     name: str
@@ -69,6 +71,7 @@ class RowWorkload:
     token_wise: bool = False
     buckets: int | None = None
     long_tail: bool = False
+    images: bool = False
 
 
 TABLE = 5000
@@ -89,9 +92,23 @@ def tailed_lengths(seed: int = 0) -> np.ndarray:
 TAIL_BOUND = 256
 
 
+def image_sizes(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Lognormal heights and widths, from 4 to 64."""
+    drawn = np.random.default_rng(seed).lognormal(3, 0.5, (2, count))
+    heights, widths = np.clip(drawn, 4, 64).astype(np.int32)
+    return heights, widths
+
+
 def data(workload: RowWorkload, count: int) -> tuple[Rows, Weights]:
     """A batch of `count` rows, or fewer, and weights."""
     generator = np.random.default_rng(1)
+    if workload.images:
+        sizes = image_sizes(count)
+        flat = generator.normal(size=(int(np.prod(sizes, 0).sum()), 3))
+        most = tuple(int(n.max()) for n in sizes)
+        known = bx.Ragged(jnp.asarray(flat, jnp.float32), sizes, most, axis=(0, 1))
+        images = bx.Ragged(known.data, tuple(map(jnp.asarray, sizes)), most, axis=(0, 1))
+        return Rows(images, known.to_padded(), None), workload.weights(generator)
     sizes = tailed_lengths()[:count] if workload.long_tail else lengths(count)
     bound = TAIL_BOUND if workload.long_tail else int(sizes.max())
     total = int(sizes.sum())
@@ -196,6 +213,29 @@ def _block_padded(rows: Rows, weights: Weights) -> Any:
     return jnp.where(rows.mask[..., None], x + _network(x, weights[3:]), 0)
 
 
+def _convolved(x: Any, weights: Weights) -> Any:
+    """Images, with one in front of another, through two convolutions."""
+    dims = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, weights, (1, 1), "SAME", dimension_numbers=dims)
+
+
+def _image(x: Any, weights: Weights) -> Any:
+    for kernel in weights:
+        x = jax.nn.relu(_convolved(x[None], kernel)[0])
+    return x.mean((0, 1))
+
+
+def _images_padded(rows: Rows, weights: Weights) -> Any:
+    heights, widths = rows.lengths
+    _, most, widest, _ = rows.padded.shape
+    inside = jnp.arange(most)[:, None] < heights[:, None, None]
+    inside &= jnp.arange(widest) < widths[:, None, None]
+    x = rows.padded
+    for kernel in weights:
+        x = jnp.where(inside[..., None], jax.nn.relu(_convolved(x, kernel)), 0)
+    return x.sum((1, 2)) / (heights * widths)[:, None]
+
+
 _ATTENTION = RowWorkload(
     "attention",
     _attention,
@@ -203,6 +243,16 @@ _ATTENTION = RowWorkload(
     None,
     32,
     _dense((32, 32), (32, 32), (32, 32)),
+)
+
+_IMAGES = RowWorkload(
+    "images, two convolutions",
+    _image,
+    _images_padded,
+    None,
+    3,
+    _dense((3, 3, 3, 8), (3, 3, 8, 8)),
+    images=True,
 )
 
 _WORKLOADS = [
@@ -240,6 +290,8 @@ _WORKLOADS = [
         lambda generator: _dense((TABLE, 64))(generator)[0],
         token_wise=True,
     ),
+    _IMAGES,
+    replace(_IMAGES, name="images, two convolutions, buckets=4", buckets=4),
 ]
 
 WORKLOADS = {w.name: w for w in _WORKLOADS}
