@@ -149,6 +149,7 @@ azurite: .cache/azurite/ready
 docs: .venv/ready
 	.venv/bin/python tools/generate_primitives.py
 	.venv/bin/python tools/generate_together.py
+	.venv/bin/python tools/generate_operations.py
 
 notebooks: .venv/ready
 	.venv/bin/python tools/notebooks.py

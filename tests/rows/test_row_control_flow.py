@@ -228,6 +228,20 @@ def test_a_reduction_by_a_function_leaves_padding_out():
     check(reduced, ragged(3, lengths=(3, 0, 2, 3)), modes=("jvp",))
 
 
+def test_a_loop_for_each_place():
+    """Each takes its own number of steps, and none is taken in the padding, which would not end"""
+
+    def doubled(t, k):
+        return lax.while_loop(lambda c: c[0] < 9, lambda c: (c[0] * 2 + k, c[1] + 1), (t, 0))
+
+    def f(x):
+        sizes = jnp.abs(x[:, 0])
+        pairs = jax.vmap(jax.vmap(doubled, (0, None)), (None, 0))
+        return jax.vmap(doubled)(sizes, sizes), pairs(sizes, jnp.ones(2, x.dtype))[0]
+
+    check(f, ragged(3, lengths=(3, 0, 2, 3), spare=40), modes=("jvp",))
+
+
 REFUSED = {
     "collective": (
         lambda x: lax.scan(lambda c, r: (c + lax.psum(r, "rows"), c), jnp.zeros(3), x),
@@ -240,12 +254,6 @@ REFUSED = {
     "callback": (lambda x: jax.pure_callback(np.sin, x, x), "hands to Python"),
     "print": (lambda x: (jax.debug.print("{}", x), x)[1], "hands to Python"),
     "sum over rows": (lambda x: lax.psum(x, "rows"), "Reduce over the row first"),
-    "a loop for each place": (
-        lambda x: jax.vmap(lambda t: lax.while_loop(lambda c: c < 9, lambda c: c * 2 + 1, t))(
-            jnp.abs(x[:, 0])
-        ),
-        "a loop for each place of the row",
-    ),
     "a branch for each place": (
         lambda x: bx.vmap(lambda t: lax.cond(t > 0, jnp.log, lambda t: t, t))(x[:, 0]),
         "which take different ways",

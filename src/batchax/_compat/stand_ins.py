@@ -23,8 +23,12 @@ STAND_IN_PLACES = {
     "convolution": ("jax._src.numpy.lax_numpy", "_conv"),
     "derivative of a reduction": ("jax._src.lax.lax", "_reduce_jvp"),
     "indices": ("jax._src.numpy.indexing", "_parse_indices"),
+    "interp": ("jax.numpy", "interp"),
+    "linspace": ("jax.numpy", "linspace"),
     "loop of fori_loop": ("jax._src.lax.control_flow.loops", "while_loop"),
     "permutation": ("jax.random", "permutation"),
+    "rfftfreq": ("jax.numpy.fft", "rfftfreq"),
+    "searchsorted": ("jax.numpy", "searchsorted"),
     "psum": ("jax._src.lax.parallel", "_psum"),
     "shuffle": ("jax._src.random.core", "_shuffle"),
 }

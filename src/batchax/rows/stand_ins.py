@@ -142,6 +142,97 @@ def _convolution(
     return jnp.take(whole, jnp.arange(size) + (start + first), mode="clip")
 
 
+@_compat.stands_in_for("linspace")
+def _linspace(
+    original: Any,
+    start: Any,
+    stop: Any,
+    num: Any = 50,
+    endpoint: bool = True,
+    retstep: bool = False,
+    dtype: Any = None,
+    axis: int = 0,
+    **kwargs: Any,
+) -> Any:
+    # JAX computes the number of steps as a number, and puts the end behind what comes before.
+    if not _compat.is_row_size(num) or kwargs or axis != 0:
+        return original(start, stop, num, endpoint, retstep, dtype, axis, **kwargs)
+    start, stop = jnp.asarray(start), jnp.asarray(stop)
+    inexact = jnp.promote_types(jnp.result_type(start, stop), np.float16)
+    of_result = jnp.result_type(float) if inexact == np.float16 else inexact
+    of_result = jax.dtypes.canonicalize_dtype(of_result if dtype is None else dtype)
+    floats = of_result if jnp.issubdtype(of_result, jnp.inexact) else jnp.result_type(float)
+    start, stop = start.astype(floats), stop.astype(floats)
+    count = jnp.asarray(num, floats) - (1 if endpoint else 0)
+    at = jnp.arange(num).astype(floats).reshape(-1, *[1] * max(start.ndim, stop.ndim))
+    part = at / jnp.maximum(count, 1)
+    out = start * (1 - part) + stop * part
+    if endpoint:
+        out = jnp.where((at == count) & (at > 0), stop, out)
+    out = out if floats == of_result else jnp.floor(out)
+    step = jnp.where(count > 0, (stop - start) / jnp.maximum(count, 1), jnp.nan)
+    return (out.astype(of_result), step) if retstep else out.astype(of_result)
+
+
+@_compat.stands_in_for("searchsorted")
+def _searchsorted(
+    original: Any, a: Any, v: Any, side: str = "left", sorter: Any = None, **kwargs: Any
+) -> Any:
+    # JAX halves as often as the size says. Here it is as often as the longest row needs.
+    size = np.shape(a)[0] if np.ndim(a) == 1 else None
+    most = greatest(size) if _compat.is_row_size(size) else None
+    if most is None or side not in ("left", "right"):
+        return original(a, v, side, sorter, **kwargs)
+    a, v = jnp.asarray(a), jnp.asarray(v)
+    a = a if sorter is None else a[sorter]
+    a, v = (x.astype(jnp.promote_types(a.dtype, v.dtype)) for x in (a, v))
+    before = lambda x, y: (x < y) | ((y != y) & (x == x))  # NaN is last
+    low = jnp.zeros(v.shape, np.int32)
+    high = jnp.zeros(v.shape, np.int32) + jnp.asarray(size, np.int32)
+    for _ in range(most.bit_length()):
+        middle = (low + high) // 2
+        there = jnp.take(a, middle, mode="clip")
+        after = before(there, v) if side == "left" else ~before(v, there)
+        going = low < high
+        low = jnp.where(going & after, middle + 1, low)
+        high = jnp.where(going & ~after, middle, high)
+    return low
+
+
+@_compat.stands_in_for("rfftfreq")
+def _rfftfreq(original: Any, n: Any, d: Any = 1.0, **kwargs: Any) -> Any:
+    # JAX asks whether the size is even, and takes it to be odd where it cannot tell. There are as
+    # many either way.
+    if not _compat.is_row_size(n):
+        return original(n, d, **kwargs)
+    dtype = kwargs.get("dtype") or jnp.result_type(float, d)
+    return jnp.arange(n // 2 + 1).astype(dtype) / (jnp.asarray(d, dtype) * jnp.asarray(n, dtype))
+
+
+@_compat.stands_in_for("interp")
+def _interp(
+    original: Any, x: Any, xp: Any, fp: Any, left: Any = None, right: Any = None, period: Any = None
+) -> Any:
+    # JAX asks for the length of the table as a number.
+    size = np.shape(xp)[0] if np.ndim(xp) == 1 else None
+    if not _compat.is_row_size(size) or period is not None or isinstance(left or right, str):
+        return original(x, xp, fp, left, right, period)
+    floats = jnp.promote_types(jnp.result_type(x, xp), jnp.result_type(float, x, xp))
+    x, xp = jnp.asarray(x).astype(floats), jnp.asarray(xp).astype(floats)
+    fp = jnp.asarray(fp) * 1.0
+    at = jnp.clip(jnp.searchsorted(xp, x, side="right"), 1, jnp.asarray(size) - 1)
+    low, high = (
+        (lambda y: jnp.take(y, at - 1, mode="clip")),
+        (lambda y: jnp.take(y, at, mode="clip")),
+    )
+    dx = high(xp) - low(xp)
+    flat = jnp.abs(dx) <= np.spacing(np.finfo(floats).eps)  # as JAX has it: no NaN in derivatives
+    between = low(fp) + (x - low(xp)) / jnp.where(flat, 1, dx) * (high(fp) - low(fp))
+    out = jnp.where(flat, low(fp), between)
+    out = jnp.where(x < xp[0], fp[0] if left is None else left, out)
+    return jnp.where(x > xp[-1], fp[-1] if right is None else right, out)
+
+
 @_compat.stands_in_for("associative_scan", "associative_scan of cumprod")
 def _associative_scan(
     original: Any, fn: Callable[..., Any], elems: Any, reverse: bool = False, axis: int = 0

@@ -183,11 +183,6 @@ def _while(
     body_nconsts: int,
     body_jaxpr: Any,
 ) -> list[Any]:
-    if cond_jaxpr.out_avals[0].shape:
-        raise op.refuse(
-            "it is a loop for each place of the row, as `vmap` of a `while_loop` over them makes, "
-            "and they end at different steps."
-        )
     tested, consts = rows[:cond_nconsts], rows[cond_nconsts:][:body_nconsts]
     carry = rows[cond_nconsts + body_nconsts :]
     avals = _compat.close(body_jaxpr).out_avals
@@ -196,8 +191,29 @@ def _while(
         outs = run_inside(op.sizes, program, [*consts, *typed_rows(values, avals)])
         return arrays(outs, program.out_avals)
 
-    return lax.while_loop(
-        lambda values: run(cond_jaxpr, tested, values)[0],
-        lambda values: run(body_jaxpr, consts, values),
-        arrays(carry, avals),
-    )
+    places = cond_jaxpr.out_avals[0].shape
+    if not places:
+        return lax.while_loop(
+            lambda values: run(cond_jaxpr, tested, values)[0],
+            lambda values: run(body_jaxpr, consts, values),
+            arrays(carry, avals),
+        )
+    # A loop for each place of the row, as `vmap` of a `while_loop` over them makes: until all are
+    # done, each keeps what it has when it is, and those in the padding are from the beginning.
+    mask = op.sizes.mask(places, op.sizes.padded_axes(places))
+
+    def active(values: Sequence[Value]) -> Any:
+        (going,) = run(cond_jaxpr, tested, values)
+        return going if mask is None else lax.bitwise_and(going, mask)
+
+    def step(state: Any) -> Any:
+        going, values = state
+        values = [
+            lax.select(lax.broadcast_in_dim(going, x.shape, range(going.ndim)), x, old)
+            for x, old in zip(run(body_jaxpr, consts, values), values, strict=True)
+        ]
+        return active(values), values
+
+    first = arrays(carry, avals)
+    going = active(first)
+    return lax.while_loop(lambda state: jnp.any(state[0]), step, (going, first))[1]

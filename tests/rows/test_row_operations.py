@@ -1,0 +1,73 @@
+"""Each function of `jax.numpy` and its siblings on rows of traced lengths: as the row alone."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+
+from support.row_operations import FEW, MANY, calls, function_of, left_out, page, rows, why_not
+
+WAYS = {
+    "auto": {},
+    "packed": {"layout": "packed"},
+    "padded": {"layout": "padded"},
+    "chunks": {"batch_size": 2},
+}
+CALLS = calls()
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "operations.md"
+TOGETHER = 12  # functions in one program, which takes less time to compile than many
+
+pytestmark = pytest.mark.compiles(80)
+
+
+def test_every_function_has_a_call():
+    assert not left_out()
+
+
+@pytest.mark.nightly
+def test_the_page_is_what_runs():
+    if jax.__version__ in PAGE.read_text().split("called on")[0]:
+        assert PAGE.read_text() == page(), "run `make docs`"
+
+
+def is_rows(y):
+    return isinstance(y, bx.Ragged)
+
+
+def tolerance(dtype):
+    return 2e-4 if jnp.finfo(dtype).bits == 32 else 1e-9
+
+
+def agree(got, alone, where):
+    for i, row in enumerate(alone):
+        for name, expected in row.items():
+            leaves = jax.tree.leaves(got[name], is_leaf=is_rows)
+            assert len(leaves) == len(jax.tree.leaves(expected)), name
+            for y, e in zip(leaves, jax.tree.leaves(expected), strict=True):
+                place = f"{name}, {where}, row {i}"
+                mine, theirs = np.asarray(y.rows()[i] if is_rows(y) else y[i]), np.asarray(e)
+                assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape), place
+                close = 0.0
+                if np.issubdtype(theirs.dtype, np.inexact):
+                    close = tolerance(theirs.dtype)
+                np.testing.assert_allclose(mine, theirs, close, close, err_msg=place)
+
+
+@pytest.mark.parametrize("first", range(0, len(CALLS), TOGETHER))
+@pytest.mark.each_commit(1)
+def test_as_the_row_alone(first):
+    x = rows(FEW)
+    functions = {name: function_of(name, CALLS[name]) for name in [*CALLS][first:][:TOGETHER]}
+    any_length = {name: f for name, f in functions.items() if why_not(f, MANY) is None}
+    others = {name: f for name, f in functions.items() if name not in any_length}
+    for chosen, ways in ((any_length, WAYS), (others, {"auto": {}, "chunks": WAYS["chunks"]})):
+        if not chosen:
+            continue
+        together = lambda x, chosen=chosen: {name: f(x) for name, f in chosen.items()}
+        alone = [jax.jit(together)(row) for row in bx.Ragged(x.data, np.asarray(x.lengths)).rows()]
+        for way, options in ways.items():
+            agree(jax.jit(bx.vmap(together, **options))(x), alone, way)
