@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from batchax.divergence.blocks import Blocks, anyone
 from batchax.divergence.refill import InWindow, Queue, refill
 from batchax.divergence.staged import staged_once, while_loop
 from batchax.divergence.varying import alike
@@ -39,11 +39,6 @@ from batchax.kernel.axis import Position
 Tally = tuple[Any, ...]
 """Iterations, and lane-steps of active lanes in two halves of 32 bits, the high one first: in
 single precision JAX has no integers of 64 bits. Empty where nothing is counted."""
-
-# Lanes are counted by a loop over blocks of them, which is compiled as one function if a block is
-# small. Sums over a longer dimension are compiled as several.
-_BLOCK = 16, 32
-_MOST_BLOCKS = 256
 
 LaneStep = Callable[[int, Sequence[Any], Any, Sequence[Any], Tally], tuple[Any, list[Any], Tally]]
 """One step of some lanes: (width, consts, active, carry, tally) -> (active, carry, tally)."""
@@ -125,14 +120,16 @@ def run_in_windows(
         left = plan.most_left if plan.threshold is None else plan.refilled_at(size)
         left = max(left, widths[0]) if widths else 0
         goes_on = _GoesOn(plan, size, left)
-        _, begins = goes_on.judged(active, None, np.float32(0))
+        begins = anyone(active)
         state = alike((active, carry, plan.blank), varying)
         active, carry, tally = _steps(step, consts, begins, goes_on, None, state)
         tallies = [tally]
     queue = Queue.of_all(active)
-    for width, narrower in itertools.pairwise([*widths, 0]):
+    for k, (width, narrower) in enumerate(itertools.pairwise([*widths, 0])):
         window = _Window(plan, width, narrower, step, consts, positions)
-        carry, lanes, tally = window.run(queue, carry, varying)
+        # All that a window leaves fit the next one: who is in the last one stays there.
+        run = window.run_to_the_end if k and not narrower else window.run
+        carry, lanes, tally = run(queue, carry, varying)
         queue = Queue(lanes.index, lanes.active)
         tallies.append(tally)
     return carry, tallies
@@ -231,23 +228,22 @@ class _GoesOn:
         return staged_once((self, "window"), self._judged, waiting, active, wasted)
 
     def _judged(self, waiting: Any, active: Any, wasted: Any) -> tuple[Any, Any]:
-        blocks, *block = _in_blocks(self.width)
-        if jax.default_backend() != "cpu" or blocks > _MOST_BLOCKS:
+        blocks = Blocks.of(active)
+        if blocks is None:
             count = count_active(active)
             wasted += lax.convert_element_type(self.width - count, np.float32)
             return wasted, self._of_count(waiting, count, wasted)
-        rows = lax.reshape(active, (blocks, *block))
 
         def once(state: Any) -> Any:
-            row, count, wasted, _ = state
-            new = lax.dynamic_slice_in_dim(rows, row, 1, 0, allow_negative_indices=False)
-            new = lax.reduce_sum(lax.convert_element_type(new, np.int32), (0, 1, 2))
+            place, count, wasted, _ = state
+            new = lax.convert_element_type(blocks.at(place), np.int32)
+            new = lax.reduce_sum(new, tuple(range(new.ndim)))
             count += new
-            wasted += lax.convert_element_type(np.int32(math.prod(block)) - new, np.float32)
-            return row + np.int32(1), count, wasted, self._of_count(waiting, count, wasted)
+            wasted += lax.convert_element_type(np.int32(blocks.lanes) - new, np.float32)
+            return place + blocks.step, count, wasted, self._of_count(waiting, count, wasted)
 
         start = alike((np.int32(0), np.int32(0), wasted, np.True_), [active])
-        return lax.while_loop(lambda state: state[0] < blocks, once, start)[2:]
+        return lax.while_loop(lambda state: state[0] < blocks.end, once, start)[2:]
 
     def _of_count(self, waiting: Any, count: Any, wasted: Any) -> Any:
         plan = self.plan
@@ -256,16 +252,6 @@ class _GoesOn:
         bears = (count > 0) & plan.bears(wasted, np.int32(self.width))
         full = count > plan.refilled_at(self.width)
         return lax.select(waiting, full | bears, count > self.left)
-
-
-def _in_blocks(width: int) -> tuple[int, int, int]:
-    """So many blocks, two at least, of so many rows of so many lanes: as large as may be."""
-    shape: tuple[int, ...] = ()
-    for most in reversed(_BLOCK):
-        most = min(most, max(1, width // 2))
-        divisor = next(n for n in range(most, 0, -1) if width % n == 0)
-        width, shape = width // divisor, (divisor, *shape)
-    return width, *shape  # pyright: ignore
 
 
 class _Window:
@@ -295,27 +281,41 @@ class _Window:
         self, queue: Queue, everyone: list[Any], varying: Any
     ) -> tuple[list[Any], InWindow, Tally]:
         """The carries of all lanes, who is left in the window, and the count of lane-steps."""
-        size = everyone[0].shape[0]
-        nobody = InWindow.empty(size, self.width)
-        nobody = nobody._replace(waiting=lax.reduce_or(queue.active, (0,)))
-        state = everyone, nobody, self.plan.blank
         goes_on = _GoesOn(self.plan, self.width, self.narrower)
 
-        def turn(state: Any) -> Any:
-            everyone, lanes, tally = state
-            lanes = refill(queue, lanes)
-            here = lax.min(lanes.index, np.int32(size - 1))  # of places where nobody is, someone
-            carry = [rows_of(x, 0, here) for x in everyone]
-            consts = [rows_of(x, a, here) for x, a in zip(self.consts, self.positions, strict=True)]
-            state = lanes.active, carry, tally
-            active, carry, tally = _steps(
-                self.step, consts, lanes.any_active, goes_on, lanes.waiting, state
-            )
-            put_back = functools.partial(with_rows, target=lanes.index)
-            everyone = list(map(put_back, everyone, carry))
-            return everyone, lanes._replace(active=active), tally
+        def steps(lanes: InWindow, consts: Sequence[Any], state: Any) -> Any:
+            return _steps(self.step, consts, lanes.any_active, goes_on, lanes.waiting, state)
 
-        return while_loop(lambda state: state[1].waiting, turn, alike(state, varying))
+        turn = functools.partial(self._turn, queue, steps)
+        state = alike(self._empty(everyone, anyone(queue.active)), varying)
+        return while_loop(lambda state: state[1].waiting, turn, state)
+
+    def run_to_the_end(
+        self, queue: Queue, everyone: list[Any], varying: Any
+    ) -> tuple[list[Any], InWindow, Tally]:
+        """As `run`, where the window has a place for each lane."""
+
+        def steps(_: InWindow, consts: Sequence[Any], state: Any) -> Any:
+            return _until_all_are_done(self.step, self.width, consts, state)
+
+        return self._turn(queue, steps, alike(self._empty(everyone, np.True_), varying))
+
+    def _empty(self, everyone: list[Any], waiting: Any) -> tuple[list[Any], InWindow, Tally]:
+        empty = InWindow.empty(everyone[0].shape[0], self.width)
+        return everyone, empty._replace(waiting=waiting), self.plan.blank
+
+    def _turn(self, queue: Queue, steps: Callable[..., Any], state: Any) -> Any:
+        """Has those who wait take the places of lanes that are done, and runs `steps` of them."""
+        everyone, lanes, tally = state
+        lanes = refill(queue, lanes)
+        last = np.int32(everyone[0].shape[0] - 1)
+        here = lax.min(lanes.index, last)  # of places where nobody is, someone
+        carry = [rows_of(x, 0, here) for x in everyone]
+        consts = [rows_of(x, a, here) for x, a in zip(self.consts, self.positions, strict=True)]
+        active, carry, tally = steps(lanes, consts, (lanes.active, carry, tally))
+        put_back = functools.partial(with_rows, target=lanes.index)
+        everyone = list(map(put_back, everyone, carry))
+        return everyone, lanes._replace(active=active), tally
 
 
 def rows_of(x: Value, position: Position, lanes: Any) -> Any:
