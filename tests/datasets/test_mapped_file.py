@@ -1,5 +1,6 @@
 """Files that are mapped: nothing is copied, and nobody can change or cut them under a map."""
 
+import contextlib
 import fcntl
 import functools
 import os
@@ -193,3 +194,22 @@ def test_the_same_results_mapped_or_read(fun, monkeypatch):
         monkeypatch.setattr(MappedFile, "__init__", no_lease)
     np.testing.assert_array_equal(*results)
     np.testing.assert_array_equal(np.load("x.npy"), X)
+
+
+def test_who_is_told_of_progress_may_write_to_an_input(tmp_path, monkeypatch):
+    """It waits for what is being computed, and not for itself; the map sees what it did."""
+    monkeypatch.setattr(mapped_file, "_LEAST", 0)
+    x, told = tmp_path / "x.npy", []
+    np.save(x, np.ones((64, 3), np.float32))
+
+    def write(done, total):
+        if not told:
+            np.save(x, np.zeros((64, 3), np.float32))
+        told.append(threading.current_thread())
+
+    with contextlib.suppress(bx.StorageError):  # if there was something left to read
+        report = bx.map(jnp.sum, x, batch_size=2, commit_rows=2, progress=write)
+        np.testing.assert_array_equal(report.outputs, 3)
+    assert told
+    assert threading.main_thread() not in told
+    np.testing.assert_array_equal(np.load(x), 0)

@@ -257,6 +257,38 @@ def test_damage_is_found_and_mended(root, capsys):
     assert "finished" in capsys.readouterr().out
 
 
+PATTERNS = [
+    "data/year=*/x.npy",
+    "data/**/x.npy",
+    "**/x.npy",
+    "data/year=[12]/*.npy",
+    "y.zarr:a/b",
+    "*.zarr:a/b",
+    "y.zarr:c",
+    "*.parquet:c",
+]
+
+
+def test_patterns_and_arrays_in_groups(memory):
+    put(f"{memory}/data/year=1/x.npy", npy(X[:5]))
+    put(f"{memory}/data/year=2/x.npy", npy(X[5:]))
+    put(f"{memory}/data/.kept/x.npy", npy(X))  # no star stands for a dot
+    bx.map(lambda x: {"a": {"b": x}, "c": x}, X, out=f"{memory}/y.zarr", **UNIT)
+    bx.map(lambda x: {"c": x}, X, out=f"{memory}/t.parquet", **UNIT)
+    for pattern in PATTERNS:
+        got = bx.map(lambda x: x, f"{memory}/{pattern}", progress=False).outputs
+        np.testing.assert_array_equal(got, X, err_msg=pattern)
+    with pytest.raises(bx.StorageError, match="no object fits the pattern"):
+        bx.map(lambda x: x, f"{memory}/none*/x.npy")
+    with pytest.raises(bx.ArgumentTypeError, match="which would change while it is read"):
+        bx.map(lambda x: x, f"{memory}/*.parquet:c", out=f"{memory}/z.parquet", **UNIT)
+    out = f"{memory}/sums.zarr"
+    bx.map(jnp.sum, f"{memory}/data/year=*/x.npy", out=out, **UNIT)
+    put(f"{memory}/data/year=3/x.npy", npy(X))
+    with pytest.raises(bx.JobError, match="results of another call"):
+        bx.map(jnp.sum, f"{memory}/data/year=*/x.npy", out=out, **UNIT)
+
+
 @pytest.mark.parametrize("silent", ["/c.2", "done.json"])
 def test_a_store_that_does_not_answer_is_not_damaged(memory, monkeypatch, silent):
     """Else a network that is cut while somebody verifies would have all computed again."""

@@ -24,6 +24,7 @@ class NpyFile(Source):
 
     gives_fresh = True
     lends = True
+    maps = True
 
     def __init__(self, path: Path, member: str, name: str) -> None:
         self.files = Files(path, name)

@@ -8,16 +8,20 @@ import itertools
 import os
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from batchax.datasets import objects
+from batchax.datasets.addresses import ObjectPath
 from batchax.datasets.parts import Rows
 from batchax.datasets.source import Index, Source
 from batchax.errors import AxisError, StorageError
+
+Fits = Callable[[Any], bool]
 
 _HELD = 8  # files that are not let go of
 
@@ -30,6 +34,43 @@ def is_pattern(path: str) -> bool:
 def matching(pattern: str) -> list[Path]:
     """What a pattern names, by name; ``**`` stands for folders in folders."""
     return sorted(map(Path, glob.glob(pattern, recursive=True)))
+
+
+def fits_files(pattern: str) -> Fits:
+    """Whether a file would fit a pattern, once it is there."""
+    resolved = Path(pattern).resolve()
+    return lambda path: isinstance(path, Path) and _fits(path, resolved)
+
+
+def fits_objects(pattern: ObjectPath) -> Fits:
+    """The same of names of objects, of which slashes make folders."""
+    place, parts = (pattern.scheme, pattern.bucket), pattern.key.split("/")
+    return lambda path: (
+        isinstance(path, ObjectPath)
+        and (path.scheme, path.bucket) == place
+        and _fit_parts(path.key.split("/"), parts)
+    )
+
+
+def _fit_parts(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """As `glob` has it: two stars are any folders, and none of the stars stands for a first dot."""
+    if not (names and patterns):
+        return not names and all(pattern == "**" for pattern in patterns)
+    (name, *more), (pattern, *rest) = names, patterns
+    shown = pattern.startswith(".") or not name.startswith(".")
+    if pattern == "**":
+        return _fit_parts(names, rest) or (shown and _fit_parts(more, patterns))
+    return shown and fnmatch.fnmatchcase(name, pattern) and _fit_parts(more, rest)
+
+
+def matching_objects(pattern: ObjectPath) -> list[ObjectPath]:
+    """What a pattern names in a store, by name: objects, and what these are in."""
+    fixed = itertools.takewhile(lambda part: not glob.has_magic(part), pattern.key.split("/"))
+    root = ObjectPath(pattern.scheme, pattern.bucket, "/".join(fixed))
+    seen: set[ObjectPath] = set()
+    for path, _ in objects.below(root):
+        seen.update((path, *path.parents))
+    return sorted(filter(fits_objects(pattern), seen))
 
 
 def _fits(path: Path, pattern: Path) -> bool:
@@ -45,7 +86,7 @@ class Joined(Source):
 
     Args:
       parts: the sources.
-      pattern: what their paths fit.
+      fits: whether what is written to a path would be one of them.
       name: for messages.
 
     Raises:
@@ -54,7 +95,7 @@ class Joined(Source):
 
     lends = True
 
-    def __init__(self, parts: Sequence[Source], pattern: str, name: str) -> None:
+    def __init__(self, parts: Sequence[Source], fits: Fits, name: str) -> None:
         first, *_ = parts
         kind = lambda x: (x.shape[1:], x.dtype, x.ragged)
         for part in parts:
@@ -67,7 +108,8 @@ class Joined(Source):
                 )
         self.ragged = first.ragged
         self.in_process = any(part.in_process for part in parts)
-        self._parts, self._pattern = parts, Path(pattern).resolve()
+        self._parts, self._fits = parts, fits
+        self.maps = all(part.maps for part in parts)
         self._held: deque[int] = deque()
         self._ends = list(itertools.accumulate(part.shape[0] for part in parts))
         self._files = [files for part in parts for files in part.all_files]
@@ -80,8 +122,7 @@ class Joined(Source):
         return self._files
 
     def would_hold(self, path: Any) -> bool:
-        fits = isinstance(path, Path) and _fits(path, self._pattern)
-        return fits or super().would_hold(path)
+        return self._fits(path) or super().would_hold(path)
 
     @cached_property
     def lengths(self) -> np.ndarray | None:

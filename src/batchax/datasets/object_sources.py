@@ -6,6 +6,7 @@ of which version it is.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import io
 import itertools
@@ -18,6 +19,7 @@ from batchax.datasets import objects
 from batchax.datasets.addresses import ObjectPath, address
 from batchax.datasets.columns import ParquetColumn
 from batchax.datasets.failures import needed, reading
+from batchax.datasets.joined import Joined, fits_objects, matching_objects
 from batchax.datasets.known_files import refuse_unfinished
 from batchax.datasets.npy_layout import InParts, Layout
 from batchax.datasets.source import Index, Source
@@ -44,9 +46,15 @@ def open_object(url: str, name: str) -> Source:
     assert isinstance(whole, ObjectPath)
     kind, _, member = whole.key.rpartition("/")[2].partition(":")
     path = whole
-    if member:
+    group, _, array = whole.key.partition(".zarr:")
+    if array:  # a path in a group
+        kind, member = "", ""
+        path = ObjectPath(whole.scheme, whole.bucket, f"{group}.zarr/{array.strip('/')}")
+    elif member:
         path = address(url[: len(url) - len(member) - 1], name)
         assert isinstance(path, ObjectPath)
+    if glob.has_magic(path.key):
+        return _joined(path, member, name, url)
     name, suffix = f"{name} ({whole})", kind.rpartition(".")[2] if "." in kind else ""
     if suffix in ("npz", "h5", "hdf5", "he5"):
         raise UnsupportedError(
@@ -59,6 +67,16 @@ def open_object(url: str, name: str) -> Source:
     if suffix == "parquet" or any(part.suffix == ".parquet" for part in there.seen):
         return ParquetObjects(there, member, name)
     return ZarrObjects(there, name)
+
+
+def _joined(pattern: ObjectPath, member: str, name: str, url: str) -> Source:
+    with reading(f"{name} ({url})"):
+        paths = matching_objects(pattern)
+    if not paths:
+        raise StorageError(f"{name} ({url}): no object fits the pattern.")
+    of = f":{member}" if member else ""
+    parts = [open_object(f"{each}{of}", name) for each in paths]
+    return Joined(parts, fits_objects(pattern), f"{name} ({url})")
 
 
 class ObjectFiles:

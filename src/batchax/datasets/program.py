@@ -27,6 +27,7 @@ from batchax.vmap import vmap
 
 # Of a batch that batch_size="auto" chooses: more rows gain nothing. An accelerator wants more.
 _MOST_BYTES, _MOST_ELSEWHERE = 8 * 2**20, 64 * 2**20
+_MAPPED = 4  # times as many bytes of a mapped file as others are in a unit: less is handed over
 _FEW = 8  # rows, by whose program it is seen what a row takes
 _ROOMS = 4  # programs for batches of rows of different lengths, by how many elements these have
 _COUNTS = "counts in sums"  # no name that an argument may have
@@ -205,6 +206,12 @@ class RowFunction:
     def row_bytes(self) -> int:
         """What a row takes, read and written."""
         return sum(m.row_bytes for m in self.inputs.mapped) + sum(o.row_bytes for o in self.outputs)
+
+    @property
+    def held_bytes(self) -> float:
+        """Of these what a unit holds: parts of mapped files are the system's, but not free."""
+        maps = sum(m.row_bytes for m in self.inputs.mapped if m.source.maps)
+        return self.row_bytes - maps + maps / _MAPPED
 
     def fitting(self, memory_limit: Any) -> int:
         """How many rows fit the memory at a time: `batch_size="auto"`."""

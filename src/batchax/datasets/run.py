@@ -146,9 +146,9 @@ def plan_of(
             commit_rows = max(1, rows)  # they are one batch
     size = max(1, min(size, rows))
     if function.inputs.streams:
-        plan = Plan.of(rows, size, function.row_bytes, function.row_seconds, commit_rows)
+        plan = Plan.of(rows, size, function.held_bytes, function.row_seconds, commit_rows)
         return replace(plan, open=True)
-    plan = Plan.of(rows, size, function.row_bytes, function.row_seconds, commit_rows)
+    plan = Plan.of(rows, size, function.held_bytes, function.row_seconds, commit_rows)
     lengths = [m.source.lengths for m in function.inputs.mapped]
     of_rows = [x for x in lengths if x is not None]
     if asked is not None or not of_rows:
@@ -159,7 +159,8 @@ def plan_of(
 def _run_left(function: RowFunction, how: How, job: AnyJob, reused: int) -> None:
     """Runs the units that are not done."""
     stop = Stop()
-    work = Work(function, job.plan, job.store, how.policy, how.retries, stop, job.check)
+    watched = callable(how.progress)
+    work = Work(function, job.plan, job.store, how.policy, how.retries, stop, job.check, watched)
     taken = _taken(function, how, job) if function.inputs.streams else None
     left: Iterable[int] = ()
     if taken is None:

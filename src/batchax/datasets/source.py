@@ -37,6 +37,7 @@ class Source:
       has_members: whether a file holds several arrays, one of which is named after a colon.
       gives_fresh: whether `get` returns arrays that nobody else has, although NumPy cannot tell.
       lends: whether what `get` returned stays as it is, so that who only looks at it needs no copy.
+      maps: whether the rows that `get` returns mostly take no memory of this process's.
       in_process: whether its rows are handed to another process by a copy of them all.
       files: what it reads, if that is known. After each reading it is looked whether these are what
         they were.
@@ -46,6 +47,7 @@ class Source:
     has_members = False
     gives_fresh = False
     lends = False
+    maps = False
     in_process = False
     files: Any = None  # `Files`, or none: a subclass that has some need not ask
 

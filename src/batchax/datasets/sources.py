@@ -13,7 +13,7 @@ from jax.core import Tracer
 from batchax.datasets.addresses import ObjectPath, is_url
 from batchax.datasets.columns import ArrowColumn
 from batchax.datasets.failures import reading
-from batchax.datasets.joined import Joined, is_pattern, matching
+from batchax.datasets.joined import Joined, fits_files, is_pattern, matching
 from batchax.datasets.kinds import Kinds
 from batchax.datasets.memory import InMemory, InRagged, Sliced, in_memory
 from batchax.datasets.source import Source, native
@@ -125,7 +125,8 @@ def _joined(pattern: str, member: str, name: str, path: str) -> Source:
             f"{name} ({path}): no file fits the pattern, from the folder {Path.cwd()}."
         )
     of = f":{member}" if member else ""
-    return Joined([open_path(f"{each}{of}", name) for each in paths], pattern, f"{name} ({path})")
+    parts = [open_path(f"{each}{of}", name) for each in paths]
+    return Joined(parts, fits_files(pattern), f"{name} ({path})")
 
 
 def _kind_of(file: Path) -> str | None:

@@ -219,10 +219,19 @@ class _Batch:
         return self.unit.start + self.first + place
 
     def _arguments(self, instead: dict[int, int]) -> tuple[np.ndarray, list[Any], int]:
+        mapped = self.program.function.inputs.mapped
+        if self.is_full and not instead and not any(isinstance(x, Rows) for x in self.data):
+            data: Sequence[Any] = self.data
+            stop = self.first + self.count  # what most batches are: rows as they lie
+            parts = [
+                x[(slice(None),) * m.axis + (slice(self.first, stop),)]
+                for m, x in zip(mapped, data, strict=True)
+            ]
+            start = self.unit.start
+            return np.arange(start + self.first, start + stop), parts, 0
         places = np.minimum(np.arange(self.program.batch_size), self.count - 1)
         index = np.array([instead.get(int(p), int(p)) for p in places]) if instead else places
         index, places = index + self.first, places + self.first
-        mapped = self.program.function.inputs.mapped
         rows = [rows_of(x, m.axis, index, places) for m, x in zip(mapped, self.data, strict=True)]
         # By the rows that are there, whichever others take their places: so bits do not change.
         elements = [int(x.lengths[places].sum()) if isinstance(x, Rows) else 0 for x in self.data]

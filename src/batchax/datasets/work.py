@@ -31,6 +31,8 @@ class Work:
       retries: how many times reading and writing are tried again.
       stop: may say that nothing is to be tried again.
       check: raises an error if nothing may be written.
+      watched: whether a function of the user's is told of what is done. It may wait for a file that
+        this process lets go of once it has computed what it holds, so it gets a thread of its own.
     """
 
     function: RowFunction
@@ -40,6 +42,7 @@ class Work:
     retries: int
     stop: Stop = field(default_factory=Stop)
     check: Callable[[], None] = lambda: None
+    watched: bool = False
     _compiling: threading.Lock = field(default_factory=threading.Lock)
 
     @property

@@ -59,7 +59,7 @@ class Threads:
             for done in records:
                 tell(done.unit.rows, len(done.quarantined))
 
-        lasts = work.store.lasts
+        lasts = work.store.lasts or work.watched
         run_units(units, work.read, work.begin, work.write, written, work.stop, lasts)
 
 
