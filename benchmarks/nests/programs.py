@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from benchmarks.divergence.branches import SIZE, layers
 from benchmarks.divergence.loops import EPISODE, environment
 from benchmarks.nests.workload import Nest
 from benchmarks.workload import integers, keys, normal, uniform
@@ -174,6 +175,21 @@ def _resets(args: Any, _: Any) -> np.ndarray:
     return (np.asarray(ages)[:, None] + steps) % EPISODE == 0
 
 
+def seldom_dear(x: Any, taken: Any, weights: Any) -> Any:
+    """Twenty products in few of the steps. Counts are of steps with them."""
+
+    def step(x: Any, taken: Any) -> Any:
+        x = lax.cond(taken, layers(0), lambda x, _: 0.99 * x, x, weights)
+        return x, (x[0], taken.astype(jnp.int32))
+
+    return lax.scan(step, x, taken)[1]
+
+
+def _seldom(lanes: int, steps: int) -> tuple[Any, ...]:
+    taken = np.random.default_rng(1).uniform(size=(lanes, steps)) < 0.05
+    return normal(lanes, SIZE), jnp.asarray(taken), normal(1, SIZE, SIZE, seed=2) / 8
+
+
 @functools.cache
 def _game() -> Any:
     """The game, which holds arrays: made outside of programs."""
@@ -271,6 +287,15 @@ WORKLOADS = [
         256,
         40,
         counts=_resets,
+        family="Simulations",
+    ),
+    Nest(
+        "a dear branch in 5% of the steps",
+        seldom_dear,
+        _seldom,
+        64,
+        200,
+        in_axes=(0, 0, None),
         family="Simulations",
     ),
     Nest(
