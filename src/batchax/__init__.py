@@ -16,6 +16,7 @@ from batchax.batch_jaxpr import batch_jaxpr
 from batchax.bounded_while import bounded_while
 from batchax.check import check
 from batchax.check_rule import check_rule
+from batchax.clipped_grad import ClippedSum, clipped_grad
 from batchax.custom_vmap import custom_vmap
 from batchax.divergence.compact import Compact
 from batchax.divergence.lane_steps import LaneSteps
@@ -69,16 +70,16 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AUTO", "LANE_INDEX", "ZERO_IF_MAPPED", "ArgumentTypeError", "Axis", "AxisError",
-    "BatchSizeChoice", "BatchaxError", "Buckets", "Compact", "Comparison", "Explanation",
-    "JobError", "LaneSteps", "MemoryLimitError", "MismatchError", "ProcessesError", "Ragged",
-    "Reduce", "Reduction", "RowError", "RuleMismatchError", "RuleReplacedWarning",
+    "BatchSizeChoice", "BatchaxError", "Buckets", "ClippedSum", "Compact", "Comparison",
+    "Explanation", "JobError", "LaneSteps", "MemoryLimitError", "MismatchError", "ProcessesError",
+    "Ragged", "Reduce", "Reduction", "RowError", "RuleMismatchError", "RuleReplacedWarning",
     "SequentialFallbackWarning", "SmallerChunksWarning", "StorageError", "UnsupportedError",
     "auto_vmap", "axis_to_front", "batch_jaxpr", "batch_size_choices", "bounded_while",
-    "broadcasting", "bucket", "check", "check_rule", "compress", "custom_vmap", "explain",
-    "find_nonfinite", "gather", "host_function", "local", "map", "map_batches", "match_axis",
-    "move_axis", "nonzero", "ragged", "reducing", "register_container", "register_rule",
-    "same_program", "scan", "sequential_vmap", "size", "split_key", "stack", "tiles", "unique",
-    "unregister_container", "unstack", "vectorized", "vmap",
+    "broadcasting", "bucket", "check", "check_rule", "clipped_grad", "compress", "custom_vmap",
+    "explain", "find_nonfinite", "gather", "host_function", "local", "map", "map_batches",
+    "match_axis", "move_axis", "nonzero", "ragged", "reducing", "register_container",
+    "register_rule", "same_program", "scan", "sequential_vmap", "size", "split_key", "stack",
+    "tiles", "unique", "unregister_container", "unstack", "vectorized", "vmap",
 ]  # fmt: skip
 
 
