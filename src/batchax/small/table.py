@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from batchax.jaxprs.words import Aval
-from batchax.small import eigh, product, qr, svd
+from batchax.small import eigh, product, qr, svd, tridiagonal_solve
 from batchax.small.cholesky import cholesky
 from batchax.small.lu import lu
 from batchax.small.pays import of_library
@@ -38,6 +38,12 @@ DECOMPOSITIONS = {
     "eigh": Decomposition(eigh.eigh, (2,), eigh.serves),
     "qr": Decomposition(qr.qr, (2,), qr.serves),
     "svd": Decomposition(svd.svd, (2,), svd.serves),
+    "tridiagonal_solve": Decomposition(
+        tridiagonal_solve.tridiagonal_solve,
+        (1, 1, 1, 2),
+        tridiagonal_solve.serves,
+        tridiagonal_solve.pays,
+    ),
     "dot_general": Decomposition(product.product, None, product.serves, product.pays),
 }
 
