@@ -281,3 +281,48 @@ def test_maps_refuse_rows_along_two_axes_by_name(tmp_path):
         bx.map(jnp.sum, x, out=tmp_path / "sums.npy", progress=False)
     with pytest.raises(bx.UnsupportedError, match=r"along axis \(0, 1\), and out_axes"):
         bx.map(lambda x: jnp.outer(x, x), one, out=tmp_path / "squares.parquet", progress=False)
+
+
+def _softmax(x, axis):
+    e = np.exp(x - x.max(axis, keepdims=True, initial=-9))
+    return e / e.sum(axis, keepdims=True)
+
+
+def of_arrays(x, numpy, softmax):
+    """By JAX or by NumPy, of rows of shape (h, 2, w) that may have no elements."""
+    return (
+        numpy.transpose(x, (2, 1, 0)),
+        numpy.einsum("hcw,kcw->hk", x, x),
+        numpy.einsum("hcw,hcv->wv", x, x),
+        x.sum(0),
+        x.sum(2),
+        numpy.max(x, 2, initial=-9),
+        x[::-1],
+        numpy.flip(x, (0, 2)),
+        numpy.cumsum(x, 2),
+        numpy.sort(x, 0),
+        x[1:] - x[:-1],
+        numpy.pad(x, ((1, 0), (0, 0), (0, 2))),
+        softmax(1.0 * x, 2),
+        softmax(1.0 * x, 0),
+        numpy.reshape(x, (-1,)) if numpy is np else x.ravel(),
+        numpy.where(x > 0, x, numpy.arange(x.shape[2])),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "int32"])
+@pytest.mark.each_commit(1)
+def test_rows_of_drawn_sizes_are_as_each_alone(dtype):
+    generator, dtype = np.random.default_rng(5), jax.dtypes.canonicalize_dtype(dtype)
+    batched = jax.jit(
+        bx.vmap(lambda x: of_arrays(x, jnp, lambda x, k: jax.nn.softmax(x, k)), bx.ragged("h", "w"))
+    )
+    for _ in range(20):  # of one program
+        shapes = generator.choice([0, 1, 1, 2, 3, 5], (6, 2))
+        rows = [(4 * generator.normal(size=(h, 2, w))).astype(dtype) for h, w in shapes]
+        x = bx.Ragged.from_rows(rows, (5, 5), axis=(0, 2)).with_capacity(150)
+        got = jax.device_get(batched(x))
+        for i, row in enumerate(rows):
+            for mine, theirs in zip(got, of_arrays(row, np, _softmax), strict=True):
+                assert mine[i].shape == theirs.shape
+                np.testing.assert_allclose(mine[i], theirs, 2e-5, 2e-5)
