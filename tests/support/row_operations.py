@@ -187,8 +187,10 @@ OWN = {
         "swapaxes": "f(m, 0, 1)",
         "take": "f(x, jnp.array([0, -1]))",
         "take_along_axis": "f(x, jnp.argsort(y), 0)",
+        "minmax": "f(x)",
         "tensordot": "f(m, x, axes=(0, 0))",
         "tile": "f(x, 2)",
+        "top_k": "f(x, 2)",
         "tril_indices": "f(3, m=n)",
         "triu_indices": "f(3, m=n)",
         "unpackbits": "f(i.astype('uint8'))",
@@ -214,6 +216,7 @@ OWN = {
     },
     "jax.scipy.special": {
         "betainc": "f(1.5, 0.5, p)",
+        "erfcinv": "f(p)",
         "expn": "f(2, p)",
         "hyp1f1": "f(1.5, 2.5, x)",
         "hyp2f1": "f(0.5, 1.5, 2.5, 0.5 * p)",
