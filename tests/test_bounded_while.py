@@ -737,3 +737,16 @@ def test_loop_without_a_bound_inside():
     same(tangent, primal / x)
     with pytest.raises(bx.UnsupportedError, match="no derivative in reverse"):
         jax.grad(f)(0.3)
+
+
+def test_what_only_decides_has_no_cotangent():
+    """A zero would be multiplied by what infinite values have as derivatives."""
+
+    def f(x):
+        limit = jax.nn.logsumexp(x)
+        going_on = lambda c: (c[0] < 3) & (limit > c[0])
+        return bx.bounded_while(going_on, lambda c: (c[0] + 1, -c[1]), (0, x), 4)[1]
+
+    x = jnp.array([[1.0, jnp.nan], [5.0, 6.0], [jnp.inf, 2.0]])
+    pull = lambda f: jax.vjp(f, x)[1](jnp.ones_like(x))[0]
+    np.testing.assert_array_equal(jax.jit(lambda: pull(bx.vmap(f)))(), [[1, 1], [-1, -1], [-1, -1]])

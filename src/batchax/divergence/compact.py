@@ -208,9 +208,11 @@ class Compact:
         others = len(step.in_avals) - form.n_consts
         consts_at = form.split(loop.axes).consts
         differs = [*(a is not None for a in consts_at), *[True] * others]
-        widths = self.plan(axis.size, loop.test, step, differs).widths
+        plan = self.plan(axis.size, loop.test, step, differs)
+        widths = plan.widths
         width = widths[1] if len(widths) > 1 else axis.size
         if width == axis.size:
+            recording.note(why=plan.why)
             return None
         placed = run_bounded_loop(axis, loop, width)
         if placed is not None:

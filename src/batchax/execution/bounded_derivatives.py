@@ -211,10 +211,16 @@ def moving(
 ) -> tuple[list[int], list[int], list[int], list[int]]:
     """Which constants, carries, xs and ys of a loop have tangents, that carries `n` values.
 
-    A carry has one if it starts with one, or if some step gives it one.
+    A carry has one if it starts with one, or if some step gives it one. A constant that only
+    decides something has none: its cotangents would be zeros, which are NaN times infinity.
     """
-    of_consts, entries = list(map(moves, consts)), list(map(moves, xs))
-    smooth = [is_inexact(v.aval) for v in jaxpr.outvars]
+    entries, smooth = list(map(moves, xs)), [is_inexact(v.aval) for v in jaxpr.outvars]
+
+    def matters(k: int) -> bool:
+        alone = [i == k for i in range(len(jaxpr.invars))]
+        return any(hit and s for hit, s in zip(reached(jaxpr, alone), smooth, strict=True))
+
+    of_consts = [moves(t) and matters(k) for k, t in enumerate(consts)]
     of_carry = [m and s for m, s in zip(map(moves, carry), smooth, strict=False)]
     while True:
         hits = reached(jaxpr, [*of_consts, *of_carry, *entries])
