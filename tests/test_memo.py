@@ -276,7 +276,10 @@ NO_CACHES = {
     },
     "kernel/fallback.py": {"_warned": "the lines that a warning was given for"},
     "kernel/own_primitive.py": {"_declared": "a table, of imports"},
-    "kernel/registry.py": {"_rules": "a table that users fill"},
+    "kernel/registry.py": {
+        "_rules": "a table that users fill",
+        "_of_jax": "what JAX's own table had, of imports",
+    },
     "memo.py": {"_all": "the memos"},
     "programs/canonical.py": {"rules": "a table, of imports", "rules_by_fact": "another"},
     "rows/layouts.py": {"functools.cache": "what steps cost, while layouts are chosen"},
