@@ -125,7 +125,9 @@ def clipped_grad(
                     f"in_axes gives {axes[i]!r} for {argument_names(loss, len(args))[i]}, which "
                     "gradients are with respect to: all examples share it, so give None."
                 )
-        return vmap(one_example, axes, Reduce("sum"), **options)(*args, **kwargs)
+        total = vmap(one_example, axes, Reduce("sum"), **options)(*args, **kwargs)
+        # A sum of int32 is one of int64 where JAX has that.
+        return ClippedSum(total.sum, *(n.astype(np.int32) for n in total[1:]))
 
     return cast(Any, of_batch)
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from batchax.commands import dataset, explain, slurm
+from batchax.commands import dataset, demo, explain, slurm
 from batchax.commands.words import Mistake
 from batchax.errors import BatchaxError
 
@@ -44,4 +44,5 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_to(commands)
     dataset.add_to(commands)
     slurm.add_to(commands)
+    demo.add_to(commands)
     return parser

@@ -1,11 +1,15 @@
 """The command ``batchax explain``."""
 
+import argparse
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 
+from batchax import command
 from batchax.command import main
+from batchax.commands import demo
 
 MODEL = """
 import jax
@@ -127,3 +131,33 @@ def test_the_version(capsys):
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith("batchax ")
+
+
+def test_every_option_of_every_command_is_described():
+    def parsers(parser):
+        yield parser
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for inner in action.choices.values():
+                    yield from parsers(inner)
+
+    every = [action for parser in parsers(command._parser()) for action in parser._actions]
+    assert len(every) > 60
+    missing = [
+        a.dest for a in every if not a.help and not isinstance(a, argparse._SubParsersAction)
+    ]
+    assert missing == []
+
+
+def test_the_demo_runs_the_example_of_the_checkout(tmp_path, monkeypatch):
+    runs = []
+    monkeypatch.setattr(
+        demo.runpy, "run_path", lambda path: {"main": lambda to: runs.append((path, to))}
+    )
+    assert main(["demo", str(tmp_path)]) == 0
+    ((path, folder),) = runs
+    assert folder == str(tmp_path)
+    assert path.endswith("examples/digits.py")
+    assert "def main(folder" in Path(path).read_text()
+    monkeypatch.setattr(demo, "_PLACES", ())
+    assert main(["demo"]) == 2

@@ -83,20 +83,62 @@ def add_call(command: Any) -> None:
     command.add_argument(
         "--in-axes", nargs="*", metavar="AXIS", help="for each argument; None: all rows share it"
     )
-    command.add_argument("--out-axes", default="0", metavar="AXIS")
-    command.add_argument("--batch-size", default="auto", metavar="ROWS", help='a number, or "auto"')
-    command.add_argument("--memory-limit", metavar="BYTES", help="such as 2GiB")
-    command.add_argument("--commit-rows", type=int, metavar="ROWS", help="committed at once")
-    command.add_argument("--divergence", choices=["auto", "predicate", "compact"], default="auto")
-    command.add_argument("--small-matrices", choices=["auto", "library"], default="auto")
+    command.add_argument(
+        "--out-axes", default="0", metavar="AXIS", help="along which results have the rows"
+    )
+    command.add_argument(
+        "--batch-size",
+        default="auto",
+        metavar="ROWS",
+        help='rows that are computed at a time: a number, or "auto" (the default)',
+    )
+    command.add_argument(
+        "--memory-limit", metavar="BYTES", help="what a batch may take at most, such as 2GiB"
+    )
+    command.add_argument(
+        "--commit-rows", type=int, metavar="ROWS", help="rows that are written and counted at once"
+    )
+    command.add_argument(
+        "--divergence",
+        choices=["auto", "predicate", "compact"],
+        default="auto",
+        help="what rows do that are done with a loop: wait for the others, or leave",
+    )
+    command.add_argument(
+        "--small-matrices",
+        choices=["auto", "library"],
+        default="auto",
+        help="how small matrices are decomposed: by a library, one after another, or together",
+    )
     command.add_argument(
         "--executor", metavar="WHO", help="processes:4, or dask:tcp://host:8786; else threads"
     )
-    command.add_argument("--on-error", choices=["raise", "quarantine"], default="raise")
-    command.add_argument("--on-nonfinite", choices=["raise", "quarantine"])
-    command.add_argument("--max-errors", type=int, metavar="ROWS")
-    command.add_argument("--retries", type=int, default=2, metavar="TIMES")
-    command.add_argument("--version", help="of a function that calls the host")
+    command.add_argument(
+        "--on-error",
+        choices=["raise", "quarantine"],
+        default="raise",
+        help="what to do about a row for which the function fails: end, or set it aside and go on",
+    )
+    command.add_argument(
+        "--on-nonfinite",
+        choices=["raise", "quarantine"],
+        help="likewise about one whose results are not finite; if not given they are results",
+    )
+    command.add_argument(
+        "--max-errors", type=int, metavar="ROWS", help="end after setting aside more than these"
+    )
+    command.add_argument(
+        "--retries",
+        type=int,
+        default=2,
+        metavar="TIMES",
+        help="how often reading and writing are tried again if they fail (default: 2)",
+    )
+    command.add_argument(
+        "--version",
+        help="any text that you change with a function that calls the host, of which batchax "
+        "cannot see that it is another",
+    )
     command.add_argument(
         "--inputs-by",
         choices=["file", "content"],
@@ -104,7 +146,7 @@ def add_call(command: Any) -> None:
         help="how a file is known to be the same: by path, size and time, or by what it holds",
     )
     command.add_argument("--seed", type=int, help="of a random key, of which each row gets its own")
-    command.add_argument("--no-progress", action="store_true")
+    command.add_argument("--no-progress", action="store_true", help="say nothing while it runs")
 
 
 def _map(options: argparse.Namespace) -> int:

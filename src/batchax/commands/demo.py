@@ -1,0 +1,38 @@
+"""``batchax demo``: gradients of examples on real data, with a picture."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+from pathlib import Path
+from typing import Any
+
+from batchax.commands.words import Mistake
+
+# A wheel has the example beside this file; in a checkout it is where examples are.
+_PLACES = (
+    Path(__file__).with_name("digits.py"),
+    Path(__file__).parents[3] / "examples" / "digits.py",
+)
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the parser's."""
+    command = commands.add_parser(
+        "demo",
+        help="run an example on real data, and draw what it says",
+        description="Finds which handwritten digits a classifier finds hard, by the gradient of "
+        "each, and draws them. It needs matplotlib and scikit-learn: pip install 'batchax[demo]'.",
+    )
+    command.add_argument(
+        "folder", nargs="?", default="out", help="where the picture goes (default: out)"
+    )
+    command.set_defaults(run=_demo, failed=1)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    place = next((place for place in _PLACES if place.is_file()), None)
+    if place is None:
+        raise Mistake("demo: the example is not there. Install batchax again, with its extra demo.")
+    runpy.run_path(str(place))["main"](options.folder)
+    return 0
