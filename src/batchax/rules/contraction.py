@@ -29,6 +29,7 @@ from batchax.kernel.axis import (
 from batchax.kernel.registry import register_rule
 from batchax.kernel.rule_makers import matched
 from batchax.rules.small_matrices import with_lanes_last
+from batchax.small.product import LEAST_LANES
 
 Dimensions = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
@@ -54,7 +55,8 @@ def _dot_general(
     **params: Any,
 ) -> tuple[Any, Any]:
     (lhs, rhs), (lhs_axis, rhs_axis) = args, axes
-    if lhs_axis is not None and rhs_axis is not None and max(lhs.ndim, rhs.ndim) == 3:
+    both = lhs_axis is not None and rhs_axis is not None
+    if both and axis.size >= LEAST_LANES and max(lhs.ndim, rhs.ndim) == 3:
         kept = dict(
             dimension_numbers=dimension_numbers,
             precision=precision,

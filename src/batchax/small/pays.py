@@ -59,5 +59,5 @@ def of_library(primitive: str, dtype: str, rows: int, lanes: int) -> bool:
     return enough is not None and lanes >= max(enough, _PAY_BACK.get(primitive, 512))
 
 
-_PAY_BACK = {"cholesky": 1024}
+_PAY_BACK = {"cholesky": 1000}
 """The least number of lanes of which 2,000 calls gain what compiling takes; of others 512."""

@@ -61,8 +61,12 @@ def pays(lane: Sequence[Aval], lanes: int, params: Any) -> bool:
     if max(sizes) > most or inner < 2 or min(outer) < least:
         return False
     usual = 4 <= max(sizes) <= 7
-    return math.prod(sizes) >= multiplications and lanes >= (512 if usual else 2048)
+    least_lanes = LEAST_LANES if usual else 4 * LEAST_LANES
+    return math.prod(sizes) >= multiplications and lanes >= least_lanes
 
+
+LEAST_LANES = 512
+"""What fewer lanes gain does not make up for what compiling takes longer."""
 
 _SERVED = {
     "float32": (12, 3, 32),
