@@ -22,7 +22,7 @@ import batchax as bx
 from benchmarks.datasets.workloads import network
 from benchmarks.measure import Ratio, ratio_of_medians
 
-TURNS = 9
+TURNS = 5
 _SLICE = 8 * 2**20  # bytes
 
 

@@ -29,10 +29,10 @@ from benchmarks.datasets.workloads import WORKLOADS as OVER_FILES
 from benchmarks.datasets.workloads import DatasetWorkload
 from benchmarks.measure import Ratio, ratio_of_medians
 
-TURNS = 7
+TURNS = 3
 STEADY = "bx.map, steady"
-GIGABYTES = (1, 4, 16)
-UNITS = 100_000
+GIGABYTES = (1, 4)
+UNITS = 20_000
 
 
 @dataclass(frozen=True)
