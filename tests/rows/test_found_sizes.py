@@ -243,11 +243,19 @@ def test_kinds_of_elements():
 def test_calls_of_the_host():
     seen = []
     tell = lambda x: jax.debug.callback(
-        lambda n, i: seen.append((int(i), int(n))), x.shape[0], x[0]
+        lambda n, first: seen.append((int(n), float(first))), x.shape[0], x[0]
     )
-    jax.block_until_ready(
-        bx.vmap(lambda x, i: tell(bx.compress(x > 0, x + 0 * x + i)))(X[:2], np.arange(2))
-    )
+    bx.vmap(lambda x: tell(bx.compress(x > 0, x)))(X)
+    jax.effects_barrier()
+    alone = [row[row > 0] for row in np.asarray(X)]
+    first = [float(row[0]) if len(row) else 0.0 for row in alone]  # of none: what padding has
+    assert sorted(seen) == sorted(zip(map(len, alone), first, strict=True))
+
+
+def test_a_message_says_what_sizes_are_that_were_found():
+    with pytest.raises(TypeError, match="found0_6") as caught:
+        bx.vmap(lambda x: positive(x) + positive(2 * x))(X)
+    assert any("batchax.compress" in note for note in caught.value.__notes__)
 
 
 REFUSED = {
@@ -255,7 +263,8 @@ REFUSED = {
         lambda x: jnp.gradient(positive(x)),
         "a size that it finds as a number",
     ),
-    "a transform": (lambda x: jnp.fft.fft(positive(x)), "no padding makes that exact"),
+    "its length": (lambda x: len(positive(x)), "a size that it finds as a number.* `len"),
+    "a transform": (lambda x: jnp.fft.fft(positive(x)), "(?s)no padding.*bx.size, in in_axes"),
     "sizes of two conditions": (lambda x: positive(x) + positive(2 * x), "found0_6.*found1_6"),
     "out of a branch": (
         lambda x: lax.cond(

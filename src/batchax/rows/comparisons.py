@@ -52,11 +52,26 @@ class HashedSizeError(UndecidedSizeError, TypeError):
 _HASHED = "is hashed, as a key of a dict or set is: which key it is would differ from row to row"
 
 
+# JAX's words, and Python's where `len` or `range` is given what is no number.
+_NO_NUMBER = re.compile(
+    r"Symbolic dimension '.*' used in a context that requires a constant"
+    r"|'SizeOfRow' object cannot be interpreted as an integer"
+)
+
+
+def asked_for_number(error: Exception) -> bool:
+    """Whether a function failed because a size is no number."""
+    inconclusive = isinstance(error, jax.errors.InconclusiveDimensionOperation)
+    return inconclusive or (isinstance(error, TypeError) and bool(_NO_NUMBER.search(str(error))))
+
+
 def question_of(error: Exception) -> str:
     """What was asked, if `error` is that a size does not say; else what that says."""
     if isinstance(error, UndecidedSizeError):
         return error.question
     told = str(error)
+    if _NO_NUMBER.search(told):
+        return "`len(x)`, `range(n)`, `int(n)` and loops of Python over an array take a number"
     hashed = re.search(f"the size [^\n]* {_HASHED}", told)  # `jax.jit` keeps the text of an error
     return hashed[0] if hashed else told.split("\n")[0].rstrip(".")
 

@@ -13,6 +13,7 @@ beside them, and so chunks, devices, loops that lanes leave and derivatives know
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -32,11 +33,10 @@ from batchax.memo import Memo
 from batchax.rows.arguments import RowSize
 from batchax.rows.call import RowCall
 from batchax.rows.checks import known_lengths
-from batchax.rows.comparisons import Lengths, SizeOfRow, greatest, question_of
+from batchax.rows.comparisons import Lengths, SizeOfRow, asked_for_number, greatest, question_of
 from batchax.rows.found_places import found_places_p
 from batchax.rows.outputs import FoundLengths, as_ragged, place_ragged
-from batchax.rows.padded import Row, run_padded
-from batchax.rows.refusals import ASKED_FOR_NUMBERS
+from batchax.rows.padded import CannotPad, Row, run_padded
 from batchax.rows.sizes import Sizes, has_symbols, is_symbolic
 from batchax.rows.user_code import line_of
 
@@ -87,6 +87,9 @@ class Finding:
         return _compat.another_symbol(SizeOfRow, name, self.scope)
 
 
+_SYMBOL = re.compile(r"\bfound\d+_\d+\b")
+
+
 class _SizeNeeded(Exception):
     """A function that is staged without symbols found a size."""
 
@@ -117,6 +120,13 @@ def _staged_with(scope: Any) -> Iterator[Finding]:
     try:
         with _in_scope(scope):
             yield finding
+    except Exception as error:
+        if finding.places and _SYMBOL.search(str(error)):
+            error.add_note(
+                "Sizes such as found0_8 are those that batchax.compress, nonzero and unique find, "
+                "8 at most. Results of one condition, computed once, have one size."
+            )
+        raise
     finally:
         _finding.reset(before)
 
@@ -163,7 +173,9 @@ def _as_arrays(function: Described, examples: Sequence[Any]) -> tuple[list[Any],
 
     try:
         program, outputs = _compat.stage_described(staged, list(map(jax.typeof, examples)))
-    except ASKED_FOR_NUMBERS as error:
+    except Exception as error:
+        if not asked_for_number(error):
+            raise
         line = line_of(error)
         raise UnsupportedError(
             f"{line + ': ' if line else ''}the function needs a size that it finds as a number, "
@@ -179,7 +191,13 @@ def _as_arrays(function: Described, examples: Sequence[Any]) -> tuple[list[Any],
     described = list(map(place_ragged, outputs.described, shapes))
     sizes = Sizes({}, {})
     given = [Row(x, jnp.shape(x)) for x in examples]
-    rows = run_padded(sizes, program.jaxpr, program.consts, given)
+    try:
+        rows = run_padded(sizes, program.jaxpr, program.consts, given)
+    except CannotPad as error:
+        raise UnsupportedError(
+            f"{error}\nA size that is found is not known before the program runs. Find sizes in a "
+            "call of their own, and give them to a second one: bx.size, in in_axes."
+        ) from None
     return with_lengths(sizes, rows, replace(outputs, described=described), outputs.rebuild)
 
 

@@ -10,7 +10,7 @@ import jax
 
 from batchax.errors import BatchaxError, UnsupportedError
 from batchax.rows.arguments import SIZES_DIFFER, RowSize
-from batchax.rows.comparisons import question_of
+from batchax.rows.comparisons import asked_for_number, question_of
 from batchax.rows.user_code import line_of
 
 
@@ -22,7 +22,7 @@ def cannot_stage(error: Exception, sizes: Sequence[RowSize], works_for_known: An
       sizes: those of rows.
       works_for_known: whether it can be staged for rows of some known length.
     """
-    asked = isinstance(error, ASKED_FOR_NUMBERS)
+    asked = asked_for_number(error)
     if isinstance(error, BatchaxError) and not asked:
         return error
     names = ", ".join(size.name for size in sizes)
