@@ -299,6 +299,16 @@ def test_what_needs_the_lengths_of_a_derivative_says_that_it_has_none(use):
         use(g)
 
 
+USES = [lambda x: x.rows(), lambda x: x[0], lambda x: x.to_padded(), bx.vmap(jnp.sum)]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_stack_of_batches_is_none(use):
+    stacked = jax.vmap(lambda i: example())(jnp.arange(2))
+    with pytest.raises(bx.ArgumentTypeError, match="stack of batches of rows, which jax.vmap"):
+        use(stacked)
+
+
 @pytest.mark.parametrize("traced", [False, True])
 def test_making_and_padding_rows_have_the_derivatives_of_moving_elements(traced):
     padded = jnp.asarray(values((4, 3, 2)))

@@ -217,6 +217,7 @@ def _leaf_parts(
     index = len(mapped)
     if isinstance(value, BatchOfRows):
         _check_rows_spec(leaf.path, spec)
+        value.check_is_one_batch(leaf.path)
         mapped.append(MappedRows(leaf.path, value, 0, spec))
         return lambda examples: examples[index]
     if isinstance(spec, AxisSpec):

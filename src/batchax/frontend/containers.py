@@ -44,6 +44,16 @@ class BatchOfRows:
         """The number of rows, and what is known of the shape of a row."""
         raise NotImplementedError
 
+    def check_is_one_batch(self, called: str = "Ragged") -> None:
+        """Refuses what JAX has made of batches and is none: a derivative, or a stack of several.
+
+        Raises:
+          ArgumentTypeError: it is one of these. The message begins with what it is `called`.
+
+        :meta private:
+        """
+        raise NotImplementedError
+
 
 _containers: dict[type, Container] = {}
 

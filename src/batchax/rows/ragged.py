@@ -187,7 +187,7 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
 
         :meta private:
         """
-        self._check_has_lengths()
+        self.check_is_one_batch()
         return RowIndex.of_axes(
             self.each_length, self.data.shape[self.element_axis], self.each_bound
         )
@@ -213,11 +213,17 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         """
         return pad_rows(self.data, self.index, self.axis, fill_value)
 
-    def _check_has_lengths(self) -> None:
+    def check_is_one_batch(self, called: str = "Ragged") -> None:
         if any(x.dtype == jax.dtypes.float0 for x in self.each_length):
             raise ArgumentTypeError(
-                "Ragged: this is a derivative, whose lengths JAX leaves empty (dtype float0). "
+                f"{called}: this is a derivative, whose lengths JAX leaves empty (dtype float0). "
                 "Its rows are those of x.with_data(derivative.data), for the x it belongs to."
+            )
+        if any(x.ndim != 1 for x in self.each_length):
+            raise ArgumentTypeError(
+                f"{called}: the lengths have shape {self.each_length[0].shape}: this is a stack of "
+                "batches of rows, which jax.vmap makes of results that are rows. Batch i of it is "
+                "jax.tree.map(lambda leaf: leaf[i], x)."
             )
 
     def with_data(self, data: Any) -> Ragged:

@@ -143,7 +143,7 @@ class Selecting:
         return self._part(0, int(ends[-1]) if len(ends) else 0)
 
     def _known_ends(self) -> np.ndarray:
-        self._check_has_lengths()
+        self.check_is_one_batch()
         elements = elements_of(self.lengths)
         if elements is None:
             raise ArgumentTypeError(
@@ -164,7 +164,7 @@ class Selecting:
         part[self.element_axis] = slice(start, stop)
         return self.data[tuple(part)]
 
-    def _check_has_lengths(self) -> None:
+    def check_is_one_batch(self, called: str = "Ragged") -> None:
         raise NotImplementedError
 
 
