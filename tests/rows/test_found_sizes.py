@@ -263,7 +263,7 @@ REFUSED = {
         lambda x: jnp.gradient(positive(x)),
         "a size that it finds as a number",
     ),
-    "its length": (lambda x: len(positive(x)), "a size that it finds as a number.* `len"),
+    "its length": (lambda x: len(positive(x)), r"a size that it finds as a number.* `len"),
     "a transform": (lambda x: jnp.fft.fft(positive(x)), "(?s)no padding.*bx.size, in in_axes"),
     "sizes of two conditions": (lambda x: positive(x) + positive(2 * x), "found0_6.*found1_6"),
     "out of a branch": (
