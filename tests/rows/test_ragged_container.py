@@ -305,7 +305,7 @@ USES = [lambda x: x.rows(), lambda x: x[0], lambda x: x.to_padded(), bx.vmap(jnp
 @pytest.mark.parametrize("use", USES)
 def test_a_stack_of_batches_is_none(use):
     stacked = jax.vmap(lambda i: example())(jnp.arange(2))
-    with pytest.raises(bx.ArgumentTypeError, match="stack of batches of rows, which jax.vmap"):
+    with pytest.raises(bx.ArgumentTypeError, match=r"stack of batches of rows, which jax\.vmap"):
         use(stacked)
 
 
