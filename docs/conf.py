@@ -1,5 +1,6 @@
 """The site: `make site` builds it, without a network, into out/site/."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -8,6 +9,9 @@ from pathlib import Path
 
 from docutils import nodes
 from docutils.parsers.rst import Directive
+from sphinx.domains import Domain, ObjType
+
+import batchax as bx
 
 ROOT = Path(__file__).parents[1]
 SAID = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -15,6 +19,7 @@ SAID = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 project = SAID["name"]
 author = SAID["authors"][0]["name"]
 project_copyright = author
+release = version = bx.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = []
@@ -25,7 +30,9 @@ myst_enable_extensions = ["colon_fence"]
 
 # Docstrings are read in terminals more often than here: `name` is code in them.
 default_role = "code"
-autodoc_typehints = "none"  # they say types and shapes themselves
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 80  # else a parameter a line
 autodoc_member_order = "bysource"
 napoleon_use_ivar = True  # attributes as one list
 napoleon_use_rtype = False
@@ -34,10 +41,33 @@ python_use_unqualified_type_names = True
 smartquotes = False  # what is in quotes is code more often than speech
 
 html_theme = "furo"
-html_title = "batchax"
+html_title = f"batchax {release}"
 html_show_sphinx = False
 html_copy_source = False
-html_theme_options = {"source_repository": SAID["urls"]["Source"] + "/"}
+html_static_path = ["static"]
+html_css_files = ["pages.css"]
+html_js_files = [("copy.js", {"defer": "defer"})]
+html_search_scorer = str(ROOT / "docs" / "search_scorer.js")
+# No links to the repository or to edit a page: there is no public address yet that answers.
+
+
+class Parameters(Domain):
+    """The parameters of public functions, for the search: `batch_size` leads to `vmap`."""
+
+    name = "parameter"
+    label = "parameter"
+    object_types = {"of": ObjType("of a function")}  # noqa: RUF012
+
+    def get_objects(self):
+        for name, entry in self.env.domains.python_domain.objects.items():
+            if entry.objtype != "function" or name.count(".") != 1:
+                continue
+            function = getattr(bx, name.partition(".")[2])
+            # What `vmap` has is explained there; the others refer to it.
+            priority = 0 if function is bx.vmap else 1
+            for parameter in inspect.signature(function).parameters:
+                path = f"{name}.{parameter}"
+                yield path, path, "of", entry.docname, entry.node_id, priority
 
 
 class CommandHelp(Directive):
@@ -58,3 +88,4 @@ class CommandHelp(Directive):
 
 def setup(app):
     app.add_directive("command-help", CommandHelp)
+    app.add_domain(Parameters)

@@ -1,5 +1,6 @@
 """The site: it is built without a warning, and has a reference of every public name."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 from sphinx.util.inventory import InventoryFile
 
 import batchax as bx
+
+from support.browser import browser
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,6 +27,13 @@ def site(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def chromium():
+    with browser() as session:
+        session.set_script_timeout(20)
+        yield session
+
+
 def test_every_public_name_is_in_the_reference(site):
     with open(site / "objects.inv", "rb") as opened:
         inventory = InventoryFile.load(opened, "", lambda base, path: path)
@@ -37,3 +47,78 @@ def test_every_page_is_in_the_site_and_found(site):
     assert not [page for page in pages if not (site / page.with_suffix(".html")).exists()]
     found = (site / "searchindex.js").read_text()
     assert not [page for page in pages if f'"{page.with_suffix("")}"' not in found]
+
+
+def test_the_first_page_has_the_version_a_picture_and_how_to_install(site):
+    page = (site / "index.html").read_text()
+    assert f"batchax {bx.__version__}</title>" in page
+    assert "pip install ." in re.sub("<[^>]*>", "", page)
+    assert '<img alt="The digits' in page
+
+
+def test_signatures_have_types(site, chromium):
+    chromium.get((site / "reference/batching.html").as_uri())
+    read = "return document.getElementById('batchax.vmap').textContent"
+    assert "axis_size: int | None = None" in chromium.execute_script(read)
+
+
+@pytest.mark.parametrize(
+    ("query", "first", "second"),
+    [
+        ("batch_size", "batchax.vmap.batch_size", "batchax.map.batch_size"),
+        ("mesh", "batchax.vmap.mesh", "batchax.map.mesh"),
+        ("vmap", "batchax.vmap", "1. A first vmap"),  # and not its parameters
+    ],
+)
+def test_the_search_knows_parameters_and_puts_vmap_first(site, chromium, query, first, second):
+    chromium.get(f"{(site / 'search.html').as_uri()}?q={query}")
+    links = chromium.execute_async_script("""
+        const done = arguments[0];
+        const look = () => {
+          const links = [...document.querySelectorAll("#search-results li a")];
+          if (links.length < 2) return setTimeout(look, 20);
+          done(links.slice(0, 2).map((link) => [link.textContent, link.getAttribute("href")]));
+        };
+        look();
+    """)
+    assert [name for name, _ in links] == [first, second]
+    assert links[0][1] == "reference/batching.html#batchax.vmap"
+
+
+def _copied(chromium, block):
+    """What the button of the first such block copies."""
+    return chromium.execute_async_script(
+        """
+        const [block, done] = arguments;
+        const clipboard = { writeText: async (text) => done(text) };
+        Object.defineProperty(navigator, "clipboard", { value: clipboard, configurable: true });
+        document.querySelector(`${block} button.copy`).click();
+        """,
+        block,
+    )
+
+
+def test_code_is_copied_without_prompts_and_what_is_printed(site, chromium):
+    chromium.get((site / "index.html").as_uri())
+    lines = _copied(chromium, ".highlight-python").splitlines()
+    assert lines[:5] == ["import jax", "import jax.numpy as jnp", "", "import batchax as bx", ""]
+    assert not chromium.execute_script(
+        "return document.querySelectorAll('.highlight-text button').length"
+    )
+    chromium.get((site / "guides/cluster.html").as_uri())
+    text = _copied(chromium, ".highlight-console:has(.go)")
+    assert text.startswith("batchax ")
+    assert "$ " not in text
+    assert "finished" not in text
+    chromium.get((site / "reference/batching.html").as_uri())
+    text = _copied(chromium, ".highlight-default:has(.go)")
+    assert text.strip()
+    assert ">>>" not in text
+    compile(text, "copied", "exec")
+
+
+def test_pictures_have_a_light_ground_in_dark_mode(site, chromium):
+    chromium.get((site / "benchmarks/vmap.html").as_uri())
+    chromium.execute_script("document.body.dataset.theme = 'dark'")
+    ground = "return getComputedStyle(document.querySelector('article img')).backgroundColor"
+    assert chromium.execute_script(ground) in ("rgb(255, 255, 255)", "rgba(255, 255, 255, 1)")
