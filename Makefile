@@ -3,7 +3,7 @@
 #
 #   make demo       per-example gradients on real data, with a picture
 #   make check      lint, and one test of twelve: two minutes, for while one works
-#   make test       lint, types, the test suite but for two thirds of its slow tests, others with
+#   make test       lint, types, the test suite but for three quarters of its slow tests, others with
 #                   each commit (an eighth of what computes in double precision with the newest
 #                   JAX that is known, where Python 3.12 is found; the rest of it, and all else,
 #                   in single precision with the oldest); on Debian, as root, it installs
@@ -35,8 +35,8 @@ SEED ?= 0
 # A file stays on one worker: what it compiled once need not compile again.
 PYTEST = -m pytest -q -n $(JOBS) --dist loadfile
 DOUBLE = JAX_ENABLE_X64=1
-# A third of the slow tests runs with each commit, another one with the next: TURN=2 runs those of
-# commit 2, 5, 8. Without a history it is the first.
+# A quarter of the slow tests runs with each commit, another one with the next: TURN=2 runs those of
+# commit 2, 6, 10. Without a history it is the first.
 TURN ?= $(or $(shell git rev-list --count HEAD 2>/dev/null),0)
 COMPUTES = tests/laws tests/rules tests/rows tests/divergence tests/execution tests/user_rules
 
