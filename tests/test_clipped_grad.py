@@ -68,10 +68,22 @@ def test_arguments_by_keyword_other_places_and_a_traced_norm():
 
 
 def test_a_gradient_of_zero_is_zero_and_one_that_is_nan_is_seen():
-    f = bx.clipped_grad(lambda w, x: jnp.sum(w * x), 1.0)
+    f = jax.jit(bx.clipped_grad(lambda w, x: jnp.sum(w * x), 1.0))
     np.testing.assert_array_equal(f(jnp.ones(2), jnp.zeros((3, 2))).sum, [0, 0])
     assert np.isnan(f(jnp.ones(2), jnp.array([[1.0, 1.0], [jnp.nan, 0.0]])).sum).all()
     assert f(jnp.ones(2), jnp.zeros((0, 2))).count == 0
+
+
+def test_norms_of_numbers_of_16_bits_have_32_and_one_that_is_too_large_is_no_zero():
+    """The square of 300 is infinite in float16; an example of that norm was left out."""
+    call = jax.jit(bx.clipped_grad(lambda w, x: jnp.sum(w * x), 1.0))
+    of = lambda x, dtype: call(np.zeros(2, dtype), np.array([x, [0.0, 0.5]], dtype))
+    for dtype in (np.dtype("float16"), jnp.dtype("bfloat16")):
+        total, count, clipped = of([300.0, 0.0], dtype)
+        assert (total.dtype, count, clipped) == (dtype, 2, 1)
+        np.testing.assert_allclose(total.astype("float32"), [1.0, 0.5], rtol=1e-2)
+    assert not np.isfinite(of([1e20, 0.0], np.float32).sum).any()
+    assert jax.jit(bx.clipped_grad(lambda w, x: x, 1.0))({}, np.ones(3)) == ({}, 3, 0)
 
 
 def test_no_gradient_of_an_example_is_in_memory():
@@ -103,6 +115,18 @@ def test_no_gradient_of_an_example_is_in_memory():
             "in_axes gives 0 for params, which gradients are with respect to",
         ),
         (lambda: bx.clipped_grad(loss, 1.0)(PARAMS, XS, YS[:2]), ValueError, "y: shape"),
+        (lambda: bx.clipped_grad(loss, 1.0, argnums=()), TypeError, "must name an argument"),
+        (lambda: bx.clipped_grad(loss, 1.0, out_axes=0), TypeError, "leave out_axes out"),
+        (
+            lambda: bx.clipped_grad(loss, 1.0)(params=PARAMS, x=XS, y=YS),
+            TypeError,
+            "argnums is 0, and 0 arguments were given by position",
+        ),
+        (
+            lambda: bx.clipped_grad(loss, 1.0, argnums=(0, -3))(PARAMS, XS, YS),
+            TypeError,
+            "names an argument twice",
+        ),
     ],
 )
 def test_mistakes(call, error, says):

@@ -70,12 +70,14 @@ def clipped_grad(
       **options: of `vmap`, such as `batch_size` and `mesh`.
 
     Returns:
-      A function of the batch, which returns a `ClippedSum`. A gradient that is not finite makes the
-      sum so, too: `find_nonfinite` of ``jax.grad(loss)`` says of which example.
+      A function of the batch, which returns a `ClippedSum`. A gradient that is not finite, or whose
+      norm is not (in single precision beyond 1e19), makes the sum so, too: `find_nonfinite` of
+      ``jax.grad(loss)`` says of which example. Norms of numbers of 16 bits have 32.
 
     Raises:
-      ArgumentTypeError: `loss` is not callable, `argnums` holds something else than ints,
-        `max_norm` is no number, or `in_axes` no tuple or list.
+      ArgumentTypeError: `loss` is not callable, `argnums` holds something else than ints, nothing,
+        or an argument twice or not given by position, `max_norm` is no number, or `in_axes` no
+        tuple or list; or `out_axes` is given.
       AxisError: `max_norm` is not positive; `in_axes` maps what gradients are with respect to, or
         what `vmap` refuses.
 
@@ -101,21 +103,35 @@ def clipped_grad(
             "in_axes of clipped_grad must be a tuple or list with an entry for each positional "
             f"argument, or None, got {in_axes!r}."
         )
+    if not numbers:
+        raise ArgumentTypeError("argnums must name an argument, got none.")
+    if "out_axes" in options:
+        raise ArgumentTypeError("clipped_grad returns one sum for all lanes: leave out_axes out.")
     _check_norm(max_norm)
 
     @functools.wraps(loss)
     def one_example(*args: Any, **kwargs: Any) -> ClippedSum:
         gradient = jax.grad(loss, argnums=argnums)(*args, **kwargs)
         squares = [_squared_norm(g) for g in jax.tree.leaves(gradient)]
-        norm = jnp.sqrt(functools.reduce(operator.add, squares))
-        scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, np.finfo(norm.dtype).tiny))
+        norm = jnp.sqrt(functools.reduce(operator.add, squares, jnp.float32(0)))
+        scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+        # Of a norm that is too large for its dtype: zero would leave the example out, unseen.
+        scale = jnp.where(norm == np.inf, np.nan, scale)
         clipped = jax.tree.map(lambda g: scale.astype(g.dtype) * g, gradient)
         return ClippedSum(clipped, jnp.int32(1), (norm > max_norm).astype(np.int32))
 
     @functools.wraps(loss)
     @_compat.api_boundary
     def of_batch(*args: Any, **kwargs: Any) -> ClippedSum:
-        shared = {operator.index(n) % max(len(args), 1) for n in numbers}
+        positions = [operator.index(n) for n in numbers]
+        if not all(-len(args) <= n < len(args) for n in positions):
+            raise ArgumentTypeError(
+                f"clipped_grad: argnums is {argnums!r}, and {len(args)} arguments were given by "
+                "position: give those that gradients are with respect to by position."
+            )
+        shared = {n % len(args) for n in positions}
+        if len(shared) < len(positions):
+            raise ArgumentTypeError(f"clipped_grad: argnums {argnums!r} names an argument twice.")
         axes = in_axes
         if axes is None:
             axes = tuple(None if i in shared else 0 for i in range(len(args)))
@@ -134,7 +150,8 @@ def clipped_grad(
 
 def _squared_norm(x: Any) -> Any:
     # In this form that of a product is seen to be a product of norms (`sums/norms.py`), which an
-    # `abs` between hides.
+    # `abs` between hides. The square of a number of 16 bits may be too large for 16 bits.
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return jnp.sum(jnp.square(jnp.abs(x) if jnp.iscomplexobj(x) else x))
 
 
