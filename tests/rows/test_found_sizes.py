@@ -266,6 +266,10 @@ REFUSED = {
     "its length": (lambda x: len(positive(x)), r"a size that it finds as a number.* `len"),
     "a transform": (lambda x: jnp.fft.fft(positive(x)), "(?s)no padding.*bx.size, in in_axes"),
     "sizes of two conditions": (lambda x: positive(x) + positive(2 * x), "found0_6.*found1_6"),
+    "another number of elements": (
+        lambda x: positive(x).reshape(2),
+        r"\(found0_6,\) are reshaped to \(2,\)",
+    ),
     "out of a branch": (
         lambda x: lax.cond(
             x[0] > 0, lambda f: f(x), lambda f: f(-x), jax.tree_util.Partial(jax.jit(positive))

@@ -323,3 +323,18 @@ def test_rows_that_differ_in_length_are_named_where_they_meet(wrap):
     named = r"(?s)x: n elements.*\n  y: m elements.*JAX says: add got"
     with pytest.raises(TypeError, match=named):
         wrap(bx.vmap(lambda x, y: x + y))(x, y)
+
+
+def test_a_reshape_to_another_number_of_elements_is_refused_as_alone():
+    """JAX does not ask that of symbolic sizes: rows were padded, or cut, in silence."""
+    x = ragged(2, lengths=[3, 1, 3])
+    for reshaped in (lambda x: x.reshape(6), lambda x: x.reshape(x.shape[0], 3)):
+        with pytest.raises(TypeError, match="reshape"):
+            bx.vmap(reshaped)(x)
+    longer = bx.Ragged(x.data, x.lengths, max_length=100)
+    with pytest.raises(bx.UnsupportedError, match=r"are reshaped to .* another number of elements"):
+        jax.jit(bx.vmap(lambda x: x.reshape(6)))(longer)
+    alike = bx.vmap(lambda x: x.reshape(6))(ragged(2, lengths=[3, 3]))
+    np.testing.assert_array_equal(alike, [row.ravel() for row in ragged(2, lengths=[3, 3])])
+    even = lambda x: x.reshape(x.shape[0] // 2, 2, 2)
+    np.testing.assert_array_equal(bx.vmap(even)(ragged(2, lengths=[4, 2])).lengths, [2, 1])

@@ -172,6 +172,16 @@ def greatest(size: Any) -> int | None:
     return None if values is None else max(int(np.max(values[0])), 0)
 
 
+def may_differ(size: Any, other: Any) -> bool:
+    """Whether one may not be the other, in some row: JAX does not ask that of a reshape."""
+    if not (_compat.is_row_size(size) or _compat.is_row_size(other)):
+        return size != other
+    if _compat.is_row_size(size) and _compat.is_row_size(other) and size == other:
+        return False
+    values = _in_every_row(size, other)
+    return values is not None and bool(np.any(values[0] != values[1]))
+
+
 def _in_every_row(*sizes: Any) -> list[Any] | None:
     """What sizes come to in each row there may be; None where those are too many."""
     symbolic = [size for size in sizes if _compat.is_row_size(size)]

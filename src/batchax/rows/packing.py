@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core.primitives import custom_jvp_call_p
 
 from batchax import _compat
@@ -70,7 +70,8 @@ def _plain_reshape(eqn: Eqn, at: int) -> bool:
     to = ragged_axis(after)
     if to is None or before[at] != after[to] or eqn.params["dimensions"] is not None:
         return False
-    return int(np.prod(before[:at])) == int(np.prod(after[:to]))
+    elements = lambda shape, i: (math.prod(shape[:i]), math.prod(shape[i + 1 :]))
+    return elements(before, at) == elements(after, to)
 
 
 def _free_in_dot(eqn: Eqn, at: int) -> bool:

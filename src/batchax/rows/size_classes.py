@@ -81,7 +81,7 @@ def run_in_classes(
     lengths = {name: jnp.asarray(each.index.lengths) for name, each in rows.segments.items()}
     given = [*(Packed(x, (), 0) for x in lengths.values()), *arguments]
     whole = [ragged_axis(x.shape) is None and x.axis is None for x in given]
-    move = _Moving(rows, Blocks(classes, lengths), Sizes({}, lengths))
+    move = _Moving(rows, Blocks(classes, lengths), Sizes(classes.bounds[0], lengths))
     operands = [x.value if w else move.into_blocks(x) for x, w in zip(given, whole, strict=True)]
     number = move.blocks.number
     used = number < np.int32(len(classes.rows))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from batchax.rows.comparisons import may_differ
 from batchax.rows.padded import Operation, Row, padded_rule
 from batchax.rows.padded_rules.moving import moved, pad_end
 from batchax.rows.sizes import is_symbolic
@@ -64,6 +65,12 @@ def _unstack(op: Operation, x: Row, *, axis: int, **params: Any) -> list[Row]:
 
 @padded_rule("reshape")
 def _reshape(op: Operation, x: Row, *, new_sizes: Any, dimensions: Any, **params: Any) -> Any:
+    if may_differ(math.prod(x.shape), math.prod(new_sizes)):
+        raise op.refuse(
+            f"rows of shape {tuple(x.shape)} are reshaped to {tuple(new_sizes)}, which "
+            "for some of them is another number of elements. Pad them first, with jnp.pad, or give "
+            "-1 for the size."
+        )
     if dimensions is not None:
         order = tuple(dimensions)
         x = Row(lax.transpose(x.value, order), tuple(x.shape[i] for i in order), x.fill)
