@@ -56,7 +56,8 @@ def _dot_general(
 ) -> tuple[Any, Any]:
     (lhs, rhs), (lhs_axis, rhs_axis) = args, axes
     both = lhs_axis is not None and rhs_axis is not None
-    if both and axis.size >= LEAST_LANES and max(lhs.ndim, rhs.ndim) == 3:
+    many = isinstance(axis.size, int) and axis.size >= LEAST_LANES  # and is no symbol
+    if both and many and max(lhs.ndim, rhs.ndim) == 3:
         kept = dict(
             dimension_numbers=dimension_numbers,
             precision=precision,
