@@ -171,8 +171,8 @@ def _places(condition: Any, max_size: int | None, called: str, given: Any) -> An
             raise UnsupportedError(
                 f"{called}: how many elements there are is known when it runs, and so it needs "
                 "values outside of jax.jit and jax.vmap. Call it in a function under batchax.vmap, "
-                "where a result may have a size of its own for each lane; of one example, use "
-                "jax.numpy with size=."
+                "or batchax.map without out=, where a result may have a size of its own for each "
+                "lane; of one example, use jax.numpy with size=."
             )
         return finding.places_of(condition, max_size, called, given)
     (places,) = np.nonzero(condition)
