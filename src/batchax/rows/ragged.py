@@ -214,6 +214,10 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         return pad_rows(self.data, self.index, self.axis, fill_value)
 
     def check_is_one_batch(self, called: str = "Ragged") -> None:
+        """Refuses a derivative, and a stack of several batches.
+
+        :meta private:
+        """
         if any(x.dtype == jax.dtypes.float0 for x in self.each_length):
             raise ArgumentTypeError(
                 f"{called}: this is a derivative, whose lengths JAX leaves empty (dtype float0). "
