@@ -145,10 +145,9 @@ def plan_of(
         if size > rows:
             commit_rows = max(1, rows)  # they are one batch
     size = max(1, min(size, rows))
-    if function.inputs.streams:
-        plan = Plan.of(rows, size, function.held_bytes, function.row_seconds, commit_rows)
-        return replace(plan, open=True)
     plan = Plan.of(rows, size, function.held_bytes, function.row_seconds, commit_rows)
+    if function.inputs.streams:
+        return replace(plan, open=True)
     lengths = [m.source.lengths for m in function.inputs.mapped]
     of_rows = [x for x in lengths if x is not None]
     if asked is not None or not of_rows:

@@ -112,31 +112,33 @@ class StreamUnits:
             if count < size:
                 break
         if first <= last * size:
-            raise JobError(self._other(f"ends after {first:,} rows, and more of them are done"))
+            raise self._ends_early(first)
         if any(len(x) for x in arrays_of(self._leaves, taken(self._streams, 1, first))):
             if first > ENDLESS - size:
                 raise UnsupportedError(
                     f"{self._streams[0].name} has more than {first:,} rows, whose numbers do not "
                     "fit into an int32. Map them in several calls."
                 )
-            raise JobError(self._other(f"goes on after {first:,} rows, where it ended before"))
+            raise self._goes_on(first)
         self.rows = first
 
     def _compare(self, record: Record, count: int, rows: list[np.ndarray] | None) -> None:
         unit = record.unit
         if count < unit.rows:
-            raise JobError(
-                self._other(f"ends after {unit.start + count:,} rows, and more of them are done")
-            )
+            raise self._ends_early(unit.start + count)
         if count > unit.rows:
-            raise JobError(self._other(f"goes on after {unit.stop:,} rows, where it ended before"))
+            raise self._goes_on(unit.stop)
         if rows is not None and list(map(checksum, rows)) != list(record.read):
-            raise JobError(
-                self._other(f"gives other rows from {unit.start:,} to {unit.stop:,} than before")
-            )
+            raise self._other(f"gives other rows from {unit.start:,} to {unit.stop:,} than before")
 
-    def _other(self, what: str) -> str:
-        return (
+    def _ends_early(self, rows: int) -> JobError:
+        return self._other(f"ends after {rows:,} rows, and more of them are done")
+
+    def _goes_on(self, rows: int) -> JobError:
+        return self._other(f"goes on after {rows:,} rows, where it ended before")
+
+    def _other(self, what: str) -> JobError:
+        return JobError(
             f"{self._streams[0].name} {what}. Results of both are never mixed. Give the stream "
             "that the job was begun with, from its first row on; or use another out=, or delete "
             f"{self._out} and {self._out}.job to compute it again."

@@ -59,10 +59,15 @@ _NO_NUMBER = re.compile(
 )
 
 
+ASKED_FOR_NUMBERS = jax.errors.InconclusiveDimensionOperation
+"""What JAX raises where a size is no number."""
+
+
 def asked_for_number(error: Exception) -> bool:
     """Whether a function failed because a size is no number."""
-    inconclusive = isinstance(error, jax.errors.InconclusiveDimensionOperation)
-    return inconclusive or (isinstance(error, TypeError) and bool(_NO_NUMBER.search(str(error))))
+    return isinstance(error, ASKED_FOR_NUMBERS) or (
+        isinstance(error, TypeError) and bool(_NO_NUMBER.search(str(error)))
+    )
 
 
 def question_of(error: Exception) -> str:

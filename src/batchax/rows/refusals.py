@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from batchax.errors import BatchaxError, UnsupportedError
 from batchax.rows.arguments import SIZES_DIFFER, RowSize
 from batchax.rows.comparisons import asked_for_number, question_of
@@ -69,9 +67,6 @@ _LANES = _Words("lane", "size", "array of sizes", "n")
 
 def _words(sizes: Sequence[RowSize]) -> _Words:
     return _LANES if all(size.of_lanes for size in sizes) else _ROWS
-
-
-ASKED_FOR_NUMBERS = jax.errors.InconclusiveDimensionOperation
 
 
 def cannot_pad(error: Exception, sizes: Sequence[RowSize], on_mesh: bool) -> Exception:

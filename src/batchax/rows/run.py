@@ -20,6 +20,7 @@ from batchax.rows.arguments import all_known, check_meshes, find_sizes
 from batchax.rows.by_length import run_by_length
 from batchax.rows.by_switch import MOST_LENGTHS, are_few, run_by_switch
 from batchax.rows.call import RowCall
+from batchax.rows.comparisons import ASKED_FOR_NUMBERS
 from batchax.rows.found_places import find_found
 from batchax.rows.host_calls import refuse_order
 from batchax.rows.in_buckets import by_bucket, run_in_buckets
@@ -27,7 +28,7 @@ from batchax.rows.in_padding import execute_padded
 from batchax.rows.in_regions import InRegions, most_classes
 from batchax.rows.on_devices import RowsOnDevices
 from batchax.rows.padded import CannotPad
-from batchax.rows.refusals import ASKED_FOR_NUMBERS, cannot_pad, cannot_stage, works_for_known
+from batchax.rows.refusals import cannot_pad, cannot_stage, works_for_known
 
 
 @runs_rows
