@@ -106,11 +106,12 @@ test-newest:
 	rm -rf .venv-newest
 	"$$(sh tools/find_python.sh 3.13 || sh tools/find_python.sh)" -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet hatchling hatch-fancy-pypi-readme editables
-	.venv-newest/bin/python -m pip install --quiet --no-build-isolation -e '.[demo,site,test]'
+	.venv-newest/bin/python -m pip install --quiet --no-build-isolation -e '.[demo,site,test]' dm-haiku penzai
 	.venv-newest/bin/python -m pip install --quiet --upgrade jax jaxlib
 	.venv-newest/bin/python -c "import jax, sys; print('JAX', jax.__version__, 'on', sys.version)"
 	.venv-newest/bin/python -m pytest -q tests/test_compat.py
 	.venv-newest/bin/python $(PYTEST)
+	.venv-newest/bin/python $(PYTEST) --nightly tests/laws/test_models.py
 
 lint: style types
 

@@ -108,6 +108,17 @@ def test_no_gradient_of_an_example_is_in_memory():
         (lambda: bx.clipped_grad(loss, "1"), TypeError, "max_norm must be a number, got '1'"),
         (lambda: bx.clipped_grad(loss, 0.0), ValueError, "max_norm must be positive, got 0.0"),
         (lambda: bx.clipped_grad(loss, 1.0, 0), TypeError, "in_axes of clipped_grad must be a tup"),
+        (lambda: bx.clipped_grad(loss, 1.0, grad=1), TypeError, "grad of clipped_grad expects"),
+        (
+            lambda: bx.clipped_grad(loss, 1.0)({**PARAMS, "n": 3}, XS, YS),
+            TypeError,
+            r"has no gradient for params\['n'\] of dtype int.*give grad=equinox.filter_grad",
+        ),
+        (
+            lambda: bx.clipped_grad(loss, 1.0)({**PARAMS, "f": jnp.tanh}, XS, YS),
+            TypeError,
+            r"has no gradient for params\['f'\] of type",
+        ),
         (lambda: bx.clipped_grad(loss, 1.0, argnums="x"), TypeError, "argnums must be an int"),
         (
             lambda: bx.clipped_grad(loss, 1.0, (0, 0, 0))(PARAMS, XS, YS),

@@ -17,6 +17,7 @@ from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.arguments import check_callable
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import argument_names, is_position
+from batchax.frontend.objects import is_array
 from batchax.frontend.outputs import Reduce
 from batchax.vmap import MoreOptions, vmap
 
@@ -49,6 +50,7 @@ def clipped_grad(
     in_axes: Sequence[Any] | None = None,
     *,
     argnums: int | Sequence[int] = 0,
+    grad: Callable[..., Callable[..., Any]] = jax.grad,
     **options: Unpack[MoreOptions],
 ) -> Batched[P, ClippedSum, ClippedSum]:
     """The sum of the gradients of all examples, of which none is longer than `max_norm`.
@@ -67,6 +69,9 @@ def clipped_grad(
         that `argnums` names, 0 for others. Arguments by keyword: 0.
       argnums: the argument, or arguments, that gradients are with respect to, as for ``jax.grad``.
         All examples share them.
+      grad: what makes the gradient of a loss: for a model that holds more than numbers that have
+        gradients, its library's own, such as ``equinox.filter_grad`` or ``flax.nnx.grad``. It says
+        what gradients are with respect to, and how they are returned.
       **options: of `vmap`, such as `batch_size` and `mesh`.
 
     Returns:
@@ -75,9 +80,10 @@ def clipped_grad(
       ``jax.grad(loss)`` says of which example. Norms of numbers of 16 bits have 32.
 
     Raises:
-      ArgumentTypeError: `loss` is not callable, `argnums` holds something else than ints, nothing,
-        or an argument twice or not given by position, `max_norm` is no number, or `in_axes` no
-        tuple or list; or `out_axes` is given.
+      ArgumentTypeError: `loss` or `grad` is not callable, `argnums` holds something else than ints,
+        nothing, or an argument twice or not given by position, `max_norm` is no number, `in_axes`
+        no tuple or list, or `out_axes` given; or an argument holds what ``jax.grad`` has no
+        gradient for.
       AxisError: `max_norm` is not positive; `in_axes` maps what gradients are with respect to, or
         what `vmap` refuses.
 
@@ -95,6 +101,7 @@ def clipped_grad(
       [ 0.  -0.2 -1.   1. ] 4 2
     """
     check_callable("clipped_grad", "a loss of one example", loss)
+    check_callable("grad of clipped_grad", "what makes the gradient of a loss", grad)
     numbers = [argnums] if is_position(argnums) else argnums
     if not (isinstance(numbers, (tuple, list)) and all(map(is_position, numbers))):
         raise ArgumentTypeError(f"argnums must be an int, or a tuple of ints, got {argnums!r}.")
@@ -111,7 +118,9 @@ def clipped_grad(
 
     @functools.wraps(loss)
     def one_example(*args: Any, **kwargs: Any) -> ClippedSum:
-        gradient = jax.grad(loss, argnums=argnums)(*args, **kwargs)
+        # The gradients of libraries are with respect to the first argument, and may know no other.
+        of_loss = grad(loss) if argnums == 0 else grad(loss, argnums=argnums)
+        gradient = of_loss(*args, **kwargs)
         squares = [_squared_norm(g) for g in jax.tree.leaves(gradient)]
         norm = jnp.sqrt(functools.reduce(operator.add, squares, jnp.float32(0)))
         scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
@@ -132,6 +141,10 @@ def clipped_grad(
         shared = {n % len(args) for n in positions}
         if len(shared) < len(positions):
             raise ArgumentTypeError(f"clipped_grad: argnums {argnums!r} names an argument twice.")
+        if grad is jax.grad:
+            names = argument_names(loss, len(args))
+            for i in sorted(shared):
+                _check_differentiable(names[i], args[i])
         axes = in_axes
         if axes is None:
             axes = tuple(None if i in shared else 0 for i in range(len(args)))
@@ -153,6 +166,20 @@ def _squared_norm(x: Any) -> Any:
     # `abs` between hides. The square of a number of 16 bits may be too large for 16 bits.
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return jnp.sum(jnp.square(jnp.abs(x) if jnp.iscomplexobj(x) else x))
+
+
+def _check_differentiable(name: str, tree: Any) -> None:
+    """Refuses, by name, a leaf that ``jax.grad`` has no gradient for."""
+    for keys, x in jax.tree.leaves_with_path(tree):
+        dtype = jax.typeof(x).dtype if is_array(x) else None
+        if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+            of_what = f"type {type(x).__name__}" if dtype is None else f"dtype {dtype}"
+            raise ArgumentTypeError(
+                f"clipped_grad: jax.grad has no gradient for {name}{jax.tree_util.keystr(keys)} of "
+                f"{of_what}. Of a model its library knows what has one: give "
+                "grad=equinox.filter_grad, or grad=flax.nnx.grad. Or give clipped_grad a tree of "
+                "floating-point arrays."
+            )
 
 
 def _check_norm(max_norm: Any) -> None:

@@ -95,8 +95,9 @@ def test_the_text_tells_layers_once():
             x = x / jnp.sqrt((x * x).sum())
         return x
 
-    ws = [jnp.ones((4, 4))] * 30
-    explanation = bx.explain(network, (None, 0), compile=False)(ws, jnp.ones((8, 4)))
+    ws = [np.ones((4, 4), np.float32)] * 30
+    xs = np.ones((8, 4), np.float32)
+    explanation = bx.explain(network, (None, 0), compile=False)(ws, xs)
     lines = str(explanation).partition("The program")[2].splitlines()
     assert len(lines) < 20
     assert sum("tanh" in line for line in lines) == 2  # its line, and its equation
@@ -109,9 +110,9 @@ def test_the_text_tells_layers_once():
 
 
 def test_very_many_arguments_are_not_all_named():
-    args = {f"{chr(97 + i)}": jnp.ones(i + 1) for i in range(20)}
+    args = {f"{chr(97 + i)}": np.ones(i + 1, np.float32) for i in range(20)}
     explanation = bx.explain(lambda x, p: x * p["a"][0], (0, None), compile=False)(
-        jnp.ones(3), args
+        np.ones(3, np.float32), args
     )
     lines = str(explanation).splitlines()
     assert "  p['j']: f32[10]" in lines

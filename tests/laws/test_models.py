@@ -41,6 +41,10 @@ class Net(nnx.Module):
         return self.drop(self.norm(self.activation(x))) if self.training else x
 
 
+def mlp(key):
+    return eqx.nn.MLP(4, 2, width_size=3, depth=1, dtype=XS.dtype, key=key)
+
+
 def loss(model, x, y):
     return jnp.sum((model(x[None]) - y) ** 2)
 
@@ -92,14 +96,14 @@ def numbers(tree):
     return [keys_as_numbers(x) for x in jax.tree.leaves(tree)]
 
 
-def agrees(fun, in_axes, *args):
+def agrees(fun, in_axes, *args, **options):
     """`fun` in each of the ways is what ``jax.vmap`` gives, compiled."""
 
     @jax.jit
     def all_ways(args):
-        batched = {name: bx.vmap(fun, in_axes, **way) for name, way in WAYS.items()}
+        batched = {name: bx.vmap(fun, in_axes, **way, **options) for name, way in WAYS.items()}
         return {k: numbers(f(*args)) for k, f in batched.items()}, numbers(
-            jax.vmap(fun, in_axes)(*args)
+            jax.vmap(fun, in_axes, **options)(*args)
         )
 
     got, expected = all_ways(args)
@@ -153,6 +157,36 @@ def test_nnx_outside_of_jit():
     assert bx.explain(run, (None, 0))(model, XS).lanes == LANES
 
 
+@pytest.mark.parametrize(
+    ("model", "grad"),
+    [(Net(nnx.Rngs(0)), nnx.grad), (mlp(KEYS[0]), eqx.filter_grad)],
+    ids=["nnx", "equinox"],
+)
+def test_clipped_gradients(model, grad):
+    """Of a whole model, by its library's own gradient: those of the loop, in each way."""
+    of = lambda m, x, y: loss(m, x, y) if grad is nnx.grad else jnp.sum((m(x) - y) ** 2)
+
+    @eqx.filter_jit
+    def both(model, xs, ys):
+        each = [grad(of)(model, x, y) for x, y in zip(xs, ys, strict=True)]
+        norms = [jnp.sqrt(sum((g**2).sum() for g in jax.tree.leaves(e))) for e in each]
+        scaled = [
+            jax.tree.map(lambda g, n=n: jnp.minimum(1, 0.5 / n) * g, e)
+            for e, n in zip(each, norms, strict=True)
+        ]
+        clipped = {k: bx.clipped_grad(of, 0.5, grad=grad, **way) for k, way in WAYS.items()}
+        got = {k: f(model, xs, ys).sum for k, f in clipped.items()}
+        return got, jax.tree.map(lambda *g: sum(g), *scaled)
+
+    if grad is nnx.grad:
+        model.training = False  # else calls one after another draw others, and average others
+    got, expected = both(model, XS, YS)
+    assert numbers(expected)
+    for way in WAYS:
+        assert jax.tree.structure(got[way]) == jax.tree.structure(expected)
+        same(numbers(got[way]), numbers(expected), CLOSE, way)
+
+
 def test_nnx_random_streams():
     """One for all lanes draws the same for each; split, each lane has its own."""
     draw = lambda stream, x: x + jax.random.normal(stream(), x.shape, x.dtype)
@@ -186,11 +220,57 @@ def test_linen_model():
     same(*map(numbers, agrees_named), CLOSE)
 
 
+# Libraries that the environments of the suite do not have: `make test-newest` installs them.
+
+
+@pytest.mark.nightly
+def test_haiku_models():
+    """Parameters, a state that all lanes change together, a key for each lane; an ensemble."""
+    hk = pytest.importorskip("haiku")
+
+    @hk.transform_with_state
+    def model(x):
+        x = hk.BatchNorm(True, True, 0.9, cross_replica_axis="batch")(hk.Linear(8)(x)[None], True)
+        return hk.Linear(2)(hk.dropout(hk.next_rng_key(), 0.5, jnp.tanh(x[0])))
+
+    def loss(params, state, key, x, y):
+        out, state = model.apply(params, state, key, x)
+        return jnp.sum((out - y) ** 2), state
+
+    init = lambda vmap: vmap(model.init, (0, 0), axis_name="batch")(KEYS, XS)
+    params, state = init(bx.vmap)
+    same(numbers((params, state)), numbers(init(jax.vmap)), CLOSE)
+    params, state = jax.tree.map(lambda x: x[0], (params, state))
+    step = jax.value_and_grad(loss, has_aux=True)
+    agrees(step, (None, None, 0, 0, 0), params, state, KEYS, XS, YS, axis_name="batch")
+
+    mlp = hk.transform(lambda x: hk.nets.MLP([8, 2], activation=jnp.tanh)(x))
+    params = bx.vmap(mlp.init, (0, None))(KEYS, XS[0])
+    agrees(lambda p, x: mlp.apply(p, None, x), (0, None), params, XS)
+
+
+@pytest.mark.nightly
+def test_penzai_models():
+    """A model whole; the gradient by its parameters; those of an ensemble."""
+    pz = pytest.importorskip("penzai.pz")
+    from penzai.models.simple_mlp import MLP
+
+    make = lambda key: MLP.from_config(name="mlp", init_base_rng=key, feature_sizes=[4, 8, 2])
+    run = lambda m, x: m(pz.nx.wrap(x).tag("features")).unwrap("features")
+    whole = make(KEYS[0])
+    expected = numbers(jax.vmap(run, (None, 0))(whole, XS))  # `jit` takes no whole model
+    for name, way in WAYS.items():
+        same(numbers(bx.vmap(run, (None, 0), **way)(whole, XS)), expected, CLOSE, name)
+
+    model, variables = pz.unbind_params(whole, freeze=True)
+    loss = lambda values, x, y: jnp.sum((run(pz.bind_variables(model, values), x) - y) ** 2)
+    agrees(jax.grad(loss), (None, 0, 0), variables, XS, YS)
+    each = bx.vmap(lambda key: pz.unbind_params(make(key), freeze=True)[1])(KEYS)
+    agrees(jax.grad(loss), (0, 0, 0), each, XS, YS)
+    assert bx.clipped_grad(loss, 1e-3)(variables, XS, YS).clipped == LANES
+
+
 # Leaves that are no arrays
-
-
-def mlp(key):
-    return eqx.nn.MLP(4, 2, width_size=3, depth=1, dtype=XS.dtype, key=key)
 
 
 def test_equinox_models_stacked_made_and_run():
