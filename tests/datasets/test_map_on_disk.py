@@ -351,3 +351,90 @@ def test_units_of_rows_of_different_lengths(x, out, monkeypatch):
     back = bx.map(lambda y: y, report.outputs, progress=False)
     np.testing.assert_allclose(back.outputs, lengths * np.arange(80), rtol=1e-6)
     assert inspect.verify(out)
+
+
+SHAPES = [(2, 3), (0, 4), (1, 0), (3, 1), (4, 2), (1, 1), (2, 2)] * 3
+
+
+def square(x, y):
+    """Of an image and numbers for its lines."""
+    return {"gram": x @ x.T, "turned": x.T + y, "sum": x.sum()}
+
+
+def squares(images):
+    expected = [square(x, x.sum(1)) for x in images]
+    return {name: [each[name] for each in expected] for name in expected[0]}
+
+
+def check_squares(report, images):
+    for name, rows in squares(images).items():
+        got = report.outputs[name]
+        if isinstance(got, str):
+            got = bx.map(lambda x: x, got, progress=False).outputs
+        for i, row in enumerate(rows):
+            assert np.shape(got[i]) == np.shape(row)
+            np.testing.assert_allclose(got[i], row, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def pictures():
+    images = [np.random.default_rng(i).normal(size=s).astype(FLOAT) for i, s in enumerate(SHAPES)]
+    lines = bx.Ragged.from_rows([image.sum(1) for image in images])
+    return images, bx.Ragged.from_rows(images, axis=(0, 1)), lines
+
+
+HOW = dict(batch_size=2, commit_rows=4, progress=False)
+
+
+def test_rows_that_are_ragged_along_two_axes(x, pictures, monkeypatch):
+    images, *arguments = pictures
+    check_squares(bx.map(square, *arguments, **HOW), images)
+    with monkeypatch.context() as patched:
+        stopped_after(patched, 2)
+        with pytest.raises(OSError, match="no more"):
+            bx.map(square, *arguments, out="y/", **HOW)
+    report = bx.map(square, *arguments, out="y/", **HOW)
+    assert (report.rows, report.reused) == (len(images), 8)
+    check_squares(report, images)
+    assert inspect.verify("y")
+    bx.map(square, *arguments, out="z/", **HOW)
+    for part in sorted(Path("y").glob("*.parquet")):
+        assert part.read_bytes() == (Path("z") / part.name).read_bytes()
+
+
+def test_units_and_programs_of_rows_along_two_axes(x, pictures, monkeypatch):
+    images, *arguments = pictures
+    monkeypatch.setattr(plan, "_BYTES", 400)
+    less = {name: x for name, x in HOW.items() if name != "commit_rows"}
+    check_squares(bx.map(square, *arguments, out="units/", **less), images)
+    assert len(json.loads(Path("units.job/job.json").read_text())["plan"]["ends"]) > 3
+    monkeypatch.setattr("batchax.datasets.program._WORTH", 0)
+    back = bx.map(lambda x: x.T, arguments[0], **HOW).outputs
+    for mine, image in zip(back.rows(), images, strict=True):
+        np.testing.assert_array_equal(mine, image.T)
+
+
+def test_rows_along_two_axes_that_are_put_aside(x, pictures):
+    images, x, _ = pictures
+    x = x.with_data(x.data.at[images[0].size].set(np.nan))
+    images[3] = images[3] * np.nan
+    report = bx.map(lambda x: x * 2, x, on_nonfinite="quarantine", **HOW)
+    assert [bad.row for bad in report.bad] == [3]
+    shapes = [row.shape for row in report.outputs.rows()]
+    assert shapes == [*SHAPES[:3], (0, 0), *SHAPES[4:]]
+
+    def picky(x):
+        def host(x, h):
+            if h == 4:
+                raise ValueError("four lines")
+            return np.asarray(x * 2)
+
+        type = jax.ShapeDtypeStruct((), x.dtype)
+        whole = jax.pure_callback(
+            host, type, x.sum(), jnp.asarray(x.shape[0]), vmap_method="sequential"
+        )
+        return whole, x + 1
+
+    report = bx.map(picky, x, on_error="quarantine", **HOW)
+    assert [bad.row for bad in report.bad] == [4, 11, 18]
+    assert [row.shape for row in report.outputs[1].rows()][3:6] == [(3, 1), (0, 0), (1, 1)]

@@ -95,9 +95,56 @@ def test_a_tensorflow_tensor_is_its_values_and_row_splits():
     values = np.concatenate(WIDE)
     tensor = SimpleNamespace(flat_values=values, row_splits=np.array([0, 2, 2, 5]), ragged_rank=1)
     same_rows(bx.Ragged.from_tensorflow(tensor), WIDE, np.float32)
+
+
+IMAGES = [np.arange(h * w, dtype=np.float32).reshape(h, w) for h, w in [(2, 3), (0, 0), (1, 2)]]
+
+
+def test_a_tensorflow_tensor_with_several_ragged_axes():
+    flat = np.concatenate([row.ravel() for row in IMAGES])
+    splits = [np.array([0, 2, 2, 3]), np.array([0, 3, 6, 8])]
+    tensor = SimpleNamespace(flat_values=flat, row_splits=splits[0], nested_row_splits=splits)
     tensor.ragged_rank = 2
-    with pytest.raises(bx.AxisError, match="2 ragged axes; a Ragged has one"):
+    same_rows(bx.Ragged.from_tensorflow(tensor), IMAGES, np.float32)
+    tensor.nested_row_splits = [splits[0], np.array([0, 4, 6, 8])]
+    with pytest.raises(bx.ArgumentTypeError, match="from_tensorflow: row 0 has lists of different"):
         bx.Ragged.from_tensorflow(tensor)
+
+
+def test_a_strided_nested_tensor_is_ragged_where_its_rows_differ():
+    def strided(rows):
+        unbind = lambda: list(map(Tensor, rows))
+        return SimpleNamespace(is_nested=True, layout="torch.strided", unbind=unbind)
+
+    same_rows(bx.Ragged.from_torch(strided(IMAGES), 5), IMAGES)
+    assert bx.Ragged.from_torch(strided(IMAGES)).axis == (0, 1)
+    assert bx.Ragged.from_torch(strided([row.T[:, :1] for row in WIDE[::2]])).axis == 2
+    assert bx.Ragged.from_torch(strided(IMAGES[:1])).axis == 0
+
+
+@pytest.mark.parametrize("library", ["arrow", "awkward"])
+def test_lists_of_lists_are_rows_along_several_axes(library):
+    pytest.importorskip({"arrow": "pyarrow"}.get(library, library))
+    there, back = f"to_{library}", f"from_{library}"
+    wide = [np.arange(h * w * 2.0).reshape(h, w, 2) for h, w in [(2, 3), (0, 0), (3, 0), (1, 2)]]
+    for rows, axis in [(IMAGES, (0, 1)), (wide, (0, 1)), (wide, (0, 1, 2)), (wide[:1], (0, 1))]:
+        x = bx.Ragged.from_rows(rows, axis=axis)
+        again = getattr(bx.Ragged, back)(getattr(x, there)())
+        assert again.axis == axis
+        # Nothing says how long lists would be that are not there.
+        said = [
+            row if row.size else row.reshape(*row.shape[:2], *[0] * (row.ndim - 2)) for row in rows
+        ]
+        same_rows(again, said if len(axis) == 3 else rows)
+        some = getattr(bx.Ragged, back)(getattr(x, there)()[1:])
+        same_rows(some, (said if len(axis) == 3 else rows)[1:]) if len(rows) > 1 else None
+    empty = bx.Ragged.from_rows([np.zeros((0, 5)), np.ones((1, 2))], axis=(0, 1))
+    assert [row.shape for row in getattr(bx.Ragged, back)(getattr(empty, there)()).rows()] == [
+        (0, 0),
+        (1, 2),
+    ]
+    with pytest.raises(bx.AxisError, match="only the first axes of a row"):
+        getattr(bx.Ragged.from_rows([np.ones((2, 3, 4))], axis=(1, 2)), there)()
 
 
 class Arrow:
@@ -280,7 +327,9 @@ def test_arrow_arrays_of_lists():
         bx.Ragged.from_arrow(arrow.array([[1.0], None, [2.0]]))
     with pytest.raises(bx.ArgumentTypeError, match="1 entries are null"):
         bx.Ragged.from_arrow(arrow.array([[1.0], [None, 2.0]]))
-    for rows in ([["a"]], [[{"a": 1.0}]], [[[1.0], [2.0, 3.0]]]):
+    with pytest.raises(bx.ArgumentTypeError, match="row 1 has lists of different lengths"):
+        bx.Ragged.from_arrow(arrow.array([[], [[1.0], [2.0, 3.0]]]))
+    for rows in ([["a"]], [[{"a": 1.0}]]):
         with pytest.raises(bx.ArgumentTypeError, match="rows are of Arrow's type"):
             bx.Ragged.from_arrow(arrow.array(rows))
 

@@ -1,11 +1,12 @@
 """Columns of tables: arrays of Arrow, and Parquet files.
 
 Numbers are an array, lists of one size its further axes; lists of any size are rows of different
-lengths.
+lengths, lists of such lists rows that are so along several axes.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -19,9 +20,19 @@ from batchax.datasets.known_files import Files
 from batchax.datasets.parts import Rows
 from batchax.datasets.source import Index, Source
 from batchax.errors import ArgumentTypeError, StorageError
-from batchax.rows.arrow import dense, lists
+from batchax.rows.arrow import dense, is_lists, rows_of
 
 _KEPT = 2  # row groups: a unit may need the end of one and the beginning of the next
+
+
+SHAPES = b"batchax.shapes"
+"""In a schema's metadata: of rows of a column, by number in the file, lengths along each axis."""
+
+
+def told_shapes(metadata: Any, column: str) -> dict[int, list[int]]:
+    """What a file says of rows whose shape lists of lists do not tell (`arrow.untold`)."""
+    told = json.loads((metadata or {}).get(SHAPES, b"{}"))
+    return {int(row): sizes for row, sizes in told.get(column, {}).items()}
 
 
 class Column(Source):
@@ -31,9 +42,11 @@ class Column(Source):
 
     def __init__(self, name: str, rows: int, kind: Any) -> None:
         arrow = needed("pyarrow", name)
-        lists_of_any_size = "list", "large_list", "list_view", "large_list_view"
-        self.ragged = any(getattr(arrow.types, f"is_{of}")(kind) for of in lists_of_any_size)
-        sizes, element = [], kind.value_type if self.ragged else kind
+        sizes, element, ragged = [], kind, 0
+        while is_lists(element):
+            ragged, element = ragged + 1, element.value_type
+        self.ragged = ragged > 0
+        self.axes = tuple(range(ragged)) if ragged > 1 else 0
         while arrow.types.is_fixed_size_list(element):
             sizes.append(element.list_size)
             element = element.value_type
@@ -41,13 +54,20 @@ class Column(Source):
         if not any(fits(element) for fits in numbers):
             raise ArgumentTypeError(
                 f"{name} is of Arrow's type {kind}: elements must be numbers, lists of one size of "
-                "numbers, or lists of these. Convert it with cast."
+                "numbers, or lists of these, or of such lists. Convert it with cast."
             )
         super().__init__(name, (rows, *sizes), element.to_pandas_dtype())
 
     def get(self, index: Index) -> Any:
-        got = self._convert(self._rows(index[0].start, index[0].stop))
-        return got if isinstance(got, Rows) else got[(slice(None), *index[1:])]
+        start, stop = index[0].start, index[0].stop
+        got = self._convert(self._rows(start, stop))
+        if isinstance(got, Rows):
+            return got._replace(lengths=self._told(got.lengths, start))
+        return got[(slice(None), *index[1:])]
+
+    def _told(self, lengths: np.ndarray, start: int) -> np.ndarray:
+        """Lengths of rows from `start` on, where something tells what lists do not."""
+        return lengths
 
     def _rows(self, start: int, stop: int) -> Any:
         """Those rows, as an array of Arrow."""
@@ -58,12 +78,12 @@ class Column(Source):
             array = array.chunk(0) if array.num_chunks == 1 else array.combine_chunks()
         if not self.ragged:
             return dense(array, self.name)
-        values, offsets = lists(array, self.name)
-        return Rows(values, np.diff(offsets).astype(np.int64))
+        return Rows(*rows_of(array, self.name))
 
     def _lengths(self, array: Any) -> np.ndarray:
         converted = self._convert(array)
-        return converted.lengths if isinstance(converted, Rows) else np.zeros(0, np.int64)
+        assert isinstance(converted, Rows)
+        return converted.lengths
 
 
 class ArrowColumn(Column):
@@ -96,6 +116,7 @@ class ParquetColumn(Column):
         if not paths:
             raise StorageError(f"{name}: there are no .parquet files in {path}.")
         self._groups: list[tuple[int, int]] = []  # file, and row group in it
+        self._shapes: dict[int, list[int]] = {}  # of rows that lists do not tell the shape of
         starts, kind = [0], None
         for i, part in enumerate(paths):
             with (
@@ -115,6 +136,8 @@ class ParquetColumn(Column):
                         f"of type {kind} in the files before. All must have one type."
                     )
                 kind = schema.field(column).type
+                for row, sizes in told_shapes(schema.metadata, column).items():
+                    self._shapes[starts[-1] + row] = sizes
                 for group in range(metadata.num_row_groups):
                     self._groups.append((i, group))
                     starts.append(starts[-1] + metadata.row_group(group).num_rows)
@@ -141,7 +164,14 @@ class ParquetColumn(Column):
             return None
         with reading(f"{self.name}: the lengths of rows"):
             parts = [self._lengths(self._decode(i)) for i in range(len(self._groups))]
-        return np.concatenate([np.zeros(0, np.int64), *parts])
+        axes = (len(self.axes),) if isinstance(self.axes, tuple) else ()
+        return self._told(np.concatenate([np.zeros((0, *axes), np.int64), *parts]), 0)
+
+    def _told(self, lengths: np.ndarray, start: int) -> np.ndarray:
+        for row in range(start, start + len(lengths)) if self._shapes else ():
+            if row in self._shapes:
+                lengths[row - start] = self._shapes[row]
+        return lengths
 
     @property
     def all_files(self) -> Sequence[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,14 @@ import jax
 import numpy as np
 
 from batchax.datasets.failures import reading
-from batchax.datasets.parts import Rows
+from batchax.datasets.parts import Rows, elements_in
+from batchax.datasets.ragged_parts import one_row
 from batchax.datasets.source import Source, native
 from batchax.datasets.sources import as_source
 from batchax.datasets.streams import Stream, StreamLeaf, is_stream
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.in_axes import check_in_axes, is_position, spread_in_axes
+from batchax.rows.arrow import by_axis
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,15 @@ class Input:
     def row_bytes(self) -> int:
         """What a row takes, of different lengths the longest."""
         shape = [n for i, n in enumerate(self.source.shape) if i != self.axis]
-        return int(np.prod(shape)) * self.source.dtype.itemsize * self.longest
+        return math.prod((*shape, *self.longest)) * self.source.dtype.itemsize
 
     @property
-    def longest(self) -> int:
-        """The length of the longest row; 1 if they are of one shape."""
+    def longest(self) -> tuple[int, ...]:
+        """The greatest length of rows along each ragged axis; () if they are of one shape."""
         lengths = self.source.lengths
-        return 1 if lengths is None else int(lengths.max(initial=0))
+        if lengths is None:
+            return ()
+        return tuple(by_axis(lengths).max(0, initial=0).tolist())
 
 
 @dataclass(frozen=True)
@@ -284,15 +289,16 @@ def rows_of(data: np.ndarray | Rows, axis: int, index: np.ndarray, places: np.nd
     """
     together = len(index) > 0 and bool((np.diff(index) == 1).all())
     if isinstance(data, Rows):
-        ends = np.cumsum(data.lengths)
-        starts = ends - data.lengths
+        ends = np.cumsum(data.elements)
+        starts = ends - data.elements
         lengths = np.minimum(data.lengths[index], data.lengths[places])
         if together and (index == places).all():
             return Rows(data.data[starts[index[0]] : ends[index[-1]]], lengths)
-        parts = [
-            data.data[start : start + length]
-            for start, length in zip(starts[index], lengths, strict=True)
-        ]
+        parts = []
+        for i, sizes in zip(index, lengths, strict=True):
+            row = one_row(data.data[starts[i] : ends[i]], data.lengths[i])
+            part = row[tuple(map(slice, np.atleast_1d(sizes)))]
+            parts.append(part.reshape(-1, *data.data.shape[1:]))
         return Rows(np.concatenate([data.data[:0], *parts]), lengths)
     if together:
         return data[(slice(None),) * axis + (slice(index[0], index[-1] + 1),)]
@@ -302,5 +308,6 @@ def rows_of(data: np.ndarray | Rows, axis: int, index: np.ndarray, places: np.nd
 def elements_of_batches(lengths: np.ndarray, batch_size: int) -> np.ndarray:
     """How many elements each batch has, if the last is filled up with its last row."""
     missing = -len(lengths) % batch_size
-    filled = np.concatenate([lengths, np.repeat(lengths[-1:], missing)]).astype(np.int64)
+    elements = elements_in(lengths)
+    filled = np.concatenate([elements, np.repeat(elements[-1:], missing)]).astype(np.int64)
     return filled.reshape(-1, batch_size).sum(1)

@@ -97,7 +97,7 @@ class Joined(Source):
 
     def __init__(self, parts: Sequence[Source], fits: Fits, name: str) -> None:
         first, *_ = parts
-        kind = lambda x: (x.shape[1:], x.dtype, x.ragged)
+        kind = lambda x: (x.shape[1:], x.dtype, x.ragged, x.axes)
         for part in parts:
             if not part.shape:
                 raise StorageError(f"{name}: {part.name} is a number, and has no rows.")
@@ -106,7 +106,7 @@ class Joined(Source):
                     f"{name}: rows of all files must be alike. {first.name} has rows of "
                     f"{_row_of(first)}, and {part.name} of {_row_of(part)}."
                 )
-        self.ragged = first.ragged
+        self.ragged, self.axes = first.ragged, first.axes
         self.in_process = any(part.in_process for part in parts)
         self._parts, self._fits = parts, fits
         self.maps = all(part.maps for part in parts)
@@ -171,4 +171,6 @@ class Joined(Source):
 
 def _row_of(part: Source) -> str:
     lengths = " and lengths that differ" if part.ragged else ""
+    if isinstance(part.axes, tuple):
+        lengths += f" along the axes {part.axes}"
     return f"shape {part.shape[1:]}{lengths} and dtype {part.dtype}"

@@ -16,10 +16,11 @@ from batchax.datasets.known_files import Files
 from batchax.datasets.labels import Labels, labels_of
 from batchax.datasets.mapped_file import MappedArray
 from batchax.datasets.npy_layout import Layout
-from batchax.datasets.parts import Rows
+from batchax.datasets.parts import Rows, elements_in
+from batchax.datasets.ragged_parts import kept
 from batchax.datasets.source import Index, Source, check_shape, native
-from batchax.errors import ArgumentTypeError, UnsupportedError
-from batchax.rows.checks import known_lengths
+from batchax.errors import ArgumentTypeError
+from batchax.rows.checks import elements_of
 
 
 class InMemory(Source):
@@ -111,18 +112,13 @@ class InRagged(Source):
     lends = True
 
     def __init__(self, x: Any, name: str) -> None:
-        if len(x.axes) > 1:
-            raise UnsupportedError(
-                f"{name}: rows of a dataset are ragged along one axis, and these along {x.axis}."
-            )
-        lengths = known_lengths(x.lengths)
-        if lengths is None:
+        if elements_of(x.lengths) is None:
             raise ArgumentTypeError(f"{name}: lengths of rows must be known, and these are traced.")
-        self._lengths = lengths.astype(np.int64)
-        self._offsets = np.concatenate([[0], np.cumsum(self._lengths)])
         dtype = native(x.dtype, name)  # which refuses random keys before they are converted
-        self._data = np.moveaxis(np.asarray(x.data), x.axis, 0)
-        super().__init__(name, (len(lengths), *self._data.shape[1:]), dtype)
+        self._data, self._lengths = kept(x, len(x))
+        self._offsets = np.concatenate([[0], np.cumsum(elements_in(self._lengths))])
+        self.axes = x.axis
+        super().__init__(name, (len(x), *self._data.shape[1:]), dtype)
 
     @cached_property
     def lengths(self) -> np.ndarray | None:

@@ -67,6 +67,4 @@ class MemoryStore(Store):
         units = [self._parts[key] for key in sorted(self._parts) if key[1] == i]
         if leaf.ragged is None:
             return np.concatenate([np.empty(leaf.shape, leaf.dtype), *units], leaf.axis)
-        data = [np.zeros((0, *leaf.shape[1:]), leaf.dtype), *(rows.data for rows in units)]
-        lengths = [np.zeros(0, np.int64), *(rows.lengths for rows in units)]
-        return Rows(np.concatenate(data), np.concatenate(lengths))
+        return Rows(*map(np.concatenate, zip(leaf.without_elements(0), *units, strict=True)))

@@ -30,6 +30,7 @@ from batchax.frontend.outputs import (
 )
 from batchax.frontend.prefixes import spread_specs
 from batchax.frontend.reduction import Reduction
+from batchax.rows.checks import without
 from batchax.rows.ragged import Ragged
 
 
@@ -97,13 +98,13 @@ def find_outputs(types: Any, out_axes: Any, rows: int, grows: bool = False) -> l
         x, spec = leaf.value, leaf.spec
         name = jax.tree_util.keystr(keys, simple=True, separator="/")  # of "out['a'][0].b": "a/0/b"
         if isinstance(x, Ragged):
-            if not is_position(spec) or x.axis:
+            if not is_position(spec):
                 raise UnsupportedError(
-                    f"{leaf.path} has rows of different lengths, along axis {x.axis}, and out_axes "
-                    f"gives {spec!r}: rows are kept if they differ along axis 0, and out_axes is 0."
+                    f"{leaf.path} has rows of different lengths, and out_axes gives {spec!r}: such "
+                    "rows are kept one after another, and out_axes is 0."
                 )
-            shape, dtype = (size, *x.data.shape[1:]), native(x.data.dtype, leaf.path)
-            outputs.append(Output(leaf.path, Leaf(name, shape, dtype, 0, 0, grows)))
+            row, dtype = without(x.data.shape, [x.element_axis]), native(x.data.dtype, leaf.path)
+            outputs.append(Output(leaf.path, Leaf(name, (size, *row), dtype, 0, x.axis, grows)))
             continue
         if is_container(x):
             raise UnsupportedError(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from batchax.datasets.columns import SHAPES, told_shapes
 from batchax.datasets.durable import make_folder, remove_unfinished, replace_file
 from batchax.datasets.failures import needed, reading
 from batchax.datasets.parts import Leaf, Rows, Unit
@@ -20,9 +22,10 @@ from batchax.rows import arrow
 class ParquetStore(Store):
     """A column for each leaf, with a list for each row where a result is no number.
 
-    Axes of a result become lists of a fixed size; rows of different lengths lists of any size, with
-    the axis along which these differ as the outermost. Pages carry checksums. The same results make
-    the same bytes.
+    Axes of a result become lists of a fixed size. Rows of different lengths become lists of any
+    size, with the axis along which these differ as the outermost, or lists of lists, of those axes.
+    Where lists do not tell the shape of a row, the schema's metadata does. Pages carry checksums.
+    The same results make the same bytes.
     """
 
     can_grow = True
@@ -78,8 +81,8 @@ class ParquetStore(Store):
                 )
             try:
                 return [
-                    _from_column(leaf, column.combine_chunks(), str(part))
-                    for leaf, column in zip(self.leaves, table.columns, strict=True)
+                    _from_column(leaf, name, table, str(part))
+                    for leaf, name in zip(self.leaves, self._columns, strict=True)
                 ]
             except ArgumentTypeError as error:  # of other types than were written
                 raise StorageError(f"{part} is damaged: {error}") from error
@@ -87,6 +90,9 @@ class ParquetStore(Store):
     def put(self, unit: Unit, results: Results) -> None:
         arrays = [_to_column(*pair) for pair in zip(self.leaves, results, strict=True)]
         table, file = self._arrow.table(arrays, names=self._columns), io.BytesIO()
+        shapes = dict(zip(self._columns, map(_untold_shapes, results), strict=True))
+        if any(shapes.values()):
+            table = table.replace_schema_metadata({SHAPES: json.dumps(shapes)})
         self._parquet.write_table(
             table,
             file,
@@ -113,18 +119,26 @@ def _of_no_rows(leaf: Leaf) -> Any:
     if leaf.shape[leaf.axis] or leaf.grows:
         return None
     empty = np.zeros(leaf.shape, leaf.dtype)
-    return empty if leaf.ragged is None else Rows(empty, np.zeros(0, np.int64))
+    return empty if leaf.ragged is None else leaf.without_elements(0)
 
 
 def _to_column(leaf: Leaf, result: np.ndarray | Rows) -> Any:
     if isinstance(result, Rows):
-        offsets = np.concatenate([[0], np.cumsum(result.lengths, dtype=np.int64)])
-        return arrow.from_lists(np.ascontiguousarray(result.data), offsets)
+        return arrow.from_rows(*result)
     return arrow.from_dense(np.ascontiguousarray(np.moveaxis(result, leaf.axis, 0)))
 
 
-def _from_column(leaf: Leaf, column: Any, part: str) -> np.ndarray | Rows:
+def _untold_shapes(result: np.ndarray | Rows) -> dict[int, list[int]]:
+    if not isinstance(result, Rows):
+        return {}
+    return {int(row): result.lengths[row].tolist() for row in arrow.untold(result.lengths)}
+
+
+def _from_column(leaf: Leaf, name: str, table: Any, part: str) -> np.ndarray | Rows:
+    column = table.column(name).combine_chunks()
     if leaf.ragged is None:
         return np.array(np.moveaxis(arrow.dense(column, part), 0, leaf.axis), leaf.dtype, order="C")
-    data, offsets = arrow.lists(column, part)
-    return Rows(np.array(data, leaf.dtype), np.diff(offsets).astype(np.int64))
+    data, lengths = arrow.rows_of(column, part)
+    for row, sizes in told_shapes(table.schema.metadata, name).items():
+        lengths[row] = sizes
+    return Rows(np.array(data, leaf.dtype), lengths)

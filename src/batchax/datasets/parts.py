@@ -39,7 +39,8 @@ class Leaf:
       shape: of all rows; of rows of different lengths, without the axis along which these differ.
       dtype: of its elements.
       axis: along which the rows lie.
-      ragged: the axis of a row along which rows have different lengths; None if they do not.
+      ragged: the axis of a row along which rows have different lengths, or several; None if they do
+        not.
       grows: whether rows are counted as they come. By `shape` there are none.
     """
 
@@ -47,24 +48,40 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: np.dtype
     axis: int = 0
-    ragged: int | None = None
+    ragged: int | tuple[int, ...] | None = None
     grows: bool = False
 
     def of_rows(self, rows: int) -> tuple[int, ...]:
         """The shape if there are so many rows."""
         return *self.shape[: self.axis], rows, *self.shape[self.axis + 1 :]
 
+    def without_elements(self, rows: int) -> Rows:
+        """So many rows, of those that have different lengths, without elements."""
+        axes = (len(self.ragged),) if isinstance(self.ragged, tuple) else ()
+        return Rows(np.zeros((0, *self.shape[1:]), self.dtype), np.zeros((rows, *axes), np.int64))
+
 
 class Rows(NamedTuple):
     """Rows of different lengths.
 
     Attributes:
-      data: one row after another along axis 0, shape (sum of lengths, ...).
-      lengths: of each row, shape (rows,).
+      data: the elements of one row after another along axis 0, shape (elements, ...).
+      lengths: of each row, shape (rows,). Along several axes, the last of which is the fastest:
+        shape (rows, axes).
     """
 
     data: np.ndarray
     lengths: np.ndarray
+
+    @property
+    def elements(self) -> np.ndarray:
+        """How many elements each row has."""
+        return elements_in(self.lengths)
+
+
+def elements_in(lengths: np.ndarray) -> np.ndarray:
+    """How many elements rows of such lengths have, as `Rows` has lengths."""
+    return lengths if lengths.ndim == 1 else lengths.prod(1)
 
 
 @dataclass(frozen=True)

@@ -70,12 +70,12 @@ class Plan:
         """The plan, now that all rows are counted."""
         return replace(self, rows=rows, open=False)
 
-    def by_elements(self, lengths: np.ndarray) -> Plan:
-        """As many units, about, of as many elements each, of rows of these lengths."""
+    def by_elements(self, elements: np.ndarray) -> Plan:
+        """As many units, about, of as many elements each, of rows that have so many."""
         if len(self) < 2:
             return self
         ends = np.append(np.arange(self.batch_size, self.rows, self.batch_size), self.rows)
-        done = np.cumsum(lengths, dtype=np.int64)[ends - 1]  # after each batch
+        done = np.cumsum(elements, dtype=np.int64)[ends - 1]  # after each batch
         # A batch belongs to the unit in whose share of all elements its last one is.
         share = (done - 1).clip(0) * len(self) // max(1, int(done[-1]))
         last = np.append(share[1:] != share[:-1], True)

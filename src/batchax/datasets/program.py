@@ -15,6 +15,7 @@ import numpy as np
 from batchax.datasets.inputs import Input, Inputs, converted, elements_of_batches, find_inputs
 from batchax.datasets.outputs import Output, arrays_of, find_outputs, lanes_of, states_to_add
 from batchax.datasets.parts import Rows
+from batchax.datasets.ragged_parts import as_ragged, kept
 from batchax.divergence.auto import for_any_machine
 from batchax.execution.eager import whatever_jit
 from batchax.execution.memory import Auto, fitting_chunk, parse_limit
@@ -22,6 +23,8 @@ from batchax.frontend.advice import come_from
 from batchax.frontend.outputs import flatten_arrays
 from batchax.programs.cost import cost_of_program
 from batchax.programs.weights import PLANS
+from batchax.rows.arrow import by_axis
+from batchax.rows.checks import as_tuple, without
 from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap
 
@@ -120,11 +123,7 @@ class RowFunction:
         more: dict[str, Any],
     ) -> Any:
         """What `vmap` makes of the function, or one like it; `more` it takes by names."""
-        alike = [
-            rows[j] if i == j else Ragged(rows[i].data, rows[j].lengths, rows[i].max_length)
-            for i, j in enumerate(self._same_lengths)
-        ]
-        args, kwargs = self.inputs.arguments(alike, shared)
+        args, kwargs = self.inputs.arguments(self._with_same_lengths(rows), shared)
         in_axes = self.in_axes
         if self.key is not None:
             keys = jax.vmap(functools.partial(jax.random.fold_in, self.key))(numbers)
@@ -140,15 +139,30 @@ class RowFunction:
         flatten_arrays(outs, containers=True)  # refuses what is no array, and cannot be kept
         return outs
 
-    @functools.cached_property
-    def _same_lengths(self) -> list[int]:
-        """Of each mapped argument the first whose rows have the same lengths: `vmap` cannot see."""
-        lengths = [m.source.lengths for m in self.inputs.mapped]
-        same = lambda x, y: x is not None and y is not None and np.array_equal(x, y)
+    def _with_same_lengths(self, rows: Sequence[Any]) -> list[Any]:
+        """Mapped arguments, with one array for lengths that are the same: `vmap` cannot see."""
+        first = lambda i, k: rows[i].each_length[k]
         return [
-            next((j for j in range(i) if same(lengths[j], lengths[i])), i)
-            for i in range(len(lengths))
+            Ragged(x.data, [first(*at) for at in places], x.each_bound, axis=x.axes)
+            if isinstance(x, Ragged)
+            else x
+            for x, places in zip(rows, self._same_lengths, strict=True)
         ]
+
+    @functools.cached_property
+    def _same_lengths(self) -> list[list[tuple[int, int]]]:
+        """For each ragged axis of each mapped argument the first one, of any argument, along which
+        all rows have the same lengths.
+        """
+        lengths = [m.source.lengths for m in self.inputs.mapped]
+        along: dict[tuple[int, int], np.ndarray] = {}
+        places = []
+        for i, x in enumerate(lengths):
+            each = [] if x is None else by_axis(x).T
+            along |= {(i, k): n for k, n in enumerate(each)}
+            same = lambda n: next(at for at, other in along.items() if np.array_equal(other, n))
+            places.append(list(map(same, each)))
+        return places
 
     def types(self, batch_size: int) -> tuple[Any, list[Any], list[Any]]:
         """The types of the arguments of `batched`."""
@@ -322,28 +336,40 @@ class Program:
 
 def _capacity(type: Ragged, room: int) -> int:
     """How many elements a program has room for."""
-    return -(-type.data.shape[0] // 2**room)
+    return -(-type.data.shape[type.element_axis] // 2**room)
 
 
 def _in_room(type: Any, room: int) -> Any:
     """The type of an argument of the program with that room."""
     if not isinstance(type, Ragged) or room == 0:
         return type
-    shape = (_capacity(type, room), *type.data.shape[1:])
-    return _ragged_type(shape, type.data.dtype, len(type), type.max_length)
+    rest = without(type.data.shape, [type.element_axis])
+    return _ragged_type(
+        _capacity(type, room), rest, type.dtype, len(type), type.each_bound, type.axes
+    )
 
 
-def _ragged_type(shape: tuple[int, ...], dtype: Any, rows: int, longest: int) -> Any:
+def _ragged_type(
+    capacity: int,
+    rest: tuple[int, ...],
+    dtype: Any,
+    rows: int,
+    longest: tuple[int, ...],
+    axes: tuple[int, ...],
+) -> Any:
+    shape = (*rest[: axes[0]], capacity, *rest[axes[0] :])
     data, lengths = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((rows,), np.int32)
-    return jax.eval_shape(lambda *parts: Ragged(parts[0], parts[1], longest), data, lengths)
+    made = lambda data, *each: Ragged(data, each, longest, axis=axes)
+    return jax.eval_shape(made, data, *[lengths] * len(axes))
 
 
 def _as_typed(x: Any, type: Any) -> Any:
     """Rows as the program wants them."""
     if isinstance(x, Rows):
-        data = np.zeros(type.data.shape, type.data.dtype)
+        rest = without(type.data.shape, [type.element_axis])
+        data = np.zeros((_capacity(type, 0), *rest), type.dtype)
         data[: len(x.data)] = converted(x.data, type.dtype)
-        return Ragged(data, x.lengths.astype(np.int32), type.max_length)
+        return as_ragged(x._replace(data=data), type.axes, type.each_bound, np.int32)
     return converted(x, type.dtype)
 
 
@@ -352,8 +378,7 @@ def fetched(outputs: Sequence[Output], arrays: Sequence[Any], rows: int) -> list
     results = []
     for output, x in zip(outputs, arrays, strict=True):
         if isinstance(x, Ragged):
-            lengths = np.asarray(x.lengths)[:rows]
-            results.append(Rows(np.asarray(x.data)[: lengths.sum()], lengths))
+            results.append(kept(x, rows))
         elif output.reduces:
             results.append(jax.tree.map(np.asarray, x))
         else:
@@ -385,7 +410,9 @@ def _with_key(in_axes: Any, count: int) -> Any:
 
 def _type_of_row(m: Input) -> Any:
     shape = list(m.source.shape)
-    shape[m.axis : m.axis + 1] = [] if m.source.lengths is None else [m.longest]
+    del shape[m.axis]
+    for axis, size in zip(as_tuple(m.source.axes), m.longest, strict=False):
+        shape.insert(axis, size)
     return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(m.source.dtype))
 
 
@@ -394,6 +421,7 @@ def _type_of_batch(m: Input, batch_size: int) -> Any:
     if source.lengths is not None:
         elements = elements_of_batches(source.lengths, batch_size)
         capacity = max(1, int(elements.max(initial=0)))
-        return _ragged_type((capacity, *source.shape[1:]), dtype, batch_size, m.longest)
+        axes = as_tuple(source.axes)
+        return _ragged_type(capacity, source.shape[1:], dtype, batch_size, m.longest, axes)
     shape = (*source.shape[: m.axis], batch_size, *source.shape[m.axis + 1 :])
     return jax.ShapeDtypeStruct(shape, dtype)

@@ -18,10 +18,11 @@ from batchax.datasets.job import Job
 from batchax.datasets.jobs import AnyJob, JobInMemory
 from batchax.datasets.labels import Labels
 from batchax.datasets.outputs import combined, finished, of_no_rows, state_of
-from batchax.datasets.parts import Rows
+from batchax.datasets.parts import Leaf, Rows, elements_in
 from batchax.datasets.pipeline import Stop, interruptible
 from batchax.datasets.plan import Plan, whole_batches
 from batchax.datasets.program import RowFunction
+from batchax.datasets.ragged_parts import as_ragged
 from batchax.datasets.report import Report
 from batchax.datasets.source import ByContent
 from batchax.datasets.sources import as_source
@@ -32,7 +33,6 @@ from batchax.datasets.units import Policy
 from batchax.datasets.work import Work
 from batchax.errors import RowError
 from batchax.progress import Progress
-from batchax.rows.ragged import Ragged
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def plan_of(
     if function.inputs.streams:
         return replace(plan, open=True)
     lengths = [m.source.lengths for m in function.inputs.mapped]
-    of_rows = [x for x in lengths if x is not None]
+    of_rows = [elements_in(x) for x in lengths if x is not None]
     if asked is not None or not of_rows:
         return plan
     return plan.by_elements(np.sum(of_rows, axis=0))
@@ -248,7 +248,7 @@ def _report(function: RowFunction, how: How, job: AnyJob, reused: int) -> Report
         bad, reduced = job.finished["bad"], job.finished["reduced"]
     kept = job.store.result()
     outputs = [
-        None if o.reduces else _shown(kept[o.leaf.name] if isinstance(kept, dict) else kept)
+        None if o.reduces else _shown(o.leaf, kept[o.leaf.name] if isinstance(kept, dict) else kept)
         for o in function.outputs
     ]
     leaves = [o.leaf for o in function.outputs]
@@ -275,5 +275,5 @@ def _labels(function: RowFunction) -> Labels:
     return next((x for x in labels if x is not None), Labels())
 
 
-def _shown(x: Any) -> Any:
-    return Ragged(*x) if isinstance(x, Rows) else x
+def _shown(leaf: Leaf, x: Any) -> Any:
+    return as_ragged(x, leaf.ragged or 0) if isinstance(x, Rows) else x

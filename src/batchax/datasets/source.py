@@ -27,13 +27,14 @@ class Source:
 
     Args:
       name: for messages, such as "args[0]['w'] (x.npy)".
-      shape: of all rows. Where rows have different lengths, without the axis along which they do.
+      shape: of all rows. Where rows have different lengths, without the axes along which they do.
       dtype: of the elements: numbers of NumPy's, or of ml_dtypes.
 
     Attributes:
       name, shape: as given.
       dtype: the same in this machine's byte order.
       ragged: whether rows have different lengths.
+      axes: the axis of a row along which they do, or several, in order.
       has_members: whether a file holds several arrays, one of which is named after a colon.
       gives_fresh: whether `get` returns arrays that nobody else has, although NumPy cannot tell.
       lends: whether what `get` returned stays as it is, so that who only looks at it needs no copy.
@@ -44,6 +45,7 @@ class Source:
     """
 
     ragged = False
+    axes: int | tuple[int, ...] = 0
     has_members = False
     gives_fresh = False
     lends = False
@@ -67,7 +69,7 @@ class Source:
 
     @cached_property
     def lengths(self) -> np.ndarray | None:
-        """Of each row, where rows have different lengths."""
+        """Of each row, where rows have different lengths, as `Rows` has them."""
         return None
 
     def read(self, axis: int, start: int, stop: int, fresh: bool = True) -> Any:

@@ -129,9 +129,14 @@ class Store:
 def described_leaves(description: dict[str, Any]) -> list[Leaf]:
     """The leaves of a store that `Store.describe` described."""
     return [
-        Leaf(**{**leaf, "shape": tuple(leaf["shape"]), "dtype": np.dtype(leaf["dtype"])})
+        Leaf(**{**leaf, "dtype": np.dtype(leaf["dtype"]), **_tuples(leaf)})
         for leaf in description["leaves"]
     ]
+
+
+def _tuples(leaf: dict[str, Any]) -> dict[str, Any]:
+    """What JSON has lists for."""
+    return {name: tuple(x) for name, x in leaf.items() if isinstance(x, list)}
 
 
 def part_of(leaf: Leaf, unit: Unit) -> tuple[slice, ...]:
@@ -181,7 +186,8 @@ def _fitting(leaf: Leaf, result: np.ndarray | Rows, unit: Unit) -> np.ndarray | 
     if leaf.ragged is not None:
         rows = result if isinstance(result, Rows) else Rows(np.zeros(0), np.zeros(0))
         shape, expected = rows.data.shape[1:], leaf.shape[1:]
-        fits = len(rows.lengths) == unit.rows and len(rows.data) == rows.lengths.sum()
+        of_lengths = leaf.without_elements(unit.rows).lengths.shape
+        fits = rows.lengths.shape == of_lengths and len(rows.data) == rows.elements.sum()
         data = rows.data
     else:
         data = np.asarray(result)

@@ -11,9 +11,10 @@ import numpy as np
 from batchax.datasets.failures import needed
 from batchax.datasets.labels import Labels
 from batchax.datasets.parts import Rows
+from batchax.datasets.ragged_parts import kept, one_row
 from batchax.datasets.sources import as_source
 from batchax.errors import ArgumentTypeError
-from batchax.rows.arrow import from_dense, from_lists
+from batchax.rows.arrow import from_dense, from_rows
 from batchax.rows.ragged import Ragged
 
 
@@ -85,8 +86,7 @@ class Results:
 
 def _whole(x: Any) -> Any:
     if isinstance(x, Ragged):
-        lengths = np.asarray(x.lengths)
-        return Rows(np.asarray(x.data)[: lengths.sum()], lengths)
+        return kept(x, len(x))
     return as_source(x, "the output").whole() if isinstance(x, str) else x
 
 
@@ -95,12 +95,13 @@ def _in_arrow(name: str, x: np.ndarray | Rows) -> Any:
     if values.dtype.kind not in "biuf" or values.dtype.isbuiltin != 1:
         raise ArgumentTypeError(f"{name} is of dtype {values.dtype}, for which Arrow has no type.")
     if isinstance(x, Rows):
-        return from_lists(x.data, np.concatenate([[0], np.cumsum(x.lengths)]))
+        return from_rows(*x)
     return from_dense(np.ascontiguousarray(x))
 
 
 def _in_pandas(x: np.ndarray | Rows) -> Any:
     """A column: numbers, or an array for each row."""
     if isinstance(x, Rows):
-        return [*np.split(x.data, np.cumsum(x.lengths)[:-1])] if len(x.lengths) else []
+        parts = np.split(x.data, np.cumsum(x.elements)[:-1]) if len(x.lengths) else []
+        return list(map(one_row, parts, x.lengths))
     return x if x.ndim == 1 else [*x]

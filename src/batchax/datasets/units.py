@@ -143,7 +143,9 @@ def begin_batch(
 
 def _first(output: Any, x: Any, rows: int) -> Any:
     if isinstance(x, Ragged):
-        return x if len(x) == rows else Ragged(x.data, x.lengths[:rows], x.max_length)
+        if len(x) == rows:
+            return x
+        return Ragged(x.data, [n[:rows] for n in x.each_length], x.each_bound, axis=x.axes)
     axis = output.leaf.axis
     return x if x.shape[axis] == rows else x[(slice(None),) * axis + (slice(rows),)]
 
@@ -234,7 +236,7 @@ class _Batch:
         index, places = index + self.first, places + self.first
         rows = [rows_of(x, m.axis, index, places) for m, x in zip(mapped, self.data, strict=True)]
         # By the rows that are there, whichever others take their places: so bits do not change.
-        elements = [int(x.lengths[places].sum()) if isinstance(x, Rows) else 0 for x in self.data]
+        elements = [int(x.elements[places].sum()) if isinstance(x, Rows) else 0 for x in self.data]
         return index + self.unit.start, rows, self.program.room_for(elements)
 
 
@@ -326,7 +328,8 @@ def _blanked(output: Any, x: Any, places: list[int]) -> Any:
     if isinstance(x, Rows):
         kept = np.ones(len(x.lengths), bool)
         kept[places] = False
-        return Rows(x.data[np.repeat(kept, x.lengths)], np.where(kept, x.lengths, 0))
+        lengths = np.where(kept.reshape(-1, *[1] * (x.lengths.ndim - 1)), x.lengths, 0)
+        return Rows(x.data[np.repeat(kept, x.elements)], lengths)
     x = np.array(x)
     x[(slice(None),) * output.leaf.axis + (places,)] = nothing(x.dtype)
     return x
@@ -337,7 +340,7 @@ def _of_no_rows(output: Any, batch: _Batch) -> Any:
     if output.reduces:
         return of_no_rows(output)
     if leaf.ragged is not None:
-        return Rows(np.zeros((0, *leaf.shape[1:]), leaf.dtype), np.zeros(batch.count, np.int32))
+        return leaf.without_elements(batch.count)
     shape = list(leaf.shape)
     shape[leaf.axis] = batch.count
     return np.full(shape, nothing(leaf.dtype))
@@ -397,7 +400,7 @@ def _places_not_finite(x: np.ndarray | Rows, axis: int) -> np.ndarray:
     data = x.data if isinstance(x, Rows) else np.moveaxis(x, axis, 0)
     places = np.flatnonzero(~np.isfinite(data).all(tuple(range(1, data.ndim))))
     return (
-        np.repeat(np.arange(len(x.lengths)), x.lengths)[places] if isinstance(x, Rows) else places
+        np.repeat(np.arange(len(x.lengths)), x.elements)[places] if isinstance(x, Rows) else places
     )
 
 

@@ -46,6 +46,67 @@ def lists(array: Value, who: str) -> tuple[np.ndarray, np.ndarray]:
     return dense(array.values.slice(first, last - first), who), offsets - first
 
 
+def rows_of(array: Value, who: str) -> tuple[np.ndarray, np.ndarray]:
+    """Of an array of lists, as of `lists`: all elements, and the lengths of lists.
+
+    Lists of lists are rows that are ragged along several axes: those of a row are of one length,
+    and lengths are of shape (rows, axes). Of a row that has no lists nobody knows how long they
+    would be: that is 0.
+
+    Raises:
+      ArgumentTypeError: it has nulls, or what is no number, or lists in a list differ in length.
+    """
+    if not is_lists(array.values.type):
+        values, offsets = lists(array, who)
+        return values, np.diff(offsets).astype(np.int64)
+    _check_no_nulls(array, who)
+    offsets = _numbers(array.offsets, who).astype(np.int64)
+    counts, inner = np.diff(offsets), array.values
+    if hasattr(array, "sizes"):
+        counts = _numbers(array.sizes, who).astype(np.int64)
+        inner = inner.take(without_gaps(offsets, counts)[0])
+    elif len(offsets):
+        inner = inner.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+    values, lengths = rows_of(inner, who)
+    return values, of_lists(counts, lengths, who)
+
+
+def of_lists(counts: np.ndarray, lengths: np.ndarray, who: str) -> np.ndarray:
+    """The lengths of rows along each ragged axis, of rows that are lists of lists.
+
+    Args:
+      counts: how many lists each row has.
+      lengths: of these lists, one after another, as `rows_of` returns them.
+      who: what the user called.
+
+    Raises:
+      ArgumentTypeError: lists in a row differ in length.
+    """
+    lengths, starts = by_axis(lengths), np.cumsum(counts) - counts
+    if not len(lengths):
+        return np.zeros((len(counts), lengths.shape[1] + 1), np.int64)
+    of_first = lengths[np.minimum(starts, len(lengths) - 1)] * (counts > 0)[:, None]
+    row = np.repeat(np.arange(len(counts)), counts)
+    differs = (lengths != of_first[row]).any(1)
+    if differs.any():
+        i = int(row[differs.argmax()])
+        raise ArgumentTypeError(
+            f"{who}: row {i} has lists of different lengths: a row that is ragged along several "
+            "axes is an array, whose lists have one. Pad them, or give lists of numbers as rows."
+        )
+    return np.concatenate([counts[:, None], of_first], 1)
+
+
+def by_axis(lengths: np.ndarray) -> np.ndarray:
+    """Lengths of shape (rows, axes), also where there is one axis."""
+    return lengths[:, None] if lengths.ndim == 1 else lengths
+
+
+def is_lists(kind: Any) -> bool:
+    """Whether elements of this type are lists of any size."""
+    return hasattr(kind, "value_field") and getattr(kind, "list_size", None) is None
+
+
 def from_dense(values: np.ndarray) -> Any:
     """An array of Arrow; all axes but the first are lists of a fixed size."""
     import pyarrow  # pyright: ignore[reportMissingImports]
@@ -56,13 +117,37 @@ def from_dense(values: np.ndarray) -> Any:
     return array
 
 
-def from_lists(values: np.ndarray, offsets: np.ndarray) -> Any:
-    """An array of lists, of elements as `from_dense` makes them."""
+def from_rows(values: np.ndarray, lengths: np.ndarray) -> Any:
+    """An array of lists, of elements as `from_dense` makes them; lists of lists along several axes.
+
+    Args:
+      values: the elements of one row after another.
+      lengths: of rows, shape (rows,); or (rows, axes), along each ragged axis.
+    """
     import pyarrow  # pyright: ignore[reportMissingImports]
 
-    return pyarrow.ListArray.from_arrays(
-        pyarrow.array(offsets.astype(np.int32)), from_dense(values)
-    )
+    array = from_dense(np.ascontiguousarray(values))
+    for sizes in list_sizes(lengths):
+        offsets = pyarrow.array(offsets_of(sizes).astype(np.int32))
+        array = pyarrow.ListArray.from_arrays(offsets, array)
+    return array
+
+
+def list_sizes(lengths: np.ndarray) -> list[np.ndarray]:
+    """The sizes of all lists, those of the innermost axis first, of rows of such lengths."""
+    each = by_axis(lengths)  # there are as many lists as the axes before have places
+    return [np.repeat(each[:, k], each[:, :k].prod(1)) for k in reversed(range(each.shape[1]))]
+
+
+def offsets_of(sizes: np.ndarray) -> np.ndarray:
+    """Where lists of these sizes begin, and the last one ends."""
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+
+
+def untold(lengths: np.ndarray) -> np.ndarray:
+    """Which rows lists of lists do not tell the shape of: (0, 5), say, which has no lists."""
+    each = by_axis(lengths)
+    return np.flatnonzero(((np.cumprod(each, 1)[:, :-1] == 0) & (each[:, 1:] != 0)).any(1))
 
 
 def without_gaps(starts: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -20,6 +20,7 @@ from batchax.errors import ArgumentTypeError, AxisError
 from batchax.jaxprs.words import Value
 from batchax.rows import arrow
 from batchax.rows.checks import elements_of
+from batchax.rows.selecting import as_row
 
 R = TypeVar("R", bound="Converters")
 
@@ -32,11 +33,25 @@ class Converters:
     lengths: Any
     axis: Any
 
+    @property
+    def axes(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @property
+    def element_axis(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def each_length(self) -> tuple[Any, ...]:
+        raise NotImplementedError
+
     @classmethod
     def from_torch(cls: type[R], nested: Any, max_length: int | None = None) -> R:
-        """From a nested tensor of PyTorch in the jagged layout.
+        """From a nested tensor of PyTorch: in the jagged layout, or in the strided one, where rows
+        may be ragged along several axes.
 
-        Its values are copied from the host's memory, without PyTorch's gradients.
+        Its values are copied from the host's memory, without PyTorch's gradients. Which axes of a
+        strided one are ragged it does not say: those along which rows differ, if any do.
 
         Args:
           nested: the tensor.
@@ -51,6 +66,8 @@ class Converters:
           >>> nested = torch.nested.nested_tensor(rows, layout=torch.jagged)  # doctest: +SKIP
           >>> x = bx.Ragged.from_torch(nested)  # doctest: +SKIP
         """
+        if str(getattr(nested, "layout", None)) == "torch.strided" and nested.is_nested:
+            return _from_rows(cls, list(map(_from_tensor, nested.unbind())), max_length)
         _check_has("from_torch", nested, "a nested tensor of layout torch.jagged", _TORCH)
         values, offsets = _from_tensor(nested.values()), _from_tensor(nested.offsets())
         lengths = nested.lengths() if hasattr(nested, "lengths") else None
@@ -61,7 +78,8 @@ class Converters:
         return _from_offsets(cls, values, offsets, max_length, at)
 
     def to_torch(self) -> Any:
-        """A nested tensor of PyTorch in the jagged layout, on the CPU.
+        """A nested tensor of PyTorch in the jagged layout, on the CPU; in the strided layout, where
+        rows are ragged along several axes, which the jagged one has no form for.
 
         Raises:
           ArgumentTypeError: values are traced, or random keys.
@@ -69,48 +87,53 @@ class Converters:
         Example:
           >>> nested = bx.Ragged(jnp.arange(6), [1, 3, 2]).to_torch()  # doctest: +SKIP
         """
-        values, offsets = self._parts("to_torch")
+        values, lengths = self._parts("to_torch")
         import torch  # pyright: ignore[reportMissingImports]
 
-        if values.dtype == jnp.bfloat16:  # which NumPy by itself does not have
-            values = torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
-        else:
-            values = torch.from_numpy(values)
+        def tensor(x: np.ndarray) -> Any:
+            if x.dtype == jnp.bfloat16:  # which NumPy by itself does not have
+                return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+            return torch.from_numpy(x)
+
+        if lengths.ndim > 1:
+            parts = np.split(values, np.cumsum(lengths.prod(1))[:-1], self.element_axis)
+            rows = [as_row(x, self.axis, n) for x, n in zip(parts, lengths, strict=False)]
+            return torch.nested.nested_tensor([tensor(np.ascontiguousarray(x)) for x in rows])
         at = {} if self.axis == 0 else {"jagged_dim": self.axis + 1}
-        offsets = torch.from_numpy(offsets)
-        return torch.nested.nested_tensor_from_jagged(values, offsets, **at)
+        offsets = torch.from_numpy(arrow.offsets_of(lengths))
+        return torch.nested.nested_tensor_from_jagged(tensor(values), offsets, **at)
 
     @classmethod
     def from_tensorflow(cls: type[R], ragged: Any, max_length: int | None = None) -> R:
-        """From a ``tf.RaggedTensor`` with one ragged axis.
+        """From a ``tf.RaggedTensor``. With several ragged axes, rows are arrays: lists in a row are
+        of one length.
 
         Args:
           ragged: the tensor.
           max_length: as for `Ragged`.
 
         Raises:
-          ArgumentTypeError: it is no such tensor.
-          AxisError: several of its axes are ragged.
+          ArgumentTypeError: it is no such tensor, or lists in a row differ in length.
 
         Example:
           >>> import tensorflow as tf  # doctest: +SKIP
           >>> x = bx.Ragged.from_tensorflow(tf.ragged.constant([[1, 2], [3]]))  # doctest: +SKIP
         """
         _check_has("from_tensorflow", ragged, "a tf.RaggedTensor", ("flat_values", "row_splits"))
-        rank = getattr(ragged, "ragged_rank", 1)
-        if rank != 1:
-            raise AxisError(
-                f"Ragged.from_tensorflow: the tensor has {rank} ragged axes; a Ragged has one. "
-                "Make the others dense with to_tensor()."
-            )
-        values, splits = np.asarray(ragged.flat_values), np.asarray(ragged.row_splits)
-        return _from_offsets(cls, values, splits, max_length)
+        values = np.asarray(ragged.flat_values)
+        if getattr(ragged, "ragged_rank", 1) == 1:
+            return _from_offsets(cls, values, np.asarray(ragged.row_splits), max_length)
+        *outer, last = [np.diff(np.asarray(x)) for x in ragged.nested_row_splits]
+        for counts in reversed(outer):
+            last = arrow.of_lists(counts, last, "Ragged.from_tensorflow")
+        return _from_lengths(cls, values, last, max_length)
 
     @classmethod
     def from_arrow(cls: type[R], array: Value, max_length: int | None = None) -> R:
         """From a ``pyarrow.ListArray``, large or sliced or chunked or a view too.
 
-        Its values may be lists of a fixed size, which are trailing axes of the rows.
+        Its values may be lists of a fixed size, which are trailing axes of the rows; or lists of
+        any size, those in a row of one length: then rows are ragged along several axes.
 
         Args:
           array: the array.
@@ -128,27 +151,31 @@ class Converters:
         if hasattr(array, "combine_chunks"):
             array = array.combine_chunks()
         _check_has("from_arrow", array, "a pyarrow.ListArray", ("offsets", "values"))
-        values, offsets = arrow.lists(array, "Ragged.from_arrow")
-        return _from_offsets(cls, values, offsets, max_length)
+        return _from_lengths(cls, *arrow.rows_of(array, "Ragged.from_arrow"), max_length)
 
     def to_arrow(self) -> Any:
         """A ``pyarrow.ListArray``; trailing axes of the rows are lists of a fixed size.
 
+        Rows that are ragged along several axes are lists of lists. Of a row without lists these do
+        not say how long they would be: one of shape ``(0, 5)`` comes back as one of ``(0, 0)``.
+
         Raises:
           ArgumentTypeError: values are traced, or have no form in Arrow.
-          AxisError: the ragged axis is not the first of a row.
+          AxisError: the ragged axes are not the first of a row.
 
         Example:
           >>> bx.Ragged(jnp.arange(6), [1, 3, 2]).to_arrow().to_pylist()
           [[0], [1, 2, 3], [4, 5]]
         """
-        values, offsets = self._parts("to_arrow", axis=0)
+        values, lengths = self._parts("to_arrow", first=True)
         with _refused("to_arrow", values):
-            return arrow.from_lists(values, offsets)
+            return arrow.from_rows(values, lengths)
 
     @classmethod
     def from_awkward(cls: type[R], array: Value, max_length: int | None = None) -> R:
-        """From an ``awkward.Array`` with one axis of variable size, the second.
+        """From an ``awkward.Array`` whose second axis is of variable size; more of them may be.
+
+        Where several are, rows are arrays: lists in a row are of one length.
 
         Args:
           array: the array.
@@ -165,62 +192,64 @@ class Converters:
         """
         _check_has("from_awkward", array, "an awkward.Array", ("layout",))
         layout = array.layout.to_packed()
-        if not (hasattr(layout, "offsets") and hasattr(layout, "content")):
+        if not _is_list(layout):
             raise ArgumentTypeError(
                 f"Ragged.from_awkward: the array is a {type(layout).__name__}, not a list of "
                 "variable size for each row. Take it apart with awkward's own functions: "
                 "ak.drop_none, ak.from_regular, or one field of a record."
             )
-        offsets = np.asarray(layout.offsets)
-        values = _awkward_dense(layout.content)
-        return _from_offsets(cls, values, offsets, max_length)
+        return _from_lengths(cls, *_awkward_rows(layout), max_length)
 
     def to_awkward(self) -> Any:
         """An ``awkward.Array``; trailing axes of the rows are regular.
 
+        Rows that are ragged along several axes are lists of lists, as for `to_arrow`.
+
         Raises:
           ArgumentTypeError: values are traced, or have no form in awkward.
-          AxisError: the ragged axis is not the first of a row.
+          AxisError: the ragged axes are not the first of a row.
 
         Example:
           >>> bx.Ragged(jnp.arange(6), [1, 3, 2]).to_awkward().to_list()
           [[0], [1, 2, 3], [4, 5]]
         """
-        values, offsets = self._parts("to_awkward", axis=0)
+        values, lengths = self._parts("to_awkward", first=True)
         import awkward  # pyright: ignore[reportMissingImports]
 
         with _refused("to_awkward", values):
             content = awkward.from_numpy(values, regulararray=True).layout
-        index = awkward.index.Index64(offsets)
-        return awkward.Array(awkward.contents.ListOffsetArray(index, content))
+        for sizes in arrow.list_sizes(lengths):
+            index = awkward.index.Index64(arrow.offsets_of(sizes))
+            content = awkward.contents.ListOffsetArray(index, content)
+        return awkward.Array(content)
 
-    def _parts(self, method: str, axis: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """The elements of all rows, and where rows begin, copied into NumPy arrays."""
-        lengths = elements_of(self.lengths)
-        if not isinstance(self.axis, int):
-            raise AxisError(
-                f"Ragged.{method}: rows are ragged along the axes {self.axis}, and there only one "
-                "axis can be. Take them one by one, x.rows(), or padded, x.to_padded()."
-            )
-        if lengths is None or isinstance(self.data, Tracer):
+    def _parts(self, method: str, first: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """The elements of all rows, and their lengths: copies in NumPy arrays.
+
+        Args:
+          method: for messages.
+          first: whether ragged axes must be the first ones of a row.
+        """
+        elements = elements_of(self.lengths)
+        if elements is None or isinstance(self.data, Tracer):
             raise ArgumentTypeError(
                 f"Ragged.{method}() needs rows whose values are known, but these are traced: call "
                 "it outside of jit."
             )
-        if axis is not None and self.axis != axis:
+        if first and self.axes != tuple(range(len(self.axes))):
             raise AxisError(
                 f"Ragged.{method}: rows are ragged along axis {self.axis}, and there only the "
-                f"first axis of a row can be. Build a Ragged from data with the axes moved."
+                f"first axes of a row can be. Build a Ragged from data with the axes moved."
             )
         if jnp.issubdtype(self.data.dtype, jax.dtypes.prng_key):
             raise ArgumentTypeError(
                 f"Ragged.{method}: rows of random keys, of dtype {self.data.dtype}, have no form "
                 "outside of JAX. Convert the numbers of the keys: jax.random.key_data(x.data)."
             )
-        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         part = [slice(None)] * self.data.ndim
-        part[self.axis] = slice(0, int(offsets[-1]))
-        return np.array(self.data[tuple(part)]), offsets
+        part[self.element_axis] = slice(0, int(elements.sum()))
+        each = [np.asarray(x).astype(np.int64) for x in self.each_length]
+        return np.array(self.data[tuple(part)]), each[0] if len(each) == 1 else np.stack(each, 1)
 
 
 _TORCH = ("values", "offsets", "is_nested")
@@ -228,6 +257,17 @@ _TORCH = ("values", "offsets", "is_nested")
 
 def _from_offsets(cls: Any, flat: Any, offsets: Any, max_length: int | None, axis: int = 0) -> Any:
     return cls.from_offsets(flat, offsets, max_length, axis=axis)
+
+
+def _from_lengths(cls: Any, flat: Any, lengths: np.ndarray, max_length: Any) -> Any:
+    """Rows whose elements follow one another along axis 0, with lengths as `arrow.rows_of` has."""
+    each = arrow.by_axis(lengths)
+    return cls(flat, list(each.T), max_length, axis=tuple(range(each.shape[1])))
+
+
+def _from_rows(cls: Any, rows: list[Any], max_length: Any) -> Any:
+    shapes = np.array([x.shape for x in rows])
+    return cls.from_rows(rows, max_length, axis=tuple(np.flatnonzero(np.ptp(shapes, 0))) or (0,))
 
 
 def _check_has(method: str, x: Value, what: str, attributes: tuple[str, ...]) -> None:
@@ -257,6 +297,21 @@ def _from_tensor(tensor: Any) -> Any:
         return tensor.numpy()
     except TypeError:  # a dtype that NumPy by itself does not have, such as bfloat16
         return jnp.from_dlpack(tensor.contiguous())
+
+
+def _is_list(layout: Any) -> bool:
+    """Whether it is one of lists of any size, or else the outermost."""
+    has = lambda name: hasattr(layout, name)
+    return has("offsets") and has("content")
+
+
+def _awkward_rows(layout: Any) -> tuple[np.ndarray, np.ndarray]:
+    """As `arrow.rows_of`."""
+    counts = np.diff(np.asarray(layout.offsets))
+    if not _is_list(layout.content) or hasattr(layout.content, "size"):  # of one size
+        return _awkward_dense(layout.content), counts
+    values, lengths = _awkward_rows(layout.content)
+    return values, arrow.of_lists(counts, lengths, "Ragged.from_awkward")
 
 
 def _awkward_dense(layout: Any) -> np.ndarray:
