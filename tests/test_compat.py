@@ -652,3 +652,10 @@ def test_calls_that_would_be_inlined_can_be_kept():
     assert names(inlined) == ["sin"]
     assert names(_compat.keeping_calls(inlined)) == ["jit"]
     assert names(_compat.keeping_calls(jax.grad(inlined))) != names(jax.grad(inlined))
+
+
+def test_a_program_is_written_out_where_it_is_used():
+    program = jax.make_jaxpr(lambda x, y: (jnp.sin(x) * y, x))(1.0, 2.0)
+    run = lambda x, y: _compat.inlined(program, (x, y))
+    assert [eqn.primitive.name for eqn in jax.make_jaxpr(run)(1.0, 2.0).eqns] == ["sin", "mul"]
+    assert jax.grad(lambda x: run(x, 2.0)[0])(0.0) == 2.0

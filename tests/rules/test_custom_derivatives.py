@@ -902,3 +902,23 @@ def test_rules_that_wait_hold_no_values():
     gc.collect()
     assert [ref() for ref in traced] == [None, None]
     agree(jax.grad(lambda *a: jaxpr_as_fun(jaxpr)(*a)[0]), jax.grad(total), X, W)
+
+
+def test_what_jax_keeps_staged_is_batched_once():
+    @jax.jit
+    def kept(x, y):  # JAX stages its body once for all programs that call it
+        return jnp.logaddexp(x, y)
+
+    def twice(x, y, z):  # batched alike, and otherwise
+        return kept(x, y) * kept(y, x) + kept(z, y) + jax.grad(kept)(x, y)
+
+    inlined = jax.jit(kept, inline=True)
+    bodies = []
+    for _ in range(3):
+        batched = bx.vmap(lambda x: inlined(x, jnp.float32(1)))
+        (eqn,) = (e for e in jax.make_jaxpr(batched)(jnp.ones(3, jnp.float32)).eqns[-1:])
+        bodies.append(eqn.params.get("call_jaxpr", eqn.params.get("jaxpr")))
+    assert bodies[1] is bodies[2]
+    xs, shared = jnp.linspace(-2.0, 2.0, 3), jnp.float32(0.5)
+    for _ in range(3):
+        check(twice, xs, shared, xs[::-1], in_axes=(0, None, 0), eager=False)

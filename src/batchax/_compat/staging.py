@@ -96,7 +96,8 @@ def described(
 
 def named_after(made: Callable[..., Any], fun: Callable[..., Any]) -> None:
     """Lets JAX's messages speak of `fun` where `made` is staged, as ``functools.wraps`` does."""
-    vars(made)["__wrapped__"] = fun
+    # What that stands for itself, which JAX would look for at each staging.
+    vars(made)["__wrapped__"] = getattr(fun, "__wrapped__", fun)
 
 
 class _KeepingCalls:
@@ -130,6 +131,29 @@ def keeping_calls(fun: Callable[..., Any]) -> Callable[..., Any]:
             return fun(*args)
 
     return run
+
+
+def inlined(program: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
+    """What `program` returns; where programs are staged, its equations are put there as they are.
+
+    That is a third of the work of binding each of them anew. In public JAX does so for what
+    ``jax.jit(inline=True)`` made, which to call takes as long as it saves.
+    """
+    ins, outs = len(operands), len(program.out_avals)
+    counts = {"in_shardings": ins, "in_layouts": ins, "donated_invars": ins}
+    counts |= {"out_shardings": outs, "out_layouts": outs}
+    some = {name: _OF_JIT[name] * count for name, count in counts.items()}
+    return jex_primitives.jit_p.bind(*operands, **{**_OF_JIT, **some, "jaxpr": program})
+
+
+def _parameters_of_jit() -> dict[str, Any]:
+    """The parameters of a call to be written out, of a function of one operand and result."""
+    (eqn,) = jax.make_jaxpr(jax.jit(lambda x: -x))(0.0).jaxpr.eqns
+    inline = type(eqn.params["inline"])  # a bool, since 0.12 one of several words
+    return {**eqn.params, "inline": getattr(inline, "JAX_EARLY", True)}
+
+
+_OF_JIT = _parameters_of_jit()
 
 
 class _InShardMap:

@@ -283,8 +283,10 @@ def _check_position(value: Value, path: str, spec: Any, terms: Terms) -> None:
                 "reduction. Give an int, and reduce what is made of it."
             )
         check_reduces(spec, jax.typeof(value), path)
+    if not is_position(spec) or spec in (0, -1):
+        return
     ndim = jnp.ndim(value) + 1
-    if is_position(spec) and not -ndim <= spec < ndim:
+    if not -ndim <= spec < ndim:
         raise AxisError(
             f"out_axes gives {spec} for {path}, which has {ndim} axes with the {terms.axis}: "
             f"give an int in [{-ndim}, {ndim})."

@@ -41,7 +41,7 @@ def evaluate(
     env.update(zip(jaxpr.invars, args, strict=True))
 
     def read(v: Any) -> Any:
-        return number(v) if isinstance(v, Literal) else env[v]
+        return number(v) if type(v) is Literal else env[v]
 
     walk(
         plan(jaxpr.eqns, jaxpr.outvars, keeps),
@@ -54,7 +54,7 @@ def evaluate(
 
 def variables_in(atoms: Iterable[Any]) -> list[Any]:
     """Those of some operands or results that are no numbers written in the program."""
-    return [v for v in atoms if not isinstance(v, Literal)]
+    return [v for v in atoms if type(v) is not Literal]
 
 
 def variables_read(eqn: Eqn) -> list[Any]:
@@ -113,7 +113,7 @@ def plan(
     eqns: Sequence[Eqn],
     outvars: Iterable[Any],
     keeps: Callable[[Any], Any] = operator.attrgetter("effects"),
-    reads: Callable[[Any], Iterable[Any]] = variables_read,
+    reads: Callable[[Any], Iterable[Any]] | None = None,
 ) -> list[Step]:
     """Those of `eqns` that `outvars` need, each with the variables that are dead after it.
 
@@ -124,14 +124,15 @@ def plan(
       eqns: equations of a program, in order.
       outvars: what is wanted of them.
       keeps: which of them are needed anyhow, by default for their effects.
-      reads: the variables that an equation needs.
+      reads: the variables that an equation needs, by default its operands.
     """
     live = set(variables_in(outvars))
     steps = []
     for eqn in reversed(eqns):
-        if live.isdisjoint(eqn.outvars) and not keeps(eqn):
+        inputs, outputs = eqn.invars, eqn.outvars
+        if live.isdisjoint(outputs) and not keeps(eqn):
             continue
-        used = set(reads(eqn))
-        steps.append(Step(eqn, eqn.invars, eqn.outvars, (used | set(eqn.outvars)) - live))
+        used = {v for v in inputs if type(v) is not Literal} if reads is None else set(reads(eqn))
+        steps.append(Step(eqn, inputs, outputs, used.union(outputs) - live))
         live |= used
     return steps[::-1]

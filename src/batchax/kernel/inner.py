@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -104,6 +103,42 @@ def remembered(body: ClosedJaxpr, key: Any, build: Callable[[], Any]) -> Any:
     return built.get((key, context), build, owner=body)
 
 
+def emitted(
+    axis: Axis,
+    body: ClosedJaxpr,
+    operands: Sequence[Value],
+    axes: Sequence[Position],
+    emit: Callable[..., tuple[list[Any], Sequence[Position]]],
+) -> tuple[list[Any], Sequence[Position]]:
+    """What `emit` returns, of `operands`: for a call of `body`, what a rule emits.
+
+    JAX keeps what it has traced of its own functions, and so the same body turns up in one program
+    after another. From the second time on what is emitted for it is kept, and put there as it is.
+    `emit` must not depend on values of the function that is being batched.
+    """
+    if not _compat.staging() or recording.is_on() or _compat.checked_axes() or body.effects:
+        return emit(*operands)
+    types = tuple(map(jax.typeof, operands))
+    key = "emitted", axis, types, tuple(axes)
+    if not remembered(body, key, _Met).again():
+        return emit(*operands)
+    program, out_axes = remembered(
+        body, (key, "again"), lambda: _compat.stage_described(emit, types)
+    )
+    return _compat.inlined(program, operands), out_axes
+
+
+class _Met:
+    """Whether something was met before."""
+
+    def __init__(self) -> None:
+        self._met = False
+
+    def again(self) -> bool:
+        met, self._met = self._met, True
+        return met
+
+
 def _memory() -> tuple[Memo, Hashable]:
     """Where to remember what is built, and what of the surroundings that depends on."""
     # Rules of derivatives are asked only where something may be differentiated, and while notes
@@ -186,15 +221,6 @@ def example_aval(axis: Axis, aval: Aval, position: Position) -> Any:
 _staging_lanes: ContextVar[bool] = ContextVar("batchax_staging_lanes", default=False)
 
 
-@contextmanager
-def _for_lanes() -> Iterator[None]:
-    token = _staging_lanes.set(True)
-    try:
-        yield
-    finally:
-        _staging_lanes.reset(token)
-
-
 def staging_lanes() -> bool:
     """Whether a function of one example is being staged, whose program batchax will read."""
     return _staging_lanes.get()
@@ -224,9 +250,12 @@ def stage_function(
         if looks_here():
             f = _compat.keeping_calls(f)
         taken = _compat.mesh_axis_taken(axis.mesh_axis)
-        lanes = _for_lanes() if transformation != "scan" else nullcontext()
-        with recording.paused(axis), taken, without_mesh(), lanes:
-            return _compat.stage(f, types, named, arg_names, transformation, selecting)
+        token = _staging_lanes.set(transformation != "scan" or _staging_lanes.get())
+        try:
+            with recording.paused(axis), taken, without_mesh():
+                return _compat.stage(f, types, named, arg_names, transformation, selecting)
+        finally:
+            _staging_lanes.reset(token)
 
     try:
         return stage(fun)

@@ -166,7 +166,8 @@ def _active() -> _Place | None:
 
 def is_on() -> bool:
     """Whether notes are taken."""
-    return _active() is not None
+    place = _place.get()  # as `_active`, which to call takes time at each equation
+    return place is not None and not place.paused
 
 
 def is_watched() -> bool:

@@ -174,7 +174,7 @@ def aligned(args: Any, axes: Any) -> tuple[list[Any], int]:
     Unbatched operands get an axis of size one; unbatched scalars stay scalars.
     """
     # What has no axis may be a number of Python's.
-    ranks = [np.ndim(x) if a is None else x.ndim - 1 for x, a in zip(args, axes, strict=True)]
+    ranks = [np.ndim(x) if a is None else len(x.shape) - 1 for x, a in zip(args, axes, strict=True)]
     forms = set(zip(ranks, axes, strict=True)) - {(0, None)}
     if len(forms) == 1:  # aligned as they are: by far the most frequent case
         return list(args), forms.pop()[1]

@@ -49,12 +49,12 @@ class Finding:
       scope: of the symbols of its program; None where it has none yet, and will be staged again.
       needed: whether it asked for a symbol where it has none.
       places: by condition and limit what was found: what has one condition has one size.
-      outermost: what JAX traces where no function inside is traced.
+      outermost: what JAX traces where no function inside is traced, if there is a scope.
     """
 
     scope: Any
     needed: bool = False
-    outermost: Any = field(default_factory=lambda: _trace_state())
+    outermost: Any = None
     places: list[tuple[Any, int | None, Any, Any]] = field(default_factory=list)
 
     def places_of(self, condition: Any, limit: int | None, called: str, given: Any) -> Any:
@@ -115,7 +115,7 @@ _in_scope = jax.make_user_context(None)
 
 @contextmanager
 def _staged_with(scope: Any) -> Iterator[Finding]:
-    finding = Finding(scope)
+    finding = Finding(scope, outermost=None if scope is None else _trace_state())
     before = _finding.set(finding)
     try:
         with _in_scope(scope):

@@ -21,13 +21,22 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError
 from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import Axis
-from batchax.kernel.captured import program_behind, resolve
+from batchax.kernel.captured import closes_over_tracers, program_behind, resolve
+from batchax.kernel.inner import emitted
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.registry import register_rule
 from batchax.kernel.varying import types_varying, without_mesh
+from batchax.memo import kept_with
 from batchax.rules.batched_transpose import match_or_zeros
 from batchax.rules.reverse_rule import Residuals, ReverseRule, known_number
-from batchax.rules.rule_outputs import Axes, CallOutputs, if_differentiable, if_later, union
+from batchax.rules.rule_outputs import (
+    Axes,
+    CallOutputs,
+    if_differentiable,
+    if_later,
+    inside_rule,
+    union,
+)
 
 enter(": call_hi_primitive_linearized custom_jvp_call custom_lin custom_vjp_call")
 
@@ -40,7 +49,7 @@ def _custom_jvp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
     skip, n_out = params["num_consts"], len(body.out_avals)
     types = [jax.typeof(x) for x in args[skip:]]  # rules that live on must not hold values
     outputs = CallOutputs("jvp", axis, body, axes)
-    program = program_behind(trace_rule)
+    program = program_behind(trace_rule) if _closes_over_values(body, trace_rule) else None
 
     def differentiate(zeros: Sequence[bool], primals: Any, tangents: Any) -> Any:
         """The rule on primals and those tangents that are not symbolic zeros."""
@@ -95,9 +104,17 @@ def _custom_jvp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
         ]
         return [*outs, *placed]
 
-    subfuns = (_compat.rewrapped(call, fun), _compat.rewrapped(rule, jvp))
-    outs = _custom_jvp_p.bind(*args, subfuns=subfuns, **bound)
-    return outs, outputs.axes
+    def emit(*xs: Any) -> tuple[list[Any], Axes]:
+        subfuns = (_compat.rewrapped(call, fun), _compat.rewrapped(rule, jvp))
+        return _custom_jvp_p.bind(*xs, subfuns=subfuns, **bound), outputs.axes
+
+    depends = program is not None or inside_rule()
+    return emit(*args) if depends else emitted(axis, body, args, axes, emit)
+
+
+@kept_with("whether derivative rules close over values of a program that is being staged")
+def _closes_over_values(body: Any, *rules: Any) -> bool:
+    return any(map(closes_over_tracers, rules))
 
 
 @register_rule("custom_vjp_call")

@@ -87,6 +87,11 @@ _around: ContextVar[dict[Any, CallOutputs]] = ContextVar("batchax_rules_around")
 """The calls whose rules are running, by what tells a call of the same function from others."""
 
 
+def inside_rule() -> bool:
+    """Whether a rule runs, which may say where calls have their outputs."""
+    return bool(_around.get(None))
+
+
 def union(first: Axes, second: Axes) -> list[Position]:
     """The positions of `first`, and where it has None those of `second`."""
     return [b if a is None else a for a, b in zip(first, second, strict=True)]
