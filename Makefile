@@ -3,7 +3,7 @@
 #
 #   make demo       per-example gradients on real data, with a picture
 #   make check      lint, and one test of twelve: two minutes, for while one works
-#   make test       lint, types, the test suite but for three quarters of its slow tests, others with
+#   make test       lint, types, the test suite but for five sixths of its slow tests, others with
 #                   each commit (an eighth of what computes in double precision with the newest
 #                   JAX that is known, where Python 3.12 is found; the rest of it, and all else,
 #                   in single precision with the oldest); on Debian, as root, it installs
@@ -35,8 +35,8 @@ SEED ?= 0
 # A file stays on one worker: what it compiled once need not compile again.
 PYTEST = -m pytest -q -n $(JOBS) --dist loadfile
 DOUBLE = JAX_ENABLE_X64=1
-# A quarter of the slow tests runs with each commit, another one with the next: TURN=2 runs those of
-# commit 2, 6, 10. Without a history it is the first.
+# A sixth of the slow tests runs with each commit, another one with the next: TURN=2 runs those of
+# commit 2, 8, 14. Without a history it is the first.
 TURN ?= $(or $(shell git rev-list --count HEAD 2>/dev/null),0)
 COMPUTES = tests/laws tests/rules tests/rows tests/divergence tests/execution tests/user_rules
 
@@ -67,7 +67,7 @@ test: style browser azurite
 # rest in single precision with the oldest, which compiles in half the time.
 AN_EIGHTH = $(PYTEST) --turn $(TURN) --part 1/8 $(COMPUTES)
 double: .venv/ready
-	$(call on_3_12,$(AN_EIGHTH),$(DOUBLE),$(DOUBLE) .venv/bin/python $(AN_EIGHTH))
+	$(call on_3_12,$(AN_EIGHTH),$(DOUBLE),$(DOUBLE) .venv/bin/python $(AN_EIGHTH),.venv312-computes)
 
 single: .venv/ready
 	@echo "In single precision, all else, and the rest of what computes:"
@@ -86,15 +86,16 @@ nightly: .venv/ready
 	.venv/bin/python $(PYTEST) --nightly --compile-all
 	$(call on_3_12,$(PYTEST) --nightly $(COMPUTES),$(DOUBLE))
 
-# Pytest with these arguments, in an environment of this kind; and what to do in its place where there
-# is no Python 3.12. The canary tells what JAX has changed before anything else does.
+# Pytest with these arguments, with these settings; what to do in its place where there is no Python
+# 3.12; and the environment, if not one with all extras. The canary tells what JAX has changed before
+# anything else does.
 comma := ,
 define on_3_12
 	@if sh tools/find_python.sh 3.12 >/dev/null; then \
-	    $(MAKE) --no-print-directory .venv312/ready && \
+	    $(MAKE) --no-print-directory $(or $(4),.venv312)/ready && \
 	    echo "On Python 3.12$(if $(2),$(comma) in double precision):" && \
-	    .venv312/bin/python -m pytest -q tests/test_compat.py && \
-	    $(2) .venv312/bin/python $(1); \
+	    $(or $(4),.venv312)/bin/python -m pytest -q tests/test_compat.py && \
+	    $(2) $(or $(4),.venv312)/bin/python $(1); \
 	else \
 	    echo "No working Python 3.12 on this machine: the suite runs on one version only."; \
 	    $(or $(3),true); \
@@ -180,8 +181,10 @@ bench-history: .venv/ready
 # constraints, and so the package is built without isolation. Python compiles what it imports, a
 # third of what is installed, when it first does. PY=3.13 makes the first of them
 # with that version.
-.venv312/ready: override PY = 3.12
-.venv/ready .venv312/ready: pyproject.toml $(wildcard constraints/*.txt)
+EXTRAS = demo,site,test
+.venv312/ready .venv312-computes/ready: override PY = 3.12
+.venv312-computes/ready: override EXTRAS = computes
+.venv/ready .venv312/ready .venv312-computes/ready: pyproject.toml $(wildcard constraints/*.txt)
 	@python=$$(sh tools/find_python.sh $(PY)) || \
 	    { echo "batchax needs Python 3.11 or newer, and found none that works." >&2; exit 1; }; \
 	echo "Making $(@D) with $$python (a minute or so, once)" && \
@@ -192,7 +195,7 @@ bench-history: .venv/ready
 	pins=$$($(@D)/bin/python -c 'import sys; print("py3%d" % min(sys.version_info[1], 13))') && \
 	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints/$$pins.txt hatchling hatch-fancy-pypi-readme editables && \
 	$(@D)/bin/python -m pip install --quiet --no-compile --no-build-isolation -c constraints/$$pins.txt \
-	    -e '.[demo,site,test]' && \
+	    -e '.[$(EXTRAS)]' && \
 	touch $@
 
 # The newest versions that work together, written down. Run the suite afterwards.
@@ -219,4 +222,4 @@ kills: .venv/ready
 	cd tests && ../.venv/bin/python -m kills --count $(N) --seed $(SEED)
 
 clean:
-	rm -rf .venv .venv312 .venv-newest out dist .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv312 .venv312-computes .venv-newest out dist .cache .pytest_cache .ruff_cache .hypothesis
