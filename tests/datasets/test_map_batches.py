@@ -63,7 +63,7 @@ class Tensor:
     def __init__(self, x):
         self._x = x
 
-    def __array__(self, dtype=None, copy=None):
+    def __array__(self, dtype=None):
         return np.asarray(self._x, dtype)
 
 
@@ -117,6 +117,7 @@ def joined(batches):
     return jax.tree.map(lambda *x: np.concatenate(x), *batches), [len(b["y"]) for b in batches]
 
 
+@pytest.mark.filterwarnings("error::DeprecationWarning")
 @pytest.mark.parametrize("kind", SOURCES)
 def test_the_results_of_map_in_order(kind):
     fun, sources, how = SOURCES[kind]

@@ -9,7 +9,9 @@ import hashlib
 import hmac
 import http.client
 import http.server
+import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -18,9 +20,11 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 KEY, SECRET = "AKIDNOBODYSHALLSEE", "wJalrSecretNobodyShallSee0123456789abcde"
@@ -98,6 +102,65 @@ def _make_container(port: int) -> None:
     urllib.request.urlopen(request).read()
 
 
+def fake_google() -> str | None:
+    """Where fake-gcs-server is; None if it is not installed: `make fake-gcs` does that."""
+    (*own,) = (ROOT / ".cache" / "fake-gcs").glob(f"*/vendor/*/bin/*-{sys.platform}-*")
+    return str(own[0]) if own else shutil.which("fake-gcs-server")
+
+
+@contextlib.contextmanager
+def google() -> Iterator[str]:
+    """fake-gcs-server's server of Google, with a bucket, in the environment; its address.
+
+    It has no uploads of the kind that obstore makes, so something between them makes another kind.
+    """
+    port, program = free_port(), fake_google()
+    assert program is not None
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "data" / BUCKET).mkdir(parents=True)
+        here = f"127.0.0.1:{port}"
+        command = [program, "-scheme", "http", "-host", "127.0.0.1", "-port", str(port)]
+        command += ["-backend", "memory", "-public-host", here]
+        command += ["-data", f"{folder}/data"]
+        with (
+            _running(command, port),
+            proxy(f"http://{here}", lambda *_: "pass", _asked_of_google) as address,
+            environment(**_google_at(address, Path(folder) / "account.json")),
+        ):
+            yield address
+
+
+def _google_at(address: str, account: Path) -> dict[str, str]:
+    """The environment of who uses that server, as nobody."""
+    nobody = dict.fromkeys(["client_email", "private_key", "private_key_id"], "")
+    account.write_text(json.dumps({"disable_oauth": True, "gcs_base_url": address, **nobody}))
+    return {"GOOGLE_BASE_URL": address, "GOOGLE_SERVICE_ACCOUNT": str(account)}
+
+
+def _asked_of_google(server: str, request: Request) -> Answer:
+    """What fake-gcs-server answers to a request of the XML API, which it only has to read."""
+    headers = {k.lower(): v for k, v in request.headers.items()}
+    if request.method != "PUT":
+        return _asked(server, request._replace(headers={**headers, "host": server[7:]}))
+    bucket, _, name = request.path.lstrip("/").partition("/")
+    query = {"uploadType": "multipart", "name": urllib.parse.unquote(name)}
+    condition = headers.get("x-goog-if-generation-match")
+    query |= {} if condition is None else {"ifGenerationMatch": condition}
+    parts = ("application/json", b"{}"), ("application/octet-stream", request.body)
+    ends = secrets.token_hex(16)
+    body = b"".join(
+        f"--{ends}\r\nContent-Type: {kind}\r\n\r\n".encode() + part + b"\r\n"
+        for kind, part in parts
+    )
+    path = f"/upload/storage/v1/b/{bucket}/o?{urllib.parse.urlencode(query)}"
+    kind = {"Content-Type": f"multipart/related; boundary={ends}"}
+    answer = _asked(server, Request("POST", path, kind, body + f"--{ends}--\r\n".encode()))
+    if answer.status != 200:
+        return answer
+    told = json.loads(answer.content)
+    return Answer(200, {"ETag": told["etag"], "x-goog-generation": told["generation"]}, b"")
+
+
 @contextlib.contextmanager
 def environment(**values: str) -> Iterator[None]:
     """The environment has these while the block runs."""
@@ -113,14 +176,45 @@ def environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
+class Request(NamedTuple):
+    """What a server is asked."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
+class Answer(NamedTuple):
+    """What it answers."""
+
+    status: int
+    headers: dict[str, str]
+    content: bytes
+
+
+def _asked(server: str, request: Request) -> Answer:
+    connection = http.client.HTTPConnection(server.removeprefix("http://"))
+    connection.request(request.method, request.path, request.body, request.headers)
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return Answer(answer.status, dict(answer.getheaders()), content)
+
+
 @contextlib.contextmanager
-def proxy(server: str, what: Callable[[str, str], str]) -> Iterator[str]:
+def proxy(
+    server: str,
+    what: Callable[[str, str], str],
+    ask: Callable[[str, Request], Answer] = _asked,
+) -> Iterator[str]:
     """A server that hands requests to another one.
 
     Args:
       server: its address.
       what: is told of each request, its method and path, and says what becomes of it: "pass";
         "lose" the answer of one that was done; "cut", without doing it, or "fail"; "slow".
+      ask: asks the other server.
     """
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -139,22 +233,21 @@ def proxy(server: str, what: Callable[[str, str], str]) -> Iterator[str]:
                 return
             if fate == "slow":
                 time.sleep(0.3)
-            connection = http.client.HTTPConnection(server.removeprefix("http://"))
-            connection.request(self.command, self.path, body, dict(self.headers))
-            answer = connection.getresponse()
-            content = answer.read()
-            connection.close()
+            request = Request(self.command, self.path, dict(self.headers), body)
+            answer = ask(server, request)
             if fate == "lose":
                 self.close_connection = True
                 return
             self.send_response(answer.status)
-            for name, value in answer.getheaders():
-                if name.lower() not in ("transfer-encoding", "connection", "content-length"):
+            sizes = [len(answer.content)]
+            for name, value in answer.headers.items():
+                if name.lower() == "content-length" and self.command == "HEAD":
+                    sizes = [int(value)]
+                elif name.lower() not in ("transfer-encoding", "connection", "content-length"):
                     self.send_header(name, value)
-            size = answer.getheader("Content-Length") if self.command == "HEAD" else len(content)
-            self.send_header("Content-Length", str(size or 0))
+            self.send_header("Content-Length", str(sizes[0]))
             self.end_headers()
-            self.wfile.write(content)
+            self.wfile.write(answer.content)
 
         do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = handle_one
 

@@ -17,8 +17,9 @@ from batchax.datasets.parts import Rows, elements_in
 from batchax.datasets.ragged_parts import one_row
 from batchax.datasets.source import Source, native
 from batchax.datasets.sources import as_source
-from batchax.datasets.streams import Stream, StreamLeaf, is_stream
+from batchax.datasets.streams import Stream, StreamLeaf, is_one_by_one, is_stream
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.frontend.containers import is_container
 from batchax.frontend.in_axes import check_in_axes, is_position, spread_in_axes
 from batchax.rows.arrow import by_axis
 
@@ -109,7 +110,8 @@ def find_inputs(
       StorageError: a file is not there, or is damaged.
     """
     check_in_axes(fun, in_axes)
-    leaves, rebuild = spread_in_axes(fun, in_axes, args, {}, objects=False)
+    is_leaf = lambda x: is_container(x) or is_one_by_one(x)
+    leaves, rebuild = spread_in_axes(fun, in_axes, args, {}, objects=False, is_leaf=is_leaf)
     mapped: list[Input] = []
     shared: dict[str, Any] = {}
     streams: list[Stream] = []

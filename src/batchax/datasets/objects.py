@@ -47,8 +47,8 @@ class Version(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Without the quotes that some answers have and others do not."""
-        return (self.version or self.e_tag or "").strip('"')
+        """The same for each answer: not all say the version, nor have quotes around the tag."""
+        return (self.e_tag or self.version or "").strip('"')
 
     def condition(self) -> dict[str, str]:
         """For obstore: put only if it is this one."""
@@ -252,6 +252,7 @@ def _client_options() -> dict[str, Any]:
         "AWS_ENDPOINT",
         "AZURE_STORAGE_ENDPOINT",
         "AZURITE_BLOB_STORAGE_URL",
+        "GOOGLE_BASE_URL",
     )
     plain = any(os.environ.get(name, "").startswith("http://") for name in variables)
     return {**TIMEOUTS, **({"allow_http": True} if plain else {})}

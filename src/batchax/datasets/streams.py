@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numbers
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,11 @@ import numpy as np
 from batchax.datasets.parts import ENDLESS
 from batchax.datasets.source import Index, Source, native
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+
+
+def is_one_by_one(x: Any) -> bool:
+    """Whether Python iterates over it, and it is no tree of JAX's: else JAX warns of iterators."""
+    return isinstance(x, Iterable) and jax.tree_util.all_leaves([x])
 
 
 def is_stream(x: Any) -> bool:
@@ -205,7 +210,8 @@ def _is_numbers(x: Any) -> bool:
 def _array(x: Any, name: str) -> np.ndarray:
     """An array of its own: whoever makes rows may make the next one in the same memory."""
     try:
-        array = np.array(x)
+        array = np.asarray(x)  # without `copy`, which tensors of PyTorch do not know
+        array = array if isinstance(x, (list, numbers.Number)) else array.copy()
     except Exception as error:
         raise ArgumentTypeError(f"{name} cannot be made an array of NumPy's: {error}") from error
     return np.asarray(array, native(array.dtype, f"{name}, of type {type(x).__name__}"))

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from batchax.errors import ArgumentTypeError, AxisError
-from batchax.frontend.containers import is_container_spec
+from batchax.frontend.containers import is_container, is_container_spec
 from batchax.frontend.objects import is_flag, is_object
 from batchax.frontend.parts import AxisSpec
 from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
@@ -94,11 +94,13 @@ def spread_in_axes(
     kwargs: dict[str, Any],
     terms: Terms = LANES,
     objects: bool = True,
+    is_leaf: Callable[[Any], bool] = is_container,
 ) -> tuple[list[SpecifiedLeaf], Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]]:
     """The leaves of the arguments, each with what `in_axes` says of it.
 
     Also how to make arguments of what stands for the leaves, in their order. An axis for a tree is
-    not said of `objects` in it, which are no arrays, if there may be some.
+    not said of `objects` in it, which are no arrays, if there may be some. `is_leaf` tells what is
+    none of JAX's trees, though it may look like one.
 
     Raises:
       AxisError: `in_axes` does not fit the arguments.
@@ -108,7 +110,9 @@ def spread_in_axes(
     rebuilds = []
 
     def add(name: str, argument: Any, spec: Any, by_keyword: bool) -> None:
-        its_leaves, rebuild = spread_specs(spec, argument, name, "in_axes", is_input_spec, True)
+        its_leaves, rebuild = spread_specs(
+            spec, argument, name, "in_axes", is_input_spec, True, is_leaf=is_leaf
+        )
         for leaf in its_leaves:
             leaf.path = ArgumentPath(leaf.path, name, by_keyword)
         leaves.extend(its_leaves)
