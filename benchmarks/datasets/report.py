@@ -129,9 +129,9 @@ was killed.
 {tables[1]}
 
 Files that are in the system's memory, and nothing but defaults: seconds of the shortest loop by
-hand (a memory map, `jit(vmap)`, a memory map, nothing synced), and whole calls over it, with what
-they stage, compile and sync. Without a file of results they stay in memory; `bx.map_batches` hands
-them out to a loop that does nothing.
+hand (a memory map, `jit(vmap)`, a memory map, nothing synced), until the file is not mapped any
+more, and whole calls over it, with what they stage, compile and sync. Without a file of results
+they stay in memory; `bx.map_batches` hands them out to a loop that does nothing.
 
 {by_hand}
 """

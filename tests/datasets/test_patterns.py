@@ -182,3 +182,17 @@ def test_an_output_that_would_fit_the_pattern():
         assert sorted(map(str, Path().rglob("*"))) == before
     for pattern, out in (("*.npy", "far/y.npy"), ("0*.npy", "y.npy"), ("deep/**/*.npy", "z.npy")):
         assert bx.map(jnp.sum, pattern, out=out, progress=False).rows == len(X)
+
+
+def test_folders_of_jobs_are_not_what_a_pattern_names():
+    how = dict(batch_size=3, commit_rows=3, progress=False, on_nonfinite="quarantine")
+    for root in (".", f"memory://{Path.cwd().name}"):
+        for name in "ab":
+            bx.map(lambda x: {"x": 1 / x}, X, out=f"{root}/d/{name}.parquet", **how)
+        assert bx.map(jnp.sum, f"{root}/d/*:x", progress=False).rows == 2 * len(X)
+        bx.map(lambda x: 1 / x, X, out=f"{root}/d/c.zarr", **how)  # in whose job ok.npy is
+    np.save("d/x.npy", X)
+    again = [bx.map(jnp.sum, "d/**/*.npy", out="d/s.zarr", **how).reused for _ in range(2)]
+    assert again == [0, len(X)]
+    ok = bx.map(lambda x: x, "d/c.zarr.job/*.npy", progress=False)  # who names it means it
+    assert not ok.outputs[0]

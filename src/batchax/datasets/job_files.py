@@ -23,6 +23,7 @@ from batchax.errors import ArgumentTypeError, JobError, StorageError
 
 _FORMAT = 1  # what a later version that writes something else can tell this one by
 
+JOB = ".job"  # after the name of an output, the folder of its job
 _SHARD = "lock-"  # and the name of a shard
 
 
@@ -56,7 +57,7 @@ class JobFiles:
     @property
     def folder(self) -> Address:
         """The folder of the job."""
-        return self.out.with_name(f"{self.out.name}.job")
+        return self.out.with_name(f"{self.out.name}{JOB}")
 
     @property
     def _own(self) -> Address:

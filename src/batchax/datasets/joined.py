@@ -17,6 +17,7 @@ import numpy as np
 
 from batchax.datasets import objects
 from batchax.datasets.addresses import ObjectPath
+from batchax.datasets.job_files import JOB
 from batchax.datasets.parts import Rows
 from batchax.datasets.source import Index, Source
 from batchax.errors import AxisError, StorageError
@@ -32,8 +33,9 @@ def is_pattern(path: str) -> bool:
 
 
 def matching(pattern: str) -> list[Path]:
-    """What a pattern names, by name; ``**`` stands for folders in folders."""
-    return sorted(map(Path, glob.glob(pattern, recursive=True)))
+    """What a pattern names, by name, but for the folders of jobs; ``**`` is folders in folders."""
+    named = map(Path, glob.glob(pattern, recursive=True))
+    return sorted(path for path in named if _no_job(path.parts, Path(pattern).parts))
 
 
 def fits_files(pattern: str) -> Fits:
@@ -49,7 +51,13 @@ def fits_objects(pattern: ObjectPath) -> Fits:
         isinstance(path, ObjectPath)
         and (path.scheme, path.bucket) == place
         and _fit_parts(path.key.split("/"), parts)
+        and _no_job(path.key.split("/"), parts)
     )
+
+
+def _no_job(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether nothing is the folder of a job, or in one, that the pattern does not name itself."""
+    return not any(name.endswith(JOB) and name not in patterns for name in names)
 
 
 def _fit_parts(names: Sequence[str], patterns: Sequence[str]) -> bool:

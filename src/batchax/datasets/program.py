@@ -30,7 +30,7 @@ from batchax.vmap import vmap
 
 # Of a batch that batch_size="auto" chooses: more rows gain nothing. An accelerator wants more.
 _MOST_BYTES, _MOST_ELSEWHERE = 8 * 2**20, 64 * 2**20
-_MAPPED = 4  # times as many bytes of a mapped file as others are in a unit: less is handed over
+_MAPPED = 8  # times as many bytes of a mapped file as others are in a unit: less is handed over
 _FEW = 8  # rows, by whose program it is seen what a row takes
 _ROOMS = 4  # programs for batches of rows of different lengths, by how many elements these have
 _COUNTS = "counts in sums"  # no name that an argument may have
