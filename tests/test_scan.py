@@ -603,7 +603,7 @@ def moves_whole(line):
 
 @pytest.mark.parametrize("of", ["plain", "checkpoint"])
 def test_memory_of_a_gradient_along_the_last_axis(of):
-    """Less than of arrays that are transposed by hand."""
+    """Less than of arrays that are transposed by hand: all but the ys is computed again."""
     step = lambda c, x: (jnp.tanh(c + x),) * 2
     step = step if of == "plain" else jax.checkpoint(step)
     loss = lambda scan: lambda c, x: jnp.sum(scan(c, x)[1] ** 2)
@@ -612,7 +612,26 @@ def test_memory_of_a_gradient_along_the_last_axis(of):
         hlo(jax.grad(loss(scan), 1), *args).memory_analysis().temp_size_in_bytes
         for scan in both(step, -1, -1)
     )
-    assert mine <= 0.8 * theirs
+    assert mine <= (0.75 if of == "plain" else 0.8) * theirs
+
+
+def test_what_takes_a_few_sums_and_products_is_computed_again():
+    x, c, w = example((3, 5)), example((3,)), example((3,), seed=1)
+
+    def step(c, x):  # of what is kept: y, x and w; of the tangent, all that is made of y
+        y = jnp.tanh(w * c + x)
+        return (3 - y * y) * w - x, y
+
+    ours, theirs = (
+        jax.grad(
+            lambda c, x, scan=scan: jnp.sum(jnp.sin(scan(c, x)[0])) + jnp.sum(scan(c, x)[1]), (0, 1)
+        )
+        for scan in both(step, -1, -1)
+    )
+    same(*at_once(ours, theirs)(c, x))
+    forward = jax.make_jaxpr(jax.linearize, static_argnums=0)(both(step, -1, -1)[0], c, x)
+    (scan, *_) = (e for e in forward.eqns if e.primitive.name == "scan_steps")
+    assert len(scan.outvars) == 2
 
 
 def test_derivatives_of_derivatives_along_any_axes():

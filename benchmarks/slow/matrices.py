@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.scipy.linalg import expm
 
 from benchmarks.slow.workload import Slow
 from benchmarks.workload import normal
@@ -87,12 +88,66 @@ def eigenvalues_by_hand(m: Any) -> Any:
     return jnp.sort(jnp.stack([a[i, i] for i in range(n)]), 0).T
 
 
+def product_by_hand(x: Any, y: Any) -> Any:
+    a, b = jnp.moveaxis(x, 0, -1), jnp.moveaxis(y, 0, -1)
+    return jnp.moveaxis(sum(a[:, k, None] * b[k] for k in range(len(b))), -1, 0)
+
+
+def exponential_by_hand(m: Any) -> Any:
+    """Taylor's series of a 64th of it, to the power of 64, with lanes last."""
+    a = jnp.moveaxis(m, 0, -1) / 64
+    product = lambda x, y: sum(x[:, k, None] * y[k] for k in range(len(y)))
+    one = jnp.eye(len(a))[:, :, None]
+    e = one + a / 7
+    for k in range(6, 0, -1):
+        e = one + product(a, e) / k
+    for _ in range(6):
+        e = product(e, e)
+    return jnp.moveaxis(e, -1, 0)
+
+
+def tridiagonal_by_hand(below: Any, d: Any, above: Any, b: Any) -> Any:
+    """Thomas's algorithm, which has no pivots, for one right side each."""
+
+    def down(before: Any, row: Any) -> Any:
+        (c, x), (below, d, above, b) = before, row
+        pivot = d - below * c
+        after = above / pivot, (b - below * x) / pivot
+        return after, after
+
+    zeros = jnp.zeros_like(d[:, 0])
+    rows = below.T, d.T, above.T, b[:, :, 0].T
+    _, (c, x) = jax.lax.scan(down, (zeros, zeros), rows)
+    up = lambda last, row: (row[1] - row[0] * last,) * 2
+    return jax.lax.scan(up, zeros, (c, x), reverse=True)[1].T[:, :, None]
+
+
 def _square(n: int) -> Callable[[int], tuple[Any, ...]]:
     return lambda lanes: (normal(lanes, n, n),)
 
 
 def _system(n: int) -> Callable[[int], tuple[Any, ...]]:
     return lambda lanes: (normal(lanes, n, n) + n * jnp.eye(n), normal(lanes, n, seed=1))
+
+
+def _pair(n: int, dtype: Any = float) -> Callable[[int], tuple[Any, ...]]:
+    def data(lanes: int) -> tuple[Any, ...]:
+        parts = [normal(lanes, n, n, seed=i) for i in range(4)]
+        if dtype is float:
+            return tuple(parts[:2])
+        return parts[0] + 1j * parts[1], parts[2] + 1j * parts[3]
+
+    return data
+
+
+def _bands(n: int) -> Callable[[int], tuple[Any, ...]]:
+    def data(lanes: int) -> tuple[Any, ...]:
+        below, above = (normal(lanes, n, seed=i) for i in (1, 2))
+        edge = jnp.arange(n)
+        d = normal(lanes, n) + 4
+        return below * (edge > 0), d, above * (edge < n - 1), normal(lanes, n, 1, seed=3)
+
+    return data
 
 
 def _definite(n: int) -> Callable[[int], tuple[Any, ...]]:
@@ -146,6 +201,24 @@ WORKLOADS = [
             goal,
         )
         for n, goal in ((4, 0.25), (10, 0.6))
+    ),
+    *(
+        Slow(f"product, {name}", FAMILY, jnp.matmul, product_by_hand, data, _LANES, goal)
+        for name, data, goal in (
+            ("4 x 4", _pair(4), 0.25),
+            ("7 x 7", _pair(7), 0.4),
+            ("complex 4 x 4", _pair(4, complex), 0.25),
+        )
+    ),
+    Slow("expm, 4 x 4", FAMILY, expm, exponential_by_hand, _square(4), _LANES, 0.25),
+    Slow(
+        "tridiagonal solve of 16",
+        FAMILY,
+        jax.lax.linalg.tridiagonal_solve,
+        tridiagonal_by_hand,
+        _bands(16),
+        _LANES,
+        0.6,
     ),
     Slow(
         "eigvalsh, 6 x 6",

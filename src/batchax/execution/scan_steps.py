@@ -9,6 +9,8 @@ Of what is needed
 - entries of the xs are read again where they are;
 - entries of the ys are read where they were written;
 - what is the same at each step is computed once, beside the loop;
+- what takes a few sums and products of all that is computed again, which takes less than to write
+  and read it;
 - the rest is stacked.
 
 In reverse, cotangents of the xs are written where the xs have theirs. All these scans are such
@@ -18,8 +20,9 @@ primitives again, and so are derivatives of any order.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import jax
@@ -32,13 +35,16 @@ from batchax.execution.bounded_batching import entry_axis, steps_axes, whole_axi
 from batchax.execution.bounded_derivatives import moving, no_tangent, parts, take
 from batchax.execution.eager import jitted
 from batchax.execution.steps import ScanProgram, run_steps
+from batchax.jaxprs.evaluate import plan, variables_in, variables_read
 from batchax.jaxprs.inside import Anywhere
-from batchax.jaxprs.words import ClosedJaxpr
+from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.derivatives import transposed, with_values
 from batchax.kernel.inner import batch_function, remembered, staging_lanes
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.own_primitive import own_primitive
+from batchax.programs.cost import cost_of_equation
 from batchax.rules.batched_transpose import reached
 from batchax.rules.carried_axes import settle
 from batchax.rules.hazards import hazards
@@ -87,7 +93,7 @@ class _Split:
       program: the scan that computes values, and stacks what is kept, after the ys.
       held: what its program has as constants, besides those of the scan.
       once: a program, of what is the same at each step, of what is kept of that alone.
-      kept: what the linear part needs: what kind of array it is in, and which of those.
+      kept: what the linear part is made of: what kind of array it is in, and which of those.
       linear: the linear part: from what it needs, and from tangents of those constants, carries and
         xs that have some, to those of carries and ys that have some.
     """
@@ -127,17 +133,20 @@ def _split(program: ScanProgram, inputs: Sequence[int], outputs: Sequence[int]) 
     for k, v in enumerate(jaxpr.outvars[program.n_carry : n_outs]):
         if not isinstance(v, Literal):
             places.setdefault(v, ("y", k))
-    once, stacked, kept = [], [], []
-    for v, changing in zip(jaxpr.outvars[n_outs:], changes[n_outs:], strict=True):
-        if not isinstance(v, Literal) and v in places:
-            kept.append(places[v])
-        elif changing:
+    once, stacked = [], []
+    needed = jaxpr.outvars[n_outs:]
+    again = _Again(jaxpr, places)
+    for v, changing in zip(needed, changes[n_outs:], strict=True):
+        if isinstance(v, Literal) or again.makes(v):
+            continue
+        if changing:
             places[v] = "y", n_outs - program.n_carry + len(stacked)
-            kept.append(places[v])
             stacked.append(v)
         else:
-            kept.append(("once", len(once)))
+            places[v] = "once", len(once)
             once.append(v)
+    late = again.program(needed)
+    kept = [places[v] for v in late.invars]
 
     def part(outvars: Sequence[Any]) -> ClosedJaxpr:
         whole = _compat.close(jaxpr.replace(outvars=list(outvars)), staged.consts)
@@ -150,8 +159,49 @@ def _split(program: ScanProgram, inputs: Sequence[int], outputs: Sequence[int]) 
     out_axes = (*program.out_axes, *[0] * len(stacked))
     program = replace(program, body=body, out_axes=out_axes)
     n_kept = len(kept)
-    run = lambda *xs: eval_jaxpr(linear, xs[:n_kept], *xs[n_kept:])
+    run = lambda *xs: eval_jaxpr(linear, eval_jaxpr(late, (), *xs[:n_kept]), *xs[n_kept:])
     return _Split(program, held, beside, kept, run)
+
+
+class _Again:
+    """What of a program is computed again, from values that are kept anyway."""
+
+    def __init__(self, jaxpr: Jaxpr, places: Mapping[Any, Any]) -> None:
+        self._jaxpr, self._places = jaxpr, places
+        self._made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+
+    def makes(self, v: Any) -> bool:
+        """Whether that takes so little that a value need not be kept, or it is kept already."""
+        return self._operations(v) <= _FEW
+
+    def _operations(self, v: Any) -> float:
+        """For each element, how many it takes."""
+        if isinstance(v, Literal) or v in self._places:
+            return 0
+        eqn = self._made_by.get(v)
+        if eqn is None or not facts_of(eqn.primitive).elementwise:
+            return inf
+        if cost_of_equation(eqn).transcendentals:
+            return inf
+        return 1 + sum(map(self._operations, eqn.invars))
+
+    def program(self, outvars: Sequence[Any]) -> Any:
+        """From what is kept to all that is needed."""
+        made = [v for v in variables_in(outvars) if v not in self._places]
+        steps = plan(self._jaxpr.eqns, made, lambda _: False, self._not_kept)
+        eqns = [step.eqn for step in steps]
+        read = variables_in([*outvars, *(v for eqn in eqns for v in eqn.invars)])
+        invars = [v for v in dict.fromkeys(read) if v in self._places]
+        return self._jaxpr.replace(
+            constvars=[], invars=invars, eqns=eqns, outvars=list(outvars), effects=set()
+        )
+
+    def _not_kept(self, eqn: Eqn) -> list[Any]:
+        return [v for v in variables_read(eqn) if v not in self._places]
+
+
+_FEW = 8
+"""Operations that take less than to write an element and to read it again."""
 
 
 def _same_at_each_step(program: ScanProgram) -> list[bool]:
