@@ -115,6 +115,7 @@ def clipped_grad(
     if "out_axes" in options:
         raise ArgumentTypeError("clipped_grad returns one sum for all lanes: leave out_axes out.")
     _check_norm(max_norm)
+    vmap(loss, **options)  # which refuses what it does not know
 
     @functools.wraps(loss)
     def one_example(*args: Any, **kwargs: Any) -> ClippedSum:

@@ -24,12 +24,14 @@ from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.arguments import check_callable, check_small_matrices
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import check_out_axes
+from batchax.frontend.words_of_others import in_our_words
 from batchax.progress import check_progress
 
 _ON_ERROR = ("raise", "quarantine")
 
 
 @_compat.api_boundary
+@in_our_words
 def map(
     fun: Callable[..., Any],
     *arrays: Any,

@@ -17,9 +17,11 @@ from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.frontend.arguments import check_callable, check_small_matrices
 from batchax.frontend.in_axes import check_in_axes, is_position
 from batchax.frontend.outputs import check_out_axes
+from batchax.frontend.words_of_others import in_our_words
 
 
 @_compat.api_boundary
+@in_our_words
 def map_batches(
     fun: Callable[..., Any],
     *sources: Any,

@@ -45,6 +45,7 @@ from batchax.frontend.outputs import (
 )
 from batchax.frontend.parts import AxisSpec
 from batchax.frontend.prefixes import spread_specs
+from batchax.frontend.words_of_others import in_our_words
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import example_aval, stage_described, stage_function
@@ -55,6 +56,7 @@ Carry = TypeVar("Carry")
 
 
 @_compat.api_boundary
+@in_our_words
 def scan(
     fun: Callable[Concatenate[Any, P], tuple[Carry, Any]],
     in_axes: Any = 0,

@@ -600,8 +600,8 @@ def test_axes_for_the_arrays_of_a_sparse_matrix():
 @pytest.mark.parametrize(
     ("option", "says"),
     [
-        ("in_dims", "in torch.func.vmap is in_axes here"),
-        ("chunk_size", "in torch.func.vmap is batch_size here"),
+        ("in_dims", "For that of torch.func.vmap give in_axes."),
+        ("chunk_size", "For that of torch.func.vmap give batch_size."),
         ("randomness", "batchax.split_key"),
         ("signature", "batchax.auto_vmap"),
         ("batchsize", "Did you mean 'batch_size'?"),
@@ -616,3 +616,31 @@ def test_options_in_the_words_of_others(option, says):
         assert says in str(raised.value)
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'fun'"):
         bx.vmap()
+
+
+def test_options_of_what_else_takes_some():
+    xs = jnp.ones((2, 3))
+    for call, near in [
+        (lambda: bx.map(jnp.sum, xs, on_nonfinit="raise"), "on_nonfinite"),
+        (lambda: bx.map_batches(jnp.sum, xs, batchsize=2), "batch_size"),
+        (lambda: bx.scan(lambda c, x: (c, x), inaxes=0), "in_axes"),
+        (lambda: bx.clipped_grad(jnp.sum, 1.0, batchsize=2), "batch_size"),
+    ]:
+        with pytest.raises(bx.ArgumentTypeError, match=f"Did you mean '{near}'"):
+            call()
+    with pytest.raises(bx.AxisError, match=r"made by batchax.vmap\(f, batch_size=...\)"):
+        bx.map(jnp.sum, batch_size=2)  # as functools.partial(bx.map, batch_size=2)(f) calls it
+
+
+def test_a_traced_value_of_a_call_that_is_over():
+    kept = []
+    bx.vmap(lambda x: kept.append(x * 3) or x)(jnp.ones(3))
+    with pytest.raises(jax.errors.UnexpectedTracerError) as raised:
+        bx.vmap(lambda y: y + kept[0])(jnp.ones(3))
+    first, last = str(raised.value).splitlines()
+    assert re.match(
+        r"<lambda> uses a traced value \(float\d\d\[\]\) of another call, which is over: of "
+        r"<lambda> at .*test_errors.py:\d+, made at .*test_errors.py:\d+",
+        first,
+    )
+    assert last == "JAX says: Encountered an unexpected tracer."

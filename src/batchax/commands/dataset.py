@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from batchax.commands.words import Mistake, batch_size, function, literal
+from batchax.commands.words import Mistake, add_ways, batch_size, function, literal
 from batchax.datasets.addresses import is_url
 from batchax.datasets.inspect import follow, status, verify
 from batchax.datasets.sources import open_path
@@ -34,7 +34,7 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--shard",
         metavar="I/N",
-        help="do every N-th unit only: the same command N times, with I from 0 or from 1, does all",
+        help="do every N-th unit only; the same command for each I, from 0 or from 1, does all",
     )
     command.set_defaults(run=_map, failed=_FAILED)
 
@@ -75,57 +75,63 @@ def add_call(command: Any) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="an argument, in order: x.npy, x.zarr:array, x.h5:name, x.parquet:column, or a "
-        "pattern in quotes, 'year=*/x.npy'; with @ in front, what all rows share, of an .npz file "
-        "a dict of all its arrays",
-    )
-    command.add_argument("--out", required=True, help="y.zarr, y.npy, or a folder: y.parquet")
-    command.add_argument(
-        "--in-axes", nargs="*", metavar="AXIS", help="for each argument; None: all rows share it"
+        help="an argument of the function, once for each, in order: x.npy, x.zarr:array, "
+        "x.h5:name, x.parquet:column, a pattern in quotes, 'year=*/x.npy', or an address, "
+        "s3://bucket/x.npy. With @ in front all rows share it (an .npz file is a dict of its "
+        "arrays)",
     )
     command.add_argument(
-        "--out-axes", default="0", metavar="AXIS", help="along which results have the rows"
+        "--out",
+        required=True,
+        metavar="FILE",
+        help="where results go: y.zarr, y.npy, a folder y.parquet, or an address, s3://bucket/y.zarr",
+    )
+    command.add_argument(
+        "--in-axes",
+        nargs="*",
+        metavar="AXIS",
+        help="the axis of rows in each argument (default: 0); None: all rows share the argument",
+    )
+    command.add_argument(
+        "--out-axes", default="0", metavar="AXIS", help="the axis of rows in results (default: 0)"
     )
     command.add_argument(
         "--batch-size",
         default="auto",
         metavar="ROWS",
-        help='rows that are computed at a time: a number, or "auto" (the default)',
+        help='how many rows are computed at a time: a number, or "auto" (the default)',
     )
     command.add_argument(
         "--memory-limit", metavar="BYTES", help="what a batch may take at most, such as 2GiB"
     )
     command.add_argument(
-        "--commit-rows", type=int, metavar="ROWS", help="rows that are written and counted at once"
+        "--commit-rows",
+        type=int,
+        metavar="ROWS",
+        help="how many rows are written and counted as done at once, a multiple of --batch-size "
+        "(default: half a second of work)",
     )
+    add_ways(command, "rows", default="auto")
     command.add_argument(
-        "--divergence",
-        choices=["auto", "predicate", "compact"],
-        default="auto",
-        help="what rows do that are done with a loop: wait for the others, or leave",
-    )
-    command.add_argument(
-        "--small-matrices",
-        choices=["auto", "library"],
-        default="auto",
-        help="how small matrices are decomposed: by a library, one after another, or together",
-    )
-    command.add_argument(
-        "--executor", metavar="WHO", help="processes:4, or dask:tcp://host:8786; else threads"
+        "--executor",
+        metavar="WHO",
+        help="who computes: processes:4, or dask:tcp://host:8786 (default: threads of this "
+        "process)",
     )
     command.add_argument(
         "--on-error",
         choices=["raise", "quarantine"],
         default="raise",
-        help="what to do about a row for which the function fails: end, or set it aside and go on",
+        help="what to do about a row for which the function fails: end (the default), or set it "
+        "aside and go on",
     )
     command.add_argument(
         "--on-nonfinite",
         choices=["raise", "quarantine"],
-        help="likewise about one whose results are not finite; if not given they are results",
+        help="what to do about a row whose results are not finite (default: nothing)",
     )
     command.add_argument(
-        "--max-errors", type=int, metavar="ROWS", help="end after setting aside more than these"
+        "--max-errors", type=int, metavar="ROWS", help="end when more rows than these are set aside"
     )
     command.add_argument(
         "--retries",
@@ -136,17 +142,26 @@ def add_call(command: Any) -> None:
     )
     command.add_argument(
         "--version",
-        help="any text that you change with a function that calls the host, of which batchax "
-        "cannot see that it is another",
+        metavar="TEXT",
+        help="a version of a function that calls the host: batchax cannot see that it is another "
+        "one, so change this text with it",
     )
     command.add_argument(
         "--inputs-by",
         choices=["file", "content"],
         default="file",
-        help="how a file is known to be the same: by path, size and time, or by what it holds",
+        help="how a file is known to be the same: by path, size and time (file, the default), or "
+        "by all that it holds (content)",
     )
-    command.add_argument("--seed", type=int, help="of a random key, of which each row gets its own")
-    command.add_argument("--no-progress", action="store_true", help="say nothing while it runs")
+    command.add_argument(
+        "--seed",
+        type=int,
+        metavar="NUMBER",
+        help="the seed of a random key, of which the function gets one for each row",
+    )
+    command.add_argument(
+        "--no-progress", action="store_true", help="say nothing while the map runs"
+    )
 
 
 def _map(options: argparse.Namespace) -> int:

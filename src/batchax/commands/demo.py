@@ -22,7 +22,8 @@ def add_to(commands: Any) -> None:
         "demo",
         help="run an example on real data, and draw what it says",
         description="Finds which handwritten digits a classifier finds hard, by the gradient of "
-        "each, and draws them. It needs matplotlib and scikit-learn: pip install 'batchax[demo]'.",
+        "each, and draws them. It needs matplotlib and scikit-learn: pip install 'batchax[demo]', "
+        "or '.[demo]' in a checkout.",
     )
     command.add_argument(
         "folder", nargs="?", default="out", help="where the picture goes (default: out)"

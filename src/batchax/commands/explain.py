@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from batchax.commands.words import Mistake, batch_size, function, literal
+from batchax.commands.words import Mistake, add_ways, batch_size, function, literal
 from batchax.explain.explain import explain
 from batchax.explain.text import for_terminal
 
@@ -50,39 +50,53 @@ def add_to(commands: Any) -> None:
         nargs="*",
         default=["0"],
         metavar="AXIS",
-        help="the batch axis of each argument, or one for all; None: it is the same for all lanes",
-    )
-    command.add_argument("--out-axes", default="0", metavar="AXIS", help="where results have it")
-    command.add_argument("--axis-name", help="for collectives")
-    command.add_argument("--axis-size", type=int, help="how many lanes, if no argument says so")
-    command.add_argument("--batch-size", metavar="LANES", help='a number, or "auto"')
-    command.add_argument("--memory-limit", metavar="BYTES", help="such as 2GiB")
-    command.add_argument(
-        "--divergence",
-        choices=["auto", "predicate", "compact"],
-        help="what lanes do that are done with a loop: wait, or leave",
+        help="the batch axis of each argument, or one for all (default: 0); None: all lanes share "
+        "the argument",
     )
     command.add_argument(
-        "--small-matrices",
-        choices=["auto", "library"],
-        help="how small matrices are decomposed: by a library, one after another, or together",
+        "--out-axes", default="0", metavar="AXIS", help="the batch axis of results (default: 0)"
     )
+    command.add_argument(
+        "--axis-name", metavar="NAME", help="the name of the batch axis, for collectives"
+    )
+    command.add_argument(
+        "--axis-size", type=int, metavar="LANES", help="how many lanes, if no argument says so"
+    )
+    command.add_argument(
+        "--batch-size",
+        metavar="LANES",
+        help='how many lanes run at a time: a number, or "auto" (default: all)',
+    )
+    command.add_argument(
+        "--memory-limit", metavar="BYTES", help='what --batch-size "auto" may take, such as 2GiB'
+    )
+    add_ways(command, "lanes", default=None)
     command.add_argument(
         "--layout",
         choices=["auto", "packed", "padded", "grouped"],
-        help="how rows of different lengths are held",
+        help="how rows of different lengths are held: one after another (packed), each in an array "
+        "of one size (padded), those of one length together (grouped), or by what costs least",
     )
-    command.add_argument("--buckets", type=int, help="into how many groups rows go by length")
-    command.add_argument("--html", metavar="FILE", help="write a page to this file, too")
     command.add_argument(
-        "--measure", action="store_true", help="run it, on random numbers, and time it"
+        "--buckets",
+        type=int,
+        metavar="N",
+        help="run rows of similar length together, in so many groups",
+    )
+    command.add_argument(
+        "--html", metavar="FILE", help="also write the explanation to this file, as a page"
+    )
+    command.add_argument(
+        "--measure",
+        action="store_true",
+        help="also run the function, on random numbers, and time it in several ways",
     )
     command.add_argument(
         "--time-limit",
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="after which --measure begins nothing more (default: 60)",
+        help="how long --measure goes on beginning something new (default: 60)",
     )
     command.set_defaults(run=_run, failed=2)
 

@@ -13,6 +13,24 @@ from typing import Any
 _MOST_NAMED = 10  # functions, where there is none of a name
 
 
+def add_ways(command: Any, what: str, default: str | None) -> None:
+    """Adds to a parser how loops and small matrices run, of `what`: lanes, or rows."""
+    command.add_argument(
+        "--divergence",
+        choices=["auto", "predicate", "compact"],
+        default=default,
+        help=f"what {what} do that are done with a loop: wait for the others (predicate), leave "
+        "(compact), or leave where that surely pays (auto, the default)",
+    )
+    command.add_argument(
+        "--small-matrices",
+        choices=["auto", "library"],
+        default=default,
+        help="how small matrices are decomposed: by a library, one after another, or together "
+        "where that is faster (auto, the default)",
+    )
+
+
 class Mistake(Exception):
     """Something in the command line is not as it must be."""
 

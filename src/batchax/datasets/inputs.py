@@ -263,8 +263,9 @@ def _axis(path: str, source: Source, axis: int) -> int:
 def _count(mapped: Sequence[Input]) -> int:
     if not mapped:
         raise AxisError(
-            "nothing is mapped: map needs at least one argument with rows, of which in_axes gives "
-            "the axis."
+            "nothing is mapped: map is called with its rows, map(f, xs), at least one argument of "
+            "which in_axes gives the axis. A function of a batch is made by "
+            "batchax.vmap(f, batch_size=...)."
         )
     counts = {m.rows for m in mapped}
     if len(counts) > 1:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 
 from batchax.errors import AxisError, BatchaxError
-from batchax.frontend.leaked import leaked
+from batchax.frontend.leaked import escaped, leaked
 from batchax.frontend.prefixes import SpecifiedLeaf
 from batchax.jaxprs.words import Value
 
@@ -69,6 +69,11 @@ def named_in_errors(
     except NameError as error:
         if str(error).startswith("Found an unbound axis name") and error.args:
             error.args = (f"{_NO_NAME}{_SAYS}{error.args[0]}", *error.args[1:])
+        raise
+    except jax.errors.UnexpectedTracerError as error:
+        short = escaped(_name_of(fun), str(error))
+        if short:
+            error.args = (short,)
         raise
     except (TypeError, ValueError) as error:
         top = (

@@ -1,7 +1,8 @@
-"""What ``jax.checking_leaks`` says of a function that is batched, made short.
+"""What JAX says of traced values that outlive their function, made short.
 
-JAX lists every tracer that is still alive, with all that refers to it: of a function that was
-staged those are also the operands of the one that leaked, held by the program that made it.
+Under ``jax.checking_leaks`` it lists every tracer that is still alive, with all that refers to it:
+of a function that was staged those are also the operands of the one that leaked, held by the
+program that made it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,28 @@ from batchax import _compat
 _ALIVE = re.compile(r"^<(\w+) (\d+)> is referred to by (.*)$", re.MULTILINE)
 _NAMELESS = re.compile(r"<(?:list|tuple|dict|set|cell) \d+>")
 _FIRST = re.compile(r"JitTracer\((.*)\)")
+
+
+_TRACED = re.compile(r"when the value leaked was (.*) traced for")
+_MADE = re.compile(r"value was created on line (\S.*)\. ?$", re.MULTILINE)
+_TYPE = re.compile(r"with type (\S+)")
+
+
+def escaped(name: str, message: str) -> str:
+    """What a function uses that another one left behind, by JAX's message; "" if it says nothing.
+
+    Args:
+      name: of the function that uses it.
+      message: of JAX's ``UnexpectedTracerError``.
+    """
+    traced, made, type_of = (x.search(message) for x in (_TRACED, _MADE, _TYPE))
+    if not (traced and type_of):
+        return ""
+    return (
+        f"{name} uses a traced value ({type_of[1]}) of another call, which is over: of "
+        f"{traced[1]}{f', made at {made[1]}' if made else ''}. Return it there as an output, and "
+        f"give it to {name} as an argument.\nJAX says: Encountered an unexpected tracer."
+    )
 
 
 def leaked(name: str, message: str) -> str:

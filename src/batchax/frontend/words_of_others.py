@@ -19,7 +19,7 @@ _OTHERS = {
     "randomness": ("torch.func.vmap", "a key for each lane, by in_axes=batchax.split_key"),
     "fallback_to_while_loop": (
         "tf.vectorized_map",
-        "nothing to be asked for: what has no rule runs one lane after another, with a warning",
+        "nothing: what has no rule runs one lane after another, with a warning",
     ),
     "excluded": ("jnp.vectorize", "None in in_axes"),
     "signature": ("jnp.vectorize", "batchax.auto_vmap, which takes one"),
@@ -34,7 +34,8 @@ def in_our_words(fun: F) -> F:
     Raises:
       ArgumentTypeError: (a TypeError) names the option, and what it is here.
     """
-    names = list(inspect.signature(fun).parameters)
+    parameters = inspect.signature(fun).parameters.values()
+    names = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL]
     ours = frozenset(names)
 
     @functools.wraps(fun)
@@ -50,7 +51,7 @@ def _told(called: str, names: list[str], options: dict[str, Any]) -> str:
     option = next(name for name in options if name not in names)
     if option in _OTHERS:
         library, ours = _OTHERS[option]
-        return f"{called}() has no option {option!r}: what that is in {library} is {ours} here."
+        return f"{called}() has no option {option!r}. For that of {library} give {ours}."
     near = difflib.get_close_matches(option, names, 1)
     hint = f" Did you mean {near[0]!r}?" if near else f" It has {', '.join(names[1:])}."
     return f"{called}() has no option {option!r}.{hint}"
